@@ -1,0 +1,42 @@
+# Everything runs inside .venv, which is made on first use and only updated when these files change.
+PYTHON ?= python3
+VENV   := .venv
+BIN    := $(VENV)/bin
+ARGS   ?=
+STAMP  := $(VENV)/.installed-$(shell cat pyproject.toml constraints.txt | cksum | cut -d' ' -f1)
+
+# Some virtual machines advertise AMX but trap its instructions, which kills bfloat16 products on CPU. Nothing here needs AMX.
+export ONEDNN_MAX_CPU_ISA ?= AVX10_1_512
+
+.DEFAULT_GOAL := help
+.PHONY: help train test lint bench mutants clean
+
+help: ## list the targets
+	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):[^#]*## /  make \1\t/' | expand -t 18
+
+train: $(STAMP) ## train a small GPT with meshmuon beside AdamW; leaves a report in runs/ (ARGS="--help" for options)
+	$(BIN)/python examples/train_gpt.py $(ARGS)
+
+test: $(STAMP) ## run the tests (ARGS="-k name" to select)
+	$(BIN)/python -m pytest -n 2 $(ARGS)
+
+lint: $(STAMP) ## ruff and mypy --strict
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+bench: $(STAMP) ## compare one optimizer step with torch.optim.Muon; writes benchmarks/results/
+	$(BIN)/python benchmarks/single_device.py $(ARGS)
+
+mutants: $(STAMP) ## break the maths one line at a time and count what the tests catch
+	$(BIN)/python tests/mutation/run.py $(ARGS)
+
+clean: ## remove the virtual environment and caches
+	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis
+
+$(STAMP): pyproject.toml constraints.txt
+	@test -x $(BIN)/python || $(PYTHON) -c 'import sys; sys.exit("meshmuon needs Python 3.10 or newer") if sys.version_info < (3, 10) else None'
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt torch
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
+	@rm -f $(VENV)/.installed-* && touch $@

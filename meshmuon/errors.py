@@ -1,0 +1,29 @@
+"""The errors that meshmuon raises: each says what is wrong, where, what was expected and what to write instead."""
+
+from __future__ import annotations
+
+__all__ = ["ConfigError", "GradientError", "MeshmuonError", "RoutingWarning", "StateError", "UnsupportedError"]
+
+
+class MeshmuonError(Exception):
+    """Base of every error that meshmuon raises on purpose."""
+
+
+class ConfigError(MeshmuonError, ValueError):
+    """An option, a parameter group or a scheme is not usable as given."""
+
+
+class GradientError(MeshmuonError, RuntimeError):
+    """A gradient cannot be used. Raised before the step has written anything."""
+
+
+class StateError(MeshmuonError, ValueError):
+    """A state_dict does not belong to this optimizer. Raised before anything is overwritten."""
+
+
+class UnsupportedError(MeshmuonError, NotImplementedError):
+    """The request makes sense but this version of meshmuon does not do it."""
+
+
+class RoutingWarning(UserWarning):
+    """A parameter is routed in a way that is legal and most likely not what was meant."""

@@ -1,0 +1,43 @@
+"""Options of the executor that hold for a whole optimizer."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ..errors import ConfigError
+from ..ortho import FORMS
+
+__all__ = ["DEFAULT_MEMORY_BUDGET", "ExecutorSettings"]
+
+DEFAULT_MEMORY_BUDGET = 64 * 2**20
+
+
+@dataclass(frozen=True, slots=True)
+class ExecutorSettings:
+    """How matrices are batched and computed.
+
+    Attributes:
+        chunk_size: most matrices per batch; -1 lets ``memory_budget`` decide.
+        memory_budget: bytes of scratch that one batch may use; a single larger matrix still runs.
+        form: ``"auto"``, ``"standard"`` or ``"gram"``.
+        deterministic: multiply the matrices of a batch one by one, so that no batching can change a bit.
+        compile: compile the orthogonalisation per shape; a string names the backend.
+        cuda_graphs: replay the orthogonalisation of each batch as a CUDA graph (no effect on CPU).
+    """
+
+    chunk_size: int = -1
+    memory_budget: int = DEFAULT_MEMORY_BUDGET
+    form: str = "auto"
+    deterministic: bool = False
+    compile: bool | str = False
+    cuda_graphs: bool = False
+
+    def __post_init__(self) -> None:
+        if self.chunk_size != -1 and self.chunk_size < 1:
+            raise ConfigError(f"chunk_size={self.chunk_size} must be -1 (chosen by memory) or at least 1 matrix per batch.")
+        if self.memory_budget < 1:
+            raise ConfigError(f"memory_budget={self.memory_budget} must be a positive number of bytes.")
+        if self.form not in FORMS:
+            raise ConfigError(f"form={self.form!r} is unknown; write one of {FORMS}.")
+        if self.compile and self.cuda_graphs:
+            raise ConfigError("compile and cuda_graphs exclude each other: torch.compile records graphs of its own.")

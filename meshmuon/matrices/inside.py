@@ -1,0 +1,49 @@
+"""Which matrices a parameter holds: itself, one per expert, or a flattened convolution filter."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from ..errors import ConfigError
+
+__all__ = ["CONV_OPTIONS", "MatrixSet", "matrices_inside"]
+
+CONV_OPTIONS = (None, "flatten")
+
+
+@dataclass(frozen=True, slots=True)
+class MatrixSet:
+    """``count`` matrices of rows × cols, one behind the other in the parameter's index order."""
+
+    count: int
+    rows: int
+    cols: int
+
+
+def matrices_inside(name: str, shape: Sequence[int], *, expert_keys: Sequence[str] = (), conv: str | None = None) -> MatrixSet:
+    """Finds the matrices of a parameter that goes to Muon.
+
+    Args:
+        name: the parameter's name; an expert parameter contains one of ``expert_keys``.
+        shape: the parameter's global shape: (rows, cols), (experts, rows, cols) or (out, in, *kernel).
+        expert_keys: what marks a 3-D parameter as a stack of independent expert matrices.
+        conv: ``"flatten"`` makes any other parameter of more than two dims one (out, in·kernel) matrix.
+    """
+    if len(shape) == 2:
+        return MatrixSet(1, shape[0], shape[1])
+    if len(shape) < 2:
+        raise ConfigError(
+            f"{name}: shape {tuple(shape)} has no rows and columns, so Muon cannot orthogonalise it. "
+            "Put it into a group with use_muon=False; get_default_muon_param_groups(model) does so."
+        )
+    if len(shape) == 3 and any(key in name for key in expert_keys):
+        return MatrixSet(*shape)
+    if conv == "flatten":
+        return MatrixSet(1, shape[0], math.prod(shape[1:]))
+    raise ConfigError(
+        f"{name}: shape {tuple(shape)} has more than two dims. If it is a stack of expert matrices (experts, out, in), "
+        f"pass expert_keys=[...] with a part of its name (now {list(expert_keys)}). If it is a convolution filter, pass "
+        'conv="flatten" to treat it as one (out, in·kernel) matrix, or put it into a group with use_muon=False.'
+    )

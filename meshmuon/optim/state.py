@@ -1,0 +1,69 @@
+"""Optimizer state: creating it, and refusing a state_dict that belongs to something else."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..errors import StateError
+from .adamw import STATE_KEYS as ADAMW_KEYS
+
+__all__ = ["check", "momentum_buffer", "restore_dtypes"]
+
+_MOMENTUM = "momentum_buffer"
+
+
+def momentum_buffer(state: dict[str, Any], param: Tensor, dtype: torch.dtype | None) -> Tensor:
+    """The parameter's momentum, created as zeros at its first gradient."""
+    if _MOMENTUM not in state:
+        state[_MOMENTUM] = torch.zeros_like(param, dtype=dtype, memory_format=torch.preserve_format)
+    buffer: Tensor = state[_MOMENTUM]
+    return buffer
+
+
+def check(groups: Sequence[Mapping[str, Any]], state_dict: Mapping[str, Any]) -> None:
+    """Raises StateError, naming the first parameter whose saved state cannot be its own."""
+    saved_groups, saved_state = state_dict["param_groups"], state_dict["state"]
+    if len(saved_groups) != len(groups):
+        raise StateError(f"the state_dict has {len(saved_groups)} groups, this optimizer {len(groups)}: build the same groups.")
+    for index, (group, saved) in enumerate(zip(groups, saved_groups, strict=True)):
+        if len(saved["params"]) != len(group["params"]):
+            raise StateError(
+                f"group {index} has {len(group['params'])} parameters, the state_dict's has {len(saved['params'])}: "
+                "it was saved from another model."
+            )
+        if saved.get("use_muon", group["use_muon"]) != group["use_muon"]:
+            raise StateError(f"group {index} has use_muon={group['use_muon']}, the state_dict's has {saved['use_muon']}.")
+        for name, param, key in zip(group["param_names"], group["params"], saved["params"], strict=True):
+            _check_entry(name, param, saved_state.get(key, {}), group["use_muon"])
+
+
+def _check_entry(name: str, param: Tensor, entry: Mapping[str, Any], use_muon: bool) -> None:
+    expected = (_MOMENTUM,) if use_muon else ADAMW_KEYS
+    if entry and not all(key in entry for key in expected):
+        kind = "Muon" if use_muon else "AdamW"
+        raise StateError(
+            f"{name} is optimized by {kind} and needs {list(expected)}, but its saved state has {sorted(entry)}. "
+            "It was saved from an optimizer that routed this parameter differently."
+        )
+    for key in expected:
+        value = entry.get(key)
+        if key != "step" and isinstance(value, Tensor) and value.shape != param.shape:
+            raise StateError(
+                f"{name} has shape {tuple(param.shape)}, but its saved {key} has {tuple(value.shape)}: "
+                "it was saved from another model, or the parameters are in another order."
+            )
+
+
+def restore_dtypes(
+    groups: Sequence[Mapping[str, Any]], state: Mapping[Tensor, dict[str, Any]], state_dict: Mapping[str, Any]
+) -> None:
+    """Gives momentum back the dtype it was saved in: torch casts all loaded state to the parameter's."""
+    for group, saved in zip(groups, state_dict["param_groups"], strict=True):
+        for param, key in zip(group["params"], saved["params"], strict=True):
+            value = state_dict["state"].get(key, {}).get(_MOMENTUM)
+            if isinstance(value, Tensor) and value.dtype != state[param][_MOMENTUM].dtype:
+                state[param][_MOMENTUM] = value.detach().clone().to(device=param.device)

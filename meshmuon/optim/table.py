@@ -1,0 +1,119 @@
+"""The routing table: where each parameter goes, how large its steps will be, and what looks wrong."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from ..matrices import matrices_inside
+from .lr import AdjustLR, lr_factor, update_rms
+from .routing import is_table_name, name_parts
+
+__all__ = ["RoutingRow", "RoutingTable", "build_routing_table"]
+
+_FUSED = frozenset("qkv qkv_proj c_attn in_proj_weight wqkv query_key_value w_qkv gate_up_proj w13".split())
+_ADAMW_RMS = 0.2  # typical entry of an AdamW update of lr 1, on which match_rms_adamw rests (arXiv:2502.16982)
+_TOO_LARGE_FOR_MATCH_RMS = 1e-2
+_TOO_SMALL_FOR_ORIGINAL = 2e-3
+
+
+@dataclass(frozen=True, slots=True)
+class RoutingRow:
+    """One parameter's route.
+
+    Attributes:
+        name: the parameter's name.
+        shape: its global shape.
+        layout: where it lives.
+        route: ``"muon"`` or ``"adamw"``.
+        matrices: how many matrices Muon finds in it.
+        lr: learning rate after the shape's factor.
+        rms: predicted root mean square of a step's entries; for AdamW the usual 0.2·lr.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    layout: str
+    route: str
+    matrices: int
+    lr: float
+    rms: float
+
+    def cells(self) -> tuple[str, ...]:
+        """The row as text."""
+        shape = "×".join(map(str, self.shape)) or "scalar"
+        return (self.name, shape, self.layout, self.route, str(self.matrices or "-"), f"{self.lr:.3g}", f"{self.rms:.3g}")
+
+    def __str__(self) -> str:
+        return "  ".join(self.cells())
+
+
+@dataclass(frozen=True, slots=True)
+class RoutingTable:
+    """All rows, and warnings about routes that are legal but probably not meant."""
+
+    rows: tuple[RoutingRow, ...]
+    warnings: tuple[str, ...]
+
+    def __str__(self) -> str:
+        head = ("parameter", "shape", "layout", "route", "matrices", "lr", "update rms")
+        lines = [head, *(row.cells() for row in self.rows)]
+        widths = [max(len(line[k]) for line in lines) for k in range(len(head))]
+        text = ["  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in lines]
+        return "\n".join([text[0], "-" * len(text[0]), *text[1:], *(f"warning: {w}" for w in self.warnings)])
+
+
+def build_routing_table(groups: Sequence[Mapping[str, Any]]) -> RoutingTable:
+    """Describes an optimizer's groups."""
+    rows: list[RoutingRow] = []
+    warnings: list[str] = []
+    for index, group in enumerate(groups):
+        if group["use_muon"]:
+            warnings += _lr_warnings(index, group)
+        for name, param in zip(group["param_names"], group["params"], strict=True):
+            rows.append(_row(name, param, group))
+            if group["use_muon"]:
+                warnings += _route_warnings(name)
+    return RoutingTable(tuple(rows), tuple(warnings))
+
+
+def _row(name: str, param: Tensor, group: Mapping[str, Any]) -> RoutingRow:
+    lr, shape = float(group["lr"]), tuple(param.shape)
+    if not group["use_muon"]:
+        return RoutingRow(name, shape, str(param.device), "adamw", 0, lr, _ADAMW_RMS * lr)
+    found = matrices_inside(name, shape, expert_keys=group["expert_keys"] or (), conv=group["conv"])
+    rule: AdjustLR = group["adjust_lr_fn"]
+    factor, rms = lr_factor(rule, found.rows, found.cols), update_rms(rule, found.rows, found.cols)
+    return RoutingRow(name, shape, str(param.device), "muon", found.count, lr * factor, lr * rms)
+
+
+def _lr_warnings(index: int, group: Mapping[str, Any]) -> list[str]:
+    lr, rule = float(group["lr"]), group["adjust_lr_fn"]
+    if rule == "match_rms_adamw" and lr > _TOO_LARGE_FOR_MATCH_RMS:
+        return [
+            f'group {index}: lr={lr:g} with adjust_lr_fn="match_rms_adamw" moves entries by {0.2 * lr:g} a step. This rule takes '
+            'AdamW\'s learning rates (1e-4 to 3e-3); 0.02 belongs to adjust_lr_fn="original".'
+        ]
+    if rule in ("original", "spectral") and 0 < lr < _TOO_SMALL_FOR_ORIGINAL:
+        return [
+            f'group {index}: lr={lr:g} is small for adjust_lr_fn="{rule}", whose usual lr is about 0.02. AdamW\'s learning rates '
+            'belong to adjust_lr_fn="match_rms_adamw".'
+        ]
+    return []
+
+
+def _route_warnings(name: str) -> list[str]:
+    if is_table_name(name):
+        return [
+            f"{name} looks like an embedding or an output head, which train better with AdamW: move it to a group with "
+            "use_muon=False."
+        ]
+    if any(part.lower() in _FUSED for part in name_parts(name)):
+        return [
+            f"{name} looks like several projections fused into one weight. Muon orthogonalises it as one matrix, which couples "
+            "them: use separate projections, or a group with use_muon=False."
+        ]
+    return []

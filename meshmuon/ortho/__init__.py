@@ -1,0 +1,28 @@
+"""Orthogonalisation: schemes (coefficients), Newton–Schulz in its standard and Gram forms, and what it costs."""
+
+from .blocks import choose_blocks, gram_blocks, standard_blocks
+from .cost import orthogonalize_flops, symmetric_flops
+from .iteration import scratch_bytes
+from .newton_schulz import FORMS, default_compute_dtype, orthogonalize, reserve_scratch
+from .schemes import Orthogonalizer, Scheme, SchemeLike, keller, polar_express, resolve_scheme
+from .workspace import Workspace
+
+__all__ = [
+    "FORMS",
+    "Orthogonalizer",
+    "Scheme",
+    "SchemeLike",
+    "Workspace",
+    "choose_blocks",
+    "default_compute_dtype",
+    "gram_blocks",
+    "keller",
+    "orthogonalize",
+    "orthogonalize_flops",
+    "polar_express",
+    "reserve_scratch",
+    "resolve_scheme",
+    "scratch_bytes",
+    "standard_blocks",
+    "symmetric_flops",
+]

@@ -1,0 +1,126 @@
+"""Cutting a scheme's steps into blocks: how far the Gram form may run before it must look at X again.
+
+Inside a block the iteration lives in the n × n space of R = X·Xᵀ, where rounding of relative size u perturbs every
+eigenvalue by about u·‖R‖. An eigenvalue that is truly tiny may become negative, and each step multiplies it by a² or
+more; and what rounding mixes between a large and a small direction is amplified like the small one. Starting a new block
+(X ← Q·X, R = X·Xᵀ afresh) wipes the error out.
+
+How many blocks are needed depends on the coefficients and on the dtype, so it is found by simulation, not by table: the
+real iteration runs on 2 × 2 matrices in float64, with every product perturbed by the worst rounding of the dtype.
+"""
+
+from __future__ import annotations
+
+import math
+from functools import lru_cache
+from itertools import combinations, pairwise
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from .cost import orthogonalize_flops
+from .iteration import Scratch, iterate
+from .schemes import Scheme
+from .workspace import Workspace
+
+__all__ = ["choose_blocks", "gram_blocks", "standard_blocks"]
+
+_EXHAUSTIVE_STEPS = 6  # up to here every way to cut the steps is tried; beyond, only cuts into few blocks
+_FEW_BLOCKS = 4
+_OVERSHOOT = 1.05  # largest singular value, relative to the exact polynomial's
+_SHARE_OF_SPREAD = 1.0  # how much of the scheme's own distance from 1 rounding may add
+_OVER_STANDARD = 1.25  # how much worse than the standard form's deviation is still the same
+_FLOOR = 16.0  # units of the dtype's epsilon below which a deviation never matters
+_PATTERNS = (((-1.0, -1.0), (-1.0, -1.0)), ((1.0, 1.0), (1.0, 1.0)), ((-1.0, 1.0), (1.0, -1.0)), ((1.0, -1.0), (-1.0, 1.0)))
+
+
+class _Outcome(NamedTuple):
+    overshoot: float  # largest value that any singular value ends at
+    deviation: float  # largest distance from what exact arithmetic gives, of singular values that start above 1e-3
+
+
+def standard_blocks(scheme: Scheme) -> tuple[int, ...]:
+    """Every step is a block of its own: the standard form."""
+    return (1,) * len(scheme.steps)
+
+
+@lru_cache(maxsize=256)
+def gram_blocks(scheme: Scheme, dtype: torch.dtype) -> tuple[int, ...]:
+    """The fewest blocks that are safe for ``scheme`` in ``dtype``, as numbers of steps.
+
+    Safe means, for every singular value in [0, 1] and the worst rounding: none ends more than 5 % above the exact
+    polynomial's maximum, and none above 1e-3 ends further from its exact value than the polynomial itself is from 1, or than
+    1.25 times what the standard form suffers in that dtype, or than 16 of its epsilons.
+    """
+    steps = len(scheme.steps)
+    noise = torch.finfo(dtype).eps / 2
+    exact = _simulate(scheme, standard_blocks(scheme), 0.0)
+    standard = _simulate(scheme, standard_blocks(scheme), noise)
+    spread = max(abs(1 - scheme(10 ** (-3 * k / 200))) for k in range(201))
+    deviation_allowed = max(_SHARE_OF_SPREAD * spread, _OVER_STANDARD * standard.deviation, _FLOOR * torch.finfo(dtype).eps)
+    for count in range(1, steps):
+        outcomes = {blocks: _simulate(scheme, blocks, noise) for blocks in _cuts(steps, count)}
+        safe = {
+            blocks: outcome
+            for blocks, outcome in outcomes.items()
+            if outcome.overshoot <= _OVERSHOOT * exact.overshoot and outcome.deviation <= deviation_allowed
+        }
+        if safe:
+            return min(safe, key=lambda blocks: (safe[blocks].deviation, blocks))
+    return standard_blocks(scheme)
+
+
+@lru_cache(maxsize=4096)
+def choose_blocks(rows: int, cols: int, scheme: Scheme, dtype: torch.dtype) -> tuple[int, ...]:
+    """The cheaper of the standard form and the safe Gram form for a rows × cols matrix, by counted FLOPs."""
+    candidates = (standard_blocks(scheme), gram_blocks(scheme, dtype))
+    return min(candidates, key=lambda blocks: orthogonalize_flops(rows, cols, blocks))
+
+
+def _cuts(steps: int, count: int) -> list[tuple[int, ...]]:
+    if steps > _EXHAUSTIVE_STEPS and count > _FEW_BLOCKS:
+        return []
+    edges = combinations(range(1, steps), count - 1)
+    return [tuple(b - a for a, b in pairwise((0, *cut, steps))) for cut in edges]
+
+
+class _NoisyProducts:
+    """Exact float64 products, each result shifted by a fixed pattern of ``noise`` times its largest entry."""
+
+    def __init__(self, noise: float, pattern: Tensor) -> None:
+        self._shift = noise * pattern
+
+    def symmetric(
+        self, a: Tensor, b: Tensor, out: Tensor, addend: Tensor | None = None, *, alpha: float = 1.0, beta: float = 1.0
+    ) -> Tensor:
+        result = alpha * (a @ b.mT) if addend is None else alpha * (a @ b.mT) + beta * addend
+        return self._round(result, out)
+
+    def general(self, a: Tensor, b: Tensor, out: Tensor, addend: Tensor | None = None, *, beta: float = 1.0) -> Tensor:
+        return self._round(a @ b if addend is None else a @ b + beta * addend, out)
+
+    def _round(self, result: Tensor, out: Tensor) -> Tensor:
+        return out.copy_(result + result.abs().amax(dim=(1, 2), keepdim=True) * self._shift)
+
+
+def _simulate(scheme: Scheme, blocks: tuple[int, ...], noise: float) -> _Outcome:
+    """Runs the real iteration on diag(1, s), s over [0, 1], with every product rounded in the worst way."""
+    small = torch.cat([torch.zeros(1, dtype=torch.float64), torch.logspace(-6, 0, 49, dtype=torch.float64)])
+    pairs = torch.diag_embed(torch.stack([torch.ones_like(small), small], dim=1))
+    scratch = Scratch(Workspace(), pairs, torch.float64)
+    exact = torch.empty_like(pairs)
+    iterate(pairs, exact, scheme.steps, blocks, scratch, _NoisyProducts(0.0, torch.zeros(2, 2)))
+    overshoot, deviation = 0.0, 0.0
+    for pattern in _PATTERNS:
+        result = torch.empty_like(pairs)
+        iterate(pairs, result, scheme.steps, blocks, scratch, _NoisyProducts(noise, torch.tensor(pattern)))
+        overshoot = max(overshoot, _largest(result))
+        deviation = max(deviation, _largest((result - exact)[small >= 1e-3]))
+    return _Outcome(overshoot, deviation)
+
+
+def _largest(matrices: Tensor) -> float:
+    if not bool(matrices.isfinite().all()):
+        return math.inf
+    return float(torch.linalg.matrix_norm(matrices, 2).max())

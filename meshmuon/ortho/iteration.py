@@ -1,0 +1,126 @@
+"""Newton–Schulz: the standard and the Gram form of one polynomial, as one loop over blocks of steps.
+
+A block of k steps starts from R = X·Xᵀ, composes its quintics in the n × n space,
+
+    P = a·I + b·R + c·R²,   Q ← P·Q,   R ← P·R·P,
+
+and ends with X ← Q·X. With one step per block this is the standard form X ← a·X + (b·R + c·R²)·X; with as few blocks as
+the dtype allows it is the Gram form, which touches the long side of X only once per block.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from .kernels import Products
+from .remez import Quintic
+from .workspace import Workspace
+
+__all__ = ["Scratch", "iterate", "scratch_bytes"]
+
+
+_SQUARES = ("gram", "quadratic", "factor", "factor_next", "half_step")
+
+
+def scratch_bytes(rows: int, cols: int, dtype: torch.dtype, result_dtype: torch.dtype) -> int:
+    """Bytes of scratch that one rows × cols matrix needs, beside the result, while it is orthogonalised."""
+    n, m = min(rows, cols), max(rows, cols)
+    wide = 1 if dtype == result_dtype else 2
+    return (wide * n * m + len(_SQUARES) * n * n) * dtype.itemsize
+
+
+class Scratch:
+    """The buffers of one call on ``batch`` (count, n, m): X in the memory order of the batch, and n × n matrices."""
+
+    def __init__(self, workspace: Workspace, batch: Tensor, dtype: torch.dtype) -> None:
+        self._workspace = workspace
+        self._dtype = dtype
+        self._device = batch.device
+        self._count, self._n, self._m = batch.shape
+        self._column_major = batch.stride(1) < batch.stride(2)
+        self.x = self.wide("x")
+        precise = torch.float64 if batch.dtype == torch.float64 else torch.float32
+        self.scale = workspace.take("scale", (self._count, 1, 1), precise, batch.device)
+
+    def wide(self, name: str) -> Tensor:
+        """A (count, n, m) buffer, transposed in memory when the batch is: BLAS reads both ways equally well."""
+        if self._column_major:
+            return self._workspace.take(name, (self._count, self._m, self._n), self._dtype, self._device).mT
+        return self._workspace.take(name, (self._count, self._n, self._m), self._dtype, self._device)
+
+    def square(self, name: str) -> Tensor:
+        """A (count, n, n) buffer."""
+        return self._workspace.take(name, (self._count, self._n, self._n), self._dtype, self._device)
+
+    def reserve(self, result_dtype: torch.dtype, blocks: Sequence[int]) -> None:
+        """Grows the workspace to all that ``iterate`` will take from it."""
+        if self._dtype != result_dtype:
+            self.wide("x_next")
+        for name in _SQUARES if max(blocks) > 1 else _SQUARES[:2]:
+            self.square(name)
+
+
+def iterate(
+    batch: Tensor, result: Tensor, steps: Sequence[Quintic], blocks: Sequence[int], scratch: Scratch, products: Products
+) -> None:
+    """Runs ``steps``, cut into ``blocks``, on (count, n, m) with n <= m, from ``batch`` into ``result``.
+
+    ``result`` may be ``batch``; neither may overlap the scratch.
+    """
+    _rescale(batch, scratch)
+    x, start = scratch.x, 0
+    # X goes to and fro between its scratch and the result, when the result can hold it.
+    spare = result if result.dtype == x.dtype else scratch.wide("x_next")
+    for index, length in enumerate(blocks):
+        gram = products.symmetric(x, x, scratch.square("gram"))
+        if index == 0:
+            _normalise(x, gram, scratch.scale)
+        moved = _apply_block(x, gram, steps[start : start + length], spare, scratch, products)
+        x, spare, start = moved, x, start + length
+    if x is not result:
+        result.copy_(x)
+
+
+def _rescale(batch: Tensor, scratch: Scratch) -> None:
+    """Writes ``batch`` to scratch with entries of at most 1/√m, so that no square under- or overflows in any dtype."""
+    scale = scratch.scale
+    torch.linalg.vector_norm(batch, math.inf, dim=(1, 2), keepdim=True, dtype=scale.dtype, out=scale)
+    limits = torch.finfo(scale.dtype)
+    scale.mul_(math.sqrt(batch.size(2))).clamp_(min=limits.tiny, max=limits.max)
+    torch.div(batch, scale, out=scratch.x)
+
+
+def _normalise(x: Tensor, gram: Tensor, scale: Tensor) -> None:
+    """Divides X by its Frobenius norm, read off the trace of R = X·Xᵀ, and R by its square."""
+    torch.sum(gram.diagonal(dim1=1, dim2=2), dim=1, dtype=scale.dtype, out=scale[:, 0, 0])
+    scale.clamp_(min=1e-30)
+    gram.div_(scale)
+    x.div_(scale.sqrt_())
+
+
+def _apply_block(
+    x: Tensor, gram: Tensor, steps: Sequence[Quintic], target: Tensor, scratch: Scratch, products: Products
+) -> Tensor:
+    if len(steps) == 1:
+        a, b, c = steps[0]
+        quadratic = products.symmetric(gram, gram, scratch.square("quadratic"), gram, alpha=c, beta=b)
+        return products.general(quadratic, x, target, x, beta=a)
+    factor, spare = scratch.square("factor"), scratch.square("factor_next")
+    for index, (a, b, c) in enumerate(steps):
+        quadratic = products.symmetric(gram, gram, scratch.square("quadratic"), gram, alpha=c, beta=b)
+        if index == 0:
+            factor.copy_(quadratic)
+            factor.diagonal(dim1=1, dim2=2).add_(a)
+        else:
+            # The new quadratic goes on the left, as it would act on X. Commuting makes both orders equal on paper; in
+            # floating point the other order sends its rounding through the factor, up to a thousand times larger.
+            moved = products.symmetric(quadratic, factor, spare, factor, beta=a)
+            factor, spare = moved, factor
+        if index < len(steps) - 1:
+            half_step = products.symmetric(quadratic, gram, scratch.square("half_step"), gram, beta=a)
+            gram = products.symmetric(half_step, quadratic, scratch.square("gram"), half_step, beta=a)
+    return products.general(factor, x, target)

@@ -1,0 +1,108 @@
+"""The two products that Newton–Schulz needs, and who computes them where.
+
+``symmetric`` knows that its result is symmetric (X·Xᵀ, or products of polynomials of one symmetric matrix, which commute)
+and computes one triangle; ``general`` is an ordinary product. Both take (batch, rows, cols) operands.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from functools import lru_cache
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from ..cost import symmetric_panels
+
+__all__ = ["BlockedProducts", "FunctionalProducts", "Products", "TritonProducts", "products_for"]
+
+
+class Products(Protocol):
+    """What an implementation offers. The result is returned and may or may not live in ``out``."""
+
+    def symmetric(
+        self, a: Tensor, b: Tensor, out: Tensor, addend: Tensor | None = None, *, alpha: float = 1.0, beta: float = 1.0
+    ) -> Tensor:
+        """``alpha · a·bᵀ + beta · addend``, known to be symmetric. ``out`` overlaps none of the operands."""
+        ...
+
+    def general(self, a: Tensor, b: Tensor, out: Tensor, addend: Tensor | None = None, *, beta: float = 1.0) -> Tensor:
+        """``a·b + beta · addend``. ``out`` overlaps none of the operands."""
+        ...
+
+
+class BlockedProducts:
+    """Torch's own matrix products; a symmetric one is computed as row panels of its lower triangle, then mirrored.
+
+    Args:
+        one_by_one: multiply each matrix of the batch by itself, so that a batch gives the bits of a loop for any number of
+            threads (batched products of some BLAS libraries differ there).
+    """
+
+    def __init__(self, *, one_by_one: bool = False) -> None:
+        self.one_by_one = one_by_one
+
+    def symmetric(
+        self, a: Tensor, b: Tensor, out: Tensor, addend: Tensor | None = None, *, alpha: float = 1.0, beta: float = 1.0
+    ) -> Tensor:
+        for start, stop in symmetric_panels(a.size(1)):
+            panel = out[:, start:stop, :stop]
+            part = None if addend is None else addend[:, start:stop, :stop]
+            self._multiply(a[:, start:stop], b[:, :stop].mT, panel, part, alpha, beta)
+            if start:
+                out[:, :start, start:stop].copy_(panel[:, :, :start].mT)
+        return out
+
+    def general(self, a: Tensor, b: Tensor, out: Tensor, addend: Tensor | None = None, *, beta: float = 1.0) -> Tensor:
+        self._multiply(a, b, out, addend, 1.0, beta)
+        return out
+
+    def _multiply(self, a: Tensor, b: Tensor, out: Tensor, addend: Tensor | None, alpha: float, beta: float) -> None:
+        if self.one_by_one and a.size(0) > 1:
+            for i in range(a.size(0)):
+                part = None if addend is None else addend[i : i + 1]
+                self._multiply(a[i : i + 1], b[i : i + 1], out[i : i + 1], part, alpha, beta)
+        elif addend is not None:
+            torch.baddbmm(addend, a, b, alpha=alpha, beta=beta, out=out)
+        elif alpha != 1.0:
+            torch.baddbmm(out, a, b, alpha=alpha, beta=0.0, out=out)
+        else:
+            torch.bmm(a, b, out=out)
+
+
+class FunctionalProducts:
+    """Plain products that return new tensors: what ``torch.compile`` can trace. ``out`` is ignored."""
+
+    def symmetric(
+        self, a: Tensor, b: Tensor, out: Tensor, addend: Tensor | None = None, *, alpha: float = 1.0, beta: float = 1.0
+    ) -> Tensor:
+        if addend is None:
+            return alpha * torch.bmm(a, b.mT) if alpha != 1.0 else torch.bmm(a, b.mT)
+        return torch.baddbmm(addend, a, b.mT, alpha=alpha, beta=beta)
+
+    def general(self, a: Tensor, b: Tensor, out: Tensor, addend: Tensor | None = None, *, beta: float = 1.0) -> Tensor:
+        return torch.bmm(a, b) if addend is None else torch.baddbmm(addend, a, b, beta=beta)
+
+
+class TritonProducts(BlockedProducts):
+    """Symmetric products by the Triton kernel; the general one stays torch's."""
+
+    def symmetric(
+        self, a: Tensor, b: Tensor, out: Tensor, addend: Tensor | None = None, *, alpha: float = 1.0, beta: float = 1.0
+    ) -> Tensor:
+        from .triton_symmetric import symmetric_product
+
+        return symmetric_product(a, b, out=out, addend=addend, alpha=alpha, beta=beta)
+
+
+@lru_cache
+def _has_triton() -> bool:
+    return importlib.util.find_spec("triton") is not None
+
+
+def products_for(device: torch.device, *, deterministic: bool = False) -> Products:
+    """The implementation for ``device``: Triton on CUDA where it is installed, torch elsewhere."""
+    if device.type == "cuda" and _has_triton():
+        return TritonProducts()
+    return BlockedProducts(one_by_one=deterministic)

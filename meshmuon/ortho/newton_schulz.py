@@ -1,0 +1,87 @@
+"""Orthogonalisation of a matrix or a batch: picks dtype and form, then runs the iteration."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ..errors import ConfigError
+from .blocks import choose_blocks, gram_blocks, standard_blocks
+from .iteration import Scratch, iterate
+from .kernels import Products, products_for
+from .schemes import Orthogonalizer, Scheme
+from .workspace import Workspace
+
+__all__ = ["FORMS", "default_compute_dtype", "orthogonalize", "reserve_scratch"]
+
+FORMS = ("auto", "standard", "gram")
+
+
+def default_compute_dtype(device: torch.device, dtype: torch.dtype) -> torch.dtype:
+    """bfloat16 where matrix units make it fast, float32 on CPU and everywhere else; float64 stays float64."""
+    if dtype == torch.float64:
+        return dtype
+    return torch.bfloat16 if device.type == "cuda" else torch.float32
+
+
+def orthogonalize(
+    x: Tensor,
+    scheme: Scheme | Orthogonalizer,
+    *,
+    form: str = "auto",
+    dtype: torch.dtype | None = None,
+    out: Tensor | None = None,
+    workspace: Workspace | None = None,
+    products: Products | None = None,
+) -> Tensor:
+    """Drives the singular values of each matrix towards 1, keeping its singular vectors.
+
+    Any scale of ``x`` gives the same result, from subnormal numbers to 1e37; a zero matrix stays zero.
+
+    Args:
+        x: one matrix (rows, cols) or a batch (batch, rows, cols); left unchanged unless it is also ``out``.
+        scheme: the polynomial, or a callable that does the whole work on a batch.
+        form: ``"standard"``, ``"gram"``, or ``"auto"``: the cheaper one by counted FLOPs that is safe in ``dtype``.
+        dtype: dtype of the products; float32 on CPU and bfloat16 on GPU unless given.
+        out: where the result goes, same shape as ``x``; may be ``x`` itself.
+        workspace: scratch to reuse; with it and ``out``, a repeated call allocates nothing.
+        products: implementation of the products; chosen by device unless given.
+
+    Returns:
+        ``out``, or a new tensor of the dtype of ``x``.
+    """
+    if x.dim() not in (2, 3):
+        raise ConfigError(f"orthogonalize takes (rows, cols) or (batch, rows, cols), got shape {tuple(x.shape)}")
+    out = torch.empty_like(x) if out is None else out
+    if x.numel() == 0:
+        return out
+    batch, result = (x, out) if x.dim() == 3 else (x.unsqueeze(0), out.unsqueeze(0))
+    if not isinstance(scheme, Scheme):
+        result.copy_(scheme(batch))
+        return out
+    dtype = dtype or default_compute_dtype(x.device, x.dtype)
+    blocks = _blocks_for(batch, scheme, form, dtype)
+    batch, result = _wide(batch), _wide(result)
+    scratch = Scratch(workspace or Workspace(), batch, dtype)
+    iterate(batch, result, scheme.steps, blocks, scratch, products or products_for(x.device))
+    return out
+
+
+def reserve_scratch(x: Tensor, scheme: Scheme | Orthogonalizer, *, form: str, dtype: torch.dtype, workspace: Workspace) -> None:
+    """Grows ``workspace`` to all that ``orthogonalize`` will take for a batch like ``x``, so that it never moves later."""
+    if isinstance(scheme, Scheme):
+        Scratch(workspace, _wide(x), dtype).reserve(x.dtype, _blocks_for(x, scheme, form, dtype))
+
+
+def _wide(batch: Tensor) -> Tensor:
+    return batch.mT if batch.size(1) > batch.size(2) else batch
+
+
+def _blocks_for(batch: Tensor, scheme: Scheme, form: str, dtype: torch.dtype) -> tuple[int, ...]:
+    if form == "auto":
+        return choose_blocks(batch.size(1), batch.size(2), scheme, dtype)
+    if form == "gram":
+        return gram_blocks(scheme, dtype)
+    if form == "standard":
+        return standard_blocks(scheme)
+    raise ConfigError(f"form={form!r} is unknown; write one of {FORMS}")

@@ -1,0 +1,93 @@
+"""Which matrices are orthogonalised together: equal shape, equal treatment, within a memory budget."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+
+__all__ = ["Batch", "Item", "Slice", "plan_batches"]
+
+
+@dataclass(frozen=True, slots=True)
+class Item:
+    """One parameter's matrices, as the planner sees them.
+
+    Attributes:
+        count: how many matrices the parameter holds.
+        rows: rows of each.
+        cols: columns of each.
+        treatment: what must be equal for matrices to share a batch (device, dtypes, scheme).
+        matrix_bytes: memory that one of its matrices needs while it is worked on.
+    """
+
+    count: int
+    rows: int
+    cols: int
+    treatment: Hashable
+    matrix_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Slice:
+    """Matrices [start, stop) of item ``item``."""
+
+    item: int
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """Slices of items of one shape and treatment, worked on at once."""
+
+    rows: int
+    cols: int
+    slices: tuple[Slice, ...]
+
+    @property
+    def size(self) -> int:
+        """Number of matrices."""
+        return sum(part.stop - part.start for part in self.slices)
+
+
+def plan_batches(items: Sequence[Item], *, budget: int, chunk_size: int = -1) -> tuple[Batch, ...]:
+    """Groups all matrices of ``items`` into batches; every matrix is in exactly one.
+
+    Args:
+        items: the parameters.
+        budget: bytes that one batch may need; a single matrix above it still gets a batch of its own.
+        chunk_size: most matrices per batch, -1 for as many as the budget allows.
+    """
+    alike: dict[Hashable, list[int]] = {}
+    for index, item in enumerate(items):
+        alike.setdefault((item.rows, item.cols, item.treatment), []).append(index)
+    batches = []
+    for indices in alike.values():
+        first = items[indices[0]]
+        largest = max(1, budget // max(1, first.matrix_bytes))
+        if chunk_size > 0:
+            largest = min(largest, chunk_size)
+        for slices in _fill(items, indices, largest):
+            batches.append(Batch(first.rows, first.cols, slices))
+    return tuple(batches)
+
+
+def _fill(items: Sequence[Item], indices: Sequence[int], largest: int) -> list[tuple[Slice, ...]]:
+    """Cuts the items' matrices, in order, into runs of at most ``largest``, as even as possible."""
+    total = sum(items[index].count for index in indices)
+    if total == 0:
+        return []
+    runs = -(-total // largest)
+    edges = [total * k // runs for k in range(runs + 1)]
+    filled: list[list[Slice]] = [[] for _ in range(runs)]
+    position, run = 0, 0
+    for index in indices:
+        start = 0
+        while start < items[index].count:
+            stop = min(items[index].count, start + edges[run + 1] - position)
+            filled[run].append(Slice(index, start, stop))
+            position += stop - start
+            start = stop
+            if position == edges[run + 1]:
+                run += 1
+    return [tuple(slices) for slices in filled]
