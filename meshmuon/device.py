@@ -19,6 +19,7 @@ class DirectReplay:
         self._work = work
 
     def __call__(self) -> None:
+        """Does the work."""
         self._work()
 
 
@@ -33,11 +34,12 @@ class CudaReplay:
         self._graph: torch.cuda.CUDAGraph | None = None
 
     def __call__(self) -> None:
+        """Does the work, by graph from the second call on."""
         if self._graph is not None:
             self._graph.replay()
             return
         # The first run does the real work and warms up libraries on a side stream, as capturing demands.
-        side = torch.cuda.Stream()
+        side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
             self._work()

@@ -54,9 +54,11 @@ class Work:
 
     @property
     def treatment(self) -> Hashable:
+        """What must be equal for two parameters to share a batch."""
         return (self.param.device, self.update_dtype, self.compute_dtype, self.scheme)
 
     def item(self) -> Item:
+        """The parameter as the planner sees it."""
         size = self.matrices.rows * self.matrices.cols * self.update_dtype.itemsize
         scratch = scratch_bytes(self.matrices.rows, self.matrices.cols, self.compute_dtype, self.update_dtype)
         return Item(self.matrices.count, self.matrices.rows, self.matrices.cols, self.treatment, size + scratch)

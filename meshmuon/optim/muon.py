@@ -103,7 +103,7 @@ class Muon(torch.optim.Optimizer):
         memory_budget: int = DEFAULT_MEMORY_BUDGET,
         form: str = "auto",
         deterministic: bool = False,
-        compile: bool | str = False,  # noqa: A002  # torch's own word for it
+        compile: bool | str = False,
         cuda_graphs: bool = False,
     ) -> None:
         if clip_config:
@@ -142,7 +142,7 @@ class Muon(torch.optim.Optimizer):
         super().add_param_group(group)
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None, qk_logits: Any = None) -> Any:  # type: ignore[override]
+    def step(self, closure: Callable[[], Any] | None = None, qk_logits: Any = None) -> Any:
         """Performs one step.
 
         Args:
@@ -185,7 +185,7 @@ class Muon(torch.optim.Optimizer):
         state.restore_dtypes(self.param_groups, self.state, state_dict)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "_settings": self._settings, "_debug": self._debug}  # type: ignore[no-untyped-call]
+        return {**super().__getstate__(), "_settings": self._settings, "_debug": self._debug}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)

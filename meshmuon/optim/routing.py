@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from torch import Tensor, nn
@@ -13,10 +13,26 @@ __all__ = ["get_default_muon_param_groups", "name_parts"]
 
 _WRAPPERS = frozenset({"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module", "module"})
 _EMBEDDINGS = frozenset(
-    "embed embed_tokens embedding embeddings tok_embeddings token_embedding token_embeddings word_embeddings wte wpe "
-    "position_embeddings pos_embed pos_embedding embed_positions".split()
+    [
+        "embed",
+        "embed_tokens",
+        "embedding",
+        "embeddings",
+        "tok_embeddings",
+        "token_embedding",
+        "token_embeddings",
+        "word_embeddings",
+        "wte",
+        "wpe",
+        "position_embeddings",
+        "pos_embed",
+        "pos_embedding",
+        "embed_positions",
+    ]
 )
-_HEADS = frozenset("lm_head head output embed_out unembed output_layer output_projection classifier score".split())
+_HEADS = frozenset(
+    ["lm_head", "head", "output", "embed_out", "unembed", "output_layer", "output_projection", "classifier", "score"]
+)
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 
 

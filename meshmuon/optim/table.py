@@ -14,7 +14,7 @@ from .routing import is_table_name, name_parts
 
 __all__ = ["RoutingRow", "RoutingTable", "build_routing_table"]
 
-_FUSED = frozenset("qkv qkv_proj c_attn in_proj_weight wqkv query_key_value w_qkv gate_up_proj w13".split())
+_FUSED = frozenset(("qkv", "qkv_proj", "c_attn", "in_proj_weight", "wqkv", "w_qkv", "query_key_value", "gate_up_proj", "w13"))
 _ADAMW_RMS = 0.2  # typical entry of an AdamW update of lr 1, on which match_rms_adamw rests (arXiv:2502.16982)
 _TOO_LARGE_FOR_MATCH_RMS = 1e-2
 _TOO_SMALL_FOR_ORIGINAL = 2e-3

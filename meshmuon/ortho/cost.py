@@ -10,10 +10,12 @@ form is T blocks of one step; the Gram form is as few blocks as the dtype allows
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 
 __all__ = ["PANEL", "orthogonalize_flops", "symmetric_flops", "symmetric_panels"]
 
-PANEL = 128
+PANEL = 192
+_ALIGN = 32
 _SMALLEST_SPLIT = 384
 
 
@@ -25,8 +27,8 @@ def symmetric_panels(n: int) -> tuple[tuple[int, int], ...]:
     if n < _SMALLEST_SPLIT:
         return ((0, n),)
     count = -(-n // PANEL)
-    edges = [round(n * k / count) for k in range(count + 1)]
-    return tuple(zip(edges[:-1], edges[1:], strict=True))
+    inner = [round(n * k / count / _ALIGN) * _ALIGN for k in range(1, count)]
+    return tuple(pairwise((0, *inner, n)))
 
 
 def symmetric_flops(n: int, k: int) -> int:

@@ -32,6 +32,7 @@ class Quintic(NamedTuple):
     c: float
 
     def __call__(self, x: float) -> float:
+        """p(x)."""
         square = x * x
         return x * (self.a + square * (self.b + square * self.c))
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 from torch import Tensor
 
@@ -114,13 +114,14 @@ def resolve_scheme(scheme: SchemeLike, steps: int) -> Scheme | Orthogonalizer:
     return _from_triples(scheme, steps)
 
 
-def _from_triples(triples: Sequence[Sequence[float]], steps: int) -> Scheme:
+def _from_triples(triples: Any, steps: int) -> Scheme:
     _check_steps(steps)
-    if isinstance(triples, (list, tuple)) and len(triples) == 3 and all(isinstance(v, (int, float)) for v in triples):
-        triples = [triples]  # one bare triple, as torch.optim.Muon's ns_coefficients
     try:
-        quintics = tuple(Quintic(*(float(value) for value in triple)) for triple in triples)
-    except TypeError:
+        rows = list(triples)
+        if len(rows) == 3 and all(isinstance(value, (int, float)) for value in rows):
+            rows = [rows]  # one bare triple, as torch.optim.Muon's ns_coefficients
+        quintics = tuple(Quintic(*(float(value) for value in row)) for row in rows)
+    except (TypeError, ValueError):
         raise ConfigError(f"scheme={triples!r}: every step is a triple (a, b, c) of numbers, for a·x + b·x³ + c·x⁵.") from None
     if len(quintics) == 1:
         quintics *= steps
