@@ -1,0 +1,40 @@
+"""What README.md and the docs show is run, not believed."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+
+
+def python_blocks(page: Path) -> list[str]:
+    return re.findall(r"^```python\n(.*?)^```", page.read_text(), flags=re.MULTILINE | re.DOTALL)
+
+
+EXAMPLES = [(page, k, block) for page in PAGES for k, block in enumerate(python_blocks(page))]
+
+
+@pytest.mark.parametrize(
+    ("page", "block"), [pytest.param(page, block, id=f"{page.name}-{k}") for page, k, block in EXAMPLES]
+)
+def test_example_runs(page: Path, block: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    exec(compile(block, f"{page.name}", "exec"), {"__name__": "__main__"})
+
+
+def test_readme_has_an_example_and_both_commands() -> None:
+    text = (ROOT / "README.md").read_text()
+    assert python_blocks(ROOT / "README.md")
+    assert "make train" in text
+    assert "make test" in text
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_local_links_exist(page: Path) -> None:
+    links = re.findall(r"\]\(([^)#:\s]+)(?:#[^)]*)?\)", page.read_text())
+    missing = [link for link in links if not (page.parent / link).exists()]
+    assert not missing
