@@ -6,6 +6,7 @@ tensors), ``param_names`` (a list of as many names) and ``use_muon``; keys that 
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -121,14 +122,12 @@ def _check_param(name: str, param: Tensor, group: Mapping[str, Any]) -> None:
 
 def check_placement(name: str, param: Tensor) -> None:
     """This version computes on whole tensors only."""
-    if torch.distributed.is_available():
-        from torch.distributed.tensor import DTensor
-
-        if isinstance(param, DTensor):
-            raise UnsupportedError(
-                f"{name} is a DTensor ({param.placements}). This version of meshmuon works on plain tensors (one device, or "
-                "DDP replicas); sharded parameters are not supported yet. Use DDP, or do not shard the model."
-            )
+    tensors = sys.modules.get("torch.distributed.tensor")  # importing it costs a second, and without it there is no DTensor
+    if tensors is not None and isinstance(param, tensors.DTensor):
+        raise UnsupportedError(
+            f"{name} is a DTensor ({param.placements}). This version of meshmuon works on plain tensors (one device, or "
+            "DDP replicas); sharded parameters are not supported yet. Use DDP, or do not shard the model."
+        )
 
 
 def _check_lr(lr: Any, where: str) -> None:
