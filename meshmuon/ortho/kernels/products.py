@@ -91,6 +91,8 @@ class TritonProducts(BlockedProducts):
     def symmetric(
         self, a: Tensor, b: Tensor, out: Tensor, addend: Tensor | None = None, *, alpha: float = 1.0, beta: float = 1.0
     ) -> Tensor:
+        if out.dtype == torch.float64:  # the kernel accumulates in float32
+            return super().symmetric(a, b, out, addend, alpha=alpha, beta=beta)
         from .triton_symmetric import symmetric_product
 
         return symmetric_product(a, b, out=out, addend=addend, alpha=alpha, beta=beta)
