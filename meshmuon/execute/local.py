@@ -40,12 +40,18 @@ class Work:
     """One parameter of the step."""
 
     param: Tensor
-    grad: Tensor
     momentum_buffer: Tensor
     matrices: MatrixSet
     scheme: Scheme | Orthogonalizer
     compute_dtype: torch.dtype
     settings: WorkSettings
+
+    @property
+    def grad(self) -> Tensor:
+        """The gradient, held by the parameter alone so that freeing it there frees its memory."""
+        grad = self.param.grad
+        assert grad is not None
+        return grad
 
     @property
     def update_dtype(self) -> torch.dtype:

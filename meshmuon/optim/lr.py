@@ -48,6 +48,8 @@ def check_adjust_lr(rule: AdjustLR) -> None:
 
 def lr_factor(rule: AdjustLR, rows: int, cols: int) -> float:
     """What the learning rate of a rows × cols matrix is multiplied by."""
+    if rows == 0 or cols == 0:
+        return 1.0  # nothing to scale, and no ratio to take
     return rule(rows, cols) if callable(rule) else _RULES[rule](rows, cols)
 
 

@@ -216,11 +216,10 @@ class Muon(torch.optim.Optimizer):
             settings = _work_settings(group)
             expert_keys = group["expert_keys"] or ()
             for name, param in named:
-                assert param.grad is not None
                 matrices = matrices_inside(name, param.shape, expert_keys=expert_keys, conv=group["conv"])
                 dtype = group["compute_dtype"] or default_compute_dtype(param.device, param.dtype)
                 buffer = state.momentum_buffer(self.state[param], param, group["momentum_dtype"])
-                work.append(Work(param, param.grad, buffer, matrices, scheme, dtype, settings))
+                work.append(Work(param, buffer, matrices, scheme, dtype, settings))
         return work
 
     def _log_routes(self, active: list[_Active]) -> None:
@@ -236,8 +235,8 @@ class Muon(torch.optim.Optimizer):
 
 def _work_settings(group: Mapping[str, Any]) -> WorkSettings:
     lr = group["lr"]
-    if isinstance(lr, Tensor) and lr.device.type == "cpu":
-        lr = float(lr)
+    if isinstance(lr, Tensor):  # on a device it stays a tensor: reading it would wait for the device
+        lr = float(lr) if lr.device.type == "cpu" else lr.reshape(())
     return WorkSettings(
         momentum=float(group["momentum"]),
         nesterov=group["nesterov"],
