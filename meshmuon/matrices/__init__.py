@@ -1,5 +1,5 @@
 """The matrices inside a parameter."""
 
-from .inside import MatrixSet, matrices_inside
+from .inside import CONV_OPTIONS, MatrixSet, check_expert_keys, matrices_inside
 
-__all__ = ["MatrixSet", "matrices_inside"]
+__all__ = ["CONV_OPTIONS", "MatrixSet", "check_expert_keys", "matrices_inside"]

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from ..errors import ConfigError
 
-__all__ = ["CONV_OPTIONS", "MatrixSet", "matrices_inside"]
+__all__ = ["CONV_OPTIONS", "MatrixSet", "check_expert_keys", "matrices_inside"]
 
 CONV_OPTIONS = (None, "flatten")
 
@@ -20,6 +20,13 @@ class MatrixSet:
     count: int
     rows: int
     cols: int
+
+
+def check_expert_keys(keys: Sequence[str] | None) -> tuple[str, ...]:
+    """``expert_keys`` as a tuple; a single string would be read letter by letter and is refused."""
+    if isinstance(keys, str) or not all(isinstance(key, str) and key for key in keys or ()):
+        raise ConfigError(f"expert_keys={keys!r} must be a list of parts of names, such as [{keys!r}].")
+    return tuple(keys or ())
 
 
 def matrices_inside(name: str, shape: Sequence[int], *, expert_keys: Sequence[str] = (), conv: str | None = None) -> MatrixSet:

@@ -19,16 +19,20 @@ _FUSED_DEVICES = ("cpu", "cuda", "mps", "xpu")
 
 def adamw_step(group: dict[str, Any], params: Sequence[Tensor], states: Sequence[dict[str, Any]]) -> None:
     """One AdamW step on ``params``, which all have gradients, exactly as ``torch.optim.AdamW(fused=True)`` does it."""
-    if not params:
-        return
-    fused = all(p.device.type in _FUSED_DEVICES and p.is_floating_point() for p in params)
+    for fused in (True, False):
+        chosen = [k for k, param in enumerate(params) if _can_fuse(param) is fused]
+        if chosen:
+            _step(group, [params[k] for k in chosen], [states[k] for k in chosen], fused)
+
+
+def _step(group: dict[str, Any], params: list[Tensor], states: list[dict[str, Any]], fused: bool) -> None:
     for param, state in zip(params, states, strict=True):
         if not state:
             _init_state(param, state, fused)
     beta1, beta2 = adamw_betas(group)
     adamw(
-        list(params),
-        [p.grad for p in params if p.grad is not None],
+        params,
+        [_gradient(param) for param in params],
         [state["exp_avg"] for state in states],
         [state["exp_avg_sq"] for state in states],
         [],
@@ -43,6 +47,20 @@ def adamw_step(group: dict[str, Any], params: Sequence[Tensor], states: Sequence
         eps=adamw_eps(group),
         maximize=group["maximize"],
     )
+
+
+def _can_fuse(param: Tensor) -> bool:
+    dense = param.is_contiguous() or param.stride() == torch.empty_like(param, device="meta").stride()
+    return dense and param.is_floating_point() and param.device.type in _FUSED_DEVICES
+
+
+def _gradient(param: Tensor) -> Tensor:
+    """The gradient in the parameter's memory order: fused kernels walk both by address and would mix up the entries."""
+    grad = param.grad
+    assert grad is not None
+    if grad.stride() == param.stride():
+        return grad
+    return torch.empty_like(param, dtype=grad.dtype, memory_format=torch.preserve_format).copy_(grad)
 
 
 def _init_state(param: Tensor, state: dict[str, Any], fused: bool) -> None:

@@ -14,11 +14,20 @@ import torch
 from torch import Tensor
 
 from ..errors import ConfigError, UnsupportedError
-from ..matrices.inside import CONV_OPTIONS, matrices_inside
+from ..matrices import CONV_OPTIONS, check_expert_keys, matrices_inside
 from ..ortho import Scheme, SchemeLike, resolve_scheme
 from .lr import check_adjust_lr
 
-__all__ = ["adamw_betas", "adamw_eps", "check_group", "check_placement", "normalise_group", "normalise_params", "storable_scheme"]
+__all__ = [
+    "adamw_betas",
+    "adamw_eps",
+    "check_group",
+    "check_options",
+    "check_placement",
+    "normalise_group",
+    "normalise_params",
+    "storable_scheme",
+]
 
 _RIGHT_CALL = (
     "Write Muon(get_default_muon_param_groups(model), lr=...), or groups of your own: "
@@ -55,7 +64,8 @@ def normalise_group(group: Mapping[str, Any], index: int) -> dict[str, Any]:
     params = [params] if isinstance(params, Tensor) else list(params)
     if not params:
         raise ConfigError(f"group {index} (use_muon={group['use_muon']}) is empty: leave it out.")
-    names = group.pop("names", None) or group.pop("param_names", None)
+    names = group.pop("names", None)
+    names = group.pop("param_names", None) if names is None else names
     if all(isinstance(entry, tuple) and len(entry) == 2 for entry in params):
         names = [name for name, _ in params]
         params = [param for _, param in params]
@@ -68,8 +78,6 @@ def normalise_group(group: Mapping[str, Any], index: int) -> dict[str, Any]:
     if len(set(params)) != len(params):
         raise ConfigError(f"group {index} holds a parameter twice, so it would be stepped twice: list each parameter once.")
     group["params"], group["param_names"] = params, names
-    if "scheme" in group:
-        group["scheme"] = storable_scheme(group["scheme"])
     return group
 
 
@@ -80,7 +88,11 @@ def storable_scheme(scheme: SchemeLike) -> SchemeLike:
 
 def adamw_betas(group: Mapping[str, Any]) -> tuple[float, float]:
     """The group's betas; a group may also use torch's own key."""
-    beta1, beta2 = group.get("betas", group["adamw_betas"])
+    betas = group.get("betas", group["adamw_betas"])
+    try:
+        beta1, beta2 = betas
+    except (TypeError, ValueError):
+        raise ConfigError(f"adamw_betas={betas!r} must be a pair of numbers, such as (0.9, 0.95).") from None
     return float(beta1), float(beta2)
 
 
@@ -90,7 +102,14 @@ def adamw_eps(group: Mapping[str, Any]) -> float:
 
 
 def check_group(group: Mapping[str, Any], index: int) -> None:
-    """Refuses hyperparameters out of range and parameters that Muon cannot work on. Defaults are already filled in."""
+    """Refuses what a step cannot work with. Defaults are already filled in."""
+    check_options(group, index)
+    for name, param in zip(group["param_names"], group["params"], strict=True):
+        _check_param(name, param, group)
+
+
+def check_options(group: Mapping[str, Any], index: int) -> None:
+    """Refuses hyperparameters out of range; cheap, since groups may be changed by hand between steps."""
     where = f"group {index}"
     _check_lr(group["lr"], where)
     _check_range(group["weight_decay"], "weight_decay", where, low=0.0)
@@ -98,6 +117,7 @@ def check_group(group: Mapping[str, Any], index: int) -> None:
         _check_range(group["momentum"], "momentum", where, low=0.0, below=1.0)
         check_adjust_lr(group["adjust_lr_fn"])
         resolve_scheme(group["scheme"], group["ns_steps"])
+        check_expert_keys(group["expert_keys"])
         _check_dtype(group["compute_dtype"], "compute_dtype", where)
         _check_dtype(group["momentum_dtype"], "momentum_dtype", where)
         if group["conv"] not in CONV_OPTIONS:
@@ -106,8 +126,6 @@ def check_group(group: Mapping[str, Any], index: int) -> None:
         for k, beta in enumerate(adamw_betas(group)):
             _check_range(beta, f"adamw_betas[{k}]", where, low=0.0, below=1.0)
         _check_range(adamw_eps(group), "adamw_eps", where, low=0.0)
-    for name, param in zip(group["param_names"], group["params"], strict=True):
-        _check_param(name, param, group)
 
 
 def _check_param(name: str, param: Tensor, group: Mapping[str, Any]) -> None:
@@ -117,7 +135,7 @@ def _check_param(name: str, param: Tensor, group: Mapping[str, Any]) -> None:
     if group["use_muon"]:
         if not param.is_floating_point():
             raise ConfigError(f"{name} has dtype {param.dtype}; Muon needs floating point parameters.")
-        matrices_inside(name, param.shape, expert_keys=group["expert_keys"] or (), conv=group["conv"])
+        matrices_inside(name, param.shape, expert_keys=check_expert_keys(group["expert_keys"]), conv=group["conv"])
 
 
 def check_placement(name: str, param: Tensor) -> None:

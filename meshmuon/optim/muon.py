@@ -14,11 +14,11 @@ from torch.profiler import record_function
 
 from ..errors import ConfigError, GradientError, RoutingWarning, UnsupportedError
 from ..execute import DEFAULT_MEMORY_BUDGET, ExecutorSettings, LocalExecutor, Work, WorkSettings
-from ..matrices import matrices_inside
+from ..matrices import check_expert_keys, matrices_inside
 from ..ortho import SchemeLike, default_compute_dtype, resolve_scheme
 from . import state
 from .adamw import adamw_step
-from .groups import check_group, check_placement, normalise_group, normalise_params, storable_scheme
+from .groups import check_group, check_options, check_placement, normalise_group, normalise_params, storable_scheme
 from .lr import AdjustLR, lr_factor
 from .table import RoutingTable, build_routing_table
 
@@ -110,6 +110,7 @@ class Muon(torch.optim.Optimizer):
             raise UnsupportedError("clip_config: QK-clip is not available in this version of meshmuon; pass None.")
         if warmup_step < 0:
             raise ConfigError(f"warmup_step={warmup_step} must be at least 0.")
+        resolve_scheme(scheme, ns_steps)
         self._debug = debug
         self._settings = ExecutorSettings(chunk_size, memory_budget, form, deterministic, compile, cuda_graphs)
         self._reset()
@@ -122,7 +123,7 @@ class Muon(torch.optim.Optimizer):
             "adamw_betas": adamw_betas,
             "adamw_eps": adamw_eps,
             "none_grad": none_grad,
-            "expert_keys": None if expert_keys is None else tuple(expert_keys),
+            "expert_keys": check_expert_keys(expert_keys),
             "scheme": storable_scheme(scheme),
             "adjust_lr_fn": adjust_lr_fn,
             "maximize": maximize,
@@ -139,6 +140,8 @@ class Muon(torch.optim.Optimizer):
         index = len(self.param_groups)
         group = normalise_group(param_group, index)
         check_group({**self.defaults, **group}, index)
+        if "scheme" in group:
+            group["scheme"] = storable_scheme(group["scheme"])
         super().add_param_group(group)
 
     @torch.no_grad()
@@ -177,12 +180,23 @@ class Muon(torch.optim.Optimizer):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Loads a ``state_dict``; refuses one that does not fit before anything is overwritten."""
-        state.check(self.param_groups, state_dict)
-        super().load_state_dict(state_dict)
+        adapted = state_dict
+
+        def check(_: torch.optim.Optimizer, final: dict[str, Any]) -> None:
+            nonlocal adapted
+            adapted = final
+            state.check(self.param_groups, final)
+
+        # The last hook, so that a user's own hooks may first turn a foreign state into one that fits.
+        handle = self.register_load_state_dict_pre_hook(check)
+        try:
+            super().load_state_dict(state_dict)
+        finally:
+            handle.remove()
         for group in self.param_groups:
             for key, value in self.defaults.items():  # options that the saving version did not know
                 group.setdefault(key, value)
-        state.restore_dtypes(self.param_groups, self.state, state_dict)
+        state.restore_dtypes(self.param_groups, self.state, adapted)
 
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "_settings": self._settings, "_debug": self._debug}
@@ -198,7 +212,8 @@ class Muon(torch.optim.Optimizer):
     def _active(self) -> list[_Active]:
         """The parameters that have a gradient, group by group."""
         active: list[_Active] = []
-        for group in self.param_groups:
+        for index, group in enumerate(self.param_groups):
+            check_options(group, index)
             named = []
             for name, param in zip(group["param_names"], group["params"], strict=True):
                 if param.grad is not None:
@@ -214,7 +229,7 @@ class Muon(torch.optim.Optimizer):
                 continue
             scheme = resolve_scheme(group["scheme"], group["ns_steps"])
             settings = _work_settings(group)
-            expert_keys = group["expert_keys"] or ()
+            expert_keys = check_expert_keys(group["expert_keys"])
             for name, param in named:
                 matrices = matrices_inside(name, param.shape, expert_keys=expert_keys, conv=group["conv"])
                 dtype = group["compute_dtype"] or default_compute_dtype(param.device, param.dtype)

@@ -8,6 +8,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from ..errors import ConfigError
+from ..matrices import check_expert_keys
 
 __all__ = ["get_default_muon_param_groups", "name_parts"]
 
@@ -58,7 +59,8 @@ def get_default_muon_param_groups(
     Returns:
         One or two groups, each with ``params``, ``names`` and ``use_muon``, ready for ``Muon``. An empty one is left out.
     """
-    decide = is_muon_func or _Decision(model, expert_keys or (), conv)
+    keys = check_expert_keys(expert_keys)
+    decide = is_muon_func or _Decision(model, keys, conv)
     groups: dict[bool, dict[str, Any]] = {}
     for use_muon in (True, False):
         groups[use_muon] = {"params": [], "names": [], "use_muon": use_muon}
@@ -67,8 +69,8 @@ def get_default_muon_param_groups(
             group = groups[param.dim() >= 2 and bool(decide(name, param))]
             group["params"].append(param)
             group["names"].append(name)
-    if expert_keys is not None:
-        groups[True]["expert_keys"] = tuple(expert_keys)
+    if keys:
+        groups[True]["expert_keys"] = keys
     if conv is not None:
         groups[True]["conv"] = conv
     kept = [group for group in groups.values() if group["params"]]
@@ -88,11 +90,13 @@ class _Decision:
     def __init__(self, model: nn.Module, expert_keys: Sequence[str], conv: str | None) -> None:
         self._expert_keys = expert_keys
         self._conv = conv
-        self._tables = {_memory(p) for p in _embedding_and_head_parameters(model)}
+        self._tables = [_memory(p) for p in _embedding_and_head_parameters(model)]
         self._filters = {id(module.weight): module for module in model.modules() if isinstance(module, _CONVOLUTIONS)}
 
     def __call__(self, name: str, param: Tensor) -> bool:
-        if _memory(param) in self._tables or is_table_name(name):
+        mine = _memory(param)
+        tied = any(mine.start < table.stop and table.start < mine.stop for table in self._tables)
+        if tied or is_table_name(name):
             return False
         convolution = self._filters.get(id(param))
         if convolution is not None and not any(key in name for key in self._expert_keys):
@@ -114,10 +118,13 @@ def _embedding_and_head_parameters(model: nn.Module) -> Iterator[Tensor]:
                 yield from found.parameters()
 
 
-def _memory(param: Tensor) -> int:
-    """The same for parameters that share storage, also when they are different objects."""
-    address = param.untyped_storage().data_ptr()
-    return address or id(param)  # meta tensors have no address
+def _memory(param: Tensor) -> range:
+    """The addresses that a parameter occupies: tied parameters overlap, views of one flat buffer do not."""
+    start = param.data_ptr()
+    if start == 0:  # a meta or empty tensor has no address: tied only to itself
+        return range(id(param), id(param) + 1)
+    last = sum((size - 1) * stride for size, stride in zip(param.shape, param.stride(), strict=True))
+    return range(start, start + (last + 1) * param.element_size())
 
 
 def is_table_name(name: str) -> bool:

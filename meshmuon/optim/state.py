@@ -36,7 +36,10 @@ def check(groups: Sequence[Mapping[str, Any]], state_dict: Mapping[str, Any]) ->
                 "it was saved from another model."
             )
         if saved.get("use_muon", group["use_muon"]) != group["use_muon"]:
-            raise StateError(f"group {index} has use_muon={group['use_muon']}, the state_dict's has {saved['use_muon']}.")
+            raise StateError(
+                f"group {index} ({group['param_names'][0]}, …) has use_muon={group['use_muon']}, the state_dict's has "
+                f"{saved['use_muon']}: the parameters were routed differently when it was saved."
+            )
         for name, param, key in zip(group["param_names"], group["params"], saved["params"], strict=True):
             _check_entry(name, param, saved_state.get(key, {}), group["use_muon"])
 

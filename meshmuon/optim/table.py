@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from ..matrices import matrices_inside
+from ..matrices import check_expert_keys, matrices_inside
 from .lr import AdjustLR, lr_factor, update_rms
 from .routing import is_table_name, name_parts
 
@@ -84,7 +84,7 @@ def _row(name: str, param: Tensor, group: Mapping[str, Any]) -> RoutingRow:
     lr, shape = float(group["lr"]), tuple(param.shape)
     if not group["use_muon"]:
         return RoutingRow(name, shape, str(param.device), "adamw", 0, lr, _ADAMW_RMS * lr)
-    found = matrices_inside(name, shape, expert_keys=group["expert_keys"] or (), conv=group["conv"])
+    found = matrices_inside(name, shape, expert_keys=check_expert_keys(group["expert_keys"]), conv=group["conv"])
     rule: AdjustLR = group["adjust_lr_fn"]
     factor, rms = lr_factor(rule, found.rows, found.cols), update_rms(rule, found.rows, found.cols)
     return RoutingRow(name, shape, str(param.device), "muon", found.count, lr * factor, lr * rms)

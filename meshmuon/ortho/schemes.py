@@ -99,6 +99,7 @@ def resolve_scheme(scheme: SchemeLike, steps: int) -> Scheme | Orthogonalizer:
         scheme: a name, a Scheme, a list of (a, b, c) triples (one triple is repeated), or a callable.
         steps: ``ns_steps``; an explicit list of several triples must have exactly this length.
     """
+    _check_steps(steps)  # here and not only where coefficients are made: a cache takes 5.0 and True for 5 and 1
     if isinstance(scheme, str):
         if scheme not in _NAMED:
             raise ConfigError(
@@ -115,7 +116,6 @@ def resolve_scheme(scheme: SchemeLike, steps: int) -> Scheme | Orthogonalizer:
 
 
 def _from_triples(triples: Any, steps: int) -> Scheme:
-    _check_steps(steps)
     try:
         rows = list(triples)
         if len(rows) == 3 and all(isinstance(value, (int, float)) for value in rows):
