@@ -12,7 +12,17 @@ from torch.profiler import record_function
 
 from ..device import replay_for
 from ..matrices import MatrixSet
-from ..ortho import Orthogonalizer, Scheme, Workspace, orthogonalize, reserve_scratch, scratch_bytes
+from ..ortho import (
+    Orthogonalizer,
+    Scheme,
+    Scratch,
+    Workspace,
+    blocks_for,
+    iterate,
+    orthogonalize,
+    reserve_scratch,
+    scratch_bytes,
+)
 from ..ortho.kernels import FunctionalProducts, products_for
 from ..plan import Batch, Item, Slice, plan_batches
 from .settings import ExecutorSettings
@@ -205,10 +215,8 @@ def _orthogonaliser(stage: Tensor, first: Work, workspace: Workspace, settings: 
 def _compiled(
     stage: Tensor, scheme: Scheme | Orthogonalizer, dtype: torch.dtype, settings: ExecutorSettings
 ) -> Callable[[], None]:
-    def eager(x: Tensor) -> Tensor:
-        return orthogonalize(x, scheme, form=settings.form, dtype=dtype, products=FunctionalProducts())
-
     backend = settings.compile if isinstance(settings.compile, str) else "inductor"
+    eager = scheme if not isinstance(scheme, Scheme) else _traceable(stage, scheme, dtype, settings.form)
     compiled = torch.compile(eager, backend=backend, dynamic=False)
 
     def work() -> None:
@@ -217,3 +225,14 @@ def _compiled(
             stage.copy_(compiled(stage))
 
     return work
+
+
+def _traceable(stage: Tensor, scheme: Scheme, dtype: torch.dtype, form: str) -> Orthogonalizer:
+    steps, blocks = scheme.steps, blocks_for(stage, scheme, form=form, dtype=dtype)
+
+    def eager(x: Tensor) -> Tensor:
+        result = torch.empty_like(x)
+        iterate(x, result, steps, blocks, Scratch(Workspace(), x, dtype), FunctionalProducts())
+        return result
+
+    return eager

@@ -2,8 +2,8 @@
 
 from .blocks import choose_blocks, gram_blocks, standard_blocks
 from .cost import orthogonalize_flops, symmetric_flops
-from .iteration import scratch_bytes
-from .newton_schulz import FORMS, default_compute_dtype, orthogonalize, reserve_scratch
+from .iteration import Scratch, iterate, scratch_bytes
+from .newton_schulz import FORMS, blocks_for, default_compute_dtype, orthogonalize, reserve_scratch
 from .schemes import Orthogonalizer, Scheme, SchemeLike, keller, polar_express, resolve_scheme
 from .workspace import Workspace
 
@@ -12,10 +12,13 @@ __all__ = [
     "Orthogonalizer",
     "Scheme",
     "SchemeLike",
+    "Scratch",
     "Workspace",
+    "blocks_for",
     "choose_blocks",
     "default_compute_dtype",
     "gram_blocks",
+    "iterate",
     "keller",
     "orthogonalize",
     "orthogonalize_flops",

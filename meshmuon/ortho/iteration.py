@@ -34,14 +34,15 @@ def scratch_bytes(rows: int, cols: int, dtype: torch.dtype, result_dtype: torch.
 
 
 class Scratch:
-    """The buffers of one call on ``batch`` (count, n, m): X in the memory order of the batch, and n × n matrices."""
+    """The buffers of one call on a batch: X as (count, n, m), n <= m, in the batch's memory order, and n × n matrices."""
 
     def __init__(self, workspace: Workspace, batch: Tensor, dtype: torch.dtype) -> None:
         self._workspace = workspace
         self._dtype = dtype
         self._device = batch.device
+        batch = _wide(batch)
         self._count, self._n, self._m = batch.shape
-        self._column_major = batch.stride(1) < batch.stride(2)
+        self.column_major = batch.stride(1) < batch.stride(2)
         self.x = self.wide("x")
         precise = torch.float64 if batch.dtype == torch.float64 else torch.float32
         self.scale = workspace.take("scale", (self._count, 1, 1), precise, batch.device)
@@ -50,7 +51,7 @@ class Scratch:
 
     def wide(self, name: str) -> Tensor:
         """A (count, n, m) buffer, transposed in memory when the batch is: BLAS reads both ways equally well."""
-        if self._column_major:
+        if self.column_major:
             return self._workspace.take(name, (self._count, self._m, self._n), self._dtype, self._device).mT
         return self._workspace.take(name, (self._count, self._n, self._m), self._dtype, self._device)
 
@@ -69,10 +70,11 @@ class Scratch:
 def iterate(
     batch: Tensor, result: Tensor, steps: Sequence[Quintic], blocks: Sequence[int], scratch: Scratch, products: Products
 ) -> None:
-    """Runs ``steps``, cut into ``blocks``, on (count, n, m) with n <= m, from ``batch`` into ``result``.
+    """Runs ``steps``, cut into ``blocks``, on (count, rows, cols), from ``batch`` into ``result``.
 
-    ``result`` may be ``batch``; neither may overlap the scratch.
+    Every choice is already made, so that a compiler can follow. ``result`` may be ``batch``; neither may overlap the scratch.
     """
+    batch, result = _wide(batch), _wide(result)
     _rescale(batch, scratch)
     x, start = scratch.x, 0
     # X goes to and fro between its scratch and the result, when the result can hold it.
@@ -87,6 +89,10 @@ def iterate(
         result.copy_(x)
 
 
+def _wide(batch: Tensor) -> Tensor:
+    return batch.mT if batch.size(1) > batch.size(2) else batch
+
+
 def _rescale(batch: Tensor, scratch: Scratch) -> None:
     """Writes ``batch`` to scratch with entries of at most 1/√m, so that no square under- or overflows in any dtype."""
     scale, highest, lowest = scratch.scale, scratch.highest, scratch.lowest
@@ -96,7 +102,10 @@ def _rescale(batch: Tensor, scratch: Scratch) -> None:
     scale.copy_(torch.maximum(highest, lowest.neg_(), out=highest))
     limits = torch.finfo(scale.dtype)
     scale.mul_(math.sqrt(batch.size(2))).clamp_(min=limits.tiny, max=limits.max)
-    torch.div(batch, scale, out=scratch.x)
+    if scratch.column_major:  # in the order of memory, so that ``out`` is contiguous and a compiler can follow
+        torch.div(batch.mT, scale, out=scratch.x.mT)
+    else:
+        torch.div(batch, scale, out=scratch.x)
 
 
 def _normalise(x: Tensor, gram: Tensor, scale: Tensor) -> None:
@@ -117,10 +126,11 @@ def _apply_block(
         return products.general(quadratic, x, target, x, beta=a)
     factor, spare = scratch.square("factor"), scratch.square("factor_next")
     for index, (a, b, c) in enumerate(steps):
-        quadratic = products.symmetric(gram, gram, scratch.square("quadratic"), gram, alpha=c, beta=b)
+        place = factor if index == 0 else scratch.square("quadratic")
+        quadratic = products.symmetric(gram, gram, place, gram, alpha=c, beta=b)
         quadratic.diagonal(dim1=1, dim2=2).add_(a)
         if index == 0:
-            factor.copy_(quadratic)
+            factor = quadratic
         else:
             # The new quadratic goes on the left, as it would act on X. Commuting makes both orders equal on paper; in
             # floating point the other order sends its rounding through the factor, up to a thousand times larger.

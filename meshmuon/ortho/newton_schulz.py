@@ -12,7 +12,7 @@ from .kernels import Products, products_for
 from .schemes import Orthogonalizer, Scheme
 from .workspace import Workspace
 
-__all__ = ["FORMS", "default_compute_dtype", "orthogonalize", "reserve_scratch"]
+__all__ = ["FORMS", "blocks_for", "default_compute_dtype", "orthogonalize", "reserve_scratch"]
 
 FORMS = ("auto", "standard", "gram")
 
@@ -60,8 +60,7 @@ def orthogonalize(
         result.copy_(scheme(batch))
         return out
     dtype = dtype or default_compute_dtype(x.device, x.dtype)
-    blocks = _blocks_for(batch, scheme, form, dtype)
-    batch, result = _wide(batch), _wide(result)
+    blocks = blocks_for(x, scheme, form=form, dtype=dtype)
     scratch = Scratch(workspace or Workspace(), batch, dtype)
     iterate(batch, result, scheme.steps, blocks, scratch, products or products_for(x.device))
     return out
@@ -70,16 +69,13 @@ def orthogonalize(
 def reserve_scratch(x: Tensor, scheme: Scheme | Orthogonalizer, *, form: str, dtype: torch.dtype, workspace: Workspace) -> None:
     """Grows ``workspace`` to all that ``orthogonalize`` will take for a batch like ``x``, so that it never moves later."""
     if isinstance(scheme, Scheme):
-        Scratch(workspace, _wide(x), dtype).reserve(x.dtype, _blocks_for(x, scheme, form, dtype))
+        Scratch(workspace, x, dtype).reserve(x.dtype, blocks_for(x, scheme, form=form, dtype=dtype))
 
 
-def _wide(batch: Tensor) -> Tensor:
-    return batch.mT if batch.size(1) > batch.size(2) else batch
-
-
-def _blocks_for(batch: Tensor, scheme: Scheme, form: str, dtype: torch.dtype) -> tuple[int, ...]:
+def blocks_for(x: Tensor, scheme: Scheme, *, form: str, dtype: torch.dtype) -> tuple[int, ...]:
+    """How the steps are cut into blocks for matrices like those of ``x``."""
     if form == "auto":
-        return choose_blocks(batch.size(1), batch.size(2), scheme, dtype)
+        return choose_blocks(x.size(-2), x.size(-1), scheme, dtype)
     if form == "gram":
         return gram_blocks(scheme, dtype)
     if form == "standard":
