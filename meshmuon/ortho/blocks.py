@@ -26,10 +26,11 @@ from .workspace import Workspace
 
 __all__ = ["choose_blocks", "gram_blocks", "standard_blocks"]
 
-_EXHAUSTIVE_STEPS = 6  # up to here every way to cut the steps is tried; beyond, only cuts into few blocks
+_EXHAUSTIVE_STEPS = 6  # up to here every way to cut the steps is tried; beyond, only cuts into few blocks,
 _FEW_BLOCKS = 4
+_MANY_CUTS = 150  # and only while there are not too many ways to do so
 _OVERSHOOT = 1.05  # largest singular value, relative to the exact polynomial's
-_SHARE_OF_SPREAD = 1.0  # how much of the scheme's own distance from 1 rounding may add
+_SHARE_OF_SPREAD = 0.25  # how much of the scheme's own distance from 1 rounding may add
 _OVER_STANDARD = 1.25  # how much worse than the standard form's deviation is still the same
 _FLOOR = 16.0  # units of the dtype's epsilon below which a deviation never matters
 _PATTERNS = (((-1.0, -1.0), (-1.0, -1.0)), ((1.0, 1.0), (1.0, 1.0)), ((-1.0, 1.0), (1.0, -1.0)), ((1.0, -1.0), (-1.0, 1.0)))
@@ -50,8 +51,8 @@ def gram_blocks(scheme: Scheme, dtype: torch.dtype) -> tuple[int, ...]:
     """The fewest blocks that are safe for ``scheme`` in ``dtype``, as numbers of steps.
 
     Safe means, for every singular value in [0, 1] and the worst rounding: none ends more than 5 % above the exact
-    polynomial's maximum, and none above 1e-3 ends further from its exact value than the polynomial itself is from 1, or than
-    1.25 times what the standard form suffers in that dtype, or than 16 of its epsilons.
+    polynomial's maximum, and none above 1e-3 ends further from its exact value than a quarter of the polynomial's own largest
+    distance from 1, or than 1.25 times what the standard form suffers in that dtype, or than 16 of its epsilons.
     """
     steps = len(scheme.steps)
     noise = torch.finfo(dtype).eps / 2
@@ -79,7 +80,7 @@ def choose_blocks(rows: int, cols: int, scheme: Scheme, dtype: torch.dtype) -> t
 
 
 def _cuts(steps: int, count: int) -> list[tuple[int, ...]]:
-    if steps > _EXHAUSTIVE_STEPS and count > _FEW_BLOCKS:
+    if steps > _EXHAUSTIVE_STEPS and (count > _FEW_BLOCKS or math.comb(steps - 1, count - 1) > _MANY_CUTS):
         return []
     edges = combinations(range(1, steps), count - 1)
     return [tuple(b - a for a, b in pairwise((0, *cut, steps))) for cut in edges]

@@ -2,9 +2,9 @@
 
 Only matrix products count (a multiply and an add are two FLOPs), exactly as ``torch.utils.flop_counter`` counts them.
 
-With X of n × m, n ≤ m, and the T steps cut into B blocks (see ``newton_schulz``): each block costs one symmetric product
-X·Xᵀ and one full product to apply the result, and the steps inside cost 4T − 3B symmetric n × n products. The standard
-form is T blocks of one step; the Gram form is as few blocks as the dtype allows.
+With X of n × m, n ≤ m, and the T steps cut into B blocks (see ``iteration``): each block costs one symmetric product
+X·Xᵀ and one full product to apply the result, and the steps inside cost 3T − 2B symmetric and T − B full n × n products.
+The standard form is T blocks of one step; the Gram form is as few blocks as the dtype allows.
 """
 
 from __future__ import annotations
@@ -47,4 +47,5 @@ def orthogonalize_flops(rows: int, cols: int, blocks: Sequence[int]) -> int:
     n, m = min(rows, cols), max(rows, cols)
     steps, count = sum(blocks), len(blocks)
     per_block = symmetric_flops(n, m) + 2 * n * n * m
-    return count * per_block + (4 * steps - 3 * count) * symmetric_flops(n, n)
+    inside = (3 * steps - 2 * count) * symmetric_flops(n, n) + (steps - count) * 2 * n**3
+    return count * per_block + inside

@@ -111,7 +111,7 @@ def _rescale(batch: Tensor, scratch: Scratch) -> None:
 def _normalise(x: Tensor, gram: Tensor, scale: Tensor) -> None:
     """Divides X by its Frobenius norm, read off the trace of R = X·Xᵀ, and R by its square."""
     torch.sum(gram.diagonal(dim1=1, dim2=2), dim=1, dtype=scale.dtype, out=scale[:, 0, 0])
-    scale.clamp_(min=1e-30)
+    scale.clamp_(min=torch.finfo(gram.dtype).tiny)
     gram.div_(scale)
     x.div_(scale.sqrt_())
 
@@ -132,9 +132,10 @@ def _apply_block(
         if index == 0:
             factor = quadratic
         else:
-            # The new quadratic goes on the left, as it would act on X. Commuting makes both orders equal on paper; in
-            # floating point the other order sends its rounding through the factor, up to a thousand times larger.
-            moved = products.symmetric(quadratic, factor, spare)
+            # On paper all these matrices commute and the factor is symmetric. In floating point the new quadratic must go
+            # on the left, as it would act on X: rounding on the right of the factor is amplified by it, up to a thousand
+            # times. Mirroring one triangle would put half of it there, so that this one product is computed in full.
+            moved = products.general(quadratic, factor, spare)
             factor, spare = moved, factor
         if index < len(steps) - 1:
             half_step = products.symmetric(quadratic, gram, scratch.square("half_step"))

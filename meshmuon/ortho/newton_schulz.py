@@ -24,6 +24,7 @@ def default_compute_dtype(device: torch.device, dtype: torch.dtype) -> torch.dty
     return torch.bfloat16 if device.type == "cuda" else torch.float32
 
 
+@torch.no_grad()
 def orthogonalize(
     x: Tensor,
     scheme: Scheme | Orthogonalizer,
@@ -36,7 +37,8 @@ def orthogonalize(
 ) -> Tensor:
     """Drives the singular values of each matrix towards 1, keeping its singular vectors.
 
-    Any scale of ``x`` gives the same result, from subnormal numbers to 1e37; a zero matrix stays zero.
+    Any scale of ``x`` gives the same result, from 1e-38 to 1e37 (float32); a zero matrix stays zero. Nothing is recorded for
+    automatic differentiation.
 
     Args:
         x: one matrix (rows, cols) or a batch (batch, rows, cols); left unchanged unless it is also ``out``.
@@ -52,12 +54,19 @@ def orthogonalize(
     """
     if x.dim() not in (2, 3):
         raise ConfigError(f"orthogonalize takes (rows, cols) or (batch, rows, cols), got shape {tuple(x.shape)}")
+    if not x.is_floating_point():
+        raise ConfigError(f"orthogonalize takes floating point matrices, got {x.dtype}")
+    if out is not None and out.shape != x.shape:
+        raise ConfigError(f"orthogonalize: out has shape {tuple(out.shape)}, x has {tuple(x.shape)}; they must be equal")
     out = torch.empty_like(x) if out is None else out
     if x.numel() == 0:
         return out
     batch, result = (x, out) if x.dim() == 3 else (x.unsqueeze(0), out.unsqueeze(0))
     if not isinstance(scheme, Scheme):
-        result.copy_(scheme(batch))
+        found = scheme(batch)
+        if found.shape != batch.shape:
+            raise ConfigError(f"the callable scheme made {tuple(found.shape)} of {tuple(batch.shape)}; it must keep the shape")
+        result.copy_(found)
         return out
     dtype = dtype or default_compute_dtype(x.device, x.dtype)
     blocks = blocks_for(x, scheme, form=form, dtype=dtype)

@@ -80,7 +80,7 @@ def polar_express(l: float = 1e-3, steps: int = 5, safety: float = 0.01, cushion
         if step < steps - 1:
             quintic = quintic.stretched(1 + safety)
         quintics.append(quintic)
-        low = quintic(low)
+        low = min(quintic(low), 1.0)  # never above 1 but for the last digit
         high = 2 - low
     source = f"minimax by Remez, l={l:g}, safety={safety:g}, cushion={cushion:g}"
     return Scheme("polar_express", tuple(quintics), source)
