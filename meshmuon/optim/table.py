@@ -16,7 +16,7 @@ __all__ = ["RoutingRow", "RoutingTable", "build_routing_table"]
 
 _FUSED = frozenset(("qkv", "qkv_proj", "c_attn", "in_proj_weight", "wqkv", "w_qkv", "query_key_value", "gate_up_proj", "w13"))
 _ADAMW_RMS = 0.2  # typical entry of an AdamW update of lr 1, on which match_rms_adamw rests (arXiv:2502.16982)
-_TOO_LARGE_FOR_MATCH_RMS = 1e-2
+_TOO_LARGE_FOR_MATCH_RMS = 0.02
 _TOO_SMALL_FOR_ORIGINAL = 2e-3
 
 
@@ -92,10 +92,10 @@ def _row(name: str, param: Tensor, group: Mapping[str, Any]) -> RoutingRow:
 
 def _lr_warnings(index: int, group: Mapping[str, Any]) -> list[str]:
     lr, rule = float(group["lr"]), group["adjust_lr_fn"]
-    if rule == "match_rms_adamw" and lr > _TOO_LARGE_FOR_MATCH_RMS:
+    if rule == "match_rms_adamw" and lr >= _TOO_LARGE_FOR_MATCH_RMS:
         return [
             f'group {index}: lr={lr:g} with adjust_lr_fn="match_rms_adamw" moves entries by {0.2 * lr:g} a step. This rule takes '
-            'AdamW\'s learning rates (1e-4 to 3e-3); 0.02 belongs to adjust_lr_fn="original".'
+            'AdamW\'s learning rates (1e-4 to 1e-2); 0.02 belongs to adjust_lr_fn="original".'
         ]
     if rule in ("original", "spectral") and 0 < lr < _TOO_SMALL_FOR_ORIGINAL:
         return [

@@ -1,0 +1,192 @@
+"""Command-line options shared by the demo and the sweep: each size a flag, each flag checked."""
+
+from __future__ import annotations
+
+import argparse
+import math
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from demo.data import Corpus, TrainBatches, default_source_root, load_corpus
+from demo.model import MLP_KINDS, ModelConfig
+from demo.optimizers import OptimizerConfig
+from demo.train import SCHEDULES, Runtime, TrainConfig
+
+SCHEMES = ("polar_express", "keller")
+
+
+def whole(minimum: int) -> Callable[[str], int]:
+    """An argparse type: a whole number of at least `minimum`."""
+
+    def parse(text: str) -> int:
+        try:
+            value = int(text)
+        except ValueError:
+            value = minimum - 1
+        if value < minimum:
+            raise argparse.ArgumentTypeError(f"must be a whole number of at least {minimum}, got {text!r}")
+        return value
+
+    return parse
+
+
+def number(above: float = -math.inf, below: float = math.inf, *, or_equal: bool = False) -> Callable[[str], float]:
+    """An argparse type: a number between `above` and `below`; `or_equal` lets it be `above` itself."""
+    wanted = f"{'at least' if or_equal else 'above'} {above:g}"
+    if below < math.inf:
+        wanted += f" and below {below:g}"
+
+    def parse(text: str) -> float:
+        try:
+            value = float(text)
+        except ValueError:
+            value = math.nan
+        if not (above < value < below or (or_equal and value == above)):
+            raise argparse.ArgumentTypeError(f"must be a number {wanted}, got {text!r}")
+        return value
+
+    return parse
+
+
+def add_model_options(parser: argparse.ArgumentParser) -> None:
+    """Flags of `ModelConfig`."""
+    group = parser.add_argument_group("model")
+    group.add_argument("--d-model", type=whole(1), default=192, help="width of the residual stream")
+    group.add_argument("--layers", type=whole(1), default=4, help="number of transformer layers")
+    group.add_argument("--heads", type=whole(1), default=3, help="attention heads; must divide --d-model")
+    group.add_argument("--d-ff", type=whole(1), help="inner width of the MLP (default: 4 × d-model)")
+    group.add_argument("--seq-len", type=whole(1), default=256, help="bytes per sequence")
+    group.add_argument("--mlp", choices=MLP_KINDS, default="relu2", help="MLP variant")
+    group.add_argument(
+        "--qk-norm",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="normalise queries and keys before the dot product",
+    )
+    group.add_argument(
+        "--tied-head",
+        action=argparse.BooleanOptionalAction,
+        default=False,
+        help="use the embedding as the output head",
+    )
+    group.add_argument("--rope-base", type=number(1), default=10_000.0, help="base of the rotary wavelengths")
+
+
+def add_train_options(parser: argparse.ArgumentParser) -> None:
+    """Flags of `TrainConfig`, the data and the machine."""
+    group = parser.add_argument_group("training")
+    group.add_argument("--steps", type=whole(1), default=250, help="steps of each run")
+    group.add_argument("--batch-size", type=whole(1), default=16, help="sequences per step, over all processes")
+    group.add_argument("--warmup-steps", type=whole(0), default=20, help="steps of linear lr warm-up")
+    group.add_argument("--schedule", choices=SCHEDULES, default="linear", help="lr decay after the warm-up")
+    group.add_argument(
+        "--grad-clip",
+        type=number(0, or_equal=True),
+        default=1.0,
+        help="largest gradient norm; 0 turns it off",
+    )
+    group.add_argument("--eval-every", type=whole(1), default=25, help="steps between validations")
+    group.add_argument("--eval-windows", type=whole(1), default=64, help="validation sequences")
+    group.add_argument("--seed", type=whole(0), default=0, help="seed of the weights and the data order")
+    group.add_argument("--data", type=Path, help="folder of .py files (default: Python's standard library)")
+    group.add_argument("--valid-fraction", type=number(0, 1), default=0.1, help="share of the files kept for validation")
+    group.add_argument("--device", help="torch device (default: cuda if there is one, else cpu)")
+    group.add_argument("--threads", type=whole(1), help="CPU threads (default: torch's choice)")
+
+
+def add_optimizer_options(parser: argparse.ArgumentParser) -> None:
+    """Flags of `OptimizerConfig`. The defaults come from the sweep recorded in docs/demo.md."""
+    lr = number(0)
+    decay = number(0, or_equal=True)
+    group = parser.add_argument_group("optimizers")
+    group.add_argument("--lr", type=lr, default=8e-3, help="peak lr of meshmuon")
+    group.add_argument("--adam-part-lr", type=lr, help="peak lr of meshmuon's AdamW part (default: the same as --lr)")
+    group.add_argument("--adamw-lr", type=lr, default=2e-3, help="peak lr of the AdamW baseline")
+    group.add_argument("--weight-decay", type=decay, default=0.1, help="weight decay of both optimizers")
+    group.add_argument("--adamw-weight-decay", type=decay, help="weight decay of the baseline (default: --weight-decay)")
+    group.add_argument("--momentum", type=number(0, 1, or_equal=True), default=0.95, help="meshmuon's momentum")
+    group.add_argument("--ns-steps", type=whole(1), default=5, help="Newton–Schulz steps of meshmuon")
+    group.add_argument("--scheme", choices=SCHEMES, default=SCHEMES[0], help="Newton–Schulz coefficients")
+
+
+def model_config(args: argparse.Namespace) -> ModelConfig:
+    """The model asked for; `ValueError` if the sizes do not fit together."""
+    return ModelConfig(
+        d_model=args.d_model,
+        n_layers=args.layers,
+        n_heads=args.heads,
+        d_ff=args.d_ff or 4 * args.d_model,
+        seq_len=args.seq_len,
+        mlp=args.mlp,
+        qk_norm=args.qk_norm,
+        tied_head=args.tied_head,
+        rope_base=args.rope_base,
+    )
+
+
+def train_config(args: argparse.Namespace) -> TrainConfig:
+    """The training asked for; `ValueError` if nothing would be left after the warm-up."""
+    if args.warmup_steps >= args.steps:
+        raise ValueError(f"--warmup-steps {args.warmup_steps} must be smaller than --steps {args.steps}")
+    return TrainConfig(
+        steps=args.steps,
+        batch_size=args.batch_size,
+        warmup_steps=args.warmup_steps,
+        schedule=args.schedule,
+        grad_clip=args.grad_clip,
+        eval_every=args.eval_every,
+        eval_windows=args.eval_windows,
+        seed=args.seed,
+    )
+
+
+def optimizer_config(args: argparse.Namespace) -> OptimizerConfig:
+    """The hyperparameters asked for."""
+    baseline_decay = args.weight_decay if args.adamw_weight_decay is None else args.adamw_weight_decay
+    return OptimizerConfig(
+        lr=args.lr,
+        adamw_lr=args.adamw_lr,
+        weight_decay=args.weight_decay,
+        adamw_weight_decay=baseline_decay,
+        adam_part_lr=args.adam_part_lr,
+        momentum=args.momentum,
+        ns_steps=args.ns_steps,
+        scheme=args.scheme,
+    )
+
+
+def corpus(args: argparse.Namespace) -> Corpus:
+    """The text asked for; `ValueError` if there is too little of it."""
+    root = default_source_root() if args.data is None else args.data
+    if not root.is_dir():
+        raise ValueError(f"--data {root}: no such folder")
+    text = load_corpus(root, args.valid_fraction)
+    TrainBatches(text.train, args.seq_len, args.batch_size, args.seed)  # refuses too little text
+    if text.valid.numel() <= args.seq_len:
+        raise ValueError(
+            f"{text.valid.numel()} bytes of validation text do not fill one window of {args.seq_len}: "
+            "lower --seq-len or raise --valid-fraction"
+        )
+    return text
+
+
+def runtime(args: argparse.Namespace) -> Runtime:
+    """This process's device and place; `ValueError` for a launch that the demo cannot serve."""
+    world_size = int(os.environ.get("WORLD_SIZE", "1"))
+    if world_size > 1:
+        raise ValueError(
+            f"started as one of {world_size} processes (WORLD_SIZE), but this version trains in a single process: "
+            "run it with python, not torchrun"
+        )
+    name = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:
+        raise ValueError(f"--device {name}: {str(error).splitlines()[0]}") from error
+    if args.threads is not None:
+        torch.set_num_threads(args.threads)
+    return Runtime(device)

@@ -1,0 +1,256 @@
+"""What a demo run leaves in its folder: loss.png, log.json and report.md."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import statistics
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import meshmuon
+from demo.compare import Comparison, compare
+from demo.data import Corpus
+from demo.model import ModelConfig
+from demo.optimizers import OptimizerConfig
+from demo.train import RunResult, TrainConfig
+
+COLORS = {"muon": "tab:blue", "adamw": "tab:orange"}
+BITS_PER_NAT = 1.4426950408889634
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """Everything that was decided before the first step."""
+
+    model: ModelConfig
+    train: TrainConfig
+    optimizer: OptimizerConfig
+    corpus: Corpus
+    device: torch.device
+    parameters: int
+
+
+def machine(device: torch.device) -> dict[str, object]:
+    """Hardware and versions, without names of hosts or users."""
+    return {
+        "cpu": _cpu_model(),
+        "cores": os.cpu_count(),
+        "threads": torch.get_num_threads(),
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
+        "system": f"{platform.system()} {platform.machine()}",
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "meshmuon": getattr(meshmuon, "__version__", "unknown"),
+    }
+
+
+def _cpu_model() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor() or "unknown"
+    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(names, platform.processor() or "unknown")
+
+
+def new_folder(parent: Path) -> Path:
+    """A fresh folder below `parent`, named after the time."""
+    stamp = datetime.now().strftime("%Y-%m-%d_%H-%M-%S")
+    for suffix in ("", *(f"-{i}" for i in range(2, 100))):
+        folder = parent / (stamp + suffix)
+        try:
+            folder.mkdir(parents=True)
+        except FileExistsError:
+            continue
+        return folder
+    raise FileExistsError(f"{parent / stamp}: a hundred runs were started within one second")
+
+
+def point_latest(folder: Path) -> None:
+    """Make `latest` beside the folder point to it, where the file system can."""
+    link = folder.parent / "latest"
+    try:
+        if link.is_symlink():
+            link.unlink()
+        link.symlink_to(folder.name, target_is_directory=True)
+    except OSError:
+        pass  # A convenience only: some file systems have no links, and `latest` may be someone's folder.
+
+
+def write_report(folder: Path, setting: Setting, results: Sequence[RunResult], *, plot: bool) -> str:
+    """Write all artefacts for whatever the runs have done so far and return the headline."""
+    by_name = {result.name: result for result in results}
+    both = compare(by_name["muon"], by_name["adamw"]) if len(by_name) == 2 else None
+    headline = headline_of(results, both)
+    _write_log(folder / "log.json", setting, results, both, headline)
+    drawn = plot and any(result.evals for result in results)
+    if drawn:
+        draw_losses(folder / "loss.png", results)
+    (folder / "report.md").write_text(markdown(setting, results, both, headline, drawn=drawn), encoding="utf-8")
+    point_latest(folder)
+    return headline
+
+
+def headline_of(results: Sequence[RunResult], both: Comparison | None) -> str:
+    """One sentence that says how it went."""
+    if both is None:
+        parts = [
+            f"{result.title}: validation loss {result.evals[-1].loss:.4f} after {result.evals[-1].step} steps"
+            for result in results
+            if result.evals
+        ]
+        return "; ".join(parts) + "." if parts else "Nothing was trained."
+    difference = both.adamw_at_step - both.muon_at_step
+    text = (
+        f"After {both.step} steps meshmuon's validation loss is {both.muon_at_step:.4f}, AdamW's "
+        f"{both.adamw_at_step:.4f}: meshmuon is {abs(difference):.4f} {'lower' if difference > 0 else 'higher'}."
+    )
+    if both.muon_steps_to_adamw_best is not None and both.muon_seconds_to_adamw_best is not None:
+        text += (
+            f" It reached AdamW's best loss in {both.muon_steps_to_adamw_best / both.adamw_steps:.0%} of the steps "
+            f"and {both.muon_seconds_to_adamw_best / both.adamw_seconds:.0%} of the time."
+        )
+    return text
+
+
+def _write_log(path: Path, setting: Setting, results: Sequence[RunResult], both: Comparison | None, headline: str) -> None:
+    corpus = setting.corpus
+    log: dict[str, Any] = {
+        "format": 1,
+        "created": datetime.now().astimezone().isoformat(timespec="seconds"),
+        "headline": headline,
+        "machine": machine(setting.device),
+        "model": {**asdict(setting.model), "parameters": setting.parameters},
+        "train": asdict(setting.train),
+        "optimizer": asdict(setting.optimizer),
+        "data": {
+            "digest": corpus.digest,
+            "train_files": len(corpus.train_files),
+            "train_bytes": corpus.train.numel(),
+            "valid_files": len(corpus.valid_files),
+            "valid_bytes": corpus.valid.numel(),
+        },
+        "runs": {result.name: _run_log(result) for result in results},
+        "comparison": None if both is None else asdict(both),
+    }
+    path.write_text(json.dumps(log, indent=1, allow_nan=False) + "\n", encoding="utf-8")
+
+
+def _run_log(result: RunResult) -> dict[str, Any]:
+    return {
+        **asdict(result),
+        "seconds": result.seconds,
+        "optimizer_share": result.optimizer_share,
+        "tokens_per_second": result.tokens_per_second,
+    }
+
+
+def draw_losses(path: Path, results: Sequence[RunResult]) -> None:
+    """Validation loss over steps and over seconds, with the training loss behind it."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(11, 4.2), layout="constrained")
+    FigureCanvasAgg(figure)
+    by_step, by_time = figure.subplots(1, 2, sharey=True)
+    for result in results:
+        color = COLORS[result.name]
+        losses = [point.loss for point in result.evals]
+        by_step.plot(range(1, result.steps_done + 1), result.train_loss, color=color, alpha=0.25, linewidth=0.8)
+        by_step.plot([p.step for p in result.evals], losses, "o-", color=color, markersize=3, label=result.title)
+        by_time.plot([p.seconds for p in result.evals], losses, "o-", color=color, markersize=3, label=result.title)
+    # The first losses are those of a uniform guess; the interesting part lies below.
+    reached = [point.loss for result in results for point in result.evals[1:]]
+    if reached:
+        by_step.set_ylim(min(reached) - 0.15, max(reached) + 0.15)
+    by_step.set(xlabel="step", ylabel="loss (nats per byte)", title="equal steps (faint: training loss)")
+    by_time.set(xlabel="training time (s), evaluation excluded", title="equal time")
+    for axes in (by_step, by_time):
+        axes.grid(alpha=0.3)
+        axes.legend()
+    figure.savefig(path, dpi=130)
+
+
+def markdown(setting: Setting, results: Sequence[RunResult], both: Comparison | None, headline: str, *, drawn: bool) -> str:
+    """The report as one Markdown page."""
+    parts = [f"# meshmuon training demo\n\n**{headline}**\n"]
+    unfinished = [f"{result.title} ({result.status})" for result in results if result.status != "finished"]
+    if unfinished:
+        parts.append(f"Not all runs came to their end: {', '.join(unfinished)}. The figures cover what was done.\n")
+    if drawn:
+        parts.append("![loss](loss.png)\n")
+    if both is not None:
+        parts.append(_comparison_table(both))
+    parts.append(_runs_table(results))
+    parts.append(_setting_section(setting))
+    for result in results:
+        if result.routing is not None:
+            parts.append(f"## Routing of the {result.title} run\n\n```text\n{result.routing.rstrip()}\n```\n")
+    return "\n".join(parts)
+
+
+def _comparison_table(both: Comparison) -> str:
+    rows = [
+        "## Validation loss (nats per byte)\n",
+        "| compared at | meshmuon | AdamW | difference |",
+        "|---|--:|--:|--:|",
+    ]
+    for label, muon, adamw in (
+        (f"equal steps ({both.step})", both.muon_at_step, both.adamw_at_step),
+        (f"equal training time ({both.seconds:.1f} s)", both.muon_at_time, both.adamw_at_time),
+    ):
+        rows.append(f"| {label} | {muon:.4f} | {adamw:.4f} | {muon - adamw:+.4f} |")
+    return "\n".join(rows) + (
+        "\n\nTime counts training only, not evaluation. At equal time the slower run is read between two of its "
+        "evaluations, before its lr has decayed to the end, which counts against it.\n"
+    )
+
+
+def _runs_table(results: Sequence[RunResult]) -> str:
+    columns = (
+        "optimizer",
+        "steps",
+        "validation loss",
+        "bits per byte",
+        "training time",
+        "median step",
+        "tokens/s",
+        "share of the step in the optimizer",
+    )
+    rows = ["## Runs\n", f"| {' | '.join(columns)} |", "|---" + "|--:" * (len(columns) - 1) + "|"]
+    for result in results:
+        loss = result.evals[-1].loss if result.evals else float("nan")
+        median = statistics.median(result.step_seconds) if result.step_seconds else float("nan")
+        rows.append(
+            f"| {result.title} | {result.steps_done} | {loss:.4f} | {loss * BITS_PER_NAT:.4f} "
+            f"| {result.seconds:.1f} s | {1e3 * median:.0f} ms | {result.tokens_per_second:,.0f} "
+            f"| {result.optimizer_share:.1%} |"
+        )
+    return "\n".join(rows) + "\n"
+
+
+def _setting_section(setting: Setting) -> str:
+    model, train, optimizer, corpus = setting.model, setting.train, setting.optimizer, setting.corpus
+    part_lr = optimizer.lr if optimizer.adam_part_lr is None else optimizer.adam_part_lr
+    facts = {
+        "model": f"{model.n_layers} layers, width {model.d_model}, {model.n_heads} heads, MLP {model.mlp} "
+        f"{model.d_ff}, QK-norm {'on' if model.qk_norm else 'off'}, "
+        f"head {'tied' if model.tied_head else 'untied'}, {setting.parameters:,} parameters",
+        "training": f"{train.steps} steps of {train.batch_size} × {model.seq_len} bytes, warm-up "
+        f"{train.warmup_steps}, {train.schedule} decay, gradient clip {train.grad_clip:g}, seed {train.seed}",
+        "meshmuon": f"lr {optimizer.lr:g} (AdamW part {part_lr:g}), momentum {optimizer.momentum:g}, "
+        f"{optimizer.scheme}, {optimizer.ns_steps} steps, weight decay {optimizer.weight_decay:g}",
+        "AdamW": f"lr {optimizer.adamw_lr:g}, weight decay {optimizer.adamw_weight_decay:g}, fused",
+        "data": f"{corpus.train.numel():,} bytes of {len(corpus.train_files)} files for training, "
+        f"{corpus.valid.numel():,} bytes of {len(corpus.valid_files)} files for validation, "
+        f"digest {corpus.digest}",
+        "machine": ", ".join(f"{key} {value}" for key, value in machine(setting.device).items()),
+    }
+    return "## Setting\n\n" + "".join(f"- {name}: {text}\n" for name, text in facts.items())

@@ -1,0 +1,222 @@
+"""The training loop: one model, one optimizer, a schedule, and the clock."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+
+from demo.data import Corpus, TrainBatches, valid_batches
+from demo.model import GPT, ModelConfig, build_model
+from demo.optimizers import TITLES, OptimizerConfig, build_optimizer
+from demo.progress import Progress
+
+SCHEDULES = ("linear", "cosine", "constant")
+
+
+class NonFiniteLossError(RuntimeError):
+    """Training diverged: the loss is no longer a number."""
+
+
+@dataclass(frozen=True, slots=True)
+class Runtime:
+    """Where this process stands: its device and its place among the processes that share the batch."""
+
+    device: torch.device
+    rank: int = 0
+    world_size: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class TrainConfig:
+    """Length, batch and schedule of a run; the same for every optimizer."""
+
+    steps: int
+    batch_size: int
+    warmup_steps: int
+    schedule: str
+    grad_clip: float
+    eval_every: int
+    eval_windows: int
+    seed: int
+
+
+@dataclass(slots=True)
+class EvalPoint:
+    """Validation loss (nats per byte) after `step` steps and `seconds` of training, evaluation excluded."""
+
+    step: int
+    seconds: float
+    loss: float
+
+
+@dataclass(slots=True)
+class RunResult:
+    """What one run left behind. Times are in seconds; one entry per step in the lists."""
+
+    name: str
+    hyperparameters: dict[str, object]
+    status: str = "running"
+    evals: list[EvalPoint] = field(default_factory=list)
+    train_loss: list[float] = field(default_factory=list)
+    step_seconds: list[float] = field(default_factory=list)
+    optimizer_seconds: list[float] = field(default_factory=list)
+    tokens_per_step: int = 0
+    routing: str | None = None
+
+    @property
+    def title(self) -> str:
+        return TITLES[self.name]
+
+    @property
+    def steps_done(self) -> int:
+        return len(self.train_loss)
+
+    @property
+    def seconds(self) -> float:
+        return sum(self.step_seconds)
+
+    @property
+    def optimizer_share(self) -> float:
+        return sum(self.optimizer_seconds) / self.seconds if self.step_seconds else 0.0
+
+    @property
+    def tokens_per_second(self) -> float:
+        return self.tokens_per_step * self.steps_done / self.seconds if self.step_seconds else 0.0
+
+
+def lr_scale(step: int, config: TrainConfig) -> float:
+    """Factor on the lr at `step` (from 0): linear warm-up, then a decay that ends at zero after the last step."""
+    if step < config.warmup_steps:
+        return (step + 1) / config.warmup_steps
+    done = (step - config.warmup_steps) / max(1, config.steps - config.warmup_steps)
+    if config.schedule == "linear":
+        return 1.0 - done
+    if config.schedule == "cosine":
+        return 0.5 * (1.0 + math.cos(math.pi * done))
+    return 1.0
+
+
+class Run:
+    """One optimizer's training, from the shared initial weights to the last step or an interruption."""
+
+    def __init__(
+        self,
+        name: str,
+        corpus: Corpus,
+        model_config: ModelConfig,
+        optimizer_config: OptimizerConfig,
+        config: TrainConfig,
+        runtime: Runtime,
+    ) -> None:
+        self.config, self.runtime, self.corpus = config, runtime, corpus
+        self.model: GPT = build_model(model_config, config.seed, runtime.device)
+        self.optimizer = build_optimizer(name, self.model, optimizer_config)
+        self.peak_lrs = [float(group["lr"]) for group in self.optimizer.param_groups]
+        self.batches = TrainBatches(corpus.train, model_config.seq_len, config.batch_size, config.seed)
+        self.result = RunResult(
+            name,
+            hyperparameters=_hyperparameters(self.optimizer),
+            tokens_per_step=config.batch_size * model_config.seq_len,
+            routing=_routing(self.optimizer),
+        )
+
+    def train(self, progress: Progress) -> RunResult:
+        """Train to the end. On Ctrl-C or divergence `result` keeps what was done and the exception passes on."""
+        result = self.result
+        try:
+            self._evaluate(progress)
+            for step in range(self.config.steps):
+                self._step(step)
+                progress.step(result.steps_done, result.train_loss[-1], result.step_seconds[-1])
+                last = result.steps_done == self.config.steps
+                if last or result.steps_done % self.config.eval_every == 0:
+                    self._evaluate(progress)
+            result.status = "finished"
+        except KeyboardInterrupt:
+            result.status = "interrupted"
+            raise
+        except NonFiniteLossError:
+            result.status = "diverged"
+            raise
+        return result
+
+    def _step(self, step: int) -> None:
+        tokens, targets = self._on_device(self.batches.batch(step, self.runtime.rank, self.runtime.world_size))
+        scale = lr_scale(step, self.config)
+        for group, peak in zip(self.optimizer.param_groups, self.peak_lrs, strict=True):
+            group["lr"] = peak * scale
+        start = self._now()
+        loss = self.model.loss(tokens, targets)
+        torch.autograd.backward(loss)
+        if self.config.grad_clip > 0:
+            nn.utils.clip_grad_norm_(self.model.parameters(), self.config.grad_clip)
+        before_optimizer = self._now()
+        # The loss is read before the weights change: a diverged run must not step on non-finite gradients.
+        value = self._finite(loss.item(), f"training loss at step {step + 1}")
+        self.optimizer.step()
+        end = self._now()
+        self.optimizer.zero_grad(set_to_none=True)
+        self.result.train_loss.append(value)
+        self.result.step_seconds.append(end - start)
+        self.result.optimizer_seconds.append(end - before_optimizer)
+
+    @torch.no_grad()
+    def _evaluate(self, progress: Progress) -> None:
+        windows, total = self.config.eval_windows, 0.0
+        seq_len = self.model.config.seq_len
+        for batch in valid_batches(self.corpus.valid, seq_len, self.config.batch_size, windows):
+            tokens, targets = self._on_device(batch)
+            total += self.model.loss(tokens, targets).item() * len(tokens)
+        loss = self._finite(total / windows, f"validation loss after step {self.result.steps_done}")
+        point = EvalPoint(self.result.steps_done, self.result.seconds, loss)
+        self.result.evals.append(point)
+        progress.evaluated(point.step, loss)
+
+    def _finite(self, value: float, what: str) -> float:
+        if math.isfinite(value):
+            return value
+        flag = "--lr" if self.result.name == "muon" else "--adamw-lr"
+        raise NonFiniteLossError(
+            f"{self.result.title}: {what} is {value}, peak lr {max(self.peak_lrs):g}. "
+            f"Training diverged: lower {flag}, or raise --warmup-steps."
+        )
+
+    def _on_device(self, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        return batch[0].to(self.runtime.device), batch[1].to(self.runtime.device)
+
+    def _now(self) -> float:
+        if self.runtime.device.type == "cuda":
+            # Kernels run behind the host: without this the clock would read launch times.
+            torch.cuda.synchronize(self.runtime.device)
+        return time.perf_counter()
+
+
+def warm_up(model_config: ModelConfig, config: TrainConfig, corpus: Corpus, runtime: Runtime) -> None:
+    """One throw-away pass, so that the first run's clock does not pay for the process's first kernels."""
+    model = build_model(model_config, config.seed, runtime.device)
+    batches = TrainBatches(corpus.train, model_config.seq_len, config.batch_size, config.seed)
+    tokens, targets = batches.batch(0, runtime.rank, runtime.world_size)
+    torch.autograd.backward(model.loss(tokens.to(runtime.device), targets.to(runtime.device)))
+
+
+def _routing(optimizer: torch.optim.Optimizer) -> str | None:
+    table: Callable[[], object] | None = getattr(optimizer, "routing_table", None)
+    return None if table is None else str(table())
+
+
+def _hyperparameters(optimizer: torch.optim.Optimizer) -> dict[str, object]:
+    """The groups' options without their parameters, as JSON can hold them."""
+    groups: list[Mapping[str, object]] = list(optimizer.param_groups)
+    hidden = {"params", "names", "param_names"}
+    plain = (bool, int, float, str, type(None))
+    return {
+        f"group {i}": {
+            key: value if isinstance(value, plain) else str(value) for key, value in group.items() if key not in hidden
+        }
+        for i, group in enumerate(groups)
+    }

@@ -1,0 +1,109 @@
+"""Train a small byte-level GPT twice, with meshmuon and with a tuned AdamW, and compare.
+
+Both runs start from the same weights and see the same bytes (Python's own standard library) in the same
+order. With the defaults it takes about four minutes on two CPU cores and writes a folder runs/<time>/ with
+
+  loss.png    validation loss over steps and over time
+  log.json    every figure of the runs, the options, the machine
+  report.md   the comparison in one page
+
+Ctrl-C stops early and still writes the report of what was done.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from demo import options
+from demo.model import build_model
+from demo.optimizers import OPTIMIZERS
+from demo.progress import show_progress
+from demo.report import Setting, new_folder, write_report
+from demo.train import NonFiniteLossError, Run, RunResult, Runtime, warm_up
+
+INTERRUPTED = 130
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command line."""
+
+    class Format(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):
+        pass
+
+    result = argparse.ArgumentParser(description=__doc__, formatter_class=Format, allow_abbrev=False)
+    result.add_argument("--only", choices=(*OPTIMIZERS, "both"), default="both", help="which runs to do")
+    result.add_argument("--out", type=Path, default=Path("runs"), help="folder in which runs/<time>/ is made")
+    result.add_argument("--plot", action=argparse.BooleanOptionalAction, default=True, help="draw loss.png (needs matplotlib)")
+    options.add_model_options(result)
+    options.add_train_options(result)
+    options.add_optimizer_options(result)
+    return result
+
+
+def prepare(args: argparse.Namespace) -> tuple[Setting, Runtime]:
+    """Check everything that can be checked before the first step; `ValueError` says what to change."""
+    runtime = options.runtime(args)
+    if args.plot and importlib.util.find_spec("matplotlib") is None:
+        raise ValueError("loss.png needs matplotlib: install it, or pass --no-plot")
+    model = options.model_config(args)
+    setting = Setting(
+        model=model,
+        train=options.train_config(args),
+        optimizer=options.optimizer_config(args),
+        corpus=options.corpus(args),
+        device=runtime.device,
+        parameters=sum(p.numel() for p in build_model(model, args.seed, runtime.device).parameters()),
+    )
+    return setting, runtime
+
+
+def train_all(
+    names: Sequence[str], setting: Setting, runtime: Runtime, results: list[RunResult]
+) -> Exception | KeyboardInterrupt | None:
+    """Train one after the other into `results`; returns what stopped it early, if anything did."""
+    try:
+        warm_up(setting.model, setting.train, setting.corpus, runtime)
+        for name in names:
+            run = Run(name, setting.corpus, setting.model, setting.optimizer, setting.train, runtime)
+            results.append(run.result)
+            with show_progress(run.result.title, setting.train.steps, run.result.tokens_per_step) as progress:
+                run.train(progress)
+    except (KeyboardInterrupt, NonFiniteLossError) as stop:
+        return stop
+    return None
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Entry point; returns the exit code."""
+    command_line = parser()
+    args = command_line.parse_args(arguments)
+    try:
+        setting, runtime = prepare(args)
+        folder = new_folder(args.out)
+    except (ValueError, OSError) as error:
+        command_line.error(str(error))
+    names = OPTIMIZERS if args.only == "both" else (args.only,)
+    print(
+        f"{setting.parameters:,} parameters, {setting.corpus.train.numel() / 1e6:.1f} MB of training text, "
+        f"{setting.train.steps} steps of {setting.train.batch_size} × {setting.model.seq_len} bytes "
+        f"on {runtime.device}",
+        flush=True,
+    )
+    results: list[RunResult] = []
+    stop = train_all(names, setting, runtime, results)
+    headline = write_report(folder, setting, results, plot=args.plot)
+    if isinstance(stop, NonFiniteLossError):
+        print(f"\nerror: {stop}\nWhat was done so far: {folder / 'report.md'}", file=sys.stderr)
+        return 1
+    if stop is not None:
+        print("\nStopped by Ctrl-C; the report covers what was done.")
+    print(f"\n{headline}\nReport: {folder / 'report.md'}")
+    return INTERRUPTED if stop is not None else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

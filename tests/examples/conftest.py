@@ -1,0 +1,26 @@
+"""The examples are scripts, not an installed package: make them importable here."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
+sys.path.insert(0, str(EXAMPLES))
+
+
+@pytest.fixture
+def source_folder(tmp_path: Path) -> Path:
+    """A little tree of source files, about 40 kB, with folders that must be left out."""
+    root = tmp_path / "source"
+    for i in range(20):
+        path = root / f"package{i % 3}" / f"module{i}.py"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("".join(f"def function_{i}_{j}(x):\n    return x + {j}\n" for j in range(50)))
+    for skipped in ("site-packages", "test", "__pycache__"):
+        (root / skipped).mkdir()
+        (root / skipped / "left_out.py").write_text("LEFT_OUT = True\n")
+    (root / "notes.txt").write_text("LEFT_OUT too")
+    return root

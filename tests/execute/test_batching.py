@@ -1,0 +1,96 @@
+"""How matrices are batched changes no bit of the result: with one thread always, with more when deterministic."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from meshmuon import Muon
+from tests.optim.reference import LR, Shape, assert_same_bits, copies, gradients, group, make_params, run
+
+SMALL: tuple[Shape, ...] = (
+    (8, 12),
+    (12, 8),
+    (8, 12),
+    (33, 50),
+    (8, 12),
+    (33, 50),
+    (5, 7, 6),
+    (3, 8, 12),
+    (20, 20),
+    (1, 9),
+    (9, 1),
+)
+BLOCKED: tuple[Shape, ...] = ((390, 390), (390, 390))
+BATCHINGS: list[dict[str, Any]] = [
+    {"chunk_size": 1},
+    {"chunk_size": 2},
+    {"chunk_size": 3},
+    {"memory_budget": 1},
+    {"memory_budget": 20_000},
+    {"deterministic": True},
+    {"deterministic": True, "chunk_size": 2},
+    {"cuda_graphs": True},
+]
+
+
+@pytest.fixture
+def two_threads() -> Iterator[None]:
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(1)
+
+
+def results(shapes: tuple[Shape, ...], steps: int = 2, **options: Any) -> list[nn.Parameter]:
+    params = make_params(*shapes)
+    run(Muon([group(params, prefix="experts")], lr=LR, expert_keys=["experts"], **options), params, range(steps))
+    return params
+
+
+@pytest.mark.parametrize("options", BATCHINGS, ids=str)
+@pytest.mark.parametrize("form", ["auto", "standard", "gram"])
+def test_one_thread(options: dict[str, Any], form: str) -> None:
+    assert_same_bits(results(SMALL, form=form, **options), results(SMALL, form=form))
+
+
+@pytest.mark.parametrize("options", [{"chunk_size": 1}, {"deterministic": True}], ids=str)
+def test_one_thread_blocked_products(options: dict[str, Any]) -> None:
+    assert_same_bits(results(BLOCKED, 1, **options), results(BLOCKED, 1))
+
+
+@pytest.mark.usefixtures("two_threads")
+@pytest.mark.parametrize("options", [{"chunk_size": 1}, {"chunk_size": 2}, {"memory_budget": 20_000}], ids=str)
+def test_two_threads_when_deterministic(options: dict[str, Any]) -> None:
+    assert_same_bits(results(SMALL, deterministic=True, **options), results(SMALL, deterministic=True))
+
+
+@pytest.mark.usefixtures("two_threads")
+def test_two_threads_blocked_products_when_deterministic() -> None:
+    expected = results(BLOCKED, 1, deterministic=True)
+    assert_same_bits(results(BLOCKED, 1, deterministic=True, chunk_size=1), expected)
+
+
+@pytest.mark.usefixtures("two_threads")
+def test_neighbours_do_not_matter_when_deterministic() -> None:
+    """A matrix gets the same bits alone and among others."""
+    together = make_params((16, 24), (16, 24), (40, 8), (16, 24))
+    alone = copies(together)
+    run(Muon([group(together)], lr=LR, deterministic=True), together, [0])
+    for k, param in enumerate(alone):
+        param.grad = gradients(together, 0)[k]
+        Muon([group([param])], lr=LR, deterministic=True).step()
+    assert_same_bits(together, alone)
+
+
+def test_order_of_groups_does_not_matter() -> None:
+    params = make_params((8, 12), (8, 12), (8, 12))
+    twins = copies(params)
+    one = Muon([group(params)], lr=LR)
+    many = Muon([group([twin], prefix=f"g{k}") for k, twin in enumerate(twins)], lr=LR)
+    run(one, params, range(3))
+    run(many, twins, range(3))
+    assert_same_bits(params, twins)

@@ -1,0 +1,150 @@
+"""The executor by itself: learning rates that stay tensors, plans that are kept, gradients freed at the right time."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from meshmuon.execute import ExecutorSettings, LocalExecutor, Work, WorkSettings
+from meshmuon.matrices import MatrixSet
+from meshmuon.ortho import Orthogonalizer, Scheme, keller
+from tests.optim.reference import Reference, assert_moved_alike, assert_same_bits, copies, gradients, make_params, set_gradients
+
+pytestmark = pytest.mark.usefixtures("no_grad")  # as in an optimizer's step
+
+
+@pytest.fixture
+def no_grad() -> Iterator[None]:
+    with torch.no_grad():
+        yield
+
+
+def settings_for(lr: float | Tensor, *, weight_decay: float = 0.1, **options: Any) -> WorkSettings:
+    numbers = {"momentum": 0.95, "nesterov": True, "free_grad": False, "adjust": lambda rows, cols: 0.2 * max(rows, cols) ** 0.5}
+    return WorkSettings(**{**numbers, "decay": 1 - lr * weight_decay, "rate": lr, **options})
+
+
+def work_on(
+    params: list[Any], settings: WorkSettings, buffers: list[Tensor], step: int, scheme: Scheme | Orthogonalizer | None = None
+) -> list[Work]:
+    """The work of one step with the fixed gradients of ``step``."""
+    set_gradients(params, gradients(params, step))
+    work = []
+    for param, buffer in zip(params, buffers, strict=True):
+        inside = MatrixSet(*param.shape) if param.dim() == 3 else MatrixSet(1, *param.shape)
+        dtype = torch.float64 if param.dtype == torch.float64 else torch.float32
+        work.append(Work(param, buffer, inside, scheme or keller(5), dtype, settings))
+    return work
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("sign", [1.0, -1.0])
+def test_a_learning_rate_that_stays_a_tensor(dtype: torch.dtype, sign: float) -> None:
+    """On a GPU the rate is never read by the host; the arithmetic is the same."""
+    start = make_params((12, 20), (20, 12), (3, 6, 4), dtype=dtype)
+    results = []
+    for lr in (0.01, torch.tensor(0.01, dtype=torch.float64)):
+        params, executor = copies(start), LocalExecutor(ExecutorSettings())
+        buffers = [torch.zeros_like(param.data) for param in params]
+        settings = settings_for(lr, rate=lr * sign)
+        for step in range(2):
+            executor.run(work_on(params, settings, buffers, step))
+        results.append(params)
+    tolerance = {torch.float32: 1e-4, torch.float64: 1e-12, torch.bfloat16: 0.3}[dtype]
+    assert_moved_alike(results[1], results[0], start, tolerance)
+
+
+def test_equals_the_reference() -> None:
+    start = make_params((12, 20), (20, 12), dtype=torch.float64)
+    params, reference, executor = copies(start), Reference(start), LocalExecutor(ExecutorSettings())
+    buffers = [torch.zeros_like(param.data) for param in params]
+    for step in range(3):
+        executor.run(work_on(params, settings_for(0.01), buffers, step))
+        reference.step(gradients(params, step), lr=0.01)
+    assert_moved_alike(params, reference.params, start, 1e-9)
+    for buffer, expected in zip(buffers, reference.buffers, strict=True):
+        torch.testing.assert_close(buffer, expected)
+
+
+def test_no_work() -> None:
+    executor = LocalExecutor(ExecutorSettings())
+    executor.run([])
+    assert executor.plan() == ()
+    assert executor.workspace_bytes() == 0
+
+
+def test_batches_of_a_step() -> None:
+    params = make_params((12, 20), (3, 12, 20), (20, 12), (12, 20))
+    buffers = [torch.zeros_like(param.data) for param in params]
+    executor = LocalExecutor(ExecutorSettings(chunk_size=2))
+    executor.run(work_on(params, settings_for(0.01), buffers, 0))
+    assert [(batch.rows, batch.cols, batch.size) for batch in executor.plan()] == [
+        (12, 20, 1),
+        (12, 20, 2),
+        (12, 20, 2),
+        (20, 12, 1),
+    ]
+
+
+def test_the_plan_is_kept_until_the_work_changes(monkeypatch: pytest.MonkeyPatch) -> None:
+    from meshmuon.execute import local
+
+    planned: list[int] = []
+    original = local.plan_batches
+    monkeypatch.setattr(
+        local, "plan_batches", lambda items, **options: (planned.append(len(items)), original(items, **options))[1]
+    )
+    params = make_params((12, 20), (20, 12))
+    buffers = [torch.zeros_like(param.data) for param in params]
+    executor = LocalExecutor(ExecutorSettings())
+    for step in range(3):  # other numbers, the same work
+        executor.run(work_on(params, settings_for(0.01 * step, nesterov=step % 2 == 0), buffers, step))
+    assert planned == [2]
+    executor.run(work_on(params[:1], settings_for(0.01), buffers[:1], 3))
+    executor.run(work_on(params, settings_for(0.01), buffers, 4))
+    executor.run(work_on(params, settings_for(0.01), buffers, 5, keller(3)))
+    assert planned == [2, 1, 2, 2]
+
+
+@pytest.mark.parametrize("free_grad", [True, False])
+def test_gradients_are_freed_after_their_last_use(free_grad: bool) -> None:
+    """Seen from inside: while a batch is orthogonalised, gradients of matrices still to come must be there."""
+    (param,) = make_params((4, 6, 5))
+    present: list[bool] = []
+
+    def watch(batch: Tensor) -> Tensor:
+        present.append(param.grad is not None)
+        return batch
+
+    work = work_on([param], settings_for(0.01, free_grad=free_grad), [torch.zeros_like(param.data)], 0, watch)
+    LocalExecutor(ExecutorSettings(chunk_size=1)).run(work)
+    assert present == [True] * 4
+    assert (param.grad is None) == free_grad
+
+
+@pytest.mark.parametrize("nesterov", [True, False])
+def test_what_is_orthogonalised(nesterov: bool) -> None:
+    """The scheme sees G + momentum·M, or M, in float32, and the momentum buffer is not touched by it."""
+    params = make_params((6, 9), (6, 9), dtype=torch.bfloat16)
+    buffers = [torch.full((6, 9), 2.0), torch.full((6, 9), -1.0)]
+    seen: list[Tensor] = []
+
+    def watch(batch: Tensor) -> Tensor:
+        seen.append(batch.clone())
+        return torch.zeros_like(batch)
+
+    work = work_on(params, settings_for(0.01, nesterov=nesterov, momentum=0.5, decay=1.0), buffers, 0, watch)
+    before = copies(params)
+    LocalExecutor(ExecutorSettings()).run(work)
+    grads = [grad.float() for grad in gradients(params, 0)]
+    momenta = [0.5 * 2.0 + grads[0], 0.5 * -1.0 + grads[1]]
+    expected = [grad + 0.5 * momentum for grad, momentum in zip(grads, momenta, strict=True)] if nesterov else momenta
+    (batch,) = seen
+    assert batch.dtype == torch.float32
+    torch.testing.assert_close(batch, torch.stack(expected))
+    assert_same_bits(buffers, momenta)
+    assert_same_bits(params, before)

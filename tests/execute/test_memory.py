@@ -1,0 +1,128 @@
+"""A step allocates nothing new after the first.
+
+Measured with torch's profiler, which sees every block that torch's CPU allocator hands out, inside operators too: a positive
+number is an allocation, a negative one a release, and a running sum gives the peak. A scalar is allowed: torch wraps
+numbers such as a learning rate into tensors of 8 bytes.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.profiler import ProfilerActivity, profile
+
+from meshmuon import Muon
+from tests.optim.reference import LR, gradients, group, make_params, set_gradients
+
+SCALAR = 16  # bytes
+SHAPES = ((40, 40), (24, 64), (64, 24), (24, 64), (3, 20, 16), (390, 400))
+FORMS: list[dict[str, Any]] = [
+    {},
+    {"form": "gram"},
+    {"form": "standard", "scheme": "keller"},
+    {"nesterov": False, "none_grad": False},
+    {"deterministic": True},
+    {"chunk_size": 1},
+    {"momentum": 0.5, "maximize": True, "lr": torch.tensor(0.005)},
+]
+
+
+class Memory(NamedTuple):
+    largest: int
+    peak: int
+    kept: int
+
+
+def measure(optimizer: Muon, params: list[nn.Parameter], step: int) -> Memory:
+    """Bytes of the largest allocation of a step, of its peak and of what it keeps, beyond what was there before it."""
+    set_gradients(params, gradients(params, step))
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
+        optimizer.step()
+    assert recorded.profiler is not None
+    blocks = [event.nbytes() for event in recorded.profiler.kineto_results.events() if event.name() == "[memory]"]
+    held, peak = 0, 0
+    for block in blocks:
+        held += block
+        peak = max(peak, held)
+    return Memory(max(blocks, default=0), peak, held)
+
+
+def build(
+    shapes: tuple[tuple[int, ...], ...], dtype: torch.dtype = torch.float32, **options: Any
+) -> tuple[list[nn.Parameter], Muon]:
+    params = make_params(*shapes, (50,), dtype=dtype)
+    written = [group(params[:-1], prefix="experts"), group(params[-1:], use_muon=False, prefix="norms")]
+    return params, Muon(written, **{"lr": LR, "expert_keys": ["experts"], "none_grad": False, **options})
+
+
+def state_bytes(optimizer: Muon) -> int:
+    values = [value for state in optimizer.state.values() for value in state.values()]
+    return sum(value.numel() * value.element_size() for value in values if isinstance(value, Tensor))
+
+
+@pytest.mark.parametrize("options", FORMS, ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_later_steps_allocate_nothing(options: dict[str, Any], dtype: torch.dtype) -> None:
+    params, optimizer = build(SHAPES, dtype, **options)
+    measure(optimizer, params, 0)
+    held = optimizer.workspace_bytes()
+    assert held > 0
+    for step in (1, 2):
+        assert measure(optimizer, params, step).largest <= SCALAR
+        assert optimizer.workspace_bytes() == held
+
+
+@pytest.mark.parametrize("form", ["standard", "gram"])
+def test_the_first_step_allocates_state_and_workspace_and_no_more(form: str) -> None:
+    """The profiler proves itself here: what it sees is what the optimizer says it holds."""
+    warm, first = build(((64, 96), (64, 96)), form=form)
+    measure(first, warm, 0)  # simulations of the dtype's rounding, done once per process
+    params, optimizer = build(((64, 96), (64, 96)), form=form)
+    memory = measure(optimizer, params, 0)
+    expected = optimizer.workspace_bytes() + state_bytes(optimizer)
+    assert optimizer.workspace_bytes() > 2 * 64 * 96 * 4
+    assert expected <= memory.kept <= expected + 4 * SCALAR
+    assert expected <= memory.peak <= expected + 4 * SCALAR
+
+
+def test_half_precision_parameters_keep_nothing() -> None:
+    """torch casts mixed operands through temporaries on CPU: one matrix at a time, and none outlives the step."""
+    params, optimizer = build(((40, 40), (24, 64), (24, 64)), torch.bfloat16, momentum_dtype=torch.float32)
+    measure(optimizer, params, 0)
+    held = optimizer.workspace_bytes()
+    for step in (1, 2):
+        memory = measure(optimizer, params, step)
+        assert memory.kept <= SCALAR
+        assert memory.peak <= 2 * 40 * 40 * 4 + 4 * SCALAR
+        assert optimizer.workspace_bytes() == held
+
+
+@pytest.mark.parametrize("budget", [1, 50_000, 200_000])
+def test_workspace_stays_within_its_budget(budget: int) -> None:
+    params, optimizer = build(((24, 64),) * 12, memory_budget=budget)
+    measure(optimizer, params, 0)
+    one = (2 * 24 * 64 + 5 * 24 * 24) * 4
+    numbers = 12 * 4  # a normaliser per matrix
+    assert optimizer.workspace_bytes() <= max(budget, one) + numbers
+
+
+def test_chunk_size_bounds_the_workspace() -> None:
+    sizes = []
+    for chunk_size in (1, 2, 4):
+        params, optimizer = build(((24, 64),) * 4, chunk_size=chunk_size)
+        measure(optimizer, params, 0)
+        sizes.append(optimizer.workspace_bytes())
+    assert sizes[1] == 2 * sizes[0]
+    assert sizes[2] == 4 * sizes[0]
+
+
+def test_a_new_plan_gives_the_old_workspace_back() -> None:
+    params, optimizer = build(((64, 96), (8, 8)))
+    measure(optimizer, params, 0)
+    large = optimizer.workspace_bytes()
+    set_gradients(params, [None, *gradients(params, 1)[1:]])
+    optimizer.step()
+    assert optimizer.workspace_bytes() < large / 20

@@ -1,0 +1,203 @@
+"""Mutations written by hand: slips that a reader of the maths would make, one line each, all to be caught.
+
+Each is (file, old text, new text); the old text must be in the file exactly once, which ``test_curated.py`` checks.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+__all__ = ["CURATED", "EQUIVALENT", "Curated", "Equivalent"]
+
+
+class Curated(NamedTuple):
+    file: str
+    old: str
+    new: str
+
+
+class Equivalent(NamedTuple):
+    """A systematic mutation that changes nothing that a test could or should see, and why."""
+
+    file: str
+    line: str  # the line before the mutation, stripped
+    reason: str
+    mutation: str = ""  # only this change, "a -> b"; empty for every change of the line
+
+
+_SCHEMES = "meshmuon/ortho/schemes.py"
+_REMEZ = "meshmuon/ortho/remez.py"
+_ITERATION = "meshmuon/ortho/iteration.py"
+_BLOCKS = "meshmuon/ortho/blocks.py"
+_COST = "meshmuon/ortho/cost.py"
+_ENTRY = "meshmuon/ortho/newton_schulz.py"
+_PRODUCTS = "meshmuon/ortho/kernels/products.py"
+_WORKSPACE = "meshmuon/ortho/workspace.py"
+_LR = "meshmuon/optim/lr.py"
+_MUON = "meshmuon/optim/muon.py"
+_ADAMW = "meshmuon/optim/adamw.py"
+_LOCAL = "meshmuon/execute/local.py"
+_BATCHES = "meshmuon/plan/batches.py"
+_INSIDE = "meshmuon/matrices/inside.py"
+_DEVICE = "meshmuon/device.py"
+
+CURATED = (
+    # Coefficients: one digit, one sign, one ignored argument
+    Curated(_SCHEMES, "Quintic(3.4445, ", "Quintic(3.4455, "),
+    Curated(_SCHEMES, "3.4445, -4.7750, 2.0315", "3.4445, -4.7760, 2.0315"),
+    Curated(_SCHEMES, "-4.7750, 2.0315", "-4.7750, 2.0314"),
+    Curated(_SCHEMES, "3.4445, -4.7750", "3.4445, 4.7750"),
+    Curated(_SCHEMES, "2.0315),) * steps", "2.0315),) * 5"),
+    Curated(_SCHEMES, "lambda steps: keller(steps)", "lambda steps: keller()"),
+    Curated(_SCHEMES, "lambda steps: polar_express(steps=steps)", "lambda steps: polar_express()"),
+    Curated(_SCHEMES, "for step in range(steps):", "for step in range(5):"),
+    Curated(_SCHEMES, "l: float = 1e-3", "l: float = 2e-3"),
+    Curated(_SCHEMES, "safety: float = 0.01", "safety: float = 0.02"),
+    Curated(_SCHEMES, "cushion: float = 0.02", "cushion: float = 0.03"),
+    Curated(_SCHEMES, "if step < steps - 1:", "if step < steps:"),
+    Curated(_SCHEMES, "stretched(1 + safety)", "stretched(1 - safety)"),
+    Curated(_SCHEMES, "quintic.stretched(1 + safety)", "quintic.scaled(1 + safety)"),
+    Curated(_SCHEMES, "2 / (quintic(low) + quintic(high))", "1 / quintic(high)"),
+    Curated(_SCHEMES, "max(low, cushion * high)", "low"),
+    Curated(_SCHEMES, "max(low, cushion * high)", "max(low, cushion)"),
+    Curated(_SCHEMES, "high = 2 - low", "high = 1.0"),
+    Curated(_SCHEMES, "        for quintic in self.steps:", "        for quintic in reversed(self.steps):"),
+    Curated(_SCHEMES, "quintics *= steps", "quintics *= 5"),
+    Curated(_REMEZ, "_LIMIT = (15 / 8, -10 / 8, 3 / 8)", "_LIMIT = (15 / 8, -10 / 8, 3 / 7)"),
+    Curated(_REMEZ, "(self.b + square * self.c)", "(self.b - square * self.c)"),
+    Curated(_REMEZ, "self.b / factor**3", "self.b / factor**2"),
+    Curated(_REMEZ, "self.c / factor**5", "self.c / factor**3"),
+    Curated(_REMEZ, "self.b * factor, self.c * factor", "self.b * factor, self.c"),
+    Curated(_REMEZ, "(3 * x * x + 9 * x + 8) / 8", "(3 * x * x + 8 * x + 8) / 8"),
+    Curated(_REMEZ, "(-1.0) ** index", "1.0"),
+    Curated(_REMEZ, "d1 / radius - 2 * d2 * centre", "d1 / radius - d2 * centre"),
+    Curated(_REMEZ, "d0 - d1 * centre / radius", "d0 + d1 * centre / radius"),
+    Curated(_REMEZ, "half < 1e-9", "half < 1e-4"),
+    Curated(_REMEZ, "<= 1e-15 * error", "<= 1e-4 * error"),
+    Curated(_REMEZ, "(high - low) / (high + low)", "(high - low) / 2"),
+    # The iteration
+    Curated(_ITERATION, "products.general(quadratic, factor, spare)", "products.general(factor, quadratic, spare)"),
+    Curated(
+        _ITERATION, "return products.general(quadratic, x, target, x, beta=a)", "return products.general(quadratic, x, target, x)"
+    ),
+    Curated(
+        _ITERATION, 'scratch.square("quadratic"), gram, alpha=c, beta=b)', 'scratch.square("quadratic"), gram, alpha=b, beta=c)'
+    ),
+    Curated(_ITERATION, "gram, place, gram, alpha=c, beta=b)", "gram, place, gram, alpha=c)"),
+    Curated(_ITERATION, ".diagonal(dim1=1, dim2=2).add_(a)", ".diagonal(dim1=1, dim2=2).sub_(a)"),
+    Curated(_ITERATION, "products.symmetric(half_step, quadratic", "products.symmetric(half_step, half_step"),
+    Curated(_ITERATION, "if index < len(steps) - 1:", "if index < len(steps) - 2:"),
+    Curated(_ITERATION, "x, spare, start = moved, x, start + length", "x, spare, start = moved, x, start"),
+    Curated(_ITERATION, "x, spare, start = moved, x, start + length", "x, start = moved, start + length"),
+    Curated(_ITERATION, "x.div_(scale.sqrt_())", "x.div_(scale)"),
+    Curated(_ITERATION, "    gram.div_(scale)\n", ""),
+    Curated(_ITERATION, "scale.clamp_(min=1e-30)", "scale.add_(1e-7)"),
+    Curated(_ITERATION, "clamp_(min=limits.tiny", "clamp_(min=1e-8"),
+    Curated(_ITERATION, "min=limits.tiny, max=limits.max", "min=limits.tiny"),
+    Curated(_ITERATION, "lowest.neg_()", "lowest"),
+    Curated(_ITERATION, "math.sqrt(batch.size(2))", "1.0"),
+    Curated(_ITERATION, "if x is not result:", "if x is result:"),
+    Curated(_ITERATION, "if index == 0:\n            _normalise", "if index > 0:\n            _normalise"),
+    Curated(_ITERATION, "wide = 1 if dtype == result_dtype else 2", "wide = 1"),
+    Curated(_ITERATION, "if max(blocks) > 1 else _SQUARES[:2]", "if max(blocks) > 5 else _SQUARES[:2]"),
+    Curated(_ITERATION, "if batch.size(1) > batch.size(2) else batch", "if batch.size(1) < batch.size(2) else batch"),
+    Curated(
+        _ENTRY, "if dtype == torch.float64:\n        return dtype", "if dtype == torch.float64:\n        return torch.float32"
+    ),
+    Curated(_ENTRY, "return torch.bfloat16 if device.type", "return torch.float16 if device.type"),
+    Curated(
+        _ENTRY,
+        'if form == "gram":\n        return gram_blocks(scheme, dtype)',
+        'if form == "gram":\n        return standard_blocks(scheme)',
+    ),
+    Curated(_ENTRY, "result.copy_(scheme(batch))", "scheme(batch)"),
+    Curated(_BLOCKS, "_OVERSHOOT = 1.05", "_OVERSHOOT = 3.0"),
+    Curated(_BLOCKS, "noise = torch.finfo(dtype).eps / 2", "noise = 2.0**-25"),
+    Curated(_BLOCKS, "_OVERSHOOT * exact.overshoot and outcome", "_OVERSHOOT * exact.overshoot or outcome"),
+    Curated(_BLOCKS, "(safe[blocks].deviation, blocks)", "blocks"),
+    Curated(_BLOCKS, "return min(candidates, key", "return max(candidates, key"),
+    Curated(
+        _BLOCKS,
+        "candidates = (standard_blocks(scheme), gram_blocks(scheme, dtype))",
+        "candidates = (gram_blocks(scheme, dtype),)",
+    ),
+    Curated(_COST, "2 * (stop - start) * stop * k", "2 * (stop - start) * n * k"),
+    Curated(_COST, "symmetric_flops(n, m) + 2 * n * n * m", "symmetric_flops(n, m) + n * n * m"),
+    Curated(_COST, "(3 * steps - 2 * count)", "(3 * steps - count)"),
+    Curated(_COST, "n, m = min(rows, cols), max(rows, cols)", "n, m = rows, cols"),
+    Curated(_PRODUCTS, "out[:, :start, start:stop].copy_(panel[:, :, :start].mT)", "pass"),
+    Curated(_PRODUCTS, "part = None if addend is None else addend[:, start:stop, :stop]", "part = None"),
+    Curated(
+        _PRODUCTS,
+        "torch.baddbmm(addend, a, b, alpha=alpha, beta=beta, out=out)",
+        "torch.baddbmm(addend, a, b, beta=beta, out=out)",
+    ),
+    Curated(
+        _PRODUCTS, "torch.baddbmm(out, a, b, alpha=alpha, beta=0.0, out=out)", "torch.baddbmm(out, a, b, alpha=alpha, out=out)"
+    ),
+    Curated(_PRODUCTS, "if self.one_by_one and a.size(0) > 1:", "if False:"),
+    Curated(_PRODUCTS, "return BlockedProducts(one_by_one=deterministic)", "return BlockedProducts()"),
+    Curated(_WORKSPACE, "key = (name, dtype, device)", 'key = ("any", dtype, device)'),
+    Curated(_WORKSPACE, "if flat is None or flat.numel() < size:", "if flat is None or flat.numel() != size:"),
+    # Learning rates
+    Curated(_LR, "return 0.2 * math.sqrt(max(rows, cols))", "return 0.2 * math.sqrt(min(rows, cols))"),
+    Curated(_LR, "return 0.2 * math.sqrt(max(rows, cols))", "return 0.2 * math.sqrt(rows)"),
+    Curated(_LR, "return 0.2 * math.sqrt(max(rows, cols))", "return 0.2 * max(rows, cols)"),
+    Curated(_LR, "return 0.2 * math", "return 0.21 * math"),
+    Curated(_LR, "math.sqrt(max(1.0, rows / cols))", "math.sqrt(max(1.0, cols / rows))"),
+    Curated(_LR, "math.sqrt(max(1.0, rows / cols))", "max(1.0, rows / cols)"),
+    Curated(_LR, "return math.sqrt(rows / cols)", "return math.sqrt(cols / rows)"),
+    Curated(_LR, "return rule(rows, cols) if", "return rule(cols, rows) if"),
+    Curated(_LR, "else _RULES[rule](rows, cols)", "else _RULES[rule](cols, rows)"),
+    # The step
+    Curated(_MUON, 'decay=1 - lr * group["weight_decay"]', 'decay=1 + lr * group["weight_decay"]'),
+    Curated(_MUON, 'decay=1 - lr * group["weight_decay"]', 'decay=1 - group["weight_decay"]'),
+    Curated(_MUON, 'decay=1 - lr * group["weight_decay"]', "decay=1.0"),
+    Curated(_MUON, 'rate=-lr if group["maximize"] else lr', "rate=lr"),
+    Curated(_MUON, 'rate=-lr if group["maximize"] else lr', 'rate=lr if group["maximize"] else -lr'),
+    Curated(_MUON, 'nesterov=group["nesterov"]', "nesterov=True"),
+    Curated(_MUON, 'momentum=float(group["momentum"])', "momentum=0.95"),
+    Curated(_MUON, 'resolve_scheme(group["scheme"], group["ns_steps"])', 'resolve_scheme(group["scheme"], 5)'),
+    Curated(_MUON, 'resolve_scheme(group["scheme"], group["ns_steps"])', 'resolve_scheme("polar_express", group["ns_steps"])'),
+    Curated(_MUON, 'partial(lr_factor, group["adjust_lr_fn"])', 'partial(lr_factor, "match_rms_adamw")'),
+    Curated(_MUON, 'free_grad=group["none_grad"]', "free_grad=True"),
+    Curated(_MUON, "momentum: float = 0.95", "momentum: float = 0.9"),
+    Curated(_MUON, "weight_decay: float = 0.1,", "weight_decay: float = 0.01,"),
+    Curated(_MUON, "ns_steps: int = 5", "ns_steps: int = 6"),
+    Curated(_MUON, "nesterov: bool = True", "nesterov: bool = False"),
+    Curated(_LOCAL, "torch._foreach_mul_(stage, settings.momentum)", "torch._foreach_mul_(stage, 1.0)"),
+    Curated(_LOCAL, "torch._foreach_mul_(stage, settings.momentum)", "torch._foreach_mul_(stage, 1 - settings.momentum)"),
+    Curated(_LOCAL, "torch._foreach_mul_(buffers, momentum)", "torch._foreach_mul_(buffers, 1 - momentum)"),
+    Curated(_LOCAL, "if settings.nesterov:", "if not settings.nesterov:"),
+    Curated(_LOCAL, "settings.rate * factor)", "settings.rate)"),
+    Curated(_LOCAL, "settings.adjust(self.batch.rows, self.batch.cols)", "settings.adjust(self.batch.cols, self.batch.rows)"),
+    Curated(_LOCAL, "alpha=-rate)", "alpha=rate)"),
+    Curated(_LOCAL, "    torch._foreach_mul_(params, decay)\n", ""),
+    Curated(
+        _LOCAL,
+        "    torch._foreach_mul_(params, decay)\n    if isinstance(rate, Tensor):",
+        "    torch._foreach_mul_(updates, decay)\n    if isinstance(rate, Tensor):",
+    ),
+    Curated(
+        _LOCAL,
+        "        torch._foreach_add_(params, updates, alpha=-rate)\n",
+        "        torch._foreach_div_(params, decay)\n        torch._foreach_add_(params, updates, alpha=-rate)\n"
+        "        torch._foreach_mul_(params, decay)\n",
+    ),
+    Curated(_LOCAL, "one.settings.free_grad and part.stop == one.matrices.count", "one.settings.free_grad"),
+    Curated(_ADAMW, "beta1=beta1,", "beta1=beta2,"),
+    Curated(_ADAMW, 'weight_decay=group["weight_decay"],', "weight_decay=0.0,"),
+    Curated(_ADAMW, 'maximize=group["maximize"],', "maximize=False,"),
+    Curated(_ADAMW, "eps=adamw_eps(group),", "eps=1e-8,"),
+    # What is computed together, and what is one matrix
+    Curated(_BATCHES, "(item.rows, item.cols, item.treatment)", "(item.rows, item.cols)"),
+    Curated(_BATCHES, "max(1, budget //", "max(2, budget //"),
+    Curated(_BATCHES, "largest = min(largest, chunk_size)", "largest = max(largest, chunk_size)"),
+    Curated(_INSIDE, "return MatrixSet(1, shape[0], shape[1])", "return MatrixSet(1, shape[1], shape[0])"),
+    Curated(_INSIDE, "math.prod(shape[1:])", "math.prod(shape[2:])"),
+    Curated(_DEVICE, 'if graphs and device.type == "cuda"', 'if graphs or device.type == "cuda"'),
+    Curated(_DEVICE, "        self._graph = graph\n", ""),
+    Curated(_DEVICE, "            self._graph.replay()\n            return\n", "            self._graph.replay()\n"),
+)
+
+EQUIVALENT: tuple[Equivalent, ...] = ()

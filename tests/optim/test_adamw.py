@@ -1,0 +1,128 @@
+"""The AdamW part has the bits of torch.optim.AdamW(fused=True)."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+
+from meshmuon import Muon
+
+from .reference import LR, adamw, assert_same_bits, copies, gradients, group, make_params, run, set_gradients
+
+SHAPES = ((5,), (3, 4), (), (2, 3, 4), (40, 30))
+DEFAULTS: dict[str, Any] = {"lr": LR, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1, "fused": True}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16], ids=str)
+def test_ten_steps_have_the_bits_of_torch(dtype: torch.dtype) -> None:
+    ours = make_params(*SHAPES, dtype=dtype)
+    theirs = copies(ours)
+    optimizer, oracle = adamw(ours), torch.optim.AdamW(theirs, **DEFAULTS)
+    run(optimizer, ours, range(10))
+    run(oracle, theirs, range(10))
+    assert_same_bits(ours, theirs)
+    for a, b in zip(ours, theirs, strict=True):
+        assert list(optimizer.state[a]) == list(oracle.state[b]) == ["step", "exp_avg", "exp_avg_sq"]
+        assert_same_bits(optimizer.state[a].values(), oracle.state[b].values())
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs"),
+    [
+        ({"adamw_betas": (0.8, 0.99)}, {"betas": (0.8, 0.99)}),
+        ({"betas": (0.8, 0.99)}, {"betas": (0.8, 0.99)}),
+        ({"adamw_betas": (0.1, 0.2), "betas": [0.8, 0.99]}, {"betas": (0.8, 0.99)}),
+        ({"adamw_eps": 1e-3}, {"eps": 1e-3}),
+        ({"eps": 1e-3}, {"eps": 1e-3}),
+        ({"adamw_eps": 1.0, "eps": 1e-3}, {"eps": 1e-3}),
+        ({"weight_decay": 0.0}, {"weight_decay": 0.0}),
+        ({"lr": 0.3}, {"lr": 0.3}),
+        ({"maximize": True}, {"maximize": True}),
+    ],
+    ids=str,
+)
+def test_group_options(ours: dict[str, Any], theirs: dict[str, Any]) -> None:
+    params = make_params(*SHAPES)
+    twins = copies(params)
+    run(Muon([group(params, use_muon=False, **ours)], lr=LR), params, range(5))
+    run(torch.optim.AdamW(twins, **{**DEFAULTS, **theirs}), twins, range(5))
+    assert_same_bits(params, twins)
+
+
+@pytest.mark.parametrize("option", [{"adamw_betas": (0.5, 0.6)}, {"adamw_eps": 0.1}, {"maximize": True}], ids=str)
+def test_constructor_options(option: dict[str, Any]) -> None:
+    params = make_params(*SHAPES)
+    twins = copies(params)
+    run(adamw(params, **option), params, range(3))
+    run(torch.optim.AdamW(twins, **{**DEFAULTS, **{k.removeprefix("adamw_"): v for k, v in option.items()}}), twins, range(3))
+    assert_same_bits(params, twins)
+
+
+def test_mixed_dtypes_in_one_group() -> None:
+    params = [*make_params((4,), (3, 3)), *make_params((5, 2), dtype=torch.float64), *make_params((6,), dtype=torch.bfloat16)]
+    twins = copies(params)
+    run(adamw(params), params, range(4))
+    run(torch.optim.AdamW(twins, **DEFAULTS), twins, range(4))
+    assert_same_bits(params, twins)
+
+
+def test_tensor_lr_has_the_bits_of_torch() -> None:
+    params = make_params(*SHAPES)
+    twins = copies(params)
+    run(adamw(params, lr=torch.tensor(LR)), params, range(4))
+    run(torch.optim.AdamW(twins, **{**DEFAULTS, "lr": torch.tensor(LR)}), twins, range(4))
+    assert_same_bits(params, twins)
+
+
+def test_beside_muon_nothing_changes() -> None:
+    """The matrices' own numbers do not reach the AdamW group, nor the other way round."""
+    params = make_params((4, 6), (5,), (7,))
+    twins = copies(params)
+    both = Muon([group(params[:1]), group(params[1:], use_muon=False, prefix="norms", lr=0.02)], lr=LR, momentum=0.3)
+    alone = Muon([group(twins[:1])], lr=LR, momentum=0.3)
+    oracle = torch.optim.AdamW(twins[1:], **{**DEFAULTS, "lr": 0.02})
+    for step in range(4):
+        run(both, params, [step])
+        set_gradients(twins, gradients(twins, step))
+        alone.step()
+        oracle.step()
+    assert_same_bits(params, twins)
+
+
+def test_parameters_without_gradient_are_skipped() -> None:
+    params = make_params((4,), (5,))
+    start = copies(params)
+    optimizer = adamw(params)
+    params[1].grad = torch.ones_like(params[1])
+    optimizer.step()
+    assert_same_bits(params[:1], start[:1])
+    assert params[0] not in optimizer.state
+    assert float(optimizer.state[params[1]]["step"]) == 1.0
+
+
+def test_gradients_are_left_alone() -> None:
+    params = make_params((4,), (5, 3))
+    grads = [torch.full_like(p, 0.5) for p in params]
+    for param, grad in zip(params, grads, strict=True):
+        param.grad = grad
+    adamw(params, maximize=True).step()
+    for param, grad in zip(params, grads, strict=True):
+        assert param.grad is grad
+        assert bool((grad == 0.5).all())
+
+
+def test_state_of_torch_adamw_continues_here() -> None:
+    """The state has torch's names and dtypes, so a run may move from torch.optim.AdamW to an AdamW group."""
+    params = make_params(*SHAPES)
+    oracle = torch.optim.AdamW(params, **DEFAULTS)
+    run(oracle, params, range(3))
+    moved = copies(params)
+    optimizer = adamw(moved)
+    saved = {"state": copy.deepcopy(oracle.state_dict()["state"]), "param_groups": optimizer.state_dict()["param_groups"]}
+    optimizer.load_state_dict(saved)
+    run(oracle, params, range(3, 6))
+    run(optimizer, moved, range(3, 6))
+    assert_same_bits(moved, params)

@@ -1,0 +1,236 @@
+"""Gradients of any layout, dtype and scale."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from meshmuon import Muon
+
+from .reference import (
+    LR,
+    Reference,
+    adamw,
+    assert_moved_alike,
+    assert_same_bits,
+    copies,
+    gradients,
+    group,
+    make_params,
+    muon,
+    polar_factor,
+    run,
+    set_gradients,
+)
+
+LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
+    "transposed": lambda grad: grad.mT.contiguous().mT,
+    "strided": lambda grad: torch.stack([grad, grad], dim=-1)[..., 0],
+    "offset": lambda grad: torch.cat([grad, grad])[len(grad) :],
+    "wide rows": lambda grad: nn.functional.pad(grad, (0, 3))[..., : grad.size(-1)],
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("nesterov", [True, False])
+def test_layout_of_gradients_does_not_matter_to_muon(layout: str, nesterov: bool) -> None:
+    params = make_params((6, 9), (9, 6), (8, 8), (3, 5, 4))
+    twins = copies(params)
+    options: dict[str, Any] = {"lr": LR, "nesterov": nesterov, "expert_keys": ["experts"]}
+    first, second = (Muon([group(own, prefix="experts")], **options) for own in (params, twins))
+    for step in range(3):
+        grads = gradients(params, step)
+        set_gradients(twins, grads)
+        for param, grad in zip(params, grads, strict=True):
+            param.grad = LAYOUTS[layout](grad)
+        first.step()
+        second.step()
+    assert_same_bits(params, twins)
+
+
+@pytest.mark.parametrize("turned", [False, True], ids=["plain parameter", "transposed parameter"])
+@pytest.mark.parametrize("layout", [*LAYOUTS, "contiguous"])
+def test_layout_of_gradients_does_not_matter_to_adamw(layout: str, turned: bool) -> None:
+    """torch's fused AdamW reads memory in order on CPU and refuses on GPU: mixed layouts must not reach it."""
+    plain = make_params((7, 3), (4, 6))
+    params = [nn.Parameter(p.detach().mT.contiguous().mT) for p in plain] if turned else copies(plain)
+    first, second = adamw(params, lr=0.1), adamw(plain, lr=0.1)
+    for step in range(3):
+        grads = gradients(plain, step)
+        set_gradients(plain, grads)
+        for param, grad in zip(params, grads, strict=True):
+            param.grad = LAYOUTS.get(layout, Tensor.contiguous)(grad)
+        first.step()
+        second.step()
+    assert_same_bits(params, plain)
+
+
+def test_expanded_gradients() -> None:
+    """The gradient of a sum is one number seen everywhere."""
+    params = make_params((6, 4))
+    twins = copies(params)
+    params[0].grad = torch.tensor(0.5).expand(6, 4)
+    twins[0].grad = torch.full((6, 4), 0.5)
+    for own in (params, twins):
+        muon(own).step()
+    assert_same_bits(params, twins)
+
+
+def test_transposed_parameters() -> None:
+    """A parameter may itself be a transposed view; its momentum is laid out like it."""
+    (plain,) = make_params((6, 10))
+    turned = nn.Parameter(plain.detach().mT.contiguous().mT)
+    assert not turned.is_contiguous()
+    first, second = muon([turned]), muon([plain])
+    run(first, [turned], range(3))
+    run(second, [plain], range(3))
+    assert_same_bits([turned], [plain])
+    assert first.state[turned]["momentum_buffer"].stride() == turned.stride()
+
+
+def gapped(param: Tensor) -> nn.Parameter:
+    """The same numbers in every second column of a larger tensor: neither contiguous nor dense."""
+    return nn.Parameter(torch.stack([param.detach(), torch.zeros_like(param)], dim=-1).flatten(-2)[..., ::2])
+
+
+@pytest.mark.parametrize("use_muon", [True, False])
+def test_parameters_with_gaps(use_muon: bool) -> None:
+    """Views into a larger tensor: what lies between their entries stays as it is."""
+    plain = make_params((6, 5), (4, 7))
+    params = [gapped(param) for param in plain]
+    assert not any(param.is_contiguous() for param in params)
+    first, second = (Muon([group(own, use_muon=use_muon)], lr=LR) for own in (params, plain))
+    for step in range(3):
+        set_gradients(params, gradients(plain, step))
+        set_gradients(plain, gradients(plain, step))
+        first.step()
+        second.step()
+    for param, expected in zip(params, plain, strict=True):
+        torch.testing.assert_close(param, expected, rtol=1e-6, atol=1e-6)
+        whole = torch.as_strided(param.detach(), (param.numel() * 2 - 1,), (1,))
+        assert not whole[1::2].any()
+
+
+def test_channels_last_convolution() -> None:
+    (plain,) = make_params((8, 4, 3, 3))
+    turned = nn.Parameter(plain.detach().contiguous(memory_format=torch.channels_last))
+    first, second = muon([turned], conv="flatten"), muon([plain], conv="flatten")
+    for step in range(3):
+        (grad,) = gradients([plain], step)
+        turned.grad, plain.grad = grad.contiguous(memory_format=torch.channels_last), grad
+        first.step()
+        second.step()
+    assert turned.is_contiguous(memory_format=torch.channels_last)
+    assert first.state[turned]["momentum_buffer"].stride() == turned.stride()
+    assert_same_bits([turned], [plain])
+
+
+@pytest.mark.parametrize("exponent", [-80, -20, -1, 1, 33, 80])
+@pytest.mark.parametrize("scheme", ["keller", "polar_express"])
+def test_powers_of_two_change_no_bit(exponent: int, scheme: str) -> None:
+    params = make_params((16, 16), (24, 8), (8, 24))
+    twins = copies(params)
+    first, second = (muon(own, scheme=scheme) for own in (params, twins))
+    for step in range(3):
+        grads = gradients(params, step)
+        set_gradients(params, grads)
+        set_gradients(twins, [grad * 2.0**exponent for grad in grads])
+        first.step()
+        second.step()
+    assert_same_bits(params, twins)
+
+
+@pytest.mark.parametrize("scale", [1e-30, 1e-20, 1e-10, 1e10, 1e30])
+@pytest.mark.parametrize("scheme", ["keller", "polar_express"])
+def test_scale_of_gradients_does_not_matter(scale: float, scheme: str) -> None:
+    """Scaling costs one rounding of each gradient and of each momentum; an update amplifies that a few hundred times at most."""
+    start = make_params((16, 24), (24, 16), (400, 390))
+    params, twins = copies(start), copies(start)
+    first, second = (muon(own, scheme=scheme, weight_decay=0.0) for own in (params, twins))
+    for step in range(2):
+        grads = gradients(params, step)
+        set_gradients(params, grads)
+        set_gradients(twins, [grad * scale for grad in grads])
+        first.step()
+        second.step()
+    assert_moved_alike(twins, params, start, 5e-4)
+
+
+def test_each_matrix_has_its_own_scale() -> None:
+    """Matrices of one batch do not share a normaliser: one huge gradient must not shrink its neighbour's update."""
+    params = make_params((8, 12), (8, 12), (8, 12))
+    alone = copies(params)
+    grads = [grad * scale for grad, scale in zip(gradients(params, 0), (1e-20, 1.0, 1e20), strict=True)]
+    set_gradients(params, grads)
+    muon(params, deterministic=True).step()
+    for param, grad in zip(alone, grads, strict=True):
+        param.grad = grad.clone()
+        muon([param], deterministic=True).step()
+    assert_same_bits(params, alone)
+
+
+@pytest.mark.parametrize("momentum_dtype", [None, torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_half_precision_parameters(dtype: torch.dtype, momentum_dtype: torch.dtype | None) -> None:
+    """The update itself is formed in float32: only the rounding of p, and of a half precision momentum, remains."""
+    start = make_params((16, 24), (24, 16), dtype=dtype)
+    params, reference = copies(start), Reference(start)
+    optimizer = muon(params, momentum_dtype=momentum_dtype, lr=0.01, adjust_lr_fn=lambda rows, cols: 20.0)
+    for step in range(3):
+        grads = gradients(params, step)
+        set_gradients(params, grads)
+        optimizer.step()
+        reference.step(grads, lr=0.01, adjust=lambda rows, cols: 20.0)
+    assert all(param.dtype == dtype for param in params)
+    assert all(optimizer.state[param]["momentum_buffer"].dtype == (momentum_dtype or dtype) for param in params)
+    assert_moved_alike(params, reference.params, start, 0.1 if dtype == torch.bfloat16 else 0.02)
+
+
+def test_momentum_in_float32_remembers_what_bfloat16_forgets() -> None:
+    """Gradients below half a unit in the last place of the momentum vanish in bfloat16; float32 keeps their sum."""
+    start = make_params((8, 8), dtype=torch.bfloat16)
+    first = torch.ones(8, 8, dtype=torch.bfloat16)
+    later = torch.full((8, 8), 2.0**-10, dtype=torch.bfloat16)
+    for dtype, expected in ((torch.bfloat16, 1.0), (torch.float32, 1.0 + 8 * 2.0**-10)):
+        params = copies(start)
+        optimizer = muon(params, momentum_dtype=dtype, momentum=1.0 - 2.0**-40)
+        for grad in [first, *[later] * 8]:
+            set_gradients(params, [grad])
+            optimizer.step()
+        assert optimizer.state[params[0]]["momentum_buffer"].unique().tolist() == [expected]
+
+
+def test_bfloat16_momentum_is_rounded_once_a_step() -> None:
+    params = make_params((6, 4))
+    optimizer = muon(params, momentum_dtype=torch.bfloat16)
+    run(optimizer, params, [0])
+    buffer = optimizer.state[params[0]]["momentum_buffer"]
+    assert_same_bits([buffer], [gradients(params, 0)[0].bfloat16()])
+
+
+def test_mixed_dtypes_share_an_optimizer() -> None:
+    dtypes = (torch.float32, torch.float64, torch.bfloat16, torch.float32)
+    params = [make_params((8, 12), dtype=dtype, seed=k)[0] for k, dtype in enumerate(dtypes)]
+    alone = copies(params)
+    optimizer = muon(params, deterministic=True)
+    singles = [muon([param], deterministic=True) for param in alone]
+    for step in range(3):
+        set_gradients(params, gradients(params, step))
+        for own, param, single in zip(params, alone, singles, strict=True):
+            set_gradients([param], [own.grad])
+            single.step()
+        optimizer.step()
+    assert_same_bits(params, alone)
+
+
+def test_float64_is_computed_in_float64() -> None:
+    params = make_params((12, 20), dtype=torch.float64)
+    start, reference = copies(params), Reference(params)
+    optimizer = muon(params, scheme="polar_express", ns_steps=12)
+    reference.step(gradients(params, 0), orthogonalise=polar_factor)
+    run(optimizer, params, [0])
+    assert_moved_alike(params, reference.params, start, 1e-11)

@@ -1,0 +1,265 @@
+"""Every option of a Muon group against the plain float64 reference; float64 parameters leave no room for tolerance."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from meshmuon import Muon, Scheme, keller, polar_express
+from meshmuon.ortho.remez import Quintic
+
+from .reference import (
+    KELLER,
+    LR,
+    Reference,
+    Shape,
+    assert_moved_alike,
+    assert_same_bits,
+    copies,
+    gradients,
+    group,
+    make_params,
+    muon,
+    polar_factor,
+    run,
+    set_gradients,
+)
+
+SHAPES: tuple[Shape, ...] = ((20, 20), (40, 12), (12, 40), (12, 40), (1, 7), (7, 1))
+TOLERANCE = 1e-9
+TRIPLES = [(3.9, -4.9, 1.9), (3.0, -3.2, 1.3), (1.9, -1.3, 0.4)]
+
+
+def compare(ours: dict[str, Any], plain: dict[str, Any], *, steps: int = 4, shapes: tuple[Shape, ...] = SHAPES) -> None:
+    """Runs Muon with ``ours`` beside the reference with ``plain``."""
+    start = make_params(*shapes, dtype=torch.float64)
+    params, reference = copies(start), Reference(start)
+    optimizer = muon(params, **ours)
+    for step in range(steps):
+        grads = gradients(params, step)
+        set_gradients(params, grads)
+        optimizer.step()
+        reference.step(grads, **plain)
+    assert_moved_alike(params, reference.params, start, TOLERANCE)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"nesterov": False},
+        {"momentum": 0.0},
+        {"momentum": 0.5, "nesterov": False},
+        {"weight_decay": 0.0},
+        {"weight_decay": 2.0, "lr": 0.01},
+        {"maximize": True},
+        {"maximize": True, "nesterov": False, "weight_decay": 0.3},
+        {"lr": 0.0025},
+    ],
+    ids=str,
+)
+def test_numbers(options: dict[str, Any]) -> None:
+    compare(options, options)
+
+
+@pytest.mark.parametrize("rule", ["match_rms_adamw", "original", "spectral", lambda rows, cols: 0.3 * rows + cols])
+@pytest.mark.parametrize("form", ["standard", "gram"])
+def test_learning_rate_rules(rule: str | Callable[[int, int], float], form: str) -> None:
+    compare({"adjust_lr_fn": rule, "form": form}, {"adjust": rule})
+
+
+@pytest.mark.parametrize("ns_steps", range(1, 9))
+def test_steps_of_keller(ns_steps: int) -> None:
+    compare({"ns_steps": ns_steps}, {"steps": [KELLER] * ns_steps}, steps=2)
+
+
+@pytest.mark.parametrize("ns_steps", range(1, 9))
+def test_steps_of_polar_express(ns_steps: int) -> None:
+    options = {"scheme": "polar_express", "ns_steps": ns_steps}
+    compare(options, {"steps": polar_express(steps=ns_steps).steps}, steps=2)
+
+
+@pytest.mark.parametrize(
+    ("scheme", "ns_steps", "steps"),
+    [
+        (TRIPLES, 3, TRIPLES),
+        (tuple(TRIPLES), 3, TRIPLES),
+        ([TRIPLES[0]], 4, [TRIPLES[0]] * 4),
+        (TRIPLES[0], 2, [TRIPLES[0]] * 2),
+        (Scheme("mine", tuple(Quintic(*triple) for triple in TRIPLES), "a test"), 3, TRIPLES),
+        (keller(2), 2, [KELLER] * 2),
+    ],
+    ids=["list", "tuple", "list of one", "bare triple", "Scheme", "keller"],
+)
+def test_schemes_as_data(scheme: Any, ns_steps: int, steps: Any) -> None:
+    compare({"scheme": scheme, "ns_steps": ns_steps}, {"steps": steps})
+
+
+def test_callable_scheme_does_the_whole_work() -> None:
+    compare({"scheme": polar_factor}, {"orthogonalise": polar_factor})
+
+
+def test_callable_scheme_sees_a_batch_of_one_shape() -> None:
+    seen: list[Shape] = []
+
+    def scheme(batch: Tensor) -> Tensor:
+        seen.append(tuple(batch.shape))
+        return batch
+
+    params = make_params((3, 5), (4, 4), (3, 5))
+    run(muon(params, scheme=scheme), params, [0])
+    assert sorted(seen) == [(1, 4, 4), (2, 3, 5)]
+
+
+def test_ten_steps_of_polar_express_are_the_polar_factor() -> None:
+    """The default scheme, far enough, is exact: so is then the whole step."""
+    params = make_params((16, 40), (40, 16))
+    start, reference = copies(params), Reference(params)
+    optimizer = muon(params, scheme="polar_express", ns_steps=10)
+    for step in range(3):
+        reference.step(gradients(params, step), orthogonalise=polar_factor)
+        run(optimizer, params, [step])
+    assert_moved_alike(params, reference.params, start, 1e-4)
+
+
+def test_default_numbers() -> None:
+    """Defaults of the constructor, run against the reference with the numbers written out."""
+    start = make_params(*SHAPES, dtype=torch.float64)
+    params, reference = copies(start), Reference(start)
+    optimizer = Muon([group(params)])
+    for step in range(3):
+        grads = gradients(params, step)
+        set_gradients(params, grads)
+        optimizer.step()
+        reference.step(grads, lr=1e-3, momentum=0.95, nesterov=True, weight_decay=0.1, steps=polar_express(steps=5).steps)
+    assert_moved_alike(params, reference.params, start, TOLERANCE)
+
+
+def test_signature() -> None:
+    """Positional arguments and defaults are a contract with users of other Muon optimizers."""
+    positional = {
+        name: parameter.default
+        for name, parameter in inspect.signature(Muon.__init__).parameters.items()
+        if parameter.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD and name not in ("self", "params")
+    }
+    assert list(positional.items()) == [
+        ("lr", 1e-3),
+        ("momentum", 0.95),
+        ("nesterov", True),
+        ("ns_steps", 5),
+        ("weight_decay", 0.1),
+        ("adamw_betas", (0.9, 0.95)),
+        ("adamw_eps", 1e-8),
+        ("none_grad", True),
+        ("debug", False),
+        ("clip_config", None),
+        ("warmup_step", 5),
+        ("chunk_size", -1),
+        ("use_distributed_muon", False),
+        ("expert_keys", None),
+    ]
+
+
+@pytest.mark.parametrize("option", [{"warmup_step": 0}, {"use_distributed_muon": True}, {"clip_config": {}}], ids=str)
+def test_options_of_sharded_matrices_change_nothing_here(option: dict[str, Any]) -> None:
+    params = make_params((6, 9), (9, 6))
+    plain = copies(params)
+    run(muon(params, **option), params, range(2))
+    run(muon(plain), plain, range(2))
+    assert_same_bits(params, plain)
+
+
+def test_groups_of_one_shape_keep_their_own_numbers() -> None:
+    """Matrices of several groups share a batch; each keeps its group's numbers."""
+    first: dict[str, Any] = {"lr": 0.01, "momentum": 0.9, "nesterov": False, "weight_decay": 0.0, "adjust_lr_fn": "original"}
+    second: dict[str, Any] = {"lr": 0.003, "momentum": 0.5, "weight_decay": 1.0, "maximize": True}
+    start = make_params((8, 12), (8, 12), (8, 12), dtype=torch.float64)
+    params = copies(start)
+    optimizer = Muon([group(params[:1], **first), group(params[1:], prefix="more", **second)], scheme="keller")
+    references = [Reference(start[:1]), Reference(start[1:])]
+    for step in range(3):
+        grads = gradients(params, step)
+        set_gradients(params, grads)
+        optimizer.step()
+        references[0].step(grads[:1], **{**{k: v for k, v in first.items() if k != "adjust_lr_fn"}, "adjust": "original"})
+        references[1].step(grads[1:], **second)
+    assert_moved_alike(params, [p for reference in references for p in reference.params], start, TOLERANCE)
+
+
+@pytest.mark.parametrize("rule", ["match_rms_adamw", "original", "spectral"])
+@pytest.mark.parametrize("shape", [(3, 8, 20), (3, 20, 8), (1, 6, 9)], ids=str)
+def test_experts_are_separate_matrices(shape: Shape, rule: str) -> None:
+    start = make_params(shape, dtype=torch.float64)
+    params, reference = copies(start), Reference(start, experts=True)
+    optimizer = Muon(
+        [{"params": params, "names": ["moe.experts.w1"], "use_muon": True}],
+        lr=LR,
+        scheme="keller",
+        adjust_lr_fn=rule,
+        expert_keys=["experts"],
+    )
+    for step in range(3):
+        grads = gradients(params, step)
+        set_gradients(params, grads)
+        optimizer.step()
+        reference.step(grads, adjust=rule)
+    assert_moved_alike(params, reference.params, start, TOLERANCE)
+    assert optimizer.state[params[0]]["momentum_buffer"].shape == shape
+
+
+def test_experts_equal_a_loop_over_separate_parameters() -> None:
+    stacked = make_params((4, 10, 6))
+    loose = [nn.Parameter(expert.clone()) for expert in stacked[0].detach()]
+    whole = Muon([group(stacked, prefix="experts")], lr=LR, expert_keys=["experts"], deterministic=True)
+    separate = Muon([group(loose)], lr=LR, deterministic=True)
+    for step in range(3):
+        grads = gradients(stacked, step)
+        set_gradients(stacked, grads)
+        set_gradients(loose, list(grads[0]))
+        whole.step()
+        separate.step()
+    assert_same_bits([stacked[0]], [torch.stack([p.detach() for p in loose])])
+
+
+def test_expert_keys_may_come_from_the_group() -> None:
+    first, second = make_params((4, 10, 6)), make_params((4, 10, 6))
+    run(Muon([group(first, prefix="experts", expert_keys=["experts"])], lr=LR), first, range(2))
+    run(Muon([group(second, prefix="experts")], lr=LR, expert_keys=("none", "experts")), second, range(2))
+    assert_same_bits(first, second)
+
+
+@pytest.mark.parametrize("rule", ["match_rms_adamw", "original"])
+@pytest.mark.parametrize("shape", [(16, 3, 3, 3), (24, 2, 3), (4, 3, 2, 2, 3)], ids=str)
+def test_flattened_convolutions(shape: Shape, rule: str) -> None:
+    """A filter is one (out, in·kernel) matrix; its rate comes from that shape."""
+    compare({"conv": "flatten", "adjust_lr_fn": rule}, {"adjust": rule}, shapes=(shape, shape))
+
+
+def test_float32_agrees_with_float64_reference() -> None:
+    start = make_params(*SHAPES)
+    params, reference = copies(start), Reference(start)
+    optimizer = muon(params)
+    for step in range(5):
+        grads = gradients(params, step)
+        set_gradients(params, grads)
+        optimizer.step()
+        reference.step(grads)
+    assert_moved_alike(params, reference.params, start, 1e-4)
+    for param, buffer in zip(params, reference.buffers, strict=True):
+        torch.testing.assert_close(optimizer.state[param]["momentum_buffer"].double(), buffer, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("maximize", [True, False])
+def test_zero_gradients_only_decay(maximize: bool) -> None:
+    """Checkpointing code creates state by a step of zero gradients and zero rate; neither may bring NaN."""
+    params = make_params((6, 4), (4, 6))
+    start = copies(params)
+    optimizer = muon(params, lr=0.01, weight_decay=0.5, maximize=maximize)
+    set_gradients(params, [torch.zeros_like(p) for p in params])
+    optimizer.step()
+    assert_same_bits(params, [p.detach() * (1 - 0.01 * 0.5) for p in start])

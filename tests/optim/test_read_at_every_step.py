@@ -1,0 +1,203 @@
+"""Groups are read at every step: schedulers, tensor learning rates and values changed by hand."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.optim import lr_scheduler
+
+from meshmuon import Muon, polar_express
+
+from .reference import (
+    KELLER,
+    Reference,
+    assert_moved_alike,
+    assert_same_bits,
+    copies,
+    gradients,
+    group,
+    make_params,
+    muon,
+    polar_factor,
+    run,
+    set_gradients,
+)
+
+SHAPES = ((12, 12), (20, 8), (8, 20))
+
+
+def compare_changing(change: Callable[[dict[str, Any], int], dict[str, Any]]) -> None:
+    """Four steps beside the reference; ``change`` edits the group before each and returns what the reference is told."""
+    start = make_params(*SHAPES, dtype=torch.float64)
+    params, reference = copies(start), Reference(start)
+    optimizer = muon(params)
+    for step in range(4):
+        options = change(optimizer.param_groups[0], step)
+        grads = gradients(params, step)
+        set_gradients(params, grads)
+        optimizer.step()
+        reference.step(grads, **options)
+    assert_moved_alike(params, reference.params, start, 1e-9)
+
+
+@pytest.mark.parametrize(
+    ("key", "values"),
+    [
+        ("lr", (0.01, 0.002, 0.0, 0.004)),
+        ("momentum", (0.95, 0.5, 0.0, 0.8)),
+        ("nesterov", (True, False, True, False)),
+        ("weight_decay", (0.1, 0.0, 3.0, 0.5)),
+        ("adjust_lr_fn", ("match_rms_adamw", "original", "spectral", lambda rows, cols: rows + 2.0 * cols)),
+        ("maximize", (True, True, True, True)),
+    ],
+)
+def test_values_changed_by_hand(key: str, values: tuple[Any, ...]) -> None:
+    def change(target: dict[str, Any], step: int) -> dict[str, Any]:
+        target[key] = values[step]
+        return {"adjust" if key == "adjust_lr_fn" else key: values[step]}
+
+    compare_changing(change)
+
+
+def test_schemes_changed_by_hand() -> None:
+    schemes: list[tuple[Any, int, dict[str, Any]]] = [
+        ("keller", 5, {"steps": [KELLER] * 5}),
+        ("keller", 2, {"steps": [KELLER] * 2}),
+        ([(1.5, -0.5, 0.0)], 3, {"steps": [(1.5, -0.5, 0.0)] * 3}),
+        (polar_factor, 3, {"orthogonalise": polar_factor}),
+    ]
+
+    def change(target: dict[str, Any], step: int) -> dict[str, Any]:
+        target["scheme"], target["ns_steps"], options = schemes[step]
+        return options
+
+    compare_changing(change)
+
+
+def test_steps_of_the_default_scheme_changed_by_hand() -> None:
+    def change(target: dict[str, Any], step: int) -> dict[str, Any]:
+        target["scheme"], target["ns_steps"] = "polar_express", 3 + step
+        return {"steps": polar_express(steps=3 + step).steps}
+
+    compare_changing(change)
+
+
+def test_lambda_lr() -> None:
+    start = make_params(*SHAPES, dtype=torch.float64)
+    params, reference = copies(start), Reference(start)
+    optimizer = muon(params, lr=0.008)
+    scheduler = lr_scheduler.LambdaLR(optimizer, lambda step: 1.0 / (step + 1))
+    for step in range(5):
+        grads = gradients(params, step)
+        set_gradients(params, grads)
+        optimizer.step()
+        scheduler.step()
+        reference.step(grads, lr=0.008 / (step + 1))
+    assert_moved_alike(params, reference.params, start, 1e-9)
+
+
+def test_one_cycle_lr_cycles_momentum_too() -> None:
+    start = make_params(*SHAPES, dtype=torch.float64)
+    params, vectors, reference = copies(start), make_params((4,)), Reference(start)
+    optimizer = Muon([group(params), group(vectors, use_muon=False, prefix="norms")], lr=0.001, scheme="keller")
+    scheduler = lr_scheduler.OneCycleLR(optimizer, max_lr=0.01, total_steps=8, base_momentum=0.7, max_momentum=0.9)
+    seen = set()
+    for step in range(6):
+        used = {key: optimizer.param_groups[0][key] for key in ("lr", "momentum")}
+        seen.add(round(used["momentum"], 6))
+        grads = gradients(params, step)
+        set_gradients(params, grads)
+        optimizer.step()
+        scheduler.step()
+        reference.step(grads, **used)
+    assert len(seen) > 3
+    assert_moved_alike(params, reference.params, start, 1e-9)
+
+
+@pytest.mark.parametrize(("dtype", "lr"), [(torch.float32, 2.0**-8), (torch.float64, 0.005)], ids=str)
+def test_tensor_lr_has_the_bits_of_a_number(dtype: torch.dtype, lr: float) -> None:
+    """A number that the tensor's dtype holds exactly gives the same bits either way."""
+    params, vectors = make_params(*SHAPES), make_params((4,), (5,))
+    numbers, number_vectors = copies(params), copies(vectors)
+    tensor = torch.tensor(lr, dtype=dtype)
+    first = Muon([group(params), group(vectors, use_muon=False)], lr=tensor)
+    second = Muon([group(numbers), group(number_vectors, use_muon=False)], lr=lr)
+    run(first, [*params, *vectors], range(3))
+    run(second, [*numbers, *number_vectors], range(3))
+    assert_same_bits([*params, *vectors], [*numbers, *number_vectors])
+    assert tensor.item() == lr
+
+
+@pytest.mark.parametrize("shape", [(), (1,)], ids=str)
+def test_schedulers_change_a_tensor_lr_in_place(shape: tuple[int, ...]) -> None:
+    params = make_params(*SHAPES)
+    numbers = copies(params)
+    tensor = torch.full(shape, 2.0**-8)
+    optimizers = [muon(params, lr=tensor), muon(numbers, lr=2.0**-8)]
+    schedulers = [lr_scheduler.LambdaLR(optimizer, lambda step: 0.5**step) for optimizer in optimizers]
+    for step in range(4):
+        for optimizer, scheduler, own in zip(optimizers, schedulers, (params, numbers), strict=True):
+            run(optimizer, own, [step])
+            scheduler.step()
+    assert optimizers[0].param_groups[0]["lr"] is tensor
+    assert float(tensor) == 2.0**-12
+    assert_same_bits(params, numbers)
+
+
+def test_adamw_values_changed_by_hand() -> None:
+    params = make_params((6,), (3, 3))
+    twins = copies(params)
+    optimizer = Muon([group(params, use_muon=False)], lr=0.1)
+    oracle = torch.optim.AdamW(twins, lr=0.1, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
+    for step in range(4):
+        for key, value in (
+            ("lr", 0.1 / (step + 1)),
+            ("betas", (0.5 + step / 10, 0.9)),
+            ("eps", 10.0**-step),
+            ("weight_decay", step),
+        ):
+            optimizer.param_groups[0][key] = value
+            oracle.param_groups[0][key] = value
+        run(optimizer, params, [step])
+        run(oracle, twins, [step])
+    assert_same_bits(params, twins)
+
+
+def test_none_grad_changed_by_hand() -> None:
+    params = make_params((6, 4))
+    optimizer = muon(params)
+    run(optimizer, params, [0])
+    assert params[0].grad is None
+    optimizer.param_groups[0]["none_grad"] = False
+    run(optimizer, params, [1])
+    assert params[0].grad is not None
+
+
+def test_compute_dtype_is_used() -> None:
+    """float64 products round less than float32 ones, bfloat16 ones much more; the polynomial is the same."""
+    start = [nn.Parameter(torch.zeros(24, 24))]  # so that the step's own rounding is all there is
+    reference = Reference(start)
+    reference.step(gradients(start, 0))
+    errors = {}
+    for dtype in (torch.float64, torch.float32, torch.bfloat16):
+        params = copies(start)
+        run(muon(params, compute_dtype=dtype), params, [0])
+        errors[dtype] = ((params[0] - reference.params[0]).norm() / reference.params[0].norm()).item()
+    assert errors[torch.float64] < 1e-7 < errors[torch.float32] < 1e-4 < 1e-3 < errors[torch.bfloat16] < 0.05
+
+
+def test_a_new_gradient_pattern_replans() -> None:
+    """Which parameters have gradients changes from step to step; the others stay as they are."""
+    start = make_params((8, 8), (8, 8), (5, 9), dtype=torch.float64)
+    params, reference = copies(start), Reference(start)
+    optimizer = muon(params)
+    for step, present in enumerate([(0, 1, 2), (1,), (0, 2), (), (0, 1, 2)]):
+        grads = [grad if k in present else None for k, grad in enumerate(gradients(params, step))]
+        set_gradients(params, grads)
+        optimizer.step()
+        reference.step(grads)
+    assert_moved_alike(params, reference.params, start, 1e-9)

@@ -1,0 +1,297 @@
+"""Bad input: refused before anything is written, with a message that says what to write instead."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, distribute_tensor
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from meshmuon import ConfigError, GradientError, MeshmuonError, Muon, UnsupportedError, keller, polar_express
+
+from .reference import LR, adamw, assert_same_bits, copies, gradients, group, make_params, muon, run, set_gradients
+
+RIGHT_CALL = r"Write Muon\(get_default_muon_param_groups\(model\), lr=\.\.\.\)"
+
+
+def matrix() -> nn.Parameter:
+    return make_params((4, 6))[0]
+
+
+@pytest.mark.parametrize(
+    ("params", "message"),
+    [
+        (lambda: nn.Linear(3, 3).parameters(), f"got an iterable of Parameter, such as model.parameters.*{RIGHT_CALL}"),
+        (lambda: list(nn.Linear(3, 3).parameters()), f"got an iterable of Parameter.*{RIGHT_CALL}"),
+        (lambda: nn.Linear(3, 3).named_parameters(), f"got an iterable of tuple.*{RIGHT_CALL}"),
+        (lambda: {"params": [matrix()], "use_muon": True}, f"must be a list of groups, got dict.*{RIGHT_CALL}"),
+        (matrix, f"must be a list of groups, got Parameter.*{RIGHT_CALL}"),
+        (lambda: 3, f"must be a list of groups, got int.*{RIGHT_CALL}"),
+        (list, f"params is empty.*{RIGHT_CALL}"),
+        (lambda: iter(()), f"params is empty.*{RIGHT_CALL}"),
+        (lambda: [{"params": [matrix()]}], f"group 0 needs use_muon=True or use_muon=False, it has .*'params'.*{RIGHT_CALL}"),
+        (lambda: [{"params": [matrix()], "use_muon": None}], "group 0 needs use_muon=True or use_muon=False"),
+        (lambda: [{"params": [matrix()], "use_muon": "yes"}], "group 0 needs use_muon=True or use_muon=False"),
+        (lambda: [group([matrix()]), {"use_muon": True}], f'group 1 has no "params".*{RIGHT_CALL}'),
+        (lambda: [{"params": [], "use_muon": True}], r"group 0 \(use_muon=True\) is empty: leave it out"),
+        (lambda: [group([matrix()]), {"params": [], "use_muon": False}], r"group 1 \(use_muon=False\) is empty"),
+        (lambda: [{"params": {matrix()}, "use_muon": True}], "group 0: params is a set.*Pass a list"),
+        (lambda: [{"params": [matrix(), matrix()], "names": ["a"], "use_muon": True}], "group 0 has 2 params but 1 names"),
+        (lambda: [{"params": [matrix()], "names": ["a", "b"], "use_muon": True}], "group 0 has 1 params but 2 names"),
+        (lambda: [{"params": [matrix()], "names": [], "use_muon": True}], "group 0 has 1 params but 0 names"),
+        (lambda: [{"params": [matrix()], "param_names": ["a", "b"], "use_muon": True}], "group 0 has 1 params but 2 names"),
+        (lambda: [{"params": ["w"], "names": ["w"], "use_muon": True}], f"group 0: w is a str, not a tensor.*{RIGHT_CALL}"),
+        (lambda: [{"params": [matrix(), ("b", matrix())], "use_muon": True}], "group0.param1 is a tuple, not a tensor"),
+        (lambda: [{"params": [matrix()] * 2, "use_muon": True}], "group 0 holds a parameter twice"),
+    ],
+)
+def test_params(params: Any, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        Muon(params())
+
+
+def test_a_parameter_twice() -> None:
+    param = matrix()
+    with pytest.raises(ConfigError, match="group 0 holds a parameter twice, so it would be stepped twice"):
+        Muon([group([param, param])])
+    with pytest.raises(ValueError, match="some parameters appear in more than one parameter group"):
+        Muon([group([param]), group([param], use_muon=False)])
+
+
+@pytest.mark.parametrize(
+    ("shape", "message"),
+    [
+        ((), r"layers\.0\.weight: shape \(\) has no rows and columns.*use_muon=False; get_default_muon_param_groups"),
+        ((5,), r"layers\.0\.weight: shape \(5,\) has no rows and columns"),
+        ((3, 4, 5), r"layers\.0\.weight: shape \(3, 4, 5\) has more than two dims.*expert_keys=\[\.\.\.\].*conv=\"flatten\""),
+        ((3, 4, 5, 5), r"layers\.0\.weight: shape \(3, 4, 5, 5\) .*expert_keys.*\(now \[\]\).*conv=\"flatten\""),
+    ],
+    ids=str,
+)
+def test_what_is_not_a_matrix(shape: tuple[int, ...], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        muon(make_params(shape))
+
+
+def test_four_dims_are_no_experts() -> None:
+    with pytest.raises(ConfigError, match=r"more than two dims.*\(now \['layers'\]\)"):
+        muon(make_params((2, 3, 4, 5)), expert_keys=["layers"])
+
+
+@pytest.mark.parametrize("use_muon", [True, False])
+def test_complex_parameters(use_muon: bool) -> None:
+    param = nn.Parameter(torch.zeros(3, 4, dtype=torch.complex64))
+    with pytest.raises(ConfigError, match=r"layers\.0\.weight is complex \(torch\.complex64\).*torch\.view_as_real\(param\)"):
+        Muon([group([param], use_muon=use_muon)])
+
+
+def test_integer_parameters() -> None:
+    param = nn.Parameter(torch.zeros(3, 4, dtype=torch.int32), requires_grad=False)
+    with pytest.raises(ConfigError, match=r"dtype torch\.int32; Muon needs floating point"):
+        muon([param])
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"lr": -1e-3}, r"group 0: lr=-0\.001 must be at least 0"),
+        ({"lr": float("nan")}, "group 0: lr=nan must be at least 0"),
+        ({"lr": torch.tensor([1e-3, 1e-3])}, "group 0: lr is a tensor of 2 elements; it must have one"),
+        ({"lr": torch.tensor(-1.0)}, "group 0: lr=-1.0 must be at least 0"),
+        ({"momentum": 1.0}, r"group 0: momentum=1\.0 must be in \[0, 1\)"),
+        ({"momentum": -0.1}, r"group 0: momentum=-0\.1 must be in \[0, 1\)"),
+        ({"momentum": 95}, r"group 0: momentum=95 must be in \[0, 1\)"),
+        ({"weight_decay": -0.1}, r"group 0: weight_decay=-0\.1 must be at least 0"),
+        ({"scheme": "newton"}, r"scheme='newton' is unknown. Write one of \['keller', 'polar_express'\]"),
+        ({"scheme": [(1.0, 2.0, 3.0)] * 2}, r"the scheme has 2 steps but ns_steps=5. Pass ns_steps=2"),
+        ({"scheme": keller(3)}, "the scheme has 3 steps but ns_steps=5. Pass ns_steps=3"),
+        ({"scheme": keller(1)}, "the scheme has 1 steps but ns_steps=5. Pass ns_steps=1"),
+        ({"scheme": []}, "the scheme has 0 steps but ns_steps=5"),
+        ({"scheme": [(1.0, 2.0)]}, r"every step is a triple \(a, b, c\)"),
+        ({"scheme": 5}, r"every step is a triple \(a, b, c\)"),
+        ({"ns_steps": 0}, "ns_steps=0 must be a whole number from 1 to 64"),
+        ({"ns_steps": -1}, "ns_steps=-1 must be a whole number"),
+        ({"ns_steps": 2.5}, r"ns_steps=2\.5 must be a whole number"),
+        ({"ns_steps": 5.0}, r"ns_steps=5\.0 must be a whole number"),
+        ({"ns_steps": True}, "ns_steps=True must be a whole number"),
+        ({"ns_steps": "5"}, "ns_steps='5' must be a whole number"),
+        ({"ns_steps": 65}, "ns_steps=65 must be a whole number from 1 to 64"),
+        ({"ns_steps": 0, "scheme": [(1.0, 2.0, 3.0)]}, "ns_steps=0 must be a whole number"),
+        ({"adjust_lr_fn": "rms"}, r"adjust_lr_fn='rms' is unknown. Write one of .* or a function of \(rows, cols\)"),
+        ({"adjust_lr_fn": None}, "adjust_lr_fn=None is unknown"),
+        ({"conv": "unfold"}, r"group 0: conv='unfold' is unknown; write one of \(None, 'flatten'\)"),
+        ({"compute_dtype": torch.int8}, r"group 0: compute_dtype=torch\.int8 must be a floating point dtype"),
+        ({"momentum_dtype": "float32"}, "group 0: momentum_dtype='float32' must be a floating point dtype"),
+    ],
+    ids=str,
+)
+def test_options_of_a_muon_group(options: dict[str, Any], message: str) -> None:
+    """Refused from the constructor, from a group and from a group that is added later."""
+    keller(5), keller(1), polar_express(steps=5), polar_express(steps=1)  # what was asked before must not matter
+    with pytest.raises(ConfigError, match=message):
+        Muon([group([matrix()])], **options)
+    with pytest.raises(ConfigError, match=message):
+        Muon([group([matrix()], **options)])
+    optimizer = Muon([group([matrix()])])
+    with pytest.raises(ConfigError, match=message.replace("group 0", "group 1")):
+        optimizer.add_param_group(group([matrix()], **options))
+    assert len(optimizer.param_groups) == 1
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"adamw_betas": (1.0, 0.95)}, r"group 0: adamw_betas\[0\]=1\.0 must be in \[0, 1\)"),
+        ({"adamw_betas": (0.9, -0.1)}, r"group 0: adamw_betas\[1\]=-0\.1 must be in \[0, 1\)"),
+        ({"adamw_betas": (0.9,)}, "betas"),
+        ({"adamw_betas": (0.9, 0.95, 0.99)}, "betas"),
+        ({"adamw_betas": 0.9}, "betas"),
+        ({"adamw_eps": -1e-8}, r"group 0: adamw_eps=-1e-08 must be at least 0"),
+        ({"lr": -1.0}, "group 0: lr=-1.0 must be at least 0"),
+        ({"weight_decay": -1.0}, "group 0: weight_decay=-1.0 must be at least 0"),
+    ],
+    ids=str,
+)
+def test_options_of_an_adamw_group(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        adamw([matrix()], **options)
+    with pytest.raises(ConfigError, match=message):
+        Muon([group([matrix()], use_muon=False, **options)])
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"chunk_size": 0}, r"chunk_size=0 must be -1 .* or at least 1"),
+        ({"chunk_size": -2}, "chunk_size=-2 must be -1"),
+        ({"memory_budget": 0}, "memory_budget=0 must be a positive number of bytes"),
+        ({"form": "cubic"}, r"form='cubic' is unknown; write one of \('auto', 'standard', 'gram'\)"),
+        ({"compile": True, "cuda_graphs": True}, "compile and cuda_graphs exclude each other"),
+        ({"warmup_step": -1}, "warmup_step=-1 must be at least 0"),
+    ],
+    ids=str,
+)
+def test_options_of_the_optimizer(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        muon([matrix()], **options)
+
+
+def test_errors_are_also_the_usual_ones() -> None:
+    """Code that catches ValueError, RuntimeError or NotImplementedError keeps working."""
+    with pytest.raises(ValueError, match="lr"):
+        muon([matrix()], lr=-1.0)
+    assert issubclass(ConfigError, MeshmuonError)
+    assert issubclass(GradientError, RuntimeError)
+    assert issubclass(UnsupportedError, NotImplementedError)
+
+
+def sparse(param: Tensor) -> Tensor:
+    return torch.ones_like(param).to_sparse()
+
+
+def complex_numbers(param: Tensor) -> Tensor:
+    return torch.ones_like(param, dtype=torch.complex64)
+
+
+@pytest.mark.parametrize(
+    ("bad", "message"),
+    [
+        (sparse, r"{} has a sparse gradient \(torch\.sparse_coo\).*sparse=False.*to_dense\(\)"),
+        (complex_numbers, r"{} has a complex gradient \(torch\.complex64\).*view_as_real"),
+    ],
+)
+@pytest.mark.parametrize(("position", "name"), [(1, r"layers\.1\.weight"), (3, r"norms\.1\.weight")])
+def test_bad_gradients_write_nothing(bad: Any, message: str, position: int, name: str) -> None:
+    """Even the parameters before the bad one keep every bit, in both routes, and so does all state."""
+    params = make_params((4, 6), (6, 4), (5,), (3, 2))
+    optimizer = Muon([group(params[:2]), group(params[2:], use_muon=False, prefix="norms")], lr=LR)
+    run(optimizer, params, [0])
+    before, state = copies(params), copy.deepcopy(optimizer.state_dict()["state"])
+    set_gradients(params, gradients(params, 1))
+    params[position].grad_dtype = None  # else torch itself refuses to assign a complex gradient
+    params[position].grad = bad(params[position].detach())
+    with pytest.raises(GradientError, match=message.format(name)):
+        optimizer.step()
+    assert_same_bits(params, before)
+    for key, entry in optimizer.state_dict()["state"].items():
+        assert_same_bits(entry.values(), state[key].values())
+    assert params[0].grad is not None
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"scheme": "newton"}, {"ns_steps": 0}, {"adjust_lr_fn": "rms"}, {"scheme": [(1.0, 2.0, 3.0)] * 2}, {"conv": 3}],
+    ids=str,
+)
+def test_bad_values_set_by_hand_write_nothing(change: dict[str, Any]) -> None:
+    """Groups are read at every step, so they are checked there too, before the momentum has moved."""
+    params = make_params((4, 6), (3, 2, 2, 2))
+    optimizer = Muon([group(params[:1]), group(params[1:], prefix="convs", conv="flatten")], lr=LR)
+    run(optimizer, params, [0])
+    before, state = copies(params), copy.deepcopy(optimizer.state_dict()["state"])
+    optimizer.param_groups[1].update(change)
+    set_gradients(params, gradients(params, 1))
+    with pytest.raises(ConfigError, match=next(iter(change))):
+        optimizer.step()
+    assert_same_bits(params, before)
+    for key, entry in optimizer.state_dict()["state"].items():
+        assert_same_bits(entry.values(), state[key].values())
+
+
+def test_qk_clip_is_not_there_yet() -> None:
+    with pytest.raises(UnsupportedError, match=r"clip_config: QK-clip is not available.*pass None"):
+        muon([matrix()], clip_config={"q_indices": [0], "k_indices": [1], "head_dim": 128, "threshold": 100})
+    params = [matrix()]
+    optimizer, before = muon(params), copies(params)
+    set_gradients(params, gradients(params, 0))
+    with pytest.raises(UnsupportedError, match=r"qk_logits: QK-clip is not available.*pass None"):
+        optimizer.step(qk_logits={0: torch.ones(2)})
+    assert_same_bits(params, before)
+
+
+@pytest.fixture
+def mesh() -> Iterator[Any]:
+    """A mesh of one real rank and one that is not there."""
+    dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
+    yield init_device_mesh("cpu", (2,))
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("use_muon", [True, False])
+def test_dtensors_are_not_supported_yet(mesh: Any, use_muon: bool) -> None:
+    param = nn.Parameter(distribute_tensor(torch.zeros(4, 6), mesh, [Replicate()], src_data_rank=None))
+    with pytest.raises(UnsupportedError, match=r"layers\.0\.weight is a DTensor .*Use DDP, or do not shard the model"):
+        Muon([group([param], use_muon=use_muon)])
+
+
+def test_parameters_that_became_dtensors_are_refused_at_the_step(mesh: Any) -> None:
+    """Sharding a model after its optimizer was built swaps the parameters under it."""
+    params = [matrix()]
+    optimizer = muon(params)
+    sharded = nn.Parameter(distribute_tensor(torch.zeros(4, 6), mesh, [Replicate()], src_data_rank=None))
+    sharded.grad = torch.zeros_like(sharded)
+    optimizer.param_groups[0]["params"][0] = sharded
+    with pytest.raises(UnsupportedError, match=r"layers\.0\.weight is a DTensor"):
+        optimizer.step()
+
+
+def test_a_tensor_that_is_no_leaf() -> None:
+    with pytest.raises(ValueError, match="non-leaf"):
+        muon([matrix() * 2])
+
+
+def test_a_refused_group_is_not_added() -> None:
+    params = [matrix()]
+    optimizer = muon(params)
+    for bad in ({"params": [matrix()]}, group(make_params((5,))), group(params)):
+        with pytest.raises(ValueError, match=r"use_muon|no rows and columns|more than one parameter group"):
+            optimizer.add_param_group(bad)
+    assert len(optimizer.param_groups) == 1
+    run(optimizer, params, [0])

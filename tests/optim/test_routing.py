@@ -1,0 +1,342 @@
+"""Which parameters go to Muon: by module type and identity first, then by name."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from meshmuon import ConfigError, Muon, get_default_muon_param_groups
+from meshmuon.optim.routing import is_table_name, name_parts
+
+
+def routes(model: nn.Module, **options: Any) -> dict[str, bool]:
+    """Name to use_muon, as the groups have it; also checks that groups are well formed."""
+    found: dict[str, bool] = {}
+    by_name = dict(model.named_parameters())
+    for written in get_default_muon_param_groups(model, **options):
+        assert len(written["names"]) == len(written["params"]) > 0
+        for name, param in zip(written["names"], written["params"], strict=True):
+            assert name not in found
+            assert by_name[name] is param
+            found[name] = written["use_muon"]
+    return found
+
+
+def muon_names(model: nn.Module, **options: Any) -> set[str]:
+    return {name for name, use_muon in routes(model, **options).items() if use_muon}
+
+
+class Block(nn.Module):
+    def __init__(self, width: int = 4) -> None:
+        super().__init__()
+        self.attn = nn.Linear(width, width)
+        self.mlp = nn.Linear(width, 2 * width, bias=False)
+        self.norm = nn.LayerNorm(width)
+
+
+class Model(nn.Module):
+    """Names say nothing here: only module types do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Embedding(10, 4)
+        self.bags = nn.EmbeddingBag(10, 4)
+        self.layers = nn.ModuleList([Block(), Block()])
+        self.last = nn.Linear(4, 10, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.first(x)
+        for layer in self.layers:
+            hidden = hidden + layer.attn(layer.norm(hidden))
+        result: Tensor = self.last(hidden)
+        return result
+
+
+HIDDEN = {f"layers.{k}.{name}.weight" for k in range(2) for name in ("attn", "mlp")}
+
+
+def test_matrices_go_to_muon_and_the_rest_to_adamw() -> None:
+    model = Model()
+    found = routes(model)
+    assert {name for name, use_muon in found.items() if use_muon} == HIDDEN | {"last.weight"}
+    assert set(found) == {name for name, _ in model.named_parameters()}
+
+
+def test_order_and_form_of_groups() -> None:
+    groups = get_default_muon_param_groups(Model())
+    assert [written["use_muon"] for written in groups] == [True, False]
+    assert [set(written) for written in groups] == [{"params", "names", "use_muon"}] * 2
+    assert groups[0]["names"][0] == "layers.0.attn.weight"
+    Muon(groups)
+
+
+def test_a_head_tied_by_object_goes_with_its_embedding() -> None:
+    model = Model()
+    model.last.weight = model.first.weight
+    found = routes(model)
+    assert "last.weight" not in found
+    assert found["first.weight"] is False
+
+
+def test_a_head_tied_by_storage_goes_with_its_embedding() -> None:
+    model = Model()
+    model.last.weight = nn.Parameter(model.first.weight.data)
+    assert model.last.weight is not model.first.weight
+    assert muon_names(model) == HIDDEN
+
+
+def test_a_head_tied_to_a_part_of_the_table() -> None:
+    model = Model()
+    model.last.weight = nn.Parameter(model.first.weight.data[2:])
+    assert muon_names(model) == HIDDEN
+
+
+def test_views_of_one_flat_buffer_are_not_tied() -> None:
+    """Flattened models keep all parameters in one storage, side by side: that ties none to another."""
+    model = Model()
+    flat = torch.zeros(sum(p.numel() for p in model.parameters()))
+    offset = 0
+    for param in model.parameters():
+        param.data = flat[offset : offset + param.numel()].view(param.shape)
+        offset += param.numel()
+    assert muon_names(model) == HIDDEN | {"last.weight"}
+
+
+def test_parameters_on_the_meta_device() -> None:
+    with torch.device("meta"):
+        model = Model()
+    assert muon_names(model) == HIDDEN | {"last.weight"}
+
+
+class HubModel(Model):
+    """Says itself which module is its head, as Hugging Face's models do."""
+
+    def get_output_embeddings(self) -> nn.Module:
+        return self.last
+
+
+class OpenModel(Model):
+    def get_output_embeddings(self) -> nn.Module:
+        raise NotImplementedError
+
+
+class HeadlessModel(Model):
+    def get_output_embeddings(self) -> None:
+        return None
+
+
+@pytest.mark.parametrize(
+    ("model", "head_in_muon"), [(HubModel, False), (OpenModel, True), (HeadlessModel, True)], ids=["head", "open", "none"]
+)
+def test_get_output_embeddings(model: type[Model], head_in_muon: bool) -> None:
+    assert muon_names(model()) == HIDDEN | ({"last.weight"} if head_in_muon else set())
+
+
+class Wrapper(nn.Module):
+    """What DDP does to names."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+
+class CheckpointWrapper(nn.Module):
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self._checkpoint_wrapped_module = module
+
+
+def test_wrappers_are_looked_through() -> None:
+    inner = HubModel()
+    inner.layers[0] = CheckpointWrapper(inner.layers[0])
+    model = Wrapper(inner)
+    prefix = "module.layers.0._checkpoint_wrapped_module"
+    assert muon_names(model) == {
+        f"{prefix}.attn.weight",
+        f"{prefix}.mlp.weight",
+        "module.layers.1.attn.weight",
+        "module.layers.1.mlp.weight",
+    }
+
+
+def test_compiled_models_are_looked_through() -> None:
+    model = torch.compile(HubModel(), backend="eager")
+    assert isinstance(model, nn.Module)
+    assert muon_names(model) == {f"_orig_mod.{name}" for name in HIDDEN}
+
+
+class Leaf(nn.Module):
+    """A matrix under any name."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        *modules, last = name.split(".")
+        module: nn.Module = self
+        for part in modules:
+            module.add_module(part, nn.Module())
+            module = getattr(module, part)
+        module.register_parameter(last, nn.Parameter(torch.zeros(4, 6)))
+
+
+@pytest.mark.parametrize(
+    ("name", "in_muon"),
+    [
+        ("embed_tokens.weight", False),
+        ("model.embed_tokens.weight", False),
+        ("tok_embeddings.weight", False),
+        ("transformer.wte.weight", False),
+        ("transformer.wpe.weight", False),
+        ("pos_embed", False),
+        ("encoder.pos_embed", False),
+        ("lm_head.weight", False),
+        ("model.lm_head.weight", False),
+        ("output.weight", False),
+        ("model.output.weight", False),
+        ("head.weight", False),
+        ("classifier.weight", False),
+        ("score.weight", False),
+        ("module.output.weight", False),
+        ("_orig_mod.module.lm_head.weight", False),
+        ("module._orig_mod.model._checkpoint_wrapped_module.embed_tokens._fsdp_wrapped_module.weight", False),
+        ("layers.3.attention.output.weight", True),
+        ("layers.0.output.dense.weight", True),
+        ("output.dense.weight", True),
+        ("layers.0.head.weight", True),
+        ("layers.1.attn.wq.weight", True),
+        ("embedder.proj.weight", True),
+        ("my_output.weight", True),
+        ("weight", True),
+        ("head", False),
+    ],
+)
+def test_names(name: str, in_muon: bool) -> None:
+    assert routes(Leaf(name)) == {name: in_muon}
+    assert is_table_name(name) != in_muon
+
+
+def test_name_parts_drop_wrappers_only() -> None:
+    assert name_parts("module._orig_mod.layers.0._checkpoint_wrapped_module.module_list.w") == ["layers", "0", "module_list", "w"]
+
+
+def test_frozen_parameters_are_left_out() -> None:
+    model = Model()
+    model.layers[0].requires_grad_(False)
+    found = routes(model)
+    assert not any(name.startswith("layers.0.") for name in found)
+    assert {name for name in HIDDEN if name.startswith("layers.1.")} < set(found)
+
+
+def test_a_model_without_matrices_gives_one_group() -> None:
+    groups = get_default_muon_param_groups(nn.LayerNorm(4))
+    assert [written["use_muon"] for written in groups] == [False]
+    groups = get_default_muon_param_groups(nn.Linear(4, 4, bias=False))
+    assert [written["use_muon"] for written in groups] == [True]
+
+
+@pytest.mark.parametrize("model", [nn.Identity(), nn.Linear(3, 3).requires_grad_(False)], ids=["none", "frozen"])
+def test_nothing_to_train_is_refused(model: nn.Module) -> None:
+    with pytest.raises(ConfigError, match="no trainable parameters"):
+        get_default_muon_param_groups(model)
+
+
+def test_is_muon_func_decides_alone() -> None:
+    """It sees every trainable parameter of two and more dims, and nothing else."""
+    model = HubModel()
+    model.layers[1].requires_grad_(False)
+    seen: dict[str, Tensor] = {}
+
+    def decide(name: str, param: Tensor) -> bool:
+        seen[name] = param
+        return "first" in name or "mlp" in name
+
+    assert muon_names(model, is_muon_func=decide) == {"first.weight", "layers.0.mlp.weight"}
+    expected = {name: p for name, p in model.named_parameters() if p.dim() >= 2 and p.requires_grad}
+    assert seen.keys() == expected.keys()
+    assert all(seen[name] is expected[name] for name in expected)
+
+
+class Experts(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = nn.Module()
+        self.experts.w1 = nn.Parameter(torch.zeros(3, 4, 6))
+        self.router = nn.Linear(6, 3, bias=False)
+
+
+def test_expert_keys_reach_the_group() -> None:
+    groups = get_default_muon_param_groups(Experts(), expert_keys=["experts"])
+    assert groups[0]["expert_keys"] == ("experts",)
+    optimizer = Muon(groups)
+    assert [row.matrices for row in optimizer.routing_table().rows] == [3, 1]
+
+
+def test_experts_without_keys_are_refused_by_the_optimizer() -> None:
+    with pytest.raises(ConfigError, match=r"experts\.w1: .*expert_keys"):
+        Muon(get_default_muon_param_groups(Experts()))
+
+
+def test_one_expert_key_not_in_a_list() -> None:
+    """A bare string must not be read letter by letter: this name contains an "e", but not "experts"."""
+    param = nn.Parameter(torch.zeros(2, 4, 6))
+    written = {"params": [param], "names": ["layers.0.conv.weight"], "use_muon": True}
+    with pytest.raises(ConfigError, match="expert_keys"):
+        Muon([written], expert_keys="experts")
+    with pytest.raises(ConfigError, match="expert_keys"):
+        Muon([{**written, "expert_keys": "experts"}])
+
+
+def test_one_expert_key_not_in_a_list_for_routing() -> None:
+    with pytest.raises(ConfigError, match="expert_keys"):
+        get_default_muon_param_groups(Convolutions(), expert_keys="zebra")
+
+
+class Convolutions(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.dense2d = nn.Conv2d(3, 8, 3)
+        self.dense1d = nn.Conv1d(3, 8, 3)
+        self.depthwise = nn.Conv2d(8, 8, 3, groups=8)
+        self.up = nn.ConvTranspose2d(8, 3, 2)
+        self.proj = nn.Linear(8, 8)
+
+
+def test_convolutions_go_to_adamw() -> None:
+    assert muon_names(Convolutions()) == {"proj.weight"}
+    Muon(get_default_muon_param_groups(Convolutions()))
+
+
+def test_flattened_convolutions_go_to_muon_except_depthwise() -> None:
+    names = {"proj.weight", "dense2d.weight", "dense1d.weight", "up.weight"}
+    assert muon_names(Convolutions(), conv="flatten") == names
+    groups = get_default_muon_param_groups(Convolutions(), conv="flatten")
+    assert groups[0]["conv"] == "flatten"
+    Muon(groups)
+
+
+def test_a_convolution_named_as_an_expert_goes_to_muon() -> None:
+    assert "dense1d.weight" in muon_names(Convolutions(), expert_keys=["dense1d"])
+
+
+def test_each_parameter_once() -> None:
+    model = nn.ModuleList([Block(), Block()])
+    model[1].attn = model[0].attn
+    found = routes(model)
+    assert len(found) == len(list(model.parameters()))
+    groups = get_default_muon_param_groups(model)
+    ids = [id(param) for written in groups for param in written["params"]]
+    assert len(ids) == len(set(ids))
+
+
+def test_a_step_on_a_routed_model() -> None:
+    torch.manual_seed(0)
+    model = HubModel()
+    optimizer = Muon(get_default_muon_param_groups(model), lr=1e-3)
+    before = {name: param.detach().clone() for name, param in model.named_parameters()}
+    model(torch.arange(6)).logsumexp(-1).sum().backward()
+    optimizer.step()
+    moved = {name for name, param in model.named_parameters() if not torch.equal(param, before[name])}
+    assert {"first.weight", "last.weight", "layers.0.attn.weight", "layers.0.norm.weight"} <= moved
+    assert not any("mlp" in name or "bags" in name for name in moved)

@@ -1,0 +1,312 @@
+"""What surrounds the arithmetic of a step: closures, missing gradients, hooks, added groups, what is freed."""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from meshmuon import Muon, get_default_muon_param_groups
+
+from .reference import LR, assert_same_bits, copies, gradients, group, make_params, muon, run, set_gradients
+
+
+def mixed() -> tuple[list[nn.Parameter], Muon]:
+    """Two matrices in Muon, two vectors in AdamW."""
+    params = make_params((6, 8), (8, 6), (5,), (7,))
+    return params, Muon([group(params[:2]), group(params[2:], use_muon=False, prefix="norms")], lr=LR)
+
+
+def test_closure_is_called_once_with_gradients_on() -> None:
+    params, optimizer = mixed()
+    twins, plain = mixed()
+    calls: list[bool] = []
+
+    def closure() -> Tensor:
+        calls.append(torch.is_grad_enabled())
+        optimizer.zero_grad()
+        loss = sum((param**2).sum() for param in params)
+        assert isinstance(loss, Tensor)
+        loss.backward()
+        return loss
+
+    loss = optimizer.step(closure)
+    assert calls == [True]
+    assert loss.item() == pytest.approx(sum((twin.detach() ** 2).sum().item() for twin in twins))
+    set_gradients(twins, [2 * twin.detach() for twin in twins])
+    assert plain.step() is None
+    assert_same_bits(params, twins)
+
+
+def test_closure_works_inside_no_grad() -> None:
+    params, optimizer = mixed()
+    start = copies(params)
+
+    def closure() -> float:
+        (params[0] ** 2).sum().backward()
+        return 3.0
+
+    with torch.no_grad():
+        assert optimizer.step(closure) == 3.0
+    assert not torch.equal(params[0], start[0])
+
+
+def test_no_gradient_at_all_changes_nothing() -> None:
+    params, optimizer = mixed()
+    start = copies(params)
+    optimizer.step()
+    assert_same_bits(params, start)
+    assert not optimizer.state
+    assert optimizer.workspace_bytes() == 0
+
+
+def test_parameters_without_gradient_are_skipped() -> None:
+    params, optimizer = mixed()
+    run(optimizer, params, [0])
+    before = copies(params)
+    buffer = optimizer.state[params[1]]["momentum_buffer"].clone()
+    moments = {key: value.clone() for key, value in optimizer.state[params[3]].items()}
+    optimizer.zero_grad()
+    grads = gradients(params, 1)
+    set_gradients(params, [grads[0], None, grads[2], None])
+    optimizer.step()
+    assert_same_bits([params[1], params[3]], [before[1], before[3]])
+    assert_same_bits([optimizer.state[params[1]]["momentum_buffer"]], [buffer])
+    assert_same_bits(optimizer.state[params[3]].values(), moments.values())
+    assert not torch.equal(params[0], before[0])
+    assert not torch.equal(params[2], before[2])
+
+
+def test_state_appears_at_the_first_gradient() -> None:
+    params, optimizer = mixed()
+    set_gradients(params, [gradients(params, 0)[0], None, None, None])
+    optimizer.step()
+    assert list(optimizer.state) == [params[0]]
+    assert list(optimizer.state[params[0]]) == ["momentum_buffer"]
+    assert_same_bits([optimizer.state[params[0]]["momentum_buffer"]], [gradients(params, 0)[0]])
+
+
+def test_none_grad_frees_the_gradients_of_matrices() -> None:
+    params, optimizer = mixed()
+    run(optimizer, params, [0])
+    assert [param.grad is None for param in params] == [True, True, False, False]
+
+
+def test_none_grad_false_leaves_gradients_alone() -> None:
+    params = make_params((6, 8), (8, 6), (3, 4, 4))
+    optimizer = Muon([group(params, prefix="experts")], lr=LR, none_grad=False, expert_keys=["experts"], maximize=True)
+    grads = gradients(params, 0)
+    set_gradients(params, grads)
+    kept = [param.grad for param in params]
+    optimizer.step()
+    for param, grad in zip(params, kept, strict=True):
+        assert param.grad is grad
+    assert_same_bits([param.grad for param in params if param.grad is not None], grads)
+
+
+@pytest.mark.parametrize("chunk_size", [1, 2, 3, -1])
+def test_experts_cut_over_batches_use_their_gradient_before_it_is_freed(chunk_size: int) -> None:
+    """A stack of experts may be worked on in several batches, and each needs the gradient (Nesterov)."""
+    params = make_params((5, 6, 4))
+    twins = copies(params)
+    options: dict[str, Any] = {"lr": LR, "expert_keys": ["experts"], "chunk_size": chunk_size, "deterministic": True}
+    run(Muon([group(params, prefix="experts")], **options), params, range(2))
+    run(Muon([group(twins, prefix="experts")], none_grad=False, **{**options, "chunk_size": -1}), twins, range(2))
+    assert params[0].grad is None
+    assert_same_bits(params, twins)
+
+
+def test_freed_gradients_free_their_memory_within_the_step() -> None:
+    """While the second matrix is worked on, the first one's gradient is gone."""
+    params = make_params((6, 8), (6, 8))
+    alive: list[list[bool]] = []
+
+    def watch(batch: Tensor) -> Tensor:
+        alive.append([reference() is not None for reference in references])
+        return batch
+
+    optimizer = muon(params, scheme=watch, chunk_size=1)
+    set_gradients(params, gradients(params, 0))
+    references = [weakref.ref(param.grad) for param in params if param.grad is not None]
+    optimizer.step()
+    assert alive == [[True, True], [False, True]]
+
+
+def test_gradient_accumulation() -> None:
+    """Two backward passes before a step are one pass on the sum, and a freed gradient does not come back."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 8), nn.Linear(8, 3)).double()
+    twin = nn.Sequential(nn.Linear(6, 8), nn.Linear(8, 3)).double()
+    twin.load_state_dict(model.state_dict())
+    first, second = (Muon(get_default_muon_param_groups(m), lr=LR) for m in (model, twin))
+    x = torch.randn(4, 10, 6, dtype=torch.float64)
+    for half in (x[:2], x[2:]):
+        for part in half:
+            model(part).square().sum().backward()
+        first.step()
+        first.zero_grad()
+        twin(half).square().sum().backward()
+        second.step()
+        second.zero_grad()
+    for a, b in zip(model.parameters(), twin.parameters(), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-9)
+
+
+def test_tied_weights_are_updated_once() -> None:
+    class Tied(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first = nn.Linear(6, 6, bias=False)
+            self.second = nn.Linear(6, 6, bias=False)
+            self.second.weight = self.first.weight
+
+    model = Tied()
+    groups = get_default_muon_param_groups(model)
+    assert [g["names"] for g in groups] == [["first.weight"]]
+    optimizer = Muon(groups, lr=LR)
+    alone = copies(model.parameters())
+    grads = gradients(alone, 0)
+    set_gradients(list(model.parameters()), grads)
+    set_gradients(alone, grads)
+    optimizer.step()
+    Muon([group(alone)], lr=LR).step()
+    assert_same_bits([model.first.weight, model.second.weight], [alone[0], alone[0]])
+
+
+def test_maximize_equals_minimizing_the_negated_loss() -> None:
+    params, up = mixed()
+    twins = copies(params)
+    options: dict[str, Any] = {"lr": LR, "maximize": True}
+    up = Muon([group(params[:2]), group(params[2:], use_muon=False, prefix="norms")], **options)
+    down = Muon([group(twins[:2]), group(twins[2:], use_muon=False, prefix="norms")], lr=LR)
+    for step in range(4):
+        grads = gradients(params, step)
+        set_gradients(params, grads)
+        set_gradients(twins, [-grad for grad in grads])
+        up.step()
+        down.step()
+    assert_same_bits(params, twins)
+
+
+def test_descends() -> None:
+    """A step against a quadratic's gradient must bring its value down, and maximize must bring it up."""
+    for maximize in (False, True):
+        params = make_params((10, 10), (12, 5))
+        optimizer = muon(params, weight_decay=0.0, maximize=maximize)
+        start = sum((p.detach() ** 2).sum().item() for p in params)
+        for _ in range(3):
+            set_gradients(params, [2 * p.detach() for p in params])
+            optimizer.step()
+        end = sum((p.detach() ** 2).sum().item() for p in params)
+        assert (end > start) == maximize
+
+
+def test_hooks_and_zero_grad() -> None:
+    params, optimizer = mixed()
+    called: list[str] = []
+    optimizer.register_step_pre_hook(lambda *_: called.append("pre"))
+    optimizer.register_step_post_hook(lambda *_: called.append("post"))
+    run(optimizer, params, [0])
+    assert called == ["pre", "post"]
+    optimizer.zero_grad()
+    assert all(param.grad is None for param in params)
+
+
+def test_step_under_no_grad_and_leaves_no_graph() -> None:
+    params, optimizer = mixed()
+    run(optimizer, params, [0])
+    assert all(param.is_leaf and param.grad_fn is None for param in params)
+    assert not any(value.requires_grad for state in optimizer.state.values() for value in state.values())
+    assert torch.is_grad_enabled()
+
+
+def test_add_param_group_mid_run() -> None:
+    """Groups added after some steps behave as if they had been there, with no gradient so far."""
+    params = make_params((6, 8), (8, 6), (6, 8), (5,))
+    twins = copies(params)
+    grown = Muon([group(params[:2])], lr=LR, deterministic=True)
+    run(grown, params[:2], range(2))
+    grown.add_param_group(group([params[2]], prefix="late", lr=0.002))
+    grown.add_param_group(group([params[3]], use_muon=False, prefix="norms"))
+    whole = Muon(
+        [group(twins[:2]), group([twins[2]], prefix="late", lr=0.002), group([twins[3]], use_muon=False, prefix="norms")],
+        lr=LR,
+        deterministic=True,
+    )
+    run(whole, twins[:2], range(2))
+    for optimizer, own in ((grown, params), (whole, twins)):
+        run(optimizer, own, range(2, 4))
+    assert_same_bits(params, twins)
+
+
+def test_add_param_group_fills_in_defaults_and_keeps_the_users_dict() -> None:
+    params = make_params((6, 8), (8, 6))
+    optimizer = Muon([group(params[:1])], lr=LR, momentum=0.7, scheme="keller")
+    added = group(params[1:], prefix="late")
+    keys = set(added)
+    optimizer.add_param_group(added)
+    assert set(added) == keys
+    assert optimizer.param_groups[1]["momentum"] == 0.7
+    assert optimizer.param_groups[1]["scheme"] == "keller"
+    assert optimizer.param_groups[1]["param_names"] == ["late.0.weight"]
+
+
+def test_a_list_of_groups_builds_two_optimizers() -> None:
+    """Construction changes none of the caller's groups."""
+    params = make_params((6, 8))
+    groups = [group(params)]
+    first, second = Muon(groups, lr=LR), Muon(groups, lr=LR)
+    assert set(groups[0]) == {"params", "names", "use_muon"}
+    assert first.param_groups[0]["param_names"] == second.param_groups[0]["param_names"]
+
+
+@pytest.mark.parametrize("form", ["names", "param_names", "pairs", "tensor", "nothing", "generator"])
+def test_ways_to_write_a_group(form: str) -> None:
+    (param,) = make_params((4, 6))
+    written: dict[str, Any] = {
+        "names": {"params": [param], "names": ["w"]},
+        "param_names": {"params": [param], "param_names": ["w"]},
+        "pairs": {"params": [("w", param)]},
+        "tensor": {"params": param, "names": ["w"]},
+        "nothing": {"params": [param]},
+        "generator": {"params": (p for p in [param]), "names": (n for n in ["w"])},
+    }[form]
+    optimizer = Muon([{**written, "use_muon": True}], lr=LR)
+    assert optimizer.param_groups[0]["params"] == [param]
+    assert optimizer.param_groups[0]["param_names"] == ["group0.param0" if form == "nothing" else "w"]
+
+
+def test_groups_may_come_from_a_generator() -> None:
+    params = make_params((4, 6), (6, 4))
+    optimizer = Muon(group([param]) for param in params)
+    assert [g["params"] for g in optimizer.param_groups] == [[params[0]], [params[1]]]
+
+
+def test_unknown_keys_are_kept() -> None:
+    params = make_params((4, 6), (5,))
+    extra = {"fused": True, "foreach": None, "capturable": False, "initial_lr": 0.1, "my_note": "kept"}
+    optimizer = Muon([group(params[:1], **extra), group(params[1:], use_muon=False, **extra)], lr=LR)
+    run(optimizer, params, [0])
+    for own in (*optimizer.param_groups, *optimizer.state_dict()["param_groups"]):
+        assert {key: own[key] for key in extra} == extra
+
+
+def test_only_adamw_groups() -> None:
+    params = make_params((4, 6), (5,))
+    optimizer = Muon([group(params, use_muon=False)], lr=LR)
+    run(optimizer, params, range(2))
+    assert optimizer.workspace_bytes() == 0
+
+
+@pytest.mark.parametrize("shape", [(0, 4), (4, 0), (0, 3, 4)], ids=str)
+@pytest.mark.parametrize("rule", ["match_rms_adamw", "original", "spectral"])
+def test_empty_parameters(shape: tuple[int, ...], rule: str) -> None:
+    """An expert-parallel rank may hold none; a step beside it still works."""
+    params = make_params(shape, (4, 6))
+    start = copies(params)
+    optimizer = Muon([group(params, prefix="experts")], lr=LR, adjust_lr_fn=rule, expert_keys=["experts"])
+    run(optimizer, params, range(2))
+    assert not torch.equal(params[1], start[1])

@@ -1,0 +1,142 @@
+"""Against torch.optim.Muon, with its Newton–Schulz in the parameter's dtype and as shipped (bfloat16)."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from meshmuon import Muon, get_default_muon_param_groups
+
+from .reference import (
+    FACTORS,
+    KELLER,
+    LR,
+    Shape,
+    assert_moved_alike,
+    copies,
+    gradients,
+    make_params,
+    muon,
+    newton_schulz,
+    run,
+    set_gradients,
+)
+from .rounding import bf16_error
+
+SMALL: tuple[Shape, ...] = ((24, 24), (48, 16), (16, 48), (16, 48), (1, 9), (9, 1), (33, 50))
+BLOCKED: tuple[Shape, ...] = ((400, 400), (512, 392), (392, 640))  # from 384 rows on, symmetric products go by panels
+TOLERANCE = {torch.float32: 2e-4, torch.float64: 1e-9}
+
+
+@pytest.fixture
+def precise_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch.optim.Muon without its cast to bfloat16."""
+
+    def in_own_dtype(grad: Tensor, ns_coefficients: Sequence[float], ns_steps: int, eps: float) -> Tensor:
+        return newton_schulz(grad, [ns_coefficients] * ns_steps)
+
+    monkeypatch.setattr("torch.optim._muon._zeropower_via_newtonschulz", in_own_dtype)
+
+
+@pytest.mark.usefixtures("precise_torch")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("weight_decay", [0.0, 0.1])
+@pytest.mark.parametrize("nesterov", [True, False])
+@pytest.mark.parametrize("rule", ["match_rms_adamw", "original"])
+def test_ten_steps_equal_torch(rule: str, nesterov: bool, weight_decay: float, dtype: torch.dtype) -> None:
+    start = make_params(*SMALL, dtype=dtype)
+    ours, theirs = copies(start), copies(start)
+    options = {"nesterov": nesterov, "weight_decay": weight_decay, "adjust_lr_fn": rule}
+    run(muon(ours, **options), ours, range(10))
+    run(torch.optim.Muon(theirs, lr=LR, **options), theirs, range(10))
+    assert_moved_alike(ours, theirs, start, TOLERANCE[dtype])
+
+
+@pytest.mark.usefixtures("precise_torch")
+@pytest.mark.parametrize(("momentum", "ns_steps"), [(0.0, 1), (0.5, 3), (0.9, 6)])
+def test_other_momentum_and_steps_equal_torch(momentum: float, ns_steps: int) -> None:
+    start = make_params(*SMALL, dtype=torch.float64)
+    ours, theirs = copies(start), copies(start)
+    run(muon(ours, momentum=momentum, ns_steps=ns_steps), ours, range(10))
+    shared = {"lr": LR, "adjust_lr_fn": "match_rms_adamw"}
+    run(torch.optim.Muon(theirs, momentum=momentum, ns_steps=ns_steps, **shared), theirs, range(10))
+    assert_moved_alike(ours, theirs, start, 1e-9)
+
+
+@pytest.mark.usefixtures("precise_torch")
+@pytest.mark.parametrize("form", ["auto", "standard", "gram"])
+def test_blocked_sizes_equal_torch(form: str) -> None:
+    start = make_params(*BLOCKED)
+    ours, theirs = copies(start), copies(start)
+    run(muon(ours, form=form), ours, range(10))
+    run(torch.optim.Muon(theirs, lr=LR, adjust_lr_fn="match_rms_adamw"), theirs, range(10))
+    assert_moved_alike(ours, theirs, start, 1e-3)
+
+
+@pytest.mark.usefixtures("precise_torch")
+def test_training_a_model_equals_torch_muon_and_adamw() -> None:
+    """Gradients here depend on the parameters, so that any difference would grow; float64 leaves it no room."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(12, 20), nn.Tanh(), nn.Linear(20, 20), nn.Tanh(), nn.Linear(20, 5)).double()
+    twin, start = copy.deepcopy(model), copies(model.parameters())
+    ours = Muon(get_default_muon_param_groups(model), lr=LR, scheme="keller")
+    matrices = [p for p in twin.parameters() if p.dim() == 2]
+    vectors = [p for p in twin.parameters() if p.dim() < 2]
+    theirs: list[torch.optim.Optimizer] = [
+        torch.optim.Muon(matrices, lr=LR, adjust_lr_fn="match_rms_adamw"),
+        torch.optim.AdamW(vectors, lr=LR, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1, fused=True),
+    ]
+    x, y = torch.randn(32, 12, dtype=torch.float64), torch.randn(32, 5, dtype=torch.float64)
+    for _ in range(10):
+        nn.functional.mse_loss(model(x), y).backward()
+        ours.step()
+        ours.zero_grad()
+        nn.functional.mse_loss(twin(x), y).backward()
+        for optimizer in theirs:
+            optimizer.step()
+            optimizer.zero_grad()
+    assert_moved_alike(model.parameters(), twin.parameters(), start, 1e-8)
+
+
+@pytest.mark.parametrize("rule", ["match_rms_adamw", "original"])
+@pytest.mark.parametrize("nesterov", [True, False])
+def test_torch_as_shipped_within_its_rounding(rule: str, nesterov: bool) -> None:
+    """torch computes in bfloat16, we in float32, so one step's updates differ by torch's rounding error.
+
+    ``bf16_error`` derives its expected Frobenius norm from the update's singular values. The gradients are fixed, so the momenta
+    agree and the parameters' difference is at most the sum of lr·factor·error over the steps. The largest of ten single
+    errors stays below twice the expected one, and a sum of ten independent ones far below ten times that. For these shapes that
+    is under 5 % of one update, small against what a wrong option does: dropping Nesterov changes an update by more than 20 %.
+    """
+    start = make_params((32, 32), (64, 32), (24, 96), (100, 60))
+    ours, theirs = copies(start), copies(start)
+    optimizer = muon(ours, nesterov=nesterov, adjust_lr_fn=rule, weight_decay=0.0)
+    shipped = torch.optim.Muon(theirs, lr=LR, nesterov=nesterov, adjust_lr_fn=rule, weight_decay=0.0)
+    bounds, buffers = [0.0] * len(start), [torch.zeros_like(p, requires_grad=False) for p in start]
+    for step in range(10):
+        grads = gradients(ours, step)
+        set_gradients(ours, grads)
+        set_gradients(theirs, grads)
+        optimizer.step()
+        shipped.step()
+        for k, (buffer, grad) in enumerate(zip(buffers, grads, strict=True)):
+            buffer.mul_(0.95).add_(grad)
+            update = grad + 0.95 * buffer if nesterov else buffer
+            lr = LR * FACTORS[rule](*grad.shape)
+            bounds[k] += 2 * lr * bf16_error(update)
+            assert 2 * bf16_error(update) < 0.05 * newton_schulz(update, [KELLER] * 5).norm()
+            assert (ours[k] - theirs[k]).norm().item() < bounds[k], f"{tuple(grad.shape)} at step {step}"
+
+
+def test_the_rounding_model_predicts_what_torch_does() -> None:
+    """The tolerance above is neither a guess nor slack: the real error is within a factor of 1.5 of the prediction."""
+    from torch.optim._muon import _zeropower_via_newtonschulz as shipped
+
+    for update in make_params((32, 48), (64, 64), (128, 64)):
+        exact = newton_schulz(update.detach().double(), [KELLER] * 5)
+        error = (shipped(update.detach(), KELLER, 5, 1e-7).double() - exact).norm().item()
+        assert 1 / 1.5 < error / bf16_error(update.detach()) < 1.5

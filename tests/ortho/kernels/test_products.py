@@ -1,0 +1,180 @@
+"""The torch implementations of the two products, against float64.
+
+Bound per element: sums of k products in a precision of unit u are off by at most about k·u·(|a|·|b|), to which rounding to
+the result's dtype adds u times the result.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from meshmuon.ortho.cost import symmetric_panels
+from meshmuon.ortho.kernels import BlockedProducts, FunctionalProducts, Products, TritonProducts, products, products_for
+
+from ..oracle import gaussian
+
+SIZES = (1, 2, 5, 17, 64, 127, 128, 129, 255, 383, 384, 385, 511, 512, 513, 640, 900)
+IMPLEMENTATIONS: dict[str, Products] = {
+    "blocked": BlockedProducts(),
+    "one by one": BlockedProducts(one_by_one=True),
+    "functional": FunctionalProducts(),
+}
+
+
+def assert_near(result: Tensor, exact: Tensor, size: Tensor, terms: int) -> None:
+    unit = torch.finfo(result.dtype).eps / 2
+    sums = max(unit, 2**-24) if result.dtype != torch.float64 else unit
+    assert bool(((result.double() - exact).abs() <= (terms + 4) * sums * size + 2 * unit * exact.abs() + 1e-37).all())
+
+
+def commuting(count: int, n: int, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor, Tensor]:
+    """Three symmetric matrices that commute up to rounding: polynomials of one."""
+    r = gaussian(count, n, n, dtype=torch.float64) / n**0.5
+    r = r @ r.mT
+    return tuple(value.to(dtype) for value in (r, r @ r - 0.5 * r, 0.3 * r + torch.eye(n)))  # type: ignore[return-value]
+
+
+@pytest.mark.parametrize("name", IMPLEMENTATIONS)
+@pytest.mark.parametrize("n", SIZES)
+def test_product_with_its_own_transpose(n: int, name: str) -> None:
+    x = gaussian(2, n, 24)
+    result = IMPLEMENTATIONS[name].symmetric(x, x, torch.full((2, n, n), torch.nan))
+    exact = x.double() @ x.double().mT
+    assert_near(result, exact, x.double().abs() @ x.double().abs().mT, 24)
+
+
+@pytest.mark.parametrize("name", IMPLEMENTATIONS)
+@pytest.mark.parametrize("n", [1, 17, 128, 383, 384, 513])
+@pytest.mark.parametrize(("alpha", "beta"), [(1.0, 1.0), (1.0, 0.0), (2.5, -1.5), (-0.75, 0.5), (0.0, 1.0)])
+def test_symmetric_with_addend(n: int, alpha: float, beta: float, name: str) -> None:
+    a, b, addend = commuting(1, n)
+    result = IMPLEMENTATIONS[name].symmetric(a, b, torch.full((1, n, n), torch.nan), addend, alpha=alpha, beta=beta)
+    exact = alpha * (a.double() @ b.double().mT) + beta * addend.double()
+    size = abs(alpha) * (a.double().abs() @ b.double().abs().mT) + abs(beta) * addend.double().abs()
+    # Above the threshold one triangle is computed: the other differs by as much as the operands fail to commute.
+    assert_near(result, exact, size, n + 8)
+
+
+@pytest.mark.parametrize("name", IMPLEMENTATIONS)
+@pytest.mark.parametrize("alpha", [1.0, -2.0])
+@pytest.mark.parametrize("n", [5, 400])
+def test_symmetric_without_addend_ignores_beta_and_old_contents(n: int, alpha: float, name: str) -> None:
+    x = gaussian(2, n, 12)
+    result = IMPLEMENTATIONS[name].symmetric(x, x, torch.full((2, n, n), torch.nan), alpha=alpha, beta=7.0)
+    assert_near(result, alpha * (x.double() @ x.double().mT), 2 * (x.double().abs() @ x.double().abs().mT), 12)
+
+
+@pytest.mark.parametrize("name", IMPLEMENTATIONS)
+@pytest.mark.parametrize("beta", [None, 1.0, -0.5, 3.0])
+@pytest.mark.parametrize(("n", "m"), [(1, 1), (1, 9), (8, 8), (17, 40), (390, 5)])
+def test_general(n: int, m: int, beta: float | None, name: str) -> None:
+    a, b, addend = gaussian(3, n, n), gaussian(3, n, m, seed=1), gaussian(3, n, m, seed=2)
+    out = torch.full((3, n, m), torch.nan)
+    exact, size = a.double() @ b.double(), a.double().abs() @ b.double().abs()
+    if beta is None:
+        result = IMPLEMENTATIONS[name].general(a, b, out)
+    else:
+        result = IMPLEMENTATIONS[name].general(a, b, out, addend, beta=beta)
+        exact, size = exact + beta * addend.double(), size + abs(beta) * addend.double().abs()
+    assert_near(result, exact, size, n)
+
+
+def test_general_adds_the_addend_once_by_default() -> None:
+    a, b, addend = gaussian(1, 4, 4), gaussian(1, 4, 6, seed=1), gaussian(1, 4, 6, seed=2)
+    for name in IMPLEMENTATIONS:
+        result = IMPLEMENTATIONS[name].general(a, b, torch.empty(1, 4, 6), addend)
+        torch.testing.assert_close(result, a @ b + addend)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("n", [384, 385, 500])
+def test_blocked_results_are_symmetric_bit_for_bit_outside_the_diagonal_panels(n: int, dtype: torch.dtype) -> None:
+    a, b, _ = commuting(1, n, dtype)
+    result = BlockedProducts().symmetric(a, b, torch.empty(1, n, n, dtype=dtype))[0]
+    for start, stop in symmetric_panels(n):
+        assert torch.equal(result[:start, start:stop], result[start:stop, :start].mT)
+
+
+def test_blocked_takes_the_lower_triangle_of_the_product() -> None:
+    # With operands that do not commute it shows which half is computed, and that the addend is cut in the same way.
+    n = 400
+    a, b, addend = gaussian(1, n, n), gaussian(1, n, n, seed=1), gaussian(1, n, n, seed=2)
+    result = BlockedProducts().symmetric(a, b, torch.empty(1, n, n), addend, alpha=2.0, beta=-3.0)[0]
+    full = (2 * a.double() @ b.double().mT - 3 * addend.double())[0]
+    torch.testing.assert_close(result.tril().double(), full.tril(), rtol=0, atol=1e-3)
+    first = symmetric_panels(n)[0][1]
+    torch.testing.assert_close(result[:first, first:].double(), full.mT[:first, first:], rtol=0, atol=1e-3)
+
+
+@pytest.mark.parametrize("n", [20, 400])
+def test_any_strides(n: int) -> None:
+    x = gaussian(2, n, 30)
+    wanted = BlockedProducts().symmetric(x, x, torch.empty(2, n, n))
+    for operand in (x.mT.contiguous().mT, torch.stack([x, x], dim=3)[..., 0], x.flip(0)[[1, 0]]):
+        for out in (torch.empty(2, n, n).mT, torch.empty(2, n + 2, n + 3)[:, 1:-1, 2:-1], torch.empty(2, n, 2 * n)[..., ::2]):
+            result = BlockedProducts().symmetric(operand, operand, out)
+            assert result is out
+            torch.testing.assert_close(result, wanted, rtol=0, atol=1e-4)
+
+
+def test_results_are_written_into_out() -> None:
+    x, out = gaussian(2, 6, 9), torch.empty(2, 6, 6)
+    general = torch.empty(2, 6, 9)
+    for implementation in (BlockedProducts(), BlockedProducts(one_by_one=True)):
+        assert implementation.symmetric(x, x, out) is out
+        assert implementation.general(out, x, general, x, beta=2.0) is general
+    before = out.clone()
+    assert FunctionalProducts().symmetric(x, x, out, alpha=5.0) is not out
+    assert torch.equal(out, before)
+
+
+@given(n=st.integers(1, 60), k=st.integers(1, 60), count=st.integers(1, 4), alpha=st.floats(-4, 4), beta=st.floats(-4, 4))
+def test_functional_equals_blocked(n: int, k: int, count: int, alpha: float, beta: float) -> None:
+    x, addend = gaussian(count, n, k), gaussian(count, n, n, seed=1)
+    addend = addend + addend.mT
+    results = [
+        implementation.symmetric(x, x, torch.empty(count, n, n), addend, alpha=alpha, beta=beta)
+        for implementation in IMPLEMENTATIONS.values()
+    ]
+    for result in results[1:]:
+        torch.testing.assert_close(result, results[0], rtol=1e-5, atol=1e-3)
+
+
+# Who computes where
+
+
+def test_torch_computes_on_cpu() -> None:
+    for deterministic in (False, True):
+        implementation = products_for(torch.device("cpu"), deterministic=deterministic)
+        assert type(implementation) is BlockedProducts
+        assert implementation.one_by_one is deterministic
+    assert type(products_for(torch.device("cpu"))) is BlockedProducts
+
+
+def test_triton_computes_on_cuda_where_it_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    # No GPU is touched: only the choice is made.
+    monkeypatch.setattr(products, "_has_triton", lambda: True)
+    assert type(products_for(torch.device("cuda"))) is TritonProducts
+    assert type(products_for(torch.device("cuda"), deterministic=True)) is TritonProducts
+    monkeypatch.setattr(products, "_has_triton", lambda: False)
+    assert type(products_for(torch.device("cuda"))) is BlockedProducts
+
+
+def test_triton_is_looked_for_by_name() -> None:
+    assert products._has_triton() == (importlib.util.find_spec("triton") is not None)
+
+
+def test_triton_leaves_float64_and_general_products_to_torch() -> None:
+    # Neither reaches the kernel, so this runs without a GPU.
+    x = gaussian(2, 6, 9, dtype=torch.float64)
+    out = torch.empty(2, 6, 6, dtype=torch.float64)
+    assert torch.equal(
+        TritonProducts().symmetric(x, x, out, alpha=2.0), BlockedProducts().symmetric(x, x, out.clone(), alpha=2.0)
+    )
+    torch.testing.assert_close(TritonProducts().general(out, x, torch.empty_like(x)), out @ x)

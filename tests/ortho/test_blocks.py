@@ -1,0 +1,167 @@
+"""Cutting steps into blocks: what the simulation calls safe is safe on real matrices."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import pytest
+import torch
+from torch import Tensor
+
+from meshmuon.ortho import Scheme, Workspace, gram_blocks, keller, polar_express, standard_blocks
+from meshmuon.ortho.blocks import _OVERSHOOT, _cuts, _Outcome, _simulate
+from meshmuon.ortho.iteration import Scratch, iterate
+from meshmuon.ortho.kernels import BlockedProducts
+from meshmuon.ortho.remez import Quintic
+
+from .oracle import SPECTRA, expected, highest, largest_singular_value, of_kind, spectral_distance
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+SCHEMES = {"polar_express": polar_express(), "keller": keller()}
+ALL_CUTS = [blocks for count in range(1, 6) for blocks in _cuts(5, count)]
+
+
+def run(x: Tensor, scheme: Scheme, blocks: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    batch = x.unsqueeze(0)
+    result = torch.empty_like(batch)
+    iterate(batch, result, scheme.steps, blocks, Scratch(Workspace(), batch, dtype), BlockedProducts())
+    return result[0]
+
+
+@lru_cache
+def adversary(kind: str) -> Tensor:
+    return of_kind(kind, 96, 256)
+
+
+@lru_cache
+def simulated(name: str, blocks: tuple[int, ...], dtype: torch.dtype) -> _Outcome:
+    return _simulate(SCHEMES[name], blocks, torch.finfo(dtype).eps / 2)
+
+
+# The choice
+
+
+@pytest.mark.parametrize("dtype", [*DTYPES, torch.float64])
+@pytest.mark.parametrize("steps", [1, 2, 3, 4, 5, 6, 8])
+def test_blocks_hold_every_step_once(steps: int, dtype: torch.dtype) -> None:
+    for scheme in (keller(steps), polar_express(steps=steps)):
+        blocks = gram_blocks(scheme, dtype)
+        assert sum(blocks) == steps
+        assert min(blocks) >= 1
+        assert standard_blocks(scheme) == (1,) * steps
+
+
+@pytest.mark.parametrize("name", SCHEMES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_five_steps_are_one_block_in_full_precision(name: str, dtype: torch.dtype) -> None:
+    assert gram_blocks(SCHEMES[name], dtype) == (5,)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_sixteen_bits_need_more_blocks(dtype: torch.dtype) -> None:
+    # The first steps are the steepest: none of them may share a block.
+    assert gram_blocks(polar_express(), dtype)[:2] == (1, 1)
+    assert gram_blocks(keller(), dtype)[0] == 1
+    for scheme in SCHEMES.values():
+        assert 2 < len(gram_blocks(scheme, dtype)) <= 5
+    assert len(gram_blocks(polar_express(), torch.bfloat16)) >= len(gram_blocks(polar_express(), torch.float16))
+
+
+def test_gentle_coefficients_need_fewer_blocks() -> None:
+    gentle = Scheme("gentle", (Quintic(1.5, -0.5, 0.0),) * 5, "Newton–Schulz of third order")
+    assert len(gram_blocks(gentle, torch.bfloat16)) < len(gram_blocks(polar_express(), torch.bfloat16))
+
+
+def test_no_fewer_blocks_would_do() -> None:
+    for name, scheme in SCHEMES.items():
+        for dtype in DTYPES:
+            chosen = gram_blocks(scheme, dtype)
+            limit = _OVERSHOOT * _simulate(scheme, standard_blocks(scheme), 0.0).overshoot
+            assert simulated(name, chosen, dtype).overshoot <= limit
+            peers = [simulated(name, blocks, dtype) for blocks in _cuts(5, len(chosen))]
+            safe = [outcome.deviation for outcome in peers if outcome.overshoot <= limit]
+            assert simulated(name, chosen, dtype).deviation == min(safe)
+
+
+def test_cuts_are_all_ways_to_write_a_sum() -> None:
+    assert len(set(ALL_CUTS)) == len(ALL_CUTS)
+    assert len(ALL_CUTS) == 2**4
+    assert all(sum(blocks) == 5 and min(blocks) >= 1 for blocks in ALL_CUTS)
+    assert _cuts(3, 2) == [(1, 2), (2, 1)]
+    assert _cuts(6, 5) != []
+    assert _cuts(7, 4) != []
+    assert _cuts(7, 5) == []  # too many to try
+
+
+@pytest.mark.timeout(15)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_many_steps_are_planned_in_reasonable_time(dtype: torch.dtype) -> None:
+    assert sum(gram_blocks(keller(32), dtype)) == 32
+
+
+def test_exact_arithmetic_simulates_the_polynomial() -> None:
+    for scheme in SCHEMES.values():
+        for blocks in ((5,), (2, 3), (1,) * 5):
+            outcome = _simulate(scheme, blocks, 0.0)
+            # diag(1, s) normalised has singular values on a grid, so the maximum is met up to the grid.
+            assert outcome.overshoot == pytest.approx(highest(scheme.steps), rel=0.02)
+            assert outcome.deviation < 1e-9
+
+
+def test_more_noise_is_never_better() -> None:
+    for name in SCHEMES:
+        for blocks in ((5,), (2, 3), (1, 2, 2)):
+            deviations = [simulated(name, blocks, dtype).deviation for dtype in (torch.float32, torch.float16, torch.bfloat16)]
+            assert deviations == sorted(deviations)
+
+
+# The choice meets reality
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", SCHEMES)
+def test_no_overshoot_where_the_simulation_calls_it_safe(name: str, dtype: torch.dtype) -> None:
+    scheme = SCHEMES[name]
+    limit = _OVERSHOOT * highest(scheme.steps)
+    safe = [blocks for blocks in ALL_CUTS if simulated(name, blocks, dtype).overshoot <= limit]
+    assert standard_blocks(scheme) in safe
+    for blocks in safe:
+        for kind in SPECTRA:
+            assert largest_singular_value(run(adversary(kind), scheme, blocks, dtype)) <= limit, (blocks, kind)
+
+
+@pytest.mark.parametrize("name", SCHEMES)
+def test_the_chosen_cut_deviates_no_more_than_the_standard_form_or_the_polynomial(name: str) -> None:
+    scheme = SCHEMES[name]
+    spread = max(abs(1 - scheme(10 ** (-3 * k / 200))) for k in range(201))
+    for dtype in DTYPES:
+        for kind in SPECTRA:
+            x = adversary(kind)
+            exact = expected(x, scheme.steps)
+            standard = spectral_distance(run(x, scheme, (1,) * 5, dtype), exact)
+            assert spectral_distance(run(x, scheme, gram_blocks(scheme, dtype), dtype), exact) <= max(spread, 1.25 * standard)
+
+
+def test_one_block_in_bfloat16_is_called_unsafe_and_is() -> None:
+    # Without this the tests above could hold because nothing ever goes wrong.
+    scheme = polar_express()
+    assert simulated("polar_express", (5,), torch.bfloat16).overshoot > 2
+    worst = max(largest_singular_value(run(adversary(kind), scheme, (5,), torch.bfloat16)) for kind in SPECTRA)
+    assert worst > 2
+
+
+def test_the_new_quadratic_is_multiplied_from_the_left() -> None:
+    # On paper the factors commute. With the order reversed, rounding passes through the accumulated factor and the small
+    # singular values beside a large one come out wrong by more than themselves.
+    for kind in ("spike2", "spike3", "log"):
+        x = adversary(kind)
+        result = run(x, polar_express(), (5,), torch.float32)
+        assert spectral_distance(result, expected(x, polar_express().steps)) < 0.05
+        assert largest_singular_value(result) < 1.01 * highest(polar_express().steps)
+
+
+def test_every_cut_gives_the_same_polynomial() -> None:
+    x = of_kind("log", 12, 20, dtype=torch.float64)
+    exact = expected(x, polar_express().steps)
+    for blocks in ALL_CUTS:
+        assert spectral_distance(run(x, polar_express(), blocks, torch.float64), exact) < 1e-9

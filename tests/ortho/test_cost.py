@@ -1,0 +1,122 @@
+"""The cost model counts what torch counts, and the cheaper form is the one that runs."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.utils.flop_counter import FlopCounterMode
+
+from meshmuon.ortho import (
+    choose_blocks,
+    gram_blocks,
+    keller,
+    orthogonalize,
+    orthogonalize_flops,
+    polar_express,
+    standard_blocks,
+    symmetric_flops,
+)
+from meshmuon.ortho.cost import PANEL, symmetric_panels
+from meshmuon.ortho.kernels import BlockedProducts
+
+from .oracle import gaussian
+
+TALL_AND_WIDE = ((1, 1), (1, 40), (40, 1), (7, 7), (9, 30), (30, 9), (64, 65))
+AROUND_THE_THRESHOLD = ((383, 383), (384, 384), (385, 400), (450, 384), (520, 520))
+
+
+def counted(work: object) -> int:
+    with FlopCounterMode(display=False) as counter:
+        work()  # type: ignore[operator]
+    return counter.get_total_flops()
+
+
+@pytest.mark.parametrize("form", ["standard", "gram", "auto"])
+@pytest.mark.parametrize("shape", TALL_AND_WIDE + AROUND_THE_THRESHOLD, ids=str)
+def test_formula_equals_counted_flops(shape: tuple[int, int], form: str) -> None:
+    scheme, x = polar_express(), gaussian(*shape)
+    blocks = {
+        "standard": standard_blocks(scheme),
+        "gram": gram_blocks(scheme, torch.float32),
+        "auto": choose_blocks(*shape, scheme, torch.float32),
+    }[form]
+    assert counted(lambda: orthogonalize(x, scheme, form=form)) == orthogonalize_flops(*shape, blocks)
+
+
+@pytest.mark.parametrize("form", ["standard", "gram"])
+@pytest.mark.parametrize("one_by_one", [False, True])
+def test_a_batch_costs_as_many_times_a_matrix(form: str, one_by_one: bool) -> None:
+    scheme = keller(3)
+    blocks = standard_blocks(scheme) if form == "standard" else gram_blocks(scheme, torch.float32)
+    for count, rows, cols in ((1, 12, 30), (4, 12, 30), (3, 30, 12), (2, 386, 10)):
+        x = gaussian(count, rows, cols)
+        work = counted(lambda x=x: orthogonalize(x, scheme, form=form, products=BlockedProducts(one_by_one=one_by_one)))
+        assert work == count * orthogonalize_flops(rows, cols, blocks)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("steps", [1, 2, 3, 4, 6, 7])
+def test_formula_for_every_number_of_steps_and_blocks(steps: int, dtype: torch.dtype) -> None:
+    for scheme in (keller(steps), polar_express(steps=steps)):
+        blocks = gram_blocks(scheme, dtype)
+        work = counted(lambda scheme=scheme: orthogonalize(gaussian(10, 24), scheme, form="gram", dtype=dtype))
+        assert work == orthogonalize_flops(10, 24, blocks)
+
+
+def test_formula_written_out() -> None:
+    # Standard: per step X·Xᵀ, R², and the product that applies them. Gram, one block: X·Xᵀ and Q·X once, 4·5 − 3 products.
+    n, m = 10, 24
+    assert orthogonalize_flops(n, m, (1,) * 5) == 5 * (2 * n * n * m + 2 * n**3 + 2 * n * n * m)
+    assert orthogonalize_flops(n, m, (5,)) == 4 * n * n * m + 17 * 2 * n**3
+    assert orthogonalize_flops(n, m, (2, 3)) == 2 * 4 * n * n * m + 14 * 2 * n**3
+    assert orthogonalize_flops(m, n, (2, 3)) == orthogonalize_flops(n, m, (2, 3))
+
+
+@given(n=st.integers(1, 5000))
+def test_panels_cover_the_lower_triangle_once(n: int) -> None:
+    panels = symmetric_panels(n)
+    assert panels[0][0] == 0
+    assert panels[-1][1] == n
+    assert all(stop == start for (_, stop), (start, _) in pairwise(panels))
+    heights = [stop - start for start, stop in panels]
+    assert min(heights) >= 1
+    if n < 384:
+        assert len(panels) == 1
+    else:
+        assert len(panels) == -(-n // PANEL)
+        assert max(heights) - min(heights) <= 64  # even, but for edges on multiples of 32
+        assert all(start % 32 == 0 for start, _ in panels)
+
+
+@given(n=st.integers(1, 3000), k=st.integers(1, 3000))
+def test_symmetric_flops_lie_between_half_and_all(n: int, k: int) -> None:
+    flops = symmetric_flops(n, k)
+    assert n * n * k < flops <= 2 * n * n * k
+    assert (flops == 2 * n * n * k) == (n < 384)
+    # Panels of height h compute (n + h)/2 columns on average.
+    assert flops == pytest.approx(n * (n + n / len(symmetric_panels(n))) * k, rel=0.03)
+
+
+def test_the_threshold_of_blocking() -> None:
+    assert symmetric_panels(383) == ((0, 383),)
+    assert len(symmetric_panels(384)) > 1
+
+
+@given(rows=st.integers(1, 2000), cols=st.integers(1, 2000), bf16=st.booleans())
+def test_the_cheaper_form_is_chosen(rows: int, cols: int, bf16: bool) -> None:
+    scheme, dtype = polar_express(), torch.bfloat16 if bf16 else torch.float32
+    candidates = [standard_blocks(scheme), gram_blocks(scheme, dtype)]
+    chosen = choose_blocks(rows, cols, scheme, dtype)
+    assert chosen in candidates
+    assert orthogonalize_flops(rows, cols, chosen) == min(orthogonalize_flops(rows, cols, blocks) for blocks in candidates)
+
+
+def test_long_matrices_take_the_gram_form_and_short_ones_the_standard() -> None:
+    scheme = polar_express()
+    assert choose_blocks(64, 64, scheme, torch.float32) == (1,) * 5
+    assert choose_blocks(64, 256, scheme, torch.float32) == gram_blocks(scheme, torch.float32)
+    assert choose_blocks(256, 64, scheme, torch.float32) == gram_blocks(scheme, torch.float32)

@@ -1,0 +1,512 @@
+"""orthogonalize: what it makes of singular values and vectors, at any scale, shape and memory layout.
+
+The oracle is U·f(S/‖S‖)·Vᵀ from ``torch.linalg.svd`` in float64. Distances are spectral norms, so a bound on one bounds the
+error of every singular value and of the subspaces that belong to them.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.profiler import ProfilerActivity, profile
+
+from meshmuon import ConfigError
+from meshmuon.ortho import (
+    Scheme,
+    Workspace,
+    choose_blocks,
+    default_compute_dtype,
+    gram_blocks,
+    keller,
+    orthogonalize,
+    polar_express,
+)
+from meshmuon.ortho.kernels import BlockedProducts, FunctionalProducts
+from meshmuon.ortho.remez import Quintic
+
+from .oracle import (
+    SPECTRA,
+    apply_steps,
+    expected,
+    gaussian,
+    highest,
+    largest_singular_value,
+    of_kind,
+    spectral_distance,
+    with_spectrum,
+)
+
+FORMS = ("standard", "gram")
+SCHEMES = {"polar_express": polar_express(), "keller": keller()}
+SHAPES = ((5, 9), (16, 16), (48, 96), (96, 48), (64, 64))
+
+# float32. The standard form touches X at every step, so its rounding is that of a few products, times the steepness of the
+# polynomial at 0 (about 1000 for polar_express). The Gram form also rounds R = X·Xᵀ, relative to its largest eigenvalue,
+# and that hurts more the further the singular values are apart.
+STANDARD_BOUND = 1e-4
+GRAM_BOUND = {"random": 1e-3, "log": 3e-2, "linear": 1e-2, "rank8": 2e-3, "spike2": 3e-2, "spike3": 5e-2}
+
+
+def bound(form: str, kind: str) -> float:
+    return STANDARD_BOUND if form == "standard" else GRAM_BOUND[kind]
+
+
+def sorted_singular_values(x: Tensor) -> Tensor:
+    return torch.linalg.svdvals(x.double()).sort().values
+
+
+# Singular values and vectors
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("name", SCHEMES)
+@pytest.mark.parametrize("kind", SPECTRA)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_singular_values_and_vectors(shape: tuple[int, int], kind: str, name: str, form: str) -> None:
+    x, scheme = of_kind(kind, *shape), SCHEMES[name]
+    result = orthogonalize(x, scheme, form=form)
+    assert spectral_distance(result, expected(x, scheme.steps)) < bound(form, kind)
+    singular = torch.linalg.svdvals(x.double())
+    wanted = apply_steps(scheme.steps, singular / singular.norm()).abs().sort().values
+    torch.testing.assert_close(sorted_singular_values(result), wanted, rtol=0, atol=bound(form, kind))
+
+
+@pytest.mark.parametrize(("shape", "kind"), [((390, 400), kind) for kind in SPECTRA] + [((400, 390), "log")], ids=str)
+def test_sizes_whose_symmetric_products_are_blocked(shape: tuple[int, int], kind: str) -> None:
+    # A mirrored triangle takes half of its rounding from the transposed product, whose small directions are less exact.
+    x, scheme = of_kind(kind, *shape), polar_express()
+    wanted = expected(x, scheme.steps)
+    for form in FORMS:
+        result = orthogonalize(x, scheme, form=form)
+        limit = STANDARD_BOUND if form == "standard" else 0.13 if kind.startswith("spike") else 0.03
+        assert spectral_distance(result, wanted) < limit
+        assert largest_singular_value(result) < 1.05 * highest(scheme.steps)
+
+
+@settings(max_examples=60, deadline=None)
+@given(rows=st.integers(1, 40), cols=st.integers(1, 40), count=st.integers(1, 3), seed=st.integers(0, 10**6))
+def test_any_shape(rows: int, cols: int, count: int, seed: int) -> None:
+    x, scheme = gaussian(count, rows, cols, seed=seed), polar_express()
+    wanted = torch.stack([expected(matrix, scheme.steps) for matrix in x])
+    assert spectral_distance(orthogonalize(x, scheme, form="standard"), wanted) < STANDARD_BOUND
+    assert spectral_distance(orthogonalize(x, scheme, form="gram"), wanted) < 0.1
+    assert spectral_distance(orthogonalize(x, scheme), wanted) < 0.1
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("kind", SPECTRA)
+def test_float64_is_computed_in_float64(kind: str, form: str) -> None:
+    x, scheme = of_kind(kind, 24, 40, dtype=torch.float64), polar_express()
+    result = orthogonalize(x, scheme, form=form)
+    assert result.dtype == torch.float64
+    # The float32 bounds, 2^29 times smaller.
+    assert spectral_distance(result, expected(x, scheme.steps)) < 10 * bound(form, kind) * 2**-29
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("scheme", [polar_express(steps=10), polar_express(1e-3, 10, 0.0, 0.0)], ids=lambda s: s.source)
+@pytest.mark.parametrize("shape", [(8, 8), (32, 64), (64, 32)], ids=str)
+@pytest.mark.parametrize("spread", ["log", "linear", "halves"])
+def test_ten_polar_express_steps_give_the_polar_factor(spread: str, shape: tuple[int, int], scheme: Scheme, form: str) -> None:
+    n = min(shape)
+    singular = {
+        "log": torch.logspace(0, -2.3, n),
+        "linear": torch.linspace(1, 0.01, n),
+        "halves": torch.cat([torch.ones(n // 2), torch.full((n // 2,), 0.01)]),
+    }[spread].double()
+    x = with_spectrum(singular, *shape)
+    u, s, vh = torch.linalg.svd(x.double(), full_matrices=False)
+    assert float(s[-1] / s.norm()) > 2e-3
+    result = orthogonalize(x, scheme, form=form).double()
+    assert float((result - u @ vh).abs().max()) < 1e-5
+    assert float((torch.linalg.svdvals(result) - 1).abs().max()) < 5e-6
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("scheme", [polar_express(steps=10), polar_express(1e-3, 10, 0.0, 0.0)], ids=lambda s: s.source)
+def test_ten_polar_express_steps_at_the_bound(scheme: Scheme, form: str) -> None:
+    # Rounding the input alone, by 2^-24 of its norm, moves the polar factor by 2^-24 over the smallest singular value.
+    x = with_spectrum(torch.cat([torch.ones(1), torch.full((31,), 1.01e-3)]).double(), 32, 64)
+    u, s, vh = torch.linalg.svd(x.double(), full_matrices=False)
+    smallest = float(s[-1] / s.norm())
+    assert smallest == pytest.approx(1e-3, rel=0.02)
+    result = orthogonalize(x, scheme, form=form).double()
+    assert spectral_distance(result, u @ vh) < 2**-24 / smallest
+    assert float((torch.linalg.svdvals(result) - 1).abs().max()) < 5e-6
+
+
+@pytest.mark.parametrize("steps", [1, 2, 3, 6, 8])
+def test_every_number_of_steps(steps: int) -> None:
+    x = gaussian(12, 30)
+    for scheme in (keller(steps), polar_express(steps=steps)):
+        for form in ("auto", *FORMS):
+            assert spectral_distance(orthogonalize(x, scheme, form=form), expected(x, scheme.steps)) < 1e-3
+
+
+def test_steps_are_taken_first_to_last() -> None:
+    scheme = Scheme("mixed", (Quintic(3.0, -3.0, 1.0), Quintic(1.5, -0.5, 0.0), Quintic(0.5, 1.0, -0.25)), "here")
+    x = gaussian(12, 30)
+    assert spectral_distance(expected(x, scheme.steps), expected(x, scheme.steps[::-1])) > 0.01
+    for form in FORMS:
+        assert spectral_distance(orthogonalize(x, scheme, form=form), expected(x, scheme.steps)) < 1e-5
+
+
+# The two forms
+
+
+@pytest.mark.parametrize("kind", SPECTRA)
+@pytest.mark.parametrize("name", SCHEMES)
+@pytest.mark.parametrize("shape", [(16, 16), (48, 96), (96, 256)], ids=str)
+def test_standard_and_gram_agree(shape: tuple[int, int], name: str, kind: str) -> None:
+    x, scheme = of_kind(kind, *shape), SCHEMES[name]
+    standard, gram = (orthogonalize(x, scheme, form=form) for form in FORMS)
+    assert spectral_distance(standard, gram) < GRAM_BOUND[kind]
+    assert largest_singular_value(gram) < 1.01 * highest(scheme.steps)
+
+
+@pytest.mark.parametrize("shape", [(16, 16), (16, 24), (16, 200), (200, 16)], ids=str)
+def test_auto_is_one_of_the_forms_bit_for_bit(shape: tuple[int, int]) -> None:
+    x, scheme = gaussian(*shape), polar_express()
+    form = "gram" if choose_blocks(*shape, scheme, torch.float32) == gram_blocks(scheme, torch.float32) else "standard"
+    assert torch.equal(orthogonalize(x, scheme), orthogonalize(x, scheme, form=form))
+
+
+def test_functional_products_give_the_same() -> None:
+    x, scheme = gaussian(2, 12, 30), polar_express()
+    for form in FORMS:
+        result = orthogonalize(x, scheme, form=form, products=FunctionalProducts())
+        torch.testing.assert_close(result, orthogonalize(x, scheme, form=form), rtol=0, atol=1e-4)
+
+
+# Batches
+
+
+@pytest.mark.parametrize("threads", [1], indirect=True)
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize(
+    "shape", [(1, 7), (7, 1), (8, 8), (16, 64), (33, 17), (64, 64), (65, 129), (128, 100), (390, 400)], ids=str
+)
+def test_batch_equals_loop_bit_for_bit_with_one_thread(shape: tuple[int, int], form: str, threads: int) -> None:
+    x, scheme = gaussian(3, *shape), polar_express()
+    loop = torch.stack([orthogonalize(matrix, scheme, form=form) for matrix in x])
+    assert torch.equal(orthogonalize(x, scheme, form=form), loop)
+
+
+@pytest.mark.parametrize("threads", [2], indirect=True)
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("shape", [(1, 7), (8, 8), (64, 64), (65, 129), (128, 100), (390, 400)], ids=str)
+def test_batch_equals_loop_bit_for_bit_one_by_one(shape: tuple[int, int], form: str, threads: int) -> None:
+    x, scheme, products = gaussian(3, *shape), polar_express(), BlockedProducts(one_by_one=True)
+    loop = torch.stack([orthogonalize(matrix, scheme, form=form, products=products) for matrix in x])
+    assert torch.equal(orthogonalize(x, scheme, form=form, products=products), loop)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_matrices_of_a_batch_are_normalised_one_by_one(form: str) -> None:
+    scheme = polar_express()
+    x = torch.stack([gaussian(6, 10, seed=k) * scale for k, scale in enumerate((1.0, 1e-20, 0.0, 1e20))])
+    result = orthogonalize(x, scheme, form=form)
+    for matrix, one in zip(x, result, strict=True):
+        assert spectral_distance(one, expected(matrix, scheme.steps)) < 1e-3
+
+
+# Edges
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("shape", [(1, 1), (1, 2), (1, 50), (50, 1)], ids=str)
+def test_a_single_row_or_column_is_normalised(shape: tuple[int, int], form: str) -> None:
+    x, scheme = gaussian(*shape), polar_express()
+    wanted = scheme(1.0) * x.double() / x.double().norm()
+    assert spectral_distance(orthogonalize(x, scheme, form=form), wanted) < 1e-5
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("shape", [(4, 6), (6, 4), (2, 5, 5), (1, 9)], ids=str)
+def test_zero_stays_zero(shape: tuple[int, ...], form: str, dtype: torch.dtype) -> None:
+    assert torch.equal(orthogonalize(torch.zeros(shape), polar_express(), form=form, dtype=dtype), torch.zeros(shape))
+
+
+@pytest.mark.parametrize("shape", [(0, 5), (5, 0), (0, 3, 4), (2, 0, 4), (2, 4, 0)], ids=str)
+def test_empty_stays_empty(shape: tuple[int, ...]) -> None:
+    out = torch.empty(shape)
+    assert orthogonalize(torch.empty(shape), polar_express()).shape == shape
+    assert orthogonalize(torch.empty(shape), polar_express(), out=out) is out
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("shape", [(6, 10), (2, 9, 7)], ids=str)
+def test_a_power_of_two_changes_no_bit(shape: tuple[int, ...], form: str) -> None:
+    x = gaussian(*shape)
+    result = orthogonalize(x, polar_express(), form=form)
+    for exponent in (-100, -30, 1, 30, 100):
+        assert torch.equal(orthogonalize(x * 2.0**exponent, polar_express(), form=form), result)
+    assert torch.equal(orthogonalize(-x, polar_express(), form=form), -result)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("scale", [1e-30, 1e-20, 1e-10, 1e10, 1e20, 1e30, 1e37])
+def test_scale_does_not_matter(scale: float, dtype: torch.dtype) -> None:
+    x, scheme = gaussian(6, 10).clamp(-3, 3), polar_express()
+    for form in FORMS:
+        result = orthogonalize(x * scale, scheme, form=form, dtype=dtype)
+        torch.testing.assert_close(
+            result, orthogonalize(x, scheme, form=form, dtype=dtype), rtol=0, atol=0.05 if dtype == torch.bfloat16 else 1e-4
+        )
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("scale", [1e-38, 1e-40, 1e-42, 1e-44])
+def test_subnormal_inputs(scale: float, dtype: torch.dtype) -> None:
+    # So close to the end of the range the input itself has few digits; they are all used.
+    x, scheme = gaussian(6, 10) * scale, polar_express()
+    assert float(x.abs().max()) > 0
+    for form in FORMS:
+        result = orthogonalize(x, scheme, form=form, dtype=dtype)
+        assert spectral_distance(result, expected(x, scheme.steps)) < (1e-3 if dtype == torch.float32 else 0.15)
+
+
+def test_long_rows_do_not_overflow_in_float16() -> None:
+    # The sum of 70,000 squares of the largest entry is more than float16 can hold.
+    x, scheme = torch.ones(1, 70_000), polar_express()
+    for form in FORMS:
+        result = orthogonalize(x, scheme, form=form, dtype=torch.float16)
+        torch.testing.assert_close(result, torch.full_like(x, scheme(1.0) / math.sqrt(70_000)), rtol=0.02, atol=0)
+
+
+def test_entries_of_very_different_size() -> None:
+    x = torch.zeros(4, 6)
+    x[0, 0], x[1, 1], x[2, 2] = 1e30, 1e29, 1e-30
+    assert spectral_distance(orthogonalize(x, polar_express()), expected(x, polar_express().steps)) < 1e-3
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("poison", [math.nan, math.inf, -math.inf])
+def test_non_finite_numbers_stay_visible_and_in_their_matrix(poison: float, form: str) -> None:
+    x = gaussian(3, 6, 10)
+    clean = orthogonalize(x, polar_express(), form=form)
+    x[1, 2, 3] = poison
+    result = orthogonalize(x, polar_express(), form=form)
+    assert not result[1].isfinite().any()
+    assert torch.equal(result[[0, 2]], clean[[0, 2]])
+
+
+# Memory
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("shape", [(6, 10), (3, 6, 10), (2, 10, 6)], ids=str)
+def test_transposed_input_gives_transposed_output(shape: tuple[int, ...], form: str) -> None:
+    x = gaussian(*shape)
+    result = orthogonalize(x, polar_express(), form=form)
+    assert torch.equal(orthogonalize(x.mT, polar_express(), form=form), result.mT)
+    copied = orthogonalize(x.mT.contiguous(), polar_express(), form=form)
+    torch.testing.assert_close(copied, result.mT, rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_transposed_square(form: str) -> None:
+    x = gaussian(12, 12) + 3 * torch.eye(12)
+    result = orthogonalize(x, polar_express(), form=form)
+    torch.testing.assert_close(orthogonalize(x.mT, polar_express(), form=form), result.mT, rtol=0, atol=1e-4)
+
+
+def strided(shape: tuple[int, ...], how: str) -> Tensor:
+    """A tensor of ``shape`` with unusual strides."""
+    if how == "columns":
+        return torch.zeros(*shape[:-2], shape[-1], shape[-2]).mT
+    if how == "slices":
+        return torch.zeros(*shape[:-1], 2 * shape[-1])[..., ::2]
+    if how == "window":
+        return torch.zeros(*shape[:-2], shape[-2] + 3, shape[-1] + 5)[..., 1:-2, 2:-3]
+    return torch.zeros(shape)
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("of_out", ["plain", "columns", "slices", "window"])
+@pytest.mark.parametrize("of_x", ["plain", "columns", "slices", "window"])
+@pytest.mark.parametrize("shape", [(6, 10), (2, 10, 6)], ids=str)
+def test_any_strides(shape: tuple[int, ...], of_x: str, of_out: str, form: str) -> None:
+    values, scheme = gaussian(*shape), polar_express()
+    x, out = strided(shape, of_x).copy_(values), strided(shape, of_out)
+    assert orthogonalize(x, scheme, form=form, out=out) is out
+    assert torch.equal(x, values)
+    torch.testing.assert_close(out, orthogonalize(values, scheme, form=form), rtol=0, atol=1e-4)
+    torch.testing.assert_close(orthogonalize(x, scheme, form=form), out, rtol=0, atol=1e-4)
+    assert orthogonalize(x, scheme, form=form, out=x) is x
+    torch.testing.assert_close(x, out, rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("steps", [4, 5])
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("shape", [(6, 10), (10, 6), (3, 8, 8)], ids=str)
+def test_in_place_equals_out_of_place(shape: tuple[int, ...], form: str, steps: int) -> None:
+    x, scheme = gaussian(*shape), polar_express(steps=steps)
+    result = orthogonalize(x, scheme, form=form)
+    before = x.clone()
+    assert torch.equal(orthogonalize(x, scheme, form=form, out=torch.full_like(x, math.nan)), result)
+    assert torch.equal(x, before)
+    assert orthogonalize(x, scheme, form=form, out=x) is x
+    assert torch.equal(x, result)
+
+
+def test_memory_beside_the_output_is_left_alone() -> None:
+    around = torch.full((9, 15), 7.0)
+    window = around[2:8, 3:13]
+    orthogonalize(gaussian(6, 10), polar_express(), out=window)
+    outside = torch.ones_like(around, dtype=torch.bool)
+    outside[2:8, 3:13] = False
+    assert bool((around[outside] == 7).all())
+
+
+def allocations(function: Any) -> list[int]:
+    """Sizes of all allocations, but for the numbers that torch wraps into tensors of one element."""
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as trace:
+        function()
+    return [event.self_cpu_memory_usage for event in trace.events() if event.self_cpu_memory_usage > 16]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("shape", [(3, 8, 20), (3, 20, 8), (1, 386, 390)], ids=str)
+def test_a_repeated_call_allocates_nothing(shape: tuple[int, ...], form: str, dtype: torch.dtype) -> None:
+    x, workspace = gaussian(*shape, dtype=dtype), Workspace()
+    out = torch.empty_like(x)
+
+    def call(target: Tensor) -> None:
+        orthogonalize(x, polar_express(), form=form, out=target, workspace=workspace)
+
+    assert allocations(lambda: call(out))
+    held = workspace.bytes()
+    assert allocations(lambda: call(out)) == []
+    assert allocations(lambda: call(x)) == []
+    assert workspace.bytes() == held
+
+
+def test_results_do_not_depend_on_what_the_workspace_held() -> None:
+    workspace, scheme = Workspace(), polar_express()
+    for shape in ((12, 30), (3, 40, 8), (1, 5), (12, 30), (2, 9, 9)):
+        for form in FORMS:
+            x = gaussian(*shape)
+            for flat in workspace._flat.values():
+                flat.fill_(math.nan)
+            assert torch.equal(orthogonalize(x, scheme, form=form, workspace=workspace), orthogonalize(x, scheme, form=form))
+
+
+# Precision
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("compute", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
+def test_result_has_the_dtype_of_the_input(dtype: torch.dtype, compute: torch.dtype) -> None:
+    x = with_spectrum(torch.linspace(1, 0.5, 8).double(), 8, 20, dtype=dtype)
+    for form in FORMS:
+        result = orthogonalize(x, keller(), form=form, dtype=compute)
+        assert result.dtype == dtype
+        coarsest = max(torch.finfo(dtype).eps, torch.finfo(compute).eps)
+        assert spectral_distance(result, expected(x, keller().steps)) < 30 * coarsest
+
+
+def test_an_output_may_have_another_dtype() -> None:
+    x = gaussian(6, 10)
+    out = torch.empty(6, 10, dtype=torch.bfloat16)
+    assert orthogonalize(x, keller(), out=out) is out
+    assert torch.equal(out, orthogonalize(x, keller()).bfloat16())
+
+
+def test_compute_dtype_follows_the_device() -> None:
+    cpu, cuda, other = torch.device("cpu"), torch.device("cuda"), torch.device("mps")
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        assert default_compute_dtype(cpu, dtype) == torch.float32
+        assert default_compute_dtype(other, dtype) == torch.float32
+        assert default_compute_dtype(cuda, dtype) == torch.bfloat16
+    assert default_compute_dtype(cuda, torch.float64) == default_compute_dtype(cpu, torch.float64) == torch.float64
+
+
+def test_bfloat16_input_is_computed_in_float32_on_cpu() -> None:
+    x = gaussian(6, 10).bfloat16()
+    assert torch.equal(orthogonalize(x, polar_express()), orthogonalize(x.float(), polar_express()).bfloat16())
+    assert not torch.equal(orthogonalize(x, polar_express()), orthogonalize(x, polar_express(), dtype=torch.bfloat16))
+
+
+@pytest.mark.parametrize(("dtype", "limit"), [(torch.bfloat16, 0.1), (torch.float16, 0.04)])
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("name", SCHEMES)
+def test_sixteen_bits_are_near_where_singular_values_are_large(name: str, form: str, dtype: torch.dtype, limit: float) -> None:
+    # Singular values of at least 0.1 of the largest: a rounding of 2^-8 (2^-11) is amplified about ten times.
+    for shape in ((24, 24), (40, 96)):
+        x, scheme = with_spectrum(torch.linspace(1, 0.1, min(shape)).double(), *shape), SCHEMES[name]
+        assert spectral_distance(orthogonalize(x, scheme, form=form, dtype=dtype), expected(x, scheme.steps)) < limit
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("name", SCHEMES)
+def test_no_overshoot_on_adversarial_spectra(name: str, form: str, dtype: torch.dtype) -> None:
+    scheme = SCHEMES[name]
+    for kind in SPECTRA:
+        for shape in ((32, 32), (64, 160)):
+            result = orthogonalize(of_kind(kind, *shape), scheme, form=form, dtype=dtype)
+            assert largest_singular_value(result) < 1.05 * highest(scheme.steps), (kind, shape)
+
+
+# Callables and bad input
+
+
+def test_a_callable_gets_a_batch_and_gives_the_result() -> None:
+    seen: list[tuple[int, ...]] = []
+
+    def polar(batch: Tensor) -> Tensor:
+        seen.append(tuple(batch.shape))
+        u, _, vh = torch.linalg.svd(batch, full_matrices=False)
+        return u @ vh
+
+    x = gaussian(10, 6)
+    u, _, vh = torch.linalg.svd(x, full_matrices=False)
+    torch.testing.assert_close(orthogonalize(x, polar), u @ vh)
+    assert orthogonalize(x, polar, out=x) is x
+    torch.testing.assert_close(x, u @ vh)
+    assert orthogonalize(gaussian(2, 4, 5), polar).shape == (2, 4, 5)
+    assert seen == [(1, 10, 6), (1, 10, 6), (2, 4, 5)]
+
+
+def test_a_callable_must_keep_the_shape() -> None:
+    with pytest.raises(ConfigError, match="shape"):
+        orthogonalize(gaussian(2, 4, 5), lambda batch: batch[:, :1])
+
+
+@pytest.mark.parametrize("shape", [(), (5,), (1, 2, 3, 4)], ids=str)
+def test_refuses_what_is_no_matrix(shape: tuple[int, ...]) -> None:
+    with pytest.raises(ConfigError, match=r"takes \(rows, cols\) or \(batch, rows, cols\), got shape"):
+        orthogonalize(torch.zeros(shape), keller())
+
+
+def test_refuses_an_unknown_form() -> None:
+    with pytest.raises(ConfigError, match=r"form='fast' is unknown; write one of \('auto', 'standard', 'gram'\)"):
+        orthogonalize(gaussian(4, 6), keller(), form="fast")
+
+
+@pytest.mark.parametrize("shape", [(6, 4), (4, 7), (2, 6), (1, 4, 6), (24,)], ids=str)
+def test_refuses_an_output_of_another_shape(shape: tuple[int, ...]) -> None:
+    with pytest.raises(ConfigError, match="out"):
+        orthogonalize(gaussian(4, 6), keller(), out=torch.zeros(shape))
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.bool, torch.complex64])
+def test_refuses_what_is_not_floating_point(dtype: torch.dtype) -> None:
+    with pytest.raises(ConfigError, match="floating point"):
+        orthogonalize(torch.ones(4, 6, dtype=dtype), keller())
+
+
+def test_a_parameter_may_be_passed_as_it_is() -> None:
+    weight = torch.nn.Parameter(gaussian(4, 6))
+    result = orthogonalize(weight, keller())
+    assert not result.requires_grad
+    assert torch.equal(result, orthogonalize(weight.detach(), keller()))

@@ -1,0 +1,113 @@
+"""Scratch memory: shared by name, never by accident, and known beforehand."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from meshmuon.ortho import (
+    Workspace,
+    choose_blocks,
+    gram_blocks,
+    keller,
+    orthogonalize,
+    polar_express,
+    reserve_scratch,
+    scratch_bytes,
+    standard_blocks,
+)
+
+from .oracle import gaussian
+
+CPU = torch.device("cpu")
+
+
+def test_one_name_is_one_memory_and_two_names_are_two() -> None:
+    workspace = Workspace()
+    first = workspace.take("a", (2, 3), torch.float32, CPU)
+    again = workspace.take("a", (3, 2), torch.float32, CPU)
+    other = workspace.take("b", (2, 3), torch.float32, CPU)
+    wider = workspace.take("a", (2, 3), torch.float64, CPU)
+    assert first.shape == (2, 3)
+    assert first.is_contiguous()
+    assert first.data_ptr() == again.data_ptr()
+    assert len({first.data_ptr(), other.data_ptr(), wider.data_ptr()}) == 3
+    assert (first.dtype, wider.dtype) == (torch.float32, torch.float64)
+
+
+def test_grows_to_the_largest_request_and_keeps_it() -> None:
+    workspace = Workspace()
+    assert workspace.bytes() == 0
+    workspace.take("a", (4,), torch.float32, CPU)
+    assert workspace.bytes() == 16
+    workspace.take("a", (10, 10), torch.float32, CPU)
+    assert workspace.bytes() == 400
+    small = workspace.take("a", (5,), torch.float32, CPU)
+    assert (small.shape, workspace.bytes()) == ((5,), 400)
+    workspace.take("b", (3,), torch.bfloat16, CPU)
+    assert workspace.bytes() == 406
+    workspace.clear()
+    assert workspace.bytes() == 0
+
+
+def test_an_empty_request_is_served() -> None:
+    assert Workspace().take("a", (0, 5), torch.float32, CPU).shape == (0, 5)
+
+
+@pytest.mark.parametrize("form", ["standard", "gram", "auto"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("shape", [(3, 6, 14), (2, 14, 6), (1, 5, 5)], ids=str)
+def test_reserved_scratch_never_grows(shape: tuple[int, int, int], dtype: torch.dtype, form: str) -> None:
+    x, scheme, workspace = gaussian(*shape), polar_express(), Workspace()
+    reserve_scratch(x, scheme, form=form, dtype=dtype, workspace=workspace)
+    before = {key: flat.data_ptr() for key, flat in workspace._flat.items()}
+    orthogonalize(x, scheme, form=form, dtype=dtype, out=x, workspace=workspace)
+    assert {key: flat.data_ptr() for key, flat in workspace._flat.items()} == before
+
+
+def test_a_callable_reserves_nothing() -> None:
+    workspace = Workspace()
+    reserve_scratch(gaussian(2, 3, 4), lambda batch: batch, form="auto", dtype=torch.float32, workspace=workspace)
+    assert workspace.bytes() == 0
+
+
+@pytest.mark.parametrize("result_dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("shape", [(6, 14), (14, 6), (20, 20)], ids=str)
+def test_scratch_bytes_are_what_the_gram_form_takes(
+    shape: tuple[int, int], dtype: torch.dtype, result_dtype: torch.dtype
+) -> None:
+    scheme, count, workspace = polar_express(), 3, Workspace()
+    assert max(gram_blocks(scheme, dtype)) > 1
+    reserve_scratch(gaussian(count, *shape, dtype=result_dtype), scheme, form="gram", dtype=dtype, workspace=workspace)
+    numbers = workspace.bytes() - count * scratch_bytes(*shape, dtype, result_dtype)
+    assert 0 <= numbers <= 4 * 8 * count  # a few single numbers per matrix
+
+
+def test_scratch_bytes_written_out() -> None:
+    n, m = 6, 14
+    assert scratch_bytes(n, m, torch.float32, torch.float32) == 4 * (n * m + 5 * n * n)
+    assert scratch_bytes(m, n, torch.bfloat16, torch.float32) == 2 * (2 * n * m + 5 * n * n)
+
+
+def test_standard_form_takes_less() -> None:
+    x, scheme = gaussian(2, 8, 12), keller()
+    sizes = []
+    for form in ("standard", "gram"):
+        workspace = Workspace()
+        orthogonalize(x, scheme, form=form, workspace=workspace)
+        sizes.append(workspace.bytes())
+    assert sizes[0] < sizes[1]
+    assert choose_blocks(8, 12, scheme, torch.float32) in (standard_blocks(scheme), gram_blocks(scheme, torch.float32))
+
+
+def test_one_workspace_serves_several_shapes_and_dtypes_in_turn() -> None:
+    workspace, scheme = Workspace(), polar_express()
+    for _ in range(2):
+        for shape, dtype in (((4, 9), torch.float32), ((2, 7, 7), torch.float64), ((3, 2), torch.bfloat16)):
+            x = gaussian(*shape).to(dtype)
+            result = orthogonalize(x, scheme, workspace=workspace)
+            assert torch.equal(result, orthogonalize(x, scheme))
+            assert not math.isnan(float(result.float().sum()))
