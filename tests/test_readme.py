@@ -18,9 +18,7 @@ def python_blocks(page: Path) -> list[str]:
 EXAMPLES = [(page, k, block) for page in PAGES for k, block in enumerate(python_blocks(page))]
 
 
-@pytest.mark.parametrize(
-    ("page", "block"), [pytest.param(page, block, id=f"{page.name}-{k}") for page, k, block in EXAMPLES]
-)
+@pytest.mark.parametrize(("page", "block"), [pytest.param(page, block, id=f"{page.name}-{k}") for page, k, block in EXAMPLES])
 def test_example_runs(page: Path, block: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     exec(compile(block, f"{page.name}", "exec"), {"__name__": "__main__"})

@@ -202,7 +202,7 @@ def _by(things: Iterable[_T], key: Callable[[_T], _K]) -> list[tuple[_K, list[_T
 def _orthogonaliser(stage: Tensor, first: Work, workspace: Workspace, settings: ExecutorSettings) -> Callable[[], None]:
     """What orthogonalises ``stage`` in place: eager with reused buffers, a CUDA graph of that, or compiled."""
     scheme, dtype, form = first.scheme, first.compute_dtype, settings.form
-    if settings.compile:
+    if settings.compile and stage.numel():
         return _compiled(stage, scheme, dtype, settings)
     products = products_for(stage.device, deterministic=settings.deterministic)
 

@@ -14,7 +14,7 @@ from itertools import pairwise
 
 __all__ = ["PANEL", "orthogonalize_flops", "symmetric_flops", "symmetric_panels"]
 
-PANEL = 192
+PANEL = 128
 _ALIGN = 32
 _SMALLEST_SPLIT = 384
 

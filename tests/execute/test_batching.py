@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from meshmuon import Muon
 from tests.optim.reference import LR, Shape, assert_same_bits, copies, gradients, group, make_params, run
@@ -72,6 +73,27 @@ def test_two_threads_when_deterministic(options: dict[str, Any]) -> None:
 def test_two_threads_blocked_products_when_deterministic() -> None:
     expected = results(BLOCKED, 1, deterministic=True)
     assert_same_bits(results(BLOCKED, 1, deterministic=True, chunk_size=1), expected)
+
+
+class Products(TorchDispatchMode):
+    """Notes how many matrices each product multiplies at once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sizes: set[int] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if "bmm" in func.name() and args[-1].dtype == torch.float32:  # float64 is where the form is chosen
+            self.sizes.add(args[-1].size(0))
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(("deterministic", "sizes"), [(True, {1}), (False, {3})])
+def test_deterministic_multiplies_matrices_one_by_one(deterministic: bool, sizes: set[int]) -> None:
+    """Whether batched products differ depends on the machine's BLAS; that there are none does not."""
+    with Products() as products:
+        results(((8, 12),) * 3, deterministic=deterministic)
+    assert products.sizes == sizes
 
 
 @pytest.mark.usefixtures("two_threads")

@@ -1,7 +1,7 @@
 """Breaks the package one line at a time and counts what the tests catch.
 
     python tests/mutation/run.py                       the curated list and a sample of the systematic mutations
-    python tests/mutation/run.py --only ortho          only files (or texts) that contain "ortho"
+    python tests/mutation/run.py --only ortho lr.py    only mutants whose file or change contains one of these texts
     python tests/mutation/run.py --list --sample 0     show the curated list
 
 Each mutant is a temporary copy of the package and the tests with one change, on which the tests that belong to the changed file
@@ -220,7 +220,9 @@ def report(verdicts: Sequence[Verdict], equivalent: Sequence[tuple[Mutant, Equiv
 
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", default="", metavar="TEXT", help="only mutants whose file or change contains TEXT")
+    parser.add_argument(
+        "--only", nargs="+", default=[""], metavar="TEXT", help="only mutants whose file or change contains a TEXT"
+    )
     parser.add_argument("--kind", choices=("both", "curated", "systematic"), default="both")
     parser.add_argument("--sample", type=int, default=60, metavar="N", help="how many systematic mutants, -1 for all (60)")
     parser.add_argument("--seed", type=int, default=0, help="of the sample")
@@ -235,7 +237,7 @@ def main() -> int:
     options = parse()
 
     def wanted(mutant: Mutant) -> bool:
-        return options.only in str(mutant)
+        return any(text in str(mutant) for text in options.only)
 
     mutants = [one for one in curated_mutants() if wanted(one)] if options.kind != "systematic" else []
     equivalent: list[tuple[Mutant, Equivalent]] = []

@@ -212,12 +212,15 @@ def test_bfloat16_momentum_is_rounded_once_a_step() -> None:
     assert_same_bits([buffer], [gradients(params, 0)[0].bfloat16()])
 
 
-def test_mixed_dtypes_share_an_optimizer() -> None:
+@pytest.mark.parametrize("compute_dtype", [None, torch.float32, torch.bfloat16], ids=str)
+def test_mixed_dtypes_share_an_optimizer(compute_dtype: torch.dtype | None) -> None:
+    """Parameters of one shape but other dtypes never share a buffer, even when their products have one dtype."""
     dtypes = (torch.float32, torch.float64, torch.bfloat16, torch.float32)
     params = [make_params((8, 12), dtype=dtype, seed=k)[0] for k, dtype in enumerate(dtypes)]
     alone = copies(params)
-    optimizer = muon(params, deterministic=True)
-    singles = [muon([param], deterministic=True) for param in alone]
+    options: dict[str, Any] = {"deterministic": True, "compute_dtype": compute_dtype}
+    optimizer = muon(params, **options)
+    singles = [muon([param], **options) for param in alone]
     for step in range(3):
         set_gradients(params, gradients(params, step))
         for own, param, single in zip(params, alone, singles, strict=True):

