@@ -8,9 +8,13 @@ of one run. Before timing, all contenders must have computed the same update.
 
 from __future__ import annotations
 
+import os
+
+# Some virtual machines advertise AMX but trap its instructions, which kills bfloat16 products on CPU.
+os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX10_1_512")
+
 import argparse
 import json
-import os
 import platform
 import statistics
 import time
@@ -84,7 +88,7 @@ def check_same_update(contenders: dict[str, tuple[list[Tensor], Callable[[], Non
     before = [p.detach().clone() for p in first]
     for _, step in contenders.values():
         step()
-    largest = max(float((p - b).abs().max()) for p, b in zip(first, before, strict=True))
+    largest = max(float((p - b).detach().abs().max()) for p, b in zip(first, before, strict=True))
     return {
         name: max(float((p - q).detach().abs().max()) for p, q in zip(params, first, strict=True)) / largest
         for name, (params, _) in contenders.items()
@@ -114,6 +118,11 @@ def memory_of_step(step: Callable[[], None]) -> dict[str, int]:
             peak = max(peak, now)
             large += event.nbytes() > 64
     return {"allocations": large, "peak_bytes": peak}
+
+
+def state_bytes(shapes: list[tuple[int, int]]) -> int:
+    """One float32 momentum buffer per matrix: what the first step allocates to keep, for every contender."""
+    return sum(4 * rows * cols for rows, cols in shapes)
 
 
 def summarise(times: dict[str, dict[str, list[float]]], same: dict[str, float], memory: dict[str, list[dict[str, int]]]) -> dict:
@@ -205,6 +214,7 @@ def main() -> None:
         "layers": options.layers,
         "width": options.width,
         "rounds": options.rounds,
+        "state_bytes": state_bytes(gpt_matrices(options.layers, options.width)),
         "contenders": rows,
     }
     options.out.parent.mkdir(parents=True, exist_ok=True)

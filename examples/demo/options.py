@@ -102,11 +102,11 @@ def add_optimizer_options(parser: argparse.ArgumentParser) -> None:
     lr = number(0)
     decay = number(0, or_equal=True)
     group = parser.add_argument_group("optimizers")
-    group.add_argument("--lr", type=lr, default=8e-3, help="peak lr of meshmuon")
+    group.add_argument("--lr", type=lr, default=1.6e-2, help="peak lr of meshmuon")
     group.add_argument("--adam-part-lr", type=lr, help="peak lr of meshmuon's AdamW part (default: the same as --lr)")
     group.add_argument("--adamw-lr", type=lr, default=2e-3, help="peak lr of the AdamW baseline")
-    group.add_argument("--weight-decay", type=decay, default=0.1, help="weight decay of both optimizers")
-    group.add_argument("--adamw-weight-decay", type=decay, help="weight decay of the baseline (default: --weight-decay)")
+    group.add_argument("--weight-decay", type=decay, default=0.1, help="weight decay of meshmuon")
+    group.add_argument("--adamw-weight-decay", type=decay, default=1.0, help="weight decay of the AdamW baseline")
     group.add_argument("--momentum", type=number(0, 1, or_equal=True), default=0.95, help="meshmuon's momentum")
     group.add_argument("--ns-steps", type=whole(1), default=5, help="Newton–Schulz steps of meshmuon")
     group.add_argument("--scheme", choices=SCHEMES, default=SCHEMES[0], help="Newton–Schulz coefficients")
@@ -145,12 +145,11 @@ def train_config(args: argparse.Namespace) -> TrainConfig:
 
 def optimizer_config(args: argparse.Namespace) -> OptimizerConfig:
     """The hyperparameters asked for."""
-    baseline_decay = args.weight_decay if args.adamw_weight_decay is None else args.adamw_weight_decay
     return OptimizerConfig(
         lr=args.lr,
         adamw_lr=args.adamw_lr,
         weight_decay=args.weight_decay,
-        adamw_weight_decay=baseline_decay,
+        adamw_weight_decay=args.adamw_weight_decay,
         adam_part_lr=args.adam_part_lr,
         momentum=args.momentum,
         ns_steps=args.ns_steps,
