@@ -17,6 +17,8 @@ help: ## list the targets
 train: $(STAMP) ## train a small GPT with meshmuon beside AdamW; leaves a report in runs/ (ARGS="--help" for options)
 	$(BIN)/python examples/train_gpt.py $(ARGS)
 
+# Two test processes share two cores: threads that wait must sleep, not spin.
+test: export OMP_WAIT_POLICY ?= passive
 test: $(STAMP) ## run the tests (ARGS="-k name" to select)
 	$(BIN)/python -m pytest -n 2 $(ARGS)
 

@@ -46,7 +46,7 @@ def parser() -> argparse.ArgumentParser:
         "--weight-decays",
         type=options.number(0, or_equal=True),
         nargs="+",
-        help="weight decays (default: --weight-decay)",
+        help="weight decays (default: --weight-decay or --adamw-weight-decay)",
     )
     group.add_argument(
         "--schemes",
@@ -64,7 +64,8 @@ def parser() -> argparse.ArgumentParser:
 
 def combinations(args: argparse.Namespace) -> list[Row]:
     """One row for each run to be done, without its result."""
-    decays = args.weight_decays or [args.weight_decay]
+    own_decay = args.weight_decay if args.optimizer == "muon" else args.adamw_weight_decay
+    decays = args.weight_decays or [own_decay]
     schemes = (args.schemes or [args.scheme]) if args.optimizer == "muon" else [None]
     seeds = args.seeds or [args.seed]
     return [

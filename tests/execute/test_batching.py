@@ -71,8 +71,9 @@ def test_two_threads_when_deterministic(options: dict[str, Any]) -> None:
 
 @pytest.mark.usefixtures("two_threads")
 def test_two_threads_blocked_products_when_deterministic() -> None:
-    expected = results(BLOCKED, 1, deterministic=True)
-    assert_same_bits(results(BLOCKED, 1, deterministic=True, chunk_size=1), expected)
+    """One Newton–Schulz step: threads that wait for each other are slow on a busy machine."""
+    options: dict[str, Any] = {"deterministic": True, "ns_steps": 1}
+    assert_same_bits(results(BLOCKED, 1, chunk_size=1, **options), results(BLOCKED, 1, **options))
 
 
 class Products(TorchDispatchMode):
