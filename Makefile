@@ -27,7 +27,7 @@ lint: $(STAMP) ## ruff and mypy --strict
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-bench: $(STAMP) ## compare one optimizer step with torch.optim.Muon; writes benchmarks/results/
+bench: $(STAMP) ## compare one optimizer step with torch.optim.Muon; writes runs/bench/
 	$(BIN)/python benchmarks/single_device.py $(ARGS)
 
 mutants: $(STAMP) ## break the maths one line at a time and count what the tests catch

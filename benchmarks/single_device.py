@@ -31,7 +31,6 @@ from torch import Tensor
 
 from meshmuon import Muon
 
-RESULTS = Path(__file__).parent / "results"
 LR = 1e-3
 
 
@@ -193,7 +192,9 @@ def main() -> None:
     parser.add_argument(
         "--no-bf16", action="store_true", help="leave out torch.optim.Muon as shipped, which is slow on most CPUs"
     )
-    parser.add_argument("--out", type=Path, default=RESULTS / "single_device.json")
+    parser.add_argument(
+        "--out", type=Path, default=Path("runs/bench/single_device.json"), help="where the figures go; the plot beside"
+    )
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     names = CONTENDERS[:-1] if options.no_bf16 else CONTENDERS

@@ -80,7 +80,9 @@ def add_train_options(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("training")
     group.add_argument("--steps", type=whole(1), default=250, help="steps of each run")
     group.add_argument("--batch-size", type=whole(1), default=16, help="sequences per step, over all processes")
-    group.add_argument("--warmup-steps", type=whole(0), default=20, help="steps of linear lr warm-up")
+    group.add_argument(
+        "--warmup-steps", type=whole(0), help="steps of linear lr warm-up (default: 20, less in a run of under 200 steps)"
+    )
     group.add_argument("--schedule", choices=SCHEDULES, default="linear", help="lr decay after the warm-up")
     group.add_argument(
         "--grad-clip",
@@ -129,12 +131,13 @@ def model_config(args: argparse.Namespace) -> ModelConfig:
 
 def train_config(args: argparse.Namespace) -> TrainConfig:
     """The training asked for; `ValueError` if nothing would be left after the warm-up."""
-    if args.warmup_steps >= args.steps:
-        raise ValueError(f"--warmup-steps {args.warmup_steps} must be smaller than --steps {args.steps}")
+    warmup_steps = min(20, args.steps // 10) if args.warmup_steps is None else args.warmup_steps
+    if warmup_steps >= args.steps:
+        raise ValueError(f"--warmup-steps {warmup_steps} must be smaller than --steps {args.steps}")
     return TrainConfig(
         steps=args.steps,
         batch_size=args.batch_size,
-        warmup_steps=args.warmup_steps,
+        warmup_steps=warmup_steps,
         schedule=args.schedule,
         grad_clip=args.grad_clip,
         eval_every=args.eval_every,

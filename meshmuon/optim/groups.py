@@ -35,6 +35,20 @@ _RIGHT_CALL = (
 )
 
 
+_WHOLE_OPTIMIZER = (
+    "debug",
+    "clip_config",
+    "warmup_step",
+    "chunk_size",
+    "use_distributed_muon",
+    "memory_budget",
+    "form",
+    "deterministic",
+    "compile",
+    "cuda_graphs",
+)
+
+
 def normalise_params(params: object) -> list[dict[str, Any]]:
     """Accepts an iterable of groups and nothing else, with a message that shows the right call."""
     if isinstance(params, (Tensor, Mapping)) or not isinstance(params, Iterable):
@@ -56,6 +70,11 @@ def normalise_group(group: Mapping[str, Any], index: int) -> dict[str, Any]:
     group = dict(group)
     if not isinstance(group.get("use_muon"), bool):
         raise ConfigError(f"group {index} needs use_muon=True or use_muon=False, it has {sorted(map(str, group))}. {_RIGHT_CALL}")
+    for key in _WHOLE_OPTIMIZER:
+        if key in group:
+            raise ConfigError(
+                f"group {index}: {key} holds for the whole optimizer: write Muon(groups, {key}=...), not in a group."
+            )
     if "params" not in group:
         raise ConfigError(f'group {index} has no "params". {_RIGHT_CALL}')
     params = group["params"]

@@ -39,8 +39,9 @@ class Muon(torch.optim.Optimizer):
        matrices of one shape at once, within ``memory_budget``;
     3. ``p ← p·(1 − lr·weight_decay) − lr·adjust_lr_fn(rows, cols)·update``.
 
-    Groups with ``use_muon=False`` take ``torch.optim.AdamW``'s fused step. Every group may override every argument
-    up to ``expert_keys`` that concerns its own parameters; groups are read at every step.
+    Groups with ``use_muon=False`` take ``torch.optim.AdamW``'s fused step. A group may carry its own lr, momentum, nesterov,
+    ns_steps, weight_decay, betas, eps, none_grad, expert_keys, scheme, adjust_lr_fn, maximize, conv, compute_dtype and
+    momentum_dtype; groups are read at every step.
 
     Args:
         params: groups, each with ``params``, ``use_muon`` and, best, ``names``; see ``get_default_muon_param_groups``.

@@ -295,3 +295,10 @@ def test_a_refused_group_is_not_added() -> None:
             optimizer.add_param_group(bad)
     assert len(optimizer.param_groups) == 1
     run(optimizer, params, [0])
+
+
+@pytest.mark.parametrize("key", ["debug", "chunk_size", "form", "memory_budget", "compile", "warmup_step"])
+def test_options_of_the_whole_optimizer_in_a_group(key: str) -> None:
+    group = {"params": [torch.nn.Parameter(torch.randn(4, 4))], "use_muon": True, key: 1}
+    with pytest.raises(ConfigError, match=f"group 0: {key} holds for the whole optimizer"):
+        Muon([group])

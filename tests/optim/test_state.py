@@ -61,6 +61,20 @@ def test_a_resumed_run_has_the_bits_of_an_uninterrupted_one(options: dict[str, A
         assert_same_bits(fresh.state[a].values(), uninterrupted.state[b].values())
 
 
+def test_a_scheme_given_to_a_group_survives_the_disk() -> None:
+    """Whoever loads with weights_only=True reads plain numbers only."""
+    params = make_params((8, 12), (6, 4))
+    optimizer = Muon([group(params[:1], scheme=keller(3), ns_steps=3)], lr=LR)
+    optimizer.add_param_group(group(params[1:], prefix="late", scheme=keller(2), ns_steps=2))
+    run(optimizer, params, [0])
+    twins = copies(params)
+    fresh = Muon([group(twins[:1]), group(twins[1:], prefix="late")], lr=LR)
+    fresh.load_state_dict(through_disk(optimizer.state_dict()))
+    run(optimizer, params, [1])
+    run(fresh, twins, [1])
+    assert_same_bits(twins, params)
+
+
 def test_names_of_state() -> None:
     params = make_params(*SHAPES)
     optimizer = build(params)
@@ -223,6 +237,11 @@ def other_shape(key: int, name: str) -> Any:
     return edit
 
 
+def incomplete(state_dict: dict[str, Any]) -> dict[str, Any]:
+    del state_dict["state"][4]["exp_avg_sq"]
+    return state_dict
+
+
 def one_group_less(state_dict: dict[str, Any]) -> dict[str, Any]:
     state_dict["param_groups"].pop()
     return state_dict
@@ -241,6 +260,7 @@ def one_group_less(state_dict: dict[str, Any]) -> dict[str, Any]:
             r"experts\.1\.weight has shape \(12, 8\), but its saved momentum_buffer has \(3, 3\)",
         ),
         (other_shape(5, "exp_avg_sq"), r"norms\.1\.weight has shape \(7, 2\), but its saved exp_avg_sq has \(3, 3\)"),
+        (incomplete, r"norms\.0\.weight is optimized by AdamW .* but its saved state has \['exp_avg', 'step'\]"),
         (one_group_less, r"the state_dict has 1 groups, this optimizer 2"),
         (with_group({"params": [0, 1]}), r"group 0 has 4 parameters, the state_dict's has 2: it was saved from another model"),
         (with_group({"use_muon": False}), r"use_muon=True, the state_dict's has False.*"),
