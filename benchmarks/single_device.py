@@ -193,7 +193,7 @@ def main() -> None:
         "--no-bf16", action="store_true", help="leave out torch.optim.Muon as shipped, which is slow on most CPUs"
     )
     parser.add_argument(
-        "--out", type=Path, default=Path("runs/bench/single_device.json"), help="where the figures go; the plot beside"
+        "--out", type=Path, default=Path("runs/bench/single_device.json"), help="the figures; the plot goes beside"
     )
     options = parser.parse_args()
     torch.set_num_threads(options.threads)

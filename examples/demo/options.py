@@ -80,9 +80,7 @@ def add_train_options(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("training")
     group.add_argument("--steps", type=whole(1), default=250, help="steps of each run")
     group.add_argument("--batch-size", type=whole(1), default=16, help="sequences per step, over all processes")
-    group.add_argument(
-        "--warmup-steps", type=whole(0), help="steps of linear lr warm-up (default: 20, less in a run of under 200 steps)"
-    )
+    group.add_argument("--warmup-steps", type=whole(0), help="steps of lr warm-up (default: 20, fewer in short runs)")
     group.add_argument("--schedule", choices=SCHEDULES, default="linear", help="lr decay after the warm-up")
     group.add_argument(
         "--grad-clip",

@@ -18,6 +18,7 @@ from ..ortho import (
     Scratch,
     Workspace,
     blocks_for,
+    check_shape,
     iterate,
     orthogonalize,
     reserve_scratch,
@@ -109,8 +110,12 @@ class LocalExecutor:
 
     def _replan(self, work: Sequence[Work]) -> None:
         signature = tuple((one.matrices, tuple(one.param.shape), one.treatment) for one in work)
-        if signature == self._signature:
-            return
+        if signature != self._signature:
+            with torch.inference_mode(False):  # buffers made inside inference_mode could never be written outside
+                self._plan_anew(work)
+            self._signature = signature
+
+    def _plan_anew(self, work: Sequence[Work]) -> None:
         self._workspace.clear()
         batches = plan_batches(
             [one.item() for one in work], budget=self._settings.memory_budget, chunk_size=self._settings.chunk_size
@@ -125,7 +130,6 @@ class LocalExecutor:
                 workspace=self._workspace,
             )
         self._batches = [_BatchRunner(batch, work, self._workspace, self._settings) for batch in batches]
-        self._signature = signature
 
 
 def _stage(workspace: Workspace, batch: Batch, work: Sequence[Work]) -> Tensor:
@@ -221,8 +225,10 @@ def _compiled(
 
     def work() -> None:
         # Every shape is its own graph on purpose; the default limit would silently fall back to eager at the ninth.
-        with torch._dynamo.config.patch(recompile_limit=10_000):
-            stage.copy_(compiled(stage))
+        with torch._dynamo.config.patch(recompile_limit=10_000), torch.autocast(stage.device.type, enabled=False):
+            found = compiled(stage)
+        check_shape(found, stage)
+        stage.copy_(found)
 
     return work
 

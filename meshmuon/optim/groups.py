@@ -173,12 +173,15 @@ def _check_lr(lr: Any, where: str) -> None:
             raise ConfigError(f"{where}: lr is a tensor of {lr.numel()} elements; it must have one.")
         if lr.device.type != "cpu":  # reading it would wait for the device
             return
-    _check_range(float(lr), "lr", where, low=0.0)
+        lr = float(lr)
+    _check_range(lr, "lr", where, low=0.0)
 
 
 def _check_range(value: float, what: str, where: str, *, low: float, below: float = float("inf")) -> None:
+    if not isinstance(value, (int, float, Tensor)):
+        raise ConfigError(f"{where}: {what}={value!r} must be a number.")
     if not low <= value < below:
-        bound = f"at least {low:g}" if below == float("inf") else f"in [{low:g}, {below:g})"
+        bound = f"at least {low:g} and finite" if below == float("inf") else f"in [{low:g}, {below:g})"
         raise ConfigError(f"{where}: {what}={value} must be {bound}.")
 
 

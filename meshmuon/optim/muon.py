@@ -182,6 +182,7 @@ class Muon(torch.optim.Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Loads a ``state_dict``; refuses one that does not fit before anything is overwritten."""
         adapted = state_dict
+        routes = [group["use_muon"] for group in self.param_groups]
 
         def check(_: torch.optim.Optimizer, final: dict[str, Any]) -> None:
             nonlocal adapted
@@ -194,10 +195,12 @@ class Muon(torch.optim.Optimizer):
             super().load_state_dict(state_dict)
         finally:
             handle.remove()
-        for group in self.param_groups:
-            for key, value in self.defaults.items():  # options that the saving version did not know
-                group.setdefault(key, value)
-        state.restore_dtypes(self.param_groups, self.state, adapted)
+        for group, use_muon in zip(self.param_groups, routes, strict=True):
+            group["use_muon"] = use_muon
+            for key, value in self.defaults.items():  # options that the saving optimizer did not know or left open
+                if group.get(key) is None:
+                    group[key] = value
+        state.restore(self.param_groups, self.state, adapted)
 
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "_settings": self._settings, "_debug": self._debug}
@@ -219,6 +222,8 @@ class Muon(torch.optim.Optimizer):
             for name, param in zip(group["param_names"], group["params"], strict=True):
                 if param.grad is not None:
                     _check_gradient(name, param, param.grad)
+                    if param in self.state:
+                        state.check_current(name, param, self.state[param], group["use_muon"])
                     named.append((name, param))
             active.append((group, named))
         return active
@@ -265,6 +270,10 @@ def _work_settings(group: Mapping[str, Any]) -> WorkSettings:
 
 def _check_gradient(name: str, param: Tensor, grad: Tensor) -> None:
     check_placement(name, param)
+    if grad.shape != param.shape:
+        raise GradientError(
+            f"{name} has shape {tuple(param.shape)}, its gradient {tuple(grad.shape)}: call zero_grad() after resizing."
+        )
     if grad.layout != torch.strided:
         raise GradientError(
             f"{name} has a sparse gradient ({grad.layout}). Neither Muon nor fused AdamW takes one: "

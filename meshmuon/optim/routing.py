@@ -35,6 +35,8 @@ _HEADS = frozenset(
     ["lm_head", "head", "output", "embed_out", "unembed", "output_layer", "output_projection", "classifier", "score"]
 )
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
+_TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)  # (in, out, *kernel): no (out, in·kernel) matrix
+_NORMS = (nn.LayerNorm, nn.RMSNorm, nn.GroupNorm, nn.modules.batchnorm._NormBase)
 
 
 def get_default_muon_param_groups(
@@ -90,6 +92,7 @@ class _Decision:
     def __init__(self, model: nn.Module, expert_keys: Sequence[str], conv: str | None) -> None:
         self._expert_keys = expert_keys
         self._conv = conv
+        self._norms = {id(p) for module in model.modules() if isinstance(module, _NORMS) for p in module.parameters()}
         self._tables = [_memory(p) for p in _embedding_and_head_parameters(model)]
         self._filters = {id(module.weight): module for module in model.modules() if isinstance(module, _CONVOLUTIONS)}
 
@@ -100,8 +103,15 @@ class _Decision:
             return False
         convolution = self._filters.get(id(param))
         if convolution is not None and not any(key in name for key in self._expert_keys):
-            return self._conv == "flatten" and convolution.groups == 1
-        return True
+            return self._conv == "flatten" and convolution.groups == 1 and not isinstance(convolution, _TRANSPOSED)
+        return not self._is_vector(name, param)
+
+    def _is_vector(self, name: str, param: Tensor) -> bool:
+        """Norms of several dims, biases of experts, state-space decays and tokens with leading dims of 1."""
+        last = name_parts(name)[-1]
+        if id(param) in self._norms or last == "A_log" or last == "bias" or last.endswith("_bias"):
+            return True
+        return param.dim() > 2 and param.size(0) == 1 and not any(key in name for key in self._expert_keys)
 
 
 def _embedding_and_head_parameters(model: nn.Module) -> Iterator[Tensor]:

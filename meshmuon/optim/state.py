@@ -10,8 +10,9 @@ from torch import Tensor
 
 from ..errors import StateError
 from .adamw import STATE_KEYS as ADAMW_KEYS
+from .adamw import can_fuse
 
-__all__ = ["check", "momentum_buffer", "restore_dtypes"]
+__all__ = ["check", "check_current", "momentum_buffer", "restore"]
 
 _MOMENTUM = "momentum_buffer"
 
@@ -35,13 +36,41 @@ def check(groups: Sequence[Mapping[str, Any]], state_dict: Mapping[str, Any]) ->
                 f"group {index} has {len(group['params'])} parameters, the state_dict's has {len(saved['params'])}: "
                 "it was saved from another model."
             )
+        for name, param, key in zip(group["param_names"], group["params"], saved["params"], strict=True):
+            _check_entry(name, param, saved_state.get(key, {}), group["use_muon"])
         if saved.get("use_muon", group["use_muon"]) != group["use_muon"]:
             raise StateError(
                 f"group {index} ({group['param_names'][0]}, …) has use_muon={group['use_muon']}, the state_dict's has "
                 f"{saved['use_muon']}: the parameters were routed differently when it was saved."
             )
-        for name, param, key in zip(group["param_names"], group["params"], saved["params"], strict=True):
-            _check_entry(name, param, saved_state.get(key, {}), group["use_muon"])
+        _check_order(index, list(saved.get("param_names") or ()), group["param_names"])
+
+
+def _check_order(index: int, saved: Sequence[str], names: Sequence[str]) -> None:
+    """The same names in another order would hand each parameter another one's state."""
+    if list(saved) != list(names) and sorted(saved) == sorted(names):
+        first = next(k for k, name in enumerate(names) if saved[k] != name)
+        raise StateError(
+            f"group {index}: parameter {first} is {names[first]}, in the state_dict it is {saved[first]}. The parameters are the "
+            "same in another order: build the groups in the order they were saved in."
+        )
+
+
+def check_current(name: str, param: Tensor, entry: Mapping[str, Any], use_muon: bool) -> None:
+    """Raises StateError when a parameter has changed under its state, before a step writes anything."""
+    for key in (_MOMENTUM,) if use_muon else ("exp_avg", "exp_avg_sq"):
+        value = entry.get(key)
+        if value is None:
+            continue
+        if value.shape != param.shape or value.device != param.device:
+            raise StateError(
+                f"{name} is now {tuple(param.shape)} on {param.device}, its {key} is {tuple(value.shape)} on {value.device}. "
+                "Build a new optimizer after changing the shape or the device of parameters."
+            )
+        if not use_muon and value.dtype != param.dtype:
+            raise StateError(
+                f"{name} is now {param.dtype}, its {key} is {value.dtype}. Build a new optimizer after changing dtypes."
+            )
 
 
 def _check_entry(name: str, param: Tensor, entry: Mapping[str, Any], use_muon: bool) -> None:
@@ -61,12 +90,15 @@ def _check_entry(name: str, param: Tensor, entry: Mapping[str, Any], use_muon: b
             )
 
 
-def restore_dtypes(
-    groups: Sequence[Mapping[str, Any]], state: Mapping[Tensor, dict[str, Any]], state_dict: Mapping[str, Any]
-) -> None:
-    """Gives momentum back the dtype it was saved in: torch casts all loaded state to the parameter's."""
+def restore(groups: Sequence[Mapping[str, Any]], state: Mapping[Tensor, dict[str, Any]], state_dict: Mapping[str, Any]) -> None:
+    """Undoes what torch's loading assumes: momentum keeps the dtype it was saved in, ``step`` goes where the step needs it."""
     for group, saved in zip(groups, state_dict["param_groups"], strict=True):
         for param, key in zip(group["params"], saved["params"], strict=True):
-            value = state_dict["state"].get(key, {}).get(_MOMENTUM)
+            entry = state_dict["state"].get(key, {})
+            value = entry.get(_MOMENTUM)
             if isinstance(value, Tensor) and value.dtype != state[param][_MOMENTUM].dtype:
                 state[param][_MOMENTUM] = value.detach().clone().to(device=param.device)
+            if "step" in entry and not group["use_muon"]:
+                device = param.device if can_fuse(param) else torch.device("cpu")
+                step = torch.as_tensor(entry["step"], dtype=torch.float32).detach().clone()
+                state[param]["step"] = step.reshape(()).to(device)

@@ -107,15 +107,17 @@ class _NoisyProducts:
 
 def _simulate(scheme: Scheme, blocks: tuple[int, ...], noise: float) -> _Outcome:
     """Runs the real iteration on diag(1, s), s over [0, 1], with every product rounded in the worst way."""
-    small = torch.cat([torch.zeros(1, dtype=torch.float64), torch.logspace(-6, 0, 49, dtype=torch.float64)])
+    small = torch.cat(
+        [torch.zeros(1, dtype=torch.float64, device="cpu"), torch.logspace(-6, 0, 49, dtype=torch.float64, device="cpu")]
+    )
     pairs = torch.diag_embed(torch.stack([torch.ones_like(small), small], dim=1))
     scratch = Scratch(Workspace(), pairs, torch.float64)
     exact = torch.empty_like(pairs)
-    iterate(pairs, exact, scheme.steps, blocks, scratch, _NoisyProducts(0.0, torch.zeros(2, 2)))
+    iterate(pairs, exact, scheme.steps, blocks, scratch, _NoisyProducts(0.0, torch.zeros(2, 2, device="cpu")))
     overshoot, deviation = 0.0, 0.0
     for pattern in _PATTERNS:
         result = torch.empty_like(pairs)
-        iterate(pairs, result, scheme.steps, blocks, scratch, _NoisyProducts(noise, torch.tensor(pattern)))
+        iterate(pairs, result, scheme.steps, blocks, scratch, _NoisyProducts(noise, torch.tensor(pattern, device="cpu")))
         overshoot = max(overshoot, _largest(result))
         deviation = max(deviation, _largest((result - exact)[small >= 1e-3]))
     return _Outcome(overshoot, deviation)

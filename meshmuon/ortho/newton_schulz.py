@@ -12,7 +12,7 @@ from .kernels import Products, products_for
 from .schemes import Orthogonalizer, Scheme
 from .workspace import Workspace
 
-__all__ = ["FORMS", "blocks_for", "default_compute_dtype", "orthogonalize", "reserve_scratch"]
+__all__ = ["FORMS", "blocks_for", "check_shape", "default_compute_dtype", "orthogonalize", "reserve_scratch"]
 
 FORMS = ("auto", "standard", "gram")
 
@@ -64,8 +64,7 @@ def orthogonalize(
     batch, result = (x, out) if x.dim() == 3 else (x.unsqueeze(0), out.unsqueeze(0))
     if not isinstance(scheme, Scheme):
         found = scheme(batch)
-        if found.shape != batch.shape:
-            raise ConfigError(f"the callable scheme made {tuple(found.shape)} of {tuple(batch.shape)}; it must keep the shape")
+        check_shape(found, batch)
         result.copy_(found)
         return out
     dtype = dtype or default_compute_dtype(x.device, x.dtype)
@@ -73,6 +72,12 @@ def orthogonalize(
     scratch = Scratch(workspace or Workspace(), batch, dtype)
     iterate(batch, result, scheme.steps, blocks, scratch, products or products_for(x.device))
     return out
+
+
+def check_shape(found: Tensor, batch: Tensor) -> None:
+    """Refuses what a callable scheme returned if it is not shaped like its input: copying it would broadcast."""
+    if found.shape != batch.shape:
+        raise ConfigError(f"the callable scheme made {tuple(found.shape)} of {tuple(batch.shape)}; it must keep the shape")
 
 
 def reserve_scratch(x: Tensor, scheme: Scheme | Orthogonalizer, *, form: str, dtype: torch.dtype, workspace: Workspace) -> None:

@@ -14,7 +14,8 @@ import torch
 from torch import Tensor, fx, nn
 from torch._dynamo import list_backends, register_backend
 
-from meshmuon import Muon
+from meshmuon import Muon, polar_express
+from meshmuon.ortho import blocks_for
 from tests.optim.reference import LR, Shape, assert_moved_alike, assert_same_bits, copies, group, make_params, polar_factor, run
 
 CALLS: list[int] = []
@@ -73,8 +74,8 @@ def test_one_graph_holds_all_products(form: str, shape: Shape) -> None:
     """No breaks: choosing the form is done before tracing, not traced."""
     compiled, eager, start = both((shape,), "meshmuon_counting", form=form)
     assert_moved_alike(compiled, eager, start, 1e-4)
-    assert len(GRAPHS) == 1
-    assert GRAPHS[0] >= 15
+    blocks = blocks_for(start[0], polar_express(steps=5), form=form, dtype=torch.float32)
+    assert [4 * 5 - len(blocks)] == GRAPHS  # two products a block, and 4·steps − 3·blocks inside them
 
 
 def test_empty_parameters_beside_compiled_ones() -> None:

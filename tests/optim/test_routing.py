@@ -308,8 +308,8 @@ def test_convolutions_go_to_adamw() -> None:
     Muon(get_default_muon_param_groups(Convolutions()))
 
 
-def test_flattened_convolutions_go_to_muon_except_depthwise() -> None:
-    names = {"proj.weight", "dense2d.weight", "dense1d.weight", "up.weight"}
+def test_flattened_convolutions_go_to_muon_except_depthwise_and_transposed() -> None:
+    names = {"proj.weight", "dense2d.weight", "dense1d.weight"}
     assert muon_names(Convolutions(), conv="flatten") == names
     groups = get_default_muon_param_groups(Convolutions(), conv="flatten")
     assert groups[0]["conv"] == "flatten"

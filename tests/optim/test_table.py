@@ -107,7 +107,7 @@ def test_lr_of_the_wrong_convention_warns(rule: str, lr: float, message: str) ->
 @pytest.mark.parametrize(
     ("rule", "lr"),
     [
-        ("match_rms_adamw", 1e-2),
+        ("match_rms_adamw", 0.019),
         ("match_rms_adamw", 0.0),
         ("original", 0.02),
         ("original", 0.0),
