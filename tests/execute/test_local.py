@@ -110,6 +110,19 @@ def test_the_plan_is_kept_until_the_work_changes(monkeypatch: pytest.MonkeyPatch
     assert planned == [2, 1, 2, 2]
 
 
+@pytest.mark.parametrize("cuda_graphs", [True, False])
+def test_graphs_are_asked_for_by_option_only(cuda_graphs: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    from meshmuon.execute import local
+
+    asked: list[bool] = []
+    original = local.replay_for
+    monkeypatch.setattr(local, "replay_for", lambda *args, graphs: (asked.append(graphs), original(*args, graphs=graphs))[1])
+    params = make_params((12, 20), (20, 12))
+    buffers = [torch.zeros_like(param.data) for param in params]
+    LocalExecutor(ExecutorSettings(cuda_graphs=cuda_graphs)).run(work_on(params, settings_for(0.01), buffers, 0))
+    assert asked == [cuda_graphs] * 2
+
+
 @pytest.mark.parametrize("free_grad", [True, False])
 def test_gradients_are_freed_after_their_last_use(free_grad: bool) -> None:
     """Seen from inside: while a batch is orthogonalised, gradients of matrices still to come must be there."""

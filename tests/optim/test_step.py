@@ -14,10 +14,10 @@ from meshmuon import Muon, get_default_muon_param_groups
 from .reference import LR, assert_same_bits, copies, gradients, group, make_params, muon, run, set_gradients
 
 
-def mixed() -> tuple[list[nn.Parameter], Muon]:
+def mixed(**options: Any) -> tuple[list[nn.Parameter], Muon]:
     """Two matrices in Muon, two vectors in AdamW."""
     params = make_params((6, 8), (8, 6), (5,), (7,))
-    return params, Muon([group(params[:2]), group(params[2:], use_muon=False, prefix="norms")], lr=LR)
+    return params, Muon([group(params[:2]), group(params[2:], use_muon=False, prefix="norms")], lr=LR, **options)
 
 
 def test_closure_is_called_once_with_gradients_on() -> None:
@@ -177,11 +177,7 @@ def test_tied_weights_are_updated_once() -> None:
 
 
 def test_maximize_equals_minimizing_the_negated_loss() -> None:
-    params, up = mixed()
-    twins = copies(params)
-    options: dict[str, Any] = {"lr": LR, "maximize": True}
-    up = Muon([group(params[:2]), group(params[2:], use_muon=False, prefix="norms")], **options)
-    down = Muon([group(twins[:2]), group(twins[2:], use_muon=False, prefix="norms")], lr=LR)
+    (params, up), (twins, down) = mixed(maximize=True), mixed()
     for step in range(4):
         grads = gradients(params, step)
         set_gradients(params, grads)
