@@ -1,0 +1,20 @@
+"""Who holds which part of a tensor, from metadata alone."""
+
+from .cuts import Range, Ranges, cut
+from .layout import Box, Layout, Mesh, Placement, Replicated, Sharded
+from .spread import Piece, Spread, spread_matrices
+
+__all__ = [
+    "Box",
+    "Layout",
+    "Mesh",
+    "Piece",
+    "Placement",
+    "Range",
+    "Ranges",
+    "Replicated",
+    "Sharded",
+    "Spread",
+    "cut",
+    "spread_matrices",
+]

@@ -1,0 +1,144 @@
+"""A tensor's layout over a mesh: which boxes each rank holds, and who holds a box.
+
+"Axis" is a mesh's, "dim" is a tensor's. Everything is computed from shapes and placements; no tensor and no process group is
+touched, so that a mesh of thousands of ranks costs milliseconds.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+from itertools import product
+from typing import TypeAlias
+
+from ..errors import ConfigError
+from .cuts import Range, Ranges, cut, length
+
+__all__ = ["Box", "Layout", "Mesh", "Placement", "Replicated", "Sharded"]
+
+Box: TypeAlias = tuple[Range, ...]
+"""One half-open range per tensor dim."""
+
+
+@dataclass(frozen=True, slots=True)
+class Replicated:
+    """Every rank along the axis holds the same."""
+
+    def __str__(self) -> str:
+        return "R"
+
+
+@dataclass(frozen=True, slots=True)
+class Sharded:
+    """The axis cuts ``dim``; ``split_factor`` above 1 is torch's ``_StridedShard``."""
+
+    dim: int
+    split_factor: int = 1
+
+    def __str__(self) -> str:
+        return f"S({self.dim})" if self.split_factor == 1 else f"S({self.dim}, stride {self.split_factor})"
+
+
+Placement: TypeAlias = Replicated | Sharded
+
+
+@dataclass(frozen=True, slots=True)
+class Mesh:
+    """Global ranks in the order of the mesh, the last axis running fastest."""
+
+    shape: tuple[int, ...]
+    ranks: tuple[int, ...]
+    _hash: int = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        if math.prod(self.shape) != len(self.ranks) or len(set(self.ranks)) != len(self.ranks):
+            raise ConfigError(f"a mesh of shape {self.shape} needs {math.prod(self.shape)} different ranks, got {self.ranks}")
+        object.__setattr__(self, "_hash", hash((self.shape, self.ranks)))
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    def __str__(self) -> str:
+        shape = "×".join(map(str, self.shape))
+        first, last = self.ranks[0], self.ranks[-1]
+        run = self.ranks == tuple(range(first, last + 1))
+        ranks = f"{first}-{last}" if run and len(self.ranks) > 2 else ",".join(map(str, self.ranks))
+        return f"{shape} (ranks {ranks})"
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """How a tensor of ``shape`` lies on ``mesh``: one placement per mesh axis, applied from the first axis to the last."""
+
+    shape: tuple[int, ...]
+    mesh: Mesh
+    placements: tuple[Placement, ...]
+
+    def __post_init__(self) -> None:
+        if len(self.placements) != len(self.mesh.shape):
+            raise ConfigError(f"{len(self.placements)} placements for a mesh of {len(self.mesh.shape)} axes")
+        for placement in self.placements:
+            if isinstance(placement, Sharded) and not (0 <= placement.dim < len(self.shape) and placement.split_factor >= 1):
+                raise ConfigError(f"{placement} does not fit a tensor of shape {self.shape}")
+
+    def __str__(self) -> str:
+        return f"[{', '.join(map(str, self.placements))}] on {self.mesh}"
+
+    def local(self, rank: int) -> tuple[Ranges, ...]:
+        """What ``rank`` holds of each dim; its local tensor is their product. A rank outside the mesh holds nothing."""
+        where = coordinates(self.mesh).get(rank)
+        if where is None:
+            return tuple(() for _ in self.shape)
+        return tuple(self.cuts(dim)[self.part(dim, where)] for dim in range(len(self.shape)))
+
+    def local_shape(self, rank: int) -> tuple[int, ...]:
+        """Shape of the local tensor of ``rank``."""
+        return tuple(length(ranges) for ranges in self.local(rank))
+
+    def boxes(self, rank: int) -> tuple[Box, ...]:
+        """The boxes that ``rank`` holds, in the order of its local tensor."""
+        return tuple(product(*self.local(rank)))
+
+    def holders(self) -> dict[Box, tuple[int, ...]]:
+        """The ranks that hold each box, in the order of the mesh."""
+        found: dict[Box, list[int]] = {}
+        for rank in self.mesh.ranks:
+            for box in self.boxes(rank):
+                found.setdefault(box, []).append(rank)
+        return {box: tuple(ranks) for box, ranks in found.items()}
+
+    def axes(self, dim: int) -> tuple[int, ...]:
+        """Mesh axes that shard ``dim``."""
+        return tuple(axis for axis, one in enumerate(self.placements) if isinstance(one, Sharded) and one.dim == dim)
+
+    def replica_axes(self) -> tuple[int, ...]:
+        """Mesh axes along which the tensor is replicated."""
+        return tuple(axis for axis, one in enumerate(self.placements) if isinstance(one, Replicated))
+
+    def cuts(self, dim: int) -> tuple[Ranges, ...]:
+        """The parts of ``dim``, indexed by ``part``."""
+        chain = tuple((self.mesh.shape[a], one.split_factor) for a, one in self._sharded(dim))
+        return cut(self.shape[dim], chain)
+
+    def part(self, dim: int, where: Sequence[int]) -> int:
+        """Which part of ``dim`` the rank at mesh coordinates ``where`` holds."""
+        return flat_index(self.mesh.shape, where, self.axes(dim))
+
+    def _sharded(self, dim: int) -> list[tuple[int, Sharded]]:
+        return [(axis, one) for axis, one in enumerate(self.placements) if isinstance(one, Sharded) and one.dim == dim]
+
+
+@lru_cache(maxsize=64)
+def coordinates(mesh: Mesh) -> dict[int, tuple[int, ...]]:
+    """Rank → its coordinates on the mesh."""
+    return dict(zip(mesh.ranks, product(*(range(size) for size in mesh.shape)), strict=True))
+
+
+def flat_index(shape: Sequence[int], where: Sequence[int], axes: Sequence[int]) -> int:
+    """Position of ``where`` on the grid of ``axes`` alone, the last axis running fastest."""
+    index = 0
+    for axis in axes:
+        index = index * shape[axis] + where[axis]
+    return index
