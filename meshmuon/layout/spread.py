@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from itertools import product
 
 from .cuts import Ranges, length, merged, tiles
@@ -86,6 +86,7 @@ class Spread:
         found = self.place.get(rank)
         return found is not None and found[1] == self.place[owner][1]
 
+    @cached_property
     def separate_replicas(self) -> tuple[Spread, ...]:
         """Each replica as a spread of its own."""
         if self.replicas == 1:

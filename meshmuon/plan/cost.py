@@ -1,0 +1,46 @@
+"""What work and traffic cost, in one unit: FLOPs of the device that orthogonalises."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ..layout import Spread
+
+__all__ = ["CostModel", "cost_model_for"]
+
+
+@dataclass(frozen=True, slots=True)
+class CostModel:
+    """How a device's links compare with its matrix units.
+
+    Attributes:
+        flops_per_byte: FLOPs in the time that a rank needs to send or receive one byte.
+        flops_per_exchange: FLOPs in the time that an exchange takes beside its bytes.
+    """
+
+    flops_per_byte: float
+    flops_per_exchange: float
+
+    def owning(self, flops: int, spread: Spread, itemsize: int) -> float:
+        """Cost for the rank that owns a matrix: computing it, receiving it and sending it back."""
+        return flops + self.flops_per_byte * 2 * spread.size * itemsize
+
+    def sharing_pays(self, flops: int, spread: Spread, itemsize: int) -> bool:
+        """Whether one replica should compute for all, by FLOPs and bytes summed over the ranks.
+
+        With S pieces in each of R replicas, sharing saves (R − 1) orthogonalisations and (R − 1) gathers and scatters inside a
+        replica; it costs R − 1 times the matrix to the other replicas.
+        """
+        pieces = max(1, len(spread.pieces))
+        inside = 2 * (pieces - 1) / pieces * spread.size * itemsize
+        return flops + self.flops_per_byte * inside >= self.flops_per_byte * spread.size * itemsize
+
+
+# Orders of magnitude: 4e14 FLOP/s of bfloat16 products and 40 GB/s of network per GPU; 1e11 FLOP/s and 1 GB/s per CPU core.
+_MODELS = {"cuda": CostModel(1e4, 1e10)}
+_CPU = CostModel(100.0, 5e7)
+
+
+def cost_model_for(device_type: str) -> CostModel:
+    """The model for a kind of device. It is the same on every rank, as plans must be."""
+    return _MODELS.get(device_type, _CPU)

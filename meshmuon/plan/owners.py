@@ -1,0 +1,74 @@
+"""Who orthogonalises which matrix: longest processing time first, over all matrices of the model at once."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from ..layout import Spread
+
+__all__ = ["Job", "assign_owners", "lightest_possible"]
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """A matrix that needs an owner among the ranks that hold a piece of it."""
+
+    spread: Spread
+    cost: float
+
+
+def assign_owners(jobs: Sequence[Job], loads: dict[int, float]) -> list[int]:
+    """The owner of each job; ``loads`` (rank → cost) enters with the work that has no choice and leaves with all of it.
+
+    Jobs with one candidate come first, then the most expensive first, each to the least loaded of its candidates. Ties go to the
+    earlier job and to the lower rank, so that every rank finds the same answer.
+    """
+    owners = [-1] * len(jobs)
+    order = sorted(range(len(jobs)), key=lambda k: (len(jobs[k].spread.place) > 1, -jobs[k].cost, k))
+    queues = _Queues(loads)
+    for k in order:
+        rank = owners[k] = queues.least_loaded(jobs[k].spread)
+        loads[rank] += jobs[k].cost
+    return owners
+
+
+class _Queues:
+    """Least-loaded rank of any candidate set. Loads only grow, so that a stale entry of a heap is simply put back."""
+
+    def __init__(self, loads: dict[int, float]) -> None:
+        self._loads = loads
+        self._by_spread: dict[Spread, list[tuple[float, int]]] = {}
+        self._by_ranks: dict[tuple[int, ...], list[tuple[float, int]]] = {}
+
+    def least_loaded(self, spread: Spread) -> int:
+        heap = self._by_spread.get(spread)
+        if heap is None:
+            heap = self._by_spread[spread] = self._heap_of(tuple(sorted(spread.place)))
+        while True:
+            load, rank = heap[0]
+            if load == self._loads[rank]:
+                return rank
+            heapq.heapreplace(heap, (self._loads[rank], rank))
+
+    def _heap_of(self, ranks: tuple[int, ...]) -> list[tuple[float, int]]:
+        if ranks not in self._by_ranks:
+            heap = [(self._loads[rank], rank) for rank in ranks]
+            heapq.heapify(heap)
+            self._by_ranks[ranks] = heap
+        return self._by_ranks[ranks]
+
+
+def lightest_possible(costs: Sequence[float], ranks: int) -> float:
+    """A bound that no assignment of whole matrices to ``ranks`` can beat: the heaviest rank has at least this cost.
+
+    It is the largest of the mean, the largest matrix, and, since of k·ranks + 1 matrices some rank has k + 1, the sum of the k + 1
+    cheapest of the k·ranks + 1 most expensive.
+    """
+    ordered = sorted(costs, reverse=True)
+    bound = max(sum(ordered) / ranks, ordered[0] if ordered else 0.0)
+    for k in range(1, (len(ordered) - 1) // ranks + 1):
+        top = ordered[: k * ranks + 1]
+        bound = max(bound, sum(top[-(k + 1) :]))
+    return bound

@@ -1,0 +1,291 @@
+"""The plan of a step: which rank orthogonalises which matrix, and which pieces travel. Plain data, equal on every rank."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+
+from ..errors import ConfigError
+from ..layout import Layout, Piece, Spread, spread_matrices
+from .cost import CostModel
+from .owners import Job, assign_owners, lightest_possible
+from .waves import Owned, cut_into_waves
+
+__all__ = ["REPLICA_OPTIONS", "Entry", "Plan", "PlanOptions", "Send", "Task", "make_plan"]
+
+REPLICA_OPTIONS = ("auto", "share", "repeat")
+EVERY_HOLDER = -1
+NO_WAVE = -1
+_WORTH_AN_EXCHANGE = 4  # a wave should last at least as long as this many empty exchanges
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One parameter.
+
+    Attributes:
+        name: its name.
+        layouts: how it lies on its mesh; several when the model has the same parameter on sibling meshes.
+        lead: how many leading dims count matrices (0 or 1).
+        lane: what must be equal for matrices to travel together (device and dtype on the wire).
+        itemsize: bytes per element on the wire.
+        flops: FLOPs of orthogonalising one of its matrices.
+        share: True or False where the user's ``replicas`` does not decide.
+        private: known to this rank alone (a plain tensor): neither balanced nor part of the digest.
+    """
+
+    name: str
+    layouts: tuple[Layout, ...]
+    lead: int
+    lane: Hashable
+    itemsize: int
+    flops: int
+    share: bool | None = None
+    private: bool = False
+
+    def __str__(self) -> str:
+        layouts = "; ".join(map(str, self.layouts))
+        return f"{self.name}: {'×'.join(map(str, self.layouts[0].shape))} {layouts}, {self.lane}, {self.flops} FLOPs"
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """One matrix, once for every owner that it has.
+
+    Attributes:
+        entry: index of its parameter in ``Plan.entries``.
+        matrix: index of the matrix in the parameter.
+        spread: who holds it.
+        owner: the rank that orthogonalises it; ``EVERY_HOLDER`` when each holder has it whole and computes for itself.
+        wave: index into ``Plan.lanes``; ``NO_WAVE`` when nothing travels.
+    """
+
+    entry: int
+    matrix: int
+    spread: Spread
+    owner: int
+    wave: int
+
+
+@dataclass(frozen=True, slots=True)
+class Send:
+    """A piece of a matrix that travels."""
+
+    task: int
+    source: int
+    target: int
+    piece: Piece
+
+
+@dataclass(frozen=True, slots=True)
+class PlanOptions:
+    """What shapes a plan beside the parameters."""
+
+    cost: CostModel
+    replicas: str = "auto"
+    chunk_size: int = -1
+    budget: int = 64 * 2**20
+
+    def __post_init__(self) -> None:
+        if self.replicas not in REPLICA_OPTIONS:
+            raise ConfigError(f"replicas={self.replicas!r} is unknown; write one of {REPLICA_OPTIONS}.")
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Owners, waves and routes of all matrices. Scatter routes are the gather routes reversed, to every replica.
+
+    Attributes:
+        ranks: all ranks that take part, in ascending order.
+        entries: the parameters.
+        tasks: the matrices.
+        lanes: the lane of each wave; a wave is one exchange out and one back on its lane.
+        options: what it was made with.
+    """
+
+    ranks: tuple[int, ...]
+    entries: tuple[Entry, ...]
+    tasks: tuple[Task, ...] = field(repr=False)
+    lanes: tuple[Hashable, ...]
+    options: PlanOptions
+
+    def __post_init__(self) -> None:
+        self._prove()
+
+    def gather_sends(self, index: int) -> Iterator[Send]:
+        """What task ``index`` needs at its owner: each piece from its holder in the owner's replica."""
+        task = self.tasks[index]
+        if task.wave != NO_WAVE:
+            for piece, source in task.spread.senders(task.owner):
+                if source != task.owner:
+                    yield Send(index, source, task.owner, piece)
+
+    def scatter_sends(self, index: int) -> Iterator[Send]:
+        """What goes back: each piece to all of its holders."""
+        task = self.tasks[index]
+        if task.wave != NO_WAVE:
+            for piece in task.spread.pieces:
+                for target in piece.holders:
+                    if target != task.owner:
+                        yield Send(index, task.owner, target, piece)
+
+    def cost_of(self, task: Task) -> float:
+        """Cost of a task for the rank that does it."""
+        entry = self.entries[task.entry]
+        return self.options.cost.owning(entry.flops, task.spread, entry.itemsize) if task.wave != NO_WAVE else float(entry.flops)
+
+    @cached_property
+    def loads(self) -> dict[int, float]:
+        """Rank → cost of its matrices, private ones left out."""
+        return _loads(self, lambda task: 0.0 if self.entries[task.entry].private else self.cost_of(task))
+
+    @cached_property
+    def flops(self) -> dict[int, float]:
+        """Rank → FLOPs of its matrices."""
+        return _loads(self, lambda task: float(self.entries[task.entry].flops))
+
+    @cached_property
+    def bound(self) -> float:
+        """Cost of the heaviest rank that no plan of whole matrices can beat, were every matrix free to go to any rank."""
+        costs = [self.cost_of(task) for task in self.tasks if not self.entries[task.entry].private]
+        return lightest_possible(costs, len(self.ranks)) if costs else 0.0
+
+    @cached_property
+    def elements_sent(self) -> dict[int, int]:
+        """Rank → elements that it sends to other ranks in a step."""
+        return _sent(self, lambda entry: 1)
+
+    @cached_property
+    def bytes_sent(self) -> dict[int, int]:
+        """Rank → bytes that it sends to other ranks in a step."""
+        return _sent(self, lambda entry: entry.itemsize)
+
+    @cached_property
+    def digest(self) -> str:
+        """Equal on two ranks exactly when they would do the same."""
+        numbers: dict[Layout, int] = {}
+        hasher = hashlib.sha256(repr(self.options).encode())
+        for entry in self.entries:
+            if not entry.private:
+                layouts = [numbers.setdefault(layout, len(numbers)) for layout in entry.layouts]
+                facts = entry.name, layouts, entry.lead, str(entry.lane), entry.itemsize, entry.flops, entry.share
+                hasher.update(repr(facts).encode())
+        for layout in numbers:
+            hasher.update(repr((layout.shape, layout.mesh.shape, layout.mesh.ranks, layout.placements)).encode())
+        shared = [(task.owner, task.wave) for task in self.tasks if not self.entries[task.entry].private]
+        hasher.update(repr(shared).encode())
+        return hasher.hexdigest()
+
+    def _prove(self) -> None:
+        """Each matrix has one owner per separate copy, and waves and owners fit together.
+
+        That the pieces of a spread tile the matrix, and that each rank holds one piece in one replica, is proved by every
+        ``Spread`` at birth: it makes sender and receiver of each piece find each other, since both read the same table.
+        """
+        for task in self.tasks:
+            if task.wave == NO_WAVE:
+                assert task.owner == EVERY_HOLDER and task.spread.whole, "a matrix that does not travel must be whole"
+            else:
+                assert task.owner in task.spread.place, "an owner must hold a piece, it belongs to a replica by it"
+                assert self.lanes[task.wave] == self.entries[task.entry].lane, "a wave has one lane"
+
+
+def make_plan(entries: Sequence[Entry], options: PlanOptions) -> Plan:
+    """Plans a step on ``entries``; a pure function of its arguments."""
+    ranks = tuple(sorted({rank for mesh in {layout.mesh for e in entries for layout in e.layouts} for rank in mesh.ranks}))
+    copies = list(_copies(entries, options))
+    stays = [Task(k, matrix, spread, EVERY_HOLDER, NO_WAVE) for k, matrix, spread, travels in copies if not travels]
+    moves = [(k, matrix, spread) for k, matrix, spread, travels in copies if travels]
+    jobs = [Job(spread, options.cost.owning(entries[k].flops, spread, entries[k].itemsize)) for k, _, spread in moves]
+    loads = dict.fromkeys(ranks, 0.0)
+    _add_local(loads, ((task.spread, 0.0 if entries[task.entry].private else float(entries[task.entry].flops)) for task in stays))
+    owners = assign_owners(jobs, loads)
+    owned = [
+        Owned(owner, job.cost, job.spread.size * entries[k].itemsize, (entries[k].lane, job.spread.rows, job.spread.cols))
+        for owner, job, (k, _, _) in zip(owners, jobs, moves, strict=True)
+    ]
+    lanes, waves = _waves_by_lane([entries[k].lane for k, _, _ in moves], owned, options)
+    gone = [Task(k, matrix, spread, owner, wave) for (k, matrix, spread), owner, wave in zip(moves, owners, waves, strict=True)]
+    return Plan(ranks, tuple(entries), (*stays, *gone), lanes, options)
+
+
+def _copies(entries: Sequence[Entry], options: PlanOptions) -> Iterator[tuple[int, int, Spread, bool]]:
+    """(entry, matrix, spread, whether it travels) of everything that is computed, each replica apart where they do not share."""
+    for k, entry in enumerate(entries):
+        for layout in entry.layouts:
+            for matrix, spread in enumerate(spread_matrices(layout, entry.lead)):
+                if not spread.size:
+                    continue
+                if spread.replicas > 1 and _shares(entry, spread, options):
+                    yield k, matrix, spread, True
+                elif spread.whole:
+                    yield k, matrix, spread, False
+                else:
+                    for one in spread.separate_replicas:
+                        yield k, matrix, one, True
+
+
+def _shares(entry: Entry, spread: Spread, options: PlanOptions) -> bool:
+    if entry.private or options.replicas != "auto":
+        return options.replicas == "share" and not entry.private
+    if entry.share is not None:
+        return entry.share
+    return options.cost.sharing_pays(entry.flops, spread, entry.itemsize)
+
+
+def _waves_by_lane(
+    lanes: Sequence[Hashable], owned: Sequence[Owned], options: PlanOptions
+) -> tuple[tuple[Hashable, ...], list[int]]:
+    """The lane of each wave and the wave of each matrix; every lane has waves of its own."""
+    members: dict[Hashable, list[int]] = {}
+    for k, lane in enumerate(lanes):
+        members.setdefault(lane, []).append(k)
+    found: list[Hashable] = []
+    waves = [NO_WAVE] * len(owned)
+    smallest = _WORTH_AN_EXCHANGE * options.cost.flops_per_exchange
+    for lane, some in members.items():
+        part = cut_into_waves([owned[k] for k in some], budget=options.budget, chunk_size=options.chunk_size, smallest=smallest)
+        for k, wave in zip(some, part, strict=True):
+            waves[k] = len(found) + wave
+        found.extend([lane] * (max(part) + 1))
+    return tuple(found), waves
+
+
+def _add_local(loads: dict[int, float], work: Iterable[tuple[Spread, float]]) -> None:
+    """Adds what every holder computes for itself, summed per spread first: thousands of ranks may hold each."""
+    total: dict[Spread, float] = {}
+    for spread, amount in work:
+        total[spread] = total.get(spread, 0.0) + amount
+    for spread, amount in total.items():
+        for rank in spread.place:
+            loads[rank] += amount
+
+
+def _loads(plan: Plan, amount: Callable[[Task], float]) -> dict[int, float]:
+    loads = dict.fromkeys(plan.ranks, 0.0)
+    _add_local(loads, ((task.spread, amount(task)) for task in plan.tasks if task.owner == EVERY_HOLDER))
+    for task in plan.tasks:
+        if task.owner != EVERY_HOLDER:
+            loads[task.owner] += amount(task)
+    return loads
+
+
+def _sent(plan: Plan, weight: Callable[[Entry], int]) -> dict[int, int]:
+    """What each rank sends, counted without listing the sends: pieces are summed per spread and replica."""
+    sent = dict.fromkeys(plan.ranks, 0)
+    gathered: dict[tuple[Spread, int], int] = {}
+    for task in plan.tasks:
+        if task.wave == NO_WAVE:
+            continue
+        size = weight(plan.entries[task.entry])
+        piece, replica = task.spread.place[task.owner]
+        own = task.spread.pieces[piece].size
+        gathered[task.spread, replica] = gathered.get((task.spread, replica), 0) + size
+        sent[task.owner] += size * (task.spread.size * task.spread.replicas - own)  # the scatter
+        sent[task.owner] -= size * own  # its own piece needs no gather
+    for (spread, replica), size in gathered.items():
+        for one in spread.pieces:
+            sent[one.holders[replica]] += size * one.size
+    return sent

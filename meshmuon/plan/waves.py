@@ -1,0 +1,84 @@
+"""Cutting the exchanged matrices into waves: one exchange out, one batch of work, one exchange back."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+
+__all__ = ["Owned", "cut_into_waves"]
+
+_OVERLAP = 4  # waves that let a gather, the work and a scatter run at the same time, with one to spare
+
+
+@dataclass(frozen=True, slots=True)
+class Owned:
+    """A matrix with its owner, as the cutting sees it; ``alike`` matrices are best worked on together."""
+
+    owner: int
+    cost: float
+    nbytes: int
+    alike: Hashable
+
+
+def cut_into_waves(owned: Sequence[Owned], *, budget: int, chunk_size: int, smallest: float) -> list[int]:
+    """The wave of each matrix, counted from 0 without gaps.
+
+    Every owner's matrices are spread evenly by cost over the waves, so that ranks have work at the same time.
+
+    Args:
+        owned: the matrices.
+        budget: bytes that one owner may gather per wave; a single larger matrix still gets a wave.
+        chunk_size: most matrices per wave over all ranks; -1 leaves it to the budget and the overlap.
+        smallest: cost below which a wave per owner is not worth an exchange of its own.
+    """
+    queues: dict[int, list[int]] = {}
+    for k in sorted(range(len(owned)), key=lambda k: (owned[k].owner, repr(owned[k].alike), k)):
+        queues.setdefault(owned[k].owner, []).append(k)
+    if chunk_size > 0:
+        return _by_count(queues, len(owned), chunk_size)
+    longest = max(map(len, queues.values()), default=0)
+    heaviest = max((sum(owned[k].cost for k in queue) for queue in queues.values()), default=0.0)
+    count = max(1, min(longest, _OVERLAP, int(heaviest / smallest)))
+    while count < longest and not _fits(queues, owned, count, budget):
+        count = min(longest, count + 1 + count // 4)
+    waves = [0] * len(owned)
+    for queue in queues.values():
+        for k, wave in zip(queue, _even([owned[k].cost for k in queue], count, alone=count >= longest), strict=True):
+            waves[k] = wave
+    return _without_gaps(waves)
+
+
+def _by_count(queues: dict[int, list[int]], total: int, chunk_size: int) -> list[int]:
+    """Runs of ``chunk_size`` matrices: the first of every owner, then the second of every owner, and so on."""
+    rounds = sorted((turn, owner, k) for owner, queue in queues.items() for turn, k in enumerate(queue))
+    waves = [0] * total
+    for position, (_, _, k) in enumerate(rounds):
+        waves[k] = position // chunk_size
+    return waves
+
+
+def _fits(queues: dict[int, list[int]], owned: Sequence[Owned], count: int, budget: int) -> bool:
+    for queue in queues.values():
+        held: dict[int, list[int]] = {}
+        for k, wave in zip(queue, _even([owned[k].cost for k in queue], count, alone=False), strict=True):
+            held.setdefault(wave, []).append(owned[k].nbytes)
+        if any(len(sizes) > 1 and sum(sizes) > budget for sizes in held.values()):
+            return False
+    return True
+
+
+def _even(costs: Sequence[float], count: int, *, alone: bool) -> list[int]:
+    """Wave of each of one owner's matrices: ``count`` runs of about equal cost, or a wave for each of them."""
+    if alone:
+        return list(range(len(costs)))
+    total = sum(costs) or 1.0
+    done, waves = 0.0, []
+    for cost in costs:
+        waves.append(min(count - 1, int(count * (done + cost / 2) / total)))
+        done += cost
+    return waves
+
+
+def _without_gaps(waves: list[int]) -> list[int]:
+    position = {wave: k for k, wave in enumerate(sorted(set(waves)))}
+    return [position[wave] for wave in waves]
