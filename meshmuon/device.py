@@ -1,15 +1,18 @@
-"""What differs between a GPU and a CPU, behind one interface: recording work once and replaying it.
+"""What differs between a GPU and a CPU, behind one interface: streams of work, and recording work once and replaying it.
 
 The CUDA twin has not been run on a GPU by this project's tests; the CPU twin, with the same signature, has.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from typing import Protocol
 
 import torch
+from torch import Tensor
 
-__all__ = ["CudaReplay", "DirectReplay", "replay_for"]
+__all__ = ["CudaReplay", "CudaStreams", "DirectReplay", "DirectStreams", "Mark", "Streams", "replay_for", "streams_for"]
 
 
 class DirectReplay:
@@ -53,3 +56,83 @@ class CudaReplay:
 def replay_for(device: torch.device, work: Callable[[], None], *, graphs: bool) -> Callable[[], None]:
     """``work`` as something to call at every step: a CUDA graph where asked for and possible, else itself."""
     return CudaReplay(work) if graphs and device.type == "cuda" else DirectReplay(work)
+
+
+class Mark(Protocol):
+    """A point in a stream of work."""
+
+
+class Streams(Protocol):
+    """A main stream of work and one beside it, ordered by marks."""
+
+    def main_mark(self) -> Mark:
+        """What the main stream has been given so far."""
+        ...
+
+    def side_mark(self) -> Mark:
+        """What the side stream has been given so far."""
+        ...
+
+    def beside(self, after: Mark, uses: Sequence[Tensor] = ()) -> AbstractContextManager[None]:
+        """Work inside runs on the side stream, after ``after``. ``uses`` may be freed by the main stream meanwhile."""
+        ...
+
+    def main_waits(self, mark: Mark) -> None:
+        """What the main stream is given next runs after ``mark``."""
+        ...
+
+
+class DirectStreams:
+    """The CPU twin: work runs when it is given, so that all of it is in order."""
+
+    def main_mark(self) -> Mark:
+        """Nothing to remember."""
+        return None
+
+    def side_mark(self) -> Mark:
+        """Nothing to remember."""
+        return None
+
+    @contextmanager
+    def beside(self, after: Mark, uses: Sequence[Tensor] = ()) -> Iterator[None]:
+        """Runs at once."""
+        yield
+
+    def main_waits(self, mark: Mark) -> None:
+        """Everything before has already run."""
+
+
+class CudaStreams:
+    """The stream that is current at each call, and a side stream of its own for elementwise work and exchanges."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._side = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+
+    def main_mark(self) -> Mark:
+        """An event on the current stream."""
+        event: Mark = torch.cuda.current_stream(self._device).record_event()
+        return event
+
+    def side_mark(self) -> Mark:
+        """An event on the side stream."""
+        event: Mark = self._side.record_event()
+        return event
+
+    @contextmanager
+    def beside(self, after: Mark, uses: Sequence[Tensor] = ()) -> Iterator[None]:
+        """Switches to the side stream once it waits for ``after``."""
+        self._side.wait_event(after)  # type: ignore[arg-type]
+        for tensor in uses:
+            tensor.record_stream(self._side)
+        with torch.cuda.stream(self._side):
+            yield
+
+    def main_waits(self, mark: Mark) -> None:
+        """The current stream waits for the event; the host does not."""
+        torch.cuda.current_stream(self._device).wait_event(mark)  # type: ignore[arg-type]
+
+
+def streams_for(device: torch.device) -> Streams:
+    """The streams of ``device``."""
+    return CudaStreams(device) if device.type == "cuda" else DirectStreams()

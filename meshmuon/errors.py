@@ -2,7 +2,16 @@
 
 from __future__ import annotations
 
-__all__ = ["ConfigError", "GradientError", "MeshmuonError", "RoutingWarning", "StateError", "UnsupportedError"]
+__all__ = [
+    "ConfigError",
+    "GradientError",
+    "MeshmuonError",
+    "PlanError",
+    "PlanMismatchError",
+    "RoutingWarning",
+    "StateError",
+    "UnsupportedError",
+]
 
 
 class MeshmuonError(Exception):
@@ -15,6 +24,14 @@ class ConfigError(MeshmuonError, ValueError):
 
 class GradientError(MeshmuonError, RuntimeError):
     """A gradient cannot be used. Raised before the step has written anything."""
+
+
+class PlanError(MeshmuonError, RuntimeError):
+    """A plan contradicts itself. Raised when it is made, before anything travels."""
+
+
+class PlanMismatchError(MeshmuonError, RuntimeError):
+    """Ranks would execute different plans. Raised on all of them, before anything is written."""
 
 
 class StateError(MeshmuonError, ValueError):

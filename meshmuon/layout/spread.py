@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from itertools import product
 
+from ..errors import PlanError
 from .cuts import Ranges, length, merged, tiles
 from .layout import Layout, coordinates, flat_index
 
@@ -97,14 +98,21 @@ class Spread:
         )
 
     def _prove(self) -> None:
-        """Every element is in exactly one piece, and every rank holds at most one piece in one replica."""
+        """Every element is in exactly one piece, and every rank holds at most one piece in one replica.
+
+        By the second, ``place`` and ``holders`` are inverse to each other: a rank finds by ``sends_to`` that it sends its piece
+        exactly when the owner finds by ``senders`` that it receives it.
+        """
         rows, cols = {piece.rows for piece in self.pieces}, {piece.cols for piece in self.pieces}
         grid = {(piece.rows, piece.cols) for piece in self.pieces}
-        assert not self.pieces or (tiles(self.rows, rows) and tiles(self.cols, cols)), "the pieces do not tile the matrix"
-        assert sum(piece.size for piece in self.pieces) == self.size, "the pieces do not cover the matrix"
-        assert len(grid) == len(self.pieces) == len(rows) * len(cols), "a piece is missing or there twice"
-        assert all(len(piece.holders) == self.replicas for piece in self.pieces), "a replica lacks a piece"
-        assert len(self.place) == len(self.pieces) * self.replicas, "a rank holds two pieces of one matrix"
+        if self.pieces and not (tiles(self.rows, rows) and tiles(self.cols, cols)):
+            raise PlanError(f"the pieces of a {self.rows}×{self.cols} matrix leave a gap or overlap: {self.pieces}")
+        if not len(grid) == len(self.pieces) == len(rows) * len(cols) or bool(self.size) != bool(self.pieces):
+            raise PlanError(f"a piece of a {self.rows}×{self.cols} matrix is missing or there twice: {self.pieces}")
+        if any(len(piece.holders) != self.replicas for piece in self.pieces):
+            raise PlanError(f"a replica of a {self.rows}×{self.cols} matrix lacks a piece: {self.pieces}")
+        if len(self.place) != len(self.pieces) * self.replicas:
+            raise PlanError(f"a rank holds two pieces of one {self.rows}×{self.cols} matrix: {self.pieces}")
 
 
 @lru_cache(maxsize=1024)

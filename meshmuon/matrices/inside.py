@@ -15,11 +15,19 @@ CONV_OPTIONS = (None, "flatten")
 
 @dataclass(frozen=True, slots=True)
 class MatrixSet:
-    """``count`` matrices of rows × cols, one behind the other in the parameter's index order."""
+    """``count`` matrices of rows × cols, one behind the other in the parameter's index order.
+
+    Attributes:
+        count: number of matrices.
+        rows: rows of each.
+        cols: columns of each.
+        lead: how many leading dims of the parameter count matrices; the next dim is the rows, all others are the columns.
+    """
 
     count: int
     rows: int
     cols: int
+    lead: int = 0
 
 
 def check_expert_keys(keys: Sequence[str] | None) -> tuple[str, ...]:
@@ -46,7 +54,7 @@ def matrices_inside(name: str, shape: Sequence[int], *, expert_keys: Sequence[st
             "Put it into a group with use_muon=False; get_default_muon_param_groups(model) does so."
         )
     if len(shape) == 3 and any(key in name for key in expert_keys):
-        return MatrixSet(*shape)
+        return MatrixSet(shape[0], shape[1], shape[2], lead=1)
     if conv == "flatten":
         return MatrixSet(1, shape[0], math.prod(shape[1:]))
     raise ConfigError(

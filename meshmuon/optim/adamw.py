@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.optim.adamw import adamw
 
+from ..execute import local_part
 from .groups import adamw_betas, adamw_eps
 
 __all__ = ["STATE_KEYS", "adamw_step", "can_fuse"]
@@ -17,26 +18,30 @@ STATE_KEYS = ("step", "exp_avg", "exp_avg_sq")
 _FUSED_DEVICES = ("cpu", "cuda", "mps", "xpu")
 
 
-def adamw_step(group: dict[str, Any], params: Sequence[Tensor], states: Sequence[dict[str, Any]]) -> None:
-    """One AdamW step on ``params``, which all have gradients, exactly as ``torch.optim.AdamW(fused=True)`` does it."""
+def adamw_step(
+    group: dict[str, Any], params: Sequence[Tensor], grads: Sequence[Tensor], states: Sequence[dict[str, Any]]
+) -> None:
+    """One AdamW step on the local part of ``params``, exactly as ``torch.optim.AdamW(fused=True)`` does it."""
     for fused in (True, False):
-        chosen = [k for k, param in enumerate(params) if can_fuse(param) is fused]
+        chosen = [k for k, param in enumerate(params) if can_fuse(local_part(param)) is fused]
         if chosen:
-            _step(group, [params[k] for k in chosen], [states[k] for k in chosen], fused)
+            _step(group, [params[k] for k in chosen], [grads[k] for k in chosen], [states[k] for k in chosen], fused)
 
 
-def _step(group: dict[str, Any], params: list[Tensor], states: list[dict[str, Any]], fused: bool) -> None:
+def _step(group: dict[str, Any], params: list[Tensor], grads: list[Tensor], states: list[dict[str, Any]], fused: bool) -> None:
     for param, state in zip(params, states, strict=True):
         if "exp_avg" not in state:
             _init_state(param, state, fused)
         for key in ("exp_avg", "exp_avg_sq"):
-            state[key] = _in_layout_of(param, state[key], state[key].dtype)
+            if local_part(state[key]).stride() != local_part(param).stride():
+                state[key] = _like(param, state[key].dtype).copy_(state[key])
+    local = [local_part(param) for param in params]
     beta1, beta2 = adamw_betas(group)
     adamw(
-        params,
-        [_gradient(param) for param in params],
-        [state["exp_avg"] for state in states],
-        [state["exp_avg_sq"] for state in states],
+        local,
+        [_in_layout_of(param, local_part(grad)) for param, grad in zip(local, grads, strict=True)],
+        [local_part(state["exp_avg"]) for state in states],
+        [local_part(state["exp_avg_sq"]) for state in states],
         [],
         [state["step"] for state in states],
         fused=fused,
@@ -57,17 +62,15 @@ def can_fuse(param: Tensor) -> bool:
     return dense and param.is_floating_point() and param.device.type in _FUSED_DEVICES
 
 
-def _gradient(param: Tensor) -> Tensor:
-    grad = param.grad
-    assert grad is not None
-    return _in_layout_of(param, grad, param.dtype)
+def _in_layout_of(param: Tensor, grad: Tensor) -> Tensor:
+    """``grad`` in the parameter's memory order: fused kernels walk both by address and would mix up the entries."""
+    if grad.stride() == param.stride() and grad.dtype == param.dtype:
+        return grad
+    return _like(param, param.dtype).copy_(grad)
 
 
-def _in_layout_of(param: Tensor, tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """``tensor`` in the parameter's memory order: fused kernels walk both by address and would mix up the entries."""
-    if tensor.stride() == param.stride() and tensor.dtype == dtype:
-        return tensor
-    return torch.empty_like(param, dtype=dtype, memory_format=torch.preserve_format).copy_(tensor)
+def _like(param: Tensor, dtype: torch.dtype) -> Tensor:
+    return torch.empty_like(param, dtype=dtype, memory_format=torch.preserve_format)
 
 
 def _init_state(param: Tensor, state: dict[str, Any], fused: bool) -> None:

@@ -6,24 +6,24 @@ tensors), ``param_names`` (a list of as many names) and ``use_muon``; keys that 
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..errors import ConfigError, UnsupportedError
+from ..errors import ConfigError
 from ..matrices import CONV_OPTIONS, check_expert_keys, matrices_inside
 from ..ortho import Scheme, SchemeLike, resolve_scheme
+from .dtensors import check_placement
 from .lr import check_adjust_lr
 
 __all__ = [
     "adamw_betas",
     "adamw_eps",
+    "check_dtype",
     "check_group",
     "check_options",
-    "check_placement",
     "normalise_group",
     "normalise_params",
     "storable_scheme",
@@ -46,6 +46,9 @@ _WHOLE_OPTIMIZER = (
     "deterministic",
     "compile",
     "cuda_graphs",
+    "comm_dtype",
+    "replicas",
+    "replica_group",
 )
 
 
@@ -137,8 +140,8 @@ def check_options(group: Mapping[str, Any], index: int) -> None:
         check_adjust_lr(group["adjust_lr_fn"])
         resolve_scheme(group["scheme"], group["ns_steps"])
         check_expert_keys(group["expert_keys"])
-        _check_dtype(group["compute_dtype"], "compute_dtype", where)
-        _check_dtype(group["momentum_dtype"], "momentum_dtype", where)
+        check_dtype(group["compute_dtype"], "compute_dtype", where)
+        check_dtype(group["momentum_dtype"], "momentum_dtype", where)
         if group["conv"] not in CONV_OPTIONS:
             raise ConfigError(f"{where}: conv={group['conv']!r} is unknown; write one of {CONV_OPTIONS}.")
     else:
@@ -155,16 +158,6 @@ def _check_param(name: str, param: Tensor, group: Mapping[str, Any]) -> None:
         if not param.is_floating_point():
             raise ConfigError(f"{name} has dtype {param.dtype}; Muon needs floating point parameters.")
         matrices_inside(name, param.shape, expert_keys=check_expert_keys(group["expert_keys"]), conv=group["conv"])
-
-
-def check_placement(name: str, param: Tensor) -> None:
-    """This version computes on whole tensors only."""
-    tensors = sys.modules.get("torch.distributed.tensor")  # importing it costs a second, and without it there is no DTensor
-    if tensors is not None and isinstance(param, tensors.DTensor):
-        raise UnsupportedError(
-            f"{name} is a DTensor ({param.placements}). This version of meshmuon works on plain tensors (one device, or "
-            "DDP replicas); sharded parameters are not supported yet. Use DDP, or do not shard the model."
-        )
 
 
 def _check_lr(lr: Any, where: str) -> None:
@@ -185,6 +178,7 @@ def _check_range(value: float, what: str, where: str, *, low: float, below: floa
         raise ConfigError(f"{where}: {what}={value} must be {bound}.")
 
 
-def _check_dtype(dtype: Any, what: str, where: str) -> None:
+def check_dtype(dtype: Any, what: str, where: str) -> None:
+    """Refuses what is neither a floating point dtype nor None."""
     if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
         raise ConfigError(f"{where}: {what}={dtype!r} must be a floating point dtype such as torch.float32, or None.")

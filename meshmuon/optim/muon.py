@@ -6,27 +6,29 @@ import logging
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.profiler import record_function
 
-from ..errors import ConfigError, GradientError, RoutingWarning, UnsupportedError
-from ..execute import DEFAULT_MEMORY_BUDGET, ExecutorSettings, LocalExecutor, Work, WorkSettings
-from ..matrices import check_expert_keys, matrices_inside
-from ..ortho import SchemeLike, default_compute_dtype, resolve_scheme
+from ..errors import ConfigError, MeshmuonError, RoutingWarning, UnsupportedError
+from ..execute import DEFAULT_MEMORY_BUDGET, Executor, ExecutorSettings, ReferenceExecutor
+from ..matrices import check_expert_keys
+from ..ortho import SchemeLike, resolve_scheme
+from ..plan import Plan, PlanOptions, cost_model_for
 from . import state
 from .adamw import adamw_step
-from .groups import check_group, check_options, check_placement, normalise_group, normalise_params, storable_scheme
-from .lr import AdjustLR, lr_factor
+from .collect import Parameter, check_step, demands_of, gradient_of, parameters_of, work_of
+from .groups import check_dtype, check_group, normalise_group, normalise_params, storable_scheme
+from .lr import AdjustLR
+from .planning import Outcome, Planner
 from .table import RoutingTable, build_routing_table
 
 __all__ = ["Muon"]
 
 _logger = logging.getLogger("meshmuon")
-
-_Active: TypeAlias = tuple[dict[str, Any], list[tuple[str, Tensor]]]
 
 
 class Muon(torch.optim.Optimizer):
@@ -36,7 +38,8 @@ class Muon(torch.optim.Optimizer):
 
     1. momentum: ``M ← momentum·M + G``, and with Nesterov the update is ``G + momentum·M``, else ``M``;
     2. orthogonalisation: the update's singular values are driven to 1 by ``ns_steps`` steps of ``scheme``, for all
-       matrices of one shape at once, within ``memory_budget``;
+       matrices of one shape at once, within ``memory_budget``. A matrix that is cut over ranks goes to one of them, its owner,
+       and the result comes back;
     3. ``p ← p·(1 − lr·weight_decay) − lr·adjust_lr_fn(rows, cols)·update``.
 
     Groups with ``use_muon=False`` take ``torch.optim.AdamW``'s fused step. A group may carry its own lr, momentum, nesterov,
@@ -55,10 +58,9 @@ class Muon(torch.optim.Optimizer):
         none_grad: free the gradients of Muon parameters as soon as the step has used them.
         debug: log each parameter's route whenever the plan changes.
         clip_config: QK-clip; not available in this version, leave it at None.
-        warmup_step: waves of exchanges kept in flight when matrices are sharded; without effect on plain tensors.
-        chunk_size: most matrices per batch; -1 lets ``memory_budget`` decide.
-        use_distributed_muon: the all-gather reference path for sharded matrices; plain tensors are whole, so that both
-            settings do the same.
+        warmup_step: waves that may be under way beside the one that computes (``warmup_step + 1`` in flight).
+        chunk_size: most matrices per wave of an exchange and per batch; -1 lets ``memory_budget`` decide.
+        use_distributed_muon: the reference path for verification: all-gather whole matrices, compute all of them on every rank.
         expert_keys: a 3-D parameter whose name contains one of these is a stack of independent matrices.
         scheme: ``"polar_express"``, ``"keller"``, a list of (a, b, c), a Scheme, or a callable on a batch.
         adjust_lr_fn: ``"match_rms_adamw"``, ``"original"``, ``"spectral"`` or a function of (rows, cols).
@@ -66,11 +68,15 @@ class Muon(torch.optim.Optimizer):
         conv: ``"flatten"`` lets Muon take convolution filters as (out, in·kernel) matrices.
         compute_dtype: dtype of the Newton–Schulz products; float32 on CPU and bfloat16 on GPU unless given.
         momentum_dtype: dtype of new momentum buffers; the parameter's unless given.
-        memory_budget: bytes of scratch that one batch may use (default 64 MiB).
+        memory_budget: bytes of scratch that one batch may use, and of matrices that an owner gathers per wave (default 64 MiB).
         form: ``"auto"`` (fewest FLOPs that are safe in the dtype), ``"standard"`` or ``"gram"``.
         deterministic: no batching of products, so that the bits do not depend on what shares a batch.
         compile: compile the orthogonalisation of each shape with torch.compile.
         cuda_graphs: replay the orthogonalisation of each batch as a CUDA graph.
+        comm_dtype: dtype on the wire; bfloat16 between GPUs and float32 elsewhere unless given.
+        replicas: where ranks hold the same matrix (HSDP, replicated DTensors), ``"share"`` has one replica compute it for
+            all, ``"repeat"`` has each compute it, ``"auto"`` takes the cheaper.
+        replica_group: process group over which plain tensors are replicated (DDP), to divide their work over it.
 
     Example::
 
@@ -106,6 +112,9 @@ class Muon(torch.optim.Optimizer):
         deterministic: bool = False,
         compile: bool | str = False,
         cuda_graphs: bool = False,
+        comm_dtype: torch.dtype | None = None,
+        replicas: str = "auto",
+        replica_group: dist.ProcessGroup | None = None,
     ) -> None:
         if clip_config:
             raise UnsupportedError("clip_config: QK-clip is not available in this version of meshmuon; pass None.")
@@ -114,6 +123,11 @@ class Muon(torch.optim.Optimizer):
         resolve_scheme(scheme, ns_steps)
         self._debug = debug
         self._settings = ExecutorSettings(chunk_size, memory_budget, form, deterministic, compile, cuda_graphs)
+        self._plan_options = PlanOptions(cost_model_for("cpu"), replicas, chunk_size, memory_budget, warmup_step + 1)
+        check_dtype(comm_dtype, "comm_dtype", "Muon")
+        self._comm_dtype = comm_dtype
+        self._reference = use_distributed_muon
+        self.replica_group = replica_group
         self._reset()
         defaults = {
             "lr": lr,
@@ -162,14 +176,23 @@ class Muon(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        active = self._active()  # checks everything; nothing is written before it returns
-        self._log_routes(active)
-        self._executor.run(self._muon_work(active))
-        with record_function("meshmuon::adamw"):
-            for group, named in active:
-                if not group["use_muon"]:
-                    adamw_step(group, [p for _, p in named], [self.state[p] for _, p in named])
+        parameters = parameters_of(self.param_groups)
+        outcome = self._agree(parameters)  # checks everything, on all ranks; nothing is written before it returns
+        self._log_routes(parameters)
+        work = work_of(parameters, self._planner.demands, outcome, self.state)
+        if outcome.plan is not self._executor.plan:
+            self._executor.prepare(outcome.plan, outcome.rank, work, outcome.exchange)
+        self._executor.run(work, last=partial(self._adamw_step, parameters, outcome))
         return loss
+
+    def plan(self) -> Plan:
+        """The plan of the last step: ``print(optimizer.plan().describe())``, or ``.to_json()`` for tools.
+
+        Plans are made at the first step, when gradients and layouts are known.
+        """
+        if self._executor.plan is None:
+            raise ConfigError("there is no plan yet: it is made at the first step().")
+        return self._executor.plan
 
     def routing_table(self) -> RoutingTable:
         """Where each parameter goes and how large its steps will be; ``print`` it."""
@@ -203,84 +226,49 @@ class Muon(torch.optim.Optimizer):
         state.restore(self.param_groups, self.state, adapted)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "_settings": self._settings, "_debug": self._debug}
+        kept = ("_settings", "_plan_options", "_comm_dtype", "_reference", "_debug")
+        return {**super().__getstate__(), **{name: getattr(self, name) for name in kept}}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
+        self.replica_group = self.__dict__.get("replica_group")  # process groups cannot be copied: set it again to divide work
         self._reset()
 
     def _reset(self) -> None:
-        self._executor = LocalExecutor(self._settings)
+        self._planner = Planner(self._plan_options, self._settings.form, self.replica_group)
+        self._executor: Executor | ReferenceExecutor = (ReferenceExecutor if self._reference else Executor)(self._settings)
         self._logged: tuple[str, ...] | None = None
 
-    def _active(self) -> list[_Active]:
-        """The parameters that have a gradient, group by group."""
-        active: list[_Active] = []
-        for index, group in enumerate(self.param_groups):
-            check_options(group, index)
-            named = []
-            for name, param in zip(group["param_names"], group["params"], strict=True):
-                if param.grad is not None:
-                    _check_gradient(name, param, param.grad)
-                    if param in self.state:
-                        state.check_current(name, param, self.state[param], group["use_muon"])
-                    named.append((name, param))
-            active.append((group, named))
-        return active
+    def _agree(self, parameters: Sequence[Parameter]) -> Outcome:
+        """What all ranks will do in this step; one rank's failed check is raised on all of them."""
+        failure: MeshmuonError | None = None
+        demands = self._planner.demands
+        try:
+            demands = demands_of(parameters, self._comm_dtype)
+            check_step(parameters, self.state)
+        except MeshmuonError as error:
+            failure = error
+        return self._planner.outcome(demands, failure)
 
-    def _muon_work(self, active: list[_Active]) -> list[Work]:
-        work = []
-        for group, named in active:
-            if not group["use_muon"] or not named:
-                continue
-            scheme = resolve_scheme(group["scheme"], group["ns_steps"])
-            settings = _work_settings(group)
-            expert_keys = check_expert_keys(group["expert_keys"])
-            for name, param in named:
-                matrices = matrices_inside(name, param.shape, expert_keys=expert_keys, conv=group["conv"])
-                dtype = group["compute_dtype"] or default_compute_dtype(param.device, param.dtype)
-                buffer = state.momentum_buffer(self.state[param], param, group["momentum_dtype"])
-                work.append(Work(param, buffer, matrices, scheme, dtype, settings))
-        return work
+    def _adamw_step(self, parameters: Sequence[Parameter], outcome: Outcome) -> None:
+        chosen: dict[int, list[Tensor]] = {}
+        for k, one in enumerate(parameters):
+            if not one.group["use_muon"] and (one.param.grad is not None or k in outcome.zeros):
+                chosen.setdefault(one.place, []).append(one.param)
+        with record_function("meshmuon::adamw"):
+            for index, params in chosen.items():
+                grads, states = [gradient_of(param) for param in params], [self.state[param] for param in params]
+                adamw_step(self.param_groups[index], params, grads, states)
 
-    def _log_routes(self, active: list[_Active]) -> None:
+    def _log_routes(self, parameters: Sequence[Parameter]) -> None:
         if not self._debug:
             return
-        names = tuple(name for _, named in active for name, _ in named)
+        names = tuple(one.name for one in parameters if one.param.grad is not None)
         if names != self._logged:
             self._logged = names
             _show_debug()
             for row in self.routing_table().rows:
                 _logger.debug("%s%s", row, "" if row.name in names else " (no gradient)")
-
-
-def _work_settings(group: Mapping[str, Any]) -> WorkSettings:
-    lr = group["lr"]
-    if isinstance(lr, Tensor):  # on a device it stays a tensor: reading it would wait for the device
-        lr = float(lr) if lr.device.type == "cpu" else lr.reshape(())
-    return WorkSettings(
-        momentum=float(group["momentum"]),
-        nesterov=group["nesterov"],
-        decay=1 - lr * group["weight_decay"],
-        rate=-lr if group["maximize"] else lr,
-        adjust=partial(lr_factor, group["adjust_lr_fn"]),
-        free_grad=group["none_grad"],
-    )
-
-
-def _check_gradient(name: str, param: Tensor, grad: Tensor) -> None:
-    check_placement(name, param)
-    if grad.shape != param.shape:
-        raise GradientError(
-            f"{name} has shape {tuple(param.shape)}, its gradient {tuple(grad.shape)}: call zero_grad() after resizing."
-        )
-    if grad.layout != torch.strided:
-        raise GradientError(
-            f"{name} has a sparse gradient ({grad.layout}). Neither Muon nor fused AdamW takes one: "
-            "build the embedding with sparse=False, or call param.grad = param.grad.to_dense() before step()."
-        )
-    if grad.is_complex():
-        raise GradientError(f"{name} has a complex gradient ({grad.dtype}). Optimize the real view: torch.view_as_real(param).")
 
 
 def _show_debug() -> None:

@@ -9,6 +9,8 @@ from typing import Any
 from torch import Tensor
 
 from ..matrices import check_expert_keys, matrices_inside
+from ..plan import table
+from .dtensors import layout_text
 from .lr import AdjustLR, lr_factor, update_rms
 from .routing import is_table_name, name_parts
 
@@ -60,10 +62,7 @@ class RoutingTable:
 
     def __str__(self) -> str:
         head = ("parameter", "shape", "layout", "route", "matrices", "lr", "update rms")
-        lines = [head, *(row.cells() for row in self.rows)]
-        widths = [max(len(line[k]) for line in lines) for k in range(len(head))]
-        text = ["  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in lines]
-        return "\n".join([text[0], "-" * len(text[0]), *text[1:], *(f"warning: {w}" for w in self.warnings)])
+        return "\n".join([table(head, [row.cells() for row in self.rows]), *(f"warning: {w}" for w in self.warnings)])
 
 
 def build_routing_table(groups: Sequence[Mapping[str, Any]]) -> RoutingTable:
@@ -83,11 +82,11 @@ def build_routing_table(groups: Sequence[Mapping[str, Any]]) -> RoutingTable:
 def _row(name: str, param: Tensor, group: Mapping[str, Any]) -> RoutingRow:
     lr, shape = float(group["lr"]), tuple(param.shape)
     if not group["use_muon"]:
-        return RoutingRow(name, shape, str(param.device), "adamw", 0, lr, _ADAMW_RMS * lr)
+        return RoutingRow(name, shape, layout_text(name, param), "adamw", 0, lr, _ADAMW_RMS * lr)
     found = matrices_inside(name, shape, expert_keys=check_expert_keys(group["expert_keys"]), conv=group["conv"])
     rule: AdjustLR = group["adjust_lr_fn"]
     factor, rms = lr_factor(rule, found.rows, found.cols), update_rms(rule, found.rows, found.cols)
-    return RoutingRow(name, shape, str(param.device), "muon", found.count, lr * factor, lr * rms)
+    return RoutingRow(name, shape, layout_text(name, param), "muon", found.count, lr * factor, lr * rms)
 
 
 def _lr_warnings(index: int, group: Mapping[str, Any]) -> list[str]:

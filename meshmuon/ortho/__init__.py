@@ -3,7 +3,7 @@
 from .blocks import choose_blocks, gram_blocks, standard_blocks
 from .cost import orthogonalize_flops, symmetric_flops
 from .iteration import Scratch, iterate, scratch_bytes
-from .newton_schulz import FORMS, blocks_for, check_shape, default_compute_dtype, orthogonalize, reserve_scratch
+from .newton_schulz import FORMS, blocks_for, check_shape, default_compute_dtype, expected_flops, orthogonalize, reserve_scratch
 from .schemes import Orthogonalizer, Scheme, SchemeLike, keller, polar_express, resolve_scheme
 from .workspace import Workspace
 
@@ -18,6 +18,7 @@ __all__ = [
     "check_shape",
     "choose_blocks",
     "default_compute_dtype",
+    "expected_flops",
     "gram_blocks",
     "iterate",
     "keller",

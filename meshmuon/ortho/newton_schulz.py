@@ -7,12 +7,13 @@ from torch import Tensor
 
 from ..errors import ConfigError
 from .blocks import choose_blocks, gram_blocks, standard_blocks
+from .cost import orthogonalize_flops
 from .iteration import Scratch, iterate
 from .kernels import Products, products_for
 from .schemes import Orthogonalizer, Scheme
 from .workspace import Workspace
 
-__all__ = ["FORMS", "blocks_for", "check_shape", "default_compute_dtype", "orthogonalize", "reserve_scratch"]
+__all__ = ["FORMS", "blocks_for", "check_shape", "default_compute_dtype", "expected_flops", "orthogonalize", "reserve_scratch"]
 
 FORMS = ("auto", "standard", "gram")
 
@@ -68,7 +69,7 @@ def orthogonalize(
         result.copy_(found)
         return out
     dtype = dtype or default_compute_dtype(x.device, x.dtype)
-    blocks = blocks_for(x, scheme, form=form, dtype=dtype)
+    blocks = blocks_for(x.size(-2), x.size(-1), scheme, form=form, dtype=dtype)
     scratch = Scratch(workspace or Workspace(), batch, dtype)
     iterate(batch, result, scheme.steps, blocks, scratch, products or products_for(x.device))
     return out
@@ -83,15 +84,21 @@ def check_shape(found: Tensor, batch: Tensor) -> None:
 def reserve_scratch(x: Tensor, scheme: Scheme | Orthogonalizer, *, form: str, dtype: torch.dtype, workspace: Workspace) -> None:
     """Grows ``workspace`` to all that ``orthogonalize`` will take for a batch like ``x``, so that it never moves later."""
     if isinstance(scheme, Scheme):
-        Scratch(workspace, x, dtype).reserve(x.dtype, blocks_for(x, scheme, form=form, dtype=dtype))
+        Scratch(workspace, x, dtype).reserve(x.dtype, blocks_for(x.size(-2), x.size(-1), scheme, form=form, dtype=dtype))
 
 
-def blocks_for(x: Tensor, scheme: Scheme, *, form: str, dtype: torch.dtype) -> tuple[int, ...]:
-    """How the steps are cut into blocks for matrices like those of ``x``."""
+def blocks_for(rows: int, cols: int, scheme: Scheme, *, form: str, dtype: torch.dtype) -> tuple[int, ...]:
+    """How the steps are cut into blocks for rows × cols matrices."""
     if form == "auto":
-        return choose_blocks(x.size(-2), x.size(-1), scheme, dtype)
+        return choose_blocks(rows, cols, scheme, dtype)
     if form == "gram":
         return gram_blocks(scheme, dtype)
     if form == "standard":
         return standard_blocks(scheme)
     raise ConfigError(f"form={form!r} is unknown; write one of {FORMS}")
+
+
+def expected_flops(rows: int, cols: int, scheme: Scheme | Orthogonalizer | None, form: str, dtype: torch.dtype) -> int:
+    """FLOPs of orthogonalising one matrix; of a callable scheme nothing is known, it counts as five standard steps."""
+    blocks = blocks_for(rows, cols, scheme, form=form, dtype=dtype) if isinstance(scheme, Scheme) else (1,) * 5
+    return orthogonalize_flops(rows, cols, blocks)

@@ -1,12 +1,15 @@
 """What will be computed and what will travel, decided before any tensor is touched."""
 
 from .batches import Batch, Item, Slice, plan_batches
+from .buffers import SlotSizes, WaveSizes, buffer_bytes, slot_sizes, wave_sizes
 from .cost import CostModel, cost_model_for
 from .owners import lightest_possible
-from .plan import REPLICA_OPTIONS, Entry, Plan, PlanOptions, Send, Task, make_plan
+from .plan import NO_WAVE, REPLICA_OPTIONS, Entry, Plan, PlanOptions, Send, Task, make_plan, travels
+from .report import table
 from .routes import WaveRoutes, routes_of
 
 __all__ = [
+    "NO_WAVE",
     "REPLICA_OPTIONS",
     "Batch",
     "CostModel",
@@ -16,11 +19,18 @@ __all__ = [
     "PlanOptions",
     "Send",
     "Slice",
+    "SlotSizes",
     "Task",
     "WaveRoutes",
+    "WaveSizes",
+    "buffer_bytes",
     "cost_model_for",
     "lightest_possible",
     "make_plan",
     "plan_batches",
     "routes_of",
+    "slot_sizes",
+    "table",
+    "travels",
+    "wave_sizes",
 ]

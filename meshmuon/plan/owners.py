@@ -63,8 +63,8 @@ class _Queues:
 def lightest_possible(costs: Sequence[float], ranks: int) -> float:
     """A bound that no assignment of whole matrices to ``ranks`` can beat: the heaviest rank has at least this cost.
 
-    It is the largest of the mean, the largest matrix, and, since of k·ranks + 1 matrices some rank has k + 1, the sum of the k + 1
-    cheapest of the k·ranks + 1 most expensive.
+    It is the largest of the mean, the largest matrix, and, since of k·ranks + 1 matrices some rank has k + 1, the sum of the
+    k + 1 cheapest of the k·ranks + 1 most expensive.
     """
     ordered = sorted(costs, reverse=True)
     bound = max(sum(ordered) / ranks, ordered[0] if ordered else 0.0)

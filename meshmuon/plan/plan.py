@@ -7,13 +7,13 @@ from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from ..errors import ConfigError
+from ..errors import ConfigError, PlanError
 from ..layout import Layout, Piece, Spread, spread_matrices
 from .cost import CostModel
 from .owners import Job, assign_owners, lightest_possible
 from .waves import Owned, cut_into_waves
 
-__all__ = ["REPLICA_OPTIONS", "Entry", "Plan", "PlanOptions", "Send", "Task", "make_plan"]
+__all__ = ["REPLICA_OPTIONS", "Entry", "Plan", "PlanOptions", "Send", "Task", "make_plan", "travels"]
 
 REPLICA_OPTIONS = ("auto", "share", "repeat")
 EVERY_HOLDER = -1
@@ -44,6 +44,11 @@ class Entry:
     flops: int
     share: bool | None = None
     private: bool = False
+
+    @property
+    def count(self) -> int:
+        """Number of matrices."""
+        return self.layouts[0].shape[0] if self.lead else 1
 
     def __str__(self) -> str:
         layouts = "; ".join(map(str, self.layouts))
@@ -81,12 +86,21 @@ class Send:
 
 @dataclass(frozen=True, slots=True)
 class PlanOptions:
-    """What shapes a plan beside the parameters."""
+    """What shapes a plan beside the parameters.
+
+    Attributes:
+        cost: what work and traffic cost.
+        replicas: ``"share"`` (one replica computes for all), ``"repeat"`` (each for itself) or ``"auto"`` (the cheaper one).
+        chunk_size: most matrices per wave; -1 leaves it to ``budget``.
+        budget: bytes that an owner may gather per wave.
+        in_flight: most waves between their first and their last exchange.
+    """
 
     cost: CostModel
     replicas: str = "auto"
     chunk_size: int = -1
     budget: int = 64 * 2**20
+    in_flight: int = 6
 
     def __post_init__(self) -> None:
         if self.replicas not in REPLICA_OPTIONS:
@@ -178,18 +192,44 @@ class Plan:
         hasher.update(repr(shared).encode())
         return hasher.hexdigest()
 
+    def describe(self) -> str:
+        """The plan as text for people."""
+        from .report import describe
+
+        return describe(self)
+
+    def to_json(self) -> str:
+        """The plan as JSON for tools."""
+        from .report import to_json
+
+        return to_json(self)
+
     def _prove(self) -> None:
         """Each matrix has one owner per separate copy, and waves and owners fit together.
 
         That the pieces of a spread tile the matrix, and that each rank holds one piece in one replica, is proved by every
         ``Spread`` at birth: it makes sender and receiver of each piece find each other, since both read the same table.
         """
+        copies: dict[tuple[int, int], list[Spread]] = {}
         for task in self.tasks:
-            if task.wave == NO_WAVE:
-                assert task.owner == EVERY_HOLDER and task.spread.whole, "a matrix that does not travel must be whole"
-            else:
-                assert task.owner in task.spread.place, "an owner must hold a piece, it belongs to a replica by it"
-                assert self.lanes[task.wave] == self.entries[task.entry].lane, "a wave has one lane"
+            name = self.entries[task.entry].name
+            if task.wave == NO_WAVE and not (task.owner == EVERY_HOLDER and task.spread.whole):
+                raise PlanError(f"{name}: matrix {task.matrix} is in pieces, but none of them travels")
+            if task.wave != NO_WAVE and task.owner not in task.spread.place:
+                raise PlanError(f"{name}: rank {task.owner} owns matrix {task.matrix} but holds no piece of it")
+            if task.wave != NO_WAVE and self.lanes[task.wave] != self.entries[task.entry].lane:
+                raise PlanError(f"{name}: it travels on {self.entries[task.entry].lane}, its wave on {self.lanes[task.wave]}")
+            copies.setdefault((task.entry, task.matrix), []).append(task.spread)
+        for k, entry in enumerate(self.entries):
+            self._prove_copies(k, entry, copies)
+
+    def _prove_copies(self, k: int, entry: Entry, copies: dict[tuple[int, int], list[Spread]]) -> None:
+        for matrix in range(entry.count):
+            found = copies.get((k, matrix), [])
+            holders = sum(len(spread.place) for spread in found)
+            expected = sum(len(spread_matrices(layout, entry.lead)[matrix].place) for layout in entry.layouts)
+            if holders != expected or (len(found) > 1 and len({r for spread in found for r in spread.place}) != holders):
+                raise PlanError(f"{entry.name}: matrix {matrix} has {expected} holders, the plan computes it for {holders}")
 
 
 def make_plan(entries: Sequence[Entry], options: PlanOptions) -> Plan:
@@ -209,6 +249,11 @@ def make_plan(entries: Sequence[Entry], options: PlanOptions) -> Plan:
     lanes, waves = _waves_by_lane([entries[k].lane for k, _, _ in moves], owned, options)
     gone = [Task(k, matrix, spread, owner, wave) for (k, matrix, spread), owner, wave in zip(moves, owners, waves, strict=True)]
     return Plan(ranks, tuple(entries), (*stays, *gone), lanes, options)
+
+
+def travels(entry: Entry, options: PlanOptions) -> bool:
+    """Whether any matrix of the parameter needs an exchange."""
+    return any(moves for _, _, _, moves in _copies([entry], options))
 
 
 def _copies(entries: Sequence[Entry], options: PlanOptions) -> Iterator[tuple[int, int, Spread, bool]]:

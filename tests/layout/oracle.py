@@ -6,6 +6,7 @@ import math
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import product
 
 import torch
 import torch.distributed as dist
@@ -46,15 +47,22 @@ def ours(placement: TorchPlacement) -> Placement:
 
 def random_shape(rng: random.Random, dims: int) -> tuple[int, ...]:
     """Mostly small sizes, so that shards are often uneven and sometimes empty."""
-    return tuple(rng.choice([0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 11, 13] if rng.random() < 0.6 else [1, 2, 3, 4, 5]) for _ in range(dims))
+    return tuple(
+        rng.choice([0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 11, 13] if rng.random() < 0.6 else [1, 2, 3, 4, 5]) for _ in range(dims)
+    )
 
 
-def random_mesh(rng: random.Random, most: int = 16) -> Mesh:
-    """One to three axes; ranks in order, or shuffled, or some of the world."""
-    while True:
-        shape = tuple(rng.randint(1, most) for _ in range(rng.choice([1, 2, 2, 3, 3])))
-        if math.prod(shape) <= most:
-            break
+def mesh_shapes(axes: int, most: int) -> list[tuple[int, ...]]:
+    return [shape for shape in product(range(1, most + 1), repeat=axes) if math.prod(shape) <= most]
+
+
+MESH_SHAPES = {axes: mesh_shapes(axes, 16) for axes in (1, 2, 3)}
+
+
+def random_mesh(rng: random.Random) -> Mesh:
+    """One to three axes, seldom of one rank; ranks in order, or shuffled, or some of the world."""
+    shapes = MESH_SHAPES[rng.choice([1, 2, 2, 3, 3])]
+    shape = rng.choice([one for one in shapes if 1 not in one] if rng.random() < 0.8 else shapes)
     size = math.prod(shape)
     return Mesh(shape, tuple(range(size)) if rng.random() < 0.5 else tuple(rng.sample(range(WORLD), size)))
 
@@ -67,9 +75,9 @@ def random_placement(rng: random.Random, dims: int) -> TorchPlacement:
     return Shard(dim) if kind < 0.65 else _StridedShard(dim, split_factor=rng.choice([1, 2, 2, 3, 4, 5]))
 
 
-def random_case(rng: random.Random) -> Case:
+def random_case(rng: random.Random, mesh: Mesh | None = None) -> Case:
     dims = rng.randint(1, 4)
-    mesh = random_mesh(rng)
+    mesh = mesh or random_mesh(rng)
     return Case(random_shape(rng, dims), mesh, tuple(random_placement(rng, dims) for _ in mesh.shape))
 
 

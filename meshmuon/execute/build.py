@@ -1,0 +1,252 @@
+"""From a plan to what one rank runs: buffers, views and batches, all made before the first step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import TypeAlias
+
+from torch import Tensor
+from torch.profiler import record_function
+
+from ..ortho import Workspace
+from ..plan import NO_WAVE, Batch, Entry, Plan, Send, Slice, WaveRoutes, plan_batches, routes_of, slot_sizes, wave_sizes
+from ..transport import Exchange
+from .copies import Placed, blocks_of, strided_views
+from .parts import Part, Parts, Touch
+from .settings import ExecutorSettings
+from .stage import Stage, reserve_stages
+from .wave import Copies, Flow, Staged, Wave
+from .work import Work, local_part
+
+__all__ = ["LocalBatch", "Program", "build_program"]
+
+
+@dataclass(frozen=True, slots=True)
+class LocalBatch:
+    """Matrices that are whole on this rank: momentum, orthogonalise, update, nothing sent."""
+
+    stage: Stage
+    parts: Parts
+    touch: Touch
+
+    def run(self, work: Sequence[Work]) -> None:
+        """One step of the batch."""
+        with record_function("meshmuon::momentum"):
+            self.touch.accumulate(work)
+            self.parts.fill(work)
+        self.touch.free_gradients(work)
+        self.stage.orthogonalise()
+        with record_function("meshmuon::update"):
+            self.parts.apply(work)
+
+
+@dataclass(frozen=True, slots=True)
+class Program:
+    """What one rank does in a step; ``rest`` are the parameters of which it holds nothing."""
+
+    waves: tuple[Wave, ...] = ()
+    local: tuple[LocalBatch, ...] = ()
+    rest: Touch = field(default_factory=Touch)
+
+
+def build_program(
+    plan: Plan, rank: int, work: Sequence[Work], exchange: Exchange | None, workspace: Workspace, settings: ExecutorSettings
+) -> Program:
+    """Everything that ``rank`` needs to execute ``plan`` on ``work``."""
+    return _Builder(plan, rank, work, exchange, workspace, settings).build()
+
+
+class _Builder:
+    def __init__(
+        self,
+        plan: Plan,
+        rank: int,
+        work: Sequence[Work],
+        exchange: Exchange | None,
+        workspace: Workspace,
+        settings: ExecutorSettings,
+    ) -> None:
+        self.plan, self.rank, self.work, self.exchange = plan, rank, work, exchange
+        self.workspace, self.settings = workspace, settings
+        self.local_index = [_local_index(entry, rank) for entry in plan.entries]
+        self.routes = routes_of(plan, rank)
+        self.sizes = [wave_sizes(routes) for routes in self.routes]
+
+    def build(self) -> Program:
+        runs = self._local_runs()
+        local = self._batches(runs)
+        # Every matrix that this rank owns in a wave is a run of one, named by its parameter.
+        owned = [[Slice(self.plan.tasks[task].entry, 0, 1) for task in routes.owned] for routes in self.routes]
+        batches = [self._batches(wave) for wave in owned]
+        everything = [(batch, self._like(runs, batch)) for batch in local]
+        everything += [(batch, self._like(wave, batch)) for wave, some in zip(owned, batches, strict=True) for batch in some]
+        reserve_stages(everything, self.workspace, self.settings)
+        self._reserve_buffers()
+        touches, rest = self._touches(runs, local)
+        waves = [self._wave(k, [self._stage(owned[k], batch) for batch in batches[k]], touches[k]) for k in range(len(owned))]
+        alone = [self._local_batch(runs, batch, touches[len(owned) + k]) for k, batch in enumerate(local)]
+        return Program(tuple(waves), tuple(alone), rest)
+
+    def _local_runs(self) -> list[Slice]:
+        """Matrices that need no exchange, as runs of consecutive matrices of local tensors."""
+        runs: list[Slice] = []
+        for task in self.plan.tasks:
+            if task.wave != NO_WAVE or self.rank not in task.spread.place:
+                continue
+            at = self.local_index[task.entry][task.matrix]
+            if runs and runs[-1].item == task.entry and runs[-1].stop == at:
+                runs[-1] = Slice(task.entry, runs[-1].start, at + 1)
+            else:
+                runs.append(Slice(task.entry, at, at + 1))
+        return runs
+
+    def _batches(self, runs: Sequence[Slice]) -> tuple[Batch, ...]:
+        items = [self.work[run.item].item(run.stop - run.start) for run in runs]
+        return plan_batches(items, budget=self.settings.memory_budget, chunk_size=self.settings.chunk_size)
+
+    def _like(self, runs: Sequence[Slice], batch: Batch) -> Work:
+        return self.work[runs[batch.slices[0].item].item]
+
+    def _stage(self, runs: Sequence[Slice], batch: Batch) -> Stage:
+        return Stage(batch, self._like(runs, batch), self.workspace, self.settings)
+
+    def _local_batch(self, runs: Sequence[Slice], batch: Batch, touch: Touch) -> LocalBatch:
+        stage = self._stage(runs, batch)
+        parts, offset = [], 0
+        for part in batch.slices:
+            run, count = runs[part.item], part.stop - part.start
+            view = stage.matrices[offset : offset + count]
+            parts.append(self._part(run.item, run.start + part.start, run.start + part.stop, view))
+            offset += count
+        return LocalBatch(stage, Parts(parts, self.work), touch)
+
+    def _part(self, entry: int, start: int, stop: int, view: Tensor) -> Part:
+        """Matrices [start, stop) of the local tensor of parameter ``entry``, which ``view`` holds in the same order."""
+        local = local_part(self.work[entry].param)
+        if not self.work[entry].matrices.lead:
+            return Part(entry, 0, 1, True, view.view(local.shape))
+        whole = stop - start == local.size(0)
+        return Part(entry, start, stop, whole, view.view(stop - start, *local.shape[1:]))
+
+    def _piece(self, send: Send, buffer: Tensor, offset: int) -> Part:
+        task = self.plan.tasks[send.task]
+        at = self.local_index[task.entry][task.matrix]
+        return self._part(task.entry, at, at + 1, buffer[offset : offset + send.piece.size])
+
+    def _touches(self, runs: Sequence[Slice], local: Sequence[Batch]) -> tuple[list[Touch], Touch]:
+        """Per wave and then per local batch, in the order in which the pipeline fills them."""
+        touched = [self._touched(routes) for routes in self.routes]
+        touched += [{runs[part.item].item for part in batch.slices} for batch in local]
+        count, first = len(self.routes), self.plan.options.in_flight
+        order = [*range(min(first, count)), *range(count, len(touched)), *range(min(first, count), count)]
+        begins: list[list[int]] = [[] for _ in touched]
+        ends: list[list[int]] = [[] for _ in touched]
+        for turns, found in ((order, begins), (order[::-1], ends)):
+            seen: set[int] = set()
+            for k in turns:
+                found[k] = sorted(touched[k] - seen)
+                seen |= touched[k]
+        rest = set(range(len(self.work))) - set().union(*touched)
+        return [Touch(tuple(b), tuple(e)) for b, e in zip(begins, ends, strict=True)], Touch((), tuple(sorted(rest)))
+
+    def _touched(self, routes: WaveRoutes) -> set[int]:
+        """Parameters of which this rank holds a piece in a wave; a replica that sends nothing still keeps its momentum."""
+        return {self.plan.tasks[send.task].entry for send in (*routes.scatter_in, *routes.gather_out, *routes.own)}
+
+    def _reserve_buffers(self) -> None:
+        turns = self.plan.options.in_flight
+        for lane in dict.fromkeys(self.plan.lanes):
+            mine = [k for k, one in enumerate(self.plan.lanes) if one == lane]
+            for slot in range(turns):
+                largest = slot_sizes([self.sizes[k] for k in mine if k % turns == slot])
+                for name, size in (("mine", largest.mine), ("theirs", largest.theirs), ("results", largest.results)):
+                    self._buffer(name, mine[0], slot, size)
+            self._rough(mine[0], max(self.sizes[k].mine for k in mine))
+
+    def _buffer(self, name: str, wave: int, slot: int, size: int) -> Tensor:
+        like = self._like_lane(wave)
+        return self.workspace.take(f"{name} {slot}", (size,), like.comm_dtype, like.param.device)
+
+    def _rough(self, wave: int, size: int) -> Tensor | None:
+        """Where momentum is written in full precision before it is rounded for the wire."""
+        like = self._like_lane(wave)
+        if like.comm_dtype == like.update_dtype:
+            return None
+        return self.workspace.take("rough", (size,), like.update_dtype, like.param.device)
+
+    def _like_lane(self, wave: int) -> Work:
+        lane = self.plan.lanes[wave]
+        return next(self.work[k] for k, entry in enumerate(self.plan.entries) if entry.lane == lane)
+
+    def _wave(self, k: int, stages: Sequence[Stage], touch: Touch) -> Wave:
+        routes, sizes, slot = self.routes[k], self.sizes[k], k % self.plan.options.in_flight
+        mine, theirs = self._buffer("mine", k, slot, sizes.mine), self._buffer("theirs", k, slot, sizes.theirs)
+        results = self._buffer("results", k, slot, sizes.results) if sizes.results else theirs
+        rough = self._rough(k, sizes.mine)
+        out, back = _offsets(routes.gather_out), _offsets(routes.scatter_in)
+        own = _offsets(routes.own, sizes.own_offset)
+        came, goes = _offsets(routes.gather_in), _offsets(routes.scatter_out)
+        filled = mine if rough is None else rough
+        return Wave(
+            gather=self._flow(theirs, routes.gather_in, mine, routes.gather_out),
+            scatter=self._flow(mine, routes.scatter_in, results, routes.scatter_out),
+            fill=Parts([self._piece(send, filled, at) for send, at in (*out, *own)], self.work),
+            rounding=Copies([], []) if rough is None else Copies([mine], [rough]),
+            apply=Parts([self._piece(send, mine, at) for send, at in (*back, *own)], self.work),
+            staged=tuple(self._staged(routes, stage, (came, theirs), (goes, results), (own, mine)) for stage in stages),
+            touch=touch,
+        )
+
+    def _flow(self, received: Tensor, comes: Sequence[Send], sent: Tensor, goes: Sequence[Send]) -> Flow:
+        assert self.exchange is not None
+        inward, outward = _counts(comes, lambda send: send.source), _counts(goes, lambda send: send.target)
+        return Flow(
+            received[: sum(inward.values())],
+            self.exchange.splits(inward),
+            sent[: sum(outward.values())],
+            self.exchange.splits(outward),
+        )
+
+    def _staged(self, routes: WaveRoutes, stage: Stage, came: _Held, goes: _Held, own: _Held) -> Staged:
+        position = {routes.owned[part.item]: k for k, part in enumerate(stage.batch.slices)}
+        into_stage, into_buffers = Copies([], []), Copies([], [])
+        for (sends, buffer), copies, unpacks in (
+            (came, into_stage, 1),
+            (own, into_stage, 1),
+            (goes, into_buffers, 0),
+            (own, into_buffers, 0),
+        ):
+            placed = [Placed(send.piece, at, position[send.task]) for send, at in sends if send.task in position]
+            views = strided_views(blocks_of(placed, stage.batch.rows, stage.batch.cols), stage.matrices, buffer)
+            copies.target.extend(views[0] if unpacks else views[1])
+            copies.source.extend(views[1] if unpacks else views[0])
+        return Staged(stage, into_stage, into_buffers)
+
+
+_Held: TypeAlias = "tuple[list[tuple[Send, int]], Tensor]"
+"""Sends with their offsets, and the buffer that these are offsets of."""
+
+
+def _local_index(entry: Entry, rank: int) -> dict[int, int]:
+    """Matrix → its position among those that ``rank`` holds a piece of."""
+    if not entry.lead:
+        return {0: 0}
+    held = (matrix for layout in entry.layouts for start, stop in layout.local(rank)[0] for matrix in range(start, stop))
+    return {matrix: position for position, matrix in enumerate(held)}
+
+
+def _offsets(sends: Sequence[Send], start: int = 0) -> list[tuple[Send, int]]:
+    """Each send with where it begins in its buffer, one behind the other."""
+    placed = []
+    for send in sends:
+        placed.append((send, start))
+        start += send.piece.size
+    return placed
+
+
+def _counts(sends: Sequence[Send], peer: Callable[[Send], int]) -> dict[int, int]:
+    counts: dict[int, int] = {}
+    for send in sends:
+        counts[peer(send)] = counts.get(peer(send), 0) + send.piece.size
+    return counts

@@ -1,0 +1,52 @@
+"""The order in which waves advance: fixed by their number alone, so that it is the same on every rank."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+
+__all__ = ["run_pipeline"]
+
+
+def run_pipeline(
+    waves: Iterable[Iterator[None]], width: int, local: Iterable[Callable[[], None]], last: Callable[[], None]
+) -> None:
+    """Runs all waves, at most ``width`` of them between their first and their last exchange.
+
+    A wave is advanced three times: it sends its pieces; it computes and sends results; it applies what it receives. While one
+    computes, the next ones gather and the one before scatters.
+
+    Args:
+        waves: generators that yield twice.
+        width: most waves in flight.
+        local: work that needs no exchange; done while the first pieces are on their way.
+        last: work that needs no exchange; done while the last results are on their way.
+    """
+    coming = iter(waves)
+    gathering: deque[Iterator[None]] = deque()
+    scattering: deque[Iterator[None]] = deque()
+
+    def launch() -> None:
+        while len(gathering) + len(scattering) < width and (wave := next(coming, None)) is not None:
+            next(wave)
+            gathering.append(wave)
+
+    launch()
+    for piece in local:
+        piece()
+    while gathering:
+        wave = gathering.popleft()
+        next(wave)
+        scattering.append(wave)
+        launch()
+        while len(scattering) > 1 or (scattering and not gathering and len(scattering) >= width):
+            _finish(scattering.popleft())
+            launch()
+    last()
+    while scattering:
+        _finish(scattering.popleft())
+
+
+def _finish(wave: Iterator[None]) -> None:
+    for _ in wave:
+        raise AssertionError("a wave yields twice")

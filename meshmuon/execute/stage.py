@@ -1,0 +1,84 @@
+"""The stage: where a batch of whole matrices is orthogonalised in place, with everything it needs made once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+import torch
+from torch import Tensor
+from torch.profiler import record_function
+
+from ..device import replay_for
+from ..ortho import Orthogonalizer, Scheme, Scratch, Workspace, blocks_for, check_shape, iterate, orthogonalize, reserve_scratch
+from ..ortho.kernels import FunctionalProducts, products_for
+from ..plan import Batch
+from .settings import ExecutorSettings
+from .work import Work
+
+__all__ = ["Stage", "reserve_stages"]
+
+
+class Stage:
+    """A batch's matrices, (size, rows, cols), in memory that all stages share one after the other."""
+
+    def __init__(self, batch: Batch, like: Work, workspace: Workspace, settings: ExecutorSettings) -> None:
+        self.batch = batch
+        self.matrices = _take(batch, like, workspace)
+        self._orthogonalise = _orthogonaliser(self.matrices, like, workspace, settings)
+
+    def orthogonalise(self) -> None:
+        """Replaces every matrix by its orthogonalised update."""
+        with record_function("meshmuon::orthogonalise"):
+            self._orthogonalise()
+
+
+def reserve_stages(batches: Iterable[tuple[Batch, Work]], workspace: Workspace, settings: ExecutorSettings) -> None:
+    """Grows the workspace to its final size: it must not move once stages keep views of it."""
+    for batch, like in batches:
+        matrices = _take(batch, like, workspace)
+        reserve_scratch(matrices, like.scheme, form=settings.form, dtype=like.compute_dtype, workspace=workspace)
+
+
+def _take(batch: Batch, like: Work, workspace: Workspace) -> Tensor:
+    return workspace.take("stage", (batch.size, batch.rows, batch.cols), like.update_dtype, like.param.device)
+
+
+def _orthogonaliser(stage: Tensor, like: Work, workspace: Workspace, settings: ExecutorSettings) -> Callable[[], None]:
+    """What orthogonalises ``stage`` in place: eager with reused buffers, a CUDA graph of that, or compiled."""
+    scheme, dtype, form = like.scheme, like.compute_dtype, settings.form
+    if settings.compile and stage.numel():
+        return _compiled(stage, scheme, dtype, settings)
+    products = products_for(stage.device, deterministic=settings.deterministic)
+
+    def work() -> None:
+        orthogonalize(stage, scheme, form=form, dtype=dtype, out=stage, workspace=workspace, products=products)
+
+    return replay_for(stage.device, work, graphs=settings.cuda_graphs)
+
+
+def _compiled(
+    stage: Tensor, scheme: Scheme | Orthogonalizer, dtype: torch.dtype, settings: ExecutorSettings
+) -> Callable[[], None]:
+    backend = settings.compile if isinstance(settings.compile, str) else "inductor"
+    eager = scheme if not isinstance(scheme, Scheme) else _traceable(stage, scheme, dtype, settings.form)
+    compiled = torch.compile(eager, backend=backend, dynamic=False)
+
+    def work() -> None:
+        # Every shape is its own graph on purpose; the default limit would silently fall back to eager at the ninth.
+        with torch._dynamo.config.patch(recompile_limit=10_000), torch.autocast(stage.device.type, enabled=False):
+            found = compiled(stage)
+        check_shape(found, stage)
+        stage.copy_(found)
+
+    return work
+
+
+def _traceable(stage: Tensor, scheme: Scheme, dtype: torch.dtype, form: str) -> Orthogonalizer:
+    steps, blocks = scheme.steps, blocks_for(stage.size(1), stage.size(2), scheme, form=form, dtype=dtype)
+
+    def eager(x: Tensor) -> Tensor:
+        result = torch.empty_like(x)
+        iterate(x, result, steps, blocks, Scratch(Workspace(), x, dtype), FunctionalProducts())
+        return result
+
+    return eager

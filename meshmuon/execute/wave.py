@@ -1,0 +1,109 @@
+"""One wave: pieces go to the owners of their matrices, are orthogonalised there, and come back as updates."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.profiler import record_function
+
+from ..device import Mark, Streams
+from ..transport import Exchange, Pending
+from .parts import Parts, Touch
+from .stage import Stage
+from .work import Work
+
+__all__ = ["Copies", "Flow", "Staged", "Wave"]
+
+
+@dataclass(frozen=True, slots=True)
+class Flow:
+    """One direction of an exchange: flat views of the buffers and elements per rank."""
+
+    received: Tensor
+    received_splits: list[int]
+    sent: Tensor
+    sent_splits: list[int]
+
+    def start(self, exchange: Exchange) -> Pending:
+        """Sends it on its way."""
+        return exchange.start(self.received, self.received_splits, self.sent, self.sent_splits)
+
+
+@dataclass(frozen=True, slots=True)
+class Copies:
+    """Views of equal shape, one list copied to the other."""
+
+    target: list[Tensor]
+    source: list[Tensor]
+
+    def run(self) -> None:
+        """Copies."""
+        if self.target:
+            torch._foreach_copy_(self.target, self.source)
+
+
+@dataclass(frozen=True, slots=True)
+class Staged:
+    """A batch of the matrices that this rank owns, with the copies into its stage and out of it."""
+
+    stage: Stage
+    unpack: Copies
+    pack: Copies
+
+    def run(self) -> None:
+        """Assembles the matrices, orthogonalises them, and takes them apart."""
+        with record_function("meshmuon::gather"):
+            self.unpack.run()
+        self.stage.orthogonalise()
+        with record_function("meshmuon::scatter"):
+            self.pack.run()
+
+
+@dataclass(frozen=True, slots=True)
+class Wave:
+    """A wave on one rank, with its views made once.
+
+    Attributes:
+        gather: pieces to their owners.
+        scatter: updates back.
+        fill: momentum into the buffer that is sent.
+        rounding: from what ``fill`` writes to what is sent, where the dtypes differ.
+        apply: received updates into parameters.
+        staged: the owned matrices, batch by batch.
+        touch: the parameters whose momentum starts and whose gradients end here.
+    """
+
+    gather: Flow
+    scatter: Flow
+    fill: Parts
+    rounding: Copies
+    apply: Parts
+    staged: tuple[Staged, ...]
+    touch: Touch
+
+    def run(self, work: Sequence[Work], exchange: Exchange, streams: Streams, ready: Mark) -> Iterator[None]:
+        """A step of the wave; yields whenever something is on its way that others may work beside."""
+        with streams.beside(ready, self.touch.gradients(work)), record_function("meshmuon::momentum"):
+            self.touch.accumulate(work)
+            self.fill.fill(work)
+            self.rounding.run()
+            gather = self.gather.start(exchange)
+        filled = streams.side_mark()
+        self.touch.free_gradients(work)
+        yield
+        with record_function("meshmuon::gather"):
+            streams.main_waits(filled)
+            gather.wait()
+        for batch in self.staged:
+            batch.run()
+        scatter = self.scatter.start(exchange)
+        packed = streams.main_mark()
+        yield
+        with streams.beside(packed):
+            with record_function("meshmuon::scatter"):
+                scatter.wait()
+            with record_function("meshmuon::update"):
+                self.apply.apply(work)

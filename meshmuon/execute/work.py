@@ -1,0 +1,83 @@
+"""What a step works on: one parameter's local tensors and its group's numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ..matrices import MatrixSet
+from ..ortho import Orthogonalizer, Scheme, scratch_bytes
+from ..plan import Item
+
+__all__ = ["Work", "WorkSettings", "local_part"]
+
+
+def local_part(tensor: Tensor) -> Tensor:
+    """What this rank holds of ``tensor``: a DTensor's local tensor, a plain tensor itself."""
+    to_local = getattr(tensor, "to_local", None)
+    return tensor if to_local is None else to_local()
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class WorkSettings:
+    """A group's numbers for this step."""
+
+    momentum: float
+    nesterov: bool
+    decay: float | Tensor  # what the parameter is multiplied by
+    rate: float | Tensor  # lr with the sign of the step, before the shape's factor
+    adjust: Callable[[int, int], float]
+    free_grad: bool
+
+
+@dataclass(slots=True)
+class Work:
+    """One parameter of the step.
+
+    Attributes:
+        param: the parameter, plain or DTensor; its gradient is freed through it.
+        momentum_buffer: its momentum, laid out like it.
+        matrices: the matrices of the whole parameter.
+        scheme: how they are orthogonalised.
+        compute_dtype: dtype of the products.
+        settings: its group's numbers.
+        comm_dtype: dtype on the wire.
+        group: index of its group; parameters of one group share ``settings``.
+        zeros: stands in for a gradient that only other ranks have.
+    """
+
+    param: Tensor
+    momentum_buffer: Tensor
+    matrices: MatrixSet
+    scheme: Scheme | Orthogonalizer
+    compute_dtype: torch.dtype
+    settings: WorkSettings
+    comm_dtype: torch.dtype = torch.float32
+    group: int = 0
+    zeros: Tensor | None = None
+
+    @property
+    def grad(self) -> Tensor:
+        """The gradient, held by the parameter alone so that freeing it there frees its memory."""
+        grad = self.param.grad if self.zeros is None else self.zeros
+        assert grad is not None
+        return grad
+
+    @property
+    def update_dtype(self) -> torch.dtype:
+        """Dtype in which the update is formed: never less than float32."""
+        return torch.float64 if self.param.dtype == torch.float64 else torch.float32
+
+    @property
+    def treatment(self) -> Hashable:
+        """What must be equal for two parameters to share a batch."""
+        return (self.param.device, self.update_dtype, self.compute_dtype, self.scheme)
+
+    def item(self, count: int) -> Item:
+        """``count`` of its matrices as the planner of batches sees them."""
+        size = self.matrices.rows * self.matrices.cols * self.update_dtype.itemsize
+        scratch = scratch_bytes(self.matrices.rows, self.matrices.cols, self.compute_dtype, self.update_dtype)
+        return Item(count, self.matrices.rows, self.matrices.cols, self.treatment, size + scratch)

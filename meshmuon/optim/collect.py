@@ -1,0 +1,160 @@
+"""What a step will work on: the groups' parameters, what a plan must know of them, and the work itself."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..errors import GradientError
+from ..execute import Work, WorkSettings
+from ..matrices import check_expert_keys, matrices_inside
+from ..ortho import default_compute_dtype, resolve_scheme
+from . import state
+from .dtensors import as_dtensor, check_gradient_placement, check_placement
+from .groups import check_options
+from .lr import lr_factor
+from .planning import Demand, Outcome
+
+__all__ = ["Parameter", "check_step", "demands_of", "gradient_of", "parameters_of", "work_of"]
+
+
+class Parameter(NamedTuple):
+    """A parameter with its group and the place of that group among the groups."""
+
+    place: int
+    group: dict[str, Any]
+    name: str
+    param: Tensor
+
+
+def parameters_of(groups: Sequence[dict[str, Any]]) -> list[Parameter]:
+    """All parameters, group by group."""
+    return [
+        Parameter(index, group, name, param)
+        for index, group in enumerate(groups)
+        for name, param in zip(group["param_names"], group["params"], strict=True)
+    ]
+
+
+def demands_of(parameters: Sequence[Parameter], comm_dtype: torch.dtype | None) -> tuple[Demand, ...]:
+    """What a plan must know of ``parameters``."""
+    treatments: dict[int, Callable[[Parameter], Demand]] = {}
+    demands = []
+    for one in parameters:
+        if one.place not in treatments:
+            treatments[one.place] = partial(_demand, *_treatment(one.group), comm_dtype=comm_dtype)
+        demands.append(treatments[one.place](one))
+    return tuple(demands)
+
+
+def check_step(parameters: Sequence[Parameter], states: Mapping[Tensor, dict[str, Any]]) -> None:
+    """Refuses what a step cannot work with; writes nothing."""
+    checked = -1
+    for one in parameters:
+        if one.place != checked:
+            checked = one.place
+            check_options(one.group, checked)
+        if one.param.grad is not None:
+            _check_gradient(one.name, one.param, one.param.grad)
+            if one.param in states:
+                state.check_current(one.name, one.param, states[one.param], one.group["use_muon"])
+
+
+def work_of(
+    parameters: Sequence[Parameter], demands: Sequence[Demand], outcome: Outcome, states: Mapping[Tensor, dict[str, Any]]
+) -> list[Work]:
+    """The Muon part of an agreed step, one entry per parameter of its plan."""
+    settings: dict[int, WorkSettings] = {}
+    work = []
+    for k in outcome.members:
+        one, demand = parameters[k], demands[k]
+        if one.place not in settings:
+            settings[one.place] = _settings(one.group)
+        assert demand.matrices is not None
+        assert demand.scheme is not None
+        work.append(
+            Work(
+                param=one.param,
+                momentum_buffer=state.momentum_buffer(states[one.param], one.param, one.group["momentum_dtype"]),
+                matrices=demand.matrices,
+                scheme=demand.scheme,
+                compute_dtype=demand.compute_dtype,
+                settings=settings[one.place],
+                comm_dtype=demand.comm_dtype,
+                group=one.place,
+                zeros=torch.zeros_like(one.param) if k in outcome.zeros else None,
+            )
+        )
+    return work
+
+
+def gradient_of(param: Tensor) -> Tensor:
+    """The parameter's gradient, or zeros where only other ranks have one."""
+    return torch.zeros_like(param) if param.grad is None else param.grad
+
+
+def _treatment(group: Mapping[str, Any]) -> tuple[Any, tuple[str, ...]]:
+    if not group["use_muon"]:
+        return None, ()
+    return resolve_scheme(group["scheme"], group["ns_steps"]), check_expert_keys(group["expert_keys"])
+
+
+def _demand(scheme: Any, expert_keys: tuple[str, ...], one: Parameter, *, comm_dtype: torch.dtype | None) -> Demand:
+    param, group = one.param, one.group
+    sharded = as_dtensor(param)
+    shape, dtype, device = tuple(param.shape), param.dtype, param.device
+    muon = group["use_muon"]
+    update_dtype = torch.float64 if dtype == torch.float64 else torch.float32
+    return Demand(
+        name=one.name,
+        group=one.place,
+        shape=shape,
+        mesh=None if sharded is None else sharded.device_mesh,
+        placements=() if sharded is None else sharded.placements,
+        device=device,
+        matrices=matrices_inside(one.name, shape, expert_keys=expert_keys, conv=group["conv"]) if muon else None,
+        scheme=scheme,
+        compute_dtype=(group["compute_dtype"] or default_compute_dtype(device, dtype)) if muon else dtype,
+        comm_dtype=comm_dtype or default_comm_dtype(device, update_dtype),
+        update_dtype=update_dtype,
+        active=param.grad is not None,
+    )
+
+
+def default_comm_dtype(device: torch.device, update_dtype: torch.dtype) -> torch.dtype:
+    """bfloat16 between GPUs, full precision elsewhere; float64 stays float64."""
+    return torch.bfloat16 if device.type == "cuda" and update_dtype != torch.float64 else update_dtype
+
+
+def _settings(group: Mapping[str, Any]) -> WorkSettings:
+    lr = group["lr"]
+    if isinstance(lr, Tensor):  # on a device it stays a tensor: reading it would wait for the device
+        lr = float(lr) if lr.device.type == "cpu" else lr.reshape(())
+    return WorkSettings(
+        momentum=float(group["momentum"]),
+        nesterov=group["nesterov"],
+        decay=1 - lr * group["weight_decay"],
+        rate=-lr if group["maximize"] else lr,
+        adjust=partial(lr_factor, group["adjust_lr_fn"]),
+        free_grad=group["none_grad"],
+    )
+
+
+def _check_gradient(name: str, param: Tensor, grad: Tensor) -> None:
+    check_placement(name, param)
+    if grad.shape != param.shape:
+        raise GradientError(
+            f"{name} has shape {tuple(param.shape)}, its gradient {tuple(grad.shape)}: call zero_grad() after resizing."
+        )
+    check_gradient_placement(name, param, grad)
+    if grad.layout != torch.strided:
+        raise GradientError(
+            f"{name} has a sparse gradient ({grad.layout}). Neither Muon nor fused AdamW takes one: "
+            "build the embedding with sparse=False, or call param.grad = param.grad.to_dense() before step()."
+        )
+    if grad.is_complex():
+        raise GradientError(f"{name} has a complex gradient ({grad.dtype}). Optimize the real view: torch.view_as_real(param).")

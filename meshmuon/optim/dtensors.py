@@ -1,0 +1,122 @@
+"""DTensors as the pure rooms see them: meshes and placements as plain data."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch.distributed as dist
+from torch import Tensor
+
+from ..errors import ConfigError, GradientError, UnsupportedError
+from ..layout import Layout, Mesh, Placement, Replicated, Sharded
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor import DTensor
+
+__all__ = [
+    "as_dtensor",
+    "check_gradient_placement",
+    "check_placement",
+    "groups_of",
+    "layout_text",
+    "layouts_of",
+    "replicated_layout",
+    "siblings",
+]
+
+
+def as_dtensor(tensor: Tensor) -> DTensor | None:
+    """``tensor`` if it is a DTensor."""
+    tensors = sys.modules.get("torch.distributed.tensor")  # importing it costs a second, and without it there is no DTensor
+    return tensor if tensors is not None and isinstance(tensor, tensors.DTensor) else None
+
+
+def check_placement(name: str, param: Tensor) -> None:
+    """Refuses a parameter that lies on its mesh in a way that has no meaning for an optimizer."""
+    if (sharded := as_dtensor(param)) is not None:
+        _placements(name, sharded.placements, param.dim())
+
+
+def check_gradient_placement(name: str, param: Tensor, grad: Tensor) -> None:
+    """Refuses a gradient that is not laid out like its parameter, with the call that mends it."""
+    sharded, gradient = as_dtensor(param), as_dtensor(grad)
+    if sharded is None and gradient is None:
+        return
+    if sharded is None or gradient is None:
+        kinds = ("DTensor", "plain tensor") if gradient is None else ("plain tensor", "DTensor")
+        raise GradientError(f"{name} is a {kinds[0]}, its gradient is a {kinds[1]}: make the gradient like the parameter.")
+    if gradient.placements == sharded.placements and gradient.device_mesh == sharded.device_mesh:
+        return
+    what = "is not reduced yet" if any(one.is_partial() for one in gradient.placements) else "is laid out differently"
+    raise GradientError(
+        f"{name} has placements {sharded.placements}, its gradient {gradient.placements}: the gradient {what}. Before step(), "
+        "call p.grad = p.grad.redistribute(p.device_mesh, p.placements)."
+    )
+
+
+def layouts_of(
+    name: str, shape: tuple[int, ...], mesh: DeviceMesh, placements: Sequence[Any], reached: frozenset[int]
+) -> tuple[Layout, ...]:
+    """The layout of a parameter, and those of its sisters on the sibling meshes that ``reached`` ranks touch.
+
+    A parameter on one axis of a larger mesh exists once per coordinate on the other axes, on meshes of its own. They never
+    share work, but a plan that covers their ranks must know of all of them.
+    """
+    found = _placements(name, placements, len(shape))
+    return tuple(Layout(shape, one, found) for one in siblings(mesh) if not reached.isdisjoint(one.ranks))
+
+
+def layout_text(name: str, param: Tensor) -> str:
+    """Where a parameter lives, for people."""
+    sharded = as_dtensor(param)
+    if sharded is None:
+        return str(param.device)
+    placements = ", ".join(map(str, _placements(name, sharded.placements, param.dim())))
+    return f"{param.device} [{placements}] on {'×'.join(map(str, sharded.device_mesh.shape))}"
+
+
+def replicated_layout(shape: Sequence[int], ranks: Sequence[int]) -> Layout:
+    """A tensor that each of ``ranks`` has whole."""
+    return Layout(tuple(shape), Mesh((len(ranks),), tuple(ranks)), (Replicated(),))
+
+
+def siblings(mesh: DeviceMesh) -> tuple[Mesh, ...]:
+    """The mesh and, where it is a slice of a larger one, all slices like it, in an order that is the same on every rank."""
+    shape = tuple(mesh.shape)
+    layout, rank_map = getattr(mesh, "_layout", None), getattr(mesh, "_rank_map", None)
+    if layout is None or rank_map is None:  # other versions of torch: the mesh alone
+        return (Mesh(shape, tuple(mesh.mesh.flatten().tolist())),)
+    return tuple(Mesh(shape, tuple(ranks)) for ranks in layout.remap_to_tensor(rank_map).flatten(1).tolist())
+
+
+def groups_of(mesh: DeviceMesh) -> list[dist.ProcessGroup]:
+    """The process groups that the mesh has already."""
+    return list(mesh.get_all_groups()) if mesh.get_coordinate() is not None else []
+
+
+def _placements(name: str, placements: Sequence[Any], dims: int) -> tuple[Placement, ...]:
+    """torch's placements as ours. Every type is named: an unknown one must never pass as replicated."""
+    from torch.distributed.tensor import Partial, Replicate, Shard
+    from torch.distributed.tensor.placement_types import _StridedShard
+
+    found: list[Placement] = []
+    for placement in placements:
+        if isinstance(placement, Replicate):
+            found.append(Replicated())
+        elif isinstance(placement, _StridedShard):
+            found.append(Sharded(placement.dim % dims, int(placement.split_factor)))
+        elif isinstance(placement, Shard):
+            found.append(Sharded(placement.dim % dims))
+        elif isinstance(placement, Partial):
+            raise ConfigError(
+                f"{name} has placements {tuple(placements)}: a Partial parameter is a sum that was never taken. "
+                "Redistribute it to Replicate() or Shard(dim) before building the optimizer."
+            )
+        else:
+            raise UnsupportedError(
+                f"{name} has the placement {placement!r}, which meshmuon does not know. Use Shard or Replicate."
+            )
+    return tuple(found)

@@ -1,0 +1,227 @@
+"""From the parameters of a step to a plan that all ranks share.
+
+Each rank works out the plan from metadata alone. One small reduction in host memory per step then tells whether all ranks are
+about to do the same; only when they are not do they compare notes, and either continue with what they have in common or raise
+the same error.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from ..errors import MeshmuonError, PlanMismatchError
+from ..layout import Layout
+from ..matrices import MatrixSet
+from ..ortho import Orthogonalizer, Scheme, expected_flops
+from ..plan import Entry, Plan, PlanOptions, cost_model_for, make_plan, travels
+from ..transport import Agreement, Exchange, exchange_group, host_group
+from .differences import Note, raise_failures, raise_mismatch, raise_torn_replicas
+from .dtensors import groups_of, layouts_of, replicated_layout, siblings
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+__all__ = ["Demand", "Outcome", "Planner"]
+
+_FAILED = -1
+
+
+class Demand(NamedTuple):
+    """What a plan must know of a parameter. Two steps with equal demands have equal plans.
+
+    Attributes:
+        name: its name.
+        group: index of its group.
+        shape: its global shape.
+        mesh: its mesh, None for a plain tensor.
+        placements: torch's placements on the mesh.
+        device: where it is.
+        matrices: its matrices; None when AdamW takes it.
+        scheme: how they are orthogonalised.
+        compute_dtype: dtype of the products.
+        comm_dtype: dtype on the wire.
+        update_dtype: dtype in which the update is formed.
+        active: whether it has a gradient on this rank.
+    """
+
+    name: str
+    group: int
+    shape: tuple[int, ...]
+    mesh: DeviceMesh | None
+    placements: tuple[Any, ...]
+    device: torch.device
+    matrices: MatrixSet | None
+    scheme: Scheme | Orthogonalizer | None
+    compute_dtype: torch.dtype
+    comm_dtype: torch.dtype
+    update_dtype: torch.dtype
+    active: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What all ranks have agreed to do.
+
+    Attributes:
+        plan: the plan; its entries are the parameters of ``members``, in order.
+        members: indices of the demands that Muon steps.
+        zeros: indices of the demands whose gradient only other ranks have.
+        exchange: how pieces travel; None when none does.
+        rank: this rank.
+    """
+
+    plan: Plan
+    members: tuple[int, ...]
+    zeros: frozenset[int]
+    exchange: Exchange | None
+    rank: int
+
+
+class _Link:
+    """The ranks that plan together, and how they talk."""
+
+    def __init__(self, ranks: tuple[int, ...], existing: Iterable[dist.ProcessGroup]) -> None:
+        self.ranks = ranks
+        group = exchange_group(ranks, existing)
+        self.exchange = Exchange(group)
+        self.agreement = Agreement(host_group(group))
+
+
+class Planner:
+    """Plans when something has changed, and has the ranks agree before anything is written."""
+
+    def __init__(self, options: PlanOptions, form: str, replica_group: dist.ProcessGroup | None) -> None:
+        self._options, self._form, self._replica_group = options, form, replica_group
+        self._link: _Link | None = None
+        self._agreed: tuple[Demand, ...] | None = None
+        self.demands: tuple[Demand, ...] = ()
+        self._outcome: Outcome | None = None
+        self._token = 0
+        self._layouts: list[tuple[Layout, ...]] = []
+        self._must_agree = False
+
+    def outcome(self, demands: tuple[Demand, ...], failure: MeshmuonError | None) -> Outcome:
+        """The plan for ``demands``. ``failure`` is this rank's own reason not to step, which then is every rank's."""
+        if demands != self._agreed:
+            self._propose(demands)
+        if self._must_agree and self._link is not None:
+            agreement = self._link.agreement
+            if not agreement.unanimous(agreement.start(self._token if failure is None else _FAILED)) or failure is not None:
+                self._compare_notes(demands, failure, agreement)
+        elif failure is not None:
+            raise failure
+        assert self._outcome is not None
+        return self._outcome
+
+    def _propose(self, demands: tuple[Demand, ...]) -> None:
+        """This rank's own idea of the plan."""
+        self._agreed = None  # nothing half made survives an error
+        ranks = self._reach(demands)
+        if len(ranks) == 1:
+            self._link = None
+        elif self._link is None or self._link.ranks != ranks:
+            meshes = dict.fromkeys(demand.mesh for demand in demands if demand.mesh is not None)
+            existing = [group for mesh in meshes for group in groups_of(mesh)]
+            self._link = _Link(ranks, existing if self._replica_group is None else [self._replica_group, *existing])
+        self._options = replace(self._options, cost=cost_model_for(demands[0].device.type)) if demands else self._options
+        self._layouts = [self._layouts_of(demand, frozenset(ranks)) for demand in demands]
+        self._settle(demands, [demand.active for demand in demands])
+        self._must_agree = any(travels(entry, self._options) for entry in self._entries(demands) if entry is not None)
+
+    def _settle(self, demands: tuple[Demand, ...], active: Sequence[bool]) -> None:
+        """Plans a step on the ``active`` parameters."""
+        chosen = [(k, entry) for k, entry in enumerate(self._entries(demands)) if entry is not None and active[k]]
+        zeros = frozenset(k for k, demand in enumerate(demands) if active[k] and not demand.active)
+        plan = make_plan([entry for _, entry in chosen], self._options)
+        exchange = None if self._link is None else self._link.exchange
+        self._outcome = Outcome(plan, tuple(k for k, _ in chosen), zeros, exchange, self._rank())
+        # What AdamW steps is no part of the plan, but ranks must agree on it as well.
+        facts = plan.digest, [active[k] for k, demand in enumerate(demands) if demand.matrices is None and self._layouts[k]]
+        self._token = int(hashlib.sha256(repr(facts).encode()).hexdigest()[:15], 16)
+        self._agreed = self.demands = demands
+
+    def _entries(self, demands: Sequence[Demand]) -> list[Entry | None]:
+        """What the plan knows of each parameter; None for AdamW's and for those on meshes that do not touch this rank's."""
+        ranks = (self._rank(),) if self._link is None else self._link.ranks
+        return [self._entry(demand, layouts, ranks) for demand, layouts in zip(demands, self._layouts, strict=True)]
+
+    def _entry(self, demand: Demand, layouts: tuple[Layout, ...], ranks: tuple[int, ...]) -> Entry | None:
+        if demand.matrices is None or (demand.mesh is not None and not layouts):
+            return None
+        private = not layouts
+        return Entry(
+            name=demand.name,
+            layouts=layouts or (replicated_layout(demand.shape, ranks),),
+            lead=demand.matrices.lead,
+            lane=(demand.device.type, str(demand.comm_dtype), str(demand.update_dtype)),
+            itemsize=demand.comm_dtype.itemsize,
+            flops=expected_flops(demand.matrices.rows, demand.matrices.cols, demand.scheme, self._form, demand.compute_dtype),
+            share=True if demand.mesh is None else None,
+            private=private,
+        )
+
+    def _layouts_of(self, demand: Demand, reached: frozenset[int]) -> tuple[Layout, ...]:
+        if demand.mesh is not None:
+            return layouts_of(demand.name, demand.shape, demand.mesh, demand.placements, reached)
+        if self._replica_group is not None:
+            return (replicated_layout(demand.shape, dist.get_process_group_ranks(self._replica_group)),)
+        return ()
+
+    def _reach(self, demands: Sequence[Demand]) -> tuple[int, ...]:
+        """All ranks that share a mesh with this one, directly or through others."""
+        meshes = {mesh for demand in demands if demand.mesh is not None for mesh in siblings(demand.mesh)}
+        islands = [frozenset(mesh.ranks) for mesh in meshes]
+        if self._replica_group is not None:
+            islands.append(frozenset(dist.get_process_group_ranks(self._replica_group)))
+        reached = {self._rank()}
+        grown = True
+        while grown:
+            touching = [island for island in islands if island & reached]
+            before = len(reached)
+            reached = reached.union(*touching)
+            grown = len(reached) > before
+        return tuple(sorted(reached))
+
+    def _rank(self) -> int:
+        return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
+
+    def _compare_notes(self, demands: tuple[Demand, ...], failure: MeshmuonError | None, agreement: Agreement) -> None:
+        """Ranks differ: finds out in what, and either settles on one plan or raises the same error everywhere."""
+        shared = [k for k, layouts in enumerate(self._layouts) if layouts]
+        entries = self._entries(demands)
+        note = Note(
+            failure=None if failure is None else (type(failure).__name__, str(failure)),
+            options=repr(self._options),
+            parameters=tuple(_description(demands[k], self._layouts[k], entries[k]) for k in shared),
+            active=tuple(demands[k].active for k in shared),
+        )
+        notes = agreement.everyone(note)
+        raise_failures(notes, failure)
+        raise_mismatch(notes)
+        raise_torn_replicas(
+            {rank: one.active for rank, one in notes.items()}, [(demands[k].name, self._layouts[k]) for k in shared]
+        )
+        union = [any(flags) for flags in zip(*(one.active for one in notes.values()), strict=True)]
+        active = [demand.active for demand in demands]
+        for k, flag in zip(shared, union, strict=True):
+            active[k] = flag
+        self._settle(demands, active)
+        tokens = agreement.everyone(self._token)
+        if len(set(tokens.values())) > 1:
+            raise PlanMismatchError(
+                f"ranks made different plans from the same parameters: {tokens}. Use one version of meshmuon."
+            )
+
+
+def _description(demand: Demand, layouts: Sequence[Layout], entry: Entry | None) -> tuple[str, str]:
+    """A parameter's name, and all of it that must be equal on every rank."""
+    shape = "×".join(map(str, demand.shape))
+    if entry is None:
+        return demand.name, f"{shape} {'; '.join(map(str, layouts))}, for AdamW"
+    return demand.name, f"{shape} {'; '.join(map(str, layouts))}, {entry.lane}, lead {entry.lead}, {entry.flops} FLOPs"

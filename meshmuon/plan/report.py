@@ -1,0 +1,121 @@
+"""A plan for people and for tools."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+from .plan import EVERY_HOLDER, NO_WAVE, Plan, Task
+
+__all__ = ["describe", "table", "to_json"]
+
+_MOST_RANKS_SHOWN = 16
+
+
+def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Left-aligned columns under a ruled heading."""
+    lines = [head, *rows]
+    widths = [max(len(line[k]) for line in lines) for k in range(len(head))]
+    text = ["  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in lines]
+    return "\n".join([text[0], "-" * len(text[0]), *text[1:]])
+
+
+def describe(plan: Plan) -> str:
+    """The plan as text: what is decided in total, per kind of matrix and per rank."""
+    moving = [task for task in plan.tasks if task.wave != NO_WAVE]
+    sent, loads = plan.bytes_sent, plan.loads
+    heaviest, mean = max(loads.values(), default=0.0), sum(loads.values()) / max(1, len(loads))
+    balance = (
+        f"{heaviest / mean:.3f} of the mean, {heaviest / plan.bound:.3f} of what any plan must take" if heaviest else "no work"
+    )
+    lines = [
+        f"{len(plan.tasks) - len(moving)} matrices stay where they are, {len(moving)} travel to an owner, over {len(plan.ranks)} "
+        f"ranks in {len(plan.lanes)} waves",
+        f"heaviest rank: {balance}",
+        f"sent per rank and step: {_bytes(max(sent.values(), default=0))} at most, "
+        f"{_bytes(sum(sent.values()) / max(1, len(sent)))} on average; nothing is padded",
+        "",
+        table(("matrices", "shape", "layout", "how", "owners", "waves"), _kinds(plan)),
+        "",
+        table(("rank", "owns", "load", "FLOPs", "sends"), _ranks(plan)),
+    ]
+    if len(plan.ranks) > _MOST_RANKS_SHOWN:
+        lines.append(f"… and {len(plan.ranks) - _MOST_RANKS_SHOWN} more ranks")
+    return "\n".join(lines)
+
+
+def to_json(plan: Plan) -> str:
+    """The plan as JSON: options, parameters, and for every matrix its owner and wave."""
+    sent = plan.bytes_sent
+    facts: dict[str, Any] = {
+        "digest": plan.digest,
+        "ranks": list(plan.ranks),
+        "options": {"replicas": plan.options.replicas, "chunk_size": plan.options.chunk_size, "budget": plan.options.budget},
+        "waves": [{"lane": str(lane)} for lane in plan.lanes],
+        "parameters": [
+            {
+                "name": entry.name,
+                "shape": list(entry.layouts[0].shape),
+                "layouts": [str(layout) for layout in entry.layouts],
+                "flops_per_matrix": entry.flops,
+                "bytes_per_element": entry.itemsize,
+            }
+            for entry in plan.entries
+        ],
+        "matrices": [
+            {
+                "parameter": plan.entries[task.entry].name,
+                "matrix": task.matrix,
+                "owner": None if task.owner == EVERY_HOLDER else task.owner,
+                "wave": None if task.wave == NO_WAVE else task.wave,
+                "pieces": len(task.spread.pieces),
+                "replicas": task.spread.replicas,
+            }
+            for task in plan.tasks
+        ],
+        "per_rank": {
+            str(rank): {"load": plan.loads[rank], "flops": plan.flops[rank], "bytes_sent": sent[rank]} for rank in plan.ranks
+        },
+    }
+    return json.dumps(facts)
+
+
+def _how(task: Task) -> str:
+    if task.wave != NO_WAVE:
+        return "shared by replicas" if task.spread.replicas > 1 else "one owner"
+    return "local" if task.spread.replicas == 1 else "every holder"
+
+
+def _kinds(plan: Plan) -> list[tuple[str, ...]]:
+    """Matrices of one shape and layout in one line."""
+    alike: dict[tuple[str, str, str], list[Task]] = {}
+    for task in plan.tasks:
+        shape = f"{task.spread.rows}×{task.spread.cols}"
+        alike.setdefault((shape, str(plan.entries[task.entry].layouts[0]), _how(task)), []).append(task)
+    lines: list[tuple[str, ...]] = []
+    for (shape, layout, how), tasks in alike.items():
+        owners = {task.owner for task in tasks if task.owner != EVERY_HOLDER}
+        waves = {task.wave for task in tasks if task.wave != NO_WAVE}
+        lines.append((str(len(tasks)), shape, layout, how, str(len(owners) or "-"), str(len(waves) or "-")))
+    return lines
+
+
+def _ranks(plan: Plan) -> list[tuple[str, ...]]:
+    owned = dict.fromkeys(plan.ranks, 0)
+    for task in plan.tasks:
+        for rank in task.spread.place if task.owner == EVERY_HOLDER else (task.owner,):
+            owned[rank] += 1
+    mean = sum(plan.loads.values()) / max(1, len(plan.loads)) or 1.0
+    return [
+        (str(r), str(owned[r]), f"{plan.loads[r] / mean:.3f}", f"{plan.flops[r]:.3g}", _bytes(plan.bytes_sent[r]))
+        for r in plan.ranks[:_MOST_RANKS_SHOWN]
+    ]
+
+
+def _bytes(count: float) -> str:
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if count < 1024 or unit == "GiB":
+            break
+        count /= 1024
+    return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"

@@ -1,0 +1,23 @@
+"""The simple way for verification: torch's own all-gather of whole tensors, and torch's own cut of the result."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+__all__ = ["own_shard", "whole"]
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """The whole tensor on every rank of its mesh."""
+    from torch.distributed.tensor import DTensor  # importing it costs a second, and single-device users never need it
+
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def own_shard(full: Tensor, like: Tensor) -> Tensor:
+    """This rank's part of ``full``, cut as ``like`` is; nothing is sent."""
+    from torch.distributed.tensor import DTensor, distribute_tensor
+
+    if not isinstance(like, DTensor):
+        return full
+    return distribute_tensor(full, like.device_mesh, like.placements, src_data_rank=None).to_local()

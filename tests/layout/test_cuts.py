@@ -1,0 +1,124 @@
+"""Cuts: exact examples, and properties of every chain."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from meshmuon.layout.cuts import Ranges, cut, length, merged, tiles
+
+chains = st.lists(st.tuples(st.integers(1, 6), st.integers(1, 5)), max_size=4).map(tuple)
+
+
+@pytest.mark.parametrize(
+    ("size", "chain", "expected"),
+    [
+        (10, (), [((0, 10),)]),
+        (0, (), [()]),
+        (10, ((1, 1),), [((0, 10),)]),
+        (10, ((2, 1),), [((0, 5),), ((5, 10),)]),
+        (10, ((4, 1),), [((0, 3),), ((3, 6),), ((6, 9),), ((9, 10),)]),
+        (9, ((4, 1),), [((0, 3),), ((3, 6),), ((6, 9),), ()]),  # torch.chunk: ceil(9 / 4) rows each, not 3, 2, 2, 2
+        (3, ((5, 1),), [((0, 1),), ((1, 2),), ((2, 3),), (), ()]),
+        (0, ((3, 1),), [(), (), ()]),
+        (0, ((2, 2),), [(), ()]),
+        (8, ((2, 2),), [((0, 2), (4, 6)), ((2, 4), (6, 8))]),
+        (10, ((2, 2),), [((0, 3), (5, 8)), ((3, 5), (8, 10))]),
+        (8, ((1, 2),), [((0, 8),)]),
+        (3, ((2, 2),), [((0, 1), (2, 3)), ((1, 2),)]),
+        (5, ((2, 5),), [((0, 5),), ()]),  # neighbours joined
+        (2, ((3, 4),), [((0, 2),), (), ()]),
+        (10, ((2, 1), (2, 1)), [((0, 3),), ((3, 5),), ((5, 8),), ((8, 10),)]),
+        (8, ((2, 2), (2, 1)), [((0, 2),), ((4, 6),), ((2, 4),), ((6, 8),)]),  # FSDP over TP: TP cuts first
+        (8, ((2, 1), (2, 2)), [((0, 1), (2, 3)), ((1, 2), (3, 4)), ((4, 5), (6, 7)), ((5, 6), (7, 8))]),
+        (10, ((2, 2), (2, 1)), [((0, 3),), ((5, 8),), ((3, 5),), ((8, 10),)]),
+        (9, ((4, 2), (2, 1)), [((0, 2),), ((5, 6),), ((2, 4),), ((6, 7),), ((4, 5),), ((7, 8),), ((8, 9),), ()]),
+        (12, ((2, 3), (2, 1)), [((0, 2), (4, 5)), ((5, 6), (8, 10)), ((2, 4), (6, 7)), ((7, 8), (10, 12))]),  # through a range
+    ],
+)
+def test_examples(size: int, chain: tuple[tuple[int, int], ...], expected: list[Ranges]) -> None:
+    assert cut(size, chain) == tuple(expected)
+
+
+@given(st.integers(0, 40), chains)
+def test_parts_tile_the_dim(size: int, chain: tuple[tuple[int, int], ...]) -> None:
+    held = cut(size, chain)
+    parts = 1
+    for axis, _ in chain:
+        parts *= axis
+    assert len(held) == parts
+    assert tiles(size, held)
+    assert sum(length(ranges) for ranges in held) == size
+
+
+@given(st.integers(0, 40), chains)
+def test_ranges_are_in_order_and_not_empty(size: int, chain: tuple[tuple[int, int], ...]) -> None:
+    for ranges in cut(size, chain):
+        assert all(start < stop for start, stop in ranges)
+        assert all(one[1] <= other[0] for one, other in pairwise(ranges))
+
+
+@given(st.integers(0, 40), st.integers(1, 9))
+def test_one_strided_axis_that_takes_all(size: int, split_factor: int) -> None:
+    """Over one rank a strided sharding changes nothing."""
+    assert cut(size, ((1, split_factor),)) == cut(size, ())
+
+
+@pytest.mark.parametrize(
+    ("size", "covers"),
+    [
+        (0, []),
+        (0, [(), ()]),
+        (5, [((0, 5),)]),
+        (5, [((3, 5),), ((0, 3),)]),
+        (5, [((0, 1), (3, 5)), (), ((1, 3),)]),
+    ],
+)
+def test_tiles(size: int, covers: list[Ranges]) -> None:
+    assert tiles(size, covers)
+
+
+@pytest.mark.parametrize(
+    ("size", "covers"),
+    [
+        (5, []),
+        (5, [()]),
+        (5, [((0, 2),), ((3, 5),)]),  # a gap
+        (5, [((1, 5),)]),  # a gap at the start
+        (5, [((0, 3),), ((2, 5),)]),  # an overlap
+        (5, [((0, 5),), ((0, 5),)]),  # twice
+        (5, [((0, 5),), ((1, 2),)]),  # one inside another
+        (5, [((0, 4),)]),  # too short
+        (5, [((0, 6),)]),  # too long
+        (5, [((0, 5),), ((5, 6),)]),
+        (5, [((0, 5),), ((5, 5),)]),  # an empty range
+        (0, [((0, 0),)]),
+        (0, [((0, 1),)]),
+    ],
+)
+def test_does_not_tile(size: int, covers: list[Ranges]) -> None:
+    assert not tiles(size, covers)
+
+
+@pytest.mark.parametrize(
+    ("ranges", "expected"),
+    [
+        ([], ()),
+        ([(0, 2)], ((0, 2),)),
+        ([(0, 2), (2, 3)], ((0, 3),)),
+        ([(0, 2), (2, 3), (3, 7)], ((0, 7),)),
+        ([(0, 2), (3, 4), (4, 6)], ((0, 2), (3, 6))),
+        ([(2, 3), (0, 2)], ((2, 3), (0, 2))),  # the order stays
+    ],
+)
+def test_merged(ranges: list[tuple[int, int]], expected: Ranges) -> None:
+    assert merged(ranges) == expected
+    assert merged(iter(ranges)) == expected
+
+
+def test_length() -> None:
+    assert length(()) == 0
+    assert length(((0, 3), (7, 8))) == 4

@@ -1,0 +1,81 @@
+"""A layout's own words: what it refuses, what it says of itself, its axes."""
+
+from __future__ import annotations
+
+import pytest
+
+from meshmuon.errors import ConfigError
+from meshmuon.layout import Layout, Mesh, Placement, Replicated, Sharded
+from meshmuon.layout.layout import coordinates, flat_index
+
+MESH = Mesh((2, 3), (4, 0, 1, 9, 5, 3))
+
+
+@pytest.mark.parametrize(("shape", "ranks"), [((2, 2), (0, 1, 2)), ((2,), (0, 1, 2)), ((3,), (0, 1, 1)), ((), (0, 1))])
+def test_a_mesh_needs_one_rank_per_place(shape: tuple[int, ...], ranks: tuple[int, ...]) -> None:
+    with pytest.raises(ConfigError, match="different ranks"):
+        Mesh(shape, ranks)
+
+
+@pytest.mark.parametrize("placements", [(), (Replicated(),), (Replicated(), Sharded(0), Replicated())])
+def test_one_placement_per_axis(placements: tuple[Placement, ...]) -> None:
+    with pytest.raises(ConfigError, match="a mesh of 2 axes"):
+        Layout((4, 4), MESH, placements)
+
+
+@pytest.mark.parametrize("placement", [Sharded(2), Sharded(-1), Sharded(0, 0), Sharded(1, -2)])
+def test_a_placement_must_fit_the_tensor(placement: Placement) -> None:
+    with pytest.raises(ConfigError, match=r"shape \(4, 4\)"):
+        Layout((4, 4), MESH, (Replicated(), placement))
+
+
+def test_words() -> None:
+    assert str(Layout((4, 4), MESH, (Replicated(), Sharded(1)))) == "[R, S(1)] on 2×3 (ranks 4,0,1,9,5,3)"
+    assert str(Layout((4,), Mesh((4,), (2, 3, 4, 5)), (Sharded(0, 2),))) == "[S(0, stride 2)] on 4 (ranks 2-5)"
+    assert str(Mesh((2,), (0, 1))) == "2 (ranks 0,1)"
+
+
+def test_equal_layouts_are_equal() -> None:
+    one, other = (Layout((4, 4), Mesh((2,), (0, 1)), (Sharded(0),)) for _ in range(2))
+    assert one == other
+    assert hash(one) == hash(other)
+    assert one != Layout((4, 4), Mesh((2,), (1, 0)), (Sharded(0),))
+    assert one != Layout((4, 4), Mesh((2,), (0, 1)), (Sharded(0, 2),))
+
+
+def test_coordinates() -> None:
+    assert coordinates(MESH) == {4: (0, 0), 0: (0, 1), 1: (0, 2), 9: (1, 0), 5: (1, 1), 3: (1, 2)}
+    assert [flat_index((2, 3), where, (0, 1)) for where in coordinates(MESH).values()] == [0, 1, 2, 3, 4, 5]
+    assert [flat_index((2, 3), where, (1,)) for where in coordinates(MESH).values()] == [0, 1, 2, 0, 1, 2]
+    assert flat_index((2, 3), (1, 2), ()) == 0
+
+
+def test_an_example() -> None:
+    layout = Layout((5, 4), MESH, (Replicated(), Sharded(0)))
+    assert layout.axes(0) == (1,)
+    assert layout.axes(1) == ()
+    assert layout.replica_axes() == (0,)
+    assert layout.local(5) == (((2, 4),), ((0, 4),))
+    assert layout.local_shape(3) == (1, 4)
+    assert layout.boxes(3) == (((4, 5), (0, 4)),)
+    assert layout.holders() == {((0, 2), (0, 4)): (4, 9), ((2, 4), (0, 4)): (0, 5), ((4, 5), (0, 4)): (1, 3)}
+
+
+def test_both_axes_on_one_dim() -> None:
+    layout = Layout((6, 2), MESH, (Sharded(0), Sharded(0)))
+    assert layout.axes(0) == (0, 1)
+    assert layout.replica_axes() == ()
+    assert [layout.local(rank)[0] for rank in MESH.ranks] == [((k, k + 1),) for k in range(6)]
+
+
+def test_a_rank_outside_the_mesh() -> None:
+    layout = Layout((5, 4), MESH, (Replicated(), Replicated()))
+    assert layout.local(7) == ((), ())
+    assert layout.local_shape(7) == (0, 0)
+    assert layout.boxes(7) == ()
+
+
+def test_a_scalar() -> None:
+    layout = Layout((), Mesh((2,), (0, 1)), (Replicated(),))
+    assert layout.local_shape(1) == ()
+    assert layout.holders() == {(): (0, 1)}
