@@ -1,7 +1,7 @@
 """Who holds which part of a tensor, from metadata alone."""
 
 from .cuts import Range, Ranges, cut
-from .layout import Box, Layout, Mesh, Placement, Replicated, Sharded
+from .layout import Box, Layout, Mesh, Placement, Replicated, Sharded, coordinates, flat_index
 from .spread import Piece, Spread, spread_matrices
 
 __all__ = [
@@ -15,6 +15,8 @@ __all__ = [
     "Replicated",
     "Sharded",
     "Spread",
+    "coordinates",
     "cut",
+    "flat_index",
     "spread_matrices",
 ]

@@ -16,7 +16,7 @@ from typing import TypeAlias
 from ..errors import ConfigError
 from .cuts import Range, Ranges, cut, length
 
-__all__ = ["Box", "Layout", "Mesh", "Placement", "Replicated", "Sharded"]
+__all__ = ["Box", "Layout", "Mesh", "Placement", "Replicated", "Sharded", "coordinates", "flat_index"]
 
 Box: TypeAlias = tuple[Range, ...]
 """One half-open range per tensor dim."""
@@ -99,7 +99,7 @@ class Layout:
 
     def boxes(self, rank: int) -> tuple[Box, ...]:
         """The boxes that ``rank`` holds, in the order of its local tensor."""
-        return tuple(product(*self.local(rank)))
+        return tuple(product(*self.local(rank))) if rank in coordinates(self.mesh) else ()
 
     def holders(self) -> dict[Box, tuple[int, ...]]:
         """The ranks that hold each box, in the order of the mesh."""

@@ -127,11 +127,11 @@ def spread_matrices(layout: Layout, lead: int) -> tuple[Spread, ...]:
     columns = range(lead + 1, len(layout.shape))
     grid = layout.mesh.shape
     lead_axes, row_axes = layout.axes(0) if lead else (), layout.axes(lead)
-    column_axes, replica_axes = [layout.axes(dim) for dim in columns], layout.replica_axes()
+    column_axes = [layout.axes(dim) for dim in columns]
     lead_cuts, row_cuts = layout.cuts(0) if lead else (((0, 1),),), layout.cuts(lead)
     column_cuts = _column_cuts(layout, columns)
     held: list[dict[tuple[int, tuple[int, ...]], list[int]]] = [{} for _ in lead_cuts]
-    for rank, where in sorted(coordinates(layout.mesh).items(), key=lambda one: flat_index(grid, one[1], replica_axes)):
+    for rank, where in coordinates(layout.mesh).items():  # for each part, the order of the mesh is the order of replicas
         part = flat_index(grid, where, row_axes), tuple(flat_index(grid, where, axes) for axes in column_axes)
         held[flat_index(grid, where, lead_axes)].setdefault(part, []).append(rank)
     spreads: list[Spread | None] = [None] * (layout.shape[0] if lead else 1)

@@ -113,6 +113,7 @@ def _demand(scheme: Any, expert_keys: tuple[str, ...], one: Parameter, *, comm_d
         name=one.name,
         group=one.place,
         shape=shape,
+        local_shape=shape if sharded is None else tuple(sharded.to_local().shape),
         mesh=None if sharded is None else sharded.device_mesh,
         placements=() if sharded is None else sharded.placements,
         device=device,

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..errors import ConfigError, GradientError, UnsupportedError
-from ..layout import Layout, Mesh, Placement, Replicated, Sharded
+from ..layout import Layout, Mesh, Placement, Replicated, Sharded, coordinates, flat_index
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -38,6 +38,7 @@ def check_placement(name: str, param: Tensor) -> None:
     """Refuses a parameter that lies on its mesh in a way that has no meaning for an optimizer."""
     if (sharded := as_dtensor(param)) is not None:
         _placements(name, sharded.placements, param.dim())
+        _check_order(name, siblings(sharded.device_mesh)[0])
 
 
 def check_gradient_placement(name: str, param: Tensor, grad: Tensor) -> None:
@@ -90,6 +91,19 @@ def siblings(mesh: DeviceMesh) -> tuple[Mesh, ...]:
     if layout is None or rank_map is None:  # other versions of torch: the mesh alone
         return (Mesh(shape, tuple(mesh.mesh.flatten().tolist())),)
     return tuple(Mesh(shape, tuple(ranks)) for ranks in layout.remap_to_tensor(rank_map).flatten(1).tolist())
+
+
+def _check_order(name: str, mesh: Mesh) -> None:
+    """Process groups order their ranks; where a mesh has another order, torch's collectives contradict its placements."""
+    where = coordinates(mesh)
+    for rank, place in where.items():
+        for axis, size in enumerate(mesh.shape):
+            after = (*place[:axis], place[axis] + 1, *place[axis + 1 :])
+            if after[axis] < size and mesh.ranks[flat_index(mesh.shape, after, range(len(after)))] < rank:
+                raise UnsupportedError(
+                    f"{name} is on the mesh {mesh}, whose ranks do not ascend along axis {axis}; torch's process groups order "
+                    "ranks, so that shards would not be where the placements say. Build the mesh with ascending ranks."
+                )
 
 
 def groups_of(mesh: DeviceMesh) -> list[dist.ProcessGroup]:

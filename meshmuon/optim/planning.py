@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from ..errors import MeshmuonError, PlanMismatchError
+from ..errors import MeshmuonError, PlanError, PlanMismatchError
 from ..layout import Layout
 from ..matrices import MatrixSet
 from ..ortho import Orthogonalizer, Scheme, expected_flops
@@ -39,6 +39,7 @@ class Demand(NamedTuple):
         name: its name.
         group: index of its group.
         shape: its global shape.
+        local_shape: shape of what this rank holds.
         mesh: its mesh, None for a plain tensor.
         placements: torch's placements on the mesh.
         device: where it is.
@@ -53,6 +54,7 @@ class Demand(NamedTuple):
     name: str
     group: int
     shape: tuple[int, ...]
+    local_shape: tuple[int, ...]
     mesh: DeviceMesh | None
     placements: tuple[Any, ...]
     device: torch.device
@@ -105,11 +107,13 @@ class Planner:
         self._token = 0
         self._layouts: list[tuple[Layout, ...]] = []
         self._must_agree = False
+        self._misfit: PlanError | None = None
 
     def outcome(self, demands: tuple[Demand, ...], failure: MeshmuonError | None) -> Outcome:
         """The plan for ``demands``. ``failure`` is this rank's own reason not to step, which then is every rank's."""
         if demands != self._agreed:
             self._propose(demands)
+        failure = failure or self._misfit
         if self._must_agree and self._link is not None:
             agreement = self._link.agreement
             if not agreement.unanimous(agreement.start(self._token if failure is None else _FAILED)) or failure is not None:
@@ -131,6 +135,7 @@ class Planner:
             self._link = _Link(ranks, existing if self._replica_group is None else [self._replica_group, *existing])
         self._options = replace(self._options, cost=cost_model_for(demands[0].device.type)) if demands else self._options
         self._layouts = [self._layouts_of(demand, frozenset(ranks)) for demand in demands]
+        self._misfit = self._find_misfit(demands)
         self._settle(demands, [demand.active for demand in demands])
         self._must_agree = any(travels(entry, self._options) for entry in self._entries(demands) if entry is not None)
 
@@ -187,6 +192,18 @@ class Planner:
             reached = reached.union(*touching)
             grown = len(reached) > before
         return tuple(sorted(reached))
+
+    def _find_misfit(self, demands: Sequence[Demand]) -> PlanError | None:
+        """A local tensor that is not what its placements say; only the ranks that hold it can see it."""
+        for demand, layouts in zip(demands, self._layouts, strict=True):
+            own = [layout.local_shape(self._rank()) for layout in layouts if self._rank() in layout.mesh.ranks]
+            if own and own[0] != demand.local_shape:
+                return PlanError(
+                    f"{demand.name} is {'; '.join(map(str, layouts))}, so that this rank should hold {own[0]}, but it holds "
+                    f"{demand.local_shape}. Some wrappers (FSDP2 over tensor parallelism with rows that do not divide) store other "
+                    "shards than their placements say: choose sizes that divide, or shard another dim."
+                )
+        return None
 
     def _rank(self) -> int:
         return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0

@@ -1,0 +1,113 @@
+"""A step on a mesh beside the same step on one device: the same parameters, gradients and options on both sides."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from meshmuon import Muon
+
+STEPS = 5
+
+
+@dataclass(frozen=True)
+class Param:
+    """A parameter of a case: its global shape, where it lies, and in which steps it has a gradient."""
+
+    shape: tuple[int, ...]
+    mesh: int | None = 0  # index into the case's meshes; None is a plain tensor
+    placements: tuple[Any, ...] = ()
+    dtype: torch.dtype = torch.float32
+    muon: bool = True
+    unused: tuple[int, ...] = ()
+    frozen: bool = False
+
+
+@dataclass(frozen=True)
+class Case:
+    params: tuple[Param, ...]
+    options: dict[str, Any] = field(default_factory=dict)
+    steps: int = STEPS
+
+
+def initial(case: Case) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    return [torch.randn(one.shape, generator=generator).to(one.dtype) for one in case.params]
+
+
+def gradient(case: Case, step: int, k: int) -> Tensor | None:
+    one = case.params[k]
+    if one.frozen or step in one.unused:
+        return None
+    generator = torch.Generator().manual_seed(1000 * (step + 1) + k)
+    return torch.randn(one.shape, generator=generator).to(one.dtype)
+
+
+def build(case: Case, params: Sequence[nn.Parameter], **options: Any) -> Muon:
+    groups: list[dict[str, Any]] = []
+    for use_muon in (True, False):
+        chosen = [k for k, one in enumerate(case.params) if one.muon is use_muon]
+        if chosen:
+            names = [f"layers.{k}.experts.weight" if len(case.params[k].shape) == 3 else f"layers.{k}.weight" for k in chosen]
+            groups.append({"params": [params[k] for k in chosen], "names": names, "use_muon": use_muon})
+    return Muon(groups, lr=0.01, **{"expert_keys": ["experts"], **case.options, **options})
+
+
+def run(case: Case, params: Sequence[nn.Parameter], grads: Any, **options: Any) -> tuple[list[Tensor], list[Tensor | None], Muon]:
+    """This rank's part of the parameters and of their momentum (AdamW: first moment) after all steps."""
+    optimizer = build(case, params, **options)
+    for step in range(case.steps):
+        for k, param in enumerate(params):
+            param.grad = grads(step, k)
+        optimizer.step()
+    momentum = [optimizer.state[p].get("momentum_buffer", optimizer.state[p].get("exp_avg")) for p in params]
+    return [local(p) for p in params], [None if m is None else local(m) for m in momentum], optimizer
+
+
+def local(tensor: Tensor) -> Tensor:
+    return (tensor.detach().to_local() if isinstance(tensor, DTensor) else tensor.detach()).clone()
+
+
+def single(case: Case) -> tuple[list[Tensor], list[Tensor | None]]:
+    """The same on one device, with whole tensors."""
+    params = [nn.Parameter(value, requires_grad=not one.frozen) for value, one in zip(initial(case), case.params, strict=True)]
+    values, momentum, _ = run(case, params, lambda step, k: gradient(case, step, k))
+    return values, momentum
+
+
+def place(case: Case, meshes: Sequence[DeviceMesh], k: int, value: Tensor) -> Tensor:
+    """Torch itself cuts a whole tensor as parameter ``k`` is cut."""
+    one = case.params[k]
+    if one.mesh is None:
+        return value.clone()
+    return distribute_tensor(value, meshes[one.mesh], list(one.placements), src_data_rank=None)
+
+
+def sharded(case: Case, meshes: Sequence[DeviceMesh], **options: Any) -> tuple[list[Tensor], list[Tensor | None], Muon]:
+    """The case on this rank of a process group."""
+
+    def grad(step: int, k: int) -> Tensor | None:
+        value = gradient(case, step, k)
+        return None if value is None else place(case, meshes, k, value)
+
+    values = [place(case, meshes, k, value) for k, value in enumerate(initial(case))]
+    params = [nn.Parameter(value, requires_grad=not one.frozen) for value, one in zip(values, case.params, strict=True)]
+    return run(case, params, grad, **options)
+
+
+def check(case: Case, meshes: Sequence[DeviceMesh], expected: tuple[list[Tensor], list[Tensor | None]], **options: Any) -> Muon:
+    """Runs the case on this rank and demands the bits that one device found, cut by torch."""
+    found = sharded(case, meshes, **options)
+    for what, mine, wanted in (("parameter", found[0], expected[0]), ("momentum", found[1], expected[1])):
+        for k, (one, other) in enumerate(zip(mine, wanted, strict=True)):
+            assert (one is None) == (other is None), f"{what} {k}"
+            if one is not None and other is not None:
+                part = local(place(case, meshes, k, other))
+                torch.testing.assert_close(one, part, rtol=0, atol=0, msg=lambda text, w=what, k=k: f"{w} {k}: {text}")
+    return found[2]
