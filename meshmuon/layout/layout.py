@@ -113,10 +113,6 @@ class Layout:
         """Mesh axes that shard ``dim``."""
         return tuple(axis for axis, one in enumerate(self.placements) if isinstance(one, Sharded) and one.dim == dim)
 
-    def replica_axes(self) -> tuple[int, ...]:
-        """Mesh axes along which the tensor is replicated."""
-        return tuple(axis for axis, one in enumerate(self.placements) if isinstance(one, Replicated))
-
     def cuts(self, dim: int) -> tuple[Ranges, ...]:
         """The parts of ``dim``, indexed by ``part``."""
         chain = tuple((self.mesh.shape[a], one.split_factor) for a, one in self._sharded(dim))

@@ -14,7 +14,7 @@ from ..execute import Work, WorkSettings
 from ..matrices import check_expert_keys, matrices_inside
 from ..ortho import default_compute_dtype, resolve_scheme
 from . import state
-from .dtensors import as_dtensor, check_gradient_placement, check_placement
+from .dtensors import as_dtensor, check_gradient_placement
 from .groups import check_options
 from .lr import lr_factor
 from .planning import Demand, Outcome
@@ -146,7 +146,6 @@ def _settings(group: Mapping[str, Any]) -> WorkSettings:
 
 
 def _check_gradient(name: str, param: Tensor, grad: Tensor) -> None:
-    check_placement(name, param)
     if grad.shape != param.shape:
         raise GradientError(
             f"{name} has shape {tuple(param.shape)}, its gradient {tuple(grad.shape)}: call zero_grad() after resizing."

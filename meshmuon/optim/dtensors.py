@@ -59,15 +59,16 @@ def check_gradient_placement(name: str, param: Tensor, grad: Tensor) -> None:
 
 
 def layouts_of(
-    name: str, shape: tuple[int, ...], mesh: DeviceMesh, placements: Sequence[Any], reached: frozenset[int]
+    name: str, shape: tuple[int, ...], placements: Sequence[Any], meshes: Sequence[Mesh], reached: frozenset[int]
 ) -> tuple[Layout, ...]:
-    """The layout of a parameter, and those of its sisters on the sibling meshes that ``reached`` ranks touch.
+    """The layouts of a parameter on those of its ``meshes`` that ``reached`` ranks touch.
 
     A parameter on one axis of a larger mesh exists once per coordinate on the other axes, on meshes of its own. They never
     share work, but a plan that covers their ranks must know of all of them.
     """
     found = _placements(name, placements, len(shape))
-    return tuple(Layout(shape, one, found) for one in siblings(mesh) if not reached.isdisjoint(one.ranks))
+    _check_order(name, meshes[0])
+    return tuple(Layout(shape, mesh, found) for mesh in meshes if not reached.isdisjoint(mesh.ranks))
 
 
 def layout_text(name: str, param: Tensor) -> str:

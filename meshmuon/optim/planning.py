@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from ..errors import MeshmuonError, PlanError, PlanMismatchError
-from ..layout import Layout
+from ..layout import Layout, Mesh
 from ..matrices import MatrixSet
 from ..ortho import Orthogonalizer, Scheme, expected_flops
 from ..plan import Entry, Plan, PlanOptions, cost_model_for, make_plan, travels
@@ -105,6 +105,7 @@ class Planner:
         self.demands: tuple[Demand, ...] = ()
         self._outcome: Outcome | None = None
         self._token = 0
+        self._meshes: dict[DeviceMesh, tuple[Mesh, ...]] = {}
         self._layouts: list[tuple[Layout, ...]] = []
         self._must_agree = False
         self._misfit: PlanError | None = None
@@ -126,11 +127,12 @@ class Planner:
     def _propose(self, demands: tuple[Demand, ...]) -> None:
         """This rank's own idea of the plan."""
         self._agreed = None  # nothing half made survives an error
-        ranks = self._reach(demands)
+        meshes = dict.fromkeys(demand.mesh for demand in demands if demand.mesh is not None)
+        self._meshes = {mesh: siblings(mesh) for mesh in meshes}
+        ranks = self._reach()
         if len(ranks) == 1:
             self._link = None
         elif self._link is None or self._link.ranks != ranks:
-            meshes = dict.fromkeys(demand.mesh for demand in demands if demand.mesh is not None)
             existing = [group for mesh in meshes for group in groups_of(mesh)]
             self._link = _Link(ranks, existing if self._replica_group is None else [self._replica_group, *existing])
         self._options = replace(self._options, cost=cost_model_for(demands[0].device.type)) if demands else self._options
@@ -173,15 +175,14 @@ class Planner:
 
     def _layouts_of(self, demand: Demand, reached: frozenset[int]) -> tuple[Layout, ...]:
         if demand.mesh is not None:
-            return layouts_of(demand.name, demand.shape, demand.mesh, demand.placements, reached)
+            return layouts_of(demand.name, demand.shape, demand.placements, self._meshes[demand.mesh], reached)
         if self._replica_group is not None:
             return (replicated_layout(demand.shape, dist.get_process_group_ranks(self._replica_group)),)
         return ()
 
-    def _reach(self, demands: Sequence[Demand]) -> tuple[int, ...]:
+    def _reach(self) -> tuple[int, ...]:
         """All ranks that share a mesh with this one, directly or through others."""
-        meshes = {mesh for demand in demands if demand.mesh is not None for mesh in siblings(demand.mesh)}
-        islands = [frozenset(mesh.ranks) for mesh in meshes]
+        islands = [frozenset(mesh.ranks) for alike in self._meshes.values() for mesh in alike]
         if self._replica_group is not None:
             islands.append(frozenset(dist.get_process_group_ranks(self._replica_group)))
         reached = {self._rank()}
@@ -200,8 +201,8 @@ class Planner:
             if own and own[0] != demand.local_shape:
                 return PlanError(
                     f"{demand.name} is {'; '.join(map(str, layouts))}, so that this rank should hold {own[0]}, but it holds "
-                    f"{demand.local_shape}. Some wrappers (FSDP2 over tensor parallelism with rows that do not divide) store other "
-                    "shards than their placements say: choose sizes that divide, or shard another dim."
+                    f"{demand.local_shape}. Some wrappers (FSDP2 over tensor parallelism with rows that do not divide) store "
+                    "other shards than their placements say: choose sizes that divide, or shard another dim."
                 )
         return None
 
