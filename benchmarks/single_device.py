@@ -24,6 +24,7 @@ from unittest import mock
 
 import torch
 import torch.optim._muon as torch_muon
+from common import float32_newton_schulz, gpt_matrices
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
@@ -32,22 +33,6 @@ from torch import Tensor
 from meshmuon import Muon
 
 LR = 1e-3
-
-
-def gpt_matrices(layers: int, width: int) -> list[tuple[int, int]]:
-    per_layer = [(width, width)] * 4 + [(width, 4 * width), (4 * width, width)]
-    return per_layer * layers
-
-
-def float32_newton_schulz(grad: Tensor, coefficients: tuple[float, float, float], steps: int, eps: float) -> Tensor:
-    """What torch.optim.Muon computes, with float32 instead of bfloat16 products."""
-    a, b, c = coefficients
-    x = grad.mT if grad.size(0) > grad.size(1) else grad
-    x = x / x.norm().clamp(min=eps)
-    for _ in range(steps):
-        gram = x @ x.mT
-        x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
-    return x.mT if grad.size(0) > grad.size(1) else x
 
 
 def make_contender(name: str, params: list[Tensor]) -> Callable[[], None]:

@@ -20,9 +20,10 @@ from demo import options
 from demo.data import Corpus
 from demo.model import ModelConfig
 from demo.optimizers import OPTIMIZERS, TITLES, OptimizerConfig
+from demo.processes import Runtime
 from demo.progress import show_progress
 from demo.report import machine
-from demo.train import NonFiniteLossError, Run, RunResult, Runtime, TrainConfig
+from demo.train import NonFiniteLossError, Run, RunResult, TrainConfig
 
 Row = dict[str, Any]
 KEYS = ("optimizer", "scheme", "lr", "weight_decay", "seed", "steps")

@@ -1,7 +1,8 @@
 """Train a small byte-level GPT twice, with meshmuon and with a tuned AdamW, and compare.
 
 Both runs start from the same weights and see the same bytes (Python's own standard library) in the same
-order. With the defaults it takes about four minutes on two CPU cores and writes a folder runs/<time>/ with
+order, over two processes that share model and batch by FSDP2 (--nproc for another number). With the
+defaults it takes about five minutes on two CPU cores and writes a folder runs/<time>/ with
 
   loss.png    validation loss over steps and over time
   log.json    every figure of the runs, the options, the machine
@@ -14,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -21,9 +23,10 @@ from pathlib import Path
 from demo import options
 from demo.model import build_model
 from demo.optimizers import OPTIMIZERS
-from demo.progress import show_progress
+from demo.processes import Runtime, joined
+from demo.progress import QuietProgress, show_progress
 from demo.report import Setting, new_folder, write_report
-from demo.train import NonFiniteLossError, Run, RunResult, Runtime, warm_up
+from demo.train import NonFiniteLossError, Run, RunResult, warm_up
 
 INTERRUPTED = 130
 
@@ -56,6 +59,7 @@ def prepare(args: argparse.Namespace) -> tuple[Setting, Runtime]:
         optimizer=options.optimizer_config(args),
         corpus=options.corpus(args),
         device=runtime.device,
+        processes=runtime.world_size,
         parameters=sum(p.numel() for p in build_model(model, args.seed, runtime.device).parameters()),
     )
     return setting, runtime
@@ -70,6 +74,9 @@ def train_all(
         for name in names:
             run = Run(name, setting.corpus, setting.model, setting.optimizer, setting.train, runtime)
             results.append(run.result)
+            if runtime.rank:
+                run.train(QuietProgress())
+                continue
             with show_progress(run.result.title, setting.train.steps, run.result.tokens_per_step) as progress:
                 run.train(progress)
     except (KeyboardInterrupt, NonFiniteLossError) as stop:
@@ -77,8 +84,24 @@ def train_all(
     return None
 
 
+def names_of(args: argparse.Namespace) -> Sequence[str]:
+    """The runs to do."""
+    return OPTIMIZERS if args.only == "both" else (args.only,)
+
+
+def follow(arguments: Sequence[str] | None) -> int:
+    """What every process but the first does: the same steps, without a word."""
+    args = parser().parse_args(arguments)
+    setting, runtime = prepare(args)
+    with joined(runtime, follow, arguments):
+        train_all(names_of(args), setting, runtime, [])
+    return 0
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Entry point; returns the exit code."""
+    if int(os.environ.get("RANK", "0")):
+        return follow(arguments)
     command_line = parser()
     args = command_line.parse_args(arguments)
     try:
@@ -86,15 +109,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         folder = new_folder(args.out)
     except (ValueError, OSError) as error:
         command_line.error(str(error))
-    names = OPTIMIZERS if args.only == "both" else (args.only,)
     print(
         f"{setting.parameters:,} parameters, {setting.corpus.train.numel() / 1e6:.1f} MB of training text, "
         f"{setting.train.steps} steps of {setting.train.batch_size} × {setting.model.seq_len} bytes "
-        f"on {runtime.device}",
+        f"on {runtime.device}" + (f", {runtime.world_size} processes with FSDP2" if runtime.world_size > 1 else ""),
         flush=True,
     )
     results: list[RunResult] = []
-    stop = train_all(names, setting, runtime, results)
+    with joined(runtime, follow, arguments):
+        stop = train_all(names_of(args), setting, runtime, results)
     headline = write_report(folder, setting, results, plot=args.plot)
     if isinstance(stop, NonFiniteLossError):
         print(f"\nerror: {stop}\nWhat was done so far: {folder / 'report.md'}", file=sys.stderr)

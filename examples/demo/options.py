@@ -13,7 +13,8 @@ import torch
 from demo.data import Corpus, TrainBatches, default_source_root, load_corpus
 from demo.model import MLP_KINDS, ModelConfig
 from demo.optimizers import OptimizerConfig
-from demo.train import SCHEDULES, Runtime, TrainConfig
+from demo.processes import Runtime, launched
+from demo.train import SCHEDULES, TrainConfig
 
 SCHEMES = ("polar_express", "keller")
 
@@ -94,7 +95,10 @@ def add_train_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--data", type=Path, help="folder of .py files (default: Python's standard library)")
     group.add_argument("--valid-fraction", type=number(0, 1), default=0.1, help="share of the files kept for validation")
     group.add_argument("--device", help="torch device (default: cuda if there is one, else cpu)")
-    group.add_argument("--threads", type=whole(1), help="CPU threads (default: torch's choice)")
+    group.add_argument("--threads", type=whole(1), help="CPU threads per process (default: the cores divided over the processes)")
+    group.add_argument(
+        "--nproc", type=whole(1), help="processes that share model and batch by FSDP2 (default: 2, or one per GPU)"
+    )
 
 
 def add_optimizer_options(parser: argparse.ArgumentParser) -> None:
@@ -175,18 +179,21 @@ def corpus(args: argparse.Namespace) -> Corpus:
 
 def runtime(args: argparse.Namespace) -> Runtime:
     """This process's device and place; `ValueError` for a launch that the demo cannot serve."""
-    world_size = int(os.environ.get("WORLD_SIZE", "1"))
-    if world_size > 1:
-        raise ValueError(
-            f"started as one of {world_size} processes (WORLD_SIZE), but this version trains in a single process: "
-            "run it with python, not torchrun"
-        )
     name = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    nproc = args.nproc or (torch.cuda.device_count() if name == "cuda" else 2)
+    if launched():
+        nproc = int(os.environ["WORLD_SIZE"])
+    if args.batch_size % nproc:
+        raise ValueError(f"--batch-size {args.batch_size} does not divide over {nproc} processes: change it or --nproc")
+    rank = int(os.environ.get("RANK", "0")) if nproc > 1 else 0
+    if name == "cuda" and nproc > 1:
+        name = f"cuda:{os.environ.get('LOCAL_RANK', '0')}"
     try:
         device = torch.device(name)
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError) as error:
         raise ValueError(f"--device {name}: {str(error).splitlines()[0]}") from error
-    if args.threads is not None:
-        torch.set_num_threads(args.threads)
-    return Runtime(device)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    torch.set_num_threads(args.threads or max(1, (os.cpu_count() or 1) // nproc))
+    return Runtime(device, rank, nproc)

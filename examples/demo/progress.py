@@ -64,6 +64,16 @@ class PlainProgress:
             print(f"{self.title:>8}  validation loss after step {step}: {loss:.4f}", flush=True)
 
 
+class QuietProgress:
+    """Nothing: what processes other than the first show."""
+
+    def step(self, done: int, loss: float, seconds: float) -> None:
+        pass
+
+    def evaluated(self, step: int, loss: float) -> None:
+        pass
+
+
 class RichProgress:
     """A live bar."""
 

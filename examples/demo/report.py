@@ -34,6 +34,7 @@ class Setting:
     optimizer: OptimizerConfig
     corpus: Corpus
     device: torch.device
+    processes: int
     parameters: int
 
 
@@ -128,7 +129,7 @@ def _write_log(path: Path, setting: Setting, results: Sequence[RunResult], both:
         "headline": headline,
         "machine": machine(setting.device),
         "model": {**asdict(setting.model), "parameters": setting.parameters},
-        "train": asdict(setting.train),
+        "train": {**asdict(setting.train), "processes": setting.processes},
         "optimizer": asdict(setting.optimizer),
         "data": {
             "digest": corpus.digest,
@@ -193,6 +194,11 @@ def markdown(setting: Setting, results: Sequence[RunResult], both: Comparison | 
     for result in results:
         if result.routing is not None:
             parts.append(f"## Routing of the {result.title} run\n\n```text\n{result.routing.rstrip()}\n```\n")
+        if result.plan is not None:
+            parts.append(
+                f"## Plan of the {result.title} run\n\nWhich process orthogonalises which matrices, and what travels:\n\n"
+                f"```text\n{result.plan.rstrip()}\n```\n"
+            )
     return "\n".join(parts)
 
 
@@ -244,7 +250,8 @@ def _setting_section(setting: Setting) -> str:
         f"{model.d_ff}, QK-norm {'on' if model.qk_norm else 'off'}, "
         f"head {'tied' if model.tied_head else 'untied'}, {setting.parameters:,} parameters",
         "training": f"{train.steps} steps of {train.batch_size} × {model.seq_len} bytes, warm-up "
-        f"{train.warmup_steps}, {train.schedule} decay, gradient clip {train.grad_clip:g}, seed {train.seed}",
+        f"{train.warmup_steps}, {train.schedule} decay, gradient clip {train.grad_clip:g}, seed {train.seed}, "
+        + ("one process" if setting.processes == 1 else f"{setting.processes} processes with FSDP2"),
         "meshmuon": f"lr {optimizer.lr:g} (AdamW part {part_lr:g}), momentum {optimizer.momentum:g}, "
         f"{optimizer.scheme}, {optimizer.ns_steps} steps, weight decay {optimizer.weight_decay:g}",
         "AdamW": f"lr {optimizer.adamw_lr:g}, weight decay {optimizer.adamw_weight_decay:g}, fused",

@@ -13,22 +13,15 @@ from torch import Tensor, nn
 from demo.data import Corpus, TrainBatches, valid_batches
 from demo.model import GPT, ModelConfig, build_model
 from demo.optimizers import TITLES, OptimizerConfig, build_optimizer
+from demo.processes import Runtime, mean, shard
 from demo.progress import Progress
+from meshmuon import Muon
 
 SCHEDULES = ("linear", "cosine", "constant")
 
 
 class NonFiniteLossError(RuntimeError):
     """Training diverged: the loss is no longer a number."""
-
-
-@dataclass(frozen=True, slots=True)
-class Runtime:
-    """Where this process stands: its device and its place among the processes that share the batch."""
-
-    device: torch.device
-    rank: int = 0
-    world_size: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +60,7 @@ class RunResult:
     optimizer_seconds: list[float] = field(default_factory=list)
     tokens_per_step: int = 0
     routing: str | None = None
+    plan: str | None = None
 
     @property
     def title(self) -> str:
@@ -115,6 +109,7 @@ class Run:
     ) -> None:
         self.config, self.runtime, self.corpus = config, runtime, corpus
         self.model: GPT = build_model(model_config, config.seed, runtime.device)
+        shard(self.model, runtime)
         self.optimizer = build_optimizer(name, self.model, optimizer_config)
         self.peak_lrs = [float(group["lr"]) for group in self.optimizer.param_groups]
         self.batches = TrainBatches(corpus.train, model_config.seq_len, config.batch_size, config.seed)
@@ -136,6 +131,7 @@ class Run:
                 last = result.steps_done == self.config.steps
                 if last or result.steps_done % self.config.eval_every == 0:
                     self._evaluate(progress)
+            result.plan = _plan(self.optimizer)
             result.status = "finished"
         except KeyboardInterrupt:
             result.status = "interrupted"
@@ -157,7 +153,7 @@ class Run:
             nn.utils.clip_grad_norm_(self.model.parameters(), self.config.grad_clip)
         before_optimizer = self._now()
         # The loss is read before the weights change: a diverged run must not step on non-finite gradients.
-        value = self._finite(loss.item(), f"training loss at step {step + 1}")
+        value = self._finite(mean([loss.item()], self.runtime)[0], f"training loss at step {step + 1}")
         self.optimizer.step()
         end = self._now()
         self.optimizer.zero_grad(set_to_none=True)
@@ -167,11 +163,16 @@ class Run:
 
     @torch.no_grad()
     def _evaluate(self, progress: Progress) -> None:
+        """Each process takes every so-many-th batch; with FSDP all must make as many passes, so some repeat one unseen."""
         windows, total = self.config.eval_windows, 0.0
-        seq_len = self.model.config.seq_len
-        for batch in valid_batches(self.corpus.valid, seq_len, self.config.batch_size, windows):
-            tokens, targets = self._on_device(batch)
-            total += self.model.loss(tokens, targets).item() * len(tokens)
+        rank, world = self.runtime.rank, self.runtime.world_size
+        batches = list(valid_batches(self.corpus.valid, self.model.config.seq_len, self.config.batch_size, windows))
+        for first in range(0, len(batches), world):
+            mine = first + rank
+            tokens, targets = self._on_device(batches[min(mine, len(batches) - 1)])
+            loss = self.model.loss(tokens, targets).item()
+            total += loss * len(tokens) if mine < len(batches) else 0.0
+        total = world * mean([total], self.runtime)[0]
         loss = self._finite(total / windows, f"validation loss after step {self.result.steps_done}")
         point = EvalPoint(self.result.steps_done, self.result.seconds, loss)
         self.result.evals.append(point)
@@ -207,6 +208,10 @@ def warm_up(model_config: ModelConfig, config: TrainConfig, corpus: Corpus, runt
 def _routing(optimizer: torch.optim.Optimizer) -> str | None:
     table: Callable[[], object] | None = getattr(optimizer, "routing_table", None)
     return None if table is None else str(table())
+
+
+def _plan(optimizer: torch.optim.Optimizer) -> str | None:
+    return optimizer.plan().describe() if isinstance(optimizer, Muon) else None
 
 
 def _hyperparameters(optimizer: torch.optim.Optimizer) -> dict[str, object]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -59,13 +59,17 @@ def build(case: Case, params: Sequence[nn.Parameter], **options: Any) -> Muon:
     return Muon(groups, lr=0.01, **{"expert_keys": ["experts"], **case.options, **options})
 
 
-def run(case: Case, params: Sequence[nn.Parameter], grads: Any, **options: Any) -> tuple[list[Tensor], list[Tensor | None], Muon]:
-    """This rank's part of the parameters and of their momentum (AdamW: first moment) after all steps."""
+def run(
+    case: Case, params: Sequence[nn.Parameter], grads: Any, *, watch: Callable[[Muon], None] | None = None, **options: Any
+) -> tuple[list[Tensor], list[Tensor | None], Muon]:
+    """This rank's part of the parameters and of their momentum (AdamW: first moment) after all steps; ``watch`` sees each."""
     optimizer = build(case, params, **options)
     for step in range(case.steps):
         for k, param in enumerate(params):
             param.grad = grads(step, k)
         optimizer.step()
+        if watch is not None:
+            watch(optimizer)
     momentum = [optimizer.state[p].get("momentum_buffer", optimizer.state[p].get("exp_avg")) for p in params]
     return [local(p) for p in params], [None if m is None else local(m) for m in momentum], optimizer
 
@@ -101,13 +105,47 @@ def sharded(case: Case, meshes: Sequence[DeviceMesh], **options: Any) -> tuple[l
     return run(case, params, grad, **options)
 
 
+def same(mine: Tensor, wanted: Tensor, what: str) -> None:
+    torch.testing.assert_close(mine, wanted, rtol=0, atol=0, msg=lambda text: f"{what}: {text}")
+
+
+def near(mine: Tensor, wanted: Tensor, what: str) -> None:
+    """Equal to a few roundings."""
+    eps = 4 * torch.finfo(mine.dtype).eps
+    torch.testing.assert_close(mine, wanted, rtol=eps, atol=eps, msg=lambda text: f"{what}: {text}")
+
+
+def torch_adamw(value: Tensor, grads: Sequence[Tensor | None]) -> Tensor:
+    """What torch's own fused AdamW makes of a tensor, or of a rank's part of one, with the options of ``build``."""
+    param = nn.Parameter(value.clone())
+    if not value.numel():
+        return value
+    optimizer = torch.optim.AdamW([param], lr=0.01, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1, fused=True)
+    for grad in grads:
+        param.grad = grad
+        optimizer.step()
+    return param.detach()
+
+
 def check(case: Case, meshes: Sequence[DeviceMesh], expected: tuple[list[Tensor], list[Tensor | None]], **options: Any) -> Muon:
-    """Runs the case on this rank and demands the bits that one device found, cut by torch."""
+    """Runs the case on this rank and demands the bits that one device found, cut by torch.
+
+    AdamW's parameters must have the bits that torch's fused AdamW finds for this rank's part, and be near those of one device:
+    torch's kernel rounds the last few elements of a tensor otherwise than the rest, wherever the tensor is cut.
+    """
     found = sharded(case, meshes, **options)
-    for what, mine, wanted in (("parameter", found[0], expected[0]), ("momentum", found[1], expected[1])):
-        for k, (one, other) in enumerate(zip(mine, wanted, strict=True)):
-            assert (one is None) == (other is None), f"{what} {k}"
-            if one is not None and other is not None:
-                part = local(place(case, meshes, k, other))
-                torch.testing.assert_close(one, part, rtol=0, atol=0, msg=lambda text, w=what, k=k: f"{w} {k}: {text}")
+    start = initial(case)
+    for k, one in enumerate(case.params):
+        part = local(place(case, meshes, k, expected[0][k]))
+        if one.muon:
+            same(found[0][k], part, f"parameter {k}")
+        else:
+            grads = [gradient(case, step, k) for step in range(case.steps)]
+            cut = [None if grad is None else local(place(case, meshes, k, grad)) for grad in grads]
+            same(found[0][k], torch_adamw(local(place(case, meshes, k, start[k])), cut), f"AdamW parameter {k}")
+            near(found[0][k], part, f"AdamW parameter {k}")
+        mine, wanted = found[1][k], expected[1][k]
+        assert (mine is None) == (wanted is None), f"momentum {k}"
+        if mine is not None and wanted is not None:
+            same(mine, local(place(case, meshes, k, wanted)), f"momentum {k}")
     return found[2]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Callable
 from typing import TypeVar
@@ -21,6 +22,7 @@ def run_threads(world: int, rank_main: Callable[[int], T], *, timeout: float = 5
     torch._C._distributed_c10d._set_thread_isolation_mode(True)
     ProcessLocalGroup.reset()
     store = dist.HashStore()
+    hook = sys.excepthook  # every init_process_group wraps it
 
     def main(rank: int) -> None:
         dist.init_process_group("threaded", rank=rank, world_size=world, store=store)
@@ -43,6 +45,7 @@ def run_threads(world: int, rank_main: Callable[[int], T], *, timeout: float = 5
     finally:
         torch._C._distributed_c10d._set_thread_isolation_mode(False)
         _uninstall_threaded_pg()
+        sys.excepthook = hook
     if failures:
         raise failures[min(failures)]
     assert not hung, f"ranks {hung} hang"

@@ -74,7 +74,7 @@ def test_one_graph_holds_all_products(form: str, shape: Shape) -> None:
     """No breaks: choosing the form is done before tracing, not traced."""
     compiled, eager, start = both((shape,), "meshmuon_counting", form=form)
     assert_moved_alike(compiled, eager, start, 1e-4)
-    blocks = blocks_for(start[0], polar_express(steps=5), form=form, dtype=torch.float32)
+    blocks = blocks_for(*shape, polar_express(steps=5), form=form, dtype=torch.float32)
     assert [4 * 5 - len(blocks)] == GRAPHS  # two products a block, and 4·steps − 3·blocks inside them
 
 

@@ -1,0 +1,94 @@
+"""The demo's processes: this one is rank 0, shows the progress and writes the report; the others follow silently."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import socket
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+Follower = Callable[[Sequence[str] | None], object]
+
+
+@dataclass(frozen=True, slots=True)
+class Runtime:
+    """Where this process stands: its device and its place among the processes that share the batch."""
+
+    device: torch.device
+    rank: int = 0
+    world_size: int = 1
+
+
+@contextmanager
+def joined(runtime: Runtime, follower: Follower, arguments: Sequence[str] | None) -> Iterator[None]:
+    """The process group of the demo. Starts the other processes unless a launcher such as torchrun has done so."""
+    if runtime.world_size == 1:
+        yield
+        return
+    children = [] if launched() else _start(runtime.world_size, follower, arguments)
+    try:
+        dist.init_process_group("nccl" if runtime.device.type == "cuda" else "gloo")
+        yield
+    finally:
+        for child in children:
+            child.terminate()
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
+def launched() -> bool:
+    """Whether a launcher has started this process as one of several."""
+    return int(os.environ.get("WORLD_SIZE", "1")) > 1
+
+
+def shard(model: nn.Module, runtime: Runtime) -> None:
+    """FSDP2 over all processes, layer by layer; nothing to do for a single one."""
+    if runtime.world_size == 1:
+        return
+    mesh = init_device_mesh(runtime.device.type, (runtime.world_size,))
+    layers = model.get_submodule("layers")
+    for layer in layers.children():
+        fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+
+
+def mean(values: Sequence[float], runtime: Runtime) -> list[float]:
+    """The mean of each value over all processes."""
+    if runtime.world_size == 1:
+        return list(values)
+    total = torch.tensor(values, dtype=torch.float64, device=runtime.device)
+    dist.all_reduce(total)
+    return [value / runtime.world_size for value in total.tolist()]
+
+
+def _start(count: int, follower: Follower, arguments: Sequence[str] | None) -> list[multiprocessing.process.BaseProcess]:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(count), "LOCAL_WORLD_SIZE": str(count)}
+    context = multiprocessing.get_context("spawn")
+    arguments = list(sys.argv[1:] if arguments is None else arguments)
+    children = []
+    for rank in range(1, count):
+        environment = {**place, "RANK": str(rank), "LOCAL_RANK": str(rank)}
+        child = context.Process(target=_follow, args=(environment, follower, arguments), daemon=True)
+        child.start()
+        children.append(child)
+    os.environ.update({**place, "RANK": "0", "LOCAL_RANK": "0"})
+    return children
+
+
+def _follow(environment: dict[str, str], follower: Follower, arguments: Sequence[str]) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is rank 0's to handle; it ends this process when it is done
+    os.environ.update(environment)
+    follower(arguments)

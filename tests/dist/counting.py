@@ -1,0 +1,64 @@
+"""What goes through the process group: every ragged exchange is counted, rank by rank."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest.mock import patch
+
+import torch.distributed as dist
+from torch import Tensor
+
+from meshmuon import Muon
+
+
+class Wire:
+    """Counts of what was sent and of what the plans said would be."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self.calls: dict[int, int] = {}
+        self.elements: dict[int, int] = {}
+        self.nbytes: dict[int, int] = {}
+        self.to_self: dict[int, int] = {}
+        self.planned: dict[int, int] = {}
+
+    def record(self, sent: Tensor, splits: list[int], group: Any) -> None:
+        rank = dist.get_rank()
+        own = splits[dist.get_group_rank(group, rank)]
+        others = sum(splits) - own
+        assert sent.numel() == sum(splits), "the buffer is not what the splits say"
+        with self._lock:
+            for table, amount in (
+                (self.calls, 1),
+                (self.elements, others),
+                (self.nbytes, others * sent.element_size()),
+                (self.to_self, own),
+            ):
+                table[rank] = table.get(rank, 0) + amount
+
+    def watch(self, optimizer: Muon) -> None:
+        """After each step: what its plan says that this rank sent."""
+        rank = dist.get_rank()
+        with self._lock:
+            self.planned[rank] = self.planned.get(rank, 0) + optimizer.plan().bytes_sent.get(rank, 0)
+
+    def check(self, rank: int) -> None:
+        assert self.nbytes.get(rank, 0) == self.planned.get(rank, 0), f"rank {rank}: bytes sent and bytes planned differ"
+        assert self.to_self.get(rank, 0) == 0, f"rank {rank} sends to itself"
+
+
+@contextmanager
+def counted() -> Iterator[Wire]:
+    """Counts the ragged exchanges of all ranks of this process."""
+    wire = Wire()
+    original = dist.all_to_all_single
+
+    def counting(output: Tensor, sent: Tensor, output_splits: list[int], splits: list[int], *, group: Any, async_op: bool) -> Any:
+        wire.record(sent, splits, group)
+        return original(output, sent, output_splits, splits, group=group, async_op=async_op)
+
+    with patch.object(dist, "all_to_all_single", counting):
+        yield wire

@@ -1,0 +1,240 @@
+"""Any layout, any options: every rank ends with the bits of one device, and sends the bytes that the plan says."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import Phase, given, settings
+from hypothesis import strategies as st
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.placement_types import _StridedShard
+
+from .cases import Case, Param, check, single
+from .counting import Wire, counted
+from .threads import run_threads
+
+AXES = ("a", "b", "c")
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Any:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@dataclass(frozen=True)
+class Layouts:
+    """The meshes of a case: the first has ``shape``, the others are named."""
+
+    shape: tuple[int, ...]
+    others: tuple[str, ...] = ()  # "flat" and "turned" are meshes of their own over the same ranks; "a", "b" are slices
+
+    @property
+    def world(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def shapes(self) -> list[tuple[int, ...]]:
+        known = {"flat": (self.world,), "turned": self.shape[::-1]}
+        return [self.shape, *(known[one] if one in known else (self.shape[AXES.index(one)],) for one in self.others)]
+
+    def build(self) -> list[DeviceMesh]:
+        ranks = torch.arange(self.world)
+        first = DeviceMesh("cpu", ranks.reshape(self.shape), mesh_dim_names=AXES[: len(self.shape)])
+        made = {
+            "flat": lambda: DeviceMesh("cpu", ranks, mesh_dim_names=("flat",)),
+            "turned": lambda: DeviceMesh("cpu", ranks.reshape(self.shape[::-1])),
+        }
+        return [first, *(made[one]() if one in made else first[one] for one in self.others)]
+
+
+def run_case(case: Case, layouts: Layouts, *, replica_group: bool = False) -> Wire:
+    """Runs a case on all ranks as threads."""
+    expected = single(case)
+
+    def main(rank: int) -> None:
+        options = {"replica_group": dist.group.WORLD} if replica_group else {}
+        check(case, layouts.build(), expected, watch=wire.watch, **options)
+
+    with counted() as wire:
+        run_threads(layouts.world, main)
+    for rank in range(layouts.world):
+        wire.check(rank)
+    return wire
+
+
+ONE_AXIS = [(1,), (2,), (3,), (4,), (5,), (7,), (8,), (16,)]
+MORE_AXES = [(2, 2), (2, 3), (3, 2), (1, 4), (2, 4), (4, 2), (2, 8), (4, 4), (2, 2, 2), (2, 1, 3), (3, 2, 2), (2, 2, 4)]
+
+
+@st.composite
+def layouts_(draw: Any) -> Layouts:
+    shape = draw(st.sampled_from(ONE_AXIS + 2 * MORE_AXES[:6] + MORE_AXES[6:]))
+    more = ["flat"] if len(shape) == 1 else ["flat", "turned", *AXES[: len(shape)]]
+    return Layouts(shape, tuple(draw(st.lists(st.sampled_from(more), max_size=2, unique=True))))
+
+
+def placements(dims: int, axes: int) -> st.SearchStrategy[tuple[Any, ...]]:
+    shard = st.builds(Shard, st.integers(0, dims - 1))
+    strided = st.builds(lambda dim, factor: _StridedShard(dim, split_factor=factor), st.integers(0, dims - 1), st.integers(2, 4))
+    return st.tuples(*[st.one_of(shard, shard, st.just(Replicate()), strided)] * axes)
+
+
+SIZES = st.sampled_from([1, 2, 3, 4, 5, 6, 7, 8, 9, 11, 12, 16, 17])
+DTYPES = st.sampled_from([torch.float32] * 4 + [torch.bfloat16, torch.float64])
+
+
+@st.composite
+def params(draw: Any, layouts: Layouts, steps: int) -> Param:
+    muon = draw(st.sampled_from([True, True, True, False]))
+    dims = draw(st.sampled_from([2, 2, 2, 3])) if muon else draw(st.sampled_from([1, 1, 2]))
+    mesh = draw(st.sampled_from([*range(len(layouts.shapes)), *range(len(layouts.shapes)), None]))
+    return Param(
+        shape=tuple(draw(SIZES) for _ in range(dims)),
+        mesh=mesh,
+        placements=() if mesh is None else draw(placements(dims, len(layouts.shapes[mesh]))),
+        dtype=draw(DTYPES),
+        muon=muon,
+        unused=tuple(draw(st.sets(st.integers(0, steps - 1), max_size=2))) if draw(st.integers(0, 3)) == 0 else (),
+        frozen=draw(st.integers(0, 9)) == 0,
+    )
+
+
+OPTIONS = st.fixed_dictionaries(
+    {
+        "replicas": st.sampled_from(["auto", "share", "repeat"]),
+        "chunk_size": st.sampled_from([-1, -1, 1, 3]),
+        "warmup_step": st.sampled_from([0, 1, 5]),
+        "memory_budget": st.one_of(st.just(64 * 2**20), st.integers(1, 2000)),
+        "nesterov": st.booleans(),
+        "scheme": st.sampled_from(["keller", "polar_express"]),
+        "momentum_dtype": st.sampled_from([None, None, None, torch.float32, torch.bfloat16, torch.float64]),
+        "none_grad": st.booleans(),
+    }
+)
+
+
+@st.composite
+def cases(draw: Any) -> tuple[Case, Layouts, bool]:
+    layouts = draw(layouts_())
+    steps = 3
+    chosen = tuple(draw(st.lists(params(layouts, steps), min_size=1, max_size=5)))
+    options = draw(OPTIONS)
+    if draw(st.booleans()) and not any(one.dtype == torch.float64 for one in chosen):
+        options["comm_dtype"] = torch.float32  # the default, said aloud
+    return Case(chosen, options, steps), layouts, draw(st.booleans())
+
+
+@settings(max_examples=40, phases=[Phase.explicit, Phase.reuse, Phase.generate])
+@given(cases())
+def test_random_layouts_equal_one_device(drawn: tuple[Case, Layouts, bool]) -> None:
+    case, layouts, replica_group = drawn
+    run_case(case, layouts, replica_group=replica_group)
+
+
+R, S0, S1, S2 = Replicate(), Shard(0), Shard(1), Shard(2)
+STRIDED = _StridedShard(0, split_factor=2)
+
+
+def fixed(name: str, layouts: Layouts, params: tuple[Param, ...], *, replica_group: bool = False, **options: Any) -> Any:
+    return pytest.param(Case(params, options), layouts, replica_group, id=name)
+
+
+MIXED = tuple(Param((9, 6), 0, (S0,), dtype) for dtype in (torch.float32, torch.bfloat16, torch.float64))
+HSDP = (Param((7, 5), 0, (R, S0)), Param((4, 12), 0, (R, S0)), Param((6, 6), 0, (R, S0)), Param((5,), 0, (R, S0), muon=False))
+FIXED = [
+    fixed("fewer rows than ranks", Layouts((16,)), (Param((3, 8), 0, (S0,)), Param((1, 20), 0, (S0,)), Param((20, 1), 0, (S0,)))),
+    fixed("columns", Layouts((5,)), (Param((6, 13), 0, (S1,)), Param((8, 4), 0, (S1,)))),
+    fixed("experts over ranks", Layouts((4,)), (Param((6, 5, 4), 0, (S0,)), Param((3, 5, 4), 0, (S0,)))),
+    fixed("experts cut inside", Layouts((4,)), (Param((3, 7, 6), 0, (S1,)), Param((2, 4, 9), 0, (S2,)))),
+    fixed("experts over ranks and cut", Layouts((2, 3)), (Param((5, 7, 6), 0, (S0, S1)), Param((4, 6, 8), 0, (S0, S2)))),
+    fixed("HSDP, shared", Layouts((2, 4)), HSDP, replicas="share"),
+    fixed("HSDP, repeated", Layouts((2, 4)), HSDP, replicas="repeat"),
+    fixed("FSDP over TP", Layouts((2, 2)), (Param((8, 6), 0, (STRIDED, S0)), Param((6, 8), 0, (S0, S1)))),
+    fixed(
+        "three axes",
+        Layouts((2, 2, 2)),
+        (Param((9, 6), 0, (R, S0, S1)), Param((5, 7), 0, (S0, R, S0)), Param((8, 8), 0, (S1, S0, R))),
+    ),
+    fixed(
+        "replicated", Layouts((2, 2)), (Param((6, 4), 0, (R, R)), Param((4, 6), 0, (R, R)), Param((6,), 0, (R, R), muon=False))
+    ),
+    fixed("replicated, each for itself", Layouts((4,)), (Param((6, 4), 0, (R,)),), replicas="repeat"),
+    fixed(
+        "two meshes", Layouts((2, 3), ("flat",)), (Param((7, 5), 0, (S0, S1)), Param((11, 4), 1, (S0,)), Param((4, 6), 1, (R,)))
+    ),
+    fixed("slices", Layouts((2, 3), ("a", "b")), (Param((7, 5), 0, (R, S0)), Param((5, 4), 1, (S0,)), Param((8, 3), 2, (S1,)))),
+    fixed("slices alone", Layouts((2, 2), ("a",)), (Param((5, 4), 1, (S0,)), Param((4, 4), 1, (R,)))),
+    fixed("mixed dtypes", Layouts((3,)), MIXED),
+    fixed("mixed dtypes, bfloat16 momentum", Layouts((3,)), MIXED, momentum_dtype=torch.bfloat16, chunk_size=1),
+    fixed(
+        "plain tensors divided",
+        Layouts((3,)),
+        tuple(Param(s, None) for s in ((5, 4), (4, 4), (3, 9), (5, 4))),
+        replica_group=True,
+    ),
+    fixed(
+        "plain tensors beside shards",
+        Layouts((3,)),
+        (Param((5, 4), None), Param((7, 4), 0, (S0,)), Param((4,), None, muon=False)),
+    ),
+    fixed("little memory", Layouts((4,)), tuple(Param((6, 5), 0, (S0,)) for _ in range(7)), memory_budget=1, warmup_step=0),
+    fixed("one at a time", Layouts((4,)), tuple(Param((6, 5), 0, (S0,)) for _ in range(7)), chunk_size=1, warmup_step=1),
+    fixed(
+        "frozen and unused",
+        Layouts((2, 2)),
+        (
+            Param((6, 5), 0, (S0, S1), unused=(0, 3)),
+            Param((5, 5), 0, (S0, R), frozen=True),
+            Param((4, 5), 0, (R, S0), unused=(1, 2, 3, 4)),
+        ),
+    ),
+]
+
+
+@pytest.mark.parametrize(("case", "layouts", "replica_group"), FIXED)
+def test_fixed_layouts_equal_one_device(case: Case, layouts: Layouts, replica_group: bool) -> None:
+    run_case(case, layouts, replica_group=replica_group)
+
+
+@pytest.mark.parametrize("name", ["HSDP, shared", "slices", "mixed dtypes", "experts over ranks and cut", "FSDP over TP"])
+def test_reference_path_equals_one_device(name: str) -> None:
+    case, layouts, _ = next(one.values for one in FIXED if one.id == name)
+    wire = run_case_reference(replace(case, steps=3), layouts)
+    assert not wire.calls, "the reference path must not use the exchanges that it verifies"
+
+
+def run_case_reference(case: Case, layouts: Layouts) -> Wire:
+    expected = single(case)
+    with counted() as wire:
+        run_threads(layouts.world, lambda rank: check(case, layouts.build(), expected, use_distributed_muon=True))
+    return wire
+
+
+@pytest.mark.parametrize("world", [2, 4, 8])
+def test_fsdp_sends_each_element_to_its_owner_and_back(world: int) -> None:
+    """2(W − 1)/W² of the parameters' elements per rank: a rank gathers and scatters all but its own part of P/W elements."""
+    case = Case((*(Param((2 * world, 8), 0, (S0,)) for _ in range(world)), Param((world, world), 0, (S0,))), {}, 1)
+    wire = run_case(case, Layouts((world,)))
+    total = sum(math.prod(one.shape) for one in case.params)
+    assert sum(wire.elements.values()) * world == 2 * (world - 1) * total
+    assert sum(wire.elements.values()) / world == pytest.approx(2 * (world - 1) / world**2 * total)
+    assert sum(wire.nbytes.values()) == 4 * sum(wire.elements.values())
+
+
+def test_nothing_is_sent_for_plain_tensors_without_a_replica_group() -> None:
+    case = Case((Param((5, 4), None), Param((4, 4), None), Param((4,), None, muon=False)))
+    assert not run_case(case, Layouts((3,))).calls
+
+
+def test_nothing_is_sent_for_whole_experts() -> None:
+    case = Case((Param((8, 5, 4), 0, (S0,)), Param((4, 3, 3), 0, (S0,))))
+    assert not run_case(case, Layouts((4,))).calls

@@ -1,0 +1,228 @@
+"""The executor on one rank: learning rates that stay tensors, plans that are kept, gradients freed at the right time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from meshmuon import Muon
+from meshmuon.execute import Executor, ExecutorSettings, Work, WorkSettings, build
+from meshmuon.execute import stage as stages
+from meshmuon.execute.build import Program, build_program
+from meshmuon.layout import Layout, Mesh, Replicated
+from meshmuon.matrices import MatrixSet
+from meshmuon.ortho import Orthogonalizer, Scheme, Workspace, keller
+from meshmuon.plan import Entry, Plan, PlanOptions, cost_model_for, make_plan
+from tests.optim.reference import (
+    LR,
+    Reference,
+    assert_moved_alike,
+    assert_same_bits,
+    copies,
+    gradients,
+    group,
+    make_params,
+    run,
+    set_gradients,
+)
+
+pytestmark = pytest.mark.usefixtures("no_grad")  # as in an optimizer's step
+
+
+@pytest.fixture
+def no_grad() -> Iterator[None]:
+    with torch.no_grad():
+        yield
+
+
+def nothing() -> None: ...
+
+
+def settings_for(lr: float | Tensor, *, weight_decay: float = 0.1, **options: Any) -> WorkSettings:
+    numbers = {"momentum": 0.95, "nesterov": True, "free_grad": False, "adjust": lambda rows, cols: 0.2 * max(rows, cols) ** 0.5}
+    return WorkSettings(**{**numbers, "decay": 1 - lr * weight_decay, "rate": lr, **options})
+
+
+def work_on(
+    params: list[Any], settings: WorkSettings, buffers: list[Tensor], step: int, scheme: Scheme | Orthogonalizer | None = None
+) -> list[Work]:
+    """The work of one step with the fixed gradients of ``step``."""
+    set_gradients(params, gradients(params, step))
+    work = []
+    for param, buffer in zip(params, buffers, strict=True):
+        inside = MatrixSet(*param.shape, lead=1) if param.dim() == 3 else MatrixSet(1, *param.shape)
+        dtype = torch.float64 if param.dtype == torch.float64 else torch.float32
+        work.append(Work(param, buffer, inside, scheme or keller(5), dtype, settings, comm_dtype=dtype))
+    return work
+
+
+def plan_for(work: Sequence[Work]) -> Plan:
+    """What a single device plans: everything stays."""
+    alone = Mesh((1,), (0,))
+    entries = [
+        Entry(f"p{k}", (Layout(tuple(one.param.shape), alone, (Replicated(),)),), one.matrices.lead, "cpu", 4, 1, private=True)
+        for k, one in enumerate(work)
+    ]
+    return make_plan(entries, PlanOptions(cost_model_for("cpu")))
+
+
+def execute(executor: Executor, work: Sequence[Work], last: Callable[[], None] = nothing) -> None:
+    """A step of work that the executor may not know yet."""
+    if executor.plan is None:
+        executor.prepare(plan_for(work), 0, work, None)
+    executor.run(work, last=last)
+
+
+def program_of(work: Sequence[Work], **options: Any) -> Program:
+    return build_program(plan_for(work), 0, work, None, Workspace(), ExecutorSettings(**options))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("sign", [1.0, -1.0])
+def test_a_learning_rate_that_stays_a_tensor(dtype: torch.dtype, sign: float) -> None:
+    """On a GPU the rate is never read by the host; the arithmetic is the same."""
+    start = make_params((12, 20), (20, 12), (3, 6, 4), dtype=dtype)
+    results = []
+    for lr in (0.01, torch.tensor(0.01, dtype=torch.float64)):
+        params, executor = copies(start), Executor(ExecutorSettings())
+        buffers = [torch.zeros_like(param.data) for param in params]
+        settings = settings_for(lr, rate=lr * sign)
+        for step in range(2):
+            execute(executor, work_on(params, settings, buffers, step))
+        results.append(params)
+    tolerance = {torch.float32: 1e-4, torch.float64: 1e-12, torch.bfloat16: 0.3}[dtype]
+    assert_moved_alike(results[1], results[0], start, tolerance)
+
+
+def test_equals_the_reference() -> None:
+    start = make_params((12, 20), (20, 12), dtype=torch.float64)
+    params, reference, executor = copies(start), Reference(start), Executor(ExecutorSettings())
+    buffers = [torch.zeros_like(param.data) for param in params]
+    for step in range(3):
+        execute(executor, work_on(params, settings_for(0.01), buffers, step))
+        reference.step(gradients(params, step), lr=0.01)
+    assert_moved_alike(params, reference.params, start, 1e-9)
+    for buffer, expected in zip(buffers, reference.buffers, strict=True):
+        torch.testing.assert_close(buffer, expected)
+
+
+def test_no_work() -> None:
+    executor, done = Executor(ExecutorSettings()), []
+    executor.run([], last=lambda: done.append("before a plan"))
+    executor.prepare(plan_for([]), 0, [], None)
+    executor.run([], last=lambda: done.append("with an empty plan"))
+    assert done == ["before a plan", "with an empty plan"]
+    assert executor.plan is not None
+    assert executor.plan.tasks == ()
+    assert executor.workspace_bytes() == 0
+
+
+def test_batches_of_a_step() -> None:
+    params = make_params((12, 20), (3, 12, 20), (20, 12), (12, 20))
+    work = work_on(params, settings_for(0.01), [torch.zeros_like(param.data) for param in params], 0)
+    batches = [batch.stage.batch for batch in program_of(work, chunk_size=2).local]
+    assert [(batch.rows, batch.cols, batch.size) for batch in batches] == [
+        (12, 20, 1),
+        (12, 20, 2),
+        (12, 20, 2),
+        (20, 12, 1),
+    ]
+
+
+def test_last_is_done_once_and_after_the_batches() -> None:
+    order: list[str] = []
+
+    def watch(batch: Tensor) -> Tensor:
+        order.append("batch")
+        return batch
+
+    params = make_params((4, 6), (6, 4))
+    work = work_on(params, settings_for(0.01), [torch.zeros_like(param.data) for param in params], 0, watch)
+    execute(Executor(ExecutorSettings()), work, lambda: order.append("last"))
+    assert order == ["batch", "batch", "last"]
+
+
+def test_the_plan_is_kept_until_the_work_changes(monkeypatch: pytest.MonkeyPatch) -> None:
+    planned: list[int] = []
+    original = build.plan_batches
+    monkeypatch.setattr(
+        build, "plan_batches", lambda items, **options: (planned.append(len(items)), original(items, **options))[1]
+    )
+    params = make_params((12, 20), (20, 12))
+    optimizer = Muon([group(params)], lr=LR)
+    for step in range(3):  # other numbers, the same work
+        optimizer.param_groups[0].update(lr=LR * (step + 1), nesterov=step % 2 == 0, momentum=0.9 + 0.01 * step)
+        run(optimizer, params, [step])
+    assert planned == [2]
+    plan = optimizer.plan()
+    set_gradients(params, [gradients(params, 3)[0], None])
+    optimizer.step()
+    assert planned == [2, 1]
+    assert optimizer.plan() is not plan
+    run(optimizer, params, [4])
+    optimizer.param_groups[0]["ns_steps"] = 3
+    run(optimizer, params, [5, 6])
+    assert planned == [2, 1, 2, 2]
+
+
+@pytest.mark.parametrize("cuda_graphs", [True, False])
+def test_graphs_are_asked_for_by_option_only(cuda_graphs: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[bool] = []
+    original = stages.replay_for
+    monkeypatch.setattr(stages, "replay_for", lambda *args, graphs: (asked.append(graphs), original(*args, graphs=graphs))[1])
+    params = make_params((12, 20), (20, 12))
+    buffers = [torch.zeros_like(param.data) for param in params]
+    execute(Executor(ExecutorSettings(cuda_graphs=cuda_graphs)), work_on(params, settings_for(0.01), buffers, 0))
+    assert asked == [cuda_graphs] * 2
+
+
+@pytest.mark.parametrize("free_grad", [True, False])
+def test_gradients_are_freed_after_their_last_use(free_grad: bool) -> None:
+    """Seen from inside: while a batch is orthogonalised, gradients of matrices still to come must be there, and no others."""
+    (param,) = make_params((4, 6, 5))
+    present: list[bool] = []
+
+    def watch(batch: Tensor) -> Tensor:
+        present.append(param.grad is not None)
+        return batch
+
+    work = work_on([param], settings_for(0.01, free_grad=free_grad), [torch.zeros_like(param.data)], 0, watch)
+    execute(Executor(ExecutorSettings(chunk_size=1)), work)
+    assert present == [True] * 3 + [not free_grad]
+    assert (param.grad is None) == free_grad
+
+
+def test_gradients_of_parameters_without_elements_are_freed() -> None:
+    """Nothing of them is planned, but users who ask for freed gradients count on it."""
+    params = make_params((0, 4), (6, 5))
+    work = work_on(params, settings_for(0.01, free_grad=True), [torch.zeros_like(param.data) for param in params], 0)
+    execute(Executor(ExecutorSettings()), work)
+    assert [param.grad for param in params] == [None, None]
+
+
+@pytest.mark.parametrize("nesterov", [True, False])
+def test_what_is_orthogonalised(nesterov: bool) -> None:
+    """The scheme sees G + momentum·M, or M, in float32, and the momentum buffer is not touched by it."""
+    params = make_params((6, 9), (6, 9), dtype=torch.bfloat16)
+    buffers = [torch.full((6, 9), 2.0), torch.full((6, 9), -1.0)]
+    seen: list[Tensor] = []
+
+    def watch(batch: Tensor) -> Tensor:
+        seen.append(batch.clone())
+        return torch.zeros_like(batch)
+
+    work = work_on(params, settings_for(0.01, nesterov=nesterov, momentum=0.5, decay=1.0), buffers, 0, watch)
+    before = copies(params)
+    execute(Executor(ExecutorSettings()), work)
+    grads = [grad.float() for grad in gradients(params, 0)]
+    momenta = [0.5 * 2.0 + grads[0], 0.5 * -1.0 + grads[1]]
+    expected = [grad + 0.5 * momentum for grad, momentum in zip(grads, momenta, strict=True)] if nesterov else momenta
+    (batch,) = seen
+    assert batch.dtype == torch.float32
+    torch.testing.assert_close(batch, torch.stack(expected))
+    assert_same_bits(buffers, momenta)
+    assert_same_bits(params, before)

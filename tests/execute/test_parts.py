@@ -1,0 +1,116 @@
+"""The elementwise ends of a step: momentum once per parameter, gradients freed where asked, parts of local tensors."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from meshmuon.execute import Work, WorkSettings
+from meshmuon.execute.parts import Part, Parts, Touch, grouped
+from meshmuon.matrices import MatrixSet
+from meshmuon.ortho import keller
+
+pytestmark = pytest.mark.usefixtures("no_grad")
+
+
+@pytest.fixture
+def no_grad() -> Any:
+    with torch.no_grad():
+        yield
+
+
+def settings_for(**options: Any) -> WorkSettings:
+    numbers: dict[str, Any] = {"momentum": 0.5, "nesterov": True, "free_grad": False, "decay": 1.0, "rate": 1.0}
+    return WorkSettings(**{**numbers, "adjust": lambda rows, cols: 1.0, **options})
+
+
+def work_for(value: float, *, group: int = 0, shape: tuple[int, ...] = (2, 3), zeros: bool = False, **options: Any) -> Work:
+    """A parameter of ones with momentum ``value`` and gradient ``10·value``."""
+    param = nn.Parameter(torch.ones(shape))
+    param.grad = None if zeros else torch.full(shape, 10 * value)
+    matrices = MatrixSet(1, *shape) if len(shape) == 2 else MatrixSet(*shape, lead=1)
+    buffer = torch.full(shape, value)
+    stand_in = torch.zeros(shape) if zeros else None
+    return Work(param, buffer, matrices, keller(1), torch.float32, settings_for(**options), group=group, zeros=stand_in)
+
+
+def values(tensors: list[Tensor]) -> list[float]:
+    assert all(len(set(tensor.flatten().tolist())) == 1 for tensor in tensors)
+    return [float(tensor.flatten()[0]) for tensor in tensors]
+
+
+def test_momentum_of_those_that_begin() -> None:
+    work = [work_for(1.0), work_for(2.0), work_for(3.0)]
+    Touch(begins=(0, 2), ends=(1,)).accumulate(work)
+    assert values([one.momentum_buffer for one in work]) == [10.5, 2.0, 31.5]
+    assert all(one.param.grad is not None for one in work)
+    assert values([one.param.detach() for one in work]) == [1.0] * 3
+
+
+def test_momentum_is_of_each_group() -> None:
+    work = [work_for(1.0, group=0, momentum=0.5), work_for(1.0, group=1, momentum=0.25), work_for(2.0, group=0, momentum=0.5)]
+    Touch(begins=(0, 1, 2)).accumulate(work)
+    assert values([one.momentum_buffer for one in work]) == [10.5, 10.25, 21.0]
+
+
+def test_momentum_where_only_other_ranks_have_a_gradient() -> None:
+    work = [work_for(2.0, zeros=True)]
+    touch = Touch((0,), (0,))
+    touch.accumulate(work)
+    assert values([work[0].momentum_buffer]) == [1.0]
+    assert values(touch.gradients(work)) == [0.0]
+    touch.free_gradients(work)
+    assert work[0].param.grad is None
+
+
+def test_gradients_are_freed_where_they_end_and_the_group_asks() -> None:
+    work = [work_for(1.0, free_grad=True), work_for(2.0, free_grad=True), work_for(3.0, free_grad=False)]
+    touch = Touch(begins=(0, 1, 2), ends=(1, 2))
+    assert values(touch.gradients(work)) == [20.0, 30.0]
+    touch.free_gradients(work)
+    assert [one.param.grad is None for one in work] == [False, True, False]
+
+
+def test_touching_nothing() -> None:
+    work = [work_for(1.0, free_grad=True)]
+    touch = Touch()
+    touch.accumulate(work)
+    touch.free_gradients(work)
+    assert touch.gradients(work) == []
+    assert values([work[0].momentum_buffer]) == [1.0]
+    assert work[0].param.grad is not None
+
+
+@pytest.mark.parametrize("nesterov", [True, False])
+def test_filling_whole_tensors_and_parts(nesterov: bool) -> None:
+    work = [work_for(1.0, nesterov=nesterov), work_for(2.0, shape=(4, 2, 3), nesterov=nesterov, group=1, momentum=0.25)]
+    memory = torch.zeros(30)
+    parts = Parts(
+        [Part(0, 0, 1, True, memory[:6].view(2, 3)), Part(1, 1, 3, False, memory[6:18].view(2, 2, 3))],
+        work,
+    )
+    work[1].momentum_buffer[1:3] = 3.0
+    parts.fill(work)
+    expected = [0.5 * 1.0 + 10.0, 0.25 * 3.0 + 20.0] if nesterov else [1.0, 3.0]
+    assert values([memory[:6], memory[6:18], memory[18:]]) == [*expected, 0.0]
+
+
+@pytest.mark.parametrize("tensor_rate", [True, False])
+def test_applying_parts(tensor_rate: bool) -> None:
+    rate: Any = torch.tensor(0.5) if tensor_rate else 0.5
+    factors = {(2, 3): 2.0, (3, 2): 4.0}
+    options: dict[str, Any] = {"rate": rate, "decay": 0.75, "adjust": lambda rows, cols: factors[rows, cols]}
+    work = [work_for(1.0, **options), work_for(1.0, shape=(3, 2), **options), work_for(1.0, shape=(4, 2, 3), **options)]
+    views = [torch.full((2, 3), 1.0), torch.full((3, 2), 1.0), torch.full((1, 2, 3), 8.0)]
+    parts = [Part(0, 0, 1, True, views[0]), Part(1, 0, 1, True, views[1]), Part(2, 2, 3, False, views[2])]
+    Parts(parts, work).apply(work)
+    assert values([work[0].param, work[1].param, work[2].param[2]]) == [0.75 - 1.0, 0.75 - 2.0, 0.75 - 8.0]
+    assert values([work[2].param[:2], work[2].param[3:]]) == [1.0, 1.0]  # the others wait for their own update
+
+
+def test_grouping_keeps_the_order() -> None:
+    assert grouped([5, 2, 3, 4, 7], lambda number: number % 2) == [(1, [5, 3, 7]), (0, [2, 4])]
+    assert grouped([], id) == []

@@ -1,0 +1,107 @@
+"""The order in which waves advance. Every rank must find the same one, or exchanges would not meet."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from meshmuon.execute.pipeline import run_pipeline
+
+WIDTHS, COUNTS = range(1, 7), range(9)
+everywhere = pytest.mark.parametrize(("width", "count"), [(width, count) for width in WIDTHS for count in COUNTS])
+
+Event = tuple[str, int]
+
+
+def record(width: int, count: int, local: int = 2) -> list[Event]:
+    events: list[Event] = []
+
+    def wave(k: int) -> Iterator[None]:
+        events.append(("gather", k))
+        yield
+        events.append(("compute", k))
+        yield
+        events.append(("finish", k))
+
+    pieces = [lambda k=k: events.append(("local", k)) for k in range(local)]
+    run_pipeline((wave(k) for k in range(count)), width, pieces, lambda: events.append(("last", 0)))
+    return events
+
+
+@everywhere
+def test_every_phase_of_every_wave_once_and_in_order(width: int, count: int) -> None:
+    events = record(width, count)
+    for phase in ("gather", "compute", "finish"):
+        assert [k for what, k in events if what == phase] == list(range(count))
+    for k in range(count):
+        assert events.index(("gather", k)) < events.index(("compute", k)) < events.index(("finish", k))
+
+
+@everywhere
+def test_never_more_than_width_in_flight(width: int, count: int) -> None:
+    """Which is what lets wave k and wave k + width use the same buffers."""
+    flying, most = 0, 0
+    for what, _ in record(width, count):
+        flying += (what == "gather") - (what == "finish")
+        most = max(most, flying)
+        assert 0 <= flying <= width
+    assert flying == 0
+    assert most == min(width, count)  # and the width is used
+    events = record(width, count)
+    for k in range(width, count):
+        assert events.index(("finish", k - width)) < events.index(("gather", k))
+
+
+@everywhere
+def test_later_waves_gather_while_one_computes(width: int, count: int) -> None:
+    events = record(width, count)
+    first = [what for what, _ in events if what != "local"][: min(width, count)]
+    assert first == ["gather"] * min(width, count)
+    if width >= 2 and count >= 2:
+        assert events.index(("gather", 1)) < events.index(("compute", 0))
+    if width >= 3:  # one more for the scatter of the wave before
+        for k in range(count - 1):
+            assert events.index(("gather", k + 1)) < events.index(("compute", k))
+
+
+@everywhere
+def test_a_wave_scatters_while_the_next_one_computes(width: int, count: int) -> None:
+    events = record(width, count)
+    for k in range(count - 1):
+        assert (events.index(("compute", k + 1)) < events.index(("finish", k))) == (width >= 2)
+
+
+@everywhere
+def test_local_work_hides_the_first_gathers(width: int, count: int) -> None:
+    events = record(width, count, local=3)
+    at = min(width, count)
+    assert events[:at] == [("gather", k) for k in range(at)]
+    assert events[at : at + 3] == [("local", k) for k in range(3)]
+
+
+@everywhere
+def test_last_hides_the_final_scatter(width: int, count: int) -> None:
+    events = record(width, count)
+    assert events.count(("last", 0)) == 1
+    if count:
+        assert events.index(("compute", count - 1)) < events.index(("last", 0)) < events.index(("finish", count - 1))
+    else:
+        assert events[-1] == ("last", 0)
+
+
+@everywhere
+def test_the_order_depends_on_the_numbers_alone(width: int, count: int) -> None:
+    events = record(width, count)
+    assert events == record(width, count)
+    assert [one for one in events if one[0] != "local"] == record(width, count, local=0)
+
+
+def test_an_example() -> None:
+    order = [f"{what[0]}{k}" for what, k in record(3, 4, local=1)]
+    assert order == ["g0", "g1", "g2", "l0", "c0", "c1", "f0", "g3", "c2", "f1", "c3", "f2", "l0", "f3"]
+
+
+def test_a_wave_that_yields_once_more_is_refused() -> None:
+    with pytest.raises(AssertionError, match="yields twice"):
+        run_pipeline([iter([None] * 3)], 1, [], lambda: None)

@@ -1,0 +1,319 @@
+"""All ranks of random plans, built and run in this one process: the exact numbers of one device, without a process group.
+
+Numbers are small binary fractions and the "orthogonalisation" is a prefix sum over rows and columns, so that every result is
+exact and depends on where each element was: one element out of place, and another number comes out.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from meshmuon.device import DirectStreams
+from meshmuon.execute import ExecutorSettings, Work, WorkSettings
+from meshmuon.execute.build import Program, build_program
+from meshmuon.execute.pipeline import run_pipeline
+from meshmuon.layout import Layout, Mesh, Replicated, Sharded
+from meshmuon.matrices import MatrixSet
+from meshmuon.ortho import Workspace
+from meshmuon.plan import NO_WAVE, Entry, Plan, PlanOptions, buffer_bytes, cost_model_for, make_plan
+from tests.layout.oracle import ours, random_mesh, random_placement, random_shape, select
+
+STEPS = 2
+KINDS = [(0, 2), (0, 2), (0, 3), (0, 4), (1, 3), (1, 3)]
+
+
+def prefix_sums(batch: Tensor) -> Tensor:
+    return batch.cumsum(1).cumsum(2)
+
+
+@dataclass
+class Board:
+    """All exchanges of all ranks: the n-th of each rank belong together."""
+
+    ranks: tuple[int, ...]
+    late: bool  # elements move when the first rank waits, else when the last one starts
+    calls: dict[int, list[tuple[Tensor, list[int], Tensor, list[int]]]] = field(default_factory=dict)
+    moved: set[int] = field(default_factory=set)
+
+    def move(self, n: int) -> None:
+        if n in self.moved:
+            return
+        self.moved.add(n)
+        all_calls = [self.calls[rank][n] for rank in self.ranks]  # every rank has started it
+        for received, received_splits, sent, sent_splits in all_calls:
+            assert (received.numel(), sent.numel()) == (sum(received_splits), sum(sent_splits))
+        incoming = [received.split(splits) for received, splits, _, _ in all_calls]
+        for a, (_, _, sent, sent_splits) in enumerate(all_calls):
+            assert sent_splits[a] == 0  # nothing is sent to oneself
+            assert sent_splits == [splits[a] for _, splits, _, _ in all_calls]
+            for b, part in enumerate(sent.split(sent_splits)):
+                if sent_splits[b]:
+                    incoming[b][a].copy_(part)
+
+
+class Pending:
+    def __init__(self, board: Board, n: int) -> None:
+        self._board, self._n = board, n
+
+    def wait(self) -> None:
+        self._board.move(self._n)
+
+
+class Exchange:
+    """The exchange of one rank, as ``transport.Exchange`` has it."""
+
+    def __init__(self, board: Board, rank: int) -> None:
+        self._board, self._rank = board, rank
+        board.calls[rank] = []
+
+    def splits(self, counts: dict[int, int]) -> list[int]:
+        assert set(counts) <= set(self._board.ranks)
+        return [counts.get(rank, 0) for rank in self._board.ranks]
+
+    def start(self, received: Tensor, received_splits: list[int], sent: Tensor, sent_splits: list[int]) -> Pending:
+        received.fill_(float("nan"))  # what was there is lost from now on
+        mine = self._board.calls[self._rank]
+        mine.append((received, received_splits, sent, sent_splits))
+        n = len(mine) - 1
+        if not self._board.late and all(len(calls) > n for calls in self._board.calls.values()):
+            self._board.move(n)
+        return Pending(self._board, n)
+
+
+@dataclass(frozen=True)
+class Case:
+    seed: int
+    plan: Plan
+    chunk_size: int
+    memory_budget: int
+
+
+def build_case(seed: int) -> Case:
+    rng = random.Random(seed)
+    mesh = random_mesh(rng)
+    entries = []
+    for k in range(rng.randint(1, 6)):
+        lead, dims = rng.choice(KINDS)
+        if rng.random() < 0.15:
+            mesh = random_mesh(rng)
+        meshes = [mesh]
+        if rng.random() < 0.15:  # the same parameter on a sibling mesh
+            meshes.append(Mesh(mesh.shape, tuple(100 + rank for rank in mesh.ranks)))
+        placements = tuple(ours(random_placement(rng, dims)) for _ in mesh.shape)
+        shape = random_shape(rng, dims)
+        layouts = tuple(Layout(shape, one, placements) for one in meshes)
+        wire = rng.choice([4, 8, 8])
+        entries.append(Entry(f"p{k}", layouts, lead, ("cpu", wire), wire, rng.choice([0, 100, 10_000_000])))
+        if rng.random() < 0.5:  # another one like it
+            entries.append(replace(entries[-1], name=f"q{k}"))
+    options = PlanOptions(
+        cost_model_for("cpu"),
+        rng.choice(["auto", "share", "repeat"]),
+        rng.choice([-1, -1, 1, 2, 5]),
+        rng.choice([1, 500, 2**20]),
+        rng.randint(1, 6),
+    )
+    return Case(seed, make_plan(entries, options), rng.choice([-1, 1, 3]), rng.choice([1, 1000, 2**20]))
+
+
+def numbers(shape: Sequence[int], *key: int) -> Tensor:
+    generator = torch.Generator().manual_seed(hash(key) % 2**31)
+    return torch.randint(-3, 4, tuple(shape), generator=generator).double()
+
+
+def settings_of(k: int) -> WorkSettings:
+    return WorkSettings(
+        momentum=0.5 if k % 2 else 0.25,
+        nesterov=k % 3 != 0,
+        decay=0.5,
+        rate=0.5,
+        adjust=lambda rows, cols: 1.0 if rows > cols else 2.0,
+        free_grad=k % 4 != 0,
+    )
+
+
+def work_of(entry: Entry, k: int, param: Tensor, buffer: Tensor) -> Work:
+    rows, cols = entry.layouts[0].shape[entry.lead], 1
+    for size in entry.layouts[0].shape[entry.lead + 1 :]:
+        cols *= size
+    matrices = MatrixSet(entry.count, rows, cols, entry.lead)
+    wire = torch.float32 if entry.itemsize == 4 else torch.float64
+    return Work(nn.Parameter(param), buffer, matrices, prefix_sums, torch.float64, settings_of(k), comm_dtype=wire, group=k)
+
+
+def expected(case: Case, k: int, sibling: int) -> tuple[Tensor, Tensor]:
+    """Parameter and momentum after all steps, written plainly."""
+    entry, numbers_of = case.plan.entries[k], settings_of(k)
+    shape = entry.layouts[sibling].shape
+    param, buffer = numbers(shape, case.seed, k, sibling), torch.zeros(shape, dtype=torch.float64)
+    for step in range(STEPS):
+        grad = numbers(shape, case.seed, k, sibling, step)
+        buffer = numbers_of.momentum * buffer + grad
+        update = grad + numbers_of.momentum * buffer if numbers_of.nesterov else buffer
+        if update.numel():
+            matrices = update.reshape(entry.count, shape[entry.lead], -1)
+            update = prefix_sums(matrices).reshape(shape)
+            factor = numbers_of.adjust(matrices.size(1), matrices.size(2))
+            param = 0.5 * param - 0.5 * factor * update
+    return param, buffer
+
+
+def held(case: Case, k: int, rank: int, values: Sequence[Tensor]) -> Tensor:
+    """What ``rank`` holds of a parameter whose values on each sibling mesh are ``values``."""
+    layouts = case.plan.entries[k].layouts
+    sibling = next((s for s, layout in enumerate(layouts) if rank in layout.mesh.ranks), 0)
+    return select(values[sibling], layouts[sibling].local(rank))
+
+
+class Ranks:
+    """Every rank's work and program."""
+
+    def __init__(self, case: Case) -> None:
+        self.case, plan = case, case.plan
+        self.board = Board(plan.ranks, late=case.seed % 2 == 0)
+        self.work: dict[int, list[Work]] = {}
+        self.programs: dict[int, Program] = {}
+        self.exchanges: dict[int, Exchange] = {}
+        self.workspaces: dict[int, Workspace] = {}
+        for rank in plan.ranks:
+            params = [held(case, k, rank, self.initial(k)) for k in range(len(plan.entries))]
+            self.work[rank] = [
+                work_of(entry, k, params[k], torch.zeros_like(params[k])) for k, entry in enumerate(plan.entries)
+            ]
+            self.exchanges[rank], self.workspaces[rank] = Exchange(self.board, rank), Workspace()
+            options = ExecutorSettings(case.chunk_size, case.memory_budget)
+            self.programs[rank] = build_program(
+                plan, rank, self.work[rank], self.exchanges[rank], self.workspaces[rank], options
+            )
+
+    def initial(self, k: int) -> list[Tensor]:
+        entry = self.case.plan.entries[k]
+        return [numbers(layout.shape, self.case.seed, k, s) for s, layout in enumerate(entry.layouts)]
+
+    def step(self, step: int) -> None:
+        plan = self.case.plan
+        for k, entry in enumerate(plan.entries):
+            grads = [numbers(layout.shape, self.case.seed, k, s, step) for s, layout in enumerate(entry.layouts)]
+            for rank in plan.ranks:
+                self.work[rank][k].param.grad = held(self.case, k, rank, grads)
+        streams = DirectStreams()
+        waves = {
+            rank: [wave.run(self.work[rank], self.exchanges[rank], streams, None) for wave in program.waves]  # type: ignore[arg-type]
+            for rank, program in self.programs.items()
+        }
+
+        def together(n: int) -> Iterator[None]:
+            """Wave n of all ranks: the pipeline's order depends on the number of waves alone, which is the same on all."""
+            for _ in range(2):
+                for rank in plan.ranks:
+                    next(waves[rank][n])
+                yield
+            for rank in plan.ranks:
+                assert list(waves[rank][n]) == []
+
+        local = [
+            lambda rank=rank, batch=batch: batch.run(self.work[rank])
+            for rank, program in self.programs.items()
+            for batch in program.local
+        ]
+        run_pipeline(map(together, range(len(plan.lanes))), plan.options.in_flight, local, lambda: None)
+        for rank, program in self.programs.items():
+            program.rest.free_gradients(self.work[rank])
+
+
+cases = st.integers(0, 2**32).map(build_case)
+
+
+@settings(max_examples=120)
+@given(cases)
+def test_the_numbers_of_one_device(case: Case) -> None:
+    with torch.no_grad():
+        ranks = Ranks(case)
+        for step in range(STEPS):
+            ranks.step(step)
+        for k, entry in enumerate(case.plan.entries):
+            wanted = [expected(case, k, sibling) for sibling in range(len(entry.layouts))]
+            for rank in case.plan.ranks:
+                work = ranks.work[rank][k]
+                assert torch.equal(work.momentum_buffer, held(case, k, rank, [buffer for _, buffer in wanted])), (k, rank)
+                assert torch.equal(work.param, held(case, k, rank, [param for param, _ in wanted])), (k, rank)
+                assert (work.param.grad is None) == work.settings.free_grad
+    assert len(ranks.board.moved) == 2 * STEPS * len(case.plan.lanes)
+
+
+@settings(max_examples=80)
+@given(cases)
+def test_buffers_are_what_the_plan_says(case: Case) -> None:
+    with torch.no_grad():
+        ranks = Ranks(case)
+    for rank in case.plan.ranks:
+        flat = ranks.workspaces[rank]._flat
+        found = {key: tensor for key, tensor in flat.items() if key[0].split()[0] in ("mine", "theirs", "results")}
+        assert sum(tensor.nbytes for tensor in found.values()) == buffer_bytes(case.plan, rank)
+
+
+@settings(max_examples=80)
+@given(cases)
+def test_each_parameter_begins_once_and_ends_once(case: Case) -> None:
+    """In the order of the pipeline: momentum before the first piece is sent, the gradient until the last one is."""
+    with torch.no_grad():
+        ranks = Ranks(case)
+    for rank, program in ranks.programs.items():
+        first = case.plan.options.in_flight
+        touches = [wave.touch for wave in program.waves]
+        order = [*touches[:first], *(batch.touch for batch in program.local), *touches[first:]]
+        begins = [k for touch in order for k in touch.begins]
+        ends = [k for touch in order for k in touch.ends]
+        holds = {task.entry for task in case.plan.tasks if rank in task.spread.place}
+        assert sorted(begins) == sorted(ends) == sorted(holds)
+        assert program.rest.begins == ()
+        assert set(program.rest.ends) == set(range(len(case.plan.entries))) - holds
+        for k in holds:
+            begin = next(n for n, touch in enumerate(order) if k in touch.begins)
+            assert begin <= next(n for n, touch in enumerate(order) if k in touch.ends)
+
+
+def test_the_random_plans_are_of_every_kind() -> None:
+    plans = [build_case(seed).plan for seed in range(300)]
+    tasks = [(plan, task) for plan in plans for task in plan.tasks]
+    assert sum(len(plan.lanes) > plan.options.in_flight for plan in plans) > 20
+    assert sum(len(set(plan.lanes)) > 1 for plan in plans) > 40
+    assert sum(task.wave != NO_WAVE and task.spread.replicas > 1 for _, task in tasks) > 40
+    assert sum(task.wave == NO_WAVE and task.spread.replicas > 1 for _, task in tasks) > 10
+    assert sum(len(plan.entries[task.entry].layouts) > 1 for plan, task in tasks) > 40
+    assert sum(any(len(piece.rows) > 1 or len(piece.cols) > 1 for piece in task.spread.pieces) for _, task in tasks) > 40
+
+
+@pytest.mark.parametrize("free", [0, 1])
+def test_a_parameter_of_which_a_rank_holds_nothing(free: int) -> None:
+    """Three rows over four ranks: the last one takes part in the exchanges, empty-handed, and frees its empty gradient."""
+    layout = Layout((3, 4), Mesh((4,), (0, 1, 2, 3)), (Sharded(0),))
+    entries = [Entry(f"p{k}", (layout,), 0, ("cpu", 8), 8, 10) for k in range(free + 1)]
+    case = Case(0, make_plan(entries, PlanOptions(cost_model_for("cpu"))), -1, 2**20)
+    with torch.no_grad():
+        ranks = Ranks(case)
+        ranks.step(0)
+    assert len(ranks.programs[3].waves) == len(case.plan.lanes)
+    assert ranks.programs[3].rest.ends == tuple(range(free + 1))
+    assert ranks.workspaces[3].bytes() == 0
+    assert (ranks.work[3][free].param.grad is None) == settings_of(free).free_grad
+
+
+def test_nothing_travels_without_an_exchange() -> None:
+    """Whole matrices need no other rank: no waves, and no buffers beside the stage."""
+    layout = Layout((4, 6), Mesh((2,), (0, 1)), (Replicated(),))
+    plan = make_plan([Entry("p", (layout,), 0, ("cpu", 8), 8, 10)], PlanOptions(cost_model_for("cpu"), "repeat"))
+    case = Case(0, plan, -1, 2**20)
+    work = [work_of(plan.entries[0], 0, numbers((4, 6), 1), torch.zeros(4, 6, dtype=torch.float64))]
+    program = build_program(plan, 0, work, None, Workspace(), ExecutorSettings())
+    assert program.waves == ()
+    assert len(program.local) == 1
+    assert buffer_bytes(case.plan, 0) == 0
