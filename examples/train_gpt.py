@@ -41,6 +41,7 @@ def parser() -> argparse.ArgumentParser:
     result.add_argument("--only", choices=(*OPTIMIZERS, "both"), default="both", help="which runs to do")
     result.add_argument("--out", type=Path, default=Path("runs"), help="folder in which runs/<time>/ is made")
     result.add_argument("--plot", action=argparse.BooleanOptionalAction, default=True, help="draw loss.png (needs matplotlib)")
+    options.add_process_options(result)
     options.add_model_options(result)
     options.add_train_options(result)
     options.add_optimizer_options(result)

@@ -96,7 +96,11 @@ def add_train_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--valid-fraction", type=number(0, 1), default=0.1, help="share of the files kept for validation")
     group.add_argument("--device", help="torch device (default: cuda if there is one, else cpu)")
     group.add_argument("--threads", type=whole(1), help="CPU threads per process (default: the cores divided over the processes)")
-    group.add_argument(
+
+
+def add_process_options(parser: argparse.ArgumentParser) -> None:
+    """How many processes train together; without it a script trains in one."""
+    parser.add_argument(
         "--nproc", type=whole(1), help="processes that share model and batch by FSDP2 (default: 2, or one per GPU)"
     )
 
@@ -180,7 +184,7 @@ def corpus(args: argparse.Namespace) -> Corpus:
 def runtime(args: argparse.Namespace) -> Runtime:
     """This process's device and place; `ValueError` for a launch that the demo cannot serve."""
     name = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
-    nproc = args.nproc or (torch.cuda.device_count() if name == "cuda" else 2)
+    nproc = getattr(args, "nproc", 1) or (torch.cuda.device_count() if name == "cuda" else 2)
     if launched():
         nproc = int(os.environ["WORLD_SIZE"])
     if args.batch_size % nproc:

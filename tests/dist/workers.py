@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import traceback
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
@@ -24,7 +25,7 @@ from meshmuon import Muon
 from meshmuon.errors import GradientError, MeshmuonError, PlanError
 
 from .cases import Case, Param, check, gradient, initial, local, near, place, run, same, single, torch_adamw
-from .counting import counted
+from .counting import Wire, counted
 
 MOST, STEPS = 4, 5
 R, S0, S1 = Replicate(), Shard(0), Shard(1)
@@ -42,8 +43,11 @@ class Net(nn.Module):
 
 
 def build_net(sizes: tuple[int, int, int]) -> Net:
-    torch.manual_seed(3)
-    return Net(*sizes)
+    net = Net(*sizes)
+    generator = torch.Generator().manual_seed(3)  # its own, since ranks may be threads
+    for param in net.parameters():
+        nn.init.normal_(param, generator=generator)
+    return net
 
 
 def optimizer_of(model: nn.Module, **options: Any) -> Muon:
@@ -76,11 +80,13 @@ def like(param: Tensor, value: Tensor) -> Tensor:
     return distribute_tensor(value, param.device_mesh, param.placements, src_data_rank=None)
 
 
-def check_module(wrap: Callable[[Net], object], sizes: tuple[int, int, int], **options: Any) -> tuple[Net, Muon]:
-    """A wrapped model beside the same model on one device."""
+def check_module(
+    wrap: Callable[[Net], object], sizes: tuple[int, int, int], wire: Wire | None = None, **options: Any
+) -> tuple[Net, Muon]:
+    """A wrapped model beside the same model on one device. Ranks that are threads share a ``wire``."""
     whole, model = build_net(sizes), build_net(sizes)
     wrap(model)
-    with counted() as wire:
+    with counted() if wire is None else nullcontext(wire) as wire:
         optimizer = train(model, wire.watch, **options)
     if not options.get("use_distributed_muon"):
         wire.check(dist.get_rank())

@@ -28,6 +28,7 @@ TINY = {
     "--eval-every": 2,
     "--eval-windows": 4,
     "--device": "cpu",
+    "--nproc": 1,
     "--valid-fraction": 0.3,
 }
 PNG_MAGIC = b"\x89PNG\r\n\x1a\n"
@@ -101,9 +102,7 @@ def test_comparison_of_unfinished_runs_uses_what_both_did() -> None:
 
 
 def test_entry_point_leaves_all_artefacts(tiny: list[str], tmp_path: Path) -> None:
-    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
-    command = [sys.executable, str(REPOSITORY / "examples" / "train_gpt.py"), *tiny]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=55, check=False)
+    done = run_script(tiny)
     assert done.returncode == 0, done.stderr
     folder = only_run(tmp_path / "runs")
     assert str(folder / "report.md") in done.stdout
@@ -211,6 +210,8 @@ def test_divergence_is_a_clear_error(tiny: list[str], tmp_path: Path, capsys: py
         ("--device nonsense", "--device nonsense:"),
         ("--scheme magic", "invalid choice: 'magic'"),
         ("--mlp gelu", "invalid choice: 'gelu'"),
+        ("--nproc 0", "argument --nproc: must be a whole number of at least 1, got '0'"),
+        ("--nproc 3", "--batch-size 4 does not divide over 3 processes"),
         ("--unknown 1", "unrecognized arguments: --unknown 1"),
     ],
 )
@@ -224,15 +225,40 @@ def test_bad_flags_are_refused_before_training(
     assert not (tmp_path / "runs").exists()
 
 
-def test_several_processes_are_refused(
+def run_script(flags: list[str], **environment: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, str(REPOSITORY / "examples" / "train_gpt.py"), *flags]
+    variables = {**os.environ, "PYTHONPATH": str(REPOSITORY), **environment}
+    return subprocess.run(command, env=variables, capture_output=True, text=True, timeout=58, check=False)
+
+
+def test_two_processes_learn_what_one_does(tiny: list[str], tmp_path: Path) -> None:
+    """FSDP2 over two processes: the same losses to rounding, and the report shows who owns what."""
+    assert train_gpt.main([*tiny, "--only", "muon"]) == 0
+    alone = json.loads((only_run(tmp_path / "runs") / "log.json").read_text())
+    done = run_script([*tiny, "--only", "muon", "--nproc", "2", "--out", str(tmp_path / "two")])
+    assert done.returncode == 0, done.stderr
+    assert "2 processes with FSDP2" in done.stdout
+    assert done.stdout.count("step 6/6") == 1
+    folder = only_run(tmp_path / "two")
+    together = json.loads((folder / "log.json").read_text())
+    assert together["train"]["processes"] == 2
+    losses = [[point["loss"] for point in log["runs"]["muon"]["evals"]] for log in (alone, together)]
+    # Float32 rounding of differently ordered sums, through 6 steps at a loss of about 5.
+    assert losses[1] == pytest.approx(losses[0], abs=1e-4)
+    assert together["runs"]["muon"]["train_loss"] == pytest.approx(alone["runs"]["muon"]["train_loss"], abs=1e-4)
+    page = (folder / "report.md").read_text()
+    assert "## Plan of the meshmuon run" in page
+    assert "over 2 ranks" in page
+    assert "nothing is padded" in page
+
+
+def test_a_launcher_decides_the_number_of_processes(
     tiny: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("WORLD_SIZE", "3")
     with pytest.raises(SystemExit):
         train_gpt.main(tiny)
-    message = capsys.readouterr().err
-    assert "one of 2 processes" in message
-    assert "run it with python, not torchrun" in message
+    assert "--batch-size 4 does not divide over 3 processes: change it or --nproc" in capsys.readouterr().err
 
 
 def test_every_size_is_a_flag_and_help_explains_it(capsys: pytest.CaptureFixture[str]) -> None:

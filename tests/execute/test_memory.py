@@ -2,7 +2,8 @@
 
 Measured with torch's profiler, which sees every block that torch's CPU allocator hands out, inside operators too: a positive
 number is an allocation, a negative one a release, and a running sum gives the peak. A scalar is allowed: torch wraps
-numbers such as a learning rate into tensors of 8 bytes.
+numbers such as a learning rate into tensors of 8 bytes. The profiler sees the thread that starts it: in the tests with two ranks
+that is rank 1, as torch's threaded process group does the work of its collectives, with small tensors of its own, on rank 0.
 """
 
 from __future__ import annotations
@@ -12,9 +13,13 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.profiler import ProfilerActivity, profile
 
 from meshmuon import Muon
+from meshmuon.plan import buffer_bytes
+from tests.dist.threads import run_threads
 from tests.optim.reference import LR, gradients, group, make_params, set_gradients
 
 SCALAR = 16  # bytes
@@ -39,6 +44,10 @@ class Memory(NamedTuple):
 def measure(optimizer: Muon, params: list[nn.Parameter], step: int) -> Memory:
     """Bytes of the largest allocation of a step, of its peak and of what it keeps, beyond what was there before it."""
     set_gradients(params, gradients(params, step))
+    return measure_step(optimizer)
+
+
+def measure_step(optimizer: Muon) -> Memory:
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
         optimizer.step()
     assert recorded.profiler is not None
@@ -126,3 +135,50 @@ def test_a_new_plan_gives_the_old_workspace_back() -> None:
     set_gradients(params, [None, *gradients(params, 1)[1:]])
     optimizer.step()
     assert optimizer.workspace_bytes() < large / 20
+
+
+SHARDED: list[dict[str, Any]] = [
+    {},
+    {"chunk_size": 1},
+    {"chunk_size": 1, "warmup_step": 0},
+    {"nesterov": False, "none_grad": True},
+    {"deterministic": True},
+    {"form": "gram"},
+    {"replicas": "share"},
+]
+
+
+def sharded_step_memory(rank: int, options: dict[str, Any], placements: tuple[Any, ...]) -> list[Memory]:
+    """What four steps of one of two ranks allocate; rank 0 is not measured."""
+    mesh = init_device_mesh("cpu", (2,) * len(placements) if len(placements) == 1 else (1, 2))
+    shapes = ((40, 40), (24, 64), (64, 24), (33, 50), (24, 64), (4, 20, 16))
+
+    def place(value: Tensor) -> DTensor:
+        return distribute_tensor(value, mesh, list(placements), src_data_rank=None)
+
+    whole = make_params(*shapes)
+    params = [nn.Parameter(place(param.detach())) for param in whole]
+    optimizer = Muon([group(params, prefix="experts")], **{"lr": LR, "expert_keys": ["experts"], "none_grad": False, **options})
+    found = []
+    for step in range(4):
+        for param, grad in zip(params, gradients(whole, step), strict=True):
+            param.grad = place(grad)
+        if rank == 1:
+            found.append(measure_step(optimizer))
+        else:
+            optimizer.step()
+    assert buffer_bytes(optimizer.plan(), rank) > 0
+    assert optimizer.workspace_bytes() > buffer_bytes(optimizer.plan(), rank)
+    return found
+
+
+@pytest.mark.parametrize("placements", [(Shard(0),), (Shard(1),), (Replicate(), Shard(0))], ids=str)
+@pytest.mark.parametrize("options", SHARDED, ids=str)
+def test_later_steps_on_two_ranks_allocate_nothing(options: dict[str, Any], placements: tuple[Any, ...]) -> None:
+    """Exchange buffers, stages and the agreement's two-element word are all made by the first step."""
+    _, found = run_threads(2, lambda rank: sharded_step_memory(rank, options, placements))
+    first, _, *later = found
+    assert first.kept > 10_000  # the profiler sees this thread
+    for memory in later:
+        assert memory.largest <= SCALAR
+        assert memory.kept <= SCALAR
