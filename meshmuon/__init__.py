@@ -1,8 +1,18 @@
 """meshmuon: the Muon optimizer for any device mesh."""
 
-from .errors import ConfigError, GradientError, MeshmuonError, RoutingWarning, StateError, UnsupportedError
+from .errors import (
+    ConfigError,
+    GradientError,
+    MeshmuonError,
+    PlanError,
+    PlanMismatchError,
+    RoutingWarning,
+    StateError,
+    UnsupportedError,
+)
 from .optim import Muon, RoutingRow, RoutingTable, get_default_muon_param_groups
 from .ortho import Scheme, Workspace, keller, orthogonalize, polar_express
+from .plan import Plan
 
 __version__ = "0.1.0"
 
@@ -11,6 +21,9 @@ __all__ = [
     "GradientError",
     "MeshmuonError",
     "Muon",
+    "Plan",
+    "PlanError",
+    "PlanMismatchError",
     "RoutingRow",
     "RoutingTable",
     "RoutingWarning",

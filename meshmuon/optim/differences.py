@@ -30,7 +30,7 @@ class Note:
     active: tuple[bool, ...]
 
 
-def raise_failures(notes: Mapping[int, Note], own: MeshmuonError | None) -> None:
+def raise_failures(notes: Mapping[int, Note], own: Exception | None) -> None:
     """Raises the first rank's failure on every rank, in the same words."""
     for rank, note in sorted(notes.items()):
         if note.failure is not None:

@@ -41,16 +41,22 @@ def check_placement(name: str, param: Tensor) -> None:
         _check_order(name, siblings(sharded.device_mesh)[0])
 
 
+def same_placement(one: Tensor, other: Tensor) -> bool:
+    """Whether two tensors of one shape are cut alike: both plain, or both on one mesh in the same way."""
+    mine, theirs = as_dtensor(one), as_dtensor(other)
+    if mine is None or theirs is None:
+        return mine is theirs
+    return mine.placements == theirs.placements and mine.device_mesh == theirs.device_mesh
+
+
 def check_gradient_placement(name: str, param: Tensor, grad: Tensor) -> None:
     """Refuses a gradient that is not laid out like its parameter, with the call that mends it."""
-    sharded, gradient = as_dtensor(param), as_dtensor(grad)
-    if sharded is None and gradient is None:
+    if same_placement(param, grad):
         return
+    sharded, gradient = as_dtensor(param), as_dtensor(grad)
     if sharded is None or gradient is None:
         kinds = ("DTensor", "plain tensor") if gradient is None else ("plain tensor", "DTensor")
         raise GradientError(f"{name} is a {kinds[0]}, its gradient is a {kinds[1]}: make the gradient like the parameter.")
-    if gradient.placements == sharded.placements and gradient.device_mesh == sharded.device_mesh:
-        return
     what = "is not reduced yet" if any(one.is_partial() for one in gradient.placements) else "is laid out differently"
     raise GradientError(
         f"{name} has placements {sharded.placements}, its gradient {gradient.placements}: the gradient {what}. Before step(), "

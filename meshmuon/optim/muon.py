@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.profiler import record_function
 
-from ..errors import ConfigError, MeshmuonError, RoutingWarning, UnsupportedError
+from ..errors import ConfigError, RoutingWarning, UnsupportedError
 from ..execute import DEFAULT_MEMORY_BUDGET, Executor, ExecutorSettings, ReferenceExecutor
 from ..matrices import check_expert_keys
 from ..ortho import SchemeLike, resolve_scheme
@@ -241,12 +241,12 @@ class Muon(torch.optim.Optimizer):
 
     def _agree(self, parameters: Sequence[Parameter]) -> Outcome:
         """What all ranks will do in this step; one rank's failed check is raised on all of them."""
-        failure: MeshmuonError | None = None
+        failure: Exception | None = None
         demands = self._planner.demands
         try:
             demands = demands_of(parameters, self._comm_dtype)
             check_step(parameters, self.state)
-        except MeshmuonError as error:
+        except Exception as error:  # raised again below, once the other ranks know
             failure = error
         return self._planner.outcome(demands, failure)
 

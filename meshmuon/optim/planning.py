@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from ..errors import MeshmuonError, PlanError, PlanMismatchError
+from ..errors import PlanError, PlanMismatchError
 from ..layout import Layout, Mesh
 from ..matrices import MatrixSet
 from ..ortho import Orthogonalizer, Scheme, expected_flops
@@ -110,7 +110,7 @@ class Planner:
         self._must_agree = False
         self._misfit: PlanError | None = None
 
-    def outcome(self, demands: tuple[Demand, ...], failure: MeshmuonError | None) -> Outcome:
+    def outcome(self, demands: tuple[Demand, ...], failure: Exception | None) -> Outcome:
         """The plan for ``demands``. ``failure`` is this rank's own reason not to step, which then is every rank's."""
         if demands != self._agreed:
             self._propose(demands)
@@ -209,7 +209,7 @@ class Planner:
     def _rank(self) -> int:
         return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
 
-    def _compare_notes(self, demands: tuple[Demand, ...], failure: MeshmuonError | None, agreement: Agreement) -> None:
+    def _compare_notes(self, demands: tuple[Demand, ...], failure: Exception | None, agreement: Agreement) -> None:
         """Ranks differ: finds out in what, and either settles on one plan or raises the same error everywhere."""
         shared = [k for k, layouts in enumerate(self._layouts) if layouts]
         entries = self._entries(demands)

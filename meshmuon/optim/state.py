@@ -11,6 +11,7 @@ from torch import Tensor
 from ..errors import StateError
 from .adamw import STATE_KEYS as ADAMW_KEYS
 from .adamw import can_fuse
+from .dtensors import layout_text, same_placement
 
 __all__ = ["check", "check_current", "momentum_buffer", "restore"]
 
@@ -66,6 +67,11 @@ def check_current(name: str, param: Tensor, entry: Mapping[str, Any], use_muon: 
             raise StateError(
                 f"{name} is now {tuple(param.shape)} on {param.device}, its {key} is {tuple(value.shape)} on {value.device}. "
                 "Build a new optimizer after changing the shape or the device of parameters."
+            )
+        if not same_placement(param, value):
+            raise StateError(
+                f"{name} now lies on its mesh as {layout_text(name, param)}, its {key} as {layout_text(name, value)}. Build a "
+                "new optimizer after sharding parameters anew, and load the old one's state into it."
             )
         if not use_muon and value.dtype != param.dtype:
             raise StateError(

@@ -230,6 +230,16 @@ def test_fsdp_sends_each_element_to_its_owner_and_back(world: int) -> None:
     assert sum(wire.nbytes.values()) == 4 * sum(wire.elements.values())
 
 
+@pytest.mark.parametrize("what", [0, 1])
+def test_the_comparison_sees_one_wrong_bit(what: int) -> None:
+    case = Case((Param((7, 5), 0, (S0,)),))
+    expected = single(case)
+    one = expected[what][0]
+    one[6, 4] = torch.nextafter(one[6, 4], torch.tensor(torch.inf))
+    with pytest.raises(AssertionError, match="parameter 0" if what == 0 else "momentum 0"):
+        run_threads(3, lambda rank: check(case, Layouts((3,)).build(), expected))
+
+
 def test_nothing_is_sent_for_plain_tensors_without_a_replica_group() -> None:
     case = Case((Param((5, 4), None), Param((4, 4), None), Param((4,), None, muon=False)))
     assert not run_case(case, Layouts((3,))).calls

@@ -150,7 +150,7 @@ SHARDED: list[dict[str, Any]] = [
 
 def sharded_step_memory(rank: int, options: dict[str, Any], placements: tuple[Any, ...]) -> list[Memory]:
     """What four steps of one of two ranks allocate; rank 0 is not measured."""
-    mesh = init_device_mesh("cpu", (2,) * len(placements) if len(placements) == 1 else (1, 2))
+    mesh = init_device_mesh("cpu", (2,) if len(placements) == 1 else (1, 2))
     shapes = ((40, 40), (24, 64), (64, 24), (33, 50), (24, 64), (4, 20, 16))
 
     def place(value: Tensor) -> DTensor:
@@ -172,8 +172,15 @@ def sharded_step_memory(rank: int, options: dict[str, Any], placements: tuple[An
     return found
 
 
-@pytest.mark.parametrize("placements", [(Shard(0),), (Shard(1),), (Replicate(), Shard(0))], ids=str)
-@pytest.mark.parametrize("options", SHARDED, ids=str)
+@pytest.mark.parametrize(
+    ("options", "placements"),
+    [
+        *((options, placements) for options in SHARDED for placements in ((Shard(0),), (Shard(1),))),
+        ({"replicas": "share"}, (Replicate(),)),  # results need a buffer of their own
+        ({}, (Replicate(), Shard(0))),
+    ],
+    ids=str,
+)
 def test_later_steps_on_two_ranks_allocate_nothing(options: dict[str, Any], placements: tuple[Any, ...]) -> None:
     """Exchange buffers, stages and the agreement's two-element word are all made by the first step."""
     _, found = run_threads(2, lambda rank: sharded_step_memory(rank, options, placements))

@@ -10,11 +10,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Replicate, distribute_tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from meshmuon import ConfigError, GradientError, MeshmuonError, Muon, UnsupportedError, keller, polar_express
+from meshmuon import ConfigError, GradientError, MeshmuonError, Muon, StateError, UnsupportedError, keller, polar_express
+from meshmuon.optim.collect import check_step, parameters_of
 
 from .reference import LR, adamw, assert_same_bits, copies, gradients, group, make_params, muon, run, set_gradients
 
@@ -265,21 +266,42 @@ def mesh() -> Iterator[Any]:
 
 
 @pytest.mark.parametrize("use_muon", [True, False])
-def test_dtensors_are_not_supported_yet(mesh: Any, use_muon: bool) -> None:
-    param = nn.Parameter(distribute_tensor(torch.zeros(4, 6), mesh, [Replicate()], src_data_rank=None))
-    with pytest.raises(UnsupportedError, match=r"layers\.0\.weight is a DTensor .*Use DDP, or do not shard the model"):
+def test_partial_parameters(mesh: Any, use_muon: bool) -> None:
+    param = nn.Parameter(DTensor.from_local(torch.zeros(4, 6), mesh, [Partial()]))
+    with pytest.raises(ConfigError, match=r"layers\.0\.weight has placements .*a sum that was never taken.*Redistribute it"):
         Muon([group([param], use_muon=use_muon)])
 
 
-def test_parameters_that_became_dtensors_are_refused_at_the_step(mesh: Any) -> None:
-    """Sharding a model after its optimizer was built swaps the parameters under it."""
-    params = [matrix()]
-    optimizer = muon(params)
-    sharded = nn.Parameter(distribute_tensor(torch.zeros(4, 6), mesh, [Replicate()], src_data_rank=None))
-    sharded.grad = torch.zeros_like(sharded)
-    optimizer.param_groups[0]["params"][0] = sharded
-    with pytest.raises(UnsupportedError, match=r"layers\.0\.weight is a DTensor"):
-        optimizer.step()
+class Unheard(Placement):
+    """A placement from the future, which must not pass for one that is known."""
+
+
+def test_unknown_placements(mesh: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    param = nn.Parameter(distribute_tensor(torch.zeros(4, 6), mesh, [Replicate()], src_data_rank=None))
+    monkeypatch.setattr(DTensor, "placements", (Unheard(),))
+    with pytest.raises(UnsupportedError, match=r"layers\.0\.weight has the placement .*which meshmuon does not know"):
+        Muon([group([param])])
+
+
+def test_meshes_whose_ranks_descend(mesh: Any) -> None:
+    turned = DeviceMesh("cpu", [1, 0])
+    param = nn.Parameter(distribute_tensor(torch.zeros(4, 6), turned, [Shard(0)], src_data_rank=None))
+    with pytest.raises(UnsupportedError, match=r"layers\.0\.weight is on the mesh 2 \(ranks 1,0\).*do not ascend along axis 0"):
+        Muon([group([param])])
+
+
+def test_momentum_that_lies_elsewhere(mesh: Any) -> None:
+    """A parameter that was sharded anew must not be stepped with momentum of its old shards."""
+    param = nn.Parameter(distribute_tensor(torch.randn(4, 6), mesh, [Replicate()], src_data_rank=None))
+    optimizer = Muon([group([param])], replicas="repeat")  # nothing travels, so that no other rank is needed
+    param.grad = torch.ones_like(param)
+    optimizer.step()
+    again = nn.Parameter(distribute_tensor(torch.randn(4, 6), mesh, [Shard(0)], src_data_rank=None))
+    again.grad = torch.ones_like(again)
+    optimizer.param_groups[0]["params"][0] = again
+    optimizer.state[again] = optimizer.state.pop(param)
+    with pytest.raises(StateError, match=r"now lies on its mesh as cpu \[S\(0\)\] on 2, its momentum_buffer as cpu \[R\] on 2"):
+        check_step(parameters_of(optimizer.param_groups), optimizer.state)
 
 
 def test_a_tensor_that_is_no_leaf() -> None:

@@ -1,0 +1,457 @@
+"""Plans of random parameters on random meshes: who computes what, and that senders and receivers find each other."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+
+from meshmuon.errors import ConfigError
+from meshmuon.layout import Layout, Mesh, Replicated, Sharded, spread_matrices
+from meshmuon.plan import (
+    NO_WAVE,
+    CostModel,
+    Entry,
+    Plan,
+    PlanOptions,
+    Send,
+    buffer_bytes,
+    cost_model_for,
+    make_plan,
+    routes_of,
+    slot_sizes,
+    travels,
+    wave_sizes,
+)
+from meshmuon.plan.plan import EVERY_HOLDER
+
+from .models import entry, line, options_for, plans, random_entries, random_options, random_plan, seeds
+
+thorough = settings(max_examples=200)
+
+
+@thorough
+@given(plans)
+def test_every_holder_gets_every_matrix_from_one_task(plan: Plan) -> None:
+    """Once per replica set: the tasks of a matrix have disjoint holders, together all of them."""
+    held: dict[tuple[int, int], Counter[int]] = {}
+    for task in plan.tasks:
+        held.setdefault((task.entry, task.matrix), Counter()).update(task.spread.place.keys())
+    for k, one in enumerate(plan.entries):
+        for matrix in range(one.count):
+            spreads = [spread_matrices(layout, one.lead)[matrix] for layout in one.layouts]
+            expected = Counter(rank for spread in spreads for rank in spread.place)
+            assert held.pop((k, matrix), Counter()) == expected
+            assert max(expected.values(), default=1) == 1
+    assert not held
+
+
+@thorough
+@given(plans)
+def test_owners_are_holders(plan: Plan) -> None:
+    for task in plan.tasks:
+        assert task.spread.size > 0
+        assert (task.wave == NO_WAVE) == (task.owner == EVERY_HOLDER)
+        if task.owner == EVERY_HOLDER:
+            assert task.spread.whole
+        else:
+            assert task.owner in task.spread.place
+            assert task.owner in plan.ranks
+
+
+@settings(max_examples=60)
+@given(plans)
+def test_both_ends_of_every_pair_list_the_same(plan: Plan) -> None:
+    """For each wave and each pair of ranks: the same tasks, the same pieces, in the same order; otherwise buffers mix up."""
+    routes = {rank: routes_of(plan, rank) for rank in plan.ranks}
+    for wave in range(len(plan.lanes)):
+        for out, into in (("gather_out", "gather_in"), ("scatter_out", "scatter_in")):
+            sent: dict[tuple[int, int], list[Send]] = {}
+            received: dict[tuple[int, int], list[Send]] = {}
+            for rank in plan.ranks:
+                for send in getattr(routes[rank][wave], out):
+                    assert send.source == rank
+                    sent.setdefault((rank, send.target), []).append(send)
+                for send in getattr(routes[rank][wave], into):
+                    assert send.target == rank
+                    received.setdefault((send.source, rank), []).append(send)
+            assert sent == received
+            for (a, b), sends in sent.items():
+                assert a != b  # nothing is sent to oneself
+                assert [send.task for send in sends] == sorted(send.task for send in sends)
+                assert all(plan.tasks[send.task].wave == wave for send in sends)
+
+
+@settings(max_examples=60)
+@given(plans)
+def test_routes_lie_by_peer_as_an_exchange_wants_them(plan: Plan) -> None:
+    for rank in plan.ranks:
+        for wave in routes_of(plan, rank):
+            for sends in (wave.gather_out, wave.scatter_out):
+                assert [send.target for send in sends] == sorted(send.target for send in sends)
+            for sends in (wave.gather_in, wave.scatter_in):
+                assert [send.source for send in sends] == sorted(send.source for send in sends)
+
+
+@settings(max_examples=60)
+@given(plans)
+def test_what_arrives_is_the_whole_matrix_and_goes_back_to_all(plan: Plan) -> None:
+    arrived: dict[int, list[Send]] = {}
+    returned: dict[int, list[Send]] = {}
+    for rank in plan.ranks:
+        for wave in routes_of(plan, rank):
+            assert {send.task for send in wave.own} == set(wave.owned)
+            assert {plan.tasks[task].owner for task in wave.owned} <= {rank}
+            for send in (*wave.gather_in, *wave.own):
+                arrived.setdefault(send.task, []).append(send)
+            for send in (*wave.scatter_in, *wave.own):
+                returned.setdefault(send.task, []).append(send)
+    moving = [k for k, task in enumerate(plan.tasks) if task.wave != NO_WAVE]
+    assert sorted(arrived) == sorted(returned) == moving
+    for k in moving:
+        spread = plan.tasks[k].spread
+        assert sorted(map(repr, (send.piece for send in arrived[k]))) == sorted(map(repr, spread.pieces))  # each piece once
+        assert all(send.source in send.piece.holders for send in arrived[k])
+        assert len({spread.place[send.source][1] for send in arrived[k]}) == 1  # from one replica, the owner's
+        assert sorted(send.target for send in returned[k]) == sorted(spread.place)
+        assert all(send.target in send.piece.holders for send in returned[k])
+
+
+@thorough
+@given(plans)
+def test_what_is_sent_is_the_sum_over_routes(plan: Plan) -> None:
+    for rank in plan.ranks:
+        elements = nbytes = 0
+        for wave in routes_of(plan, rank):
+            for send in (*wave.gather_out, *wave.scatter_out):
+                elements += send.piece.size
+                nbytes += send.piece.size * plan.entries[plan.tasks[send.task].entry].itemsize
+        assert plan.elements_sent[rank] == elements
+        assert plan.bytes_sent[rank] == nbytes
+    assert set(plan.elements_sent) == set(plan.bytes_sent) == set(plan.ranks)
+
+
+@thorough
+@given(seeds)
+def test_share_has_one_owner_per_matrix(seed: int) -> None:
+    plan = random_plan(seed, "share")
+    found = Counter((task.entry, task.matrix) for task in plan.tasks)
+    for (k, matrix), count in found.items():
+        spreads = [spread_matrices(layout, plan.entries[k].lead)[matrix] for layout in plan.entries[k].layouts]
+        assert count == len(spreads)  # sibling meshes are other tensors under the same name
+    for task in plan.tasks:
+        assert (task.wave == NO_WAVE) == (task.spread.whole and task.spread.replicas == 1)
+
+
+@thorough
+@given(seeds)
+def test_repeat_has_one_owner_per_replica(seed: int) -> None:
+    plan = random_plan(seed, "repeat")
+    found: dict[tuple[int, int], list[int]] = {}
+    for task in plan.tasks:
+        found.setdefault((task.entry, task.matrix), []).append(task.owner)
+        if task.spread.whole:
+            assert task.wave == NO_WAVE  # every holder has it whole: nothing travels
+        else:
+            assert task.spread.replicas == 1
+    for (k, matrix), owners in found.items():
+        spreads = [spread_matrices(layout, plan.entries[k].lead)[matrix] for layout in plan.entries[k].layouts]
+        assert len(owners) == sum(1 if spread.whole else spread.replicas for spread in spreads)
+
+
+def test_replicated_and_repeated_sends_nothing() -> None:
+    replicated = entry(placements=(Replicated(),))
+    plan = make_plan([replicated], options_for(replicas="repeat"))
+    assert set(plan.elements_sent.values()) == {0}
+    assert plan.lanes == ()
+    assert set(plan.flops.values()) == {1000.0}  # but all compute
+    assert not travels(replicated, options_for(replicas="repeat"))
+    shared = make_plan([replicated], options_for(replicas="share"))
+    assert sorted(shared.elements_sent.values()) == [0, 0, 0, 3 * 48]
+    assert sorted(shared.flops.values()) == [0.0, 0.0, 0.0, 1000.0]
+    assert travels(replicated, options_for(replicas="share"))
+
+
+def test_hsdp() -> None:
+    """Two replicas of two shards. Shared: one gather inside a replica, results to all. Repeated: twice as much work."""
+    hsdp = entry(mesh=Mesh((2, 2), (0, 1, 2, 3)), placements=(Replicated(), Sharded(0)))
+    shared = make_plan([hsdp], options_for(replicas="share"))
+    (task,) = shared.tasks
+    other = {0: 1, 1: 0, 2: 3, 3: 2}[task.owner]  # its partner in the replica
+    assert {(send.source, send.target) for send in shared.gather_sends(0)} == {(other, task.owner)}
+    assert {send.target for send in shared.scatter_sends(0)} == {0, 1, 2, 3} - {task.owner}
+    assert sum(shared.elements_sent.values()) == 24 + 24 * 3
+    repeated = make_plan([hsdp], options_for(replicas="repeat"))
+    assert len(repeated.tasks) == 2
+    assert [sorted(one.spread.place) for one in repeated.tasks] == [[0, 1], [2, 3]]
+    assert set(repeated.elements_sent.values()) <= {0, 24}
+    assert sum(repeated.elements_sent.values()) == 4 * 24
+
+
+@thorough
+@given(seeds)
+def test_waves_keep_to_the_chunk_size(seed: int) -> None:
+    rng = random.Random(seed)
+    entries, options = random_entries(rng), random_options(rng)
+    options = replace(options, chunk_size=rng.randint(1, 5))
+    plan = make_plan(entries, options)
+    sizes = Counter(task.wave for task in plan.tasks if task.wave != NO_WAVE)
+    assert all(size <= options.chunk_size for size in sizes.values())
+    for lane in set(plan.lanes):
+        filled = [sizes[wave] for wave in range(len(plan.lanes)) if plan.lanes[wave] == lane]
+        assert filled[:-1] == [options.chunk_size] * (len(filled) - 1)  # no more waves than that needs
+
+
+@thorough
+@given(seeds)
+def test_waves_keep_to_the_budget(seed: int) -> None:
+    """What one owner gathers in a wave, unless that is a single matrix."""
+    rng = random.Random(seed)
+    plan = make_plan(random_entries(rng), replace(random_options(rng), chunk_size=-1))
+    gathered: dict[tuple[int, int], list[int]] = {}
+    for task in plan.tasks:
+        if task.wave != NO_WAVE:
+            size = task.spread.size * plan.entries[task.entry].itemsize
+            gathered.setdefault((task.wave, task.owner), []).append(size)
+    assert all(len(sizes) == 1 or sum(sizes) <= plan.options.budget for sizes in gathered.values())
+
+
+@thorough
+@given(plans)
+def test_waves_have_no_gaps_and_a_lane_of_their_own(plan: Plan) -> None:
+    assert {task.wave for task in plan.tasks} - {NO_WAVE} == set(range(len(plan.lanes)))
+    for task in plan.tasks:
+        if task.wave != NO_WAVE:
+            assert plan.lanes[task.wave] == plan.entries[task.entry].lane
+
+
+def test_waves_overlap_when_the_work_is_worth_it() -> None:
+    cost = CostModel(0.0, 100.0)
+    heavy = make_plan([entry(f"p{k}", flops=1000) for k in range(32)], options_for(cost=cost))
+    assert len(heavy.lanes) == 4  # gather, work, scatter, and one to spare
+    for wave in range(4):  # every rank has work in every wave
+        assert Counter(task.owner for task in heavy.tasks if task.wave == wave) == dict.fromkeys(range(4), 2)
+    light = make_plan([entry(f"p{k}", flops=10) for k in range(32)], options_for(cost=cost))
+    assert len(light.lanes) == 1
+
+
+@thorough
+@given(seeds)
+def test_equal_inputs_have_equal_plans(seed: int) -> None:
+    first, second = random_plan(seed), random_plan(seed)
+    assert first.digest == second.digest
+    assert first.lanes == second.lanes
+    assert [(task.owner, task.wave) for task in first.tasks] == [(task.owner, task.wave) for task in second.tasks]
+
+
+BASE = entry(mesh=Mesh((2, 2), (0, 1, 2, 3)), placements=(Sharded(0), Replicated()))
+CHANGES: dict[str, tuple[Entry, PlanOptions]] = {
+    "name": (replace(BASE, name="q"), options_for()),
+    "shape": (entry(shape=(8, 7), mesh=BASE.layouts[0].mesh, placements=BASE.layouts[0].placements), options_for()),
+    "mesh shape": (entry(mesh=Mesh((4, 1), (0, 1, 2, 3)), placements=BASE.layouts[0].placements), options_for()),
+    "mesh order": (entry(mesh=Mesh((2, 2), (0, 2, 1, 3)), placements=BASE.layouts[0].placements), options_for()),
+    "mesh ranks": (entry(mesh=Mesh((2, 2), (0, 1, 2, 4)), placements=BASE.layouts[0].placements), options_for()),
+    "placement": (entry(mesh=BASE.layouts[0].mesh, placements=(Replicated(), Sharded(0))), options_for()),
+    "dim": (entry(mesh=BASE.layouts[0].mesh, placements=(Sharded(1), Replicated())), options_for()),
+    "stride": (entry(mesh=BASE.layouts[0].mesh, placements=(Sharded(0, 2), Replicated())), options_for()),
+    "lane": (replace(BASE, lane="other"), options_for()),
+    "itemsize": (replace(BASE, itemsize=4), options_for()),
+    "flops": (replace(BASE, flops=1001), options_for()),
+    "share": (replace(BASE, share=True), options_for()),
+    "replicas": (BASE, options_for(replicas="share")),
+    "chunk_size": (BASE, options_for(chunk_size=3)),
+    "budget": (BASE, options_for(budget=100)),
+    "in_flight": (BASE, options_for(in_flight=2)),
+    "cost": (BASE, options_for(cost=cost_model_for("cuda"))),
+}
+
+
+@pytest.mark.parametrize("what", CHANGES)
+def test_the_digest_knows_every_fact(what: str) -> None:
+    changed, options = CHANGES[what]
+    before, after = make_plan([BASE], options_for()), make_plan([changed], options)
+    assert before.digest != after.digest
+    assert make_plan([BASE], options_for()).digest == before.digest
+
+
+def test_the_digest_knows_order_lead_and_siblings() -> None:
+    stack = entry(shape=(2, 3, 4), placements=(Replicated(),))
+    digests = {
+        make_plan(some, options_for()).digest
+        for some in (
+            [entry("a"), entry("b", shape=(4, 4))],
+            [entry("b", shape=(4, 4)), entry("a")],
+            [entry("a")],
+            [replace(entry("a"), layouts=(*entry("a").layouts, Layout((8, 6), Mesh((4,), (4, 5, 6, 7)), (Sharded(0),))))],
+            [stack],
+            [replace(stack, lead=1)],
+            [],
+        )
+    }
+    assert len(digests) == 7
+
+
+def test_the_digest_knows_which_parameter_lies_how() -> None:
+    """Two layouts that swap parameters."""
+    rows, cols = (Sharded(0),), (Sharded(1),)
+    one = make_plan([entry("a", (4, 4), placements=rows), entry("b", (4, 4), placements=cols)], options_for())
+    two = make_plan([entry("a", (4, 4), placements=cols), entry("b", (4, 4), placements=rows)], options_for())
+    assert one.digest != two.digest
+
+
+@thorough
+@given(seeds)
+def test_private_parameters_change_neither_owners_nor_digest(seed: int) -> None:
+    """Plain tensors of one rank: others know nothing of them."""
+    rng = random.Random(seed)
+    entries, options = random_entries(rng), random_options(rng)
+    ranks = tuple(sorted({rank for one in entries for layout in one.layouts for rank in layout.mesh.ranks}))
+    mine = entry("mine", (5, 7), Mesh((len(ranks),), ranks), (Replicated(),), private=True, flops=10**12, lane="private")
+    mixed = [*entries]
+    for _ in range(rng.randint(1, 3)):
+        mixed.insert(rng.randint(0, len(mixed)), replace(mine, name=f"mine {rng.random()}"))
+    without, beside = make_plan(entries, options), make_plan(mixed, options)
+    assert beside.digest == without.digest
+    shared = [task for task in beside.tasks if not beside.entries[task.entry].private]
+    assert [(task.matrix, task.owner, task.wave) for task in shared] == [
+        (task.matrix, task.owner, task.wave) for task in without.tasks
+    ]
+    assert beside.lanes == without.lanes
+    assert beside.loads == without.loads
+    assert beside.bound == without.bound
+    assert all(task.wave == NO_WAVE for task in beside.tasks if beside.entries[task.entry].private)  # whatever ``replicas`` says
+    assert beside.elements_sent == without.elements_sent
+
+
+@thorough
+@given(plans)
+def test_loads_and_flops(plan: Plan) -> None:
+    loads, flops = dict.fromkeys(plan.ranks, 0.0), dict.fromkeys(plan.ranks, 0.0)
+    for task in plan.tasks:
+        one = plan.entries[task.entry]
+        for rank in task.spread.place if task.owner == EVERY_HOLDER else [task.owner]:
+            flops[rank] += one.flops
+            loads[rank] += one.flops
+            if task.owner != EVERY_HOLDER:
+                loads[rank] += plan.options.cost.flops_per_byte * 2 * task.spread.size * one.itemsize
+    assert plan.flops == pytest.approx(flops)
+    assert plan.loads == pytest.approx(loads)
+
+
+@thorough
+@given(plans)
+def test_buffers(plan: Plan) -> None:
+    """A slot is as large as the largest of the waves that take turns in it."""
+    for rank in plan.ranks:
+        routes = routes_of(plan, rank)
+        slots: dict[tuple[object, int], list[int]] = {}
+        for k, wave in enumerate(routes):
+            sizes = wave_sizes(wave)
+            out, back = (sum(send.piece.size for send in sends) for sends in (wave.gather_out, wave.scatter_in))
+            came, goes = (sum(send.piece.size for send in sends) for sends in (wave.gather_in, wave.scatter_out))
+            own = sum(send.piece.size for send in wave.own)
+            assert (sizes.mine, sizes.own_offset) == (max(out, back) + own, max(out, back))
+            assert sizes.theirs == came
+            assert sizes.results in (0, goes)
+            if sizes.results == 0:  # results go back through ``theirs``: what came is what goes, piece by piece
+                assert [(s.source, s.task, s.piece) for s in wave.gather_in] == [
+                    (s.target, s.task, s.piece) for s in wave.scatter_out
+                ]
+            most = slots.setdefault((plan.lanes[k], k % plan.options.in_flight), [0, 0, 0])
+            for n, size in enumerate((sizes.mine, sizes.theirs, sizes.results)):
+                most[n] = max(most[n], size)
+        itemsize = {one.lane: one.itemsize for one in plan.entries}
+        assert buffer_bytes(plan, rank) == sum(itemsize[lane] * sum(most) for (lane, _), most in slots.items())
+
+
+def test_slots_without_waves() -> None:
+    sizes = slot_sizes([])
+    assert (sizes.mine, sizes.theirs, sizes.results) == (0, 0, 0)
+
+
+def test_results_need_a_buffer_only_where_replicas_share() -> None:
+    fsdp = make_plan([entry()], options_for())
+    owner = fsdp.tasks[0].owner
+    assert wave_sizes(routes_of(fsdp, owner)[0]).results == 0
+    shared = make_plan([entry(placements=(Replicated(),))], options_for(replicas="share"))
+    sizes = wave_sizes(routes_of(shared, shared.tasks[0].owner)[0])
+    assert (sizes.theirs, sizes.results) == (0, 3 * 48)
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4, 8, 16])
+@pytest.mark.parametrize("dim", [0, 1])
+def test_fsdp_sends_each_element_there_and_back(ranks: int, dim: int) -> None:
+    """Of P elements an owner lacks (W − 1)/W, which come and go: 2(W − 1)/W² · P per rank on average."""
+    shapes = [(48, 96), (96, 48), (144, 48), (48, 48), (240, 48)]
+    plan = make_plan([entry(f"p{k}", s, line(ranks), (Sharded(dim),)) for k, s in enumerate(shapes)], options_for())
+    total = sum(rows * cols for rows, cols in shapes)
+    assert sum(plan.elements_sent.values()) * ranks == 2 * (ranks - 1) * total
+    assert sum(plan.bytes_sent.values()) == 2 * sum(plan.elements_sent.values())
+
+
+@settings(max_examples=60)
+@given(seeds)
+def test_fsdp_with_uneven_rows_stays_within_rounding(seed: int) -> None:
+    """The owner keeps its own piece, which is at most ⌈rows / W⌉ rows, and at least one row."""
+    rng = random.Random(seed)
+    ranks = rng.randint(2, 9)
+    shapes = [(rng.randint(1, 60), rng.randint(1, 20)) for _ in range(rng.randint(1, 8))]
+    plan = make_plan([entry(f"p{k}", shape, line(ranks)) for k, shape in enumerate(shapes)], options_for())
+    least = sum(2 * (rows - -(-rows // ranks)) * cols for rows, cols in shapes)
+    most = sum(2 * (rows - 1) * cols for rows, cols in shapes)
+    assert least <= sum(plan.elements_sent.values()) <= most
+
+
+@pytest.mark.parametrize(
+    ("placements", "flops", "pays"),
+    [
+        ((Replicated(),), 0, False),  # nothing to save, a matrix to send
+        ((Replicated(),), 48 * 2 - 1, False),
+        ((Replicated(),), 48 * 2, True),
+        ((Replicated(),), 10**9, True),
+        ((Replicated(), Sharded(0)), 0, True),  # two shards: gathering and scattering in each replica costs as much
+        ((Replicated(), Sharded(0)), 10**9, True),
+    ],
+)
+def test_when_sharing_pays(placements: tuple[object, ...], flops: int, pays: bool) -> None:
+    mesh = Mesh((4,) if len(placements) == 1 else (4, 2), tuple(range(4 if len(placements) == 1 else 8)))
+    one = entry(mesh=mesh, placements=placements, flops=flops)  # type: ignore[arg-type]
+    cost = CostModel(1.0, 1.0)
+    (spread,) = spread_matrices(one.layouts[0], 0)
+    assert cost.sharing_pays(flops, spread, 2) is pays
+    plan = make_plan([one], options_for(cost=cost))
+    assert (sum(task.wave != NO_WAVE and task.spread.replicas > 1 for task in plan.tasks) == 1) is pays
+    for share in (True, False):  # the entry's own word counts where ``replicas`` is "auto", and only there
+        (first, *_) = make_plan([replace(one, share=share)], options_for(cost=cost)).tasks
+        assert (first.spread.replicas > 1 and first.wave != NO_WAVE) is share
+        (first, *_) = make_plan([replace(one, share=share)], options_for(cost=cost, replicas="share")).tasks
+        assert first.spread.replicas > 1
+        assert first.wave != NO_WAVE
+
+
+def test_cost_models() -> None:
+    assert cost_model_for("cpu") == cost_model_for("mps")
+    assert cost_model_for("cuda") != cost_model_for("cpu")
+    spread = spread_matrices(entry().layouts[0], 0)[0]
+    assert CostModel(3.0, 1.0).owning(1000, spread, 2) == 1000 + 3.0 * 2 * 48 * 2
+
+
+def test_matrices_without_elements_are_not_planned() -> None:
+    plan = make_plan([entry(shape=(0, 6)), entry("q", shape=(4, 0)), entry("r", shape=(0, 2, 2), lead=1)], options_for())
+    assert plan.tasks == ()
+    assert plan.lanes == ()
+    assert plan.bound == 0.0
+    assert plan.ranks == (0, 1, 2, 3)
+
+
+def test_no_parameters() -> None:
+    plan = make_plan([], options_for())
+    assert (plan.ranks, plan.tasks, plan.lanes, plan.loads) == ((), (), (), {})
+
+
+def test_unknown_replicas_option() -> None:
+    with pytest.raises(ConfigError, match="replicas='both'"):
+        options_for(replicas="both")

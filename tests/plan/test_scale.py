@@ -1,0 +1,53 @@
+"""100,000 matrices on 2,048 ranks."""
+
+from __future__ import annotations
+
+import resource
+import subprocess
+import sys
+from pathlib import Path
+
+from meshmuon.layout import Layout, Sharded
+from meshmuon.plan import Entry, Plan, PlanOptions, cost_model_for, make_plan, routes_of
+
+from .models import line
+
+RANKS, MATRICES = 2048, 100_000
+MOST_MEGABYTES = 400
+ROOT = Path(__file__).parents[2]
+SHAPES = [(rows, cols) for rows in (1024, 2048, 4096, 768, 1536, 1000) for cols in (1024, 2048, 4096, 8192, 100)]
+
+
+def large_plan() -> Plan:
+    mesh = line(RANKS)
+    layouts = [(Layout(shape, mesh, (Sharded(0),)),) for shape in SHAPES]
+    flops = [30 * min(shape) ** 2 * max(shape) for shape in SHAPES]
+    entries = [
+        Entry(f"layers.{k}.weight", layouts[k % len(SHAPES)], 0, "bf16", 2, flops[k % len(SHAPES)]) for k in range(MATRICES)
+    ]
+    return make_plan(entries, PlanOptions(cost_model_for("cuda")))
+
+
+def test_a_hundred_thousand_matrices() -> None:
+    """In a process of its own, whose largest memory the system knows; tracing every allocation would take a minute."""
+    done = subprocess.run([sys.executable, "-m", "tests.plan.test_scale"], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert int(done.stdout) <= MOST_MEGABYTES
+
+
+def main() -> None:
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    plan = large_plan()
+    assert len(plan.tasks) == MATRICES
+    assert max(plan.loads.values()) <= 1.05 * plan.bound
+    assert len(plan.digest) == 64
+    assert sum(plan.elements_sent.values()) > 0
+    routes = routes_of(plan, RANKS // 2)
+    assert len(routes) == len(plan.lanes)
+    owned = sum(len(wave.owned) for wave in routes)
+    assert owned == sum(task.owner == RANKS // 2 for task in plan.tasks)
+    print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) // 1024)
+
+
+if __name__ == "__main__":
+    main()
