@@ -3,6 +3,7 @@ PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 ARGS   ?=
+BENCH  ?= single_device sharded
 STAMP  := $(VENV)/.installed-$(shell cat pyproject.toml constraints.txt | cksum | cut -d' ' -f1)
 
 # Some virtual machines advertise AMX but trap its instructions, which kills bfloat16 products on CPU. Nothing here needs AMX.
@@ -27,8 +28,8 @@ lint: $(STAMP) ## ruff and mypy --strict
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-bench: $(STAMP) ## compare one optimizer step with torch.optim.Muon; writes runs/bench/
-	$(BIN)/python benchmarks/single_device.py $(ARGS)
+bench: $(STAMP) ## one step beside torch.optim.Muon, and sharded beside the naive way; writes runs/bench/ (BENCH=sharded for one)
+	for one in $(BENCH); do $(BIN)/python benchmarks/$$one.py $(ARGS) || exit 1; done
 
 mutants: $(STAMP) ## break the maths one line at a time and count what the tests catch
 	$(BIN)/python tests/mutation/run.py $(ARGS)

@@ -1,4 +1,4 @@
-"""Recording and replaying work.
+"""Recording and replaying work, and streams of it.
 
 No GPU is used here: the CUDA twin's logic runs against stand-ins for ``torch.cuda``, and was not run on a GPU.
 """
@@ -7,11 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import pytest
 import torch
 
-from meshmuon.device import CudaReplay, DirectReplay, replay_for
+from meshmuon.device import CudaReplay, CudaStreams, DirectReplay, DirectStreams, Streams, replay_for, streams_for
 
 
 class FakeCuda:
@@ -21,6 +22,9 @@ class FakeCuda:
         self.events: list[str] = []
         self.done = 0
         self.recording = False
+        self.devices: list[torch.device | None] = []  # of new streams and of those asked for
+        self.current: Any = None  # another stream than the main one
+        self.stream_type: Any = None
 
     def work(self) -> None:
         self.events.append("record" if self.recording else "work")
@@ -30,24 +34,43 @@ class FakeCuda:
         fake = self
 
         class Stream:
-            def __init__(self, name: str = "side") -> None:
+            def __init__(self, device: torch.device | None = None, name: str = "side") -> None:
                 self.name = name
+                self.marks = 0
+                fake.devices.append(device)
 
             def wait_stream(self, other: Stream) -> None:
                 fake.events.append(f"{self.name} waits for {other.name}")
+
+            def record_event(self) -> str:
+                self.marks += 1
+                fake.events.append(f"{self.name} marks {self.name}{self.marks}")
+                return f"{self.name}{self.marks}"
+
+            def wait_event(self, event: str) -> None:
+                fake.events.append(f"{self.name} waits for {event}")
 
         class Graph:
             def replay(self) -> None:
                 fake.events.append("replay")
                 fake.done += 1
 
-        main = Stream("main")
+        main = Stream(name="main")
+        fake.devices.clear()
+
+        def current_stream(device: torch.device | None = None) -> Stream:
+            fake.devices.append(device)
+            return fake.current or main
 
         @contextmanager
         def stream(chosen: Stream) -> Iterator[None]:
             fake.events.append(f"enter {chosen.name}")
-            yield
-            fake.events.append(f"leave {chosen.name}")
+            try:
+                yield
+            finally:
+                fake.events.append(f"leave {chosen.name}")
+
+        fake.stream_type = Stream
 
         @contextmanager
         def graph(target: Graph) -> Iterator[None]:
@@ -59,7 +82,7 @@ class FakeCuda:
         for name, value in {
             "Stream": Stream,
             "CUDAGraph": Graph,
-            "current_stream": lambda: main,
+            "current_stream": current_stream,
             "stream": stream,
             "graph": graph,
         }.items():
@@ -132,3 +155,123 @@ def test_replay_follows_the_device(device: str, graphs: bool, kind: type) -> Non
     if kind is DirectReplay:
         replay()
         assert done == [1]
+
+
+DEVICE = torch.device("cuda", 3)
+
+
+class FakeTensor:
+    """Notes which streams use it, so that its memory is not given away too early."""
+
+    def __init__(self, fake: FakeCuda, name: str) -> None:
+        self._fake, self._name = fake, name
+
+    def record_stream(self, stream: Any) -> None:
+        self._fake.events.append(f"{self._name} is used by {stream.name}")
+
+
+def test_direct_streams_run_at_once() -> None:
+    streams: Streams = DirectStreams()
+    order: list[str] = []
+    mark = streams.main_mark()
+    with streams.beside(mark, [torch.ones(1)]):
+        order.append("beside")
+    streams.main_waits(streams.side_mark())
+    order.append("main")
+    with streams.beside(streams.main_mark()):
+        order.append("beside again")
+    assert order == ["beside", "main", "beside again"]
+
+
+def test_errors_beside_are_errors(cuda: FakeCuda) -> None:
+    for streams in (DirectStreams(), CudaStreams(DEVICE)):
+        with pytest.raises(ValueError, match="inside"), streams.beside(streams.main_mark()):
+            raise ValueError("inside")
+    assert cuda.events[-1] == "leave side"
+
+
+def test_work_beside_waits_for_its_mark_before_it_begins(cuda: FakeCuda) -> None:
+    streams = CudaStreams(DEVICE)
+    ready = streams.main_mark()
+    with streams.beside(ready):
+        cuda.work()
+    assert cuda.events == ["main marks main1", "side waits for main1", "enter side", "work", "leave side"]
+
+
+def test_the_main_stream_waits_for_the_side(cuda: FakeCuda) -> None:
+    streams = CudaStreams(DEVICE)
+    filled = streams.side_mark()
+    later = streams.side_mark()
+    streams.main_waits(filled)
+    streams.main_waits(later)
+    assert cuda.events == ["side marks side1", "side marks side2", "main waits for side1", "main waits for side2"]
+
+
+def test_tensors_used_beside_are_kept_for_the_side_stream(cuda: FakeCuda) -> None:
+    """Before the work that uses them is given: the main stream may free them as soon as ``beside`` is left."""
+    streams = CudaStreams(DEVICE)
+    tensors: Any = [FakeTensor(cuda, "first"), FakeTensor(cuda, "second")]
+    with streams.beside(streams.main_mark(), tensors):
+        cuda.work()
+    assert cuda.events[1:] == [
+        "side waits for main1",
+        "first is used by side",
+        "second is used by side",
+        "enter side",
+        "work",
+        "leave side",
+    ]
+
+
+def test_main_is_the_stream_that_is_current_at_each_call(cuda: FakeCuda) -> None:
+    streams = CudaStreams(DEVICE)
+    streams.main_mark()
+    cuda.current = cuda.stream_type(name="user's")
+    mark = streams.main_mark()
+    streams.main_waits(mark)
+    assert cuda.events == ["main marks main1", "user's marks user's1", "user's waits for user's1"]
+
+
+def test_streams_belong_to_the_device(cuda: FakeCuda) -> None:
+    streams = CudaStreams(DEVICE)
+    streams.main_waits(streams.main_mark())
+    assert cuda.devices == [DEVICE] * 3
+
+
+def test_a_wave_in_order(cuda: FakeCuda) -> None:
+    """As ``execute.wave`` uses it: fill and send beside, compute in the main stream, apply beside, join at the end."""
+    streams = CudaStreams(DEVICE)
+    ready = streams.main_mark()
+    with streams.beside(ready):
+        cuda.events.append("fill")
+    filled = streams.side_mark()
+    streams.main_waits(filled)
+    cuda.events.append("compute")
+    with streams.beside(streams.main_mark()):
+        cuda.events.append("apply")
+    streams.main_waits(streams.side_mark())
+    assert cuda.events == [
+        "main marks main1",
+        "side waits for main1",
+        "enter side",
+        "fill",
+        "leave side",
+        "side marks side1",
+        "main waits for side1",
+        "compute",
+        "main marks main2",
+        "side waits for main2",
+        "enter side",
+        "apply",
+        "leave side",
+        "side marks side2",
+        "main waits for side2",
+    ]
+
+
+def test_streams_follow_the_device(cuda: FakeCuda) -> None:
+    assert type(streams_for(torch.device("cpu"))) is DirectStreams
+    assert type(streams_for(torch.device("meta"))) is DirectStreams
+    assert cuda.devices == []
+    assert type(streams_for(DEVICE)) is CudaStreams
+    assert cuda.devices == [DEVICE]

@@ -24,7 +24,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from meshmuon import Muon
 from meshmuon.errors import GradientError, MeshmuonError, PlanError
 
-from .cases import Case, Param, check, gradient, initial, local, near, place, run, same, single, torch_adamw
+from .cases import Case, Param, check, gradient, initial, local, near, place, run, same, sharded, single, torch_adamw
 from .counting import Wire, counted
 
 MOST, STEPS = 4, 5
@@ -219,6 +219,39 @@ def ddp_without_a_group_sends_nothing() -> None:
     assert not wire.calls
 
 
+def pipeline_stages() -> None:
+    """Two stages of two ranks: other parameters, other meshes; a stage needs nothing from the other, not even its steps."""
+    stage = dist.get_rank() // 2
+    meshes = [DeviceMesh("cpu", [0, 1]), DeviceMesh("cpu", [2, 3])]  # making a mesh is for all ranks
+    shapes = [((7, 5), (6, 4)), ((5, 9), (3, 3), (8, 2))][stage]
+    case = Case(tuple(Param(shape, 0, (S0,)) for shape in shapes), steps=STEPS - stage)
+    with counted() as wire:
+        optimizer = check(case, [meshes[stage]], single(case), watch=wire.watch)
+    wire.check(dist.get_rank())
+    assert optimizer.plan().ranks == ((0, 1), (2, 3))[stage]
+
+
+def meshes_over_some_ranks() -> None:
+    """All ranks hold all parameters, of some an empty part: two meshes that share a rank, and a third apart from them."""
+    meshes = [DeviceMesh("cpu", [0, 1]), DeviceMesh("cpu", [1, 2]), DeviceMesh("cpu", [3])]
+    case = Case((Param((7, 5), 0, (S0,)), Param((6, 4), 1, (S0,)), Param((5, 5), 2, (S0,)), Param((4, 7), 1, (R,))))
+    expected = single(case)
+    found, momentum, _ = sharded(case, meshes)
+    for k, one in enumerate(case.params):
+        if meshes[one.mesh].get_coordinate() is not None:
+            same(found[k], local(place(case, meshes, k, expected[0][k])), f"parameter {k}")
+            same(momentum[k], local(place(case, meshes, k, expected[1][k])), f"momentum {k}")
+
+
+def replica_groups_inside_a_mesh() -> None:
+    """Plain tensors replicated along one axis only, beside DTensors on all axes."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    case = Case((Param((7, 5), 0, (S0, S1)), Param((6, 4), None), Param((5, 5), None)))
+    with counted() as wire:
+        check(case, [mesh], single(case), watch=wire.watch, replica_group=mesh["dp"].get_group())
+    wire.check(dist.get_rank())
+
+
 def missing_gradient_on_one_rank() -> None:
     """The shard of rank 1 has no gradient in some steps: its rows count as zeros."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
@@ -332,6 +365,9 @@ JOBS: dict[str, Job] = {
     "replicated, auto": Job(4, partial(placed, (4,), WHOLE)),
     "DDP, divided": Job(3, ddp_divides_the_work),
     "DDP, not divided": Job(2, ddp_without_a_group_sends_nothing),
+    "pipeline stages": Job(4, pipeline_stages),
+    "meshes over some ranks": Job(4, meshes_over_some_ranks),
+    "replica groups inside a mesh": Job(4, replica_groups_inside_a_mesh),
     "two meshes": Job(4, partial(placed, (2, 2), TWO_MESHES, flat=True)),
     "mixed dtypes": Job(3, partial(placed, (3,), MIXED)),
     "mixed dtypes, reference": Job(3, partial(placed, (3,), MIXED, use_distributed_muon=True)),

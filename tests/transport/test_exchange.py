@@ -1,0 +1,267 @@
+"""Exchanges, agreements and groups between ranks that are threads of this process."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+from meshmuon.transport import Agreement, Exchange, exchange_group, groups, host_group, own_shard, whole
+from tests.dist.threads import run_threads
+
+
+def world() -> dist.ProcessGroup:
+    assert dist.group.WORLD is not None
+    return dist.group.WORLD
+
+
+def table(seed: int, ranks: int) -> list[list[int]]:
+    """Elements from rank a to rank b, many of them none."""
+    rng = random.Random(seed)
+    return [[0 if a == b or rng.random() < 0.4 else rng.randint(1, 7) for b in range(ranks)] for a in range(ranks)]
+
+
+def parcel(a: int, b: int, count: int, turn: int = 0) -> Tensor:
+    return 1000.0 * a + 100.0 * b + 10_000.0 * turn + torch.arange(float(count))
+
+
+def outgoing(counts: list[list[int]], rank: int, turn: int = 0) -> Tensor:
+    return torch.cat([parcel(rank, b, counts[rank][b], turn) for b in range(len(counts))])
+
+
+def incoming(counts: list[list[int]], rank: int, turn: int = 0) -> Tensor:
+    return torch.cat([parcel(a, rank, counts[a][rank], turn) for a in range(len(counts))])
+
+
+@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("ranks", [1, 2, 3, 5])
+def test_ragged_exchange(ranks: int, seed: int) -> None:
+    counts = table(seed, ranks)
+
+    def main(rank: int) -> None:
+        exchange = Exchange(world())
+        sent = outgoing(counts, rank)
+        received = torch.full((sum(row[rank] for row in counts),), float("nan"))
+        outward = exchange.splits({b: count for b, count in enumerate(counts[rank]) if count})
+        inward = exchange.splits({a: row[rank] for a, row in enumerate(counts) if row[rank]})
+        assert (outward, inward) == (counts[rank], [row[rank] for row in counts])
+        exchange.start(received, inward, sent, outward).wait()
+        assert torch.equal(received, incoming(counts, rank))
+        assert torch.equal(sent, outgoing(counts, rank))
+
+    run_threads(ranks, main)
+
+
+def test_nothing_at_all_is_exchanged() -> None:
+    def main(rank: int) -> None:
+        exchange = Exchange(world())
+        assert exchange.splits({}) == [0, 0, 0]
+        exchange.start(torch.empty(0), exchange.splits({}), torch.empty(0), exchange.splits({})).wait()
+
+    run_threads(3, main)
+
+
+def test_several_exchanges_under_way() -> None:
+    """Started in one order, waited for in another."""
+    tables = [table(seed, 3) for seed in range(4)]
+
+    def main(rank: int) -> None:
+        exchange = Exchange(world())
+        pending = []
+        for turn, counts in enumerate(tables):
+            received = torch.zeros(sum(row[rank] for row in counts))
+            inward = [row[rank] for row in counts]
+            pending.append((exchange.start(received, inward, outgoing(counts, rank, turn), counts[rank]), received))
+        for turn in (2, 0, 3, 1):
+            work, received = pending[turn]
+            work.wait()
+            assert torch.equal(received, incoming(tables[turn], rank, turn))
+
+    run_threads(3, main)
+
+
+def test_splits_are_in_the_order_of_the_group() -> None:
+    """Ranks are global numbers; a group of some of them counts from zero."""
+
+    def main(rank: int) -> None:
+        group = dist.new_group([1, 3])
+        if rank in (1, 3):
+            exchange = Exchange(group)
+            assert exchange.splits({3: 5, 1: 2}) == [2, 5]
+            other = 4 - rank
+            received = torch.zeros(other)
+            splits = [exchange.splits({other: count}) for count in (other, rank)]
+            exchange.start(received, splits[0], torch.full((rank,), float(rank)), splits[1]).wait()
+            assert received.tolist() == [float(other)] * other
+
+    run_threads(4, main)
+
+
+LARGEST = 2**60 - 1
+
+
+@pytest.mark.parametrize(
+    ("tokens", "expected"),
+    [
+        ((5, 5, 5), True),
+        ((0, 0, 0), True),
+        ((LARGEST, LARGEST, LARGEST), True),
+        ((-1, -1, -1), True),
+        ((5, 5, 6), False),
+        ((6, 5, 5), False),
+        ((5, 6, 5), False),
+        ((0, LARGEST, 0), False),
+        ((LARGEST - 1, LARGEST, LARGEST), False),
+        ((7, -1, 7), False),
+        ((-1, 0, 0), False),
+    ],
+)
+def test_agreement(tokens: tuple[int, ...], expected: bool) -> None:
+    def main(rank: int) -> bool:
+        agreement = Agreement(world())
+        assert agreement.ranks == [0, 1, 2]
+        return agreement.unanimous(agreement.start(tokens[rank]))
+
+    assert run_threads(3, main) == [expected] * 3
+
+
+def test_an_agreement_is_used_again() -> None:
+    """Nothing of a step is left in the next."""
+    steps = [(1, 1), (1, 2), (2, 2), (9, 3), (0, 0)]
+
+    def main(rank: int) -> list[bool]:
+        agreement = Agreement(world())
+        return [agreement.unanimous(agreement.start(tokens[rank])) for tokens in steps]
+
+    assert run_threads(2, main) == [[True, False, True, False, True]] * 2
+
+
+def test_everyone_hears_everyone() -> None:
+    def main(rank: int) -> dict[int, Any]:
+        return Agreement(world()).everyone(("fact", rank, [rank] * rank))
+
+    facts = {rank: ("fact", rank, [rank] * rank) for rank in range(3)}
+    assert run_threads(3, main) == [facts] * 3
+
+
+def test_everyone_of_a_group() -> None:
+    def main(rank: int) -> dict[int, int] | None:
+        group = dist.new_group([0, 2])
+        return Agreement(group).everyone(10 * rank) if rank != 1 else None
+
+    assert run_threads(3, main) == [{0: 0, 2: 20}, None, {0: 0, 2: 20}]
+
+
+@pytest.fixture
+def made(monkeypatch: pytest.MonkeyPatch) -> list[tuple[list[int], str | None]]:
+    """New groups as they are asked for, by any rank."""
+    asked: list[tuple[list[int], str | None]] = []
+    original = groups._new_group
+
+    def record(ranks: Any, backend: str | None) -> dist.ProcessGroup:
+        asked.append((list(ranks), backend))
+        return original(ranks, backend)
+
+    monkeypatch.setattr(groups, "_new_group", record)
+    return asked
+
+
+def test_a_group_that_exists_is_used(made: list[Any]) -> None:
+    def main(rank: int) -> None:
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replica", "shard"))
+        mine = mesh["shard"].get_group()
+        other = mesh["replica"].get_group()
+        ranks = dist.get_process_group_ranks(mine)
+        assert exchange_group(ranks, [other, mine]) is mine
+        assert exchange_group(dist.get_process_group_ranks(other), [other, mine]) is other
+
+    run_threads(4, main)
+    assert made == []
+
+
+def test_the_first_of_several_that_fit(made: list[Any]) -> None:
+    def main(rank: int) -> None:
+        first, second = dist.new_group([0, 1]), dist.new_group([0, 1])
+        assert exchange_group([0, 1], [first, second]) is first
+        assert exchange_group([0, 1], [second, first]) is second
+
+    run_threads(2, main)
+    assert made == []
+
+
+def test_the_default_group_is_used(made: list[Any]) -> None:
+    def main(rank: int) -> None:
+        some = dist.new_group([0, 1])
+        assert exchange_group(range(3), []) is world()
+        assert exchange_group((0, 1, 2), [some] if rank < 2 else []) is world()
+
+    run_threads(3, main)
+    assert made == []
+
+
+def test_a_group_of_fewer_or_more_ranks_is_none(made: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Made by its members alone: the third rank, such as another pipeline stage, does not call."""
+    asked: list[dict[str, Any]] = []
+
+    def new_group(ranks: list[int], **options: Any) -> dist.ProcessGroup:
+        asked.append({"ranks": ranks, **options})
+        return world()
+
+    monkeypatch.setattr(dist, "new_group", new_group)
+
+    def main(rank: int) -> None:
+        if rank < 2:
+            exchange_group((0, 1), [world()])
+
+    run_threads(3, main)
+    assert made == [([0, 1], None)] * 2
+    assert asked == [{"ranks": [0, 1], "backend": None, "use_local_synchronization": True}] * 2
+
+
+def test_host_memory_moves_over_the_same_group_where_it_can(made: list[Any]) -> None:
+    def main(rank: int) -> None:
+        assert host_group(world()) is world()
+
+    run_threads(2, main)
+    assert made == []
+
+
+def test_a_group_for_host_memory_beside_one_for_devices(made: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(device: torch.device) -> None:
+        assert device == torch.device("cpu")
+        raise RuntimeError("No backend type associated with device type cpu")
+
+    class DeviceGroup:
+        _get_backend = staticmethod(refuse)
+
+    beside = object()
+    monkeypatch.setattr(dist, "get_process_group_ranks", lambda group: [4, 7])
+    monkeypatch.setattr(dist, "new_group", lambda ranks, **options: beside)
+    assert host_group(DeviceGroup()) is beside  # type: ignore[arg-type, comparison-overlap]
+    assert made == [([4, 7], "gloo")]
+
+
+@pytest.mark.parametrize("placement", [Shard(0), Shard(1), Replicate()], ids=str)
+def test_whole_and_own_shard_are_inverse(placement: Any) -> None:
+    value = torch.arange(35.0).view(5, 7)
+
+    def main(rank: int) -> None:
+        mesh = init_device_mesh("cpu", (3,))
+        tensor = distribute_tensor(value, mesh, [placement], src_data_rank=None)
+        full = whole(tensor)
+        assert torch.equal(full, value)
+        assert torch.equal(own_shard(full, tensor), tensor.to_local())
+
+    run_threads(3, main)
+
+
+def test_plain_tensors_are_whole_already() -> None:
+    value = torch.arange(4.0)
+    assert whole(value) is value
+    assert own_shard(value, torch.zeros(4)) is value
