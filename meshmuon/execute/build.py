@@ -9,6 +9,7 @@ from typing import TypeAlias
 from torch import Tensor
 from torch.profiler import record_function
 
+from ..layout import clip, length
 from ..ortho import Workspace
 from ..plan import NO_WAVE, Batch, Entry, Plan, Send, Slice, WaveRoutes, plan_batches, routes_of, slot_sizes, wave_sizes
 from ..transport import Exchange
@@ -70,6 +71,9 @@ class _Builder:
         self.plan, self.rank, self.work, self.exchange = plan, rank, work, exchange
         self.workspace, self.settings = workspace, settings
         self.local_index = [_local_index(entry, rank) for entry in plan.entries]
+        self.window = [_local_window(entry, rank) for entry in plan.entries]
+        first: dict[int, int] = {}
+        self.first = [first.setdefault(one.parameter, k) for k, one in enumerate(work)]  # momentum is kept per parameter
         self.routes = routes_of(plan, rank)
         self.sizes = [wave_sizes(routes) for routes in self.routes]
 
@@ -124,10 +128,10 @@ class _Builder:
     def _part(self, entry: int, start: int, stop: int, view: Tensor) -> Part:
         """Matrices [start, stop) of the local tensor of parameter ``entry``, which ``view`` holds in the same order."""
         local = local_part(self.work[entry].param)
-        if not self.work[entry].matrices.lead:
-            return Part(entry, 0, 1, True, view.view(local.shape))
-        whole = stop - start == local.size(0)
-        return Part(entry, start, stop, whole, view.view(stop - start, *local.shape[1:]))
+        stack = (slice(start, stop),) if self.work[entry].matrices.lead else ()
+        cut: tuple[slice, ...] | None = (*stack, *(self.window[entry] or ()))
+        shape = local[cut].shape if cut else local.shape
+        return Part(entry, None if shape == local.shape else cut, view.view(shape))
 
     def _piece(self, send: Send, buffer: Tensor, offset: int) -> Part:
         task = self.plan.tasks[send.task]
@@ -137,7 +141,7 @@ class _Builder:
     def _touches(self, runs: Sequence[Slice], local: Sequence[Batch]) -> tuple[list[Touch], Touch]:
         """Per wave and then per local batch, in the order in which the pipeline fills them."""
         touched = [self._touched(routes) for routes in self.routes]
-        touched += [{runs[part.item].item for part in batch.slices} for batch in local]
+        touched += [{self.first[runs[part.item].item] for part in batch.slices} for batch in local]
         count, first = len(self.routes), self.plan.options.in_flight
         order = [*range(min(first, count)), *range(count, len(touched)), *range(min(first, count), count)]
         begins: list[list[int]] = [[] for _ in touched]
@@ -147,12 +151,12 @@ class _Builder:
             for k in turns:
                 found[k] = sorted(touched[k] - seen)
                 seen |= touched[k]
-        rest = set(range(len(self.work))) - set().union(*touched)
+        rest = set(self.first) - set().union(*touched)
         return [Touch(tuple(b), tuple(e)) for b, e in zip(begins, ends, strict=True)], Touch((), tuple(sorted(rest)))
 
     def _touched(self, routes: WaveRoutes) -> set[int]:
         """Parameters of which this rank holds a piece in a wave; a replica that sends nothing still keeps its momentum."""
-        return {self.plan.tasks[send.task].entry for send in (*routes.scatter_in, *routes.gather_out, *routes.own)}
+        return {self.first[self.plan.tasks[send.task].entry] for send in (*routes.scatter_in, *routes.gather_out, *routes.own)}
 
     def _reserve_buffers(self) -> None:
         turns = self.plan.options.in_flight
@@ -234,6 +238,17 @@ def _local_index(entry: Entry, rank: int) -> dict[int, int]:
         return {0: 0}
     held = (matrix for layout in entry.layouts for start, stop in layout.local(rank)[0] for matrix in range(start, stop))
     return {matrix: position for position, matrix in enumerate(held)}
+
+
+def _local_window(entry: Entry, rank: int) -> tuple[slice, slice] | None:
+    """Where the rows and columns of ``entry.window`` are in the local tensor of ``rank``."""
+    own = [layout.local(rank) for layout in entry.layouts if rank in layout.mesh.ranks]
+    if entry.window is None or not own:
+        return None
+    row, col = (own[0][entry.lead + k] for k in range(2))
+    (top, bottom), (left, right) = entry.window
+    above, before = length(clip(row, 0, top)), length(clip(col, 0, left))
+    return slice(above, above + length(clip(row, top, bottom))), slice(before, before + length(clip(col, left, right)))
 
 
 def _offsets(sends: Sequence[Send], start: int = 0) -> list[tuple[Send, int]]:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from .work import Work, local_part
 
-__all__ = ["Part", "Parts", "Touch", "grouped"]
+__all__ = ["Part", "Parts", "Touch", "apply", "grouped"]
 
 _T = TypeVar("_T")
 _K = TypeVar("_K", bound=Hashable)
@@ -22,17 +22,15 @@ _K = TypeVar("_K", bound=Hashable)
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """Matrices [start, stop) of a parameter's local tensor and their view in a buffer; ``whole`` is all of the local tensor."""
+    """A part of a parameter's local tensor and its view in a buffer; ``cut`` is None for all of the local tensor."""
 
     work: int
-    start: int
-    stop: int
-    whole: bool
+    cut: tuple[slice, ...] | None
     view: Tensor
 
     def of(self, tensor: Tensor) -> Tensor:
         """This part of a local tensor."""
-        return tensor if self.whole else tensor[self.start : self.stop]
+        return tensor if self.cut is None else tensor[self.cut]
 
 
 class Parts:
@@ -41,7 +39,7 @@ class Parts:
     def __init__(self, parts: Sequence[Part], work: Sequence[Work]) -> None:
         self._parts = parts
         self._by_group = grouped(parts, lambda part: work[part.work].group)
-        self._by_shape = grouped(parts, lambda part: (work[part.work].group, work[part.work].matrices))
+        self._by_shape = grouped(parts, lambda part: (work[part.work].group, work[part.work].matrices.lr_shape))
 
     def fill(self, work: Sequence[Work]) -> None:
         """Writes each parameter's update before orthogonalisation into its view."""
@@ -59,8 +57,8 @@ class Parts:
             first = work[parts[0].work]
             settings, matrices = first.settings, first.matrices
             params = [part.of(local_part(work[part.work].param)) for part in parts]
-            factor = settings.adjust(matrices.rows, matrices.cols)
-            _apply(params, [part.view for part in parts], settings.decay, settings.rate * factor)
+            factor = settings.adjust(*matrices.lr_shape)
+            apply(params, [part.view for part in parts], settings.decay, settings.rate * factor)
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +94,7 @@ def grouped(things: Iterable[_T], key: Callable[[_T], _K]) -> list[tuple[_K, lis
     return list(groups.items())
 
 
-def _apply(params: list[Tensor], updates: list[Tensor], decay: float | Tensor, rate: float | Tensor) -> None:
+def apply(params: list[Tensor], updates: list[Tensor], decay: float | Tensor, rate: float | Tensor) -> None:
     """p ← p·decay − rate·update, without waiting for the device when lr is a tensor there."""
     torch._foreach_mul_(params, decay)
     if isinstance(rate, Tensor):

@@ -7,13 +7,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+import torch
+from torch import Tensor
 from torch.profiler import record_function
 
+from ..matrices import MatrixSet
 from ..ortho import orthogonalize
 from ..ortho.kernels import products_for
 from ..plan import Plan
 from ..transport import Exchange, own_shard, whole
-from .parts import Part, Parts, Touch
+from .parts import Touch, apply, grouped
 from .settings import ExecutorSettings
 from .work import Work, local_part
 
@@ -33,29 +36,50 @@ class ReferenceExecutor:
 
     def run(self, work: Sequence[Work], *, last: Callable[[], None]) -> None:
         """One step, parameter by parameter."""
-        for k, one in enumerate(work):
-            touch = Touch((k,), (k,))
-            with record_function("meshmuon::momentum"):
-                touch.accumulate(work)
-                update = one.momentum_buffer.to(one.update_dtype, copy=True)
-                if one.settings.nesterov:
-                    update = update.mul_(one.settings.momentum).add_(one.grad)
-            touch.free_gradients(work)
-            with record_function("meshmuon::gather"):
-                full = whole(update)
-            matrices = full.reshape(one.matrices.count, one.matrices.rows, one.matrices.cols).contiguous()
+        for _, members in grouped(range(len(work)), lambda k: work[k].parameter):
+            self._step(work, members)
+        last()
+
+    def _step(self, work: Sequence[Work], members: Sequence[int]) -> None:
+        """One parameter: all of its parts."""
+        first, touch = work[members[0]], Touch((members[0],), (members[0],))
+        with record_function("meshmuon::momentum"):
+            touch.accumulate(work)
+            update = first.momentum_buffer.to(first.update_dtype, copy=True)
+            if first.settings.nesterov:
+                update = update.mul_(first.settings.momentum).add_(first.grad)
+        touch.free_gradients(work)
+        with record_function("meshmuon::gather"):
+            full = whole(update)
+        for one in (work[k] for k in members):
+            part = torch.zeros_like(full, dtype=torch.bool)
+            _window(part, one.matrices).fill_(True)
             with record_function("meshmuon::orthogonalise"):
-                products = products_for(full.device, deterministic=self._settings.deterministic)
-                orthogonalize(
-                    matrices, one.scheme, form=self._settings.form, dtype=one.compute_dtype, out=matrices, products=products
-                )
+                self._orthogonalise(one, _window(full, one.matrices))
             with record_function("meshmuon::scatter"):
-                shard = own_shard(matrices.view(full.shape), one.param)
+                shard, mine = own_shard(full, one.param), own_shard(part, one.param)
             with record_function("meshmuon::update"):
                 local = local_part(one.param)
-                Parts([Part(k, 0, local.size(0), True, shard.view(local.shape))], work).apply(work)
-        last()
+                rate = one.settings.rate * one.settings.adjust(*one.matrices.lr_shape)
+                stepped = local.clone()
+                apply([stepped], [shard], one.settings.decay, rate)
+                local.copy_(torch.where(mine, stepped, local))
+
+    def _orthogonalise(self, one: Work, part: Tensor) -> None:
+        matrices = part.reshape(one.matrices.count, one.matrices.rows, one.matrices.cols).contiguous()
+        products = products_for(part.device, deterministic=self._settings.deterministic)
+        found = orthogonalize(matrices, one.scheme, form=self._settings.form, dtype=one.compute_dtype, products=products)
+        part.copy_(found.view(part.shape))
 
     def workspace_bytes(self) -> int:
         """Nothing is kept between steps."""
         return 0
+
+
+def _window(full: Tensor, matrices: MatrixSet) -> Tensor:
+    """The part of a whole parameter that ``matrices`` are."""
+    if matrices.window is None:
+        return full
+    (top, bottom), (left, right) = matrices.window
+    rows = full.narrow(matrices.lead, top, bottom - top)
+    return rows if full.dim() > matrices.lead + 2 else rows.narrow(matrices.lead + 1, left, right - left)

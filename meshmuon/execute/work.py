@@ -35,18 +35,19 @@ class WorkSettings:
 
 @dataclass(slots=True)
 class Work:
-    """One parameter of the step.
+    """One parameter of the step, or one part of a fused one.
 
     Attributes:
         param: the parameter, plain or DTensor; its gradient is freed through it.
         momentum_buffer: its momentum, laid out like it.
-        matrices: the matrices of the whole parameter.
+        matrices: its matrices, over all ranks.
         scheme: how they are orthogonalised.
         compute_dtype: dtype of the products.
         settings: its group's numbers.
         comm_dtype: dtype on the wire.
         group: index of its group; parameters of one group share ``settings``.
         zeros: stands in for a gradient that only other ranks have.
+        parameter: number of the parameter; the parts of a fused one share it.
     """
 
     param: Tensor
@@ -58,6 +59,7 @@ class Work:
     comm_dtype: torch.dtype = torch.float32
     group: int = 0
     zeros: Tensor | None = None
+    parameter: int = 0
 
     @property
     def grad(self) -> Tensor:

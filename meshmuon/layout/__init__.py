@@ -1,6 +1,6 @@
 """Who holds which part of a tensor, from metadata alone."""
 
-from .cuts import Range, Ranges, cut
+from .cuts import Range, Ranges, clip, cut, length
 from .layout import Box, Layout, Mesh, Placement, Replicated, Sharded, coordinates, flat_index
 from .spread import Piece, Spread, spread_matrices
 
@@ -15,8 +15,10 @@ __all__ = [
     "Replicated",
     "Sharded",
     "Spread",
+    "clip",
     "coordinates",
     "cut",
     "flat_index",
+    "length",
     "spread_matrices",
 ]

@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from functools import lru_cache
 from typing import TypeAlias
 
-__all__ = ["Range", "Ranges", "cut", "length", "merged", "tiles"]
+__all__ = ["Range", "Ranges", "clip", "cut", "length", "merged", "tiles"]
 
 Range: TypeAlias = tuple[int, int]
 """Indices [start, stop) of a tensor dim."""
@@ -40,6 +40,12 @@ def cut(size: int, chain: tuple[tuple[int, int], ...]) -> tuple[Ranges, ...]:
     for parts, split_factor in chain:
         held = [mine for ranges in held for mine in _shard(ranges, parts, split_factor)]
     return tuple(held)
+
+
+def clip(ranges: Ranges, start: int, stop: int) -> Ranges:
+    """What ``ranges`` have of [start, stop), counted from ``start``."""
+    clipped = ((max(first, start) - start, min(last, stop) - start) for first, last in ranges)
+    return tuple((first, last) for first, last in clipped if first < last)
 
 
 def tiles(size: int, covers: Iterable[Ranges]) -> bool:

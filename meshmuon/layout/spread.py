@@ -8,7 +8,8 @@ from functools import cached_property, lru_cache
 from itertools import product
 
 from ..errors import PlanError
-from .cuts import Ranges, length, merged, tiles
+from ..matrices import Window
+from .cuts import Ranges, clip, length, merged, tiles
 from .layout import Layout, coordinates, flat_index
 
 __all__ = ["Piece", "Spread", "spread_matrices"]
@@ -116,13 +117,14 @@ class Spread:
 
 
 @lru_cache(maxsize=1024)
-def spread_matrices(layout: Layout, lead: int) -> tuple[Spread, ...]:
+def spread_matrices(layout: Layout, lead: int, window: Window | None = None) -> tuple[Spread, ...]:
     """The spread of every matrix of a parameter; matrices that are held alike share one object.
 
     Args:
         layout: the parameter's layout.
         lead: how many leading dims count matrices (0: the parameter is one matrix; 1: a stack of experts). The next dim is the
             rows, the remaining ones are the columns.
+        window: which rows and columns of the parameter the matrices are; None for all of them.
     """
     columns = range(lead + 1, len(layout.shape))
     grid = layout.mesh.shape
@@ -130,6 +132,12 @@ def spread_matrices(layout: Layout, lead: int) -> tuple[Spread, ...]:
     column_axes = [layout.axes(dim) for dim in columns]
     lead_cuts, row_cuts = layout.cuts(0) if lead else (((0, 1),),), layout.cuts(lead)
     column_cuts = _column_cuts(layout, columns)
+    shape = layout.shape[lead], math.prod(layout.shape[lead + 1 :])
+    if window is not None:
+        (top, bottom), (left, right) = window
+        row_cuts = tuple(clip(ranges, top, bottom) for ranges in row_cuts)
+        column_cuts = {parts: clip(ranges, left, right) for parts, ranges in column_cuts.items()}
+        shape = bottom - top, right - left
     held: list[dict[tuple[int, tuple[int, ...]], list[int]]] = [{} for _ in lead_cuts]
     for rank, where in coordinates(layout.mesh).items():  # for each part, the order of the mesh is the order of replicas
         part = flat_index(grid, where, row_axes), tuple(flat_index(grid, where, axes) for axes in column_axes)
@@ -139,7 +147,6 @@ def spread_matrices(layout: Layout, lead: int) -> tuple[Spread, ...]:
         if not ranges:
             continue
         pieces = [Piece(row_cuts[row], column_cuts[col], tuple(ranks)) for (row, col), ranks in sorted(group.items())]
-        shape = layout.shape[lead], math.prod(layout.shape[lead + 1 :])
         spread = Spread(*shape, tuple(p for p in pieces if p.rows and p.cols), len(pieces[0].holders))
         for start, stop in ranges:
             spreads[start:stop] = [spread] * (stop - start)

@@ -1,33 +1,78 @@
-"""Which matrices a parameter holds: itself, one per expert, or a flattened convolution filter."""
+"""Which matrices a parameter holds: itself, one per expert, a flattened convolution filter, or the parts of a fused weight."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import accumulate, pairwise
+from typing import TypeAlias
 
 from ..errors import ConfigError
 
-__all__ = ["CONV_OPTIONS", "MatrixSet", "check_expert_keys", "matrices_inside"]
+__all__ = [
+    "CONV_OPTIONS",
+    "EXPERT_DIMS",
+    "Inside",
+    "MatrixSet",
+    "Split",
+    "Window",
+    "check_expert_keys",
+    "check_inside",
+    "matrices_inside",
+]
 
 CONV_OPTIONS = (None, "flatten")
+EXPERT_DIMS = ("out_in", "in_out")
+
+Window: TypeAlias = tuple[tuple[int, int], tuple[int, int]]
+"""Half-open ranges of rows and of columns."""
+
+Split: TypeAlias = "int | Sequence[int] | Callable[[str, tuple[int, ...]], int | Sequence[int] | None]"
+"""Sizes of the parts of the output dim, the size of equal parts, or a function of name and shape that gives one of these."""
 
 
 @dataclass(frozen=True, slots=True)
 class MatrixSet:
-    """``count`` matrices of rows × cols, one behind the other in the parameter's index order.
+    """``count`` matrices of rows × cols, one per index of the parameter's leading dim.
 
     Attributes:
         count: number of matrices.
         rows: rows of each.
         cols: columns of each.
         lead: how many leading dims of the parameter count matrices; the next dim is the rows, all others are the columns.
+        window: which part of the rows and columns of the parameter they are; None for all of it.
+        flipped: rows are inputs and columns are outputs, which matters for the learning rate only.
     """
 
     count: int
     rows: int
     cols: int
     lead: int = 0
+    window: Window | None = None
+    flipped: bool = False
+
+    @property
+    def lr_shape(self) -> tuple[int, int]:
+        """Outputs and inputs: what learning-rate rules call rows and columns."""
+        return (self.cols, self.rows) if self.flipped else (self.rows, self.cols)
+
+
+@dataclass(frozen=True, slots=True)
+class Inside:
+    """The options that say which matrices a parameter holds.
+
+    Attributes:
+        expert_keys: what marks a 3-D parameter as a stack of independent expert matrices.
+        conv: ``"flatten"`` makes any other parameter of more than two dims one (out, in·kernel) matrix.
+        split: how fused weights are cut along their output dim.
+        expert_dims: ``"out_in"`` for experts of shape (experts, out, in), ``"in_out"`` for (experts, in, out).
+    """
+
+    expert_keys: tuple[str, ...] = ()
+    conv: str | None = None
+    split: Split | None = None
+    expert_dims: str = "out_in"
 
 
 def check_expert_keys(keys: Sequence[str] | None) -> tuple[str, ...]:
@@ -37,15 +82,41 @@ def check_expert_keys(keys: Sequence[str] | None) -> tuple[str, ...]:
     return tuple(keys or ())
 
 
-def matrices_inside(name: str, shape: Sequence[int], *, expert_keys: Sequence[str] = (), conv: str | None = None) -> MatrixSet:
-    """Finds the matrices of a parameter that goes to Muon.
+def check_inside(inside: Inside) -> None:
+    """Refuses options that cannot be meant."""
+    if inside.conv not in CONV_OPTIONS:
+        raise ConfigError(f"conv={inside.conv!r} is unknown; write one of {CONV_OPTIONS}.")
+    if inside.expert_dims not in EXPERT_DIMS:
+        raise ConfigError(f"expert_dims={inside.expert_dims!r} is unknown; write one of {EXPERT_DIMS}.")
+    if inside.split is not None and not callable(inside.split):
+        _sizes("split", inside.split, None)
+
+
+def matrices_inside(name: str, shape: Sequence[int], inside: Inside) -> tuple[MatrixSet, ...]:
+    """Finds the matrices of a parameter that goes to Muon: one set, or one per part of a fused weight.
 
     Args:
-        name: the parameter's name; an expert parameter contains one of ``expert_keys``.
+        name: the parameter's name; an expert parameter contains one of ``inside.expert_keys``.
         shape: the parameter's global shape: (rows, cols), (experts, rows, cols) or (out, in, *kernel).
-        expert_keys: what marks a 3-D parameter as a stack of independent expert matrices.
-        conv: ``"flatten"`` makes any other parameter of more than two dims one (out, in·kernel) matrix.
+        inside: the options.
     """
+    whole = _whole(name, shape, inside)
+    split = inside.split(name, tuple(shape)) if callable(inside.split) else inside.split
+    if split is None:
+        return (whole,)
+    outputs = whole.lr_shape[0]
+    edges = list(accumulate(_sizes(name, split, outputs), initial=0))
+    parts = []
+    for start, stop in pairwise(edges):
+        cut = stop - start
+        if whole.flipped:
+            parts.append(MatrixSet(whole.count, whole.rows, cut, whole.lead, ((0, whole.rows), (start, stop)), True))
+        else:
+            parts.append(MatrixSet(whole.count, cut, whole.cols, whole.lead, ((start, stop), (0, whole.cols))))
+    return tuple(parts)
+
+
+def _whole(name: str, shape: Sequence[int], inside: Inside) -> MatrixSet:
     if len(shape) == 2:
         return MatrixSet(1, shape[0], shape[1])
     if len(shape) < 2:
@@ -53,12 +124,31 @@ def matrices_inside(name: str, shape: Sequence[int], *, expert_keys: Sequence[st
             f"{name}: shape {tuple(shape)} has no rows and columns, so Muon cannot orthogonalise it. "
             "Put it into a group with use_muon=False; get_default_muon_param_groups(model) does so."
         )
-    if len(shape) == 3 and any(key in name for key in expert_keys):
-        return MatrixSet(shape[0], shape[1], shape[2], lead=1)
-    if conv == "flatten":
+    if len(shape) == 3 and any(key in name for key in inside.expert_keys):
+        return MatrixSet(shape[0], shape[1], shape[2], lead=1, flipped=inside.expert_dims == "in_out")
+    if inside.conv == "flatten":
         return MatrixSet(1, shape[0], math.prod(shape[1:]))
     raise ConfigError(
         f"{name}: shape {tuple(shape)} has more than two dims. If it is a stack of expert matrices (experts, out, in), "
-        f"pass expert_keys=[...] with a part of its name (now {list(expert_keys)}). If it is a convolution filter, pass "
+        f"pass expert_keys=[...] with a part of its name (now {list(inside.expert_keys)}). If it is a convolution filter, pass "
         'conv="flatten" to treat it as one (out, in·kernel) matrix, or put it into a group with use_muon=False.'
     )
+
+
+def _sizes(name: str, split: int | Sequence[int], outputs: int | None) -> tuple[int, ...]:
+    """The sizes of the parts, checked; ``outputs`` is what they must add up to, where it is known."""
+    if isinstance(split, int) and not isinstance(split, bool) and split > 0:
+        if outputs is None:
+            return (split,)
+        if outputs % split:
+            raise ConfigError(f"{name}: {outputs} outputs do not divide into parts of {split}: give the sizes of the parts.")
+        return (split,) * (outputs // split)
+    sizes = tuple(split) if isinstance(split, (tuple, list)) else ()
+    if not sizes or not all(isinstance(size, int) and not isinstance(size, bool) and size > 0 for size in sizes):
+        raise ConfigError(
+            f"{name}: split={split!r} must be sizes of parts such as (1024, 256, 256), the size of equal parts such as 128, or a "
+            "function of name and shape that returns one of these or None."
+        )
+    if outputs is not None and sum(sizes) != outputs:
+        raise ConfigError(f"{name}: the parts {sizes} add up to {sum(sizes)}, but it has {outputs} outputs.")
+    return sizes

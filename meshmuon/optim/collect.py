@@ -11,11 +11,11 @@ from torch import Tensor
 
 from ..errors import GradientError
 from ..execute import Work, WorkSettings
-from ..matrices import check_expert_keys, matrices_inside
+from ..matrices import Inside, matrices_inside
 from ..ortho import default_compute_dtype, resolve_scheme
 from . import state
 from .dtensors import as_dtensor, check_gradient_placement
-from .groups import check_options
+from .groups import check_options, inside_of
 from .lr import lr_factor
 from .planning import Demand, Outcome
 
@@ -70,7 +70,7 @@ def work_of(
     """The Muon part of an agreed step, one entry per parameter of its plan."""
     settings: dict[int, WorkSettings] = {}
     work = []
-    for k in outcome.members:
+    for k, part in outcome.members:
         one, demand = parameters[k], demands[k]
         if one.place not in settings:
             settings[one.place] = _settings(one.group)
@@ -80,13 +80,14 @@ def work_of(
             Work(
                 param=one.param,
                 momentum_buffer=state.momentum_buffer(states[one.param], one.param, one.group["momentum_dtype"]),
-                matrices=demand.matrices,
+                matrices=demand.matrices[part],
                 scheme=demand.scheme,
                 compute_dtype=demand.compute_dtype,
                 settings=settings[one.place],
                 comm_dtype=demand.comm_dtype,
                 group=one.place,
                 zeros=torch.zeros_like(one.param) if k in outcome.zeros else None,
+                parameter=k,
             )
         )
     return work
@@ -97,17 +98,14 @@ def gradient_of(param: Tensor) -> Tensor:
     return torch.zeros_like(param) if param.grad is None else param.grad
 
 
-def _treatment(group: Mapping[str, Any]) -> tuple[Any, tuple[str, ...]]:
-    if not group["use_muon"]:
-        return None, ()
-    return resolve_scheme(group["scheme"], group["ns_steps"]), check_expert_keys(group["expert_keys"])
+def _treatment(group: Mapping[str, Any]) -> tuple[Any, Inside | None]:
+    return (resolve_scheme(group["scheme"], group["ns_steps"]), inside_of(group)) if group["use_muon"] else (None, None)
 
 
-def _demand(scheme: Any, expert_keys: tuple[str, ...], one: Parameter, *, comm_dtype: torch.dtype | None) -> Demand:
+def _demand(scheme: Any, inside: Inside | None, one: Parameter, *, comm_dtype: torch.dtype | None) -> Demand:
     param, group = one.param, one.group
     sharded = as_dtensor(param)
     shape, dtype, device = tuple(param.shape), param.dtype, param.device
-    muon = group["use_muon"]
     update_dtype = torch.float64 if dtype == torch.float64 else torch.float32
     return Demand(
         name=one.name,
@@ -117,9 +115,9 @@ def _demand(scheme: Any, expert_keys: tuple[str, ...], one: Parameter, *, comm_d
         mesh=None if sharded is None else sharded.device_mesh,
         placements=() if sharded is None else sharded.placements,
         device=device,
-        matrices=matrices_inside(one.name, shape, expert_keys=expert_keys, conv=group["conv"]) if muon else None,
+        matrices=None if inside is None else matrices_inside(one.name, shape, inside),
         scheme=scheme,
-        compute_dtype=(group["compute_dtype"] or default_compute_dtype(device, dtype)) if muon else dtype,
+        compute_dtype=dtype if inside is None else group["compute_dtype"] or default_compute_dtype(device, dtype),
         comm_dtype=comm_dtype or default_comm_dtype(device, update_dtype),
         update_dtype=update_dtype,
         active=param.grad is not None,

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ..errors import ConfigError
-from ..matrices import CONV_OPTIONS, check_expert_keys, matrices_inside
+from ..matrices import Inside, check_expert_keys, check_inside, matrices_inside
 from ..ortho import Scheme, SchemeLike, resolve_scheme
 from .dtensors import check_placement
 from .lr import check_adjust_lr
@@ -24,6 +24,7 @@ __all__ = [
     "check_dtype",
     "check_group",
     "check_options",
+    "inside_of",
     "normalise_group",
     "normalise_params",
     "storable_scheme",
@@ -123,6 +124,17 @@ def adamw_eps(group: Mapping[str, Any]) -> float:
     return float(group.get("eps", group["adamw_eps"]))
 
 
+def inside_of(group: Mapping[str, Any]) -> Inside:
+    """The group's options that say which matrices a parameter holds."""
+    keys = check_expert_keys(group["expert_keys"])
+    return Inside(keys, group["conv"], storable_split(group["split"]), group["expert_dims"])
+
+
+def storable_split(split: Any) -> Any:
+    """Sizes as a tuple, which can be compared and stored; anything else as it is."""
+    return tuple(split) if isinstance(split, list) else split
+
+
 def check_group(group: Mapping[str, Any], index: int) -> None:
     """Refuses what a step cannot work with. Defaults are already filled in."""
     check_options(group, index)
@@ -139,11 +151,9 @@ def check_options(group: Mapping[str, Any], index: int) -> None:
         _check_range(group["momentum"], "momentum", where, low=0.0, below=1.0)
         check_adjust_lr(group["adjust_lr_fn"])
         resolve_scheme(group["scheme"], group["ns_steps"])
-        check_expert_keys(group["expert_keys"])
+        check_inside(inside_of(group))
         check_dtype(group["compute_dtype"], "compute_dtype", where)
         check_dtype(group["momentum_dtype"], "momentum_dtype", where)
-        if group["conv"] not in CONV_OPTIONS:
-            raise ConfigError(f"{where}: conv={group['conv']!r} is unknown; write one of {CONV_OPTIONS}.")
     else:
         for k, beta in enumerate(adamw_betas(group)):
             _check_range(beta, f"adamw_betas[{k}]", where, low=0.0, below=1.0)
@@ -157,7 +167,7 @@ def _check_param(name: str, param: Tensor, group: Mapping[str, Any]) -> None:
     if group["use_muon"]:
         if not param.is_floating_point():
             raise ConfigError(f"{name} has dtype {param.dtype}; Muon needs floating point parameters.")
-        matrices_inside(name, param.shape, expert_keys=check_expert_keys(group["expert_keys"]), conv=group["conv"])
+        matrices_inside(name, param.shape, inside_of(group))
 
 
 def _check_lr(lr: Any, where: str) -> None:

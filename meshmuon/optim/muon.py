@@ -15,13 +15,13 @@ from torch.profiler import record_function
 
 from ..errors import ConfigError, RoutingWarning, UnsupportedError
 from ..execute import DEFAULT_MEMORY_BUDGET, Executor, ExecutorSettings, ReferenceExecutor
-from ..matrices import check_expert_keys
+from ..matrices import Split, check_expert_keys
 from ..ortho import SchemeLike, resolve_scheme
 from ..plan import Plan, PlanOptions, cost_model_for
 from . import state
 from .adamw import adamw_step
 from .collect import Parameter, check_step, demands_of, gradient_of, parameters_of, work_of
-from .groups import check_dtype, check_group, normalise_group, normalise_params, storable_scheme
+from .groups import check_dtype, check_group, normalise_group, normalise_params, storable_scheme, storable_split
 from .lr import AdjustLR
 from .planning import Outcome, Planner
 from .table import RoutingTable, build_routing_table
@@ -43,8 +43,8 @@ class Muon(torch.optim.Optimizer):
     3. ``p ← p·(1 − lr·weight_decay) − lr·adjust_lr_fn(rows, cols)·update``.
 
     Groups with ``use_muon=False`` take ``torch.optim.AdamW``'s fused step. A group may carry its own lr, momentum, nesterov,
-    ns_steps, weight_decay, betas, eps, none_grad, expert_keys, scheme, adjust_lr_fn, maximize, conv, compute_dtype and
-    momentum_dtype; groups are read at every step.
+    ns_steps, weight_decay, betas, eps, none_grad, expert_keys, scheme, adjust_lr_fn, maximize, conv, split, expert_dims,
+    compute_dtype and momentum_dtype; groups are read at every step.
 
     Args:
         params: groups, each with ``params``, ``use_muon`` and, best, ``names``; see ``get_default_muon_param_groups``.
@@ -66,6 +66,9 @@ class Muon(torch.optim.Optimizer):
         adjust_lr_fn: ``"match_rms_adamw"``, ``"original"``, ``"spectral"`` or a function of (rows, cols).
         maximize: ascend instead of descend.
         conv: ``"flatten"`` lets Muon take convolution filters as (out, in·kernel) matrices.
+        split: cuts fused weights (QKV, gate-up) along their output dim into matrices of their own: sizes of the parts, the size
+            of equal parts (one per head), or a function of name and shape that returns one of these or None.
+        expert_dims: ``"out_in"`` for experts of shape (experts, out, in), ``"in_out"`` for (experts, in, out).
         compute_dtype: dtype of the Newton–Schulz products; float32 on CPU and bfloat16 on GPU unless given.
         momentum_dtype: dtype of new momentum buffers; the parameter's unless given.
         memory_budget: bytes of scratch that one batch may use, and of matrices that an owner gathers per wave (default 64 MiB).
@@ -105,6 +108,8 @@ class Muon(torch.optim.Optimizer):
         adjust_lr_fn: AdjustLR = "match_rms_adamw",
         maximize: bool = False,
         conv: str | None = None,
+        split: Split | None = None,
+        expert_dims: str = "out_in",
         compute_dtype: torch.dtype | None = None,
         momentum_dtype: torch.dtype | None = None,
         memory_budget: int = DEFAULT_MEMORY_BUDGET,
@@ -143,6 +148,8 @@ class Muon(torch.optim.Optimizer):
             "adjust_lr_fn": adjust_lr_fn,
             "maximize": maximize,
             "conv": conv,
+            "split": storable_split(split),
+            "expert_dims": expert_dims,
             "compute_dtype": compute_dtype,
             "momentum_dtype": momentum_dtype,
         }
@@ -157,6 +164,8 @@ class Muon(torch.optim.Optimizer):
         check_group({**self.defaults, **group}, index)
         if "scheme" in group:
             group["scheme"] = storable_scheme(group["scheme"])
+        if "split" in group:
+            group["split"] = storable_split(group["split"])
         super().add_param_group(group)
 
     @torch.no_grad()

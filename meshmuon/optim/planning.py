@@ -43,7 +43,7 @@ class Demand(NamedTuple):
         mesh: its mesh, None for a plain tensor.
         placements: torch's placements on the mesh.
         device: where it is.
-        matrices: its matrices; None when AdamW takes it.
+        matrices: its matrices, one set per part of a fused weight; None when AdamW takes it.
         scheme: how they are orthogonalised.
         compute_dtype: dtype of the products.
         comm_dtype: dtype on the wire.
@@ -58,7 +58,7 @@ class Demand(NamedTuple):
     mesh: DeviceMesh | None
     placements: tuple[Any, ...]
     device: torch.device
-    matrices: MatrixSet | None
+    matrices: tuple[MatrixSet, ...] | None
     scheme: Scheme | Orthogonalizer | None
     compute_dtype: torch.dtype
     comm_dtype: torch.dtype
@@ -72,14 +72,14 @@ class Outcome:
 
     Attributes:
         plan: the plan; its entries are the parameters of ``members``, in order.
-        members: indices of the demands that Muon steps.
+        members: for each entry, the index of its demand and of its set of matrices.
         zeros: indices of the demands whose gradient only other ranks have.
         exchange: how pieces travel; None when none does.
         rank: this rank.
     """
 
     plan: Plan
-    members: tuple[int, ...]
+    members: tuple[tuple[int, int], ...]
     zeros: frozenset[int]
     exchange: Exchange | None
     rank: int
@@ -139,38 +139,45 @@ class Planner:
         self._layouts = [self._layouts_of(demand, frozenset(ranks)) for demand in demands]
         self._misfit = self._find_misfit(demands)
         self._settle(demands, [demand.active for demand in demands])
-        self._must_agree = any(travels(entry, self._options) for entry in self._entries(demands) if entry is not None)
+        self._must_agree = any(travels(entry, self._options) for parts in self._entries(demands) for entry in parts)
 
     def _settle(self, demands: tuple[Demand, ...], active: Sequence[bool]) -> None:
         """Plans a step on the ``active`` parameters."""
-        chosen = [(k, entry) for k, entry in enumerate(self._entries(demands)) if entry is not None and active[k]]
+        chosen = [
+            (k, part, entry) for k, parts in enumerate(self._entries(demands)) for part, entry in enumerate(parts) if active[k]
+        ]
         zeros = frozenset(k for k, demand in enumerate(demands) if active[k] and not demand.active)
-        plan = make_plan([entry for _, entry in chosen], self._options)
+        plan = make_plan([entry for _, _, entry in chosen], self._options)
         exchange = None if self._link is None else self._link.exchange
-        self._outcome = Outcome(plan, tuple(k for k, _ in chosen), zeros, exchange, self._rank())
+        self._outcome = Outcome(plan, tuple((k, part) for k, part, _ in chosen), zeros, exchange, self._rank())
         # What AdamW steps is no part of the plan, but ranks must agree on it as well.
         facts = plan.digest, [active[k] for k, demand in enumerate(demands) if demand.matrices is None and self._layouts[k]]
         self._token = int(hashlib.sha256(repr(facts).encode()).hexdigest()[:15], 16)
         self._agreed = self.demands = demands
 
-    def _entries(self, demands: Sequence[Demand]) -> list[Entry | None]:
-        """What the plan knows of each parameter; None for AdamW's and for those on meshes that do not touch this rank's."""
+    def _entries(self, demands: Sequence[Demand]) -> list[list[Entry]]:
+        """What the plan knows of each parameter; nothing of AdamW's and of those on meshes that do not touch this rank's."""
         ranks = (self._rank(),) if self._link is None else self._link.ranks
-        return [self._entry(demand, layouts, ranks) for demand, layouts in zip(demands, self._layouts, strict=True)]
+        return [
+            [
+                self._entry(demand, matrices, layouts, ranks)
+                for matrices in demand.matrices or ()
+                if demand.mesh is None or layouts
+            ]
+            for demand, layouts in zip(demands, self._layouts, strict=True)
+        ]
 
-    def _entry(self, demand: Demand, layouts: tuple[Layout, ...], ranks: tuple[int, ...]) -> Entry | None:
-        if demand.matrices is None or (demand.mesh is not None and not layouts):
-            return None
-        private = not layouts
+    def _entry(self, demand: Demand, matrices: MatrixSet, layouts: tuple[Layout, ...], ranks: tuple[int, ...]) -> Entry:
         return Entry(
             name=demand.name,
             layouts=layouts or (replicated_layout(demand.shape, ranks),),
-            lead=demand.matrices.lead,
+            lead=matrices.lead,
             lane=(demand.device.type, str(demand.comm_dtype), str(demand.update_dtype)),
             itemsize=demand.comm_dtype.itemsize,
-            flops=expected_flops(demand.matrices.rows, demand.matrices.cols, demand.scheme, self._form, demand.compute_dtype),
+            flops=expected_flops(matrices.rows, matrices.cols, demand.scheme, self._form, demand.compute_dtype),
             share=True if demand.mesh is None else None,
-            private=private,
+            private=not layouts,
+            window=matrices.window,
         )
 
     def _layouts_of(self, demand: Demand, reached: frozenset[int]) -> tuple[Layout, ...]:
@@ -237,9 +244,12 @@ class Planner:
             )
 
 
-def _description(demand: Demand, layouts: Sequence[Layout], entry: Entry | None) -> tuple[str, str]:
+def _description(demand: Demand, layouts: Sequence[Layout], parts: Sequence[Entry]) -> tuple[str, str]:
     """A parameter's name, and all of it that must be equal on every rank."""
-    shape = "×".join(map(str, demand.shape))
-    if entry is None:
-        return demand.name, f"{shape} {'; '.join(map(str, layouts))}, for AdamW"
-    return demand.name, f"{shape} {'; '.join(map(str, layouts))}, {entry.lane}, lead {entry.lead}, {entry.flops} FLOPs"
+    where = f"{'×'.join(map(str, demand.shape))} {'; '.join(map(str, layouts))}"
+    if not parts:
+        return demand.name, f"{where}, for AdamW"
+    work = ", ".join(
+        f"{entry.flops} FLOPs" if entry.window is None else f"{entry.window}: {entry.flops} FLOPs" for entry in parts
+    )
+    return demand.name, f"{where}, {parts[0].lane}, lead {parts[0].lead}, {work}"

@@ -8,9 +8,10 @@ from typing import Any
 
 from torch import Tensor
 
-from ..matrices import check_expert_keys, matrices_inside
+from ..matrices import matrices_inside
 from ..plan import table
 from .dtensors import layout_text
+from .groups import inside_of
 from .lr import AdjustLR, lr_factor, update_rms
 from .routing import is_table_name, name_parts
 
@@ -75,7 +76,7 @@ def build_routing_table(groups: Sequence[Mapping[str, Any]]) -> RoutingTable:
         for name, param in zip(group["param_names"], group["params"], strict=True):
             rows.append(_row(name, param, group))
             if group["use_muon"]:
-                warnings += _route_warnings(name)
+                warnings += _route_warnings(name, split=rows[-1].matrices > 1)
     return RoutingTable(tuple(rows), tuple(warnings))
 
 
@@ -83,10 +84,11 @@ def _row(name: str, param: Tensor, group: Mapping[str, Any]) -> RoutingRow:
     lr, shape = float(group["lr"]), tuple(param.shape)
     if not group["use_muon"]:
         return RoutingRow(name, shape, layout_text(name, param), "adamw", 0, lr, _ADAMW_RMS * lr)
-    found = matrices_inside(name, shape, expert_keys=check_expert_keys(group["expert_keys"]), conv=group["conv"])
+    found = matrices_inside(name, shape, inside_of(group))
     rule: AdjustLR = group["adjust_lr_fn"]
-    factor, rms = lr_factor(rule, found.rows, found.cols), update_rms(rule, found.rows, found.cols)
-    return RoutingRow(name, shape, layout_text(name, param), "muon", found.count, lr * factor, lr * rms)
+    largest = max(found, key=lambda one: lr_factor(rule, *one.lr_shape))  # the parts of a fused weight may differ
+    factor, rms = lr_factor(rule, *largest.lr_shape), update_rms(rule, *largest.lr_shape)
+    return RoutingRow(name, shape, layout_text(name, param), "muon", sum(one.count for one in found), lr * factor, lr * rms)
 
 
 def _lr_warnings(index: int, group: Mapping[str, Any]) -> list[str]:
@@ -104,15 +106,15 @@ def _lr_warnings(index: int, group: Mapping[str, Any]) -> list[str]:
     return []
 
 
-def _route_warnings(name: str) -> list[str]:
+def _route_warnings(name: str, *, split: bool) -> list[str]:
     if is_table_name(name):
         return [
             f"{name} looks like an embedding or an output head, which train better with AdamW: move it to a group with "
             "use_muon=False."
         ]
-    if any(part.lower() in _FUSED for part in name_parts(name)):
+    if not split and any(part.lower() in _FUSED for part in name_parts(name)):
         return [
             f"{name} looks like several projections fused into one weight. Muon orthogonalises it as one matrix, which couples "
-            "them: use separate projections, or a group with use_muon=False."
+            "them: give the sizes of its parts, split=(...), in the group."
         ]
     return []

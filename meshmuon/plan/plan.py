@@ -9,6 +9,7 @@ from functools import cached_property
 
 from ..errors import ConfigError, PlanError
 from ..layout import Layout, Piece, Spread, spread_matrices
+from ..matrices import Window
 from .cost import CostModel
 from .owners import Job, assign_owners, lightest_possible
 from .waves import Owned, cut_into_waves
@@ -23,7 +24,7 @@ _WORTH_AN_EXCHANGE = 4  # a wave should last at least as long as this many empty
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """One parameter.
+    """One parameter, or one part of a fused one.
 
     Attributes:
         name: its name.
@@ -34,6 +35,7 @@ class Entry:
         flops: FLOPs of orthogonalising one of its matrices.
         share: True or False where the user's ``replicas`` does not decide.
         private: known to this rank alone (a plain tensor): neither balanced nor part of the digest.
+        window: which rows and columns of the parameter its matrices are; None for all of them.
     """
 
     name: str
@@ -44,11 +46,16 @@ class Entry:
     flops: int
     share: bool | None = None
     private: bool = False
+    window: Window | None = None
 
     @property
     def count(self) -> int:
         """Number of matrices."""
         return self.layouts[0].shape[0] if self.lead else 1
+
+    def spreads(self, layout: Layout) -> tuple[Spread, ...]:
+        """How its matrices are spread where it lies as ``layout`` says."""
+        return spread_matrices(layout, self.lead, self.window)
 
     def __str__(self) -> str:
         layouts = "; ".join(map(str, self.layouts))
@@ -184,7 +191,7 @@ class Plan:
         for entry in self.entries:
             if not entry.private:
                 layouts = [numbers.setdefault(layout, len(numbers)) for layout in entry.layouts]
-                facts = entry.name, layouts, entry.lead, str(entry.lane), entry.itemsize, entry.flops, entry.share
+                facts = entry.name, layouts, entry.lead, str(entry.lane), entry.itemsize, entry.flops, entry.share, entry.window
                 hasher.update(repr(facts).encode())
         for layout in numbers:
             hasher.update(repr((layout.shape, layout.mesh.shape, layout.mesh.ranks, layout.placements)).encode())
@@ -227,7 +234,7 @@ class Plan:
         for matrix in range(entry.count):
             found = copies.get((k, matrix), [])
             holders = sum(len(spread.place) for spread in found)
-            expected = sum(len(spread_matrices(layout, entry.lead)[matrix].place) for layout in entry.layouts)
+            expected = sum(len(entry.spreads(layout)[matrix].place) for layout in entry.layouts)
             if holders != expected or (len(found) > 1 and len({r for spread in found for r in spread.place}) != holders):
                 raise PlanError(f"{entry.name}: matrix {matrix} has {expected} holders, the plan computes it for {holders}")
 
@@ -260,7 +267,7 @@ def _copies(entries: Sequence[Entry], options: PlanOptions) -> Iterator[tuple[in
     """(entry, matrix, spread, whether it travels) of everything that is computed, each replica apart where they do not share."""
     for k, entry in enumerate(entries):
         for layout in entry.layouts:
-            for matrix, spread in enumerate(spread_matrices(layout, entry.lead)):
+            for matrix, spread in enumerate(entry.spreads(layout)):
                 if not spread.size:
                     continue
                 if spread.replicas > 1 and _shares(entry, spread, options):
