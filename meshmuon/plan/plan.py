@@ -217,8 +217,9 @@ class Plan:
                 raise PlanError(f"{name}: matrix {task.matrix} is in pieces, but none of them travels")
             if task.wave != NO_WAVE and task.owner not in task.spread.place:
                 raise PlanError(f"{name}: rank {task.owner} owns matrix {task.matrix} but holds no piece of it")
-            if task.wave != NO_WAVE and self.lanes[task.wave] != self.entries[task.entry].lane:
-                raise PlanError(f"{name}: it travels on {self.entries[task.entry].lane}, its wave on {self.lanes[task.wave]}")
+            lane = self.entries[task.entry].lane
+            if task.wave != NO_WAVE and not (0 <= task.wave < len(self.lanes) and self.lanes[task.wave] == lane):
+                raise PlanError(f"{name}: it travels on {lane}, but wave {task.wave} is not on that lane: {self.lanes}")
             copies.setdefault((task.entry, task.matrix), []).append(task.spread)
         for k, entry in enumerate(self.entries):
             self._prove_copies(k, entry, copies)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 import traceback
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -366,7 +367,6 @@ JOBS: dict[str, Job] = {
     "DDP, divided": Job(3, ddp_divides_the_work),
     "DDP, not divided": Job(2, ddp_without_a_group_sends_nothing),
     "pipeline stages": Job(4, pipeline_stages),
-    "meshes over some ranks": Job(4, meshes_over_some_ranks),
     "replica groups inside a mesh": Job(4, replica_groups_inside_a_mesh),
     "two meshes": Job(4, partial(placed, (2, 2), TWO_MESHES, flat=True)),
     "mixed dtypes": Job(3, partial(placed, (3,), MIXED)),
@@ -378,25 +378,62 @@ JOBS: dict[str, Job] = {
 }
 
 
-def run_rank(rank: int, folder: str) -> None:
+# Cases that have hung: each in processes of its own, which a test can end.
+ALONE: dict[str, Job] = {"meshes over some ranks": Job(4, meshes_over_some_ranks)}
+
+
+def run_job(job: Job, rank: int, store: str) -> str:
+    """What went wrong, or nothing."""
+    try:
+        files = dist.FileStore(store, job.world)
+        dist.init_process_group("gloo", rank=rank, world_size=job.world, store=files, timeout=timedelta(seconds=8))
+        job.run()
+    except BaseException:
+        return traceback.format_exc()
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+    return ""
+
+
+def run_rank(rank: int, folder: str, together: Any) -> None:
     """All cases in turn, each in a fresh process group; a case's failure is its own."""
     torch.set_num_threads(1)
     found: dict[str, str] = {}
     for number, (name, job) in enumerate(JOBS.items()):
+        together.wait(30)
         if rank < job.world:
-            store = dist.FileStore(f"{folder}/store{number}", job.world)
-            dist.init_process_group("gloo", rank=rank, world_size=job.world, store=store, timeout=timedelta(seconds=10))
-            try:
-                job.run()
-                found[name] = ""
-            except BaseException:
-                found[name] = traceback.format_exc()
-            finally:
-                dist.destroy_process_group()
+            found[name] = run_job(job, rank, f"{folder}/store{number}")
     torch.save(found, Path(folder) / f"rank{rank}.pt")
 
 
 def run_all(folder: Path) -> list[dict[str, str]]:
     """What each rank says of each of its cases: nothing when it passed, else the traceback."""
-    mp.spawn(run_rank, args=(str(folder),), nprocs=MOST)
+    mp.spawn(run_rank, args=(str(folder), mp.get_context("spawn").Barrier(MOST)), nprocs=MOST)
     return [torch.load(folder / f"rank{rank}.pt") for rank in range(MOST)]
+
+
+def run_rank_alone(rank: int, name: str, folder: str, ready: Any) -> None:
+    torch.set_num_threads(1)
+    ready.wait(40)
+    text = run_job(ALONE[name], rank, f"{folder}/store")
+    (Path(folder) / f"rank{rank}.txt").write_text(text)
+
+
+def run_alone(name: str, folder: Path, seconds: float) -> list[str]:
+    """What each rank says of one case; a rank that takes longer than ``seconds`` hangs."""
+    context = mp.get_context("spawn")
+    world = ALONE[name].world
+    ready = context.Barrier(world + 1)
+    ranks = [context.Process(target=run_rank_alone, args=(rank, name, str(folder), ready), daemon=True) for rank in range(world)]
+    for one in ranks:
+        one.start()
+    ready.wait(40)  # imports are over
+    end = time.monotonic() + seconds
+    for one in ranks:
+        one.join(max(0.0, end - time.monotonic()))
+    hung = [one.is_alive() for one in ranks]
+    for one in ranks:
+        one.kill()
+        one.join()
+    return ["hangs" if hung[rank] else (folder / f"rank{rank}.txt").read_text() for rank in range(world)]
