@@ -13,7 +13,7 @@ from .cost import CostModel
 from .owners import Job, assign_owners, lightest_possible
 from .waves import Owned, cut_into_waves
 
-__all__ = ["REPLICA_OPTIONS", "Entry", "Plan", "PlanOptions", "Send", "Task", "make_plan", "travels"]
+__all__ = ["REPLICA_OPTIONS", "Entry", "Plan", "PlanOptions", "Send", "Task", "make_plan"]
 
 REPLICA_OPTIONS = ("auto", "share", "repeat")
 EVERY_HOLDER = -1
@@ -34,6 +34,7 @@ class Entry:
         flops: FLOPs of orthogonalising one of its matrices.
         share: True or False where the user's ``replicas`` does not decide.
         private: known to this rank alone (a plain tensor): neither balanced nor part of the digest.
+        how: how its matrices are computed, in words; ranks must agree on it.
     """
 
     name: str
@@ -44,6 +45,7 @@ class Entry:
     flops: int
     share: bool | None = None
     private: bool = False
+    how: str = ""
 
     @property
     def count(self) -> int:
@@ -52,7 +54,7 @@ class Entry:
 
     def __str__(self) -> str:
         layouts = "; ".join(map(str, self.layouts))
-        return f"{self.name}: {'×'.join(map(str, self.layouts[0].shape))} {layouts}, {self.lane}, {self.flops} FLOPs"
+        return f"{self.name}: {'×'.join(map(str, self.layouts[0].shape))} {layouts}, {self.lane}, {self.flops} FLOPs, {self.how}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,7 +186,7 @@ class Plan:
         for entry in self.entries:
             if not entry.private:
                 layouts = [numbers.setdefault(layout, len(numbers)) for layout in entry.layouts]
-                facts = entry.name, layouts, entry.lead, str(entry.lane), entry.itemsize, entry.flops, entry.share
+                facts = entry.name, layouts, entry.lead, str(entry.lane), entry.itemsize, entry.flops, entry.share, entry.how
                 hasher.update(repr(facts).encode())
         for layout in numbers:
             hasher.update(repr((layout.shape, layout.mesh.shape, layout.mesh.ranks, layout.placements)).encode())
@@ -250,11 +252,6 @@ def make_plan(entries: Sequence[Entry], options: PlanOptions) -> Plan:
     lanes, waves = _waves_by_lane([entries[k].lane for k, _, _ in moves], owned, options)
     gone = [Task(k, matrix, spread, owner, wave) for (k, matrix, spread), owner, wave in zip(moves, owners, waves, strict=True)]
     return Plan(ranks, tuple(entries), (*stays, *gone), lanes, options)
-
-
-def travels(entry: Entry, options: PlanOptions) -> bool:
-    """Whether any matrix of the parameter needs an exchange."""
-    return any(moves for _, _, _, moves in _copies([entry], options))
 
 
 def _copies(entries: Sequence[Entry], options: PlanOptions) -> Iterator[tuple[int, int, Spread, bool]]:
