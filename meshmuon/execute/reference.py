@@ -37,9 +37,10 @@ class ReferenceExecutor:
             touch = Touch((k,), (k,))
             with record_function("meshmuon::momentum"):
                 touch.accumulate(work)
-                update = one.momentum_buffer.to(one.update_dtype, copy=True)
                 if one.settings.nesterov:
-                    update = update.mul_(one.settings.momentum).add_(one.grad)
+                    update = one.grad.to(one.update_dtype, copy=True).add_(one.momentum_buffer, alpha=one.settings.momentum)
+                else:
+                    update = one.momentum_buffer.to(one.update_dtype, copy=True)
             touch.free_gradients(work)
             with record_function("meshmuon::gather"):
                 full = whole(update)

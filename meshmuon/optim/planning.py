@@ -156,11 +156,8 @@ class Planner:
         exchange = None if self._link is None else self._link.exchange
         self._outcome = Outcome(plan, tuple(k for k, _ in chosen), zeros, exchange, self._rank())
         # What AdamW steps is no part of the plan, but ranks must agree on it as well.
-        facts = (
-            self._path,
-            plan.digest,
-            [active[k] for k, demand in enumerate(demands) if demand.matrices is None and self._layouts[k]],
-        )
+        others = [active[k] for k, demand in enumerate(demands) if demand.matrices is None and self._layouts[k]]
+        facts = self._path, plan.digest, others
         self._token = int(hashlib.sha256(repr(facts).encode()).hexdigest()[:15], 16)
         self._agreed = self.demands = demands
 

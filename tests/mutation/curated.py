@@ -184,8 +184,14 @@ CURATED = (
     Curated(_MUON, "weight_decay: float = 0.1,", "weight_decay: float = 0.01,"),
     Curated(_MUON, "ns_steps: int = 5", "ns_steps: int = 6"),
     Curated(_MUON, "nesterov: bool = True", "nesterov: bool = False"),
-    Curated(_PARTS, "torch._foreach_mul_(views, settings.momentum)", "torch._foreach_mul_(views, 1.0)"),
-    Curated(_PARTS, "torch._foreach_mul_(views, settings.momentum)", "torch._foreach_mul_(views, 1 - settings.momentum)"),
+    Curated(
+        _PARTS, "torch._foreach_add_(views, buffers, alpha=settings.momentum)", "torch._foreach_add_(views, buffers, alpha=1.0)"
+    ),
+    Curated(
+        _PARTS,
+        "torch._foreach_add_(views, buffers, alpha=settings.momentum)",
+        "torch._foreach_add_(views, buffers, alpha=1 - settings.momentum)",
+    ),
     Curated(_PARTS, "torch._foreach_mul_(buffers, members[0]", "torch._foreach_mul_(buffers, 1 - members[0]"),
     Curated(_PARTS, "if settings.nesterov:", "if not settings.nesterov:"),
     Curated(_PARTS, "settings.rate * factor)", "settings.rate)"),
@@ -314,12 +320,9 @@ CURATED = (
         "(k, entry) for k, entry in enumerate(self._entries(demands)) if entry is not None",
     ),
     Curated(_PLANNING, "if active[k] and not demand.active)", "if False)"),
-    Curated(_PLANNING, "facts = plan.digest, [active[k]", 'facts = "", [active[k]'),
-    Curated(
-        _PLANNING,
-        "facts = plan.digest, [active[k] for k, demand in enumerate(demands) if demand.matrices is None and self._layouts[k]]",
-        "facts = plan.digest, []",
-    ),
+    Curated(_PLANNING, "facts = self._path, plan.digest, others", 'facts = self._path, "", others'),
+    Curated(_PLANNING, "facts = self._path, plan.digest, others", "facts = self._path, plan.digest"),
+    Curated(_PLANNING, "facts = self._path, plan.digest, others", "facts = plan.digest, others"),
     Curated(_PLANNING, "union = [any(flags)", "union = [all(flags)"),
     # Streams
     Curated(_DEVICE, "        self._side.wait_event(after)", "        pass"),
