@@ -46,10 +46,12 @@ class Parts:
         for _, parts in self._by_group:
             settings = work[parts[0].work].settings
             views = [part.view for part in parts]
-            torch._foreach_copy_(views, [part.of(local_part(work[part.work].momentum_buffer)) for part in parts])
+            buffers = [part.of(local_part(work[part.work].momentum_buffer)) for part in parts]
             if settings.nesterov:
-                torch._foreach_mul_(views, settings.momentum)
-                torch._foreach_add_(views, [part.of(local_part(work[part.work].grad)) for part in parts])
+                torch._foreach_copy_(views, [part.of(local_part(work[part.work].grad)) for part in parts])
+                torch._foreach_add_(views, buffers, alpha=settings.momentum)
+            else:
+                torch._foreach_copy_(views, buffers)
 
     def apply(self, work: Sequence[Work]) -> None:
         """p ← p·decay − rate·factor·view for each parameter."""

@@ -22,12 +22,13 @@ def run_pipeline(
         local: work that needs no exchange; done while the first pieces are on their way.
         last: work that needs no exchange; done while the last results are on their way.
     """
-    coming = iter(waves)
+    coming = deque(waves)
     gathering: deque[Iterator[None]] = deque()
     scattering: deque[Iterator[None]] = deque()
 
     def launch() -> None:
-        while len(gathering) + len(scattering) < width and (wave := next(coming, None)) is not None:
+        while coming and len(gathering) + len(scattering) < width:
+            wave = coming.popleft()
             next(wave)
             gathering.append(wave)
 
@@ -39,7 +40,7 @@ def run_pipeline(
         next(wave)
         scattering.append(wave)
         launch()
-        while len(scattering) > 1 or (scattering and not gathering and len(scattering) >= width):
+        while len(scattering) > 1 or (coming and not gathering):  # the second: only a finished wave makes room for another
             _finish(scattering.popleft())
             launch()
     last()

@@ -45,9 +45,10 @@ class ReferenceExecutor:
         first, touch = work[members[0]], Touch((members[0],), (members[0],))
         with record_function("meshmuon::momentum"):
             touch.accumulate(work)
-            update = first.momentum_buffer.to(first.update_dtype, copy=True)
             if first.settings.nesterov:
-                update = update.mul_(first.settings.momentum).add_(first.grad)
+                update = first.grad.to(first.update_dtype, copy=True).add_(first.momentum_buffer, alpha=first.settings.momentum)
+            else:
+                update = first.momentum_buffer.to(first.update_dtype, copy=True)
         touch.free_gradients(work)
         with record_function("meshmuon::gather"):
             full = whole(update)

@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from functools import lru_cache
 from typing import TypeAlias
 
-__all__ = ["Range", "Ranges", "clip", "cut", "length", "merged", "tiles"]
+__all__ = ["Range", "Ranges", "clip", "cut", "length", "merged", "position_in", "tiles"]
 
 Range: TypeAlias = tuple[int, int]
 """Indices [start, stop) of a tensor dim."""
@@ -22,6 +22,15 @@ Ranges: TypeAlias = tuple[Range, ...]
 def length(ranges: Ranges) -> int:
     """Number of indices in ``ranges``."""
     return sum(stop - start for start, stop in ranges)
+
+
+def position_in(ranges: Ranges, position: int) -> int:
+    """The index that ``ranges`` list at ``position``."""
+    for start, stop in ranges:
+        if position < stop - start:
+            return start + position
+        position -= stop - start
+    raise IndexError(position)
 
 
 @lru_cache(maxsize=1024)

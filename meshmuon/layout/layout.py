@@ -14,7 +14,7 @@ from itertools import product
 from typing import TypeAlias
 
 from ..errors import ConfigError
-from .cuts import Range, Ranges, cut, length
+from .cuts import Range, Ranges, cut, length, position_in
 
 __all__ = ["Box", "Layout", "Mesh", "Placement", "Replicated", "Sharded", "coordinates", "flat_index"]
 
@@ -100,6 +100,14 @@ class Layout:
     def boxes(self, rank: int) -> tuple[Box, ...]:
         """The boxes that ``rank`` holds, in the order of its local tensor."""
         return tuple(product(*self.local(rank))) if rank in coordinates(self.mesh) else ()
+
+    def global_index(self, rank: int, local: int) -> int:
+        """Flat index in the whole tensor of element ``local`` (flat, too) of the local tensor of ``rank``."""
+        index, stride = 0, 1
+        for size, ranges in zip(reversed(self.shape), reversed(self.local(rank)), strict=True):
+            local, position = divmod(local, length(ranges))
+            index, stride = index + stride * position_in(ranges, position), stride * size
+        return index
 
     def holders(self) -> dict[Box, tuple[int, ...]]:
         """The ranks that hold each box, in the order of the mesh."""

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 from torch.optim.adamw import adamw
 
 from ..execute import local_part
+from .dtensors import as_dtensor, trailing_elements
 from .groups import adamw_betas, adamw_eps
 
 __all__ = ["STATE_KEYS", "adamw_step", "can_fuse"]
 
 STATE_KEYS = ("step", "exp_avg", "exp_avg_sq")
+_LONGEST_VECTOR = 64
 _FUSED_DEVICES = ("cpu", "cuda", "mps", "xpu")
 
 
@@ -35,15 +39,26 @@ def _step(group: dict[str, Any], params: list[Tensor], grads: list[Tensor], stat
         for key in ("exp_avg", "exp_avg_sq"):
             if local_part(state[key]).stride() != local_part(param).stride():
                 state[key] = _like(param, state[key].dtype).copy_(state[key])
-    local = [local_part(param) for param in params]
+    sets = [
+        _Tensors(
+            local,
+            _in_layout_of(local, local_part(grad)),
+            local_part(state["exp_avg"]),
+            local_part(state["exp_avg_sq"]),
+            state["step"],
+        )
+        for local, grad, state in zip([local_part(param) for param in params], grads, states, strict=True)
+    ]
+    cut = [_as_on_one_device(param, one) if fused else ([one], None) for param, one in zip(params, sets, strict=True)]
+    rows = [one for some, _ in cut for one in some]
     beta1, beta2 = adamw_betas(group)
     adamw(
-        local,
-        [_in_layout_of(param, local_part(grad)) for param, grad in zip(local, grads, strict=True)],
-        [local_part(state["exp_avg"]) for state in states],
-        [local_part(state["exp_avg_sq"]) for state in states],
+        [one.param for one in rows],
+        [one.grad for one in rows],
+        [one.exp_avg for one in rows],
+        [one.exp_avg_sq for one in rows],
         [],
-        [state["step"] for state in states],
+        [one.step for one in rows],
         fused=fused,
         foreach=None if fused else False,
         amsgrad=False,
@@ -54,6 +69,79 @@ def _step(group: dict[str, Any], params: list[Tensor], grads: list[Tensor], stat
         eps=adamw_eps(group),
         maximize=group["maximize"],
     )
+    for _, put_back in cut:
+        if put_back is not None:
+            put_back()
+
+
+class _Tensors(NamedTuple):
+    """What AdamW reads and writes of one parameter, or of a part of it."""
+
+    param: Tensor
+    grad: Tensor
+    exp_avg: Tensor
+    exp_avg_sq: Tensor
+    step: Tensor
+
+    def part(self, start: int, stop: int) -> _Tensors:
+        """Elements [start, stop); with a step count of its own, since each part would count the step once more."""
+        param, grad, exp_avg, exp_avg_sq = (one.view(-1)[start:stop] for one in self[:4])
+        return _Tensors(param, grad, exp_avg, exp_avg_sq, self.step.clone())
+
+    def padded(self, size: int) -> _Tensors:
+        """A copy with zeros behind."""
+        param, grad, exp_avg, exp_avg_sq = (F.pad(one, (0, size - len(one))) for one in self[:4])
+        return _Tensors(param, grad, exp_avg, exp_avg_sq, self.step)
+
+
+def _as_on_one_device(param: Tensor, one: _Tensors) -> tuple[list[_Tensors], Callable[[], None] | None]:
+    """Cuts a shard so that every element meets the instructions that it would meet in the whole tensor.
+
+    torch's fused kernel on CPU takes whole vectors first and the rest of a tensor one by one, with another rounding. Where a
+    shard ends differently from the whole tensor, what would be inside a vector there is padded to one here.
+    """
+    sharded, held, total = as_dtensor(param), one.param.numel(), param.numel()
+    if sharded is None or param.device.type != "cpu" or not held or not (held % _LONGEST_VECTOR or total % _LONGEST_VECTOR):
+        return [one], None
+    vector = vector_length(param.dtype)
+    inside = held - trailing_elements(sharded, total % vector)
+    even = inside - inside % vector
+    if even == inside or not all(tensor.is_contiguous() for tensor in one[:4]):
+        return [one], None
+    odd = one.part(even, inside)
+    padded = odd.padded(vector)
+
+    def put_back() -> None:
+        for whole, part in zip(odd[:4], padded[:4], strict=True):
+            whole.copy_(part[: len(whole)])
+
+    rows = [one.part(0, even)._replace(step=one.step), padded, one.part(inside, held)]
+    return rows, put_back
+
+
+@lru_cache
+def vector_length(dtype: torch.dtype) -> int:
+    """Elements that torch's fused kernel takes at once on this CPU; 1 if the place of an element does not matter.
+
+    Found by trial, since it depends on how torch was built: the smallest size of chunks in which a tensor can be stepped without
+    changing a bit.
+    """
+    generator = torch.Generator().manual_seed(0)
+    values = [torch.rand(_LONGEST_VECTOR * 8, generator=generator).to(dtype) for _ in range(4)]
+    step, whole = torch.ones(()), [value.clone() for value in values]
+
+    def run(lists: list[list[Tensor]], steps: list[Tensor]) -> None:
+        numbers = {"beta1": 0.9, "beta2": 0.95, "lr": 0.01, "weight_decay": 0.1, "eps": 1e-8}
+        untyped: Any = {"fused": True, "foreach": None, "amsgrad": False, "maximize": False, **numbers}
+        adamw(lists[0], lists[1], lists[2], lists[3], [], steps, **untyped)
+
+    run([[value] for value in whole], [step.clone()])
+    for size in (1, 2, 4, 8, 16, 32):
+        chunks = [list(torch.split(value.clone(), size)) for value in values]
+        run(chunks, [step.clone() for _ in chunks[0]])
+        if torch.equal(torch.cat(chunks[0]), whole[0]):
+            return size
+    return _LONGEST_VECTOR
 
 
 def can_fuse(param: Tensor) -> bool:

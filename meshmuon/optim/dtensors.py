@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch.distributed as dist
 from torch import Tensor
@@ -15,6 +16,9 @@ from ..layout import Layout, Mesh, Placement, Replicated, Sharded, coordinates, 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor import DTensor
+
+ReplicaGroup: TypeAlias = "dist.ProcessGroup | DeviceMesh"
+"""Over which ranks plain tensors are replicated."""
 
 __all__ = [
     "as_dtensor",
@@ -113,9 +117,30 @@ def _check_order(name: str, mesh: Mesh) -> None:
                 )
 
 
-def groups_of(mesh: DeviceMesh) -> list[dist.ProcessGroup]:
-    """The process groups that the mesh has already."""
-    return list(mesh.get_all_groups()) if mesh.get_coordinate() is not None else []
+def groups_of(place: DeviceMesh | dist.ProcessGroup | None) -> list[dist.ProcessGroup]:
+    """The process groups that a mesh has already, or the group itself."""
+    if place is None or isinstance(place, dist.ProcessGroup):
+        return [] if place is None else [place]
+    return list(place.get_all_groups()) if place.get_coordinate() is not None else []
+
+
+def replica_ranks(place: DeviceMesh | dist.ProcessGroup | None) -> list[tuple[int, ...]]:
+    """The sets of ranks over which plain tensors are replicated: the group's, or those of a mesh and of its siblings."""
+    if place is None or isinstance(place, dist.ProcessGroup):
+        return [] if place is None else [tuple(dist.get_process_group_ranks(place))]
+    return [mesh.ranks for mesh in siblings(place)]
+
+
+def trailing_elements(param: DTensor, count: int) -> int:
+    """How many of the last ``count`` elements of the whole tensor this rank holds; they are the last ones of its local tensor."""
+    rank, shape = dist.get_rank(), tuple(param.shape)
+    mesh = next(one for one in siblings(param.device_mesh) if rank in one.ranks)
+    layout = Layout(shape, mesh, _placements("", param.placements, len(shape)))
+    held, total = math.prod(layout.local_shape(rank)), math.prod(shape)
+    found = 0
+    while found < min(count, held) and layout.global_index(rank, held - 1 - found) >= total - count:
+        found += 1
+    return found
 
 
 def _placements(name: str, placements: Sequence[Any], dims: int) -> tuple[Placement, ...]:

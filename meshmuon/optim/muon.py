@@ -9,7 +9,6 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.profiler import record_function
 
@@ -21,6 +20,7 @@ from ..plan import Plan, PlanOptions, cost_model_for
 from . import state
 from .adamw import adamw_step
 from .collect import Parameter, check_step, demands_of, gradient_of, parameters_of, work_of
+from .dtensors import ReplicaGroup
 from .groups import check_dtype, check_group, normalise_group, normalise_params, storable_scheme, storable_split
 from .lr import AdjustLR
 from .planning import Outcome, Planner
@@ -79,7 +79,7 @@ class Muon(torch.optim.Optimizer):
         comm_dtype: dtype on the wire; bfloat16 between GPUs and float32 elsewhere unless given.
         replicas: where ranks hold the same matrix (HSDP, replicated DTensors), ``"share"`` has one replica compute it for
             all, ``"repeat"`` has each compute it, ``"auto"`` takes the cheaper.
-        replica_group: process group over which plain tensors are replicated (DDP), to divide their work over it.
+        replica_group: process group, or mesh, over which plain tensors are replicated (DDP), to divide their work over it.
 
     Example::
 
@@ -119,7 +119,7 @@ class Muon(torch.optim.Optimizer):
         cuda_graphs: bool = False,
         comm_dtype: torch.dtype | None = None,
         replicas: str = "auto",
-        replica_group: dist.ProcessGroup | None = None,
+        replica_group: ReplicaGroup | None = None,
     ) -> None:
         if clip_config:
             raise UnsupportedError("clip_config: QK-clip is not available in this version of meshmuon; pass None.")
@@ -244,7 +244,8 @@ class Muon(torch.optim.Optimizer):
         self._reset()
 
     def _reset(self) -> None:
-        self._planner = Planner(self._plan_options, self._settings.form, self.replica_group)
+        path = f"use_distributed_muon={self._reference}"
+        self._planner = Planner(self._plan_options, self._settings.form, path, self.replica_group)
         self._executor: Executor | ReferenceExecutor = (ReferenceExecutor if self._reference else Executor)(self._settings)
         self._logged: tuple[str, ...] | None = None
 

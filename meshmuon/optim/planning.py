@@ -8,6 +8,7 @@ the same error.
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -15,14 +16,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from ..errors import PlanError, PlanMismatchError
+from ..errors import ConfigError, PlanError, PlanMismatchError
 from ..layout import Layout, Mesh
 from ..matrices import MatrixSet
 from ..ortho import Orthogonalizer, Scheme, expected_flops
-from ..plan import Entry, Plan, PlanOptions, cost_model_for, make_plan, travels
+from ..plan import Entry, Plan, PlanOptions, cost_model_for, make_plan
 from ..transport import Agreement, Exchange, exchange_group, host_group
 from .differences import Note, raise_failures, raise_mismatch, raise_torn_replicas
-from .dtensors import groups_of, layouts_of, replicated_layout, siblings
+from .dtensors import ReplicaGroup, groups_of, layouts_of, replica_ranks, replicated_layout, siblings
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -98,16 +99,16 @@ class _Link:
 class Planner:
     """Plans when something has changed, and has the ranks agree before anything is written."""
 
-    def __init__(self, options: PlanOptions, form: str, replica_group: dist.ProcessGroup | None) -> None:
-        self._options, self._form, self._replica_group = options, form, replica_group
+    def __init__(self, options: PlanOptions, form: str, path: str, replica_group: ReplicaGroup | None) -> None:
+        self._options, self._form, self._path, self._replica_group = options, form, path, replica_group
         self._link: _Link | None = None
         self._agreed: tuple[Demand, ...] | None = None
         self.demands: tuple[Demand, ...] = ()
         self._outcome: Outcome | None = None
         self._token = 0
         self._meshes: dict[DeviceMesh, tuple[Mesh, ...]] = {}
+        self._replicas: list[tuple[int, ...]] = []
         self._layouts: list[tuple[Layout, ...]] = []
-        self._must_agree = False
         self._misfit: PlanError | None = None
 
     def outcome(self, demands: tuple[Demand, ...], failure: Exception | None) -> Outcome:
@@ -115,7 +116,7 @@ class Planner:
         if demands != self._agreed:
             self._propose(demands)
         failure = failure or self._misfit
-        if self._must_agree and self._link is not None:
+        if self._link is not None:
             agreement = self._link.agreement
             if not agreement.unanimous(agreement.start(self._token if failure is None else _FAILED)) or failure is not None:
                 self._compare_notes(demands, failure, agreement)
@@ -129,17 +130,23 @@ class Planner:
         self._agreed = None  # nothing half made survives an error
         meshes = dict.fromkeys(demand.mesh for demand in demands if demand.mesh is not None)
         self._meshes = {mesh: siblings(mesh) for mesh in meshes}
+        self._replicas = replica_ranks(self._replica_group)
         ranks = self._reach()
+        if isinstance(self._replica_group, dist.ProcessGroup) and len(ranks) > len(self._replicas[0]):
+            raise ConfigError(
+                f"replica_group has {len(self._replicas[0])} ranks, but the meshes of other parameters connect {list(ranks)}, "
+                "some of which have replica groups of their own. Instead of the group pass its mesh, which knows them all: "
+                'replica_group=mesh["dp"].'
+            )
         if len(ranks) == 1:
             self._link = None
         elif self._link is None or self._link.ranks != ranks:
             existing = [group for mesh in meshes for group in groups_of(mesh)]
-            self._link = _Link(ranks, existing if self._replica_group is None else [self._replica_group, *existing])
+            self._link = _Link(ranks, [*groups_of(self._replica_group), *existing])
         self._options = replace(self._options, cost=cost_model_for(demands[0].device.type)) if demands else self._options
         self._layouts = [self._layouts_of(demand, frozenset(ranks)) for demand in demands]
         self._misfit = self._find_misfit(demands)
         self._settle(demands, [demand.active for demand in demands])
-        self._must_agree = any(travels(entry, self._options) for parts in self._entries(demands) for entry in parts)
 
     def _settle(self, demands: tuple[Demand, ...], active: Sequence[bool]) -> None:
         """Plans a step on the ``active`` parameters."""
@@ -151,7 +158,8 @@ class Planner:
         exchange = None if self._link is None else self._link.exchange
         self._outcome = Outcome(plan, tuple((k, part) for k, part, _ in chosen), zeros, exchange, self._rank())
         # What AdamW steps is no part of the plan, but ranks must agree on it as well.
-        facts = plan.digest, [active[k] for k, demand in enumerate(demands) if demand.matrices is None and self._layouts[k]]
+        others = [active[k] for k, demand in enumerate(demands) if demand.matrices is None and self._layouts[k]]
+        facts = self._path, plan.digest, others
         self._token = int(hashlib.sha256(repr(facts).encode()).hexdigest()[:15], 16)
         self._agreed = self.demands = demands
 
@@ -178,20 +186,18 @@ class Planner:
             share=True if demand.mesh is None else None,
             private=not layouts,
             window=matrices.window,
+            how=f"{_scheme_text(demand.scheme)} in {str(demand.compute_dtype).removeprefix('torch.')}",
         )
 
     def _layouts_of(self, demand: Demand, reached: frozenset[int]) -> tuple[Layout, ...]:
         if demand.mesh is not None:
             return layouts_of(demand.name, demand.shape, demand.placements, self._meshes[demand.mesh], reached)
-        if self._replica_group is not None:
-            return (replicated_layout(demand.shape, dist.get_process_group_ranks(self._replica_group)),)
-        return ()
+        return tuple(replicated_layout(demand.shape, ranks) for ranks in self._replicas if not reached.isdisjoint(ranks))
 
     def _reach(self) -> tuple[int, ...]:
         """All ranks that share a mesh with this one, directly or through others."""
         islands = [frozenset(mesh.ranks) for alike in self._meshes.values() for mesh in alike]
-        if self._replica_group is not None:
-            islands.append(frozenset(dist.get_process_group_ranks(self._replica_group)))
+        islands += [frozenset(ranks) for ranks in self._replicas]
         reached = {self._rank()}
         grown = True
         while grown:
@@ -205,7 +211,7 @@ class Planner:
         """A local tensor that is not what its placements say; only the ranks that hold it can see it."""
         for demand, layouts in zip(demands, self._layouts, strict=True):
             own = [layout.local_shape(self._rank()) for layout in layouts if self._rank() in layout.mesh.ranks]
-            if own and own[0] != demand.local_shape:
+            if own and own[0] != demand.local_shape and math.prod(own[0]) + math.prod(demand.local_shape) > 0:
                 return PlanError(
                     f"{demand.name} is {'; '.join(map(str, layouts))}, so that this rank should hold {own[0]}, but it holds "
                     f"{demand.local_shape}. Some wrappers (FSDP2 over tensor parallelism with rows that do not divide) store "
@@ -222,7 +228,7 @@ class Planner:
         entries = self._entries(demands)
         note = Note(
             failure=None if failure is None else (type(failure).__name__, str(failure)),
-            options=repr(self._options),
+            options=f"{self._options}, form={self._form!r}, {self._path}",
             parameters=tuple(_description(demands[k], self._layouts[k], entries[k]) for k in shared),
             active=tuple(demands[k].active for k in shared),
         )
@@ -244,6 +250,12 @@ class Planner:
             )
 
 
+def _scheme_text(scheme: Scheme | Orthogonalizer | None) -> str:
+    if isinstance(scheme, Scheme):
+        return "steps " + ", ".join(f"({step[0]:.6g} {step[1]:.6g} {step[2]:.6g})" for step in scheme.steps)
+    return f"{getattr(scheme, '__module__', '')}.{getattr(scheme, '__qualname__', type(scheme).__qualname__)}"
+
+
 def _description(demand: Demand, layouts: Sequence[Layout], parts: Sequence[Entry]) -> tuple[str, str]:
     """A parameter's name, and all of it that must be equal on every rank."""
     where = f"{'×'.join(map(str, demand.shape))} {'; '.join(map(str, layouts))}"
@@ -252,4 +264,4 @@ def _description(demand: Demand, layouts: Sequence[Layout], parts: Sequence[Entr
     work = ", ".join(
         f"{entry.flops} FLOPs" if entry.window is None else f"{entry.window}: {entry.flops} FLOPs" for entry in parts
     )
-    return demand.name, f"{where}, {parts[0].lane}, lead {parts[0].lead}, {work}"
+    return demand.name, f"{where}, {parts[0].lane}, lead {parts[0].lead}, {work}, {parts[0].how}"

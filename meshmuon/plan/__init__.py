@@ -4,7 +4,7 @@ from .batches import Batch, Item, Slice, plan_batches
 from .buffers import SlotSizes, WaveSizes, buffer_bytes, slot_sizes, wave_sizes
 from .cost import CostModel, cost_model_for
 from .owners import lightest_possible
-from .plan import NO_WAVE, REPLICA_OPTIONS, Entry, Plan, PlanOptions, Send, Task, make_plan, travels
+from .plan import NO_WAVE, REPLICA_OPTIONS, Entry, Plan, PlanOptions, Send, Task, make_plan
 from .report import table
 from .routes import WaveRoutes, routes_of
 
@@ -31,6 +31,5 @@ __all__ = [
     "routes_of",
     "slot_sizes",
     "table",
-    "travels",
     "wave_sizes",
 ]

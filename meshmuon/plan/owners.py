@@ -5,6 +5,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 from ..layout import Spread
 
@@ -22,11 +23,12 @@ class Job:
 def assign_owners(jobs: Sequence[Job], loads: dict[int, float]) -> list[int]:
     """The owner of each job; ``loads`` (rank → cost) enters with the work that has no choice and leaves with all of it.
 
-    Jobs with one candidate come first, then the most expensive first, each to the least loaded of its candidates. Ties go to the
-    earlier job and to the lower rank, so that every rank finds the same answer.
+    Jobs with the fewest candidates come first, those with a single one before all others; among equals the most expensive comes
+    first. Each goes to the least loaded of its candidates. Ties go to the earlier job and to the lower rank, so that every rank
+    finds the same answer.
     """
     owners = [-1] * len(jobs)
-    order = sorted(range(len(jobs)), key=lambda k: (len(jobs[k].spread.place) > 1, -jobs[k].cost, k))
+    order = sorted(range(len(jobs)), key=lambda k: (len(jobs[k].spread.place), -jobs[k].cost, k))
     queues = _Queues(loads)
     for k in order:
         rank = owners[k] = queues.least_loaded(jobs[k].spread)
@@ -67,8 +69,8 @@ def lightest_possible(costs: Sequence[float], ranks: int) -> float:
     k + 1 cheapest of the k·ranks + 1 most expensive.
     """
     ordered = sorted(costs, reverse=True)
-    bound = max(sum(ordered) / ranks, ordered[0] if ordered else 0.0)
+    sums = [0.0, *accumulate(ordered)]
+    bound = max(sums[-1] / ranks, ordered[0] if ordered else 0.0)
     for k in range(1, (len(ordered) - 1) // ranks + 1):
-        top = ordered[: k * ranks + 1]
-        bound = max(bound, sum(top[-(k + 1) :]))
+        bound = max(bound, sums[k * ranks + 1] - sums[k * ranks - k])
     return bound

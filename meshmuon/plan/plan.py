@@ -14,7 +14,7 @@ from .cost import CostModel
 from .owners import Job, assign_owners, lightest_possible
 from .waves import Owned, cut_into_waves
 
-__all__ = ["REPLICA_OPTIONS", "Entry", "Plan", "PlanOptions", "Send", "Task", "make_plan", "travels"]
+__all__ = ["REPLICA_OPTIONS", "Entry", "Plan", "PlanOptions", "Send", "Task", "make_plan"]
 
 REPLICA_OPTIONS = ("auto", "share", "repeat")
 EVERY_HOLDER = -1
@@ -36,6 +36,7 @@ class Entry:
         share: True or False where the user's ``replicas`` does not decide.
         private: known to this rank alone (a plain tensor): neither balanced nor part of the digest.
         window: which rows and columns of the parameter its matrices are; None for all of them.
+        how: how its matrices are computed, in words; ranks must agree on it.
     """
 
     name: str
@@ -47,6 +48,7 @@ class Entry:
     share: bool | None = None
     private: bool = False
     window: Window | None = None
+    how: str = ""
 
     @property
     def count(self) -> int:
@@ -59,7 +61,7 @@ class Entry:
 
     def __str__(self) -> str:
         layouts = "; ".join(map(str, self.layouts))
-        return f"{self.name}: {'×'.join(map(str, self.layouts[0].shape))} {layouts}, {self.lane}, {self.flops} FLOPs"
+        return f"{self.name}: {'×'.join(map(str, self.layouts[0].shape))} {layouts}, {self.lane}, {self.flops} FLOPs, {self.how}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,7 +193,17 @@ class Plan:
         for entry in self.entries:
             if not entry.private:
                 layouts = [numbers.setdefault(layout, len(numbers)) for layout in entry.layouts]
-                facts = entry.name, layouts, entry.lead, str(entry.lane), entry.itemsize, entry.flops, entry.share, entry.window
+                facts = (
+                    entry.name,
+                    layouts,
+                    entry.lead,
+                    str(entry.lane),
+                    entry.itemsize,
+                    entry.flops,
+                    entry.share,
+                    entry.window,
+                    entry.how,
+                )
                 hasher.update(repr(facts).encode())
         for layout in numbers:
             hasher.update(repr((layout.shape, layout.mesh.shape, layout.mesh.ranks, layout.placements)).encode())
@@ -224,8 +236,9 @@ class Plan:
                 raise PlanError(f"{name}: matrix {task.matrix} is in pieces, but none of them travels")
             if task.wave != NO_WAVE and task.owner not in task.spread.place:
                 raise PlanError(f"{name}: rank {task.owner} owns matrix {task.matrix} but holds no piece of it")
-            if task.wave != NO_WAVE and self.lanes[task.wave] != self.entries[task.entry].lane:
-                raise PlanError(f"{name}: it travels on {self.entries[task.entry].lane}, its wave on {self.lanes[task.wave]}")
+            lane = self.entries[task.entry].lane
+            if task.wave != NO_WAVE and not (0 <= task.wave < len(self.lanes) and self.lanes[task.wave] == lane):
+                raise PlanError(f"{name}: it travels on {lane}, but wave {task.wave} is not on that lane: {self.lanes}")
             copies.setdefault((task.entry, task.matrix), []).append(task.spread)
         for k, entry in enumerate(self.entries):
             self._prove_copies(k, entry, copies)
@@ -256,11 +269,6 @@ def make_plan(entries: Sequence[Entry], options: PlanOptions) -> Plan:
     lanes, waves = _waves_by_lane([entries[k].lane for k, _, _ in moves], owned, options)
     gone = [Task(k, matrix, spread, owner, wave) for (k, matrix, spread), owner, wave in zip(moves, owners, waves, strict=True)]
     return Plan(ranks, tuple(entries), (*stays, *gone), lanes, options)
-
-
-def travels(entry: Entry, options: PlanOptions) -> bool:
-    """Whether any matrix of the parameter needs an exchange."""
-    return any(moves for _, _, _, moves in _copies([entry], options))
 
 
 def _copies(entries: Sequence[Entry], options: PlanOptions) -> Iterator[tuple[int, int, Spread, bool]]:

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import hashlib
+import threading
 from collections.abc import Iterable, Sequence
 
 import torch
 import torch.distributed as dist
+import torch.distributed.distributed_c10d as c10d
 
 __all__ = ["exchange_group", "host_group"]
+
+_torch_name = c10d._process_group_name
+_wanted = threading.local()
 
 
 def exchange_group(ranks: Sequence[int], existing: Iterable[dist.ProcessGroup]) -> dist.ProcessGroup:
@@ -31,8 +37,26 @@ def host_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
 
 
 def _new_group(ranks: Sequence[int], backend: str | None) -> dist.ProcessGroup:
-    group: dist.ProcessGroup = dist.new_group(list(ranks), backend=backend, use_local_synchronization=True)
+    """A new group under a name that all its members find by themselves.
+
+    torch names a group that is made by its members alone after the number of groups that this process has seen. That number
+    differs between ranks as soon as they are in different meshes, and members with different names wait for each other forever.
+    """
+    base = "meshmuon " + hashlib.sha1(f"{backend} {list(ranks)}".encode(), usedforsecurity=False).hexdigest()
+    known = sum(name.startswith(base) for name in c10d._world.pg_names.values())
+    c10d._process_group_name = _group_name  # type: ignore[assignment]
+    _wanted.name = f"{base} {known}"
+    try:
+        group: dist.ProcessGroup = dist.new_group(list(ranks), backend=backend, use_local_synchronization=True)
+    finally:
+        _wanted.name = None
     return group
+
+
+def _group_name(ranks: list[int], use_hashed_name: bool) -> str:
+    """The name that this thread has asked for, else torch's own."""
+    name: str | None = getattr(_wanted, "name", None)
+    return _torch_name(ranks, use_hashed_name) if name is None else name
 
 
 def _moves_host_memory(group: dist.ProcessGroup) -> bool:

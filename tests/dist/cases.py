@@ -106,44 +106,16 @@ def sharded(case: Case, meshes: Sequence[DeviceMesh], **options: Any) -> tuple[l
 
 
 def same(mine: Tensor, wanted: Tensor, what: str) -> None:
+    if mine.numel() == wanted.numel() == 0:  # wrappers give empty shards other shapes than torch's own cut
+        return
     torch.testing.assert_close(mine, wanted, rtol=0, atol=0, msg=lambda text: f"{what}: {text}")
 
 
-def near(mine: Tensor, wanted: Tensor, what: str) -> None:
-    """Equal to a few roundings."""
-    eps = 4 * torch.finfo(mine.dtype).eps
-    torch.testing.assert_close(mine, wanted, rtol=eps, atol=eps, msg=lambda text: f"{what}: {text}")
-
-
-def torch_adamw(value: Tensor, grads: Sequence[Tensor | None]) -> Tensor:
-    """What torch's own fused AdamW makes of a tensor, or of a rank's part of one, with the options of ``build``."""
-    param = nn.Parameter(value.clone())
-    if not value.numel():
-        return value
-    optimizer = torch.optim.AdamW([param], lr=0.01, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1, fused=True)
-    for grad in grads:
-        param.grad = grad
-        optimizer.step()
-    return param.detach()
-
-
 def check(case: Case, meshes: Sequence[DeviceMesh], expected: tuple[list[Tensor], list[Tensor | None]], **options: Any) -> Muon:
-    """Runs the case on this rank and demands the bits that one device found, cut by torch.
-
-    AdamW's parameters must have the bits that torch's fused AdamW finds for this rank's part, and be near those of one device:
-    torch's kernel rounds the last few elements of a tensor otherwise than the rest, wherever the tensor is cut.
-    """
+    """Runs the case on this rank and demands the bits that one device found, cut by torch."""
     found = sharded(case, meshes, **options)
-    start = initial(case)
-    for k, one in enumerate(case.params):
-        part = local(place(case, meshes, k, expected[0][k]))
-        if one.muon:
-            same(found[0][k], part, f"parameter {k}")
-        else:
-            grads = [gradient(case, step, k) for step in range(case.steps)]
-            cut = [None if grad is None else local(place(case, meshes, k, grad)) for grad in grads]
-            same(found[0][k], torch_adamw(local(place(case, meshes, k, start[k])), cut), f"AdamW parameter {k}")
-            near(found[0][k], part, f"AdamW parameter {k}")
+    for k in range(len(case.params)):
+        same(found[0][k], local(place(case, meshes, k, expected[0][k])), f"parameter {k}")
         mine, wanted = found[1][k], expected[1][k]
         assert (mine is None) == (wanted is None), f"momentum {k}"
         if mine is not None and wanted is not None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 from torch.distributed.device_mesh import init_device_mesh
@@ -21,6 +23,12 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, str]]:
 def test_gloo_processes_equal_one_device(name: str, outcomes: list[dict[str, str]]) -> None:
     said = {rank: outcomes[rank][name] for rank in range(workers.JOBS[name].world)}
     assert not any(said.values()), "\n".join(f"rank {rank}: {text}" for rank, text in said.items() if text)
+
+
+@pytest.mark.parametrize("name", workers.ALONE)
+def test_gloo_processes_that_must_not_hang(name: str, tmp_path: Path) -> None:
+    said = workers.run_alone(name, tmp_path, seconds=10)
+    assert not any(said), "\n".join(f"rank {rank}: {text}" for rank, text in enumerate(said) if text)
 
 
 @pytest.mark.parametrize("replicas", ["share", "repeat"])

@@ -11,11 +11,12 @@ import torch
 import torch.distributed as dist
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from .cases import Case, Param, check, single
+from .cases import Case, Param, check, gradient, initial, local, place, run, same, single
 from .counting import Wire, counted
 from .threads import run_threads
 
@@ -133,7 +134,7 @@ def cases(draw: Any) -> tuple[Case, Layouts, bool]:
     return Case(chosen, options, steps), layouts, draw(st.booleans())
 
 
-@settings(max_examples=40, phases=[Phase.explicit, Phase.reuse, Phase.generate])
+@settings(max_examples=80, phases=[Phase.explicit, Phase.reuse, Phase.generate])
 @given(cases())
 def test_random_layouts_equal_one_device(drawn: tuple[Case, Layouts, bool]) -> None:
     case, layouts, replica_group = drawn
@@ -230,6 +231,27 @@ def test_fsdp_sends_each_element_to_its_owner_and_back(world: int) -> None:
     assert sum(wire.nbytes.values()) == 4 * sum(wire.elements.values())
 
 
+def test_local_tensors_in_column_major_order() -> None:
+    """Some wrappers keep transposed weights; the update has the same bits."""
+    case = Case((Param((6, 5), 0, (S0,)), Param((9, 4), 0, (S0,))))
+    expected = single(case)
+
+    def main(rank: int) -> None:
+        mesh = Layouts((3,)).build()[0]
+        params = []
+        for k, value in enumerate(initial(case)):
+            mine = place(case, [mesh], k, value)
+            turned = mine.to_local().t().contiguous().t()
+            whole = {"shape": mine.shape, "stride": (1, mine.size(0))}
+            params.append(nn.Parameter(DTensor.from_local(turned, mesh, [S0], run_check=False, **whole)))
+        found, momentum, _ = run(case, params, lambda step, k: place(case, [mesh], k, gradient(case, step, k)))
+        for k in range(2):
+            same(found[k], local(place(case, [mesh], k, expected[0][k])), f"parameter {k}")
+            same(momentum[k], local(place(case, [mesh], k, expected[1][k])), f"momentum {k}")
+
+    run_threads(3, main)
+
+
 @pytest.mark.parametrize("what", [0, 1])
 def test_the_comparison_sees_one_wrong_bit(what: int) -> None:
     case = Case((Param((7, 5), 0, (S0,)),))
@@ -238,6 +260,13 @@ def test_the_comparison_sees_one_wrong_bit(what: int) -> None:
     one[6, 4] = torch.nextafter(one[6, 4], torch.tensor(torch.inf))
     with pytest.raises(AssertionError, match="parameter 0" if what == 0 else "momentum 0"):
         run_threads(3, lambda rank: check(case, Layouts((3,)).build(), expected))
+
+
+def test_groups_that_do_not_move_host_memory() -> None:
+    """As with NCCL: ranks agree over a gloo group beside the one that moves the matrices."""
+    case = Case((Param((7, 5), 0, (S0,)), Param((6, 4), 0, (S1,))))
+    expected = single(case)
+    run_threads(2, lambda rank: check(case, Layouts((2,)).build(), expected), host_memory=False)
 
 
 def test_nothing_is_sent_for_plain_tensors_without_a_replica_group() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import dataclass
+from itertools import pairwise
 
 import pytest
 import torch
@@ -37,7 +38,7 @@ class Case:
 def random_groups(rng: random.Random, size: int) -> list[Ranges]:
     """Cuts a dim into runs and deals these to parts: neighbours, strided or shuffled."""
     edges = [0, *sorted(rng.sample(range(1, size), rng.randint(0, size - 1))), size]
-    runs = list(zip(edges, edges[1:], strict=False))
+    runs = list(pairwise(edges))
     if rng.random() < 0.3:
         rng.shuffle(runs)
     parts = rng.randint(1, len(runs))

@@ -10,7 +10,9 @@ import torch
 from torch import Tensor
 
 from meshmuon import Muon
+from meshmuon.device import DirectStreams
 from meshmuon.execute import Executor, ExecutorSettings, Work, WorkSettings, build
+from meshmuon.execute import executor as executors
 from meshmuon.execute import stage as stages
 from meshmuon.execute.build import Program, build_program
 from meshmuon.layout import Layout, Mesh, Replicated
@@ -144,6 +146,24 @@ def test_last_is_done_once_and_after_the_batches() -> None:
     work = work_on(params, settings_for(0.01), [torch.zeros_like(param.data) for param in params], 0, watch)
     execute(Executor(ExecutorSettings()), work, lambda: order.append("last"))
     assert order == ["batch", "batch", "last"]
+
+
+def test_the_step_ends_when_both_streams_have(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever the user does next in the main stream sees all updates, also those that were applied beside it."""
+    events: list[str] = []
+
+    class Watched(DirectStreams):
+        def side_mark(self) -> str:
+            return "all of the side stream"
+
+        def main_waits(self, mark: object) -> None:
+            events.append(f"wait for {mark}")
+
+    monkeypatch.setattr(executors, "streams_for", lambda device: Watched())
+    params = make_params((4, 6))
+    work = work_on(params, settings_for(0.01), [torch.zeros_like(param.data) for param in params], 0)
+    execute(Executor(ExecutorSettings()), work, lambda: events.append("last"))
+    assert events == ["last", "wait for all of the side stream"]
 
 
 def test_the_plan_is_kept_until_the_work_changes(monkeypatch: pytest.MonkeyPatch) -> None:

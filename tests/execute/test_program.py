@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
 import pytest
@@ -16,10 +17,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from meshmuon.device import DirectStreams
+from meshmuon.device import DirectStreams, Streams
 from meshmuon.execute import ExecutorSettings, Work, WorkSettings
 from meshmuon.execute.build import Program, build_program
+from meshmuon.execute.parts import Parts, Touch
 from meshmuon.execute.pipeline import run_pipeline
+from meshmuon.execute.stage import Stage
 from meshmuon.layout import Layout, Mesh, Replicated, Sharded
 from meshmuon.matrices import MatrixSet
 from meshmuon.ortho import Workspace
@@ -185,28 +188,24 @@ class Ranks:
         self.workspaces: dict[int, Workspace] = {}
         for rank in plan.ranks:
             params = [held(case, k, rank, self.initial(k)) for k in range(len(plan.entries))]
-            self.work[rank] = [
-                work_of(entry, k, params[k], torch.zeros_like(params[k])) for k, entry in enumerate(plan.entries)
-            ]
+            self.work[rank] = [work_of(entry, k, params[k], torch.zeros_like(params[k])) for k, entry in enumerate(plan.entries)]
             self.exchanges[rank], self.workspaces[rank] = Exchange(self.board, rank), Workspace()
             options = ExecutorSettings(case.chunk_size, case.memory_budget)
-            self.programs[rank] = build_program(
-                plan, rank, self.work[rank], self.exchanges[rank], self.workspaces[rank], options
-            )
+            self.programs[rank] = build_program(plan, rank, self.work[rank], self.exchanges[rank], self.workspaces[rank], options)
 
     def initial(self, k: int) -> list[Tensor]:
         entry = self.case.plan.entries[k]
         return [numbers(layout.shape, self.case.seed, k, s) for s, layout in enumerate(entry.layouts)]
 
-    def step(self, step: int) -> None:
-        plan = self.case.plan
+    def step(self, step: int, streams: Streams | None = None) -> None:
+        plan, streams = self.case.plan, streams or DirectStreams()
         for k, entry in enumerate(plan.entries):
             grads = [numbers(layout.shape, self.case.seed, k, s, step) for s, layout in enumerate(entry.layouts)]
             for rank in plan.ranks:
                 self.work[rank][k].param.grad = held(self.case, k, rank, grads)
-        streams = DirectStreams()
+        ready = streams.main_mark()
         waves = {
-            rank: [wave.run(self.work[rank], self.exchanges[rank], streams, None) for wave in program.waves]  # type: ignore[arg-type]
+            rank: [wave.run(self.work[rank], self.exchanges[rank], streams, ready) for wave in program.waves]  # type: ignore[arg-type]
             for rank, program in self.programs.items()
         }
 
@@ -317,3 +316,67 @@ def test_nothing_travels_without_an_exchange() -> None:
     assert program.waves == ()
     assert len(program.local) == 1
     assert buffer_bytes(case.plan, 0) == 0
+
+
+class Watched:
+    """Streams that note their order, and which stream each exchange and each computation is in."""
+
+    def __init__(self) -> None:
+        self.events: list[str] = []
+        self.kept: list[Tensor] = []
+        self.marks = 0
+
+    def main_mark(self) -> str:
+        self.marks += 1
+        return f"main {self.marks}"
+
+    def side_mark(self) -> str:
+        self.marks += 1
+        self.events.append(f"mark side {self.marks}")
+        return f"side {self.marks}"
+
+    @contextmanager
+    def beside(self, after: object, uses: Sequence[Tensor] = ()) -> Iterator[None]:
+        self.events.append(f"beside after {after}")
+        self.kept += uses
+        yield
+        self.events.append("main")
+
+    def main_waits(self, mark: object) -> None:
+        self.events.append(f"wait for {mark}")
+
+
+def test_a_wave_and_its_streams(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Momentum and updates run beside, computing in the main stream; each waits for what it reads and for nothing else."""
+    layout = Layout((4, 6), Mesh((2,), (0, 1)), (Sharded(0),))
+    case = Case(1, make_plan([Entry("p", (layout,), 0, ("cpu", 8), 8, 10)], PlanOptions(cost_model_for("cpu"))), -1, 2**20)
+    streams = Watched()
+
+    def noted(owner: type, name: str, event: str) -> None:
+        original = getattr(owner, name)
+
+        def call(self: object, *args: object) -> object:
+            streams.events.append(event)
+            return original(self, *args)
+
+        monkeypatch.setattr(owner, name, call)
+
+    noted(Exchange, "start", "start")
+    noted(Pending, "wait", "arrived")
+    noted(Touch, "accumulate", "momentum")
+    noted(Parts, "apply", "update")
+    noted(Stage, "orthogonalise", "compute")
+    with torch.no_grad():
+        ranks = Ranks(replace(case, seed=4))
+        ranks.step(0, streams)  # type: ignore[arg-type]
+    (owner,) = (task.owner for task in case.plan.tasks)
+    assert owner == 0  # so that its events come first in each phase
+    assert streams.events == [
+        *("beside after main 1", "momentum", "start", "main", "mark side 2"),
+        *("beside after main 1", "momentum", "start", "main", "mark side 3"),
+        *("wait for side 2", "arrived", "compute", "start"),
+        *("wait for side 3", "arrived", "start"),
+        *("beside after main 4", "arrived", "update", "main"),
+        *("beside after main 5", "arrived", "update", "main"),
+    ]
+    assert len(streams.kept) == 2  # the gradients of both ranks, which the main stream may free meanwhile

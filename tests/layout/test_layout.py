@@ -54,7 +54,6 @@ def test_an_example() -> None:
     layout = Layout((5, 4), MESH, (Replicated(), Sharded(0)))
     assert layout.axes(0) == (1,)
     assert layout.axes(1) == ()
-    assert layout.replica_axes() == (0,)
     assert layout.local(5) == (((2, 4),), ((0, 4),))
     assert layout.local_shape(3) == (1, 4)
     assert layout.boxes(3) == (((4, 5), (0, 4)),)
@@ -64,7 +63,6 @@ def test_an_example() -> None:
 def test_both_axes_on_one_dim() -> None:
     layout = Layout((6, 2), MESH, (Sharded(0), Sharded(0)))
     assert layout.axes(0) == (0, 1)
-    assert layout.replica_axes() == ()
     assert [layout.local(rank)[0] for rank in MESH.ranks] == [((k, k + 1),) for k in range(6)]
 
 

@@ -89,7 +89,8 @@ def test_pieces_tile_the_matrix(parameter: tuple[Case, int]) -> None:
 def test_a_replica_is_a_full_copy(parameter: tuple[Case, int]) -> None:
     case, lead = parameter
     layout, whole = case.layout, matrix(case, lead)
-    where, axes = coordinates(case.mesh), layout.replica_axes()
+    where = coordinates(case.mesh)
+    axes = [axis for axis, one in enumerate(layout.placements) if isinstance(one, Replicated)]
     for spread, held in zip(spread_matrices(layout, lead), blocks(case, lead), strict=True):
         assert spread.replicas == math.prod(case.mesh.shape[axis] for axis in axes)
         assert len(held) == len(spread.pieces) * spread.replicas

@@ -36,7 +36,26 @@ _WORKSPACE = "meshmuon/ortho/workspace.py"
 _LR = "meshmuon/optim/lr.py"
 _MUON = "meshmuon/optim/muon.py"
 _ADAMW = "meshmuon/optim/adamw.py"
-_LOCAL = "meshmuon/execute/local.py"
+_COLLECT = "meshmuon/optim/collect.py"
+_PLANNING = "meshmuon/optim/planning.py"
+_PARTS = "meshmuon/execute/parts.py"
+_BUILD = "meshmuon/execute/build.py"
+_COPIES = "meshmuon/execute/copies.py"
+_PIPELINE = "meshmuon/execute/pipeline.py"
+_WAVE = "meshmuon/execute/wave.py"
+_EXECUTOR = "meshmuon/execute/executor.py"
+_CUTS = "meshmuon/layout/cuts.py"
+_LAYOUT = "meshmuon/layout/layout.py"
+_SPREAD = "meshmuon/layout/spread.py"
+_PLAN = "meshmuon/plan/plan.py"
+_OWNERS = "meshmuon/plan/owners.py"
+_WAVES = "meshmuon/plan/waves.py"
+_ROUTES = "meshmuon/plan/routes.py"
+_BUFFERS = "meshmuon/plan/buffers.py"
+_PLAN_COST = "meshmuon/plan/cost.py"
+_EXCHANGE = "meshmuon/transport/exchange.py"
+_AGREEMENT = "meshmuon/transport/agreement.py"
+_GROUPS = "meshmuon/transport/groups.py"
 _BATCHES = "meshmuon/plan/batches.py"
 _INSIDE = "meshmuon/matrices/inside.py"
 _DEVICE = "meshmuon/device.py"
@@ -150,41 +169,49 @@ CURATED = (
     Curated(_LR, "return rule(rows, cols) if", "return rule(cols, rows) if"),
     Curated(_LR, "else _RULES[rule](rows, cols)", "else _RULES[rule](cols, rows)"),
     # The step
-    Curated(_MUON, 'decay=1 - lr * group["weight_decay"]', 'decay=1 + lr * group["weight_decay"]'),
-    Curated(_MUON, 'decay=1 - lr * group["weight_decay"]', 'decay=1 - group["weight_decay"]'),
-    Curated(_MUON, 'decay=1 - lr * group["weight_decay"]', "decay=1.0"),
-    Curated(_MUON, 'rate=-lr if group["maximize"] else lr', "rate=lr"),
-    Curated(_MUON, 'rate=-lr if group["maximize"] else lr', 'rate=lr if group["maximize"] else -lr'),
-    Curated(_MUON, 'nesterov=group["nesterov"]', "nesterov=True"),
-    Curated(_MUON, 'momentum=float(group["momentum"])', "momentum=0.95"),
-    Curated(_MUON, 'resolve_scheme(group["scheme"], group["ns_steps"])', 'resolve_scheme(group["scheme"], 5)'),
-    Curated(_MUON, 'resolve_scheme(group["scheme"], group["ns_steps"])', 'resolve_scheme("polar_express", group["ns_steps"])'),
-    Curated(_MUON, 'partial(lr_factor, group["adjust_lr_fn"])', 'partial(lr_factor, "match_rms_adamw")'),
-    Curated(_MUON, 'free_grad=group["none_grad"]', "free_grad=True"),
+    Curated(_COLLECT, 'decay=1 - lr * group["weight_decay"]', 'decay=1 + lr * group["weight_decay"]'),
+    Curated(_COLLECT, 'decay=1 - lr * group["weight_decay"]', 'decay=1 - group["weight_decay"]'),
+    Curated(_COLLECT, 'decay=1 - lr * group["weight_decay"]', "decay=1.0"),
+    Curated(_COLLECT, 'rate=-lr if group["maximize"] else lr', "rate=lr"),
+    Curated(_COLLECT, 'rate=-lr if group["maximize"] else lr', 'rate=lr if group["maximize"] else -lr'),
+    Curated(_COLLECT, 'nesterov=group["nesterov"]', "nesterov=True"),
+    Curated(_COLLECT, 'momentum=float(group["momentum"])', "momentum=0.95"),
+    Curated(_COLLECT, 'resolve_scheme(group["scheme"], group["ns_steps"])', 'resolve_scheme(group["scheme"], 5)'),
+    Curated(_COLLECT, 'resolve_scheme(group["scheme"], group["ns_steps"])', 'resolve_scheme("polar_express", group["ns_steps"])'),
+    Curated(_COLLECT, 'partial(lr_factor, group["adjust_lr_fn"])', 'partial(lr_factor, "match_rms_adamw")'),
+    Curated(_COLLECT, 'free_grad=group["none_grad"]', "free_grad=True"),
     Curated(_MUON, "momentum: float = 0.95", "momentum: float = 0.9"),
     Curated(_MUON, "weight_decay: float = 0.1,", "weight_decay: float = 0.01,"),
     Curated(_MUON, "ns_steps: int = 5", "ns_steps: int = 6"),
     Curated(_MUON, "nesterov: bool = True", "nesterov: bool = False"),
-    Curated(_LOCAL, "torch._foreach_mul_(stage, settings.momentum)", "torch._foreach_mul_(stage, 1.0)"),
-    Curated(_LOCAL, "torch._foreach_mul_(stage, settings.momentum)", "torch._foreach_mul_(stage, 1 - settings.momentum)"),
-    Curated(_LOCAL, "torch._foreach_mul_(buffers, momentum)", "torch._foreach_mul_(buffers, 1 - momentum)"),
-    Curated(_LOCAL, "if settings.nesterov:", "if not settings.nesterov:"),
-    Curated(_LOCAL, "settings.rate * factor)", "settings.rate)"),
-    Curated(_LOCAL, "settings.adjust(self.batch.rows, self.batch.cols)", "settings.adjust(self.batch.cols, self.batch.rows)"),
-    Curated(_LOCAL, "alpha=-rate)", "alpha=rate)"),
-    Curated(_LOCAL, "    torch._foreach_mul_(params, decay)\n", ""),
     Curated(
-        _LOCAL,
+        _PARTS, "torch._foreach_add_(views, buffers, alpha=settings.momentum)", "torch._foreach_add_(views, buffers, alpha=1.0)"
+    ),
+    Curated(
+        _PARTS,
+        "torch._foreach_add_(views, buffers, alpha=settings.momentum)",
+        "torch._foreach_add_(views, buffers, alpha=1 - settings.momentum)",
+    ),
+    Curated(_PARTS, "torch._foreach_mul_(buffers, members[0]", "torch._foreach_mul_(buffers, 1 - members[0]"),
+    Curated(_PARTS, "if settings.nesterov:", "if not settings.nesterov:"),
+    Curated(_PARTS, "settings.rate * factor)", "settings.rate)"),
+    Curated(_PARTS, "settings.adjust(matrices.rows, matrices.cols)", "settings.adjust(matrices.cols, matrices.rows)"),
+    Curated(_PARTS, "alpha=-rate)", "alpha=rate)"),
+    Curated(_PARTS, "    torch._foreach_mul_(params, decay)\n", ""),
+    Curated(
+        _PARTS,
         "    torch._foreach_mul_(params, decay)\n    if isinstance(rate, Tensor):",
         "    torch._foreach_mul_(updates, decay)\n    if isinstance(rate, Tensor):",
     ),
     Curated(
-        _LOCAL,
+        _PARTS,
         "        torch._foreach_add_(params, updates, alpha=-rate)\n",
         "        torch._foreach_div_(params, decay)\n        torch._foreach_add_(params, updates, alpha=-rate)\n"
         "        torch._foreach_mul_(params, decay)\n",
     ),
-    Curated(_LOCAL, "one.settings.free_grad and part.stop == one.matrices.count", "one.settings.free_grad"),
+    Curated(_PARTS, "if work[k].settings.free_grad:", "if not work[k].settings.free_grad:"),
+    Curated(_BUILD, "((order, begins), (order[::-1], ends))", "((order, begins), (order, ends))"),
+    Curated(_BUILD, "((order, begins), (order[::-1], ends))", "((order[::-1], begins), (order[::-1], ends))"),
     Curated(_ADAMW, "beta1=beta1,", "beta1=beta2,"),
     Curated(_ADAMW, 'weight_decay=group["weight_decay"],', "weight_decay=0.0,"),
     Curated(_ADAMW, 'maximize=group["maximize"],', "maximize=False,"),
@@ -198,6 +225,111 @@ CURATED = (
     Curated(_DEVICE, 'if graphs and device.type == "cuda"', 'if graphs or device.type == "cuda"'),
     Curated(_DEVICE, "        self._graph = graph\n", ""),
     Curated(_DEVICE, "            self._graph.replay()\n            return\n", "            self._graph.replay()\n"),
+    # Who holds what
+    Curated(_CUTS, "size = -(-length(ranges) // parts)", "size = length(ranges) // parts"),
+    Curated(_CUTS, "for piece in _chunk(ranges, split_factor)]", "for piece in _chunk(ranges, parts)]"),
+    Curated(_CUTS, "max(start, start + first - position)", "start"),
+    Curated(_LAYOUT, "index = index * shape[axis] + where[axis]", "index = index + where[axis] * shape[axis]"),
+    Curated(_SPREAD, "(piece, piece.holders[replica]) for piece", "(piece, piece.holders[0]) for piece"),
+    Curated(_SPREAD, "found[1] == self.place[owner][1]", "found[1] == 0"),
+    Curated(_SPREAD, "(p.holders[k],)) for p in self.pieces", "(p.holders[0],)) for p in self.pieces"),
+    Curated(_SPREAD, "(index * size + start, index * size + stop)", "(index + start * size, index + stop * size)"),
+    Curated(_SPREAD, "if len(self.place) != len(self.pieces) * self.replicas:", "if False:"),
+    # Owners
+    Curated(_OWNERS, "(len(jobs[k].spread.place), -jobs[k].cost, k)", "(-jobs[k].cost, k)"),
+    Curated(_OWNERS, "(len(jobs[k].spread.place), -jobs[k].cost, k)", "(-len(jobs[k].spread.place), -jobs[k].cost, k)"),
+    Curated(_OWNERS, "spread.place), -jobs[k].cost, k)", "spread.place), jobs[k].cost, k)"),
+    Curated(_OWNERS, "if load == self._loads[rank]:", "if True:"),
+    Curated(_OWNERS, "                return rank\n", "                return max(candidate for _, candidate in heap)\n"),
+    Curated(_OWNERS, "        loads[rank] += jobs[k].cost\n", ""),
+    Curated(_OWNERS, "sums[k * ranks + 1] - sums[k * ranks - k]", "sums[k + 1]"),
+    Curated(_PLAN_COST, "inside = 2 * (pieces - 1) / pieces", "inside = 2 * pieces / pieces"),
+    Curated(_PLAN_COST, "self.flops_per_byte * 2 * spread.size", "self.flops_per_byte * spread.size"),
+    # Plans
+    Curated(_PLAN, 'return options.replicas == "share" and not entry.private', 'return options.replicas == "share"'),
+    Curated(_PLAN, "if spread.replicas > 1 and _shares(", "if _shares("),
+    Curated(_PLAN, "for one in spread.separate_replicas:", "for one in spread.separate_replicas[:1]:"),
+    Curated(_PLAN, "                for target in piece.holders:\n", "                for target in piece.holders[:1]:\n"),
+    Curated(_PLAN, "                if source != task.owner:\n", ""),
+    Curated(_PLAN, "waves[k] = len(found) + wave", "waves[k] = wave"),
+    Curated(_PLAN, "entry.name, layouts, entry.lead, str(entry.lane)", "layouts, entry.lead, str(entry.lane)"),
+    Curated(_PLAN, "entry.itemsize, entry.flops, entry.share", "entry.itemsize, entry.share"),
+    Curated(_PLAN, "hashlib.sha256(repr(self.options).encode())", "hashlib.sha256()"),
+    Curated(_PLAN, "layout.mesh.shape, layout.mesh.ranks, layout.placements", "layout.mesh.shape, layout.placements"),
+    Curated(_PLAN, "            if not entry.private:\n                layouts", "            if True:\n                layouts"),
+    Curated(_PLAN, "task.spread.size * task.spread.replicas - own)", "task.spread.size - own)"),
+    Curated(_PLAN, "        sent[task.owner] -= size * own", "        sent[task.owner] -= 0 * own"),
+    Curated(_PLAN, "if task.wave != NO_WAVE and task.owner not in task.spread.place:", "if False:"),
+    Curated(_PLAN, "if holders != expected or", "if"),
+    # Waves and routes
+    Curated(_WAVES, "int(heaviest / smallest)", "int(smallest / heaviest)"),
+    Curated(_WAVES, "position // chunk_size", "position // (chunk_size + 1)"),
+    Curated(_WAVES, "while count < longest and not _fits(", "while count < longest and _fits("),
+    Curated(_WAVES, "len(sizes) > 1 and sum(sizes) > budget", "len(sizes) > 1 and max(sizes) > budget"),
+    Curated(_WAVES, "    return _without_gaps(waves)", "    return waves"),
+    Curated(_ROUTES, "(send.source, send.target, send.task)", "send.task"),
+    Curated(_ROUTES, "(send.source, send.target, send.task)", "(send.source, send.target, -send.task)"),
+    Curated(_ROUTES, "            if spread.sends_to(rank, task.owner):\n", "            if True:\n"),
+    Curated(_ROUTES, "spread.pieces[spread.place[rank][0]]", "spread.pieces[0]"),
+    Curated(_BUFFERS, "max(_elements(routes.gather_out), _elements(routes.scatter_in))", "_elements(routes.gather_out)"),
+    Curated(_BUFFERS, "0 if mirrored else goes)", "0)"),
+    Curated(_BUFFERS, "travelling + _elements(routes.own), travelling, comes", "travelling + _elements(routes.own), 0, comes"),
+    Curated(_BUFFERS, "and k % plan.options.in_flight == slot]", "]"),
+    # Running a plan
+    Curated(_BUILD, "_offsets(routes.own, sizes.own_offset)", "_offsets(routes.own)"),
+    Curated(_BUILD, "(*routes.scatter_in, *routes.gather_out, *routes.own)", "(*routes.gather_out, *routes.own)"),
+    Curated(_BUILD, "(*routes.scatter_in, *routes.gather_out, *routes.own)", "(*routes.scatter_in, *routes.gather_out)"),
+    Curated(_BUILD, "for send, at in (*back, *own)]", "for send, at in back]"),
+    Curated(_BUILD, "for send, at in (*out, *own)]", "for send, at in (*back, *own)]"),
+    Curated(_BUILD, "slot_sizes([self.sizes[k] for k in mine if k % turns == slot])", "slot_sizes([self.sizes[mine[0]]])"),
+    Curated(_BUILD, "k % self.plan.options.in_flight\n", "0\n"),
+    Curated(_BUILD, "            (own, into_buffers, 0),\n", ""),
+    Curated(_BUILD, "Copies([], []) if rough is None else Copies([mine], [rough])", "Copies([], [])"),
+    Curated(_BUILD, "_counts(goes, lambda send: send.target)", "_counts(goes, lambda send: send.source)"),
+    Curated(_BUILD, "Slice(task.entry, runs[-1].start, at + 1)", "Slice(task.entry, at, at + 1)"),
+    Curated(_BUILD, "rest = set(range(len(self.work))) - set().union(*touched)", "rest = set()"),
+    Curated(_BUILD, "[*range(min(first, count)), *range(count", "[*range(count), *range(count"),
+    Curated(_COPIES, "(len(run) == 1 or gap == step)", "True"),
+    Curated(_COPIES, "block.kind == last.kind and", ""),
+    Curated(_COPIES, "min(gap) > 0 and", ""),
+    Curated(_COPIES, "flat.storage_offset() + offset)", "offset)"),
+    Curated(_COPIES, "runs = min(by_stage, by_buffer, key=len)", "runs = by_buffer"),
+    Curated(_COPIES, "one.offset + top * width + left", "one.offset + row * width + left"),
+    Curated(_PIPELINE, "len(gathering) + len(scattering) < width", "len(gathering) + len(scattering) <= width"),
+    Curated(_PIPELINE, "len(gathering) + len(scattering) < width", "len(gathering) < width"),
+    Curated(_PIPELINE, "wave = gathering.popleft()", "wave = gathering.pop()"),
+    Curated(_WAVE, "            self.touch.accumulate(work)\n", ""),
+    Curated(_WAVE, "            gather.wait()\n", "            pass\n"),
+    Curated(_WAVE, "                scatter.wait()\n", "                pass\n"),
+    Curated(_WAVE, "            self.rounding.run()\n", ""),
+    Curated(_WAVE, "            streams.main_waits(filled)\n", ""),
+    Curated(_WAVE, "with streams.beside(packed):", "with streams.beside(ready):"),
+    Curated(_WAVE, "streams.beside(ready, self.touch.gradients(work))", "streams.beside(ready)"),
+    Curated(_EXECUTOR, "        program.rest.free_gradients(work)\n", ""),
+    Curated(_EXECUTOR, "        streams.main_waits(streams.side_mark())\n", ""),
+    # Agreeing
+    Curated(_EXCHANGE, "received, sent, received_splits, sent_splits,", "received, sent, sent_splits, received_splits,"),
+    Curated(_AGREEMENT, "= token, -token", "= token, token"),
+    Curated(_AGREEMENT, "        work.wait()\n", ""),
+    Curated(_GROUPS, "== list(ranks):", "!= list(ranks):"),
+    Curated(_GROUPS, "if _moves_host_memory(group):", "if not _moves_host_memory(group):"),
+    Curated(_GROUPS, "use_local_synchronization=True", "use_local_synchronization=False"),
+    Curated(
+        _PLANNING,
+        "(k, entry) for k, entry in enumerate(self._entries(demands)) if entry is not None and active[k]",
+        "(k, entry) for k, entry in enumerate(self._entries(demands)) if entry is not None",
+    ),
+    Curated(_PLANNING, "if active[k] and not demand.active)", "if False)"),
+    Curated(_PLANNING, "facts = self._path, plan.digest, others", 'facts = self._path, "", others'),
+    Curated(_PLANNING, "facts = self._path, plan.digest, others", "facts = self._path, plan.digest"),
+    Curated(_PLANNING, "facts = self._path, plan.digest, others", "facts = plan.digest, others"),
+    Curated(_PLANNING, "union = [any(flags)", "union = [all(flags)"),
+    # Streams
+    Curated(_DEVICE, "        self._side.wait_event(after)", "        pass"),
+    Curated(_DEVICE, "            tensor.record_stream(self._side)\n", "            pass\n"),
+    Curated(
+        _DEVICE, "event: Mark = self._side.record_event()", "event: Mark = torch.cuda.current_stream(self._device).record_event()"
+    ),
 )
 
 EQUIVALENT: tuple[Equivalent, ...] = ()

@@ -32,7 +32,7 @@ sys.path.insert(0, str(ROOT))
 from tests.mutation.curated import CURATED, EQUIVALENT, Equivalent  # noqa: E402
 from tests.mutation.systematic import changes, lines  # noqa: E402
 
-SYSTEMATIC_FOLDERS = ("ortho", "optim", "execute", "matrices", "plan")
+SYSTEMATIC_FOLDERS = ("ortho", "optim", "execute", "matrices", "plan", "layout", "transport")
 
 # Tests of a file, nearest first. The first entry that the path starts with counts.
 _ORTHO = ("tests/ortho/test_orthogonalize.py", "tests/ortho/test_blocks.py", "tests/ortho/test_cost.py")
@@ -49,6 +49,11 @@ TESTS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("meshmuon/execute/", ("tests/execute", "tests/optim", "tests/plan")),
     ("meshmuon/plan/", ("tests/plan", "tests/execute", "tests/optim")),
     ("meshmuon/matrices/", ("tests/matrices", "tests/optim", "tests/execute")),
+    ("meshmuon/layout/", ("tests/layout", "tests/plan", "tests/execute")),
+    ("meshmuon/transport/", ("tests/transport", "tests/dist")),
+    ("meshmuon/optim/planning.py", ("tests/dist", "tests/optim")),
+    ("meshmuon/optim/differences.py", ("tests/dist",)),
+    ("meshmuon/optim/dtensors.py", ("tests/optim", "tests/dist")),
     ("meshmuon/device.py", ("tests/test_device.py",)),
     ("meshmuon/", _STEP),
 )

@@ -84,7 +84,7 @@ def test_no_assignment_beats_the_bound(costs: list[int], ranks: int) -> None:
         ([1.0] * 8, 4, 2.0),
         ([5.0, 5.0, 5.0], 2, 10.0),  # two of three on one rank
         ([5.0, 4.0, 3.0, 1.0, 1.0], 3, 5.0),
-        ([4.0, 4.0, 4.0, 1.0, 1.0], 3, 14 / 3),
+        ([2.0, 2.0, 1.0, 1.0, 1.0], 2, 3.5),  # the mean
         ([7.0] * 5, 2, 21.0),  # three of five
         ([9.0, 5.0, 5.0, 5.0], 2, 12.0),
     ],

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-import resource
+import re
 import subprocess
 import sys
 from pathlib import Path
+
+import pytest
 
 from meshmuon.layout import Layout, Sharded
 from meshmuon.plan import Entry, Plan, PlanOptions, cost_model_for, make_plan, routes_of
@@ -28,26 +30,36 @@ def large_plan() -> Plan:
     return make_plan(entries, PlanOptions(cost_model_for("cuda")))
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="reads the peak from /proc")
 def test_a_hundred_thousand_matrices() -> None:
-    """In a process of its own, whose largest memory the system knows; tracing every allocation would take a minute."""
+    """In a process of its own, whose peak the system knows; tracing every allocation takes four times as long.
+
+    Not by ``ru_maxrss``: a child inherits its parent's.
+    """
     done = subprocess.run([sys.executable, "-m", "tests.plan.test_scale"], cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    assert int(done.stdout) <= MOST_MEGABYTES
+    assert 20 < int(done.stdout) <= MOST_MEGABYTES
+
+
+def kilobytes(what: str) -> int:
+    found = re.search(rf"^{what}:\s+(\d+) kB$", Path("/proc/self/status").read_text(), re.MULTILINE)
+    assert found is not None
+    return int(found[1])
 
 
 def main() -> None:
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    before = kilobytes("VmRSS")
     plan = large_plan()
     assert len(plan.tasks) == MATRICES
-    # 1,024 rows and fewer lie on the first ranks only, which then own more than their share.
-    assert max(plan.loads.values()) <= 1.08 * plan.bound
+    # 1,024 rows and fewer lie on the first ranks only; placed first, they leave room for balance.
+    assert max(plan.loads.values()) <= 1.01 * plan.bound
     assert len(plan.digest) == 64
     assert sum(plan.elements_sent.values()) > 0
     routes = routes_of(plan, RANKS // 2)
     assert len(routes) == len(plan.lanes)
     owned = sum(len(wave.owned) for wave in routes)
     assert owned == sum(task.owner == RANKS // 2 for task in plan.tasks)
-    print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) // 1024)
+    print((kilobytes("VmHWM") - before) // 1024)
 
 
 if __name__ == "__main__":

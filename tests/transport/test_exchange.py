@@ -142,6 +142,22 @@ def test_an_agreement_is_used_again() -> None:
     assert run_threads(2, main) == [[True, False, True, False, True]] * 2
 
 
+def test_an_agreement_waits_for_the_others() -> None:
+    """The threaded group is done when it returns; a real one is not before ``wait``."""
+
+    def main(rank: int) -> None:
+        agreement = Agreement(world())
+        agreement.start(5)
+
+        class Late:
+            def wait(self) -> None:
+                agreement._word[0] = 7  # another rank's token arrives
+
+        assert not agreement.unanimous(Late())  # type: ignore[arg-type]
+
+    run_threads(1, main)
+
+
 def test_everyone_hears_everyone() -> None:
     def main(rank: int) -> dict[int, Any]:
         return Agreement(world()).everyone(("fact", rank, [rank] * rank))
@@ -225,10 +241,14 @@ def test_a_group_of_fewer_or_more_ranks_is_none(made: list[Any], monkeypatch: py
 
 
 def test_host_memory_moves_over_the_same_group_where_it_can(made: list[Any]) -> None:
-    def main(rank: int) -> None:
-        assert host_group(world()) is world()
-
-    run_threads(2, main)
+    """A real gloo group of this process alone."""
+    dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
+    try:
+        group = world()
+        assert host_group(group) is group
+        assert exchange_group([0], []) is group
+    finally:
+        dist.destroy_process_group()
     assert made == []
 
 
