@@ -37,7 +37,6 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 from meshmuon import Muon
 from meshmuon.ortho import Workspace, orthogonalize, resolve_scheme
-from meshmuon.plan import buffer_bytes
 from meshmuon.transport import Exchange
 
 LR, MOMENTUM, DECAY = 1e-3, 0.95, 0.1
@@ -217,7 +216,7 @@ def run_rank(options: argparse.Namespace) -> None:
         "exchanges": calls,
         "waves": len(plan.lanes),
         "waited_s": mean_over_ranks(statistics.median(waits)),
-        "buffer_bytes": max_over_ranks(buffer_bytes(plan, rank)),
+        "buffer_bytes": max_over_ranks(plan.buffer_bytes(rank)),
         "workspace_bytes": max_over_ranks(optimizer.workspace_bytes()),
         "host": host_time(mesh, options.tiny, options.rounds),
     }

@@ -2,7 +2,7 @@
 
 Both runs start from the same weights and see the same bytes (Python's own standard library) in the same
 order, over two processes that share model and batch by FSDP2 (--nproc for another number). With the
-defaults it takes about five minutes on two CPU cores and writes a folder runs/<time>/ with
+defaults it takes a little over four minutes on two CPU cores and writes a folder runs/<time>/ with
 
   loss.png    validation loss over steps and over time
   log.json    every figure of the runs, the options, the machine

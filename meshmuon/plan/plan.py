@@ -211,6 +211,12 @@ class Plan:
         hasher.update(repr(shared).encode())
         return hasher.hexdigest()
 
+    def buffer_bytes(self, rank: int) -> int:
+        """Bytes of all exchange buffers on ``rank``."""
+        from .buffers import buffer_bytes
+
+        return buffer_bytes(self, rank)
+
     def describe(self) -> str:
         """The plan as text for people."""
         from .report import describe

@@ -35,6 +35,7 @@ def describe(plan: Plan) -> str:
         f"heaviest rank: {balance}",
         f"sent per rank and step: {_bytes(max(sent.values(), default=0))} at most, "
         f"{_bytes(sum(sent.values()) / max(1, len(sent)))} on average; nothing is padded",
+        f"exchange buffers on rank {plan.ranks[0]}: {_bytes(plan.buffer_bytes(plan.ranks[0]))}" if plan.lanes else "no exchange",
         "",
         table(("matrices", "shape", "layout", "how", "owners", "waves"), _kinds(plan)),
         "",
@@ -52,6 +53,7 @@ def to_json(plan: Plan) -> str:
         "digest": plan.digest,
         "ranks": list(plan.ranks),
         "options": {"replicas": plan.options.replicas, "chunk_size": plan.options.chunk_size, "budget": plan.options.budget},
+        "buffer_bytes": {str(rank): plan.buffer_bytes(rank) for rank in plan.ranks[:1]},
         "waves": [{"lane": str(lane)} for lane in plan.lanes],
         "parameters": [
             {
