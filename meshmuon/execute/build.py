@@ -72,8 +72,8 @@ class _Builder:
         self.workspace, self.settings = workspace, settings
         self.local_index = [_local_index(entry, rank) for entry in plan.entries]
         self.window = [_local_window(entry, rank) for entry in plan.entries]
-        first: dict[int, int] = {}
-        self.first = [first.setdefault(one.parameter, k) for k, one in enumerate(work)]  # momentum is kept per parameter
+        first: dict[Tensor, int] = {}
+        self.first = [first.setdefault(one.param, k) for k, one in enumerate(work)]  # momentum is kept per parameter
         self.routes = routes_of(plan, rank)
         self.sizes = [wave_sizes(routes) for routes in self.routes]
 

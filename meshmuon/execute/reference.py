@@ -36,7 +36,7 @@ class ReferenceExecutor:
 
     def run(self, work: Sequence[Work], *, last: Callable[[], None]) -> None:
         """One step, parameter by parameter."""
-        for _, members in grouped(range(len(work)), lambda k: work[k].parameter):
+        for _, members in grouped(range(len(work)), lambda k: work[k].param):
             self._step(work, members)
         last()
 

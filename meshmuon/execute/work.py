@@ -35,7 +35,7 @@ class WorkSettings:
 
 @dataclass(slots=True)
 class Work:
-    """One parameter of the step, or one part of a fused one.
+    """One parameter of the step, or one part of a fused one; the parts have one ``param``.
 
     Attributes:
         param: the parameter, plain or DTensor; its gradient is freed through it.
@@ -47,7 +47,6 @@ class Work:
         comm_dtype: dtype on the wire.
         group: index of its group; parameters of one group share ``settings``.
         zeros: stands in for a gradient that only other ranks have.
-        parameter: number of the parameter; the parts of a fused one share it.
     """
 
     param: Tensor
@@ -59,7 +58,6 @@ class Work:
     comm_dtype: torch.dtype = torch.float32
     group: int = 0
     zeros: Tensor | None = None
-    parameter: int = 0
 
     @property
     def grad(self) -> Tensor:

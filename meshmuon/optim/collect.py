@@ -87,7 +87,6 @@ def work_of(
                 comm_dtype=demand.comm_dtype,
                 group=one.place,
                 zeros=torch.zeros_like(one.param) if k in outcome.zeros else None,
-                parameter=k,
             )
         )
     return work

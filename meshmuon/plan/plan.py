@@ -193,17 +193,8 @@ class Plan:
         for entry in self.entries:
             if not entry.private:
                 layouts = [numbers.setdefault(layout, len(numbers)) for layout in entry.layouts]
-                facts = (
-                    entry.name,
-                    layouts,
-                    entry.lead,
-                    str(entry.lane),
-                    entry.itemsize,
-                    entry.flops,
-                    entry.share,
-                    entry.window,
-                    entry.how,
-                )
+                details = entry.lead, entry.itemsize, entry.flops, entry.share, entry.window
+                facts = entry.name, layouts, details, str(entry.lane), entry.how
                 hasher.update(repr(facts).encode())
         for layout in numbers:
             hasher.update(repr((layout.shape, layout.mesh.shape, layout.mesh.ranks, layout.placements)).encode())

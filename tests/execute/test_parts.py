@@ -89,7 +89,7 @@ def test_filling_whole_tensors_and_parts(nesterov: bool) -> None:
     work = [work_for(1.0, nesterov=nesterov), work_for(2.0, shape=(4, 2, 3), nesterov=nesterov, group=1, momentum=0.25)]
     memory = torch.zeros(30)
     parts = Parts(
-        [Part(0, 0, 1, True, memory[:6].view(2, 3)), Part(1, 1, 3, False, memory[6:18].view(2, 2, 3))],
+        [Part(0, None, memory[:6].view(2, 3)), Part(1, (slice(1, 3),), memory[6:18].view(2, 2, 3))],
         work,
     )
     work[1].momentum_buffer[1:3] = 3.0
@@ -105,7 +105,7 @@ def test_applying_parts(tensor_rate: bool) -> None:
     options: dict[str, Any] = {"rate": rate, "decay": 0.75, "adjust": lambda rows, cols: factors[rows, cols]}
     work = [work_for(1.0, **options), work_for(1.0, shape=(3, 2), **options), work_for(1.0, shape=(4, 2, 3), **options)]
     views = [torch.full((2, 3), 1.0), torch.full((3, 2), 1.0), torch.full((1, 2, 3), 8.0)]
-    parts = [Part(0, 0, 1, True, views[0]), Part(1, 0, 1, True, views[1]), Part(2, 2, 3, False, views[2])]
+    parts = [Part(0, None, views[0]), Part(1, None, views[1]), Part(2, (slice(2, 3),), views[2])]
     Parts(parts, work).apply(work)
     assert values([work[0].param, work[1].param, work[2].param[2]]) == [0.75 - 1.0, 0.75 - 2.0, 0.75 - 8.0]
     assert values([work[2].param[:2], work[2].param[3:]]) == [1.0, 1.0]  # the others wait for their own update

@@ -127,7 +127,7 @@ def test_integer_parameters() -> None:
         ({"ns_steps": 0, "scheme": [(1.0, 2.0, 3.0)]}, "ns_steps=0 must be a whole number"),
         ({"adjust_lr_fn": "rms"}, r"adjust_lr_fn='rms' is unknown. Write one of .* or a function of \(rows, cols\)"),
         ({"adjust_lr_fn": None}, "adjust_lr_fn=None is unknown"),
-        ({"conv": "unfold"}, r"group 0: conv='unfold' is unknown; write one of \(None, 'flatten'\)"),
+        ({"conv": "unfold"}, r"conv='unfold' is unknown; write one of \(None, 'flatten'\)"),
         ({"compute_dtype": torch.int8}, r"group 0: compute_dtype=torch\.int8 must be a floating point dtype"),
         ({"momentum_dtype": "float32"}, "group 0: momentum_dtype='float32' must be a floating point dtype"),
     ],
