@@ -149,9 +149,7 @@ def work_of(entry: Entry, k: int, param: Tensor, buffer: Tensor) -> Work:
         cols *= size
     matrices = MatrixSet(entry.count, rows, cols, entry.lead)
     wire = torch.float32 if entry.itemsize == 4 else torch.float64
-    return Work(
-        nn.Parameter(param), buffer, matrices, prefix_sums, torch.float64, settings_of(k), comm_dtype=wire, group=k, parameter=k
-    )
+    return Work(nn.Parameter(param), buffer, matrices, prefix_sums, torch.float64, settings_of(k), comm_dtype=wire, group=k)
 
 
 def expected(case: Case, k: int, sibling: int) -> tuple[Tensor, Tensor]:
