@@ -10,7 +10,7 @@ from .errors import (
     StateError,
     UnsupportedError,
 )
-from .optim import Muon, RoutingRow, RoutingTable, get_default_muon_param_groups
+from .optim import DistMuon, Muon, RoutingRow, RoutingTable, get_default_muon_param_groups
 from .ortho import Scheme, Workspace, keller, orthogonalize, polar_express
 from .plan import Plan
 
@@ -18,6 +18,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "ConfigError",
+    "DistMuon",
     "GradientError",
     "MeshmuonError",
     "Muon",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Protocol
 
 import torch
 
@@ -15,7 +16,25 @@ from .pipeline import run_pipeline
 from .settings import ExecutorSettings
 from .work import Work
 
-__all__ = ["Executor"]
+__all__ = ["Executor", "StepExecutor"]
+
+
+class StepExecutor(Protocol):
+    """What runs the Muon part of a step."""
+
+    plan: Plan | None
+
+    def prepare(self, plan: Plan, rank: int, work: Sequence[Work], exchange: Exchange | None) -> None:
+        """Makes ready for a plan whose entries are the parameters of ``work``."""
+        ...
+
+    def run(self, work: Sequence[Work], *, last: Callable[[], None]) -> None:
+        """One step; ``last`` is done in its final wait."""
+        ...
+
+    def workspace_bytes(self) -> int:
+        """Memory held between steps."""
+        ...
 
 
 class Executor:

@@ -65,21 +65,36 @@ def check_step(parameters: Sequence[Parameter], states: Mapping[Tensor, dict[str
 
 
 def work_of(
-    parameters: Sequence[Parameter], demands: Sequence[Demand], outcome: Outcome, states: Mapping[Tensor, dict[str, Any]]
+    parameters: Sequence[Parameter],
+    demands: Sequence[Demand],
+    outcome: Outcome,
+    states: Mapping[Tensor, dict[str, Any]],
+    *,
+    keeps: Callable[[int], bool] = lambda entry: True,
 ) -> list[Work]:
-    """The Muon part of an agreed step, one entry per parameter of its plan."""
+    """The Muon part of an agreed step, one entry per parameter of its plan.
+
+    Args:
+        parameters: all parameters.
+        demands: what the plan was made from.
+        outcome: what was agreed.
+        states: the optimizer's state.
+        keeps: whether this rank keeps the momentum of an entry of the plan.
+    """
     settings: dict[int, WorkSettings] = {}
     work = []
-    for k, part in outcome.members:
+    for entry, (k, part) in enumerate(outcome.members):
         one, demand = parameters[k], demands[k]
         if one.place not in settings:
             settings[one.place] = _settings(one.group)
         assert demand.matrices is not None
         assert demand.scheme is not None
+        dtype = one.group["momentum_dtype"]
+        buffer = state.momentum_buffer(states[one.param], one.param, dtype) if keeps(entry) else one.param
         work.append(
             Work(
                 param=one.param,
-                momentum_buffer=state.momentum_buffer(states[one.param], one.param, one.group["momentum_dtype"]),
+                momentum_buffer=buffer,
                 matrices=demand.matrices[part],
                 scheme=demand.scheme,
                 compute_dtype=demand.compute_dtype,

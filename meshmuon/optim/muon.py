@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.profiler import record_function
 
 from ..errors import ConfigError, RoutingWarning, UnsupportedError
-from ..execute import DEFAULT_MEMORY_BUDGET, Executor, ExecutorSettings, ReferenceExecutor
+from ..execute import DEFAULT_MEMORY_BUDGET, Executor, ExecutorSettings, ReferenceExecutor, StepExecutor, Work
 from ..matrices import Split, check_expert_keys
 from ..ortho import SchemeLike, resolve_scheme
 from ..plan import Plan, PlanOptions, cost_model_for
@@ -188,7 +188,7 @@ class Muon(torch.optim.Optimizer):
         parameters = parameters_of(self.param_groups)
         outcome = self._agree(parameters)  # checks everything, on all ranks; nothing is written before it returns
         self._log_routes(parameters)
-        work = work_of(parameters, self._planner.demands, outcome, self.state)
+        work = self._work(parameters, outcome)
         if outcome.plan is not self._executor.plan:
             self._executor.prepare(outcome.plan, outcome.rank, work, outcome.exchange)
         self._executor.run(work, last=partial(self._adamw_step, parameters, outcome))
@@ -246,7 +246,7 @@ class Muon(torch.optim.Optimizer):
     def _reset(self) -> None:
         path = f"use_distributed_muon={self._reference}"
         self._planner = Planner(self._plan_options, self._settings.form, path, self.replica_group)
-        self._executor: Executor | ReferenceExecutor = (ReferenceExecutor if self._reference else Executor)(self._settings)
+        self._executor: StepExecutor = (ReferenceExecutor if self._reference else Executor)(self._settings)
         self._logged: tuple[str, ...] | None = None
 
     def _agree(self, parameters: Sequence[Parameter]) -> Outcome:
@@ -260,6 +260,9 @@ class Muon(torch.optim.Optimizer):
             failure = error
         return self._planner.outcome(demands, failure)
 
+    def _work(self, parameters: Sequence[Parameter], outcome: Outcome) -> list[Work]:
+        return work_of(parameters, self._planner.demands, outcome, self.state)
+
     def _adamw_step(self, parameters: Sequence[Parameter], outcome: Outcome) -> None:
         chosen: dict[int, list[Tensor]] = {}
         for k, one in enumerate(parameters):
@@ -267,8 +270,11 @@ class Muon(torch.optim.Optimizer):
                 chosen.setdefault(one.place, []).append(one.param)
         with record_function("meshmuon::adamw"):
             for index, params in chosen.items():
-                grads, states = [gradient_of(param) for param in params], [self.state[param] for param in params]
+                grads, states = self._adamw_gradients(params), [self.state[param] for param in params]
                 adamw_step(self.param_groups[index], params, grads, states)
+
+    def _adamw_gradients(self, params: Sequence[Tensor]) -> list[Tensor]:
+        return [gradient_of(param) for param in params]
 
     def _log_routes(self, parameters: Sequence[Parameter]) -> None:
         if not self._debug:

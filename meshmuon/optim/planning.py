@@ -99,8 +99,11 @@ class _Link:
 class Planner:
     """Plans when something has changed, and has the ranks agree before anything is written."""
 
-    def __init__(self, options: PlanOptions, form: str, path: str, replica_group: ReplicaGroup | None) -> None:
+    def __init__(
+        self, options: PlanOptions, form: str, path: str, replica_group: ReplicaGroup | None, *, reduced: bool = True
+    ) -> None:
         self._options, self._form, self._path, self._replica_group = options, form, path, replica_group
+        self._reduced = reduced  # whether replicas come with equal gradients, or each with its own
         self._link: _Link | None = None
         self._agreed: tuple[Demand, ...] | None = None
         self.demands: tuple[Demand, ...] = ()
@@ -235,9 +238,10 @@ class Planner:
         notes = agreement.everyone(note)
         raise_failures(notes, failure)
         raise_mismatch(notes)
-        raise_torn_replicas(
-            {rank: one.active for rank, one in notes.items()}, [(demands[k].name, self._layouts[k]) for k in shared]
-        )
+        if self._reduced:
+            raise_torn_replicas(
+                {rank: one.active for rank, one in notes.items()}, [(demands[k].name, self._layouts[k]) for k in shared]
+            )
         union = [any(flags) for flags in zip(*(one.active for one in notes.values()), strict=True)]
         active = [demand.active for demand in demands]
         for k, flag in zip(shared, union, strict=True):

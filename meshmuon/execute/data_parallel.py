@@ -1,0 +1,250 @@
+"""Data parallel without a wrapper: every rank has its own gradients of the same weights.
+
+A wave sends each gradient to the owner of its matrix, which adds them up in the order of the ranks, steps with momentum that only
+it keeps, and sends the new weights to all. It is the same exchange as for shards; only what travels differs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.profiler import record_function
+
+from ..ortho import Workspace
+from ..plan import NO_WAVE, Batch, Plan, plan_batches
+from ..transport import Exchange
+from .parts import Part, Parts, grouped
+from .pipeline import run_pipeline
+from .settings import ExecutorSettings
+from .stage import Stage, reserve_stages
+from .wave import Copies, Flow
+from .work import Work
+
+__all__ = ["DataParallelExecutor"]
+
+
+@dataclass(frozen=True, slots=True)
+class _Owned:
+    """A batch of matrices that this rank owns.
+
+    Attributes:
+        stage: where they are orthogonalised.
+        parts: the matrices and their views of the stage.
+        averages: their averaged gradients, matrix by matrix like ``parts``.
+        received: for every rank, its gradients of them; None stands for this rank's own.
+        results: for every other rank, the views through which the new weights leave.
+    """
+
+    stage: Stage
+    parts: list[Part]
+    averages: list[Tensor]
+    received: list[list[Tensor] | None]
+    results: list[list[Tensor]]
+
+    def run(self, work: Sequence[Work], apply: Parts) -> None:
+        with record_function("meshmuon::gather"):
+            self._average(work)
+        with record_function("meshmuon::momentum"):
+            for _, some in grouped(range(len(self.parts)), lambda k: work[self.parts[k].work].group):
+                self._fill([self.parts[k] for k in some], [self.averages[k] for k in some], work)
+        self.stage.orthogonalise()
+        with record_function("meshmuon::update"):
+            apply.apply(work)
+        with record_function("meshmuon::scatter"):
+            weights = [part.of(work[part.work].param) for part in self.parts]
+            for views in self.results:
+                torch._foreach_copy_(views, weights)
+
+    def _average(self, work: Sequence[Work]) -> None:
+        own = [part.of(work[part.work].grad) for part in self.parts]
+        for position, views in enumerate(self.received):
+            values = own if views is None else views
+            if position == 0:
+                torch._foreach_copy_(self.averages, values)
+            else:
+                torch._foreach_add_(self.averages, values)
+        torch._foreach_div_(self.averages, float(len(self.received)))
+
+    def _fill(self, parts: Sequence[Part], averages: list[Tensor], work: Sequence[Work]) -> None:
+        settings = work[parts[0].work].settings
+        views, buffers = [part.view for part in parts], [part.of(work[part.work].momentum_buffer) for part in parts]
+        torch._foreach_mul_(buffers, settings.momentum)
+        torch._foreach_add_(buffers, averages)
+        if settings.nesterov:
+            torch._foreach_copy_(views, averages)
+            torch._foreach_add_(views, buffers, alpha=settings.momentum)
+        else:
+            torch._foreach_copy_(views, buffers)
+
+
+@dataclass(frozen=True, slots=True)
+class _Wave:
+    gather: Flow
+    scatter: Flow
+    leaving: list[Part]
+    owned: list[tuple[_Owned, Parts]]
+
+    def run(self, work: Sequence[Work], exchange: Exchange) -> Iterator[None]:
+        with record_function("meshmuon::gather"):
+            gradients = [part.of(work[part.work].grad) for part in self.leaving]
+            Copies([part.view for part in self.leaving], gradients).run()
+            gather = self.gather.start(exchange)
+        yield
+        with record_function("meshmuon::gather"):
+            gather.wait()
+        for batch, apply in self.owned:
+            batch.run(work, apply)
+        scatter = self.scatter.start(exchange)
+        yield
+        with record_function("meshmuon::scatter"):
+            scatter.wait()
+        with record_function("meshmuon::update"):
+            weights = [part.of(work[part.work].param) for part in self.leaving]
+            Copies(weights, [part.view for part in self.leaving]).run()
+
+
+class DataParallelExecutor:
+    """Executes a plan of replicated matrices on gradients that were not averaged; the interface of ``Executor``."""
+
+    def __init__(self, settings: ExecutorSettings) -> None:
+        self._settings = settings
+        self._workspace = Workspace()
+        self._waves: list[_Wave] = []
+        self._exchange: Exchange | None = None
+        self.plan: Plan | None = None
+
+    def prepare(self, plan: Plan, rank: int, work: Sequence[Work], exchange: Exchange | None) -> None:
+        """Makes the buffers for ``plan``, whose entries are the parameters of ``work``."""
+        assert exchange is not None
+        self.plan, self._exchange, self._waves = None, exchange, []
+        self._workspace.clear()
+        builder = _Builder(plan, rank, work, self._workspace, self._settings, exchange)
+        with torch.inference_mode(False):
+            self._waves = builder.build()
+        self.plan = plan
+
+    def run(self, work: Sequence[Work], *, last: Callable[[], None]) -> None:
+        """One step; all gradients are on their way before the first is waited for."""
+        if self._exchange is None or self.plan is None:
+            last()
+            return
+        exchange = self._exchange
+        run_pipeline([wave.run(work, exchange) for wave in self._waves], max(1, len(self._waves)), (), last)
+        for one in work:
+            if one.settings.free_grad:
+                one.param.grad = None
+
+    def workspace_bytes(self) -> int:
+        """Memory that the executor holds between steps."""
+        return self._workspace.bytes()
+
+
+class _Builder:
+    def __init__(
+        self,
+        plan: Plan,
+        rank: int,
+        work: Sequence[Work],
+        workspace: Workspace,
+        settings: ExecutorSettings,
+        exchange: Exchange,
+    ) -> None:
+        self.plan, self.rank, self.work, self.exchange = plan, rank, work, exchange
+        self.workspace, self.settings = workspace, settings
+        self.tasks = [[t for t, task in enumerate(plan.tasks) if task.wave == wave] for wave in range(len(plan.lanes))]
+        assert all(task.wave != NO_WAVE for task in plan.tasks), "replicated matrices are shared"
+
+    def build(self) -> list[_Wave]:
+        owned = [[t for t in wave if self.plan.tasks[t].owner == self.rank] for wave in self.tasks]
+        batches = [self._batches(wave) for wave in owned]
+        reserve_stages(
+            [(b, self._like(owned[k], b)) for k, some in enumerate(batches) for b in some], self.workspace, self.settings
+        )
+        for k, tasks in enumerate(owned):  # grown to its final size first, like the stages
+            if tasks:
+                self._averages(self._like(tasks, batches[k][0]), tasks)
+        return [self._wave(k, owned[k], batches[k]) for k in range(len(self.tasks))]
+
+    def _averages(self, like: Work, tasks: Sequence[int]) -> Tensor:
+        return self.workspace.take("averages", (sum(map(self._size, tasks)),), like.param.dtype, like.param.device)
+
+    def _batches(self, tasks: Sequence[int]) -> tuple[Batch, ...]:
+        items = [self.work[self.plan.tasks[t].entry].item(1) for t in tasks]
+        return plan_batches(items, budget=self.settings.memory_budget, chunk_size=self.settings.chunk_size)
+
+    def _like(self, tasks: Sequence[int], batch: Batch) -> Work:
+        return self.work[self.plan.tasks[tasks[batch.slices[0].item]].entry]
+
+    def _size(self, task: int) -> int:
+        return self.plan.tasks[task].spread.size
+
+    def _part(self, task: int, view: Tensor) -> Part:
+        found = self.plan.tasks[task]
+        entry = self.plan.entries[found.entry]
+        param = self.work[found.entry].param
+        stack = (slice(found.matrix, found.matrix + 1),) if entry.lead else ()
+        cut = (*stack, *(slice(*one) for one in entry.window or ()))
+        return Part(found.entry, cut or None, view.view(param[cut].shape if cut else param.shape))
+
+    def _wave(self, k: int, owned: Sequence[int], batches: Sequence[Batch]) -> _Wave:
+        like = self.work[self.plan.tasks[self.tasks[k][0]].entry]
+        others = [rank for rank in self.plan.ranks if rank != self.rank]
+        leaving = sorted((t for t in self.tasks[k] if t not in set(owned)), key=lambda t: (self.plan.tasks[t].owner, t))
+        mine = sum(map(self._size, owned))
+        out = self.workspace.take(f"mine {k}", (sum(map(self._size, leaving)),), like.param.dtype, like.param.device)
+        arriving = self.workspace.take(f"theirs {k}", (mine * len(others),), like.param.dtype, like.param.device)
+        views, at = [], 0
+        for t in leaving:
+            views.append(self._part(t, out[at : at + self._size(t)]))
+            at += self._size(t)
+        to_owners: dict[int, int] = {}
+        for t in leaving:
+            owner = self.plan.tasks[t].owner
+            to_owners[owner] = to_owners.get(owner, 0) + self._size(t)
+        from_all = dict.fromkeys(others, mine) if mine else {}
+        splits, all_splits = self.exchange.splits(to_owners), self.exchange.splits(from_all)
+        offset = dict(zip(owned, _starts([self._size(t) for t in owned]), strict=True))
+        return _Wave(
+            gather=Flow(arriving, all_splits, out, splits),
+            scatter=Flow(out, splits, arriving, all_splits),
+            leaving=views,
+            owned=[self._owned(owned, batch, arriving.view(len(others), -1), others, offset) for batch in batches],
+        )
+
+    def _owned(
+        self, owned: Sequence[int], batch: Batch, arriving: Tensor, others: Sequence[int], offset: dict[int, int]
+    ) -> tuple[_Owned, Parts]:
+        like = self._like(owned, batch)
+        stage = Stage(batch, like, self.workspace, self.settings)
+        tasks = [owned[part.item] for part in batch.slices]
+        parts = [self._part(t, stage.matrices[k : k + 1]) for k, t in enumerate(tasks)]
+        averages = self._averages(like, owned)
+        rows = {rank: row for row, rank in enumerate(others)}
+
+        def from_rank(rank: int) -> list[Tensor]:
+            return [
+                arriving[rows[rank], offset[t] : offset[t] + self._size(t)].view(part.view.shape)
+                for t, part in zip(tasks, parts, strict=True)
+            ]
+
+        return (
+            _Owned(
+                stage,
+                parts,
+                [averages[offset[t] : offset[t] + self._size(t)].view(p.view.shape) for t, p in zip(tasks, parts, strict=True)],
+                [None if rank == self.rank else from_rank(rank) for rank in self.plan.ranks],
+                [from_rank(rank) for rank in others],
+            ),
+            Parts(parts, self.work),
+        )
+
+
+def _starts(sizes: Sequence[int]) -> list[int]:
+    starts, at = [], 0
+    for size in sizes:
+        starts.append(at)
+        at += size
+    return starts

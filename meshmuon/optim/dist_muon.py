@@ -1,0 +1,131 @@
+"""DistMuon: data parallel training without a wrapper."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ..errors import UnsupportedError
+from ..execute import DataParallelExecutor, Work
+from ..transport import averaged, broadcast
+from .collect import Parameter, gradient_of, parameters_of, work_of
+from .dtensors import as_dtensor
+from .muon import Muon
+from .planning import Outcome, Planner
+from .state import momentum_buffer
+
+__all__ = ["DistMuon"]
+
+
+class DistMuon(Muon):
+    """Muon for replicated weights whose gradients nobody has averaged: use it without DDP or FSDP.
+
+    Every rank runs forward and backward on its own part of the batch and calls ``step()``. The optimizer sends each gradient to
+    the owner of its matrix, which averages in the order of the ranks, keeps the momentum, steps, and sends the new weights to
+    all. Each matrix is orthogonalised once. Owners are chosen for all shapes together; nothing is padded. Gradients of AdamW's
+    groups are averaged by one reduction each, and every rank steps them.
+
+    The ranks must start from the same weights. Without a process group, or with one rank, it is ``Muon`` with ``adjust_lr_fn="original"``.
+
+    Momentum exists on owners only. Call ``consolidate()`` on all ranks before ``state_dict()``: the result is complete and does
+    not depend on the number of ranks; ``load_state_dict`` takes it on any number.
+
+    Args:
+        params: matrices, (name, matrix) pairs, or groups as for ``Muon``.
+        lr: learning rate.
+        momentum: momentum, in [0, 1).
+        nesterov: look ahead by one momentum step.
+        ns_steps: number of Newton–Schulz steps.
+        weight_decay: decoupled weight decay.
+        adjust_lr_fn: how a matrix's shape scales its learning rate.
+        group: the ranks that hold replicas; all by default.
+        options: further options of ``Muon``.
+
+    Example::
+
+        optimizer = DistMuon([p for p in model.parameters() if p.dim() == 2], lr=0.02)
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float | Tensor = 0.02,
+        momentum: float = 0.95,
+        nesterov: bool = True,
+        ns_steps: int = 5,
+        *,
+        weight_decay: float = 0.0,
+        adjust_lr_fn: Any = "original",
+        group: dist.ProcessGroup | None = None,
+        **options: Any,
+    ) -> None:
+        if group is None and dist.is_available() and dist.is_initialized():
+            group = dist.group.WORLD
+        alone = group is None or dist.get_world_size(group) == 1
+        super().__init__(
+            _groups(params),
+            lr,
+            momentum,
+            nesterov,
+            ns_steps,
+            weight_decay,
+            adjust_lr_fn=adjust_lr_fn,
+            replica_group=None if alone else group,
+            **options,
+        )
+        for one in parameters_of(self.param_groups):
+            if as_dtensor(one.param) is not None:
+                raise UnsupportedError(
+                    f"{one.name} is a DTensor. DistMuon is for plain replicated weights: use Muon for sharded ones."
+                )
+
+    @torch.no_grad()
+    def consolidate(self) -> None:
+        """Gives every rank all momentum, so that ``state_dict()`` is complete. Every rank of the group must call it."""
+        plan, group = self._executor.plan, self.replica_group
+        if plan is None or not isinstance(group, dist.ProcessGroup):
+            return
+        parameters = parameters_of(self.param_groups)
+        for task in plan.tasks:
+            one = parameters[self._members[task.entry][0]]
+            entry = plan.entries[task.entry]
+            buffer = momentum_buffer(self.state[one.param], one.param, one.group["momentum_dtype"])
+            part = buffer[task.matrix] if entry.lead else buffer
+            if entry.window is not None:
+                part = part[tuple(slice(*ranges) for ranges in entry.window)]
+            broadcast(part, task.owner, group)
+
+    def _reset(self) -> None:
+        super()._reset()
+        self._members: tuple[tuple[int, int], ...] = ()
+        if self.replica_group is not None:
+            self._executor = DataParallelExecutor(self._settings)
+            path = "DistMuon"
+            self._planner = Planner(self._plan_options, self._settings.form, path, self.replica_group, reduced=False)
+
+    def _work(self, parameters: Sequence[Parameter], outcome: Outcome) -> list[Work]:
+        if self.replica_group is None:
+            return super()._work(parameters, outcome)
+        if outcome.plan is not self._executor.plan:
+            self.consolidate()  # owners may change: whoever becomes one finds the momentum
+            self._members = outcome.members
+        owned = {task.entry for task in outcome.plan.tasks if task.owner == outcome.rank}
+        for entry, (k, _) in enumerate(outcome.members):
+            if entry not in owned and not any(outcome.members[other][0] == k for other in owned):
+                self.state[parameters[k].param].pop("momentum_buffer", None)
+        return work_of(parameters, self._planner.demands, outcome, self.state, keeps=owned.__contains__)
+
+    def _adamw_gradients(self, params: Sequence[Tensor]) -> list[Tensor]:
+        gradients = [gradient_of(param) for param in params]
+        group = self.replica_group
+        return averaged(gradients, group) if isinstance(group, dist.ProcessGroup) else gradients
+
+
+def _groups(params: Iterable[Any]) -> list[Any]:
+    """Bare matrices as one group; groups as they are."""
+    found = list(params)
+    return found if not found or isinstance(found[0], dict) else [{"params": found, "use_muon": True}]

@@ -1,0 +1,195 @@
+"""DistMuon: ranks with gradients of their own end with the weights that one device finds from their average, bit for bit."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, distribute_tensor
+
+from meshmuon import DistMuon, Muon, UnsupportedError
+
+from .cases import same
+from .counting import counted
+from .threads import run_threads
+
+STEPS = 4
+SHAPES = [(6, 4), (4, 9), (6, 4), (5, 5), (1, 7), (7, 1), (3, 4, 5), (8, 3)]
+NAMES = ["a", "b", "c", "d", "e", "f", "experts.g", "qkv"]
+
+
+def seeded(shape: tuple[int, ...], *seed: int) -> Tensor:
+    number = 0
+    for one in seed:
+        number = 1000 * number + one + 1
+    return torch.randn(shape, generator=torch.Generator().manual_seed(number))
+
+
+def build(kind: type[Muon], shapes: list[tuple[int, ...]], **options: Any) -> tuple[list[nn.Parameter], Muon]:
+    params = [nn.Parameter(seeded(shape, 9, k)) for k, shape in enumerate(shapes)]
+    split = {"split": lambda name, shape: (5, 3) if name == "qkv" else None, "expert_keys": ["experts"]}
+    group = {"params": params, "names": NAMES[: len(params)], "use_muon": True}
+    return params, kind([group], lr=0.02, **split, **options)
+
+
+def average(grads: list[Tensor]) -> Tensor:
+    total = grads[0].clone()
+    for grad in grads[1:]:
+        total += grad
+    return total / len(grads)
+
+
+def unused(step: int, k: int) -> bool:
+    return (step, k) in {(1, 0), (2, 3)}
+
+
+def one_device(world: int, shapes: list[tuple[int, ...]], steps: int = STEPS, **options: Any) -> tuple[list[Tensor], list[Tensor]]:
+    params, optimizer = build(Muon, shapes, adjust_lr_fn="original", weight_decay=options.pop("weight_decay", 0.0), **options)
+    for step in range(steps):
+        for k, param in enumerate(params):
+            param.grad = None if unused(step, k) else average([seeded(shapes[k], step, k, rank) for rank in range(world)])
+        optimizer.step()
+    return [p.detach().clone() for p in params], [optimizer.state[p]["momentum_buffer"].clone() for p in params]
+
+
+@pytest.mark.parametrize("options", [{}, {"chunk_size": 1}, {"nesterov": False, "weight_decay": 0.1}, {"memory_budget": 1}], ids=str)
+@pytest.mark.parametrize("world", [2, 3, 4, 11])
+def test_equals_one_device_on_averaged_gradients(world: int, options: dict[str, Any]) -> None:
+    expected, momentum = one_device(world, SHAPES, **options)
+
+    def main(rank: int) -> None:
+        params, optimizer = build(DistMuon, SHAPES, **options)
+        for step in range(STEPS):
+            for k, param in enumerate(params):
+                param.grad = None if unused(step, k) else seeded(SHAPES[k], step, k, rank)
+            optimizer.step()
+        for k, (param, wanted) in enumerate(zip(params, expected, strict=True)):
+            same(param.detach(), wanted, f"parameter {k}")
+        owned = {task.entry for task in optimizer.plan().tasks if task.owner == rank}
+        kept = {k for k, param in enumerate(params) if "momentum_buffer" in optimizer.state[param]}
+        assert len(kept) <= len(owned) + 1  # the two parts of qkv are one parameter
+        optimizer.consolidate()
+        for k, (param, wanted) in enumerate(zip(params, momentum, strict=True)):
+            same(optimizer.state[param]["momentum_buffer"], wanted, f"momentum {k}")
+
+    run_threads(world, main)
+
+
+def test_a_matrix_is_orthogonalised_once_and_bytes_are_those_of_an_all_reduce() -> None:
+    shapes = [(8, 8)] * 8
+    world = 4
+
+    def main(rank: int) -> None:
+        params, optimizer = build(DistMuon, shapes[:8])
+        for k, param in enumerate(params):
+            param.grad = seeded(shapes[k], 0, k, rank)
+        optimizer.step()
+        plan = optimizer.plan()
+        assert len({(task.entry, task.matrix) for task in plan.tasks}) == len(plan.tasks) == 9  # qkv is two
+        assert max(Counter(task.owner for task in plan.tasks).values()) <= 3
+
+    with counted() as wire:
+        run_threads(world, main)
+    elements = sum(rows * cols for rows, cols in shapes)
+    assert sum(wire.elements.values()) == 2 * (world - 1) * elements  # 2 (W − 1)/W of the parameters per rank
+
+
+def test_a_checkpoint_does_not_depend_on_the_number_of_ranks() -> None:
+    """Two ranks, three steps, saved; three ranks go on. One device does the same with the same averages."""
+    shapes = SHAPES[:5]
+    params, optimizer = build(Muon, shapes, adjust_lr_fn="original", weight_decay=0.0)
+    for step, world in ((0, 2), (1, 2), (2, 3), (3, 3)):
+        for k, param in enumerate(params):
+            param.grad = average([seeded(shapes[k], step, k, rank) for rank in range(world)])
+        optimizer.step()
+    expected = [p.detach().clone() for p in params]
+
+    def train(rank: int, steps: range, saved: tuple[Any, Any] | None) -> tuple[Any, Any]:
+        mine, ours = build(DistMuon, shapes)
+        if saved is not None:
+            for param, value in zip(mine, saved[0], strict=True):
+                param.data.copy_(value)
+            ours.load_state_dict(saved[1])
+        for step in steps:
+            for k, param in enumerate(mine):
+                param.grad = seeded(shapes[k], step, k, rank)
+            ours.step()
+        ours.consolidate()
+        return [p.detach().clone() for p in mine], ours.state_dict()
+
+    saved = run_threads(2, lambda rank: train(rank, range(2), None))
+    for found, _ in run_threads(3, lambda rank: train(rank, range(2, 4), saved[0])):
+        for k, (one, wanted) in enumerate(zip(found, expected, strict=True)):
+            same(one, wanted, f"parameter {k}")
+
+
+def test_one_process_is_the_plain_optimizer() -> None:
+    expected, momentum = one_device(1, SHAPES)
+    params, optimizer = build(DistMuon, SHAPES)
+    for step in range(STEPS):
+        for k, param in enumerate(params):
+            param.grad = None if unused(step, k) else seeded(SHAPES[k], step, k, 0)
+        optimizer.step()
+    optimizer.consolidate()
+    for k, param in enumerate(params):
+        same(param.detach(), expected[k], f"parameter {k}")
+        same(optimizer.state[param]["momentum_buffer"], momentum[k], f"momentum {k}")
+
+
+def test_bare_matrices_and_adamw_groups() -> None:
+    """Replicas stay equal; AdamW's parameters step on the averaged gradient."""
+
+    def main(rank: int) -> list[Tensor]:
+        matrix, bias = nn.Parameter(torch.ones(4, 3)), nn.Parameter(torch.ones(3))
+        bare = DistMuon([nn.Parameter(torch.ones(4, 3))])
+        assert bare.param_groups[0]["lr"] == 0.02
+        groups = [{"params": [matrix], "use_muon": True}, {"params": [bias], "use_muon": False, "lr": 1e-3}]
+        optimizer = DistMuon(groups)
+        matrix.grad, bias.grad = seeded((4, 3), rank), seeded((3,), rank)
+        before = bias.grad.clone()
+        optimizer.step()
+        same(bias.grad, before, "gradient")
+        return [matrix.detach(), bias.detach()]
+
+    first, second = run_threads(2, main)
+    for one, other in zip(first, second, strict=True):
+        same(one, other, "replica")
+    bias = nn.Parameter(torch.ones(3))
+    adamw = torch.optim.AdamW([bias], lr=1e-3, betas=(0.9, 0.95), weight_decay=0.0, fused=True)
+    bias.grad = average([seeded((3,), 0), seeded((3,), 1)])
+    adamw.step()
+    same(first[1], bias.detach(), "AdamW")
+
+
+def test_a_gradient_that_only_some_ranks_have_is_zero_on_the_others() -> None:
+    def main(rank: int) -> Tensor:
+        param, other = nn.Parameter(torch.ones(4, 3)), nn.Parameter(torch.ones(3, 3))
+        optimizer = DistMuon([param, other])
+        param.grad = seeded((4, 3), 5) if rank == 1 else None
+        other.grad = seeded((3, 3), rank)
+        optimizer.step()
+        return param.detach()
+
+    found = run_threads(3, main)
+    param = nn.Parameter(torch.ones(4, 3))
+    optimizer = Muon([{"params": [param], "use_muon": True}], lr=0.02, adjust_lr_fn="original", weight_decay=0.0)
+    param.grad = average([torch.zeros(4, 3), seeded((4, 3), 5), torch.zeros(4, 3)])
+    optimizer.step()
+    for one in found:
+        same(one, param.detach(), "parameter")
+
+
+def test_dtensors_are_refused() -> None:
+    def main(rank: int) -> None:
+        mesh = init_device_mesh("cpu", (2,))
+        param = nn.Parameter(distribute_tensor(torch.ones(4, 3), mesh, [Replicate()], src_data_rank=None))
+        with pytest.raises(UnsupportedError, match="is a DTensor.*use Muon"):
+            DistMuon([param])
+        dist.barrier()
+
+    run_threads(2, main)
