@@ -29,7 +29,8 @@ class DistMuon(Muon):
     all. Each matrix is orthogonalised once. Owners are chosen for all shapes together; nothing is padded. Gradients of AdamW's
     groups are averaged by one reduction each, and every rank steps them.
 
-    The ranks must start from the same weights. Without a process group, or with one rank, it is ``Muon`` with ``adjust_lr_fn="original"``.
+    The ranks must start from the same weights. Without a process group, or with one rank, it is ``Muon`` with
+    ``adjust_lr_fn="original"`` and no weight decay.
 
     Momentum exists on owners only. Call ``consolidate()`` on all ranks before ``state_dict()``: the result is complete and does
     not depend on the number of ranks; ``load_state_dict`` takes it on any number.
