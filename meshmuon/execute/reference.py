@@ -12,7 +12,7 @@ from torch.profiler import record_function
 from ..ortho import orthogonalize
 from ..ortho.kernels import products_for
 from ..plan import Plan
-from ..transport import Exchange, own_shard, whole
+from ..transport import Exchange, has_part, own_shard, whole
 from .parts import Part, Parts, Touch
 from .settings import ExecutorSettings
 from .work import Work, local_part
@@ -35,6 +35,9 @@ class ReferenceExecutor:
         """One step, parameter by parameter."""
         for k, one in enumerate(work):
             touch = Touch((k,), (k,))
+            if not has_part(one.param):
+                touch.free_gradients(work)
+                continue
             with record_function("meshmuon::momentum"):
                 touch.accumulate(work)
                 if one.settings.nesterov:
