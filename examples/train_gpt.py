@@ -117,10 +117,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         flush=True,
     )
     results: list[RunResult] = []
-    with joined(runtime, follow, arguments):
-        stop = train_all(names_of(args), setting, runtime, results)
+    stop: Exception | KeyboardInterrupt | None
+    try:
+        with joined(runtime, follow, arguments):
+            stop = train_all(names_of(args), setting, runtime, results)
+    except (KeyboardInterrupt, ChildProcessError) as error:  # before the training began
+        stop = error
     headline = write_report(folder, setting, results, plot=args.plot)
-    if isinstance(stop, NonFiniteLossError):
+    if isinstance(stop, Exception):
         print(f"\nerror: {stop}\nWhat was done so far: {folder / 'report.md'}", file=sys.stderr)
         return 1
     if stop is not None:

@@ -10,6 +10,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from multiprocessing.synchronize import Semaphore
 
 import torch
 import torch.distributed as dist
@@ -18,6 +19,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 Follower = Callable[[Sequence[str] | None], object]
+_ready: Semaphore | None = None  # in a child: tells rank 0 that it is about to join
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,8 +37,12 @@ def joined(runtime: Runtime, follower: Follower, arguments: Sequence[str] | None
     if runtime.world_size == 1:
         yield
         return
-    children = [] if launched() else _start(runtime.world_size, follower, arguments)
+    children: list[multiprocessing.process.BaseProcess] = []
     try:
+        if not launched():
+            _await(children, _start(children, runtime.world_size, follower, arguments))
+        elif _ready is not None:
+            _ready.release()
         dist.init_process_group("nccl" if runtime.device.type == "cuda" else "gloo")
         yield
     finally:
@@ -71,24 +77,42 @@ def mean(values: Sequence[float], runtime: Runtime) -> list[float]:
     return [value / runtime.world_size for value in total.tolist()]
 
 
-def _start(count: int, follower: Follower, arguments: Sequence[str] | None) -> list[multiprocessing.process.BaseProcess]:
+def _start(
+    children: list[multiprocessing.process.BaseProcess], count: int, follower: Follower, arguments: Sequence[str] | None
+) -> Semaphore:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(count), "LOCAL_WORLD_SIZE": str(count)}
     context = multiprocessing.get_context("spawn")
+    ready = context.Semaphore(0)
     arguments = list(sys.argv[1:] if arguments is None else arguments)
-    children = []
-    for rank in range(1, count):
-        environment = {**place, "RANK": str(rank), "LOCAL_RANK": str(rank)}
-        child = context.Process(target=_follow, args=(environment, follower, arguments), daemon=True)
-        child.start()
-        children.append(child)
+    # Ctrl-C is rank 0's to handle, and it ends the others when it is done; they inherit that they ignore it.
+    handler = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        for rank in range(1, count):
+            environment = {**place, "RANK": str(rank), "LOCAL_RANK": str(rank)}
+            child = context.Process(target=_follow, args=(environment, ready, follower, arguments), daemon=True)
+            child.start()
+            children.append(child)
+    finally:
+        signal.signal(signal.SIGINT, handler)
     os.environ.update({**place, "RANK": "0", "LOCAL_RANK": "0"})
-    return children
+    return ready
 
 
-def _follow(environment: dict[str, str], follower: Follower, arguments: Sequence[str]) -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is rank 0's to handle; it ends this process when it is done
+def _await(children: Sequence[multiprocessing.process.BaseProcess], ready: Semaphore) -> None:
+    """Waits until all children are about to join, in small steps: Ctrl-C and a child that has died end it at once."""
+    missing = len(children)
+    while missing:
+        if ready.acquire(timeout=0.1):
+            missing -= 1
+        elif any(not child.is_alive() for child in children):
+            raise ChildProcessError("one of the processes ended while it was starting; its message is above")
+
+
+def _follow(environment: dict[str, str], ready: Semaphore, follower: Follower, arguments: Sequence[str]) -> None:
+    global _ready
+    _ready = ready
     os.environ.update(environment)
     follower(arguments)

@@ -116,7 +116,7 @@ def headline_of(results: Sequence[RunResult], both: Comparison | None) -> str:
     if both.muon_steps_to_adamw_best is not None and both.muon_seconds_to_adamw_best is not None:
         text += (
             f" It reached AdamW's best loss in {both.muon_steps_to_adamw_best / both.adamw_steps:.0%} of the steps "
-            f"and {both.muon_seconds_to_adamw_best / both.adamw_seconds:.0%} of the time."
+            f"and {both.muon_seconds_to_adamw_best / both.adamw_seconds:.0%} of the time (read between evaluations)."
         )
     return text
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
@@ -75,14 +75,17 @@ class _Builder:
         first: dict[Tensor, int] = {}
         self.first = [first.setdefault(one.param, k) for k, one in enumerate(work)]  # momentum is kept per parameter
         self.routes = routes_of(plan, rank)
+        self.company = _company(plan)
         self.sizes = [wave_sizes(routes) for routes in self.routes]
 
     def build(self) -> Program:
         runs = self._local_runs()
-        local = self._batches(runs)
+        local = self._batches(runs, [self.company[run.item, self._matrix_at(run)] for run in runs])
         # Every matrix that this rank owns in a wave is a run of one, named by its parameter.
         owned = [[Slice(self.plan.tasks[task].entry, 0, 1) for task in routes.owned] for routes in self.routes]
-        batches = [self._batches(wave) for wave in owned]
+        tasks = [[self.plan.tasks[task] for task in routes.owned] for routes in self.routes]
+        keys = [[self.company[task.entry, task.matrix] for task in wave] for wave in tasks]
+        batches = [self._batches(wave, some) for wave, some in zip(owned, keys, strict=True)]
         everything = [(batch, self._like(runs, batch)) for batch in local]
         everything += [(batch, self._like(wave, batch)) for wave, some in zip(owned, batches, strict=True) for batch in some]
         reserve_stages(everything, self.workspace, self.settings)
@@ -105,8 +108,11 @@ class _Builder:
                 runs.append(Slice(task.entry, at, at + 1))
         return runs
 
-    def _batches(self, runs: Sequence[Slice]) -> tuple[Batch, ...]:
-        items = [self.work[run.item].item(run.stop - run.start) for run in runs]
+    def _matrix_at(self, run: Slice) -> int:
+        return next(matrix for matrix, at in self.local_index[run.item].items() if at == run.start)
+
+    def _batches(self, runs: Sequence[Slice], company: Sequence[Hashable]) -> tuple[Batch, ...]:
+        items = [self.work[run.item].item(run.stop - run.start, with_=key) for run, key in zip(runs, company, strict=True)]
         return plan_batches(items, budget=self.settings.memory_budget, chunk_size=self.settings.chunk_size)
 
     def _like(self, runs: Sequence[Slice], batch: Batch) -> Work:
@@ -230,6 +236,19 @@ class _Builder:
 
 _Held: TypeAlias = "tuple[list[tuple[Send, int]], Tensor]"
 """Sends with their offsets, and the buffer that these are offsets of."""
+
+
+def _company(plan: Plan) -> dict[tuple[int, int], Hashable]:
+    """What two matrices must have in common to be worked on together, so that replicas that compute for themselves stay equal.
+
+    Some libraries round a product differently when more matrices share its batch. A matrix that several ranks compute is
+    therefore batched only with matrices that all of these ranks have beside it; for any other there is no such demand.
+    """
+    done: dict[tuple[int, int], list[tuple[int, int, tuple[int, ...]]]] = {}
+    for task in plan.tasks:
+        holders = tuple(sorted(task.spread.place)) if task.wave == NO_WAVE else ()
+        done.setdefault((task.entry, task.matrix), []).append((task.owner, task.wave, holders))
+    return {key: tuple(times) if len(times) > 1 or len(times[0][2]) > 1 else None for key, times in done.items()}
 
 
 def _local_index(entry: Entry, rank: int) -> dict[int, int]:

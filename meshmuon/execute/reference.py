@@ -15,7 +15,7 @@ from ..matrices import MatrixSet
 from ..ortho import orthogonalize
 from ..ortho.kernels import products_for
 from ..plan import Plan
-from ..transport import Exchange, own_shard, whole
+from ..transport import Exchange, has_part, own_shard, whole
 from .parts import Touch, apply, grouped
 from .settings import ExecutorSettings
 from .work import Work, local_part
@@ -43,6 +43,9 @@ class ReferenceExecutor:
     def _step(self, work: Sequence[Work], members: Sequence[int]) -> None:
         """One parameter: all of its parts."""
         first, touch = work[members[0]], Touch((members[0],), (members[0],))
+        if not has_part(first.param):
+            touch.free_gradients(work)
+            return
         with record_function("meshmuon::momentum"):
             touch.accumulate(work)
             if first.settings.nesterov:

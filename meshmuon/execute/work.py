@@ -76,8 +76,8 @@ class Work:
         """What must be equal for two parameters to share a batch."""
         return (self.param.device, self.update_dtype, self.compute_dtype, self.scheme)
 
-    def item(self, count: int) -> Item:
-        """``count`` of its matrices as the planner of batches sees them."""
+    def item(self, count: int, *, with_: Hashable = None) -> Item:
+        """``count`` of its matrices as the planner of batches sees them; those with another ``with_`` are kept apart."""
         size = self.matrices.rows * self.matrices.cols * self.update_dtype.itemsize
         scratch = scratch_bytes(self.matrices.rows, self.matrices.cols, self.compute_dtype, self.update_dtype)
-        return Item(count, self.matrices.rows, self.matrices.cols, self.treatment, size + scratch)
+        return Item(count, self.matrices.rows, self.matrices.cols, (self.treatment, with_), size + scratch)

@@ -34,30 +34,49 @@ class Parameter(NamedTuple):
 def parameters_of(groups: Sequence[dict[str, Any]]) -> list[Parameter]:
     """All parameters, group by group."""
     return [
-        Parameter(index, group, name, param)
-        for index, group in enumerate(groups)
+        Parameter(place, group, name, param)
+        for place, group in enumerate(groups)
         for name, param in zip(group["param_names"], group["params"], strict=True)
     ]
 
 
-def demands_of(parameters: Sequence[Parameter], comm_dtype: torch.dtype | None) -> tuple[Demand, ...]:
-    """What a plan must know of ``parameters``."""
-    treatments: dict[int, Callable[[Parameter], Demand]] = {}
-    demands = []
-    for one in parameters:
-        if one.place not in treatments:
-            treatments[one.place] = partial(_demand, *_treatment(one.group), comm_dtype=comm_dtype)
-        demands.append(treatments[one.place](one))
-    return tuple(demands)
+def demands_of(
+    groups: Sequence[dict[str, Any]], comm_dtype: torch.dtype | None
+) -> tuple[list[Parameter], tuple[Demand, ...], Exception | None]:
+    """All parameters, what a plan must know of them, and what keeps it from being known.
+
+    A group that makes no sense still yields demands, from metadata alone: with them this rank finds the others, which must hear
+    of its failure.
+    """
+    parameters: list[Parameter] = []
+    demands: list[Demand] = []
+    failure: Exception | None = None
+    for place, group in enumerate(groups):
+        try:
+            check_options(group, place)
+            treatment = _treatment(group)
+            named = list(zip(group["param_names"], group["params"], strict=True))
+        except Exception as error:
+            failure = failure or error
+            treatment = None, None
+            named = list(zip(group["param_names"], group["params"], strict=False))
+        for name, param in named:
+            one = Parameter(place, group, name, param)
+            parameters.append(one)
+            try:
+                demands.append(_demand(*treatment, one, comm_dtype=comm_dtype))
+            except Exception as error:
+                failure = failure or error
+                demands.append(_demand(None, None, one, comm_dtype=comm_dtype))
+    return parameters, tuple(demands), failure
 
 
-def check_step(parameters: Sequence[Parameter], states: Mapping[Tensor, dict[str, Any]]) -> None:
+def check_step(parameters: Sequence[Parameter], demands: Sequence[Demand], states: Mapping[Tensor, dict[str, Any]]) -> None:
     """Refuses what a step cannot work with; writes nothing."""
-    checked = -1
+    for place, shape in {(demand.group, one.lr_shape) for demand in demands for one in demand.matrices or ()}:
+        group = next(one.group for one in parameters if one.place == place)
+        lr_factor(group["adjust_lr_fn"], *shape)  # a user's function fails here or not at all
     for one in parameters:
-        if one.place != checked:
-            checked = one.place
-            check_options(one.group, checked)
         if one.param.grad is not None:
             _check_gradient(one.name, one.param, one.param.grad)
             if one.param in states:

@@ -103,10 +103,10 @@ class DistMuon(Muon):
     def _reset(self) -> None:
         super()._reset()
         self._members: tuple[tuple[int, int], ...] = ()
-        if self.replica_group is not None:
+        if self._replica_group is not None:
             self._executor = DataParallelExecutor(self._settings)
             path = "DistMuon"
-            self._planner = Planner(self._plan_options, self._settings.form, path, self.replica_group, reduced=False)
+            self._planner = Planner(self._plan_options, self._settings.form, path, self._replica_group, reduced=False)
 
     def _work(self, parameters: Sequence[Parameter], outcome: Outcome) -> list[Work]:
         if self.replica_group is None:

@@ -19,7 +19,7 @@ from ..ortho import SchemeLike, resolve_scheme
 from ..plan import Plan, PlanOptions, cost_model_for
 from . import state
 from .adamw import adamw_step
-from .collect import Parameter, check_step, demands_of, gradient_of, parameters_of, work_of
+from .collect import Parameter, check_step, demands_of, gradient_of, work_of
 from .dtensors import ReplicaGroup
 from .groups import check_dtype, check_group, normalise_group, normalise_params, storable_scheme, storable_split
 from .lr import AdjustLR
@@ -132,7 +132,7 @@ class Muon(torch.optim.Optimizer):
         check_dtype(comm_dtype, "comm_dtype", "Muon")
         self._comm_dtype = comm_dtype
         self._reference = use_distributed_muon
-        self.replica_group = replica_group
+        self._replica_group = replica_group
         self._reset()
         defaults = {
             "lr": lr,
@@ -185,14 +185,23 @@ class Muon(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        parameters = parameters_of(self.param_groups)
-        outcome = self._agree(parameters)  # checks everything, on all ranks; nothing is written before it returns
+        parameters, outcome = self._agree()  # checks everything, on all ranks; nothing is written before it returns
         self._log_routes(parameters)
         work = self._work(parameters, outcome)
         if outcome.plan is not self._executor.plan:
             self._executor.prepare(outcome.plan, outcome.rank, work, outcome.exchange)
         self._executor.run(work, last=partial(self._adamw_step, parameters, outcome))
         return loss
+
+    @property
+    def replica_group(self) -> ReplicaGroup | None:
+        """Over which ranks plain tensors are replicated. A copy of an optimizer has none until it is set again."""
+        return self._replica_group
+
+    @replica_group.setter
+    def replica_group(self, group: ReplicaGroup | None) -> None:
+        self._replica_group = group
+        self._reset()
 
     def plan(self) -> Plan:
         """The plan of the last step: ``print(optimizer.plan().describe())``, or ``.to_json()`` for tools.
@@ -240,25 +249,25 @@ class Muon(torch.optim.Optimizer):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        self.replica_group = self.__dict__.get("replica_group")  # process groups cannot be copied: set it again to divide work
-        self._reset()
+        if "_executor" not in self.__dict__:  # a copy, not an optimizer that loads a state
+            self._replica_group = None  # process groups cannot be copied
+            self._reset()
 
     def _reset(self) -> None:
         path = f"use_distributed_muon={self._reference}"
-        self._planner = Planner(self._plan_options, self._settings.form, path, self.replica_group)
+        self._planner = Planner(self._plan_options, self._settings.form, path, self._replica_group)
         self._executor: StepExecutor = (ReferenceExecutor if self._reference else Executor)(self._settings)
         self._logged: tuple[str, ...] | None = None
 
-    def _agree(self, parameters: Sequence[Parameter]) -> Outcome:
+    def _agree(self) -> tuple[list[Parameter], Outcome]:
         """What all ranks will do in this step; one rank's failed check is raised on all of them."""
-        failure: Exception | None = None
-        demands = self._planner.demands
-        try:
-            demands = demands_of(parameters, self._comm_dtype)
-            check_step(parameters, self.state)
-        except Exception as error:  # raised again below, once the other ranks know
-            failure = error
-        return self._planner.outcome(demands, failure)
+        parameters, demands, failure = demands_of(self.param_groups, self._comm_dtype)
+        if failure is None:
+            try:
+                check_step(parameters, demands, self.state)
+            except Exception as error:  # raised again below, once the other ranks know
+                failure = error
+        return parameters, self._planner.outcome(demands, failure)
 
     def _work(self, parameters: Sequence[Parameter], outcome: Outcome) -> list[Work]:
         return work_of(parameters, self._planner.demands, outcome, self.state)

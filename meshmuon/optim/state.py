@@ -21,7 +21,8 @@ _MOMENTUM = "momentum_buffer"
 def momentum_buffer(state: dict[str, Any], param: Tensor, dtype: torch.dtype | None) -> Tensor:
     """The parameter's momentum, created as zeros at its first gradient."""
     if _MOMENTUM not in state:
-        state[_MOMENTUM] = torch.zeros_like(param, dtype=dtype, memory_format=torch.preserve_format)
+        with torch.inference_mode(False):  # made inside inference_mode it could never be written outside
+            state[_MOMENTUM] = torch.zeros_like(param, dtype=dtype, memory_format=torch.preserve_format)
     buffer: Tensor = state[_MOMENTUM]
     return buffer
 

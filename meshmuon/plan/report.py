@@ -30,8 +30,8 @@ def describe(plan: Plan) -> str:
         f"{heaviest / mean:.3f} of the mean, {heaviest / plan.bound:.3f} of what any plan must take" if heaviest else "no work"
     )
     lines = [
-        f"{len(plan.tasks) - len(moving)} matrices stay where they are, {len(moving)} travel to an owner, over {len(plan.ranks)} "
-        f"ranks in {len(plan.lanes)} waves",
+        f"{_count(len(moving), 'matrix', 'matrices')} with an owner and exchanged, {len(plan.tasks) - len(moving)} computed "
+        f"where they are, over {_count(len(plan.ranks), 'rank', 'ranks')} in {_count(len(plan.lanes), 'wave', 'waves')}",
         f"heaviest rank: {balance}",
         f"sent per rank and step: {_bytes(max(sent.values(), default=0))} at most, "
         f"{_bytes(sum(sent.values()) / max(1, len(sent)))} on average; nothing is padded",
@@ -113,6 +113,10 @@ def _ranks(plan: Plan) -> list[tuple[str, ...]]:
         (str(r), str(owned[r]), f"{plan.loads[r] / mean:.3f}", f"{plan.flops[r]:.3g}", _bytes(plan.bytes_sent[r]))
         for r in plan.ranks[:_MOST_RANKS_SHOWN]
     ]
+
+
+def _count(number: int, one: str, many: str) -> str:
+    return f"{number} {one if number == 1 else many}"
 
 
 def _bytes(count: float) -> str:

@@ -4,6 +4,17 @@ from .agreement import Agreement
 from .data_parallel import averaged, broadcast
 from .exchange import Exchange, Pending
 from .groups import exchange_group, host_group
-from .reference import own_shard, whole
+from .reference import has_part, own_shard, whole
 
-__all__ = ["Agreement", "Exchange", "Pending", "averaged", "broadcast", "exchange_group", "host_group", "own_shard", "whole"]
+__all__ = [
+    "Agreement",
+    "Exchange",
+    "Pending",
+    "averaged",
+    "broadcast",
+    "exchange_group",
+    "has_part",
+    "host_group",
+    "own_shard",
+    "whole",
+]

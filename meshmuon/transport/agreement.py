@@ -17,7 +17,8 @@ class Agreement:
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group = group
-        self._word = torch.zeros(2, dtype=torch.int64)
+        with torch.inference_mode(False):  # made inside inference_mode it could never be written outside
+            self._word = torch.zeros(2, dtype=torch.int64, device="cpu")
         self.ranks = dist.get_process_group_ranks(group)
 
     def start(self, token: int) -> dist.Work:

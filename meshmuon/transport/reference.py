@@ -4,12 +4,19 @@ from __future__ import annotations
 
 from torch import Tensor
 
-__all__ = ["own_shard", "whole"]
+__all__ = ["has_part", "own_shard", "whole"]
+
+
+def has_part(tensor: Tensor) -> bool:
+    """Whether this rank is on the mesh of ``tensor``."""
+    from torch.distributed.tensor import DTensor  # importing it costs a second, and single-device users never need it
+
+    return not isinstance(tensor, DTensor) or tensor.device_mesh.get_coordinate() is not None
 
 
 def whole(tensor: Tensor) -> Tensor:
     """The whole tensor on every rank of its mesh."""
-    from torch.distributed.tensor import DTensor  # importing it costs a second, and single-device users never need it
+    from torch.distributed.tensor import DTensor
 
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from meshmuon import ConfigError, GradientError, MeshmuonError, Muon, StateError, UnsupportedError, keller, polar_express
-from meshmuon.optim.collect import check_step, parameters_of
+from meshmuon.optim.collect import check_step, demands_of
 
 from .reference import LR, adamw, assert_same_bits, copies, gradients, group, make_params, muon, run, set_gradients
 
@@ -301,7 +301,7 @@ def test_momentum_that_lies_elsewhere(mesh: Any) -> None:
     optimizer.param_groups[0]["params"][0] = again
     optimizer.state[again] = optimizer.state.pop(param)
     with pytest.raises(StateError, match=r"now lies on its mesh as cpu \[S\(0\)\] on 2, its momentum_buffer as cpu \[R\] on 2"):
-        check_step(parameters_of(optimizer.param_groups), optimizer.state)
+        check_step(*demands_of(optimizer.param_groups, None)[:2], optimizer.state)
 
 
 def test_a_tensor_that_is_no_leaf() -> None:

@@ -62,8 +62,10 @@ def test_json_is_the_plan(plan: Plan) -> None:
 def test_every_plan_can_be_described(plan: Plan) -> None:
     text = plan.describe()
     moving = sum(task.wave != NO_WAVE for task in plan.tasks)
-    assert f"{len(plan.tasks) - moving} matrices stay where they are, {moving} travel" in text
-    assert f"over {len(plan.ranks)} ranks in {len(plan.lanes)} waves" in text
+    many = "matrix" if moving == 1 else "matrices"
+    assert f"{moving} {many} with an owner and exchanged, {len(plan.tasks) - moving} computed where they are" in text
+    ranks, waves = (f"{n} {what}{'' if n == 1 else 's'}" for n, what in ((len(plan.ranks), "rank"), (len(plan.lanes), "wave")))
+    assert f"over {ranks} in {waves}" in text
     assert "nan" not in text
 
 
