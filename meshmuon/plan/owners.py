@@ -23,17 +23,30 @@ class Job:
 def assign_owners(jobs: Sequence[Job], loads: dict[int, float]) -> list[int]:
     """The owner of each job; ``loads`` (rank → cost) enters with the work that has no choice and leaves with all of it.
 
-    Jobs with the fewest candidates come first, those with a single one before all others; among equals the most expensive comes
-    first. Each goes to the least loaded of its candidates. Ties go to the earlier job and to the lower rank, so that every rank
+    Jobs with one candidate come first. The others are tried in two orders, and the one whose heaviest rank is lighter counts: the
+    most expensive first, which leaves small ones to fill gaps; and those with the fewest candidates first, since they fit fewest
+    gaps. Each goes to the least loaded of its candidates. Ties go to the earlier job and to the lower rank, so that every rank
     finds the same answer.
     """
+    fixed = [k for k, job in enumerate(jobs) if len(job.spread.place) == 1]
+    free = [k for k, job in enumerate(jobs) if len(job.spread.place) > 1]
+    by_cost = sorted(free, key=lambda k: (-jobs[k].cost, k))
+    by_choice = sorted(free, key=lambda k: (len(jobs[k].spread.place), -jobs[k].cost, k))
+    found = [
+        _assign(jobs, [*fixed, *order], dict(loads)) for order in ([by_cost] if by_cost == by_choice else [by_cost, by_choice])
+    ]
+    owners, best = min(found, key=lambda one: max(one[1].values(), default=0.0))
+    loads.update(best)
+    return owners
+
+
+def _assign(jobs: Sequence[Job], order: Sequence[int], loads: dict[int, float]) -> tuple[list[int], dict[int, float]]:
     owners = [-1] * len(jobs)
-    order = sorted(range(len(jobs)), key=lambda k: (len(jobs[k].spread.place), -jobs[k].cost, k))
     queues = _Queues(loads)
     for k in order:
         rank = owners[k] = queues.least_loaded(jobs[k].spread)
         loads[rank] += jobs[k].cost
-    return owners
+    return owners, loads
 
 
 class _Queues:

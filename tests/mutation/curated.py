@@ -236,9 +236,10 @@ CURATED = (
     Curated(_SPREAD, "(index * size + start, index * size + stop)", "(index + start * size, index + stop * size)"),
     Curated(_SPREAD, "if len(self.place) != len(self.pieces) * self.replicas:", "if False:"),
     # Owners
-    Curated(_OWNERS, "(len(jobs[k].spread.place), -jobs[k].cost, k)", "(-jobs[k].cost, k)"),
-    Curated(_OWNERS, "(len(jobs[k].spread.place), -jobs[k].cost, k)", "(-len(jobs[k].spread.place), -jobs[k].cost, k)"),
-    Curated(_OWNERS, "spread.place), -jobs[k].cost, k)", "spread.place), jobs[k].cost, k)"),
+    Curated(_OWNERS, "[by_cost] if by_cost == by_choice else [by_cost, by_choice]", "[by_cost]"),
+    Curated(_OWNERS, "[by_cost] if by_cost == by_choice else [by_cost, by_choice]", "[by_choice]"),
+    Curated(_OWNERS, "key=lambda k: (-jobs[k].cost, k))", "key=lambda k: (jobs[k].cost, k))"),
+    Curated(_OWNERS, "[*fixed, *order]", "[*order, *fixed]"),
     Curated(_OWNERS, "if load == self._loads[rank]:", "if True:"),
     Curated(_OWNERS, "                return rank\n", "                return max(candidate for _, candidate in heap)\n"),
     Curated(_OWNERS, "        loads[rank] += jobs[k].cost\n", ""),
