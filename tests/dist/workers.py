@@ -23,7 +23,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from meshmuon import Muon
+from meshmuon import DistMuon, Muon
 from meshmuon.errors import ConfigError, GradientError, MeshmuonError, PlanError
 
 from .cases import Case, Param, check, gradient, initial, local, place, run, same, sharded, single
@@ -238,6 +238,31 @@ def meshes_over_some_ranks() -> None:
             same(momentum[k], local(place(case, meshes, k, expected[1][k])), f"momentum {k}")
 
 
+def dist_muon() -> None:
+    """Every rank with gradients of its own, over real processes; odd sizes, fewer matrices than ranks in some waves."""
+    world, rank, shapes = dist.get_world_size(), dist.get_rank(), [(7, 5), (6, 4), (5, 9), (1, 3), (8, 8)]
+
+    def grad(step: int, k: int, owner: int) -> Tensor:
+        return torch.randn(shapes[k], generator=torch.Generator().manual_seed(1000 * step + 10 * k + owner))
+
+    mine, alone = ([nn.Parameter(torch.ones(shape)) for shape in shapes] for _ in range(2))
+    ours = DistMuon(mine)
+    single = Muon([{"params": alone, "use_muon": True}], lr=0.02, adjust_lr_fn="original", weight_decay=0.0)
+    for step in range(STEPS):
+        for k in range(len(shapes)):
+            mine[k].grad = grad(step, k, rank)
+            total = grad(step, k, 0)
+            for other in range(1, world):
+                total += grad(step, k, other)
+            alone[k].grad = total / world
+        ours.step()
+        single.step()
+    ours.consolidate()
+    for k in range(len(shapes)):
+        same(mine[k].detach(), alone[k].detach(), f"parameter {k}")
+        same(ours.state[mine[k]]["momentum_buffer"], single.state[alone[k]]["momentum_buffer"], f"momentum {k}")
+
+
 def replica_groups_inside_a_mesh() -> None:
     """Plain tensors replicated along one axis only, beside DTensors on all axes."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
@@ -343,6 +368,8 @@ JOBS: dict[str, Job] = {
         for text, sizes in (("uneven", UNEVEN), ("few rows", FEW))
     },
     "FSDP2, 4 ranks, even": Job(4, partial(fsdp, EVEN)),
+    "DistMuon, 2 ranks": Job(2, dist_muon),
+    "DistMuon, 4 ranks": Job(4, dist_muon),
     "FSDP2, 3 ranks, reference": Job(3, partial(fsdp, UNEVEN, use_distributed_muon=True)),
     "FSDP2, 3 ranks, forward and backward": Job(3, trained_fsdp_equals_one_device),
     "HSDP, shared": Job(4, partial(hsdp, UNEVEN, replicas="share")),

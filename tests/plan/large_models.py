@@ -63,7 +63,7 @@ def flops(rows: int, cols: int) -> int:
 
 
 def expert_layout(shape: tuple[int, int, int], ranks: int, ep: int) -> Layout:
-    """As torchtitan does it: the expert dim over ep, then FSDP on the expert dim too, or on the rows where experts are too few."""
+    """As torchtitan does it: the expert dim over ep, then FSDP on the same dim, or on the rows if experts are too few."""
     mesh = Mesh((ranks // ep, ep), tuple(range(ranks)))
     inner: Placement = Sharded(0, ep) if ranks <= shape[0] and ep > 1 else Sharded(0) if ranks <= shape[0] else Sharded(1)
     return Layout(shape, mesh, (inner, Sharded(0)))
