@@ -1,8 +1,8 @@
 """A data parallel step over gloo processes: gradients to new weights, three ways.
 
 ``all-reduce + Muon`` averages all gradients on every rank and repeats all the work there, as DDP with any Muon does; with
-``replica_group`` the work is divided and results are sent; ``DistMuon`` averages at the owners. Contenders take turns; figures are
-medians of one run.
+``replica_group`` the work is divided and results are sent; ``DistMuon`` averages at the owners. Contenders take turns; figures
+are medians of one run.
 
     python benchmarks/data_parallel.py                      # 2 and 4 ranks
 """
