@@ -187,7 +187,7 @@ class Planner:
             itemsize=demand.comm_dtype.itemsize,
             flops=expected_flops(matrices.rows, matrices.cols, demand.scheme, self._form, demand.compute_dtype),
             share=True if demand.mesh is None else None,
-            private=not layouts,
+            private=not layouts and self._link is not None,  # one rank alone shares all it knows
             window=matrices.window,
             how=f"{_scheme_text(demand.scheme)} in {str(demand.compute_dtype).removeprefix('torch.')}",
         )
