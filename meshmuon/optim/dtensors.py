@@ -57,11 +57,13 @@ def check_gradient_placement(name: str, param: Tensor, grad: Tensor) -> None:
     """Refuses a gradient that is not laid out like its parameter, with the call that mends it."""
     sharded, gradient = as_dtensor(param), as_dtensor(grad)
     if same_placement(param, grad):
-        if sharded is not None and gradient is not None and sharded.to_local().shape != gradient.to_local().shape:
-            raise GradientError(
-                f"{name}: this rank holds {tuple(sharded.to_local().shape)}, of the gradient {tuple(gradient.to_local().shape)}, "
-                "although both have the same placements: cut the gradient like the parameter."
-            )
+        if sharded is not None and gradient is not None:
+            mine, its = sharded.to_local(), gradient.to_local()
+            if mine.shape != its.shape and mine.numel() + its.numel():  # wrappers give empty shards other shapes
+                raise GradientError(
+                    f"{name}: this rank holds {tuple(mine.shape)}, of the gradient {tuple(its.shape)}, although both have the same "
+                    "placements: cut the gradient like the parameter."
+                )
         return
     if sharded is None or gradient is None:
         kinds = ("DTensor", "plain tensor") if gradient is None else ("plain tensor", "DTensor")

@@ -48,7 +48,9 @@ def unused(step: int, k: int) -> bool:
     return (step, k) in {(1, 0), (2, 3)}
 
 
-def one_device(world: int, shapes: list[tuple[int, ...]], steps: int = STEPS, **options: Any) -> tuple[list[Tensor], list[Tensor]]:
+def one_device(
+    world: int, shapes: list[tuple[int, ...]], steps: int = STEPS, **options: Any
+) -> tuple[list[Tensor], list[Tensor]]:
     params, optimizer = build(Muon, shapes, adjust_lr_fn="original", weight_decay=options.pop("weight_decay", 0.0), **options)
     for step in range(steps):
         for k, param in enumerate(params):
@@ -57,7 +59,9 @@ def one_device(world: int, shapes: list[tuple[int, ...]], steps: int = STEPS, **
     return [p.detach().clone() for p in params], [optimizer.state[p]["momentum_buffer"].clone() for p in params]
 
 
-@pytest.mark.parametrize("options", [{}, {"chunk_size": 1}, {"nesterov": False, "weight_decay": 0.1}, {"memory_budget": 1}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{}, {"chunk_size": 1}, {"nesterov": False, "weight_decay": 0.1}, {"memory_budget": 1}], ids=str
+)
 @pytest.mark.parametrize("world", [2, 3, 4, 11])
 def test_equals_one_device_on_averaged_gradients(world: int, options: dict[str, Any]) -> None:
     expected, momentum = one_device(world, SHAPES, **options)
@@ -188,7 +192,7 @@ def test_dtensors_are_refused() -> None:
     def main(rank: int) -> None:
         mesh = init_device_mesh("cpu", (2,))
         param = nn.Parameter(distribute_tensor(torch.ones(4, 3), mesh, [Replicate()], src_data_rank=None))
-        with pytest.raises(UnsupportedError, match="is a DTensor.*use Muon"):
+        with pytest.raises(UnsupportedError, match=r"is a DTensor.*use Muon"):
             DistMuon([param])
         dist.barrier()
 

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.placement_types import _StridedShard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from meshmuon import DistMuon, Muon
@@ -396,6 +397,12 @@ JOBS: dict[str, Job] = {
     "mixed dtypes": Job(3, partial(placed, (3,), MIXED)),
     "mixed dtypes, reference": Job(3, partial(placed, (3,), MIXED, use_distributed_muon=True)),
     "frozen and unused": Job(2, partial(placed, (2,), IDLE)),
+    "experts, EP": Job(4, partial(placed, (4,), (Param((7, 5, 4), 0, (S0,)), Param((6, 5), 0, (S0,))))),
+    "experts, fewer than ranks": Job(4, partial(placed, (4,), (Param((3, 5, 4), 0, (S0,)), Param((6, 5), 0, (S0,))))),
+    "experts, EP × FSDP": Job(4, partial(placed, (2, 2), (Param((7, 5, 4), 0, (_StridedShard(0, split_factor=2), S0)),))),
+    "experts, EP × FSDP on rows": Job(4, partial(placed, (2, 2), (Param((3, 5, 4), 0, (S1, S0)),))),
+    "experts, EP × TP": Job(4, partial(placed, (2, 2), (Param((5, 6, 5), 0, (S0, Shard(2))),))),
+    "experts, HSDP": Job(4, partial(placed, (2, 2), (Param((5, 6, 5), 0, (R, S0)), Param((4, 6, 5), 0, (R, S1))))),
     "little memory": Job(4, partial(placed, (4,), tuple(Param((6, 5), 0, (S0,)) for _ in range(6)), memory_budget=1)),
     "a gradient is missing on one rank": Job(3, missing_gradient_on_one_rank),
     "replicas that disagree": Job(3, replicas_that_disagree),
