@@ -61,8 +61,8 @@ def check_gradient_placement(name: str, param: Tensor, grad: Tensor) -> None:
             mine, its = sharded.to_local(), gradient.to_local()
             if mine.shape != its.shape and mine.numel() + its.numel():  # wrappers give empty shards other shapes
                 raise GradientError(
-                    f"{name}: this rank holds {tuple(mine.shape)}, of the gradient {tuple(its.shape)}, although both have the same "
-                    "placements: cut the gradient like the parameter."
+                    f"{name}: this rank holds {tuple(mine.shape)}, of the gradient {tuple(its.shape)}, although both have the "
+                    "same placements: cut the gradient like the parameter."
                 )
         return
     if sharded is None or gradient is None:
