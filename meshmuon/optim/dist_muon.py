@@ -9,13 +9,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..errors import UnsupportedError
+from ..errors import ConfigError, UnsupportedError
 from ..execute import DataParallelExecutor, Work
-from ..transport import averaged, broadcast
+from ..transport import averaged, broadcast, everyone
 from .collect import Parameter, gradient_of, parameters_of, work_of
 from .dtensors import as_dtensor
 from .muon import Muon
-from .planning import Outcome, Planner
+from .planning import Demand, Outcome, Planner
 from .state import momentum_buffer
 
 __all__ = ["DistMuon"]
@@ -51,6 +51,8 @@ class DistMuon(Muon):
         optimizer = DistMuon([p for p in model.parameters() if p.dim() == 2], lr=0.02)
     """
 
+    _divided = False  # whether a copy must be given a group before it steps
+
     def __init__(
         self,
         params: Iterable[Any],
@@ -64,6 +66,9 @@ class DistMuon(Muon):
         group: dist.ProcessGroup | None = None,
         **options: Any,
     ) -> None:
+        for name in ("replicas", "replica_group", "use_distributed_muon", "comm_dtype"):
+            if name in options:
+                raise ConfigError(f"{name} has no meaning for DistMuon, which always divides the work over group=: leave it out.")
         if group is None and dist.is_available() and dist.is_initialized():
             group = dist.group.WORLD
         alone = group is None or dist.get_world_size(group) == 1
@@ -78,11 +83,15 @@ class DistMuon(Muon):
             replica_group=None if alone else group,
             **options,
         )
-        for one in parameters_of(self.param_groups):
-            if as_dtensor(one.param) is not None:
-                raise UnsupportedError(
-                    f"{one.name} is a DTensor. DistMuon is for plain replicated weights: use Muon for sharded ones."
-                )
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Adds a group of plain weights; the next step plans with it."""
+        super().add_param_group(param_group)
+        try:
+            _check_plain(parameters_of(self.param_groups[-1:]))
+        except UnsupportedError:
+            self.param_groups.pop()
+            raise
 
     @torch.no_grad()
     def consolidate(self) -> None:
@@ -90,30 +99,52 @@ class DistMuon(Muon):
         plan, group = self._executor.plan, self.replica_group
         if plan is None or not isinstance(group, dist.ProcessGroup):
             return
-        parameters = parameters_of(self.param_groups)
+        dtypes = everyone([_momentum_dtype(self.state[param]) for param in self._stepped], group)
         for task in plan.tasks:
-            one = parameters[self._members[task.entry][0]]
-            entry = plan.entries[task.entry]
-            buffer = momentum_buffer(self.state[one.param], one.param, one.group["momentum_dtype"])
+            param, entry = self._stepped[task.entry], plan.entries[task.entry]
+            dtype = dtypes[task.owner][task.entry]
+            if _momentum_dtype(self.state[param]) != dtype:  # none yet, or one of another dtype that is not the owner's
+                self.state[param].pop("momentum_buffer", None)
+            buffer = momentum_buffer(self.state[param], param, dtype)
             part = buffer[task.matrix] if entry.lead else buffer
             if entry.window is not None:
                 part = part[tuple(slice(*ranges) for ranges in entry.window)]
             broadcast(part, task.owner, group)
 
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "_divided": self._divided or self._replica_group is not None}
+
     def _reset(self) -> None:
         super()._reset()
-        self._members: tuple[tuple[int, int], ...] = ()
+        self._stepped: list[Tensor] = []  # the parameter of each entry of the plan
         if self._replica_group is not None:
             self._executor = DataParallelExecutor(self._settings)
             path = "DistMuon"
             self._planner = Planner(self._plan_options, self._settings.form, path, self._replica_group, reduced=False)
+
+    def _demands(self) -> tuple[list[Parameter], tuple[Demand, ...], Exception | None]:
+        parameters, demands, failure = super()._demands()
+        if self._replica_group is None:
+            if self._divided:
+                failure = failure or UnsupportedError(
+                    "this copy of a DistMuon has no process group, and its gradients would not be averaged: set "
+                    "optimizer.replica_group, for example to torch.distributed.group.WORLD."
+                )
+            return parameters, demands, failure
+        try:
+            _check_plain(parameters)
+        except UnsupportedError as error:
+            failure = failure or error
+        # Gradients and weights travel as they are.
+        wired = (demand._replace(comm_dtype=one.param.dtype) for one, demand in zip(parameters, demands, strict=True))
+        return parameters, tuple(wired), failure
 
     def _work(self, parameters: Sequence[Parameter], outcome: Outcome) -> list[Work]:
         if self.replica_group is None:
             return super()._work(parameters, outcome)
         if outcome.plan is not self._executor.plan:
             self.consolidate()  # owners may change: whoever becomes one finds the momentum
-            self._members = outcome.members
+            self._stepped = [parameters[k].param for k, _ in outcome.members]
         owned = {task.entry for task in outcome.plan.tasks if task.owner == outcome.rank}
         for entry, (k, _) in enumerate(outcome.members):
             if entry not in owned and not any(outcome.members[other][0] == k for other in owned):
@@ -124,6 +155,17 @@ class DistMuon(Muon):
         gradients = [gradient_of(param) for param in params]
         group = self.replica_group
         return averaged(gradients, group) if isinstance(group, dist.ProcessGroup) else gradients
+
+
+def _check_plain(parameters: Sequence[Parameter]) -> None:
+    for one in parameters:
+        if as_dtensor(one.param) is not None:
+            raise UnsupportedError(f"{one.name} is a DTensor. DistMuon is for plain replicated weights: use Muon instead.")
+
+
+def _momentum_dtype(state: dict[str, Any]) -> torch.dtype | None:
+    buffer = state.get("momentum_buffer")
+    return None if buffer is None else buffer.dtype
 
 
 def _groups(params: Iterable[Any]) -> list[Any]:

@@ -23,7 +23,7 @@ from .collect import Parameter, check_step, demands_of, gradient_of, work_of
 from .dtensors import ReplicaGroup
 from .groups import check_dtype, check_group, normalise_group, normalise_params, storable_scheme, storable_split
 from .lr import AdjustLR
-from .planning import Outcome, Planner
+from .planning import Demand, Outcome, Planner
 from .table import RoutingTable, build_routing_table
 
 __all__ = ["Muon"]
@@ -223,7 +223,7 @@ class Muon(torch.optim.Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Loads a ``state_dict``; refuses one that does not fit before anything is overwritten."""
         adapted = state_dict
-        routes = [group["use_muon"] for group in self.param_groups]
+        earlier = [dict(group) for group in self.param_groups]
 
         def check(_: torch.optim.Optimizer, final: dict[str, Any]) -> None:
             nonlocal adapted
@@ -236,10 +236,12 @@ class Muon(torch.optim.Optimizer):
             super().load_state_dict(state_dict)
         finally:
             handle.remove()
-        for group, use_muon in zip(self.param_groups, routes, strict=True):
-            group["use_muon"] = use_muon
-            for key, value in self.defaults.items():  # options that the saving optimizer did not know or left open
-                if group.get(key) is None:
+        for group, old, saved in zip(self.param_groups, earlier, adapted["param_groups"], strict=True):
+            group["use_muon"] = old["use_muon"]
+            for key, value in self.defaults.items():
+                if key not in saved:  # the saving optimizer did not know the option: the group's own value holds
+                    group[key] = old.get(key, value)
+                elif group.get(key) is None:  # it left the option open
                     group[key] = value
         state.restore(self.param_groups, self.state, adapted)
 
@@ -261,13 +263,16 @@ class Muon(torch.optim.Optimizer):
 
     def _agree(self) -> tuple[list[Parameter], Outcome]:
         """What all ranks will do in this step; one rank's failed check is raised on all of them."""
-        parameters, demands, failure = demands_of(self.param_groups, self._comm_dtype)
+        parameters, demands, failure = self._demands()
         if failure is None:
             try:
                 check_step(parameters, demands, self.state)
             except Exception as error:  # raised again below, once the other ranks know
                 failure = error
         return parameters, self._planner.outcome(demands, failure)
+
+    def _demands(self) -> tuple[list[Parameter], tuple[Demand, ...], Exception | None]:
+        return demands_of(self.param_groups, self._comm_dtype)
 
     def _work(self, parameters: Sequence[Parameter], outcome: Outcome) -> list[Work]:
         return work_of(parameters, self._planner.demands, outcome, self.state)

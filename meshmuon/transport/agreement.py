@@ -7,6 +7,8 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 
+from .data_parallel import everyone
+
 __all__ = ["Agreement"]
 
 _T = TypeVar("_T")
@@ -35,6 +37,4 @@ class Agreement:
 
     def everyone(self, fact: _T) -> dict[int, _T]:
         """Every rank's ``fact``; slow, for when ranks disagree."""
-        facts: list[_T | None] = [None] * len(self.ranks)
-        dist.all_gather_object(facts, fact, group=self._group)
-        return {rank: one for rank, one in zip(self.ranks, facts, strict=True) if one is not None}
+        return everyone(fact, self._group)

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-__all__ = ["averaged", "broadcast"]
+__all__ = ["averaged", "broadcast", "everyone"]
+
+_T = TypeVar("_T")
 
 
 def averaged(tensors: Sequence[Tensor], group: dist.ProcessGroup) -> list[Tensor]:
@@ -19,6 +22,14 @@ def averaged(tensors: Sequence[Tensor], group: dist.ProcessGroup) -> list[Tensor
         if work is not None:
             work.wait()
     return [copy.div_(dist.get_world_size(group)) for copy in copies]
+
+
+def everyone(fact: _T, group: dist.ProcessGroup) -> dict[int, _T]:
+    """Every rank's ``fact``, by rank."""
+    ranks = dist.get_process_group_ranks(group)
+    facts: list[Any] = [None] * len(ranks)
+    dist.all_gather_object(facts, fact, group=group)
+    return dict(zip(ranks, facts, strict=True))
 
 
 def broadcast(tensor: Tensor, source: int, group: dist.ProcessGroup) -> None:

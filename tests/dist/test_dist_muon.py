@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections import Counter
 from typing import Any
 
@@ -12,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, distribute_tensor
 
-from meshmuon import DistMuon, Muon, UnsupportedError
+from meshmuon import ConfigError, DistMuon, Muon, UnsupportedError
 
 from .cases import same
 from .counting import counted
@@ -195,5 +196,81 @@ def test_dtensors_are_refused() -> None:
         with pytest.raises(UnsupportedError, match=r"is a DTensor.*use Muon"):
             DistMuon([param])
         dist.barrier()
+
+    run_threads(2, main)
+
+
+def test_dtypes_travel_apart() -> None:
+    """bfloat16 beside float32, in this order: what is rounded on the way to one must not be on the way to the other."""
+    values = [seeded((4, 4), 1).bfloat16(), seeded((5, 4), 2), seeded((4, 6), 3).double()]
+
+    def grads(step: int, rank: int) -> list[Tensor]:
+        return [seeded(tuple(v.shape), step, k, rank).to(v.dtype) for k, v in enumerate(values)]
+
+    def main(rank: int) -> list[Tensor]:
+        params = [nn.Parameter(value.clone()) for value in values]
+        optimizer = DistMuon(params)
+        for step in range(3):
+            for param, grad in zip(params, grads(step, rank), strict=True):
+                param.grad = grad
+            optimizer.step()
+        return [p.detach() for p in params]
+
+    found = run_threads(2, main)
+    params = [nn.Parameter(value.clone()) for value in values]
+    optimizer = Muon([{"params": params, "use_muon": True}], lr=0.02, adjust_lr_fn="original", weight_decay=0.0)
+    for step in range(3):
+        for param, first, second in zip(params, grads(step, 0), grads(step, 1), strict=True):
+            param.grad = average([first, second])
+        optimizer.step()
+    for mine in found:
+        for k, (one, wanted) in enumerate(zip(mine, params, strict=True)):
+            same(one, wanted.detach(), f"parameter {k}")
+
+
+def test_groups_may_change_their_order_and_momentum_its_dtype() -> None:
+    def main(rank: int) -> list[Tensor]:
+        params = [nn.Parameter(torch.ones(4, 3)), nn.Parameter(torch.ones(3, 5)), nn.Parameter(torch.ones(4, 4))]
+        optimizer = DistMuon([{"params": [p], "names": [str(k)], "use_muon": True} for k, p in enumerate(params)])
+        for step in range(4):
+            for k, param in enumerate(params):
+                param.grad = seeded(tuple(param.shape), step, k, rank)
+            optimizer.step()
+            if step == 1:
+                optimizer.param_groups.reverse()
+                for group in optimizer.param_groups:
+                    group["momentum_dtype"] = torch.bfloat16  # for new buffers only
+        optimizer.consolidate()
+        return [*(p.detach() for p in params), *(optimizer.state[p]["momentum_buffer"] for p in params)]
+
+    first, second = run_threads(2, main)
+    expected = [nn.Parameter(torch.ones(4, 3)), nn.Parameter(torch.ones(3, 5)), nn.Parameter(torch.ones(4, 4))]
+    optimizer = Muon([{"params": expected, "use_muon": True}], lr=0.02, adjust_lr_fn="original", weight_decay=0.0)
+    for step in range(4):
+        for k, param in enumerate(expected):
+            param.grad = average([seeded(tuple(param.shape), step, k, rank) for rank in range(2)])
+        optimizer.step()
+    wanted = [*(p.detach() for p in expected), *(optimizer.state[p]["momentum_buffer"] for p in expected)]
+    for mine in (first, second):
+        for k, (one, other) in enumerate(zip(mine, wanted, strict=True)):
+            same(one, other, f"tensor {k}")
+
+
+@pytest.mark.parametrize("option", [{"replicas": "repeat"}, {"comm_dtype": torch.bfloat16}, {"use_distributed_muon": True}], ids=str)
+def test_options_without_meaning_are_refused(option: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match="has no meaning for DistMuon"):
+        DistMuon([nn.Parameter(torch.ones(4, 3))], **option)
+
+
+def test_a_copy_must_be_given_a_group() -> None:
+    def main(rank: int) -> None:
+        param = nn.Parameter(torch.ones(4, 3))
+        copied = copy.deepcopy(DistMuon([param]))
+        (mine,) = copied.param_groups[0]["params"]
+        mine.grad = torch.ones(4, 3)
+        with pytest.raises(UnsupportedError, match="has no process group"):
+            copied.step()
+        copied.replica_group = dist.group.WORLD
+        copied.step()
 
     run_threads(2, main)

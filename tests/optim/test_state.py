@@ -290,3 +290,13 @@ def test_state_of_torch_adamw_is_refused_for_matrices() -> None:
     run(adam, adam.param_groups[0]["params"], [0])
     with pytest.raises(StateError, match=r"layers\.0\.weight is optimized by Muon"):
         muon(params).load_state_dict(adam.state_dict())
+
+
+def test_an_option_that_the_saved_groups_do_not_know_stays() -> None:
+    """A checkpoint from before an option existed must not take it away from a group."""
+    param = torch.nn.Parameter(torch.randn(12, 4))
+    optimizer = Muon([{"params": [param], "names": ["qkv"], "use_muon": True, "split": (6, 6)}])
+    saved = optimizer.state_dict()
+    del saved["param_groups"][0]["split"]
+    optimizer.load_state_dict(saved)
+    assert optimizer.param_groups[0]["split"] == (6, 6)

@@ -9,7 +9,7 @@ from meshmuon.plan import NO_WAVE, Plan
 from .large_models import MODELS, plan_of
 
 LARGE = ["Qwen3-235B-A22B", "DeepSeek-V3", "Kimi K2"]
-SETTINGS = [(128, 1), (128, 8), (128, 64), (512, 64), (2048, 1), (2048, 64)]
+SETTINGS = [(128, 1), (128, 8), (128, 64), (512, 8), (512, 64), (2048, 1), (2048, 8), (2048, 64)]
 
 
 def needed_bytes(plan: Plan) -> int:
