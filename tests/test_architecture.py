@@ -83,3 +83,9 @@ def test_an_upward_import_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     module = tmp_path / "ortho" / "bad.py"
     module.write_text("from ..optim import Muon\nimport meshmuon.plan\ndef f():\n    from meshmuon import execute\n")
     assert [room for room, _ in imported_rooms(module)] == ["optim", "plan", "execute"]
+
+
+def test_no_folder_of_tests_is_passed_over(pytestconfig: pytest.Config) -> None:
+    """pytest leaves out folders by name, among them "dist" by default."""
+    folders = {path.parent.name for path in Path(__file__).parent.rglob("test_*.py")}
+    assert not folders & set(pytestconfig.getini("norecursedirs"))
