@@ -256,7 +256,9 @@ def test_groups_may_change_their_order_and_momentum_its_dtype() -> None:
             same(one, other, f"tensor {k}")
 
 
-@pytest.mark.parametrize("option", [{"replicas": "repeat"}, {"comm_dtype": torch.bfloat16}, {"use_distributed_muon": True}], ids=str)
+@pytest.mark.parametrize(
+    "option", [{"replicas": "repeat"}, {"comm_dtype": torch.bfloat16}, {"use_distributed_muon": True}], ids=str
+)
 def test_options_without_meaning_are_refused(option: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match="has no meaning for DistMuon"):
         DistMuon([nn.Parameter(torch.ones(4, 3))], **option)
