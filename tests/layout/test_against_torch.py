@@ -4,20 +4,17 @@ from __future__ import annotations
 
 import math
 import random
-import threading
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import _StridedShard
-from torch.testing._internal.distributed.multi_threaded_pg import ProcessLocalGroup, _install_threaded_pg, _uninstall_threaded_pg
 
 from meshmuon.layout import Mesh
 
+from ..dist.threads import run_threads
 from .oracle import Case, distribute, random_case, select, split
 
 LAYOUTS = 1000
@@ -164,7 +161,7 @@ def test_with_communication() -> None:
             mine = case.tensor if rank == case.mesh.ranks[0] else torch.full(case.shape, -1)
             locals_[rank] = distribute_tensor(mine, theirs[case.mesh], case.placements).to_local()
 
-    _as_ranks(size, run)
+    run_threads(size, run)
     for case, locals_ in zip(cases, held, strict=True):
         for rank in range(size):
             assert torch.equal(select(case.tensor, case.layout.local(rank)), locals_[rank]), f"{case}, rank {rank}"
@@ -183,34 +180,3 @@ def _scatters(case: Case) -> bool:
             if any(len(shapes) > 1 for shapes in sizes.values()):
                 return False
     return True
-
-
-def _as_ranks(size: int, run: Callable[[int], None]) -> None:
-    """Calls ``run(rank)`` on a thread for each rank, joined by torch's threaded process group."""
-    errors: list[BaseException] = []
-    torch._C._distributed_c10d._set_thread_isolation_mode(True)
-    _install_threaded_pg()
-    store = dist.HashStore()
-
-    def body(rank: int) -> None:
-        dist.init_process_group("threaded", rank=rank, world_size=size, store=store)
-        try:
-            run(rank)
-        except BaseException as error:
-            errors.append(error)
-            ProcessLocalGroup.exception_handle(error)
-        finally:
-            dist.destroy_process_group()
-
-    try:
-        threads = [threading.Thread(target=body, args=(rank,), daemon=True) for rank in range(size)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-    finally:
-        ProcessLocalGroup.reset()
-        _uninstall_threaded_pg()
-        torch._C._distributed_c10d._set_thread_isolation_mode(False)
-    if errors:
-        raise errors[0]
