@@ -1,4 +1,4 @@
-"""What differs between a GPU and a CPU, behind one interface: streams of work, and recording work once and replaying it.
+"""What differs between a GPU and a CPU, behind one interface: streams of work, recorded work, copies to host memory.
 
 The CUDA twin has not been run on a GPU by this project's tests; the CPU twin, with the same signature, has.
 """
@@ -12,7 +12,21 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-__all__ = ["CudaReplay", "CudaStreams", "DirectReplay", "DirectStreams", "Mark", "Streams", "replay_for", "streams_for"]
+__all__ = [
+    "CudaReplay",
+    "CudaStreams",
+    "CudaTransfers",
+    "DirectReplay",
+    "DirectStreams",
+    "DirectTransfers",
+    "Mark",
+    "Streams",
+    "Transfers",
+    "known_to_host",
+    "replay_for",
+    "streams_for",
+    "transfers_for",
+]
 
 
 class DirectReplay:
@@ -136,3 +150,83 @@ class CudaStreams:
 def streams_for(device: torch.device) -> Streams:
     """The streams of ``device``."""
     return CudaStreams(device) if device.type == "cuda" else DirectStreams()
+
+
+class Transfers(Protocol):
+    """Bulk copies between a device and host memory."""
+
+    def host_buffer(self, size: int, dtype: torch.dtype) -> Tensor:
+        """Flat host memory that the device can copy to and from."""
+        ...
+
+    def store(self, host: Tensor, device: Tensor) -> None:
+        """Starts copying ``device`` to ``host``, after what the device has been given so far; ``device`` may be freed at once."""
+        ...
+
+    def load(self, device: Tensor, host: Tensor) -> None:
+        """Starts copying ``host`` to ``device``; what the device is given next finds it there."""
+        ...
+
+    def settle(self) -> None:
+        """Returns once the host may read what was stored."""
+        ...
+
+
+class DirectTransfers:
+    """The CPU twin: really copies, so that the "device" memory can really be freed; nothing is pending afterwards."""
+
+    def host_buffer(self, size: int, dtype: torch.dtype) -> Tensor:
+        """Ordinary memory."""
+        return torch.empty(size, dtype=dtype, device="cpu")
+
+    def store(self, host: Tensor, device: Tensor) -> None:
+        """Copies at once."""
+        host.copy_(device)
+
+    def load(self, device: Tensor, host: Tensor) -> None:
+        """Copies at once."""
+        device.copy_(host)
+
+    def settle(self) -> None:
+        """Nothing is pending."""
+
+
+class CudaTransfers:
+    """Pinned host memory and a side stream of its own, beside which the next forward pass runs."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._side = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+
+    def host_buffer(self, size: int, dtype: torch.dtype) -> Tensor:
+        """Pinned memory, the only kind that is copied without stopping the host."""
+        return torch.empty(size, dtype=dtype, device="cpu", pin_memory=True)
+
+    def store(self, host: Tensor, device: Tensor) -> None:
+        """Copies on the side stream, after the current one."""
+        self._side.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(self._side):
+            host.copy_(device, non_blocking=True)
+        device.record_stream(self._side)  # its memory is not given to others before the copy is done
+
+    def load(self, device: Tensor, host: Tensor) -> None:
+        """Copies on the side stream, behind what was stored; the current stream waits for it, the host does not."""
+        self._side.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(self._side):
+            device.copy_(host, non_blocking=True)
+        device.record_stream(self._side)
+        torch.cuda.current_stream(self._device).wait_stream(self._side)
+
+    def settle(self) -> None:
+        """Waits for the side stream."""
+        self._side.synchronize()
+
+
+def transfers_for(device: torch.device) -> Transfers:
+    """How tensors of ``device`` travel to host memory and back."""
+    return CudaTransfers(device) if device.type == "cuda" else DirectTransfers()
+
+
+def known_to_host(tensor: Tensor) -> bool:
+    """Whether reading a value of ``tensor`` does not make the host wait for a device."""
+    return tensor.device.type == "cpu"

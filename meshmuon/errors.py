@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 __all__ = [
+    "CheckpointError",
     "ConfigError",
     "GradientError",
     "MeshmuonError",
@@ -10,6 +11,7 @@ __all__ = [
     "PlanMismatchError",
     "RoutingWarning",
     "StateError",
+    "TransportError",
     "UnsupportedError",
 ]
 
@@ -36,6 +38,14 @@ class PlanMismatchError(MeshmuonError, RuntimeError):
 
 class StateError(MeshmuonError, ValueError):
     """A state_dict does not belong to this optimizer. Raised before anything is overwritten."""
+
+
+class CheckpointError(StateError):
+    """The files of a checkpoint are not those that were saved: lost, cut short, changed or never described."""
+
+
+class TransportError(MeshmuonError, RuntimeError):
+    """Ranks could not talk to each other. It names the phase of the step; unless that is the agreement, the step is half done."""
 
 
 class UnsupportedError(MeshmuonError, NotImplementedError):

@@ -44,11 +44,19 @@ class LocalBatch:
 
 @dataclass(frozen=True, slots=True)
 class Program:
-    """What one rank does in a step; ``rest`` are the parameters of which it holds nothing."""
+    """What one rank does in a step.
+
+    Attributes:
+        waves: what is exchanged, wave by wave.
+        local: what needs no exchange.
+        rest: the parameters of which this rank holds nothing.
+        failures: where stages put what went wrong during a step.
+    """
 
     waves: tuple[Wave, ...] = ()
     local: tuple[LocalBatch, ...] = ()
     rest: Touch = field(default_factory=Touch)
+    failures: list[Exception] = field(default_factory=list)
 
 
 def build_program(
@@ -70,6 +78,7 @@ class _Builder:
     ) -> None:
         self.plan, self.rank, self.work, self.exchange = plan, rank, work, exchange
         self.workspace, self.settings = workspace, settings
+        self.failures: list[Exception] = []
         self.local_index = [_local_index(entry, rank) for entry in plan.entries]
         self.window = [_local_window(entry, rank) for entry in plan.entries]
         first: dict[Tensor, int] = {}
@@ -93,7 +102,7 @@ class _Builder:
         touches, rest = self._touches(runs, local)
         waves = [self._wave(k, [self._stage(owned[k], batch) for batch in batches[k]], touches[k]) for k in range(len(owned))]
         alone = [self._local_batch(runs, batch, touches[len(owned) + k]) for k, batch in enumerate(local)]
-        return Program(tuple(waves), tuple(alone), rest)
+        return Program(tuple(waves), tuple(alone), rest, self.failures)
 
     def _local_runs(self) -> list[Slice]:
         """Matrices that need no exchange, as runs of consecutive matrices of local tensors."""
@@ -119,7 +128,7 @@ class _Builder:
         return self.work[runs[batch.slices[0].item].item]
 
     def _stage(self, runs: Sequence[Slice], batch: Batch) -> Stage:
-        return Stage(batch, self._like(runs, batch), self.workspace, self.settings)
+        return Stage(batch, self._like(runs, batch), self.workspace, self.settings, self.failures)
 
     def _local_batch(self, runs: Sequence[Slice], batch: Batch, touch: Touch) -> LocalBatch:
         stage = self._stage(runs, batch)

@@ -17,7 +17,7 @@ from ..ortho import Workspace
 from ..plan import NO_WAVE, Batch, Plan, plan_batches
 from ..transport import Exchange
 from .parts import Part, Parts, grouped
-from .pipeline import run_pipeline
+from .pipeline import guarded, raise_first, run_pipeline
 from .settings import ExecutorSettings
 from .stage import Stage, reserve_stages
 from .wave import Copies, Flow
@@ -71,7 +71,7 @@ class _Owned:
     def _fill(self, parts: Sequence[Part], averages: list[Tensor], work: Sequence[Work]) -> None:
         settings = work[parts[0].work].settings
         views, buffers = [part.view for part in parts], [part.of(work[part.work].momentum_buffer) for part in parts]
-        torch._foreach_mul_(buffers, settings.momentum)
+        torch._foreach_mul_(buffers, settings.retain)
         torch._foreach_add_(buffers, averages)
         if settings.nesterov:
             torch._foreach_copy_(views, averages)
@@ -91,13 +91,13 @@ class _Wave:
         with record_function("meshmuon::gather"):
             gradients = [part.of(work[part.work].grad) for part in self.leaving]
             Copies([part.view for part in self.leaving], gradients).run()
-            gather = self.gather.start(exchange)
+            gather = self.gather.start(exchange, "gather")
         yield
         with record_function("meshmuon::gather"):
             gather.wait()
         for batch, apply in self.owned:
             batch.run(work, apply)
-        scatter = self.scatter.start(exchange)
+        scatter = self.scatter.start(exchange, "scatter")
         yield
         with record_function("meshmuon::scatter"):
             scatter.wait()
@@ -113,6 +113,7 @@ class DataParallelExecutor:
         self._settings = settings
         self._workspace = Workspace()
         self._waves: list[_Wave] = []
+        self._failures: list[Exception] = []
         self._exchange: Exchange | None = None
         self.plan: Plan | None = None
 
@@ -124,6 +125,7 @@ class DataParallelExecutor:
         builder = _Builder(plan, rank, work, self._workspace, self._settings, exchange)
         with torch.inference_mode(False):
             self._waves = builder.build()
+        self._failures = builder.failures
         self.plan = plan
 
     def run(self, work: Sequence[Work], *, last: Callable[[], None]) -> None:
@@ -132,10 +134,12 @@ class DataParallelExecutor:
             last()
             return
         exchange = self._exchange
-        run_pipeline([wave.run(work, exchange) for wave in self._waves], max(1, len(self._waves)), (), last)
+        guarded_last = guarded(last, self._failures)
+        run_pipeline([wave.run(work, exchange) for wave in self._waves], max(1, len(self._waves)), (), guarded_last)
         for one in work:
             if one.settings.free_grad:
                 one.param.grad = None
+        raise_first(self._failures)
 
     def workspace_bytes(self) -> int:
         """Memory that the executor holds between steps."""
@@ -154,6 +158,7 @@ class _Builder:
     ) -> None:
         self.plan, self.rank, self.work, self.exchange = plan, rank, work, exchange
         self.workspace, self.settings = workspace, settings
+        self.failures: list[Exception] = []
         self.tasks = [[t for t, task in enumerate(plan.tasks) if task.wave == wave] for wave in range(len(plan.lanes))]
         assert all(task.wave != NO_WAVE for task in plan.tasks), "replicated matrices are shared"
 
@@ -218,7 +223,7 @@ class _Builder:
         self, owned: Sequence[int], batch: Batch, arriving: Tensor, others: Sequence[int], offset: dict[int, int]
     ) -> tuple[_Owned, Parts]:
         like = self._like(owned, batch)
-        stage = Stage(batch, like, self.workspace, self.settings)
+        stage = Stage(batch, like, self.workspace, self.settings, self.failures)
         tasks = [owned[part.item] for part in batch.slices]
         parts = [self._part(t, stage.matrices[k : k + 1]) for k, t in enumerate(tasks)]
         averages = self._averages(like, owned)

@@ -12,7 +12,7 @@ from ..ortho import Workspace
 from ..plan import Plan
 from ..transport import Exchange
 from .build import LocalBatch, Program, build_program
-from .pipeline import run_pipeline
+from .pipeline import guarded, raise_first, run_pipeline
 from .settings import ExecutorSettings
 from .work import Work
 
@@ -68,9 +68,10 @@ class Executor:
         ready = streams.main_mark()
         waves = [wave.run(work, exchange, streams, ready) for wave in program.waves] if exchange is not None else []
         local = (_bound(batch, work) for batch in program.local)
-        run_pipeline(waves, self.plan.options.in_flight, local, last)
+        run_pipeline(waves, self.plan.options.in_flight, local, guarded(last, program.failures))
         program.rest.free_gradients(work)
         streams.main_waits(streams.side_mark())
+        raise_first(program.failures)
 
     def workspace_bytes(self) -> int:
         """Memory that the executor holds between steps."""

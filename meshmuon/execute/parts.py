@@ -74,7 +74,7 @@ class Touch:
         """M ← momentum·M + G for the parameters that begin here."""
         for _, members in grouped((work[k] for k in self.begins), lambda one: one.group):
             buffers = [local_part(one.momentum_buffer) for one in members]
-            torch._foreach_mul_(buffers, members[0].settings.momentum)
+            torch._foreach_mul_(buffers, members[0].settings.retain)
             torch._foreach_add_(buffers, [local_part(one.grad) for one in members])
 
     def gradients(self, work: Sequence[Work]) -> list[Tensor]:

@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 
-__all__ = ["run_pipeline"]
+from ..errors import TransportError
+
+__all__ = ["guarded", "raise_first", "run_pipeline"]
 
 
 def run_pipeline(
@@ -46,6 +48,28 @@ def run_pipeline(
     last()
     while scattering:
         _finish(scattering.popleft())
+
+
+def guarded(work: Callable[[], None], failures: list[Exception]) -> Callable[[], None]:
+    """``work`` whose error is kept for the end of the step: other ranks wait for what this one has still to send."""
+
+    def run() -> None:
+        try:
+            work()
+        except TransportError:
+            raise
+        except Exception as error:
+            failures.append(error)
+
+    return run
+
+
+def raise_first(failures: list[Exception]) -> None:
+    """Raises what went wrong first in this step, and forgets it."""
+    if failures:
+        first = failures[0]
+        failures.clear()
+        raise first
 
 
 def _finish(wave: Iterator[None]) -> None:

@@ -19,17 +19,28 @@ __all__ = ["Stage", "reserve_stages"]
 
 
 class Stage:
-    """A batch's matrices, (size, rows, cols), in memory that all stages share one after the other."""
+    """A batch's matrices, (size, rows, cols), in memory that all stages share one after the other.
 
-    def __init__(self, batch: Batch, like: Work, workspace: Workspace, settings: ExecutorSettings) -> None:
+    A batch that cannot be orthogonalised (a user's scheme raises, memory runs out) becomes zeros, which step nothing, and its
+    error is put into ``failures``. The step goes on, since other ranks wait for this one, and raises when it is done.
+    """
+
+    def __init__(
+        self, batch: Batch, like: Work, workspace: Workspace, settings: ExecutorSettings, failures: list[Exception]
+    ) -> None:
         self.batch = batch
         self.matrices = _take(batch, like, workspace)
         self._orthogonalise = _orthogonaliser(self.matrices, like, workspace, settings)
+        self._failures = failures
 
     def orthogonalise(self) -> None:
         """Replaces every matrix by its orthogonalised update."""
         with record_function("meshmuon::orthogonalise"):
-            self._orthogonalise()
+            try:
+                self._orthogonalise()
+            except Exception as error:
+                self.matrices.zero_()
+                self._failures.append(error)
 
 
 def reserve_stages(batches: Iterable[tuple[Batch, Work]], workspace: Workspace, settings: ExecutorSettings) -> None:

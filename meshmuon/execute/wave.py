@@ -27,9 +27,9 @@ class Flow:
     sent: Tensor
     sent_splits: list[int]
 
-    def start(self, exchange: Exchange) -> Pending:
-        """Sends it on its way."""
-        return exchange.start(self.received, self.received_splits, self.sent, self.sent_splits)
+    def start(self, exchange: Exchange, phase: str) -> Pending:
+        """Sends it on its way; ``phase`` is the word for it in errors."""
+        return exchange.start(self.received, self.received_splits, self.sent, self.sent_splits, phase=phase)
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +90,7 @@ class Wave:
             self.touch.accumulate(work)
             self.fill.fill(work)
             self.rounding.run()
-            gather = self.gather.start(exchange)
+            gather = self.gather.start(exchange, "gather")
         filled = streams.side_mark()
         self.touch.free_gradients(work)
         yield
@@ -99,7 +99,7 @@ class Wave:
             gather.wait()
         for batch in self.staged:
             batch.run()
-        scatter = self.scatter.start(exchange)
+        scatter = self.scatter.start(exchange, "scatter")
         packed = streams.main_mark()
         yield
         with streams.beside(packed):

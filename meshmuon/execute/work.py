@@ -26,6 +26,7 @@ class WorkSettings:
     """A group's numbers for this step."""
 
     momentum: float
+    retain: float | Tensor  # what the momentum is multiplied by: ``momentum``, or 1 where nothing may change
     nesterov: bool
     decay: float | Tensor  # what the parameter is multiplied by
     rate: float | Tensor  # lr with the sign of the step, before the shape's factor

@@ -15,7 +15,7 @@ from ..execute import local_part
 from .dtensors import as_dtensor, trailing_elements
 from .groups import adamw_betas, adamw_eps
 
-__all__ = ["STATE_KEYS", "adamw_step", "can_fuse"]
+__all__ = ["STATE_KEYS", "adamw_step", "can_fuse", "init_state"]
 
 STATE_KEYS = ("step", "exp_avg", "exp_avg_sq")
 _LONGEST_VECTOR = 64
@@ -23,19 +23,33 @@ _FUSED_DEVICES = ("cpu", "cuda", "mps", "xpu")
 
 
 def adamw_step(
-    group: dict[str, Any], params: Sequence[Tensor], grads: Sequence[Tensor], states: Sequence[dict[str, Any]]
+    group: dict[str, Any],
+    params: Sequence[Tensor],
+    grads: Sequence[Tensor],
+    states: Sequence[dict[str, Any]],
+    mask: Tensor | None = None,
 ) -> None:
-    """One AdamW step on the local part of ``params``, exactly as ``torch.optim.AdamW(fused=True)`` does it."""
+    """One AdamW step on the local part of ``params``, exactly as ``torch.optim.AdamW(fused=True)`` does it.
+
+    Where ``mask``, a boolean on a device, is true, nothing changes.
+    """
     for fused in (True, False):
         chosen = [k for k, param in enumerate(params) if can_fuse(local_part(param)) is fused]
         if chosen:
-            _step(group, [params[k] for k in chosen], [grads[k] for k in chosen], [states[k] for k in chosen], fused)
+            _step(group, [params[k] for k in chosen], [grads[k] for k in chosen], [states[k] for k in chosen], (fused, mask))
 
 
-def _step(group: dict[str, Any], params: list[Tensor], grads: list[Tensor], states: list[dict[str, Any]], fused: bool) -> None:
+def _step(
+    group: dict[str, Any],
+    params: list[Tensor],
+    grads: list[Tensor],
+    states: list[dict[str, Any]],
+    how: tuple[bool, Tensor | None],
+) -> None:
+    fused, mask = how
     for param, state in zip(params, states, strict=True):
         if "exp_avg" not in state:
-            _init_state(param, state, fused)
+            init_state(param, state)
         for key in ("exp_avg", "exp_avg_sq"):
             if local_part(state[key]).stride() != local_part(param).stride():
                 state[key] = _like(param, state[key].dtype).copy_(state[key])
@@ -52,6 +66,7 @@ def _step(group: dict[str, Any], params: list[Tensor], grads: list[Tensor], stat
     cut = [_as_on_one_device(param, one) if fused else ([one], None) for param, one in zip(params, sets, strict=True)]
     rows = [one for some, _ in cut for one in some]
     beta1, beta2 = adamw_betas(group)
+    before = _snapshot(rows) if mask is not None and not fused else None
     adamw(
         [one.param for one in rows],
         [one.grad for one in rows],
@@ -68,10 +83,24 @@ def _step(group: dict[str, Any], params: list[Tensor], grads: list[Tensor], stat
         weight_decay=group["weight_decay"],
         eps=adamw_eps(group),
         maximize=group["maximize"],
+        found_inf=mask.float().reshape(1) if mask is not None and fused else None,
     )
+    if before is not None and mask is not None:
+        _restore(rows, before, mask)
     for _, put_back in cut:
         if put_back is not None:
             put_back()
+
+
+def _snapshot(rows: Sequence[_Tensors]) -> list[_Tensors]:
+    return [_Tensors(*(tensor.clone() for tensor in row)) for row in rows]
+
+
+def _restore(rows: Sequence[_Tensors], before: Sequence[_Tensors], mask: Tensor) -> None:
+    """Undoes a step where ``mask`` is true: only torch's fused kernel can leave it out by itself."""
+    for row, old in zip(rows, before, strict=True):
+        for tensor, was in zip(row, old, strict=True):
+            tensor.copy_(torch.where(mask.to(tensor.device, non_blocking=True), was, tensor))
 
 
 class _Tensors(NamedTuple):
@@ -161,7 +190,10 @@ def _like(param: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.empty_like(param, dtype=dtype, memory_format=torch.preserve_format)
 
 
-def _init_state(param: Tensor, state: dict[str, Any], fused: bool) -> None:
-    state["step"] = torch.zeros((), dtype=torch.float32, device=param.device if fused else "cpu")
-    state["exp_avg"] = torch.zeros_like(param, memory_format=torch.preserve_format)
-    state["exp_avg_sq"] = torch.zeros_like(param, memory_format=torch.preserve_format)
+def init_state(param: Tensor, state: dict[str, Any]) -> None:
+    """A parameter's first state."""
+    fused = can_fuse(local_part(param))
+    with torch.inference_mode(False):  # made inside inference_mode it could never be written outside
+        state["step"] = torch.zeros((), dtype=torch.float32, device=param.device if fused else "cpu")
+        state["exp_avg"] = torch.zeros_like(param, memory_format=torch.preserve_format)
+        state["exp_avg_sq"] = torch.zeros_like(param, memory_format=torch.preserve_format)

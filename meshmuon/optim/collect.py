@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ..device import known_to_host
 from ..errors import GradientError
 from ..execute import Work, WorkSettings
 from ..matrices import Inside, matrices_inside
@@ -90,6 +91,7 @@ def work_of(
     states: Mapping[Tensor, dict[str, Any]],
     *,
     keeps: Callable[[int], bool] = lambda entry: True,
+    mask: Tensor | None = None,
 ) -> list[Work]:
     """The Muon part of an agreed step, one entry per parameter of its plan.
 
@@ -99,13 +101,14 @@ def work_of(
         outcome: what was agreed.
         states: the optimizer's state.
         keeps: whether this rank keeps the momentum of an entry of the plan.
+        mask: on a device, whether nothing may change; gradients are then already silent.
     """
     settings: dict[int, WorkSettings] = {}
     work = []
     for entry, (k, part) in enumerate(outcome.members):
         one, demand = parameters[k], demands[k]
         if one.place not in settings:
-            settings[one.place] = _settings(one.group)
+            settings[one.place] = _settings(one.group, mask)
         assert demand.matrices is not None
         assert demand.scheme is not None
         dtype = one.group["momentum_dtype"]
@@ -162,18 +165,29 @@ def default_comm_dtype(device: torch.device, update_dtype: torch.dtype) -> torch
     return torch.bfloat16 if device.type == "cuda" and update_dtype != torch.float64 else update_dtype
 
 
-def _settings(group: Mapping[str, Any]) -> WorkSettings:
+def _settings(group: Mapping[str, Any], mask: Tensor | None) -> WorkSettings:
     lr = group["lr"]
     if isinstance(lr, Tensor):  # on a device it stays a tensor: reading it would wait for the device
-        lr = float(lr) if lr.device.type == "cpu" else lr.reshape(())
+        lr = float(lr) if known_to_host(lr) else lr.reshape(())
+    momentum = float(group["momentum"])
+    retain: float | Tensor = momentum
+    decay, rate = 1 - lr * group["weight_decay"], -lr if group["maximize"] else lr
+    if mask is not None:
+        retain, decay, rate = (_unless(mask, value, still) for value, still in ((retain, 1.0), (decay, 1.0), (rate, 0.0)))
     return WorkSettings(
-        momentum=float(group["momentum"]),
+        momentum=momentum,
+        retain=retain,
         nesterov=group["nesterov"],
-        decay=1 - lr * group["weight_decay"],
-        rate=-lr if group["maximize"] else lr,
+        decay=decay,
+        rate=rate,
         adjust=partial(lr_factor, group["adjust_lr_fn"]),
         free_grad=group["none_grad"],
     )
+
+
+def _unless(mask: Tensor, value: float | Tensor, still: float) -> Tensor:
+    """``value``, or ``still`` where ``mask`` is true; a number of the mask's device."""
+    return torch.where(mask, torch.full_like(mask, still, dtype=torch.float32), value)
 
 
 def _check_gradient(name: str, param: Tensor, grad: Tensor) -> None:

@@ -25,9 +25,9 @@ class Note:
     """
 
     failure: tuple[str, str] | None
-    options: str
-    parameters: tuple[tuple[str, str], ...]
-    active: tuple[bool, ...]
+    options: str = ""
+    parameters: tuple[tuple[str, str], ...] = ()
+    active: tuple[bool, ...] = ()
 
 
 def raise_failures(notes: Mapping[int, Note], own: Exception | None) -> None:
@@ -35,6 +35,8 @@ def raise_failures(notes: Mapping[int, Note], own: Exception | None) -> None:
     for rank, note in sorted(notes.items()):
         if note.failure is not None:
             kind, text = note.failure
+            if not hasattr(errors, kind):
+                text = f"{kind}: {text}"
             raise getattr(errors, kind, MeshmuonError)(f"rank {rank}: {text}") from own
 
 

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..errors import ConfigError, UnsupportedError
+from ..errors import ConfigError, StateError, UnsupportedError
 from ..execute import DataParallelExecutor, Work
 from ..transport import averaged, broadcast, everyone
 from .collect import Parameter, gradient_of, parameters_of, work_of
@@ -32,8 +32,8 @@ class DistMuon(Muon):
     The ranks must start from the same weights. Without a process group, or with one rank, it is ``Muon`` with
     ``adjust_lr_fn="original"`` and no weight decay.
 
-    Momentum exists on owners only. Call ``consolidate()`` on all ranks before ``state_dict()``: the result is complete and does
-    not depend on the number of ranks; ``load_state_dict`` takes it on any number.
+    Momentum exists on owners only. Call ``consolidate()`` on all ranks before ``state_dict()``, which refuses to give half of it:
+    the result does not depend on the number of ranks; ``load_state_dict`` takes it on any number.
 
     Args:
         params: matrices, (name, matrix) pairs, or groups as for ``Muon``.
@@ -52,6 +52,7 @@ class DistMuon(Muon):
     """
 
     _divided = False  # whether a copy must be given a group before it steps
+    _complete = True  # whether this rank has all momentum, not only that of the matrices it owns
 
     def __init__(
         self,
@@ -93,6 +94,20 @@ class DistMuon(Muon):
             self.param_groups.pop()
             raise
 
+    def state_dict(self) -> dict[str, Any]:
+        """The whole state. Refused while other ranks own momentum that this rank does not have: call ``consolidate()`` first."""
+        if not self._complete:
+            raise StateError(
+                "DistMuon keeps momentum on the owners of the matrices only, so that this state_dict would be incomplete: call "
+                "optimizer.consolidate() on every rank before state_dict(), or before copying the optimizer."
+            )
+        return super().state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Loads a consolidated ``state_dict`` on every rank; refuses one that does not fit before anything is overwritten."""
+        super().load_state_dict(state_dict)
+        self._complete = True
+
     @torch.no_grad()
     def consolidate(self) -> None:
         """Gives every rank all momentum, so that ``state_dict()`` is complete. Every rank of the group must call it."""
@@ -110,9 +125,11 @@ class DistMuon(Muon):
             if entry.window is not None:
                 part = part[tuple(slice(*ranges) for ranges in entry.window)]
             broadcast(part, task.owner, group)
+        self._complete = True
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "_divided": self._divided or self._replica_group is not None}
+        divided = self._divided or self._replica_group is not None
+        return {**super().__getstate__(), "_divided": divided, "_complete": self._complete}
 
     def _reset(self) -> None:
         super()._reset()
@@ -139,9 +156,9 @@ class DistMuon(Muon):
         wired = (demand._replace(comm_dtype=one.param.dtype) for one, demand in zip(parameters, demands, strict=True))
         return parameters, tuple(wired), failure
 
-    def _work(self, parameters: Sequence[Parameter], outcome: Outcome) -> list[Work]:
+    def _work(self, parameters: Sequence[Parameter], outcome: Outcome, mask: Tensor | None = None) -> list[Work]:
         if self.replica_group is None:
-            return super()._work(parameters, outcome)
+            return super()._work(parameters, outcome, mask)
         if outcome.plan is not self._executor.plan:
             self.consolidate()  # owners may change: whoever becomes one finds the momentum
             self._stepped = [parameters[k].param for k, _ in outcome.members]
@@ -149,7 +166,8 @@ class DistMuon(Muon):
         for entry, (k, _) in enumerate(outcome.members):
             if entry not in owned and not any(outcome.members[other][0] == k for other in owned):
                 self.state[parameters[k].param].pop("momentum_buffer", None)
-        return work_of(parameters, self._planner.demands, outcome, self.state, keeps=owned.__contains__)
+        self._complete = self._complete and not outcome.plan.tasks
+        return work_of(parameters, self._planner.demands, outcome, self.state, keeps=owned.__contains__, mask=mask)
 
     def _adamw_gradients(self, params: Sequence[Tensor]) -> list[Tensor]:
         gradients = [gradient_of(param) for param in params]

@@ -29,6 +29,7 @@ __all__ = [
     "layouts_of",
     "replicated_layout",
     "siblings",
+    "with_local",
 ]
 
 
@@ -36,6 +37,15 @@ def as_dtensor(tensor: Tensor) -> DTensor | None:
     """``tensor`` if it is a DTensor."""
     tensors = sys.modules.get("torch.distributed.tensor")  # importing it costs a second, and without it there is no DTensor
     return tensor if tensors is not None and isinstance(tensor, tensors.DTensor) else None
+
+
+def with_local(like: Tensor, local: Tensor) -> Tensor:
+    """A tensor that lies on its mesh as ``like`` does and has ``local`` as this rank's part; ``local`` itself for a plain one.
+
+    ``DTensor.from_local`` would copy a part that is in host memory to the mesh's devices.
+    """
+    sharded = as_dtensor(like)
+    return local if sharded is None else type(sharded)(local, sharded._spec, requires_grad=False)
 
 
 def check_placement(name: str, param: Tensor) -> None:

@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 from torch.profiler import record_function
 
-from ..errors import ConfigError, RoutingWarning, UnsupportedError
-from ..execute import DEFAULT_MEMORY_BUDGET, Executor, ExecutorSettings, ReferenceExecutor, StepExecutor, Work
+from ..device import known_to_host
+from ..errors import ConfigError, MeshmuonError, RoutingWarning, StateError, TransportError, UnsupportedError
+from ..execute import DEFAULT_MEMORY_BUDGET, Executor, ExecutorSettings, ReferenceExecutor, StepExecutor, Work, local_part
 from ..matrices import Split, check_expert_keys
 from ..ortho import SchemeLike, resolve_scheme
 from ..plan import Plan, PlanOptions, cost_model_for
@@ -23,6 +24,8 @@ from .collect import Parameter, check_step, demands_of, gradient_of, work_of
 from .dtensors import ReplicaGroup
 from .groups import check_dtype, check_group, normalise_group, normalise_params, storable_scheme, storable_split
 from .lr import AdjustLR
+from .nonfinite import NonFinite, Scaling, gradients_of, silence
+from .offload import Offload
 from .planning import Demand, Outcome, Planner
 from .table import RoutingTable, build_routing_table
 
@@ -80,11 +83,16 @@ class Muon(torch.optim.Optimizer):
         replicas: where ranks hold the same matrix (HSDP, replicated DTensors), ``"share"`` has one replica compute it for
             all, ``"repeat"`` has each compute it, ``"auto"`` takes the cheaper.
         replica_group: process group, or mesh, over which plain tensors are replicated (DDP), to divide their work over it.
+        nonfinite: what to do when any rank has a gradient with an infinity or NaN: ``"propagate"`` steps with it, ``"skip"``
+            leaves everything as it is and counts in ``skipped_steps``, ``"raise"`` raises on all ranks before anything is written
+            (and waits for the device to know). What a GradScaler finds is always skipped.
 
     Example::
 
         optimizer = Muon(get_default_muon_param_groups(model), lr=1e-3, weight_decay=0.1)
     """
+
+    _step_supports_amp_scaling = True  # a GradScaler leaves unscaling and skipping to step()
 
     def __init__(
         self,
@@ -120,6 +128,7 @@ class Muon(torch.optim.Optimizer):
         comm_dtype: torch.dtype | None = None,
         replicas: str = "auto",
         replica_group: ReplicaGroup | None = None,
+        nonfinite: str = "propagate",
     ) -> None:
         if clip_config:
             raise UnsupportedError("clip_config: QK-clip is not available in this version of meshmuon; pass None.")
@@ -133,6 +142,9 @@ class Muon(torch.optim.Optimizer):
         self._comm_dtype = comm_dtype
         self._reference = use_distributed_muon
         self._replica_group = replica_group
+        self._nonfinite = NonFinite(nonfinite)
+        self._offload = Offload()
+        self._torn: TransportError | None = None  # the step that was left half done
         self._reset()
         defaults = {
             "lr": lr,
@@ -185,13 +197,29 @@ class Muon(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        parameters, outcome = self._agree()  # checks everything, on all ranks; nothing is written before it returns
-        self._log_routes(parameters)
-        work = self._work(parameters, outcome)
-        if outcome.plan is not self._executor.plan:
-            self._executor.prepare(outcome.plan, outcome.rank, work, outcome.exchange)
-        self._executor.run(work, last=partial(self._adamw_step, parameters, outcome))
+        with self._offload.resident(self.state):
+            parameters, outcome = self._agree()  # checks everything, on all ranks; nothing is written before it returns
+            if outcome.nonfinite:
+                self._leave_out(parameters)
+            elif not outcome.busy:
+                self._create_state()
+            else:
+                self._log_routes(parameters)
+                self._run(parameters, outcome)
         return loss
+
+    @property
+    def skipped_steps(self) -> int:
+        """How many steps were left out because a gradient was not finite. On a GPU reading it waits for the device."""
+        return self._nonfinite.skipped
+
+    def turn_on_cpu_offload(self) -> None:
+        """Keeps the state in host memory between steps, from now on; device memory that it took is free meanwhile."""
+        self._offload.turn_on(self.state)
+
+    def turn_off_cpu_offload(self) -> None:
+        """Brings the state back and keeps it on its devices."""
+        self._offload.turn_off(self.state)
 
     @property
     def replica_group(self) -> ReplicaGroup | None:
@@ -220,6 +248,18 @@ class Muon(torch.optim.Optimizer):
         """Scratch memory held between steps, beside the state."""
         return self._executor.workspace_bytes()
 
+    def state_dict(self) -> dict[str, Any]:
+        """What a checkpoint needs, as ``torch.optim.Optimizer`` gives it: the same keys on every rank, values that can be stored.
+
+        Once there is any state, parameters that train and never had a gradient appear with zeros. Dtypes are stored by name; of
+        functions only the name is stored, and the loading optimizer keeps its own.
+        """
+        if self.state:
+            state.create(self.param_groups, self.state)
+            self._offload.put_away(self.state)
+            self._offload.settle()
+        return state.storable(super().state_dict())
+
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Loads a ``state_dict``; refuses one that does not fit before anything is overwritten."""
         adapted = state_dict
@@ -237,22 +277,24 @@ class Muon(torch.optim.Optimizer):
         finally:
             handle.remove()
         for group, old, saved in zip(self.param_groups, earlier, adapted["param_groups"], strict=True):
-            group["use_muon"] = old["use_muon"]
-            for key, value in self.defaults.items():
-                if key not in saved:  # the saving optimizer did not know the option: the group's own value holds
-                    group[key] = old.get(key, value)
-                elif group.get(key) is None:  # it left the option open
-                    group[key] = value
+            state.restore_options(group, old, saved, self.defaults)
         state.restore(self.param_groups, self.state, adapted)
+        self._offload.put_away(self.state)
+        self._torn = None
 
     def __getstate__(self) -> dict[str, Any]:
         kept = ("_settings", "_plan_options", "_comm_dtype", "_reference", "_debug")
-        return {**super().__getstate__(), **{name: getattr(self, name) for name in kept}}
+        self._offload.settle()
+        options = {"_nonfinite_policy": self._nonfinite.policy, "_offloaded": self._offload.on}
+        return {**super().__getstate__(), **{name: getattr(self, name) for name in kept}, **options}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         if "_executor" not in self.__dict__:  # a copy, not an optimizer that loads a state
             self._replica_group = None  # process groups cannot be copied
+            self._nonfinite = NonFinite(state["_nonfinite_policy"])
+            self._offload = Offload(on=state["_offloaded"])
+            self._torn = None
             self._reset()
 
     def _reset(self) -> None:
@@ -260,24 +302,78 @@ class Muon(torch.optim.Optimizer):
         self._planner = Planner(self._plan_options, self._settings.form, path, self._replica_group)
         self._executor: StepExecutor = (ReferenceExecutor if self._reference else Executor)(self._settings)
         self._logged: tuple[str, ...] | None = None
+        self._untold: Exception | None = None  # what went wrong in the last step, until the other ranks have heard of it
 
     def _agree(self) -> tuple[list[Parameter], Outcome]:
         """What all ranks will do in this step; one rank's failed check is raised on all of them."""
+        if self._torn is not None:
+            raise StateError(
+                f"an earlier step was left half done ({self._torn}). Load a checkpoint of the model and of this optimizer first."
+            )
         parameters, demands, failure = self._demands()
+        failure, self._untold = failure or self._untold, None
+        nonfinite, busy = False, True
         if failure is None:
             try:
                 check_step(parameters, demands, self.state)
+                nonfinite = self._nonfinite.known(parameters, Scaling.of(self))
+                busy = bool(self.state) or not _only_creates_state(self.param_groups)
             except Exception as error:  # raised again below, once the other ranks know
                 failure = error
-        return parameters, self._planner.outcome(demands, failure)
+        held = self._executor.plan
+        return parameters, self._planner.outcome(demands, failure, held=held, nonfinite=nonfinite, busy=busy)
+
+    def _run(self, parameters: list[Parameter], outcome: Outcome) -> None:
+        """A step that all ranks have agreed on."""
+        scaling = Scaling.of(self)
+        if outcome.prepares:
+            self._prepare(parameters, outcome)
+        mask = self._nonfinite.masks(parameters, scaling, outcome.exchange)
+        scaling.remove(gradients_of(parameters))
+        if mask is not None:
+            silence(gradients_of(parameters), mask)
+        work = self._work(parameters, outcome, mask)
+        try:
+            self._executor.run(work, last=partial(self._adamw_step, parameters, outcome, mask))
+        except TransportError as error:
+            self._torn = error
+            raise
+        except Exception as error:
+            if outcome.exchange is not None:
+                self._untold = MeshmuonError(f"the step before this one failed: {type(error).__name__}: {error}")
+            raise
+
+    def _prepare(self, parameters: list[Parameter], outcome: Outcome) -> None:
+        """Makes state and buffers; all ranks have theirs before anything travels."""
+        failure: Exception | None = None
+        try:
+            work = self._work(parameters, outcome)
+            if outcome.plan is not self._executor.plan:
+                self._executor.prepare(outcome.plan, outcome.rank, work, outcome.exchange)
+        except TransportError:
+            raise
+        except Exception as error:
+            failure = error
+        self._planner.confirm(failure)
+
+    def _leave_out(self, parameters: Sequence[Parameter]) -> None:
+        """A step that must not be made: only gradients that the step would have freed are freed."""
+        self._nonfinite.count()
+        for one in parameters:
+            if one.group["use_muon"] and one.group["none_grad"]:
+                one.param.grad = None
+
+    def _create_state(self) -> None:
+        """What checkpointing does before it loads: a first step with zero gradients at lr 0 is to create state, no more."""
+        state.create(self.param_groups, self.state)
 
     def _demands(self) -> tuple[list[Parameter], tuple[Demand, ...], Exception | None]:
         return demands_of(self.param_groups, self._comm_dtype)
 
-    def _work(self, parameters: Sequence[Parameter], outcome: Outcome) -> list[Work]:
-        return work_of(parameters, self._planner.demands, outcome, self.state)
+    def _work(self, parameters: Sequence[Parameter], outcome: Outcome, mask: Tensor | None = None) -> list[Work]:
+        return work_of(parameters, self._planner.demands, outcome, self.state, mask=mask)
 
-    def _adamw_step(self, parameters: Sequence[Parameter], outcome: Outcome) -> None:
+    def _adamw_step(self, parameters: Sequence[Parameter], outcome: Outcome, mask: Tensor | None = None) -> None:
         chosen: dict[int, list[Tensor]] = {}
         for k, one in enumerate(parameters):
             if not one.group["use_muon"] and (one.param.grad is not None or k in outcome.zeros):
@@ -285,7 +381,7 @@ class Muon(torch.optim.Optimizer):
         with record_function("meshmuon::adamw"):
             for index, params in chosen.items():
                 grads, states = self._adamw_gradients(params), [self.state[param] for param in params]
-                adamw_step(self.param_groups[index], params, grads, states)
+                adamw_step(self.param_groups[index], params, grads, states, mask)
 
     def _adamw_gradients(self, params: Sequence[Tensor]) -> list[Tensor]:
         return [gradient_of(param) for param in params]
@@ -299,6 +395,15 @@ class Muon(torch.optim.Optimizer):
             _show_debug()
             for row in self.routing_table().rows:
                 _logger.debug("%s%s", row, "" if row.name in names else " (no gradient)")
+
+
+def _only_creates_state(groups: Sequence[Mapping[str, Any]]) -> bool:
+    """Whether a first step has nothing to do but to create state: lr 0 everywhere and gradients of zeros."""
+    rates = [group["lr"] for group in groups]
+    if any((isinstance(lr, Tensor) and not known_to_host(lr)) or lr != 0 for lr in rates):
+        return False
+    gradients = [param.grad for group in groups for param in group["params"] if param.grad is not None]
+    return not any(bool(local_part(grad).count_nonzero()) for grad in gradients)
 
 
 def _show_debug() -> None:

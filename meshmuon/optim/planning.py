@@ -21,7 +21,7 @@ from ..layout import Layout, Mesh
 from ..matrices import MatrixSet
 from ..ortho import Orthogonalizer, Scheme, expected_flops
 from ..plan import Entry, Plan, PlanOptions, cost_model_for, make_plan
-from ..transport import Agreement, Exchange, exchange_group, host_group
+from ..transport import Agreement, Exchange, Vote, exchange_group, host_group
 from .differences import Note, raise_failures, raise_mismatch, raise_torn_replicas
 from .dtensors import ReplicaGroup, groups_of, layouts_of, replica_ranks, replicated_layout, siblings
 
@@ -77,6 +77,9 @@ class Outcome:
         zeros: indices of the demands whose gradient only other ranks have.
         exchange: how pieces travel; None when none does.
         rank: this rank.
+        prepares: some rank makes its buffers anew, and all then say whether they are ready.
+        nonfinite: some rank has a gradient that must not be stepped with.
+        busy: some rank has more to do than creating state.
     """
 
     plan: Plan
@@ -84,6 +87,9 @@ class Outcome:
     zeros: frozenset[int]
     exchange: Exchange | None
     rank: int
+    prepares: bool = False
+    nonfinite: bool = False
+    busy: bool = True
 
 
 class _Link:
@@ -114,19 +120,51 @@ class Planner:
         self._layouts: list[tuple[Layout, ...]] = []
         self._misfit: PlanError | None = None
 
-    def outcome(self, demands: tuple[Demand, ...], failure: Exception | None) -> Outcome:
-        """The plan for ``demands``. ``failure`` is this rank's own reason not to step, which then is every rank's."""
+    def outcome(
+        self,
+        demands: tuple[Demand, ...],
+        failure: Exception | None,
+        *,
+        held: Plan | None = None,
+        nonfinite: bool = False,
+        busy: bool = True,
+    ) -> Outcome:
+        """What all ranks do about ``demands``.
+
+        Args:
+            demands: this rank's parameters.
+            failure: this rank's own reason not to step, which then is every rank's.
+            held: the plan that this rank has buffers for.
+            nonfinite: whether this rank has a gradient that must not be stepped with.
+            busy: whether this rank has more to do than creating state.
+        """
         if demands != self._agreed:
             self._propose(demands)
         failure = failure or self._misfit
-        if self._link is not None:
-            agreement = self._link.agreement
-            if not agreement.unanimous(agreement.start(self._token if failure is None else _FAILED)) or failure is not None:
-                self._compare_notes(demands, failure, agreement)
-        elif failure is not None:
-            raise failure
         assert self._outcome is not None
-        return self._outcome
+        prepares = self._outcome.plan is not held
+        if self._link is None:
+            if failure is not None:
+                raise failure
+        else:
+            token = self._token if failure is None else _FAILED
+            verdict = self._link.agreement.decide(Vote(token, prepares, nonfinite, busy))
+            if not verdict.unanimous or failure is not None:
+                self._compare_notes(demands, failure, self._link.agreement)
+            prepares = verdict.prepares or not verdict.unanimous  # ranks that compare notes all plan anew
+            nonfinite, busy = verdict.nonfinite, verdict.busy
+        plain = not prepares and not nonfinite and busy
+        return self._outcome if plain else replace(self._outcome, prepares=prepares, nonfinite=nonfinite, busy=busy)
+
+    def confirm(self, failure: Exception | None) -> None:
+        """All ranks are ready for the step, or all raise the first one's reason why it is not."""
+        if self._link is None:
+            if failure is not None:
+                raise failure
+            return
+        verdict = self._link.agreement.decide(Vote(0 if failure is None else _FAILED))
+        if not verdict.unanimous or failure is not None:
+            raise_failures(self._link.agreement.everyone(Note(_failure_text(failure))), failure)
 
     def _propose(self, demands: tuple[Demand, ...]) -> None:
         """This rank's own idea of the plan."""
@@ -230,7 +268,7 @@ class Planner:
         shared = [k for k, layouts in enumerate(self._layouts) if layouts]
         entries = self._entries(demands)
         note = Note(
-            failure=None if failure is None else (type(failure).__name__, str(failure)),
+            failure=_failure_text(failure),
             options=f"{self._options}, form={self._form!r}, {self._path}",
             parameters=tuple(_description(demands[k], self._layouts[k], entries[k]) for k in shared),
             active=tuple(demands[k].active for k in shared),
@@ -252,6 +290,10 @@ class Planner:
             raise PlanMismatchError(
                 f"ranks made different plans from the same parameters: {tokens}. Use one version of meshmuon."
             )
+
+
+def _failure_text(failure: Exception | None) -> tuple[str, str] | None:
+    return None if failure is None else (type(failure).__name__, str(failure))
 
 
 def _scheme_text(scheme: Scheme | Orthogonalizer | None) -> str:

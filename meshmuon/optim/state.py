@@ -1,21 +1,25 @@
-"""Optimizer state: creating it, and refusing a state_dict that belongs to something else."""
+"""Optimizer state: creating it, storing it, and refusing a state_dict that belongs to something else."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, MutableMapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..errors import StateError
+from ..execute import local_part
 from .adamw import STATE_KEYS as ADAMW_KEYS
 from .adamw import can_fuse
-from .dtensors import layout_text, same_placement
+from .dtensors import as_dtensor, layout_text, same_placement
 
-__all__ = ["check", "check_current", "momentum_buffer", "restore"]
+__all__ = ["check", "check_current", "create", "momentum_buffer", "restore", "restore_options", "storable"]
 
 _MOMENTUM = "momentum_buffer"
+_DTYPES = ("compute_dtype", "momentum_dtype")
+_PLAIN = (Tensor, bool, int, float, str, bytes, type(None))
+_NOT_STORED = "<not stored: "
 
 
 def momentum_buffer(state: dict[str, Any], param: Tensor, dtype: torch.dtype | None) -> Tensor:
@@ -27,8 +31,98 @@ def momentum_buffer(state: dict[str, Any], param: Tensor, dtype: torch.dtype | N
     return buffer
 
 
+@torch.no_grad()
+def create(groups: Sequence[Mapping[str, Any]], states: MutableMapping[Tensor, dict[str, Any]]) -> None:
+    """Gives zeros to every parameter that trains and has no state yet: what its first gradient would have found.
+
+    Which parameters had a gradient so far then leaves no trace in a checkpoint: it has the same keys on every rank and fits
+    everywhere. Frozen parameters get none, as in torch, whose loading passes over them.
+    """
+    for group in groups:
+        for param in group["params"]:
+            if not param.requires_grad:
+                continue
+            entry = states.setdefault(param, {})
+            if group["use_muon"]:
+                momentum_buffer(entry, param, group["momentum_dtype"])
+            elif "exp_avg" not in entry:
+                _create_moments(entry, param)
+
+
+def _create_moments(entry: dict[str, Any], param: Tensor) -> None:
+    with torch.inference_mode(False):
+        entry["step"] = torch.zeros((), dtype=torch.float32, device=_step_device(param))
+        for key in ("exp_avg", "exp_avg_sq"):
+            entry[key] = torch.zeros_like(param, memory_format=torch.preserve_format)
+
+
+def _step_device(param: Tensor) -> torch.device:
+    return param.device if can_fuse(local_part(param)) else torch.device("cpu")
+
+
+def storable(state_dict: dict[str, Any]) -> dict[str, Any]:
+    """The state_dict with options that every way of storing takes: numbers, strings, tensors, None, lists, tuples, dicts of them.
+
+    A dtype becomes its name. Of anything else (a function, a rule) only its name is told and the loading optimizer keeps its own.
+    The key stays in any case, since loaders demand the same keys on both sides.
+    """
+    state_dict["param_groups"] = [
+        {key: value if key == "params" else _storable(value) for key, value in group.items()}
+        for group in state_dict["param_groups"]
+    ]
+    return state_dict
+
+
+def _storable(value: Any) -> Any:
+    if isinstance(value, torch.dtype):
+        return str(value)
+    if _is_plain(value):
+        return value
+    named = value if hasattr(value, "__qualname__") else type(value)  # repr() would hold an address
+    return f"{_NOT_STORED}{named.__module__}.{named.__qualname__}>"
+
+
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, dict):
+        return all(isinstance(key, (str, int)) and _is_plain(one) for key, one in value.items())
+    return all(map(_is_plain, value)) if isinstance(value, (list, tuple)) else isinstance(value, _PLAIN)
+
+
+def restore_options(group: dict[str, Any], own: Mapping[str, Any], saved: Mapping[str, Any], defaults: Mapping[str, Any]) -> None:
+    """Finishes a group that torch has loaded: what no checkpoint can know stays the optimizer's own.
+
+    Args:
+        group: the group as loaded.
+        own: the group as it was before.
+        saved: the group in the checkpoint.
+        defaults: the optimizer's options.
+    """
+    group["use_muon"], group["param_names"] = own["use_muon"], own["param_names"]
+    for key, value in saved.items():
+        if isinstance(value, str) and value.startswith(_NOT_STORED):
+            group[key] = own.get(key, defaults.get(key))
+        elif key in _DTYPES:
+            group[key] = _dtype(value)
+    for key, value in defaults.items():
+        if key not in saved:  # the saving optimizer did not know the option: the group's own value holds
+            group[key] = own.get(key, value)
+        elif group.get(key) is None:  # it left the option open
+            group[key] = value
+
+
+def _dtype(value: Any) -> Any:
+    """A dtype from its name, with or without ``torch.``; anything else as it is."""
+    found = getattr(torch, value.removeprefix("torch."), None) if isinstance(value, str) else value
+    return found if isinstance(found, torch.dtype) else value
+
+
 def check(groups: Sequence[Mapping[str, Any]], state_dict: Mapping[str, Any]) -> None:
     """Raises StateError, naming the first parameter whose saved state cannot be its own."""
+    for key in ("param_groups", "state"):
+        if key not in state_dict:
+            raise StateError(
+                f'this is no optimizer\'s state_dict: it has no "{key}", its keys are {sorted(map(str, state_dict))}.'
+            )
     saved_groups, saved_state = state_dict["param_groups"], state_dict["state"]
     if len(saved_groups) != len(groups):
         raise StateError(f"the state_dict has {len(saved_groups)} groups, this optimizer {len(groups)}: build the same groups.")
@@ -39,6 +133,8 @@ def check(groups: Sequence[Mapping[str, Any]], state_dict: Mapping[str, Any]) ->
                 "it was saved from another model."
             )
         for name, param, key in zip(group["param_names"], group["params"], saved["params"], strict=True):
+            if saved_state and key not in saved_state and param.requires_grad:
+                raise _missing(name, key)
             _check_entry(name, param, saved_state.get(key, {}), group["use_muon"])
         if saved.get("use_muon", group["use_muon"]) != group["use_muon"]:
             raise StateError(
@@ -46,6 +142,17 @@ def check(groups: Sequence[Mapping[str, Any]], state_dict: Mapping[str, Any]) ->
                 f"{saved['use_muon']}: the parameters were routed differently when it was saved."
             )
         _check_order(index, list(saved.get("param_names") or ()), group["param_names"])
+        for option in _DTYPES:
+            if isinstance(saved.get(option), str) and not isinstance(_dtype(saved[option]), torch.dtype):
+                raise StateError(f"group {index}: the state_dict has {option}={saved[option]!r}, which is no dtype of torch.")
+
+
+def _missing(name: str, key: Any) -> StateError:
+    return StateError(
+        f"{name} trains, but the state_dict has nothing for it, although it has state of others: entries were lost, or {name} "
+        "was frozen when it was saved. To start it from zero on purpose, give it an empty entry: "
+        f'state_dict["state"][{key!r}] = {{}}.'
+    )
 
 
 def _check_order(index: int, saved: Sequence[str], names: Sequence[str]) -> None:
@@ -88,13 +195,36 @@ def _check_entry(name: str, param: Tensor, entry: Mapping[str, Any], use_muon: b
             f"{name} is optimized by {kind} and needs {list(expected)}, but its saved state has {sorted(entry)}. "
             "It was saved from an optimizer that routed this parameter differently."
         )
-    for key in expected:
-        value = entry.get(key)
-        if key != "step" and isinstance(value, Tensor) and value.shape != param.shape:
-            raise StateError(
-                f"{name} has shape {tuple(param.shape)}, but its saved {key} has {tuple(value.shape)}: "
-                "it was saved from another model, or the parameters are in another order."
-            )
+    for key in expected if entry else ():
+        if key == "step":
+            _check_step_count(name, entry[key])
+        else:
+            _check_tensor(name, param, key, entry[key])
+
+
+def _check_step_count(name: str, value: Any) -> None:
+    if not isinstance(value, (int, float)) and not (isinstance(value, Tensor) and value.numel() == 1):
+        raise StateError(f"{name}: its saved step is {_what(value)}, it must be one number.")
+
+
+def _check_tensor(name: str, param: Tensor, key: str, value: Any) -> None:
+    if not isinstance(value, Tensor):
+        raise StateError(f"{name}: its saved {key} is {_what(value)}, it must be a tensor of shape {tuple(param.shape)}.")
+    if value.shape != param.shape:
+        raise StateError(
+            f"{name} has shape {tuple(param.shape)}, but its saved {key} has {tuple(value.shape)}: "
+            "it was saved from another model, or the parameters are in another order."
+        )
+    if not same_placement(param, value):
+        kinds = [layout_text(name, one) if as_dtensor(one) is not None else "a plain tensor" for one in (param, value)]
+        raise StateError(
+            f"{name} is {kinds[0]}, its saved {key} is {kinds[1]}. load_state_dict takes state that is cut like its parameters; "
+            "torch.distributed.checkpoint.state_dict.set_optimizer_state_dict cuts it anew."
+        )
+
+
+def _what(value: Any) -> str:
+    return f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
 
 
 def restore(groups: Sequence[Mapping[str, Any]], state: Mapping[Tensor, dict[str, Any]], state_dict: Mapping[str, Any]) -> None:
@@ -106,6 +236,5 @@ def restore(groups: Sequence[Mapping[str, Any]], state: Mapping[Tensor, dict[str
             if isinstance(value, Tensor) and value.dtype != state[param][_MOMENTUM].dtype:
                 state[param][_MOMENTUM] = value.detach().clone().to(device=param.device)
             if "step" in entry and not group["use_muon"]:
-                device = param.device if can_fuse(param) else torch.device("cpu")
                 step = torch.as_tensor(entry["step"], dtype=torch.float32).detach().clone()
-                state[param]["step"] = step.reshape(()).to(device)
+                state[param]["step"] = step.reshape(()).to(_step_device(param))

@@ -1,21 +1,29 @@
 """The only room that communicates."""
 
-from .agreement import Agreement
+from .agreement import Agreement, Verdict, Vote
 from .data_parallel import averaged, broadcast, everyone
 from .exchange import Exchange, Pending
-from .groups import exchange_group, host_group
+from .groups import exchange_group, host_group, shared_group
+from .norms import NormWord, ReducedNorm, norm_device, reduce_norm
 from .reference import has_part, own_shard, whole
 
 __all__ = [
     "Agreement",
     "Exchange",
+    "NormWord",
     "Pending",
+    "ReducedNorm",
+    "Verdict",
+    "Vote",
     "averaged",
     "broadcast",
     "everyone",
     "exchange_group",
     "has_part",
     "host_group",
+    "norm_device",
     "own_shard",
+    "reduce_norm",
+    "shared_group",
     "whole",
 ]

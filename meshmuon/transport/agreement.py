@@ -2,16 +2,46 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 
 from .data_parallel import everyone
+from .failures import named_phase
 
-__all__ = ["Agreement"]
+__all__ = ["Agreement", "Verdict", "Vote"]
 
 _T = TypeVar("_T")
+_PHASE = "agreement"
+
+
+@dataclass(frozen=True, slots=True)
+class Vote:
+    """What one rank brings to a step.
+
+    Attributes:
+        token: what it is about to do, as a number below 2**62.
+        prepares: it must make its buffers anew.
+        nonfinite: it has a gradient that must not be stepped with.
+        busy: it has more to do than creating state.
+    """
+
+    token: int
+    prepares: bool = False
+    nonfinite: bool = False
+    busy: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What the votes of all ranks make together: whether they are unanimous, and whether any rank said the rest."""
+
+    unanimous: bool
+    prepares: bool
+    nonfinite: bool
+    busy: bool
 
 
 class Agreement:
@@ -20,21 +50,20 @@ class Agreement:
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group = group
         with torch.inference_mode(False):  # made inside inference_mode it could never be written outside
-            self._word = torch.zeros(2, dtype=torch.int64, device="cpu")
+            self._words = torch.zeros(5, dtype=torch.int64, device="cpu")
         self.ranks = dist.get_process_group_ranks(group)
 
-    def start(self, token: int) -> dist.Work:
-        """Starts comparing ``token``, a number below 2**62; every rank of the group must."""
-        self._word[0], self._word[1] = token, -token
-        work: dist.Work | None = dist.all_reduce(self._word, dist.ReduceOp.MAX, group=self._group, async_op=True)
-        assert work is not None
-        return work
-
-    def unanimous(self, work: dist.Work) -> bool:
-        """Whether all ranks started with the same token."""
-        work.wait()
-        return bool(self._word[0] == -self._word[1])
+    def decide(self, vote: Vote) -> Verdict:
+        """Every rank's vote counted; every rank of the group must call."""
+        words = (vote.token, -vote.token, vote.prepares, vote.nonfinite, vote.busy)
+        for k, word in enumerate(words):
+            self._words[k] = word
+        with named_phase(_PHASE):
+            dist.all_reduce(self._words, dist.ReduceOp.MAX, group=self._group)
+        largest, smallest, prepares, nonfinite, busy = self._words.tolist()
+        return Verdict(largest == -smallest, bool(prepares), bool(nonfinite), bool(busy))
 
     def everyone(self, fact: _T) -> dict[int, _T]:
         """Every rank's ``fact``; slow, for when ranks disagree."""
-        return everyone(fact, self._group)
+        with named_phase(_PHASE):
+            return everyone(fact, self._group)

@@ -9,6 +9,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from .failures import named_phase
+
 __all__ = ["averaged", "broadcast", "everyone"]
 
 _T = TypeVar("_T")
@@ -17,10 +19,11 @@ _T = TypeVar("_T")
 def averaged(tensors: Sequence[Tensor], group: dist.ProcessGroup) -> list[Tensor]:
     """The mean of each tensor over the ranks of ``group``; all reductions are started before the first is waited for."""
     copies = [tensor.clone(memory_format=torch.contiguous_format) for tensor in tensors]
-    pending = [dist.all_reduce(copy, group=group, async_op=True) for copy in copies]
-    for work in pending:
-        if work is not None:
-            work.wait()
+    with named_phase("averaging of AdamW's gradients"):
+        pending = [dist.all_reduce(copy, group=group, async_op=True) for copy in copies]
+        for work in pending:
+            if work is not None:
+                work.wait()
     return [copy.div_(dist.get_world_size(group)) for copy in copies]
 
 
@@ -35,6 +38,7 @@ def everyone(fact: _T, group: dist.ProcessGroup) -> dict[int, _T]:
 def broadcast(tensor: Tensor, source: int, group: dist.ProcessGroup) -> None:
     """Gives every rank of ``group`` what rank ``source`` has in ``tensor``."""
     flat = tensor.contiguous()
-    dist.broadcast(flat, source, group=group)
+    with named_phase("moving of momentum"):
+        dist.broadcast(flat, source, group=group)
     if flat is not tensor:
         tensor.copy_(flat)

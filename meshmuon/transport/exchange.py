@@ -3,20 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Protocol
+from dataclasses import dataclass
 
 import torch.distributed as dist
 from torch import Tensor
 
+from .failures import named_phase
+
 __all__ = ["Exchange", "Pending"]
 
 
-class Pending(Protocol):
-    """An exchange under way."""
+@dataclass(frozen=True, slots=True)
+class Pending:
+    """An exchange under way, and the phase of the step that it belongs to."""
 
-    def wait(self) -> object:
+    work: dist.Work
+    phase: str
+
+    def wait(self) -> None:
         """Makes what is issued next see the received elements; on a GPU without stopping the host."""
-        ...
+        with named_phase(self.phase):
+            self.work.wait()
 
 
 class Exchange:
@@ -30,10 +37,16 @@ class Exchange:
         """Elements per rank of the group, in its order, from a table that leaves out zeros."""
         return [counts.get(rank, 0) for rank in self._ranks]
 
-    def start(self, received: Tensor, received_splits: list[int], sent: Tensor, sent_splits: list[int]) -> Pending:
+    def start(self, received: Tensor, received_splits: list[int], sent: Tensor, sent_splits: list[int], *, phase: str) -> Pending:
         """Starts an exchange between flat buffers, which must stay untouched until it has been waited for."""
-        work: Pending | None = dist.all_to_all_single(
-            received, sent, received_splits, sent_splits, group=self._group, async_op=True
-        )
+        with named_phase(phase):
+            work: dist.Work | None = dist.all_to_all_single(
+                received, sent, received_splits, sent_splits, group=self._group, async_op=True
+            )
         assert work is not None
-        return work
+        return Pending(work, phase)
+
+    def largest(self, value: Tensor) -> None:
+        """Replaces ``value`` on its device by its largest over the ranks; the host does not wait for a device."""
+        with named_phase("agreement"):
+            dist.all_reduce(value, dist.ReduceOp.MAX, group=self._group)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from .failures import named_phase
+
 __all__ = ["has_part", "own_shard", "whole"]
 
 
@@ -18,7 +20,10 @@ def whole(tensor: Tensor) -> Tensor:
     """The whole tensor on every rank of its mesh."""
     from torch.distributed.tensor import DTensor
 
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    if not isinstance(tensor, DTensor):
+        return tensor
+    with named_phase("gather"):
+        return tensor.full_tensor()
 
 
 def own_shard(full: Tensor, like: Tensor) -> Tensor:

@@ -46,6 +46,7 @@ def nothing() -> None: ...
 
 def settings_for(lr: float | Tensor, *, weight_decay: float = 0.1, **options: Any) -> WorkSettings:
     numbers = {"momentum": 0.95, "nesterov": True, "free_grad": False, "adjust": lambda rows, cols: 0.2 * max(rows, cols) ** 0.5}
+    numbers["retain"] = options.get("momentum", numbers.get("momentum"))
     return WorkSettings(**{**numbers, "decay": 1 - lr * weight_decay, "rate": lr, **options})
 
 

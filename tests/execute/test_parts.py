@@ -24,6 +24,7 @@ def no_grad() -> Any:
 
 def settings_for(**options: Any) -> WorkSettings:
     numbers: dict[str, Any] = {"momentum": 0.5, "nesterov": True, "free_grad": False, "decay": 1.0, "rate": 1.0}
+    numbers["retain"] = options.get("momentum", numbers.get("momentum"))
     return WorkSettings(**{**numbers, "adjust": lambda rows, cols: 1.0, **options})
 
 

@@ -81,7 +81,7 @@ class Exchange:
         assert set(counts) <= set(self._board.ranks)
         return [counts.get(rank, 0) for rank in self._board.ranks]
 
-    def start(self, received: Tensor, received_splits: list[int], sent: Tensor, sent_splits: list[int]) -> Pending:
+    def start(self, received: Tensor, received_splits: list[int], sent: Tensor, sent_splits: list[int], *, phase: str) -> Pending:
         received.fill_(float("nan"))  # what was there is lost from now on
         mine = self._board.calls[self._rank]
         mine.append((received, received_splits, sent, sent_splits))
@@ -135,6 +135,7 @@ def numbers(shape: Sequence[int], *key: int) -> Tensor:
 def settings_of(k: int) -> WorkSettings:
     return WorkSettings(
         momentum=0.5 if k % 2 else 0.25,
+        retain=0.5 if k % 2 else 0.25,
         nesterov=k % 3 != 0,
         decay=0.5,
         rate=0.5,
@@ -355,9 +356,9 @@ def test_a_wave_and_its_streams(monkeypatch: pytest.MonkeyPatch) -> None:
     def noted(owner: type, name: str, event: str) -> None:
         original = getattr(owner, name)
 
-        def call(self: object, *args: object) -> object:
+        def call(self: object, *args: object, **options: object) -> object:
             streams.events.append(event)
-            return original(self, *args)
+            return original(self, *args, **options)
 
         monkeypatch.setattr(owner, name, call)
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
-from meshmuon.transport import Agreement, Exchange, exchange_group, groups, host_group, own_shard, whole
+from meshmuon.transport import Agreement, Exchange, Verdict, Vote, exchange_group, groups, host_group, own_shard, whole
 from tests.dist.threads import run_threads
 
 
@@ -51,7 +51,7 @@ def test_ragged_exchange(ranks: int, seed: int) -> None:
         outward = exchange.splits({b: count for b, count in enumerate(counts[rank]) if count})
         inward = exchange.splits({a: row[rank] for a, row in enumerate(counts) if row[rank]})
         assert (outward, inward) == (counts[rank], [row[rank] for row in counts])
-        exchange.start(received, inward, sent, outward).wait()
+        exchange.start(received, inward, sent, outward, phase="gather").wait()
         assert torch.equal(received, incoming(counts, rank))
         assert torch.equal(sent, outgoing(counts, rank))
 
@@ -62,7 +62,7 @@ def test_nothing_at_all_is_exchanged() -> None:
     def main(rank: int) -> None:
         exchange = Exchange(world())
         assert exchange.splits({}) == [0, 0, 0]
-        exchange.start(torch.empty(0), exchange.splits({}), torch.empty(0), exchange.splits({})).wait()
+        exchange.start(torch.empty(0), exchange.splits({}), torch.empty(0), exchange.splits({}), phase="gather").wait()
 
     run_threads(3, main)
 
@@ -77,7 +77,9 @@ def test_several_exchanges_under_way() -> None:
         for turn, counts in enumerate(tables):
             received = torch.zeros(sum(row[rank] for row in counts))
             inward = [row[rank] for row in counts]
-            pending.append((exchange.start(received, inward, outgoing(counts, rank, turn), counts[rank]), received))
+            pending.append(
+                (exchange.start(received, inward, outgoing(counts, rank, turn), counts[rank], phase="gather"), received)
+            )
         for turn in (2, 0, 3, 1):
             work, received = pending[turn]
             work.wait()
@@ -97,7 +99,7 @@ def test_splits_are_in_the_order_of_the_group() -> None:
             other = 4 - rank
             received = torch.zeros(other)
             splits = [exchange.splits({other: count}) for count in (other, rank)]
-            exchange.start(received, splits[0], torch.full((rank,), float(rank)), splits[1]).wait()
+            exchange.start(received, splits[0], torch.full((rank,), float(rank)), splits[1], phase="gather").wait()
             assert received.tolist() == [float(other)] * other
 
     run_threads(4, main)
@@ -126,7 +128,7 @@ def test_agreement(tokens: tuple[int, ...], expected: bool) -> None:
     def main(rank: int) -> bool:
         agreement = Agreement(world())
         assert agreement.ranks == [0, 1, 2]
-        return agreement.unanimous(agreement.start(tokens[rank]))
+        return agreement.decide(Vote(tokens[rank])).unanimous
 
     assert run_threads(3, main) == [expected] * 3
 
@@ -137,25 +139,22 @@ def test_an_agreement_is_used_again() -> None:
 
     def main(rank: int) -> list[bool]:
         agreement = Agreement(world())
-        return [agreement.unanimous(agreement.start(tokens[rank])) for tokens in steps]
+        return [agreement.decide(Vote(tokens[rank])).unanimous for tokens in steps]
 
     assert run_threads(2, main) == [[True, False, True, False, True]] * 2
 
 
-def test_an_agreement_waits_for_the_others() -> None:
-    """The threaded group is done when it returns; a real one is not before ``wait``."""
+@pytest.mark.parametrize("flag", ["prepares", "nonfinite", "busy"])
+@pytest.mark.parametrize("said", [(False, False, False), (False, True, False), (True, True, True), (False, False, True)])
+def test_what_any_rank_says_all_hear(flag: str, said: tuple[bool, ...]) -> None:
+    others = {"prepares": False, "nonfinite": False, "busy": False}
 
-    def main(rank: int) -> None:
+    def main(rank: int) -> Verdict:
         agreement = Agreement(world())
-        agreement.start(5)
+        agreement.decide(Vote(3, True, True, True))  # nothing of it is left afterwards
+        return agreement.decide(Vote(5, **{**others, flag: said[rank]}))
 
-        class Late:
-            def wait(self) -> None:
-                agreement._word[0] = 7  # another rank's token arrives
-
-        assert not agreement.unanimous(Late())  # type: ignore[arg-type]
-
-    run_threads(1, main)
+    assert run_threads(3, main) == [Verdict(True, **{**others, flag: any(said)})] * 3
 
 
 def test_everyone_hears_everyone() -> None:

@@ -1,0 +1,132 @@
+"""Gradients with infinities or NaN, found by this optimizer or by a GradScaler: one decision on all ranks.
+
+Where the host knows the verdict, a step that must not be made is not made. On a device the host would have to wait to know it;
+there the step is made with numbers under which nothing changes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..device import known_to_host
+from ..errors import ConfigError, GradientError
+from ..execute import local_part
+from ..transport import Exchange
+from .collect import Parameter
+
+__all__ = ["NonFinite", "Scaling", "gradients_of", "silence"]
+
+_POLICIES = ("propagate", "skip", "raise")
+
+
+@dataclass(frozen=True, slots=True)
+class Scaling:
+    """What a ``torch.amp.GradScaler`` has told the optimizer: the scale of its gradients, and whether it found any not finite."""
+
+    scale: Tensor | None
+    found: Tensor | None
+
+    @classmethod
+    def of(cls, optimizer: Any) -> Scaling:
+        """The scaler sets two attributes before it calls ``step`` and removes them afterwards."""
+        return cls(getattr(optimizer, "grad_scale", None), getattr(optimizer, "found_inf", None))
+
+    def remove(self, gradients: Sequence[Tensor]) -> None:
+        """Divides the gradients by the scale, in place, as ``GradScaler.unscale_`` does."""
+        if self.scale is None:
+            return
+        inverse = self.scale.double().reciprocal().float()
+        for device, members in _by_device(gradients).items():
+            torch._foreach_mul_(members, inverse.to(device, non_blocking=True))
+
+
+class NonFinite:
+    """What to do about gradients that are not finite, and how often it was done."""
+
+    def __init__(self, policy: str) -> None:
+        if policy not in _POLICIES:
+            raise ConfigError(f"nonfinite={policy!r} must be one of {', '.join(map(repr, _POLICIES))}.")
+        self.policy = policy
+        self._skipped: int | Tensor = 0
+
+    @property
+    def skipped(self) -> int:
+        """Steps that were not made; reading it waits for the device."""
+        return int(self._skipped)
+
+    def known(self, parameters: Sequence[Parameter], scaling: Scaling) -> bool:
+        """This rank's verdict as far as the host knows it. Under ``"raise"`` it finds out and raises."""
+        if scaling.found is not None:
+            return known_to_host(scaling.found) and bool(scaling.found > 0)
+        if self.policy == "raise":
+            self._raise(parameters)
+        if self.policy != "skip":
+            return False
+        near = [grad for grad in gradients_of(parameters) if known_to_host(grad)]
+        return bool(near) and bool(_any_nonfinite(near))
+
+    def masks(self, parameters: Sequence[Parameter], scaling: Scaling, exchange: Exchange | None) -> Tensor | None:
+        """All ranks' verdict on a device, a boolean of no dim; None where the host knows everything.
+
+        Whether it is asked for depends on what is equal on all ranks: options, and where parameters are.
+        """
+        if scaling.found is not None:
+            if known_to_host(scaling.found):
+                return None
+            flag = (scaling.found > 0).float().reshape(1)
+        else:
+            far = [one for one in parameters if not known_to_host(one.param)]
+            if self.policy != "skip" or not far:
+                return None
+            flag = _any_nonfinite(gradients_of(far), far[0].param.device).float().reshape(1)
+        if exchange is not None:
+            exchange.largest(flag)
+        found = flag[0] > 0
+        self._skipped = self._skipped + found.long()
+        return found
+
+    def count(self) -> None:
+        """One more step was not made."""
+        self._skipped = self._skipped + 1
+
+    def _raise(self, parameters: Sequence[Parameter]) -> None:
+        for one in parameters:
+            if bool(_any_nonfinite(gradients_of([one]))):
+                raise GradientError(
+                    f"{one.name} has a gradient that is not finite. Nothing was stepped. Look for the cause, or pass "
+                    'nonfinite="skip" to leave out such steps.'
+                )
+
+
+def silence(gradients: Sequence[Tensor], mask: Tensor) -> None:
+    """Gradients that add nothing where ``mask`` is true. The zeros are negative: x + (−0) is x, bit for bit, also for −0."""
+    for grad in gradients:
+        grad.masked_fill_(mask.to(grad.device, non_blocking=True), -0.0)
+
+
+def gradients_of(parameters: Iterable[Parameter]) -> list[Tensor]:
+    """This rank's parts of all gradients."""
+    return [local_part(one.param.grad) for one in parameters if one.param.grad is not None]
+
+
+def _any_nonfinite(gradients: Sequence[Tensor], device: torch.device | None = None) -> Tensor:
+    """Whether any element is infinite or NaN, as a tensor; smallest and largest of each gradient tell, and need one pass."""
+    filled = [grad for grad in gradients if grad.numel()]
+    if not filled:
+        return torch.zeros((), dtype=torch.bool, device=device)
+    where = filled[0].device
+    dtype = torch.float64 if any(grad.dtype == torch.float64 for grad in filled) else torch.float32
+    ends = [end.to(where, dtype, non_blocking=True) for grad in filled for end in torch.aminmax(grad)]
+    return ~torch.isfinite(torch.stack(ends)).all()
+
+
+def _by_device(tensors: Iterable[Tensor]) -> dict[torch.device, list[Tensor]]:
+    found: dict[torch.device, list[Tensor]] = {}
+    for tensor in tensors:
+        found.setdefault(tensor.device, []).append(tensor)
+    return found
