@@ -8,9 +8,20 @@ from .errors import (
     PlanMismatchError,
     RoutingWarning,
     StateError,
+    TransportError,
     UnsupportedError,
 )
-from .optim import DistMuon, Muon, RoutingRow, RoutingTable, get_default_muon_param_groups
+from .optim import (
+    DistMuon,
+    Muon,
+    MuonEq,
+    MuonPlus,
+    NorMuon,
+    RoutingRow,
+    RoutingTable,
+    UpdateRule,
+    get_default_muon_param_groups,
+)
 from .ortho import Scheme, Workspace, keller, orthogonalize, polar_express
 from .plan import Plan
 
@@ -22,6 +33,9 @@ __all__ = [
     "GradientError",
     "MeshmuonError",
     "Muon",
+    "MuonEq",
+    "MuonPlus",
+    "NorMuon",
     "Plan",
     "PlanError",
     "PlanMismatchError",
@@ -30,7 +44,9 @@ __all__ = [
     "RoutingWarning",
     "Scheme",
     "StateError",
+    "TransportError",
     "UnsupportedError",
+    "UpdateRule",
     "Workspace",
     "get_default_muon_param_groups",
     "keller",

@@ -4,7 +4,7 @@ from .data_parallel import DataParallelExecutor
 from .executor import Executor, StepExecutor
 from .reference import ReferenceExecutor
 from .settings import DEFAULT_MEMORY_BUDGET, ExecutorSettings
-from .work import Work, WorkSettings, local_part
+from .work import UpdateRule, Work, WorkSettings, local_part
 
 __all__ = [
     "DEFAULT_MEMORY_BUDGET",
@@ -13,6 +13,7 @@ __all__ = [
     "ExecutorSettings",
     "ReferenceExecutor",
     "StepExecutor",
+    "UpdateRule",
     "Work",
     "WorkSettings",
     "local_part",

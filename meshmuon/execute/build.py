@@ -14,6 +14,7 @@ from ..ortho import Workspace
 from ..plan import NO_WAVE, Batch, Entry, Plan, Send, Slice, WaveRoutes, plan_batches, routes_of, slot_sizes, wave_sizes
 from ..transport import Exchange
 from .copies import Placed, blocks_of, strided_views
+from .memory import Memories, load_memory, memories_for, memory_entry, store_memory
 from .parts import Part, Parts, Touch
 from .settings import ExecutorSettings
 from .stage import Stage, reserve_stages
@@ -30,16 +31,19 @@ class LocalBatch:
     stage: Stage
     parts: Parts
     touch: Touch
+    memory: list[Part]
 
     def run(self, work: Sequence[Work]) -> None:
         """One step of the batch."""
         with record_function("meshmuon::momentum"):
             self.touch.accumulate(work)
             self.parts.fill(work)
+            load_memory(self.memory, work)
         self.touch.free_gradients(work)
         self.stage.orthogonalise()
         with record_function("meshmuon::update"):
             self.parts.apply(work)
+            store_memory(self.memory, work)
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,12 +53,14 @@ class Program:
     Attributes:
         waves: what is exchanged, wave by wave.
         local: what needs no exchange.
+        memories: what rules remember of the matrices that are exchanged.
         rest: the parameters of which this rank holds nothing.
         failures: where stages put what went wrong during a step.
     """
 
     waves: tuple[Wave, ...] = ()
     local: tuple[LocalBatch, ...] = ()
+    memories: tuple[Memories, ...] = ()
     rest: Touch = field(default_factory=Touch)
     failures: list[Exception] = field(default_factory=list)
 
@@ -100,9 +106,10 @@ class _Builder:
         reserve_stages(everything, self.workspace, self.settings)
         self._reserve_buffers()
         touches, rest = self._touches(runs, local)
-        waves = [self._wave(k, [self._stage(owned[k], batch) for batch in batches[k]], touches[k]) for k in range(len(owned))]
+        stages = [[self._stage(wave, batch) for batch in some] for wave, some in zip(owned, batches, strict=True)]
+        waves = [self._wave(k, stages[k], touches[k]) for k in range(len(owned))]
         alone = [self._local_batch(runs, batch, touches[len(owned) + k]) for k, batch in enumerate(local)]
-        return Program(tuple(waves), tuple(alone), rest, self.failures)
+        return Program(tuple(waves), tuple(alone), tuple(self._memories(stages)), rest, self.failures)
 
     def _local_runs(self) -> list[Slice]:
         """Matrices that need no exchange, as runs of consecutive matrices of local tensors."""
@@ -132,21 +139,45 @@ class _Builder:
 
     def _local_batch(self, runs: Sequence[Slice], batch: Batch, touch: Touch) -> LocalBatch:
         stage = self._stage(runs, batch)
-        parts, offset = [], 0
+        parts, memory, offset = [], [], 0
         for part in batch.slices:
             run, count = runs[part.item], part.stop - part.start
-            view = stage.matrices[offset : offset + count]
-            parts.append(self._part(run.item, run.start + part.start, run.start + part.stop, view))
+            here = slice(offset, offset + count)
+            matrices = run.item, run.start + part.start, run.start + part.stop
+            parts.append(self._part(*matrices, stage.matrices[here]))
+            if stage.memory is not None:
+                memory.append(self._memory_part(*matrices, stage.memory[here]))
             offset += count
-        return LocalBatch(stage, Parts(parts, self.work), touch)
+        return LocalBatch(stage, Parts(parts, self.work), touch, memory)
 
     def _part(self, entry: int, start: int, stop: int, view: Tensor) -> Part:
         """Matrices [start, stop) of the local tensor of parameter ``entry``, which ``view`` holds in the same order."""
         local = local_part(self.work[entry].param)
-        stack = (slice(start, stop),) if self.work[entry].matrices.lead else ()
-        cut: tuple[slice, ...] | None = (*stack, *(self.window[entry] or ()))
-        shape = local[cut].shape if cut else local.shape
-        return Part(entry, None if shape == local.shape else cut, view.view(shape))
+        return _part(entry, local, self._stack(entry, start, stop), self.window[entry], view)
+
+    def _memory_part(self, entry: int, start: int, stop: int, view: Tensor) -> Part:
+        """The rule's numbers of matrices [start, stop), likewise."""
+        work = self.work[entry]
+        assert work.memory is not None
+        window = _local_window(memory_entry(self.plan.entries[entry], work), self.rank)
+        return _part(entry, local_part(work.memory), self._stack(entry, start, stop), window, view)
+
+    def _stack(self, entry: int, start: int, stop: int) -> tuple[slice, ...]:
+        return (slice(start, stop),) if self.work[entry].matrices.lead else ()
+
+    def _memories(self, stages: Sequence[Sequence[Stage]]) -> list[Memories]:
+        kept: dict[int, Tensor] = {}
+        for routes, some in zip(self.routes, stages, strict=True):
+            for stage in some:
+                if stage.memory is not None:
+                    kept.update({routes.owned[part.item]: stage.memory[k] for k, part in enumerate(stage.batch.slices)})
+
+        def part_of(index: int, view: Tensor) -> Part:
+            task = self.plan.tasks[index]
+            at = self.local_index[task.entry][task.matrix]
+            return self._memory_part(task.entry, at, at + 1, view)
+
+        return memories_for(self.plan, self.rank, self.work, self.exchange, kept, part_of)
 
     def _piece(self, send: Send, buffer: Tensor, offset: int) -> Part:
         task = self.plan.tasks[send.task]
@@ -258,6 +289,12 @@ def _company(plan: Plan) -> dict[tuple[int, int], Hashable]:
         holders = tuple(sorted(task.spread.place)) if task.wave == NO_WAVE else ()
         done.setdefault((task.entry, task.matrix), []).append((task.owner, task.wave, holders))
     return {key: tuple(times) if len(times) > 1 or len(times[0][2]) > 1 else None for key, times in done.items()}
+
+
+def _part(entry: int, local: Tensor, stack: tuple[slice, ...], window: tuple[slice, slice] | None, view: Tensor) -> Part:
+    cut = (*stack, *(window or ()))
+    shape = local[cut].shape if cut else local.shape
+    return Part(entry, None if shape == local.shape else cut, view.view(shape))
 
 
 def _local_index(entry: Entry, rank: int) -> dict[int, int]:

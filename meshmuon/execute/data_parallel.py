@@ -16,8 +16,9 @@ from torch.profiler import record_function
 from ..ortho import Workspace
 from ..plan import NO_WAVE, Batch, Plan, plan_batches
 from ..transport import Exchange
+from .memory import load_memory, store_memory
 from .parts import Part, Parts, grouped
-from .pipeline import guarded, raise_first, run_pipeline
+from .pipeline import guarded, run_pipeline, take_first
 from .settings import ExecutorSettings
 from .stage import Stage, reserve_stages
 from .wave import Copies, Flow
@@ -36,6 +37,7 @@ class _Owned:
         averages: their averaged gradients, matrix by matrix like ``parts``.
         received: for every rank, its gradients of them; None stands for this rank's own.
         results: for every other rank, the views through which the new weights leave.
+        memory: what the rule remembers of them.
     """
 
     stage: Stage
@@ -43,6 +45,7 @@ class _Owned:
     averages: list[Tensor]
     received: list[list[Tensor] | None]
     results: list[list[Tensor]]
+    memory: list[Part]
 
     def run(self, work: Sequence[Work], apply: Parts) -> None:
         with record_function("meshmuon::gather"):
@@ -50,9 +53,11 @@ class _Owned:
         with record_function("meshmuon::momentum"):
             for _, some in grouped(range(len(self.parts)), lambda k: work[self.parts[k].work].group):
                 self._fill([self.parts[k] for k in some], [self.averages[k] for k in some], work)
+        load_memory(self.memory, work)
         self.stage.orthogonalise()
         with record_function("meshmuon::update"):
             apply.apply(work)
+            store_memory(self.memory, work)
         with record_function("meshmuon::scatter"):
             weights = [part.of(work[part.work].param) for part in self.parts]
             for views in self.results:
@@ -128,18 +133,19 @@ class DataParallelExecutor:
         self._failures = builder.failures
         self.plan = plan
 
-    def run(self, work: Sequence[Work], *, last: Callable[[], None]) -> None:
+    def run(self, work: Sequence[Work], *, last: Callable[[], None]) -> Exception | None:
         """One step; all gradients are on their way before the first is waited for."""
+        self._failures.clear()  # a step that was left in the middle may have had some
         if self._exchange is None or self.plan is None:
             last()
-            return
+            return None
         exchange = self._exchange
         guarded_last = guarded(last, self._failures)
         run_pipeline([wave.run(work, exchange) for wave in self._waves], max(1, len(self._waves)), (), guarded_last)
         for one in work:
             if one.settings.free_grad:
                 one.param.grad = None
-        raise_first(self._failures)
+        return take_first(self._failures)
 
     def workspace_bytes(self) -> int:
         """Memory that the executor holds between steps."""
@@ -194,6 +200,14 @@ class _Builder:
         cut = (*stack, *(slice(*one) for one in entry.window or ()))
         return Part(found.entry, cut or None, view.view(param[cut].shape if cut else param.shape))
 
+    def _memory(self, task: int, view: Tensor) -> Part:
+        found = self.plan.tasks[task]
+        work, lead = self.work[found.entry], self.plan.entries[found.entry].lead
+        assert work.memory is not None
+        stack = (slice(found.matrix, found.matrix + 1),) if lead else ()
+        cut = (*stack, *(slice(*one) for one in work.matrices.memory_window or ()))
+        return Part(found.entry, cut or None, view.view(work.memory[cut].shape if cut else work.memory.shape))
+
     def _wave(self, k: int, owned: Sequence[int], batches: Sequence[Batch]) -> _Wave:
         like = self.work[self.plan.tasks[self.tasks[k][0]].entry]
         others = [rank for rank in self.plan.ranks if rank != self.rank]
@@ -242,6 +256,7 @@ class _Builder:
                 [averages[offset[t] : offset[t] + self._size(t)].view(p.view.shape) for t, p in zip(tasks, parts, strict=True)],
                 [None if rank == self.rank else from_rank(rank) for rank in self.plan.ranks],
                 [from_rank(rank) for rank in others],
+                [] if stage.memory is None else [self._memory(t, stage.memory[k]) for k, t in enumerate(tasks)],
             ),
             Parts(parts, self.work),
         )

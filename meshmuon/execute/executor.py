@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Protocol
 
 import torch
@@ -11,8 +12,8 @@ from ..device import Streams, streams_for
 from ..ortho import Workspace
 from ..plan import Plan
 from ..transport import Exchange
-from .build import LocalBatch, Program, build_program
-from .pipeline import guarded, raise_first, run_pipeline
+from .build import Program, build_program
+from .pipeline import guarded, run_pipeline, take_first
 from .settings import ExecutorSettings
 from .work import Work
 
@@ -28,8 +29,13 @@ class StepExecutor(Protocol):
         """Makes ready for a plan whose entries are the parameters of ``work``."""
         ...
 
-    def run(self, work: Sequence[Work], *, last: Callable[[], None]) -> None:
-        """One step; ``last`` is done in its final wait."""
+    def run(self, work: Sequence[Work], *, last: Callable[[], None]) -> Exception | None:
+        """One step; ``last`` is done in its final wait.
+
+        Returns:
+            What went wrong on this rank in a step that was made to its end, so that no other rank waits for this one. What is
+            raised instead has left the step half done.
+        """
         ...
 
     def workspace_bytes(self) -> int:
@@ -59,24 +65,34 @@ class Executor:
         self._exchange = exchange
         self.plan = plan
 
-    def run(self, work: Sequence[Work], *, last: Callable[[], None]) -> None:
+    def run(self, work: Sequence[Work], *, last: Callable[[], None]) -> Exception | None:
         """One step of the prepared plan. ``last`` is done in its final wait."""
         program, streams, exchange = self._program, self._streams, self._exchange
+        program.failures.clear()  # a step that was left in the middle may have had some
         if streams is None or self.plan is None:
-            last()
-            return
+            guarded(last, program.failures)()
+            return take_first(program.failures)
         ready = streams.main_mark()
-        waves = [wave.run(work, exchange, streams, ready) for wave in program.waves] if exchange is not None else []
-        local = (_bound(batch, work) for batch in program.local)
-        run_pipeline(waves, self.plan.options.in_flight, local, guarded(last, program.failures))
+        waves: list[Iterator[None]] = []
+        if exchange is not None:
+            for memories in program.memories:
+                memories.start(work, exchange)
+            waves = [wave.run(work, exchange, streams, ready) for wave in program.waves]
+        local = [memories.arrive for memories in program.memories] + [partial(batch.run, work) for batch in program.local]
+
+        def finally_() -> None:
+            for memories in program.memories:
+                assert exchange is not None
+                memories.leave(exchange)
+            guarded(last, program.failures)()
+
+        run_pipeline(waves, self.plan.options.in_flight, local, finally_)
+        for memories in program.memories:
+            memories.settle(work)
         program.rest.free_gradients(work)
         streams.main_waits(streams.side_mark())
-        raise_first(program.failures)
+        return take_first(program.failures)
 
     def workspace_bytes(self) -> int:
         """Memory that the executor holds between steps."""
         return self._workspace.bytes()
-
-
-def _bound(batch: LocalBatch, work: Sequence[Work]) -> Callable[[], None]:
-    return lambda: batch.run(work)

@@ -60,7 +60,7 @@ class Parts:
             settings, matrices = first.settings, first.matrices
             params = [part.of(local_part(work[part.work].param)) for part in parts]
             factor = settings.adjust(*matrices.lr_shape)
-            apply(params, [part.view for part in parts], settings.decay, settings.rate * factor)
+            apply(params, [part.view for part in parts], settings.decay, settings.rate * factor, cautious=settings.cautious)
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,9 +96,19 @@ def grouped(things: Iterable[_T], key: Callable[[_T], _K]) -> list[tuple[_K, lis
     return list(groups.items())
 
 
-def apply(params: list[Tensor], updates: list[Tensor], decay: float | Tensor, rate: float | Tensor) -> None:
-    """p ← p·decay − rate·update, without waiting for the device when lr is a tensor there."""
-    torch._foreach_mul_(params, decay)
+def apply(
+    params: list[Tensor], updates: list[Tensor], decay: float | Tensor, rate: float | Tensor, *, cautious: bool = False
+) -> None:
+    """p ← p·decay − rate·update, without waiting for the device when lr is a tensor there.
+
+    ``cautious``: only elements whose update brings them nearer to zero, or which have none, decay.
+    """
+    if cautious:
+        for param, update in zip(params, updates, strict=True):
+            same_way = (param * update) * rate >= 0
+            param.copy_(torch.where(same_way, param * decay, param))
+    else:
+        torch._foreach_mul_(params, decay)
     if isinstance(rate, Tensor):
         torch._foreach_mul_(updates, rate)
         torch._foreach_sub_(params, updates)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator
 
 from ..errors import TransportError
 
-__all__ = ["guarded", "raise_first", "run_pipeline"]
+__all__ = ["guarded", "run_pipeline", "take_first"]
 
 
 def run_pipeline(
@@ -64,12 +64,11 @@ def guarded(work: Callable[[], None], failures: list[Exception]) -> Callable[[],
     return run
 
 
-def raise_first(failures: list[Exception]) -> None:
-    """Raises what went wrong first in this step, and forgets it."""
-    if failures:
-        first = failures[0]
-        failures.clear()
-        raise first
+def take_first(failures: list[Exception]) -> Exception | None:
+    """What went wrong first in a step, or nothing; it is forgotten here."""
+    first = failures[0] if failures else None
+    failures.clear()
+    return first
 
 
 def _finish(wave: Iterator[None]) -> None:

@@ -6,6 +6,7 @@ It shares neither layouts nor plans nor exchanges with the executor that it veri
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,6 +19,7 @@ from ..plan import Plan
 from ..transport import Exchange, has_part, own_shard, whole
 from .parts import Touch, apply, grouped
 from .settings import ExecutorSettings
+from .stage import apply_rule
 from .work import Work, local_part
 
 __all__ = ["ReferenceExecutor"]
@@ -34,11 +36,12 @@ class ReferenceExecutor:
         """Only remembers what all ranks agreed on; nothing of it is used."""
         self.plan = plan
 
-    def run(self, work: Sequence[Work], *, last: Callable[[], None]) -> None:
-        """One step, parameter by parameter."""
+    def run(self, work: Sequence[Work], *, last: Callable[[], None]) -> Exception | None:
+        """One step, parameter by parameter. Unlike ``Executor`` it stops at the first error."""
         for _, members in grouped(range(len(work)), lambda k: work[k].param):
             self._step(work, members)
         last()
+        return None
 
     def _step(self, work: Sequence[Work], members: Sequence[int]) -> None:
         """One parameter: all of its parts."""
@@ -66,24 +69,39 @@ class ReferenceExecutor:
                 local = local_part(one.param)
                 rate = one.settings.rate * one.settings.adjust(*one.matrices.lr_shape)
                 stepped = local.clone()
-                apply([stepped], [shard], one.settings.decay, rate)
+                apply([stepped], [shard], one.settings.decay, rate, cautious=one.settings.cautious)
                 local.copy_(torch.where(mine, stepped, local))
 
     def _orthogonalise(self, one: Work, part: Tensor) -> None:
         matrices = part.reshape(one.matrices.count, one.matrices.rows, one.matrices.cols).contiguous()
         products = products_for(part.device, deterministic=self._settings.deterministic)
-        found = orthogonalize(matrices, one.scheme, form=self._settings.form, dtype=one.compute_dtype, products=products)
-        part.copy_(found.view(part.shape))
+        options: dict[str, Any] = {"form": self._settings.form, "dtype": one.compute_dtype, "products": products}
+
+        def orthogonalise() -> None:
+            matrices.copy_(orthogonalize(matrices, one.scheme, **options))
+
+        memory = None if one.memory is None else whole(one.memory)
+        numbers = None if memory is None else _window(memory, one.matrices, memory=True)
+        kept = None if numbers is None else numbers.reshape(one.matrices.count, -1).clone()
+        apply_rule(one.rule, orthogonalise, matrices, kept, flipped=one.matrices.flipped)
+        part.copy_(matrices.view(part.shape))
+        if one.memory is not None and numbers is not None and kept is not None and memory is not None:
+            remembered = memory.clone()
+            _window(remembered, one.matrices, memory=True).copy_(kept.view(numbers.shape))
+            shard, mask = own_shard(remembered, one.memory), one.settings.mask
+            local = local_part(one.memory)
+            local.copy_(shard if mask is None else torch.where(mask, local, shard))
 
     def workspace_bytes(self) -> int:
         """Nothing is kept between steps."""
         return 0
 
 
-def _window(full: Tensor, matrices: MatrixSet) -> Tensor:
-    """The part of a whole parameter that ``matrices`` are."""
-    if matrices.window is None:
+def _window(full: Tensor, matrices: MatrixSet, *, memory: bool = False) -> Tensor:
+    """The part of a whole parameter, or of its rule's numbers, that ``matrices`` are."""
+    window = matrices.memory_window if memory else matrices.window
+    if window is None:
         return full
-    (top, bottom), (left, right) = matrices.window
+    (top, bottom), (left, right) = window
     rows = full.narrow(matrices.lead, top, bottom - top)
     return rows if full.dim() > matrices.lead + 2 else rows.narrow(matrices.lead + 1, left, right - left)

@@ -13,9 +13,9 @@ from ..ortho import Orthogonalizer, Scheme, Scratch, Workspace, blocks_for, chec
 from ..ortho.kernels import FunctionalProducts, products_for
 from ..plan import Batch
 from .settings import ExecutorSettings
-from .work import Work
+from .work import UpdateRule, Work
 
-__all__ = ["Stage", "reserve_stages"]
+__all__ = ["Stage", "apply_rule", "reserve_stages"]
 
 
 class Stage:
@@ -30,17 +30,35 @@ class Stage:
     ) -> None:
         self.batch = batch
         self.matrices = _take(batch, like, workspace)
+        self.memory: Tensor | None = None  # (size, outputs), where the rule remembers
+        if like.memory is not None:
+            outputs = like.matrices.lr_shape[0]
+            self.memory = torch.zeros(batch.size, outputs, dtype=like.update_dtype, device=like.param.device)
+        self._rule, self._flipped = like.rule, like.matrices.flipped
         self._orthogonalise = _orthogonaliser(self.matrices, like, workspace, settings)
         self._failures = failures
 
     def orthogonalise(self) -> None:
-        """Replaces every matrix by its orthogonalised update."""
+        """Replaces every matrix by its orthogonalised update, as its rule has it."""
         with record_function("meshmuon::orthogonalise"):
             try:
-                self._orthogonalise()
+                apply_rule(self._rule, self._orthogonalise, self.matrices, self.memory, flipped=self._flipped)
             except Exception as error:
                 self.matrices.zero_()
                 self._failures.append(error)
+
+
+def apply_rule(
+    rule: UpdateRule | None, orthogonalise: Callable[[], None], matrices: Tensor, memory: Tensor | None, *, flipped: bool
+) -> None:
+    """Orthogonalises ``matrices`` in place with what ``rule`` does before and after; the rule sees outputs as rows."""
+    if rule is None:
+        orthogonalise()
+        return
+    seen = matrices.mT if flipped else matrices
+    rule.before(seen)
+    orthogonalise()
+    rule.after(seen, None if memory is None else memory.unsqueeze(-1))
 
 
 def reserve_stages(batches: Iterable[tuple[Batch, Work]], workspace: Workspace, settings: ExecutorSettings) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -12,13 +13,33 @@ from ..matrices import MatrixSet
 from ..ortho import Orthogonalizer, Scheme, scratch_bytes
 from ..plan import Item
 
-__all__ = ["Work", "WorkSettings", "local_part"]
+__all__ = ["UpdateRule", "Work", "WorkSettings", "local_part"]
 
 
 def local_part(tensor: Tensor) -> Tensor:
     """What this rank holds of ``tensor``: a DTensor's local tensor, a plain tensor itself."""
     to_local = getattr(tensor, "to_local", None)
     return tensor if to_local is None else to_local()
+
+
+class UpdateRule(Protocol):
+    """What is done to matrices beside orthogonalising them, at the rank that has them whole.
+
+    A batch is (batch, outputs, inputs). Both methods work in place and must treat each matrix by itself. A rule is compared and
+    hashed to see which parameters may share a batch; its ``repr`` must be the same on every rank.
+    """
+
+    def remembers(self) -> bool:
+        """Whether the rule keeps a number per output between steps. They start at zero and are part of the optimizer's state."""
+        ...
+
+    def before(self, momentum: Tensor) -> None:
+        """Changes the momentum before it is orthogonalised."""
+        ...
+
+    def after(self, update: Tensor, memory: Tensor | None) -> None:
+        """Changes the orthogonalised update, and ``memory``, (batch, outputs, 1), where the rule remembers."""
+        ...
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -32,6 +53,8 @@ class WorkSettings:
     rate: float | Tensor  # lr with the sign of the step, before the shape's factor
     adjust: Callable[[int, int], float]
     free_grad: bool
+    cautious: bool = False  # decay only where the update goes the same way
+    mask: Tensor | None = None  # on a device: where true, nothing may change
 
 
 @dataclass(slots=True)
@@ -48,6 +71,8 @@ class Work:
         comm_dtype: dtype on the wire.
         group: index of its group; parameters of one group share ``settings``.
         zeros: stands in for a gradient that only other ranks have.
+        rule: what is done beside orthogonalising.
+        memory: the rule's numbers per output, laid out like the parameter.
     """
 
     param: Tensor
@@ -59,6 +84,8 @@ class Work:
     comm_dtype: torch.dtype = torch.float32
     group: int = 0
     zeros: Tensor | None = None
+    rule: UpdateRule | None = None
+    memory: Tensor | None = None
 
     @property
     def grad(self) -> Tensor:
@@ -75,7 +102,8 @@ class Work:
     @property
     def treatment(self) -> Hashable:
         """What must be equal for two parameters to share a batch."""
-        return (self.param.device, self.update_dtype, self.compute_dtype, self.scheme)
+        flipped = self.rule is not None and self.matrices.flipped  # which way round a rule sees them
+        return (self.param.device, self.update_dtype, self.compute_dtype, self.scheme, self.rule, flipped)
 
     def item(self, count: int, *, with_: Hashable = None) -> Item:
         """``count`` of its matrices as the planner of batches sees them; those with another ``with_`` are kept apart."""

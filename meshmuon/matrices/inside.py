@@ -57,6 +57,19 @@ class MatrixSet:
         """Outputs and inputs: what learning-rate rules call rows and columns."""
         return (self.cols, self.rows) if self.flipped else (self.rows, self.cols)
 
+    def memory_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
+        """Shape of one number per output of each matrix, for a parameter of ``shape``: all other dims are 1."""
+        outputs = self.lead + (1 if self.flipped else 0)
+        return tuple(size if dim < self.lead or dim == outputs else 1 for dim, size in enumerate(shape))
+
+    @property
+    def memory_window(self) -> Window | None:
+        """Which part of the outputs' numbers belongs to these matrices."""
+        if self.window is None:
+            return None
+        rows, cols = self.window
+        return ((0, 1), cols) if self.flipped else (rows, (0, 1))
+
 
 @dataclass(frozen=True, slots=True)
 class Inside:

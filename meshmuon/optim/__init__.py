@@ -3,6 +3,17 @@
 from .dist_muon import DistMuon
 from .muon import Muon
 from .routing import get_default_muon_param_groups
+from .rules import MuonEq, MuonPlus, NorMuon, UpdateRule
 from .table import RoutingRow, RoutingTable
 
-__all__ = ["DistMuon", "Muon", "RoutingRow", "RoutingTable", "get_default_muon_param_groups"]
+__all__ = [
+    "DistMuon",
+    "Muon",
+    "MuonEq",
+    "MuonPlus",
+    "NorMuon",
+    "RoutingRow",
+    "RoutingTable",
+    "UpdateRule",
+    "get_default_muon_param_groups",
+]

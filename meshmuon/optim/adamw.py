@@ -83,7 +83,7 @@ def _step(
         weight_decay=group["weight_decay"],
         eps=adamw_eps(group),
         maximize=group["maximize"],
-        found_inf=mask.float().reshape(1) if mask is not None and fused else None,
+        found_inf=mask.float() if mask is not None and fused else None,
     )
     if before is not None and mask is not None:
         _restore(rows, before, mask)
@@ -100,7 +100,9 @@ def _restore(rows: Sequence[_Tensors], before: Sequence[_Tensors], mask: Tensor)
     """Undoes a step where ``mask`` is true: only torch's fused kernel can leave it out by itself."""
     for row, old in zip(rows, before, strict=True):
         for tensor, was in zip(row, old, strict=True):
-            tensor.copy_(torch.where(mask.to(tensor.device, non_blocking=True), was, tensor))
+            # Step counts of such parameters are in host memory, and only the host must wait for what comes to it.
+            near = mask.to(tensor.device, non_blocking=tensor.device.type != "cpu")
+            tensor.copy_(torch.where(near, was, tensor))
 
 
 class _Tensors(NamedTuple):

@@ -11,16 +11,22 @@ from torch import Tensor
 
 from ..device import known_to_host
 from ..errors import GradientError
-from ..execute import Work, WorkSettings
+from ..execute import UpdateRule, Work, WorkSettings
 from ..matrices import Inside, matrices_inside
-from ..ortho import default_compute_dtype, resolve_scheme
+from ..ortho import Orthogonalizer, Scheme, default_compute_dtype, resolve_scheme
 from . import state
 from .dtensors import as_dtensor, check_gradient_placement
 from .groups import check_options, inside_of
 from .lr import lr_factor
 from .planning import Demand, Outcome
+from .rules import resolve_rule
 
-__all__ = ["Parameter", "check_step", "demands_of", "gradient_of", "parameters_of", "work_of"]
+__all__ = ["Parameter", "check_step", "demands_of", "gradient_of", "numbers_of", "parameters_of", "work_of"]
+
+_NUMBERS = {
+    True: ("lr", "momentum", "nesterov", "weight_decay", "adjust_lr_fn", "maximize", "momentum_dtype", "cautious_weight_decay"),
+    False: ("lr", "weight_decay", "adamw_betas", "betas", "adamw_eps", "eps", "maximize"),
+}  # by use_muon
 
 
 class Parameter(NamedTuple):
@@ -59,16 +65,16 @@ def demands_of(
             named = list(zip(group["param_names"], group["params"], strict=True))
         except Exception as error:
             failure = failure or error
-            treatment = None, None
+            treatment = _Treatment()
             named = list(zip(group["param_names"], group["params"], strict=False))
         for name, param in named:
             one = Parameter(place, group, name, param)
             parameters.append(one)
             try:
-                demands.append(_demand(*treatment, one, comm_dtype=comm_dtype))
+                demands.append(_demand(treatment, one, comm_dtype=comm_dtype))
             except Exception as error:
                 failure = failure or error
-                demands.append(_demand(None, None, one, comm_dtype=comm_dtype))
+                demands.append(_demand(_Treatment(), one, comm_dtype=comm_dtype))
     return parameters, tuple(demands), failure
 
 
@@ -81,7 +87,7 @@ def check_step(parameters: Sequence[Parameter], demands: Sequence[Demand], state
         if one.param.grad is not None:
             _check_gradient(one.name, one.param, one.param.grad)
             if one.param in states:
-                state.check_current(one.name, one.param, states[one.param], one.group["use_muon"])
+                state.check_current(one.name, one.param, states[one.param], one.group)
 
 
 def work_of(
@@ -112,7 +118,9 @@ def work_of(
         assert demand.matrices is not None
         assert demand.scheme is not None
         dtype = one.group["momentum_dtype"]
-        buffer = state.momentum_buffer(states[one.param], one.param, dtype) if keeps(entry) else one.param
+        kept = keeps(entry)
+        buffer = state.momentum_buffer(states[one.param], one.param, dtype) if kept else one.param
+        remembers = kept and demand.rule is not None and demand.rule.remembers()
         work.append(
             Work(
                 param=one.param,
@@ -124,9 +132,19 @@ def work_of(
                 comm_dtype=demand.comm_dtype,
                 group=one.place,
                 zeros=torch.zeros_like(one.param) if k in outcome.zeros else None,
+                rule=demand.rule,
+                memory=state.rule_memory(states[one.param], one.param, demand.matrices[part]) if remembers else None,
             )
         )
     return work
+
+
+def numbers_of(groups: Sequence[Mapping[str, Any]]) -> list[str]:
+    """What each group steps with beside the plan; ranks with other numbers would part without an error."""
+    return [
+        ", ".join(f"{key}={_number_text(group[key])}" for key in _NUMBERS[bool(group["use_muon"])] if key in group)
+        for group in groups
+    ]
 
 
 def gradient_of(param: Tensor) -> Tensor:
@@ -134,11 +152,22 @@ def gradient_of(param: Tensor) -> Tensor:
     return torch.zeros_like(param) if param.grad is None else param.grad
 
 
-def _treatment(group: Mapping[str, Any]) -> tuple[Any, Inside | None]:
-    return (resolve_scheme(group["scheme"], group["ns_steps"]), inside_of(group)) if group["use_muon"] else (None, None)
+class _Treatment(NamedTuple):
+    """What a group says of all its parameters; nothing for AdamW's."""
+
+    scheme: Scheme | Orthogonalizer | None = None
+    rule: UpdateRule | None = None
+    inside: Inside | None = None
 
 
-def _demand(scheme: Any, inside: Inside | None, one: Parameter, *, comm_dtype: torch.dtype | None) -> Demand:
+def _treatment(group: Mapping[str, Any]) -> _Treatment:
+    if not group["use_muon"]:
+        return _Treatment()
+    return _Treatment(resolve_scheme(group["scheme"], group["ns_steps"]), resolve_rule(group["rule"]), inside_of(group))
+
+
+def _demand(treatment: _Treatment, one: Parameter, *, comm_dtype: torch.dtype | None) -> Demand:
+    scheme, rule, inside = treatment
     param, group = one.param, one.group
     sharded = as_dtensor(param)
     shape, dtype, device = tuple(param.shape), param.dtype, param.device
@@ -153,6 +182,7 @@ def _demand(scheme: Any, inside: Inside | None, one: Parameter, *, comm_dtype: t
         device=device,
         matrices=None if inside is None else matrices_inside(one.name, shape, inside),
         scheme=scheme,
+        rule=rule,
         compute_dtype=dtype if inside is None else group["compute_dtype"] or default_compute_dtype(device, dtype),
         comm_dtype=comm_dtype or default_comm_dtype(device, update_dtype),
         update_dtype=update_dtype,
@@ -165,15 +195,26 @@ def default_comm_dtype(device: torch.device, update_dtype: torch.dtype) -> torch
     return torch.bfloat16 if device.type == "cuda" and update_dtype != torch.float64 else update_dtype
 
 
+def _number_text(value: Any) -> str:
+    if isinstance(value, Tensor):
+        return str(value.tolist()) if known_to_host(value) else "a tensor on a device"  # reading it would wait for the device
+    if isinstance(value, (int, float)) and not isinstance(value, bool):
+        return repr(float(value))
+    return str(getattr(value, "__qualname__", value))  # a function's repr holds an address
+
+
 def _settings(group: Mapping[str, Any], mask: Tensor | None) -> WorkSettings:
     lr = group["lr"]
     if isinstance(lr, Tensor):  # on a device it stays a tensor: reading it would wait for the device
         lr = float(lr) if known_to_host(lr) else lr.reshape(())
     momentum = float(group["momentum"])
     retain: float | Tensor = momentum
-    decay, rate = 1 - lr * group["weight_decay"], -lr if group["maximize"] else lr
+    decay = 1 - lr * group["weight_decay"]
+    rate = -lr if group["maximize"] else lr
     if mask is not None:
-        retain, decay, rate = (_unless(mask, value, still) for value, still in ((retain, 1.0), (decay, 1.0), (rate, 0.0)))
+        exact = any(torch.float64 in (param.dtype, group["momentum_dtype"]) for param in group["params"])
+        still = torch.zeros((), dtype=torch.float64 if exact else torch.float32, device=mask.device)
+        retain, decay, rate = _unless(mask, retain, still + 1), _unless(mask, decay, still + 1), _unless(mask, rate, still)
     return WorkSettings(
         momentum=momentum,
         retain=retain,
@@ -182,12 +223,14 @@ def _settings(group: Mapping[str, Any], mask: Tensor | None) -> WorkSettings:
         rate=rate,
         adjust=partial(lr_factor, group["adjust_lr_fn"]),
         free_grad=group["none_grad"],
+        cautious=group["cautious_weight_decay"],
+        mask=mask,
     )
 
 
-def _unless(mask: Tensor, value: float | Tensor, still: float) -> Tensor:
-    """``value``, or ``still`` where ``mask`` is true; a number of the mask's device."""
-    return torch.where(mask, torch.full_like(mask, still, dtype=torch.float32), value)
+def _unless(mask: Tensor, value: float | Tensor, still: Tensor) -> Tensor:
+    """``value``, or ``still`` where ``mask`` is true; a number of the mask's device, in the dtype of ``still``."""
+    return torch.where(mask, still, value)
 
 
 def _check_gradient(name: str, param: Tensor, grad: Tensor) -> None:

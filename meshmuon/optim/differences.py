@@ -5,12 +5,16 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 from .. import errors
 from ..errors import GradientError, MeshmuonError, PlanMismatchError
 from ..layout import Layout
 
-__all__ = ["Note", "raise_failures", "raise_mismatch", "raise_torn_replicas"]
+__all__ = ["Note", "raise_failures", "raise_mismatch", "raise_other_plan", "raise_torn_replicas"]
+
+
+_T = TypeVar("_T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,12 +26,14 @@ class Note:
         options: the optimizer's options that shape a plan.
         parameters: (name, all that must be equal) of each parameter on a mesh, in order.
         active: which of them have a gradient.
+        numbers: (index of a parameter, hyperparameters of it and of those behind it).
     """
 
     failure: tuple[str, str] | None
     options: str = ""
     parameters: tuple[tuple[str, str], ...] = ()
     active: tuple[bool, ...] = ()
+    numbers: tuple[tuple[int, str], ...] = ()
 
 
 def raise_failures(notes: Mapping[int, Note], own: Exception | None) -> None:
@@ -42,8 +48,8 @@ def raise_failures(notes: Mapping[int, Note], own: Exception | None) -> None:
 
 def raise_mismatch(notes: Mapping[int, Note]) -> None:
     """Raises when ranks have different parameters or options, naming a rank and the first difference."""
-    usual = Counter((note.options, note.parameters) for note in notes.values()).most_common(1)[0][0]
-    model = min(rank for rank, note in notes.items() if (note.options, note.parameters) == usual)
+    usual = _most(list(map(_facts, notes.values())))
+    model = min(rank for rank, note in notes.items() if _facts(note) == usual)
     for rank, note in sorted(notes.items()):
         if note.options != usual[0]:
             raise PlanMismatchError(
@@ -51,6 +57,44 @@ def raise_mismatch(notes: Mapping[int, Note]) -> None:
             )
         if note.parameters != usual[1]:
             raise PlanMismatchError(_first_difference(rank, note.parameters, model, usual[1]))
+        for k in sorted({start for start, _ in (*note.numbers, *usual[2])}):
+            mine, other = _at(note.numbers, k), _at(usual[2], k)
+            if mine != other:
+                raise PlanMismatchError(
+                    f"{note.parameters[k][0]}: rank {rank} steps it with {mine}; rank {model} with {other}. Set the same "
+                    "hyperparameters on every rank."
+                )
+
+
+def _at(numbers: Sequence[tuple[int, str]], index: int) -> str:
+    return next((text for start, text in reversed(numbers) if start <= index), "")
+
+
+def raise_other_plan(made: Mapping[int, tuple[int, Sequence[tuple[str, str]]]]) -> None:
+    """Raises when ranks made different plans from the same parameters, naming the first matrix that they treat differently.
+
+    Args:
+        made: by rank, the number of its plan and what the plan does with each matrix.
+    """
+    usual = _most([token for token, _ in made.values()])
+    model = min(rank for rank, (token, _) in made.items() if token == usual)
+    for rank, (token, owners) in sorted(made.items()):
+        if token != usual:
+            pairs = zip(owners, made[model][1], strict=False)
+            mine, other = next((pair for pair in pairs if pair[0] != pair[1]), (("the plan", str(token)), ("", str(usual))))
+            raise PlanMismatchError(
+                f"{mine[0]}: rank {rank} plans {mine[1]}, rank {model} plans {other[1]}, from the same parameters. Use one "
+                "version of meshmuon on all ranks."
+            )
+
+
+def _facts(note: Note) -> tuple[str, tuple[tuple[str, str], ...], tuple[tuple[int, str], ...]]:
+    return note.options, note.parameters, note.numbers
+
+
+def _most(things: Sequence[_T]) -> _T:
+    """What most ranks have; the first of several."""
+    return Counter(things).most_common(1)[0][0]
 
 
 def _first_difference(rank: int, mine: Sequence[tuple[str, str]], model: int, usual: Sequence[tuple[str, str]]) -> str:

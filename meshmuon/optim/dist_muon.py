@@ -11,12 +11,13 @@ from torch import Tensor
 
 from ..errors import ConfigError, StateError, UnsupportedError
 from ..execute import DataParallelExecutor, Work
+from ..matrices import MatrixSet
 from ..transport import averaged, broadcast, everyone
 from .collect import Parameter, gradient_of, parameters_of, work_of
 from .dtensors import as_dtensor
 from .muon import Muon
 from .planning import Demand, Outcome, Planner
-from .state import momentum_buffer
+from .state import MEMORY, MOMENTUM
 
 __all__ = ["DistMuon"]
 
@@ -114,17 +115,16 @@ class DistMuon(Muon):
         plan, group = self._executor.plan, self.replica_group
         if plan is None or not isinstance(group, dist.ProcessGroup):
             return
-        dtypes = everyone([_momentum_dtype(self.state[param]) for param in self._stepped], group)
+        known = everyone([_kinds(self.state[param]) for param, _ in self._stepped], group)
         for task in plan.tasks:
-            param, entry = self._stepped[task.entry], plan.entries[task.entry]
-            dtype = dtypes[task.owner][task.entry]
-            if _momentum_dtype(self.state[param]) != dtype:  # none yet, or one of another dtype that is not the owner's
-                self.state[param].pop("momentum_buffer", None)
-            buffer = momentum_buffer(self.state[param], param, dtype)
-            part = buffer[task.matrix] if entry.lead else buffer
-            if entry.window is not None:
-                part = part[tuple(slice(*ranges) for ranges in entry.window)]
-            broadcast(part, task.owner, group)
+            param, matrices = self._stepped[task.entry]
+            for key, kind in known[task.owner][task.entry].items():
+                state = self.state[param]
+                if _kinds(state).get(key) != kind:  # none yet, or one of another dtype that is not the owner's
+                    state[key] = torch.zeros(kind[0], dtype=kind[1], device=param.device)
+                window = matrices.memory_window if key == MEMORY else matrices.window
+                part = state[key][task.matrix] if matrices.lead else state[key]
+                broadcast(part if window is None else part[tuple(slice(*one) for one in window)], task.owner, group)
         self._complete = True
 
     def __getstate__(self) -> dict[str, Any]:
@@ -133,7 +133,7 @@ class DistMuon(Muon):
 
     def _reset(self) -> None:
         super()._reset()
-        self._stepped: list[Tensor] = []  # the parameter of each entry of the plan
+        self._stepped: list[tuple[Tensor, MatrixSet]] = []  # the parameter and the matrices of each entry of the plan
         if self._replica_group is not None:
             self._executor = DataParallelExecutor(self._settings)
             path = "DistMuon"
@@ -161,11 +161,13 @@ class DistMuon(Muon):
             return super()._work(parameters, outcome, mask)
         if outcome.plan is not self._executor.plan:
             self.consolidate()  # owners may change: whoever becomes one finds the momentum
-            self._stepped = [parameters[k].param for k, _ in outcome.members]
+            demands = self._planner.demands
+            self._stepped = [(parameters[k].param, (demands[k].matrices or ())[part]) for k, part in outcome.members]
         owned = {task.entry for task in outcome.plan.tasks if task.owner == outcome.rank}
         for entry, (k, _) in enumerate(outcome.members):
             if entry not in owned and not any(outcome.members[other][0] == k for other in owned):
-                self.state[parameters[k].param].pop("momentum_buffer", None)
+                for key in (MOMENTUM, MEMORY):
+                    self.state[parameters[k].param].pop(key, None)
         self._complete = self._complete and not outcome.plan.tasks
         return work_of(parameters, self._planner.demands, outcome, self.state, keeps=owned.__contains__, mask=mask)
 
@@ -181,9 +183,9 @@ def _check_plain(parameters: Sequence[Parameter]) -> None:
             raise UnsupportedError(f"{one.name} is a DTensor. DistMuon is for plain replicated weights: use Muon instead.")
 
 
-def _momentum_dtype(state: dict[str, Any]) -> torch.dtype | None:
-    buffer = state.get("momentum_buffer")
-    return None if buffer is None else buffer.dtype
+def _kinds(state: dict[str, Any]) -> dict[str, tuple[torch.Size, torch.dtype]]:
+    """Shape and dtype of the state that only owners have."""
+    return {key: (state[key].shape, state[key].dtype) for key in (MOMENTUM, MEMORY) if key in state}
 
 
 def _groups(params: Iterable[Any]) -> list[Any]:

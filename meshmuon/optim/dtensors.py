@@ -7,6 +7,7 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, TypeAlias
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -30,6 +31,7 @@ __all__ = [
     "replicated_layout",
     "siblings",
     "with_local",
+    "zeros_laid_out_like",
 ]
 
 
@@ -46,6 +48,23 @@ def with_local(like: Tensor, local: Tensor) -> Tensor:
     """
     sharded = as_dtensor(like)
     return local if sharded is None else type(sharded)(local, sharded._spec, requires_grad=False)
+
+
+def zeros_laid_out_like(param: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """Zeros of another shape that lie on the mesh of ``param`` in the same way."""
+    sharded = as_dtensor(param)
+    if sharded is None:
+        return torch.zeros(shape, dtype=dtype, device=param.device)
+    from torch.distributed.tensor import DTensor
+
+    rank, meshes = dist.get_rank(), siblings(sharded.device_mesh)
+    mesh = next((one for one in meshes if rank in one.ranks), meshes[0])
+    layout = Layout(shape, mesh, _placements("", sharded.placements, len(shape)))
+    local = torch.zeros(layout.local_shape(rank), dtype=dtype, device=param.device)
+    stride = tuple(math.prod(shape[dim + 1 :]) for dim in range(len(shape)))
+    return DTensor.from_local(
+        local, sharded.device_mesh, sharded.placements, run_check=False, shape=torch.Size(shape), stride=stride
+    )
 
 
 def check_placement(name: str, param: Tensor) -> None:

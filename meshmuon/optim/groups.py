@@ -17,6 +17,7 @@ from ..matrices import Inside, check_expert_keys, check_inside, matrices_inside
 from ..ortho import Scheme, SchemeLike, resolve_scheme
 from .dtensors import check_placement
 from .lr import check_adjust_lr
+from .rules import check_rule
 
 __all__ = [
     "adamw_betas",
@@ -151,6 +152,9 @@ def check_options(group: Mapping[str, Any], index: int) -> None:
         _check_range(group["momentum"], "momentum", where, low=0.0, below=1.0)
         check_adjust_lr(group["adjust_lr_fn"])
         resolve_scheme(group["scheme"], group["ns_steps"])
+        check_rule(group["rule"])
+        if not isinstance(group["cautious_weight_decay"], bool):
+            raise ConfigError(f"{where}: cautious_weight_decay={group['cautious_weight_decay']!r} must be True or False.")
         check_inside(inside_of(group))
         check_dtype(group["compute_dtype"], "compute_dtype", where)
         check_dtype(group["momentum_dtype"], "momentum_dtype", where)

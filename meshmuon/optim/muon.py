@@ -20,13 +20,14 @@ from ..ortho import SchemeLike, resolve_scheme
 from ..plan import Plan, PlanOptions, cost_model_for
 from . import state
 from .adamw import adamw_step
-from .collect import Parameter, check_step, demands_of, gradient_of, work_of
+from .collect import Parameter, check_step, demands_of, gradient_of, numbers_of, work_of
 from .dtensors import ReplicaGroup
 from .groups import check_dtype, check_group, normalise_group, normalise_params, storable_scheme, storable_split
 from .lr import AdjustLR
 from .nonfinite import NonFinite, Scaling, gradients_of, silence
 from .offload import Offload
 from .planning import Demand, Outcome, Planner
+from .rules import RuleLike
 from .table import RoutingTable, build_routing_table
 
 __all__ = ["Muon"]
@@ -47,7 +48,7 @@ class Muon(torch.optim.Optimizer):
 
     Groups with ``use_muon=False`` take ``torch.optim.AdamW``'s fused step. A group may carry its own lr, momentum, nesterov,
     ns_steps, weight_decay, betas, eps, none_grad, expert_keys, scheme, adjust_lr_fn, maximize, conv, split, expert_dims,
-    compute_dtype and momentum_dtype; groups are read at every step.
+    compute_dtype, momentum_dtype, rule and cautious_weight_decay; groups are read at every step.
 
     Args:
         params: groups, each with ``params``, ``use_muon`` and, best, ``names``; see ``get_default_muon_param_groups``.
@@ -86,6 +87,9 @@ class Muon(torch.optim.Optimizer):
         nonfinite: what to do when any rank has a gradient with an infinity or NaN: ``"propagate"`` steps with it, ``"skip"``
             leaves everything as it is and counts in ``skipped_steps``, ``"raise"`` raises on all ranks before anything is written
             (and waits for the device to know). What a GradScaler finds is always skipped.
+        rule: what is done beside orthogonalising: ``"plain"`` (nothing), ``"normuon"``, ``"muon_plus"``, ``"muoneq"``, or an
+            object with the methods of ``UpdateRule``.
+        cautious_weight_decay: decay only the elements of Muon's parameters that the update does not push away from zero.
 
     Example::
 
@@ -129,6 +133,8 @@ class Muon(torch.optim.Optimizer):
         replicas: str = "auto",
         replica_group: ReplicaGroup | None = None,
         nonfinite: str = "propagate",
+        rule: RuleLike = "plain",
+        cautious_weight_decay: bool = False,
     ) -> None:
         if clip_config:
             raise UnsupportedError("clip_config: QK-clip is not available in this version of meshmuon; pass None.")
@@ -144,7 +150,7 @@ class Muon(torch.optim.Optimizer):
         self._replica_group = replica_group
         self._nonfinite = NonFinite(nonfinite)
         self._offload = Offload()
-        self._torn: TransportError | None = None  # the step that was left half done
+        self._torn: BaseException | None = None  # why a step was left half done
         self._reset()
         defaults = {
             "lr": lr,
@@ -164,6 +170,8 @@ class Muon(torch.optim.Optimizer):
             "expert_dims": expert_dims,
             "compute_dtype": compute_dtype,
             "momentum_dtype": momentum_dtype,
+            "rule": rule,
+            "cautious_weight_decay": cautious_weight_decay,
         }
         super().__init__(normalise_params(params), defaults)
         for warning in self.routing_table().warnings:
@@ -197,8 +205,8 @@ class Muon(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        with self._offload.resident(self.state):
-            parameters, outcome = self._agree()  # checks everything, on all ranks; nothing is written before it returns
+        with self._offload.resident(self.state) as absent:
+            parameters, outcome = self._agree(absent)  # checks everything, on all ranks; nothing is written before it returns
             if outcome.nonfinite:
                 self._leave_out(parameters)
             elif not outcome.busy:
@@ -304,14 +312,15 @@ class Muon(torch.optim.Optimizer):
         self._logged: tuple[str, ...] | None = None
         self._untold: Exception | None = None  # what went wrong in the last step, until the other ranks have heard of it
 
-    def _agree(self) -> tuple[list[Parameter], Outcome]:
+    def _agree(self, absent: Exception | None) -> tuple[list[Parameter], Outcome]:
         """What all ranks will do in this step; one rank's failed check is raised on all of them."""
         if self._torn is not None:
             raise StateError(
-                f"an earlier step was left half done ({self._torn}). Load a checkpoint of the model and of this optimizer first."
+                f"an earlier step was left half done ({type(self._torn).__name__}: {self._torn}). Load a checkpoint of the model "
+                "and of this optimizer first."
             )
         parameters, demands, failure = self._demands()
-        failure, self._untold = failure or self._untold, None
+        failure, self._untold = failure or self._untold or absent, None
         nonfinite, busy = False, True
         if failure is None:
             try:
@@ -320,28 +329,32 @@ class Muon(torch.optim.Optimizer):
                 busy = bool(self.state) or not _only_creates_state(self.param_groups)
             except Exception as error:  # raised again below, once the other ranks know
                 failure = error
-        held = self._executor.plan
-        return parameters, self._planner.outcome(demands, failure, held=held, nonfinite=nonfinite, busy=busy)
+        held, numbers = self._executor.plan, numbers_of(self.param_groups)
+        return parameters, self._planner.outcome(demands, failure, held=held, nonfinite=nonfinite, busy=busy, numbers=numbers)
 
     def _run(self, parameters: list[Parameter], outcome: Outcome) -> None:
         """A step that all ranks have agreed on."""
         scaling = Scaling.of(self)
         if outcome.prepares:
             self._prepare(parameters, outcome)
-        mask = self._nonfinite.masks(parameters, scaling, outcome.exchange)
-        scaling.remove(gradients_of(parameters))
-        if mask is not None:
-            silence(gradients_of(parameters), mask)
-        work = self._work(parameters, outcome, mask)
         try:
-            self._executor.run(work, last=partial(self._adamw_step, parameters, outcome, mask))
-        except TransportError as error:
-            self._torn = error
-            raise
-        except Exception as error:
+            mask = self._nonfinite.masks(parameters, scaling, outcome.exchange)
+            scaling.remove(gradients_of(parameters))
+            if mask is not None:
+                silence(gradients_of(parameters), mask)
+            work = self._work(parameters, outcome, mask)
+            if mask is not None:
+                silence([local_part(one.zeros) for one in work if one.zeros is not None], mask)
+            failure = self._executor.run(work, last=partial(self._adamw_step, parameters, outcome, mask))
+        except BaseException as error:  # also Ctrl-C: the others wait for what this rank will not send any more
             if outcome.exchange is not None:
-                self._untold = MeshmuonError(f"the step before this one failed: {type(error).__name__}: {error}")
+                self._torn = error
+                outcome.exchange.abandon()
             raise
+        if failure is not None:
+            if outcome.exchange is not None:
+                self._untold = MeshmuonError(f"the step before this one failed: {type(failure).__name__}: {failure}")
+            raise failure
 
     def _prepare(self, parameters: list[Parameter], outcome: Outcome) -> None:
         """Makes state and buffers; all ranks have theirs before anything travels."""

@@ -9,20 +9,22 @@ from __future__ import annotations
 
 import hashlib
 import math
+import os
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
 
-from ..errors import ConfigError, PlanError, PlanMismatchError
+from ..errors import ConfigError, PlanError, PlanMismatchError, TransportError
+from ..execute import UpdateRule
 from ..layout import Layout, Mesh
 from ..matrices import MatrixSet
 from ..ortho import Orthogonalizer, Scheme, expected_flops
 from ..plan import Entry, Plan, PlanOptions, cost_model_for, make_plan
 from ..transport import Agreement, Exchange, Vote, exchange_group, host_group
-from .differences import Note, raise_failures, raise_mismatch, raise_torn_replicas
+from .differences import Note, raise_failures, raise_mismatch, raise_other_plan, raise_torn_replicas
 from .dtensors import ReplicaGroup, groups_of, layouts_of, replica_ranks, replicated_layout, siblings
 
 if TYPE_CHECKING:
@@ -30,7 +32,8 @@ if TYPE_CHECKING:
 
 __all__ = ["Demand", "Outcome", "Planner"]
 
-_FAILED = -1
+_FAILED, _READY = -1, 1
+_T = TypeVar("_T")
 
 
 class Demand(NamedTuple):
@@ -46,6 +49,7 @@ class Demand(NamedTuple):
         device: where it is.
         matrices: its matrices, one set per part of a fused weight; None when AdamW takes it.
         scheme: how they are orthogonalised.
+        rule: what is done to them beside that.
         compute_dtype: dtype of the products.
         comm_dtype: dtype on the wire.
         update_dtype: dtype in which the update is formed.
@@ -61,6 +65,7 @@ class Demand(NamedTuple):
     device: torch.device
     matrices: tuple[MatrixSet, ...] | None
     scheme: Scheme | Orthogonalizer | None
+    rule: UpdateRule | None
     compute_dtype: torch.dtype
     comm_dtype: torch.dtype
     update_dtype: torch.dtype
@@ -110,6 +115,7 @@ class Planner:
     ) -> None:
         self._options, self._form, self._path, self._replica_group = options, form, path, replica_group
         self._reduced = reduced  # whether replicas come with equal gradients, or each with its own
+        self._process = os.getpid()
         self._link: _Link | None = None
         self._agreed: tuple[Demand, ...] | None = None
         self.demands: tuple[Demand, ...] = ()
@@ -118,7 +124,8 @@ class Planner:
         self._meshes: dict[DeviceMesh, tuple[Mesh, ...]] = {}
         self._replicas: list[tuple[int, ...]] = []
         self._layouts: list[tuple[Layout, ...]] = []
-        self._misfit: PlanError | None = None
+        self._groups: tuple[tuple[int, int], ...] = ()  # of the parameters that ranks share: from which on, which group
+        self._misfit: Exception | None = None
 
     def outcome(
         self,
@@ -128,6 +135,7 @@ class Planner:
         held: Plan | None = None,
         nonfinite: bool = False,
         busy: bool = True,
+        numbers: Sequence[str] = (),
     ) -> Outcome:
         """What all ranks do about ``demands``.
 
@@ -137,22 +145,25 @@ class Planner:
             held: the plan that this rank has buffers for.
             nonfinite: whether this rank has a gradient that must not be stepped with.
             busy: whether this rank has more to do than creating state.
+            numbers: the hyperparameters of each group, of which ranks that share parameters must have the same.
         """
         if demands != self._agreed:
             self._propose(demands)
         failure = failure or self._misfit
-        assert self._outcome is not None
-        prepares = self._outcome.plan is not held
+        prepares = self._outcome is None or self._outcome.plan is not held
         if self._link is None:
             if failure is not None:
                 raise failure
         else:
-            token = self._token if failure is None else _FAILED
+            self._check_process()
+            common = _runs([(start, numbers[group]) for start, group in self._groups]) if numbers else ()
+            token = _number_of((self._token, common)) if failure is None else _FAILED
             verdict = self._link.agreement.decide(Vote(token, prepares, nonfinite, busy))
             if not verdict.unanimous or failure is not None:
-                self._compare_notes(demands, failure, self._link.agreement)
+                self._compare_notes(demands, failure, common, self._link.agreement)
             prepares = verdict.prepares or not verdict.unanimous  # ranks that compare notes all plan anew
             nonfinite, busy = verdict.nonfinite, verdict.busy
+        assert self._outcome is not None
         plain = not prepares and not nonfinite and busy
         return self._outcome if plain else replace(self._outcome, prepares=prepares, nonfinite=nonfinite, busy=busy)
 
@@ -162,13 +173,14 @@ class Planner:
             if failure is not None:
                 raise failure
             return
-        verdict = self._link.agreement.decide(Vote(0 if failure is None else _FAILED))
+        verdict = self._link.agreement.decide(Vote(_READY if failure is None else _FAILED))
         if not verdict.unanimous or failure is not None:
             raise_failures(self._link.agreement.everyone(Note(_failure_text(failure))), failure)
+            raise PlanMismatchError("some ranks are ready for a step that others have not begun: call step() equally often.")
 
     def _propose(self, demands: tuple[Demand, ...]) -> None:
         """This rank's own idea of the plan."""
-        self._agreed = None  # nothing half made survives an error
+        self._agreed = self._outcome = self._misfit = None  # nothing half made survives an error
         meshes = dict.fromkeys(demand.mesh for demand in demands if demand.mesh is not None)
         self._meshes = {mesh: siblings(mesh) for mesh in meshes}
         self._replicas = replica_ranks(self._replica_group)
@@ -182,15 +194,28 @@ class Planner:
         if len(ranks) == 1:
             self._link = None
         elif self._link is None or self._link.ranks != ranks:
+            self._check_process()
             existing = [group for mesh in meshes for group in groups_of(mesh)]
             self._link = _Link(ranks, [*groups_of(self._replica_group), *existing])
+        try:
+            self._plan(demands, frozenset(ranks))
+        except Exception as error:  # the others wait to hear of it
+            self._misfit = error
+
+    def _plan(self, demands: tuple[Demand, ...], reached: frozenset[int]) -> None:
         self._options = replace(self._options, cost=cost_model_for(demands[0].device.type)) if demands else self._options
-        self._layouts = [self._layouts_of(demand, frozenset(ranks)) for demand in demands]
+        self._layouts = [self._layouts_of(demand, reached) for demand in demands]
+        shared = (demand.group for demand, layouts in zip(demands, self._layouts, strict=True) if layouts)
+        self._groups = _runs(list(enumerate(shared)))
         self._misfit = self._find_misfit(demands)
         self._settle(demands, [demand.active for demand in demands])
 
-    def _settle(self, demands: tuple[Demand, ...], active: Sequence[bool]) -> None:
-        """Plans a step on the ``active`` parameters."""
+    def _settle(self, demands: tuple[Demand, ...], active: Sequence[bool], whose: object = None) -> None:
+        """Plans a step on the ``active`` parameters.
+
+        ``whose`` tells which rank has which gradient where ranks differ: as soon as that changes on any of them, its number is
+        another and all look again whether replicas still have the same gradients.
+        """
         chosen = [
             (k, part, entry) for k, parts in enumerate(self._entries(demands)) for part, entry in enumerate(parts) if active[k]
         ]
@@ -200,8 +225,7 @@ class Planner:
         self._outcome = Outcome(plan, tuple((k, part) for k, part, _ in chosen), zeros, exchange, self._rank())
         # What AdamW steps is no part of the plan, but ranks must agree on it as well.
         others = [active[k] for k, demand in enumerate(demands) if demand.matrices is None and self._layouts[k]]
-        facts = self._path, plan.digest, others
-        self._token = int(hashlib.sha256(repr(facts).encode()).hexdigest()[:15], 16)
+        self._token = _number_of((self._path, plan.digest, others, whose))
         self._agreed = self.demands = demands
 
     def _entries(self, demands: Sequence[Demand]) -> list[list[Entry]]:
@@ -227,7 +251,7 @@ class Planner:
             share=True if demand.mesh is None else None,
             private=not layouts and self._link is not None,  # one rank alone shares all it knows
             window=matrices.window,
-            how=f"{_scheme_text(demand.scheme)} in {str(demand.compute_dtype).removeprefix('torch.')}",
+            how=_how(demand),
         )
 
     def _layouts_of(self, demand: Demand, reached: frozenset[int]) -> tuple[Layout, ...]:
@@ -260,18 +284,32 @@ class Planner:
                 )
         return None
 
+    def _check_process(self) -> None:
+        """Refuses to wait in a fork, to which no other rank will ever answer."""
+        if os.getpid() != self._process:
+            raise TransportError(
+                f"ranks lost each other in the agreement of a step: process {os.getpid()} is a fork of process {self._process}, "
+                "which is one of several ranks; a fork has none of its connections. Step in that process only, or start new "
+                'processes ("spawn") that join a process group and build their optimizer themselves.'
+            )
+
     def _rank(self) -> int:
         return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
 
-    def _compare_notes(self, demands: tuple[Demand, ...], failure: Exception | None, agreement: Agreement) -> None:
+    def _compare_notes(
+        self, demands: tuple[Demand, ...], failure: Exception | None, common: tuple[tuple[int, str], ...], agreement: Agreement
+    ) -> None:
         """Ranks differ: finds out in what, and either settles on one plan or raises the same error everywhere."""
+        if failure is not None:  # all that the others will look at
+            raise_failures(agreement.everyone(Note(_failure_text(failure))), failure)
         shared = [k for k, layouts in enumerate(self._layouts) if layouts]
         entries = self._entries(demands)
         note = Note(
-            failure=_failure_text(failure),
+            failure=None,
             options=f"{self._options}, form={self._form!r}, {self._path}",
             parameters=tuple(_description(demands[k], self._layouts[k], entries[k]) for k in shared),
             active=tuple(demands[k].active for k in shared),
+            numbers=common,
         )
         notes = agreement.everyone(note)
         raise_failures(notes, failure)
@@ -284,16 +322,49 @@ class Planner:
         active = [demand.active for demand in demands]
         for k, flag in zip(shared, union, strict=True):
             active[k] = flag
-        self._settle(demands, active)
-        tokens = agreement.everyone(self._token)
-        if len(set(tokens.values())) > 1:
-            raise PlanMismatchError(
-                f"ranks made different plans from the same parameters: {tokens}. Use one version of meshmuon."
-            )
+        flags = {rank: one.active for rank, one in sorted(notes.items())}
+        try:
+            self._settle(demands, active, None if len(set(flags.values())) == 1 else flags)
+        except Exception as error:  # the others wait to hear of it
+            failure = error
+        raise_failures(agreement.everyone(Note(_failure_text(failure))), failure)
+        assert self._outcome is not None
+        raise_other_plan(agreement.everyone((self._token, _owners(self._outcome.plan))))
+
+
+def _runs(items: Sequence[tuple[int, _T]]) -> tuple[tuple[int, _T], ...]:
+    """Without those that say the same as the one before."""
+    return tuple(item for k, item in enumerate(items) if k == 0 or item[1] != items[k - 1][1])
+
+
+def _number_of(facts: object) -> int:
+    """A number below 2**60 that is equal for equal facts, on every rank."""
+    return int(hashlib.sha256(repr(facts).encode()).hexdigest()[:15], 16)
+
+
+def _owners(plan: Plan) -> tuple[tuple[str, str], ...]:
+    """Each matrix that ranks share, and who does what with it when."""
+    return tuple(
+        (plan.entries[task.entry].name, f"matrix {task.matrix} to owner {task.owner} in wave {task.wave}")
+        for task in plan.tasks
+        if not plan.entries[task.entry].private
+    )
 
 
 def _failure_text(failure: Exception | None) -> tuple[str, str] | None:
     return None if failure is None else (type(failure).__name__, str(failure))
+
+
+def _how(demand: Demand) -> str:
+    """How a parameter's matrices are computed, in words that are the same on every rank."""
+    rule = "" if demand.rule is None else f", {_stable_text(demand.rule)}"
+    return f"{_scheme_text(demand.scheme)} in {str(demand.compute_dtype).removeprefix('torch.')}{rule}"
+
+
+def _stable_text(thing: object) -> str:
+    """``repr``, unless it is the default one, which holds an address."""
+    kind = type(thing)
+    return f"{kind.__module__}.{kind.__qualname__}" if kind.__repr__ is object.__repr__ else repr(thing)
 
 
 def _scheme_text(scheme: Scheme | Orthogonalizer | None) -> str:

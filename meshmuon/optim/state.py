@@ -10,13 +10,27 @@ from torch import Tensor
 
 from ..errors import StateError
 from ..execute import local_part
+from ..matrices import MatrixSet, matrices_inside
 from .adamw import STATE_KEYS as ADAMW_KEYS
 from .adamw import can_fuse
-from .dtensors import as_dtensor, layout_text, same_placement
+from .dtensors import as_dtensor, layout_text, same_placement, zeros_laid_out_like
+from .groups import inside_of
+from .rules import resolve_rule
 
-__all__ = ["check", "check_current", "create", "momentum_buffer", "restore", "restore_options", "storable"]
+__all__ = [
+    "MEMORY",
+    "MOMENTUM",
+    "check",
+    "check_current",
+    "create",
+    "momentum_buffer",
+    "restore",
+    "restore_options",
+    "rule_memory",
+    "storable",
+]
 
-_MOMENTUM = "momentum_buffer"
+MOMENTUM, MEMORY = "momentum_buffer", "rule_memory"
 _DTYPES = ("compute_dtype", "momentum_dtype")
 _PLAIN = (Tensor, bool, int, float, str, bytes, type(None))
 _NOT_STORED = "<not stored: "
@@ -24,11 +38,27 @@ _NOT_STORED = "<not stored: "
 
 def momentum_buffer(state: dict[str, Any], param: Tensor, dtype: torch.dtype | None) -> Tensor:
     """The parameter's momentum, created as zeros at its first gradient."""
-    if _MOMENTUM not in state:
+    if MOMENTUM not in state:
         with torch.inference_mode(False):  # made inside inference_mode it could never be written outside
-            state[_MOMENTUM] = torch.zeros_like(param, dtype=dtype, memory_format=torch.preserve_format)
-    buffer: Tensor = state[_MOMENTUM]
+            state[MOMENTUM] = torch.zeros_like(param, dtype=dtype, memory_format=torch.preserve_format)
+    buffer: Tensor = state[MOMENTUM]
     return buffer
+
+
+def rule_memory(state: dict[str, Any], param: Tensor, matrices: MatrixSet) -> Tensor:
+    """The numbers per output that a rule keeps of a parameter, created as zeros; never less than float32."""
+    if MEMORY not in state:
+        dtype = torch.float64 if param.dtype == torch.float64 else torch.float32
+        with torch.inference_mode(False):
+            state[MEMORY] = zeros_laid_out_like(param, matrices.memory_shape(param.shape), dtype)
+    memory: Tensor = state[MEMORY]
+    return memory
+
+
+def _remembered(name: str, param: Tensor, group: Mapping[str, Any]) -> MatrixSet | None:
+    """The parameter's matrices, when its group's rule remembers something of them."""
+    rule = resolve_rule(group["rule"])
+    return matrices_inside(name, param.shape, inside_of(group))[0] if rule is not None and rule.remembers() else None
 
 
 @torch.no_grad()
@@ -39,12 +69,14 @@ def create(groups: Sequence[Mapping[str, Any]], states: MutableMapping[Tensor, d
     everywhere. Frozen parameters get none, as in torch, whose loading passes over them.
     """
     for group in groups:
-        for param in group["params"]:
+        for name, param in zip(group["param_names"], group["params"], strict=True):
             if not param.requires_grad:
                 continue
             entry = states.setdefault(param, {})
             if group["use_muon"]:
                 momentum_buffer(entry, param, group["momentum_dtype"])
+                if (matrices := _remembered(name, param, group)) is not None:
+                    rule_memory(entry, param, matrices)
             elif "exp_avg" not in entry:
                 _create_moments(entry, param)
 
@@ -135,7 +167,7 @@ def check(groups: Sequence[Mapping[str, Any]], state_dict: Mapping[str, Any]) ->
         for name, param, key in zip(group["param_names"], group["params"], saved["params"], strict=True):
             if saved_state and key not in saved_state and param.requires_grad:
                 raise _missing(name, key)
-            _check_entry(name, param, saved_state.get(key, {}), group["use_muon"])
+            _check_entry(name, param, saved_state.get(key, {}), {**group, "rule": _saved_rule(group, saved)})
         if saved.get("use_muon", group["use_muon"]) != group["use_muon"]:
             raise StateError(
                 f"group {index} ({group['param_names'][0]}, …) has use_muon={group['use_muon']}, the state_dict's has "
@@ -165,13 +197,20 @@ def _check_order(index: int, saved: Sequence[str], names: Sequence[str]) -> None
         )
 
 
-def check_current(name: str, param: Tensor, entry: Mapping[str, Any], use_muon: bool) -> None:
+def _saved_rule(group: Mapping[str, Any], saved: Mapping[str, Any]) -> Any:
+    """The rule that the group has after loading."""
+    rule = saved.get("rule", group.get("rule"))
+    return group.get("rule") if isinstance(rule, str) and rule.startswith(_NOT_STORED) else rule
+
+
+def check_current(name: str, param: Tensor, entry: Mapping[str, Any], group: Mapping[str, Any]) -> None:
     """Raises StateError when a parameter has changed under its state, before a step writes anything."""
-    for key in (_MOMENTUM,) if use_muon else ("exp_avg", "exp_avg_sq"):
+    use_muon, shapes = group["use_muon"], _shapes(name, param, group)
+    for key, shape in shapes.items():
         value = entry.get(key)
-        if value is None:
+        if value is None or key == "step":
             continue
-        if value.shape != param.shape or value.device != param.device:
+        if value.shape != shape or value.device != param.device:
             raise StateError(
                 f"{name} is now {tuple(param.shape)} on {param.device}, its {key} is {tuple(value.shape)} on {value.device}. "
                 "Build a new optimizer after changing the shape or the device of parameters."
@@ -187,19 +226,28 @@ def check_current(name: str, param: Tensor, entry: Mapping[str, Any], use_muon: 
             )
 
 
-def _check_entry(name: str, param: Tensor, entry: Mapping[str, Any], use_muon: bool) -> None:
-    expected = (_MOMENTUM,) if use_muon else ADAMW_KEYS
-    if entry and not all(key in entry for key in expected):
-        kind = "Muon" if use_muon else "AdamW"
+def _shapes(name: str, param: Tensor, group: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+    """What state a parameter has, and its shapes."""
+    shape = tuple(param.shape)
+    if not group["use_muon"]:
+        return {key: () if key == "step" else shape for key in ADAMW_KEYS}
+    matrices = _remembered(name, param, group)
+    return {MOMENTUM: shape} if matrices is None else {MOMENTUM: shape, MEMORY: matrices.memory_shape(shape)}
+
+
+def _check_entry(name: str, param: Tensor, entry: Mapping[str, Any], group: Mapping[str, Any]) -> None:
+    shapes = _shapes(name, param, group)
+    if entry and not all(key in entry for key in shapes):
+        kind = "Muon" if group["use_muon"] else "AdamW"
         raise StateError(
-            f"{name} is optimized by {kind} and needs {list(expected)}, but its saved state has {sorted(entry)}. "
-            "It was saved from an optimizer that routed this parameter differently."
+            f"{name} is optimized by {kind} and needs {list(shapes)}, but its saved state has {sorted(entry)}. "
+            "It was saved from an optimizer that routed this parameter differently, or had another rule."
         )
-    for key in expected if entry else ():
+    for key in shapes if entry else ():
         if key == "step":
             _check_step_count(name, entry[key])
         else:
-            _check_tensor(name, param, key, entry[key])
+            _check_tensor(name, param, key, entry[key], shapes[key])
 
 
 def _check_step_count(name: str, value: Any) -> None:
@@ -207,12 +255,12 @@ def _check_step_count(name: str, value: Any) -> None:
         raise StateError(f"{name}: its saved step is {_what(value)}, it must be one number.")
 
 
-def _check_tensor(name: str, param: Tensor, key: str, value: Any) -> None:
+def _check_tensor(name: str, param: Tensor, key: str, value: Any, shape: tuple[int, ...]) -> None:
     if not isinstance(value, Tensor):
-        raise StateError(f"{name}: its saved {key} is {_what(value)}, it must be a tensor of shape {tuple(param.shape)}.")
-    if value.shape != param.shape:
+        raise StateError(f"{name}: its saved {key} is {_what(value)}, it must be a tensor of shape {shape}.")
+    if value.shape != shape:
         raise StateError(
-            f"{name} has shape {tuple(param.shape)}, but its saved {key} has {tuple(value.shape)}: "
+            f"{name} has shape {tuple(param.shape)}, but its saved {key} has {tuple(value.shape)} instead of {shape}: "
             "it was saved from another model, or the parameters are in another order."
         )
     if not same_placement(param, value):
@@ -232,9 +280,10 @@ def restore(groups: Sequence[Mapping[str, Any]], state: Mapping[Tensor, dict[str
     for group, saved in zip(groups, state_dict["param_groups"], strict=True):
         for param, key in zip(group["params"], saved["params"], strict=True):
             entry = state_dict["state"].get(key, {})
-            value = entry.get(_MOMENTUM)
-            if isinstance(value, Tensor) and value.dtype != state[param][_MOMENTUM].dtype:
-                state[param][_MOMENTUM] = value.detach().clone().to(device=param.device)
+            for name in (MOMENTUM, MEMORY):
+                value = entry.get(name)
+                if isinstance(value, Tensor) and value.dtype != state[param][name].dtype:
+                    state[param][name] = value.detach().clone().to(device=param.device)
             if "step" in entry and not group["use_muon"]:
                 step = torch.as_tensor(entry["step"], dtype=torch.float32).detach().clone()
                 state[param]["step"] = step.reshape(()).to(_step_device(param))

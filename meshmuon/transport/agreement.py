@@ -58,12 +58,11 @@ class Agreement:
         words = (vote.token, -vote.token, vote.prepares, vote.nonfinite, vote.busy)
         for k, word in enumerate(words):
             self._words[k] = word
-        with named_phase(_PHASE):
+        with named_phase(_PHASE, self._group):
             dist.all_reduce(self._words, dist.ReduceOp.MAX, group=self._group)
         largest, smallest, prepares, nonfinite, busy = self._words.tolist()
         return Verdict(largest == -smallest, bool(prepares), bool(nonfinite), bool(busy))
 
     def everyone(self, fact: _T) -> dict[int, _T]:
         """Every rank's ``fact``; slow, for when ranks disagree."""
-        with named_phase(_PHASE):
-            return everyone(fact, self._group)
+        return everyone(fact, self._group)

@@ -19,7 +19,7 @@ _T = TypeVar("_T")
 def averaged(tensors: Sequence[Tensor], group: dist.ProcessGroup) -> list[Tensor]:
     """The mean of each tensor over the ranks of ``group``; all reductions are started before the first is waited for."""
     copies = [tensor.clone(memory_format=torch.contiguous_format) for tensor in tensors]
-    with named_phase("averaging of AdamW's gradients"):
+    with named_phase("averaging of AdamW's gradients", group):
         pending = [dist.all_reduce(copy, group=group, async_op=True) for copy in copies]
         for work in pending:
             if work is not None:
@@ -27,18 +27,19 @@ def averaged(tensors: Sequence[Tensor], group: dist.ProcessGroup) -> list[Tensor
     return [copy.div_(dist.get_world_size(group)) for copy in copies]
 
 
-def everyone(fact: _T, group: dist.ProcessGroup) -> dict[int, _T]:
-    """Every rank's ``fact``, by rank."""
+def everyone(fact: _T, group: dist.ProcessGroup, *, phase: str = "agreement") -> dict[int, _T]:
+    """Every rank's ``fact``, by rank; ``phase`` is the word for it in errors."""
     ranks = dist.get_process_group_ranks(group)
     facts: list[Any] = [None] * len(ranks)
-    dist.all_gather_object(facts, fact, group=group)
+    with named_phase(phase, group):
+        dist.all_gather_object(facts, fact, group=group)
     return dict(zip(ranks, facts, strict=True))
 
 
 def broadcast(tensor: Tensor, source: int, group: dist.ProcessGroup) -> None:
     """Gives every rank of ``group`` what rank ``source`` has in ``tensor``."""
     flat = tensor.contiguous()
-    with named_phase("moving of momentum"):
+    with named_phase("moving of momentum", group):
         dist.broadcast(flat, source, group=group)
     if flat is not tensor:
         tensor.copy_(flat)

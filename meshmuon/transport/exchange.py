@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch.distributed as dist
 from torch import Tensor
 
-from .failures import named_phase
+from .failures import hang_up, named_phase
 
 __all__ = ["Exchange", "Pending"]
 
@@ -19,10 +19,11 @@ class Pending:
 
     work: dist.Work
     phase: str
+    group: dist.ProcessGroup
 
     def wait(self) -> None:
         """Makes what is issued next see the received elements; on a GPU without stopping the host."""
-        with named_phase(self.phase):
+        with named_phase(self.phase, self.group):
             self.work.wait()
 
 
@@ -39,14 +40,18 @@ class Exchange:
 
     def start(self, received: Tensor, received_splits: list[int], sent: Tensor, sent_splits: list[int], *, phase: str) -> Pending:
         """Starts an exchange between flat buffers, which must stay untouched until it has been waited for."""
-        with named_phase(phase):
+        with named_phase(phase, self._group):
             work: dist.Work | None = dist.all_to_all_single(
                 received, sent, received_splits, sent_splits, group=self._group, async_op=True
             )
         assert work is not None
-        return Pending(work, phase)
+        return Pending(work, phase, self._group)
 
     def largest(self, value: Tensor) -> None:
         """Replaces ``value`` on its device by its largest over the ranks; the host does not wait for a device."""
-        with named_phase("agreement"):
+        with named_phase("agreement", self._group):
             dist.all_reduce(value, dist.ReduceOp.MAX, group=self._group)
+
+    def abandon(self) -> None:
+        """This rank leaves a step in the middle: the ranks that wait for it hear at once, where the group can tell them."""
+        hang_up(self._group)

@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import hashlib
 import threading
+import weakref
 from collections.abc import Iterable, Sequence
 
 import torch
 import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
 
-__all__ = ["exchange_group", "host_group"]
+from .failures import named_phase
+
+__all__ = ["exchange_group", "host_group", "moves", "shared_group"]
 
 _torch_name = c10d._process_group_name
 _wanted = threading.local()
+_shared: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[tuple[int, ...], dist.ProcessGroup]] = weakref.WeakKeyDictionary()
+_shared_lock = threading.Lock()
 
 
 def exchange_group(ranks: Sequence[int], existing: Iterable[dist.ProcessGroup]) -> dist.ProcessGroup:
@@ -21,12 +26,29 @@ def exchange_group(ranks: Sequence[int], existing: Iterable[dist.ProcessGroup]) 
 
     A new one is made by its own members alone: ranks outside, such as other pipeline stages, need not call.
     """
+    return _fitting(ranks, existing) or _new_group(ranks, None)
+
+
+def shared_group(ranks: tuple[int, ...], existing: Iterable[dist.ProcessGroup]) -> dist.ProcessGroup:
+    """As ``exchange_group``, for callers that keep nothing: asked again for the same ranks, it gives the same group.
+
+    What it has made is forgotten together with the default group, so that nothing outlives ``destroy_process_group``.
+    """
+    group = _fitting(ranks, existing)
+    if group is not None:
+        return group
     default = dist.group.WORLD
-    group: dist.ProcessGroup
-    for group in (*existing, *(() if default is None else (default,))):
-        if dist.get_process_group_ranks(group) == list(ranks):
-            return group
-    return _new_group(ranks, None)
+    assert default is not None
+    with _shared_lock:
+        known = _shared.setdefault(default, {})
+    if ranks not in known:
+        known[ranks] = _new_group(ranks, None)
+    return known[ranks]
+
+
+def moves(group: dist.ProcessGroup, device: torch.device) -> bool:
+    """Whether ``group`` moves memory of ``device``."""
+    return _moves_host_memory(group) if device.type == "cpu" else _has_backend(group, device)
 
 
 def host_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
@@ -34,6 +56,15 @@ def host_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
     if _moves_host_memory(group):
         return group
     return _new_group(dist.get_process_group_ranks(group), "gloo")
+
+
+def _fitting(ranks: Sequence[int], existing: Iterable[dist.ProcessGroup]) -> dist.ProcessGroup | None:
+    default = dist.group.WORLD
+    group: dist.ProcessGroup
+    for group in (*existing, *(() if default is None else (default,))):
+        if dist.get_process_group_ranks(group) == list(ranks):
+            return group
+    return None
 
 
 def _new_group(ranks: Sequence[int], backend: str | None) -> dist.ProcessGroup:
@@ -47,7 +78,8 @@ def _new_group(ranks: Sequence[int], backend: str | None) -> dist.ProcessGroup:
     c10d._process_group_name = _group_name  # type: ignore[assignment]
     _wanted.name = f"{base} {known}"
     try:
-        group: dist.ProcessGroup = dist.new_group(list(ranks), backend=backend, use_local_synchronization=True)
+        with named_phase("agreement"):
+            group: dist.ProcessGroup = dist.new_group(list(ranks), backend=backend, use_local_synchronization=True)
     finally:
         _wanted.name = None
     return group
@@ -60,8 +92,12 @@ def _group_name(ranks: list[int], use_hashed_name: bool) -> str:
 
 
 def _moves_host_memory(group: dist.ProcessGroup) -> bool:
+    return _has_backend(group, torch.device("cpu"))
+
+
+def _has_backend(group: dist.ProcessGroup, device: torch.device) -> bool:
     try:
-        group._get_backend(torch.device("cpu"))
+        group._get_backend(device)
     except RuntimeError:
         return False
     return True

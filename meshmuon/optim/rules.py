@@ -1,0 +1,135 @@
+"""Update rules: what a step does to matrices beside orthogonalising them.
+
+Each rule is one small object that is given whole matrices, at the rank that has them, so that its result does not depend on the
+layout. A rule of your own needs the three methods of ``UpdateRule`` and nothing else::
+
+    @dataclass(frozen=True)
+    class Halved:
+        def remembers(self) -> bool:
+            return False
+
+        def before(self, momentum: Tensor) -> None: ...
+
+        def after(self, update: Tensor, memory: Tensor | None) -> None:
+            update.mul_(0.5)
+
+    optimizer = Muon(groups, rule=Halved())
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import torch
+from torch import Tensor
+
+from ..errors import ConfigError
+from ..execute import UpdateRule
+
+__all__ = ["MuonEq", "MuonPlus", "NorMuon", "RuleLike", "UpdateRule", "check_rule", "resolve_rule"]
+
+RuleLike: TypeAlias = "str | UpdateRule"
+"""A rule by name or as an object."""
+
+_METHODS = ("remembers", "before", "after")
+
+
+@dataclass(frozen=True, slots=True)
+class NorMuon:
+    """Evens out the outputs: divides each by the root of a running mean of its squares, and keeps the norm of the update.
+
+    v ← β₂·v + (1 − β₂)·mean of O² over the inputs; the update is O/√v, rescaled to the Frobenius norm of O.
+    """
+
+    beta2: float = 0.95
+
+    def __post_init__(self) -> None:
+        if not 0.0 <= self.beta2 < 1.0:
+            raise ConfigError(f"NorMuon: beta2={self.beta2} must be in [0, 1).")
+
+    def remembers(self) -> bool:
+        """The running mean."""
+        return True
+
+    def before(self, momentum: Tensor) -> None:
+        """Nothing."""
+
+    def after(self, update: Tensor, memory: Tensor | None) -> None:
+        """Divides and rescales."""
+        assert memory is not None
+        squares = torch.linalg.vector_norm(update, dim=-1, keepdim=True).square().div_(max(1, update.size(-1)))
+        memory.mul_(self.beta2).add_(squares, alpha=1 - self.beta2)
+        root = memory.sqrt()
+        root.masked_fill_(root == 0, 1.0)  # an output that never had an update has none now
+        # The norm before and after from the means alone: inputs are as many in every row.
+        before, after = (one.sum(-2, keepdim=True).sqrt() for one in (squares, squares / root.square()))
+        after.masked_fill_(after == 0, 1.0)
+        update.mul_(before / after / root)
+
+
+@dataclass(frozen=True, slots=True)
+class MuonPlus:
+    """Sets the Frobenius norm of every update to that of an orthogonal matrix, √min(outputs, inputs)."""
+
+    def remembers(self) -> bool:
+        """Nothing is kept."""
+        return False
+
+    def before(self, momentum: Tensor) -> None:
+        """Nothing."""
+
+    def after(self, update: Tensor, memory: Tensor | None) -> None:
+        """Rescales."""
+        norm = torch.linalg.vector_norm(update, dim=-1, keepdim=True).square().sum(-2, keepdim=True).sqrt()
+        norm.masked_fill_(norm == 0, 1.0)  # a matrix of zeros stays one
+        update.mul_(min(update.size(-2), update.size(-1)) ** 0.5 / norm)
+
+
+@dataclass(frozen=True, slots=True)
+class MuonEq:
+    """Gives all outputs of the momentum the same norm before it is orthogonalised."""
+
+    def remembers(self) -> bool:
+        """Nothing is kept."""
+        return False
+
+    def before(self, momentum: Tensor) -> None:
+        """Divides each output by its norm, after its largest element: squares of tiny or huge ones would under- or overflow."""
+        if not momentum.size(-1):
+            return
+        largest = torch.maximum(momentum.amax(-1, keepdim=True), -momentum.amin(-1, keepdim=True))
+        momentum.div_(largest.masked_fill_(largest == 0, 1.0))
+        norm = torch.linalg.vector_norm(momentum, dim=-1, keepdim=True)
+        momentum.div_(norm.masked_fill_(norm == 0, 1.0))
+
+    def after(self, update: Tensor, memory: Tensor | None) -> None:
+        """Nothing."""
+
+
+_BY_NAME: dict[str, UpdateRule | None] = {
+    "plain": None,
+    "normuon": NorMuon(),
+    "muon_plus": MuonPlus(),
+    "muoneq": MuonEq(),
+}
+
+
+def check_rule(rule: object) -> None:
+    """Refuses what is neither the name of a rule nor an object with its methods."""
+    if isinstance(rule, str):
+        if rule not in _BY_NAME:
+            raise ConfigError(f"rule={rule!r} is unknown; write one of {', '.join(map(repr, _BY_NAME))}, or an object.")
+        return
+    missing = [name for name in _METHODS if not callable(getattr(rule, name, None))]
+    if missing or isinstance(rule, type):
+        raise ConfigError(
+            f"rule={rule!r} must be one of {', '.join(map(repr, _BY_NAME))}, or an object with the methods "
+            f"{', '.join(_METHODS)} (see meshmuon.UpdateRule)."
+        )
+
+
+def resolve_rule(rule: RuleLike) -> UpdateRule | None:
+    """The rule itself; None for ``"plain"``."""
+    check_rule(rule)
+    return _BY_NAME[rule] if isinstance(rule, str) else rule
