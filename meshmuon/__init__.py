@@ -20,7 +20,9 @@ from .optim import (
     RoutingRow,
     RoutingTable,
     UpdateRule,
+    clip_grad_norm_,
     get_default_muon_param_groups,
+    total_grad_norm,
 )
 from .ortho import Scheme, Workspace, keller, orthogonalize, polar_express
 from .plan import Plan
@@ -48,8 +50,10 @@ __all__ = [
     "UnsupportedError",
     "UpdateRule",
     "Workspace",
+    "clip_grad_norm_",
     "get_default_muon_param_groups",
     "keller",
     "orthogonalize",
     "polar_express",
+    "total_grad_norm",
 ]

@@ -16,6 +16,7 @@ ROOMS = (
     "cli",
     "simulate",
     "integrations",
+    "checkpoint",
     "optim",
     "execute",
     "transport",

@@ -1,5 +1,6 @@
 """What users touch: the optimizer, its parameter groups and its learning-rate rules."""
 
+from .clipping import clip_grad_norm_, total_grad_norm
 from .dist_muon import DistMuon
 from .muon import Muon
 from .routing import get_default_muon_param_groups
@@ -15,5 +16,7 @@ __all__ = [
     "RoutingRow",
     "RoutingTable",
     "UpdateRule",
+    "clip_grad_norm_",
     "get_default_muon_param_groups",
+    "total_grad_norm",
 ]

@@ -37,6 +37,9 @@ _LR = "meshmuon/optim/lr.py"
 _MUON = "meshmuon/optim/muon.py"
 _ADAMW = "meshmuon/optim/adamw.py"
 _COLLECT = "meshmuon/optim/collect.py"
+_RULES = "meshmuon/optim/rules.py"
+_STAGE = "meshmuon/execute/stage.py"
+_MEMORY = "meshmuon/execute/memory.py"
 _PLANNING = "meshmuon/optim/planning.py"
 _PARTS = "meshmuon/execute/parts.py"
 _BUILD = "meshmuon/execute/build.py"
@@ -169,13 +172,13 @@ CURATED = (
     Curated(_LR, "return rule(rows, cols) if", "return rule(cols, rows) if"),
     Curated(_LR, "else _RULES[rule](rows, cols)", "else _RULES[rule](cols, rows)"),
     # The step
-    Curated(_COLLECT, 'decay=1 - lr * group["weight_decay"]', 'decay=1 + lr * group["weight_decay"]'),
-    Curated(_COLLECT, 'decay=1 - lr * group["weight_decay"]', 'decay=1 - group["weight_decay"]'),
-    Curated(_COLLECT, 'decay=1 - lr * group["weight_decay"]', "decay=1.0"),
-    Curated(_COLLECT, 'rate=-lr if group["maximize"] else lr', "rate=lr"),
-    Curated(_COLLECT, 'rate=-lr if group["maximize"] else lr', 'rate=lr if group["maximize"] else -lr'),
+    Curated(_COLLECT, 'decay = 1 - lr * group["weight_decay"]', 'decay = 1 + lr * group["weight_decay"]'),
+    Curated(_COLLECT, 'decay = 1 - lr * group["weight_decay"]', 'decay = 1 - group["weight_decay"]'),
+    Curated(_COLLECT, 'decay = 1 - lr * group["weight_decay"]', "decay = 1.0"),
+    Curated(_COLLECT, 'rate = -lr if group["maximize"] else lr', "rate = lr"),
+    Curated(_COLLECT, 'rate = -lr if group["maximize"] else lr', 'rate = lr if group["maximize"] else -lr'),
     Curated(_COLLECT, 'nesterov=group["nesterov"]', "nesterov=True"),
-    Curated(_COLLECT, 'momentum=float(group["momentum"])', "momentum=0.95"),
+    Curated(_COLLECT, 'momentum = float(group["momentum"])', "momentum = 0.95"),
     Curated(_COLLECT, 'resolve_scheme(group["scheme"], group["ns_steps"])', 'resolve_scheme(group["scheme"], 5)'),
     Curated(_COLLECT, 'resolve_scheme(group["scheme"], group["ns_steps"])', 'resolve_scheme("polar_express", group["ns_steps"])'),
     Curated(_COLLECT, 'partial(lr_factor, group["adjust_lr_fn"])', 'partial(lr_factor, "match_rms_adamw")'),
@@ -194,14 +197,17 @@ CURATED = (
     ),
     Curated(_PARTS, "torch._foreach_mul_(buffers, members[0]", "torch._foreach_mul_(buffers, 1 - members[0]"),
     Curated(_PARTS, "if settings.nesterov:", "if not settings.nesterov:"),
-    Curated(_PARTS, "settings.rate * factor)", "settings.rate)"),
+    Curated(_PARTS, "settings.rate * factor,", "settings.rate,"),
     Curated(_PARTS, "settings.adjust(*matrices.lr_shape)", "settings.adjust(*matrices.lr_shape[::-1])"),
     Curated(_PARTS, "alpha=-rate)", "alpha=rate)"),
-    Curated(_PARTS, "    torch._foreach_mul_(params, decay)\n", ""),
+    Curated(_PARTS, "        torch._foreach_mul_(params, decay)\n", "        pass\n"),
+    Curated(_PARTS, "(param * update) * rate >= 0", "(param * update) * rate <= 0"),
+    Curated(_PARTS, "(param * update) * rate >= 0", "param * update >= 0"),
+    Curated(_PARTS, "torch.where(same_way, param * decay, param)", "torch.where(same_way, param, param * decay)"),
     Curated(
         _PARTS,
-        "    torch._foreach_mul_(params, decay)\n    if isinstance(rate, Tensor):",
-        "    torch._foreach_mul_(updates, decay)\n    if isinstance(rate, Tensor):",
+        "        torch._foreach_mul_(params, decay)\n    if isinstance(rate, Tensor):",
+        "        torch._foreach_mul_(updates, decay)\n    if isinstance(rate, Tensor):",
     ),
     Curated(
         _PARTS,
@@ -212,6 +218,20 @@ CURATED = (
     Curated(_PARTS, "if work[k].settings.free_grad:", "if not work[k].settings.free_grad:"),
     Curated(_BUILD, "((order, begins), (order[::-1], ends))", "((order, begins), (order, ends))"),
     Curated(_BUILD, "((order, begins), (order[::-1], ends))", "((order[::-1], begins), (order[::-1], ends))"),
+    Curated(_RULES, "memory.mul_(self.beta2).add_(squares, alpha=1 - self.beta2)", "memory.mul_(self.beta2).add_(squares)"),
+    Curated(_RULES, "update.mul_(before / after / root)", "update.div_(root)"),
+    Curated(_RULES, "update.mul_(before / after / root)", "update.mul_(before / after / memory)"),
+    Curated(_RULES, "squares / root.square()", "squares / root"),
+    Curated(_RULES, ".square().div_(max(1, update.size(-1)))", ".square()"),
+    Curated(_RULES, "min(update.size(-2), update.size(-1)) ** 0.5", "max(update.size(-2), update.size(-1)) ** 0.5"),
+    Curated(_RULES, "momentum.div_(norm.masked_fill_(norm == 0, 1.0))", "pass"),
+    Curated(_STAGE, "seen = matrices.mT if flipped else matrices", "seen = matrices"),
+    Curated(_STAGE, "    rule.before(seen)\n    orthogonalise()", "    orthogonalise()\n    rule.before(seen)"),
+    Curated(_MEMORY, "holders = [rank for rank in piece.holders if rank in task.spread.place]", "holders = list(piece.holders)"),
+    Curated(_MEMORY, "piece.cols if flipped else piece.rows", "piece.rows"),
+    Curated(_MEMORY, "holder == source)", "True)"),
+    Curated(_MEMORY, "window=work.matrices.memory_window", "window=None"),
+    Curated(_MEMORY, "        store_memory(self.returned, work)\n", "        pass\n"),
     Curated(_ADAMW, "beta1=beta1,", "beta1=beta2,"),
     Curated(_ADAMW, 'weight_decay=group["weight_decay"],', "weight_decay=0.0,"),
     Curated(_ADAMW, 'maximize=group["maximize"],', "maximize=False,"),
@@ -310,8 +330,8 @@ CURATED = (
     Curated(_EXECUTOR, "        streams.main_waits(streams.side_mark())\n", ""),
     # Agreeing
     Curated(_EXCHANGE, "received, sent, received_splits, sent_splits,", "received, sent, sent_splits, received_splits,"),
-    Curated(_AGREEMENT, "= token, -token", "= token, token"),
-    Curated(_AGREEMENT, "        work.wait()\n", ""),
+    Curated(_AGREEMENT, "(vote.token, -vote.token,", "(vote.token, vote.token,"),
+    Curated(_AGREEMENT, "dist.ReduceOp.MAX", "dist.ReduceOp.MIN"),
     Curated(_GROUPS, "== list(ranks):", "!= list(ranks):"),
     Curated(_GROUPS, "if _moves_host_memory(group):", "if not _moves_host_memory(group):"),
     Curated(_GROUPS, "use_local_synchronization=True", "use_local_synchronization=False"),
