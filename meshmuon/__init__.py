@@ -1,6 +1,7 @@
 """meshmuon: the Muon optimizer for any device mesh."""
 
 from .errors import (
+    CheckpointError,
     ConfigError,
     GradientError,
     MeshmuonError,
@@ -30,6 +31,7 @@ from .plan import Plan
 __version__ = "0.1.0"
 
 __all__ = [
+    "CheckpointError",
     "ConfigError",
     "DistMuon",
     "GradientError",

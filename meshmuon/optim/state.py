@@ -12,7 +12,7 @@ from ..errors import StateError
 from ..execute import local_part
 from ..matrices import MatrixSet, matrices_inside
 from .adamw import STATE_KEYS as ADAMW_KEYS
-from .adamw import can_fuse
+from .adamw import can_fuse, init_state
 from .dtensors import as_dtensor, layout_text, same_placement, zeros_laid_out_like
 from .groups import inside_of
 from .rules import resolve_rule
@@ -78,14 +78,7 @@ def create(groups: Sequence[Mapping[str, Any]], states: MutableMapping[Tensor, d
                 if (matrices := _remembered(name, param, group)) is not None:
                     rule_memory(entry, param, matrices)
             elif "exp_avg" not in entry:
-                _create_moments(entry, param)
-
-
-def _create_moments(entry: dict[str, Any], param: Tensor) -> None:
-    with torch.inference_mode(False):
-        entry["step"] = torch.zeros((), dtype=torch.float32, device=_step_device(param))
-        for key in ("exp_avg", "exp_avg_sq"):
-            entry[key] = torch.zeros_like(param, memory_format=torch.preserve_format)
+                init_state(param, entry)
 
 
 def _step_device(param: Tensor) -> torch.device:
