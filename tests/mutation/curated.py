@@ -36,6 +36,7 @@ _WORKSPACE = "meshmuon/ortho/workspace.py"
 _LR = "meshmuon/optim/lr.py"
 _MUON = "meshmuon/optim/muon.py"
 _ADAMW = "meshmuon/optim/adamw.py"
+_CHECKPOINT = "meshmuon/checkpoint.py"
 _COLLECT = "meshmuon/optim/collect.py"
 _RULES = "meshmuon/optim/rules.py"
 _STAGE = "meshmuon/execute/stage.py"
@@ -218,6 +219,7 @@ CURATED = (
     Curated(_PARTS, "if work[k].settings.free_grad:", "if not work[k].settings.free_grad:"),
     Curated(_BUILD, "((order, begins), (order[::-1], ends))", "((order, begins), (order, ends))"),
     Curated(_BUILD, "((order, begins), (order[::-1], ends))", "((order[::-1], begins), (order[::-1], ends))"),
+    Curated(_CHECKPOINT, "/ (1 - _momentum(name, one))", "/ 1"),
     Curated(_RULES, "memory.mul_(self.beta2).add_(squares, alpha=1 - self.beta2)", "memory.mul_(self.beta2).add_(squares)"),
     Curated(_RULES, "update.mul_(before / after / root)", "update.div_(root)"),
     Curated(_RULES, "update.mul_(before / after / root)", "update.mul_(before / after / memory)"),

@@ -53,6 +53,8 @@ TESTS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("meshmuon/matrices/", ("tests/matrices", "tests/optim", "tests/execute")),
     ("meshmuon/layout/", ("tests/layout", "tests/plan", "tests/execute")),
     ("meshmuon/transport/", ("tests/transport", "tests/dist")),
+    ("meshmuon/checkpoint.py", ("tests/checkpoint",)),
+    ("meshmuon/optim/clipping.py", ("tests/optim/test_clipping.py", "tests/dist/test_clipping.py")),
     ("meshmuon/optim/rules.py", ("tests/optim/test_rules.py",)),
     ("meshmuon/optim/planning.py", ("tests/dist", "tests/optim")),
     ("meshmuon/optim/differences.py", ("tests/dist",)),
