@@ -8,7 +8,8 @@ defaults it takes a little over four minutes on two CPU cores and writes a folde
   log.json    every figure of the runs, the options, the machine
   report.md   the comparison in one page
 
-Ctrl-C stops early and still writes the report of what was done.
+Ctrl-C stops early and still writes the report of what was done. With --checkpoint-every the same command, given
+again after Ctrl-C or a crash, goes on from the last checkpoint, also with another number of processes.
 """
 
 from __future__ import annotations
@@ -18,12 +19,14 @@ import importlib.util
 import os
 import sys
 from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
 
 from demo import options
+from demo.checkpoints import FOLDER, CheckpointError, Checkpoints, opened, unfinished_run
 from demo.model import build_model
 from demo.optimizers import OPTIMIZERS
-from demo.processes import Runtime, joined
+from demo.processes import Runtime, from_first, joined
 from demo.progress import QuietProgress, show_progress
 from demo.report import Setting, new_folder, write_report
 from demo.train import NonFiniteLossError, Run, RunResult, warm_up
@@ -42,6 +45,7 @@ def parser() -> argparse.ArgumentParser:
     result.add_argument("--out", type=Path, default=Path("runs"), help="folder in which runs/<time>/ is made")
     result.add_argument("--plot", action=argparse.BooleanOptionalAction, default=True, help="draw loss.png (needs matplotlib)")
     options.add_process_options(result)
+    options.add_checkpoint_options(result)
     options.add_model_options(result)
     options.add_train_options(result)
     options.add_optimizer_options(result)
@@ -66,23 +70,58 @@ def prepare(args: argparse.Namespace) -> tuple[Setting, Runtime]:
     return setting, runtime
 
 
+def places(args: argparse.Namespace, setting: Setting, stack: ExitStack) -> tuple[Path, Checkpoints | None]:
+    """The folder of the report, an unfinished run's if there is one to go on with, and the checkpoints if they are kept."""
+    if not args.checkpoint_every:
+        if args.checkpoint_dir is not None:
+            raise ValueError("--checkpoint-dir without --checkpoint-every: say after how many steps to write a checkpoint")
+        return new_folder(args.out), None
+    if args.checkpoint_dir is not None:
+        checkpoints = stack.enter_context(opened(args.checkpoint_dir, args.checkpoint_every, setting.options))
+        return new_folder(args.out), checkpoints
+    folder = unfinished_run(args.out, names_of(args), setting.options) or new_folder(args.out)
+    return folder, stack.enter_context(opened(folder / FOLDER, args.checkpoint_every, setting.options))
+
+
 def train_all(
-    names: Sequence[str], setting: Setting, runtime: Runtime, results: list[RunResult]
+    names: Sequence[str], setting: Setting, runtime: Runtime, checkpoints: Checkpoints | None, results: list[RunResult]
 ) -> Exception | KeyboardInterrupt | None:
     """Train one after the other into `results`; returns what stopped it early, if anything did."""
     try:
+        checkpoints = from_first(checkpoints, runtime)
         warm_up(setting.model, setting.train, setting.corpus, runtime)
         for name in names:
-            run = Run(name, setting.corpus, setting.model, setting.optimizer, setting.train, runtime)
-            results.append(run.result)
-            if runtime.rank:
-                run.train(QuietProgress())
-                continue
-            with show_progress(run.result.title, setting.train.steps, run.result.tokens_per_step) as progress:
-                run.train(progress)
-    except (KeyboardInterrupt, NonFiniteLossError) as stop:
+            train_one(name, setting, runtime, checkpoints, results)
+    except (KeyboardInterrupt, NonFiniteLossError, CheckpointError) as stop:
         return stop
     return None
+
+
+def train_one(name: str, setting: Setting, runtime: Runtime, checkpoints: Checkpoints | None, results: list[RunResult]) -> None:
+    """One contender from its start, or from its newest checkpoint; one that is finished is read back."""
+    found = None if checkpoints is None else checkpoints.newest(name, runtime)
+    if found is not None and found.result.status == "finished":
+        results.append(found.result)
+        say(f"{found.result.title}: finished before, read from {found.path}", runtime)
+        return
+    run = Run(name, setting.corpus, setting.model, setting.optimizer, setting.train, runtime)
+    if checkpoints is not None and found is not None:
+        checkpoints.resume(run, found)
+        say(f"{run.result.title}: goes on after step {run.result.steps_done} from {found.path}", runtime)
+    results.append(run.result)
+    after_step = None if checkpoints is None else checkpoints.after_step
+    if runtime.rank:
+        run.train(QuietProgress(), after_step)
+        return
+    done = run.result.steps_done
+    with show_progress(run.result.title, setting.train.steps, run.result.tokens_per_step, done) as progress:
+        run.train(progress, after_step)
+
+
+def say(text: str, runtime: Runtime) -> None:
+    """Print once, not once per process."""
+    if runtime.rank == 0:
+        print(text, flush=True)
 
 
 def names_of(args: argparse.Namespace) -> Sequence[str]:
@@ -95,7 +134,7 @@ def follow(arguments: Sequence[str] | None) -> int:
     args = parser().parse_args(arguments)
     setting, runtime = prepare(args)
     with joined(runtime, follow, arguments):
-        train_all(names_of(args), setting, runtime, [])
+        train_all(names_of(args), setting, runtime, None, [])
     return 0
 
 
@@ -105,30 +144,41 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return follow(arguments)
     command_line = parser()
     args = command_line.parse_args(arguments)
-    try:
-        setting, runtime = prepare(args)
-        folder = new_folder(args.out)
-    except (ValueError, OSError) as error:
-        command_line.error(str(error))
-    print(
+    with ExitStack() as stack:
+        try:
+            setting, runtime = prepare(args)
+            folder, checkpoints = places(args, setting, stack)
+        except (ValueError, OSError) as error:
+            command_line.error(str(error))
+        print(introduction(setting), flush=True)
+        results: list[RunResult] = []
+        stop: Exception | KeyboardInterrupt | None
+        try:
+            with joined(runtime, follow, arguments):
+                stop = train_all(names_of(args), setting, runtime, checkpoints, results)
+        except (KeyboardInterrupt, ChildProcessError) as error:
+            stop = error
+        headline = write_report(folder, setting, results, plot=args.plot)
+    return conclude(stop, headline, folder, checkpoints)
+
+
+def introduction(setting: Setting) -> str:
+    """What is about to be trained, in one line."""
+    return (
         f"{setting.parameters:,} parameters, {setting.corpus.train.numel() / 1e6:.1f} MB of training text, "
         f"{setting.train.steps} steps of {setting.train.batch_size} × {setting.model.seq_len} bytes "
-        f"on {runtime.device}" + (f", {runtime.world_size} processes with FSDP2" if runtime.world_size > 1 else ""),
-        flush=True,
+        f"on {setting.device}" + (f", {setting.processes} processes with FSDP2" if setting.processes > 1 else "")
     )
-    results: list[RunResult] = []
-    stop: Exception | KeyboardInterrupt | None
-    try:
-        with joined(runtime, follow, arguments):
-            stop = train_all(names_of(args), setting, runtime, results)
-    except (KeyboardInterrupt, ChildProcessError) as error:  # before the training began
-        stop = error
-    headline = write_report(folder, setting, results, plot=args.plot)
+
+
+def conclude(stop: Exception | KeyboardInterrupt | None, headline: str, folder: Path, checkpoints: Checkpoints | None) -> int:
+    """Say how it ended and return the exit code."""
+    more = "" if checkpoints is None else "\nThe same command goes on from the last checkpoint."
     if isinstance(stop, Exception):
-        print(f"\nerror: {stop}\nWhat was done so far: {folder / 'report.md'}", file=sys.stderr)
+        print(f"\nerror: {stop}\nWhat was done so far: {folder / 'report.md'}{more}", file=sys.stderr)
         return 1
     if stop is not None:
-        print("\nStopped by Ctrl-C; the report covers what was done.")
+        print(f"\nStopped by Ctrl-C; the report covers what was done.{more}")
     print(f"\n{headline}\nReport: {folder / 'report.md'}")
     return INTERRUPTED if stop is not None else 0
 

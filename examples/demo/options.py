@@ -105,6 +105,23 @@ def add_process_options(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def add_checkpoint_options(parser: argparse.ArgumentParser) -> None:
+    """Whether and where checkpoints are kept."""
+    group = parser.add_argument_group("checkpoints")
+    group.add_argument(
+        "--checkpoint-every",
+        type=whole(0),
+        default=0,
+        help="steps between checkpoints, 0 for none; a stopped run that keeps them goes on when it is started again",
+    )
+    group.add_argument(
+        "--checkpoint-dir",
+        type=Path,
+        help="folder of the checkpoints (default: checkpoints/ in the folder of the run, where an unfinished run with "
+        "the same options is looked for first)",
+    )
+
+
 def add_optimizer_options(parser: argparse.ArgumentParser) -> None:
     """Flags of `OptimizerConfig`. The defaults come from the sweep recorded in docs/demo.md."""
     lr = number(0)

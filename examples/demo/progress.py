@@ -40,8 +40,8 @@ class _Average:
 class PlainProgress:
     """About ten lines per run, for logs and pipes."""
 
-    def __init__(self, title: str, steps: int, tokens_per_step: int) -> None:
-        self.title, self.steps, self.tokens_per_step = title, steps, tokens_per_step
+    def __init__(self, title: str, steps: int, tokens_per_step: int, done: int = 0) -> None:
+        self.title, self.steps, self.tokens_per_step, self._done_before = title, steps, tokens_per_step, done
         self._every = max(1, steps // PLAIN_LINES)
         self._loss, self._seconds = _Average(), _Average()
         self._begun = time.perf_counter()
@@ -51,7 +51,7 @@ class PlainProgress:
         loss, seconds = self._loss.update(loss), self._seconds.update(seconds)
         if done % self._every and done != self.steps:
             return
-        left = (time.perf_counter() - self._begun) / done * (self.steps - done)
+        left = (time.perf_counter() - self._begun) / (done - self._done_before) * (self.steps - done)
         print(
             f"{self.title:>8}  step {done}/{self.steps}  loss {loss:.3f}  valid {self._valid:.3f}  "
             f"{self.tokens_per_step / seconds:,.0f} tokens/s  {1e3 * seconds:.0f} ms/step  ETA {left:.0f} s",
@@ -77,11 +77,11 @@ class QuietProgress:
 class RichProgress:
     """A live bar."""
 
-    def __init__(self, bar: Bar, title: str, steps: int, tokens_per_step: int) -> None:
+    def __init__(self, bar: Bar, title: str, steps: int, tokens_per_step: int, done: int = 0) -> None:
         self.tokens_per_step = tokens_per_step
         self._loss, self._seconds = _Average(), _Average()
         self._bar = bar
-        self._task = bar.add_task(title, total=steps, loss="-", valid="-", speed="")
+        self._task = bar.add_task(title, total=steps, completed=done, loss="-", valid="-", speed="")
 
     def step(self, done: int, loss: float, seconds: float) -> None:
         loss, seconds = self._loss.update(loss), self._seconds.update(seconds)
@@ -111,8 +111,11 @@ def _rich_bar() -> Bar:
 
 
 @contextmanager
-def show_progress(title: str, steps: int, tokens_per_step: int) -> Iterator[Progress]:
-    """A live bar if standard output is a terminal and `rich` is installed, else plain lines."""
+def show_progress(title: str, steps: int, tokens_per_step: int, done: int = 0) -> Iterator[Progress]:
+    """A live bar if standard output is a terminal and `rich` is installed, else plain lines.
+
+    `done` steps were made before: the bar starts there, and the estimate of the time left does not count them.
+    """
     if sys.stdout.isatty():
         try:
             bar = _rich_bar()
@@ -120,6 +123,6 @@ def show_progress(title: str, steps: int, tokens_per_step: int) -> Iterator[Prog
             print("Install `rich` for a live progress bar.")
         else:
             with bar:
-                yield RichProgress(bar, title, steps, tokens_per_step)
+                yield RichProgress(bar, title, steps, tokens_per_step, done)
             return
-    yield PlainProgress(title, steps, tokens_per_step)
+    yield PlainProgress(title, steps, tokens_per_step, done)

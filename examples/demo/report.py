@@ -37,6 +37,16 @@ class Setting:
     processes: int
     parameters: int
 
+    @property
+    def options(self) -> dict[str, dict[str, Any]]:
+        """What decides the curves: a checkpoint serves only a run with the same. Processes and device do not belong to it."""
+        return {
+            "model": asdict(self.model),
+            "train": asdict(self.train),
+            "optimizer": asdict(self.optimizer),
+            "data": {"digest": self.corpus.digest},
+        }
+
 
 def machine(device: torch.device) -> dict[str, object]:
     """Hardware and versions, without names of hosts or users."""
@@ -167,6 +177,8 @@ def draw_losses(path: Path, results: Sequence[RunResult]) -> None:
         by_step.plot(range(1, result.steps_done + 1), result.train_loss, color=color, alpha=0.25, linewidth=0.8)
         by_step.plot([p.step for p in result.evals], losses, "o-", color=color, markersize=3, label=result.title)
         by_time.plot([p.seconds for p in result.evals], losses, "o-", color=color, markersize=3, label=result.title)
+        for point in result.resumed:
+            by_step.axvline(point.step, color=color, linestyle=":", linewidth=1.0)
     # The first losses are those of a uniform guess; the interesting part lies below.
     reached = [point.loss for result in results for point in result.evals[1:]]
     if reached:
@@ -185,6 +197,17 @@ def markdown(setting: Setting, results: Sequence[RunResult], both: Comparison | 
     unfinished = [f"{result.title} ({result.status})" for result in results if result.status != "finished"]
     if unfinished:
         parts.append(f"Not all runs came to their end: {', '.join(unfinished)}. The figures cover what was done.\n")
+    resumed = [
+        f"{result.title} after step {point.step} on {point.processes} process{'es' if point.processes > 1 else ''}"
+        for result in results
+        for point in result.resumed
+    ]
+    if resumed:
+        where = " (dotted lines)" if drawn else ""
+        parts.append(
+            f"Resumed from a checkpoint: {', '.join(resumed)}{where}. The curves are whole; the times leave out steps that were "
+            "lost and made again.\n"
+        )
     if drawn:
         parts.append("![loss](loss.png)\n")
     if both is not None:

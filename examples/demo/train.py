@@ -48,6 +48,14 @@ class EvalPoint:
 
 
 @dataclass(slots=True)
+class ResumePoint:
+    """The run was stopped and went on from a checkpoint after `step` steps, with `processes` processes."""
+
+    step: int
+    processes: int
+
+
+@dataclass(slots=True)
 class RunResult:
     """What one run left behind. Times are in seconds; one entry per step in the lists."""
 
@@ -61,6 +69,7 @@ class RunResult:
     tokens_per_step: int = 0
     routing: str | None = None
     plan: str | None = None
+    resumed: list[ResumePoint] = field(default_factory=list)
 
     @property
     def title(self) -> str:
@@ -120,26 +129,38 @@ class Run:
             routing=_routing(self.optimizer),
         )
 
-    def train(self, progress: Progress) -> RunResult:
-        """Train to the end. On Ctrl-C or divergence `result` keeps what was done and the exception passes on."""
-        result = self.result
+    def train(self, progress: Progress, after_step: Callable[[Run], None] | None = None) -> RunResult:
+        """Train to the end. On Ctrl-C or divergence `result` keeps what was done and the exception passes on.
+
+        `after_step` is called after every step and what belongs to it, when `result` is complete up to there.
+        """
         try:
-            self._evaluate(progress)
-            for step in range(self.config.steps):
+            if self.result.evals:
+                progress.evaluated(self.result.evals[-1].step, self.result.evals[-1].loss)
+            else:
+                self._evaluate(progress)
+            for step in range(self.result.steps_done, self.config.steps):
                 self._step(step)
-                progress.step(result.steps_done, result.train_loss[-1], result.step_seconds[-1])
-                last = result.steps_done == self.config.steps
-                if last or result.steps_done % self.config.eval_every == 0:
-                    self._evaluate(progress)
-            result.plan = _plan(self.optimizer)
-            result.status = "finished"
+                self._report(progress)
+                if after_step is not None:
+                    after_step(self)
         except KeyboardInterrupt:
-            result.status = "interrupted"
+            self.result.status = "interrupted"
             raise
         except NonFiniteLossError:
-            result.status = "diverged"
+            self.result.status = "diverged"
             raise
-        return result
+        return self.result
+
+    def _report(self, progress: Progress) -> None:
+        result = self.result
+        progress.step(result.steps_done, result.train_loss[-1], result.step_seconds[-1])
+        last = result.steps_done == self.config.steps
+        if last or result.steps_done % self.config.eval_every == 0:
+            self._evaluate(progress)
+        if last:
+            result.plan = _plan(self.optimizer)
+            result.status = "finished"
 
     def _step(self, step: int) -> None:
         tokens, targets = self._on_device(self.batches.batch(step, self.runtime.rank, self.runtime.world_size))

@@ -11,10 +11,8 @@ EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 sys.path.insert(0, str(EXAMPLES))
 
 
-@pytest.fixture
-def source_folder(tmp_path: Path) -> Path:
+def write_sources(root: Path) -> Path:
     """A little tree of source files, about 40 kB, with folders that must be left out."""
-    root = tmp_path / "source"
     for i in range(20):
         path = root / f"package{i % 3}" / f"module{i}.py"
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -24,3 +22,9 @@ def source_folder(tmp_path: Path) -> Path:
         (root / skipped / "left_out.py").write_text("LEFT_OUT = True\n")
     (root / "notes.txt").write_text("LEFT_OUT too")
     return root
+
+
+@pytest.fixture
+def source_folder(tmp_path: Path) -> Path:
+    """The tree of `write_sources`, for one test."""
+    return write_sources(tmp_path / "source")

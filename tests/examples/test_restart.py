@@ -1,0 +1,414 @@
+"""Checkpoints of the demo: a run that was killed goes on as if nothing had happened, on any number of processes."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import train_gpt
+from demo import checkpoints, progress, train
+from tests.examples.conftest import write_sources
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+DEMO = REPOSITORY / "examples" / "train_gpt.py"
+KILLED = REPOSITORY / "tests" / "examples" / "killed_worker.py"
+TORCHRUN = ("-m", "torch.distributed.run")
+# 12 sequences divide over 1, 2, 3 and 4 processes. Checkpoints after steps 3, 6, 9 and 12, evaluations after 4, 8 and 12.
+TINY = (
+    "--d-model 16 --layers 1 --heads 2 --d-ff 32 --seq-len 16 --batch-size 12 --steps 12 --warmup-steps 1 --eval-every 4 "
+    "--eval-windows 4 --valid-fraction 0.3 --device cpu --threads 1 --no-plot --checkpoint-every 3"
+)
+KILLED_BEFORE = 7  # counted from 0: seven steps are done, the last checkpoint holds six
+# Largest difference of a loss (5.6 falling to 3.6) after going on with another number of processes from the same checkpoint:
+# batch and weights are the same, the order of float32 sums is not. Measured on 1, 3 and 4 processes against 2, both contenders:
+# 9.5e-7, two units in the last place. Ten times that is room for other machines; losing the optimizer's state costs over 1e-2.
+BOUND = 1e-5
+# When the first steps, too, were made on another number of processes: measured 1.5e-4 between 1 and 2. Matrices that start at
+# zero have gradients of low rank then, and Muon gives the directions that are only rounding as much weight as the others.
+BOUND_FROM_START = 1e-3
+
+Log = dict[str, Any]
+
+
+@pytest.fixture(scope="module")
+def sources(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_sources(tmp_path_factory.mktemp("restart") / "source")
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(sources: Path, tmp_path_factory: pytest.TempPathFactory) -> list[float]:
+    """The losses of meshmuon on two processes, from start to end."""
+    out = tmp_path_factory.mktemp("uninterrupted")
+    codes, _ = together(2, str(DEMO), *flags(sources, out), "--only", "muon")
+    assert codes == [0, 0]
+    return losses(log_of(out), "muon")
+
+
+def flags(sources: Path, out: Path) -> list[str]:
+    return [*TINY.split(), "--data", str(sources), "--out", str(out)]
+
+
+def python(*arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, *arguments]
+    return subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=50, check=False)
+
+
+def environment(**more: str) -> dict[str, str]:
+    return {**os.environ, "PYTHONPATH": str(REPOSITORY), **more}
+
+
+def together(count: int, *arguments: str) -> tuple[list[int], str]:
+    """So many processes of one run, as a launcher would start them; their exit codes and what the first one printed."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(probe.getsockname()[1]), "WORLD_SIZE": str(count)}
+    command = [sys.executable, *arguments]
+    output = (subprocess.PIPE, *(subprocess.DEVNULL for _ in range(1, count)))
+    ranks = [
+        subprocess.Popen(command, env=environment(RANK=str(i), **place), stdout=one, text=True) for i, one in enumerate(output)
+    ]
+    try:
+        printed, _ = ranks[0].communicate(timeout=50)
+        return [rank.wait(timeout=10) for rank in ranks], printed
+    finally:
+        for rank in ranks:
+            rank.kill()
+
+
+def run_folder(out: Path) -> Path:
+    (folder,) = (path for path in out.iterdir() if path.is_dir() and not path.is_symlink())
+    return folder
+
+
+def log_of(out: Path) -> Log:
+    found: Log = json.loads((run_folder(out) / "log.json").read_text())
+    return found
+
+
+def losses(log: Log, name: str) -> list[float]:
+    """Every training loss and every validation loss, as written: JSON keeps all bits of a Python float."""
+    run = log["runs"][name]
+    assert run["status"] == "finished"
+    assert len(run["train_loss"]) == len(run["step_seconds"]) == 12
+    assert [point["step"] for point in run["evals"]] == [0, 4, 8, 12]
+    return [*run["train_loss"], *(point["loss"] for point in run["evals"])]
+
+
+def resumed(log: Log) -> dict[str, list[tuple[int, int]]]:
+    return {name: [(point["step"], point["processes"]) for point in run["resumed"]] for name, run in log["runs"].items()}
+
+
+def files_below(folder: Path) -> dict[Path, bytes]:
+    return {path.relative_to(folder): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
+
+
+# A worker is killed
+
+
+def test_torchrun_starts_again_and_the_curve_is_the_same_bit_for_bit(
+    uninterrupted: list[float], sources: Path, tmp_path: Path
+) -> None:
+    launcher = (*TORCHRUN, "--standalone", "--nproc-per-node=2", "--max-restarts=1")
+    accident = (str(KILLED), str(tmp_path / "happened"), "muon", str(KILLED_BEFORE), "1")
+    done = python(*launcher, *accident, *flags(sources, tmp_path / "runs"), "--only", "muon")
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "happened").exists()
+    assert "meshmuon: goes on after step 6" in done.stdout
+    assert done.stdout.count("meshmuon  step 7/12") == 2  # once before the accident, once again after it
+    assert done.stdout.count("meshmuon  step 6/12") == 1
+    log = log_of(tmp_path / "runs")  # of one folder: the second attempt went on in the first one's
+    assert resumed(log) == {"muon": [(6, 2)]}
+    assert losses(log, "muon") == uninterrupted
+    page = (run_folder(tmp_path / "runs") / "report.md").read_text()
+    assert "Resumed from a checkpoint: meshmuon after step 6 on 2 processes" in page
+
+
+def test_torchrun_goes_on_with_fewer_processes_when_a_node_is_lost(sources: Path, tmp_path: Path, alone: list[str]) -> None:
+    """Two launchers of one process each; one is killed with its process, and the other goes on alone. Half of it is waiting."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        meeting = f"--rdzv-endpoint=127.0.0.1:{probe.getsockname()[1]}"
+    launcher = (
+        *TORCHRUN,
+        "--nnodes=1:2",
+        "--nproc-per-node=1",
+        "--max-restarts=3",
+        "--rdzv-backend=c10d",
+        meeting,
+        "--rdzv-id=1",
+    )
+    command = [*flags(sources, tmp_path / "runs"), "--only", "muon"]
+    accident = (str(KILLED), str(tmp_path / "happened"), "muon", str(KILLED_BEFORE), "node")
+    other = subprocess.Popen(
+        [sys.executable, *launcher, "--rdzv-conf=is_host=0,last_call_timeout=5", *accident, *command],
+        env=environment(),
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+    try:
+        done = python(*launcher, "--rdzv-conf=is_host=1,last_call_timeout=5", str(DEMO), *command)
+        assert other.wait(timeout=1) == -signal.SIGKILL
+    finally:
+        other.kill()
+    assert done.returncode == 0, done.stderr
+    log = log_of(tmp_path / "runs")
+    assert resumed(log) == {"muon": [(6, 1)]}
+    assert losses(log, "muon") == pytest.approx(whole_run(alone, tmp_path / "whole"), abs=BOUND_FROM_START, rel=0)
+
+
+def test_a_killed_run_goes_on_with_another_number_of_processes(
+    uninterrupted: list[float], sources: Path, tmp_path: Path, alone: list[str]
+) -> None:
+    """Two processes by the demo's own launcher; then the same command with one, and with three."""
+    accident = (str(KILLED), str(tmp_path / "happened"), "muon", str(KILLED_BEFORE), "1")
+    done = python(*accident, *alone, "--nproc", "2")
+    assert done.returncode == 1
+    assert "error: process 1 of 2 was killed by signal 9" in done.stderr
+    assert "The same command goes on from the last checkpoint" in done.stderr
+    before = log_of(tmp_path / "runs")["runs"]["muon"]
+    assert (before["status"], len(before["train_loss"])) == ("running", KILLED_BEFORE)
+    shutil.copytree(tmp_path / "runs", tmp_path / "three", symlinks=True)
+
+    assert train_gpt.main(alone) == 0
+    codes, text = together(3, str(DEMO), *alone, "--out", str(tmp_path / "three"))
+    assert codes == [0, 0, 0]
+    assert "meshmuon: goes on after step 6" in text
+    for out, processes in (("runs", 1), ("three", 3)):
+        log = log_of(tmp_path / out)
+        assert resumed(log) == {"muon": [(6, processes)]}
+        assert losses(log, "muon") == pytest.approx(uninterrupted, abs=BOUND, rel=0)
+        assert losses(log, "muon")[:6] == before["train_loss"][:6] == uninterrupted[:6]
+
+
+# One process: what is kept, what is refused
+
+
+class Stopped:
+    """Ctrl-C when a contender has done so many steps."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self._patch = monkeypatch
+
+    def main(self, arguments: list[str], title: str = "meshmuon", after: int = KILLED_BEFORE) -> None:
+        def step(shown: progress.PlainProgress, done: int, loss: float, seconds: float) -> None:
+            if (shown.title, done) == (title, after):
+                raise KeyboardInterrupt
+
+        with self._patch.context() as patch:
+            patch.setattr(progress.PlainProgress, "step", step)
+            assert train_gpt.main(arguments) == train_gpt.INTERRUPTED
+
+
+@pytest.fixture
+def stopped(monkeypatch: pytest.MonkeyPatch) -> Stopped:
+    return Stopped(monkeypatch)
+
+
+@pytest.fixture
+def alone(sources: Path, tmp_path: Path) -> list[str]:
+    """Flags of meshmuon's run in one process."""
+    return [*flags(sources, tmp_path / "runs"), "--nproc", "1", "--only", "muon"]
+
+
+def whole_run(alone: list[str], out: Path) -> list[float]:
+    assert train_gpt.main([*alone, "--out", str(out), "--checkpoint-every", "0"]) == 0
+    assert not (run_folder(out) / checkpoints.FOLDER).exists()
+    return losses(log_of(out), "muon")
+
+
+def kept(out: Path) -> list[str]:
+    return sorted(path.name for path in (run_folder(out) / checkpoints.FOLDER / "muon").iterdir())
+
+
+def test_ctrl_c_goes_on_in_the_same_folder_and_a_finished_run_is_not_touched(
+    alone: list[str], stopped: Stopped, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    stopped.main(alone)
+    assert "The same command goes on from the last checkpoint" in capsys.readouterr().out
+    assert kept(tmp_path / "runs") == ["step-000003", "step-000006"]
+    assert train_gpt.main(alone) == 0
+    assert kept(tmp_path / "runs") == ["step-000009", "step-000012"]
+    log = log_of(tmp_path / "runs")
+    assert losses(log, "muon") == whole_run(alone, tmp_path / "whole")
+    assert resumed(log) == {"muon": [(6, 1)]}
+    before = files_below(run_folder(tmp_path / "runs"))
+    first = run_folder(tmp_path / "runs")
+    stopped.main(alone)  # the first has come to its end: this is a new one, from its start
+    stopped.main([*alone, "--lr", "0.01"])  # other options: a new one, too
+    assert len([path for path in (tmp_path / "runs").iterdir() if not path.is_symlink()]) == 3
+    assert files_below(first) == before
+
+
+def test_a_finished_contender_is_read_back_and_not_repeated(
+    alone: list[str], stopped: Stopped, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert train_gpt.main(alone) == 0
+    before = log_of(tmp_path / "runs")["runs"]["muon"]
+    alone[alone.index("--only") + 1] = "both"  # an option that changes no curve
+    stopped.main(alone, title="AdamW")
+    capsys.readouterr()
+    assert train_gpt.main(alone) == 0
+    text = capsys.readouterr().out
+    assert "meshmuon: finished before, read from" in text
+    assert "meshmuon  step" not in text
+    assert "AdamW: goes on after step 6" in text
+    log = log_of(tmp_path / "runs")
+    assert log["runs"]["muon"] == before
+    assert resumed(log) == {"muon": [], "adamw": [(6, 1)]}
+    assert log["comparison"]["step"] == 12
+    alone[alone.index("both")] = "adamw"
+    assert train_gpt.main([*alone, "--out", str(tmp_path / "whole"), "--checkpoint-every", "0"]) == 0
+    assert losses(log, "adamw") == losses(log_of(tmp_path / "whole"), "adamw")
+
+
+def truncate(path: Path) -> None:
+    data = next(path.glob("*.distcp"))
+    data.write_bytes(data.read_bytes()[:-100])
+
+
+def flip_a_bit(path: Path) -> None:
+    data = bytearray(next(path.glob("*.distcp")).read_bytes())
+    data[len(data) // 2] ^= 1
+    next(path.glob("*.distcp")).write_bytes(data)
+
+
+def lose_the_curve(path: Path) -> None:
+    (path / checkpoints.RESULT_FILE).unlink()
+
+
+def half_written(path: Path) -> None:
+    """As a process killed while it writes leaves it: parts are there, under the name for unfinished ones."""
+    flip_a_bit(path)
+    lose_the_curve(path)
+    path.rename(path.with_name(path.name + checkpoints.UNFINISHED))
+    later = path.with_name("step-000012" + checkpoints.UNFINISHED)
+    later.mkdir()
+    (later / "__7_0.distcp").touch()  # by more processes than go on: must not end up in the checkpoint that gets this name
+
+
+@pytest.mark.parametrize("damage", [truncate, flip_a_bit, lose_the_curve, half_written], ids=lambda one: one.__name__)
+def test_a_damaged_checkpoint_is_passed_over(
+    damage: Any, alone: list[str], stopped: Stopped, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    stopped.main(alone)
+    newest = run_folder(tmp_path / "runs") / checkpoints.FOLDER / "muon" / "step-000006"
+    damage(newest)
+    capsys.readouterr()
+    assert train_gpt.main(alone) == 0
+    said = capsys.readouterr()
+    assert "meshmuon: goes on after step 3" in said.out
+    aside = [] if damage is half_written else ["step-000006.damaged"]
+    assert (f"{newest}: this checkpoint is damaged and is passed over" in said.err) == bool(aside)
+    assert kept(tmp_path / "runs") == [*aside, "step-000009", "step-000012"]
+    assert [file.name for file in (newest.parent / "step-000012").glob("*.distcp")] == ["__0_0.distcp"]
+    assert losses(log_of(tmp_path / "runs"), "muon") == whole_run(alone, tmp_path / "whole")
+
+
+def test_without_any_whole_checkpoint_it_starts_afresh(alone: list[str], stopped: Stopped, tmp_path: Path) -> None:
+    stopped.main(alone)
+    for path in (run_folder(tmp_path / "runs") / checkpoints.FOLDER / "muon").iterdir():
+        truncate(path)
+    assert train_gpt.main(alone) == 0
+    assert resumed(log_of(tmp_path / "runs")) == {"muon": []}
+
+
+def test_the_bound_sees_lost_state(alone: list[str], stopped: Stopped, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A mistake on the way must be far outside of BOUND: here the optimizer's state is lost."""
+    stopped.main(alone)
+    monkeypatch.setattr(checkpoints, "set_optimizer_state_dict", lambda model, optimizer, state: optimizer.state.clear())
+    assert train_gpt.main(alone) == 0
+    pairs = zip(losses(log_of(tmp_path / "runs"), "muon"), whole_run(alone, tmp_path / "whole"), strict=True)
+    assert max(abs(one - other) for one, other in pairs) > 1000 * BOUND
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ("--d-model 32", "model d_model was 16, is now 32"),
+        ("--steps 13", "train steps was 12, is now 13"),
+        ("--seed 1 --lr 0.5", "train seed was 0, is now 1; optimizer lr was 0.016, is now 0.5"),
+        ("--valid-fraction 0.5", "data digest was"),
+    ],
+)
+def test_checkpoints_of_other_options_are_refused_and_left_alone(
+    flags: str, message: str, alone: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str], stopped: Stopped
+) -> None:
+    folder = tmp_path / "kept"
+    named = [*alone, "--checkpoint-dir", str(folder)]
+    stopped.main(named, after=4)
+    before = files_below(tmp_path)
+    with pytest.raises(SystemExit) as end:
+        train_gpt.main([*named, *flags.split()])
+    assert end.value.code == 2
+    said = capsys.readouterr().err
+    assert f"--checkpoint-dir {folder}: its checkpoints were made with other options: {message}" in said
+    assert "Use those options, or name another --checkpoint-dir" in said
+    assert files_below(tmp_path) == before
+
+
+def test_other_folders_are_refused(alone: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    mine = tmp_path / "mine"
+    mine.mkdir()
+    (mine / "thesis.txt").write_text("years of work")
+    with pytest.raises(SystemExit):
+        train_gpt.main([*alone, "--checkpoint-dir", str(mine)])
+    assert "there are other things in this folder" in capsys.readouterr().err
+    assert [path.name for path in mine.iterdir()] == ["thesis.txt"]
+    with pytest.raises(SystemExit):
+        train_gpt.main([*alone, "--checkpoint-dir", str(tmp_path / "new"), "--checkpoint-every", "0"])
+    assert "--checkpoint-dir without --checkpoint-every" in capsys.readouterr().err
+    with checkpoints.opened(tmp_path / "used", 1, {}), pytest.raises(ValueError, match="another run is using it"):
+        checkpoints.opened(tmp_path / "used", 1, {}).__enter__()
+    assert not (tmp_path / "runs").exists()
+
+
+def test_a_run_in_use_is_not_taken_over(alone: list[str], stopped: Stopped, tmp_path: Path) -> None:
+    stopped.main(alone)
+    first = run_folder(tmp_path / "runs")
+    options = json.loads((first / checkpoints.FOLDER / checkpoints.OPTIONS_FILE).read_text())["options"]
+    assert checkpoints.unfinished_run(tmp_path / "runs", ["muon"], options) == first
+    with checkpoints.opened(first / checkpoints.FOLDER, 3, options):
+        assert checkpoints.unfinished_run(tmp_path / "runs", ["muon"], options) is None
+
+
+def test_a_checkpoint_that_cannot_be_written_ends_the_run_with_a_report(
+    alone: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def no_room(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(checkpoints, "write_manifest", no_room)
+    assert train_gpt.main(alone) == 1
+    assert "the checkpoint could not be written ([Errno 28] No space left on device)" in capsys.readouterr().err
+    assert log_of(tmp_path / "runs")["runs"]["muon"]["evals"]
+    assert kept(tmp_path / "runs") == ["step-000003.tmp"]
+
+
+def test_progress_starts_where_the_run_goes_on(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = iter((0.0, 10.0))
+    monkeypatch.setattr("demo.progress.time.perf_counter", lambda: next(clock))
+    shown = progress.PlainProgress("meshmuon", 100, 64, done=80)
+    shown.step(90, 1.0, 0.1)
+    line = capsys.readouterr().out
+    assert "step 90/100" in line
+    assert "ETA 10 s" in line  # ten more steps, and the ten of this process took ten seconds
+    bar = progress._rich_bar()
+    progress.RichProgress(bar, "meshmuon", 100, 64, done=80)
+    assert bar.tasks[0].completed == 80
+
+
+def test_results_come_back_from_json_unchanged(tmp_path: Path) -> None:
+    result = train.RunResult("muon", {"lr": 0.1}, "finished", [train.EvalPoint(4, 0.1, 1 / 3)], [2 / 3, 1e-300])
+    result.resumed.append(train.ResumePoint(1, 3))
+    checkpoints._write_json(tmp_path / checkpoints.RESULT_FILE, asdict(result))
+    assert checkpoints._read_result(tmp_path) == result
