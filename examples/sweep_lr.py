@@ -1,8 +1,8 @@
-"""Find the learning rate of either optimizer for the demo's model, and write the table.
+"""Find the learning rate of either optimizer for the demo's model, or compare update rules, and write the table.
 
-Every combination of the given learning rates, weight decays, schemes and seeds is one training run of the
+Every combination of the given learning rates, weight decays, schemes, rules and seeds is one training run of the
 same length as the demo's. Results go to sweep.json after each run, so a stopped sweep continues where it was;
-sweep.md holds the table.
+sweep.md holds the table and, with several seeds, mean and spread over them.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
+import statistics
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, replace
@@ -26,7 +27,10 @@ from demo.report import machine
 from demo.train import NonFiniteLossError, Run, RunResult, TrainConfig
 
 Row = dict[str, Any]
-KEYS = ("optimizer", "scheme", "lr", "weight_decay", "seed", "steps")
+KEYS = ("optimizer", "scheme", "rule", "lr", "weight_decay", "seed", "steps")
+_HEAD = "| optimizer | scheme | rule | lr | weight decay | seed | steps | validation loss |"
+_RULE = "|---|---|---|--:|--:|--:|--:|--:|"
+CAUTIOUS = "cautious"  # the plain rule with cautious weight decay
 
 
 def parser() -> argparse.ArgumentParser:
@@ -55,6 +59,12 @@ def parser() -> argparse.ArgumentParser:
         nargs="+",
         help="Newton–Schulz schemes, for meshmuon (default: --scheme)",
     )
+    group.add_argument(
+        "--rules",
+        choices=(*options.RULES, CAUTIOUS),
+        nargs="+",
+        help="update rules, for meshmuon (default: --rule)",
+    )
     group.add_argument("--seeds", type=options.whole(0), nargs="+", help="seeds (default: --seed)")
     group.add_argument("--out", type=Path, default=Path("runs/sweep"), help="folder for sweep.json and sweep.md")
     options.add_model_options(result)
@@ -68,10 +78,11 @@ def combinations(args: argparse.Namespace) -> list[Row]:
     own_decay = args.weight_decay if args.optimizer == "muon" else args.adamw_weight_decay
     decays = args.weight_decays or [own_decay]
     schemes = (args.schemes or [args.scheme]) if args.optimizer == "muon" else [None]
+    rules = (args.rules or [CAUTIOUS if args.cautious else args.rule]) if args.optimizer == "muon" else [None]
     seeds = args.seeds or [args.seed]
     return [
-        dict(zip(KEYS, (args.optimizer, scheme, lr, decay, seed, args.steps), strict=True))
-        for seed, scheme, decay, lr in itertools.product(seeds, schemes, decays, args.lrs)
+        dict(zip(KEYS, (args.optimizer, scheme, rule, lr, decay, seed, args.steps), strict=True))
+        for seed, scheme, rule, decay, lr in itertools.product(seeds, schemes, rules, decays, args.lrs)
     ]
 
 
@@ -79,7 +90,9 @@ def configured(row: Row, base: OptimizerConfig) -> OptimizerConfig:
     """`base` with the row's hyperparameters."""
     if row["optimizer"] == "adamw":
         return replace(base, adamw_lr=row["lr"], adamw_weight_decay=row["weight_decay"])
-    return replace(base, lr=row["lr"], weight_decay=row["weight_decay"], scheme=row["scheme"])
+    cautious = row["rule"] == CAUTIOUS
+    rule = "plain" if cautious else row["rule"]
+    return replace(base, lr=row["lr"], weight_decay=row["weight_decay"], scheme=row["scheme"], rule=rule, cautious=cautious)
 
 
 def train_row(
@@ -112,19 +125,38 @@ def summary(result: RunResult) -> Row:
 
 
 def markdown(rows: list[Row]) -> str:
-    """The results as a table, sorted by optimizer, scheme, seed, weight decay and lr."""
-    lines = [
-        "| optimizer | scheme | lr | weight decay | seed | steps | validation loss |",
-        "|---|---|--:|--:|--:|--:|--:|",
-    ]
-    order = sorted(rows, key=lambda r: (r["optimizer"], r["scheme"] or "", r["seed"], r["weight_decay"], r["lr"]))
-    for row in order:
+    """The results as a table, sorted by optimizer, scheme, rule, seed, weight decay and lr; then the means over seeds."""
+    lines = [_HEAD, _RULE]
+    for row in sorted(rows, key=lambda r: (*_kind(r)[:3], r["seed"], r["weight_decay"], r["lr"])):
         loss = row["status"] if row["valid_loss"] is None else f"{row['valid_loss']:.4f}"
-        lines.append(
-            f"| {TITLES[row['optimizer']]} | {row['scheme'] or '–'} | {row['lr']:g} | {row['weight_decay']:g} "
-            f"| {row['seed']} | {row['steps']} | {loss} |"
-        )
-    return "\n".join(lines) + "\n"
+        lines.append(_line(row, str(row["seed"]), loss))
+    return "\n".join(lines) + "\n" + means(rows)
+
+
+def means(rows: list[Row]) -> str:
+    """Mean, standard deviation, smallest and largest loss of what was run with several seeds."""
+    kinds: dict[tuple[Any, ...], list[Row]] = {}
+    for row in rows:
+        kinds.setdefault(_kind(row), []).append(row)
+    lines = []
+    for _, some in sorted(kinds.items()):
+        losses = [row["valid_loss"] for row in some if row["valid_loss"] is not None]
+        if len(some) > 1 and len(losses) == len(some):
+            spread = f"{statistics.mean(losses):.4f} ± {statistics.stdev(losses):.4f} ({min(losses):.4f} to {max(losses):.4f})"
+            lines.append(_line(some[0], f"{len(some)} seeds", spread))
+    return "\n" + "\n".join([_HEAD, _RULE, *lines]) + "\n" if lines else ""
+
+
+def _kind(row: Row) -> tuple[Any, ...]:
+    """All but the seed."""
+    return row["optimizer"], row["scheme"] or "", row["rule"] or "", row["weight_decay"], row["lr"], row["steps"]
+
+
+def _line(row: Row, seed: str, loss: str) -> str:
+    return (
+        f"| {TITLES[row['optimizer']]} | {row['scheme'] or '–'} | {row['rule'] or '–'} | {row['lr']:g} | {row['weight_decay']:g} "
+        f"| {seed} | {row['steps']} | {loss} |"
+    )
 
 
 def save(out: Path, rows: list[Row], setting: Row) -> None:
@@ -151,7 +183,7 @@ def sweep(args: argparse.Namespace) -> Path:
     """Run what is missing and return the path of the table."""
     runtime, model, train = options.runtime(args), options.model_config(args), options.train_config(args)
     base, text = options.optimizer_config(args), options.corpus(args)
-    swept = {"lr", "adamw_lr", "weight_decay", "adamw_weight_decay", "scheme"}
+    swept = {"lr", "adamw_lr", "weight_decay", "adamw_weight_decay", "scheme", "rule", "cautious"}
     setting: Row = {
         "model": asdict(model),
         "train": {key: value for key, value in asdict(train).items() if key not in ("seed", "steps")},

@@ -29,6 +29,8 @@ class OptimizerConfig:
     momentum: float = 0.95
     ns_steps: int = 5
     scheme: str = "polar_express"
+    rule: str = "plain"
+    cautious: bool = False
 
 
 def build_optimizer(name: str, model: nn.Module, config: OptimizerConfig) -> torch.optim.Optimizer:
@@ -61,4 +63,6 @@ def _muon(model: nn.Module, config: OptimizerConfig) -> Muon:
         adamw_betas=BETAS,
         scheme=config.scheme,
         adjust_lr_fn="match_rms_adamw",
+        rule=config.rule,
+        cautious_weight_decay=config.cautious,
     )

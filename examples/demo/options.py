@@ -17,6 +17,7 @@ from demo.processes import Runtime, launched
 from demo.train import SCHEDULES, TrainConfig
 
 SCHEMES = ("polar_express", "keller")
+RULES = ("plain", "normuon", "muon_plus", "muoneq")
 
 
 def whole(minimum: int) -> Callable[[str], int]:
@@ -135,6 +136,8 @@ def add_optimizer_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--momentum", type=number(0, 1, or_equal=True), default=0.95, help="meshmuon's momentum")
     group.add_argument("--ns-steps", type=whole(1), default=5, help="Newton–Schulz steps of meshmuon")
     group.add_argument("--scheme", choices=SCHEMES, default=SCHEMES[0], help="Newton–Schulz coefficients")
+    group.add_argument("--rule", choices=RULES, default=RULES[0], help="meshmuon's update rule")
+    group.add_argument("--cautious", action="store_true", help="decay only weights that the update does not push away from zero")
 
 
 def model_config(args: argparse.Namespace) -> ModelConfig:
@@ -180,6 +183,8 @@ def optimizer_config(args: argparse.Namespace) -> OptimizerConfig:
         momentum=args.momentum,
         ns_steps=args.ns_steps,
         scheme=args.scheme,
+        rule=args.rule,
+        cautious=args.cautious,
     )
 
 

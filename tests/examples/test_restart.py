@@ -33,8 +33,8 @@ KILLED_BEFORE = 7  # counted from 0: seven steps are done, the last checkpoint h
 # batch and weights are the same, the order of float32 sums is not. Measured on 1, 3 and 4 processes against 2, both contenders:
 # 9.5e-7, two units in the last place. Ten times that is room for other machines; losing the optimizer's state costs over 1e-2.
 BOUND = 1e-5
-# When the first steps, too, were made on another number of processes: measured 1.5e-4 between 1 and 2. Matrices that start at
-# zero have gradients of low rank then, and Muon gives the directions that are only rounding as much weight as the others.
+# When the first steps, too, were made on another number of processes: measured 1.5e-4 between 1 and 2 processes, without any
+# restart. Probably because Muon gives directions of a gradient that are only rounding as much weight as the others.
 BOUND_FROM_START = 1e-3
 
 Log = dict[str, Any]
