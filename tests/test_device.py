@@ -1,10 +1,11 @@
-"""Recording and replaying work, and streams of it.
+"""Recording and replaying work, streams of it, and copies to host memory.
 
 No GPU is used here: the CUDA twin's logic runs against stand-ins for ``torch.cuda``, and was not run on a GPU.
 """
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -12,7 +13,20 @@ from typing import Any
 import pytest
 import torch
 
-from meshmuon.device import CudaReplay, CudaStreams, DirectReplay, DirectStreams, Streams, replay_for, streams_for
+from meshmuon.device import (
+    CudaReplay,
+    CudaStreams,
+    CudaTransfers,
+    DirectReplay,
+    DirectStreams,
+    DirectTransfers,
+    Streams,
+    Transfers,
+    known_to_host,
+    replay_for,
+    streams_for,
+    transfers_for,
+)
 
 
 class FakeCuda:
@@ -46,6 +60,9 @@ class FakeCuda:
                 self.marks += 1
                 fake.events.append(f"{self.name} marks {self.name}{self.marks}")
                 return f"{self.name}{self.marks}"
+
+            def synchronize(self) -> None:
+                fake.events.append(f"the host waits for {self.name}")
 
             def wait_event(self, event: str) -> None:
                 fake.events.append(f"{self.name} waits for {event}")
@@ -169,6 +186,10 @@ class FakeTensor:
     def record_stream(self, stream: Any) -> None:
         self._fake.events.append(f"{self._name} is used by {stream.name}")
 
+    def copy_(self, source: FakeTensor, non_blocking: bool = False) -> None:
+        how = "without waiting" if non_blocking else "waiting"
+        self._fake.events.append(f"copy {source._name} to {self._name}, {how}")
+
 
 def test_direct_streams_run_at_once() -> None:
     streams: Streams = DirectStreams()
@@ -275,3 +296,97 @@ def test_streams_follow_the_device(cuda: FakeCuda) -> None:
     assert cuda.devices == []
     assert type(streams_for(DEVICE)) is CudaStreams
     assert cuda.devices == [DEVICE]
+
+
+def test_direct_transfers_really_copy() -> None:
+    """The "device" memory may be freed or written at once; nothing is shared."""
+    transfers: Transfers = DirectTransfers()
+    device = torch.arange(6.0)
+    host = transfers.host_buffer(6, torch.float32)
+    assert (host.shape, host.dtype, host.device.type) == ((6,), torch.float32, "cpu")
+    transfers.store(host, device)
+    device.zero_()
+    transfers.settle()
+    assert host.tolist() == [0.0, 1.0, 2.0, 3.0, 4.0, 5.0]
+    back = torch.empty(6)
+    transfers.load(back, host)
+    host.zero_()
+    assert back.tolist() == [0.0, 1.0, 2.0, 3.0, 4.0, 5.0]
+
+
+def test_storing_runs_beside_and_after_what_the_device_was_given(cuda: FakeCuda) -> None:
+    """The memory it reads is kept for the side stream; neither the host nor the main stream waits."""
+    transfers, device, host = CudaTransfers(DEVICE), FakeTensor(cuda, "device"), FakeTensor(cuda, "host")
+    transfers.store(host, device)  # type: ignore[arg-type]
+    assert cuda.events == [
+        "side waits for main",
+        "enter side",
+        "copy device to host, without waiting",
+        "leave side",
+        "device is used by side",
+    ]
+
+
+def test_loading_runs_behind_what_was_stored_and_before_what_the_device_is_given_next(cuda: FakeCuda) -> None:
+    """New memory may still be read by the main stream's earlier work, so that the side stream waits for it."""
+    transfers, device, host = CudaTransfers(DEVICE), FakeTensor(cuda, "device"), FakeTensor(cuda, "host")
+    transfers.load(device, host)  # type: ignore[arg-type]
+    assert cuda.events == [
+        "side waits for main",
+        "enter side",
+        "copy host to device, without waiting",
+        "leave side",
+        "device is used by side",
+        "main waits for side",
+    ]
+
+
+def test_one_side_stream_orders_stores_and_loads(cuda: FakeCuda) -> None:
+    transfers, device, host = CudaTransfers(DEVICE), FakeTensor(cuda, "device"), FakeTensor(cuda, "host")
+    transfers.store(host, device)  # type: ignore[arg-type]
+    transfers.load(device, host)  # type: ignore[arg-type]
+    streams = [event.split()[1] for event in cuda.events if event.startswith("enter")]
+    assert streams == ["side", "side"]
+    assert cuda.devices == [DEVICE] * 4, "one stream of its own, and the current one at each call"
+
+
+def test_settling_is_the_only_wait_of_the_host(cuda: FakeCuda) -> None:
+    transfers, device, host = CudaTransfers(DEVICE), FakeTensor(cuda, "device"), FakeTensor(cuda, "host")
+    transfers.store(host, device)  # type: ignore[arg-type]
+    transfers.load(device, host)  # type: ignore[arg-type]
+    assert not any("the host waits" in event for event in cuda.events)
+    transfers.settle()
+    assert cuda.events[-1] == "the host waits for side"
+
+
+def test_host_buffers_of_a_gpu_are_pinned(cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[dict[str, Any]] = []
+    monkeypatch.setattr(torch, "empty", lambda size, **how: asked.append({"size": size, **how}))
+    CudaTransfers(DEVICE).host_buffer(5, torch.bfloat16)
+    DirectTransfers().host_buffer(5, torch.bfloat16)
+    plain = {"size": 5, "dtype": torch.bfloat16, "device": "cpu"}
+    assert asked == [{**plain, "pin_memory": True}, plain]
+
+
+def test_transfers_follow_the_device(cuda: FakeCuda) -> None:
+    assert type(transfers_for(torch.device("cpu"))) is DirectTransfers
+    assert cuda.devices == []
+    assert type(transfers_for(DEVICE)) is CudaTransfers
+    assert cuda.devices == [DEVICE]
+
+
+@pytest.mark.parametrize(
+    ("protocol", "twins"), [(Streams, (DirectStreams, CudaStreams)), (Transfers, (DirectTransfers, CudaTransfers))]
+)
+def test_twins_have_one_interface(protocol: type, twins: tuple[type, type]) -> None:
+    names = [name for name, value in vars(protocol).items() if inspect.isfunction(value) and not name.startswith("_")]
+    assert names
+    for twin in twins:
+        for name in names:
+            ours, wanted = (inspect.signature(getattr(one, name)).parameters for one in (twin, protocol))
+            assert ours == wanted, (twin, name)
+
+
+def test_what_the_host_knows() -> None:
+    assert known_to_host(torch.ones(()))
+    assert not known_to_host(torch.ones((), device="meta"))

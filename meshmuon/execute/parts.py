@@ -111,6 +111,7 @@ def apply(
         torch._foreach_mul_(params, decay)
     if isinstance(rate, Tensor):
         torch._foreach_mul_(updates, rate)
+        torch._foreach_add_(updates, 0.0)  # −0 becomes 0: at rate 0 a weight of −0 keeps its sign
         torch._foreach_sub_(params, updates)
     else:
         torch._foreach_add_(params, updates, alpha=-rate)

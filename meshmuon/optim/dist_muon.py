@@ -12,6 +12,7 @@ from torch import Tensor
 from ..errors import ConfigError, StateError, UnsupportedError
 from ..execute import DataParallelExecutor, Work
 from ..matrices import MatrixSet
+from ..plan import Plan
 from ..transport import averaged, broadcast, everyone
 from .collect import Parameter, gradient_of, parameters_of, work_of
 from .dtensors import as_dtensor
@@ -115,6 +116,12 @@ class DistMuon(Muon):
         plan, group = self._executor.plan, self.replica_group
         if plan is None or not isinstance(group, dist.ProcessGroup):
             return
+        with self._offload.resident(self.state) as absent:
+            if absent is not None:
+                raise absent
+            self._consolidate(plan, group)
+
+    def _consolidate(self, plan: Plan, group: dist.ProcessGroup) -> None:
         known = everyone([_kinds(self.state[param]) for param, _ in self._stepped], group)
         for task in plan.tasks:
             param, matrices = self._stepped[task.entry]

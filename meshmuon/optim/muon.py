@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -151,6 +150,7 @@ class Muon(torch.optim.Optimizer):
         self._nonfinite = NonFinite(nonfinite)
         self._offload = Offload()
         self._torn: BaseException | None = None  # why a step was left half done
+        self._untold: Exception | None = None  # what went wrong in the last step, until the other ranks have heard of it
         self._reset()
         defaults = {
             "lr": lr,
@@ -288,7 +288,7 @@ class Muon(torch.optim.Optimizer):
             state.restore_options(group, old, saved, self.defaults)
         state.restore(self.param_groups, self.state, adapted)
         self._offload.put_away(self.state)
-        self._torn = None
+        self._torn = self._untold = None
 
     def __getstate__(self) -> dict[str, Any]:
         kept = ("_settings", "_plan_options", "_comm_dtype", "_reference", "_debug")
@@ -310,7 +310,7 @@ class Muon(torch.optim.Optimizer):
         self._planner = Planner(self._plan_options, self._settings.form, path, self._replica_group)
         self._executor: StepExecutor = (ReferenceExecutor if self._reference else Executor)(self._settings)
         self._logged: tuple[str, ...] | None = None
-        self._untold: Exception | None = None  # what went wrong in the last step, until the other ranks have heard of it
+        self._untold = None
 
     def _agree(self, absent: Exception | None) -> tuple[list[Parameter], Outcome]:
         """What all ranks will do in this step; one rank's failed check is raised on all of them."""
@@ -320,7 +320,9 @@ class Muon(torch.optim.Optimizer):
                 "and of this optimizer first."
             )
         parameters, demands, failure = self._demands()
-        failure, self._untold = failure or self._untold or absent, None
+        failure = failure or self._untold or absent
+        if not isinstance(self._untold, StateError):  # what has parted stays so
+            self._untold = None
         nonfinite, busy = False, True
         if failure is None:
             try:
@@ -334,7 +336,14 @@ class Muon(torch.optim.Optimizer):
 
     def _run(self, parameters: list[Parameter], outcome: Outcome) -> None:
         """A step that all ranks have agreed on."""
-        scaling = Scaling.of(self)
+        scaling, parted = Scaling.of(self), outcome.repeats
+
+        def last() -> None:
+            nonlocal parted
+            before, parted = parted, True  # an error leaves other ranks with a step that this one has not made
+            self._adamw_step(parameters, outcome, mask)
+            parted = before
+
         if outcome.prepares:
             self._prepare(parameters, outcome)
         try:
@@ -345,7 +354,7 @@ class Muon(torch.optim.Optimizer):
             work = self._work(parameters, outcome, mask)
             if mask is not None:
                 silence([local_part(one.zeros) for one in work if one.zeros is not None], mask)
-            failure = self._executor.run(work, last=partial(self._adamw_step, parameters, outcome, mask))
+            failure = self._executor.run(work, last=last)
         except BaseException as error:  # also Ctrl-C: the others wait for what this rank will not send any more
             if outcome.exchange is not None:
                 self._torn = error
@@ -353,7 +362,7 @@ class Muon(torch.optim.Optimizer):
             raise
         if failure is not None:
             if outcome.exchange is not None:
-                self._untold = MeshmuonError(f"the step before this one failed: {type(failure).__name__}: {failure}")
+                self._untold = _to_tell(failure, parted)
             raise failure
 
     def _prepare(self, parameters: list[Parameter], outcome: Outcome) -> None:
@@ -417,6 +426,17 @@ def _only_creates_state(groups: Sequence[Mapping[str, Any]]) -> bool:
         return False
     gradients = [param.grad for group in groups for param in group["params"] if param.grad is not None]
     return not any(bool(local_part(grad).count_nonzero()) for grad in gradients)
+
+
+def _to_tell(failure: Exception, parted: bool) -> MeshmuonError:
+    """What the other ranks hear of a step that failed on this one; once, unless its parameters have ``parted`` from theirs."""
+    text = f"{type(failure).__name__}: {failure}"
+    if not parted:
+        return MeshmuonError(f"the step before this one failed: {text}")
+    return StateError(
+        f"an earlier step failed on this rank alone ({text}), so that its parameters are not those of the other ranks any more. "
+        "Load a checkpoint of the model and of this optimizer on all ranks."
+    )
 
 
 def _show_debug() -> None:

@@ -34,15 +34,20 @@ class Scaling:
     @classmethod
     def of(cls, optimizer: Any) -> Scaling:
         """The scaler sets two attributes before it calls ``step`` and removes them afterwards."""
-        return cls(getattr(optimizer, "grad_scale", None), getattr(optimizer, "found_inf", None))
+        scale, found = getattr(optimizer, "grad_scale", None), getattr(optimizer, "found_inf", None)
+        if found is not None and not isinstance(found, Tensor):
+            # The number 0, from a scaler that met no gradient; other ranks may have some, and take part in one more reduction.
+            first = next((param for group in optimizer.param_groups for param in group["params"]), None)
+            found = torch.full((), float(found), device=None if first is None else first.device)
+        return cls(scale, found)
 
     def remove(self, gradients: Sequence[Tensor]) -> None:
         """Divides the gradients by the scale, in place, as ``GradScaler.unscale_`` does."""
         if self.scale is None:
             return
-        inverse = self.scale.double().reciprocal().float()
+        inverse = self.scale.double().reciprocal().float().reshape(())
         for device, members in _by_device(gradients).items():
-            torch._foreach_mul_(members, inverse.to(device, non_blocking=True))
+            torch._foreach_mul_(members, _at(inverse, device))
 
 
 class NonFinite:
@@ -95,6 +100,8 @@ class NonFinite:
         self._skipped = self._skipped + 1
 
     def _raise(self, parameters: Sequence[Parameter]) -> None:
+        if not bool(_any_nonfinite(gradients_of(parameters))):  # one wait for the device; only a culprit is worth one each
+            return
         for one in parameters:
             if bool(_any_nonfinite(gradients_of([one]))):
                 raise GradientError(
@@ -106,7 +113,7 @@ class NonFinite:
 def silence(gradients: Sequence[Tensor], mask: Tensor) -> None:
     """Gradients that add nothing where ``mask`` is true. The zeros are negative: x + (−0) is x, bit for bit, also for −0."""
     for grad in gradients:
-        grad.masked_fill_(mask.to(grad.device, non_blocking=True), -0.0)
+        grad.masked_fill_(_at(mask, grad.device), -0.0)
 
 
 def gradients_of(parameters: Iterable[Parameter]) -> list[Tensor]:
@@ -121,8 +128,13 @@ def _any_nonfinite(gradients: Sequence[Tensor], device: torch.device | None = No
         return torch.zeros((), dtype=torch.bool, device=device)
     where = filled[0].device
     dtype = torch.float64 if any(grad.dtype == torch.float64 for grad in filled) else torch.float32
-    ends = [end.to(where, dtype, non_blocking=True) for grad in filled for end in torch.aminmax(grad)]
+    ends = [_at(end, where).to(dtype) for grad in filled for end in torch.aminmax(grad)]
     return ~torch.isfinite(torch.stack(ends)).all()
+
+
+def _at(tensor: Tensor, device: torch.device) -> Tensor:
+    """``tensor`` on ``device``. Only the host must wait for what comes to it: it would read what has not arrived yet."""
+    return tensor.to(device, non_blocking=device.type != "cpu")
 
 
 def _by_device(tensors: Iterable[Tensor]) -> dict[torch.device, list[Tensor]]:

@@ -38,6 +38,22 @@ class _Place(NamedTuple):
     def view(self, flat: Tensor) -> Tensor:
         return flat.as_strided(self.shape, self.stride, self.offset)
 
+    def alone(self, flat: Tensor) -> Tensor:
+        """As ``view``, but at the beginning of a storage of its own over the same memory.
+
+        torch can neither copy nor save a DTensor whose part begins elsewhere, and would save all of ``flat`` with a plain tensor.
+        """
+        first, last = (flat.itemsize * at for at in (self.offset, self.offset + self.span))
+        storage = flat.untyped_storage()[first:last]
+        return torch.empty(0, dtype=flat.dtype, device=flat.device).set_(storage, 0, self.shape, self.stride)
+
+    @property
+    def span(self) -> int:
+        """Elements from the first to the last."""
+        if 0 in self.shape:
+            return 0
+        return 1 + sum((size - 1) * stride for size, stride in zip(self.shape, self.stride, strict=True))
+
 
 @dataclass(slots=True)
 class _Pool:
@@ -50,12 +66,18 @@ class _Pool:
     flat: Tensor | None  # on the device, while the state is there
     out: list[Tensor]
 
+    def separate(self, place: _Place) -> Tensor:
+        local = torch.empty_strided(place.shape, place.stride, dtype=self.host.dtype, device=self.device)
+        self.transfers.load(local, place.view(self.host))
+        return local
+
 
 class Offload:
     """Moves all state of an optimizer; does nothing until it is turned on."""
 
     def __init__(self, *, on: bool = False) -> None:
         self.on = on
+        self._inside = False  # a step is under way
         self._pools: list[_Pool] = []
 
     def turn_on(self, states: _States) -> None:
@@ -64,26 +86,35 @@ class Offload:
         self._put_away(states)
 
     def turn_off(self, states: _States) -> None:
-        """Brings the state back for good."""
-        self._bring_back(states)
+        """Brings the state back for good, each tensor into memory of its own."""
+        self._bring_back(states, bulk=False)
         self._pools = []
         self.on = False
 
     @contextmanager
-    def resident(self, states: _States) -> Iterator[None]:
-        """The state is on its devices inside, and away again afterwards, also when a step fails."""
-        if not self.on:
-            yield
+    def resident(self, states: _States) -> Iterator[Exception | None]:
+        """The state is on its devices inside, and away again afterwards, also when a step fails.
+
+        Gives what kept the state from coming back: the other ranks must hear of it before this one raises it.
+        """
+        if not self.on or self._inside:
+            yield None
             return
-        self._bring_back(states)
+        failure: Exception | None = None
+        self._inside = True
         try:
-            yield
+            try:
+                self._bring_back(states)
+            except Exception as error:
+                failure = error
+            yield failure
         finally:
+            self._inside = False
             self._put_away(states)
 
     def put_away(self, states: _States) -> None:
         """Puts away what has come to the devices otherwise, by loading."""
-        if self.on:
+        if self.on and not self._inside:
             self._put_away(states)
 
     def settle(self) -> None:
@@ -91,18 +122,27 @@ class Offload:
         for pool in self._pools:
             pool.transfers.settle()
 
-    def _bring_back(self, states: _States) -> None:
+    @torch.inference_mode(False)  # what is made inside inference_mode could never be written outside
+    @torch.no_grad()
+    def _bring_back(self, states: _States, *, bulk: bool = True) -> None:
         for pool in self._pools:
-            pool.flat = torch.empty(pool.host.numel(), dtype=pool.host.dtype, device=pool.device)
-            pool.transfers.load(pool.flat, pool.host)
+            if pool.flat is not None:  # putting it away failed, and what the host has is older
+                continue
+            if bulk:
+                flat = torch.empty(pool.host.numel(), dtype=pool.host.dtype, device=pool.device)
+                pool.transfers.load(flat, pool.host)
+                pool.flat = flat
             for k, place in enumerate(pool.places):
                 if states.get(place.param, {}).get(place.key) is pool.out[k]:  # not loaded or freed by others meanwhile
-                    pool.out[k] = with_local(pool.out[k], place.view(pool.flat))
+                    local = pool.separate(place) if pool.flat is None else place.view(pool.flat)
+                    pool.out[k] = with_local(pool.out[k], local)
                     states[place.param][place.key] = pool.out[k]
         for param, key, value in _movable(states):
             if value.device != param.device:  # a copy of an optimizer whose state was away
                 states[param][key] = with_local(value, local_part(value).to(param.device))
 
+    @torch.inference_mode(False)
+    @torch.no_grad()
     def _put_away(self, states: _States) -> None:
         found: dict[tuple[torch.device, torch.dtype], list[tuple[Tensor, str, Tensor]]] = {}
         for param, key, value in _movable(states):
@@ -115,7 +155,7 @@ class Offload:
                 pool.transfers.store(pool.host, pool.flat)
             pool.flat = None
             for k, place in enumerate(pool.places):
-                pool.out[k] = with_local(pool.out[k], place.view(pool.host))
+                pool.out[k] = with_local(pool.out[k], place.alone(pool.host))
                 states[place.param][place.key] = pool.out[k]
 
     def _knows(self, found: list[list[tuple[Tensor, str, Tensor]]]) -> bool:
@@ -142,11 +182,13 @@ def _new_pool(device: torch.device, dtype: torch.dtype, members: list[tuple[Tens
     for param, key, value in members:
         local = local_part(value)
         places.append(_Place(param, key, local.shape, local.stride(), size))
-        span = 1 + sum((n - 1) * stride for n, stride in zip(local.shape, local.stride(), strict=True)) if local.numel() else 0
-        size += -(-span // step) * step
+        size += -(-places[-1].span // step) * step
     transfers = transfers_for(device)
-    with torch.inference_mode(False):  # made inside inference_mode it could never be written outside
-        host = transfers.host_buffer(size, dtype)
+    host = transfers.host_buffer(size, dtype)
     for place, (_, _, value) in zip(places, members, strict=True):
-        transfers.store(place.view(host), local_part(value))
+        local = local_part(value)
+        if local.device == device:
+            transfers.store(place.view(host), local)
+        else:  # it was away already, in another buffer
+            place.view(host).copy_(local)
     return _Pool(places, host, transfers, device, None, [value for _, _, value in members])

@@ -22,7 +22,7 @@ from ..execute import UpdateRule
 from ..layout import Layout, Mesh
 from ..matrices import MatrixSet
 from ..ortho import Orthogonalizer, Scheme, expected_flops
-from ..plan import Entry, Plan, PlanOptions, cost_model_for, make_plan
+from ..plan import NO_WAVE, Entry, Plan, PlanOptions, cost_model_for, make_plan
 from ..transport import Agreement, Exchange, Vote, exchange_group, host_group
 from .differences import Note, raise_failures, raise_mismatch, raise_other_plan, raise_torn_replicas
 from .dtensors import ReplicaGroup, groups_of, layouts_of, replica_ranks, replicated_layout, siblings
@@ -85,6 +85,7 @@ class Outcome:
         prepares: some rank makes its buffers anew, and all then say whether they are ready.
         nonfinite: some rank has a gradient that must not be stepped with.
         busy: some rank has more to do than creating state.
+        repeats: ranks compute the same matrix, each for itself.
     """
 
     plan: Plan
@@ -95,6 +96,7 @@ class Outcome:
     prepares: bool = False
     nonfinite: bool = False
     busy: bool = True
+    repeats: bool = False
 
 
 class _Link:
@@ -222,10 +224,11 @@ class Planner:
         zeros = frozenset(k for k, demand in enumerate(demands) if active[k] and not demand.active)
         plan = make_plan([entry for _, _, entry in chosen], self._options)
         exchange = None if self._link is None else self._link.exchange
-        self._outcome = Outcome(plan, tuple((k, part) for k, part, _ in chosen), zeros, exchange, self._rank())
+        members = tuple((k, part) for k, part, _ in chosen)
+        self._outcome = Outcome(plan, members, zeros, exchange, self._rank(), repeats=_repeats(plan))
         # What AdamW steps is no part of the plan, but ranks must agree on it as well.
         others = [active[k] for k, demand in enumerate(demands) if demand.matrices is None and self._layouts[k]]
-        self._token = _number_of((self._path, plan.digest, others, whose))
+        self._token = _number_of((self._path, plan.digest, others, whose, sum(map(bool, self._layouts))))
         self._agreed = self.demands = demands
 
     def _entries(self, demands: Sequence[Demand]) -> list[list[Entry]]:
@@ -340,6 +343,14 @@ def _runs(items: Sequence[tuple[int, _T]]) -> tuple[tuple[int, _T], ...]:
 def _number_of(facts: object) -> int:
     """A number below 2**60 that is equal for equal facts, on every rank."""
     return int(hashlib.sha256(repr(facts).encode()).hexdigest()[:15], 16)
+
+
+def _repeats(plan: Plan) -> bool:
+    """Whether ranks compute a matrix that others compute as well."""
+    shared = [task for task in plan.tasks if not plan.entries[task.entry].private]
+    return len({(task.entry, task.matrix) for task in shared}) < len(shared) or any(
+        task.wave == NO_WAVE and len(task.spread.place) > 1 for task in shared
+    )
 
 
 def _owners(plan: Plan) -> tuple[tuple[str, str], ...]:

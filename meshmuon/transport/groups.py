@@ -6,6 +6,7 @@ import hashlib
 import threading
 import weakref
 from collections.abc import Iterable, Sequence
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -79,10 +80,23 @@ def _new_group(ranks: Sequence[int], backend: str | None) -> dist.ProcessGroup:
     _wanted.name = f"{base} {known}"
     try:
         with named_phase("agreement"):
-            group: dist.ProcessGroup = dist.new_group(list(ranks), backend=backend, use_local_synchronization=True)
+            group: dist.ProcessGroup = dist.new_group(
+                list(ranks), backend=backend, timeout=_usual_timeout(), use_local_synchronization=True
+            )
     finally:
         _wanted.name = None
     return group
+
+
+def _usual_timeout() -> timedelta | None:
+    """What the default group was given; torch would let a new group wait for half an hour whatever that is."""
+    default = dist.group.WORLD
+    for device in ("cpu", "cuda"):
+        if default is not None and _has_backend(default, torch.device(device)):
+            found = getattr(getattr(default._get_backend(torch.device(device)), "options", None), "_timeout", None)
+            if isinstance(found, timedelta):
+                return found
+    return None
 
 
 def _group_name(ranks: list[int], use_hashed_name: bool) -> str:

@@ -1,0 +1,320 @@
+"""One rank's bad gradient is every rank's: all leave the step out, or all raise the same error.
+
+With ``masked`` the ranks decide on the device, as on GPUs; see tests/optim/test_nonfinite.py.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+
+from meshmuon import DistMuon, GradientError, Muon
+from meshmuon.optim import collect, nonfinite
+from meshmuon.optim import muon as muon_module
+
+from .threads import run_threads
+
+S0, S1, R = Shard(0), Shard(1), Replicate()
+SHAPES = ((7, 5), (4, 6), (9,), (3, 4))  # the last two for AdamW
+NAMES = ("first", "second", "norm", "embedding")
+BAD_STEPS = (1, 3)
+STEPS = 5
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Any:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def ranks(world: int, main: Callable[[int], Any], *, masked: bool = False) -> list[Any]:
+    """Ranks as threads; what they look up is replaced around them, never inside."""
+    with ExitStack() as stack:
+        if masked:
+            for module in (nonfinite, collect, muon_module):
+                stack.enter_context(patch.object(module, "known_to_host", lambda tensor: False))
+        return run_threads(world, main)
+
+
+def value(k: int, step: int = -1) -> Tensor:
+    return torch.randn(SHAPES[k], generator=torch.Generator().manual_seed(100 * (step + 2) + k))
+
+
+class Layout:
+    """How tensors lie on a mesh: by placements, or plain on every rank."""
+
+    def __init__(self, world: int, placements: Sequence[Any] | None, shape: tuple[int, ...] | None = None) -> None:
+        self.world, self.placements, self.shape = world, placements, shape or (world,)
+
+    def mesh(self) -> DeviceMesh | None:
+        return None if self.placements is None else init_device_mesh("cpu", self.shape)
+
+    def cut(self, tensor: Tensor, mesh: DeviceMesh | None) -> Tensor:
+        if mesh is None:
+            return tensor.clone()
+        placements = [S0 if one == S1 and tensor.dim() == 1 else one for one in self.placements or ()]
+        return distribute_tensor(tensor, mesh, placements, src_data_rank=None)
+
+
+LAYOUTS = {
+    "Shard(0) on 2": Layout(2, (S0,)),
+    "Shard(0) on 4, with empty shards": Layout(4, (S0,)),
+    "Shard(1) on 3": Layout(3, (S1,)),
+    "replicated": Layout(2, (R,)),
+    "HSDP": Layout(4, (R, S0), (2, 2)),
+    "TP×FSDP": Layout(4, (S0, S1), (2, 2)),
+    "plain with replica_group": Layout(3, None),
+}
+
+
+def local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def holders(k: int, layout: Layout) -> list[int]:
+    """Ranks that hold any element of tensor ``k``: which of them spoils it is the test's choice."""
+
+    def main(rank: int) -> bool:
+        return local(layout.cut(value(k), layout.mesh())).numel() > 0
+
+    return [rank for rank, holds in enumerate(run_threads(layout.world, main)) if holds]
+
+
+def build(layout: Layout, mesh: DeviceMesh | None, kind: type[Muon] = Muon, **options: Any) -> tuple[list[nn.Parameter], Muon]:
+    params = [nn.Parameter(layout.cut(value(k), mesh)) for k in range(len(SHAPES))]
+    if mesh is None and kind is Muon:
+        options["replica_group"] = dist.group.WORLD
+    groups = [
+        {"params": params[:2], "names": list(NAMES[:2]), "use_muon": True},
+        {"params": params[2:], "names": list(NAMES[2:]), "use_muon": False},
+    ]
+    return params, kind(groups, **{"lr": 0.01, **options})
+
+
+def everything(params: Sequence[Tensor], optimizer: Muon) -> list[Tensor]:
+    states = [optimizer.state.get(param, {}) for param in params]
+    return [local(one).detach().clone() for one in (*params, *(entry[key] for entry in states for key in sorted(entry)))]
+
+
+def assert_bits(actual: Sequence[Tensor], expected: Sequence[Tensor]) -> None:
+    assert len(actual) == len(expected)
+    for k, (a, b) in enumerate(zip(actual, expected, strict=True)):
+        assert torch.equal(*(one.contiguous().reshape(-1).view(torch.uint8) for one in (a, b))), f"tensor {k} differs"
+
+
+def train(
+    layout: Layout, rank: int, bad: tuple[int, int, float] | None, kind: type[Muon] = Muon, **options: Any
+) -> tuple[list[Tensor], int]:
+    """All steps; in BAD_STEPS rank ``bad[0]`` spoils tensor ``bad[1]`` with ``bad[2]``, or without ``bad`` no rank steps."""
+    mesh = layout.mesh()
+    params, optimizer = build(layout, mesh, kind, nonfinite="skip", **options)
+    for step in range(STEPS):
+        if bad is None and step in BAD_STEPS:
+            continue
+        for k, param in enumerate(params):
+            param.grad = layout.cut(value(k, step), mesh)
+        before = None
+        if bad is not None and step in BAD_STEPS:
+            if rank == bad[0]:
+                local(params[bad[1]].grad).view(-1)[0] = bad[2]  # type: ignore[arg-type]
+            before = everything(params, optimizer)
+        optimizer.step()
+        if before is not None:
+            assert_bits(everything(params, optimizer), before)
+        if bad is not None:
+            assert optimizer.skipped_steps == sum(one <= step for one in BAD_STEPS)
+    return everything(params, optimizer), optimizer.skipped_steps
+
+
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_one_rank_s_bad_gradient_is_skipped_by_all(name: str, masked: bool) -> None:
+    """Nothing changes on any rank, all count it, and finite steps equal those of a run that never saw it."""
+    layout = LAYOUTS[name]
+    expected = ranks(layout.world, lambda rank: train(layout, rank, None), masked=masked)
+    for k, bad in ((0, math.nan), (1, math.inf), (2, -math.inf), (3, math.nan)):
+        culprit = holders(k, layout)[-1]
+        found = ranks(layout.world, lambda rank, c=culprit, k=k, bad=bad: train(layout, rank, (c, k, bad)), masked=masked)
+        for (mine, skipped), (wanted, none) in zip(found, expected, strict=True):
+            assert (skipped, none) == (len(BAD_STEPS), 0)
+            assert_bits(mine, wanted)
+
+
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize(
+    "options", [{"use_distributed_muon": True}, {"chunk_size": 1, "warmup_step": 0}, {"rule": "normuon"}], ids=str
+)
+def test_other_ways_to_step(options: dict[str, Any], masked: bool) -> None:
+    layout = LAYOUTS["TP×FSDP"]
+    expected = ranks(layout.world, lambda rank: train(layout, rank, None, **options), masked=masked)
+    found = ranks(layout.world, lambda rank: train(layout, rank, (3, 0, math.nan), **options), masked=masked)
+    for (mine, _), (wanted, _) in zip(found, expected, strict=True):
+        assert_bits(mine, wanted)
+
+
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("world", [2, 3])
+def test_dist_muon(world: int, masked: bool) -> None:
+    """One rank's own gradient, before any averaging."""
+    layout = Layout(world, None)
+    expected = ranks(world, lambda rank: train(layout, rank, None, DistMuon), masked=masked)
+    for k, culprit in ((0, 0), (1, world - 1), (3, 1)):
+        bad = (culprit, k, math.inf)
+        found = ranks(world, lambda rank, bad=bad: train(layout, rank, bad, DistMuon), masked=masked)
+        for (mine, skipped), (wanted, _) in zip(found, expected, strict=True):
+            assert skipped == len(BAD_STEPS)
+            assert_bits(mine, wanted)
+
+
+def test_masked_and_host_decisions_agree_on_finite_steps() -> None:
+    """Momentum and AdamW bit for bit; Muon's weights within the rounding of rate·u, one unit in the last place per step."""
+    layout = LAYOUTS["TP×FSDP"]
+    host = ranks(4, lambda rank: train(layout, rank, None))
+    device = ranks(4, lambda rank: train(layout, rank, None), masked=True)
+    for (mine, _), (wanted, _) in zip(device, host, strict=True):
+        assert_bits(mine[2:], wanted[2:])
+        for a, b in zip(mine[:2], wanted[:2], strict=True):
+            assert a.numel() == 0 or (a - b).abs().max().item() <= 3 * 2.0**-22
+
+
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_all_ranks_raise_the_same(name: str, masked: bool) -> None:
+    layout = LAYOUTS[name]
+    culprit = holders(1, layout)[-1]
+    said: list[str] = [""] * layout.world
+
+    def main(rank: int) -> None:
+        mesh = layout.mesh()
+        params, optimizer = build(layout, mesh, nonfinite="raise", none_grad=False)
+        for step in range(2):
+            for k, param in enumerate(params):
+                param.grad = layout.cut(value(k, step), mesh)
+            if step == 1 and rank == culprit:
+                local(params[1].grad).view(-1)[0] = math.nan  # type: ignore[arg-type]
+            before = everything(params, optimizer)
+            if step == 1:
+                with pytest.raises(GradientError) as caught:
+                    optimizer.step()
+                said[rank] = str(caught.value)
+                assert_bits(everything(params, optimizer), before)
+                for k, param in enumerate(params):
+                    param.grad = layout.cut(value(k, step), mesh)
+            optimizer.step()
+        assert optimizer.skipped_steps == 0
+
+    ranks(layout.world, main, masked=masked)
+    assert len(set(said)) == 1
+    assert said[0].startswith(f"rank {culprit}: second has a gradient that is not finite")
+
+
+@pytest.mark.parametrize("masked", [False, True])
+def test_a_gradient_that_only_other_ranks_have(masked: bool) -> None:
+    """DistMuon takes zeros for it; they change no bit of a momentum of −0 either."""
+
+    def main(rank: int) -> None:
+        params, optimizer = build(Layout(2, None), None, DistMuon, nonfinite="skip")
+        for step in range(3):
+            for k, param in enumerate(params):
+                param.grad = None if rank == 1 and k in (0, 2) else value(k, step)
+            if step == 1:
+                for entry in optimizer.state.values():
+                    if "momentum_buffer" in entry:
+                        entry["momentum_buffer"].view(-1)[:3] = -0.0
+                if rank == 0:
+                    params[1].grad[0, 0] = math.nan  # type: ignore[index]
+                before = everything(params, optimizer)
+            optimizer.step()
+            if step == 1:
+                assert_bits(everything(params, optimizer), before)
+                assert optimizer.skipped_steps == 1
+
+    ranks(2, main, masked=masked)
+
+
+# ---- GradScaler on shards ------------------------------------------------------------------------------------------------------
+
+
+def scaled(
+    layout: Layout, rank: int, spoilt: int | None, kind: type[Muon] = Muon, *, before: bool
+) -> tuple[list[Tensor], float, int]:
+    """A scaler of 8 on every rank; rank ``spoilt`` has an infinity in step 1; without one no rank makes that step."""
+    mesh = layout.mesh()
+    params, optimizer = build(layout, mesh, kind)
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    scaler.scale(torch.ones(()))
+    for step in range(3):
+        if spoilt is None and step == 1:
+            continue
+        for k, param in enumerate(params):
+            param.grad = layout.cut(8 * value(k, step), mesh)
+        if spoilt == rank and step == 1:
+            local(params[0].grad).view(-1)[0] = math.inf  # type: ignore[arg-type]
+        if spoilt is not None and step == 2:  # the scale may have halved on this rank
+            for param in params:
+                local(param.grad).mul_(scaler.get_scale() / 8)  # type: ignore[arg-type]
+        if before:
+            scaler.unscale_(optimizer)
+        scaler.step(optimizer)
+        scaler.update()
+    return everything(params, optimizer), scaler.get_scale(), optimizer.skipped_steps
+
+
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("before", [False, True])
+@pytest.mark.parametrize("name", ["Shard(0) on 2", "Shard(0) on 4, with empty shards", "HSDP", "TP×FSDP"])
+def test_a_scaler_with_dtensors(name: str, before: bool, masked: bool) -> None:
+    """torch's scaler reduces what it finds over the axes along which the first gradient is cut, so that scales stay together."""
+    layout = LAYOUTS[name]
+    expected = ranks(layout.world, lambda rank: scaled(layout, rank, None, before=before), masked=masked)
+    spoilt = holders(0, layout)[0]
+    found = ranks(layout.world, lambda rank: scaled(layout, rank, spoilt, before=before), masked=masked)
+    # A replica of its own mind is not heard by torch, which takes replicas for equal; meshmuon hears it.
+    assert [scale for _, scale, _ in found] == ([4.0, 4.0, 8.0, 8.0] if name == "HSDP" else [4.0] * layout.world)
+    for (mine, _, skipped), (wanted, _, _) in zip(found, expected, strict=True):
+        assert skipped == 1
+        assert_bits(mine, wanted)
+
+
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("before", [False, True])
+@pytest.mark.parametrize("kind", [Muon, DistMuon])
+def test_scalers_that_part_do_no_harm_to_replicas(kind: type[Muon], before: bool, masked: bool) -> None:
+    """Only one rank finds an infinity, and only its scale halves. All leave the step out, and each divides by its own scale."""
+    layout = Layout(2, None)
+    expected = ranks(2, lambda rank: scaled(layout, rank, None, kind, before=before), masked=masked)
+    found = ranks(2, lambda rank: scaled(layout, rank, 1, kind, before=before), masked=masked)
+    assert [(scale, skipped) for _, scale, skipped in found] == [(8.0, 1), (4.0, 1)]
+    for (mine, _, _), (wanted, _, _) in zip(found, expected, strict=True):
+        assert_bits(mine, wanted)
+
+
+@pytest.mark.parametrize("masked", [False, True])
+def test_a_rank_whose_scaler_meets_no_gradient(masked: bool) -> None:
+    """It takes part in the decision with the others instead of leaving them waiting."""
+
+    def main(rank: int) -> int:
+        params, optimizer = build(Layout(2, None), None, DistMuon)
+        for step in range(2):
+            scaler = torch.amp.GradScaler("cpu", init_scale=8.0)  # torch's update() refuses to work without gradients
+            scaler.scale(torch.ones(()))
+            for k, param in enumerate(params):
+                param.grad = None if rank == 1 else 8 * value(k, step)
+            if rank == 0 and step == 1:
+                params[0].grad[0, 0] = math.inf  # type: ignore[index]
+            scaler.step(optimizer)
+        return optimizer.skipped_steps
+
+    assert ranks(2, main, masked=masked) == [1, 1]

@@ -1,0 +1,263 @@
+"""Offload on every layout: ranks end with the bits of one device that never offloaded. Ranks may differ in when it is on."""
+
+from __future__ import annotations
+
+import copy
+import io
+import random
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import Phase, given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.utils._pytree import tree_map_only
+
+from meshmuon import DistMuon, MeshmuonError, Muon, get_default_muon_param_groups
+from meshmuon.device import DirectTransfers
+from meshmuon.optim import offload
+
+from .cases import Case, Param, build, check, gradient, initial, place, same, single
+from .test_dist_muon import SHAPES, one_device, seeded, unused
+from .test_dist_muon import build as build_replicas
+from .test_random_layouts import Layouts, cases
+from .threads import run_threads
+
+S0, S1, R = Shard(0), Shard(1), Replicate()
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Any:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def toggles(seed: int) -> Callable[[Muon], None]:
+    """Turns offload on and off at random after steps, and looks at the state dict now and then."""
+    choices = random.Random(seed)
+
+    def watch(optimizer: Muon) -> None:
+        kind = choices.randrange(4)
+        if kind == 0:
+            optimizer.turn_off_cpu_offload()
+        elif kind < 3:
+            optimizer.turn_on_cpu_offload()
+        else:
+            optimizer.state_dict()
+
+    return watch
+
+
+@settings(max_examples=40, phases=[Phase.explicit, Phase.reuse, Phase.generate])
+@given(cases(), st.integers(0, 999))
+def test_random_layouts_with_offload_toggled(drawn: tuple[Case, Layouts, bool], seed: int) -> None:
+    """Every rank toggles at times of its own."""
+    case, layouts, _ = drawn
+    case = Case(tuple(one for one in case.params if not one.frozen), case.options, 6)
+    if not case.params:
+        return
+    expected = single(case)
+
+    def main(rank: int) -> None:
+        # state_dict gives zeros to parameters without a gradient so far: what their first gradient would have found
+        found = sharded_with(case, layouts, toggles(31 * seed + rank))
+        for k in range(len(case.params)):
+            same(found[0][k], part(case, layouts, k, expected[0][k]), f"parameter {k}")
+            wanted = expected[1][k]
+            if wanted is not None:
+                mine = found[1][k]
+                assert mine is not None
+                same(mine, part(case, layouts, k, wanted), f"momentum {k}")
+
+    def part(case: Case, layouts: Layouts, k: int, value: Tensor) -> Tensor:
+        return local(place(case, layouts.build(), k, value))
+
+    run_threads(layouts.world, main)
+
+
+def local(tensor: Tensor) -> Tensor:
+    return (tensor.detach().to_local() if isinstance(tensor, DTensor) else tensor.detach()).clone()
+
+
+def sharded_with(case: Case, layouts: Layouts, watch: Callable[[Muon], None]) -> tuple[list[Tensor], list[Tensor | None]]:
+    """The case on this rank; ``watch`` is called before the first step too."""
+    meshes = layouts.build()
+    params = [nn.Parameter(place(case, meshes, k, value)) for k, value in enumerate(initial(case))]
+    optimizer = build(case, params)
+    watch(optimizer)
+    for step in range(case.steps):
+        for k, param in enumerate(params):
+            value = gradient(case, step, k)
+            param.grad = None if value is None else place(case, meshes, k, value)
+        optimizer.step()
+        watch(optimizer)
+    momentum = [optimizer.state[p].get("momentum_buffer", optimizer.state[p].get("exp_avg")) for p in params]
+    return [local(p) for p in params], [None if m is None else local(m) for m in momentum]
+
+
+FIXED = {
+    "empty shards": (Layouts((8,)), (Param((3, 6), 0, (S0,)), Param((5,), 0, (S0,), muon=False), Param((2, 4), 0, (S1,)))),
+    "nothing but empty shards": (Layouts((4,)), (Param((1, 6), 0, (S0,)), Param((1,), 0, (S0,), muon=False))),
+    "experts": (Layouts((2, 2)), (Param((3, 5, 4), 0, (S0, S1)), Param((4, 6, 5), 0, (S0, R)))),
+    "half precision": (
+        Layouts((3,)),
+        (Param((7, 5), 0, (S0,), torch.bfloat16), Param((9,), 0, (S0,), torch.bfloat16, muon=False), Param((4, 4), 0, (S0,))),
+    ),
+    "rule": (Layouts((2, 2)), (Param((7, 5), 0, (S0, S1)), Param((2, 9), 0, (S0, R)), Param((5, 4, 3), 0, (R, S0)))),
+    "late": (Layouts((2,)), (Param((6, 5), 0, (S0,)), Param((5, 4), 0, (S0,), unused=(0, 1, 2)), Param((4, 4), None))),
+}
+
+
+@pytest.mark.parametrize("name", FIXED)
+def test_fixed_layouts(name: str) -> None:
+    layouts, params = FIXED[name]
+    options: dict[str, Any] = {"half precision": {"momentum_dtype": torch.float32}, "rule": {"rule": "normuon"}}
+    case = Case(params, options.get(name, {}), 7)
+    expected = single(case)
+    run_threads(layouts.world, lambda rank: check(case, layouts.build(), expected, watch=Muon.turn_on_cpu_offload))
+
+
+def test_the_state_of_a_dtensor_stays_one() -> None:
+    """While it is away: its mesh, placements and shapes are the parameter's, so that checkpoints know what it is."""
+
+    def main(rank: int) -> None:
+        mesh = init_device_mesh("cpu", (2,))
+        first, param = (nn.Parameter(distribute_tensor(torch.randn(5, 4), mesh, [S0], src_data_rank=None)) for _ in range(2))
+        optimizer = Muon([{"params": [first, param], "names": ["v", "w"], "use_muon": True}])
+        optimizer.turn_on_cpu_offload()
+        for _ in range(2):
+            for one in (first, param):
+                one.grad = distribute_tensor(torch.ones(5, 4), mesh, [S0], src_data_rank=None)
+            optimizer.step()
+        saved = optimizer.state_dict()["state"][1]["momentum_buffer"]
+        assert isinstance(saved, DTensor)
+        assert (saved.device_mesh, saved.placements, saved.shape) == (mesh, (S0,), (5, 4))
+        assert saved.to_local().shape == param.to_local().shape
+        assert torch.equal(saved.full_tensor(), torch.full((5, 4), 1.95))
+        assert saved.stride() == param.stride()
+        stored = io.BytesIO()
+        torch.save(optimizer.state_dict(), stored)
+        twin = copy.deepcopy(optimizer)
+        for one, step in ((optimizer, False), (twin, True)):
+            if step:
+                one.turn_off_cpu_offload()
+            _, value = (entry["momentum_buffer"] for entry in one.state.values())
+            assert torch.equal(copy.deepcopy(value).to_local(), saved.to_local())
+
+    run_threads(2, main)
+
+
+def test_checkpoints_through_torch_s_own_functions() -> None:
+    """Taken and loaded while the state is away, they continue as a run without either."""
+
+    def main(rank: int) -> None:
+        mesh = init_device_mesh("cpu", (2,))
+
+        def start() -> tuple[nn.Module, Muon]:
+            model = nn.Sequential(nn.Linear(6, 5), nn.Linear(5, 3))
+            generator = torch.Generator().manual_seed(0)  # the global one is shared by all threads
+            for param in model.parameters():
+                param.data.normal_(generator=generator)
+            fully_shard(model, mesh=mesh)
+            groups = get_default_muon_param_groups(model, is_muon_func=lambda name, param: param.dim() == 2)
+            return model, Muon(groups)
+
+        def steps(model: nn.Module, optimizer: Muon, numbers: range) -> None:
+            for step in numbers:
+                generator = torch.Generator().manual_seed(step)
+                model(torch.randn(4, 6, generator=generator)).square().mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+
+        model, optimizer = start()
+        steps(model, optimizer, range(5))
+        first, saving = start()
+        saving.turn_on_cpu_offload()
+        steps(first, saving, range(3))
+        saved = tree_map_only(Tensor, torch.clone, get_state_dict(first, saving))
+        steps(first, saving, range(3, 4))
+        second, loading = start()
+        loading.turn_on_cpu_offload()
+        set_state_dict(second, loading, model_state_dict=saved[0], optim_state_dict=saved[1])
+        steps(second, loading, range(3, 5))
+        for mine, wanted in zip(second.parameters(), model.parameters(), strict=True):
+            same(local(mine), local(wanted), "parameter")
+            for key, value in optimizer.state[wanted].items():
+                same(local(loading.state[mine][key]), local(value), key)
+
+    run_threads(2, main)
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_dist_muon(world: int) -> None:
+    """Momentum exists on owners only, owners change with the active set, and consolidate() works while the state is away."""
+    steps = 6
+    expected, momentum = one_device(world, SHAPES, steps=steps)
+
+    def main(rank: int) -> None:
+        params, optimizer = build_replicas(DistMuon, SHAPES)
+        choices = random.Random(rank)
+        for step in range(steps):
+            (optimizer.turn_off_cpu_offload if choices.random() < 0.2 else optimizer.turn_on_cpu_offload)()
+            for k, param in enumerate(params):
+                param.grad = None if unused(step, k) else seeded(SHAPES[k], step, k, rank)
+            optimizer.step()
+            if step == 3:
+                optimizer.consolidate()
+        optimizer.turn_on_cpu_offload()
+        optimizer.consolidate()
+        for k, (param, wanted) in enumerate(zip(params, expected, strict=True)):
+            same(param.detach(), wanted, f"parameter {k}")
+        saved = optimizer.state_dict()["state"]
+        for k, wanted in enumerate(momentum):
+            same(saved[k]["momentum_buffer"], wanted, f"momentum {k}")
+
+    run_threads(world, main)
+
+
+def test_one_rank_that_cannot_bring_its_state_back_stops_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The others hear of it instead of waiting, nothing is stepped, and the next step goes on."""
+    case = Case((Param((6, 4), 0, (S0,)), Param((5,), 0, (S0,), muon=False)), {}, 3)
+    expected = single(case)
+
+    failing: set[str] = set()
+
+    class Full(DirectTransfers):
+        def load(self, device: Tensor, host: Tensor) -> None:
+            if threading.current_thread().name in failing:
+                raise torch.OutOfMemoryError("the device is full")
+            super().load(device, host)
+
+    monkeypatch.setattr(offload, "transfers_for", lambda device: Full())
+
+    def main(rank: int) -> None:
+        threading.current_thread().name = f"rank {rank}"
+        (mesh,) = Layouts((3,)).build()
+        params = [nn.Parameter(place(case, [mesh], k, value)) for k, value in enumerate(initial(case))]
+        optimizer = build(case, params, none_grad=False)
+        optimizer.turn_on_cpu_offload()
+        for step in range(case.steps):
+            for k, param in enumerate(params):
+                value = gradient(case, step, k)
+                assert value is not None
+                param.grad = place(case, [mesh], k, value)
+            if step == 2:
+                if rank == 1:
+                    failing.add("rank 1")
+                with pytest.raises(MeshmuonError, match="rank 1: OutOfMemoryError: the device is full"):
+                    optimizer.step()
+                failing.discard(f"rank {rank}")
+            optimizer.step()
+        for k, param in enumerate(params):
+            same(local(param), local(place(case, [mesh], k, expected[0][k])), f"parameter {k}")
+
+    run_threads(3, main)
