@@ -14,6 +14,7 @@ from .errors import (
 )
 from .optim import (
     DistMuon,
+    MaxLogits,
     Muon,
     MuonEq,
     MuonPlus,
@@ -35,6 +36,7 @@ __all__ = [
     "ConfigError",
     "DistMuon",
     "GradientError",
+    "MaxLogits",
     "MeshmuonError",
     "Muon",
     "MuonEq",

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..matrices import MatrixSet
 from ..ortho import Orthogonalizer, Scheme, scratch_bytes
@@ -16,8 +16,13 @@ from ..plan import Item
 __all__ = ["UpdateRule", "Work", "WorkSettings", "local_part"]
 
 
+_PLAIN = (Tensor, nn.Parameter)
+
+
 def local_part(tensor: Tensor) -> Tensor:
     """What this rank holds of ``tensor``: a DTensor's local tensor, a plain tensor itself."""
+    if type(tensor) in _PLAIN:  # looking for an attribute that is not there takes far longer
+        return tensor
     to_local = getattr(tensor, "to_local", None)
     return tensor if to_local is None else to_local()
 

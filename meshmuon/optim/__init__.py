@@ -2,6 +2,7 @@
 
 from .clipping import clip_grad_norm_, total_grad_norm
 from .dist_muon import DistMuon
+from .max_logits import MaxLogits
 from .muon import Muon
 from .routing import get_default_muon_param_groups
 from .rules import MuonEq, MuonPlus, NorMuon, UpdateRule
@@ -9,6 +10,7 @@ from .table import RoutingRow, RoutingTable
 
 __all__ = [
     "DistMuon",
+    "MaxLogits",
     "Muon",
     "MuonEq",
     "MuonPlus",

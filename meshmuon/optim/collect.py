@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ..device import known_to_host
 from ..errors import GradientError
-from ..execute import UpdateRule, Work, WorkSettings
+from ..execute import UpdateRule, Work, WorkSettings, local_part
 from ..matrices import Inside, matrices_inside
 from ..ortho import Orthogonalizer, Scheme, default_compute_dtype, resolve_scheme
 from . import state
@@ -21,7 +21,7 @@ from .lr import lr_factor
 from .planning import Demand, Outcome
 from .rules import resolve_rule
 
-__all__ = ["Parameter", "check_step", "demands_of", "gradient_of", "numbers_of", "parameters_of", "work_of"]
+__all__ = ["Parameter", "check_step", "demands_of", "gradient_of", "numbers_of", "only_creates_state", "parameters_of", "work_of"]
 
 _NUMBERS = {
     True: ("lr", "momentum", "nesterov", "weight_decay", "adjust_lr_fn", "maximize", "momentum_dtype", "cautious_weight_decay"),
@@ -246,3 +246,12 @@ def _check_gradient(name: str, param: Tensor, grad: Tensor) -> None:
         )
     if grad.is_complex():
         raise GradientError(f"{name} has a complex gradient ({grad.dtype}). Optimize the real view: torch.view_as_real(param).")
+
+
+def only_creates_state(groups: Sequence[Mapping[str, Any]]) -> bool:
+    """Whether a first step has nothing to do but to create state: lr 0 everywhere and gradients of zeros."""
+    rates = [group["lr"] for group in groups]
+    if any((isinstance(lr, Tensor) and not known_to_host(lr)) or lr != 0 for lr in rates):
+        return False
+    gradients = [param.grad for group in groups for param in group["params"] if param.grad is not None]
+    return not any(bool(local_part(grad).count_nonzero()) for grad in gradients)

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from .. import errors
-from ..errors import GradientError, MeshmuonError, PlanMismatchError
+from ..errors import GradientError, MeshmuonError, PlanMismatchError, StateError
 from ..layout import Layout
 
-__all__ = ["Note", "raise_failures", "raise_mismatch", "raise_other_plan", "raise_torn_replicas"]
+__all__ = ["Note", "raise_failures", "raise_mismatch", "raise_other_plan", "raise_torn_replicas", "to_tell"]
 
 
 _T = TypeVar("_T")
@@ -132,3 +132,14 @@ def raise_torn_replicas(active: Mapping[int, Sequence[bool]], parameters: Sequen
                         f"{name} has a gradient on rank {having[0]} and none on rank {lacking[0]}, which hold the same elements. "
                         "Replicas must have equal gradients: reduce them before step(), or set p.grad = torch.zeros_like(p)."
                     )
+
+
+def to_tell(failure: Exception, parted: bool) -> MeshmuonError:
+    """What the other ranks hear of a step that failed on this one; once, unless its parameters have ``parted`` from theirs."""
+    text = f"{type(failure).__name__}: {failure}"
+    if not parted:
+        return MeshmuonError(f"the step before this one failed: {text}")
+    return StateError(
+        f"an earlier step failed on this rank alone ({text}), so that its parameters are not those of the other ranks any more. "
+        "Load a checkpoint of the model and of this optimizer on all ranks."
+    )

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..errors import ConfigError, GradientError, UnsupportedError
 from ..layout import Layout, Mesh, Placement, Replicated, Sharded, coordinates, flat_index
@@ -35,8 +35,13 @@ __all__ = [
 ]
 
 
+_PLAIN = (Tensor, nn.Parameter)
+
+
 def as_dtensor(tensor: Tensor) -> DTensor | None:
     """``tensor`` if it is a DTensor."""
+    if type(tensor) in _PLAIN:
+        return None
     tensors = sys.modules.get("torch.distributed.tensor")  # importing it costs a second, and without it there is no DTensor
     return tensor if tensors is not None and isinstance(tensor, tensors.DTensor) else None
 

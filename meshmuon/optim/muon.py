@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
@@ -11,27 +10,27 @@ import torch
 from torch import Tensor
 from torch.profiler import record_function
 
-from ..device import known_to_host
-from ..errors import ConfigError, MeshmuonError, RoutingWarning, StateError, TransportError, UnsupportedError
+from ..errors import ConfigError, RoutingWarning, StateError, TransportError
 from ..execute import DEFAULT_MEMORY_BUDGET, Executor, ExecutorSettings, ReferenceExecutor, StepExecutor, Work, local_part
 from ..matrices import Split, check_expert_keys
 from ..ortho import SchemeLike, resolve_scheme
 from ..plan import Plan, PlanOptions, cost_model_for
 from . import state
 from .adamw import adamw_step
-from .collect import Parameter, check_step, demands_of, gradient_of, numbers_of, work_of
+from .collect import Parameter, check_step, demands_of, gradient_of, numbers_of, only_creates_state, work_of
+from .debug import RouteLog
+from .differences import to_tell
 from .dtensors import ReplicaGroup
 from .groups import check_dtype, check_group, normalise_group, normalise_params, storable_scheme, storable_split
 from .lr import AdjustLR
 from .nonfinite import NonFinite, Scaling, gradients_of, silence
 from .offload import Offload
 from .planning import Demand, Outcome, Planner
+from .qk_clip import QKClip
 from .rules import RuleLike
 from .table import RoutingTable, build_routing_table
 
 __all__ = ["Muon"]
-
-_logger = logging.getLogger("meshmuon")
 
 
 class Muon(torch.optim.Optimizer):
@@ -60,7 +59,7 @@ class Muon(torch.optim.Optimizer):
         adamw_eps: epsilon of the AdamW groups (a group may also say ``eps``).
         none_grad: free the gradients of Muon parameters as soon as the step has used them.
         debug: log each parameter's route whenever the plan changes.
-        clip_config: QK-clip; not available in this version, leave it at None.
+        clip_config: QK-clip, as in ``{"head_dim": 128, "threshold": 100}``; see docs/qk_clip.md. Acts on ``qk_logits``.
         warmup_step: waves that may be under way beside the one that computes (``warmup_step + 1`` in flight).
         chunk_size: most matrices per wave of an exchange and per batch; -1 lets ``memory_budget`` decide.
         use_distributed_muon: the reference path for verification: all-gather whole matrices, compute all of them on every rank.
@@ -135,8 +134,7 @@ class Muon(torch.optim.Optimizer):
         rule: RuleLike = "plain",
         cautious_weight_decay: bool = False,
     ) -> None:
-        if clip_config:
-            raise UnsupportedError("clip_config: QK-clip is not available in this version of meshmuon; pass None.")
+        self._qk_clip = QKClip(clip_config)
         if warmup_step < 0:
             raise ConfigError(f"warmup_step={warmup_step} must be at least 0.")
         resolve_scheme(scheme, ns_steps)
@@ -194,26 +192,25 @@ class Muon(torch.optim.Optimizer):
 
         Args:
             closure: evaluates the model again and returns the loss.
-            qk_logits: largest attention logits per head; not available in this version, leave it at None.
+            qk_logits: layer → tensor of the largest attention logit of each head, the same on all ranks, as ``MaxLogits.collect``
+                gives it; needs ``clip_config``.
 
         Returns:
             What ``closure`` returned, or None.
         """
-        if qk_logits is not None:
-            raise UnsupportedError("qk_logits: QK-clip is not available in this version of meshmuon; pass None.")
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
         with self._offload.resident(self.state) as absent:
-            parameters, outcome = self._agree(absent)  # checks everything, on all ranks; nothing is written before it returns
+            parameters, outcome = self._agree(absent, qk_logits)  # checks everything, on all ranks, before any write
             if outcome.nonfinite:
                 self._leave_out(parameters)
             elif not outcome.busy:
                 self._create_state()
             else:
-                self._log_routes(parameters)
-                self._run(parameters, outcome)
+                self._log.tell(parameters, self.routing_table)
+                self._run(parameters, outcome, qk_logits)
         return loss
 
     @property
@@ -291,7 +288,7 @@ class Muon(torch.optim.Optimizer):
         self._torn = self._untold = None
 
     def __getstate__(self) -> dict[str, Any]:
-        kept = ("_settings", "_plan_options", "_comm_dtype", "_reference", "_debug")
+        kept = ("_settings", "_plan_options", "_comm_dtype", "_reference", "_debug", "_qk_clip")
         self._offload.settle()
         options = {"_nonfinite_policy": self._nonfinite.policy, "_offloaded": self._offload.on}
         return {**super().__getstate__(), **{name: getattr(self, name) for name in kept}, **options}
@@ -309,10 +306,10 @@ class Muon(torch.optim.Optimizer):
         path = f"use_distributed_muon={self._reference}"
         self._planner = Planner(self._plan_options, self._settings.form, path, self._replica_group)
         self._executor: StepExecutor = (ReferenceExecutor if self._reference else Executor)(self._settings)
-        self._logged: tuple[str, ...] | None = None
+        self._log = RouteLog(on=self._debug)
         self._untold = None
 
-    def _agree(self, absent: Exception | None) -> tuple[list[Parameter], Outcome]:
+    def _agree(self, absent: Exception | None, qk_logits: Any) -> tuple[list[Parameter], Outcome]:
         """What all ranks will do in this step; one rank's failed check is raised on all of them."""
         if self._torn is not None:
             raise StateError(
@@ -327,14 +324,16 @@ class Muon(torch.optim.Optimizer):
         if failure is None:
             try:
                 check_step(parameters, demands, self.state)
+                self._qk_clip.check(parameters, qk_logits)
                 nonfinite = self._nonfinite.known(parameters, Scaling.of(self))
-                busy = bool(self.state) or not _only_creates_state(self.param_groups)
+                busy = bool(self.state) or not only_creates_state(self.param_groups)
             except Exception as error:  # raised again below, once the other ranks know
                 failure = error
-        held, numbers = self._executor.plan, numbers_of(self.param_groups)
+        clip = self._qk_clip.signature(qk_logits)
+        held, numbers = self._executor.plan, [f"{one}, {clip}" for one in numbers_of(self.param_groups)]
         return parameters, self._planner.outcome(demands, failure, held=held, nonfinite=nonfinite, busy=busy, numbers=numbers)
 
-    def _run(self, parameters: list[Parameter], outcome: Outcome) -> None:
+    def _run(self, parameters: list[Parameter], outcome: Outcome, qk_logits: Any) -> None:
         """A step that all ranks have agreed on."""
         scaling, parted = Scaling.of(self), outcome.repeats
 
@@ -355,6 +354,8 @@ class Muon(torch.optim.Optimizer):
             if mask is not None:
                 silence([local_part(one.zeros) for one in work if one.zeros is not None], mask)
             failure = self._executor.run(work, last=last)
+            if failure is None:
+                self._qk_clip.apply(parameters, qk_logits, mask)
         except BaseException as error:  # also Ctrl-C: the others wait for what this rank will not send any more
             if outcome.exchange is not None:
                 self._torn = error
@@ -362,7 +363,7 @@ class Muon(torch.optim.Optimizer):
             raise
         if failure is not None:
             if outcome.exchange is not None:
-                self._untold = _to_tell(failure, parted)
+                self._untold = to_tell(failure, parted)
             raise failure
 
     def _prepare(self, parameters: list[Parameter], outcome: Outcome) -> None:
@@ -407,40 +408,3 @@ class Muon(torch.optim.Optimizer):
 
     def _adamw_gradients(self, params: Sequence[Tensor]) -> list[Tensor]:
         return [gradient_of(param) for param in params]
-
-    def _log_routes(self, parameters: Sequence[Parameter]) -> None:
-        if not self._debug:
-            return
-        names = tuple(one.name for one in parameters if one.param.grad is not None)
-        if names != self._logged:
-            self._logged = names
-            _show_debug()
-            for row in self.routing_table().rows:
-                _logger.debug("%s%s", row, "" if row.name in names else " (no gradient)")
-
-
-def _only_creates_state(groups: Sequence[Mapping[str, Any]]) -> bool:
-    """Whether a first step has nothing to do but to create state: lr 0 everywhere and gradients of zeros."""
-    rates = [group["lr"] for group in groups]
-    if any((isinstance(lr, Tensor) and not known_to_host(lr)) or lr != 0 for lr in rates):
-        return False
-    gradients = [param.grad for group in groups for param in group["params"] if param.grad is not None]
-    return not any(bool(local_part(grad).count_nonzero()) for grad in gradients)
-
-
-def _to_tell(failure: Exception, parted: bool) -> MeshmuonError:
-    """What the other ranks hear of a step that failed on this one; once, unless its parameters have ``parted`` from theirs."""
-    text = f"{type(failure).__name__}: {failure}"
-    if not parted:
-        return MeshmuonError(f"the step before this one failed: {text}")
-    return StateError(
-        f"an earlier step failed on this rank alone ({text}), so that its parameters are not those of the other ranks any more. "
-        "Load a checkpoint of the model and of this optimizer on all ranks."
-    )
-
-
-def _show_debug() -> None:
-    """debug=True shows its lines even where logging was never configured."""
-    if not _logger.hasHandlers():
-        _logger.addHandler(logging.StreamHandler())
-    _logger.setLevel(logging.DEBUG)

@@ -7,6 +7,7 @@ import threading
 import weakref
 from collections.abc import Iterable, Sequence
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -81,22 +82,22 @@ def _new_group(ranks: Sequence[int], backend: str | None) -> dist.ProcessGroup:
     try:
         with named_phase("agreement"):
             group: dist.ProcessGroup = dist.new_group(
-                list(ranks), backend=backend, timeout=_usual_timeout(), use_local_synchronization=True
+                list(ranks), backend=backend, use_local_synchronization=True, **_usual_timeout()
             )
     finally:
         _wanted.name = None
     return group
 
 
-def _usual_timeout() -> timedelta | None:
-    """What the default group was given; torch would let a new group wait for half an hour whatever that is."""
+def _usual_timeout() -> dict[str, Any]:
+    """The default group's ``timeout``, if any; torch would let a new group wait for half an hour whatever that is."""
     default = dist.group.WORLD
     for device in ("cpu", "cuda"):
         if default is not None and _has_backend(default, torch.device(device)):
             found = getattr(getattr(default._get_backend(torch.device(device)), "options", None), "_timeout", None)
             if isinstance(found, timedelta):
-                return found
-    return None
+                return {"timeout": found}
+    return {}
 
 
 def _group_name(ranks: list[int], use_hashed_name: bool) -> str:

@@ -59,7 +59,7 @@ def reduce_norm(word: NormWord, groups: Sequence[dist.ProcessGroup], *, largest:
     packed = torch.stack([word.value, word.nan, *(torch.full_like(word.value, fact) for fact in facts)])
     operation = dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM
     for group in groups:
-        with named_phase("reduction of the gradients' norm"):
+        with named_phase("reduction of the gradients' norm", group):
             dist.all_reduce(packed, operation, group=group)
         # Later groups join ranks with other parameters: they only hear whether the ranks before them differed.
         packed[3] += packed[4]

@@ -20,7 +20,6 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 from meshmuon import DistMuon, GradientError, Muon
 from meshmuon.optim import collect, nonfinite
-from meshmuon.optim import muon as muon_module
 
 from .threads import run_threads
 
@@ -43,7 +42,7 @@ def ranks(world: int, main: Callable[[int], Any], *, masked: bool = False) -> li
     """Ranks as threads; what they look up is replaced around them, never inside."""
     with ExitStack() as stack:
         if masked:
-            for module in (nonfinite, collect, muon_module):
+            for module in (nonfinite, collect):
                 stack.enter_context(patch.object(module, "known_to_host", lambda tensor: False))
         return run_threads(world, main)
 

@@ -246,17 +246,6 @@ def test_bad_values_set_by_hand_write_nothing(change: dict[str, Any]) -> None:
         assert_same_bits(entry.values(), state[key].values())
 
 
-def test_qk_clip_is_not_there_yet() -> None:
-    with pytest.raises(UnsupportedError, match=r"clip_config: QK-clip is not available.*pass None"):
-        muon([matrix()], clip_config={"q_indices": [0], "k_indices": [1], "head_dim": 128, "threshold": 100})
-    params = [matrix()]
-    optimizer, before = muon(params), copies(params)
-    set_gradients(params, gradients(params, 0))
-    with pytest.raises(UnsupportedError, match=r"qk_logits: QK-clip is not available.*pass None"):
-        optimizer.step(qk_logits={0: torch.ones(2)})
-    assert_same_bits(params, before)
-
-
 @pytest.fixture
 def mesh() -> Iterator[Any]:
     """A mesh of one real rank and one that is not there."""

@@ -1,0 +1,246 @@
+"""What users change between steps: frozen parameters, late groups, other data, other shards. Exact, or refused on all ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from meshmuon import Muon
+from meshmuon.errors import MeshmuonError, PlanMismatchError, StateError
+
+from ..dist.threads import run_threads
+from .ranks import (
+    S1,
+    assert_equal,
+    assert_untouched,
+    everything,
+    give_gradients,
+    initial,
+    like,
+    muon_of,
+    on_mesh,
+    seeded,
+    world_mesh,
+)
+
+WORLD, ODD, STEPS = 3, 1, 5
+LAYOUTS = ("DTensors", "plain tensors")
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def build(layout: str) -> tuple[DeviceMesh | None, list[nn.Parameter], Muon]:
+    """This rank's part of the model: shards, or replicas whose work is divided."""
+    if layout == "DTensors":
+        mesh = world_mesh()
+        params = initial(mesh)
+        return mesh, params, muon_of(params)
+    params = initial(None)
+    return None, params, muon_of(params, replica_group=dist.group.WORLD)
+
+
+def give_data(param: nn.Parameter, value: Tensor) -> None:
+    """``p.data = value``; of a DTensor torch would change the outside only, so that it is swapped as a whole."""
+    if isinstance(param, DTensor):
+        torch.utils.swap_tensors(param, nn.Parameter(value))
+    else:
+        param.grad = None
+        param.data = value
+
+
+def refused(optimizer: Muon, kind: type[MeshmuonError]) -> str:
+    before = everything(optimizer)
+    with pytest.raises(kind) as caught:
+        optimizer.step()
+    assert_untouched(optimizer, before)
+    return str(caught.value)
+
+
+def one_text(texts: list[str]) -> str:
+    assert len(set(texts)) == 1, texts
+    return texts[0]
+
+
+Event = Callable[[int, DeviceMesh | None, list[nn.Parameter], Muon], None]
+
+
+def exact(layout: str, event: Event) -> None:
+    """Steps with ``event(step, …)`` in between: the bits of one device that lives through the same."""
+
+    def live(mesh: DeviceMesh | None, params: list[nn.Parameter], optimizer: Muon) -> None:
+        for step in range(STEPS):
+            give_gradients(params, step)
+            event(step, mesh, params, optimizer)
+            optimizer.step()
+
+    whole = initial(None)
+    live(None, whole, muon_of(whole))
+
+    def main(rank: int) -> None:
+        mesh, params, optimizer = build(layout)
+        live(mesh, params, optimizer)
+        assert_equal(params, [param.detach() for param in whole])
+
+    run_threads(WORLD, main)
+
+
+# Frozen and unfrozen.
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("chosen", [(1,), (0, 3), (5,), (0, 1, 2, 3, 4, 5)], ids=["one", "two", "AdamW", "all"])
+def test_frozen_and_unfrozen(layout: str, chosen: tuple[int, ...]) -> None:
+    def event(step: int, mesh: DeviceMesh | None, params: list[nn.Parameter], optimizer: Muon) -> None:
+        for k in chosen:
+            params[k].requires_grad_(step not in (1, 2))
+            if step in (1, 2):
+                params[k].grad = None
+
+    exact(layout, event)
+
+
+# Groups added late.
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("use_muon", [True, False])
+def test_a_group_added_late(layout: str, use_muon: bool) -> None:
+    def event(step: int, mesh: DeviceMesh | None, params: list[nn.Parameter], optimizer: Muon) -> None:
+        if step == 2:
+            params.append(nn.Parameter(on_mesh(seeded((7, 7), 40), mesh)))
+            params[-1].grad = on_mesh(seeded((7, 7), 41), mesh)
+            optimizer.add_param_group({"params": [("late", params[-1])], "use_muon": use_muon, "lr": 0.05})
+
+    exact(layout, event)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("use_muon", [True, False])
+@pytest.mark.parametrize("has_gradient", [True, False])
+def test_a_group_added_on_one_rank_only(layout: str, use_muon: bool, has_gradient: bool) -> None:
+    """Refused on all ranks, however often; and exact as soon as the others have added it too."""
+    late = seeded((7, 7), 40)
+    whole = [*initial(None), nn.Parameter(late.clone())]
+    reference = muon_of(whole[:-1])
+    reference.add_param_group({"params": [("late", whole[-1])], "use_muon": use_muon})
+    for step in range(2):
+        give_gradients(whole, step)
+        if step == 0:
+            whole[-1].grad = None
+        reference.step()
+
+    def main(rank: int) -> str:
+        mesh, params, optimizer = build(layout)
+        give_gradients(params, 0)
+        optimizer.step()
+        params.append(nn.Parameter(on_mesh(late.clone(), mesh)))
+        group = {"params": [("late", params[-1])], "use_muon": use_muon}
+        give_gradients(params if has_gradient else params[:-1], 1)
+        if rank == ODD:
+            optimizer.add_param_group(group)
+        text = refused(optimizer, PlanMismatchError)
+        assert refused(optimizer, PlanMismatchError) == text
+        if rank != ODD:
+            optimizer.add_param_group(group)
+        give_gradients(params, 1)
+        optimizer.step()
+        assert_equal(params, [param.detach() for param in whole])
+        return text
+
+    text = one_text(run_threads(WORLD, main))
+    assert text == "late: rank 1 has it, rank 0 does not. Add the same groups on every rank."
+
+
+# Other data.
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_other_data_of_the_same_shape(layout: str) -> None:
+    """``p.data`` swapped: the step works on what the parameter is now, with the momentum that it had."""
+
+    def event(step: int, mesh: DeviceMesh | None, params: list[nn.Parameter], optimizer: Muon) -> None:
+        if step in (1, 3):
+            for k in (0, 2, 5):
+                grad = params[k].grad
+                give_data(params[k], on_mesh(seeded(tuple(params[k].shape), 70 + k), mesh))
+                params[k].grad = grad
+
+    exact(layout, event)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("where", ["all ranks", "one rank"])
+@pytest.mark.parametrize("k", [0, 5], ids=["Muon", "AdamW"])
+def test_other_data_of_another_shape(layout: str, where: str, k: int) -> None:
+    def main(rank: int) -> str:
+        mesh, params, optimizer = build(layout)
+        give_gradients(params, 0)
+        optimizer.step()
+        give_gradients(params, 1)
+        if where == "all ranks" or rank == ODD:
+            other = on_mesh(torch.ones(*params[k].shape[:-1], params[k].shape[-1] + 1), mesh)
+            give_data(params[k], other)
+            params[k].grad = torch.ones_like(other)
+        return refused(optimizer, StateError)
+
+    text = one_text(run_threads(WORLD, main))
+    assert f"rank {0 if where == 'all ranks' else ODD}: {'abcdef'[k]} is now" in text
+    assert "Build a new optimizer" in text
+
+
+# Other shards.
+
+
+@pytest.mark.parametrize("where", ["all ranks", "one rank"])
+@pytest.mark.parametrize("how", ["other dim", "replicated", "plain"])
+def test_sharded_anew_between_steps(where: str, how: str) -> None:
+    def turned(value: Tensor, mesh: DeviceMesh) -> Tensor:
+        placements: dict[str, Any] = {"other dim": [S1], "replicated": [torch.distributed.tensor.Replicate()]}
+        return value if how == "plain" else distribute_tensor(value, mesh, placements[how], src_data_rank=None)
+
+    def main(rank: int) -> str:
+        mesh, params, optimizer = build("DTensors")
+        assert mesh is not None
+        give_gradients(params, 0)
+        optimizer.step()
+        give_gradients(params, 1)
+        if where == "all ranks" or rank == ODD:
+            state = optimizer.state.pop(params[0])
+            params[0] = nn.Parameter(turned(seeded((8, 6), 0), mesh))  # as a wrapper does that puts others in their place
+            params[0].grad = like(params[0], seeded((8, 6), 9))
+            optimizer.param_groups[0]["params"][0] = params[0]
+            optimizer.state[params[0]] = state
+        return refused(optimizer, StateError)
+
+    text = one_text(run_threads(WORLD, main))
+    assert f"rank {0 if where == 'all ranks' else ODD}: a now lies" in text
+    assert "Build a new optimizer after sharding parameters anew" in text
+
+
+def test_data_that_is_cut_otherwise() -> None:
+    """The data of a DTensor replaced by one with other placements."""
+
+    def main(rank: int) -> str:
+        mesh, params, optimizer = build("DTensors")
+        assert mesh is not None
+        give_gradients(params, 0)
+        optimizer.step()
+        other = distribute_tensor(seeded((8, 6), 0), mesh, [S1], src_data_rank=None)
+        give_data(params[0], other)
+        give_gradients(params, 1)
+        return refused(optimizer, StateError)
+
+    assert "a now lies" in one_text(run_threads(WORLD, main))

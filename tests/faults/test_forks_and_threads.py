@@ -1,0 +1,123 @@
+"""Steps in a fork of the process, and in other threads than the one that built the optimizer."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from meshmuon import DistMuon, Muon
+from meshmuon.errors import TransportError
+
+from .ranks import after, assert_equal, give_gradients, initial, local, muon_of, run_ranks, said_by_all, seeded, world_mesh
+
+
+def in_fork(folder: Path, work: Callable[[], str]) -> str:
+    """What ``work`` returns in a forked child, which ends after that."""
+    child = os.fork()
+    if child == 0:
+        try:
+            text = work()
+        except BaseException as error:
+            text = f"{type(error).__name__}: {error}"
+        (folder / f"fork{os.getpid()}").write_text(text)
+        os._exit(0)
+    end = time.monotonic() + 10
+    while os.waitpid(child, os.WNOHANG) == (0, 0):
+        if time.monotonic() > end:
+            os.kill(child, 9)
+            os.waitpid(child, 0)
+            return "hangs"
+        time.sleep(0.01)
+    return (folder / f"fork{child}").read_text()
+
+
+def steps(params: list[nn.Parameter], optimizer: Muon, first: int, last: int) -> None:
+    for step in range(first, last):
+        give_gradients(params, step)
+        optimizer.step()
+
+
+def forked_alone(rank: int, folder: Path) -> str:
+    """One process: the child goes on with its copy, the parent with its own."""
+    params = initial(None)
+    optimizer = muon_of(params)
+    steps(params, optimizer, 0, 2)
+
+    def child() -> str:
+        steps(params, optimizer, 2, 4)
+        assert_equal(params, after(4))
+        return "right"
+
+    text = in_fork(folder, child)
+    assert_equal(params, after(2))
+    steps(params, optimizer, 2, 5)
+    assert_equal(params, after(5))
+    return text
+
+
+def test_fork_of_a_single_process(tmp_path: Path) -> None:
+    assert said_by_all(run_ranks(1, forked_alone, tmp_path)) == ["right"]
+
+
+def forked_rank(rank: int, folder: Path, started: int, divided: bool) -> str:
+    """One of two ranks: the child has no connections, and says so at once; the parents go on."""
+    params = [nn.Parameter(seeded((6, 4), k)) for k in range(3)] if divided else initial(world_mesh())
+    optimizer = DistMuon(params) if divided else muon_of(params)
+    steps(params, optimizer, 0, started)
+
+    def child() -> str:
+        before = [local(param) for param in params]
+        give_gradients(params, started)
+        with pytest.raises(TransportError) as caught:
+            optimizer.step()
+        assert all(torch.equal(local(param), old) for param, old in zip(params, before, strict=True))
+        return str(caught.value)
+
+    text = in_fork(folder, child)
+    steps(params, optimizer, started, 4)
+    if not divided:
+        assert_equal(params, after(4))
+    return text
+
+
+@pytest.mark.parametrize("divided", [False, True], ids=["Muon", "DistMuon"])
+@pytest.mark.parametrize("started", [0, 2], ids=["before the first step", "later"])
+def test_fork_of_a_rank(started: int, divided: bool, tmp_path: Path) -> None:
+    for text in said_by_all(run_ranks(2, forked_rank, tmp_path, started, divided)):
+        assert "is a fork of process" in text
+        assert "in the agreement of a step" in text
+
+
+def threaded_rank(rank: int, folder: Path, fresh: bool) -> None:
+    """Built here, stepped elsewhere: in one other thread, or in a new one for every step."""
+    mesh = world_mesh()
+    params = initial(mesh)
+    optimizer = muon_of(params)
+    failures: list[BaseException] = []
+
+    def run(first: int, last: int) -> None:
+        try:
+            steps(params, optimizer, first, last)
+        except BaseException as error:
+            failures.append(error)
+
+    for first, last in ((step, step + 1) for step in range(4)) if fresh else [(0, 4)]:
+        thread = threading.Thread(target=run, args=(first, last))
+        thread.start()
+        thread.join(10)
+        assert not thread.is_alive()
+    assert not failures, failures
+    assert_equal(params, after(4))
+
+
+@pytest.mark.parametrize("fresh", [False, True], ids=["one thread", "a thread per step"])
+@pytest.mark.parametrize("world", [1, 2])
+def test_steps_in_another_thread(world: int, fresh: bool, tmp_path: Path) -> None:
+    said_by_all(run_ranks(world, threaded_rank, tmp_path, fresh))

@@ -1,0 +1,270 @@
+"""Ranks that die, stall or leave a step in the middle: the others raise an error that names the phase, and soon."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from meshmuon import DistMuon, Muon
+from meshmuon.errors import StateError, TransportError
+
+from .injector import Fault, fail_at, killed, note, raising, seconds_since, stalled
+from .ranks import Ended, after, assert_equal, give_gradients, initial, muon_of, run_ranks, said_by_all, seeded, world_mesh
+
+WORLD, LOST, STEPS = 4, 1, 5  # in a ring of four, rank 3 has no connection to rank 1
+
+
+@dataclass(frozen=True)
+class Report:
+    """How the steps of one rank ended: the error, how long after the fault, and what later steps raised and took."""
+
+    completed: int
+    kind: str
+    text: str
+    seconds: float
+    later: tuple[tuple[str, float], ...]
+
+    @property
+    def phase(self) -> str:
+        return self.text.split("ranks lost each other in the ")[1].split(" of a step")[0]
+
+
+def until_lost(optimizer: Muon, params: list[nn.Parameter], folder: Path, fault: Fault) -> Report:
+    """Steps until one fails, and then twice more."""
+    rank = dist.get_rank()
+    for step in range(STEPS):
+        give_gradients(params, step)
+        try:
+            with fault.armed(rank, step):
+                optimizer.step()
+        except BaseException as error:
+            seconds = seconds_since(folder)
+            later = (another(optimizer, params), another(optimizer, params))
+            return Report(step, type(error).__name__, str(error), seconds, later)
+    raise AssertionError("no step has failed")
+
+
+def another(optimizer: Muon, params: list[nn.Parameter]) -> tuple[str, float]:
+    give_gradients(params, 0)
+    began = time.monotonic()
+    try:
+        optimizer.step()
+    except (StateError, TransportError) as error:
+        return type(error).__name__, time.monotonic() - began
+    return "nothing", 0.0
+
+
+def stay(folder: Path, rank: int, ranks: int) -> None:
+    """Survivors live on until all have reported: that one ends must not be how the next one hears of it."""
+    (folder / f"reported{rank}").touch()
+    end = time.monotonic() + 12
+    while len(list(folder.glob("reported*"))) < ranks and time.monotonic() < end:
+        time.sleep(0.02)
+
+
+def muon_rank(rank: int, folder: Path, step: int, phase: str, action: Any, left: int, options: dict[str, Any]) -> Report:
+    params = initial(world_mesh())
+    optimizer = muon_of(params, **options)
+    if phase == "between steps":
+        fault = fail_at(LOST, 99, "gather", action)
+        if rank == LOST:
+            for one in range(step):
+                give_gradients(params, one)
+                optimizer.step()
+            action()
+    else:
+        fault = fail_at(LOST, step, phase, action)
+    report = until_lost(optimizer, params, folder, fault)
+    if report.kind == "TransportError" and report.phase == "agreement":
+        assert_equal(params, after(report.completed))  # nothing was written
+    stay(folder, rank, left)
+    return report
+
+
+class Kill:
+    """``killed`` for the folder of the test; an object, since it is sent to the ranks."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def __call__(self) -> None:
+        killed(self.folder)()
+
+
+class Stall(Kill):
+    def __call__(self) -> None:
+        stalled(self.folder, STALL)()
+
+
+class Raise(Kill):
+    error: BaseException = RuntimeError("out of luck")
+
+    def __call__(self) -> None:
+        raising(self.error, self.folder)()
+
+
+class Interrupt(Raise):
+    error = KeyboardInterrupt()
+
+
+KILLS: dict[str, tuple[int, set[str]]] = {  # the step, and in which phases the others may be
+    "before the agreement": (2, {"agreement"}),
+    "in the agreement": (2, {"agreement", "gather"}),
+    "making ready": (0, {"agreement"}),
+    "before the gather": (2, {"gather"}),
+    "gather": (2, {"gather", "scatter"}),
+    "orthogonalise": (2, {"gather", "scatter"}),
+    "scatter": (2, {"scatter", "agreement"}),
+    "adamw": (2, {"scatter", "agreement"}),
+    "update": (2, {"scatter", "agreement"}),
+    "between steps": (2, {"agreement"}),
+}
+
+
+@pytest.mark.parametrize("phase", KILLS)
+def test_a_killed_rank(phase: str, tmp_path: Path) -> None:
+    step, allowed = KILLS[phase]
+    ended = run_ranks(WORLD, muon_rank, tmp_path, step, phase, Kill(tmp_path), WORLD - 1, {})
+    check_lost(ended, allowed, {step, step + 1})
+
+
+@pytest.mark.parametrize("phase", ["before the gather", "orthogonalise", "scatter"])
+def test_a_rank_killed_among_many_waves(phase: str, tmp_path: Path) -> None:
+    """One matrix at a time, and no wave beside another."""
+    options = {"chunk_size": 1, "warmup_step": 0}
+    ended = run_ranks(WORLD, muon_rank, tmp_path, 2, phase, Kill(tmp_path), WORLD - 1, options)
+    check_lost(ended, {"gather", "scatter", "agreement"}, {2, 3})
+
+
+def check_lost(ended: list[Ended], allowed: set[str], completed: set[int]) -> None:
+    assert ended[LOST].trouble == "killed", ended[LOST]
+    reports: list[Report] = said_by_all([one for rank, one in enumerate(ended) if rank != LOST])
+    for report in reports:
+        assert report.kind == "TransportError", report
+        assert report.phase in allowed, report
+        assert report.completed in completed, report
+        assert report.seconds < 5, report
+        assert all(kind != "nothing" and seconds < 5 for kind, seconds in report.later), report
+        if report.phase != "agreement":
+            assert report.later[0][0] == "StateError", "a step that was left half done must not be continued"
+
+
+def dist_muon_rank(rank: int, folder: Path, phase: str, action: Any) -> Report:
+    params = [nn.Parameter(seeded(shape, k)) for k, shape in enumerate(((8, 6), (6, 9), (5, 7), (7, 5), (4, 4)))]
+    report = until_lost(DistMuon(params), params, folder, fail_at(LOST, 2, phase, action))
+    stay(folder, rank, WORLD - 1)
+    return report
+
+
+@pytest.mark.parametrize("phase", ["before the agreement", "before the gather", "orthogonalise"])
+def test_a_killed_rank_of_dist_muon(phase: str, tmp_path: Path) -> None:
+    ended = run_ranks(WORLD, dist_muon_rank, tmp_path, phase, Kill(tmp_path))
+    check_lost(ended, {"agreement"} if phase == "before the agreement" else {"gather", "scatter"}, {2, 3})
+
+
+# Stalls.
+
+TIMEOUT, STALL = 2.0, 5.0
+
+
+@pytest.mark.parametrize(
+    ("phase", "allowed"),
+    [("before the agreement", {"agreement"}), ("before the gather", {"gather"}), ("orthogonalise", {"gather", "scatter"})],
+)
+def test_a_rank_that_stalls(phase: str, allowed: set[str], tmp_path: Path) -> None:
+    """The others wait as long as the group's timeout says; the rank itself hears of it when it wakes."""
+    ended = run_ranks(WORLD, muon_rank, tmp_path, 2, phase, Stall(tmp_path), WORLD, {}, timeout=TIMEOUT)
+    reports: list[Report] = said_by_all(ended)
+    for rank, report in enumerate(reports):
+        assert report.kind == "TransportError", report
+        assert report.completed == 2, report
+        assert all(kind != "nothing" and seconds < 5 for kind, seconds in report.later), report
+        if rank != LOST:
+            assert report.phase in allowed, report
+            assert TIMEOUT - 0.5 < report.seconds < STALL, report
+    assert reports[LOST].seconds < STALL + 5, reports[LOST]
+
+
+# A rank that leaves a step in the middle and lives on.
+
+
+@pytest.mark.parametrize("phase", ["before the gather", "gather", "update"])
+@pytest.mark.parametrize("action", [Raise, Interrupt])
+def test_a_rank_that_leaves_a_step(phase: str, action: type[Raise], tmp_path: Path) -> None:
+    """An error where none is expected, or Ctrl-C: the others hear at once, and no rank steps on."""
+    ended = run_ranks(WORLD, muon_rank, tmp_path, 2, phase, action(tmp_path), WORLD, {})
+    reports: list[Report] = said_by_all(ended)
+    assert reports[LOST].kind == type(action.error).__name__
+    assert [kind for kind, _ in reports[LOST].later] == ["StateError", "StateError"]
+    for rank, report in enumerate(reports):
+        assert report.seconds < 5, report
+        assert rank == LOST or report.kind == "TransportError", report
+        assert all(kind != "nothing" for kind, _ in report.later), report
+
+
+def interrupted_agreement(rank: int, folder: Path) -> Report:
+    """What the interrupted rank does next must not be taken for what the others wait for."""
+    params = initial(world_mesh())
+    report = until_lost(muon_of(params), params, folder, fail_at(LOST, 2, "in the agreement", Interrupt(folder)))
+    stay(folder, rank, WORLD)
+    return report
+
+
+def test_ctrl_c_in_the_agreement(tmp_path: Path) -> None:
+    reports: list[Report] = said_by_all(run_ranks(WORLD, interrupted_agreement, tmp_path))
+    assert reports[LOST].kind == "KeyboardInterrupt"
+    for rank, report in enumerate(reports):
+        assert rank == LOST or report.kind == "TransportError", report
+        assert report.seconds < 5, report
+        assert all(kind != "nothing" for kind, _ in report.later), report
+
+
+# Ranks that look for each other in different groups.
+
+
+def other_ranks(rank: int, folder: Path) -> tuple[str, str, float]:
+    pair = dist.new_group([0, 1], timeout=timedelta(seconds=TIMEOUT))  # torch would wait for half an hour
+    params = initial(DeviceMesh.from_group(pair, "cpu") if rank == LOST else world_mesh())
+    optimizer = muon_of(params)
+    give_gradients(params, 0)
+    note(folder)
+    began = time.monotonic()
+    with pytest.raises(TransportError) as caught:
+        optimizer.step()
+    seconds = time.monotonic() - began
+    stay(folder, rank, 3)
+    return type(caught.value).__name__, str(caught.value), seconds
+
+
+def test_a_mesh_over_other_ranks_on_one_rank(tmp_path: Path) -> None:
+    """Rank 1 believes that it plans with rank 0 alone: no one answers, and the group's timeout ends it on all ranks."""
+    for kind, text, seconds in said_by_all(run_ranks(3, other_ranks, tmp_path, timeout=TIMEOUT)):
+        assert kind == "TransportError"
+        assert "in the agreement of a step" in text
+        assert seconds < TIMEOUT + 5
+
+
+def group_of_its_own(rank: int, folder: Path) -> Report | None:
+    """Two meshes that share rank 1 and leave out rank 3: meshmuon makes a group for ranks 0, 1 and 2."""
+    meshes = [DeviceMesh("cpu", [0, 1]), DeviceMesh("cpu", [1, 2])]
+    if rank == 3:
+        stay(folder, rank, WORLD)
+        return None
+    params = [initial(meshes[0])[0], initial(meshes[1])[1]]
+    report = until_lost(muon_of(params), params, folder, fail_at(0, 2, "before the agreement", Stall(folder)))
+    stay(folder, rank, WORLD)
+    return report
+
+
+def test_groups_that_meshmuon_makes_have_the_timeout_of_the_default_group(tmp_path: Path) -> None:
+    for rank, report in enumerate(said_by_all(run_ranks(WORLD, group_of_its_own, tmp_path, timeout=TIMEOUT))[:3]):
+        assert report.kind == "TransportError", report
+        assert rank == 0 or TIMEOUT - 0.5 < report.seconds < STALL, report

@@ -1,0 +1,399 @@
+"""One rank cannot do its part of a step, or would do another one: every rank is told, in the same words."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from meshmuon import Muon
+from meshmuon.execute import executor
+from meshmuon.optim import muon, planning
+from meshmuon.plan import Plan, make_plan
+
+from .ranks import (
+    S0,
+    SHAPES,
+    Ended,
+    R,
+    after,
+    assert_equal,
+    assert_untouched,
+    everything,
+    give_gradients,
+    initial,
+    local,
+    muon_of,
+    on_mesh,
+    run_ranks,
+    said_by_all,
+    same,
+    seeded,
+    world_mesh,
+)
+
+WORLD, ODD = 3, 1  # the odd one out
+Said = tuple[str, str]  # class and text of an error
+
+
+def refused(optimizer: Muon) -> Said:
+    with pytest.raises(Exception) as caught:
+        optimizer.step()
+    return type(caught.value).__name__, str(caught.value)
+
+
+def one_saying(ended: Sequence[Ended]) -> Said:
+    """What all ranks raised: the same class and the same words."""
+    said: list[Said] = said_by_all(ended)
+    assert len(set(said)) == 1, said
+    return said[0]
+
+
+# Refused before anything is written: the same error everywhere, and the next good step has the bits of one device.
+
+
+def other_shape(optimizer: Muon, params: list[nn.Parameter]) -> None:
+    param = params[0]
+    kept, smaller = param.data, on_mesh(torch.ones(8, 5), param.device_mesh)
+    param.grad = None
+    param.data = smaller
+    param.grad = torch.ones_like(smaller)
+    param.data = kept
+
+
+def other_cut(optimizer: Muon, params: list[nn.Parameter]) -> None:
+    rows, columns = params[0].to_local().shape
+    part = torch.ones(rows + 1, columns)
+    params[0].grad = DTensor.from_local(part, params[0].device_mesh, [S0], run_check=False, shape=(8, 6), stride=(6, 1))
+
+
+def complex_numbers(optimizer: Muon, params: list[nn.Parameter]) -> None:
+    params[0].grad_dtype = None
+    params[0].grad = params[0].grad.to(torch.complex64)
+
+
+def not_finite(optimizer: Muon, params: list[nn.Parameter]) -> None:
+    params[0].grad.to_local()[0, 0] = float("nan")
+
+
+def setting(group: int, **changed: Any) -> Callable[[Muon, list[nn.Parameter]], None]:
+    return lambda optimizer, params: optimizer.param_groups[group].update(changed)
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """What the odd rank does before its step, the error that all get, and what mends it."""
+
+    spoil: Callable[[Muon, list[nn.Parameter]], None]
+    kind: str
+    parts: tuple[str, ...]
+    options: dict[str, Any]
+
+
+REFUSALS: dict[str, Refusal] = {
+    "gradient of another shape": Refusal(other_shape, "GradientError", ("rank 1: a has shape (8, 6)", "(8, 5)"), {}),
+    "gradient cut otherwise": Refusal(other_cut, "GradientError", ("rank 1: a: this rank holds",), {}),
+    "complex gradient": Refusal(complex_numbers, "GradientError", ("rank 1: a has a complex gradient",), {}),
+    "NaN": Refusal(not_finite, "GradientError", ("rank 1: a has a gradient that is not finite",), {"nonfinite": "raise"}),
+    "negative lr": Refusal(setting(0, lr=-1.0), "ConfigError", ("rank 1: group 0: lr=-1.0",), {}),
+    "unknown scheme": Refusal(setting(0, scheme="magic"), "ConfigError", ("rank 1", "magic"), {}),
+    "another lr": Refusal(
+        setting(0, lr=0.02), "PlanMismatchError", ("a: rank 1 steps it with lr=0.02", "rank 0 with lr=0.01"), {}
+    ),
+    "another lr of AdamW": Refusal(setting(1, lr=0.02), "PlanMismatchError", ("f: rank 1 steps it with lr=0.02",), {}),
+    "another momentum": Refusal(setting(0, momentum=0.9), "PlanMismatchError", ("a: rank 1", "momentum=0.9,"), {}),
+    "another weight decay": Refusal(setting(1, weight_decay=0.0), "PlanMismatchError", ("f: rank 1", "weight_decay=0.0"), {}),
+    "other betas": Refusal(setting(1, betas=(0.8, 0.9)), "PlanMismatchError", ("f: rank 1", "betas=(0.8, 0.9)"), {}),
+}
+
+
+def refused_rank(rank: int, folder: Path, name: str, first: int) -> Said:
+    case = REFUSALS[name]
+    params = initial(world_mesh())
+    optimizer = muon_of(params, **case.options)
+    for step in range(first):
+        give_gradients(params, step)
+        optimizer.step()
+    give_gradients(params, first)
+    kept = [dict(group) for group in optimizer.param_groups]
+    if rank == ODD:
+        case.spoil(optimizer, params)
+    before = everything(optimizer)
+    said = refused(optimizer)
+    assert_untouched(optimizer, before)
+    assert refused(optimizer) == said, "a second try is refused as well"
+    for group, old in zip(optimizer.param_groups, kept, strict=True):
+        group.clear()
+        group.update(old)
+    for step in range(first, 4):
+        give_gradients(params, step)
+        optimizer.step()
+    assert_equal(params, after(4))
+    return said
+
+
+@pytest.mark.parametrize("first", [0, 2])
+@pytest.mark.parametrize("name", REFUSALS)
+def test_a_step_that_one_rank_cannot_make(name: str, first: int, tmp_path: Path) -> None:
+    case = REFUSALS[name]
+    kind, text = one_saying(run_ranks(WORLD, refused_rank, tmp_path, name, first))
+    assert kind == case.kind, text
+    assert all(part in text for part in case.parts), text
+
+
+# Failures of this rank alone, in places that a user cannot see.
+
+
+def out_of_memory(*args: Any, **options: Any) -> Any:
+    raise torch.OutOfMemoryError("no 3 GiB left")
+
+
+def unready_rank(rank: int, folder: Path, where: str, later: bool) -> Said:
+    """``where``: buffers cannot be made, or no plan. ``later``: not at the first step but when a group is added."""
+    params = initial(world_mesh())
+    optimizer = muon_of(params)
+    added = nn.Parameter(on_mesh(seeded((6, 6), 50), world_mesh()))
+    if later:
+        give_gradients(params, 0)
+        optimizer.step()
+        optimizer.add_param_group({"params": [("late", added)], "use_muon": True})
+        added.grad = on_mesh(seeded((6, 6), 51), world_mesh())
+    first = int(later)
+    give_gradients(params, first)
+    owner, name = {"buffers": (executor, "build_program"), "plan": (planning, "make_plan")}[where]
+    before = [local(param) for param in params]
+    with patch.object(owner, name, out_of_memory) if rank == ODD else nullcontext():
+        said = refused(optimizer)
+    for param, old in zip(params, before, strict=True):
+        same(local(param), old, "a parameter that a refused step must not write")
+    for step in range(first, 3):
+        give_gradients(params, step)
+        optimizer.step()
+    assert_equal(params, after(3))
+    return said
+
+
+@pytest.mark.parametrize("later", [False, True], ids=["first step", "later"])
+@pytest.mark.parametrize("where", ["buffers", "plan"])
+def test_one_rank_runs_out_of_memory_before_the_step(where: str, later: bool, tmp_path: Path) -> None:
+    kind, text = one_saying(run_ranks(WORLD, unready_rank, tmp_path, where, later))
+    assert kind == "MeshmuonError"
+    assert text == "rank 1: OutOfMemoryError: no 3 GiB left"
+
+
+# Failures in the middle: the step is made to its end, the rank raises its own error, and the next step tells the others.
+
+BAD_STEP = 1
+silenced: set[tuple[int, ...]] = set()  # shapes whose matrices cannot be orthogonalised; each rank is a process
+_current = {"step": -1, "raises": False}
+
+
+def moody(batch: Tensor) -> Tensor:
+    """Half of the matrix as its update; fails on one rank in one step."""
+    if _current["step"] == BAD_STEP:
+        if _current["raises"]:
+            raise ZeroDivisionError("a user's scheme")
+        if tuple(batch.shape[1:]) in silenced:
+            return torch.zeros_like(batch)
+    return batch / 2
+
+
+def moody_rank(rank: int, folder: Path, also: bool) -> tuple[Said | None, Said]:
+    """``also``: a second rank fails in the same step."""
+    failing = {ODD, 2} if also else {ODD}
+    params, whole = initial(world_mesh()), initial(None)
+    optimizer, reference = muon_of(params, scheme=moody), muon_of(whole, scheme=moody)
+    own = None
+    for step in range(4):
+        give_gradients(params, step)
+        _current.update(step=step, raises=rank in failing)
+        if step == BAD_STEP and rank in failing:
+            own = refused(optimizer)
+        else:
+            optimizer.step()
+        plan = optimizer.plan()
+        silenced.update(SHAPES[task.entry] for task in plan.tasks if task.owner in failing)
+        give_gradients(whole, step)
+        _current["raises"] = False
+        reference.step()
+        assert_equal(params, [param.detach() for param in whole])
+        if step == BAD_STEP:
+            give_gradients(params, step + 1)
+            before = everything(optimizer)
+            told = refused(optimizer)
+            assert_untouched(optimizer, before)
+    assert silenced, "no matrix was lost"
+    return own, told
+
+
+@pytest.mark.parametrize("also", [False, True], ids=["one rank", "two ranks"])
+def test_a_scheme_that_raises_on_one_rank(also: bool, tmp_path: Path) -> None:
+    """Matrices that it owns keep their place but for the weight decay, on every rank, as on one device; then all go on."""
+    said = said_by_all(run_ranks(WORLD, moody_rank, tmp_path, also))
+    assert [own for own, _ in said] == [
+        ("ZeroDivisionError", "a user's scheme") if rank == ODD or (also and rank == 2) else None for rank in range(WORLD)
+    ]
+    told = {one for _, one in said}
+    assert told == {("MeshmuonError", "rank 1: the step before this one failed: ZeroDivisionError: a user's scheme")}
+
+
+def parted_rank(rank: int, folder: Path, what: str) -> tuple[Said | None, Said]:
+    """AdamW fails, or the scheme on a matrix that every rank computes for itself: then ranks no longer have the same model."""
+    mesh = world_mesh()
+    params = initial(mesh)
+    if what == "replicas":
+        params[0] = nn.Parameter(on_mesh(seeded((8, 6), 0), mesh, R))
+    optimizer = muon_of(params, scheme=moody, replicas="repeat")
+    give_gradients(params, 0)
+    optimizer.step()
+    saved = copy.deepcopy(([local(param) for param in params], optimizer.state_dict()))
+    give_gradients(params, 1)
+    failing = rank == ODD
+    _current.update(step=BAD_STEP, raises=failing and what == "replicas")
+    with patch.object(muon, "adamw_step", out_of_memory) if failing and what == "AdamW" else nullcontext():
+        own = refused(optimizer) if failing else optimizer.step()
+    give_gradients(params, 2)
+    told = refused(optimizer)
+    assert refused(optimizer) == told, "ranks that have parted never step again"
+    _current.update(step=-1, raises=False)
+    for param, value in zip(params, saved[0], strict=True):
+        param.detach().to_local().copy_(value)
+    optimizer.load_state_dict(saved[1])
+    for step in (1, 2):
+        give_gradients(params, step)
+        optimizer.step()
+    assert_equal(params, after(3, scheme=moody))
+    return own, told
+
+
+@pytest.mark.parametrize(
+    ("what", "text"), [("AdamW", "OutOfMemoryError: no 3 GiB left"), ("replicas", "ZeroDivisionError: a user's scheme")]
+)
+def test_a_failure_after_which_ranks_have_parted(what: str, text: str, tmp_path: Path) -> None:
+    """No rank steps on until a checkpoint is loaded; after that the run is exact."""
+    said = said_by_all(run_ranks(WORLD, parted_rank, tmp_path, what))
+    assert [own for own, _ in said] == [None, tuple(text.split(": ")), None]
+    assert len({one for _, one in said}) == 1
+    kind, told = said[0][1]
+    assert kind == "StateError"
+    assert told.startswith(f"rank 1: an earlier step failed on this rank alone ({text})")
+
+
+# Ranks that were built differently, and plans that were changed.
+
+
+def doctored(entries: Any, options: Any) -> Plan:
+    """Another owner for the matrix of b, which is as good a plan as any."""
+    plan = make_plan(entries, options)
+    tasks = list(plan.tasks)
+    k = next(k for k, task in enumerate(tasks) if plan.entries[task.entry].name == "b")
+    tasks[k] = replace(tasks[k], owner=next(rank for rank in plan.ranks if rank != tasks[k].owner))
+    return replace(plan, tasks=tuple(tasks))
+
+
+def contradictory(entries: Any, options: Any) -> Plan:
+    plan = make_plan(entries, options)
+    return replace(plan, tasks=plan.tasks[1:])
+
+
+def lazy(entries: Any, options: Any) -> Plan:
+    """Leaves out a parameter."""
+    return make_plan(entries[1:], options)
+
+
+PLANS: dict[str, tuple[Any, str, tuple[str, ...]]] = {
+    "another owner": (doctored, "PlanMismatchError", ("b: rank 1 plans matrix 0 to owner", "rank 0 plans matrix 0 to owner")),
+    "one parameter less": (lazy, "PlanMismatchError", ("rank 1 plans", "rank 0 plans")),
+    "no owner": (contradictory, "PlanError", ("rank 1: ",)),
+}
+
+
+def plan_rank(rank: int, folder: Path, name: str) -> Said:
+    params = initial(world_mesh())
+    optimizer = muon_of(params)
+    give_gradients(params, 0)
+    before = everything(optimizer)
+    with patch.object(planning, "make_plan", PLANS[name][0]) if rank == ODD else nullcontext():
+        said = refused(optimizer)
+        assert_untouched(optimizer, before)
+        assert refused(optimizer) == said, "a second try is refused as well"
+    return said
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_a_doctored_plan(name: str, tmp_path: Path) -> None:
+    _, wanted, parts = PLANS[name]
+    kind, text = one_saying(run_ranks(WORLD, plan_rank, tmp_path, name))
+    assert kind == wanted, text
+    assert all(part in text for part in parts), text
+
+
+def built_rank(rank: int, folder: Path, what: str) -> Said:
+    flat, square = init_device_mesh("cpu", (4,)), init_device_mesh("cpu", (2, 2))
+    odd = rank == ODD
+    shapes = {"a": (8, 6), "b": (6, 9), "c": (12, 4)}
+    named = []
+    for k, (name, shape) in enumerate(shapes.items()):
+        value = seeded(shape, k)
+        turned = odd and what == "mesh" and name == "b"
+        placed = distribute_tensor(value, square, [S0, S0], src_data_rank=None) if turned else on_mesh(value, flat)
+        named.append((name, nn.Parameter(placed)))
+    if odd and what == "order":
+        named[0], named[1] = named[1], named[0]
+    optimizer = Muon([{"params": named, "use_muon": True}])
+    for _, param in named:
+        param.grad = torch.ones_like(param)
+    before = everything(optimizer)
+    said = refused(optimizer)
+    assert_untouched(optimizer, before)
+    return said
+
+
+@pytest.mark.parametrize(
+    ("what", "parts"),
+    [("order", ("a: rank 1 has b in its place",)), ("mesh", ("b: rank 1 has 6×9", "rank 0 has 6×9", "Build the optimizer"))],
+)
+def test_ranks_that_were_built_differently(what: str, parts: tuple[str, ...], tmp_path: Path) -> None:
+    kind, text = one_saying(run_ranks(4, built_rank, tmp_path, what))
+    assert kind == "PlanMismatchError", text
+    assert all(part in text for part in parts), text
+
+
+# Replicas whose gradients part after ranks had settled on a plan.
+
+
+def replicas_rank(rank: int, folder: Path) -> Said:
+    """Both holders of a shard lack its gradient, which is zeros. Then one of them has it again: no longer the same."""
+    mesh = init_device_mesh("cpu", (2, 2))
+    values = [seeded((8, 6), 0), seeded((6, 9), 1)]
+    params = [nn.Parameter(distribute_tensor(value, mesh, [R, S0], src_data_rank=None)) for value in values]
+    optimizer = muon_of(params, replicas="share")
+    give_gradients(params, 0)
+    if rank in (1, 3):
+        params[0].grad = None
+    optimizer.step()
+    give_gradients(params, 1)
+    if rank == 1:
+        params[0].grad = None
+    before = everything(optimizer)
+    said = refused(optimizer)
+    assert_untouched(optimizer, before)
+    dist.barrier()
+    return said
+
+
+def test_replicas_that_part_after_a_settled_plan(tmp_path: Path) -> None:
+    kind, text = one_saying(run_ranks(4, replicas_rank, tmp_path))
+    assert kind == "GradientError"
+    assert "a has a gradient on rank 3 and none on rank 1" in text
