@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..device import known_to_host
 from ..errors import GradientError
@@ -21,12 +22,13 @@ from .lr import lr_factor
 from .planning import Demand, Outcome
 from .rules import resolve_rule
 
-__all__ = ["Parameter", "check_step", "demands_of", "gradient_of", "numbers_of", "only_creates_state", "parameters_of", "work_of"]
+__all__ = ["Collector", "Parameter", "gradient_of", "numbers_of", "only_creates_state", "parameters_of"]
 
 _NUMBERS = {
     True: ("lr", "momentum", "nesterov", "weight_decay", "adjust_lr_fn", "maximize", "momentum_dtype", "cautious_weight_decay"),
     False: ("lr", "weight_decay", "adamw_betas", "betas", "adamw_eps", "eps", "maximize"),
 }  # by use_muon
+_PLAIN = (Tensor, nn.Parameter)
 
 
 class Parameter(NamedTuple):
@@ -47,96 +49,208 @@ def parameters_of(groups: Sequence[dict[str, Any]]) -> list[Parameter]:
     ]
 
 
-def demands_of(
-    groups: Sequence[dict[str, Any]], comm_dtype: torch.dtype | None
-) -> tuple[list[Parameter], tuple[Demand, ...], Exception | None]:
-    """All parameters, what a plan must know of them, and what keeps it from being known.
+class _Treatment(NamedTuple):
+    """What a group says of all its parameters; nothing for AdamW's."""
 
-    A group that makes no sense still yields demands, from metadata alone: with them this rank finds the others, which must hear
-    of its failure.
-    """
-    parameters: list[Parameter] = []
-    demands: list[Demand] = []
-    failure: Exception | None = None
-    for place, group in enumerate(groups):
-        try:
-            check_options(group, place)
-            treatment = _treatment(group)
-            named = list(zip(group["param_names"], group["params"], strict=True))
-        except Exception as error:
-            failure = failure or error
-            treatment = _Treatment()
-            named = list(zip(group["param_names"], group["params"], strict=False))
-        for name, param in named:
-            one = Parameter(place, group, name, param)
-            parameters.append(one)
+    scheme: Scheme | Orthogonalizer | None = None
+    rule: UpdateRule | None = None
+    inside: Inside | None = None
+    compute_dtype: torch.dtype | None = None
+
+
+class _Place(NamedTuple):
+    """Where a DTensor lies: its spec, which torch replaces rather than changes, and the shape of this rank's part."""
+
+    spec: object
+    local_shape: torch.Size
+
+    @classmethod
+    def of(cls, param: Tensor) -> _Place | None:
+        sharded = as_dtensor(param)
+        return None if sharded is None else cls(sharded._spec, sharded._local_tensor.shape)
+
+    def holds(self, param: Any) -> bool:
+        return self.spec is getattr(param, "_spec", None) and self.local_shape == param._local_tensor.shape
+
+
+class _Known(NamedTuple):
+    """A parameter as it was in the last step, what was made of it, and all that this depended on."""
+
+    one: Parameter
+    treatment: _Treatment
+    shape: torch.Size
+    dtype: torch.dtype
+    device: torch.device
+    place: _Place | None
+    demand: Demand
+
+    def holds(self, place: int, name: str, param: Tensor, treatment: _Treatment) -> bool:
+        return (
+            self.one.param is param
+            and self.treatment is treatment
+            and self.one.place == place
+            and self.one.name == name
+            and self.shape == param.shape
+            and self.dtype is param.dtype
+            and self.device == param.device
+            and (self.place is None if type(param) in _PLAIN else self.place is not None and self.place.holds(param))
+            and self.demand.active is (param.grad is not None)
+        )
+
+
+class Collector:
+    """Finds out what a step will work on. Nothing is made anew that has not changed since the last step."""
+
+    def __init__(self, comm_dtype: Callable[[Tensor], torch.dtype | None]) -> None:
+        self._comm_dtype = comm_dtype
+        self._known: list[_Known] = []
+        self._treatments: list[_Treatment] = []
+        self._parameters: list[Parameter] = []
+        self._demands: tuple[Demand, ...] = ()
+        self._shapes: list[tuple[int, tuple[int, int]]] = []  # (place of a group, shape of a matrix in it)
+        self._checked: list[tuple[Demand | None, tuple[object, ...]]] = []  # the state that was found to fit
+        self._work: tuple[object, list[Work]] = (None, [])
+
+    def demands(self, groups: Sequence[dict[str, Any]]) -> tuple[list[Parameter], tuple[Demand, ...], Exception | None]:
+        """All parameters, what a plan must know of them, and what keeps it from being known.
+
+        A group that makes no sense still yields demands, from metadata alone: with them this rank finds the others, which must
+        hear of its failure.
+        """
+        found: list[_Known] = []
+        treatments: list[_Treatment] = []
+        failure: Exception | None = None
+        for place, group in enumerate(groups):
             try:
-                demands.append(_demand(treatment, one, comm_dtype=comm_dtype))
+                check_options(group, place)
+                treatment = _treatment(group)
+                named = list(zip(group["param_names"], group["params"], strict=True))
             except Exception as error:
                 failure = failure or error
-                demands.append(_demand(_Treatment(), one, comm_dtype=comm_dtype))
-    return parameters, tuple(demands), failure
+                treatment = _Treatment()
+                named = list(zip(group["param_names"], group["params"], strict=False))
+            if place < len(self._treatments) and self._treatments[place] == treatment:
+                treatment = self._treatments[place]
+            treatments.append(treatment)
+            for name, param in named:
+                known = self._known[len(found)] if len(found) < len(self._known) else None
+                if known is not None and known.one.group is group and known.holds(place, name, param, treatment):
+                    found.append(known)
+                    continue
+                try:
+                    found.append(self._new(treatment, Parameter(place, group, name, param)))
+                except Exception as error:
+                    failure = failure or error
+                    found.append(self._new(_Treatment(), Parameter(place, group, name, param)))
+        self._treatments = treatments
+        if len(found) != len(self._known) or any(map(operator.is_not, found, self._known)):
+            self._remember(found)
+        return self._parameters, self._demands, failure
 
+    def _new(self, treatment: _Treatment, one: Parameter) -> _Known:
+        param = one.param
+        demand = _demand(treatment, one, comm_dtype=self._comm_dtype(param))
+        return _Known(one, treatment, param.shape, param.dtype, param.device, _Place.of(param), demand)
 
-def check_step(parameters: Sequence[Parameter], demands: Sequence[Demand], states: Mapping[Tensor, dict[str, Any]]) -> None:
-    """Refuses what a step cannot work with; writes nothing."""
-    for place, shape in {(demand.group, one.lr_shape) for demand in demands for one in demand.matrices or ()}:
-        group = next(one.group for one in parameters if one.place == place)
-        lr_factor(group["adjust_lr_fn"], *shape)  # a user's function fails here or not at all
-    for one in parameters:
-        if one.param.grad is not None:
-            _check_gradient(one.name, one.param, one.param.grad)
-            if one.param in states:
-                state.check_current(one.name, one.param, states[one.param], one.group)
+    def _remember(self, found: list[_Known]) -> None:
+        self._known = found
+        self._parameters = [known.one for known in found]
+        self._demands = tuple(known.demand for known in found)
+        sets = dict.fromkeys((one.group, matrices.lr_shape) for one in self._demands for matrices in one.matrices or ())
+        self._shapes = list(sets)
+        self._checked = [(None, ())] * len(found)
+        self._work = (None, [])
 
+    def check(self, groups: Sequence[Mapping[str, Any]], states: Mapping[Tensor, dict[str, Any]]) -> None:
+        """Refuses what a step on the last demands cannot work with; writes nothing."""
+        for place, shape in self._shapes:
+            lr_factor(groups[place]["adjust_lr_fn"], *shape)  # a user's function fails here or not at all
+        for k, known in enumerate(self._known):
+            param, grad = known.one.param, known.one.param.grad
+            if grad is None:
+                continue
+            plain = type(grad) is Tensor and type(param) in _PLAIN and grad.dtype is known.dtype
+            if not plain or grad.shape != known.shape or grad.layout is not torch.strided or known.dtype.is_complex:
+                _check_gradient(known.one.name, param, grad)
+            entry = states.get(param)
+            if entry is not None:
+                held = tuple(entry.values())
+                demand, before = self._checked[k]
+                if demand is not known.demand or len(held) != len(before) or any(map(operator.is_not, held, before)):
+                    state.check_current(known.one.name, param, entry, known.one.group)
+                    self._checked[k] = known.demand, held
 
-def work_of(
-    parameters: Sequence[Parameter],
-    demands: Sequence[Demand],
-    outcome: Outcome,
-    states: Mapping[Tensor, dict[str, Any]],
-    *,
-    keeps: Callable[[int], bool] = lambda entry: True,
-    mask: Tensor | None = None,
-) -> list[Work]:
-    """The Muon part of an agreed step, one entry per parameter of its plan.
+    def forget(self) -> None:
+        """Lets go of the state, which is put away."""
+        self._checked = [(None, ())] * len(self._known)
+        self._work = (None, [])
 
-    Args:
-        parameters: all parameters.
-        demands: what the plan was made from.
-        outcome: what was agreed.
-        states: the optimizer's state.
-        keeps: whether this rank keeps the momentum of an entry of the plan.
-        mask: on a device, whether nothing may change; gradients are then already silent.
-    """
-    settings: dict[int, WorkSettings] = {}
-    work = []
-    for entry, (k, part) in enumerate(outcome.members):
-        one, demand = parameters[k], demands[k]
-        if one.place not in settings:
-            settings[one.place] = _settings(one.group, mask)
+    def work(
+        self,
+        demands: Sequence[Demand],
+        outcome: Outcome,
+        states: Mapping[Tensor, dict[str, Any]],
+        *,
+        keeps: Callable[[int], bool] = lambda entry: True,
+        mask: Tensor | None = None,
+    ) -> list[Work]:
+        """The Muon part of an agreed step, one entry per parameter of its plan.
+
+        Args:
+            demands: what the plan was made from.
+            outcome: what was agreed.
+            states: the optimizer's state.
+            keeps: whether this rank keeps the momentum of an entry of the plan.
+            mask: on a device, whether nothing may change; gradients are then already silent.
+        """
+        settings = {place: _settings(self._known[k].one.group, mask) for place, k in self._first_of(outcome).items()}
+        made_for, work = self._work
+        if made_for is outcome.plan and not outcome.zeros and len(work) == len(outcome.members):
+            for one in work:
+                entry = states.get(one.param, {})
+                if one.momentum_buffer is not entry.get(state.MOMENTUM) or one.memory is not entry.get(state.MEMORY):
+                    break
+                one.settings = settings[one.group]
+            else:
+                return work
+        work = [self._one_work(demands, outcome, states, entry, keeps(entry), settings) for entry in range(len(outcome.members))]
+        complete = not outcome.zeros and all(one.momentum_buffer is not one.param for one in work)
+        self._work = (outcome.plan, work) if complete else (None, [])
+        return work
+
+    def _first_of(self, outcome: Outcome) -> dict[int, int]:
+        """For every group of the plan, one of its parameters."""
+        return {self._known[k].one.place: k for k, _ in outcome.members}
+
+    def _one_work(
+        self,
+        demands: Sequence[Demand],
+        outcome: Outcome,
+        states: Mapping[Tensor, dict[str, Any]],
+        entry: int,
+        kept: bool,
+        settings: Mapping[int, WorkSettings],
+    ) -> Work:
+        k, part = outcome.members[entry]
+        one, demand = self._known[k].one, demands[k]
         assert demand.matrices is not None
         assert demand.scheme is not None
-        dtype = one.group["momentum_dtype"]
-        kept = keeps(entry)
-        buffer = state.momentum_buffer(states[one.param], one.param, dtype) if kept else one.param
+        matrices = demand.matrices[part]
         remembers = kept and demand.rule is not None and demand.rule.remembers()
-        work.append(
-            Work(
-                param=one.param,
-                momentum_buffer=buffer,
-                matrices=demand.matrices[part],
-                scheme=demand.scheme,
-                compute_dtype=demand.compute_dtype,
-                settings=settings[one.place],
-                comm_dtype=demand.comm_dtype,
-                group=one.place,
-                zeros=torch.zeros_like(one.param) if k in outcome.zeros else None,
-                rule=demand.rule,
-                memory=state.rule_memory(states[one.param], one.param, demand.matrices[part]) if remembers else None,
-            )
+        dtype = one.group["momentum_dtype"]
+        return Work(
+            param=one.param,
+            momentum_buffer=state.momentum_buffer(states[one.param], one.param, dtype) if kept else one.param,
+            matrices=matrices,
+            scheme=demand.scheme,
+            compute_dtype=demand.compute_dtype,
+            settings=settings[one.place],
+            comm_dtype=demand.comm_dtype,
+            group=one.place,
+            zeros=torch.zeros_like(one.param) if k in outcome.zeros else None,
+            rule=demand.rule,
+            memory=state.rule_memory(states[one.param], one.param, matrices) if remembers else None,
         )
-    return work
 
 
 def numbers_of(groups: Sequence[Mapping[str, Any]]) -> list[str]:
@@ -152,23 +266,16 @@ def gradient_of(param: Tensor) -> Tensor:
     return torch.zeros_like(param) if param.grad is None else param.grad
 
 
-class _Treatment(NamedTuple):
-    """What a group says of all its parameters; nothing for AdamW's."""
-
-    scheme: Scheme | Orthogonalizer | None = None
-    rule: UpdateRule | None = None
-    inside: Inside | None = None
-
-
 def _treatment(group: Mapping[str, Any]) -> _Treatment:
     if not group["use_muon"]:
         return _Treatment()
-    return _Treatment(resolve_scheme(group["scheme"], group["ns_steps"]), resolve_rule(group["rule"]), inside_of(group))
+    scheme, rule = resolve_scheme(group["scheme"], group["ns_steps"]), resolve_rule(group["rule"])
+    return _Treatment(scheme, rule, inside_of(group), group["compute_dtype"])
 
 
 def _demand(treatment: _Treatment, one: Parameter, *, comm_dtype: torch.dtype | None) -> Demand:
-    scheme, rule, inside = treatment
-    param, group = one.param, one.group
+    scheme, rule, inside, compute_dtype = treatment
+    param = one.param
     sharded = as_dtensor(param)
     shape, dtype, device = tuple(param.shape), param.dtype, param.device
     update_dtype = torch.float64 if dtype == torch.float64 else torch.float32
@@ -183,7 +290,7 @@ def _demand(treatment: _Treatment, one: Parameter, *, comm_dtype: torch.dtype | 
         matrices=None if inside is None else matrices_inside(one.name, shape, inside),
         scheme=scheme,
         rule=rule,
-        compute_dtype=dtype if inside is None else group["compute_dtype"] or default_compute_dtype(device, dtype),
+        compute_dtype=dtype if inside is None else compute_dtype or default_compute_dtype(device, dtype),
         comm_dtype=comm_dtype or default_comm_dtype(device, update_dtype),
         update_dtype=update_dtype,
         active=param.grad is not None,

@@ -14,7 +14,7 @@ from ..execute import DataParallelExecutor, Work
 from ..matrices import MatrixSet
 from ..plan import Plan
 from ..transport import averaged, broadcast, everyone
-from .collect import Parameter, gradient_of, parameters_of, work_of
+from .collect import Parameter, gradient_of, parameters_of
 from .dtensors import as_dtensor
 from .muon import Muon
 from .planning import Demand, Outcome, Planner
@@ -159,9 +159,11 @@ class DistMuon(Muon):
             _check_plain(parameters)
         except UnsupportedError as error:
             failure = failure or error
-        # Gradients and weights travel as they are.
-        wired = (demand._replace(comm_dtype=one.param.dtype) for one, demand in zip(parameters, demands, strict=True))
-        return parameters, tuple(wired), failure
+        return parameters, demands, failure
+
+    def _wire_dtype(self, param: Tensor) -> torch.dtype | None:
+        """Gradients and weights travel as they are."""
+        return super()._wire_dtype(param) if self._replica_group is None else param.dtype
 
     def _work(self, parameters: Sequence[Parameter], outcome: Outcome, mask: Tensor | None = None) -> list[Work]:
         if self.replica_group is None:
@@ -171,12 +173,12 @@ class DistMuon(Muon):
             demands = self._planner.demands
             self._stepped = [(parameters[k].param, (demands[k].matrices or ())[part]) for k, part in outcome.members]
         owned = {task.entry for task in outcome.plan.tasks if task.owner == outcome.rank}
-        for entry, (k, _) in enumerate(outcome.members):
-            if entry not in owned and not any(outcome.members[other][0] == k for other in owned):
-                for key in (MOMENTUM, MEMORY):
-                    self.state[parameters[k].param].pop(key, None)
+        kept = {outcome.members[entry][0] for entry in owned}
+        for k in {k for k, _ in outcome.members} - kept:
+            for key in (MOMENTUM, MEMORY):
+                self.state[parameters[k].param].pop(key, None)
         self._complete = self._complete and not outcome.plan.tasks
-        return work_of(parameters, self._planner.demands, outcome, self.state, keeps=owned.__contains__, mask=mask)
+        return self._collector.work(self._planner.demands, outcome, self.state, keeps=owned.__contains__, mask=mask)
 
     def _adamw_gradients(self, params: Sequence[Tensor]) -> list[Tensor]:
         gradients = [gradient_of(param) for param in params]

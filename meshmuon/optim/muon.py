@@ -17,7 +17,7 @@ from ..ortho import SchemeLike, resolve_scheme
 from ..plan import Plan, PlanOptions, cost_model_for
 from . import state
 from .adamw import adamw_step
-from .collect import Parameter, check_step, demands_of, gradient_of, numbers_of, only_creates_state, work_of
+from .collect import Collector, Parameter, gradient_of, numbers_of, only_creates_state
 from .debug import RouteLog
 from .differences import to_tell
 from .dtensors import ReplicaGroup
@@ -203,14 +203,18 @@ class Muon(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         with self._offload.resident(self.state) as absent:
-            parameters, outcome = self._agree(absent, qk_logits)  # checks everything, on all ranks, before any write
-            if outcome.nonfinite:
-                self._leave_out(parameters)
-            elif not outcome.busy:
-                self._create_state()
-            else:
-                self._log.tell(parameters, self.routing_table)
-                self._run(parameters, outcome, qk_logits)
+            try:
+                parameters, outcome = self._agree(absent, qk_logits)  # checks everything, on all ranks, before any write
+                if outcome.nonfinite:
+                    self._leave_out(parameters)
+                elif not outcome.busy:
+                    state.create(self.param_groups, self.state)  # all that checkpointing wants of a first step at lr 0
+                else:
+                    self._log.tell(parameters, self.routing_table)
+                    self._run(parameters, outcome, qk_logits)
+            finally:
+                if self._offload.on:
+                    self._collector.forget()
         return loss
 
     @property
@@ -220,6 +224,7 @@ class Muon(torch.optim.Optimizer):
 
     def turn_on_cpu_offload(self) -> None:
         """Keeps the state in host memory between steps, from now on; device memory that it took is free meanwhile."""
+        self._collector.forget()
         self._offload.turn_on(self.state)
 
     def turn_off_cpu_offload(self) -> None:
@@ -306,6 +311,7 @@ class Muon(torch.optim.Optimizer):
         path = f"use_distributed_muon={self._reference}"
         self._planner = Planner(self._plan_options, self._settings.form, path, self._replica_group)
         self._executor: StepExecutor = (ReferenceExecutor if self._reference else Executor)(self._settings)
+        self._collector = Collector(self._wire_dtype)
         self._log = RouteLog(on=self._debug)
         self._untold = None
 
@@ -323,7 +329,7 @@ class Muon(torch.optim.Optimizer):
         nonfinite, busy = False, True
         if failure is None:
             try:
-                check_step(parameters, demands, self.state)
+                self._collector.check(self.param_groups, self.state)
                 self._qk_clip.check(parameters, qk_logits)
                 nonfinite = self._nonfinite.known(parameters, Scaling.of(self))
                 busy = bool(self.state) or not only_creates_state(self.param_groups)
@@ -347,7 +353,8 @@ class Muon(torch.optim.Optimizer):
             self._prepare(parameters, outcome)
         try:
             mask = self._nonfinite.masks(parameters, scaling, outcome.exchange)
-            scaling.remove(gradients_of(parameters))
+            if scaling.scale is not None:
+                scaling.remove(gradients_of(parameters))
             if mask is not None:
                 silence(gradients_of(parameters), mask)
             work = self._work(parameters, outcome, mask)
@@ -386,15 +393,14 @@ class Muon(torch.optim.Optimizer):
             if one.group["use_muon"] and one.group["none_grad"]:
                 one.param.grad = None
 
-    def _create_state(self) -> None:
-        """What checkpointing does before it loads: a first step with zero gradients at lr 0 is to create state, no more."""
-        state.create(self.param_groups, self.state)
+    def _wire_dtype(self, param: Tensor) -> torch.dtype | None:
+        return self._comm_dtype
 
     def _demands(self) -> tuple[list[Parameter], tuple[Demand, ...], Exception | None]:
-        return demands_of(self.param_groups, self._comm_dtype)
+        return self._collector.demands(self.param_groups)
 
     def _work(self, parameters: Sequence[Parameter], outcome: Outcome, mask: Tensor | None = None) -> list[Work]:
-        return work_of(parameters, self._planner.demands, outcome, self.state, mask=mask)
+        return self._collector.work(self._planner.demands, outcome, self.state, mask=mask)
 
     def _adamw_step(self, parameters: Sequence[Parameter], outcome: Outcome, mask: Tensor | None = None) -> None:
         chosen: dict[int, list[Tensor]] = {}

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from meshmuon import ConfigError, GradientError, MeshmuonError, Muon, StateError, UnsupportedError, keller, polar_express
-from meshmuon.optim.collect import check_step, demands_of
+from meshmuon.optim.collect import Collector
 
 from .reference import LR, adamw, assert_same_bits, copies, gradients, group, make_params, muon, run, set_gradients
 
@@ -289,8 +289,10 @@ def test_momentum_that_lies_elsewhere(mesh: Any) -> None:
     again.grad = torch.ones_like(again)
     optimizer.param_groups[0]["params"][0] = again
     optimizer.state[again] = optimizer.state.pop(param)
+    collector = Collector(lambda param: None)
+    collector.demands(optimizer.param_groups)
     with pytest.raises(StateError, match=r"now lies on its mesh as cpu \[S\(0\)\] on 2, its momentum_buffer as cpu \[R\] on 2"):
-        check_step(*demands_of(optimizer.param_groups, None)[:2], optimizer.state)
+        collector.check(optimizer.param_groups, optimizer.state)
 
 
 def test_a_tensor_that_is_no_leaf() -> None:
