@@ -183,7 +183,7 @@ def sweep(args: argparse.Namespace) -> Path:
     """Run what is missing and return the path of the table."""
     runtime, model, train = options.runtime(args), options.model_config(args), options.train_config(args)
     base, text = options.optimizer_config(args), options.corpus(args)
-    swept = {"lr", "adamw_lr", "weight_decay", "adamw_weight_decay", "scheme", "rule", "cautious"}
+    swept = {"lr", "adamw_lr", "weight_decay", "adamw_weight_decay", "scheme", "rule", "cautious", "qk_threshold"}
     setting: Row = {
         "model": asdict(model),
         "train": {key: value for key, value in asdict(train).items() if key not in ("seed", "steps")},

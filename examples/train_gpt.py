@@ -10,6 +10,9 @@ defaults it takes a little over four minutes on two CPU cores and writes a folde
 
 Ctrl-C stops early and still writes the report of what was done. With --checkpoint-every the same command, given
 again after Ctrl-C or a crash, goes on from the last checkpoint, also with another number of processes.
+
+With --qk-clip it compares something else: meshmuon without and with QK-clip, on a model without QK-norm and at an lr so
+large that attention logits explode. logits.png, with the loss and the largest logit of every step, then stands for loss.png.
 """
 
 from __future__ import annotations
@@ -25,7 +28,7 @@ from pathlib import Path
 from demo import options
 from demo.checkpoints import FOLDER, CheckpointError, Checkpoints, opened, unfinished_run
 from demo.model import build_model
-from demo.optimizers import OPTIMIZERS
+from demo.optimizers import CONTENDERS
 from demo.processes import Runtime, from_first, joined
 from demo.progress import QuietProgress, show_progress
 from demo.report import Setting, new_folder, write_report
@@ -41,9 +44,9 @@ def parser() -> argparse.ArgumentParser:
         pass
 
     result = argparse.ArgumentParser(description=__doc__, formatter_class=Format, allow_abbrev=False)
-    result.add_argument("--only", choices=(*OPTIMIZERS, "both"), default="both", help="which runs to do")
     result.add_argument("--out", type=Path, default=Path("runs"), help="folder in which runs/<time>/ is made")
-    result.add_argument("--plot", action=argparse.BooleanOptionalAction, default=True, help="draw loss.png (needs matplotlib)")
+    result.add_argument("--plot", action=argparse.BooleanOptionalAction, default=True, help="draw the plot (needs matplotlib)")
+    options.add_comparison_options(result)
     options.add_process_options(result)
     options.add_checkpoint_options(result)
     options.add_model_options(result)
@@ -54,9 +57,10 @@ def parser() -> argparse.ArgumentParser:
 
 def prepare(args: argparse.Namespace) -> tuple[Setting, Runtime]:
     """Check everything that can be checked before the first step; `ValueError` says what to change."""
+    options.contenders(args)
     runtime = options.runtime(args)
     if args.plot and importlib.util.find_spec("matplotlib") is None:
-        raise ValueError("loss.png needs matplotlib: install it, or pass --no-plot")
+        raise ValueError("the plot needs matplotlib: install it, or pass --no-plot")
     model = options.model_config(args)
     setting = Setting(
         model=model,
@@ -79,7 +83,7 @@ def places(args: argparse.Namespace, setting: Setting, stack: ExitStack) -> tupl
     if args.checkpoint_dir is not None:
         checkpoints = stack.enter_context(opened(args.checkpoint_dir, args.checkpoint_every, setting.options))
         return new_folder(args.out), checkpoints
-    folder = unfinished_run(args.out, names_of(args), setting.options) or new_folder(args.out)
+    folder = unfinished_run(args.out, options.contenders(args), setting.options) or new_folder(args.out)
     return folder, stack.enter_context(opened(folder / FOLDER, args.checkpoint_every, setting.options))
 
 
@@ -91,7 +95,12 @@ def train_all(
         checkpoints = from_first(checkpoints, runtime)
         warm_up(setting.model, setting.train, setting.corpus, runtime)
         for name in names:
-            train_one(name, setting, runtime, checkpoints, results)
+            try:
+                train_one(name, setting, runtime, checkpoints, results)
+            except NonFiniteLossError as diverged:
+                if not CONTENDERS[name].may_diverge:
+                    raise
+                say(str(diverged), runtime)
     except (KeyboardInterrupt, NonFiniteLossError, CheckpointError) as stop:
         return stop
     return None
@@ -124,17 +133,12 @@ def say(text: str, runtime: Runtime) -> None:
         print(text, flush=True)
 
 
-def names_of(args: argparse.Namespace) -> Sequence[str]:
-    """The runs to do."""
-    return OPTIMIZERS if args.only == "both" else (args.only,)
-
-
 def follow(arguments: Sequence[str] | None) -> int:
     """What every process but the first does: the same steps, without a word."""
-    args = parser().parse_args(arguments)
+    args = options.parsed(parser(), arguments)
     setting, runtime = prepare(args)
     with joined(runtime, follow, arguments):
-        train_all(names_of(args), setting, runtime, None, [])
+        train_all(options.contenders(args), setting, runtime, None, [])
     return 0
 
 
@@ -143,7 +147,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if int(os.environ.get("RANK", "0")):
         return follow(arguments)
     command_line = parser()
-    args = command_line.parse_args(arguments)
+    args = options.parsed(command_line, arguments)
     with ExitStack() as stack:
         try:
             setting, runtime = prepare(args)
@@ -155,7 +159,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         stop: Exception | KeyboardInterrupt | None
         try:
             with joined(runtime, follow, arguments):
-                stop = train_all(names_of(args), setting, runtime, checkpoints, results)
+                stop = train_all(options.contenders(args), setting, runtime, checkpoints, results)
         except (KeyboardInterrupt, ChildProcessError) as error:
             stop = error
         headline = write_report(folder, setting, results, plot=args.plot)

@@ -1,12 +1,33 @@
-"""Arithmetic of the comparison: the same step, the same time, and how soon one reaches the other's loss."""
+"""Arithmetic of meshmuon against AdamW: the same step, the same time, and how soon one reaches the other's loss."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from pathlib import Path
+from typing import Any
 
 from demo.train import EvalPoint, RunResult
+
+
+@dataclass(frozen=True, slots=True)
+class Findings:
+    """What a comparison, of whatever, puts into the report.
+
+    Attributes:
+        headline: how it went, in a sentence or two.
+        log: its entries in log.json.
+        section: its part of the page, in Markdown.
+        picture: name of the file of its plot.
+        draw: draws the plot.
+    """
+
+    headline: str
+    log: dict[str, Any]
+    section: str
+    picture: str
+    draw: Callable[[Path], None]
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,19 +5,23 @@ from __future__ import annotations
 import argparse
 import math
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
 
 from demo.data import Corpus, TrainBatches, default_source_root, load_corpus
 from demo.model import MLP_KINDS, ModelConfig
-from demo.optimizers import OptimizerConfig
+from demo.optimizers import CLIP_RUNS, OPTIMIZERS, OptimizerConfig
 from demo.processes import Runtime, launched
 from demo.train import SCHEDULES, TrainConfig
 
 SCHEMES = ("polar_express", "keller")
 RULES = ("plain", "normuon", "muon_plus", "muoneq")
+ADAMW_LR, ADAMW_WEIGHT_DECAY = 2e-3, 1.0
+# Without QK-norm and at four times the best lr of the sweep attention logits pass the threshold within the first 30 steps and
+# reach nine times as much. Found by trial, see docs/demo.md.
+QK_CLIP_PRESET = {"qk_norm": False, "lr": 6.4e-2, "steps": 150, "qk_threshold": 50.0}
 
 
 def whole(minimum: int) -> Callable[[str], int]:
@@ -123,6 +127,46 @@ def add_checkpoint_options(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def add_comparison_options(parser: argparse.ArgumentParser) -> None:
+    """What is compared with what."""
+    group = parser.add_argument_group("comparison")
+    group.add_argument("--only", choices=(*OPTIMIZERS, *CLIP_RUNS, "both"), default="both", help="which runs to do")
+    preset = {name: value for name, value in QK_CLIP_PRESET.items() if name not in ("qk_norm", "qk_threshold")}
+    shown = ", ".join(("--no-qk-norm", *(f"--{name.replace('_', '-')} {value}" for name, value in preset.items())))
+    group.add_argument(
+        "--qk-clip",
+        action="store_true",
+        help="compare meshmuon without and with QK-clip instead of meshmuon with AdamW, on a model whose attention logits "
+        f"explode: {shown}, unless these flags are given",
+    )
+    group.add_argument(
+        "--qk-threshold",
+        type=number(0),
+        help=f"largest attention logit that --qk-clip leaves alone, {QK_CLIP_PRESET['qk_threshold']:g} unless given",
+    )
+
+
+def parsed(parser: argparse.ArgumentParser, arguments: Sequence[str] | None) -> argparse.Namespace:
+    """The arguments; where --qk-clip is among them, flags that are not given have its defaults."""
+    args = parser.parse_args(arguments)
+    if args.qk_clip:
+        parser.set_defaults(**QK_CLIP_PRESET)
+        args = parser.parse_args(arguments)
+    return args
+
+
+def contenders(args: argparse.Namespace) -> tuple[str, ...]:
+    """The names of the runs to do; `ValueError` for flags that belong to the other comparison."""
+    runs, others, which = (CLIP_RUNS, OPTIMIZERS, "with") if args.qk_clip else (OPTIMIZERS, CLIP_RUNS, "without")
+    if args.only in others:
+        raise ValueError(f"--only {args.only} is none of the runs {which} --qk-clip: choose {', '.join(runs)} or both")
+    if args.qk_threshold is not None and not args.qk_clip:
+        raise ValueError("--qk-threshold without --qk-clip: there is no QK-clip to use it; add --qk-clip")
+    if args.qk_clip and (args.adamw_lr, args.adamw_weight_decay) != (ADAMW_LR, ADAMW_WEIGHT_DECAY):
+        raise ValueError("--adamw-lr and --adamw-weight-decay with --qk-clip: there is no AdamW run; leave them out")
+    return runs if args.only == "both" else (args.only,)
+
+
 def add_optimizer_options(parser: argparse.ArgumentParser) -> None:
     """Flags of `OptimizerConfig`. The defaults come from the sweep recorded in docs/demo.md."""
     lr = number(0)
@@ -130,9 +174,9 @@ def add_optimizer_options(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("optimizers")
     group.add_argument("--lr", type=lr, default=1.6e-2, help="peak lr of meshmuon")
     group.add_argument("--adam-part-lr", type=lr, help="peak lr of meshmuon's AdamW part (default: the same as --lr)")
-    group.add_argument("--adamw-lr", type=lr, default=2e-3, help="peak lr of the AdamW baseline")
+    group.add_argument("--adamw-lr", type=lr, default=ADAMW_LR, help="peak lr of the AdamW baseline")
     group.add_argument("--weight-decay", type=decay, default=0.1, help="weight decay of meshmuon")
-    group.add_argument("--adamw-weight-decay", type=decay, default=1.0, help="weight decay of the AdamW baseline")
+    group.add_argument("--adamw-weight-decay", type=decay, default=ADAMW_WEIGHT_DECAY, help="weight decay of the AdamW baseline")
     group.add_argument("--momentum", type=number(0, 1, or_equal=True), default=0.95, help="meshmuon's momentum")
     group.add_argument("--ns-steps", type=whole(1), default=5, help="Newton–Schulz steps of meshmuon")
     group.add_argument("--scheme", choices=SCHEMES, default=SCHEMES[0], help="Newton–Schulz coefficients")
@@ -185,6 +229,7 @@ def optimizer_config(args: argparse.Namespace) -> OptimizerConfig:
         scheme=args.scheme,
         rule=args.rule,
         cautious=args.cautious,
+        qk_threshold=getattr(args, "qk_threshold", None),  # the sweep has no such flag
     )
 
 

@@ -18,8 +18,11 @@ PLAIN_LINES = 10
 class Progress(Protocol):
     """What the training loop tells, step by step."""
 
-    def step(self, done: int, loss: float, seconds: float) -> None:
-        """`done` steps are complete; the last had training loss `loss` and took `seconds`."""
+    def step(self, done: int, loss: float, seconds: float, logit: float | None = None) -> None:
+        """`done` steps are complete; the last had training loss `loss` and took `seconds`.
+
+        `logit` is its largest attention logit, where it is watched.
+        """
 
     def evaluated(self, step: int, loss: float) -> None:
         """The validation loss after `step` steps."""
@@ -37,6 +40,10 @@ class _Average:
         return self._sum / self._weight
 
 
+def _shown(logit: float | None, gap: str) -> str:
+    return "" if logit is None else f"{gap}largest logit {logit:.1f}"
+
+
 class PlainProgress:
     """About ten lines per run, for logs and pipes."""
 
@@ -47,13 +54,13 @@ class PlainProgress:
         self._begun = time.perf_counter()
         self._valid = float("nan")
 
-    def step(self, done: int, loss: float, seconds: float) -> None:
+    def step(self, done: int, loss: float, seconds: float, logit: float | None = None) -> None:
         loss, seconds = self._loss.update(loss), self._seconds.update(seconds)
         if done % self._every and done != self.steps:
             return
         left = (time.perf_counter() - self._begun) / (done - self._done_before) * (self.steps - done)
         print(
-            f"{self.title:>8}  step {done}/{self.steps}  loss {loss:.3f}  valid {self._valid:.3f}  "
+            f"{self.title:>8}  step {done}/{self.steps}  loss {loss:.3f}  valid {self._valid:.3f}{_shown(logit, '  ')}  "
             f"{self.tokens_per_step / seconds:,.0f} tokens/s  {1e3 * seconds:.0f} ms/step  ETA {left:.0f} s",
             flush=True,
         )
@@ -67,7 +74,7 @@ class PlainProgress:
 class QuietProgress:
     """Nothing: what processes other than the first show."""
 
-    def step(self, done: int, loss: float, seconds: float) -> None:
+    def step(self, done: int, loss: float, seconds: float, logit: float | None = None) -> None:
         pass
 
     def evaluated(self, step: int, loss: float) -> None:
@@ -81,12 +88,12 @@ class RichProgress:
         self.tokens_per_step = tokens_per_step
         self._loss, self._seconds = _Average(), _Average()
         self._bar = bar
-        self._task = bar.add_task(title, total=steps, completed=done, loss="-", valid="-", speed="")
+        self._task = bar.add_task(title, total=steps, completed=done, loss="-", valid="-", logit="", speed="")
 
-    def step(self, done: int, loss: float, seconds: float) -> None:
+    def step(self, done: int, loss: float, seconds: float, logit: float | None = None) -> None:
         loss, seconds = self._loss.update(loss), self._seconds.update(seconds)
         speed = f"{self.tokens_per_step / seconds:,.0f} tokens/s {1e3 * seconds:.0f} ms/step"
-        self._update(completed=done, loss=f"{loss:.3f}", speed=speed)
+        self._update(completed=done, loss=f"{loss:.3f}", logit=_shown(logit, " "), speed=speed)
 
     def evaluated(self, step: int, loss: float) -> None:
         self._update(valid=f"{loss:.3f}")
@@ -102,7 +109,7 @@ def _rich_bar() -> Bar:
         TextColumn("[bold]{task.description:>8}"),
         BarColumn(bar_width=None),
         MofNCompleteColumn(),
-        TextColumn("loss {task.fields[loss]} valid {task.fields[valid]} {task.fields[speed]} ETA"),
+        TextColumn("loss {task.fields[loss]} valid {task.fields[valid]}{task.fields[logit]} {task.fields[speed]} ETA"),
         TimeRemainingColumn(compact=True),
         # The estimate looks back over a minute: evaluations pause the bar now and then.
         speed_estimate_period=60.0,

@@ -1,4 +1,4 @@
-"""What a demo run leaves in its folder: loss.png, log.json and report.md."""
+"""What a demo run leaves in its folder: a plot, log.json and report.md."""
 
 from __future__ import annotations
 
@@ -15,13 +15,14 @@ from typing import Any
 import torch
 
 import meshmuon
-from demo.compare import Comparison, compare
+from demo.clip import clip_findings
+from demo.compare import Comparison, Findings, compare
 from demo.data import Corpus
 from demo.model import ModelConfig
-from demo.optimizers import OptimizerConfig
+from demo.optimizers import CONTENDERS, OptimizerConfig
 from demo.train import RunResult, TrainConfig
 
-COLORS = {"muon": "tab:blue", "adamw": "tab:orange"}
+_SCHEDULES = {"linear": "linear decay", "cosine": "cosine decay", "constant": "no decay"}
 BITS_PER_NAT = 1.4426950408889634
 
 
@@ -97,16 +98,29 @@ def point_latest(folder: Path) -> None:
 
 def write_report(folder: Path, setting: Setting, results: Sequence[RunResult], *, plot: bool) -> str:
     """Write all artefacts for whatever the runs have done so far and return the headline."""
-    by_name = {result.name: result for result in results}
-    both = compare(by_name["muon"], by_name["adamw"]) if len(by_name) == 2 else None
-    headline = headline_of(results, both)
-    _write_log(folder / "log.json", setting, results, both, headline)
+    found = findings(setting, results)
+    _write_log(folder / "log.json", setting, results, found)
     drawn = plot and any(result.evals for result in results)
     if drawn:
-        draw_losses(folder / "loss.png", results)
-    (folder / "report.md").write_text(markdown(setting, results, both, headline, drawn=drawn), encoding="utf-8")
+        found.draw(folder / found.picture)
+    (folder / "report.md").write_text(markdown(setting, results, found, drawn=drawn), encoding="utf-8")
     point_latest(folder)
-    return headline
+    return found.headline
+
+
+def findings(setting: Setting, results: Sequence[RunResult]) -> Findings:
+    """What was compared has shown so far: QK-clip if there is a threshold for it, else meshmuon and AdamW."""
+    if setting.optimizer.qk_threshold is not None:
+        return clip_findings(results, setting.optimizer.qk_threshold, qk_norm=setting.model.qk_norm)
+    by_name = {result.name: result for result in results}
+    both = compare(by_name["muon"], by_name["adamw"]) if len(by_name) == 2 else None
+    return Findings(
+        headline=headline_of(results, both),
+        log={"comparison": None if both is None else asdict(both)},
+        section="" if both is None else _comparison_table(both),
+        picture="loss.png",
+        draw=lambda path: draw_losses(path, results),
+    )
 
 
 def headline_of(results: Sequence[RunResult], both: Comparison | None) -> str:
@@ -131,12 +145,12 @@ def headline_of(results: Sequence[RunResult], both: Comparison | None) -> str:
     return text
 
 
-def _write_log(path: Path, setting: Setting, results: Sequence[RunResult], both: Comparison | None, headline: str) -> None:
+def _write_log(path: Path, setting: Setting, results: Sequence[RunResult], found: Findings) -> None:
     corpus = setting.corpus
     log: dict[str, Any] = {
         "format": 1,
         "created": datetime.now().astimezone().isoformat(timespec="seconds"),
-        "headline": headline,
+        "headline": found.headline,
         "machine": machine(setting.device),
         "model": {**asdict(setting.model), "parameters": setting.parameters},
         "train": {**asdict(setting.train), "processes": setting.processes},
@@ -149,7 +163,7 @@ def _write_log(path: Path, setting: Setting, results: Sequence[RunResult], both:
             "valid_bytes": corpus.valid.numel(),
         },
         "runs": {result.name: _run_log(result) for result in results},
-        "comparison": None if both is None else asdict(both),
+        **found.log,
     }
     path.write_text(json.dumps(log, indent=1, allow_nan=False) + "\n", encoding="utf-8")
 
@@ -172,7 +186,7 @@ def draw_losses(path: Path, results: Sequence[RunResult]) -> None:
     FigureCanvasAgg(figure)
     by_step, by_time = figure.subplots(1, 2, sharey=True)
     for result in results:
-        color = COLORS[result.name]
+        color = CONTENDERS[result.name].color
         losses = [point.loss for point in result.evals]
         by_step.plot(range(1, result.steps_done + 1), result.train_loss, color=color, alpha=0.25, linewidth=0.8)
         by_step.plot([p.step for p in result.evals], losses, "o-", color=color, markersize=3, label=result.title)
@@ -191,9 +205,9 @@ def draw_losses(path: Path, results: Sequence[RunResult]) -> None:
     figure.savefig(path, dpi=130)
 
 
-def markdown(setting: Setting, results: Sequence[RunResult], both: Comparison | None, headline: str, *, drawn: bool) -> str:
+def markdown(setting: Setting, results: Sequence[RunResult], found: Findings, *, drawn: bool) -> str:
     """The report as one Markdown page."""
-    parts = [f"# meshmuon training demo\n\n**{headline}**\n"]
+    parts = [f"# meshmuon training demo\n\n**{found.headline}**\n"]
     unfinished = [f"{result.title} ({result.status})" for result in results if result.status != "finished"]
     if unfinished:
         parts.append(f"Not all runs came to their end: {', '.join(unfinished)}. The figures cover what was done.\n")
@@ -209,9 +223,9 @@ def markdown(setting: Setting, results: Sequence[RunResult], both: Comparison | 
             "lost and made again.\n"
         )
     if drawn:
-        parts.append("![loss](loss.png)\n")
-    if both is not None:
-        parts.append(_comparison_table(both))
+        parts.append(f"![{Path(found.picture).stem}]({found.picture})\n")
+    if found.section:
+        parts.append(found.section)
     parts.append(_runs_table(results))
     parts.append(_setting_section(setting))
     for result in results:
@@ -273,14 +287,20 @@ def _setting_section(setting: Setting) -> str:
         f"{model.d_ff}, QK-norm {'on' if model.qk_norm else 'off'}, "
         f"head {'tied' if model.tied_head else 'untied'}, {setting.parameters:,} parameters",
         "training": f"{train.steps} steps of {train.batch_size} × {model.seq_len} bytes, warm-up "
-        f"{train.warmup_steps}, {train.schedule} decay, gradient clip {train.grad_clip:g}, seed {train.seed}, "
+        f"{train.warmup_steps}, {_SCHEDULES[train.schedule]}, gradient clip {train.grad_clip:g}, seed {train.seed}, "
         + ("one process" if setting.processes == 1 else f"{setting.processes} processes with FSDP2"),
         "meshmuon": f"lr {optimizer.lr:g} (AdamW part {part_lr:g}), momentum {optimizer.momentum:g}, "
         f"{optimizer.scheme}, {optimizer.ns_steps} steps, weight decay {optimizer.weight_decay:g}",
-        "AdamW": f"lr {optimizer.adamw_lr:g}, weight decay {optimizer.adamw_weight_decay:g}, fused",
+        **_against(optimizer, model),
         "data": f"{corpus.train.numel():,} bytes of {len(corpus.train_files)} files for training, "
         f"{corpus.valid.numel():,} bytes of {len(corpus.valid_files)} files for validation, "
         f"digest {corpus.digest}",
         "machine": ", ".join(f"{key} {value}" for key, value in machine(setting.device).items()),
     }
     return "## Setting\n\n" + "".join(f"- {name}: {text}\n" for name, text in facts.items())
+
+
+def _against(optimizer: OptimizerConfig, model: ModelConfig) -> dict[str, str]:
+    if optimizer.qk_threshold is not None:
+        return {"QK-clip": f"threshold {optimizer.qk_threshold:g}, {model.head_dim} rows per head, in the clipped run only"}
+    return {"AdamW": f"lr {optimizer.adamw_lr:g}, weight decay {optimizer.adamw_weight_decay:g}, fused"}

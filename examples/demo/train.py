@@ -5,23 +5,25 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from demo.data import Corpus, TrainBatches, valid_batches
 from demo.model import GPT, ModelConfig, build_model
-from demo.optimizers import TITLES, OptimizerConfig, build_optimizer
+from demo.optimizers import CONTENDERS, TITLES, OptimizerConfig, build_optimizer
 from demo.processes import Runtime, mean, shard
 from demo.progress import Progress
-from meshmuon import Muon
+from meshmuon import MaxLogits, Muon
 
 SCHEDULES = ("linear", "cosine", "constant")
 
 
 class NonFiniteLossError(RuntimeError):
-    """Training diverged: the loss is no longer a number."""
+    """Training diverged: the loss, or an attention logit, is no longer a number."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +59,11 @@ class ResumePoint:
 
 @dataclass(slots=True)
 class RunResult:
-    """What one run left behind. Times are in seconds; one entry per step in the lists."""
+    """What one run left behind. Times are in seconds; one entry per step in the lists.
+
+    `largest_logit` is the largest of all layers, heads and sequences in a step's forward, that is, before its update; it is empty
+    in runs that do not watch logits.
+    """
 
     name: str
     hyperparameters: dict[str, object]
@@ -70,6 +76,7 @@ class RunResult:
     routing: str | None = None
     plan: str | None = None
     resumed: list[ResumePoint] = field(default_factory=list)
+    largest_logit: list[float] = field(default_factory=list)
 
     @property
     def title(self) -> str:
@@ -105,7 +112,7 @@ def lr_scale(step: int, config: TrainConfig) -> float:
 
 
 class Run:
-    """One optimizer's training, from the shared initial weights to the last step or an interruption."""
+    """One contender's training, from the shared initial weights to the last step or an interruption."""
 
     def __init__(
         self,
@@ -116,10 +123,11 @@ class Run:
         config: TrainConfig,
         runtime: Runtime,
     ) -> None:
-        self.config, self.runtime, self.corpus = config, runtime, corpus
+        self.config, self.runtime, self.corpus, self.contender = config, runtime, corpus, CONTENDERS[name]
         self.model: GPT = build_model(model_config, config.seed, runtime.device)
         shard(self.model, runtime)
         self.optimizer = build_optimizer(name, self.model, optimizer_config)
+        self.logits = _watch(self.model, runtime) if self.contender.watched else None
         self.peak_lrs = [float(group["lr"]) for group in self.optimizer.param_groups]
         self.batches = TrainBatches(corpus.train, model_config.seq_len, config.batch_size, config.seed)
         self.result = RunResult(
@@ -154,7 +162,8 @@ class Run:
 
     def _report(self, progress: Progress) -> None:
         result = self.result
-        progress.step(result.steps_done, result.train_loss[-1], result.step_seconds[-1])
+        logit = result.largest_logit[-1] if result.largest_logit else None
+        progress.step(result.steps_done, result.train_loss[-1], result.step_seconds[-1], logit)
         last = result.steps_done == self.config.steps
         if last or result.steps_done % self.config.eval_every == 0:
             self._evaluate(progress)
@@ -168,19 +177,37 @@ class Run:
         for group, peak in zip(self.optimizer.param_groups, self.peak_lrs, strict=True):
             group["lr"] = peak * scale
         start = self._now()
-        loss = self.model.loss(tokens, targets)
+        with self._watching():
+            loss = self.model.loss(tokens, targets)
         torch.autograd.backward(loss)
         if self.config.grad_clip > 0:
             nn.utils.clip_grad_norm_(self.model.parameters(), self.config.grad_clip)
         before_optimizer = self._now()
         # The loss is read before the weights change: a diverged run must not step on non-finite gradients.
         value = self._finite(mean([loss.item()], self.runtime)[0], f"training loss at step {step + 1}")
-        self.optimizer.step()
+        self._update(step)
         end = self._now()
         self.optimizer.zero_grad(set_to_none=True)
         self.result.train_loss.append(value)
         self.result.step_seconds.append(end - start)
         self.result.optimizer_seconds.append(end - before_optimizer)
+
+    def _watching(self) -> AbstractContextManager[None]:
+        return nullcontext() if self.logits is None else self.logits.collecting()
+
+    def _update(self, step: int) -> None:
+        """The optimizer's step; where logits are watched they are written down, and clipped by if the contender does that."""
+        if self.logits is None:
+            self.optimizer.step()
+            return
+        found = self.logits.collect()
+        largest = max(layer.max().item() for layer in found.values())
+        self._finite(largest, f"largest attention logit at step {step + 1}")
+        if isinstance(self.optimizer, Muon) and self.contender.clipped:
+            self.optimizer.step(qk_logits=found)
+        else:
+            self.optimizer.step()
+        self.result.largest_logit.append(largest)
 
     @torch.no_grad()
     def _evaluate(self, progress: Progress) -> None:
@@ -202,7 +229,7 @@ class Run:
     def _finite(self, value: float, what: str) -> float:
         if math.isfinite(value):
             return value
-        flag = "--lr" if self.result.name == "muon" else "--adamw-lr"
+        flag = "--lr" if self.contender.optimizer == "muon" else "--adamw-lr"
         raise NonFiniteLossError(
             f"{self.result.title}: {what} is {value}, peak lr {max(self.peak_lrs):g}. "
             f"Training diverged: lower {flag}, or raise --warmup-steps."
@@ -224,6 +251,14 @@ def warm_up(model_config: ModelConfig, config: TrainConfig, corpus: Corpus, runt
     batches = TrainBatches(corpus.train, model_config.seq_len, config.batch_size, config.seed)
     tokens, targets = batches.batch(0, runtime.rank, runtime.world_size)
     torch.autograd.backward(model.loss(tokens.to(runtime.device), targets.to(runtime.device)))
+
+
+def _watch(model: GPT, runtime: Runtime) -> MaxLogits:
+    """Watches the attention of all layers, over all processes: each sees a part of the batch only."""
+    logits = MaxLogits(dist.group.WORLD if runtime.world_size > 1 else None)
+    for number, layer in enumerate(model.layers):
+        logits.attach(layer.get_submodule("attention"), number)
+    return logits
 
 
 def _routing(optimizer: torch.optim.Optimizer) -> str | None:

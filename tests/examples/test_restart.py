@@ -200,7 +200,7 @@ class Stopped:
         self._patch = monkeypatch
 
     def main(self, arguments: list[str], title: str = "meshmuon", after: int = KILLED_BEFORE) -> None:
-        def step(shown: progress.PlainProgress, done: int, loss: float, seconds: float) -> None:
+        def step(shown: progress.PlainProgress, done: int, *_: float | None) -> None:
             if (shown.title, done) == (title, after):
                 raise KeyboardInterrupt
 
