@@ -105,8 +105,9 @@ def apply(
     """
     if cautious:
         for param, update in zip(params, updates, strict=True):
-            same_way = (param * update) * rate >= 0
-            param.copy_(torch.where(same_way, param * decay, param))
+            same_way = (param * update).mul_(rate) >= 0
+            decayed = param * decay
+            param.copy_(torch.where(same_way, decayed, param, out=decayed))
     else:
         torch._foreach_mul_(params, decay)
     if isinstance(rate, Tensor):

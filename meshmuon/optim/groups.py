@@ -7,6 +7,7 @@ tensors), ``param_names`` (a list of as many names) and ``use_muon``; keys that 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from numbers import Real
 from typing import Any
 
 import torch
@@ -51,6 +52,7 @@ _WHOLE_OPTIMIZER = (
     "comm_dtype",
     "replicas",
     "replica_group",
+    "nonfinite",
 )
 
 
@@ -184,10 +186,10 @@ def _check_lr(lr: Any, where: str) -> None:
     _check_range(lr, "lr", where, low=0.0)
 
 
-def _check_range(value: float, what: str, where: str, *, low: float, below: float = float("inf")) -> None:
-    if not isinstance(value, (int, float, Tensor)):
+def _check_range(value: Any, what: str, where: str, *, low: float, below: float = float("inf")) -> None:
+    if not isinstance(value, (Real, Tensor)):
         raise ConfigError(f"{where}: {what}={value!r} must be a number.")
-    if not low <= value < below:
+    if not low <= (value if isinstance(value, Tensor) else float(value)) < below:
         bound = f"at least {low:g} and finite" if below == float("inf") else f"in [{low:g}, {below:g})"
         raise ConfigError(f"{where}: {what}={value} must be {bound}.")
 

@@ -23,6 +23,7 @@ from ..transport.maxima import everyone_on_host, reduce_largest
 from .dtensors import ReplicaGroup, as_dtensor, groups_of
 from .logit_maxima import DEFAULT_BLOCK_BYTES, head_maxima
 from .qk_names import LayerKey
+from .unseen import unseen
 
 __all__ = ["MaxLogits"]
 
@@ -180,8 +181,8 @@ class MaxLogits:
     def collect(self) -> dict[LayerKey, Tensor]:
         """The largest logits per head of every layer, over all ranks of the group, and starts anew.
 
-        Every rank of the group must call. The first call compares notes on layers and heads; they must stay what they were. From
-        then on it is one all-reduce, and the host does not wait for a device.
+        Every rank of the group must call. The first call compares notes on layers and heads. As long as they stay what they were
+        it is one all-reduce from then on, and the host does not wait for a device; on devices they must stay.
 
         Returns:
             Layer → float32 tensor of one number per head: −∞ for a head that nothing was seen of, +∞ where a logit was NaN or +∞
@@ -194,10 +195,12 @@ class MaxLogits:
                     "the group or mesh of all ranks that hold the same layers: data, context and tensor parallel ones."
                 )
             found = {layer: _without_nan(value) for layer, value in self._maxima.items()}
-        else:
-            found = self._reduced(self._group)
-        self._maxima = {}
-        return found
+            self._maxima = {}
+            return found
+        try:
+            return self._reduced(self._group)
+        finally:
+            self._maxima = {}
 
     def _reduced(self, group: dist.ProcessGroup) -> dict[LayerKey, Tensor]:
         if self._spans is None:
@@ -217,10 +220,13 @@ class MaxLogits:
             for layer, value in self._maxima.items():
                 packed[spans[layer].mine] = _without_nan(value).to(device, non_blocking=device.type != "cpu")
         reduce_largest(packed, group)
-        if changed or (known_to_host(packed) and bool(packed[total] > 0)):
+        if known_to_host(packed) and bool(packed[total] > 0):  # all ranks see it, and compare notes again
+            self._spans = None
+            return self._reduced(group)
+        if changed:
             raise ConfigError(
-                "MaxLogits: the layers or heads that some rank has observed are not those of the first collect(). Make a new "
-                "MaxLogits after changing the model."
+                "MaxLogits: the layers or heads that this rank has observed are not those of the first collect(), and the other "
+                "ranks cannot hear of it without waiting for their devices. Make a new MaxLogits after changing the model."
             )
         # Where the host cannot know that another rank has raised, its logits at least scale nothing.
         values = torch.where(packed[total] > 0, math.inf, packed[:total])
@@ -253,15 +259,15 @@ class MaxLogits:
             else:
                 del module.__dict__["forward"]
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
-    @torch.no_grad()
+    @unseen
     def _observe(self, layer: LayerKey, q: Tensor, k: Tensor, causal: bool, scale: float | None, mask: Tensor | None) -> None:
         q, k, mask = _own_parts(layer, q, k, mask)
         self._keep(layer, head_maxima(q, k, causal=causal, scale=scale, mask=mask, block_bytes=self._block_bytes))
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
-    @torch.no_grad()
+    @unseen
     def _observe_scores(self, layer: LayerKey, scores: Tensor) -> None:
+        if as_dtensor(scores) is not None:
+            raise ConfigError(f"MaxLogits: the scores of layer {layer!r} are a DTensor: pass scores.to_local(), by heads.")
         if scores.dim() < 2:
             raise ConfigError(
                 f"MaxLogits: scores of layer {layer!r} have shape {tuple(scores.shape)}, not (batch, heads, queries)."

@@ -222,6 +222,11 @@ class Muon(torch.optim.Optimizer):
         """How many steps were left out because a gradient was not finite. On a GPU reading it waits for the device."""
         return self._nonfinite.skipped
 
+    @property
+    def nonfinite_logits(self) -> int:
+        """How many logits given to ``step`` were +∞ or NaN; their heads were not clipped. On a GPU it waits for the device."""
+        return self._qk_clip.nonfinite_logits
+
     def turn_on_cpu_offload(self) -> None:
         """Keeps the state in host memory between steps, from now on; device memory that it took is free meanwhile."""
         self._collector.forget()
@@ -264,6 +269,7 @@ class Muon(torch.optim.Optimizer):
         Once there is any state, parameters that train and never had a gradient appear with zeros. Dtypes are stored by name; of
         functions only the name is stored, and the loading optimizer keeps its own.
         """
+        self._refuse_torn()
         if self.state:
             state.create(self.param_groups, self.state)
             self._offload.put_away(self.state)
@@ -317,11 +323,7 @@ class Muon(torch.optim.Optimizer):
 
     def _agree(self, absent: Exception | None, qk_logits: Any) -> tuple[list[Parameter], Outcome]:
         """What all ranks will do in this step; one rank's failed check is raised on all of them."""
-        if self._torn is not None:
-            raise StateError(
-                f"an earlier step was left half done ({type(self._torn).__name__}: {self._torn}). Load a checkpoint of the model "
-                "and of this optimizer first."
-            )
+        self._refuse_torn()
         parameters, demands, failure = self._demands()
         failure = failure or self._untold or absent
         if not isinstance(self._untold, StateError):  # what has parted stays so
@@ -372,6 +374,13 @@ class Muon(torch.optim.Optimizer):
             if outcome.exchange is not None:
                 self._untold = to_tell(failure, parted)
             raise failure
+
+    def _refuse_torn(self) -> None:
+        if self._torn is not None:
+            raise StateError(
+                f"an earlier step was left half done ({type(self._torn).__name__}: {self._torn}). Load a checkpoint of the model "
+                "and of this optimizer first."
+            )
 
     def _prepare(self, parameters: list[Parameter], outcome: Outcome) -> None:
         """Makes state and buffers; all ranks have theirs before anything travels."""

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ..device import known_to_host
 from ..errors import ConfigError
 from ..execute import local_part
 from ..layout import Layout
@@ -108,4 +109,7 @@ def _layout(layer: LayerKey, logits: DTensor) -> Layout:
 def _shape_text(logits: Any) -> str:
     sharded = as_dtensor(logits) if isinstance(logits, Tensor) else None
     shape = tuple(logits.shape) if isinstance(logits, Tensor) else type(logits).__name__
-    return f"{shape}" if sharded is None else f"{shape} on {sharded.placements}"
+    if sharded is not None:
+        return f"{shape} on {sharded.placements}"
+    # Ranks that give other maxima would scale replicas differently; on a device the host would have to wait to see it.
+    return str(logits.tolist()) if isinstance(logits, Tensor) and known_to_host(logits) else f"{shape}"

@@ -128,6 +128,13 @@ def check_rule(rule: object) -> None:
             f"{', '.join(_METHODS)} (see meshmuon.UpdateRule)."
         )
 
+    try:
+        hash(rule)
+    except TypeError:
+        raise ConfigError(
+            f"rule={rule!r} cannot be hashed, which is how parameters that share a rule are found: make it a frozen dataclass."
+        ) from None
+
 
 def resolve_rule(rule: RuleLike) -> UpdateRule | None:
     """The rule itself; None for ``"plain"``."""

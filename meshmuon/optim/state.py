@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping, MutableMapping, Sequence
 from typing import Any
 
@@ -123,16 +124,22 @@ def restore_options(group: dict[str, Any], own: Mapping[str, Any], saved: Mappin
         defaults: the optimizer's options.
     """
     group["use_muon"], group["param_names"] = own["use_muon"], own["param_names"]
+    if own["use_muon"] and _saved_rule(own, saved) != own.get("rule"):
+        warnings.warn(
+            f"{own['param_names'][0]}, …: the checkpoint was saved with rule={saved['rule']!r}, which holds from now on; the "
+            f"optimizer was built with {own['rule']!r}. Set the group's rule after loading to change it.",
+            stacklevel=4,
+        )
     for key, value in saved.items():
         if isinstance(value, str) and value.startswith(_NOT_STORED):
             group[key] = own.get(key, defaults.get(key))
         elif key in _DTYPES:
             group[key] = _dtype(value)
     for key, value in defaults.items():
-        if key not in saved:  # the saving optimizer did not know the option: the group's own value holds
+        if (
+            key not in saved or group.get(key) is None
+        ):  # the saving optimizer did not know the option: the group's own value holds
             group[key] = own.get(key, value)
-        elif group.get(key) is None:  # it left the option open
-            group[key] = value
 
 
 def _dtype(value: Any) -> Any:

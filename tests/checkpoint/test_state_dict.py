@@ -268,3 +268,13 @@ def test_what_is_frozen_later_keeps_its_state() -> None:
     fresh.load_state_dict(copy.deepcopy(optimizer.state_dict()))
     mine, theirs = (one.state[of[FROZEN]]["momentum_buffer"] for one, of in ((fresh, twins), (optimizer, params)))
     assert_same_bits([mine], [theirs])
+
+
+def test_a_group_s_own_none_is_not_replaced_by_a_default() -> None:
+    """None says something: this group's weights are not split, whatever the others are."""
+    params = [nn.Parameter(torch.randn(32, 8)) for _ in range(2)]
+    groups = [{"params": [p], "names": [str(k)], "use_muon": True} for k, p in enumerate(params)]
+    groups[0]["split"] = None
+    optimizer = Muon(groups, split=16)
+    optimizer.load_state_dict(optimizer.state_dict())
+    assert [group["split"] for group in optimizer.param_groups] == [None, 16]

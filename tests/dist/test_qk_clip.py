@@ -428,17 +428,22 @@ def refusals(world: int, main: Any) -> list[str]:
     return run_threads(world, caught)
 
 
-def test_every_rank_hears_that_layers_changed() -> None:
-    def main(rank: int) -> None:
-        logits = MaxLogits(dist.group.WORLD)
-        for layer in (0, 0, 1 if rank == 2 else 0):
-            with logits.collecting():
-                logits.observe(layer, torch.ones(1, 2, 1, 4), torch.ones(1, 2, 1, 4))
-            logits.collect()
+def test_layers_may_come_and_go() -> None:
+    """Ranks that see a new layer have all compare notes again; one that is not seen any more has −∞."""
 
-    told = refusals(3, main)
-    assert len(set(told)) == 1
-    assert "not those of the first collect()" in told[0]
+    def main(rank: int) -> list[dict[Any, list[float]]]:
+        logits = MaxLogits(dist.group.WORLD)
+        found = []
+        for layers in ((0,), (0, 1) if rank == 2 else (0,), (1,), (0,)):
+            with logits.collecting():
+                for layer in layers:
+                    logits.observe(layer, torch.full((1, 2, 1, 4), 1.0 + rank), torch.full((1, 2, 1, 4), 1.0 + layer))
+            found.append({layer: one.tolist() for layer, one in logits.collect().items()})
+        return found
+
+    first, both, second = {0: [6.0, 6.0]}, {0: [6.0, 6.0], 1: [12.0, 12.0]}, {0: [-math.inf] * 2, 1: [12.0, 12.0]}
+    last = {0: [6.0, 6.0], 1: [-math.inf] * 2}
+    assert run_threads(3, main) == [[first, both, second, last]] * 3
 
 
 @pytest.mark.parametrize("what", ["heads", "nothing", "part of the heads"])

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 import warnings
+from contextlib import nullcontext
+from functools import partial
 from typing import Any
 from unittest.mock import patch
 
@@ -15,7 +17,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn.attention.flex_attention import AuxOutput, _create_empty_block_mask, _identity, create_block_mask
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from meshmuon import ConfigError
 from meshmuon.optim import logit_maxima
@@ -458,3 +460,45 @@ def test_flex_attention_that_fails_is_given_up_with_a_warning() -> None:
 
 def test_flex_attention_is_for_gpus() -> None:
     assert not logit_maxima._flex_fits(random(1, 1, 2, 4).bfloat16(), random(1, 1, 2, 4).bfloat16())
+
+
+class _Mixed(nn.Module):
+    """Attention, then products that selective checkpointing saves."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv = nn.Linear(16, 48, bias=False)
+        self.experts = nn.Parameter(torch.randn(4, 16, 16) * 0.1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (one.unflatten(-1, (2, -1)).transpose(1, 2) for one in self.qkv(x).chunk(3, dim=-1))
+        x = x + F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
+        both = torch.cat([x, x])
+        return both + torch.bmm(both, self.experts).tanh()
+
+
+@pytest.mark.parametrize("length", [8, 16])
+@pytest.mark.parametrize("backward_inside", [False, True])
+def test_selective_activation_checkpointing(length: int, backward_inside: bool) -> None:
+    """What is computed for the maxima must not be taken for the model's own products in the recomputation."""
+
+    def policy(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        saved = op is torch.ops.aten.bmm.default
+        return CheckpointPolicy.MUST_SAVE if saved else CheckpointPolicy.PREFER_RECOMPUTE
+
+    found = []
+    for collects in (False, True):
+        torch.manual_seed(0)
+        block, x = _Mixed(), torch.randn(2, length, 16, requires_grad=True)
+        logits = MaxLogits()
+        logits.attach(block, 0)
+        contexts = partial(create_selective_checkpoint_contexts, policy)
+        with logits.collecting() if collects else nullcontext():
+            y = checkpoint(block, x, use_reentrant=False, context_fn=contexts)
+            if backward_inside:
+                y.square().sum().backward()
+        if not backward_inside:
+            y.square().sum().backward()
+        found.append([one.grad for one in (x, *block.parameters())])
+    for plain, watched in zip(*found, strict=True):
+        assert torch.equal(plain, watched)
