@@ -1,16 +1,147 @@
-"""What the benchmarks share: matrices of a GPT, and torch.optim.Muon's maths in float32."""
+"""What the benchmarks share: turns and medians, the machine's description, and what each run leaves behind.
+
+Importing this module first sets what torch reads when it starts.
+"""
 
 from __future__ import annotations
 
+import os
+
+# Some virtual machines advertise AMX but trap its instructions, which kills bfloat16 products on CPU.
+os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX10_1_512")
+os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # the profiler's own remarks
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # ranks share cores: threads that wait must sleep
+
+import argparse
+import io
+import json
+import math
+import platform
+import random
+import statistics
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
 import torch
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
 from torch import Tensor
 
-__all__ = ["float32_newton_schulz", "gpt_matrices"]
+__all__ = [
+    "KELLER",
+    "Goal",
+    "Quartiles",
+    "Report",
+    "Samples",
+    "Step",
+    "float32_newton_schulz",
+    "make_parser",
+    "progress_bar",
+    "quartiles",
+    "race",
+    "ratio",
+]
+
+ROOT = Path(__file__).resolve().parent.parent
+RESULTS = ROOT / "benchmarks" / "results"
+SCRATCH_RESULTS = ROOT / "runs" / "bench"
+KELLER = (3.4445, -4.7750, 2.0315)
 
 
-def gpt_matrices(layers: int, width: int) -> list[tuple[int, int]]:
-    per_layer = [(width, width)] * 4 + [(width, 4 * width), (4 * width, width)]
-    return per_layer * layers
+@dataclass(frozen=True, slots=True)
+class Quartiles:
+    """Median and spread of some figures."""
+
+    median: float
+    low: float
+    high: float
+    count: int
+
+    def text(self, scale: float = 1.0, digits: int = 3) -> str:
+        """As ``median (low–high)``; without a spread when there is none."""
+        middle = f"{self.median * scale:.{digits}f}"
+        return middle if self.count < 2 else f"{middle} ({self.low * scale:.{digits}f}–{self.high * scale:.{digits}f})"
+
+
+def quartiles(values: Sequence[float]) -> Quartiles:
+    if len(values) < 2:
+        return Quartiles(values[0], values[0], values[0], len(values))
+    low, middle, high = statistics.quantiles(values, n=4, method="inclusive")
+    return Quartiles(middle, low, high, len(values))
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """What is timed, and what is done before each time without being timed (fresh gradients)."""
+
+    run: Callable[[], object]
+    before: Callable[[], object] = lambda: None
+
+
+@dataclass(frozen=True, slots=True)
+class Samples:
+    """Seconds of each round: on the clock, and of this process's CPU."""
+
+    wall: list[float] = field(default_factory=list)
+    cpu: list[float] = field(default_factory=list)
+
+    @property
+    def clock(self) -> list[float]:
+        """What ratios are made of: with one thread the CPU's seconds, which other processes do not lengthen."""
+        return self.cpu if torch.get_num_threads() == 1 else self.wall
+
+    def facts(self) -> dict[str, Any]:
+        """For JSON."""
+        return {"wall_s": asdict(quartiles(self.wall)), "cpu_s": asdict(quartiles(self.cpu))}
+
+
+def race(
+    steps: Mapping[str, Step],
+    rounds: int,
+    *,
+    warmups: int = 1,
+    seconds: float = math.inf,
+    barrier: Callable[[], object] = lambda: None,
+    told: Callable[[str, Samples], None] = lambda name, samples: None,
+    advance: Callable[[], object] = lambda: None,
+) -> dict[str, Samples]:
+    """Times all ``steps`` in turns, so that a busy machine slows all of them alike.
+
+    Args:
+        steps: the contenders.
+        rounds: how often each has its turn; the order is another one in every round, so that nobody always follows the same one.
+        warmups: rounds that are not counted.
+        seconds: no round starts after that much time, but for the first.
+        barrier: what all ranks do before a clock is read.
+        told: told of each time, as it is taken.
+        advance: called after each round, for a progress bar.
+    """
+    found = {name: Samples() for name in steps}
+    names, begin = list(steps), time.perf_counter()
+    for turn in range(-warmups, rounds):
+        if turn > 0 and time.perf_counter() - begin > seconds:
+            break
+        for name in random.Random(turn).sample(names, len(names)):  # the same order on all ranks
+            steps[name].before()
+            barrier()
+            wall, cpu = time.perf_counter(), time.process_time()
+            steps[name].run()
+            barrier()
+            if turn >= 0:
+                found[name].wall.append(time.perf_counter() - wall)
+                found[name].cpu.append(time.process_time() - cpu)
+                told(name, found[name])
+        advance()
+    return found
+
+
+def ratio(one: Sequence[float], other: Sequence[float]) -> Quartiles:
+    """Of ``one`` to ``other``, round by round: what slows a whole round down cancels."""
+    return quartiles([a / b for a, b in zip(one, other, strict=True)])
 
 
 def float32_newton_schulz(grad: Tensor, coefficients: tuple[float, float, float], steps: int, eps: float) -> Tensor:
@@ -22,3 +153,149 @@ def float32_newton_schulz(grad: Tensor, coefficients: tuple[float, float, float]
         gram = x @ x.mT
         x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
     return x.mT if grad.size(0) > grad.size(1) else x
+
+
+@dataclass(frozen=True, slots=True)
+class Goal:
+    """One line at the end of a run: a figure and what it should be."""
+
+    text: str
+    figure: float | None
+    most: float | None = None
+    least: float | None = None
+    note: str = ""
+
+    @property
+    def verdict(self) -> str:
+        """``reached``, ``missed``, or ``not measured``."""
+        if self.figure is None or math.isnan(self.figure):
+            return "not measured"
+        kept = (self.most is None or self.figure <= self.most) and (self.least is None or self.figure >= self.least)
+        return "reached" if kept else "missed"
+
+    def __str__(self) -> str:
+        figure = "" if self.figure is None else f", {self.figure:.3g}"
+        wanted = f" (at most {self.most:g})" if self.most is not None else f" (at least {self.least:g})"
+        return f"goal {self.text}{wanted}: {self.verdict}{figure}{'; ' + self.note if self.note else ''}"
+
+
+def machine_facts(threads: int) -> dict[str, Any]:
+    """What a reader must know of the machine; no names, no paths."""
+    models = [line.split(":", 1)[1].strip() for line in _lines("/proc/cpuinfo") if line.startswith("model name")]
+    return {
+        "cpu": models[0] if models else platform.processor() or platform.machine(),
+        "cores": os.cpu_count(),
+        "capability": torch.backends.cpu.get_cpu_capability(),
+        "blas": "MKL" if torch._C.has_mkl else "not MKL",
+        "onednn_max_cpu_isa": os.environ.get("ONEDNN_MAX_CPU_ISA", "not set"),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "threads": threads,
+    }
+
+
+def _lines(path: str) -> list[str]:
+    try:
+        return Path(path).read_text().splitlines()
+    except OSError:  # not Linux
+        return []
+
+
+class Report:
+    """What a run leaves: tables on the screen and as text, figures as JSON, a plot, and a line per goal."""
+
+    def __init__(self, name: str, options: argparse.Namespace) -> None:
+        self.name = name
+        self.console = Console(width=170)
+        default = SCRATCH_RESULTS if options.quick else RESULTS
+        self.folder: Path = options.out or default
+        self.facts: dict[str, Any] = {
+            "machine": machine_facts(options.threads),
+            "options": {
+                key: str(value) if isinstance(value, Path) else value for key, value in vars(options).items() if key != "out"
+            },
+            "load_before": os.getloadavg()[0],
+        }
+        self._tables: list[Table] = []
+        self._notes: list[str] = []
+        self._begin = time.perf_counter()
+
+    def table(self, title: str, columns: Iterable[str], rows: Iterable[Sequence[str]]) -> None:
+        """Shows a table and keeps it for the text file."""
+        table = Table(title=title, title_justify="left")
+        for column in columns:
+            table.add_column(column, overflow="fold")
+        for row in rows:
+            table.add_row(*row)
+        self.console.print(table)
+        self._tables.append(table)
+
+    def note(self, text: str) -> None:
+        """Says something that belongs to the figures."""
+        self.console.print(text, markup=False, highlight=False)
+        self._notes.append(text)
+
+    def finish(self, results: object, goals: Sequence[Goal], plot: Callable[[Any], None], size: tuple[float, float]) -> None:
+        """Writes everything; ``plot`` draws on a figure of ``size`` inches."""
+        self.facts |= {
+            "load_after": os.getloadavg()[0],
+            "seconds": round(time.perf_counter() - self._begin, 1),
+            "notes": self._notes,
+            "goals": [{**asdict(goal), "verdict": goal.verdict} for goal in goals],
+            "results": results,
+        }
+        self.folder.mkdir(parents=True, exist_ok=True)
+        place = self.folder / self.name
+        place.with_suffix(".json").write_text(json.dumps(self.facts, indent=1, ensure_ascii=False) + "\n")
+        place.with_suffix(".txt").write_text(self._text(goals))
+        _draw(plot, size, place.with_suffix(".png"))
+        self.console.print(self._machine_line(), markup=False, highlight=False)
+        if self.facts["options"]["quick"]:
+            self.console.print("--quick shows that everything runs: its figures mean nothing.")
+        for goal in goals:
+            self.console.print(str(goal), markup=False, highlight=False, soft_wrap=True)
+        shown = self.folder.relative_to(ROOT) if self.folder.is_relative_to(ROOT) else self.folder
+        self.console.print(f"wrote {shown}/{self.name}.json, .txt and .png", soft_wrap=True)
+
+    def _machine_line(self) -> str:
+        facts = self.facts["machine"]
+        load = f"load {self.facts['load_before']:.1f} before, {self.facts['load_after']:.1f} after"
+        return f"{facts['cpu']}, {facts['cores']} cores, torch {facts['torch']}, {facts['threads']} thread(s), {load}"
+
+    def _text(self, goals: Sequence[Goal]) -> str:
+        page = Console(width=170, file=io.StringIO(), color_system=None)
+        for table in self._tables:
+            page.print(table)
+        for line in (*self._notes, self._machine_line(), *map(str, goals)):
+            page.print(line, markup=False, highlight=False, soft_wrap=True)
+        assert isinstance(page.file, io.StringIO)
+        return page.file.getvalue()
+
+
+def _draw(plot: Callable[[Any], None], size: tuple[float, float], path: Path) -> None:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure = plt.figure(figsize=size, layout="constrained")
+    plot(figure)
+    figure.savefig(path, dpi=130)
+    plt.close(figure)
+
+
+def progress_bar(console: Console) -> Progress:
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    return Progress(*columns, console=console, transient=True)
+
+
+def make_parser(about: str | None) -> argparse.ArgumentParser:
+    """The options that all benchmarks have."""
+    parser = argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="tiny sizes, seconds: shows that it runs, measures nothing")
+    parser.add_argument("--threads", type=int, default=1, help="torch threads, per process (default 1)")
+    parser.add_argument("--rounds", type=int, default=None, help="most turns per contender")
+    parser.add_argument(
+        "--out", type=Path, default=None, help="folder of the results (default benchmarks/results, with --quick runs/bench)"
+    )
+    return parser

@@ -1,212 +1,232 @@
-"""One optimizer step on one device: meshmuon beside torch.optim.Muon, on GPT-like matrices.
+"""One optimizer step on one device: meshmuon beside everyone else, on the matrices of four models.
 
-Contenders take turns within every round, so that a busy machine slows all of them alike; the figures are ratios of medians
-of one run. Before timing, all contenders must have computed the same update.
+Contenders take turns within every round, so that a busy machine slows all of them alike; figures are ratios of one run, round by
+round. Before timing, all must have made the same update.
 
-    python benchmarks/single_device.py --layers 2 --rounds 9 --threads 1
+With one thread the ratios are of process time, which other processes do not lengthen.
+
+    python benchmarks/single_device.py
+    python benchmarks/single_device.py --models MoE ViT --rounds 9
 """
 
 from __future__ import annotations
 
-import os
-
-# Some virtual machines advertise AMX but trap its instructions, which kills bfloat16 products on CPU.
-os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX10_1_512")
-
 import argparse
-import json
-import platform
-import statistics
-import time
-from collections.abc import Callable
-from pathlib import Path
-from unittest import mock
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from typing import Any
 
+import common  # first: it sets what torch reads when it starts
 import torch
-import torch.optim._muon as torch_muon
-from common import float32_newton_schulz, gpt_matrices
-from rich.console import Console
-from rich.progress import track
-from rich.table import Table
-from torch import Tensor
+from common import Goal, Quartiles, Report, Samples, Step, progress_bar, quartiles, race, ratio
+from contenders import FLOOR, OURS, TOLERANCE, Contender, Entrant, available, differences, enter
+from memory import Allocations, allocations_of
+from models import MODELS, QUICK_MODELS, Model
 
-from meshmuon import Muon
+from meshmuon import Muon, Workspace, keller, orthogonalize
+from meshmuon.execute import DEFAULT_MEMORY_BUDGET
+from meshmuon.ortho import scratch_bytes
 
-LR = 1e-3
-
-
-def make_contender(name: str, params: list[Tensor]) -> Callable[[], None]:
-    if name.startswith("torch"):
-        theirs = torch.optim.Muon(params, lr=LR, weight_decay=0.1, adjust_lr_fn="match_rms_adamw")
-        if name == "torch.optim.Muon, as shipped (bf16)":
-            return lambda: theirs.step()
-
-        def step() -> None:
-            with mock.patch.object(torch_muon, "_zeropower_via_newtonschulz", float32_newton_schulz):
-                theirs.step()
-
-        return step
-    form = "standard" if "standard" in name else "auto"
-    groups = [{"params": params, "use_muon": True}]
-    ours = Muon(groups, lr=LR, weight_decay=0.1, scheme="keller", none_grad=False, form=form)
-    return lambda: ours.step()
+ALONE = "orthogonalisation alone"
 
 
-CONTENDERS = ("meshmuon", "meshmuon, standard form", "torch.optim.Muon, fp32", "torch.optim.Muon, as shipped (bf16)")
+def orthogonalisation_alone(model: Model) -> Step:
+    """All matrices orthogonalised, equal shapes at once within the memory budget, with nothing else done."""
+    workspace, scheme = Workspace(), keller()
+    batches = []
+    for rows, cols in sorted(set(model.matrices)):
+        left = model.matrices.count((rows, cols))
+        most = max(1, DEFAULT_MEMORY_BUDGET // scratch_bytes(rows, cols, torch.float32, torch.float32))
+        while left:
+            batches.append(torch.randn(min(left, most), rows, cols))
+            left -= len(batches[-1])
+    outs = [torch.empty_like(batch) for batch in batches]
+
+    def run() -> None:
+        for batch, out in zip(batches, outs, strict=True):
+            orthogonalize(batch, scheme, out=out, workspace=workspace)
+
+    return Step(run)
 
 
-def build(shapes: list[tuple[int, int]], names: tuple[str, ...]) -> dict[str, tuple[list[Tensor], Callable[[], None]]]:
-    contenders = {}
-    for name in names:
-        torch.manual_seed(0)
-        params = [torch.nn.Parameter(torch.randn(shape) / shape[1] ** 0.5) for shape in shapes]
-        for param in params:
-            param.grad = torch.randn_like(param)
-        contenders[name] = (params, make_contender(name, params))
-    return contenders
+def enter_all(contenders: Sequence[Contender], model: Model) -> list[Entrant]:
+    return [enter(contender, model) for contender in contenders if not (model.costly and contender.cheap_only)]
 
 
-def check_same_update(contenders: dict[str, tuple[list[Tensor], Callable[[], None]]]) -> dict[str, float]:
-    """Largest difference from the first contender's parameters after one step, relative to the step's largest entry."""
-    first = next(iter(contenders.values()))[0]
-    before = [p.detach().clone() for p in first]
-    for _, step in contenders.values():
-        step()
-    largest = max(float((p - b).detach().abs().max()) for p, b in zip(first, before, strict=True))
-    return {
-        name: max(float((p - q).detach().abs().max()) for p, q in zip(params, first, strict=True)) / largest
-        for name, (params, _) in contenders.items()
-    }
+def check(entrants: list[Entrant], told: Callable[[str], None]) -> tuple[list[Entrant], dict[str, float]]:
+    """Leaves out whoever made another update than meshmuon."""
+    found = differences(entrants)
+    kept = []
+    for entrant in entrants:
+        contender = entrant.contender
+        difference = found.get(contender.name, 0.0)
+        if difference <= TOLERANCE[contender.dtype]:
+            kept.append(entrant)
+        else:
+            told(f"{contender.name} is left out: its update is {difference:.1e} from meshmuon's.")
+    return kept, found
 
 
-def measure(contenders: dict[str, tuple[list[Tensor], Callable[[], None]]], rounds: int) -> dict[str, dict[str, list[float]]]:
-    times: dict[str, dict[str, list[float]]] = {name: {"wall": [], "cpu": []} for name in contenders}
-    for _ in track(range(rounds), description="rounds"):
-        for name, (_, step) in contenders.items():
-            wall, cpu = time.perf_counter(), time.process_time()
-            step()
-            times[name]["wall"].append(time.perf_counter() - wall)
-            times[name]["cpu"].append(time.process_time() - cpu)
-    return times
+def extra_memory(entrant: Entrant, taken: Allocations) -> int:
+    """Bytes beyond weights, gradients and state: scratch that is held, and what the step allocates meanwhile."""
+    optimizer = getattr(entrant.step.run, "__self__", None)
+    held = optimizer.workspace_bytes() if isinstance(optimizer, Muon) else 0
+    return held + taken.peak
 
 
-def memory_of_step(step: Callable[[], None]) -> dict[str, int]:
-    """Allocations of one step as the CPU allocator reports them: number above a scalar's size, and peak bytes."""
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
-        step()
-    now = peak = large = 0
-    assert profile.profiler is not None
-    for event in profile.profiler.kineto_results.events():
-        if event.name() == "[memory]":
-            now += event.nbytes()
-            peak = max(peak, now)
-            large += event.nbytes() > 64
-    return {"allocations": large, "peak_bytes": peak}
+def two_waves(model: Model) -> int:
+    """Twice the scratch of a batch: the budget, or what the largest matrix needs together with its result."""
+    largest = max(scratch_bytes(rows, cols, torch.float32, torch.float32) + 4 * rows * cols for rows, cols in model.matrices)
+    return 2 * max(DEFAULT_MEMORY_BUDGET, largest)
 
 
-def state_bytes(shapes: list[tuple[int, int]]) -> int:
-    """One float32 momentum buffer per matrix: what the first step allocates to keep, for every contender."""
-    return sum(4 * rows * cols for rows, cols in shapes)
-
-
-def summarise(times: dict[str, dict[str, list[float]]], same: dict[str, float], memory: dict[str, list[dict[str, int]]]) -> dict:
+def memory_rows(entrants: list[Entrant], model: Model) -> dict[str, dict[str, Any]]:
+    """Of a step after the second."""
     rows = {}
-    for name, measured in times.items():
-        cpu = statistics.median(measured["cpu"])
-        rows[name] = {
-            "wall_s": statistics.median(measured["wall"]),
-            "wall_spread_s": max(measured["wall"]) - min(measured["wall"]),
-            "cpu_s": cpu,
-            "difference": same[name],
-            "first_step": memory[name][0],
-            "third_step": memory[name][1],
-        }
+    for entrant in entrants:
+        if model.costly and entrant.contender.name != OURS:
+            continue
+        entrant.step.before()  # check and race have made at least two steps
+        taken = allocations_of(entrant.step.run)
+        extra = extra_memory(entrant, taken)
+        rows[entrant.contender.name] = {**asdict(taken), "extra": extra, "extra_over_two_waves": extra / two_waves(model)}
     return rows
 
 
-def show(rows: dict, console: Console) -> None:
-    table = Table(title="one step; ratio = meshmuon ÷ contender")
-    for column in (
-        "contender",
-        "wall ms",
-        "spread",
-        "cpu ms",
-        "ratio wall",
-        "ratio cpu",
-        "rel. difference",
-        "peak MiB 1st/3rd",
-        "allocs 3rd",
-    ):
-        table.add_column(column)
-    ours = rows["meshmuon"]
-    for name, row in rows.items():
-        table.add_row(
-            name,
-            f"{row['wall_s'] * 1e3:.1f}",
-            f"{row['wall_spread_s'] * 1e3:.1f}",
-            f"{row['cpu_s'] * 1e3:.1f}",
-            f"{ours['wall_s'] / row['wall_s']:.3f}",
-            f"{ours['cpu_s'] / row['cpu_s']:.3f}",
-            f"{row['difference']:.1e}",
-            f"{row['first_step']['peak_bytes'] / 2**20:.1f} / {row['third_step']['peak_bytes'] / 2**20:.1f}",
-            str(row["third_step"]["allocations"]),
+def measure(model: Model, contenders: Sequence[Contender], options: argparse.Namespace, report: Report) -> dict[str, Any]:
+    entrants, apart = check(enter_all(contenders, model), report.note)
+    steps = {entrant.contender.name: entrant.step for entrant in entrants}
+    steps[ALONE] = orthogonalisation_alone(model)
+    rounds = options.rounds or (2 if options.quick else 9)
+    seconds = options.seconds * (2.0 if model.costly else 1.0)
+    with progress_bar(report.console) as bar:
+        task = bar.add_task(model.name, total=rounds)
+        times = race(steps, rounds, warmups=0 if model.costly else 1, seconds=seconds, advance=lambda: bar.advance(task))
+    return {
+        "model": model.name,
+        "about": model.about,
+        "matrices": len(model.matrices),
+        "steps": {name: found.facts() for name, found in times.items()},
+        "ratio": {name: asdict(ratio(times[OURS].clock, found.clock)) for name, found in times.items()},
+        "beside_the_floor": asdict(beside_the_floor(times)),
+        "difference": apart,
+        "memory": memory_rows(entrants, model),
+        "host": host(model, contenders, options),
+    }
+
+
+def beside_the_floor(times: dict[str, Samples]) -> Quartiles:
+    """What a step takes beside orthogonalising, in steps of AdamW."""
+    rows = zip(times[OURS].clock, times[ALONE].clock, times[FLOOR].clock, strict=True)
+    return quartiles([(step - alone) / adamw for step, alone, adamw in rows])
+
+
+def host(model: Model, contenders: Sequence[Contender], options: argparse.Namespace) -> dict[str, Any]:
+    """µs per matrix of a step on as many 8×8 matrices as the whole model has: only dispatch is left."""
+    tiny = Model(model.name, "8×8", ((8, 8),) * model.count, model.count)
+    steps = {contender.name: enter(contender, tiny).step for contender in contenders}
+    times = race(steps, options.rounds or (2 if options.quick else 15), warmups=3, seconds=8.0)
+    per = 1e6 / model.count
+    return {
+        name: {"wall_us": quartiles(found.wall).median * per, "cpu_us": quartiles(found.cpu).median * per}
+        for name, found in times.items()
+    }
+
+
+def same_dtype_rivals(result: dict[str, Any], contenders: Sequence[Contender]) -> list[str]:
+    """Contenders that are not ours and compute in float32."""
+    names = [c.name for c in contenders if c.dtype == "fp32" and c.is_muon and not c.name.startswith(OURS)]
+    return [name for name in names if name in result["steps"]]
+
+
+def show(result: dict[str, Any], contenders: Sequence[Contender], report: Report) -> None:
+    about = {contender.name: contender for contender in contenders}
+    rows = []
+    for name, step in result["steps"].items():
+        memory, host_time = result["memory"].get(name), result["host"].get(name)
+        rows.append(
+            (
+                name,
+                about[name].dtype if name in about else "fp32",
+                Quartiles(**step["wall_s"]).text(1e3, 1),
+                Quartiles(**result["ratio"][name]).text(),
+                f"{result['difference'][name]:.0e}" if name in result["difference"] else "–",
+                f"{host_time['wall_us']:.1f}" if host_time else "–",
+                f"{memory['count']} + {memory['numbers']}" if memory else "–",
+                f"{memory['extra'] / 2**20:.1f}" if memory else "–",
+            )
         )
-    console.print(table)
+    columns = (
+        "contender",
+        "dtype",
+        "step, ms",
+        "meshmuon ÷",
+        "difference",
+        "host µs/matrix",
+        "allocations + numbers",
+        "extra MiB",
+    )
+    report.table(f"{result['model']}: {result['about']} ({result['matrices']} matrices)", columns, rows)
 
 
-def plot(rows: dict, path: Path) -> None:
-    import matplotlib
+def goals_of(results: Sequence[dict[str, Any]], contenders: Sequence[Contender]) -> list[Goal]:
+    goals = []
+    for result in results:
+        rivals = same_dtype_rivals(result, contenders)
+        fastest = min(rivals, key=lambda name: float(result["steps"][name]["cpu_s"]["median"]))
+        ours, where = result["memory"][OURS], result["model"]
+        host_us = result["host"][OURS]["cpu_us"]
+        goals += [
+            Goal(
+                f"{where}: step ÷ fastest fp32 contender", result["ratio"][fastest]["median"], most=0.5, note=f"beside {fastest}"
+            ),
+            Goal(f"{where}: host µs per matrix", host_us, most=15, note="process time, 8×8 matrices of the whole model"),
+            Goal(
+                f"{where}: allocations of a step after the second", ours["count"], most=0, note=f"and {ours['numbers']} numbers"
+            ),
+            Goal(f"{where}: extra memory ÷ two waves", ours["extra_over_two_waves"], most=1),
+            Goal(f"{where}: (step − orthogonalisation) ÷ AdamW's step", result["beside_the_floor"]["median"], most=1.5),
+        ]
+    return goals
 
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
 
-    figure, axes = plt.subplots(figsize=(7, 2.6), layout="constrained")
-    names = list(rows)
-    axes.barh(names, [rows[n]["wall_s"] * 1e3 for n in names], color=["#2a6f97"] + ["#a9b4c2"] * (len(names) - 1))
-    axes.invert_yaxis()
-    axes.set_xlabel("median time of a step, ms")
-    figure.savefig(path, dpi=150)
+def plot(results: Sequence[dict[str, Any]], figure: Any) -> None:
+    for place, result in enumerate(results, 1):
+        axes = figure.add_subplot(2, (len(results) + 1) // 2, place)
+        names = list(result["steps"])
+        times = [result["steps"][name]["wall_s"] for name in names]
+        middle = [time["median"] * 1e3 for time in times]
+        spread = [[(t["median"] - t["low"]) * 1e3 for t in times], [(t["high"] - t["median"]) * 1e3 for t in times]]
+        colours = ["#2a6f97" if name == OURS else "#c9e0c5" if name in (FLOOR, ALONE) else "#a9b4c2" for name in names]
+        axes.barh(names, middle, xerr=spread, color=colours, error_kw={"lw": 0.8})
+        axes.invert_yaxis()
+        axes.set_title(result["model"], fontsize=9)
+        axes.set_xlabel("median time of a step, ms", fontsize=8)
+        axes.tick_params(labelsize=7)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--layers", type=int, default=2, help="transformer layers (default 2)")
-    parser.add_argument("--width", type=int, default=768, help="model width d: 4 of d×d, d×4d, 4d×d per layer (default 768)")
-    parser.add_argument("--rounds", type=int, default=9, help="timed steps per contender (default 9)")
-    parser.add_argument("--threads", type=int, default=1, help="torch threads (default 1)")
+    parser = common.make_parser(__doc__)
+    parser.add_argument("--models", nargs="+", default=None, help="names of models (default all)")
     parser.add_argument(
-        "--no-bf16", action="store_true", help="leave out torch.optim.Muon as shipped, which is slow on most CPUs"
-    )
-    parser.add_argument(
-        "--out", type=Path, default=Path("runs/bench/single_device.json"), help="the figures; the plot goes beside"
+        "--seconds", type=float, default=20.0, help="no round starts later, per model (default 20, twice where costly)"
     )
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
-    names = CONTENDERS[:-1] if options.no_bf16 else CONTENDERS
-    memory: dict[str, list[dict[str, int]]] = {}
-    for name, (_, step) in build(gpt_matrices(options.layers, options.width), names).items():
-        memory[name] = [memory_of_step(step)]
-        step()
-        memory[name].append(memory_of_step(step))
-    contenders = build(gpt_matrices(options.layers, options.width), names)
-    same = check_same_update(contenders)
-    rows = summarise(measure(contenders, options.rounds), same, memory)
-    show(rows, Console(width=160))
-    result = {
-        "machine": platform.processor() or platform.machine(),
-        "onednn_max_cpu_isa": os.environ.get("ONEDNN_MAX_CPU_ISA", "not set"),
-        "torch": torch.__version__,
-        "threads": options.threads,
-        "layers": options.layers,
-        "width": options.width,
-        "rounds": options.rounds,
-        "state_bytes": state_bytes(gpt_matrices(options.layers, options.width)),
-        "contenders": rows,
-    }
-    options.out.parent.mkdir(parents=True, exist_ok=True)
-    options.out.write_text(json.dumps(result, indent=1) + "\n")
-    plot(rows, options.out.with_suffix(".png"))
-    print(f"wrote {options.out} and {options.out.with_suffix('.png').name}")
+    report = Report("single_device", options)
+    contenders = available(report.note)
+    known = QUICK_MODELS if options.quick else MODELS
+    chosen = [model for model in known if options.models is None or model.name in options.models]
+    if not chosen:
+        parser.error(f"no model is called {options.models}; there are {[model.name for model in known]}")
+    results = []
+    for model in chosen:
+        results.append(measure(model, contenders, options, report))
+        show(results[-1], contenders, report)
+    for contender in contenders:
+        if contender.differs:
+            report.note(f"{contender.name}: {contender.differs}")
+    report.finish(results, goals_of(results, contenders), lambda figure: plot(results, figure), (11, 7))
 
 
 if __name__ == "__main__":

@@ -1,0 +1,303 @@
+"""Everyone who steps the same weights: meshmuon, torch, packages from PyPI, plain baselines of our own, and AdamW as the floor.
+
+Before anyone is timed, the update that each made is worked out from the weights and compared with meshmuon's. All take Keller
+Jordan's coefficients and five steps. They differ in how they scale the update and in what weight decay is multiplied by, which
+is allowed for, and in whether momentum is a sum or a running mean, which orthogonalisation makes equal.
+"""
+
+from __future__ import annotations
+
+import importlib
+import math
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.optim._muon as torch_muon
+from common import KELLER, Step, float32_newton_schulz
+from models import Model
+from torch import Tensor, nn
+
+from meshmuon import Muon
+
+__all__ = ["FLOOR", "OURS", "Contender", "Entrant", "available", "differences", "enter"]
+
+LR, MOMENTUM, DECAY, EPS, STEPS = 1e-3, 0.95, 0.1, 1e-7, 5
+FP32, BF16 = "fp32", "bf16"
+# Of the update, relative to its largest entry. In float32 the loops are within 1e-4 of float64, but torch's norm of 8192 × 2048
+# entries, by which most contenders divide, is already off by 6.5e-4.
+TOLERANCE = {FP32: 3e-3, BF16: 0.1}
+OURS = "meshmuon"
+FLOOR = "torch.optim.AdamW, fused"
+
+Make = Callable[[list[nn.Parameter]], Callable[[], object]]
+
+
+@dataclass(frozen=True, slots=True)
+class Contender:
+    """Someone who makes a step.
+
+    Attributes:
+        name: in tables.
+        make: takes the weights and returns the step.
+        dtype: of its products.
+        package: the module that it needs, or nothing.
+        differs: in what it differs from meshmuon, in words.
+        whole: takes experts and filters as they are; others are given each matrix as a parameter.
+        original: scales by √max(1, rows/cols) and not by 0.2·√max(rows, cols).
+        decays_adjusted: multiplies weight decay by the scaled learning rate.
+        is_muon: makes Muon's update.
+        cheap_only: does not take part where a step takes seconds.
+    """
+
+    name: str
+    make: Make
+    dtype: str = FP32
+    package: str = ""
+    differs: str = ""
+    whole: bool = False
+    original: bool = False
+    decays_adjusted: bool = False
+    is_muon: bool = True
+    cheap_only: bool = True
+
+    def factor(self, rows: int, cols: int) -> float:
+        """What the learning rate is multiplied by."""
+        return math.sqrt(max(1.0, rows / cols)) if self.original else 0.2 * math.sqrt(max(rows, cols))
+
+    def update(self, before: Tensor, after: Tensor) -> Tensor:
+        """The orthogonalised matrix that led from ``before`` to ``after``."""
+        factor = self.factor(*before.shape)
+        kept = 1 - LR * DECAY * (factor if self.decays_adjusted else 1)
+        return (before * kept - after) / (LR * factor)
+
+
+def _ours(params: list[nn.Parameter], form: str) -> Callable[[], object]:
+    names = [f"layers.{k}.experts.weight" if p.dim() == 3 else f"layers.{k}.weight" for k, p in enumerate(params)]
+    group = {"params": params, "names": names, "use_muon": True, "expert_keys": ["experts"], "conv": "flatten"}
+    return Muon([group], lr=LR, weight_decay=DECAY, scheme="keller", none_grad=False, form=form).step
+
+
+def _torch_muon(params: list[nn.Parameter]) -> Callable[[], object]:
+    return torch.optim.Muon(params, lr=LR, weight_decay=DECAY, adjust_lr_fn="match_rms_adamw").step
+
+
+def _torch_muon_fp32(params: list[nn.Parameter]) -> Callable[[], object]:
+    return patched(_torch_muon(params), (torch_muon, "_zeropower_via_newtonschulz", float32_newton_schulz))
+
+
+class PlainMuon:
+    """Muon as it is told in a few lines: momentum, Newton–Schulz, scale; matrix by matrix, nothing reused."""
+
+    def __init__(self, params: list[nn.Parameter], orthogonalise: Callable[[Tensor], Tensor]) -> None:
+        self.params, self.orthogonalise = params, orthogonalise
+        self.momentum = [torch.zeros_like(param) for param in params]
+
+    @torch.no_grad()
+    def step(self) -> None:
+        """One step."""
+        for param, momentum in zip(self.params, self.momentum, strict=True):
+            grad = param.grad
+            assert grad is not None
+            momentum.lerp_(grad, 1 - MOMENTUM)
+            update = self.orthogonalise(grad.lerp(momentum, MOMENTUM))
+            param.mul_(1 - LR * DECAY)
+            param.add_(update, alpha=-LR * max(1.0, param.size(0) / param.size(1)) ** 0.5)
+
+
+def _wide(grad: Tensor, iteration: Callable[[Tensor], Tensor]) -> Tensor:
+    """Five times ``iteration`` on the normalised matrix with rows ≤ columns."""
+    tall = grad.size(0) > grad.size(1)
+    x = grad.mT if tall else grad
+    x = x / (x.norm() + EPS)
+    for _ in range(STEPS):
+        x = iteration(x)
+    return x.mT if tall else x
+
+
+def _keller_iteration(x: Tensor) -> Tensor:
+    a, b, c = KELLER
+    gram = x @ x.mT
+    return a * x + (b * gram + c * (gram @ gram)) @ x
+
+
+def _literal_iteration(x: Tensor) -> Tensor:
+    """The formula read from left to right: a·X + b·(XXᵀ)X + c·(XXᵀ)(XXᵀ)X, each product with X on its own."""
+    a, b, c = KELLER
+    gram = x @ x.mT
+    cubed = gram @ x
+    return a * x + b * cubed + c * (gram @ cubed)
+
+
+def _plain(params: list[nn.Parameter], iteration: Callable[[Tensor], Tensor]) -> Callable[[], object]:
+    return PlainMuon(params, partial(_wide, iteration=iteration)).step
+
+
+def patched(step: Callable[[], object], *patches: tuple[Any, str, Any], eager: bool = False) -> Callable[[], object]:
+    """``step`` with attributes replaced while it runs, and nothing compiled if ``eager``."""
+
+    def run() -> None:
+        with ExitStack() as stack:
+            for target, name, value in patches:
+                stack.enter_context(mock.patch.object(target, name, value))
+            if eager:
+                stack.enter_context(torch.compiler.set_stance("force_eager"))
+            step()
+
+    return run
+
+
+def _keller_package(params: list[nn.Parameter]) -> Callable[[], object]:
+    package: Any = importlib.import_module("muon")
+    step = package.SingleDeviceMuon(params, lr=LR, weight_decay=DECAY, momentum=MOMENTUM).step
+    return patched(step, (Tensor, "bfloat16", Tensor.float))
+
+
+def _pytorch_optimizer(params: list[nn.Parameter], method: str) -> Callable[[], object]:
+    package: Any = importlib.import_module("pytorch_optimizer")
+    base: Any = importlib.import_module("pytorch_optimizer.optimizer.muon.base")
+    groups = [{"params": params, "use_muon": True}]
+    step = package.Muon(groups, lr=LR, weight_decay=DECAY, use_adjusted_lr=True, ns_method=method).step
+    names = ("zero_power_via_newton_schulz_5", "zero_power_via_gram_newton_schulz")
+    return patched(step, *((base, name, partial(getattr(base, name), dtype=torch.float32)) for name in names))
+
+
+def _muonium(params: list[nn.Parameter]) -> Callable[[], object]:
+    package: Any = importlib.import_module("muonium")
+    loops: Any = importlib.import_module("muonium.orthogonalize.orthogonalize")
+    options = {"use_cautious_wd": False, "orthogonalization_strategy": "newton_schulz"}
+    step = package.Muon(params, lr=LR, wd=DECAY, **options).step
+    return patched(step, (loops, "ns_loop_triton", loops.ns_loop), (Tensor, "bfloat16", Tensor.float), eager=True)
+
+
+def _adamw(params: list[nn.Parameter]) -> Callable[[], object]:
+    return torch.optim.AdamW(params, lr=LR, weight_decay=DECAY, betas=(0.9, 0.95), fused=True).step
+
+
+CONTENDERS = (
+    Contender(OURS, partial(_ours, form="auto"), whole=True, cheap_only=False),
+    Contender("meshmuon, standard form", partial(_ours, form="standard"), whole=True, differs="standard form"),
+    Contender("torch.optim.Muon, fp32", _torch_muon_fp32, differs="products kept in float32", cheap_only=False),
+    Contender("torch.optim.Muon, as shipped", _torch_muon, BF16, differs="products in bfloat16"),
+    Contender(
+        "Keller Jordan's, plain", partial(_plain, iteration=_keller_iteration), original=True, differs="scale √(rows/cols)"
+    ),
+    Contender("naive", partial(_plain, iteration=_literal_iteration), original=True, differs="the formula read literally"),
+    Contender(
+        "muon-optimizer, fp32",
+        _keller_package,
+        package="muon",
+        original=True,
+        differs="products kept in float32, scale √(rows/cols), overwrites gradients",
+    ),
+    Contender(
+        "pytorch-optimizer, fp32",
+        partial(_pytorch_optimizer, method="newton_schulz"),
+        package="pytorch_optimizer",
+        differs="products kept in float32, equal shapes stacked, overwrites gradients",
+    ),
+    Contender(
+        "pytorch-optimizer Gram, fp32",
+        partial(_pytorch_optimizer, method="gram_newton_schulz"),
+        package="pytorch_optimizer",
+        differs="products kept in float32, Gram form with one restart, overwrites gradients",
+        cheap_only=False,
+    ),
+    Contender(
+        "muonium, fp32, eager",
+        _muonium,
+        package="muonium",
+        original=True,
+        decays_adjusted=True,
+        differs="products kept in float32, its torch loop instead of its CUDA kernel, not compiled, decay × scaled lr",
+    ),
+    Contender(FLOOR, _adamw, differs="another optimizer: the floor", is_muon=False, cheap_only=False),
+)
+
+
+def available(told: Callable[[str], None]) -> list[Contender]:
+    """The contenders that can run here; says which cannot."""
+    found = []
+    for contender in CONTENDERS:
+        try:
+            if contender.package:
+                module = importlib.import_module(contender.package)
+                if contender.package == "muon" and not hasattr(module, "SingleDeviceMuon"):
+                    raise ImportError("another package is called muon as well")
+        except ImportError as error:
+            told(f"{contender.name} is left out: {error}. `pip install 'meshmuon[bench]'` brings it.")
+        else:
+            found.append(contender)
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class Entrant:
+    """A contender with weights and gradients of its own, equal to everyone's."""
+
+    contender: Contender
+    params: list[nn.Parameter]
+    step: Step
+
+    def matrices(self) -> list[Tensor]:
+        """Its weights as matrices; views."""
+        found: list[Tensor] = []
+        for param in self.params:
+            value = param.detach()
+            found += value.unbind() if value.dim() == 3 else [value.flatten(1)]
+        return found
+
+
+def enter(contender: Contender, model: Model) -> Entrant:
+    generator = torch.Generator().manual_seed(0)
+    shapes: Sequence[tuple[int, ...]] = model.shapes if contender.whole else model.matrices
+    params = [nn.Parameter(torch.randn(shape, generator=generator) / _inputs(shape) ** 0.5) for shape in model.shapes]
+    grads = [torch.randn(shape, generator=generator) for shape in model.shapes]
+    if not contender.whole:
+        params, grads = _apart(params), [grad.detach() for grad in _apart(grads)]
+    assert [tuple(p.shape) for p in params] == [tuple(shape) for shape in shapes]
+
+    def fresh_gradients() -> None:
+        for param, grad in zip(params, grads, strict=True):
+            if param.grad is None:
+                param.grad = grad.clone()
+            else:
+                param.grad.copy_(grad)
+
+    fresh_gradients()
+    return Entrant(contender, params, Step(contender.make(params), fresh_gradients))
+
+
+def _inputs(shape: Sequence[int]) -> int:
+    """Inputs of an output; weights larger than usual would drown the update in their own rounding."""
+    return math.prod(shape[1:]) if len(shape) == 4 else shape[-1]
+
+
+def _apart(tensors: Sequence[Tensor]) -> list[nn.Parameter]:
+    """Each matrix as a parameter of its own memory."""
+    found: list[nn.Parameter] = []
+    for tensor in tensors:
+        for part in tensor.detach().unbind() if tensor.dim() == 3 else [tensor.detach().flatten(1)]:
+            found.append(nn.Parameter(part.clone()))
+    return found
+
+
+def differences(entrants: Sequence[Entrant]) -> dict[str, float]:
+    """Steps everyone once: how far each update is from the first's, relative to the first's largest entry."""
+    before = [matrix.clone() for matrix in entrants[0].matrices()]
+    updates: list[Tensor] = []
+    found: dict[str, float] = {}
+    for entrant in entrants:
+        entrant.step.before()
+        entrant.step.run()
+        if not entrant.contender.is_muon:
+            continue
+        now = [entrant.contender.update(b, a) for b, a in zip(before, entrant.matrices(), strict=True)]
+        updates = updates or now
+        apart = [float((u - v).abs().max() / v.abs().max()) for u, v in zip(now, updates, strict=True)]
+        found[entrant.contender.name] = max(apart)
+    return found

@@ -1,0 +1,211 @@
+"""One rank of the sharded benchmark; ``sharded.py`` starts it under torchrun."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import common  # first: it sets what torch reads when it starts
+import torch
+import torch.distributed as dist
+from common import KELLER, Samples, Step, float32_newton_schulz, quartiles, race, ratio
+from layouts import Lying, layouts_for, values_of
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from wire import Wire
+
+from meshmuon import DistMuon, Muon, Workspace, keller, orthogonalize
+from meshmuon.execute import DEFAULT_MEMORY_BUDGET
+
+LR, MOMENTUM, DECAY = 1e-3, 0.95, 0.1
+OURS, NAIVE, REFERENCE, PURE, ALONE = "meshmuon", "naive", "reference", "pure work", "exchanges alone"
+TOLERANCE = 1e-3  # of the update, relative to its largest entry
+
+
+class Naive:
+    """What a user would write: gather every whole update on every rank, orthogonalise all of them there, keep the own part."""
+
+    def __init__(self, params: list[nn.Parameter], lying: Lying) -> None:
+        self.params, self.lying = params, lying
+        self.buffers = [torch.zeros_like(p) for p in params]
+
+    @torch.no_grad()
+    def step(self) -> None:
+        """One step."""
+        for index, (param, buffer) in enumerate(zip(self.params, self.buffers, strict=True)):
+            grad = param.grad
+            assert grad is not None
+            if self.lying.data_parallel:
+                dist.all_reduce(grad)
+                grad /= dist.get_world_size()
+            buffer.mul_(MOMENTUM).add_(grad)
+            update = grad + MOMENTUM * buffer
+            whole = update.full_tensor() if isinstance(update, DTensor) else update
+            result = torch.stack([self._orthogonalise(one) for one in whole]) if whole.dim() == 3 else self._orthogonalise(whole)
+            scale = 0.2 * max(param.shape[-2:]) ** 0.5
+            param.mul_(1 - LR * DECAY).add_(self.lying.place(result, index), alpha=-LR * scale)
+
+    def _orthogonalise(self, matrix: Tensor) -> Tensor:
+        return float32_newton_schulz(matrix, KELLER, 5, 1e-7)
+
+
+@dataclass(frozen=True, slots=True)
+class Runner:
+    """A contender with weights of its own."""
+
+    params: list[nn.Parameter]
+    step: Step
+    optimizer: object
+
+    def local(self) -> list[Tensor]:
+        """What this rank holds of the weights."""
+        whole = [param.detach() for param in self.params]
+        return [value.to_local() if isinstance(value, DTensor) else value for value in whole]
+
+
+def make(name: str, lying: Lying, shapes: list[tuple[int, ...]]) -> Runner:
+    weights, grads = values_of(lying, shapes)
+    params = [nn.Parameter(lying.place(value, k)) for k, value in enumerate(weights)]
+    placed = [lying.place(grad, k) for k, grad in enumerate(grads)]
+
+    def fresh_gradients() -> None:  # the naive way averages in place
+        for param, grad in zip(params, placed, strict=True):
+            param.grad = grad.clone() if lying.data_parallel else grad
+
+    fresh_gradients()
+    if name == NAIVE:
+        naive = Naive(params, lying)
+        return Runner(params, Step(naive.step, fresh_gradients), naive)
+    kind = "experts" if lying.experts else "mlp"
+    names = [f"layers.{k}.{kind}.weight" for k in range(len(params))]
+    groups = [{"params": params, "names": names, "use_muon": True, "expert_keys": ["experts"]}]
+    options: dict[str, Any] = {"lr": LR, "weight_decay": DECAY, "scheme": "keller", "none_grad": False}
+    if lying.data_parallel:
+        ours: Muon = DistMuon(groups, adjust_lr_fn="match_rms_adamw", **options)
+    else:
+        ours = Muon(groups, use_distributed_muon=name == REFERENCE, **options)
+    return Runner(params, Step(ours.step, fresh_gradients), ours)
+
+
+def pure_work(shapes: list[tuple[int, ...]], cores: int) -> Step:
+    """All matrices orthogonalised once, divided over as many ranks as there are cores; nothing is sent."""
+    workers, rank = min(cores, dist.get_world_size()), dist.get_rank()
+    mine = [torch.randn(shape) for k, shape in enumerate(sorted(shapes)) if k % workers == rank]
+    outs, workspace, scheme = [torch.empty_like(x) for x in mine], Workspace(), keller()
+
+    def run() -> None:
+        for x, out in zip(mine, outs, strict=True):
+            orthogonalize(x, scheme, out=out, workspace=workspace)
+
+    return Step(run)
+
+
+def over_ranks(value: float, how: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> float:
+    word = torch.tensor([value], dtype=torch.float64)
+    dist.all_reduce(word, how)
+    return word.item() / (dist.get_world_size() if how == dist.ReduceOp.SUM else 1)
+
+
+def check_same(runners: dict[str, Runner]) -> dict[str, float]:
+    """Steps everyone once; the largest difference from meshmuon's weights, relative to its step."""
+    before = [weight.clone() for weight in runners[OURS].local()]
+    for runner in runners.values():
+        runner.step.before()
+        runner.step.run()
+    ours = runners[OURS].local()
+    moved = over_ranks(_apart(ours, before), dist.ReduceOp.MAX)
+    found = {name: over_ranks(_apart(one.local(), ours), dist.ReduceOp.MAX) / moved for name, one in runners.items()}
+    wrong = {name: apart for name, apart in found.items() if apart > TOLERANCE}
+    if wrong:
+        sys.exit(f"not the same update as meshmuon's: {wrong} of the largest entry, at most {TOLERANCE} was expected")
+    return found
+
+
+def _apart(some: Sequence[Tensor], others: Sequence[Tensor]) -> float:
+    return max((float((p - q).abs().max()) for p, q in zip(some, others, strict=True) if p.numel()), default=0.0)
+
+
+def measure(lying: Lying, options: argparse.Namespace, wire: Wire) -> dict[str, Any]:
+    world = dist.get_world_size()
+    main = lying.name == "FSDP2"
+    shapes = lying.shapes(options.layers if main else max(1, options.layers // 2), options.width)
+    names = [OURS, NAIVE, REFERENCE] if main and world <= 4 else [OURS, NAIVE]
+    runners = {name: make(name, lying, shapes) for name in names}
+    apart = check_same(runners)
+    optimizer = runners[OURS].optimizer
+    assert isinstance(optimizer, Muon)
+    runners[OURS].step.run()
+    wire.reset()
+    runners[OURS].step.run()
+    sent, exchanges, agreements, alone = wire.sent, len(wire.exchanges), wire.agreements, wire.alone()
+    steps = {name: runner.step for name, runner in runners.items()}
+    steps[OURS] = Step(steps[OURS].run, wire.reset)
+    steps[ALONE] = Step(alone)
+    if main:
+        steps[PURE] = pure_work(shapes, options.cores)
+    waits: list[float] = []
+    told: Callable[[str, Samples], None] = lambda name, _: waits.append(wire.waited) if name == OURS else None  # noqa: E731
+    times = race(steps, options.rounds, warmups=0, barrier=dist.barrier, told=told)
+    plan, elements = optimizer.plan(), sum(p.numel() for p in runners[OURS].params)
+    waited, alone_s = over_ranks(quartiles(waits).median), quartiles(times[ALONE].wall).median
+    return {
+        "layout": lying.name,
+        "ranks": world,
+        "matrices": len(plan.tasks),
+        "steps": {name: found.facts() for name, found in times.items()},
+        "ratio": {name: asdict(ratio(times[OURS].wall, found.wall)) for name, found in times.items() if name != ALONE},
+        "difference": apart,
+        "bytes_sent": over_ranks(sent),
+        "bytes_planned": None if lying.data_parallel else over_ranks(plan.bytes_sent.get(dist.get_rank(), 0)),
+        "bytes_bound": lying.bound(elements),
+        "bytes_of_naive": 4 * elements * (world - 1) / world,
+        "exchanges": exchanges,
+        "agreements": agreements,
+        "waves": len(plan.lanes),
+        "waited_s": waited,
+        "hidden": max(0.0, 1 - waited / alone_s) if exchanges else None,
+        "workspace_bytes": over_ranks(optimizer.workspace_bytes(), dist.ReduceOp.MAX),
+        "buffer_bytes": over_ranks(plan.buffer_bytes(dist.get_rank()), dist.ReduceOp.MAX),
+        "two_waves_bytes": 2 * DEFAULT_MEMORY_BUDGET,
+    }
+
+
+def host_time(lying: Lying, count: int, rounds: int) -> dict[str, float]:
+    """µs per matrix of a step on 8×8 matrices, where only dispatch is left."""
+    runner = make(OURS, lying, [(8, 8)] * count)
+    found = race({OURS: runner.step}, rounds, warmups=3, barrier=dist.barrier)[OURS]
+    return {"wall_us": quartiles(found.wall).median / count * 1e6, "cpu_us": quartiles(found.cpu).median / count * 1e6}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    for name in ("layers", "width", "rounds", "tiny", "cores", "threads"):
+        parser.add_argument(f"--{name}", type=int, required=True)
+    parser.add_argument("--layouts", nargs="*", default=None)
+    parser.add_argument("--out", type=Path, required=True)
+    options = parser.parse_args()
+    torch.set_num_threads(options.threads)
+    logging.getLogger("torch.distributed.tensor").setLevel(logging.ERROR)  # remarks on how the naive way gathers
+    dist.init_process_group("gloo")
+    chosen = [one for one in layouts_for(dist.get_world_size()) if not options.layouts or one.name in options.layouts]
+    wire, results = Wire(), []
+    for lying in chosen:
+        if dist.get_rank() == 0:
+            print(f"  {dist.get_world_size()} ranks, {lying.name} …", flush=True)
+        results.append(measure(lying, options, wire))
+        wire.reset()
+        if lying.name == "FSDP2" and options.tiny:
+            results[-1]["host"] = host_time(lying, options.tiny, max(5, options.rounds))
+    if dist.get_rank() == 0:
+        options.out.write_text(json.dumps({"results": results, "machine": common.machine_facts(options.threads)}) + "\n")
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

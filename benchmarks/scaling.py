@@ -1,0 +1,213 @@
+"""What a plan and the host's part of a step cost as matrices and ranks grow: µs per matrix, which must stay flat.
+
+Nothing is sent: one process is rank 0 of thousands, over torch's fake process group. Matrices are as small as their shards
+allow, so that a step is dispatch only. ``plan`` makes a plan with its digest and this rank's routes, from layouts; ``first step``
+is everything that an optimizer does once: reading DTensors, planning, buffers, views; ``step`` is what it does ever after.
+
+    python benchmarks/scaling.py
+    python benchmarks/scaling.py --matrices 1000 100000 --ranks 2 4096
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import common  # first: it sets what torch reads when it starts
+import torch
+import torch.distributed as dist
+from common import Goal, Report, Step, progress_bar, quartiles, race
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from meshmuon import Muon
+from meshmuon.layout import Layout, Mesh, Sharded
+from meshmuon.plan import Entry, PlanOptions, cost_model_for, make_plan, routes_of
+
+SHAPES = [(rows, cols) for rows in (1024, 2048, 4096, 768, 1536, 1000) for cols in (1024, 2048, 4096, 8192, 100)]
+PLAN, FIRST, STEP = "plan", "first step", "step"
+MOST_PER_MATRIX = {1: 15.0, 2: 30.0}  # µs of host time: on one device, sharded
+
+
+@dataclass(frozen=True, slots=True)
+class Point:
+    """µs of process time per matrix for a number of matrices on a number of ranks."""
+
+    what: str
+    matrices: int
+    ranks: int
+    us_per_matrix: float
+    wall_us_per_matrix: float
+    rounds: int
+
+
+def timed(what: str, matrices: int, ranks: int, run: Callable[[], object], rounds: int, warmups: int = 0) -> Point:
+    found = race({what: Step(run)}, rounds, warmups=warmups, seconds=10.0)[what]
+    per = 1e6 / matrices
+    return Point(what, matrices, ranks, quartiles(found.cpu).median * per, quartiles(found.wall).median * per, len(found.cpu))
+
+
+def plan_point(matrices: int, ranks: int, rounds: int) -> Point:
+    mesh = Mesh((ranks,), tuple(range(ranks)))
+    layouts = [(Layout(shape, mesh, (Sharded(0),)),) for shape in SHAPES]
+    flops = [30 * min(shape) ** 2 * max(shape) for shape in SHAPES]
+    names = [f"layers.{k}.weight" for k in range(matrices)]
+
+    def run() -> None:
+        kinds = len(SHAPES)
+        entries = [Entry(name, layouts[k % kinds], 0, "bf16", 2, flops[k % kinds]) for k, name in enumerate(names)]
+        plan = make_plan(entries, PlanOptions(cost_model_for("cuda")))
+        assert plan.digest
+        routes_of(plan, 0)
+
+    return timed(PLAN, matrices, ranks, run, rounds)
+
+
+def make_params(matrices: int, ranks: int) -> list[nn.Parameter]:
+    """Weights with gradients: 8×8 on one rank, one row of 8 on each of many."""
+    if ranks == 1:
+        return [_with_gradient(torch.randn(8, 8), torch.randn(8, 8)) for _ in range(matrices)]
+    rows = max(8, ranks)
+    mesh = DeviceMesh("cpu", torch.arange(ranks))
+
+    def shard() -> Tensor:
+        return DTensor.from_local(
+            torch.randn(rows // ranks, 8), mesh, [Shard(0)], run_check=False, shape=torch.Size((rows, 8)), stride=(8, 1)
+        )
+
+    return [_with_gradient(shard(), shard()) for _ in range(matrices)]
+
+
+def _with_gradient(value: Tensor, grad: Tensor) -> nn.Parameter:
+    param = nn.Parameter(value)
+    param.grad = grad
+    return param
+
+
+def step_points(matrices: int, ranks: int, rounds: int) -> list[Point]:
+    """The first step and those after it, of one optimizer on rank 0."""
+    if ranks > 1:
+        dist.init_process_group("fake", rank=0, world_size=ranks, store=FakeStore())
+    try:
+        params = make_params(matrices, ranks)
+        names = [f"layers.{k}.weight" for k in range(matrices)]
+        optimizer = Muon([{"params": params, "names": names, "use_muon": True}], none_grad=False)
+        return [
+            timed(FIRST, matrices, ranks, optimizer.step, 1),
+            timed(STEP, matrices, ranks, optimizer.step, rounds, warmups=1),
+        ]
+    finally:
+        if ranks > 1:
+            dist.destroy_process_group()
+
+
+def jobs_of(options: argparse.Namespace) -> list[tuple[str, int, int]]:
+    """What is measured: plans for all, steps for one device and for shards up to ``--most-sharded`` matrices."""
+    sharded = [count for count in options.matrices if count <= options.most_sharded]
+    middle = sharded[len(sharded) // 2]
+    plans = [(PLAN, count, ranks) for count in options.matrices for ranks in options.ranks]
+    alone = [(STEP, count, 1) for count in options.matrices]
+    growing = [(STEP, count, options.ranks[0]) for count in sharded]
+    wider = [(STEP, middle, ranks) for ranks in options.ranks[1:]]
+    return [*plans, *alone, *growing, *wider]
+
+
+def rounds_for(what: str, matrices: int) -> int:
+    """Large plans take seconds and hardly vary."""
+    return 5 if matrices < 10_000 else 1 if what == PLAN and matrices > 10_000 else 3
+
+
+def measure(options: argparse.Namespace, report: Report) -> list[Point]:
+    found: list[Point] = []
+    jobs = jobs_of(options)
+    with progress_bar(report.console) as bar:
+        task = bar.add_task("points", total=len(jobs))
+        for what, matrices, ranks in jobs:
+            bar.update(task, description=f"{what}: {matrices} matrices, {ranks} ranks")
+            rounds = options.rounds or rounds_for(what, matrices)
+            gc.collect()
+            begin = time.perf_counter()
+            found += [plan_point(matrices, ranks, rounds)] if what == PLAN else step_points(matrices, ranks, rounds)
+            bar.console.print(f"  {what}, {matrices} matrices, {ranks} ranks: {time.perf_counter() - begin:.1f} s")
+            bar.advance(task)
+    return found
+
+
+def grid(points: Sequence[Point], what: str, report: Report) -> None:
+    """Ranks down, matrices across."""
+    some = {(point.ranks, point.matrices): point for point in points if point.what == what}
+    counts = sorted({matrices for _, matrices in some})
+    rows = []
+    for ranks in sorted({ranks for ranks, _ in some}):
+        cells = [some.get((ranks, count)) for count in counts]
+        rows.append((str(ranks), *(f"{point.us_per_matrix:.1f}" if point else "–" for point in cells)))
+    report.table(f"{what}: µs of process time per matrix", ("ranks", *(f"{count:,} matrices" for count in counts)), rows)
+
+
+def growth(points: Sequence[Point], what: str, ranks: int) -> float | None:
+    """µs per matrix at the most matrices ÷ at the fewest."""
+    some = sorted((point for point in points if point.what == what and point.ranks == ranks), key=lambda point: point.matrices)
+    return some[-1].us_per_matrix / some[0].us_per_matrix if len(some) > 1 else None
+
+
+def goals_of(points: Sequence[Point], ranks: Sequence[int]) -> list[Goal]:
+    goals = []
+    for world, where in ((1, "on one device"), (ranks[0], f"sharded over {ranks[0]} ranks")):
+        worst = max(point.us_per_matrix for point in points if point.what == STEP and point.ranks == world)
+        goals.append(Goal(f"host µs per matrix {where}, at any number of matrices", worst, most=MOST_PER_MATRIX[min(world, 2)]))
+        goals.append(Goal(f"growth of µs per matrix {where}, most ÷ fewest matrices", growth(points, STEP, world), most=1.2))
+    wide = [point.us_per_matrix for point in points if point.what == STEP and point.ranks > 1]
+    goals.append(Goal("host µs per matrix at any number of ranks", max(wide), most=MOST_PER_MATRIX[2]))
+    plans = {world: growth(points, PLAN, world) for world in ranks}
+    known = {world: grown for world, grown in plans.items() if grown is not None}
+    most = max(known, key=lambda world: known[world], default=None)
+    goals.append(
+        Goal(
+            "growth of planning µs per matrix, most ÷ fewest matrices",
+            known[most] if most else None,
+            most=1.2,
+            note=f"at {most} ranks",
+        )
+    )
+    return goals
+
+
+def plot(points: Sequence[Point], figure: Any) -> None:
+    for place, (what, axes) in enumerate(zip((PLAN, FIRST, STEP), figure.subplots(1, 3), strict=True)):
+        for ranks in sorted({point.ranks for point in points if point.what == what}):
+            some = sorted((p for p in points if p.what == what and p.ranks == ranks), key=lambda point: point.matrices)
+            axes.plot([p.matrices for p in some], [p.us_per_matrix for p in some], marker="o", ms=3, label=f"{ranks} ranks")
+        axes.set_xscale("log")
+        axes.set_yscale("log")
+        axes.set_xlabel("matrices")
+        axes.set_title(what, fontsize=9)
+        axes.legend(frameon=False, fontsize=6)
+        if place == 0:
+            axes.set_ylabel("µs of process time per matrix")
+
+
+def main() -> None:
+    parser = common.make_parser(__doc__)
+    parser.add_argument("--matrices", type=int, nargs="+", default=None, help="numbers of matrices (default 10² to 10⁵)")
+    parser.add_argument("--ranks", type=int, nargs="+", default=None, help="numbers of ranks (default 2 64 1024 4096)")
+    parser.add_argument("--most-sharded", type=int, default=10_000, help="most matrices of a sharded step (default 10,000)")
+    options = parser.parse_args()
+    options.matrices = options.matrices or ([20, 100] if options.quick else [100, 1000, 10_000, 100_000])
+    options.ranks = options.ranks or ([2, 16] if options.quick else [2, 64, 1024, 4096])
+    torch.set_num_threads(options.threads)
+    report = Report("scaling", options)
+    points = measure(options, report)
+    for what in (PLAN, FIRST, STEP):
+        grid(points, what, report)
+    results = [asdict(point) for point in points]
+    report.finish(results, goals_of(points, options.ranks), lambda figure: plot(points, figure), (12, 4))
+
+
+if __name__ == "__main__":
+    main()

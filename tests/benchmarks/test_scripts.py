@@ -1,0 +1,75 @@
+"""Each benchmark runs at tiny sizes and leaves its table, its figures, its plot and its goals."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from .conftest import BENCHMARKS
+
+
+def run(script: str, out: Path, *arguments: str) -> tuple[dict[str, Any], str]:
+    command = [sys.executable, str(BENCHMARKS / f"{script}.py"), "--quick", "--out", str(out), *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=57, env={**os.environ, "COLUMNS": "200"})
+    assert done.returncode == 0, done.stdout + done.stderr
+    for kind in ("txt", "png"):
+        assert (out / f"{script}.{kind}").stat().st_size > 100
+    facts: dict[str, Any] = json.loads((out / f"{script}.json").read_text())
+    lines = [line for line in done.stdout.splitlines() if line.startswith("goal ")]
+    assert len(lines) == len(facts["goals"]) > 0
+    return facts, done.stdout
+
+
+def test_orthogonalisation(tmp_path: Path) -> None:
+    facts, printed = run("orthogonalisation", tmp_path, "--sizes", "16", "32", "--ratios", "1", "4")
+    shapes = {(one["scheme"], one["batch"], one["n"], one["m"]) for one in facts["results"]}
+    first = {("polar_express", batch, n, n * times) for batch in (1, 3) for n in (16, 32) for times in (1, 4)}
+    assert shapes == first | {("keller", 1, n, n * times) for n in (16, 32) for times in (1, 4)}
+    assert "agrees with the formula for 8 of 8 shapes" in printed
+    for one in facts["results"]:
+        assert set(one["forms"]) == {"auto", "standard", "gram"}
+        assert one["forms"]["auto"]["flops"] == min(form["flops"] for form in one["forms"].values())
+
+
+def test_single_device(tmp_path: Path) -> None:
+    facts, printed = run("single_device", tmp_path)
+    assert [one["model"] for one in facts["results"]] == ["GPT", "MoE", "ViT"]
+    for one in facts["results"]:
+        assert {"meshmuon", "torch.optim.Muon, fp32", "naive", "torch.optim.AdamW, fused"} <= set(one["steps"])
+        assert one["memory"]["meshmuon"]["count"] == 0
+        assert one["memory"]["naive"]["count"] > 0
+        assert "meshmuon" in one["host"]
+    assert "Keller Jordan's, plain: " in printed
+
+
+def test_sharded(tmp_path: Path) -> None:
+    facts, _ = run("sharded", tmp_path, "--ranks", "4")
+    names = [one["layout"] for one in facts["results"]]
+    assert names == ["FSDP2", "DistMuon", "HSDP", "TP×FSDP", "EP×FSDP, cut", "EP×FSDP, whole"]
+    for one in facts["results"]:
+        assert one["bytes_sent"] == pytest.approx(one["bytes_bound"], rel=1e-3)
+        if one["layout"] != "DistMuon":  # whose plan knows of the weights that travel, not of the gradients
+            assert one["bytes_sent"] == one["bytes_planned"]
+        assert one["difference"]["naive"] < 1e-3
+    assert facts["results"][0]["difference"]["reference"] == 0.0
+    assert facts["results"][-1]["exchanges"] == 0
+
+
+def test_scaling(tmp_path: Path) -> None:
+    facts, _ = run("scaling", tmp_path, "--matrices", "10", "40", "--ranks", "2", "64")
+    found = {(one["what"], one["matrices"], one["ranks"]) for one in facts["results"]}
+    assert {("plan", count, ranks) for count in (10, 40) for ranks in (2, 64)} <= found
+    assert {("step", 10, 1), ("step", 40, 1), ("step", 10, 2), ("step", 40, 2), ("step", 40, 64)} <= found
+
+
+def test_unknown_models_are_refused(tmp_path: Path) -> None:
+    command = [sys.executable, str(BENCHMARKS / "single_device.py"), "--quick", "--models", "BERT", "--out", str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=57)
+    assert done.returncode == 2
+    assert "no model is called ['BERT']; there are ['GPT', 'MoE', 'ViT']" in done.stderr
