@@ -8,13 +8,15 @@ from __future__ import annotations
 import copy
 import random
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from hypothesis import Phase, given, settings
+from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial
@@ -351,32 +353,26 @@ KINDS: dict[str, int] = {
 }
 
 
-def live(seed: int, world: int, mesh: DeviceMesh) -> list[str | None]:
+def live(kinds: Sequence[str], seed: int, world: int) -> list[str | None]:
     """One sequence on this rank; what each event has raised."""
-    pair = Pair(seed, world, mesh)
+    pair = Pair(seed, world, world_mesh())
     said: list[str | None] = []
-    done: list[str] = []
-    try:
-        for _ in range(EVENTS):
-            kind = pair.random.choices(list(KINDS), list(KINDS.values()))[0]
-            done.append(kind)
+    for k, kind in enumerate((*kinds, "good_step")):
+        try:
             said.append(getattr(pair, kind)())
             assert_equal(pair.mine.params, [param.detach() for param in pair.whole.params])
-        pair.good_step()
-        assert_equal(pair.mine.params, [param.detach() for param in pair.whole.params])
-    except Exception as error:
-        raise AssertionError(f"seed {seed} on {world} ranks, rank {pair.rank}, after {done}: {error!r}") from error
+        except Exception as error:
+            raise AssertionError(f"rank {pair.rank} of {world}, event {k} ({kind}): {error!r}") from error
     return said
 
 
+EVENTS_OF_A_SEQUENCE = st.lists(st.sampled_from([kind for kind, weight in KINDS.items() for _ in range(weight)]), max_size=EVENTS)
+
+
 @pytest.mark.parametrize("chunk", range(CHUNKS))
-def test_random_events(chunk: int) -> None:
-    world, seeds = 2 + chunk % 3, range(chunk, SEQUENCES, CHUNKS)
-
-    def main(rank: int) -> list[list[str | None]]:
-        mesh = world_mesh()
-        return [live(seed, world, mesh) for seed in seeds]
-
-    found = run_threads(world, main)
-    for seed, *texts in zip(seeds, *found, strict=True):
-        assert all(one == texts[0] for one in texts), f"seed {seed}: ranks have raised different errors: {texts}"
+@settings(max_examples=SEQUENCES // CHUNKS, deadline=None, database=None, phases=[Phase.generate, Phase.shrink])
+@given(kinds=EVENTS_OF_A_SEQUENCE, seed=st.integers(0, 10**6), world=st.integers(2, 4))
+def test_random_events(chunk: int, kinds: list[str], seed: int, world: int) -> None:
+    """Hypothesis finds the events and, where one fails, the shortest sequence that still does."""
+    texts = run_threads(world, lambda rank: live(kinds, seed, world))
+    assert all(one == texts[0] for one in texts), f"ranks have raised different errors: {texts}"
