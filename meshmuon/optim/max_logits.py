@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import math
-import sys
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import wraps
 from typing import Any, NamedTuple
@@ -133,7 +132,7 @@ class MaxLogits:
             raise ConfigError("MaxLogits: collecting() is entered already.")
         with ExitStack() as stack:
             if eager:
-                stack.enter_context(_eager())
+                stack.enter_context(uncompiled())
             for module, layer in self._attached:
                 stack.enter_context(self._watched(module, layer))
             self._collecting = True
@@ -306,14 +305,6 @@ class _Watch(TorchFunctionMode):
                 mask=given.get("attn_mask"),
             )
         return result
-
-
-def _eager() -> AbstractContextManager[Any]:
-    """Compiled code runs as it is written; where nothing was ever compiled, nothing is loaded for it."""
-    if "torch._dynamo" not in sys.modules:
-        return nullcontext()
-    stance: AbstractContextManager[Any] = torch.compiler.set_stance("force_eager")
-    return stance
 
 
 def _without_nan(value: Tensor) -> Tensor:

@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from functools import wraps
 from typing import Any, ParamSpec
 
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
-__all__ = ["unseen"]
+__all__ = ["uncompiled", "unseen"]
+
+_lock = threading.Lock()
+_inside = 0  # threads that are inside ``uncompiled()``
+_stance: AbstractContextManager[Any] | None = None
 
 _P = ParamSpec("_P")
 
@@ -39,3 +45,25 @@ def unseen(method: Callable[_P, None]) -> Callable[_P, None]:
         guarded[0](*args, **kwargs)
 
     return run
+
+
+@contextmanager
+def uncompiled() -> Iterator[None]:
+    """Compiled code runs as it is written; where nothing was ever compiled, nothing is loaded for it.
+
+    The stance is one of the whole process: of threads that come and go the first one takes it, and the last one gives it back.
+    """
+    global _inside, _stance
+    with _lock:
+        _inside += 1
+        if _stance is None and "torch._dynamo" in sys.modules:
+            _stance = torch.compiler.set_stance("force_eager")
+            _stance.__enter__()
+    try:
+        yield
+    finally:
+        with _lock:
+            _inside -= 1
+            if _inside == 0 and _stance is not None:
+                _stance.__exit__(None, None, None)
+                _stance = None

@@ -38,6 +38,7 @@ BOUND = 1e-5
 BOUND_FROM_START = 1e-3
 
 Log = dict[str, Any]
+pytestmark = pytest.mark.timeout(180)  # several starts of several processes each; half a minute on a quiet machine
 
 
 @pytest.fixture(scope="module")

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import threading
+import time
 import warnings
 from contextlib import nullcontext
 from functools import partial
@@ -502,3 +504,26 @@ def test_selective_activation_checkpointing(length: int, backward_inside: bool) 
         found.append([one.grad for one in (x, *block.parameters())])
     for plain, watched in zip(*found, strict=True):
         assert torch.equal(plain, watched)
+
+
+def test_threads_that_collect_leave_the_compiler_as_it_was() -> None:
+    """The stance is one of the process: interleaved threads must not hand each other's to the next test."""
+    from torch._dynamo import eval_frame
+
+    before, inside = eval_frame._stance.stance, []
+    gate = threading.Barrier(4, timeout=10)
+
+    def main(turn: int) -> None:
+        gate.wait()
+        time.sleep(0.01 * turn)
+        with MaxLogits().collecting():
+            inside.append(eval_frame._stance.stance)
+            time.sleep(0.05)  # they leave in the order in which they came
+
+    threads = [threading.Thread(target=main, args=(turn,)) for turn in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert inside == ["force_eager"] * 4
+    assert eval_frame._stance.stance == before
