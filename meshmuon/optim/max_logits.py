@@ -22,7 +22,7 @@ from ..transport.maxima import everyone_on_host, reduce_largest
 from .dtensors import ReplicaGroup, as_dtensor, groups_of
 from .logit_maxima import DEFAULT_BLOCK_BYTES, head_maxima
 from .qk_names import LayerKey
-from .unseen import unseen
+from .unseen import uncompiled, unseen
 
 __all__ = ["MaxLogits"]
 
