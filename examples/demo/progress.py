@@ -67,7 +67,7 @@ class PlainProgress:
 
     def evaluated(self, step: int, loss: float) -> None:
         self._valid = loss
-        if step in (0, self.steps):
+        if step == self.steps or step == self._done_before == 0:
             print(f"{self.title:>8}  validation loss after step {step}: {loss:.4f}", flush=True)
 
 

@@ -127,7 +127,8 @@ def headline_of(results: Sequence[RunResult], both: Comparison | None) -> str:
     """One sentence that says how it went."""
     if both is None:
         parts = [
-            f"{result.title}: validation loss {result.evals[-1].loss:.4f} after {result.evals[-1].step} steps"
+            f"{result.title}: {result.steps_done} steps done, last validation loss {result.evals[-1].loss:.4f} after step "
+            f"{result.evals[-1].step}"
             for result in results
             if result.evals
         ]
@@ -290,7 +291,8 @@ def _setting_section(setting: Setting) -> str:
         f"{train.warmup_steps}, {_SCHEDULES[train.schedule]}, gradient clip {train.grad_clip:g}, seed {train.seed}, "
         + ("one process" if setting.processes == 1 else f"{setting.processes} processes with FSDP2"),
         "meshmuon": f"lr {optimizer.lr:g} (AdamW part {part_lr:g}), momentum {optimizer.momentum:g}, "
-        f"{optimizer.scheme}, {optimizer.ns_steps} steps, weight decay {optimizer.weight_decay:g}",
+        f"{optimizer.scheme}, {optimizer.ns_steps} steps, {'cautious ' if optimizer.cautious else ''}weight decay "
+        f"{optimizer.weight_decay:g}, rule {optimizer.rule}",
         **_against(optimizer, model),
         "data": f"{corpus.train.numel():,} bytes of {len(corpus.train_files)} files for training, "
         f"{corpus.valid.numel():,} bytes of {len(corpus.valid_files)} files for validation, "

@@ -82,6 +82,11 @@ class QKClip:
         if qk_logits is None:
             return
         config, qk_logits = self._checked(qk_logits), ordered(qk_logits)
+        if not qk_logits:
+            raise ConfigError(
+                "qk_logits is empty, so that nothing would be clipped. If it comes from MaxLogits.collect(), no forward has run "
+                "inside collecting(); pass None for a step without clipping."
+            )
         found = self._found(parameters, config)
         key = _key_of(found, qk_logits)
         if key == self._key:

@@ -241,7 +241,8 @@ def _check_entry(name: str, param: Tensor, entry: Mapping[str, Any], group: Mapp
         kind = "Muon" if group["use_muon"] else "AdamW"
         raise StateError(
             f"{name} is optimized by {kind} and needs {list(shapes)}, but its saved state has {sorted(entry)}. "
-            "It was saved from an optimizer that routed this parameter differently, or had another rule."
+            "It was saved from an optimizer that routed this parameter differently, or had another rule; if dcp.load has read "
+            "it, build the optimizer with the rule of the checkpoint before loading."
         )
     for key in shapes if entry else ():
         if key == "step":

@@ -379,7 +379,9 @@ def test_no_logits_no_clip() -> None:
         before = {name: tensor.clone() for name, tensor in tensors.items()}
         clip.check(params, None)
         clip.apply(params, None)
-        clip.apply(params, {}) if config else None
+        if config:
+            with pytest.raises(ConfigError, match="qk_logits is empty"):
+                clip.check(params, {})
         for name, tensor in tensors.items():
             same(tensor, before[name])
 
