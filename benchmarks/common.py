@@ -252,7 +252,7 @@ class Report:
         self.console.print(self._machine_line(), markup=False, highlight=False)
         if self.facts["options"]["quick"]:
             self.console.print("--quick shows that everything runs: its figures mean nothing.")
-        for goal in () if self.facts["options"]["quick"] else goals:
+        for goal in goals:
             self.console.print(str(goal), markup=False, highlight=False, soft_wrap=True)
         shown = self.folder.relative_to(ROOT) if self.folder.is_relative_to(ROOT) else self.folder
         self.console.print(f"wrote {shown}/{self.name}.json, .txt and .png", soft_wrap=True)
