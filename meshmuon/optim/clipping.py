@@ -21,13 +21,22 @@ from ..errors import ConfigError, GradientError, MeshmuonError, PlanMismatchErro
 from ..layout import Layout, Mesh, Replicated
 from ..transport import NormWord, everyone, host_group, norm_device, reduce_norm, shared_group
 from .differences import Note, raise_failures, raise_mismatch, raise_torn_replicas
-from .dtensors import ReplicaGroup, _placements, as_dtensor, check_gradient_placement, groups_of, replicated_layout, siblings
+from .dtensors import (
+    ReplicaGroup,
+    _placements,
+    as_dtensor,
+    check_gradient_placement,
+    connected_ranks,
+    groups_of,
+    replicated_layout,
+    siblings,
+)
 from .norms import local_norms, scale_all
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-__all__ = ["clip_grad_norm_", "connected_ranks", "total_grad_norm"]
+__all__ = ["clip_grad_norm_", "total_grad_norm"]
 
 _DOUBLE = (torch.float64, torch.complex128)
 
@@ -125,7 +134,7 @@ class _Clipping:
         self._rank = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
         meshes = dict.fromkeys(one.device_mesh for param in self._params if (one := as_dtensor(param)) is not None)
         self._meshes: dict[DeviceMesh, tuple[Mesh, ...]] = {mesh: siblings(mesh) for mesh in meshes}
-        self._ranks = connected_ranks(self._rank, (mesh for alike in self._meshes.values() for mesh in alike))
+        self._ranks = connected_ranks(self._rank, (mesh.ranks for alike in self._meshes.values() for mesh in alike))
         self._stage: dist.ProcessGroup | None = None
         if len(self._ranks) > 1:
             self._stage = shared_group(self._ranks, [group for mesh in meshes for group in groups_of(mesh)])
@@ -333,15 +342,6 @@ class _Clipping:
         limit = max_norm.to(total.device, total.dtype) if isinstance(max_norm, Tensor) else max_norm
         # Always multiplied, also by 1: to ask first would make the host wait for the device.
         scale_all([part.local for part in self._parts], torch.clamp(limit / (total + 1e-6), max=1.0), self._foreach)
-
-
-def connected_ranks(rank: int, meshes: Iterable[Mesh]) -> tuple[int, ...]:
-    """All ranks that share one of ``meshes`` with ``rank``, directly or through others."""
-    reached, apart = {rank}, [frozenset(mesh.ranks) for mesh in meshes]
-    while touching := [ranks for ranks in apart if not ranks.isdisjoint(reached)]:
-        reached = reached.union(*touching)
-        apart = [ranks for ranks in apart if not ranks <= reached]
-    return tuple(sorted(reached))
 
 
 def _tensors(parameters: Tensor | Iterable[Tensor]) -> list[Tensor]:

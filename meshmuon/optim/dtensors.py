@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
@@ -25,6 +25,7 @@ __all__ = [
     "as_dtensor",
     "check_gradient_placement",
     "check_placement",
+    "connected_ranks",
     "groups_of",
     "layout_text",
     "layouts_of",
@@ -143,6 +144,15 @@ def siblings(mesh: DeviceMesh) -> tuple[Mesh, ...]:
     if layout is None or rank_map is None:  # other versions of torch: the mesh alone
         return (Mesh(shape, tuple(mesh.mesh.flatten().tolist())),)
     return tuple(Mesh(shape, tuple(ranks)) for ranks in layout.remap_to_tensor(rank_map).flatten(1).tolist())
+
+
+def connected_ranks(rank: int, sets: Iterable[Sequence[int]]) -> tuple[int, ...]:
+    """All ranks that are in one of ``sets`` with ``rank``, directly or through others, in ascending order."""
+    reached, apart = {rank}, [frozenset(ranks) for ranks in sets]
+    while touching := [ranks for ranks in apart if not ranks.isdisjoint(reached)]:
+        reached = reached.union(*touching)
+        apart = [ranks for ranks in apart if not ranks <= reached]
+    return tuple(sorted(reached))
 
 
 def _check_order(name: str, mesh: Mesh) -> None:

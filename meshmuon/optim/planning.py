@@ -25,7 +25,7 @@ from ..ortho import Orthogonalizer, Scheme, expected_flops
 from ..plan import NO_WAVE, Entry, Plan, PlanOptions, cost_model_for, make_plan
 from ..transport import Agreement, Exchange, Vote, exchange_group, host_group
 from .differences import Note, raise_failures, raise_mismatch, raise_other_plan, raise_torn_replicas
-from .dtensors import ReplicaGroup, groups_of, layouts_of, replica_ranks, replicated_layout, siblings
+from .dtensors import ReplicaGroup, connected_ranks, groups_of, layouts_of, replica_ranks, replicated_layout, siblings
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -263,17 +263,9 @@ class Planner:
         return tuple(replicated_layout(demand.shape, ranks) for ranks in self._replicas if not reached.isdisjoint(ranks))
 
     def _reach(self) -> tuple[int, ...]:
-        """All ranks that share a mesh with this one, directly or through others."""
-        islands = [frozenset(mesh.ranks) for alike in self._meshes.values() for mesh in alike]
-        islands += [frozenset(ranks) for ranks in self._replicas]
-        reached = {self._rank()}
-        grown = True
-        while grown:
-            touching = [island for island in islands if island & reached]
-            before = len(reached)
-            reached = reached.union(*touching)
-            grown = len(reached) > before
-        return tuple(sorted(reached))
+        """All ranks that share a mesh or a replica group with this one, directly or through others."""
+        meshes = [mesh.ranks for alike in self._meshes.values() for mesh in alike]
+        return connected_ranks(self._rank(), [*meshes, *self._replicas])
 
     def _find_misfit(self, demands: Sequence[Demand]) -> PlanError | None:
         """A local tensor that is not what its placements say; only the ranks that hold it can see it."""

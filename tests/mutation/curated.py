@@ -173,6 +173,12 @@ CURATED = (
     Curated(_LR, "return rule(rows, cols) if", "return rule(cols, rows) if"),
     Curated(_LR, "else _RULES[rule](rows, cols)", "else _RULES[rule](cols, rows)"),
     # The step
+    Curated(_COLLECT, "            and self.shape == param.shape\n", ""),
+    Curated(_COLLECT, "            and self.treatment is treatment\n", ""),
+    Curated(_COLLECT, "            and self.one.name == name\n", ""),
+    Curated(_COLLECT, "and known.one.group is group and known.holds", "and known.holds"),
+    Curated(_COLLECT, "any(map(operator.is_not, held, before)):", "False:"),
+    Curated(_COLLECT, "                one.settings = settings[one.group]\n", ""),
     Curated(_COLLECT, 'decay = 1 - lr * group["weight_decay"]', 'decay = 1 + lr * group["weight_decay"]'),
     Curated(_COLLECT, 'decay = 1 - lr * group["weight_decay"]', 'decay = 1 - group["weight_decay"]'),
     Curated(_COLLECT, 'decay = 1 - lr * group["weight_decay"]', "decay = 1.0"),
