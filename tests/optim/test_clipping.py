@@ -130,6 +130,18 @@ def test_large_tensors_lose_no_digits(name: str) -> None:
     assert float(values.double().norm()) == pytest.approx(1.0, rel=2e-6)
 
 
+@pytest.mark.parametrize("foreach", [None, True, False])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("norm_type", [0.5, 1.0, 3.0])
+def test_other_orders_lose_no_digits(norm_type: float, dtype: torch.dtype, foreach: bool | None) -> None:
+    """Added up one after the other in float32, 65,536 powers would lose 1e-5."""
+    values = torch.randn(400, 500, generator=torch.Generator().manual_seed(1)).to(dtype)
+    param = nn.Parameter(torch.zeros_like(values))
+    param.grad = values
+    wanted = float(torch.linalg.vector_norm(values.double(), norm_type))
+    assert float(total_grad_norm(param, norm_type, foreach=foreach)) == pytest.approx(wanted, rel=1e-6)
+
+
 def test_every_kind_of_parameters() -> None:
     params = parameters()
     wanted = total_grad_norm(params)
