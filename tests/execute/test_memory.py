@@ -49,8 +49,13 @@ def measure(optimizer: Muon, params: list[nn.Parameter], step: int) -> Memory:
 
 
 def measure_step(optimizer: Muon) -> Memory:
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
-        optimizer.step()
+    gc.collect()  # what earlier tests have left must not be released, and counted, during the step
+    gc.disable()
+    try:
+        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
+            optimizer.step()
+    finally:
+        gc.enable()
     assert recorded.profiler is not None
     blocks = [event.nbytes() for event in recorded.profiler.kineto_results.events() if event.name() == "[memory]"]
     held, peak = 0, 0
