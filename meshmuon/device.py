@@ -5,7 +5,7 @@ The CUDA twin has not been run on a GPU by this project's tests; the CPU twin, w
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Protocol
 
@@ -87,7 +87,7 @@ class Streams(Protocol):
         """What the side stream has been given so far."""
         ...
 
-    def beside(self, after: Mark, uses: Sequence[Tensor] = ()) -> AbstractContextManager[None]:
+    def beside(self, after: Mark, uses: Iterable[Tensor] = ()) -> AbstractContextManager[None]:
         """Work inside runs on the side stream, after ``after``. ``uses`` may be freed by the main stream meanwhile."""
         ...
 
@@ -108,7 +108,7 @@ class DirectStreams:
         return None
 
     @contextmanager
-    def beside(self, after: Mark, uses: Sequence[Tensor] = ()) -> Iterator[None]:
+    def beside(self, after: Mark, uses: Iterable[Tensor] = ()) -> Iterator[None]:
         """Runs at once."""
         yield
 
@@ -134,7 +134,7 @@ class CudaStreams:
         return event
 
     @contextmanager
-    def beside(self, after: Mark, uses: Sequence[Tensor] = ()) -> Iterator[None]:
+    def beside(self, after: Mark, uses: Iterable[Tensor] = ()) -> Iterator[None]:
         """Switches to the side stream once it waits for ``after``."""
         self._side.wait_event(after)  # type: ignore[arg-type]
         for tensor in uses:

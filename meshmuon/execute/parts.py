@@ -5,14 +5,15 @@ Where the buffer is does not matter here: the stage in which a local batch is or
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TypeVar
 
 import torch
 from torch import Tensor
 
-from .work import Work, local_part
+from .work import Work, WorkList, local_part
 
 __all__ = ["Part", "Parts", "Touch", "apply", "grouped"]
 
@@ -33,59 +34,91 @@ class Part:
         return tensor if self.cut is None else tensor[self.cut]
 
 
+class _Alike:
+    """Parts whose parameters have a group, or a group and a shape, in common."""
+
+    def __init__(self, parts: Sequence[Part]) -> None:
+        self._parts = parts
+        self.first = parts[0].work
+        self.views = [part.view for part in parts]
+        self._whole = all(part.cut is None for part in parts)
+
+    def params(self, work: WorkList) -> list[Tensor]:
+        """The parts of the parameters."""
+        return self._of(work, "param")
+
+    def buffers(self, work: WorkList) -> list[Tensor]:
+        """The parts of their momentum."""
+        return self._of(work, "momentum_buffer")
+
+    def grads(self, work: WorkList) -> list[Tensor]:
+        """The parts of their gradients, which are others at every step."""
+        return [part.of(local_part(work[part.work].grad)) for part in self._parts]
+
+    def _of(self, work: WorkList, what: str) -> list[Tensor]:
+        def make() -> list[Tensor]:
+            return [part.of(local_part(getattr(work[part.work], what))) for part in self._parts]
+
+        # A cut is a view, and would stay with the old memory when someone gives a parameter another.
+        return work.once((self, what), make) if self._whole else make()
+
+
 class Parts:
     """Parts that are filled and applied together, grouped once by what their parameters have in common."""
 
     def __init__(self, parts: Sequence[Part], work: Sequence[Work]) -> None:
-        self._parts = parts
-        self._by_group = grouped(parts, lambda part: work[part.work].group)
-        self._by_shape = grouped(parts, lambda part: (work[part.work].group, work[part.work].matrices.lr_shape))
+        self._by_group = [_Alike(some) for _, some in grouped(parts, lambda part: work[part.work].group)]
+        shapes = grouped(parts, lambda part: (work[part.work].group, work[part.work].matrices.lr_shape))
+        self._by_shape = [_Alike(some) for _, some in shapes]
 
-    def fill(self, work: Sequence[Work]) -> None:
+    def fill(self, work: WorkList) -> None:
         """Writes each parameter's update before orthogonalisation into its view."""
-        for _, parts in self._by_group:
-            settings = work[parts[0].work].settings
-            views = [part.view for part in parts]
-            buffers = [part.of(local_part(work[part.work].momentum_buffer)) for part in parts]
+        for alike in self._by_group:
+            settings = work[alike.first].settings
             if settings.nesterov:
-                torch._foreach_copy_(views, [part.of(local_part(work[part.work].grad)) for part in parts])
-                torch._foreach_add_(views, buffers, alpha=settings.momentum)
+                torch._foreach_copy_(alike.views, alike.grads(work))
+                torch._foreach_add_(alike.views, alike.buffers(work), alpha=settings.momentum)
             else:
-                torch._foreach_copy_(views, buffers)
+                torch._foreach_copy_(alike.views, alike.buffers(work))
 
-    def apply(self, work: Sequence[Work]) -> None:
+    def apply(self, work: WorkList) -> None:
         """p ← p·decay − rate·factor·view for each parameter."""
-        for _, parts in self._by_shape:
-            first = work[parts[0].work]
-            settings, matrices = first.settings, first.matrices
-            params = [part.of(local_part(work[part.work].param)) for part in parts]
-            factor = settings.adjust(*matrices.lr_shape)
-            apply(params, [part.view for part in parts], settings.decay, settings.rate * factor, cautious=settings.cautious)
+        for alike in self._by_shape:
+            first = work[alike.first]
+            settings, factor = first.settings, first.settings.adjust(*first.matrices.lr_shape)
+            apply(alike.params(work), alike.views, settings.decay, settings.rate * factor, cautious=settings.cautious)
 
 
-@dataclass(frozen=True, slots=True)
 class Touch:
     """Which parameters a batch or a wave is the first (``begins``) and the last (``ends``) of a step to read gradients of."""
 
-    begins: tuple[int, ...] = ()
-    ends: tuple[int, ...] = ()
+    def __init__(self, begins: Sequence[int] = (), ends: Sequence[int] = ()) -> None:
+        self.begins, self.ends = tuple(begins), tuple(ends)
+        self._groups: list[list[int]] | None = None
 
-    def accumulate(self, work: Sequence[Work]) -> None:
+    def accumulate(self, work: WorkList) -> None:
         """M ← momentum·M + G for the parameters that begin here."""
-        for _, members in grouped((work[k] for k in self.begins), lambda one: one.group):
-            buffers = [local_part(one.momentum_buffer) for one in members]
-            torch._foreach_mul_(buffers, members[0].settings.retain)
-            torch._foreach_add_(buffers, [local_part(one.grad) for one in members])
+        if self._groups is None:
+            self._groups = [some for _, some in grouped(self.begins, lambda k: work[k].group)]
+        for some in self._groups:
+            buffers = work.once((self, some[0]), partial(_local_buffers, work, some))
+            torch._foreach_mul_(buffers, work[some[0]].settings.retain)
+            torch._foreach_add_(buffers, [local_part(work[k].grad) for k in some])
 
-    def gradients(self, work: Sequence[Work]) -> list[Tensor]:
+    def gradients(self, work: WorkList) -> Iterator[Tensor]:
         """The gradients that ``free_gradients`` will free."""
-        return [local_part(work[k].grad) for k in self.ends]
+        return (local_part(work[k].grad) for k in self.ends)
 
-    def free_gradients(self, work: Sequence[Work]) -> None:
+    def free_gradients(self, work: WorkList) -> None:
         """Gives the gradients' memory back where the group asks for it."""
         for k in self.ends:
-            if work[k].settings.free_grad:
-                work[k].param.grad = None
+            one = work[k]
+            if one.settings.free_grad:
+                one.param.grad = None
+
+
+def _local_buffers(work: WorkList, some: Sequence[int]) -> list[Tensor]:
+    return [local_part(work[k].momentum_buffer) for k in some]
 
 
 def grouped(things: Iterable[_T], key: Callable[[_T], _K]) -> list[tuple[_K, list[_T]]]:
@@ -108,7 +141,7 @@ def apply(
             same_way = (param * update).mul_(rate) >= 0
             decayed = param * decay
             param.copy_(torch.where(same_way, decayed, param, out=decayed))
-    else:
+    elif isinstance(decay, Tensor) or decay != 1.0:
         torch._foreach_mul_(params, decay)
     if isinstance(rate, Tensor):
         torch._foreach_mul_(updates, rate)

@@ -77,10 +77,18 @@ def _orthogonaliser(stage: Tensor, like: Work, workspace: Workspace, settings: E
     scheme, dtype, form = like.scheme, like.compute_dtype, settings.form
     if settings.compile and stage.numel():
         return _compiled(stage, scheme, dtype, settings)
-    products = products_for(stage.device, deterministic=settings.deterministic)
+    if not isinstance(scheme, Scheme) or not stage.numel():
 
-    def work() -> None:
-        orthogonalize(stage, scheme, form=form, dtype=dtype, out=stage, workspace=workspace, products=products)
+        def work() -> None:
+            orthogonalize(stage, scheme, dtype=dtype, out=stage)
+
+    else:
+        products = products_for(stage.device, deterministic=settings.deterministic)
+        blocks = blocks_for(stage.size(1), stage.size(2), scheme, form=form, dtype=dtype)
+        steps, scratch = scheme.steps, Scratch(workspace, stage, dtype)
+
+        def work() -> None:
+            iterate(stage, stage, steps, blocks, scratch, products)
 
     return replay_for(stage.device, work, graphs=settings.cuda_graphs)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from ..device import known_to_host
-from ..errors import GradientError
-from ..execute import UpdateRule, Work, WorkSettings, local_part
+from ..errors import ConfigError, GradientError
+from ..execute import UpdateRule, Work, WorkList, WorkSettings, local_part
 from ..matrices import Inside, matrices_inside
 from ..ortho import Orthogonalizer, Scheme, default_compute_dtype, resolve_scheme
 from . import state
@@ -21,6 +21,7 @@ from .groups import check_options, inside_of
 from .lr import lr_factor
 from .planning import Demand, Outcome
 from .rules import resolve_rule
+from .seen import Seen
 
 __all__ = ["Collector", "Parameter", "gradient_of", "numbers_of", "only_creates_state", "parameters_of"]
 
@@ -103,13 +104,14 @@ class Collector:
 
     def __init__(self, comm_dtype: Callable[[Tensor], torch.dtype | None]) -> None:
         self._comm_dtype = comm_dtype
+        self._seen: list[Seen] = []  # group by group
         self._known: list[_Known] = []
         self._treatments: list[_Treatment] = []
         self._parameters: list[Parameter] = []
         self._demands: tuple[Demand, ...] = ()
         self._shapes: list[tuple[int, tuple[int, int]]] = []  # (place of a group, shape of a matrix in it)
-        self._checked: list[tuple[Demand | None, tuple[object, ...]]] = []  # the state that was found to fit
-        self._work: tuple[object, list[Work]] = (None, [])
+        self._work: tuple[object, WorkList] = (None, WorkList(()))
+        self._groups: dict[int, dict[str, Any]] = {}  # of that work, by place
 
     def demands(self, groups: Sequence[dict[str, Any]]) -> tuple[list[Parameter], tuple[Demand, ...], Exception | None]:
         """All parameters, what a plan must know of them, and what keeps it from being known.
@@ -117,22 +119,36 @@ class Collector:
         A group that makes no sense still yields demands, from metadata alone: with them this rank finds the others, which must
         hear of its failure.
         """
-        found: list[_Known] = []
-        treatments: list[_Treatment] = []
         failure: Exception | None = None
+        treatments: list[_Treatment] = []
         for place, group in enumerate(groups):
             try:
                 check_options(group, place)
                 treatment = _treatment(group)
-                named = list(zip(group["param_names"], group["params"], strict=True))
             except Exception as error:
                 failure = failure or error
                 treatment = _Treatment()
-                named = list(zip(group["param_names"], group["params"], strict=False))
             if place < len(self._treatments) and self._treatments[place] == treatment:
                 treatment = self._treatments[place]
             treatments.append(treatment)
-            for name, param in named:
+        same = failure is None and len(groups) == len(self._seen)
+        if same and all(seen.holds(*one) for seen, one in zip(self._seen, zip(groups, treatments, strict=True), strict=True)):
+            return self._parameters, self._demands, None
+        self._treatments = treatments
+        failure = self._look_closely(groups) or failure
+        return self._parameters, self._demands, failure
+
+    def _look_closely(self, groups: Sequence[dict[str, Any]]) -> Exception | None:
+        """Parameter by parameter; what keeps a plan from being made."""
+        found: list[_Known] = []
+        failure: Exception | None = None
+        for place, (group, treatment) in enumerate(zip(groups, self._treatments, strict=True)):
+            if len(group["param_names"]) != len(group["params"]):
+                failure = failure or ConfigError(
+                    f"group {place} has {len(group['params'])} params but {len(group['param_names'])} names: give each parameter "
+                    "its own name."
+                )
+            for name, param in zip(group["param_names"], group["params"], strict=False):
                 known = self._known[len(found)] if len(found) < len(self._known) else None
                 if known is not None and known.one.group is group and known.holds(place, name, param, treatment):
                     found.append(known)
@@ -142,10 +158,11 @@ class Collector:
                 except Exception as error:
                     failure = failure or error
                     found.append(self._new(_Treatment(), Parameter(place, group, name, param)))
-        self._treatments = treatments
         if len(found) != len(self._known) or any(map(operator.is_not, found, self._known)):
             self._remember(found)
-        return self._parameters, self._demands, failure
+        self._seen = [Seen(*one) for one in zip(groups, self._treatments, strict=True)] if failure is None else []
+        self._work = (None, WorkList(()))
+        return failure
 
     def _new(self, treatment: _Treatment, one: Parameter) -> _Known:
         param = one.param
@@ -158,32 +175,31 @@ class Collector:
         self._demands = tuple(known.demand for known in found)
         sets = dict.fromkeys((one.group, matrices.lr_shape) for one in self._demands for matrices in one.matrices or ())
         self._shapes = list(sets)
-        self._checked = [(None, ())] * len(found)
-        self._work = (None, [])
 
     def check(self, groups: Sequence[Mapping[str, Any]], states: Mapping[Tensor, dict[str, Any]]) -> None:
         """Refuses what a step on the last demands cannot work with; writes nothing."""
         for place, shape in self._shapes:
             lr_factor(groups[place]["adjust_lr_fn"], *shape)  # a user's function fails here or not at all
-        for k, known in enumerate(self._known):
-            param, grad = known.one.param, known.one.param.grad
-            if grad is None:
-                continue
-            plain = type(grad) is Tensor and type(param) in _PLAIN and grad.dtype is known.dtype
-            if not plain or grad.shape != known.shape or grad.layout is not torch.strided or known.dtype.is_complex:
-                _check_gradient(known.one.name, param, grad)
-            entry = states.get(param)
-            if entry is not None:
-                held = tuple(entry.values())
-                demand, before = self._checked[k]
-                if demand is not known.demand or len(held) != len(before) or any(map(operator.is_not, held, before)):
-                    state.check_current(known.one.name, param, entry, known.one.group)
-                    self._checked[k] = known.demand, held
+        for place, seen in enumerate(self._seen):
+            if not seen.same_gradients():
+                for known in self._with_gradient(place):
+                    _check_gradient(known.one.name, known.one.param, gradient_of(known.one.param))
+                seen.accept_gradients()
+            if not seen.same_state(states):
+                self._work = (None, WorkList(()))
+                for known in self._with_gradient(place):
+                    if (entry := states.get(known.one.param)) is not None:
+                        state.check_current(known.one.name, known.one.param, entry, known.one.group)
+                seen.accept_state(states)
+
+    def _with_gradient(self, place: int) -> Iterator[_Known]:
+        return (known for known in self._known if known.one.place == place and known.one.param.grad is not None)
 
     def forget(self) -> None:
         """Lets go of the state, which is put away."""
-        self._checked = [(None, ())] * len(self._known)
-        self._work = (None, [])
+        for seen in self._seen:
+            seen.forget_state()
+        self._work = (None, WorkList(()))
 
     def work(
         self,
@@ -193,7 +209,7 @@ class Collector:
         *,
         keeps: Callable[[int], bool] = lambda entry: True,
         mask: Tensor | None = None,
-    ) -> list[Work]:
+    ) -> WorkList:
         """The Muon part of an agreed step, one entry per parameter of its plan.
 
         Args:
@@ -203,24 +219,22 @@ class Collector:
             keeps: whether this rank keeps the momentum of an entry of the plan.
             mask: on a device, whether nothing may change; gradients are then already silent.
         """
-        settings = {place: _settings(self._known[k].one.group, mask) for place, k in self._first_of(outcome).items()}
-        made_for, work = self._work
-        if made_for is outcome.plan and not outcome.zeros and len(work) == len(outcome.members):
+        made_for, work = self._work  # forgotten by ``check`` whenever parameters or state are others
+        again = made_for is outcome.plan and not outcome.zeros
+        if not again:
+            members = (self._known[k].one for k, _ in outcome.members)
+            self._groups = {one.place: one.group for one in members}
+        settings = {place: _settings(group, mask) for place, group in self._groups.items()}
+        if again:
             for one in work:
-                entry = states.get(one.param, {})
-                if one.momentum_buffer is not entry.get(state.MOMENTUM) or one.memory is not entry.get(state.MEMORY):
-                    break
                 one.settings = settings[one.group]
-            else:
-                return work
-        work = [self._one_work(demands, outcome, states, entry, keeps(entry), settings) for entry in range(len(outcome.members))]
+            return work
+        work = WorkList(
+            self._one_work(demands, outcome, states, entry, keeps(entry), settings) for entry in range(len(outcome.members))
+        )
         complete = not outcome.zeros and all(one.momentum_buffer is not one.param for one in work)
-        self._work = (outcome.plan, work) if complete else (None, [])
+        self._work = (outcome.plan, work) if complete else (None, WorkList(()))
         return work
-
-    def _first_of(self, outcome: Outcome) -> dict[int, int]:
-        """For every group of the plan, one of its parameters."""
-        return {self._known[k].one.place: k for k, _ in outcome.members}
 
     def _one_work(
         self,

@@ -85,8 +85,8 @@ class NonFinite:
                 return None
             flag = (scaling.found > 0).float().reshape(1)
         else:
-            far = [one for one in parameters if not known_to_host(one.param)]
-            if self.policy != "skip" or not far:
+            far = [one for one in parameters if not known_to_host(one.param)] if self.policy == "skip" else []
+            if not far:
                 return None
             flag = _any_nonfinite(gradients_of(far), far[0].param.device).float().reshape(1)
         if exchange is not None:

@@ -42,6 +42,7 @@ class Scratch:
         self._device = batch.device
         batch = _wide(batch)
         self._count, self._n, self._m = batch.shape
+        self._taken: dict[str, Tensor] = {}
         self.column_major = batch.stride(1) < batch.stride(2)
         self.x = self.wide("x")
         precise = torch.float64 if batch.dtype == torch.float64 else torch.float32
@@ -52,12 +53,18 @@ class Scratch:
     def wide(self, name: str) -> Tensor:
         """A (count, n, m) buffer, transposed in memory when the batch is: BLAS reads both ways equally well."""
         if self.column_major:
-            return self._workspace.take(name, (self._count, self._m, self._n), self._dtype, self._device).mT
-        return self._workspace.take(name, (self._count, self._n, self._m), self._dtype, self._device)
+            return self._take(name, self._m, self._n).mT
+        return self._take(name, self._n, self._m)
 
     def square(self, name: str) -> Tensor:
         """A (count, n, n) buffer."""
-        return self._workspace.take(name, (self._count, self._n, self._n), self._dtype, self._device)
+        return self._take(name, self._n, self._n)
+
+    def _take(self, name: str, rows: int, cols: int) -> Tensor:
+        found = self._taken.get(name)
+        if found is None:
+            found = self._taken[name] = self._workspace.take(name, (self._count, rows, cols), self._dtype, self._device)
+        return found
 
     def reserve(self, result_dtype: torch.dtype, blocks: Sequence[int]) -> None:
         """Grows the workspace to all that ``iterate`` will take from it."""

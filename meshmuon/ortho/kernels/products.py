@@ -46,7 +46,11 @@ class BlockedProducts:
     def symmetric(
         self, a: Tensor, b: Tensor, out: Tensor, addend: Tensor | None = None, *, alpha: float = 1.0, beta: float = 1.0
     ) -> Tensor:
-        for start, stop in symmetric_panels(a.size(1)):
+        panels = symmetric_panels(a.size(1))
+        if len(panels) == 1:
+            self._multiply(a, b.mT, out, addend, alpha, beta)
+            return out
+        for start, stop in panels:
             panel = out[:, start:stop, :stop]
             part = None if addend is None else addend[:, start:stop, :stop]
             self._multiply(a[:, start:stop], b[:, :stop].mT, panel, part, alpha, beta)
