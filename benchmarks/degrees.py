@@ -49,6 +49,7 @@ QUINTICS = 5
 SAME = 1.25  # what rounding does may differ from the quintics by such a factor and count as the same, as in meshmuon.ortho.blocks
 NEGLIGIBLE = 0.1  # of the polynomial's own distance from 1
 MESHMUON = f"meshmuon, {QUINTICS} quintics"
+HERE = "the same, run here"  # with the safety and the one rounding of X that the other degrees have: deviations are beside it
 FLOAT32, BFLOAT16 = torch.float32, torch.bfloat16
 
 
@@ -206,7 +207,7 @@ def compare(
         best, simple = cheapest(found, error, gram_products), cheapest(small, error, gram_products)
         flops = {}
         for times in (1, 4):
-            cost = lambda one, m=times * n: least_flops(one, n, m)  # noqa: E731
+            cost = partial(least_flops, n=n, m=times * n)
             flops[times] = cheapest(found, error, cost), cost(cheapest(found, error, cost)) / cost(quintics)
         results.append(
             {
@@ -300,9 +301,7 @@ def goals_of(compared: Sequence[dict[str, Any]], runs: Sequence[dict[str, Any]])
     for name, products in ((text_of(one[key]["degrees"]), one[key]["products"]) for key in ("cheapest", "up_to_nine")):
         goals.append(Goal(f"{name}: products, as good as {QUINTICS} quintics", products, most=one["products"] - 1))
         for form in ("gram", "standard"):
-            quintics, found = (
-                next(run for run in runs if (run["form"], run["name"]) == (form, some)) for some in (MESHMUON, name)
-            )
+            quintics, found = (next(run for run in runs if (run["form"], run["name"]) == (form, some)) for some in (HERE, name))
             goals.append(Goal(f"{name}: time ÷ quintics, {form}", found["time_ratio"]["median"], most=0.95))
             for dtype in ("float32", "bfloat16"):
                 allowed = max(SAME * worst(quintics, dtype), NEGLIGIBLE * found[dtype]["error"])
@@ -351,7 +350,7 @@ def main() -> None:
     first = next(one for one in compared if one["low"] == LOW and one["quintics"] == QUINTICS)
     chosen = dict.fromkeys((tuple(first["cheapest"]["degrees"]), *EXTRA, tuple(first["up_to_nine"]["degrees"])))
     quintics = (5,) * QUINTICS
-    contenders = [Contender.of(quintics, MESHMUON), Contender.of(quintics, "the same, run here"), *map(Contender.of, chosen)]
+    contenders = [Contender.of(quintics, MESHMUON), Contender.of(quintics, HERE), *map(Contender.of, chosen)]
     runs = [run for form in ("gram", "standard") for run in measure(contenders, form, options)]
     show_runs(runs, report)
     steps = {one.name: [asdict(MatrixStep.of(step)) for step in one.polynomials] for one in contenders[2:]}

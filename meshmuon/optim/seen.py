@@ -33,7 +33,6 @@ class Seen:
         self._group, self._treatment = group, treatment
         self._params: list[Tensor] = list(group["params"])
         self._names: list[str] = list(group["param_names"])
-        self._types = list(map(type, self._params))
         self._facts = [_facts_for(param) for param in self._params]
         self._were = self._facts_of(self._params)
         self._shards = [param for param in self._params if hasattr(param, "_local_tensor")]
@@ -54,7 +53,6 @@ class Seen:
             and len(params) == len(self._params)
             and all(map(operator.is_, params, self._params))
             and self._names == group["param_names"]
-            and self._types == list(map(type, params))
             and self._were == self._facts_of(params)
             and self._active == [param.grad is not None for param in params]
             and all(map(operator.is_, map(_LOCAL, self._shards), self._local))

@@ -42,6 +42,7 @@ _RULES = "meshmuon/optim/rules.py"
 _STAGE = "meshmuon/execute/stage.py"
 _MEMORY = "meshmuon/execute/memory.py"
 _PLANNING = "meshmuon/optim/planning.py"
+_SEEN = "meshmuon/optim/seen.py"
 _PARTS = "meshmuon/execute/parts.py"
 _BUILD = "meshmuon/execute/build.py"
 _COPIES = "meshmuon/execute/copies.py"
@@ -177,8 +178,25 @@ CURATED = (
     Curated(_COLLECT, "            and self.treatment is treatment\n", ""),
     Curated(_COLLECT, "            and self.one.name == name\n", ""),
     Curated(_COLLECT, "and known.one.group is group and known.holds", "and known.holds"),
-    Curated(_COLLECT, "any(map(operator.is_not, held, before)):", "False:"),
-    Curated(_COLLECT, "                one.settings = settings[one.group]\n", ""),
+    Curated(_SEEN, "            self._group is group\n            and self._treatment", "            self._treatment"),
+    Curated(_SEEN, "            and self._treatment is treatment\n", ""),
+    Curated(_SEEN, "            and all(map(operator.is_, params, self._params))\n", ""),
+    Curated(_SEEN, '            and self._names == group["param_names"]\n', ""),
+    Curated(_SEEN, "            and self._were == self._facts_of(params)\n", ""),
+    Curated(_SEEN, "            and self._active == [param.grad is not None for param in params]\n", ""),
+    Curated(_SEEN, "            and all(map(operator.is_, map(_LOCAL, self._shards), self._local))\n", ""),
+    Curated(
+        _SEEN, "self._gradients is not None and self._gradients == self._facts_of_gradients()", "self._gradients is not None"
+    ),
+    Curated(_SEEN, "            self._keys == list(map(list, entries))\n            and len", "            len"),
+    Curated(_SEEN, "            and all(map(operator.is_, values, self._values))\n", ""),
+    Curated(
+        _COLLECT, "                self._work = (None, WorkList(()))\n                for known", "                for known"
+    ),
+    Curated(_COLLECT, "        self._work = (None, WorkList(()))\n        return failure", "        return failure"),
+    Curated(_COLLECT, "again = made_for is outcome.plan and not outcome.zeros", "again = made_for is outcome.plan"),
+    Curated(_PARTS, "make) if self._whole else make()", "make)"),
+    Curated(_COLLECT, "one.settings = settings[one.group]\n", "pass\n"),
     Curated(_COLLECT, 'decay = 1 - lr * group["weight_decay"]', 'decay = 1 + lr * group["weight_decay"]'),
     Curated(_COLLECT, 'decay = 1 - lr * group["weight_decay"]', 'decay = 1 - group["weight_decay"]'),
     Curated(_COLLECT, 'decay = 1 - lr * group["weight_decay"]', "decay = 1.0"),
@@ -194,18 +212,12 @@ CURATED = (
     Curated(_MUON, "weight_decay: float = 0.1,", "weight_decay: float = 0.01,"),
     Curated(_MUON, "ns_steps: int = 5", "ns_steps: int = 6"),
     Curated(_MUON, "nesterov: bool = True", "nesterov: bool = False"),
-    Curated(
-        _PARTS, "torch._foreach_add_(views, buffers, alpha=settings.momentum)", "torch._foreach_add_(views, buffers, alpha=1.0)"
-    ),
-    Curated(
-        _PARTS,
-        "torch._foreach_add_(views, buffers, alpha=settings.momentum)",
-        "torch._foreach_add_(views, buffers, alpha=1 - settings.momentum)",
-    ),
-    Curated(_PARTS, "torch._foreach_mul_(buffers, members[0]", "torch._foreach_mul_(buffers, 1 - members[0]"),
+    Curated(_PARTS, "alike.buffers(work), alpha=settings.momentum)", "alike.buffers(work), alpha=1.0)"),
+    Curated(_PARTS, "alike.buffers(work), alpha=settings.momentum)", "alike.buffers(work), alpha=1 - settings.momentum)"),
+    Curated(_PARTS, "torch._foreach_mul_(buffers, work[some[0]]", "torch._foreach_mul_(buffers, 1 - work[some[0]]"),
     Curated(_PARTS, "if settings.nesterov:", "if not settings.nesterov:"),
     Curated(_PARTS, "settings.rate * factor,", "settings.rate,"),
-    Curated(_PARTS, "settings.adjust(*matrices.lr_shape)", "settings.adjust(*matrices.lr_shape[::-1])"),
+    Curated(_PARTS, "settings.adjust(*first.matrices.lr_shape)", "settings.adjust(*first.matrices.lr_shape[::-1])"),
     Curated(_PARTS, "alpha=-rate)", "alpha=rate)"),
     Curated(_PARTS, "        torch._foreach_mul_(params, decay)\n", "        pass\n"),
     Curated(_PARTS, "(param * update).mul_(rate) >= 0", "(param * update).mul_(rate) <= 0"),
@@ -222,7 +234,7 @@ CURATED = (
         "        torch._foreach_div_(params, decay)\n        torch._foreach_add_(params, updates, alpha=-rate)\n"
         "        torch._foreach_mul_(params, decay)\n",
     ),
-    Curated(_PARTS, "if work[k].settings.free_grad:", "if not work[k].settings.free_grad:"),
+    Curated(_PARTS, "if one.settings.free_grad:", "if not one.settings.free_grad:"),
     Curated(_BUILD, "((order, begins), (order[::-1], ends))", "((order, begins), (order, ends))"),
     Curated(_BUILD, "((order, begins), (order[::-1], ends))", "((order[::-1], begins), (order[::-1], ends))"),
     Curated(_CHECKPOINT, "/ (1 - _momentum(name, one))", "/ 1"),

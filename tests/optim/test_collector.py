@@ -9,10 +9,15 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.utils import swap_tensors
 
 from meshmuon import Muon
-from meshmuon.errors import MeshmuonError
+from meshmuon.errors import GradientError, MeshmuonError
+from meshmuon.execute import local_part
 from meshmuon.optim.collect import Collector
+from tests.dist.threads import run_threads
 
 SHAPES = ((6, 4), (4, 6), (8, 4))
 
@@ -94,6 +99,16 @@ def exchanged(optimizer: Muon) -> None:
     one["param_names"], other["param_names"] = other["param_names"], one["param_names"]
 
 
+def under_another_key(optimizer: Muon) -> None:
+    entry = optimizer.state[first(optimizer)]
+    entry["velocity"] = entry.pop("momentum_buffer")
+
+
+def moved_to_another(optimizer: Muon) -> None:
+    one, other = optimizer.param_groups[0]["params"]
+    optimizer.state[other]["momentum_buffer"] = optimizer.state[one].pop("momentum_buffer").mT.contiguous()
+
+
 CHANGES: dict[str, Callable[[Muon], Any]] = {
     "nothing": lambda optimizer: None,
     "other data": other_data(SHAPES[0]),
@@ -101,6 +116,8 @@ CHANGES: dict[str, Callable[[Muon], Any]] = {
     "data of another dtype": other_data(SHAPES[0], torch.float64),
     "other momentum": other_momentum(SHAPES[0]),
     "momentum of another shape": other_momentum((3, 4)),
+    "momentum under another key": under_another_key,
+    "momentum moved to another parameter": moved_to_another,
     "no state of one": lambda optimizer: optimizer.state.pop(first(optimizer)),
     "no state": lambda optimizer: optimizer.state.clear(),
     "loaded, then another lr": loaded,
@@ -155,3 +172,88 @@ def test_what_has_not_changed_is_not_made_anew() -> None:
     assert optimizer._collector._demands is demands
     assert optimizer._collector._work[1] is work
     assert len(work) == 3
+
+
+def sharded(mesh: DeviceMesh) -> Muon:
+    """Two matrices cut over the mesh, in one group with a plain one."""
+    generator = torch.Generator().manual_seed(0)
+    values = [torch.randn(shape, generator=generator) for shape in SHAPES]
+    params = [nn.Parameter(distribute_tensor(value, mesh, [Shard(0)])) for value in values[:2]]
+    plain = nn.Parameter(values[2])
+    return Muon([{"params": [*params, plain], "names": ["a", "b", "c"], "use_muon": True}], none_grad=False)
+
+
+def other_local_tensor(param: Any, mesh: DeviceMesh) -> None:
+    """As FSDP2 does when it lays its parameters out anew."""
+    param._local_tensor = torch.full_like(param._local_tensor, 0.5)
+
+
+def other_cut(param: Any, mesh: DeviceMesh) -> None:
+    swap_tensors(param, nn.Parameter(distribute_tensor(torch.full(param.shape, 0.5), mesh, [Shard(1)])))
+
+
+def nothing(param: Any, mesh: DeviceMesh) -> None:
+    pass
+
+
+def gradient_cut_differently(param: Any, mesh: DeviceMesh) -> None:
+    param.grad = param.grad.redistribute(mesh, [Shard(1)])
+
+
+def gradient_replicated(param: Any, mesh: DeviceMesh) -> None:
+    param.grad = param.grad.redistribute(mesh, [Replicate()])
+
+
+SHARDED_CHANGES: tuple[tuple[Any, Any], ...] = (  # of a parameter between steps, and of its gradient before one
+    (nothing, nothing),
+    (other_local_tensor, nothing),
+    (other_cut, nothing),
+    (nothing, gradient_cut_differently),
+    (nothing, gradient_replicated),
+)
+
+
+def sharded_step(optimizer: Muon, number: int, mesh: DeviceMesh, late: Any, *, forgets: bool) -> str | None:
+    for k, param in enumerate(parameters(optimizer)):
+        value = torch.randn(param.shape, generator=torch.Generator().manual_seed(100 * number + k))
+        cut = getattr(param, "placements", None)
+        param.grad = value if cut is None else distribute_tensor(value, mesh, cut)
+    late(first(optimizer), mesh)
+    if forgets:
+        optimizer._collector = Collector(optimizer._wire_dtype)
+    try:
+        optimizer.step()
+    except MeshmuonError as error:
+        return f"{type(error).__name__}: {error}"
+    return None
+
+
+@pytest.mark.parametrize(("change", "late"), SHARDED_CHANGES)
+def test_a_change_of_shards_after_some_steps(change: Any, late: Any) -> None:
+    def run(forgets: bool) -> list[tuple[list[str | None], list[Tensor]]]:
+        def main(rank: int) -> tuple[list[str | None], list[Tensor]]:
+            mesh = init_device_mesh("cpu", (2,))
+            optimizer = sharded(mesh)
+            said = [sharded_step(optimizer, number, mesh, nothing, forgets=forgets) for number in range(4)]
+            change(first(optimizer), mesh)
+            said += [sharded_step(optimizer, number, mesh, late, forgets=forgets) for number in range(4, 7)]
+            return said, [local_part(param.detach()).clone() for param in parameters(optimizer)]
+
+        return run_threads(2, main)
+
+    for (said, values), (wanted, whole) in zip(run(False), run(True), strict=True):
+        assert said[:4] == [None] * 4
+        assert said == wanted
+        assert (said[4] is None) == (change in (nothing, other_local_tensor) and late is nothing)
+        assert all(map(torch.equal, values, whole))
+
+
+def test_gradients_that_do_not_fit_are_noticed_after_any_number_of_steps() -> None:
+    optimizer = build()
+    for number in range(4):
+        assert step(optimizer, number, forgets=False) is None
+    before = [param.detach().clone() for param in parameters(optimizer)]
+    first(optimizer).grad = torch.zeros(SHAPES[0]).to_sparse()
+    with pytest.raises(GradientError, match="sparse"):
+        optimizer.step()
+    assert all(map(torch.equal, parameters(optimizer), before))
