@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 __all__ = ["Owned", "cut_into_waves"]
 
-_OVERLAP = 4  # waves that let a gather, the work and a scatter run at the same time, with one to spare
+_OVERLAP = 6  # waves that let gathers, the work and scatters run at the same time, behind a small first and before a small last
+_STEEPEST = 4  # largest wave ÷ smallest
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,7 +26,8 @@ class Owned:
 def cut_into_waves(owned: Sequence[Owned], *, budget: int, chunk_size: int, smallest: float) -> list[int]:
     """The wave of each matrix, counted from 0 without gaps.
 
-    Every owner's matrices are spread evenly by cost over the waves, so that ranks have work at the same time.
+    Every owner's matrices are spread over the waves in the same proportions by cost, so that ranks have work at the same time.
+    Nothing hides the first gather and the last scatter: waves grow from a small one and shrink to a small one again.
 
     Args:
         owned: the matrices.
@@ -43,7 +47,7 @@ def cut_into_waves(owned: Sequence[Owned], *, budget: int, chunk_size: int, smal
         count = min(longest, count + 1 + count // 4)
     waves = [0] * len(owned)
     for queue in queues.values():
-        for k, wave in zip(queue, _even([owned[k].cost for k in queue], count, alone=count >= longest), strict=True):
+        for k, wave in zip(queue, _shares([owned[k].cost for k in queue], count, alone=count >= longest), strict=True):
             waves[k] = wave
     return _without_gaps(waves)
 
@@ -60,21 +64,23 @@ def _by_count(queues: dict[int, list[int]], total: int, chunk_size: int) -> list
 def _fits(queues: dict[int, list[int]], owned: Sequence[Owned], count: int, budget: int) -> bool:
     for queue in queues.values():
         held: dict[int, list[int]] = {}
-        for k, wave in zip(queue, _even([owned[k].cost for k in queue], count, alone=False), strict=True):
+        for k, wave in zip(queue, _shares([owned[k].cost for k in queue], count, alone=False), strict=True):
             held.setdefault(wave, []).append(owned[k].nbytes)
         if any(len(sizes) > 1 and sum(sizes) > budget for sizes in held.values()):
             return False
     return True
 
 
-def _even(costs: Sequence[float], count: int, *, alone: bool) -> list[int]:
-    """Wave of each of one owner's matrices: ``count`` runs of about equal cost, or a wave for each of them."""
+def _shares(costs: Sequence[float], count: int, *, alone: bool) -> list[int]:
+    """Wave of each of one owner's matrices: ``count`` runs that grow and shrink by cost, or a wave for each of them."""
     if alone:
         return list(range(len(costs)))
+    sizes = [min(wave + 1, count - wave, _STEEPEST) for wave in range(count)]
+    ends = list(accumulate(size / sum(sizes) for size in sizes))
     total = sum(costs) or 1.0
     done, waves = 0.0, []
     for cost in costs:
-        waves.append(min(count - 1, int(count * (done + cost / 2) / total)))
+        waves.append(min(count - 1, bisect_right(ends, (done + cost / 2) / total)))
         done += cost
     return waves
 

@@ -228,9 +228,13 @@ def test_waves_have_no_gaps_and_a_lane_of_their_own(plan: Plan) -> None:
 def test_waves_overlap_when_the_work_is_worth_it() -> None:
     cost = CostModel(0.0, 100.0)
     heavy = make_plan([entry(f"p{k}", flops=1000) for k in range(32)], options_for(cost=cost))
-    assert len(heavy.lanes) == 4  # gather, work, scatter, and one to spare
-    for wave in range(4):  # every rank has work in every wave
-        assert Counter(task.owner for task in heavy.tasks if task.wave == wave) == dict.fromkeys(range(4), 2)
+    sizes = (1, 1, 2, 2, 1, 1)  # little waits for the first gather, and for the last scatter
+    assert len(heavy.lanes) == len(sizes)
+    for wave, size in enumerate(sizes):  # every rank has work in every wave
+        assert Counter(task.owner for task in heavy.tasks if task.wave == wave) == dict.fromkeys(range(4), size)
+    many = make_plan([entry(f"p{k}", flops=1000) for k in range(480)], options_for(cost=cost))
+    found = Counter(task.wave for task in many.tasks)
+    assert [found[wave] for wave in range(6)] == [40, 80, 120, 120, 80, 40]
     light = make_plan([entry(f"p{k}", flops=10) for k in range(32)], options_for(cost=cost))
     assert len(light.lanes) == 1
 
