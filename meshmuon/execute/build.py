@@ -16,6 +16,7 @@ from ..transport import Exchange
 from .copies import Placed, blocks_of, strided_views
 from .memory import Memories, load_memory, memories_for, memory_entry, store_memory
 from .parts import Part, Parts, Touch
+from .pipeline import waves_ahead
 from .settings import ExecutorSettings
 from .stage import Stage, reserve_stages
 from .wave import Copies, Flow, Staged, Wave
@@ -188,7 +189,7 @@ class _Builder:
         """Per wave and then per local batch, in the order in which the pipeline fills them."""
         touched = [self._touched(routes) for routes in self.routes]
         touched += [{self.first[runs[part.item].item] for part in batch.slices} for batch in local]
-        count, first = len(self.routes), self.plan.options.in_flight
+        count, first = len(self.routes), waves_ahead(self.plan.options.in_flight)
         order = [*range(min(first, count)), *range(count, len(touched)), *range(min(first, count), count)]
         begins: list[list[int]] = [[] for _ in touched]
         ends: list[list[int]] = [[] for _ in touched]

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator
 
 from ..errors import TransportError
 
-__all__ = ["guarded", "run_pipeline", "take_first"]
+__all__ = ["guarded", "run_pipeline", "take_first", "waves_ahead"]
 
 
 def run_pipeline(
@@ -16,7 +16,7 @@ def run_pipeline(
     """Runs all waves, at most ``width`` of them between their first and their last exchange.
 
     A wave is advanced three times: it sends its pieces; it computes and sends results; it applies what it receives. While one
-    computes, the next ones gather and the one before scatters.
+    computes, the next ones gather and the ones before scatter.
 
     Args:
         waves: generators that yield twice.
@@ -29,7 +29,7 @@ def run_pipeline(
     scattering: deque[Iterator[None]] = deque()
 
     def launch() -> None:
-        while coming and len(gathering) + len(scattering) < width:
+        while coming and len(gathering) < waves_ahead(width) and len(gathering) + len(scattering) < width:
             wave = coming.popleft()
             next(wave)
             gathering.append(wave)
@@ -42,12 +42,23 @@ def run_pipeline(
         next(wave)
         scattering.append(wave)
         launch()
-        while len(scattering) > 1 or (coming and not gathering):  # the second: only a finished wave makes room for another
+        # Only a finished wave makes room for another. What has no need to be finished is not waited for: it may still be behind
+        # other exchanges on its way.
+        while coming and len(gathering) < waves_ahead(width) and (len(scattering) > 1 or not gathering):
             _finish(scattering.popleft())
             launch()
     last()
     while scattering:
         _finish(scattering.popleft())
+
+
+def waves_ahead(width: int) -> int:
+    """How many of ``width`` waves in flight may have sent their pieces and wait for their turn to compute.
+
+    Links serve exchanges in the order in which they were started. If all waves gathered at once, the first results would be
+    stuck behind them.
+    """
+    return width // 2 + 1
 
 
 def guarded(work: Callable[[], None], failures: list[Exception]) -> Callable[[], None]:

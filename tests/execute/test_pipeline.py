@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from meshmuon.execute.pipeline import run_pipeline
+from meshmuon.execute.pipeline import run_pipeline, waves_ahead
 
 WIDTHS, COUNTS = range(1, 7), range(9)
 everywhere = pytest.mark.parametrize(("width", "count"), [(width, count) for width in WIDTHS for count in COUNTS])
@@ -56,8 +56,12 @@ def test_never_more_than_width_in_flight(width: int, count: int) -> None:
 @everywhere
 def test_later_waves_gather_while_one_computes(width: int, count: int) -> None:
     events = record(width, count)
-    first = [what for what, _ in events if what != "local"][: min(width, count)]
-    assert first == ["gather"] * min(width, count)
+    ahead = min(waves_ahead(width), count)
+    assert [what for what, _ in events if what != "local"][:ahead] == ["gather"] * ahead
+    gathering = 0
+    for what, _ in events:
+        gathering += (what == "gather") - (what == "compute")
+        assert gathering <= waves_ahead(width)
     if width >= 2 and count >= 2:
         assert events.index(("gather", 1)) < events.index(("compute", 0))
     if width >= 3:  # one more for the scatter of the wave before
@@ -73,9 +77,22 @@ def test_a_wave_scatters_while_the_next_one_computes(width: int, count: int) -> 
 
 
 @everywhere
+def test_results_are_waited_for_only_to_make_room(width: int, count: int) -> None:
+    """A scatter that is still behind gathers must not keep the next wave from computing."""
+    events = record(width, count)
+    for k in range(count):
+        after = events[events.index(("finish", k)) + 1 :]
+        before = events[: events.index(("finish", k))]
+        room = any(what == "gather" for what, _ in after)
+        assert room or ("compute", count - 1) in before
+    if count <= width:
+        assert [what for what, _ in events[-count - 1 :]] == ["last"] + ["finish"] * count
+
+
+@everywhere
 def test_local_work_hides_the_first_gathers(width: int, count: int) -> None:
     events = record(width, count, local=3)
-    at = min(width, count)
+    at = min(waves_ahead(width), count)
     assert events[:at] == [("gather", k) for k in range(at)]
     assert events[at : at + 3] == [("local", k) for k in range(3)]
 
@@ -99,7 +116,7 @@ def test_the_order_depends_on_the_numbers_alone(width: int, count: int) -> None:
 
 def test_an_example() -> None:
     order = [f"{what[0]}{k}" for what, k in record(3, 4, local=1)]
-    assert order == ["g0", "g1", "g2", "l0", "c0", "c1", "f0", "g3", "c2", "f1", "c3", "f2", "l0", "f3"]
+    assert order == ["g0", "g1", "l0", "c0", "g2", "c1", "f0", "g3", "c2", "c3", "l0", "f1", "f2", "f3"]
 
 
 def test_a_wave_that_yields_once_more_is_refused() -> None:
