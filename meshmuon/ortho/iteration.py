@@ -82,14 +82,16 @@ def iterate(
     Every choice is already made, so that a compiler can follow. ``result`` may be ``batch``; neither may overlap the scratch.
     """
     batch, result = _wide(batch), _wide(result)
-    _rescale(batch, scratch)
     x, start = scratch.x, 0
+    # Where the result has more digits than X it holds the rescaled batch first, so that X is rounded once, not twice.
+    precise = result if result.dtype.itemsize > x.dtype.itemsize else None
+    _rescale(batch, scratch, precise)
     # X goes to and fro between its scratch and the result, when the result can hold it.
     spare = result if result.dtype == x.dtype else scratch.wide("x_next")
     for index, length in enumerate(blocks):
         gram = products.symmetric(x, x, scratch.square("gram"))
         if index == 0:
-            _normalise(x, gram, scratch.scale)
+            _normalise(x, gram, scratch.scale, precise)
         moved = _apply_block(x, gram, steps[start : start + length], spare, scratch, products)
         x, spare, start = moved, x, start + length
     if x is not result:
@@ -100,8 +102,11 @@ def _wide(batch: Tensor) -> Tensor:
     return batch.mT if batch.size(1) > batch.size(2) else batch
 
 
-def _rescale(batch: Tensor, scratch: Scratch) -> None:
-    """Writes ``batch`` to scratch with entries of at most 1/√m, so that no square under- or overflows in any dtype."""
+def _rescale(batch: Tensor, scratch: Scratch, precise: Tensor | None) -> None:
+    """Writes ``batch`` to scratch with entries of at most 1/√m, so that no square under- or overflows in any dtype.
+
+    ``precise`` gets the same before it is rounded.
+    """
     scale, highest, lowest = scratch.scale, scratch.highest, scratch.lowest
     # Two vectorised passes: on CPU the maximum norm is ten times slower.
     torch.amax(batch, dim=(1, 2), keepdim=True, out=highest)
@@ -109,18 +114,25 @@ def _rescale(batch: Tensor, scratch: Scratch) -> None:
     scale.copy_(torch.maximum(highest, lowest.neg_(), out=highest))
     limits = torch.finfo(scale.dtype)
     scale.mul_(math.sqrt(batch.size(2))).clamp_(min=limits.tiny, max=limits.max)
+    target = scratch.x if precise is None else precise
     if scratch.column_major:  # in the order of memory, so that ``out`` is contiguous and a compiler can follow
-        torch.div(batch.mT, scale, out=scratch.x.mT)
+        torch.div(batch.mT, scale, out=target.mT)
     else:
-        torch.div(batch, scale, out=scratch.x)
+        torch.div(batch, scale, out=target)
+    if precise is not None:
+        scratch.x.copy_(precise)
 
 
-def _normalise(x: Tensor, gram: Tensor, scale: Tensor) -> None:
+def _normalise(x: Tensor, gram: Tensor, scale: Tensor, precise: Tensor | None) -> None:
     """Divides X by its Frobenius norm, read off the trace of R = X·Xᵀ, and R by its square."""
     torch.sum(gram.diagonal(dim1=1, dim2=2), dim=1, dtype=scale.dtype, out=scale[:, 0, 0])
     scale.clamp_(min=torch.finfo(gram.dtype).tiny)
     gram.div_(scale)
-    x.div_(scale.sqrt_())
+    scale.sqrt_()
+    if precise is None:
+        x.div_(scale)
+    else:
+        torch.div(precise, scale, out=x)
 
 
 def _apply_block(

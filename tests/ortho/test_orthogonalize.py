@@ -458,6 +458,35 @@ def test_bfloat16_input_is_computed_in_float32_on_cpu() -> None:
     assert not torch.equal(orthogonalize(x, polar_express()), orthogonalize(x, polar_express(), dtype=torch.bfloat16))
 
 
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize(("dtype", "limit"), [(torch.bfloat16, 0.02), (torch.float16, 0.0025), (torch.float32, 1e-5)])
+def test_cubic_steps(dtype: torch.dtype, limit: float, form: str) -> None:
+    """Newton and Schulz's own polynomial, without a fifth power."""
+    x, scheme = gaussian(90, 200), Scheme("cubic", (Quintic(1.5, -0.5, 0.0),) * 2, "Newton–Schulz")
+    result, wanted = orthogonalize(x, scheme, form=form, dtype=dtype), orthogonalize(x, scheme, dtype=torch.float64)
+    assert float((result - wanted).abs().max()) <= limit * float(wanted.abs().max())
+
+
+IDENTITY = Scheme("nothing", (Quintic(1.0, 0.0, 0.0),), "a step that changes nothing")
+
+
+@pytest.mark.parametrize("in_place", [True, False])
+@pytest.mark.parametrize("shape", [(90, 200), (200, 90), (2, 90, 200)], ids=str)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_the_matrix_is_rounded_once(dtype: torch.dtype, shape: tuple[int, ...], in_place: bool) -> None:
+    """A step that changes nothing leaves X divided by its norm: no entry is further off than one rounding."""
+    x = gaussian(*shape)
+    result = orthogonalize(x.clone() if in_place else x, IDENTITY, form="standard", dtype=dtype)
+    if in_place:
+        target = x.clone()
+        orthogonalize(target, IDENTITY, form="standard", dtype=dtype, out=target)
+        assert torch.equal(target, result)
+    factor = (result / x).flatten(-2).median(dim=-1).values[..., None, None]
+    normal = result.abs() > torch.finfo(dtype).tiny
+    off = float((result / (factor * x) - 1)[normal].abs().max())
+    assert 0.5 * torch.finfo(dtype).eps * 0.8 < off < 0.5 * torch.finfo(dtype).eps * 1.15
+
+
 @pytest.mark.parametrize(("dtype", "limit"), [(torch.bfloat16, 0.1), (torch.float16, 0.04)])
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("name", SCHEMES)

@@ -67,6 +67,8 @@ class BlockedProducts:
             for i in range(a.size(0)):
                 part = None if addend is None else addend[i : i + 1]
                 self._multiply(a[i : i + 1], b[i : i + 1], out[i : i + 1], part, alpha, beta)
+        elif addend is not None and alpha == 0.0:  # a cubic step; torch 2.13 forgets beta then, in 16 bits on CPU
+            torch.mul(addend, beta, out=out)
         elif addend is not None:
             torch.baddbmm(addend, a, b, alpha=alpha, beta=beta, out=out)
         elif alpha != 1.0:
