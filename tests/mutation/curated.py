@@ -113,7 +113,7 @@ CURATED = (
     Curated(_ITERATION, "if index < len(steps) - 1:", "if index < len(steps) - 2:"),
     Curated(_ITERATION, "x, spare, start = moved, x, start + length", "x, spare, start = moved, x, start"),
     Curated(_ITERATION, "x, spare, start = moved, x, start + length", "x, start = moved, start + length"),
-    Curated(_ITERATION, "x.div_(scale.sqrt_())", "x.div_(scale)"),
+    Curated(_ITERATION, "    scale.sqrt_()\n", ""),
     Curated(_ITERATION, "    gram.div_(scale)\n", ""),
     Curated(_ITERATION, "scale.clamp_(min=torch.finfo(gram.dtype).tiny)", "scale.add_(1e-7)"),
     Curated(_ITERATION, "clamp_(min=limits.tiny", "clamp_(min=1e-8"),
