@@ -5,6 +5,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import accumulate
 
 __all__ = ["Owned", "cut_into_waves"]
@@ -42,9 +43,10 @@ def cut_into_waves(owned: Sequence[Owned], *, budget: int, chunk_size: int, smal
         return _by_count(queues, len(owned), chunk_size)
     longest = max(map(len, queues.values()), default=0)
     heaviest = max((sum(owned[k].cost for k in queue) for queue in queues.values()), default=0.0)
-    count = max(1, min(longest, _OVERLAP, int(heaviest / smallest)))
+    largest = max((sum(owned[k].nbytes for k in queue) for queue in queues.values()), default=0)
+    count = max(1, min(longest, max(min(_OVERLAP, int(heaviest / smallest)), largest // budget)))  # fewer could not fit
     while count < longest and not _fits(queues, owned, count, budget):
-        count = min(longest, count + 1 + count // 4)
+        count = min(longest, count + 1 + count // 8)
     waves = [0] * len(owned)
     for queue in queues.values():
         for k, wave in zip(queue, _shares([owned[k].cost for k in queue], count, alone=count >= longest), strict=True):
@@ -75,14 +77,20 @@ def _shares(costs: Sequence[float], count: int, *, alone: bool) -> list[int]:
     """Wave of each of one owner's matrices: ``count`` runs that grow and shrink by cost, or a wave for each of them."""
     if alone:
         return list(range(len(costs)))
-    sizes = [min(wave + 1, count - wave, _STEEPEST) for wave in range(count)]
-    ends = list(accumulate(size / sum(sizes) for size in sizes))
-    total = sum(costs) or 1.0
+    ends, total = _ends(count), sum(costs) or 1.0
     done, waves = 0.0, []
     for cost in costs:
         waves.append(min(count - 1, bisect_right(ends, (done + cost / 2) / total)))
         done += cost
     return waves
+
+
+@lru_cache(maxsize=8)
+def _ends(count: int) -> tuple[float, ...]:
+    """Where each of ``count`` waves ends, as a share of an owner's cost."""
+    sizes = [min(wave + 1, count - wave, _STEEPEST) for wave in range(count)]
+    whole = sum(sizes)
+    return tuple(end / whole for end in accumulate(sizes))
 
 
 def _without_gaps(waves: list[int]) -> list[int]:
