@@ -25,17 +25,21 @@ from models import MODELS, QUICK_MODELS, Model
 
 from meshmuon import Muon, Workspace, keller, orthogonalize
 from meshmuon.execute import DEFAULT_MEMORY_BUDGET
-from meshmuon.ortho import scratch_bytes
+from meshmuon.ortho import Orthogonalizer, Scheme, scratch_bytes
 
 ALONE = "orthogonalisation alone"
 
 
 def orthogonalisation_alone(model: Model) -> Step:
+    return alone_on(model.matrices, keller())
+
+
+def alone_on(matrices: Sequence[tuple[int, int]], scheme: Scheme | Orthogonalizer) -> Step:
     """All matrices orthogonalised, equal shapes at once within the memory budget, with nothing else done."""
-    workspace, scheme = Workspace(), keller()
+    workspace = Workspace()
     batches = []
-    for rows, cols in sorted(set(model.matrices)):
-        left = model.matrices.count((rows, cols))
+    for rows, cols in sorted(set(matrices)):
+        left = matrices.count((rows, cols))
         most = max(1, DEFAULT_MEMORY_BUDGET // scratch_bytes(rows, cols, torch.float32, torch.float32))
         while left:
             batches.append(torch.randn(min(left, most), rows, cols))

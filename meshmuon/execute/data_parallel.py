@@ -17,7 +17,7 @@ from ..ortho import Workspace
 from ..plan import NO_WAVE, Batch, Plan, plan_batches
 from ..transport import Exchange
 from .memory import load_memory, store_memory
-from .parts import Part, Parts, grouped
+from .parts import Part, Parts, accumulate, grouped, look_ahead
 from .pipeline import guarded, run_pipeline, take_first
 from .settings import ExecutorSettings
 from .stage import Stage, reserve_stages
@@ -76,11 +76,9 @@ class _Owned:
     def _fill(self, parts: Sequence[Part], averages: list[Tensor], work: Sequence[Work]) -> None:
         settings = work[parts[0].work].settings
         views, buffers = [part.view for part in parts], [part.of(work[part.work].momentum_buffer) for part in parts]
-        torch._foreach_mul_(buffers, settings.retain)
-        torch._foreach_add_(buffers, averages)
+        accumulate(buffers, averages, settings.retain)
         if settings.nesterov:
-            torch._foreach_copy_(views, averages)
-            torch._foreach_add_(views, buffers, alpha=settings.momentum)
+            look_ahead(views, averages, buffers, settings.momentum)
         else:
             torch._foreach_copy_(views, buffers)
 

@@ -15,8 +15,11 @@ from torch import Tensor
 
 from .work import Work, WorkList, local_part
 
-__all__ = ["Part", "Parts", "Touch", "apply", "grouped"]
+__all__ = ["Part", "Parts", "Touch", "accumulate", "apply", "grouped", "look_ahead"]
 
+# Dtypes in which torch's CPU kernels round a sum of a tensor and a multiple of another alike wherever an element lies. In 16 bits
+# the last elements of a tensor are rounded once more than the others, so that shards would differ from the whole.
+_WIDE = (torch.float32, torch.float64)
 _T = TypeVar("_T")
 _K = TypeVar("_K", bound=Hashable)
 
@@ -76,8 +79,7 @@ class Parts:
         for alike in self._by_group:
             settings = work[alike.first].settings
             if settings.nesterov:
-                torch._foreach_copy_(alike.views, alike.grads(work))
-                torch._foreach_add_(alike.views, alike.buffers(work), alpha=settings.momentum)
+                look_ahead(alike.views, alike.grads(work), alike.buffers(work), settings.momentum)
             else:
                 torch._foreach_copy_(alike.views, alike.buffers(work))
 
@@ -102,8 +104,7 @@ class Touch:
             self._groups = [some for _, some in grouped(self.begins, lambda k: work[k].group)]
         for some in self._groups:
             buffers = work.once((self, some[0]), partial(_local_buffers, work, some))
-            torch._foreach_mul_(buffers, work[some[0]].settings.retain)
-            torch._foreach_add_(buffers, [local_part(work[k].grad) for k in some])
+            accumulate(buffers, [local_part(work[k].grad) for k in some], work[some[0]].settings.retain)
 
     def gradients(self, work: WorkList) -> Iterator[Tensor]:
         """The gradients that ``free_gradients`` will free."""
@@ -127,6 +128,32 @@ def grouped(things: Iterable[_T], key: Callable[[_T], _K]) -> list[tuple[_K, lis
     for thing in things:
         groups.setdefault(key(thing), []).append(thing)
     return list(groups.items())
+
+
+def accumulate(buffers: list[Tensor], grads: list[Tensor], retain: float | Tensor) -> None:
+    """M ← retain·M + G."""
+    if isinstance(retain, Tensor) or buffers[0].device.type != "cpu":
+        torch._foreach_mul_(buffers, retain)
+        torch._foreach_add_(buffers, grads)
+        return
+    for buffer, grad in zip(buffers, grads, strict=True):  # no batched kernels here: one operation touches memory less than two
+        if grad.dtype is buffer.dtype and buffer.dtype in _WIDE:
+            torch.add(grad, buffer, alpha=retain, out=buffer)
+        else:
+            buffer.mul_(retain).add_(grad)
+
+
+def look_ahead(views: list[Tensor], grads: list[Tensor], buffers: list[Tensor], momentum: float) -> None:
+    """V ← G + momentum·M."""
+    if views[0].device.type != "cpu":
+        torch._foreach_copy_(views, grads)
+        torch._foreach_add_(views, buffers, alpha=momentum)
+        return
+    for view, grad, buffer in zip(views, grads, buffers, strict=True):
+        if grad.dtype is view.dtype and buffer.dtype is view.dtype and view.dtype in _WIDE:
+            torch.add(grad, buffer, alpha=momentum, out=view)
+        else:
+            view.copy_(grad).add_(buffer, alpha=momentum)
 
 
 def apply(

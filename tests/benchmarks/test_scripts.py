@@ -68,6 +68,23 @@ def test_scaling(tmp_path: Path) -> None:
     assert {("step", 10, 1), ("step", 40, 1), ("step", 10, 2), ("step", 40, 2), ("step", 40, 64)} <= found
 
 
+def test_demo_share(tmp_path: Path) -> None:
+    facts, _ = run("demo_share", tmp_path)
+    shares = facts["results"]["shares"]
+    assert 0 < shares["orthogonalisation alone"] < 1
+    assert 0 < shares["AdamW, fused"] < 1
+    assert shares["meshmuon"] > 0
+
+
+def test_degrees(tmp_path: Path) -> None:
+    facts, printed = run("degrees", tmp_path)
+    five = next(one for one in facts["results"]["compared"] if one["quintics"] == 5)
+    assert (five["cheapest"]["degrees"], five["cheapest"]["products"], five["products"]) == ([9, 17, 17], 14, 17)
+    for one in facts["results"]["runs"]:
+        assert max(one["float32"]["off"].values()) < 0.1
+    assert "9·17·17: products, as good as 5 quintics (at most 16): reached, 14" in printed
+
+
 def test_unknown_models_are_refused(tmp_path: Path) -> None:
     command = [sys.executable, str(BENCHMARKS / "single_device.py"), "--quick", "--models", "BERT", "--out", str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=57)

@@ -279,7 +279,7 @@ def test_offloaded_and_skipped(path: str) -> None:
 
 
 def test_finite_masked_steps_move_as_unmasked_ones(masked: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Momentum and AdamW bit for bit. Of a Muon update rate·u is rounded before it is subtracted, which a float's fused
+    """AdamW bit for bit. In the momentum and the update of a matrix the product is rounded before the sum, which a float's fused
     multiply-add does not: a few units in the last place."""
     run = Run()
     start = snapshot(run.params)
@@ -290,7 +290,10 @@ def test_finite_masked_steps_move_as_unmasked_ones(masked: None, monkeypatch: py
     for step in range(5):
         expected.step(step)
     assert_bits(run.vectors, expected.vectors)
-    assert_bits(run.everything()[5:], expected.everything()[5:])
+    states, wanted = run.everything()[5:], expected.everything()[5:]
+    assert_bits(states[3:], wanted[3:])
+    for momentum, other in zip(states[:3], wanted[:3], strict=True):
+        torch.testing.assert_close(momentum, other, rtol=1e-6, atol=1e-6)
     assert_moved_alike(run.matrices, expected.matrices, start[:3], 1e-5)
     worst = max((a - b).abs().max().item() for a, b in zip(run.matrices, expected.matrices, strict=True))
     assert worst <= 5 * 2.0**-22  # weights below 4: one unit of theirs per step
