@@ -147,19 +147,20 @@ def test_batched_and_single_operations_agree(grad_dtype: torch.dtype, momentum_d
     grads = [torch.randn(shape, generator=generator).to(grad_dtype) for shape in ((5, 7), (3, 4), (40, 33))]
     start = [torch.randn(grad.shape, generator=generator).to(momentum_dtype) for grad in grads]
     wide = torch.float64 if grad_dtype == torch.float64 else torch.float32
-    found = []
     for kind in (Tensor, Elsewhere):
         buffers = [buffer.clone().as_subclass(kind) for buffer in start]
         views = [torch.zeros(grad.shape, dtype=wide).as_subclass(kind) for grad in grads]
         accumulate(buffers, grads, 0.9)
         look_ahead(views, grads, buffers, 0.9)
-        found.append([*(one.as_subclass(Tensor) for one in buffers), *(one.as_subclass(Tensor) for one in views)])
-    exact = [0.9 * buffer.double() + grad.double() for buffer, grad in zip(start, grads, strict=True)]
-    exact += [grad.double() + 0.9 * buffer.double() for buffer, grad in zip(found[0], grads, strict=False)]
-    for one, other, value in zip(*found, exact, strict=True):
-        bound = 2 * torch.finfo(one.dtype).eps * (1 + float(value.abs().max()))
-        torch.testing.assert_close(one.double(), value, rtol=0, atol=bound)
-        torch.testing.assert_close(other.double(), value, rtol=0, atol=2 * bound)
+        for before, grad, buffer, view in zip(start, grads, buffers, views, strict=True):
+            assert_near(buffer.as_subclass(Tensor), 0.9 * before.double() + grad.double())
+            assert_near(view.as_subclass(Tensor), grad.double() + 0.9 * buffer.as_subclass(Tensor).double())
+
+
+def assert_near(value: Tensor, exact: Tensor) -> None:
+    """Within two roundings."""
+    bound = torch.finfo(value.dtype).eps * (1 + float(exact.abs().max()))
+    torch.testing.assert_close(value.double(), exact, rtol=0, atol=bound)
 
 
 def test_grouping_keeps_the_order() -> None:
