@@ -4,7 +4,7 @@ from .data_parallel import DataParallelExecutor
 from .executor import Executor, StepExecutor
 from .reference import ReferenceExecutor
 from .settings import DEFAULT_MEMORY_BUDGET, ExecutorSettings
-from .work import UpdateRule, Work, WorkList, WorkSettings, local_part
+from .work import UpdateRule, Work, WorkSettings, local_part
 
 __all__ = [
     "DEFAULT_MEMORY_BUDGET",
@@ -15,7 +15,6 @@ __all__ = [
     "StepExecutor",
     "UpdateRule",
     "Work",
-    "WorkList",
     "WorkSettings",
     "local_part",
 ]

@@ -20,7 +20,7 @@ from .pipeline import waves_ahead
 from .settings import ExecutorSettings
 from .stage import Stage, reserve_stages
 from .wave import Copies, Flow, Staged, Wave
-from .work import Work, WorkList, local_part
+from .work import Work, local_part
 
 __all__ = ["LocalBatch", "Program", "build_program"]
 
@@ -34,7 +34,7 @@ class LocalBatch:
     touch: Touch
     memory: list[Part]
 
-    def run(self, work: WorkList) -> None:
+    def run(self, work: Sequence[Work]) -> None:
         """One step of the batch."""
         with record_function("meshmuon::momentum"):
             self.touch.accumulate(work)

@@ -22,7 +22,7 @@ from .pipeline import guarded, run_pipeline, take_first
 from .settings import ExecutorSettings
 from .stage import Stage, reserve_stages
 from .wave import Copies, Flow
-from .work import Work, WorkList
+from .work import Work
 
 __all__ = ["DataParallelExecutor"]
 
@@ -47,7 +47,7 @@ class _Owned:
     results: list[list[Tensor]]
     memory: list[Part]
 
-    def run(self, work: WorkList, apply: Parts) -> None:
+    def run(self, work: Sequence[Work], apply: Parts) -> None:
         with record_function("meshmuon::gather"):
             self._average(work)
         with record_function("meshmuon::momentum"):
@@ -90,7 +90,7 @@ class _Wave:
     leaving: list[Part]
     owned: list[tuple[_Owned, Parts]]
 
-    def run(self, work: WorkList, exchange: Exchange) -> Iterator[None]:
+    def run(self, work: Sequence[Work], exchange: Exchange) -> Iterator[None]:
         with record_function("meshmuon::gather"):
             gradients = [part.of(work[part.work].grad) for part in self.leaving]
             Copies([part.view for part in self.leaving], gradients).run()
@@ -131,7 +131,7 @@ class DataParallelExecutor:
         self._failures = builder.failures
         self.plan = plan
 
-    def run(self, work: WorkList, *, last: Callable[[], None]) -> Exception | None:
+    def run(self, work: Sequence[Work], *, last: Callable[[], None]) -> Exception | None:
         """One step; all gradients are on their way before the first is waited for."""
         self._failures.clear()  # a step that was left in the middle may have had some
         if self._exchange is None or self.plan is None:
@@ -139,7 +139,8 @@ class DataParallelExecutor:
             return None
         exchange = self._exchange
         guarded_last = guarded(last, self._failures)
-        run_pipeline([wave.run(work, exchange) for wave in self._waves], max(1, len(self._waves)), (), guarded_last)
+        count = max(1, len(self._waves))
+        run_pipeline([wave.run(work, exchange) for wave in self._waves], count, (), guarded_last, ahead=count)
         for one in work:
             if one.settings.free_grad:
                 one.param.grad = None

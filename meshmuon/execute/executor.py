@@ -15,7 +15,7 @@ from ..transport import Exchange
 from .build import Program, build_program
 from .pipeline import guarded, run_pipeline, take_first
 from .settings import ExecutorSettings
-from .work import Work, WorkList
+from .work import Work
 
 __all__ = ["Executor", "StepExecutor"]
 
@@ -29,7 +29,7 @@ class StepExecutor(Protocol):
         """Makes ready for a plan whose entries are the parameters of ``work``."""
         ...
 
-    def run(self, work: WorkList, *, last: Callable[[], None]) -> Exception | None:
+    def run(self, work: Sequence[Work], *, last: Callable[[], None]) -> Exception | None:
         """One step; ``last`` is done in its final wait.
 
         Returns:
@@ -65,7 +65,7 @@ class Executor:
         self._exchange = exchange
         self.plan = plan
 
-    def run(self, work: WorkList, *, last: Callable[[], None]) -> Exception | None:
+    def run(self, work: Sequence[Work], *, last: Callable[[], None]) -> Exception | None:
         """One step of the prepared plan. ``last`` is done in its final wait."""
         program, streams, exchange = self._program, self._streams, self._exchange
         program.failures.clear()  # a step that was left in the middle may have had some

@@ -7,13 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import TypeVar
 
 import torch
 from torch import Tensor
 
-from .work import Work, WorkList, local_part
+from .work import Work, local_part
 
 __all__ = ["Part", "Parts", "Touch", "accumulate", "apply", "grouped", "look_ahead"]
 
@@ -44,26 +43,18 @@ class _Alike:
         self._parts = parts
         self.first = parts[0].work
         self.views = [part.view for part in parts]
-        self._whole = all(part.cut is None for part in parts)
 
-    def params(self, work: WorkList) -> list[Tensor]:
+    def params(self, work: Sequence[Work]) -> list[Tensor]:
         """The parts of the parameters."""
-        return self._of(work, "param")
+        return [part.of(local_part(work[part.work].param)) for part in self._parts]
 
-    def buffers(self, work: WorkList) -> list[Tensor]:
+    def buffers(self, work: Sequence[Work]) -> list[Tensor]:
         """The parts of their momentum."""
-        return self._of(work, "momentum_buffer")
+        return [part.of(local_part(work[part.work].momentum_buffer)) for part in self._parts]
 
-    def grads(self, work: WorkList) -> list[Tensor]:
-        """The parts of their gradients, which are others at every step."""
+    def grads(self, work: Sequence[Work]) -> list[Tensor]:
+        """The parts of their gradients."""
         return [part.of(local_part(work[part.work].grad)) for part in self._parts]
-
-    def _of(self, work: WorkList, what: str) -> list[Tensor]:
-        def make() -> list[Tensor]:
-            return [part.of(local_part(getattr(work[part.work], what))) for part in self._parts]
-
-        # A cut is a view, and would stay with the old memory when someone gives a parameter another.
-        return work.once((self, what), make) if self._whole else make()
 
 
 class Parts:
@@ -74,7 +65,7 @@ class Parts:
         shapes = grouped(parts, lambda part: (work[part.work].group, work[part.work].matrices.lr_shape))
         self._by_shape = [_Alike(some) for _, some in shapes]
 
-    def fill(self, work: WorkList) -> None:
+    def fill(self, work: Sequence[Work]) -> None:
         """Writes each parameter's update before orthogonalisation into its view."""
         for alike in self._by_group:
             settings = work[alike.first].settings
@@ -83,7 +74,7 @@ class Parts:
             else:
                 torch._foreach_copy_(alike.views, alike.buffers(work))
 
-    def apply(self, work: WorkList) -> None:
+    def apply(self, work: Sequence[Work]) -> None:
         """p ← p·decay − rate·factor·view for each parameter."""
         for alike in self._by_shape:
             first = work[alike.first]
@@ -98,28 +89,24 @@ class Touch:
         self.begins, self.ends = tuple(begins), tuple(ends)
         self._groups: list[list[int]] | None = None
 
-    def accumulate(self, work: WorkList) -> None:
+    def accumulate(self, work: Sequence[Work]) -> None:
         """M ← momentum·M + G for the parameters that begin here."""
         if self._groups is None:
             self._groups = [some for _, some in grouped(self.begins, lambda k: work[k].group)]
         for some in self._groups:
-            buffers = work.once((self, some[0]), partial(_local_buffers, work, some))
+            buffers = [local_part(work[k].momentum_buffer) for k in some]
             accumulate(buffers, [local_part(work[k].grad) for k in some], work[some[0]].settings.retain)
 
-    def gradients(self, work: WorkList) -> Iterator[Tensor]:
+    def gradients(self, work: Sequence[Work]) -> Iterator[Tensor]:
         """The gradients that ``free_gradients`` will free."""
         return (local_part(work[k].grad) for k in self.ends)
 
-    def free_gradients(self, work: WorkList) -> None:
+    def free_gradients(self, work: Sequence[Work]) -> None:
         """Gives the gradients' memory back where the group asks for it."""
         for k in self.ends:
             one = work[k]
             if one.settings.free_grad:
                 one.param.grad = None
-
-
-def _local_buffers(work: WorkList, some: Sequence[int]) -> list[Tensor]:
-    return [local_part(work[k].momentum_buffer) for k in some]
 
 
 def grouped(things: Iterable[_T], key: Callable[[_T], _K]) -> list[tuple[_K, list[_T]]]:

@@ -11,7 +11,12 @@ __all__ = ["guarded", "run_pipeline", "take_first", "waves_ahead"]
 
 
 def run_pipeline(
-    waves: Iterable[Iterator[None]], width: int, local: Iterable[Callable[[], None]], last: Callable[[], None]
+    waves: Iterable[Iterator[None]],
+    width: int,
+    local: Iterable[Callable[[], None]],
+    last: Callable[[], None],
+    *,
+    ahead: int | None = None,
 ) -> None:
     """Runs all waves, at most ``width`` of them between their first and their last exchange.
 
@@ -23,13 +28,14 @@ def run_pipeline(
         width: most waves in flight.
         local: work that needs no exchange; done while the first pieces are on their way.
         last: work that needs no exchange; done while the last results are on their way.
+        ahead: most waves that have sent their pieces and wait for their turn to compute; ``waves_ahead(width)`` unless given.
     """
-    coming = deque(waves)
+    coming, most = deque(waves), waves_ahead(width) if ahead is None else ahead
     gathering: deque[Iterator[None]] = deque()
     scattering: deque[Iterator[None]] = deque()
 
     def launch() -> None:
-        while coming and len(gathering) < waves_ahead(width) and len(gathering) + len(scattering) < width:
+        while coming and len(gathering) < most and len(gathering) + len(scattering) < width:
             wave = coming.popleft()
             next(wave)
             gathering.append(wave)
@@ -44,7 +50,7 @@ def run_pipeline(
         launch()
         # Only a finished wave makes room for another. What has no need to be finished is not waited for: it may still be behind
         # other exchanges on its way.
-        while coming and len(gathering) < waves_ahead(width) and (len(scattering) > 1 or not gathering):
+        while coming and len(gathering) < most and (len(scattering) > 1 or not gathering):
             _finish(scattering.popleft())
             launch()
     last()

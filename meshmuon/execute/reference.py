@@ -20,7 +20,7 @@ from ..transport import Exchange, has_part, own_shard, whole
 from .parts import Touch, apply, grouped
 from .settings import ExecutorSettings
 from .stage import apply_rule
-from .work import Work, WorkList, local_part
+from .work import Work, local_part
 
 __all__ = ["ReferenceExecutor"]
 
@@ -36,14 +36,14 @@ class ReferenceExecutor:
         """Only remembers what all ranks agreed on; nothing of it is used."""
         self.plan = plan
 
-    def run(self, work: WorkList, *, last: Callable[[], None]) -> Exception | None:
+    def run(self, work: Sequence[Work], *, last: Callable[[], None]) -> Exception | None:
         """One step, parameter by parameter. Unlike ``Executor`` it stops at the first error."""
         for _, members in grouped(range(len(work)), lambda k: work[k].param):
             self._step(work, members)
         last()
         return None
 
-    def _step(self, work: WorkList, members: Sequence[int]) -> None:
+    def _step(self, work: Sequence[Work], members: Sequence[int]) -> None:
         """One parameter: all of its parts."""
         first, touch = work[members[0]], Touch((members[0],), (members[0],))
         if not has_part(first.param):

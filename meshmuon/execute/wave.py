@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -13,7 +13,7 @@ from ..device import Mark, Streams
 from ..transport import Exchange, Pending
 from .parts import Parts, Touch
 from .stage import Stage
-from .work import WorkList
+from .work import Work
 
 __all__ = ["Copies", "Flow", "Staged", "Wave"]
 
@@ -84,7 +84,7 @@ class Wave:
     staged: tuple[Staged, ...]
     touch: Touch
 
-    def run(self, work: WorkList, exchange: Exchange, streams: Streams, ready: Mark) -> Iterator[None]:
+    def run(self, work: Sequence[Work], exchange: Exchange, streams: Streams, ready: Mark) -> Iterator[None]:
         """A step of the wave; yields whenever something is on its way that others may work beside."""
         with streams.beside(ready, self.touch.gradients(work)), record_function("meshmuon::momentum"):
             self.touch.accumulate(work)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -13,7 +13,7 @@ from ..matrices import MatrixSet
 from ..ortho import Orthogonalizer, Scheme, scratch_bytes
 from ..plan import Item
 
-__all__ = ["UpdateRule", "Work", "WorkList", "WorkSettings", "local_part"]
+__all__ = ["UpdateRule", "Work", "WorkSettings", "local_part"]
 
 
 _PLAIN = (Tensor, nn.Parameter)
@@ -116,21 +116,3 @@ class Work:
         size = self.matrices.rows * self.matrices.cols * self.update_dtype.itemsize
         scratch = scratch_bytes(self.matrices.rows, self.matrices.cols, self.compute_dtype, self.update_dtype)
         return Item(count, self.matrices.rows, self.matrices.cols, (self.treatment, with_), size + scratch)
-
-
-class WorkList(list[Work]):
-    """The parameters of a step. The same list is used again while they, their momentum and their local tensors are the same.
-
-    What is made of them once, such as lists of local tensors, is therefore kept here, and goes with the list.
-    """
-
-    def __init__(self, work: Iterable[Work]) -> None:
-        super().__init__(work)
-        self._made: dict[Hashable, list[Tensor]] = {}
-
-    def once(self, key: Hashable, make: Callable[[], list[Tensor]]) -> list[Tensor]:
-        """What ``make`` returned when ``key`` was asked for first. It must hold no view that swapped data would leave behind."""
-        found = self._made.get(key)
-        if found is None:
-            found = self._made[key] = make()
-        return found

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from ..device import known_to_host
 from ..errors import ConfigError, GradientError
-from ..execute import UpdateRule, Work, WorkList, WorkSettings, local_part
+from ..execute import UpdateRule, Work, WorkSettings, local_part
 from ..matrices import Inside, matrices_inside
 from ..ortho import Orthogonalizer, Scheme, default_compute_dtype, resolve_scheme
 from . import state
@@ -110,7 +110,7 @@ class Collector:
         self._parameters: list[Parameter] = []
         self._demands: tuple[Demand, ...] = ()
         self._shapes: list[tuple[int, tuple[int, int]]] = []  # (place of a group, shape of a matrix in it)
-        self._work: tuple[object, WorkList] = (None, WorkList(()))
+        self._work: tuple[object, list[Work]] = (None, [])
         self._groups: dict[int, dict[str, Any]] = {}  # of that work, by place
 
     def demands(self, groups: Sequence[dict[str, Any]]) -> tuple[list[Parameter], tuple[Demand, ...], Exception | None]:
@@ -161,7 +161,6 @@ class Collector:
         if len(found) != len(self._known) or any(map(operator.is_not, found, self._known)):
             self._remember(found)
         self._seen = [Seen(*one) for one in zip(groups, self._treatments, strict=True)] if failure is None else []
-        self._work = (None, WorkList(()))
         return failure
 
     def _new(self, treatment: _Treatment, one: Parameter) -> _Known:
@@ -186,7 +185,7 @@ class Collector:
                     _check_gradient(known.one.name, known.one.param, gradient_of(known.one.param))
                 seen.accept_gradients()
             if not seen.same_state(states):
-                self._work = (None, WorkList(()))
+                self._work = (None, [])
                 for known in self._with_gradient(place):
                     if (entry := states.get(known.one.param)) is not None:
                         state.check_current(known.one.name, known.one.param, entry, known.one.group)
@@ -199,7 +198,7 @@ class Collector:
         """Lets go of the state, which is put away."""
         for seen in self._seen:
             seen.forget_state()
-        self._work = (None, WorkList(()))
+        self._work = (None, [])
 
     def work(
         self,
@@ -209,7 +208,7 @@ class Collector:
         *,
         keeps: Callable[[int], bool] = lambda entry: True,
         mask: Tensor | None = None,
-    ) -> WorkList:
+    ) -> list[Work]:
         """The Muon part of an agreed step, one entry per parameter of its plan.
 
         Args:
@@ -220,21 +219,24 @@ class Collector:
             mask: on a device, whether nothing may change; gradients are then already silent.
         """
         made_for, work = self._work  # forgotten by ``check`` whenever parameters or state are others
-        again = made_for is outcome.plan and not outcome.zeros
-        if not again:
-            members = (self._known[k].one for k, _ in outcome.members)
-            self._groups = {one.place: one.group for one in members}
-        settings = {place: _settings(group, mask) for place, group in self._groups.items()}
-        if again:
+        if made_for is outcome.plan:
+            settings = {place: _settings(group, mask) for place, group in self._groups.items()}
             for one in work:
-                one.settings = settings[one.group]
+                entry = states[one.param]
+                one.settings, one.momentum_buffer, one.memory = settings[one.group], entry[state.MOMENTUM], _memory(one, entry)
             return work
-        work = WorkList(
-            self._one_work(demands, outcome, states, entry, keeps(entry), settings) for entry in range(len(outcome.members))
-        )
+        members = (self._known[k].one for k, _ in outcome.members)
+        self._groups = {one.place: one.group for one in members}
+        settings = {place: _settings(group, mask) for place, group in self._groups.items()}
+        work = [self._one_work(demands, outcome, states, entry, keeps(entry), settings) for entry in range(len(outcome.members))]
         complete = not outcome.zeros and all(one.momentum_buffer is not one.param for one in work)
-        self._work = (outcome.plan, work) if complete else (None, WorkList(()))
+        self._work = (outcome.plan, work) if complete else (None, [])
         return work
+
+    def let_go(self) -> None:
+        """The step is over: state that is now taken away, to another device for example, must not be kept alive from here."""
+        for one in self._work[1]:
+            one.momentum_buffer, one.memory = one.param, None
 
     def _one_work(
         self,
@@ -265,6 +267,10 @@ class Collector:
             rule=demand.rule,
             memory=state.rule_memory(states[one.param], one.param, matrices) if remembers else None,
         )
+
+
+def _memory(work: Work, entry: Mapping[str, Any]) -> Tensor | None:
+    return entry.get(state.MEMORY) if work.rule is not None and work.rule.remembers() else None
 
 
 def numbers_of(groups: Sequence[Mapping[str, Any]]) -> list[str]:

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..errors import ConfigError, StateError, UnsupportedError
-from ..execute import DataParallelExecutor, WorkList
+from ..execute import DataParallelExecutor, Work
 from ..matrices import MatrixSet
 from ..plan import Plan
 from ..transport import averaged, broadcast, everyone
@@ -165,7 +165,7 @@ class DistMuon(Muon):
         """Gradients and weights travel as they are."""
         return super()._wire_dtype(param) if self._replica_group is None else param.dtype
 
-    def _work(self, parameters: Sequence[Parameter], outcome: Outcome, mask: Tensor | None = None) -> WorkList:
+    def _work(self, parameters: Sequence[Parameter], outcome: Outcome, mask: Tensor | None = None) -> list[Work]:
         if self.replica_group is None:
             return super()._work(parameters, outcome, mask)
         if outcome.plan is not self._executor.plan:

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.profiler import record_function
 
 from ..errors import ConfigError, RoutingWarning, StateError, TransportError
-from ..execute import DEFAULT_MEMORY_BUDGET, Executor, ExecutorSettings, ReferenceExecutor, StepExecutor, WorkList, local_part
+from ..execute import DEFAULT_MEMORY_BUDGET, Executor, ExecutorSettings, ReferenceExecutor, StepExecutor, Work, local_part
 from ..matrices import Split, check_expert_keys
 from ..ortho import SchemeLike, resolve_scheme
 from ..plan import Plan, PlanOptions, cost_model_for
@@ -296,6 +296,7 @@ class Muon(torch.optim.Optimizer):
             state.restore_options(group, old, saved, self.defaults)
         state.restore(self.param_groups, self.state, adapted)
         self._offload.put_away(self.state)
+        self._collector.forget()
         self._torn = self._untold = None
 
     def __getstate__(self) -> dict[str, Any]:
@@ -370,6 +371,8 @@ class Muon(torch.optim.Optimizer):
                 self._torn = error
                 outcome.exchange.abandon()
             raise
+        finally:
+            self._collector.let_go()
         if failure is not None:
             if outcome.exchange is not None:
                 self._untold = to_tell(failure, parted)
@@ -408,7 +411,7 @@ class Muon(torch.optim.Optimizer):
     def _demands(self) -> tuple[list[Parameter], tuple[Demand, ...], Exception | None]:
         return self._collector.demands(self.param_groups)
 
-    def _work(self, parameters: Sequence[Parameter], outcome: Outcome, mask: Tensor | None = None) -> WorkList:
+    def _work(self, parameters: Sequence[Parameter], outcome: Outcome, mask: Tensor | None = None) -> list[Work]:
         return self._collector.work(self._planner.demands, outcome, self.state, mask=mask)
 
     def _adamw_step(self, parameters: Sequence[Parameter], outcome: Outcome, mask: Tensor | None = None) -> None:

@@ -6,6 +6,7 @@ Lists are compared as wholes, which happens outside of Python's loops and takes 
 from __future__ import annotations
 
 import operator
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -18,7 +19,6 @@ _PLAIN_GRADIENT = operator.attrgetter("__class__", "shape", "dtype", "layout")
 # torch replaces a DTensor's spec rather than changing it; equal specs are the same layout.
 _SHARD_FACTS = operator.attrgetter("shape", "dtype", "device", "_spec", "_local_tensor.shape")
 _SHARD_GRADIENT = operator.attrgetter("__class__", "shape", "dtype", "_spec", "_local_tensor.shape", "_local_tensor.layout")
-_LOCAL = operator.attrgetter("_local_tensor")
 
 
 class Seen:
@@ -35,14 +35,12 @@ class Seen:
         self._names: list[str] = list(group["param_names"])
         self._facts = [_facts_for(param) for param in self._params]
         self._were = self._facts_of(self._params)
-        self._shards = [param for param in self._params if hasattr(param, "_local_tensor")]
-        self._local = list(map(_LOCAL, self._shards))
         self._active = [param.grad is not None for param in self._params]
         self._stepped = [param for param in self._params if param.grad is not None]
         self._gradient_facts = [_SHARD_GRADIENT if hasattr(p, "_local_tensor") else _PLAIN_GRADIENT for p in self._stepped]
         self._gradients: list[Any] | None = None  # facts of the gradients that were found to fit
         self._keys: list[list[str]] | None = None  # of the state that was found to fit
-        self._values: list[Any] = []
+        self._values: list[weakref.ref[Tensor]] = []  # of the tensors in it, which must be free to go
 
     def holds(self, group: Mapping[str, Any], treatment: object) -> bool:
         """Whether the group and its parameters are as they were."""
@@ -55,7 +53,6 @@ class Seen:
             and self._names == group["param_names"]
             and self._were == self._facts_of(params)
             and self._active == [param.grad is not None for param in params]
-            and all(map(operator.is_, map(_LOCAL, self._shards), self._local))
         )
 
     def same_gradients(self) -> bool:
@@ -70,18 +67,21 @@ class Seen:
         """Whether the state is the very one that was accepted."""
         if self._keys is None:
             return False
-        entries = [states.get(param, {}) for param in self._stepped]
-        values = [value for entry in entries for value in entry.values()]
+        entries, values = self._state(states)
         return (
             self._keys == list(map(list, entries))
             and len(values) == len(self._values)
-            and all(map(operator.is_, values, self._values))
+            and all(value is known() for value, known in zip(values, self._values, strict=True))
         )
 
     def accept_state(self, states: Mapping[Tensor, dict[str, Any]]) -> None:
         """The state fits."""
+        entries, values = self._state(states)
+        self._keys, self._values = list(map(list, entries)), list(map(weakref.ref, values))
+
+    def _state(self, states: Mapping[Tensor, dict[str, Any]]) -> tuple[list[dict[str, Any]], list[Tensor]]:
         entries = [states.get(param, {}) for param in self._stepped]
-        self._keys, self._values = list(map(list, entries)), [value for entry in entries for value in entry.values()]
+        return entries, [value for entry in entries for value in entry.values() if isinstance(value, Tensor)]
 
     def forget_state(self) -> None:
         """Lets go of the state."""

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from meshmuon import Muon
 from meshmuon.device import DirectStreams
-from meshmuon.execute import Executor, ExecutorSettings, Work, WorkList, WorkSettings, build
+from meshmuon.execute import Executor, ExecutorSettings, Work, WorkSettings, build
 from meshmuon.execute import executor as executors
 from meshmuon.execute import stage as stages
 from meshmuon.execute.build import Program, build_program
@@ -52,10 +52,10 @@ def settings_for(lr: float | Tensor, *, weight_decay: float = 0.1, **options: An
 
 def work_on(
     params: list[Any], settings: WorkSettings, buffers: list[Tensor], step: int, scheme: Scheme | Orthogonalizer | None = None
-) -> WorkList:
+) -> list[Work]:
     """The work of one step with the fixed gradients of ``step``."""
     set_gradients(params, gradients(params, step))
-    work = WorkList(())
+    work = []
     for param, buffer in zip(params, buffers, strict=True):
         inside = MatrixSet(*param.shape, lead=1) if param.dim() == 3 else MatrixSet(1, *param.shape)
         dtype = torch.float64 if param.dtype == torch.float64 else torch.float32
@@ -63,7 +63,7 @@ def work_on(
     return work
 
 
-def plan_for(work: WorkList) -> Plan:
+def plan_for(work: list[Work]) -> Plan:
     """What a single device plans: everything stays."""
     alone = Mesh((1,), (0,))
     entries = [
@@ -73,14 +73,14 @@ def plan_for(work: WorkList) -> Plan:
     return make_plan(entries, PlanOptions(cost_model_for("cpu")))
 
 
-def execute(executor: Executor, work: WorkList, last: Callable[[], None] = nothing) -> None:
+def execute(executor: Executor, work: list[Work], last: Callable[[], None] = nothing) -> None:
     """A step of work that the executor may not know yet."""
     if executor.plan is None:
         executor.prepare(plan_for(work), 0, work, None)
     executor.run(work, last=last)
 
 
-def program_of(work: WorkList, **options: Any) -> Program:
+def program_of(work: list[Work], **options: Any) -> Program:
     return build_program(plan_for(work), 0, work, None, Workspace(), ExecutorSettings(**options))
 
 
@@ -115,9 +115,9 @@ def test_equals_the_reference() -> None:
 
 def test_no_work() -> None:
     executor, done = Executor(ExecutorSettings()), []
-    executor.run(WorkList(()), last=lambda: done.append("before a plan"))
+    executor.run([], last=lambda: done.append("before a plan"))
     executor.prepare(plan_for([]), 0, [], None)
-    executor.run(WorkList(()), last=lambda: done.append("with an empty plan"))
+    executor.run([], last=lambda: done.append("with an empty plan"))
     assert done == ["before a plan", "with an empty plan"]
     assert executor.plan is not None
     assert executor.plan.tasks == ()

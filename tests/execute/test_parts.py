@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from meshmuon.execute import Work, WorkList, WorkSettings
+from meshmuon.execute import Work, WorkSettings
 from meshmuon.execute.parts import Part, Parts, Touch, accumulate, grouped, look_ahead
 from meshmuon.matrices import MatrixSet
 from meshmuon.ortho import keller
@@ -44,7 +44,7 @@ def values(tensors: list[Tensor]) -> list[float]:
 
 
 def test_momentum_of_those_that_begin() -> None:
-    work = WorkList([work_for(1.0), work_for(2.0), work_for(3.0)])
+    work = [work_for(1.0), work_for(2.0), work_for(3.0)]
     Touch(begins=(0, 2), ends=(1,)).accumulate(work)
     assert values([one.momentum_buffer for one in work]) == [10.5, 2.0, 31.5]
     assert all(one.param.grad is not None for one in work)
@@ -52,15 +52,13 @@ def test_momentum_of_those_that_begin() -> None:
 
 
 def test_momentum_is_of_each_group() -> None:
-    work = WorkList(
-        [work_for(1.0, group=0, momentum=0.5), work_for(1.0, group=1, momentum=0.25), work_for(2.0, group=0, momentum=0.5)]
-    )
+    work = [work_for(1.0, group=0, momentum=0.5), work_for(1.0, group=1, momentum=0.25), work_for(2.0, group=0, momentum=0.5)]
     Touch(begins=(0, 1, 2)).accumulate(work)
     assert values([one.momentum_buffer for one in work]) == [10.5, 10.25, 21.0]
 
 
 def test_momentum_where_only_other_ranks_have_a_gradient() -> None:
-    work = WorkList([work_for(2.0, zeros=True)])
+    work = [work_for(2.0, zeros=True)]
     touch = Touch((0,), (0,))
     touch.accumulate(work)
     assert values([work[0].momentum_buffer]) == [1.0]
@@ -70,7 +68,7 @@ def test_momentum_where_only_other_ranks_have_a_gradient() -> None:
 
 
 def test_gradients_are_freed_where_they_end_and_the_group_asks() -> None:
-    work = WorkList([work_for(1.0, free_grad=True), work_for(2.0, free_grad=True), work_for(3.0, free_grad=False)])
+    work = [work_for(1.0, free_grad=True), work_for(2.0, free_grad=True), work_for(3.0, free_grad=False)]
     touch = Touch(begins=(0, 1, 2), ends=(1, 2))
     assert values(list(touch.gradients(work))) == [20.0, 30.0]
     touch.free_gradients(work)
@@ -78,7 +76,7 @@ def test_gradients_are_freed_where_they_end_and_the_group_asks() -> None:
 
 
 def test_touching_nothing() -> None:
-    work = WorkList([work_for(1.0, free_grad=True)])
+    work = [work_for(1.0, free_grad=True)]
     touch = Touch()
     touch.accumulate(work)
     touch.free_gradients(work)
@@ -89,7 +87,7 @@ def test_touching_nothing() -> None:
 
 @pytest.mark.parametrize("nesterov", [True, False])
 def test_filling_whole_tensors_and_parts(nesterov: bool) -> None:
-    work = WorkList([work_for(1.0, nesterov=nesterov), work_for(2.0, shape=(4, 2, 3), nesterov=nesterov, group=1, momentum=0.25)])
+    work = [work_for(1.0, nesterov=nesterov), work_for(2.0, shape=(4, 2, 3), nesterov=nesterov, group=1, momentum=0.25)]
     memory = torch.zeros(30)
     parts = Parts(
         [Part(0, None, memory[:6].view(2, 3)), Part(1, (slice(1, 3),), memory[6:18].view(2, 2, 3))],
@@ -106,7 +104,7 @@ def test_applying_parts(tensor_rate: bool) -> None:
     rate: Any = torch.tensor(0.5) if tensor_rate else 0.5
     factors = {(2, 3): 2.0, (3, 2): 4.0}
     options: dict[str, Any] = {"rate": rate, "decay": 0.75, "adjust": lambda rows, cols: factors[rows, cols]}
-    work = WorkList([work_for(1.0, **options), work_for(1.0, shape=(3, 2), **options), work_for(1.0, shape=(4, 2, 3), **options)])
+    work = [work_for(1.0, **options), work_for(1.0, shape=(3, 2), **options), work_for(1.0, shape=(4, 2, 3), **options)]
     views = [torch.full((2, 3), 1.0), torch.full((3, 2), 1.0), torch.full((1, 2, 3), 8.0)]
     parts = [Part(0, None, views[0]), Part(1, None, views[1]), Part(2, (slice(2, 3),), views[2])]
     Parts(parts, work).apply(work)
@@ -114,19 +112,15 @@ def test_applying_parts(tensor_rate: bool) -> None:
     assert values([work[2].param[:2], work[2].param[3:]]) == [1.0, 1.0]  # the others wait for their own update
 
 
-def test_whole_tensors_are_looked_up_once_and_parts_follow_their_memory() -> None:
+def test_parts_follow_the_memory_of_their_parameters() -> None:
     """Other data under the same parameter, as ``p.data = …`` gives it, is what the next step works on."""
-    work = WorkList([work_for(1.0), work_for(1.0, shape=(4, 2, 3))])
+    work = [work_for(1.0), work_for(1.0, shape=(4, 2, 3))]
     parts = Parts([Part(0, None, torch.ones(2, 3)), Part(1, (slice(2, 3),), torch.ones(1, 2, 3))], work)
     for value in (1.0, 5.0, 9.0):
         for one in work:
             one.param.data = torch.full(one.param.shape, value)
         parts.apply(work)
         assert values([work[0].param, work[1].param[2]]) == [value - 1.0] * 2
-    made = []
-    for _ in range(2):
-        work.once("key", lambda: made.append("made") or [])  # type: ignore[func-returns-value]
-    assert made == ["made"]
 
 
 class Elsewhere(Tensor):

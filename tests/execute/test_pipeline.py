@@ -14,7 +14,7 @@ everywhere = pytest.mark.parametrize(("width", "count"), [(width, count) for wid
 Event = tuple[str, int]
 
 
-def record(width: int, count: int, local: int = 2) -> list[Event]:
+def record(width: int, count: int, local: int = 2, ahead: int | None = None) -> list[Event]:
     events: list[Event] = []
 
     def wave(k: int) -> Iterator[None]:
@@ -25,7 +25,7 @@ def record(width: int, count: int, local: int = 2) -> list[Event]:
         events.append(("finish", k))
 
     pieces = [lambda k=k: events.append(("local", k)) for k in range(local)]
-    run_pipeline((wave(k) for k in range(count)), width, pieces, lambda: events.append(("last", 0)))
+    run_pipeline((wave(k) for k in range(count)), width, pieces, lambda: events.append(("last", 0)), ahead=ahead)
     return events
 
 
@@ -112,6 +112,13 @@ def test_the_order_depends_on_the_numbers_alone(width: int, count: int) -> None:
     events = record(width, count)
     assert events == record(width, count)
     assert [one for one in events if one[0] != "local"] == record(width, count, local=0)
+
+
+@pytest.mark.parametrize("count", COUNTS)
+def test_everything_may_go_ahead(count: int) -> None:
+    """As data parallel wants it: all gradients are on their way before the first is waited for."""
+    events = record(max(1, count), count, local=0, ahead=max(1, count))
+    assert events[:count] == [("gather", k) for k in range(count)]
 
 
 def test_an_example() -> None:

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from meshmuon.device import DirectStreams, Streams
-from meshmuon.execute import ExecutorSettings, Work, WorkList, WorkSettings
+from meshmuon.execute import ExecutorSettings, Work, WorkSettings
 from meshmuon.execute.build import Program, build_program
 from meshmuon.execute.parts import Parts, Touch
 from meshmuon.execute.pipeline import run_pipeline
@@ -183,15 +183,13 @@ class Ranks:
     def __init__(self, case: Case) -> None:
         self.case, plan = case, case.plan
         self.board = Board(plan.ranks, late=case.seed % 2 == 0)
-        self.work: dict[int, WorkList] = {}
+        self.work: dict[int, list[Work]] = {}
         self.programs: dict[int, Program] = {}
         self.exchanges: dict[int, Exchange] = {}
         self.workspaces: dict[int, Workspace] = {}
         for rank in plan.ranks:
             params = [held(case, k, rank, self.initial(k)) for k in range(len(plan.entries))]
-            self.work[rank] = WorkList(
-                work_of(entry, k, params[k], torch.zeros_like(params[k])) for k, entry in enumerate(plan.entries)
-            )
+            self.work[rank] = [work_of(entry, k, params[k], torch.zeros_like(params[k])) for k, entry in enumerate(plan.entries)]
             self.exchanges[rank], self.workspaces[rank] = Exchange(self.board, rank), Workspace()
             options = ExecutorSettings(case.chunk_size, case.memory_budget)
             self.programs[rank] = build_program(plan, rank, self.work[rank], self.exchanges[rank], self.workspaces[rank], options)

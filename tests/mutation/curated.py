@@ -184,19 +184,16 @@ CURATED = (
     Curated(_SEEN, '            and self._names == group["param_names"]\n', ""),
     Curated(_SEEN, "            and self._were == self._facts_of(params)\n", ""),
     Curated(_SEEN, "            and self._active == [param.grad is not None for param in params]\n", ""),
-    Curated(_SEEN, "            and all(map(operator.is_, map(_LOCAL, self._shards), self._local))\n", ""),
     Curated(
         _SEEN, "self._gradients is not None and self._gradients == self._facts_of_gradients()", "self._gradients is not None"
     ),
     Curated(_SEEN, "            self._keys == list(map(list, entries))\n            and len", "            len"),
-    Curated(_SEEN, "            and all(map(operator.is_, values, self._values))\n", ""),
-    Curated(
-        _COLLECT, "                self._work = (None, WorkList(()))\n                for known", "                for known"
-    ),
-    Curated(_COLLECT, "        self._work = (None, WorkList(()))\n        return failure", "        return failure"),
-    Curated(_COLLECT, "again = made_for is outcome.plan and not outcome.zeros", "again = made_for is outcome.plan"),
-    Curated(_PARTS, "make) if self._whole else make()", "make)"),
-    Curated(_COLLECT, "one.settings = settings[one.group]\n", "pass\n"),
+    Curated(_SEEN, "            and all(value is known() for value, known in zip(values, self._values, strict=True))\n", ""),
+    Curated(_COLLECT, "                self._work = (None, [])\n                for known", "                for known"),
+    Curated(_COLLECT, "if made_for is outcome.plan:", "if made_for is not None:"),
+    Curated(_COLLECT, "            one.momentum_buffer, one.memory = one.param, None\n", "            pass\n"),
+    Curated(_COLLECT, "complete = not outcome.zeros and all(", "complete = all("),
+    Curated(_COLLECT, "one.memory = settings[one.group], entry", "one.memory = one.settings, entry"),
     Curated(_COLLECT, 'decay = 1 - lr * group["weight_decay"]', 'decay = 1 + lr * group["weight_decay"]'),
     Curated(_COLLECT, 'decay = 1 - lr * group["weight_decay"]', 'decay = 1 - group["weight_decay"]'),
     Curated(_COLLECT, 'decay = 1 - lr * group["weight_decay"]', "decay = 1.0"),

@@ -55,7 +55,7 @@ TESTS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("meshmuon/transport/", ("tests/transport", "tests/dist")),
     ("meshmuon/checkpoint.py", ("tests/checkpoint",)),
     ("meshmuon/optim/clipping.py", ("tests/optim/test_clipping.py", "tests/dist/test_clipping.py")),
-    ("meshmuon/optim/collect.py", ("tests/optim/test_collector.py", *_STEP)),
+    ("meshmuon/optim/collect.py", ("tests/optim/test_collector.py", "tests/dist/test_agreement.py", *_STEP)),
     ("meshmuon/optim/seen.py", ("tests/optim/test_collector.py", *_STEP)),
     ("meshmuon/optim/rules.py", ("tests/optim/test_rules.py",)),
     ("meshmuon/optim/planning.py", ("tests/dist", "tests/optim")),

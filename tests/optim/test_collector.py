@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import gc
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -109,10 +111,16 @@ def moved_to_another(optimizer: Muon) -> None:
     optimizer.state[other]["momentum_buffer"] = optimizer.state[one].pop("momentum_buffer").mT.contiguous()
 
 
+def another_shape_without_state(optimizer: Muon) -> None:
+    other_data((3, 4))(optimizer)
+    optimizer.state.pop(first(optimizer))
+
+
 CHANGES: dict[str, Callable[[Muon], Any]] = {
     "nothing": lambda optimizer: None,
     "other data": other_data(SHAPES[0]),
     "data of another shape": other_data((3, 4)),
+    "data of another shape, and no state": another_shape_without_state,
     "data of another dtype": other_data(SHAPES[0], torch.float64),
     "other momentum": other_momentum(SHAPES[0]),
     "momentum of another shape": other_momentum((3, 4)),
@@ -188,6 +196,13 @@ def other_local_tensor(param: Any, mesh: DeviceMesh) -> None:
     param._local_tensor = torch.full_like(param._local_tensor, 0.5)
 
 
+def other_local_momentum(param: Any, mesh: DeviceMesh, optimizer: Muon | None = None) -> None:
+    """Under the same DTensor."""
+    assert optimizer is not None
+    momentum: Any = optimizer.state[param]["momentum_buffer"]
+    momentum._local_tensor = torch.full_like(momentum._local_tensor, 0.3)
+
+
 def other_cut(param: Any, mesh: DeviceMesh) -> None:
     swap_tensors(param, nn.Parameter(distribute_tensor(torch.full(param.shape, 0.5), mesh, [Shard(1)])))
 
@@ -207,6 +222,7 @@ def gradient_replicated(param: Any, mesh: DeviceMesh) -> None:
 SHARDED_CHANGES: tuple[tuple[Any, Any], ...] = (  # of a parameter between steps, and of its gradient before one
     (nothing, nothing),
     (other_local_tensor, nothing),
+    (other_local_momentum, nothing),
     (other_cut, nothing),
     (nothing, gradient_cut_differently),
     (nothing, gradient_replicated),
@@ -235,7 +251,7 @@ def test_a_change_of_shards_after_some_steps(change: Any, late: Any) -> None:
             mesh = init_device_mesh("cpu", (2,))
             optimizer = sharded(mesh)
             said = [sharded_step(optimizer, number, mesh, nothing, forgets=forgets) for number in range(4)]
-            change(first(optimizer), mesh)
+            change(first(optimizer), mesh, *([optimizer] if change is other_local_momentum else []))
             said += [sharded_step(optimizer, number, mesh, late, forgets=forgets) for number in range(4, 7)]
             return said, [local_part(param.detach()).clone() for param in parameters(optimizer)]
 
@@ -244,8 +260,43 @@ def test_a_change_of_shards_after_some_steps(change: Any, late: Any) -> None:
     for (said, values), (wanted, whole) in zip(run(False), run(True), strict=True):
         assert said[:4] == [None] * 4
         assert said == wanted
-        assert (said[4] is None) == (change in (nothing, other_local_tensor) and late is nothing)
+        assert (said[4] is None) == (change in (nothing, other_local_tensor, other_local_momentum) and late is nothing)
         assert all(map(torch.equal, values, whole))
+
+
+@pytest.mark.parametrize("rule", ["plain", "normuon"])
+def test_state_that_is_taken_away_is_free_to_go(rule: str) -> None:
+    """As home-made offloading does it: between steps nothing here keeps the old tensors alive."""
+    optimizer = build()
+    for group in optimizer.param_groups:
+        group["rule"] = rule
+    for number in range(4):
+        assert step(optimizer, number, forgets=False) is None
+    known = []
+    for entry in optimizer.state.values():
+        for key, value in entry.items():
+            known.append(weakref.ref(value))
+            entry[key] = value.clone()
+        del value
+    assert len(known) > 5
+    gc.collect()
+    assert [one() for one in known] == [None] * len(known)
+    assert step(optimizer, 4, forgets=False) is None
+
+
+def test_shards_that_are_replaced_are_free_to_go() -> None:
+    def main(rank: int) -> bool:
+        mesh = init_device_mesh("cpu", (2,))
+        optimizer = sharded(mesh)
+        for number in range(4):
+            sharded_step(optimizer, number, mesh, nothing, forgets=False)
+        param: Any = first(optimizer)
+        known = weakref.ref(param._local_tensor)
+        param._local_tensor = param._local_tensor.clone()
+        gc.collect()
+        return known() is None
+
+    assert run_threads(2, main) == [True, True]
 
 
 def test_gradients_that_do_not_fit_are_noticed_after_any_number_of_steps() -> None:

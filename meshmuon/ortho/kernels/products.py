@@ -85,6 +85,8 @@ class FunctionalProducts:
     ) -> Tensor:
         if addend is None:
             return alpha * torch.bmm(a, b.mT) if alpha != 1.0 else torch.bmm(a, b.mT)
+        if alpha == 0.0:  # as in ``BlockedProducts``
+            return beta * addend
         return torch.baddbmm(addend, a, b.mT, alpha=alpha, beta=beta)
 
     def general(self, a: Tensor, b: Tensor, out: Tensor, addend: Tensor | None = None, *, beta: float = 1.0) -> Tensor:
