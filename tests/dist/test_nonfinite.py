@@ -178,14 +178,16 @@ def test_dist_muon(world: int, masked: bool) -> None:
 
 
 def test_masked_and_host_decisions_agree_on_finite_steps() -> None:
-    """Momentum and AdamW bit for bit; Muon's weights within the rounding of rate·u, one unit in the last place per step."""
+    """AdamW bit for bit; Muon's weights and momentum within the rounding of a product, one unit in the last place per step."""
     layout = LAYOUTS["TP×FSDP"]
     host = ranks(4, lambda rank: train(layout, rank, None))
     device = ranks(4, lambda rank: train(layout, rank, None), masked=True)
     for (mine, _), (wanted, _) in zip(device, host, strict=True):
-        assert_bits(mine[2:], wanted[2:])
-        for a, b in zip(mine[:2], wanted[:2], strict=True):
-            assert a.numel() == 0 or (a - b).abs().max().item() <= 3 * 2.0**-22
+        for k, (a, b) in enumerate(zip(mine, wanted, strict=True)):
+            if k in (0, 1, 4, 5):  # two matrices, two vectors, two momentum buffers, AdamW's state
+                assert a.numel() == 0 or (a - b).abs().max().item() <= 3 * 2.0**-22
+            else:
+                assert_bits([a], [b])
 
 
 @pytest.mark.parametrize("masked", [False, True])
