@@ -85,7 +85,9 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     report = Report("demo_share", options)
-    demo = demo_parser().parse_args(["--d-model", "64", "--heads", "2", "--layers", "1", "--seq-len", "16"] if options.quick else [])
+    demo = demo_parser().parse_args(
+        ["--d-model", "64", "--heads", "2", "--layers", "1", "--seq-len", "16"] if options.quick else []
+    )
     rounds = options.rounds or (2 if options.quick else 15)
     with progress_bar(report.console) as bar:
         task = bar.add_task("rounds", total=rounds)
