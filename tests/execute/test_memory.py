@@ -188,7 +188,7 @@ def sharded_step_memory(rank: int, options: dict[str, Any], placements: tuple[An
     ids=str,
 )
 def test_later_steps_on_two_ranks_allocate_nothing(options: dict[str, Any], placements: tuple[Any, ...]) -> None:
-    """Exchange buffers, stages and the agreement's two-element word are all made by the first step."""
+    """Exchange buffers, stages and the agreement's five words are all made by the first step."""
     gc.collect()
     gc.disable()  # what it frees of other tests would be counted here
     try:
