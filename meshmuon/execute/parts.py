@@ -137,7 +137,7 @@ def look_ahead(views: list[Tensor], grads: list[Tensor], buffers: list[Tensor], 
         torch._foreach_add_(views, buffers, alpha=momentum)
         return
     for view, grad, buffer in zip(views, grads, buffers, strict=True):
-        if grad.dtype is view.dtype and buffer.dtype is view.dtype and view.dtype in _WIDE:
+        if grad.dtype is view.dtype and buffer.dtype is view.dtype:  # which is never one of 16 bits
             torch.add(grad, buffer, alpha=momentum, out=view)
         else:
             view.copy_(grad).add_(buffer, alpha=momentum)

@@ -296,7 +296,6 @@ class Muon(torch.optim.Optimizer):
             state.restore_options(group, old, saved, self.defaults)
         state.restore(self.param_groups, self.state, adapted)
         self._offload.put_away(self.state)
-        self._collector.forget()
         self._torn = self._untold = None
 
     def __getstate__(self) -> dict[str, Any]:

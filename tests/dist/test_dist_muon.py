@@ -14,6 +14,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, distribute_tensor
 
 from meshmuon import ConfigError, DistMuon, Muon, UnsupportedError
+from meshmuon.transport import Exchange
+from meshmuon.transport.exchange import Pending
 
 from .cases import same
 from .counting import counted
@@ -276,3 +278,30 @@ def test_a_copy_must_be_given_a_group() -> None:
         copied.step()
 
     run_threads(2, main)
+
+
+def test_all_gradients_are_on_their_way_before_the_first_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    events: dict[int, list[str]] = {0: [], 1: []}
+    start, wait = Exchange.start, Pending.wait
+
+    def noted_start(self: Exchange, *args: Any, phase: str) -> Pending:
+        events[dist.get_rank()].append(f"start {phase}")
+        return start(self, *args, phase=phase)
+
+    def noted_wait(self: Pending) -> None:
+        events[dist.get_rank()].append(f"wait {self.phase}")
+        wait(self)
+
+    monkeypatch.setattr(Exchange, "start", noted_start)
+    monkeypatch.setattr(Pending, "wait", noted_wait)
+
+    def main(rank: int) -> None:
+        params, optimizer = build(DistMuon, [(6, 4)] * 7, chunk_size=1)
+        for k, param in enumerate(params):
+            param.grad = seeded((6, 4), k)
+        optimizer.step()
+
+    run_threads(2, main)
+    for found in events.values():
+        assert found[:7] == ["start gather"] * 7
+        assert found.count("wait gather") == 7

@@ -115,3 +115,32 @@ def test_sizes_that_do_not_fit_are_refused_with_the_name() -> None:
     param = nn.Parameter(torch.randn(12, 4))
     with pytest.raises(ConfigError, match=r"layers\.0\.qkv\.weight: the parts \(4, 4\) add up to 8, but it has 12 outputs"):
         Muon([{"params": [param], "names": ["layers.0.qkv.weight"], "use_muon": True, "split": [4, 4]}])
+
+
+@pytest.mark.parametrize("position", range(6))
+@pytest.mark.parametrize("warmup_step", [0, 1, 2, 3, 5])
+def test_parts_that_stay_and_parts_that_travel_share_one_momentum(warmup_step: int, position: int) -> None:
+    """Momentum is taken once per parameter, by whichever comes first: a wave, or the matrices that need no exchange."""
+    shapes = [(6, 5)] * 5
+    shapes.insert(position, (12, 5))
+    names = ["fused" if shape[0] == 12 else f"plain.{k}" for k, shape in enumerate(shapes)]
+
+    def train(place: Any, **options: Any) -> list[Tensor]:
+        params = [nn.Parameter(place(seeded(shape, k))) for k, shape in enumerate(shapes)]
+        cut = lambda name, shape: (4, 4, 4) if name == "fused" else None  # noqa: E731
+        optimizer = Muon([{"params": params, "names": names, "use_muon": True}], lr=0.01, split=cut, chunk_size=1, **options)
+        for step in range(STEPS):
+            for k, param in enumerate(params):
+                param.grad = place(seeded(shapes[k], 100 * (step + 1) + k))
+            optimizer.step()
+        return [param.detach() for param in params]
+
+    expected = train(lambda value: value.clone())
+
+    def main(rank: int) -> list[Tensor]:
+        mesh = init_device_mesh("cpu", (2,))
+        found = train(lambda value: distribute_tensor(value, mesh, [S0]), warmup_step=warmup_step)
+        return [one.full_tensor() for one in found]  # type: ignore[attr-defined]
+
+    for found in run_threads(2, main):
+        assert all(map(torch.equal, found, expected))

@@ -308,3 +308,30 @@ def test_gradients_that_do_not_fit_are_noticed_after_any_number_of_steps() -> No
     with pytest.raises(GradientError, match="sparse"):
         optimizer.step()
     assert all(map(torch.equal, parameters(optimizer), before))
+
+
+def test_a_change_on_another_rank_alone() -> None:
+    """Rank 0 never has a gradient of one parameter, rank 1 has it at times: rank 0 then steps another set than it remembers."""
+
+    def run(forgets: bool) -> list[tuple[list[int], list[Tensor]]]:
+        def main(rank: int) -> tuple[list[int], list[Tensor]]:
+            mesh = init_device_mesh("cpu", (2,))
+            optimizer = sharded(mesh)
+            kept = []
+            for number, given in enumerate([False, False, False, True, True, False, False, True]):
+
+                def late(param: Any, mesh: DeviceMesh, given: bool = given) -> None:
+                    param.grad = param.grad if rank == 1 and given else None
+
+                assert sharded_step(optimizer, number, mesh, late, forgets=forgets) is None
+                kept.append(len(optimizer._collector._work[1]))
+            return kept, [local_part(param.detach()).clone() for param in parameters(optimizer)]
+
+        return run_threads(2, main)
+
+    (kept, values), (_, others) = run(False)
+    (_, whole), (_, all_others) = run(True)
+    assert all(map(torch.equal, values + others, whole + all_others))
+    assert [count > 0 for count in kept] == [True] * 3 + [False] * 2 + [True] * 2 + [
+        False
+    ]  # stand-ins for gradients are not kept

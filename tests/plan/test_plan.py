@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections import Counter
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -24,6 +25,7 @@ from meshmuon.plan import (
     routes_of,
     slot_sizes,
     wave_sizes,
+    waves,
 )
 from meshmuon.plan.plan import EVERY_HOLDER
 
@@ -237,6 +239,20 @@ def test_waves_overlap_when_the_work_is_worth_it() -> None:
     assert [found[wave] for wave in range(6)] == [40, 80, 120, 120, 80, 40]
     light = make_plan([entry(f"p{k}", flops=10) for k in range(32)], options_for(cost=cost))
     assert len(light.lanes) == 1
+
+
+def test_the_number_of_waves_is_found_in_few_tries(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each try looks at every matrix: thousands of waves must not take thousands of tries, nor one by one from the few."""
+    tries, fits = [], waves._fits
+
+    def counted(queues: Any, owned: Any, count: int, budget: int) -> bool:
+        tries.append(count)
+        return fits(queues, owned, count, budget)
+
+    monkeypatch.setattr(waves, "_fits", counted)
+    plan = make_plan([entry(f"p{k}") for k in range(4000)], options_for(budget=2 * 8 * 6 * 4))
+    assert len(plan.lanes) > 200
+    assert len(tries) < 12
 
 
 @thorough
