@@ -103,7 +103,7 @@ class MeshmuonRunner:
     def __call__(self, x: Tensor) -> Tensor:
         """Of (batch, n, m); the result lives in the workspace."""
         result = self._workspace.take("result", tuple(x.shape), x.dtype, x.device)
-        iterate(x, result, self._steps, self._blocks, Scratch(self._workspace, x, self._dtype), BlockedProducts())
+        iterate(x, self._steps, self._blocks, Scratch(self._workspace, x, self._dtype, result), BlockedProducts())
         return result
 
 

@@ -269,7 +269,7 @@ class _Builder:
             (own, into_buffers, 0),
         ):
             placed = [Placed(send.piece, at, position[send.task]) for send, at in sends if send.task in position]
-            views = strided_views(blocks_of(placed, stage.batch.rows, stage.batch.cols), stage.matrices, buffer)
+            views = strided_views(blocks_of(placed, stage.batch.cols, stage.matrices.stride(0)), stage.matrices, buffer)
             copies.target.extend(views[0] if unpacks else views[1])
             copies.source.extend(views[1] if unpacks else views[0])
         return Staged(stage, into_stage, into_buffers)

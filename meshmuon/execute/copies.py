@@ -42,12 +42,12 @@ class Block:
         return self.height, self.width, self.stage_stride, self.buffer_stride
 
 
-def blocks_of(placed: Iterable[Placed], rows: int, cols: int) -> list[Block]:
-    """The rectangles of pieces of rows × cols matrices."""
+def blocks_of(placed: Iterable[Placed], cols: int, pitch: int) -> list[Block]:
+    """The rectangles of pieces of matrices of ``cols`` columns that begin every ``pitch`` elements of a stage."""
     blocks = []
     for one in placed:
         width = one.piece.shape[1]
-        base = one.position * rows * cols
+        base = one.position * pitch
         top = 0
         for row, row_stop in one.piece.rows:
             left = 0
@@ -64,14 +64,14 @@ def strided_views(blocks: Sequence[Block], stage: Tensor, buffer: Tensor) -> tup
     by_stage = _runs(sorted(blocks, key=lambda block: block.stage))
     by_buffer = _runs(sorted(blocks, key=lambda block: block.buffer))
     runs = min(by_stage, by_buffer, key=len)
-    into = [_view(stage.view(-1), run, run[0].stage, step[0], run[0].stage_stride) for run, step in runs]
+    into = [_view(stage, run, run[0].stage, step[0], run[0].stage_stride) for run, step in runs]
     back = [_view(buffer, run, run[0].buffer, step[1], run[0].buffer_stride) for run, step in runs]
     return into, back
 
 
-def _view(flat: Tensor, run: Sequence[Block], offset: int, step: int, row_stride: int) -> Tensor:
+def _view(memory: Tensor, run: Sequence[Block], offset: int, step: int, row_stride: int) -> Tensor:
     shape = len(run), run[0].height, run[0].width
-    return flat.as_strided(shape, (step, row_stride, 1), flat.storage_offset() + offset)
+    return memory.as_strided(shape, (step, row_stride, 1), memory.storage_offset() + offset)
 
 
 def _runs(blocks: Sequence[Block]) -> list[tuple[list[Block], tuple[int, int]]]:

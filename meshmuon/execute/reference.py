@@ -13,13 +13,13 @@ from torch import Tensor
 from torch.profiler import record_function
 
 from ..matrices import MatrixSet
-from ..ortho import orthogonalize
+from ..ortho import Scheme, call_scheme, orthogonalize
 from ..ortho.kernels import products_for
 from ..plan import Plan
 from ..transport import Exchange, has_part, own_shard, whole
 from .parts import Touch, apply, grouped
 from .settings import ExecutorSettings
-from .stage import apply_rule
+from .stage import apply_rule, seen_by_rule
 from .work import Work, local_part
 
 __all__ = ["ReferenceExecutor"]
@@ -74,16 +74,24 @@ class ReferenceExecutor:
 
     def _orthogonalise(self, one: Work, part: Tensor) -> None:
         matrices = part.reshape(one.matrices.count, one.matrices.rows, one.matrices.cols).contiguous()
-        products = products_for(part.device, deterministic=self._settings.deterministic)
+        deterministic = self._settings.deterministic
+        products = products_for(part.device, deterministic=deterministic)
         options: dict[str, Any] = {"form": self._settings.form, "dtype": one.compute_dtype, "products": products}
 
         def orthogonalise() -> None:
-            matrices.copy_(orthogonalize(matrices, one.scheme, **options))
+            if isinstance(one.scheme, Scheme):
+                orthogonalize(matrices, one.scheme, out=matrices, **options)
+            else:
+                matrices.copy_(call_scheme(one.scheme, matrices, one_by_one=deterministic))
 
         memory = None if one.memory is None else whole(one.memory)
         numbers = None if memory is None else _window(memory, one.matrices, memory=True)
         kept = None if numbers is None else numbers.reshape(one.matrices.count, -1).clone()
-        apply_rule(one.rule, orthogonalise, matrices, kept, flipped=one.matrices.flipped)
+        if one.rule is None:
+            orthogonalise()
+        else:
+            seen = seen_by_rule(matrices, kept, flipped=one.matrices.flipped, one_by_one=deterministic)
+            apply_rule(one.rule, orthogonalise, seen)
         part.copy_(matrices.view(part.shape))
         if one.memory is not None and numbers is not None and kept is not None and memory is not None:
             remembered = memory.clone()

@@ -3,19 +3,30 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
 from torch.profiler import record_function
 
 from ..device import replay_for
-from ..ortho import Orthogonalizer, Scheme, Scratch, Workspace, blocks_for, check_shape, iterate, orthogonalize, reserve_scratch
+from ..ortho import (
+    Orthogonalizer,
+    Scheme,
+    Scratch,
+    Workspace,
+    aligned_matrices,
+    blocks_for,
+    call_scheme,
+    iterate,
+    reserve_scratch,
+)
 from ..ortho.kernels import FunctionalProducts, products_for
 from ..plan import Batch
 from .settings import ExecutorSettings
 from .work import UpdateRule, Work
 
-__all__ = ["Stage", "apply_rule", "reserve_stages"]
+__all__ = ["Stage", "apply_rule", "reserve_stages", "seen_by_rule"]
 
 
 class Stage:
@@ -33,8 +44,9 @@ class Stage:
         self.memory: Tensor | None = None  # (size, outputs), where the rule remembers
         if like.memory is not None:
             outputs = like.matrices.lr_shape[0]
-            self.memory = torch.zeros(batch.size, outputs, dtype=like.update_dtype, device=like.param.device)
+            self.memory = aligned_matrices((batch.size, 1, outputs), like.update_dtype, like.param.device).zero_().squeeze(1)
         self._rule, self._flipped = like.rule, like.matrices.flipped
+        self._one_by_one = settings.deterministic
         self._orthogonalise = _orthogonaliser(self.matrices, like, workspace, settings)
         self._failures = failures
 
@@ -42,23 +54,36 @@ class Stage:
         """Replaces every matrix by its orthogonalised update, as its rule has it."""
         with record_function("meshmuon::orthogonalise"):
             try:
-                apply_rule(self._rule, self._orthogonalise, self.matrices, self.memory, flipped=self._flipped)
+                if self._rule is None:
+                    self._orthogonalise()
+                else:
+                    seen = seen_by_rule(self.matrices, self.memory, flipped=self._flipped, one_by_one=self._one_by_one)
+                    apply_rule(self._rule, self._orthogonalise, seen)
             except Exception as error:
                 self.matrices.zero_()
                 self._failures.append(error)
 
 
-def apply_rule(
-    rule: UpdateRule | None, orthogonalise: Callable[[], None], matrices: Tensor, memory: Tensor | None, *, flipped: bool
-) -> None:
-    """Orthogonalises ``matrices`` in place with what ``rule`` does before and after; the rule sees outputs as rows."""
-    if rule is None:
-        orthogonalise()
-        return
+SeenByRule: TypeAlias = "list[tuple[Tensor, Tensor | None]]"
+"""Batches of matrices, (batch, outputs, inputs), each with its memory, (batch, outputs, 1)."""
+
+
+def seen_by_rule(matrices: Tensor, memory: Tensor | None, *, flipped: bool, one_by_one: bool) -> SeenByRule:
+    """``matrices`` and their memory as a rule sees them: all at once, or each by itself so that none depends on the others."""
     seen = matrices.mT if flipped else matrices
-    rule.before(seen)
+    numbers = None if memory is None else memory.unsqueeze(-1)
+    if not one_by_one:
+        return [(seen, numbers)]
+    return [(seen[k : k + 1], None if numbers is None else numbers[k : k + 1]) for k in range(len(seen))]
+
+
+def apply_rule(rule: UpdateRule, orthogonalise: Callable[[], None], seen: SeenByRule) -> None:
+    """Orthogonalises matrices in place with what ``rule`` does before and after."""
+    for matrices, _ in seen:
+        rule.before(matrices)
     orthogonalise()
-    rule.after(seen, None if memory is None else memory.unsqueeze(-1))
+    for matrices, memory in seen:
+        rule.after(matrices, memory)
 
 
 def reserve_stages(batches: Iterable[tuple[Batch, Work]], workspace: Workspace, settings: ExecutorSettings) -> None:
@@ -69,26 +94,28 @@ def reserve_stages(batches: Iterable[tuple[Batch, Work]], workspace: Workspace, 
 
 
 def _take(batch: Batch, like: Work, workspace: Workspace) -> Tensor:
-    return workspace.take("stage", (batch.size, batch.rows, batch.cols), like.update_dtype, like.param.device)
+    return workspace.take_matrices("stage", (batch.size, batch.rows, batch.cols), like.update_dtype, like.param.device)
 
 
 def _orthogonaliser(stage: Tensor, like: Work, workspace: Workspace, settings: ExecutorSettings) -> Callable[[], None]:
     """What orthogonalises ``stage`` in place: eager with reused buffers, a CUDA graph of that, or compiled."""
     scheme, dtype, form = like.scheme, like.compute_dtype, settings.form
-    if settings.compile and stage.numel():
+    if not stage.numel():
+        return lambda: None
+    if settings.compile:
         return _compiled(stage, scheme, dtype, settings)
-    if not isinstance(scheme, Scheme) or not stage.numel():
+    if not isinstance(scheme, Scheme):
 
         def work() -> None:
-            orthogonalize(stage, scheme, dtype=dtype, out=stage)
+            stage.copy_(call_scheme(scheme, stage, one_by_one=settings.deterministic))
 
     else:
         products = products_for(stage.device, deterministic=settings.deterministic)
         blocks = blocks_for(stage.size(1), stage.size(2), scheme, form=form, dtype=dtype)
-        steps, scratch = scheme.steps, Scratch(workspace, stage, dtype)
+        steps, scratch = scheme.steps, Scratch(workspace, stage, dtype, stage)
 
         def work() -> None:
-            iterate(stage, stage, steps, blocks, scratch, products)
+            iterate(stage, steps, blocks, scratch, products)
 
     return replay_for(stage.device, work, graphs=settings.cuda_graphs)
 
@@ -103,9 +130,7 @@ def _compiled(
     def work() -> None:
         # Every shape is its own graph on purpose; the default limit would silently fall back to eager at the ninth.
         with torch._dynamo.config.patch(recompile_limit=10_000), torch.autocast(stage.device.type, enabled=False):
-            found = compiled(stage)
-        check_shape(found, stage)
-        stage.copy_(found)
+            stage.copy_(call_scheme(compiled, stage, one_by_one=settings.deterministic))
 
     return work
 
@@ -115,7 +140,7 @@ def _traceable(stage: Tensor, scheme: Scheme, dtype: torch.dtype, form: str) -> 
 
     def eager(x: Tensor) -> Tensor:
         result = torch.empty_like(x)
-        iterate(x, result, steps, blocks, Scratch(Workspace(), x, dtype), FunctionalProducts())
+        iterate(x, steps, blocks, Scratch(Workspace(), x, dtype, result), FunctionalProducts())
         return result
 
     return eager

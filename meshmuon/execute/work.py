@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from ..matrices import MatrixSet
-from ..ortho import Orthogonalizer, Scheme, scratch_bytes
+from ..ortho import Orthogonalizer, Scheme, pitch, scratch_bytes
 from ..plan import Item
 
 __all__ = ["UpdateRule", "Work", "WorkSettings", "local_part"]
@@ -113,6 +113,6 @@ class Work:
 
     def item(self, count: int, *, with_: Hashable = None) -> Item:
         """``count`` of its matrices as the planner of batches sees them; those with another ``with_`` are kept apart."""
-        size = self.matrices.rows * self.matrices.cols * self.update_dtype.itemsize
+        size = pitch(self.matrices.rows, self.matrices.cols, self.update_dtype) * self.update_dtype.itemsize
         scratch = scratch_bytes(self.matrices.rows, self.matrices.cols, self.compute_dtype, self.update_dtype)
         return Item(count, self.matrices.rows, self.matrices.cols, (self.treatment, with_), size + scratch)

@@ -111,13 +111,14 @@ def _simulate(scheme: Scheme, blocks: tuple[int, ...], noise: float) -> _Outcome
         [torch.zeros(1, dtype=torch.float64, device="cpu"), torch.logspace(-6, 0, 49, dtype=torch.float64, device="cpu")]
     )
     pairs = torch.diag_embed(torch.stack([torch.ones_like(small), small], dim=1))
-    scratch = Scratch(Workspace(), pairs, torch.float64)
     exact = torch.empty_like(pairs)
-    iterate(pairs, exact, scheme.steps, blocks, scratch, _NoisyProducts(0.0, torch.zeros(2, 2, device="cpu")))
+    scratch = Scratch(Workspace(), pairs, torch.float64, exact)
+    iterate(pairs, scheme.steps, blocks, scratch, _NoisyProducts(0.0, torch.zeros(2, 2, device="cpu")))
     overshoot, deviation = 0.0, 0.0
     for pattern in _PATTERNS:
         result = torch.empty_like(pairs)
-        iterate(pairs, result, scheme.steps, blocks, scratch, _NoisyProducts(noise, torch.tensor(pattern, device="cpu")))
+        scratch = Scratch(Workspace(), pairs, torch.float64, result)
+        iterate(pairs, scheme.steps, blocks, scratch, _NoisyProducts(noise, torch.tensor(pattern, device="cpu")))
         overshoot = max(overshoot, _largest(result))
         deviation = max(deviation, _largest((result - exact)[small >= 1e-3]))
     return _Outcome(overshoot, deviation)

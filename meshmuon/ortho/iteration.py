@@ -16,6 +16,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from .aligned import is_aligned, pitch
 from .kernels import Products
 from .remez import Quintic
 from .workspace import Workspace
@@ -30,13 +31,20 @@ def scratch_bytes(rows: int, cols: int, dtype: torch.dtype, result_dtype: torch.
     """Bytes of scratch that one rows × cols matrix needs, beside the result, while it is orthogonalised."""
     n, m = min(rows, cols), max(rows, cols)
     wide = 1 if dtype == result_dtype else 2
-    return (wide * n * m + len(_SQUARES) * n * n) * dtype.itemsize
+    return (wide * pitch(n, m, dtype) + len(_SQUARES) * pitch(n, n, dtype)) * dtype.itemsize
 
 
 class Scratch:
-    """The buffers of one call on a batch: X as (count, n, m), n <= m, in the batch's memory order, and n × n matrices."""
+    """The buffers of one call on a batch: X as (count, n, m), n <= m, in the batch's memory order, and n × n matrices.
 
-    def __init__(self, workspace: Workspace, batch: Tensor, dtype: torch.dtype) -> None:
+    Args:
+        workspace: where the buffers are taken from.
+        batch: what will be orthogonalised.
+        dtype: dtype of the products.
+        result: where the result will go.
+    """
+
+    def __init__(self, workspace: Workspace, batch: Tensor, dtype: torch.dtype, result: Tensor) -> None:
         self._workspace = workspace
         self._dtype = dtype
         self._device = batch.device
@@ -45,10 +53,13 @@ class Scratch:
         self._taken: dict[str, Tensor] = {}
         self.column_major = batch.stride(1) < batch.stride(2)
         self.x = self.wide("x")
-        precise = torch.float64 if batch.dtype == torch.float64 else torch.float32
+        precise = torch.float64 if torch.float64 in (batch.dtype, dtype) else torch.float32
         self.scale = workspace.take("scale", (self._count, 1, 1), precise, batch.device)
         self.highest = workspace.take("highest", (self._count, 1, 1), batch.dtype, batch.device)
         self.lowest = workspace.take("lowest", (self._count, 1, 1), batch.dtype, batch.device)
+        self.result = _wide(result)
+        # X goes to and fro between two buffers. The result is the second one where it can hold X as products want it.
+        self.spare = self.result if result.dtype == dtype and is_aligned(result) else self.wide("x_next")
 
     def wide(self, name: str) -> Tensor:
         """A (count, n, m) buffer, transposed in memory when the batch is: BLAS reads both ways equally well."""
@@ -63,31 +74,28 @@ class Scratch:
     def _take(self, name: str, rows: int, cols: int) -> Tensor:
         found = self._taken.get(name)
         if found is None:
-            found = self._taken[name] = self._workspace.take(name, (self._count, rows, cols), self._dtype, self._device)
+            shape = self._count, rows, cols
+            found = self._taken[name] = self._workspace.take_matrices(name, shape, self._dtype, self._device)
         return found
 
-    def reserve(self, result_dtype: torch.dtype, blocks: Sequence[int]) -> None:
+    def reserve(self, blocks: Sequence[int]) -> None:
         """Grows the workspace to all that ``iterate`` will take from it."""
-        if self._dtype != result_dtype:
-            self.wide("x_next")
         for name in _SQUARES if max(blocks) > 1 else _SQUARES[:2]:
             self.square(name)
 
 
-def iterate(
-    batch: Tensor, result: Tensor, steps: Sequence[Quintic], blocks: Sequence[int], scratch: Scratch, products: Products
-) -> None:
-    """Runs ``steps``, cut into ``blocks``, on (count, rows, cols), from ``batch`` into ``result``.
+def iterate(batch: Tensor, steps: Sequence[Quintic], blocks: Sequence[int], scratch: Scratch, products: Products) -> None:
+    """Runs ``steps``, cut into ``blocks``, on (count, rows, cols), from ``batch`` into the result that ``scratch`` was made for.
 
-    Every choice is already made, so that a compiler can follow. ``result`` may be ``batch``; neither may overlap the scratch.
+    Every choice is already made, so that a compiler can follow. The result may be ``batch``; neither may overlap the rest of the
+    scratch.
     """
-    batch, result = _wide(batch), _wide(result)
+    batch, result = _wide(batch), scratch.result
     x, start = scratch.x, 0
     # Where the result has more digits than X it holds the rescaled batch first, so that X is rounded once, not twice.
     precise = result if result.dtype.itemsize > x.dtype.itemsize else None
     _rescale(batch, scratch, precise)
-    # X goes to and fro between its scratch and the result, when the result can hold it.
-    spare = result if result.dtype == x.dtype else scratch.wide("x_next")
+    spare = scratch.spare
     for index, length in enumerate(blocks):
         gram = products.symmetric(x, x, scratch.square("gram"))
         if index == 0:
@@ -126,7 +134,7 @@ def _rescale(batch: Tensor, scratch: Scratch, precise: Tensor | None) -> None:
 def _normalise(x: Tensor, gram: Tensor, scale: Tensor, precise: Tensor | None) -> None:
     """Divides X by its Frobenius norm, read off the trace of R = X·Xᵀ, and R by its square."""
     torch.sum(gram.diagonal(dim1=1, dim2=2), dim=1, dtype=scale.dtype, out=scale[:, 0, 0])
-    scale.clamp_(min=torch.finfo(gram.dtype).tiny)
+    scale.clamp_(min=max(torch.finfo(gram.dtype).tiny, torch.finfo(scale.dtype).tiny))  # neither dtype may round it to zero
     gram.div_(scale)
     scale.sqrt_()
     if precise is None:

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from ..errors import ConfigError
+from .aligned import aligned_matrices, is_aligned
 from .blocks import choose_blocks, gram_blocks, standard_blocks
 from .cost import orthogonalize_flops
 from .iteration import Scratch, iterate
@@ -13,7 +14,16 @@ from .kernels import Products, products_for
 from .schemes import Orthogonalizer, Scheme
 from .workspace import Workspace
 
-__all__ = ["FORMS", "blocks_for", "check_shape", "default_compute_dtype", "expected_flops", "orthogonalize", "reserve_scratch"]
+__all__ = [
+    "FORMS",
+    "blocks_for",
+    "call_scheme",
+    "check_shape",
+    "default_compute_dtype",
+    "expected_flops",
+    "orthogonalize",
+    "reserve_scratch",
+]
 
 FORMS = ("auto", "standard", "gram")
 
@@ -64,15 +74,31 @@ def orthogonalize(
         return out
     batch, result = (x, out) if x.dim() == 3 else (x.unsqueeze(0), out.unsqueeze(0))
     if not isinstance(scheme, Scheme):
-        found = scheme(batch)
-        check_shape(found, batch)
-        result.copy_(found)
+        result.copy_(call_scheme(scheme, batch))
         return out
     dtype = dtype or default_compute_dtype(x.device, x.dtype)
     blocks = blocks_for(x.size(-2), x.size(-1), scheme, form=form, dtype=dtype)
-    scratch = Scratch(workspace or Workspace(), batch, dtype)
-    iterate(batch, result, scheme.steps, blocks, scratch, products or products_for(x.device))
+    scratch = Scratch(workspace or Workspace(), batch, dtype, result)
+    iterate(batch, scheme.steps, blocks, scratch, products or products_for(x.device))
     return out
+
+
+def call_scheme(scheme: Orthogonalizer, batch: Tensor, *, one_by_one: bool = False) -> Tensor:
+    """What a callable scheme makes of a batch.
+
+    It is given the whole batch where its matrices follow each other at multiples of 64 bytes. Otherwise, or if ``one_by_one``, it
+    is given one aligned matrix after the other, since its products may round by address and by batch.
+    """
+    if one_by_one or not (batch.is_contiguous() and is_aligned(batch)):
+        one = aligned_matrices((1, *batch.shape[1:]), batch.dtype, batch.device)
+        found = [_checked(scheme(one.copy_(batch[k : k + 1])), one).clone() for k in range(len(batch))]
+        return torch.cat(found) if found else torch.empty_like(batch)
+    return _checked(scheme(batch), batch)
+
+
+def _checked(found: Tensor, batch: Tensor) -> Tensor:
+    check_shape(found, batch)
+    return found
 
 
 def check_shape(found: Tensor, batch: Tensor) -> None:
@@ -84,7 +110,7 @@ def check_shape(found: Tensor, batch: Tensor) -> None:
 def reserve_scratch(x: Tensor, scheme: Scheme | Orthogonalizer, *, form: str, dtype: torch.dtype, workspace: Workspace) -> None:
     """Grows ``workspace`` to all that ``orthogonalize`` will take for a batch like ``x``, so that it never moves later."""
     if isinstance(scheme, Scheme):
-        Scratch(workspace, x, dtype).reserve(x.dtype, blocks_for(x.size(-2), x.size(-1), scheme, form=form, dtype=dtype))
+        Scratch(workspace, x, dtype, x).reserve(blocks_for(x.size(-2), x.size(-1), scheme, form=form, dtype=dtype))
 
 
 def blocks_for(rows: int, cols: int, scheme: Scheme, *, form: str, dtype: torch.dtype) -> tuple[int, ...]:

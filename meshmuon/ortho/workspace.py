@@ -8,13 +8,16 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from .aligned import aligned_empty, as_matrices, pitch
+
 __all__ = ["Workspace"]
 
 
 class Workspace:
     """Named flat buffers, grown to the largest request and never given back.
 
-    Two requests under one name share memory: the second overwrites the first. Buffers of different names never overlap.
+    Two requests under one name share memory: the second overwrites the first. Buffers of different names never overlap. Every
+    buffer begins at a multiple of 64 bytes.
     """
 
     def __init__(self) -> None:
@@ -22,12 +25,19 @@ class Workspace:
 
     def take(self, name: str, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
         """An uninitialised contiguous tensor of ``shape`` in the buffer called ``name``."""
-        size = math.prod(shape)
+        return self._flat_of(name, math.prod(shape), dtype, device).view(shape)
+
+    def take_matrices(self, name: str, shape: tuple[int, int, int], dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Uninitialised matrices, (count, rows, cols), each of which begins at a multiple of 64 bytes."""
+        count, rows, cols = shape
+        return as_matrices(self._flat_of(name, count * pitch(rows, cols, dtype), dtype, device), shape)
+
+    def _flat_of(self, name: str, size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         key = (name, dtype, device)
         flat = self._flat.get(key)
         if flat is None or flat.numel() < size:
-            flat = self._flat[key] = torch.empty(size, dtype=dtype, device=device)
-        return flat[:size].view(shape)
+            flat = self._flat[key] = aligned_empty(size, dtype, device)
+        return flat[:size]
 
     def bytes(self) -> int:
         """Memory held, over all devices."""

@@ -24,7 +24,7 @@ ALL_CUTS = [blocks for count in range(1, 6) for blocks in _cuts(5, count)]
 def run(x: Tensor, scheme: Scheme, blocks: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     batch = x.unsqueeze(0)
     result = torch.empty_like(batch)
-    iterate(batch, result, scheme.steps, blocks, Scratch(Workspace(), batch, dtype), BlockedProducts())
+    iterate(batch, scheme.steps, blocks, Scratch(Workspace(), batch, dtype, result), BlockedProducts())
     return result[0]
 
 

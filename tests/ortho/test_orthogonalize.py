@@ -526,8 +526,29 @@ def test_a_callable_gets_a_batch_and_gives_the_result() -> None:
     torch.testing.assert_close(orthogonalize(x, polar), u @ vh)
     assert orthogonalize(x, polar, out=x) is x
     torch.testing.assert_close(x, u @ vh)
-    assert orthogonalize(gaussian(2, 4, 5), polar).shape == (2, 4, 5)
-    assert seen == [(1, 10, 6), (1, 10, 6), (2, 4, 5)]
+    assert orthogonalize(gaussian(2, 4, 8), polar).shape == (2, 4, 8)
+    assert seen == [(1, 10, 6), (1, 10, 6), (2, 4, 8)]
+
+
+def test_a_callable_gets_misaligned_matrices_one_by_one() -> None:
+    """4 × 5 float32 matrices fill 80 bytes: only the first of a dense batch begins at a multiple of 64."""
+    addresses: list[int] = []
+
+    def noted(batch: Tensor) -> Tensor:
+        assert batch.shape == (1, 4, 5)
+        assert batch.is_contiguous()
+        addresses.append(batch.data_ptr())
+        return 2 * batch
+
+    x = gaussian(3, 4, 5)
+    assert torch.equal(orthogonalize(x, noted), 2 * x)
+    assert [address % 64 for address in addresses] == [0, 0, 0]
+
+
+def test_a_callable_may_return_its_own_input() -> None:
+    x = gaussian(3, 4, 5)
+    assert torch.equal(orthogonalize(x, lambda batch: batch.mul_(3)), 3 * x)
+    assert orthogonalize(torch.zeros(0, 4, 5), lambda batch: batch).shape == (0, 4, 5)
 
 
 def test_a_callable_must_keep_the_shape() -> None:

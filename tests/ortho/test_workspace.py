@@ -9,6 +9,7 @@ import torch
 
 from meshmuon.ortho import (
     Workspace,
+    aligned_matrices,
     choose_blocks,
     gram_blocks,
     keller,
@@ -81,15 +82,20 @@ def test_scratch_bytes_are_what_the_gram_form_takes(
 ) -> None:
     scheme, count, workspace = polar_express(), 3, Workspace()
     assert max(gram_blocks(scheme, dtype)) > 1
-    reserve_scratch(gaussian(count, *shape, dtype=result_dtype), scheme, form="gram", dtype=dtype, workspace=workspace)
+    x = aligned_matrices((count, *shape), result_dtype, CPU)
+    reserve_scratch(x, scheme, form="gram", dtype=dtype, workspace=workspace)
     numbers = workspace.bytes() - count * scratch_bytes(*shape, dtype, result_dtype)
     assert 0 <= numbers <= 4 * 8 * count  # a few single numbers per matrix
 
 
 def test_scratch_bytes_written_out() -> None:
     n, m = 6, 14
+    wide, square = 384, 192  # 336 and 144 bytes of float32, each up to a multiple of 64
+    assert scratch_bytes(n, m, torch.float32, torch.float32) == wide + 5 * square
+    wide, square = 192, 128  # 168 and 72 bytes of bfloat16
+    assert scratch_bytes(m, n, torch.bfloat16, torch.float32) == 2 * wide + 5 * square
+    n, m = 8, 16  # nothing to round up
     assert scratch_bytes(n, m, torch.float32, torch.float32) == 4 * (n * m + 5 * n * n)
-    assert scratch_bytes(m, n, torch.bfloat16, torch.float32) == 2 * (2 * n * m + 5 * n * n)
 
 
 def test_standard_form_takes_less() -> None:

@@ -13,6 +13,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from ..aligned import is_dense
 from ..cost import symmetric_panels
 
 __all__ = ["BlockedProducts", "FunctionalProducts", "Products", "TritonProducts", "products_for"]
@@ -63,7 +64,8 @@ class BlockedProducts:
         return out
 
     def _multiply(self, a: Tensor, b: Tensor, out: Tensor, addend: Tensor | None, alpha: float, beta: float) -> None:
-        if self.one_by_one and a.size(0) > 1:
+        # Matrices with gaps between them are multiplied as a batch of one is: BLAS has other code for batches.
+        if a.size(0) > 1 and (self.one_by_one or not is_dense(out)):
             for i in range(a.size(0)):
                 part = None if addend is None else addend[i : i + 1]
                 self._multiply(a[i : i + 1], b[i : i + 1], out[i : i + 1], part, alpha, beta)
