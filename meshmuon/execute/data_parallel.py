@@ -16,8 +16,9 @@ from torch.profiler import record_function
 from ..ortho import Workspace
 from ..plan import NO_WAVE, Batch, Plan, plan_batches
 from ..transport import Exchange
+from .elementwise import accumulate, look_ahead
 from .memory import load_memory, store_memory
-from .parts import Part, Parts, accumulate, grouped, look_ahead
+from .parts import Part, Parts, grouped
 from .pipeline import guarded, run_pipeline, take_first
 from .settings import ExecutorSettings
 from .stage import Stage, reserve_stages

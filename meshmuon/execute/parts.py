@@ -12,13 +12,11 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
+from .elementwise import accumulate, apply, look_ahead
 from .work import Work, local_part
 
-__all__ = ["Part", "Parts", "Touch", "accumulate", "apply", "grouped", "look_ahead"]
+__all__ = ["Part", "Parts", "Touch", "grouped"]
 
-# Dtypes in which torch's CPU kernels round a sum of a tensor and a multiple of another alike wherever an element lies. In 16 bits
-# the last elements of a tensor are rounded once more than the others, so that shards would differ from the whole.
-_WIDE = (torch.float32, torch.float64)
 _T = TypeVar("_T")
 _K = TypeVar("_K", bound=Hashable)
 
@@ -115,51 +113,3 @@ def grouped(things: Iterable[_T], key: Callable[[_T], _K]) -> list[tuple[_K, lis
     for thing in things:
         groups.setdefault(key(thing), []).append(thing)
     return list(groups.items())
-
-
-def accumulate(buffers: list[Tensor], grads: list[Tensor], retain: float | Tensor) -> None:
-    """M ← retain·M + G."""
-    if isinstance(retain, Tensor) or buffers[0].device.type != "cpu":
-        torch._foreach_mul_(buffers, retain)
-        torch._foreach_add_(buffers, grads)
-        return
-    for buffer, grad in zip(buffers, grads, strict=True):  # no batched kernels here: one operation touches memory less than two
-        if grad.dtype is buffer.dtype and buffer.dtype in _WIDE:
-            torch.add(grad, buffer, alpha=retain, out=buffer)
-        else:
-            buffer.mul_(retain).add_(grad)
-
-
-def look_ahead(views: list[Tensor], grads: list[Tensor], buffers: list[Tensor], momentum: float) -> None:
-    """V ← G + momentum·M."""
-    if views[0].device.type != "cpu":
-        torch._foreach_copy_(views, grads)
-        torch._foreach_add_(views, buffers, alpha=momentum)
-        return
-    for view, grad, buffer in zip(views, grads, buffers, strict=True):
-        if grad.dtype is view.dtype and buffer.dtype is view.dtype:  # which is never one of 16 bits
-            torch.add(grad, buffer, alpha=momentum, out=view)
-        else:
-            view.copy_(grad).add_(buffer, alpha=momentum)
-
-
-def apply(
-    params: list[Tensor], updates: list[Tensor], decay: float | Tensor, rate: float | Tensor, *, cautious: bool = False
-) -> None:
-    """p ← p·decay − rate·update, without waiting for the device when lr is a tensor there.
-
-    ``cautious``: only elements whose update brings them nearer to zero, or which have none, decay.
-    """
-    if cautious:
-        for param, update in zip(params, updates, strict=True):
-            same_way = (param * update).mul_(rate) >= 0
-            decayed = param * decay
-            param.copy_(torch.where(same_way, decayed, param, out=decayed))
-    elif isinstance(decay, Tensor) or decay != 1.0:
-        torch._foreach_mul_(params, decay)
-    if isinstance(rate, Tensor):
-        torch._foreach_mul_(updates, rate)
-        torch._foreach_add_(updates, 0.0)  # −0 becomes 0: at rate 0 a weight of −0 keeps its sign
-        torch._foreach_sub_(params, updates)
-    else:
-        torch._foreach_add_(params, updates, alpha=-rate)

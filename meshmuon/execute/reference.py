@@ -17,7 +17,8 @@ from ..ortho import Scheme, call_scheme, orthogonalize
 from ..ortho.kernels import products_for
 from ..plan import Plan
 from ..transport import Exchange, has_part, own_shard, whole
-from .parts import Touch, apply, grouped
+from .elementwise import apply, look_ahead
+from .parts import Touch, grouped
 from .settings import ExecutorSettings
 from .stage import apply_rule, seen_by_rule
 from .work import Work, local_part
@@ -51,10 +52,10 @@ class ReferenceExecutor:
             return
         with record_function("meshmuon::momentum"):
             touch.accumulate(work)
+            update = first.momentum_buffer.to(first.update_dtype, copy=True)
             if first.settings.nesterov:
-                update = first.grad.to(first.update_dtype, copy=True).add_(first.momentum_buffer, alpha=first.settings.momentum)
-            else:
-                update = first.momentum_buffer.to(first.update_dtype, copy=True)
+                view, grad, buffer = local_part(update), local_part(first.grad), local_part(first.momentum_buffer)
+                look_ahead([view], [grad], [buffer], first.settings.momentum)
         touch.free_gradients(work)
         with record_function("meshmuon::gather"):
             full = whole(update)

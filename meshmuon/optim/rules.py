@@ -59,7 +59,7 @@ class NorMuon:
         """Divides and rescales."""
         assert memory is not None
         squares = torch.linalg.vector_norm(update, dim=-1, keepdim=True).square().div_(max(1, update.size(-1)))
-        memory.mul_(self.beta2).add_(squares, alpha=1 - self.beta2)
+        memory.mul_(self.beta2).add_(squares * (1 - self.beta2))
         root = memory.sqrt()
         root.masked_fill_(root == 0, 1.0)  # an output that never had an update has none now
         # The norm before and after from the means alone: inputs are as many in every row.

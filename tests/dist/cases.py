@@ -7,11 +7,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from meshmuon import Muon
+from tests.hostile import misplaced
 
 STEPS = 5
 
@@ -34,11 +36,12 @@ class Case:
     params: tuple[Param, ...]
     options: dict[str, Any] = field(default_factory=dict)
     steps: int = STEPS
+    misplaced: bool = False  # parameters and gradients at addresses that no allocator would choose
 
 
 def initial(case: Case) -> list[Tensor]:
     generator = torch.Generator().manual_seed(1)
-    return [torch.randn(one.shape, generator=generator).to(one.dtype) for one in case.params]
+    return [_put(case, k, torch.randn(one.shape, generator=generator).to(one.dtype)) for k, one in enumerate(case.params)]
 
 
 def gradient(case: Case, step: int, k: int) -> Tensor | None:
@@ -46,7 +49,11 @@ def gradient(case: Case, step: int, k: int) -> Tensor | None:
     if one.frozen or step in one.unused:
         return None
     generator = torch.Generator().manual_seed(1000 * (step + 1) + k)
-    return torch.randn(one.shape, generator=generator).to(one.dtype)
+    return _put(case, k + step, torch.randn(one.shape, generator=generator).to(one.dtype))
+
+
+def _put(case: Case, k: int, value: Tensor) -> Tensor:
+    return misplaced(value, 1 + k % 15) if case.misplaced else value
 
 
 def build(case: Case, params: Sequence[nn.Parameter], **options: Any) -> Muon:
@@ -89,8 +96,13 @@ def place(case: Case, meshes: Sequence[DeviceMesh], k: int, value: Tensor) -> Te
     """Torch itself cuts a whole tensor as parameter ``k`` is cut."""
     one = case.params[k]
     if one.mesh is None:
-        return value.clone()
-    return distribute_tensor(value, meshes[one.mesh], list(one.placements), src_data_rank=None)
+        return _put(case, k + 5, value.clone())
+    cut = distribute_tensor(value, meshes[one.mesh], list(one.placements), src_data_rank=None)
+    if not case.misplaced:
+        return cut
+    mine = _put(case, k + dist.get_rank(), cut.to_local())
+    whole = {"shape": cut.shape, "stride": cut.stride()}
+    return DTensor.from_local(mine, cut.device_mesh, cut.placements, run_check=False, **whole)
 
 
 def sharded(case: Case, meshes: Sequence[DeviceMesh], **options: Any) -> tuple[list[Tensor], list[Tensor | None], Muon]:

@@ -16,6 +16,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
+from tests.hostile import HostileArithmetic, fresh_trials
+
 from .cases import Case, Param, check, gradient, initial, local, place, run, same, single
 from .counting import Wire, counted
 from .threads import run_threads
@@ -139,6 +141,69 @@ def cases(draw: Any) -> tuple[Case, Layouts, bool]:
 def test_random_layouts_equal_one_device(drawn: tuple[Case, Layouts, bool]) -> None:
     case, layouts, replica_group = drawn
     run_case(case, layouts, replica_group=replica_group)
+
+
+def run_hostile(case: Case, layouts: Layouts, *, company: bool = False, **options: Any) -> int:
+    """Runs a case on one device and on all ranks on a machine that rounds by address; how often it did."""
+    nudged = []
+
+    def main(rank: int) -> None:
+        with HostileArithmetic(company=company) as arithmetic:
+            check(case, layouts.build(), expected, **options)
+        nudged.append(arithmetic.nudged)
+
+    with fresh_trials():
+        with HostileArithmetic(company=company) as alone:
+            expected = single(case)
+        run_threads(layouts.world, main)
+    return alone.nudged + sum(nudged)
+
+
+@settings(max_examples=40, phases=[Phase.explicit, Phase.reuse, Phase.generate])
+@given(cases())
+def test_random_layouts_where_products_round_by_address(drawn: tuple[Case, Layouts, bool]) -> None:
+    case, layouts, replica_group = drawn
+    options = {"replica_group": dist.group.WORLD} if replica_group else {}
+    run_hostile(replace(case, misplaced=True), layouts, **options)
+
+
+@settings(max_examples=20, phases=[Phase.explicit, Phase.reuse, Phase.generate])
+@given(cases())
+def test_random_layouts_where_products_round_by_company(drawn: tuple[Case, Layouts, bool]) -> None:
+    case, layouts, _ = drawn
+    deterministic = replace(case, options={**case.options, "deterministic": True})
+    run_hostile(deterministic, layouts, company=True)
+
+
+def test_the_hostile_machine_tells_batches_apart() -> None:
+    """Without ``deterministic`` three equal matrices on three ranks differ there from the same in one batch."""
+    case = Case(tuple(Param((8, 16), 0, (Shard(0),)) for _ in range(3)), steps=1)
+    with pytest.raises(AssertionError, match="parameter"):
+        run_hostile(case, Layouts((3,)), company=True)
+
+
+ODD = ((6, 17), (7, 17), (31, 33), (100, 130), (3, 9, 9))
+
+
+def many_odd(dtype: torch.dtype, placements: tuple[Any, ...]) -> tuple[Param, ...]:
+    """Four of each, so that batches are large and no matrix fills multiples of 64 bytes."""
+    return tuple(Param(shape, 0, placements, dtype) for shape in ODD for _ in range(4))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("mesh_and_placements", [((3,), (Shard(0),)), ((3,), (Shard(1),)), ((3,), (Replicate(),))], ids=str)
+@pytest.mark.parametrize("options", [{}, {"chunk_size": 1}, {"chunk_size": 3}, {"deterministic": True}], ids=str)
+def test_many_odd_matrices(dtype: torch.dtype, mesh_and_placements: Any, options: dict[str, Any]) -> None:
+    shape, placements = mesh_and_placements
+    run_case(Case(many_odd(dtype, placements), options, 2), Layouts(shape))
+
+
+@pytest.mark.parametrize("threads", [2, 3])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_several_threads_when_deterministic(dtype: torch.dtype, threads: int) -> None:
+    torch.set_num_threads(threads)
+    params = (*many_odd(dtype, (Shard(0),)), Param((37,), 0, (Shard(0),), dtype, muon=False))
+    run_case(Case(params, {"deterministic": True}, 2), Layouts((2,)))
 
 
 R, S0, S1, S2 = Replicate(), Shard(0), Shard(1), Shard(2)

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from meshmuon.execute import Work, WorkSettings
-from meshmuon.execute.parts import Part, Parts, Touch, accumulate, grouped, look_ahead
+from meshmuon.execute.elementwise import accumulate, look_ahead
+from meshmuon.execute.parts import Part, Parts, Touch, grouped
 from meshmuon.matrices import MatrixSet
 from meshmuon.ortho import keller
 

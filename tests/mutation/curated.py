@@ -44,6 +44,7 @@ _MEMORY = "meshmuon/execute/memory.py"
 _PLANNING = "meshmuon/optim/planning.py"
 _SEEN = "meshmuon/optim/seen.py"
 _PARTS = "meshmuon/execute/parts.py"
+_ELEMENTWISE = "meshmuon/execute/elementwise.py"
 _BUILD = "meshmuon/execute/build.py"
 _COPIES = "meshmuon/execute/copies.py"
 _PIPELINE = "meshmuon/execute/pipeline.py"
@@ -209,29 +210,33 @@ CURATED = (
     Curated(_MUON, "weight_decay: float = 0.1,", "weight_decay: float = 0.01,"),
     Curated(_MUON, "ns_steps: int = 5", "ns_steps: int = 6"),
     Curated(_MUON, "nesterov: bool = True", "nesterov: bool = False"),
-    Curated(_PARTS, "torch.add(grad, buffer, alpha=momentum, out=view)", "torch.add(grad, buffer, alpha=1.0, out=view)"),
-    Curated(_PARTS, "torch.add(grad, buffer, alpha=momentum, out=view)", "torch.add(grad, buffer, alpha=1 - momentum, out=view)"),
-    Curated(_PARTS, "torch.add(grad, buffer, alpha=retain, out=buffer)", "torch.add(grad, buffer, alpha=1 - retain, out=buffer)"),
-    Curated(_PARTS, "buffer.mul_(retain).add_(grad)", "buffer.add_(grad).mul_(retain)"),
-    Curated(_PARTS, "view.copy_(grad).add_(buffer, alpha=momentum)", "view.copy_(grad).add_(buffer)"),
-    Curated(_PARTS, "torch._foreach_mul_(buffers, retain)", "torch._foreach_mul_(buffers, 1.0)"),
-    Curated(_PARTS, "torch._foreach_add_(views, buffers, alpha=momentum)", "torch._foreach_add_(views, buffers)"),
-    Curated(_PARTS, "and buffer.dtype in _WIDE", ""),
+    Curated(_ELEMENTWISE, "torch.add(grad, buffer, alpha=momentum, out=view)", "torch.add(grad, buffer, alpha=1.0, out=view)"),
+    Curated(
+        _ELEMENTWISE, "torch.add(grad, buffer, alpha=momentum, out=view)", "torch.add(grad, buffer, alpha=1 - momentum, out=view)"
+    ),
+    Curated(
+        _ELEMENTWISE, "torch.add(grad, buffer, alpha=retain, out=buffer)", "torch.add(grad, buffer, alpha=1 - retain, out=buffer)"
+    ),
+    Curated(_ELEMENTWISE, "buffer.mul_(retain).add_(grad)", "buffer.add_(grad).mul_(retain)"),
+    Curated(_ELEMENTWISE, "view.copy_(grad).add_(buffer, alpha=momentum)", "view.copy_(grad).add_(buffer)"),
+    Curated(_ELEMENTWISE, "torch._foreach_mul_(buffers, retain)", "torch._foreach_mul_(buffers, 1.0)"),
+    Curated(_ELEMENTWISE, "torch._foreach_add_(views, buffers, alpha=momentum)", "torch._foreach_add_(views, buffers)"),
+    Curated(_ELEMENTWISE, "and adds_alike(buffer.dtype, buffer.dtype)", ""),
     Curated(_PARTS, "if settings.nesterov:", "if not settings.nesterov:"),
     Curated(_PARTS, "settings.rate * factor,", "settings.rate,"),
     Curated(_PARTS, "settings.adjust(*first.matrices.lr_shape)", "settings.adjust(*first.matrices.lr_shape[::-1])"),
-    Curated(_PARTS, "alpha=-rate)", "alpha=rate)"),
-    Curated(_PARTS, "        torch._foreach_mul_(params, decay)\n", "        pass\n"),
-    Curated(_PARTS, "(param * update).mul_(rate) >= 0", "(param * update).mul_(rate) <= 0"),
-    Curated(_PARTS, "(param * update).mul_(rate) >= 0", "param * update >= 0"),
-    Curated(_PARTS, "torch.where(same_way, decayed, param,", "torch.where(same_way, param, decayed,"),
+    Curated(_ELEMENTWISE, "alpha=-rate)", "alpha=rate)"),
+    Curated(_ELEMENTWISE, "        torch._foreach_mul_(params, decay)\n", "        pass\n"),
+    Curated(_ELEMENTWISE, "(param * update).mul_(rate) >= 0", "(param * update).mul_(rate) <= 0"),
+    Curated(_ELEMENTWISE, "(param * update).mul_(rate) >= 0", "param * update >= 0"),
+    Curated(_ELEMENTWISE, "torch.where(same_way, decayed, param,", "torch.where(same_way, param, decayed,"),
     Curated(
-        _PARTS,
-        "        torch._foreach_mul_(params, decay)\n    if isinstance(rate, Tensor):",
-        "        torch._foreach_mul_(updates, decay)\n    if isinstance(rate, Tensor):",
+        _ELEMENTWISE,
+        "        torch._foreach_mul_(params, decay)\n    if isinstance(rate, Tensor) or",
+        "        torch._foreach_mul_(updates, decay)\n    if isinstance(rate, Tensor) or",
     ),
     Curated(
-        _PARTS,
+        _ELEMENTWISE,
         "        torch._foreach_add_(params, updates, alpha=-rate)\n",
         "        torch._foreach_div_(params, decay)\n        torch._foreach_add_(params, updates, alpha=-rate)\n"
         "        torch._foreach_mul_(params, decay)\n",
@@ -240,7 +245,7 @@ CURATED = (
     Curated(_BUILD, "((order, begins), (order[::-1], ends))", "((order, begins), (order, ends))"),
     Curated(_BUILD, "((order, begins), (order[::-1], ends))", "((order[::-1], begins), (order[::-1], ends))"),
     Curated(_CHECKPOINT, "/ (1 - _momentum(name, one))", "/ 1"),
-    Curated(_RULES, "memory.mul_(self.beta2).add_(squares, alpha=1 - self.beta2)", "memory.mul_(self.beta2).add_(squares)"),
+    Curated(_RULES, "memory.mul_(self.beta2).add_(squares * (1 - self.beta2))", "memory.mul_(self.beta2).add_(squares)"),
     Curated(_RULES, "update.mul_(before / after / root)", "update.div_(root)"),
     Curated(_RULES, "update.mul_(before / after / root)", "update.mul_(before / after / memory)"),
     Curated(_RULES, "squares / root.square()", "squares / root"),

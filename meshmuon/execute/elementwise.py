@@ -1,0 +1,91 @@
+"""Momentum, look-ahead and update: what a step does element by element, with the same bits wherever an element lies.
+
+An element is the tenth of one rank's shard and the thousandth of the whole tensor. torch's CPU kernels take most elements of a
+tensor by vectors and the last ones alone. Operations that round once (a product, a sum, a quotient, a root) have one right result
+and give it either way. ``a + alpha·b`` rounds once or twice, depending on whether the compiler fused the two: it is used where
+a trial shows that all elements are treated alike, and is taken apart elsewhere.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+__all__ = ["accumulate", "adds_alike", "apply", "look_ahead"]
+
+_TRIAL_SIZES = (1, 2, 3, 5, 7, 8, 9, 15, 16, 17, 31, 32, 33, 63, 65)
+
+
+@lru_cache
+def adds_alike(total: torch.dtype, addend: torch.dtype) -> bool:
+    """Whether ``total.add_(addend, alpha=…)`` on this CPU rounds every element alike, in tensors of any length.
+
+    In 16 bits it usually does not: the last elements are rounded once more than the others.
+    """
+    generator = torch.Generator().manual_seed(0)
+    a, b = (torch.rand(520, generator=generator).to(dtype) for dtype in (total, addend))
+    whole = a.clone().add_(b, alpha=0.95)
+
+    def in_pieces(size: int) -> Tensor:
+        pieces = zip(torch.split(a.clone(), size), torch.split(b, size), strict=True)
+        return torch.cat([x.add_(y, alpha=0.95) for x, y in pieces])
+
+    return all(torch.equal(in_pieces(size), whole) for size in _TRIAL_SIZES)
+
+
+def accumulate(buffers: list[Tensor], grads: list[Tensor], retain: float | Tensor) -> None:
+    """M ← retain·M + G."""
+    if isinstance(retain, Tensor) or buffers[0].device.type != "cpu":
+        torch._foreach_mul_(buffers, retain)
+        torch._foreach_add_(buffers, grads)
+        return
+    for buffer, grad in zip(buffers, grads, strict=True):  # no batched kernels here: one operation touches memory less than two
+        if grad.dtype is buffer.dtype and adds_alike(buffer.dtype, buffer.dtype):
+            torch.add(grad, buffer, alpha=retain, out=buffer)
+        else:
+            buffer.mul_(retain).add_(grad)
+
+
+def look_ahead(views: list[Tensor], grads: list[Tensor], buffers: list[Tensor], momentum: float) -> None:
+    """V ← G + momentum·M."""
+    if views[0].device.type != "cpu":
+        torch._foreach_copy_(views, grads)
+        torch._foreach_add_(views, buffers, alpha=momentum)
+        return
+    for view, grad, buffer in zip(views, grads, buffers, strict=True):
+        if not adds_alike(view.dtype, buffer.dtype):
+            view.copy_(buffer).mul_(momentum).add_(grad)
+        elif grad.dtype is view.dtype and buffer.dtype is view.dtype:
+            torch.add(grad, buffer, alpha=momentum, out=view)
+        else:
+            view.copy_(grad).add_(buffer, alpha=momentum)
+
+
+def apply(
+    params: list[Tensor], updates: list[Tensor], decay: float | Tensor, rate: float | Tensor, *, cautious: bool = False
+) -> None:
+    """p ← p·decay − rate·update, without waiting for the device when lr is a tensor there.
+
+    ``cautious``: only elements whose update brings them nearer to zero, or which have none, decay.
+    """
+    if cautious:
+        for param, update in zip(params, updates, strict=True):
+            same_way = (param * update).mul_(rate) >= 0
+            decayed = param * decay
+            param.copy_(torch.where(same_way, decayed, param, out=decayed))
+    elif isinstance(decay, Tensor) or decay != 1.0:
+        torch._foreach_mul_(params, decay)
+    if isinstance(rate, Tensor) or not _all_add_alike(params, updates):
+        torch._foreach_mul_(updates, rate)
+        torch._foreach_add_(updates, 0.0)  # −0 becomes 0: at rate 0 a weight of −0 keeps its sign
+        torch._foreach_sub_(params, updates)
+    else:
+        torch._foreach_add_(params, updates, alpha=-rate)
+
+
+def _all_add_alike(totals: list[Tensor], addends: list[Tensor]) -> bool:
+    if totals[0].device.type != "cpu":
+        return True
+    return all(adds_alike(*dtypes) for dtypes in {(a.dtype, b.dtype) for a, b in zip(totals, addends, strict=True)})
