@@ -59,8 +59,9 @@ class HostileArithmetic(TorchDispatchMode):
     def _nudge_tail(self, result: Tensor) -> None:
         if type(result) not in (Tensor, nn.Parameter) or not result.dim():
             return
-        last = torch.zeros_like(result, dtype=torch.bool, memory_format=torch.contiguous_format)
-        row = last.view(-1) if result.is_contiguous() else last
+        last = torch.zeros_like(result, dtype=torch.bool)  # in the same order of memory if that has no gaps
+        order = sorted(range(result.dim()), key=result.stride, reverse=True)
+        row = last.permute(order).reshape(-1) if result.permute(order).is_contiguous() else last
         if rest := row.size(-1) % VECTOR:
             row[..., -rest:] = True
             self._nudge(result, last)

@@ -5,7 +5,7 @@ It shares neither layouts nor plans nor exchanges with the executor that it veri
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import torch
@@ -16,7 +16,7 @@ from ..matrices import MatrixSet
 from ..ortho import Scheme, call_scheme, orthogonalize
 from ..ortho.kernels import products_for
 from ..plan import Plan
-from ..transport import Exchange, has_part, own_shard, whole
+from ..transport import Exchange, check_round_trip, has_part, own_shard, whole
 from .elementwise import apply, look_ahead
 from .parts import Touch, grouped
 from .settings import ExecutorSettings
@@ -34,7 +34,11 @@ class ReferenceExecutor:
         self.plan: Plan | None = None
 
     def prepare(self, plan: Plan, rank: int, work: Sequence[Work], exchange: Exchange | None) -> None:
-        """Only remembers what all ranks agreed on; nothing of it is used."""
+        """Refuses what torch cannot gather, and remembers what all ranks agreed on; nothing else of it is used."""
+        self.plan = None
+        for _, alike in grouped(range(len(work)), lambda k: _layout_of(work[k].param)):
+            if has_part(work[alike[0]].param):
+                check_round_trip(plan.entries[alike[0]].name, work[alike[0]].param)
         self.plan = plan
 
     def run(self, work: Sequence[Work], *, last: Callable[[], None]) -> Exception | None:
@@ -104,6 +108,10 @@ class ReferenceExecutor:
     def workspace_bytes(self) -> int:
         """Nothing is kept between steps."""
         return 0
+
+
+def _layout_of(param: Tensor) -> Hashable:
+    return tuple(param.shape), getattr(param, "device_mesh", None), getattr(param, "placements", None)
 
 
 def _window(full: Tensor, matrices: MatrixSet, *, memory: bool = False) -> Tensor:

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from torch.optim.adamw import adamw
 
 from ..execute import local_part
-from .dtensors import as_dtensor, trailing_elements
+from .dtensors import as_dtensor, memory_order, trailing_elements
 from .groups import adamw_betas, adamw_eps
 
 __all__ = ["STATE_KEYS", "adamw_step", "can_fuse", "init_state"]
@@ -106,7 +106,7 @@ def _restore(rows: Sequence[_Tensors], before: Sequence[_Tensors], mask: Tensor)
 
 
 class _Tensors(NamedTuple):
-    """What AdamW reads and writes of one parameter, or of a part of it."""
+    """What AdamW reads and writes of one parameter, or, flat, of a part of it."""
 
     param: Tensor
     grad: Tensor
@@ -116,7 +116,7 @@ class _Tensors(NamedTuple):
 
     def part(self, start: int, stop: int) -> _Tensors:
         """Elements [start, stop); with a step count of its own, since each part would count the step once more."""
-        param, grad, exp_avg, exp_avg_sq = (one.view(-1)[start:stop] for one in self[:4])
+        param, grad, exp_avg, exp_avg_sq = (one[start:stop] for one in self[:4])
         return _Tensors(param, grad, exp_avg, exp_avg_sq, self.step.clone())
 
     def padded(self, size: int) -> _Tensors:
@@ -137,8 +137,11 @@ def _as_on_one_device(param: Tensor, one: _Tensors) -> tuple[list[_Tensors], Cal
     vector = vector_length(param.dtype)
     inside = held - trailing_elements(sharded, total % vector)
     even = inside - inside % vector
-    if even == inside or not all(tensor.is_contiguous() for tensor in one[:4]):
+    order = memory_order(param)
+    if even == inside or not all(tensor.permute(order).is_contiguous() for tensor in one[:4]):
         return [one], None
+    weight, grad, exp_avg, exp_avg_sq = (tensor.permute(order).view(-1) for tensor in one[:4])
+    one = _Tensors(weight, grad, exp_avg, exp_avg_sq, one.step)
     odd = one.part(even, inside)
     padded = odd.padded(vector)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
@@ -182,11 +183,23 @@ def replica_ranks(place: DeviceMesh | dist.ProcessGroup | None) -> list[tuple[in
     return [mesh.ranks for mesh in siblings(place)]
 
 
+def memory_order(tensor: Tensor) -> list[int]:
+    """The dims of a tensor, outermost first, in the order in which they lie in memory; of a DTensor, in that of the whole."""
+    strides = tensor.stride()
+    return sorted(range(tensor.dim()), key=lambda dim: (-strides[dim], dim))
+
+
 def trailing_elements(param: DTensor, count: int) -> int:
-    """How many of the last ``count`` elements of the whole tensor this rank holds; they are the last ones of its local tensor."""
-    rank, shape = dist.get_rank(), tuple(param.shape)
+    """How many of the last ``count`` elements, in the order of memory, of the whole tensor this rank holds.
+
+    They are the last ones of its local tensor.
+    """
+    rank, order = dist.get_rank(), memory_order(param)
+    shape = tuple(param.shape[dim] for dim in order)
     mesh = next(one for one in siblings(param.device_mesh) if rank in one.ranks)
-    layout = Layout(shape, mesh, _placements("", param.placements, len(shape)))
+    placed = _placements("", param.placements, len(shape))
+    turned = tuple(replace(one, dim=order.index(one.dim)) if isinstance(one, Sharded) else one for one in placed)
+    layout = Layout(shape, mesh, turned)
     held, total = math.prod(layout.local_shape(rank)), math.prod(shape)
     found = 0
     while found < min(count, held) and layout.global_index(rank, held - 1 - found) >= total - count:

@@ -5,7 +5,7 @@ from .data_parallel import averaged, broadcast, everyone
 from .exchange import Exchange, Pending
 from .groups import exchange_group, host_group, shared_group
 from .norms import NormWord, ReducedNorm, norm_device, reduce_norm
-from .reference import has_part, own_shard, whole
+from .reference import check_round_trip, has_part, own_shard, whole
 
 __all__ = [
     "Agreement",
@@ -17,6 +17,7 @@ __all__ = [
     "Vote",
     "averaged",
     "broadcast",
+    "check_round_trip",
     "everyone",
     "exchange_group",
     "has_part",

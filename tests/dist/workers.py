@@ -29,6 +29,7 @@ from meshmuon.errors import ConfigError, GradientError, MeshmuonError, PlanError
 
 from .cases import Case, Param, check, gradient, initial, local, place, run, same, sharded, single
 from .counting import Wire, counted
+from .reference_layouts import random_layouts_on_the_reference_path
 
 MOST, STEPS = 4, 5
 R, S0, S1 = Replicate(), Shard(0), Shard(1)
@@ -371,6 +372,7 @@ JOBS: dict[str, Job] = {
     "FSDP2, 4 ranks, even": Job(4, partial(fsdp, EVEN)),
     "DistMuon, 2 ranks": Job(2, dist_muon),
     "DistMuon, 4 ranks": Job(4, dist_muon),
+    "random layouts, reference": Job(4, random_layouts_on_the_reference_path),
     "FSDP2, 3 ranks, reference": Job(3, partial(fsdp, UNEVEN, use_distributed_muon=True)),
     "FSDP2, 3 ranks, forward and backward": Job(3, trained_fsdp_equals_one_device),
     "HSDP, shared": Job(4, partial(hsdp, UNEVEN, replicas="share")),
