@@ -36,6 +36,7 @@ class Case:
     params: tuple[Param, ...]
     options: dict[str, Any] = field(default_factory=dict)
     steps: int = STEPS
+    threads: int = 1
     misplaced: bool = False  # parameters and gradients at addresses that no allocator would choose
 
 

@@ -61,6 +61,7 @@ class Layouts:
 
 def run_case(case: Case, layouts: Layouts, *, replica_group: bool = False) -> Wire:
     """Runs a case on all ranks as threads."""
+    torch.set_num_threads(case.threads)
     expected = single(case)
 
     def main(rank: int) -> None:
@@ -130,10 +131,13 @@ def cases(draw: Any) -> tuple[Case, Layouts, bool]:
     layouts = draw(layouts_())
     steps = 3
     chosen = tuple(draw(st.lists(params(layouts, steps), min_size=1, max_size=5)))
+    chosen *= draw(st.sampled_from([1, 1, 1, 4]))  # batches are larger then, and different on every rank
     options = draw(OPTIONS)
+    threads = draw(st.sampled_from([1, 1, 1, 1, 2, 3]))
+    options["deterministic"] = threads > 1 or draw(st.integers(0, 5)) == 0
     if draw(st.booleans()) and not any(one.dtype == torch.float64 for one in chosen):
         options["comm_dtype"] = torch.float32  # the default, said aloud
-    return Case(chosen, options, steps), layouts, draw(st.booleans())
+    return Case(chosen, options, steps, threads), layouts, draw(st.booleans())
 
 
 @settings(max_examples=80, phases=[Phase.explicit, Phase.reuse, Phase.generate])
@@ -145,6 +149,7 @@ def test_random_layouts_equal_one_device(drawn: tuple[Case, Layouts, bool]) -> N
 
 def run_hostile(case: Case, layouts: Layouts, *, company: bool = False, **options: Any) -> int:
     """Runs a case on one device and on all ranks on a machine that rounds by address; how often it did."""
+    torch.set_num_threads(case.threads)
     nudged = []
 
     def main(rank: int) -> None:

@@ -33,6 +33,7 @@ _COST = "meshmuon/ortho/cost.py"
 _ENTRY = "meshmuon/ortho/newton_schulz.py"
 _PRODUCTS = "meshmuon/ortho/kernels/products.py"
 _WORKSPACE = "meshmuon/ortho/workspace.py"
+_ALIGNED = "meshmuon/ortho/aligned.py"
 _LR = "meshmuon/optim/lr.py"
 _MUON = "meshmuon/optim/muon.py"
 _ADAMW = "meshmuon/optim/adamw.py"
@@ -116,7 +117,7 @@ CURATED = (
     Curated(_ITERATION, "x, spare, start = moved, x, start + length", "x, start = moved, start + length"),
     Curated(_ITERATION, "    scale.sqrt_()\n", ""),
     Curated(_ITERATION, "    gram.div_(scale)\n", ""),
-    Curated(_ITERATION, "scale.clamp_(min=torch.finfo(gram.dtype).tiny)", "scale.add_(1e-7)"),
+    Curated(_ITERATION, "scale.clamp_(min=max(torch.finfo(gram.dtype).tiny, torch.finfo(scale.dtype).tiny))", "scale.add_(1e-7)"),
     Curated(_ITERATION, "clamp_(min=limits.tiny", "clamp_(min=1e-8"),
     Curated(_ITERATION, "min=limits.tiny, max=limits.max", "min=limits.tiny"),
     Curated(_ITERATION, "lowest.neg_()", "lowest"),
@@ -135,7 +136,7 @@ CURATED = (
         'if form == "gram":\n        return gram_blocks(scheme, dtype)',
         'if form == "gram":\n        return standard_blocks(scheme)',
     ),
-    Curated(_ENTRY, "result.copy_(found)", "pass"),
+    Curated(_ENTRY, "result.copy_(call_scheme(scheme, batch))", "pass"),
     Curated(_BLOCKS, "_OVERSHOOT = 1.05", "_OVERSHOOT = 3.0"),
     Curated(_BLOCKS, "noise = torch.finfo(dtype).eps / 2", "noise = 2.0**-25"),
     Curated(_BLOCKS, "_OVERSHOOT * exact.overshoot and outcome", "_OVERSHOOT * exact.overshoot or outcome"),
@@ -160,7 +161,7 @@ CURATED = (
     Curated(
         _PRODUCTS, "torch.baddbmm(out, a, b, alpha=alpha, beta=0.0, out=out)", "torch.baddbmm(out, a, b, alpha=alpha, out=out)"
     ),
-    Curated(_PRODUCTS, "if self.one_by_one and a.size(0) > 1:", "if False:"),
+    Curated(_PRODUCTS, "if a.size(0) > 1 and (self.one_by_one or not is_dense(out)):", "if False:"),
     Curated(_PRODUCTS, "return BlockedProducts(one_by_one=deterministic)", "return BlockedProducts()"),
     Curated(_WORKSPACE, "key = (name, dtype, device)", 'key = ("any", dtype, device)'),
     Curated(_WORKSPACE, "if flat is None or flat.numel() < size:", "if flat is None or flat.numel() != size:"),
@@ -245,6 +246,17 @@ CURATED = (
     Curated(_BUILD, "((order, begins), (order[::-1], ends))", "((order, begins), (order, ends))"),
     Curated(_BUILD, "((order, begins), (order[::-1], ends))", "((order[::-1], begins), (order[::-1], ends))"),
     Curated(_CHECKPOINT, "/ (1 - _momentum(name, one))", "/ 1"),
+    Curated(_ALIGNED, "return -(-size // line) * line", "return size"),
+    Curated(_ALIGNED, "flat.data_ptr() % ALIGNMENT == 0:", "True:"),
+    Curated(_ALIGNED, "return batch.data_ptr() % ALIGNMENT == 0 and apart % ALIGNMENT == 0", "return True"),
+    Curated(_ALIGNED, "return batch.data_ptr() % ALIGNMENT == 0 and", "return"),
+    Curated(_PRODUCTS, "(self.one_by_one or not is_dense(out))", "self.one_by_one"),
+    Curated(_ITERATION, "result.dtype == dtype and is_aligned(result)", "result.dtype == dtype"),
+    Curated(_ITERATION, "torch.float64 in (batch.dtype, dtype)", "batch.dtype == torch.float64"),
+    Curated(_ELEMENTWISE, "for size in _TRIAL_SIZES", "for size in (8,)"),
+    Curated(_ELEMENTWISE, "or not _all_add_alike(params, updates)", ""),
+    Curated(_ELEMENTWISE, "view.copy_(buffer).mul_(momentum).add_(grad)", "view.copy_(grad).add_(buffer, alpha=momentum)"),
+    Curated(_STAGE, "    if not one_by_one:\n        return [(seen, numbers)]", "    if True:\n        return [(seen, numbers)]"),
     Curated(_RULES, "memory.mul_(self.beta2).add_(squares * (1 - self.beta2))", "memory.mul_(self.beta2).add_(squares)"),
     Curated(_RULES, "update.mul_(before / after / root)", "update.div_(root)"),
     Curated(_RULES, "update.mul_(before / after / root)", "update.mul_(before / after / memory)"),
@@ -253,7 +265,11 @@ CURATED = (
     Curated(_RULES, "min(update.size(-2), update.size(-1)) ** 0.5", "max(update.size(-2), update.size(-1)) ** 0.5"),
     Curated(_RULES, "momentum.div_(norm.masked_fill_(norm == 0, 1.0))", "pass"),
     Curated(_STAGE, "seen = matrices.mT if flipped else matrices", "seen = matrices"),
-    Curated(_STAGE, "    rule.before(seen)\n    orthogonalise()", "    orthogonalise()\n    rule.before(seen)"),
+    Curated(
+        _STAGE,
+        "        rule.before(matrices)\n    orthogonalise()",
+        "        pass\n    orthogonalise()\n    for matrices, _ in seen:\n        rule.before(matrices)",
+    ),
     Curated(_MEMORY, "holders = [rank for rank in piece.holders if rank in task.spread.place]", "holders = list(piece.holders)"),
     Curated(_MEMORY, "piece.cols if flipped else piece.rows", "piece.rows"),
     Curated(_MEMORY, "holder == source)", "True)"),
@@ -340,7 +356,7 @@ CURATED = (
     Curated(_COPIES, "(len(run) == 1 or gap == step)", "True"),
     Curated(_COPIES, "block.kind == last.kind and", ""),
     Curated(_COPIES, "min(gap) > 0 and", ""),
-    Curated(_COPIES, "flat.storage_offset() + offset)", "offset)"),
+    Curated(_COPIES, "memory.storage_offset() + offset)", "offset)"),
     Curated(_COPIES, "runs = min(by_stage, by_buffer, key=len)", "runs = by_buffer"),
     Curated(_COPIES, "one.offset + top * width + left", "one.offset + row * width + left"),
     Curated(_PIPELINE, "len(gathering) + len(scattering) < width", "len(gathering) + len(scattering) <= width"),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
@@ -11,6 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from meshmuon import ConfigError, Muon, StateError, orthogonalize, polar_express
+
+from .reference import group, make_params, run
 
 SHAPES = [(6, 4), (4, 6), (5, 5), (1, 7), (7, 1)]
 LR, DECAY, MU = 0.01, 0.5, 0.9
@@ -263,3 +265,29 @@ def test_the_oracle_is_the_polar_factor() -> None:
     matrix = draw((5, 7), 4)
     left, _, right = torch.linalg.svd(matrix, full_matrices=False)
     torch.testing.assert_close(orthogonalize(matrix, EXACT, dtype=torch.float64), left @ right, rtol=1e-10, atol=1e-10)
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Notes how many matrices it is given at once."""
+
+    seen: tuple[list[int], ...] = field(default_factory=lambda: ([],), compare=False)
+
+    def remembers(self) -> bool:
+        return True
+
+    def before(self, momentum: Tensor) -> None:
+        self.seen[0].append(len(momentum))
+
+    def after(self, update: Tensor, memory: Tensor | None) -> None:
+        assert memory is not None
+        assert len(memory) == len(update)
+        self.seen[0].append(len(update))
+
+
+@pytest.mark.parametrize(("deterministic", "sizes"), [(True, [1] * 6), (False, [3, 3])])
+def test_deterministic_gives_a_rule_one_matrix_at_a_time(deterministic: bool, sizes: list[int]) -> None:
+    rule = Sizes()
+    params = make_params((8, 12), (8, 12), (8, 12))
+    run(Muon([group(params)], lr=LR, rule=rule, deterministic=deterministic), params, range(1))
+    assert rule.seen[0] == sizes

@@ -584,3 +584,14 @@ def test_a_parameter_may_be_passed_as_it_is() -> None:
     result = orthogonalize(weight, keller())
     assert not result.requires_grad
     assert torch.equal(result, orthogonalize(weight.detach(), keller()))
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_zeros_stay_zeros_with_float64_products(dtype: torch.dtype, form: str) -> None:
+    """The smallest normal float64 is 0 in float32: a norm must not be clamped to it there."""
+    x = torch.zeros(2, 4, 6, dtype=dtype)
+    x[1, 0, 0] = 2.0
+    result = orthogonalize(x, polar_express(), form=form, dtype=torch.float64)
+    assert torch.equal(result[0], x[0])
+    assert float(result[1, 0, 0]) == pytest.approx(polar_express()(1.0), rel=torch.finfo(dtype).eps)
