@@ -57,8 +57,9 @@ class QKClip:
     """
 
     def __init__(self, clip_config: Mapping[str, Any] | None) -> None:
-        self._config = read_clip_config(clip_config) if clip_config else None  # an empty one asks for nothing
-        self._given = dict(clip_config) if clip_config else None
+        empty = clip_config is None or (isinstance(clip_config, Mapping) and not clip_config)  # asks for nothing
+        self._config = read_clip_config(clip_config or {}) if not empty else None
+        self._given = dict(clip_config or {}) if not empty else None
         self._names: tuple[str, ...] = ()
         self._projections: list[tuple[int, Projection]] = []
         self._key: Hashable = None
