@@ -37,13 +37,7 @@ __all__ = [
 
 MOMENTUM, MEMORY = "momentum_buffer", "rule_memory"
 _DTYPES = ("compute_dtype", "momentum_dtype")
-_WHICH_MATRICES = (
-    "rule",
-    "split",
-    "expert_keys",
-    "expert_dims",
-    "conv",
-)  # a checkpoint that changes one of these must be noticed
+_WHICH_MATRICES = ("rule", "split", "expert_keys", "expert_dims", "conv")  # a checkpoint changes these with a warning
 _PLAIN = (Tensor, bool, int, float, str, bytes, type(None))
 _NOT_STORED = "<not stored: "
 
@@ -113,7 +107,7 @@ def storable(state_dict: dict[str, Any]) -> dict[str, Any]:
 def _storable(value: Any) -> Any:
     if isinstance(value, torch.dtype):
         return str(value)
-    if isinstance(value, Real) and type(value) not in (bool, int, float):  # numpy's numbers, fractions, …
+    if type(value) is not bool and isinstance(value, Real):  # also numpy's numbers and fractions
         return int(value) if isinstance(value, Integral) else float(value)
     if isinstance(value, (list, tuple)) and any(isinstance(one, Real) for one in value):
         return tuple(map(_storable, value)) if isinstance(value, tuple) else list(map(_storable, value))
@@ -252,7 +246,7 @@ def check_current(name: str, param: Tensor, entry: Mapping[str, Any], group: Map
         if value is None:
             continue
         if key == "step":
-            _check_step_count(name, value)
+            _check_step_count(name, key, value)
             continue
         _check_kind(name, key, value, shape)
         if value.shape != shape or value.device != param.device:
@@ -291,23 +285,23 @@ def _check_entry(name: str, param: Tensor, entry: Mapping[str, Any], group: Mapp
         )
     for key in shapes if entry else ():
         if key == "step":
-            _check_step_count(name, entry[key])
+            _check_step_count(name, f"saved {key}", entry[key])
         else:
             _check_tensor(name, param, key, entry[key], shapes[key])
 
 
-def _check_step_count(name: str, value: Any) -> None:
+def _check_step_count(name: str, key: str, value: Any) -> None:
     real = isinstance(value, (int, float)) and not isinstance(value, bool)
     if isinstance(value, Tensor):
         real = value.numel() == 1 and not value.is_complex() and value.dtype != torch.bool
     if not real:
-        raise StateError(f"{name}: its step is {_what(value)}, it must be one number.")
+        raise StateError(f"{name}: its {key} is {_what(value)}, it must be one number.")
     if (not isinstance(value, Tensor) or known_to_host(value)) and not 0 <= float(value) < math.inf:
-        raise StateError(f"{name}: its step is {float(value)}, it must be a count of steps.")
+        raise StateError(f"{name}: its {key} is {float(value)}, it must be a count of steps.")
 
 
 def _check_tensor(name: str, param: Tensor, key: str, value: Any, shape: tuple[int, ...]) -> None:
-    _check_kind(name, key, value, shape)
+    _check_kind(name, f"saved {key}", value, shape)
     if value.shape != shape:
         raise StateError(
             f"{name} has shape {tuple(param.shape)}, but its saved {key} has {tuple(value.shape)} instead of {shape}: "
@@ -329,9 +323,9 @@ def _check_kind(name: str, key: str, value: Any, shape: tuple[int, ...]) -> None
 
 
 def _what(value: Any) -> str:
-    return (
-        f"a tensor of shape {tuple(value.shape)} in {value.dtype}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
-    )
+    if isinstance(value, Tensor):
+        return f"a tensor of shape {tuple(value.shape)} in {value.dtype}"
+    return f"a {type(value).__name__}"
 
 
 def restore(groups: Sequence[Mapping[str, Any]], state: Mapping[Tensor, dict[str, Any]], state_dict: Mapping[str, Any]) -> None:
