@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from typing import Any, TypeAlias
@@ -90,7 +90,8 @@ class Inside:
 
 def check_expert_keys(keys: Sequence[str] | None) -> tuple[str, ...]:
     """``expert_keys`` as a tuple; a single string would be read letter by letter and is refused."""
-    found = () if keys is None else tuple(keys) if isinstance(keys, (list, tuple, set, frozenset)) else None
+    listed = isinstance(keys, (Sequence, Set)) and not isinstance(keys, (str, bytes))
+    found = () if keys is None else tuple(keys) if listed else None
     if found is None or not all(isinstance(key, str) and key for key in found):
         example = [keys] if isinstance(keys, str) else ["experts"]
         raise ConfigError(f"expert_keys={keys!r} must be a list of parts of names, such as {example!r}.")
@@ -165,7 +166,9 @@ def _sizes(name: str, split: int | Sequence[int], outputs: int | None) -> tuple[
         if outputs is None:
             return (split,)
         if outputs % split:
-            raise ConfigError(f"{name}: {outputs} outputs do not divide into parts of {split}: give the sizes of the parts.")
+            raise ConfigError(
+                f"{name}: split={split}, but {outputs} outputs do not divide into such parts: give the sizes of the parts."
+            )
         return (split,) * (outputs // split)
     sizes = tuple(split) if isinstance(split, (tuple, list)) else ()
     if not sizes or not all(isinstance(size, int) and not isinstance(size, bool) and size > 0 for size in sizes):
@@ -174,5 +177,5 @@ def _sizes(name: str, split: int | Sequence[int], outputs: int | None) -> tuple[
             "function of name and shape that returns one of these or None."
         )
     if outputs is not None and sum(sizes) != outputs:
-        raise ConfigError(f"{name}: the parts {sizes} add up to {sum(sizes)}, but it has {outputs} outputs.")
+        raise ConfigError(f"{name}: split={sizes} adds up to {sum(sizes)}, but it has {outputs} outputs.")
     return sizes

@@ -7,7 +7,7 @@ tensors), ``param_names`` (a list of as many names) and ``use_muon``; keys that 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -138,7 +138,7 @@ def storable_scheme(scheme: SchemeLike) -> SchemeLike:
 def adamw_betas(group: Mapping[str, Any]) -> tuple[float, float]:
     """The group's betas; a group may also use torch's own key."""
     betas = group.get("betas", group["adamw_betas"])
-    if not isinstance(betas, (tuple, list)) or len(betas) != 2:
+    if not isinstance(betas, Sequence) or isinstance(betas, (str, bytes)) or len(betas) != 2:
         raise ConfigError(f"adamw_betas={told(betas)} must be a pair of numbers, such as (0.9, 0.95).")
     return number(betas[0], "adamw_betas[0]", "AdamW"), number(betas[1], "adamw_betas[1]", "AdamW")
 

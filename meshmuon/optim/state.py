@@ -159,10 +159,14 @@ def _comparable(value: Any) -> Any:
 
 def _names_after_loading(own: Mapping[str, Any], saved: Mapping[str, Any]) -> list[str]:
     """The group's own names; the checkpoint's where the group was built without any."""
-    names: list[str] = own["param_names"]
-    stored = saved.get("param_names")
-    fits = isinstance(stored, (list, tuple)) and len(stored) == len(names) and all(isinstance(one, str) for one in stored)
-    return list(stored) if fits and stored is not None and are_placeholders(names) else names
+    names, stored = list(own["param_names"]), _saved_names(saved)
+    return stored if len(stored) == len(names) and are_placeholders(names) else names
+
+
+def _saved_names(saved: Mapping[str, Any]) -> list[str]:
+    """The names in a checkpoint; none where it has something else."""
+    names = saved.get("param_names")
+    return list(names) if isinstance(names, (list, tuple)) and all(isinstance(name, str) for name in names) else []
 
 
 def _dtype(value: Any) -> Any:
@@ -197,7 +201,7 @@ def check(groups: Sequence[Mapping[str, Any]], state_dict: Mapping[str, Any]) ->
                 f"group {index} ({group['param_names'][0]}, …) has use_muon={group['use_muon']}, the state_dict's has "
                 f"{saved['use_muon']}: the parameters were routed differently when it was saved."
             )
-        _check_order(index, list(saved.get("param_names") or ()), group["param_names"])
+        _check_order(index, _saved_names(saved), group["param_names"])
         for option in _DTYPES:
             if isinstance(saved.get(option), str) and not isinstance(_dtype(saved[option]), torch.dtype):
                 raise StateError(f"group {index}: the state_dict has {option}={saved[option]!r}, which is no dtype of torch.")
