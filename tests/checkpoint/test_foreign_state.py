@@ -278,7 +278,7 @@ def test_experts_and_clipping_work_with_loaded_names() -> None:
     twins = copies(params)
     fresh = build_with(twins, None, conv="flatten")
     with pytest.warns(UserWarning, match="expert_keys"):
-        fresh.load_state_dict(optimizer.state_dict())
+        fresh.load_state_dict(copy.deepcopy(optimizer.state_dict()))
     logits = {0: torch.tensor([4.0, 0.5])}
     for one, some in ((optimizer, params), (fresh, twins)):
         set_gradients(some, gradients(some, 1))
