@@ -212,16 +212,27 @@ def check_reach(group: Mapping[str, Any], where: str, shape: tuple[int, int] | N
     """
     unread = isinstance(group["lr"], Tensor) and not known_to_host(group["lr"])
     lr = 0.0 if unread else float(group["lr"])
+    decay = lr * float(group["weight_decay"])
     if shape is not None:
-        factor = lr_factor(group["adjust_lr_fn"], *shape)
-        products = {f"lr={lr:g} times adjust_lr_fn's {factor:g} for a {shape[0]}×{shape[1]} matrix": lr * factor}
+        factor, eps = lr_factor(group["adjust_lr_fn"], *shape), 0.0
+        rate = lr * factor
     else:
-        beta1, _ = adamw_betas(group)
-        products = {f"lr={lr:g} divided by 1 - beta1, as in AdamW's first step": lr / (1 - beta1), "adamw_eps": adamw_eps(group)}
-    products[f"lr={lr:g} times weight_decay={group['weight_decay']}"] = lr * float(group["weight_decay"])
-    for what, value in products.items():
-        if value > largest:
-            raise ConfigError(f"{where}: {what} is {value:g}; the largest number that a step can work with is {largest:g}.")
+        factor, eps = 1 - adamw_betas(group)[0], adamw_eps(group)
+        rate = lr / factor
+    if rate <= largest and decay <= largest and eps <= largest:
+        return
+    if rate > largest:
+        how = "divided by 1 - beta1, as in AdamW's first step," if shape is None else _times(factor, shape)
+        what, value = f"lr={lr:g} {how}", rate
+    elif decay > largest:
+        what, value = f"lr={lr:g} times weight_decay={float(group['weight_decay']):g}", decay
+    else:
+        what, value = "adamw_eps", eps
+    raise ConfigError(f"{where}: {what} is {value:g}; the largest number that a step can work with is {largest:g}.")
+
+
+def _times(factor: float, shape: tuple[int, int]) -> str:
+    return f"times adjust_lr_fn's {factor:g} for a {shape[0]}×{shape[1]} matrix"
 
 
 def _check_param(name: str, param: Tensor, group: Mapping[str, Any]) -> None:

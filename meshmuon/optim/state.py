@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..device import known_to_host
 from ..errors import StateError
 from ..execute import local_part
 from ..matrices import MatrixSet, matrices_inside
@@ -250,7 +249,7 @@ def check_current(name: str, param: Tensor, entry: Mapping[str, Any], group: Map
         if value is None:
             continue
         if key == "step":
-            _check_step_count(name, key, value)
+            _check_step_count(name, key, value)  # not its value: reading it may wait for a device
             continue
         _check_kind(name, key, value, shape)
         if value.shape != shape or value.device != param.device:
@@ -290,6 +289,8 @@ def _check_entry(name: str, param: Tensor, entry: Mapping[str, Any], group: Mapp
     for key in shapes if entry else ():
         if key == "step":
             _check_step_count(name, f"saved {key}", entry[key])
+            if not 0 <= float(entry[key]) < math.inf:
+                raise StateError(f"{name}: its saved {key} is {float(entry[key])}, it must be a count of steps.")
         else:
             _check_tensor(name, param, key, entry[key], shapes[key])
 
@@ -300,8 +301,6 @@ def _check_step_count(name: str, key: str, value: Any) -> None:
         real = value.numel() == 1 and not value.is_complex() and value.dtype != torch.bool
     if not real:
         raise StateError(f"{name}: its {key} is {_what(value)}, it must be one number.")
-    if (not isinstance(value, Tensor) or known_to_host(value)) and not 0 <= float(value) < math.inf:
-        raise StateError(f"{name}: its {key} is {float(value)}, it must be a count of steps.")
 
 
 def _check_tensor(name: str, param: Tensor, key: str, value: Any, shape: tuple[int, ...]) -> None:
