@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 from ..errors import ConfigError
 
@@ -90,16 +90,19 @@ class Inside:
 
 def check_expert_keys(keys: Sequence[str] | None) -> tuple[str, ...]:
     """``expert_keys`` as a tuple; a single string would be read letter by letter and is refused."""
-    if isinstance(keys, str) or not all(isinstance(key, str) and key for key in keys or ()):
-        raise ConfigError(f"expert_keys={keys!r} must be a list of parts of names, such as [{keys!r}].")
-    return tuple(keys or ())
+    listed = isinstance(keys, (Sequence, Set)) and not isinstance(keys, (str, bytes))
+    found = () if keys is None else tuple(keys) if listed else None
+    if found is None or not all(isinstance(key, str) and key for key in found):
+        example = [keys] if isinstance(keys, str) else ["experts"]
+        raise ConfigError(f"expert_keys={keys!r} must be a list of parts of names, such as {example!r}.")
+    return found
 
 
 def check_inside(inside: Inside) -> None:
     """Refuses options that cannot be meant."""
-    if inside.conv not in CONV_OPTIONS:
+    if not isinstance(inside.conv, str | None) or inside.conv not in CONV_OPTIONS:
         raise ConfigError(f"conv={inside.conv!r} is unknown; write one of {CONV_OPTIONS}.")
-    if inside.expert_dims not in EXPERT_DIMS:
+    if not isinstance(inside.expert_dims, str) or inside.expert_dims not in EXPERT_DIMS:
         raise ConfigError(f"expert_dims={inside.expert_dims!r} is unknown; write one of {EXPERT_DIMS}.")
     if inside.split is not None and not callable(inside.split):
         _sizes("split", inside.split, None)
@@ -114,7 +117,7 @@ def matrices_inside(name: str, shape: Sequence[int], inside: Inside) -> tuple[Ma
         inside: the options.
     """
     whole = _whole(name, shape, inside)
-    split = inside.split(name, tuple(shape)) if callable(inside.split) else inside.split
+    split = _asked(inside.split, name, shape) if callable(inside.split) else inside.split
     if split is None:
         return (whole,)
     outputs = whole.lr_shape[0]
@@ -129,13 +132,22 @@ def matrices_inside(name: str, shape: Sequence[int], inside: Inside) -> tuple[Ma
     return tuple(parts)
 
 
+def _asked(split: Callable[[str, tuple[int, ...]], int | Sequence[int] | None], name: str, shape: Sequence[int]) -> Any:
+    try:
+        return split(name, tuple(shape))
+    except Exception as error:
+        raise ConfigError(f"split({name!r}, {tuple(shape)}) failed with {type(error).__name__}: {error}") from error
+
+
 def _whole(name: str, shape: Sequence[int], inside: Inside) -> MatrixSet:
     if len(shape) == 2:
         return MatrixSet(1, shape[0], shape[1])
     if len(shape) < 2:
         raise ConfigError(
-            f"{name}: shape {tuple(shape)} has no rows and columns, so Muon cannot orthogonalise it. "
-            "Put it into a group with use_muon=False; get_default_muon_param_groups(model) does so."
+            f"{name}: shape {tuple(shape)} has no rows and columns, so Muon cannot orthogonalise it. If it is a bias, a norm or "
+            "the like, put it into a group with use_muon=False; get_default_muon_param_groups(model) does so. If it holds "
+            "matrices that a wrapper has flattened (FSDP1, DeepSpeed ZeRO, fairscale), shard the model with FSDP2 instead "
+            "(torch.distributed.fsdp.fully_shard), which keeps every matrix as it is."
         )
     if len(shape) == 3 and any(key in name for key in inside.expert_keys):
         return MatrixSet(shape[0], shape[1], shape[2], lead=1, flipped=inside.expert_dims == "in_out")
@@ -154,7 +166,9 @@ def _sizes(name: str, split: int | Sequence[int], outputs: int | None) -> tuple[
         if outputs is None:
             return (split,)
         if outputs % split:
-            raise ConfigError(f"{name}: {outputs} outputs do not divide into parts of {split}: give the sizes of the parts.")
+            raise ConfigError(
+                f"{name}: split={split}, but {outputs} outputs do not divide into such parts: give the sizes of the parts."
+            )
         return (split,) * (outputs // split)
     sizes = tuple(split) if isinstance(split, (tuple, list)) else ()
     if not sizes or not all(isinstance(size, int) and not isinstance(size, bool) and size > 0 for size in sizes):
@@ -163,5 +177,5 @@ def _sizes(name: str, split: int | Sequence[int], outputs: int | None) -> tuple[
             "function of name and shape that returns one of these or None."
         )
     if outputs is not None and sum(sizes) != outputs:
-        raise ConfigError(f"{name}: the parts {sizes} add up to {sum(sizes)}, but it has {outputs} outputs.")
+        raise ConfigError(f"{name}: split={sizes} adds up to {sum(sizes)}, but it has {outputs} outputs.")
     return sizes

@@ -5,6 +5,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
+from numbers import Real
 from typing import Any, NamedTuple
 
 import torch
@@ -17,7 +18,7 @@ from ..matrices import Inside, matrices_inside
 from ..ortho import Orthogonalizer, Scheme, default_compute_dtype, resolve_scheme
 from . import state
 from .dtensors import as_dtensor, check_gradient_placement
-from .groups import check_options, inside_of
+from .groups import check_options, check_reach, inside_of, largest_number
 from .lr import lr_factor
 from .planning import Demand, Outcome
 from .rules import resolve_rule
@@ -109,7 +110,8 @@ class Collector:
         self._treatments: list[_Treatment] = []
         self._parameters: list[Parameter] = []
         self._demands: tuple[Demand, ...] = ()
-        self._shapes: list[tuple[int, tuple[int, int]]] = []  # (place of a group, shape of a matrix in it)
+        # Place of a group, shape of a matrix in it (None for AdamW), largest number that its dtype holds.
+        self._shapes: list[tuple[int, tuple[int, int] | None, float]] = []
         self._work: tuple[object, list[Work]] = (None, [])
         self._groups: dict[int, dict[str, Any]] = {}  # of that work, by place
 
@@ -146,7 +148,8 @@ class Collector:
             if len(group["param_names"]) != len(group["params"]):
                 failure = failure or ConfigError(
                     f"group {place} has {len(group['params'])} params but {len(group['param_names'])} names: give each parameter "
-                    "its own name."
+                    "its own name. If a wrapper has put flat buffers in the place of the parameters (DeepSpeed ZeRO, FSDP1), "
+                    "shard the model with FSDP2 instead (torch.distributed.fsdp.fully_shard)."
                 )
             for name, param in zip(group["param_names"], group["params"], strict=False):
                 known = self._known[len(found)] if len(found) < len(self._known) else None
@@ -172,13 +175,18 @@ class Collector:
         self._known = found
         self._parameters = [known.one for known in found]
         self._demands = tuple(known.demand for known in found)
-        sets = dict.fromkeys((one.group, matrices.lr_shape) for one in self._demands for matrices in one.matrices or ())
-        self._shapes = list(sets)
+        self._shapes = list(
+            dict.fromkeys(
+                (one.group, shape, largest_number(one.update_dtype))
+                for one in self._demands
+                for shape in ([None] if one.matrices is None else [matrices.lr_shape for matrices in one.matrices])
+            )
+        )
 
     def check(self, groups: Sequence[Mapping[str, Any]], states: Mapping[Tensor, dict[str, Any]]) -> None:
         """Refuses what a step on the last demands cannot work with; writes nothing."""
-        for place, shape in self._shapes:
-            lr_factor(groups[place]["adjust_lr_fn"], *shape)  # a user's function fails here or not at all
+        for place, shape, largest in self._shapes:
+            check_reach(groups[place], f"group {place}", shape, largest)  # a user's function fails here or not at all
         for place, seen in enumerate(self._seen):
             if not seen.same_gradients():
                 for known in self._with_gradient(place):
@@ -325,18 +333,21 @@ def default_comm_dtype(device: torch.device, update_dtype: torch.dtype) -> torch
 def _number_text(value: Any) -> str:
     if isinstance(value, Tensor):
         return str(value.tolist()) if known_to_host(value) else "a tensor on a device"  # reading it would wait for the device
-    if isinstance(value, (int, float)) and not isinstance(value, bool):
-        return repr(float(value))
+    if type(value) is not bool and isinstance(value, Real):
+        try:
+            return repr(float(value))
+        except OverflowError:  # no float is as large; the step refuses it
+            return str(value)
     return str(getattr(value, "__qualname__", value))  # a function's repr holds an address
 
 
 def _settings(group: Mapping[str, Any], mask: Tensor | None) -> WorkSettings:
     lr = group["lr"]
-    if isinstance(lr, Tensor):  # on a device it stays a tensor: reading it would wait for the device
-        lr = float(lr) if known_to_host(lr) else lr.reshape(())
+    # On a device it stays a tensor: reading it would wait for the device.
+    lr = float(lr) if not isinstance(lr, Tensor) or known_to_host(lr) else lr.reshape(())
     momentum = float(group["momentum"])
     retain: float | Tensor = momentum
-    decay = 1 - lr * group["weight_decay"]
+    decay = 1 - lr * float(group["weight_decay"])
     rate = -lr if group["maximize"] else lr
     if mask is not None:
         exact = any(torch.float64 in (param.dtype, group["momentum_dtype"]) for param in group["params"])

@@ -17,6 +17,7 @@ from ..transport import averaged, broadcast, everyone
 from .collect import Parameter, gradient_of, parameters_of
 from .dtensors import as_dtensor
 from .muon import Muon
+from .options import check_replica_group
 from .planning import Demand, Outcome, Planner
 from .state import MEMORY, MOMENTUM
 
@@ -72,6 +73,7 @@ class DistMuon(Muon):
         for name in ("replicas", "replica_group", "use_distributed_muon", "comm_dtype"):
             if name in options:
                 raise ConfigError(f"{name} has no meaning for DistMuon, which always divides the work over group=: leave it out.")
+        check_replica_group(group, "group")
         if group is None and dist.is_available() and dist.is_initialized():
             group = dist.group.WORLD
         alone = group is None or dist.get_world_size(group) == 1

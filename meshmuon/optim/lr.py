@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import TypeAlias
 
 from ..errors import ConfigError
+from .options import check_range, number, told
 
 __all__ = ["AdjustLR", "check_adjust_lr", "lr_factor", "update_rms"]
 
@@ -42,15 +43,25 @@ _RULES: dict[str, Callable[[int, int], float]] = {
 
 def check_adjust_lr(rule: AdjustLR) -> None:
     """Refuses what is neither a known rule nor a callable."""
-    if not callable(rule) and rule not in _RULES:
-        raise ConfigError(f"adjust_lr_fn={rule!r} is unknown. Write one of {sorted(_RULES)} or a function of (rows, cols).")
+    if not callable(rule) and (not isinstance(rule, str) or rule not in _RULES):
+        raise ConfigError(f"adjust_lr_fn={told(rule)} is unknown. Write one of {sorted(_RULES)} or a function of (rows, cols).")
 
 
 def lr_factor(rule: AdjustLR, rows: int, cols: int) -> float:
     """What the learning rate of a rows × cols matrix is multiplied by."""
     if rows == 0 or cols == 0:
         return 1.0  # nothing to scale, and no ratio to take
-    return rule(rows, cols) if callable(rule) else _RULES[rule](rows, cols)
+    return _from_users(rule, rows, cols) if callable(rule) else _RULES[rule](rows, cols)
+
+
+def _from_users(rule: Callable[[int, int], float], rows: int, cols: int) -> float:
+    what = f"adjust_lr_fn({rows}, {cols})"
+    try:
+        factor = rule(rows, cols)
+    except Exception as error:
+        raise ConfigError(f"{what} failed with {type(error).__name__}: {error}") from error
+    check_range(factor, what, "learning rate", low=0.0)
+    return number(factor, what, "learning rate")
 
 
 def update_rms(rule: AdjustLR, rows: int, cols: int) -> float:

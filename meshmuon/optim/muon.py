@@ -21,10 +21,11 @@ from .collect import Collector, Parameter, gradient_of, numbers_of, only_creates
 from .debug import RouteLog
 from .differences import to_tell
 from .dtensors import ReplicaGroup
-from .groups import check_dtype, check_group, normalise_group, normalise_params, storable_scheme, storable_split
+from .groups import check_group, normalise_group, normalise_params, storable_scheme, storable_split
 from .lr import AdjustLR
 from .nonfinite import NonFinite, Scaling, gradients_of, silence
 from .offload import Offload
+from .options import check_dtype, check_optimizer_options, check_replica_group
 from .planning import Demand, Outcome, Planner
 from .qk_clip import QKClip
 from .rules import RuleLike
@@ -94,6 +95,7 @@ class Muon(torch.optim.Optimizer):
         optimizer = Muon(get_default_muon_param_groups(model), lr=1e-3, weight_decay=0.1)
     """
 
+    _constructed = True
     _step_supports_amp_scaling = True  # a GradScaler leaves unscaling and skipping to step()
 
     def __init__(
@@ -134,9 +136,22 @@ class Muon(torch.optim.Optimizer):
         rule: RuleLike = "plain",
         cautious_weight_decay: bool = False,
     ) -> None:
+        check_optimizer_options(
+            {
+                "debug": debug,
+                "use_distributed_muon": use_distributed_muon,
+                "deterministic": deterministic,
+                "cuda_graphs": cuda_graphs,
+                "warmup_step": warmup_step,
+                "chunk_size": chunk_size,
+                "memory_budget": memory_budget,
+                "form": form,
+                "replicas": replicas,
+                "compile": compile,
+                "replica_group": replica_group,
+            }
+        )
         self._qk_clip = QKClip(clip_config)
-        if warmup_step < 0:
-            raise ConfigError(f"warmup_step={warmup_step} must be at least 0.")
         resolve_scheme(scheme, ns_steps)
         self._debug = debug
         self._settings = ExecutorSettings(chunk_size, memory_budget, form, deterministic, compile, cuda_graphs)
@@ -171,9 +186,10 @@ class Muon(torch.optim.Optimizer):
             "rule": rule,
             "cautious_weight_decay": cautious_weight_decay,
         }
+        self._constructed = False  # torch adds the groups one by one; their warnings come together, at the end
         super().__init__(normalise_params(params), defaults)
-        for warning in self.routing_table().warnings:
-            warnings.warn(warning, RoutingWarning, stacklevel=2)
+        self._constructed = True
+        self._warn_of_routes(0)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Adds a group, checked like those of the constructor; the next step plans with it."""
@@ -184,7 +200,12 @@ class Muon(torch.optim.Optimizer):
             group["scheme"] = storable_scheme(group["scheme"])
         if "split" in group:
             group["split"] = storable_split(group["split"])
-        super().add_param_group(group)
+        try:
+            super().add_param_group(group)
+        except ValueError as error:  # what only torch checks: leaves, and parameters in two groups
+            raise ConfigError(str(error)) from None
+        if self._constructed:
+            self._warn_of_routes(index)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None, qk_logits: Any = None) -> Any:
@@ -243,6 +264,7 @@ class Muon(torch.optim.Optimizer):
 
     @replica_group.setter
     def replica_group(self, group: ReplicaGroup | None) -> None:
+        check_replica_group(group, "replica_group")
         self._replica_group = group
         self._reset()
 
@@ -306,6 +328,7 @@ class Muon(torch.optim.Optimizer):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
+        self.defaults.pop("differentiable", None)  # torch adds it here; it is no option of ours and must not enter the groups
         if "_executor" not in self.__dict__:  # a copy, not an optimizer that loads a state
             self._replica_group = None  # process groups cannot be copied
             self._nonfinite = NonFinite(state["_nonfinite_policy"])
@@ -376,6 +399,11 @@ class Muon(torch.optim.Optimizer):
             if outcome.exchange is not None:
                 self._untold = to_tell(failure, parted)
             raise failure
+
+    def _warn_of_routes(self, first: int) -> None:
+        """Warns of the groups from ``first`` on, at the line that called the method which calls this."""
+        for warning in build_routing_table(self.param_groups[first:], first).warnings:
+            warnings.warn(warning, RoutingWarning, stacklevel=3)
 
     def _refuse_torn(self) -> None:
         if self._torn is not None:

@@ -54,7 +54,7 @@ class NonFinite:
     """What to do about gradients that are not finite, and how often it was done."""
 
     def __init__(self, policy: str) -> None:
-        if policy not in _POLICIES:
+        if not isinstance(policy, str) or policy not in _POLICIES:
             raise ConfigError(f"nonfinite={policy!r} must be one of {', '.join(map(repr, _POLICIES))}.")
         self.policy = policy
         self._skipped: int | Tensor = 0

@@ -57,8 +57,9 @@ class QKClip:
     """
 
     def __init__(self, clip_config: Mapping[str, Any] | None) -> None:
-        self._config = read_clip_config(clip_config) if clip_config else None  # an empty one asks for nothing
-        self._given = dict(clip_config) if clip_config else None
+        given = None if isinstance(clip_config, Mapping) and not clip_config else clip_config  # an empty one asks for nothing
+        self._config = None if given is None else read_clip_config(given)
+        self._given = None if given is None else dict(given)
         self._names: tuple[str, ...] = ()
         self._projections: list[tuple[int, Projection]] = []
         self._key: Hashable = None

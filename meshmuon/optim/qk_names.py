@@ -7,6 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeAlias
 
+import torch
+
 from ..errors import ConfigError
 from .routing import name_parts
 
@@ -83,8 +85,11 @@ def read_clip_config(given: Mapping[str, Any]) -> ClipConfig:
     if unknown := sorted(str(key) for key in given if key not in _KEYS):
         raise ConfigError(f"clip_config has unknown keys {unknown}; it may have {', '.join(_KEYS)}.")
     threshold = given.get("threshold")
-    if not isinstance(threshold, (int, float)) or isinstance(threshold, bool) or not 0 < threshold < float("inf"):
-        raise ConfigError(f"clip_config: threshold={threshold!r} must be a positive number: the largest logit to leave alone.")
+    limits = torch.finfo(torch.float32)  # in which factors are computed
+    if not isinstance(threshold, (int, float)) or isinstance(threshold, bool) or not limits.tiny <= threshold <= limits.max:
+        raise ConfigError(
+            f"clip_config: threshold={threshold!r} must be a positive number of float32: the largest logit to leave alone."
+        )
     parts = {key: _positive(given, key) for key in _MLA}
     mla = None
     if any(size is not None for size in parts.values()):

@@ -8,7 +8,9 @@ from typing import Any
 from torch import Tensor, nn
 
 from ..errors import ConfigError
-from ..matrices import check_expert_keys
+from ..matrices import Inside, check_expert_keys, check_inside
+from .flattened import refuse_flattened_model
+from .options import told
 
 __all__ = ["get_default_muon_param_groups", "name_parts"]
 
@@ -61,8 +63,14 @@ def get_default_muon_param_groups(
     Returns:
         One or two groups, each with ``params``, ``names`` and ``use_muon``, ready for ``Muon``. An empty one is left out.
     """
+    if not isinstance(model, nn.Module):
+        raise ConfigError(f"model is a {type(model).__name__}; get_default_muon_param_groups takes a torch.nn.Module.")
+    if is_muon_func is not None and not callable(is_muon_func):
+        raise ConfigError(f"is_muon_func={told(is_muon_func)} must be a function of (name, parameter) that returns a bool.")
     keys = check_expert_keys(expert_keys)
-    decide = is_muon_func or _Decision(model, keys, conv)
+    check_inside(Inside(keys, conv))
+    refuse_flattened_model(model)
+    decide = _users(is_muon_func) if is_muon_func is not None else _Decision(model, keys, conv)
     groups: dict[bool, dict[str, Any]] = {}
     for use_muon in (True, False):
         groups[use_muon] = {"params": [], "names": [], "use_muon": use_muon}
@@ -79,6 +87,16 @@ def get_default_muon_param_groups(
     if not kept:
         raise ConfigError("the model has no trainable parameters: every requires_grad is False, or it has none at all.")
     return kept
+
+
+def _users(is_muon_func: Callable[[str, Tensor], bool]) -> Callable[[str, Tensor], bool]:
+    def decide(name: str, param: Tensor) -> bool:
+        try:
+            return bool(is_muon_func(name, param))
+        except Exception as error:
+            raise ConfigError(f"is_muon_func failed for {name} with {type(error).__name__}: {error}") from error
+
+    return decide
 
 
 def name_parts(name: str) -> list[str]:

@@ -26,6 +26,7 @@ from torch import Tensor
 
 from ..errors import ConfigError
 from ..execute import UpdateRule
+from .options import check_range
 
 __all__ = ["MuonEq", "MuonPlus", "NorMuon", "RuleLike", "UpdateRule", "check_rule", "resolve_rule"]
 
@@ -45,8 +46,7 @@ class NorMuon:
     beta2: float = 0.95
 
     def __post_init__(self) -> None:
-        if not 0.0 <= self.beta2 < 1.0:
-            raise ConfigError(f"NorMuon: beta2={self.beta2} must be in [0, 1).")
+        check_range(self.beta2, "beta2", "NorMuon", low=0.0, below=1.0)
 
     def remembers(self) -> bool:
         """The running mean."""

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Mapping, MutableMapping, Sequence
+from numbers import Integral, Real
 from typing import Any
 
 import torch
@@ -15,7 +17,8 @@ from ..matrices import MatrixSet, matrices_inside
 from .adamw import STATE_KEYS as ADAMW_KEYS
 from .adamw import can_fuse, init_state
 from .dtensors import as_dtensor, layout_text, same_placement, zeros_laid_out_like
-from .groups import inside_of
+from .groups import are_placeholders, inside_of, storable_split
+from .options import FLOAT_DTYPES, told
 from .rules import resolve_rule
 
 __all__ = [
@@ -33,6 +36,7 @@ __all__ = [
 
 MOMENTUM, MEMORY = "momentum_buffer", "rule_memory"
 _DTYPES = ("compute_dtype", "momentum_dtype")
+_WHICH_MATRICES = ("rule", "split", "expert_keys", "expert_dims", "conv")  # a checkpoint changes these with a warning
 _PLAIN = (Tensor, bool, int, float, str, bytes, type(None))
 _NOT_STORED = "<not stored: "
 
@@ -102,6 +106,10 @@ def storable(state_dict: dict[str, Any]) -> dict[str, Any]:
 def _storable(value: Any) -> Any:
     if isinstance(value, torch.dtype):
         return str(value)
+    if type(value) is not bool and isinstance(value, Real):  # also numpy's numbers and fractions
+        return int(value) if isinstance(value, Integral) else float(value)
+    if isinstance(value, (list, tuple)) and any(isinstance(one, Real) for one in value):
+        return tuple(map(_storable, value)) if isinstance(value, tuple) else list(map(_storable, value))
     if _is_plain(value):
         return value
     named = value if hasattr(value, "__qualname__") else type(value)  # repr() would hold an address
@@ -123,13 +131,7 @@ def restore_options(group: dict[str, Any], own: Mapping[str, Any], saved: Mappin
         saved: the group in the checkpoint.
         defaults: the optimizer's options.
     """
-    group["use_muon"], group["param_names"] = own["use_muon"], own["param_names"]
-    if own["use_muon"] and _saved_rule(own, saved) != own.get("rule"):
-        warnings.warn(
-            f"{own['param_names'][0]}, …: the checkpoint was saved with rule={saved['rule']!r}, which holds from now on; the "
-            f"optimizer was built with {own['rule']!r}. Set the group's rule after loading to change it.",
-            stacklevel=4,
-        )
+    group["use_muon"], group["param_names"] = own["use_muon"], _names_after_loading(own, saved)
     for key, value in saved.items():
         if isinstance(value, str) and value.startswith(_NOT_STORED):
             group[key] = own.get(key, defaults.get(key))
@@ -140,6 +142,30 @@ def restore_options(group: dict[str, Any], own: Mapping[str, Any], saved: Mappin
             key not in saved or group.get(key) is None
         ):  # the saving optimizer did not know the option: the group's own value holds
             group[key] = own.get(key, value)
+    for key in _WHICH_MATRICES if own["use_muon"] else ():
+        if _comparable(group[key]) != _comparable(own.get(key)):
+            warnings.warn(
+                f"{group['param_names'][0]}, …: the checkpoint was saved with {key}={told(group[key])}, which holds from now on; "
+                f"the optimizer was built with {told(own.get(key))}. Set the group's {key} after loading to change it.",
+                stacklevel=4,
+            )
+
+
+def _comparable(value: Any) -> Any:
+    """Storing turns tuples into lists."""
+    return storable_split(value) or None
+
+
+def _names_after_loading(own: Mapping[str, Any], saved: Mapping[str, Any]) -> list[str]:
+    """The group's own names; the checkpoint's where the group was built without any."""
+    names, stored = list(own["param_names"]), _saved_names(saved)
+    return stored if len(stored) == len(names) and are_placeholders(names) else names
+
+
+def _saved_names(saved: Mapping[str, Any]) -> list[str]:
+    """The names in a checkpoint; none where it has something else."""
+    names = saved.get("param_names")
+    return list(names) if isinstance(names, (list, tuple)) and all(isinstance(name, str) for name in names) else []
 
 
 def _dtype(value: Any) -> Any:
@@ -156,6 +182,7 @@ def check(groups: Sequence[Mapping[str, Any]], state_dict: Mapping[str, Any]) ->
                 f'this is no optimizer\'s state_dict: it has no "{key}", its keys are {sorted(map(str, state_dict))}.'
             )
     saved_groups, saved_state = state_dict["param_groups"], state_dict["state"]
+    _refuse_torch_muon(saved_groups)
     if len(saved_groups) != len(groups):
         raise StateError(f"the state_dict has {len(saved_groups)} groups, this optimizer {len(groups)}: build the same groups.")
     for index, (group, saved) in enumerate(zip(groups, saved_groups, strict=True)):
@@ -173,10 +200,21 @@ def check(groups: Sequence[Mapping[str, Any]], state_dict: Mapping[str, Any]) ->
                 f"group {index} ({group['param_names'][0]}, …) has use_muon={group['use_muon']}, the state_dict's has "
                 f"{saved['use_muon']}: the parameters were routed differently when it was saved."
             )
-        _check_order(index, list(saved.get("param_names") or ()), group["param_names"])
+        _check_order(index, _saved_names(saved), group["param_names"])
         for option in _DTYPES:
             if isinstance(saved.get(option), str) and not isinstance(_dtype(saved[option]), torch.dtype):
                 raise StateError(f"group {index}: the state_dict has {option}={saved[option]!r}, which is no dtype of torch.")
+
+
+def _refuse_torch_muon(saved_groups: Sequence[Mapping[str, Any]]) -> None:
+    """torch's Muon has the same names for its state, but keeps momentum as a mean; its groups have coefficients and no route."""
+    for index, saved in enumerate(saved_groups):
+        if "ns_coefficients" in saved and "use_muon" not in saved:
+            raise StateError(
+                f"group {index} of the state_dict is from torch.optim.Muon, which keeps momentum as a mean of the gradients; "
+                "meshmuon keeps it as a sum, so that the next updates would be wrong. Convert it: "
+                "optimizer.load_state_dict(meshmuon.checkpoint.convert_torch_state(optimizer, muon_state, adamw_state))."
+            )
 
 
 def _missing(name: str, key: Any) -> StateError:
@@ -208,8 +246,12 @@ def check_current(name: str, param: Tensor, entry: Mapping[str, Any], group: Map
     use_muon, shapes = group["use_muon"], _shapes(name, param, group)
     for key, shape in shapes.items():
         value = entry.get(key)
-        if value is None or key == "step":
+        if value is None:
             continue
+        if key == "step":
+            _check_step_count(name, key, value)  # not its value: reading it may wait for a device
+            continue
+        _check_kind(name, key, value, shape)
         if value.shape != shape or value.device != param.device:
             raise StateError(
                 f"{name} is now {tuple(param.shape)} on {param.device}, its {key} is {tuple(value.shape)} on {value.device}. "
@@ -246,19 +288,23 @@ def _check_entry(name: str, param: Tensor, entry: Mapping[str, Any], group: Mapp
         )
     for key in shapes if entry else ():
         if key == "step":
-            _check_step_count(name, entry[key])
+            _check_step_count(name, f"saved {key}", entry[key])
+            if not 0 <= float(entry[key]) < math.inf:
+                raise StateError(f"{name}: its saved {key} is {float(entry[key])}, it must be a count of steps.")
         else:
             _check_tensor(name, param, key, entry[key], shapes[key])
 
 
-def _check_step_count(name: str, value: Any) -> None:
-    if not isinstance(value, (int, float)) and not (isinstance(value, Tensor) and value.numel() == 1):
-        raise StateError(f"{name}: its saved step is {_what(value)}, it must be one number.")
+def _check_step_count(name: str, key: str, value: Any) -> None:
+    real = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if isinstance(value, Tensor):
+        real = value.numel() == 1 and not value.is_complex() and value.dtype != torch.bool
+    if not real:
+        raise StateError(f"{name}: its {key} is {_what(value)}, it must be one number.")
 
 
 def _check_tensor(name: str, param: Tensor, key: str, value: Any, shape: tuple[int, ...]) -> None:
-    if not isinstance(value, Tensor):
-        raise StateError(f"{name}: its saved {key} is {_what(value)}, it must be a tensor of shape {shape}.")
+    _check_kind(name, f"saved {key}", value, shape)
     if value.shape != shape:
         raise StateError(
             f"{name} has shape {tuple(param.shape)}, but its saved {key} has {tuple(value.shape)} instead of {shape}: "
@@ -272,8 +318,17 @@ def _check_tensor(name: str, param: Tensor, key: str, value: Any, shape: tuple[i
         )
 
 
+def _check_kind(name: str, key: str, value: Any, shape: tuple[int, ...]) -> None:
+    if not isinstance(value, Tensor) or value.dtype not in FLOAT_DTYPES:
+        raise StateError(
+            f"{name}: its {key} is {_what(value)}, it must be a tensor of shape {shape} in float16, bfloat16, float32 or float64."
+        )
+
+
 def _what(value: Any) -> str:
-    return f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
+    if isinstance(value, Tensor):
+        return f"a tensor of shape {tuple(value.shape)} in {value.dtype}"
+    return f"a {type(value).__name__}"
 
 
 def restore(groups: Sequence[Mapping[str, Any]], state: Mapping[Tensor, dict[str, Any]], state_dict: Mapping[str, Any]) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from ..matrices import matrices_inside
+from ..matrices import MatrixSet, matrices_inside
 from ..plan import table
 from .dtensors import layout_text
 from .groups import inside_of
@@ -66,25 +66,25 @@ class RoutingTable:
         return "\n".join([table(head, [row.cells() for row in self.rows]), *(f"warning: {w}" for w in self.warnings)])
 
 
-def build_routing_table(groups: Sequence[Mapping[str, Any]]) -> RoutingTable:
-    """Describes an optimizer's groups."""
+def build_routing_table(groups: Sequence[Mapping[str, Any]], first: int = 0) -> RoutingTable:
+    """Describes an optimizer's groups, of which the first has the number ``first``."""
     rows: list[RoutingRow] = []
     warnings: list[str] = []
-    for index, group in enumerate(groups):
+    for index, group in enumerate(groups, first):
         if group["use_muon"]:
             warnings += _lr_warnings(index, group)
         for name, param in zip(group["param_names"], group["params"], strict=True):
-            rows.append(_row(name, param, group))
-            if group["use_muon"]:
-                warnings += _route_warnings(name, split=rows[-1].matrices > 1)
+            found = matrices_inside(name, param.shape, inside_of(group)) if group["use_muon"] else ()
+            rows.append(_row(name, param, group, found))
+            if found:
+                warnings += _route_warnings(name, found)
     return RoutingTable(tuple(rows), tuple(warnings))
 
 
-def _row(name: str, param: Tensor, group: Mapping[str, Any]) -> RoutingRow:
+def _row(name: str, param: Tensor, group: Mapping[str, Any], found: Sequence[MatrixSet]) -> RoutingRow:
     lr, shape = float(group["lr"]), tuple(param.shape)
     if not group["use_muon"]:
         return RoutingRow(name, shape, layout_text(name, param), "adamw", 0, lr, _ADAMW_RMS * lr)
-    found = matrices_inside(name, shape, inside_of(group))
     rule: AdjustLR = group["adjust_lr_fn"]
     largest = max(found, key=lambda one: lr_factor(rule, *one.lr_shape))  # the parts of a fused weight may differ
     factor, rms = lr_factor(rule, *largest.lr_shape), update_rms(rule, *largest.lr_shape)
@@ -106,15 +106,17 @@ def _lr_warnings(index: int, group: Mapping[str, Any]) -> list[str]:
     return []
 
 
-def _route_warnings(name: str, *, split: bool) -> list[str]:
+def _route_warnings(name: str, found: Sequence[MatrixSet]) -> list[str]:
     if is_table_name(name):
         return [
             f"{name} looks like an embedding or an output head, which train better with AdamW: move it to a group with "
             "use_muon=False."
         ]
+    split = found[0].window is not None  # also where a user says that it is one part
     if not split and any(part.lower() in _FUSED for part in name_parts(name)):
+        whole = "it as one matrix" if not found[0].lead else "each of its experts as one matrix"
         return [
-            f"{name} looks like several projections fused into one weight. Muon orthogonalises it as one matrix, which couples "
+            f"{name} looks like several projections fused into one weight. Muon orthogonalises {whole}, which couples "
             "them: give the sizes of its parts, split=(...), in the group."
         ]
     return []

@@ -24,6 +24,7 @@ from .remez import Quintic, best_quintic
 __all__ = ["Orthogonalizer", "Scheme", "SchemeLike", "keller", "polar_express", "resolve_scheme"]
 
 MAX_STEPS = 64
+_LARGEST = 65504.0  # of float16, the narrowest dtype that products are computed in
 
 Orthogonalizer: TypeAlias = Callable[[Tensor], Tensor]
 """A callable scheme: (batch, rows, cols) in, its orthogonalisation of the same shape out."""
@@ -36,6 +37,16 @@ class Scheme:
     name: str
     steps: tuple[Quintic, ...]
     source: str
+
+    def __post_init__(self) -> None:
+        if not self.steps:
+            raise ConfigError(f"scheme {self.name!r} has no steps, so that nothing would be orthogonalised: give at least one.")
+        for step in self.steps:
+            if len(step) != 3 or not all(isinstance(one, (int, float)) and abs(one) <= _LARGEST for one in step):
+                raise ConfigError(
+                    f"scheme {self.name!r} has the step {step!r}: each is three numbers (a, b, c), for a·x + b·x³ + c·x⁵, "
+                    f"finite and of at most {_LARGEST:g}, the largest that float16 holds."
+                )
 
     def __call__(self, x: float) -> float:
         """What the scheme makes of one singular value."""
@@ -121,7 +132,7 @@ def _from_triples(triples: Any, steps: int) -> Scheme:
         if len(rows) == 3 and all(isinstance(value, (int, float)) for value in rows):
             rows = [rows]  # one bare triple, as torch.optim.Muon's ns_coefficients
         quintics = tuple(Quintic(*(float(value) for value in row)) for row in rows)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         raise ConfigError(f"scheme={triples!r}: every step is a triple (a, b, c) of numbers, for a·x + b·x³ + c·x⁵.") from None
     if len(quintics) == 1:
         quintics *= steps

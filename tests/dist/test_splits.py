@@ -113,7 +113,7 @@ def test_a_fused_weight_is_warned_of_until_it_is_split() -> None:
 
 def test_sizes_that_do_not_fit_are_refused_with_the_name() -> None:
     param = nn.Parameter(torch.randn(12, 4))
-    with pytest.raises(ConfigError, match=r"layers\.0\.qkv\.weight: the parts \(4, 4\) add up to 8, but it has 12 outputs"):
+    with pytest.raises(ConfigError, match=r"layers\.0\.qkv\.weight: split=\(4, 4\) adds up to 8, but it has 12 outputs"):
         Muon([{"params": [param], "names": ["layers.0.qkv.weight"], "use_muon": True, "split": [4, 4]}])
 
 

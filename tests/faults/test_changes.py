@@ -122,7 +122,7 @@ def test_a_group_added_late(layout: str, use_muon: bool) -> None:
         if step == 2:
             params.append(nn.Parameter(on_mesh(seeded((7, 7), 40), mesh)))
             params[-1].grad = on_mesh(seeded((7, 7), 41), mesh)
-            optimizer.add_param_group({"params": [("late", params[-1])], "use_muon": use_muon, "lr": 0.05})
+            optimizer.add_param_group({"params": [("late", params[-1])], "use_muon": use_muon, "lr": 0.015})
 
     exact(layout, event)
 

@@ -107,6 +107,8 @@ REFUSALS: dict[str, Refusal] = {
     "complex gradient": Refusal(complex_numbers, "GradientError", ("rank 1: a has a complex gradient",), {}),
     "NaN": Refusal(not_finite, "GradientError", ("rank 1: a has a gradient that is not finite",), {"nonfinite": "raise"}),
     "negative lr": Refusal(setting(0, lr=-1.0), "ConfigError", ("rank 1: group 0: lr=-1.0",), {}),
+    "too large an lr": Refusal(setting(0, lr=1e39), "ConfigError", ("rank 1: group 0: lr=1e+39 times adjust_lr_fn",), {}),
+    "maximize as text": Refusal(setting(1, maximize="False"), "ConfigError", ("rank 1: group 1: maximize='False'",), {}),
     "unknown scheme": Refusal(setting(0, scheme="magic"), "ConfigError", ("rank 1", "magic"), {}),
     "another lr": Refusal(
         setting(0, lr=0.02), "PlanMismatchError", ("a: rank 1 steps it with lr=0.02", "rank 0 with lr=0.01"), {}

@@ -85,8 +85,8 @@ def test_a_function_may_leave_a_weight_whole() -> None:
 @pytest.mark.parametrize(
     ("split", "message"),
     [
-        ((3, 2), r"w: the parts \(3, 2\) add up to 5, but it has 6 outputs"),
-        (4, "w: 6 outputs do not divide into parts of 4"),
+        ((3, 2), r"w: split=\(3, 2\) adds up to 5, but it has 6 outputs"),
+        (4, "w: split=4, but 6 outputs do not divide into such parts"),
         (0, "w: split=0 must be sizes of parts such as"),
         (True, "w: split=True must be sizes"),
         ((6, 0), r"w: split=\(6, 0\) must be sizes"),

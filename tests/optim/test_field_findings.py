@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from meshmuon import GradientError, Muon, StateError, get_default_muon_param_groups
+from meshmuon.checkpoint import convert_torch_state
 
 
 def group(params: list[Tensor], use_muon: bool, **options: object) -> dict[str, object]:
@@ -41,16 +42,18 @@ def test_a_saved_number_as_step_is_loaded_as_a_tensor() -> None:
     assert torch.equal(optimizer.state[param]["step"], torch.tensor(2.0))
 
 
-def test_state_of_torchs_muon_continues() -> None:
+def test_state_of_torchs_muon_continues_once_converted() -> None:
     torch.manual_seed(0)
     param = nn.Parameter(torch.randn(4, 6))
     theirs = torch.optim.Muon([param])
     param.grad = torch.randn(4, 6)
     theirs.step()
     ours = Muon([group([param], True)])
-    ours.load_state_dict(theirs.state_dict())
+    with pytest.raises(StateError, match="convert_torch_state"):
+        ours.load_state_dict(theirs.state_dict())
+    ours.load_state_dict(convert_torch_state(ours, theirs.state_dict(), None, muon_names=["group0.param0"]))
     assert ours.param_groups[0]["use_muon"] is True
-    assert ours.param_groups[0]["adjust_lr_fn"] == "match_rms_adamw"
+    assert ours.param_groups[0]["adjust_lr_fn"] == "original"
     param.grad = torch.randn(4, 6)
     ours.step()
     assert param.isfinite().all()

@@ -83,6 +83,35 @@ def test_fused_projections_warn(name: str) -> None:
         Muon([named(name, 12, 4)])
 
 
+@pytest.mark.parametrize("expert_dims", ["out_in", "in_out"])
+def test_fused_experts_warn(expert_dims: str) -> None:
+    """They hold several matrices in any case; whether each is a fused one is another question."""
+    options: dict[str, Any] = {"expert_keys": ["experts"], "expert_dims": expert_dims}
+    name = "layers.0.experts.gate_up_proj"
+    with pytest.warns(RoutingWarning, match=f"{name} looks like several projections fused.*each of its experts as one matrix"):
+        Muon([named(name, 4, 8, 8, **options)])
+
+
+@pytest.mark.parametrize("split", [4, (4, 4), (8,), lambda name, shape: 4])
+def test_fused_weights_that_are_split_do_not_warn(split: Any, recwarn: pytest.WarningsRecorder) -> None:
+    options: dict[str, Any] = {"expert_keys": ["experts"], "split": split}
+    Muon([named("layers.0.experts.gate_up_proj", 4, 8, 8, **options), named("layers.0.qkv.weight", 8, 8, **options)])
+    assert not [one for one in recwarn if issubclass(one.category, RoutingWarning)]
+
+
+def test_a_group_that_is_added_warns() -> None:
+    """Of itself alone, by its own number, at the caller's line."""
+    with pytest.warns(RoutingWarning):
+        optimizer = Muon([named("qkv.weight", 8, 4)])
+    with pytest.warns(RoutingWarning) as record:
+        optimizer.add_param_group(named("lm_head.weight", 8, 4, lr=0.5))
+    texts = [str(one.message) for one in record]
+    assert len(texts) == 2
+    assert texts[0].startswith("group 1: lr=0.5 with")
+    assert texts[1].startswith("lm_head.weight looks like an embedding or an output head")
+    assert {one.filename for one in record} == {__file__}
+
+
 def test_torchs_attention_warns() -> None:
     model = nn.MultiheadAttention(4, 2)
     with pytest.warns(RoutingWarning, match="in_proj_weight looks like several projections fused"):

@@ -1,0 +1,61 @@
+"""Parameters that a wrapper has flattened: their matrices cannot be seen any more, so that Muon cannot train them."""
+
+from __future__ import annotations
+
+import sys
+
+from torch import Tensor, nn
+
+from ..errors import UnsupportedError
+
+__all__ = ["refuse_flattened", "refuse_flattened_model"]
+
+_FLAT_NAMES = ("flat_param", "_flat_param")
+_WEIGHTED = (nn.Linear, nn.Embedding, nn.EmbeddingBag, nn.Conv1d, nn.Conv2d, nn.Conv3d)
+
+
+def refuse_flattened(name: str, param: Tensor) -> None:
+    """Raises UnsupportedError for a parameter that bears a wrapper's mark."""
+    if wrapper := _wrapper_of(name, param):
+        raise _refusal(f"{name} has shape {tuple(param.shape)}", wrapper)
+
+
+def refuse_flattened_model(model: nn.Module) -> None:
+    """Raises UnsupportedError for a model in which a wrapper has replaced matrices by flat pieces of memory."""
+    for name, param in model.named_parameters():
+        refuse_flattened(name, param)
+    fsdp = sys.modules.get("torch.distributed.fsdp")  # where it was never loaded no model is wrapped
+    for path, module in model.named_modules():
+        if fsdp is not None and isinstance(module, fsdp.FullyShardedDataParallel) and not _keeps_shapes(module, fsdp):
+            raise _refusal(path or "the model", "FSDP1 (torch.distributed.fsdp.FullyShardedDataParallel)")
+        weight = getattr(module, "weight", None)
+        if isinstance(module, _WEIGHTED) and isinstance(weight, nn.Parameter) and weight.requires_grad and weight.dim() < 2:
+            what = f"{path}.weight of a {type(module).__name__} has shape {tuple(weight.shape)}"
+            raise _refusal(what, "a wrapper such as FSDP1, DeepSpeed ZeRO or fairscale")
+
+
+def _wrapper_of(name: str, param: Tensor) -> str | None:
+    if hasattr(param, "ds_id"):
+        return "DeepSpeed ZeRO-3"
+    if getattr(param, "_is_flat_param", False):
+        return "FSDP1 (torch.distributed.fsdp.FullyShardedDataParallel)"
+    last = name.rpartition(".")[2]
+    named = last in _FLAT_NAMES or last.startswith("flat_param_")
+    if type(param).__name__ == "FlatParameter" or (named and param.dim() == 1):
+        return "a wrapper of FSDP1's kind (torch's or fairscale's)"
+    return None
+
+
+def _keeps_shapes(module: nn.Module, fsdp: object) -> bool:
+    """FSDP1 leaves whole parameters where it shards nothing and was asked for the original ones."""
+    strategies = getattr(fsdp, "ShardingStrategy", None)
+    unsharded = getattr(module, "sharding_strategy", None) is getattr(strategies, "NO_SHARD", strategies)
+    return unsharded and bool(getattr(module, "_use_orig_params", False))
+
+
+def _refusal(what: str, wrapper: str) -> UnsupportedError:
+    return UnsupportedError(
+        f"{what}: {wrapper} has flattened the weights, so that there are no matrices to orthogonalise, and AdamW would train "
+        "everything instead of Muon. Shard the unwrapped model with FSDP2, torch.distributed.fsdp.fully_shard, which keeps every "
+        "matrix as it is, and build the optimizer after that."
+    )

@@ -1,0 +1,720 @@
+"""What torch tests of every optimizer, tested of this one through an adapter that takes parameters as torch's do.
+
+The behaviours are those of ``TestOptimRenewed``, written anew. What differs by design is at the end, and in docs/testing.md.
+"""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim import lr_scheduler as schedules
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+from meshmuon import ConfigError, GradientError, Muon
+
+from .reference import LR, assert_same_bits
+
+pytestmark = pytest.mark.filterwarnings("ignore::meshmuon.RoutingWarning")  # rates here are chosen to move, not to train
+
+
+class Adapted(Muon):
+    """Takes tensors, (name, tensor) pairs or groups, as torch's optimizers do. ``ROUTED``: whether matrices go to Muon.
+
+    A group of torch's may become two of ours: its matrices and the rest.
+    """
+
+    ROUTED = True
+
+    def __init__(self, params: Iterable[Any], **options: Any) -> None:
+        given = list(params)
+        groups = given if given and isinstance(given[0], Mapping) else [{"params": given}]
+        super().__init__([part for group in groups for part in self._parts(group)], **options)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        parts = [param_group] if "use_muon" in param_group else self._parts(param_group)
+        for part in parts:
+            super().add_param_group(part)
+
+    def _parts(self, group: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+        entries = group["params"]
+        entries = [entries] if isinstance(entries, Tensor) else list(entries)
+        for use_muon in (True, False):
+            mine = [one for one in entries if self._is_matrix(one[1] if isinstance(one, tuple) else one) is use_muon]
+            if mine:
+                yield {**group, "params": mine, "use_muon": use_muon, "conv": "flatten"}
+
+    def _is_matrix(self, param: Tensor) -> bool:
+        return self.ROUTED and param.dim() >= 2
+
+
+class AllAdamW(Adapted):
+    """Everything by the AdamW part."""
+
+    ROUTED = False
+
+
+@dataclass(frozen=True)
+class Input:
+    """One way of building the optimizer, as in torch's database of optimizers."""
+
+    name: str
+    options: dict[str, Any] = field(default_factory=dict)
+
+    def fresh(self) -> dict[str, Any]:
+        """Options of one optimizer: schedulers write into learning rates that are tensors."""
+        return copy.deepcopy(self.options)
+
+
+INPUTS = [
+    Input("default"),
+    Input("larger lr", {"lr": 0.01}),
+    Input("tensor lr", {"lr": torch.tensor(0.001)}),
+    Input("decay", {"weight_decay": 0.1}),
+    Input("no decay", {"weight_decay": 0.0}),
+    Input("ascent", {"weight_decay": 0.0, "maximize": True}),
+    Input("ascent with decay", {"weight_decay": 0.1, "maximize": True}),
+    Input("plain momentum", {"nesterov": False, "momentum": 0.9, "adamw_betas": (0.8, 0.9)}),
+    Input("no momentum", {"momentum": 0.0, "adamw_eps": 1e-6}),
+    Input("kept gradients", {"none_grad": False}),
+]
+CLASSES = [Adapted, AllAdamW]
+Schedule = Callable[[torch.optim.Optimizer], Any]
+SCHEDULES: list[list[Schedule]] = [
+    [lambda opt: schedules.StepLR(opt, gamma=0.9, step_size=10)],
+    [lambda opt: schedules.LinearLR(opt, start_factor=0.4, total_iters=4)],
+    [lambda opt: schedules.ReduceLROnPlateau(opt)],
+    [lambda opt: schedules.StepLR(opt, gamma=0.9, step_size=10), lambda opt: schedules.ReduceLROnPlateau(opt)],
+    [lambda opt: schedules.ExponentialLR(opt, gamma=0.99), lambda opt: schedules.CosineAnnealingLR(opt, T_max=40)],
+    [lambda opt: schedules.SequentialLR(opt, [schedules.ConstantLR(opt, 0.5, 3), schedules.StepLR(opt, 5)], milestones=[3])],
+]
+
+every_input = pytest.mark.parametrize("given", INPUTS, ids=lambda one: one.name)
+every_class = pytest.mark.parametrize("kind", CLASSES)
+
+
+class Problem:
+    """A weight and a bias that are to map one input to zero."""
+
+    def __init__(self, *, contiguous: bool = True, seed: int = 0) -> None:
+        draw = torch.Generator().manual_seed(seed)
+        weight, bias = torch.randn(10, 5, 2, generator=draw), torch.randn(10, 2, generator=draw)
+        first, second = weight[..., 0], bias[..., 0]
+        self.weight = nn.Parameter(first.contiguous() if contiguous else first)
+        self.bias = nn.Parameter(second.contiguous() if contiguous else second)
+        self.input = torch.randn(5, generator=draw)
+
+    @property
+    def params(self) -> list[nn.Parameter]:
+        return [self.weight, self.bias]
+
+    def named(self, yes: bool = True) -> list[Any]:
+        return [("weight", self.weight), ("bias", self.bias)] if yes else self.params
+
+    def loss(self) -> Tensor:
+        return (self.weight.mv(self.input) + self.bias).pow(2).sum()
+
+    def closure(self, optimizer: torch.optim.Optimizer) -> Callable[[], Tensor]:
+        def evaluate() -> Tensor:
+            optimizer.zero_grad()
+            loss = self.loss()
+            loss.backward()
+            return loss
+
+        return evaluate
+
+
+def train(optimizer: torch.optim.Optimizer, problem: Problem, steps: int, lr_schedules: Sequence[Any] = ()) -> None:
+    evaluate = problem.closure(optimizer)
+    for _ in range(steps):
+        loss = evaluate()
+        optimizer.step()
+        for schedule in lr_schedules:
+            schedule.step(loss) if isinstance(schedule, schedules.ReduceLROnPlateau) else schedule.step()
+
+
+def moved_right(problem: Problem, before: float, *, ascends: bool) -> bool:
+    now = problem.loss().item()
+    return now > before if ascends else now < before
+
+
+# Directions
+
+
+@every_class
+@every_input
+@pytest.mark.parametrize("contiguous", [True, False])
+def test_right_direction(kind: type[Adapted], given: Input, contiguous: bool) -> None:
+    problem = Problem(contiguous=contiguous)
+    before = problem.loss().item()
+    train(kind(problem.params, **given.fresh()), problem, 20)
+    assert moved_right(problem, before, ascends=given.options.get("maximize", False))
+
+
+@every_class
+@every_input
+@pytest.mark.parametrize("which", range(len(SCHEDULES)))
+def test_right_direction_with_schedules(kind: type[Adapted], given: Input, which: int) -> None:
+    for contiguous in (True, False):
+        problem = Problem(contiguous=contiguous)
+        optimizer = kind(problem.params, **given.fresh())
+        before = problem.loss().item()
+        train(optimizer, problem, 20, [make(optimizer) for make in SCHEDULES[which]])
+        assert moved_right(problem, before, ascends=given.options.get("maximize", False))
+
+
+@every_class
+@pytest.mark.parametrize("which", range(len(SCHEDULES)))
+def test_groups_with_schedules(kind: type[Adapted], which: int) -> None:
+    problem = Problem()
+    optimizer = kind([{"params": [problem.weight]}, {"params": [problem.bias], "lr": 0.01}])
+    before = problem.loss().item()
+    train(optimizer, problem, 20, [make(optimizer) for make in SCHEDULES[which]])
+    assert problem.loss().item() < before
+
+
+@every_class
+@every_input
+def test_groups_with_their_own_decay(kind: type[Adapted], given: Input) -> None:
+    problem = Problem()
+    options = given.fresh()
+    optimizer = kind([{"params": [problem.weight], **options}, {"params": [problem.bias], **options, "weight_decay": 0.0}])
+    before = problem.loss().item()
+    train(optimizer, problem, 20)
+    assert moved_right(problem, before, ascends=options.get("maximize", False))
+    assert [group["weight_decay"] for group in optimizer.param_groups] == [options.get("weight_decay", 0.1), 0.0]
+
+
+@every_class
+@every_input
+def test_groups_with_their_own_lr(kind: type[Adapted], given: Input) -> None:
+    """A group whose lr is next to nothing does not move, whatever the others do."""
+    problem, still = Problem(), [nn.Parameter(torch.randn(2)), nn.Parameter(torch.randn(3, 2))]
+    kept = [param.detach().clone() for param in still]
+    options = {"lr": 1e-3, **given.fresh()}
+    optimizer = kind([{"params": problem.params, **options}, {"params": still}], lr=1e-28)
+    before, evaluate = problem.loss().item(), problem.closure(optimizer)
+    for _ in range(20):
+        evaluate()
+        for param in still:
+            param.grad = torch.rand_like(param)
+        optimizer.step()
+    assert moved_right(problem, before, ascends=options.get("maximize", False))
+    assert_same_bits(still, kept)
+
+
+@every_class
+@every_input
+@pytest.mark.parametrize("shape", [(), (1,)], ids=str)
+@pytest.mark.parametrize("contiguous", [True, False])
+def test_lr_as_a_tensor(kind: type[Adapted], given: Input, shape: tuple[int, ...], contiguous: bool) -> None:
+    """The same training as with the number, up to what float32 makes of it: 2⁻¹⁰ it holds exactly."""
+    first, second = Problem(contiguous=contiguous), Problem(contiguous=contiguous)
+    options = given.fresh()
+    train(kind(first.params, **{**options, "lr": 2.0**-10}), first, 5)
+    train(kind(second.params, **{**options, "lr": torch.full(shape, 2.0**-10)}), second, 5)
+    for one, other in zip(first.params, second.params, strict=True):
+        torch.testing.assert_close(one, other)
+
+
+# Closures and gradients
+
+
+@every_class
+@every_input
+def test_a_closure_is_evaluated_once_with_gradients(kind: type[Adapted], given: Input) -> None:
+    problem = Problem()
+    optimizer = kind(problem.params, **given.fresh())
+    calls: list[Tensor] = []
+    evaluate = problem.closure(optimizer)
+
+    def counted() -> Tensor:
+        assert torch.is_grad_enabled()
+        calls.append(evaluate())
+        return calls[-1]
+
+    with torch.no_grad():
+        assert optimizer.step(counted) is calls[-1]
+    assert len(calls) == 1
+    assert optimizer.step() is None
+
+
+@every_class
+@every_input
+def test_nothing_happens_without_gradients(kind: type[Adapted], given: Input) -> None:
+    params = [torch.randn(2, 3), torch.randn(3)]
+    kept = [param.clone() for param in params]
+    optimizer = kind(params, **given.fresh())
+    optimizer.step(lambda: torch.tensor([1.0]))
+    assert_same_bits(params, kept)
+    assert not any(optimizer.state.values())
+
+
+@every_class
+@pytest.mark.parametrize("shape", [(5, 1), (3, 4), (6,), ()], ids=str)
+def test_nothing_happens_for_gradients_of_zeros(kind: type[Adapted], shape: tuple[int, ...]) -> None:
+    for given in INPUTS:
+        param = nn.Parameter(torch.randn(shape))
+        kept = param.detach().clone()
+        optimizer = kind([param], **{**given.fresh(), "weight_decay": 0.0})
+        param.grad = torch.zeros_like(param)
+        optimizer.step()
+        assert_same_bits([param], [kept])
+
+
+@every_class
+@every_input
+def test_parameters_without_elements(kind: type[Adapted], given: Input) -> None:
+    problem, empty = Problem(), [nn.Parameter(torch.empty(0)), nn.Parameter(torch.empty(0, 4)), nn.Parameter(torch.empty(3, 0))]
+    optimizer = kind([*problem.params, *empty], **given.fresh())
+    for _ in range(3):
+        problem.closure(optimizer)()
+        for param in empty:
+            param.grad = torch.empty_like(param)
+        optimizer.step()
+    alone = Problem()
+    train(kind(alone.params, **given.fresh()), alone, 3)
+    assert_same_bits(problem.params, alone.params)
+
+
+@every_class
+@every_input
+@pytest.mark.parametrize("contiguous", [True, False])
+def test_gradients_are_never_written(kind: type[Adapted], given: Input, contiguous: bool) -> None:
+    problem = Problem(contiguous=contiguous)
+    optimizer = kind(problem.params, **{**given.fresh(), "none_grad": False})
+    for _ in range(3):
+        problem.closure(optimizer)()
+        grads = [param.grad for param in problem.params]
+        kept = [(grad.clone(), grad._version) for grad in grads if grad is not None]
+        optimizer.step()
+        assert [param.grad is grad for param, grad in zip(problem.params, grads, strict=True)] == [True, True]
+        for grad, (bits, version) in zip(grads, kept, strict=True):
+            assert grad is not None
+            assert grad._version == version
+            assert torch.equal(grad, bits)
+
+
+@every_class
+@every_input
+def test_layers_that_come_and_go(kind: type[Adapted], given: Input) -> None:
+    """Each parameter fares as in an optimizer of its own, through a step without gradients and two with a frozen layer."""
+
+    def made() -> nn.Sequential:
+        torch.manual_seed(1)
+        return nn.Sequential(nn.Linear(2, 3), nn.Sigmoid(), nn.Linear(3, 1), nn.Sigmoid()).double()
+
+    together, apart = made(), made()
+    one = kind(together.parameters(), **given.fresh())
+    several = [kind([param], **given.fresh()) for param in apart.parameters()]
+    data = torch.arange(1, 7, dtype=torch.float64).reshape(3, 2) / 10
+    for step in range(7):
+        for model, optimizers in ((together, [one]), (apart, several)):
+            for optimizer in optimizers:
+                optimizer.zero_grad()
+            model[2].requires_grad_(step not in (3, 4))
+            if step != 2:
+                model(data).sum().backward()
+            for optimizer in optimizers:
+                optimizer.step()
+    assert_same_bits(together.parameters(), apart.parameters())
+
+
+@every_class
+def test_dtypes_beside_each_other(kind: type[Adapted]) -> None:
+    """Parameters of all dtypes in one group, each as if it were alone."""
+    dtypes = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+
+    def made() -> list[nn.Parameter]:
+        draw = torch.Generator().manual_seed(3)
+        return [nn.Parameter(torch.randn(shape, generator=draw).to(d)) for d in dtypes for shape in ((4, 6), (5,), (2, 3))]
+
+    together, apart = made(), made()
+    optimizers = [(kind(together), together), *((kind([param]), [param]) for param in apart)]
+    for optimizer, params in optimizers:
+        for step in range(4):
+            for param in params:
+                param.grad = torch.full_like(param, 0.1 + step).cumsum(-1)
+            optimizer.step()
+    assert_same_bits(together, apart)
+
+
+@every_class
+def test_zero_grad(kind: type[Adapted]) -> None:
+    problem = Problem()
+    optimizer = kind(problem.params)
+    for to_none in (False, True):
+        problem.loss().backward()
+        optimizer.zero_grad(set_to_none=to_none)
+        for param in problem.params:
+            assert (param.grad is None) if to_none else (param.grad is not None and not param.grad.any())
+
+
+# State
+
+
+@every_class
+@every_input
+@pytest.mark.parametrize("names", [(True, True), (True, False), (False, True), (False, False)], ids=str)
+def test_state_dict_is_all_there_is(kind: type[Adapted], given: Input, names: tuple[bool, bool]) -> None:
+    """A twin that loads it has the same bits from then on, and the same state_dict; loading does not change what is loaded."""
+    first, second = Problem(), Problem()
+    one = kind(first.named(names[0]), **given.fresh())
+    train(one, first, 10)
+    with torch.no_grad():
+        for mine, its in zip(second.params, first.params, strict=True):
+            mine.copy_(its)
+    two = kind(second.named(names[1]), **given.fresh())
+    saved = copy.deepcopy(one.state_dict())
+    loaded = copy.deepcopy(saved)
+    two.load_state_dict(loaded)
+    assert_equal_dicts(loaded, saved)
+    for _ in range(10):
+        train(one, first, 1)
+        train(two, second, 1)
+        assert_same_bits(first.params, second.params)
+    assert_equal_dicts(nameless(one.state_dict()), nameless(two.state_dict()))
+    two.param_groups.extend(two.param_groups)
+    assert_equal_dicts(nameless(one.state_dict())["param_groups"][-1], nameless(two.state_dict())["param_groups"][-1])
+
+
+def nameless(state_dict: dict[str, Any]) -> dict[str, Any]:
+    groups = [{key: value for key, value in group.items() if key != "param_names"} for group in state_dict["param_groups"]]
+    return {**state_dict, "param_groups": groups}
+
+
+def assert_equal_dicts(one: Any, other: Any) -> None:
+    """Equal in every key, value, type of container and bit."""
+    if isinstance(one, Tensor) or isinstance(other, Tensor):
+        torch.testing.assert_close(one, other, rtol=0, atol=0)
+    elif isinstance(one, dict):
+        assert list(one) == list(other) or set(one) == set(other)
+        for key, value in one.items():
+            assert_equal_dicts(value, other[key])
+    elif isinstance(one, (list, tuple)):
+        assert type(one) is type(other)
+        assert len(one) == len(other)
+        for mine, its in zip(one, other, strict=True):
+            assert_equal_dicts(mine, its)
+    else:
+        assert one == other
+
+
+@every_class
+@every_input
+@pytest.mark.parametrize("flag", ["maximize", "nesterov", "split", "rule", "cautious_weight_decay", "use_muon", "param_names"])
+def test_older_states_load(kind: type[Adapted], given: Input, flag: str) -> None:
+    model = nn.Sequential(nn.Conv2d(4, 2, 1, stride=2), nn.BatchNorm2d(2))
+    optimizer = kind(model.parameters(), **given.fresh())
+    data = torch.rand(1, 4, 16, 16)
+
+    def step() -> None:
+        optimizer.zero_grad()
+        model(data).sum().backward()
+        optimizer.step()
+
+    for _ in range(3):
+        step()
+    keys = [set(group) for group in optimizer.param_groups]
+    old = copy.deepcopy(optimizer.state_dict())
+    for group in old["param_groups"]:
+        del group[flag]
+    optimizer.load_state_dict(old)
+    assert [set(group) for group in optimizer.param_groups] == keys
+    step()
+
+
+@every_class
+@pytest.mark.parametrize("saved", [True, False])
+@pytest.mark.parametrize("loading", [True, False])
+def test_names_are_kept_by_either(kind: type[Adapted], saved: bool, loading: bool) -> None:
+    first, second = Problem(), Problem()
+    one, two = kind(first.named(saved)), kind(second.named(loading))
+    train(one, first, 3)
+    two.load_state_dict(one.state_dict())
+    train(two, second, 1)
+    names = [name for group in two.state_dict()["param_groups"] for name in group["param_names"]]
+    if saved or loading:
+        assert names == ["weight", "bias"]
+    else:
+        assert all(name.startswith("group") for name in names)
+
+
+@every_class
+@every_input
+@pytest.mark.parametrize("named", [True, False])
+def test_states_survive_the_disk(kind: type[Adapted], given: Input, named: bool) -> None:
+    problem = Problem()
+    optimizer = kind(problem.named(named), **given.fresh())
+    train(optimizer, problem, 3)
+    state_dict = optimizer.state_dict()
+    for weights_only in (False, True):
+        file = io.BytesIO()
+        torch.save(state_dict, file)
+        file.seek(0)
+        assert_equal_dicts(torch.load(file, weights_only=weights_only), state_dict)
+
+
+@every_class
+@every_input
+def test_counts_of_steps_as_numbers_load(kind: type[Adapted], given: Input) -> None:
+    problem = Problem()
+    optimizer = kind(problem.params, **given.fresh())
+    train(optimizer, problem, 3)
+    state_dict = copy.deepcopy(optimizer.state_dict())
+    counts = [entry for entry in state_dict["state"].values() if "step" in entry]
+    for entry in counts:
+        entry["step"] = entry["step"].item()
+    assert counts
+    optimizer.load_state_dict(state_dict)
+    train(optimizer, problem, 1)
+    assert all(entry["step"] == 4 for entry in optimizer.state_dict()["state"].values() if "step" in entry)
+
+
+@every_class
+@every_input
+def test_state_of_every_parameter(kind: type[Adapted], given: Input) -> None:
+    model = nn.Linear(5, 5)
+    optimizer = kind(model.parameters(), **given.fresh())
+    model(torch.rand(2, 5)).sum().backward()
+    optimizer.step()
+    assert len(optimizer.state) == 2
+    assert all(optimizer.state.values())
+
+
+@every_class
+@every_input
+@pytest.mark.parametrize("way", [copy.deepcopy, lambda one: pickle.loads(pickle.dumps(one))])
+def test_copies(kind: type[Adapted], given: Input, way: Callable[[Any], Any]) -> None:
+    problem = Problem()
+    optimizer = kind(problem.params, **given.fresh())
+    train(optimizer, problem, 3)
+    twin = way(optimizer)
+    assert {key for key in vars(twin) if not key.startswith("_")} == {key for key in vars(optimizer) if not key.startswith("_")}
+    assert_equal_dicts(twin.state_dict(), optimizer.state_dict())
+    assert repr(twin) == repr(optimizer)
+
+
+@every_class
+@every_input
+def test_it_can_be_printed(kind: type[Adapted], given: Input) -> None:
+    text = repr(kind(Problem().params, **given.fresh()))
+    assert text.startswith(kind.__name__)
+    assert "momentum" in text
+
+
+# Hooks
+
+
+def leave_a_mark(optimizer: torch.optim.Optimizer) -> None:
+    optimizer.state["test"] = 1  # type: ignore[index]
+
+
+def take_the_mark(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
+    state_dict["marked"] = state_dict["state"].pop("test", None) is not None
+    return state_dict
+
+
+@every_class
+@every_input
+def test_hooks_of_state_dict(kind: type[Adapted], given: Input) -> None:
+    optimizer = kind(Problem().params, **given.fresh())
+    first = optimizer.register_state_dict_post_hook(take_the_mark)
+    assert optimizer.state_dict()["marked"] is False
+    first.remove()
+    optimizer.register_state_dict_pre_hook(leave_a_mark)
+    assert optimizer.state_dict()["state"]["test"] == 1
+    optimizer.register_state_dict_post_hook(take_the_mark)
+    again = optimizer.state_dict()
+    assert again["marked"] is True
+    assert "test" not in again["state"]
+
+
+def lr_of_two(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
+    for group in state_dict["param_groups"]:
+        group["lr"] = 0.002
+
+
+def lr_of_three(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
+    mine = copy.deepcopy(state_dict)
+    for group in mine["param_groups"]:
+        group["lr"] = 0.003
+    return mine
+
+
+@every_class
+@every_input
+def test_hooks_of_load_state_dict(kind: type[Adapted], given: Input) -> None:
+    problem = Problem()
+    optimizer = kind(problem.params, **given.fresh())
+    train(optimizer, problem, 1)
+    seen: list[Any] = []
+    after = optimizer.register_load_state_dict_post_hook(lambda one: seen.append(one.param_groups[0]["lr"]))
+    optimizer.load_state_dict(optimizer.state_dict())
+    optimizer.register_load_state_dict_pre_hook(lr_of_two)
+    optimizer.load_state_dict(optimizer.state_dict())
+    optimizer.register_load_state_dict_pre_hook(lr_of_three, prepend=True)
+    optimizer.load_state_dict(optimizer.state_dict())
+    optimizer.register_load_state_dict_pre_hook(lr_of_three)
+    optimizer.load_state_dict(optimizer.state_dict())
+    assert seen[0] == given.options.get("lr", 1e-3)
+    assert seen[1:] == [0.002, 0.002, 0.003]
+    assert [group["lr"] for group in optimizer.param_groups] == [0.003] * len(optimizer.param_groups)
+    after.remove()
+    train(optimizer, problem, 1)
+
+
+@every_class
+@every_input
+def test_a_hook_after_loading_may_leave_state_of_its_own(kind: type[Adapted], given: Input) -> None:
+    problem = Problem()
+    optimizer = kind(problem.params, **given.fresh())
+    train(optimizer, problem, 1)
+    optimizer.register_load_state_dict_post_hook(leave_a_mark)
+    optimizer.load_state_dict(optimizer.state_dict())
+    assert optimizer.state["test"] == 1  # type: ignore[index]
+    train(optimizer, problem, 1)
+
+
+@contextmanager
+def global_hooks(log: list[str]) -> Iterator[None]:
+    before = register_optimizer_step_pre_hook(lambda *_: log.append("global before"))
+    after = register_optimizer_step_post_hook(lambda *_: log.append("global after"))
+    yield
+    before.remove()
+    after.remove()
+
+
+@every_class
+@every_input
+def test_hooks_of_step(kind: type[Adapted], given: Input) -> None:
+    problem, log = Problem(), list[str]()
+    optimizer, other = kind(problem.params, **given.fresh()), torch.optim.SGD([nn.Parameter(torch.zeros(1))])
+    one_step = ["global before", "before", "after", "global after"]
+    with global_hooks(log):
+        handles = []
+        for one in (optimizer, other):
+            handles.append(one.register_step_pre_hook(lambda *_: log.append("before")))
+            handles.append(one.register_step_post_hook(lambda *_: log.append("after")))
+        optimizer.step()
+        assert log == one_step
+        other.step()
+        assert log == one_step * 2
+        optimizer.step(problem.closure(optimizer))
+        assert log == one_step * 3
+        for handle in handles:
+            handle.remove()
+    optimizer.step()
+    other.step()
+    assert log == one_step * 3
+
+
+@every_class
+def test_hooks_may_change_the_arguments_of_step(kind: type[Adapted]) -> None:
+    problem = Problem()
+    optimizer = kind(problem.params)
+    evaluate = problem.closure(optimizer)
+    optimizer.register_step_pre_hook(lambda one, args, kwargs: ((args[0], evaluate), {}))
+    kept = problem.weight.detach().clone()
+    loss = optimizer.step()
+    assert isinstance(loss, Tensor)
+    assert not torch.equal(problem.weight, kept)
+
+
+@every_class
+def test_a_profile_shows_the_step(kind: type[Adapted]) -> None:
+    problem = Problem()
+    optimizer = kind(problem.params)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        train(optimizer, problem, 1)
+    assert f"Optimizer.step#{kind.__name__}.step" in {event.name for event in profile.events()}
+
+
+# Errors
+
+
+@every_class
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"lr": -0.5},
+        {"lr": torch.tensor([0.001, 0.001])},
+        {"weight_decay": -1.0},
+        {"adamw_betas": (1.0, 0.0)},
+        {"adamw_betas": (0.0, 1.0)},
+        {"adamw_eps": -1e-8},
+        {"momentum": -0.5},
+    ],
+    ids=str,
+)
+def test_errors_of_construction(kind: type[Adapted], options: dict[str, Any]) -> None:
+    if kind is AllAdamW and "momentum" in options:
+        pytest.skip("AdamW has none")
+    with pytest.raises(ValueError, match=next(iter(options))):
+        kind(Problem().params, **options)
+
+
+@every_class
+def test_a_parameter_in_two_groups(kind: type[Adapted]) -> None:
+    problem = Problem()
+    with pytest.raises(ValueError, match="more than one parameter group"):
+        kind([{"params": [problem.bias]}, {"params": [problem.bias]}])
+    with pytest.raises(ValueError, match="leaf"):
+        kind([problem.bias * 2])
+
+
+# What stays different; docs/testing.md lists it with the reasons.
+
+
+@every_class
+def test_complex_parameters_are_refused(kind: type[Adapted]) -> None:
+    param = nn.Parameter(torch.zeros(3, 4, dtype=torch.complex64))
+    with pytest.raises(ConfigError, match="view_as_real"):
+        kind([param])
+    kind([nn.Parameter(torch.view_as_real(param.detach()))])
+
+
+@every_class
+def test_sparse_gradients_are_refused(kind: type[Adapted]) -> None:
+    param = nn.Parameter(torch.zeros(3, 4))
+    optimizer = kind([param])
+    param.grad = torch.ones(3, 4).to_sparse()
+    with pytest.raises(GradientError, match="sparse"):
+        optimizer.step()
+
+
+@every_class
+@pytest.mark.parametrize("flag", ["foreach", "fused", "capturable", "differentiable"])
+def test_flags_of_torchs_implementations(kind: type[Adapted], flag: str) -> None:
+    """There is one implementation: the flags are no options, and in a group, where trainers put them, they change nothing."""
+    first, second = Problem(), Problem()
+    with pytest.raises(TypeError, match=flag):
+        kind(first.params, **{flag: True})
+    train(kind([{"params": first.params, flag: True}], lr=LR), first, 3)
+    train(kind(second.params, lr=LR), second, 3)
+    assert_same_bits(first.params, second.params)
+
+
+def test_bare_parameters_need_the_adapter() -> None:
+    with pytest.raises(ConfigError, match="list of groups"):
+        Muon(Problem().params)  # type: ignore[arg-type]
+
+
+@every_class
+def test_momentum_keeps_its_dtype(kind: type[Adapted]) -> None:
+    """torch casts loaded state to the parameter's dtype; of Muon's momentum the dtype is the user's choice."""
+    param = nn.Parameter(torch.randn(4, 6).bfloat16())
+    optimizer = kind([param], momentum_dtype=torch.float32)
+    param.grad = torch.ones_like(param)
+    optimizer.step()
+    optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    (entry,) = optimizer.state.values()
+    assert entry["momentum_buffer" if kind is Adapted else "exp_avg"].dtype == (torch.float32 if kind is Adapted else param.dtype)
