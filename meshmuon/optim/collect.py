@@ -135,8 +135,11 @@ class Collector:
         if same and all(seen.holds(*one) for seen, one in zip(self._seen, zip(groups, treatments, strict=True), strict=True)):
             return self._parameters, self._demands, None
         self._treatments = treatments
-        failure = self._look_closely(groups) or failure
-        return self._parameters, self._demands, failure
+        try:
+            failure = self._look_closely(groups) or failure
+            return self._parameters, self._demands, failure
+        finally:
+            del failure  # its traceback holds this frame, and with it the caller
 
     def _look_closely(self, groups: Sequence[dict[str, Any]]) -> Exception | None:
         """Parameter by parameter; what keeps a plan from being made."""
@@ -161,7 +164,10 @@ class Collector:
         if len(found) != len(self._known) or any(map(operator.is_not, found, self._known)):
             self._remember(found)
         self._seen = [Seen(*one) for one in zip(groups, self._treatments, strict=True)] if failure is None else []
-        return failure
+        try:
+            return failure
+        finally:
+            del failure
 
     def _new(self, treatment: _Treatment, one: Parameter) -> _Known:
         param = one.param

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -17,7 +17,7 @@ from ..transport import averaged, broadcast, everyone
 from .collect import Parameter, gradient_of, parameters_of
 from .dtensors import as_dtensor
 from .muon import Muon
-from .planning import Demand, Outcome, Planner
+from .planning import Outcome, Planner
 from .state import MEMORY, MOMENTUM
 
 __all__ = ["DistMuon"]
@@ -146,24 +146,22 @@ class DistMuon(Muon):
             path = "DistMuon"
             self._planner = Planner(self._plan_options, self._settings.form, path, self._replica_group, reduced=False)
 
-    def _demands(self) -> tuple[list[Parameter], tuple[Demand, ...], Exception | None]:
-        parameters, demands, failure = super()._demands()
-        if self._replica_group is None:
-            if self._divided:
-                failure = failure or UnsupportedError(
-                    "this copy of a DistMuon has no process group, and its gradients would not be averaged: set "
-                    "optimizer.replica_group, for example to torch.distributed.group.WORLD."
-                )
-            return parameters, demands, failure
-        try:
-            _check_plain(parameters)
-        except UnsupportedError as error:
-            failure = failure or error
-        return parameters, demands, failure
+    def _misuse(self, parameters: Sequence[Parameter]) -> Exception | None:
+        if self._replica_group is not None:
+            try:
+                _check_plain(parameters)
+            except UnsupportedError as error:
+                return error
+        elif self._divided:
+            return UnsupportedError(
+                "this copy of a DistMuon has no process group, and its gradients would not be averaged: set "
+                "optimizer.replica_group, for example to torch.distributed.group.WORLD."
+            )
+        return None
 
-    def _wire_dtype(self, param: Tensor) -> torch.dtype | None:
+    def _wire_dtype(self) -> Callable[[Tensor], torch.dtype | None]:
         """Gradients and weights travel as they are."""
-        return super()._wire_dtype(param) if self._replica_group is None else param.dtype
+        return super()._wire_dtype() if self._replica_group is None else lambda param: param.dtype
 
     def _work(self, parameters: Sequence[Parameter], outcome: Outcome, mask: Tensor | None = None) -> list[Work]:
         if self.replica_group is None:

@@ -155,7 +155,10 @@ class Planner:
         prepares = self._outcome is None or self._outcome.plan is not held
         if self._link is None:
             if failure is not None:
-                raise failure
+                try:
+                    raise failure
+                finally:
+                    del failure  # an error that its own traceback holds would keep the caller alive
         else:
             self._check_process()
             common = _runs([(start, numbers[group]) for start, group in self._groups]) if numbers else ()
@@ -173,7 +176,10 @@ class Planner:
         """All ranks are ready for the step, or all raise the first one's reason why it is not."""
         if self._link is None:
             if failure is not None:
-                raise failure
+                try:
+                    raise failure
+                finally:
+                    del failure
             return
         verdict = self._link.agreement.decide(Vote(_READY if failure is None else _FAILED))
         if not verdict.unanimous or failure is not None:
