@@ -23,7 +23,7 @@ from .differences import to_tell
 from .dtensors import ReplicaGroup
 from .groups import check_dtype, check_group, normalise_group, normalise_params, storable_scheme, storable_split
 from .lr import AdjustLR
-from .nonfinite import NonFinite, Scaling, gradients_of, silence
+from .nonfinite import NonFinite, Scaling, asked_by_scaler, gradients_of, silence
 from .offload import Offload
 from .planning import Outcome, Planner
 from .qk_clip import QKClip
@@ -93,8 +93,6 @@ class Muon(torch.optim.Optimizer):
 
         optimizer = Muon(get_default_muon_param_groups(model), lr=1e-3, weight_decay=0.1)
     """
-
-    _step_supports_amp_scaling = True  # a GradScaler leaves unscaling and skipping to step()
 
     def __init__(
         self,
@@ -216,6 +214,15 @@ class Muon(torch.optim.Optimizer):
                 if self._offload.on:
                     self._collector.forget()
         return loss
+
+    @property
+    def _step_supports_amp_scaling(self) -> bool:
+        """Whether ``step`` unscales and skips by itself: a GradScaler that asks leaves both to it, and the host need not wait.
+
+        Everyone else hears no. Trainers read this too, and refuse to clip where an optimizer unscales in its step. Here they may:
+        gradients that ``GradScaler.unscale_`` has divided already are not divided again.
+        """
+        return asked_by_scaler()
 
     @property
     def skipped_steps(self) -> int:
