@@ -116,6 +116,7 @@ class DistMuon(Muon):
         plan, group = self._executor.plan, self.replica_group
         if plan is None or not isinstance(group, dist.ProcessGroup):
             return
+        self._planner.check_connected()
         with self._offload.resident(self.state) as absent:
             if absent is not None:
                 raise absent
@@ -148,6 +149,12 @@ class DistMuon(Muon):
 
     def _misuse(self, parameters: Sequence[Parameter]) -> Exception | None:
         if self._replica_group is not None:
+            if not self._complete and not self._stepped:
+                return StateError(
+                    "momentum is divided over the owners of an earlier process group, and this one may have others: call "
+                    "optimizer.consolidate() on every rank before setting replica_group or copying the optimizer, or load a "
+                    "state_dict."
+                )
             try:
                 _check_plain(parameters)
             except UnsupportedError as error:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import math
 import os
+import weakref
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
@@ -118,6 +119,7 @@ class Planner:
         self._options, self._form, self._path, self._replica_group = options, form, path, replica_group
         self._reduced = reduced  # whether replicas come with equal gradients, or each with its own
         self._process = os.getpid()
+        self._world = _current_world()
         self._link: _Link | None = None
         self._agreed: tuple[Demand, ...] | None = None
         self.demands: tuple[Demand, ...] = ()
@@ -149,6 +151,8 @@ class Planner:
             busy: whether this rank has more to do than creating state.
             numbers: the hyperparameters of each group, of which ranks that share parameters must have the same.
         """
+        if self._link is not None:
+            self.check_connected()
         if demands != self._agreed:
             self._propose(demands)
         failure = failure or self._misfit
@@ -191,6 +195,8 @@ class Planner:
         self._agreed = self._outcome = self._misfit = None  # nothing half made survives an error
         meshes = dict.fromkeys(demand.mesh for demand in demands if demand.mesh is not None)
         self._meshes = {mesh: siblings(mesh) for mesh in meshes}
+        if self._replica_group is not None:
+            self.check_connected()
         self._replicas = replica_ranks(self._replica_group)
         ranks = self._reach()
         if isinstance(self._replica_group, dist.ProcessGroup) and len(ranks) > len(self._replicas[0]):
@@ -203,6 +209,7 @@ class Planner:
             self._link = None
         elif self._link is None or self._link.ranks != ranks:
             self._check_process()
+            self.check_connected()
             existing = [group for mesh in meshes for group in groups_of(mesh)]
             self._link = _Link(ranks, [*groups_of(self._replica_group), *existing])
         try:
@@ -294,6 +301,22 @@ class Planner:
                 'processes ("spawn") that join a process group and build their optimizer themselves.'
             )
 
+    def check_connected(self) -> None:
+        """Refuses to talk over groups of an earlier ``init_process_group``, which may still answer.
+
+        The ranks of the new one need not be the same, and DTensors keep the groups that they were made with.
+        """
+        if self._world is None:  # built before there was one, or on one rank alone
+            self._world = _current_world()
+        elif self._world() is None or self._world() is not dist.group.WORLD:
+            mend = "Build the meshes, the model and the optimizer anew and load a checkpoint."
+            if not self._meshes and self._replica_group is not None:
+                mend = "Set optimizer.replica_group to a group of the new one."
+            raise TransportError(
+                "ranks lost each other in the agreement of a step: destroy_process_group() has ended the process group that this "
+                f"optimizer was built in. {mend}"
+            )
+
     def _rank(self) -> int:
         return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
 
@@ -331,6 +354,12 @@ class Planner:
         raise_failures(agreement.everyone(Note(_failure_text(failure))), failure)
         assert self._outcome is not None
         raise_other_plan(agreement.everyone((self._token, _owners(self._outcome.plan))))
+
+
+def _current_world() -> weakref.ref[dist.ProcessGroup] | None:
+    """The default process group, by whose identity a later one is told from it."""
+    world = dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
+    return None if world is None else weakref.ref(world)
 
 
 def _runs(items: Sequence[tuple[int, _T]]) -> tuple[tuple[int, _T], ...]:
