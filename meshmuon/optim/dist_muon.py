@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -142,10 +143,24 @@ class DistMuon(Muon):
     def _reset(self) -> None:
         super()._reset()
         self._stepped: list[tuple[Tensor, MatrixSet]] = []  # the parameter and the matrices of each entry of the plan
+        self._kept: frozenset[Tensor] = frozenset()  # the parameters of which this rank owns a matrix
+        self._own_lacking: tuple[object, object, Sequence[int]] = (None, None, ())  # what it was found from, and what was found
         if self._replica_group is not None:
             self._executor = DataParallelExecutor(self._settings)
             path = "DistMuon"
-            self._planner = Planner(self._plan_options, self._settings.form, path, self._replica_group, reduced=False)
+            form, group, me = self._settings.form, self._replica_group, weakref.ref(self)
+            self._planner = Planner(self._plan_options, form, path, group, me, reduced=False)
+
+    def _lacking(self, parameters: Sequence[Parameter]) -> Sequence[int]:
+        lacking, kept = super()._lacking(parameters), self._kept
+        if self._complete or not lacking:
+            return lacking
+        if self._own_lacking[0] is not lacking or self._own_lacking[1] is not kept:
+            self._own_lacking = lacking, kept, [k for k in lacking if self._keeps(parameters[k])]
+        return self._own_lacking[2]
+
+    def _keeps(self, parameter: Parameter) -> bool:
+        return self._complete or not parameter.group["use_muon"] or parameter.param in self._kept
 
     def _misuse(self, parameters: Sequence[Parameter]) -> Exception | None:
         if self._replica_group is not None:
@@ -179,6 +194,8 @@ class DistMuon(Muon):
             self._stepped = [(parameters[k].param, (demands[k].matrices or ())[part]) for k, part in outcome.members]
         owned = {task.entry for task in outcome.plan.tasks if task.owner == outcome.rank}
         kept = {outcome.members[entry][0] for entry in owned}
+        if outcome.plan is not self._executor.plan:
+            self._kept = frozenset(parameters[k].param for k in kept)
         for k in {k for k, _ in outcome.members} - kept:
             for key in (MOMENTUM, MEMORY):
                 self.state[parameters[k].param].pop(key, None)

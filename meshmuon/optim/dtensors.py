@@ -176,7 +176,8 @@ def groups_of(place: DeviceMesh | dist.ProcessGroup | None) -> list[dist.Process
         return list(place.get_all_groups()) if place.get_coordinate() is not None else []
     except RuntimeError as error:
         raise TransportError(
-            f"the process groups of the mesh {place} are gone: {error}. After destroy_process_group() build meshes and model anew."
+            f"the process groups of the mesh {place} are gone: {error}. After destroy_process_group() build meshes and model "
+            "anew."
         ) from error
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -22,10 +23,12 @@ from .debug import RouteLog
 from .differences import to_tell
 from .dtensors import ReplicaGroup
 from .groups import check_dtype, check_group, normalise_group, normalise_params, storable_scheme, storable_split
+from .identity import enrol
+from .keeping import Keeping
 from .lr import AdjustLR
 from .nonfinite import NonFinite, Scaling, asked_by_scaler, gradients_of, silence
 from .offload import Offload
-from .planning import Outcome, Planner
+from .planning import Outcome, Planner, Standing
 from .qk_clip import QKClip
 from .rules import RuleLike
 from .table import RoutingTable, build_routing_table
@@ -170,6 +173,7 @@ class Muon(torch.optim.Optimizer):
             "cautious_weight_decay": cautious_weight_decay,
         }
         super().__init__(normalise_params(params), defaults)
+        enrol(self)
         for warning in self.routing_table().warnings:
             warnings.warn(warning, RoutingWarning, stacklevel=2)
 
@@ -196,6 +200,7 @@ class Muon(torch.optim.Optimizer):
         Returns:
             What ``closure`` returned, or None.
         """
+        self._planner.begin()
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -306,6 +311,7 @@ class Muon(torch.optim.Optimizer):
         state.restore(self.param_groups, self.state, adapted)
         self._offload.put_away(self.state)
         self._torn = self._untold = None
+        self._planner.begin_anew()
 
     def __getstate__(self) -> dict[str, Any]:
         kept = ("_settings", "_plan_options", "_comm_dtype", "_reference", "_debug", "_qk_clip", "_torn", "_untold")
@@ -320,10 +326,11 @@ class Muon(torch.optim.Optimizer):
             self._nonfinite = NonFinite(state["_nonfinite_policy"])
             self._offload = Offload(on=state["_offloaded"])
             self._reset()
+            enrol(self)
 
     def _reset(self) -> None:
         path = f"use_distributed_muon={self._reference}"
-        self._planner = Planner(self._plan_options, self._settings.form, path, self._replica_group)
+        self._planner = Planner(self._plan_options, self._settings.form, path, self._replica_group, weakref.ref(self))
         self._executor: StepExecutor = (ReferenceExecutor if self._reference else Executor)(self._settings)
         self._collector = Collector(self._wire_dtype())
         self._log = RouteLog(on=self._debug)
@@ -346,8 +353,11 @@ class Muon(torch.optim.Optimizer):
                 failure = error
         clip = self._qk_clip.signature(qk_logits)
         held, numbers = self._executor.plan, [f"{one}, {clip}" for one in numbers_of(self.param_groups)]
+        keeping = Keeping(parameters, self.state, self._keeps)
         try:
-            outcome = self._planner.outcome(demands, failure, held=held, nonfinite=nonfinite, busy=busy, numbers=numbers)
+            outcome = self._planner.outcome(
+                demands, failure, Standing(held, nonfinite, busy, numbers, self._lacking(parameters), keeping)
+            )
         finally:
             del failure  # here and below: an error that its own traceback holds would keep the optimizer alive
         return parameters, outcome
@@ -423,6 +433,14 @@ class Muon(torch.optim.Optimizer):
         """The dtype in which a parameter travels. It knows nothing of the optimizer, which must be freed with its last user."""
         comm_dtype = self._comm_dtype
         return lambda param: comm_dtype
+
+    def _lacking(self, parameters: Sequence[Parameter]) -> Sequence[int]:
+        """Indices of the parameters that this rank would begin with new state."""
+        return self._collector.lacking
+
+    def _keeps(self, parameter: Parameter) -> bool:
+        """Whether this rank keeps the state of a parameter."""
+        return True
 
     def _misuse(self, parameters: Sequence[Parameter]) -> Exception | None:
         """What the kind of optimizer has against its parameters."""

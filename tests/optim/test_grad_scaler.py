@@ -1,7 +1,8 @@
 """Who unscales gradients: a GradScaler leaves it to ``step``, and a trainer that clips does it before, as its check allows.
 
 Lightning is not installed here. What its mixed precision does is written down below: it reads one attribute of the optimizer,
-``getattr(optimizer, "_step_supports_amp_scaling", False)``, refuses to clip where that is true, and else unscales before clipping.
+``getattr(optimizer, "_step_supports_amp_scaling", False)``, refuses to clip where that is true, and otherwise unscales
+before clipping.
 """
 
 from __future__ import annotations
@@ -101,8 +102,9 @@ def test_a_scaler_leaves_unscaling_to_the_step(kind: type[torch.amp.GradScaler])
     optimizer, scaler = optimizer_of(model), scaler_of(kind)
     for step in range(3):
         scaler.scale(loss_of(model, step)).backward()
-        with patch.object(scaler, "unscale_", side_effect=AssertionError("the scaler unscales")), patch.object(
-            scaler, "_maybe_opt_step", side_effect=AssertionError("the host reads what was found")
+        with (
+            patch.object(scaler, "unscale_", side_effect=AssertionError("the scaler unscales")),
+            patch.object(scaler, "_maybe_opt_step", side_effect=AssertionError("the host reads what was found")),
         ):
             scaler.step(optimizer)
         scaler.update()
