@@ -2,12 +2,14 @@
 
 When ranks first step together they agree on a number that no other optimizer has. From then on each says that number, and how
 often it was stepped since, with every vote. What they are before that is told by their place among the optimizers of this process
-that look alike, in the order in which these were built. Places may differ for good reasons: one rank has a copy more, or an
-optimizer for something of its own. They say something only between ranks that have equally many.
+that look alike, in the order in which these were built; a copy comes right behind its original. Places may differ for good
+reasons: one rank has a copy more, or an optimizer for something of its own. They say something only between ranks that have
+equally many.
 """
 
 from __future__ import annotations
 
+import itertools
 import secrets
 import threading
 import weakref
@@ -33,7 +35,13 @@ class Optimizer(Protocol):
         ...
 
 
-_Roster = list["weakref.ref[Optimizer]"]
+class _Enrolled(NamedTuple):
+    optimizer: weakref.ref[Optimizer]
+    descent: tuple[int, ...]  # its number, behind those of what it was copied from or has followed
+
+
+_Roster = list[_Enrolled]
+_numbers = itertools.count()
 _rosters: weakref.WeakKeyDictionary[dist.ProcessGroup, _Roster] = weakref.WeakKeyDictionary()
 _early: _Roster = []  # built before there was a process group
 _lock = threading.Lock()
@@ -66,12 +74,26 @@ class Pairing(NamedTuple):
         return Pairing(number) if number else self
 
 
-def enrol(optimizer: Optimizer) -> None:
-    """Takes note of an optimizer when it is built, or copied."""
+def enrol(optimizer: Optimizer, copied: tuple[int, ...] = ()) -> tuple[int, ...]:
+    """Takes note of an optimizer when it is built.
+
+    Args:
+        optimizer: the new one.
+        copied: of a copy, the descent of what it is a copy of, whose place it then takes if that goes.
+
+    Returns:
+        Its descent. An optimizer for the parameters of one that is still there descends from that one.
+    """
+    first = _first(optimizer)
     with _lock:
         roster = _roster()
-        roster[:] = [one for one in roster if one() is not None]
-        roster.append(weakref.ref(optimizer))
+        roster[:] = [one for one in roster if one.optimizer() is not None]
+        for one in roster:
+            if not copied and first is not None and (known := one.optimizer()) is not None and _first(known) is first:
+                copied = one.descent
+        descent = (*copied, next(_numbers))
+        roster.append(_Enrolled(weakref.ref(optimizer), descent))
+    return descent
 
 
 def place_of(optimizer: Optimizer | None) -> Place:
@@ -79,7 +101,8 @@ def place_of(optimizer: Optimizer | None) -> Place:
     assert optimizer is not None, "who plans is alive"
     with _lock:
         roster = _roster()
-        found = [one() for one in (_early if roster is _early else [*_early, *roster])]
+        enrolled = sorted(_early if roster is _early else [*_early, *roster], key=lambda one: one.descent)
+    found = [one.optimizer() for one in enrolled]
     alike = [one for one in found if one is not None and (one is optimizer or _looks_like(optimizer, one))]
     firsts: list[Tensor | None] = []
     for one in alike:

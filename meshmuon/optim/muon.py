@@ -173,7 +173,7 @@ class Muon(torch.optim.Optimizer):
             "cautious_weight_decay": cautious_weight_decay,
         }
         super().__init__(normalise_params(params), defaults)
-        enrol(self)
+        self._descent = enrol(self)
         for warning in self.routing_table().warnings:
             warnings.warn(warning, RoutingWarning, stacklevel=2)
 
@@ -314,7 +314,7 @@ class Muon(torch.optim.Optimizer):
         self._planner.begin_anew()
 
     def __getstate__(self) -> dict[str, Any]:
-        kept = ("_settings", "_plan_options", "_comm_dtype", "_reference", "_debug", "_qk_clip", "_torn", "_untold")
+        kept = ("_settings", "_plan_options", "_comm_dtype", "_reference", "_debug", "_qk_clip", "_torn", "_untold", "_descent")
         self._offload.settle()
         options = {"_nonfinite_policy": self._nonfinite.policy, "_offloaded": self._offload.on}
         return {**super().__getstate__(), **{name: getattr(self, name) for name in kept}, **options}
@@ -326,7 +326,7 @@ class Muon(torch.optim.Optimizer):
             self._nonfinite = NonFinite(state["_nonfinite_policy"])
             self._offload = Offload(on=state["_offloaded"])
             self._reset()
-            enrol(self)
+            self._descent = enrol(self, state["_descent"])
 
     def _reset(self) -> None:
         path = f"use_distributed_muon={self._reference}"
