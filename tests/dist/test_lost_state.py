@@ -156,7 +156,9 @@ def test_state_that_one_rank_has_lost(loss: Loss, layout: str, offloaded: bool) 
     for said, _ in found:
         assert said == found[0][0]
         assert said[0] == said[1]
-        assert said[0].startswith(f"StateError: {name} has no state on rank 1 and would restart there from zero, while rank 0 has")
+        assert said[0].startswith(
+            f"StateError: {name} has no state on rank 1 and would restart there from zero, while rank 0 has"
+        )
 
     def undisturbed(rank: int) -> dict[tuple[str, str], Tensor]:
         model = Model(layout, rule="normuon")
