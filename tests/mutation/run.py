@@ -59,7 +59,6 @@ TESTS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("meshmuon/optim/seen.py", ("tests/optim/test_collector.py", *_STEP)),
     ("meshmuon/optim/rules.py", ("tests/optim/test_rules.py",)),
     ("meshmuon/optim/planning.py", ("tests/dist", "tests/optim")),
-    ("meshmuon/optim/differences.py", ("tests/dist/test_identity.py", "tests/dist/test_lost_state.py")),
     ("meshmuon/optim/identity.py", ("tests/dist/test_identity.py",)),
     ("meshmuon/optim/keeping.py", ("tests/dist/test_lost_state.py",)),
     ("meshmuon/optim/link.py", ("tests/faults/test_new_process_group.py",)),
