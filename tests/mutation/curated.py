@@ -377,16 +377,10 @@ CURATED = (
     Curated(_PLANNING, "self._who(), self._shared_among(lacking))", "self._who())"),
     Curated(_PLANNING, "self._pairing = Pairing(number, steps - 1)", "self._pairing = Pairing(number, steps)"),
     Curated(_DIFFERENCES, "mine.alike == its.alike and mine != its", "mine != its"),
-    Curated(_DIFFERENCES, "(not same_number and mine.alike", "(mine.alike != mine.alike and mine.alike"),
     Curated(_IDENTITY, "return Pairing(number) if number else self", "return self"),
     Curated(_IDENTITY, "descent = (*copied, next(_numbers))", "descent = (next(_numbers),)"),
     Curated(_KEEPING, "return any(bool(local_part(value).count_nonzero())", "return any(True"),
     Curated(_LINK, "elif self._world() is None or self._world() is not dist.group.WORLD:", "elif False:"),
-    Curated(
-        _MUON,
-        "self._qk_clip.apply(parameters, qk_logits, mask)  #",
-        "failure or self._qk_clip.apply(parameters, qk_logits, mask)  #",
-    ),
     # Streams
     Curated(_DEVICE, "        self._side.wait_event(after)", "        pass"),
     Curated(_DEVICE, "            tensor.record_stream(self._side)\n", "            pass\n"),
