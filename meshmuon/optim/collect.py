@@ -17,10 +17,12 @@ from ..execute import UpdateRule, Work, WorkSettings, local_part
 from ..matrices import Inside, matrices_inside
 from ..ortho import Orthogonalizer, Scheme, default_compute_dtype, resolve_scheme
 from . import state
+from .demand import Demand
 from .dtensors import as_dtensor, check_gradient_placement
 from .groups import check_options, check_reach, inside_of, largest_number
+from .keeping import is_kept
 from .lr import lr_factor
-from .planning import Demand, Outcome
+from .planning import Outcome
 from .rules import resolve_rule
 from .seen import Seen
 
@@ -114,6 +116,8 @@ class Collector:
         self._shapes: list[tuple[int, tuple[int, int] | None, float]] = []
         self._work: tuple[object, list[Work]] = (None, [])
         self._groups: dict[int, dict[str, Any]] = {}  # of that work, by place
+        self._lacking: dict[int, tuple[int, ...]] = {}  # by place of a group, its parameters without state
+        self.lacking: tuple[int, ...] = ()  # parameters that have a gradient and no state yet, at the last check
 
     def demands(self, groups: Sequence[dict[str, Any]]) -> tuple[list[Parameter], tuple[Demand, ...], Exception | None]:
         """All parameters, what a plan must know of them, and what keeps it from being known.
@@ -137,8 +141,11 @@ class Collector:
         if same and all(seen.holds(*one) for seen, one in zip(self._seen, zip(groups, treatments, strict=True), strict=True)):
             return self._parameters, self._demands, None
         self._treatments = treatments
-        failure = self._look_closely(groups) or failure
-        return self._parameters, self._demands, failure
+        try:
+            failure = self._look_closely(groups) or failure
+            return self._parameters, self._demands, failure
+        finally:
+            del failure  # its traceback holds this frame, and with it the caller
 
     def _look_closely(self, groups: Sequence[dict[str, Any]]) -> Exception | None:
         """Parameter by parameter; what keeps a plan from being made."""
@@ -164,7 +171,10 @@ class Collector:
         if len(found) != len(self._known) or any(map(operator.is_not, found, self._known)):
             self._remember(found)
         self._seen = [Seen(*one) for one in zip(groups, self._treatments, strict=True)] if failure is None else []
-        return failure
+        try:
+            return failure
+        finally:
+            del failure
 
     def _new(self, treatment: _Treatment, one: Parameter) -> _Known:
         param = one.param
@@ -198,6 +208,17 @@ class Collector:
                     if (entry := states.get(known.one.param)) is not None:
                         state.check_current(known.one.name, known.one.param, entry, known.one.group)
                 seen.accept_state(states)
+                self._lacking[place] = self._without_state(place, states)
+                self.lacking = tuple(k for place in range(len(self._seen)) for k in self._lacking.get(place, ()))
+
+    def _without_state(self, place: int, states: Mapping[Tensor, dict[str, Any]]) -> tuple[int, ...]:
+        return tuple(
+            k
+            for k, known in enumerate(self._known)
+            if known.one.place == place
+            and known.one.param.grad is not None
+            and not is_kept(states.get(known.one.param), known.one.group["use_muon"], known.treatment.rule)
+        )
 
     def _with_gradient(self, place: int) -> Iterator[_Known]:
         return (known for known in self._known if known.one.place == place and known.one.param.grad is not None)

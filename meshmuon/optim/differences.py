@@ -10,11 +10,28 @@ from typing import TypeVar
 from .. import errors
 from ..errors import GradientError, MeshmuonError, PlanMismatchError, StateError
 from ..layout import Layout
+from .identity import Pairing, Place
 
-__all__ = ["Note", "raise_failures", "raise_mismatch", "raise_other_plan", "raise_torn_replicas", "to_tell"]
+__all__ = [
+    "ABSENT",
+    "ELSEWHERE",
+    "PRESENT",
+    "Note",
+    "differing_state",
+    "lost_by_owners",
+    "other_optimizer",
+    "other_step",
+    "raise_failures",
+    "raise_lost_state",
+    "raise_mismatch",
+    "raise_other_plan",
+    "raise_torn_replicas",
+    "to_tell",
+]
 
-
+ABSENT, PRESENT, ELSEWHERE = "0", "1", "-"  # of a parameter's state: to be begun, here, another rank's affair
 _T = TypeVar("_T")
+_NO_PAIRING, _ALONE = Pairing(), Place(0, 1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +44,9 @@ class Note:
         parameters: (name, all that must be equal) of each parameter on a mesh, in order.
         active: which of them have a gradient.
         numbers: (index of a parameter, hyperparameters of it and of those behind it).
+        pairing: which optimizer it steps, and how often it was stepped.
+        place: the optimizer's place among those of its process that look alike.
+        state: a letter for each of the parameters, whether its state is there.
     """
 
     failure: tuple[str, str] | None
@@ -34,6 +54,9 @@ class Note:
     parameters: tuple[tuple[str, str], ...] = ()
     active: tuple[bool, ...] = ()
     numbers: tuple[tuple[int, str], ...] = ()
+    pairing: Pairing = _NO_PAIRING
+    place: Place = _ALONE
+    state: str = ""
 
 
 def raise_failures(notes: Mapping[int, Note], own: Exception | None) -> None:
@@ -44,6 +67,74 @@ def raise_failures(notes: Mapping[int, Note], own: Exception | None) -> None:
             if not hasattr(errors, kind):
                 text = f"{kind}: {text}"
             raise getattr(errors, kind, MeshmuonError)(f"rank {rank}: {text}") from own
+
+
+def other_optimizer(notes: Mapping[int, Note]) -> PlanMismatchError | None:
+    """The error of ranks that step different optimizers, as far as they can know."""
+    for rank, note in sorted(notes.items()):
+        for model in sorted(other for other in notes if other < rank):
+            numbers = {note.pairing.number, notes[model].pairing.number}
+            mine, its = note.place, notes[model].place
+            same_number = len(numbers) == 1 and 0 not in numbers
+            if (len(numbers) == 2 and 0 not in numbers) or (not same_number and mine.alike == its.alike and mine != its):
+                return PlanMismatchError(
+                    f"rank {rank} steps another optimizer than rank {model}, and gradients of different parameters would be "
+                    "mixed. Step several optimizers in the same order on every rank, and each equally often."
+                )
+    return None
+
+
+def other_step(notes: Mapping[int, Note]) -> PlanMismatchError | None:
+    """The error of ranks that have stepped the same optimizer more or less often."""
+    steps = {rank: note.pairing.steps for rank, note in sorted(notes.items())}
+    if len({note.pairing.number for note in notes.values()}) > 1 or len(set(steps.values())) == 1:
+        return None
+    usual = _most(list(steps.values()))
+    rank = next(rank for rank, count in steps.items() if count != usual)
+    model = next(rank for rank, count in steps.items() if count == usual)
+    return PlanMismatchError(
+        f"rank {rank} is at call {steps[rank]} of this optimizer's step() since the ranks first stepped it together, rank "
+        f"{model} at call {usual}: calls have ended on one rank alone, in its closure for example, and gradients of different "
+        "batches would be mixed. Call step() equally often on every rank."
+    )
+
+
+def differing_state(states: Mapping[int, str], active: Sequence[bool]) -> list[int]:
+    """Which of the ``active`` parameters have state on some ranks and should have it on others that have none."""
+    letters = (set(one) for one in zip(*states.values(), strict=True))
+    return [position for position, found in enumerate(letters) if active[position] and found >= {ABSENT, PRESENT}]
+
+
+def lost_by_owners(states: Mapping[int, str]) -> dict[int, list[int]]:
+    """State that only owners keep, of which nobody else can tell: it was there if that of other parameters is.
+
+    Returns:
+        By a rank that has other state, the parameters whose owners have lost theirs; empty when none is lost, or all.
+    """
+    letters = [set(one) for one in zip(*states.values(), strict=True)]
+    lost, there = ([k for k, found in enumerate(letters) if found == {what, ELSEWHERE}] for what in (ABSENT, PRESENT))
+    if not lost or not there:
+        return {}
+    return {next(rank for rank, one in sorted(states.items()) if one[there[0]] == PRESENT): lost}
+
+
+def raise_lost_state(names: Sequence[str], states: Mapping[int, str], begun: Mapping[int, Sequence[int]]) -> None:
+    """Raises when a parameter has state on some of the ranks that should have it and none on others.
+
+    Args:
+        names: of the parameters.
+        states: by rank, a letter for each parameter.
+        begun: by rank, what has more than zeros, which are the same as no state.
+    """
+    for rank, having in sorted(begun.items()):
+        for position in having:
+            lacking = [other for other, letters in sorted(states.items()) if letters[position] == ABSENT]
+            if lacking:
+                raise StateError(
+                    f"{names[position]} has no state on rank {lacking[0]} and would restart there from zero, while rank {rank} "
+                    "has state and goes on. Load a checkpoint on every rank; to restart it on purpose, delete its entry in "
+                    "optimizer.state on every rank."
+                )
 
 
 def raise_mismatch(notes: Mapping[int, Note]) -> None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import weakref
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ from .collect import Parameter, gradient_of, parameters_of
 from .dtensors import as_dtensor
 from .muon import Muon
 from .options import check_replica_group
-from .planning import Demand, Outcome, Planner
+from .planning import Outcome, Planner
 from .state import MEMORY, MOMENTUM
 
 __all__ = ["DistMuon"]
@@ -118,6 +119,7 @@ class DistMuon(Muon):
         plan, group = self._executor.plan, self.replica_group
         if plan is None or not isinstance(group, dist.ProcessGroup):
             return
+        self._planner.check_connected()
         with self._offload.resident(self.state) as absent:
             if absent is not None:
                 raise absent
@@ -143,29 +145,47 @@ class DistMuon(Muon):
     def _reset(self) -> None:
         super()._reset()
         self._stepped: list[tuple[Tensor, MatrixSet]] = []  # the parameter and the matrices of each entry of the plan
+        self._kept: frozenset[Tensor] = frozenset()  # the parameters of which this rank owns a matrix
+        self._own_lacking: tuple[object, object, Sequence[int]] = (None, None, ())  # what it was found from, and what was found
         if self._replica_group is not None:
             self._executor = DataParallelExecutor(self._settings)
             path = "DistMuon"
-            self._planner = Planner(self._plan_options, self._settings.form, path, self._replica_group, reduced=False)
+            form, group, me = self._settings.form, self._replica_group, weakref.ref(self)
+            self._planner = Planner(self._plan_options, form, path, group, me, reduced=False)
 
-    def _demands(self) -> tuple[list[Parameter], tuple[Demand, ...], Exception | None]:
-        parameters, demands, failure = super()._demands()
-        if self._replica_group is None:
-            if self._divided:
-                failure = failure or UnsupportedError(
-                    "this copy of a DistMuon has no process group, and its gradients would not be averaged: set "
-                    "optimizer.replica_group, for example to torch.distributed.group.WORLD."
+    def _lacking(self, parameters: Sequence[Parameter]) -> Sequence[int]:
+        lacking, kept = super()._lacking(parameters), self._kept
+        if self._complete or not lacking:
+            return lacking
+        if self._own_lacking[0] is not lacking or self._own_lacking[1] is not kept:
+            self._own_lacking = lacking, kept, [k for k in lacking if self._keeps(parameters[k])]
+        return self._own_lacking[2]
+
+    def _keeps(self, parameter: Parameter) -> bool:
+        return self._complete or not parameter.group["use_muon"] or parameter.param in self._kept
+
+    def _misuse(self, parameters: Sequence[Parameter]) -> Exception | None:
+        if self._replica_group is not None:
+            if not self._complete and not self._stepped:
+                return StateError(
+                    "momentum is divided over the owners of an earlier process group, and this one may have others: call "
+                    "optimizer.consolidate() on every rank before setting replica_group or copying the optimizer, or load a "
+                    "state_dict."
                 )
-            return parameters, demands, failure
-        try:
-            _check_plain(parameters)
-        except UnsupportedError as error:
-            failure = failure or error
-        return parameters, demands, failure
+            try:
+                _check_plain(parameters)
+            except UnsupportedError as error:
+                return error
+        elif self._divided:
+            return UnsupportedError(
+                "this copy of a DistMuon has no process group, and its gradients would not be averaged: set "
+                "optimizer.replica_group, for example to torch.distributed.group.WORLD."
+            )
+        return None
 
-    def _wire_dtype(self, param: Tensor) -> torch.dtype | None:
+    def _wire_dtype(self) -> Callable[[Tensor], torch.dtype | None]:
         """Gradients and weights travel as they are."""
-        return super()._wire_dtype(param) if self._replica_group is None else param.dtype
+        return super()._wire_dtype() if self._replica_group is None else lambda param: param.dtype
 
     def _work(self, parameters: Sequence[Parameter], outcome: Outcome, mask: Tensor | None = None) -> list[Work]:
         if self.replica_group is None:
@@ -176,6 +196,8 @@ class DistMuon(Muon):
             self._stepped = [(parameters[k].param, (demands[k].matrices or ())[part]) for k, part in outcome.members]
         owned = {task.entry for task in outcome.plan.tasks if task.owner == outcome.rank}
         kept = {outcome.members[entry][0] for entry in owned}
+        if outcome.plan is not self._executor.plan:
+            self._kept = frozenset(parameters[k].param for k in kept)
         for k in {k for k, _ in outcome.members} - kept:
             for key in (MOMENTUM, MEMORY):
                 self.state[parameters[k].param].pop(key, None)

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ..errors import ConfigError, GradientError, UnsupportedError
+from ..errors import ConfigError, GradientError, TransportError, UnsupportedError
 from ..layout import Layout, Mesh, Placement, Replicated, Sharded, coordinates, flat_index
 
 if TYPE_CHECKING:
@@ -173,7 +173,13 @@ def groups_of(place: DeviceMesh | dist.ProcessGroup | None) -> list[dist.Process
     """The process groups that a mesh has already, or the group itself."""
     if place is None or isinstance(place, dist.ProcessGroup):
         return [] if place is None else [place]
-    return list(place.get_all_groups()) if place.get_coordinate() is not None else []
+    try:
+        return list(place.get_all_groups()) if place.get_coordinate() is not None else []
+    except RuntimeError as error:
+        raise TransportError(
+            f"the process groups of the mesh {place} are gone: {error}. After destroy_process_group() build meshes and model "
+            "anew."
+        ) from error
 
 
 def replica_ranks(place: DeviceMesh | dist.ProcessGroup | None) -> list[tuple[int, ...]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -22,11 +23,13 @@ from .debug import RouteLog
 from .differences import to_tell
 from .dtensors import ReplicaGroup
 from .groups import check_group, normalise_group, normalise_params, storable_scheme, storable_split
+from .identity import enrol
+from .keeping import Keeping
 from .lr import AdjustLR
-from .nonfinite import NonFinite, Scaling, gradients_of, silence
+from .nonfinite import NonFinite, Scaling, asked_by_scaler, gradients_of, silence
 from .offload import Offload
 from .options import check_dtype, check_optimizer_options, check_replica_group
-from .planning import Demand, Outcome, Planner
+from .planning import Outcome, Planner, Standing
 from .qk_clip import QKClip
 from .rules import RuleLike
 from .table import RoutingTable, build_routing_table
@@ -96,7 +99,6 @@ class Muon(torch.optim.Optimizer):
     """
 
     _constructed = True
-    _step_supports_amp_scaling = True  # a GradScaler leaves unscaling and skipping to step()
 
     def __init__(
         self,
@@ -162,7 +164,7 @@ class Muon(torch.optim.Optimizer):
         self._replica_group = replica_group
         self._nonfinite = NonFinite(nonfinite)
         self._offload = Offload()
-        self._torn: BaseException | None = None  # why a step was left half done
+        self._torn: str | None = None  # why a step was left half done
         self._untold: Exception | None = None  # what went wrong in the last step, until the other ranks have heard of it
         self._reset()
         defaults = {
@@ -189,6 +191,7 @@ class Muon(torch.optim.Optimizer):
         self._constructed = False  # torch adds the groups one by one; their warnings come together, at the end
         super().__init__(normalise_params(params), defaults)
         self._constructed = True
+        self._descent = enrol(self)
         self._warn_of_routes(0)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -219,6 +222,7 @@ class Muon(torch.optim.Optimizer):
         Returns:
             What ``closure`` returned, or None.
         """
+        self._planner.begin()
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -237,6 +241,15 @@ class Muon(torch.optim.Optimizer):
                 if self._offload.on:
                     self._collector.forget()
         return loss
+
+    @property
+    def _step_supports_amp_scaling(self) -> bool:
+        """Whether ``step`` unscales and skips by itself: a GradScaler that asks leaves both to it, and the host need not wait.
+
+        Everyone else hears no. Trainers read this too, and refuse to clip where an optimizer unscales in its step. Here they may:
+        gradients that ``GradScaler.unscale_`` has divided already are not divided again.
+        """
+        return asked_by_scaler()
 
     @property
     def skipped_steps(self) -> int:
@@ -292,6 +305,8 @@ class Muon(torch.optim.Optimizer):
         functions only the name is stored, and the loading optimizer keeps its own.
         """
         self._refuse_torn()
+        if isinstance(self._untold, StateError):
+            raise StateError(str(self._untold))  # what has diverged must not become a checkpoint
         if self.state:
             state.create(self.param_groups, self.state)
             self._offload.put_away(self.state)
@@ -319,9 +334,10 @@ class Muon(torch.optim.Optimizer):
         state.restore(self.param_groups, self.state, adapted)
         self._offload.put_away(self.state)
         self._torn = self._untold = None
+        self._planner.begin_anew()
 
     def __getstate__(self) -> dict[str, Any]:
-        kept = ("_settings", "_plan_options", "_comm_dtype", "_reference", "_debug", "_qk_clip")
+        kept = ("_settings", "_plan_options", "_comm_dtype", "_reference", "_debug", "_qk_clip", "_torn", "_untold", "_descent")
         self._offload.settle()
         options = {"_nonfinite_policy": self._nonfinite.policy, "_offloaded": self._offload.on}
         return {**super().__getstate__(), **{name: getattr(self, name) for name in kept}, **options}
@@ -333,22 +349,21 @@ class Muon(torch.optim.Optimizer):
             self._replica_group = None  # process groups cannot be copied
             self._nonfinite = NonFinite(state["_nonfinite_policy"])
             self._offload = Offload(on=state["_offloaded"])
-            self._torn = None
             self._reset()
+            self._descent = enrol(self, state["_descent"])
 
     def _reset(self) -> None:
         path = f"use_distributed_muon={self._reference}"
-        self._planner = Planner(self._plan_options, self._settings.form, path, self._replica_group)
+        self._planner = Planner(self._plan_options, self._settings.form, path, self._replica_group, weakref.ref(self))
         self._executor: StepExecutor = (ReferenceExecutor if self._reference else Executor)(self._settings)
-        self._collector = Collector(self._wire_dtype)
+        self._collector = Collector(self._wire_dtype())
         self._log = RouteLog(on=self._debug)
-        self._untold = None
 
     def _agree(self, absent: Exception | None, qk_logits: Any) -> tuple[list[Parameter], Outcome]:
         """What all ranks will do in this step; one rank's failed check is raised on all of them."""
         self._refuse_torn()
-        parameters, demands, failure = self._demands()
-        failure = failure or self._untold or absent
+        parameters, demands, failure = self._collector.demands(self.param_groups)
+        failure = failure or self._misuse(parameters) or self._untold or absent
         if not isinstance(self._untold, StateError):  # what has parted stays so
             self._untold = None
         nonfinite, busy = False, True
@@ -362,7 +377,14 @@ class Muon(torch.optim.Optimizer):
                 failure = error
         clip = self._qk_clip.signature(qk_logits)
         held, numbers = self._executor.plan, [f"{one}, {clip}" for one in numbers_of(self.param_groups)]
-        return parameters, self._planner.outcome(demands, failure, held=held, nonfinite=nonfinite, busy=busy, numbers=numbers)
+        keeping = Keeping(parameters, self.state, self._keeps)
+        try:
+            outcome = self._planner.outcome(
+                demands, failure, Standing(held, nonfinite, busy, numbers, self._lacking(parameters), keeping)
+            )
+        finally:
+            del failure  # here and below: an error that its own traceback holds would keep the optimizer alive
+        return parameters, outcome
 
     def _run(self, parameters: list[Parameter], outcome: Outcome, qk_logits: Any) -> None:
         """A step that all ranks have agreed on."""
@@ -386,11 +408,10 @@ class Muon(torch.optim.Optimizer):
             if mask is not None:
                 silence([local_part(one.zeros) for one in work if one.zeros is not None], mask)
             failure = self._executor.run(work, last=last)
-            if failure is None:
-                self._qk_clip.apply(parameters, qk_logits, mask)
+            self._qk_clip.apply(parameters, qk_logits, mask)  # also after a failure: the other ranks know of none and clip
         except BaseException as error:  # also Ctrl-C: the others wait for what this rank will not send any more
             if outcome.exchange is not None:
-                self._torn = error
+                self._torn = f"{type(error).__name__}: {error}"
                 outcome.exchange.abandon()
             raise
         finally:
@@ -398,7 +419,10 @@ class Muon(torch.optim.Optimizer):
         if failure is not None:
             if outcome.exchange is not None:
                 self._untold = to_tell(failure, parted)
-            raise failure
+            try:
+                raise failure
+            finally:
+                del failure
 
     def _warn_of_routes(self, first: int) -> None:
         """Warns of the groups from ``first`` on, at the line that called the method which calls this."""
@@ -408,8 +432,7 @@ class Muon(torch.optim.Optimizer):
     def _refuse_torn(self) -> None:
         if self._torn is not None:
             raise StateError(
-                f"an earlier step was left half done ({type(self._torn).__name__}: {self._torn}). Load a checkpoint of the model "
-                "and of this optimizer first."
+                f"an earlier step was left half done ({self._torn}). Load a checkpoint of the model and of this optimizer first."
             )
 
     def _prepare(self, parameters: list[Parameter], outcome: Outcome) -> None:
@@ -423,7 +446,10 @@ class Muon(torch.optim.Optimizer):
             raise
         except Exception as error:
             failure = error
-        self._planner.confirm(failure)
+        try:
+            self._planner.confirm(failure)
+        finally:
+            del failure
 
     def _leave_out(self, parameters: Sequence[Parameter]) -> None:
         """A step that must not be made: only gradients that the step would have freed are freed."""
@@ -432,11 +458,22 @@ class Muon(torch.optim.Optimizer):
             if one.group["use_muon"] and one.group["none_grad"]:
                 one.param.grad = None
 
-    def _wire_dtype(self, param: Tensor) -> torch.dtype | None:
-        return self._comm_dtype
+    def _wire_dtype(self) -> Callable[[Tensor], torch.dtype | None]:
+        """The dtype in which a parameter travels. It knows nothing of the optimizer, which must be freed with its last user."""
+        comm_dtype = self._comm_dtype
+        return lambda param: comm_dtype
 
-    def _demands(self) -> tuple[list[Parameter], tuple[Demand, ...], Exception | None]:
-        return self._collector.demands(self.param_groups)
+    def _lacking(self, parameters: Sequence[Parameter]) -> Sequence[int]:
+        """Indices of the parameters that this rank would begin with new state."""
+        return self._collector.lacking
+
+    def _keeps(self, parameter: Parameter) -> bool:
+        """Whether this rank keeps the state of a parameter."""
+        return True
+
+    def _misuse(self, parameters: Sequence[Parameter]) -> Exception | None:
+        """What the kind of optimizer has against its parameters."""
+        return None
 
     def _work(self, parameters: Sequence[Parameter], outcome: Outcome, mask: Tensor | None = None) -> list[Work]:
         return self._collector.work(self._planner.demands, outcome, self.state, mask=mask)

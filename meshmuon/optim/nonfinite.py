@@ -6,6 +6,7 @@ there the step is made with numbers under which nothing changes.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -19,7 +20,7 @@ from ..execute import local_part
 from ..transport import Exchange
 from .collect import Parameter
 
-__all__ = ["NonFinite", "Scaling", "gradients_of", "silence"]
+__all__ = ["NonFinite", "Scaling", "asked_by_scaler", "gradients_of", "silence"]
 
 _POLICIES = ("propagate", "skip", "raise")
 
@@ -48,6 +49,11 @@ class Scaling:
         inverse = self.scale.double().reciprocal().float().reshape(())
         for device, members in _by_device(gradients).items():
             torch._foreach_mul_(members, _at(inverse, device))
+
+
+def asked_by_scaler() -> bool:
+    """Whether the caller's caller is a method of a ``torch.amp.GradScaler``."""
+    return isinstance(sys._getframe(2).f_locals.get("self"), torch.amp.GradScaler)
 
 
 class NonFinite:

@@ -9,67 +9,46 @@ from __future__ import annotations
 
 import hashlib
 import math
-import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
-import torch
 import torch.distributed as dist
 
-from ..errors import ConfigError, PlanError, PlanMismatchError, TransportError
-from ..execute import UpdateRule
+from ..errors import ConfigError, PlanError, PlanMismatchError
 from ..layout import Layout, Mesh
 from ..matrices import MatrixSet
-from ..ortho import Orthogonalizer, Scheme, expected_flops
+from ..ortho import expected_flops
 from ..plan import NO_WAVE, Entry, Plan, PlanOptions, cost_model_for, make_plan
-from ..transport import Agreement, Exchange, Vote, exchange_group, host_group
-from .differences import Note, raise_failures, raise_mismatch, raise_other_plan, raise_torn_replicas
+from ..transport import Exchange, Vote
+from .demand import Demand
+from .descriptions import description, failure_text, how, owners
+from .differences import (
+    PRESENT,
+    Note,
+    differing_state,
+    lost_by_owners,
+    other_optimizer,
+    other_step,
+    raise_failures,
+    raise_lost_state,
+    raise_mismatch,
+    raise_other_plan,
+    raise_torn_replicas,
+)
 from .dtensors import ReplicaGroup, connected_ranks, groups_of, layouts_of, replica_ranks, replicated_layout, siblings
+from .identity import Optimizer, Pairing, place_of
+from .link import Home, Link
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-__all__ = ["Demand", "Outcome", "Planner"]
+    from .keeping import Keeping
+
+__all__ = ["Demand", "Outcome", "Planner", "Standing"]
 
 _FAILED, _READY = -1, 1
 _T = TypeVar("_T")
-
-
-class Demand(NamedTuple):
-    """What a plan must know of a parameter. Two steps with equal demands have equal plans.
-
-    Attributes:
-        name: its name.
-        group: index of its group.
-        shape: its global shape.
-        local_shape: shape of what this rank holds.
-        mesh: its mesh, None for a plain tensor.
-        placements: torch's placements on the mesh.
-        device: where it is.
-        matrices: its matrices, one set per part of a fused weight; None when AdamW takes it.
-        scheme: how they are orthogonalised.
-        rule: what is done to them beside that.
-        compute_dtype: dtype of the products.
-        comm_dtype: dtype on the wire.
-        update_dtype: dtype in which the update is formed.
-        active: whether it has a gradient on this rank.
-    """
-
-    name: str
-    group: int
-    shape: tuple[int, ...]
-    local_shape: tuple[int, ...]
-    mesh: DeviceMesh | None
-    placements: tuple[Any, ...]
-    device: torch.device
-    matrices: tuple[MatrixSet, ...] | None
-    scheme: Scheme | Orthogonalizer | None
-    rule: UpdateRule | None
-    compute_dtype: torch.dtype
-    comm_dtype: torch.dtype
-    update_dtype: torch.dtype
-    active: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,26 +78,45 @@ class Outcome:
     repeats: bool = False
 
 
-class _Link:
-    """The ranks that plan together, and how they talk."""
+class Standing(NamedTuple):
+    """How a rank stands before a step.
 
-    def __init__(self, ranks: tuple[int, ...], existing: Iterable[dist.ProcessGroup]) -> None:
-        self.ranks = ranks
-        group = exchange_group(ranks, existing)
-        self.exchange = Exchange(group)
-        self.agreement = Agreement(host_group(group))
+    Attributes:
+        held: the plan that it has buffers for.
+        nonfinite: it has a gradient that must not be stepped with.
+        busy: it has more to do than creating state.
+        numbers: the hyperparameters of each group, of which ranks that share parameters must have the same.
+        lacking: indices of the demands whose state it will begin with zeros.
+        keeping: the state that it has, looked at where ranks differ.
+    """
+
+    held: Plan | None
+    nonfinite: bool
+    busy: bool
+    numbers: Sequence[str]
+    lacking: Sequence[int]
+    keeping: Keeping
 
 
 class Planner:
     """Plans when something has changed, and has the ranks agree before anything is written."""
 
     def __init__(
-        self, options: PlanOptions, form: str, path: str, replica_group: ReplicaGroup | None, *, reduced: bool = True
+        self,
+        options: PlanOptions,
+        form: str,
+        path: str,
+        replica_group: ReplicaGroup | None,
+        optimizer: Callable[[], Optimizer | None],
+        *,
+        reduced: bool = True,
     ) -> None:
         self._options, self._form, self._path, self._replica_group = options, form, path, replica_group
+        self._optimizer = optimizer  # whose planner this is: a weak reference, which does not keep it alive
+        self._pairing = Pairing()
         self._reduced = reduced  # whether replicas come with equal gradients, or each with its own
-        self._process = os.getpid()
-        self._link: _Link | None = None
+        self._home = Home()
+        self._link: Link | None = None
         self._agreed: tuple[Demand, ...] | None = None
         self.demands: tuple[Demand, ...] = ()
         self._outcome: Outcome | None = None
@@ -129,40 +127,44 @@ class Planner:
         self._groups: tuple[tuple[int, int], ...] = ()  # of the parameters that ranks share: from which on, which group
         self._misfit: Exception | None = None
 
-    def outcome(
-        self,
-        demands: tuple[Demand, ...],
-        failure: Exception | None,
-        *,
-        held: Plan | None = None,
-        nonfinite: bool = False,
-        busy: bool = True,
-        numbers: Sequence[str] = (),
-    ) -> Outcome:
+    def begin(self) -> None:
+        """A step begins. Calls that end before ranks can agree count too: on other ranks they may not have ended so."""
+        self._pairing = Pairing(self._pairing.number, self._pairing.steps + 1)
+
+    def begin_anew(self) -> None:
+        """What was stepped so far counts no more: a state is loaded."""
+        self._pairing = Pairing()
+
+    def outcome(self, demands: tuple[Demand, ...], failure: Exception | None, standing: Standing) -> Outcome:
         """What all ranks do about ``demands``.
 
         Args:
             demands: this rank's parameters.
             failure: this rank's own reason not to step, which then is every rank's.
-            held: the plan that this rank has buffers for.
-            nonfinite: whether this rank has a gradient that must not be stepped with.
-            busy: whether this rank has more to do than creating state.
-            numbers: the hyperparameters of each group, of which ranks that share parameters must have the same.
+            standing: how else this rank stands.
         """
+        if self._link is not None:
+            self.check_connected()
         if demands != self._agreed:
             self._propose(demands)
         failure = failure or self._misfit
+        held, nonfinite, busy, numbers, lacking, keeping = standing
         prepares = self._outcome is None or self._outcome.plan is not held
         if self._link is None:
             if failure is not None:
-                raise failure
+                try:
+                    raise failure
+                finally:
+                    del failure  # an error that its own traceback holds would keep the caller alive
         else:
-            self._check_process()
+            self._home.check_process()
             common = _runs([(start, numbers[group]) for start, group in self._groups]) if numbers else ()
-            token = _number_of((self._token, common)) if failure is None else _FAILED
-            verdict = self._link.agreement.decide(Vote(token, prepares, nonfinite, busy))
+            facts = (self._token, common, self._who(), self._shared_among(lacking))
+            token = _number_of(facts) if failure is None else _FAILED
+            verdict = self._link.agreement.decide(Vote(token, prepares, nonfinite, busy, self._pairing.proposal()))
             if not verdict.unanimous or failure is not None:
-                self._compare_notes(demands, failure, common, self._link.agreement)
+                self._compare_notes(demands, failure, common, keeping)
+            self._pairing = self._pairing.joined(verdict.number)
             prepares = verdict.prepares or not verdict.unanimous  # ranks that compare notes all plan anew
             nonfinite, busy = verdict.nonfinite, verdict.busy
         assert self._outcome is not None
@@ -173,11 +175,14 @@ class Planner:
         """All ranks are ready for the step, or all raise the first one's reason why it is not."""
         if self._link is None:
             if failure is not None:
-                raise failure
+                try:
+                    raise failure
+                finally:
+                    del failure
             return
         verdict = self._link.agreement.decide(Vote(_READY if failure is None else _FAILED))
         if not verdict.unanimous or failure is not None:
-            raise_failures(self._link.agreement.everyone(Note(_failure_text(failure))), failure)
+            raise_failures(self._link.agreement.everyone(Note(failure_text(failure))), failure)
             raise PlanMismatchError("some ranks are ready for a step that others have not begun: call step() equally often.")
 
     def _propose(self, demands: tuple[Demand, ...]) -> None:
@@ -185,6 +190,8 @@ class Planner:
         self._agreed = self._outcome = self._misfit = None  # nothing half made survives an error
         meshes = dict.fromkeys(demand.mesh for demand in demands if demand.mesh is not None)
         self._meshes = {mesh: siblings(mesh) for mesh in meshes}
+        if self._replica_group is not None:
+            self.check_connected()
         self._replicas = replica_ranks(self._replica_group)
         ranks = self._reach()
         if isinstance(self._replica_group, dist.ProcessGroup) and len(ranks) > len(self._replicas[0]):
@@ -196,9 +203,11 @@ class Planner:
         if len(ranks) == 1:
             self._link = None
         elif self._link is None or self._link.ranks != ranks:
-            self._check_process()
+            self._home.check_process()
+            self.check_connected()
             existing = [group for mesh in meshes for group in groups_of(mesh)]
-            self._link = _Link(ranks, [*groups_of(self._replica_group), *existing])
+            self._link = Link(ranks, [*groups_of(self._replica_group), *existing])
+            self._pairing = Pairing(steps=1)  # with these ranks it is the first
         try:
             self._plan(demands, frozenset(ranks))
         except Exception as error:  # the others wait to hear of it
@@ -254,7 +263,7 @@ class Planner:
             share=True if demand.mesh is None else None,
             private=not layouts and self._link is not None,  # one rank alone shares all it knows
             window=matrices.window,
-            how=_how(demand),
+            how=how(demand),
         )
 
     def _layouts_of(self, demand: Demand, reached: frozenset[int]) -> tuple[Layout, ...]:
@@ -279,41 +288,56 @@ class Planner:
                 )
         return None
 
-    def _check_process(self) -> None:
-        """Refuses to wait in a fork, to which no other rank will ever answer."""
-        if os.getpid() != self._process:
-            raise TransportError(
-                f"ranks lost each other in the agreement of a step: process {os.getpid()} is a fork of process {self._process}, "
-                "which is one of several ranks; a fork has none of its connections. Step in that process only, or start new "
-                'processes ("spawn") that join a process group and build their optimizer themselves.'
-            )
+    def _who(self) -> tuple[int, ...]:
+        """Which optimizer this is, and how often it was stepped."""
+        pairing = self._pairing
+        return (pairing.number, pairing.steps) if pairing.number else (pairing.steps, *place_of(self._optimizer()))
+
+    def _shared_among(self, indices: Sequence[int]) -> tuple[int, ...]:
+        """The demands of ``indices`` that ranks share, by their place among all that they share."""
+        if not indices:
+            return ()
+        shared = (k for k, layouts in enumerate(self._layouts) if layouts)
+        at = {k: position for position, k in enumerate(shared)}
+        return tuple(at[k] for k in indices if k in at)
+
+    def check_connected(self) -> None:
+        """Refuses to talk over groups of an earlier ``init_process_group``."""
+        self._home.check_connected(plain=not self._meshes and self._replica_group is not None)
 
     def _rank(self) -> int:
         return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
 
     def _compare_notes(
-        self, demands: tuple[Demand, ...], failure: Exception | None, common: tuple[tuple[int, str], ...], agreement: Agreement
+        self, demands: tuple[Demand, ...], failure: Exception | None, common: tuple[tuple[int, str], ...], keeping: Keeping
     ) -> None:
         """Ranks differ: finds out in what, and either settles on one plan or raises the same error everywhere."""
+        assert self._link is not None
+        agreement = self._link.agreement
         if failure is not None:  # all that the others will look at
-            raise_failures(agreement.everyone(Note(_failure_text(failure))), failure)
+            raise_failures(agreement.everyone(Note(failure_text(failure))), failure)
         shared = [k for k, layouts in enumerate(self._layouts) if layouts]
         entries = self._entries(demands)
         note = Note(
             failure=None,
             options=f"{self._options}, form={self._form!r}, {self._path}",
-            parameters=tuple(_description(demands[k], self._layouts[k], entries[k]) for k in shared),
+            parameters=tuple(description(demands[k], self._layouts[k], entries[k]) for k in shared),
             active=tuple(demands[k].active for k in shared),
             numbers=common,
+            pairing=self._pairing,
+            place=place_of(self._optimizer()),
+            state="".join(keeping.presence(k) for k in shared),
         )
         notes = agreement.everyone(note)
         raise_failures(notes, failure)
+        self._refuse_strangers(notes)
         raise_mismatch(notes)
         if self._reduced:
             raise_torn_replicas(
                 {rank: one.active for rank, one in notes.items()}, [(demands[k].name, self._layouts[k]) for k in shared]
             )
         union = [any(flags) for flags in zip(*(one.active for one in notes.values()), strict=True)]
+        self._refuse_lost_state(demands, {rank: one.state for rank, one in notes.items()}, union, keeping)
         active = [demand.active for demand in demands]
         for k, flag in zip(shared, union, strict=True):
             active[k] = flag
@@ -322,9 +346,33 @@ class Planner:
             self._settle(demands, active, None if len(set(flags.values())) == 1 else flags)
         except Exception as error:  # the others wait to hear of it
             failure = error
-        raise_failures(agreement.everyone(Note(_failure_text(failure))), failure)
+        raise_failures(agreement.everyone(Note(failure_text(failure))), failure)
         assert self._outcome is not None
-        raise_other_plan(agreement.everyone((self._token, _owners(self._outcome.plan))))
+        raise_other_plan(agreement.everyone((self._token, owners(self._outcome.plan))))
+
+    def _refuse_strangers(self, notes: Mapping[int, Note]) -> None:
+        """All ranks must step the same optimizer, and must have done so equally often."""
+        number, steps = self._pairing
+        if (stranger := other_optimizer(notes)) is not None:
+            self._pairing = Pairing(number, steps - 1)  # as if it had not been tried: in the right order it will be
+            raise stranger
+        if (late := other_step(notes)) is not None:
+            self._pairing = Pairing(number, max(note.pairing.steps for note in notes.values()))  # told once, then together
+            raise late
+
+    def _refuse_lost_state(
+        self, demands: Sequence[Demand], states: Mapping[int, str], active: Sequence[bool], keeping: Keeping
+    ) -> None:
+        """State that some ranks would begin anew must not be under way on others."""
+        assert self._link is not None
+        shared = [k for k, layouts in enumerate(self._layouts) if layouts]
+        names = [demands[k].name for k in shared]
+        if differing := differing_state(states, active):
+            mine = states[self._rank()]
+            begun = tuple(position for position in differing if mine[position] == PRESENT and keeping.begun(shared[position]))
+            raise_lost_state(names, states, self._link.agreement.everyone(begun))
+        if not self._reduced:
+            raise_lost_state(names, states, lost_by_owners(states))
 
 
 def _runs(items: Sequence[tuple[int, _T]]) -> tuple[tuple[int, _T], ...]:
@@ -343,45 +391,3 @@ def _repeats(plan: Plan) -> bool:
     return len({(task.entry, task.matrix) for task in shared}) < len(shared) or any(
         task.wave == NO_WAVE and len(task.spread.place) > 1 for task in shared
     )
-
-
-def _owners(plan: Plan) -> tuple[tuple[str, str], ...]:
-    """Each matrix that ranks share, and who does what with it when."""
-    return tuple(
-        (plan.entries[task.entry].name, f"matrix {task.matrix} to owner {task.owner} in wave {task.wave}")
-        for task in plan.tasks
-        if not plan.entries[task.entry].private
-    )
-
-
-def _failure_text(failure: Exception | None) -> tuple[str, str] | None:
-    return None if failure is None else (type(failure).__name__, str(failure))
-
-
-def _how(demand: Demand) -> str:
-    """How a parameter's matrices are computed, in words that are the same on every rank."""
-    rule = "" if demand.rule is None else f", {_stable_text(demand.rule)}"
-    return f"{_scheme_text(demand.scheme)} in {str(demand.compute_dtype).removeprefix('torch.')}{rule}"
-
-
-def _stable_text(thing: object) -> str:
-    """``repr``, unless it is the default one, which holds an address."""
-    kind = type(thing)
-    return f"{kind.__module__}.{kind.__qualname__}" if kind.__repr__ is object.__repr__ else repr(thing)
-
-
-def _scheme_text(scheme: Scheme | Orthogonalizer | None) -> str:
-    if isinstance(scheme, Scheme):
-        return "steps " + ", ".join(f"({step[0]:.6g} {step[1]:.6g} {step[2]:.6g})" for step in scheme.steps)
-    return f"{getattr(scheme, '__module__', '')}.{getattr(scheme, '__qualname__', type(scheme).__qualname__)}"
-
-
-def _description(demand: Demand, layouts: Sequence[Layout], parts: Sequence[Entry]) -> tuple[str, str]:
-    """A parameter's name, and all of it that must be equal on every rank."""
-    where = f"{'×'.join(map(str, demand.shape))} {'; '.join(map(str, layouts))}"
-    if not parts:
-        return demand.name, f"{where}, for AdamW"
-    work = ", ".join(
-        f"{entry.flops} FLOPs" if entry.window is None else f"{entry.window}: {entry.flops} FLOPs" for entry in parts
-    )
-    return demand.name, f"{where}, {parts[0].lane}, lead {parts[0].lead}, {work}, {parts[0].how}"

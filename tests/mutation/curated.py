@@ -44,6 +44,10 @@ _STAGE = "meshmuon/execute/stage.py"
 _MEMORY = "meshmuon/execute/memory.py"
 _PLANNING = "meshmuon/optim/planning.py"
 _SEEN = "meshmuon/optim/seen.py"
+_DIFFERENCES = "meshmuon/optim/differences.py"
+_IDENTITY = "meshmuon/optim/identity.py"
+_KEEPING = "meshmuon/optim/keeping.py"
+_LINK = "meshmuon/optim/link.py"
 _PARTS = "meshmuon/execute/parts.py"
 _ELEMENTWISE = "meshmuon/execute/elementwise.py"
 _BUILD = "meshmuon/execute/build.py"
@@ -389,6 +393,15 @@ CURATED = (
     Curated(_PLANNING, "((self._path, plan.digest, others, whose,", "((plan.digest, others, whose,"),
     Curated(_PLANNING, "((self._path, plan.digest, others, whose,", "((self._path, plan.digest, others,"),
     Curated(_PLANNING, "union = [any(flags)", "union = [all(flags)"),
+    # Which optimizer, how often, with what state
+    Curated(_PLANNING, "common, self._who(), self._shared", "common, self._shared"),
+    Curated(_PLANNING, "self._who(), self._shared_among(lacking))", "self._who())"),
+    Curated(_PLANNING, "self._pairing = Pairing(number, steps - 1)", "self._pairing = Pairing(number, steps)"),
+    Curated(_DIFFERENCES, "mine.alike == its.alike and mine != its", "mine != its"),
+    Curated(_IDENTITY, "return Pairing(number) if number else self", "return self"),
+    Curated(_IDENTITY, "descent = (*copied, next(_numbers))", "descent = (next(_numbers),)"),
+    Curated(_KEEPING, "return any(bool(local_part(value).count_nonzero())", "return any(True"),
+    Curated(_LINK, "elif self._world() is None or self._world() is not dist.group.WORLD:", "elif False:"),
     # Streams
     Curated(_DEVICE, "        self._side.wait_event(after)", "        pass"),
     Curated(_DEVICE, "            tensor.record_stream(self._side)\n", "            pass\n"),

@@ -46,7 +46,7 @@ def step(optimizer: Muon, number: int, *, forgets: bool) -> str | None:
         generator = torch.Generator().manual_seed(100 * number + k)
         param.grad = torch.randn(param.shape, generator=generator, dtype=torch.float64).to(param.dtype)
     if forgets:
-        optimizer._collector = Collector(optimizer._wire_dtype)
+        optimizer._collector = Collector(optimizer._wire_dtype())
     try:
         optimizer.step()
     except MeshmuonError as error:
@@ -236,7 +236,7 @@ def sharded_step(optimizer: Muon, number: int, mesh: DeviceMesh, late: Any, *, f
         param.grad = value if cut is None else distribute_tensor(value, mesh, cut)
     late(first(optimizer), mesh)
     if forgets:
-        optimizer._collector = Collector(optimizer._wire_dtype)
+        optimizer._collector = Collector(optimizer._wire_dtype())
     try:
         optimizer.step()
     except MeshmuonError as error:
