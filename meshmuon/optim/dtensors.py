@@ -13,6 +13,15 @@ from torch import Tensor, nn
 
 from ..errors import ConfigError, GradientError, UnsupportedError
 from ..layout import Layout, Mesh, Placement, Replicated, Sharded, coordinates, flat_index
+from ..torch_compat import (
+    cut_in_mesh_order,
+    dtensor_like,
+    mesh_slices,
+    same_layout,
+    spec_of,
+    split_factor,
+    strided_shards_nest,
+)
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -23,6 +32,7 @@ ReplicaGroup: TypeAlias = "dist.ProcessGroup | DeviceMesh"
 
 __all__ = [
     "as_dtensor",
+    "check_cuts",
     "check_gradient_placement",
     "check_placement",
     "connected_ranks",
@@ -53,7 +63,7 @@ def with_local(like: Tensor, local: Tensor) -> Tensor:
     ``DTensor.from_local`` would copy a part that is in host memory to the mesh's devices.
     """
     sharded = as_dtensor(like)
-    return local if sharded is None else type(sharded)(local, sharded._spec, requires_grad=False)
+    return local if sharded is None else dtensor_like(sharded, local)
 
 
 def zeros_laid_out_like(param: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
@@ -76,8 +86,21 @@ def zeros_laid_out_like(param: Tensor, shape: tuple[int, ...], dtype: torch.dtyp
 def check_placement(name: str, param: Tensor) -> None:
     """Refuses a parameter that lies on its mesh in a way that has no meaning for an optimizer."""
     if (sharded := as_dtensor(param)) is not None:
-        _placements(name, sharded.placements, param.dim())
-        _check_order(name, siblings(sharded.device_mesh)[0])
+        placements, mesh = _placements(name, sharded.placements, param.dim()), siblings(sharded.device_mesh)[0]
+        _check_order(name, mesh)
+        check_cuts(name, sharded)
+        _check_strided(name, tuple(param.shape), mesh, placements)
+
+
+def check_cuts(name: str, param: Tensor) -> None:
+    """Refuses a DTensor whose mesh axes cut a dim in another order than placements alone say; it is the same on every rank."""
+    sharded = as_dtensor(param)
+    if sharded is not None and not cut_in_mesh_order(sharded):
+        raise UnsupportedError(
+            f"{name} has placements {sharded.placements} that are applied in another order than that of the mesh's axes "
+            f"({spec_of(sharded)}). Lay it out in the usual order: distribute_tensor(p.full_tensor(), p.device_mesh, "
+            "p.placements)."
+        )
 
 
 def same_placement(one: Tensor, other: Tensor) -> bool:
@@ -85,7 +108,7 @@ def same_placement(one: Tensor, other: Tensor) -> bool:
     mine, theirs = as_dtensor(one), as_dtensor(other)
     if mine is None or theirs is None:
         return mine is theirs
-    return mine.placements == theirs.placements and mine.device_mesh == theirs.device_mesh
+    return same_layout(mine, theirs)
 
 
 def check_gradient_placement(name: str, param: Tensor, grad: Tensor) -> None:
@@ -120,6 +143,7 @@ def layouts_of(
     """
     found = _placements(name, placements, len(shape))
     _check_order(name, meshes[0])
+    _check_strided(name, shape, meshes[0], found)
     return tuple(Layout(shape, mesh, found) for mesh in meshes if not reached.isdisjoint(mesh.ranks))
 
 
@@ -140,10 +164,7 @@ def replicated_layout(shape: Sequence[int], ranks: Sequence[int]) -> Layout:
 def siblings(mesh: DeviceMesh) -> tuple[Mesh, ...]:
     """The mesh and, where it is a slice of a larger one, all slices like it, in an order that is the same on every rank."""
     shape = tuple(mesh.shape)
-    layout, rank_map = getattr(mesh, "_layout", None), getattr(mesh, "_rank_map", None)
-    if layout is None or rank_map is None:  # other versions of torch: the mesh alone
-        return (Mesh(shape, tuple(mesh.mesh.flatten().tolist())),)
-    return tuple(Mesh(shape, tuple(ranks)) for ranks in layout.remap_to_tensor(rank_map).flatten(1).tolist())
+    return tuple(Mesh(shape, ranks) for ranks in mesh_slices(mesh))
 
 
 def connected_ranks(rank: int, sets: Iterable[Sequence[int]]) -> tuple[int, ...]:
@@ -166,6 +187,22 @@ def _check_order(name: str, mesh: Mesh) -> None:
                     f"{name} is on the mesh {mesh}, whose ranks do not ascend along axis {axis}; torch's process groups order "
                     "ranks, so that shards would not be where the placements say. Build the mesh with ascending ranks."
                 )
+
+
+def _check_strided(name: str, shape: tuple[int, ...], mesh: Mesh, placements: Sequence[Placement]) -> None:
+    """Where torch cuts uneven strided shards in two ways under the same placements, nothing tells which it was."""
+    if strided_shards_nest():
+        return
+    sizes = list(shape)
+    for parts, placement in zip(mesh.shape, placements, strict=True):
+        if isinstance(placement, Sharded):
+            if placement.split_factor > 1 and sizes[placement.dim] % (parts * placement.split_factor):
+                raise UnsupportedError(
+                    f"{name} has {shape[placement.dim]} elements along dim {placement.dim} in a strided sharding "
+                    f"({', '.join(map(str, placements))} on {mesh}) that does not divide them. torch {torch.__version__} cuts "
+                    "these in one way in FSDP2 and in another in distribute_tensor: use a newer torch, or sizes that divide."
+                )
+            sizes[placement.dim] = -(-sizes[placement.dim] // parts)
 
 
 def groups_of(place: DeviceMesh | dist.ProcessGroup | None) -> list[dist.ProcessGroup]:
@@ -197,14 +234,13 @@ def trailing_elements(param: DTensor, count: int) -> int:
 def _placements(name: str, placements: Sequence[Any], dims: int) -> tuple[Placement, ...]:
     """torch's placements as ours. Every type is named: an unknown one must never pass as replicated."""
     from torch.distributed.tensor import Partial, Replicate, Shard
-    from torch.distributed.tensor.placement_types import _StridedShard
 
     found: list[Placement] = []
     for placement in placements:
         if isinstance(placement, Replicate):
             found.append(Replicated())
-        elif isinstance(placement, _StridedShard):
-            found.append(Sharded(placement.dim % dims, int(placement.split_factor)))
+        elif (factor := split_factor(placement)) is not None:
+            found.append(Sharded(placement.dim % dims, factor))
         elif isinstance(placement, Shard):
             found.append(Sharded(placement.dim % dims))
         elif isinstance(placement, Partial):

@@ -25,6 +25,7 @@ from .groups import check_dtype, check_group, normalise_group, normalise_params,
 from .lr import AdjustLR
 from .nonfinite import NonFinite, Scaling, gradients_of, silence
 from .offload import Offload
+from .overwritten import Overwritten
 from .planning import Demand, Outcome, Planner
 from .qk_clip import QKClip
 from .rules import RuleLike
@@ -318,6 +319,7 @@ class Muon(torch.optim.Optimizer):
         self._planner = Planner(self._plan_options, self._settings.form, path, self._replica_group)
         self._executor: StepExecutor = (ReferenceExecutor if self._reference else Executor)(self._settings)
         self._collector = Collector(self._wire_dtype)
+        self._overwritten = Overwritten()
         self._log = RouteLog(on=self._debug)
         self._untold = None
 
@@ -372,6 +374,8 @@ class Muon(torch.optim.Optimizer):
             raise
         finally:
             self._collector.let_go()
+            clipped = frozenset() if qk_logits is None else self._qk_clip.members
+            self._overwritten.mark(parameters, self._planner.demands, outcome.zeros, clipped)
         if failure is not None:
             if outcome.exchange is not None:
                 self._untold = to_tell(failure, parted)

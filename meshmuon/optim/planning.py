@@ -23,6 +23,7 @@ from ..layout import Layout, Mesh
 from ..matrices import MatrixSet
 from ..ortho import Orthogonalizer, Scheme, expected_flops
 from ..plan import NO_WAVE, Entry, Plan, PlanOptions, cost_model_for, make_plan
+from ..torch_compat import warn_if_untested
 from ..transport import Agreement, Exchange, Vote, exchange_group, host_group
 from .differences import Note, raise_failures, raise_mismatch, raise_other_plan, raise_torn_replicas
 from .dtensors import ReplicaGroup, connected_ranks, groups_of, layouts_of, replica_ranks, replicated_layout, siblings
@@ -186,6 +187,8 @@ class Planner:
         meshes = dict.fromkeys(demand.mesh for demand in demands if demand.mesh is not None)
         self._meshes = {mesh: siblings(mesh) for mesh in meshes}
         self._replicas = replica_ranks(self._replica_group)
+        if meshes or self._replicas:
+            warn_if_untested()
         ranks = self._reach()
         if isinstance(self._replica_group, dist.ProcessGroup) and len(ranks) > len(self._replicas[0]):
             raise ConfigError(
