@@ -100,7 +100,9 @@ def private_names_of_torch(source: str) -> Iterator[tuple[str, int]]:
                 yield text, node.lineno
 
 
-@pytest.mark.parametrize("path", [p for p in MODULES if p.stem != "torch_compat"], ids=lambda path: str(path.relative_to(PACKAGE)))
+@pytest.mark.parametrize(
+    "path", [p for p in MODULES if p.stem != "torch_compat"], ids=lambda path: str(path.relative_to(PACKAGE))
+)
 def test_private_parts_of_torch_are_in_one_module(path: Path) -> None:
     names = "._orig_mod" if path.stem == "routing" else ""  # there it is a component of parameters' names
     found = [f"line {line}: {name}" for name, line in private_names_of_torch(path.read_text()) if name != names]

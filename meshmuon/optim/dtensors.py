@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ..errors import ConfigError, GradientError, UnsupportedError
-from ..layout import Layout, Mesh, Placement, Replicated, Sharded, coordinates, flat_index
+from ..layout import Layout, Mesh, Placement, Ranges, Replicated, Sharded, coordinates, cut, flat_index, length, merged
 from ..torch_compat import (
     cut_in_mesh_order,
     dtensor_like,
@@ -193,16 +193,23 @@ def _check_strided(name: str, shape: tuple[int, ...], mesh: Mesh, placements: Se
     """Where torch cuts uneven strided shards in two ways under the same placements, nothing tells which it was."""
     if strided_shards_nest():
         return
-    sizes = list(shape)
+    lengths = [{size} for size in shape]  # that ranks hold so far
     for parts, placement in zip(mesh.shape, placements, strict=True):
         if isinstance(placement, Sharded):
-            if placement.split_factor > 1 and sizes[placement.dim] % (parts * placement.split_factor):
+            dim, factor = placement.dim, placement.split_factor
+            if factor > 1 and any(cut(size, ((parts, factor),)) != _cut_at_once(size, parts, factor) for size in lengths[dim]):
                 raise UnsupportedError(
-                    f"{name} has {shape[placement.dim]} elements along dim {placement.dim} in a strided sharding "
+                    f"{name} has {shape[dim]} elements along dim {dim} in a strided sharding "
                     f"({', '.join(map(str, placements))} on {mesh}) that does not divide them. torch {torch.__version__} cuts "
                     "these in one way in FSDP2 and in another in distribute_tensor: use a newer torch, or sizes that divide."
                 )
-            sizes[placement.dim] = -(-sizes[placement.dim] // parts)
+            lengths[dim] = {length(held) for size in lengths[dim] for held in cut(size, ((parts, factor),))}
+
+
+def _cut_at_once(size: int, parts: int, factor: int) -> tuple[Ranges, ...]:
+    """What ``distribute_tensor`` of torch 2.9 makes of a strided sharding: equal chunks, dealt out to the parts in turn."""
+    chunks = cut(size, ((parts * factor, 1),))
+    return tuple(merged(one for chunk in chunks[part::parts] for one in chunk) for part in range(parts))
 
 
 def groups_of(place: DeviceMesh | dist.ProcessGroup | None) -> list[dist.ProcessGroup]:

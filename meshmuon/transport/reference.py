@@ -27,9 +27,10 @@ def whole(tensor: Tensor) -> Tensor:
 
 
 def own_shard(full: Tensor, like: Tensor) -> Tensor:
-    """This rank's part of ``full``, cut as ``like`` is; nothing is sent."""
+    """This rank's part of ``full``, cut as ``like`` is, in memory of its own; nothing is sent."""
     from torch.distributed.tensor import DTensor, distribute_tensor
 
     if not isinstance(like, DTensor):
         return full
-    return distribute_tensor(full, like.device_mesh, like.placements, src_data_rank=None).to_local()
+    # Cloned, since torch 2.9 gives a view of ``full``.
+    return distribute_tensor(full, like.device_mesh, like.placements, src_data_rank=None).to_local().clone()

@@ -13,6 +13,8 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from meshmuon import Muon
 
+from ..clear_cuts import clearly_cut
+
 STEPS = 5
 
 
@@ -90,7 +92,8 @@ def place(case: Case, meshes: Sequence[DeviceMesh], k: int, value: Tensor) -> Te
     one = case.params[k]
     if one.mesh is None:
         return value.clone()
-    return distribute_tensor(value, meshes[one.mesh], list(one.placements), src_data_rank=None)
+    placements = clearly_cut(one.shape, meshes[one.mesh].shape, one.placements)
+    return distribute_tensor(value.clone(), meshes[one.mesh], list(placements), src_data_rank=None)  # torch 2.9 gives views
 
 
 def sharded(case: Case, meshes: Sequence[DeviceMesh], **options: Any) -> tuple[list[Tensor], list[Tensor | None], Muon]:
