@@ -39,6 +39,7 @@ __all__ = [
     "SHARD_FACTS",
     "SHARD_GRADIENT_FACTS",
     "FSDP2Weights",
+    "as_dtensor",
     "backend_of",
     "cut_in_mesh_order",
     "device_has_foreach",
@@ -110,6 +111,14 @@ def local_part(tensor: Tensor) -> Tensor:
     return local
 
 
+def as_dtensor(tensor: Tensor) -> DTensor | None:
+    """``tensor`` if it is a DTensor."""
+    if type(tensor) in _PLAIN:
+        return None
+    tensors = sys.modules.get("torch.distributed.tensor")  # importing it costs a second, and without it there is no DTensor
+    return tensor if tensors is not None and isinstance(tensor, tensors.DTensor) else None
+
+
 def has_local_part(tensor: Tensor) -> bool:
     """Whether ``tensor`` is one that ``SHARD_FACTS`` can look at."""
     return hasattr(tensor, "_local_tensor")
@@ -171,7 +180,7 @@ def same_layout(one: DTensor, other: DTensor) -> bool:
 
 # ------------------------------------------------------------------------------------------------------------------ meshes
 
-_slices: weakref.WeakKeyDictionary[DeviceMesh, list[tuple[int, ...]]] = weakref.WeakKeyDictionary()
+_slices: list[tuple[weakref.ref[DeviceMesh], list[tuple[int, ...]]]] = []  # a list: torch compares meshes by value
 
 
 def mesh_slices(mesh: DeviceMesh) -> list[tuple[int, ...]]:
@@ -183,9 +192,11 @@ def mesh_slices(mesh: DeviceMesh) -> list[tuple[int, ...]]:
     layout, rank_map = getattr(mesh, "_layout", None), getattr(mesh, "_rank_map", None)
     if layout is not None and rank_map is not None:
         return [tuple(ranks) for ranks in layout.remap_to_tensor(rank_map).flatten(1).tolist()]
-    if mesh not in _slices:
-        _slices[mesh] = _slices_by_name(mesh)
-    return _slices[mesh]
+    known = next((slices for cut, slices in _slices if cut() is mesh), None)
+    if known is None:
+        known = _slices_by_name(mesh)
+        _slices[:] = [*(one for one in _slices if one[0]() is not None), (weakref.ref(mesh), known)]
+    return known
 
 
 def _slices_by_name(mesh: DeviceMesh) -> list[tuple[int, ...]]:

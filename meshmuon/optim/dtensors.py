@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import math
-import sys
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 from ..errors import ConfigError, GradientError, UnsupportedError
 from ..layout import Layout, Mesh, Placement, Ranges, Replicated, Sharded, coordinates, cut, flat_index, length, merged
 from ..torch_compat import (
+    as_dtensor,
     cut_in_mesh_order,
     dtensor_like,
     mesh_slices,
@@ -44,17 +44,6 @@ __all__ = [
     "with_local",
     "zeros_laid_out_like",
 ]
-
-
-_PLAIN = (Tensor, nn.Parameter)
-
-
-def as_dtensor(tensor: Tensor) -> DTensor | None:
-    """``tensor`` if it is a DTensor."""
-    if type(tensor) in _PLAIN:
-        return None
-    tensors = sys.modules.get("torch.distributed.tensor")  # importing it costs a second, and without it there is no DTensor
-    return tensor if tensors is not None and isinstance(tensor, tensors.DTensor) else None
 
 
 def with_local(like: Tensor, local: Tensor) -> Tensor:
