@@ -3,8 +3,8 @@
 Each entry says why it is needed and in which versions it was seen; ``tests/test_torch_compat.py`` has a test for each that fails
 when torch changes under it. ``torch._foreach_*`` is not here: in spite of the underscore torch documents these functions.
 
-``torch.distributed.tensor`` is imported inside functions only: loading it costs a second that single-device users need not spend.
-Nothing here needs a torch that was built with ``torch.distributed`` to be imported.
+What is private is imported inside functions only, so that meshmuon can be imported whatever torch has renamed, and without
+``torch.distributed``. Loading ``torch.distributed.tensor`` also costs a second, which single-device users need not spend.
 """
 
 from __future__ import annotations
@@ -24,8 +24,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.utils._foreach_utils import _device_has_foreach_support, _has_foreach_support
-from torch.utils._python_dispatch import _disable_current_modes
 
 from .errors import UnsupportedError, UntestedTorchWarning
 
@@ -333,6 +331,8 @@ class FSDP2Weights:
 
 def without_modes() -> AbstractContextManager[Any]:
     """No dispatch mode, such as selective activation checkpointing, sees what is done inside. Nothing public does it."""
+    from torch.utils._python_dispatch import _disable_current_modes
+
     modes: AbstractContextManager[Any] = _disable_current_modes()
     return modes
 
@@ -356,11 +356,15 @@ def unwrapped(module: nn.Module) -> nn.Module:
 
 def device_has_foreach(device: torch.device) -> bool:
     """Whether ``torch._foreach_*`` has batched kernels for ``device``; what ``clip_grad_norm_`` of torch asks."""
+    from torch.utils._foreach_utils import _device_has_foreach_support
+
     return bool(_device_has_foreach_support(device))
 
 
 def foreach_is_faster(tensors: list[Tensor], device: torch.device) -> bool:
     """Whether torch would use batched kernels for these tensors by itself."""
+    from torch.utils._foreach_utils import _has_foreach_support
+
     return bool(_has_foreach_support(tensors, device))
 
 
