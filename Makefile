@@ -10,10 +10,10 @@ STAMP  := $(VENV)/.installed-$(shell cat pyproject.toml constraints.txt | cksum 
 export ONEDNN_MAX_CPU_ISA ?= AVX10_1_512
 
 .DEFAULT_GOAL := help
-.PHONY: help train test lint bench mutants clean
+.PHONY: help train test test-torch lint bench mutants clean
 
 help: ## list the targets
-	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):[^#]*## /  make \1\t/' | expand -t 18
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):[^#]*## /  make \1\t/' | expand -t 18
 
 train: $(STAMP) ## train a small GPT with meshmuon beside AdamW; leaves a report in runs/ (ARGS="--help" for options)
 	$(BIN)/python examples/train_gpt.py $(ARGS)
@@ -22,6 +22,23 @@ train: $(STAMP) ## train a small GPT with meshmuon beside AdamW; leaves a report
 test: export OMP_WAIT_POLICY ?= passive
 test: $(STAMP) ## run the tests (ARGS="-k name" to select)
 	$(BIN)/python -m pytest -n 2 $(ARGS)
+
+# Any other torch, in an environment of its own; of constraints.txt all but the torch that development uses.
+TORCH_VENV  := .venv-torch-$(TORCH)
+TORCH_STAMP := $(TORCH_VENV)/.installed-$(shell cat pyproject.toml constraints.txt | cksum | cut -d' ' -f1)
+
+test-torch: export OMP_WAIT_POLICY ?= passive
+test-torch: $(if $(TORCH),$(TORCH_STAMP)) ## run the tests with another torch: TORCH=2.15.0 (CUDA builds take about 6 GB each)
+	@test -n "$(TORCH)" || { echo "say which: make test-torch TORCH=2.15.0"; exit 2; }
+	$(TORCH_VENV)/bin/python -m pytest -n 2 $(ARGS)
+
+$(TORCH_VENV)/.installed-%: pyproject.toml constraints.txt
+	@test -x $(TORCH_VENV)/bin/python || $(PYTHON) -m venv $(TORCH_VENV)
+	@sed 's/^torch==.*/torch==$(TORCH)/' constraints.txt > $(TORCH_VENV)/constraints.txt
+	$(TORCH_VENV)/bin/python -m pip install --quiet --constraint $(TORCH_VENV)/constraints.txt torch
+	$(TORCH_VENV)/bin/python -m pip install --quiet --constraint $(TORCH_VENV)/constraints.txt --editable '.[dev]'
+	@$(TORCH_VENV)/bin/python -c 'import torch; assert torch.__version__.split("+")[0] == "$(TORCH)", torch.__version__'
+	@rm -f $(TORCH_VENV)/.installed-* && touch $@
 
 lint: $(STAMP) ## ruff and mypy --strict
 	$(BIN)/ruff check .
@@ -38,7 +55,7 @@ mutants: $(STAMP) ## break the maths one line at a time and count what the tests
 	$(BIN)/python tests/mutation/run.py $(ARGS)
 
 clean: ## remove the virtual environment and caches
-	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .venv-torch-* .pytest_cache .mypy_cache .ruff_cache .hypothesis
 
 $(STAMP): pyproject.toml constraints.txt
 	@test -x $(BIN)/python || $(PYTHON) -c 'import sys; sys.exit("meshmuon needs Python 3.10 or newer") if sys.version_info < (3, 10) else None'

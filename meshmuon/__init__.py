@@ -11,6 +11,7 @@ from .errors import (
     StateError,
     TransportError,
     UnsupportedError,
+    UntestedTorchWarning,
 )
 from .optim import (
     DistMuon,
@@ -52,6 +53,7 @@ __all__ = [
     "StateError",
     "TransportError",
     "UnsupportedError",
+    "UntestedTorchWarning",
     "UpdateRule",
     "Workspace",
     "clip_grad_norm_",

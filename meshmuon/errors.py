@@ -13,6 +13,7 @@ __all__ = [
     "StateError",
     "TransportError",
     "UnsupportedError",
+    "UntestedTorchWarning",
 ]
 
 
@@ -54,3 +55,7 @@ class UnsupportedError(MeshmuonError, NotImplementedError):
 
 class RoutingWarning(UserWarning):
     """A parameter is routed in a way that is legal and most likely not what was meant."""
+
+
+class UntestedTorchWarning(UserWarning):
+    """This version of torch is outside of those that meshmuon is tested with."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -25,6 +26,7 @@ ROOMS = (
     "matrices",
     "ortho",
     "device",
+    "torch_compat",
     "errors",
 )
 PURE = {"plan", "layout", "matrices"}  # no tensors there
@@ -71,6 +73,50 @@ def test_pure_rooms_know_no_tensors(path: Path) -> None:
         for alias in node.names
     }
     assert not any(name.split(".")[0] == "torch" for name in imports)
+
+
+PRIVATE = {"_layout", "_local_tensor", "_mesh_resources", "_orig_mod", "_rank_map", "_spec", "_unsharded_param", "pg_names"}
+PUBLIC = re.compile(r"__\w+__|_foreach_(?!utils)\w+")  # torch documents the latter in spite of the underscore
+
+
+def private_names_of_torch(source: str) -> Iterator[tuple[str, int]]:
+    """(name, line) of everything that belongs to torch alone: private modules, functions and attributes, also as strings."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, (ast.Import, ast.ImportFrom)):
+            module = (getattr(node, "module", None) or "") if not getattr(node, "level", 0) else ""
+            names = [(f"{module}.{alias.name}" if module else alias.name) for alias in node.names]
+            texts = [name for name in names if name.split(".")[0] == "torch"]
+        elif isinstance(node, ast.Attribute):
+            text = re.sub(r".*[^\w.]", "", ast.unparse(node), flags=re.DOTALL)  # without calls and subscripts before it
+            texts = [text] if text.split(".")[0] in ("torch", "dist", "c10d") else [f".{node.attr}"]
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str) and " " not in node.value:
+            texts = [f".{part}" for part in node.value.split(".")]
+        else:
+            continue
+        for text in texts:
+            first, *parts = text.split(".")
+            hidden = [part for part in parts if part.startswith("_") and not PUBLIC.fullmatch(part)]
+            if any(part in PRIVATE or (first and part in hidden) for part in parts):
+                yield text, node.lineno
+
+
+@pytest.mark.parametrize(
+    "path", [p for p in MODULES if p.stem != "torch_compat"], ids=lambda path: str(path.relative_to(PACKAGE))
+)
+def test_private_parts_of_torch_are_in_one_module(path: Path) -> None:
+    names = "._orig_mod" if path.stem == "routing" else ""  # there it is a component of parameters' names
+    found = [f"line {line}: {name}" for name, line in private_names_of_torch(path.read_text()) if name != names]
+    assert not found, f"{path.relative_to(PACKAGE)} uses what belongs into torch_compat: {found}"
+
+
+def test_private_names_are_seen() -> None:
+    """The check itself can fail."""
+    source = (
+        "import torch.utils._pytree\nfrom torch.utils._foreach_utils import x\nfrom torch.distributed.tensor import _y\n"
+        'a = torch._C.z\nb = p._local_tensor\nc = attrgetter("_spec")\nd = dist.distributed_c10d._world\n'
+        "e = torch._foreach_add_\nf = self._own\n"
+    )
+    assert sorted(line for _, line in set(private_names_of_torch(source))) == [1, 2, 3, 4, 4, 5, 6, 7]
 
 
 def test_every_room_is_listed() -> None:

@@ -23,6 +23,7 @@ from ..ortho import (
 )
 from ..ortho.kernels import FunctionalProducts, products_for
 from ..plan import Batch
+from ..torch_compat import own_graph_per_shape
 from .settings import ExecutorSettings
 from .work import UpdateRule, Work
 
@@ -128,8 +129,7 @@ def _compiled(
     compiled = torch.compile(eager, backend=backend, dynamic=False)
 
     def work() -> None:
-        # Every shape is its own graph on purpose; the default limit would silently fall back to eager at the ninth.
-        with torch._dynamo.config.patch(recompile_limit=10_000), torch.autocast(stage.device.type, enabled=False):
+        with own_graph_per_shape(), torch.autocast(stage.device.type, enabled=False):
             stage.copy_(call_scheme(compiled, stage, one_by_one=settings.deterministic))
 
     return work

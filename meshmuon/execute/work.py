@@ -7,25 +7,14 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ..matrices import MatrixSet
 from ..ortho import Orthogonalizer, Scheme, pitch, scratch_bytes
 from ..plan import Item
+from ..torch_compat import local_part
 
 __all__ = ["UpdateRule", "Work", "WorkSettings", "local_part"]
-
-
-_PLAIN = (Tensor, nn.Parameter)
-
-
-def local_part(tensor: Tensor) -> Tensor:
-    """What this rank holds of ``tensor``: a DTensor's local tensor, a plain tensor itself."""
-    if type(tensor) in _PLAIN:  # looking for an attribute that is not there takes far longer
-        return tensor
-    # What to_local() gives outside of autograd, which for parameters would make a new view at every call.
-    local: Tensor = getattr(tensor, "_local_tensor", tensor)
-    return local
 
 
 class UpdateRule(Protocol):

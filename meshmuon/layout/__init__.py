@@ -1,6 +1,6 @@
 """Who holds which part of a tensor, from metadata alone."""
 
-from .cuts import Range, Ranges, clip, cut, length
+from .cuts import Range, Ranges, clip, cut, length, merged
 from .layout import Box, Layout, Mesh, Placement, Replicated, Sharded, coordinates, flat_index
 from .spread import Piece, Spread, spread_matrices
 
@@ -20,5 +20,6 @@ __all__ = [
     "cut",
     "flat_index",
     "length",
+    "merged",
     "spread_matrices",
 ]

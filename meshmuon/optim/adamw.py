@@ -12,6 +12,7 @@ from torch.nn import functional as F
 from torch.optim.adamw import adamw
 
 from ..execute import local_part
+from ..torch_compat import mark_overwritten
 from .dtensors import as_dtensor, memory_order, trailing_elements
 from .groups import adamw_betas, adamw_eps
 
@@ -90,6 +91,8 @@ def _step(
     for _, put_back in cut:
         if put_back is not None:
             put_back()
+    if fused:  # which does not tell autograd
+        mark_overwritten([one.param for one in sets if not one.param.is_inference()])
 
 
 def _snapshot(rows: Sequence[_Tensors]) -> list[_Tensors]:

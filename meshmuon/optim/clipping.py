@@ -19,6 +19,7 @@ from torch import Tensor
 from .. import errors
 from ..errors import ConfigError, GradientError, MeshmuonError, PlanMismatchError
 from ..layout import Layout, Mesh, Replicated
+from ..torch_compat import mark_overwritten
 from ..transport import NormWord, everyone, host_group, norm_device, reduce_norm, shared_group
 from .differences import Note, raise_failures, raise_mismatch, raise_torn_replicas
 from .dtensors import (
@@ -342,6 +343,8 @@ class _Clipping:
         limit = max_norm.to(total.device, total.dtype) if isinstance(max_norm, Tensor) else max_norm
         # Always multiplied, also by 1: to ask first would make the host wait for the device.
         scale_all([part.local for part in self._parts], torch.clamp(limit / (total + 1e-6), max=1.0), self._foreach)
+        gradients = (as_dtensor(param.grad) for param in self._params if param.grad is not None)
+        mark_overwritten([grad for grad in gradients if grad is not None and not grad.is_inference()])
 
 
 def _tensors(parameters: Tensor | Iterable[Tensor]) -> list[Tensor]:

@@ -16,9 +16,10 @@ from ..errors import ConfigError, GradientError
 from ..execute import UpdateRule, Work, WorkSettings, local_part
 from ..matrices import Inside, matrices_inside
 from ..ortho import Orthogonalizer, Scheme, default_compute_dtype, resolve_scheme
+from ..torch_compat import spec_of
 from . import state
 from .demand import Demand
-from .dtensors import as_dtensor, check_gradient_placement
+from .dtensors import as_dtensor, check_cuts, check_gradient_placement
 from .groups import check_options, check_reach, inside_of, largest_number
 from .keeping import is_kept
 from .lr import lr_factor
@@ -71,10 +72,10 @@ class _Place(NamedTuple):
     @classmethod
     def of(cls, param: Tensor) -> _Place | None:
         sharded = as_dtensor(param)
-        return None if sharded is None else cls(sharded._spec, sharded._local_tensor.shape)
+        return None if sharded is None else cls(spec_of(sharded), local_part(sharded).shape)
 
     def holds(self, param: Any) -> bool:
-        return self.spec is getattr(param, "_spec", None) and self.local_shape == param._local_tensor.shape
+        return self.spec is spec_of(param) and self.local_shape == local_part(param).shape
 
 
 class _Known(NamedTuple):
@@ -164,6 +165,7 @@ class Collector:
                     found.append(known)
                     continue
                 try:
+                    check_cuts(name, param)
                     found.append(self._new(treatment, Parameter(place, group, name, param)))
                 except Exception as error:
                     failure = failure or error

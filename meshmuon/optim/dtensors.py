@@ -3,17 +3,26 @@
 from __future__ import annotations
 
 import math
-import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 from ..errors import ConfigError, GradientError, TransportError, UnsupportedError
-from ..layout import Layout, Mesh, Placement, Replicated, Sharded, coordinates, flat_index
+from ..layout import Layout, Mesh, Placement, Ranges, Replicated, Sharded, coordinates, cut, flat_index, length, merged
+from ..torch_compat import (
+    as_dtensor,
+    cut_in_mesh_order,
+    dtensor_like,
+    mesh_slices,
+    same_layout,
+    spec_of,
+    split_factor,
+    strided_shards_nest,
+)
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -24,6 +33,7 @@ ReplicaGroup: TypeAlias = "dist.ProcessGroup | DeviceMesh"
 
 __all__ = [
     "as_dtensor",
+    "check_cuts",
     "check_gradient_placement",
     "check_placement",
     "connected_ranks",
@@ -37,24 +47,13 @@ __all__ = [
 ]
 
 
-_PLAIN = (Tensor, nn.Parameter)
-
-
-def as_dtensor(tensor: Tensor) -> DTensor | None:
-    """``tensor`` if it is a DTensor."""
-    if type(tensor) in _PLAIN:
-        return None
-    tensors = sys.modules.get("torch.distributed.tensor")  # importing it costs a second, and without it there is no DTensor
-    return tensor if tensors is not None and isinstance(tensor, tensors.DTensor) else None
-
-
 def with_local(like: Tensor, local: Tensor) -> Tensor:
     """A tensor that lies on its mesh as ``like`` does and has ``local`` as this rank's part; ``local`` itself for a plain one.
 
     ``DTensor.from_local`` would copy a part that is in host memory to the mesh's devices.
     """
     sharded = as_dtensor(like)
-    return local if sharded is None else type(sharded)(local, sharded._spec, requires_grad=False)
+    return local if sharded is None else dtensor_like(sharded, local)
 
 
 def zeros_laid_out_like(param: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
@@ -77,8 +76,21 @@ def zeros_laid_out_like(param: Tensor, shape: tuple[int, ...], dtype: torch.dtyp
 def check_placement(name: str, param: Tensor) -> None:
     """Refuses a parameter that lies on its mesh in a way that has no meaning for an optimizer."""
     if (sharded := as_dtensor(param)) is not None:
-        _placements(name, sharded.placements, param.dim())
-        _check_order(name, siblings(sharded.device_mesh)[0])
+        placements, mesh = _placements(name, sharded.placements, param.dim()), siblings(sharded.device_mesh)[0]
+        _check_order(name, mesh)
+        check_cuts(name, sharded)
+        _check_strided(name, tuple(param.shape), mesh, placements)
+
+
+def check_cuts(name: str, param: Tensor) -> None:
+    """Refuses a DTensor whose mesh axes cut a dim in another order than placements alone say; it is the same on every rank."""
+    sharded = as_dtensor(param)
+    if sharded is not None and not cut_in_mesh_order(sharded):
+        raise UnsupportedError(
+            f"{name} has placements {sharded.placements} that are applied in another order than that of the mesh's axes "
+            f"({spec_of(sharded)}). Lay it out in the usual order: distribute_tensor(p.full_tensor(), p.device_mesh, "
+            "p.placements)."
+        )
 
 
 def same_placement(one: Tensor, other: Tensor) -> bool:
@@ -86,7 +98,7 @@ def same_placement(one: Tensor, other: Tensor) -> bool:
     mine, theirs = as_dtensor(one), as_dtensor(other)
     if mine is None or theirs is None:
         return mine is theirs
-    return mine.placements == theirs.placements and mine.device_mesh == theirs.device_mesh
+    return same_layout(mine, theirs)
 
 
 def check_gradient_placement(name: str, param: Tensor, grad: Tensor) -> None:
@@ -121,6 +133,7 @@ def layouts_of(
     """
     found = _placements(name, placements, len(shape))
     _check_order(name, meshes[0])
+    _check_strided(name, shape, meshes[0], found)
     return tuple(Layout(shape, mesh, found) for mesh in meshes if not reached.isdisjoint(mesh.ranks))
 
 
@@ -141,10 +154,7 @@ def replicated_layout(shape: Sequence[int], ranks: Sequence[int]) -> Layout:
 def siblings(mesh: DeviceMesh) -> tuple[Mesh, ...]:
     """The mesh and, where it is a slice of a larger one, all slices like it, in an order that is the same on every rank."""
     shape = tuple(mesh.shape)
-    layout, rank_map = getattr(mesh, "_layout", None), getattr(mesh, "_rank_map", None)
-    if layout is None or rank_map is None:  # other versions of torch: the mesh alone
-        return (Mesh(shape, tuple(mesh.mesh.flatten().tolist())),)
-    return tuple(Mesh(shape, tuple(ranks)) for ranks in layout.remap_to_tensor(rank_map).flatten(1).tolist())
+    return tuple(Mesh(shape, ranks) for ranks in mesh_slices(mesh))
 
 
 def connected_ranks(rank: int, sets: Iterable[Sequence[int]]) -> tuple[int, ...]:
@@ -167,6 +177,29 @@ def _check_order(name: str, mesh: Mesh) -> None:
                     f"{name} is on the mesh {mesh}, whose ranks do not ascend along axis {axis}; torch's process groups order "
                     "ranks, so that shards would not be where the placements say. Build the mesh with ascending ranks."
                 )
+
+
+def _check_strided(name: str, shape: tuple[int, ...], mesh: Mesh, placements: Sequence[Placement]) -> None:
+    """Where torch cuts uneven strided shards in two ways under the same placements, nothing tells which it was."""
+    if strided_shards_nest():
+        return
+    lengths = [{size} for size in shape]  # that ranks hold so far
+    for parts, placement in zip(mesh.shape, placements, strict=True):
+        if isinstance(placement, Sharded):
+            dim, factor = placement.dim, placement.split_factor
+            if factor > 1 and any(cut(size, ((parts, factor),)) != _cut_at_once(size, parts, factor) for size in lengths[dim]):
+                raise UnsupportedError(
+                    f"{name} has {shape[dim]} elements along dim {dim} in a strided sharding "
+                    f"({', '.join(map(str, placements))} on {mesh}) that does not divide them. torch {torch.__version__} cuts "
+                    "these in one way in FSDP2 and in another in distribute_tensor: use a newer torch, or sizes that divide."
+                )
+            lengths[dim] = {length(held) for size in lengths[dim] for held in cut(size, ((parts, factor),))}
+
+
+def _cut_at_once(size: int, parts: int, factor: int) -> tuple[Ranges, ...]:
+    """What ``distribute_tensor`` of torch 2.9 makes of a strided sharding: equal chunks, dealt out to the parts in turn."""
+    chunks = cut(size, ((parts * factor, 1),))
+    return tuple(merged(one for chunk in chunks[part::parts] for one in chunk) for part in range(parts))
 
 
 def groups_of(place: DeviceMesh | dist.ProcessGroup | None) -> list[dist.ProcessGroup]:
@@ -216,14 +249,13 @@ def trailing_elements(param: DTensor, count: int) -> int:
 def _placements(name: str, placements: Sequence[Any], dims: int) -> tuple[Placement, ...]:
     """torch's placements as ours. Every type is named: an unknown one must never pass as replicated."""
     from torch.distributed.tensor import Partial, Replicate, Shard
-    from torch.distributed.tensor.placement_types import _StridedShard
 
     found: list[Placement] = []
     for placement in placements:
         if isinstance(placement, Replicate):
             found.append(Replicated())
-        elif isinstance(placement, _StridedShard):
-            found.append(Sharded(placement.dim % dims, int(placement.split_factor)))
+        elif (factor := split_factor(placement)) is not None:
+            found.append(Sharded(placement.dim % dims, factor))
         elif isinstance(placement, Shard):
             found.append(Sharded(placement.dim % dims))
         elif isinstance(placement, Partial):

@@ -19,6 +19,7 @@ from typing import Any, NamedTuple, Protocol
 import torch.distributed as dist
 from torch import Tensor
 
+from ..torch_compat import spec_of
 from .dtensors import ReplicaGroup, replica_ranks
 
 __all__ = ["Optimizer", "Pairing", "Place", "enrol", "place_of"]
@@ -133,7 +134,7 @@ def _looks_like(one: Optimizer, other: Optimizer) -> bool:
 
 
 def _layouts(params: Sequence[Tensor]) -> list[tuple[object, ...]]:
-    return [(param.shape, param.dtype, getattr(param, "_spec", None)) for param in params]
+    return [(param.shape, param.dtype, spec_of(param)) for param in params]
 
 
 def _replicas(optimizer: Optimizer) -> object:

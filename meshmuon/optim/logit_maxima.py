@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from ..errors import ConfigError
+from ..torch_compat import flex_gives_max_scores
 
 __all__ = ["DEFAULT_BLOCK_BYTES", "causal_blocks", "chunked_maxima", "flex_maxima", "head_maxima"]
 
@@ -134,9 +135,7 @@ def _flex_fits(q: Tensor, k: Tensor) -> bool:
     """Half precision on CUDA: there its products are exact in float32, as the chunked ones are."""
     if _flex_failed or not q.is_cuda or q.dtype not in (torch.bfloat16, torch.float16) or not (q.numel() and k.numel()):
         return False
-    from torch.nn.attention import flex_attention as module
-
-    return "max_scores" in getattr(getattr(module, "AuxRequest", None), "_fields", ())
+    return flex_gives_max_scores()
 
 
 def _give_up_flex(error: Exception) -> None:

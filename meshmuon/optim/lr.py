@@ -38,6 +38,7 @@ _RULES: dict[str, Callable[[int, int], float]] = {
     "match_rms_adamw": _match_rms_adamw,
     "original": _original,
     "spectral": _spectral,
+    "spectral_unclamped": _spectral,  # torch's name for it
 }
 
 

@@ -17,6 +17,7 @@ from torch.overrides import TorchFunctionMode
 
 from ..device import known_to_host
 from ..errors import ConfigError
+from ..torch_compat import split_factor, unwrapped
 from ..transport import norm_device, shared_group
 from ..transport.maxima import everyone_on_host, reduce_largest
 from .dtensors import ReplicaGroup, as_dtensor, groups_of
@@ -105,7 +106,7 @@ class MaxLogits:
             raise ConfigError(f"MaxLogits: the layer {layer!r} must be a number or a name.")
         if self._collecting:
             raise ConfigError("MaxLogits: attach modules before collecting, not during it.")
-        self._attached.append((getattr(module, "_orig_mod", module), layer))
+        self._attached.append((unwrapped(module), layer))
 
     def detach(self) -> None:
         """Forgets all attached modules and everything observed so far."""
@@ -321,7 +322,10 @@ def _own_parts(layer: LayerKey, q: Tensor, k: Tensor, mask: Tensor | None) -> tu
         raise ConfigError(f"MaxLogits: q and k of layer {layer!r} are laid out differently: redistribute k like q.")
     from torch.distributed.tensor import Shard
 
-    by_heads = all(one.is_replicate() or (isinstance(one, Shard) and one.dim < q.dim() - 2) for one in sharded.placements)
+    by_heads = all(
+        one.is_replicate() or (isinstance(one, Shard) and split_factor(one) is None and one.dim < q.dim() - 2)
+        for one in sharded.placements
+    )
     if not by_heads or (masks is not None and not all(one.is_replicate() for one in masks.placements)):
         raise ConfigError(
             f"MaxLogits: layer {layer!r} has q on {sharded.placements}. Logits need queries and keys of all positions, and a "

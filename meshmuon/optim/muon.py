@@ -29,6 +29,7 @@ from .lr import AdjustLR
 from .nonfinite import NonFinite, Scaling, asked_by_scaler, gradients_of, silence
 from .offload import Offload
 from .options import check_dtype, check_optimizer_options, check_replica_group
+from .overwritten import Overwritten
 from .planning import Outcome, Planner, Standing
 from .qk_clip import QKClip
 from .rules import RuleLike
@@ -357,6 +358,7 @@ class Muon(torch.optim.Optimizer):
         self._planner = Planner(self._plan_options, self._settings.form, path, self._replica_group, weakref.ref(self))
         self._executor: StepExecutor = (ReferenceExecutor if self._reference else Executor)(self._settings)
         self._collector = Collector(self._wire_dtype())
+        self._overwritten = Overwritten()
         self._log = RouteLog(on=self._debug)
 
     def _agree(self, absent: Exception | None, qk_logits: Any) -> tuple[list[Parameter], Outcome]:
@@ -416,6 +418,8 @@ class Muon(torch.optim.Optimizer):
             raise
         finally:
             self._collector.let_go()
+            clipped = frozenset() if qk_logits is None else self._qk_clip.members
+            self._overwritten.mark(parameters, self._planner.demands, outcome.zeros, clipped)
         if failure is not None:
             if outcome.exchange is not None:
                 self._untold = to_tell(failure, parted)

@@ -7,9 +7,9 @@ from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
-from torch.utils._foreach_utils import _device_has_foreach_support, _has_foreach_support
 
 from ..errors import ConfigError
+from ..torch_compat import device_has_foreach, foreach_is_faster
 
 __all__ = ["local_norms", "scale_all"]
 
@@ -70,6 +70,6 @@ def _batches(tensors: Iterable[Tensor]) -> dict[tuple[torch.device, torch.dtype]
 
 
 def _batched(tensors: list[Tensor], device: torch.device, foreach: bool | None) -> bool:
-    if foreach and not _device_has_foreach_support(device):
+    if foreach and not device_has_foreach(device):
         raise ConfigError(f"foreach=True, but {device.type} has no batched kernels: pass foreach=None or False.")
-    return bool(foreach) or (foreach is None and bool(_has_foreach_support(tensors, device)))
+    return bool(foreach) or (foreach is None and foreach_is_faster(tensors, device))

@@ -20,6 +20,7 @@ from ..layout import Layout, Mesh
 from ..matrices import MatrixSet
 from ..ortho import expected_flops
 from ..plan import NO_WAVE, Entry, Plan, PlanOptions, cost_model_for, make_plan
+from ..torch_compat import warn_if_untested
 from ..transport import Exchange, Vote
 from .demand import Demand
 from .descriptions import description, failure_text, how, owners
@@ -193,6 +194,8 @@ class Planner:
         if self._replica_group is not None:
             self.check_connected()
         self._replicas = replica_ranks(self._replica_group)
+        if meshes or self._replicas:
+            warn_if_untested()
         ranks = self._reach()
         if isinstance(self._replica_group, dist.ProcessGroup) and len(ranks) > len(self._replicas[0]):
             raise ConfigError(

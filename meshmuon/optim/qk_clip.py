@@ -64,6 +64,7 @@ class QKClip:
         self._projections: list[tuple[int, Projection]] = []
         self._key: Hashable = None
         self._buckets: list[_Bucket] = []
+        self.members: frozenset[int] = frozenset()  # places of the parameters that the last accepted logits clip
         self._nonfinite: int | Tensor = 0
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -95,6 +96,7 @@ class QKClip:
         layers = {layer: read_layer(layer, logits.numel(), found, config) for layer, logits in qk_logits.items()}
         check_overlap(layers)
         self._buckets = _buckets(layers, qk_logits)
+        self.members = frozenset(place for bucket in self._buckets for place in bucket.members)
         self._key = key
 
     @torch.no_grad()

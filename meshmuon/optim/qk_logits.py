@@ -16,7 +16,7 @@ from ..execute import local_part
 from ..layout import Layout
 from ..transport import shared_group
 from ..transport.maxima import reduce_largest
-from .dtensors import as_dtensor, groups_of, layouts_of, siblings
+from .dtensors import as_dtensor, check_cuts, groups_of, layouts_of, siblings
 from .qk_names import LayerKey
 
 if TYPE_CHECKING:
@@ -99,8 +99,9 @@ def _layout(layer: LayerKey, logits: DTensor) -> Layout:
                 'Use Partial("max") for maxima that are still to be taken.'
             )
         placements.append(Replicate() if isinstance(one, Partial) else one)
-    mine = frozenset({dist.get_rank()})
-    layouts = layouts_of(f"qk_logits of layer {layer!r}", tuple(logits.shape), placements, siblings(logits.device_mesh), mine)
+    mine, name = frozenset({dist.get_rank()}), f"qk_logits of layer {layer!r}"
+    check_cuts(name, logits)
+    layouts = layouts_of(name, tuple(logits.shape), placements, siblings(logits.device_mesh), mine)
     if not layouts:
         raise ConfigError(f"qk_logits: this rank is not on the mesh of the logits of layer {layer!r}: give it logits of its own.")
     return layouts[0]

@@ -12,13 +12,12 @@ from typing import Any
 
 from torch import Tensor
 
+from ..torch_compat import SHARD_FACTS, SHARD_GRADIENT_FACTS, has_local_part
+
 __all__ = ["Seen"]
 
 _PLAIN_FACTS = operator.attrgetter("shape", "dtype", "device")
 _PLAIN_GRADIENT = operator.attrgetter("__class__", "shape", "dtype", "layout")
-# torch replaces a DTensor's spec rather than changing it; equal specs are the same layout.
-_SHARD_FACTS = operator.attrgetter("shape", "dtype", "device", "_spec", "_local_tensor.shape")
-_SHARD_GRADIENT = operator.attrgetter("__class__", "shape", "dtype", "_spec", "_local_tensor.shape", "_local_tensor.layout")
 
 
 class Seen:
@@ -37,7 +36,7 @@ class Seen:
         self._were = self._facts_of(self._params)
         self._active = [param.grad is not None for param in self._params]
         self._stepped = [param for param in self._params if param.grad is not None]
-        self._gradient_facts = [_SHARD_GRADIENT if hasattr(p, "_local_tensor") else _PLAIN_GRADIENT for p in self._stepped]
+        self._gradient_facts = [SHARD_GRADIENT_FACTS if has_local_part(p) else _PLAIN_GRADIENT for p in self._stepped]
         self._gradients: list[Any] | None = None  # facts of the gradients that were found to fit
         self._keys: list[list[str]] | None = None  # of the state that was found to fit
         self._values: list[weakref.ref[Tensor]] = []  # of the tensors in it, which must be free to go
@@ -98,4 +97,4 @@ class Seen:
 
 
 def _facts_for(param: Tensor) -> Callable[[Tensor], Any]:
-    return _SHARD_FACTS if hasattr(param, "_local_tensor") else _PLAIN_FACTS
+    return SHARD_FACTS if has_local_part(param) else _PLAIN_FACTS

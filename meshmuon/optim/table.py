@@ -98,7 +98,7 @@ def _lr_warnings(index: int, group: Mapping[str, Any]) -> list[str]:
             f'group {index}: lr={lr:g} with adjust_lr_fn="match_rms_adamw" moves entries by {0.2 * lr:g} a step. This rule takes '
             'AdamW\'s learning rates (1e-4 to 1e-2); 0.02 belongs to adjust_lr_fn="original".'
         ]
-    if rule in ("original", "spectral") and 0 < lr < _TOO_SMALL_FOR_ORIGINAL:
+    if rule in ("original", "spectral", "spectral_unclamped") and 0 < lr < _TOO_SMALL_FOR_ORIGINAL:
         return [
             f'group {index}: lr={lr:g} is small for adjust_lr_fn="{rule}", whose usual lr is about 0.02. AdamW\'s learning rates '
             'belong to adjust_lr_fn="match_rms_adamw".'

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -10,7 +9,8 @@ from functools import wraps
 from typing import Any, ParamSpec
 
 import torch
-from torch.utils._python_dispatch import _disable_current_modes
+
+from ..torch_compat import has_compiled, without_modes
 
 __all__ = ["uncompiled", "unseen"]
 
@@ -30,18 +30,18 @@ def unseen(method: Callable[_P, None]) -> Callable[_P, None]:
     guarded: list[Callable[_P, None]] = []
 
     @torch.no_grad()
-    def without_modes(*args: _P.args, **kwargs: _P.kwargs) -> None:
-        with _disable_current_modes():
+    def unrecorded(*args: _P.args, **kwargs: _P.kwargs) -> None:
+        with without_modes():
             method(*args, **kwargs)
 
     @wraps(method)
     def run(*args: _P.args, **kwargs: _P.kwargs) -> None:
-        if "torch._dynamo" not in sys.modules:
-            without_modes(*args, **kwargs)
+        if not has_compiled():
+            unrecorded(*args, **kwargs)
             return
         if not guarded:
             disable: Any = torch.compiler.disable
-            guarded.append(disable(without_modes))
+            guarded.append(disable(unrecorded))
         guarded[0](*args, **kwargs)
 
     return run
@@ -56,7 +56,7 @@ def uncompiled() -> Iterator[None]:
     global _inside, _stance
     with _lock:
         _inside += 1
-        if _stance is None and "torch._dynamo" in sys.modules:
+        if _stance is None and has_compiled():
             _stance = torch.compiler.set_stance("force_eager")
             _stance.__enter__()
     try:

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from ..errors import MeshmuonError, TransportError
+from ..torch_compat import gloo_of
 
 __all__ = ["hang_up", "named_phase"]
 
@@ -43,7 +43,7 @@ def hang_up(group: dist.ProcessGroup | None) -> None:
     until the group's timeout. Nothing in torch closes the connections of a living group, but gloo itself does when waiting for a
     message has taken too long.
     """
-    backend = None if group is None else _gloo(group)
+    backend = None if group is None else gloo_of(group)
     if backend is None:
         return
     for peer in range(backend.size()):
@@ -52,13 +52,3 @@ def hang_up(group: dist.ProcessGroup | None) -> None:
                 backend.recv([torch.empty(1, device="cpu")], peer, _UNUSED_TAG).wait(_SHORT)
             except RuntimeError:  # what it is for
                 continue
-
-
-def _gloo(group: dist.ProcessGroup) -> Any:  # a ProcessGroupGloo, of whose methods torch declares few, or None
-    if not dist.is_gloo_available():
-        return None
-    try:
-        backend = group._get_backend(torch.device("cpu"))
-    except RuntimeError:
-        return None
-    return backend if isinstance(backend, dist.ProcessGroupGloo) else None

@@ -7,18 +7,15 @@ import threading
 import weakref
 from collections.abc import Iterable, Sequence
 from datetime import timedelta
-from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed.distributed_c10d as c10d
 
+from ..torch_compat import backend_of, group_names, new_named_group, timeout_of
 from .failures import named_phase
 
 __all__ = ["exchange_group", "host_group", "moves", "shared_group"]
 
-_torch_name = c10d._process_group_name
-_wanted = threading.local()
 _shared: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[tuple[int, ...], dist.ProcessGroup]] = weakref.WeakKeyDictionary()
 _shared_lock = threading.Lock()
 
@@ -70,40 +67,21 @@ def _fitting(ranks: Sequence[int], existing: Iterable[dist.ProcessGroup]) -> dis
 
 
 def _new_group(ranks: Sequence[int], backend: str | None) -> dist.ProcessGroup:
-    """A new group under a name that all its members find by themselves.
-
-    torch names a group that is made by its members alone after the number of groups that this process has seen. That number
-    differs between ranks as soon as they are in different meshes, and members with different names wait for each other forever.
-    """
+    """A new group under a name that all its members find by themselves, without a word from other ranks."""
     base = "meshmuon " + hashlib.sha1(f"{backend} {list(ranks)}".encode(), usedforsecurity=False).hexdigest()
-    known = sum(name.startswith(base) for name in c10d._world.pg_names.values())
-    c10d._process_group_name = _group_name  # type: ignore[assignment]
-    _wanted.name = f"{base} {known}"
-    try:
-        with named_phase("agreement"):
-            group: dist.ProcessGroup = dist.new_group(
-                list(ranks), backend=backend, use_local_synchronization=True, **_usual_timeout()
-            )
-    finally:
-        _wanted.name = None
-    return group
+    known = sum(name.startswith(base) for name in group_names())
+    with named_phase("agreement"):
+        return new_named_group(f"{base} {known}", ranks, backend, _usual_timeout())
 
 
-def _usual_timeout() -> dict[str, Any]:
-    """The default group's ``timeout``, if any; torch would let a new group wait for half an hour whatever that is."""
+def _usual_timeout() -> timedelta | None:
+    """The default group's timeout, if it says; torch would let a new group wait for half an hour whatever that is."""
     default = dist.group.WORLD
     for device in ("cpu", "cuda"):
-        if default is not None and _has_backend(default, torch.device(device)):
-            found = getattr(getattr(default._get_backend(torch.device(device)), "options", None), "_timeout", None)
-            if isinstance(found, timedelta):
-                return {"timeout": found}
-    return {}
-
-
-def _group_name(ranks: list[int], use_hashed_name: bool) -> str:
-    """The name that this thread has asked for, else torch's own."""
-    name: str | None = getattr(_wanted, "name", None)
-    return _torch_name(ranks, use_hashed_name) if name is None else name
+        found = None if default is None else timeout_of(backend_of(default, torch.device(device)))
+        if found is not None:
+            return found
+    return None
 
 
 def _moves_host_memory(group: dist.ProcessGroup) -> bool:
@@ -111,8 +89,4 @@ def _moves_host_memory(group: dist.ProcessGroup) -> bool:
 
 
 def _has_backend(group: dist.ProcessGroup, device: torch.device) -> bool:
-    try:
-        group._get_backend(device)
-    except RuntimeError:
-        return False
-    return True
+    return backend_of(group, device) is not None

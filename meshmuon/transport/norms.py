@@ -57,8 +57,8 @@ def reduce_norm(word: NormWord, groups: Sequence[dist.ProcessGroup], *, largest:
     facts = float(word.failed), word.difference, word.opposite
     # Filled rather than copied from the host, which would wait.
     packed = torch.stack([word.value, word.nan, *(torch.full_like(word.value, fact) for fact in facts)])
-    operation = dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM
     for group in groups:
+        operation = dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM  # asked for here: not every torch has them
         with named_phase("reduction of the gradients' norm", group):
             dist.all_reduce(packed, operation, group=group)
         # Later groups join ranks with other parameters: they only hear whether the ranks before them differed.

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from ..errors import UnsupportedError
+from ..torch_compat import as_dtensor
 from .failures import named_phase
 
 __all__ = ["check_round_trip", "has_part", "own_shard", "whole"]
@@ -13,19 +14,17 @@ __all__ = ["check_round_trip", "has_part", "own_shard", "whole"]
 
 def has_part(tensor: Tensor) -> bool:
     """Whether this rank is on the mesh of ``tensor``."""
-    from torch.distributed.tensor import DTensor  # importing it costs a second, and single-device users never need it
-
-    return not isinstance(tensor, DTensor) or tensor.device_mesh.get_coordinate() is not None
+    sharded = as_dtensor(tensor)
+    return sharded is None or sharded.device_mesh.get_coordinate() is not None
 
 
 def whole(tensor: Tensor) -> Tensor:
     """The whole tensor on every rank of its mesh."""
-    from torch.distributed.tensor import DTensor
-
-    if not isinstance(tensor, DTensor):
+    sharded = as_dtensor(tensor)
+    if sharded is None:
         return tensor
     with named_phase("gather"):
-        return tensor.full_tensor()
+        return sharded.full_tensor()
 
 
 def check_round_trip(name: str, like: Tensor) -> None:
@@ -33,12 +32,13 @@ def check_round_trip(name: str, like: Tensor) -> None:
 
     It happens with ``_StridedShard`` and sizes that do not divide (torch 2.13: 5 × 1 over two axes, both strided).
     """
-    from torch.distributed.tensor import DTensor, distribute_tensor
-
-    if not isinstance(like, DTensor):
+    sharded = as_dtensor(like)
+    if sharded is None:
         return
-    mesh, placements = like.device_mesh, like.placements
-    numbers = torch.arange(like.numel(), device=like.to_local().device).view(like.shape)
+    from torch.distributed.tensor import distribute_tensor
+
+    mesh, placements = sharded.device_mesh, sharded.placements
+    numbers = torch.arange(like.numel(), device=sharded.to_local().device).view(like.shape)
     where = f"{name}, {tuple(like.shape)} with placements {placements} on a mesh of {tuple(mesh.shape)}"
     advice = "Step this layout without use_distributed_muon, which does not use torch's gather, or choose sizes that divide."
     try:
@@ -54,9 +54,11 @@ def check_round_trip(name: str, like: Tensor) -> None:
 
 
 def own_shard(full: Tensor, like: Tensor) -> Tensor:
-    """This rank's part of ``full``, cut as ``like`` is; nothing is sent."""
-    from torch.distributed.tensor import DTensor, distribute_tensor
-
-    if not isinstance(like, DTensor):
+    """This rank's part of ``full``, cut as ``like`` is, in memory of its own; nothing is sent."""
+    sharded = as_dtensor(like)
+    if sharded is None:
         return full
-    return distribute_tensor(full, like.device_mesh, like.placements, src_data_rank=None).to_local()
+    from torch.distributed.tensor import distribute_tensor  # importing it costs a second, and single-device users never need it
+
+    # Cloned, since torch 2.9 gives a view of ``full``.
+    return distribute_tensor(full, sharded.device_mesh, sharded.placements, src_data_rank=None).to_local().clone()

@@ -69,7 +69,7 @@ class Calls:
 @contextmanager
 def watched() -> Iterator[Calls]:
     calls = Calls()
-    names = ["all_reduce", "all_gather", "all_gather_object", "all_to_all_single", "broadcast", "new_group", "barrier"]
+    names = ["all_reduce", "all_gather", "all_gather_object", "all_to_all_single", "broadcast", "barrier"]
 
     def counting(name: str, original: Any) -> Any:
         def call(*args: Any, **options: Any) -> Any:
@@ -79,6 +79,7 @@ def watched() -> Iterator[Calls]:
         return call
 
     patches = [patch.object(dist, name, counting(name, getattr(dist, name))) for name in names]
+    patches += [patch.object(groups, "new_named_group", counting("new_group", groups.new_named_group))]
     for one in patches:
         one.start()
     try:

@@ -18,6 +18,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 from meshmuon import Muon
 from meshmuon.plan import NO_WAVE, Plan
+from meshmuon.torch_compat import strided_shards_nest
 
 from .cases import Case, Param, gradient, initial, local, place, run, same
 from .counting import Wire, counted
@@ -231,6 +232,8 @@ def test_the_learning_rate_of_experts_as_in_out_is_asked_for_out_and_in() -> Non
 def test_shards_that_fsdp_would_cut_inside_the_parts_of_ep(count: int, efsdp: int, ep: int) -> None:
     """torchtitan cuts by EP first and FSDP2 cuts what EP left; here by hand, so that nothing of distribute_tensor is trusted."""
     case = Case((experts((count, 6, 5), strided(ep), S0),), {}, STEPS)
+    if not strided_shards_nest() and count % (efsdp * ep):
+        pytest.skip("torch 2.9 cuts these in two ways")
     expected = looped(case)
 
     def main(rank: int) -> None:

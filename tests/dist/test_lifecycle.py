@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from meshmuon import ConfigError, GradientError, MeshmuonError, Muon
+from meshmuon.transport import groups
 
 from .cases import local, same
 from .threads import run_threads
@@ -106,13 +107,13 @@ def test_loading_keeps_the_groups() -> None:
         assert callers.count(threading.get_ident()) == before
 
     callers: list[int] = []
-    new_group = dist.new_group
+    new_group = groups.new_named_group
 
     def record(*args: Any, **options: Any) -> Any:
         callers.append(threading.get_ident())
         return new_group(*args, **options)
 
-    with mock.patch.object(dist, "new_group", record):  # by this thread: ranks that patch the same name leave it patched
+    with mock.patch.object(groups, "new_named_group", record):  # by this thread: ranks that patch the same name leave it patched
         run_threads(3, main)
 
 

@@ -27,6 +27,7 @@ from meshmuon.optim.collect import parameters_of
 from meshmuon.optim.max_logits import MaxLogits
 from meshmuon.optim.qk_clip import QKClip
 
+from ..clear_cuts import clearly_cut
 from ..optim.clip_reference import ClippedMuon, clipped, clipped_mla, parameters
 from .cases import local, same
 from .test_random_layouts import placements
@@ -96,7 +97,7 @@ def mesh_of(shape: tuple[int, ...]) -> DeviceMesh:
 
 def place(value: Tensor, mesh: DeviceMesh, cut: tuple[Any, ...] | None) -> Tensor:
     value = value.clone()  # what is replicated shares its memory
-    return value if cut is None else distribute_tensor(value, mesh, list(cut), src_data_rank=None)
+    return value if cut is None else distribute_tensor(value, mesh, clearly_cut(value.shape, mesh.shape, cut), src_data_rank=None)
 
 
 def run_clip(layer: Attention, shape: tuple[int, ...], cuts: list[tuple[Any, ...] | None], logits_cut: Any = None) -> None:

@@ -14,6 +14,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 from meshmuon import ConfigError, Muon, RoutingWarning
 
+from ..clear_cuts import clearly_cut
 from .cases import same
 from .threads import run_threads
 
@@ -89,7 +90,7 @@ def test_on_a_mesh(name: str, layout: str) -> None:
         mesh = init_device_mesh("cpu", grid)
 
         def place(value: Tensor) -> Tensor:
-            return distribute_tensor(value, mesh, list(placements), src_data_rank=None)
+            return distribute_tensor(value.clone(), mesh, clearly_cut(value.shape, grid, placements), src_data_rank=None)
 
         found, _ = as_one_parameter(shape, split, dim, place, **options)
         same(found.to_local(), place(expected).to_local(), name)

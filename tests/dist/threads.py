@@ -11,11 +11,24 @@ from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
-from torch.testing._internal.distributed.multi_threaded_pg import ProcessLocalGroup, _install_threaded_pg, _uninstall_threaded_pg
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.testing._internal.distributed.multi_threaded_pg import (
+    ProcessLocalGroup,
+    ThreadLocalWorld,
+    _install_threaded_pg,
+    _uninstall_threaded_pg,
+)
 
 from meshmuon.transport import groups
 
 T = TypeVar("T")
+
+if not hasattr(ThreadLocalWorld, "comms"):  # torch 2.11 forgot it, and cannot destroy its threaded groups without
+    ThreadLocalWorld.comms = property(lambda world: [])  # type: ignore[attr-defined]
+if not torch.cuda.is_available():
+    # CUDA builds of torch 2.11 keep something of the thread that first does this, and crash once that thread is gone.
+    with FakeTensorMode():
+        pass
 
 
 def run_threads(world: int, rank_main: Callable[[int], T], *, timeout: float = 50.0, host_memory: bool = True) -> list[T]:

@@ -81,7 +81,7 @@ def seeded(param: Tensor, step: int, k: int) -> Tensor:
 def like(param: Tensor, value: Tensor) -> Tensor:
     if not isinstance(param, DTensor):
         return value.clone()
-    return distribute_tensor(value, param.device_mesh, param.placements, src_data_rank=None)
+    return distribute_tensor(value.clone(), param.device_mesh, param.placements, src_data_rank=None)  # torch 2.9 gives views
 
 
 def check_module(

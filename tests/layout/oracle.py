@@ -18,6 +18,8 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from meshmuon.layout import Layout, Mesh, Placement, Ranges, Replicated, Sharded
 
+from ..clear_cuts import clearly_cut
+
 WORLD = 18
 """Ranks there are; a mesh has at most 16, so that some are outside every mesh."""
 
@@ -78,7 +80,8 @@ def random_placement(rng: random.Random, dims: int) -> TorchPlacement:
 def random_case(rng: random.Random, mesh: Mesh | None = None) -> Case:
     dims = rng.randint(1, 4)
     mesh = mesh or random_mesh(rng)
-    return Case(random_shape(rng, dims), mesh, tuple(random_placement(rng, dims) for _ in mesh.shape))
+    shape, placements = random_shape(rng, dims), tuple(random_placement(rng, dims) for _ in mesh.shape)
+    return Case(shape, mesh, clearly_cut(shape, mesh.shape, placements))
 
 
 def split(case: Case) -> dict[int, torch.Tensor]:

@@ -67,6 +67,7 @@ _PLAN_COST = "meshmuon/plan/cost.py"
 _EXCHANGE = "meshmuon/transport/exchange.py"
 _AGREEMENT = "meshmuon/transport/agreement.py"
 _GROUPS = "meshmuon/transport/groups.py"
+_COMPAT = "meshmuon/torch_compat.py"
 _BATCHES = "meshmuon/plan/batches.py"
 _INSIDE = "meshmuon/matrices/inside.py"
 _DEVICE = "meshmuon/device.py"
@@ -381,7 +382,13 @@ CURATED = (
     Curated(_AGREEMENT, "dist.ReduceOp.MAX", "dist.ReduceOp.MIN"),
     Curated(_GROUPS, "== list(ranks):", "!= list(ranks):"),
     Curated(_GROUPS, "if _moves_host_memory(group):", "if not _moves_host_memory(group):"),
-    Curated(_GROUPS, "use_local_synchronization=True", "use_local_synchronization=False"),
+    Curated(_GROUPS, 'f"{base} {known}"', 'f"{base} {len(group_names())}"'),
+    Curated(_COMPAT, "list(ranks).index(dist.get_rank()),", "0,"),
+    Curated(_COMPAT, "root.mesh.permute(*others, *axes)", "root.mesh.permute(*axes, *others)"),
+    Curated(_COMPAT, "list(axes) == sorted(axes)", "True"),
+    Curated(_COMPAT, "and orders[0] == orders[1]", ""),
+    Curated(_COMPAT, "torch.autograd.graph.increment_version(tensors)", "pass"),
+    Curated(_COMPAT, "and one.sharded_state is not self._whole", ""),
     Curated(
         _PLANNING,
         "for part, entry in enumerate(parts) if active[k]",

@@ -20,6 +20,7 @@ from meshmuon.optim.lr import check_adjust_lr, lr_factor, update_rms
         ("original", 7, 7, 1.0),
         ("spectral", 100, 25, 2.0),
         ("spectral", 25, 100, 0.5),
+        ("spectral_unclamped", 25, 100, 0.5),
     ],
 )
 def test_factors(rule: str, rows: int, cols: int, factor: float) -> None:
@@ -46,6 +47,7 @@ def test_match_rms_is_a_fifth_for_every_shape() -> None:
 @pytest.mark.parametrize("rule", ["adamw", "", None, 0.2])
 def test_unknown_rules_are_refused(rule: object) -> None:
     with pytest.raises(
-        ConfigError, match=r"adjust_lr_fn=.* is unknown. Write one of \['match_rms_adamw', 'original', 'spectral'\]"
+        ConfigError,
+        match=r"adjust_lr_fn=.* is unknown. Write one of \['match_rms_adamw', 'original', 'spectral', 'spectral_unclamped'\]",
     ):
         check_adjust_lr(rule)  # type: ignore[arg-type]

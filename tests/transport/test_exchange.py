@@ -222,13 +222,13 @@ def test_the_default_group_is_used(made: list[Any]) -> None:
 
 def test_a_group_of_fewer_or_more_ranks_is_none(made: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """Made by its members alone: the third rank, such as another pipeline stage, does not call."""
-    asked: list[dict[str, Any]] = []
+    asked: list[tuple[Any, ...]] = []
 
-    def new_group(ranks: list[int], **options: Any) -> dist.ProcessGroup:
-        asked.append({"ranks": ranks, **options})
+    def new_group(name: str, *options: Any) -> dist.ProcessGroup:
+        asked.append(options)
         return world()
 
-    monkeypatch.setattr(dist, "new_group", new_group)
+    monkeypatch.setattr(groups, "new_named_group", new_group)
 
     def main(rank: int) -> None:
         if rank < 2:
@@ -236,7 +236,7 @@ def test_a_group_of_fewer_or_more_ranks_is_none(made: list[Any], monkeypatch: py
 
     run_threads(3, main)
     assert made == [([0, 1], None)] * 2
-    assert asked == [{"ranks": [0, 1], "backend": None, "use_local_synchronization": True}] * 2
+    assert asked == [((0, 1), None, None)] * 2
 
 
 def test_host_memory_moves_over_the_same_group_where_it_can(made: list[Any]) -> None:
@@ -261,7 +261,7 @@ def test_a_group_for_host_memory_beside_one_for_devices(made: list[Any], monkeyp
 
     beside = object()
     monkeypatch.setattr(dist, "get_process_group_ranks", lambda group: [4, 7])
-    monkeypatch.setattr(dist, "new_group", lambda ranks, **options: beside)
+    monkeypatch.setattr(groups, "new_named_group", lambda *options: beside)
     assert host_group(DeviceGroup()) is beside  # type: ignore[arg-type, comparison-overlap]
     assert made == [([4, 7], "gloo")]
 

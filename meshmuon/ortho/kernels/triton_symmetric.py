@@ -25,6 +25,8 @@ import triton  # type: ignore[import-untyped, import-not-found, unused-ignore]
 import triton.language as tl  # type: ignore[import-untyped, import-not-found, unused-ignore]
 from torch import Tensor
 
+from ...torch_compat import tf32_allowed
+
 __all__ = ["available", "symmetric_product"]
 
 
@@ -246,7 +248,7 @@ def symmetric_product(
             tile=tiling.tile,
             depth=tiling.depth,
             strip=tiling.strip,
-            precision="tf32" if _tf32_allowed() else "ieee",
+            precision="tf32" if tf32_allowed() else "ieee",
             # The interpreter keeps bf16 as raw 16-bit integers, and its `dot` multiplies those. Products of
             # bf16 values are exact in fp32, so widening changes nothing else.
             widen=_INTERPRETED and a.dtype == torch.bfloat16,
@@ -254,14 +256,6 @@ def symmetric_product(
             num_stages=tiling.stages,
         )
     return out
-
-
-def _tf32_allowed() -> bool:
-    # Not `allow_tf32`: reading it raises once anyone has used the newer setting, and that one reflects both.
-    matmul = torch.backends.cuda.matmul
-    if hasattr(matmul, "fp32_precision"):
-        return bool(matmul.fp32_precision == "tf32")
-    return bool(matmul.allow_tf32)
 
 
 def _check(a: Tensor, b: Tensor, out: Tensor, addend: Tensor | None) -> None:

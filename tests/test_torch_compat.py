@@ -1,0 +1,568 @@
+"""What meshmuon believes of torch's private parts, one test for each: they fail when torch changes under it."""
+
+from __future__ import annotations
+
+import gc
+import re
+import subprocess
+import sys
+import threading
+import warnings
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.distributed_c10d as c10d
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.placement_types import _StridedShard
+
+from meshmuon import ConfigError, GradientError, Muon, UnsupportedError, UntestedTorchWarning, torch_compat
+from meshmuon.optim.dtensors import check_gradient_placement, check_placement, layouts_of, same_placement, siblings
+from meshmuon.optim.lr import lr_factor
+from meshmuon.transport import exchange_group, groups
+
+from .dist.threads import run_threads
+
+ROOT = Path(__file__).parent.parent
+HAS_ORDER = hasattr(torch.distributed.tensor._dtensor_spec.DTensorSpec, "shard_order")
+
+
+def tensors(*, world: int = 4, shape: tuple[int, ...] = (8, 6), grid: tuple[int, ...] = (2, 2), cut: Any = None) -> list[Any]:
+    """One DTensor per rank, and whatever ``cut`` makes of it."""
+    whole = torch.arange(float(torch.Size(shape).numel())).view(shape)
+
+    def main(rank: int) -> Any:
+        mesh = init_device_mesh("cpu", grid, mesh_dim_names=("a", "b", "c")[: len(grid)])
+        return cut(distribute_tensor(whole.clone(), mesh, [Shard(0)] * len(grid)), rank)
+
+    return run_threads(world, main)
+
+
+# Versions.
+
+
+def test_the_range_is_the_same_everywhere() -> None:
+    asked = re.search(r'dependencies = \["torch>=([\d.]+)"\]', (ROOT / "pyproject.toml").read_text())
+    assert asked is not None
+    assert asked[1] == torch_compat.OLDEST
+    for page in ("README.md", "docs/compatibility.md"):
+        assert f"torch {torch_compat.OLDEST} to {torch_compat.NEWEST}" in (ROOT / page).read_text(), page
+
+
+def test_this_version_is_in_the_range(recwarn: pytest.WarningsRecorder, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch_compat, "_warned", False)
+    torch_compat.warn_if_untested()
+    assert not recwarn.list, "NEWEST or OLDEST must follow the versions that the suite is run with"
+
+
+@pytest.mark.parametrize(
+    ("version", "tested"),
+    [
+        ("2.9.0", False),
+        ("2.8.1+cu128", False),
+        ("2.9.1", True),
+        ("2.15.3", True),
+        ("2.16.0.dev20270101", False),
+        ("3.0.0", False),
+    ],
+)
+def test_outside_of_the_range_the_first_sharded_step_warns_once(
+    version: str, tested: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch_compat, "_warned", False)
+    monkeypatch.setattr(torch, "__version__", version)
+
+    def step(param: nn.Parameter) -> list[str]:
+        param.grad = torch.ones_like(param)
+        optimizer = Muon([{"params": [param], "names": ["w"], "use_muon": True}])
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            optimizer.step()
+        return [str(one.message) for one in caught if issubclass(one.category, UntestedTorchWarning)]
+
+    assert step(nn.Parameter(torch.ones(4, 4))) == []  # needs nothing private
+    (messages,) = tensors(world=1, grid=(1,), cut=lambda tensor, rank: step(nn.Parameter(tensor)))
+    assert len(messages) == (0 if tested else 1)
+    assert all(version in message and "use_distributed_muon=True" in message for message in messages)
+    assert tensors(world=1, grid=(1,), cut=lambda tensor, rank: step(nn.Parameter(tensor))) == [[]]
+
+
+WITHOUT_DISTRIBUTED = """
+import sys, torch
+real = sys.modules["torch.distributed"]
+for name in [name for name in sys.modules if name.startswith("torch.distributed")]:
+    del sys.modules[name]
+del torch._C._c10d_init
+sys.modules["torch._C._distributed_c10d"] = None
+import torch.distributed
+torch.distributed = sys.modules["torch.distributed"]
+assert not torch.distributed.is_available()
+import meshmuon
+model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 4))
+optimizers = [
+    meshmuon.Muon(meshmuon.get_default_muon_param_groups(model)),
+    meshmuon.Muon(meshmuon.get_default_muon_param_groups(model), use_distributed_muon=True),
+    meshmuon.DistMuon([model[0].weight]),
+]
+for optimizer in optimizers:
+    for _ in range(2):
+        before = model[0].weight.detach().clone()
+        model(torch.randn(3, 8)).square().sum().backward()
+        meshmuon.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.load_state_dict(optimizer.state_dict())
+        assert not torch.equal(before, model[0].weight)
+print("stepped")
+"""
+
+
+def test_without_distributed() -> None:
+    """A torch that was built without torch.distributed: import and steps on one device work."""
+    found = subprocess.run([sys.executable, "-c", WITHOUT_DISTRIBUTED], capture_output=True, text=True, cwd=ROOT, check=False)
+    assert found.stdout.strip().endswith("stepped"), found.stderr
+
+
+# DTensors.
+
+
+def test_local_parts_and_specs() -> None:
+    def look(tensor: DTensor, rank: int) -> None:
+        assert torch_compat.local_part(tensor) is tensor._local_tensor
+        assert torch_compat.has_local_part(tensor)
+        assert torch.equal(torch_compat.local_part(tensor), tensor.to_local())
+        spec = torch_compat.spec_of(tensor)
+        assert (spec.mesh, tuple(spec.placements)) == (tensor.device_mesh, tuple(tensor.placements))
+        assert torch_compat.spec_of(torch.zeros_like(tensor)) == spec
+        assert torch_compat.spec_of(tensor.redistribute(placements=[Shard(0), Replicate()])) != spec
+        facts = torch_compat.SHARD_FACTS(tensor)
+        assert facts == (torch.Size((8, 6)), torch.float32, tensor.device, spec, torch.Size((2, 6)))
+        kinds = (DTensor, torch.Size((8, 6)), torch.float32, spec, torch.Size((2, 6)), torch.strided)
+        assert torch_compat.SHARD_GRADIENT_FACTS(tensor) == kinds
+
+    tensors(cut=look)
+    plain = torch.zeros(3)
+    assert torch_compat.local_part(plain) is plain
+    assert not torch_compat.has_local_part(plain)
+    assert torch_compat.spec_of(plain) is None
+
+
+def test_a_dtensor_around_a_given_local_tensor() -> None:
+    def make(tensor: DTensor, rank: int) -> None:
+        local = torch.full((2, 6), 7.0, device="meta")  # not on the mesh's device, as offloaded state is not
+        made = torch_compat.dtensor_like(tensor, local)
+        assert isinstance(made, DTensor)
+        assert torch_compat.local_part(made) is local
+        assert torch_compat.spec_of(made) is torch_compat.spec_of(tensor)
+        assert not made.requires_grad
+
+    tensors(cut=make)
+
+
+def test_strided_shards_are_told_from_others() -> None:
+    assert torch_compat.split_factor(_StridedShard(1, split_factor=4)) == 4
+    for other in (Shard(1), Replicate(), Partial()):
+        assert torch_compat.split_factor(other) is None
+
+
+@pytest.mark.parametrize("name", ["MaskPartial", "_MaskPartial"])
+def test_partial_placements_of_embeddings_are_refused(name: str) -> None:
+    """``_MaskPartial`` of torch ≤ 2.12 and of 2.13; a kind of Partial wherever it lives."""
+    import torch.distributed.tensor._ops._embedding_ops as embedding
+    import torch.distributed.tensor.placement_types as types
+
+    kind = getattr(types, name, None) or getattr(embedding, name, None)
+    if kind is None:
+        pytest.skip(f"this torch has no {name}")
+
+    def refuse(tensor: DTensor, rank: int) -> None:
+        with pytest.raises(ConfigError, match=r"w has placements .*a Partial parameter is a sum that was never taken"):
+            layouts_of(
+                "w", (8, 6), (kind(offset_shape=torch.Size((8, 6))), Shard(0)), siblings(tensor.device_mesh), frozenset({rank})
+            )
+
+    tensors(cut=refuse)
+
+
+def test_uneven_strided_shards() -> None:
+    """Where torch cuts them in two ways, what is cut differently is refused and what is not is taken."""
+    nests = torch_compat.strided_shards_nest()
+    assert nests == (torch_compat._release(torch.__version__)[:2] > (2, 9))
+
+    def look(tensor: DTensor, rank: int) -> None:
+        meshes, cut = siblings(tensor.device_mesh), (_StridedShard(0, split_factor=2), Shard(0))
+        assert layouts_of("w", (8, 3), cut, meshes, frozenset({rank}))
+        assert layouts_of("w", (1, 3), cut, meshes, frozenset({rank}))
+        if nests:
+            assert layouts_of("w", (10, 3), cut, meshes, frozenset({rank}))[0].local(0)[0] == ((0, 3),)
+            return
+        with pytest.raises(UnsupportedError, match=r"w has 10 elements along dim 0 in a strided sharding .*sizes that divide"):
+            layouts_of("w", (10, 3), cut, meshes, frozenset({rank}))
+
+    tensors(cut=look)
+
+
+def test_fsdp2_cuts_strided_shards_piece_by_piece() -> None:
+    """What ``strided_shards_nest`` says of FSDP2, in every version."""
+    from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+
+    def main(rank: int) -> list[int]:
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+        layer = nn.Linear(1, 10, bias=False)
+        with torch.no_grad():
+            layer.weight.copy_(torch.arange(10.0).view(10, 1))
+        parallelize_module(layer, mesh["tp"], ColwiseParallel())
+        fully_shard(layer, mesh=mesh["dp"])
+        return [int(value) for value in torch_compat.local_part(layer.weight).flatten().tolist()]
+
+    assert run_threads(4, main) == [[0, 1, 2], [5, 6, 7], [3, 4], [8, 9]]
+
+
+@pytest.mark.skipif(not HAS_ORDER, reason="this torch has no order of cuts")
+def test_cuts_in_another_order_are_refused() -> None:
+    """On every rank, at construction and when a parameter changes; and what the error advises helps."""
+
+    def look(tensor: DTensor, rank: int) -> str:
+        turned = in_another_order(tensor)
+        assert torch_compat.cut_in_mesh_order(tensor)
+        assert not torch_compat.cut_in_mesh_order(turned)
+        assert not torch_compat.same_layout(tensor, turned)
+        assert not same_placement(tensor, turned)
+        assert not torch.equal(turned.to_local(), tensor.to_local()) or rank in (0, 3)
+        with pytest.raises(UnsupportedError, match=r"w has placements .*another order.*distribute_tensor\(p\.full_tensor"):
+            check_placement("w", turned)
+        with pytest.raises(GradientError, match="laid out differently"):
+            check_gradient_placement("w", tensor, turned)
+        param = nn.Parameter(tensor.clone())
+        optimizer = Muon([{"params": [param], "names": ["w"], "use_muon": True}])
+        param.grad = torch.ones_like(param)
+        optimizer.step()
+        param._spec, param._local_tensor = turned._spec, turned._local_tensor  # as swap_tensors would leave it
+        param.grad = torch.ones_like(turned)
+        with pytest.raises(UnsupportedError) as caught:
+            optimizer.step()
+        usual = distribute_tensor(turned.full_tensor(), turned.device_mesh, turned.placements)
+        check_placement("w", usual)
+        assert torch.equal(usual.to_local(), tensor.to_local())
+        return str(caught.value)
+
+    assert len(set(tensors(cut=look))) == 1
+
+
+def in_another_order(tensor: DTensor) -> DTensor:
+    """The same values, dim 0 cut by the second axis first."""
+    from torch.distributed.tensor._dtensor_spec import DTensorSpec, ShardOrderEntry
+
+    mesh = tensor.device_mesh
+    first, second = mesh.get_coordinate() or (0, 0)
+    local = tensor.full_tensor().chunk(2)[second].chunk(2)[first].clone()
+    order = (ShardOrderEntry(tensor_dim=0, mesh_dims=(1, 0)),)
+    spec = DTensorSpec(mesh, tensor.placements, tensor._spec.tensor_meta, shard_order=order)
+    return DTensor(local, spec, requires_grad=False)
+
+
+def test_strided_shards_and_plain_ones_are_different_layouts() -> None:
+    """In torch 2.9 both compare equal, and its operations give one where the other was."""
+
+    def look(tensor: DTensor, rank: int) -> None:
+        strided = distribute_tensor(tensor.full_tensor(), tensor.device_mesh, [_StridedShard(0, split_factor=2), Shard(0)])
+        assert torch_compat.same_layout(tensor, strided) == (not torch_compat.strided_shards_nest())
+        assert torch_compat.same_layout(strided, strided.clone())
+        assert torch_compat.cut_in_mesh_order(strided)
+
+    tensors(cut=look)
+
+
+# Meshes.
+
+
+@pytest.mark.parametrize(
+    ("cut", "slices"),
+    [
+        (lambda mesh: mesh, [tuple(range(8))]),
+        (lambda mesh: mesh["a"], [(0, 4), (1, 5), (2, 6), (3, 7)]),
+        (lambda mesh: mesh["b"], [(0, 2), (1, 3), (4, 6), (5, 7)]),
+        (lambda mesh: mesh["c"], [(0, 1), (2, 3), (4, 5), (6, 7)]),
+        (lambda mesh: mesh["a", "c"], [(0, 1, 4, 5), (2, 3, 6, 7)]),
+        (lambda mesh: mesh["b", "c"]._flatten("bc"), [(0, 1, 2, 3), (4, 5, 6, 7)]),
+        (lambda mesh: mesh["a", "b"]._flatten("ab"), [(0, 2, 4, 6), (1, 3, 5, 7)]),
+        (lambda mesh: mesh._flatten("abc"), [tuple(range(8))]),
+        (lambda mesh: (mesh["a", "b"]._flatten("ab"), mesh["ab", "c"])[1], [tuple(range(8))]),
+        (lambda mesh: (mesh["b", "c"]._flatten("bc"), mesh["a", "bc"])[1], [tuple(range(8))]),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:Slicing a flattened dim")
+def test_a_mesh_and_the_slices_like_it(cut: Any, slices: list[tuple[int, ...]]) -> None:
+    """The same on every rank, in the same order; also asked by another thread than the one that cut the mesh."""
+
+    def main(rank: int) -> list[tuple[int, ...]]:
+        mesh = cut(init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("a", "b", "c")))
+        found = torch_compat.mesh_slices(mesh)
+        assert any(rank in ranks for ranks in found)
+        elsewhere: list[Any] = []
+        thread = threading.Thread(target=lambda: elsewhere.append(torch_compat.mesh_slices(mesh)))
+        thread.start()
+        thread.join()
+        assert elsewhere == [found]
+        return found
+
+    assert run_threads(8, main) == [slices] * 8
+
+
+def test_equal_meshes_have_their_own_slices() -> None:
+    """A mesh that was made as it is has none, although torch may find it equal to a slice of another."""
+
+    def main(rank: int) -> None:
+        whole = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
+        assert torch_compat.mesh_slices(whole["b"]) == [(0, 1), (2, 3)]
+        first = DeviceMesh("cpu", [[0, 1], [2, 3]], mesh_dim_names=("x", "b"))
+        assert torch_compat.mesh_slices(first) == [(0, 1, 2, 3)]
+
+    run_threads(4, main)
+
+
+def test_a_torch_whose_meshes_say_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Slices must not plan alone without a word."""
+
+    class Silent:
+        mesh, shape, mesh_dim_names = torch.arange(2), (2,), ("a",)
+
+        def size(self) -> int:
+            return 2
+
+    monkeypatch.setattr("torch.distributed.device_mesh._mesh_resources", object(), raising=False)
+    monkeypatch.setattr(dist, "get_world_size", lambda: 4)
+    with pytest.raises(UnsupportedError, match=r"does not say which mesh .* is a slice of"):
+        torch_compat.mesh_slices(Silent())  # type: ignore[arg-type]
+    monkeypatch.setattr(dist, "get_world_size", lambda: 2)
+    assert torch_compat.mesh_slices(Silent()) == [(0, 1)]  # type: ignore[arg-type]
+
+
+# Process groups.
+
+
+def test_torch_is_left_as_it_was() -> None:
+    """Nothing of torch is replaced to name a group, not even while several ranks make one."""
+    before = {name: value for name, value in vars(c10d).items() if callable(value)}
+    during: list[dict[str, Any]] = []
+
+    def main(rank: int) -> str:
+        members = (0, 1, 2) if rank < 3 else (3, 4)
+        group = exchange_group(members, [])
+        during.append({name: value for name, value in vars(c10d).items() if name in before})
+        total = torch.tensor([rank])
+        dist.all_reduce(total, group=group)
+        assert int(total) == sum(members)
+        assert dist.get_process_group_ranks(group) == list(members)
+        return group.group_name
+
+    names = run_threads(5, main)
+    after = {name: value for name, value in vars(c10d).items() if name in before}
+    assert len(set(names[:3])) == len(set(names[3:])) == 1
+    assert set(names[:3]).isdisjoint(names[3:])
+    for seen in (*during, after):
+        changed = [name for name in before if seen[name] is not before[name] and "world" not in name]
+        assert not changed
+
+
+def test_members_that_have_seen_different_numbers_of_groups_meet() -> None:
+    """torch's own name for a group made by its members alone holds that number."""
+
+    def main(rank: int) -> int:
+        if rank in (1, 2):
+            dist.new_group([1, 2], use_local_synchronization=True)
+        group = exchange_group((0, 1), []) if rank < 2 else None
+        if group is None:
+            return 0
+        assert group.group_name in torch_compat.group_names()
+        total = torch.ones(1)
+        dist.all_reduce(total, group=group)
+        return int(total)
+
+    assert run_threads(3, main) == [2, 2, 0]
+
+
+def test_real_groups(tmp_path: Path) -> None:
+    """gloo: name, ranks, timeout and backend of a new group."""
+    dist.init_process_group(
+        "gloo", rank=0, world_size=1, store=dist.FileStore(str(tmp_path / "store"), 1), timeout=timedelta(seconds=77)
+    )
+    try:
+        default = dist.group.WORLD
+        assert default is not None
+        assert torch_compat.timeout_of(torch_compat.backend_of(default, torch.device("cpu"))) == timedelta(seconds=77)
+        assert groups._usual_timeout() == timedelta(seconds=77)
+        assert torch_compat.backend_of(default, torch.device("xpu")) is None
+        assert torch_compat.timeout_of(None) is None
+        group = torch_compat.new_named_group("a name", (0,), None, timedelta(seconds=33))
+        assert group.group_name == "a name"
+        assert "a name" in torch_compat.group_names()
+        assert dist.get_process_group_ranks(group) == [0]
+        assert dist.get_world_size(group) == 1
+        assert dist.get_backend(group) == "gloo"
+        assert torch_compat.timeout_of(torch_compat.backend_of(group, torch.device("cpu"))) == timedelta(seconds=33)
+        gloo = torch_compat.gloo_of(group)
+        assert isinstance(gloo, dist.ProcessGroupGloo)
+        assert (gloo.rank(), gloo.size()) == (0, 1)
+        assert callable(gloo.recv)
+        total = torch.ones(1)
+        dist.all_reduce(total, group=group)
+        dist.destroy_process_group(group)
+        assert "a name" not in torch_compat.group_names()
+    finally:
+        dist.destroy_process_group()
+
+
+# Autograd.
+
+
+def test_marked_tensors_have_another_version() -> None:
+    def mark(tensor: DTensor, rank: int) -> None:
+        before = tensor._version, torch_compat.local_part(tensor)._version
+        torch_compat.local_part(tensor).mul_(2)
+        assert tensor._version == before[0], "torch tells the DTensor now: the mark is not needed any more"
+        torch_compat.mark_overwritten([tensor])
+        assert tensor._version > before[0]
+
+    tensors(cut=mark)
+
+
+def test_fsdp2_weights_are_found() -> None:
+    """Those of the given shards only, and only while they are not whole."""
+
+    def main(rank: int) -> None:
+        mesh = init_device_mesh("cpu", (2,))
+        layers = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False))
+        for layer in layers:
+            fully_shard(layer, mesh=mesh, reshard_after_forward=True)
+        fully_shard(layers, mesh=mesh)
+        first, second = layers.parameters()
+        found = torch_compat.FSDP2Weights([first])
+        assert found.gathered_again() == []  # there was no forward pass
+        layers(torch.ones(1, 4))
+        (weight,) = found.gathered_again()
+        assert weight.shape == (4, 4)
+        assert len(torch_compat.FSDP2Weights([first, second]).gathered_again()) == 2
+        assert torch_compat.FSDP2Weights([torch.zeros(4, 4)]).gathered_again() == []
+        layers[0].unshard()
+        assert found.gathered_again() == []
+        del layers, layer, weight
+        gc.collect()
+        assert found.gathered_again() == []  # it keeps no model alive
+
+    run_threads(2, main)
+
+
+# Compilers, modes, kernels.
+
+
+def test_modes_see_nothing() -> None:
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    seen: list[str] = []
+
+    class Mode(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            seen.append(str(func))
+            return func(*args, **(kwargs or {}))
+
+    with Mode():
+        torch.ones(1).add_(1)
+        count = len(seen)
+        assert count
+        with torch_compat.without_modes():
+            torch.ones(1).add_(1)
+        assert len(seen) == count
+
+
+def test_compiled_modules_are_unwrapped() -> None:
+    layer = nn.Linear(2, 2)
+    assert torch_compat.unwrapped(torch.compile(layer)) is layer  # type: ignore[arg-type]
+    assert torch_compat.unwrapped(layer) is layer
+    assert torch_compat.has_compiled() == ("torch._dynamo" in sys.modules)
+
+
+def test_the_limit_of_graphs_is_raised_inside_only() -> None:
+    import torch._dynamo
+
+    before = torch._dynamo.config.recompile_limit
+    assert before < 100
+    with torch_compat.own_graph_per_shape():
+        assert torch._dynamo.config.recompile_limit >= 10_000
+    assert torch._dynamo.config.recompile_limit == before
+
+
+def test_batched_kernels() -> None:
+    here, there = torch.device("cpu"), torch.device("cuda")
+    assert torch_compat.device_has_foreach(here)
+    assert torch_compat.device_has_foreach(there)
+    assert isinstance(torch_compat.foreach_is_faster([torch.ones(1)], here), bool)
+    names = ("add_", "copy_", "div_", "mul_", "norm", "sub_")
+    assert all(callable(getattr(torch, f"_foreach_{name}")) for name in names)  # documented by torch; used where they are needed
+    values = [torch.ones(2), torch.ones(3)]
+    torch._foreach_copy_(values, [torch.zeros(2), torch.full((3,), 2.0)])
+    torch._foreach_add_(values, values, alpha=2.0)
+    assert [one.tolist() for one in values] == [[0, 0], [6, 6, 6]]
+
+
+def test_fused_adamw_tells_autograd_nothing() -> None:
+    """When it does, the mark after it can go."""
+    param = nn.Parameter(torch.ones(3))
+    param.grad = torch.ones(3)
+    optimizer = torch.optim.AdamW([param], fused=True)
+    before = param._version
+    optimizer.step()
+    assert param._version == before
+
+
+def test_tf32_is_read_from_whichever_setting_there_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert isinstance(torch_compat.tf32_allowed(), bool)
+
+    class Old:
+        allow_tf32 = True
+
+    class New:
+        fp32_precision = "tf32"
+
+        @property
+        def allow_tf32(self) -> bool:
+            raise RuntimeError("mixed")
+
+    for kind in (Old, New):
+        monkeypatch.setattr(torch.backends.cuda, "matmul", kind())
+        assert torch_compat.tf32_allowed()
+
+
+def test_flex_attention_says_whether_it_gives_maxima() -> None:
+    from torch.nn.attention import flex_attention
+
+    fields = getattr(getattr(flex_attention, "AuxRequest", None), "_fields", ())
+    assert torch_compat.flex_gives_max_scores() == ("max_scores" in fields)
+    assert torch_compat.flex_gives_max_scores(), "from 2.9 on"
+
+
+# torch's Muon.
+
+
+@pytest.mark.parametrize(("ours", "theirs"), [("original", None), ("original", "original"), ("match_rms_adamw",) * 2])
+@pytest.mark.parametrize("shape", [(3, 7), (7, 3), (5, 5)])
+def test_learning_rate_rules_are_those_of_torch(ours: str, theirs: str | None, shape: tuple[int, int]) -> None:
+    from torch.optim._muon import _adjust_lr
+
+    assert lr_factor(ours, *shape) == pytest.approx(_adjust_lr(1.0, theirs, torch.Size(shape)), rel=1e-12)
+
+
+@pytest.mark.parametrize("shape", [(3, 7), (7, 3), (5, 5)])
+def test_the_unclamped_rule_is_that_of_torch(shape: tuple[int, int]) -> None:
+    from torch.optim._muon import _adjust_lr
+
+    assert lr_factor("spectral_unclamped", *shape) == lr_factor("spectral", *shape)
+    if torch_compat._release(torch.__version__) < (2, 14):
+        pytest.skip("torch ≤ 2.13 has no such rule")
+    theirs = _adjust_lr(1.0, "spectral_unclamped", torch.Size(shape))
+    assert lr_factor("spectral_unclamped", *shape) == pytest.approx(theirs, rel=1e-12)
