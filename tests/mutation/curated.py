@@ -57,6 +57,7 @@ _OWNERS = "meshmuon/plan/owners.py"
 _WAVES = "meshmuon/plan/waves.py"
 _ROUTES = "meshmuon/plan/routes.py"
 _BUFFERS = "meshmuon/plan/buffers.py"
+_FOOTPRINT = "meshmuon/plan/footprint.py"
 _PLAN_COST = "meshmuon/plan/cost.py"
 _EXCHANGE = "meshmuon/transport/exchange.py"
 _AGREEMENT = "meshmuon/transport/agreement.py"
@@ -294,7 +295,7 @@ CURATED = (
     Curated(_PLAN, "for one in spread.separate_replicas:", "for one in spread.separate_replicas[:1]:"),
     Curated(_PLAN, "                for target in piece.holders:\n", "                for target in piece.holders[:1]:\n"),
     Curated(_PLAN, "                if source != task.owner:\n", ""),
-    Curated(_PLAN, "waves[k] = len(found) + wave", "waves[k] = wave"),
+    Curated(_WAVES, "waves[k] = len(lane_of_wave) + wave", "waves[k] = wave"),
     Curated(_PLAN, "facts = entry.name, layouts, details", "facts = layouts, details"),
     Curated(_PLAN, "entry.itemsize, entry.flops, entry.share", "entry.itemsize, entry.share"),
     Curated(_PLAN, "hashlib.sha256(repr(self.options).encode())", "hashlib.sha256()"),
@@ -305,11 +306,11 @@ CURATED = (
     Curated(_PLAN, "if task.wave != NO_WAVE and task.owner not in task.spread.place:", "if False:"),
     Curated(_PLAN, "if holders != expected or", "if"),
     # Waves and routes
-    Curated(_WAVES, "int(heaviest / smallest)", "int(smallest / heaviest)"),
+    Curated(_WAVES, "int(heaviest / limits.smallest)", "int(limits.smallest / heaviest)"),
     Curated(_WAVES, "position // chunk_size", "position // (chunk_size + 1)"),
-    Curated(_WAVES, "while count < longest and not _fits(", "while count < longest and _fits("),
+    Curated(_WAVES, "while count < self.longest and not _fits(", "while count < self.longest and _fits("),
     Curated(_WAVES, "len(sizes) > 1 and sum(sizes) > budget", "len(sizes) > 1 and max(sizes) > budget"),
-    Curated(_WAVES, "    return _without_gaps(waves)", "    return waves"),
+    Curated(_WAVES, "enumerate(sorted(set(waves)))", "enumerate(range(max(waves) + 1))"),
     Curated(_ROUTES, "(send.source, send.target, send.task)", "send.task"),
     Curated(_ROUTES, "(send.source, send.target, send.task)", "(send.source, send.target, -send.task)"),
     Curated(_ROUTES, "            if spread.sends_to(rank, task.owner):\n", "            if True:\n"),
@@ -317,7 +318,19 @@ CURATED = (
     Curated(_BUFFERS, "max(_elements(routes.gather_out), _elements(routes.scatter_in))", "_elements(routes.gather_out)"),
     Curated(_BUFFERS, "0 if mirrored else goes)", "0)"),
     Curated(_BUFFERS, "travelling + _elements(routes.own), travelling, comes", "travelling + _elements(routes.own), 0, comes"),
-    Curated(_BUFFERS, "and k % plan.options.in_flight == slot]", "]"),
+    Curated(_FOOTPRINT, "slot = rank, wave % in_flight", "slot = rank, 0"),
+    Curated(_FOOTPRINT, "spread.size * spread.replicas - own if", "spread.size - own if"),
+    Curated(_FOOTPRINT, "            if copies:  #", "            if False:  #"),
+    Curated(_FOOTPRINT, "(copies or gathered)", "copies"),
+    Curated(_FOOTPRINT, "+ count * size", "+ size"),
+    Curated(_WAVES, "max(total.values(), default=0) <= bound", "True"),
+    Curated(_WAVES, "bound, most = 2 * limits.budget * limits.in_flight", "bound, most = 4 * limits.budget * limits.in_flight"),
+    Curated(_WAVES, "bound, most = 2 * limits.budget * limits.in_flight", "bound, most = limits.budget * limits.in_flight"),
+    Curated(_WAVES, "total.update(lane.footprint", "total = Counter(lane.footprint"),
+    Curated(_WAVES, "    return [lane.in_turns(len(lane.queues)) for lane in lanes], 1", "    return alone, 1"),
+    Curated(_WAVES, "lane.within_budget(count + 1 + count // 8)", "count + 1 + count // 8"),
+    Curated(_WAVES, "turn * groups + position % groups", "turn + position % groups"),
+    Curated(_PLAN, "replace(options, in_flight=schedule.in_flight)", "options"),
     # Running a plan
     Curated(_BUILD, "_offsets(routes.own, sizes.own_offset)", "_offsets(routes.own)"),
     Curated(_BUILD, "(*routes.scatter_in, *routes.gather_out, *routes.own)", "(*routes.gather_out, *routes.own)"),
