@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from meshmuon.execute import Work, WorkSettings
-from meshmuon.execute.parts import Part, Parts, Touch, accumulate, grouped, look_ahead
+from meshmuon.execute.parts import Part, Parts, Touch, accumulate, apply, grouped, look_ahead
 from meshmuon.matrices import MatrixSet
 from meshmuon.ortho import keller
 
@@ -160,3 +160,11 @@ def assert_near(value: Tensor, exact: Tensor) -> None:
 def test_grouping_keeps_the_order() -> None:
     assert grouped([5, 2, 3, 4, 7], lambda number: number % 2) == [(1, [5, 3, 7]), (0, [2, 4])]
     assert grouped([], id) == []
+
+
+@pytest.mark.parametrize("update", [1.0, -1.0, 0.0, -0.0])
+def test_a_rate_of_zero_on_a_device_keeps_the_sign_of_zeros(update: float) -> None:
+    params = [torch.tensor([-0.0, 0.0, 1.0])]
+    apply(params, [torch.full((3,), update)], torch.tensor(1.0), torch.tensor(0.0))
+    assert params[0].tolist() == [0.0, 0.0, 1.0]
+    assert torch.signbit(params[0]).tolist() == [True, False, False]
