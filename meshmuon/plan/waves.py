@@ -54,7 +54,8 @@ class WaveLimits:
 
     Attributes:
         budget: bytes that one owner may gather per wave; a single larger matrix still gets a wave. All exchange buffers of a rank
-            have twice this for each wave in flight: once for what it owns, once for its shards.
+            have twice this for each wave in flight: once for what it owns, once for its shards. If that is less than one wave
+            with a single matrix of every owner needs, they have as much as that.
         chunk_size: most matrices per wave over all ranks; -1 leaves it to the budget and the overlap.
         smallest: cost below which a wave per owner is not worth an exchange of its own.
         in_flight: most waves between their first and their last exchange.
@@ -82,8 +83,8 @@ def cut_into_waves(owned: Sequence[Owned], limits: WaveLimits) -> Schedule:
     Nothing hides the first gather and the last scatter: waves grow from a small one and shrink to a small one again.
 
     Where the buffers of some rank then exceed their bound, a few waves less are in flight; where that is not enough, the cut is
-    made finer; where one matrix per owner is still too much, fewer waves are in flight; where even one wave of these is too
-    large, owners take turns. The last way has one matrix at a time. Where ``chunk_size`` is given, it alone counts.
+    made finer; where one matrix per owner is still too much, fewer waves are in flight; then two, each with half of the owners;
+    then one. Ranks never wait for each other's work to save memory. Where ``chunk_size`` is given, it alone counts.
     """
     members: dict[Hashable, list[int]] = {}
     for k, one in enumerate(owned):
@@ -127,14 +128,8 @@ def _within_bound(lanes: Sequence[_Lane], limits: WaveLimits) -> tuple[list[list
         for cuts in (usual, alone):
             if fits(cuts, in_flight):
                 return cuts, in_flight
-    turns = 1
-    while turns < max(len(lane.queues) for lane in lanes):
-        for in_flight in range(min(2, most), 0, -1):  # with two, half of the owners gather while the others compute
-            cuts = [lane.in_turns(turns * in_flight) for lane in lanes]
-            if fits(cuts, in_flight):
-                return cuts, in_flight
-        turns *= 2
-    return [lane.in_turns(len(lane.queues)) for lane in lanes], 1
+    turns = [lane.in_two_turns() for lane in lanes]
+    return (turns, 2) if most > 1 and fits(turns, 2) else (alone, 1)
 
 
 class _Lane:
@@ -169,15 +164,16 @@ class _Lane:
                 waves[k] = wave
         return _without_gaps(waves)
 
-    def in_turns(self, groups: int) -> list[int]:
-        """One matrix per owner and wave, owners in ``groups`` that take turns.
+    def in_two_turns(self) -> list[int]:
+        """One matrix per owner and wave, one half of the owners in even and the other in odd waves.
 
-        Where ``groups`` is a multiple of the waves in flight, an owner needs memory for a matrix in one of their slots only.
+        With two waves in flight an owner needs memory for a matrix in one of the two slots only, and while one half computes, the
+        other may gather or scatter.
         """
         waves = [0] * len(self._owned)
         for position, queue in enumerate(sorted(self.queues.values(), key=len, reverse=True)):
             for turn, k in enumerate(queue):
-                waves[k] = turn * groups + position % groups
+                waves[k] = 2 * turn + position % 2
         return _without_gaps(waves)
 
 

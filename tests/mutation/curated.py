@@ -327,9 +327,10 @@ CURATED = (
     Curated(_WAVES, "bound, most = 2 * limits.budget * limits.in_flight", "bound, most = 4 * limits.budget * limits.in_flight"),
     Curated(_WAVES, "bound, most = 2 * limits.budget * limits.in_flight", "bound, most = limits.budget * limits.in_flight"),
     Curated(_WAVES, "total.update(lane.footprint", "total = Counter(lane.footprint"),
-    Curated(_WAVES, "    return [lane.in_turns(len(lane.queues)) for lane in lanes], 1", "    return alone, 1"),
+    Curated(_WAVES, "else (alone, 1)", "else (alone, most)"),
+    Curated(_WAVES, "else (alone, 1)", "else (usual, 1)"),
     Curated(_WAVES, "lane.within_budget(count + 1 + count // 8)", "count + 1 + count // 8"),
-    Curated(_WAVES, "turn * groups + position % groups", "turn + position % groups"),
+    Curated(_WAVES, "2 * turn + position % 2", "turn"),
     Curated(_PLAN, "replace(options, in_flight=schedule.in_flight)", "options"),
     # Running a plan
     Curated(_BUILD, "_offsets(routes.own, sizes.own_offset)", "_offsets(routes.own)"),

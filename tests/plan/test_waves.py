@@ -21,15 +21,15 @@ DEFAULT_BOUND = 2 * 6 * 64 * MIB
 
 
 def promised(plan: Plan, options: PlanOptions) -> int:
-    """Twice the budget for each wave in flight; if that is more, what the largest matrices of each lane need one at a time."""
+    """Twice the budget for each wave in flight; if that is more, what the largest matrix of every owner needs."""
     needs: dict[int, int] = Counter()
     for rank in plan.ranks:
-        largest: dict[tuple[object, str], int] = {}
+        largest: dict[tuple[object, object], int] = {}
         for task in plan.tasks:
             piece, one = task.spread.piece_of(rank), plan.entries[task.entry]
             if task.wave == NO_WAVE or piece is None:
                 continue
-            sizes = {"mine": piece.size}
+            sizes: dict[object, int] = {task.owner: piece.size}
             if task.owner == rank:
                 sizes["theirs"] = task.spread.size - piece.size
                 sizes["results"] = task.spread.size * task.spread.replicas - piece.size if task.spread.replicas > 1 else 0
@@ -114,7 +114,7 @@ def test_waves_are_as_many_as_the_budget_needs() -> None:
     assert all(most[budget] >= 4 for budget in most)
 
 
-def test_an_owner_has_its_matrices_in_one_slot_where_owners_take_turns() -> None:
+def test_an_owner_has_its_matrices_in_one_slot_where_halves_take_turns() -> None:
     plan = make_plan(shared_matrices(8, 16, 128 * 3, 64), options_for(budget=64 * 64 * 2 * 2))
     assert plan.options.in_flight == 2
     for rank in plan.ranks:
@@ -123,14 +123,15 @@ def test_an_owner_has_its_matrices_in_one_slot_where_owners_take_turns() -> None
         assert sum(wave_sizes(routes).results > 0 for routes in routes_of(plan, rank)) == 3
 
 
-def test_one_matrix_at_a_time_is_the_last_resort() -> None:
-    """The budget is far too small for any matrix: each has a wave of its own, and buffers are what the largest needs."""
-    entries = [entry(f"p{k}", (8 + k, 6), placements=(Replicated(),), share=True) for k in range(5)]
+def test_one_matrix_of_every_owner_is_the_last_resort() -> None:
+    """The budget is far too small for any matrix: one wave at a time, in which all four ranks may work nevertheless."""
+    entries = [entry(f"p{k}", placements=(Replicated(),), share=True) for k in range(8)]
     options = options_for(budget=1)
     plan = make_plan(entries, options)
     assert plan.options.in_flight == 1
-    assert Counter(task.wave for task in plan.tasks) == dict.fromkeys(range(5), 1)
-    assert max(map(plan.buffer_bytes, plan.ranks)) <= promised(plan, options) == (1 + 3) * 12 * 6 * 2
+    assert Counter((task.wave, task.owner) for task in plan.tasks) == {(wave, rank): 1 for wave in (0, 1) for rank in range(4)}
+    matrix = 8 * 6 * 2
+    assert max(map(plan.buffer_bytes, plan.ranks)) == promised(plan, options) == 4 * matrix + 3 * matrix
 
 
 def test_an_explicit_chunk_size_stands() -> None:
