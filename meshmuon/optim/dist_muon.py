@@ -140,9 +140,7 @@ class DistMuon(Muon):
 
     def _reset(self) -> None:
         super()._reset()
-        self._dividing: Plan | None = (
-            None  # whose owners have the momentum; the executor has none where buffers could not be made
-        )
+        self._dividing: Plan | None = None  # whose owners have the momentum, also when its buffers could not be made
         self._stepped: list[tuple[Tensor, MatrixSet]] = []  # the parameter and the matrices of each entry of the plan
         if self._replica_group is not None:
             self._executor = DataParallelExecutor(self._settings)

@@ -171,7 +171,7 @@ class _Lane:
         other may gather or scatter.
         """
         waves = [0] * len(self._owned)
-        for position, queue in enumerate(sorted(self.queues.values(), key=len, reverse=True)):
+        for position, queue in enumerate(self.queues.values()):
             for turn, k in enumerate(queue):
                 waves[k] = 2 * turn + position % 2
         return _without_gaps(waves)

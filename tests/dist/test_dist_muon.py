@@ -384,3 +384,15 @@ def test_momentum_survives_a_step_that_could_not_be_prepared(monkeypatch: pytest
 
     before, after = run_threads(2, main)[0]
     assert any(before[k] != after[k] for k in before.keys() & after.keys()), "no owner changes, and the test shows nothing"
+
+
+@pytest.mark.parametrize("none_grad", [True, False])
+def test_gradients_are_freed_only_where_asked(none_grad: bool) -> None:
+    def main(rank: int) -> None:
+        params, optimizer = build(DistMuon, SHAPES[:3], none_grad=none_grad)
+        for k, param in enumerate(params):
+            param.grad = seeded(SHAPES[k], 0, k, rank)
+        optimizer.step()
+        assert all((param.grad is None) is none_grad for param in params)
+
+    run_threads(2, main)

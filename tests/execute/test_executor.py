@@ -12,7 +12,7 @@ from torch import Tensor
 from meshmuon import Muon
 from meshmuon.device import DirectStreams
 from meshmuon.errors import TransportError
-from meshmuon.execute import Executor, ExecutorSettings, Work, WorkSettings, build
+from meshmuon.execute import DataParallelExecutor, Executor, ExecutorSettings, Work, WorkSettings, build
 from meshmuon.execute import executor as executors
 from meshmuon.execute import stage as stages
 from meshmuon.execute.build import Program, build_program
@@ -270,3 +270,10 @@ def test_what_failed_in_a_step_that_was_left_is_not_told_after_the_next() -> Non
         executor.run(work, last=lost)
     broken[0] = False
     assert executor.run(work, last=nothing) is None
+
+
+def test_data_parallel_steps_forget_what_failed_in_a_step_that_was_left() -> None:
+    executor = DataParallelExecutor(ExecutorSettings())
+    executor.plan, executor._exchange = make_plan([], PlanOptions(cost_model_for("cpu"))), object()  # type: ignore[assignment]
+    executor._failures.append(ValueError("of the step before"))
+    assert executor.run([], last=nothing) is None

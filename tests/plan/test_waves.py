@@ -6,12 +6,13 @@ import random
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 from hypothesis import given, settings
 
 from meshmuon.layout import Layout, Mesh, Replicated, Sharded
-from meshmuon.plan import NO_WAVE, Entry, Plan, PlanOptions, cost_model_for, make_plan, routes_of, wave_sizes
+from meshmuon.plan import NO_WAVE, Entry, Plan, PlanOptions, cost_model_for, make_plan, routes_of, wave_sizes, waves
 from meshmuon.plan.footprint import Footprint
 
 from .models import entry, line, options_for, random_entries, random_options, seeds
@@ -162,3 +163,20 @@ def test_ranks_with_equal_pieces_are_counted_once() -> None:
     footprint = Footprint([task.spread for task in plan.tasks], [task.owner for task in plan.tasks], 2)
     assert sorted(Counter(footprint._kinds.values()).values()) == [1000, 1048]
     assert [len(kinds) for kinds in footprint._pieces] == [1, 2]
+
+
+def test_two_waves_in_flight_before_halves_take_turns() -> None:
+    """Three matrices per owner, 72 bytes to gather and 96 of shards: 360 bytes are enough for two waves, not for three."""
+    plan = make_plan([entry(f"p{k}") for k in range(12)], options_for(budget=30))
+    assert 2 * 30 * 6 == 360
+    assert (len(plan.lanes), plan.options.in_flight) == (3, 2)
+    assert max(map(plan.buffer_bytes, plan.ranks)) == 2 * (72 + 96)
+
+
+@pytest.mark.parametrize("count", [1, 2, 6, 8, 40])
+def test_waves_grow_to_four_times_the_first(count: int) -> None:
+    ends = (0.0, *waves._ends(count))
+    sizes = [round((stop - start) / ends[1], 6) for start, stop in pairwise(ends)]
+    assert sizes == sizes[::-1]
+    assert sizes[: count // 2] == [min(k + 1, 4) for k in range(count // 2)]
+    assert max(sizes) == min(-(-count // 2), 4)
