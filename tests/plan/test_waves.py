@@ -9,7 +9,7 @@ from dataclasses import replace
 from itertools import pairwise
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 
 from meshmuon.layout import Layout, Mesh, Replicated, Sharded
 from meshmuon.plan import NO_WAVE, Entry, Plan, PlanOptions, cost_model_for, make_plan, routes_of, wave_sizes, waves
@@ -56,12 +56,18 @@ def random_case(seed: int) -> tuple[list[Entry], PlanOptions]:
 
 @settings(max_examples=300)
 @given(seeds)
+@example(1110)  # where more waves let one owner gather more than fewer do
 def test_buffers_keep_to_the_budget(seed: int) -> None:
     entries, options = random_case(seed)
     plan = make_plan(entries, options)
     assert max(map(plan.buffer_bytes, plan.ranks), default=0) <= promised(plan, options)
     assert 1 <= plan.options.in_flight <= options.in_flight
     assert replace(plan.options, in_flight=options.in_flight) == options
+    gathered: dict[tuple[int, int], list[int]] = {}
+    for task in plan.tasks:
+        if task.wave != NO_WAVE:
+            gathered.setdefault((task.wave, task.owner), []).append(task.spread.size * plan.entries[task.entry].itemsize)
+    assert all(len(sizes) == 1 or sum(sizes) <= options.budget for sizes in gathered.values())
 
 
 def test_random_cases_come_to_all_ends() -> None:
