@@ -51,21 +51,26 @@ class Mesh:
     shape: tuple[int, ...]
     ranks: tuple[int, ...]
     _hash: int = field(init=False, repr=False, compare=False)
+    _text: str = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         if math.prod(self.shape) != len(self.ranks) or len(set(self.ranks)) != len(self.ranks):
             raise ConfigError(f"a mesh of shape {self.shape} needs {math.prod(self.shape)} different ranks, got {self.ranks}")
+        # Both are asked for once per parameter, and would look at every rank.
         object.__setattr__(self, "_hash", hash((self.shape, self.ranks)))
+        object.__setattr__(self, "_text", _mesh_text(self.shape, self.ranks))
 
     def __hash__(self) -> int:
         return self._hash
 
     def __str__(self) -> str:
-        shape = "×".join(map(str, self.shape))
-        first, last = self.ranks[0], self.ranks[-1]
-        run = self.ranks == tuple(range(first, last + 1))
-        ranks = f"{first}-{last}" if run and len(self.ranks) > 2 else ",".join(map(str, self.ranks))
-        return f"{shape} (ranks {ranks})"
+        return self._text
+
+
+def _mesh_text(shape: tuple[int, ...], ranks: tuple[int, ...]) -> str:
+    run = len(ranks) > 2 and ranks == tuple(range(ranks[0], ranks[-1] + 1))
+    named = f"{ranks[0]}-{ranks[-1]}" if run else ",".join(map(str, ranks))
+    return f"{'×'.join(map(str, shape))} (ranks {named})"
 
 
 @dataclass(frozen=True, slots=True)

@@ -73,6 +73,11 @@ class Spread:
         """Number of elements of the matrix."""
         return self.rows * self.cols
 
+    @cached_property
+    def sizes(self) -> tuple[int, ...]:
+        """Number of elements of each piece."""
+        return tuple(piece.size for piece in self.pieces)
+
     def piece_of(self, rank: int) -> Piece | None:
         """The piece that ``rank`` holds."""
         found = self.place.get(rank)

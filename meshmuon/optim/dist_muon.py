@@ -116,7 +116,7 @@ class DistMuon(Muon):
     @torch.no_grad()
     def consolidate(self) -> None:
         """Gives every rank all momentum, so that ``state_dict()`` is complete. Every rank of the group must call it."""
-        plan, group = self._executor.plan, self.replica_group
+        plan, group = self._dividing, self.replica_group
         if plan is None or not isinstance(group, dist.ProcessGroup):
             return
         self._planner.check_connected()
@@ -144,6 +144,7 @@ class DistMuon(Muon):
 
     def _reset(self) -> None:
         super()._reset()
+        self._dividing: Plan | None = None  # whose owners have the momentum, also when its buffers could not be made
         self._stepped: list[tuple[Tensor, MatrixSet]] = []  # the parameter and the matrices of each entry of the plan
         self._kept: frozenset[Tensor] = frozenset()  # the parameters of which this rank owns a matrix
         self._own_lacking: tuple[object, object, Sequence[int]] = (None, None, ())  # what it was found from, and what was found
@@ -192,7 +193,7 @@ class DistMuon(Muon):
             return super()._work(parameters, outcome, mask)
         if outcome.plan is not self._executor.plan:
             self.consolidate()  # owners may change: whoever becomes one finds the momentum
-            demands = self._planner.demands
+            demands, self._dividing = self._planner.demands, outcome.plan
             self._stepped = [(parameters[k].param, (demands[k].matrices or ())[part]) for k, part in outcome.members]
         owned = {task.entry for task in outcome.plan.tasks if task.owner == outcome.rank}
         kept = {outcome.members[entry][0] for entry in owned}

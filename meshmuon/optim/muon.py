@@ -79,6 +79,7 @@ class Muon(torch.optim.Optimizer):
         compute_dtype: dtype of the Newton–Schulz products; float32 on CPU and bfloat16 on GPU unless given.
         momentum_dtype: dtype of new momentum buffers; the parameter's unless given.
         memory_budget: bytes of scratch that one batch may use, and of matrices that an owner gathers per wave (default 64 MiB).
+            A rank's exchange buffers take at most 2 × ``memory_budget`` × (``warmup_step`` + 1), or one matrix per owner.
         form: ``"auto"`` (fewest FLOPs that are safe in the dtype), ``"standard"`` or ``"gram"``.
         deterministic: no batching of products, so that the bits do not depend on what shares a batch.
         compile: compile the orthogonalisation of each shape with torch.compile.

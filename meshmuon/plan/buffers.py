@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from .plan import Plan, Send
-from .routes import WaveRoutes, routes_of
+from .routes import WaveRoutes
 
 __all__ = ["SlotSizes", "WaveSizes", "buffer_bytes", "slot_sizes", "wave_sizes"]
 
@@ -54,15 +54,7 @@ def slot_sizes(waves: Sequence[WaveSizes]) -> SlotSizes:
 
 def buffer_bytes(plan: Plan, rank: int) -> int:
     """Bytes of all exchange buffers on ``rank``."""
-    itemsize = {entry.lane: entry.itemsize for entry in plan.entries}
-    sizes = [wave_sizes(routes) for routes in routes_of(plan, rank)]
-    total = 0
-    for lane in dict.fromkeys(plan.lanes):
-        for slot in range(plan.options.in_flight):
-            turns = [size for k, size in enumerate(sizes) if plan.lanes[k] == lane and k % plan.options.in_flight == slot]
-            largest = slot_sizes(turns)
-            total += itemsize[lane] * (largest.mine + largest.theirs + largest.results)
-    return total
+    return plan.buffer_bytes(rank)
 
 
 def _elements(sends: Sequence[Send]) -> int:

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from ..errors import ConfigError, PlanError
 from ..layout import Layout, Piece, Spread, spread_matrices
 from ..matrices import Window
 from .cost import CostModel
+from .footprint import Footprint
 from .owners import Job, assign_owners, lightest_possible
-from .waves import Owned, cut_into_waves
+from .waves import Owned, WaveLimits, cut_into_waves
 
 __all__ = ["REPLICA_OPTIONS", "Entry", "Plan", "PlanOptions", "Send", "Task", "make_plan"]
 
@@ -101,8 +102,8 @@ class PlanOptions:
         cost: what work and traffic cost.
         replicas: ``"share"`` (one replica computes for all), ``"repeat"`` (each for itself) or ``"auto"`` (the cheaper one).
         chunk_size: most matrices per wave; -1 leaves it to ``budget``.
-        budget: bytes that an owner may gather per wave.
-        in_flight: most waves between their first and their last exchange.
+        budget: bytes that an owner may gather per wave; see ``WaveLimits``.
+        in_flight: most waves between their first and their last exchange; a plan has fewer where buffers would be too large.
     """
 
     cost: CostModel
@@ -170,6 +171,11 @@ class Plan:
         return _loads(self, lambda task: float(self.entries[task.entry].flops))
 
     @cached_property
+    def computed(self) -> dict[int, int]:
+        """Rank → number of matrices that it orthogonalises, also those that other holders compute for themselves."""
+        return {rank: round(count) for rank, count in _loads(self, lambda task: 1.0).items()}
+
+    @cached_property
     def bound(self) -> float:
         """Cost of the heaviest rank that no plan of whole matrices can beat, were every matrix free to go to any rank."""
         costs = [self.cost_of(task) for task in self.tasks if not self.entries[task.entry].private]
@@ -204,9 +210,18 @@ class Plan:
 
     def buffer_bytes(self, rank: int) -> int:
         """Bytes of all exchange buffers on ``rank``."""
-        from .buffers import buffer_bytes
+        return self._buffer_bytes[rank]
 
-        return buffer_bytes(self, rank)
+    @cached_property
+    def _buffer_bytes(self) -> dict[int, int]:
+        total = dict.fromkeys(self.ranks, 0)
+        for lane in dict.fromkeys(self.lanes):
+            tasks = [task for task in self.tasks if task.wave != NO_WAVE and self.lanes[task.wave] == lane]
+            itemsize = self.entries[tasks[0].entry].itemsize
+            footprint = Footprint([task.spread for task in tasks], [task.owner for task in tasks], itemsize)
+            for rank, size in footprint.bytes_by_rank([task.wave for task in tasks], self.options.in_flight).items():
+                total[rank] += size
+        return total
 
     def describe(self) -> str:
         """The plan as text for people."""
@@ -260,12 +275,16 @@ def make_plan(entries: Sequence[Entry], options: PlanOptions) -> Plan:
     _add_local(loads, ((task.spread, 0.0 if entries[task.entry].private else float(entries[task.entry].flops)) for task in stays))
     owners = assign_owners(jobs, loads)
     owned = [
-        Owned(owner, job.cost, job.spread.size * entries[k].itemsize, (entries[k].lane, job.spread.rows, job.spread.cols))
+        Owned(owner, job.cost, job.spread, entries[k].lane, entries[k].itemsize)
         for owner, job, (k, _, _) in zip(owners, jobs, moves, strict=True)
     ]
-    lanes, waves = _waves_by_lane([entries[k].lane for k, _, _ in moves], owned, options)
-    gone = [Task(k, matrix, spread, owner, wave) for (k, matrix, spread), owner, wave in zip(moves, owners, waves, strict=True)]
-    return Plan(ranks, tuple(entries), (*stays, *gone), lanes, options)
+    smallest = _WORTH_AN_EXCHANGE * options.cost.flops_per_exchange
+    schedule = cut_into_waves(owned, WaveLimits(options.budget, options.chunk_size, smallest, options.in_flight))
+    gone = [
+        Task(k, matrix, spread, owner, wave)
+        for (k, matrix, spread), owner, wave in zip(moves, owners, schedule.waves, strict=True)
+    ]
+    return Plan(ranks, tuple(entries), (*stays, *gone), schedule.lanes, replace(options, in_flight=schedule.in_flight))
 
 
 def _copies(entries: Sequence[Entry], options: PlanOptions) -> Iterator[tuple[int, int, Spread, bool]]:
@@ -290,24 +309,6 @@ def _shares(entry: Entry, spread: Spread, options: PlanOptions) -> bool:
     if entry.share is not None:
         return entry.share
     return options.cost.sharing_pays(entry.flops, spread, entry.itemsize)
-
-
-def _waves_by_lane(
-    lanes: Sequence[Hashable], owned: Sequence[Owned], options: PlanOptions
-) -> tuple[tuple[Hashable, ...], list[int]]:
-    """The lane of each wave and the wave of each matrix; every lane has waves of its own."""
-    members: dict[Hashable, list[int]] = {}
-    for k, lane in enumerate(lanes):
-        members.setdefault(lane, []).append(k)
-    found: list[Hashable] = []
-    waves = [NO_WAVE] * len(owned)
-    smallest = _WORTH_AN_EXCHANGE * options.cost.flops_per_exchange
-    for lane, some in members.items():
-        part = cut_into_waves([owned[k] for k in some], budget=options.budget, chunk_size=options.chunk_size, smallest=smallest)
-        for k, wave in zip(some, part, strict=True):
-            waves[k] = len(found) + wave
-        found.extend([lane] * (max(part) + 1))
-    return tuple(found), waves
 
 
 def _add_local(loads: dict[int, float], work: Iterable[tuple[Spread, float]]) -> None:
@@ -338,11 +339,11 @@ def _sent(plan: Plan, weight: Callable[[Entry], int]) -> dict[int, int]:
             continue
         size = weight(plan.entries[task.entry])
         piece, replica = task.spread.place[task.owner]
-        own = task.spread.pieces[piece].size
+        own = task.spread.sizes[piece]
         gathered[task.spread, replica] = gathered.get((task.spread, replica), 0) + size
         sent[task.owner] += size * (task.spread.size * task.spread.replicas - own)  # the scatter
         sent[task.owner] -= size * own  # its own piece needs no gather
     for (spread, replica), size in gathered.items():
-        for one in spread.pieces:
-            sent[one.holders[replica]] += size * one.size
+        for one, elements in zip(spread.pieces, spread.sizes, strict=True):
+            sent[one.holders[replica]] += size * elements
     return sent

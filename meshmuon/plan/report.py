@@ -104,13 +104,9 @@ def _kinds(plan: Plan) -> list[tuple[str, ...]]:
 
 
 def _ranks(plan: Plan) -> list[tuple[str, ...]]:
-    owned = dict.fromkeys(plan.ranks, 0)
-    for task in plan.tasks:
-        for rank in task.spread.place if task.owner == EVERY_HOLDER else (task.owner,):
-            owned[rank] += 1
     mean = sum(plan.loads.values()) / max(1, len(plan.loads)) or 1.0
     return [
-        (str(r), str(owned[r]), f"{plan.loads[r] / mean:.3f}", f"{plan.flops[r]:.3g}", _bytes(plan.bytes_sent[r]))
+        (str(r), str(plan.computed[r]), f"{plan.loads[r] / mean:.3f}", f"{plan.flops[r]:.3g}", _bytes(plan.bytes_sent[r]))
         for r in plan.ranks[:_MOST_RANKS_SHOWN]
     ]
 

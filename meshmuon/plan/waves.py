@@ -3,55 +3,178 @@
 from __future__ import annotations
 
 from bisect import bisect_right
+from collections import Counter
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate
 
-__all__ = ["Owned", "cut_into_waves"]
+from ..layout import Spread
+from .footprint import Footprint
+
+__all__ = ["Owned", "Schedule", "WaveLimits", "cut_into_waves"]
 
 _OVERLAP = 6  # waves that let gathers, the work and scatters run at the same time, behind a small first and before a small last
 _STEEPEST = 4  # largest wave ÷ smallest
+_ENOUGH_IN_FLIGHT = 4  # waves that let gathers, the work and scatters run at the same time: more of them gain little
 
 
 @dataclass(frozen=True, slots=True)
 class Owned:
-    """A matrix with its owner, as the cutting sees it; ``alike`` matrices are best worked on together."""
+    """A matrix with its owner, as the cutting sees it.
+
+    Attributes:
+        owner: the rank that orthogonalises it.
+        cost: what that costs.
+        spread: who holds it.
+        lane: what must be equal for matrices to travel together.
+        itemsize: bytes per element on the wire.
+    """
 
     owner: int
     cost: float
-    nbytes: int
-    alike: Hashable
+    spread: Spread
+    lane: Hashable
+    itemsize: int
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the whole matrix."""
+        return self.spread.size * self.itemsize
+
+    @property
+    def alike(self) -> str:
+        """Equal for matrices that are best worked on together."""
+        return repr((self.lane, self.spread.rows, self.spread.cols))
 
 
-def cut_into_waves(owned: Sequence[Owned], *, budget: int, chunk_size: int, smallest: float) -> list[int]:
-    """The wave of each matrix, counted from 0 without gaps.
+@dataclass(frozen=True, slots=True)
+class WaveLimits:
+    """What waves must keep to.
+
+    Attributes:
+        budget: bytes that one owner may gather per wave; a single larger matrix still gets a wave. All exchange buffers of a rank
+            have twice this for each wave in flight: once for what it owns, once for its shards. If that is less than one wave
+            with a single matrix of every owner needs, they have as much as that.
+        chunk_size: most matrices per wave over all ranks; -1 leaves it to the budget and the overlap.
+        smallest: cost below which a wave per owner is not worth an exchange of its own.
+        in_flight: most waves between their first and their last exchange.
+    """
+
+    budget: int
+    chunk_size: int
+    smallest: float
+    in_flight: int
+
+
+@dataclass(frozen=True, slots=True)
+class Schedule:
+    """The wave of each matrix, the lane of each wave, and how many waves may be in flight."""
+
+    waves: list[int]
+    lanes: tuple[Hashable, ...]
+    in_flight: int
+
+
+def cut_into_waves(owned: Sequence[Owned], limits: WaveLimits) -> Schedule:
+    """Cuts the matrices of every lane into waves, counted from 0 without gaps; lanes have waves of their own.
 
     Every owner's matrices are spread over the waves in the same proportions by cost, so that ranks have work at the same time.
     Nothing hides the first gather and the last scatter: waves grow from a small one and shrink to a small one again.
 
-    Args:
-        owned: the matrices.
-        budget: bytes that one owner may gather per wave; a single larger matrix still gets a wave.
-        chunk_size: most matrices per wave over all ranks; -1 leaves it to the budget and the overlap.
-        smallest: cost below which a wave per owner is not worth an exchange of its own.
+    Where the buffers of some rank then exceed their bound, a few waves less are in flight; where that is not enough, the cut is
+    made finer; where one matrix per owner is still too much, fewer waves are in flight; then two, each with half of the owners;
+    then one. Ranks never wait for each other's work to save memory. Where ``chunk_size`` is given, it alone counts.
     """
-    queues: dict[int, list[int]] = {}
-    for k in sorted(range(len(owned)), key=lambda k: (owned[k].owner, repr(owned[k].alike), k)):
-        queues.setdefault(owned[k].owner, []).append(k)
-    if chunk_size > 0:
-        return _by_count(queues, len(owned), chunk_size)
-    longest = max(map(len, queues.values()), default=0)
-    heaviest = max((sum(owned[k].cost for k in queue) for queue in queues.values()), default=0.0)
-    largest = max((sum(owned[k].nbytes for k in queue) for queue in queues.values()), default=0)
-    count = max(1, min(longest, max(min(_OVERLAP, int(heaviest / smallest)), largest // budget)))  # fewer could not fit
-    while count < longest and not _fits(queues, owned, count, budget):
-        count = min(longest, count + 1 + count // 8)
-    waves = [0] * len(owned)
-    for queue in queues.values():
-        for k, wave in zip(queue, _shares([owned[k].cost for k in queue], count, alone=count >= longest), strict=True):
-            waves[k] = wave
-    return _without_gaps(waves)
+    members: dict[Hashable, list[int]] = {}
+    for k, one in enumerate(owned):
+        members.setdefault(one.lane, []).append(k)
+    lanes = [_Lane([owned[k] for k in some], limits) for some in members.values()]
+    cuts, in_flight = _within_bound(lanes, limits)
+    waves, lane_of_wave = [0] * len(owned), list[Hashable]()
+    for (lane, some), cut in zip(members.items(), cuts, strict=True):
+        for k, wave in zip(some, cut, strict=True):
+            waves[k] = len(lane_of_wave) + wave
+        lane_of_wave.extend([lane] * (max(cut) + 1))
+    return Schedule(waves, tuple(lane_of_wave), in_flight)
+
+
+def _within_bound(lanes: Sequence[_Lane], limits: WaveLimits) -> tuple[list[list[int]], int]:
+    """The wave of each matrix of each lane, and the waves in flight: the first way that keeps to the bound."""
+    bound, most = 2 * limits.budget * limits.in_flight, limits.in_flight
+
+    def fits(cuts: Sequence[Sequence[int]], in_flight: int) -> bool:
+        total: Counter[int] = Counter()
+        for lane, cut in zip(lanes, cuts, strict=True):
+            total.update(lane.footprint.bytes_by_rank(cut, in_flight))
+        return max(total.values(), default=0) <= bound
+
+    usual = [lane.cut(lane.count) for lane in lanes]
+    if limits.chunk_size > 0:
+        return usual, most
+    for in_flight in range(most, min(most, _ENOUGH_IN_FLIGHT) - 1, -1):
+        if fits(usual, in_flight):
+            return usual, in_flight
+    alone = [lane.cut(lane.longest) for lane in lanes]
+    if fits(alone, most):
+        counts = [max(lane.count, most) for lane in lanes]
+        while any(count < lane.longest for count, lane in zip(counts, lanes, strict=True)):
+            counts = [lane.within_budget(count + 1 + count // 8) for count, lane in zip(counts, lanes, strict=True)]
+            finer = [lane.cut(count) for count, lane in zip(counts, lanes, strict=True)]
+            if fits(finer, most):
+                return finer, most
+        return alone, most
+    for in_flight in range(most - 1, 1, -1):
+        for cuts in (usual, alone):
+            if fits(cuts, in_flight):
+                return cuts, in_flight
+    turns = [lane.in_two_turns() for lane in lanes]
+    return (turns, 2) if most > 1 and fits(turns, 2) else (alone, 1)
+
+
+class _Lane:
+    """The matrices of one lane, and the ways to cut them."""
+
+    def __init__(self, owned: Sequence[Owned], limits: WaveLimits) -> None:
+        self._owned, self._limits = owned, limits
+        self.queues: dict[int, list[int]] = {}
+        for k in sorted(range(len(owned)), key=lambda k: (owned[k].owner, owned[k].alike, k)):
+            self.queues.setdefault(owned[k].owner, []).append(k)
+        self.longest = max(map(len, self.queues.values()))
+        heaviest = max(sum(owned[k].cost for k in queue) for queue in self.queues.values())
+        largest = max(sum(owned[k].nbytes for k in queue) for queue in self.queues.values())
+        few = max(min(_OVERLAP, int(heaviest / limits.smallest)), largest // limits.budget)  # fewer could not fit
+        self.count = self.within_budget(max(1, few))
+        self.footprint = Footprint([one.spread for one in owned], [one.owner for one in owned], owned[0].itemsize)
+
+    def within_budget(self, count: int) -> int:
+        """The number of waves, from ``count`` on, in which no owner gathers more than its budget."""
+        while count < self.longest and not _fits(self.queues, self._owned, count, self._limits.budget):
+            count += 1 + count // 8
+        return min(self.longest, count)
+
+    def cut(self, count: int) -> list[int]:
+        """``count`` waves by cost, or by the user's ``chunk_size``."""
+        if self._limits.chunk_size > 0:
+            return _by_count(self.queues, len(self._owned), self._limits.chunk_size)
+        waves = [0] * len(self._owned)
+        for queue in self.queues.values():
+            costs = [self._owned[k].cost for k in queue]
+            for k, wave in zip(queue, _shares(costs, count, alone=count >= self.longest), strict=True):
+                waves[k] = wave
+        return _without_gaps(waves)
+
+    def in_two_turns(self) -> list[int]:
+        """One matrix per owner and wave, one half of the owners in even and the other in odd waves.
+
+        With two waves in flight an owner needs memory for a matrix in one of the two slots only, and while one half computes, the
+        other may gather or scatter.
+        """
+        waves = [0] * len(self._owned)
+        for position, queue in enumerate(self.queues.values()):
+            for turn, k in enumerate(queue):
+                waves[k] = 2 * turn + position % 2
+        return _without_gaps(waves)
 
 
 def _by_count(queues: dict[int, list[int]], total: int, chunk_size: int) -> list[int]:

@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
 from meshmuon import Muon
-from meshmuon.errors import ConfigError, GradientError, MeshmuonError, PlanMismatchError, StateError, UnsupportedError
+from meshmuon.errors import ConfigError, GradientError, MeshmuonError, PlanError, PlanMismatchError, StateError, UnsupportedError
 
 from .cases import Case, Param, build, check, gradient, initial, local, place, run, same, single
 from .threads import run_threads
@@ -526,3 +526,22 @@ def test_adamw_on_shards_has_the_bits_of_one_device() -> None:
             same(local(param), local(place(case, [mesh], k, expected[0][k])), f"parameter {k}")
 
     run_threads(4, main)
+
+
+def test_a_shard_of_as_many_elements_in_another_shape_is_refused() -> None:
+    """(6, 4) over 2 ranks: each holds (3, 4). A wrapper that stores (4, 3) would mix up the elements without an error."""
+
+    def main(rank: int) -> tuple[type[MeshmuonError], str]:
+        mesh = world_mesh()
+        part = torch.ones((4, 3) if rank == 1 else (3, 4))
+        param = nn.Parameter(DTensor.from_local(part, mesh, [S0], run_check=False, shape=torch.Size((6, 4)), stride=(4, 1)))
+        optimizer = Muon([{"params": [param], "names": ["turned"], "use_muon": True}])
+        param.grad = DTensor.from_local(part.clone(), mesh, [S0], run_check=False, shape=torch.Size((6, 4)), stride=(4, 1))
+        before = [one.clone() for one in everything(optimizer)]
+        said = refused(optimizer.step, PlanError)
+        assert_untouched(optimizer, before)
+        return said
+
+    text = one_text(run_threads(2, main), PlanError)
+    assert "turned" in text
+    assert "should hold (3, 4), but it holds (4, 3)" in text

@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, distribute_tensor
 
-from meshmuon import ConfigError, DistMuon, Muon, UnsupportedError
+from meshmuon import ConfigError, DistMuon, MeshmuonError, Muon, StateError, UnsupportedError
+from meshmuon.execute import DataParallelExecutor
 from meshmuon.transport import Exchange
 from meshmuon.transport.exchange import Pending
 
@@ -305,3 +306,93 @@ def test_all_gradients_are_on_their_way_before_the_first_is_waited_for(monkeypat
     for found in events.values():
         assert found[:7] == ["start gather"] * 7
         assert found.count("wait gather") == 7
+
+
+def test_a_state_that_lacks_what_others_own_is_not_saved() -> None:
+    def main(rank: int) -> None:
+        params, optimizer = build(DistMuon, SHAPES[:4])
+        assert optimizer.state_dict()["state"] == {}  # nothing is missing before the first step
+        for k, param in enumerate(params):
+            param.grad = seeded(SHAPES[k], 0, k, rank)
+        optimizer.step()
+        with pytest.raises(StateError, match="consolidate"):
+            optimizer.state_dict()
+        optimizer.consolidate()
+        assert len(optimizer.state_dict()["state"]) == 4
+        optimizer.zero_grad()
+        optimizer.step()  # without any gradient: all momentum stays where it is
+        assert len(optimizer.state_dict()["state"]) == 4
+
+    run_threads(2, main)
+
+
+def test_a_copy_that_lacks_what_others_own_stays_incomplete() -> None:
+    """A step without gradients does not bring back what the copy never had."""
+
+    def main(rank: int) -> None:
+        params, optimizer = build(DistMuon, SHAPES[:4])
+        for k, param in enumerate(params):
+            param.grad = seeded(SHAPES[k], 0, k, rank)
+        optimizer.step()
+        twin = copy.deepcopy(optimizer)
+        twin.replica_group = dist.group.WORLD
+        twin.zero_grad()
+        twin.step()
+        assert sum("momentum_buffer" in state for state in twin.state.values()) < 4
+        with pytest.raises(StateError, match="consolidate"):
+            twin.state_dict()
+
+    run_threads(2, main)
+
+
+def test_momentum_survives_a_step_that_could_not_be_prepared(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The step after it has other gradients and other owners, who must find the momentum that they did not have."""
+    shapes = [(9, 8), (8, 8), (8, 7), (7, 7), (6, 7), (6, 6)]
+    given = [{0, 1, 2, 3}, {0, 1, 2, 3, 4}, {1, 2, 3, 4, 5}]  # the second step fails
+    prepare, fails = DataParallelExecutor.prepare, [False, False]
+
+    def short_of_memory(self: DataParallelExecutor, plan: Any, rank: int, work: Any, exchange: Any) -> None:
+        if fails[rank]:
+            self.plan = None
+            raise MemoryError("no room for buffers")
+        prepare(self, plan, rank, work, exchange)
+
+    monkeypatch.setattr(DataParallelExecutor, "prepare", short_of_memory)
+    expected, optimizer = build(Muon, shapes, adjust_lr_fn="original", weight_decay=0.0)
+    for step in (0, 2):
+        for k, param in enumerate(expected):
+            averaged = average([seeded(shapes[k], step, k, rank) for rank in range(2)])
+            param.grad = averaged if k in given[step] else None
+        optimizer.step()
+
+    def main(rank: int) -> list[dict[int, int]]:
+        params, optimizer = build(DistMuon, shapes)
+        owners = []
+        for step in range(3):
+            for k, param in enumerate(params):
+                param.grad = seeded(shapes[k], step, k, rank) if k in given[step] else None
+            fails[rank] = step == 1
+            if step == 1:
+                with pytest.raises((MeshmuonError, MemoryError)):
+                    optimizer.step()
+                continue
+            optimizer.step()
+            owners.append({k: task.owner for k, task in zip(sorted(given[step]), optimizer.plan().tasks, strict=True)})
+        for k, (param, wanted) in enumerate(zip(params, expected, strict=True)):
+            same(param.detach(), wanted.detach(), f"parameter {k}")
+        return owners
+
+    before, after = run_threads(2, main)[0]
+    assert any(before[k] != after[k] for k in before.keys() & after.keys()), "no owner changes, and the test shows nothing"
+
+
+@pytest.mark.parametrize("none_grad", [True, False])
+def test_gradients_are_freed_only_where_asked(none_grad: bool) -> None:
+    def main(rank: int) -> None:
+        params, optimizer = build(DistMuon, SHAPES[:3], none_grad=none_grad)
+        for k, param in enumerate(params):
+            param.grad = seeded(SHAPES[k], 0, k, rank)
+        optimizer.step()
+        assert all((param.grad is None) is none_grad for param in params)
+
+    run_threads(2, main)

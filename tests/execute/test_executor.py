@@ -11,7 +11,8 @@ from torch import Tensor
 
 from meshmuon import Muon
 from meshmuon.device import DirectStreams
-from meshmuon.execute import Executor, ExecutorSettings, Work, WorkSettings, build
+from meshmuon.errors import TransportError
+from meshmuon.execute import DataParallelExecutor, Executor, ExecutorSettings, Work, WorkSettings, build
 from meshmuon.execute import executor as executors
 from meshmuon.execute import stage as stages
 from meshmuon.execute.build import Program, build_program
@@ -247,3 +248,32 @@ def test_what_is_orthogonalised(nesterov: bool) -> None:
     torch.testing.assert_close(batch, torch.stack(expected))
     assert_same_bits(buffers, momenta)
     assert_same_bits(params, before)
+
+
+def test_what_failed_in_a_step_that_was_left_is_not_told_after_the_next() -> None:
+    """A batch fails and is kept for the end, then a lost rank ends the step before its end."""
+    params = make_params((4, 6))
+    broken = [True]
+
+    def scheme(batch: Tensor) -> Tensor:
+        if broken[0]:
+            raise ValueError("of the step before")
+        return batch
+
+    def lost() -> None:
+        raise TransportError("a rank is gone")
+
+    work = work_on(params, settings_for(LR), [torch.zeros(4, 6)], 0, scheme)
+    executor = Executor(ExecutorSettings())
+    executor.prepare(plan_for(work), 0, work, None)
+    with pytest.raises(TransportError):
+        executor.run(work, last=lost)
+    broken[0] = False
+    assert executor.run(work, last=nothing) is None
+
+
+def test_data_parallel_steps_forget_what_failed_in_a_step_that_was_left() -> None:
+    executor = DataParallelExecutor(ExecutorSettings())
+    executor.plan, executor._exchange = make_plan([], PlanOptions(cost_model_for("cpu"))), object()  # type: ignore[assignment]
+    executor._failures.append(ValueError("of the step before"))
+    assert executor.run([], last=nothing) is None

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from meshmuon.execute import Work, WorkSettings
-from meshmuon.execute.elementwise import accumulate, look_ahead
+from meshmuon.execute.elementwise import accumulate, apply, look_ahead
 from meshmuon.execute.parts import Part, Parts, Touch, grouped
 from meshmuon.matrices import MatrixSet
 from meshmuon.ortho import keller
@@ -161,3 +161,31 @@ def assert_near(value: Tensor, exact: Tensor) -> None:
 def test_grouping_keeps_the_order() -> None:
     assert grouped([5, 2, 3, 4, 7], lambda number: number % 2) == [(1, [5, 3, 7]), (0, [2, 4])]
     assert grouped([], id) == []
+
+
+@pytest.mark.parametrize("update", [1.0, -1.0, 0.0, -0.0])
+def test_a_rate_of_zero_on_a_device_keeps_the_sign_of_zeros(update: float) -> None:
+    params = [torch.tensor([-0.0, 0.0, 1.0])]
+    apply(params, [torch.full((3,), update)], torch.tensor(1.0), torch.tensor(0.0))
+    assert params[0].tolist() == [0.0, 0.0, 1.0]
+    assert torch.signbit(params[0]).tolist() == [True, False, False]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_momentum_in_16_bits_is_rounded_alike_wherever_an_element_lies(dtype: torch.dtype) -> None:
+    """Twice, by the product and by the sum, in every cut of the tensor."""
+    generator = torch.Generator().manual_seed(0)
+    grad, start = (torch.randn(203, generator=generator).to(dtype) for _ in range(2))
+    expected = (start * 0.9) + grad
+    for size in (203, 64, 7, 1):
+        buffer = start.clone()
+        accumulate(list(buffer.split(size)), list(grad.split(size)), 0.9)
+        assert torch.equal(buffer, expected)
+
+
+@pytest.mark.parametrize("tensor_rate", [True, False])
+def test_cautious_decay_is_for_what_moves_towards_zero_or_not_at_all(tensor_rate: bool) -> None:
+    params = [torch.tensor([8.0, 8.0, 8.0, -8.0])]
+    rate: Any = torch.tensor(1.0) if tensor_rate else 1.0
+    apply(params, [torch.tensor([1.0, -1.0, 0.0, -1.0])], 0.5, rate, cautious=True)
+    assert params[0].tolist() == [3.0, 9.0, 4.0, -3.0]

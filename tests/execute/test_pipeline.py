@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 
-from meshmuon.execute.pipeline import run_pipeline, waves_ahead
+from meshmuon.errors import TransportError
+from meshmuon.execute.pipeline import guarded, run_pipeline, take_first, waves_ahead
 
 WIDTHS, COUNTS = range(1, 7), range(9)
 everywhere = pytest.mark.parametrize(("width", "count"), [(width, count) for width in WIDTHS for count in COUNTS])
@@ -129,3 +130,24 @@ def test_an_example() -> None:
 def test_a_wave_that_yields_once_more_is_refused() -> None:
     with pytest.raises(AssertionError, match="yields twice"):
         run_pipeline([iter([None] * 3)], 1, [], lambda: None)
+
+
+def test_what_fails_is_kept_unless_ranks_lost_each_other() -> None:
+    """An error of this rank is told at the end; a lost rank ends the step at once: nothing more will arrive."""
+    failures: list[Exception] = []
+
+    def fail(error: Exception) -> Callable[[], None]:
+        def work() -> None:
+            raise error
+
+        return guarded(work, failures)
+
+    first, second = ValueError("first"), ValueError("second")
+    fail(first)()
+    fail(second)()
+    with pytest.raises(TransportError, match="rank 1 is gone"):
+        fail(TransportError("rank 1 is gone"))()
+    assert failures == [first, second]
+    assert take_first(failures) is first
+    assert failures == []
+    assert take_first(failures) is None

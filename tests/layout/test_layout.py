@@ -35,6 +35,24 @@ def test_words() -> None:
     assert str(Mesh((2,), (0, 1))) == "2 (ranks 0,1)"
 
 
+def test_the_text_of_a_mesh_is_made_once() -> None:
+    """Reports ask for it once per parameter; with thousands of ranks that took longer than anything else."""
+
+    class Watched(tuple[int, ...]):
+        looks = 0
+
+        def __eq__(self, other: object) -> bool:
+            type(self).looks += 1
+            return super().__eq__(other)
+
+        __hash__ = tuple.__hash__
+
+    layout = Layout((64,), Mesh((64,), Watched(range(64))), (Sharded(0),))
+    before = Watched.looks
+    assert [str(layout) for _ in range(3)] == ["[S(0)] on 64 (ranks 0-63)"] * 3
+    assert Watched.looks == before
+
+
 def test_equal_layouts_are_equal() -> None:
     one, other = (Layout((4, 4), Mesh((2,), (0, 1)), (Sharded(0),)) for _ in range(2))
     assert one == other

@@ -63,6 +63,7 @@ _OWNERS = "meshmuon/plan/owners.py"
 _WAVES = "meshmuon/plan/waves.py"
 _ROUTES = "meshmuon/plan/routes.py"
 _BUFFERS = "meshmuon/plan/buffers.py"
+_FOOTPRINT = "meshmuon/plan/footprint.py"
 _PLAN_COST = "meshmuon/plan/cost.py"
 _EXCHANGE = "meshmuon/transport/exchange.py"
 _AGREEMENT = "meshmuon/transport/agreement.py"
@@ -320,7 +321,7 @@ CURATED = (
     Curated(_PLAN, "for one in spread.separate_replicas:", "for one in spread.separate_replicas[:1]:"),
     Curated(_PLAN, "                for target in piece.holders:\n", "                for target in piece.holders[:1]:\n"),
     Curated(_PLAN, "                if source != task.owner:\n", ""),
-    Curated(_PLAN, "waves[k] = len(found) + wave", "waves[k] = wave"),
+    Curated(_WAVES, "waves[k] = len(lane_of_wave) + wave", "waves[k] = wave"),
     Curated(_PLAN, "facts = entry.name, layouts, details", "facts = layouts, details"),
     Curated(_PLAN, "entry.itemsize, entry.flops, entry.share", "entry.itemsize, entry.share"),
     Curated(_PLAN, "hashlib.sha256(repr(self.options).encode())", "hashlib.sha256()"),
@@ -331,11 +332,11 @@ CURATED = (
     Curated(_PLAN, "if task.wave != NO_WAVE and task.owner not in task.spread.place:", "if False:"),
     Curated(_PLAN, "if holders != expected or", "if"),
     # Waves and routes
-    Curated(_WAVES, "int(heaviest / smallest)", "int(smallest / heaviest)"),
+    Curated(_WAVES, "int(heaviest / limits.smallest)", "int(limits.smallest / heaviest)"),
     Curated(_WAVES, "position // chunk_size", "position // (chunk_size + 1)"),
-    Curated(_WAVES, "while count < longest and not _fits(", "while count < longest and _fits("),
+    Curated(_WAVES, "while count < self.longest and not _fits(", "while count < self.longest and _fits("),
     Curated(_WAVES, "len(sizes) > 1 and sum(sizes) > budget", "len(sizes) > 1 and max(sizes) > budget"),
-    Curated(_WAVES, "    return _without_gaps(waves)", "    return waves"),
+    Curated(_WAVES, "enumerate(sorted(set(waves)))", "enumerate(range(max(waves) + 1))"),
     Curated(_ROUTES, "(send.source, send.target, send.task)", "send.task"),
     Curated(_ROUTES, "(send.source, send.target, send.task)", "(send.source, send.target, -send.task)"),
     Curated(_ROUTES, "            if spread.sends_to(rank, task.owner):\n", "            if True:\n"),
@@ -343,7 +344,50 @@ CURATED = (
     Curated(_BUFFERS, "max(_elements(routes.gather_out), _elements(routes.scatter_in))", "_elements(routes.gather_out)"),
     Curated(_BUFFERS, "0 if mirrored else goes)", "0)"),
     Curated(_BUFFERS, "travelling + _elements(routes.own), travelling, comes", "travelling + _elements(routes.own), 0, comes"),
-    Curated(_BUFFERS, "and k % plan.options.in_flight == slot]", "]"),
+    Curated(_FOOTPRINT, "slot = rank, wave % in_flight", "slot = rank, 0"),
+    Curated(_FOOTPRINT, "spread.size * spread.replicas - own if", "spread.size - own if"),
+    Curated(_FOOTPRINT, "            if copies:  #", "            if False:  #"),
+    Curated(_FOOTPRINT, "(copies or gathered)", "copies"),
+    Curated(_FOOTPRINT, "+ count * size", "+ size"),
+    Curated(_WAVES, "max(total.values(), default=0) <= bound", "True"),
+    Curated("meshmuon/transport/data_parallel.py", "    if flat is not tensor:\n", "    if False:\n"),
+    Curated(
+        "meshmuon/transport/groups.py",
+        "known = sum(name.startswith(base) for name in group_names())",
+        "known = 0",
+    ),
+    Curated("meshmuon/transport/norms.py", "difference.abs()) != 0)", "difference) != 0)"),
+    Curated(
+        "meshmuon/optim/dist_muon.py", "self._complete and not outcome.plan.tasks", "self._complete or not outcome.plan.tasks"
+    ),
+    Curated("meshmuon/optim/dist_muon.py", "self._complete and not outcome.plan.tasks", "not outcome.plan.tasks"),
+    Curated("meshmuon/optim/dist_muon.py", "plan, group = self._dividing,", "plan, group = self._executor.plan,"),
+    Curated("meshmuon/optim/state.py", 'if "step" in entry and not group["use_muon"]:', 'if "step" in entry:'),
+    Curated("meshmuon/optim/offload.py", "            self.settle()  # host", "            # host"),
+    Curated("meshmuon/optim/qk_clip.py", "if k == 0:  # every", "if True:  # every"),
+    Curated("meshmuon/execute/data_parallel.py", "        self._failures.clear()  #", "        #"),
+    Curated("meshmuon/execute/data_parallel.py", "if one.settings.free_grad:", "if True:"),
+    Curated(_PLANNING, "own[0] != demand.local_shape and", "math.prod(own[0]) != math.prod(demand.local_shape) and"),
+    Curated(_ADAMW, "if local_part(state[key]).stride() != local_part(param).stride():", "if False:"),
+    Curated(_EXECUTOR, "        program.failures.clear()  #", "        #"),
+    Curated(_PIPELINE, "        except TransportError:\n            raise\n", ""),
+    Curated(_ELEMENTWISE, "        torch._foreach_add_(updates, 0.0)", "        pass"),
+    Curated(_ELEMENTWISE, "grad.dtype is buffer.dtype and adds_alike(buffer.dtype, buffer.dtype)", "grad.dtype is buffer.dtype"),
+    Curated(_ELEMENTWISE, "(param * update).mul_(rate) >= 0", "(param * update).mul_(rate) > 0"),
+    Curated(_MEMORY, "source = task.owner if task.owner in holders else holders[0]", "source = holders[0]"),
+    Curated(_PLAN, "[(task.owner, task.wave) for task in self.tasks if", "[task.owner for task in self.tasks if"),
+    Curated(_PLAN, "[(task.owner, task.wave) for task in self.tasks if", "[task.wave for task in self.tasks if"),
+    Curated(_OWNERS, "sorted(free, key=lambda k: (len(jobs[k].spread.place), -jobs[k].cost, k))", "by_cost"),
+    Curated(_WAVES, "_STEEPEST = 4", "_STEEPEST = 40"),
+    Curated(_WAVES, "range(most - 1, 1, -1)", "range(most - 1, 2, -1)"),
+    Curated(_WAVES, "bound, most = 2 * limits.budget * limits.in_flight", "bound, most = 4 * limits.budget * limits.in_flight"),
+    Curated(_WAVES, "bound, most = 2 * limits.budget * limits.in_flight", "bound, most = limits.budget * limits.in_flight"),
+    Curated(_WAVES, "total.update(lane.footprint", "total = Counter(lane.footprint"),
+    Curated(_WAVES, "else (alone, 1)", "else (alone, most)"),
+    Curated(_WAVES, "else (alone, 1)", "else (usual, 1)"),
+    Curated(_WAVES, "lane.within_budget(count + 1 + count // 8)", "min(lane.longest, count + 1 + count // 8)"),
+    Curated(_WAVES, "2 * turn + position % 2", "turn"),
+    Curated(_PLAN, "replace(options, in_flight=schedule.in_flight)", "options"),
     # Running a plan
     Curated(_BUILD, "_offsets(routes.own, sizes.own_offset)", "_offsets(routes.own)"),
     Curated(_BUILD, "(*routes.scatter_in, *routes.gather_out, *routes.own)", "(*routes.gather_out, *routes.own)"),

@@ -126,3 +126,20 @@ def test_state_of_torch_adamw_continues_here() -> None:
     run(oracle, params, range(3, 6))
     run(optimizer, moved, range(3, 6))
     assert_same_bits(moved, params)
+
+
+def test_state_in_another_memory_order_is_put_in_the_parameters() -> None:
+    """Loaded moments may be transposed in memory; the fused kernel walks by address and would mix up their entries."""
+    params = make_params((6, 4))
+    twins = copies(params)
+    optimizer, oracle = adamw(params), torch.optim.AdamW(twins, **DEFAULTS)
+    run(optimizer, params, range(2))
+    run(oracle, twins, range(2))
+    for key in ("exp_avg", "exp_avg_sq"):
+        value = optimizer.state[params[0]][key]
+        optimizer.state[params[0]][key] = value.mT.contiguous().mT
+        assert optimizer.state[params[0]][key].stride() != params[0].stride()
+    run(optimizer, params, range(2, 5))
+    run(oracle, twins, range(2, 5))
+    assert_same_bits(params, twins)
+    assert optimizer.state[params[0]]["exp_avg"].stride() == params[0].stride()

@@ -550,3 +550,15 @@ def test_between_two_devices(monkeypatch: pytest.MonkeyPatch) -> None:
     fresh = copy.deepcopy(optimizer)
     fresh.turn_off_cpu_offload()
     assert where(fresh) == {"meta"}
+
+
+def test_host_buffers_are_not_let_go_while_they_are_written(away: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """More state needs other buffers; copies into the old ones may still be under way on a GPU."""
+    offload = away.optimizer._offload
+    old, settled = offload._pools, []
+    monkeypatch.setattr(offload, "settle", lambda: settled.append(offload._pools is old))
+    away.optimizer.add_param_group(group(make_params((5, 6), seed=9), prefix="late"))
+    set_gradients(away.optimizer.param_groups[-1]["params"], [torch.ones(5, 6)])
+    away.step(3)
+    assert offload._pools is not old
+    assert settled[:1] == [True]

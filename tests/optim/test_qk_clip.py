@@ -519,3 +519,14 @@ def test_the_order_of_layers_does_not_matter() -> None:
     one, other = apply(CONFIG, tensors, logits), apply(CONFIG, tensors, dict(reversed(logits.items())))
     for name in tensors:
         same(one[name], other[name])
+
+
+def test_a_logit_that_is_not_finite_is_counted_once_for_weights_of_two_dtypes() -> None:
+    tensors = pair()
+    name = "model.layers.0.self_attn.k_proj.weight"
+    tensors[name] = tensors[name].double()
+    clip = QKClip(CONFIG)
+    clip.apply(
+        parameters({name: nn.Parameter(one) for name, one in tensors.items()}), {0: torch.tensor([math.nan, 1.0, 1.0, 1.0])}
+    )
+    assert clip.nonfinite_logits == 1

@@ -300,3 +300,26 @@ def test_an_option_that_the_saved_groups_do_not_know_stays() -> None:
     del saved["param_groups"][0]["split"]
     optimizer.load_state_dict(saved)
     assert optimizer.param_groups[0]["split"] == (6, 6)
+
+
+def test_step_counts_come_back_as_the_step_needs_them() -> None:
+    """Saved as a number, or in another dtype or shape; a matrix of Muon has none, and what it is given is not looked at."""
+    params = make_params(*SHAPES)
+    optimizer = build(params)
+    run(optimizer, params, range(2))
+    saved = copy.deepcopy(optimizer.state_dict())
+    for key, entry in saved["state"].items():
+        if "step" in entry:
+            entry["step"] = (2, torch.tensor([2], dtype=torch.int64))[key % 2]
+        else:
+            entry["step"] = "of another optimizer"
+    twins = copies(params)
+    fresh = build(twins)
+    fresh.load_state_dict(saved)
+    for twin in twins[4:]:
+        step = fresh.state[twin]["step"]
+        assert isinstance(step, Tensor)
+        assert (step.dtype, tuple(step.shape), float(step)) == (torch.float32, (), 2.0)
+    run(fresh, twins, range(2, 4))
+    run(optimizer, params, range(2, 4))
+    assert_same_bits(twins, params)

@@ -134,3 +134,15 @@ def test_doctored_spreads() -> None:
     for some, replicas, message in wrong:
         with pytest.raises(PlanError, match=message):
             Spread(8, 6, some, replicas)
+
+
+def test_the_digest_knows_owners_and_waves() -> None:
+    """What another version of the planner might decide from the same parameters."""
+    plan = make_plan([entry("a"), entry("b")], options_for(chunk_size=1))
+    (first, second), digests = plan.tasks, {plan.digest}
+    for tasks in (
+        (replace(first, owner=second.owner), replace(second, owner=first.owner)),
+        (replace(first, wave=second.wave), replace(second, wave=first.wave)),
+    ):
+        digests.add(replace(plan, tasks=tasks).digest)
+    assert len(digests) == 3

@@ -166,3 +166,18 @@ def test_mesh_order_does_not_matter_for_who_is_least_loaded() -> None:
     shuffled = Mesh((4,), (3, 1, 0, 2))
     plan = make_plan([entry(f"p{k}", mesh=shuffled) for k in range(4)], options_for())
     assert [task.owner for task in plan.tasks] == [0, 1, 2, 3]
+
+
+def test_matrices_with_few_candidates_are_placed_first_where_that_is_better() -> None:
+    """The dearer two fit everywhere; on ranks 0 and 1 they would be in the way of those that fit only there."""
+
+    def job(ranks: tuple[int, ...], cost: float) -> Job:
+        return Job(Spread(4, 4, tuple(Piece(((k, k + 1),), ((0, 4),), (rank,)) for k, rank in enumerate(ranks)), 1), cost)
+
+    everywhere, few = (0, 1, 2, 3), (0, 1)
+    halves = Spread(4, 4, (Piece(((0, 2),), ((0, 4),), (0,)), Piece(((2, 4),), ((0, 4),), (1,))), 1)
+    assert set(halves.place) == set(few)
+    jobs = [job(everywhere, 3.0), job(everywhere, 3.0), Job(halves, 2.0), Job(halves, 2.0)]
+    loads = dict.fromkeys(everywhere, 0.0)
+    assert assign_owners(jobs, loads) == [2, 3, 0, 1]
+    assert loads == {0: 2.0, 1: 2.0, 2: 3.0, 3: 3.0}

@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import json
 import re
+import sys
+from collections.abc import Callable
+from types import FrameType
+from typing import Any
 
+import pytest
 from hypothesis import given, settings
 
-from meshmuon.layout import Mesh, Replicated, Sharded
-from meshmuon.plan import NO_WAVE, Plan, make_plan, table
+from meshmuon.layout import Layout, Mesh, Replicated, Sharded
+from meshmuon.plan import NO_WAVE, Plan, make_plan, routes_of, slot_sizes, table, wave_sizes
 from meshmuon.plan.plan import EVERY_HOLDER
 
 from .models import entry, line, options_for, plans
@@ -67,6 +72,108 @@ def test_every_plan_can_be_described(plan: Plan) -> None:
     ranks, waves = (f"{n} {what}{'' if n == 1 else 's'}" for n, what in ((len(plan.ranks), "rank"), (len(plan.lanes), "wave")))
     assert f"over {ranks} in {waves}" in text
     assert "nan" not in text
+
+
+def slow_description(plan: Plan) -> str:
+    """The text worked out the long way: every send, every holder, every buffer of every wave."""
+    sent, owned = dict.fromkeys(plan.ranks, 0), dict.fromkeys(plan.ranks, 0)
+    loads, flops = dict.fromkeys(plan.ranks, 0.0), dict.fromkeys(plan.ranks, 0.0)
+    kinds: dict[tuple[str, str, str], list[int]] = {}
+    for k, task in enumerate(plan.tasks):
+        one = plan.entries[task.entry]
+        for send in (*plan.gather_sends(k), *plan.scatter_sends(k)):
+            sent[send.source] += one.itemsize * send.piece.size
+        for rank in task.spread.place if task.owner == EVERY_HOLDER else (task.owner,):
+            owned[rank] += 1
+            loads[rank] += plan.cost_of(task)
+            flops[rank] += one.flops
+        alone = task.spread.replicas == 1
+        how = ("local" if alone else "every holder") if task.wave == NO_WAVE else "one owner" if alone else "shared by replicas"
+        kinds.setdefault((f"{task.spread.rows}×{task.spread.cols}", str(one.layouts[0]), how), []).append(k)
+    rows = []
+    for kind, tasks in kinds.items():
+        owners, waves = {plan.tasks[k].owner for k in tasks} - {EVERY_HOLDER}, {plan.tasks[k].wave for k in tasks} - {NO_WAVE}
+        rows.append((str(len(tasks)), *kind, str(len(owners) or "-"), str(len(waves) or "-")))
+    mean = sum(loads.values()) / len(loads)
+    moving, most = sum(task.wave != NO_WAVE for task in plan.tasks), max(loads.values())
+    balance = f"{most / mean:.3f} of the mean, {most / plan.bound:.3f} of what any plan must take" if most else "no work"
+    shown = [
+        (str(r), str(owned[r]), f"{loads[r] / (mean or 1.0):.3f}", f"{flops[r]:.3g}", size(sent[r])) for r in plan.ranks[:16]
+    ]
+    lines = [
+        f"{moving} {'matrix' if moving == 1 else 'matrices'} with an owner and exchanged, {len(plan.tasks) - moving} computed "
+        f"where they are, over {len(plan.ranks)} rank{'s' * (len(plan.ranks) != 1)} in "
+        f"{len(plan.lanes)} wave{'s' * (len(plan.lanes) != 1)}",
+        f"heaviest rank: {balance}",
+        f"sent per rank and step: {size(max(sent.values()))} at most, {size(sum(sent.values()) / len(sent))} on average; "
+        "nothing is padded",
+        f"exchange buffers on rank {plan.ranks[0]}: {size(slow_buffers(plan, plan.ranks[0]))}" if plan.lanes else "no exchange",
+        "",
+        table(("matrices", "shape", "layout", "how", "owners", "waves"), rows),
+        "",
+        table(("rank", "owns", "load", "FLOPs", "sends"), shown),
+    ]
+    return "\n".join([*lines, f"… and {len(plan.ranks) - 16} more ranks"] if len(plan.ranks) > 16 else lines)
+
+
+def slow_buffers(plan: Plan, rank: int) -> int:
+    sizes, turns, total = [wave_sizes(routes) for routes in routes_of(plan, rank)], plan.options.in_flight, 0
+    for lane in set(plan.lanes):
+        itemsize = next(one.itemsize for one in plan.entries if one.lane == lane)
+        for slot in range(turns):
+            most = slot_sizes([one for k, one in enumerate(sizes) if plan.lanes[k] == lane and k % turns == slot])
+            total += itemsize * (most.mine + most.theirs + most.results)
+    return total
+
+
+def size(count: float) -> str:
+    power = next(n for n in range(4) if count < 1024 ** (n + 1) or n == 3)
+    return f"{count / 1024**power:.{0 if power == 0 else 1}f} {('B', 'KiB', 'MiB', 'GiB')[power]}"
+
+
+@settings(max_examples=100)
+@given(plans)
+def test_the_text_is_what_the_long_way_finds(plan: Plan) -> None:
+    assert plan.describe() == slow_description(plan)
+    assert json.loads(plan.to_json())["buffer_bytes"] == {str(plan.ranks[0]): slow_buffers(plan, plan.ranks[0])}
+
+
+def lines_run(what: Callable[[], object]) -> int:
+    """How many lines of the package ``what`` runs."""
+    count = 0
+
+    def local(frame: FrameType, event: str, argument: Any) -> Any:
+        nonlocal count
+        count += event == "line"
+        return local
+
+    def trace(frame: FrameType, event: str, argument: Any) -> Any:
+        return local if "meshmuon" in frame.f_globals.get("__name__", "") else None
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        what()
+    finally:
+        sys.settrace(before)
+    return count
+
+
+@pytest.mark.parametrize("share", [True, False])
+@pytest.mark.parametrize("shards", [1, 32])
+def test_reports_look_at_every_matrix_and_every_rank_and_not_at_every_pair(share: bool, shards: int) -> None:
+    def work(matrices: int, replicas: int) -> int:
+        mesh = Mesh((replicas, shards), tuple(range(replicas * shards)))
+        layouts = [Layout((64, 4), mesh, (Replicated(), Sharded(0)))]
+        parts = [entry(f"p{k}", (64, 4), mesh, layouts[0].placements, share=share) for k in range(matrices)]
+        plan = make_plan(parts, options_for())
+        return lines_run(plan.describe) + lines_run(plan.to_json)
+
+    if not share and shards > 1:  # every replica computes for itself: as many tasks as that
+        assert work(20, 16) < 2.5 * work(20, 8)
+        return
+    small, more_matrices, more_ranks, both = work(60, 8), work(240, 8), work(60, 32), work(240, 32)
+    assert both < 1.2 * (more_matrices + more_ranks - small)
 
 
 def rows_under(text: str, heading: str) -> list[list[str]]:

@@ -1,0 +1,85 @@
+"""How large the exchange buffers of all ranks become, counted without listing what travels.
+
+A rank's ``mine`` holds its piece of every matrix of the wave, whoever owns it. Ranks whose pieces have the same sizes are counted
+as one: with thousands of ranks there are only a few kinds.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+
+from ..layout import Spread
+
+__all__ = ["Footprint"]
+
+
+class Footprint:
+    """The buffers of matrices that travel on one lane, for any way to cut them into waves.
+
+    Args:
+        spreads: who holds each matrix.
+        owners: the owner of each matrix.
+        itemsize: bytes per element on the wire.
+    """
+
+    def __init__(self, spreads: Sequence[Spread], owners: Sequence[int], itemsize: int) -> None:
+        self._itemsize = itemsize
+        numbers: dict[Spread, int] = {}
+        self._spreads = [numbers.setdefault(spread, len(numbers)) for spread in spreads]
+        self._owned: list[tuple[int, int, int]] = []
+        for spread, owner in zip(spreads, owners, strict=True):
+            own = spread.sizes[spread.place[owner][0]]
+            copies = spread.size * spread.replicas - own if spread.replicas > 1 else 0
+            self._owned.append((owner, spread.size - own, copies))
+        self._kinds, self._pieces = _kinds_of_ranks(list(numbers))
+
+    def bytes_by_rank(self, waves: Sequence[int], in_flight: int) -> dict[int, int]:
+        """Rank → bytes of all its buffers when matrix k is in wave ``waves[k]``; ranks without buffers may be missing."""
+        mine: dict[tuple[int, int], int] = {}
+        for (wave, spread), count in Counter(zip(waves, self._spreads, strict=True)).items():
+            for kind, size in self._pieces[spread]:
+                mine[kind, wave] = mine.get((kind, wave), 0) + count * size
+        theirs: dict[tuple[int, int], int] = {}
+        results: dict[tuple[int, int], int] = {}
+        shared: set[tuple[int, int]] = set()
+        for wave, (owner, gathered, copies) in zip(waves, self._owned, strict=True):
+            at = owner, wave
+            theirs[at] = theirs.get(at, 0) + gathered
+            results[at] = results.get(at, 0) + (copies or gathered)
+            if copies:  # more leaves than came in: the results of the whole wave need a buffer of their own
+                shared.add(at)
+        by_kind = _slots(mine, in_flight)
+        total = {rank: by_kind[kind] for rank, kind in self._kinds.items()}
+        for slots in (_slots(theirs, in_flight), _slots({at: results[at] for at in shared}, in_flight)):
+            for owner, elements in slots.items():
+                total[owner] += elements
+        return {rank: elements * self._itemsize for rank, elements in total.items()}
+
+
+def _kinds_of_ranks(spreads: Sequence[Spread]) -> tuple[dict[int, int], list[list[tuple[int, int]]]]:
+    """Rank → its kind, and for each spread (kind, elements of the piece that each rank of the kind holds)."""
+    held: dict[int, list[tuple[int, int]]] = {}
+    for number, spread in enumerate(spreads):
+        for piece, size in zip(spread.pieces, spread.sizes, strict=True):
+            for rank in piece.holders:
+                held.setdefault(rank, []).append((number, size))
+    numbers: dict[tuple[tuple[int, int], ...], int] = {}
+    kinds = {rank: numbers.setdefault(tuple(sizes), len(numbers)) for rank, sizes in held.items()}
+    pieces: list[list[tuple[int, int]]] = [[] for _ in spreads]
+    for sizes, kind in numbers.items():
+        for number, size in sizes:
+            pieces[number].append((kind, size))
+    return kinds, pieces
+
+
+def _slots(elements: dict[tuple[int, int], int], in_flight: int) -> dict[int, int]:
+    """Elements of all slots of each rank, or kind of ranks: a slot is as large as the largest wave that takes a turn in it."""
+    largest: dict[tuple[int, int], int] = {}
+    for (rank, wave), size in elements.items():
+        slot = rank, wave % in_flight
+        largest[slot] = max(largest.get(slot, 0), size)
+    total: dict[int, int] = {}
+    for (rank, _), size in largest.items():
+        total[rank] = total.get(rank, 0) + size
+    return total

@@ -1,0 +1,28 @@
+"""Which ranks exchange a rule's numbers with the owner of a matrix."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from meshmuon.execute.memory import _visits
+from meshmuon.layout import Mesh, Replicated, Sharded
+from meshmuon.matrices import MatrixSet
+from meshmuon.plan import make_plan
+from tests.plan.models import entry, options_for
+
+
+@pytest.mark.parametrize("owner", range(4))
+def test_an_owner_sends_itself_nothing_that_another_replica_would_have_to_send(owner: int) -> None:
+    """(8, 6) over two replicas of two shards: ranks 0 and 2 hold the first half of the rows, 1 and 3 the second."""
+    plan = make_plan([entry(mesh=Mesh((2, 2), (0, 1, 2, 3)), placements=(Replicated(), Sharded(0)), share=True)], options_for())
+    plan = replace(plan, tasks=(replace(plan.tasks[0], owner=owner),))
+    work: Any = [SimpleNamespace(matrices=MatrixSet(1, 8, 6))]
+    visits = list(_visits(plan, 0, work))
+    assert {visit.holder for visit in visits} == {0, 1, 2, 3}
+    senders = [visit.holder for visit in visits if visit.fetched]
+    assert len(senders) == 2
+    assert owner in senders
