@@ -62,6 +62,7 @@ TESTS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("meshmuon/optim/differences.py", ("tests/dist",)),
     ("meshmuon/optim/dtensors.py", ("tests/optim", "tests/dist")),
     ("meshmuon/device.py", ("tests/test_device.py",)),
+    ("meshmuon/torch_compat.py", ("tests/test_torch_compat.py", "tests/optim/test_overwritten.py")),
     ("meshmuon/", _STEP),
 )
 
