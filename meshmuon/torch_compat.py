@@ -150,7 +150,7 @@ def strided_shards_nest() -> bool:
     """Whether torch cuts strided shards piece by piece, as FSDP2 does, also where sizes do not divide.
 
     In 2.9 ``distribute_tensor`` cuts into all parts at once instead: of 10 rows in 2 pieces over 2 ranks the first gets 0–2 and
-    6–8, while FSDP2 gives it 0–2 and 5–7, under the same placements. Since 2.10 both do the latter.
+    6–8, while FSDP2 gives it 0–2 and 5–7, under the same placements. From 2.11 on, at least, both do the latter.
     """
     from torch.distributed.tensor.placement_types import _StridedShard
 
@@ -184,8 +184,8 @@ _slices: list[tuple[weakref.ref[DeviceMesh], list[tuple[int, ...]]]] = []  # a l
 def mesh_slices(mesh: DeviceMesh) -> list[tuple[int, ...]]:
     """The ranks of ``mesh`` and of all slices like it of the mesh that it was cut from, in the same order on every rank.
 
-    ``DeviceMesh._layout`` and ``_rank_map`` say it since 2.10. In 2.9 only a table of the thread that cut the mesh knows the
-    parent; what it says is kept, since a step may run in another thread.
+    ``DeviceMesh._layout`` and ``_rank_map`` say it; seen in 2.11 to 2.15. In 2.9 only a table of the thread that cut the mesh
+    knows the parent; what it says is kept, since a step may run in another thread.
     """
     layout, rank_map = getattr(mesh, "_layout", None), getattr(mesh, "_rank_map", None)
     if layout is not None and rank_map is not None:
@@ -208,15 +208,17 @@ def _slices_by_name(mesh: DeviceMesh) -> list[tuple[int, ...]]:
             f"torch {torch.__version__} does not say which mesh {mesh} is a slice of, so that its ranks would plan without the "
             f"others. Use torch {OLDEST} to {NEWEST}."
         )
-    root = known.child_to_root_mapping.get(mesh, mesh)
-    if root is mesh or mesh.mesh_dim_names is None:
+    parent = known.child_to_root_mapping.get(mesh, mesh)
+    if parent is mesh or mesh.mesh_dim_names is None:
         return [tuple(mesh.mesh.flatten().tolist())]
-    flattened = known.flatten_name_to_root_dims.get(root, {})
+    flattened = known.flatten_name_to_root_dims.get(parent, {})
     axes = [
-        axis for name in mesh.mesh_dim_names for axis in flattened.get(name) or (list(root.mesh_dim_names or ()).index(name),)
+        axis for name in mesh.mesh_dim_names for axis in flattened.get(name) or (list(parent.mesh_dim_names or ()).index(name),)
     ]
-    others = [axis for axis in range(root.mesh.ndim) if axis not in axes]
-    return [tuple(ranks) for ranks in root.mesh.permute(*others, *axes).reshape(-1, math.prod(mesh.shape)).tolist()]
+    others = [axis for axis in range(parent.ndim) if axis not in axes]
+    wholes = (torch.tensor(ranks, device="cpu").view(parent.shape) for ranks in mesh_slices(parent))  # it may be a slice itself
+    size = math.prod(mesh.shape)
+    return sorted(tuple(ranks) for whole in wholes for ranks in whole.permute(*others, *axes).reshape(-1, size).tolist())
 
 
 # ---------------------------------------------------------------------------------------------------------- process groups

@@ -27,7 +27,7 @@ def test_gloo_processes_equal_one_device(name: str, outcomes: list[dict[str, str
 
 @pytest.mark.parametrize("name", workers.ALONE)
 def test_gloo_processes_that_must_not_hang(name: str, tmp_path: Path) -> None:
-    said = workers.run_alone(name, tmp_path, seconds=10)
+    said = workers.run_alone(name, tmp_path, seconds=20)
     assert not any(said), "\n".join(f"rank {rank}: {text}" for rank, text in enumerate(said) if text)
 
 

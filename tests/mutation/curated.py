@@ -428,7 +428,7 @@ CURATED = (
     Curated(_GROUPS, "if _moves_host_memory(group):", "if not _moves_host_memory(group):"),
     Curated(_GROUPS, 'f"{base} {known}"', 'f"{base} {len(group_names())}"'),
     Curated(_COMPAT, "list(ranks).index(dist.get_rank()),", "0,"),
-    Curated(_COMPAT, "root.mesh.permute(*others, *axes)", "root.mesh.permute(*axes, *others)"),
+    Curated(_COMPAT, "layout.remap_to_tensor(rank_map).flatten(1).tolist()", "mesh.mesh.flatten()[None].tolist()"),
     Curated(_COMPAT, "list(axes) == sorted(axes)", "True"),
     Curated(_COMPAT, "and orders[0] == orders[1]", ""),
     Curated(_COMPAT, "torch.autograd.graph.increment_version(tensors)", "pass"),

@@ -72,6 +72,7 @@ TESTS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("meshmuon/optim/dist_muon.py", ("tests/dist/test_dist_muon.py",)),
     ("meshmuon/optim/dtensors.py", ("tests/optim", "tests/dist")),
     ("meshmuon/device.py", ("tests/test_device.py",)),
+    ("meshmuon/torch_compat.py", ("tests/test_torch_compat.py", "tests/optim/test_overwritten.py")),
     ("meshmuon/", _STEP),
 )
 
