@@ -1,0 +1,130 @@
+"""How far results may be apart because of rounding: derived from the arithmetic, never read off a machine.
+
+A dtype with p significant bits rounds each operation by at most u = 2⁻ᵖ of its result. From this follow
+
+- a sum of k numbers, in whatever order and with or without fused operations: off by at most k·u·Σ|summands| (``sum_error``);
+- a product a·b over k terms: off by at most k·u·|a|·|b| (``product_error``), and if it is stored in fewer bits than it is summed
+  in, by u of the stored number;
+- Newton–Schulz: the same iteration in float64, where every product is moved at random by up to √k·u·|a|·|b|
+  (``orthogonalize_error``). Of k roundings in independent directions, each at most u of a partial sum, and a partial sum is at
+  most |a|·|b|, so that √k·u·|a|·|b| is more than their standard deviation on any machine. The amplification of what
+  is rounded early by what follows is in the simulation, not assumed.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from meshmuon.ortho import Scheme, blocks_for
+
+SINGLE = 2.0**-24
+DRAWS = 6  # of all roundings of an iteration;
+ROOM = 4.0  # uniform numbers below a deviation have 0.58 of it, so this is seven standard deviations and more
+
+Steps = Sequence[Sequence[float]]
+
+
+def unit(dtype: torch.dtype) -> float:
+    """The largest relative error of one rounding."""
+    return torch.finfo(dtype).eps / 2
+
+
+def sum_error(count: int, dtype: torch.dtype) -> float:
+    """Bound on the error of a sum of ``count`` numbers, relative to the sum of their sizes."""
+    return count * unit(dtype) / (1 - count * unit(dtype))
+
+
+def product_error(a: Tensor, b: Tensor) -> Tensor:
+    """Bound, entry by entry, on the error of ``a @ b`` computed in the dtype of ``a``."""
+    return sum_error(a.size(-1), a.dtype) * (a.double().abs() @ b.double().abs())
+
+
+def orthogonalize_error(
+    x: Tensor, scheme: Scheme, *, form: str = "auto", dtype: torch.dtype | None = None, frobenius: bool = False
+) -> float:
+    """Bound on the error of ``orthogonalize``: for one matrix, or the worst of a batch, and 0 for zeros.
+
+    It is the spectral norm, which no entry and no singular value is further off than, or the Frobenius norm.
+    """
+    dtype = dtype or x.dtype
+    blocks = blocks_for(x.size(-2), x.size(-1), scheme, form=form, dtype=dtype)
+    worst = 0.0
+    for matrix in x.double().reshape(-1, *x.shape[-2:]):
+        if bool((matrix == 0).all()):
+            continue
+        rounding = Rounding(dtype)
+        exact = rounded_iteration(matrix, scheme.steps, blocks, None)
+        for draw in range(DRAWS):
+            found = rounded_iteration(matrix, scheme.steps, blocks, rounding, mirrored=draw % 2 == 1)
+            worst = max(worst, float(torch.linalg.matrix_norm(found - exact, "fro" if frobenius else 2)))
+    return ROOM * worst
+
+
+class Rounding:
+    """Moves each number by as much as ``dtype`` may round it, up or down at random."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self.stored = unit(dtype)
+        self.summed = min(self.stored, SINGLE)  # 16-bit products are summed in float32
+        self._generator = torch.Generator().manual_seed(11)
+
+    def __call__(self, exact: Tensor, size: Tensor, terms: int) -> Tensor:
+        """``exact`` after ``terms`` roundings of numbers that add up to ``size`` and the one of what is stored."""
+        within = 2 * torch.rand(exact.shape, generator=self._generator, dtype=torch.float64) - 1
+        return exact + within * (math.sqrt(terms) * self.summed * size + self.stored * exact.abs())
+
+
+def rounded_iteration(
+    x: Tensor, steps: Steps, blocks: Sequence[int], rounding: Rounding | None, *, mirrored: bool = False
+) -> Tensor:
+    """Newton–Schulz in float64 with every product rounded by ``rounding``; exact without.
+
+    ``mirrored`` takes one triangle of each symmetric product for both, as happens where products are computed by panels.
+    """
+    if x.size(0) > x.size(1):
+        return rounded_iteration(x.mT, steps, blocks, rounding, mirrored=mirrored).mT
+
+    def product(a: Tensor, b: Tensor, addend: Tensor | None = None, alpha: float = 1.0, beta: float = 1.0) -> Tensor:
+        exact = alpha * (a @ b) if addend is None else alpha * (a @ b) + beta * addend
+        if rounding is None:
+            return exact
+        size = abs(alpha) * (a.abs() @ b.abs())
+        return rounding(exact, size if addend is None else size + abs(beta) * addend.abs(), a.size(1) + 2)
+
+    def symmetric(a: Tensor, b: Tensor) -> Tensor:
+        # As the library multiplies: by the transpose, which is the same on paper and rounds worse where one value is large.
+        result = product(a, b.mT)
+        return result.tril() + result.tril(-1).mT if mirrored else result
+
+    def quadratic(gram: Tensor, step: Sequence[float], diagonal: bool) -> Tensor:
+        a, b, c = step
+        result = product(gram, gram.mT, gram, alpha=c, beta=b)
+        if not diagonal:
+            return result
+        shifted = result.diagonal() + a
+        return result.diagonal_scatter(shifted if rounding is None else rounding(shifted, shifted.abs(), 1))
+
+    x = x / x.abs().max()
+    x = x / x.norm()
+    if rounding is not None:
+        norm = torch.ones(1, dtype=torch.float64)  # a sum of all squares, so its error is that of all entries alike
+        x = rounding(x / rounding(norm, norm, x.size(0) + x.size(1)), x.abs(), 1)
+    remaining = list(steps)
+    for length in blocks:
+        first, *others = remaining[:length]
+        remaining = remaining[length:]
+        gram = symmetric(x, x)
+        if not others:
+            x = product(quadratic(gram, first, diagonal=False), x, x, beta=first[0])
+            continue
+        factor = polynomial = quadratic(gram, first, diagonal=True)
+        for step in others:
+            gram = symmetric(symmetric(polynomial, gram), polynomial)
+            polynomial = quadratic(gram, step, diagonal=True)
+            factor = product(polynomial, factor)
+        x = product(factor, x)
+    return x
