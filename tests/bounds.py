@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -22,8 +23,7 @@ from torch import Tensor
 from meshmuon.ortho import Scheme, blocks_for
 
 SINGLE = 2.0**-24
-DRAWS = 6  # of all roundings of an iteration;
-ROOM = 4.0  # uniform numbers below a deviation have 0.58 of it, so this is seven standard deviations and more
+DRAWS = 6  # of all roundings of an iteration; large matrices need fewer, their norms are alike
 
 Steps = Sequence[Sequence[float]]
 
@@ -43,12 +43,33 @@ def product_error(a: Tensor, b: Tensor) -> Tensor:
     return sum_error(a.size(-1), a.dtype) * (a.double().abs() @ b.double().abs())
 
 
+def room(dtype: torch.dtype) -> float:
+    """How many times the largest simulated error another draw may have.
+
+    What is stored in 16 bits is rounded just as it is simulated. Sums are taken in other orders on every machine.
+    """
+    return 2.0 if dtype.itemsize == 2 else 4.0
+
+
 def orthogonalize_error(
-    x: Tensor, scheme: Scheme, *, form: str = "auto", dtype: torch.dtype | None = None, frobenius: bool = False
+    x: Tensor,
+    scheme: Scheme,
+    *,
+    form: str = "auto",
+    dtype: torch.dtype | None = None,
+    given: torch.dtype | None = None,
+    frobenius: bool = False,
 ) -> float:
     """Bound on the error of ``orthogonalize``: for one matrix, or the worst of a batch, and 0 for zeros.
 
-    It is the spectral norm, which no entry and no singular value is further off than, or the Frobenius norm.
+    Args:
+        x: one matrix or a batch.
+        scheme: the polynomial.
+        form: the form of the iteration.
+        dtype: of the products; that of ``x`` unless given.
+        given: what ``x`` is rounded to before it enters; ``dtype`` unless given.
+        frobenius: whether the error is the Frobenius norm. Otherwise it is the spectral norm, which no entry and no singular
+            value is further off than.
     """
     dtype = dtype or x.dtype
     blocks = blocks_for(x.size(-2), x.size(-1), scheme, form=form, dtype=dtype)
@@ -56,19 +77,60 @@ def orthogonalize_error(
     for matrix in x.double().reshape(-1, *x.shape[-2:]):
         if bool((matrix == 0).all()):
             continue
-        rounding = Rounding(dtype)
+        rounding = Rounding(dtype, given or dtype)
         exact = rounded_iteration(matrix, scheme.steps, blocks, None)
-        for draw in range(DRAWS):
+        for draw in range(DRAWS if min(matrix.shape) < 200 else 2):
             found = rounded_iteration(matrix, scheme.steps, blocks, rounding, mirrored=draw % 2 == 1)
             worst = max(worst, float(torch.linalg.matrix_norm(found - exact, "fro" if frobenius else 2)))
-    return ROOM * worst
+    return room(dtype) * worst
+
+
+@lru_cache
+def _relative_error(rows: int, cols: int, scheme: Scheme, dtype: torch.dtype, given: torch.dtype) -> float:
+    """The same for a matrix of normal random numbers and the worse form, relative to the norm of the result."""
+    x = torch.randn(rows, cols, dtype=torch.float64, generator=torch.Generator().manual_seed(7))
+    size = rounded_iteration(x, scheme.steps, (1,) * len(scheme.steps), None).norm()
+    forms = ("standard", "gram")
+    worst = max(orthogonalize_error(x, scheme, form=form, dtype=dtype, given=given, frobenius=True) for form in forms)
+    return worst / float(size)
+
+
+def moved_error(
+    start: Tensor,
+    end: Tensor,
+    *,
+    updates: int,
+    scheme: Scheme,
+    dtype: torch.dtype | None = None,
+    momentum: torch.dtype | None = None,
+) -> float:
+    """Bound on the difference between two runs of Muon from ``start`` to ``end`` on normal random gradients, relative to the way.
+
+    Both are off by the error of each update, and by the rounding of the parameter where it is decayed and where it is
+    moved. Errors of different updates are independent, so that their squares add; no single update is longer than the whole way.
+
+    Args:
+        start: a parameter before the steps, in the dtype that it is stored in.
+        end: the same after the steps.
+        updates: number of steps.
+        scheme: the polynomial. For the polar factor by SVD, many steps of ``polar_express``: they are as steep as it is.
+        dtype: of the products; that of the parameter, but at least float32, unless given.
+        momentum: dtype that the momentum is stored in; that of the products unless given.
+    """
+    products = dtype or (torch.float32 if start.dtype.itemsize == 2 else start.dtype)
+    shapes = {(start.size(0), start.numel() // start.size(0)), (start.size(-2), start.size(-1))}  # a filter, or experts
+    update = max(_relative_error(*shape, scheme, products, momentum or products) for shape in shapes)
+    way = float((end.double() - start.double()).norm())
+    stored = unit(start.dtype) * (float(start.double().norm()) + way) / way
+    return math.sqrt(2 * updates) * update + math.sqrt(4 * updates) * stored
 
 
 class Rounding:
     """Moves each number by as much as ``dtype`` may round it, up or down at random."""
 
-    def __init__(self, dtype: torch.dtype) -> None:
+    def __init__(self, dtype: torch.dtype, given: torch.dtype) -> None:
         self.stored = unit(dtype)
+        self.given = max(unit(given), unit(dtype))
         self.summed = min(self.stored, SINGLE)  # 16-bit products are summed in float32
         self._generator = torch.Generator().manual_seed(11)
 
@@ -112,7 +174,7 @@ def rounded_iteration(
     x = x / x.norm()
     if rounding is not None:
         norm = torch.ones(1, dtype=torch.float64)  # a sum of all squares, so its error is that of all entries alike
-        x = rounding(x / rounding(norm, norm, x.size(0) + x.size(1)), x.abs(), 1)
+        x = rounding(x / rounding(norm, norm, x.size(0) + x.size(1)), x.abs() * rounding.given / rounding.summed, 1)
     remaining = list(steps)
     for length in blocks:
         first, *others = remaining[:length]

@@ -16,6 +16,9 @@ import torch
 from torch import Tensor, nn
 
 from meshmuon import Muon
+from meshmuon.ortho import Scheme, keller
+
+from ..bounds import moved_error
 
 KELLER = (3.4445, -4.7750, 2.0315)
 KELLER_5 = (KELLER,) * 5
@@ -144,3 +147,13 @@ def assert_moved_alike(actual: Iterable[Tensor], expected: Iterable[Tensor], sta
         error = ((a.double() - b.double()).norm() / way).item()
         assert math.isfinite(error), f"tensor {index} is not finite"
         assert error < tolerance, f"tensor {index} {tuple(a.shape)}: relative error {error:g} is not below {tolerance:g}"
+
+
+def assert_moved_within_rounding(
+    actual: Iterable[Tensor], expected: Iterable[Tensor], start: Iterable[Tensor], updates: int, scheme: Scheme = keller(), **dtypes: Any
+) -> None:
+    """The two results differ by no more than the rounding of ``updates`` steps explains: see ``moved_error``."""
+    for a, b, s in zip(actual, expected, start, strict=True):
+        tolerance = moved_error(s.detach(), b.detach(), updates=updates, scheme=scheme, **dtypes)
+        assert tolerance < 0.25, "rounding hides everything"
+        assert_moved_alike([a], [b], [s], tolerance)

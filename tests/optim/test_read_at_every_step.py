@@ -11,11 +11,12 @@ from torch import nn
 from torch.optim import lr_scheduler
 
 from meshmuon import Muon, polar_express
+from meshmuon.ortho import Scheme, keller
 
 from .reference import (
     KELLER,
     Reference,
-    assert_moved_alike,
+    assert_moved_within_rounding,
     assert_same_bits,
     copies,
     gradients,
@@ -30,8 +31,11 @@ from .reference import (
 SHAPES = ((12, 12), (20, 8), (8, 20))
 
 
-def compare_changing(change: Callable[[dict[str, Any], int], dict[str, Any]]) -> None:
-    """Four steps beside the reference; ``change`` edits the group before each and returns what the reference is told."""
+def compare_changing(change: Callable[[dict[str, Any], int], dict[str, Any]], steepest: Scheme = keller()) -> None:
+    """Four steps beside the reference; ``change`` edits the group before each and returns what the reference is told.
+
+    ``steepest`` is the scheme among those in use that enlarges rounding most.
+    """
     start = make_params(*SHAPES, dtype=torch.float64)
     params, reference = copies(start), Reference(start)
     optimizer = muon(params)
@@ -41,7 +45,7 @@ def compare_changing(change: Callable[[dict[str, Any], int], dict[str, Any]]) ->
         set_gradients(params, grads)
         optimizer.step()
         reference.step(grads, **options)
-    assert_moved_alike(params, reference.params, start, 1e-9)
+    assert_moved_within_rounding(params, reference.params, start, 4, steepest)
 
 
 @pytest.mark.parametrize(
@@ -75,7 +79,7 @@ def test_schemes_changed_by_hand() -> None:
         target["scheme"], target["ns_steps"], options = schemes[step]
         return options
 
-    compare_changing(change)
+    compare_changing(change, polar_express(steps=10))
 
 
 def test_steps_of_the_default_scheme_changed_by_hand() -> None:
@@ -83,7 +87,7 @@ def test_steps_of_the_default_scheme_changed_by_hand() -> None:
         target["scheme"], target["ns_steps"] = "polar_express", 3 + step
         return {"steps": polar_express(steps=3 + step).steps}
 
-    compare_changing(change)
+    compare_changing(change, polar_express(steps=6))
 
 
 def test_lambda_lr() -> None:
@@ -97,7 +101,7 @@ def test_lambda_lr() -> None:
         optimizer.step()
         scheduler.step()
         reference.step(grads, lr=0.008 / (step + 1))
-    assert_moved_alike(params, reference.params, start, 1e-9)
+    assert_moved_within_rounding(params, reference.params, start, 5)
 
 
 def test_one_cycle_lr_cycles_momentum_too() -> None:
@@ -115,7 +119,7 @@ def test_one_cycle_lr_cycles_momentum_too() -> None:
         scheduler.step()
         reference.step(grads, **used)
     assert len(seen) > 3
-    assert_moved_alike(params, reference.params, start, 1e-9)
+    assert_moved_within_rounding(params, reference.params, start, 6)
 
 
 @pytest.mark.parametrize(("dtype", "lr"), [(torch.float32, 2.0**-8), (torch.float64, 0.005)], ids=str)
@@ -200,4 +204,4 @@ def test_a_new_gradient_pattern_replans() -> None:
         set_gradients(params, grads)
         optimizer.step()
         reference.step(grads)
-    assert_moved_alike(params, reference.params, start, 1e-9)
+    assert_moved_within_rounding(params, reference.params, start, 5)
