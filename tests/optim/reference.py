@@ -150,7 +150,12 @@ def assert_moved_alike(actual: Iterable[Tensor], expected: Iterable[Tensor], sta
 
 
 def assert_moved_within_rounding(
-    actual: Iterable[Tensor], expected: Iterable[Tensor], start: Iterable[Tensor], updates: int, scheme: Scheme = keller(), **dtypes: Any
+    actual: Iterable[Tensor],
+    expected: Iterable[Tensor],
+    start: Iterable[Tensor],
+    updates: int,
+    scheme: Scheme = keller(),
+    **dtypes: Any,
 ) -> None:
     """The two results differ by no more than the rounding of ``updates`` steps explains: see ``moved_error``."""
     for a, b, s in zip(actual, expected, start, strict=True):

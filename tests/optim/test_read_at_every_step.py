@@ -10,11 +10,13 @@ import torch
 from torch import nn
 from torch.optim import lr_scheduler
 
-from meshmuon import Muon, polar_express
+from meshmuon import Muon, orthogonalize, polar_express
 from meshmuon.ortho import Scheme, keller
 
+from ..bounds import orthogonalize_error, unit
 from .reference import (
     KELLER,
+    KELLER_5,
     Reference,
     assert_moved_within_rounding,
     assert_same_bits,
@@ -23,6 +25,7 @@ from .reference import (
     group,
     make_params,
     muon,
+    newton_schulz,
     polar_factor,
     run,
     set_gradients,
@@ -182,16 +185,21 @@ def test_none_grad_changed_by_hand() -> None:
 
 
 def test_compute_dtype_is_used() -> None:
-    """float64 products round less than float32 ones, bfloat16 ones much more; the polynomial is the same."""
-    start = [nn.Parameter(torch.zeros(24, 24))]  # so that the step's own rounding is all there is
-    reference = Reference(start)
-    reference.step(gradients(start, 0))
-    errors = {}
+    """The step has the bits of the same products in that dtype, and each dtype has bits of its own."""
+    start = [nn.Parameter(torch.zeros(24, 24))]  # a step from zero is the update times the rate
+    (grad,) = gradients(start, 0)
+    seen = []
     for dtype in (torch.float64, torch.float32, torch.bfloat16):
         params = copies(start)
-        run(muon(params, compute_dtype=dtype), params, [0])
-        errors[dtype] = ((params[0] - reference.params[0]).norm() / reference.params[0].norm()).item()
-    assert errors[torch.float64] < 1e-7 < errors[torch.float32] < 1e-4 < 1e-3 < errors[torch.bfloat16] < 0.05
+        optimizer = muon(params, compute_dtype=dtype, momentum=0.0, lr=2.0**-8, adjust_lr_fn=lambda rows, cols: 1.0)
+        run(optimizer, params, [0])
+        update = orthogonalize(grad, keller(), dtype=dtype)
+        assert_same_bits(params, [-(2.0**-8) * update])
+        assert (update - newton_schulz(grad.double(), KELLER_5)).norm() < orthogonalize_error(
+            grad, keller(), dtype=dtype, frobenius=True
+        ) + unit(torch.float32) * update.norm()
+        assert not any(torch.equal(update, other) for other in seen), "the dtype changes nothing"
+        seen.append(update)
 
 
 def test_a_new_gradient_pattern_replans() -> None:

@@ -48,7 +48,6 @@ SCHEMES = {"polar_express": polar_express(), "keller": keller()}
 SHAPES = ((5, 9), (16, 16), (48, 96), (96, 48), (64, 64))
 
 
-
 def sorted_singular_values(x: Tensor) -> Tensor:
     return torch.linalg.svdvals(x.double()).sort().values
 
