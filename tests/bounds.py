@@ -43,6 +43,19 @@ def product_error(a: Tensor, b: Tensor) -> Tensor:
     return sum_error(a.size(-1), a.dtype) * (a.double().abs() @ b.double().abs())
 
 
+def norm_error(count: int, dtype: torch.dtype, order: float = 2.0, *, blocks: int = 1) -> float:
+    """Bound on the relative error of the norm of ``count`` numbers that are added up in ``dtype``.
+
+    The root takes the error of the sum to 1/order of it. Powers and roots are off by at most 4 units each. Of many roundings in
+    independent directions, six standard deviations: 6·√k·u instead of k·u (Higham and Mary, 2019). If they are added up in
+    ``blocks``, the errors of these are independent, too.
+    """
+    if math.isinf(order):
+        return 0.0
+    summed = min(float(count), 6 * math.sqrt(count / blocks)) / math.sqrt(blocks)
+    return ((summed + 4) / order + 4) * unit(dtype)
+
+
 def room(dtype: torch.dtype) -> float:
     """How many times the largest simulated error another draw may have.
 

@@ -22,6 +22,7 @@ from ..bounds import moved_error
 
 KELLER = (3.4445, -4.7750, 2.0315)
 KELLER_5 = (KELLER,) * 5
+FIVE_OF_KELLER = keller()
 LR = 0.005  # usual enough for every rule that no warning is due
 
 FACTORS: dict[str, Callable[[int, int], float]] = {
@@ -154,7 +155,7 @@ def assert_moved_within_rounding(
     expected: Iterable[Tensor],
     start: Iterable[Tensor],
     updates: int,
-    scheme: Scheme = keller(),
+    scheme: Scheme = FIVE_OF_KELLER,
     **dtypes: Any,
 ) -> None:
     """The two results differ by no more than the rounding of ``updates`` steps explains: see ``moved_error``."""

@@ -15,6 +15,7 @@ from meshmuon.ortho import Scheme, keller
 
 from ..bounds import orthogonalize_error, unit
 from .reference import (
+    FIVE_OF_KELLER,
     KELLER,
     KELLER_5,
     Reference,
@@ -34,7 +35,7 @@ from .reference import (
 SHAPES = ((12, 12), (20, 8), (8, 20))
 
 
-def compare_changing(change: Callable[[dict[str, Any], int], dict[str, Any]], steepest: Scheme = keller()) -> None:
+def compare_changing(change: Callable[[dict[str, Any], int], dict[str, Any]], steepest: Scheme = FIVE_OF_KELLER) -> None:
     """Four steps beside the reference; ``change`` edits the group before each and returns what the reference is told.
 
     ``steepest`` is the scheme among those in use that enlarges rounding most.
