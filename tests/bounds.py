@@ -8,13 +8,15 @@ A dtype with p significant bits rounds each operation by at most u = 2⁻ᵖ of 
 - Newton–Schulz: the same iteration in float64, where every product is moved at random by up to √k·u·|a|·|b|
   (``orthogonalize_error``). Of k roundings in independent directions, each at most u of a partial sum, and a partial sum is at
   most |a|·|b|, so that √k·u·|a|·|b| is more than their standard deviation on any machine. The amplification of what
-  is rounded early by what follows is in the simulation, not assumed.
+  is rounded early by what follows is in the simulation, not assumed;
+- whole training runs, whose gradients depend on the weights: the same run again, from weights that are moved by as much as all
+  roundings of the run together (``nudge``). How far it ends from the first shows how far rounding may lead (``led_astray``).
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import lru_cache
 
 import torch
@@ -203,3 +205,24 @@ def rounded_iteration(
             factor = product(polynomial, factor)
         x = product(factor, x)
     return x
+
+
+def nudge(parameters: Iterable[Tensor], steps: int, *, seed: int) -> None:
+    """Moves every weight at random by up to ten roundings for each of ``steps`` steps."""
+    generator = torch.Generator().manual_seed(seed)
+    for param in parameters:
+        within = 2 * torch.rand(param.shape, generator=generator, dtype=torch.float64) - 1
+        param.data.copy_(param.data.double() * (1 + 10 * steps * unit(param.dtype) * within))
+
+
+def led_astray(run: Sequence[float], nudged: Sequence[Sequence[float]]) -> list[float]:
+    """Bound on what rounding changes of a series, such as losses, from the same series of ``nudged`` runs.
+
+    At every step the largest difference up to there. The room is for directions in which a gradient is zero but for rounding,
+    which Muon takes as seriously as the others: there a nudge does no more than another order of summation.
+    """
+    bounds, largest = [], 0.0
+    for k, value in enumerate(run):
+        largest = max(largest, *(abs(other[k] - value) for other in nudged))
+        bounds.append(4 * largest)
+    return bounds
