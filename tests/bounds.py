@@ -70,7 +70,7 @@ def orthogonalize_error(
     x: Tensor,
     scheme: Scheme,
     *,
-    form: str = "auto",
+    form: str | tuple[int, ...] = "auto",
     dtype: torch.dtype | None = None,
     given: torch.dtype | None = None,
     frobenius: bool = False,
@@ -80,14 +80,14 @@ def orthogonalize_error(
     Args:
         x: one matrix or a batch.
         scheme: the polynomial.
-        form: the form of the iteration.
+        form: the form of the iteration, or its blocks.
         dtype: of the products; that of ``x`` unless given.
         given: what ``x`` is rounded to before it enters; ``dtype`` unless given.
         frobenius: whether the error is the Frobenius norm. Otherwise it is the spectral norm, which no entry and no singular
             value is further off than.
     """
     dtype = dtype or x.dtype
-    blocks = blocks_for(x.size(-2), x.size(-1), scheme, form=form, dtype=dtype)
+    blocks = form if isinstance(form, tuple) else blocks_for(x.size(-2), x.size(-1), scheme, form=form, dtype=dtype)
     worst = 0.0
     for matrix in x.double().reshape(-1, *x.shape[-2:]):
         if bool((matrix == 0).all()):

@@ -32,7 +32,7 @@ TINY = (
 KILLED_BEFORE = 7  # counted from 0: seven steps are done, the last checkpoint holds six
 
 Log = dict[str, Any]
-pytestmark = pytest.mark.timeout(180)  # several starts of several processes each; half a minute on a quiet machine
+pytestmark = pytest.mark.timeout(400)  # several starts of several processes each; half a minute on a quiet machine
 
 
 @pytest.fixture(scope="module")
@@ -55,7 +55,7 @@ def flags(sources: Path, out: Path) -> list[str]:
 
 def python(*arguments: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, *arguments]
-    return subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=50, check=False)
+    return subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=150, check=False)
 
 
 def environment(**more: str) -> dict[str, str]:
@@ -73,8 +73,8 @@ def together(count: int, *arguments: str) -> tuple[list[int], str]:
         subprocess.Popen(command, env=environment(RANK=str(i), **place), stdout=one, text=True) for i, one in enumerate(output)
     ]
     try:
-        printed, _ = ranks[0].communicate(timeout=50)
-        return [rank.wait(timeout=10) for rank in ranks], printed
+        printed, _ = ranks[0].communicate(timeout=150)
+        return [rank.wait(timeout=60) for rank in ranks], printed
     finally:
         for rank in ranks:
             rank.kill()
@@ -154,7 +154,7 @@ def test_torchrun_goes_on_with_fewer_processes_when_a_node_is_lost(
     )
     try:
         done = python(*launcher, "--rdzv-conf=is_host=1,last_call_timeout=5", str(DEMO), *command)
-        assert other.wait(timeout=1) == -signal.SIGKILL
+        assert other.wait(timeout=60) == -signal.SIGKILL
     finally:
         other.kill()
     assert done.returncode == 0, done.stderr
@@ -334,13 +334,17 @@ def test_without_any_whole_checkpoint_it_starts_afresh(alone: list[str], stopped
     assert resumed(log_of(tmp_path / "runs")) == {"muon": []}
 
 
-def test_the_bound_sees_lost_state(alone: list[str], stopped: Stopped, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A mistake on the way must be far outside of BOUND: here the optimizer's state is lost."""
+def test_the_bounds_see_lost_state(
+    alone: list[str], stopped: Stopped, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, bounds: list[float]
+) -> None:
+    """A mistake on the way must be far outside of the bounds: here the optimizer's state is lost."""
     stopped.main(alone)
     monkeypatch.setattr(checkpoints, "set_optimizer_state_dict", lambda model, optimizer, state: optimizer.state.clear())
     assert train_gpt.main(alone) == 0
     pairs = zip(losses(log_of(tmp_path / "runs"), "muon"), whole_run(alone, tmp_path / "whole"), strict=True)
-    assert max(abs(one - other) for one, other in pairs) > 1000 * BOUND
+    off, most = max(abs(one - other) for one, other in pairs), max(bounds)
+    print(f"lost state {off:.1e}, bound {most:.1e}")  # pytest -s
+    assert off > 2 * most
 
 
 @pytest.mark.parametrize(
