@@ -18,11 +18,9 @@ from torch.nn import functional as F
 
 from meshmuon import Muon, get_default_muon_param_groups
 
-WIDTH, HEADS, VOCABULARY, LENGTH, BATCH, STEPS = 32, 4, 64, 12, 8, 20
+from ..bounds import led_astray, nudge
 
-# Losses start near 4 and fall below 1. Sums of float32 products in another order differ by about 1e-7 of their size, and each
-# of 20 steps may amplify what came before; measured: 7e-7 at most.
-BOUND = 1e-5
+WIDTH, HEADS, VOCABULARY, LENGTH, BATCH, STEPS = 32, 4, 64, 12, 8, 20
 
 
 class Attention(nn.Module):
@@ -122,4 +120,11 @@ def test_loss_curve_equals_one_process(world: int, tensor_parallel: int, tmp_pat
     expected = torch.tensor(losses_of(build(), 0, 1))
     found = torch.load(tmp_path / "losses.pt")
     assert expected[-1] < 0.5 * expected[0]
-    torch.testing.assert_close(found, expected, rtol=0, atol=BOUND)
+    nudged = []
+    for seed in range(3):
+        model = build()
+        nudge(model.parameters(), STEPS, seed=seed)
+        nudged.append(losses_of(model, 0, 1))
+    bounds = torch.tensor(led_astray(expected.tolist(), nudged))
+    assert bounds.max() < 0.01 < expected.min()
+    assert bool(((found - expected).abs() <= bounds).all())

@@ -20,6 +20,8 @@ from demo import clip, options, progress, train
 from demo.data import TrainBatches, load_corpus
 from demo.model import ModelConfig, build_model, rotate
 from meshmuon import RoutingWarning
+from tests.bounds import led_astray
+from tests.examples.conftest import Nudged
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 DEMO = str(REPOSITORY / "examples" / "train_gpt.py")
@@ -115,7 +117,9 @@ def test_one_process_leaves_everything(alone: list[str], tmp_path: Path, capsys:
 @pytest.mark.parametrize(
     "launcher", [(), ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")], ids=["own", "torchrun"]
 )
-def test_two_processes_see_the_logits_of_the_whole_batch(launcher: tuple[str, ...], tiny: list[str], tmp_path: Path) -> None:
+def test_two_processes_see_the_logits_of_the_whole_batch(
+    launcher: tuple[str, ...], tiny: list[str], tmp_path: Path, nudged: Nudged
+) -> None:
     variables = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
     command = [sys.executable, *launcher, DEMO, *tiny, "--no-plot", *(() if launcher else ("--nproc", "2"))]
     done = subprocess.run(command, env=variables, capture_output=True, text=True, timeout=55, check=False)
@@ -126,11 +130,16 @@ def test_two_processes_see_the_logits_of_the_whole_batch(launcher: tuple[str, ..
     together = log_of(tmp_path / "runs")
     check_clip_works(together)
     assert train_gpt.main([*tiny, "--no-plot", "--nproc", "1", "--out", str(tmp_path / "alone")]) == 0
-    for two, one in zip(curves(together), curves(log_of(tmp_path / "alone")), strict=True):
-        # A maximum is no sum: the first is the same to rounding of one forward. From there on rounding grows at so large an lr:
-        # measured 4e-4 at the fourth step and 0.2 at the sixteenth. A rank that saw its own half only would be off at once.
-        assert two[0] == pytest.approx(one[0], rel=1e-5)
-        assert two[:4] == pytest.approx(one[:4], rel=1e-2)
+    moved = []
+    for seed in range(3):
+        with nudged(4, seed):
+            assert train_gpt.main([*tiny, "--no-plot", "--nproc", "1", "--out", str(tmp_path / f"nudged{seed}")]) == 0
+        moved.append(curves(log_of(tmp_path / f"nudged{seed}")))
+    for two, one, others in zip(curves(together), curves(log_of(tmp_path / "alone")), zip(*moved, strict=True), strict=True):
+        # A rank that saw its own half only would be off at once. Later, at so large a learning rate, rounding leads anywhere.
+        bounds = led_astray(one[:4], others)
+        assert bounds[0] < 1e-2 * one[0]
+        assert all(abs(a - b) <= bound for a, b, bound in zip(two[:4], one[:4], bounds, strict=True))
 
 
 def test_a_stopped_run_goes_on_with_the_same_logits_bit_for_bit(

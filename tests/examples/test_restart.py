@@ -17,7 +17,8 @@ import pytest
 
 import train_gpt
 from demo import checkpoints, progress, train
-from tests.examples.conftest import write_sources
+from tests.bounds import led_astray
+from tests.examples.conftest import Nudged, write_sources
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 DEMO = REPOSITORY / "examples" / "train_gpt.py"
@@ -29,16 +30,9 @@ TINY = (
     "--eval-windows 4 --valid-fraction 0.3 --device cpu --threads 1 --no-plot --checkpoint-every 3"
 )
 KILLED_BEFORE = 7  # counted from 0: seven steps are done, the last checkpoint holds six
-# Largest difference of a loss (5.6 falling to 3.6) after going on with another number of processes from the same checkpoint:
-# batch and weights are the same, the order of float32 sums is not. Measured on 1, 3 and 4 processes against 2, both contenders:
-# 9.5e-7, two units in the last place. Ten times that is room for other machines; losing the optimizer's state costs over 1e-2.
-BOUND = 1e-5
-# When the first steps, too, were made on another number of processes: measured 1.5e-4 between 1 and 2 processes, without any
-# restart. Probably because Muon gives directions of a gradient that are only rounding as much weight as the others.
-BOUND_FROM_START = 1e-3
 
 Log = dict[str, Any]
-pytestmark = pytest.mark.timeout(180)  # several starts of several processes each; half a minute on a quiet machine
+pytestmark = pytest.mark.timeout(400)  # several starts of several processes each; half a minute on a quiet machine
 
 
 @pytest.fixture(scope="module")
@@ -61,7 +55,7 @@ def flags(sources: Path, out: Path) -> list[str]:
 
 def python(*arguments: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, *arguments]
-    return subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=50, check=False)
+    return subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=150, check=False)
 
 
 def environment(**more: str) -> dict[str, str]:
@@ -79,8 +73,8 @@ def together(count: int, *arguments: str) -> tuple[list[int], str]:
         subprocess.Popen(command, env=environment(RANK=str(i), **place), stdout=one, text=True) for i, one in enumerate(output)
     ]
     try:
-        printed, _ = ranks[0].communicate(timeout=50)
-        return [rank.wait(timeout=10) for rank in ranks], printed
+        printed, _ = ranks[0].communicate(timeout=150)
+        return [rank.wait(timeout=60) for rank in ranks], printed
     finally:
         for rank in ranks:
             rank.kill()
@@ -134,7 +128,9 @@ def test_torchrun_starts_again_and_the_curve_is_the_same_bit_for_bit(
     assert "Resumed from a checkpoint: meshmuon after step 6 on 2 processes" in page
 
 
-def test_torchrun_goes_on_with_fewer_processes_when_a_node_is_lost(sources: Path, tmp_path: Path, alone: list[str]) -> None:
+def test_torchrun_goes_on_with_fewer_processes_when_a_node_is_lost(
+    sources: Path, tmp_path: Path, alone: list[str], bounds: list[float]
+) -> None:
     """Two launchers of one process each; one is killed with its process, and the other goes on alone. Half of it is waiting."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -158,17 +154,17 @@ def test_torchrun_goes_on_with_fewer_processes_when_a_node_is_lost(sources: Path
     )
     try:
         done = python(*launcher, "--rdzv-conf=is_host=1,last_call_timeout=5", str(DEMO), *command)
-        assert other.wait(timeout=1) == -signal.SIGKILL
+        assert other.wait(timeout=60) == -signal.SIGKILL
     finally:
         other.kill()
     assert done.returncode == 0, done.stderr
     log = log_of(tmp_path / "runs")
     assert resumed(log) == {"muon": [(6, 1)]}
-    assert losses(log, "muon") == pytest.approx(whole_run(alone, tmp_path / "whole"), abs=BOUND_FROM_START, rel=0)
+    assert_within_rounding(losses(log, "muon"), whole_run(alone, tmp_path / "whole"), bounds)
 
 
 def test_a_killed_run_goes_on_with_another_number_of_processes(
-    uninterrupted: list[float], sources: Path, tmp_path: Path, alone: list[str]
+    uninterrupted: list[float], sources: Path, tmp_path: Path, alone: list[str], bounds: list[float]
 ) -> None:
     """Two processes by the demo's own launcher; then the same command with one, and with three."""
     accident = (str(KILLED), str(tmp_path / "happened"), "muon", str(KILLED_BEFORE), "1")
@@ -187,7 +183,7 @@ def test_a_killed_run_goes_on_with_another_number_of_processes(
     for out, processes in (("runs", 1), ("three", 3)):
         log = log_of(tmp_path / out)
         assert resumed(log) == {"muon": [(6, processes)]}
-        assert losses(log, "muon") == pytest.approx(uninterrupted, abs=BOUND, rel=0)
+        assert_within_rounding(losses(log, "muon"), uninterrupted, bounds)
         assert losses(log, "muon")[:6] == before["train_loss"][:6] == uninterrupted[:6]
 
 
@@ -225,6 +221,21 @@ def whole_run(alone: list[str], out: Path) -> list[float]:
     assert train_gpt.main([*alone, "--out", str(out), "--checkpoint-every", "0"]) == 0
     assert not (run_folder(out) / checkpoints.FOLDER).exists()
     return losses(log_of(out), "muon")
+
+
+@pytest.fixture
+def bounds(alone: list[str], tmp_path: Path, nudged: Nudged) -> list[float]:
+    """How far losses may be off where sums are taken in another order, as on another number of processes."""
+    moved = []
+    for seed in range(3):
+        with nudged(12, seed):
+            moved.append(whole_run(alone, tmp_path / f"nudged{seed}"))
+    return led_astray(whole_run(alone, tmp_path / "unmoved"), moved)
+
+
+def assert_within_rounding(found: list[float], expected: list[float], bounds: list[float]) -> None:
+    for a, b, bound in zip(found, expected, bounds, strict=True):
+        assert abs(a - b) <= bound, (a, b, bound)
 
 
 def kept(out: Path) -> list[str]:
@@ -323,13 +334,17 @@ def test_without_any_whole_checkpoint_it_starts_afresh(alone: list[str], stopped
     assert resumed(log_of(tmp_path / "runs")) == {"muon": []}
 
 
-def test_the_bound_sees_lost_state(alone: list[str], stopped: Stopped, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A mistake on the way must be far outside of BOUND: here the optimizer's state is lost."""
+def test_the_bounds_see_lost_state(
+    alone: list[str], stopped: Stopped, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, bounds: list[float]
+) -> None:
+    """A mistake on the way must be far outside of the bounds: here the optimizer's state is lost."""
     stopped.main(alone)
     monkeypatch.setattr(checkpoints, "set_optimizer_state_dict", lambda model, optimizer, state: optimizer.state.clear())
     assert train_gpt.main(alone) == 0
     pairs = zip(losses(log_of(tmp_path / "runs"), "muon"), whole_run(alone, tmp_path / "whole"), strict=True)
-    assert max(abs(one - other) for one, other in pairs) > 1000 * BOUND
+    off, most = max(abs(one - other) for one, other in pairs), max(bounds)
+    print(f"lost state {off:.1e}, bound {most:.1e}")  # pytest -s
+    assert off > 2 * most
 
 
 @pytest.mark.parametrize(

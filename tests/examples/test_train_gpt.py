@@ -14,6 +14,8 @@ import torch
 
 import train_gpt
 from demo import compare, data, model, optimizers, options, progress, report, train
+from tests.bounds import led_astray
+from tests.examples.conftest import Nudged
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 TINY = {
@@ -231,10 +233,14 @@ def run_script(flags: list[str], **environment: str) -> subprocess.CompletedProc
     return subprocess.run(command, env=variables, capture_output=True, text=True, timeout=58, check=False)
 
 
-def test_two_processes_learn_what_one_does(tiny: list[str], tmp_path: Path) -> None:
+def losses(out: Path) -> list[float]:
+    run = json.loads((only_run(out) / "log.json").read_text())["runs"]["muon"]
+    return [*run["train_loss"], *(point["loss"] for point in run["evals"])]
+
+
+def test_two_processes_learn_what_one_does(tiny: list[str], tmp_path: Path, nudged: Nudged) -> None:
     """FSDP2 over two processes: the same losses to rounding, and the report shows who owns what."""
     assert train_gpt.main([*tiny, "--only", "muon"]) == 0
-    alone = json.loads((only_run(tmp_path / "runs") / "log.json").read_text())
     done = run_script([*tiny, "--only", "muon", "--nproc", "2", "--out", str(tmp_path / "two")])
     assert done.returncode == 0, done.stderr
     assert "2 processes with FSDP2" in done.stdout
@@ -242,10 +248,15 @@ def test_two_processes_learn_what_one_does(tiny: list[str], tmp_path: Path) -> N
     folder = only_run(tmp_path / "two")
     together = json.loads((folder / "log.json").read_text())
     assert together["train"]["processes"] == 2
-    losses = [[point["loss"] for point in log["runs"]["muon"]["evals"]] for log in (alone, together)]
-    # Float32 rounding of differently ordered sums, through 6 steps at a loss of about 5.
-    assert losses[1] == pytest.approx(losses[0], abs=1e-4)
-    assert together["runs"]["muon"]["train_loss"] == pytest.approx(alone["runs"]["muon"]["train_loss"], abs=1e-4)
+    moved = []
+    for seed in range(3):
+        with nudged(6, seed):
+            assert train_gpt.main([*tiny, "--only", "muon", "--out", str(tmp_path / f"nudged{seed}")]) == 0
+        moved.append(losses(tmp_path / f"nudged{seed}"))
+    alone = losses(tmp_path / "runs")
+    bounds = led_astray(alone, moved)
+    assert max(bounds) < 0.05
+    assert all(abs(a - b) <= bound for a, b, bound in zip(losses(tmp_path / "two"), alone, bounds, strict=True))
     page = (folder / "report.md").read_text()
     assert "## Plan of the meshmuon run" in page
     assert "over 2 ranks" in page

@@ -23,16 +23,13 @@ from demo.model import ModelConfig
 from demo.processes import Runtime
 from meshmuon import RoutingWarning
 
+from ..bounds import nudge, unit
+
 REPOSITORY = Path(__file__).resolve().parents[2]
 WORLD, STEPS, LR, DECAY = 4, 8, 0.01, 0.1
 CONFIG = ModelConfig(d_model=16, n_layers=2, n_heads=2, d_ff=32, seq_len=16)
 
-# Sums of products in another order differ by about 1e-7 of their size in float32 and 2e-16 in float64. Muon enlarges that
-# where an expert's gradient is weak: by up to 8 in each of five Newton–Schulz steps. Losses fall from 5.6 to about 4.8.
-# Gradients are the first step's, relative to the largest entry of each; weights are of size 1/4.
-# Measured, the largest of all cases: 1e-6, 6e-7, 1e-5 in float32; 4e-15, 2e-15, 6e-14 in float64. Float32 is not for long runs:
-# once rounding has sent a token to another expert the losses differ by 1e-3 (seen in "an idle rank" after 8 steps).
-BOUNDS = {torch.float32: (1e-4, 1e-5, 1e-3), torch.float64: (1e-9, 1e-13, 1e-8)}  # losses, gradients, weights
+# Float32 is not for long runs: once rounding has sent a token to another expert the losses differ by 1e-3.
 
 FLAGS = "--d-model 16 --d-ff 32 --layers 1 --heads 2 --seq-len 16 --batch-size 4 --steps 3 --valid-fraction 0.3 --device cpu"
 
@@ -71,9 +68,12 @@ def whole(tensor: Tensor | None) -> Tensor:
     return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()
 
 
-def run(case: Case, runtime: Runtime) -> Outcome:
+def run(case: Case, runtime: Runtime, nudged: int | None = None) -> Outcome:
+    """With ``nudged`` weights are moved by as much as rounding may: a seed."""
     outcome = Outcome()
     model = train_moe.build_model(CONFIG, case.experts, seed=0).to(case.dtype)
+    if nudged is not None:
+        nudge(model.parameters(), STEPS, seed=nudged)
     # The model's own loss rounds the logits to float32.
     model.loss = lambda tokens, targets: F.cross_entropy(model(tokens).flatten(0, 1), targets.flatten())
     train_moe.shard(model, case.experts, runtime, case.ep)
@@ -131,21 +131,28 @@ def largest_difference(found: dict[str, Tensor], expected: dict[str, Tensor], *,
     return max((found[name] - value).abs().max().item() / sizes[name] for name, value in expected.items())
 
 
+def differences(found: Outcome, expected: Outcome) -> tuple[float, float, float]:
+    """Of the losses, of the first step's gradients, and of the weights after the first and the last step."""
+    losses = max(abs(one - other) for one, other in zip(found.losses, expected.losses, strict=True))
+    gradients = largest_difference(found.gradients, expected.gradients, relative=True)
+    first, last = (
+        largest_difference(found.first, expected.first, relative=False),
+        largest_difference(found.last, expected.last, relative=False),
+    )
+    return losses, gradients, max(first, last)
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_four_processes_learn_what_one_does(name: str, together: dict[str, Outcome]) -> None:
     found, expected = together[name], run(CASES[name], Runtime(torch.device("cpu")))
     assert expected.losses[-1] < expected.losses[0] - 0.5
-    losses = max(abs(one - other) for one, other in zip(found.losses, expected.losses, strict=True))
-    gradients = largest_difference(found.gradients, expected.gradients, relative=True)
-    weights = max(
-        largest_difference(found.first, expected.first, relative=False),
-        largest_difference(found.last, expected.last, relative=False),
-    )
-    print(f"{name}: losses {losses:.1e}, gradients {gradients:.1e}, weights {weights:.1e}")  # pytest -s
-    loss_bound, gradient_bound, weight_bound = BOUNDS[CASES[name].dtype]
-    assert losses < loss_bound
-    assert gradients < gradient_bound
-    assert weights < weight_bound
+    off = differences(found, expected)
+    nudged = [differences(run(CASES[name], Runtime(torch.device("cpu")), seed), expected) for seed in range(3)]
+    bounds = [4 * max(one) for one in zip(*nudged, strict=True)]
+    for what, one, bound in zip(("losses", "gradients", "weights"), off, bounds, strict=True):
+        print(f"{name}: {what} {one:.1e}, bound {bound:.1e}")  # pytest -s
+        assert one <= bound, what
+        assert what == "weights" or bound < 0.05, what
 
 
 @pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.closed])
@@ -159,7 +166,7 @@ def test_an_idle_expert_only_decays(name: str, together: dict[str, Outcome]) -> 
             idle = expert in case.closed
             assert (found.gradients[key][expert].count_nonzero() == 0) == idle
             decayed = start[key][expert] * (1 - LR * DECAY)
-            assert torch.allclose(found.first[key][expert], decayed, rtol=1e-6, atol=0) == idle
+            assert torch.allclose(found.first[key][expert], decayed, rtol=2 * unit(case.dtype), atol=0) == idle
             assert not torch.allclose(found.last[key][expert], decayed * (1 - LR * DECAY) ** (STEPS - 1), rtol=1e-4)
 
 

@@ -16,7 +16,17 @@ from torch._dynamo import list_backends, register_backend
 
 from meshmuon import Muon, polar_express
 from meshmuon.ortho import blocks_for
-from tests.optim.reference import LR, Shape, assert_moved_alike, assert_same_bits, copies, group, make_params, polar_factor, run
+from tests.optim.reference import (
+    LR,
+    Shape,
+    assert_moved_within_rounding,
+    assert_same_bits,
+    copies,
+    group,
+    make_params,
+    polar_factor,
+    run,
+)
 
 CALLS: list[int] = []
 GRAPHS: list[int] = []  # products in each compiled graph
@@ -56,14 +66,14 @@ def both(shapes: tuple[Shape, ...], backend: str, **options: Any) -> tuple[list[
 def test_aot_eager_equals_eager() -> None:
     """The same products in the same order and dtype: at most a rounding of each, amplified as in any float32 run."""
     compiled, eager, start = both(((8, 12), (12, 8), (8, 12)), "aot_eager", form="standard")
-    assert_moved_alike(compiled, eager, start, 1e-4)
+    assert_moved_within_rounding(compiled, eager, start, 3, polar_express())
 
 
 def test_more_than_eight_shapes_are_all_compiled() -> None:
     """torch.compile gives up at the ninth shape of a function unless told otherwise, and runs it eagerly without a word."""
     shapes = tuple((6, 7 + k) for k in range(11))
     compiled, eager, start = both(shapes, "meshmuon_counting", form="standard", ns_steps=2)
-    assert_moved_alike(compiled, eager, start, 1e-4)
+    assert_moved_within_rounding(compiled, eager, start, 3, polar_express(steps=2))
     assert len(GRAPHS) == len(shapes)
     assert len(CALLS) == 3 * len(shapes)
 
@@ -73,7 +83,7 @@ def test_more_than_eight_shapes_are_all_compiled() -> None:
 def test_one_graph_holds_all_products(form: str, shape: Shape) -> None:
     """No breaks: choosing the form is done before tracing, not traced."""
     compiled, eager, start = both((shape,), "meshmuon_counting", form=form)
-    assert_moved_alike(compiled, eager, start, 1e-4)
+    assert_moved_within_rounding(compiled, eager, start, 3, polar_express())
     blocks = blocks_for(*shape, polar_express(steps=5), form=form, dtype=torch.float32)
     assert [4 * 5 - len(blocks)] == GRAPHS  # two products a block, and 4·steps − 3·blocks inside them
 
@@ -87,7 +97,7 @@ def test_empty_parameters_beside_compiled_ones() -> None:
 
 def test_callable_schemes_compile_too() -> None:
     compiled, eager, start = both(((6, 8),), "meshmuon_counting", scheme=polar_factor)
-    assert_moved_alike(compiled, eager, start, 1e-5)
+    assert_moved_within_rounding(compiled, eager, start, 3, polar_express(steps=10))
     assert len(CALLS) == 3
 
 
@@ -105,7 +115,7 @@ def test_backend(option: bool | str, backend: str, monkeypatch: pytest.MonkeyPat
     run(Muon([group(params)], lr=LR, compile=option, form="standard"), params, range(2))
     run(Muon([group(twins)], lr=LR, form="standard"), twins, range(2))
     assert asked == [(backend, False)] * 2
-    assert_moved_alike(params, twins, make_params((6, 8), (8, 6)), 1e-4)
+    assert_moved_within_rounding(params, twins, make_params((6, 8), (8, 6)), 2, polar_express())
 
 
 def test_nothing_is_compiled_unless_asked(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,10 +20,11 @@ from meshmuon.layout import Layout, Mesh, Replicated
 from meshmuon.matrices import MatrixSet
 from meshmuon.ortho import Orthogonalizer, Scheme, Workspace, keller
 from meshmuon.plan import Entry, Plan, PlanOptions, cost_model_for, make_plan
+from tests.bounds import sum_error, unit
 from tests.optim.reference import (
     LR,
     Reference,
-    assert_moved_alike,
+    assert_moved_within_rounding,
     assert_same_bits,
     copies,
     gradients,
@@ -98,8 +99,13 @@ def test_a_learning_rate_that_stays_a_tensor(dtype: torch.dtype, sign: float) ->
         for step in range(2):
             execute(executor, work_on(params, settings, buffers, step))
         results.append(params)
-    tolerance = {torch.float32: 1e-4, torch.float64: 1e-12, torch.bfloat16: 0.3}[dtype]
-    assert_moved_alike(results[1], results[0], start, tolerance)
+    if dtype != torch.bfloat16:
+        assert_moved_within_rounding(results[1], results[0], start, 2)
+        return
+    for found, expected in zip(*results, strict=True):
+        # Formed in float32 and rounded once: now and then, one in 2**13 times, to the other side. Twice the unit per step then.
+        assert bool(((found - expected).abs() <= 2 * 2 * unit(dtype) * expected.abs()).all())
+        assert int((found != expected).sum()) <= 0.05 * found.numel()
 
 
 def test_equals_the_reference() -> None:
@@ -109,9 +115,10 @@ def test_equals_the_reference() -> None:
     for step in range(3):
         execute(executor, work_on(params, settings_for(0.01), buffers, step))
         reference.step(gradients(params, step), lr=0.01)
-    assert_moved_alike(params, reference.params, start, 1e-9)
+    assert_moved_within_rounding(params, reference.params, start, 3)
     for buffer, expected in zip(buffers, reference.buffers, strict=True):
-        torch.testing.assert_close(buffer, expected)
+        # Three sums of two numbers each, whose parts are at most three gradients of up to 3 times 5.
+        torch.testing.assert_close(buffer, expected, rtol=0, atol=sum_error(6, torch.float64) * 45)
 
 
 def test_no_work() -> None:
@@ -245,7 +252,7 @@ def test_what_is_orthogonalised(nesterov: bool) -> None:
     expected = [grad + 0.5 * momentum for grad, momentum in zip(grads, momenta, strict=True)] if nesterov else momenta
     (batch,) = seen
     assert batch.dtype == torch.float32
-    torch.testing.assert_close(batch, torch.stack(expected))
+    assert torch.equal(batch, torch.stack(expected)), "halves are exact, so that each sum is rounded once"
     assert_same_bits(buffers, momenta)
     assert_same_bits(params, before)
 

@@ -22,6 +22,10 @@ from .ranks import Ended, after, assert_equal, give_gradients, initial, muon_of,
 WORLD, LOST, STEPS = 4, 1, 5  # in a ring of four, rank 3 has no connection to rank 1
 
 
+# Seconds within which ranks hear of each other, half of the groups' timeout: some 0.05 on a quiet machine.
+SOON = 15.0
+
+
 @dataclass(frozen=True)
 class Report:
     """How the steps of one rank ended: the error, how long after the fault, and what later steps raised and took."""
@@ -65,7 +69,7 @@ def another(optimizer: Muon, params: list[nn.Parameter]) -> tuple[str, float]:
 def stay(folder: Path, rank: int, ranks: int) -> None:
     """Survivors live on until all have reported: that one ends must not be how the next one hears of it."""
     (folder / f"reported{rank}").touch()
-    end = time.monotonic() + 12
+    end = time.monotonic() + 20
     while len(list(folder.glob("reported*"))) < ranks and time.monotonic() < end:
         time.sleep(0.02)
 
@@ -151,8 +155,8 @@ def check_lost(ended: list[Ended], allowed: set[str], completed: set[int]) -> No
         assert report.kind == "TransportError", report
         assert report.phase in allowed, report
         assert report.completed in completed, report
-        assert report.seconds < 5, report
-        assert all(kind != "nothing" and seconds < 5 for kind, seconds in report.later), report
+        assert report.seconds < SOON, report
+        assert all(kind != "nothing" and seconds < SOON for kind, seconds in report.later), report
         if report.phase != "agreement":
             assert report.later[0][0] == "StateError", "a step that was left half done must not be continued"
 
@@ -172,7 +176,7 @@ def test_a_killed_rank_of_dist_muon(phase: str, tmp_path: Path) -> None:
 
 # Stalls.
 
-TIMEOUT, STALL = 2.0, 5.0
+TIMEOUT, STALL = 2.0, 7.0
 
 
 @pytest.mark.parametrize(
@@ -186,11 +190,11 @@ def test_a_rank_that_stalls(phase: str, allowed: set[str], tmp_path: Path) -> No
     for rank, report in enumerate(reports):
         assert report.kind == "TransportError", report
         assert report.completed == 2, report
-        assert all(kind != "nothing" and seconds < 5 for kind, seconds in report.later), report
+        assert all(kind != "nothing" and seconds < SOON for kind, seconds in report.later), report
         if rank != LOST:
             assert report.phase in allowed, report
             assert TIMEOUT - 0.5 < report.seconds < STALL, report
-    assert reports[LOST].seconds < STALL + 5, reports[LOST]
+    assert reports[LOST].seconds < STALL + SOON, reports[LOST]
 
 
 # A rank that leaves a step in the middle and lives on.
@@ -205,7 +209,7 @@ def test_a_rank_that_leaves_a_step(phase: str, action: type[Raise], tmp_path: Pa
     assert reports[LOST].kind == type(action.error).__name__
     assert [kind for kind, _ in reports[LOST].later] == ["StateError", "StateError"]
     for rank, report in enumerate(reports):
-        assert report.seconds < 5, report
+        assert report.seconds < SOON, report
         assert rank == LOST or report.kind == "TransportError", report
         assert all(kind != "nothing" for kind, _ in report.later), report
 
@@ -223,7 +227,7 @@ def test_ctrl_c_in_the_agreement(tmp_path: Path) -> None:
     assert reports[LOST].kind == "KeyboardInterrupt"
     for rank, report in enumerate(reports):
         assert rank == LOST or report.kind == "TransportError", report
-        assert report.seconds < 5, report
+        assert report.seconds < SOON, report
         assert all(kind != "nothing" for kind, _ in report.later), report
 
 
@@ -249,7 +253,7 @@ def test_a_mesh_over_other_ranks_on_one_rank(tmp_path: Path) -> None:
     for kind, text, seconds in said_by_all(run_ranks(3, other_ranks, tmp_path, timeout=TIMEOUT)):
         assert kind == "TransportError"
         assert "in the agreement of a step" in text
-        assert seconds < TIMEOUT + 5
+        assert seconds < TIMEOUT + SOON
 
 
 def group_of_its_own(rank: int, folder: Path) -> Report | None:

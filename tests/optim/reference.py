@@ -16,9 +16,13 @@ import torch
 from torch import Tensor, nn
 
 from meshmuon import Muon
+from meshmuon.ortho import Scheme, keller
+
+from ..bounds import moved_error
 
 KELLER = (3.4445, -4.7750, 2.0315)
 KELLER_5 = (KELLER,) * 5
+FIVE_OF_KELLER = keller()
 LR = 0.005  # usual enough for every rule that no warning is due
 
 FACTORS: dict[str, Callable[[int, int], float]] = {
@@ -144,3 +148,18 @@ def assert_moved_alike(actual: Iterable[Tensor], expected: Iterable[Tensor], sta
         error = ((a.double() - b.double()).norm() / way).item()
         assert math.isfinite(error), f"tensor {index} is not finite"
         assert error < tolerance, f"tensor {index} {tuple(a.shape)}: relative error {error:g} is not below {tolerance:g}"
+
+
+def assert_moved_within_rounding(
+    actual: Iterable[Tensor],
+    expected: Iterable[Tensor],
+    start: Iterable[Tensor],
+    updates: int,
+    scheme: Scheme = FIVE_OF_KELLER,
+    **dtypes: Any,
+) -> None:
+    """The two results differ by no more than the rounding of ``updates`` steps explains: see ``moved_error``."""
+    for a, b, s in zip(actual, expected, start, strict=True):
+        tolerance = moved_error(s.detach(), b.detach(), updates=updates, scheme=scheme, **dtypes)
+        assert tolerance < 0.25, "rounding hides everything"
+        assert_moved_alike([a], [b], [s], tolerance)

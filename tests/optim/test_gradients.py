@@ -9,13 +9,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from meshmuon import Muon
+from meshmuon import Muon, keller, polar_express
 
+from ..bounds import unit
 from .reference import (
     LR,
     Reference,
     adamw,
-    assert_moved_alike,
+    assert_moved_within_rounding,
     assert_same_bits,
     copies,
     gradients,
@@ -101,7 +102,7 @@ def gapped(param: Tensor) -> nn.Parameter:
 def test_parameters_with_gaps(use_muon: bool) -> None:
     """Views into a larger tensor: what lies between their entries stays as it is."""
     plain = make_params((6, 5), (4, 7))
-    params = [gapped(param) for param in plain]
+    start, params = copies(plain), [gapped(param) for param in plain]
     assert not any(param.is_contiguous() for param in params)
     first, second = (Muon([group(own, use_muon=use_muon)], lr=LR) for own in (params, plain))
     for step in range(3):
@@ -110,9 +111,13 @@ def test_parameters_with_gaps(use_muon: bool) -> None:
         first.step()
         second.step()
     for param, expected in zip(params, plain, strict=True):
-        torch.testing.assert_close(param, expected, rtol=1e-6, atol=1e-6)
         whole = torch.as_strided(param.detach(), (param.numel() * 2 - 1,), (1,))
         assert not whole[1::2].any()
+        # A step of AdamW rounds p twice on each side, and an update of at most about lr a few dozen times.
+        limit = 3 * unit(param.dtype) * (4 * (expected.abs() + 3 * LR) + 40 * LR)
+        assert use_muon or bool(((param - expected).abs() <= limit).all())
+    if use_muon:
+        assert_moved_within_rounding(params, plain, start, 3, polar_express())
 
 
 def test_channels_last_convolution() -> None:
@@ -147,7 +152,7 @@ def test_powers_of_two_change_no_bit(exponent: int, scheme: str) -> None:
 @pytest.mark.parametrize("scale", [1e-30, 1e-20, 1e-10, 1e10, 1e30])
 @pytest.mark.parametrize("scheme", ["keller", "polar_express"])
 def test_scale_of_gradients_does_not_matter(scale: float, scheme: str) -> None:
-    """Scaling costs one rounding of each gradient and of each momentum; an update amplifies that a few hundred times at most."""
+    """Scaling costs one rounding of each gradient and of each momentum."""
     start = make_params((16, 24), (24, 16), (400, 390))
     params, twins = copies(start), copies(start)
     first, second = (muon(own, scheme=scheme, weight_decay=0.0) for own in (params, twins))
@@ -157,7 +162,7 @@ def test_scale_of_gradients_does_not_matter(scale: float, scheme: str) -> None:
         set_gradients(twins, [grad * scale for grad in grads])
         first.step()
         second.step()
-    assert_moved_alike(twins, params, start, 5e-4)
+    assert_moved_within_rounding(twins, params, start, 2, keller() if scheme == "keller" else polar_express())
 
 
 def test_each_matrix_has_its_own_scale() -> None:
@@ -187,7 +192,7 @@ def test_half_precision_parameters(dtype: torch.dtype, momentum_dtype: torch.dty
         reference.step(grads, lr=0.01, adjust=lambda rows, cols: 20.0)
     assert all(param.dtype == dtype for param in params)
     assert all(optimizer.state[param]["momentum_buffer"].dtype == (momentum_dtype or dtype) for param in params)
-    assert_moved_alike(params, reference.params, start, 0.1 if dtype == torch.bfloat16 else 0.02)
+    assert_moved_within_rounding(params, reference.params, start, 3, momentum=momentum_dtype or dtype)
 
 
 def test_momentum_in_float32_remembers_what_bfloat16_forgets() -> None:
@@ -236,4 +241,4 @@ def test_float64_is_computed_in_float64() -> None:
     optimizer = muon(params, scheme="polar_express", ns_steps=12)
     reference.step(gradients(params, 0), orthogonalise=polar_factor)
     run(optimizer, params, [0])
-    assert_moved_alike(params, reference.params, start, 1e-11)
+    assert_moved_within_rounding(params, reference.params, start, 1, polar_express(steps=12))

@@ -13,12 +13,13 @@ from torch import Tensor, nn
 from meshmuon import Muon, Scheme, keller, polar_express
 from meshmuon.ortho.remez import Quintic
 
+from ..bounds import sum_error
 from .reference import (
     KELLER,
     LR,
     Reference,
     Shape,
-    assert_moved_alike,
+    assert_moved_within_rounding,
     assert_same_bits,
     copies,
     gradients,
@@ -31,7 +32,7 @@ from .reference import (
 )
 
 SHAPES: tuple[Shape, ...] = ((20, 20), (40, 12), (12, 40), (12, 40), (1, 7), (7, 1))
-TOLERANCE = 1e-9
+STEEPEST = polar_express(steps=10)  # of the schemes here: as steep as the polar factor
 TRIPLES = [(3.9, -4.9, 1.9), (3.0, -3.2, 1.3), (1.9, -1.3, 0.4)]
 
 
@@ -45,7 +46,7 @@ def compare(ours: dict[str, Any], plain: dict[str, Any], *, steps: int = 4, shap
         set_gradients(params, grads)
         optimizer.step()
         reference.step(grads, **plain)
-    assert_moved_alike(params, reference.params, start, TOLERANCE)
+    assert_moved_within_rounding(params, reference.params, start, steps, STEEPEST)
 
 
 @pytest.mark.parametrize(
@@ -111,9 +112,9 @@ def test_callable_scheme_sees_a_batch_of_one_shape() -> None:
         seen.append(tuple(batch.shape))
         return batch
 
-    params = make_params((3, 5), (4, 4), (3, 5))
+    params = make_params((4, 8), (4, 4), (4, 8))  # each fills a multiple of 64 bytes; others come one by one
     run(muon(params, scheme=scheme), params, [0])
-    assert sorted(seen) == [(1, 4, 4), (2, 3, 5)]
+    assert sorted(seen) == [(1, 4, 4), (2, 4, 8)]
 
 
 def test_ten_steps_of_polar_express_are_the_polar_factor() -> None:
@@ -124,7 +125,7 @@ def test_ten_steps_of_polar_express_are_the_polar_factor() -> None:
     for step in range(3):
         reference.step(gradients(params, step), orthogonalise=polar_factor)
         run(optimizer, params, [step])
-    assert_moved_alike(params, reference.params, start, 1e-4)
+    assert_moved_within_rounding(params, reference.params, start, 3, polar_express(steps=10))
 
 
 def test_default_numbers() -> None:
@@ -137,7 +138,7 @@ def test_default_numbers() -> None:
         set_gradients(params, grads)
         optimizer.step()
         reference.step(grads, lr=1e-3, momentum=0.95, nesterov=True, weight_decay=0.1, steps=polar_express(steps=5).steps)
-    assert_moved_alike(params, reference.params, start, TOLERANCE)
+    assert_moved_within_rounding(params, reference.params, start, 3, polar_express(steps=5))
 
 
 def test_signature() -> None:
@@ -188,7 +189,7 @@ def test_groups_of_one_shape_keep_their_own_numbers() -> None:
         optimizer.step()
         references[0].step(grads[:1], **{**{k: v for k, v in first.items() if k != "adjust_lr_fn"}, "adjust": "original"})
         references[1].step(grads[1:], **second)
-    assert_moved_alike(params, [p for reference in references for p in reference.params], start, TOLERANCE)
+    assert_moved_within_rounding(params, [p for reference in references for p in reference.params], start, 3)
 
 
 @pytest.mark.parametrize("rule", ["match_rms_adamw", "original", "spectral"])
@@ -208,7 +209,7 @@ def test_experts_are_separate_matrices(shape: Shape, rule: str) -> None:
         set_gradients(params, grads)
         optimizer.step()
         reference.step(grads, adjust=rule)
-    assert_moved_alike(params, reference.params, start, TOLERANCE)
+    assert_moved_within_rounding(params, reference.params, start, 3)
     assert optimizer.state[params[0]]["momentum_buffer"].shape == shape
 
 
@@ -249,9 +250,11 @@ def test_float32_agrees_with_float64_reference() -> None:
         set_gradients(params, grads)
         optimizer.step()
         reference.step(grads)
-    assert_moved_alike(params, reference.params, start, 1e-4)
+    assert_moved_within_rounding(params, reference.params, start, 5)
     for param, buffer in zip(params, reference.buffers, strict=True):
-        torch.testing.assert_close(optimizer.state[param]["momentum_buffer"].double(), buffer, rtol=1e-5, atol=1e-5)
+        # Five sums of two numbers each, whose parts are no larger than 5 gradients of up to 3 times 5.
+        bound = sum_error(10, torch.float32) * 75
+        torch.testing.assert_close(optimizer.state[param]["momentum_buffer"].double(), buffer, rtol=0, atol=bound)
 
 
 @pytest.mark.parametrize("maximize", [True, False])

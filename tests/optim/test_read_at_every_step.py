@@ -10,18 +10,23 @@ import torch
 from torch import nn
 from torch.optim import lr_scheduler
 
-from meshmuon import Muon, polar_express
+from meshmuon import Muon, orthogonalize, polar_express
+from meshmuon.ortho import Scheme, keller
 
+from ..bounds import orthogonalize_error, unit
 from .reference import (
+    FIVE_OF_KELLER,
     KELLER,
+    KELLER_5,
     Reference,
-    assert_moved_alike,
+    assert_moved_within_rounding,
     assert_same_bits,
     copies,
     gradients,
     group,
     make_params,
     muon,
+    newton_schulz,
     polar_factor,
     run,
     set_gradients,
@@ -30,8 +35,11 @@ from .reference import (
 SHAPES = ((12, 12), (20, 8), (8, 20))
 
 
-def compare_changing(change: Callable[[dict[str, Any], int], dict[str, Any]]) -> None:
-    """Four steps beside the reference; ``change`` edits the group before each and returns what the reference is told."""
+def compare_changing(change: Callable[[dict[str, Any], int], dict[str, Any]], steepest: Scheme = FIVE_OF_KELLER) -> None:
+    """Four steps beside the reference; ``change`` edits the group before each and returns what the reference is told.
+
+    ``steepest`` is the scheme among those in use that enlarges rounding most.
+    """
     start = make_params(*SHAPES, dtype=torch.float64)
     params, reference = copies(start), Reference(start)
     optimizer = muon(params)
@@ -41,7 +49,7 @@ def compare_changing(change: Callable[[dict[str, Any], int], dict[str, Any]]) ->
         set_gradients(params, grads)
         optimizer.step()
         reference.step(grads, **options)
-    assert_moved_alike(params, reference.params, start, 1e-9)
+    assert_moved_within_rounding(params, reference.params, start, 4, steepest)
 
 
 @pytest.mark.parametrize(
@@ -75,7 +83,7 @@ def test_schemes_changed_by_hand() -> None:
         target["scheme"], target["ns_steps"], options = schemes[step]
         return options
 
-    compare_changing(change)
+    compare_changing(change, polar_express(steps=10))
 
 
 def test_steps_of_the_default_scheme_changed_by_hand() -> None:
@@ -83,7 +91,7 @@ def test_steps_of_the_default_scheme_changed_by_hand() -> None:
         target["scheme"], target["ns_steps"] = "polar_express", 3 + step
         return {"steps": polar_express(steps=3 + step).steps}
 
-    compare_changing(change)
+    compare_changing(change, polar_express(steps=6))
 
 
 def test_lambda_lr() -> None:
@@ -97,7 +105,7 @@ def test_lambda_lr() -> None:
         optimizer.step()
         scheduler.step()
         reference.step(grads, lr=0.008 / (step + 1))
-    assert_moved_alike(params, reference.params, start, 1e-9)
+    assert_moved_within_rounding(params, reference.params, start, 5)
 
 
 def test_one_cycle_lr_cycles_momentum_too() -> None:
@@ -115,7 +123,7 @@ def test_one_cycle_lr_cycles_momentum_too() -> None:
         scheduler.step()
         reference.step(grads, **used)
     assert len(seen) > 3
-    assert_moved_alike(params, reference.params, start, 1e-9)
+    assert_moved_within_rounding(params, reference.params, start, 6)
 
 
 @pytest.mark.parametrize(("dtype", "lr"), [(torch.float32, 2.0**-8), (torch.float64, 0.005)], ids=str)
@@ -178,16 +186,21 @@ def test_none_grad_changed_by_hand() -> None:
 
 
 def test_compute_dtype_is_used() -> None:
-    """float64 products round less than float32 ones, bfloat16 ones much more; the polynomial is the same."""
-    start = [nn.Parameter(torch.zeros(24, 24))]  # so that the step's own rounding is all there is
-    reference = Reference(start)
-    reference.step(gradients(start, 0))
-    errors = {}
+    """The step has the bits of the same products in that dtype, and each dtype has bits of its own."""
+    start = [nn.Parameter(torch.zeros(24, 24))]  # a step from zero is the update times the rate
+    (grad,) = gradients(start, 0)
+    seen = []
     for dtype in (torch.float64, torch.float32, torch.bfloat16):
         params = copies(start)
-        run(muon(params, compute_dtype=dtype), params, [0])
-        errors[dtype] = ((params[0] - reference.params[0]).norm() / reference.params[0].norm()).item()
-    assert errors[torch.float64] < 1e-7 < errors[torch.float32] < 1e-4 < 1e-3 < errors[torch.bfloat16] < 0.05
+        optimizer = muon(params, compute_dtype=dtype, momentum=0.0, lr=2.0**-8, adjust_lr_fn=lambda rows, cols: 1.0)
+        run(optimizer, params, [0])
+        update = orthogonalize(grad, keller(), dtype=dtype)
+        assert_same_bits(params, [-(2.0**-8) * update])
+        assert (update - newton_schulz(grad.double(), KELLER_5)).norm() < orthogonalize_error(
+            grad, keller(), dtype=dtype, frobenius=True
+        ) + unit(torch.float32) * update.norm()
+        assert not any(torch.equal(update, other) for other in seen), "the dtype changes nothing"
+        seen.append(update)
 
 
 def test_a_new_gradient_pattern_replans() -> None:
@@ -200,4 +213,4 @@ def test_a_new_gradient_pattern_replans() -> None:
         set_gradients(params, grads)
         optimizer.step()
         reference.step(grads)
-    assert_moved_alike(params, reference.params, start, 1e-9)
+    assert_moved_within_rounding(params, reference.params, start, 5)

@@ -14,6 +14,7 @@ from meshmuon.ortho.iteration import Scratch, iterate
 from meshmuon.ortho.kernels import BlockedProducts
 from meshmuon.ortho.remez import Quintic
 
+from ..bounds import orthogonalize_error
 from .oracle import SPECTRA, expected, highest, largest_singular_value, of_kind, spectral_distance
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -108,10 +109,18 @@ def test_cuts_are_all_ways_to_write_a_sum() -> None:
     assert _cuts(7, 5) == []  # too many to try
 
 
-@pytest.mark.timeout(15)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_many_steps_are_planned_in_reasonable_time(dtype: torch.dtype) -> None:
-    assert sum(gram_blocks(keller(32), dtype)) == 32
+def test_many_steps_are_planned_with_few_simulations(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """There are 2³¹ ways to cut 32 steps. At most 150 of each number of blocks, up to four, are tried, and two for the bounds."""
+    tried: list[tuple[int, ...]] = []
+
+    def counting(scheme: Scheme, blocks: tuple[int, ...], noise: float) -> _Outcome:
+        tried.append(blocks)
+        return _simulate(scheme, blocks, noise)
+
+    monkeypatch.setattr("meshmuon.ortho.blocks._simulate", counting)
+    assert sum(gram_blocks.__wrapped__(keller(32), dtype)) == 32
+    assert len(tried) <= 4 * 150 + 2
 
 
 def test_exact_arithmetic_simulates_the_polynomial() -> None:
@@ -120,7 +129,7 @@ def test_exact_arithmetic_simulates_the_polynomial() -> None:
             outcome = _simulate(scheme, blocks, 0.0)
             # diag(1, s) normalised has singular values on a grid, so the maximum is met up to the grid.
             assert outcome.overshoot == pytest.approx(highest(scheme.steps), rel=0.02)
-            assert outcome.deviation < 1e-9
+            assert outcome.deviation == 0
 
 
 def test_more_noise_is_never_better() -> None:
@@ -171,12 +180,14 @@ def test_the_new_quadratic_is_multiplied_from_the_left() -> None:
     for kind in ("spike2", "spike3", "log"):
         x = adversary(kind)
         result = run(x, polar_express(), (5,), torch.float32)
-        assert spectral_distance(result, expected(x, polar_express().steps)) < 0.05
-        assert largest_singular_value(result) < 1.01 * highest(polar_express().steps)
+        bound = orthogonalize_error(x, polar_express(), form=(5,))
+        assert spectral_distance(result, expected(x, polar_express().steps)) < bound
+        assert largest_singular_value(result) < highest(polar_express().steps) + bound
 
 
 def test_every_cut_gives_the_same_polynomial() -> None:
     x = of_kind("log", 12, 20, dtype=torch.float64)
     exact = expected(x, polar_express().steps)
     for blocks in ALL_CUTS:
-        assert spectral_distance(run(x, polar_express(), blocks, torch.float64), exact) < 1e-9
+        bound = orthogonalize_error(x, polar_express(), form=blocks)
+        assert spectral_distance(run(x, polar_express(), blocks, torch.float64), exact) < bound

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -15,6 +16,8 @@ CHILD = """
 import torch
 from meshmuon.ortho import keller, orthogonalize, polar_express
 from meshmuon.ortho.kernels import BlockedProducts, TritonProducts
+from tests.bounds import orthogonalize_error
+from tests.ortho.oracle import highest
 
 torch.manual_seed(0)
 for shape in ((3, 20, 33), (1, 40, 17), (2, 24, 24)):
@@ -23,10 +26,10 @@ for shape in ((3, 20, 33), (1, 40, 17), (2, 24, 24)):
         for form in ("standard", "gram"):
             ours = orthogonalize(x, scheme, form=form, products=TritonProducts())
             twin = orthogonalize(x, scheme, form=form, products=BlockedProducts())
-            # float32 on both sides, another order of summation: rounding amplified at most by the scheme's slope at 0
-            torch.testing.assert_close(ours, twin, rtol=0, atol=2e-4)
+            # float32 on both sides, another order of summation
+            torch.testing.assert_close(ours, twin, rtol=0, atol=2 * orthogonalize_error(x, scheme, form=form))
             half = orthogonalize(x, scheme, form=form, dtype=torch.bfloat16, products=TritonProducts())
-            assert torch.linalg.matrix_norm(half, 2).max() < 1.3
+            assert torch.linalg.matrix_norm(half, 2).max() < 1.05 * highest(scheme.steps)
 wide = torch.randn(1, 8, 12, dtype=torch.float64)
 exact = orthogonalize(wide, polar_express(), products=BlockedProducts())
 assert torch.equal(orthogonalize(wide, polar_express(), products=TritonProducts()), exact)
@@ -35,7 +38,8 @@ print("parity holds")
 
 
 def test_iteration_with_the_kernel_equals_the_twin() -> None:
-    environment = {**os.environ, "TRITON_INTERPRET": "1"}
+    paths = [str(Path(__file__).resolve().parents[3]), *filter(None, [os.environ.get("PYTHONPATH")])]
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join(paths)}
     result = subprocess.run(
         [sys.executable, "-c", CHILD], env=environment, capture_output=True, text=True, timeout=55, check=False
     )
