@@ -316,9 +316,10 @@ def test_experts_travel_between_the_ranks_that_share_them_alone(
     assert sum(wire.nbytes.values()) == STEPS * 4 * moved
 
 
-# Batches. A 6 x 4 matrix needs 4 bytes times 24 (itself), 24 (scratch like it) and 5 * 16 (squares): 512 bytes.
+# Batches. An 8 x 4 matrix needs 4 bytes times 32 (itself), 32 (scratch like it) and 5 * 16 (squares): 576 bytes. All of these are
+# multiples of 64, so that a callable scheme gets whole batches.
 
-MATRIX_BYTES = 512
+MATRIX_BYTES = 576
 
 
 def batches_of(case: Case, grid: tuple[int, ...]) -> list[list[tuple[int, ...]]]:
@@ -341,8 +342,8 @@ def batches_of(case: Case, grid: tuple[int, ...]) -> list[list[tuple[int, ...]]]
 
 
 def test_local_experts_of_one_shape_are_one_batch() -> None:
-    case = Case((experts((7, 6, 4), S0), experts((4, 6, 4), S0), experts((4, 4, 6), S0)))
-    assert [sorted(one) for one in batches_of(case, (4,))] == [[(1, 4, 6), (3, 6, 4)]] * 3 + [[(1, 4, 6), (2, 6, 4)]]
+    case = Case((experts((7, 8, 4), S0), experts((4, 8, 4), S0), experts((4, 4, 8), S0)))
+    assert [sorted(one) for one in batches_of(case, (4,))] == [[(1, 4, 8), (3, 8, 4)]] * 3 + [[(1, 4, 8), (2, 8, 4)]]
 
 
 @pytest.mark.parametrize(
@@ -356,14 +357,14 @@ def test_local_experts_of_one_shape_are_one_batch() -> None:
     ],
 )
 def test_local_batches_keep_to_the_memory_budget(budget: int, lengths: list[int]) -> None:
-    case = Case((experts((8, 6, 4), S0), experts((4, 6, 4), S0)), {"memory_budget": budget})
+    case = Case((experts((8, 8, 4), S0), experts((4, 8, 4), S0)), {"memory_budget": budget})
     assert [[shape[0] for shape in one] for one in batches_of(case, (2,))] == [lengths] * 2
 
 
 @pytest.mark.parametrize("budget", [1, 2 * MATRIX_BYTES, 2**20])
 def test_batches_of_experts_that_travel_keep_to_the_memory_budget(budget: int) -> None:
     """4 ranks own 12 experts, 3 each; a small budget also cuts them into waves."""
-    found = batches_of(Case((experts((12, 6, 4), S1, S0),), {"memory_budget": budget}), (2, 2))
+    found = batches_of(Case((experts((12, 8, 4), S1, S0),), {"memory_budget": budget}), (2, 2))
     for one in found:
         assert sum(shape[0] for shape in one) == 3
         assert all(shape[0] * MATRIX_BYTES <= max(budget, MATRIX_BYTES) for shape in one)
