@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from meshmuon.execute.elementwise import adds_alike
@@ -38,16 +39,28 @@ class HostileArithmetic(TorchDispatchMode):
         name = func._schema.name
         if name == "aten::empty" and len(args[0]) == 1 and args[0][0]:
             return func([args[0][0] + 3], *args[1:], **kwargs)[3:]
+        if name == "aten::_fused_adamw_":
+            return self._adamw(func, args, kwargs)
         result = func(*args, **kwargs)
         if name in PRODUCTS:
             self._nudge_matrices(result, [one for one in (*args, result) if type(one) in (Tensor, nn.Parameter)])
         elif name in SCALED_SUMS and kwargs.get("alpha", 1) != 1:
             for one in args[0] if isinstance(args[0], (list, tuple)) else [result]:
                 self._nudge_tail(one)
-        elif name == "aten::_fused_adamw_":
-            for one in (*args[0], *args[2]):
-                self._nudge_tail(one)
         return result
+
+    def _adamw(self, func: Any, args: Any, kwargs: Any) -> None:
+        """All elements by whole vectors, whatever this machine would do with the last ones, which are changed afterwards."""
+        orders = [sorted(range(one.dim()), key=one.stride, reverse=True) for one in args[0]]
+        flat = [[one.permute(order).reshape(-1) for one, order in zip(some, orders, strict=True)] for some in args[:4]]
+        padded = [[F.pad(one, (0, -len(one) % 64)) for one in some] for some in flat]
+        func(*padded, *args[4:], **kwargs)
+        for some, results in zip(args[:4], padded, strict=True):
+            for one, order, result in zip(some, orders, results, strict=True):
+                turned = one.detach().permute(order)
+                turned.copy_(result[: one.numel()].view(turned.shape))
+        for one in (*args[0], *args[2]):
+            self._nudge_tail(one)
 
     def _nudge_matrices(self, result: Tensor, operands: list[Tensor]) -> None:
         batches = [one if one.dim() == 3 else one.unsqueeze(0) for one in (*operands, result)]

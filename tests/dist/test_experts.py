@@ -51,31 +51,34 @@ def random_gradients(case: Case) -> Gradients:
 
 
 def looped(case: Case, grads: Gradients | None = None) -> Expected:
-    """One device, one optimizer per expert, each with one (out, in) parameter: no stack, no batch, no plan over several."""
+    """One device, one optimizer per expert, each with one matrix: no stack of several, no batch, no plan over several.
+
+    Experts that are stored as (in, out) stay so, as stacks of one: products of a transposed matrix are rounded differently.
+    """
     grads = grads or random_gradients(case)
     options = {name: value for name, value in case.options.items() if name in MATTERS_ON_ONE_DEVICE}
     values, momentum = [], []
     for k, whole in enumerate(initial(case)):
-        # A square matrix has the same learning rate either way, but its transpose is rounded differently.
-        flipped = case.options.get("expert_dims") == "in_out" and whole.dim() == 3 and whole.size(1) != whole.size(2)
+        stacked = case.options.get("expert_dims") == "in_out" and whole.dim() == 3
         found = [
-            _alone(start, [_experts(grads(step, k), flipped)[expert] for step in range(case.steps)], options)
-            for expert, start in enumerate(_experts(whole, flipped))
+            _alone(start, [_experts(grads(step, k), stacked)[expert] for step in range(case.steps)], options)
+            for expert, start in enumerate(_experts(whole, stacked))
         ]
         for side, kept in enumerate((values, momentum)):
-            stack = torch.stack([one[side].mT if flipped else one[side] for one in found])
-            kept.append(stack.reshape(whole.shape))
+            kept.append(torch.cat([one[side].reshape(-1) for one in found]).reshape(whole.shape))
     return values, momentum
 
 
-def _experts(whole: Tensor, flipped: bool) -> list[Tensor]:
+def _experts(whole: Tensor, stacked: bool) -> list[Tensor]:
     stack = whole.unsqueeze(0) if whole.dim() == 2 else whole
-    return [one.clone().mT if flipped else one.clone() for one in stack]
+    return [stack[k : k + 1].clone() if stacked else stack[k].clone() for k in range(len(stack))]
 
 
 def _alone(start: Tensor, grads: list[Tensor], options: dict[str, Any]) -> tuple[Tensor, Tensor]:
     param = nn.Parameter(start)
-    optimizer = Muon([{"params": [param], "names": ["linear.weight"], "use_muon": True}], lr=0.01, **options)
+    stacked = {"expert_keys": ["experts"], "expert_dims": "in_out"} if start.dim() == 3 else {}
+    name = "experts.weight" if stacked else "linear.weight"
+    optimizer = Muon([{"params": [param], "names": [name], "use_muon": True}], lr=0.01, **{**options, **stacked})
     for grad in grads:
         param.grad = grad
         optimizer.step()
