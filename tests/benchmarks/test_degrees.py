@@ -28,6 +28,7 @@ from meshmuon import orthogonalize, polar_express
 from meshmuon.ortho import orthogonalize_flops
 from meshmuon.ortho.kernels import BlockedProducts
 from meshmuon.ortho.remez import best_quintic
+from tests.bounds import orthogonalize_error
 
 DEGREES = (3, 5, 7, 9, 13, 17, 19)
 INTERVALS = (("1e-3", "1"), ("0.02", "1"), ("0.3", "1.7"), ("0.9999", "1.0001"))
@@ -146,14 +147,16 @@ def test_matrices_become_what_the_polynomial_says(degrees: tuple[int, ...], batc
     exact = contender.exact(values / values.norm(dim=1, keepdim=True))
     for blocks in cuts(len(degrees)):
         found = GramRunner(steps, blocks, torch.float64, BlockedProducts())(x)
-        assert torch.allclose(found, (u * exact.unsqueeze(1)) @ vt, rtol=0, atol=1e-9)
+        # As steep as quintics that do the same; a step of higher degree takes up to four times as many products.
+        assert torch.allclose(found, (u * exact.unsqueeze(1)) @ vt, rtol=0, atol=4 * orthogonalize_error(x, polar_express()))
 
 
 def test_quintics_run_here_are_meshmuons() -> None:
     x = torch.randn(1, 48, 96)
     wanted = orthogonalize(x, polar_express(1e-3), form="gram", dtype=torch.float32)
+    bound = 2 * orthogonalize_error(x, polar_express(1e-3), form="gram")
     for name in (MESHMUON, None):
-        assert torch.allclose(Contender.of((5,) * 5, name).runner((5,), torch.float32)(x), wanted, rtol=0, atol=2e-5)
+        assert torch.allclose(Contender.of((5,) * 5, name).runner((5,), torch.float32)(x), wanted, rtol=0, atol=bound)
 
 
 def test_the_search_misses_nothing() -> None:

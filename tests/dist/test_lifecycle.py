@@ -175,8 +175,8 @@ def test_replicas_are_batched_alike_on_every_rank() -> None:
             sizes.append(len(batch))
             return batch
 
-        replicated = [nn.Parameter(place(torch.ones(4, 3), mesh, R)) for _ in range(2)]
-        expert = nn.Parameter(place(torch.ones(1, 4, 3), mesh, S0))  # rank 1 has none
+        replicated = [nn.Parameter(place(torch.ones(4, 4), mesh, R)) for _ in range(2)]
+        expert = nn.Parameter(place(torch.ones(1, 4, 4), mesh, S0))  # rank 1 has none
         names = ["a", "b", "experts"]
         group = {"params": [*replicated, expert], "names": names, "use_muon": True, "scheme": watch, "expert_keys": ["experts"]}
         optimizer = Muon([group], replicas="repeat")

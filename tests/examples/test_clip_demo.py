@@ -20,7 +20,7 @@ from demo import clip, options, progress, train
 from demo.data import TrainBatches, load_corpus
 from demo.model import ModelConfig, build_model, rotate
 from meshmuon import RoutingWarning
-from tests.bounds import led_astray
+from tests.bounds import led_astray, sum_error
 from tests.examples.conftest import Nudged
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -208,8 +208,8 @@ def test_without_the_flag_no_logits_are_watched(alone: list[str], tmp_path: Path
 # The logits
 
 
-def by_hand(config: ModelConfig, tokens: Tensor) -> float:
-    """The largest logit of the first layer, from the definition."""
+def by_hand(config: ModelConfig, tokens: Tensor) -> tuple[float, float]:
+    """The largest logit of the first layer, from the definition, and a bound on its rounding error."""
     gpt = build_model(config, 0, torch.device("cpu"))
     layer: Any = gpt.layers[0]
     x = F.rms_norm(gpt.tok_embeddings(tokens), (config.d_model,))
@@ -217,14 +217,18 @@ def by_hand(config: ModelConfig, tokens: Tensor) -> float:
     tables: Any = gpt.cos, gpt.sin
     scores = rotate(q, *tables) @ rotate(k, *tables).transpose(-1, -2) / math.sqrt(config.head_dim)
     visible = torch.ones(scores.shape[-2:], dtype=torch.bool).tril()
-    return scores.masked_fill(~visible, -math.inf).max().item()
+    # Norms over the width, projections, rotations by angles up to the length, the logit itself: on two sides.
+    roundings = 2 * (3 * config.d_model + config.head_dim + config.seq_len + 10)
+    q, k = ((x.abs() @ weight.weight.abs().t()).max() for weight in (layer.attention.wq, layer.attention.wk))
+    added = (config.head_dim * 2 * q * k / math.sqrt(config.head_dim)).item()  # a rotation mixes two entries
+    return scores.masked_fill(~visible, -math.inf).max().item(), 2 * sum_error(roundings, torch.float32) * added
 
 
 def test_the_recorded_logit_is_that_of_the_forward(alone: list[str], source_folder: Path, tmp_path: Path) -> None:
     assert train_gpt.main([*alone, "--layers", "1", "--steps", "2", "--no-plot", "--only", "unclipped"]) == 0
     tokens, _ = TrainBatches(load_corpus(source_folder, 0.3).train, 16, 4, 0).batch(0, 0, 1)
-    expected = by_hand(ModelConfig(d_model=16, n_layers=1, n_heads=2, d_ff=32, seq_len=16, qk_norm=False), tokens)
-    assert log_of(tmp_path / "runs")["runs"]["unclipped"]["largest_logit"][0] == pytest.approx(expected, rel=1e-5)
+    expected, bound = by_hand(ModelConfig(d_model=16, n_layers=1, n_heads=2, d_ff=32, seq_len=16, qk_norm=False), tokens)
+    assert log_of(tmp_path / "runs")["runs"]["unclipped"]["largest_logit"][0] == pytest.approx(expected, abs=bound)
 
 
 def test_summary_tells_before_the_clip_from_after() -> None:
