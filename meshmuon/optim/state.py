@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..device import known_to_host
 from ..errors import StateError
 from ..execute import local_part
 from ..matrices import MatrixSet, matrices_inside
@@ -289,7 +290,8 @@ def _check_entry(name: str, param: Tensor, entry: Mapping[str, Any], group: Mapp
     for key in shapes if entry else ():
         if key == "step":
             _check_step_count(name, f"saved {key}", entry[key])
-            if not 0 <= float(entry[key]) < math.inf:
+            readable = not isinstance(entry[key], Tensor) or known_to_host(entry[key])  # one wait per parameter otherwise
+            if readable and not 0 <= float(entry[key]) < math.inf:
                 raise StateError(f"{name}: its saved {key} is {float(entry[key])}, it must be a count of steps.")
         else:
             _check_tensor(name, param, key, entry[key], shapes[key])
