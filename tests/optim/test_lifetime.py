@@ -91,7 +91,8 @@ def option_out_of_range(optimizer: Muon, params: list[nn.Parameter], trouble: Tr
 def not_prepared(optimizer: Muon, params: list[nn.Parameter], trouble: Trouble) -> None:
     added = nn.Parameter(torch.ones(3, 5))
     added.grad = torch.ones(3, 5)
-    optimizer.add_param_group({"params": [("added", added)], "use_muon": True, "adjust_lr_fn": lambda rows, cols: 1 / 0})
+    optimizer.add_param_group({"params": [("added", added)], "use_muon": True})
+    optimizer.param_groups[-1]["adjust_lr_fn"] = lambda rows, cols: 1 / 0
     with suppress(Exception):
         steps(optimizer, params, trouble)
 
