@@ -137,7 +137,7 @@ def test_a_wrong_dtype_on_one_rank_is_told_on_all(dtype: torch.dtype) -> None:
         mesh = init_device_mesh("cpu", (world,))
 
         def cut(value: Tensor) -> Tensor:
-            return distribute_tensor(value, mesh, [Shard(0)], src_data_rank=None)
+            return distribute_tensor(value.clone(), mesh, [Shard(0)], src_data_rank=None)
 
         params = [nn.Parameter(cut(value)) for value in start]
 

@@ -24,6 +24,8 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 from meshmuon import Muon
 
+from ..clear_cuts import clearly_cut
+
 SAVED, STEPS = 5, 10
 R, S0, S1, ES = Replicate(), Shard(0), Shard(1), _StridedShard(0, split_factor=2)
 HALF = torch.bfloat16
@@ -111,7 +113,9 @@ def hsdp(model: Model) -> None:
 
 def place(model: Model, name: str, mesh: Any, placements: tuple[Any, ...]) -> None:
     leaf = model.get_submodule(name)
-    cut = distribute_tensor(leaf.weight.detach(), mesh, list(placements), src_data_rank=None)
+    weight = leaf.weight.detach()
+    clear = clearly_cut(weight.shape, tuple(mesh.shape), placements)
+    cut = distribute_tensor(weight.clone(), mesh, list(clear), src_data_rank=None)
     leaf.weight = nn.Parameter(cut, requires_grad=leaf.weight.requires_grad)
 
 

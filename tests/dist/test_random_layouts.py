@@ -127,13 +127,14 @@ OPTIONS = st.fixed_dictionaries(
 
 
 @st.composite
-def cases(draw: Any) -> tuple[Case, Layouts, bool]:
+def cases(draw: Any, *, many: bool = False) -> tuple[Case, Layouts, bool]:
+    """A case, its meshes, and whether plain tensors are divided; ``many``: also several of each parameter, and more threads."""
     layouts = draw(layouts_())
     steps = 3
     chosen = tuple(draw(st.lists(params(layouts, steps), min_size=1, max_size=5)))
-    chosen *= draw(st.sampled_from([1, 1, 1, 4]))  # batches are larger then, and different on every rank
+    chosen *= draw(st.sampled_from([1, 1, 1, 4 if many else 1]))  # batches are larger then, and different on every rank
     options = draw(OPTIONS)
-    threads = draw(st.sampled_from([1, 1, 1, 1, 2, 3]))
+    threads = draw(st.sampled_from([1, 1, 1, 1, 2, 3] if many else [1]))
     options["deterministic"] = threads > 1 or draw(st.integers(0, 5)) == 0
     if draw(st.booleans()) and not any(one.dtype == torch.float64 for one in chosen):
         options["comm_dtype"] = torch.float32  # the default, said aloud
@@ -141,7 +142,7 @@ def cases(draw: Any) -> tuple[Case, Layouts, bool]:
 
 
 @settings(max_examples=80, phases=[Phase.explicit, Phase.reuse, Phase.generate])
-@given(cases())
+@given(cases(many=True))
 def test_random_layouts_equal_one_device(drawn: tuple[Case, Layouts, bool]) -> None:
     case, layouts, replica_group = drawn
     run_case(case, layouts, replica_group=replica_group)
@@ -165,7 +166,7 @@ def run_hostile(case: Case, layouts: Layouts, *, company: bool = False, **option
 
 
 @settings(max_examples=16, phases=[Phase.explicit, Phase.reuse, Phase.generate])
-@given(cases())
+@given(cases(many=True))
 def test_random_layouts_where_products_round_by_address(drawn: tuple[Case, Layouts, bool]) -> None:
     case, layouts, replica_group = drawn
     options = {"replica_group": dist.group.WORLD} if replica_group else {}
