@@ -217,6 +217,10 @@ def test_bad_gradients_write_nothing(bad: Any, message: str, position: int, name
     before, state = copies(params), copy.deepcopy(optimizer.state_dict()["state"])
     set_gradients(params, gradients(params, 1))
     params[position].grad_dtype = None  # else torch itself refuses to assign a complex gradient
+    if bad is complex_numbers and not hasattr(Tensor, "grad_dtype"):  # torch 2.9 always does
+        with pytest.raises(RuntimeError, match="dtype"):
+            params[position].grad = bad(params[position].detach())
+        return
     params[position].grad = bad(params[position].detach())
     with pytest.raises(GradientError, match=message.format(name)):
         optimizer.step()
