@@ -13,7 +13,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-__all__ = ["accumulate", "adds_alike", "apply", "look_ahead"]
+__all__ = ["accumulate", "adds_alike", "all_add_alike", "apply", "look_ahead"]
 
 _TRIAL_SIZES = (1, 2, 3, 5, 7, 8, 9, 15, 16, 17, 31, 32, 33, 63, 65)
 
@@ -41,8 +41,11 @@ def accumulate(buffers: list[Tensor], grads: list[Tensor], retain: float | Tenso
         torch._foreach_mul_(buffers, retain)
         torch._foreach_add_(buffers, grads)
         return
+    usual = buffers[0].dtype  # asked once: each tensor is decided on by its own dtypes, but these rarely differ
+    usually = adds_alike(usual, usual)
     for buffer, grad in zip(buffers, grads, strict=True):  # no batched kernels here: one operation touches memory less than two
-        if grad.dtype is buffer.dtype and adds_alike(buffer.dtype, buffer.dtype):
+        kind = buffer.dtype
+        if grad.dtype is kind and (usually if kind is usual else adds_alike(kind, kind)):
             torch.add(grad, buffer, alpha=retain, out=buffer)
         else:
             buffer.mul_(retain).add_(grad)
@@ -54,21 +57,36 @@ def look_ahead(views: list[Tensor], grads: list[Tensor], buffers: list[Tensor], 
         torch._foreach_copy_(views, grads)
         torch._foreach_add_(views, buffers, alpha=momentum)
         return
+    usual = views[0].dtype
+    usually = adds_alike(usual, usual)
     for view, grad, buffer in zip(views, grads, buffers, strict=True):
-        if not adds_alike(view.dtype, buffer.dtype):
+        kind, its = view.dtype, buffer.dtype
+        if not (usually if kind is usual and its is usual else adds_alike(kind, its)):
             view.copy_(buffer).mul_(momentum).add_(grad)
-        elif grad.dtype is view.dtype and buffer.dtype is view.dtype:
+        elif grad.dtype is kind and its is kind:
             torch.add(grad, buffer, alpha=momentum, out=view)
         else:
             view.copy_(grad).add_(buffer, alpha=momentum)
 
 
 def apply(
-    params: list[Tensor], updates: list[Tensor], decay: float | Tensor, rate: float | Tensor, *, cautious: bool = False
+    params: list[Tensor],
+    updates: list[Tensor],
+    decay: float | Tensor,
+    rate: float | Tensor,
+    *,
+    cautious: bool = False,
+    alike: bool | None = None,
 ) -> None:
     """p ← p·decay − rate·update, without waiting for the device when lr is a tensor there.
 
-    ``cautious``: only elements whose update brings them nearer to zero, or which have none, decay.
+    Args:
+        params: the parameters.
+        updates: their updates, which may be overwritten.
+        decay: what the parameters are multiplied by.
+        rate: what the updates are multiplied by.
+        cautious: only elements whose update brings them nearer to zero, or which have none, decay.
+        alike: what ``all_add_alike`` says of them, for those who know it.
     """
     if cautious:
         for param, update in zip(params, updates, strict=True):
@@ -77,7 +95,7 @@ def apply(
             param.copy_(torch.where(same_way, decayed, param, out=decayed))
     elif isinstance(decay, Tensor) or decay != 1.0:
         torch._foreach_mul_(params, decay)
-    if isinstance(rate, Tensor) or not _all_add_alike(params, updates):
+    if isinstance(rate, Tensor) or not (all_add_alike(params, updates) if alike is None else alike):
         torch._foreach_mul_(updates, rate)
         torch._foreach_add_(updates, 0.0)  # −0 becomes 0: at rate 0 a weight of −0 keeps its sign
         torch._foreach_sub_(params, updates)
@@ -85,7 +103,8 @@ def apply(
         torch._foreach_add_(params, updates, alpha=-rate)
 
 
-def _all_add_alike(totals: list[Tensor], addends: list[Tensor]) -> bool:
+def all_add_alike(totals: list[Tensor], addends: list[Tensor]) -> bool:
+    """Whether ``adds_alike`` holds for all pairs of tensors."""
     if totals[0].device.type != "cpu":
         return True
     return all(adds_alike(*dtypes) for dtypes in {(a.dtype, b.dtype) for a, b in zip(totals, addends, strict=True)})

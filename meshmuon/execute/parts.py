@@ -12,7 +12,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from .elementwise import accumulate, apply, look_ahead
+from .elementwise import accumulate, all_add_alike, apply, look_ahead
 from .work import Work, local_part
 
 __all__ = ["Part", "Parts", "Touch", "grouped"]
@@ -37,10 +37,11 @@ class Part:
 class _Alike:
     """Parts whose parameters have a group, or a group and a shape, in common."""
 
-    def __init__(self, parts: Sequence[Part]) -> None:
+    def __init__(self, parts: Sequence[Part], work: Sequence[Work]) -> None:
         self._parts = parts
         self.first = parts[0].work
         self.views = [part.view for part in parts]
+        self.add_alike = all_add_alike([local_part(work[part.work].param) for part in parts], self.views)
 
     def params(self, work: Sequence[Work]) -> list[Tensor]:
         """The parts of the parameters."""
@@ -59,9 +60,9 @@ class Parts:
     """Parts that are filled and applied together, grouped once by what their parameters have in common."""
 
     def __init__(self, parts: Sequence[Part], work: Sequence[Work]) -> None:
-        self._by_group = [_Alike(some) for _, some in grouped(parts, lambda part: work[part.work].group)]
+        self._by_group = [_Alike(some, work) for _, some in grouped(parts, lambda part: work[part.work].group)]
         shapes = grouped(parts, lambda part: (work[part.work].group, work[part.work].matrices.lr_shape))
-        self._by_shape = [_Alike(some) for _, some in shapes]
+        self._by_shape = [_Alike(some, work) for _, some in shapes]
 
     def fill(self, work: Sequence[Work]) -> None:
         """Writes each parameter's update before orthogonalisation into its view."""
@@ -77,7 +78,8 @@ class Parts:
         for alike in self._by_shape:
             first = work[alike.first]
             settings, factor = first.settings, first.settings.adjust(*first.matrices.lr_shape)
-            apply(alike.params(work), alike.views, settings.decay, settings.rate * factor, cautious=settings.cautious)
+            rate, how = settings.rate * factor, {"cautious": settings.cautious, "alike": alike.add_alike}
+            apply(alike.params(work), alike.views, settings.decay, rate, **how)
 
 
 class Touch:
