@@ -67,7 +67,7 @@ __all__ = [
 # ---------------------------------------------------------------------------------------------------------------- versions
 
 OLDEST, NEWEST = "2.9.1", "2.15.0"
-"""The versions between which tests are run (docs/compatibility.md says which); ``pyproject.toml`` and README name the same ones."""
+"""The versions between which tests are run (docs/compatibility.md says which); ``pyproject.toml`` and README name the same."""
 
 _warned = False
 
