@@ -343,7 +343,7 @@ def test_ranks_that_were_built_differently(name: str) -> None:
         assert_untouched(optimizer, before)
         return said
 
-    text = one_text(run_threads(WORLD, main, timeout=8), PlanMismatchError)
+    text = one_text(run_threads(WORLD, main), PlanMismatchError)
     assert all(part in text for part in parts), text
 
 
@@ -356,7 +356,7 @@ def test_replicas_option_differs_where_only_one_choice_travels() -> None:
         param.grad = torch.ones_like(param)
         return refused(optimizer.step)
 
-    assert "rank 1 was given" in one_text(run_threads(WORLD, main, timeout=8), PlanMismatchError)
+    assert "rank 1 was given" in one_text(run_threads(WORLD, main), PlanMismatchError)
 
 
 # Groups added later.
@@ -420,7 +420,7 @@ def test_the_first_travelling_group_added_on_one_rank_only() -> None:
         add_group_on(rank, 2, optimizer=optimizer, mesh=mesh)
         return refused(optimizer.step)
 
-    one_text(run_threads(WORLD, main, timeout=8), PlanMismatchError)
+    one_text(run_threads(WORLD, main), PlanMismatchError)
 
 
 # Plans that change.

@@ -85,7 +85,7 @@ class Model:
 
 
 def lives(world: int, main: Callable[[int], Any]) -> list[Any]:
-    return run_threads(world, main, timeout=20)
+    return run_threads(world, main)
 
 
 def untroubled(layout: str, steps: int) -> list[list[list[Tensor]]]:

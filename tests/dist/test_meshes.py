@@ -191,7 +191,7 @@ def slice_of_a_mesh() -> DeviceMesh:
 def run_stages(world: int, meshes: Callable[[], Sequence[DeviceMesh]], stages: Sequence[Case], first: int) -> list[Muon]:
     """Two stages; not one rank of the other begins its first step before all ranks of stage ``first`` have done their last."""
     expected = [single(case) for case in stages]
-    done = threading.Barrier(world, timeout=20)
+    done = threading.Barrier(world, timeout=100)
 
     def main(rank: int) -> Muon:
         mine, stage = meshes(), rank * 2 // world

@@ -31,7 +31,7 @@ if not torch.cuda.is_available():
         pass
 
 
-def run_threads(world: int, rank_main: Callable[[int], T], *, timeout: float = 50.0, host_memory: bool = True) -> list[T]:
+def run_threads(world: int, rank_main: Callable[[int], T], *, timeout: float = 150.0, host_memory: bool = True) -> list[T]:
     """What ``rank_main(rank)`` returns on each rank; the first exception is raised.
 
     With ``host_memory=False`` the ranks' groups look as if they could not move host memory, as NCCL's; meshmuon then makes gloo

@@ -230,7 +230,7 @@ def test_bad_flags_are_refused_before_training(
 def run_script(flags: list[str], **environment: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, str(REPOSITORY / "examples" / "train_gpt.py"), *flags]
     variables = {**os.environ, "PYTHONPATH": str(REPOSITORY), **environment}
-    return subprocess.run(command, env=variables, capture_output=True, text=True, timeout=58, check=False)
+    return subprocess.run(command, env=variables, capture_output=True, text=True, timeout=250, check=False)
 
 
 def losses(out: Path) -> list[float]:

@@ -35,7 +35,7 @@ class Ended:
     trouble: str = ""
 
 
-def run_ranks(world: int, main: Main, folder: Path, *args: Any, timeout: float = 30.0, seconds: float = 25.0) -> list[Ended]:
+def run_ranks(world: int, main: Main, folder: Path, *args: Any, timeout: float = 150.0, seconds: float = 120.0) -> list[Ended]:
     """Runs ``main(rank, folder, *args)`` on ``world`` ranks of one gloo group.
 
     Args:

@@ -104,7 +104,6 @@ class Refusal:
 REFUSALS: dict[str, Refusal] = {
     "gradient of another shape": Refusal(other_shape, "GradientError", ("rank 1: a has shape (8, 6)", "(8, 5)"), {}),
     "gradient cut otherwise": Refusal(other_cut, "GradientError", ("rank 1: a: this rank holds",), {}),
-    "complex gradient": Refusal(complex_numbers, "GradientError", ("rank 1: a has a complex gradient",), {}),
     "NaN": Refusal(not_finite, "GradientError", ("rank 1: a has a gradient that is not finite",), {"nonfinite": "raise"}),
     "negative lr": Refusal(setting(0, lr=-1.0), "ConfigError", ("rank 1: group 0: lr=-1.0",), {}),
     "too large an lr": Refusal(setting(0, lr=1e39), "ConfigError", ("rank 1: group 0: lr=1e+39 times adjust_lr_fn",), {}),
@@ -118,6 +117,8 @@ REFUSALS: dict[str, Refusal] = {
     "another weight decay": Refusal(setting(1, weight_decay=0.0), "PlanMismatchError", ("f: rank 1", "weight_decay=0.0"), {}),
     "other betas": Refusal(setting(1, betas=(0.8, 0.9)), "PlanMismatchError", ("f: rank 1", "betas=(0.8, 0.9)"), {}),
 }
+if hasattr(torch.Tensor, "grad_dtype"):  # torch 2.9 refuses such a gradient itself, when it is assigned
+    REFUSALS["complex gradient"] = Refusal(complex_numbers, "GradientError", ("rank 1: a has a complex gradient",), {})
 
 
 def refused_rank(rank: int, folder: Path, name: str, first: int) -> Said:

@@ -514,7 +514,7 @@ def test_threads_that_collect_leave_the_compiler_as_it_was() -> None:
     from torch._dynamo import eval_frame
 
     before, inside = eval_frame._stance.stance, []
-    gate = threading.Barrier(4, timeout=10)
+    gate = threading.Barrier(4, timeout=100)
 
     def main(turn: int) -> None:
         gate.wait()
