@@ -106,7 +106,7 @@ def race(
     warmups: int = 1,
     seconds: float = math.inf,
     barrier: Callable[[], object] = lambda: None,
-    told: Callable[[str, Samples], None] = lambda name, samples: None,
+    shown: Callable[[str, Samples], None] = lambda name, samples: None,
     advance: Callable[[], object] = lambda: None,
 ) -> dict[str, Samples]:
     """Times all ``steps`` in turns, so that a busy machine slows all of them alike.
@@ -134,7 +134,7 @@ def race(
             if turn >= 0:
                 found[name].wall.append(time.perf_counter() - wall)
                 found[name].cpu.append(time.process_time() - cpu)
-                told(name, found[name])
+                shown(name, found[name])
         advance()
     return found
 

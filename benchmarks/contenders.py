@@ -219,7 +219,7 @@ CONTENDERS = (
 )
 
 
-def available(told: Callable[[str], None]) -> list[Contender]:
+def available(shown: Callable[[str], None]) -> list[Contender]:
     """The contenders that can run here; says which cannot."""
     found = []
     for contender in CONTENDERS:
@@ -229,7 +229,7 @@ def available(told: Callable[[str], None]) -> list[Contender]:
                 if contender.package == "muon" and not hasattr(module, "SingleDeviceMuon"):
                     raise ImportError("another package is called muon as well")
         except ImportError as error:
-            told(f"{contender.name} is left out: {error}. `pip install 'meshmuon[bench]'` brings it.")
+            shown(f"{contender.name} is left out: {error}. `pip install 'meshmuon[bench]'` brings it.")
         else:
             found.append(contender)
     return found

@@ -151,8 +151,8 @@ def measure(lying: Lying, options: argparse.Namespace, wire: Wire) -> dict[str, 
     if main:
         steps[PURE] = pure_work(shapes, options.cores)
     waits: list[float] = []
-    told: Callable[[str, Samples], None] = lambda name, _: waits.append(wire.waited) if name == OURS else None  # noqa: E731
-    times = race(steps, options.rounds, warmups=0, barrier=dist.barrier, told=told)
+    shown: Callable[[str, Samples], None] = lambda name, _: waits.append(wire.waited) if name == OURS else None  # noqa: E731
+    times = race(steps, options.rounds, warmups=0, barrier=dist.barrier, shown=shown)
     plan, elements = optimizer.plan(), sum(p.numel() for p in runners[OURS].params)
     waited, alone_s = over_ranks(quartiles(waits).median), quartiles(times[ALONE].wall).median
     return {

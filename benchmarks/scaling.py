@@ -28,7 +28,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from meshmuon import Muon
 from meshmuon.layout import Layout, Mesh, Sharded
-from meshmuon.plan import Entry, PlanOptions, cost_model_for, make_plan, routes_of
+from meshmuon.plan import PlannedParam, PlanOptions, cost_model_for, make_plan, routes_of
 
 SHAPES = [(rows, cols) for rows in (1024, 2048, 4096, 768, 1536, 1000) for cols in (1024, 2048, 4096, 8192, 100)]
 PLAN, FIRST, STEP = "plan", "first step", "step"
@@ -61,7 +61,7 @@ def plan_point(matrices: int, ranks: int, rounds: int) -> Point:
 
     def run() -> None:
         kinds = len(SHAPES)
-        entries = [Entry(name, layouts[k % kinds], 0, "bf16", 2, flops[k % kinds]) for k, name in enumerate(names)]
+        entries = [PlannedParam(name, layouts[k % kinds], 0, "bf16", 2, flops[k % kinds]) for k, name in enumerate(names)]
         plan = make_plan(entries, PlanOptions(cost_model_for("cuda")))
         assert plan.digest
         routes_of(plan, 0)
@@ -179,7 +179,7 @@ def goals_of(points: Sequence[Point], ranks: Sequence[int]) -> list[Goal]:
 
 
 def plot(points: Sequence[Point], figure: Any) -> None:
-    for place, (what, axes) in enumerate(zip((PLAN, FIRST, STEP), figure.subplots(1, 3), strict=True)):
+    for position, (what, axes) in enumerate(zip((PLAN, FIRST, STEP), figure.subplots(1, 3), strict=True)):
         for ranks in sorted({point.ranks for point in points if point.what == what}):
             some = sorted((p for p in points if p.what == what and p.ranks == ranks), key=lambda point: point.matrices)
             axes.plot([p.matrices for p in some], [p.us_per_matrix for p in some], marker="o", ms=3, label=f"{ranks} ranks")
@@ -188,7 +188,7 @@ def plot(points: Sequence[Point], figure: Any) -> None:
         axes.set_xlabel("matrices")
         axes.set_title(what, fontsize=9)
         axes.legend(frameon=False, fontsize=6)
-        if place == 0:
+        if position == 0:
             axes.set_ylabel("µs of process time per matrix")
 
 

@@ -57,7 +57,7 @@ def enter_all(contenders: Sequence[Contender], model: Model) -> list[Entrant]:
     return [enter(contender, model) for contender in contenders if not (model.costly and contender.cheap_only)]
 
 
-def check(entrants: list[Entrant], told: Callable[[str], None]) -> tuple[list[Entrant], dict[str, float]]:
+def check(entrants: list[Entrant], shown: Callable[[str], None]) -> tuple[list[Entrant], dict[str, float]]:
     """Leaves out whoever made another update than meshmuon."""
     found = differences(entrants)
     kept = []
@@ -67,7 +67,7 @@ def check(entrants: list[Entrant], told: Callable[[str], None]) -> tuple[list[En
         if difference <= TOLERANCE[contender.dtype]:
             kept.append(entrant)
         else:
-            told(f"{contender.name} is left out: its update is {difference:.1e} from meshmuon's.")
+            shown(f"{contender.name} is left out: its update is {difference:.1e} from meshmuon's.")
     return kept, found
 
 

@@ -23,8 +23,8 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from meshmuon import ConfigError, GradientError, Muon, UnsupportedError, UntestedTorchWarning, torch_compat
-from meshmuon.optim.dtensors import check_gradient_placement, check_placement, layouts_of, same_placement, siblings
-from meshmuon.optim.lr import lr_factor
+from meshmuon.params.dtensors import check_gradient_placement, check_placement, layouts_of, same_placement, siblings
+from meshmuon.params.lr import lr_factor
 from meshmuon.transport import exchange_group, groups
 
 from .dist.threads import run_threads

@@ -4,7 +4,7 @@ from .data_parallel import DataParallelExecutor
 from .executor import Executor, StepExecutor
 from .reference import ReferenceExecutor
 from .settings import DEFAULT_MEMORY_BUDGET, ExecutorSettings
-from .work import UpdateRule, Work, WorkSettings, local_part
+from .step_param import StepParam, StepSettings, UpdateRule, local_part
 
 __all__ = [
     "DEFAULT_MEMORY_BUDGET",
@@ -13,8 +13,8 @@ __all__ = [
     "ExecutorSettings",
     "ReferenceExecutor",
     "StepExecutor",
+    "StepParam",
+    "StepSettings",
     "UpdateRule",
-    "Work",
-    "WorkSettings",
     "local_part",
 ]

@@ -11,44 +11,56 @@ from torch.profiler import record_function
 
 from ..layout import clip, length
 from ..ortho import Workspace
-from ..plan import NO_WAVE, Batch, Entry, Plan, Send, Slice, WaveRoutes, plan_batches, routes_of, slot_sizes, wave_sizes
+from ..plan import (
+    NO_WAVE,
+    Batch,
+    ItemRange,
+    Plan,
+    PlannedParam,
+    Send,
+    WaveRoutes,
+    plan_batches,
+    routes_of,
+    slot_sizes,
+    wave_sizes,
+)
 from ..transport import Exchange
-from .copies import Placed, blocks_of, strided_views
-from .memory import Memories, load_memory, memories_for, memory_entry, store_memory
-from .parts import Part, Parts, Touch
+from .ortho_batch import OrthoBatch, reserve_ortho_batches
 from .pipeline import waves_ahead
+from .rule_state import RuleStateExchange, load_rule_state, rule_state_exchanges, rule_state_param, store_rule_state
 from .settings import ExecutorSettings
-from .stage import Stage, reserve_stages
-from .wave import Copies, Flow, Staged, Wave
-from .work import Work, local_part
+from .shard_views import GradLifetime, ShardView, ShardViews
+from .step_param import StepParam, local_part
+from .strided_copies import PlacedPiece, blocks_of, strided_views
+from .wave import CopyPairs, ExchangeBuffers, OwnedBatch, Wave
 
-__all__ = ["LocalBatch", "Program", "build_program"]
+__all__ = ["LocalBatch", "RankProgram", "build_rank_program"]
 
 
 @dataclass(frozen=True, slots=True)
 class LocalBatch:
     """Matrices that are whole on this rank: momentum, orthogonalise, update, nothing sent."""
 
-    stage: Stage
-    parts: Parts
-    touch: Touch
-    memory: list[Part]
+    stage: OrthoBatch
+    parts: ShardViews
+    touch: GradLifetime
+    memory: list[ShardView]
 
-    def run(self, work: Sequence[Work]) -> None:
+    def run(self, work: Sequence[StepParam]) -> None:
         """One step of the batch."""
         with record_function("meshmuon::momentum"):
             self.touch.accumulate(work)
             self.parts.fill(work)
-            load_memory(self.memory, work)
+            load_rule_state(self.memory, work)
         self.touch.free_gradients(work)
         self.stage.orthogonalise()
         with record_function("meshmuon::update"):
             self.parts.apply(work)
-            store_memory(self.memory, work)
+            store_rule_state(self.memory, work)
 
 
 @dataclass(frozen=True, slots=True)
-class Program:
+class RankProgram:
     """What one rank does in a step.
 
     Attributes:
@@ -61,14 +73,14 @@ class Program:
 
     waves: tuple[Wave, ...] = ()
     local: tuple[LocalBatch, ...] = ()
-    memories: tuple[Memories, ...] = ()
-    rest: Touch = field(default_factory=Touch)
+    memories: tuple[RuleStateExchange, ...] = ()
+    rest: GradLifetime = field(default_factory=GradLifetime)
     failures: list[Exception] = field(default_factory=list)
 
 
-def build_program(
-    plan: Plan, rank: int, work: Sequence[Work], exchange: Exchange | None, workspace: Workspace, settings: ExecutorSettings
-) -> Program:
+def build_rank_program(
+    plan: Plan, rank: int, work: Sequence[StepParam], exchange: Exchange | None, workspace: Workspace, settings: ExecutorSettings
+) -> RankProgram:
     """Everything that ``rank`` needs to execute ``plan`` on ``work``."""
     return _Builder(plan, rank, work, exchange, workspace, settings).build()
 
@@ -78,7 +90,7 @@ class _Builder:
         self,
         plan: Plan,
         rank: int,
-        work: Sequence[Work],
+        work: Sequence[StepParam],
         exchange: Exchange | None,
         workspace: Workspace,
         settings: ExecutorSettings,
@@ -94,51 +106,51 @@ class _Builder:
         self.company = _company(plan)
         self.sizes = [wave_sizes(routes) for routes in self.routes]
 
-    def build(self) -> Program:
+    def build(self) -> RankProgram:
         runs = self._local_runs()
         local = self._batches(runs, [self.company[run.item, self._matrix_at(run)] for run in runs])
         # Every matrix that this rank owns in a wave is a run of one, named by its parameter.
-        owned = [[Slice(self.plan.tasks[task].entry, 0, 1) for task in routes.owned] for routes in self.routes]
+        owned = [[ItemRange(self.plan.tasks[task].entry, 0, 1) for task in routes.owned] for routes in self.routes]
         tasks = [[self.plan.tasks[task] for task in routes.owned] for routes in self.routes]
         keys = [[self.company[task.entry, task.matrix] for task in wave] for wave in tasks]
         batches = [self._batches(wave, some) for wave, some in zip(owned, keys, strict=True)]
         everything = [(batch, self._like(runs, batch)) for batch in local]
         everything += [(batch, self._like(wave, batch)) for wave, some in zip(owned, batches, strict=True) for batch in some]
-        reserve_stages(everything, self.workspace, self.settings)
+        reserve_ortho_batches(everything, self.workspace, self.settings)
         self._reserve_buffers()
         touches, rest = self._touches(runs, local)
         stages = [[self._stage(wave, batch) for batch in some] for wave, some in zip(owned, batches, strict=True)]
         waves = [self._wave(k, stages[k], touches[k]) for k in range(len(owned))]
         alone = [self._local_batch(runs, batch, touches[len(owned) + k]) for k, batch in enumerate(local)]
-        return Program(tuple(waves), tuple(alone), tuple(self._memories(stages)), rest, self.failures)
+        return RankProgram(tuple(waves), tuple(alone), tuple(self._memories(stages)), rest, self.failures)
 
-    def _local_runs(self) -> list[Slice]:
+    def _local_runs(self) -> list[ItemRange]:
         """Matrices that need no exchange, as runs of consecutive matrices of local tensors."""
-        runs: list[Slice] = []
+        runs: list[ItemRange] = []
         for task in self.plan.tasks:
-            if task.wave != NO_WAVE or self.rank not in task.spread.place:
+            if task.wave != NO_WAVE or self.rank not in task.sharded.piece_and_replica:
                 continue
             at = self.local_index[task.entry][task.matrix]
             if runs and runs[-1].item == task.entry and runs[-1].stop == at:
-                runs[-1] = Slice(task.entry, runs[-1].start, at + 1)
+                runs[-1] = ItemRange(task.entry, runs[-1].start, at + 1)
             else:
-                runs.append(Slice(task.entry, at, at + 1))
+                runs.append(ItemRange(task.entry, at, at + 1))
         return runs
 
-    def _matrix_at(self, run: Slice) -> int:
+    def _matrix_at(self, run: ItemRange) -> int:
         return next(matrix for matrix, at in self.local_index[run.item].items() if at == run.start)
 
-    def _batches(self, runs: Sequence[Slice], company: Sequence[Hashable]) -> tuple[Batch, ...]:
+    def _batches(self, runs: Sequence[ItemRange], company: Sequence[Hashable]) -> tuple[Batch, ...]:
         items = [self.work[run.item].item(run.stop - run.start, with_=key) for run, key in zip(runs, company, strict=True)]
         return plan_batches(items, budget=self.settings.memory_budget, chunk_size=self.settings.chunk_size)
 
-    def _like(self, runs: Sequence[Slice], batch: Batch) -> Work:
+    def _like(self, runs: Sequence[ItemRange], batch: Batch) -> StepParam:
         return self.work[runs[batch.slices[0].item].item]
 
-    def _stage(self, runs: Sequence[Slice], batch: Batch) -> Stage:
-        return Stage(batch, self._like(runs, batch), self.workspace, self.settings, self.failures)
+    def _stage(self, runs: Sequence[ItemRange], batch: Batch) -> OrthoBatch:
+        return OrthoBatch(batch, self._like(runs, batch), self.workspace, self.settings, self.failures)
 
-    def _local_batch(self, runs: Sequence[Slice], batch: Batch, touch: Touch) -> LocalBatch:
+    def _local_batch(self, runs: Sequence[ItemRange], batch: Batch, touch: GradLifetime) -> LocalBatch:
         stage = self._stage(runs, batch)
         parts, memory, offset = [], [], 0
         for part in batch.slices:
@@ -149,43 +161,43 @@ class _Builder:
             if stage.memory is not None:
                 memory.append(self._memory_part(*matrices, stage.memory[here]))
             offset += count
-        return LocalBatch(stage, Parts(parts, self.work), touch, memory)
+        return LocalBatch(stage, ShardViews(parts, self.work), touch, memory)
 
-    def _part(self, entry: int, start: int, stop: int, view: Tensor) -> Part:
+    def _part(self, entry: int, start: int, stop: int, view: Tensor) -> ShardView:
         """Matrices [start, stop) of the local tensor of parameter ``entry``, which ``view`` holds in the same order."""
         local = local_part(self.work[entry].param)
         return _part(entry, local, self._stack(entry, start, stop), self.window[entry], view)
 
-    def _memory_part(self, entry: int, start: int, stop: int, view: Tensor) -> Part:
+    def _memory_part(self, entry: int, start: int, stop: int, view: Tensor) -> ShardView:
         """The rule's numbers of matrices [start, stop), likewise."""
         work = self.work[entry]
         assert work.memory is not None
-        window = _local_window(memory_entry(self.plan.entries[entry], work), self.rank)
+        window = _local_window(rule_state_param(self.plan.entries[entry], work), self.rank)
         return _part(entry, local_part(work.memory), self._stack(entry, start, stop), window, view)
 
     def _stack(self, entry: int, start: int, stop: int) -> tuple[slice, ...]:
         return (slice(start, stop),) if self.work[entry].matrices.lead else ()
 
-    def _memories(self, stages: Sequence[Sequence[Stage]]) -> list[Memories]:
+    def _memories(self, stages: Sequence[Sequence[OrthoBatch]]) -> list[RuleStateExchange]:
         kept: dict[int, Tensor] = {}
         for routes, some in zip(self.routes, stages, strict=True):
             for stage in some:
                 if stage.memory is not None:
                     kept.update({routes.owned[part.item]: stage.memory[k] for k, part in enumerate(stage.batch.slices)})
 
-        def part_of(index: int, view: Tensor) -> Part:
+        def part_of(index: int, view: Tensor) -> ShardView:
             task = self.plan.tasks[index]
             at = self.local_index[task.entry][task.matrix]
             return self._memory_part(task.entry, at, at + 1, view)
 
-        return memories_for(self.plan, self.rank, self.work, self.exchange, kept, part_of)
+        return rule_state_exchanges(self.plan, self.rank, self.work, self.exchange, kept, part_of)
 
-    def _piece(self, send: Send, buffer: Tensor, offset: int) -> Part:
+    def _piece(self, send: Send, buffer: Tensor, offset: int) -> ShardView:
         task = self.plan.tasks[send.task]
         at = self.local_index[task.entry][task.matrix]
         return self._part(task.entry, at, at + 1, buffer[offset : offset + send.piece.size])
 
-    def _touches(self, runs: Sequence[Slice], local: Sequence[Batch]) -> tuple[list[Touch], Touch]:
+    def _touches(self, runs: Sequence[ItemRange], local: Sequence[Batch]) -> tuple[list[GradLifetime], GradLifetime]:
         """Per wave and then per local batch, in the order in which the pipeline fills them."""
         touched = [self._touched(routes) for routes in self.routes]
         touched += [{self.first[runs[part.item].item] for part in batch.slices} for batch in local]
@@ -199,7 +211,9 @@ class _Builder:
                 found[k] = sorted(touched[k] - seen)
                 seen |= touched[k]
         rest = set(self.first) - set().union(*touched)
-        return [Touch(tuple(b), tuple(e)) for b, e in zip(begins, ends, strict=True)], Touch((), tuple(sorted(rest)))
+        return [GradLifetime(tuple(b), tuple(e)) for b, e in zip(begins, ends, strict=True)], GradLifetime(
+            (), tuple(sorted(rest))
+        )
 
     def _touched(self, routes: WaveRoutes) -> set[int]:
         """Parameters of which this rank holds a piece in a wave; a replica that sends nothing still keeps its momentum."""
@@ -226,11 +240,11 @@ class _Builder:
             return None
         return self.workspace.take("rough", (size,), like.update_dtype, like.param.device)
 
-    def _like_lane(self, wave: int) -> Work:
+    def _like_lane(self, wave: int) -> StepParam:
         lane = self.plan.lanes[wave]
         return next(self.work[k] for k, entry in enumerate(self.plan.entries) if entry.lane == lane)
 
-    def _wave(self, k: int, stages: Sequence[Stage], touch: Touch) -> Wave:
+    def _wave(self, k: int, stages: Sequence[OrthoBatch], touch: GradLifetime) -> Wave:
         routes, sizes, slot = self.routes[k], self.sizes[k], k % self.plan.options.in_flight
         mine, theirs = self._buffer("mine", k, slot, sizes.mine), self._buffer("theirs", k, slot, sizes.theirs)
         results = self._buffer("results", k, slot, sizes.results) if sizes.results else theirs
@@ -242,37 +256,37 @@ class _Builder:
         return Wave(
             gather=self._flow(theirs, routes.gather_in, mine, routes.gather_out),
             scatter=self._flow(mine, routes.scatter_in, results, routes.scatter_out),
-            fill=Parts([self._piece(send, filled, at) for send, at in (*out, *own)], self.work),
-            rounding=Copies([], []) if rough is None else Copies([mine], [rough]),
-            apply=Parts([self._piece(send, mine, at) for send, at in (*back, *own)], self.work),
+            fill=ShardViews([self._piece(send, filled, at) for send, at in (*out, *own)], self.work),
+            rounding=CopyPairs([], []) if rough is None else CopyPairs([mine], [rough]),
+            apply=ShardViews([self._piece(send, mine, at) for send, at in (*back, *own)], self.work),
             staged=tuple(self._staged(routes, stage, (came, theirs), (goes, results), (own, mine)) for stage in stages),
             touch=touch,
         )
 
-    def _flow(self, received: Tensor, comes: Sequence[Send], sent: Tensor, goes: Sequence[Send]) -> Flow:
+    def _flow(self, received: Tensor, comes: Sequence[Send], sent: Tensor, goes: Sequence[Send]) -> ExchangeBuffers:
         assert self.exchange is not None
         inward, outward = _counts(comes, lambda send: send.source), _counts(goes, lambda send: send.target)
-        return Flow(
+        return ExchangeBuffers(
             received[: sum(inward.values())],
             self.exchange.splits(inward),
             sent[: sum(outward.values())],
             self.exchange.splits(outward),
         )
 
-    def _staged(self, routes: WaveRoutes, stage: Stage, came: _Held, goes: _Held, own: _Held) -> Staged:
+    def _staged(self, routes: WaveRoutes, stage: OrthoBatch, came: _Held, goes: _Held, own: _Held) -> OwnedBatch:
         position = {routes.owned[part.item]: k for k, part in enumerate(stage.batch.slices)}
-        into_stage, into_buffers = Copies([], []), Copies([], [])
+        into_stage, into_buffers = CopyPairs([], []), CopyPairs([], [])
         for (sends, buffer), copies, unpacks in (
             (came, into_stage, 1),
             (own, into_stage, 1),
             (goes, into_buffers, 0),
             (own, into_buffers, 0),
         ):
-            placed = [Placed(send.piece, at, position[send.task]) for send, at in sends if send.task in position]
+            placed = [PlacedPiece(send.piece, at, position[send.task]) for send, at in sends if send.task in position]
             views = strided_views(blocks_of(placed, stage.batch.cols, stage.matrices.stride(0)), stage.matrices, buffer)
             copies.target.extend(views[0] if unpacks else views[1])
             copies.source.extend(views[1] if unpacks else views[0])
-        return Staged(stage, into_stage, into_buffers)
+        return OwnedBatch(stage, into_stage, into_buffers)
 
 
 _Held: TypeAlias = "tuple[list[tuple[Send, int]], Tensor]"
@@ -287,18 +301,18 @@ def _company(plan: Plan) -> dict[tuple[int, int], Hashable]:
     """
     done: dict[tuple[int, int], list[tuple[int, int, tuple[int, ...]]]] = {}
     for task in plan.tasks:
-        holders = tuple(sorted(task.spread.place)) if task.wave == NO_WAVE else ()
+        holders = tuple(sorted(task.sharded.piece_and_replica)) if task.wave == NO_WAVE else ()
         done.setdefault((task.entry, task.matrix), []).append((task.owner, task.wave, holders))
     return {key: tuple(times) if len(times) > 1 or len(times[0][2]) > 1 else None for key, times in done.items()}
 
 
-def _part(entry: int, local: Tensor, stack: tuple[slice, ...], window: tuple[slice, slice] | None, view: Tensor) -> Part:
+def _part(entry: int, local: Tensor, stack: tuple[slice, ...], window: tuple[slice, slice] | None, view: Tensor) -> ShardView:
     cut = (*stack, *(window or ()))
     shape = local[cut].shape if cut else local.shape
-    return Part(entry, None if shape == local.shape else cut, view.view(shape))
+    return ShardView(entry, None if shape == local.shape else cut, view.view(shape))
 
 
-def _local_index(entry: Entry, rank: int) -> dict[int, int]:
+def _local_index(entry: PlannedParam, rank: int) -> dict[int, int]:
     """Matrix → its position among those that ``rank`` holds a piece of."""
     if not entry.lead:
         return {0: 0}
@@ -306,7 +320,7 @@ def _local_index(entry: Entry, rank: int) -> dict[int, int]:
     return {matrix: position for position, matrix in enumerate(held)}
 
 
-def _local_window(entry: Entry, rank: int) -> tuple[slice, slice] | None:
+def _local_window(entry: PlannedParam, rank: int) -> tuple[slice, slice] | None:
     """Where the rows and columns of ``entry.window`` are in the local tensor of ``rank``."""
     own = [layout.local(rank) for layout in entry.layouts if rank in layout.mesh.ranks]
     if entry.window is None or not own:

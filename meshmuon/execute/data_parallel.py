@@ -17,13 +17,13 @@ from ..ortho import Workspace
 from ..plan import NO_WAVE, Batch, Plan, plan_batches
 from ..transport import Exchange
 from .elementwise import accumulate, look_ahead
-from .memory import load_memory, store_memory
-from .parts import Part, Parts, grouped
+from .ortho_batch import OrthoBatch, reserve_ortho_batches
 from .pipeline import guarded, run_pipeline, take_first
+from .rule_state import load_rule_state, store_rule_state
 from .settings import ExecutorSettings
-from .stage import Stage, reserve_stages
-from .wave import Copies, Flow
-from .work import Work
+from .shard_views import ShardView, ShardViews, grouped
+from .step_param import StepParam
+from .wave import CopyPairs, ExchangeBuffers
 
 __all__ = ["DataParallelExecutor"]
 
@@ -41,30 +41,30 @@ class _Owned:
         memory: what the rule remembers of them.
     """
 
-    stage: Stage
-    parts: list[Part]
+    stage: OrthoBatch
+    parts: list[ShardView]
     averages: list[Tensor]
     received: list[list[Tensor] | None]
     results: list[list[Tensor]]
-    memory: list[Part]
+    memory: list[ShardView]
 
-    def run(self, work: Sequence[Work], apply: Parts) -> None:
+    def run(self, work: Sequence[StepParam], apply: ShardViews) -> None:
         with record_function("meshmuon::gather"):
             self._average(work)
         with record_function("meshmuon::momentum"):
             for _, some in grouped(range(len(self.parts)), lambda k: work[self.parts[k].work].group):
                 self._fill([self.parts[k] for k in some], [self.averages[k] for k in some], work)
-        load_memory(self.memory, work)
+        load_rule_state(self.memory, work)
         self.stage.orthogonalise()
         with record_function("meshmuon::update"):
             apply.apply(work)
-            store_memory(self.memory, work)
+            store_rule_state(self.memory, work)
         with record_function("meshmuon::scatter"):
             weights = [part.of(work[part.work].param) for part in self.parts]
             for views in self.results:
                 torch._foreach_copy_(views, weights)
 
-    def _average(self, work: Sequence[Work]) -> None:
+    def _average(self, work: Sequence[StepParam]) -> None:
         own = [part.of(work[part.work].grad) for part in self.parts]
         for position, views in enumerate(self.received):
             values = own if views is None else views
@@ -74,7 +74,7 @@ class _Owned:
                 torch._foreach_add_(self.averages, values)
         torch._foreach_div_(self.averages, float(len(self.received)))
 
-    def _fill(self, parts: Sequence[Part], averages: list[Tensor], work: Sequence[Work]) -> None:
+    def _fill(self, parts: Sequence[ShardView], averages: list[Tensor], work: Sequence[StepParam]) -> None:
         settings = work[parts[0].work].settings
         views, buffers = [part.view for part in parts], [part.of(work[part.work].momentum_buffer) for part in parts]
         accumulate(buffers, averages, settings.retain)
@@ -86,15 +86,15 @@ class _Owned:
 
 @dataclass(frozen=True, slots=True)
 class _Wave:
-    gather: Flow
-    scatter: Flow
-    leaving: list[Part]
-    owned: list[tuple[_Owned, Parts]]
+    gather: ExchangeBuffers
+    scatter: ExchangeBuffers
+    leaving: list[ShardView]
+    owned: list[tuple[_Owned, ShardViews]]
 
-    def run(self, work: Sequence[Work], exchange: Exchange) -> Iterator[None]:
+    def run(self, work: Sequence[StepParam], exchange: Exchange) -> Iterator[None]:
         with record_function("meshmuon::gather"):
             gradients = [part.of(work[part.work].grad) for part in self.leaving]
-            Copies([part.view for part in self.leaving], gradients).run()
+            CopyPairs([part.view for part in self.leaving], gradients).run()
             gather = self.gather.start(exchange, "gather")
         yield
         with record_function("meshmuon::gather"):
@@ -107,7 +107,7 @@ class _Wave:
             scatter.wait()
         with record_function("meshmuon::update"):
             weights = [part.of(work[part.work].param) for part in self.leaving]
-            Copies(weights, [part.view for part in self.leaving]).run()
+            CopyPairs(weights, [part.view for part in self.leaving]).run()
 
 
 class DataParallelExecutor:
@@ -121,7 +121,7 @@ class DataParallelExecutor:
         self._exchange: Exchange | None = None
         self.plan: Plan | None = None
 
-    def prepare(self, plan: Plan, rank: int, work: Sequence[Work], exchange: Exchange | None) -> None:
+    def prepare(self, plan: Plan, rank: int, work: Sequence[StepParam], exchange: Exchange | None) -> None:
         """Makes the buffers for ``plan``, whose entries are the parameters of ``work``."""
         assert exchange is not None
         self.plan, self._exchange, self._waves = None, exchange, []
@@ -132,7 +132,7 @@ class DataParallelExecutor:
         self._failures = builder.failures
         self.plan = plan
 
-    def run(self, work: Sequence[Work], *, last: Callable[[], None]) -> Exception | None:
+    def run(self, work: Sequence[StepParam], *, last: Callable[[], None]) -> Exception | None:
         """One step; all gradients are on their way before the first is waited for."""
         self._failures.clear()  # a step that was left in the middle may have had some
         if self._exchange is None or self.plan is None:
@@ -157,7 +157,7 @@ class _Builder:
         self,
         plan: Plan,
         rank: int,
-        work: Sequence[Work],
+        work: Sequence[StepParam],
         workspace: Workspace,
         settings: ExecutorSettings,
         exchange: Exchange,
@@ -171,7 +171,7 @@ class _Builder:
     def build(self) -> list[_Wave]:
         owned = [[t for t in wave if self.plan.tasks[t].owner == self.rank] for wave in self.tasks]
         batches = [self._batches(wave) for wave in owned]
-        reserve_stages(
+        reserve_ortho_batches(
             [(b, self._like(owned[k], b)) for k, some in enumerate(batches) for b in some], self.workspace, self.settings
         )
         for k, tasks in enumerate(owned):  # grown to its final size first, like the stages
@@ -179,34 +179,34 @@ class _Builder:
                 self._averages(self._like(tasks, batches[k][0]), tasks)
         return [self._wave(k, owned[k], batches[k]) for k in range(len(self.tasks))]
 
-    def _averages(self, like: Work, tasks: Sequence[int]) -> Tensor:
+    def _averages(self, like: StepParam, tasks: Sequence[int]) -> Tensor:
         return self.workspace.take("averages", (sum(map(self._size, tasks)),), like.param.dtype, like.param.device)
 
     def _batches(self, tasks: Sequence[int]) -> tuple[Batch, ...]:
         items = [self.work[self.plan.tasks[t].entry].item(1) for t in tasks]
         return plan_batches(items, budget=self.settings.memory_budget, chunk_size=self.settings.chunk_size)
 
-    def _like(self, tasks: Sequence[int], batch: Batch) -> Work:
+    def _like(self, tasks: Sequence[int], batch: Batch) -> StepParam:
         return self.work[self.plan.tasks[tasks[batch.slices[0].item]].entry]
 
     def _size(self, task: int) -> int:
-        return self.plan.tasks[task].spread.size
+        return self.plan.tasks[task].sharded.size
 
-    def _part(self, task: int, view: Tensor) -> Part:
+    def _part(self, task: int, view: Tensor) -> ShardView:
         found = self.plan.tasks[task]
         entry = self.plan.entries[found.entry]
         param = self.work[found.entry].param
         stack = (slice(found.matrix, found.matrix + 1),) if entry.lead else ()
         cut = (*stack, *(slice(*one) for one in entry.window or ()))
-        return Part(found.entry, cut or None, view.view(param[cut].shape if cut else param.shape))
+        return ShardView(found.entry, cut or None, view.view(param[cut].shape if cut else param.shape))
 
-    def _memory(self, task: int, view: Tensor) -> Part:
+    def _memory(self, task: int, view: Tensor) -> ShardView:
         found = self.plan.tasks[task]
         work, lead = self.work[found.entry], self.plan.entries[found.entry].lead
         assert work.memory is not None
         stack = (slice(found.matrix, found.matrix + 1),) if lead else ()
         cut = (*stack, *(slice(*one) for one in work.matrices.memory_window or ()))
-        return Part(found.entry, cut or None, view.view(work.memory[cut].shape if cut else work.memory.shape))
+        return ShardView(found.entry, cut or None, view.view(work.memory[cut].shape if cut else work.memory.shape))
 
     def _wave(self, k: int, owned: Sequence[int], batches: Sequence[Batch]) -> _Wave:
         like = self.work[self.plan.tasks[self.tasks[k][0]].entry]
@@ -227,17 +227,17 @@ class _Builder:
         splits, all_splits = self.exchange.splits(to_owners), self.exchange.splits(from_all)
         offset = dict(zip(owned, _starts([self._size(t) for t in owned]), strict=True))
         return _Wave(
-            gather=Flow(arriving, all_splits, out, splits),
-            scatter=Flow(out, splits, arriving, all_splits),
+            gather=ExchangeBuffers(arriving, all_splits, out, splits),
+            scatter=ExchangeBuffers(out, splits, arriving, all_splits),
             leaving=views,
             owned=[self._owned(owned, batch, arriving.view(len(others), -1), others, offset) for batch in batches],
         )
 
     def _owned(
         self, owned: Sequence[int], batch: Batch, arriving: Tensor, others: Sequence[int], offset: dict[int, int]
-    ) -> tuple[_Owned, Parts]:
+    ) -> tuple[_Owned, ShardViews]:
         like = self._like(owned, batch)
-        stage = Stage(batch, like, self.workspace, self.settings, self.failures)
+        stage = OrthoBatch(batch, like, self.workspace, self.settings, self.failures)
         tasks = [owned[part.item] for part in batch.slices]
         parts = [self._part(t, stage.matrices[k : k + 1]) for k, t in enumerate(tasks)]
         averages = self._averages(like, owned)
@@ -258,7 +258,7 @@ class _Builder:
                 [from_rank(rank) for rank in others],
                 [] if stage.memory is None else [self._memory(t, stage.memory[k]) for k, t in enumerate(tasks)],
             ),
-            Parts(parts, self.work),
+            ShardViews(parts, self.work),
         )
 
 

@@ -12,10 +12,10 @@ from ..device import Streams, streams_for
 from ..ortho import Workspace
 from ..plan import Plan
 from ..transport import Exchange
-from .build import Program, build_program
+from .build import RankProgram, build_rank_program
 from .pipeline import guarded, run_pipeline, take_first
 from .settings import ExecutorSettings
-from .work import Work
+from .step_param import StepParam
 
 __all__ = ["Executor", "StepExecutor"]
 
@@ -25,11 +25,11 @@ class StepExecutor(Protocol):
 
     plan: Plan | None
 
-    def prepare(self, plan: Plan, rank: int, work: Sequence[Work], exchange: Exchange | None) -> None:
+    def prepare(self, plan: Plan, rank: int, work: Sequence[StepParam], exchange: Exchange | None) -> None:
         """Makes ready for a plan whose entries are the parameters of ``work``."""
         ...
 
-    def run(self, work: Sequence[Work], *, last: Callable[[], None]) -> Exception | None:
+    def run(self, work: Sequence[StepParam], *, last: Callable[[], None]) -> Exception | None:
         """One step; ``last`` is done in its final wait.
 
         Returns:
@@ -49,23 +49,23 @@ class Executor:
     def __init__(self, settings: ExecutorSettings) -> None:
         self._settings = settings
         self._workspace = Workspace()
-        self._program = Program()
+        self._program = RankProgram()
         self._streams: Streams | None = None
         self._exchange: Exchange | None = None
         self.plan: Plan | None = None
 
-    def prepare(self, plan: Plan, rank: int, work: Sequence[Work], exchange: Exchange | None) -> None:
+    def prepare(self, plan: Plan, rank: int, work: Sequence[StepParam], exchange: Exchange | None) -> None:
         """Makes the buffers for ``plan``, whose entries are the parameters of ``work``."""
         self.plan = None
-        self._program = Program()
+        self._program = RankProgram()
         self._workspace.clear()
         with torch.inference_mode(False):  # buffers made inside inference_mode could never be written outside
-            self._program = build_program(plan, rank, work, exchange, self._workspace, self._settings)
+            self._program = build_rank_program(plan, rank, work, exchange, self._workspace, self._settings)
         self._streams = streams_for(work[0].param.device) if work else None
         self._exchange = exchange
         self.plan = plan
 
-    def run(self, work: Sequence[Work], *, last: Callable[[], None]) -> Exception | None:
+    def run(self, work: Sequence[StepParam], *, last: Callable[[], None]) -> Exception | None:
         """One step of the prepared plan. ``last`` is done in its final wait."""
         program, streams, exchange = self._program, self._streams, self._exchange
         program.failures.clear()  # a step that was left in the middle may have had some

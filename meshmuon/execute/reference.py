@@ -18,10 +18,10 @@ from ..ortho.kernels import products_for
 from ..plan import Plan
 from ..transport import Exchange, check_round_trip, has_part, own_shard, whole
 from .elementwise import apply, look_ahead
-from .parts import Touch, grouped
+from .ortho_batch import apply_rule, seen_by_rule
 from .settings import ExecutorSettings
-from .stage import apply_rule, seen_by_rule
-from .work import Work, local_part
+from .shard_views import GradLifetime, grouped
+from .step_param import StepParam, local_part
 
 __all__ = ["ReferenceExecutor"]
 
@@ -33,7 +33,7 @@ class ReferenceExecutor:
         self._settings = settings
         self.plan: Plan | None = None
 
-    def prepare(self, plan: Plan, rank: int, work: Sequence[Work], exchange: Exchange | None) -> None:
+    def prepare(self, plan: Plan, rank: int, work: Sequence[StepParam], exchange: Exchange | None) -> None:
         """Refuses what torch cannot gather, and remembers what all ranks agreed on; nothing else of it is used."""
         self.plan = None
         for _, alike in grouped(range(len(work)), lambda k: _layout_of(work[k].param)):
@@ -41,16 +41,16 @@ class ReferenceExecutor:
                 check_round_trip(plan.entries[alike[0]].name, work[alike[0]].param)
         self.plan = plan
 
-    def run(self, work: Sequence[Work], *, last: Callable[[], None]) -> Exception | None:
+    def run(self, work: Sequence[StepParam], *, last: Callable[[], None]) -> Exception | None:
         """One step, parameter by parameter. Unlike ``Executor`` it stops at the first error."""
         for _, members in grouped(range(len(work)), lambda k: work[k].param):
             self._step(work, members)
         last()
         return None
 
-    def _step(self, work: Sequence[Work], members: Sequence[int]) -> None:
+    def _step(self, work: Sequence[StepParam], members: Sequence[int]) -> None:
         """One parameter: all of its parts."""
-        first, touch = work[members[0]], Touch((members[0],), (members[0],))
+        first, touch = work[members[0]], GradLifetime((members[0],), (members[0],))
         if not has_part(first.param):
             touch.free_gradients(work)
             return
@@ -77,7 +77,7 @@ class ReferenceExecutor:
                 apply([stepped], [shard], one.settings.decay, rate, cautious=one.settings.cautious)
                 local.copy_(torch.where(mine, stepped, local))
 
-    def _orthogonalise(self, one: Work, part: Tensor) -> None:
+    def _orthogonalise(self, one: StepParam, part: Tensor) -> None:
         matrices = part.reshape(one.matrices.count, one.matrices.rows, one.matrices.cols).contiguous()
         deterministic = self._settings.deterministic
         products = products_for(part.device, deterministic=deterministic)

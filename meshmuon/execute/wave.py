@@ -11,15 +11,15 @@ from torch.profiler import record_function
 
 from ..device import Mark, Streams
 from ..transport import Exchange, Pending
-from .parts import Parts, Touch
-from .stage import Stage
-from .work import Work
+from .ortho_batch import OrthoBatch
+from .shard_views import GradLifetime, ShardViews
+from .step_param import StepParam
 
-__all__ = ["Copies", "Flow", "Staged", "Wave"]
+__all__ = ["CopyPairs", "ExchangeBuffers", "OwnedBatch", "Wave"]
 
 
 @dataclass(frozen=True, slots=True)
-class Flow:
+class ExchangeBuffers:
     """One direction of an exchange: flat views of the buffers and elements per rank."""
 
     received: Tensor
@@ -33,7 +33,7 @@ class Flow:
 
 
 @dataclass(frozen=True, slots=True)
-class Copies:
+class CopyPairs:
     """Views of equal shape, one list copied to the other."""
 
     target: list[Tensor]
@@ -46,12 +46,12 @@ class Copies:
 
 
 @dataclass(frozen=True, slots=True)
-class Staged:
+class OwnedBatch:
     """A batch of the matrices that this rank owns, with the copies into its stage and out of it."""
 
-    stage: Stage
-    unpack: Copies
-    pack: Copies
+    stage: OrthoBatch
+    unpack: CopyPairs
+    pack: CopyPairs
 
     def run(self) -> None:
         """Assembles the matrices, orthogonalises them, and takes them apart."""
@@ -76,15 +76,15 @@ class Wave:
         touch: the parameters whose momentum starts and whose gradients end here.
     """
 
-    gather: Flow
-    scatter: Flow
-    fill: Parts
-    rounding: Copies
-    apply: Parts
-    staged: tuple[Staged, ...]
-    touch: Touch
+    gather: ExchangeBuffers
+    scatter: ExchangeBuffers
+    fill: ShardViews
+    rounding: CopyPairs
+    apply: ShardViews
+    staged: tuple[OwnedBatch, ...]
+    touch: GradLifetime
 
-    def run(self, work: Sequence[Work], exchange: Exchange, streams: Streams, ready: Mark) -> Iterator[None]:
+    def run(self, work: Sequence[StepParam], exchange: Exchange, streams: Streams, ready: Mark) -> Iterator[None]:
         """A step of the wave; yields whenever something is on its way that others may work beside."""
         with streams.beside(ready, self.touch.gradients(work)), record_function("meshmuon::momentum"):
             self.touch.accumulate(work)

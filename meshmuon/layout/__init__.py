@@ -2,7 +2,7 @@
 
 from .cuts import Range, Ranges, clip, cut, length, merged
 from .layout import Box, Layout, Mesh, Placement, Replicated, Sharded, coordinates, flat_index
-from .spread import Piece, Spread, spread_matrices
+from .sharded_matrix import Piece, ShardedMatrix, shard_matrices
 
 __all__ = [
     "Box",
@@ -14,12 +14,12 @@ __all__ = [
     "Ranges",
     "Replicated",
     "Sharded",
-    "Spread",
+    "ShardedMatrix",
     "clip",
     "coordinates",
     "cut",
     "flat_index",
     "length",
     "merged",
-    "spread_matrices",
+    "shard_matrices",
 ]

@@ -1,25 +1,25 @@
 """The matrices inside a parameter."""
 
-from .inside import (
+from .matrix_set import (
     CONV_OPTIONS,
     EXPERT_DIMS,
-    Inside,
+    MatrixOptions,
     MatrixSet,
     Split,
     Window,
     check_expert_keys,
-    check_inside,
-    matrices_inside,
+    check_matrix_options,
+    find_matrices,
 )
 
 __all__ = [
     "CONV_OPTIONS",
     "EXPERT_DIMS",
-    "Inside",
+    "MatrixOptions",
     "MatrixSet",
     "Split",
     "Window",
     "check_expert_keys",
-    "check_inside",
-    "matrices_inside",
+    "check_matrix_options",
+    "find_matrices",
 ]

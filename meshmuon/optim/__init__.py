@@ -1,12 +1,12 @@
 """What users touch: the optimizer, its parameter groups and its learning-rate rules."""
 
-from .clipping import clip_grad_norm_, total_grad_norm
+from ..clipping.grad_norm import clip_grad_norm_, total_grad_norm
+from ..params.rules import MuonEq, MuonPlus, NorMuon, UpdateRule
+from ..qk_clip.max_logits import MaxLogits
+from ..routing.param_groups import get_default_muon_param_groups
+from ..routing.table import RoutingRow, RoutingTable
 from .dist_muon import DistMuon
-from .max_logits import MaxLogits
 from .muon import Muon
-from .routing import get_default_muon_param_groups
-from .rules import MuonEq, MuonPlus, NorMuon, UpdateRule
-from .table import RoutingRow, RoutingTable
 
 __all__ = [
     "DistMuon",

@@ -11,16 +11,14 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.optim.adamw import adamw
 
-from ..execute import local_part
-from ..torch_compat import mark_overwritten
-from .dtensors import as_dtensor, memory_order, trailing_elements
-from .groups import adamw_betas, adamw_eps
+from ..params.dtensors import as_dtensor, memory_order, trailing_elements
+from ..params.groups import adamw_betas, adamw_eps
+from ..state.adamw_state import can_fuse, empty_laid_out_like, init_state
+from ..torch_compat import local_part, mark_overwritten
 
-__all__ = ["STATE_KEYS", "adamw_step", "can_fuse", "init_state"]
+__all__ = ["adamw_step"]
 
-STATE_KEYS = ("step", "exp_avg", "exp_avg_sq")
 _LONGEST_VECTOR = 64
-_FUSED_DEVICES = ("cpu", "cuda", "mps", "xpu")
 
 
 def adamw_step(
@@ -53,7 +51,7 @@ def _step(
             init_state(param, state)
         for key in ("exp_avg", "exp_avg_sq"):
             if local_part(state[key]).stride() != local_part(param).stride():
-                state[key] = _like(param, state[key].dtype).copy_(state[key])
+                state[key] = empty_laid_out_like(param, state[key].dtype).copy_(state[key])
     sets = [
         _Tensors(
             local,
@@ -181,27 +179,8 @@ def vector_length(dtype: torch.dtype) -> int:
     return _LONGEST_VECTOR
 
 
-def can_fuse(param: Tensor) -> bool:
-    """Whether torch's fused kernel takes this parameter; its ``step`` then lives on the parameter's device."""
-    dense = param.is_contiguous() or param.stride() == torch.empty_like(param, device="meta").stride()
-    return dense and param.is_floating_point() and param.device.type in _FUSED_DEVICES
-
-
 def _in_layout_of(param: Tensor, grad: Tensor) -> Tensor:
     """``grad`` in the parameter's memory order: fused kernels walk both by address and would mix up the entries."""
     if grad.stride() == param.stride() and grad.dtype == param.dtype:
         return grad
-    return _like(param, param.dtype).copy_(grad)
-
-
-def _like(param: Tensor, dtype: torch.dtype) -> Tensor:
-    return torch.empty_like(param, dtype=dtype, memory_format=torch.preserve_format)
-
-
-def init_state(param: Tensor, state: dict[str, Any]) -> None:
-    """A parameter's first state."""
-    fused = can_fuse(local_part(param))
-    with torch.inference_mode(False):  # made inside inference_mode it could never be written outside
-        state["step"] = torch.zeros((), dtype=torch.float32, device=param.device if fused else "cpu")
-        state["exp_avg"] = torch.zeros_like(param, memory_format=torch.preserve_format)
-        state["exp_avg_sq"] = torch.zeros_like(param, memory_format=torch.preserve_format)
+    return empty_laid_out_like(param, param.dtype).copy_(grad)

@@ -11,23 +11,24 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from ..agree.plan_input import PlanInput
+from ..agree.planner import StepDecision
+from ..agree.state_presence import is_kept
 from ..device import known_to_host
 from ..errors import ConfigError, GradientError
-from ..execute import UpdateRule, Work, WorkSettings, local_part
-from ..matrices import Inside, matrices_inside
+from ..execute import StepParam, StepSettings, UpdateRule
+from ..matrices import MatrixOptions, find_matrices
 from ..ortho import Orthogonalizer, Scheme, default_compute_dtype, resolve_scheme
-from ..torch_compat import spec_of
-from . import state
-from .demand import Demand
-from .dtensors import as_dtensor, check_cuts, check_gradient_placement
-from .groups import check_options, check_reach, inside_of, largest_number
-from .keeping import is_kept
-from .lr import lr_factor
-from .planning import Outcome
-from .rules import resolve_rule
-from .seen import Seen
+from ..params.dtensors import as_dtensor, check_cuts, check_gradient_placement
+from ..params.groups import check_options, check_reach, largest_number, matrix_options_of
+from ..params.lr import lr_factor
+from ..params.named_params import NamedParam
+from ..params.rules import resolve_rule
+from ..state import param_state as state
+from ..torch_compat import local_part, spec_of
+from .group_snapshot import GroupSnapshot
 
-__all__ = ["Collector", "Parameter", "gradient_of", "numbers_of", "only_creates_state", "parameters_of"]
+__all__ = ["Collector", "gradient_of", "numbers_of", "only_creates_state"]
 
 _NUMBERS = {
     True: ("lr", "momentum", "nesterov", "weight_decay", "adjust_lr_fn", "maximize", "momentum_dtype", "cautious_weight_decay"),
@@ -36,30 +37,12 @@ _NUMBERS = {
 _PLAIN = (Tensor, nn.Parameter)
 
 
-class Parameter(NamedTuple):
-    """A parameter with its group and the place of that group among the groups."""
-
-    place: int
-    group: dict[str, Any]
-    name: str
-    param: Tensor
-
-
-def parameters_of(groups: Sequence[dict[str, Any]]) -> list[Parameter]:
-    """All parameters, group by group."""
-    return [
-        Parameter(place, group, name, param)
-        for place, group in enumerate(groups)
-        for name, param in zip(group["param_names"], group["params"], strict=True)
-    ]
-
-
-class _Treatment(NamedTuple):
+class GroupRecipe(NamedTuple):
     """What a group says of all its parameters; nothing for AdamW's."""
 
     scheme: Scheme | Orthogonalizer | None = None
     rule: UpdateRule | None = None
-    inside: Inside | None = None
+    inside: MatrixOptions | None = None
     compute_dtype: torch.dtype | None = None
 
 
@@ -78,18 +61,18 @@ class _Place(NamedTuple):
         return self.spec is spec_of(param) and self.local_shape == local_part(param).shape
 
 
-class _Known(NamedTuple):
+class ParamRecord(NamedTuple):
     """A parameter as it was in the last step, what was made of it, and all that this depended on."""
 
-    one: Parameter
-    treatment: _Treatment
+    one: NamedParam
+    treatment: GroupRecipe
     shape: torch.Size
     dtype: torch.dtype
     device: torch.device
     place: _Place | None
-    demand: Demand
+    demand: PlanInput
 
-    def holds(self, place: int, name: str, param: Tensor, treatment: _Treatment) -> bool:
+    def holds(self, place: int, name: str, param: Tensor, treatment: GroupRecipe) -> bool:
         return (
             self.one.param is param
             and self.treatment is treatment
@@ -108,33 +91,33 @@ class Collector:
 
     def __init__(self, comm_dtype: Callable[[Tensor], torch.dtype | None]) -> None:
         self._comm_dtype = comm_dtype
-        self._seen: list[Seen] = []  # group by group
-        self._known: list[_Known] = []
-        self._treatments: list[_Treatment] = []
-        self._parameters: list[Parameter] = []
-        self._demands: tuple[Demand, ...] = ()
+        self._seen: list[GroupSnapshot] = []  # group by group
+        self._known: list[ParamRecord] = []
+        self._treatments: list[GroupRecipe] = []
+        self._parameters: list[NamedParam] = []
+        self._demands: tuple[PlanInput, ...] = ()
         # Place of a group, shape of a matrix in it (None for AdamW), largest number that its dtype holds.
         self._shapes: list[tuple[int, tuple[int, int] | None, float]] = []
-        self._work: tuple[object, list[Work]] = (None, [])
+        self._work: tuple[object, list[StepParam]] = (None, [])
         self._groups: dict[int, dict[str, Any]] = {}  # of that work, by place
         self._lacking: dict[int, tuple[int, ...]] = {}  # by place of a group, its parameters without state
         self.lacking: tuple[int, ...] = ()  # parameters that have a gradient and no state yet, at the last check
 
-    def demands(self, groups: Sequence[dict[str, Any]]) -> tuple[list[Parameter], tuple[Demand, ...], Exception | None]:
+    def demands(self, groups: Sequence[dict[str, Any]]) -> tuple[list[NamedParam], tuple[PlanInput, ...], Exception | None]:
         """All parameters, what a plan must know of them, and what keeps it from being known.
 
         A group that makes no sense still yields demands, from metadata alone: with them this rank finds the others, which must
         hear of its failure.
         """
         failure: Exception | None = None
-        treatments: list[_Treatment] = []
+        treatments: list[GroupRecipe] = []
         for place, group in enumerate(groups):
             try:
                 check_options(group, place)
                 treatment = _treatment(group)
             except Exception as error:
                 failure = failure or error
-                treatment = _Treatment()
+                treatment = GroupRecipe()
             if place < len(self._treatments) and self._treatments[place] == treatment:
                 treatment = self._treatments[place]
             treatments.append(treatment)
@@ -150,7 +133,7 @@ class Collector:
 
     def _look_closely(self, groups: Sequence[dict[str, Any]]) -> Exception | None:
         """Parameter by parameter; what keeps a plan from being made."""
-        found: list[_Known] = []
+        found: list[ParamRecord] = []
         failure: Exception | None = None
         for place, (group, treatment) in enumerate(zip(groups, self._treatments, strict=True)):
             if len(group["param_names"]) != len(group["params"]):
@@ -166,24 +149,24 @@ class Collector:
                     continue
                 try:
                     check_cuts(name, param)
-                    found.append(self._new(treatment, Parameter(place, group, name, param)))
+                    found.append(self._new(treatment, NamedParam(place, group, name, param)))
                 except Exception as error:
                     failure = failure or error
-                    found.append(self._new(_Treatment(), Parameter(place, group, name, param)))
+                    found.append(self._new(GroupRecipe(), NamedParam(place, group, name, param)))
         if len(found) != len(self._known) or any(map(operator.is_not, found, self._known)):
             self._remember(found)
-        self._seen = [Seen(*one) for one in zip(groups, self._treatments, strict=True)] if failure is None else []
+        self._seen = [GroupSnapshot(*one) for one in zip(groups, self._treatments, strict=True)] if failure is None else []
         try:
             return failure
         finally:
             del failure
 
-    def _new(self, treatment: _Treatment, one: Parameter) -> _Known:
+    def _new(self, treatment: GroupRecipe, one: NamedParam) -> ParamRecord:
         param = one.param
         demand = _demand(treatment, one, comm_dtype=self._comm_dtype(param))
-        return _Known(one, treatment, param.shape, param.dtype, param.device, _Place.of(param), demand)
+        return ParamRecord(one, treatment, param.shape, param.dtype, param.device, _Place.of(param), demand)
 
-    def _remember(self, found: list[_Known]) -> None:
+    def _remember(self, found: list[ParamRecord]) -> None:
         self._known = found
         self._parameters = [known.one for known in found]
         self._demands = tuple(known.demand for known in found)
@@ -222,7 +205,7 @@ class Collector:
             and not is_kept(states.get(known.one.param), known.one.group["use_muon"], known.treatment.rule)
         )
 
-    def _with_gradient(self, place: int) -> Iterator[_Known]:
+    def _with_gradient(self, place: int) -> Iterator[ParamRecord]:
         return (known for known in self._known if known.one.place == place and known.one.param.grad is not None)
 
     def forget(self) -> None:
@@ -233,13 +216,13 @@ class Collector:
 
     def work(
         self,
-        demands: Sequence[Demand],
-        outcome: Outcome,
+        demands: Sequence[PlanInput],
+        outcome: StepDecision,
         states: Mapping[Tensor, dict[str, Any]],
         *,
         keeps: Callable[[int], bool] = lambda entry: True,
         mask: Tensor | None = None,
-    ) -> list[Work]:
+    ) -> list[StepParam]:
         """The Muon part of an agreed step, one entry per parameter of its plan.
 
         Args:
@@ -271,13 +254,13 @@ class Collector:
 
     def _one_work(
         self,
-        demands: Sequence[Demand],
-        outcome: Outcome,
+        demands: Sequence[PlanInput],
+        outcome: StepDecision,
         states: Mapping[Tensor, dict[str, Any]],
         entry: int,
         kept: bool,
-        settings: Mapping[int, WorkSettings],
-    ) -> Work:
+        settings: Mapping[int, StepSettings],
+    ) -> StepParam:
         k, part = outcome.members[entry]
         one, demand = self._known[k].one, demands[k]
         assert demand.matrices is not None
@@ -285,7 +268,7 @@ class Collector:
         matrices = demand.matrices[part]
         remembers = kept and demand.rule is not None and demand.rule.remembers()
         dtype = one.group["momentum_dtype"]
-        return Work(
+        return StepParam(
             param=one.param,
             momentum_buffer=state.momentum_buffer(states[one.param], one.param, dtype) if kept else one.param,
             matrices=matrices,
@@ -300,7 +283,7 @@ class Collector:
         )
 
 
-def _memory(work: Work, entry: Mapping[str, Any]) -> Tensor | None:
+def _memory(work: StepParam, entry: Mapping[str, Any]) -> Tensor | None:
     return entry.get(state.MEMORY) if work.rule is not None and work.rule.remembers() else None
 
 
@@ -317,20 +300,20 @@ def gradient_of(param: Tensor) -> Tensor:
     return torch.zeros_like(param) if param.grad is None else param.grad
 
 
-def _treatment(group: Mapping[str, Any]) -> _Treatment:
+def _treatment(group: Mapping[str, Any]) -> GroupRecipe:
     if not group["use_muon"]:
-        return _Treatment()
+        return GroupRecipe()
     scheme, rule = resolve_scheme(group["scheme"], group["ns_steps"]), resolve_rule(group["rule"])
-    return _Treatment(scheme, rule, inside_of(group), group["compute_dtype"])
+    return GroupRecipe(scheme, rule, matrix_options_of(group), group["compute_dtype"])
 
 
-def _demand(treatment: _Treatment, one: Parameter, *, comm_dtype: torch.dtype | None) -> Demand:
+def _demand(treatment: GroupRecipe, one: NamedParam, *, comm_dtype: torch.dtype | None) -> PlanInput:
     scheme, rule, inside, compute_dtype = treatment
     param = one.param
     sharded = as_dtensor(param)
     shape, dtype, device = tuple(param.shape), param.dtype, param.device
     update_dtype = torch.float64 if dtype == torch.float64 else torch.float32
-    return Demand(
+    return PlanInput(
         name=one.name,
         group=one.place,
         shape=shape,
@@ -338,7 +321,7 @@ def _demand(treatment: _Treatment, one: Parameter, *, comm_dtype: torch.dtype | 
         mesh=None if sharded is None else sharded.device_mesh,
         placements=() if sharded is None else sharded.placements,
         device=device,
-        matrices=None if inside is None else matrices_inside(one.name, shape, inside),
+        matrices=None if inside is None else find_matrices(one.name, shape, inside),
         scheme=scheme,
         rule=rule,
         compute_dtype=dtype if inside is None else compute_dtype or default_compute_dtype(device, dtype),
@@ -364,7 +347,7 @@ def _number_text(value: Any) -> str:
     return str(getattr(value, "__qualname__", value))  # a function's repr holds an address
 
 
-def _settings(group: Mapping[str, Any], mask: Tensor | None) -> WorkSettings:
+def _settings(group: Mapping[str, Any], mask: Tensor | None) -> StepSettings:
     lr = group["lr"]
     # On a device it stays a tensor: reading it would wait for the device.
     lr = float(lr) if not isinstance(lr, Tensor) or known_to_host(lr) else lr.reshape(())
@@ -376,7 +359,7 @@ def _settings(group: Mapping[str, Any], mask: Tensor | None) -> WorkSettings:
         exact = any(torch.float64 in (param.dtype, group["momentum_dtype"]) for param in group["params"])
         still = torch.zeros((), dtype=torch.float64 if exact else torch.float32, device=mask.device)
         retain, decay, rate = _unless(mask, retain, still + 1), _unless(mask, decay, still + 1), _unless(mask, rate, still)
-    return WorkSettings(
+    return StepSettings(
         momentum=momentum,
         retain=retain,
         nesterov=group["nesterov"],

@@ -10,17 +10,18 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ..agree.planner import Planner, StepDecision
 from ..errors import ConfigError, StateError, UnsupportedError
-from ..execute import DataParallelExecutor, Work
+from ..execute import DataParallelExecutor, StepParam
 from ..matrices import MatrixSet
+from ..params.dtensors import as_dtensor
+from ..params.named_params import NamedParam, named_params
+from ..params.options import check_replica_group
 from ..plan import Plan
+from ..state.param_state import MEMORY, MOMENTUM
 from ..transport import averaged, broadcast, everyone
-from .collect import Parameter, gradient_of, parameters_of
-from .dtensors import as_dtensor
+from .collect import gradient_of
 from .muon import Muon
-from .options import check_replica_group
-from .planning import Outcome, Planner
-from .state import MEMORY, MOMENTUM
 
 __all__ = ["DistMuon"]
 
@@ -94,7 +95,7 @@ class DistMuon(Muon):
         """Adds a group of plain weights; the next step plans with it."""
         super().add_param_group(param_group)
         try:
-            _check_plain(parameters_of(self.param_groups[-1:]))
+            _check_plain(named_params(self.param_groups[-1:]))
         except UnsupportedError:
             self.param_groups.pop()
             raise
@@ -154,7 +155,7 @@ class DistMuon(Muon):
             form, group, me = self._settings.form, self._replica_group, weakref.ref(self)
             self._planner = Planner(self._plan_options, form, path, group, me, reduced=False)
 
-    def _lacking(self, parameters: Sequence[Parameter]) -> Sequence[int]:
+    def _lacking(self, parameters: Sequence[NamedParam]) -> Sequence[int]:
         lacking, kept = super()._lacking(parameters), self._kept
         if self._complete or not lacking:
             return lacking
@@ -162,10 +163,10 @@ class DistMuon(Muon):
             self._own_lacking = lacking, kept, [k for k in lacking if self._keeps(parameters[k])]
         return self._own_lacking[2]
 
-    def _keeps(self, parameter: Parameter) -> bool:
+    def _keeps(self, parameter: NamedParam) -> bool:
         return self._complete or not parameter.group["use_muon"] or parameter.param in self._kept
 
-    def _misuse(self, parameters: Sequence[Parameter]) -> Exception | None:
+    def _misuse(self, parameters: Sequence[NamedParam]) -> Exception | None:
         if self._replica_group is not None:
             if not self._complete and not self._stepped:
                 return StateError(
@@ -188,7 +189,7 @@ class DistMuon(Muon):
         """Gradients and weights travel as they are."""
         return super()._wire_dtype() if self._replica_group is None else lambda param: param.dtype
 
-    def _work(self, parameters: Sequence[Parameter], outcome: Outcome, mask: Tensor | None = None) -> list[Work]:
+    def _work(self, parameters: Sequence[NamedParam], outcome: StepDecision, mask: Tensor | None = None) -> list[StepParam]:
         if self.replica_group is None:
             return super()._work(parameters, outcome, mask)
         if outcome.plan is not self._executor.plan:
@@ -211,7 +212,7 @@ class DistMuon(Muon):
         return averaged(gradients, group) if isinstance(group, dist.ProcessGroup) else gradients
 
 
-def _check_plain(parameters: Sequence[Parameter]) -> None:
+def _check_plain(parameters: Sequence[NamedParam]) -> None:
     for one in parameters:
         if as_dtensor(one.param) is not None:
             raise UnsupportedError(f"{one.name} is a DTensor. DistMuon is for plain replicated weights: use Muon instead.")

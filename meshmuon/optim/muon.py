@@ -11,29 +11,31 @@ import torch
 from torch import Tensor
 from torch.profiler import record_function
 
+from ..agree.differences import failure_for_other_ranks
+from ..agree.identity import enrol
+from ..agree.planner import Planner, RankStatus, StepDecision
+from ..agree.state_presence import StatePresence
 from ..errors import ConfigError, RoutingWarning, StateError, TransportError
-from ..execute import DEFAULT_MEMORY_BUDGET, Executor, ExecutorSettings, ReferenceExecutor, StepExecutor, Work, local_part
+from ..execute import DEFAULT_MEMORY_BUDGET, Executor, ExecutorSettings, ReferenceExecutor, StepExecutor, StepParam
 from ..matrices import Split, check_expert_keys
 from ..ortho import SchemeLike, resolve_scheme
+from ..params.dtensors import ReplicaGroup
+from ..params.groups import check_group, normalise_group, normalise_params, storable_scheme, storable_split
+from ..params.lr import AdjustLR
+from ..params.named_params import NamedParam
+from ..params.options import check_dtype, check_optimizer_options, check_replica_group
+from ..params.rules import RuleLike
 from ..plan import Plan, PlanOptions, cost_model_for
-from . import state
+from ..qk_clip.clip import QKClip
+from ..routing.table import RoutingTable, build_routing_table
+from ..state import param_state as state
+from ..torch_compat import local_part
 from .adamw import adamw_step
-from .collect import Collector, Parameter, gradient_of, numbers_of, only_creates_state
-from .debug import RouteLog
-from .differences import to_tell
-from .dtensors import ReplicaGroup
-from .groups import check_group, normalise_group, normalise_params, storable_scheme, storable_split
-from .identity import enrol
-from .keeping import Keeping
-from .lr import AdjustLR
+from .collect import Collector, gradient_of, numbers_of, only_creates_state
 from .nonfinite import NonFinite, Scaling, asked_by_scaler, gradients_of, silence
 from .offload import Offload
-from .options import check_dtype, check_optimizer_options, check_replica_group
 from .overwritten import Overwritten
-from .planning import Outcome, Planner, Standing
-from .qk_clip import QKClip
-from .rules import RuleLike
-from .table import RoutingTable, build_routing_table
+from .route_log import RouteLog
 
 __all__ = ["Muon"]
 
@@ -362,7 +364,7 @@ class Muon(torch.optim.Optimizer):
         self._overwritten = Overwritten()
         self._log = RouteLog(on=self._debug)
 
-    def _agree(self, absent: Exception | None, qk_logits: Any) -> tuple[list[Parameter], Outcome]:
+    def _agree(self, absent: Exception | None, qk_logits: Any) -> tuple[list[NamedParam], StepDecision]:
         """What all ranks will do in this step; one rank's failed check is raised on all of them."""
         self._refuse_torn()
         parameters, demands, failure = self._collector.demands(self.param_groups)
@@ -380,16 +382,16 @@ class Muon(torch.optim.Optimizer):
                 failure = error
         clip = self._qk_clip.signature(qk_logits)
         held, numbers = self._executor.plan, [f"{one}, {clip}" for one in numbers_of(self.param_groups)]
-        keeping = Keeping(parameters, self.state, self._keeps)
+        keeping = StatePresence(parameters, self.state, self._keeps)
         try:
             outcome = self._planner.outcome(
-                demands, failure, Standing(held, nonfinite, busy, numbers, self._lacking(parameters), keeping)
+                demands, failure, RankStatus(held, nonfinite, busy, numbers, self._lacking(parameters), keeping)
             )
         finally:
             del failure  # here and below: an error that its own traceback holds would keep the optimizer alive
         return parameters, outcome
 
-    def _run(self, parameters: list[Parameter], outcome: Outcome, qk_logits: Any) -> None:
+    def _run(self, parameters: list[NamedParam], outcome: StepDecision, qk_logits: Any) -> None:
         """A step that all ranks have agreed on."""
         scaling, parted = Scaling.of(self), outcome.repeats
 
@@ -423,7 +425,7 @@ class Muon(torch.optim.Optimizer):
             self._overwritten.mark(parameters, self._planner.demands, outcome.zeros, clipped)
         if failure is not None:
             if outcome.exchange is not None:
-                self._untold = to_tell(failure, parted)
+                self._untold = failure_for_other_ranks(failure, parted)
             try:
                 raise failure
             finally:
@@ -440,7 +442,7 @@ class Muon(torch.optim.Optimizer):
                 f"an earlier step was left half done ({self._torn}). Load a checkpoint of the model and of this optimizer first."
             )
 
-    def _prepare(self, parameters: list[Parameter], outcome: Outcome) -> None:
+    def _prepare(self, parameters: list[NamedParam], outcome: StepDecision) -> None:
         """Makes state and buffers; all ranks have theirs before anything travels."""
         failure: Exception | None = None
         try:
@@ -456,7 +458,7 @@ class Muon(torch.optim.Optimizer):
         finally:
             del failure
 
-    def _leave_out(self, parameters: Sequence[Parameter]) -> None:
+    def _leave_out(self, parameters: Sequence[NamedParam]) -> None:
         """A step that must not be made: only gradients that the step would have freed are freed."""
         self._nonfinite.count()
         for one in parameters:
@@ -468,22 +470,22 @@ class Muon(torch.optim.Optimizer):
         comm_dtype = self._comm_dtype
         return lambda param: comm_dtype
 
-    def _lacking(self, parameters: Sequence[Parameter]) -> Sequence[int]:
+    def _lacking(self, parameters: Sequence[NamedParam]) -> Sequence[int]:
         """Indices of the parameters that this rank would begin with new state."""
         return self._collector.lacking
 
-    def _keeps(self, parameter: Parameter) -> bool:
+    def _keeps(self, parameter: NamedParam) -> bool:
         """Whether this rank keeps the state of a parameter."""
         return True
 
-    def _misuse(self, parameters: Sequence[Parameter]) -> Exception | None:
+    def _misuse(self, parameters: Sequence[NamedParam]) -> Exception | None:
         """What the kind of optimizer has against its parameters."""
         return None
 
-    def _work(self, parameters: Sequence[Parameter], outcome: Outcome, mask: Tensor | None = None) -> list[Work]:
+    def _work(self, parameters: Sequence[NamedParam], outcome: StepDecision, mask: Tensor | None = None) -> list[StepParam]:
         return self._collector.work(self._planner.demands, outcome, self.state, mask=mask)
 
-    def _adamw_step(self, parameters: Sequence[Parameter], outcome: Outcome, mask: Tensor | None = None) -> None:
+    def _adamw_step(self, parameters: Sequence[NamedParam], outcome: StepDecision, mask: Tensor | None = None) -> None:
         chosen: dict[int, list[Tensor]] = {}
         for k, one in enumerate(parameters):
             if not one.group["use_muon"] and (one.param.grad is not None or k in outcome.zeros):

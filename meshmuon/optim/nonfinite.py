@@ -16,9 +16,9 @@ from torch import Tensor
 
 from ..device import known_to_host
 from ..errors import ConfigError, GradientError
-from ..execute import local_part
+from ..params.named_params import NamedParam
+from ..torch_compat import local_part
 from ..transport import Exchange
-from .collect import Parameter
 
 __all__ = ["NonFinite", "Scaling", "asked_by_scaler", "gradients_of", "silence"]
 
@@ -70,7 +70,7 @@ class NonFinite:
         """Steps that were not made; reading it waits for the device."""
         return int(self._skipped)
 
-    def known(self, parameters: Sequence[Parameter], scaling: Scaling) -> bool:
+    def known(self, parameters: Sequence[NamedParam], scaling: Scaling) -> bool:
         """This rank's verdict as far as the host knows it. Under ``"raise"`` it finds out and raises."""
         if scaling.found is not None:
             return known_to_host(scaling.found) and bool(scaling.found > 0)
@@ -81,7 +81,7 @@ class NonFinite:
         near = [grad for grad in gradients_of(parameters) if known_to_host(grad)]
         return bool(near) and bool(_any_nonfinite(near))
 
-    def masks(self, parameters: Sequence[Parameter], scaling: Scaling, exchange: Exchange | None) -> Tensor | None:
+    def masks(self, parameters: Sequence[NamedParam], scaling: Scaling, exchange: Exchange | None) -> Tensor | None:
         """All ranks' verdict on a device, a boolean of no dim; None where the host knows everything.
 
         Whether it is asked for depends on what is equal on all ranks: options, and where parameters are.
@@ -105,7 +105,7 @@ class NonFinite:
         """One more step was not made."""
         self._skipped = self._skipped + 1
 
-    def _raise(self, parameters: Sequence[Parameter]) -> None:
+    def _raise(self, parameters: Sequence[NamedParam]) -> None:
         if not bool(_any_nonfinite(gradients_of(parameters))):  # one wait for the device; only a culprit is worth one each
             return
         for one in parameters:
@@ -122,7 +122,7 @@ def silence(gradients: Sequence[Tensor], mask: Tensor) -> None:
         grad.masked_fill_(_at(mask, grad.device), -0.0)
 
 
-def gradients_of(parameters: Iterable[Parameter]) -> list[Tensor]:
+def gradients_of(parameters: Iterable[NamedParam]) -> list[Tensor]:
     """This rank's parts of all gradients."""
     return [local_part(one.param.grad) for one in parameters if one.param.grad is not None]
 

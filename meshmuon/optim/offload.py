@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from ..device import Transfers, transfers_for
-from ..execute import local_part
-from .dtensors import with_local
+from ..params.dtensors import with_local
+from ..torch_compat import local_part
 
 __all__ = ["Offload"]
 

@@ -7,10 +7,10 @@ from collections.abc import Set as AbstractSet
 
 from torch import Tensor
 
+from ..agree.plan_input import PlanInput
+from ..params.dtensors import as_dtensor
+from ..params.named_params import NamedParam
 from ..torch_compat import FSDP2Weights, mark_overwritten
-from .collect import Parameter
-from .demand import Demand
-from .dtensors import as_dtensor
 
 __all__ = ["Overwritten"]
 
@@ -29,8 +29,8 @@ class Overwritten:
 
     def mark(
         self,
-        parameters: Sequence[Parameter],
-        demands: Sequence[Demand],
+        parameters: Sequence[NamedParam],
+        demands: Sequence[PlanInput],
         zeros: AbstractSet[int],
         clipped: AbstractSet[int],
     ) -> None:

@@ -1,10 +1,10 @@
 """What will be computed and what will travel, decided before any tensor is touched."""
 
-from .batches import Batch, Item, Slice, plan_batches
+from .batches import Batch, BatchItem, ItemRange, plan_batches
 from .buffers import SlotSizes, WaveSizes, buffer_bytes, slot_sizes, wave_sizes
 from .cost import CostModel, cost_model_for
 from .owners import lightest_possible
-from .plan import NO_WAVE, REPLICA_OPTIONS, Entry, Plan, PlanOptions, Send, Task, make_plan
+from .plan import NO_WAVE, REPLICA_OPTIONS, Plan, PlannedParam, PlanOptions, Send, Task, make_plan
 from .report import table
 from .routes import WaveRoutes, routes_of
 
@@ -12,13 +12,13 @@ __all__ = [
     "NO_WAVE",
     "REPLICA_OPTIONS",
     "Batch",
+    "BatchItem",
     "CostModel",
-    "Entry",
-    "Item",
+    "ItemRange",
     "Plan",
     "PlanOptions",
+    "PlannedParam",
     "Send",
-    "Slice",
     "SlotSizes",
     "Task",
     "WaveRoutes",

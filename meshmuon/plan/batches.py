@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
-__all__ = ["Batch", "Item", "Slice", "plan_batches"]
+__all__ = ["Batch", "BatchItem", "ItemRange", "plan_batches"]
 
 
 @dataclass(frozen=True, slots=True)
-class Item:
+class BatchItem:
     """One parameter's matrices, as the planner sees them.
 
     Attributes:
@@ -28,7 +28,7 @@ class Item:
 
 
 @dataclass(frozen=True, slots=True)
-class Slice:
+class ItemRange:
     """Matrices [start, stop) of item ``item``."""
 
     item: int
@@ -42,7 +42,7 @@ class Batch:
 
     rows: int
     cols: int
-    slices: tuple[Slice, ...]
+    slices: tuple[ItemRange, ...]
 
     @property
     def size(self) -> int:
@@ -50,7 +50,7 @@ class Batch:
         return sum(part.stop - part.start for part in self.slices)
 
 
-def plan_batches(items: Sequence[Item], *, budget: int, chunk_size: int = -1) -> tuple[Batch, ...]:
+def plan_batches(items: Sequence[BatchItem], *, budget: int, chunk_size: int = -1) -> tuple[Batch, ...]:
     """Groups all matrices of ``items`` into batches; every matrix is in exactly one.
 
     Args:
@@ -72,20 +72,20 @@ def plan_batches(items: Sequence[Item], *, budget: int, chunk_size: int = -1) ->
     return tuple(batches)
 
 
-def _fill(items: Sequence[Item], indices: Sequence[int], largest: int) -> list[tuple[Slice, ...]]:
+def _fill(items: Sequence[BatchItem], indices: Sequence[int], largest: int) -> list[tuple[ItemRange, ...]]:
     """Cuts the items' matrices, in order, into runs of at most ``largest``, as even as possible."""
     total = sum(items[index].count for index in indices)
     if total == 0:
         return []
     runs = -(-total // largest)
     edges = [total * k // runs for k in range(runs + 1)]
-    filled: list[list[Slice]] = [[] for _ in range(runs)]
+    filled: list[list[ItemRange]] = [[] for _ in range(runs)]
     position, run = 0, 0
     for index in indices:
         start = 0
         while start < items[index].count:
             stop = min(items[index].count, start + edges[run + 1] - position)
-            filled[run].append(Slice(index, start, stop))
+            filled[run].append(ItemRange(index, start, stop))
             position += stop - start
             start = stop
             if position == edges[run + 1]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ..layout import Spread
+from ..layout import ShardedMatrix
 
 __all__ = ["CostModel", "cost_model_for"]
 
@@ -21,19 +21,19 @@ class CostModel:
     flops_per_byte: float
     flops_per_exchange: float
 
-    def owning(self, flops: int, spread: Spread, itemsize: int) -> float:
+    def owning(self, flops: int, sharded: ShardedMatrix, itemsize: int) -> float:
         """Cost for the rank that owns a matrix: computing it, receiving it and sending it back."""
-        return flops + self.flops_per_byte * 2 * spread.size * itemsize
+        return flops + self.flops_per_byte * 2 * sharded.size * itemsize
 
-    def sharing_pays(self, flops: int, spread: Spread, itemsize: int) -> bool:
+    def sharing_pays(self, flops: int, sharded: ShardedMatrix, itemsize: int) -> bool:
         """Whether one replica should compute for all, by FLOPs and bytes summed over the ranks.
 
         With S pieces in each of R replicas, sharing saves (R − 1) orthogonalisations and (R − 1) gathers and scatters inside a
         replica; it costs R − 1 times the matrix to the other replicas.
         """
-        pieces = max(1, len(spread.pieces))
-        inside = 2 * (pieces - 1) / pieces * spread.size * itemsize
-        return flops + self.flops_per_byte * inside >= self.flops_per_byte * spread.size * itemsize
+        pieces = max(1, len(sharded.pieces))
+        inside = 2 * (pieces - 1) / pieces * sharded.size * itemsize
+        return flops + self.flops_per_byte * inside >= self.flops_per_byte * sharded.size * itemsize
 
 
 # Orders of magnitude: 4e14 FLOP/s of bfloat16 products and 40 GB/s of network per GPU; 1e11 FLOP/s and 1 GB/s per CPU core.

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 
-from ..layout import Spread
+from ..layout import ShardedMatrix
 
 __all__ = ["Footprint"]
 
@@ -23,22 +23,22 @@ class Footprint:
         itemsize: bytes per element on the wire.
     """
 
-    def __init__(self, spreads: Sequence[Spread], owners: Sequence[int], itemsize: int) -> None:
+    def __init__(self, sharded_matrices: Sequence[ShardedMatrix], owners: Sequence[int], itemsize: int) -> None:
         self._itemsize = itemsize
-        numbers: dict[Spread, int] = {}
-        self._spreads = [numbers.setdefault(spread, len(numbers)) for spread in spreads]
+        numbers: dict[ShardedMatrix, int] = {}
+        self._spreads = [numbers.setdefault(sharded, len(numbers)) for sharded in sharded_matrices]
         self._owned: list[tuple[int, int, int]] = []
-        for spread, owner in zip(spreads, owners, strict=True):
-            own = spread.sizes[spread.place[owner][0]]
-            copies = spread.size * spread.replicas - own if spread.replicas > 1 else 0
-            self._owned.append((owner, spread.size - own, copies))
+        for sharded, owner in zip(sharded_matrices, owners, strict=True):
+            own = sharded.sizes[sharded.piece_and_replica[owner][0]]
+            copies = sharded.size * sharded.replicas - own if sharded.replicas > 1 else 0
+            self._owned.append((owner, sharded.size - own, copies))
         self._kinds, self._pieces = _kinds_of_ranks(list(numbers))
 
     def bytes_by_rank(self, waves: Sequence[int], in_flight: int) -> dict[int, int]:
         """Rank → bytes of all its buffers when matrix k is in wave ``waves[k]``; ranks without buffers may be missing."""
         mine: dict[tuple[int, int], int] = {}
-        for (wave, spread), count in Counter(zip(waves, self._spreads, strict=True)).items():
-            for kind, size in self._pieces[spread]:
+        for (wave, sharded), count in Counter(zip(waves, self._spreads, strict=True)).items():
+            for kind, size in self._pieces[sharded]:
                 mine[kind, wave] = mine.get((kind, wave), 0) + count * size
         theirs: dict[tuple[int, int], int] = {}
         results: dict[tuple[int, int], int] = {}
@@ -57,16 +57,16 @@ class Footprint:
         return {rank: elements * self._itemsize for rank, elements in total.items()}
 
 
-def _kinds_of_ranks(spreads: Sequence[Spread]) -> tuple[dict[int, int], list[list[tuple[int, int]]]]:
+def _kinds_of_ranks(sharded_matrices: Sequence[ShardedMatrix]) -> tuple[dict[int, int], list[list[tuple[int, int]]]]:
     """Rank → its kind, and for each spread (kind, elements of the piece that each rank of the kind holds)."""
     held: dict[int, list[tuple[int, int]]] = {}
-    for number, spread in enumerate(spreads):
-        for piece, size in zip(spread.pieces, spread.sizes, strict=True):
+    for number, sharded in enumerate(sharded_matrices):
+        for piece, size in zip(sharded.pieces, sharded.sizes, strict=True):
             for rank in piece.holders:
                 held.setdefault(rank, []).append((number, size))
     numbers: dict[tuple[tuple[int, int], ...], int] = {}
     kinds = {rank: numbers.setdefault(tuple(sizes), len(numbers)) for rank, sizes in held.items()}
-    pieces: list[list[tuple[int, int]]] = [[] for _ in spreads]
+    pieces: list[list[tuple[int, int]]] = [[] for _ in sharded_matrices]
     for sizes, kind in numbers.items():
         for number, size in sizes:
             pieces[number].append((kind, size))

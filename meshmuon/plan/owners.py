@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
-from ..layout import Spread
+from ..layout import ShardedMatrix
 
 __all__ = ["Job", "assign_owners", "lightest_possible"]
 
@@ -16,7 +16,7 @@ __all__ = ["Job", "assign_owners", "lightest_possible"]
 class Job:
     """A matrix that needs an owner among the ranks that hold a piece of it."""
 
-    spread: Spread
+    sharded: ShardedMatrix
     cost: float
 
 
@@ -28,10 +28,10 @@ def assign_owners(jobs: Sequence[Job], loads: dict[int, float]) -> list[int]:
     gaps. Each goes to the least loaded of its candidates. Ties go to the earlier job and to the lower rank, so that every rank
     finds the same answer.
     """
-    fixed = [k for k, job in enumerate(jobs) if len(job.spread.place) == 1]
-    free = [k for k, job in enumerate(jobs) if len(job.spread.place) > 1]
+    fixed = [k for k, job in enumerate(jobs) if len(job.sharded.piece_and_replica) == 1]
+    free = [k for k, job in enumerate(jobs) if len(job.sharded.piece_and_replica) > 1]
     by_cost = sorted(free, key=lambda k: (-jobs[k].cost, k))
-    by_choice = sorted(free, key=lambda k: (len(jobs[k].spread.place), -jobs[k].cost, k))
+    by_choice = sorted(free, key=lambda k: (len(jobs[k].sharded.piece_and_replica), -jobs[k].cost, k))
     found = [
         _assign(jobs, [*fixed, *order], dict(loads)) for order in ([by_cost] if by_cost == by_choice else [by_cost, by_choice])
     ]
@@ -44,7 +44,7 @@ def _assign(jobs: Sequence[Job], order: Sequence[int], loads: dict[int, float]) 
     owners = [-1] * len(jobs)
     queues = _Queues(loads)
     for k in order:
-        rank = owners[k] = queues.least_loaded(jobs[k].spread)
+        rank = owners[k] = queues.least_loaded(jobs[k].sharded)
         loads[rank] += jobs[k].cost
     return owners, loads
 
@@ -54,13 +54,13 @@ class _Queues:
 
     def __init__(self, loads: dict[int, float]) -> None:
         self._loads = loads
-        self._by_spread: dict[Spread, list[tuple[float, int]]] = {}
+        self._by_spread: dict[ShardedMatrix, list[tuple[float, int]]] = {}
         self._by_ranks: dict[tuple[int, ...], list[tuple[float, int]]] = {}
 
-    def least_loaded(self, spread: Spread) -> int:
-        heap = self._by_spread.get(spread)
+    def least_loaded(self, sharded: ShardedMatrix) -> int:
+        heap = self._by_spread.get(sharded)
         if heap is None:
-            heap = self._by_spread[spread] = self._heap_of(tuple(sorted(spread.place)))
+            heap = self._by_spread[sharded] = self._heap_of(tuple(sorted(sharded.piece_and_replica)))
         while True:
             load, rank = heap[0]
             if load == self._loads[rank]:

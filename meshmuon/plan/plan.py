@@ -8,14 +8,14 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from ..errors import ConfigError, PlanError
-from ..layout import Layout, Piece, Spread, spread_matrices
+from ..layout import Layout, Piece, ShardedMatrix, shard_matrices
 from ..matrices import Window
 from .cost import CostModel
 from .footprint import Footprint
 from .owners import Job, assign_owners, lightest_possible
 from .waves import Owned, WaveLimits, cut_into_waves
 
-__all__ = ["REPLICA_OPTIONS", "Entry", "Plan", "PlanOptions", "Send", "Task", "make_plan"]
+__all__ = ["REPLICA_OPTIONS", "Plan", "PlanOptions", "PlannedParam", "Send", "Task", "make_plan"]
 
 REPLICA_OPTIONS = ("auto", "share", "repeat")
 EVERY_HOLDER = -1
@@ -24,7 +24,7 @@ _WORTH_AN_EXCHANGE = 4  # a wave should last at least as long as this many empty
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class PlannedParam:
     """One parameter, or one part of a fused one.
 
     Attributes:
@@ -56,9 +56,9 @@ class Entry:
         """Number of matrices."""
         return self.layouts[0].shape[0] if self.lead else 1
 
-    def spreads(self, layout: Layout) -> tuple[Spread, ...]:
+    def sharded_matrices(self, layout: Layout) -> tuple[ShardedMatrix, ...]:
         """How its matrices are spread where it lies as ``layout`` says."""
-        return spread_matrices(layout, self.lead, self.window)
+        return shard_matrices(layout, self.lead, self.window)
 
     def __str__(self) -> str:
         layouts = "; ".join(map(str, self.layouts))
@@ -79,7 +79,7 @@ class Task:
 
     entry: int
     matrix: int
-    spread: Spread
+    sharded: ShardedMatrix
     owner: int
     wave: int
 
@@ -130,7 +130,7 @@ class Plan:
     """
 
     ranks: tuple[int, ...]
-    entries: tuple[Entry, ...]
+    entries: tuple[PlannedParam, ...]
     tasks: tuple[Task, ...] = field(repr=False)
     lanes: tuple[Hashable, ...]
     options: PlanOptions
@@ -142,7 +142,7 @@ class Plan:
         """What task ``index`` needs at its owner: each piece from its holder in the owner's replica."""
         task = self.tasks[index]
         if task.wave != NO_WAVE:
-            for piece, source in task.spread.senders(task.owner):
+            for piece, source in task.sharded.senders(task.owner):
                 if source != task.owner:
                     yield Send(index, source, task.owner, piece)
 
@@ -150,7 +150,7 @@ class Plan:
         """What goes back: each piece to all of its holders."""
         task = self.tasks[index]
         if task.wave != NO_WAVE:
-            for piece in task.spread.pieces:
+            for piece in task.sharded.pieces:
                 for target in piece.holders:
                     if target != task.owner:
                         yield Send(index, task.owner, target, piece)
@@ -158,7 +158,7 @@ class Plan:
     def cost_of(self, task: Task) -> float:
         """Cost of a task for the rank that does it."""
         entry = self.entries[task.entry]
-        return self.options.cost.owning(entry.flops, task.spread, entry.itemsize) if task.wave != NO_WAVE else float(entry.flops)
+        return self.options.cost.owning(entry.flops, task.sharded, entry.itemsize) if task.wave != NO_WAVE else float(entry.flops)
 
     @cached_property
     def loads(self) -> dict[int, float]:
@@ -218,7 +218,7 @@ class Plan:
         for lane in dict.fromkeys(self.lanes):
             tasks = [task for task in self.tasks if task.wave != NO_WAVE and self.lanes[task.wave] == lane]
             itemsize = self.entries[tasks[0].entry].itemsize
-            footprint = Footprint([task.spread for task in tasks], [task.owner for task in tasks], itemsize)
+            footprint = Footprint([task.sharded for task in tasks], [task.owner for task in tasks], itemsize)
             for rank, size in footprint.bytes_by_rank([task.wave for task in tasks], self.options.in_flight).items():
                 total[rank] += size
         return total
@@ -239,111 +239,115 @@ class Plan:
         """Each matrix has one owner per separate copy, and waves and owners fit together.
 
         That the pieces of a spread tile the matrix, and that each rank holds one piece in one replica, is proved by every
-        ``Spread`` at birth: it makes sender and receiver of each piece find each other, since both read the same table.
+        ``ShardedMatrix`` at birth: it makes sender and receiver of each piece find each other, since both read the same table.
         """
-        copies: dict[tuple[int, int], list[Spread]] = {}
+        copies: dict[tuple[int, int], list[ShardedMatrix]] = {}
         for task in self.tasks:
             name = self.entries[task.entry].name
-            if task.wave == NO_WAVE and not (task.owner == EVERY_HOLDER and task.spread.whole):
+            if task.wave == NO_WAVE and not (task.owner == EVERY_HOLDER and task.sharded.whole):
                 raise PlanError(f"{name}: matrix {task.matrix} is in pieces, but none of them travels")
-            if task.wave != NO_WAVE and task.owner not in task.spread.place:
+            if task.wave != NO_WAVE and task.owner not in task.sharded.piece_and_replica:
                 raise PlanError(f"{name}: rank {task.owner} owns matrix {task.matrix} but holds no piece of it")
             lane = self.entries[task.entry].lane
             if task.wave != NO_WAVE and not (0 <= task.wave < len(self.lanes) and self.lanes[task.wave] == lane):
                 raise PlanError(f"{name}: it travels on {lane}, but wave {task.wave} is not on that lane: {self.lanes}")
-            copies.setdefault((task.entry, task.matrix), []).append(task.spread)
+            copies.setdefault((task.entry, task.matrix), []).append(task.sharded)
         for k, entry in enumerate(self.entries):
             self._prove_copies(k, entry, copies)
 
-    def _prove_copies(self, k: int, entry: Entry, copies: dict[tuple[int, int], list[Spread]]) -> None:
+    def _prove_copies(self, k: int, entry: PlannedParam, copies: dict[tuple[int, int], list[ShardedMatrix]]) -> None:
         for matrix in range(entry.count):
             found = copies.get((k, matrix), [])
-            holders = sum(len(spread.place) for spread in found)
-            expected = sum(len(entry.spreads(layout)[matrix].place) for layout in entry.layouts)
-            if holders != expected or (len(found) > 1 and len({r for spread in found for r in spread.place}) != holders):
+            holders = sum(len(sharded.piece_and_replica) for sharded in found)
+            expected = sum(len(entry.sharded_matrices(layout)[matrix].piece_and_replica) for layout in entry.layouts)
+            if holders != expected or (
+                len(found) > 1 and len({r for sharded in found for r in sharded.piece_and_replica}) != holders
+            ):
                 raise PlanError(f"{entry.name}: matrix {matrix} has {expected} holders, the plan computes it for {holders}")
 
 
-def make_plan(entries: Sequence[Entry], options: PlanOptions) -> Plan:
+def make_plan(entries: Sequence[PlannedParam], options: PlanOptions) -> Plan:
     """Plans a step on ``entries``; a pure function of its arguments."""
     ranks = tuple(sorted({rank for mesh in {layout.mesh for e in entries for layout in e.layouts} for rank in mesh.ranks}))
     copies = list(_copies(entries, options))
-    stays = [Task(k, matrix, spread, EVERY_HOLDER, NO_WAVE) for k, matrix, spread, travels in copies if not travels]
-    moves = [(k, matrix, spread) for k, matrix, spread, travels in copies if travels]
-    jobs = [Job(spread, options.cost.owning(entries[k].flops, spread, entries[k].itemsize)) for k, _, spread in moves]
+    stays = [Task(k, matrix, sharded, EVERY_HOLDER, NO_WAVE) for k, matrix, sharded, travels in copies if not travels]
+    moves = [(k, matrix, sharded) for k, matrix, sharded, travels in copies if travels]
+    jobs = [Job(sharded, options.cost.owning(entries[k].flops, sharded, entries[k].itemsize)) for k, _, sharded in moves]
     loads = dict.fromkeys(ranks, 0.0)
-    _add_local(loads, ((task.spread, 0.0 if entries[task.entry].private else float(entries[task.entry].flops)) for task in stays))
+    _add_local(
+        loads, ((task.sharded, 0.0 if entries[task.entry].private else float(entries[task.entry].flops)) for task in stays)
+    )
     owners = assign_owners(jobs, loads)
     owned = [
-        Owned(owner, job.cost, job.spread, entries[k].lane, entries[k].itemsize)
+        Owned(owner, job.cost, job.sharded, entries[k].lane, entries[k].itemsize)
         for owner, job, (k, _, _) in zip(owners, jobs, moves, strict=True)
     ]
     smallest = _WORTH_AN_EXCHANGE * options.cost.flops_per_exchange
     schedule = cut_into_waves(owned, WaveLimits(options.budget, options.chunk_size, smallest, options.in_flight))
     gone = [
-        Task(k, matrix, spread, owner, wave)
-        for (k, matrix, spread), owner, wave in zip(moves, owners, schedule.waves, strict=True)
+        Task(k, matrix, sharded, owner, wave)
+        for (k, matrix, sharded), owner, wave in zip(moves, owners, schedule.waves, strict=True)
     ]
     return Plan(ranks, tuple(entries), (*stays, *gone), schedule.lanes, replace(options, in_flight=schedule.in_flight))
 
 
-def _copies(entries: Sequence[Entry], options: PlanOptions) -> Iterator[tuple[int, int, Spread, bool]]:
+def _copies(entries: Sequence[PlannedParam], options: PlanOptions) -> Iterator[tuple[int, int, ShardedMatrix, bool]]:
     """(entry, matrix, spread, whether it travels) of everything that is computed, each replica apart where they do not share."""
     for k, entry in enumerate(entries):
         for layout in entry.layouts:
-            for matrix, spread in enumerate(entry.spreads(layout)):
-                if not spread.size:
+            for matrix, sharded in enumerate(entry.sharded_matrices(layout)):
+                if not sharded.size:
                     continue
-                if spread.replicas > 1 and _shares(entry, spread, options):
-                    yield k, matrix, spread, True
-                elif spread.whole:
-                    yield k, matrix, spread, False
+                if sharded.replicas > 1 and _shares(entry, sharded, options):
+                    yield k, matrix, sharded, True
+                elif sharded.whole:
+                    yield k, matrix, sharded, False
                 else:
-                    for one in spread.separate_replicas:
+                    for one in sharded.separate_replicas:
                         yield k, matrix, one, True
 
 
-def _shares(entry: Entry, spread: Spread, options: PlanOptions) -> bool:
+def _shares(entry: PlannedParam, sharded: ShardedMatrix, options: PlanOptions) -> bool:
     if entry.private or options.replicas != "auto":
         return options.replicas == "share" and not entry.private
     if entry.share is not None:
         return entry.share
-    return options.cost.sharing_pays(entry.flops, spread, entry.itemsize)
+    return options.cost.sharing_pays(entry.flops, sharded, entry.itemsize)
 
 
-def _add_local(loads: dict[int, float], work: Iterable[tuple[Spread, float]]) -> None:
+def _add_local(loads: dict[int, float], work: Iterable[tuple[ShardedMatrix, float]]) -> None:
     """Adds what every holder computes for itself, summed per spread first: thousands of ranks may hold each."""
-    total: dict[Spread, float] = {}
-    for spread, amount in work:
-        total[spread] = total.get(spread, 0.0) + amount
-    for spread, amount in total.items():
-        for rank in spread.place:
+    total: dict[ShardedMatrix, float] = {}
+    for sharded, amount in work:
+        total[sharded] = total.get(sharded, 0.0) + amount
+    for sharded, amount in total.items():
+        for rank in sharded.piece_and_replica:
             loads[rank] += amount
 
 
 def _loads(plan: Plan, amount: Callable[[Task], float]) -> dict[int, float]:
     loads = dict.fromkeys(plan.ranks, 0.0)
-    _add_local(loads, ((task.spread, amount(task)) for task in plan.tasks if task.owner == EVERY_HOLDER))
+    _add_local(loads, ((task.sharded, amount(task)) for task in plan.tasks if task.owner == EVERY_HOLDER))
     for task in plan.tasks:
         if task.owner != EVERY_HOLDER:
             loads[task.owner] += amount(task)
     return loads
 
 
-def _sent(plan: Plan, weight: Callable[[Entry], int]) -> dict[int, int]:
+def _sent(plan: Plan, weight: Callable[[PlannedParam], int]) -> dict[int, int]:
     """What each rank sends, counted without listing the sends: pieces are summed per spread and replica."""
     sent = dict.fromkeys(plan.ranks, 0)
-    gathered: dict[tuple[Spread, int], int] = {}
+    gathered: dict[tuple[ShardedMatrix, int], int] = {}
     for task in plan.tasks:
         if task.wave == NO_WAVE:
             continue
         size = weight(plan.entries[task.entry])
-        piece, replica = task.spread.place[task.owner]
-        own = task.spread.sizes[piece]
-        gathered[task.spread, replica] = gathered.get((task.spread, replica), 0) + size
-        sent[task.owner] += size * (task.spread.size * task.spread.replicas - own)  # the scatter
+        piece, replica = task.sharded.piece_and_replica[task.owner]
+        own = task.sharded.sizes[piece]
+        gathered[task.sharded, replica] = gathered.get((task.sharded, replica), 0) + size
+        sent[task.owner] += size * (task.sharded.size * task.sharded.replicas - own)  # the scatter
         sent[task.owner] -= size * own  # its own piece needs no gather
-    for (spread, replica), size in gathered.items():
-        for one, elements in zip(spread.pieces, spread.sizes, strict=True):
+    for (sharded, replica), size in gathered.items():
+        for one, elements in zip(sharded.pieces, sharded.sizes, strict=True):
             sent[one.holders[replica]] += size * elements
     return sent

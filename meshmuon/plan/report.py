@@ -71,8 +71,8 @@ def to_json(plan: Plan) -> str:
                 "matrix": task.matrix,
                 "owner": None if task.owner == EVERY_HOLDER else task.owner,
                 "wave": None if task.wave == NO_WAVE else task.wave,
-                "pieces": len(task.spread.pieces),
-                "replicas": task.spread.replicas,
+                "pieces": len(task.sharded.pieces),
+                "replicas": task.sharded.replicas,
             }
             for task in plan.tasks
         ],
@@ -85,15 +85,15 @@ def to_json(plan: Plan) -> str:
 
 def _how(task: Task) -> str:
     if task.wave != NO_WAVE:
-        return "shared by replicas" if task.spread.replicas > 1 else "one owner"
-    return "local" if task.spread.replicas == 1 else "every holder"
+        return "shared by replicas" if task.sharded.replicas > 1 else "one owner"
+    return "local" if task.sharded.replicas == 1 else "every holder"
 
 
 def _kinds(plan: Plan) -> list[tuple[str, ...]]:
     """Matrices of one shape and layout in one line."""
     alike: dict[tuple[str, str, str], list[Task]] = {}
     for task in plan.tasks:
-        shape = f"{task.spread.rows}×{task.spread.cols}"
+        shape = f"{task.sharded.rows}×{task.sharded.cols}"
         alike.setdefault((shape, str(plan.entries[task.entry].layouts[0]), _how(task)), []).append(task)
     lines: list[tuple[str, ...]] = []
     for (shape, layout, how), tasks in alike.items():

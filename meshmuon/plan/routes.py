@@ -37,17 +37,17 @@ def routes_of(plan: Plan, rank: int) -> tuple[WaveRoutes, ...]:
     for index, task in enumerate(plan.tasks):
         if task.wave == NO_WAVE:
             continue
-        wave, spread = waves[task.wave], task.spread
+        wave, sharded = waves[task.wave], task.sharded
         if task.owner == rank:
             wave.owned.append(index)
             wave.gather_in.extend(plan.gather_sends(index))
             wave.scatter_out.extend(plan.scatter_sends(index))
-            wave.own.append(Send(index, rank, rank, spread.pieces[spread.place[rank][0]]))
+            wave.own.append(Send(index, rank, rank, sharded.pieces[sharded.piece_and_replica[rank][0]]))
             continue
-        piece = spread.piece_of(rank)
+        piece = sharded.piece_of(rank)
         if piece is not None:
             wave.scatter_in.append(Send(index, task.owner, rank, piece))
-            if spread.sends_to(rank, task.owner):
+            if sharded.sends_to(rank, task.owner):
                 wave.gather_out.append(Send(index, rank, task.owner, piece))
     return tuple(wave.ordered() for wave in waves)
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate
 
-from ..layout import Spread
+from ..layout import ShardedMatrix
 from .footprint import Footprint
 
 __all__ = ["Owned", "Schedule", "WaveLimits", "cut_into_waves"]
@@ -33,19 +33,19 @@ class Owned:
 
     owner: int
     cost: float
-    spread: Spread
+    sharded: ShardedMatrix
     lane: Hashable
     itemsize: int
 
     @property
     def nbytes(self) -> int:
         """Bytes of the whole matrix."""
-        return self.spread.size * self.itemsize
+        return self.sharded.size * self.itemsize
 
     @property
     def alike(self) -> str:
         """Equal for matrices that are best worked on together."""
-        return repr((self.lane, self.spread.rows, self.spread.cols))
+        return repr((self.lane, self.sharded.rows, self.sharded.cols))
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,7 +145,7 @@ class _Lane:
         largest = max(sum(owned[k].nbytes for k in queue) for queue in self.queues.values())
         few = max(min(_OVERLAP, int(heaviest / limits.smallest)), largest // limits.budget)  # fewer could not fit
         self.count = self.within_budget(max(1, few))
-        self.footprint = Footprint([one.spread for one in owned], [one.owner for one in owned], owned[0].itemsize)
+        self.footprint = Footprint([one.sharded for one in owned], [one.owner for one in owned], owned[0].itemsize)
 
     def within_budget(self, count: int) -> int:
         """The number of waves, from ``count`` on, in which no owner gathers more than its budget."""

@@ -23,8 +23,8 @@ BY_NAME = {contender.name: contender for contender in CONTENDERS}
 
 
 def test_those_that_can_run_make_the_same_update() -> None:
-    told: list[str] = []
-    contenders = available(told.append)
+    shown: list[str] = []
+    contenders = available(shown.append)
     found = differences([enter(contender, MODEL) for contender in contenders])
     assert set(found) == {contender.name for contender in contenders if contender.is_muon}
     assert found[OURS] == 0.0
@@ -34,8 +34,8 @@ def test_those_that_can_run_make_the_same_update() -> None:
         if contender.dtype == BF16:
             assert found[contender.name] > TOLERANCE[FP32]  # else the tolerance of the others tells nothing
     missing = {contender.name for contender in CONTENDERS} - {contender.name for contender in contenders}
-    assert len(told) == len(missing)
-    assert all(any(line.startswith(name) for line in told) for name in missing)
+    assert len(shown) == len(missing)
+    assert all(any(line.startswith(name) for line in shown) for name in missing)
 
 
 def test_a_baseline_without_a_package_is_never_missing() -> None:
@@ -60,11 +60,11 @@ def _other_coefficients(x: Tensor) -> Tensor:
 )
 def test_another_update_is_left_out(change: dict[str, object]) -> None:
     other: Contender = replace(BY_NAME["naive"], **change)  # type: ignore[arg-type]
-    told: list[str] = []
-    kept, found = check([enter(BY_NAME[OURS], MODEL), enter(other, MODEL)], told.append)
+    shown: list[str] = []
+    kept, found = check([enter(BY_NAME[OURS], MODEL), enter(other, MODEL)], shown.append)
     assert [entrant.contender.name for entrant in kept] == [OURS]
     assert found["naive"] > TOLERANCE[FP32]
-    assert "left out" in told[0]
+    assert "left out" in shown[0]
 
 
 def test_everyone_starts_from_the_same_weights() -> None:

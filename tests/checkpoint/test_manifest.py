@@ -148,10 +148,10 @@ def test_a_file_that_is_still_being_written(saved: Path) -> None:
 def test_progress_counts_all_bytes(saved: Path) -> None:
     total = sum(map(len, FILES.values()))
     for call in (write_manifest, verify):
-        told: list[tuple[int, int]] = []
-        call(saved, progress=lambda done, of, told=told: told.append((done, of)))
-        assert told[-1] == (total, total)
-        assert [done for done, _ in told] == sorted(done for done, _ in told)
+        shown: list[tuple[int, int]] = []
+        call(saved, progress=lambda done, of, shown=shown: shown.append((done, of)))
+        assert shown[-1] == (total, total)
+        assert [done for done, _ in shown] == sorted(done for done, _ in shown)
 
 
 def test_an_interrupted_write_leaves_the_old_manifest(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:

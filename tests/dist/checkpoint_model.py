@@ -213,9 +213,9 @@ def compare(model: Model, optimizer: Muon, steps: int) -> None:
 
 def agree(text: Any) -> None:
     """All ranks have the same."""
-    told: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(told, text)
-    assert all(one == told[0] for one in told), told
+    shown: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(shown, text)
+    assert all(one == shown[0] for one in shown), shown
 
 
 def keys_and_shapes(state_dict: dict[str, Any]) -> list[tuple[str, str, tuple[int, ...], str]]:

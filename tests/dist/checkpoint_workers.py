@@ -61,10 +61,10 @@ def save(layout: str, folder: Path) -> None:
     digest = optimizer.plan().digest
     state = whole_state(model, optimizer)
     compare(model, optimizer, SAVED)
-    told = keys_and_shapes(state["optimizer"])
-    agree(told)
-    assert {name for name, *_ in told} == {f"{name}.weight" for name, spec in SPECS.items() if not spec.frozen}
-    for name, key, shape, _ in told:
+    shown = keys_and_shapes(state["optimizer"])
+    agree(shown)
+    assert {name for name, *_ in shown} == {f"{name}.weight" for name, spec in SPECS.items() if not spec.frozen}
+    for name, key, shape, _ in shown:
         whole = SPECS[name.removesuffix(".weight")].shape
         assert shape == {"step": (), "rule_memory": (*whole[:1], 1)}.get(key, whole)
     assert optimizer.plan().digest == digest

@@ -25,8 +25,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
+from meshmuon.clipping.grad_norm import clip_grad_norm_, total_grad_norm
 from meshmuon.errors import ConfigError, GradientError
-from meshmuon.optim.clipping import clip_grad_norm_, total_grad_norm
 from meshmuon.transport import groups
 
 from ..bounds import norm_error, unit

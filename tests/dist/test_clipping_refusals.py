@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
+from meshmuon.clipping.grad_norm import clip_grad_norm_, total_grad_norm
 from meshmuon.errors import ConfigError, GradientError, MeshmuonError, PlanMismatchError
-from meshmuon.optim.clipping import clip_grad_norm_, total_grad_norm
 
 from .cases import Case, Param, local
 from .test_clipping import ORDERS, on_mesh, stage

@@ -23,9 +23,9 @@ from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_modul
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from meshmuon import ConfigError
-from meshmuon.optim.collect import parameters_of
-from meshmuon.optim.max_logits import MaxLogits
-from meshmuon.optim.qk_clip import QKClip
+from meshmuon.params.named_params import named_params
+from meshmuon.qk_clip.clip import QKClip
+from meshmuon.qk_clip.max_logits import MaxLogits
 
 from ..bounds import sum_error
 from ..clear_cuts import clearly_cut
@@ -432,9 +432,9 @@ def test_nan_of_one_rank_reaches_all_as_infinity() -> None:
 
 def refusals(world: int, main: Any) -> list[str]:
     def caught(rank: int) -> str:
-        with pytest.raises(ConfigError) as told:
+        with pytest.raises(ConfigError) as shown:
             main(rank)
-        return str(told.value)
+        return str(shown.value)
 
     return run_threads(world, caught)
 
@@ -467,19 +467,19 @@ def test_every_rank_hears_the_same_refusal(what: str) -> None:
                 logits.observe(0, torch.ones(1, heads, 1, 4), torch.ones(1, heads, 1, 4))
         logits.collect()
 
-    told = refusals(3, main)
-    assert len(set(told)) == 1
+    shown = refusals(3, main)
+    assert len(set(shown)) == 1
     words = {
         "heads": "3 heads on rank 1 and 2",
         "nothing": "no rank has observed",
         "part of the heads": "ranks [0, 2] only, of 3",
     }
-    assert words[what] in told[0]
+    assert words[what] in shown[0]
 
 
 def test_several_ranks_need_a_group() -> None:
-    told = refusals(2, lambda rank: MaxLogits().collect())
-    assert all("MaxLogits(group=...)" in one for one in told)
+    shown = refusals(2, lambda rank: MaxLogits().collect())
+    assert all("MaxLogits(group=...)" in one for one in shown)
 
 
 def test_a_group_must_have_all_tensor_parallel_ranks() -> None:
@@ -519,4 +519,4 @@ def test_parameters_of_a_step_are_what_the_clip_takes() -> None:
     """The wiring of the tests reads the groups as Muon does."""
     layer = separate(1, 1, 2, 2)
     optimizer = ClippedMuon([{"params": [(n, nn.Parameter(v)) for n, v in layer.before.items()], "use_muon": True}], clip=None)
-    assert [one.name for one in parameters_of(optimizer.param_groups)] == list(layer.before)
+    assert [one.name for one in named_params(optimizer.param_groups)] == list(layer.before)

@@ -43,11 +43,11 @@ def test_one_rank_with_other_logits_stops_all(logits: Any, error: type[MeshmuonE
         mesh = mesh_of((3,))
         tensors, optimizer = build(mesh)
         give_gradients(tensors, mesh)
-        with pytest.raises(error, match=message) as told:
+        with pytest.raises(error, match=message) as shown:
             optimizer.step(qk_logits=logits if rank == 1 else {0: LAYER.logits})
         for name, param in tensors.items():
             same(local(param), local(place(LAYER.before[name], mesh, (S0,))), name)
-        return str(told.value)
+        return str(shown.value)
 
     assert len(set(run_threads(3, main))) == 1
 

@@ -87,8 +87,8 @@ def _run_once(world: int, rank_main: Callable[[int], T], timeout: float, host_me
         torch._C._distributed_c10d._set_thread_isolation_mode(False)
         _uninstall_threaded_pg()
         sys.excepthook = hook
-    told = [error for error in failures.values() if not isinstance(error, SystemExit)]  # the others were only woken
-    if told:
-        raise told[0]  # the first in time, which may have caused the others
+    shown = [error for error in failures.values() if not isinstance(error, SystemExit)]  # the others were only woken
+    if shown:
+        raise shown[0]  # the first in time, which may have caused the others
     assert not hung, f"ranks {hung} hang"
     return [results[rank] for rank in range(world)]

@@ -12,14 +12,14 @@ from torch import Tensor
 from meshmuon import Muon
 from meshmuon.device import DirectStreams
 from meshmuon.errors import TransportError
-from meshmuon.execute import DataParallelExecutor, Executor, ExecutorSettings, Work, WorkSettings, build
+from meshmuon.execute import DataParallelExecutor, Executor, ExecutorSettings, StepParam, StepSettings, build
 from meshmuon.execute import executor as executors
-from meshmuon.execute import stage as stages
-from meshmuon.execute.build import Program, build_program
+from meshmuon.execute import ortho_batch as stages
+from meshmuon.execute.build import RankProgram, build_rank_program
 from meshmuon.layout import Layout, Mesh, Replicated
 from meshmuon.matrices import MatrixSet
 from meshmuon.ortho import Orthogonalizer, Scheme, Workspace, keller
-from meshmuon.plan import Entry, Plan, PlanOptions, cost_model_for, make_plan
+from meshmuon.plan import Plan, PlannedParam, PlanOptions, cost_model_for, make_plan
 from tests.bounds import sum_error, unit
 from tests.optim.reference import (
     LR,
@@ -46,44 +46,46 @@ def no_grad() -> Iterator[None]:
 def nothing() -> None: ...
 
 
-def settings_for(lr: float | Tensor, *, weight_decay: float = 0.1, **options: Any) -> WorkSettings:
+def settings_for(lr: float | Tensor, *, weight_decay: float = 0.1, **options: Any) -> StepSettings:
     numbers = {"momentum": 0.95, "nesterov": True, "free_grad": False, "adjust": lambda rows, cols: 0.2 * max(rows, cols) ** 0.5}
     numbers["retain"] = options.get("momentum", numbers.get("momentum"))
-    return WorkSettings(**{**numbers, "decay": 1 - lr * weight_decay, "rate": lr, **options})
+    return StepSettings(**{**numbers, "decay": 1 - lr * weight_decay, "rate": lr, **options})
 
 
 def work_on(
-    params: list[Any], settings: WorkSettings, buffers: list[Tensor], step: int, scheme: Scheme | Orthogonalizer | None = None
-) -> list[Work]:
+    params: list[Any], settings: StepSettings, buffers: list[Tensor], step: int, scheme: Scheme | Orthogonalizer | None = None
+) -> list[StepParam]:
     """The work of one step with the fixed gradients of ``step``."""
     set_gradients(params, gradients(params, step))
     work = []
     for param, buffer in zip(params, buffers, strict=True):
         inside = MatrixSet(*param.shape, lead=1) if param.dim() == 3 else MatrixSet(1, *param.shape)
         dtype = torch.float64 if param.dtype == torch.float64 else torch.float32
-        work.append(Work(param, buffer, inside, scheme or keller(5), dtype, settings, comm_dtype=dtype))
+        work.append(StepParam(param, buffer, inside, scheme or keller(5), dtype, settings, comm_dtype=dtype))
     return work
 
 
-def plan_for(work: list[Work]) -> Plan:
+def plan_for(work: list[StepParam]) -> Plan:
     """What a single device plans: everything stays."""
     alone = Mesh((1,), (0,))
     entries = [
-        Entry(f"p{k}", (Layout(tuple(one.param.shape), alone, (Replicated(),)),), one.matrices.lead, "cpu", 4, 1, private=True)
+        PlannedParam(
+            f"p{k}", (Layout(tuple(one.param.shape), alone, (Replicated(),)),), one.matrices.lead, "cpu", 4, 1, private=True
+        )
         for k, one in enumerate(work)
     ]
     return make_plan(entries, PlanOptions(cost_model_for("cpu")))
 
 
-def execute(executor: Executor, work: list[Work], last: Callable[[], None] = nothing) -> None:
+def execute(executor: Executor, work: list[StepParam], last: Callable[[], None] = nothing) -> None:
     """A step of work that the executor may not know yet."""
     if executor.plan is None:
         executor.prepare(plan_for(work), 0, work, None)
     executor.run(work, last=last)
 
 
-def program_of(work: list[Work], **options: Any) -> Program:
-    return build_program(plan_for(work), 0, work, None, Workspace(), ExecutorSettings(**options))
+def program_of(work: list[StepParam], **options: Any) -> RankProgram:
+    return build_rank_program(plan_for(work), 0, work, None, Workspace(), ExecutorSettings(**options))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)

@@ -18,15 +18,15 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from meshmuon.device import DirectStreams, Streams
-from meshmuon.execute import ExecutorSettings, Work, WorkSettings
-from meshmuon.execute.build import Program, build_program
-from meshmuon.execute.parts import Parts, Touch
+from meshmuon.execute import ExecutorSettings, StepParam, StepSettings
+from meshmuon.execute.build import RankProgram, build_rank_program
+from meshmuon.execute.ortho_batch import OrthoBatch
 from meshmuon.execute.pipeline import run_pipeline
-from meshmuon.execute.stage import Stage
+from meshmuon.execute.shard_views import GradLifetime, ShardViews
 from meshmuon.layout import Layout, Mesh, Replicated, Sharded
 from meshmuon.matrices import MatrixSet
 from meshmuon.ortho import Workspace
-from meshmuon.plan import NO_WAVE, Entry, Plan, PlanOptions, buffer_bytes, cost_model_for, make_plan
+from meshmuon.plan import NO_WAVE, Plan, PlannedParam, PlanOptions, buffer_bytes, cost_model_for, make_plan
 from tests.layout.oracle import ours, random_mesh, random_placement, random_shape, select
 
 STEPS = 2
@@ -114,7 +114,7 @@ def build_case(seed: int) -> Case:
         shape = random_shape(rng, dims)
         layouts = tuple(Layout(shape, one, placements) for one in meshes)
         wire = rng.choice([4, 8, 8])
-        entries.append(Entry(f"p{k}", layouts, lead, ("cpu", wire), wire, rng.choice([0, 100, 10_000_000])))
+        entries.append(PlannedParam(f"p{k}", layouts, lead, ("cpu", wire), wire, rng.choice([0, 100, 10_000_000])))
         if rng.random() < 0.5:  # another one like it
             entries.append(replace(entries[-1], name=f"q{k}"))
     options = PlanOptions(
@@ -132,8 +132,8 @@ def numbers(shape: Sequence[int], *key: int) -> Tensor:
     return torch.randint(-3, 4, tuple(shape), generator=generator).double()
 
 
-def settings_of(k: int) -> WorkSettings:
-    return WorkSettings(
+def settings_of(k: int) -> StepSettings:
+    return StepSettings(
         momentum=0.5 if k % 2 else 0.25,
         retain=0.5 if k % 2 else 0.25,
         nesterov=k % 3 != 0,
@@ -144,13 +144,13 @@ def settings_of(k: int) -> WorkSettings:
     )
 
 
-def work_of(entry: Entry, k: int, param: Tensor, buffer: Tensor) -> Work:
+def work_of(entry: PlannedParam, k: int, param: Tensor, buffer: Tensor) -> StepParam:
     rows, cols = entry.layouts[0].shape[entry.lead], 1
     for size in entry.layouts[0].shape[entry.lead + 1 :]:
         cols *= size
     matrices = MatrixSet(entry.count, rows, cols, entry.lead)
     wire = torch.float32 if entry.itemsize == 4 else torch.float64
-    return Work(nn.Parameter(param), buffer, matrices, prefix_sums, torch.float64, settings_of(k), comm_dtype=wire, group=k)
+    return StepParam(nn.Parameter(param), buffer, matrices, prefix_sums, torch.float64, settings_of(k), comm_dtype=wire, group=k)
 
 
 def expected(case: Case, k: int, sibling: int) -> tuple[Tensor, Tensor]:
@@ -183,8 +183,8 @@ class Ranks:
     def __init__(self, case: Case) -> None:
         self.case, plan = case, case.plan
         self.board = Board(plan.ranks, late=case.seed % 2 == 0)
-        self.work: dict[int, list[Work]] = {}
-        self.programs: dict[int, Program] = {}
+        self.work: dict[int, list[StepParam]] = {}
+        self.programs: dict[int, RankProgram] = {}
         self.exchanges: dict[int, Exchange] = {}
         self.workspaces: dict[int, Workspace] = {}
         for rank in plan.ranks:
@@ -192,7 +192,9 @@ class Ranks:
             self.work[rank] = [work_of(entry, k, params[k], torch.zeros_like(params[k])) for k, entry in enumerate(plan.entries)]
             self.exchanges[rank], self.workspaces[rank] = Exchange(self.board, rank), Workspace()
             options = ExecutorSettings(case.chunk_size, case.memory_budget)
-            self.programs[rank] = build_program(plan, rank, self.work[rank], self.exchanges[rank], self.workspaces[rank], options)
+            self.programs[rank] = build_rank_program(
+                plan, rank, self.work[rank], self.exchanges[rank], self.workspaces[rank], options
+            )
 
     def initial(self, k: int) -> list[Tensor]:
         entry = self.case.plan.entries[k]
@@ -272,7 +274,7 @@ def test_each_parameter_begins_once_and_ends_once(case: Case) -> None:
         order = [*touches[:first], *(batch.touch for batch in program.local), *touches[first:]]
         begins = [k for touch in order for k in touch.begins]
         ends = [k for touch in order for k in touch.ends]
-        holds = {task.entry for task in case.plan.tasks if rank in task.spread.place}
+        holds = {task.entry for task in case.plan.tasks if rank in task.sharded.piece_and_replica}
         assert sorted(begins) == sorted(ends) == sorted(holds)
         assert program.rest.begins == ()
         assert set(program.rest.ends) == set(range(len(case.plan.entries))) - holds
@@ -286,17 +288,17 @@ def test_the_random_plans_are_of_every_kind() -> None:
     tasks = [(plan, task) for plan in plans for task in plan.tasks]
     assert sum(len(plan.lanes) > plan.options.in_flight for plan in plans) > 20
     assert sum(len(set(plan.lanes)) > 1 for plan in plans) > 40
-    assert sum(task.wave != NO_WAVE and task.spread.replicas > 1 for _, task in tasks) > 40
-    assert sum(task.wave == NO_WAVE and task.spread.replicas > 1 for _, task in tasks) > 10
+    assert sum(task.wave != NO_WAVE and task.sharded.replicas > 1 for _, task in tasks) > 40
+    assert sum(task.wave == NO_WAVE and task.sharded.replicas > 1 for _, task in tasks) > 10
     assert sum(len(plan.entries[task.entry].layouts) > 1 for plan, task in tasks) > 40
-    assert sum(any(len(piece.rows) > 1 or len(piece.cols) > 1 for piece in task.spread.pieces) for _, task in tasks) > 40
+    assert sum(any(len(piece.rows) > 1 or len(piece.cols) > 1 for piece in task.sharded.pieces) for _, task in tasks) > 40
 
 
 @pytest.mark.parametrize("free", [0, 1])
 def test_a_parameter_of_which_a_rank_holds_nothing(free: int) -> None:
     """Three rows over four ranks: the last one takes part in the exchanges, empty-handed, and frees its empty gradient."""
     layout = Layout((3, 4), Mesh((4,), (0, 1, 2, 3)), (Sharded(0),))
-    entries = [Entry(f"p{k}", (layout,), 0, ("cpu", 8), 8, 10) for k in range(free + 1)]
+    entries = [PlannedParam(f"p{k}", (layout,), 0, ("cpu", 8), 8, 10) for k in range(free + 1)]
     case = Case(0, make_plan(entries, PlanOptions(cost_model_for("cpu"))), -1, 2**20)
     with torch.no_grad():
         ranks = Ranks(case)
@@ -310,10 +312,10 @@ def test_a_parameter_of_which_a_rank_holds_nothing(free: int) -> None:
 def test_nothing_travels_without_an_exchange() -> None:
     """Whole matrices need no other rank: no waves, and no buffers beside the stage."""
     layout = Layout((4, 6), Mesh((2,), (0, 1)), (Replicated(),))
-    plan = make_plan([Entry("p", (layout,), 0, ("cpu", 8), 8, 10)], PlanOptions(cost_model_for("cpu"), "repeat"))
+    plan = make_plan([PlannedParam("p", (layout,), 0, ("cpu", 8), 8, 10)], PlanOptions(cost_model_for("cpu"), "repeat"))
     case = Case(0, plan, -1, 2**20)
     work = [work_of(plan.entries[0], 0, numbers((4, 6), 1), torch.zeros(4, 6, dtype=torch.float64))]
-    program = build_program(plan, 0, work, None, Workspace(), ExecutorSettings())
+    program = build_rank_program(plan, 0, work, None, Workspace(), ExecutorSettings())
     assert program.waves == ()
     assert len(program.local) == 1
     assert buffer_bytes(case.plan, 0) == 0
@@ -350,7 +352,7 @@ class Watched:
 def test_a_wave_and_its_streams(monkeypatch: pytest.MonkeyPatch) -> None:
     """Momentum and updates run beside, computing in the main stream; each waits for what it reads and for nothing else."""
     layout = Layout((4, 6), Mesh((2,), (0, 1)), (Sharded(0),))
-    case = Case(1, make_plan([Entry("p", (layout,), 0, ("cpu", 8), 8, 10)], PlanOptions(cost_model_for("cpu"))), -1, 2**20)
+    case = Case(1, make_plan([PlannedParam("p", (layout,), 0, ("cpu", 8), 8, 10)], PlanOptions(cost_model_for("cpu"))), -1, 2**20)
     streams = Watched()
 
     def noted(owner: type, name: str, event: str) -> None:
@@ -364,9 +366,9 @@ def test_a_wave_and_its_streams(monkeypatch: pytest.MonkeyPatch) -> None:
 
     noted(Exchange, "start", "start")
     noted(Pending, "wait", "arrived")
-    noted(Touch, "accumulate", "momentum")
-    noted(Parts, "apply", "update")
-    noted(Stage, "orthogonalise", "compute")
+    noted(GradLifetime, "accumulate", "momentum")
+    noted(ShardViews, "apply", "update")
+    noted(OrthoBatch, "orthogonalise", "compute")
     with torch.no_grad():
         ranks = Ranks(replace(case, seed=4))
         ranks.step(0, streams)  # type: ignore[arg-type]

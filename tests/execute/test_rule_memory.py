@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from meshmuon.execute.memory import _visits
+from meshmuon.execute.rule_state import _visits
 from meshmuon.layout import Mesh, Replicated, Sharded
 from meshmuon.matrices import MatrixSet
 from meshmuon.plan import make_plan

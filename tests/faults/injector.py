@@ -15,8 +15,8 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 
-from meshmuon.execute.parts import Parts
-from meshmuon.execute.stage import Stage
+from meshmuon.execute.ortho_batch import OrthoBatch
+from meshmuon.execute.shard_views import ShardViews
 from meshmuon.optim import muon
 from meshmuon.transport import Agreement, Exchange
 
@@ -111,9 +111,9 @@ def _hooked(phase: str, action: Action) -> Any:
         return _before(muon.Planner, "confirm", action)
     owner, name = {
         "before the agreement": (Agreement, "decide"),
-        "orthogonalise": (Stage, "orthogonalise"),
+        "orthogonalise": (OrthoBatch, "orthogonalise"),
         "adamw": (muon, "adamw_step"),
-        "update": (Parts, "apply"),
+        "update": (ShardViews, "apply"),
     }[phase]
     return _before(owner, name, action)
 

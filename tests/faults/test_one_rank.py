@@ -18,8 +18,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from meshmuon import Muon
+from meshmuon.agree import planner
 from meshmuon.execute import executor
-from meshmuon.optim import muon, planning
+from meshmuon.optim import muon
 from meshmuon.plan import Plan, make_plan
 
 from .ranks import (
@@ -174,7 +175,7 @@ def unready_rank(rank: int, folder: Path, where: str, later: bool) -> Said:
         added.grad = on_mesh(seeded((6, 6), 51), world_mesh())
     first = int(later)
     give_gradients(params, first)
-    owner, name = {"buffers": (executor, "build_program"), "plan": (planning, "make_plan")}[where]
+    owner, name = {"buffers": (executor, "build_rank_program"), "plan": (planner, "make_plan")}[where]
     before = [local(param) for param in params]
     with patch.object(owner, name, out_of_memory) if rank == ODD else nullcontext():
         said = refused(optimizer)
@@ -234,10 +235,10 @@ def moody_rank(rank: int, folder: Path, also: bool) -> tuple[Said | None, Said]:
         if step == BAD_STEP:
             give_gradients(params, step + 1)
             before = everything(optimizer)
-            told = refused(optimizer)
+            shown = refused(optimizer)
             assert_untouched(optimizer, before)
     assert silenced, "no matrix was lost"
-    return own, told
+    return own, shown
 
 
 @pytest.mark.parametrize("also", [False, True], ids=["one rank", "two ranks"])
@@ -247,8 +248,8 @@ def test_a_scheme_that_raises_on_one_rank(also: bool, tmp_path: Path) -> None:
     assert [own for own, _ in said] == [
         ("ZeroDivisionError", "a user's scheme") if rank == ODD or (also and rank == 2) else None for rank in range(WORLD)
     ]
-    told = {one for _, one in said}
-    assert told == {("MeshmuonError", "rank 1: the step before this one failed: ZeroDivisionError: a user's scheme")}
+    shown = {one for _, one in said}
+    assert shown == {("MeshmuonError", "rank 1: the step before this one failed: ZeroDivisionError: a user's scheme")}
 
 
 def parted_rank(rank: int, folder: Path, what: str) -> tuple[Said | None, Said]:
@@ -267,8 +268,8 @@ def parted_rank(rank: int, folder: Path, what: str) -> tuple[Said | None, Said]:
     with patch.object(muon, "adamw_step", out_of_memory) if failing and what == "AdamW" else nullcontext():
         own = refused(optimizer) if failing else optimizer.step()
     give_gradients(params, 2)
-    told = refused(optimizer)
-    assert refused(optimizer) == told, "ranks that have parted never step again"
+    shown = refused(optimizer)
+    assert refused(optimizer) == shown, "ranks that have parted never step again"
     _current.update(step=-1, raises=False)
     for param, value in zip(params, saved[0], strict=True):
         param.detach().to_local().copy_(value)
@@ -277,7 +278,7 @@ def parted_rank(rank: int, folder: Path, what: str) -> tuple[Said | None, Said]:
         give_gradients(params, step)
         optimizer.step()
     assert_equal(params, after(3, scheme=moody))
-    return own, told
+    return own, shown
 
 
 @pytest.mark.parametrize(
@@ -288,9 +289,9 @@ def test_a_failure_after_which_ranks_have_parted(what: str, text: str, tmp_path:
     said = said_by_all(run_ranks(WORLD, parted_rank, tmp_path, what))
     assert [own for own, _ in said] == [None, tuple(text.split(": ")), None]
     assert len({one for _, one in said}) == 1
-    kind, told = said[0][1]
+    kind, shown = said[0][1]
     assert kind == "StateError"
-    assert told.startswith(f"rank 1: an earlier step failed on this rank alone ({text})")
+    assert shown.startswith(f"rank 1: an earlier step failed on this rank alone ({text})")
 
 
 # Ranks that were built differently, and plans that were changed.
@@ -327,7 +328,7 @@ def plan_rank(rank: int, folder: Path, name: str) -> Said:
     optimizer = muon_of(params)
     give_gradients(params, 0)
     before = everything(optimizer)
-    with patch.object(planning, "make_plan", PLANS[name][0]) if rank == ODD else nullcontext():
+    with patch.object(planner, "make_plan", PLANS[name][0]) if rank == ODD else nullcontext():
         said = refused(optimizer)
         assert_untouched(optimizer, before)
         assert refused(optimizer) == said, "a second try is refused as well"

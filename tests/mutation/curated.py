@@ -34,30 +34,30 @@ _ENTRY = "meshmuon/ortho/newton_schulz.py"
 _PRODUCTS = "meshmuon/ortho/kernels/products.py"
 _WORKSPACE = "meshmuon/ortho/workspace.py"
 _ALIGNED = "meshmuon/ortho/aligned.py"
-_LR = "meshmuon/optim/lr.py"
+_LR = "meshmuon/params/lr.py"
 _MUON = "meshmuon/optim/muon.py"
 _ADAMW = "meshmuon/optim/adamw.py"
 _CHECKPOINT = "meshmuon/checkpoint.py"
 _COLLECT = "meshmuon/optim/collect.py"
-_RULES = "meshmuon/optim/rules.py"
-_STAGE = "meshmuon/execute/stage.py"
-_MEMORY = "meshmuon/execute/memory.py"
-_PLANNING = "meshmuon/optim/planning.py"
-_SEEN = "meshmuon/optim/seen.py"
-_DIFFERENCES = "meshmuon/optim/differences.py"
-_IDENTITY = "meshmuon/optim/identity.py"
-_KEEPING = "meshmuon/optim/keeping.py"
-_LINK = "meshmuon/optim/link.py"
-_PARTS = "meshmuon/execute/parts.py"
+_RULES = "meshmuon/params/rules.py"
+_STAGE = "meshmuon/execute/ortho_batch.py"
+_MEMORY = "meshmuon/execute/rule_state.py"
+_PLANNING = "meshmuon/agree/planner.py"
+_SEEN = "meshmuon/optim/group_snapshot.py"
+_DIFFERENCES = "meshmuon/agree/differences.py"
+_IDENTITY = "meshmuon/agree/identity.py"
+_KEEPING = "meshmuon/agree/state_presence.py"
+_LINK = "meshmuon/agree/link.py"
+_PARTS = "meshmuon/execute/shard_views.py"
 _ELEMENTWISE = "meshmuon/execute/elementwise.py"
 _BUILD = "meshmuon/execute/build.py"
-_COPIES = "meshmuon/execute/copies.py"
+_COPIES = "meshmuon/execute/strided_copies.py"
 _PIPELINE = "meshmuon/execute/pipeline.py"
 _WAVE = "meshmuon/execute/wave.py"
 _EXECUTOR = "meshmuon/execute/executor.py"
 _CUTS = "meshmuon/layout/cuts.py"
 _LAYOUT = "meshmuon/layout/layout.py"
-_SPREAD = "meshmuon/layout/spread.py"
+_SPREAD = "meshmuon/layout/sharded_matrix.py"
 _PLAN = "meshmuon/plan/plan.py"
 _OWNERS = "meshmuon/plan/owners.py"
 _WAVES = "meshmuon/plan/waves.py"
@@ -70,7 +70,7 @@ _AGREEMENT = "meshmuon/transport/agreement.py"
 _GROUPS = "meshmuon/transport/groups.py"
 _COMPAT = "meshmuon/torch_compat.py"
 _BATCHES = "meshmuon/plan/batches.py"
-_INSIDE = "meshmuon/matrices/inside.py"
+_INSIDE = "meshmuon/matrices/matrix_set.py"
 _DEVICE = "meshmuon/device.py"
 
 CURATED = (
@@ -362,9 +362,9 @@ CURATED = (
     ),
     Curated("meshmuon/optim/dist_muon.py", "self._complete and not outcome.plan.tasks", "not outcome.plan.tasks"),
     Curated("meshmuon/optim/dist_muon.py", "plan, group = self._dividing,", "plan, group = self._executor.plan,"),
-    Curated("meshmuon/optim/state.py", 'if "step" in entry and not group["use_muon"]:', 'if "step" in entry:'),
+    Curated("meshmuon/state/param_state.py", 'if "step" in entry and not group["use_muon"]:', 'if "step" in entry:'),
     Curated("meshmuon/optim/offload.py", "            self.settle()  # host", "            # host"),
-    Curated("meshmuon/optim/qk_clip.py", "if k == 0:  # every", "if True:  # every"),
+    Curated("meshmuon/qk_clip/clip.py", "if k == 0:  # every", "if True:  # every"),
     Curated("meshmuon/execute/data_parallel.py", "        self._failures.clear()  #", "        #"),
     Curated("meshmuon/execute/data_parallel.py", "if one.settings.free_grad:", "if True:"),
     Curated(_PLANNING, "own[0] != demand.local_shape and", "math.prod(own[0]) != math.prod(demand.local_shape) and"),

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from meshmuon import Muon
-from meshmuon.optim.collect import Parameter
-from meshmuon.optim.qk_clip import QKClip
+from meshmuon.params.named_params import NamedParam
+from meshmuon.qk_clip.clip import QKClip
 
 
 class ClippedMuon(Muon):
@@ -24,10 +24,10 @@ class ClippedMuon(Muon):
         return self._qk_clip
 
 
-def parameters(tensors: Mapping[str, Tensor], *, split: Any = None, **group: Any) -> list[Parameter]:
+def parameters(tensors: Mapping[str, Tensor], *, split: Any = None, **group: Any) -> list[NamedParam]:
     """Parameters as a Muon step sees them, all in one group."""
     options = {"expert_keys": (), "conv": None, "split": split, "expert_dims": "out_in", "use_muon": True, **group}
-    return [Parameter(0, options, name, tensor) for name, tensor in tensors.items()]
+    return [NamedParam(0, options, name, tensor) for name, tensor in tensors.items()]
 
 
 def gamma(logits: Sequence[float], threshold: float, dtype: torch.dtype) -> Tensor:

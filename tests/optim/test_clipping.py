@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from meshmuon.clipping.grad_norm import clip_grad_norm_, total_grad_norm
 from meshmuon.errors import ConfigError, GradientError
-from meshmuon.optim.clipping import clip_grad_norm_, total_grad_norm
 
 from ..bounds import norm_error, unit
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from meshmuon import ConfigError, orthogonalize, polar_express
-from meshmuon.optim.lr import check_adjust_lr, lr_factor, update_rms
+from meshmuon.params.lr import check_adjust_lr, lr_factor, update_rms
 
 from ..bounds import orthogonalize_error
 

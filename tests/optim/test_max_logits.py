@@ -22,9 +22,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from meshmuon import ConfigError
-from meshmuon.optim import logit_maxima
-from meshmuon.optim.logit_maxima import causal_blocks, flex_maxima, head_maxima
-from meshmuon.optim.max_logits import MaxLogits
+from meshmuon.qk_clip import logit_maxima
+from meshmuon.qk_clip.logit_maxima import causal_blocks, flex_maxima, head_maxima
+from meshmuon.qk_clip.max_logits import MaxLogits
 
 from ..bounds import sum_error
 

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from meshmuon import ConfigError
-from meshmuon.optim.qk_clip import QKClip
-from meshmuon.optim.qk_names import find_projection, read_clip_config
+from meshmuon.qk_clip.clip import QKClip
+from meshmuon.qk_clip.names import find_projection, read_clip_config
 
 from ..bounds import sum_error
 from .clip_reference import ClippedMuon, clipped, clipped_mla, parameters
@@ -509,10 +509,10 @@ def test_copies_keep_the_options() -> None:
 
 def test_the_signature_tells_layers_heads_and_values_apart() -> None:
     clip = QKClip(CONFIG)
-    told = [
+    shown = [
         clip.signature(one) for one in (None, {}, {0: torch.ones(4)}, {0: torch.zeros(4)}, {0: torch.ones(3)}, {1: torch.ones(4)})
     ]
-    assert len(set(told)) == 6
+    assert len(set(shown)) == 6
     far = {0: torch.ones(4, device="meta")}, {0: torch.zeros(4, device="meta")}  # what the host cannot read is not compared
     assert clip.signature(far[0]) == clip.signature(far[1])
     layers = {0: torch.ones(4), 10: torch.ones(3), "vision.layers.0": torch.ones(4)}

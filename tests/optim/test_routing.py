@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from meshmuon import ConfigError, Muon, get_default_muon_param_groups
-from meshmuon.optim.routing import is_table_name, name_parts
+from meshmuon.routing.param_groups import is_table_name, name_parts
 
 
 def routes(model: nn.Module, **options: Any) -> dict[str, bool]:

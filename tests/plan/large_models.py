@@ -9,7 +9,7 @@ import torch
 
 from meshmuon.layout import Layout, Mesh, Placement, Sharded
 from meshmuon.ortho import expected_flops, resolve_scheme
-from meshmuon.plan import Entry, Plan, PlanOptions, cost_model_for, make_plan
+from meshmuon.plan import Plan, PlannedParam, PlanOptions, cost_model_for, make_plan
 
 SCHEME = resolve_scheme("polar_express", 5)
 
@@ -75,10 +75,10 @@ def plan_of(model: Model, ranks: int, ep: int, budget: int = 64 * 2**20) -> Plan
     for number, (layers, shape) in enumerate(model.dense):
         for k in range(layers):
             layout = Layout(shape, mesh, (Sharded(0),))
-            entries.append(Entry(f"layers.{k}.{number}.weight", (layout,), 0, "bf16", 2, flops(*shape)))
+            entries.append(PlannedParam(f"layers.{k}.{number}.weight", (layout,), 0, "bf16", 2, flops(*shape)))
     width, hidden = model.expert_width, model.hidden
     for k in range(model.moe_layers):
         for name, rows, cols in (("gate", width, hidden), ("up", width, hidden), ("down", hidden, width)):
             layout = expert_layout((model.experts, rows, cols), ranks, ep)
-            entries.append(Entry(f"layers.{k}.experts.{name}", (layout,), 1, "bf16", 2, flops(rows, cols)))
+            entries.append(PlannedParam(f"layers.{k}.experts.{name}", (layout,), 1, "bf16", 2, flops(rows, cols)))
     return make_plan(entries, PlanOptions(cost_model_for("cuda"), budget=budget))

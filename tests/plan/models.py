@@ -8,15 +8,15 @@ from dataclasses import replace
 from hypothesis import strategies as st
 
 from meshmuon.layout import Layout, Mesh, Placement, Sharded
-from meshmuon.plan import CostModel, Entry, Plan, PlanOptions, cost_model_for, make_plan
+from meshmuon.plan import CostModel, Plan, PlannedParam, PlanOptions, cost_model_for, make_plan
 from tests.layout.oracle import ours, random_mesh, random_placement, random_shape
 
 KINDS = [(0, 2), (0, 2), (0, 3), (1, 3), (1, 3)]
 COSTS = [cost_model_for("cpu"), cost_model_for("cuda"), CostModel(0.0, 1.0), CostModel(1.0, 1.0)]
 
 
-def random_entries(rng: random.Random) -> list[Entry]:
-    entries: list[Entry] = []
+def random_entries(rng: random.Random) -> list[PlannedParam]:
+    entries: list[PlannedParam] = []
     mesh = random_mesh(rng)
     for k in range(rng.randint(1, 6)):
         lead, dims = rng.choice(KINDS)
@@ -28,7 +28,7 @@ def random_entries(rng: random.Random) -> list[Entry]:
         placements = tuple(ours(random_placement(rng, dims)) for _ in mesh.shape)
         shape = random_shape(rng, dims)
         itemsize = rng.choice([2, 4])
-        entry = Entry(
+        entry = PlannedParam(
             name=f"p{k}",
             layouts=tuple(Layout(shape, one, placements) for one in meshes),
             lead=lead,
@@ -70,10 +70,10 @@ def entry(
     mesh: Mesh | None = None,
     placements: tuple[Placement, ...] = (Sharded(0),),
     **options: object,
-) -> Entry:
+) -> PlannedParam:
     """A parameter sharded over four ranks unless told otherwise."""
     facts = {"lead": 0, "lane": "lane", "itemsize": 2, "flops": 1000, **options}
-    return Entry(name, (Layout(shape, mesh or line(4), placements),), **facts)  # type: ignore[arg-type]
+    return PlannedParam(name, (Layout(shape, mesh or line(4), placements),), **facts)  # type: ignore[arg-type]
 
 
 def options_for(**changes: object) -> PlanOptions:

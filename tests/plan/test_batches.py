@@ -6,16 +6,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from meshmuon.plan import Batch, Item, Slice, plan_batches
+from meshmuon.plan import Batch, BatchItem, ItemRange, plan_batches
 
 items = st.builds(
-    Item,
+    BatchItem,
     count=st.integers(0, 7),
     rows=st.integers(1, 3),
     cols=st.integers(1, 3),
     treatment=st.sampled_from(["fp32", "bf16"]),
     matrix_bytes=st.just(0),
-).map(lambda item: Item(item.count, item.rows, item.cols, item.treatment, 10 * item.rows * item.cols))
+).map(lambda item: BatchItem(item.count, item.rows, item.cols, item.treatment, 10 * item.rows * item.cols))
 models = st.lists(items, max_size=12)
 budgets = st.integers(1, 400)
 chunks = st.one_of(st.just(-1), st.integers(1, 9))
@@ -26,13 +26,13 @@ def positions(batches: tuple[Batch, ...]) -> list[tuple[int, int]]:
 
 
 @given(models, budgets, chunks)
-def test_every_matrix_exactly_once(model: list[Item], budget: int, chunk_size: int) -> None:
+def test_every_matrix_exactly_once(model: list[BatchItem], budget: int, chunk_size: int) -> None:
     found = positions(plan_batches(model, budget=budget, chunk_size=chunk_size))
     assert sorted(found) == [(index, k) for index, item in enumerate(model) for k in range(item.count)]
 
 
 @given(models, budgets, chunks)
-def test_a_batch_holds_what_is_alike(model: list[Item], budget: int, chunk_size: int) -> None:
+def test_a_batch_holds_what_is_alike(model: list[BatchItem], budget: int, chunk_size: int) -> None:
     for batch in plan_batches(model, budget=budget, chunk_size=chunk_size):
         assert batch.size > 0
         assert all(part.stop > part.start for part in batch.slices)
@@ -41,7 +41,7 @@ def test_a_batch_holds_what_is_alike(model: list[Item], budget: int, chunk_size:
 
 
 @given(models, budgets, chunks)
-def test_order_of_items_is_kept(model: list[Item], budget: int, chunk_size: int) -> None:
+def test_order_of_items_is_kept(model: list[BatchItem], budget: int, chunk_size: int) -> None:
     """Within a kind; so an item's last matrix is in the last batch that touches it."""
     kinds: dict[object, list[tuple[int, int]]] = {}
     for item, k in positions(plan_batches(model, budget=budget, chunk_size=chunk_size)):
@@ -51,7 +51,7 @@ def test_order_of_items_is_kept(model: list[Item], budget: int, chunk_size: int)
 
 
 @given(models, budgets, chunks)
-def test_budget_and_chunk_size_are_kept(model: list[Item], budget: int, chunk_size: int) -> None:
+def test_budget_and_chunk_size_are_kept(model: list[BatchItem], budget: int, chunk_size: int) -> None:
     for batch in plan_batches(model, budget=budget, chunk_size=chunk_size):
         needed = batch.size * model[batch.slices[0].item].matrix_bytes
         assert needed <= budget or batch.size == 1
@@ -59,7 +59,7 @@ def test_budget_and_chunk_size_are_kept(model: list[Item], budget: int, chunk_si
 
 
 @given(models, budgets, chunks)
-def test_no_more_batches_than_needed_and_even_ones(model: list[Item], budget: int, chunk_size: int) -> None:
+def test_no_more_batches_than_needed_and_even_ones(model: list[BatchItem], budget: int, chunk_size: int) -> None:
     kinds: dict[object, list[int]] = {}
     for batch in plan_batches(model, budget=budget, chunk_size=chunk_size):
         first = model[batch.slices[0].item]
@@ -72,26 +72,31 @@ def test_no_more_batches_than_needed_and_even_ones(model: list[Item], budget: in
 
 
 @given(models, budgets, chunks)
-def test_the_plan_is_data(model: list[Item], budget: int, chunk_size: int) -> None:
+def test_the_plan_is_data(model: list[BatchItem], budget: int, chunk_size: int) -> None:
     """Equal input gives an equal, hashable plan."""
     first = plan_batches(model, budget=budget, chunk_size=chunk_size)
     assert hash(first) == hash(plan_batches(list(model), budget=budget, chunk_size=chunk_size))
 
 
 def test_an_example() -> None:
-    model = [Item(1, 4, 6, "a", 100), Item(5, 4, 6, "a", 100), Item(2, 6, 4, "a", 100), Item(1, 4, 6, "b", 100)]
+    model = [
+        BatchItem(1, 4, 6, "a", 100),
+        BatchItem(5, 4, 6, "a", 100),
+        BatchItem(2, 6, 4, "a", 100),
+        BatchItem(1, 4, 6, "b", 100),
+    ]
     assert plan_batches(model, budget=300) == (
-        Batch(4, 6, (Slice(0, 0, 1), Slice(1, 0, 2))),
-        Batch(4, 6, (Slice(1, 2, 5),)),
-        Batch(6, 4, (Slice(2, 0, 2),)),
-        Batch(4, 6, (Slice(3, 0, 1),)),
+        Batch(4, 6, (ItemRange(0, 0, 1), ItemRange(1, 0, 2))),
+        Batch(4, 6, (ItemRange(1, 2, 5),)),
+        Batch(6, 4, (ItemRange(2, 0, 2),)),
+        Batch(4, 6, (ItemRange(3, 0, 1),)),
     )
 
 
-@pytest.mark.parametrize("model", [[], [Item(0, 3, 4, "a", 100)]])
-def test_nothing_to_do(model: list[Item]) -> None:
+@pytest.mark.parametrize("model", [[], [BatchItem(0, 3, 4, "a", 100)]])
+def test_nothing_to_do(model: list[BatchItem]) -> None:
     assert plan_batches(model, budget=100) == ()
 
 
 def test_matrices_of_no_size() -> None:
-    assert positions(plan_batches([Item(2, 0, 4, "a", 0)], budget=1)) == [(0, 0), (0, 1)]
+    assert positions(plan_batches([BatchItem(2, 0, 4, "a", 0)], budget=1)) == [(0, 0), (0, 1)]

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from meshmuon.errors import PlanError
-from meshmuon.layout import Layout, Mesh, Piece, Replicated, Sharded, Spread, spread_matrices
+from meshmuon.layout import Layout, Mesh, Piece, Replicated, Sharded, ShardedMatrix, shard_matrices
 from meshmuon.plan import NO_WAVE, Plan, Task, make_plan
 from meshmuon.plan.plan import EVERY_HOLDER
 
@@ -117,9 +117,9 @@ def test_a_sibling_that_is_forgotten() -> None:
 
 
 def test_doctored_spreads() -> None:
-    (spread,) = spread_matrices(entry().layouts[0], 0)
-    pieces = spread.pieces
-    assert Spread(8, 6, pieces, 1).place == spread.place
+    (sharded,) = shard_matrices(entry().layouts[0], 0)
+    pieces = sharded.pieces
+    assert ShardedMatrix(8, 6, pieces, 1).piece_and_replica == sharded.piece_and_replica
     wrong: list[tuple[tuple[Piece, ...], int, str]] = [
         (pieces[1:], 1, "gap"),
         ((*pieces, pieces[0]), 1, "twice"),
@@ -133,7 +133,7 @@ def test_doctored_spreads() -> None:
     ]
     for some, replicas, message in wrong:
         with pytest.raises(PlanError, match=message):
-            Spread(8, 6, some, replicas)
+            ShardedMatrix(8, 6, some, replicas)
 
 
 def test_the_digest_knows_owners_and_waves() -> None:

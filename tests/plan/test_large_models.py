@@ -17,9 +17,9 @@ def needed_bytes(plan: Plan) -> int:
     total = 0
     for task in plan.tasks:
         if task.wave != NO_WAVE:
-            piece = task.spread.piece_of(task.owner)
+            piece = task.sharded.piece_of(task.owner)
             assert piece is not None
-            total += 2 * 2 * (task.spread.rows * task.spread.cols - piece.size)
+            total += 2 * 2 * (task.sharded.rows * task.sharded.cols - piece.size)
     return total
 
 
@@ -49,7 +49,7 @@ def test_experts_move_only_between_ranks_that_share_them() -> None:
     plan = plan_of(MODELS["DeepSeek-V3"], 512, 64)
     tasks = [(k, task) for k, task in enumerate(plan.tasks) if plan.entries[task.entry].lead == 1][:600]
     for index, task in tasks:
-        sharing = set(task.spread.place)
+        sharing = set(task.sharded.piece_and_replica)
         assert len(sharing) == 8
         for send in (*plan.gather_sends(index), *plan.scatter_sends(index)):
             assert {send.source, send.target} <= sharing

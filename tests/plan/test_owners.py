@@ -11,9 +11,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from meshmuon.layout import Layout, Mesh, Piece, Sharded, Spread
+from meshmuon.layout import Layout, Mesh, Piece, Sharded, ShardedMatrix
 from meshmuon.ortho import expected_flops, resolve_scheme
-from meshmuon.plan import Entry, Plan, PlanOptions, cost_model_for, lightest_possible, make_plan
+from meshmuon.plan import Plan, PlannedParam, PlanOptions, cost_model_for, lightest_possible, make_plan
 from meshmuon.plan.owners import Job, assign_owners
 
 from .models import entry, line, options_for
@@ -41,7 +41,8 @@ def flops(rows: int, cols: int) -> int:
 def fsdp(shapes: Shapes, ranks: int) -> Plan:
     mesh = line(ranks)
     entries = [
-        Entry(f"p{k}", (Layout(shape, mesh, (Sharded(0),)),), 0, "bf16", 2, flops(*shape)) for k, shape in enumerate(shapes)
+        PlannedParam(f"p{k}", (Layout(shape, mesh, (Sharded(0),)),), 0, "bf16", 2, flops(*shape))
+        for k, shape in enumerate(shapes)
     ]
     return make_plan(entries, PlanOptions(cost_model_for("cuda")))
 
@@ -107,9 +108,9 @@ def test_longest_first_is_near_the_best(costs: list[int], ranks: int) -> None:
     assert max(loads.values()) <= (4 / 3 - 1 / (3 * ranks)) * best + 1e-9
 
 
-def spread_on(*ranks: int) -> Spread:
+def spread_on(*ranks: int) -> ShardedMatrix:
     """A matrix with one row on each of ``ranks``."""
-    return Spread(len(ranks), 2, tuple(Piece(((k, k + 1),), ((0, 2),), (rank,)) for k, rank in enumerate(ranks)), 1)
+    return ShardedMatrix(len(ranks), 2, tuple(Piece(((k, k + 1),), ((0, 2),), (rank,)) for k, rank in enumerate(ranks)), 1)
 
 
 def test_ties_go_to_the_earlier_job_and_the_lower_rank() -> None:
@@ -172,11 +173,11 @@ def test_matrices_with_few_candidates_are_placed_first_where_that_is_better() ->
     """The dearer two fit everywhere; on ranks 0 and 1 they would be in the way of those that fit only there."""
 
     def job(ranks: tuple[int, ...], cost: float) -> Job:
-        return Job(Spread(4, 4, tuple(Piece(((k, k + 1),), ((0, 4),), (rank,)) for k, rank in enumerate(ranks)), 1), cost)
+        return Job(ShardedMatrix(4, 4, tuple(Piece(((k, k + 1),), ((0, 4),), (rank,)) for k, rank in enumerate(ranks)), 1), cost)
 
     everywhere, few = (0, 1, 2, 3), (0, 1)
-    halves = Spread(4, 4, (Piece(((0, 2),), ((0, 4),), (0,)), Piece(((2, 4),), ((0, 4),), (1,))), 1)
-    assert set(halves.place) == set(few)
+    halves = ShardedMatrix(4, 4, (Piece(((0, 2),), ((0, 4),), (0,)), Piece(((2, 4),), ((0, 4),), (1,))), 1)
+    assert set(halves.piece_and_replica) == set(few)
     jobs = [job(everywhere, 3.0), job(everywhere, 3.0), Job(halves, 2.0), Job(halves, 2.0)]
     loads = dict.fromkeys(everywhere, 0.0)
     assert assign_owners(jobs, loads) == [2, 3, 0, 1]

@@ -11,12 +11,12 @@ import pytest
 from hypothesis import given, settings
 
 from meshmuon.errors import ConfigError
-from meshmuon.layout import Layout, Mesh, Replicated, Sharded, spread_matrices
+from meshmuon.layout import Layout, Mesh, Replicated, Sharded, shard_matrices
 from meshmuon.plan import (
     NO_WAVE,
     CostModel,
-    Entry,
     Plan,
+    PlannedParam,
     PlanOptions,
     Send,
     buffer_bytes,
@@ -40,11 +40,11 @@ def test_every_holder_gets_every_matrix_from_one_task(plan: Plan) -> None:
     """Once per replica set: the tasks of a matrix have disjoint holders, together all of them."""
     held: dict[tuple[int, int], Counter[int]] = {}
     for task in plan.tasks:
-        held.setdefault((task.entry, task.matrix), Counter()).update(task.spread.place.keys())
+        held.setdefault((task.entry, task.matrix), Counter()).update(task.sharded.piece_and_replica.keys())
     for k, one in enumerate(plan.entries):
         for matrix in range(one.count):
-            spreads = [spread_matrices(layout, one.lead)[matrix] for layout in one.layouts]
-            expected = Counter(rank for spread in spreads for rank in spread.place)
+            sharded_matrices = [shard_matrices(layout, one.lead)[matrix] for layout in one.layouts]
+            expected = Counter(rank for sharded in sharded_matrices for rank in sharded.piece_and_replica)
             assert held.pop((k, matrix), Counter()) == expected
             assert max(expected.values(), default=1) == 1
     assert not held
@@ -54,12 +54,12 @@ def test_every_holder_gets_every_matrix_from_one_task(plan: Plan) -> None:
 @given(plans)
 def test_owners_are_holders(plan: Plan) -> None:
     for task in plan.tasks:
-        assert task.spread.size > 0
+        assert task.sharded.size > 0
         assert (task.wave == NO_WAVE) == (task.owner == EVERY_HOLDER)
         if task.owner == EVERY_HOLDER:
-            assert task.spread.whole
+            assert task.sharded.whole
         else:
-            assert task.owner in task.spread.place
+            assert task.owner in task.sharded.piece_and_replica
             assert task.owner in plan.ranks
 
 
@@ -113,11 +113,11 @@ def test_what_arrives_is_the_whole_matrix_and_goes_back_to_all(plan: Plan) -> No
     moving = [k for k, task in enumerate(plan.tasks) if task.wave != NO_WAVE]
     assert sorted(arrived) == sorted(returned) == moving
     for k in moving:
-        spread = plan.tasks[k].spread
-        assert sorted(map(repr, (send.piece for send in arrived[k]))) == sorted(map(repr, spread.pieces))  # each piece once
+        sharded = plan.tasks[k].sharded
+        assert sorted(map(repr, (send.piece for send in arrived[k]))) == sorted(map(repr, sharded.pieces))  # each piece once
         assert all(send.source in send.piece.holders for send in arrived[k])
-        assert len({spread.place[send.source][1] for send in arrived[k]}) == 1  # from one replica, the owner's
-        assert sorted(send.target for send in returned[k]) == sorted(spread.place)
+        assert len({sharded.piece_and_replica[send.source][1] for send in arrived[k]}) == 1  # from one replica, the owner's
+        assert sorted(send.target for send in returned[k]) == sorted(sharded.piece_and_replica)
         assert all(send.target in send.piece.holders for send in returned[k])
 
 
@@ -141,10 +141,10 @@ def test_share_has_one_owner_per_matrix(seed: int) -> None:
     plan = random_plan(seed, "share")
     found = Counter((task.entry, task.matrix) for task in plan.tasks)
     for (k, matrix), count in found.items():
-        spreads = [spread_matrices(layout, plan.entries[k].lead)[matrix] for layout in plan.entries[k].layouts]
-        assert count == len(spreads)  # sibling meshes are other tensors under the same name
+        sharded_matrices = [shard_matrices(layout, plan.entries[k].lead)[matrix] for layout in plan.entries[k].layouts]
+        assert count == len(sharded_matrices)  # sibling meshes are other tensors under the same name
     for task in plan.tasks:
-        assert (task.wave == NO_WAVE) == (task.spread.whole and task.spread.replicas == 1)
+        assert (task.wave == NO_WAVE) == (task.sharded.whole and task.sharded.replicas == 1)
 
 
 @thorough
@@ -154,13 +154,13 @@ def test_repeat_has_one_owner_per_replica(seed: int) -> None:
     found: dict[tuple[int, int], list[int]] = {}
     for task in plan.tasks:
         found.setdefault((task.entry, task.matrix), []).append(task.owner)
-        if task.spread.whole:
+        if task.sharded.whole:
             assert task.wave == NO_WAVE  # every holder has it whole: nothing travels
         else:
-            assert task.spread.replicas == 1
+            assert task.sharded.replicas == 1
     for (k, matrix), owners in found.items():
-        spreads = [spread_matrices(layout, plan.entries[k].lead)[matrix] for layout in plan.entries[k].layouts]
-        assert len(owners) == sum(1 if spread.whole else spread.replicas for spread in spreads)
+        sharded_matrices = [shard_matrices(layout, plan.entries[k].lead)[matrix] for layout in plan.entries[k].layouts]
+        assert len(owners) == sum(1 if sharded.whole else sharded.replicas for sharded in sharded_matrices)
 
 
 def test_replicated_and_repeated_sends_nothing() -> None:
@@ -185,7 +185,7 @@ def test_hsdp() -> None:
     assert sum(shared.elements_sent.values()) == 24 + 24 * 3
     repeated = make_plan([hsdp], options_for(replicas="repeat"))
     assert len(repeated.tasks) == 2
-    assert [sorted(one.spread.place) for one in repeated.tasks] == [[0, 1], [2, 3]]
+    assert [sorted(one.sharded.piece_and_replica) for one in repeated.tasks] == [[0, 1], [2, 3]]
     assert set(repeated.elements_sent.values()) <= {0, 24}
     assert sum(repeated.elements_sent.values()) == 4 * 24
 
@@ -213,7 +213,7 @@ def test_waves_keep_to_the_budget(seed: int) -> None:
     gathered: dict[tuple[int, int], list[int]] = {}
     for task in plan.tasks:
         if task.wave != NO_WAVE:
-            size = task.spread.size * plan.entries[task.entry].itemsize
+            size = task.sharded.size * plan.entries[task.entry].itemsize
             gathered.setdefault((task.wave, task.owner), []).append(size)
     assert all(len(sizes) == 1 or sum(sizes) <= plan.options.budget for sizes in gathered.values())
 
@@ -265,7 +265,7 @@ def test_equal_inputs_have_equal_plans(seed: int) -> None:
 
 
 BASE = entry(mesh=Mesh((2, 2), (0, 1, 2, 3)), placements=(Sharded(0), Replicated()))
-CHANGES: dict[str, tuple[Entry, PlanOptions]] = {
+CHANGES: dict[str, tuple[PlannedParam, PlanOptions]] = {
     "name": (replace(BASE, name="q"), options_for()),
     "shape": (entry(shape=(8, 7), mesh=BASE.layouts[0].mesh, placements=BASE.layouts[0].placements), options_for()),
     "mesh shape": (entry(mesh=Mesh((4, 1), (0, 1, 2, 3)), placements=BASE.layouts[0].placements), options_for()),
@@ -349,11 +349,11 @@ def test_loads_and_flops(plan: Plan) -> None:
     loads, flops = dict.fromkeys(plan.ranks, 0.0), dict.fromkeys(plan.ranks, 0.0)
     for task in plan.tasks:
         one = plan.entries[task.entry]
-        for rank in task.spread.place if task.owner == EVERY_HOLDER else [task.owner]:
+        for rank in task.sharded.piece_and_replica if task.owner == EVERY_HOLDER else [task.owner]:
             flops[rank] += one.flops
             loads[rank] += one.flops
             if task.owner != EVERY_HOLDER:
-                loads[rank] += plan.options.cost.flops_per_byte * 2 * task.spread.size * one.itemsize
+                loads[rank] += plan.options.cost.flops_per_byte * 2 * task.sharded.size * one.itemsize
     assert plan.flops == pytest.approx(flops)
     assert plan.loads == pytest.approx(loads)
 
@@ -437,23 +437,23 @@ def test_when_sharing_pays(placements: tuple[object, ...], flops: int, pays: boo
     mesh = Mesh((4,) if len(placements) == 1 else (4, 2), tuple(range(4 if len(placements) == 1 else 8)))
     one = entry(mesh=mesh, placements=placements, flops=flops)  # type: ignore[arg-type]
     cost = CostModel(1.0, 1.0)
-    (spread,) = spread_matrices(one.layouts[0], 0)
-    assert cost.sharing_pays(flops, spread, 2) is pays
+    (sharded,) = shard_matrices(one.layouts[0], 0)
+    assert cost.sharing_pays(flops, sharded, 2) is pays
     plan = make_plan([one], options_for(cost=cost))
-    assert (sum(task.wave != NO_WAVE and task.spread.replicas > 1 for task in plan.tasks) == 1) is pays
+    assert (sum(task.wave != NO_WAVE and task.sharded.replicas > 1 for task in plan.tasks) == 1) is pays
     for share in (True, False):  # the entry's own word counts where ``replicas`` is "auto", and only there
         (first, *_) = make_plan([replace(one, share=share)], options_for(cost=cost)).tasks
-        assert (first.spread.replicas > 1 and first.wave != NO_WAVE) is share
+        assert (first.sharded.replicas > 1 and first.wave != NO_WAVE) is share
         (first, *_) = make_plan([replace(one, share=share)], options_for(cost=cost, replicas="share")).tasks
-        assert first.spread.replicas > 1
+        assert first.sharded.replicas > 1
         assert first.wave != NO_WAVE
 
 
 def test_cost_models() -> None:
     assert cost_model_for("cpu") == cost_model_for("mps")
     assert cost_model_for("cuda") != cost_model_for("cpu")
-    spread = spread_matrices(entry().layouts[0], 0)[0]
-    assert CostModel(3.0, 1.0).owning(1000, spread, 2) == 1000 + 3.0 * 2 * 48 * 2
+    sharded = shard_matrices(entry().layouts[0], 0)[0]
+    assert CostModel(3.0, 1.0).owning(1000, sharded, 2) == 1000 + 3.0 * 2 * 48 * 2
 
 
 def test_matrices_without_elements_are_not_planned() -> None:

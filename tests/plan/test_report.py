@@ -46,20 +46,20 @@ def test_json_is_the_plan(plan: Plan) -> None:
     }
     assert [wave["lane"] for wave in facts["waves"]] == [str(lane) for lane in plan.lanes]
     assert [one["name"] for one in facts["parameters"]] == [one.name for one in plan.entries]
-    for told, one in zip(facts["parameters"], plan.entries, strict=True):
-        assert tuple(told["shape"]) == one.layouts[0].shape
-        assert told["layouts"] == [str(layout) for layout in one.layouts]
-        assert (told["flops_per_matrix"], told["bytes_per_element"]) == (one.flops, one.itemsize)
+    for shown, one in zip(facts["parameters"], plan.entries, strict=True):
+        assert tuple(shown["shape"]) == one.layouts[0].shape
+        assert shown["layouts"] == [str(layout) for layout in one.layouts]
+        assert (shown["flops_per_matrix"], shown["bytes_per_element"]) == (one.flops, one.itemsize)
     assert len(facts["matrices"]) == len(plan.tasks)
-    for told, task in zip(facts["matrices"], plan.tasks, strict=True):
-        assert (told["parameter"], told["matrix"]) == (plan.entries[task.entry].name, task.matrix)
-        assert told["owner"] == (None if task.owner == EVERY_HOLDER else task.owner)
-        assert told["wave"] == (None if task.wave == NO_WAVE else task.wave)
-        assert (told["pieces"], told["replicas"]) == (len(task.spread.pieces), task.spread.replicas)
+    for shown, task in zip(facts["matrices"], plan.tasks, strict=True):
+        assert (shown["parameter"], shown["matrix"]) == (plan.entries[task.entry].name, task.matrix)
+        assert shown["owner"] == (None if task.owner == EVERY_HOLDER else task.owner)
+        assert shown["wave"] == (None if task.wave == NO_WAVE else task.wave)
+        assert (shown["pieces"], shown["replicas"]) == (len(task.sharded.pieces), task.sharded.replicas)
     assert set(facts["per_rank"]) == set(map(str, plan.ranks))
     for rank in plan.ranks:
-        told = facts["per_rank"][str(rank)]
-        assert told == {"load": plan.loads[rank], "flops": plan.flops[rank], "bytes_sent": plan.bytes_sent[rank]}
+        shown = facts["per_rank"][str(rank)]
+        assert shown == {"load": plan.loads[rank], "flops": plan.flops[rank], "bytes_sent": plan.bytes_sent[rank]}
 
 
 @settings(max_examples=60)
@@ -83,13 +83,13 @@ def slow_description(plan: Plan) -> str:
         one = plan.entries[task.entry]
         for send in (*plan.gather_sends(k), *plan.scatter_sends(k)):
             sent[send.source] += one.itemsize * send.piece.size
-        for rank in task.spread.place if task.owner == EVERY_HOLDER else (task.owner,):
+        for rank in task.sharded.piece_and_replica if task.owner == EVERY_HOLDER else (task.owner,):
             owned[rank] += 1
             loads[rank] += plan.cost_of(task)
             flops[rank] += one.flops
-        alone = task.spread.replicas == 1
+        alone = task.sharded.replicas == 1
         how = ("local" if alone else "every holder") if task.wave == NO_WAVE else "one owner" if alone else "shared by replicas"
-        kinds.setdefault((f"{task.spread.rows}×{task.spread.cols}", str(one.layouts[0]), how), []).append(k)
+        kinds.setdefault((f"{task.sharded.rows}×{task.sharded.cols}", str(one.layouts[0]), how), []).append(k)
     rows = []
     for kind, tasks in kinds.items():
         owners, waves = {plan.tasks[k].owner for k in tasks} - {EVERY_HOLDER}, {plan.tasks[k].wave for k in tasks} - {NO_WAVE}
@@ -201,7 +201,7 @@ def test_description() -> None:
     ranks = rows_under(text, "rank")
     assert [row[0] for row in ranks] == ["0", "1", "2", "3"]
     assert sum(int(row[1]) for row in ranks) == sum(
-        len(task.spread.place) if task.owner == EVERY_HOLDER else 1 for task in plan.tasks
+        len(task.sharded.piece_and_replica) if task.owner == EVERY_HOLDER else 1 for task in plan.tasks
     )
     assert "of the mean" in text
     assert "…" not in text

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from meshmuon.layout import Layout, Sharded
-from meshmuon.plan import Entry, Plan, PlanOptions, cost_model_for, make_plan, routes_of
+from meshmuon.plan import Plan, PlannedParam, PlanOptions, cost_model_for, make_plan, routes_of
 
 from .models import line
 
@@ -25,7 +25,8 @@ def large_plan() -> Plan:
     layouts = [(Layout(shape, mesh, (Sharded(0),)),) for shape in SHAPES]
     flops = [30 * min(shape) ** 2 * max(shape) for shape in SHAPES]
     entries = [
-        Entry(f"layers.{k}.weight", layouts[k % len(SHAPES)], 0, "bf16", 2, flops[k % len(SHAPES)]) for k in range(MATRICES)
+        PlannedParam(f"layers.{k}.weight", layouts[k % len(SHAPES)], 0, "bf16", 2, flops[k % len(SHAPES)])
+        for k in range(MATRICES)
     ]
     return make_plan(entries, PlanOptions(cost_model_for("cuda")))
 

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import example, given, settings
 
 from meshmuon.layout import Layout, Mesh, Replicated, Sharded
-from meshmuon.plan import NO_WAVE, Entry, Plan, PlanOptions, cost_model_for, make_plan, routes_of, wave_sizes, waves
+from meshmuon.plan import NO_WAVE, Plan, PlannedParam, PlanOptions, cost_model_for, make_plan, routes_of, wave_sizes, waves
 from meshmuon.plan.footprint import Footprint
 
 from .models import entry, line, options_for, random_entries, random_options, seeds
@@ -27,26 +27,26 @@ def promised(plan: Plan, options: PlanOptions) -> int:
     for rank in plan.ranks:
         largest: dict[tuple[object, object], int] = {}
         for task in plan.tasks:
-            piece, one = task.spread.piece_of(rank), plan.entries[task.entry]
+            piece, one = task.sharded.piece_of(rank), plan.entries[task.entry]
             if task.wave == NO_WAVE or piece is None:
                 continue
             sizes: dict[object, int] = {task.owner: piece.size}
             if task.owner == rank:
-                sizes["theirs"] = task.spread.size - piece.size
-                sizes["results"] = task.spread.size * task.spread.replicas - piece.size if task.spread.replicas > 1 else 0
+                sizes["theirs"] = task.sharded.size - piece.size
+                sizes["results"] = task.sharded.size * task.sharded.replicas - piece.size if task.sharded.replicas > 1 else 0
             for name, size in sizes.items():
                 largest[one.lane, name] = max(largest.get((one.lane, name), 0), size * one.itemsize)
         needs[rank] = sum(largest.values())
     return max(2 * options.budget * options.in_flight, max(needs.values(), default=0))
 
 
-def shared_matrices(replicas: int, shards: int, count: int, side: int) -> list[Entry]:
+def shared_matrices(replicas: int, shards: int, count: int, side: int) -> list[PlannedParam]:
     mesh = Mesh((replicas, shards), tuple(range(replicas * shards)))
     layouts = (Layout((side, side), mesh, (Replicated(), Sharded(0))),)
-    return [Entry(f"layers.{k}.weight", layouts, 0, "bf16", 2, 30 * side**3, share=True) for k in range(count)]
+    return [PlannedParam(f"layers.{k}.weight", layouts, 0, "bf16", 2, 30 * side**3, share=True) for k in range(count)]
 
 
-def random_case(seed: int) -> tuple[list[Entry], PlanOptions]:
+def random_case(seed: int) -> tuple[list[PlannedParam], PlanOptions]:
     """Many matrices and budgets of their size, so that they rarely fit at once."""
     rng = random.Random(seed)
     entries = [replace(one, name=f"{one.name}.{k}") for one in random_entries(rng) for k in range(rng.choice([1, 3, 10]))]
@@ -66,7 +66,7 @@ def test_buffers_keep_to_the_budget(seed: int) -> None:
     gathered: dict[tuple[int, int], list[int]] = {}
     for task in plan.tasks:
         if task.wave != NO_WAVE:
-            gathered.setdefault((task.wave, task.owner), []).append(task.spread.size * plan.entries[task.entry].itemsize)
+            gathered.setdefault((task.wave, task.owner), []).append(task.sharded.size * plan.entries[task.entry].itemsize)
     assert all(len(sizes) == 1 or sum(sizes) <= options.budget for sizes in gathered.values())
 
 
@@ -166,7 +166,7 @@ def test_the_bound_is_found_in_few_tries(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_ranks_with_equal_pieces_are_counted_once() -> None:
     """Thousands of ranks, a few kinds: (1000, 8) over 2,048 ranks is a row on each of the first 1,000."""
     plan = make_plan([entry("a", (1000, 8), line(2048)), entry("b", (4096, 8), line(2048))], options_for())
-    footprint = Footprint([task.spread for task in plan.tasks], [task.owner for task in plan.tasks], 2)
+    footprint = Footprint([task.sharded for task in plan.tasks], [task.owner for task in plan.tasks], 2)
     assert sorted(Counter(footprint._kinds.values()).values()) == [1000, 1048]
     assert [len(kinds) for kinds in footprint._pieces] == [1, 2]
 

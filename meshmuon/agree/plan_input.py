@@ -1,0 +1,52 @@
+"""What a plan must know of a parameter."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+
+from ..execute import UpdateRule
+from ..matrices import MatrixSet
+from ..ortho import Orthogonalizer, Scheme
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+__all__ = ["PlanInput"]
+
+
+class PlanInput(NamedTuple):
+    """What a plan must know of a parameter. Two steps with equal demands have equal plans.
+
+    Attributes:
+        name: its name.
+        group: index of its group.
+        shape: its global shape.
+        local_shape: shape of what this rank holds.
+        mesh: its mesh, None for a plain tensor.
+        placements: torch's placements on the mesh.
+        device: where it is.
+        matrices: its matrices, one set per part of a fused weight; None when AdamW takes it.
+        scheme: how they are orthogonalised.
+        rule: what is done to them beside that.
+        compute_dtype: dtype of the products.
+        comm_dtype: dtype on the wire.
+        update_dtype: dtype in which the update is formed.
+        active: whether it has a gradient on this rank.
+    """
+
+    name: str
+    group: int
+    shape: tuple[int, ...]
+    local_shape: tuple[int, ...]
+    mesh: DeviceMesh | None
+    placements: tuple[Any, ...]
+    device: torch.device
+    matrices: tuple[MatrixSet, ...] | None
+    scheme: Scheme | Orthogonalizer | None
+    rule: UpdateRule | None
+    compute_dtype: torch.dtype
+    comm_dtype: torch.dtype
+    update_dtype: torch.dtype
+    active: bool

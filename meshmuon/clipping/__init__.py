@@ -1,0 +1,1 @@
+"""Clipping gradients by their norm over all ranks."""

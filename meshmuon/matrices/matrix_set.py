@@ -1,0 +1,181 @@
+"""Which matrices a parameter holds: itself, one per expert, a flattened convolution filter, or the parts of a fused weight."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence, Set
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+from typing import Any, TypeAlias
+
+from ..errors import ConfigError
+
+__all__ = [
+    "CONV_OPTIONS",
+    "EXPERT_DIMS",
+    "MatrixOptions",
+    "MatrixSet",
+    "Split",
+    "Window",
+    "check_expert_keys",
+    "check_matrix_options",
+    "find_matrices",
+]
+
+CONV_OPTIONS = (None, "flatten")
+EXPERT_DIMS = ("out_in", "in_out")
+
+Window: TypeAlias = tuple[tuple[int, int], tuple[int, int]]
+"""Half-open ranges of rows and of columns."""
+
+Split: TypeAlias = "int | Sequence[int] | Callable[[str, tuple[int, ...]], int | Sequence[int] | None]"
+"""Sizes of the parts of the output dim, the size of equal parts, or a function of name and shape that gives one of these."""
+
+
+@dataclass(frozen=True, slots=True)
+class MatrixSet:
+    """``count`` matrices of rows × cols, one per index of the parameter's leading dim.
+
+    Attributes:
+        count: number of matrices.
+        rows: rows of each.
+        cols: columns of each.
+        lead: how many leading dims of the parameter count matrices; the next dim is the rows, all others are the columns.
+        window: which part of the rows and columns of the parameter they are; None for all of it.
+        flipped: rows are inputs and columns are outputs, which matters for the learning rate only.
+    """
+
+    count: int
+    rows: int
+    cols: int
+    lead: int = 0
+    window: Window | None = None
+    flipped: bool = False
+
+    @property
+    def lr_shape(self) -> tuple[int, int]:
+        """Outputs and inputs: what learning-rate rules call rows and columns."""
+        return (self.cols, self.rows) if self.flipped else (self.rows, self.cols)
+
+    def memory_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
+        """Shape of one number per output of each matrix, for a parameter of ``shape``: all other dims are 1."""
+        outputs = self.lead + (1 if self.flipped else 0)
+        return tuple(size if dim < self.lead or dim == outputs else 1 for dim, size in enumerate(shape))
+
+    @property
+    def memory_window(self) -> Window | None:
+        """Which part of the outputs' numbers belongs to these matrices."""
+        if self.window is None:
+            return None
+        rows, cols = self.window
+        return ((0, 1), cols) if self.flipped else (rows, (0, 1))
+
+
+@dataclass(frozen=True, slots=True)
+class MatrixOptions:
+    """The options that say which matrices a parameter holds.
+
+    Attributes:
+        expert_keys: what marks a 3-D parameter as a stack of independent expert matrices.
+        conv: ``"flatten"`` makes any other parameter of more than two dims one (out, in·kernel) matrix.
+        split: how fused weights are cut along their output dim.
+        expert_dims: ``"out_in"`` for experts of shape (experts, out, in), ``"in_out"`` for (experts, in, out).
+    """
+
+    expert_keys: tuple[str, ...] = ()
+    conv: str | None = None
+    split: Split | None = None
+    expert_dims: str = "out_in"
+
+
+def check_expert_keys(keys: Sequence[str] | None) -> tuple[str, ...]:
+    """``expert_keys`` as a tuple; a single string would be read letter by letter and is refused."""
+    listed = isinstance(keys, (Sequence, Set)) and not isinstance(keys, (str, bytes))
+    found = () if keys is None else tuple(keys) if listed else None
+    if found is None or not all(isinstance(key, str) and key for key in found):
+        example = [keys] if isinstance(keys, str) else ["experts"]
+        raise ConfigError(f"expert_keys={keys!r} must be a list of parts of names, such as {example!r}.")
+    return found
+
+
+def check_matrix_options(inside: MatrixOptions) -> None:
+    """Refuses options that cannot be meant."""
+    if not isinstance(inside.conv, str | None) or inside.conv not in CONV_OPTIONS:
+        raise ConfigError(f"conv={inside.conv!r} is unknown; write one of {CONV_OPTIONS}.")
+    if not isinstance(inside.expert_dims, str) or inside.expert_dims not in EXPERT_DIMS:
+        raise ConfigError(f"expert_dims={inside.expert_dims!r} is unknown; write one of {EXPERT_DIMS}.")
+    if inside.split is not None and not callable(inside.split):
+        _sizes("split", inside.split, None)
+
+
+def find_matrices(name: str, shape: Sequence[int], inside: MatrixOptions) -> tuple[MatrixSet, ...]:
+    """Finds the matrices of a parameter that goes to Muon: one set, or one per part of a fused weight.
+
+    Args:
+        name: the parameter's name; an expert parameter contains one of ``inside.expert_keys``.
+        shape: the parameter's global shape: (rows, cols), (experts, rows, cols) or (out, in, *kernel).
+        inside: the options.
+    """
+    whole = _whole(name, shape, inside)
+    split = _asked(inside.split, name, shape) if callable(inside.split) else inside.split
+    if split is None:
+        return (whole,)
+    outputs = whole.lr_shape[0]
+    edges = list(accumulate(_sizes(name, split, outputs), initial=0))
+    parts = []
+    for start, stop in pairwise(edges):
+        cut = stop - start
+        if whole.flipped:
+            parts.append(MatrixSet(whole.count, whole.rows, cut, whole.lead, ((0, whole.rows), (start, stop)), True))
+        else:
+            parts.append(MatrixSet(whole.count, cut, whole.cols, whole.lead, ((start, stop), (0, whole.cols))))
+    return tuple(parts)
+
+
+def _asked(split: Callable[[str, tuple[int, ...]], int | Sequence[int] | None], name: str, shape: Sequence[int]) -> Any:
+    try:
+        return split(name, tuple(shape))
+    except Exception as error:
+        raise ConfigError(f"split({name!r}, {tuple(shape)}) failed with {type(error).__name__}: {error}") from error
+
+
+def _whole(name: str, shape: Sequence[int], inside: MatrixOptions) -> MatrixSet:
+    if len(shape) == 2:
+        return MatrixSet(1, shape[0], shape[1])
+    if len(shape) < 2:
+        raise ConfigError(
+            f"{name}: shape {tuple(shape)} has no rows and columns, so Muon cannot orthogonalise it. If it is a bias, a norm or "
+            "the like, put it into a group with use_muon=False; get_default_muon_param_groups(model) does so. If it holds "
+            "matrices that a wrapper has flattened (FSDP1, DeepSpeed ZeRO, fairscale), shard the model with FSDP2 instead "
+            "(torch.distributed.fsdp.fully_shard), which keeps every matrix as it is."
+        )
+    if len(shape) == 3 and any(key in name for key in inside.expert_keys):
+        return MatrixSet(shape[0], shape[1], shape[2], lead=1, flipped=inside.expert_dims == "in_out")
+    if inside.conv == "flatten":
+        return MatrixSet(1, shape[0], math.prod(shape[1:]))
+    raise ConfigError(
+        f"{name}: shape {tuple(shape)} has more than two dims. If it is a stack of expert matrices (experts, out, in), "
+        f"pass expert_keys=[...] with a part of its name (now {list(inside.expert_keys)}). If it is a convolution filter, pass "
+        'conv="flatten" to treat it as one (out, in·kernel) matrix, or put it into a group with use_muon=False.'
+    )
+
+
+def _sizes(name: str, split: int | Sequence[int], outputs: int | None) -> tuple[int, ...]:
+    """The sizes of the parts, checked; ``outputs`` is what they must add up to, where it is known."""
+    if isinstance(split, int) and not isinstance(split, bool) and split > 0:
+        if outputs is None:
+            return (split,)
+        if outputs % split:
+            raise ConfigError(
+                f"{name}: split={split}, but {outputs} outputs do not divide into such parts: give the sizes of the parts."
+            )
+        return (split,) * (outputs // split)
+    sizes = tuple(split) if isinstance(split, (tuple, list)) else ()
+    if not sizes or not all(isinstance(size, int) and not isinstance(size, bool) and size > 0 for size in sizes):
+        raise ConfigError(
+            f"{name}: split={split!r} must be sizes of parts such as (1024, 256, 256), the size of equal parts such as 128, or a "
+            "function of name and shape that returns one of these or None."
+        )
+    if outputs is not None and sum(sizes) != outputs:
+        raise ConfigError(f"{name}: split={sizes} adds up to {sum(sizes)}, but it has {outputs} outputs.")
+    return sizes

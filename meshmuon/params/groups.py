@@ -1,0 +1,261 @@
+"""Parameter groups: what users may write, checked once and put into one form.
+
+Every hyperparameter lives in the group and is read at every step. After ``normalise_group`` a group has ``params`` (a list of
+tensors), ``param_names`` (a list of as many names) and ``use_muon``; keys that meshmuon does not know are kept.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..device import known_to_host
+from ..errors import ConfigError
+from ..matrices import MatrixOptions, check_expert_keys, check_matrix_options, find_matrices
+from ..ortho import Scheme, SchemeLike, resolve_scheme
+from .dtensors import check_placement
+from .flattened import refuse_flattened
+from .lr import check_adjust_lr, lr_factor
+from .options import FLOAT_DTYPES, check_dtype, check_flag, check_range, number, shown
+from .rules import check_rule
+
+__all__ = [
+    "adamw_betas",
+    "adamw_eps",
+    "are_placeholders",
+    "check_group",
+    "check_options",
+    "check_reach",
+    "largest_number",
+    "matrix_options_of",
+    "normalise_group",
+    "normalise_params",
+    "storable_scheme",
+]
+
+_RIGHT_CALL = (
+    "Write Muon(get_default_muon_param_groups(model), lr=...), or groups of your own: "
+    'Muon([{"params": matrices, "names": their_names, "use_muon": True}, {"params": others, "use_muon": False}], lr=...).'
+)
+
+
+_WHOLE_OPTIMIZER = (
+    "debug",
+    "clip_config",
+    "warmup_step",
+    "chunk_size",
+    "use_distributed_muon",
+    "memory_budget",
+    "form",
+    "deterministic",
+    "compile",
+    "cuda_graphs",
+    "comm_dtype",
+    "replicas",
+    "replica_group",
+    "nonfinite",
+)
+
+
+def normalise_params(params: object) -> list[dict[str, Any]]:
+    """Accepts an iterable of groups and nothing else, with a message that shows the right call."""
+    if isinstance(params, (Tensor, Mapping)) or not isinstance(params, Iterable):
+        raise ConfigError(f"params must be a list of groups, got {type(params).__name__}. {_RIGHT_CALL}")
+    groups = list(params)
+    if not groups:
+        raise ConfigError(f"params is empty: there is nothing to optimize. {_RIGHT_CALL}")
+    for group in groups:
+        if not isinstance(group, dict):
+            raise ConfigError(
+                f"params must be a list of groups, got an iterable of {type(group).__name__}, such as model.parameters() or "
+                f"model.named_parameters(). Muon must be told which parameters are matrices. {_RIGHT_CALL}"
+            )
+    return groups
+
+
+def normalise_group(group: Mapping[str, Any], index: int) -> dict[str, Any]:
+    """A copy of a user's group in the one form that the optimizer works with."""
+    group = dict(group)
+    if not isinstance(group.get("use_muon"), bool):
+        raise ConfigError(f"group {index} needs use_muon=True or use_muon=False, it has {sorted(map(str, group))}. {_RIGHT_CALL}")
+    for key in _WHOLE_OPTIMIZER:
+        if key in group:
+            raise ConfigError(
+                f"group {index}: {key} holds for the whole optimizer: write Muon(groups, {key}=...), not in a group."
+            )
+    if "params" not in group:
+        raise ConfigError(f'group {index} has no "params". {_RIGHT_CALL}')
+    params = group["params"]
+    if isinstance(params, (set, frozenset)):
+        raise ConfigError(f"group {index}: params is a set, whose order changes from run to run. Pass a list.")
+    if not isinstance(params, Iterable) or isinstance(params, (str, bytes, Mapping)):
+        raise ConfigError(f"group {index}: params={shown(params)} must be a list of parameters. {_RIGHT_CALL}")
+    params = [params] if isinstance(params, Tensor) else list(params)
+    if not params:
+        raise ConfigError(f"group {index} (use_muon={group['use_muon']}) is empty: leave it out.")
+    names = group.pop("names", None)
+    names = group.pop("param_names", None) if names is None else names
+    if all(isinstance(entry, tuple) and len(entry) == 2 for entry in params):
+        names = [name for name, _ in params]
+        params = [param for _, param in params]
+    if names is None:
+        names = _placeholders(index, len(params))
+    if not isinstance(names, Iterable) or isinstance(names, (str, bytes, Mapping)):
+        raise ConfigError(f"group {index}: names={shown(names)} must be a list of names, one for each parameter.")
+    names = list(names)
+    if len(names) != len(params):
+        raise ConfigError(f"group {index} has {len(params)} params but {len(names)} names: give each parameter its own name.")
+    for name, param in zip(names, params, strict=True):
+        if not isinstance(name, str):
+            raise ConfigError(f"group {index}: the name {shown(name)} must be a string.")
+        if not isinstance(param, Tensor):
+            raise ConfigError(f"group {index}: {name} is a {type(param).__name__}, not a tensor. {_RIGHT_CALL}")
+    if len(set(params)) != len(params):
+        raise ConfigError(f"group {index} holds a parameter twice, so it would be stepped twice: list each parameter once.")
+    group["params"], group["param_names"] = params, names
+    return group
+
+
+def _placeholders(index: int, count: int) -> list[str]:
+    """What the parameters of a group without names are called."""
+    return [f"group{index}.param{k}" for k in range(count)]
+
+
+def are_placeholders(names: Iterable[str]) -> bool:
+    """Whether the names are those of a group that was built without any."""
+    return all(re.fullmatch(r"group\d+\.param\d+", name) for name in names)
+
+
+def storable_scheme(scheme: SchemeLike) -> SchemeLike:
+    """A Scheme as plain numbers, which survive ``torch.save`` and ``weights_only=True``; anything else as it is."""
+    return tuple(tuple(step) for step in scheme.steps) if isinstance(scheme, Scheme) else scheme
+
+
+def adamw_betas(group: Mapping[str, Any]) -> tuple[float, float]:
+    """The group's betas; a group may also use torch's own key."""
+    betas = group.get("betas", group["adamw_betas"])
+    if not isinstance(betas, Sequence) or isinstance(betas, (str, bytes)) or len(betas) != 2:
+        raise ConfigError(f"adamw_betas={shown(betas)} must be a pair of numbers, such as (0.9, 0.95).")
+    return number(betas[0], "adamw_betas[0]", "AdamW"), number(betas[1], "adamw_betas[1]", "AdamW")
+
+
+def adamw_eps(group: Mapping[str, Any]) -> float:
+    """The group's epsilon; a group may also use torch's own key."""
+    return number(group.get("eps", group["adamw_eps"]), "adamw_eps", "AdamW")
+
+
+def matrix_options_of(group: Mapping[str, Any]) -> MatrixOptions:
+    """The group's options that say which matrices a parameter holds."""
+    keys = check_expert_keys(group["expert_keys"])
+    return MatrixOptions(keys, group["conv"], storable_split(group["split"]), group["expert_dims"])
+
+
+def storable_split(split: Any) -> Any:
+    """Sizes as a tuple, which can be compared and stored; anything else as it is."""
+    return tuple(split) if isinstance(split, list) else split
+
+
+def check_group(group: Mapping[str, Any], index: int) -> None:
+    """Refuses what a step cannot work with. Defaults are already filled in."""
+    check_options(group, index)
+    for name, param in zip(group["param_names"], group["params"], strict=True):
+        _check_param(name, param, group)
+
+
+def check_options(group: Mapping[str, Any], index: int) -> None:
+    """Refuses hyperparameters out of range; cheap, since groups may be changed by hand between steps."""
+    where = f"group {index}"
+    try:
+        _check_lr(group["lr"], where)
+        check_range(group["weight_decay"], "weight_decay", where, low=0.0)
+        check_flag(group["use_muon"], "use_muon", where)
+        check_flag(group["maximize"], "maximize", where)
+        if group["use_muon"]:
+            _check_muon(group, where)
+        else:
+            for k, beta in enumerate(adamw_betas(group)):
+                check_range(beta, f"adamw_betas[{k}]", where, low=0.0, below=1.0)
+            check_range(adamw_eps(group), "adamw_eps", where, low=0.0)
+    except KeyError as error:
+        raise ConfigError(f"{where} has lost its option {error}: set it again instead of deleting it.") from None
+
+
+def _check_muon(group: Mapping[str, Any], where: str) -> None:
+    check_range(group["momentum"], "momentum", where, low=0.0, below=1.0)
+    for flag in ("nesterov", "none_grad", "cautious_weight_decay"):
+        check_flag(group[flag], flag, where)
+    check_adjust_lr(group["adjust_lr_fn"])
+    resolve_scheme(group["scheme"], group["ns_steps"])
+    check_rule(group["rule"])
+    check_matrix_options(matrix_options_of(group))
+    check_dtype(group["compute_dtype"], "compute_dtype", where)
+    check_dtype(group["momentum_dtype"], "momentum_dtype", where)
+
+
+def largest_number(dtype: torch.dtype) -> float:
+    """The largest number of the dtype in which a parameter of ``dtype`` is stepped: never less than float32."""
+    return float(torch.finfo(torch.float64 if dtype == torch.float64 else torch.float32).max)
+
+
+def check_reach(group: Mapping[str, Any], where: str, shape: tuple[int, int] | None, largest: float) -> None:
+    """Refuses numbers whose products overflow, at which torch raises in the middle of a step or gives infinities.
+
+    Args:
+        group: the group, its options checked.
+        where: what errors name.
+        shape: outputs and inputs of a matrix; None for AdamW, whose first step divides lr by 1 − beta1.
+        largest: see ``largest_number``.
+    """
+    unread = isinstance(group["lr"], Tensor) and not known_to_host(group["lr"])
+    lr = 0.0 if unread else float(group["lr"])
+    decay = lr * float(group["weight_decay"])
+    if shape is not None:
+        factor, eps = lr_factor(group["adjust_lr_fn"], *shape), 0.0
+        rate = lr * factor
+    else:
+        factor, eps = 1 - adamw_betas(group)[0], adamw_eps(group)
+        rate = lr / factor
+    if rate <= largest and decay <= largest and eps <= largest:
+        return
+    if rate > largest:
+        how = "divided by 1 - beta1, as in AdamW's first step," if shape is None else _times(factor, shape)
+        what, value = f"lr={lr:g} {how}", rate
+    elif decay > largest:
+        what, value = f"lr={lr:g} times weight_decay={float(group['weight_decay']):g}", decay
+    else:
+        what, value = "adamw_eps", eps
+    raise ConfigError(f"{where}: {what} is {value:g}; the largest number that a step can work with is {largest:g}.")
+
+
+def _times(factor: float, shape: tuple[int, int]) -> str:
+    return f"times adjust_lr_fn's {factor:g} for a {shape[0]}×{shape[1]} matrix"
+
+
+def _check_param(name: str, param: Tensor, group: Mapping[str, Any]) -> None:
+    check_placement(name, param)
+    if param.is_complex():
+        raise ConfigError(f"{name} is complex ({param.dtype}). Optimize its real view instead: torch.view_as_real(param).")
+    if group["use_muon"]:
+        refuse_flattened(name, param)
+        if param.dtype not in FLOAT_DTYPES:
+            raise ConfigError(f"{name} has dtype {param.dtype}; Muon needs floating point parameters of 16, 32 or 64 bits.")
+        for matrices in find_matrices(name, param.shape, matrix_options_of(group)):
+            check_reach(group, name, matrices.lr_shape, largest_number(param.dtype))
+        return
+    if param.requires_grad and param.dtype not in FLOAT_DTYPES:
+        raise ConfigError(f"{name} has dtype {param.dtype}; AdamW needs floating point parameters of 16, 32 or 64 bits.")
+    check_reach(group, name, None, largest_number(param.dtype))
+
+
+def _check_lr(lr: Any, where: str) -> None:
+    if isinstance(lr, Tensor) and not known_to_host(lr):  # reading it would wait for the device
+        if lr.numel() != 1 or not lr.is_floating_point():
+            raise ConfigError(
+                f"{where}: lr is a tensor of {lr.numel()} elements of {lr.dtype}; it must have one, of floating point."
+            )
+        return
+    check_range(lr, "lr", where, low=0.0)

@@ -1,0 +1,1 @@
+"""QK-clip: attention logits that grow too large shrink the projections that make them."""

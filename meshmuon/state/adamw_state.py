@@ -1,0 +1,35 @@
+"""The state that AdamW keeps of a parameter, under torch's own names."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..torch_compat import local_part
+
+__all__ = ["STATE_KEYS", "can_fuse", "empty_laid_out_like", "init_state"]
+
+STATE_KEYS = ("step", "exp_avg", "exp_avg_sq")
+_FUSED_DEVICES = ("cpu", "cuda", "mps", "xpu")
+
+
+def can_fuse(param: Tensor) -> bool:
+    """Whether torch's fused kernel takes this parameter; its ``step`` then lives on the parameter's device."""
+    dense = param.is_contiguous() or param.stride() == torch.empty_like(param, device="meta").stride()
+    return dense and param.is_floating_point() and param.device.type in _FUSED_DEVICES
+
+
+def empty_laid_out_like(param: Tensor, dtype: torch.dtype) -> Tensor:
+    """Uninitialised memory with the shape, device and memory order of ``param``."""
+    return torch.empty_like(param, dtype=dtype, memory_format=torch.preserve_format)
+
+
+def init_state(param: Tensor, state: dict[str, Any]) -> None:
+    """A parameter's first state."""
+    fused = can_fuse(local_part(param))
+    with torch.inference_mode(False):  # made inside inference_mode it could never be written outside
+        state["step"] = torch.zeros((), dtype=torch.float32, device=param.device if fused else "cpu")
+        state["exp_avg"] = torch.zeros_like(param, memory_format=torch.preserve_format)
+        state["exp_avg_sq"] = torch.zeros_like(param, memory_format=torch.preserve_format)

@@ -1,0 +1,238 @@
+"""Spreads: every piece is what its rank holds, pieces tile the matrix, replicas are full copies."""
+
+from __future__ import annotations
+
+import math
+import random
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from meshmuon.errors import PlanError
+from meshmuon.layout import Layout, Mesh, Piece, Replicated, Sharded, ShardedMatrix, shard_matrices
+from meshmuon.layout.layout import coordinates
+from meshmuon.torch_compat import strided_shards_nest
+
+from ..clear_cuts import clearly_cut
+from .oracle import Case, random_case, random_placement, random_shape, select, split
+
+# (how many leading dims count matrices, how many dims the parameter has): vectors as columns, matrices, convolutions, experts.
+KINDS = [(0, 1), (0, 2), (0, 2), (0, 3), (0, 4), (1, 2), (1, 3), (1, 3), (1, 4)]
+
+
+def build(seed: int) -> tuple[Case, int]:
+    rng = random.Random(seed)
+    lead, dims = rng.choice(KINDS)
+    case = random_case(rng)
+    shape, placements = random_shape(rng, dims), tuple(random_placement(rng, dims) for _ in case.mesh.shape)
+    return replace(case, shape=shape, placements=clearly_cut(shape, case.mesh.shape, placements)), lead
+
+
+parameters = st.integers(0, 2**32).map(build)
+thorough = settings(max_examples=200)
+
+
+def blocks(case: Case, lead: int) -> list[dict[int, torch.Tensor]]:
+    """For each matrix the non-empty local blocks, from torch: entry i is element i of the matrix."""
+    matrices = case.shape[0] if lead else 1
+    size = math.prod(case.shape[lead:])
+    found: list[dict[int, torch.Tensor]] = [{} for _ in range(matrices)]
+    for rank, tensor in split(case).items():
+        if tensor.numel():
+            for block in tensor if lead else tensor[None]:
+                flat = block.reshape(block.shape[0], -1)
+                index = int(flat[0, 0]) // size
+                assert rank not in found[index]
+                found[index][rank] = flat - index * size
+    return found
+
+
+def matrix(case: Case, lead: int) -> torch.Tensor:
+    rows, cols = case.shape[lead], math.prod(case.shape[lead + 1 :])
+    return torch.arange(rows * cols).reshape(rows, cols)
+
+
+@thorough
+@given(parameters)
+def test_a_piece_is_the_local_block(parameter: tuple[Case, int]) -> None:
+    case, lead = parameter
+    whole, expected = matrix(case, lead), blocks(case, lead)
+    sharded_matrices = shard_matrices(case.layout, lead)
+    assert len(sharded_matrices) == len(expected)
+    for sharded, held in zip(sharded_matrices, expected, strict=True):
+        assert (sharded.rows, sharded.cols, sharded.size) == (*whole.shape, whole.numel())
+        assert sharded.piece_and_replica.keys() == held.keys()  # those that hold nothing are not in it
+        for rank in range(20):
+            piece = sharded.piece_of(rank)
+            assert (piece is None) == (rank not in held)
+            if piece is not None:
+                assert torch.equal(select(whole, (piece.rows, piece.cols)), held[rank])
+                assert piece.shape == tuple(held[rank].shape)
+                assert piece.size == held[rank].numel()
+
+
+@thorough
+@given(parameters)
+def test_pieces_tile_the_matrix(parameter: tuple[Case, int]) -> None:
+    case, lead = parameter
+    whole = matrix(case, lead)
+    for sharded in shard_matrices(case.layout, lead):
+        assert all(piece.size for piece in sharded.pieces)
+        elements = [select(whole, (piece.rows, piece.cols)).flatten() for piece in sharded.pieces]
+        assert torch.equal(torch.cat([*elements, whole[:0].flatten()]).sort().values, whole.flatten())
+
+
+@thorough
+@given(parameters)
+def test_a_replica_is_a_full_copy(parameter: tuple[Case, int]) -> None:
+    case, lead = parameter
+    layout, whole = case.layout, matrix(case, lead)
+    where = coordinates(case.mesh)
+    axes = [axis for axis, one in enumerate(layout.placements) if isinstance(one, Replicated)]
+    for sharded, held in zip(shard_matrices(layout, lead), blocks(case, lead), strict=True):
+        assert sharded.replicas == math.prod(case.mesh.shape[axis] for axis in axes)
+        assert len(held) == len(sharded.pieces) * sharded.replicas
+        order = []
+        for replica in range(sharded.replicas if sharded.pieces else 0):
+            ranks = [piece.holders[replica] for piece in sharded.pieces]
+            assert torch.equal(torch.cat([held[rank].flatten() for rank in ranks]).sort().values, whole.flatten())
+            assert [sharded.piece_and_replica[rank] for rank in ranks] == [(k, replica) for k in range(len(ranks))]
+            (at,) = {tuple(where[rank][axis] for axis in axes) for rank in ranks}  # one coordinate on the replica axes
+            order.append(at)
+        assert order == sorted(order)
+
+
+@thorough
+@given(parameters)
+def test_who_sends(parameter: tuple[Case, int]) -> None:
+    case, lead = parameter
+    for sharded, held in zip(shard_matrices(case.layout, lead), blocks(case, lead), strict=True):
+        whole = torch.arange(sharded.size)
+        for owner, (_, replica) in sharded.piece_and_replica.items():
+            senders = sharded.senders(owner)
+            assert [piece for piece, _ in senders] == list(sharded.pieces)
+            assert all(sharded.piece_of(rank) is piece for piece, rank in senders)
+            assert owner in {rank for _, rank in senders}  # it has its own piece
+            assert {sharded.piece_and_replica[rank][1] for _, rank in senders} == {replica}
+            assert torch.equal(torch.cat([held[rank].flatten() for _, rank in senders]).sort().values, whole)
+            assert {rank for rank in range(20) if sharded.sends_to(rank, owner)} == {rank for _, rank in senders}
+
+
+@thorough
+@given(parameters)
+def test_whole_and_separate_replicas(parameter: tuple[Case, int]) -> None:
+    case, lead = parameter
+    for sharded, held in zip(shard_matrices(case.layout, lead), blocks(case, lead), strict=True):
+        assert sharded.whole == all(block.numel() == sharded.size for block in held.values())
+        separate = sharded.separate_replicas
+        assert len(separate) == sharded.replicas
+        for k, one in enumerate(separate):
+            assert (one.rows, one.cols, one.replicas) == (sharded.rows, sharded.cols, 1)
+            assert one.pieces == tuple(Piece(piece.rows, piece.cols, (piece.holders[k],)) for piece in sharded.pieces)
+        assert sorted(rank for one in separate for rank in one.piece_and_replica) == sorted(held)
+
+
+@thorough
+@given(parameters)
+def test_matrices_held_alike_share_a_spread(parameter: tuple[Case, int]) -> None:
+    case, lead = parameter
+    sharded_matrices = shard_matrices(case.layout, lead)
+    for sharded, held in zip(sharded_matrices, blocks(case, lead), strict=True):
+        for other, theirs in zip(sharded_matrices, blocks(case, lead), strict=True):
+            if held:
+                assert (sharded is other) == (held.keys() == theirs.keys())
+    assert shard_matrices(case.layout, lead) is sharded_matrices
+
+
+def test_the_random_parameters_are_of_every_kind() -> None:
+    """What the properties above are shown: experts over several axes, strided columns, ranks without a piece, no elements."""
+    cases = [build(seed) for seed in range(400)]
+    flat = [(case, lead, sharded) for case, lead in cases for sharded in shard_matrices(case.layout, lead)]
+    assert sum(lead == 1 and bool(case.layout.axes(0)) for case, lead in cases) > 60
+    strided = 40 if strided_shards_nest() else 4
+    assert sum(any(len(piece.rows) > 1 for piece in sharded.pieces) for *_, sharded in flat) > strided
+    assert sum(any(len(piece.cols) > 1 for piece in sharded.pieces) for *_, sharded in flat) > strided
+    assert sum(0 < len(sharded.piece_and_replica) < len(case.mesh.ranks) for case, _, sharded in flat) > 40
+    assert sum(sharded.replicas > 1 and not sharded.whole for *_, sharded in flat) > 40
+    assert sum(not sharded.size for *_, sharded in flat) > 40
+
+
+def test_a_convolution() -> None:
+    """Input channels cut in two: each rank's columns are one range, as the kernel's dims come after."""
+    layout = Layout((4, 4, 2, 2), Mesh((2, 2), (0, 1, 2, 3)), (Sharded(0), Sharded(1)))
+    (sharded,) = shard_matrices(layout, 0)
+    assert (sharded.rows, sharded.cols) == (4, 16)
+    assert sharded.pieces == (
+        Piece(((0, 2),), ((0, 8),), (0,)),
+        Piece(((0, 2),), ((8, 16),), (1,)),
+        Piece(((2, 4),), ((0, 8),), (2,)),
+        Piece(((2, 4),), ((8, 16),), (3,)),
+    )
+
+
+def test_a_convolution_cut_in_its_kernel() -> None:
+    (sharded,) = shard_matrices(Layout((1, 2, 3, 2), Mesh((2,), (0, 1)), (Sharded(2),)), 0)
+    assert [piece.cols for piece in sharded.pieces] == [((0, 4), (6, 10)), ((4, 6), (10, 12))]
+
+
+def test_experts() -> None:
+    layout = Layout((3, 4, 5), Mesh((2, 2), (6, 7, 4, 5)), (Sharded(0), Sharded(2)))
+    first, second, third = shard_matrices(layout, 1)
+    assert first is second
+    assert first.pieces == (Piece(((0, 4),), ((0, 3),), (6,)), Piece(((0, 4),), ((3, 5),), (7,)))
+    assert third.pieces == (Piece(((0, 4),), ((0, 3),), (4,)), Piece(((0, 4),), ((3, 5),), (5,)))
+    assert first.piece_of(4) is None
+    assert first.piece_and_replica == {6: (0, 0), 7: (1, 0)}
+    assert not first.sends_to(4, 7)
+    assert first.sends_to(6, 7)
+
+
+def test_replicas() -> None:
+    (sharded,) = shard_matrices(Layout((4, 2), Mesh((2, 2), (0, 1, 2, 3)), (Sharded(0), Replicated())), 0)
+    assert [piece.holders for piece in sharded.pieces] == [(0, 1), (2, 3)]
+    assert [rank for _, rank in sharded.senders(1)] == [1, 3]
+    assert [rank for _, rank in sharded.senders(2)] == [0, 2]
+    assert not sharded.whole
+    assert [sorted(one.piece_and_replica) for one in sharded.separate_replicas] == [[0, 2], [1, 3]]
+
+
+@pytest.mark.parametrize("lead", [0, 1])
+@pytest.mark.parametrize("shape", [(0, 3, 2), (3, 0, 2), (3, 2, 0), (0, 0, 0)])
+@pytest.mark.parametrize("dim", [0, 1, 2])
+@pytest.mark.parametrize("split_factor", [1, 2])
+def test_no_elements(lead: int, shape: tuple[int, ...], dim: int, split_factor: int) -> None:
+    layout = Layout(shape, Mesh((2, 2), (0, 1, 2, 3)), (Sharded(dim, split_factor), Replicated()))
+    sharded_matrices = shard_matrices(layout, lead)
+    assert len(sharded_matrices) == (shape[0] if lead else 1)
+    for sharded in sharded_matrices:
+        assert (sharded.size, sharded.pieces, sharded.piece_and_replica, sharded.whole) == (0, (), {}, True)
+        assert sharded.piece_of(0) is None
+        assert not any(one.pieces for one in sharded.separate_replicas)
+
+
+ROWS = (((0, 1),), ((1, 2),))
+ALL = ((0, 3),)
+
+
+@pytest.mark.parametrize(
+    ("pieces", "replicas", "message"),
+    [
+        ((), 1, "missing"),
+        ((Piece(ROWS[0], ALL, (0,)),), 1, "gap or overlap"),
+        ((Piece(ROWS[0], ((0, 2),), (0,)), Piece(ROWS[1], ((0, 2),), (1,))), 1, "gap or overlap"),  # in the columns
+        ((Piece(ROWS[0], ALL, (0,)), Piece(ROWS[1], ((0, 2),), (1,))), 1, "gap or overlap"),
+        ((Piece(((0, 2),), ALL, (0,)), Piece(((0, 2),), ALL, (1,))), 1, "there twice"),
+        ((Piece(ROWS[0], ((0, 1),), (0,)), Piece(ROWS[1], ((1, 3),), (1,))), 1, "missing"),  # a diagonal: rows and columns tile
+        ((Piece(ROWS[0], ALL, (0, 1)), Piece(ROWS[1], ALL, (2,))), 2, "lacks a piece"),
+        ((Piece(ROWS[0], ALL, (0, 1)), Piece(ROWS[1], ALL, (2, 3))), 1, "lacks a piece"),
+        ((Piece(ROWS[0], ALL, (0, 1, 2)), Piece(ROWS[1], ALL, (3,))), 2, "lacks a piece"),  # as many holders as two replicas have
+        ((Piece(ROWS[0], ALL, (0,)), Piece(ROWS[1], ALL, (0,))), 1, "two pieces"),
+        ((Piece(ROWS[0], ALL, (0, 1)), Piece(ROWS[1], ALL, (2, 0))), 2, "two pieces"),
+    ],
+)
+def test_a_spread_that_is_none_is_refused(pieces: tuple[Piece, ...], replicas: int, message: str) -> None:
+    with pytest.raises(PlanError, match=message):
+        ShardedMatrix(2, 3, pieces, replicas)
