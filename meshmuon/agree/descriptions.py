@@ -15,9 +15,9 @@ __all__ = ["description", "failure_text", "how", "owners"]
 def owners(plan: Plan) -> tuple[tuple[str, str], ...]:
     """Each matrix that ranks share, and who does what with it when."""
     return tuple(
-        (plan.entries[task.entry].name, f"matrix {task.matrix} to owner {task.owner} in wave {task.wave}")
+        (plan.params[task.param].name, f"matrix {task.matrix} to owner {task.owner} in wave {task.wave}")
         for task in plan.tasks
-        if not plan.entries[task.entry].private
+        if not plan.params[task.param].private
     )
 
 
@@ -26,10 +26,10 @@ def failure_text(failure: Exception | None) -> tuple[str, str] | None:
     return None if failure is None else (type(failure).__name__, str(failure))
 
 
-def how(demand: PlanInput) -> str:
+def how(plan_input: PlanInput) -> str:
     """How a parameter's matrices are computed, in words that are the same on every rank."""
-    rule = "" if demand.rule is None else f", {_stable_text(demand.rule)}"
-    return f"{_scheme_text(demand.scheme)} in {str(demand.compute_dtype).removeprefix('torch.')}{rule}"
+    rule = "" if plan_input.rule is None else f", {_stable_text(plan_input.rule)}"
+    return f"{_scheme_text(plan_input.scheme)} in {str(plan_input.compute_dtype).removeprefix('torch.')}{rule}"
 
 
 def _stable_text(thing: object) -> str:
@@ -44,12 +44,12 @@ def _scheme_text(scheme: Scheme | Orthogonalizer | None) -> str:
     return f"{getattr(scheme, '__module__', '')}.{getattr(scheme, '__qualname__', type(scheme).__qualname__)}"
 
 
-def description(demand: PlanInput, layouts: Sequence[Layout], parts: Sequence[PlannedParam]) -> tuple[str, str]:
+def description(plan_input: PlanInput, layouts: Sequence[Layout], parts: Sequence[PlannedParam]) -> tuple[str, str]:
     """A parameter's name, and all of it that must be equal on every rank."""
-    where = f"{'×'.join(map(str, demand.shape))} {'; '.join(map(str, layouts))}"
+    where = f"{'×'.join(map(str, plan_input.shape))} {'; '.join(map(str, layouts))}"
     if not parts:
-        return demand.name, f"{where}, for AdamW"
+        return plan_input.name, f"{where}, for AdamW"
     work = ", ".join(
         f"{entry.flops} FLOPs" if entry.window is None else f"{entry.window}: {entry.flops} FLOPs" for entry in parts
     )
-    return demand.name, f"{where}, {parts[0].lane}, lead {parts[0].lead}, {work}, {parts[0].how}"
+    return plan_input.name, f"{where}, {parts[0].lane}, lead {parts[0].stack_dims}, {work}, {parts[0].how}"

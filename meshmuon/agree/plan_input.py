@@ -21,7 +21,7 @@ class PlanInput(NamedTuple):
 
     Attributes:
         name: its name.
-        group: index of its group.
+        group_index: index of its param group.
         shape: its global shape.
         local_shape: shape of what this rank holds.
         mesh: its mesh, None for a plain tensor.
@@ -33,11 +33,11 @@ class PlanInput(NamedTuple):
         compute_dtype: dtype of the products.
         comm_dtype: dtype on the wire.
         update_dtype: dtype in which the update is formed.
-        active: whether it has a gradient on this rank.
+        has_grad: whether it has a gradient on this rank.
     """
 
     name: str
-    group: int
+    group_index: int
     shape: tuple[int, ...]
     local_shape: tuple[int, ...]
     mesh: DeviceMesh | None
@@ -49,4 +49,4 @@ class PlanInput(NamedTuple):
     compute_dtype: torch.dtype
     comm_dtype: torch.dtype
     update_dtype: torch.dtype
-    active: bool
+    has_grad: bool

@@ -49,8 +49,8 @@ class StatePresence:
         one = self.parameters[k]
         if not self.here(one) or not local_part(one.param).numel():
             return ELSEWHERE
-        rule = resolve_rule(one.group["rule"]) if one.group["use_muon"] else None
-        return PRESENT if is_kept(self.states.get(one.param), one.group["use_muon"], rule) else ABSENT
+        rule = resolve_rule(one.param_group["rule"]) if one.param_group["use_muon"] else None
+        return PRESENT if is_kept(self.states.get(one.param), one.param_group["use_muon"], rule) else ABSENT
 
     def begun(self, k: int) -> bool:
         """Whether it is more than the zeros that a first step would begin with; reads the state, and so waits for a device."""

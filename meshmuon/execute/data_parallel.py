@@ -46,26 +46,26 @@ class _Owned:
     averages: list[Tensor]
     received: list[list[Tensor] | None]
     results: list[list[Tensor]]
-    memory: list[ShardView]
+    rule_state: list[ShardView]
 
-    def run(self, work: Sequence[StepParam], apply: ShardViews) -> None:
+    def run(self, step_params: Sequence[StepParam], apply: ShardViews) -> None:
         with record_function("meshmuon::gather"):
-            self._average(work)
+            self._average(step_params)
         with record_function("meshmuon::momentum"):
-            for _, some in grouped(range(len(self.parts)), lambda k: work[self.parts[k].work].group):
-                self._fill([self.parts[k] for k in some], [self.averages[k] for k in some], work)
-        load_rule_state(self.memory, work)
+            for _, some in grouped(range(len(self.parts)), lambda k: step_params[self.parts[k].param_index].group_index):
+                self._fill([self.parts[k] for k in some], [self.averages[k] for k in some], step_params)
+        load_rule_state(self.rule_state, step_params)
         self.stage.orthogonalise()
         with record_function("meshmuon::update"):
-            apply.apply(work)
-            store_rule_state(self.memory, work)
+            apply.apply(step_params)
+            store_rule_state(self.rule_state, step_params)
         with record_function("meshmuon::scatter"):
-            weights = [part.of(work[part.work].param) for part in self.parts]
+            weights = [part.of(step_params[part.param_index].param) for part in self.parts]
             for views in self.results:
                 torch._foreach_copy_(views, weights)
 
-    def _average(self, work: Sequence[StepParam]) -> None:
-        own = [part.of(work[part.work].grad) for part in self.parts]
+    def _average(self, step_params: Sequence[StepParam]) -> None:
+        own = [part.of(step_params[part.param_index].grad) for part in self.parts]
         for position, views in enumerate(self.received):
             values = own if views is None else views
             if position == 0:
@@ -74,9 +74,9 @@ class _Owned:
                 torch._foreach_add_(self.averages, values)
         torch._foreach_div_(self.averages, float(len(self.received)))
 
-    def _fill(self, parts: Sequence[ShardView], averages: list[Tensor], work: Sequence[StepParam]) -> None:
-        settings = work[parts[0].work].settings
-        views, buffers = [part.view for part in parts], [part.of(work[part.work].momentum_buffer) for part in parts]
+    def _fill(self, parts: Sequence[ShardView], averages: list[Tensor], step_params: Sequence[StepParam]) -> None:
+        settings = step_params[parts[0].param_index].settings
+        views, buffers = [part.view for part in parts], [part.of(step_params[part.param_index].momentum_buffer) for part in parts]
         accumulate(buffers, averages, settings.retain)
         if settings.nesterov:
             look_ahead(views, averages, buffers, settings.momentum)
@@ -91,22 +91,22 @@ class _Wave:
     leaving: list[ShardView]
     owned: list[tuple[_Owned, ShardViews]]
 
-    def run(self, work: Sequence[StepParam], exchange: Exchange) -> Iterator[None]:
+    def run(self, step_params: Sequence[StepParam], exchange: Exchange) -> Iterator[None]:
         with record_function("meshmuon::gather"):
-            gradients = [part.of(work[part.work].grad) for part in self.leaving]
+            gradients = [part.of(step_params[part.param_index].grad) for part in self.leaving]
             CopyPairs([part.view for part in self.leaving], gradients).run()
             gather = self.gather.start(exchange, "gather")
         yield
         with record_function("meshmuon::gather"):
             gather.wait()
         for batch, apply in self.owned:
-            batch.run(work, apply)
+            batch.run(step_params, apply)
         scatter = self.scatter.start(exchange, "scatter")
         yield
         with record_function("meshmuon::scatter"):
             scatter.wait()
         with record_function("meshmuon::update"):
-            weights = [part.of(work[part.work].param) for part in self.leaving]
+            weights = [part.of(step_params[part.param_index].param) for part in self.leaving]
             CopyPairs(weights, [part.view for part in self.leaving]).run()
 
 
@@ -121,18 +121,18 @@ class DataParallelExecutor:
         self._exchange: Exchange | None = None
         self.plan: Plan | None = None
 
-    def prepare(self, plan: Plan, rank: int, work: Sequence[StepParam], exchange: Exchange | None) -> None:
-        """Makes the buffers for ``plan``, whose entries are the parameters of ``work``."""
+    def prepare(self, plan: Plan, rank: int, step_params: Sequence[StepParam], exchange: Exchange | None) -> None:
+        """Makes the buffers for ``plan``, whose entries are the parameters of ``step_params``."""
         assert exchange is not None
         self.plan, self._exchange, self._waves = None, exchange, []
         self._workspace.clear()
-        builder = _Builder(plan, rank, work, self._workspace, self._settings, exchange)
+        builder = _Builder(plan, rank, step_params, self._workspace, self._settings, exchange)
         with torch.inference_mode(False):
             self._waves = builder.build()
         self._failures = builder.failures
         self.plan = plan
 
-    def run(self, work: Sequence[StepParam], *, last: Callable[[], None]) -> Exception | None:
+    def run(self, step_params: Sequence[StepParam], *, last: Callable[[], None]) -> Exception | None:
         """One step; all gradients are on their way before the first is waited for."""
         self._failures.clear()  # a step that was left in the middle may have had some
         if self._exchange is None or self.plan is None:
@@ -141,8 +141,8 @@ class DataParallelExecutor:
         exchange = self._exchange
         guarded_last = guarded(last, self._failures)
         count = max(1, len(self._waves))
-        run_pipeline([wave.run(work, exchange) for wave in self._waves], count, (), guarded_last, ahead=count)
-        for one in work:
+        run_pipeline([wave.run(step_params, exchange) for wave in self._waves], count, (), guarded_last, ahead=count)
+        for one in step_params:
             if one.settings.free_grad:
                 one.param.grad = None
         return take_first(self._failures)
@@ -157,12 +157,12 @@ class _Builder:
         self,
         plan: Plan,
         rank: int,
-        work: Sequence[StepParam],
+        step_params: Sequence[StepParam],
         workspace: Workspace,
         settings: ExecutorSettings,
         exchange: Exchange,
     ) -> None:
-        self.plan, self.rank, self.work, self.exchange = plan, rank, work, exchange
+        self.plan, self.rank, self.step_params, self.exchange = plan, rank, step_params, exchange
         self.workspace, self.settings = workspace, settings
         self.failures: list[Exception] = []
         self.tasks = [[t for t, task in enumerate(plan.tasks) if task.wave == wave] for wave in range(len(plan.lanes))]
@@ -183,33 +183,35 @@ class _Builder:
         return self.workspace.take("averages", (sum(map(self._size, tasks)),), like.param.dtype, like.param.device)
 
     def _batches(self, tasks: Sequence[int]) -> tuple[Batch, ...]:
-        items = [self.work[self.plan.tasks[t].entry].item(1) for t in tasks]
+        items = [self.step_params[self.plan.tasks[t].param].item(1) for t in tasks]
         return plan_batches(items, budget=self.settings.memory_budget, chunk_size=self.settings.chunk_size)
 
     def _like(self, tasks: Sequence[int], batch: Batch) -> StepParam:
-        return self.work[self.plan.tasks[tasks[batch.slices[0].item]].entry]
+        return self.step_params[self.plan.tasks[tasks[batch.slices[0].item]].param]
 
     def _size(self, task: int) -> int:
         return self.plan.tasks[task].sharded.size
 
     def _part(self, task: int, view: Tensor) -> ShardView:
         found = self.plan.tasks[task]
-        entry = self.plan.entries[found.entry]
-        param = self.work[found.entry].param
-        stack = (slice(found.matrix, found.matrix + 1),) if entry.lead else ()
+        entry = self.plan.params[found.param]
+        param = self.step_params[found.param].param
+        stack = (slice(found.matrix, found.matrix + 1),) if entry.stack_dims else ()
         cut = (*stack, *(slice(*one) for one in entry.window or ()))
-        return ShardView(found.entry, cut or None, view.view(param[cut].shape if cut else param.shape))
+        return ShardView(found.param, cut or None, view.view(param[cut].shape if cut else param.shape))
 
     def _memory(self, task: int, view: Tensor) -> ShardView:
         found = self.plan.tasks[task]
-        work, lead = self.work[found.entry], self.plan.entries[found.entry].lead
-        assert work.memory is not None
-        stack = (slice(found.matrix, found.matrix + 1),) if lead else ()
-        cut = (*stack, *(slice(*one) for one in work.matrices.memory_window or ()))
-        return ShardView(found.entry, cut or None, view.view(work.memory[cut].shape if cut else work.memory.shape))
+        step_params, stack_dims = self.step_params[found.param], self.plan.params[found.param].stack_dims
+        assert step_params.rule_state is not None
+        stack = (slice(found.matrix, found.matrix + 1),) if stack_dims else ()
+        cut = (*stack, *(slice(*one) for one in step_params.matrices.memory_window or ()))
+        return ShardView(
+            found.param, cut or None, view.view(step_params.rule_state[cut].shape if cut else step_params.rule_state.shape)
+        )
 
     def _wave(self, k: int, owned: Sequence[int], batches: Sequence[Batch]) -> _Wave:
-        like = self.work[self.plan.tasks[self.tasks[k][0]].entry]
+        like = self.step_params[self.plan.tasks[self.tasks[k][0]].param]
         others = [rank for rank in self.plan.ranks if rank != self.rank]
         leaving = sorted((t for t in self.tasks[k] if t not in set(owned)), key=lambda t: (self.plan.tasks[t].owner, t))
         mine = sum(map(self._size, owned))
@@ -256,9 +258,9 @@ class _Builder:
                 [averages[offset[t] : offset[t] + self._size(t)].view(p.view.shape) for t, p in zip(tasks, parts, strict=True)],
                 [None if rank == self.rank else from_rank(rank) for rank in self.plan.ranks],
                 [from_rank(rank) for rank in others],
-                [] if stage.memory is None else [self._memory(t, stage.memory[k]) for k, t in enumerate(tasks)],
+                [] if stage.rule_state is None else [self._memory(t, stage.rule_state[k]) for k, t in enumerate(tasks)],
             ),
-            ShardViews(parts, self.work),
+            ShardViews(parts, self.step_params),
         )
 
 

@@ -25,11 +25,11 @@ class StepExecutor(Protocol):
 
     plan: Plan | None
 
-    def prepare(self, plan: Plan, rank: int, work: Sequence[StepParam], exchange: Exchange | None) -> None:
-        """Makes ready for a plan whose entries are the parameters of ``work``."""
+    def prepare(self, plan: Plan, rank: int, step_params: Sequence[StepParam], exchange: Exchange | None) -> None:
+        """Makes ready for a plan whose entries are the parameters of ``step_params``."""
         ...
 
-    def run(self, work: Sequence[StepParam], *, last: Callable[[], None]) -> Exception | None:
+    def run(self, step_params: Sequence[StepParam], *, last: Callable[[], None]) -> Exception | None:
         """One step; ``last`` is done in its final wait.
 
         Returns:
@@ -54,18 +54,18 @@ class Executor:
         self._exchange: Exchange | None = None
         self.plan: Plan | None = None
 
-    def prepare(self, plan: Plan, rank: int, work: Sequence[StepParam], exchange: Exchange | None) -> None:
-        """Makes the buffers for ``plan``, whose entries are the parameters of ``work``."""
+    def prepare(self, plan: Plan, rank: int, step_params: Sequence[StepParam], exchange: Exchange | None) -> None:
+        """Makes the buffers for ``plan``, whose entries are the parameters of ``step_params``."""
         self.plan = None
         self._program = RankProgram()
         self._workspace.clear()
         with torch.inference_mode(False):  # buffers made inside inference_mode could never be written outside
-            self._program = build_rank_program(plan, rank, work, exchange, self._workspace, self._settings)
-        self._streams = streams_for(work[0].param.device) if work else None
+            self._program = build_rank_program(plan, rank, step_params, exchange, self._workspace, self._settings)
+        self._streams = streams_for(step_params[0].param.device) if step_params else None
         self._exchange = exchange
         self.plan = plan
 
-    def run(self, work: Sequence[StepParam], *, last: Callable[[], None]) -> Exception | None:
+    def run(self, step_params: Sequence[StepParam], *, last: Callable[[], None]) -> Exception | None:
         """One step of the prepared plan. ``last`` is done in its final wait."""
         program, streams, exchange = self._program, self._streams, self._exchange
         program.failures.clear()  # a step that was left in the middle may have had some
@@ -75,21 +75,23 @@ class Executor:
         ready = streams.main_mark()
         waves: list[Iterator[None]] = []
         if exchange is not None:
-            for memories in program.memories:
-                memories.start(work, exchange)
-            waves = [wave.run(work, exchange, streams, ready) for wave in program.waves]
-        local = [memories.arrive for memories in program.memories] + [partial(batch.run, work) for batch in program.local]
+            for rule_states in program.rule_states:
+                rule_states.start(step_params, exchange)
+            waves = [wave.run(step_params, exchange, streams, ready) for wave in program.waves]
+        local = [rule_states.arrive for rule_states in program.rule_states] + [
+            partial(batch.run, step_params) for batch in program.local
+        ]
 
         def finally_() -> None:
-            for memories in program.memories:
+            for rule_states in program.rule_states:
                 assert exchange is not None
-                memories.leave(exchange)
+                rule_states.leave(exchange)
             guarded(last, program.failures)()
 
         run_pipeline(waves, self.plan.options.in_flight, local, finally_)
-        for memories in program.memories:
-            memories.settle(work)
-        program.rest.free_gradients(work)
+        for rule_states in program.rule_states:
+            rule_states.settle(step_params)
+        program.rest.free_gradients(step_params)
         streams.main_waits(streams.side_mark())
         return take_first(program.failures)
 

@@ -42,10 +42,10 @@ class OrthoBatch:
     ) -> None:
         self.batch = batch
         self.matrices = _take(batch, like, workspace)
-        self.memory: Tensor | None = None  # (size, outputs), where the rule remembers
-        if like.memory is not None:
+        self.rule_state: Tensor | None = None  # (size, outputs), where the rule remembers
+        if like.rule_state is not None:
             outputs = like.matrices.lr_shape[0]
-            self.memory = aligned_matrices((batch.size, 1, outputs), like.update_dtype, like.param.device).zero_().squeeze(1)
+            self.rule_state = aligned_matrices((batch.size, 1, outputs), like.update_dtype, like.param.device).zero_().squeeze(1)
         self._rule, self._flipped = like.rule, like.matrices.flipped
         self._one_by_one = settings.deterministic
         self._orthogonalise = _orthogonaliser(self.matrices, like, workspace, settings)
@@ -58,7 +58,7 @@ class OrthoBatch:
                 if self._rule is None:
                     self._orthogonalise()
                 else:
-                    seen = seen_by_rule(self.matrices, self.memory, flipped=self._flipped, one_by_one=self._one_by_one)
+                    seen = seen_by_rule(self.matrices, self.rule_state, flipped=self._flipped, one_by_one=self._one_by_one)
                     apply_rule(self._rule, self._orthogonalise, seen)
             except Exception as error:
                 self.matrices.zero_()
@@ -69,10 +69,10 @@ SeenByRule: TypeAlias = "list[tuple[Tensor, Tensor | None]]"
 """Batches of matrices, (batch, outputs, inputs), each with its memory, (batch, outputs, 1)."""
 
 
-def seen_by_rule(matrices: Tensor, memory: Tensor | None, *, flipped: bool, one_by_one: bool) -> SeenByRule:
+def seen_by_rule(matrices: Tensor, rule_state: Tensor | None, *, flipped: bool, one_by_one: bool) -> SeenByRule:
     """``matrices`` and their memory as a rule sees them: all at once, or each by itself so that none depends on the others."""
     seen = matrices.mT if flipped else matrices
-    numbers = None if memory is None else memory.unsqueeze(-1)
+    numbers = None if rule_state is None else rule_state.unsqueeze(-1)
     if not one_by_one:
         return [(seen, numbers)]
     return [(seen[k : k + 1], None if numbers is None else numbers[k : k + 1]) for k in range(len(seen))]
@@ -83,8 +83,8 @@ def apply_rule(rule: UpdateRule, orthogonalise: Callable[[], None], seen: SeenBy
     for matrices, _ in seen:
         rule.before(matrices)
     orthogonalise()
-    for matrices, memory in seen:
-        rule.after(matrices, memory)
+    for matrices, rule_state in seen:
+        rule.after(matrices, rule_state)
 
 
 def reserve_ortho_batches(batches: Iterable[tuple[Batch, StepParam]], workspace: Workspace, settings: ExecutorSettings) -> None:

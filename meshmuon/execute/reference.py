@@ -33,37 +33,37 @@ class ReferenceExecutor:
         self._settings = settings
         self.plan: Plan | None = None
 
-    def prepare(self, plan: Plan, rank: int, work: Sequence[StepParam], exchange: Exchange | None) -> None:
+    def prepare(self, plan: Plan, rank: int, step_params: Sequence[StepParam], exchange: Exchange | None) -> None:
         """Refuses what torch cannot gather, and remembers what all ranks agreed on; nothing else of it is used."""
         self.plan = None
-        for _, alike in grouped(range(len(work)), lambda k: _layout_of(work[k].param)):
-            if has_part(work[alike[0]].param):
-                check_round_trip(plan.entries[alike[0]].name, work[alike[0]].param)
+        for _, alike in grouped(range(len(step_params)), lambda k: _layout_of(step_params[k].param)):
+            if has_part(step_params[alike[0]].param):
+                check_round_trip(plan.params[alike[0]].name, step_params[alike[0]].param)
         self.plan = plan
 
-    def run(self, work: Sequence[StepParam], *, last: Callable[[], None]) -> Exception | None:
+    def run(self, step_params: Sequence[StepParam], *, last: Callable[[], None]) -> Exception | None:
         """One step, parameter by parameter. Unlike ``Executor`` it stops at the first error."""
-        for _, members in grouped(range(len(work)), lambda k: work[k].param):
-            self._step(work, members)
+        for _, members in grouped(range(len(step_params)), lambda k: step_params[k].param):
+            self._step(step_params, members)
         last()
         return None
 
-    def _step(self, work: Sequence[StepParam], members: Sequence[int]) -> None:
+    def _step(self, step_params: Sequence[StepParam], members: Sequence[int]) -> None:
         """One parameter: all of its parts."""
-        first, touch = work[members[0]], GradLifetime((members[0],), (members[0],))
+        first, grad_lifetime = step_params[members[0]], GradLifetime((members[0],), (members[0],))
         if not has_part(first.param):
-            touch.free_gradients(work)
+            grad_lifetime.free_gradients(step_params)
             return
         with record_function("meshmuon::momentum"):
-            touch.accumulate(work)
+            grad_lifetime.accumulate(step_params)
             update = first.momentum_buffer.to(first.update_dtype, copy=True)
             if first.settings.nesterov:
                 view, grad, buffer = local_part(update), local_part(first.grad), local_part(first.momentum_buffer)
                 look_ahead([view], [grad], [buffer], first.settings.momentum)
-        touch.free_gradients(work)
+        grad_lifetime.free_gradients(step_params)
         with record_function("meshmuon::gather"):
             full = whole(update)
-        for one in (work[k] for k in members):
+        for one in (step_params[k] for k in members):
             part = torch.zeros_like(full, dtype=torch.bool)
             _window(part, one.matrices).fill_(True)
             with record_function("meshmuon::orthogonalise"):
@@ -89,8 +89,8 @@ class ReferenceExecutor:
             else:
                 matrices.copy_(call_scheme(one.scheme, matrices, one_by_one=deterministic))
 
-        memory = None if one.memory is None else whole(one.memory)
-        numbers = None if memory is None else _window(memory, one.matrices, memory=True)
+        rule_state = None if one.rule_state is None else whole(one.rule_state)
+        numbers = None if rule_state is None else _window(rule_state, one.matrices, rule_state=True)
         kept = None if numbers is None else numbers.reshape(one.matrices.count, -1).clone()
         if one.rule is None:
             orthogonalise()
@@ -98,12 +98,12 @@ class ReferenceExecutor:
             seen = seen_by_rule(matrices, kept, flipped=one.matrices.flipped, one_by_one=deterministic)
             apply_rule(one.rule, orthogonalise, seen)
         part.copy_(matrices.view(part.shape))
-        if one.memory is not None and numbers is not None and kept is not None and memory is not None:
-            remembered = memory.clone()
-            _window(remembered, one.matrices, memory=True).copy_(kept.view(numbers.shape))
-            shard, mask = own_shard(remembered, one.memory), one.settings.mask
-            local = local_part(one.memory)
-            local.copy_(shard if mask is None else torch.where(mask, local, shard))
+        if one.rule_state is not None and numbers is not None and kept is not None and rule_state is not None:
+            remembered = rule_state.clone()
+            _window(remembered, one.matrices, rule_state=True).copy_(kept.view(numbers.shape))
+            shard, skip_mask = own_shard(remembered, one.rule_state), one.settings.skip_mask
+            local = local_part(one.rule_state)
+            local.copy_(shard if skip_mask is None else torch.where(skip_mask, local, shard))
 
     def workspace_bytes(self) -> int:
         """Nothing is kept between steps."""
@@ -114,11 +114,11 @@ def _layout_of(param: Tensor) -> Hashable:
     return tuple(param.shape), getattr(param, "device_mesh", None), getattr(param, "placements", None)
 
 
-def _window(full: Tensor, matrices: MatrixSet, *, memory: bool = False) -> Tensor:
+def _window(full: Tensor, matrices: MatrixSet, *, rule_state: bool = False) -> Tensor:
     """The part of a whole parameter, or of its rule's numbers, that ``matrices`` are."""
-    window = matrices.memory_window if memory else matrices.window
+    window = matrices.memory_window if rule_state else matrices.window
     if window is None:
         return full
     (top, bottom), (left, right) = window
-    rows = full.narrow(matrices.lead, top, bottom - top)
-    return rows if full.dim() > matrices.lead + 2 else rows.narrow(matrices.lead + 1, left, right - left)
+    rows = full.narrow(matrices.stack_dims, top, bottom - top)
+    return rows if full.dim() > matrices.stack_dims + 2 else rows.narrow(matrices.stack_dims + 1, left, right - left)

@@ -43,9 +43,9 @@ class RuleStateExchange:
     returned: list[ShardView]
     _pending: Pending | None = None
 
-    def start(self, work: Sequence[StepParam], exchange: Exchange) -> None:
+    def start(self, step_params: Sequence[StepParam], exchange: Exchange) -> None:
         """Sends the numbers to the owners."""
-        load_rule_state(self.leaving, work)
+        load_rule_state(self.leaving, step_params)
         self._pending = self.fetch.start(exchange, "gather")
 
     def arrive(self) -> None:
@@ -59,35 +59,35 @@ class RuleStateExchange:
         self.pack.run()
         self._pending = self.give.start(exchange, "scatter")
 
-    def settle(self, work: Sequence[StepParam]) -> None:
+    def settle(self, step_params: Sequence[StepParam]) -> None:
         """Puts them back where they live."""
         assert self._pending is not None
         self._pending.wait()
-        store_rule_state(self.returned, work)
+        store_rule_state(self.returned, step_params)
 
 
-def load_rule_state(parts: Sequence[ShardView], work: Sequence[StepParam]) -> None:
+def load_rule_state(parts: Sequence[ShardView], step_params: Sequence[StepParam]) -> None:
     """Copies parts of the numbers' tensors into the parts' views."""
-    CopyPairs([part.view for part in parts], [part.of(_memory(work[part.work])) for part in parts]).run()
+    CopyPairs([part.view for part in parts], [part.of(_memory(step_params[part.param_index])) for part in parts]).run()
 
 
-def store_rule_state(parts: Sequence[ShardView], work: Sequence[StepParam]) -> None:
+def store_rule_state(parts: Sequence[ShardView], step_params: Sequence[StepParam]) -> None:
     """Copies the parts' views into the numbers' tensors, except where nothing may change."""
     for part in parts:
-        target, mask = part.of(_memory(work[part.work])), work[part.work].settings.mask
-        target.copy_(part.view if mask is None else torch.where(mask, target, part.view))
+        target, skip_mask = part.of(_memory(step_params[part.param_index])), step_params[part.param_index].settings.skip_mask
+        target.copy_(part.view if skip_mask is None else torch.where(skip_mask, target, part.view))
 
 
-def _memory(work: StepParam) -> Tensor:
-    assert work.memory is not None
-    return local_part(work.memory)
+def _memory(step_params: StepParam) -> Tensor:
+    assert step_params.rule_state is not None
+    return local_part(step_params.rule_state)
 
 
-def rule_state_param(entry: PlannedParam, work: StepParam) -> PlannedParam:
+def rule_state_param(entry: PlannedParam, step_params: StepParam) -> PlannedParam:
     """The rule's numbers of a parameter as an entry of their own, laid out alike."""
-    shape = work.matrices.memory_shape(entry.layouts[0].shape)
+    shape = step_params.matrices.memory_shape(entry.layouts[0].shape)
     layouts = tuple(Layout(shape, layout.mesh, layout.placements) for layout in entry.layouts)
-    return replace(entry, layouts=layouts, window=work.matrices.memory_window)
+    return replace(entry, layouts=layouts, window=step_params.matrices.memory_window)
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +108,7 @@ class _Visit:
 def rule_state_exchanges(
     plan: Plan,
     rank: int,
-    work: Sequence[StepParam],
+    step_params: Sequence[StepParam],
     exchange: Exchange | None,
     kept: Mapping[int, Tensor],
     part_of: Callable[[int, Tensor], ShardView],
@@ -125,23 +125,23 @@ def rule_state_exchanges(
     """
     if exchange is None:
         return []
-    tasks = [t for t, task in enumerate(plan.tasks) if task.wave != NO_WAVE and work[task.entry].memory is not None]
+    tasks = [t for t, task in enumerate(plan.tasks) if task.wave != NO_WAVE and step_params[task.param].rule_state is not None]
     found = []
-    for _, some in grouped(tasks, lambda t: _lane(work[plan.tasks[t].entry])):
-        visits = [visit for t in some for visit in _visits(plan, t, work) if rank in (visit.holder, visit.owner)]
+    for _, some in grouped(tasks, lambda t: _lane(step_params[plan.tasks[t].param])):
+        visits = [visit for t in some for visit in _visits(plan, t, step_params) if rank in (visit.holder, visit.owner)]
         visits.sort(key=lambda one: (one.holder, one.owner, one.task, one.ranges))
-        like = work[plan.tasks[some[0]].entry]
+        like = step_params[plan.tasks[some[0]].param]
         found.append(_Builder(rank, visits, like, exchange, kept, part_of).build())
     return found
 
 
-def _lane(work: StepParam) -> tuple[str, torch.dtype]:
-    return work.param.device.type, work.update_dtype
+def _lane(step_params: StepParam) -> tuple[str, torch.dtype]:
+    return step_params.param.device.type, step_params.update_dtype
 
 
-def _visits(plan: Plan, index: int, work: Sequence[StepParam]) -> Iterator[_Visit]:
+def _visits(plan: Plan, index: int, step_params: Sequence[StepParam]) -> Iterator[_Visit]:
     task = plan.tasks[index]
-    entry, flipped = rule_state_param(plan.entries[task.entry], work[task.entry]), work[task.entry].matrices.flipped
+    entry, flipped = rule_state_param(plan.params[task.param], step_params[task.param]), step_params[task.param].matrices.flipped
     for piece in _pieces(task, entry):
         holders = [
             rank for rank in piece.holders if rank in task.sharded.piece_and_replica

@@ -25,7 +25,7 @@ _K = TypeVar("_K", bound=Hashable)
 class ShardView:
     """A part of a parameter's local tensor and its view in a buffer; ``cut`` is None for all of the local tensor."""
 
-    work: int
+    param_index: int
     cut: tuple[slice, ...] | None
     view: Tensor
 
@@ -37,49 +37,53 @@ class ShardView:
 class _UniformViews:
     """Parts whose parameters have a group, or a group and a shape, in common."""
 
-    def __init__(self, parts: Sequence[ShardView], work: Sequence[StepParam]) -> None:
+    def __init__(self, parts: Sequence[ShardView], step_params: Sequence[StepParam]) -> None:
         self._parts = parts
-        self.first = parts[0].work
+        self.first = parts[0].param_index
         self.views = [part.view for part in parts]
-        self.add_alike = all_add_alike([local_part(work[part.work].param) for part in parts], self.views)
+        self.add_alike = all_add_alike([local_part(step_params[part.param_index].param) for part in parts], self.views)
 
-    def params(self, work: Sequence[StepParam]) -> list[Tensor]:
+    def params(self, step_params: Sequence[StepParam]) -> list[Tensor]:
         """The parts of the parameters."""
-        return [part.of(local_part(work[part.work].param)) for part in self._parts]
+        return [part.of(local_part(step_params[part.param_index].param)) for part in self._parts]
 
-    def buffers(self, work: Sequence[StepParam]) -> list[Tensor]:
+    def buffers(self, step_params: Sequence[StepParam]) -> list[Tensor]:
         """The parts of their momentum."""
-        return [part.of(local_part(work[part.work].momentum_buffer)) for part in self._parts]
+        return [part.of(local_part(step_params[part.param_index].momentum_buffer)) for part in self._parts]
 
-    def grads(self, work: Sequence[StepParam]) -> list[Tensor]:
+    def grads(self, step_params: Sequence[StepParam]) -> list[Tensor]:
         """The parts of their gradients."""
-        return [part.of(local_part(work[part.work].grad)) for part in self._parts]
+        return [part.of(local_part(step_params[part.param_index].grad)) for part in self._parts]
 
 
 class ShardViews:
     """Parts that are filled and applied together, grouped once by what their parameters have in common."""
 
-    def __init__(self, parts: Sequence[ShardView], work: Sequence[StepParam]) -> None:
-        self._by_group = [_UniformViews(some, work) for _, some in grouped(parts, lambda part: work[part.work].group)]
-        shapes = grouped(parts, lambda part: (work[part.work].group, work[part.work].matrices.lr_shape))
-        self._by_shape = [_UniformViews(some, work) for _, some in shapes]
+    def __init__(self, parts: Sequence[ShardView], step_params: Sequence[StepParam]) -> None:
+        self._by_group = [
+            _UniformViews(some, step_params) for _, some in grouped(parts, lambda part: step_params[part.param_index].group_index)
+        ]
+        shapes = grouped(
+            parts, lambda part: (step_params[part.param_index].group_index, step_params[part.param_index].matrices.lr_shape)
+        )
+        self._by_shape = [_UniformViews(some, step_params) for _, some in shapes]
 
-    def fill(self, work: Sequence[StepParam]) -> None:
+    def fill(self, step_params: Sequence[StepParam]) -> None:
         """Writes each parameter's update before orthogonalisation into its view."""
         for alike in self._by_group:
-            settings = work[alike.first].settings
+            settings = step_params[alike.first].settings
             if settings.nesterov:
-                look_ahead(alike.views, alike.grads(work), alike.buffers(work), settings.momentum)
+                look_ahead(alike.views, alike.grads(step_params), alike.buffers(step_params), settings.momentum)
             else:
-                torch._foreach_copy_(alike.views, alike.buffers(work))
+                torch._foreach_copy_(alike.views, alike.buffers(step_params))
 
-    def apply(self, work: Sequence[StepParam]) -> None:
+    def apply(self, step_params: Sequence[StepParam]) -> None:
         """p ← p·decay − rate·factor·view for each parameter."""
         for alike in self._by_shape:
-            first = work[alike.first]
+            first = step_params[alike.first]
             settings, factor = first.settings, first.settings.adjust(*first.matrices.lr_shape)
             rate, how = settings.rate * factor, {"cautious": settings.cautious, "alike": alike.add_alike}
-            apply(alike.params(work), alike.views, settings.decay, rate, **how)
+            apply(alike.params(step_params), alike.views, settings.decay, rate, **how)
 
 
 class GradLifetime:
@@ -89,22 +93,22 @@ class GradLifetime:
         self.begins, self.ends = tuple(begins), tuple(ends)
         self._groups: list[list[int]] | None = None
 
-    def accumulate(self, work: Sequence[StepParam]) -> None:
+    def accumulate(self, step_params: Sequence[StepParam]) -> None:
         """M ← momentum·M + G for the parameters that begin here."""
         if self._groups is None:
-            self._groups = [some for _, some in grouped(self.begins, lambda k: work[k].group)]
+            self._groups = [some for _, some in grouped(self.begins, lambda k: step_params[k].group_index)]
         for some in self._groups:
-            buffers = [local_part(work[k].momentum_buffer) for k in some]
-            accumulate(buffers, [local_part(work[k].grad) for k in some], work[some[0]].settings.retain)
+            buffers = [local_part(step_params[k].momentum_buffer) for k in some]
+            accumulate(buffers, [local_part(step_params[k].grad) for k in some], step_params[some[0]].settings.retain)
 
-    def gradients(self, work: Sequence[StepParam]) -> Iterator[Tensor]:
+    def gradients(self, step_params: Sequence[StepParam]) -> Iterator[Tensor]:
         """The gradients that ``free_gradients`` will free."""
-        return (local_part(work[k].grad) for k in self.ends)
+        return (local_part(step_params[k].grad) for k in self.ends)
 
-    def free_gradients(self, work: Sequence[StepParam]) -> None:
+    def free_gradients(self, step_params: Sequence[StepParam]) -> None:
         """Gives the gradients' memory back where the group asks for it."""
         for k in self.ends:
-            one = work[k]
+            one = step_params[k]
             if one.settings.free_grad:
                 one.param.grad = None
 

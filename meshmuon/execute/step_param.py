@@ -49,7 +49,7 @@ class StepSettings:
     adjust: Callable[[int, int], float]
     free_grad: bool
     cautious: bool = False  # decay only where the update goes the same way
-    mask: Tensor | None = None  # on a device: where true, nothing may change
+    skip_mask: Tensor | None = None  # on a device: where true, nothing may change
 
 
 @dataclass(slots=True)
@@ -64,10 +64,10 @@ class StepParam:
         compute_dtype: dtype of the products.
         settings: its group's numbers.
         comm_dtype: dtype on the wire.
-        group: index of its group; parameters of one group share ``settings``.
+        group_index: index of its param group; parameters of one param group share ``settings``.
         zeros: stands in for a gradient that only other ranks have.
         rule: what is done beside orthogonalising.
-        memory: the rule's numbers per output, laid out like the parameter.
+        rule_state: the rule's numbers per output, laid out like the parameter.
     """
 
     param: Tensor
@@ -77,10 +77,10 @@ class StepParam:
     compute_dtype: torch.dtype
     settings: StepSettings
     comm_dtype: torch.dtype = torch.float32
-    group: int = 0
+    group_index: int = 0
     zeros: Tensor | None = None
     rule: UpdateRule | None = None
-    memory: Tensor | None = None
+    rule_state: Tensor | None = None
 
     @property
     def grad(self) -> Tensor:

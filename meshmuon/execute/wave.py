@@ -81,23 +81,23 @@ class Wave:
     fill: ShardViews
     rounding: CopyPairs
     apply: ShardViews
-    staged: tuple[OwnedBatch, ...]
-    touch: GradLifetime
+    owned_batches: tuple[OwnedBatch, ...]
+    grad_lifetime: GradLifetime
 
-    def run(self, work: Sequence[StepParam], exchange: Exchange, streams: Streams, ready: Mark) -> Iterator[None]:
+    def run(self, step_params: Sequence[StepParam], exchange: Exchange, streams: Streams, ready: Mark) -> Iterator[None]:
         """A step of the wave; yields whenever something is on its way that others may work beside."""
-        with streams.beside(ready, self.touch.gradients(work)), record_function("meshmuon::momentum"):
-            self.touch.accumulate(work)
-            self.fill.fill(work)
+        with streams.beside(ready, self.grad_lifetime.gradients(step_params)), record_function("meshmuon::momentum"):
+            self.grad_lifetime.accumulate(step_params)
+            self.fill.fill(step_params)
             self.rounding.run()
             gather = self.gather.start(exchange, "gather")
         filled = streams.side_mark()
-        self.touch.free_gradients(work)
+        self.grad_lifetime.free_gradients(step_params)
         yield
         with record_function("meshmuon::gather"):
             streams.main_waits(filled)
             gather.wait()
-        for batch in self.staged:
+        for batch in self.owned_batches:
             batch.run()
         scatter = self.scatter.start(exchange, "scatter")
         packed = streams.main_mark()
@@ -106,4 +106,4 @@ class Wave:
             with record_function("meshmuon::scatter"):
                 scatter.wait()
             with record_function("meshmuon::update"):
-                self.apply.apply(work)
+                self.apply.apply(step_params)

@@ -124,7 +124,7 @@ class ShardedMatrix:
 
 
 @lru_cache(maxsize=1024)
-def shard_matrices(layout: Layout, lead: int, window: Window | None = None) -> tuple[ShardedMatrix, ...]:
+def shard_matrices(layout: Layout, stack_dims: int, window: Window | None = None) -> tuple[ShardedMatrix, ...]:
     """The spread of every matrix of a parameter; matrices that are held alike share one object.
 
     Args:
@@ -133,13 +133,13 @@ def shard_matrices(layout: Layout, lead: int, window: Window | None = None) -> t
             rows, the remaining ones are the columns.
         window: which rows and columns of the parameter the matrices are; None for all of them.
     """
-    columns = range(lead + 1, len(layout.shape))
+    columns = range(stack_dims + 1, len(layout.shape))
     grid = layout.mesh.shape
-    lead_axes, row_axes = layout.axes(0) if lead else (), layout.axes(lead)
+    lead_axes, row_axes = layout.axes(0) if stack_dims else (), layout.axes(stack_dims)
     column_axes = [layout.axes(dim) for dim in columns]
-    lead_cuts, row_cuts = layout.cuts(0) if lead else (((0, 1),),), layout.cuts(lead)
+    lead_cuts, row_cuts = layout.cuts(0) if stack_dims else (((0, 1),),), layout.cuts(stack_dims)
     column_cuts = _column_cuts(layout, columns)
-    shape = layout.shape[lead], math.prod(layout.shape[lead + 1 :])
+    shape = layout.shape[stack_dims], math.prod(layout.shape[stack_dims + 1 :])
     if window is not None:
         (top, bottom), (left, right) = window
         row_cuts = tuple(clip(ranges, top, bottom) for ranges in row_cuts)
@@ -149,7 +149,7 @@ def shard_matrices(layout: Layout, lead: int, window: Window | None = None) -> t
     for rank, where in coordinates(layout.mesh).items():  # for each part, the order of the mesh is the order of replicas
         part = flat_index(grid, where, row_axes), tuple(flat_index(grid, where, axes) for axes in column_axes)
         held[flat_index(grid, where, lead_axes)].setdefault(part, []).append(rank)
-    sharded_matrices: list[ShardedMatrix | None] = [None] * (layout.shape[0] if lead else 1)
+    sharded_matrices: list[ShardedMatrix | None] = [None] * (layout.shape[0] if stack_dims else 1)
     for ranges, group in zip(lead_cuts, held, strict=True):
         if not ranges:
             continue

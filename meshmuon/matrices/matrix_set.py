@@ -48,7 +48,7 @@ class MatrixSet:
     count: int
     rows: int
     cols: int
-    lead: int = 0
+    stack_dims: int = 0
     window: Window | None = None
     flipped: bool = False
 
@@ -59,8 +59,8 @@ class MatrixSet:
 
     def memory_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
         """Shape of one number per output of each matrix, for a parameter of ``shape``: all other dims are 1."""
-        outputs = self.lead + (1 if self.flipped else 0)
-        return tuple(size if dim < self.lead or dim == outputs else 1 for dim, size in enumerate(shape))
+        outputs = self.stack_dims + (1 if self.flipped else 0)
+        return tuple(size if dim < self.stack_dims or dim == outputs else 1 for dim, size in enumerate(shape))
 
     @property
     def memory_window(self) -> Window | None:
@@ -126,9 +126,9 @@ def find_matrices(name: str, shape: Sequence[int], inside: MatrixOptions) -> tup
     for start, stop in pairwise(edges):
         cut = stop - start
         if whole.flipped:
-            parts.append(MatrixSet(whole.count, whole.rows, cut, whole.lead, ((0, whole.rows), (start, stop)), True))
+            parts.append(MatrixSet(whole.count, whole.rows, cut, whole.stack_dims, ((0, whole.rows), (start, stop)), True))
         else:
-            parts.append(MatrixSet(whole.count, cut, whole.cols, whole.lead, ((start, stop), (0, whole.cols))))
+            parts.append(MatrixSet(whole.count, cut, whole.cols, whole.stack_dims, ((start, stop), (0, whole.cols))))
     return tuple(parts)
 
 
@@ -150,7 +150,7 @@ def _whole(name: str, shape: Sequence[int], inside: MatrixOptions) -> MatrixSet:
             "(torch.distributed.fsdp.fully_shard), which keeps every matrix as it is."
         )
     if len(shape) == 3 and any(key in name for key in inside.expert_keys):
-        return MatrixSet(shape[0], shape[1], shape[2], lead=1, flipped=inside.expert_dims == "in_out")
+        return MatrixSet(shape[0], shape[1], shape[2], stack_dims=1, flipped=inside.expert_dims == "in_out")
     if inside.conv == "flatten":
         return MatrixSet(1, shape[0], math.prod(shape[1:]))
     raise ConfigError(

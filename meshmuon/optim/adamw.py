@@ -26,16 +26,16 @@ def adamw_step(
     params: Sequence[Tensor],
     grads: Sequence[Tensor],
     states: Sequence[dict[str, Any]],
-    mask: Tensor | None = None,
+    skip_mask: Tensor | None = None,
 ) -> None:
     """One AdamW step on the local part of ``params``, exactly as ``torch.optim.AdamW(fused=True)`` does it.
 
-    Where ``mask``, a boolean on a device, is true, nothing changes.
+    Where ``skip_mask``, a boolean on a device, is true, nothing changes.
     """
     for fused in (True, False):
         chosen = [k for k, param in enumerate(params) if can_fuse(local_part(param)) is fused]
         if chosen:
-            _step(group, [params[k] for k in chosen], [grads[k] for k in chosen], [states[k] for k in chosen], (fused, mask))
+            _step(group, [params[k] for k in chosen], [grads[k] for k in chosen], [states[k] for k in chosen], (fused, skip_mask))
 
 
 def _step(
@@ -45,7 +45,7 @@ def _step(
     states: list[dict[str, Any]],
     how: tuple[bool, Tensor | None],
 ) -> None:
-    fused, mask = how
+    fused, skip_mask = how
     for param, state in zip(params, states, strict=True):
         if "exp_avg" not in state:
             init_state(param, state)
@@ -65,7 +65,7 @@ def _step(
     cut = [_as_on_one_device(param, one) if fused else ([one], None) for param, one in zip(params, sets, strict=True)]
     rows = [one for some, _ in cut for one in some]
     beta1, beta2 = adamw_betas(group)
-    before = _snapshot(rows) if mask is not None and not fused else None
+    before = _snapshot(rows) if skip_mask is not None and not fused else None
     adamw(
         [one.param for one in rows],
         [one.grad for one in rows],
@@ -82,10 +82,10 @@ def _step(
         weight_decay=float(group["weight_decay"]),
         eps=adamw_eps(group),
         maximize=group["maximize"],
-        found_inf=mask.float() if mask is not None and fused else None,
+        found_inf=skip_mask.float() if skip_mask is not None and fused else None,
     )
-    if before is not None and mask is not None:
-        _restore(rows, before, mask)
+    if before is not None and skip_mask is not None:
+        _restore(rows, before, skip_mask)
     for _, put_back in cut:
         if put_back is not None:
             put_back()
@@ -97,12 +97,12 @@ def _snapshot(rows: Sequence[_Tensors]) -> list[_Tensors]:
     return [_Tensors(*(tensor.clone() for tensor in row)) for row in rows]
 
 
-def _restore(rows: Sequence[_Tensors], before: Sequence[_Tensors], mask: Tensor) -> None:
-    """Undoes a step where ``mask`` is true: only torch's fused kernel can leave it out by itself."""
+def _restore(rows: Sequence[_Tensors], before: Sequence[_Tensors], skip_mask: Tensor) -> None:
+    """Undoes a step where ``skip_mask`` is true: only torch's fused kernel can leave it out by itself."""
     for row, old in zip(rows, before, strict=True):
         for tensor, was in zip(row, old, strict=True):
             # Step counts of such parameters are in host memory, and only the host must wait for what comes to it.
-            near = mask.to(tensor.device, non_blocking=tensor.device.type != "cpu")
+            near = skip_mask.to(tensor.device, non_blocking=tensor.device.type != "cpu")
             tensor.copy_(torch.where(near, was, tensor))
 
 

@@ -25,12 +25,12 @@ from ..params.lr import lr_factor
 from ..params.named_params import NamedParam
 from ..params.rules import resolve_rule
 from ..state import param_state as state
-from ..torch_compat import local_part, spec_of
-from .group_snapshot import GroupSnapshot
+from ..torch_compat import local_part
+from .group_snapshot import GroupSnapshot, facts_of
 
-__all__ = ["Collector", "gradient_of", "numbers_of", "only_creates_state"]
+__all__ = ["Collector", "gradient_of", "hyperparameters_of", "only_creates_state"]
 
-_NUMBERS = {
+_HYPERPARAMETERS = {
     True: ("lr", "momentum", "nesterov", "weight_decay", "adjust_lr_fn", "maximize", "momentum_dtype", "cautious_weight_decay"),
     False: ("lr", "weight_decay", "adamw_betas", "betas", "adamw_eps", "eps", "maximize"),
 }  # by use_muon
@@ -38,259 +38,248 @@ _PLAIN = (Tensor, nn.Parameter)
 
 
 class GroupRecipe(NamedTuple):
-    """What a group says of all its parameters; nothing for AdamW's."""
+    """How a param group treats all of its parameters; all None for AdamW."""
 
     scheme: Scheme | Orthogonalizer | None = None
     rule: UpdateRule | None = None
-    inside: MatrixOptions | None = None
+    matrix_options: MatrixOptions | None = None
     compute_dtype: torch.dtype | None = None
 
 
-class _Place(NamedTuple):
-    """Where a DTensor lies: its spec, which torch replaces rather than changes, and the shape of this rank's part."""
-
-    spec: object
-    local_shape: torch.Size
-
-    @classmethod
-    def of(cls, param: Tensor) -> _Place | None:
-        sharded = as_dtensor(param)
-        return None if sharded is None else cls(spec_of(sharded), local_part(sharded).shape)
-
-    def holds(self, param: Any) -> bool:
-        return self.spec is spec_of(param) and self.local_shape == local_part(param).shape
-
-
 class ParamRecord(NamedTuple):
-    """A parameter as it was in the last step, what was made of it, and all that this depended on."""
+    """A parameter as it was in the last step: what its plan input was made from, and the plan input itself."""
 
-    one: NamedParam
-    treatment: GroupRecipe
-    shape: torch.Size
-    dtype: torch.dtype
-    device: torch.device
-    place: _Place | None
-    demand: PlanInput
+    named: NamedParam
+    recipe: GroupRecipe
+    facts: Any
+    plan_input: PlanInput
 
-    def holds(self, place: int, name: str, param: Tensor, treatment: GroupRecipe) -> bool:
+    def still_holds(self, named: NamedParam, recipe: GroupRecipe) -> bool:
+        """Whether nothing has changed since, so that the plan input can be reused."""
         return (
-            self.one.param is param
-            and self.treatment is treatment
-            and self.one.place == place
-            and self.one.name == name
-            and self.shape == param.shape
-            and self.dtype is param.dtype
-            and self.device == param.device
-            and (self.place is None if type(param) in _PLAIN else self.place is not None and self.place.holds(param))
-            and self.demand.active is (param.grad is not None)
+            self.named.param is named.param
+            and self.named.param_group is named.param_group
+            and self.recipe is recipe
+            and self.named.group_index == named.group_index
+            and self.named.name == named.name
+            and self.plan_input.has_grad is (named.param.grad is not None)
+            and self.facts == facts_of(named.param)
         )
 
 
 class Collector:
-    """Finds out what a step will work on. Nothing is made anew that has not changed since the last step."""
+    """Finds out what a step will work on, and reuses everything that has not changed since the last step."""
 
     def __init__(self, comm_dtype: Callable[[Tensor], torch.dtype | None]) -> None:
         self._comm_dtype = comm_dtype
-        self._seen: list[GroupSnapshot] = []  # group by group
-        self._known: list[ParamRecord] = []
-        self._treatments: list[GroupRecipe] = []
-        self._parameters: list[NamedParam] = []
-        self._demands: tuple[PlanInput, ...] = ()
-        # Place of a group, shape of a matrix in it (None for AdamW), largest number that its dtype holds.
+        self._snapshots: list[GroupSnapshot] = []  # one per param group
+        self._records: list[ParamRecord] = []
+        self._recipes: list[GroupRecipe] = []
+        self._params: list[NamedParam] = []
+        self._plan_inputs: tuple[PlanInput, ...] = ()
+        # Group index, shape of a matrix in the group (None for AdamW), largest number that its dtype holds.
         self._shapes: list[tuple[int, tuple[int, int] | None, float]] = []
-        self._work: tuple[object, list[StepParam]] = (None, [])
-        self._groups: dict[int, dict[str, Any]] = {}  # of that work, by place
-        self._lacking: dict[int, tuple[int, ...]] = {}  # by place of a group, its parameters without state
-        self.lacking: tuple[int, ...] = ()  # parameters that have a gradient and no state yet, at the last check
+        self._made: tuple[object, list[StepParam]] = (None, [])  # a plan, and the step parameters made for it
+        self._groups: dict[int, dict[str, Any]] = {}  # param groups of those step parameters, by group index
+        self._lacking_by_group: dict[int, tuple[int, ...]] = {}  # by group index, the parameters without state
+        self.without_state: tuple[int, ...] = ()  # parameters that have a gradient and no state yet, at the last check
 
-    def demands(self, groups: Sequence[dict[str, Any]]) -> tuple[list[NamedParam], tuple[PlanInput, ...], Exception | None]:
-        """All parameters, what a plan must know of them, and what keeps it from being known.
+    def plan_inputs(self, groups: Sequence[dict[str, Any]]) -> tuple[list[NamedParam], tuple[PlanInput, ...], Exception | None]:
+        """All parameters, what the planner must know about them, and the first error that keeps a step from being planned.
 
-        A group that makes no sense still yields demands, from metadata alone: with them this rank finds the others, which must
-        hear of its failure.
+        A param group with invalid options still yields plan inputs, from metadata alone: with them this rank finds the other
+        ranks, which must learn of its failure.
         """
         failure: Exception | None = None
-        treatments: list[GroupRecipe] = []
-        for place, group in enumerate(groups):
+        recipes: list[GroupRecipe] = []
+        for index, group in enumerate(groups):
             try:
-                check_options(group, place)
-                treatment = _treatment(group)
+                check_options(group, index)
+                recipe = _recipe_of(group)
             except Exception as error:
                 failure = failure or error
-                treatment = GroupRecipe()
-            if place < len(self._treatments) and self._treatments[place] == treatment:
-                treatment = self._treatments[place]
-            treatments.append(treatment)
-        same = failure is None and len(groups) == len(self._seen)
-        if same and all(seen.holds(*one) for seen, one in zip(self._seen, zip(groups, treatments, strict=True), strict=True)):
-            return self._parameters, self._demands, None
-        self._treatments = treatments
+                recipe = GroupRecipe()
+            if index < len(self._recipes) and self._recipes[index] == recipe:
+                recipe = self._recipes[index]
+            recipes.append(recipe)
+        comparable = failure is None and len(groups) == len(self._snapshots)
+        if comparable and all(
+            snapshot.still_holds(group, recipe) for snapshot, group, recipe in zip(self._snapshots, groups, recipes, strict=True)
+        ):
+            return self._params, self._plan_inputs, None
+        self._recipes = recipes
         try:
-            failure = self._look_closely(groups) or failure
-            return self._parameters, self._demands, failure
+            failure = self._inspect_each(groups) or failure
+            return self._params, self._plan_inputs, failure
         finally:
             del failure  # its traceback holds this frame, and with it the caller
 
-    def _look_closely(self, groups: Sequence[dict[str, Any]]) -> Exception | None:
-        """Parameter by parameter; what keeps a plan from being made."""
-        found: list[ParamRecord] = []
+    def _inspect_each(self, groups: Sequence[dict[str, Any]]) -> Exception | None:
+        """Brings the records up to date, parameter by parameter; the first error that keeps a step from being planned."""
+        records: list[ParamRecord] = []
         failure: Exception | None = None
-        for place, (group, treatment) in enumerate(zip(groups, self._treatments, strict=True)):
+        for index, (group, recipe) in enumerate(zip(groups, self._recipes, strict=True)):
             if len(group["param_names"]) != len(group["params"]):
                 failure = failure or ConfigError(
-                    f"group {place} has {len(group['params'])} params but {len(group['param_names'])} names: give each parameter "
+                    f"group {index} has {len(group['params'])} params but {len(group['param_names'])} names: give each parameter "
                     "its own name. If a wrapper has put flat buffers in the place of the parameters (DeepSpeed ZeRO, FSDP1), "
                     "shard the model with FSDP2 instead (torch.distributed.fsdp.fully_shard)."
                 )
             for name, param in zip(group["param_names"], group["params"], strict=False):
-                known = self._known[len(found)] if len(found) < len(self._known) else None
-                if known is not None and known.one.group is group and known.holds(place, name, param, treatment):
-                    found.append(known)
+                named = NamedParam(index, group, name, param)
+                record = self._records[len(records)] if len(records) < len(self._records) else None
+                if record is not None and record.still_holds(named, recipe):
+                    records.append(record)
                     continue
                 try:
                     check_cuts(name, param)
-                    found.append(self._new(treatment, NamedParam(place, group, name, param)))
+                    records.append(self._new_record(recipe, named))
                 except Exception as error:
                     failure = failure or error
-                    found.append(self._new(GroupRecipe(), NamedParam(place, group, name, param)))
-        if len(found) != len(self._known) or any(map(operator.is_not, found, self._known)):
-            self._remember(found)
-        self._seen = [GroupSnapshot(*one) for one in zip(groups, self._treatments, strict=True)] if failure is None else []
+                    records.append(self._new_record(GroupRecipe(), named))
+        if len(records) != len(self._records) or any(map(operator.is_not, records, self._records)):
+            self._remember(records)
+        self._snapshots = list(map(GroupSnapshot, groups, self._recipes)) if failure is None else []
         try:
             return failure
         finally:
             del failure
 
-    def _new(self, treatment: GroupRecipe, one: NamedParam) -> ParamRecord:
-        param = one.param
-        demand = _demand(treatment, one, comm_dtype=self._comm_dtype(param))
-        return ParamRecord(one, treatment, param.shape, param.dtype, param.device, _Place.of(param), demand)
+    def _new_record(self, recipe: GroupRecipe, named: NamedParam) -> ParamRecord:
+        plan_input = _plan_input_of(recipe, named, comm_dtype=self._comm_dtype(named.param))
+        return ParamRecord(named, recipe, facts_of(named.param), plan_input)
 
-    def _remember(self, found: list[ParamRecord]) -> None:
-        self._known = found
-        self._parameters = [known.one for known in found]
-        self._demands = tuple(known.demand for known in found)
+    def _remember(self, records: list[ParamRecord]) -> None:
+        self._records = records
+        self._params = [record.named for record in records]
+        self._plan_inputs = tuple(record.plan_input for record in records)
         self._shapes = list(
             dict.fromkeys(
-                (one.group, shape, largest_number(one.update_dtype))
-                for one in self._demands
-                for shape in ([None] if one.matrices is None else [matrices.lr_shape for matrices in one.matrices])
+                (plan_input.group_index, shape, largest_number(plan_input.update_dtype))
+                for plan_input in self._plan_inputs
+                for shape in ([None] if plan_input.matrices is None else [part.lr_shape for part in plan_input.matrices])
             )
         )
 
     def check(self, groups: Sequence[Mapping[str, Any]], states: Mapping[Tensor, dict[str, Any]]) -> None:
-        """Refuses what a step on the last demands cannot work with; writes nothing."""
-        for place, shape, largest in self._shapes:
-            check_reach(groups[place], f"group {place}", shape, largest)  # a user's function fails here or not at all
-        for place, seen in enumerate(self._seen):
-            if not seen.same_gradients():
-                for known in self._with_gradient(place):
-                    _check_gradient(known.one.name, known.one.param, gradient_of(known.one.param))
-                seen.accept_gradients()
-            if not seen.same_state(states):
-                self._work = (None, [])
-                for known in self._with_gradient(place):
-                    if (entry := states.get(known.one.param)) is not None:
-                        state.check_current(known.one.name, known.one.param, entry, known.one.group)
-                seen.accept_state(states)
-                self._lacking[place] = self._without_state(place, states)
-                self.lacking = tuple(k for place in range(len(self._seen)) for k in self._lacking.get(place, ()))
+        """Refuses what a step on the last plan inputs cannot work with; writes nothing."""
+        for index, shape, largest in self._shapes:
+            check_reach(groups[index], f"group {index}", shape, largest)  # a user's function fails here or not at all
+        for index, snapshot in enumerate(self._snapshots):
+            if not snapshot.same_gradients():
+                for record in self._with_gradient(index):
+                    _check_gradient(record.named.name, record.named.param, gradient_of(record.named.param))
+                snapshot.accept_gradients()
+            if not snapshot.same_state(states):
+                self._made = (None, [])
+                for record in self._with_gradient(index):
+                    if (entry := states.get(record.named.param)) is not None:
+                        state.check_current(record.named.name, record.named.param, entry, record.named.param_group)
+                snapshot.accept_state(states)
+                self._lacking_by_group[index] = self._lacking_in(index, states)
+                self.without_state = tuple(k for i in range(len(self._snapshots)) for k in self._lacking_by_group.get(i, ()))
 
-    def _without_state(self, place: int, states: Mapping[Tensor, dict[str, Any]]) -> tuple[int, ...]:
+    def _lacking_in(self, group_index: int, states: Mapping[Tensor, dict[str, Any]]) -> tuple[int, ...]:
         return tuple(
             k
-            for k, known in enumerate(self._known)
-            if known.one.place == place
-            and known.one.param.grad is not None
-            and not is_kept(states.get(known.one.param), known.one.group["use_muon"], known.treatment.rule)
+            for k, (named, recipe, _, _) in enumerate(self._records)
+            if named.group_index == group_index
+            and named.param.grad is not None
+            and not is_kept(states.get(named.param), named.param_group["use_muon"], recipe.rule)
         )
 
-    def _with_gradient(self, place: int) -> Iterator[ParamRecord]:
-        return (known for known in self._known if known.one.place == place and known.one.param.grad is not None)
+    def _with_gradient(self, group_index: int) -> Iterator[ParamRecord]:
+        return (
+            record for record in self._records if record.named.group_index == group_index and record.named.param.grad is not None
+        )
 
     def forget(self) -> None:
-        """Lets go of the state, which is put away."""
-        for seen in self._seen:
-            seen.forget_state()
-        self._work = (None, [])
+        """Drops references to the state, which is about to be offloaded."""
+        for snapshot in self._snapshots:
+            snapshot.forget_state()
+        self._made = (None, [])
 
-    def work(
+    def step_params(
         self,
-        demands: Sequence[PlanInput],
-        outcome: StepDecision,
+        plan_inputs: Sequence[PlanInput],
+        decision: StepDecision,
         states: Mapping[Tensor, dict[str, Any]],
         *,
-        keeps: Callable[[int], bool] = lambda entry: True,
-        mask: Tensor | None = None,
+        keeps: Callable[[int], bool] = lambda param_index: True,
+        skip_mask: Tensor | None = None,
     ) -> list[StepParam]:
-        """The Muon part of an agreed step, one entry per parameter of its plan.
+        """What the executor works on: one entry per parameter of the agreed plan, in the plan's order.
 
         Args:
-            demands: what the plan was made from.
-            outcome: what was agreed.
+            plan_inputs: what the plan was made from.
+            decision: what was agreed.
             states: the optimizer's state.
-            keeps: whether this rank keeps the momentum of an entry of the plan.
-            mask: on a device, whether nothing may change; gradients are then already silent.
+            keeps: whether this rank keeps the momentum of a parameter of the plan.
+            skip_mask: on a device, whether nothing may change; the gradients are then already zeros.
         """
-        made_for, work = self._work  # forgotten by ``check`` whenever parameters or state are others
-        if made_for is outcome.plan:
-            settings = {place: _settings(group, mask) for place, group in self._groups.items()}
-            for one in work:
+        made_for, step_params = self._made  # forgotten by ``check`` whenever parameters or state have changed
+        if made_for is decision.plan:
+            settings = {index: _settings(group, skip_mask) for index, group in self._groups.items()}
+            for one in step_params:
                 entry = states[one.param]
-                one.settings, one.momentum_buffer, one.memory = settings[one.group], entry[state.MOMENTUM], _memory(one, entry)
-            return work
-        members = (self._known[k].one for k, _ in outcome.members)
-        self._groups = {one.place: one.group for one in members}
-        settings = {place: _settings(group, mask) for place, group in self._groups.items()}
-        work = [self._one_work(demands, outcome, states, entry, keeps(entry), settings) for entry in range(len(outcome.members))]
-        complete = not outcome.zeros and all(one.momentum_buffer is not one.param for one in work)
-        self._work = (outcome.plan, work) if complete else (None, [])
-        return work
+                one.settings = settings[one.group_index]
+                one.momentum_buffer, one.rule_state = entry[state.MOMENTUM], _rule_state(one, entry)
+            return step_params
+        members = (self._records[k].named for k, _ in decision.members)
+        self._groups = {named.group_index: named.param_group for named in members}
+        settings = {index: _settings(group, skip_mask) for index, group in self._groups.items()}
+        step_params = [
+            self._new_step_param(plan_inputs, decision, states, param_index, keeps(param_index), settings)
+            for param_index in range(len(decision.members))
+        ]
+        complete = not decision.zeros and all(one.momentum_buffer is not one.param for one in step_params)
+        self._made = (decision.plan, step_params) if complete else (None, [])
+        return step_params
 
     def let_go(self) -> None:
-        """The step is over: state that is now taken away, to another device for example, must not be kept alive from here."""
-        for one in self._work[1]:
-            one.momentum_buffer, one.memory = one.param, None
+        """Drops references to the state after a step, so that state which moves to another device is not kept alive here."""
+        for step_param in self._made[1]:
+            step_param.momentum_buffer, step_param.rule_state = step_param.param, None
 
-    def _one_work(
+    def _new_step_param(
         self,
-        demands: Sequence[PlanInput],
-        outcome: StepDecision,
+        plan_inputs: Sequence[PlanInput],
+        decision: StepDecision,
         states: Mapping[Tensor, dict[str, Any]],
-        entry: int,
+        param_index: int,
         kept: bool,
         settings: Mapping[int, StepSettings],
     ) -> StepParam:
-        k, part = outcome.members[entry]
-        one, demand = self._known[k].one, demands[k]
-        assert demand.matrices is not None
-        assert demand.scheme is not None
-        matrices = demand.matrices[part]
-        remembers = kept and demand.rule is not None and demand.rule.remembers()
-        dtype = one.group["momentum_dtype"]
+        k, part = decision.members[param_index]
+        named, plan_input = self._records[k].named, plan_inputs[k]
+        param, dtype = named.param, named.param_group["momentum_dtype"]
+        assert plan_input.matrices is not None
+        assert plan_input.scheme is not None
+        matrices = plan_input.matrices[part]
+        remembers = kept and plan_input.rule is not None and plan_input.rule.remembers()
         return StepParam(
-            param=one.param,
-            momentum_buffer=state.momentum_buffer(states[one.param], one.param, dtype) if kept else one.param,
+            param=param,
+            momentum_buffer=state.momentum_buffer(states[param], param, dtype) if kept else param,
             matrices=matrices,
-            scheme=demand.scheme,
-            compute_dtype=demand.compute_dtype,
-            settings=settings[one.place],
-            comm_dtype=demand.comm_dtype,
-            group=one.place,
-            zeros=torch.zeros_like(one.param) if k in outcome.zeros else None,
-            rule=demand.rule,
-            memory=state.rule_memory(states[one.param], one.param, matrices) if remembers else None,
+            scheme=plan_input.scheme,
+            compute_dtype=plan_input.compute_dtype,
+            settings=settings[named.group_index],
+            comm_dtype=plan_input.comm_dtype,
+            group_index=named.group_index,
+            zeros=torch.zeros_like(param) if k in decision.zeros else None,
+            rule=plan_input.rule,
+            rule_state=state.rule_memory(states[param], param, matrices) if remembers else None,
         )
 
 
-def _memory(work: StepParam, entry: Mapping[str, Any]) -> Tensor | None:
-    return entry.get(state.MEMORY) if work.rule is not None and work.rule.remembers() else None
+def _rule_state(step_param: StepParam, entry: Mapping[str, Any]) -> Tensor | None:
+    return entry.get(state.MEMORY) if step_param.rule is not None and step_param.rule.remembers() else None
 
 
-def numbers_of(groups: Sequence[Mapping[str, Any]]) -> list[str]:
-    """What each group steps with beside the plan; ranks with other numbers would part without an error."""
+def hyperparameters_of(groups: Sequence[Mapping[str, Any]]) -> list[str]:
+    """The hyperparameters of each param group as text; ranks with different ones would silently diverge."""
     return [
-        ", ".join(f"{key}={_number_text(group[key])}" for key in _NUMBERS[bool(group["use_muon"])] if key in group)
+        ", ".join(f"{key}={_number_text(group[key])}" for key in _HYPERPARAMETERS[bool(group["use_muon"])] if key in group)
         for group in groups
     ]
 
@@ -300,34 +289,34 @@ def gradient_of(param: Tensor) -> Tensor:
     return torch.zeros_like(param) if param.grad is None else param.grad
 
 
-def _treatment(group: Mapping[str, Any]) -> GroupRecipe:
+def _recipe_of(group: Mapping[str, Any]) -> GroupRecipe:
     if not group["use_muon"]:
         return GroupRecipe()
     scheme, rule = resolve_scheme(group["scheme"], group["ns_steps"]), resolve_rule(group["rule"])
     return GroupRecipe(scheme, rule, matrix_options_of(group), group["compute_dtype"])
 
 
-def _demand(treatment: GroupRecipe, one: NamedParam, *, comm_dtype: torch.dtype | None) -> PlanInput:
-    scheme, rule, inside, compute_dtype = treatment
-    param = one.param
+def _plan_input_of(recipe: GroupRecipe, named: NamedParam, *, comm_dtype: torch.dtype | None) -> PlanInput:
+    scheme, rule, matrix_options, compute_dtype = recipe
+    param = named.param
     sharded = as_dtensor(param)
     shape, dtype, device = tuple(param.shape), param.dtype, param.device
     update_dtype = torch.float64 if dtype == torch.float64 else torch.float32
     return PlanInput(
-        name=one.name,
-        group=one.place,
+        name=named.name,
+        group_index=named.group_index,
         shape=shape,
         local_shape=shape if sharded is None else tuple(sharded.to_local().shape),
         mesh=None if sharded is None else sharded.device_mesh,
         placements=() if sharded is None else sharded.placements,
         device=device,
-        matrices=None if inside is None else find_matrices(one.name, shape, inside),
+        matrices=None if matrix_options is None else find_matrices(named.name, shape, matrix_options),
         scheme=scheme,
         rule=rule,
-        compute_dtype=dtype if inside is None else compute_dtype or default_compute_dtype(device, dtype),
+        compute_dtype=dtype if matrix_options is None else compute_dtype or default_compute_dtype(device, dtype),
         comm_dtype=comm_dtype or default_comm_dtype(device, update_dtype),
         update_dtype=update_dtype,
-        active=param.grad is not None,
+        has_grad=param.grad is not None,
     )
 
 
@@ -347,7 +336,7 @@ def _number_text(value: Any) -> str:
     return str(getattr(value, "__qualname__", value))  # a function's repr holds an address
 
 
-def _settings(group: Mapping[str, Any], mask: Tensor | None) -> StepSettings:
+def _settings(group: Mapping[str, Any], skip_mask: Tensor | None) -> StepSettings:
     lr = group["lr"]
     # On a device it stays a tensor: reading it would wait for the device.
     lr = float(lr) if not isinstance(lr, Tensor) or known_to_host(lr) else lr.reshape(())
@@ -355,10 +344,14 @@ def _settings(group: Mapping[str, Any], mask: Tensor | None) -> StepSettings:
     retain: float | Tensor = momentum
     decay = 1 - lr * float(group["weight_decay"])
     rate = -lr if group["maximize"] else lr
-    if mask is not None:
+    if skip_mask is not None:
         exact = any(torch.float64 in (param.dtype, group["momentum_dtype"]) for param in group["params"])
-        still = torch.zeros((), dtype=torch.float64 if exact else torch.float32, device=mask.device)
-        retain, decay, rate = _unless(mask, retain, still + 1), _unless(mask, decay, still + 1), _unless(mask, rate, still)
+        still = torch.zeros((), dtype=torch.float64 if exact else torch.float32, device=skip_mask.device)
+        retain, decay, rate = (
+            _unless(skip_mask, retain, still + 1),
+            _unless(skip_mask, decay, still + 1),
+            _unless(skip_mask, rate, still),
+        )
     return StepSettings(
         momentum=momentum,
         retain=retain,
@@ -368,13 +361,13 @@ def _settings(group: Mapping[str, Any], mask: Tensor | None) -> StepSettings:
         adjust=partial(lr_factor, group["adjust_lr_fn"]),
         free_grad=group["none_grad"],
         cautious=group["cautious_weight_decay"],
-        mask=mask,
+        skip_mask=skip_mask,
     )
 
 
-def _unless(mask: Tensor, value: float | Tensor, still: Tensor) -> Tensor:
-    """``value``, or ``still`` where ``mask`` is true; a number of the mask's device, in the dtype of ``still``."""
-    return torch.where(mask, still, value)
+def _unless(skip_mask: Tensor, value: float | Tensor, still: Tensor) -> Tensor:
+    """``value``, or ``still`` where ``skip_mask`` is true; a number of the mask's device, in the dtype of ``still``."""
+    return torch.where(skip_mask, still, value)
 
 
 def _check_gradient(name: str, param: Tensor, grad: Tensor) -> None:

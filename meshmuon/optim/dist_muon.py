@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..agree.planner import Planner, StepDecision
+from ..agree.planner import Planner
 from ..errors import ConfigError, StateError, UnsupportedError
 from ..execute import DataParallelExecutor, StepParam
 from ..matrices import MatrixSet
@@ -22,6 +22,7 @@ from ..state.param_state import MEMORY, MOMENTUM
 from ..transport import averaged, broadcast, everyone
 from .collect import gradient_of
 from .muon import Muon
+from .step_context import StepContext
 
 __all__ = ["DistMuon"]
 
@@ -129,13 +130,13 @@ class DistMuon(Muon):
     def _consolidate(self, plan: Plan, group: dist.ProcessGroup) -> None:
         known = everyone([_kinds(self.state[param]) for param, _ in self._stepped], group)
         for task in plan.tasks:
-            param, matrices = self._stepped[task.entry]
-            for key, kind in known[task.owner][task.entry].items():
+            param, matrices = self._stepped[task.param]
+            for key, kind in known[task.owner][task.param].items():
                 state = self.state[param]
                 if _kinds(state).get(key) != kind:  # none yet, or one of another dtype that is not the owner's
                     state[key] = torch.zeros(kind[0], dtype=kind[1], device=param.device)
                 window = matrices.memory_window if key == MEMORY else matrices.window
-                part = state[key][task.matrix] if matrices.lead else state[key]
+                part = state[key][task.matrix] if matrices.stack_dims else state[key]
                 broadcast(part if window is None else part[tuple(slice(*one) for one in window)], task.owner, group)
         self._complete = True
 
@@ -155,16 +156,16 @@ class DistMuon(Muon):
             form, group, me = self._settings.form, self._replica_group, weakref.ref(self)
             self._planner = Planner(self._plan_options, form, path, group, me, reduced=False)
 
-    def _lacking(self, parameters: Sequence[NamedParam]) -> Sequence[int]:
-        lacking, kept = super()._lacking(parameters), self._kept
-        if self._complete or not lacking:
-            return lacking
-        if self._own_lacking[0] is not lacking or self._own_lacking[1] is not kept:
-            self._own_lacking = lacking, kept, [k for k in lacking if self._keeps(parameters[k])]
+    def _without_state(self, params: Sequence[NamedParam]) -> Sequence[int]:
+        without_state, kept = super()._without_state(params), self._kept
+        if self._complete or not without_state:
+            return without_state
+        if self._own_lacking[0] is not without_state or self._own_lacking[1] is not kept:
+            self._own_lacking = without_state, kept, [k for k in without_state if self._keeps(params[k])]
         return self._own_lacking[2]
 
-    def _keeps(self, parameter: NamedParam) -> bool:
-        return self._complete or not parameter.group["use_muon"] or parameter.param in self._kept
+    def _keeps(self, named: NamedParam) -> bool:
+        return self._complete or not named.param_group["use_muon"] or named.param in self._kept
 
     def _misuse(self, parameters: Sequence[NamedParam]) -> Exception | None:
         if self._replica_group is not None:
@@ -189,22 +190,34 @@ class DistMuon(Muon):
         """Gradients and weights travel as they are."""
         return super()._wire_dtype() if self._replica_group is None else lambda param: param.dtype
 
-    def _work(self, parameters: Sequence[NamedParam], outcome: StepDecision, mask: Tensor | None = None) -> list[StepParam]:
+    def _step_params(self, step: StepContext) -> list[StepParam]:
         if self.replica_group is None:
-            return super()._work(parameters, outcome, mask)
-        if outcome.plan is not self._executor.plan:
-            self.consolidate()  # owners may change: whoever becomes one finds the momentum
-            demands, self._dividing = self._planner.demands, outcome.plan
-            self._stepped = [(parameters[k].param, (demands[k].matrices or ())[part]) for k, part in outcome.members]
-        owned = {task.entry for task in outcome.plan.tasks if task.owner == outcome.rank}
-        kept = {outcome.members[entry][0] for entry in owned}
-        if outcome.plan is not self._executor.plan:
-            self._kept = frozenset(parameters[k].param for k in kept)
-        for k in {k for k, _ in outcome.members} - kept:
+            return super()._step_params(step)
+        decision = step.decision
+        if decision.plan is not self._executor.plan:
+            self._adopt_owners(step)
+        owned = {task.param for task in decision.plan.tasks if task.owner == decision.rank}
+        self._drop_foreign_state(step, owned)
+        return self._collector.step_params(
+            self._planner.plan_inputs, decision, self.state, keeps=owned.__contains__, skip_mask=step.skip_mask
+        )
+
+    def _adopt_owners(self, step: StepContext) -> None:
+        """A new plan: every rank gets all momentum first, so that whoever becomes an owner has it."""
+        self.consolidate()
+        plan, members, plan_inputs = step.decision.plan, step.decision.members, self._planner.plan_inputs
+        self._dividing = plan
+        self._stepped = [(step.params[k].param, (plan_inputs[k].matrices or ())[part]) for k, part in members]
+        owned = {members[task.param][0] for task in plan.tasks if task.owner == step.decision.rank}
+        self._kept = frozenset(step.params[k].param for k in owned)
+
+    def _drop_foreign_state(self, step: StepContext, owned: set[int]) -> None:
+        """Momentum of matrices that other ranks own is deleted here."""
+        members = step.decision.members
+        for k in {k for k, _ in members} - {members[param][0] for param in owned}:
             for key in (MOMENTUM, MEMORY):
-                self.state[parameters[k].param].pop(key, None)
-        self._complete = self._complete and not outcome.plan.tasks
-        return self._collector.work(self._planner.demands, outcome, self.state, keeps=owned.__contains__, mask=mask)
+                self.state[step.params[k].param].pop(key, None)
+        self._complete = self._complete and not step.decision.plan.tasks
 
     def _adamw_gradients(self, params: Sequence[Tensor]) -> list[Tensor]:
         gradients = [gradient_of(param) for param in params]

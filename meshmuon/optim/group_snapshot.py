@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ..torch_compat import SHARD_FACTS, SHARD_GRADIENT_FACTS, has_local_part
 
-__all__ = ["GroupSnapshot"]
+__all__ = ["GroupSnapshot", "facts_of"]
 
 _PLAIN_FACTS = operator.attrgetter("shape", "dtype", "device")
 _PLAIN_GRADIENT = operator.attrgetter("__class__", "shape", "dtype", "layout")
@@ -28,11 +28,11 @@ class GroupSnapshot:
         treatment: what the group says of its parameters; compared by identity.
     """
 
-    def __init__(self, group: Mapping[str, Any], treatment: object) -> None:
-        self._group, self._treatment = group, treatment
+    def __init__(self, group: Mapping[str, Any], recipe: object) -> None:
+        self._group, self._recipe_of = group, recipe
         self._params: list[Tensor] = list(group["params"])
         self._names: list[str] = list(group["param_names"])
-        self._facts = [_facts_for(param) for param in self._params]
+        self._facts = [_facts_getter(param) for param in self._params]
         self._were = self._facts_of(self._params)
         self._active = [param.grad is not None for param in self._params]
         self._stepped = [param for param in self._params if param.grad is not None]
@@ -41,12 +41,12 @@ class GroupSnapshot:
         self._keys: list[list[str]] | None = None  # of the state that was found to fit
         self._values: list[weakref.ref[Tensor]] = []  # of the tensors in it, which must be free to go
 
-    def holds(self, group: Mapping[str, Any], treatment: object) -> bool:
+    def still_holds(self, group: Mapping[str, Any], recipe: object) -> bool:
         """Whether the group and its parameters are as they were."""
         params = group["params"]
         return (
             self._group is group
-            and self._treatment is treatment
+            and self._recipe_of is recipe
             and len(params) == len(self._params)
             and all(map(operator.is_, params, self._params))
             and self._names == group["param_names"]
@@ -96,5 +96,10 @@ class GroupSnapshot:
             return None
 
 
-def _facts_for(param: Tensor) -> Callable[[Tensor], Any]:
+def facts_of(param: Tensor) -> Any:
+    """Shape, dtype, device and layout of a parameter, to be compared with those of an earlier step."""
+    return _facts_getter(param)(param)
+
+
+def _facts_getter(param: Tensor) -> Callable[[Tensor], Any]:
     return SHARD_FACTS if has_local_part(param) else _PLAIN_FACTS

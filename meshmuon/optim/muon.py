@@ -11,11 +11,10 @@ import torch
 from torch import Tensor
 from torch.profiler import record_function
 
-from ..agree.differences import failure_for_other_ranks
 from ..agree.identity import enrol
-from ..agree.planner import Planner, RankStatus, StepDecision
+from ..agree.planner import Planner, RankStatus
 from ..agree.state_presence import StatePresence
-from ..errors import ConfigError, RoutingWarning, StateError, TransportError
+from ..errors import ConfigError, RoutingWarning, TransportError
 from ..execute import DEFAULT_MEMORY_BUDGET, Executor, ExecutorSettings, ReferenceExecutor, StepExecutor, StepParam
 from ..matrices import Split, check_expert_keys
 from ..ortho import SchemeLike, resolve_scheme
@@ -31,11 +30,13 @@ from ..routing.table import RoutingTable, build_routing_table
 from ..state import param_state as state
 from ..torch_compat import local_part
 from .adamw import adamw_step
-from .collect import Collector, gradient_of, numbers_of, only_creates_state
+from .collect import Collector, gradient_of, hyperparameters_of, only_creates_state
 from .nonfinite import NonFinite, Scaling, asked_by_scaler, gradients_of, silence
 from .offload import Offload
 from .overwritten import Overwritten
 from .route_log import RouteLog
+from .step_context import StepContext
+from .step_failures import StepFailures
 
 __all__ = ["Muon"]
 
@@ -168,8 +169,7 @@ class Muon(torch.optim.Optimizer):
         self._replica_group = replica_group
         self._nonfinite = NonFinite(nonfinite)
         self._offload = Offload()
-        self._torn: str | None = None  # why a step was left half done
-        self._untold: Exception | None = None  # what went wrong in the last step, until the other ranks have heard of it
+        self._failures = StepFailures()
         self._reset()
         defaults = {
             "lr": lr,
@@ -231,16 +231,17 @@ class Muon(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        with self._offload.resident(self.state) as absent:
+        with self._offload.resident(self.state) as offload_error:
             try:
-                parameters, outcome = self._agree(absent, qk_logits)  # checks everything, on all ranks, before any write
-                if outcome.nonfinite:
-                    self._leave_out(parameters)
-                elif not outcome.busy:
+                step = self._inspect(qk_logits, offload_error)
+                self._agree(step)  # until here nothing is written, and one rank's error is raised on all ranks
+                if step.decision.nonfinite:
+                    self._skip(step)
+                elif not step.decision.busy:
                     state.create(self.param_groups, self.state)  # all that checkpointing wants of a first step at lr 0
                 else:
-                    self._log.tell(parameters, self.routing_table)
-                    self._run(parameters, outcome, qk_logits)
+                    self._prepare(step)
+                    self._finish(step, self._run(step))
             finally:
                 if self._offload.on:
                     self._collector.forget()
@@ -308,9 +309,7 @@ class Muon(torch.optim.Optimizer):
         Once there is any state, parameters that train and never had a gradient appear with zeros. Dtypes are stored by name; of
         functions only the name is stored, and the loading optimizer keeps its own.
         """
-        self._refuse_torn()
-        if isinstance(self._untold, StateError):
-            raise StateError(str(self._untold))  # what has diverged must not become a checkpoint
+        self._failures.refuse_checkpoint()
         if self.state:
             state.create(self.param_groups, self.state)
             self._offload.put_away(self.state)
@@ -337,11 +336,11 @@ class Muon(torch.optim.Optimizer):
             state.restore_options(group, old, saved, self.defaults)
         state.restore(self.param_groups, self.state, adapted)
         self._offload.put_away(self.state)
-        self._torn = self._untold = None
+        self._failures.clear()
         self._planner.begin_anew()
 
     def __getstate__(self) -> dict[str, Any]:
-        kept = ("_settings", "_plan_options", "_comm_dtype", "_reference", "_debug", "_qk_clip", "_torn", "_untold", "_descent")
+        kept = ("_settings", "_plan_options", "_comm_dtype", "_reference", "_debug", "_qk_clip", "_failures", "_descent")
         self._offload.settle()
         options = {"_nonfinite_policy": self._nonfinite.policy, "_offloaded": self._offload.on}
         return {**super().__getstate__(), **{name: getattr(self, name) for name in kept}, **options}
@@ -364,91 +363,54 @@ class Muon(torch.optim.Optimizer):
         self._overwritten = Overwritten()
         self._log = RouteLog(on=self._debug)
 
-    def _agree(self, absent: Exception | None, qk_logits: Any) -> tuple[list[NamedParam], StepDecision]:
-        """What all ranks will do in this step; one rank's failed check is raised on all of them."""
-        self._refuse_torn()
-        parameters, demands, failure = self._collector.demands(self.param_groups)
-        failure = failure or self._misuse(parameters) or self._untold or absent
-        if not isinstance(self._untold, StateError):  # what has parted stays so
-            self._untold = None
-        nonfinite, busy = False, True
+    def _inspect(self, qk_logits: Any, offload_error: Exception | None) -> StepContext:
+        """Looks at parameters, gradients, state and options; keeps this rank's first error for the agreement."""
+        self._failures.refuse_step()
+        params, plan_inputs, failure = self._collector.plan_inputs(self.param_groups)
+        unreported = self._failures.to_report()
+        failure = failure or self._misuse(params) or unreported or offload_error
+        step = StepContext(params, plan_inputs, qk_logits)
         if failure is None:
             try:
+                step.scaling = Scaling.of(self)
                 self._collector.check(self.param_groups, self.state)
-                self._qk_clip.check(parameters, qk_logits)
-                nonfinite = self._nonfinite.known(parameters, Scaling.of(self))
-                busy = bool(self.state) or not only_creates_state(self.param_groups)
-            except Exception as error:  # raised again below, once the other ranks know
+                self._qk_clip.check(params, qk_logits)
+                step.nonfinite = self._nonfinite.known(params, step.scaling)
+                step.busy = bool(self.state) or not only_creates_state(self.param_groups)
+            except Exception as error:  # raised in the agreement, once the other ranks know
                 failure = error
-        clip = self._qk_clip.signature(qk_logits)
-        held, numbers = self._executor.plan, [f"{one}, {clip}" for one in numbers_of(self.param_groups)]
-        keeping = StatePresence(parameters, self.state, self._keeps)
+        step.failure = failure
+        del failure, unreported  # here and below: an error that its own traceback holds would keep the optimizer alive
+        return step
+
+    def _agree(self, step: StepContext) -> None:
+        """Decides with all ranks what to do in this step; one rank's failed check is raised on all of them."""
+        clip = self._qk_clip.signature(step.qk_logits)
+        status = RankStatus(
+            prepared_plan=self._executor.plan,
+            nonfinite=step.nonfinite,
+            busy=step.busy,
+            hyperparameters=[f"{text}, {clip}" for text in hyperparameters_of(self.param_groups)],
+            without_state=self._without_state(step.params),
+            presence=StatePresence(step.params, self.state, self._keeps),
+        )
+        failure, step.failure = step.failure, None
         try:
-            outcome = self._planner.outcome(
-                demands, failure, RankStatus(held, nonfinite, busy, numbers, self._lacking(parameters), keeping)
-            )
+            step.decision = self._planner.decide(step.plan_inputs, failure, status)
         finally:
-            del failure  # here and below: an error that its own traceback holds would keep the optimizer alive
-        return parameters, outcome
+            del failure
 
-    def _run(self, parameters: list[NamedParam], outcome: StepDecision, qk_logits: Any) -> None:
-        """A step that all ranks have agreed on."""
-        scaling, parted = Scaling.of(self), outcome.repeats
-
-        def last() -> None:
-            nonlocal parted
-            before, parted = parted, True  # an error leaves other ranks with a step that this one has not made
-            self._adamw_step(parameters, outcome, mask)
-            parted = before
-
-        if outcome.prepares:
-            self._prepare(parameters, outcome)
-        try:
-            mask = self._nonfinite.masks(parameters, scaling, outcome.exchange)
-            if scaling.scale is not None:
-                scaling.remove(gradients_of(parameters))
-            if mask is not None:
-                silence(gradients_of(parameters), mask)
-            work = self._work(parameters, outcome, mask)
-            if mask is not None:
-                silence([local_part(one.zeros) for one in work if one.zeros is not None], mask)
-            failure = self._executor.run(work, last=last)
-            self._qk_clip.apply(parameters, qk_logits, mask)  # also after a failure: the other ranks know of none and clip
-        except BaseException as error:  # also Ctrl-C: the others wait for what this rank will not send any more
-            if outcome.exchange is not None:
-                self._torn = f"{type(error).__name__}: {error}"
-                outcome.exchange.abandon()
-            raise
-        finally:
-            self._collector.let_go()
-            clipped = frozenset() if qk_logits is None else self._qk_clip.members
-            self._overwritten.mark(parameters, self._planner.demands, outcome.zeros, clipped)
-        if failure is not None:
-            if outcome.exchange is not None:
-                self._untold = failure_for_other_ranks(failure, parted)
-            try:
-                raise failure
-            finally:
-                del failure
-
-    def _warn_of_routes(self, first: int) -> None:
-        """Warns of the groups from ``first`` on, at the line that called the method which calls this."""
-        for warning in build_routing_table(self.param_groups[first:], first).warnings:
-            warnings.warn(warning, RoutingWarning, stacklevel=3)
-
-    def _refuse_torn(self) -> None:
-        if self._torn is not None:
-            raise StateError(
-                f"an earlier step was left half done ({self._torn}). Load a checkpoint of the model and of this optimizer first."
-            )
-
-    def _prepare(self, parameters: list[NamedParam], outcome: StepDecision) -> None:
-        """Makes state and buffers; all ranks have theirs before anything travels."""
+    def _prepare(self, step: StepContext) -> None:
+        """Makes state and buffers if the plan is new; all ranks have theirs before anything travels."""
+        decision = step.decision
+        self._log.tell(step.params, self.routing_table)
+        if not decision.prepares:
+            return
         failure: Exception | None = None
         try:
-            work = self._work(parameters, outcome)
-            if outcome.plan is not self._executor.plan:
-                self._executor.prepare(outcome.plan, outcome.rank, work, outcome.exchange)
+            step_params = self._step_params(step)
+            if decision.plan is not self._executor.plan:
+                self._executor.prepare(decision.plan, decision.rank, step_params, decision.exchange)
         except TransportError:
             raise
         except Exception as error:
@@ -458,42 +420,91 @@ class Muon(torch.optim.Optimizer):
         finally:
             del failure
 
-    def _leave_out(self, parameters: Sequence[NamedParam]) -> None:
-        """A step that must not be made: only gradients that the step would have freed are freed."""
+    def _run(self, step: StepContext) -> Exception | None:
+        """Steps all parameters, as all ranks have agreed; what went wrong on this rank alone, if all exchanges were completed."""
+        params, decision = step.params, step.decision
+        step.diverged = decision.repeats  # where ranks compute the same matrix, an error on one of them leaves replicas unequal
+
+        def adamw() -> None:
+            before, step.diverged = step.diverged, True  # an error leaves other ranks with a step that this one has not made
+            self._adamw_step(step)
+            step.diverged = before
+
+        try:
+            step.skip_mask = self._nonfinite.mask_on_device(params, step.scaling, decision.exchange)
+            if step.scaling.scale is not None:
+                step.scaling.remove(gradients_of(params))
+            if step.skip_mask is not None:
+                silence(gradients_of(params), step.skip_mask)
+            step_params = self._step_params(step)
+            if step.skip_mask is not None:
+                silence([local_part(one.zeros) for one in step_params if one.zeros is not None], step.skip_mask)
+            failure = self._executor.run(step_params, last=adamw)
+            self._qk_clip.apply(params, step.qk_logits, step.skip_mask)  # also after a failure: the other ranks clip too
+            return failure
+        except BaseException as error:  # also Ctrl-C: the other ranks wait for what this rank will not send any more
+            if decision.exchange is not None:
+                self._failures.left_half_done(error)
+                decision.exchange.abandon()
+            raise
+        finally:
+            failure = None
+            self._collector.let_go()
+            clipped = frozenset() if step.qk_logits is None else self._qk_clip.members
+            self._overwritten.mark(params, self._planner.plan_inputs, decision.zeros, clipped)
+
+    def _finish(self, step: StepContext, failure: Exception | None) -> None:
+        """Raises what went wrong on this rank; the other ranks learn of it at the next step."""
+        if failure is None:
+            return
+        if step.decision.exchange is not None:
+            self._failures.completed_with(failure, diverged=step.diverged)
+        try:
+            raise failure
+        finally:
+            del failure
+
+    def _skip(self, step: StepContext) -> None:
+        """A gradient is not finite: counts the step, and frees the gradients that it would have freed."""
         self._nonfinite.count()
-        for one in parameters:
-            if one.group["use_muon"] and one.group["none_grad"]:
-                one.param.grad = None
+        for named in step.params:
+            if named.param_group["use_muon"] and named.param_group["none_grad"]:
+                named.param.grad = None
+
+    def _warn_of_routes(self, first: int) -> None:
+        """Warns of the groups from ``first`` on, at the line that called the method which calls this."""
+        for warning in build_routing_table(self.param_groups[first:], first).warnings:
+            warnings.warn(warning, RoutingWarning, stacklevel=3)
 
     def _wire_dtype(self) -> Callable[[Tensor], torch.dtype | None]:
         """The dtype in which a parameter travels. It knows nothing of the optimizer, which must be freed with its last user."""
         comm_dtype = self._comm_dtype
         return lambda param: comm_dtype
 
-    def _lacking(self, parameters: Sequence[NamedParam]) -> Sequence[int]:
-        """Indices of the parameters that this rank would begin with new state."""
-        return self._collector.lacking
+    def _without_state(self, params: Sequence[NamedParam]) -> Sequence[int]:
+        """Indices of the parameters whose state this rank would start at zero."""
+        return self._collector.without_state
 
-    def _keeps(self, parameter: NamedParam) -> bool:
+    def _keeps(self, named: NamedParam) -> bool:
         """Whether this rank keeps the state of a parameter."""
         return True
 
-    def _misuse(self, parameters: Sequence[NamedParam]) -> Exception | None:
-        """What the kind of optimizer has against its parameters."""
+    def _misuse(self, params: Sequence[NamedParam]) -> Exception | None:
+        """Why this kind of optimizer cannot step these parameters."""
         return None
 
-    def _work(self, parameters: Sequence[NamedParam], outcome: StepDecision, mask: Tensor | None = None) -> list[StepParam]:
-        return self._collector.work(self._planner.demands, outcome, self.state, mask=mask)
+    def _step_params(self, step: StepContext) -> list[StepParam]:
+        return self._collector.step_params(self._planner.plan_inputs, step.decision, self.state, skip_mask=step.skip_mask)
 
-    def _adamw_step(self, parameters: Sequence[NamedParam], outcome: StepDecision, mask: Tensor | None = None) -> None:
-        chosen: dict[int, list[Tensor]] = {}
-        for k, one in enumerate(parameters):
-            if not one.group["use_muon"] and (one.param.grad is not None or k in outcome.zeros):
-                chosen.setdefault(one.place, []).append(one.param)
+    def _adamw_step(self, step: StepContext) -> None:
+        by_group: dict[int, list[Tensor]] = {}
+        for k, named in enumerate(step.params):
+            if not named.param_group["use_muon"] and (named.param.grad is not None or k in step.decision.zeros):
+                by_group.setdefault(named.group_index, []).append(named.param)
         with record_function("meshmuon::adamw"):
-            for index, params in chosen.items():
+            for index, params in by_group.items():
                 grads, states = self._adamw_gradients(params), [self.state[param] for param in params]
-                adamw_step(self.param_groups[index], params, grads, states, mask)
+                adamw_step(self.param_groups[index], params, grads, states, step.skip_mask)
 
     def _adamw_gradients(self, params: Sequence[Tensor]) -> list[Tensor]:
         return [gradient_of(param) for param in params]

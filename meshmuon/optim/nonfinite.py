@@ -20,7 +20,7 @@ from ..params.named_params import NamedParam
 from ..torch_compat import local_part
 from ..transport import Exchange
 
-__all__ = ["NonFinite", "Scaling", "asked_by_scaler", "gradients_of", "silence"]
+__all__ = ["NO_SCALING", "NonFinite", "Scaling", "asked_by_scaler", "gradients_of", "silence"]
 
 _POLICIES = ("propagate", "skip", "raise")
 
@@ -49,6 +49,9 @@ class Scaling:
         inverse = self.scale.double().reciprocal().float().reshape(())
         for device, members in _by_device(gradients).items():
             torch._foreach_mul_(members, _at(inverse, device))
+
+
+NO_SCALING = Scaling(None, None)
 
 
 def asked_by_scaler() -> bool:
@@ -81,25 +84,28 @@ class NonFinite:
         near = [grad for grad in gradients_of(parameters) if known_to_host(grad)]
         return bool(near) and bool(_any_nonfinite(near))
 
-    def masks(self, parameters: Sequence[NamedParam], scaling: Scaling, exchange: Exchange | None) -> Tensor | None:
-        """All ranks' verdict on a device, a boolean of no dim; None where the host knows everything.
+    def mask_on_device(self, params: Sequence[NamedParam], scaling: Scaling, exchange: Exchange | None) -> Tensor | None:
+        """Whether all ranks skip the step, a boolean tensor without dims on the device; None where the host knows everything.
 
-        Whether it is asked for depends on what is equal on all ranks: options, and where parameters are.
+        Whether ranks reduce here depends only on what is equal on all of them: options, and where parameters are.
         """
-        if scaling.found is not None:
-            if known_to_host(scaling.found):
-                return None
-            flag = (scaling.found > 0).float().reshape(1)
-        else:
-            far = [one for one in parameters if not known_to_host(one.param)] if self.policy == "skip" else []
-            if not far:
-                return None
-            flag = _any_nonfinite(gradients_of(far), far[0].param.device).float().reshape(1)
+        flag = self._flag_on_device(params, scaling)
+        if flag is None:
+            return None
         if exchange is not None:
             exchange.largest(flag)
-        found = flag[0] > 0
-        self._skipped = self._skipped + found.long()
-        return found
+        skip = flag[0] > 0
+        self._skipped = self._skipped + skip.long()
+        return skip
+
+    def _flag_on_device(self, params: Sequence[NamedParam], scaling: Scaling) -> Tensor | None:
+        """This rank's verdict, (1,), where only the device knows it: 1.0 to skip the step."""
+        if scaling.found is not None:
+            return None if known_to_host(scaling.found) else (scaling.found > 0).float().reshape(1)
+        on_device = [named for named in params if not known_to_host(named.param)] if self.policy == "skip" else []
+        if not on_device:
+            return None
+        return _any_nonfinite(gradients_of(on_device), on_device[0].param.device).float().reshape(1)
 
     def count(self) -> None:
         """One more step was not made."""
@@ -116,10 +122,10 @@ class NonFinite:
                 )
 
 
-def silence(gradients: Sequence[Tensor], mask: Tensor) -> None:
-    """Gradients that add nothing where ``mask`` is true. The zeros are negative: x + (−0) is x, bit for bit, also for −0."""
+def silence(gradients: Sequence[Tensor], skip_mask: Tensor) -> None:
+    """Gradients that add nothing where ``skip_mask`` is true. The zeros are negative: x + (−0) is x, bit for bit, also for −0."""
     for grad in gradients:
-        grad.masked_fill_(_at(mask, grad.device), -0.0)
+        grad.masked_fill_(_at(skip_mask, grad.device), -0.0)
 
 
 def gradients_of(parameters: Iterable[NamedParam]) -> list[Tensor]:

@@ -30,11 +30,11 @@ class Overwritten:
     def mark(
         self,
         parameters: Sequence[NamedParam],
-        demands: Sequence[PlanInput],
+        plan_inputs: Sequence[PlanInput],
         zeros: AbstractSet[int],
         clipped: AbstractSet[int],
     ) -> None:
-        """A step on ``demands`` was made.
+        """A step on ``plan_inputs`` was made.
 
         Args:
             parameters: all parameters of the optimizer.
@@ -42,9 +42,9 @@ class Overwritten:
             zeros: places of those that were stepped although this rank has no gradient of them.
             clipped: places of those whose heads were scaled.
         """
-        known = (parameters, demands, zeros, clipped)
+        known = (parameters, plan_inputs, zeros, clipped)
         if len(self._known) != len(known) or any(one is not other for one, other in zip(self._known, known, strict=True)):
-            written = [k for k, demand in enumerate(demands) if demand.active or k in zeros or k in clipped]
+            written = [k for k, plan_input in enumerate(plan_inputs) if plan_input.has_grad or k in zeros or k in clipped]
             shards = (as_dtensor(parameters[k].param) for k in written)
             self._weights = [shard for shard in shards if shard is not None and not shard.is_inference()]
             self._gathered = FSDP2Weights(self._weights)

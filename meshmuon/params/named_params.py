@@ -11,10 +11,10 @@ __all__ = ["NamedParam", "named_params"]
 
 
 class NamedParam(NamedTuple):
-    """A parameter with its group and the place of that group among the groups."""
+    """A parameter with its name, its param group and the index of that group in ``optimizer.param_groups``."""
 
-    place: int
-    group: dict[str, Any]
+    group_index: int
+    param_group: dict[str, Any]
     name: str
     param: Tensor
 
@@ -22,7 +22,7 @@ class NamedParam(NamedTuple):
 def named_params(groups: Sequence[dict[str, Any]]) -> list[NamedParam]:
     """All parameters, group by group."""
     return [
-        NamedParam(place, group, name, param)
-        for place, group in enumerate(groups)
+        NamedParam(group_index, group, name, param)
+        for group_index, group in enumerate(groups)
         for name, param in zip(group["param_names"], group["params"], strict=True)
     ]

@@ -10,10 +10,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from .plan import Plan, Send
 from .routes import WaveRoutes
+from .tasks import PieceTransfer
 
-__all__ = ["SlotSizes", "WaveSizes", "buffer_bytes", "slot_sizes", "wave_sizes"]
+__all__ = ["SlotSizes", "WaveSizes", "slot_sizes", "wave_sizes"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,10 +52,5 @@ def slot_sizes(waves: Sequence[WaveSizes]) -> SlotSizes:
     )
 
 
-def buffer_bytes(plan: Plan, rank: int) -> int:
-    """Bytes of all exchange buffers on ``rank``."""
-    return plan.buffer_bytes(rank)
-
-
-def _elements(sends: Sequence[Send]) -> int:
+def _elements(sends: Sequence[PieceTransfer]) -> int:
     return sum(send.piece.size for send in sends)

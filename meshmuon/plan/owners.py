@@ -4,48 +4,40 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import accumulate
 
 from ..layout import ShardedMatrix
+from .tasks import Task
 
-__all__ = ["Job", "assign_owners", "lightest_possible"]
-
-
-@dataclass(frozen=True, slots=True)
-class Job:
-    """A matrix that needs an owner among the ranks that hold a piece of it."""
-
-    sharded: ShardedMatrix
-    cost: float
+__all__ = ["assign_owners", "lightest_possible"]
 
 
-def assign_owners(jobs: Sequence[Job], loads: dict[int, float]) -> list[int]:
-    """The owner of each job; ``loads`` (rank → cost) enters with the work that has no choice and leaves with all of it.
+def assign_owners(tasks: Sequence[Task], loads: dict[int, float]) -> list[int]:
+    """The owner of each task; ``loads`` (rank → cost) enters with the work that has no choice and leaves with all of it.
 
-    Jobs with one candidate come first. The others are tried in two orders, and the one whose heaviest rank is lighter counts: the
-    most expensive first, which leaves small ones to fill gaps; and those with the fewest candidates first, since they fit fewest
-    gaps. Each goes to the least loaded of its candidates. Ties go to the earlier job and to the lower rank, so that every rank
-    finds the same answer.
+    Tasks with one candidate come first. The others are tried in two orders: most expensive first, so that cheap tasks fill the
+    gaps that are left; and fewest candidates first, because those fit the fewest gaps. The order whose heaviest rank is lighter
+    wins. Each task goes to the least loaded of its candidates. Ties go to the earlier task and to the lower rank, so every rank
+    computes the same answer.
     """
-    fixed = [k for k, job in enumerate(jobs) if len(job.sharded.piece_and_replica) == 1]
-    free = [k for k, job in enumerate(jobs) if len(job.sharded.piece_and_replica) > 1]
-    by_cost = sorted(free, key=lambda k: (-jobs[k].cost, k))
-    by_choice = sorted(free, key=lambda k: (len(jobs[k].sharded.piece_and_replica), -jobs[k].cost, k))
+    fixed = [k for k, task in enumerate(tasks) if len(task.sharded.piece_and_replica) == 1]
+    free = [k for k, task in enumerate(tasks) if len(task.sharded.piece_and_replica) > 1]
+    by_cost = sorted(free, key=lambda k: (-tasks[k].cost, k))
+    by_choice = sorted(free, key=lambda k: (len(tasks[k].sharded.piece_and_replica), -tasks[k].cost, k))
     found = [
-        _assign(jobs, [*fixed, *order], dict(loads)) for order in ([by_cost] if by_cost == by_choice else [by_cost, by_choice])
+        _assign(tasks, [*fixed, *order], dict(loads)) for order in ([by_cost] if by_cost == by_choice else [by_cost, by_choice])
     ]
     owners, best = min(found, key=lambda one: max(one[1].values(), default=0.0))
     loads.update(best)
     return owners
 
 
-def _assign(jobs: Sequence[Job], order: Sequence[int], loads: dict[int, float]) -> tuple[list[int], dict[int, float]]:
-    owners = [-1] * len(jobs)
+def _assign(tasks: Sequence[Task], order: Sequence[int], loads: dict[int, float]) -> tuple[list[int], dict[int, float]]:
+    owners = [-1] * len(tasks)
     queues = _Queues(loads)
     for k in order:
-        rank = owners[k] = queues.least_loaded(jobs[k].sharded)
-        loads[rank] += jobs[k].cost
+        rank = owners[k] = queues.least_loaded(tasks[k].sharded)
+        loads[rank] += tasks[k].cost
     return owners, loads
 
 
@@ -54,13 +46,13 @@ class _Queues:
 
     def __init__(self, loads: dict[int, float]) -> None:
         self._loads = loads
-        self._by_spread: dict[ShardedMatrix, list[tuple[float, int]]] = {}
+        self._by_matrix: dict[ShardedMatrix, list[tuple[float, int]]] = {}
         self._by_ranks: dict[tuple[int, ...], list[tuple[float, int]]] = {}
 
     def least_loaded(self, sharded: ShardedMatrix) -> int:
-        heap = self._by_spread.get(sharded)
+        heap = self._by_matrix.get(sharded)
         if heap is None:
-            heap = self._by_spread[sharded] = self._heap_of(tuple(sorted(sharded.piece_and_replica)))
+            heap = self._by_matrix[sharded] = self._heap_of(tuple(sorted(sharded.piece_and_replica)))
         while True:
             load, rank = heap[0]
             if load == self._loads[rank]:

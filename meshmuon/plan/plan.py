@@ -8,90 +8,18 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from ..errors import ConfigError, PlanError
-from ..layout import Layout, Piece, ShardedMatrix, shard_matrices
-from ..matrices import Window
+from ..layout import Layout, ShardedMatrix
 from .cost import CostModel
 from .footprint import Footprint
-from .owners import Job, assign_owners, lightest_possible
-from .waves import Owned, WaveLimits, cut_into_waves
+from .owners import assign_owners, lightest_possible
+from .report import describe, to_json
+from .tasks import EVERY_HOLDER, NO_WAVE, PieceTransfer, PlannedParam, Task
+from .waves import WaveLimits, cut_into_waves
 
-__all__ = ["REPLICA_OPTIONS", "Plan", "PlanOptions", "PlannedParam", "Send", "Task", "make_plan"]
+__all__ = ["REPLICA_OPTIONS", "Plan", "PlanOptions", "make_plan"]
 
 REPLICA_OPTIONS = ("auto", "share", "repeat")
-EVERY_HOLDER = -1
-NO_WAVE = -1
 _WORTH_AN_EXCHANGE = 4  # a wave should last at least as long as this many empty exchanges
-
-
-@dataclass(frozen=True, slots=True)
-class PlannedParam:
-    """One parameter, or one part of a fused one.
-
-    Attributes:
-        name: its name.
-        layouts: how it lies on its mesh; several when the model has the same parameter on sibling meshes.
-        lead: how many leading dims count matrices (0 or 1).
-        lane: what must be equal for matrices to travel together (device and dtype on the wire).
-        itemsize: bytes per element on the wire.
-        flops: FLOPs of orthogonalising one of its matrices.
-        share: True or False where the user's ``replicas`` does not decide.
-        private: known to this rank alone (a plain tensor): neither balanced nor part of the digest.
-        window: which rows and columns of the parameter its matrices are; None for all of them.
-        how: how its matrices are computed, in words; ranks must agree on it.
-    """
-
-    name: str
-    layouts: tuple[Layout, ...]
-    lead: int
-    lane: Hashable
-    itemsize: int
-    flops: int
-    share: bool | None = None
-    private: bool = False
-    window: Window | None = None
-    how: str = ""
-
-    @property
-    def count(self) -> int:
-        """Number of matrices."""
-        return self.layouts[0].shape[0] if self.lead else 1
-
-    def sharded_matrices(self, layout: Layout) -> tuple[ShardedMatrix, ...]:
-        """How its matrices are spread where it lies as ``layout`` says."""
-        return shard_matrices(layout, self.lead, self.window)
-
-    def __str__(self) -> str:
-        layouts = "; ".join(map(str, self.layouts))
-        return f"{self.name}: {'×'.join(map(str, self.layouts[0].shape))} {layouts}, {self.lane}, {self.flops} FLOPs, {self.how}"
-
-
-@dataclass(frozen=True, slots=True)
-class Task:
-    """One matrix, once for every owner that it has.
-
-    Attributes:
-        entry: index of its parameter in ``Plan.entries``.
-        matrix: index of the matrix in the parameter.
-        spread: who holds it.
-        owner: the rank that orthogonalises it; ``EVERY_HOLDER`` when each holder has it whole and computes for itself.
-        wave: index into ``Plan.lanes``; ``NO_WAVE`` when nothing travels.
-    """
-
-    entry: int
-    matrix: int
-    sharded: ShardedMatrix
-    owner: int
-    wave: int
-
-
-@dataclass(frozen=True, slots=True)
-class Send:
-    """A piece of a matrix that travels."""
-
-    task: int
-    source: int
-    target: int
-    piece: Piece
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,14 +51,14 @@ class Plan:
 
     Attributes:
         ranks: all ranks that take part, in ascending order.
-        entries: the parameters.
+        params: the parameters.
         tasks: the matrices.
         lanes: the lane of each wave; a wave is one exchange out and one back on its lane.
         options: what it was made with.
     """
 
     ranks: tuple[int, ...]
-    entries: tuple[PlannedParam, ...]
+    params: tuple[PlannedParam, ...]
     tasks: tuple[Task, ...] = field(repr=False)
     lanes: tuple[Hashable, ...]
     options: PlanOptions
@@ -138,37 +66,32 @@ class Plan:
     def __post_init__(self) -> None:
         self._prove()
 
-    def gather_sends(self, index: int) -> Iterator[Send]:
+    def gather_sends(self, index: int) -> Iterator[PieceTransfer]:
         """What task ``index`` needs at its owner: each piece from its holder in the owner's replica."""
         task = self.tasks[index]
         if task.wave != NO_WAVE:
             for piece, source in task.sharded.senders(task.owner):
                 if source != task.owner:
-                    yield Send(index, source, task.owner, piece)
+                    yield PieceTransfer(index, source, task.owner, piece)
 
-    def scatter_sends(self, index: int) -> Iterator[Send]:
+    def scatter_sends(self, index: int) -> Iterator[PieceTransfer]:
         """What goes back: each piece to all of its holders."""
         task = self.tasks[index]
         if task.wave != NO_WAVE:
             for piece in task.sharded.pieces:
                 for target in piece.holders:
                     if target != task.owner:
-                        yield Send(index, task.owner, target, piece)
-
-    def cost_of(self, task: Task) -> float:
-        """Cost of a task for the rank that does it."""
-        entry = self.entries[task.entry]
-        return self.options.cost.owning(entry.flops, task.sharded, entry.itemsize) if task.wave != NO_WAVE else float(entry.flops)
+                        yield PieceTransfer(index, task.owner, target, piece)
 
     @cached_property
     def loads(self) -> dict[int, float]:
         """Rank → cost of its matrices, private ones left out."""
-        return _loads(self, lambda task: 0.0 if self.entries[task.entry].private else self.cost_of(task))
+        return _loads(self, lambda task: 0.0 if self.params[task.param].private else task.cost)
 
     @cached_property
     def flops(self) -> dict[int, float]:
         """Rank → FLOPs of its matrices."""
-        return _loads(self, lambda task: float(self.entries[task.entry].flops))
+        return _loads(self, lambda task: float(self.params[task.param].flops))
 
     @cached_property
     def computed(self) -> dict[int, int]:
@@ -178,33 +101,33 @@ class Plan:
     @cached_property
     def bound(self) -> float:
         """Cost of the heaviest rank that no plan of whole matrices can beat, were every matrix free to go to any rank."""
-        costs = [self.cost_of(task) for task in self.tasks if not self.entries[task.entry].private]
+        costs = [task.cost for task in self.tasks if not self.params[task.param].private]
         return lightest_possible(costs, len(self.ranks)) if costs else 0.0
 
     @cached_property
     def elements_sent(self) -> dict[int, int]:
         """Rank → elements that it sends to other ranks in a step."""
-        return _sent(self, lambda entry: 1)
+        return _sent(self, lambda param: 1)
 
     @cached_property
     def bytes_sent(self) -> dict[int, int]:
         """Rank → bytes that it sends to other ranks in a step."""
-        return _sent(self, lambda entry: entry.itemsize)
+        return _sent(self, lambda param: param.itemsize)
 
     @cached_property
     def digest(self) -> str:
         """Equal on two ranks exactly when they would do the same."""
         numbers: dict[Layout, int] = {}
         hasher = hashlib.sha256(repr(self.options).encode())
-        for entry in self.entries:
-            if not entry.private:
-                layouts = [numbers.setdefault(layout, len(numbers)) for layout in entry.layouts]
-                details = entry.lead, entry.itemsize, entry.flops, entry.share, entry.window
-                facts = entry.name, layouts, details, str(entry.lane), entry.how
+        for param in self.params:
+            if not param.private:
+                layouts = [numbers.setdefault(layout, len(numbers)) for layout in param.layouts]
+                details = param.stack_dims, param.itemsize, param.flops, param.share, param.window
+                facts = param.name, layouts, details, str(param.lane), param.how
                 hasher.update(repr(facts).encode())
         for layout in numbers:
             hasher.update(repr((layout.shape, layout.mesh.shape, layout.mesh.ranks, layout.placements)).encode())
-        shared = [(task.owner, task.wave) for task in self.tasks if not self.entries[task.entry].private]
+        shared = [(task.owner, task.wave) for task in self.tasks if not self.params[task.param].private]
         hasher.update(repr(shared).encode())
         return hasher.hexdigest()
 
@@ -217,7 +140,7 @@ class Plan:
         total = dict.fromkeys(self.ranks, 0)
         for lane in dict.fromkeys(self.lanes):
             tasks = [task for task in self.tasks if task.wave != NO_WAVE and self.lanes[task.wave] == lane]
-            itemsize = self.entries[tasks[0].entry].itemsize
+            itemsize = self.params[tasks[0].param].itemsize
             footprint = Footprint([task.sharded for task in tasks], [task.owner for task in tasks], itemsize)
             for rank, size in footprint.bytes_by_rank([task.wave for task in tasks], self.options.in_flight).items():
                 total[rank] += size
@@ -225,14 +148,10 @@ class Plan:
 
     def describe(self) -> str:
         """The plan as text for people."""
-        from .report import describe
-
         return describe(self)
 
     def to_json(self) -> str:
         """The plan as JSON for tools."""
-        from .report import to_json
-
         return to_json(self)
 
     def _prove(self) -> None:
@@ -243,76 +162,69 @@ class Plan:
         """
         copies: dict[tuple[int, int], list[ShardedMatrix]] = {}
         for task in self.tasks:
-            name = self.entries[task.entry].name
+            name = self.params[task.param].name
             if task.wave == NO_WAVE and not (task.owner == EVERY_HOLDER and task.sharded.whole):
                 raise PlanError(f"{name}: matrix {task.matrix} is in pieces, but none of them travels")
             if task.wave != NO_WAVE and task.owner not in task.sharded.piece_and_replica:
                 raise PlanError(f"{name}: rank {task.owner} owns matrix {task.matrix} but holds no piece of it")
-            lane = self.entries[task.entry].lane
+            lane = self.params[task.param].lane
             if task.wave != NO_WAVE and not (0 <= task.wave < len(self.lanes) and self.lanes[task.wave] == lane):
                 raise PlanError(f"{name}: it travels on {lane}, but wave {task.wave} is not on that lane: {self.lanes}")
-            copies.setdefault((task.entry, task.matrix), []).append(task.sharded)
-        for k, entry in enumerate(self.entries):
-            self._prove_copies(k, entry, copies)
+            copies.setdefault((task.param, task.matrix), []).append(task.sharded)
+        for k, param in enumerate(self.params):
+            self._prove_copies(k, param, copies)
 
-    def _prove_copies(self, k: int, entry: PlannedParam, copies: dict[tuple[int, int], list[ShardedMatrix]]) -> None:
-        for matrix in range(entry.count):
+    def _prove_copies(self, k: int, param: PlannedParam, copies: dict[tuple[int, int], list[ShardedMatrix]]) -> None:
+        for matrix in range(param.count):
             found = copies.get((k, matrix), [])
             holders = sum(len(sharded.piece_and_replica) for sharded in found)
-            expected = sum(len(entry.sharded_matrices(layout)[matrix].piece_and_replica) for layout in entry.layouts)
+            expected = sum(len(param.sharded_matrices(layout)[matrix].piece_and_replica) for layout in param.layouts)
             if holders != expected or (
                 len(found) > 1 and len({r for sharded in found for r in sharded.piece_and_replica}) != holders
             ):
-                raise PlanError(f"{entry.name}: matrix {matrix} has {expected} holders, the plan computes it for {holders}")
+                raise PlanError(f"{param.name}: matrix {matrix} has {expected} holders, the plan computes it for {holders}")
 
 
-def make_plan(entries: Sequence[PlannedParam], options: PlanOptions) -> Plan:
-    """Plans a step on ``entries``; a pure function of its arguments."""
-    ranks = tuple(sorted({rank for mesh in {layout.mesh for e in entries for layout in e.layouts} for rank in mesh.ranks}))
-    copies = list(_copies(entries, options))
-    stays = [Task(k, matrix, sharded, EVERY_HOLDER, NO_WAVE) for k, matrix, sharded, travels in copies if not travels]
-    moves = [(k, matrix, sharded) for k, matrix, sharded, travels in copies if travels]
-    jobs = [Job(sharded, options.cost.owning(entries[k].flops, sharded, entries[k].itemsize)) for k, _, sharded in moves]
+def make_plan(params: Sequence[PlannedParam], options: PlanOptions) -> Plan:
+    """Plans a step on ``params``; a pure function of its arguments."""
+    ranks = tuple(sorted({rank for mesh in {layout.mesh for p in params for layout in p.layouts} for rank in mesh.ranks}))
+    staying, travelling = _tasks(params, options)
     loads = dict.fromkeys(ranks, 0.0)
-    _add_local(
-        loads, ((task.sharded, 0.0 if entries[task.entry].private else float(entries[task.entry].flops)) for task in stays)
-    )
-    owners = assign_owners(jobs, loads)
-    owned = [
-        Owned(owner, job.cost, job.sharded, entries[k].lane, entries[k].itemsize)
-        for owner, job, (k, _, _) in zip(owners, jobs, moves, strict=True)
-    ]
+    _add_local(loads, ((task.sharded, 0.0 if params[task.param].private else task.cost) for task in staying))
+    owners = assign_owners(travelling, loads)
+    owned = [replace(task, owner=owner) for task, owner in zip(travelling, owners, strict=True)]
     smallest = _WORTH_AN_EXCHANGE * options.cost.flops_per_exchange
-    schedule = cut_into_waves(owned, WaveLimits(options.budget, options.chunk_size, smallest, options.in_flight))
-    gone = [
-        Task(k, matrix, sharded, owner, wave)
-        for (k, matrix, sharded), owner, wave in zip(moves, owners, schedule.waves, strict=True)
-    ]
-    return Plan(ranks, tuple(entries), (*stays, *gone), schedule.lanes, replace(options, in_flight=schedule.in_flight))
+    limits = WaveLimits(options.budget, options.chunk_size, smallest, options.in_flight)
+    schedule = cut_into_waves(owned, params, limits)
+    scheduled = [replace(task, wave=wave) for task, wave in zip(owned, schedule.waves, strict=True)]
+    return Plan(ranks, tuple(params), (*staying, *scheduled), schedule.lanes, replace(options, in_flight=schedule.in_flight))
 
 
-def _copies(entries: Sequence[PlannedParam], options: PlanOptions) -> Iterator[tuple[int, int, ShardedMatrix, bool]]:
-    """(entry, matrix, spread, whether it travels) of everything that is computed, each replica apart where they do not share."""
-    for k, entry in enumerate(entries):
-        for layout in entry.layouts:
-            for matrix, sharded in enumerate(entry.sharded_matrices(layout)):
+def _tasks(params: Sequence[PlannedParam], options: PlanOptions) -> tuple[list[Task], list[Task]]:
+    """All matrices that are computed, each replica apart where replicas do not share: those that stay, those that travel."""
+    staying: list[Task] = []
+    travelling: list[Task] = []
+    for k, param in enumerate(params):
+        for layout in param.layouts:
+            for matrix, sharded in enumerate(param.sharded_matrices(layout)):
                 if not sharded.size:
                     continue
-                if sharded.replicas > 1 and _shares(entry, sharded, options):
-                    yield k, matrix, sharded, True
-                elif sharded.whole:
-                    yield k, matrix, sharded, False
-                else:
-                    for one in sharded.separate_replicas:
-                        yield k, matrix, one, True
+                shared = sharded.replicas > 1 and _shares(param, sharded, options)
+                if sharded.whole and not shared:
+                    staying.append(Task(k, matrix, sharded, float(param.flops)))
+                    continue
+                cost = options.cost.owning(param.flops, sharded, param.itemsize)
+                copies = (sharded,) if shared else sharded.separate_replicas
+                travelling.extend(Task(k, matrix, replica, cost) for replica in copies)
+    return staying, travelling
 
 
-def _shares(entry: PlannedParam, sharded: ShardedMatrix, options: PlanOptions) -> bool:
-    if entry.private or options.replicas != "auto":
-        return options.replicas == "share" and not entry.private
-    if entry.share is not None:
-        return entry.share
-    return options.cost.sharing_pays(entry.flops, sharded, entry.itemsize)
+def _shares(param: PlannedParam, sharded: ShardedMatrix, options: PlanOptions) -> bool:
+    if param.private or options.replicas != "auto":
+        return options.replicas == "share" and not param.private
+    if param.share is not None:
+        return param.share
+    return options.cost.sharing_pays(param.flops, sharded, param.itemsize)
 
 
 def _add_local(loads: dict[int, float], work: Iterable[tuple[ShardedMatrix, float]]) -> None:
@@ -341,7 +253,7 @@ def _sent(plan: Plan, weight: Callable[[PlannedParam], int]) -> dict[int, int]:
     for task in plan.tasks:
         if task.wave == NO_WAVE:
             continue
-        size = weight(plan.entries[task.entry])
+        size = weight(plan.params[task.param])
         piece, replica = task.sharded.piece_and_replica[task.owner]
         own = task.sharded.sizes[piece]
         gathered[task.sharded, replica] = gathered.get((task.sharded, replica), 0) + size

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from .plan import EVERY_HOLDER, NO_WAVE, Plan, Task
+from .tasks import EVERY_HOLDER, NO_WAVE, Task
+
+if TYPE_CHECKING:
+    from .plan import Plan
 
 __all__ = ["describe", "table", "to_json"]
 
@@ -63,11 +66,11 @@ def to_json(plan: Plan) -> str:
                 "flops_per_matrix": entry.flops,
                 "bytes_per_element": entry.itemsize,
             }
-            for entry in plan.entries
+            for entry in plan.params
         ],
         "matrices": [
             {
-                "parameter": plan.entries[task.entry].name,
+                "parameter": plan.params[task.param].name,
                 "matrix": task.matrix,
                 "owner": None if task.owner == EVERY_HOLDER else task.owner,
                 "wave": None if task.wave == NO_WAVE else task.wave,
@@ -94,7 +97,7 @@ def _kinds(plan: Plan) -> list[tuple[str, ...]]:
     alike: dict[tuple[str, str, str], list[Task]] = {}
     for task in plan.tasks:
         shape = f"{task.sharded.rows}×{task.sharded.cols}"
-        alike.setdefault((shape, str(plan.entries[task.entry].layouts[0]), _how(task)), []).append(task)
+        alike.setdefault((shape, str(plan.params[task.param].layouts[0]), _how(task)), []).append(task)
     lines: list[tuple[str, ...]] = []
     for (shape, layout, how), tasks in alike.items():
         owners = {task.owner for task in tasks if task.owner != EVERY_HOLDER}

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from .plan import NO_WAVE, Plan, Send
+from .plan import Plan
+from .tasks import NO_WAVE, PieceTransfer
 
 __all__ = ["WaveRoutes", "routes_of"]
 
@@ -23,11 +24,11 @@ class WaveRoutes:
         owned: the tasks that this rank owns.
     """
 
-    gather_out: tuple[Send, ...]
-    gather_in: tuple[Send, ...]
-    scatter_out: tuple[Send, ...]
-    scatter_in: tuple[Send, ...]
-    own: tuple[Send, ...]
+    gather_out: tuple[PieceTransfer, ...]
+    gather_in: tuple[PieceTransfer, ...]
+    scatter_out: tuple[PieceTransfer, ...]
+    scatter_in: tuple[PieceTransfer, ...]
+    own: tuple[PieceTransfer, ...]
     owned: tuple[int, ...]
 
 
@@ -42,23 +43,23 @@ def routes_of(plan: Plan, rank: int) -> tuple[WaveRoutes, ...]:
             wave.owned.append(index)
             wave.gather_in.extend(plan.gather_sends(index))
             wave.scatter_out.extend(plan.scatter_sends(index))
-            wave.own.append(Send(index, rank, rank, sharded.pieces[sharded.piece_and_replica[rank][0]]))
+            wave.own.append(PieceTransfer(index, rank, rank, sharded.pieces[sharded.piece_and_replica[rank][0]]))
             continue
         piece = sharded.piece_of(rank)
         if piece is not None:
-            wave.scatter_in.append(Send(index, task.owner, rank, piece))
+            wave.scatter_in.append(PieceTransfer(index, task.owner, rank, piece))
             if sharded.sends_to(rank, task.owner):
-                wave.gather_out.append(Send(index, rank, task.owner, piece))
+                wave.gather_out.append(PieceTransfer(index, rank, task.owner, piece))
     return tuple(wave.ordered() for wave in waves)
 
 
 class _Lists:
     def __init__(self) -> None:
-        self.gather_out: list[Send] = []
-        self.gather_in: list[Send] = []
-        self.scatter_out: list[Send] = []
-        self.scatter_in: list[Send] = []
-        self.own: list[Send] = []
+        self.gather_out: list[PieceTransfer] = []
+        self.gather_in: list[PieceTransfer] = []
+        self.scatter_out: list[PieceTransfer] = []
+        self.scatter_in: list[PieceTransfer] = []
+        self.own: list[PieceTransfer] = []
         self.owned: list[int] = []
 
     def ordered(self) -> WaveRoutes:
@@ -72,7 +73,7 @@ class _Lists:
         )
 
 
-def _by_peer(sends: Sequence[Send]) -> tuple[Send, ...]:
+def _by_peer(sends: Sequence[PieceTransfer]) -> tuple[PieceTransfer, ...]:
     # One end of every send is this rank, so that ordering by both ends orders by the other one; each pair of ranks then
     # lists the same tasks in the same order on both sides.
     return tuple(sorted(sends, key=lambda send: (send.source, send.target, send.task)))

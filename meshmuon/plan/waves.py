@@ -9,43 +9,14 @@ from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate
 
-from ..layout import ShardedMatrix
 from .footprint import Footprint
+from .tasks import PlannedParam, Task
 
-__all__ = ["Owned", "Schedule", "WaveLimits", "cut_into_waves"]
+__all__ = ["Schedule", "WaveLimits", "cut_into_waves"]
 
 _OVERLAP = 6  # waves that let gathers, the work and scatters run at the same time, behind a small first and before a small last
 _STEEPEST = 4  # largest wave ÷ smallest
 _ENOUGH_IN_FLIGHT = 4  # waves that let gathers, the work and scatters run at the same time: more of them gain little
-
-
-@dataclass(frozen=True, slots=True)
-class Owned:
-    """A matrix with its owner, as the cutting sees it.
-
-    Attributes:
-        owner: the rank that orthogonalises it.
-        cost: what that costs.
-        spread: who holds it.
-        lane: what must be equal for matrices to travel together.
-        itemsize: bytes per element on the wire.
-    """
-
-    owner: int
-    cost: float
-    sharded: ShardedMatrix
-    lane: Hashable
-    itemsize: int
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the whole matrix."""
-        return self.sharded.size * self.itemsize
-
-    @property
-    def alike(self) -> str:
-        """Equal for matrices that are best worked on together."""
-        return repr((self.lane, self.sharded.rows, self.sharded.cols))
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +47,7 @@ class Schedule:
     in_flight: int
 
 
-def cut_into_waves(owned: Sequence[Owned], limits: WaveLimits) -> Schedule:
+def cut_into_waves(tasks: Sequence[Task], params: Sequence[PlannedParam], limits: WaveLimits) -> Schedule:
     """Cuts the matrices of every lane into waves, counted from 0 without gaps; lanes have waves of their own.
 
     Every owner's matrices are spread over the waves in the same proportions by cost, so that ranks have work at the same time.
@@ -87,13 +58,13 @@ def cut_into_waves(owned: Sequence[Owned], limits: WaveLimits) -> Schedule:
     then one. Ranks never wait for each other's work to save memory. Where ``chunk_size`` is given, it alone counts.
     """
     members: dict[Hashable, list[int]] = {}
-    for k, one in enumerate(owned):
-        members.setdefault(one.lane, []).append(k)
-    lanes = [_Lane([owned[k] for k in some], limits) for some in members.values()]
+    for k, task in enumerate(tasks):
+        members.setdefault(params[task.param].lane, []).append(k)
+    lanes = [_Lane([tasks[k] for k in indices], params[tasks[indices[0]].param], limits) for indices in members.values()]
     cuts, in_flight = _within_bound(lanes, limits)
-    waves, lane_of_wave = [0] * len(owned), list[Hashable]()
-    for (lane, some), cut in zip(members.items(), cuts, strict=True):
-        for k, wave in zip(some, cut, strict=True):
+    waves, lane_of_wave = [0] * len(tasks), list[Hashable]()
+    for (lane, indices), cut in zip(members.items(), cuts, strict=True):
+        for k, wave in zip(indices, cut, strict=True):
             waves[k] = len(lane_of_wave) + wave
         lane_of_wave.extend([lane] * (max(cut) + 1))
     return Schedule(waves, tuple(lane_of_wave), in_flight)
@@ -135,31 +106,43 @@ def _within_bound(lanes: Sequence[_Lane], limits: WaveLimits) -> tuple[list[list
 class _Lane:
     """The matrices of one lane, and the ways to cut them."""
 
-    def __init__(self, owned: Sequence[Owned], limits: WaveLimits) -> None:
-        self._owned, self._limits = owned, limits
+    def __init__(self, tasks: Sequence[Task], param: PlannedParam, limits: WaveLimits) -> None:
+        self._tasks, self._limits = tasks, limits
+        self._nbytes = [task.sharded.size * param.itemsize for task in tasks]  # equal for all parameters of a lane
+        # Equal for matrices that are best worked on together.
+        shapes = [repr((param.lane, task.sharded.rows, task.sharded.cols)) for task in tasks]
         self.queues: dict[int, list[int]] = {}
-        for k in sorted(range(len(owned)), key=lambda k: (owned[k].owner, owned[k].alike, k)):
-            self.queues.setdefault(owned[k].owner, []).append(k)
+        for k in sorted(range(len(tasks)), key=lambda k: (tasks[k].owner, shapes[k], k)):
+            self.queues.setdefault(tasks[k].owner, []).append(k)
         self.longest = max(map(len, self.queues.values()))
-        heaviest = max(sum(owned[k].cost for k in queue) for queue in self.queues.values())
-        largest = max(sum(owned[k].nbytes for k in queue) for queue in self.queues.values())
+        heaviest = max(sum(tasks[k].cost for k in queue) for queue in self.queues.values())
+        largest = max(sum(self._nbytes[k] for k in queue) for queue in self.queues.values())
         few = max(min(_OVERLAP, int(heaviest / limits.smallest)), largest // limits.budget)  # fewer could not fit
         self.count = self.within_budget(max(1, few))
-        self.footprint = Footprint([one.sharded for one in owned], [one.owner for one in owned], owned[0].itemsize)
+        self.footprint = Footprint([task.sharded for task in tasks], [task.owner for task in tasks], param.itemsize)
 
     def within_budget(self, count: int) -> int:
         """The number of waves, from ``count`` on, in which no owner gathers more than its budget."""
-        while count < self.longest and not _fits(self.queues, self._owned, count, self._limits.budget):
+        while count < self.longest and not self._fits(count):
             count += 1 + count // 8
         return min(self.longest, count)
+
+    def _fits(self, count: int) -> bool:
+        for queue in self.queues.values():
+            held: dict[int, list[int]] = {}
+            for k, wave in zip(queue, _shares([self._tasks[k].cost for k in queue], count, alone=False), strict=True):
+                held.setdefault(wave, []).append(self._nbytes[k])
+            if any(len(sizes) > 1 and sum(sizes) > self._limits.budget for sizes in held.values()):
+                return False
+        return True
 
     def cut(self, count: int) -> list[int]:
         """``count`` waves by cost, or by the user's ``chunk_size``."""
         if self._limits.chunk_size > 0:
-            return _by_count(self.queues, len(self._owned), self._limits.chunk_size)
-        waves = [0] * len(self._owned)
+            return _by_count(self.queues, len(self._tasks), self._limits.chunk_size)
+        waves = [0] * len(self._tasks)
         for queue in self.queues.values():
-            costs = [self._owned[k].cost for k in queue]
+            costs = [self._tasks[k].cost for k in queue]
             for k, wave in zip(queue, _shares(costs, count, alone=count >= self.longest), strict=True):
                 waves[k] = wave
         return _without_gaps(waves)
@@ -170,7 +153,7 @@ class _Lane:
         With two waves in flight an owner needs memory for a matrix in one of the two slots only, and while one half computes, the
         other may gather or scatter.
         """
-        waves = [0] * len(self._owned)
+        waves = [0] * len(self._tasks)
         for position, queue in enumerate(self.queues.values()):
             for turn, k in enumerate(queue):
                 waves[k] = 2 * turn + position % 2
@@ -184,16 +167,6 @@ def _by_count(queues: dict[int, list[int]], total: int, chunk_size: int) -> list
     for position, (_, _, k) in enumerate(rounds):
         waves[k] = position // chunk_size
     return waves
-
-
-def _fits(queues: dict[int, list[int]], owned: Sequence[Owned], count: int, budget: int) -> bool:
-    for queue in queues.values():
-        held: dict[int, list[int]] = {}
-        for k, wave in zip(queue, _shares([owned[k].cost for k in queue], count, alone=False), strict=True):
-            held.setdefault(wave, []).append(owned[k].nbytes)
-        if any(len(sizes) > 1 and sum(sizes) > budget for sizes in held.values()):
-            return False
-    return True
 
 
 def _shares(costs: Sequence[float], count: int, *, alone: bool) -> list[int]:

@@ -101,7 +101,7 @@ class QKClip:
 
     @torch.no_grad()
     def apply(
-        self, parameters: Sequence[NamedParam], qk_logits: Mapping[LayerKey, Tensor] | None, mask: Tensor | None = None
+        self, parameters: Sequence[NamedParam], qk_logits: Mapping[LayerKey, Tensor] | None, skip_mask: Tensor | None = None
     ) -> None:
         """Scales the rows of all heads whose logit exceeds the threshold.
 
@@ -119,7 +119,7 @@ class QKClip:
             logits = whole_logits(qk_logits)
             for k, bucket in enumerate(self._buckets):
                 near = _joined(logits, bucket)
-                rows = torch.split(_row_factors(bucket, near, self._config.threshold, mask), bucket.sizes)
+                rows = torch.split(_row_factors(bucket, near, self._config.threshold, skip_mask), bucket.sizes)
                 for member, factor in zip(bucket.members, rows, strict=True):
                     local = local_part(parameters[member].param)
                     if local.numel():
@@ -156,7 +156,7 @@ def _signature(found: Found) -> Hashable:
     where = None if sharded is None else (sharded.device_mesh, sharded.placements)
     # A parameter may have been replaced by one of another shard; what it holds is known without a wait.
     local = tuple(local_part(param).shape)
-    split = matrix_options_of(found.one.group).split if found.what.kind == "qkv" else None
+    split = matrix_options_of(found.one.param_group).split if found.what.kind == "qkv" else None
     shape = tuple(param.shape)
     return (found.one.name, found.place, shape, local, where, param.device, param.dtype, param.requires_grad, split)
 
@@ -225,15 +225,15 @@ def _joined(logits: Sequence[Tensor], bucket: _Bucket) -> Tensor:
     return torch.cat([one.to(bucket.dtype) for one in logits]).to(device, non_blocking=wait_free)
 
 
-def _row_factors(bucket: _Bucket, logits: Tensor, threshold: float, mask: Tensor | None) -> Tensor:
+def _row_factors(bucket: _Bucket, logits: Tensor, threshold: float, skip_mask: Tensor | None) -> Tensor:
     """The factor of each row of the bucket's local tensors."""
     largest = torch.cat([logits, torch.full_like(logits[:1], -math.inf)])[bucket.entries].amax(1)
     # Clamped before the division: logits that are small, negative or −∞ give exactly 1.
     gamma = torch.full_like(largest, threshold) / largest.clamp(min=threshold)
     # +∞ gives 0 and NaN gives NaN: neither says by how much to scale, and both would destroy the head.
     usable = gamma > 0
-    if mask is not None:
-        usable = usable & ~mask.to(gamma.device, non_blocking=gamma.device.type != "cpu")
+    if skip_mask is not None:
+        usable = usable & ~skip_mask.to(gamma.device, non_blocking=gamma.device.type != "cpu")
     gamma = torch.where(usable, gamma, 1.0)
     factors = torch.cat([torch.ones_like(gamma[:1]), torch.stack([gamma.sqrt(), gamma], 1).flatten()])
     return factors[bucket.slots]

@@ -69,7 +69,7 @@ def _split_of(found: Found) -> tuple[tuple[int, int], ...]:
     if found.what.kind != "qkv" or found.what.bias or found.one.param.dim() != 2:
         return ()
     shape = tuple(found.one.param.shape)
-    parts = find_matrices(found.one.name, shape, matrix_options_of(found.one.group))
+    parts = find_matrices(found.one.name, shape, matrix_options_of(found.one.param_group))
     return tuple((0, shape[0]) if part.window is None else part.window[0] for part in parts)
 
 

@@ -114,7 +114,7 @@ def _route_warnings(name: str, found: Sequence[MatrixSet]) -> list[str]:
         ]
     split = found[0].window is not None  # also where a user says that it is one part
     if not split and any(part.lower() in _FUSED for part in name_parts(name)):
-        whole = "it as one matrix" if not found[0].lead else "each of its experts as one matrix"
+        whole = "it as one matrix" if not found[0].stack_dims else "each of its experts as one matrix"
         return [
             f"{name} looks like several projections fused into one weight. Muon orthogonalises {whole}, which couples "
             "them: give the sizes of its parts, split=(...), in the group."

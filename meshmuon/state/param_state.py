@@ -146,8 +146,8 @@ def restore_options(group: dict[str, Any], own: Mapping[str, Any], saved: Mappin
     for key in _WHICH_MATRICES if own["use_muon"] else ():
         if _comparable(group[key]) != _comparable(own.get(key)):
             warnings.warn(
-                f"{group['param_names'][0]}, …: the checkpoint was saved with {key}={shown(group[key])}, which holds from now on; the "
-                f"optimizer was built with {shown(own.get(key))}. Set the group's {key} after loading to change it.",
+                f"{group['param_names'][0]}, …: the checkpoint was saved with {key}={shown(group[key])}, which holds from now on"
+                f"; the optimizer was built with {shown(own.get(key))}. Set the group's {key} after loading to change it.",
                 stacklevel=4,
             )
 

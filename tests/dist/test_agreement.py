@@ -93,9 +93,9 @@ EXPERTS = Case((Param((6, 5, 4), 0, (S0,)),))
         pytest.param(Case((*WITH_ADAMW.params, *EXPERTS.params)), {(1, 2): {2}}, id="experts beside shards"),
     ],
 )
-def test_a_gradient_missing_on_some_ranks_is_zero_there(case: Case, lacking: dict[tuple[int, int], set[int]]) -> None:
+def test_a_gradient_missing_on_some_ranks_is_zero_there(case: Case, without_state: dict[tuple[int, int], set[int]]) -> None:
     """Bit-equal to one device whose gradient is zero in those ranks' elements; in that step and in the following ones."""
-    run_threads(WORLD, lambda rank: check_missing(case, world_mesh(), lacking))
+    run_threads(WORLD, lambda rank: check_missing(case, world_mesh(), without_state))
 
 
 @pytest.mark.parametrize(
@@ -435,7 +435,7 @@ def test_a_parameter_that_loses_its_gradient_and_gets_it_back() -> None:
 
     def main(rank: int) -> list[tuple[str, int]]:
         seen: list[tuple[str, int]] = []
-        check(case, [world_mesh()], expected, watch=lambda o: seen.append((o.plan().digest, len(o.plan().entries))))
+        check(case, [world_mesh()], expected, watch=lambda o: seen.append((o.plan().digest, len(o.plan().params))))
         return seen
 
     found = run_threads(WORLD, main)

@@ -33,7 +33,7 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-def outcome(call: Callable[[], Any]) -> tuple[str, str]:
+def decision(call: Callable[[], Any]) -> tuple[str, str]:
     try:
         return "found", str(float(call()))
     except MeshmuonError as error:
@@ -41,7 +41,7 @@ def outcome(call: Callable[[], Any]) -> tuple[str, str]:
 
 
 def raises_everywhere(world: int, main: Callable[[int], Any], kind: type[Exception], text: str) -> None:
-    found = run_threads(world, lambda rank: outcome(lambda: main(rank)))
+    found = run_threads(world, lambda rank: decision(lambda: main(rank)))
     assert len(set(found)) == 1, found
     assert found[0][0] == kind.__name__, found[0]
     assert text in found[0][1]
@@ -56,17 +56,17 @@ TORN: dict[str, tuple[Layouts, Param]] = {
 
 @pytest.mark.parametrize("lacking", [0, 3])
 @pytest.mark.parametrize("name", TORN)
-def test_replicas_of_which_some_have_no_gradient(name: str, lacking: int) -> None:
+def test_replicas_of_which_some_have_no_gradient(name: str, without_state: int) -> None:
     layouts, param = TORN[name]
     case = Case((Param((4, 4), 0, (S0, S0)), param))
 
     def main(rank: int) -> Tensor:
         params = on_mesh(case, layouts.build())
-        if rank == lacking:
+        if rank == without_state:
             params[1].grad = None
         return clip_grad_norm_(params, 0.1)
 
-    raises_everywhere(4, main, GradientError, f"none on rank {lacking}, which hold the same elements")
+    raises_everywhere(4, main, GradientError, f"none on rank {without_state}, which hold the same elements")
 
 
 @pytest.mark.parametrize("rank_that_fails", [1, 6])
@@ -216,7 +216,7 @@ def test_an_error_keeps_nothing_alive(what: str) -> None:
             params[-1].grad = None  # a plain tensor, of which the other ranks of the stage have the gradient
         watch = weakref.ref(params[0])
         limit = -1.0 if what != "missing" and rank == 1 else 1.0
-        said, _ = outcome(lambda: clip_grad_norm_(params, limit, pp_group=mesh["pp"].get_group() if what != "option" else None))
+        said, _ = decision(lambda: clip_grad_norm_(params, limit, pp_group=mesh["pp"].get_group() if what != "option" else None))
         assert said == ("found" if what == "option" and rank >= 4 else "GradientError" if what == "missing" else "ConfigError")
         params.clear()
         return watch() is None

@@ -78,7 +78,7 @@ def test_equals_one_device_on_averaged_gradients(world: int, options: dict[str, 
             optimizer.step()
         for k, (param, wanted) in enumerate(zip(params, expected, strict=True)):
             same(param.detach(), wanted, f"parameter {k}")
-        owned = {task.entry for task in optimizer.plan().tasks if task.owner == rank}
+        owned = {task.param for task in optimizer.plan().tasks if task.owner == rank}
         kept = {k for k, param in enumerate(params) if "momentum_buffer" in optimizer.state[param]}
         assert len(kept) <= len(owned) + 1  # the two parts of qkv are one parameter
         optimizer.consolidate()
@@ -98,7 +98,7 @@ def test_a_matrix_is_orthogonalised_once_and_bytes_are_those_of_an_all_reduce() 
             param.grad = seeded(shapes[k], 0, k, rank)
         optimizer.step()
         plan = optimizer.plan()
-        assert len({(task.entry, task.matrix) for task in plan.tasks}) == len(plan.tasks) == 9  # qkv is two
+        assert len({(task.param, task.matrix) for task in plan.tasks}) == len(plan.tasks) == 9  # qkv is two
         assert max(Counter(task.owner for task in plan.tasks).values()) <= 3
 
     with counted() as wire:

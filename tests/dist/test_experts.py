@@ -91,9 +91,9 @@ def on_a_mesh(
     expected: Expected,
     *,
     grads: Gradients | None = None,
-    lacking: Mapping[tuple[int, int], set[int]] | None = None,
+    without_state: Mapping[tuple[int, int], set[int]] | None = None,
 ) -> tuple[Wire, Plan, Shards]:
-    """Every rank ends with torch's cut of ``expected``. At (step, parameter) the ranks in ``lacking`` have no gradient."""
+    """Every rank ends with torch's cut of ``expected``. At (step, parameter) the ranks in ``without_state`` have no gradient."""
     grads = grads or random_gradients(case)
 
     def main(rank: int) -> tuple[Plan, list[Tensor]]:
@@ -101,7 +101,7 @@ def on_a_mesh(
         params = [nn.Parameter(place(case, meshes, k, value)) for k, value in enumerate(initial(case))]
 
         def mine(step: int, k: int) -> Tensor | None:
-            return None if rank in (lacking or {}).get((step, k), ()) else place(case, meshes, k, grads(step, k))
+            return None if rank in (without_state or {}).get((step, k), ()) else place(case, meshes, k, grads(step, k))
 
         values, momentum, optimizer = run(case, params, mine, watch=wire.watch)
         for k, param in enumerate(params):
@@ -140,10 +140,10 @@ def elements_that_must_move(case: Case, plan: Plan, held: Shards) -> int:
     """From torch's own shards and the owners alone: what the owner lacks comes in, what others hold goes out."""
     total = 0
     for index, task in enumerate(plan.tasks):
-        size = math.prod(case.params[task.entry].shape[-2:])
-        count = {rank: int((mine[task.entry] // size == task.matrix).sum()) for rank, mine in enumerate(held)}
-        holders = {rank for rank in task.spread.place if count[rank]}
-        assert holders == set(task.spread.place), "a rank that holds nothing of an expert takes part in it"
+        size = math.prod(case.params[task.param].shape[-2:])
+        count = {rank: int((mine[task.param] // size == task.matrix).sum()) for rank, mine in enumerate(held)}
+        holders = {rank for rank in task.sharded.piece_and_replica if count[rank]}
+        assert holders == set(task.sharded.piece_and_replica), "a rank that holds nothing of an expert takes part in it"
         sends = [*plan.gather_sends(index), *plan.scatter_sends(index)]
         if task.wave == NO_WAVE:
             assert not sends
@@ -288,7 +288,7 @@ def test_nothing_travels_where_ranks_hold_whole_experts(grid: tuple[int, ...], p
 def test_whole_experts_stay_while_other_parameters_travel() -> None:
     case = Case((experts((7, 5, 4), S0), experts((8, 6), S0), experts((6, 9, 4), S0)), {}, STEPS)
     wire, plan, _ = on_a_mesh(case, (4,), looped(case))
-    assert {task.entry for task in plan.tasks if task.wave != NO_WAVE} == {1}
+    assert {task.param for task in plan.tasks if task.wave != NO_WAVE} == {1}
     assert sum(wire.elements.values()) == STEPS * 2 * (3 * 8 * 6 // 4)
 
 
@@ -413,7 +413,7 @@ def test_experts_without_tokens(grid: tuple[int, ...], placements: tuple[Any, ..
     ],
 )
 def test_a_rank_without_gradient_counts_as_zeros(
-    grid: tuple[int, ...], placements: tuple[Any, ...], lacking: dict[tuple[int, int], set[int]]
+    grid: tuple[int, ...], placements: tuple[Any, ...], without_state: dict[tuple[int, int], set[int]]
 ) -> None:
     """A rank whose experts meet no token may have no gradient at all; another parameter has its own in every step."""
     case = Case((experts((5, 6, 4), *placements), experts((4, 7, 3), *placements)), {}, 4)
@@ -421,11 +421,11 @@ def test_a_rank_without_gradient_counts_as_zeros(
 
     def grads(step: int, k: int) -> Tensor:
         found = random_gradients(case)(step, k)
-        for rank in lacking.get((step, k), ()):
+        for rank in without_state.get((step, k), ()):
             found.view(-1)[held[rank][k]] = 0
         return found
 
-    on_a_mesh(case, grid, looped(case, grads), grads=grads, lacking=lacking)
+    on_a_mesh(case, grid, looped(case, grads), grads=grads, without_state=without_state)
 
 
 # Any layout.

@@ -204,8 +204,8 @@ def test_a_first_gradient_that_comes_late(who: str, layout: str) -> None:
             saved = model.optimizer.state_dict()
             if "loads" in who:
                 model.optimizer.load_state_dict(copy.deepcopy(saved))
-        lacking = rank == ODD and "lacks" in who
-        assert model.step(2, without=("late",) if lacking else ()) == ""
+        without_state = rank == ODD and "lacks" in who
+        assert model.step(2, without=("late",) if without_state else ()) == ""
         assert [model.step(3, without=()), model.step(4), model.step(5, without=())] == ["", "", ""]
 
     run_threads(WORLD, main)
@@ -255,7 +255,7 @@ def test_what_an_owner_has_lost(loss: Loss) -> None:
         model = Model("DistMuon")
         assert [model.step(0), model.step(1)] == ["", ""]
         plan = model.optimizer.plan()
-        owner = next(task.owner for task in plan.tasks if plan.entries[task.entry].name == "b")
+        owner = next(task.owner for task in plan.tasks if plan.params[task.param].name == "b")
         loser = ODD if loss is delete_moments else owner
         if rank == loser:
             loss(model)

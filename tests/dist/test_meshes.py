@@ -119,7 +119,7 @@ def test_three_meshes_take_one_exchange_per_wave_and_direction(name: str, option
     meshes, placements = MESHES[name]
     wire, plan = on_threads(model(placements, **options), meshes)
     assert plan.ranks == tuple(range(WORLD))
-    assert {task.entry for task in plan.tasks if task.wave != NO_WAVE} == set(range(9)), "some part of the model does not travel"
+    assert {task.param for task in plan.tasks if task.wave != NO_WAVE} == set(range(9)), "some part of the model does not travel"
     assert wire.calls == dict.fromkeys(range(WORLD), STEPS * 2 * len(plan.lanes))
     assert (len(plan.lanes) == 1) == (not options), "three meshes must not cost more exchanges than one"
 
@@ -128,7 +128,7 @@ def meshes_of_waves(plan: Plan) -> list[set[tuple[int, ...]]]:
     found: list[set[tuple[int, ...]]] = [set() for _ in plan.lanes]
     for task in plan.tasks:
         if task.wave != NO_WAVE:
-            found[task.wave].add(plan.entries[task.entry].layouts[0].mesh.shape)
+            found[task.wave].add(plan.params[task.param].layouts[0].mesh.shape)
     return found
 
 
@@ -216,7 +216,7 @@ def run_stages(world: int, meshes: Callable[[], Sequence[DeviceMesh]], stages: S
 def test_a_pipeline_stage_plans_over_its_own_ranks_and_waits_for_no_other(mesh: Callable[[], DeviceMesh], first: int) -> None:
     optimizers = run_stages(4, lambda: [mesh()], STAGES, first)
     assert [one.plan().ranks for one in optimizers] == [(0, 1), (0, 1), (2, 3), (2, 3)]
-    assert [len(one.plan().entries) for one in optimizers] == [3] * 4
+    assert [len(one.plan().params) for one in optimizers] == [3] * 4
     assert len({one.plan().digest for one in optimizers}) == 2
 
 

@@ -204,7 +204,7 @@ def ddp_divides_the_work() -> None:
         optimizer = check(DDP, [], expected, watch=wire.watch, replica_group=dist.group.WORLD)
     wire.check(dist.get_rank())
     tasks = optimizer.plan().tasks
-    assert sorted(task.entry for task in tasks) == [0, 1, 2, 3], "a matrix has not exactly one owner"
+    assert sorted(task.param for task in tasks) == [0, 1, 2, 3], "a matrix has not exactly one owner"
     owners = [task.owner for task in tasks]
     assert set(owners) == set(range(dist.get_world_size()))
     assert wire.calls
@@ -280,21 +280,21 @@ def missing_gradient_on_one_rank() -> None:
     """The shard of rank 1 has no gradient in some steps: its rows count as zeros."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     case = Case((Param((7, 5), 0, (S0,)), Param((6, 4), 0, (S0,)), Param((5,), 0, (S0,), muon=False)))
-    check_missing(case, mesh, lacking={(1, 0): {1}, (3, 0): {0, 2}, (2, 2): {1}})
+    check_missing(case, mesh, without_state={(1, 0): {1}, (3, 0): {0, 2}, (2, 2): {1}})
 
 
-def check_missing(case: Case, mesh: DeviceMesh, lacking: dict[tuple[int, int], set[int]]) -> None:
+def check_missing(case: Case, mesh: DeviceMesh, without_state: dict[tuple[int, int], set[int]]) -> None:
     """Runs a case in which, at (step, parameter), some ranks lack the gradient, against zeros on one device."""
     rank = dist.get_rank()
 
     def shard(step: int, k: int) -> Tensor | None:
         value = gradient(case, step, k)
-        absent = value is None or rank in lacking.get((step, k), set())
+        absent = value is None or rank in without_state.get((step, k), set())
         return None if absent else place(case, [mesh], k, value)
 
     def zeroed(step: int, k: int) -> Tensor | None:
         value = gradient(case, step, k)
-        for other in sorted(lacking.get((step, k), set())):
+        for other in sorted(without_state.get((step, k), set())):
             value = without_shard(value, other, dist.get_world_size(), case.params[k].placements[0].dim)
         return value
 

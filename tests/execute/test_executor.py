@@ -57,35 +57,35 @@ def work_on(
 ) -> list[StepParam]:
     """The work of one step with the fixed gradients of ``step``."""
     set_gradients(params, gradients(params, step))
-    work = []
+    step_params = []
     for param, buffer in zip(params, buffers, strict=True):
-        inside = MatrixSet(*param.shape, lead=1) if param.dim() == 3 else MatrixSet(1, *param.shape)
+        inside = MatrixSet(*param.shape, stack_dims=1) if param.dim() == 3 else MatrixSet(1, *param.shape)
         dtype = torch.float64 if param.dtype == torch.float64 else torch.float32
-        work.append(StepParam(param, buffer, inside, scheme or keller(5), dtype, settings, comm_dtype=dtype))
-    return work
+        step_params.append(StepParam(param, buffer, inside, scheme or keller(5), dtype, settings, comm_dtype=dtype))
+    return step_params
 
 
-def plan_for(work: list[StepParam]) -> Plan:
+def plan_for(step_params: list[StepParam]) -> Plan:
     """What a single device plans: everything stays."""
     alone = Mesh((1,), (0,))
     entries = [
         PlannedParam(
-            f"p{k}", (Layout(tuple(one.param.shape), alone, (Replicated(),)),), one.matrices.lead, "cpu", 4, 1, private=True
+            f"p{k}", (Layout(tuple(one.param.shape), alone, (Replicated(),)),), one.matrices.stack_dims, "cpu", 4, 1, private=True
         )
-        for k, one in enumerate(work)
+        for k, one in enumerate(step_params)
     ]
     return make_plan(entries, PlanOptions(cost_model_for("cpu")))
 
 
-def execute(executor: Executor, work: list[StepParam], last: Callable[[], None] = nothing) -> None:
+def execute(executor: Executor, step_params: list[StepParam], last: Callable[[], None] = nothing) -> None:
     """A step of work that the executor may not know yet."""
     if executor.plan is None:
-        executor.prepare(plan_for(work), 0, work, None)
-    executor.run(work, last=last)
+        executor.prepare(plan_for(step_params), 0, step_params, None)
+    executor.run(step_params, last=last)
 
 
-def program_of(work: list[StepParam], **options: Any) -> RankProgram:
-    return build_rank_program(plan_for(work), 0, work, None, Workspace(), ExecutorSettings(**options))
+def program_of(step_params: list[StepParam], **options: Any) -> RankProgram:
+    return build_rank_program(plan_for(step_params), 0, step_params, None, Workspace(), ExecutorSettings(**options))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
@@ -136,8 +136,8 @@ def test_no_work() -> None:
 
 def test_batches_of_a_step() -> None:
     params = make_params((12, 20), (3, 12, 20), (20, 12), (12, 20))
-    work = work_on(params, settings_for(0.01), [torch.zeros_like(param.data) for param in params], 0)
-    batches = [batch.stage.batch for batch in program_of(work, chunk_size=2).local]
+    step_params = work_on(params, settings_for(0.01), [torch.zeros_like(param.data) for param in params], 0)
+    batches = [batch.stage.batch for batch in program_of(step_params, chunk_size=2).local]
     assert [(batch.rows, batch.cols, batch.size) for batch in batches] == [
         (12, 20, 1),
         (12, 20, 2),
@@ -154,8 +154,8 @@ def test_last_is_done_once_and_after_the_batches() -> None:
         return batch
 
     params = make_params((4, 6), (6, 4))
-    work = work_on(params, settings_for(0.01), [torch.zeros_like(param.data) for param in params], 0, watch)
-    execute(Executor(ExecutorSettings()), work, lambda: order.append("last"))
+    step_params = work_on(params, settings_for(0.01), [torch.zeros_like(param.data) for param in params], 0, watch)
+    execute(Executor(ExecutorSettings()), step_params, lambda: order.append("last"))
     assert order == ["batch", "batch", "last"]
 
 
@@ -172,8 +172,8 @@ def test_the_step_ends_when_both_streams_have(monkeypatch: pytest.MonkeyPatch) -
 
     monkeypatch.setattr(executors, "streams_for", lambda device: Watched())
     params = make_params((4, 6))
-    work = work_on(params, settings_for(0.01), [torch.zeros_like(param.data) for param in params], 0)
-    execute(Executor(ExecutorSettings()), work, lambda: events.append("last"))
+    step_params = work_on(params, settings_for(0.01), [torch.zeros_like(param.data) for param in params], 0)
+    execute(Executor(ExecutorSettings()), step_params, lambda: events.append("last"))
     assert events == ["last", "wait for all of the side stream"]
 
 
@@ -221,8 +221,8 @@ def test_gradients_are_freed_after_their_last_use(free_grad: bool) -> None:
         present.append(param.grad is not None)
         return batch
 
-    work = work_on([param], settings_for(0.01, free_grad=free_grad), [torch.zeros_like(param.data)], 0, watch)
-    execute(Executor(ExecutorSettings(chunk_size=1)), work)
+    step_params = work_on([param], settings_for(0.01, free_grad=free_grad), [torch.zeros_like(param.data)], 0, watch)
+    execute(Executor(ExecutorSettings(chunk_size=1)), step_params)
     assert present == [True] * 3 + [not free_grad]
     assert (param.grad is None) == free_grad
 
@@ -230,8 +230,8 @@ def test_gradients_are_freed_after_their_last_use(free_grad: bool) -> None:
 def test_gradients_of_parameters_without_elements_are_freed() -> None:
     """Nothing of them is planned, but users who ask for freed gradients count on it."""
     params = make_params((0, 4), (6, 5))
-    work = work_on(params, settings_for(0.01, free_grad=True), [torch.zeros_like(param.data) for param in params], 0)
-    execute(Executor(ExecutorSettings()), work)
+    step_params = work_on(params, settings_for(0.01, free_grad=True), [torch.zeros_like(param.data) for param in params], 0)
+    execute(Executor(ExecutorSettings()), step_params)
     assert [param.grad for param in params] == [None, None]
 
 
@@ -246,9 +246,9 @@ def test_what_is_orthogonalised(nesterov: bool) -> None:
         seen.append(batch.clone())
         return torch.zeros_like(batch)
 
-    work = work_on(params, settings_for(0.01, nesterov=nesterov, momentum=0.5, decay=1.0), buffers, 0, watch)
+    step_params = work_on(params, settings_for(0.01, nesterov=nesterov, momentum=0.5, decay=1.0), buffers, 0, watch)
     before = copies(params)
-    execute(Executor(ExecutorSettings()), work)
+    execute(Executor(ExecutorSettings()), step_params)
     grads = [grad.float() for grad in gradients(params, 0)]
     momenta = [0.5 * 2.0 + grads[0], 0.5 * -1.0 + grads[1]]
     expected = [grad + 0.5 * momentum for grad, momentum in zip(grads, momenta, strict=True)] if nesterov else momenta
@@ -272,13 +272,13 @@ def test_what_failed_in_a_step_that_was_left_is_not_told_after_the_next() -> Non
     def lost() -> None:
         raise TransportError("a rank is gone")
 
-    work = work_on(params, settings_for(LR), [torch.zeros(4, 6)], 0, scheme)
+    step_params = work_on(params, settings_for(LR), [torch.zeros(4, 6)], 0, scheme)
     executor = Executor(ExecutorSettings())
-    executor.prepare(plan_for(work), 0, work, None)
+    executor.prepare(plan_for(step_params), 0, step_params, None)
     with pytest.raises(TransportError):
-        executor.run(work, last=lost)
+        executor.run(step_params, last=lost)
     broken[0] = False
-    assert executor.run(work, last=nothing) is None
+    assert executor.run(step_params, last=nothing) is None
 
 
 def test_data_parallel_steps_forget_what_failed_in_a_step_that_was_left() -> None:

@@ -137,10 +137,10 @@ def test_what_fails_is_kept_unless_ranks_lost_each_other() -> None:
     failures: list[Exception] = []
 
     def fail(error: Exception) -> Callable[[], None]:
-        def work() -> None:
+        def step_params() -> None:
             raise error
 
-        return guarded(work, failures)
+        return guarded(step_params, failures)
 
     first, second = ValueError("first"), ValueError("second")
     fail(first)()

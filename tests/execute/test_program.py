@@ -26,7 +26,7 @@ from meshmuon.execute.shard_views import GradLifetime, ShardViews
 from meshmuon.layout import Layout, Mesh, Replicated, Sharded
 from meshmuon.matrices import MatrixSet
 from meshmuon.ortho import Workspace
-from meshmuon.plan import NO_WAVE, Plan, PlannedParam, PlanOptions, buffer_bytes, cost_model_for, make_plan
+from meshmuon.plan import NO_WAVE, Plan, PlannedParam, PlanOptions, cost_model_for, make_plan
 from tests.layout.oracle import ours, random_mesh, random_placement, random_shape, select
 
 STEPS = 2
@@ -104,7 +104,7 @@ def build_case(seed: int) -> Case:
     mesh = random_mesh(rng)
     entries = []
     for k in range(rng.randint(1, 6)):
-        lead, dims = rng.choice(KINDS)
+        stack_dims, dims = rng.choice(KINDS)
         if rng.random() < 0.15:
             mesh = random_mesh(rng)
         meshes = [mesh]
@@ -114,7 +114,7 @@ def build_case(seed: int) -> Case:
         shape = random_shape(rng, dims)
         layouts = tuple(Layout(shape, one, placements) for one in meshes)
         wire = rng.choice([4, 8, 8])
-        entries.append(PlannedParam(f"p{k}", layouts, lead, ("cpu", wire), wire, rng.choice([0, 100, 10_000_000])))
+        entries.append(PlannedParam(f"p{k}", layouts, stack_dims, ("cpu", wire), wire, rng.choice([0, 100, 10_000_000])))
         if rng.random() < 0.5:  # another one like it
             entries.append(replace(entries[-1], name=f"q{k}"))
     options = PlanOptions(
@@ -145,17 +145,17 @@ def settings_of(k: int) -> StepSettings:
 
 
 def work_of(entry: PlannedParam, k: int, param: Tensor, buffer: Tensor) -> StepParam:
-    rows, cols = entry.layouts[0].shape[entry.lead], 1
-    for size in entry.layouts[0].shape[entry.lead + 1 :]:
+    rows, cols = entry.layouts[0].shape[entry.stack_dims], 1
+    for size in entry.layouts[0].shape[entry.stack_dims + 1 :]:
         cols *= size
-    matrices = MatrixSet(entry.count, rows, cols, entry.lead)
+    matrices = MatrixSet(entry.count, rows, cols, entry.stack_dims)
     wire = torch.float32 if entry.itemsize == 4 else torch.float64
     return StepParam(nn.Parameter(param), buffer, matrices, prefix_sums, torch.float64, settings_of(k), comm_dtype=wire, group=k)
 
 
 def expected(case: Case, k: int, sibling: int) -> tuple[Tensor, Tensor]:
     """Parameter and momentum after all steps, written plainly."""
-    entry, numbers_of = case.plan.entries[k], settings_of(k)
+    entry, numbers_of = case.plan.params[k], settings_of(k)
     shape = entry.layouts[sibling].shape
     param, buffer = numbers(shape, case.seed, k, sibling), torch.zeros(shape, dtype=torch.float64)
     for step in range(STEPS):
@@ -163,7 +163,7 @@ def expected(case: Case, k: int, sibling: int) -> tuple[Tensor, Tensor]:
         buffer = numbers_of.momentum * buffer + grad
         update = grad + numbers_of.momentum * buffer if numbers_of.nesterov else buffer
         if update.numel():
-            matrices = update.reshape(entry.count, shape[entry.lead], -1)
+            matrices = update.reshape(entry.count, shape[entry.stack_dims], -1)
             update = prefix_sums(matrices).reshape(shape)
             factor = numbers_of.adjust(matrices.size(1), matrices.size(2))
             param = 0.5 * param - 0.5 * factor * update
@@ -172,7 +172,7 @@ def expected(case: Case, k: int, sibling: int) -> tuple[Tensor, Tensor]:
 
 def held(case: Case, k: int, rank: int, values: Sequence[Tensor]) -> Tensor:
     """What ``rank`` holds of a parameter whose values on each sibling mesh are ``values``."""
-    layouts = case.plan.entries[k].layouts
+    layouts = case.plan.params[k].layouts
     sibling = next((s for s, layout in enumerate(layouts) if rank in layout.mesh.ranks), 0)
     return select(values[sibling], layouts[sibling].local(rank))
 
@@ -183,32 +183,34 @@ class Ranks:
     def __init__(self, case: Case) -> None:
         self.case, plan = case, case.plan
         self.board = Board(plan.ranks, late=case.seed % 2 == 0)
-        self.work: dict[int, list[StepParam]] = {}
+        self.step_params: dict[int, list[StepParam]] = {}
         self.programs: dict[int, RankProgram] = {}
         self.exchanges: dict[int, Exchange] = {}
         self.workspaces: dict[int, Workspace] = {}
         for rank in plan.ranks:
-            params = [held(case, k, rank, self.initial(k)) for k in range(len(plan.entries))]
-            self.work[rank] = [work_of(entry, k, params[k], torch.zeros_like(params[k])) for k, entry in enumerate(plan.entries)]
+            params = [held(case, k, rank, self.initial(k)) for k in range(len(plan.params))]
+            self.step_params[rank] = [
+                work_of(entry, k, params[k], torch.zeros_like(params[k])) for k, entry in enumerate(plan.params)
+            ]
             self.exchanges[rank], self.workspaces[rank] = Exchange(self.board, rank), Workspace()
             options = ExecutorSettings(case.chunk_size, case.memory_budget)
             self.programs[rank] = build_rank_program(
-                plan, rank, self.work[rank], self.exchanges[rank], self.workspaces[rank], options
+                plan, rank, self.step_params[rank], self.exchanges[rank], self.workspaces[rank], options
             )
 
     def initial(self, k: int) -> list[Tensor]:
-        entry = self.case.plan.entries[k]
+        entry = self.case.plan.params[k]
         return [numbers(layout.shape, self.case.seed, k, s) for s, layout in enumerate(entry.layouts)]
 
     def step(self, step: int, streams: Streams | None = None) -> None:
         plan, streams = self.case.plan, streams or DirectStreams()
-        for k, entry in enumerate(plan.entries):
+        for k, entry in enumerate(plan.params):
             grads = [numbers(layout.shape, self.case.seed, k, s, step) for s, layout in enumerate(entry.layouts)]
             for rank in plan.ranks:
-                self.work[rank][k].param.grad = held(self.case, k, rank, grads)
+                self.step_params[rank][k].param.grad = held(self.case, k, rank, grads)
         ready = streams.main_mark()
         waves = {
-            rank: [wave.run(self.work[rank], self.exchanges[rank], streams, ready) for wave in program.waves]  # type: ignore[arg-type]
+            rank: [wave.run(self.step_params[rank], self.exchanges[rank], streams, ready) for wave in program.waves]  # type: ignore[arg-type]
             for rank, program in self.programs.items()
         }
 
@@ -222,13 +224,13 @@ class Ranks:
                 assert list(waves[rank][n]) == []
 
         local = [
-            lambda rank=rank, batch=batch: batch.run(self.work[rank])
+            lambda rank=rank, batch=batch: batch.run(self.step_params[rank])
             for rank, program in self.programs.items()
             for batch in program.local
         ]
         run_pipeline(map(together, range(len(plan.lanes))), plan.options.in_flight, local, lambda: None)
         for rank, program in self.programs.items():
-            program.rest.free_gradients(self.work[rank])
+            program.rest.free_gradients(self.step_params[rank])
 
 
 cases = st.integers(0, 2**32).map(build_case)
@@ -241,13 +243,13 @@ def test_the_numbers_of_one_device(case: Case) -> None:
         ranks = Ranks(case)
         for step in range(STEPS):
             ranks.step(step)
-        for k, entry in enumerate(case.plan.entries):
+        for k, entry in enumerate(case.plan.params):
             wanted = [expected(case, k, sibling) for sibling in range(len(entry.layouts))]
             for rank in case.plan.ranks:
-                work = ranks.work[rank][k]
-                assert torch.equal(work.momentum_buffer, held(case, k, rank, [buffer for _, buffer in wanted])), (k, rank)
-                assert torch.equal(work.param, held(case, k, rank, [param for param, _ in wanted])), (k, rank)
-                assert (work.param.grad is None) == work.settings.free_grad
+                step_params = ranks.step_params[rank][k]
+                assert torch.equal(step_params.momentum_buffer, held(case, k, rank, [buffer for _, buffer in wanted])), (k, rank)
+                assert torch.equal(step_params.param, held(case, k, rank, [param for param, _ in wanted])), (k, rank)
+                assert (step_params.param.grad is None) == step_params.settings.free_grad
     assert len(ranks.board.moved) == 2 * STEPS * len(case.plan.lanes)
 
 
@@ -259,7 +261,7 @@ def test_buffers_are_what_the_plan_says(case: Case) -> None:
     for rank in case.plan.ranks:
         flat = ranks.workspaces[rank]._flat
         found = {key: tensor for key, tensor in flat.items() if key[0].split()[0] in ("mine", "theirs", "results")}
-        assert sum(tensor.nbytes for tensor in found.values()) == buffer_bytes(case.plan, rank)
+        assert sum(tensor.nbytes for tensor in found.values()) == case.plan.buffer_bytes(rank)
 
 
 @settings(max_examples=80)
@@ -270,17 +272,17 @@ def test_each_parameter_begins_once_and_ends_once(case: Case) -> None:
         ranks = Ranks(case)
     for rank, program in ranks.programs.items():
         first = case.plan.options.in_flight
-        touches = [wave.touch for wave in program.waves]
-        order = [*touches[:first], *(batch.touch for batch in program.local), *touches[first:]]
-        begins = [k for touch in order for k in touch.begins]
-        ends = [k for touch in order for k in touch.ends]
-        holds = {task.entry for task in case.plan.tasks if rank in task.sharded.piece_and_replica}
+        grad_lifetimes = [wave.grad_lifetime for wave in program.waves]
+        order = [*grad_lifetimes[:first], *(batch.grad_lifetime for batch in program.local), *grad_lifetimes[first:]]
+        begins = [k for grad_lifetime in order for k in grad_lifetime.begins]
+        ends = [k for grad_lifetime in order for k in grad_lifetime.ends]
+        holds = {task.param for task in case.plan.tasks if rank in task.sharded.piece_and_replica}
         assert sorted(begins) == sorted(ends) == sorted(holds)
         assert program.rest.begins == ()
-        assert set(program.rest.ends) == set(range(len(case.plan.entries))) - holds
+        assert set(program.rest.ends) == set(range(len(case.plan.params))) - holds
         for k in holds:
-            begin = next(n for n, touch in enumerate(order) if k in touch.begins)
-            assert begin <= next(n for n, touch in enumerate(order) if k in touch.ends)
+            begin = next(n for n, grad_lifetime in enumerate(order) if k in grad_lifetime.begins)
+            assert begin <= next(n for n, grad_lifetime in enumerate(order) if k in grad_lifetime.ends)
 
 
 def test_the_random_plans_are_of_every_kind() -> None:
@@ -290,7 +292,7 @@ def test_the_random_plans_are_of_every_kind() -> None:
     assert sum(len(set(plan.lanes)) > 1 for plan in plans) > 40
     assert sum(task.wave != NO_WAVE and task.sharded.replicas > 1 for _, task in tasks) > 40
     assert sum(task.wave == NO_WAVE and task.sharded.replicas > 1 for _, task in tasks) > 10
-    assert sum(len(plan.entries[task.entry].layouts) > 1 for plan, task in tasks) > 40
+    assert sum(len(plan.params[task.param].layouts) > 1 for plan, task in tasks) > 40
     assert sum(any(len(piece.rows) > 1 or len(piece.cols) > 1 for piece in task.sharded.pieces) for _, task in tasks) > 40
 
 
@@ -306,7 +308,7 @@ def test_a_parameter_of_which_a_rank_holds_nothing(free: int) -> None:
     assert len(ranks.programs[3].waves) == len(case.plan.lanes)
     assert ranks.programs[3].rest.ends == tuple(range(free + 1))
     assert ranks.workspaces[3].bytes() == 0
-    assert (ranks.work[3][free].param.grad is None) == settings_of(free).free_grad
+    assert (ranks.step_params[3][free].param.grad is None) == settings_of(free).free_grad
 
 
 def test_nothing_travels_without_an_exchange() -> None:
@@ -314,11 +316,11 @@ def test_nothing_travels_without_an_exchange() -> None:
     layout = Layout((4, 6), Mesh((2,), (0, 1)), (Replicated(),))
     plan = make_plan([PlannedParam("p", (layout,), 0, ("cpu", 8), 8, 10)], PlanOptions(cost_model_for("cpu"), "repeat"))
     case = Case(0, plan, -1, 2**20)
-    work = [work_of(plan.entries[0], 0, numbers((4, 6), 1), torch.zeros(4, 6, dtype=torch.float64))]
-    program = build_rank_program(plan, 0, work, None, Workspace(), ExecutorSettings())
+    step_params = [work_of(plan.params[0], 0, numbers((4, 6), 1), torch.zeros(4, 6, dtype=torch.float64))]
+    program = build_rank_program(plan, 0, step_params, None, Workspace(), ExecutorSettings())
     assert program.waves == ()
     assert len(program.local) == 1
-    assert buffer_bytes(case.plan, 0) == 0
+    assert case.plan.buffer_bytes(0) == 0
 
 
 class Watched:

@@ -33,7 +33,7 @@ def work_for(value: float, *, group: int = 0, shape: tuple[int, ...] = (2, 3), z
     """A parameter of ones with momentum ``value`` and gradient ``10·value``."""
     param = nn.Parameter(torch.ones(shape))
     param.grad = None if zeros else torch.full(shape, 10 * value)
-    matrices = MatrixSet(1, *shape) if len(shape) == 2 else MatrixSet(*shape, lead=1)
+    matrices = MatrixSet(1, *shape) if len(shape) == 2 else MatrixSet(*shape, stack_dims=1)
     buffer = torch.full(shape, value)
     stand_in = torch.zeros(shape) if zeros else None
     return StepParam(param, buffer, matrices, keller(1), torch.float32, settings_for(**options), group=group, zeros=stand_in)
@@ -45,57 +45,61 @@ def values(tensors: list[Tensor]) -> list[float]:
 
 
 def test_momentum_of_those_that_begin() -> None:
-    work = [work_for(1.0), work_for(2.0), work_for(3.0)]
-    GradLifetime(begins=(0, 2), ends=(1,)).accumulate(work)
-    assert values([one.momentum_buffer for one in work]) == [10.5, 2.0, 31.5]
-    assert all(one.param.grad is not None for one in work)
-    assert values([one.param.detach() for one in work]) == [1.0] * 3
+    step_params = [work_for(1.0), work_for(2.0), work_for(3.0)]
+    GradLifetime(begins=(0, 2), ends=(1,)).accumulate(step_params)
+    assert values([one.momentum_buffer for one in step_params]) == [10.5, 2.0, 31.5]
+    assert all(one.param.grad is not None for one in step_params)
+    assert values([one.param.detach() for one in step_params]) == [1.0] * 3
 
 
 def test_momentum_is_of_each_group() -> None:
-    work = [work_for(1.0, group=0, momentum=0.5), work_for(1.0, group=1, momentum=0.25), work_for(2.0, group=0, momentum=0.5)]
-    GradLifetime(begins=(0, 1, 2)).accumulate(work)
-    assert values([one.momentum_buffer for one in work]) == [10.5, 10.25, 21.0]
+    step_params = [
+        work_for(1.0, group=0, momentum=0.5),
+        work_for(1.0, group=1, momentum=0.25),
+        work_for(2.0, group=0, momentum=0.5),
+    ]
+    GradLifetime(begins=(0, 1, 2)).accumulate(step_params)
+    assert values([one.momentum_buffer for one in step_params]) == [10.5, 10.25, 21.0]
 
 
 def test_momentum_where_only_other_ranks_have_a_gradient() -> None:
-    work = [work_for(2.0, zeros=True)]
-    touch = GradLifetime((0,), (0,))
-    touch.accumulate(work)
-    assert values([work[0].momentum_buffer]) == [1.0]
-    assert values(list(touch.gradients(work))) == [0.0]
-    touch.free_gradients(work)
-    assert work[0].param.grad is None
+    step_params = [work_for(2.0, zeros=True)]
+    grad_lifetime = GradLifetime((0,), (0,))
+    grad_lifetime.accumulate(step_params)
+    assert values([step_params[0].momentum_buffer]) == [1.0]
+    assert values(list(grad_lifetime.gradients(step_params))) == [0.0]
+    grad_lifetime.free_gradients(step_params)
+    assert step_params[0].param.grad is None
 
 
 def test_gradients_are_freed_where_they_end_and_the_group_asks() -> None:
-    work = [work_for(1.0, free_grad=True), work_for(2.0, free_grad=True), work_for(3.0, free_grad=False)]
-    touch = GradLifetime(begins=(0, 1, 2), ends=(1, 2))
-    assert values(list(touch.gradients(work))) == [20.0, 30.0]
-    touch.free_gradients(work)
-    assert [one.param.grad is None for one in work] == [False, True, False]
+    step_params = [work_for(1.0, free_grad=True), work_for(2.0, free_grad=True), work_for(3.0, free_grad=False)]
+    grad_lifetime = GradLifetime(begins=(0, 1, 2), ends=(1, 2))
+    assert values(list(grad_lifetime.gradients(step_params))) == [20.0, 30.0]
+    grad_lifetime.free_gradients(step_params)
+    assert [one.param.grad is None for one in step_params] == [False, True, False]
 
 
 def test_touching_nothing() -> None:
-    work = [work_for(1.0, free_grad=True)]
-    touch = GradLifetime()
-    touch.accumulate(work)
-    touch.free_gradients(work)
-    assert list(touch.gradients(work)) == []
-    assert values([work[0].momentum_buffer]) == [1.0]
-    assert work[0].param.grad is not None
+    step_params = [work_for(1.0, free_grad=True)]
+    grad_lifetime = GradLifetime()
+    grad_lifetime.accumulate(step_params)
+    grad_lifetime.free_gradients(step_params)
+    assert list(grad_lifetime.gradients(step_params)) == []
+    assert values([step_params[0].momentum_buffer]) == [1.0]
+    assert step_params[0].param.grad is not None
 
 
 @pytest.mark.parametrize("nesterov", [True, False])
 def test_filling_whole_tensors_and_parts(nesterov: bool) -> None:
-    work = [work_for(1.0, nesterov=nesterov), work_for(2.0, shape=(4, 2, 3), nesterov=nesterov, group=1, momentum=0.25)]
+    step_params = [work_for(1.0, nesterov=nesterov), work_for(2.0, shape=(4, 2, 3), nesterov=nesterov, group=1, momentum=0.25)]
     memory = torch.zeros(30)
     parts = ShardViews(
         [ShardView(0, None, memory[:6].view(2, 3)), ShardView(1, (slice(1, 3),), memory[6:18].view(2, 2, 3))],
-        work,
+        step_params,
     )
-    work[1].momentum_buffer[1:3] = 3.0
-    parts.fill(work)
+    step_params[1].momentum_buffer[1:3] = 3.0
+    parts.fill(step_params)
     expected = [0.5 * 1.0 + 10.0, 0.25 * 3.0 + 20.0] if nesterov else [1.0, 3.0]
     assert values([memory[:6], memory[6:18], memory[18:]]) == [*expected, 0.0]
 
@@ -105,23 +109,23 @@ def test_applying_parts(tensor_rate: bool) -> None:
     rate: Any = torch.tensor(0.5) if tensor_rate else 0.5
     factors = {(2, 3): 2.0, (3, 2): 4.0}
     options: dict[str, Any] = {"rate": rate, "decay": 0.75, "adjust": lambda rows, cols: factors[rows, cols]}
-    work = [work_for(1.0, **options), work_for(1.0, shape=(3, 2), **options), work_for(1.0, shape=(4, 2, 3), **options)]
+    step_params = [work_for(1.0, **options), work_for(1.0, shape=(3, 2), **options), work_for(1.0, shape=(4, 2, 3), **options)]
     views = [torch.full((2, 3), 1.0), torch.full((3, 2), 1.0), torch.full((1, 2, 3), 8.0)]
     parts = [ShardView(0, None, views[0]), ShardView(1, None, views[1]), ShardView(2, (slice(2, 3),), views[2])]
-    ShardViews(parts, work).apply(work)
-    assert values([work[0].param, work[1].param, work[2].param[2]]) == [0.75 - 1.0, 0.75 - 2.0, 0.75 - 8.0]
-    assert values([work[2].param[:2], work[2].param[3:]]) == [1.0, 1.0]  # the others wait for their own update
+    ShardViews(parts, step_params).apply(step_params)
+    assert values([step_params[0].param, step_params[1].param, step_params[2].param[2]]) == [0.75 - 1.0, 0.75 - 2.0, 0.75 - 8.0]
+    assert values([step_params[2].param[:2], step_params[2].param[3:]]) == [1.0, 1.0]  # the others wait for their own update
 
 
 def test_parts_follow_the_memory_of_their_parameters() -> None:
     """Other data under the same parameter, as ``p.data = …`` gives it, is what the next step works on."""
-    work = [work_for(1.0), work_for(1.0, shape=(4, 2, 3))]
-    parts = ShardViews([ShardView(0, None, torch.ones(2, 3)), ShardView(1, (slice(2, 3),), torch.ones(1, 2, 3))], work)
+    step_params = [work_for(1.0), work_for(1.0, shape=(4, 2, 3))]
+    parts = ShardViews([ShardView(0, None, torch.ones(2, 3)), ShardView(1, (slice(2, 3),), torch.ones(1, 2, 3))], step_params)
     for value in (1.0, 5.0, 9.0):
-        for one in work:
+        for one in step_params:
             one.param.data = torch.full(one.param.shape, value)
-        parts.apply(work)
-        assert values([work[0].param, work[1].param[2]]) == [value - 1.0] * 2
+        parts.apply(step_params)
+        assert values([step_params[0].param, step_params[1].param[2]]) == [value - 1.0] * 2
 
 
 class Elsewhere(Tensor):

@@ -227,7 +227,7 @@ def moody_rank(rank: int, folder: Path, also: bool) -> tuple[Said | None, Said]:
         else:
             optimizer.step()
         plan = optimizer.plan()
-        silenced.update(SHAPES[task.entry] for task in plan.tasks if task.owner in failing)
+        silenced.update(SHAPES[task.param] for task in plan.tasks if task.owner in failing)
         give_gradients(whole, step)
         _current["raises"] = False
         reference.step()
@@ -301,7 +301,7 @@ def doctored(entries: Any, options: Any) -> Plan:
     """Another owner for the matrix of b, which is as good a plan as any."""
     plan = make_plan(entries, options)
     tasks = list(plan.tasks)
-    k = next(k for k, task in enumerate(tasks) if plan.entries[task.entry].name == "b")
+    k = next(k for k, task in enumerate(tasks) if plan.params[task.param].name == "b")
     tasks[k] = replace(tasks[k], owner=next(rank for rank in plan.ranks if rank != tasks[k].owner))
     return replace(plan, tasks=tuple(tasks))
 

@@ -165,11 +165,11 @@ class Pair:
         self.step_both()
 
     def some_gradients(self) -> None:
-        number, lacking = self.number(), self.random.sample(range(len(self.mine.params)), 2)
+        number, without_state = self.number(), self.random.sample(range(len(self.mine.params)), 2)
 
         def act(run: Run) -> None:
             run.give_gradients(number)
-            for k in lacking:
+            for k in without_state:
                 run.params[k].grad = None
 
         self.both(act)
@@ -177,7 +177,7 @@ class Pair:
 
     def gradient_on_some_ranks(self) -> str | None:
         """Zeros where it is missing; refused where another rank holds the same elements."""
-        number, lacking = self.number(), self.random.randrange(self.world)
+        number, without_state = self.number(), self.random.randrange(self.world)
         self.both(lambda run: run.give_gradients(number))
         chosen = self.trainable()
         if not chosen:
@@ -185,7 +185,7 @@ class Pair:
         k = self.random.choice(chosen)
         slot, full = self.mine.slots[k], self.whole.params[k].grad
         assert full is not None
-        if self.rank == lacking:
+        if self.rank == without_state:
             self.mine.params[k].grad = None
         if not slot.cut:
             text = self.step()
@@ -193,8 +193,8 @@ class Pair:
             assert f"{slot.name} has a gradient on rank" in text
             return text
         chunks = list(full.chunk(self.world, slot.placement.dim))
-        if lacking < len(chunks):
-            chunks[lacking].zero_()
+        if without_state < len(chunks):
+            chunks[without_state].zero_()
         self.step_both()
         return None
 
@@ -324,7 +324,7 @@ class Pair:
             raised = True
         _mood.raises = False
         tasks = optimizer.plan().tasks
-        names = {optimizer.plan().entries[task.entry].name for task in tasks if task.owner == odd}
+        names = {optimizer.plan().params[task.param].name for task in tasks if task.owner == odd}
         assert raised == (self.rank == odd and bool(names))
         _mood.lost = {slot.shape for slot in self.mine.slots if slot.name in names}
         self.whole.optimizer.step()

@@ -25,24 +25,24 @@ KINDS = [(0, 1), (0, 2), (0, 2), (0, 3), (0, 4), (1, 2), (1, 3), (1, 3), (1, 4)]
 
 def build(seed: int) -> tuple[Case, int]:
     rng = random.Random(seed)
-    lead, dims = rng.choice(KINDS)
+    stack_dims, dims = rng.choice(KINDS)
     case = random_case(rng)
     shape, placements = random_shape(rng, dims), tuple(random_placement(rng, dims) for _ in case.mesh.shape)
-    return replace(case, shape=shape, placements=clearly_cut(shape, case.mesh.shape, placements)), lead
+    return replace(case, shape=shape, placements=clearly_cut(shape, case.mesh.shape, placements)), stack_dims
 
 
 parameters = st.integers(0, 2**32).map(build)
 thorough = settings(max_examples=200)
 
 
-def blocks(case: Case, lead: int) -> list[dict[int, torch.Tensor]]:
+def blocks(case: Case, stack_dims: int) -> list[dict[int, torch.Tensor]]:
     """For each matrix the non-empty local blocks, from torch: entry i is element i of the matrix."""
-    matrices = case.shape[0] if lead else 1
-    size = math.prod(case.shape[lead:])
+    matrices = case.shape[0] if stack_dims else 1
+    size = math.prod(case.shape[stack_dims:])
     found: list[dict[int, torch.Tensor]] = [{} for _ in range(matrices)]
     for rank, tensor in split(case).items():
         if tensor.numel():
-            for block in tensor if lead else tensor[None]:
+            for block in tensor if stack_dims else tensor[None]:
                 flat = block.reshape(block.shape[0], -1)
                 index = int(flat[0, 0]) // size
                 assert rank not in found[index]
@@ -50,17 +50,17 @@ def blocks(case: Case, lead: int) -> list[dict[int, torch.Tensor]]:
     return found
 
 
-def matrix(case: Case, lead: int) -> torch.Tensor:
-    rows, cols = case.shape[lead], math.prod(case.shape[lead + 1 :])
+def matrix(case: Case, stack_dims: int) -> torch.Tensor:
+    rows, cols = case.shape[stack_dims], math.prod(case.shape[stack_dims + 1 :])
     return torch.arange(rows * cols).reshape(rows, cols)
 
 
 @thorough
 @given(parameters)
 def test_a_piece_is_the_local_block(parameter: tuple[Case, int]) -> None:
-    case, lead = parameter
-    whole, expected = matrix(case, lead), blocks(case, lead)
-    sharded_matrices = shard_matrices(case.layout, lead)
+    case, stack_dims = parameter
+    whole, expected = matrix(case, stack_dims), blocks(case, stack_dims)
+    sharded_matrices = shard_matrices(case.layout, stack_dims)
     assert len(sharded_matrices) == len(expected)
     for sharded, held in zip(sharded_matrices, expected, strict=True):
         assert (sharded.rows, sharded.cols, sharded.size) == (*whole.shape, whole.numel())
@@ -77,9 +77,9 @@ def test_a_piece_is_the_local_block(parameter: tuple[Case, int]) -> None:
 @thorough
 @given(parameters)
 def test_pieces_tile_the_matrix(parameter: tuple[Case, int]) -> None:
-    case, lead = parameter
-    whole = matrix(case, lead)
-    for sharded in shard_matrices(case.layout, lead):
+    case, stack_dims = parameter
+    whole = matrix(case, stack_dims)
+    for sharded in shard_matrices(case.layout, stack_dims):
         assert all(piece.size for piece in sharded.pieces)
         elements = [select(whole, (piece.rows, piece.cols)).flatten() for piece in sharded.pieces]
         assert torch.equal(torch.cat([*elements, whole[:0].flatten()]).sort().values, whole.flatten())
@@ -88,11 +88,11 @@ def test_pieces_tile_the_matrix(parameter: tuple[Case, int]) -> None:
 @thorough
 @given(parameters)
 def test_a_replica_is_a_full_copy(parameter: tuple[Case, int]) -> None:
-    case, lead = parameter
-    layout, whole = case.layout, matrix(case, lead)
+    case, stack_dims = parameter
+    layout, whole = case.layout, matrix(case, stack_dims)
     where = coordinates(case.mesh)
     axes = [axis for axis, one in enumerate(layout.placements) if isinstance(one, Replicated)]
-    for sharded, held in zip(shard_matrices(layout, lead), blocks(case, lead), strict=True):
+    for sharded, held in zip(shard_matrices(layout, stack_dims), blocks(case, stack_dims), strict=True):
         assert sharded.replicas == math.prod(case.mesh.shape[axis] for axis in axes)
         assert len(held) == len(sharded.pieces) * sharded.replicas
         order = []
@@ -108,8 +108,8 @@ def test_a_replica_is_a_full_copy(parameter: tuple[Case, int]) -> None:
 @thorough
 @given(parameters)
 def test_who_sends(parameter: tuple[Case, int]) -> None:
-    case, lead = parameter
-    for sharded, held in zip(shard_matrices(case.layout, lead), blocks(case, lead), strict=True):
+    case, stack_dims = parameter
+    for sharded, held in zip(shard_matrices(case.layout, stack_dims), blocks(case, stack_dims), strict=True):
         whole = torch.arange(sharded.size)
         for owner, (_, replica) in sharded.piece_and_replica.items():
             senders = sharded.senders(owner)
@@ -124,8 +124,8 @@ def test_who_sends(parameter: tuple[Case, int]) -> None:
 @thorough
 @given(parameters)
 def test_whole_and_separate_replicas(parameter: tuple[Case, int]) -> None:
-    case, lead = parameter
-    for sharded, held in zip(shard_matrices(case.layout, lead), blocks(case, lead), strict=True):
+    case, stack_dims = parameter
+    for sharded, held in zip(shard_matrices(case.layout, stack_dims), blocks(case, stack_dims), strict=True):
         assert sharded.whole == all(block.numel() == sharded.size for block in held.values())
         separate = sharded.separate_replicas
         assert len(separate) == sharded.replicas
@@ -138,20 +138,20 @@ def test_whole_and_separate_replicas(parameter: tuple[Case, int]) -> None:
 @thorough
 @given(parameters)
 def test_matrices_held_alike_share_a_spread(parameter: tuple[Case, int]) -> None:
-    case, lead = parameter
-    sharded_matrices = shard_matrices(case.layout, lead)
-    for sharded, held in zip(sharded_matrices, blocks(case, lead), strict=True):
-        for other, theirs in zip(sharded_matrices, blocks(case, lead), strict=True):
+    case, stack_dims = parameter
+    sharded_matrices = shard_matrices(case.layout, stack_dims)
+    for sharded, held in zip(sharded_matrices, blocks(case, stack_dims), strict=True):
+        for other, theirs in zip(sharded_matrices, blocks(case, stack_dims), strict=True):
             if held:
                 assert (sharded is other) == (held.keys() == theirs.keys())
-    assert shard_matrices(case.layout, lead) is sharded_matrices
+    assert shard_matrices(case.layout, stack_dims) is sharded_matrices
 
 
 def test_the_random_parameters_are_of_every_kind() -> None:
     """What the properties above are shown: experts over several axes, strided columns, ranks without a piece, no elements."""
     cases = [build(seed) for seed in range(400)]
-    flat = [(case, lead, sharded) for case, lead in cases for sharded in shard_matrices(case.layout, lead)]
-    assert sum(lead == 1 and bool(case.layout.axes(0)) for case, lead in cases) > 60
+    flat = [(case, stack_dims, sharded) for case, stack_dims in cases for sharded in shard_matrices(case.layout, stack_dims)]
+    assert sum(stack_dims == 1 and bool(case.layout.axes(0)) for case, stack_dims in cases) > 60
     strided = 40 if strided_shards_nest() else 4
     assert sum(any(len(piece.rows) > 1 for piece in sharded.pieces) for *_, sharded in flat) > strided
     assert sum(any(len(piece.cols) > 1 for piece in sharded.pieces) for *_, sharded in flat) > strided
@@ -203,10 +203,10 @@ def test_replicas() -> None:
 @pytest.mark.parametrize("shape", [(0, 3, 2), (3, 0, 2), (3, 2, 0), (0, 0, 0)])
 @pytest.mark.parametrize("dim", [0, 1, 2])
 @pytest.mark.parametrize("split_factor", [1, 2])
-def test_no_elements(lead: int, shape: tuple[int, ...], dim: int, split_factor: int) -> None:
+def test_no_elements(stack_dims: int, shape: tuple[int, ...], dim: int, split_factor: int) -> None:
     layout = Layout(shape, Mesh((2, 2), (0, 1, 2, 3)), (Sharded(dim, split_factor), Replicated()))
-    sharded_matrices = shard_matrices(layout, lead)
-    assert len(sharded_matrices) == (shape[0] if lead else 1)
+    sharded_matrices = shard_matrices(layout, stack_dims)
+    assert len(sharded_matrices) == (shape[0] if stack_dims else 1)
     for sharded in sharded_matrices:
         assert (sharded.size, sharded.pieces, sharded.piece_and_replica, sharded.whole) == (0, (), {}, True)
         assert sharded.piece_of(0) is None

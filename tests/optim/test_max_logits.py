@@ -76,9 +76,9 @@ def test_random_shapes_and_masks(data: Any) -> None:
 
 
 @pytest.mark.parametrize("lead", [(), (3,), (2, 3)])
-def test_any_number_of_batch_dims(lead: tuple[int, ...]) -> None:
-    q, k = random(*lead, 4, 7, 5), random(*lead, 2, 7, 5, seed=1)
-    visible = torch.rand(*lead, 1, 7, 7, generator=torch.Generator().manual_seed(3)) < 0.7
+def test_any_number_of_batch_dims(stack_dims: tuple[int, ...]) -> None:
+    q, k = random(*stack_dims, 4, 7, 5), random(*stack_dims, 2, 7, 5, seed=1)
+    visible = torch.rand(*stack_dims, 1, 7, 7, generator=torch.Generator().manual_seed(3)) < 0.7
     for mask in (None, visible):
         close(head_maxima(q, k, causal=True, mask=mask, block_bytes=300), dense(q, k, causal=True, visible=mask))
 

@@ -404,7 +404,7 @@ def test_frozen_projections_stay() -> None:
 def test_a_mask_on_the_device_leaves_everything_as_it_is(left_out: bool) -> None:
     tensors = {name: nn.Parameter(tensor) for name, tensor in pair().items()}
     before = {name: tensor.detach().clone() for name, tensor in tensors.items()}
-    QKClip(CONFIG).apply(parameters(tensors), {0: torch.full((4,), 40.0)}, mask=torch.tensor(left_out))
+    QKClip(CONFIG).apply(parameters(tensors), {0: torch.full((4,), 40.0)}, skip_mask=torch.tensor(left_out))
     assert torch.equal(tensors[Q].detach(), before[Q]) is left_out
 
 
@@ -449,7 +449,7 @@ def test_the_host_never_reads_a_logit() -> None:
     clip, logits = QKClip(CONFIG), {0: torch.full((4,), 40.0), 1: torch.full((4,), 50.0)}
     params = parameters(tensors)
     with NoWaiting():
-        clip.apply(params, logits, mask=torch.tensor(False))
+        clip.apply(params, logits, skip_mask=torch.tensor(False))
         with pytest.raises(AssertionError, match="waits"):
             logits[0].max().item()
 

@@ -294,7 +294,7 @@ def test_momentum_that_lies_elsewhere(mesh: Any) -> None:
     optimizer.param_groups[0]["params"][0] = again
     optimizer.state[again] = optimizer.state.pop(param)
     collector = Collector(lambda param: None)
-    collector.demands(optimizer.param_groups)
+    collector.plan_inputs(optimizer.param_groups)
     with pytest.raises(StateError, match=r"now lies on its mesh as cpu \[S\(0\)\] on 2, its momentum_buffer as cpu \[R\] on 2"):
         collector.check(optimizer.param_groups, optimizer.state)
 

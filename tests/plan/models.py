@@ -19,7 +19,7 @@ def random_entries(rng: random.Random) -> list[PlannedParam]:
     entries: list[PlannedParam] = []
     mesh = random_mesh(rng)
     for k in range(rng.randint(1, 6)):
-        lead, dims = rng.choice(KINDS)
+        stack_dims, dims = rng.choice(KINDS)
         if rng.random() < 0.25:
             mesh = random_mesh(rng)
         meshes = [mesh]
@@ -31,7 +31,7 @@ def random_entries(rng: random.Random) -> list[PlannedParam]:
         entry = PlannedParam(
             name=f"p{k}",
             layouts=tuple(Layout(shape, one, placements) for one in meshes),
-            lead=lead,
+            stack_dims=stack_dims,
             lane=("cpu", itemsize),
             itemsize=itemsize,
             flops=rng.choice([0, 1, 100, 10_000, 10**9]),

@@ -22,7 +22,7 @@ def healthy() -> Plan:
     return make_plan(
         [
             entry("sharded"),
-            entry("stack", (2, 8, 6), lead=1, placements=(Sharded(1),)),
+            entry("stack", (2, 8, 6), stack_dims=1, placements=(Sharded(1),)),
             entry("whole", placements=(Replicated(),), share=False),
             entry("half", lane="other"),
         ],
@@ -31,7 +31,7 @@ def healthy() -> Plan:
 
 
 def of(plan: Plan, name: str) -> int:
-    return next(k for k, task in enumerate(plan.tasks) if plan.entries[task.entry].name == name)
+    return next(k for k, task in enumerate(plan.tasks) if plan.params[task.param].name == name)
 
 
 def doctored(name: str, **changes: object) -> Plan:

@@ -31,9 +31,9 @@ def test_balance_and_bytes(name: str, ranks: int, ep: int) -> None:
     experts = 3 * model.moe_layers * model.experts
     assert len(plan.tasks) == experts + sum(layers for layers, _ in model.dense)
     heaviest, mean = max(plan.loads.values()), sum(plan.loads.values()) / ranks
-    assert heaviest <= 1.05 * max(mean, max(plan.cost_of(task) for task in plan.tasks))
+    assert heaviest <= 1.05 * max(mean, max(task.cost for task in plan.tasks))
     assert sum(plan.bytes_sent.values()) == needed_bytes(plan)
-    travelling = sum(task.wave != NO_WAVE and plan.entries[task.entry].lead == 1 for task in plan.tasks)
+    travelling = sum(task.wave != NO_WAVE and plan.params[task.param].stack_dims == 1 for task in plan.tasks)
     assert travelling == (0 if ranks <= model.experts else experts)  # whole experts stay, shared ones move
 
 
@@ -47,7 +47,7 @@ def test_buffers_of_the_397b_class(ep: int) -> None:
 
 def test_experts_move_only_between_ranks_that_share_them() -> None:
     plan = plan_of(MODELS["DeepSeek-V3"], 512, 64)
-    tasks = [(k, task) for k, task in enumerate(plan.tasks) if plan.entries[task.entry].lead == 1][:600]
+    tasks = [(k, task) for k, task in enumerate(plan.tasks) if plan.params[task.param].stack_dims == 1][:600]
     for index, task in tasks:
         sharing = set(task.sharded.piece_and_replica)
         assert len(sharing) == 8

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from meshmuon.layout import Layout, Mesh, Piece, Sharded, ShardedMatrix
 from meshmuon.ortho import expected_flops, resolve_scheme
-from meshmuon.plan import Plan, PlannedParam, PlanOptions, cost_model_for, lightest_possible, make_plan
-from meshmuon.plan.owners import Job, assign_owners
+from meshmuon.plan import Plan, PlannedParam, PlanOptions, Task, cost_model_for, lightest_possible, make_plan
+from meshmuon.plan.owners import assign_owners
 
 from .models import entry, line, options_for
 
@@ -51,7 +51,7 @@ def fsdp(shapes: Shapes, ranks: int) -> Plan:
 @pytest.mark.parametrize("model", MODELS)
 def test_balance_of_models(model: str, ranks: int) -> None:
     plan = fsdp(MODELS[model], ranks)
-    costs = [plan.cost_of(task) for task in plan.tasks]
+    costs = [task.cost for task in plan.tasks]
     assert len(costs) == len(MODELS[model])
     heaviest, simple = max(plan.loads.values()), max(sum(costs) / ranks, *costs)
     assert plan.bound >= simple * (1 - 1e-12)
@@ -101,7 +101,7 @@ def test_longest_first_is_near_the_best(costs: list[int], ranks: int) -> None:
     """Graham: at most 4/3 − 1/(3W) of the optimum when every rank may own every matrix."""
     everyone = spread_on(*range(ranks))
     loads = dict.fromkeys(range(ranks), 0.0)
-    owners = assign_owners([Job(everyone, float(cost)) for cost in costs], loads)
+    owners = assign_owners([Task(0, 0, everyone, float(cost)) for cost in costs], loads)
     for rank in range(ranks):
         assert loads[rank] == sum(cost for cost, owner in zip(costs, owners, strict=True) if owner == rank)
     best = best_possible([float(cost) for cost in costs], ranks)
@@ -116,34 +116,39 @@ def spread_on(*ranks: int) -> ShardedMatrix:
 def test_ties_go_to_the_earlier_job_and_the_lower_rank() -> None:
     loads = dict.fromkeys((2, 5, 9), 0.0)
     everyone = spread_on(9, 2, 5)
-    assert assign_owners([Job(everyone, 1.0) for _ in range(4)], loads) == [2, 5, 9, 2]
+    assert assign_owners([Task(0, 0, everyone, 1.0) for _ in range(4)], loads) == [2, 5, 9, 2]
 
 
 def test_the_most_expensive_first() -> None:
     everyone = spread_on(0, 1)
     loads = {0: 0.0, 1: 0.0}
-    assert assign_owners([Job(everyone, cost) for cost in (1.0, 1.0, 2.0)], loads) == [1, 1, 0]
+    assert assign_owners([Task(0, 0, everyone, cost) for cost in (1.0, 1.0, 2.0)], loads) == [1, 1, 0]
     assert loads == {0: 2.0, 1: 2.0}
 
 
 def test_work_without_a_choice_comes_first() -> None:
     """The cheap job that only rank 0 can do is there before the expensive one chooses."""
     loads = {0: 0.0, 1: 0.0}
-    owners = assign_owners([Job(spread_on(0, 1), 10.0), Job(spread_on(0), 3.0)], loads)
+    owners = assign_owners([Task(0, 0, spread_on(0, 1), 10.0), Task(0, 0, spread_on(0), 3.0)], loads)
     assert owners == [1, 0]
 
 
 def test_loads_that_are_there_already_count() -> None:
     loads = {0: 100.0, 1: 50.0, 2: 0.0}
     everyone = spread_on(0, 1, 2)
-    assert assign_owners([Job(everyone, 40.0), Job(everyone, 30.0), Job(everyone, 20.0)], loads) == [2, 2, 1]
+    assert assign_owners([Task(0, 0, everyone, 40.0), Task(0, 0, everyone, 30.0), Task(0, 0, everyone, 20.0)], loads) == [2, 2, 1]
     assert loads == {0: 100.0, 1: 70.0, 2: 70.0}
 
 
 def test_candidates_are_the_holders_alone() -> None:
     """Different sets of holders that overlap share loads."""
     loads = dict.fromkeys(range(4), 0.0)
-    jobs = [Job(spread_on(0, 1), 4.0), Job(spread_on(1, 2), 3.0), Job(spread_on(2, 3), 2.0), Job(spread_on(0, 1), 1.0)]
+    jobs = [
+        Task(0, 0, spread_on(0, 1), 4.0),
+        Task(0, 0, spread_on(1, 2), 3.0),
+        Task(0, 0, spread_on(2, 3), 2.0),
+        Task(0, 0, spread_on(0, 1), 1.0),
+    ]
     assert assign_owners(jobs, loads) == [0, 1, 2, 1]
     assert loads == {0: 4.0, 1: 4.0, 2: 2.0, 3: 0.0}
 
@@ -155,10 +160,10 @@ def test_the_expensive_are_spread_over_ranks_in_a_plan() -> None:
 
 def test_experts_weigh_on_the_ranks_that_hold_them() -> None:
     """Experts that stay on ranks 0 and 1 keep the dense matrices away from these."""
-    experts = entry("experts", (2, 8, 6), line(2), (Sharded(0),), lead=1, flops=10**9)
+    experts = entry("experts", (2, 8, 6), line(2), (Sharded(0),), stack_dims=1, flops=10**9)
     dense = [entry(f"dense {k}", flops=10**8) for k in range(4)]
     plan = make_plan([experts, *dense], options_for())
-    owners = [task.owner for task in plan.tasks if plan.entries[task.entry].name != "experts"]
+    owners = [task.owner for task in plan.tasks if plan.params[task.param].name != "experts"]
     assert sorted(owners) == [2, 2, 3, 3]
     assert math.isclose(plan.loads[0], 10**9)
 
@@ -172,13 +177,15 @@ def test_mesh_order_does_not_matter_for_who_is_least_loaded() -> None:
 def test_matrices_with_few_candidates_are_placed_first_where_that_is_better() -> None:
     """The dearer two fit everywhere; on ranks 0 and 1 they would be in the way of those that fit only there."""
 
-    def job(ranks: tuple[int, ...], cost: float) -> Job:
-        return Job(ShardedMatrix(4, 4, tuple(Piece(((k, k + 1),), ((0, 4),), (rank,)) for k, rank in enumerate(ranks)), 1), cost)
+    def job(ranks: tuple[int, ...], cost: float) -> Task:
+        return Task(
+            0, 0, ShardedMatrix(4, 4, tuple(Piece(((k, k + 1),), ((0, 4),), (rank,)) for k, rank in enumerate(ranks)), 1), cost
+        )
 
     everywhere, few = (0, 1, 2, 3), (0, 1)
     halves = ShardedMatrix(4, 4, (Piece(((0, 2),), ((0, 4),), (0,)), Piece(((2, 4),), ((0, 4),), (1,))), 1)
     assert set(halves.piece_and_replica) == set(few)
-    jobs = [job(everywhere, 3.0), job(everywhere, 3.0), Job(halves, 2.0), Job(halves, 2.0)]
+    jobs = [job(everywhere, 3.0), job(everywhere, 3.0), Task(0, 0, halves, 2.0), Task(0, 0, halves, 2.0)]
     loads = dict.fromkeys(everywhere, 0.0)
     assert assign_owners(jobs, loads) == [2, 3, 0, 1]
     assert loads == {0: 2.0, 1: 2.0, 2: 3.0, 3: 3.0}

@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 from collections import Counter
 from dataclasses import replace
-from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -15,11 +14,10 @@ from meshmuon.layout import Layout, Mesh, Replicated, Sharded, shard_matrices
 from meshmuon.plan import (
     NO_WAVE,
     CostModel,
+    PieceTransfer,
     Plan,
     PlannedParam,
     PlanOptions,
-    Send,
-    buffer_bytes,
     cost_model_for,
     make_plan,
     routes_of,
@@ -40,10 +38,10 @@ def test_every_holder_gets_every_matrix_from_one_task(plan: Plan) -> None:
     """Once per replica set: the tasks of a matrix have disjoint holders, together all of them."""
     held: dict[tuple[int, int], Counter[int]] = {}
     for task in plan.tasks:
-        held.setdefault((task.entry, task.matrix), Counter()).update(task.sharded.piece_and_replica.keys())
-    for k, one in enumerate(plan.entries):
+        held.setdefault((task.param, task.matrix), Counter()).update(task.sharded.piece_and_replica.keys())
+    for k, one in enumerate(plan.params):
         for matrix in range(one.count):
-            sharded_matrices = [shard_matrices(layout, one.lead)[matrix] for layout in one.layouts]
+            sharded_matrices = [shard_matrices(layout, one.stack_dims)[matrix] for layout in one.layouts]
             expected = Counter(rank for sharded in sharded_matrices for rank in sharded.piece_and_replica)
             assert held.pop((k, matrix), Counter()) == expected
             assert max(expected.values(), default=1) == 1
@@ -70,8 +68,8 @@ def test_both_ends_of_every_pair_list_the_same(plan: Plan) -> None:
     routes = {rank: routes_of(plan, rank) for rank in plan.ranks}
     for wave in range(len(plan.lanes)):
         for out, into in (("gather_out", "gather_in"), ("scatter_out", "scatter_in")):
-            sent: dict[tuple[int, int], list[Send]] = {}
-            received: dict[tuple[int, int], list[Send]] = {}
+            sent: dict[tuple[int, int], list[PieceTransfer]] = {}
+            received: dict[tuple[int, int], list[PieceTransfer]] = {}
             for rank in plan.ranks:
                 for send in getattr(routes[rank][wave], out):
                     assert send.source == rank
@@ -100,8 +98,8 @@ def test_routes_lie_by_peer_as_an_exchange_wants_them(plan: Plan) -> None:
 @settings(max_examples=60)
 @given(plans)
 def test_what_arrives_is_the_whole_matrix_and_goes_back_to_all(plan: Plan) -> None:
-    arrived: dict[int, list[Send]] = {}
-    returned: dict[int, list[Send]] = {}
+    arrived: dict[int, list[PieceTransfer]] = {}
+    returned: dict[int, list[PieceTransfer]] = {}
     for rank in plan.ranks:
         for wave in routes_of(plan, rank):
             assert {send.task for send in wave.own} == set(wave.owned)
@@ -129,7 +127,7 @@ def test_what_is_sent_is_the_sum_over_routes(plan: Plan) -> None:
         for wave in routes_of(plan, rank):
             for send in (*wave.gather_out, *wave.scatter_out):
                 elements += send.piece.size
-                nbytes += send.piece.size * plan.entries[plan.tasks[send.task].entry].itemsize
+                nbytes += send.piece.size * plan.params[plan.tasks[send.task].param].itemsize
         assert plan.elements_sent[rank] == elements
         assert plan.bytes_sent[rank] == nbytes
     assert set(plan.elements_sent) == set(plan.bytes_sent) == set(plan.ranks)
@@ -139,9 +137,9 @@ def test_what_is_sent_is_the_sum_over_routes(plan: Plan) -> None:
 @given(seeds)
 def test_share_has_one_owner_per_matrix(seed: int) -> None:
     plan = random_plan(seed, "share")
-    found = Counter((task.entry, task.matrix) for task in plan.tasks)
+    found = Counter((task.param, task.matrix) for task in plan.tasks)
     for (k, matrix), count in found.items():
-        sharded_matrices = [shard_matrices(layout, plan.entries[k].lead)[matrix] for layout in plan.entries[k].layouts]
+        sharded_matrices = [shard_matrices(layout, plan.params[k].stack_dims)[matrix] for layout in plan.params[k].layouts]
         assert count == len(sharded_matrices)  # sibling meshes are other tensors under the same name
     for task in plan.tasks:
         assert (task.wave == NO_WAVE) == (task.sharded.whole and task.sharded.replicas == 1)
@@ -153,13 +151,13 @@ def test_repeat_has_one_owner_per_replica(seed: int) -> None:
     plan = random_plan(seed, "repeat")
     found: dict[tuple[int, int], list[int]] = {}
     for task in plan.tasks:
-        found.setdefault((task.entry, task.matrix), []).append(task.owner)
+        found.setdefault((task.param, task.matrix), []).append(task.owner)
         if task.sharded.whole:
             assert task.wave == NO_WAVE  # every holder has it whole: nothing travels
         else:
             assert task.sharded.replicas == 1
     for (k, matrix), owners in found.items():
-        sharded_matrices = [shard_matrices(layout, plan.entries[k].lead)[matrix] for layout in plan.entries[k].layouts]
+        sharded_matrices = [shard_matrices(layout, plan.params[k].stack_dims)[matrix] for layout in plan.params[k].layouts]
         assert len(owners) == sum(1 if sharded.whole else sharded.replicas for sharded in sharded_matrices)
 
 
@@ -213,7 +211,7 @@ def test_waves_keep_to_the_budget(seed: int) -> None:
     gathered: dict[tuple[int, int], list[int]] = {}
     for task in plan.tasks:
         if task.wave != NO_WAVE:
-            size = task.sharded.size * plan.entries[task.entry].itemsize
+            size = task.sharded.size * plan.params[task.param].itemsize
             gathered.setdefault((task.wave, task.owner), []).append(size)
     assert all(len(sizes) == 1 or sum(sizes) <= plan.options.budget for sizes in gathered.values())
 
@@ -224,7 +222,7 @@ def test_waves_have_no_gaps_and_a_lane_of_their_own(plan: Plan) -> None:
     assert {task.wave for task in plan.tasks} - {NO_WAVE} == set(range(len(plan.lanes)))
     for task in plan.tasks:
         if task.wave != NO_WAVE:
-            assert plan.lanes[task.wave] == plan.entries[task.entry].lane
+            assert plan.lanes[task.wave] == plan.params[task.param].lane
 
 
 def test_waves_overlap_when_the_work_is_worth_it() -> None:
@@ -243,13 +241,13 @@ def test_waves_overlap_when_the_work_is_worth_it() -> None:
 
 def test_the_number_of_waves_is_found_in_few_tries(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each try looks at every matrix: thousands of waves must not take thousands of tries, nor one by one from the few."""
-    tries, fits = [], waves._fits
+    tries, fits = [], waves._Lane._fits
 
-    def counted(queues: Any, owned: Any, count: int, budget: int) -> bool:
+    def counted(lane: waves._Lane, count: int) -> bool:
         tries.append(count)
-        return fits(queues, owned, count, budget)
+        return fits(lane, count)
 
-    monkeypatch.setattr(waves, "_fits", counted)
+    monkeypatch.setattr(waves._Lane, "_fits", counted)
     plan = make_plan([entry(f"p{k}") for k in range(4000)], options_for(budget=2 * 8 * 6 * 4))
     assert len(plan.lanes) > 200
     assert len(tries) < 12
@@ -304,7 +302,7 @@ def test_the_digest_knows_order_lead_and_siblings() -> None:
             [entry("a")],
             [replace(entry("a"), layouts=(*entry("a").layouts, Layout((8, 6), Mesh((4,), (4, 5, 6, 7)), (Sharded(0),))))],
             [stack],
-            [replace(stack, lead=1)],
+            [replace(stack, stack_dims=1)],
             [],
         )
     }
@@ -332,14 +330,14 @@ def test_private_parameters_change_neither_owners_nor_digest(seed: int) -> None:
         mixed.insert(rng.randint(0, len(mixed)), replace(mine, name=f"mine {rng.random()}"))
     without, beside = make_plan(entries, options), make_plan(mixed, options)
     assert beside.digest == without.digest
-    shared = [task for task in beside.tasks if not beside.entries[task.entry].private]
+    shared = [task for task in beside.tasks if not beside.params[task.param].private]
     assert [(task.matrix, task.owner, task.wave) for task in shared] == [
         (task.matrix, task.owner, task.wave) for task in without.tasks
     ]
     assert beside.lanes == without.lanes
     assert beside.loads == without.loads
     assert beside.bound == without.bound
-    assert all(task.wave == NO_WAVE for task in beside.tasks if beside.entries[task.entry].private)  # whatever ``replicas`` says
+    assert all(task.wave == NO_WAVE for task in beside.tasks if beside.params[task.param].private)  # whatever ``replicas`` says
     assert beside.elements_sent == without.elements_sent
 
 
@@ -348,7 +346,7 @@ def test_private_parameters_change_neither_owners_nor_digest(seed: int) -> None:
 def test_loads_and_flops(plan: Plan) -> None:
     loads, flops = dict.fromkeys(plan.ranks, 0.0), dict.fromkeys(plan.ranks, 0.0)
     for task in plan.tasks:
-        one = plan.entries[task.entry]
+        one = plan.params[task.param]
         for rank in task.sharded.piece_and_replica if task.owner == EVERY_HOLDER else [task.owner]:
             flops[rank] += one.flops
             loads[rank] += one.flops
@@ -380,8 +378,8 @@ def test_buffers(plan: Plan) -> None:
             most = slots.setdefault((plan.lanes[k], k % plan.options.in_flight), [0, 0, 0])
             for n, size in enumerate((sizes.mine, sizes.theirs, sizes.results)):
                 most[n] = max(most[n], size)
-        itemsize = {one.lane: one.itemsize for one in plan.entries}
-        assert buffer_bytes(plan, rank) == sum(itemsize[lane] * sum(most) for (lane, _), most in slots.items())
+        itemsize = {one.lane: one.itemsize for one in plan.params}
+        assert plan.buffer_bytes(rank) == sum(itemsize[lane] * sum(most) for (lane, _), most in slots.items())
 
 
 def test_slots_without_waves() -> None:
@@ -457,7 +455,7 @@ def test_cost_models() -> None:
 
 
 def test_matrices_without_elements_are_not_planned() -> None:
-    plan = make_plan([entry(shape=(0, 6)), entry("q", shape=(4, 0)), entry("r", shape=(0, 2, 2), lead=1)], options_for())
+    plan = make_plan([entry(shape=(0, 6)), entry("q", shape=(4, 0)), entry("r", shape=(0, 2, 2), stack_dims=1)], options_for())
     assert plan.tasks == ()
     assert plan.lanes == ()
     assert plan.bound == 0.0

@@ -27,7 +27,7 @@ def mixed() -> Plan:
             entry("twin"),
             entry("shared", (6, 4), hsdp, (Replicated(), Sharded(0)), share=True),
             entry("whole", (5, 4), placements=(Replicated(),), share=False),
-            entry("expert", (4, 3, 3), placements=(Sharded(0),), lead=1),
+            entry("expert", (4, 3, 3), placements=(Sharded(0),), stack_dims=1),
         ],
         options_for(chunk_size=2),
     )
@@ -45,14 +45,14 @@ def test_json_is_the_plan(plan: Plan) -> None:
         "budget": plan.options.budget,
     }
     assert [wave["lane"] for wave in facts["waves"]] == [str(lane) for lane in plan.lanes]
-    assert [one["name"] for one in facts["parameters"]] == [one.name for one in plan.entries]
-    for shown, one in zip(facts["parameters"], plan.entries, strict=True):
+    assert [one["name"] for one in facts["parameters"]] == [one.name for one in plan.params]
+    for shown, one in zip(facts["parameters"], plan.params, strict=True):
         assert tuple(shown["shape"]) == one.layouts[0].shape
         assert shown["layouts"] == [str(layout) for layout in one.layouts]
         assert (shown["flops_per_matrix"], shown["bytes_per_element"]) == (one.flops, one.itemsize)
     assert len(facts["matrices"]) == len(plan.tasks)
     for shown, task in zip(facts["matrices"], plan.tasks, strict=True):
-        assert (shown["parameter"], shown["matrix"]) == (plan.entries[task.entry].name, task.matrix)
+        assert (shown["parameter"], shown["matrix"]) == (plan.params[task.param].name, task.matrix)
         assert shown["owner"] == (None if task.owner == EVERY_HOLDER else task.owner)
         assert shown["wave"] == (None if task.wave == NO_WAVE else task.wave)
         assert (shown["pieces"], shown["replicas"]) == (len(task.sharded.pieces), task.sharded.replicas)
@@ -80,12 +80,12 @@ def slow_description(plan: Plan) -> str:
     loads, flops = dict.fromkeys(plan.ranks, 0.0), dict.fromkeys(plan.ranks, 0.0)
     kinds: dict[tuple[str, str, str], list[int]] = {}
     for k, task in enumerate(plan.tasks):
-        one = plan.entries[task.entry]
+        one = plan.params[task.param]
         for send in (*plan.gather_sends(k), *plan.scatter_sends(k)):
             sent[send.source] += one.itemsize * send.piece.size
         for rank in task.sharded.piece_and_replica if task.owner == EVERY_HOLDER else (task.owner,):
             owned[rank] += 1
-            loads[rank] += plan.cost_of(task)
+            loads[rank] += task.cost
             flops[rank] += one.flops
         alone = task.sharded.replicas == 1
         how = ("local" if alone else "every holder") if task.wave == NO_WAVE else "one owner" if alone else "shared by replicas"
@@ -119,7 +119,7 @@ def slow_description(plan: Plan) -> str:
 def slow_buffers(plan: Plan, rank: int) -> int:
     sizes, turns, total = [wave_sizes(routes) for routes in routes_of(plan, rank)], plan.options.in_flight, 0
     for lane in set(plan.lanes):
-        itemsize = next(one.itemsize for one in plan.entries if one.lane == lane)
+        itemsize = next(one.itemsize for one in plan.params if one.lane == lane)
         for slot in range(turns):
             most = slot_sizes([one for k, one in enumerate(sizes) if plan.lanes[k] == lane and k % turns == slot])
             total += itemsize * (most.mine + most.theirs + most.results)

@@ -27,7 +27,7 @@ def promised(plan: Plan, options: PlanOptions) -> int:
     for rank in plan.ranks:
         largest: dict[tuple[object, object], int] = {}
         for task in plan.tasks:
-            piece, one = task.sharded.piece_of(rank), plan.entries[task.entry]
+            piece, one = task.sharded.piece_of(rank), plan.params[task.param]
             if task.wave == NO_WAVE or piece is None:
                 continue
             sizes: dict[object, int] = {task.owner: piece.size}
@@ -66,7 +66,7 @@ def test_buffers_keep_to_the_budget(seed: int) -> None:
     gathered: dict[tuple[int, int], list[int]] = {}
     for task in plan.tasks:
         if task.wave != NO_WAVE:
-            gathered.setdefault((task.wave, task.owner), []).append(task.sharded.size * plan.entries[task.entry].itemsize)
+            gathered.setdefault((task.wave, task.owner), []).append(task.sharded.size * plan.params[task.param].itemsize)
     assert all(len(sizes) == 1 or sum(sizes) <= options.budget for sizes in gathered.values())
 
 

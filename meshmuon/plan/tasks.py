@@ -1,0 +1,87 @@
+"""What a plan is made of: parameters, the matrices inside them as tasks, and the pieces that travel."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from dataclasses import dataclass
+
+from ..layout import Layout, Piece, ShardedMatrix, shard_matrices
+from ..matrices import Window
+
+__all__ = ["EVERY_HOLDER", "NO_WAVE", "PieceTransfer", "PlannedParam", "Task"]
+
+EVERY_HOLDER = -1
+NO_WAVE = -1
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedParam:
+    """One parameter, or one part of a fused one.
+
+    Attributes:
+        name: its name.
+        layouts: how it lies on its mesh; several when the model has the same parameter on sibling meshes.
+        lead: how many leading dims count matrices (0 or 1).
+        lane: what must be equal for matrices to travel together (device and dtype on the wire).
+        itemsize: bytes per element on the wire.
+        flops: FLOPs of orthogonalising one of its matrices.
+        share: True or False where the user's ``replicas`` does not decide.
+        private: known to this rank alone (a plain tensor): neither balanced nor part of the digest.
+        window: which rows and columns of the parameter its matrices are; None for all of them.
+        how: how its matrices are computed, in words; ranks must agree on it.
+    """
+
+    name: str
+    layouts: tuple[Layout, ...]
+    stack_dims: int
+    lane: Hashable
+    itemsize: int
+    flops: int
+    share: bool | None = None
+    private: bool = False
+    window: Window | None = None
+    how: str = ""
+
+    @property
+    def count(self) -> int:
+        """Number of matrices."""
+        return self.layouts[0].shape[0] if self.stack_dims else 1
+
+    def sharded_matrices(self, layout: Layout) -> tuple[ShardedMatrix, ...]:
+        """How its matrices are spread where it lies as ``layout`` says."""
+        return shard_matrices(layout, self.stack_dims, self.window)
+
+    def __str__(self) -> str:
+        layouts = "; ".join(map(str, self.layouts))
+        return f"{self.name}: {'×'.join(map(str, self.layouts[0].shape))} {layouts}, {self.lane}, {self.flops} FLOPs, {self.how}"
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """One matrix, once for every owner that it has.
+
+    Attributes:
+        param: index of its parameter in ``Plan.params``.
+        matrix: index of the matrix in the parameter.
+        sharded: who holds which piece of it.
+        cost: what it costs the rank that does it.
+        owner: the rank that orthogonalises it; ``EVERY_HOLDER`` when each holder has it whole and computes for itself.
+        wave: index into ``Plan.lanes``; ``NO_WAVE`` when nothing travels.
+    """
+
+    param: int
+    matrix: int
+    sharded: ShardedMatrix
+    cost: float
+    owner: int = EVERY_HOLDER
+    wave: int = NO_WAVE
+
+
+@dataclass(frozen=True, slots=True)
+class PieceTransfer:
+    """A piece of a matrix that travels."""
+
+    task: int
+    source: int
+    target: int
+    piece: Piece
