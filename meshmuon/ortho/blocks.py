@@ -12,6 +12,7 @@ real iteration runs on 2 × 2 matrices in float64, with every product perturbed 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from functools import lru_cache
 from itertools import combinations, pairwise
 from typing import NamedTuple
@@ -19,12 +20,14 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .cost import orthogonalize_flops
+from .cost import orthogonalize_cost
 from .iteration import Scratch, iterate
+from .kernels import ShiftedInverses
+from .rational import Rational
 from .schemes import Scheme
 from .workspace import Workspace
 
-__all__ = ["choose_blocks", "gram_blocks", "standard_blocks"]
+__all__ = ["choose_blocks", "gram_blocks", "is_safe", "standard_blocks", "worst_error"]
 
 _EXHAUSTIVE_STEPS = 6  # up to here every way to cut the steps is tried; beyond, only cuts into few blocks,
 _FEW_BLOCKS = 4
@@ -58,8 +61,9 @@ def gram_blocks(scheme: Scheme, dtype: torch.dtype) -> tuple[int, ...]:
     noise = torch.finfo(dtype).eps / 2
     exact = _simulate(scheme, standard_blocks(scheme), 0.0)
     standard = _simulate(scheme, standard_blocks(scheme), noise)
-    spread = max(abs(1 - scheme(10 ** (-3 * k / 200))) for k in range(201))
-    deviation_allowed = max(_SHARE_OF_SPREAD * spread, _OVER_STANDARD * standard.deviation, _FLOOR * torch.finfo(dtype).eps)
+    deviation_allowed = max(
+        _SHARE_OF_SPREAD * _spread(scheme), _OVER_STANDARD * standard.deviation, _FLOOR * torch.finfo(dtype).eps
+    )
     for count in range(1, steps):
         outcomes = {blocks: _simulate(scheme, blocks, noise) for blocks in _cuts(steps, count)}
         safe = {
@@ -72,11 +76,29 @@ def gram_blocks(scheme: Scheme, dtype: torch.dtype) -> tuple[int, ...]:
     return standard_blocks(scheme)
 
 
+@lru_cache(maxsize=256)
+def is_safe(scheme: Scheme, dtype: torch.dtype) -> bool:
+    """Whether rounding lifts no singular value more than 5 % above the scheme's own maximum, with every step in its own block."""
+    exact, rounded = (_simulate(scheme, standard_blocks(scheme), noise) for noise in (0.0, torch.finfo(dtype).eps / 2))
+    return rounded.overshoot <= _OVERSHOOT * exact.overshoot
+
+
+@lru_cache(maxsize=256)
+def worst_error(scheme: Scheme, dtype: torch.dtype) -> float:
+    """The largest distance from 1 at which a singular value in [1e-3, 1] may end, rounding in ``dtype`` included."""
+    blocks = gram_blocks(scheme, dtype)
+    return _spread(scheme) + _simulate(scheme, blocks, torch.finfo(dtype).eps / 2).deviation
+
+
+def _spread(scheme: Scheme) -> float:
+    return max(abs(1 - scheme(10 ** (-3 * k / 200))) for k in range(201))
+
+
 @lru_cache(maxsize=4096)
 def choose_blocks(rows: int, cols: int, scheme: Scheme, dtype: torch.dtype) -> tuple[int, ...]:
     """The cheaper of the standard form and the safe Gram form for a rows × cols matrix, by counted FLOPs."""
     candidates = (standard_blocks(scheme), gram_blocks(scheme, dtype))
-    return min(candidates, key=lambda blocks: orthogonalize_flops(rows, cols, blocks))
+    return min(candidates, key=lambda blocks: orthogonalize_cost(rows, cols, scheme.steps, blocks))
 
 
 def _cuts(steps: int, count: int) -> list[tuple[int, ...]]:
@@ -101,8 +123,19 @@ class _NoisyProducts:
     def general(self, a: Tensor, b: Tensor, out: Tensor, addend: Tensor | None = None, *, beta: float = 1.0) -> Tensor:
         return self._round(a @ b if addend is None else a @ b + beta * addend, out)
 
+    def inverses(self, gram: Tensor, step: Rational, prepared: Callable[[int], ShiftedInverses]) -> Tensor:
+        """Cholesky's rounding is that of the matrix that it factors; the inverse is rounded like a product."""
+        identity = torch.eye(gram.size(1), dtype=gram.dtype, device=gram.device)
+        total = step.constant * identity
+        for pole, weight in zip(step.poles, step.weights, strict=True):
+            total = total + weight * self._rounded(torch.linalg.inv(self._rounded(gram + pole * identity)))
+        return total.expand_as(gram).contiguous()
+
     def _round(self, result: Tensor, out: Tensor) -> Tensor:
-        return out.copy_(result + result.abs().amax(dim=(1, 2), keepdim=True) * self._shift)
+        return out.copy_(self._rounded(result))
+
+    def _rounded(self, result: Tensor) -> Tensor:
+        return result + result.abs().amax(dim=(1, 2), keepdim=True) * self._shift
 
 
 def _simulate(scheme: Scheme, blocks: tuple[int, ...], noise: float) -> _Outcome:

@@ -1,10 +1,12 @@
-"""Newton–Schulz: the standard and the Gram form of one polynomial, as one loop over blocks of steps.
+"""The iteration: the standard and the Gram form of one scheme, as one loop over blocks of steps.
 
-A block of k steps starts from R = X·Xᵀ, composes its quintics in the n × n space,
+A block of k steps starts from R = X·Xᵀ and composes its steps in the n × n space,
 
-    P = a·I + b·R + c·R²,   Q ← P·Q,   R ← P·R·P,
+    P = a·I + b·R + c·R²                        for a quintic,
+    P = constant·I + Σ weight·(R + pole·I)⁻¹    for a rational step,
+    Q ← P·Q,   R ← P·R·P,
 
-and ends with X ← Q·X. With one step per block this is the standard form X ← a·X + (b·R + c·R²)·X; with as few blocks as
+and ends with X ← Q·X. With one quintic per block this is the standard form X ← a·X + (b·R + c·R²)·X. With as few blocks as
 the dtype allows it is the Gram form, which touches the long side of X only once per block.
 """
 
@@ -17,8 +19,9 @@ import torch
 from torch import Tensor
 
 from .aligned import is_aligned, pitch
-from .kernels import Products
-from .remez import Quintic
+from .kernels import Products, ShiftedInverses, inverse_scratch
+from .rational import Rational
+from .schemes import Step
 from .workspace import Workspace
 
 __all__ = ["Scratch", "iterate", "scratch_bytes"]
@@ -27,11 +30,25 @@ __all__ = ["Scratch", "iterate", "scratch_bytes"]
 _SQUARES = ("gram", "quadratic", "factor", "factor_next", "half_step")
 
 
-def scratch_bytes(rows: int, cols: int, dtype: torch.dtype, result_dtype: torch.dtype) -> int:
-    """Bytes of scratch that one rows × cols matrix needs, beside the result, while it is orthogonalised."""
+def scratch_bytes(rows: int, cols: int, steps: Sequence[Step], dtype: torch.dtype, result_dtype: torch.dtype) -> int:
+    """Bytes of scratch that one rows × cols matrix needs, beside the result, while ``steps`` are applied to it."""
     n, m = min(rows, cols), max(rows, cols)
     wide = 1 if dtype == result_dtype else 2
-    return (wide * pitch(n, m, dtype) + len(_SQUARES) * pitch(n, n, dtype)) * dtype.itemsize
+    squares = len(_squares(steps, len(steps) > 1)) * pitch(n, n, dtype)
+    inverses = inverse_scratch(n, most_poles(steps)) if most_poles(steps) else 0
+    return (wide * pitch(n, m, dtype) + squares + inverses) * dtype.itemsize
+
+
+def most_poles(steps: Sequence[Step]) -> int:
+    """The largest number of poles that any of the steps has; 0 for polynomials."""
+    return max((len(step.poles) for step in steps if isinstance(step, Rational)), default=0)
+
+
+def _squares(steps: Sequence[Step], composed: bool) -> tuple[str, ...]:
+    """The n × n buffers that steps need; ``composed`` where a block has several."""
+    if composed:
+        return _SQUARES
+    return _SQUARES[:1] if all(isinstance(step, Rational) for step in steps) else _SQUARES[:2]
 
 
 class Scratch:
@@ -51,6 +68,7 @@ class Scratch:
         batch = _wide(batch)
         self._count, self._n, self._m = batch.shape
         self._taken: dict[str, Tensor] = {}
+        self._inverses: dict[int, ShiftedInverses] = {}  # by number of poles
         self.column_major = batch.stride(1) < batch.stride(2)
         self.x = self.wide("x")
         precise = torch.float64 if torch.float64 in (batch.dtype, dtype) else torch.float32
@@ -72,19 +90,33 @@ class Scratch:
         return self._take(name, self._n, self._n)
 
     def _take(self, name: str, rows: int, cols: int) -> Tensor:
-        found = self._taken.get(name)
-        if found is None:
+        buffer = self._taken.get(name)
+        if buffer is None:
             shape = self._count, rows, cols
-            found = self._taken[name] = self._workspace.take_matrices(name, shape, self._dtype, self._device)
-        return found
+            buffer = self._taken[name] = self._workspace.take_matrices(name, shape, self._dtype, self._device)
+        return buffer
 
-    def reserve(self, blocks: Sequence[int]) -> None:
+    def inverses(self, poles: int) -> ShiftedInverses:
+        """What computes the factor of a rational step with so many poles."""
+        inverses = self._inverses.get(poles)
+        if inverses is None:
+
+            def take(name: str, shape: tuple[int, int, int]) -> Tensor:
+                return self._workspace.take_matrices(name, shape, self._dtype, self._device)
+
+            inverses = self._inverses[poles] = ShiftedInverses(self._count, self._n, poles, take)
+        return inverses
+
+    def reserve(self, steps: Sequence[Step], blocks: Sequence[int]) -> None:
         """Grows the workspace to all that ``iterate`` will take from it."""
-        for name in _SQUARES if max(blocks) > 1 else _SQUARES[:2]:
+        for name in _squares(steps, max(blocks) > 1):
             self.square(name)
+        if self._device.type == "cpu":  # elsewhere torch's own routines are used, which take memory of their own
+            for poles in sorted({len(step.poles) for step in steps if isinstance(step, Rational)}):
+                self.inverses(poles)
 
 
-def iterate(batch: Tensor, steps: Sequence[Quintic], blocks: Sequence[int], scratch: Scratch, products: Products) -> None:
+def iterate(batch: Tensor, steps: Sequence[Step], blocks: Sequence[int], scratch: Scratch, products: Products) -> None:
     """Runs ``steps``, cut into ``blocks``, on (count, rows, cols), from ``batch`` into the result that ``scratch`` was made for.
 
     Every choice is already made, so that a compiler can follow. The result may be ``batch``; neither may overlap the rest of the
@@ -143,28 +175,35 @@ def _normalise(x: Tensor, gram: Tensor, scale: Tensor, precise: Tensor | None) -
         torch.div(precise, scale, out=x)
 
 
-def _apply_block(
-    x: Tensor, gram: Tensor, steps: Sequence[Quintic], target: Tensor, scratch: Scratch, products: Products
-) -> Tensor:
-    if len(steps) == 1:
+def _apply_block(x: Tensor, gram: Tensor, steps: Sequence[Step], target: Tensor, scratch: Scratch, products: Products) -> Tensor:
+    if len(steps) == 1 and not isinstance(steps[0], Rational):
         # a·X is added to the product instead of a·I to the quadratic: in 16 bits that saves a rounding of X.
         a, b, c = steps[0]
         quadratic = products.symmetric(gram, gram, scratch.square("quadratic"), gram, alpha=c, beta=b)
         return products.general(quadratic, x, target, x, beta=a)
-    factor, spare = scratch.square("factor"), scratch.square("factor_next")
-    for index, (a, b, c) in enumerate(steps):
-        place = factor if index == 0 else scratch.square("quadratic")
-        quadratic = products.symmetric(gram, gram, place, gram, alpha=c, beta=b)
-        quadratic.diagonal(dim1=1, dim2=2).add_(a)
-        if index == 0:
-            factor = quadratic
-        else:
-            # On paper all these matrices commute and the factor is symmetric. In floating point the new quadratic must go
+    composed = len(steps) > 1
+    factor = step_factor = _step_factor(steps[0], gram, "factor" if composed else None, scratch, products)
+    if composed:
+        spare = scratch.square("factor_next")
+        for step in steps[1:]:
+            half_step = products.symmetric(step_factor, gram, scratch.square("half_step"))
+            gram = products.symmetric(half_step, step_factor, scratch.square("gram"))
+            step_factor = _step_factor(step, gram, "quadratic", scratch, products)
+            # On paper all these matrices commute and the factor is symmetric. In floating point the new step's factor must go
             # on the left, as it would act on X: rounding on the right of the factor is amplified by it, up to a thousand
             # times. Mirroring one triangle would put half of it there, so that this one product is computed in full.
-            moved = products.general(quadratic, factor, spare)
+            moved = products.general(step_factor, factor, spare)
             factor, spare = moved, factor
-        if index < len(steps) - 1:
-            half_step = products.symmetric(quadratic, gram, scratch.square("half_step"))
-            gram = products.symmetric(half_step, quadratic, scratch.square("gram"))
     return products.general(factor, x, target)
+
+
+def _step_factor(step: Step, gram: Tensor, name: str | None, scratch: Scratch, products: Products) -> Tensor:
+    """The symmetric n × n matrix P by which a step multiplies X, in the square ``name``; None leaves it where it is computed."""
+    if isinstance(step, Rational):
+        factor = products.inverses(gram, step, scratch.inverses)
+        return factor if name is None else scratch.square(name).copy_(factor)
+    assert name is not None
+    a, b, c = step
+    quadratic = products.symmetric(gram, gram, scratch.square(name), gram, alpha=c, beta=b)
+    quadratic.diagonal(dim1=1, dim2=2).add_(a)
+    return quadratic

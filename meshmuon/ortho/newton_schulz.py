@@ -8,10 +8,11 @@ from torch import Tensor
 from ..errors import ConfigError
 from .aligned import aligned_matrices, is_aligned
 from .blocks import choose_blocks, gram_blocks, standard_blocks
-from .cost import orthogonalize_flops
+from .choice import scheme_for
+from .cost import orthogonalize_cost
 from .iteration import Scratch, iterate
 from .kernels import Products, products_for
-from .schemes import Orthogonalizer, Scheme
+from .schemes import Orthogonalizer, Scheme, polar_express
 from .workspace import Workspace
 
 __all__ = [
@@ -77,6 +78,8 @@ def orthogonalize(
         result.copy_(call_scheme(scheme, batch))
         return out
     dtype = dtype or default_compute_dtype(x.device, x.dtype)
+    scheme = scheme_for(scheme, x.size(-2), x.size(-1), dtype)
+    assert isinstance(scheme, Scheme)
     blocks = blocks_for(x.size(-2), x.size(-1), scheme, form=form, dtype=dtype)
     scratch = Scratch(workspace or Workspace(), batch, dtype, result)
     iterate(batch, scheme.steps, blocks, scratch, products or products_for(x.device))
@@ -110,7 +113,7 @@ def check_shape(found: Tensor, batch: Tensor) -> None:
 def reserve_scratch(x: Tensor, scheme: Scheme | Orthogonalizer, *, form: str, dtype: torch.dtype, workspace: Workspace) -> None:
     """Grows ``workspace`` to all that ``orthogonalize`` will take for a batch like ``x``, so that it never moves later."""
     if isinstance(scheme, Scheme):
-        Scratch(workspace, x, dtype, x).reserve(blocks_for(x.size(-2), x.size(-1), scheme, form=form, dtype=dtype))
+        Scratch(workspace, x, dtype, x).reserve(scheme.steps, blocks_for(x.size(-2), x.size(-1), scheme, form=form, dtype=dtype))
 
 
 def blocks_for(rows: int, cols: int, scheme: Scheme, *, form: str, dtype: torch.dtype) -> tuple[int, ...]:
@@ -126,5 +129,6 @@ def blocks_for(rows: int, cols: int, scheme: Scheme, *, form: str, dtype: torch.
 
 def expected_flops(rows: int, cols: int, scheme: Scheme | Orthogonalizer | None, form: str, dtype: torch.dtype) -> int:
     """FLOPs of orthogonalising one matrix; of a callable scheme nothing is known, it counts as five standard steps."""
-    blocks = blocks_for(rows, cols, scheme, form=form, dtype=dtype) if isinstance(scheme, Scheme) else (1,) * 5
-    return orthogonalize_flops(rows, cols, blocks)
+    if not isinstance(scheme, Scheme):
+        return orthogonalize_cost(rows, cols, polar_express().steps, (1,) * 5)
+    return orthogonalize_cost(rows, cols, scheme.steps, blocks_for(rows, cols, scheme, form=form, dtype=dtype))

@@ -1,16 +1,21 @@
-"""Schemes: which odd quintics are composed, step by step, to drive every singular value towards 1.
+"""Schemes: which odd functions are composed, step by step, to drive every singular value towards 1.
 
-A scheme is data: a name, the coefficients of each step, and where they come from.
+A scheme is data: a name, the coefficients of each step, and where they come from. A step is a quintic, which costs products, or
+a rational function, which costs one inverse per pole and does the work of several quintics.
 
 * ``keller``: Keller Jordan's one triple, repeated (https://kellerjordan.github.io/posts/muon/). Steepest at zero, never
   settles: singular values end anywhere in about [0.68, 1.21].
 * ``polar_express``: each step is the minimax quintic on the interval that the step before leaves behind (Amsel, Persson,
   Musco, Gower, "The Polar Express", arXiv:2505.16932). Computed here, by ``remez``, for any bound and number of steps.
+* ``zolotarev``: one rational step, the best approximation of 1 on [l, 1] with a given number of poles.
+* ``halley``: one rational step with one pole, then minimax quintics.
+* ``auto``: the cheapest of these for a matrix whose error is no larger than that of ``polar_express``.
 * your own list of triples, or a callable that orthogonalises a batch by itself.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -19,12 +24,29 @@ from typing import Any, TypeAlias
 from torch import Tensor
 
 from ..errors import ConfigError
+from .rational import Rational, halley_step, zolotarev_step
 from .remez import Quintic, best_quintic
 
-__all__ = ["Orthogonalizer", "Scheme", "SchemeLike", "keller", "polar_express", "resolve_scheme"]
+__all__ = [
+    "AUTO",
+    "Orthogonalizer",
+    "Scheme",
+    "SchemeLike",
+    "Step",
+    "halley",
+    "keller",
+    "polar_express",
+    "resolve_scheme",
+    "zolotarev",
+]
 
 MAX_STEPS = 64
+_MOST_POLES = 8
+_SMALLEST_BOUND = 1e-5  # below, float64 loses too many digits of the coefficients
 _LARGEST = 65504.0  # of float16, the narrowest dtype that products are computed in
+
+Step: TypeAlias = "Quintic | Rational"
+"""What one step does to a singular value."""
 
 Orthogonalizer: TypeAlias = Callable[[Tensor], Tensor]
 """A callable scheme: (batch, rows, cols) in, its orthogonalisation of the same shape out."""
@@ -32,28 +54,53 @@ Orthogonalizer: TypeAlias = Callable[[Tensor], Tensor]
 
 @dataclass(frozen=True, slots=True)
 class Scheme:
-    """A composition of odd quintics, applied to singular values in [0, 1], first step first."""
+    """A composition of odd functions, applied to singular values in [0, 1], first step first."""
 
     name: str
-    steps: tuple[Quintic, ...]
+    steps: tuple[Step, ...]
     source: str
 
     def __post_init__(self) -> None:
-        if not self.steps:
+        if not self.steps and self.name != "auto":
             raise ConfigError(f"scheme {self.name!r} has no steps, so that nothing would be orthogonalised: give at least one.")
         for step in self.steps:
-            if len(step) != 3 or not all(isinstance(one, (int, float)) and abs(one) <= _LARGEST for one in step):
-                raise ConfigError(
-                    f"scheme {self.name!r} has the step {step!r}: each is three numbers (a, b, c), for a·x + b·x³ + c·x⁵, "
-                    f"finite and of at most {_LARGEST:g}, the largest that float16 holds."
-                )
+            (_check_rational if isinstance(step, Rational) else _check_quintic)(self.name, step)
 
     def __call__(self, x: float) -> float:
         """What the scheme makes of one singular value."""
-        for quintic in self.steps:
-            x = quintic(x)
+        for step in self.steps:
+            x = step(x)
         return x
 
+    @property
+    def rational(self) -> bool:
+        """Whether any step needs inverses, which 16 bits are too short for."""
+        return any(isinstance(step, Rational) for step in self.steps)
+
+
+def _check_quintic(name: str, step: Any) -> None:
+    if len(step) != 3 or not all(isinstance(value, (int, float)) and abs(value) <= _LARGEST for value in step):
+        raise ConfigError(
+            f"scheme {name!r} has the step {step!r}: each is three numbers (a, b, c), for a·x + b·x³ + c·x⁵, "
+            f"finite and of at most {_LARGEST:g}, the largest that float16 holds."
+        )
+
+
+def _check_rational(name: str, step: Rational) -> None:
+    constant, poles, weights = step
+    values = (constant, *poles, *weights)
+    if not poles or len(poles) != len(weights) or not all(isinstance(value, (int, float)) for value in values):
+        raise ConfigError(
+            f"scheme {name!r} has the step {step!r}: it needs a constant, and as many poles as weights, at least one of each."
+        )
+    if not all(math.isfinite(value) for value in values) or min(poles) <= 0 or min(weights) < 0:
+        raise ConfigError(
+            f"scheme {name!r} has the step {step!r}: poles must be positive, weights at least 0, all of them finite."
+        )
+
+
+AUTO = Scheme("auto", (), "chosen for each matrix by dtype and cost")
+"""Stands for the cheapest scheme that is as exact as ``polar_express``; ``scheme_for`` says which one that is for a matrix."""
 
 SchemeLike: TypeAlias = "str | Scheme | Sequence[Sequence[float]] | Orthogonalizer"
 
@@ -97,9 +144,60 @@ def polar_express(l: float = 1e-3, steps: int = 5, safety: float = 0.01, cushion
     return Scheme("polar_express", tuple(quintics), source)
 
 
+@lru_cache
+def zolotarev(l: float = 1e-3, poles: int = 3) -> Scheme:  # noqa: E741
+    """One rational step: the best odd function with so many poles on [l, 1].
+
+    The worst distance from 1 on [1e-3, 1] is 0.202 with 2 poles, 0.062 with 3 and 0.019 with 4. Singular values below ``l`` end
+    below 1, the smaller the lower.
+
+    Args:
+        l: smallest singular value, relative to the Frobenius norm, that the scheme promises to bring near 1.
+        poles: number of poles; each costs one inverse.
+    """
+    _check_bound("zolotarev", l)
+    if isinstance(poles, bool) or not isinstance(poles, int) or not 1 <= poles <= _MOST_POLES:
+        raise ConfigError(f"zolotarev: poles={poles!r} must be a whole number from 1 to {_MOST_POLES}; 3 is usual.")
+    return Scheme("zolotarev", (zolotarev_step(l, poles),), f"Zolotarev, 1877, l={l:g}, {poles} poles")
+
+
+@lru_cache
+def halley(l: float = 1e-3, quintics: int = 2) -> Scheme:  # noqa: E741
+    """One rational step with one pole, then minimax quintics on what it leaves.
+
+    The worst distance from 1 on [1e-3, 1] is 0.157 with 1 quintic and 0.0027 with 2.
+
+    Args:
+        l: smallest singular value, relative to the Frobenius norm, that the scheme promises to bring near 1.
+        quintics: number of quintics after the rational step.
+    """
+    _check_bound("halley", l)
+    if isinstance(quintics, bool) or not isinstance(quintics, int) or not 0 <= quintics < MAX_STEPS:
+        raise ConfigError(f"halley: quintics={quintics!r} must be a whole number from 0 to {MAX_STEPS - 1}; 2 is usual.")
+    first = halley_step(l)
+    steps: list[Step] = [first]
+    low, high = first(l), 1.0
+    for _ in range(quintics):
+        quintic = best_quintic(low, high)
+        steps.append(quintic)
+        low = min(quintic(low), 1.0)
+        high = 2 - low
+    return Scheme("halley", tuple(steps), f"Halley with the weights of QDWH, then minimax by Remez, l={l:g}")
+
+
+def _check_bound(name: str, l: float) -> None:  # noqa: E741
+    if isinstance(l, bool) or not isinstance(l, (int, float)) or not _SMALLEST_BOUND <= l < 1:
+        raise ConfigError(
+            f"{name}: l={l!r} is outside [{_SMALLEST_BOUND:g}, 1). It is a bound on the smallest singular value; use 1e-3."
+        )
+
+
 _NAMED: dict[str, Callable[[int], Scheme]] = {
+    "auto": lambda steps: AUTO,
+    "halley": lambda steps: halley(),
     "keller": lambda steps: keller(steps),
     "polar_express": lambda steps: polar_express(steps=steps),
+    "zolotarev": lambda steps: zolotarev(),
 }
 
 
@@ -108,7 +206,8 @@ def resolve_scheme(scheme: SchemeLike, steps: int) -> Scheme | Orthogonalizer:
 
     Args:
         scheme: a name, a Scheme, a list of (a, b, c) triples (one triple is repeated), or a callable.
-        steps: ``ns_steps``; an explicit list of several triples must have exactly this length.
+        steps: ``ns_steps``; an explicit list of several triples must have exactly this length. Schemes with rational steps
+            have a number of steps of their own.
     """
     _check_steps(steps)  # here and not only where coefficients are made: a cache takes 5.0 and True for 5 and 1
     if isinstance(scheme, str):
@@ -119,25 +218,36 @@ def resolve_scheme(scheme: SchemeLike, steps: int) -> Scheme | Orthogonalizer:
             )
         return _NAMED[scheme](steps)
     if isinstance(scheme, Scheme):
-        _check_length(len(scheme.steps), steps)
+        if not scheme.rational and scheme != AUTO:
+            _check_length(len(scheme.steps), steps)
         return scheme
     if callable(scheme):
         return scheme
-    return _from_triples(scheme, steps)
+    return _from_rows(scheme, steps)
 
 
-def _from_triples(triples: Any, steps: int) -> Scheme:
+def _from_rows(rows: Any, steps: int) -> Scheme:
+    """A scheme from plain numbers: triples, and (constant, poles, weights) for rational steps, as checkpoints store them."""
     try:
-        rows = list(triples)
-        if len(rows) == 3 and all(isinstance(value, (int, float)) for value in rows):
-            rows = [rows]  # one bare triple, as torch.optim.Muon's ns_coefficients
-        quintics = tuple(Quintic(*(float(value) for value in row)) for row in rows)
+        listed = list(rows)
+        if len(listed) == 3 and all(isinstance(value, (int, float)) for value in listed):
+            listed = [listed]  # one bare triple, as torch.optim.Muon's ns_coefficients
+        parsed = tuple(_parsed_step(row) for row in listed)
     except (TypeError, ValueError, OverflowError):
-        raise ConfigError(f"scheme={triples!r}: every step is a triple (a, b, c) of numbers, for a·x + b·x³ + c·x⁵.") from None
-    if len(quintics) == 1:
-        quintics *= steps
-    _check_length(len(quintics), steps)
-    return Scheme("custom", quintics, "given by the user")
+        raise ConfigError(f"scheme={rows!r}: every step is a triple (a, b, c) of numbers, for a·x + b·x³ + c·x⁵.") from None
+    if any(isinstance(step, Rational) for step in parsed):
+        return Scheme("custom", parsed, "given by the user")
+    if len(parsed) == 1:
+        parsed *= steps
+    _check_length(len(parsed), steps)
+    return Scheme("custom", parsed, "given by the user")
+
+
+def _parsed_step(row: Any) -> Step:
+    first, second, third = row
+    if isinstance(second, (list, tuple)):
+        return Rational(float(first), tuple(map(float, second)), tuple(map(float, third)))
+    return Quintic(float(first), float(second), float(third))
 
 
 def _check_length(length: int, steps: int) -> None:

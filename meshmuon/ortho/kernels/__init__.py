@@ -1,5 +1,15 @@
 """Matrix products of the iteration, one implementation per kind of device behind one interface."""
 
+from .inverse import ShiftedInverses, inverse_flops, inverse_scratch
 from .products import BlockedProducts, FunctionalProducts, Products, TritonProducts, products_for
 
-__all__ = ["BlockedProducts", "FunctionalProducts", "Products", "TritonProducts", "products_for"]
+__all__ = [
+    "BlockedProducts",
+    "FunctionalProducts",
+    "Products",
+    "ShiftedInverses",
+    "TritonProducts",
+    "inverse_flops",
+    "inverse_scratch",
+    "products_for",
+]

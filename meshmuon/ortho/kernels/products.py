@@ -1,12 +1,14 @@
-"""The two products that Newton–Schulz needs, and who computes them where.
+"""The products and inverses that the iteration needs, and who computes them where.
 
-``symmetric`` knows that its result is symmetric (X·Xᵀ, or products of polynomials of one symmetric matrix, which commute)
-and computes one triangle; ``general`` is an ordinary product. Both take (batch, rows, cols) operands.
+``symmetric`` knows that its result is symmetric (X·Xᵀ, or products of functions of one symmetric matrix, which commute) and
+computes one triangle. ``general`` is an ordinary product. ``inverses`` is the factor of a rational step. All take (batch, rows,
+cols) operands.
 """
 
 from __future__ import annotations
 
 import importlib.util
+from collections.abc import Callable
 from functools import lru_cache
 from typing import Protocol
 
@@ -14,7 +16,9 @@ import torch
 from torch import Tensor
 
 from ..aligned import is_dense
-from ..cost import symmetric_panels
+from ..rational import Rational
+from .inverse import ShiftedInverses, plain_inverses
+from .panels import symmetric_panels
 
 __all__ = ["BlockedProducts", "FunctionalProducts", "Products", "TritonProducts", "products_for"]
 
@@ -30,6 +34,10 @@ class Products(Protocol):
 
     def general(self, a: Tensor, b: Tensor, out: Tensor, addend: Tensor | None = None, *, beta: float = 1.0) -> Tensor:
         """``a·b + beta · addend``. ``out`` overlaps none of the operands."""
+        ...
+
+    def inverses(self, gram: Tensor, step: Rational, prepared: Callable[[int], ShiftedInverses]) -> Tensor:
+        """``constant·I + Σ weight·(gram + pole·I)⁻¹``; ``prepared`` gives the buffers for a number of poles."""
         ...
 
 
@@ -63,6 +71,11 @@ class BlockedProducts:
         self._multiply(a, b, out, addend, 1.0, beta)
         return out
 
+    def inverses(self, gram: Tensor, step: Rational, prepared: Callable[[int], ShiftedInverses]) -> Tensor:
+        if gram.device.type != "cpu":  # there one batched call per pole beats many small launches
+            return plain_inverses(gram, step)
+        return prepared(len(step.poles)).run(gram, step)
+
     def _multiply(self, a: Tensor, b: Tensor, out: Tensor, addend: Tensor | None, alpha: float, beta: float) -> None:
         # Matrices with gaps between them are multiplied as a batch of one is: BLAS has other code for batches.
         if a.size(0) > 1 and (self.one_by_one or not is_dense(out)):
@@ -94,9 +107,12 @@ class FunctionalProducts:
     def general(self, a: Tensor, b: Tensor, out: Tensor, addend: Tensor | None = None, *, beta: float = 1.0) -> Tensor:
         return torch.bmm(a, b) if addend is None else torch.baddbmm(addend, a, b, beta=beta)
 
+    def inverses(self, gram: Tensor, step: Rational, prepared: Callable[[int], ShiftedInverses]) -> Tensor:
+        return plain_inverses(gram, step)
+
 
 class TritonProducts(BlockedProducts):
-    """Symmetric products by the Triton kernel; the general one stays torch's."""
+    """Symmetric products by the Triton kernel; the general one and the inverses stay torch's."""
 
     def symmetric(
         self, a: Tensor, b: Tensor, out: Tensor, addend: Tensor | None = None, *, alpha: float = 1.0, beta: float = 1.0

@@ -1,0 +1,201 @@
+"""Inverses of symmetric positive definite matrices out of large products.
+
+A rational step needs (R + pole·I)⁻¹ for a few poles. LAPACK's own inverse runs at a third of the speed of a product, so that only
+32 × 32 blocks on the diagonal are left to it. Everything else is products of large blocks: with A = L·Lᵀ cut in two,
+
+    L₂₁ = A₂₁·W₁₁ᵀ,   A₂₂ ← A₂₂ − L₂₁·L₂₁ᵀ,   W₂₁ = −W₂₂·(L₂₁·W₁₁),   where W = L⁻¹ and A⁻¹ = Wᵀ·W,
+
+and the same for both halves. Products with a triangular operand leave out the blocks that are zero.
+
+Matrices are padded with an identity to a multiple of 32 rows, and rows to 16 more columns. Every block then begins at a multiple
+of 64 bytes, and no result is contiguous: torch multiplies such batches one matrix at a time, so that what shares a batch cannot
+change a bit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import lru_cache, partial
+from typing import TypeAlias
+
+import torch
+from torch import Tensor
+
+from ..rational import Rational
+
+__all__ = ["ShiftedInverses", "inverse_flops", "inverse_scratch", "plain_inverses"]
+
+LEAF = 32  # rows that LAPACK factors; smaller blocks cost more calls, larger ones run at LAPACK's speed
+_PANEL = 128  # rows of a panel of a triangular product
+_SMALLEST_SPLIT = 256  # below, panels cost more than the zeros that they leave out
+_GAP = 16  # columns that keep results from being contiguous: 64 bytes in float32
+_POLES_APART = 1024  # from here on poles are taken one after the other: the calls cost nothing any more, the memory does
+
+Range: TypeAlias = "tuple[int, int]"
+
+
+def _padded(n: int) -> int:
+    """Rows that an n × n matrix is padded to."""
+    return -(-n // LEAF) * LEAF
+
+
+def _poles_at_once(n: int, poles: int) -> int:
+    """How many of the poles are inverted together for n × n matrices."""
+    return poles if n < _POLES_APART else 1
+
+
+@lru_cache(maxsize=1024)
+def _panels(n: int) -> tuple[Range, ...]:
+    """Rows of a triangular n × n operand in panels, so that a panel's zeros need not be multiplied."""
+    if n < _SMALLEST_SPLIT:
+        return ((0, n),)
+    count = n // _PANEL
+    edges = [round(n * k / count / LEAF) * LEAF for k in range(count)]
+    return tuple(zip(edges, [*edges[1:], n], strict=True))
+
+
+def _half(n: int) -> int:
+    return -(-n // (2 * LEAF)) * LEAF
+
+
+class ShiftedInverses:
+    """constant·I + Σ weight·(R + pole·I)⁻¹ for a batch of Gram matrices R, in buffers and views that are made once.
+
+    Args:
+        count: matrices of the batch.
+        n: their rows.
+        poles: how many poles a step has.
+        take: gives an uninitialised (count, rows, cols) buffer for a name, each matrix at a multiple of 64 bytes.
+    """
+
+    def __init__(self, count: int, n: int, poles: int, take: Callable[[str, tuple[int, int, int]], Tensor]) -> None:
+        size, together = _padded(n), _poles_at_once(n, poles)
+        self._count, self._n, self._together = count, n, together
+        shape, wide = (count * together, size, size + _GAP), (count, size, size + _GAP)
+        self._shifted = take("shifted", shape)[:, :, :size]
+        self._inverse_factor = take("inverse_factor", shape)[:, :, :size]
+        self._half = take("half_factor", (count * together, size - _half(size) + LEAF, _half(size) + _GAP))
+        self._total = take("inverses", wide)[:, :, :size]
+        self._leaf = take("leaf", (count * together, LEAF, LEAF))
+        self._leaf_inverse = take("leaf_inverse", (count * together, LEAF, LEAF))
+        self._identity = take("leaf_identity", (count * together, LEAF, LEAF))
+        self._info = torch.empty(count * together, dtype=torch.int32, device=self._leaf.device)
+        self._calls = [*self._factor(0, size)]
+        self._squares = [*self._square(size)]
+
+    @property
+    def result(self) -> Tensor:
+        """(count, n, n), where ``run`` leaves its result."""
+        return self._total[:, : self._n, : self._n]
+
+    def run(self, gram: Tensor, step: Rational) -> Tensor:
+        """The step's factor for each Gram matrix, (count, n, n)."""
+        self._inverse_factor.zero_()
+        self._identity.zero_().diagonal(dim1=1, dim2=2).fill_(1.0)
+        for first in range(0, len(step.poles), self._together):
+            taken = slice(first, first + self._together)
+            self._shift(gram, step.poles[taken])
+            for call in self._calls:
+                call()
+            for index, weight in enumerate(step.weights[taken]):
+                for square in self._squares[index]:
+                    square(weight, fresh=first + index == 0)
+        self._mirror()
+        self._total.diagonal(dim1=1, dim2=2).add_(step.constant)
+        return self.result
+
+    def _shift(self, gram: Tensor, poles: tuple[float, ...]) -> None:
+        n, size = self._n, self._shifted.size(1)
+        for index, pole in enumerate(poles):
+            shifted = self._shifted[index * self._count : (index + 1) * self._count]
+            if size > n:
+                shifted[:, n:].zero_()
+                shifted[:, n:, n:].diagonal(dim1=1, dim2=2).fill_(1.0)
+            shifted[:, :n, :n].copy_(gram)
+            shifted[:, :n, :n].diagonal(dim1=1, dim2=2).add_(pole)
+
+    def _factor(self, low: int, high: int) -> Iterator[Callable[[], object]]:
+        """The calls that turn A[low:high, low:high] into W[low:high, low:high]; A is overwritten."""
+        a, w = self._shifted, self._inverse_factor
+        if high - low == LEAF:
+            block = slice(low, high)
+            yield partial(self._factor_leaf, a[:, block, block], w[:, block, block])
+            return
+        half = _half(high - low)
+        mid = low + half
+        upper, lower = slice(low, mid), slice(mid, high)
+        w11, w22, a21, a22 = w[:, upper, upper], w[:, lower, lower], a[:, lower, upper], a[:, lower, lower]
+        l21 = self._half[:, : high - mid, :half]
+        yield from self._factor(low, mid)
+        for start, stop in _panels(half):
+            yield partial(torch.bmm, a21[:, :, :stop], w11[:, start:stop, :stop].mT, out=l21[:, :, start:stop])
+        for start, stop in _panels(high - mid):
+            out = a22[:, start:stop, :stop]
+            yield partial(torch.baddbmm, out, l21[:, start:stop], l21[:, :stop].mT, alpha=-1.0, out=out)
+        for start, stop in _panels(half):
+            yield partial(torch.bmm, l21[:, :, start:], w11[:, start:, start:stop], out=a21[:, :, start:stop])
+        yield from self._factor(mid, high)
+        for start, stop in _panels(high - mid):
+            out = w[:, mid + start : mid + stop, upper]
+            yield partial(torch.baddbmm, out, w22[:, start:stop, :stop], a21[:, :stop], alpha=-1.0, beta=0.0, out=out)
+
+    def _factor_leaf(self, block: Tensor, inverse: Tensor) -> None:
+        torch.linalg.cholesky_ex(block, out=(self._leaf.mT, self._info))
+        torch.linalg.solve_triangular(self._leaf.mT, self._identity, upper=False, out=self._leaf_inverse)
+        inverse.copy_(self._leaf_inverse)
+
+    def _square(self, size: int) -> Iterator[list[Callable[..., object]]]:
+        """For each pole, the calls that add weight·Wᵀ·W to the lower triangle of the total."""
+        for index in range(self._together):
+            w = self._inverse_factor[index * self._count : (index + 1) * self._count]
+            yield [
+                partial(_add_square, w[:, start:, start:stop].mT, w[:, start:, :stop], self._total[:, start:stop, :stop])
+                for start, stop in _panels(size)
+            ]
+
+    def _mirror(self) -> None:
+        for start, stop in _panels(self._total.size(1)):
+            if start:
+                self._total[:, :start, start:stop].copy_(self._total[:, start:stop, :start].mT)
+
+
+def _add_square(left: Tensor, right: Tensor, out: Tensor, weight: float, *, fresh: bool) -> None:
+    torch.baddbmm(out, left, right, alpha=weight, beta=0.0 if fresh else 1.0, out=out)
+
+
+def plain_inverses(gram: Tensor, step: Rational) -> Tensor:
+    """The same by torch's own batched routines, into new tensors: what ``torch.compile`` can trace, and what GPUs run."""
+    identity = torch.eye(gram.size(1), dtype=gram.dtype, device=gram.device)
+    total = step.constant * identity
+    for pole, weight in zip(step.poles, step.weights, strict=True):
+        factor, _ = torch.linalg.cholesky_ex(gram + pole * identity)
+        total = total + weight * torch.cholesky_inverse(factor)
+    return total
+
+
+def inverse_scratch(n: int, poles: int) -> int:
+    """Elements of scratch that ``ShiftedInverses`` takes for each n × n matrix."""
+    size, together = _padded(n), _poles_at_once(n, poles)
+    square, half = size * (size + _GAP), (size - _half(size) + LEAF) * (_half(size) + _GAP)
+    return square + together * (2 * square + half + 3 * LEAF * LEAF)
+
+
+@lru_cache(maxsize=1024)
+def inverse_flops(n: int) -> tuple[int, int]:
+    """FLOPs of one inverse of an n × n matrix: in products, and in the blocks that LAPACK factors."""
+    size = _padded(n)
+    square = sum(2 * (stop - start) * stop * (size - start) for start, stop in _panels(size))
+    return _factor_flops(size) + square, size // LEAF * LEAF**3
+
+
+@lru_cache(maxsize=1024)
+def _factor_flops(size: int) -> int:
+    if size == LEAF:
+        return 0
+    half = _half(size)
+    rest = size - half
+    divide = sum(2 * rest * (stop - start) * stop for start, stop in _panels(half))
+    update = sum(2 * (stop - start) * stop * half for start, stop in _panels(rest))
+    back = sum(2 * rest * (half - start) * (stop - start) for start, stop in _panels(half))
+    apply = sum(2 * (stop - start) * stop * half for start, stop in _panels(rest))
+    return divide + update + back + apply + _factor_flops(half) + _factor_flops(rest)
