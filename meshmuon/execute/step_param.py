@@ -103,5 +103,6 @@ class StepParam:
     def item(self, count: int, *, with_: Hashable = None) -> BatchItem:
         """``count`` of its matrices as the planner of batches sees them; those with another ``with_`` are kept apart."""
         size = pitch(self.matrices.rows, self.matrices.cols, self.update_dtype) * self.update_dtype.itemsize
-        scratch = scratch_bytes(self.matrices.rows, self.matrices.cols, self.compute_dtype, self.update_dtype)
+        steps = self.scheme.steps if isinstance(self.scheme, Scheme) else ()
+        scratch = scratch_bytes(self.matrices.rows, self.matrices.cols, steps, self.compute_dtype, self.update_dtype)
         return BatchItem(count, self.matrices.rows, self.matrices.cols, (self.treatment, with_), size + scratch)

@@ -12,7 +12,6 @@ real iteration runs on 2 × 2 matrices in float64, with every product perturbed 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from functools import lru_cache
 from itertools import combinations, pairwise
 from typing import NamedTuple
@@ -22,7 +21,7 @@ from torch import Tensor
 
 from .cost import orthogonalize_cost
 from .iteration import Scratch, iterate
-from .kernels import ShiftedInverses
+from .kernels import Prepared
 from .rational import Rational
 from .schemes import Scheme
 from .workspace import Workspace
@@ -123,13 +122,13 @@ class _NoisyProducts:
     def general(self, a: Tensor, b: Tensor, out: Tensor, addend: Tensor | None = None, *, beta: float = 1.0) -> Tensor:
         return self._round(a @ b if addend is None else a @ b + beta * addend, out)
 
-    def inverses(self, gram: Tensor, step: Rational, prepared: Callable[[int], ShiftedInverses]) -> Tensor:
-        """Cholesky's rounding is that of the matrix that it factors; the inverse is rounded like a product."""
+    def inverses(self, gram: Tensor, step: Rational, out: Tensor, prepared: Prepared) -> Tensor:
+        """Cholesky's rounding is like one more of the matrix that it factors; the inverse is rounded like a product."""
         identity = torch.eye(gram.size(1), dtype=gram.dtype, device=gram.device)
         total = step.constant * identity
         for pole, weight in zip(step.poles, step.weights, strict=True):
-            total = total + weight * self._rounded(torch.linalg.inv(self._rounded(gram + pole * identity)))
-        return total.expand_as(gram).contiguous()
+            total = total + weight * self._rounded(torch.linalg.inv(self._rounded(self._rounded(gram + pole * identity))))
+        return out.copy_(total)
 
     def _round(self, result: Tensor, out: Tensor) -> Tensor:
         return out.copy_(self._rounded(result))

@@ -1,4 +1,4 @@
-"""Which scheme a matrix really gets: ``"auto"`` is resolved, and rational schemes give way where a dtype is too short for them."""
+"""Which scheme a matrix gets: resolves ``"auto"``, and replaces rational schemes where the dtype is too short for them."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import torch
 from ..errors import ConfigError
 from .blocks import choose_blocks, is_safe, worst_error
 from .cost import orthogonalize_cost
+from .rational import Rational
 from .schemes import AUTO, Orthogonalizer, Scheme, halley, polar_express, zolotarev
 
 __all__ = ["fallback_reason", "scheme_for"]
@@ -61,4 +62,4 @@ def _cheapest(rows: int, cols: int, dtype: torch.dtype) -> Scheme:
 
 
 def _smallest_pole(scheme: Scheme) -> float:
-    return min(min(step.poles) for step in scheme.steps if hasattr(step, "poles"))
+    return min(min(step.poles) for step in scheme.steps if isinstance(step, Rational))

@@ -27,7 +27,7 @@ from .workspace import Workspace
 __all__ = ["Scratch", "iterate", "scratch_bytes"]
 
 
-_SQUARES = ("gram", "quadratic", "factor", "factor_next", "half_step")
+_SQUARES = ("gram", "factor", "quadratic", "factor_next", "half_step")
 
 
 def scratch_bytes(rows: int, cols: int, steps: Sequence[Step], dtype: torch.dtype, result_dtype: torch.dtype) -> int:
@@ -48,7 +48,8 @@ def _squares(steps: Sequence[Step], composed: bool) -> tuple[str, ...]:
     """The n × n buffers that steps need; ``composed`` where a block has several."""
     if composed:
         return _SQUARES
-    return _SQUARES[:1] if all(isinstance(step, Rational) for step in steps) else _SQUARES[:2]
+    kinds = {isinstance(step, Rational) for step in steps}
+    return ("gram", *(("factor" if rational else "quadratic") for rational in sorted(kinds)))
 
 
 class Scratch:
@@ -68,7 +69,7 @@ class Scratch:
         batch = _wide(batch)
         self._count, self._n, self._m = batch.shape
         self._taken: dict[str, Tensor] = {}
-        self._inverses: dict[int, ShiftedInverses] = {}  # by number of poles
+        self._inverses: dict[tuple[int, int], ShiftedInverses] = {}  # by number of poles and of matrices
         self.column_major = batch.stride(1) < batch.stride(2)
         self.x = self.wide("x")
         precise = torch.float64 if torch.float64 in (batch.dtype, dtype) else torch.float32
@@ -96,15 +97,15 @@ class Scratch:
             buffer = self._taken[name] = self._workspace.take_matrices(name, shape, self._dtype, self._device)
         return buffer
 
-    def inverses(self, poles: int) -> ShiftedInverses:
-        """What computes the factor of a rational step with so many poles."""
-        inverses = self._inverses.get(poles)
+    def inverses(self, poles: int, count: int) -> ShiftedInverses:
+        """What computes the factor of a rational step with so many poles, for ``count`` matrices at once."""
+        inverses = self._inverses.get((poles, count))
         if inverses is None:
 
             def take(name: str, shape: tuple[int, int, int]) -> Tensor:
                 return self._workspace.take_matrices(name, shape, self._dtype, self._device)
 
-            inverses = self._inverses[poles] = ShiftedInverses(self._count, self._n, poles, take)
+            inverses = self._inverses[poles, count] = ShiftedInverses(count, self._n, poles, take)
         return inverses
 
     def reserve(self, steps: Sequence[Step], blocks: Sequence[int]) -> None:
@@ -113,7 +114,7 @@ class Scratch:
             self.square(name)
         if self._device.type == "cpu":  # elsewhere torch's own routines are used, which take memory of their own
             for poles in sorted({len(step.poles) for step in steps if isinstance(step, Rational)}):
-                self.inverses(poles)
+                self.inverses(poles, self._count)
 
 
 def iterate(batch: Tensor, steps: Sequence[Step], blocks: Sequence[int], scratch: Scratch, products: Products) -> None:
@@ -181,14 +182,13 @@ def _apply_block(x: Tensor, gram: Tensor, steps: Sequence[Step], target: Tensor,
         a, b, c = steps[0]
         quadratic = products.symmetric(gram, gram, scratch.square("quadratic"), gram, alpha=c, beta=b)
         return products.general(quadratic, x, target, x, beta=a)
-    composed = len(steps) > 1
-    factor = step_factor = _step_factor(steps[0], gram, "factor" if composed else None, scratch, products)
-    if composed:
+    factor = step_factor = _step_factor(steps[0], gram, scratch.square("factor"), scratch, products)
+    if len(steps) > 1:
         spare = scratch.square("factor_next")
         for step in steps[1:]:
             half_step = products.symmetric(step_factor, gram, scratch.square("half_step"))
             gram = products.symmetric(half_step, step_factor, scratch.square("gram"))
-            step_factor = _step_factor(step, gram, "quadratic", scratch, products)
+            step_factor = _step_factor(step, gram, scratch.square("quadratic"), scratch, products)
             # On paper all these matrices commute and the factor is symmetric. In floating point the new step's factor must go
             # on the left, as it would act on X: rounding on the right of the factor is amplified by it, up to a thousand
             # times. Mirroring one triangle would put half of it there, so that this one product is computed in full.
@@ -197,13 +197,11 @@ def _apply_block(x: Tensor, gram: Tensor, steps: Sequence[Step], target: Tensor,
     return products.general(factor, x, target)
 
 
-def _step_factor(step: Step, gram: Tensor, name: str | None, scratch: Scratch, products: Products) -> Tensor:
-    """The symmetric n × n matrix P by which a step multiplies X, in the square ``name``; None leaves it where it is computed."""
+def _step_factor(step: Step, gram: Tensor, place: Tensor, scratch: Scratch, products: Products) -> Tensor:
+    """The symmetric n × n matrix P by which a step multiplies X."""
     if isinstance(step, Rational):
-        factor = products.inverses(gram, step, scratch.inverses)
-        return factor if name is None else scratch.square(name).copy_(factor)
-    assert name is not None
+        return products.inverses(gram, step, place, scratch.inverses)
     a, b, c = step
-    quadratic = products.symmetric(gram, gram, scratch.square(name), gram, alpha=c, beta=b)
+    quadratic = products.symmetric(gram, gram, place, gram, alpha=c, beta=b)
     quadratic.diagonal(dim1=1, dim2=2).add_(a)
     return quadratic

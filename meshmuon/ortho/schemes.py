@@ -64,7 +64,10 @@ class Scheme:
         if not self.steps and self.name != "auto":
             raise ConfigError(f"scheme {self.name!r} has no steps, so that nothing would be orthogonalised: give at least one.")
         for step in self.steps:
-            (_check_rational if isinstance(step, Rational) else _check_quintic)(self.name, step)
+            if isinstance(step, Rational):
+                _check_rational(self.name, step)
+            else:
+                _check_quintic(self.name, step)
 
     def __call__(self, x: float) -> float:
         """What the scheme makes of one singular value."""
@@ -105,14 +108,14 @@ AUTO = Scheme("auto", (), "chosen for each matrix by dtype and cost")
 SchemeLike: TypeAlias = "str | Scheme | Sequence[Sequence[float]] | Orthogonalizer"
 
 
-@lru_cache
+@lru_cache(typed=True)
 def keller(steps: int = 5) -> Scheme:
     """Keller Jordan's coefficients, the same at every step."""
     _check_steps(steps)
     return Scheme("keller", (Quintic(3.4445, -4.7750, 2.0315),) * steps, "Keller Jordan, Muon, 2024")
 
 
-@lru_cache
+@lru_cache(typed=True)
 def polar_express(l: float = 1e-3, steps: int = 5, safety: float = 0.01, cushion: float = 0.02) -> Scheme:  # noqa: E741
     """Minimax quintics, composed.
 
@@ -144,7 +147,7 @@ def polar_express(l: float = 1e-3, steps: int = 5, safety: float = 0.01, cushion
     return Scheme("polar_express", tuple(quintics), source)
 
 
-@lru_cache
+@lru_cache(typed=True)
 def zolotarev(l: float = 1e-3, poles: int = 3) -> Scheme:  # noqa: E741
     """One rational step: the best odd function with so many poles on [l, 1].
 
@@ -161,7 +164,7 @@ def zolotarev(l: float = 1e-3, poles: int = 3) -> Scheme:  # noqa: E741
     return Scheme("zolotarev", (zolotarev_step(l, poles),), f"Zolotarev, 1877, l={l:g}, {poles} poles")
 
 
-@lru_cache
+@lru_cache(typed=True)
 def halley(l: float = 1e-3, quintics: int = 2) -> Scheme:  # noqa: E741
     """One rational step with one pole, then minimax quintics on what it leaves.
 

@@ -1,11 +1,12 @@
 """Matrix products of the iteration, one implementation per kind of device behind one interface."""
 
 from .inverse import ShiftedInverses, inverse_flops, inverse_scratch
-from .products import BlockedProducts, FunctionalProducts, Products, TritonProducts, products_for
+from .products import BlockedProducts, FunctionalProducts, Prepared, Products, TritonProducts, products_for
 
 __all__ = [
     "BlockedProducts",
     "FunctionalProducts",
+    "Prepared",
     "Products",
     "ShiftedInverses",
     "TritonProducts",

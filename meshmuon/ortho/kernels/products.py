@@ -10,7 +10,7 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Callable
 from functools import lru_cache
-from typing import Protocol
+from typing import Protocol, TypeAlias
 
 import torch
 from torch import Tensor
@@ -20,7 +20,10 @@ from ..rational import Rational
 from .inverse import ShiftedInverses, plain_inverses
 from .panels import symmetric_panels
 
-__all__ = ["BlockedProducts", "FunctionalProducts", "Products", "TritonProducts", "products_for"]
+__all__ = ["BlockedProducts", "FunctionalProducts", "Prepared", "Products", "TritonProducts", "products_for"]
+
+
+Prepared: TypeAlias = Callable[[int, int], ShiftedInverses]
 
 
 class Products(Protocol):
@@ -36,8 +39,8 @@ class Products(Protocol):
         """``a·b + beta · addend``. ``out`` overlaps none of the operands."""
         ...
 
-    def inverses(self, gram: Tensor, step: Rational, prepared: Callable[[int], ShiftedInverses]) -> Tensor:
-        """``constant·I + Σ weight·(gram + pole·I)⁻¹``; ``prepared`` gives the buffers for a number of poles."""
+    def inverses(self, gram: Tensor, step: Rational, out: Tensor, prepared: Prepared) -> Tensor:
+        """``constant·I + Σ weight·(gram + pole·I)⁻¹``; ``prepared`` gives buffers for a number of poles and of matrices."""
         ...
 
 
@@ -71,10 +74,13 @@ class BlockedProducts:
         self._multiply(a, b, out, addend, 1.0, beta)
         return out
 
-    def inverses(self, gram: Tensor, step: Rational, prepared: Callable[[int], ShiftedInverses]) -> Tensor:
+    def inverses(self, gram: Tensor, step: Rational, out: Tensor, prepared: Prepared) -> Tensor:
         if gram.device.type != "cpu":  # there one batched call per pole beats many small launches
             return plain_inverses(gram, step)
-        return prepared(len(step.poles)).run(gram, step)
+        together = 1 if self.one_by_one else gram.size(0)
+        for k in range(0, gram.size(0), together):
+            out[k : k + together].copy_(prepared(len(step.poles), together).run(gram[k : k + together], step))
+        return out
 
     def _multiply(self, a: Tensor, b: Tensor, out: Tensor, addend: Tensor | None, alpha: float, beta: float) -> None:
         # Matrices with gaps between them are multiplied as a batch of one is: BLAS has other code for batches.
@@ -107,7 +113,7 @@ class FunctionalProducts:
     def general(self, a: Tensor, b: Tensor, out: Tensor, addend: Tensor | None = None, *, beta: float = 1.0) -> Tensor:
         return torch.bmm(a, b) if addend is None else torch.baddbmm(addend, a, b, beta=beta)
 
-    def inverses(self, gram: Tensor, step: Rational, prepared: Callable[[int], ShiftedInverses]) -> Tensor:
+    def inverses(self, gram: Tensor, step: Rational, out: Tensor, prepared: Prepared) -> Tensor:
         return plain_inverses(gram, step)
 
 
