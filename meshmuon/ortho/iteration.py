@@ -34,7 +34,7 @@ def scratch_bytes(rows: int, cols: int, steps: Sequence[Step], dtype: torch.dtyp
     """Bytes of scratch that one rows × cols matrix needs, beside the result, while ``steps`` are applied to it."""
     n, m = min(rows, cols), max(rows, cols)
     wide = 1 if dtype == result_dtype else 2
-    squares = len(_squares(steps, len(steps) > 1)) * pitch(n, n, dtype)
+    squares = len(_squares(steps, len(steps) != 1)) * pitch(n, n, dtype)
     inverses = inverse_scratch(n, most_poles(steps)) if most_poles(steps) else 0
     return (wide * pitch(n, m, dtype) + squares + inverses) * dtype.itemsize
 

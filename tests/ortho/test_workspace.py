@@ -8,16 +8,19 @@ import pytest
 import torch
 
 from meshmuon.ortho import (
+    Scheme,
     Workspace,
     aligned_matrices,
     choose_blocks,
     gram_blocks,
+    halley,
     keller,
     orthogonalize,
     polar_express,
     reserve_scratch,
     scratch_bytes,
     standard_blocks,
+    zolotarev,
 )
 
 from .oracle import gaussian
@@ -84,18 +87,30 @@ def test_scratch_bytes_are_what_the_gram_form_takes(
     assert max(gram_blocks(scheme, dtype)) > 1
     x = aligned_matrices((count, *shape), result_dtype, CPU)
     reserve_scratch(x, scheme, form="gram", dtype=dtype, workspace=workspace)
-    numbers = workspace.bytes() - count * scratch_bytes(*shape, dtype, result_dtype)
+    numbers = workspace.bytes() - count * scratch_bytes(*shape, scheme.steps, dtype, result_dtype)
     assert 0 <= numbers <= 4 * 8 * count  # a few single numbers per matrix
 
 
 def test_scratch_bytes_written_out() -> None:
-    n, m = 6, 14
+    n, m, steps = 6, 14, polar_express().steps
     wide, square = 384, 192  # 336 and 144 bytes of float32, each up to a multiple of 64
-    assert scratch_bytes(n, m, torch.float32, torch.float32) == wide + 5 * square
+    assert scratch_bytes(n, m, steps, torch.float32, torch.float32) == wide + 5 * square
     wide, square = 192, 128  # 168 and 72 bytes of bfloat16
-    assert scratch_bytes(m, n, torch.bfloat16, torch.float32) == 2 * wide + 5 * square
+    assert scratch_bytes(m, n, steps, torch.bfloat16, torch.float32) == 2 * wide + 5 * square
     n, m = 8, 16  # nothing to round up
-    assert scratch_bytes(n, m, torch.float32, torch.float32) == 4 * (n * m + 5 * n * n)
+    assert scratch_bytes(n, m, steps, torch.float32, torch.float32) == 4 * (n * m + 5 * n * n)
+
+
+@pytest.mark.parametrize("scheme", [zolotarev(), zolotarev(poles=1), halley()], ids=["three poles", "one pole", "halley"])
+@pytest.mark.parametrize("shape", [(6, 14), (33, 33), (300, 64), (1040, 1024)], ids=str)
+def test_scratch_bytes_are_what_a_rational_scheme_takes(shape: tuple[int, int], scheme: Scheme) -> None:
+    count, workspace = 2, Workspace()
+    x = aligned_matrices((count, *shape), torch.float32, CPU)
+    reserve_scratch(x, scheme, form="gram", dtype=torch.float32, workspace=workspace)
+    reserved = workspace.bytes()
+    assert 0 <= reserved - count * scratch_bytes(*shape, scheme.steps, torch.float32, torch.float32) <= 4 * 8 * count
+    orthogonalize(x.normal_(), scheme, form="gram", out=x, workspace=workspace)
+    assert workspace.bytes() == reserved
 
 
 def test_standard_form_takes_less() -> None:
