@@ -150,7 +150,7 @@ def work_of(entry: PlannedParam, k: int, param: Tensor, buffer: Tensor) -> StepP
         cols *= size
     matrices = MatrixSet(entry.count, rows, cols, entry.stack_dims)
     wire = torch.float32 if entry.itemsize == 4 else torch.float64
-    return StepParam(nn.Parameter(param), buffer, matrices, prefix_sums, torch.float64, settings_of(k), comm_dtype=wire, group=k)
+    return StepParam(nn.Parameter(param), buffer, matrices, prefix_sums, torch.float64, settings_of(k), comm_dtype=wire, group_index=k)
 
 
 def expected(case: Case, k: int, sibling: int) -> tuple[Tensor, Tensor]:
