@@ -57,13 +57,13 @@ class MatrixSet:
         """Outputs and inputs: what learning-rate rules call rows and columns."""
         return (self.cols, self.rows) if self.flipped else (self.rows, self.cols)
 
-    def memory_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
+    def rule_state_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
         """Shape of one number per output of each matrix, for a parameter of ``shape``: all other dims are 1."""
         outputs = self.stack_dims + (1 if self.flipped else 0)
         return tuple(size if dim < self.stack_dims or dim == outputs else 1 for dim, size in enumerate(shape))
 
     @property
-    def memory_window(self) -> Window | None:
+    def rule_state_window(self) -> Window | None:
         """Which part of the outputs' numbers belongs to these matrices."""
         if self.window is None:
             return None

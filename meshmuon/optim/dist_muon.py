@@ -135,7 +135,7 @@ class DistMuon(Muon):
                 state = self.state[param]
                 if _kinds(state).get(key) != kind:  # none yet, or one of another dtype that is not the owner's
                     state[key] = torch.zeros(kind[0], dtype=kind[1], device=param.device)
-                window = matrices.memory_window if key == MEMORY else matrices.window
+                window = matrices.rule_state_window if key == MEMORY else matrices.window
                 part = state[key][task.matrix] if matrices.stack_dims else state[key]
                 broadcast(part if window is None else part[tuple(slice(*one) for one in window)], task.owner, group)
         self._complete = True

@@ -6,7 +6,7 @@ from .cost import CostModel, cost_model_for
 from .owners import lightest_possible
 from .plan import REPLICA_OPTIONS, Plan, PlanOptions, make_plan
 from .report import table
-from .routes import WaveRoutes, routes_of
+from .routes import WaveRoutes, rank_routes, routes_of
 from .tasks import NO_WAVE, PieceTransfer, PlannedParam, Task
 
 __all__ = [
@@ -28,6 +28,7 @@ __all__ = [
     "lightest_possible",
     "make_plan",
     "plan_batches",
+    "rank_routes",
     "routes_of",
     "slot_sizes",
     "table",

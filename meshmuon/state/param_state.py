@@ -56,7 +56,7 @@ def rule_memory(state: dict[str, Any], param: Tensor, matrices: MatrixSet) -> Te
     if MEMORY not in state:
         dtype = torch.float64 if param.dtype == torch.float64 else torch.float32
         with torch.inference_mode(False):
-            state[MEMORY] = zeros_laid_out_like(param, matrices.memory_shape(param.shape), dtype)
+            state[MEMORY] = zeros_laid_out_like(param, matrices.rule_state_shape(param.shape), dtype)
     memory: Tensor = state[MEMORY]
     return memory
 
@@ -275,7 +275,7 @@ def _shapes(name: str, param: Tensor, group: Mapping[str, Any]) -> dict[str, tup
     if not group["use_muon"]:
         return {key: () if key == "step" else shape for key in ADAMW_KEYS}
     matrices = _remembered(name, param, group)
-    return {MOMENTUM: shape} if matrices is None else {MOMENTUM: shape, MEMORY: matrices.memory_shape(shape)}
+    return {MOMENTUM: shape} if matrices is None else {MOMENTUM: shape, MEMORY: matrices.rule_state_shape(shape)}
 
 
 def _check_entry(name: str, param: Tensor, entry: Mapping[str, Any], group: Mapping[str, Any]) -> None:

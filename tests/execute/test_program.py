@@ -150,7 +150,9 @@ def work_of(entry: PlannedParam, k: int, param: Tensor, buffer: Tensor) -> StepP
         cols *= size
     matrices = MatrixSet(entry.count, rows, cols, entry.stack_dims)
     wire = torch.float32 if entry.itemsize == 4 else torch.float64
-    return StepParam(nn.Parameter(param), buffer, matrices, prefix_sums, torch.float64, settings_of(k), comm_dtype=wire, group_index=k)
+    return StepParam(
+        nn.Parameter(param), buffer, matrices, prefix_sums, torch.float64, settings_of(k), comm_dtype=wire, group_index=k
+    )
 
 
 def expected(case: Case, k: int, sibling: int) -> tuple[Tensor, Tensor]:
@@ -260,29 +262,40 @@ def test_buffers_are_what_the_plan_says(case: Case) -> None:
         ranks = Ranks(case)
     for rank in case.plan.ranks:
         flat = ranks.workspaces[rank]._flat
-        found = {key: tensor for key, tensor in flat.items() if key[0].split()[0] in ("mine", "theirs", "results")}
+        found = {key: tensor for key, tensor in flat.items() if key[0].split()[0] in ("shards", "owned", "results")}
         assert sum(tensor.nbytes for tensor in found.values()) == case.plan.buffer_bytes(rank)
 
 
 @settings(max_examples=80)
 @given(cases)
-def test_each_parameter_begins_once_and_ends_once(case: Case) -> None:
-    """In the order of the pipeline: momentum before the first piece is sent, the gradient until the last one is."""
-    with torch.no_grad():
+def test_each_parameter_begins_where_it_is_first_read_and_ends_where_it_is_last_read(case: Case) -> None:
+    """In the order in which the pipeline really runs: momentum before the first piece is sent, the gradient until the last is."""
+    accumulated: list[GradLifetime] = []
+    with torch.no_grad(), pytest.MonkeyPatch.context() as patched:
         ranks = Ranks(case)
+        patched.setattr(GradLifetime, "accumulate", lambda lifetime, step_params: accumulated.append(lifetime))
+        ranks.step(0)
     for rank, program in ranks.programs.items():
-        first = case.plan.options.in_flight
-        grad_lifetimes = [wave.grad_lifetime for wave in program.waves]
-        order = [*grad_lifetimes[:first], *(batch.grad_lifetime for batch in program.local), *grad_lifetimes[first:]]
-        begins = [k for grad_lifetime in order for k in grad_lifetime.begins]
-        ends = [k for grad_lifetime in order for k in grad_lifetime.ends]
+        reads = params_read(case.plan, rank, program)
+        turns = [lifetime for lifetime in accumulated if lifetime in reads]
+        assert len(turns) == len(reads)
+        for turn, lifetime in enumerate(turns):
+            assert set(lifetime.begins) == reads[lifetime].difference(*(reads[earlier] for earlier in turns[:turn]))
+            assert set(lifetime.ends) == reads[lifetime].difference(*(reads[later] for later in turns[turn + 1 :]))
         holds = {task.param for task in case.plan.tasks if rank in task.sharded.piece_and_replica}
-        assert sorted(begins) == sorted(ends) == sorted(holds)
         assert program.rest.begins == ()
         assert set(program.rest.ends) == set(range(len(case.plan.params))) - holds
-        for k in holds:
-            begin = next(n for n, grad_lifetime in enumerate(order) if k in grad_lifetime.begins)
-            assert begin <= next(n for n, grad_lifetime in enumerate(order) if k in grad_lifetime.ends)
+
+
+def params_read(plan: Plan, rank: int, program: RankProgram) -> dict[GradLifetime, set[int]]:
+    """The parameters whose gradients each wave and each local batch of a rank reads."""
+    reads = {}
+    for k, wave in enumerate(program.waves):
+        tasks = [task for task in plan.tasks if task.wave == k and rank in task.sharded.piece_and_replica]
+        reads[wave.grad_lifetime] = {task.param for task in tasks}
+    for batch in program.local:  # every parameter has a param group of its own in these cases
+        reads[batch.grad_lifetime] = {uniform.first for uniform in batch.shard_views._by_group}
+    return reads
 
 
 def test_the_random_plans_are_of_every_kind() -> None:

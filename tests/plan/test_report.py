@@ -122,7 +122,7 @@ def slow_buffers(plan: Plan, rank: int) -> int:
         itemsize = next(one.itemsize for one in plan.params if one.lane == lane)
         for slot in range(turns):
             most = slot_sizes([one for k, one in enumerate(sizes) if plan.lanes[k] == lane and k % turns == slot])
-            total += itemsize * (most.mine + most.theirs + most.results)
+            total += itemsize * (most.shards + most.owned + most.results)
     return total
 
 
