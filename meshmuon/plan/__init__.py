@@ -1,10 +1,11 @@
-"""What will be computed and what will travel, decided before any tensor is touched."""
+"""Who computes which matrix and what travels, decided from shapes and layouts alone."""
 
 from .batches import Batch, BatchItem, ItemRange, plan_batches
 from .buffers import SlotSizes, WaveSizes, slot_sizes, wave_sizes
 from .cost import CostModel, cost_model_for
 from .owners import lightest_possible
-from .plan import REPLICA_OPTIONS, Plan, PlanOptions, make_plan
+from .plan import Plan, make_plan
+from .plan_data import REPLICA_OPTIONS, PlanOptions
 from .report import table
 from .routes import WaveRoutes, rank_routes, routes_of
 from .tasks import NO_WAVE, PieceTransfer, PlannedParam, Task

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from .plan import Plan
+from .plan_data import PlanData
 from .tasks import NO_WAVE, PieceTransfer
 
 __all__ = ["WaveRoutes", "rank_routes", "routes_of"]
@@ -35,7 +35,7 @@ class WaveRoutes:
     owned: tuple[int, ...]
 
 
-def routes_of(plan: Plan, rank: int) -> tuple[WaveRoutes, ...]:
+def routes_of(plan: PlanData, rank: int) -> tuple[WaveRoutes, ...]:
     """The routes of ``rank``, wave by wave."""
     gathers: list[list[PieceTransfer]] = [[] for _ in plan.lanes]
     scatters: list[list[PieceTransfer]] = [[] for _ in plan.lanes]

@@ -25,7 +25,7 @@ from meshmuon.plan import (
     wave_sizes,
     waves,
 )
-from meshmuon.plan.plan import EVERY_HOLDER
+from meshmuon.plan.tasks import EVERY_HOLDER
 
 from .models import entry, line, options_for, plans, random_entries, random_options, random_plan, seeds
 
