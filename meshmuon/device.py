@@ -1,7 +1,7 @@
 """What differs between a GPU and a CPU, behind one interface: streams, CUDA graphs, copies to host memory.
 
-Each class has a CUDA twin and a CPU twin with the same signature. The tests run the CPU twins only: none of the CUDA twins has run
-on a GPU yet.
+Each interface has a CUDA twin and a CPU twin. The tests run the CUDA twins with stand-ins for CUDA only: none of them has run on
+a GPU yet.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ class Streams(Protocol):
         ...
 
     def beside(self, after: Mark, uses: Iterable[Tensor] = ()) -> AbstractContextManager[None]:
-        """Runs the work inside on the side stream, after ``after``; the main stream may free the tensors in ``uses`` meanwhile."""
+        """Runs the work inside on the side stream, after ``after``; the main stream may free ``uses`` meanwhile."""
         ...
 
     def main_waits(self, mark: Mark) -> None:

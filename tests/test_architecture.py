@@ -67,6 +67,42 @@ def test_imports_point_down(path: Path) -> None:
     assert not upward, f"{path.relative_to(PACKAGE)} imports from above: {upward}"
 
 
+ENGINE = ("execute", "transport", "plan", "layout", "matrices")
+
+
+def imports_inside(folder: Path) -> dict[str, set[str]]:
+    """Module → the modules of the same room that it imports, also inside functions and for type checking only."""
+    imports: dict[str, set[str]] = {}
+    for path in sorted(folder.glob("*.py")):
+        nodes = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.ImportFrom) and node.level == 1]
+        named = {name for node in nodes for name in ([node.module] if node.module else [alias.name for alias in node.names])}
+        imports[path.stem] = {name for name in named if (folder / f"{name}.py").exists()}
+    return imports
+
+
+def cycle_in(imports: dict[str, set[str]]) -> set[str]:
+    """The modules that are left when those that import none of the others are taken away again and again."""
+    left = dict(imports)
+    while leaves := [module for module, targets in left.items() if not targets & set(left)]:
+        for module in leaves:
+            del left[module]
+    return set(left)
+
+
+@pytest.mark.parametrize("room", ENGINE)
+def test_modules_of_a_room_do_not_import_each_other_in_a_circle(room: str) -> None:
+    assert not cycle_in(imports_inside(PACKAGE / room))
+
+
+def test_a_circle_is_seen(tmp_path: Path) -> None:
+    """The check itself can fail: an import for type checking only closes the circle."""
+    (tmp_path / "plan.py").write_text("from .report import describe\n")
+    (tmp_path / "report.py").write_text("if TYPE_CHECKING:\n    from .plan import Plan\n")
+    (tmp_path / "routes.py").write_text("def f():\n    from . import plan\n")
+    assert imports_inside(tmp_path) == {"plan": {"report"}, "report": {"plan"}, "routes": {"plan"}}
+    assert cycle_in(imports_inside(tmp_path)) >= {"plan", "report"}
+
+
 @pytest.mark.parametrize("path", [p for p in MODULES if room_of(p) in PURE], ids=lambda path: str(path.relative_to(PACKAGE)))
 def test_pure_rooms_know_no_tensors(path: Path) -> None:
     imports = {

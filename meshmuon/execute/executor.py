@@ -32,7 +32,7 @@ class StepExecutor(Protocol):
     3. ``last``: ``run`` calls it exactly once, after the last matrix has been orthogonalised and before the last results are
        waited for. The optimizer steps its AdamW parameters there. If it communicates, it does so on all ranks in the same order.
 
-    ``workspace_bytes`` may be called on any rank at any time, and communicates with no one.
+    ``workspace_bytes`` may be called at any time, on any rank; it does not communicate.
     """
 
     plan: Plan | None
