@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .. import errors
-from ..agree.differences import Note, raise_failures, raise_mismatch, raise_torn_replicas
+from ..agree.differences import Note, raise_failures, raise_mismatch, raise_unequal_replicas
 from ..errors import ConfigError, GradientError, MeshmuonError, PlanMismatchError
 from ..layout import Layout, Mesh, Replicated
 from ..params.dtensors import (
@@ -326,7 +326,7 @@ class _Clipping:
         notes = everyone(note, host_group(self._stage))
         raise_failures(notes, self._failure)
         raise_mismatch(notes)
-        raise_torn_replicas({rank: one.active for rank, one in notes.items()}, layouts)
+        raise_unequal_replicas({rank: one.active for rank, one in notes.items()}, layouts)
 
     def _merged(self, k: int, param: Tensor) -> tuple[str, tuple[Layout, ...]]:
         """A parameter's name and its layout, slices of one mesh being one more axis along which it is replicated."""
