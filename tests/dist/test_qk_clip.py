@@ -472,7 +472,7 @@ def test_every_rank_hears_the_same_refusal(what: str) -> None:
     words = {
         "heads": "3 heads on rank 1 and 2",
         "nothing": "no rank has observed",
-        "part of the heads": "ranks [0, 2] only, of 3",
+        "part of the heads": "only [0, 2] of 3 tensor parallel ranks",
     }
     assert words[what] in shown[0]
 

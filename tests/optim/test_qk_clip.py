@@ -338,7 +338,7 @@ BAD_LOGITS = [
         {0: torch.ones(4)},
         rf"{Q} \(layer 0\) has 16 rows, .*heads of 5 rows \(head_dim",
     ),
-    ("groups", CONFIG, pair(4, 3), {0: torch.ones(4)}, "4 query heads and 3 key heads, which are no equal groups"),
+    ("groups", CONFIG, pair(4, 3), {0: torch.ones(4)}, "4 query heads, which 3 key heads do not share equally"),
     (
         "no split",
         CONFIG,
