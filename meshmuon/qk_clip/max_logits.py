@@ -175,8 +175,8 @@ class MaxLogits:
         if self._process_group is None:
             if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
                 raise ConfigError(
-                    "MaxLogits: there are several ranks, and each has seen other data or heads. Write MaxLogits(group=...) with the "
-                    "process group or mesh of all ranks that hold the same layers: data, context and tensor parallel ranks."
+                    "MaxLogits: there are several ranks, and each has seen other data or heads. Write MaxLogits(group=...) with "
+                    "the process group or mesh of all ranks that hold the same layers: data, context and tensor parallel ranks."
                 )
             maxima = {layer: _nan_as_infinity(value) for layer, value in self._maxima.items()}
             self._maxima = {}
@@ -253,7 +253,7 @@ class MaxLogits:
     def _observe_scores(self, layer: LayerKey, scores: Tensor) -> None:
         if as_dtensor(scores) is not None:
             raise ConfigError(
-                f"MaxLogits: the scores of layer {layer!r} are a DTensor: pass scores.to_local() of a DTensor that is divided by heads."
+                f"MaxLogits: the scores of layer {layer!r} are a DTensor: pass scores.to_local(), sharded by heads."
             )
         if scores.dim() < 2:
             raise ConfigError(
