@@ -75,7 +75,7 @@ def test_random_shapes_and_masks(data: Any) -> None:
     close(found, dense(q, k, causal=causal, scale=scale, visible=None if kind == "none" else visible))
 
 
-@pytest.mark.parametrize("lead", [(), (3,), (2, 3)])
+@pytest.mark.parametrize("stack_dims", [(), (3,), (2, 3)])
 def test_any_number_of_batch_dims(stack_dims: tuple[int, ...]) -> None:
     q, k = random(*stack_dims, 4, 7, 5), random(*stack_dims, 2, 7, 5, seed=1)
     visible = torch.rand(*stack_dims, 1, 7, 7, generator=torch.Generator().manual_seed(3)) < 0.7
