@@ -11,7 +11,7 @@ from torch import Tensor
 from ..execute import UpdateRule
 from ..params.rules import resolve_rule
 from ..state.adamw_state import STATE_KEYS as ADAMW_KEYS
-from ..state.param_state import MEMORY, MOMENTUM
+from ..state.param_state import MOMENTUM, RULE_STATE
 from ..torch_compat import local_part
 from .differences import ABSENT, ELSEWHERE, PRESENT
 
@@ -27,7 +27,7 @@ def is_kept(state: Mapping[str, Any] | None, use_muon: bool, rule: UpdateRule | 
         return False
     if not use_muon:
         return all(key in state for key in ADAMW_KEYS)
-    return MOMENTUM in state and (rule is None or not rule.remembers() or MEMORY in state)
+    return MOMENTUM in state and (rule is None or not rule.remembers() or RULE_STATE in state)
 
 
 @dataclass(frozen=True, slots=True)

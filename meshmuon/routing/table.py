@@ -66,33 +66,33 @@ class RoutingTable:
         return "\n".join([table(head, [row.cells() for row in self.rows]), *(f"warning: {w}" for w in self.warnings)])
 
 
-def build_routing_table(groups: Sequence[Mapping[str, Any]], first: int = 0) -> RoutingTable:
+def build_routing_table(param_groups: Sequence[Mapping[str, Any]], first: int = 0) -> RoutingTable:
     """Describes an optimizer's groups, of which the first has the number ``first``."""
     rows: list[RoutingRow] = []
     warnings: list[str] = []
-    for index, group in enumerate(groups, first):
-        if group["use_muon"]:
-            warnings += _lr_warnings(index, group)
-        for name, param in zip(group["param_names"], group["params"], strict=True):
-            found = find_matrices(name, param.shape, matrix_options_of(group)) if group["use_muon"] else ()
-            rows.append(_row(name, param, group, found))
+    for index, param_group in enumerate(param_groups, first):
+        if param_group["use_muon"]:
+            warnings += _lr_warnings(index, param_group)
+        for name, param in zip(param_group["param_names"], param_group["params"], strict=True):
+            found = find_matrices(name, param.shape, matrix_options_of(param_group)) if param_group["use_muon"] else ()
+            rows.append(_row(name, param, param_group, found))
             if found:
                 warnings += _route_warnings(name, found)
     return RoutingTable(tuple(rows), tuple(warnings))
 
 
-def _row(name: str, param: Tensor, group: Mapping[str, Any], found: Sequence[MatrixSet]) -> RoutingRow:
-    lr, shape = float(group["lr"]), tuple(param.shape)
-    if not group["use_muon"]:
+def _row(name: str, param: Tensor, param_group: Mapping[str, Any], found: Sequence[MatrixSet]) -> RoutingRow:
+    lr, shape = float(param_group["lr"]), tuple(param.shape)
+    if not param_group["use_muon"]:
         return RoutingRow(name, shape, layout_text(name, param), "adamw", 0, lr, _ADAMW_RMS * lr)
-    rule: AdjustLR = group["adjust_lr_fn"]
+    rule: AdjustLR = param_group["adjust_lr_fn"]
     largest = max(found, key=lambda one: lr_factor(rule, *one.lr_shape))  # the parts of a fused weight may differ
     factor, rms = lr_factor(rule, *largest.lr_shape), update_rms(rule, *largest.lr_shape)
     return RoutingRow(name, shape, layout_text(name, param), "muon", sum(one.count for one in found), lr * factor, lr * rms)
 
 
-def _lr_warnings(index: int, group: Mapping[str, Any]) -> list[str]:
-    lr, rule = float(group["lr"]), group["adjust_lr_fn"]
+def _lr_warnings(index: int, param_group: Mapping[str, Any]) -> list[str]:
+    lr, rule = float(param_group["lr"]), param_group["adjust_lr_fn"]
     if rule == "match_rms_adamw" and lr >= _TOO_LARGE_FOR_MATCH_RMS:
         return [
             f'group {index}: lr={lr:g} with adjust_lr_fn="match_rms_adamw" moves entries by {0.2 * lr:g} a step. This rule takes '
