@@ -224,7 +224,7 @@ def _logits_of_heads(layer: LayerKey, count: int, heads: Mapping[str, int], conf
     q_indices = range(count) if config.q_indices is None else config.q_indices
     if config.k_indices is None and heads["q"] % heads["k"]:
         raise ConfigError(
-            f"layer {layer!r} has {heads['q']} query heads, which {heads['k']} key heads do not share equally: give k_indices."
+            f"layer {layer!r} has {heads['q']} query heads, which cannot share {heads['k']} key heads equally: give k_indices."
         )
     shared = max(1, heads["q"] // heads["k"])
     k_indices = [head // shared for head in q_indices] if config.k_indices is None else config.k_indices

@@ -157,7 +157,7 @@ def _four_dims(q: Tensor, k: Tensor, mask: Tensor | None) -> tuple[Tensor, Tenso
     if min(q.dim(), k.dim()) < 3 or q.shape[-1] != k.shape[-1]:
         raise ConfigError(f"MaxLogits: q {tuple(q.shape)} and k {tuple(k.shape)} must both be (batch, heads, positions, dim).")
     if not k.shape[-3] or q.shape[-3] % k.shape[-3]:
-        raise ConfigError(f"MaxLogits: {k.shape[-3]} key heads do not share {q.shape[-3]} query heads equally.")
+        raise ConfigError(f"MaxLogits: {q.shape[-3]} query heads cannot share {k.shape[-3]} key heads equally.")
     batch: tuple[int, ...] = torch.broadcast_shapes(q.shape[:-3], k.shape[:-3])  # type: ignore[no-untyped-call]
     logits_shape = (*batch, q.shape[-3], q.shape[-2], k.shape[-2])
     if mask is not None:

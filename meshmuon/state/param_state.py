@@ -150,8 +150,9 @@ def restore_options(
     for key in _WHICH_MATRICES if own["use_muon"] else ():
         if _comparable(param_group[key]) != _comparable(own.get(key)):
             warnings.warn(
-                f"{param_group['param_names'][0]}, …: the checkpoint was saved with {key}={shown(param_group[key])}, which is used "
-                f"from now on; the optimizer was built with {shown(own.get(key))}. Set the group's {key} after loading to change it.",
+                f"{param_group['param_names'][0]}, …: the checkpoint was saved with {key}={shown(param_group[key])}, which is "
+                f"used from now on; the optimizer was built with {shown(own.get(key))}. Set the group's {key} after loading to "
+                "change it.",
                 stacklevel=4,
             )
 

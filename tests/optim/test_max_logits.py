@@ -381,9 +381,9 @@ def test_a_module_that_observes_by_hand_may_be_attached() -> None:
     ("call", "message"),
     [
         (lambda logits: logits.attach(nn.Linear(1, 1), 1.5), "layer 1.5 must be"),
-        (lambda logits: logits.observe(0, random(2, 3), random(2, 3)), r"q \(2, 3\) and k \(2, 3\) must be"),
-        (lambda logits: logits.observe(0, random(1, 3, 2, 4), random(1, 3, 2, 5)), "must be"),
-        (lambda logits: logits.observe(0, random(1, 3, 2, 4), random(1, 2, 2, 4)), "3 query heads and 2 key heads"),
+        (lambda logits: logits.observe(0, random(2, 3), random(2, 3)), r"q \(2, 3\) and k \(2, 3\) must both be"),
+        (lambda logits: logits.observe(0, random(1, 3, 2, 4), random(1, 3, 2, 5)), "must both be"),
+        (lambda logits: logits.observe(0, random(1, 3, 2, 4), random(1, 2, 2, 4)), "3 query heads cannot share 2 key heads"),
         (
             lambda logits: logits.observe(0, random(1, 3, 2, 4), random(1, 3, 2, 4), mask=torch.ones(3, 3) > 0),
             r"mask \(3, 3\) does not",
