@@ -1,7 +1,8 @@
 """Checkpoints beyond ``state_dict``: detecting damaged files, and converting the state of torch's own optimizers.
 
 Save and load with torch: ``state_dict`` / ``load_state_dict``, or ``torch.distributed.checkpoint``, which silently loads
-corrupted data. ``write_manifest`` records size and hash of every file that was saved; ``verify`` compares them before anything is loaded.
+corrupted data. ``write_manifest`` records size and hash of every file that was saved; ``verify`` compares them before anything is
+loaded.
 """
 
 from __future__ import annotations
