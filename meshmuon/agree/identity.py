@@ -23,6 +23,7 @@ from torch import Tensor
 
 from ..params.dtensors import ReplicaGroup, replica_ranks
 from ..torch_compat import spec_of
+from .link import current_world
 
 __all__ = ["Optimizer", "Pairing", "Place", "enrol", "place_of"]
 
@@ -130,7 +131,7 @@ def _contains(tensors: Sequence[Tensor | None], tensor: Tensor | None) -> bool:
 
 
 def _roster() -> _Roster:
-    world = dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
+    world = current_world()
     return _early if world is None else _rosters.setdefault(world, [])
 
 

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from ..errors import TransportError
 from ..transport import Agreement, Exchange, exchange_group, host_group
 
-__all__ = ["Home", "Link"]
+__all__ = ["Home", "Link", "current_rank", "current_world"]
 
 
 class Link:
@@ -29,7 +29,7 @@ class Home:
 
     def __init__(self) -> None:
         self._process = os.getpid()
-        self._world = _current_world()
+        self._world = _reference_to(current_world())
 
     def check_process(self) -> None:
         """Raises in a forked process: it has no connections, so the other ranks would never answer."""
@@ -50,8 +50,8 @@ class Home:
             plain: ranks share plain tensors only. These have no mesh, so they can be used with another process group.
         """
         if self._world is None:  # built before there was one
-            self._world = _current_world()
-        elif self._world() is None or self._world() is not dist.group.WORLD:
+            self._world = _reference_to(current_world())
+        elif self._world() is None or self._world() is not current_world():
             remedy = "Rebuild the meshes, the model and the optimizer, and load a checkpoint."
             if plain:
                 remedy = "Set optimizer.replica_group to a process group of the new one."
@@ -61,7 +61,15 @@ class Home:
             )
 
 
-def _current_world() -> weakref.ref[dist.ProcessGroup] | None:
-    """The default process group as a weak reference, to recognise it later."""
-    world = dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
+def current_rank() -> int:
+    """This rank; 0 without a process group."""
+    return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
+
+
+def current_world() -> dist.ProcessGroup | None:
+    """The default process group, or None."""
+    return dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
+
+
+def _reference_to(world: dist.ProcessGroup | None) -> weakref.ref[dist.ProcessGroup] | None:
     return None if world is None else weakref.ref(world)

@@ -31,7 +31,7 @@ from .differences import (
     raise_unequal_replicas,
 )
 from .identity import Optimizer, Pairing, place_of
-from .link import Home, Link
+from .link import Home, Link, current_rank
 from .local_planner import LocalPlanner, PlanSettings, Proposal, Topology, number_of, slices_by_mesh
 from .plan_input import PlanInput
 from .state_presence import StatePresence
@@ -172,8 +172,7 @@ class Planner:
         self._on_meshes = bool(slices)
         if self._replica_group is not None:
             self.check_connected()
-        rank = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
-        topology = Topology.around(rank, slices, self._replica_group)
+        topology = Topology.around(current_rank(), slices, self._replica_group)
         if slices or topology.replica_sets:
             warn_if_untested()
         ranks = topology.ranks
@@ -289,7 +288,7 @@ class Planner:
         names = [local.plan_inputs[index].name for index in local.shared]
         active = [any(flags) for flags in zip(*(note.active for note in notes.values()), strict=True)]
         if differing := differing_state(states, active):
-            own = states[dist.get_rank()]
+            own = states[current_rank()]
             begun = tuple(
                 position for position in differing if own[position] == PRESENT and presence.begun(local.shared[position])
             )

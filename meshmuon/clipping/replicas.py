@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch.distributed as dist
 from torch import Tensor
 
+from ..agree.link import current_rank
 from ..layout import Layout, Mesh, Replicated
 from ..params.dtensors import _placements, as_dtensor, connected_ranks, groups_of, replicated_layout, siblings
 
@@ -50,7 +51,7 @@ class Replicas:
     """
 
     def __init__(self, params: Iterable[Tensor]) -> None:
-        self.rank = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
+        self.rank = current_rank()
         meshes = dict.fromkeys(sharded.device_mesh for param in params if (sharded := as_dtensor(param)) is not None)
         self.slices: dict[DeviceMesh, tuple[Mesh, ...]] = {mesh: siblings(mesh) for mesh in meshes}
         self.ranks = connected_ranks(self.rank, (mesh.ranks for slices in self.slices.values() for mesh in slices))

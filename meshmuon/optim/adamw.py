@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.optim.adamw import adamw
 
+from ..device import copy_to
 from ..params.dtensors import as_dtensor, memory_order, trailing_elements
 from ..params.groups import adamw_betas, adamw_eps
 from ..state.adamw_state import can_fuse, empty_laid_out_like, init_state
@@ -98,9 +99,8 @@ def _restore(chunks: Sequence[_Tensors], before: Sequence[_Tensors], skip_mask: 
     """Undoes a step if ``skip_mask`` is true. Only torch's fused kernel can skip it by itself."""
     for chunk, old_chunk in zip(chunks, before, strict=True):
         for tensor, old in zip(chunk, old_chunk, strict=True):
-            # Step counts of such parameters are in host memory. Only a copy to the host waits.
-            mask = skip_mask.to(tensor.device, non_blocking=tensor.device.type != "cpu")
-            tensor.copy_(torch.where(mask, old, tensor))
+            # Per tensor, since step counts of such parameters are in host memory.
+            tensor.copy_(torch.where(copy_to(skip_mask, tensor.device), old, tensor))
 
 
 class _Tensors(NamedTuple):

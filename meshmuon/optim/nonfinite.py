@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..device import known_to_host
+from ..device import copy_to, known_to_host
 from ..errors import ConfigError, GradientError
 from ..params.named_params import NamedParam
 from ..torch_compat import local_part
@@ -55,7 +55,7 @@ class Scaling:
             return
         inverse = self.scale.double().reciprocal().float().reshape(())
         for device, members in _by_device(gradients).items():
-            torch._foreach_mul_(members, _copy_to(inverse, device))
+            torch._foreach_mul_(members, copy_to(inverse, device))
 
 
 NO_SCALING = Scaling(None, None)
@@ -140,7 +140,7 @@ def _raise_if_nonfinite(params: Sequence[NamedParam]) -> None:
 def silence(gradients: Sequence[Tensor], skip_mask: Tensor) -> None:
     """Fills gradients with zeros if ``skip_mask`` is true. The zeros are negative: x + (−0) equals x bit for bit, even for −0."""
     for grad in gradients:
-        grad.masked_fill_(_copy_to(skip_mask, grad.device), -0.0)
+        grad.masked_fill_(copy_to(skip_mask, grad.device), -0.0)
 
 
 def gradients_of(params: Iterable[NamedParam]) -> list[Tensor]:
@@ -155,13 +155,8 @@ def _any_nonfinite(gradients: Sequence[Tensor], device: torch.device | None = No
         return torch.zeros((), dtype=torch.bool, device=device)
     device = filled[0].device
     dtype = torch.float64 if any(grad.dtype == torch.float64 for grad in filled) else torch.float32
-    ends = [_copy_to(end, device).to(dtype) for grad in filled for end in torch.aminmax(grad)]
+    ends = [copy_to(end, device).to(dtype) for grad in filled for end in torch.aminmax(grad)]
     return ~torch.isfinite(torch.stack(ends)).all()
-
-
-def _copy_to(tensor: Tensor, device: torch.device) -> Tensor:
-    """``tensor`` on ``device``. Only a copy to the host waits: the host could read it before it has arrived."""
-    return tensor.to(device, non_blocking=device.type != "cpu")
 
 
 def _by_device(tensors: Iterable[Tensor]) -> dict[torch.device, list[Tensor]]:

@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.profiler import record_function
 
+from ..device import copy_to
 from ..errors import ConfigError, PlanError
 from ..layout import Ranges, length
 from ..params.dtensors import as_dtensor, layouts_of, siblings
@@ -222,10 +223,9 @@ def _local_rows(member: ProjectionParam) -> Tensor:
 def _joined(logits: Sequence[Tensor], bucket: _Bucket) -> Tensor:
     """The logits of all layers as one vector, on the bucket's device and in its dtype."""
     device = bucket.slots.device
-    non_blocking = device.type != "cpu"  # a copy to the host must be complete before the host reads it
     if len({layer_logits.device for layer_logits in logits}) > 1:
-        logits = [layer_logits.to(device, non_blocking=non_blocking) for layer_logits in logits]
-    return torch.cat([layer_logits.to(bucket.dtype) for layer_logits in logits]).to(device, non_blocking=non_blocking)
+        logits = [copy_to(layer_logits, device) for layer_logits in logits]
+    return copy_to(torch.cat([layer_logits.to(bucket.dtype) for layer_logits in logits]), device)
 
 
 def _row_factors(bucket: _Bucket, logits: Tensor, threshold: float, skip_mask: Tensor | None) -> Tensor:
@@ -236,7 +236,7 @@ def _row_factors(bucket: _Bucket, logits: Tensor, threshold: float, skip_mask: T
     # A logit of +∞ gives γ = 0 and NaN gives NaN. Neither says by how much to scale, and both would destroy the head.
     usable = gamma > 0
     if skip_mask is not None:
-        usable = usable & ~skip_mask.to(gamma.device, non_blocking=gamma.device.type != "cpu")
+        usable = usable & ~copy_to(skip_mask, gamma.device)
     gamma = torch.where(usable, gamma, 1.0)
     factors = torch.cat([torch.ones_like(gamma[:1]), torch.stack([gamma.sqrt(), gamma], 1).flatten()])
     return factors[bucket.slots]

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from ..device import known_to_host
+from ..device import copy_to, known_to_host
 from ..errors import ConfigError
 from ..params.dtensors import ReplicaGroup, as_dtensor, groups_of
 from ..torch_compat import split_factor, unwrapped
@@ -203,7 +203,7 @@ class MaxLogits:
         packed[total] = float(changed)  # a flag, since ranks must reduce vectors of one length even if their heads have changed
         if not changed:
             for layer, value in self._maxima.items():
-                packed[spans[layer].own] = _nan_as_infinity(value).to(device, non_blocking=device.type != "cpu")
+                packed[spans[layer].own] = copy_to(_nan_as_infinity(value), device)
         reduce_largest(packed, process_group)
         if known_to_host(packed) and bool(packed[total] > 0):  # all ranks see the flag
             self._spans = None
