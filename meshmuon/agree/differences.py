@@ -192,7 +192,7 @@ def raise_other_plan(plans: Mapping[int, tuple[int, Sequence[tuple[str, str]]]])
     for rank, (number, assignments) in sorted(plans.items()):
         if number != usual:
             pairs = zip(assignments, plans[model][1], strict=False)
-            whole_plans = (("the plan", str(number)), ("the plan", str(usual)))  # where they assign owners alike
+            whole_plans = (("the plan", str(number)), ("the plan", str(usual)))  # if the assignments do not differ
             (name, text), (_, model_text) = next((pair for pair in pairs if pair[0] != pair[1]), whole_plans)
             raise PlanMismatchError(
                 f"{name}: rank {rank} plans {text}, rank {model} plans {model_text}, from the same parameters. Use one "

@@ -202,7 +202,7 @@ class Planner:
         if not verdict.unanimous or failure is not None:
             prepares = True  # ranks that compare notes all make a new plan
             try:
-                if failure is not None:  # all that the others will look at
+                if failure is not None:  # the other ranks look at nothing else then
                     raise_failures(link.agreement.everyone(Note(failure_text(failure))), failure)
             finally:
                 del failure
@@ -260,7 +260,7 @@ class Planner:
         failure: Exception | None = None
         try:
             self._proposal = local.propose(link.exchange, gradient_flags)
-        except Exception as error:  # the other ranks wait to hear of it
+        except Exception as error:  # the other ranks wait for this rank's note
             failure = error
         try:
             raise_failures(link.agreement.everyone(Note(failure_text(failure))), failure)

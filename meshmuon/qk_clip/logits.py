@@ -1,4 +1,4 @@
-"""The logits that a user passes to a step: checking them, ordering them alike on all ranks, gathering those that are DTensors."""
+"""The logits that a user passes to a step: checked, in the same order on all ranks, and gathered if they are DTensors."""
 
 from __future__ import annotations
 
