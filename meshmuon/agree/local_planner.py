@@ -51,13 +51,16 @@ class Topology:
         mesh_sets = [mesh.ranks for slices in meshes.values() for mesh in slices]
         return cls(rank, meshes, replica_sets, connected_ranks(rank, [*mesh_sets, *replica_sets]))
 
-    def layouts_of(self, plan_input: PlanInput) -> tuple[Layout, ...]:
-        """The layouts of a parameter on the ranks that plan together; none for a plain tensor that is not replicated."""
+    def layouts(self, plan_inputs: Sequence[PlanInput]) -> list[tuple[Layout, ...]]:
+        """The layouts of each parameter on the ranks that plan together; none for plain tensors that are not replicated."""
         reached = frozenset(self.ranks)
-        if plan_input.mesh is None:
-            sets = (ranks for ranks in self.replica_sets if not reached.isdisjoint(ranks))
-            return tuple(replicated_layout(plan_input.shape, ranks) for ranks in sets)
-        return layouts_of(plan_input.name, plan_input.shape, plan_input.placements, self.meshes[plan_input.mesh], reached)
+        replica_sets = [ranks for ranks in self.replica_sets if not reached.isdisjoint(ranks)]
+        return [
+            tuple(replicated_layout(param.shape, ranks) for ranks in replica_sets)
+            if param.mesh is None
+            else layouts_of(param.name, param.shape, param.placements, self.meshes[param.mesh], reached)
+            for param in plan_inputs
+        ]
 
 
 def slices_by_mesh(plan_inputs: Sequence[PlanInput]) -> dict[DeviceMesh, tuple[Mesh, ...]]:
@@ -107,7 +110,7 @@ class LocalPlanner:
         self._settings = replace(settings, options=options)
         self._topology = topology
         self.plan_inputs = plan_inputs
-        self.layouts = [topology.layouts_of(plan_input) for plan_input in plan_inputs]
+        self.layouts = topology.layouts(plan_inputs)
         self.shared = [index for index, layouts in enumerate(self.layouts) if layouts]
         self._positions = {index: position for position, index in enumerate(self.shared)}
         shared_groups = [(position, plan_inputs[index].group_index) for position, index in enumerate(self.shared)]
