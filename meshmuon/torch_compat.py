@@ -173,9 +173,8 @@ def same_layout(tensor: DTensor, other: DTensor) -> bool:
 
     In 2.9 a ``_StridedShard`` equals a ``Shard`` of the same dim, since torch's operations return one for the other.
     """
-    if tensor.placements != other.placements or tensor.device_mesh != other.device_mesh:
-        return False
-    return bool(getattr(tensor._spec, "shard_order", None) == getattr(other._spec, "shard_order", None))
+    orders = [getattr(dtensor._spec, "shard_order", None) for dtensor in (tensor, other)]
+    return bool(tensor.placements == other.placements and tensor.device_mesh == other.device_mesh and orders[0] == orders[1])
 
 
 # ------------------------------------------------------------------------------------------------------------------ meshes
@@ -209,7 +208,7 @@ def _slices_by_name(mesh: DeviceMesh) -> list[tuple[int, ...]]:
         if mesh.size() == dist.get_world_size():
             return [tuple(mesh.mesh.flatten().tolist())]
         raise UnsupportedError(
-            f"torch {torch.__version__} does not tell which mesh {mesh} is a slice of, so its ranks would plan without the "
+            f"torch {torch.__version__} does not say which mesh {mesh} is a slice of, so its ranks would plan without the "
             f"others. Use torch {OLDEST} to {NEWEST}."
         )
     parent = resources.child_to_root_mapping.get(mesh, mesh)
