@@ -97,7 +97,7 @@ class _LocalGrad:
 class _GradNorm:
     """One call of ``clip_grad_norm_`` or ``total_grad_norm``.
 
-    Which ranks take part follows from the parameters alone. A rank that fails takes part nevertheless, so the others do not wait
+    Which ranks take part follows from the parameters alone. A rank that fails takes part anyway, so the others do not wait
     for it; they learn of the failure from the all-reduce.
     """
 

@@ -201,8 +201,8 @@ def check(param_groups: Sequence[Mapping[str, Any]], state_dict: Mapping[str, An
             )
         for name, param, key in zip(param_group["param_names"], param_group["params"], saved["params"], strict=True):
             if saved_state and key not in saved_state and param.requires_grad:
-                raise _missing(name, key)
-            _check_entry(name, param, saved_state.get(key, {}), {**param_group, "rule": _saved_rule(param_group, saved)})
+                raise _missing_state(name, key)
+            _check_saved_state(name, param, saved_state.get(key, {}), {**param_group, "rule": _saved_rule(param_group, saved)})
         if saved.get("use_muon", param_group["use_muon"]) != param_group["use_muon"]:
             raise StateError(
                 f"group {index} ({param_group['param_names'][0]}, …) has use_muon={param_group['use_muon']}, the state_dict's "
@@ -228,7 +228,7 @@ def _refuse_torch_muon(saved_groups: Sequence[Mapping[str, Any]]) -> None:
             )
 
 
-def _missing(name: str, key: Any) -> StateError:
+def _missing_state(name: str, key: Any) -> StateError:
     return StateError(
         f"{name} trains, but the state_dict has nothing for it, although it has state of other parameters. Either the state was "
         f"lost, or {name} was frozen when it was saved. To start it from zero on purpose, give it an empty state: "
@@ -262,7 +262,7 @@ def check_current(name: str, param: Tensor, param_state: Mapping[str, Any], para
         if key == "step":
             _check_step_count(name, key, value)  # without its value: reading that may wait for a device
             continue
-        _check_kind(name, key, value, shape)
+        _check_dtype(name, key, value, shape)
         if value.shape != shape or value.device != param.device:
             raise StateError(
                 f"{name} is now {tuple(param.shape)} on {param.device}, its {key} is {tuple(value.shape)} on {value.device}. "
@@ -288,7 +288,7 @@ def _shapes(name: str, param: Tensor, param_group: Mapping[str, Any]) -> dict[st
     return {MOMENTUM: shape} if matrices is None else {MOMENTUM: shape, RULE_STATE: matrices.memory_shape(shape)}
 
 
-def _check_entry(name: str, param: Tensor, param_state: Mapping[str, Any], param_group: Mapping[str, Any]) -> None:
+def _check_saved_state(name: str, param: Tensor, param_state: Mapping[str, Any], param_group: Mapping[str, Any]) -> None:
     shapes = _shapes(name, param, param_group)
     if param_state and not all(key in param_state for key in shapes):
         kind = "Muon" if param_group["use_muon"] else "AdamW"
@@ -317,7 +317,7 @@ def _check_step_count(name: str, key: str, value: Any) -> None:
 
 
 def _check_tensor(name: str, param: Tensor, key: str, value: Any, shape: tuple[int, ...]) -> None:
-    _check_kind(name, f"saved {key}", value, shape)
+    _check_dtype(name, f"saved {key}", value, shape)
     if value.shape != shape:
         raise StateError(
             f"{name} has shape {tuple(param.shape)}, but its saved {key} has {tuple(value.shape)} instead of {shape}: "
@@ -331,7 +331,7 @@ def _check_tensor(name: str, param: Tensor, key: str, value: Any, shape: tuple[i
         )
 
 
-def _check_kind(name: str, key: str, value: Any, shape: tuple[int, ...]) -> None:
+def _check_dtype(name: str, key: str, value: Any, shape: tuple[int, ...]) -> None:
     if not isinstance(value, Tensor) or value.dtype not in FLOAT_DTYPES:
         raise StateError(
             f"{name}: its {key} is {_described(value)}, it must be a tensor of shape {shape} in float16, bfloat16, float32 or "
