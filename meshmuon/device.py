@@ -23,6 +23,7 @@ __all__ = [
     "Mark",
     "Streams",
     "Transfers",
+    "copy_to",
     "known_to_host",
     "replay_for",
     "streams_for",
@@ -231,3 +232,8 @@ def transfers_for(device: torch.device) -> Transfers:
 def known_to_host(tensor: Tensor) -> bool:
     """Whether the host can read a value of ``tensor`` without waiting for a device."""
     return tensor.device.type == "cpu"
+
+
+def copy_to(tensor: Tensor, device: torch.device) -> Tensor:
+    """``tensor`` on ``device``. Only a copy to the host waits: the host could otherwise read it before it has arrived."""
+    return tensor.to(device, non_blocking=device.type != "cpu")

@@ -268,12 +268,12 @@ class Collector:
             group_index=named.group_index,
             zeros=torch.zeros_like(param) if k in decision.zeros else None,
             rule=plan_input.rule,
-            rule_state=state.rule_memory(states[param], param, matrices) if remembers else None,
+            rule_state=state.rule_state(states[param], param, matrices) if remembers else None,
         )
 
 
 def _rule_state(step_param: StepParam, entry: Mapping[str, Any]) -> Tensor | None:
-    return entry.get(state.MEMORY) if step_param.rule is not None and step_param.rule.remembers() else None
+    return entry.get(state.RULE_STATE) if step_param.rule is not None and step_param.rule.remembers() else None
 
 
 def hyperparameters_of(groups: Sequence[Mapping[str, Any]]) -> list[str]:

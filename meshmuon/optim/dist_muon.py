@@ -18,7 +18,7 @@ from ..params.dtensors import as_dtensor
 from ..params.named_params import NamedParam, named_params
 from ..params.options import check_replica_group
 from ..plan import Plan
-from ..state.param_state import MEMORY, MOMENTUM
+from ..state.param_state import MOMENTUM, RULE_STATE
 from ..transport import averaged, broadcast, everyone
 from .collect import gradient_of
 from .muon import Muon
@@ -135,7 +135,7 @@ class DistMuon(Muon):
                 state = self.state[param]
                 if _kinds(state).get(key) != kind:  # none yet, or one of another dtype that is not the owner's
                     state[key] = torch.zeros(kind[0], dtype=kind[1], device=param.device)
-                window = matrices.rule_state_window if key == MEMORY else matrices.window
+                window = matrices.rule_state_window if key == RULE_STATE else matrices.window
                 part = state[key][task.matrix] if matrices.stack_dims else state[key]
                 broadcast(part if window is None else part[tuple(slice(*one) for one in window)], task.owner, group)
         self._complete = True
@@ -215,7 +215,7 @@ class DistMuon(Muon):
         """Momentum of matrices that other ranks own is deleted here."""
         members = step.decision.members
         for k in {k for k, _ in members} - {members[param][0] for param in owned}:
-            for key in (MOMENTUM, MEMORY):
+            for key in (MOMENTUM, RULE_STATE):
                 self.state[step.params[k].param].pop(key, None)
         self._complete = self._complete and not step.decision.plan.tasks
 
@@ -233,7 +233,7 @@ def _check_plain(parameters: Sequence[NamedParam]) -> None:
 
 def _kinds(state: dict[str, Any]) -> dict[str, tuple[torch.Size, torch.dtype]]:
     """Shape and dtype of the state that only owners have."""
-    return {key: (state[key].shape, state[key].dtype) for key in (MOMENTUM, MEMORY) if key in state}
+    return {key: (state[key].shape, state[key].dtype) for key in (MOMENTUM, RULE_STATE) if key in state}
 
 
 def _groups(params: Iterable[Any]) -> list[Any]:

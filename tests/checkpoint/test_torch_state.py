@@ -211,7 +211,7 @@ REFUSALS: list[tuple[str, Any, dict[str, Any], str]] = [
         "swapped",
         lambda m, a: (a, m),
         {},
-        r"a\.weight is stepped here as by torch\.optim\.Muon, its state is from torch\.optim\.AdamW",
+        r"a\.weight needs the state of torch\.optim\.Muon, but its state is from torch\.optim\.AdamW",
     ),
     ("both", lambda m, a: (m, m), {}, r"a\.weight is in the states of both"),
 ]
@@ -236,7 +236,7 @@ def test_names_that_do_not_fit() -> None:
     with pytest.raises(StateError, match=r"d\.weight is in neither state"):
         convert_torch_state(optimizer, *states, muon_names=[*NAMES[:3], "typo"], adamw_names=NAMES[M:])
     fewer = Muon([{"params": copies(theirs[:3]), "names": NAMES[:3], "use_muon": True}])
-    with pytest.raises(StateError, match=r"extra has state but is not among the optimizer's parameters"):
+    with pytest.raises(StateError, match=r"extra has state but is not one of the optimizer's parameters"):
         convert_torch_state(fewer, states[0], None, muon_names=[*NAMES[:3], "extra"])
 
 

@@ -211,7 +211,7 @@ def wrong_states(layout: str) -> None:
     expect("norm.weight is optimized by AdamW", edited(lambda state: state.update({norm: state[wq]})))
     expect("wq.weight has shape (8, 6), but its saved", edited(lambda state: state[wq].update(momentum_buffer=wider)))
     expect("its saved momentum_buffer is a plain tensor", edited(lambda state: state[wq].update(momentum_buffer=full)))
-    expect("set_optimizer_state_dict cuts it anew", edited(lambda state: state[wq].update(momentum_buffer=recut)))
+    expect("set_optimizer_state_dict reshards it", edited(lambda state: state[wq].update(momentum_buffer=recut)))
     expect("norm.weight is optimized by AdamW and needs", edited(lambda state: state[norm].pop("exp_avg_sq")))
     expect("few.weight trains, but the state_dict has nothing", edited(lambda state: state.pop(few)))
     for name, value in content(model, optimizer).items():

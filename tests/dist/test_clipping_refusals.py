@@ -54,7 +54,7 @@ TORN: dict[str, tuple[Layouts, Param]] = {
 }
 
 
-@pytest.mark.parametrize("lacking", [0, 3])
+@pytest.mark.parametrize("without_state", [0, 3])
 @pytest.mark.parametrize("name", TORN)
 def test_replicas_of_which_some_have_no_gradient(name: str, without_state: int) -> None:
     layouts, param = TORN[name]
@@ -86,7 +86,7 @@ def test_a_pipeline_group_that_is_no_pipeline() -> None:
         params = on_mesh(Case((Param((4, 4), 0, (S0, S1)),)), [mesh])
         return total_grad_norm(params, pp_group=mesh["dp"].get_group())
 
-    raises_everywhere(4, main, ConfigError, "connect already and would count more than once")
+    raises_everywhere(4, main, ConfigError, "already connect, so they would be counted more than once")
 
 
 # What is not finite, on one rank only.

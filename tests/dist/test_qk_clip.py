@@ -472,7 +472,7 @@ def test_every_rank_hears_the_same_refusal(what: str) -> None:
     words = {
         "heads": "3 heads on rank 1 and 2",
         "nothing": "no rank has observed",
-        "part of the heads": "ranks [0, 2] only, of 3",
+        "part of the heads": "only [0, 2] of 3 tensor parallel ranks",
     }
     assert words[what] in shown[0]
 
@@ -506,7 +506,7 @@ def test_dtensor_queries() -> None:
             logits.observe(0, place(q, mesh, cut), place(k, mesh, cut))
             for wrong in ([Shard(0), Shard(2)], [Partial(), Shard(1)]):
                 bad = [DTensor.from_local(one[:1, :2], mesh, wrong, run_check=False) for one in (q, k)]
-                with pytest.raises(ConfigError, match="divide by batch and heads only"):
+                with pytest.raises(ConfigError, match="shard by batch and heads only"):
                     logits.observe(0, *bad)
             with pytest.raises(ConfigError, match="redistribute k like q"):
                 logits.observe(0, place(q, mesh, cut), k)

@@ -272,7 +272,7 @@ def replica_groups_inside_a_mesh() -> None:
     with counted() as wire:
         check(case, [mesh], single(case), watch=wire.watch, replica_group=mesh["dp"])
     wire.check(dist.get_rank())
-    with pytest.raises(ConfigError, match=r"Instead of the group pass its mesh"):
+    with pytest.raises(ConfigError, match=r"Pass the mesh instead of the process group"):
         sharded(case, [mesh], replica_group=mesh["dp"].get_group())
 
 

@@ -227,7 +227,7 @@ def test_sharded_anew_between_steps(where: str, how: str) -> None:
 
     text = one_text(run_threads(WORLD, main))
     assert f"rank {0 if where == 'all ranks' else ODD}: a now lies" in text
-    assert "Build a new optimizer after sharding parameters anew" in text
+    assert "Build a new optimizer after resharding parameters" in text
 
 
 def test_data_that_is_cut_otherwise() -> None:

@@ -92,7 +92,7 @@ def test_an_optimizer_of_an_earlier_process_group(layout: str, stepped: bool, re
     assert len(texts) == 1, texts
     text = texts.pop()
     assert text.startswith("TransportError: ranks lost each other in the agreement of a step: destroy_process_group() has ended")
-    assert ("Build the meshes" if layout in ("DTensors", "two axes") else "Set optimizer.replica_group") in text
+    assert ("Rebuild the meshes" if layout in ("DTensors", "two axes") else "Set optimizer.replica_group") in text
 
 
 def continued_rank(rank: int, folder: Path, layout: str) -> str:

@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from meshmuon import Muon
-from meshmuon.agree import planner
+from meshmuon.agree import local_planner
 from meshmuon.execute import executor
 from meshmuon.optim import muon
 from meshmuon.plan import Plan, make_plan
@@ -175,7 +175,7 @@ def unready_rank(rank: int, folder: Path, where: str, later: bool) -> Said:
         added.grad = on_mesh(seeded((6, 6), 51), world_mesh())
     first = int(later)
     give_gradients(params, first)
-    owner, name = {"buffers": (executor, "build_rank_program"), "plan": (planner, "make_plan")}[where]
+    owner, name = {"buffers": (executor, "build_rank_program"), "plan": (local_planner, "make_plan")}[where]
     before = [local(param) for param in params]
     with patch.object(owner, name, out_of_memory) if rank == ODD else nullcontext():
         said = refused(optimizer)
@@ -328,7 +328,7 @@ def plan_rank(rank: int, folder: Path, name: str) -> Said:
     optimizer = muon_of(params)
     give_gradients(params, 0)
     before = everything(optimizer)
-    with patch.object(planner, "make_plan", PLANS[name][0]) if rank == ODD else nullcontext():
+    with patch.object(local_planner, "make_plan", PLANS[name][0]) if rank == ODD else nullcontext():
         said = refused(optimizer)
         assert_untouched(optimizer, before)
         assert refused(optimizer) == said, "a second try is refused as well"

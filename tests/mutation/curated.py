@@ -48,6 +48,7 @@ _DIFFERENCES = "meshmuon/agree/differences.py"
 _IDENTITY = "meshmuon/agree/identity.py"
 _KEEPING = "meshmuon/agree/state_presence.py"
 _LINK = "meshmuon/agree/link.py"
+_LOCAL_PLANNER = "meshmuon/agree/local_planner.py"
 _PARTS = "meshmuon/execute/shard_views.py"
 _ELEMENTWISE = "meshmuon/execute/elementwise.py"
 _BUILD = "meshmuon/execute/build.py"
@@ -251,7 +252,7 @@ CURATED = (
     Curated(_PARTS, "if one.settings.free_grad:", "if not one.settings.free_grad:"),
     Curated(_BUILD, "((order, begins), (order[::-1], ends))", "((order, begins), (order, ends))"),
     Curated(_BUILD, "((order, begins), (order[::-1], ends))", "((order[::-1], begins), (order[::-1], ends))"),
-    Curated(_CHECKPOINT, "/ (1 - _momentum(name, one))", "/ 1"),
+    Curated(_CHECKPOINT, "/ (1 - _momentum(name, saved))", "/ 1"),
     Curated(_ALIGNED, "return -(-size // line) * line", "return size"),
     Curated(_ALIGNED, "flat.data_ptr() % ALIGNMENT == 0:", "True:"),
     Curated(_ALIGNED, "return batch.data_ptr() % ALIGNMENT == 0 and apart % ALIGNMENT == 0", "return True"),
@@ -282,9 +283,9 @@ CURATED = (
     Curated(_MEMORY, "window=work.matrices.memory_window", "window=None"),
     Curated(_MEMORY, "        store_memory(self.returned, work)\n", "        pass\n"),
     Curated(_ADAMW, "beta1=beta1,", "beta1=beta2,"),
-    Curated(_ADAMW, 'weight_decay=float(group["weight_decay"]),', "weight_decay=0.0,"),
-    Curated(_ADAMW, 'maximize=group["maximize"],', "maximize=False,"),
-    Curated(_ADAMW, "eps=adamw_eps(group),", "eps=1e-8,"),
+    Curated(_ADAMW, 'weight_decay=float(param_group["weight_decay"]),', "weight_decay=0.0,"),
+    Curated(_ADAMW, 'maximize=param_group["maximize"],', "maximize=False,"),
+    Curated(_ADAMW, "eps=adamw_eps(param_group),", "eps=1e-8,"),
     # What is computed together, and what is one matrix
     Curated(_BATCHES, "(item.rows, item.cols, item.treatment)", "(item.rows, item.cols)"),
     Curated(_BATCHES, "max(1, budget //", "max(2, budget //"),
@@ -362,12 +363,14 @@ CURATED = (
     ),
     Curated("meshmuon/optim/dist_muon.py", "self._complete and not outcome.plan.tasks", "not outcome.plan.tasks"),
     Curated("meshmuon/optim/dist_muon.py", "plan, group = self._dividing,", "plan, group = self._executor.plan,"),
-    Curated("meshmuon/state/param_state.py", 'if "step" in entry and not group["use_muon"]:', 'if "step" in entry:'),
-    Curated("meshmuon/optim/offload.py", "            self.settle()  # host", "            # host"),
+    Curated(
+        "meshmuon/state/param_state.py", 'if "step" in param_state and not param_group["use_muon"]:', 'if "step" in param_state:'
+    ),
+    Curated("meshmuon/optim/offload.py", "            self.settle()  # before", "            # before"),
     Curated("meshmuon/qk_clip/clip.py", "if k == 0:  # every", "if True:  # every"),
     Curated("meshmuon/execute/data_parallel.py", "        self._failures.clear()  #", "        #"),
     Curated("meshmuon/execute/data_parallel.py", "if one.settings.free_grad:", "if True:"),
-    Curated(_PLANNING, "own[0] != demand.local_shape and", "math.prod(own[0]) != math.prod(demand.local_shape) and"),
+    Curated(_LOCAL_PLANNER, "expected == plan_input.local_shape:", "math.prod(expected) == math.prod(plan_input.local_shape):"),
     Curated(_ADAMW, "if local_part(state[key]).stride() != local_part(param).stride():", "if False:"),
     Curated(_EXECUTOR, "        program.failures.clear()  #", "        #"),
     Curated(_PIPELINE, "        except TransportError:\n            raise\n", ""),
@@ -436,27 +439,31 @@ CURATED = (
     Curated(_COMPAT, "list(axes) == sorted(axes)", "True"),
     Curated(_COMPAT, "and orders[0] == orders[1]", ""),
     Curated(_COMPAT, "torch.autograd.graph.increment_version(tensors)", "pass"),
-    Curated(_COMPAT, "and one.sharded_state is not self._whole", ""),
+    Curated(_COMPAT, "and param.sharded_state is not self._unsharded", ""),
     Curated(
-        _PLANNING,
-        "for part, entry in enumerate(parts) if active[k]",
-        "for part, entry in enumerate(parts)",
+        _LOCAL_PLANNER,
+        "for part, planned in enumerate(parts)\n            if active[index]",
+        "for part, planned in enumerate(parts)",
     ),
-    Curated(_PLANNING, "if active[k] and not demand.active)", "if False)"),
-    Curated(_PLANNING, "((self._path, plan.digest, others, whose,", '((self._path, "", others, whose,'),
-    Curated(_PLANNING, "((self._path, plan.digest, others, whose,", "((self._path, plan.digest, whose,"),
-    Curated(_PLANNING, "((self._path, plan.digest, others, whose,", "((plan.digest, others, whose,"),
-    Curated(_PLANNING, "((self._path, plan.digest, others, whose,", "((self._path, plan.digest, others,"),
-    Curated(_PLANNING, "union = [any(flags)", "union = [all(flags)"),
+    Curated(_LOCAL_PLANNER, "if active[index] and not plan_input.has_grad", "if False"),
+    Curated(
+        _LOCAL_PLANNER, "(self._settings.path, plan.digest, adamw, differing,", '(self._settings.path, "", adamw, differing,'
+    ),
+    Curated(
+        _LOCAL_PLANNER, "(self._settings.path, plan.digest, adamw, differing,", "(self._settings.path, plan.digest, differing,"
+    ),
+    Curated(_LOCAL_PLANNER, "(self._settings.path, plan.digest, adamw, differing,", "(plan.digest, adamw, differing,"),
+    Curated(_LOCAL_PLANNER, "(self._settings.path, plan.digest, adamw, differing,", "(self._settings.path, plan.digest, adamw,"),
+    Curated(_LOCAL_PLANNER, "active[index] = any(column)", "active[index] = all(column)"),
     # Which optimizer, how often, with what state
-    Curated(_PLANNING, "common, self._who(), self._shared", "common, self._shared"),
-    Curated(_PLANNING, "self._who(), self._shared_among(lacking))", "self._who())"),
-    Curated(_PLANNING, "self._pairing = Pairing(number, steps - 1)", "self._pairing = Pairing(number, steps)"),
-    Curated(_DIFFERENCES, "mine.alike == its.alike and mine != its", "mine != its"),
-    Curated(_IDENTITY, "return Pairing(number) if number else self", "return self"),
+    Curated(_PLANNING, "hyperparameters, known, self._local", "hyperparameters, self._local"),
+    Curated(_PLANNING, "known, self._local.positions_among_shared(status.without_state)", "known"),
+    Curated(_PLANNING, "self._pairing = Pairing(shared_id, steps - 1)", "self._pairing = Pairing(shared_id, steps)"),
+    Curated(_DIFFERENCES, "place.lookalikes == model_place.lookalikes and place != model_place", "place != model_place"),
+    Curated(_IDENTITY, "return Pairing(shared_id) if shared_id else self", "return self"),
     Curated(_IDENTITY, "descent = (*copied, next(_numbers))", "descent = (next(_numbers),)"),
     Curated(_KEEPING, "return any(bool(local_part(value).count_nonzero())", "return any(True"),
-    Curated(_LINK, "elif self._world() is None or self._world() is not dist.group.WORLD:", "elif False:"),
+    Curated(_LINK, "elif self._world() is None or self._world() is not current_world():", "elif False:"),
     # Streams
     Curated(_DEVICE, "        self._side.wait_event(after)", "        pass"),
     Curated(_DEVICE, "            tensor.record_stream(self._side)\n", "            pass\n"),

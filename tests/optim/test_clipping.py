@@ -205,7 +205,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     "p of minus infinity": (lambda: total_grad_norm(parameters(), -math.inf), "norm_type=-inf"),
     "p of NaN": (lambda: total_grad_norm(parameters(), math.nan), "norm_type=nan"),
     "p as a word": (lambda: total_grad_norm(parameters(), "fro"), "norm_type='fro'"),  # type: ignore[arg-type]
-    "a negative limit": (lambda: clip_grad_norm_(parameters(), -1.0), "max_norm=-1.0 must be a number that is not negative"),
+    "a negative limit": (lambda: clip_grad_norm_(parameters(), -1.0), "max_norm=-1.0 must be a number of at least 0"),
     "a limit of NaN": (lambda: clip_grad_norm_(parameters(), math.nan), "max_norm=nan"),
     "a negative tensor": (lambda: clip_grad_norm_(parameters(), torch.tensor(-1.0)), "max_norm=tensor"),
     "two limits": (lambda: clip_grad_norm_(parameters(), torch.ones(2)), r"one element, got a plain tensor of shape \(2,\)"),

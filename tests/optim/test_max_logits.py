@@ -75,7 +75,7 @@ def test_random_shapes_and_masks(data: Any) -> None:
     close(found, dense(q, k, causal=causal, scale=scale, visible=None if kind == "none" else visible))
 
 
-@pytest.mark.parametrize("lead", [(), (3,), (2, 3)])
+@pytest.mark.parametrize("stack_dims", [(), (3,), (2, 3)])
 def test_any_number_of_batch_dims(stack_dims: tuple[int, ...]) -> None:
     q, k = random(*stack_dims, 4, 7, 5), random(*stack_dims, 2, 7, 5, seed=1)
     visible = torch.rand(*stack_dims, 1, 7, 7, generator=torch.Generator().manual_seed(3)) < 0.7
@@ -381,9 +381,9 @@ def test_a_module_that_observes_by_hand_may_be_attached() -> None:
     ("call", "message"),
     [
         (lambda logits: logits.attach(nn.Linear(1, 1), 1.5), "layer 1.5 must be"),
-        (lambda logits: logits.observe(0, random(2, 3), random(2, 3)), r"q \(2, 3\) and k \(2, 3\) must be"),
-        (lambda logits: logits.observe(0, random(1, 3, 2, 4), random(1, 3, 2, 5)), "must be"),
-        (lambda logits: logits.observe(0, random(1, 3, 2, 4), random(1, 2, 2, 4)), "3 query heads and 2 key heads"),
+        (lambda logits: logits.observe(0, random(2, 3), random(2, 3)), r"q \(2, 3\) and k \(2, 3\) must both be"),
+        (lambda logits: logits.observe(0, random(1, 3, 2, 4), random(1, 3, 2, 5)), "must both be"),
+        (lambda logits: logits.observe(0, random(1, 3, 2, 4), random(1, 2, 2, 4)), "3 query heads cannot share 2 key heads"),
         (
             lambda logits: logits.observe(0, random(1, 3, 2, 4), random(1, 3, 2, 4), mask=torch.ones(3, 3) > 0),
             r"mask \(3, 3\) does not",

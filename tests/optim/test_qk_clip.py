@@ -311,7 +311,7 @@ BAD_CONFIGS = [
     ({"threshold": 1, "qk_nope_head_dim": 4}, "needs all of"),
     ({**CONFIG, "patterns": {"v": "x"}}, "must map q, k, kv_b, qkv"),
     ({**CONFIG, "patterns": {"q": "x"}}, "needs a group"),
-    ({**CONFIG, "patterns": {"q": "(?P<layer>"}}, "is no regular expression"),
+    ({**CONFIG, "patterns": {"q": "(?P<layer>"}}, "is not a regular expression"),
     ([1], "must be a mapping"),
 ]
 
@@ -338,7 +338,7 @@ BAD_LOGITS = [
         {0: torch.ones(4)},
         rf"{Q} \(layer 0\) has 16 rows, .*heads of 5 rows \(head_dim",
     ),
-    ("groups", CONFIG, pair(4, 3), {0: torch.ones(4)}, "4 query heads and 3 key heads, which are no equal groups"),
+    ("groups", CONFIG, pair(4, 3), {0: torch.ones(4)}, "4 query heads, which cannot share 3 key heads equally"),
     (
         "no split",
         CONFIG,
