@@ -11,8 +11,9 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.optim.adamw import adamw
 
+from ..params.checks import adamw_betas, adamw_eps
 from ..params.dtensors import as_dtensor, memory_order, trailing_elements
-from ..params.groups import adamw_betas, adamw_eps
+from ..params.option_table import ParamGroup
 from ..state.adamw_state import can_fuse, empty_laid_out_like, init_state
 from ..torch_compat import local_part, mark_overwritten
 
@@ -22,7 +23,7 @@ _LONGEST_VECTOR = 64
 
 
 def adamw_step(
-    group: dict[str, Any],
+    group: ParamGroup,
     params: Sequence[Tensor],
     grads: Sequence[Tensor],
     states: Sequence[dict[str, Any]],
@@ -39,7 +40,7 @@ def adamw_step(
 
 
 def _step(
-    group: dict[str, Any],
+    group: ParamGroup,
     params: list[Tensor],
     grads: list[Tensor],
     states: list[dict[str, Any]],

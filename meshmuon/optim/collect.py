@@ -23,6 +23,8 @@ from ..params.dtensors import as_dtensor, check_cuts, check_gradient_placement
 from ..params.groups import check_options, check_reach, largest_number, matrix_options_of
 from ..params.lr import lr_factor
 from ..params.named_params import NamedParam
+from ..params.option import Compared
+from ..params.option_table import ParamGroup, group_options
 from ..params.rules import resolve_rule
 from ..state import param_state as state
 from ..torch_compat import local_part
@@ -30,10 +32,15 @@ from .group_snapshot import GroupSnapshot, facts_of
 
 __all__ = ["Collector", "gradient_of", "hyperparameters_of", "only_creates_state"]
 
-_HYPERPARAMETERS = {
-    True: ("lr", "momentum", "nesterov", "weight_decay", "adjust_lr_fn", "maximize", "momentum_dtype", "cautious_weight_decay"),
-    False: ("lr", "weight_decay", "adamw_betas", "betas", "adamw_eps", "eps", "maximize"),
-}  # by use_muon
+_COMPARED = {
+    use_muon: tuple(
+        key
+        for option in group_options(use_muon)
+        if option.compared is Compared.BY_VALUE
+        for key in (option.name, *option.aliases)
+    )
+    for use_muon in (True, False)
+}  # keys of a param group
 _PLAIN = (Tensor, nn.Parameter)
 
 
@@ -80,11 +87,11 @@ class Collector:
         # Group index, shape of a matrix in the group (None for AdamW), largest number that its dtype holds.
         self._shapes: list[tuple[int, tuple[int, int] | None, float]] = []
         self._made: tuple[object, list[StepParam]] = (None, [])  # a plan, and the step parameters made for it
-        self._groups: dict[int, dict[str, Any]] = {}  # param groups of those step parameters, by group index
+        self._groups: dict[int, ParamGroup] = {}  # param groups of those step parameters, by group index
         self._lacking_by_group: dict[int, tuple[int, ...]] = {}  # by group index, the parameters without state
         self.without_state: tuple[int, ...] = ()  # parameters that have a gradient and no state yet, at the last check
 
-    def plan_inputs(self, groups: Sequence[dict[str, Any]]) -> tuple[list[NamedParam], tuple[PlanInput, ...], Exception | None]:
+    def plan_inputs(self, groups: Sequence[ParamGroup]) -> tuple[list[NamedParam], tuple[PlanInput, ...], Exception | None]:
         """All parameters, what the planner must know about them, and the first error that keeps a step from being planned.
 
         A param group with invalid options still yields plan inputs, from metadata alone: with them this rank finds the other
@@ -114,7 +121,7 @@ class Collector:
         finally:
             del failure  # its traceback holds this frame, and with it the caller
 
-    def _inspect_each(self, groups: Sequence[dict[str, Any]]) -> Exception | None:
+    def _inspect_each(self, groups: Sequence[ParamGroup]) -> Exception | None:
         """Brings the records up to date, parameter by parameter; the first error that keeps a step from being planned."""
         records: list[ParamRecord] = []
         failure: Exception | None = None
@@ -161,7 +168,7 @@ class Collector:
             )
         )
 
-    def check(self, groups: Sequence[Mapping[str, Any]], states: Mapping[Tensor, dict[str, Any]]) -> None:
+    def check(self, groups: Sequence[ParamGroup], states: Mapping[Tensor, dict[str, Any]]) -> None:
         """Refuses what a step on the last plan inputs cannot work with; writes nothing."""
         for index, shape, largest in self._shapes:
             check_reach(groups[index], f"group {index}", shape, largest)  # a user's function fails here or not at all
@@ -279,7 +286,7 @@ def _rule_state(step_param: StepParam, entry: Mapping[str, Any]) -> Tensor | Non
 def hyperparameters_of(groups: Sequence[Mapping[str, Any]]) -> list[str]:
     """The hyperparameters of each param group as text; ranks with different ones would silently diverge."""
     return [
-        ", ".join(f"{key}={_number_text(group[key])}" for key in _HYPERPARAMETERS[bool(group["use_muon"])] if key in group)
+        ", ".join(f"{key}={_number_text(group[key])}" for key in _COMPARED[bool(group["use_muon"])] if key in group)
         for group in groups
     ]
 
@@ -289,7 +296,7 @@ def gradient_of(param: Tensor) -> Tensor:
     return torch.zeros_like(param) if param.grad is None else param.grad
 
 
-def _recipe_of(group: Mapping[str, Any]) -> GroupRecipe:
+def _recipe_of(group: ParamGroup) -> GroupRecipe:
     if not group["use_muon"]:
         return GroupRecipe()
     scheme, rule = resolve_scheme(group["scheme"], group["ns_steps"]), resolve_rule(group["rule"])
@@ -336,7 +343,7 @@ def _number_text(value: Any) -> str:
     return str(getattr(value, "__qualname__", value))  # a function's repr holds an address
 
 
-def _settings(group: Mapping[str, Any], skip_mask: Tensor | None) -> StepSettings:
+def _settings(group: ParamGroup, skip_mask: Tensor | None) -> StepSettings:
     lr = group["lr"]
     # On a device it stays a tensor: reading it would wait for the device.
     lr = float(lr) if not isinstance(lr, Tensor) or known_to_host(lr) else lr.reshape(())
@@ -385,7 +392,7 @@ def _check_gradient(name: str, param: Tensor, grad: Tensor) -> None:
         raise GradientError(f"{name} has a complex gradient ({grad.dtype}). Optimize the real view: torch.view_as_real(param).")
 
 
-def only_creates_state(groups: Sequence[Mapping[str, Any]]) -> bool:
+def only_creates_state(groups: Sequence[ParamGroup]) -> bool:
     """Whether a first step has nothing to do but to create state: lr 0 everywhere and gradients of zeros."""
     rates = [group["lr"] for group in groups]
     if any((isinstance(lr, Tensor) and not known_to_host(lr)) or lr != 0 for lr in rates):

@@ -14,9 +14,9 @@ from ..agree.planner import Planner
 from ..errors import ConfigError, StateError, UnsupportedError
 from ..execute import DataParallelExecutor, StepParam
 from ..matrices import MatrixSet
+from ..params.checks import check_replica_group
 from ..params.dtensors import as_dtensor
 from ..params.named_params import NamedParam, named_params
-from ..params.options import check_replica_group
 from ..plan import Plan
 from ..state.param_state import MEMORY, MOMENTUM
 from ..transport import averaged, broadcast, everyone
@@ -73,7 +73,7 @@ class DistMuon(Muon):
         group: dist.ProcessGroup | None = None,
         **options: Any,
     ) -> None:
-        for name in ("replicas", "replica_group", "use_distributed_muon", "comm_dtype"):
+        for name in ("replicas", "replica_group", "reference_path", "use_distributed_muon", "comm_dtype"):
             if name in options:
                 raise ConfigError(f"{name} has no meaning for DistMuon, which always divides the work over group=: leave it out.")
         check_replica_group(group, "group")
@@ -96,7 +96,7 @@ class DistMuon(Muon):
         """Adds a group of plain weights; the next step plans with it."""
         super().add_param_group(param_group)
         try:
-            _check_plain(named_params(self.param_groups[-1:]))
+            _check_plain(named_params(self._groups[-1:]))
         except UnsupportedError:
             self.param_groups.pop()
             raise

@@ -12,6 +12,7 @@ from typing import Any
 
 from torch import Tensor
 
+from ..params.option_table import ParamGroup
 from ..torch_compat import SHARD_FACTS, SHARD_GRADIENT_FACTS, has_local_part
 
 __all__ = ["GroupSnapshot", "facts_of"]
@@ -28,7 +29,7 @@ class GroupSnapshot:
         treatment: what the group says of its parameters; compared by identity.
     """
 
-    def __init__(self, group: Mapping[str, Any], recipe: object) -> None:
+    def __init__(self, group: ParamGroup, recipe: object) -> None:
         self._group, self._recipe_of = group, recipe
         self._params: list[Tensor] = list(group["params"])
         self._names: list[str] = list(group["param_names"])
@@ -41,7 +42,7 @@ class GroupSnapshot:
         self._keys: list[list[str]] | None = None  # of the state that was found to fit
         self._values: list[weakref.ref[Tensor]] = []  # of the tensors in it, which must be free to go
 
-    def still_holds(self, group: Mapping[str, Any], recipe: object) -> bool:
+    def still_holds(self, group: ParamGroup, recipe: object) -> bool:
         """Whether the group and its parameters are as they were."""
         params = group["params"]
         return (

@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -16,13 +16,16 @@ from ..agree.planner import Planner, RankStatus
 from ..agree.state_presence import StatePresence
 from ..errors import ConfigError, RoutingWarning, TransportError
 from ..execute import DEFAULT_MEMORY_BUDGET, Executor, ExecutorSettings, ReferenceExecutor, StepExecutor, StepParam
-from ..matrices import Split, check_expert_keys
+from ..matrices import Split
 from ..ortho import SchemeLike, resolve_scheme
+from ..params.arguments import defaults_from, optimizer_options_from
+from ..params.checks import check_replica_group
 from ..params.dtensors import ReplicaGroup
-from ..params.groups import check_group, normalise_group, normalise_params, storable_scheme, storable_split
+from ..params.groups import check_group, normalise_group, normalise_params
 from ..params.lr import AdjustLR
 from ..params.named_params import NamedParam
-from ..params.options import check_dtype, check_optimizer_options, check_replica_group
+from ..params.option_docs import with_options
+from ..params.option_table import ParamGroup, group_options
 from ..params.rules import RuleLike
 from ..plan import Plan, PlanOptions, cost_model_for
 from ..qk_clip.clip import QKClip
@@ -41,6 +44,7 @@ from .step_failures import StepFailures
 __all__ = ["Muon"]
 
 
+@with_options
 class Muon(torch.optim.Optimizer):
     """Muon for the matrices of a model, AdamW for everything else, in one optimizer.
 
@@ -52,51 +56,12 @@ class Muon(torch.optim.Optimizer):
        and the result comes back;
     3. ``p ← p·(1 − lr·weight_decay) − lr·adjust_lr_fn(rows, cols)·update``.
 
-    Groups with ``use_muon=False`` take ``torch.optim.AdamW``'s fused step. A group may carry its own lr, momentum, nesterov,
-    ns_steps, weight_decay, betas, eps, none_grad, expert_keys, scheme, adjust_lr_fn, maximize, conv, split, expert_dims,
-    compute_dtype, momentum_dtype, rule and cautious_weight_decay; groups are read at every step.
+    Groups with ``use_muon=False`` take ``torch.optim.AdamW``'s fused step. Each param group may have its own value of every
+    option marked "per group"; the optimizer reads them at every step.
 
     Args:
-        params: groups, each with ``params``, ``use_muon`` and, best, ``names``; see ``get_default_muon_param_groups``.
-        lr: learning rate; a one-element tensor works too.
-        momentum: momentum of the Muon groups, in [0, 1).
-        nesterov: look ahead by one momentum step.
-        ns_steps: number of Newton–Schulz steps.
-        weight_decay: decoupled weight decay of all groups.
-        adamw_betas: betas of the AdamW groups (a group may also say ``betas``).
-        adamw_eps: epsilon of the AdamW groups (a group may also say ``eps``).
-        none_grad: free the gradients of Muon parameters as soon as the step has used them.
-        debug: log each parameter's route whenever the plan changes.
-        clip_config: QK-clip, as in ``{"head_dim": 128, "threshold": 100}``; see docs/qk_clip.md. Acts on ``qk_logits``.
-        warmup_step: waves that may be under way beside the one that computes (``warmup_step + 1`` in flight).
-        chunk_size: most matrices per wave of an exchange and per batch; -1 lets ``memory_budget`` decide.
-        use_distributed_muon: the reference path for verification: all-gather whole matrices, compute all of them on every rank.
-        expert_keys: a 3-D parameter whose name contains one of these is a stack of independent matrices.
-        scheme: ``"polar_express"``, ``"keller"``, a list of (a, b, c), a Scheme, or a callable on a batch.
-        adjust_lr_fn: ``"match_rms_adamw"``, ``"original"``, ``"spectral"`` or a function of (rows, cols).
-        maximize: ascend instead of descend.
-        conv: ``"flatten"`` lets Muon take convolution filters as (out, in·kernel) matrices.
-        split: cuts fused weights (QKV, gate-up) along their output dim into matrices of their own: sizes of the parts, the size
-            of equal parts (one per head), or a function of name and shape that returns one of these or None.
-        expert_dims: ``"out_in"`` for experts of shape (experts, out, in), ``"in_out"`` for (experts, in, out).
-        compute_dtype: dtype of the Newton–Schulz products; float32 on CPU and bfloat16 on GPU unless given.
-        momentum_dtype: dtype of new momentum buffers; the parameter's unless given.
-        memory_budget: bytes of scratch that one batch may use, and of matrices that an owner gathers per wave (default 64 MiB).
-            A rank's exchange buffers take at most 2 × ``memory_budget`` × (``warmup_step`` + 1), or one matrix per owner.
-        form: ``"auto"`` (fewest FLOPs that are safe in the dtype), ``"standard"`` or ``"gram"``.
-        deterministic: no batching of products, so that the bits do not depend on what shares a batch.
-        compile: compile the orthogonalisation of each shape with torch.compile.
-        cuda_graphs: replay the orthogonalisation of each batch as a CUDA graph.
-        comm_dtype: dtype on the wire; bfloat16 between GPUs and float32 elsewhere unless given.
-        replicas: where ranks hold the same matrix (HSDP, replicated DTensors), ``"share"`` has one replica compute it for
-            all, ``"repeat"`` has each compute it, ``"auto"`` takes the cheaper.
-        replica_group: process group, or mesh, over which plain tensors are replicated (DDP), to divide their work over it.
-        nonfinite: what to do when any rank has a gradient with an infinity or NaN: ``"propagate"`` steps with it, ``"skip"``
-            leaves everything as it is and counts in ``skipped_steps``, ``"raise"`` raises on all ranks before anything is written
-            (and waits for the device to know). What a GradScaler finds is always skipped.
-        rule: what is done beside orthogonalising: ``"plain"`` (nothing), ``"normuon"``, ``"muon_plus"``, ``"muoneq"``, or an
-            object with the methods of ``UpdateRule``.
-        cautious_weight_decay: decay only the elements of Muon's parameters that the update does not push away from zero.
+        params: param groups, each with ``params``, ``use_muon`` and, best, ``names``; see ``get_default_muon_param_groups``.
+        {options}
 
     Example::
 
@@ -142,58 +107,26 @@ class Muon(torch.optim.Optimizer):
         nonfinite: str = "propagate",
         rule: RuleLike = "plain",
         cautious_weight_decay: bool = False,
+        waves_ahead: int | None = None,
+        reference_path: bool | None = None,
     ) -> None:
-        check_optimizer_options(
-            {
-                "debug": debug,
-                "use_distributed_muon": use_distributed_muon,
-                "deterministic": deterministic,
-                "cuda_graphs": cuda_graphs,
-                "warmup_step": warmup_step,
-                "chunk_size": chunk_size,
-                "memory_budget": memory_budget,
-                "form": form,
-                "replicas": replicas,
-                "compile": compile,
-                "replica_group": replica_group,
-            }
-        )
-        self._qk_clip = QKClip(clip_config)
-        resolve_scheme(scheme, ns_steps)
+        arguments = dict(locals())  # by the names in the table of options
+        options = optimizer_options_from(arguments)
+        resolve_scheme(scheme, ns_steps)  # also if no group uses the default
         self._debug = debug
         self._settings = ExecutorSettings(chunk_size, memory_budget, form, deterministic, compile, cuda_graphs)
-        self._plan_options = PlanOptions(cost_model_for("cpu"), replicas, chunk_size, memory_budget, warmup_step + 1)
-        check_dtype(comm_dtype, "comm_dtype", "Muon")
+        in_flight = options["waves_ahead"] + 1
+        self._plan_options = PlanOptions(cost_model_for("cpu"), replicas, chunk_size, memory_budget, in_flight)
         self._comm_dtype = comm_dtype
-        self._reference = use_distributed_muon
+        self._reference: bool = options["reference_path"]
         self._replica_group = replica_group
+        self._qk_clip = QKClip(clip_config)
         self._nonfinite = NonFinite(nonfinite)
         self._offload = Offload()
         self._failures = StepFailures()
         self._reset()
-        defaults = {
-            "lr": lr,
-            "momentum": momentum,
-            "nesterov": nesterov,
-            "ns_steps": ns_steps,
-            "weight_decay": weight_decay,
-            "adamw_betas": adamw_betas,
-            "adamw_eps": adamw_eps,
-            "none_grad": none_grad,
-            "expert_keys": check_expert_keys(expert_keys),
-            "scheme": storable_scheme(scheme),
-            "adjust_lr_fn": adjust_lr_fn,
-            "maximize": maximize,
-            "conv": conv,
-            "split": storable_split(split),
-            "expert_dims": expert_dims,
-            "compute_dtype": compute_dtype,
-            "momentum_dtype": momentum_dtype,
-            "rule": rule,
-            "cautious_weight_decay": cautious_weight_decay,
-        }
         self._constructed = False  # torch adds the groups one by one; their warnings come together, at the end
-        super().__init__(normalise_params(params), defaults)
+        super().__init__(normalise_params(params), defaults_from(arguments))
         self._constructed = True
         self._descent = enrol(self)
         self._warn_of_routes(0)
@@ -202,11 +135,10 @@ class Muon(torch.optim.Optimizer):
         """Adds a group, checked like those of the constructor; the next step plans with it."""
         index = len(self.param_groups)
         group = normalise_group(param_group, index)
-        check_group({**self.defaults, **group}, index)
-        if "scheme" in group:
-            group["scheme"] = storable_scheme(group["scheme"])
-        if "split" in group:
-            group["split"] = storable_split(group["split"])
+        check_group(cast(ParamGroup, {**self.defaults, **group}), index)
+        for option in group_options():
+            if option.name in group:
+                group[option.name] = option.kept_as(group[option.name])
         try:
             super().add_param_group(group)
         except ValueError as error:  # what only torch checks: leaves, and parameters in two groups
@@ -238,7 +170,7 @@ class Muon(torch.optim.Optimizer):
                 if step.decision.nonfinite:
                     self._skip(step)
                 elif not step.decision.busy:
-                    state.create(self.param_groups, self.state)  # all that checkpointing wants of a first step at lr 0
+                    state.create(self._groups, self.state)  # all that checkpointing wants of a first step at lr 0
                 else:
                     self._prepare(step)
                     self._finish(step, self._run(step))
@@ -246,6 +178,11 @@ class Muon(torch.optim.Optimizer):
                 if self._offload.on:
                     self._collector.forget()
         return loss
+
+    @property
+    def _groups(self) -> list[ParamGroup]:
+        """``param_groups``, typed. The public attribute keeps torch's type, since users may add keys of their own."""
+        return cast("list[ParamGroup]", self.param_groups)
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
@@ -297,7 +234,7 @@ class Muon(torch.optim.Optimizer):
 
     def routing_table(self) -> RoutingTable:
         """Where each parameter goes and how large its steps will be; ``print`` it."""
-        return build_routing_table(self.param_groups)
+        return build_routing_table(self._groups)
 
     def workspace_bytes(self) -> int:
         """Scratch memory held between steps, beside the state."""
@@ -311,7 +248,7 @@ class Muon(torch.optim.Optimizer):
         """
         self._failures.refuse_checkpoint()
         if self.state:
-            state.create(self.param_groups, self.state)
+            state.create(self._groups, self.state)
             self._offload.put_away(self.state)
             self._offload.settle()
         return state.storable(super().state_dict())
@@ -324,7 +261,7 @@ class Muon(torch.optim.Optimizer):
         def check(_: torch.optim.Optimizer, final: dict[str, Any]) -> None:
             nonlocal adapted
             adapted = final
-            state.check(self.param_groups, final)
+            state.check(self._groups, final)
 
         # The last hook, so that a user's own hooks may first turn a foreign state into one that fits.
         handle = self.register_load_state_dict_pre_hook(check)
@@ -334,7 +271,7 @@ class Muon(torch.optim.Optimizer):
             handle.remove()
         for group, old, saved in zip(self.param_groups, earlier, adapted["param_groups"], strict=True):
             state.restore_options(group, old, saved, self.defaults)
-        state.restore(self.param_groups, self.state, adapted)
+        state.restore(self._groups, self.state, adapted)
         self._offload.put_away(self.state)
         self._failures.clear()
         self._planner.begin_anew()
@@ -356,7 +293,7 @@ class Muon(torch.optim.Optimizer):
             self._descent = enrol(self, state["_descent"])
 
     def _reset(self) -> None:
-        path = f"use_distributed_muon={self._reference}"
+        path = f"reference_path={self._reference}"
         self._planner = Planner(self._plan_options, self._settings.form, path, self._replica_group, weakref.ref(self))
         self._executor: StepExecutor = (ReferenceExecutor if self._reference else Executor)(self._settings)
         self._collector = Collector(self._wire_dtype())
@@ -366,17 +303,17 @@ class Muon(torch.optim.Optimizer):
     def _inspect(self, qk_logits: Any, offload_error: Exception | None) -> StepContext:
         """Looks at parameters, gradients, state and options; keeps this rank's first error for the agreement."""
         self._failures.refuse_step()
-        params, plan_inputs, failure = self._collector.plan_inputs(self.param_groups)
+        params, plan_inputs, failure = self._collector.plan_inputs(self._groups)
         unreported = self._failures.to_report()
         failure = failure or self._misuse(params) or unreported or offload_error
         step = StepContext(params, plan_inputs, qk_logits)
         if failure is None:
             try:
                 step.scaling = Scaling.of(self)
-                self._collector.check(self.param_groups, self.state)
+                self._collector.check(self._groups, self.state)
                 self._qk_clip.check(params, qk_logits)
                 step.nonfinite = self._nonfinite.known(params, step.scaling)
-                step.busy = bool(self.state) or not only_creates_state(self.param_groups)
+                step.busy = bool(self.state) or not only_creates_state(self._groups)
             except Exception as error:  # raised in the agreement, once the other ranks know
                 failure = error
         step.failure = failure
@@ -390,7 +327,7 @@ class Muon(torch.optim.Optimizer):
             prepared_plan=self._executor.plan,
             nonfinite=step.nonfinite,
             busy=step.busy,
-            hyperparameters=[f"{text}, {clip}" for text in hyperparameters_of(self.param_groups)],
+            hyperparameters=[f"{text}, {clip}" for text in hyperparameters_of(self._groups)],
             without_state=self._without_state(step.params),
             presence=StatePresence(step.params, self.state, self._keeps),
         )
@@ -473,7 +410,7 @@ class Muon(torch.optim.Optimizer):
 
     def _warn_of_routes(self, first: int) -> None:
         """Warns of the groups from ``first`` on, at the line that called the method which calls this."""
-        for warning in build_routing_table(self.param_groups[first:], first).warnings:
+        for warning in build_routing_table(self._groups[first:], first).warnings:
             warnings.warn(warning, RoutingWarning, stacklevel=3)
 
     def _wire_dtype(self) -> Callable[[Tensor], torch.dtype | None]:
@@ -504,7 +441,7 @@ class Muon(torch.optim.Optimizer):
         with record_function("meshmuon::adamw"):
             for index, params in by_group.items():
                 grads, states = self._adamw_gradients(params), [self.state[param] for param in params]
-                adamw_step(self.param_groups[index], params, grads, states, step.skip_mask)
+                adamw_step(self._groups[index], params, grads, states, step.skip_mask)
 
     def _adamw_gradients(self, params: Sequence[Tensor]) -> list[Tensor]:
         return [gradient_of(param) for param in params]

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import TypeAlias
 
 from ..errors import ConfigError
-from .options import check_range, number, shown
+from .checks import check_range, number, shown
 
 __all__ = ["AdjustLR", "check_adjust_lr", "lr_factor", "update_rms"]
 

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from ..errors import ConfigError
 from ..execute import UpdateRule
-from .options import check_range
+from .checks import check_range
 
 __all__ = ["MuonEq", "MuonPlus", "NorMuon", "RuleLike", "UpdateRule", "check_rule", "resolve_rule"]
 

@@ -14,9 +14,11 @@ from torch import Tensor
 from ..device import known_to_host
 from ..errors import StateError
 from ..matrices import MatrixSet, find_matrices
+from ..params.checks import FLOAT_DTYPES, shown
 from ..params.dtensors import as_dtensor, layout_text, same_placement, zeros_laid_out_like
-from ..params.groups import are_placeholders, matrix_options_of, storable_split
-from ..params.options import FLOAT_DTYPES, shown
+from ..params.groups import are_placeholders, matrix_options_of
+from ..params.option import Stored
+from ..params.option_table import ParamGroup, group_options
 from ..params.rules import resolve_rule
 from ..state.adamw_state import STATE_KEYS as ADAMW_KEYS
 from ..state.adamw_state import can_fuse, init_state
@@ -36,8 +38,8 @@ __all__ = [
 ]
 
 MOMENTUM, MEMORY = "momentum_buffer", "rule_memory"
-_DTYPES = ("compute_dtype", "momentum_dtype")
-_WHICH_MATRICES = ("rule", "split", "expert_keys", "expert_dims", "conv")  # a checkpoint changes these with a warning
+_DTYPES = tuple(option.name for option in group_options() if option.stored is Stored.DTYPE_NAME)
+_WHICH_MATRICES = tuple(option.name for option in group_options() if option.defines_matrices)  # loading others warns
 _PLAIN = (Tensor, bool, int, float, str, bytes, type(None))
 _NOT_STORED = "<not stored: "
 
@@ -61,14 +63,14 @@ def rule_memory(state: dict[str, Any], param: Tensor, matrices: MatrixSet) -> Te
     return memory
 
 
-def _remembered(name: str, param: Tensor, group: Mapping[str, Any]) -> MatrixSet | None:
+def _remembered(name: str, param: Tensor, group: ParamGroup) -> MatrixSet | None:
     """The parameter's matrices, when its group's rule remembers something of them."""
     rule = resolve_rule(group["rule"])
     return find_matrices(name, param.shape, matrix_options_of(group))[0] if rule is not None and rule.remembers() else None
 
 
 @torch.no_grad()
-def create(groups: Sequence[Mapping[str, Any]], states: MutableMapping[Tensor, dict[str, Any]]) -> None:
+def create(groups: Sequence[ParamGroup], states: MutableMapping[Tensor, dict[str, Any]]) -> None:
     """Gives zeros to every parameter that trains and has no state yet: what its first gradient would have found.
 
     Which parameters had a gradient so far then leaves no trace in a checkpoint: it has the same keys on every rank and fits
@@ -154,7 +156,7 @@ def restore_options(group: dict[str, Any], own: Mapping[str, Any], saved: Mappin
 
 def _comparable(value: Any) -> Any:
     """Storing turns tuples into lists."""
-    return storable_split(value) or None
+    return (tuple(value) if isinstance(value, list) else value) or None
 
 
 def _names_after_loading(own: Mapping[str, Any], saved: Mapping[str, Any]) -> list[str]:
@@ -175,7 +177,7 @@ def _dtype(value: Any) -> Any:
     return found if isinstance(found, torch.dtype) else value
 
 
-def check(groups: Sequence[Mapping[str, Any]], state_dict: Mapping[str, Any]) -> None:
+def check(groups: Sequence[ParamGroup], state_dict: Mapping[str, Any]) -> None:
     """Raises StateError, naming the first parameter whose saved state cannot be its own."""
     for key in ("param_groups", "state"):
         if key not in state_dict:
@@ -236,13 +238,13 @@ def _check_order(index: int, saved: Sequence[str], names: Sequence[str]) -> None
         )
 
 
-def _saved_rule(group: Mapping[str, Any], saved: Mapping[str, Any]) -> Any:
+def _saved_rule(group: ParamGroup, saved: Mapping[str, Any]) -> Any:
     """The rule that the group has after loading."""
     rule = saved.get("rule", group.get("rule"))
     return group.get("rule") if isinstance(rule, str) and rule.startswith(_NOT_STORED) else rule
 
 
-def check_current(name: str, param: Tensor, entry: Mapping[str, Any], group: Mapping[str, Any]) -> None:
+def check_current(name: str, param: Tensor, entry: Mapping[str, Any], group: ParamGroup) -> None:
     """Raises StateError when a parameter has changed under its state, before a step writes anything."""
     use_muon, shapes = group["use_muon"], _shapes(name, param, group)
     for key, shape in shapes.items():
@@ -269,7 +271,7 @@ def check_current(name: str, param: Tensor, entry: Mapping[str, Any], group: Map
             )
 
 
-def _shapes(name: str, param: Tensor, group: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+def _shapes(name: str, param: Tensor, group: ParamGroup) -> dict[str, tuple[int, ...]]:
     """What state a parameter has, and its shapes."""
     shape = tuple(param.shape)
     if not group["use_muon"]:
@@ -278,7 +280,7 @@ def _shapes(name: str, param: Tensor, group: Mapping[str, Any]) -> dict[str, tup
     return {MOMENTUM: shape} if matrices is None else {MOMENTUM: shape, MEMORY: matrices.memory_shape(shape)}
 
 
-def _check_entry(name: str, param: Tensor, entry: Mapping[str, Any], group: Mapping[str, Any]) -> None:
+def _check_entry(name: str, param: Tensor, entry: Mapping[str, Any], group: ParamGroup) -> None:
     shapes = _shapes(name, param, group)
     if entry and not all(key in entry for key in shapes):
         kind = "Muon" if group["use_muon"] else "AdamW"
@@ -333,7 +335,7 @@ def _what(value: Any) -> str:
     return f"a {type(value).__name__}"
 
 
-def restore(groups: Sequence[Mapping[str, Any]], state: Mapping[Tensor, dict[str, Any]], state_dict: Mapping[str, Any]) -> None:
+def restore(groups: Sequence[ParamGroup], state: Mapping[Tensor, dict[str, Any]], state_dict: Mapping[str, Any]) -> None:
     """Undoes what torch's loading assumes: momentum keeps the dtype it was saved in, ``step`` goes where the step needs it."""
     for group, saved in zip(groups, state_dict["param_groups"], strict=True):
         for param, key in zip(group["params"], saved["params"], strict=True):
