@@ -26,7 +26,7 @@ class Compared(Enum):
 
     NEVER = "ranks may differ in it"
     IN_PLAN = "it shapes the plan, whose digest ranks compare"
-    BY_VALUE = "ranks compare its value whenever they agree on a plan"
+    BY_VALUE = "ranks compare its value at every step"
 
 
 class Stored(Enum):

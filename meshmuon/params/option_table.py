@@ -223,7 +223,7 @@ OPTIONS: tuple[Option, ...] = (
         one_of(EXPERT_DIMS),
         '``"out_in"`` for experts of shape (experts, out, in), ``"in_out"`` for (experts, in, out). It matters for the learning '
         "rate and for ``split``.",
-        Compared.IN_PLAN,
+        Compared.BY_VALUE,
         defines_matrices=True,
     ),
     Option(
