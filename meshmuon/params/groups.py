@@ -102,6 +102,9 @@ def normalise_group(group: Mapping[str, Any], index: int) -> dict[str, Any]:
     if len(set(params)) != len(params):
         raise ConfigError(f"group {index} holds a parameter twice, so it would be stepped twice: list each parameter once.")
     group["params"], group["param_names"] = params, names
+    for option in group_options(group["use_muon"]):
+        if option.name in group:
+            group[option.name] = option.kept_as(group[option.name])
     return group
 
 
