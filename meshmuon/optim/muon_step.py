@@ -13,6 +13,7 @@ from ..agree.planner import Planner, RankStatus
 from ..agree.state_presence import StatePresence
 from ..errors import TransportError
 from ..execute import StepExecutor, StepParam
+from ..params.hyperparameters import hyperparameters_of
 from ..params.named_params import NamedParam
 from ..params.option_table import ParamGroup
 from ..qk_clip.clip import QKClip
@@ -20,7 +21,7 @@ from ..routing.table import build_routing_table
 from ..state import param_state as state
 from ..torch_compat import local_part
 from .adamw import adamw_step
-from .collect import Collector, gradient_of, hyperparameters_of, only_creates_state
+from .collect import Collector, gradient_of, only_creates_state
 from .nonfinite import NonFinite, Scaling, gradients_of, silence
 from .offload import Offload
 from .overwritten import Overwritten

@@ -1,7 +1,7 @@
-"""Parameter groups: what users may write, checked once and put into one form.
+"""Param groups: what users may write, and the one form that the optimizer works with.
 
-Every hyperparameter lives in the group and is read at every step. After ``normalise_group`` a group has ``params`` (a list of
-tensors), ``param_names`` (a list of as many names) and ``use_muon``; keys that meshmuon does not know are kept.
+Every hyperparameter lives in its param group and is read at every step. After ``normalise_group`` a group has ``params`` (a list
+of tensors), ``param_names`` (as many names) and ``use_muon``. Keys that meshmuon does not know are kept.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ _OPTIMIZER_KEYS = tuple(name for option in optimizer_options() for name in (opti
 
 
 def normalise_params(params: object) -> list[dict[str, Any]]:
-    """Accepts an iterable of groups and nothing else, with a message that shows the right call."""
+    """The param groups as a list. Anything else is refused, with a message that shows the right call."""
     if isinstance(params, (Tensor, Mapping)) or not isinstance(params, Iterable):
         raise ConfigError(f"params must be a list of groups, got {type(params).__name__}. {_RIGHT_CALL}")
     groups = list(params)
@@ -63,15 +63,37 @@ def normalise_params(params: object) -> list[dict[str, Any]]:
 
 
 def normalise_group(group: Mapping[str, Any], index: int) -> dict[str, Any]:
-    """A copy of a user's group in the one form that the optimizer works with."""
+    """A copy of a user's param group in the form that the optimizer works with."""
     group = dict(group)
-    if not isinstance(group.get("use_muon"), bool):
+    use_muon = group.get("use_muon")
+    if not isinstance(use_muon, bool):
         raise ConfigError(f"group {index} needs use_muon=True or use_muon=False, it has {sorted(map(str, group))}. {_RIGHT_CALL}")
     for key in _OPTIMIZER_KEYS:
         if key in group:
             raise ConfigError(
                 f"group {index}: {key} holds for the whole optimizer: write Muon(groups, {key}=...), not in a group."
             )
+    params = _listed_params(group, index)
+    if all(isinstance(entry, tuple) and len(entry) == 2 for entry in params):
+        group["names"] = [name for name, _ in params]
+        params = [param for _, param in params]
+    names = _listed_names(group, index, len(params))
+    for name, param in zip(names, params, strict=True):
+        if not isinstance(name, str):
+            raise ConfigError(f"group {index}: the name {shown(name)} must be a string.")
+        if not isinstance(param, Tensor):
+            raise ConfigError(f"group {index}: {name} is a {type(param).__name__}, not a tensor. {_RIGHT_CALL}")
+    if len(set(params)) != len(params):
+        raise ConfigError(f"group {index} holds a parameter twice, so it would be stepped twice: list each parameter once.")
+    group["params"], group["param_names"] = params, names
+    for option in group_options(use_muon):
+        if option.name in group:
+            group[option.name] = option.kept_as(group[option.name])
+    return group
+
+
+def _listed_params(group: Mapping[str, Any], index: int) -> list[Any]:
+    """The parameters, or (name, parameter) pairs, of a user's group."""
     if "params" not in group:
         raise ConfigError(f'group {index} has no "params". {_RIGHT_CALL}')
     params = group["params"]
@@ -82,39 +104,25 @@ def normalise_group(group: Mapping[str, Any], index: int) -> dict[str, Any]:
     params = [params] if isinstance(params, Tensor) else list(params)
     if not params:
         raise ConfigError(f"group {index} (use_muon={group['use_muon']}) is empty: leave it out.")
+    return params
+
+
+def _listed_names(group: dict[str, Any], index: int, count: int) -> list[Any]:
+    """Removes the names from a user's group: its ``names``, or torch's key ``param_names``; placeholders if it has neither."""
     names = group.pop("names", None)
     names = group.pop("param_names", None) if names is None else names
-    if all(isinstance(entry, tuple) and len(entry) == 2 for entry in params):
-        names = [name for name, _ in params]
-        params = [param for _, param in params]
     if names is None:
-        names = _placeholders(index, len(params))
+        return [f"group{index}.param{k}" for k in range(count)]
     if not isinstance(names, Iterable) or isinstance(names, (str, bytes, Mapping)):
         raise ConfigError(f"group {index}: names={shown(names)} must be a list of names, one for each parameter.")
     names = list(names)
-    if len(names) != len(params):
-        raise ConfigError(f"group {index} has {len(params)} params but {len(names)} names: give each parameter its own name.")
-    for name, param in zip(names, params, strict=True):
-        if not isinstance(name, str):
-            raise ConfigError(f"group {index}: the name {shown(name)} must be a string.")
-        if not isinstance(param, Tensor):
-            raise ConfigError(f"group {index}: {name} is a {type(param).__name__}, not a tensor. {_RIGHT_CALL}")
-    if len(set(params)) != len(params):
-        raise ConfigError(f"group {index} holds a parameter twice, so it would be stepped twice: list each parameter once.")
-    group["params"], group["param_names"] = params, names
-    for option in group_options(group["use_muon"]):
-        if option.name in group:
-            group[option.name] = option.kept_as(group[option.name])
-    return group
-
-
-def _placeholders(index: int, count: int) -> list[str]:
-    """What the parameters of a group without names are called."""
-    return [f"group{index}.param{k}" for k in range(count)]
+    if len(names) != count:
+        raise ConfigError(f"group {index} has {count} params but {len(names)} names: give each parameter its own name.")
+    return names
 
 
 def are_placeholders(names: Iterable[str]) -> bool:
-    """Whether the names are those of a group that was built without any."""
+    """Whether a group with these names was built without any."""
     return all(re.fullmatch(r"group\d+\.param\d+", name) for name in names)
 
 
@@ -130,7 +138,7 @@ def matrix_options_of(group: ParamGroup) -> MatrixOptions:
 
 
 def check_group(group: ParamGroup, index: int) -> None:
-    """Refuses what a step cannot work with. Defaults are already filled in."""
+    """Refuses options and parameters that a step cannot use. Defaults are already filled in."""
     check_options(group, index)
     for name, param in zip(group["param_names"], group["params"], strict=True):
         _check_param(name, param, group)
@@ -148,15 +156,15 @@ def check_options(group: ParamGroup, index: int) -> None:
 
 
 def largest_number(dtype: torch.dtype) -> float:
-    """The largest number of the dtype in which a parameter of ``dtype`` is stepped: never less than float32."""
+    """The largest number of the dtype in which a parameter of ``dtype`` is stepped, which is float32 or float64."""
     return float(torch.finfo(torch.float64 if dtype == torch.float64 else torch.float32).max)
 
 
 def check_reach(group: ParamGroup, where: str, shape: tuple[int, int] | None, largest: float) -> None:
-    """Refuses numbers whose products overflow, at which torch raises in the middle of a step or gives infinities.
+    """Refuses numbers whose products overflow: torch would raise in the middle of a step, or compute infinities.
 
     Args:
-        group: the group, its options checked.
+        group: the param group, its options checked.
         where: what errors name.
         shape: outputs and inputs of a matrix; None for AdamW, whose first step divides lr by 1 − beta1.
         largest: see ``largest_number``.

@@ -13,7 +13,7 @@ __all__ = ["NamedParam", "named_params"]
 
 
 class NamedParam(NamedTuple):
-    """A parameter with its name, its param group and the index of that group in ``optimizer.param_groups``."""
+    """A parameter with its name, its param group, and the index of that group in ``optimizer.param_groups``."""
 
     group_index: int
     param_group: ParamGroup

@@ -148,7 +148,7 @@ PARAMETERS = "        added: float = 0.5,\n        once_added: bool = False,\n  
 PROGRAM = """
 import torch
 from meshmuon import ConfigError, Muon
-from meshmuon.optim.collect import hyperparameters_of
+from meshmuon.params.hyperparameters import hyperparameters_of
 from meshmuon.params.option_docs import markdown_table
 
 def refused(call):
