@@ -19,7 +19,7 @@ from ..ortho import SchemeLike, resolve_scheme
 from ..params.arguments import defaults_from, optimizer_options_from
 from ..params.checks import check_replica_group
 from ..params.dtensors import ReplicaGroup
-from ..params.groups import check_group, normalise_group, normalise_params
+from ..params.groups import check_group, keep_options, normalise_group, normalise_params
 from ..params.lr import AdjustLR
 from ..params.option_docs import with_options
 from ..params.option_table import ParamGroup
@@ -108,7 +108,7 @@ class Muon(MuonStep):
     ) -> None:
         arguments = dict(locals())  # the parameters above are the options of the table, by name
         options = optimizer_options_from(arguments)
-        resolve_scheme(scheme, ns_steps)  # refuses a wrong default also if every group has its own
+        resolve_scheme(scheme, ns_steps)  # refuses a Scheme of another length, of which the defaults keep the numbers only
         self._debug = debug
         self._settings = ExecutorSettings(chunk_size, memory_budget, form, deterministic, compile, cuda_graphs)
         in_flight = options["waves_ahead"] + 1
@@ -132,6 +132,7 @@ class Muon(MuonStep):
         index = len(self.param_groups)
         group = normalise_group(param_group, index)
         check_group(cast(ParamGroup, {**self.defaults, **group}), index)
+        keep_options(group)
         try:
             super().add_param_group(group)
         except ValueError as error:  # torch alone checks for non-leaf tensors and for parameters in two groups

@@ -50,7 +50,8 @@ __all__ = [
 def with_local(like: Tensor, local: Tensor) -> Tensor:
     """A DTensor with the mesh and placements of ``like`` and with ``local`` as this rank's part.
 
-    If ``like`` is a plain tensor, it is ``local`` itself. ``DTensor.from_local`` would copy a part that is in host memory to the devices of the mesh.
+    If ``like`` is a plain tensor, it is ``local`` itself. ``DTensor.from_local`` would copy a part that is in host memory to the
+    devices of the mesh.
     """
     sharded = as_dtensor(like)
     return local if sharded is None else dtensor_like(sharded, local)

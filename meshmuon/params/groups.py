@@ -27,6 +27,7 @@ __all__ = [
     "check_group",
     "check_options",
     "check_reach",
+    "keep_options",
     "largest_number",
     "matrix_options_of",
     "normalise_group",
@@ -65,8 +66,7 @@ def normalise_params(params: object) -> list[dict[str, Any]]:
 def normalise_group(group: Mapping[str, Any], index: int) -> dict[str, Any]:
     """A copy of a user's param group in the form that the optimizer works with."""
     group = dict(group)
-    use_muon = group.get("use_muon")
-    if not isinstance(use_muon, bool):
+    if not isinstance(group.get("use_muon"), bool):
         raise ConfigError(f"group {index} needs use_muon=True or use_muon=False, it has {sorted(map(str, group))}. {_RIGHT_CALL}")
     for key in _OPTIMIZER_KEYS:
         if key in group:
@@ -86,10 +86,18 @@ def normalise_group(group: Mapping[str, Any], index: int) -> dict[str, Any]:
     if len(set(params)) != len(params):
         raise ConfigError(f"group {index} holds a parameter twice, so it would be stepped twice: list each parameter once.")
     group["params"], group["param_names"] = params, names
-    for option in group_options(use_muon):
+    return group
+
+
+def keep_options(group: dict[str, Any]) -> None:
+    """Turns the options of a checked group into the form in which groups keep them.
+
+    The checks must come first: a ``Scheme`` of one step is refused unless ``ns_steps`` is 1, but its numbers alone would be
+    repeated.
+    """
+    for option in group_options(group["use_muon"]):
         if option.name in group:
             group[option.name] = option.kept_as(group[option.name])
-    return group
 
 
 def _listed_params(group: Mapping[str, Any], index: int) -> list[Any]:
