@@ -12,8 +12,9 @@ from torch.nn import functional as F
 from torch.optim.adamw import adamw
 
 from ..device import copy_to
+from ..params.checks import adamw_betas, adamw_eps
 from ..params.dtensors import as_dtensor, memory_order, trailing_elements
-from ..params.groups import adamw_betas, adamw_eps
+from ..params.option_table import ParamGroup
 from ..state.adamw_state import can_fuse, empty_laid_out_like, init_state
 from ..torch_compat import local_part, mark_overwritten
 
@@ -23,7 +24,7 @@ _LONGEST_VECTOR = 64
 
 
 def adamw_step(
-    param_group: dict[str, Any],
+    param_group: ParamGroup,
     params: Sequence[Tensor],
     grads: Sequence[Tensor],
     states: Sequence[dict[str, Any]],
@@ -41,7 +42,7 @@ def adamw_step(
 
 
 def _step(
-    param_group: dict[str, Any],
+    param_group: ParamGroup,
     members: Sequence[tuple[Tensor, Tensor, dict[str, Any]]],
     *,
     fused: bool,

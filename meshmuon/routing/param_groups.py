@@ -9,8 +9,8 @@ from torch import Tensor, nn
 
 from ..errors import ConfigError
 from ..matrices import MatrixOptions, check_expert_keys, check_matrix_options
+from ..params.checks import shown
 from ..params.flattened import refuse_flattened_model
-from ..params.options import shown
 
 __all__ = ["get_default_muon_param_groups", "name_parts"]
 

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from torch import Tensor
 
@@ -12,6 +11,7 @@ from ..matrices import MatrixSet, find_matrices
 from ..params.dtensors import layout_text
 from ..params.groups import matrix_options_of
 from ..params.lr import AdjustLR, lr_factor, update_rms
+from ..params.option_table import ParamGroup
 from ..plan import table
 from .param_groups import is_table_name, name_parts
 
@@ -66,7 +66,7 @@ class RoutingTable:
         return "\n".join([table(head, [row.cells() for row in self.rows]), *(f"warning: {w}" for w in self.warnings)])
 
 
-def build_routing_table(param_groups: Sequence[Mapping[str, Any]], first: int = 0) -> RoutingTable:
+def build_routing_table(param_groups: Sequence[ParamGroup], first: int = 0) -> RoutingTable:
     """The routing table of param groups, the first of which has the index ``first``."""
     rows: list[RoutingRow] = []
     warnings: list[str] = []
@@ -81,7 +81,7 @@ def build_routing_table(param_groups: Sequence[Mapping[str, Any]], first: int = 
     return RoutingTable(tuple(rows), tuple(warnings))
 
 
-def _row(name: str, param: Tensor, param_group: Mapping[str, Any], matrix_sets: Sequence[MatrixSet]) -> RoutingRow:
+def _row(name: str, param: Tensor, param_group: ParamGroup, matrix_sets: Sequence[MatrixSet]) -> RoutingRow:
     lr, shape = float(param_group["lr"]), tuple(param.shape)
     if not param_group["use_muon"]:
         return RoutingRow(name, shape, layout_text(name, param), "adamw", 0, lr, _ADAMW_RMS * lr)
@@ -93,7 +93,7 @@ def _row(name: str, param: Tensor, param_group: Mapping[str, Any], matrix_sets: 
     )
 
 
-def _lr_warnings(index: int, param_group: Mapping[str, Any]) -> list[str]:
+def _lr_warnings(index: int, param_group: ParamGroup) -> list[str]:
     lr, rule = float(param_group["lr"]), param_group["adjust_lr_fn"]
     if rule == "match_rms_adamw" and lr >= _TOO_LARGE_FOR_MATCH_RMS:
         return [

@@ -14,9 +14,11 @@ from torch import Tensor
 from ..device import known_to_host
 from ..errors import StateError
 from ..matrices import MatrixSet, find_matrices
+from ..params.checks import FLOAT_DTYPES, shown
 from ..params.dtensors import as_dtensor, layout_text, same_placement, zeros_laid_out_like
-from ..params.groups import are_placeholders, matrix_options_of, storable_split
-from ..params.options import FLOAT_DTYPES, shown
+from ..params.groups import are_placeholders, matrix_options_of
+from ..params.option import Stored
+from ..params.option_table import ParamGroup, group_options
 from ..params.rules import resolve_rule
 from ..state.adamw_state import STATE_KEYS as ADAMW_KEYS
 from ..state.adamw_state import can_fuse, init_state
@@ -36,9 +38,9 @@ __all__ = [
 ]
 
 MOMENTUM, RULE_STATE = "momentum_buffer", "rule_memory"  # keys in the state of a parameter, also in checkpoints
-_DTYPES = ("compute_dtype", "momentum_dtype")
+_DTYPES = tuple(option.name for option in group_options() if option.stored is Stored.DTYPE_NAME)
 # Options that decide what a parameter's matrices are, and the rule. Loading other values than the optimizer has warns.
-_WHICH_MATRICES = ("rule", "split", "expert_keys", "expert_dims", "conv")
+_WHICH_MATRICES = tuple(option.name for option in group_options() if option.defines_matrices)
 _PLAIN = (Tensor, bool, int, float, str, bytes, type(None))
 _NOT_STORED = "<not stored: "
 
@@ -65,14 +67,14 @@ def rule_state(state: dict[str, Any], param: Tensor, matrices: MatrixSet) -> Ten
     return kept
 
 
-def _matrices_with_rule_state(name: str, param: Tensor, param_group: Mapping[str, Any]) -> MatrixSet | None:
+def _matrices_with_rule_state(name: str, param: Tensor, param_group: ParamGroup) -> MatrixSet | None:
     """The parameter's matrices if its rule keeps state of them, else None."""
     rule = resolve_rule(param_group["rule"])
     return find_matrices(name, param.shape, matrix_options_of(param_group))[0] if rule is not None and rule.remembers() else None
 
 
 @torch.no_grad()
-def create(param_groups: Sequence[Mapping[str, Any]], states: MutableMapping[Tensor, dict[str, Any]]) -> None:
+def create(param_groups: Sequence[ParamGroup], states: MutableMapping[Tensor, dict[str, Any]]) -> None:
     """Creates the state, zeros, of every parameter that trains and has none yet.
 
     A checkpoint then has the same keys on every rank, regardless of which parameters have had a gradient so far. Frozen
@@ -159,7 +161,7 @@ def restore_options(
 
 def _comparable(value: Any) -> Any:
     """The value as saving leaves it: tuples as lists."""
-    return storable_split(value) or None
+    return (tuple(value) if isinstance(value, list) else value) or None
 
 
 def _names_after_loading(own: Mapping[str, Any], saved: Mapping[str, Any]) -> list[str]:
@@ -180,7 +182,7 @@ def _dtype(value: Any) -> Any:
     return dtype if isinstance(dtype, torch.dtype) else value
 
 
-def check(param_groups: Sequence[Mapping[str, Any]], state_dict: Mapping[str, Any]) -> None:
+def check(param_groups: Sequence[ParamGroup], state_dict: Mapping[str, Any]) -> None:
     """Raises StateError for a state_dict that does not fit, naming the first parameter that differs."""
     for key in ("param_groups", "state"):
         if key not in state_dict:
@@ -246,13 +248,13 @@ def _check_order(index: int, saved: Sequence[str], names: Sequence[str]) -> None
         )
 
 
-def _saved_rule(param_group: Mapping[str, Any], saved: Mapping[str, Any]) -> Any:
+def _saved_rule(param_group: ParamGroup, saved: Mapping[str, Any]) -> Any:
     """The rule that the param group will have after loading."""
     rule = saved.get("rule", param_group.get("rule"))
     return param_group.get("rule") if isinstance(rule, str) and rule.startswith(_NOT_STORED) else rule
 
 
-def check_current(name: str, param: Tensor, param_state: Mapping[str, Any], param_group: Mapping[str, Any]) -> None:
+def check_current(name: str, param: Tensor, param_state: Mapping[str, Any], param_group: ParamGroup) -> None:
     """Raises StateError if the state of a parameter no longer fits it, before a step writes anything."""
     use_muon, shapes = param_group["use_muon"], _shapes(name, param, param_group)
     for key, shape in shapes.items():
@@ -279,7 +281,7 @@ def check_current(name: str, param: Tensor, param_state: Mapping[str, Any], para
             )
 
 
-def _shapes(name: str, param: Tensor, param_group: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+def _shapes(name: str, param: Tensor, param_group: ParamGroup) -> dict[str, tuple[int, ...]]:
     """The keys of a parameter's state, and the shape of each."""
     shape = tuple(param.shape)
     if not param_group["use_muon"]:
@@ -288,7 +290,7 @@ def _shapes(name: str, param: Tensor, param_group: Mapping[str, Any]) -> dict[st
     return {MOMENTUM: shape} if matrices is None else {MOMENTUM: shape, RULE_STATE: matrices.rule_state_shape(shape)}
 
 
-def _check_saved_state(name: str, param: Tensor, param_state: Mapping[str, Any], param_group: Mapping[str, Any]) -> None:
+def _check_saved_state(name: str, param: Tensor, param_state: Mapping[str, Any], param_group: ParamGroup) -> None:
     shapes = _shapes(name, param, param_group)
     if param_state and not all(key in param_state for key in shapes):
         kind = "Muon" if param_group["use_muon"] else "AdamW"
@@ -345,9 +347,7 @@ def _described(value: Any) -> str:
     return f"a {type(value).__name__}"
 
 
-def restore(
-    param_groups: Sequence[Mapping[str, Any]], state: Mapping[Tensor, dict[str, Any]], state_dict: Mapping[str, Any]
-) -> None:
+def restore(param_groups: Sequence[ParamGroup], state: Mapping[Tensor, dict[str, Any]], state_dict: Mapping[str, Any]) -> None:
     """Corrects what torch has loaded: momentum keeps the dtype it was saved in, and ``step`` goes to the device that needs it."""
     for param_group, saved in zip(param_groups, state_dict["param_groups"], strict=True):
         for param, key in zip(param_group["params"], saved["params"], strict=True):

@@ -225,9 +225,11 @@ GROUP_OPTIONS: dict[str, Callable[[Any], bool]] = {
 OPTIMIZER_OPTIONS: dict[str, Callable[[Any], bool]] = {
     "debug": flag,
     "use_distributed_muon": flag,
+    "reference_path": lambda value: value is None or flag(value),
     "deterministic": flag,
     "cuda_graphs": flag,
     "warmup_step": whole(0, 1024),
+    "waves_ahead": lambda value: value is None or whole(0, 1024)(value),
     "chunk_size": lambda value: type(value) is int and (value == -1 or value >= 1),
     "memory_budget": whole(1),
     "form": choice("auto", "standard", "gram"),
@@ -238,6 +240,7 @@ OPTIMIZER_OPTIONS: dict[str, Callable[[Any], bool]] = {
     "replica_group": lambda value: value is None,
     "clip_config": lambda value: value is None or (isinstance(value, Mapping) and not value),
 }
+TWO_NAMES = ("use_distributed_muon", "reference_path", "warmup_step", "waves_ahead")
 OF_ADAMW = {"adamw_betas": "betas", "adamw_eps": "eps"}  # torch's own keys, for groups
 UNREAD = {
     "scheme": (fails, two_numbers, Thing, object, NorMuon),  # right by type; what they do shows only in a step
@@ -381,7 +384,7 @@ def test_several_options_at_once(wrong: dict[str, int]) -> None:
         optimizer = build(params, **options)
     except MeshmuonError as error:
         # Options that are right by themselves may exclude each other: a scheme of five steps and ns_steps=1, a huge lr and decay.
-        together = {"scheme", "ns_steps", "lr", "weight_decay", "adamw_betas", "adjust_lr_fn"} & set(options)
+        together = {"scheme", "ns_steps", "lr", "weight_decay", "adamw_betas", "adjust_lr_fn", *TWO_NAMES} & set(options)
         if not any(OF_ADAMW.get(name, name) in str(error) for name in (*bad, *together)):
             raise AssertionError(f"{options}: {error}") from error
         assert_same_bits(params, before)
