@@ -2,37 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
 from meshmuon import Muon
 from meshmuon.errors import ConfigError, GradientError, MeshmuonError, PlanError, PlanMismatchError, StateError, UnsupportedError
-
-from .cases import Case, Param, build, check, gradient, initial, local, place, run, same, single
-from .threads import run_threads
-from .workers import check_missing
+from tests.support.cases import Case, Param, build, check, check_missing, gradient, initial, place, run, single
+from tests.support.small_model import world_mesh
+from tests.support.tensors import assert_untouched, everything, local, same
+from tests.support.threads import run_threads
 
 R, S0, S1 = Replicate(), Shard(0), Shard(1)
 WORLD = 3
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
-def world_mesh() -> DeviceMesh:
-    return init_device_mesh("cpu", (dist.get_world_size(),))
 
 
 def params_of(case: Case, mesh: DeviceMesh) -> list[nn.Parameter]:
@@ -43,22 +30,6 @@ def give_gradients(case: Case, mesh: DeviceMesh, params: Sequence[nn.Parameter],
     for k, param in enumerate(params):
         value = gradient(case, step, k)
         param.grad = None if value is None else place(case, [mesh], k, value)
-
-
-def everything(optimizer: Muon) -> list[Tensor]:
-    """All that a step could write: parameters and state."""
-    params = [param for group in optimizer.param_groups for param in group["params"]]
-    found = [local(param) for param in params]
-    for param in params:
-        found += [local(value) for _, value in sorted(optimizer.state.get(param, {}).items())]
-    return found
-
-
-def assert_untouched(optimizer: Muon, before: Sequence[Tensor]) -> None:
-    after = everything(optimizer)
-    assert len(after) == len(before), "a refused step has made state"
-    for one, other in zip(after, before, strict=True):
-        same(one, other, "written by a refused step")
 
 
 def refused(step: Callable[[], object], kind: type[MeshmuonError] = MeshmuonError) -> tuple[type[MeshmuonError], str]:
@@ -82,7 +53,7 @@ EXPERTS = Case((Param((6, 5, 4), 0, (S0,)),))
 
 
 @pytest.mark.parametrize(
-    ("case", "lacking"),
+    ("case", "without_gradient"),
     [
         pytest.param(SHARDED, {(0, 0): {1}}, id="first step, rows"),
         pytest.param(SHARDED, {(2, 1): {0, 2}}, id="columns, two ranks"),
@@ -93,9 +64,9 @@ EXPERTS = Case((Param((6, 5, 4), 0, (S0,)),))
         pytest.param(Case((*WITH_ADAMW.params, *EXPERTS.params)), {(1, 2): {2}}, id="experts beside shards"),
     ],
 )
-def test_a_gradient_missing_on_some_ranks_is_zero_there(case: Case, without_state: dict[tuple[int, int], set[int]]) -> None:
+def test_a_gradient_missing_on_some_ranks_is_zero_there(case: Case, without_gradient: dict[tuple[int, int], set[int]]) -> None:
     """Bit-equal to one device whose gradient is zero in those ranks' elements; in that step and in the following ones."""
-    run_threads(WORLD, lambda rank: check_missing(case, world_mesh(), without_state))
+    run_threads(WORLD, lambda rank: check_missing(case, world_mesh(), without_gradient))
 
 
 @pytest.mark.parametrize(

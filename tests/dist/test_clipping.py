@@ -28,26 +28,19 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from meshmuon.clipping.grad_norm import clip_grad_norm_, total_grad_norm
 from meshmuon.errors import ConfigError, GradientError
 from meshmuon.transport import groups
+from tests.support import nets
+from tests.support.bounds import norm_error, unit
+from tests.support.cases import Case, Param, gradient, place
+from tests.support.tensors import like, local, seeded
+from tests.support.threads import run_threads
 
-from ..bounds import norm_error, unit
-from . import workers
-from .cases import Case, Param, gradient, local, place
 from .test_meshes import MESHES, WORLD, model
 from .test_random_layouts import DTYPES, SIZES, Layouts, layouts_, placements
-from .threads import run_threads
 
 R, S0, S1 = Replicate(), Shard(0), Shard(1)
 FSDP_OF_TP = _StridedShard(0, split_factor=2)
 ORDERS = [1.0, 2.0, 3.5, math.inf]
 pytestmark = pytest.mark.filterwarnings("ignore:Slicing a flattened dim")
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 class Calls:
@@ -321,8 +314,8 @@ def test_stages_of_one_rank_each(order: float) -> None:
 def test_hsdp_over_tp_as_torch_wraps_it(sizes: tuple[int, int, int], order: float) -> None:
     def main(rank: int) -> float:
         mesh = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("replicate", "shard", "tp"))
-        net, whole = workers.build_net(sizes), workers.build_net(sizes)
-        workers.split_by_layer(net, mesh["tp"])
+        net, whole = nets.build_net(sizes), nets.build_net(sizes)
+        nets.split_by_layer(net, mesh["tp"])
         fully_shard(net, mesh=mesh["replicate", "shard"])
         return clip_wrapped(net, whole, order)
 
@@ -331,8 +324,8 @@ def test_hsdp_over_tp_as_torch_wraps_it(sizes: tuple[int, int, int], order: floa
 
 def clip_wrapped(net: nn.Module, whole: nn.Module, order: float) -> float:
     for k, (param, other) in enumerate(zip(net.parameters(), whole.parameters(), strict=True)):
-        other.grad = workers.seeded(other, 0, k)
-        param.grad = workers.like(param, other.grad)
+        other.grad = seeded(other.shape, k)
+        param.grad = like(param, other.grad)
     wanted = torch.nn.utils.clip_grad_norm_(whole.parameters(), 0.7, order)
     bound = 2 * norm_error(sum(param.numel() for param in whole.parameters()), torch.float32, order) + 2 * unit(torch.float32)
     found = clip_grad_norm_(net.parameters(), 0.7, order)
@@ -340,7 +333,7 @@ def clip_wrapped(net: nn.Module, whole: nn.Module, order: float) -> float:
     for param, other in zip(net.parameters(), whole.parameters(), strict=True):
         assert param.grad is not None
         assert other.grad is not None
-        mine, cut = local(param.grad), local(workers.like(param, other.grad))
+        mine, cut = local(param.grad), local(like(param, other.grad))
         if mine.numel() + cut.numel():
             close(mine, cut, torch.float32, bound)
     return float(found)
@@ -353,7 +346,7 @@ def gloo_main(rank: int, folder: str) -> None:
     try:
         mesh = init_device_mesh("cpu", (2,))
         for order in ORDERS:
-            net, whole = workers.build_net((5, 7, 3)), workers.build_net((5, 7, 3))
+            net, whole = nets.build_net((5, 7, 3)), nets.build_net((5, 7, 3))
             fully_shard(net, mesh=mesh)
             clip_wrapped(net, whole, order)
         params = list(net.parameters())

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import math
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -16,21 +16,14 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from meshmuon.clipping.grad_norm import clip_grad_norm_, total_grad_norm
 from meshmuon.errors import ConfigError, GradientError, MeshmuonError, PlanMismatchError
+from tests.support.cases import Case, Param
+from tests.support.tensors import local
+from tests.support.threads import run_threads
 
-from .cases import Case, Param, local
 from .test_clipping import ORDERS, on_mesh, stage
 from .test_random_layouts import Layouts
-from .threads import run_threads
 
 R, S0, S1 = Replicate(), Shard(0), Shard(1)
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def decision(call: Callable[[], Any]) -> tuple[str, str]:
@@ -54,19 +47,19 @@ TORN: dict[str, tuple[Layouts, Param]] = {
 }
 
 
-@pytest.mark.parametrize("lacking", [0, 3])
+@pytest.mark.parametrize("without_gradient", [0, 3])
 @pytest.mark.parametrize("name", TORN)
-def test_replicas_of_which_some_have_no_gradient(name: str, without_state: int) -> None:
+def test_replicas_of_which_some_have_no_gradient(name: str, without_gradient: int) -> None:
     layouts, param = TORN[name]
     case = Case((Param((4, 4), 0, (S0, S0)), param))
 
     def main(rank: int) -> Tensor:
         params = on_mesh(case, layouts.build())
-        if rank == without_state:
+        if rank == without_gradient:
             params[1].grad = None
         return clip_grad_norm_(params, 0.1)
 
-    raises_everywhere(4, main, GradientError, f"none on rank {without_state}, which hold the same elements")
+    raises_everywhere(4, main, GradientError, f"none on rank {without_gradient}, which hold the same elements")
 
 
 @pytest.mark.parametrize("rank_that_fails", [1, 6])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -16,25 +16,13 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 from meshmuon import DistMuon, Muon
 from meshmuon.errors import MeshmuonError
-
-from .threads import run_threads
+from tests.support.tensors import seeded
+from tests.support.threads import run_threads
 
 WORLD, ODD = 3, 1
 SHAPES = ((7, 5), (6, 4), (5, 9))
 PLACEMENTS: dict[str, Any] = {"rows": Shard(0), "replicas": Replicate()}
 LAYOUTS = ["rows", "replicas", "plain replicas", "DistMuon"]
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
-def seeded(shape: tuple[int, ...], seed: int) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
 class Model:

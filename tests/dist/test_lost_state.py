@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -11,29 +11,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from meshmuon import DistMuon, Muon
 from meshmuon.errors import MeshmuonError
-
-from .threads import run_threads
+from tests.support.tensors import local, seeded
+from tests.support.threads import run_threads
 
 WORLD, ODD = 3, 1
 SHAPES = {"a": (7, 5), "b": (6, 4), "c": (5, 9), "late": (4, 6), "norm": (8,)}
 PLACEMENTS: dict[str, Any] = {"rows": Shard(0), "replicas": Replicate()}
 LAYOUTS = ["rows", "replicas", "plain replicas"]
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
-def seeded(shape: tuple[int, ...], seed: int) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
 class Model:
@@ -79,11 +67,6 @@ class Model:
         for name, param in self.params.items():
             found.update({(name, key): local(value) for key, value in self.optimizer.state.get(param, {}).items()})
         return found
-
-
-def local(tensor: Tensor) -> Tensor:
-    tensor = tensor.detach()
-    return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).clone()
 
 
 def pop_momentum(model: Model) -> None:

@@ -26,25 +26,17 @@ from meshmuon import ConfigError
 from meshmuon.params.named_params import named_params
 from meshmuon.qk_clip.clip import QKClip
 from meshmuon.qk_clip.max_logits import MaxLogits
+from tests.support.bounds import sum_error
+from tests.support.clear_cuts import clearly_cut
+from tests.support.clip_reference import ClippedMuon, clipped, clipped_mla, parameters
+from tests.support.tensors import local, same
+from tests.support.threads import run_threads
 
-from ..bounds import sum_error
-from ..clear_cuts import clearly_cut
-from ..optim.clip_reference import ClippedMuon, clipped, clipped_mla, parameters
-from .cases import local, same
 from .test_random_layouts import placements
-from .threads import run_threads
 
 R, S0, S1 = Replicate(), Shard(0), Shard(1)
 STRIDED = _StridedShard(0, split_factor=2)
 MLA = {"threshold": 10.0, "qk_nope_head_dim": 3, "qk_rope_head_dim": 2, "v_head_dim": 4}
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def random(*shape: int, seed: int = 0) -> Tensor:

@@ -12,9 +12,9 @@ from torch import nn
 
 from meshmuon import ConfigError, Muon, PlanMismatchError
 from meshmuon.errors import MeshmuonError
+from tests.support.threads import run_threads
 
 from .test_qk_clip import S0, local, mesh_of, place, random, same, separate
-from .threads import run_threads
 
 LAYER = separate(4, 2, 3, 7)
 

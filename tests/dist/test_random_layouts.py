@@ -16,21 +16,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from tests.hostile import HostileArithmetic, fresh_trials
-
-from .cases import Case, Param, check, gradient, initial, local, place, run, same, single
-from .counting import Wire, counted
-from .threads import run_threads
+from tests.support.cases import Case, Param, check, gradient, initial, place, run, single
+from tests.support.counting import Wire, counted
+from tests.support.hostile import HostileArithmetic, fresh_trials
+from tests.support.tensors import local, same
+from tests.support.threads import run_threads
 
 AXES = ("a", "b", "c")
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Any:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @dataclass(frozen=True)

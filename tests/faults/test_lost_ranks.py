@@ -15,9 +15,10 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from meshmuon import DistMuon, Muon
 from meshmuon.errors import StateError, TransportError
-
-from .injector import Fault, fail_at, killed, note, raising, seconds_since, stalled
-from .ranks import Ended, after, assert_equal, give_gradients, initial, muon_of, run_ranks, said_by_all, seeded, world_mesh
+from tests.support.injector import Fault, fail_at, killed, note, raising, seconds_since, stalled
+from tests.support.processes import RankOutcome, results_of, run_ranks
+from tests.support.small_model import after, assert_equal, give_gradients, initial, muon_of, world_mesh
+from tests.support.tensors import seeded
 
 WORLD, LOST, STEPS = 4, 1, 5  # in a ring of four, rank 3 has no connection to rank 1
 
@@ -148,9 +149,9 @@ def test_a_rank_killed_among_many_waves(phase: str, tmp_path: Path) -> None:
     check_lost(ended, {"gather", "scatter", "agreement"}, {2, 3})
 
 
-def check_lost(ended: list[Ended], allowed: set[str], completed: set[int]) -> None:
+def check_lost(ended: list[RankOutcome], allowed: set[str], completed: set[int]) -> None:
     assert ended[LOST].trouble == "killed", ended[LOST]
-    reports: list[Report] = said_by_all([one for rank, one in enumerate(ended) if rank != LOST])
+    reports: list[Report] = results_of([one for rank, one in enumerate(ended) if rank != LOST])
     for report in reports:
         assert report.kind == "TransportError", report
         assert report.phase in allowed, report
@@ -186,7 +187,7 @@ TIMEOUT, STALL = 2.0, 7.0
 def test_a_rank_that_stalls(phase: str, allowed: set[str], tmp_path: Path) -> None:
     """The others wait as long as the group's timeout says; the rank itself hears of it when it wakes."""
     ended = run_ranks(WORLD, muon_rank, tmp_path, 2, phase, Stall(tmp_path), WORLD, {}, timeout=TIMEOUT)
-    reports: list[Report] = said_by_all(ended)
+    reports: list[Report] = results_of(ended)
     for rank, report in enumerate(reports):
         assert report.kind == "TransportError", report
         assert report.completed == 2, report
@@ -205,7 +206,7 @@ def test_a_rank_that_stalls(phase: str, allowed: set[str], tmp_path: Path) -> No
 def test_a_rank_that_leaves_a_step(phase: str, action: type[Raise], tmp_path: Path) -> None:
     """An error where none is expected, or Ctrl-C: the others hear at once, and no rank steps on."""
     ended = run_ranks(WORLD, muon_rank, tmp_path, 2, phase, action(tmp_path), WORLD, {})
-    reports: list[Report] = said_by_all(ended)
+    reports: list[Report] = results_of(ended)
     assert reports[LOST].kind == type(action.error).__name__
     assert [kind for kind, _ in reports[LOST].later] == ["StateError", "StateError"]
     for rank, report in enumerate(reports):
@@ -223,7 +224,7 @@ def interrupted_agreement(rank: int, folder: Path) -> Report:
 
 
 def test_ctrl_c_in_the_agreement(tmp_path: Path) -> None:
-    reports: list[Report] = said_by_all(run_ranks(WORLD, interrupted_agreement, tmp_path))
+    reports: list[Report] = results_of(run_ranks(WORLD, interrupted_agreement, tmp_path))
     assert reports[LOST].kind == "KeyboardInterrupt"
     for rank, report in enumerate(reports):
         assert rank == LOST or report.kind == "TransportError", report
@@ -250,7 +251,7 @@ def other_ranks(rank: int, folder: Path) -> tuple[str, str, float]:
 
 def test_a_mesh_over_other_ranks_on_one_rank(tmp_path: Path) -> None:
     """Rank 1 believes that it plans with rank 0 alone: no one answers, and the group's timeout ends it on all ranks."""
-    for kind, text, seconds in said_by_all(run_ranks(3, other_ranks, tmp_path, timeout=TIMEOUT)):
+    for kind, text, seconds in results_of(run_ranks(3, other_ranks, tmp_path, timeout=TIMEOUT)):
         assert kind == "TransportError"
         assert "in the agreement of a step" in text
         assert seconds < TIMEOUT + SOON
@@ -269,6 +270,6 @@ def group_of_its_own(rank: int, folder: Path) -> Report | None:
 
 
 def test_groups_that_meshmuon_makes_have_the_timeout_of_the_default_group(tmp_path: Path) -> None:
-    for rank, report in enumerate(said_by_all(run_ranks(WORLD, group_of_its_own, tmp_path, timeout=TIMEOUT))[:3]):
+    for rank, report in enumerate(results_of(run_ranks(WORLD, group_of_its_own, tmp_path, timeout=TIMEOUT))[:3]):
         assert report.kind == "TransportError", report
         assert rank == 0 or TIMEOUT - 0.5 < report.seconds < STALL, report

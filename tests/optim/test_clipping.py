@@ -12,8 +12,7 @@ from torch import Tensor, nn
 
 from meshmuon.clipping.grad_norm import clip_grad_norm_, total_grad_norm
 from meshmuon.errors import ConfigError, GradientError
-
-from ..bounds import norm_error, unit
+from tests.support.bounds import norm_error, unit
 
 ORDERS = [0.5, 1.0, 2.0, 3.5, math.inf]
 SHAPES = [(7, 5), (3,), (), (2, 3, 4), (0, 4)]

@@ -14,8 +14,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy, f
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from meshmuon import ConfigError, MeshmuonError, Muon, UnsupportedError, get_default_muon_param_groups
-
-from .reference import LR, group, make_params
+from tests.support.reference import LR, group, make_params
 
 FSDP2 = r"FSDP2.*fully_shard"
 

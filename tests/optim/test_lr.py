@@ -7,8 +7,7 @@ import torch
 
 from meshmuon import ConfigError, orthogonalize, polar_express
 from meshmuon.params.lr import check_adjust_lr, lr_factor, update_rms
-
-from ..bounds import orthogonalize_error
+from tests.support.bounds import orthogonalize_error
 
 
 @pytest.mark.parametrize(

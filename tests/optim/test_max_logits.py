@@ -25,8 +25,7 @@ from meshmuon import ConfigError
 from meshmuon.qk_clip import logit_maxima
 from meshmuon.qk_clip.logit_maxima import causal_blocks, flex_maxima, head_maxima
 from meshmuon.qk_clip.max_logits import MaxLogits
-
-from ..bounds import sum_error
+from tests.support.bounds import sum_error
 
 
 def random(*shape: int, seed: int = 0) -> Tensor:

@@ -33,8 +33,7 @@ from meshmuon import (
     get_default_muon_param_groups,
     keller,
 )
-
-from .reference import LR, assert_same_bits, copies, gradients, make_params, set_gradients
+from tests.support.reference import LR, assert_same_bits, copies, gradients, make_params, set_gradients
 
 MATRIX, VECTOR = (3, 4), (5,)
 LARGEST = torch.finfo(torch.float32).max

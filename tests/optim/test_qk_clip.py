@@ -17,9 +17,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from meshmuon import ConfigError
 from meshmuon.qk_clip.clip import QKClip
 from meshmuon.qk_clip.names import find_projection, read_clip_config
-
-from ..bounds import sum_error
-from .clip_reference import ClippedMuon, clipped, clipped_mla, parameters
+from tests.support.bounds import sum_error
+from tests.support.clip_reference import ClippedMuon, clipped, clipped_mla, parameters
 
 CONFIG = {"head_dim": 4, "threshold": 10.0}
 MLA = {"threshold": 10.0, "qk_nope_head_dim": 4, "qk_rope_head_dim": 2, "v_head_dim": 3}

@@ -11,9 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from meshmuon import ConfigError, Muon, StateError, orthogonalize, polar_express
-
-from ..bounds import moved_error, orthogonalize_error, unit
-from .reference import group, make_params, run
+from tests.support.bounds import moved_error, orthogonalize_error, unit
+from tests.support.reference import group, make_params, run
 
 SHAPES = [(6, 4), (4, 6), (5, 5), (1, 7), (7, 1)]
 LR, DECAY, MU = 0.01, 0.5, 0.9

@@ -13,8 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from meshmuon import Muon, StateError, keller
-
-from .reference import LR, assert_same_bits, copies, group, make_params, muon, run
+from tests.support.reference import LR, assert_same_bits, copies, group, make_params, muon, run
 
 SHAPES = ((8, 12), (12, 8), (8, 12), (3, 6, 4), (5,), (7, 2))
 

@@ -9,8 +9,7 @@ import torch
 from torch import nn
 
 from meshmuon import Muon, RoutingRow, RoutingWarning, get_default_muon_param_groups
-
-from .reference import make_params
+from tests.support.reference import make_params
 
 
 def named(name: str, *shape: int, use_muon: bool = True, **options: Any) -> dict[str, Any]:

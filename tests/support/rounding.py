@@ -17,7 +17,7 @@ import math
 import torch
 from torch import Tensor
 
-from .reference import KELLER
+from tests.support.reference import KELLER
 
 UNIT = 2.0**-8 / math.sqrt(3)
 

@@ -1,12 +1,8 @@
-"""Checkpoints over real gloo processes: saved on one layout, loaded on another, continued with the bits of one device."""
+"""Jobs for real gloo processes: checkpoints saved on one layout, loaded on another, continued with the bits of one device."""
 
 from __future__ import annotations
 
-import time
-import traceback
 from collections.abc import Callable
-from dataclasses import dataclass
-from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,7 +10,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-import torch.multiprocessing as mp
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -29,8 +24,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from meshmuon import DistMuon, Muon, StateError
 from meshmuon.checkpoint import verify, write_manifest
 from meshmuon.errors import CheckpointError
-
-from .checkpoint_model import (
+from tests.support.checkpoint_model import (
     GROUPS,
     HALF,
     LAYOUTS,
@@ -52,8 +46,7 @@ from .checkpoint_model import (
     uninterrupted,
     whole_state,
 )
-
-MOST = 4
+from tests.support.processes import Job
 
 
 def save(layout: str, folder: Path) -> None:
@@ -307,91 +300,30 @@ def load_replicas(folder: Path, *, full: bool) -> None:
         assert all(torch.equal(optimizer.state[param][key], value) for key, value in entry.items()), name
 
 
-@dataclass(frozen=True)
-class Job:
-    world: int
-    run: Callable[[Path], object]
-
-
 def jobs() -> dict[str, Job]:
-    found: dict[str, Job] = {}
+    listed: dict[str, Job] = {}
     hub = "FSDP2 × 2"
     for layout, (world, _) in LAYOUTS.items():
-        found[f"save on {layout}"] = Job(world, partial(save, layout))
+        listed[f"save on {layout}"] = Job(world, partial(save, layout))
     for layout, (world, _) in LAYOUTS.items():
-        found[f"{hub} to {layout}"] = Job(world, partial(load, hub, layout))
+        listed[f"{hub} to {layout}"] = Job(world, partial(load, hub, layout))
         if layout != hub:
-            found[f"{layout} to {hub}"] = Job(2, partial(load, layout, hub))
+            listed[f"{layout} to {hub}"] = Job(2, partial(load, layout, hub))
     for source, target in (("TP×FSDP 2×2", "EP×FSDP 2×2"), ("EP×FSDP 2×2", "HSDP 2×2"), ("FSDP2 × 3", "TP×FSDP 2×2")):
-        found[f"{source} to {target}"] = Job(4, partial(load, source, target))
-    found["full, saved on FSDP2 × 3"] = Job(3, partial(save_full, "FSDP2 × 3"))
-    found["full, loaded on HSDP 2×2"] = Job(4, partial(load_full, "HSDP 2×2", options=FROM_RANK_0))
-    found["full, loaded on TP×FSDP 2×2, from all ranks"] = Job(4, partial(load_full, "TP×FSDP 2×2", options=FULL))
-    found["full, loaded on 1 rank"] = Job(1, partial(load_full, "1 rank", options=FULL))
-    found["flattened, saved on FSDP2 × 4"] = Job(4, partial(save_flat, "FSDP2 × 4"))
-    found["flattened, loaded on FSDP2 × 2"] = Job(2, partial(load_flat, hub))
+        listed[f"{source} to {target}"] = Job(4, partial(load, source, target))
+    listed["full, saved on FSDP2 × 3"] = Job(3, partial(save_full, "FSDP2 × 3"))
+    listed["full, loaded on HSDP 2×2"] = Job(4, partial(load_full, "HSDP 2×2", options=FROM_RANK_0))
+    listed["full, loaded on TP×FSDP 2×2, from all ranks"] = Job(4, partial(load_full, "TP×FSDP 2×2", options=FULL))
+    listed["full, loaded on 1 rank"] = Job(1, partial(load_full, "1 rank", options=FULL))
+    listed["flattened, saved on FSDP2 × 4"] = Job(4, partial(save_flat, "FSDP2 × 4"))
+    listed["flattened, loaded on FSDP2 × 2"] = Job(2, partial(load_flat, hub))
     for layout in ("1 rank", hub, "TP×FSDP 2×2", "EP×FSDP 2×2"):
-        found[f"plain state_dict on {layout}"] = Job(LAYOUTS[layout][0], partial(plain, layout))
-        found[f"creating state on {layout}"] = Job(LAYOUTS[layout][0], lambda _, layout=layout: creating_state(layout))
-    found["wrong states"] = Job(2, lambda _: wrong_states(hub))
-    found["a flipped bit"] = Job(2, partial(damaged, hub))
-    found["DistMuon, saved on 3"] = Job(3, save_replicas)
-    found["DistMuon, loaded on 2"] = Job(2, partial(load_replicas, full=False))
-    found["DistMuon, loaded on 4, full"] = Job(4, partial(load_replicas, full=True))
-    found["DistMuon, loaded on 1"] = Job(1, partial(load_replicas, full=False))
-    return found
-
-
-JOBS = jobs()
-
-
-def run_job(job: Job, rank: int, store: str, folder: Path) -> str:
-    """What went wrong, or nothing."""
-    try:
-        files = dist.FileStore(store, job.world)
-        dist.init_process_group("gloo", rank=rank, world_size=job.world, store=files, timeout=timedelta(seconds=8))
-        job.run(folder)
-    except BaseException:
-        return traceback.format_exc()
-    finally:
-        if dist.is_initialized():
-            dist.destroy_process_group()
-    return ""
-
-
-def run_rank(rank: int, folder: str, together: Any, names: tuple[str, ...]) -> None:
-    """All jobs in turn, each in a fresh process group; what a job says is in its file as soon as it ends."""
-    torch.set_num_threads(1)
-    for name in names:
-        number = list(JOBS).index(name)
-        together.wait(50)
-        if rank < JOBS[name].world:
-            text = run_job(JOBS[name], rank, f"{folder}/store{number}", Path(folder))
-            half = Path(folder) / f"half.{number}.{rank}"
-            half.write_text(text)
-            half.rename(Path(folder) / f"said.{number}.{rank}")
-
-
-class Ranks:
-    """Processes that work through the jobs while tests already ask for the first results."""
-
-    def __init__(self, folder: Path, names: tuple[str, ...] = tuple(JOBS)) -> None:
-        self._folder = folder
-        self._together = mp.get_context("spawn").Barrier(MOST)  # lives as long as this object
-        self._context = mp.spawn(run_rank, args=(str(folder), self._together, names), nprocs=MOST, join=False)
-
-    def said(self, name: str, seconds: float) -> list[str]:
-        """What each rank says of a job: nothing when it passed, else the traceback."""
-        number = list(JOBS).index(name)
-        files = [self._folder / f"said.{number}.{rank}" for rank in range(JOBS[name].world)]
-        end = time.monotonic() + seconds
-        while not all(file.exists() for file in files):
-            if time.monotonic() > end or not any(one.is_alive() for one in self._context.processes):
-                return [file.read_text() if file.exists() else "no answer" for file in files]
-            time.sleep(0.02)
-        return [file.read_text() for file in files]
-
-    def stop(self) -> None:
-        for one in self._context.processes:
-            one.kill()
-            one.join()
+        listed[f"plain state_dict on {layout}"] = Job(LAYOUTS[layout][0], partial(plain, layout))
+        listed[f"creating state on {layout}"] = Job(LAYOUTS[layout][0], lambda _, layout=layout: creating_state(layout))
+    listed["wrong states"] = Job(2, lambda _: wrong_states(hub))
+    listed["a flipped bit"] = Job(2, partial(damaged, hub))
+    listed["DistMuon, saved on 3"] = Job(3, save_replicas)
+    listed["DistMuon, loaded on 2"] = Job(2, partial(load_replicas, full=False))
+    listed["DistMuon, loaded on 4, full"] = Job(4, partial(load_replicas, full=True))
+    listed["DistMuon, loaded on 1"] = Job(1, partial(load_replicas, full=False))
+    return listed

@@ -23,8 +23,8 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from meshmuon import Muon
-
-from ..clear_cuts import clearly_cut
+from tests.support.clear_cuts import clearly_cut
+from tests.support.tensors import like
 
 SAVED, STEPS = 5, 10
 R, S0, S1, ES = Replicate(), Shard(0), Shard(1), _StridedShard(0, split_factor=2)
@@ -154,12 +154,6 @@ def optimizer_of(model: Model, **options: Any) -> Muon:
         own = {key: value.clone() if isinstance(value, Tensor) else value for key, value in own.items()}
         groups.append({"params": named, **own})
     return Muon(groups, lr=0.01, weight_decay=0.1, **options)
-
-
-def like(param: Tensor, value: Tensor) -> Tensor:
-    if not isinstance(param, DTensor):
-        return value.clone()
-    return distribute_tensor(value, param.device_mesh, param.placements, src_data_rank=None)
 
 
 def train(model: Model, optimizer: Muon, steps: range) -> None:

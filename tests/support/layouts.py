@@ -17,8 +17,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from meshmuon.layout import Layout, Mesh, Placement, Ranges, Replicated, Sharded
-
-from ..clear_cuts import clearly_cut
+from tests.support.clear_cuts import clearly_cut
 
 WORLD = 18
 """Ranks there are; a mesh has at most 16, so that some are outside every mesh."""

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from meshmuon.layout import Layout, Mesh, Placement, Sharded
 from meshmuon.plan import CostModel, Plan, PlannedParam, PlanOptions, cost_model_for, make_plan
-from tests.layout.oracle import ours, random_mesh, random_placement, random_shape
+from tests.support.layouts import ours, random_mesh, random_placement, random_shape
 
 KINDS = [(0, 2), (0, 2), (0, 3), (1, 3), (1, 3)]
 COSTS = [cost_model_for("cpu"), cost_model_for("cuda"), CostModel(0.0, 1.0), CostModel(1.0, 1.0)]

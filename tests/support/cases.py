@@ -13,9 +13,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from meshmuon import Muon
-from tests.hostile import misplaced
-
-from ..clear_cuts import clearly_cut
+from tests.support.clear_cuts import clearly_cut
+from tests.support.hostile import misplaced
+from tests.support.tensors import local, same
 
 STEPS = 5
 
@@ -84,10 +84,6 @@ def run(
     return [local(p) for p in params], [None if m is None else local(m) for m in momentum], optimizer
 
 
-def local(tensor: Tensor) -> Tensor:
-    return (tensor.detach().to_local() if isinstance(tensor, DTensor) else tensor.detach()).clone()
-
-
 def single(case: Case) -> tuple[list[Tensor], list[Tensor | None]]:
     """The same on one device, with whole tensors."""
     params = [nn.Parameter(value, requires_grad=not one.frozen) for value, one in zip(initial(case), case.params, strict=True)]
@@ -121,12 +117,6 @@ def sharded(case: Case, meshes: Sequence[DeviceMesh], **options: Any) -> tuple[l
     return run(case, params, grad, **options)
 
 
-def same(mine: Tensor, wanted: Tensor, what: str) -> None:
-    if mine.numel() == wanted.numel() == 0:  # wrappers give empty shards other shapes than torch's own cut
-        return
-    torch.testing.assert_close(mine, wanted, rtol=0, atol=0, msg=lambda text: f"{what}: {text}")
-
-
 def check(case: Case, meshes: Sequence[DeviceMesh], expected: tuple[list[Tensor], list[Tensor | None]], **options: Any) -> Muon:
     """Runs the case on this rank and demands the bits that one device found, cut by torch."""
     found = sharded(case, meshes, **options)
@@ -137,3 +127,34 @@ def check(case: Case, meshes: Sequence[DeviceMesh], expected: tuple[list[Tensor]
         if mine is not None and wanted is not None:
             same(mine, local(place(case, meshes, k, wanted)), f"momentum {k}")
     return found[2]
+
+
+def check_missing(case: Case, mesh: DeviceMesh, without_gradient: dict[tuple[int, int], set[int]]) -> None:
+    """Runs a case in which, at (step, parameter), some ranks lack the gradient, against zeros on one device."""
+    rank = dist.get_rank()
+
+    def shard(step: int, k: int) -> Tensor | None:
+        value = gradient(case, step, k)
+        absent = value is None or rank in without_gradient.get((step, k), set())
+        return None if absent else place(case, [mesh], k, value)
+
+    def zeroed(step: int, k: int) -> Tensor | None:
+        value = gradient(case, step, k)
+        for other in sorted(without_gradient.get((step, k), set())):
+            value = without_shard(value, other, dist.get_world_size(), case.params[k].placements[0].dim)
+        return value
+
+    mine = run(case, [nn.Parameter(place(case, [mesh], k, value)) for k, value in enumerate(initial(case))], shard)
+    wanted = run(case, [nn.Parameter(value) for value in initial(case)], zeroed)
+    for k in range(len(case.params)):
+        part, momentum = (local(place(case, [mesh], k, side[k])) for side in wanted[:2])
+        same(mine[0][k], part, f"parameter {k}")
+        same(mine[1][k], momentum, f"momentum {k}")
+
+
+def without_shard(value: Tensor, rank: int, world: int, dim: int) -> Tensor:
+    """Zeros where torch's Shard(dim) puts the part of ``rank``."""
+    chunks = list(value.chunk(world, dim))
+    if rank < len(chunks):
+        chunks[rank] = torch.zeros_like(chunks[rank])
+    return torch.cat(chunks, dim)

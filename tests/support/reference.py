@@ -17,8 +17,7 @@ from torch import Tensor, nn
 
 from meshmuon import Muon
 from meshmuon.ortho import Scheme, keller
-
-from ..bounds import moved_error
+from tests.support.bounds import moved_error
 
 KELLER = (3.4445, -4.7750, 2.0315)
 KELLER_5 = (KELLER,) * 5
