@@ -198,7 +198,7 @@ def test_replicas() -> None:
     assert [sorted(one.piece_and_replica) for one in sharded.separate_replicas] == [[0, 2], [1, 3]]
 
 
-@pytest.mark.parametrize("lead", [0, 1])
+@pytest.mark.parametrize("stack_dims", [0, 1])
 @pytest.mark.parametrize("shape", [(0, 3, 2), (3, 0, 2), (3, 2, 0), (0, 0, 0)])
 @pytest.mark.parametrize("dim", [0, 1, 2])
 @pytest.mark.parametrize("split_factor", [1, 2])

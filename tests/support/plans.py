@@ -72,7 +72,7 @@ def entry(
     **options: object,
 ) -> PlannedParam:
     """A parameter sharded over four ranks unless told otherwise."""
-    facts = {"lead": 0, "lane": "lane", "itemsize": 2, "flops": 1000, **options}
+    facts = {"stack_dims": 0, "lane": "lane", "itemsize": 2, "flops": 1000, **options}
     return PlannedParam(name, (Layout(shape, mesh or line(4), placements),), **facts)  # type: ignore[arg-type]
 
 

@@ -12,9 +12,8 @@ from torch import nn
 
 from meshmuon import ConfigError, Muon, PlanMismatchError
 from meshmuon.errors import MeshmuonError
+from tests.qk_clip.test_qk_clip_on_meshes import S0, local, mesh_of, place, random, same, separate
 from tests.support.threads import run_threads
-
-from .test_qk_clip import S0, local, mesh_of, place, random, same, separate
 
 LAYER = separate(4, 2, 3, 7)
 

@@ -28,14 +28,13 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from meshmuon.clipping.grad_norm import clip_grad_norm_, total_grad_norm
 from meshmuon.errors import ConfigError, GradientError
 from meshmuon.transport import groups
+from tests.dist.test_meshes import MESHES, WORLD, model
+from tests.dist.test_random_layouts import DTYPES, SIZES, Layouts, layouts_, placements
 from tests.support import nets
 from tests.support.bounds import norm_error, unit
 from tests.support.cases import Case, Param, gradient, place
 from tests.support.tensors import like, local, seeded
 from tests.support.threads import run_threads
-
-from .test_meshes import MESHES, WORLD, model
-from .test_random_layouts import DTYPES, SIZES, Layouts, layouts_, placements
 
 R, S0, S1 = Replicate(), Shard(0), Shard(1)
 FSDP_OF_TP = _StridedShard(0, split_factor=2)

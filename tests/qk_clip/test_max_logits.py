@@ -74,10 +74,10 @@ def test_random_shapes_and_masks(data: Any) -> None:
     close(found, dense(q, k, causal=causal, scale=scale, visible=None if kind == "none" else visible))
 
 
-@pytest.mark.parametrize("lead", [(), (3,), (2, 3)])
-def test_any_number_of_batch_dims(stack_dims: tuple[int, ...]) -> None:
-    q, k = random(*stack_dims, 4, 7, 5), random(*stack_dims, 2, 7, 5, seed=1)
-    visible = torch.rand(*stack_dims, 1, 7, 7, generator=torch.Generator().manual_seed(3)) < 0.7
+@pytest.mark.parametrize("batch_dims", [(), (3,), (2, 3)])
+def test_any_number_of_batch_dims(batch_dims: tuple[int, ...]) -> None:
+    q, k = random(*batch_dims, 4, 7, 5), random(*batch_dims, 2, 7, 5, seed=1)
+    visible = torch.rand(*batch_dims, 1, 7, 7, generator=torch.Generator().manual_seed(3)) < 0.7
     for mask in (None, visible):
         close(head_maxima(q, k, causal=True, mask=mask, block_bytes=300), dense(q, k, causal=True, visible=mask))
 
