@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import threading
-import time
 import warnings
 from contextlib import nullcontext
 from functools import partial
@@ -513,19 +512,23 @@ def test_threads_that_collect_leave_the_compiler_as_it_was() -> None:
     from torch._dynamo import eval_frame
 
     before, inside = eval_frame._stance.stance, []
-    gate = threading.Barrier(4, timeout=100)
+    entered, left = ([threading.Event() for _ in range(4)] for _ in range(2))
 
     def main(turn: int) -> None:
-        gate.wait()
-        time.sleep(0.01 * turn)
+        """Threads enter one after the other, and once all are inside they leave in the same order."""
+        assert turn == 0 or entered[turn - 1].wait(100)
         with MaxLogits().collecting():
             inside.append(eval_frame._stance.stance)
-            time.sleep(0.05)  # they leave in the order in which they came
+            entered[turn].set()
+            assert entered[-1].wait(100)
+            assert turn == 0 or left[turn - 1].wait(100)
+        left[turn].set()
 
     threads = [threading.Thread(target=main, args=(turn,)) for turn in range(4)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
+    assert all(event.is_set() for event in left)
     assert inside == ["force_eager"] * 4
     assert eval_frame._stance.stance == before

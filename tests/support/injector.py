@@ -29,71 +29,66 @@ PHASES = (
     "before the gather",
     "gather",
     "orthogonalise",
+    "before the scatter",
     "scatter",
     "adamw",
     "update",
 )
-_STARTED = {"before the gather": "gather", "gather": "gather", "scatter": "scatter"}
+_STARTED = {"before the gather": "gather", "gather": "gather", "before the scatter": "scatter", "scatter": "scatter"}
+
+# How far the other ranks must have come when the rank of the fault dies, so that none of them is still in an earlier phase.
+_AWAITED = {
+    **dict.fromkeys(("before the agreement", "in the agreement", "making ready"), "before the agreement"),
+    **dict.fromkeys(("before the gather", "gather", "orthogonalise"), "before the gather"),
+    **dict.fromkeys(("before the scatter", "scatter", "adamw", "update"), "before the scatter"),
+}
+_MOST_SECONDS = 100.0  # after which a file that does not come is an error
 
 
 @dataclass(frozen=True)
 class Fault:
-    """``action`` happens on ``rank`` in ``step``, the first time that ``phase`` is reached."""
+    """``action`` happens on ``rank`` in ``step``, the first time that ``phase`` is reached.
+
+    The other ranks touch ``arrived<rank>`` in ``folder`` once they have come as far as ``_AWAITED`` says.
+    """
 
     rank: int
     step: int
     phase: str
     action: Action
+    folder: Path
 
     @contextmanager
     def armed(self, rank: int, step: int) -> Iterator[None]:
-        """Around the step of every rank; does nothing but on the rank and in the step that the fault is for."""
-        if (rank, step) != (self.rank, self.step):
+        """Around the step of every rank; does nothing but in the step that the fault is for."""
+        if step != self.step:
             yield
             return
-        with _hooked(self.phase, _once(self.action)):
+        if rank == self.rank:
+            hooks = _hooked(self.phase, _once(self.action))
+        else:
+            hooks = _hooked(_AWAITED[self.phase], _once((self.folder / f"arrived{rank}").touch))
+        with hooks:
             yield
 
 
-def fail_at(rank: int, step: int, phase: str, action: Action) -> Fault:
+def fail_at(rank: int, step: int, phase: str, action: Action, folder: Path) -> Fault:
     assert phase in PHASES, phase
-    return Fault(rank, step, phase, action)
+    return Fault(rank, step, phase, action, folder)
 
 
-def killed(folder: Path) -> Action:
-    """The process dies as it does when memory runs out; the moment is written down first."""
-
-    def die() -> None:
-        time.sleep(0.3)  # the others get to where they will wait for this rank
-        note(folder)
-        os.kill(os.getpid(), signal.SIGKILL)
-
-    return die
+def kill_this_rank(folder: Path, others: int) -> None:
+    """The process dies as it does when memory runs out, once ``others`` ranks have arrived where they will wait for it."""
+    await_files(folder, "arrived*", others)
+    os.kill(os.getpid(), signal.SIGKILL)
 
 
-def stalled(folder: Path, seconds: float) -> Action:
-    def sleep() -> None:
-        note(folder)
-        time.sleep(seconds)
-
-    return sleep
-
-
-def raising(error: BaseException, folder: Path) -> Action:
-    def fail() -> None:
-        note(folder)
-        raise error
-
-    return fail
-
-
-def note(folder: Path) -> None:
-    """Writes down when it happened; the clock is the same for all processes of a machine."""
-    (folder / "moment").write_text(repr(time.monotonic()))
-
-
-def seconds_since(folder: Path) -> float:
-    return time.monotonic() - float((folder / "moment").read_text())
+def await_files(folder: Path, pattern: str, count: int) -> None:
+    """Waits until ``folder`` has ``count`` files that match ``pattern``."""
+    end = time.monotonic() + _MOST_SECONDS
+    while len(files := list(folder.glob(pattern))) < count:
+        assert time.monotonic() < end, f"of {count} {pattern} there are {[file.name for file in files]}"
+        time.sleep(0.01)
 
 
 def _once(action: Action) -> Action:
@@ -130,17 +125,16 @@ def _before(owner: Any, name: str, action: Action) -> Any:
 
 def _around_start(phase: str, action: Action) -> Any:
     """Before or after an exchange was started."""
-    original = Exchange.start
+    original, direction, first = Exchange.start, _STARTED[phase], phase.startswith("before")
 
     def start(self: Exchange, *args: Any, phase: str) -> Any:
-        if phase == wanted and first:
+        if phase == direction and first:
             action()
         pending = original(self, *args, phase=phase)
-        if phase == wanted and not first:
+        if phase == direction and not first:
             action()
         return pending
 
-    wanted, first = _STARTED[phase], phase.startswith("before")
     return patch.object(Exchange, "start", start)
 
 

@@ -23,6 +23,7 @@ import torch.distributed as dist
 _PRELOADED = ["torch", "torch._dynamo", "torch.distributed.tensor", "torch.distributed.fsdp", "pytest", "hypothesis", __name__]
 
 RankMain = Callable[..., Any]
+GROUP_TIMEOUT = 150.0  # seconds; no test that passes waits for it
 
 
 def _fork_server() -> ForkServerContext:
@@ -48,7 +49,7 @@ class RankOutcome:
 
 
 def run_ranks(
-    world: int, main: RankMain, folder: Path, *args: Any, timeout: float = 150.0, seconds: float = 240.0
+    world: int, main: RankMain, folder: Path, *args: Any, timeout: float = GROUP_TIMEOUT, seconds: float = 240.0
 ) -> list[RankOutcome]:
     """Runs ``main(rank, folder, *args)`` on ``world`` ranks of one gloo group.
 
