@@ -22,11 +22,11 @@ from ..errors import ConfigError, GradientError, MeshmuonError, PlanMismatchErro
 from ..layout import Layout, Mesh, Replicated
 from ..params.dtensors import (
     ReplicaGroup,
-    _placements,
     as_dtensor,
     check_gradient_placement,
     connected_ranks,
     groups_of,
+    known_placements,
     replicated_layout,
     siblings,
 )
@@ -197,7 +197,7 @@ class _Clipping:
         for k, param in enumerate(self._params):
             name, grad = _name(k, param), param.grad
             if (sharded := as_dtensor(param)) is not None:
-                _placements(name, sharded.placements, param.dim())  # refuses what it does not know
+                known_placements(name, sharded.placements, param.dim())  # refuses what it does not know
             if grad is None:
                 continue
             if grad.layout != torch.strided:
@@ -337,7 +337,7 @@ class _Clipping:
         if not alike:
             return name, ()
         mesh = Mesh((len(alike), *alike[0].shape), tuple(rank for one in alike for rank in one.ranks))
-        return name, (Layout(shape, mesh, (Replicated(), *_placements(name, sharded.placements, len(shape)))),)
+        return name, (Layout(shape, mesh, (Replicated(), *known_placements(name, sharded.placements, len(shape)))),)
 
     def _scale(self, max_norm: float | Tensor, total: Tensor) -> None:
         limit = max_norm.to(total.device, total.dtype) if isinstance(max_norm, Tensor) else max_norm

@@ -38,6 +38,7 @@ __all__ = [
     "check_placement",
     "connected_ranks",
     "groups_of",
+    "known_placements",
     "layout_text",
     "layouts_of",
     "replicated_layout",
@@ -65,7 +66,7 @@ def zeros_laid_out_like(param: Tensor, shape: tuple[int, ...], dtype: torch.dtyp
 
     rank, meshes = dist.get_rank(), siblings(sharded.device_mesh)
     mesh = next((one for one in meshes if rank in one.ranks), meshes[0])
-    layout = Layout(shape, mesh, _placements("", sharded.placements, len(shape)))
+    layout = Layout(shape, mesh, known_placements("", sharded.placements, len(shape)))
     local = torch.zeros(layout.local_shape(rank), dtype=dtype, device=param.device)
     stride = tuple(math.prod(shape[dim + 1 :]) for dim in range(len(shape)))
     return DTensor.from_local(
@@ -76,7 +77,7 @@ def zeros_laid_out_like(param: Tensor, shape: tuple[int, ...], dtype: torch.dtyp
 def check_placement(name: str, param: Tensor) -> None:
     """Refuses a parameter that lies on its mesh in a way that has no meaning for an optimizer."""
     if (sharded := as_dtensor(param)) is not None:
-        placements, mesh = _placements(name, sharded.placements, param.dim()), siblings(sharded.device_mesh)[0]
+        placements, mesh = known_placements(name, sharded.placements, param.dim()), siblings(sharded.device_mesh)[0]
         _check_order(name, mesh)
         check_cuts(name, sharded)
         _check_strided(name, tuple(param.shape), mesh, placements)
@@ -131,7 +132,7 @@ def layouts_of(
     A parameter on one axis of a larger mesh exists once per coordinate on the other axes, on meshes of its own. They never
     share work, but a plan that covers their ranks must know of all of them.
     """
-    found = _placements(name, placements, len(shape))
+    found = known_placements(name, placements, len(shape))
     _check_order(name, meshes[0])
     _check_strided(name, shape, meshes[0], found)
     return tuple(Layout(shape, mesh, found) for mesh in meshes if not reached.isdisjoint(mesh.ranks))
@@ -142,7 +143,7 @@ def layout_text(name: str, param: Tensor) -> str:
     sharded = as_dtensor(param)
     if sharded is None:
         return str(param.device)
-    placements = ", ".join(map(str, _placements(name, sharded.placements, param.dim())))
+    placements = ", ".join(map(str, known_placements(name, sharded.placements, param.dim())))
     return f"{param.device} [{placements}] on {'×'.join(map(str, sharded.device_mesh.shape))}"
 
 
@@ -236,7 +237,7 @@ def trailing_elements(param: DTensor, count: int) -> int:
     rank, order = dist.get_rank(), memory_order(param)
     shape = tuple(param.shape[dim] for dim in order)
     mesh = next(one for one in siblings(param.device_mesh) if rank in one.ranks)
-    placed = _placements("", param.placements, len(shape))
+    placed = known_placements("", param.placements, len(shape))
     turned = tuple(replace(one, dim=order.index(one.dim)) if isinstance(one, Sharded) else one for one in placed)
     layout = Layout(shape, mesh, turned)
     held, total = math.prod(layout.local_shape(rank)), math.prod(shape)
@@ -246,7 +247,7 @@ def trailing_elements(param: DTensor, count: int) -> int:
     return found
 
 
-def _placements(name: str, placements: Sequence[Any], dims: int) -> tuple[Placement, ...]:
+def known_placements(name: str, placements: Sequence[Any], dims: int) -> tuple[Placement, ...]:
     """torch's placements as ours. Every type is named: an unknown one must never pass as replicated."""
     from torch.distributed.tensor import Partial, Replicate, Shard
 
