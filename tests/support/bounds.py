@@ -95,8 +95,8 @@ def orthogonalize_error(
         rounding = Rounding(dtype, given or dtype)
         exact = rounded_iteration(matrix, scheme.steps, blocks, None)
         for draw in range(DRAWS if min(matrix.shape) < 200 else 2):
-            found = rounded_iteration(matrix, scheme.steps, blocks, rounding, mirrored=draw % 2 == 1)
-            worst = max(worst, float(torch.linalg.matrix_norm(found - exact, "fro" if frobenius else 2)))
+            rounded = rounded_iteration(matrix, scheme.steps, blocks, rounding, mirrored=draw % 2 == 1)
+            worst = max(worst, float(torch.linalg.matrix_norm(rounded - exact, "fro" if frobenius else 2)))
     return room(dtype) * worst
 
 

@@ -44,15 +44,15 @@ class Case:
 
 def initial(case: Case) -> list[Tensor]:
     generator = torch.Generator().manual_seed(1)
-    return [_put(case, k, torch.randn(one.shape, generator=generator).to(one.dtype)) for k, one in enumerate(case.params)]
+    return [_put(case, k, torch.randn(param.shape, generator=generator).to(param.dtype)) for k, param in enumerate(case.params)]
 
 
 def gradient(case: Case, step: int, k: int) -> Tensor | None:
-    one = case.params[k]
-    if one.frozen or step in one.unused:
+    param = case.params[k]
+    if param.frozen or step in param.unused:
         return None
     generator = torch.Generator().manual_seed(1000 * (step + 1) + k)
-    return _put(case, k + step, torch.randn(one.shape, generator=generator).to(one.dtype))
+    return _put(case, k + step, torch.randn(param.shape, generator=generator).to(param.dtype))
 
 
 def _put(case: Case, k: int, value: Tensor) -> Tensor:
@@ -62,7 +62,7 @@ def _put(case: Case, k: int, value: Tensor) -> Tensor:
 def build(case: Case, params: Sequence[nn.Parameter], **options: Any) -> Muon:
     groups: list[dict[str, Any]] = []
     for use_muon in (True, False):
-        chosen = [k for k, one in enumerate(case.params) if one.muon is use_muon]
+        chosen = [k for k, param in enumerate(case.params) if param.muon is use_muon]
         if chosen:
             names = [f"layers.{k}.experts.weight" if len(case.params[k].shape) == 3 else f"layers.{k}.weight" for k in chosen]
             groups.append({"params": [params[k] for k in chosen], "names": names, "use_muon": use_muon})
@@ -84,25 +84,28 @@ def run(
     return [local(p) for p in params], [None if m is None else local(m) for m in momentum], optimizer
 
 
+def _trainable(case: Case, values: Sequence[Tensor]) -> list[nn.Parameter]:
+    return [nn.Parameter(value, requires_grad=not param.frozen) for value, param in zip(values, case.params, strict=True)]
+
+
 def single(case: Case) -> tuple[list[Tensor], list[Tensor | None]]:
     """The same on one device, with whole tensors."""
-    params = [nn.Parameter(value, requires_grad=not one.frozen) for value, one in zip(initial(case), case.params, strict=True)]
+    params = _trainable(case, initial(case))
     values, momentum, _ = run(case, params, lambda step, k: gradient(case, step, k))
     return values, momentum
 
 
 def place(case: Case, meshes: Sequence[DeviceMesh], k: int, value: Tensor) -> Tensor:
     """Torch itself cuts a whole tensor as parameter ``k`` is cut."""
-    one = case.params[k]
-    if one.mesh is None:
+    param = case.params[k]
+    if param.mesh is None:
         return _put(case, k + 5, value.clone())
-    placements = clearly_cut(one.shape, meshes[one.mesh].shape, one.placements)
-    cut = distribute_tensor(value.clone(), meshes[one.mesh], list(placements), src_data_rank=None)  # torch 2.9 gives views
+    placements = clearly_cut(param.shape, meshes[param.mesh].shape, param.placements)
+    cut = distribute_tensor(value.clone(), meshes[param.mesh], list(placements), src_data_rank=None)  # torch 2.9 gives views
     if not case.misplaced:
         return cut
-    mine = _put(case, k + dist.get_rank(), cut.to_local())
-    whole = {"shape": cut.shape, "stride": cut.stride()}
-    return DTensor.from_local(mine, cut.device_mesh, cut.placements, run_check=False, **whole)
+    shard = _put(case, k + dist.get_rank(), cut.to_local())
+    return DTensor.from_local(shard, cut.device_mesh, cut.placements, run_check=False, shape=cut.shape, stride=cut.stride())
 
 
 def sharded(case: Case, meshes: Sequence[DeviceMesh], **options: Any) -> tuple[list[Tensor], list[Tensor | None], Muon]:
@@ -113,20 +116,30 @@ def sharded(case: Case, meshes: Sequence[DeviceMesh], **options: Any) -> tuple[l
         return None if value is None else place(case, meshes, k, value)
 
     values = [place(case, meshes, k, value) for k, value in enumerate(initial(case))]
-    params = [nn.Parameter(value, requires_grad=not one.frozen) for value, one in zip(values, case.params, strict=True)]
+    params = _trainable(case, values)
     return run(case, params, grad, **options)
 
 
 def check(case: Case, meshes: Sequence[DeviceMesh], expected: tuple[list[Tensor], list[Tensor | None]], **options: Any) -> Muon:
     """Runs the case on this rank and demands the bits that one device found, cut by torch."""
-    found = sharded(case, meshes, **options)
+    params, momenta, optimizer = sharded(case, meshes, **options)
+    _check_shards(case, meshes, (params, momenta), expected)
+    return optimizer
+
+
+def _check_shards(
+    case: Case,
+    meshes: Sequence[DeviceMesh],
+    actual: tuple[list[Tensor], list[Tensor | None]],
+    expected: tuple[list[Tensor], list[Tensor | None]],
+) -> None:
+    """Demands of this rank's parameters and momenta the bits of whole ones, cut by torch."""
     for k in range(len(case.params)):
-        same(found[0][k], local(place(case, meshes, k, expected[0][k])), f"parameter {k}")
-        mine, wanted = found[1][k], expected[1][k]
-        assert (mine is None) == (wanted is None), f"momentum {k}"
-        if mine is not None and wanted is not None:
-            same(mine, local(place(case, meshes, k, wanted)), f"momentum {k}")
-    return found[2]
+        same(actual[0][k], local(place(case, meshes, k, expected[0][k])), f"parameter {k}")
+        momentum, whole = actual[1][k], expected[1][k]
+        assert (momentum is None) == (whole is None), f"momentum {k}"
+        if momentum is not None and whole is not None:
+            same(momentum, local(place(case, meshes, k, whole)), f"momentum {k}")
 
 
 def check_missing(case: Case, mesh: DeviceMesh, without_gradient: dict[tuple[int, int], set[int]]) -> None:
@@ -135,21 +148,20 @@ def check_missing(case: Case, mesh: DeviceMesh, without_gradient: dict[tuple[int
 
     def shard(step: int, k: int) -> Tensor | None:
         value = gradient(case, step, k)
-        absent = value is None or rank in without_gradient.get((step, k), set())
-        return None if absent else place(case, [mesh], k, value)
+        if value is None or rank in without_gradient.get((step, k), set()):
+            return None
+        return place(case, [mesh], k, value)
 
     def zeroed(step: int, k: int) -> Tensor | None:
         value = gradient(case, step, k)
         for other in sorted(without_gradient.get((step, k), set())):
+            assert value is not None
             value = without_shard(value, other, dist.get_world_size(), case.params[k].placements[0].dim)
         return value
 
-    mine = run(case, [nn.Parameter(place(case, [mesh], k, value)) for k, value in enumerate(initial(case))], shard)
-    wanted = run(case, [nn.Parameter(value) for value in initial(case)], zeroed)
-    for k in range(len(case.params)):
-        part, momentum = (local(place(case, [mesh], k, side[k])) for side in wanted[:2])
-        same(mine[0][k], part, f"parameter {k}")
-        same(mine[1][k], momentum, f"momentum {k}")
+    actual = run(case, [nn.Parameter(place(case, [mesh], k, value)) for k, value in enumerate(initial(case))], shard)
+    expected = run(case, [nn.Parameter(value) for value in initial(case)], zeroed)
+    _check_shards(case, [mesh], actual[:2], expected[:2])
 
 
 def without_shard(value: Tensor, rank: int, world: int, dim: int) -> Tensor:

@@ -19,12 +19,12 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from meshmuon import Muon
 from tests.support.clear_cuts import clearly_cut
-from tests.support.tensors import like
+from tests.support.tensors import like, local, same
 
 SAVED, STEPS = 5, 10
 R, S0, S1, ES = Replicate(), Shard(0), Shard(1), _StridedShard(0, split_factor=2)
@@ -88,15 +88,19 @@ class Model(nn.Module):
             self.add_module(name, Leaf(value, spec.frozen))
 
     def weight(self, name: str) -> nn.Parameter:
-        weight: nn.Parameter = self.get_submodule(name).weight
-        return weight
+        return self.leaf(name).weight
+
+    def leaf(self, name: str) -> Leaf:
+        leaf = self.get_submodule(name)
+        assert isinstance(leaf, Leaf)
+        return leaf
 
 
 # Layouts: each cuts a whole model.
 
 
-def one(model: Model) -> None:
-    pass
+def whole(model: Model) -> None:
+    """Leaves the model as it is."""
 
 
 def fsdp(model: Model) -> None:
@@ -112,7 +116,7 @@ def hsdp(model: Model) -> None:
 
 
 def place(model: Model, name: str, mesh: Any, placements: tuple[Any, ...]) -> None:
-    leaf = model.get_submodule(name)
+    leaf = model.leaf(name)
     weight = leaf.weight.detach()
     clear = clearly_cut(weight.shape, tuple(mesh.shape), placements)
     cut = distribute_tensor(weight.clone(), mesh, list(clear), src_data_rank=None)
@@ -134,7 +138,7 @@ def ep_fsdp(model: Model) -> None:
 
 
 LAYOUTS: dict[str, tuple[int, Callable[[Model], None]]] = {
-    "1 rank": (1, one),
+    "1 rank": (1, whole),
     "FSDP2 × 2": (2, fsdp),
     "FSDP2 × 3": (3, fsdp),
     "FSDP2 × 4": (4, fsdp),
@@ -170,13 +174,13 @@ def train(model: Model, optimizer: Muon, steps: range) -> None:
 
 def content(model: Model, optimizer: Muon) -> dict[str, Tensor]:
     """Every parameter and every tensor of its state, by name."""
-    found = {}
+    tensors = {}
     for name in SPECS:
         param = model.weight(name)
-        found[name] = param.detach().clone()
+        tensors[name] = param.detach().clone()
         for key, value in optimizer.state.get(param, {}).items():
-            found[f"{name}.{key}"] = value.detach().clone()
-    return found
+            tensors[f"{name}.{key}"] = value.detach().clone()
+    return tensors
 
 
 @cache
@@ -192,24 +196,20 @@ def uninterrupted(steps: int) -> dict[str, Tensor]:
 
 def compare(model: Model, optimizer: Muon, steps: int) -> None:
     """Bits, dtypes and keys are those of the run that never stopped."""
-    found, wanted = content(model, optimizer), uninterrupted(steps)
-    assert set(found) == set(wanted), set(found) ^ set(wanted)
-    for name, value in wanted.items():
-        mine = found[name]
-        assert mine.dtype == value.dtype, f"{name}: {mine.dtype} is not {value.dtype}"
-        assert mine.shape == value.shape
-        cut = like(mine, value)
-        mine, cut = (one.to_local() if isinstance(one, DTensor) else one for one in (mine, cut))
-        assert mine.numel() == cut.numel()
-        same = mine.numel() == 0 or torch.equal(mine, cut)
-        assert same, f"{name} differs after {steps} steps by {(mine.double() - cut.double()).abs().max()}"
+    actual, expected = content(model, optimizer), uninterrupted(steps)
+    assert set(actual) == set(expected), set(actual) ^ set(expected)
+    for name, value in expected.items():
+        tensor = actual[name]
+        assert tensor.dtype == value.dtype, f"{name}: {tensor.dtype} is not {value.dtype}"
+        assert tensor.shape == value.shape
+        same(local(tensor), local(like(tensor, value)), f"{name} after {steps} steps")
 
 
 def agree(text: Any) -> None:
     """All ranks have the same."""
     shown: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(shown, text)
-    assert all(one == shown[0] for one in shown), shown
+    assert all(other == shown[0] for other in shown), shown
 
 
 def keys_and_shapes(state_dict: dict[str, Any]) -> list[tuple[str, str, tuple[int, ...], str]]:

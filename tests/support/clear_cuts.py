@@ -25,12 +25,9 @@ def clearly_cut(shape: Sequence[int], grid: Sequence[int], placements: Sequence[
         if isinstance(placement, _StridedShard) and not all(_nests(size, parts, placement) for size in lengths[placement.dim]):
             placement = Shard(placement.dim)
         clear.append(placement)
-        factor = placement.split_factor if isinstance(placement, _StridedShard) else 1
+        factor = int(placement.split_factor) if isinstance(placement, _StridedShard) else 1
         lengths[placement.dim] = {
-            sum(
-                len(piece.chunk(parts)[part]) if part < len(piece.chunk(parts)) else 0
-                for piece in torch.arange(size).chunk(factor)
-            )
+            sum(len(pieces[part]) for piece in torch.arange(size).chunk(factor) if part < len(pieces := piece.chunk(parts)))
             for size in lengths[placement.dim]
             for part in range(parts)
         }
@@ -39,7 +36,7 @@ def clearly_cut(shape: Sequence[int], grid: Sequence[int], placements: Sequence[
 
 def _nests(size: int, parts: int, placement: _StridedShard) -> bool:
     """Whether torch's own cut is that of pieces which are cut themselves."""
-    factor = placement.split_factor
+    factor = int(placement.split_factor)
     shards = _StridedShard(0, split_factor=factor)._split_tensor(torch.arange(size), parts, with_padding=False)[0]
     pieces = [piece.chunk(parts) for piece in torch.arange(size).chunk(factor)]
     nested = [torch.cat([torch.arange(0), *(piece[part] for piece in pieces if part < len(piece))]) for part in range(parts)]

@@ -1,4 +1,4 @@
-"""A machine that rounds by address, by place in a tensor and by company, so that faults which few machines show are found on all.
+"""A machine that rounds by address, by place in a tensor and by batch: faults that few machines show appear on every one.
 
 Under ``HostileArithmetic`` the last bit of a result changes
 
@@ -28,9 +28,11 @@ SCALED_SUMS = ("aten::add", "aten::add_", "aten::_foreach_add", "aten::_foreach_
 LINE, VECTOR = 64, 16  # bytes, elements
 
 
-class HostileArithmetic(TorchDispatchMode):
+class HostileArithmetic(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Changes last bits as the module says; ``nudged`` counts how often it did."""
+
     def __init__(self, *, company: bool = False) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._company = company
         self.nudged = 0  # how often a last bit was changed
 
@@ -43,29 +45,30 @@ class HostileArithmetic(TorchDispatchMode):
             return self._adamw(func, args, kwargs)
         result = func(*args, **kwargs)
         if name in PRODUCTS:
-            self._nudge_matrices(result, [one for one in (*args, result) if type(one) in (Tensor, nn.Parameter)])
+            self._nudge_matrices(result, [tensor for tensor in (*args, result) if type(tensor) in (Tensor, nn.Parameter)])
         elif name in SCALED_SUMS and kwargs.get("alpha", 1) != 1:
-            for one in args[0] if isinstance(args[0], (list, tuple)) else [result]:
-                self._nudge_tail(one)
+            for tensor in args[0] if isinstance(args[0], (list, tuple)) else [result]:
+                self._nudge_tail(tensor)
         return result
 
     def _adamw(self, func: Any, args: Any, kwargs: Any) -> None:
         """All elements by whole vectors, whatever this machine would do with the last ones, which are changed afterwards."""
-        orders = [sorted(range(one.dim()), key=one.stride, reverse=True) for one in args[0]]
-        flat = [[one.permute(order).reshape(-1) for one, order in zip(some, orders, strict=True)] for some in args[:4]]
-        padded = [[F.pad(one, (0, -len(one) % 64)) for one in some] for some in flat]
+        lists = args[:4]  # parameters, gradients, first and second moments
+        orders = [sorted(range(param.dim()), key=param.stride, reverse=True) for param in lists[0]]
+        flat = [[tensor.permute(order).reshape(-1) for tensor, order in zip(tensors, orders, strict=True)] for tensors in lists]
+        padded = [[F.pad(row, (0, -len(row) % 64)) for row in rows] for rows in flat]
         func(*padded, *args[4:], **kwargs)
-        for some, results in zip(args[:4], padded, strict=True):
-            for one, order, result in zip(some, orders, results, strict=True):
-                turned = one.detach().permute(order)
-                turned.copy_(result[: one.numel()].view(turned.shape))
-        for one in (*args[0], *args[2]):
-            self._nudge_tail(one)
+        for tensors, rows in zip(lists, padded, strict=True):
+            for tensor, order, row in zip(tensors, orders, rows, strict=True):
+                turned = tensor.detach().permute(order)
+                turned.copy_(row[: tensor.numel()].view(turned.shape))
+        for tensor in (*lists[0], *lists[2]):
+            self._nudge_tail(tensor)
 
     def _nudge_matrices(self, result: Tensor, operands: list[Tensor]) -> None:
-        batches = [one if one.dim() == 3 else one.unsqueeze(0) for one in (*operands, result)]
+        batches = [tensor if tensor.dim() == 3 else tensor.unsqueeze(0) for tensor in (*operands, result)]
         for k, matrix in enumerate(batches[-1]):
-            addresses = [one.data_ptr() + k * one.stride(0) * one.element_size() for one in batches]
+            addresses = [batch.data_ptr() + k * batch.stride(0) * batch.element_size() for batch in batches]
             if any(address % LINE for address in addresses) or (self._company and k):
                 self._nudge(matrix, torch.ones_like(matrix, dtype=torch.bool))
 
@@ -88,7 +91,7 @@ class HostileArithmetic(TorchDispatchMode):
 
 @contextmanager
 def fresh_trials() -> Iterator[None]:
-    """What meshmuon finds out about the machine by trial is found out anew inside, and again outside."""
+    """Forgets what meshmuon has found out about the machine by trial, on entry and on exit."""
     for trial in (adds_alike, vector_length):
         trial.cache_clear()
     try:

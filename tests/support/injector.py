@@ -1,4 +1,4 @@
-"""Faults on order: something happens on one rank, in one step, in one phase of it. Only for ranks that are processes."""
+"""Injects a fault into one rank, in one step, in one phase of it. Only for ranks that are processes."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 
+from meshmuon.agree.planner import Planner
 from meshmuon.execute.ortho_batch import OrthoBatch
 from meshmuon.execute.shard_views import ShardViews
 from meshmuon.optim import muon
@@ -103,7 +104,7 @@ def _hooked(phase: str, action: Action) -> Any:
     if phase == "in the agreement":
         return _half_sent(action)
     if phase == "making ready":
-        return _before(muon.Planner, "confirm", action)
+        return _before(Planner, "confirm", action)
     owner, name = {
         "before the agreement": (Agreement, "decide"),
         "orthogonalise": (OrthoBatch, "orthogonalise"),

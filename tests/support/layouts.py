@@ -33,7 +33,7 @@ class Case:
 
     @property
     def layout(self) -> Layout:
-        return Layout(self.shape, self.mesh, tuple(ours(one) for one in self.placements))
+        return Layout(self.shape, self.mesh, tuple(ours(placement) for placement in self.placements))
 
     @property
     def tensor(self) -> torch.Tensor:
@@ -63,7 +63,7 @@ MESH_SHAPES = {axes: mesh_shapes(axes, 16) for axes in (1, 2, 3)}
 def random_mesh(rng: random.Random) -> Mesh:
     """One to three axes, seldom of one rank; ranks in order, or shuffled, or some of the world."""
     shapes = MESH_SHAPES[rng.choice([1, 2, 2, 3, 3])]
-    shape = rng.choice([one for one in shapes if 1 not in one] if rng.random() < 0.8 else shapes)
+    shape = rng.choice([shape for shape in shapes if 1 not in shape] if rng.random() < 0.8 else shapes)
     size = math.prod(shape)
     return Mesh(shape, tuple(range(size)) if rng.random() < 0.5 else tuple(rng.sample(range(WORLD), size)))
 
@@ -90,7 +90,8 @@ def split(case: Case) -> dict[int, torch.Tensor]:
         if isinstance(placement, Replicate):
             held = [tensor for tensor in held for _ in range(parts)]
         else:
-            held = [mine for tensor in held for mine in placement._split_tensor(tensor, parts, with_padding=False)[0]]
+            assert isinstance(placement, (Shard, _StridedShard))
+            held = [shard for tensor in held for shard in placement._split_tensor(tensor, parts, with_padding=False)[0]]
     return dict(zip(case.mesh.ranks, held, strict=True))
 
 
@@ -99,16 +100,16 @@ def distribute(cases: Sequence[Case]) -> list[dict[int, torch.Tensor]]:
 
     The fake process group lets one process be each rank in turn; without a source rank torch only splits.
     """
-    found: list[dict[int, torch.Tensor]] = [{} for _ in cases]
+    held: list[dict[int, torch.Tensor]] = [{} for _ in cases]
     for rank in range(WORLD):
         dist.init_process_group("fake", rank=rank, world_size=WORLD, store=FakeStore())
         try:
-            for case, locals_ in zip(cases, found, strict=True):
+            for case, shards in zip(cases, held, strict=True):
                 mesh = DeviceMesh("cpu", torch.tensor(case.mesh.ranks).reshape(case.mesh.shape), _init_backend=False)
-                locals_[rank] = distribute_tensor(case.tensor, mesh, case.placements, src_data_rank=None).to_local()
+                shards[rank] = distribute_tensor(case.tensor, mesh, case.placements, src_data_rank=None).to_local()
         finally:
             dist.destroy_process_group()
-    return found
+    return held
 
 
 def indices(ranges: Ranges) -> torch.Tensor:

@@ -30,7 +30,8 @@ class Net(nn.Module):
         self.first, self.second = nn.Linear(width, hidden), nn.Linear(hidden, out)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.second(torch.tanh(self.first(x)))
+        out: Tensor = self.second(torch.tanh(self.first(x)))
+        return out
 
 
 def build_net(sizes: tuple[int, int, int]) -> Net:
@@ -72,11 +73,11 @@ def check_module(
     if not options.get("use_distributed_muon"):
         wire.check(dist.get_rank())
     reference = train(whole)
-    for (name, mine), param in zip(model.named_parameters(), whole.parameters(), strict=True):
-        assert isinstance(mine, DTensor), f"{name} was not wrapped"
-        same(local(mine), local(like(mine, param.detach())), name)
+    for (name, sharded), param in zip(model.named_parameters(), whole.parameters(), strict=True):
+        assert isinstance(sharded, DTensor), f"{name} was not wrapped"
+        same(local(sharded), local(like(sharded, param.detach())), name)
         key = "momentum_buffer" if param.dim() == 2 else "exp_avg"
-        same(local(optimizer.state[mine][key]), local(like(mine, reference.state[param][key])), f"momentum of {name}")
+        same(local(optimizer.state[sharded][key]), local(like(sharded, reference.state[param][key])), f"momentum of {name}")
     return model, optimizer
 
 

@@ -30,7 +30,7 @@ def random_entries(rng: random.Random) -> list[PlannedParam]:
         itemsize = rng.choice([2, 4])
         entry = PlannedParam(
             name=f"p{k}",
-            layouts=tuple(Layout(shape, one, placements) for one in meshes),
+            layouts=tuple(Layout(shape, copy, placements) for copy in meshes),
             stack_dims=stack_dims,
             lane=("cpu", itemsize),
             itemsize=itemsize,

@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import FileStore
 
 _PRELOADED = ["torch", "torch._dynamo", "torch.distributed.tensor", "torch.distributed.fsdp", "pytest", "hypothesis", __name__]
 
@@ -33,7 +34,7 @@ def _fork_server() -> ForkServerContext:
 
 
 def _join_group(rank: int, world: int, store: Path, timeout: float) -> None:
-    files = dist.FileStore(str(store), world)
+    files = FileStore(str(store), world)
     dist.init_process_group("gloo", rank=rank, world_size=world, store=files, timeout=timedelta(seconds=timeout))
 
 

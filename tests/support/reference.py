@@ -36,7 +36,7 @@ Orthogonalise = Callable[[Tensor], Tensor]
 
 def newton_schulz(update: Tensor, steps: Sequence[Sequence[float]]) -> Tensor:
     """The standard form on one matrix, in the dtype of ``update``."""
-    x = update.mT if update.size(0) > update.size(1) else update
+    x: Tensor = update.mT if update.size(0) > update.size(1) else update
     x = x / x.norm().clamp(min=torch.finfo(x.dtype).tiny)
     for a, b, c in steps:
         gram = x @ x.mT
@@ -47,7 +47,8 @@ def newton_schulz(update: Tensor, steps: Sequence[Sequence[float]]) -> Tensor:
 def polar_factor(batch: Tensor) -> Tensor:
     """U·Vᵀ by SVD, of a matrix or a batch."""
     left, _, right = torch.linalg.svd(batch, full_matrices=False)
-    return left @ right
+    factor: Tensor = left @ right
+    return factor
 
 
 class Reference:

@@ -10,6 +10,8 @@ from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
+from torch._C import _distributed_c10d
+from torch._C._distributed_c10d import HashStore
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing._internal.distributed.multi_threaded_pg import (
     Collective,
@@ -22,6 +24,7 @@ from torch.testing._internal.distributed.multi_threaded_pg import (
 from meshmuon.transport import groups
 
 T = TypeVar("T")
+_isolate_threads: Callable[[bool], None] = _distributed_c10d._set_thread_isolation_mode  # type: ignore[attr-defined]
 
 if not hasattr(ThreadLocalWorld, "comms"):  # torch 2.11 forgot it, and cannot destroy its threaded groups without
     ThreadLocalWorld.comms = property(lambda world: [])  # type: ignore[assignment]
@@ -39,10 +42,10 @@ def run_threads(world: int, rank_main: Callable[[int], T], *, timeout: float = 1
     """
     results: dict[int, T] = {}
     failures: dict[int, BaseException] = {}
-    _install_threaded_pg()
-    torch._C._distributed_c10d._set_thread_isolation_mode(True)
+    _install_threaded_pg()  # type: ignore[no-untyped-call]
+    _isolate_threads(True)
     run = _Runs.begin()
-    store = dist.HashStore()
+    store = HashStore()
     moves = patch.object(groups, "_moves_host_memory", lambda group: host_memory)
     hook = sys.excepthook  # every init_process_group wraps it
 
@@ -70,8 +73,8 @@ def run_threads(world: int, rank_main: Callable[[int], T], *, timeout: float = 1
             threads[rank].join(1.0)
     finally:
         moves.stop()
-        torch._C._distributed_c10d._set_thread_isolation_mode(False)
-        _uninstall_threaded_pg()
+        _isolate_threads(False)
+        _uninstall_threaded_pg()  # type: ignore[no-untyped-call]
         sys.excepthook = hook
     causes = [error for error in failures.values() if not isinstance(error, SystemExit)]  # the other ranks were only woken
     if causes:
@@ -97,7 +100,7 @@ class _Runs:
     def begin(cls) -> object:
         """A new run; what earlier ones have left in torch's table is forgotten."""
         cls._current = object()
-        ProcessLocalGroup.reset()
+        ProcessLocalGroup.reset()  # type: ignore[no-untyped-call]
         return cls._current
 
     @staticmethod
@@ -132,4 +135,4 @@ class _Runs:
         return collective
 
 
-ProcessLocalGroup._start_coll = classmethod(_Runs.start_collective)  # type: ignore[assignment, arg-type]
+ProcessLocalGroup._start_coll = classmethod(_Runs.start_collective)  # type: ignore[assignment]
