@@ -29,10 +29,10 @@ from meshmuon.clipping.grad_norm import clip_grad_norm_, total_grad_norm
 from meshmuon.errors import ConfigError, GradientError
 from meshmuon.transport import groups
 from tests.dist.test_meshes import MESHES, WORLD, model
-from tests.dist.test_random_layouts import DTYPES, SIZES, Layouts, layouts_, placements
 from tests.support import nets
 from tests.support.bounds import norm_error, unit
 from tests.support.cases import Case, Param, gradient, place
+from tests.support.random_layouts import DTYPES, SIZES, Layouts, mesh_layouts, placements
 from tests.support.tensors import like, local, seeded
 from tests.support.threads import run_threads
 
@@ -147,7 +147,7 @@ def on_threads(case: Case, layouts: Layouts, order: float = 2.0, foreach: bool |
 
 @st.composite
 def cases(draw: Any) -> tuple[Case, Layouts]:
-    layouts = draw(layouts_())
+    layouts = draw(mesh_layouts())
     chosen = []
     for _ in range(draw(st.integers(1, 6))):
         dims = draw(st.integers(1, 3))

@@ -17,8 +17,8 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from meshmuon.clipping.grad_norm import clip_grad_norm_, total_grad_norm
 from meshmuon.errors import ConfigError, GradientError, MeshmuonError, PlanMismatchError
 from tests.clipping.test_clipping_on_meshes import ORDERS, on_mesh, stage
-from tests.dist.test_random_layouts import Layouts
 from tests.support.cases import Case, Param
+from tests.support.random_layouts import Layouts
 from tests.support.tensors import local
 from tests.support.threads import run_threads
 

@@ -24,12 +24,12 @@ from meshmuon import DistMuon, MeshmuonError, Muon, get_default_muon_param_group
 from meshmuon.device import DirectTransfers
 from meshmuon.optim import offload
 from tests.support.cases import Case, Param, build, check, gradient, initial, place, single
+from tests.support.random_layouts import Layouts, cases
 from tests.support.tensors import local, same
 from tests.support.threads import run_threads
 
 from .test_dist_muon import SHAPES, one_device, seeded, unused
 from .test_dist_muon import build as build_replicas
-from .test_random_layouts import Layouts, cases
 
 S0, S1, R = Shard(0), Shard(1), Replicate()
 

@@ -17,10 +17,9 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from meshmuon import DistMuon, Muon, PlanMismatchError, polar_express
 from tests.support.bounds import moved_error, orthogonalize_error
 from tests.support.cases import Case, Param, build, gradient, initial, place
+from tests.support.random_layouts import Layouts, cases
 from tests.support.tensors import local, same
 from tests.support.threads import run_threads
-
-from .test_random_layouts import Layouts, cases
 
 RULES = ("normuon", "muon_plus", "muoneq")
 

@@ -26,10 +26,10 @@ from meshmuon import ConfigError
 from meshmuon.params.named_params import named_params
 from meshmuon.qk_clip.clip import QKClip
 from meshmuon.qk_clip.max_logits import MaxLogits
-from tests.dist.test_random_layouts import placements
 from tests.support.bounds import sum_error
 from tests.support.clear_cuts import clearly_cut
 from tests.support.clip_reference import ClippedMuon, clipped, clipped_mla, parameters
+from tests.support.random_layouts import placements
 from tests.support.tensors import local, same
 from tests.support.threads import run_threads
 
