@@ -26,8 +26,7 @@ from meshmuon import ConfigError, GradientError, Muon, UnsupportedError, Unteste
 from meshmuon.params.dtensors import check_gradient_placement, check_placement, layouts_of, same_placement, siblings
 from meshmuon.params.lr import lr_factor
 from meshmuon.transport import exchange_group, groups
-
-from .dist.threads import run_threads
+from tests.support.threads import run_threads
 
 ROOT = Path(__file__).parent.parent
 HAS_ORDER = hasattr(torch.distributed.tensor._dtensor_spec.DTensorSpec, "shard_order")

@@ -21,7 +21,7 @@ from ..agree.descriptions import failure_text
 from ..agree.differences import Note, raise_failures, raise_mismatch, raise_unequal_replicas
 from ..errors import ConfigError, GradientError, MeshmuonError, PlanMismatchError
 from ..layout import Layout
-from ..params.dtensors import ReplicaGroup, _placements, as_dtensor, check_gradient_placement, groups_of
+from ..params.dtensors import ReplicaGroup, as_dtensor, check_gradient_placement, groups_of, known_placements
 from ..torch_compat import mark_overwritten
 from ..transport import NormWord, everyone, host_group, norm_device, reduce_norm, shared_group
 from .norms import local_norms, scale_all
@@ -176,7 +176,7 @@ class _GradNorm:
         for k, param in enumerate(self._params):
             name, grad = _name(k, param), param.grad
             if (sharded := as_dtensor(param)) is not None:
-                _placements(name, sharded.placements, param.dim())  # raises for unknown placements
+                known_placements(name, sharded.placements, param.dim())  # raises for unknown placements
             if grad is None:
                 continue
             if grad.layout != torch.strided:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ..agree.link import current_rank
 from ..layout import Layout, Mesh, Replicated
-from ..params.dtensors import _placements, as_dtensor, connected_ranks, groups_of, replicated_layout, siblings
+from ..params.dtensors import known_placements, as_dtensor, connected_ranks, groups_of, replicated_layout, siblings
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -95,7 +95,7 @@ class Replicas:
         if not slices:
             return ()
         mesh = Mesh((len(slices), *slices[0].shape), tuple(rank for mesh_slice in slices for rank in mesh_slice.ranks))
-        return (Layout(shape, mesh, (Replicated(), *_placements(name, sharded.placements, len(shape)))),)
+        return (Layout(shape, mesh, (Replicated(), *known_placements(name, sharded.placements, len(shape)))),)
 
     def _connected_slices(self, mesh: DeviceMesh) -> list[Mesh]:
         """The slices that hold the same parameters; those of other pipeline stages are not connected."""

@@ -38,6 +38,7 @@ __all__ = [
     "check_placement",
     "connected_ranks",
     "groups_of",
+    "known_placements",
     "layout_text",
     "layouts_of",
     "replicated_layout",
@@ -66,7 +67,7 @@ def zeros_laid_out_like(param: Tensor, shape: tuple[int, ...], dtype: torch.dtyp
 
     rank, meshes = dist.get_rank(), siblings(sharded.device_mesh)
     mesh = next((mesh for mesh in meshes if rank in mesh.ranks), meshes[0])
-    layout = Layout(shape, mesh, _placements("", sharded.placements, len(shape)))
+    layout = Layout(shape, mesh, known_placements("", sharded.placements, len(shape)))
     local = torch.zeros(layout.local_shape(rank), dtype=dtype, device=param.device)
     stride = tuple(math.prod(shape[dim + 1 :]) for dim in range(len(shape)))
     return DTensor.from_local(
@@ -77,7 +78,7 @@ def zeros_laid_out_like(param: Tensor, shape: tuple[int, ...], dtype: torch.dtyp
 def check_placement(name: str, param: Tensor) -> None:
     """Refuses a parameter whose layout an optimizer cannot step."""
     if (sharded := as_dtensor(param)) is not None:
-        placements, mesh = _placements(name, sharded.placements, param.dim()), siblings(sharded.device_mesh)[0]
+        placements, mesh = known_placements(name, sharded.placements, param.dim()), siblings(sharded.device_mesh)[0]
         _check_order(name, mesh)
         check_cuts(name, sharded)
         _check_strided(name, tuple(param.shape), mesh, placements)
@@ -135,7 +136,7 @@ def layouts_of(
     ("dp", "tp"), ranks 0–3 hold one copy and ranks 4–7 another. The copies never share work, but a plan that covers their ranks
     must know all of them.
     """
-    our_placements = _placements(name, placements, len(shape))
+    our_placements = known_placements(name, placements, len(shape))
     _check_order(name, meshes[0])
     _check_strided(name, shape, meshes[0], our_placements)
     return tuple(Layout(shape, mesh, our_placements) for mesh in meshes if not reached.isdisjoint(mesh.ranks))
@@ -146,7 +147,7 @@ def layout_text(name: str, param: Tensor) -> str:
     sharded = as_dtensor(param)
     if sharded is None:
         return str(param.device)
-    placements = ", ".join(map(str, _placements(name, sharded.placements, param.dim())))
+    placements = ", ".join(map(str, known_placements(name, sharded.placements, param.dim())))
     return f"{param.device} [{placements}] on {'×'.join(map(str, sharded.device_mesh.shape))}"
 
 
@@ -240,7 +241,7 @@ def trailing_elements(param: DTensor, count: int) -> int:
     mesh = next(mesh for mesh in siblings(param.device_mesh) if rank in mesh.ranks)
     placements = tuple(
         replace(placement, dim=order.index(placement.dim)) if isinstance(placement, Sharded) else placement
-        for placement in _placements("", param.placements, len(shape))
+        for placement in known_placements("", param.placements, len(shape))
     )
     layout = Layout(shape, mesh, placements)
     held, total = math.prod(layout.local_shape(rank)), math.prod(shape)
@@ -250,7 +251,7 @@ def trailing_elements(param: DTensor, count: int) -> int:
     return trailing
 
 
-def _placements(name: str, placements: Sequence[Any], dims: int) -> tuple[Placement, ...]:
+def known_placements(name: str, placements: Sequence[Any], dims: int) -> tuple[Placement, ...]:
     """torch's placements as ours. Every type is handled explicitly: an unknown one must never count as replicated."""
     from torch.distributed.tensor import Partial, Replicate, Shard
 

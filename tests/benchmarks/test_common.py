@@ -12,7 +12,7 @@ from common import KELLER, Goal, Report, Step, float32_newton_schulz, make_parse
 from torch.optim._muon import _zeropower_via_newtonschulz
 
 from meshmuon import keller
-from tests.bounds import orthogonalize_error
+from tests.support.bounds import orthogonalize_error
 
 
 def test_contenders_take_turns_in_an_order_that_changes() -> None:

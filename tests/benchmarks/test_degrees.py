@@ -28,7 +28,7 @@ from meshmuon import orthogonalize, polar_express
 from meshmuon.ortho import orthogonalize_flops
 from meshmuon.ortho.kernels import BlockedProducts
 from meshmuon.ortho.remez import best_quintic
-from tests.bounds import orthogonalize_error
+from tests.support.bounds import orthogonalize_error
 
 DEGREES = (3, 5, 7, 9, 13, 17, 19)
 INTERVALS = (("1e-3", "1"), ("0.02", "1"), ("0.3", "1.7"), ("0.9999", "1.0001"))

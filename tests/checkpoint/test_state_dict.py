@@ -14,8 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict, set_optimizer_state_dict
 
 from meshmuon import Muon, StateError, keller
-
-from ..optim.reference import LR, assert_same_bits, copies, gradients, group, make_params, run, set_gradients
+from tests.support.reference import LR, assert_same_bits, copies, gradients, group, make_params, run, set_gradients
 
 SHAPES = ((8, 12), (12, 8), (6, 4), (5,), (7, 2))
 LATE, FROZEN = (1, 4), 2

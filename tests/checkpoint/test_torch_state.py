@@ -16,9 +16,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from meshmuon import Muon, Scheme, StateError
 from meshmuon.checkpoint import convert_torch_state
 from meshmuon.ortho.remez import Quintic
-
-from ..dist.threads import run_threads
-from ..optim.reference import (
+from tests.support.reference import (
     KELLER,
     LR,
     assert_moved_alike,
@@ -29,7 +27,8 @@ from ..optim.reference import (
     newton_schulz,
     run,
 )
-from ..optim.rounding import bf16_error
+from tests.support.rounding import bf16_error
+from tests.support.threads import run_threads
 
 MATRICES, OTHERS = ((24, 24), (48, 16), (16, 48), (9, 1)), ((5,), (7, 2))
 SHAPES = (*MATRICES, *OTHERS)

@@ -20,8 +20,8 @@ from meshmuon.layout import Layout, Mesh, Replicated
 from meshmuon.matrices import MatrixSet
 from meshmuon.ortho import Orthogonalizer, Scheme, Workspace, keller
 from meshmuon.plan import Plan, PlannedParam, PlanOptions, cost_model_for, make_plan
-from tests.bounds import sum_error, unit
-from tests.optim.reference import (
+from tests.support.bounds import sum_error, unit
+from tests.support.reference import (
     LR,
     Reference,
     assert_moved_within_rounding,

@@ -28,7 +28,7 @@ from meshmuon.layout import Layout, Mesh, Replicated, Sharded
 from meshmuon.matrices import MatrixSet
 from meshmuon.ortho import Workspace
 from meshmuon.plan import NO_WAVE, Plan, PlannedParam, PlanOptions, cost_model_for, make_plan
-from tests.layout.oracle import ours, random_mesh, random_placement, random_shape, select
+from tests.support.layouts import ours, random_mesh, random_placement, random_shape, select
 
 STEPS = 2
 KINDS = [(0, 2), (0, 2), (0, 3), (0, 4), (1, 3), (1, 3)]

@@ -12,7 +12,7 @@ from meshmuon.execute.rule_state import rule_state_transfers
 from meshmuon.layout import Mesh, Replicated, Sharded
 from meshmuon.matrices import MatrixSet
 from meshmuon.plan import make_plan
-from tests.plan.models import entry, options_for
+from tests.support.plans import entry, options_for
 
 
 @pytest.mark.parametrize("owner", range(4))

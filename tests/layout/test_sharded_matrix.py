@@ -15,9 +15,8 @@ from meshmuon.errors import PlanError
 from meshmuon.layout import Layout, Mesh, Piece, Replicated, Sharded, ShardedMatrix, shard_matrices
 from meshmuon.layout.layout import coordinates
 from meshmuon.torch_compat import strided_shards_nest
-
-from ..clear_cuts import clearly_cut
-from .oracle import Case, random_case, random_placement, random_shape, select, split
+from tests.support.clear_cuts import clearly_cut
+from tests.support.layouts import Case, random_case, random_placement, random_shape, select, split
 
 # (how many leading dims count matrices, how many dims the parameter has): vectors as columns, matrices, convolutions, experts.
 KINDS = [(0, 1), (0, 2), (0, 2), (0, 3), (0, 4), (1, 2), (1, 3), (1, 3), (1, 4)]

@@ -11,8 +11,7 @@ from meshmuon.errors import PlanError
 from meshmuon.layout import Layout, Mesh, Piece, Replicated, Sharded, ShardedMatrix, shard_matrices
 from meshmuon.plan import NO_WAVE, Plan, Task, make_plan
 from meshmuon.plan.tasks import EVERY_HOLDER
-
-from .models import entry, options_for
+from tests.support.plans import entry, options_for
 
 Doctor = Callable[[list[Task]], list[Task]]
 

@@ -26,8 +26,7 @@ from meshmuon.plan import (
     waves,
 )
 from meshmuon.plan.tasks import EVERY_HOLDER
-
-from .models import entry, line, options_for, plans, random_entries, random_options, random_plan, seeds
+from tests.support.plans import entry, line, options_for, plans, random_entries, random_options, random_plan, seeds
 
 thorough = settings(max_examples=200)
 

@@ -15,8 +15,7 @@ from hypothesis import given, settings
 from meshmuon.layout import Layout, Mesh, Replicated, Sharded
 from meshmuon.plan import NO_WAVE, Plan, make_plan, routes_of, slot_sizes, table, wave_sizes
 from meshmuon.plan.tasks import EVERY_HOLDER
-
-from .models import entry, line, options_for, plans
+from tests.support.plans import entry, line, options_for, plans
 
 
 def mixed() -> Plan:
