@@ -131,6 +131,28 @@ def test_every_error_class_is_in_the_index() -> None:
     assert not [name for name in classes if f"`{name}`" not in text]
 
 
+@cache
+def all_tests() -> frozenset[str]:
+    """Names of all tests of the repository."""
+    trees = [ast.parse(path.read_text()) for path in (ROOT / "tests").rglob("*.py")]
+    return frozenset(node.name for tree in trees for node in ast.walk(tree) if isinstance(node, ast.FunctionDef))
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_tests_that_a_page_names_exist(page: Path) -> None:
+    """By path, by file name in any folder, or by function; … leaves out the end of a name."""
+    missing = []
+    for text in re.findall(r"`([^`\n]+)`", page.read_text()):
+        for folder, name, ending in re.findall(r"(tests/(?:\w+/)*)?\b(test_\w+)(\.py|…)?", text):
+            if ending == ".py":
+                found = (ROOT / folder / f"{name}.py").exists() if folder else any((ROOT / "tests").rglob(f"{name}.py"))
+            else:
+                found = any(function.startswith(name) if ending else function == name for function in all_tests())
+            if not found:
+                missing.append(text)
+    assert not missing
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_lines_are_short(page: Path) -> None:
     """Outside of tables and code, which cannot be broken at will, and of the line on versions of torch."""
