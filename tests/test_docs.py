@@ -12,6 +12,8 @@ import pytest
 
 import meshmuon
 
+from .test_architecture import MODULES, imported_rooms, room_of
+
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
 PACKAGE = ROOT / "meshmuon"
@@ -63,6 +65,15 @@ def test_architecture_names_what_exists() -> None:
     texts = [text for cells in table_cells(DOCS / "architecture.md") for text in re.findall(r"`([^`]+)`", " ".join(cells))]
     assert len(texts) > 100
     assert not missing_names(texts)
+
+
+def test_the_drawing_of_the_rooms_shows_imports() -> None:
+    arrows = re.findall(r"^ +(\w[\w& ]*) --> (\w[\w& ]*)$", (DOCS / "architecture.md").read_text(), flags=re.MULTILINE)
+    drawn = {(source, target) for left, right in arrows for source in left.split(" & ") for target in right.split(" & ")}
+    imports = {(room_of(path), room) for path in MODULES for room, _ in imported_rooms(path)}
+    imports |= {(source, "base") for source, target in imports if target in ("device", "torch_compat", "errors")}
+    assert len(drawn) > 20
+    assert not drawn - imports
 
 
 def test_a_name_that_is_gone_is_seen() -> None:
