@@ -18,7 +18,7 @@ ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
 PACKAGE = ROOT / "meshmuon"
 PAGES = [*sorted(ROOT.glob("*.md")), *sorted(DOCS.glob("*.md"))]
-LONGEST_LINE = 120
+LONGEST_LINE, LONGEST_CODE = 120, 130
 OF_TORCH = {"ProcessGroup", "all_to_all_single"}
 
 
@@ -166,10 +166,11 @@ def test_tests_that_a_page_names_exist(page: Path) -> None:
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_lines_are_short(page: Path) -> None:
-    """Outside of tables and code, which cannot be broken at will, and of the line on versions of torch."""
+    """Except in tables, which cannot be broken, and the line on versions of torch. Code may be as long as elsewhere."""
     text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
     long = [line for line in text.splitlines() if len(line) > LONGEST_LINE and not line.startswith(("|", "- Tested with torch"))]
-    assert not long
+    code = "".join(re.findall(r"^```.*?^```", page.read_text(), flags=re.MULTILINE | re.DOTALL))
+    assert not [*long, *(line for line in code.splitlines() if len(line) > LONGEST_CODE)]
 
 
 def test_the_index_lists_every_page() -> None:
