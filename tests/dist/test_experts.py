@@ -91,9 +91,9 @@ def on_a_mesh(
     expected: Expected,
     *,
     grads: Gradients | None = None,
-    without_state: Mapping[tuple[int, int], set[int]] | None = None,
+    without_grad: Mapping[tuple[int, int], set[int]] | None = None,
 ) -> tuple[Wire, Plan, Shards]:
-    """Every rank ends with torch's cut of ``expected``. At (step, parameter) the ranks in ``without_state`` have no gradient."""
+    """Every rank ends with torch's cut of ``expected``. At (step, parameter) the ranks in ``without_grad`` have no gradient."""
     grads = grads or random_gradients(case)
 
     def main(rank: int) -> tuple[Plan, list[Tensor]]:
@@ -101,7 +101,7 @@ def on_a_mesh(
         params = [nn.Parameter(place(case, meshes, k, value)) for k, value in enumerate(initial(case))]
 
         def mine(step: int, k: int) -> Tensor | None:
-            return None if rank in (without_state or {}).get((step, k), ()) else place(case, meshes, k, grads(step, k))
+            return None if rank in (without_grad or {}).get((step, k), ()) else place(case, meshes, k, grads(step, k))
 
         values, momentum, optimizer = run(case, params, mine, watch=wire.watch)
         for k, param in enumerate(params):
@@ -402,7 +402,7 @@ def test_experts_without_tokens(grid: tuple[int, ...], placements: tuple[Any, ..
 
 
 @pytest.mark.parametrize(
-    ("grid", "placements", "lacking"),
+    ("grid", "placements", "without_grad"),
     [
         pytest.param((3,), (S0,), {(0, 0): {0}, (2, 0): {1, 2}}, id="EP"),
         pytest.param((8,), (S0,), {(0, 0): {0, 7}, (1, 0): {6}, (2, 0): set(range(1, 8))}, id="EP, fewer experts than ranks"),
@@ -413,7 +413,7 @@ def test_experts_without_tokens(grid: tuple[int, ...], placements: tuple[Any, ..
     ],
 )
 def test_a_rank_without_gradient_counts_as_zeros(
-    grid: tuple[int, ...], placements: tuple[Any, ...], without_state: dict[tuple[int, int], set[int]]
+    grid: tuple[int, ...], placements: tuple[Any, ...], without_grad: dict[tuple[int, int], set[int]]
 ) -> None:
     """A rank whose experts meet no token may have no gradient at all; another parameter has its own in every step."""
     case = Case((experts((5, 6, 4), *placements), experts((4, 7, 3), *placements)), {}, 4)
@@ -421,11 +421,11 @@ def test_a_rank_without_gradient_counts_as_zeros(
 
     def grads(step: int, k: int) -> Tensor:
         found = random_gradients(case)(step, k)
-        for rank in without_state.get((step, k), ()):
+        for rank in without_grad.get((step, k), ()):
             found.view(-1)[held[rank][k]] = 0
         return found
 
-    on_a_mesh(case, grid, looped(case, grads), grads=grads, without_state=without_state)
+    on_a_mesh(case, grid, looped(case, grads), grads=grads, without_grad=without_grad)
 
 
 # Any layout.
