@@ -120,7 +120,7 @@ class GradLifetime:
 
     def free_gradients(self, step_params: Sequence[StepParam]) -> None:
         """Frees the gradients that end here where the param group asks for it."""
-        free_gradients(step_params[k] for k in self.ends)
+        free_gradients([step_params[k] for k in self.ends])
 
 
 def free_gradients(step_params: Iterable[StepParam]) -> None:

@@ -223,7 +223,7 @@ ALL = ((0, 3),)
         ((Piece(ROWS[0], ALL, (0,)),), 1, "gap or overlap"),
         ((Piece(ROWS[0], ((0, 2),), (0,)), Piece(ROWS[1], ((0, 2),), (1,))), 1, "gap or overlap"),  # in the columns
         ((Piece(ROWS[0], ALL, (0,)), Piece(ROWS[1], ((0, 2),), (1,))), 1, "gap or overlap"),
-        ((Piece(((0, 2),), ALL, (0,)), Piece(((0, 2),), ALL, (1,))), 1, "there twice"),
+        ((Piece(((0, 2),), ALL, (0,)), Piece(((0, 2),), ALL, (1,))), 1, "listed twice"),
         ((Piece(ROWS[0], ((0, 1),), (0,)), Piece(ROWS[1], ((1, 3),), (1,))), 1, "missing"),  # a diagonal: rows and columns tile
         ((Piece(ROWS[0], ALL, (0, 1)), Piece(ROWS[1], ALL, (2,))), 2, "lacks a piece"),
         ((Piece(ROWS[0], ALL, (0, 1)), Piece(ROWS[1], ALL, (2, 3))), 1, "lacks a piece"),

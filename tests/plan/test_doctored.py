@@ -55,15 +55,15 @@ def test_an_owner_that_holds_nothing(owner: int) -> None:
 
 
 def test_a_matrix_in_pieces_that_stays() -> None:
-    with pytest.raises(PlanError, match="none of them travels"):
+    with pytest.raises(PlanError, match="the plan moves none of them"):
         doctored("sharded", wave=NO_WAVE)
-    with pytest.raises(PlanError, match="none of them travels"):
+    with pytest.raises(PlanError, match="the plan moves none of them"):
         doctored("sharded", wave=NO_WAVE, owner=EVERY_HOLDER)
 
 
 def test_a_whole_matrix_with_an_owner_but_no_wave() -> None:
     """Only its owner would get an update."""
-    with pytest.raises(PlanError, match="none of them travels"):
+    with pytest.raises(PlanError, match="the plan moves none of them"):
         doctored("whole", owner=0)
 
 
