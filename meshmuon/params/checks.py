@@ -124,7 +124,13 @@ def of_value(check: Callable[[Any], object]) -> Check:
 
 def in_range(low: float, below: float = math.inf) -> Check:
     """A number in [low, below)."""
-    return lambda options, name, where: check_range(options[name], name, where, low=low, below=below)
+
+    def check(options: Mapping[str, Any], name: str, where: str) -> None:
+        value = options[name]
+        if type(value) is not float or not low <= value < below:  # a float in range is accepted at once, at every step
+            check_range(value, name, where, low=low, below=below)
+
+    return check
 
 
 def one_of(choices: Sequence[str | None]) -> Check:
@@ -172,6 +178,8 @@ def check_dtype(options: Mapping[str, Any], name: str, where: str) -> None:
 def check_lr(options: Mapping[str, Any], name: str, where: str) -> None:
     """A number of at least 0, or a tensor of one element, which may be on a device."""
     lr = options[name]
+    if type(lr) is float and 0.0 <= lr < math.inf:
+        return
     if isinstance(lr, Tensor) and not known_to_host(lr):  # reading it would wait for the device
         if lr.numel() != 1 or not lr.is_floating_point():
             raise ConfigError(

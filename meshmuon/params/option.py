@@ -44,7 +44,8 @@ class Option:
         name: keyword of the constructor, and for options of param groups also the key in a group.
         default: its value if not given.
         scope: where it may be given.
-        check: refuses wrong values, at every step for options of param groups; None if the object that uses it checks it.
+        check: refuses wrong values, at every step for options of param groups; None if it is checked with another option, or by
+            the object that is built from it.
         help: what it does, for ``help(Muon)`` and docs/optimizer.md.
         compared: how ranks compare it.
         stored: how a checkpoint holds it.

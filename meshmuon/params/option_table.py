@@ -109,7 +109,7 @@ OPTIONS: tuple[Option, ...] = (
         "ns_steps",
         5,
         Scope.MUON_GROUPS,
-        of_value(lambda steps: resolve_scheme("keller", steps)),
+        None,  # checked together with ``scheme``
         "Number of Newton–Schulz steps.",
         Compared.IN_PLAN,
     ),

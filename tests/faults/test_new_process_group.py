@@ -175,4 +175,4 @@ def clipped_rank(rank: int, folder: Path) -> Any:
 def test_clipping_on_a_mesh_of_an_earlier_group(tmp_path: Path) -> None:
     for kind, text in results_of(run_ranks(WORLD, clipped_rank, tmp_path)):
         assert kind == "TransportError"
-        assert "After destroy_process_group() build meshes and model anew" in text
+        assert "After destroy_process_group(), rebuild meshes and model" in text
