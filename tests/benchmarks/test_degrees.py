@@ -153,10 +153,10 @@ def test_matrices_become_what_the_polynomial_says(degrees: tuple[int, ...], batc
 
 def test_quintics_run_here_are_meshmuons() -> None:
     x = torch.randn(1, 48, 96)
-    allowed = orthogonalize(x, polar_express(1e-3), form="gram", dtype=torch.float32)
+    expected = orthogonalize(x, polar_express(1e-3), form="gram", dtype=torch.float32)
     bound = 2 * orthogonalize_error(x, polar_express(1e-3), form="gram")
     for name in (MESHMUON, None):
-        assert torch.allclose(Contender.of((5,) * 5, name).runner((5,), torch.float32)(x), allowed, rtol=0, atol=bound)
+        assert torch.allclose(Contender.of((5,) * 5, name).runner((5,), torch.float32)(x), expected, rtol=0, atol=bound)
 
 
 def test_the_search_misses_nothing() -> None:
