@@ -25,7 +25,7 @@ from ..params.lr import lr_factor
 from ..params.named_params import NamedParam
 from ..params.rules import resolve_rule
 from ..state import param_state as state
-from ..torch_compat import local_part
+from ..torch_compat import local_part, zeros_like
 from .group_snapshot import GroupSnapshot, facts_of
 
 __all__ = ["Collector", "gradient_of", "hyperparameters_of", "only_creates_state"]
@@ -266,7 +266,7 @@ class Collector:
             settings=settings[named.group_index],
             comm_dtype=plan_input.comm_dtype,
             group_index=named.group_index,
-            zeros=torch.zeros_like(param) if k in decision.zeros else None,
+            zeros=zeros_like(param) if k in decision.zeros else None,
             rule=plan_input.rule,
             rule_state=state.rule_memory(states[param], param, matrices) if remembers else None,
         )
@@ -286,7 +286,7 @@ def hyperparameters_of(groups: Sequence[Mapping[str, Any]]) -> list[str]:
 
 def gradient_of(param: Tensor) -> Tensor:
     """The parameter's gradient, or zeros where only other ranks have one."""
-    return torch.zeros_like(param) if param.grad is None else param.grad
+    return zeros_like(param) if param.grad is None else param.grad
 
 
 def _recipe_of(group: Mapping[str, Any]) -> GroupRecipe:

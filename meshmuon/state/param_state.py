@@ -20,7 +20,7 @@ from ..params.options import FLOAT_DTYPES, shown
 from ..params.rules import resolve_rule
 from ..state.adamw_state import STATE_KEYS as ADAMW_KEYS
 from ..state.adamw_state import can_fuse, init_state
-from ..torch_compat import local_part
+from ..torch_compat import local_part, zeros_like
 
 __all__ = [
     "MEMORY",
@@ -46,7 +46,7 @@ def momentum_buffer(state: dict[str, Any], param: Tensor, dtype: torch.dtype | N
     """The parameter's momentum, created as zeros at its first gradient."""
     if MOMENTUM not in state:
         with torch.inference_mode(False):  # made inside inference_mode it could never be written outside
-            state[MOMENTUM] = torch.zeros_like(param, dtype=dtype, memory_format=torch.preserve_format)
+            state[MOMENTUM] = zeros_like(param, dtype)
     buffer: Tensor = state[MOMENTUM]
     return buffer
 

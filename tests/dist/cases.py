@@ -85,7 +85,7 @@ def run(
 
 
 def local(tensor: Tensor) -> Tensor:
-    return (tensor.detach().to_local() if isinstance(tensor, DTensor) else tensor.detach()).clone()
+    return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach().clone()
 
 
 def single(case: Case) -> tuple[list[Tensor], list[Tensor | None]]:
@@ -117,8 +117,20 @@ def sharded(case: Case, meshes: Sequence[DeviceMesh], **options: Any) -> tuple[l
         return None if value is None else place(case, meshes, k, value)
 
     values = [place(case, meshes, k, value) for k, value in enumerate(initial(case))]
-    params = [nn.Parameter(value, requires_grad=not one.frozen) for value, one in zip(values, case.params, strict=True)]
+    params = [as_parameter(value, not one.frozen) for value, one in zip(values, case.params, strict=True)]
     return run(case, params, grad, **options)
+
+
+def as_parameter(value: Tensor, requires_grad: bool) -> nn.Parameter:
+    """``nn.Parameter(value)``, which for a DTensor begins with ``detach()``; this leaves that out.
+
+    Before that operation torch 2.15 lists all combinations of placements over the axes of the mesh, in each of the threads that
+    are ranks here: half a minute for one case on 12 ranks.
+    """
+    if not isinstance(value, DTensor):
+        return nn.Parameter(value, requires_grad=requires_grad)
+    value._is_param = True  # type: ignore[attr-defined]
+    return value.requires_grad_(requires_grad)  # type: ignore[return-value]
 
 
 def same(mine: Tensor, wanted: Tensor, what: str) -> None:
