@@ -9,6 +9,7 @@ Private names are imported inside functions only. meshmuon can then be imported 
 
 from __future__ import annotations
 
+import copy
 import math
 import operator
 import re
@@ -62,6 +63,7 @@ __all__ = [
     "unwrapped",
     "warn_if_untested",
     "without_modes",
+    "zeros_like",
 ]
 
 # ---------------------------------------------------------------------------------------------------------------- versions
@@ -134,6 +136,22 @@ def dtensor_like(like: DTensor, local: Tensor) -> Tensor:
     Uses the private constructor, since ``DTensor.from_local`` would copy ``local`` to the mesh's devices. 2.9 to 2.15.
     """
     return type(like)(local, like._spec, requires_grad=False)
+
+
+def zeros_like(tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    """``torch.zeros_like`` that does not ask DTensor how the result is laid out: exactly like ``tensor``.
+
+    To find that out torch 2.15 (2.13 does not) goes through all combinations of placements over the mesh axes, once per shape and
+    dtype: 0.1 s on a mesh of 3 axes, 1.6 s on one of 4. Seen in 2.9 to 2.15: the constructor, ``tensor_meta`` of a spec.
+    """
+    sharded = as_dtensor(tensor)
+    if sharded is None:
+        return torch.zeros_like(tensor, dtype=dtype)
+    local = torch.zeros_like(sharded._local_tensor, dtype=dtype)
+    spec: Any = copy.copy(sharded._spec)
+    stride = torch.empty_like(torch.empty_strided(sharded.shape, sharded.stride(), device="meta")).stride()
+    spec.tensor_meta = spec.tensor_meta._replace(dtype=local.dtype, stride=stride)
+    return type(sharded)(local, spec, requires_grad=False)
 
 
 def split_factor(placement: Any) -> int | None:

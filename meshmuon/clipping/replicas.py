@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ..agree.link import current_rank
 from ..layout import Layout, Mesh, Replicated
-from ..params.dtensors import known_placements, as_dtensor, connected_ranks, groups_of, replicated_layout, siblings
+from ..params.dtensors import as_dtensor, connected_ranks, groups_of, known_placements, replicated_layout, siblings
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh

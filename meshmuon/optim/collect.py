@@ -25,7 +25,7 @@ from ..params.named_params import NamedParam
 from ..params.option_table import ParamGroup
 from ..params.rules import resolve_rule
 from ..state import param_state as state
-from ..torch_compat import local_part
+from ..torch_compat import local_part, zeros_like
 from .group_snapshot import GroupSnapshot, facts_of
 
 __all__ = ["Collector", "gradient_of", "only_creates_state"]
@@ -269,7 +269,7 @@ class Collector:
             settings=settings[named.group_index],
             comm_dtype=plan_input.comm_dtype,
             group_index=named.group_index,
-            zeros=torch.zeros_like(param) if k in decision.zeros else None,
+            zeros=zeros_like(param) if k in decision.zeros else None,
             rule=plan_input.rule,
             rule_state=state.rule_state(states[param], param, matrices) if remembers else None,
         )
@@ -281,7 +281,7 @@ def _rule_state(step_param: StepParam, entry: Mapping[str, Any]) -> Tensor | Non
 
 def gradient_of(param: Tensor) -> Tensor:
     """The parameter's gradient, or zeros where only other ranks have one."""
-    return torch.zeros_like(param) if param.grad is None else param.grad
+    return zeros_like(param) if param.grad is None else param.grad
 
 
 def _recipe_of(group: ParamGroup) -> GroupRecipe:

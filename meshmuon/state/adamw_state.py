@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..torch_compat import local_part
+from ..torch_compat import local_part, zeros_like
 
 __all__ = ["STATE_KEYS", "can_fuse", "empty_laid_out_like", "init_state"]
 
@@ -31,5 +31,5 @@ def init_state(param: Tensor, state: dict[str, Any]) -> None:
     fused = can_fuse(local_part(param))
     with torch.inference_mode(False):  # tensors created inside inference_mode could not be written outside
         state["step"] = torch.zeros((), dtype=torch.float32, device=param.device if fused else "cpu")
-        state["exp_avg"] = torch.zeros_like(param, memory_format=torch.preserve_format)
-        state["exp_avg_sq"] = torch.zeros_like(param, memory_format=torch.preserve_format)
+        state["exp_avg"] = zeros_like(param)
+        state["exp_avg_sq"] = zeros_like(param)

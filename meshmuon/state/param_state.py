@@ -22,7 +22,7 @@ from ..params.option_table import ParamGroup, group_options
 from ..params.rules import resolve_rule
 from ..state.adamw_state import STATE_KEYS as ADAMW_KEYS
 from ..state.adamw_state import can_fuse, init_state
-from ..torch_compat import local_part
+from ..torch_compat import local_part, zeros_like
 
 __all__ = [
     "MOMENTUM",
@@ -49,7 +49,7 @@ def momentum_buffer(state: dict[str, Any], param: Tensor, dtype: torch.dtype | N
     """The momentum of a parameter, created as zeros if there is none."""
     if MOMENTUM not in state:
         with torch.inference_mode(False):  # tensors created inside inference_mode could not be written outside
-            state[MOMENTUM] = torch.zeros_like(param, dtype=dtype, memory_format=torch.preserve_format)
+            state[MOMENTUM] = zeros_like(param, dtype)
     buffer: Tensor = state[MOMENTUM]
     return buffer
 

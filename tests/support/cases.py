@@ -85,7 +85,19 @@ def run(
 
 
 def _trainable(case: Case, values: Sequence[Tensor]) -> list[nn.Parameter]:
-    return [nn.Parameter(value, requires_grad=not param.frozen) for value, param in zip(values, case.params, strict=True)]
+    return [as_parameter(value, not param.frozen) for value, param in zip(values, case.params, strict=True)]
+
+
+def as_parameter(value: Tensor, requires_grad: bool) -> nn.Parameter:
+    """``nn.Parameter(value)``, which for a DTensor begins with ``detach()``; this leaves that out.
+
+    Before that operation torch 2.15 lists all combinations of placements over the axes of the mesh, in each of the threads that
+    are ranks here: half a minute for one case on 12 ranks.
+    """
+    if not isinstance(value, DTensor):
+        return nn.Parameter(value, requires_grad=requires_grad)
+    value._is_param = True  # type: ignore[attr-defined]
+    return value.requires_grad_(requires_grad)  # type: ignore[return-value]
 
 
 def single(case: Case) -> tuple[list[Tensor], list[Tensor | None]]:
