@@ -49,9 +49,9 @@ lint: $(STAMP) ## ruff and mypy --strict
 bench: export OMP_WAIT_POLICY ?= passive
 bench: $(STAMP) ## all benchmarks; writes benchmarks/results/ (BENCH=sharded for one, ARGS=--quick for a try)
 	@$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[bench]' || echo "contenders from PyPI are not installed"
-	for one in $(BENCH); do $(BIN)/python benchmarks/$$one.py $(ARGS) || exit 1; done
+	for script in $(BENCH); do $(BIN)/python benchmarks/$$script.py $(ARGS) || exit 1; done
 
-mutants: $(STAMP) ## break the maths one line at a time and count what the tests catch
+mutants: $(STAMP) ## break the maths in one place at a time and count what the tests catch
 	$(BIN)/python tests/mutation/run.py $(ARGS)
 
 clean: ## remove the virtual environment and caches

@@ -1,4 +1,4 @@
-"""What the benchmarks share: turns and medians, the machine's description, and what each run leaves behind.
+"""What all benchmarks share: the run of a script, turns and medians, goals, and the files that a run leaves.
 
 Importing this module first sets what torch reads when it starts.
 """
@@ -20,10 +20,11 @@ import platform
 import random
 import statistics
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import torch
 from rich.console import Console
@@ -31,8 +32,13 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 from torch import Tensor
 
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
 __all__ = [
+    "COLOURS",
     "KELLER",
+    "Benchmark",
     "Goal",
     "Quartiles",
     "Report",
@@ -40,7 +46,6 @@ __all__ = [
     "Step",
     "float32_newton_schulz",
     "make_parser",
-    "progress_bar",
     "quartiles",
     "race",
     "ratio",
@@ -50,11 +55,15 @@ ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
 SCRATCH_RESULTS = ROOT / "runs" / "bench"
 KELLER = (3.4445, -4.7750, 2.0315)
+COLOURS = {"ours": "#2a6f97", "floor": "#c9e0c5", "AdamW": "#d9a05b", "naive": "#d9c7b0", "others": "#a9b4c2", "line": "#888"}
+
+_Results = TypeVar("_Results")
+_Item = TypeVar("_Item")
 
 
 @dataclass(frozen=True, slots=True)
 class Quartiles:
-    """Median and spread of some figures."""
+    """Median and quartiles of repeated measurements."""
 
     median: float
     low: float
@@ -94,8 +103,13 @@ class Samples:
         """What ratios are made of: with one thread the CPU's seconds, which other processes do not lengthen."""
         return self.cpu if torch.get_num_threads() == 1 else self.wall
 
+    def microseconds(self, count: int) -> dict[str, float]:
+        """Medians per item of a step that works on ``count`` of them."""
+        clocks = {"wall_us": self.wall, "cpu_us": self.cpu}
+        return {name: quartiles(seconds).median / count * 1e6 for name, seconds in clocks.items()}
+
     def facts(self) -> dict[str, Any]:
-        """For JSON."""
+        """As JSON has them."""
         return {"wall_s": asdict(quartiles(self.wall)), "cpu_s": asdict(quartiles(self.cpu))}
 
 
@@ -109,18 +123,18 @@ def race(
     shown: Callable[[str, Samples], None] = lambda name, samples: None,
     advance: Callable[[], object] = lambda: None,
 ) -> dict[str, Samples]:
-    """Times all ``steps`` in turns, so that a busy machine slows all of them alike.
+    """Times all ``steps`` in turns, so that a busy machine slows all of them equally.
 
     Args:
         steps: the contenders.
-        rounds: how often each has its turn; the order is another one in every round, so that nobody always follows the same one.
+        rounds: how often each has its turn. The order changes from round to round, so that none always follows the same one.
         warmups: rounds that are not counted.
-        seconds: no round starts after that much time, but for the first.
+        seconds: time after which no further round starts; the first one always runs.
         barrier: what all ranks do before a clock is read.
-        told: told of each time, as it is taken.
+        shown: called with a contender's name and all of its samples whenever one is added.
         advance: called after each round, for a progress bar.
     """
-    found = {name: Samples() for name in steps}
+    times = {name: Samples() for name in steps}
     names, begin = list(steps), time.perf_counter()
     for turn in range(-warmups, rounds):
         if turn > 0 and time.perf_counter() - begin > seconds:
@@ -132,16 +146,16 @@ def race(
             steps[name].run()
             barrier()
             if turn >= 0:
-                found[name].wall.append(time.perf_counter() - wall)
-                found[name].cpu.append(time.process_time() - cpu)
-                shown(name, found[name])
+                times[name].wall.append(time.perf_counter() - wall)
+                times[name].cpu.append(time.process_time() - cpu)
+                shown(name, times[name])
         advance()
-    return found
+    return times
 
 
-def ratio(one: Sequence[float], other: Sequence[float]) -> Quartiles:
-    """Of ``one`` to ``other``, round by round: what slows a whole round down cancels."""
-    return quartiles([a / b for a, b in zip(one, other, strict=True)])
+def ratio(seconds: Sequence[float], reference: Sequence[float]) -> Quartiles:
+    """``seconds`` ÷ ``reference``, round by round: what slows a whole round down cancels."""
+    return quartiles([a / b for a, b in zip(seconds, reference, strict=True)])
 
 
 def float32_newton_schulz(grad: Tensor, coefficients: tuple[float, float, float], steps: int, eps: float) -> Tensor:
@@ -175,12 +189,12 @@ class Goal:
 
     def __str__(self) -> str:
         figure = "" if self.figure is None else f", {self.figure:.3g}"
-        wanted = f" (at most {self.most:g})" if self.most is not None else f" (at least {self.least:g})"
-        return f"goal {self.text}{wanted}: {self.verdict}{figure}{'; ' + self.note if self.note else ''}"
+        limit = f" (at most {self.most:g})" if self.most is not None else f" (at least {self.least:g})"
+        return f"goal {self.text}{limit}: {self.verdict}{figure}{'; ' + self.note if self.note else ''}"
 
 
 def machine_facts(threads: int) -> dict[str, Any]:
-    """What a reader must know of the machine; no names, no paths."""
+    """What a reader must know about the machine; no host names, no paths."""
     models = [line.split(":", 1)[1].strip() for line in _lines("/proc/cpuinfo") if line.startswith("model name")]
     return {
         "cpu": models[0] if models else platform.processor() or platform.machine(),
@@ -202,7 +216,7 @@ def _lines(path: str) -> list[str]:
 
 
 class Report:
-    """What a run leaves: tables on the screen and as text, figures as JSON, a plot, and a line per goal."""
+    """What a run shows and leaves: tables on the screen and as text, figures as JSON, a plot, and a line per goal."""
 
     def __init__(self, name: str, options: argparse.Namespace) -> None:
         self.name = name
@@ -231,11 +245,34 @@ class Report:
         self._tables.append(table)
 
     def note(self, text: str) -> None:
-        """Says something that belongs to the figures."""
+        """Shows a line that belongs to the figures and keeps it for the text file."""
         self.console.print(text, markup=False, highlight=False)
         self._notes.append(text)
 
-    def finish(self, results: object, goals: Sequence[Goal], plot: Callable[[Any], None], size: tuple[float, float]) -> None:
+    @contextmanager
+    def progress(self, description: str, total: int) -> Iterator[Callable[..., None]]:
+        """A progress bar; yields what advances it by one, or only changes its ``description=`` when given one."""
+        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+        with Progress(*columns, console=self.console, transient=True) as bar:
+            task = bar.add_task(description, total=total)
+
+            def advance(description: str | None = None) -> None:
+                if description is None:
+                    bar.advance(task)
+                else:
+                    bar.update(task, description=description)
+
+            yield advance
+
+    def each(self, items: Sequence[_Item], label: Callable[[_Item], str]) -> Iterator[_Item]:
+        """The items one after the other, with a progress bar that names the current one."""
+        with self.progress("", len(items)) as advance:
+            for item in items:
+                advance(description=label(item))
+                yield item
+                advance()
+
+    def finish(self, results: object, goals: Sequence[Goal], plot: Callable[[Figure], None], size: tuple[float, float]) -> None:
         """Writes everything; ``plot`` draws on a figure of ``size`` inches."""
         self.facts |= {
             "load_after": os.getloadavg()[0],
@@ -272,7 +309,7 @@ class Report:
         return page.file.getvalue()
 
 
-def _draw(plot: Callable[[Any], None], size: tuple[float, float], path: Path) -> None:
+def _draw(plot: Callable[[Figure], None], size: tuple[float, float], path: Path) -> None:
     import matplotlib
 
     matplotlib.use("Agg")
@@ -282,11 +319,6 @@ def _draw(plot: Callable[[Any], None], size: tuple[float, float], path: Path) ->
     plot(figure)
     figure.savefig(path, dpi=130)
     plt.close(figure)
-
-
-def progress_bar(console: Console) -> Progress:
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    return Progress(*columns, console=console, transient=True)
 
 
 def make_parser(about: str | None) -> argparse.ArgumentParser:
@@ -299,3 +331,55 @@ def make_parser(about: str | None) -> argparse.ArgumentParser:
         "--out", type=Path, default=None, help="folder of the results (default benchmarks/results, with --quick runs/bench)"
     )
     return parser
+
+
+def _no_options(parser: argparse.ArgumentParser) -> None:
+    """A benchmark without options of its own."""
+
+
+def _as_given(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
+    """A benchmark whose options need no further defaults."""
+
+
+@dataclass(frozen=True, slots=True)
+class Benchmark(Generic[_Results]):
+    """A script: what it measures, how it shows the results, which goals it checks, and what it plots.
+
+    ``main`` calls, once and in this order: ``add_options``, ``settle_options``, ``measure``, ``show``, ``goals``, ``to_json`` and
+    ``plot``. A ``measure`` that takes long may itself show tables as they become complete.
+
+    Attributes:
+        name: name of the script and of its files.
+        about: its docstring, shown by ``--help``.
+        measure: from the options to the results.
+        show: adds tables and notes to the report.
+        goals: figures beside what they should be.
+        plot: draws on a figure.
+        size: inches of that figure.
+        add_options: adds options to those that all benchmarks have.
+        settle_options: fills in defaults that depend on ``--quick``, and refuses what makes no sense.
+        to_json: the results as plain data.
+    """
+
+    name: str
+    about: str | None
+    measure: Callable[[argparse.Namespace, Report], _Results]
+    show: Callable[[_Results, Report], None]
+    goals: Callable[[_Results, argparse.Namespace], list[Goal]]
+    plot: Callable[[_Results, Figure], None]
+    size: tuple[float, float]
+    add_options: Callable[[argparse.ArgumentParser], None] = _no_options
+    settle_options: Callable[[argparse.ArgumentParser, argparse.Namespace], None] = _as_given
+    to_json: Callable[[_Results], object] = lambda results: results
+
+    def main(self) -> None:
+        """Runs the benchmark with the options of the command line."""
+        parser = make_parser(self.about)
+        self.add_options(parser)
+        options = parser.parse_args()
+        self.settle_options(parser, options)
+        torch.set_num_threads(options.threads)
+        report = Report(self.name, options)
+        results = self.measure(options, report)
+        self.show(results, report)
+        report.finish(self.to_json(results), self.goals(results, options), lambda figure: self.plot(results, figure), self.size)

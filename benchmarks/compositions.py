@@ -58,19 +58,20 @@ class OddPolynomial:
 
     def scaled(self, factor: Any) -> OddPolynomial:
         """x ↦ factor · p(x)."""
-        return OddPolynomial(tuple(one * factor for one in self.q), self.centre, self.radius)
+        return OddPolynomial(tuple(coefficient * factor for coefficient in self.q), self.centre, self.radius)
 
     def stretched(self, factor: Any) -> OddPolynomial:
         """x ↦ p(x / factor)."""
-        return OddPolynomial(tuple(one / factor for one in self.q), self.centre * factor**2, self.radius * factor**2)
+        q = tuple(coefficient / factor for coefficient in self.q)
+        return OddPolynomial(q, self.centre * factor**2, self.radius * factor**2)
 
     def about(self, shift: Any) -> tuple[Any, ...]:
         """The coefficients of p(x)/x in powers of x² − shift, lowest first."""
-        zero, slope, found = (shift - self.centre) / self.radius, 1 / self.radius, [mpf(0)]
+        zero, slope, powers = (shift - self.centre) / self.radius, 1 / self.radius, [mpf(0)]
         for coefficient in reversed(self.q):
-            found = [zero * a + slope * b for a, b in zip([*found, mpf(0)], [mpf(0), *found], strict=True)]
-            found[0] += coefficient
-        return tuple(found[: len(self.q)])
+            powers = [zero * a + slope * b for a, b in zip([*powers, mpf(0)], [mpf(0), *powers], strict=True)]
+            powers[0] += coefficient
+        return tuple(powers[: len(self.q)])
 
 
 @cache
@@ -90,10 +91,10 @@ def best_odd(degree: int, low: Any, high: Any) -> tuple[OddPolynomial, Any]:
             *q, level = lu_solve(matrix(rows), matrix([mpf(1)] * (k + 2)))
             slope = [(2 * j + 1) * q[j] + 2 * (j + 1) * centre / radius * (q[j + 1] if j < k else 0) for j in range(k + 1)]
             points = [mpf(-1), *_real_roots(slope), mpf(1)]
-            found = OddPolynomial(tuple(q), centre, radius)
-            error = max(abs(1 - found(sqrt(centre + radius * t))) for t in points)
+            polynomial = OddPolynomial(tuple(q), centre, radius)
+            error = max(abs(1 - polynomial(sqrt(centre + radius * t))) for t in points)
             if error - abs(level) <= mpf(10) ** -15 * error:
-                return found, error
+                return polynomial, error
     raise ArithmeticError(f"the exchange for degree {degree} on [{low}, {high}] does not settle")
 
 
@@ -103,8 +104,8 @@ def _real_roots(coefficients: Sequence[Any]) -> Iterator[Any]:
     while len(rest) > 1:
         for _ in range(300):
             value = slope = mpf(0)
-            for one in reversed(rest):
-                value, slope = value * t + one, slope * t + value
+            for coefficient in reversed(rest):
+                value, slope = value * t + coefficient, slope * t + value
             if slope == 0 or abs(value) <= abs(slope) * mpf(10) ** (5 - mp.dps):
                 break
             t -= value / slope
@@ -173,7 +174,7 @@ def search(low: float, budget: int, degrees: Sequence[int]) -> dict[tuple[int, .
 
     All costs are functions of these two numbers, and a better start never leads to a worse end: nothing else need be kept.
     """
-    found: dict[tuple[int, ...], float] = {}
+    errors: dict[tuple[int, ...], float] = {}
     level: dict[int, tuple[Any, tuple[int, ...]]] = {0: (1 - mpf(low), ())}
     while level:
         candidates: dict[int, tuple[Any, tuple[int, ...]]] = {}
@@ -187,12 +188,14 @@ def search(low: float, budget: int, degrees: Sequence[int]) -> dict[tuple[int, .
         for cost in sorted(candidates):
             if candidates[cost][0] < least:
                 least, level[cost] = candidates[cost][0], candidates[cost]
-        found |= {chosen: float(error) for error, chosen in level.values()}
-    return found
+        errors |= {chosen: float(error) for error, chosen in level.values()}
+    return errors
 
 
-def cheapest(found: Mapping[tuple[int, ...], float], error: float, cost: Callable[[Sequence[int]], int]) -> tuple[int, ...]:
-    return min((one for one in found if found[one] <= error * (1 + 1e-9)), key=lambda one: (cost(one), found[one]))
+def cheapest(errors: Mapping[tuple[int, ...], float], most: float, cost: Callable[[Sequence[int]], int]) -> tuple[int, ...]:
+    """The cheapest of the compositions whose error is at most ``most``."""
+    good = (degrees for degrees, error in errors.items() if error <= most * (1 + 1e-9))
+    return min(good, key=lambda degrees: (cost(degrees), errors[degrees]))
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,8 +1,8 @@
-"""Everyone who steps the same weights: meshmuon, torch, packages from PyPI, plain baselines of our own, and AdamW as the floor.
+"""All optimizers that step the same weights: meshmuon, torch, packages from PyPI, plain baselines of our own, and AdamW.
 
-Before anyone is timed, the update that each made is worked out from the weights and compared with meshmuon's. All take Keller
-Jordan's coefficients and five steps. They differ in how they scale the update and in what weight decay is multiplied by, which
-is allowed for, and in whether momentum is a sum or a running mean, which orthogonalisation makes equal.
+Before the timing starts, the update that each made is computed from its weights and compared with meshmuon's. All take Keller
+Jordan's coefficients and five steps. They scale the update and the weight decay differently, which the comparison undoes. Some
+keep momentum as a sum and others as a running mean; orthogonalisation removes that difference.
 """
 
 from __future__ import annotations
@@ -39,15 +39,15 @@ Make = Callable[[list[nn.Parameter]], Callable[[], object]]
 
 @dataclass(frozen=True, slots=True)
 class Contender:
-    """Someone who makes a step.
+    """An implementation of an optimizer step.
 
     Attributes:
         name: in tables.
         make: takes the weights and returns the step.
         dtype: of its products.
         package: the module that it needs, or nothing.
-        differs: in what it differs from meshmuon, in words.
-        whole: takes experts and filters as they are; others are given each matrix as a parameter.
+        differs: how it differs from meshmuon, in words.
+        whole: takes experts and filters as they are; the others get each matrix as a parameter.
         original: scales by √max(1, rows/cols) and not by 0.2·√max(rows, cols).
         decays_adjusted: multiplies weight decay by the scaled learning rate.
         is_muon: makes Muon's update.
@@ -91,7 +91,7 @@ def _torch_muon_fp32(params: list[nn.Parameter]) -> Callable[[], object]:
 
 
 class PlainMuon:
-    """Muon as it is told in a few lines: momentum, Newton–Schulz, scale; matrix by matrix, nothing reused."""
+    """Muon in a few lines: momentum, Newton–Schulz, scale; matrix by matrix, with no buffer reused."""
 
     def __init__(self, params: list[nn.Parameter], orthogonalise: Callable[[Tensor], Tensor]) -> None:
         self.params, self.orthogonalise = params, orthogonalise
@@ -221,7 +221,7 @@ CONTENDERS = (
 
 def available(shown: Callable[[str], None]) -> list[Contender]:
     """The contenders that can run here; says which cannot."""
-    found = []
+    contenders = []
     for contender in CONTENDERS:
         try:
             if contender.package:
@@ -231,13 +231,13 @@ def available(shown: Callable[[str], None]) -> list[Contender]:
         except ImportError as error:
             shown(f"{contender.name} is left out: {error}. `pip install 'meshmuon[bench]'` brings it.")
         else:
-            found.append(contender)
-    return found
+            contenders.append(contender)
+    return contenders
 
 
 @dataclass(frozen=True, slots=True)
 class Entrant:
-    """A contender with weights and gradients of its own, equal to everyone's."""
+    """A contender with its own copy of the weights and gradients, which are the same for all."""
 
     contender: Contender
     params: list[nn.Parameter]
@@ -245,11 +245,11 @@ class Entrant:
 
     def matrices(self) -> list[Tensor]:
         """Its weights as matrices; views."""
-        found: list[Tensor] = []
+        matrices: list[Tensor] = []
         for param in self.params:
             value = param.detach()
-            found += value.unbind() if value.dim() == 3 else [value.flatten(1)]
-        return found
+            matrices += value.unbind() if value.dim() == 3 else [value.flatten(1)]
+        return matrices
 
 
 def enter(contender: Contender, model: Model) -> Entrant:
@@ -278,19 +278,19 @@ def _inputs(shape: Sequence[int]) -> int:
 
 
 def _apart(tensors: Sequence[Tensor]) -> list[nn.Parameter]:
-    """Each matrix as a parameter of its own memory."""
-    found: list[nn.Parameter] = []
+    """Each matrix as a parameter with memory of its own."""
+    params: list[nn.Parameter] = []
     for tensor in tensors:
-        for part in tensor.detach().unbind() if tensor.dim() == 3 else [tensor.detach().flatten(1)]:
-            found.append(nn.Parameter(part.clone()))
-    return found
+        for matrix in tensor.detach().unbind() if tensor.dim() == 3 else [tensor.detach().flatten(1)]:
+            params.append(nn.Parameter(matrix.clone()))
+    return params
 
 
 def differences(entrants: Sequence[Entrant]) -> dict[str, float]:
-    """Steps everyone once: how far each update is from the first's, relative to the first's largest entry."""
+    """Steps each entrant once: how far its update is from the first one's, relative to the first one's largest entry."""
     before = [matrix.clone() for matrix in entrants[0].matrices()]
     updates: list[Tensor] = []
-    found: dict[str, float] = {}
+    apart: dict[str, float] = {}
     for entrant in entrants:
         entrant.step.before()
         entrant.step.run()
@@ -298,6 +298,6 @@ def differences(entrants: Sequence[Entrant]) -> dict[str, float]:
             continue
         now = [entrant.contender.update(b, a) for b, a in zip(before, entrant.matrices(), strict=True)]
         updates = updates or now
-        apart = [float((u - v).abs().max() / v.abs().max()) for u, v in zip(now, updates, strict=True)]
-        found[entrant.contender.name] = max(apart)
-    return found
+        distances = [float((u - v).abs().max() / v.abs().max()) for u, v in zip(now, updates, strict=True)]
+        apart[entrant.contender.name] = max(distances)
+    return apart

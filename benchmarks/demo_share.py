@@ -10,11 +10,12 @@ from __future__ import annotations
 
 import argparse
 import sys
-from typing import Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import common  # first: it sets what torch reads when it starts
 import torch
-from common import ROOT, Goal, Report, Samples, Step, progress_bar, quartiles, race
+from common import COLOURS, ROOT, Goal, Quartiles, Report, Samples, Step, quartiles, race
 from single_device import alone_on
 
 from meshmuon import Muon
@@ -22,22 +23,34 @@ from meshmuon.ortho import resolve_scheme
 
 sys.path.insert(0, str(ROOT / "examples"))
 
-from demo.model import ModelConfig, build_model
+from demo.model import GPT, ModelConfig, build_model
 from demo.optimizers import build_optimizer
 from demo.options import model_config, optimizer_config, train_config
 from train_gpt import parser as demo_parser
 
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
 GRADIENTS, MUON, ADAMW, FLOOR = "loss and gradients", "meshmuon", "AdamW, fused", "orthogonalisation alone"
-MOST = 1.5  # shares of AdamW's beside the floor
+BESIDE = "beside the floor ÷ AdamW"
+MOST = 1.5  # of that
+
+
+@dataclass(frozen=True, slots=True)
+class Shares:
+    """Seconds of the parts of a training step, and shares of the whole step."""
+
+    seconds: dict[str, Quartiles]
+    shares: dict[str, Quartiles]
 
 
 def matrices_of(optimizer: Muon) -> list[tuple[int, int]]:
-    """Rows and columns of what Muon steps in the demo's model, which has neither experts nor convolutions."""
+    """Rows and columns of the matrices that Muon steps; the demo's model has neither experts nor convolutions."""
     return [(p.size(0), p.size(1)) for group in optimizer.param_groups if group["use_muon"] for p in group["params"]]
 
 
 def steps_of(model_options: ModelConfig, demo: argparse.Namespace) -> dict[str, Step]:
-    """The parts of a training step, of both optimizers, on two copies of the model."""
+    """The parts of a training step, with each optimizer on a copy of the model of its own."""
     model, other = (build_model(model_options, demo.seed, torch.device("cpu")) for _ in range(2))
     settings, train = optimizer_config(demo), train_config(demo)
     muon, adamw = build_optimizer("muon", model, settings), build_optimizer("adamw", other, settings)
@@ -46,9 +59,9 @@ def steps_of(model_options: ModelConfig, demo: argparse.Namespace) -> dict[str, 
     shape = (train.batch_size, model_options.seq_len)
     tokens, targets = (torch.randint(256, shape, generator=generator) for _ in range(2))
 
-    def gradients(of: torch.nn.Module) -> None:
-        of.zero_grad(set_to_none=True)
-        torch.autograd.backward(of.loss(tokens, targets))  # type: ignore[operator]
+    def gradients(gpt: GPT) -> None:
+        gpt.zero_grad(set_to_none=True)
+        torch.autograd.backward(gpt.loss(tokens, targets))
 
     return {
         GRADIENTS: Step(lambda: gradients(model)),
@@ -58,48 +71,56 @@ def steps_of(model_options: ModelConfig, demo: argparse.Namespace) -> dict[str, 
     }
 
 
-def shares(times: dict[str, Samples]) -> dict[str, Any]:
-    """Of a training step, round by round: each optimizer's, the floor's in meshmuon's, and the figure of the goal."""
+def shares_of(times: dict[str, Samples]) -> dict[str, Quartiles]:
+    """Shares of a training step, round by round: of each optimizer, of the floor, and the figure of the goal."""
     rows = zip(*(times[name].clock for name in (GRADIENTS, MUON, ADAMW, FLOOR)), strict=True)
-    found: dict[str, list[float]] = {MUON: [], ADAMW: [], FLOOR: [], "beside the floor ÷ AdamW": []}
+    shares: dict[str, list[float]] = {MUON: [], ADAMW: [], FLOOR: [], BESIDE: []}
     for gradients, muon, adamw, floor in rows:
-        found[MUON].append(muon / (gradients + muon))
-        found[ADAMW].append(adamw / (gradients + adamw))
-        found[FLOOR].append(floor / (gradients + muon))
-        found["beside the floor ÷ AdamW"].append((found[MUON][-1] - found[FLOOR][-1]) / found[ADAMW][-1])
-    return {name: quartiles(values) for name, values in found.items()}
+        shares[MUON].append(muon / (gradients + muon))
+        shares[ADAMW].append(adamw / (gradients + adamw))
+        shares[FLOOR].append(floor / (gradients + muon))
+        shares[BESIDE].append((shares[MUON][-1] - shares[FLOOR][-1]) / shares[ADAMW][-1])
+    return {name: quartiles(values) for name, values in shares.items()}
 
 
-def plot(found: dict[str, Any], figure: Any) -> None:
+def plot(results: Shares, figure: Figure) -> None:
     axes = figure.add_subplot()
-    floor, muon, adamw = (found[name].median for name in (FLOOR, MUON, ADAMW))
-    axes.bar(["meshmuon"], [floor], color="#c9e0c5", label=FLOOR)
-    axes.bar(["meshmuon"], [muon - floor], bottom=[floor], color="#2a6f97", label="beside it")
-    axes.bar(["AdamW"], [adamw], color="#d9a05b", label="AdamW")
+    floor, muon, adamw = (results.shares[name].median for name in (FLOOR, MUON, ADAMW))
+    axes.bar(["meshmuon"], [floor], color=COLOURS["floor"], label=FLOOR)
+    axes.bar(["meshmuon"], [muon - floor], bottom=[floor], color=COLOURS["ours"], label="beside it")
+    axes.bar(["AdamW"], [adamw], color=COLOURS["AdamW"], label="AdamW")
     axes.set_ylabel("share of a training step")
     axes.legend(frameon=False)
 
 
-def main() -> None:
-    parser = common.make_parser(__doc__)
-    options = parser.parse_args()
-    torch.set_num_threads(options.threads)
-    report = Report("demo_share", options)
-    demo = demo_parser().parse_args(
-        ["--d-model", "64", "--heads", "2", "--layers", "1", "--seq-len", "16"] if options.quick else []
-    )
+def measure(options: argparse.Namespace, report: Report) -> Shares:
+    tiny = ["--d-model", "64", "--heads", "2", "--layers", "1", "--seq-len", "16"]
+    demo = demo_parser().parse_args(tiny if options.quick else [])
     rounds = options.rounds or (2 if options.quick else 15)
-    with progress_bar(report.console) as bar:
-        task = bar.add_task("rounds", total=rounds)
-        times = race(steps_of(model_config(demo), demo), rounds, warmups=3, seconds=120.0, advance=lambda: bar.advance(task))
-    found = shares(times)
-    milliseconds = [(name, quartiles(one.clock).text(1e3, 2)) for name, one in times.items()]
-    report.table("the demo's training step in one process", ("part", "ms"), milliseconds)
-    report.table("share of a training step", ("of", "share"), [(name, one.text(1.0, 3)) for name, one in found.items()])
-    goal = Goal("meshmuon's share beside the floor ÷ AdamW's", found["beside the floor ÷ AdamW"].median, most=MOST)
-    results = {"ms": dict(milliseconds), "shares": {name: one.median for name, one in found.items()}}
-    report.finish(results, [goal], lambda figure: plot(found, figure), (4, 4))
+    with report.progress("rounds", rounds) as advance:
+        times = race(steps_of(model_config(demo), demo), rounds, warmups=3, seconds=120.0, advance=advance)
+    return Shares({name: quartiles(samples.clock) for name, samples in times.items()}, shares_of(times))
 
+
+def show(results: Shares, report: Report) -> None:
+    milliseconds = [(name, seconds.text(1e3, 2)) for name, seconds in results.seconds.items()]
+    report.table("the demo's training step in one process", ("part", "ms"), milliseconds)
+    shares = [(name, share.text()) for name, share in results.shares.items()]
+    report.table("share of a training step", ("of", "share"), shares)
+
+
+def goals_of(results: Shares, options: argparse.Namespace) -> list[Goal]:
+    return [Goal("meshmuon's share beside the floor ÷ AdamW's", results.shares[BESIDE].median, most=MOST)]
+
+
+def to_json(results: Shares) -> object:
+    return {
+        "ms": {name: seconds.text(1e3, 2) for name, seconds in results.seconds.items()},
+        "shares": {name: share.median for name, share in results.shares.items()},
+    }
+
+
+BENCHMARK = common.Benchmark("demo_share", __doc__, measure, show, goals_of, plot, (4, 4), to_json=to_json)
 
 if __name__ == "__main__":
-    main()
+    BENCHMARK.main()

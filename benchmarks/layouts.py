@@ -1,4 +1,4 @@
-"""How a model lies on ranks in the sharded benchmark, and what must travel at least."""
+"""How a model is laid out over ranks in the sharded benchmark, and the least that must travel."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Placement, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import _StridedShard
 
-__all__ = ["DATA_PARALLEL", "Lying", "layouts_for"]
+__all__ = ["DATA_PARALLEL", "ModelLayout", "layouts_for"]
 
 DATA_PARALLEL = "DistMuon"
 
 
 @dataclass(frozen=True, slots=True)
-class Lying:
+class ModelLayout:
     """A layout of all parameters.
 
     Attributes:
         name: in tables.
         mesh: shape of the mesh.
-        placements: of the parameters, in turns.
-        pieces: ranks that share a matrix within a replica.
+        placements: placements of the parameters; parameter k has number k modulo their count.
+        pieces: how many ranks share a matrix within a replica.
         replicas: copies of each matrix.
         experts: the model is stacks of experts.
     """
@@ -44,7 +44,7 @@ class Lying:
         return self.name == DATA_PARALLEL
 
     def shapes(self, layers: int, width: int) -> list[tuple[int, ...]]:
-        """Of the parameters."""
+        """Shapes of the parameters."""
         if self.experts:
             return [(16, width, width // 2)] * max(1, layers // 2)
         return [*gpt_matrices(layers, width)]
@@ -72,26 +72,26 @@ def _mesh(shape: tuple[int, ...]) -> DeviceMesh:
     return init_device_mesh("cpu", shape)
 
 
-def layouts_for(world: int) -> list[Lying]:
-    """What makes sense on that many ranks."""
-    found = [Lying("FSDP2", (world,), ((Shard(0),),), world)]
+def layouts_for(world: int) -> list[ModelLayout]:
+    """The layouts that make sense on that many ranks."""
+    layouts = [ModelLayout("FSDP2", (world,), ((Shard(0),),), world)]
     if world > 1:
-        found.append(Lying(DATA_PARALLEL, (world,), (), 1, world))
+        layouts.append(ModelLayout(DATA_PARALLEL, (world,), (), 1, world))
     if world >= 4 and world % 2 == 0:
         half = world // 2
         column_wise, row_wise = (_StridedShard(0, split_factor=2), Shard(0)), (Shard(0), Shard(1))
-        found += [
-            Lying("HSDP", (2, half), ((Replicate(), Shard(0)),), half, 2),
-            Lying("TP×FSDP", (half, 2), (column_wise, row_wise), world),
-            Lying("EP×FSDP, cut", (half, 2), ((Shard(1), Shard(0)),), half, experts=True),
-            Lying("EP×FSDP, whole", (half, 2), ((_StridedShard(0, split_factor=2), Shard(0)),), 1, experts=True),
+        layouts += [
+            ModelLayout("HSDP", (2, half), ((Replicate(), Shard(0)),), half, 2),
+            ModelLayout("TP×FSDP", (half, 2), (column_wise, row_wise), world),
+            ModelLayout("EP×FSDP, cut", (half, 2), ((Shard(1), Shard(0)),), half, experts=True),
+            ModelLayout("EP×FSDP, whole", (half, 2), ((_StridedShard(0, split_factor=2), Shard(0)),), 1, experts=True),
         ]
-    return found
+    return layouts
 
 
-def values_of(lying: Lying, shapes: list[tuple[int, ...]]) -> tuple[list[Tensor], list[Tensor]]:
+def values_of(layout: ModelLayout, shapes: list[tuple[int, ...]]) -> tuple[list[Tensor], list[Tensor]]:
     """Weights, the same on all ranks, and gradients: the same, or each rank's own where the optimizer averages."""
     generator = torch.Generator().manual_seed(0)
     weights = [torch.randn(shape, generator=generator) / shape[-1] ** 0.5 for shape in shapes]
-    own = torch.Generator().manual_seed(1 + dist.get_rank() * lying.data_parallel)
+    own = torch.Generator().manual_seed(1 + dist.get_rank() * layout.data_parallel)
     return weights, [torch.randn(shape, generator=own) for shape in shapes]

@@ -1,4 +1,4 @@
-"""The matrices of the models that are stepped on."""
+"""The models whose matrices the optimizers step."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Model:
         about: what was taken of it.
         shapes: of the parameters; three dims are a stack of experts, four a convolution filter.
         count: matrices of the whole model, for the host time.
-        costly: a step takes seconds: only the contenders that may be the fastest take part.
+        costly: whether a step takes seconds; then only the contenders that may be the fastest take part.
     """
 
     name: str
@@ -35,12 +35,12 @@ class Model:
 
     @property
     def matrices(self) -> list[tuple[int, int]]:
-        """Rows and columns of each matrix, as contenders that know only matrices are given them."""
-        found: list[tuple[int, int]] = []
+        """Rows and columns of each matrix, for contenders that take nothing but matrices."""
+        matrices: list[tuple[int, int]] = []
         for shape in self.shapes:
             experts, matrix = (shape[0], shape[1:]) if len(shape) == 3 else (1, shape)
-            found += [(matrix[0], math.prod(matrix[1:]))] * experts
-        return found
+            matrices += [(matrix[0], math.prod(matrix[1:]))] * experts
+        return matrices
 
 
 def _vit(width: int, stem: tuple[int, ...], blocks: int) -> tuple[Shape, ...]:

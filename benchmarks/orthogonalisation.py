@@ -14,21 +14,24 @@ import argparse
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import common  # first: it sets what torch reads when it starts
 import torch
-from common import Goal, Quartiles, Report, Samples, Step, progress_bar, quartiles, race, ratio
+from common import COLOURS, Goal, Quartiles, Report, Samples, Step, quartiles, race, ratio
 from torch.utils.flop_counter import FlopCounterMode
 
 from meshmuon import Workspace, orthogonalize
 from meshmuon.ortho import Scheme, blocks_for, orthogonalize_flops, resolve_scheme
 
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
 FORMS = ("auto", "standard", "gram")
 PEAK = "peak"
 PEAK_SIZE = 1280
-NOISE = 1.03  # slower than standard by more than this in three of four rounds is no noise
-NOISE_OF_ONE = 1.10  # where there is one round only
+NOISE = 1.03  # slower than the standard form by more than this in three of four rounds is not noise
+NOISE_OF_ONE = 1.10  # the same where there is a single round
 DTYPE = torch.float32
 LEAST_FLOPS = 3e8  # of a turn: small shapes are called so often that neither the clock nor a cold cache matters
 
@@ -42,15 +45,19 @@ class Case:
     m: int
     batch: int
 
-    def blocks(self, form: str) -> tuple[int, ...]:
-        """How the steps are cut into blocks."""
+    def resolved(self) -> Scheme:
+        """The scheme that the name stands for."""
         scheme = resolve_scheme(self.scheme, 5)
         assert isinstance(scheme, Scheme)
-        return blocks_for(self.n, self.m, scheme, form=form, dtype=DTYPE)
+        return scheme
+
+    def blocks(self, form: str) -> tuple[int, ...]:
+        """How the steps are cut into blocks."""
+        return blocks_for(self.n, self.m, self.resolved(), form=form, dtype=DTYPE)
 
     def flops(self, form: str) -> int:
         """Counted FLOPs of the whole batch."""
-        return self.batch * orthogonalize_flops(self.n, self.m, self.blocks(form))
+        return self.batch * orthogonalize_flops(self.n, self.m, self.resolved().steps, self.blocks(form))
 
     @property
     def nbytes(self) -> int:
@@ -65,9 +72,9 @@ def cases(options: argparse.Namespace) -> Iterator[Case]:
     """All shapes with the first scheme; the other schemes, whose products are the same, for single matrices and two ratios."""
     for place, scheme in enumerate(options.schemes):
         for n in options.sizes:
-            for one in options.ratios if place == 0 else [r for r in options.ratios if r in (1, 4)]:
+            for aspect in options.ratios if place == 0 else [r for r in options.ratios if r in (1, 4)]:
                 for batch in options.batches if place == 0 else options.batches[:1]:
-                    yield Case(scheme, n, round(n * one), batch)
+                    yield Case(scheme, n, round(n * aspect), batch)
 
 
 def peak_step(size: int) -> Step:
@@ -109,7 +116,7 @@ def schedule(case: Case, peak_rate: float, most: float) -> tuple[tuple[str, ...]
     return forms, 1 if seconds > 10 else 2 if seconds > 4 else max(3, min(9, math.ceil(0.6 / seconds)))
 
 
-def measure(case: Case, forms: Sequence[str], rounds: int, peak_size: int, most_calls: int) -> dict[str, Any]:
+def measure_case(case: Case, forms: Sequence[str], rounds: int, peak_size: int, most_calls: int) -> dict[str, Any]:
     x = torch.randn(case.batch, case.n, case.m)
     out = torch.empty_like(x)
     calls = min(most_calls, math.ceil(LEAST_FLOPS / case.flops("auto")))
@@ -142,11 +149,11 @@ def form_facts(case: Case, form: str, samples: Samples, peak_rates: Sequence[flo
 
 
 def slower(case: Case, auto: Samples, standard: Samples) -> bool:
-    """Whether auto is slower than the standard form by more than noise; where it is the standard form, all is noise."""
+    """Whether auto is slower than the standard form by more than noise; False where it is the standard form."""
     if case.blocks("auto") == case.blocks("standard"):
         return False
-    found = ratio(auto.clock, standard.clock)
-    return found.low > NOISE if found.count > 2 else found.low > NOISE_OF_ONE
+    slowdown = ratio(auto.clock, standard.clock)
+    return slowdown.low > (NOISE if slowdown.count > 2 else NOISE_OF_ONE)
 
 
 def show(results: Sequence[dict[str, Any]], report: Report) -> None:
@@ -163,17 +170,17 @@ def show(results: Sequence[dict[str, Any]], report: Report) -> None:
         "gram ÷ peak",
     )
     rows = []
-    for one in results:
-        forms = one["forms"]
+    for result in results:
+        forms = result["forms"]
         share = [Quartiles(**forms[f]["of_peak"]).text(digits=2) if f in forms else "–" for f in FORMS]
         rows.append(
             (
-                one["scheme"],
-                str(one["batch"]),
-                f"{one['n']} × {one['m']}",
-                str(one["rounds"]),
+                result["scheme"],
+                str(result["batch"]),
+                f"{result['n']} × {result['m']}",
+                str(result["rounds"]),
                 f"{forms['auto']['cpu_s']['median'] * 1e3:.2f}",
-                Quartiles(**one["auto_over_standard"]).text(digits=2) + (" SLOWER" if one["slower_than_standard"] else ""),
+                Quartiles(**result["auto_over_standard"]).text(digits=2) + (" SLOWER" if result["slower_than_standard"] else ""),
                 f"{forms['auto']['flops'] / forms['standard']['flops']:.2f}",
                 *share,
             )
@@ -183,14 +190,14 @@ def show(results: Sequence[dict[str, Any]], report: Report) -> None:
     )
 
 
-def goals_of(results: Sequence[dict[str, Any]]) -> list[Goal]:
-    large = [one for one in results if one["n"] >= 512]
-    lowest = min(large, key=lambda one: float(one["forms"]["auto"]["of_peak"]["median"]), default=None)
-    shares = [one["forms"]["auto"]["of_peak"]["median"] for one in large]
+def goals_of(results: Sequence[dict[str, Any]], options: argparse.Namespace) -> list[Goal]:
+    large = [result for result in results if result["n"] >= 512]
+    lowest = min(large, key=lambda result: float(result["forms"]["auto"]["of_peak"]["median"]), default=None)
+    shares = [result["forms"]["auto"]["of_peak"]["median"] for result in large]
     flagged = [
-        f"{one['scheme']} {one['batch']} × {one['n']} × {one['m']} ({one['auto_over_standard']['median']:.2f})"
-        for one in results
-        if one["slower_than_standard"]
+        f"{result['scheme']} {result['batch']} × {result['n']} × {result['m']} ({result['auto_over_standard']['median']:.2f})"
+        for result in results
+        if result["slower_than_standard"]
     ]
     where = (
         f"lowest at {lowest['batch']} × {lowest['n']} × {lowest['m']}; median {quartiles(shares).median:.2f}" if lowest else ""
@@ -206,16 +213,16 @@ def goals_of(results: Sequence[dict[str, Any]]) -> list[Goal]:
     ]
 
 
-def plot(results: Sequence[dict[str, Any]], figure: Any) -> None:
+def plot(results: Sequence[dict[str, Any]], figure: Figure) -> None:
     left, right = figure.subplots(1, 2)
-    first = [one for one in results if one["scheme"] == results[0]["scheme"] and one["batch"] == results[0]["batch"]]
-    for wanted in sorted({one["m"] / one["n"] for one in first}):
-        some = [one for one in first if one["m"] / one["n"] == wanted]
-        sizes = [one["n"] for one in some]
-        left.plot(sizes, [one["forms"]["auto"]["of_peak"]["median"] for one in some], marker="o", ms=3, label=f"m/n = {wanted:g}")
-        right.plot(sizes, [one["auto_over_standard"]["median"] for one in some], marker="o", ms=3, label=f"m/n = {wanted:g}")
-    left.axhline(0.85, color="#888", lw=0.8, ls="--")
-    right.axhline(1.0, color="#888", lw=0.8, ls="--")
+    first = [result for result in results if result["scheme"] == results[0]["scheme"] and result["batch"] == results[0]["batch"]]
+    for aspect in sorted({result["m"] / result["n"] for result in first}):
+        curve = [result for result in first if result["m"] / result["n"] == aspect]
+        sizes, style = [result["n"] for result in curve], {"marker": "o", "ms": 3, "label": f"m/n = {aspect:g}"}
+        left.plot(sizes, [result["forms"]["auto"]["of_peak"]["median"] for result in curve], **style)
+        right.plot(sizes, [result["auto_over_standard"]["median"] for result in curve], **style)
+    left.axhline(0.85, color=COLOURS["line"], lw=0.8, ls="--")
+    right.axhline(1.0, color=COLOURS["line"], lw=0.8, ls="--")
     left.set_ylabel("counted FLOP/s ÷ peak, form auto")
     right.set_ylabel("time of auto ÷ standard form")
     for axes in (left, right):
@@ -224,29 +231,27 @@ def plot(results: Sequence[dict[str, Any]], figure: Any) -> None:
         axes.legend(frameon=False, fontsize=7)
 
 
-def run(options: argparse.Namespace, report: Report) -> tuple[list[dict[str, Any]], list[str]]:
+def measure(options: argparse.Namespace, report: Report) -> list[dict[str, Any]]:
+    small = [case for case in cases(options) if case.n <= 512 and case.batch == options.batches[0]]
+    agreed = [confirmed_by_torch(case) for case in small]
+    report.note(f"torch's FLOP counter agrees with the formula for {sum(agreed)} of {len(agreed)} shapes up to n = 512")
     size = 256 if options.quick else PEAK_SIZE
     start = race({PEAK: peak_step(size)}, 3)[PEAK]
     peak_rate = 2 * size**3 / min(start.clock)
-    chosen = sorted(cases(options), key=lambda case: (case.scheme != options.schemes[0], case.n, case.m, case.batch))
-    results, left_out = [], []
-    with progress_bar(report.console) as bar:
-        task = bar.add_task("shapes", total=len(chosen))
-        for case in chosen:
-            bar.update(task, description=str(case))
-            planned = schedule(case, peak_rate, options.most_seconds)
-            if case.nbytes > options.most_bytes:
-                left_out.append(f"{case}: more than {options.most_bytes >> 20} MiB")
-            elif planned is None or (case.batch > 1 and case.batch * case.n**2 * case.m > options.most_batched):
-                left_out.append(f"{case}: too long")
-            else:
-                results.append(measure(case, planned[0], options.rounds or planned[1], size, 2 if options.quick else 100))
-            bar.advance(task)
-    return results, left_out
+    results = []
+    by_size = sorted(cases(options), key=lambda case: (case.scheme != options.schemes[0], case.n, case.m, case.batch))
+    for case in report.each(by_size, str):
+        planned = schedule(case, peak_rate, options.most_seconds)
+        if case.nbytes > options.most_bytes:
+            report.note(f"left out, {case}: more than {options.most_bytes >> 20} MiB")
+        elif planned is None or (case.batch > 1 and case.batch * case.n**2 * case.m > options.most_batched):
+            report.note(f"left out, {case}: too long")
+        else:
+            results.append(measure_case(case, planned[0], options.rounds or planned[1], size, 2 if options.quick else 100))
+    return results
 
 
-def main() -> None:
-    parser = common.make_parser(__doc__)
+def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--schemes", nargs="+", default=["polar_express", "keller"], help="names of schemes; all shapes with the first"
     )
@@ -258,20 +263,16 @@ def main() -> None:
     parser.add_argument(
         "--most-batched", type=float, default=6e9, help="no batch with more batch·n²·m (default 6e9, about a second)"
     )
-    options = parser.parse_args()
+
+
+def settle_options(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
     options.sizes = options.sizes or ([16, 64] if options.quick else [64, 128, 256, 512, 1024, 2048, 4096])
     options.batches = [1, 3] if options.quick and options.batches == [1, 8, 64] else options.batches
-    torch.set_num_threads(options.threads)
-    report = Report("orthogonalisation", options)
-    small = [case for case in cases(options) if case.n <= 512 and case.batch == options.batches[0]]
-    agreed = [confirmed_by_torch(case) for case in small]
-    results, left_out = run(options, report)
-    show(results, report)
-    report.note(f"torch's FLOP counter agrees with the formula for {sum(agreed)} of {len(agreed)} shapes up to n = 512")
-    for line in left_out:
-        report.note(f"left out, {line}")
-    report.finish(results, goals_of(results), lambda figure: plot(results, figure), (10, 4))
 
+
+BENCHMARK = common.Benchmark(
+    "orthogonalisation", __doc__, measure, show, goals_of, plot, (10, 4), add_options=add_options, settle_options=settle_options
+)
 
 if __name__ == "__main__":
-    main()
+    BENCHMARK.main()

@@ -16,7 +16,7 @@ import common  # first: it sets what torch reads when it starts
 import torch
 import torch.distributed as dist
 from common import KELLER, Samples, Step, float32_newton_schulz, quartiles, race, ratio
-from layouts import Lying, layouts_for, values_of
+from layouts import ModelLayout, layouts_for, values_of
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from wire import Wire
@@ -32,8 +32,8 @@ TOLERANCE = 1e-3  # of the update, relative to its largest entry
 class Naive:
     """What a user would write: gather every whole update on every rank, orthogonalise all of them there, keep the own part."""
 
-    def __init__(self, params: list[nn.Parameter], lying: Lying) -> None:
-        self.params, self.lying = params, lying
+    def __init__(self, params: list[nn.Parameter], layout: ModelLayout) -> None:
+        self.params, self.layout = params, layout
         self.buffers = [torch.zeros_like(p) for p in params]
 
     @torch.no_grad()
@@ -42,15 +42,15 @@ class Naive:
         for index, (param, buffer) in enumerate(zip(self.params, self.buffers, strict=True)):
             grad = param.grad
             assert grad is not None
-            if self.lying.data_parallel:
+            if self.layout.data_parallel:
                 dist.all_reduce(grad)
                 grad /= dist.get_world_size()
             buffer.mul_(MOMENTUM).add_(grad)
             update = grad + MOMENTUM * buffer
             whole = update.full_tensor() if isinstance(update, DTensor) else update
-            result = torch.stack([self._orthogonalise(one) for one in whole]) if whole.dim() == 3 else self._orthogonalise(whole)
+            result = torch.stack(list(map(self._orthogonalise, whole))) if whole.dim() == 3 else self._orthogonalise(whole)
             scale = 0.2 * max(param.shape[-2:]) ** 0.5
-            param.mul_(1 - LR * DECAY).add_(self.lying.place(result, index), alpha=-LR * scale)
+            param.mul_(1 - LR * DECAY).add_(self.layout.place(result, index), alpha=-LR * scale)
 
     def _orthogonalise(self, matrix: Tensor) -> Tensor:
         return float32_newton_schulz(matrix, KELLER, 5, 1e-7)
@@ -70,24 +70,24 @@ class Runner:
         return [value.to_local() if isinstance(value, DTensor) else value for value in whole]
 
 
-def make(name: str, lying: Lying, shapes: list[tuple[int, ...]]) -> Runner:
-    weights, grads = values_of(lying, shapes)
-    params = [nn.Parameter(lying.place(value, k)) for k, value in enumerate(weights)]
-    placed = [lying.place(grad, k) for k, grad in enumerate(grads)]
+def make(name: str, layout: ModelLayout, shapes: list[tuple[int, ...]]) -> Runner:
+    weights, grads = values_of(layout, shapes)
+    params = [nn.Parameter(layout.place(value, k)) for k, value in enumerate(weights)]
+    placed = [layout.place(grad, k) for k, grad in enumerate(grads)]
 
     def fresh_gradients() -> None:  # the naive way averages in place
         for param, grad in zip(params, placed, strict=True):
-            param.grad = grad.clone() if lying.data_parallel else grad
+            param.grad = grad.clone() if layout.data_parallel else grad
 
     fresh_gradients()
     if name == NAIVE:
-        naive = Naive(params, lying)
+        naive = Naive(params, layout)
         return Runner(params, Step(naive.step, fresh_gradients), naive)
-    kind = "experts" if lying.experts else "mlp"
+    kind = "experts" if layout.experts else "mlp"
     names = [f"layers.{k}.{kind}.weight" for k in range(len(params))]
     groups = [{"params": params, "names": names, "use_muon": True, "expert_keys": ["experts"]}]
     options: dict[str, Any] = {"lr": LR, "weight_decay": DECAY, "scheme": "keller", "none_grad": False}
-    if lying.data_parallel:
+    if layout.data_parallel:
         ours: Muon = DistMuon(groups, adjust_lr_fn="match_rms_adamw", **options)
     else:
         ours = Muon(groups, use_distributed_muon=name == REFERENCE, **options)
@@ -95,14 +95,14 @@ def make(name: str, lying: Lying, shapes: list[tuple[int, ...]]) -> Runner:
 
 
 def pure_work(shapes: list[tuple[int, ...]], cores: int) -> Step:
-    """All matrices orthogonalised once, divided over as many ranks as there are cores; nothing is sent."""
+    """Orthogonalises all matrices once, divided over as many ranks as there are cores; sends nothing."""
     workers, rank = min(cores, dist.get_world_size()), dist.get_rank()
-    mine = [torch.randn(shape) for k, shape in enumerate(sorted(shapes)) if k % workers == rank]
-    outs, workspace, scheme = [torch.empty_like(x) for x in mine], Workspace(), keller()
+    matrices = [torch.randn(shape) for k, shape in enumerate(sorted(shapes)) if k % workers == rank]
+    outs, workspace, scheme = [torch.empty_like(matrix) for matrix in matrices], Workspace(), keller()
 
     def run() -> None:
-        for x, out in zip(mine, outs, strict=True):
-            orthogonalize(x, scheme, out=out, workspace=workspace)
+        for matrix, out in zip(matrices, outs, strict=True):
+            orthogonalize(matrix, scheme, out=out, workspace=workspace)
 
     return Step(run)
 
@@ -114,30 +114,30 @@ def over_ranks(value: float, how: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -
 
 
 def check_same(runners: dict[str, Runner]) -> dict[str, float]:
-    """Steps everyone once; the largest difference from meshmuon's weights, relative to its step."""
+    """Steps each contender once; the largest difference from meshmuon's weights, relative to the size of its step."""
     before = [weight.clone() for weight in runners[OURS].local()]
     for runner in runners.values():
         runner.step.before()
         runner.step.run()
     ours = runners[OURS].local()
     moved = over_ranks(_apart(ours, before), dist.ReduceOp.MAX)
-    found = {name: over_ranks(_apart(one.local(), ours), dist.ReduceOp.MAX) / moved for name, one in runners.items()}
-    wrong = {name: apart for name, apart in found.items() if apart > TOLERANCE}
+    apart = {name: over_ranks(_apart(runner.local(), ours), dist.ReduceOp.MAX) / moved for name, runner in runners.items()}
+    wrong = {name: difference for name, difference in apart.items() if difference > TOLERANCE}
     if wrong:
         sys.exit(f"not the same update as meshmuon's: {wrong} of the largest entry, at most {TOLERANCE} was expected")
-    return found
+    return apart
 
 
-def _apart(some: Sequence[Tensor], others: Sequence[Tensor]) -> float:
-    return max((float((p - q).abs().max()) for p, q in zip(some, others, strict=True) if p.numel()), default=0.0)
+def _apart(weights: Sequence[Tensor], others: Sequence[Tensor]) -> float:
+    return max((float((p - q).abs().max()) for p, q in zip(weights, others, strict=True) if p.numel()), default=0.0)
 
 
-def measure(lying: Lying, options: argparse.Namespace, wire: Wire) -> dict[str, Any]:
+def measure(layout: ModelLayout, options: argparse.Namespace, wire: Wire) -> dict[str, Any]:
     world = dist.get_world_size()
-    main = lying.name == "FSDP2"
-    shapes = lying.shapes(options.layers if main else max(1, options.layers // 2), options.width)
+    main = layout.name == "FSDP2"
+    shapes = layout.shapes(options.layers if main else max(1, options.layers // 2), options.width)
     names = [OURS, NAIVE, REFERENCE] if main and world <= 4 else [OURS, NAIVE]
-    runners = {name: make(name, lying, shapes) for name in names}
+    runners = {name: make(name, layout, shapes) for name in names}
     apart = check_same(runners)
     optimizer = runners[OURS].optimizer
     assert isinstance(optimizer, Muon)
@@ -156,15 +156,15 @@ def measure(lying: Lying, options: argparse.Namespace, wire: Wire) -> dict[str, 
     plan, elements = optimizer.plan(), sum(p.numel() for p in runners[OURS].params)
     waited, alone_s = over_ranks(quartiles(waits).median), quartiles(times[ALONE].wall).median
     return {
-        "layout": lying.name,
+        "layout": layout.name,
         "ranks": world,
         "matrices": len(plan.tasks),
-        "steps": {name: found.facts() for name, found in times.items()},
-        "ratio": {name: asdict(ratio(times[OURS].wall, found.wall)) for name, found in times.items() if name != ALONE},
+        "steps": {name: samples.facts() for name, samples in times.items()},
+        "ratio": {name: asdict(ratio(times[OURS].wall, samples.wall)) for name, samples in times.items() if name != ALONE},
         "difference": apart,
         "bytes_sent": over_ranks(sent),
-        "bytes_planned": None if lying.data_parallel else over_ranks(plan.bytes_sent.get(dist.get_rank(), 0)),
-        "bytes_bound": lying.bound(elements),
+        "bytes_planned": None if layout.data_parallel else over_ranks(plan.bytes_sent.get(dist.get_rank(), 0)),
+        "bytes_bound": layout.bound(elements),
         "bytes_of_naive": 4 * elements * (world - 1) / world,
         "exchanges": exchanges,
         "agreements": agreements,
@@ -177,11 +177,10 @@ def measure(lying: Lying, options: argparse.Namespace, wire: Wire) -> dict[str, 
     }
 
 
-def host_time(lying: Lying, count: int, rounds: int) -> dict[str, float]:
+def host_time(layout: ModelLayout, count: int, rounds: int) -> dict[str, float]:
     """µs per matrix of a step on 8×8 matrices, where only dispatch is left."""
-    runner = make(OURS, lying, [(8, 8)] * count)
-    found = race({OURS: runner.step}, rounds, warmups=3, barrier=dist.barrier)[OURS]
-    return {"wall_us": quartiles(found.wall).median / count * 1e6, "cpu_us": quartiles(found.cpu).median / count * 1e6}
+    runner = make(OURS, layout, [(8, 8)] * count)
+    return race({OURS: runner.step}, rounds, warmups=3, barrier=dist.barrier)[OURS].microseconds(count)
 
 
 def main() -> None:
@@ -194,18 +193,18 @@ def main() -> None:
     torch.set_num_threads(options.threads)
     logging.getLogger("torch.distributed.tensor").setLevel(logging.ERROR)  # remarks on how the naive way gathers
     dist.init_process_group("gloo")
-    chosen = [one for one in layouts_for(dist.get_world_size()) if not options.layouts or one.name in options.layouts]
+    chosen = [layout for layout in layouts_for(dist.get_world_size()) if not options.layouts or layout.name in options.layouts]
     wire, results = Wire(), []
-    for lying in chosen:
+    for layout in chosen:
         if dist.get_rank() == 0:
-            print(f"  {dist.get_world_size()} ranks, {lying.name} …", flush=True)
-        results.append(measure(lying, options, wire))
+            print(f"  {dist.get_world_size()} ranks, {layout.name} …", flush=True)
+        results.append(measure(layout, options, wire))
         wire.reset()
-        if lying.name == "FSDP2" and options.tiny:
-            results[-1]["host"] = host_time(lying, options.tiny, max(5, options.rounds))
+        if layout.name == "FSDP2" and options.tiny:
+            results[-1]["host"] = host_time(layout, options.tiny, max(5, options.rounds))
     if dist.get_rank() == 0:
         options.out.write_text(json.dumps({"results": results, "machine": common.machine_facts(options.threads)}) + "\n")
-    gc.collect()  # optimizers that know a group: one that outlives its end may stop the process on its way out
+    gc.collect()  # an optimizer that outlives its process group may hang the process when it exits
     dist.destroy_process_group()
 
 

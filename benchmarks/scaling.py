@@ -15,12 +15,12 @@ import gc
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import TYPE_CHECKING
 
 import common  # first: it sets what torch reads when it starts
 import torch
 import torch.distributed as dist
-from common import Goal, Report, Step, progress_bar, quartiles, race
+from common import Goal, Report, Step, race
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
@@ -29,6 +29,9 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from meshmuon import Muon
 from meshmuon.layout import Layout, Mesh, Sharded
 from meshmuon.plan import PlannedParam, PlanOptions, cost_model_for, make_plan, routes_of
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 SHAPES = [(rows, cols) for rows in (1024, 2048, 4096, 768, 1536, 1000) for cols in (1024, 2048, 4096, 8192, 100)]
 PLAN, FIRST, STEP = "plan", "first step", "step"
@@ -48,9 +51,9 @@ class Point:
 
 
 def timed(what: str, matrices: int, ranks: int, run: Callable[[], object], rounds: int, warmups: int = 0) -> Point:
-    found = race({what: Step(run)}, rounds, warmups=warmups, seconds=10.0)[what]
-    per = 1e6 / matrices
-    return Point(what, matrices, ranks, quartiles(found.cpu).median * per, quartiles(found.wall).median * per, len(found.cpu))
+    samples = race({what: Step(run)}, rounds, warmups=warmups, seconds=10.0)[what]
+    host = samples.microseconds(matrices)
+    return Point(what, matrices, ranks, host["cpu_us"], host["wall_us"], len(samples.cpu))
 
 
 def plan_point(matrices: int, ranks: int, rounds: int) -> Point:
@@ -61,8 +64,8 @@ def plan_point(matrices: int, ranks: int, rounds: int) -> Point:
 
     def run() -> None:
         kinds = len(SHAPES)
-        entries = [PlannedParam(name, layouts[k % kinds], 0, "bf16", 2, flops[k % kinds]) for k, name in enumerate(names)]
-        plan = make_plan(entries, PlanOptions(cost_model_for("cuda")))
+        params = [PlannedParam(name, layouts[k % kinds], 0, "bf16", 2, flops[k % kinds]) for k, name in enumerate(names)]
+        plan = make_plan(params, PlanOptions(cost_model_for("cuda")))
         assert plan.digest
         routes_of(plan, 0)
 
@@ -107,8 +110,8 @@ def step_points(matrices: int, ranks: int, rounds: int) -> list[Point]:
             dist.destroy_process_group()
 
 
-def jobs_of(options: argparse.Namespace) -> list[tuple[str, int, int]]:
-    """What is measured: plans for all, steps for one device and for shards up to ``--most-sharded`` matrices."""
+def cases(options: argparse.Namespace) -> list[tuple[str, int, int]]:
+    """What is measured, as (what, matrices, ranks): every plan; steps on one device, and sharded up to ``--most-sharded``."""
     sharded = [count for count in options.matrices if count <= options.most_sharded]
     middle = sharded[len(sharded) // 2]
     plans = [(PLAN, count, ranks) for count in options.matrices for ranks in options.ranks]
@@ -124,40 +127,45 @@ def rounds_for(what: str, matrices: int) -> int:
 
 
 def measure(options: argparse.Namespace, report: Report) -> list[Point]:
-    found: list[Point] = []
-    jobs = jobs_of(options)
-    with progress_bar(report.console) as bar:
-        task = bar.add_task("points", total=len(jobs))
-        for what, matrices, ranks in jobs:
-            bar.update(task, description=f"{what}: {matrices} matrices, {ranks} ranks")
-            rounds = options.rounds or rounds_for(what, matrices)
-            gc.collect()
-            begin = time.perf_counter()
-            found += [plan_point(matrices, ranks, rounds)] if what == PLAN else step_points(matrices, ranks, rounds)
-            bar.console.print(f"  {what}, {matrices} matrices, {ranks} ranks: {time.perf_counter() - begin:.1f} s")
-            bar.advance(task)
-    return found
+    points: list[Point] = []
+    for what, matrices, ranks in report.each(cases(options), lambda case: f"{case[0]}: {case[1]} matrices, {case[2]} ranks"):
+        rounds = options.rounds or rounds_for(what, matrices)
+        gc.collect()
+        begin = time.perf_counter()
+        points += [plan_point(matrices, ranks, rounds)] if what == PLAN else step_points(matrices, ranks, rounds)
+        report.console.print(f"  {what}, {matrices} matrices, {ranks} ranks: {time.perf_counter() - begin:.1f} s")
+    return points
 
 
 def grid(points: Sequence[Point], what: str, report: Report) -> None:
-    """Ranks down, matrices across."""
-    some = {(point.ranks, point.matrices): point for point in points if point.what == what}
-    counts = sorted({matrices for _, matrices in some})
+    """A table with a row per number of ranks and a column per number of matrices."""
+    by_cell = {(point.ranks, point.matrices): point for point in points if point.what == what}
+    counts = sorted({matrices for _, matrices in by_cell})
     rows = []
-    for ranks in sorted({ranks for ranks, _ in some}):
-        cells = [some.get((ranks, count)) for count in counts]
+    for ranks in sorted({ranks for ranks, _ in by_cell}):
+        cells = [by_cell.get((ranks, count)) for count in counts]
         rows.append((str(ranks), *(f"{point.us_per_matrix:.1f}" if point else "–" for point in cells)))
     report.table(f"{what}: µs of process time per matrix", ("ranks", *(f"{count:,} matrices" for count in counts)), rows)
 
 
+def show(points: Sequence[Point], report: Report) -> None:
+    for what in (PLAN, FIRST, STEP):
+        grid(points, what, report)
+
+
+def curve(points: Sequence[Point], what: str, ranks: int) -> list[Point]:
+    """The points of one number of ranks, by number of matrices."""
+    return sorted((point for point in points if point.what == what and point.ranks == ranks), key=lambda point: point.matrices)
+
+
 def growth(points: Sequence[Point], what: str, ranks: int) -> float | None:
     """µs per matrix at the most matrices ÷ at the fewest."""
-    some = sorted((point for point in points if point.what == what and point.ranks == ranks), key=lambda point: point.matrices)
-    return some[-1].us_per_matrix / some[0].us_per_matrix if len(some) > 1 else None
+    along = curve(points, what, ranks)
+    return along[-1].us_per_matrix / along[0].us_per_matrix if len(along) > 1 else None
 
 
-def goals_of(points: Sequence[Point], ranks: Sequence[int]) -> list[Goal]:
-    goals = []
+def goals_of(points: Sequence[Point], options: argparse.Namespace) -> list[Goal]:
+    goals, ranks = [], options.ranks
     for world, where in ((1, "on one device"), (ranks[0], f"sharded over {ranks[0]} ranks")):
         worst = max(point.us_per_matrix for point in points if point.what == STEP and point.ranks == world)
         goals.append(Goal(f"host µs per matrix {where}, at any number of matrices", worst, most=MOST_PER_MATRIX[min(world, 2)]))
@@ -178,11 +186,11 @@ def goals_of(points: Sequence[Point], ranks: Sequence[int]) -> list[Goal]:
     return goals
 
 
-def plot(points: Sequence[Point], figure: Any) -> None:
+def plot(points: Sequence[Point], figure: Figure) -> None:
     for position, (what, axes) in enumerate(zip((PLAN, FIRST, STEP), figure.subplots(1, 3), strict=True)):
         for ranks in sorted({point.ranks for point in points if point.what == what}):
-            some = sorted((p for p in points if p.what == what and p.ranks == ranks), key=lambda point: point.matrices)
-            axes.plot([p.matrices for p in some], [p.us_per_matrix for p in some], marker="o", ms=3, label=f"{ranks} ranks")
+            along = curve(points, what, ranks)
+            axes.plot([p.matrices for p in along], [p.us_per_matrix for p in along], marker="o", ms=3, label=f"{ranks} ranks")
         axes.set_xscale("log")
         axes.set_yscale("log")
         axes.set_xlabel("matrices")
@@ -192,22 +200,29 @@ def plot(points: Sequence[Point], figure: Any) -> None:
             axes.set_ylabel("µs of process time per matrix")
 
 
-def main() -> None:
-    parser = common.make_parser(__doc__)
+def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--matrices", type=int, nargs="+", default=None, help="numbers of matrices (default 10² to 10⁵)")
     parser.add_argument("--ranks", type=int, nargs="+", default=None, help="numbers of ranks (default 2 64 1024 4096)")
     parser.add_argument("--most-sharded", type=int, default=10_000, help="most matrices of a sharded step (default 10,000)")
-    options = parser.parse_args()
+
+
+def settle_options(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
     options.matrices = options.matrices or ([20, 100] if options.quick else [100, 1000, 10_000, 100_000])
     options.ranks = options.ranks or ([2, 16] if options.quick else [2, 64, 1024, 4096])
-    torch.set_num_threads(options.threads)
-    report = Report("scaling", options)
-    points = measure(options, report)
-    for what in (PLAN, FIRST, STEP):
-        grid(points, what, report)
-    results = [asdict(point) for point in points]
-    report.finish(results, goals_of(points, options.ranks), lambda figure: plot(points, figure), (12, 4))
 
+
+BENCHMARK = common.Benchmark(
+    "scaling",
+    __doc__,
+    measure,
+    show,
+    goals_of,
+    plot,
+    (12, 4),
+    add_options=add_options,
+    settle_options=settle_options,
+    to_json=lambda points: [asdict(point) for point in points],
+)
 
 if __name__ == "__main__":
-    main()
+    BENCHMARK.main()

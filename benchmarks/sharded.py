@@ -26,10 +26,13 @@ import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import common  # first: it sets what torch reads when it starts
-from common import Goal, Quartiles, Report, progress_bar
+from common import COLOURS, Goal, Quartiles, Report
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 WORKER = Path(__file__).with_name("ranks.py")
 COLUMNS = (
@@ -66,11 +69,11 @@ def run_world(
             environment["GLOO_SOCKET_IFNAME"] = "lo"
         subprocess.run(command, check=True, env=environment, timeout=options.timeout)
         results: list[dict[str, Any]] = json.loads(out.read_text())["results"]
-    return [{**one, "link": link} for one in results]
+    return [{**result, "link": link} for result in results]
 
 
 def in_namespace(link: str) -> list[str]:
-    """A command before a command: a namespace with a loopback of that rate."""
+    """What to write before a command so that it runs in a network namespace whose loopback has that rate."""
     slow = f"ip link set lo up && tc qdisc add dev lo root tbf rate {link} burst 256kb latency 2s"
     return ["unshare", "--net", "sh", "-c", f'{slow} && exec "$@"', "sh"]
 
@@ -84,80 +87,82 @@ def why_no_link(link: str) -> str | None:
     return None if tried.returncode == 0 else tried.stderr.strip().splitlines()[-1]
 
 
-def row_of(one: dict[str, Any]) -> tuple[str, ...]:
-    shares = {name: Quartiles(**found).text(digits=2) for name, found in one["ratio"].items()}
-    bound, naive = one["bytes_bound"], one["bytes_of_naive"]
-    host = one.get("host")
+def row_of(result: dict[str, Any]) -> tuple[str, ...]:
+    shares = {name: Quartiles(**share).text(digits=2) for name, share in result["ratio"].items()}
+    bound, naive = result["bytes_bound"], result["bytes_of_naive"]
+    host = result.get("host")
     return (
-        str(one["ranks"]) + (f", {one['link']}" if one["link"] else ""),
-        one["layout"],
-        Quartiles(**one["steps"]["meshmuon"]["wall_s"]).text(1e3, 0),
+        str(result["ranks"]) + (f", {result['link']}" if result["link"] else ""),
+        result["layout"],
+        Quartiles(**result["steps"]["meshmuon"]["wall_s"]).text(1e3, 0),
         shares["naive"],
         shares.get("reference", "–"),
         shares.get("pure work", "–"),
-        f"{one['bytes_sent'] / bound:.3f}" if bound else f"{one['bytes_sent']:.0f} B, bound 0",
-        f"{one['bytes_sent'] / naive:.3f}" if naive else "–",
-        f"{one['exchanges']} + {one['agreements']} small",
-        f"{one['hidden']:.2f}" if one["hidden"] is not None else "–",
-        f"{one['workspace_bytes'] / 2**20:.1f}",
+        f"{result['bytes_sent'] / bound:.3f}" if bound else f"{result['bytes_sent']:.0f} B, bound 0",
+        f"{result['bytes_sent'] / naive:.3f}" if naive else "–",
+        f"{result['exchanges']} + {result['agreements']} small",
+        f"{result['hidden']:.2f}" if result["hidden"] is not None else "–",
+        f"{result['workspace_bytes'] / 2**20:.1f}",
         f"{host['wall_us']:.1f} (cpu {host['cpu_us']:.1f})" if host else "–",
     )
 
 
-def compute_is_larger(one: dict[str, Any]) -> bool:
-    steps = one["steps"]
+def compute_is_larger(result: dict[str, Any]) -> bool:
+    steps = result["steps"]
     return "pure work" in steps and steps["pure work"]["wall_s"]["median"] > steps["exchanges alone"]["wall_s"]["median"]
 
 
-def goals_of(results: Sequence[dict[str, Any]], cores: int) -> list[Goal]:
+def goals_of(results: Sequence[dict[str, Any]], options: argparse.Namespace) -> list[Goal]:
     goals = []
-    for one in results:
-        place = f"{one['layout']} on {one['ranks']} ranks" + (f" over {one['link']}" if one["link"] else "")
-        if one["ranks"] == 4:
-            goals.append(Goal(f"{place}: step ÷ naive", one["ratio"]["naive"]["median"], most=0.5))
-        if one["ranks"] > 1 and one["bytes_bound"]:
-            goals.append(Goal(f"{place}: bytes ÷ bound", one["bytes_sent"] / one["bytes_bound"], most=1.001))
-        if 1 < one["ranks"] <= cores and compute_is_larger(one):
-            goals.append(Goal(f"{place}: share of communication hidden", one["hidden"], least=0.9))
-        if "host" in one and one["ranks"] > 1:
-            goals.append(Goal(f"{place}: host µs per matrix", one["host"]["cpu_us"], most=30, note="process time"))
-    largest = max(results, key=lambda one: float(one["workspace_bytes"]))
+    for result in results:
+        place = f"{result['layout']} on {result['ranks']} ranks" + (f" over {result['link']}" if result["link"] else "")
+        if result["ranks"] == 4:
+            goals.append(Goal(f"{place}: step ÷ naive", result["ratio"]["naive"]["median"], most=0.5))
+        if result["ranks"] > 1 and result["bytes_bound"]:
+            goals.append(Goal(f"{place}: bytes ÷ bound", result["bytes_sent"] / result["bytes_bound"], most=1.001))
+        if 1 < result["ranks"] <= options.cores and compute_is_larger(result):
+            goals.append(Goal(f"{place}: share of communication hidden", result["hidden"], least=0.9))
+        if "host" in result and result["ranks"] > 1:
+            goals.append(Goal(f"{place}: host µs per matrix", result["host"]["cpu_us"], most=30, note="process time"))
+    largest = max(results, key=lambda result: float(result["workspace_bytes"]))
     share = largest["workspace_bytes"] / largest["two_waves_bytes"]
     goals.append(Goal("extra memory ÷ two waves", share, most=1, note=f"{largest['layout']} on {largest['ranks']} ranks"))
     return goals
 
 
-def plot(results: Sequence[dict[str, Any]], figure: Any) -> None:
+def plot(results: Sequence[dict[str, Any]], figure: Figure) -> None:
     axes = figure.add_subplot()
-    labels = [f"{one['ranks']} {one['layout']}" + (f"\n{one['link']}" if one["link"] else "") for one in results]
-    for shift, (name, colour) in enumerate((("meshmuon", "#2a6f97"), ("naive", "#d9c7b0"), ("pure work", "#c9e0c5"))):
-        times = [one["steps"][name]["wall_s"]["median"] * 1e3 if name in one["steps"] else 0.0 for one in results]
-        axes.bar([k + (shift - 1) * 0.27 for k in range(len(results))], times, 0.26, label=name, color=colour)
+    labels = [f"{result['ranks']} {result['layout']}" + (f"\n{result['link']}" if result["link"] else "") for result in results]
+    for shift, (name, colour) in enumerate((("meshmuon", "ours"), ("naive", "naive"), ("pure work", "floor"))):
+        times = [result["steps"][name]["wall_s"]["median"] * 1e3 if name in result["steps"] else 0.0 for result in results]
+        axes.bar([k + (shift - 1) * 0.27 for k in range(len(results))], times, 0.26, label=name, color=COLOURS[colour])
     axes.set_xticks(range(len(results)), labels, rotation=60, ha="right", fontsize=7)
     axes.set_ylabel("median time of a step, ms")
     axes.legend(frameon=False)
 
 
-def run_all(options: argparse.Namespace, report: Report) -> list[dict[str, Any]]:
+def measure(options: argparse.Namespace, report: Report) -> list[dict[str, Any]]:
     results: list[dict[str, Any]] = []
-    with progress_bar(report.console) as bar:
-        task = bar.add_task("worlds", total=len(options.ranks) + 1)
-        for world in options.ranks:
-            results += run_world(world, options, layouts=options.layouts)
-            bar.advance(task)
-        if options.link != "none":
-            reason = why_no_link(options.link)
-            if reason is None:
-                world = min(options.cores, 2) if options.cores > 1 else 2
-                results += run_world(world, options, layouts=["FSDP2"], link=options.link)
-            else:
-                report.note(f"no slowed link here: {reason}")
-        bar.advance(task)
+    for world in report.each(options.ranks, lambda world: f"{world} ranks"):
+        results += run_world(world, options, layouts=options.layouts)
+    if options.link != "none":
+        reason = why_no_link(options.link)
+        if reason is None:
+            results += run_world(2, options, layouts=["FSDP2"], link=options.link)
+        else:
+            report.note(f"no slowed link here: {reason}")
     return results
 
 
-def main() -> None:
-    parser = common.make_parser(__doc__)
+def show(results: Sequence[dict[str, Any]], report: Report) -> None:
+    options = report.facts["options"]
+    cores, threads = options["cores"], options["threads"]
+    report.table(f"one sharded step on {cores} cores, {threads} thread(s) per rank", COLUMNS, map(row_of, results))
+    if max(options["ranks"]) > cores:
+        report.note(f"more ranks than the {cores} cores take turns on them: see the head of benchmarks/sharded.py.")
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--ranks", type=int, nargs="+", default=None, help="numbers of ranks to run (default 1 2 4 8)")
     parser.add_argument("--layouts", nargs="+", default=[], help="names of layouts (default all that fit)")
     parser.add_argument("--layers", type=int, default=4, help="transformer layers for FSDP2, half of them elsewhere (default 4)")
@@ -168,20 +173,18 @@ def main() -> None:
     parser.add_argument(
         "--timeout", type=float, default=400.0, help="seconds after which a number of ranks is given up (default 400)"
     )
-    options = parser.parse_args()
+
+
+def settle_options(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
     if options.quick:
         options.ranks = options.ranks or [2, 4]
         options.layers, options.width, options.tiny, options.link = 2, 32, 20, options.link or "none"
     options.ranks, options.link = options.ranks or [1, 2, 4, 8], options.link or "1gbit"
-    report = Report("sharded", options)
-    results = run_all(options, report)
-    report.table(
-        f"one sharded step on {options.cores} cores, {options.threads} thread(s) per rank", COLUMNS, map(row_of, results)
-    )
-    if max(options.ranks) > options.cores:
-        report.note(f"more ranks than the {options.cores} cores take turns on them: see the head of benchmarks/sharded.py.")
-    report.finish(results, goals_of(results, options.cores), lambda figure: plot(results, figure), (10, 5))
 
+
+BENCHMARK = common.Benchmark(
+    "sharded", __doc__, measure, show, goals_of, plot, (10, 5), add_options=add_options, settle_options=settle_options
+)
 
 if __name__ == "__main__":
-    main()
+    BENCHMARK.main()

@@ -1,7 +1,7 @@
 """One optimizer step on one device: meshmuon beside everyone else, on the matrices of four models.
 
-Contenders take turns within every round, so that a busy machine slows all of them alike; figures are ratios of one run, round by
-round. Before timing, all must have made the same update.
+Contenders take turns within every round, so that a busy machine slows all of them equally. Figures are ratios of one run, round
+by round. A contender that makes another update than meshmuon is left out before the timing starts.
 
 With one thread the ratios are of process time, which other processes do not lengthen.
 
@@ -14,18 +14,21 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import common  # first: it sets what torch reads when it starts
 import torch
-from common import Goal, Quartiles, Report, Samples, Step, progress_bar, quartiles, race, ratio
-from contenders import FLOOR, OURS, TOLERANCE, Contender, Entrant, available, differences, enter
+from common import COLOURS, Goal, Quartiles, Report, Samples, Step, quartiles, race, ratio
+from contenders import CONTENDERS, FLOOR, OURS, TOLERANCE, Contender, Entrant, available, differences, enter
 from memory import Allocations, allocations_of
 from models import MODELS, QUICK_MODELS, Model
 
 from meshmuon import Muon, Workspace, keller, orthogonalize
 from meshmuon.execute import DEFAULT_MEMORY_BUDGET
 from meshmuon.ortho import Orthogonalizer, Scheme, scratch_bytes
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 ALONE = "orthogonalisation alone"
 
@@ -35,12 +38,13 @@ def orthogonalisation_alone(model: Model) -> Step:
 
 
 def alone_on(matrices: Sequence[tuple[int, int]], scheme: Scheme | Orthogonalizer) -> Step:
-    """All matrices orthogonalised, equal shapes at once within the memory budget, with nothing else done."""
+    """Orthogonalises all matrices, equal shapes together as far as the memory budget allows, and does nothing else."""
     workspace = Workspace()
     batches = []
     for rows, cols in sorted(set(matrices)):
         left = matrices.count((rows, cols))
-        most = max(1, DEFAULT_MEMORY_BUDGET // scratch_bytes(rows, cols, torch.float32, torch.float32))
+        steps = scheme.steps if isinstance(scheme, Scheme) else ()
+        most = max(1, DEFAULT_MEMORY_BUDGET // scratch_bytes(rows, cols, steps, torch.float32, torch.float32))
         while left:
             batches.append(torch.randn(min(left, most), rows, cols))
             left -= len(batches[-1])
@@ -58,17 +62,17 @@ def enter_all(contenders: Sequence[Contender], model: Model) -> list[Entrant]:
 
 
 def check(entrants: list[Entrant], shown: Callable[[str], None]) -> tuple[list[Entrant], dict[str, float]]:
-    """Leaves out whoever made another update than meshmuon."""
-    found = differences(entrants)
+    """Leaves out every contender whose update differs from meshmuon's; returns the others and all differences."""
+    apart = differences(entrants)
     kept = []
     for entrant in entrants:
         contender = entrant.contender
-        difference = found.get(contender.name, 0.0)
+        difference = apart.get(contender.name, 0.0)
         if difference <= TOLERANCE[contender.dtype]:
             kept.append(entrant)
         else:
             shown(f"{contender.name} is left out: its update is {difference:.1e} from meshmuon's.")
-    return kept, found
+    return kept, apart
 
 
 def extra_memory(entrant: Entrant, taken: Allocations) -> int:
@@ -80,12 +84,15 @@ def extra_memory(entrant: Entrant, taken: Allocations) -> int:
 
 def two_waves(model: Model) -> int:
     """Twice the scratch of a batch: the budget, or what the largest matrix needs together with its result."""
-    largest = max(scratch_bytes(rows, cols, torch.float32, torch.float32) + 4 * rows * cols for rows, cols in model.matrices)
+    steps = keller().steps
+    largest = max(
+        scratch_bytes(rows, cols, steps, torch.float32, torch.float32) + 4 * rows * cols for rows, cols in model.matrices
+    )
     return 2 * max(DEFAULT_MEMORY_BUDGET, largest)
 
 
 def memory_rows(entrants: list[Entrant], model: Model) -> dict[str, dict[str, Any]]:
-    """Of a step after the second."""
+    """What a step after the second allocates, by contender."""
     rows = {}
     for entrant in entrants:
         if model.costly and entrant.contender.name != OURS:
@@ -97,21 +104,20 @@ def memory_rows(entrants: list[Entrant], model: Model) -> dict[str, dict[str, An
     return rows
 
 
-def measure(model: Model, contenders: Sequence[Contender], options: argparse.Namespace, report: Report) -> dict[str, Any]:
+def measure_model(model: Model, contenders: Sequence[Contender], options: argparse.Namespace, report: Report) -> dict[str, Any]:
     entrants, apart = check(enter_all(contenders, model), report.note)
     steps = {entrant.contender.name: entrant.step for entrant in entrants}
     steps[ALONE] = orthogonalisation_alone(model)
     rounds = options.rounds or (2 if options.quick else 9)
     seconds = options.seconds * (2.0 if model.costly else 1.0)
-    with progress_bar(report.console) as bar:
-        task = bar.add_task(model.name, total=rounds)
-        times = race(steps, rounds, warmups=0 if model.costly else 1, seconds=seconds, advance=lambda: bar.advance(task))
+    with report.progress(model.name, rounds) as advance:
+        times = race(steps, rounds, warmups=0 if model.costly else 1, seconds=seconds, advance=advance)
     return {
         "model": model.name,
         "about": model.about,
         "matrices": len(model.matrices),
-        "steps": {name: found.facts() for name, found in times.items()},
-        "ratio": {name: asdict(ratio(times[OURS].clock, found.clock)) for name, found in times.items()},
+        "steps": {name: samples.facts() for name, samples in times.items()},
+        "ratio": {name: asdict(ratio(times[OURS].clock, samples.clock)) for name, samples in times.items()},
         "beside_the_floor": asdict(beside_the_floor(times)),
         "difference": apart,
         "memory": memory_rows(entrants, model),
@@ -130,28 +136,24 @@ def host(model: Model, contenders: Sequence[Contender], options: argparse.Namesp
     tiny = Model(model.name, "8×8", ((8, 8),) * model.count, model.count)
     steps = {contender.name: enter(contender, tiny).step for contender in contenders}
     times = race(steps, options.rounds or (2 if options.quick else 15), warmups=3, seconds=8.0)
-    per = 1e6 / model.count
-    return {
-        name: {"wall_us": quartiles(found.wall).median * per, "cpu_us": quartiles(found.cpu).median * per}
-        for name, found in times.items()
-    }
+    return {name: samples.microseconds(model.count) for name, samples in times.items()}
 
 
-def same_dtype_rivals(result: dict[str, Any], contenders: Sequence[Contender]) -> list[str]:
-    """Contenders that are not ours and compute in float32."""
-    names = [c.name for c in contenders if c.dtype == "fp32" and c.is_muon and not c.name.startswith(OURS)]
+def same_dtype_rivals(result: dict[str, Any]) -> list[str]:
+    """The measured contenders that are not ours and compute in float32."""
+    names = [c.name for c in CONTENDERS if c.dtype == "fp32" and c.is_muon and not c.name.startswith(OURS)]
     return [name for name in names if name in result["steps"]]
 
 
-def show(result: dict[str, Any], contenders: Sequence[Contender], report: Report) -> None:
-    about = {contender.name: contender for contender in contenders}
+def show_model(result: dict[str, Any], report: Report) -> None:
+    dtypes = {contender.name: contender.dtype for contender in CONTENDERS}
     rows = []
     for name, step in result["steps"].items():
         memory, host_time = result["memory"].get(name), result["host"].get(name)
         rows.append(
             (
                 name,
-                about[name].dtype if name in about else "fp32",
+                dtypes.get(name, "fp32"),
                 Quartiles(**step["wall_s"]).text(1e3, 1),
                 Quartiles(**result["ratio"][name]).text(),
                 f"{result['difference'][name]:.0e}" if name in result["difference"] else "–",
@@ -173,10 +175,10 @@ def show(result: dict[str, Any], contenders: Sequence[Contender], report: Report
     report.table(f"{result['model']}: {result['about']} ({result['matrices']} matrices)", columns, rows)
 
 
-def goals_of(results: Sequence[dict[str, Any]], contenders: Sequence[Contender]) -> list[Goal]:
+def goals_of(results: Sequence[dict[str, Any]], options: argparse.Namespace) -> list[Goal]:
     goals = []
     for result in results:
-        rivals = same_dtype_rivals(result, contenders)
+        rivals = same_dtype_rivals(result)
         fastest = min(rivals, key=lambda name: float(result["steps"][name]["cpu_s"]["median"]))
         ours, where = result["memory"][OURS], result["model"]
         host_us = result["host"][OURS]["cpu_us"]
@@ -194,14 +196,14 @@ def goals_of(results: Sequence[dict[str, Any]], contenders: Sequence[Contender])
     return goals
 
 
-def plot(results: Sequence[dict[str, Any]], figure: Any) -> None:
+def plot(results: Sequence[dict[str, Any]], figure: Figure) -> None:
     for place, result in enumerate(results, 1):
         axes = figure.add_subplot(2, (len(results) + 1) // 2, place)
         names = list(result["steps"])
         times = [result["steps"][name]["wall_s"] for name in names]
         middle = [time["median"] * 1e3 for time in times]
         spread = [[(t["median"] - t["low"]) * 1e3 for t in times], [(t["high"] - t["median"]) * 1e3 for t in times]]
-        colours = ["#2a6f97" if name == OURS else "#c9e0c5" if name in (FLOOR, ALONE) else "#a9b4c2" for name in names]
+        colours = [COLOURS["ours" if name == OURS else "floor" if name in (FLOOR, ALONE) else "others"] for name in names]
         axes.barh(names, middle, xerr=spread, color=colours, error_kw={"lw": 0.8})
         axes.invert_yaxis()
         axes.set_title(result["model"], fontsize=9)
@@ -209,29 +211,43 @@ def plot(results: Sequence[dict[str, Any]], figure: Any) -> None:
         axes.tick_params(labelsize=7)
 
 
-def main() -> None:
-    parser = common.make_parser(__doc__)
+def measure(options: argparse.Namespace, report: Report) -> list[dict[str, Any]]:
+    contenders = available(report.note)
+    results = []
+    for model in models_for(options):
+        results.append(measure_model(model, contenders, options, report))
+        show_model(results[-1], report)
+    return results
+
+
+def show(results: Sequence[dict[str, Any]], report: Report) -> None:
+    """The tables are shown while measuring; what is left is how contenders differ."""
+    for contender in CONTENDERS:
+        if contender.differs and contender.name in results[0]["host"]:
+            report.note(f"{contender.name}: {contender.differs}")
+
+
+def models_for(options: argparse.Namespace) -> list[Model]:
+    known = QUICK_MODELS if options.quick else MODELS
+    return [model for model in known if options.models is None or model.name in options.models]
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--models", nargs="+", default=None, help="names of models (default all)")
     parser.add_argument(
         "--seconds", type=float, default=20.0, help="no round starts later, per model (default 20, twice where costly)"
     )
-    options = parser.parse_args()
-    torch.set_num_threads(options.threads)
-    report = Report("single_device", options)
-    contenders = available(report.note)
-    known = QUICK_MODELS if options.quick else MODELS
-    chosen = [model for model in known if options.models is None or model.name in options.models]
-    if not chosen:
-        parser.error(f"no model is called {options.models}; there are {[model.name for model in known]}")
-    results = []
-    for model in chosen:
-        results.append(measure(model, contenders, options, report))
-        show(results[-1], contenders, report)
-    for contender in contenders:
-        if contender.differs:
-            report.note(f"{contender.name}: {contender.differs}")
-    report.finish(results, goals_of(results, contenders), lambda figure: plot(results, figure), (11, 7))
 
+
+def settle_options(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
+    if not models_for(options):
+        known = [model.name for model in (QUICK_MODELS if options.quick else MODELS)]
+        parser.error(f"no model is called {options.models}; there are {known}")
+
+
+BENCHMARK = common.Benchmark(
+    "single_device", __doc__, measure, show, goals_of, plot, (11, 7), add_options=add_options, settle_options=settle_options
+)
 
 if __name__ == "__main__":
-    main()
+    BENCHMARK.main()

@@ -139,11 +139,11 @@ def means(rows: list[Row]) -> str:
     for row in rows:
         kinds.setdefault(_kind(row), []).append(row)
     lines = []
-    for _, some in sorted(kinds.items()):
-        losses = [row["valid_loss"] for row in some if row["valid_loss"] is not None]
-        if len(some) > 1 and len(losses) == len(some):
+    for _, same_kind in sorted(kinds.items()):
+        losses = [row["valid_loss"] for row in same_kind if row["valid_loss"] is not None]
+        if len(same_kind) > 1 and len(losses) == len(same_kind):
             spread = f"{statistics.mean(losses):.4f} ± {statistics.stdev(losses):.4f} ({min(losses):.4f} to {max(losses):.4f})"
-            lines.append(_line(some[0], f"{len(some)} seeds", spread))
+            lines.append(_line(same_kind[0], f"{len(same_kind)} seeds", spread))
     return "\n" + "\n".join([_HEAD, _RULE, *lines]) + "\n" if lines else ""
 
 

@@ -107,16 +107,16 @@ def train_all(
 
 
 def train_one(name: str, setting: Setting, runtime: Runtime, checkpoints: Checkpoints | None, results: list[RunResult]) -> None:
-    """One contender from its start, or from its newest checkpoint; one that is finished is read back."""
-    found = None if checkpoints is None else checkpoints.newest(name, runtime)
-    if found is not None and found.result.status == "finished":
-        results.append(found.result)
-        say(f"{found.result.title}: finished before, read from {found.path}", runtime)
+    """Train a contender from its start or from its newest checkpoint; read it back where it has already finished."""
+    checkpoint = None if checkpoints is None else checkpoints.newest(name, runtime)
+    if checkpoint is not None and checkpoint.result.status == "finished":
+        results.append(checkpoint.result)
+        say(f"{checkpoint.result.title}: finished before, read from {checkpoint.path}", runtime)
         return
     run = Run(name, setting.corpus, setting.model, setting.optimizer, setting.train, runtime)
-    if checkpoints is not None and found is not None:
-        checkpoints.resume(run, found)
-        say(f"{run.result.title}: goes on after step {run.result.steps_done} from {found.path}", runtime)
+    if checkpoints is not None and checkpoint is not None:
+        checkpoints.resume(run, checkpoint)
+        say(f"{run.result.title}: goes on after step {run.result.steps_done} from {checkpoint.path}", runtime)
     results.append(run.result)
     after_step = None if checkpoints is None else checkpoints.after_step
     if runtime.rank:

@@ -57,6 +57,10 @@ class Exchange(torch.autograd.Function):
         return Exchange.forward(ctx, grads[0], *ctx.route), None, None, None
 
 
+def exchange_rows(x: Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup) -> Tensor:
+    return cast(Tensor, Exchange.apply(x, sent, received, group))  # type: ignore[no-untyped-call]
+
+
 class Experts(nn.Module):
     """The MLPs of all experts as two stacks, (E, d_ff, d_model) and (E, d_model, d_ff), around relu(x)²."""
 
@@ -74,16 +78,16 @@ class Experts(nn.Module):
         theirs = torch.empty_like(counts)  # how many rows each rank has for each of this rank's experts
         dist.all_to_all_single(theirs, counts, group=self.group)
         sent, received = (each.view(ranks, -1).sum(1).tolist() for each in (counts, theirs))
-        x = cast(Tensor, Exchange.apply(x, sent, received, self.group))
+        x = exchange_rows(x, sent, received, self.group)
         # They arrive sorted by sender and then by expert.
         expert = torch.arange(theirs.numel(), device=x.device) % (theirs.numel() // ranks)
         order = expert.repeat_interleave(theirs).argsort(stable=True)
         y = self._compute(x[order], theirs.view(ranks, -1).sum(0))[order.argsort()]
-        return cast(Tensor, Exchange.apply(y, received, sent, self.group))
+        return exchange_rows(y, received, sent, self.group)
 
     def _compute(self, x: Tensor, counts: Tensor) -> Tensor:
         w1, w2 = self._local(self.w1), self._local(self.w2)
-        parts = zip(x.split(counts.tolist()), w1, w2, strict=True)
+        parts = zip(torch.split(x, counts.tolist()), w1, w2, strict=True)
         # An expert without a token takes part with no rows: its gradient is zeros, and no rank leaves the others waiting.
         return torch.cat([F.relu(rows @ up.T).square() @ down.T for rows, up, down in parts])
 
@@ -95,7 +99,7 @@ class Experts(nn.Module):
         if local.requires_grad:
             # The loss is the mean over all ranks. FSDP2 averages gradients over "efsdp"; over "ep" the tokens have come here
             # and their gradients are already added up. (FSDP2's set_gradient_divide_factor does not work with gloo.)
-            local.register_hook(lambda grad: grad / ranks)
+            local.register_hook(lambda grad: grad / ranks)  # type: ignore[no-untyped-call]
         return local
 
 

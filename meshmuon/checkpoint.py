@@ -1,7 +1,8 @@
-"""Checkpoints beyond ``state_dict``: files that prove they are what was saved, and state of torch's own optimizers.
+"""Checkpoints beyond ``state_dict``: detecting damaged files, and converting the state of torch's own optimizers.
 
-Saving and loading themselves are torch's: ``state_dict`` / ``load_state_dict``, or ``torch.distributed.checkpoint``, which takes
-damaged data without a word. ``write_manifest`` describes what was saved; ``verify`` compares before anything is loaded.
+Save and load with torch: ``state_dict`` / ``load_state_dict``, or ``torch.distributed.checkpoint``, which silently loads
+corrupted data. ``write_manifest`` records size and hash of every file that was saved; ``verify`` compares them before anything is
+loaded.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ MANIFEST = "meshmuon-manifest.json"
 """Name of the manifest inside a folder; beside a single file it is ``<file>.meshmuon-manifest.json``."""
 
 Progress: TypeAlias = Callable[[int, int], None]
-"""Told (bytes read so far, bytes in all) while files are read, from one thread at a time."""
+"""Called with (bytes read so far, bytes in total) while files are read, by one thread at a time."""
 
 _FORMAT = 1
 _CHUNK = 1 << 22
@@ -42,98 +43,102 @@ class _File:
 
 
 def write_manifest(path: str | os.PathLike[str], *, progress: Progress | None = None) -> Path:
-    """Writes the size and SHA-256 of a checkpoint's files, to be compared by ``verify`` before loading.
+    """Records the size and SHA-256 of a checkpoint's files, for ``verify`` to compare before loading.
 
-    Call it on one rank, when all ranks have saved: ``dcp.save`` returns on its coordinator (rank 0) after all have written; after
-    anything else, a barrier first. It needs no process group. The manifest is replaced as a whole or not at all.
+    Call it on one rank after all ranks have saved. ``dcp.save`` returns on its coordinator (rank 0) after all ranks have written;
+    after any other way of saving, call a barrier first. It needs no process group. The manifest is replaced atomically.
 
     Args:
-        path: a folder, all of whose files are described, or a single file.
-        progress: told how many bytes have been read.
+        path: a folder, all of whose files are recorded, or a single file.
+        progress: called with the number of bytes that have been read.
 
     Returns:
-        Where the manifest is.
+        The path of the manifest.
     """
-    place = Path(path)
-    found = _found(place)
-    if not found:
-        raise CheckpointError(f"{place} holds no files: save the checkpoint first, then write its manifest.")
-    sizes = {name: found[name].stat().st_size for name in found}
-    hashes = _hashes(found, sizes, progress)
+    checkpoint = Path(path)
+    paths = _file_paths(checkpoint)
+    if not paths:
+        raise CheckpointError(f"{checkpoint} holds no files: save the checkpoint first, then write its manifest.")
+    sizes = {name: file.stat().st_size for name, file in paths.items()}
+    records = _read_files(paths, sizes, progress)
     for name, size in sizes.items():
-        if (now := found[name].stat().st_size) != size:
+        if (now := paths[name].stat().st_size) != size:
             raise CheckpointError(
-                f"{found[name]} had {size} bytes and has {now} now: it is still being written. Write the manifest when all ranks "
+                f"{paths[name]} had {size} bytes and has {now} now: it is still being written. Write the manifest when all ranks "
                 "have saved, after a barrier."
             )
-    files = {name: asdict(one) for name, one in sorted(hashes.items())}
+    files = {name: asdict(record) for name, record in sorted(records.items())}
     manifest = {"format": _FORMAT, "digest": _digest(files), "files": files}
-    _replace(_manifest_of(place), json.dumps(manifest, indent=1))
-    return _manifest_of(place)
+    _replace(_manifest_path(checkpoint), json.dumps(manifest, indent=1))
+    return _manifest_path(checkpoint)
 
 
 def verify(path: str | os.PathLike[str], *, progress: Progress | None = None) -> None:
-    """Raises CheckpointError unless the files of a checkpoint are exactly those that ``write_manifest`` described.
+    """Raises CheckpointError unless the files of a checkpoint are exactly those that ``write_manifest`` recorded.
 
     It needs no process group, and every rank that calls it gets the same error.
 
     Args:
         path: the folder or file that was given to ``write_manifest``.
-        progress: told how many bytes have been read.
+        progress: called with the number of bytes that have been read.
     """
-    place = Path(path)
-    expected, found = _read(place), _found(place)
-    sizes = {name: found[name].stat().st_size for name in expected if name in found}
-    hashes = _hashes(found, {name: size for name, size in sizes.items() if size == expected[name].bytes}, progress)
-    wrong = []
-    for name, one in expected.items():
-        if name not in found:
-            wrong.append(f"{name} is missing ({one.bytes} bytes)")
-        elif sizes[name] != one.bytes:
-            what = "truncated" if sizes[name] < one.bytes else "longer than it was"
-            wrong.append(f"{name} is {what}: expected {one.bytes} bytes, found {sizes[name]}")
-        elif hashes[name] != one:
-            wrong.append(f"{name} has changed: expected SHA-256 {one.sha256[:16]}…, found {hashes[name].sha256[:16]}…")
-    wrong += [f"{name} is extra: it was not there when the manifest was written" for name in found if name not in expected]
-    if wrong:
+    checkpoint = Path(path)
+    expected, paths = _read_manifest(checkpoint), _file_paths(checkpoint)
+    sizes = {name: paths[name].stat().st_size for name in expected if name in paths}
+    records = _read_files(paths, {name: size for name, size in sizes.items() if size == expected[name].bytes}, progress)
+    problems = []
+    for name, record in expected.items():
+        if name not in paths:
+            problems.append(f"{name} is missing ({record.bytes} bytes)")
+        elif sizes[name] != record.bytes:
+            what = "truncated" if sizes[name] < record.bytes else "longer than it was"
+            problems.append(f"{name} is {what}: expected {record.bytes} bytes, found {sizes[name]}")
+        elif records[name] != record:
+            problems.append(f"{name} has changed: expected SHA-256 {record.sha256[:16]}…, found {records[name].sha256[:16]}…")
+    problems += [f"{name} is extra: it was not there when the manifest was written" for name in paths if name not in expected]
+    if problems:
         raise CheckpointError(
-            f"{place} is not the checkpoint that was saved:\n  " + "\n  ".join(wrong) + "\nLoad another checkpoint. "
+            f"{checkpoint} is not the checkpoint that was saved:\n  " + "\n  ".join(problems) + "\nLoad another checkpoint. "
             "If the files were changed on purpose, call write_manifest on them again."
         )
 
 
-def _manifest_of(place: Path) -> Path:
-    return place / MANIFEST if place.is_dir() else place.with_name(f"{place.name}.{MANIFEST}")
+def _manifest_path(checkpoint: Path) -> Path:
+    return checkpoint / MANIFEST if checkpoint.is_dir() else checkpoint.with_name(f"{checkpoint.name}.{MANIFEST}")
 
 
-def _found(place: Path) -> dict[str, Path]:
-    """The checkpoint's files by their name in the manifest, in order."""
-    if place.is_dir():
-        own = (MANIFEST, f"{MANIFEST}.tmp")
-        paths = sorted(Path(folder, name) for folder, _, names in os.walk(place, onerror=_raise) for name in names)
-        found = {path.relative_to(place).as_posix(): path for path in paths}
-        found = {name: path for name, path in found.items() if name not in own}
-    elif place.exists():
-        found = {place.name: place}
+def _file_paths(checkpoint: Path) -> dict[str, Path]:
+    """The checkpoint's files, sorted, by their name in the manifest."""
+    if checkpoint.is_dir():
+        manifests = (MANIFEST, f"{MANIFEST}.tmp")
+        walked = sorted(Path(folder, name) for folder, _, names in os.walk(checkpoint, onerror=_raise) for name in names)
+        paths = {path.relative_to(checkpoint).as_posix(): path for path in walked}
+        paths = {name: path for name, path in paths.items() if name not in manifests}
+    elif checkpoint.exists():
+        paths = {checkpoint.name: checkpoint}
     else:
-        raise CheckpointError(f"{place} does not exist: give the folder or file that the checkpoint was saved to.")
-    for path in found.values():
+        raise _does_not_exist(checkpoint)
+    for path in paths.values():
         if not path.exists():
-            raise CheckpointError(f"{path} is a link to nothing: remove it, or restore its target.")
-        if not stat.S_ISREG(path.stat().st_mode):  # reading a pipe would wait for ever
+            raise CheckpointError(f"{path} is a broken link: remove it, or restore its target.")
+        if not stat.S_ISREG(path.stat().st_mode):  # reading a pipe would wait forever
             raise CheckpointError(f"{path} is not a regular file: a checkpoint's folder must hold nothing else.")
-    return found
+    return paths
+
+
+def _does_not_exist(checkpoint: Path) -> CheckpointError:
+    return CheckpointError(f"{checkpoint} does not exist: give the folder or file that the checkpoint was saved to.")
 
 
 def _raise(error: OSError) -> None:
     raise error
 
 
-def _hashes(files: Mapping[str, Path], sizes: Mapping[str, int], progress: Progress | None) -> dict[str, _File]:
-    """Reads the files that ``sizes`` names, each to its size at that time and not on: one that grows has no end."""
+def _read_files(files: Mapping[str, Path], sizes: Mapping[str, int], progress: Progress | None) -> dict[str, _File]:
+    """Reads and hashes the files that ``sizes`` names, each up to that size: a file that is still written may never end."""
     lock, done, total = threading.Lock(), 0, sum(sizes.values())
 
-    def tell(count: int) -> None:
+    def report(count: int) -> None:
         nonlocal done
         if progress is not None:
             with lock:
@@ -144,9 +149,9 @@ def _hashes(files: Mapping[str, Path], sizes: Mapping[str, int], progress: Progr
         hasher, size = hashlib.sha256(), 0
         with files[name].open("rb") as file:
             while size < sizes[name] and (chunk := file.read(_CHUNK)):
-                hasher.update(chunk)  # without the interpreter's lock, so that files are read side by side
+                hasher.update(chunk)  # releases the interpreter's lock, so several files are hashed in parallel
                 size += len(chunk)
-                tell(len(chunk))
+                report(len(chunk))
         return _File(size, hasher.hexdigest())
 
     readers = ThreadPoolExecutor(_READERS)
@@ -161,7 +166,7 @@ def _digest(files: Mapping[str, Any]) -> str:
 
 
 def _replace(path: Path, text: str) -> None:
-    """Whoever reads ``path`` sees the old file or the new one, also after a crash."""
+    """Replaces a file atomically: readers see the old file or the new one, even after a crash."""
     new = path.with_name(f"{path.name}.tmp")
     try:
         with new.open("w", encoding="utf-8") as file:
@@ -174,13 +179,13 @@ def _replace(path: Path, text: str) -> None:
         raise
 
 
-def _read(place: Path) -> dict[str, _File]:
-    path = _manifest_of(place)
-    if not place.exists():
-        raise CheckpointError(f"{place} does not exist: give the folder or file that the checkpoint was saved to.")
+def _read_manifest(checkpoint: Path) -> dict[str, _File]:
+    path = _manifest_path(checkpoint)
+    if not checkpoint.exists():
+        raise _does_not_exist(checkpoint)
     if not path.exists():
         raise CheckpointError(
-            f"{place} has no manifest ({path.name}), so that damage cannot be seen: call "
+            f"{checkpoint} has no manifest ({path.name}), so damage cannot be detected: call "
             "meshmuon.checkpoint.write_manifest on it after saving, on one rank."
         )
     try:
@@ -192,16 +197,16 @@ def _read(place: Path) -> dict[str, _File]:
         raise CheckpointError(f"{path} has format {number}, this version of meshmuon reads {_FORMAT}: verify with a newer one.")
     if digest != _digest(files):
         raise CheckpointError(f"{path} is damaged (its own digest differs): the checkpoint cannot be verified. Load another one.")
-    return {name: _File(**one) for name, one in files.items()}
+    return {name: _File(**record) for name, record in files.items()}
 
 
 @dataclass(frozen=True, slots=True)
-class _Saved:
-    """One parameter in a state_dict of torch: its entry, its group, and which optimizer it belongs to."""
+class _SavedParam:
+    """A parameter in a state_dict of torch: the class of the optimizer, the parameter's state and its param group."""
 
     kind: str
-    entry: Mapping[str, Any]
-    group: Mapping[str, Any]
+    state: Mapping[str, Any]
+    param_group: Mapping[str, Any]
 
 
 def convert_torch_state(
@@ -214,14 +219,14 @@ def convert_torch_state(
 ) -> dict[str, Any]:
     """A state_dict for ``optimizer`` from those of ``torch.optim.Muon`` and ``torch.optim.AdamW`` over the same parameters.
 
-    Parameters are matched by name. torch keeps momentum as a mean, ``buf ← μ·buf + (1 − μ)·G``, meshmuon as a sum,
-    ``M ← μ·M + G``: the momentum becomes ``buf / (1 − μ)``, and as every later update differs by that one factor, which
-    orthogonalisation removes, the run goes on as it would have. lr, weight decay, momentum, Nesterov, betas, eps, coefficients
-    and the rule for the learning rate come along. torch orthogonalises in bfloat16: give ``compute_dtype=torch.bfloat16`` to do
-    likewise.
+    Parameters are matched by name. torch keeps momentum as a mean, ``buf ← μ·buf + (1 − μ)·G``; meshmuon keeps it as a sum,
+    ``M ← μ·M + G``. The momentum therefore becomes ``buf / (1 − μ)``. Every later update differs by that one factor, which
+    orthogonalisation removes, so training continues as it would have with torch. lr, weight decay, momentum, Nesterov, betas,
+    eps, coefficients and the learning-rate rule are converted as well. torch orthogonalises in bfloat16: pass
+    ``compute_dtype=torch.bfloat16`` to do the same.
 
     Args:
-        optimizer: the one that is to load the result. Its groups decide which parameter is Muon's; nothing in it is changed.
+        optimizer: the optimizer that will load the result. Its param groups decide which parameters are Muon's; nothing changes.
         muon_state: ``state_dict()`` of ``torch.optim.Muon``; None if there was none.
         adamw_state: ``state_dict()`` of ``torch.optim.AdamW``; None if there was none.
         muon_names: names of Muon's parameters in its order, for an optimizer that was not built from named parameters.
@@ -230,35 +235,36 @@ def convert_torch_state(
     Returns:
         What ``optimizer.load_state_dict`` takes.
     """
-    saved = dict(_saved("torch.optim.Muon", "muon_names", muon_state, muon_names))
-    for name, one in _saved("torch.optim.AdamW", "adamw_names", adamw_state, adamw_names):
+    saved = dict(_saved_params("torch.optim.Muon", "muon_names", muon_state, muon_names))
+    for name, saved_param in _saved_params("torch.optim.AdamW", "adamw_names", adamw_state, adamw_names):
         if name in saved:
             raise StateError(f"{name} is in the states of both torch.optim.Muon and torch.optim.AdamW: it must be in one.")
-        saved[name] = one
-    groups: list[dict[str, Any]] = optimizer.state_dict()["param_groups"]
+        saved[name] = saved_param
+    param_groups: list[dict[str, Any]] = optimizer.state_dict()["param_groups"]
     state: dict[int, dict[str, Any]] = {}
-    for group, live in zip(groups, optimizer.param_groups, strict=True):
-        mine = {name: saved.pop(name) for name in live["param_names"] if name in saved}
-        for name, param, key in zip(live["param_names"], live["params"], group["params"], strict=True):
-            if name in mine:
-                state[key] = _entry(name, mine[name], live)
+    for param_group, live in zip(param_groups, optimizer.param_groups, strict=True):
+        members = {name: saved.pop(name) for name in live["param_names"] if name in saved}
+        for name, param, key in zip(live["param_names"], live["params"], param_group["params"], strict=True):
+            if name in members:
+                state[key] = _converted_state(name, members[name], live)
             elif param.requires_grad:
                 raise StateError(f"{name} is in neither state: give states of the same model, with the optimizer's names.")
-        _take_options(group, {name: _options(one, live) for name, one in mine.items()})
+        _set_options(param_group, {name: _converted_options(member, live) for name, member in members.items()})
     if saved:
-        raise StateError(f"{next(iter(saved))} has state but is not among the optimizer's parameters ({len(saved)} such).")
-    return {"state": state, "param_groups": groups}
+        raise StateError(f"{next(iter(saved))} has state but is not one of the optimizer's parameters ({len(saved)} such names).")
+    return {"state": state, "param_groups": param_groups}
 
 
-def _saved(
+def _saved_params(
     kind: str, argument: str, state_dict: Mapping[str, Any] | None, names: Sequence[str] | None
-) -> Iterator[tuple[str, _Saved]]:
+) -> Iterator[tuple[str, _SavedParam]]:
+    """The parameters of one optimizer of torch with their names; ``argument`` is where a user can give the names."""
     if state_dict is None:
         return
-    groups = state_dict["param_groups"]
-    keys = [(group, key) for group in groups for key in group["params"]]
-    if names is None and all("param_names" in group for group in groups):
-        names = [name for group in groups for name in group["param_names"]]
+    param_groups = state_dict["param_groups"]
+    keys = [(param_group, key) for param_group in param_groups for key in param_group["params"]]
+    if names is None and all("param_names" in param_group for param_group in param_groups):
+        names = [name for param_group in param_groups for name in param_group["param_names"]]
     if names is None:
         raise StateError(
             f"the state of {kind} has no names, since it was built from bare parameters: pass {argument}=[...], the names of its "
@@ -266,61 +272,63 @@ def _saved(
         )
     if len(names) != len(keys) or len(set(names)) != len(names):
         raise StateError(f"{argument} has {len(set(names))} different names for {len(keys)} parameters of {kind}.")
-    for name, (group, key) in zip(names, keys, strict=True):
-        yield name, _Saved(kind, state_dict["state"].get(key, {}), group)
+    for name, (param_group, key) in zip(names, keys, strict=True):
+        yield name, _SavedParam(kind, state_dict["state"].get(key, {}), param_group)
 
 
-def _entry(name: str, one: _Saved, live: Mapping[str, Any]) -> dict[str, Any]:
-    wanted = "torch.optim.Muon" if live["use_muon"] else "torch.optim.AdamW"
-    if one.kind != wanted:
-        raise StateError(f"{name} is stepped here as by {wanted}, its state is from {one.kind}: route it the same way.")
+def _converted_state(name: str, saved: _SavedParam, live: Mapping[str, Any]) -> dict[str, Any]:
+    """The state of a parameter for meshmuon; ``live`` is the param group that it has there."""
+    live_kind = "torch.optim.Muon" if live["use_muon"] else "torch.optim.AdamW"
+    if saved.kind != live_kind:
+        raise StateError(f"{name} needs the state of {live_kind}, but its state is from {saved.kind}: route it the same way.")
     expected = ("momentum_buffer",) if live["use_muon"] else ("step", "exp_avg", "exp_avg_sq")
-    if one.group.get("amsgrad") or "max_exp_avg_sq" in one.entry:
+    if saved.param_group.get("amsgrad") or "max_exp_avg_sq" in saved.state:
         raise StateError(f"{name}: its state is from AdamW with amsgrad=True, which meshmuon's AdamW does not do.")
-    if not one.group.get("decoupled_weight_decay", True) and one.group["weight_decay"]:
+    if not saved.param_group.get("decoupled_weight_decay", True) and saved.param_group["weight_decay"]:
         raise StateError(f"{name}: its state is from Adam, whose weight decay goes through the gradient; AdamW's does not.")
-    if not one.entry:  # no gradient so far: it starts from zero
+    if not saved.state:  # no gradient so far: it starts from zero
         return {}
-    if not all(key in one.entry for key in expected):
-        raise StateError(f"{name}: the state of {one.kind} has {sorted(one.entry)}, expected {list(expected)}.")
-    found = {key: torch.as_tensor(one.entry[key]).detach().clone() for key in expected}
+    if not all(key in saved.state for key in expected):
+        raise StateError(f"{name}: the state of {saved.kind} has {sorted(saved.state)}, expected {list(expected)}.")
+    state = {key: torch.as_tensor(saved.state[key]).detach().clone() for key in expected}
     if live["use_muon"]:
-        buffer = found["momentum_buffer"]
-        found["momentum_buffer"] = buffer.to(live["momentum_dtype"] or buffer.dtype) / (1 - _momentum(name, one))
-    return found
+        buffer = state["momentum_buffer"]
+        state["momentum_buffer"] = buffer.to(live["momentum_dtype"] or buffer.dtype) / (1 - _momentum(name, saved))
+    return state
 
 
-def _momentum(name: str, one: _Saved) -> float:
-    momentum = float(one.group["momentum"])
+def _momentum(name: str, saved: _SavedParam) -> float:
+    momentum = float(saved.param_group["momentum"])
     if not 0 <= momentum < 1:
-        raise StateError(f"{name}: momentum={momentum} in the state of {one.kind}; only momentum in [0, 1) can be converted.")
+        raise StateError(f"{name}: momentum={momentum} in the state of {saved.kind}; only momentum in [0, 1) can be converted.")
     return momentum
 
 
-def _options(one: _Saved, live: Mapping[str, Any]) -> dict[str, Any]:
-    """What the saved group says, in the words of meshmuon."""
-    group = one.group
-    options = {key: group[key] for key in ("lr", "weight_decay", "initial_lr") if key in group}
+def _converted_options(saved: _SavedParam, live: Mapping[str, Any]) -> dict[str, Any]:
+    """The options of the saved param group under meshmuon's names."""
+    options = saved.param_group
+    converted = {key: options[key] for key in ("lr", "weight_decay", "initial_lr") if key in options}
     if live["use_muon"]:
-        steps = (tuple(group["ns_coefficients"]),) * group["ns_steps"]
-        rule = group["adjust_lr_fn"] or "original"
-        own = {"scheme": steps, "adjust_lr_fn": rule, **{key: group[key] for key in ("momentum", "nesterov", "ns_steps")}}
+        converted["scheme"] = (tuple(options["ns_coefficients"]),) * options["ns_steps"]
+        converted["adjust_lr_fn"] = options["adjust_lr_fn"] or "original"
+        converted |= {key: options[key] for key in ("momentum", "nesterov", "ns_steps")}
     else:
-        own = {"maximize": group["maximize"]}
-        own |= {key if key in live else f"adamw_{key}": group[key] for key in ("betas", "eps")}  # torch's own keys serve as well
-    return options | own
+        converted["maximize"] = options["maximize"]
+        # A param group may have torch's own keys instead of meshmuon's.
+        converted |= {key if key in live else f"adamw_{key}": options[key] for key in ("betas", "eps")}
+    return converted
 
 
-def _take_options(group: dict[str, Any], options: Mapping[str, Mapping[str, Any]]) -> None:
-    """All parameters of one group must have been stepped alike."""
+def _set_options(param_group: dict[str, Any], options: Mapping[str, Mapping[str, Any]]) -> None:
+    """Sets the options that all parameters of a param group were stepped with; raises if they differ."""
     if not options:
         return
     first = next(iter(options))
-    for name, found in options.items():
-        for key, value in found.items():
+    for name, param_options in options.items():
+        for key, value in param_options.items():
             if value != options[first].get(key):
                 raise StateError(
                     f"{first} was stepped with {key}={options[first].get(key)}, {name} with {value}, but here they are in one "
                     "group: build a group for each."
                 )
-    group.update(options[first])
+    param_group.update(options[first])

@@ -1,6 +1,7 @@
-"""What differs between a GPU and a CPU, behind one interface: streams of work, recorded work, copies to host memory.
+"""What differs between a GPU and a CPU, behind one interface: streams, CUDA graphs, copies to host memory.
 
-The CUDA twin has not been run on a GPU by this project's tests; the CPU twin, with the same signature, has.
+Each interface has a CUDA twin and a CPU twin. The tests run the CUDA twins with stand-ins for CUDA only: none of them has run on
+a GPU yet.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ __all__ = [
     "Mark",
     "Streams",
     "Transfers",
+    "copy_to",
     "known_to_host",
     "replay_for",
     "streams_for",
@@ -30,7 +32,7 @@ __all__ = [
 
 
 class DirectReplay:
-    """The CPU twin: replaying is calling."""
+    """The CPU twin: calls the function at every replay."""
 
     def __init__(self, work: Callable[[], None]) -> None:
         self._work = work
@@ -55,7 +57,7 @@ class CudaReplay:
         if self._graph is not None:
             self._graph.replay()
             return
-        # The first run does the real work and warms up libraries on a side stream, as capturing demands.
+        # The first run does the real work, on a side stream: libraries must be warm before a graph is captured.
         side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
@@ -68,7 +70,7 @@ class CudaReplay:
 
 
 def replay_for(device: torch.device, work: Callable[[], None], *, graphs: bool) -> Callable[[], None]:
-    """``work`` as something to call at every step: a CUDA graph where asked for and possible, else itself."""
+    """``work`` as something to call at every step: replayed from a CUDA graph if ``graphs`` and on a GPU, else called."""
     return CudaReplay(work) if graphs and device.type == "cuda" else DirectReplay(work)
 
 
@@ -77,18 +79,18 @@ class Mark(Protocol):
 
 
 class Streams(Protocol):
-    """A main stream of work and one beside it, ordered by marks."""
+    """A main stream and a side stream of work, ordered by marks."""
 
     def main_mark(self) -> Mark:
-        """What the main stream has been given so far."""
+        """The end of what the main stream has been given so far."""
         ...
 
     def side_mark(self) -> Mark:
-        """What the side stream has been given so far."""
+        """The end of what the side stream has been given so far."""
         ...
 
     def beside(self, after: Mark, uses: Iterable[Tensor] = ()) -> AbstractContextManager[None]:
-        """Work inside runs on the side stream, after ``after``. ``uses`` may be freed by the main stream meanwhile."""
+        """Runs the work inside on the side stream, after ``after``; the main stream may free ``uses`` meanwhile."""
         ...
 
     def main_waits(self, mark: Mark) -> None:
@@ -97,7 +99,7 @@ class Streams(Protocol):
 
 
 class DirectStreams:
-    """The CPU twin: work runs when it is given, so that all of it is in order."""
+    """The CPU twin: work runs when it is given, so it is always in order."""
 
     def main_mark(self) -> Mark:
         """Nothing to remember."""
@@ -117,7 +119,7 @@ class DirectStreams:
 
 
 class CudaStreams:
-    """The stream that is current at each call, and a side stream of its own for elementwise work and exchanges."""
+    """The stream that is current at each call, and a side stream for elementwise work and exchanges."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -156,7 +158,7 @@ class Transfers(Protocol):
     """Bulk copies between a device and host memory."""
 
     def host_buffer(self, size: int, dtype: torch.dtype) -> Tensor:
-        """Flat host memory that the device can copy to and from."""
+        """Flat host memory for copies to and from the device."""
         ...
 
     def store(self, host: Tensor, device: Tensor) -> None:
@@ -173,7 +175,7 @@ class Transfers(Protocol):
 
 
 class DirectTransfers:
-    """The CPU twin: really copies, so that the "device" memory can really be freed; nothing is pending afterwards."""
+    """The CPU twin: copies at once, so that the source can be freed; nothing is pending afterwards."""
 
     def host_buffer(self, size: int, dtype: torch.dtype) -> Tensor:
         """Ordinary memory."""
@@ -192,14 +194,14 @@ class DirectTransfers:
 
 
 class CudaTransfers:
-    """Pinned host memory and a side stream of its own, beside which the next forward pass runs."""
+    """Pinned host memory, and a side stream whose copies overlap with the next forward pass."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._side = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
     def host_buffer(self, size: int, dtype: torch.dtype) -> Tensor:
-        """Pinned memory, the only kind that is copied without stopping the host."""
+        """Pinned memory, the only kind that is copied while the host continues."""
         return torch.empty(size, dtype=dtype, device="cpu", pin_memory=True)
 
     def store(self, host: Tensor, device: Tensor) -> None:
@@ -207,10 +209,10 @@ class CudaTransfers:
         self._side.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._side):
             host.copy_(device, non_blocking=True)
-        device.record_stream(self._side)  # its memory is not given to others before the copy is done
+        device.record_stream(self._side)  # its memory is not reused before the copy is done
 
     def load(self, device: Tensor, host: Tensor) -> None:
-        """Copies on the side stream, behind what was stored; the current stream waits for it, the host does not."""
+        """Copies on the side stream, after what was stored; the current stream waits for it, the host does not."""
         self._side.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._side):
             device.copy_(host, non_blocking=True)
@@ -223,10 +225,15 @@ class CudaTransfers:
 
 
 def transfers_for(device: torch.device) -> Transfers:
-    """How tensors of ``device`` travel to host memory and back."""
+    """How tensors of ``device`` are copied to host memory and back."""
     return CudaTransfers(device) if device.type == "cuda" else DirectTransfers()
 
 
 def known_to_host(tensor: Tensor) -> bool:
-    """Whether reading a value of ``tensor`` does not make the host wait for a device."""
+    """Whether the host can read a value of ``tensor`` without waiting for a device."""
     return tensor.device.type == "cpu"
+
+
+def copy_to(tensor: Tensor, device: torch.device) -> Tensor:
+    """``tensor`` on ``device``. Only a copy to the host waits: the host could otherwise read it before it has arrived."""
+    return tensor.to(device, non_blocking=device.type != "cpu")

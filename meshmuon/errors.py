@@ -18,11 +18,11 @@ __all__ = [
 
 
 class MeshmuonError(Exception):
-    """Base of every error that meshmuon raises on purpose."""
+    """Base class of all errors that meshmuon raises."""
 
 
 class ConfigError(MeshmuonError, ValueError):
-    """An option, a parameter group or a scheme is not usable as given."""
+    """An option, a param group or a scheme is invalid."""
 
 
 class GradientError(MeshmuonError, RuntimeError):
@@ -30,7 +30,7 @@ class GradientError(MeshmuonError, RuntimeError):
 
 
 class PlanError(MeshmuonError, RuntimeError):
-    """A plan contradicts itself. Raised when it is made, before anything travels."""
+    """A plan is inconsistent. Raised when it is made, before anything is sent."""
 
 
 class PlanMismatchError(MeshmuonError, RuntimeError):
@@ -38,24 +38,24 @@ class PlanMismatchError(MeshmuonError, RuntimeError):
 
 
 class StateError(MeshmuonError, ValueError):
-    """A state_dict does not belong to this optimizer. Raised before anything is overwritten."""
+    """State does not fit this optimizer, or differs between ranks. Raised before anything is overwritten."""
 
 
 class CheckpointError(StateError):
-    """The files of a checkpoint are not those that were saved: lost, cut short, changed or never described."""
+    """The files of a checkpoint are not those that were saved: missing, truncated or changed, or there is no manifest."""
 
 
 class TransportError(MeshmuonError, RuntimeError):
-    """Ranks could not talk to each other. It names the phase of the step; unless that is the agreement, the step is half done."""
+    """Communication between ranks failed. The text names the phase; after any phase but the agreement, the step is half done."""
 
 
 class UnsupportedError(MeshmuonError, NotImplementedError):
-    """The request makes sense but this version of meshmuon does not do it."""
+    """A valid request that this version of meshmuon does not support."""
 
 
 class RoutingWarning(UserWarning):
-    """A parameter is routed in a way that is legal and most likely not what was meant."""
+    """A parameter is routed in a way that is valid but probably a mistake."""
 
 
 class UntestedTorchWarning(UserWarning):
-    """This version of torch is outside of those that meshmuon is tested with."""
+    """meshmuon is not tested with this version of torch."""

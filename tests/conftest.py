@@ -1,14 +1,26 @@
-"""Settings that must be in place before torch is imported, and hypothesis profiles."""
+"""Settings that must be in place before torch is imported, hypothesis profiles, and the fixtures of all tests."""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 
 # Some virtual machines advertise AMX but trap its instructions, which kills bfloat16 products on CPU. No test needs AMX.
 os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX10_1_512")
 
+import pytest
+import torch
 from hypothesis import HealthCheck, settings
 
 # Machines are busy: a slow example is no failure, the timeout of each test is.
 settings.register_profile("meshmuon", deadline=None, suppress_health_check=[HealthCheck.too_slow], derandomize="CI" in os.environ)
 settings.load_profile("meshmuon")
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """Small matrices gain nothing from threads, and bits must not depend on how busy the machine is."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)

@@ -40,21 +40,57 @@ def room_of(path: Path) -> str:
     return parts[0] if len(parts) > 1 else path.stem
 
 
-def imported_rooms(path: Path) -> Iterator[tuple[str, int]]:
-    """(room, line) of every import from inside the package, also those inside functions."""
+def imports_of(path: Path) -> Iterator[tuple[tuple[str, ...], int]]:
+    """(dotted name from ``meshmuon`` on, line) of every import from inside the package, also those inside functions.
+
+    ``from ..plan.cost import cost_of`` in ``meshmuon/optim/muon.py`` gives ("meshmuon", "plan", "cost", "cost_of").
+    """
     package = ("meshmuon", *path.relative_to(PACKAGE).parent.parts)
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.ImportFrom):
             base = package[: len(package) - node.level + 1] if node.level else ()
-            target = (*base, *(node.module.split(".") if node.module else ()))
-            names = [(*target, alias.name) for alias in node.names] if target == ("meshmuon",) else [target]
+            module = (*base, *(node.module.split(".") if node.module else ()))
+            names = [(*module, alias.name) for alias in node.names]
         elif isinstance(node, ast.Import):
             names = [tuple(alias.name.split(".")) for alias in node.names]
         else:
             continue
-        for name in names:
-            if name[0] == "meshmuon" and len(name) > 1:
-                yield name[1], node.lineno
+        yield from ((name, node.lineno) for name in names if name[0] == "meshmuon" and len(name) > 1)
+
+
+def imported_rooms(path: Path) -> Iterator[tuple[str, int]]:
+    """(room, line) of every import from inside the package."""
+    yield from ((name[1], line) for name, line in imports_of(path))
+
+
+def private_imports(path: Path) -> Iterator[tuple[str, int]]:
+    """(dotted name, line) of everything private that a module takes from another room, also as an attribute of a module.
+
+    ``from ..plan import owners`` and then ``owners._heaviest`` counts as an import of ``_heaviest``.
+    """
+    here, modules = room_of(path), {}
+    for name, line in imports_of(path):
+        if name[1] != here:
+            modules[name[-1]] = name
+            if any(is_private(part) for part in name):
+                yield ".".join(name), line
+    tree = ast.parse(path.read_text())
+    renamed = {
+        alias.asname: alias.name.split(".")[-1]
+        for node in ast.walk(tree)
+        if isinstance(node, (ast.Import, ast.ImportFrom))
+        for alias in node.names
+        if alias.asname
+    }
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and is_private(node.attr):
+            module = modules.get(renamed.get(node.value.id, node.value.id))
+            if module is not None:
+                yield ".".join((*module, node.attr)), node.lineno
+
+
+def is_private(name: str) -> bool:
+    return name.startswith("_") and not name.endswith("__")
 
 
 MODULES = sorted(PACKAGE.rglob("*.py"))
@@ -65,6 +101,48 @@ def test_imports_point_down(path: Path) -> None:
     here = ROOMS.index(room_of(path))
     upward = [f"line {line}: {room}" for room, line in imported_rooms(path) if ROOMS.index(room) < here]
     assert not upward, f"{path.relative_to(PACKAGE)} imports from above: {upward}"
+
+
+ENGINE = ("execute", "transport", "plan", "layout", "matrices")
+
+
+def imports_inside(folder: Path) -> dict[str, set[str]]:
+    """Module → the modules of the same room that it imports, also inside functions and for type checking only."""
+    imports: dict[str, set[str]] = {}
+    for path in sorted(folder.glob("*.py")):
+        nodes = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.ImportFrom) and node.level == 1]
+        named = {name for node in nodes for name in ([node.module] if node.module else [alias.name for alias in node.names])}
+        imports[path.stem] = {name for name in named if (folder / f"{name}.py").exists()}
+    return imports
+
+
+def cycle_in(imports: dict[str, set[str]]) -> set[str]:
+    """The modules that are left when those that import none of the others are taken away again and again."""
+    left = dict(imports)
+    while leaves := [module for module, targets in left.items() if not targets & set(left)]:
+        for module in leaves:
+            del left[module]
+    return set(left)
+
+
+@pytest.mark.parametrize("room", ENGINE)
+def test_modules_of_a_room_do_not_import_each_other_in_a_circle(room: str) -> None:
+    assert not cycle_in(imports_inside(PACKAGE / room))
+
+
+def test_a_circle_is_seen(tmp_path: Path) -> None:
+    """The check itself can fail: an import for type checking only closes the circle."""
+    (tmp_path / "plan.py").write_text("from .report import describe\n")
+    (tmp_path / "report.py").write_text("if TYPE_CHECKING:\n    from .plan import Plan\n")
+    (tmp_path / "routes.py").write_text("def f():\n    from . import plan\n")
+    assert imports_inside(tmp_path) == {"plan": {"report"}, "report": {"plan"}, "routes": {"plan"}}
+    assert cycle_in(imports_inside(tmp_path)) >= {"plan", "report"}
+
+
+@pytest.mark.parametrize("path", MODULES, ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_private_names_stay_in_their_room(path: Path) -> None:
+    private = [f"line {line}: {name}" for name, line in private_imports(path)]
+    assert not private, f"{path.relative_to(PACKAGE)} uses what belongs to other rooms alone: {private}"
 
 
 @pytest.mark.parametrize("path", [p for p in MODULES if room_of(p) in PURE], ids=lambda path: str(path.relative_to(PACKAGE)))
@@ -108,8 +186,8 @@ def private_names_of_torch(source: str) -> Iterator[tuple[str, int]]:
 )
 def test_private_parts_of_torch_are_in_one_module(path: Path) -> None:
     names = "._orig_mod" if path.stem == "param_groups" else ""  # there it is a component of parameters' names
-    found = [f"line {line}: {name}" for name, line in private_names_of_torch(path.read_text()) if name != names]
-    assert not found, f"{path.relative_to(PACKAGE)} uses what belongs into torch_compat: {found}"
+    private = [f"line {line}: {name}" for name, line in private_names_of_torch(path.read_text()) if name != names]
+    assert not private, f"{path.relative_to(PACKAGE)} uses what belongs into torch_compat: {private}"
 
 
 def test_private_names_are_seen() -> None:
@@ -122,8 +200,9 @@ def test_private_names_are_seen() -> None:
     assert sorted(line for _, line in set(private_names_of_torch(source))) == [1, 2, 3, 4, 4, 5, 6, 7]
 
 
-def test_every_room_is_listed() -> None:
-    assert {room_of(path) for path in MODULES} <= set(ROOMS)
+def test_the_list_has_exactly_the_rooms_that_exist() -> None:
+    assert sorted(ROOMS) == sorted({room_of(path) for path in MODULES})
+    assert set(ROOMS) > PURE
 
 
 def test_an_upward_import_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -133,6 +212,26 @@ def test_an_upward_import_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     module = tmp_path / "ortho" / "bad.py"
     module.write_text("from ..optim import Muon\nimport meshmuon.plan\ndef f():\n    from meshmuon import execute\n")
     assert [room for room, _ in imported_rooms(module)] == ["optim", "plan", "execute"]
+
+
+def test_a_private_name_of_another_room_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The check itself can fail: names, modules and attributes of modules; not the room's own, and no ``__version__``."""
+    monkeypatch.setattr(f"{__name__}.PACKAGE", tmp_path)
+    (tmp_path / "optim").mkdir()
+    module = tmp_path / "optim" / "bad.py"
+    module.write_text(
+        "from ..plan.owners import _heaviest\nfrom ..plan._cost import cost\nfrom ..plan import owners\n"
+        "from ..transport import groups as made\nfrom .muon import _own\nfrom .. import __version__\n"
+        "a = owners._lightest\nb = made._new_group\nc = owners.assign\nd = _own._inner\ne = self._planner\n"
+        "def late():\n    from meshmuon.ortho import _late\n"
+    )
+    assert sorted((line, name.split(".")[-1]) for name, line in private_imports(module)) == [
+        (1, "_heaviest"),
+        (2, "cost"),
+        (7, "_lightest"),
+        (8, "_new_group"),
+        (13, "_late"),
+    ]
 
 
 def test_no_folder_of_tests_is_passed_over(pytestconfig: pytest.Config) -> None:

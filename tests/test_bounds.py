@@ -6,8 +6,17 @@ import pytest
 import torch
 
 from meshmuon.ortho import Scheme, blocks_for, keller, orthogonalize, polar_express
+from tests.support.bounds import (
+    led_astray,
+    norm_error,
+    nudge,
+    orthogonalize_error,
+    product_error,
+    rounded_iteration,
+    sum_error,
+    unit,
+)
 
-from .bounds import led_astray, norm_error, nudge, orthogonalize_error, product_error, rounded_iteration, sum_error, unit
 from .ortho.oracle import SPECTRA, expected, gaussian, of_kind, spectral_distance
 
 SCHEMES = {"polar_express": polar_express(), "keller": keller()}

@@ -17,9 +17,8 @@ from meshmuon.execute.elementwise import accumulate, adds_alike, apply, look_ahe
 from meshmuon.optim.adamw import vector_length
 from meshmuon.ortho import ALIGNMENT, Workspace, aligned_matrices, orthogonalize, pitch, polar_express
 from meshmuon.ortho.aligned import aligned_empty, is_aligned
-
-from .hostile import HostileArithmetic, fresh_trials, misplaced
-from .optim.reference import assert_same_bits, gradients, group, make_params
+from tests.support.hostile import HostileArithmetic, fresh_trials, misplaced
+from tests.support.reference import assert_same_bits, gradients, group, make_params
 
 FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 VIEWS = {

@@ -21,13 +21,13 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import _StridedShard
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from meshmuon import ConfigError, GradientError, Muon, UnsupportedError, UntestedTorchWarning, torch_compat
 from meshmuon.params.dtensors import check_gradient_placement, check_placement, layouts_of, same_placement, siblings
 from meshmuon.params.lr import lr_factor
 from meshmuon.transport import exchange_group, groups
-
-from .dist.threads import run_threads
+from tests.support.threads import run_threads
 
 ROOT = Path(__file__).parent.parent
 HAS_ORDER = hasattr(torch.distributed.tensor._dtensor_spec.DTensorSpec, "shard_order")
@@ -162,6 +162,70 @@ def test_a_dtensor_around_a_given_local_tensor() -> None:
         assert not made.requires_grad
 
     tensors(cut=make)
+
+
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16, torch.float64], ids=str)
+def test_zeros_are_laid_out_as_torch_lays_them_out(dtype: torch.dtype | None) -> None:
+    """Also uneven and empty shards, strided ones, column-major and overlapping strides of the whole."""
+    cuts = ([Shard(0), Shard(1)], [Replicate(), Shard(0)], [_StridedShard(0, split_factor=2), Shard(0)])
+    strides = ((6, 1), (1, 3), (12, 2), (0, 1))
+
+    def make(_: DTensor, rank: int) -> None:
+        mesh = init_device_mesh("cpu", (2, 2))
+        for placements in cuts:
+            cut = distribute_tensor(torch.ones(3, 6), mesh, placements, src_data_rank=None)
+            for stride in strides:
+                whole = {"shape": cut.shape, "stride": stride}
+                given = nn.Parameter(DTensor.from_local(cut.to_local(), mesh, placements, run_check=False, **whole))
+                made, expected = torch_compat.zeros_like(given, dtype), torch.zeros_like(given, dtype=dtype)
+                assert type(made) is type(expected) is DTensor
+                assert torch_compat.spec_of(made) == torch_compat.spec_of(expected)
+                assert torch_compat.spec_of(made).tensor_meta == torch_compat.spec_of(expected).tensor_meta
+                assert (made.dtype, made.stride(), made.requires_grad) == (expected.dtype, expected.stride(), False)
+                ours, theirs = made.to_local(), expected.to_local()
+                assert (ours.dtype, ours.shape, ours.stride()) == (theirs.dtype, theirs.shape, theirs.stride())
+                assert torch.equal(ours, theirs)
+                assert torch_compat.spec_of(given).tensor_meta.dtype == torch.float32, "the parameter's own spec is left alone"
+
+    tensors(cut=make)
+    plain = nn.Parameter(torch.ones(3, 4).t())
+    made = torch_compat.zeros_like(plain, dtype)
+    assert (made.dtype, made.stride(), made.any().item()) == (dtype or torch.float32, plain.stride(), False)
+
+
+class DTensorOperations(TorchDispatchMode):
+    """Lists the operations that are given a DTensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(issubclass(one, DTensor) for one in types):
+            self.names.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+def test_steps_ask_dtensor_nothing() -> None:
+    """For each new shape torch works out how an operation's result is laid out; in 2.15 that takes seconds on large meshes."""
+
+    def step(weight: DTensor, rank: int) -> list[str]:
+        mesh = weight.device_mesh
+        bias, unused = (distribute_tensor(torch.ones(shape), mesh, [Shard(0), Shard(0)]) for shape in ((8,), (8, 6)))
+        params = [nn.Parameter(one) for one in (weight, bias, unused)]
+        groups = [{"params": [params[0], params[2]], "use_muon": True}, {"params": [params[1]], "use_muon": False}]
+        optimizer = Muon(groups, momentum_dtype=torch.float64)
+        seen = DTensorOperations()
+        for _ in range(2):
+            for param in params[: 3 if rank == 0 else 2]:  # where other ranks have a gradient, zeros stand for it
+                param.grad = DTensor.from_local(torch.ones_like(param.to_local()), mesh, param.placements, run_check=False)
+            with seen:
+                optimizer.step()
+        with seen:
+            torch.zeros_like(params[0])
+        return seen.names
+
+    assert tensors(cut=step) == [["aten.zeros_like.default"]] * 4
 
 
 def test_strided_shards_are_told_from_others() -> None:

@@ -60,7 +60,7 @@ class CheckpointError(RuntimeError):
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class SavedRun:
     """A complete checkpoint and the run as it was when it was written."""
 
     path: Path
@@ -74,21 +74,21 @@ class Checkpoints:
     root: Path
     every: int
 
-    def newest(self, name: str, runtime: Runtime) -> Found | None:
+    def newest(self, name: str, runtime: Runtime) -> SavedRun | None:
         """The newest complete checkpoint of a contender, the same on every process; None for a fresh start.
 
-        The first process looks, and says so when it has to pass one over.
+        The first process looks for it, and reports every damaged checkpoint that it skips.
         """
         return from_first(_newest(self.root / name) if runtime.rank == 0 else None, runtime)
 
-    def resume(self, run: Run, found: Found) -> None:
-        """Put weights, optimizer and curve of `found` into a run that has just been built."""
+    def resume(self, run: Run, saved: SavedRun) -> None:
+        """Put weights, optimizer and curve of `saved` into a run that has just been built."""
         state = _state(run.model, run.optimizer)
         with _quietly():
-            load(state, checkpoint_id=found.path, no_dist=run.runtime.world_size == 1)
+            load(state, checkpoint_id=saved.path, no_dist=run.runtime.world_size == 1)
         set_model_state_dict(run.model, state["model"])
         set_optimizer_state_dict(run.model, run.optimizer, state["optimizer"])
-        run.result = found.result
+        run.result = saved.result
         run.result.resumed.append(ResumePoint(run.result.steps_done, run.runtime.world_size))
 
     def after_step(self, run: Run) -> None:
@@ -142,15 +142,15 @@ def _remove(path: Path) -> None:
 
 def _by_age(folder: Path) -> list[Path]:
     """The checkpoints in a contender's folder, oldest first."""
-    found = ((_STEP.fullmatch(path.name), path) for path in folder.glob("step-*"))
-    return [path for _, path in sorted((int(match[1]), path) for match, path in found if match)]
+    matches = ((_STEP.fullmatch(path.name), path) for path in folder.glob("step-*"))
+    return [path for _, path in sorted((int(match[1]), path) for match, path in matches if match)]
 
 
-def _newest(folder: Path) -> Found | None:
+def _newest(folder: Path) -> SavedRun | None:
     for path in reversed(_by_age(folder)):
         try:
             verify(path)
-            return Found(path, _read_result(path))
+            return SavedRun(path, _read_result(path))
         except (OSError, ValueError, KeyError, TypeError, DamagedError) as error:
             _pass_over(path, error)
     return None
@@ -261,7 +261,7 @@ def _check(root: Path, options: Options) -> None:
 
 
 def _differences(before: Mapping[str, Mapping[str, Any]], now: Mapping[str, Mapping[str, Any]]) -> list[str]:
-    flat = [{f"{part} {key}": value for part in found for key, value in found[part].items()} for found in (before, now)]
+    flat = [{f"{part} {key}": value for part in options for key, value in options[part].items()} for options in (before, now)]
     return [
         f"{key} was {flat[0].get(key)}, is now {flat[1].get(key)}"
         for key in dict.fromkeys((*flat[0], *flat[1]))

@@ -65,11 +65,11 @@ def summarise(logits: Sequence[float], threshold: float) -> LogitSummary | None:
 
 def clip_findings(results: Sequence[RunResult], threshold: float, *, qk_norm: bool) -> Findings:
     """What the runs without and with QK-clip have shown so far."""
-    found = {result.name: summarise(result.largest_logit, threshold) for result in results}
-    summaries = {name: summary for name, summary in found.items() if summary is not None}
+    of_all = {result.name: summarise(result.largest_logit, threshold) for result in results}
+    summaries = {name: summary for name, summary in of_all.items() if summary is not None}
     return Findings(
         headline=_headline(summaries, threshold),
-        log={"qk_clip": {"threshold": threshold, "runs": {name: asdict(one) for name, one in summaries.items()}}},
+        log={"qk_clip": {"threshold": threshold, "runs": {name: asdict(summary) for name, summary in summaries.items()}}},
         section=_section(summaries, threshold, _EXPLANATION + (_WITH_NORM if qk_norm else "")),
         picture="logits.png",
         draw=lambda path: draw_logits(path, results, threshold),
@@ -78,11 +78,11 @@ def clip_findings(results: Sequence[RunResult], threshold: float, *, qk_norm: bo
 
 def _headline(summaries: Mapping[str, LogitSummary], threshold: float) -> str:
     sentences = []
-    for name, one in summaries.items():
+    for name, summary in summaries.items():
         which = "With" if CONTENDERS[name].clipped else "Without"
-        text = f"{which} QK-clip the largest attention logit of {one.steps} steps was {one.largest:.1f}"
-        text += f", {one.largest / threshold:.2f} times the threshold of {threshold:g}"
-        sentences.append(text + (f"; {one.above / one.steps:.0%} of the steps were above it." if one.above else "."))
+        text = f"{which} QK-clip the largest attention logit of {summary.steps} steps was {summary.largest:.1f}"
+        text += f", {summary.largest / threshold:.2f} times the threshold of {threshold:g}"
+        sentences.append(text + (f"; {summary.above / summary.steps:.0%} of the steps were above it." if summary.above else "."))
     return " ".join(sentences) or "Nothing was trained."
 
 
@@ -99,13 +99,15 @@ def _section(summaries: Mapping[str, LogitSummary], threshold: float, explanatio
     )
     rows = [f"## Largest attention logits (threshold {threshold:g})\n", f"| {' | '.join(columns)} |"]
     rows.append("|---" + "|--:" * (len(columns) - 1) + "|")
-    for name, one in summaries.items():
+    for name, summary in summaries.items():
         after, overshoot = "–", "–"
-        if one.largest_after is not None:
-            after, overshoot = f"{one.largest_after:.1f}", f"{max(0.0, one.largest_after / threshold - 1):.1%}"
+        if summary.largest_after is not None:
+            after, overshoot = f"{summary.largest_after:.1f}", f"{max(0.0, summary.largest_after / threshold - 1):.1%}"
+        largest, last = f"{summary.largest:.1f} ({summary.largest_at})", f"{summary.last:.1f}"
+        above = f"{summary.above} of {summary.steps} ({summary.above / summary.steps:.0%})"
         rows.append(
-            f"| {CONTENDERS[name].title} | {one.largest:.1f} ({one.largest_at}) | {one.last:.1f} | {one.first_above or 'none'} "
-            f"| {one.largest_before:.1f} | {after} | {overshoot} | {one.above} of {one.steps} ({one.above / one.steps:.0%}) |"
+            f"| {CONTENDERS[name].title} | {largest} | {last} | {summary.first_above or 'none'} "
+            f"| {summary.largest_before:.1f} | {after} | {overshoot} | {above} |"
         )
     return "\n".join(rows) + "\n" + explanation
 

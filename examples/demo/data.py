@@ -53,8 +53,8 @@ def is_validation(relative_path: str, fraction: float) -> bool:
 
 def source_files(root: Path) -> list[str]:
     """Relative POSIX paths of the Python files below `root`, sorted, without tests and third-party code."""
-    found = (path.relative_to(root) for path in root.rglob("*.py"))
-    return sorted(path.as_posix() for path in found if not SKIPPED_FOLDERS.intersection(path.parts))
+    paths = (path.relative_to(root) for path in root.rglob("*.py"))
+    return sorted(path.as_posix() for path in paths if not SKIPPED_FOLDERS.intersection(path.parts))
 
 
 def load_corpus(root: Path, valid_fraction: float) -> Corpus:

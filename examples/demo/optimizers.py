@@ -38,8 +38,8 @@ class Contender:
 
 
 CONTENDERS: Mapping[str, Contender] = {
-    one.name: one
-    for one in (
+    contender.name: contender
+    for contender in (
         Contender("muon", "meshmuon", "muon", "tab:blue"),
         Contender("adamw", "AdamW", "adamw", "tab:orange"),
         Contender("unclipped", "unclipped", "muon", "tab:red", watched=True, may_diverge=True),
@@ -48,7 +48,7 @@ CONTENDERS: Mapping[str, Contender] = {
 }
 OPTIMIZERS = ("muon", "adamw")
 CLIP_RUNS = ("unclipped", "clipped")
-TITLES = {name: one.title for name, one in CONTENDERS.items()}
+TITLES = {name: contender.title for name, contender in CONTENDERS.items()}
 
 
 @dataclass(frozen=True, slots=True)

@@ -41,9 +41,9 @@ def whole(minimum: int) -> Callable[[str], int]:
 
 def number(above: float = -math.inf, below: float = math.inf, *, or_equal: bool = False) -> Callable[[str], float]:
     """An argparse type: a number between `above` and `below`; `or_equal` lets it be `above` itself."""
-    wanted = f"{'at least' if or_equal else 'above'} {above:g}"
+    range_text = f"{'at least' if or_equal else 'above'} {above:g}"
     if below < math.inf:
-        wanted += f" and below {below:g}"
+        range_text += f" and below {below:g}"
 
     def parse(text: str) -> float:
         try:
@@ -51,7 +51,7 @@ def number(above: float = -math.inf, below: float = math.inf, *, or_equal: bool 
         except ValueError:
             value = math.nan
         if not (above < value < below or (or_equal and value == above)):
-            raise argparse.ArgumentTypeError(f"must be a number {wanted}, got {text!r}")
+            raise argparse.ArgumentTypeError(f"must be a number {range_text}, got {text!r}")
         return value
 
     return parse

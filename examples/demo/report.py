@@ -98,14 +98,14 @@ def point_latest(folder: Path) -> None:
 
 def write_report(folder: Path, setting: Setting, results: Sequence[RunResult], *, plot: bool) -> str:
     """Write all artefacts for whatever the runs have done so far and return the headline."""
-    found = findings(setting, results)
-    _write_log(folder / "log.json", setting, results, found)
+    outcome = findings(setting, results)
+    _write_log(folder / "log.json", setting, results, outcome)
     drawn = plot and any(result.evals for result in results)
     if drawn:
-        found.draw(folder / found.picture)
-    (folder / "report.md").write_text(markdown(setting, results, found, drawn=drawn), encoding="utf-8")
+        outcome.draw(folder / outcome.picture)
+    (folder / "report.md").write_text(markdown(setting, results, outcome, drawn=drawn), encoding="utf-8")
     point_latest(folder)
-    return found.headline
+    return outcome.headline
 
 
 def findings(setting: Setting, results: Sequence[RunResult]) -> Findings:
@@ -146,12 +146,12 @@ def headline_of(results: Sequence[RunResult], both: Comparison | None) -> str:
     return text
 
 
-def _write_log(path: Path, setting: Setting, results: Sequence[RunResult], found: Findings) -> None:
+def _write_log(path: Path, setting: Setting, results: Sequence[RunResult], outcome: Findings) -> None:
     corpus = setting.corpus
     log: dict[str, Any] = {
         "format": 1,
         "created": datetime.now().astimezone().isoformat(timespec="seconds"),
-        "headline": found.headline,
+        "headline": outcome.headline,
         "machine": machine(setting.device),
         "model": {**asdict(setting.model), "parameters": setting.parameters},
         "train": {**asdict(setting.train), "processes": setting.processes},
@@ -164,7 +164,7 @@ def _write_log(path: Path, setting: Setting, results: Sequence[RunResult], found
             "valid_bytes": corpus.valid.numel(),
         },
         "runs": {result.name: _run_log(result) for result in results},
-        **found.log,
+        **outcome.log,
     }
     path.write_text(json.dumps(log, indent=1, allow_nan=False) + "\n", encoding="utf-8")
 
@@ -206,9 +206,9 @@ def draw_losses(path: Path, results: Sequence[RunResult]) -> None:
     figure.savefig(path, dpi=130)
 
 
-def markdown(setting: Setting, results: Sequence[RunResult], found: Findings, *, drawn: bool) -> str:
+def markdown(setting: Setting, results: Sequence[RunResult], outcome: Findings, *, drawn: bool) -> str:
     """The report as one Markdown page."""
-    parts = [f"# meshmuon training demo\n\n**{found.headline}**\n"]
+    parts = [f"# meshmuon training demo\n\n**{outcome.headline}**\n"]
     unfinished = [f"{result.title} ({result.status})" for result in results if result.status != "finished"]
     if unfinished:
         parts.append(f"Not all runs came to their end: {', '.join(unfinished)}. The figures cover what was done.\n")
@@ -224,9 +224,9 @@ def markdown(setting: Setting, results: Sequence[RunResult], found: Findings, *,
             "lost and made again.\n"
         )
     if drawn:
-        parts.append(f"![{Path(found.picture).stem}]({found.picture})\n")
-    if found.section:
-        parts.append(found.section)
+        parts.append(f"![{Path(outcome.picture).stem}]({outcome.picture})\n")
+    if outcome.section:
+        parts.append(outcome.section)
     parts.append(_runs_table(results))
     parts.append(_setting_section(setting))
     for result in results:

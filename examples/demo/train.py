@@ -200,26 +200,26 @@ class Run:
         if self.logits is None:
             self.optimizer.step()
             return
-        found = self.logits.collect()
-        largest = max(layer.max().item() for layer in found.values())
+        logits = self.logits.collect()
+        largest = max(layer.max().item() for layer in logits.values())
         self._finite(largest, f"largest attention logit at step {step + 1}")
         if isinstance(self.optimizer, Muon) and self.contender.clipped:
-            self.optimizer.step(qk_logits=found)
+            self.optimizer.step(qk_logits=logits)
         else:
             self.optimizer.step()
         self.result.largest_logit.append(largest)
 
     @torch.no_grad()
     def _evaluate(self, progress: Progress) -> None:
-        """Each process takes every so-many-th batch; with FSDP all must make as many passes, so some repeat one unseen."""
+        """Process r of w takes batches r, r + w, …; FSDP needs equally many passes of all, so some repeat the last batch."""
         windows, total = self.config.eval_windows, 0.0
         rank, world = self.runtime.rank, self.runtime.world_size
         batches = list(valid_batches(self.corpus.valid, self.model.config.seq_len, self.config.batch_size, windows))
         for first in range(0, len(batches), world):
-            mine = first + rank
-            tokens, targets = self._on_device(batches[min(mine, len(batches) - 1)])
+            index = first + rank
+            tokens, targets = self._on_device(batches[min(index, len(batches) - 1)])
             loss = self.model.loss(tokens, targets).item()
-            total += loss * len(tokens) if mine < len(batches) else 0.0
+            total += loss * len(tokens) if index < len(batches) else 0.0
         total = world * mean([total], self.runtime)[0]
         loss = self._finite(total / windows, f"validation loss after step {self.result.steps_done}")
         point = EvalPoint(self.result.steps_done, self.result.seconds, loss)

@@ -1,19 +1,19 @@
-"""Plans and parameters in words, the same on every rank: what ranks compare when they disagree, and show in errors."""
+"""Plans and parameters as text that is the same on every rank: ranks compare it, and errors show it."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
 from ..layout import Layout
-from ..ortho import Orthogonalizer, Scheme
+from ..ortho import Orthogonalizer, Rational, Scheme, Step
 from ..plan import Plan, PlannedParam
 from .plan_input import PlanInput
 
-__all__ = ["description", "failure_text", "how", "owners"]
+__all__ = ["describe_param", "failure_text", "owner_assignments", "recipe_text"]
 
 
-def owners(plan: Plan) -> tuple[tuple[str, str], ...]:
-    """Each matrix that ranks share, and who does what with it when."""
+def owner_assignments(plan: Plan) -> tuple[tuple[str, str], ...]:
+    """For each matrix that ranks share, the parameter's name and its owner and wave: ("wq", "matrix 0 to owner 3 in wave 1")."""
     return tuple(
         (plan.params[task.param].name, f"matrix {task.matrix} to owner {task.owner} in wave {task.wave}")
         for task in plan.tasks
@@ -26,30 +26,41 @@ def failure_text(failure: Exception | None) -> tuple[str, str] | None:
     return None if failure is None else (type(failure).__name__, str(failure))
 
 
-def how(plan_input: PlanInput) -> str:
-    """How a parameter's matrices are computed, in words that are the same on every rank."""
+def recipe_text(plan_input: PlanInput) -> str:
+    """How a parameter's matrices are computed: scheme, dtype and update rule. It is part of the plan's digest."""
     rule = "" if plan_input.rule is None else f", {_stable_text(plan_input.rule)}"
     return f"{_scheme_text(plan_input.scheme)} in {str(plan_input.compute_dtype).removeprefix('torch.')}{rule}"
 
 
-def _stable_text(thing: object) -> str:
-    """``repr``, unless it is the default one, which holds an address."""
-    kind = type(thing)
-    return f"{kind.__module__}.{kind.__qualname__}" if kind.__repr__ is object.__repr__ else repr(thing)
+def _stable_text(value: object) -> str:
+    """``repr(value)``, or the name of its class if the class has no ``__repr__`` of its own: the default one shows an address."""
+    kind = type(value)
+    return f"{kind.__module__}.{kind.__qualname__}" if kind.__repr__ is object.__repr__ else repr(value)
 
 
 def _scheme_text(scheme: Scheme | Orthogonalizer | None) -> str:
     if isinstance(scheme, Scheme):
-        return "steps " + ", ".join(f"({step[0]:.6g} {step[1]:.6g} {step[2]:.6g})" for step in scheme.steps)
+        return "steps " + ", ".join(map(_step_text, scheme.steps)) if scheme.steps else f"scheme {scheme.name}"
     return f"{getattr(scheme, '__module__', '')}.{getattr(scheme, '__qualname__', type(scheme).__qualname__)}"
 
 
-def description(plan_input: PlanInput, layouts: Sequence[Layout], parts: Sequence[PlannedParam]) -> tuple[str, str]:
-    """A parameter's name, and all of it that must be equal on every rank."""
+def _step_text(step: Step) -> str:
+    if isinstance(step, Rational):
+        poles = " ".join(f"{weight:.6g}/{pole:.6g}" for pole, weight in zip(step.poles, step.weights, strict=True))
+        return f"({step.constant:.6g} + {poles})"
+    return f"({step[0]:.6g} {step[1]:.6g} {step[2]:.6g})"
+
+
+def describe_param(plan_input: PlanInput, layouts: Sequence[Layout], planned: Sequence[PlannedParam]) -> tuple[str, str]:
+    """A parameter's name, and everything about it that must be equal on every rank.
+
+    Args:
+        plan_input: the parameter.
+        layouts: its layouts.
+        planned: its matrix sets as the plan sees them; none if AdamW steps it.
+    """
     where = f"{'×'.join(map(str, plan_input.shape))} {'; '.join(map(str, layouts))}"
-    if not parts:
+    if not planned:
         return plan_input.name, f"{where}, for AdamW"
-    work = ", ".join(
-        f"{entry.flops} FLOPs" if entry.window is None else f"{entry.window}: {entry.flops} FLOPs" for entry in parts
-    )
-    return plan_input.name, f"{where}, {parts[0].lane}, lead {parts[0].stack_dims}, {work}, {parts[0].how}"
+    flops = ", ".join(f"{part.flops} FLOPs" if part.window is None else f"{part.window}: {part.flops} FLOPs" for part in planned)
+    return plan_input.name, f"{where}, {planned[0].lane}, stack dims {planned[0].stack_dims}, {flops}, {planned[0].how}"

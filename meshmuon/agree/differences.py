@@ -1,4 +1,7 @@
-"""What ranks tell each other when they disagree, and the error that all of them then raise."""
+"""What ranks tell each other when they disagree, and the error that all of them then raise.
+
+Every function that compares notes gives the same result on every rank, since all ranks have the same notes.
+"""
 
 from __future__ import annotations
 
@@ -26,10 +29,11 @@ __all__ = [
     "raise_lost_state",
     "raise_mismatch",
     "raise_other_plan",
-    "raise_torn_replicas",
+    "raise_unequal_replicas",
 ]
 
-ABSENT, PRESENT, ELSEWHERE = "0", "1", "-"  # of a parameter's state: to be begun, here, another rank's affair
+# The state of a parameter on a rank: it would start at zero, it exists, or this rank does not keep it.
+ABSENT, PRESENT, ELSEWHERE = "0", "1", "-"
 _T = TypeVar("_T")
 _NO_PAIRING, _ALONE = Pairing(), Place(0, 1)
 
@@ -39,28 +43,28 @@ class Note:
     """One rank's view of a step.
 
     Attributes:
-        failure: class and text of the error that keeps it from stepping.
+        failure: class and text of the error that keeps the rank from stepping; all other fields are empty then.
         options: the optimizer's options that shape a plan.
-        parameters: (name, all that must be equal) of each parameter on a mesh, in order.
-        active: which of them have a gradient.
-        numbers: (index of a parameter, hyperparameters of it and of those behind it).
-        pairing: which optimizer it steps, and how often it was stepped.
-        place: the optimizer's place among those of its process that look alike.
-        state: a letter for each of the parameters, whether its state is there.
+        parameters: name and description of each shared parameter, in order. Descriptions must be equal on all ranks.
+        active: which of these parameters have a gradient on this rank.
+        hyperparameters: (index of a parameter, hyperparameters from this parameter on) pairs.
+        pairing: which optimizer the rank steps, and how often it was stepped.
+        place: the position of the optimizer among those of its process that look the same.
+        state: one letter per parameter, ABSENT, PRESENT or ELSEWHERE, as in ``"110-"``.
     """
 
     failure: tuple[str, str] | None
     options: str = ""
     parameters: tuple[tuple[str, str], ...] = ()
     active: tuple[bool, ...] = ()
-    numbers: tuple[tuple[int, str], ...] = ()
+    hyperparameters: tuple[tuple[int, str], ...] = ()
     pairing: Pairing = _NO_PAIRING
     place: Place = _ALONE
     state: str = ""
 
 
 def raise_failures(notes: Mapping[int, Note], own: Exception | None) -> None:
-    """Raises the first rank's failure on every rank, in the same words."""
+    """Raises the failure of the first rank that has one, on every rank and with the same text; ``own`` becomes its cause."""
     for rank, note in sorted(notes.items()):
         if note.failure is not None:
             kind, text = note.failure
@@ -70,13 +74,17 @@ def raise_failures(notes: Mapping[int, Note], own: Exception | None) -> None:
 
 
 def other_optimizer(notes: Mapping[int, Note]) -> PlanMismatchError | None:
-    """The error of ranks that step different optimizers, as far as they can know."""
+    """The error for ranks that step different optimizers, as far as they can know.
+
+    Two ranks that both have a shared id compare these. Otherwise they compare the positions of their optimizers among those that
+    look the same, provided that both ranks have equally many.
+    """
     for rank, note in sorted(notes.items()):
         for model in sorted(other for other in notes if other < rank):
-            numbers = {note.pairing.number, notes[model].pairing.number}
-            mine, its = note.place, notes[model].place
-            same_number = len(numbers) == 1 and 0 not in numbers
-            if (len(numbers) == 2 and 0 not in numbers) or (not same_number and mine.alike == its.alike and mine != its):
+            ids = {note.pairing.shared_id, notes[model].pairing.shared_id}
+            place, model_place = note.place, notes[model].place
+            misplaced = place.lookalikes == model_place.lookalikes and place != model_place
+            if misplaced if 0 in ids else len(ids) == 2:
                 return PlanMismatchError(
                     f"rank {rank} steps another optimizer than rank {model}, and gradients of different parameters would be "
                     "mixed. Step several optimizers in the same order on every rank, and each equally often."
@@ -85,11 +93,11 @@ def other_optimizer(notes: Mapping[int, Note]) -> PlanMismatchError | None:
 
 
 def other_step(notes: Mapping[int, Note]) -> PlanMismatchError | None:
-    """The error of ranks that have stepped the same optimizer more or less often."""
+    """The error for ranks that have stepped the same optimizer a different number of times."""
     steps = {rank: note.pairing.steps for rank, note in sorted(notes.items())}
-    if len({note.pairing.number for note in notes.values()}) > 1 or len(set(steps.values())) == 1:
+    if len({note.pairing.shared_id for note in notes.values()}) > 1 or len(set(steps.values())) == 1:
         return None
-    usual = _most(list(steps.values()))
+    usual = _most_common(list(steps.values()))
     rank = next(rank for rank, count in steps.items() if count != usual)
     model = next(rank for rank, count in steps.items() if count == usual)
     return PlanMismatchError(
@@ -100,124 +108,141 @@ def other_step(notes: Mapping[int, Note]) -> PlanMismatchError | None:
 
 
 def differing_state(states: Mapping[int, str], active: Sequence[bool]) -> list[int]:
-    """Which of the ``active`` parameters have state on some ranks and should have it on others that have none."""
-    letters = (set(one) for one in zip(*states.values(), strict=True))
-    return [position for position, found in enumerate(letters) if active[position] and found >= {ABSENT, PRESENT}]
+    """Positions of the ``active`` parameters whose state is PRESENT on some ranks and ABSENT on others."""
+    by_param = enumerate(_letters_by_param(states))
+    return [position for position, letters in by_param if active[position] and letters >= {ABSENT, PRESENT}]
 
 
 def lost_by_owners(states: Mapping[int, str]) -> dict[int, list[int]]:
-    """State that only owners keep, of which nobody else can tell: it was there if that of other parameters is.
+    """Positions of the parameters whose state only their owner keeps and has lost.
+
+    No other rank has a copy to compare with. The state was lost if owners of other parameters still have theirs.
 
     Returns:
-        By a rank that has other state, the parameters whose owners have lost theirs; empty when none is lost, or all.
+        {a rank that still has state: the lost parameters}; empty if no state is lost, or all of it.
     """
-    letters = [set(one) for one in zip(*states.values(), strict=True)]
-    lost, there = ([k for k, found in enumerate(letters) if found == {what, ELSEWHERE}] for what in (ABSENT, PRESENT))
-    if not lost or not there:
+    by_param = list(enumerate(_letters_by_param(states)))
+    lost = [position for position, letters in by_param if letters == {ABSENT, ELSEWHERE}]
+    kept = [position for position, letters in by_param if letters == {PRESENT, ELSEWHERE}]
+    if not lost or not kept:
         return {}
-    return {next(rank for rank, one in sorted(states.items()) if one[there[0]] == PRESENT): lost}
+    return {next(rank for rank, letters in sorted(states.items()) if letters[kept[0]] == PRESENT): lost}
+
+
+def _letters_by_param(states: Mapping[int, str]) -> list[set[str]]:
+    """For each parameter, the letters that any rank has for it: "10" and "1-" give {"1"} and {"0", "-"}."""
+    return [set(letters) for letters in zip(*states.values(), strict=True)]
 
 
 def raise_lost_state(names: Sequence[str], states: Mapping[int, str], begun: Mapping[int, Sequence[int]]) -> None:
-    """Raises when a parameter has state on some of the ranks that should have it and none on others.
+    """Raises if a parameter has state on some ranks and none on others that should have it.
 
     Args:
-        names: of the parameters.
-        states: by rank, a letter for each parameter.
-        begun: by rank, what has more than zeros, which are the same as no state.
+        names: names of the parameters.
+        states: by rank, one letter per parameter.
+        begun: by rank, positions of the parameters whose state there is not zero. A state of zeros is the same as none.
     """
-    for rank, having in sorted(begun.items()):
-        for position in having:
+    for rank, positions in sorted(begun.items()):
+        for position in positions:
             lacking = [other for other, letters in sorted(states.items()) if letters[position] == ABSENT]
             if lacking:
                 raise StateError(
                     f"{names[position]} has no state on rank {lacking[0]} and would restart there from zero, while rank {rank} "
-                    "has state and goes on. Load a checkpoint on every rank; to restart it on purpose, delete its entry in "
-                    "optimizer.state on every rank."
+                    "has state and would continue. Load a checkpoint on every rank. To restart it on purpose, delete its entry "
+                    "in optimizer.state on every rank."
                 )
 
 
 def raise_mismatch(notes: Mapping[int, Note]) -> None:
-    """Raises when ranks have different parameters or options, naming a rank and the first difference."""
-    usual = _most(list(map(_facts, notes.values())))
-    model = min(rank for rank, note in notes.items() if _facts(note) == usual)
+    """Raises if ranks have different parameters, options or hyperparameters; names a rank and the first difference.
+
+    The model is the first of the ranks that agree with most others.
+    """
+    usual = _most_common(list(map(_comparable, notes.values())))
+    model = min(rank for rank, note in notes.items() if _comparable(note) == usual)
+    usual_options, usual_parameters, usual_hyperparameters = usual
     for rank, note in sorted(notes.items()):
-        if note.options != usual[0]:
+        if note.options != usual_options:
             raise PlanMismatchError(
-                f"rank {rank} was given {note.options}, rank {model} {usual[0]}: give all ranks the same options."
+                f"rank {rank} was given {note.options}, rank {model} {usual_options}: give all ranks the same options."
             )
-        if note.parameters != usual[1]:
-            raise PlanMismatchError(_first_difference(rank, note.parameters, model, usual[1]))
-        for k in sorted({start for start, _ in (*note.numbers, *usual[2])}):
-            mine, other = _at(note.numbers, k), _at(usual[2], k)
-            if mine != other:
+        if note.parameters != usual_parameters:
+            raise PlanMismatchError(_first_difference(rank, note.parameters, model, usual_parameters))
+        for index in sorted({start for start, _ in (*note.hyperparameters, *usual_hyperparameters)}):
+            text, usual_text = _text_at(note.hyperparameters, index), _text_at(usual_hyperparameters, index)
+            if text != usual_text:
                 raise PlanMismatchError(
-                    f"{note.parameters[k][0]}: rank {rank} steps it with {mine}; rank {model} with {other}. Set the same "
-                    "hyperparameters on every rank."
+                    f"{note.parameters[index][0]}: rank {rank} steps it with {text}; rank {model} with {usual_text}. Set the "
+                    "same hyperparameters on every rank."
                 )
 
 
-def _at(numbers: Sequence[tuple[int, str]], index: int) -> str:
-    return next((text for start, text in reversed(numbers) if start <= index), "")
+def _text_at(hyperparameters: Sequence[tuple[int, str]], index: int) -> str:
+    return next((text for start, text in reversed(hyperparameters) if start <= index), "")
 
 
-def raise_other_plan(made: Mapping[int, tuple[int, Sequence[tuple[str, str]]]]) -> None:
-    """Raises when ranks made different plans from the same parameters, naming the first matrix that they treat differently.
+def raise_other_plan(plans: Mapping[int, tuple[int, Sequence[tuple[str, str]]]]) -> None:
+    """Raises if ranks made different plans from the same parameters; names the first matrix that they treat differently.
 
     Args:
-        made: by rank, the number of its plan and what the plan does with each matrix.
+        plans: by rank, the number of its plan and (parameter, owner and wave) of each matrix.
     """
-    usual = _most([token for token, _ in made.values()])
-    model = min(rank for rank, (token, _) in made.items() if token == usual)
-    for rank, (token, owners) in sorted(made.items()):
-        if token != usual:
-            pairs = zip(owners, made[model][1], strict=False)
-            mine, other = next((pair for pair in pairs if pair[0] != pair[1]), (("the plan", str(token)), ("", str(usual))))
+    usual = _most_common([number for number, _ in plans.values()])
+    model = min(rank for rank, (number, _) in plans.items() if number == usual)
+    for rank, (number, assignments) in sorted(plans.items()):
+        if number != usual:
+            pairs = zip(assignments, plans[model][1], strict=False)
+            whole_plans = (("the plan", str(number)), ("the plan", str(usual)))  # if the assignments do not differ
+            (name, text), (_, model_text) = next((pair for pair in pairs if pair[0] != pair[1]), whole_plans)
             raise PlanMismatchError(
-                f"{mine[0]}: rank {rank} plans {mine[1]}, rank {model} plans {other[1]}, from the same parameters. Use one "
+                f"{name}: rank {rank} plans {text}, rank {model} plans {model_text}, from the same parameters. Use one "
                 "version of meshmuon on all ranks."
             )
 
 
-def _facts(note: Note) -> tuple[str, tuple[tuple[str, str], ...], tuple[tuple[int, str], ...]]:
-    return note.options, note.parameters, note.numbers
+def _comparable(note: Note) -> tuple[str, tuple[tuple[str, str], ...], tuple[tuple[int, str], ...]]:
+    return note.options, note.parameters, note.hyperparameters
 
 
-def _most(things: Sequence[_T]) -> _T:
-    """What most ranks have; the first of several."""
-    return Counter(things).most_common(1)[0][0]
+def _most_common(values: Sequence[_T]) -> _T:
+    """The value that most ranks have; of equally frequent ones the first."""
+    return Counter(values).most_common(1)[0][0]
 
 
-def _first_difference(rank: int, mine: Sequence[tuple[str, str]], model: int, usual: Sequence[tuple[str, str]]) -> str:
-    for one, other in zip(mine, usual, strict=False):
-        if one[0] != other[0]:
+def _first_difference(rank: int, params: Sequence[tuple[str, str]], model: int, usual: Sequence[tuple[str, str]]) -> str:
+    for (name, text), (usual_name, usual_text) in zip(params, usual, strict=False):
+        if name != usual_name:
             return (
-                f"{other[0]}: rank {rank} has {one[0]} in its place, rank {model} has {other[0]}. The parameters are in another "
-                "order or are others: build the same groups on every rank."
+                f"{usual_name}: rank {rank} has {name} in its place, rank {model} has {usual_name}. The parameters differ, or "
+                "are in another order: build the same groups on every rank."
             )
-        if one != other:
+        if text != usual_text:
             return (
-                f"{one[0]}: rank {rank} has {one[1]}; rank {model} has {other[1]}. Build the optimizer after every rank has "
+                f"{name}: rank {rank} has {text}; rank {model} has {usual_text}. Build the optimizer after every rank has "
                 "sharded the model in the same way, with the same options for each group."
             )
-    longer, more = (rank, mine) if len(mine) > len(usual) else (model, usual)
+    longer, more = (rank, params) if len(params) > len(usual) else (model, usual)
     shorter = model if longer == rank else rank
-    name = more[min(len(mine), len(usual))][0]
+    name = more[min(len(params), len(usual))][0]
     return f"{name}: rank {longer} has it, rank {shorter} does not. Add the same groups on every rank."
 
 
-def raise_torn_replicas(active: Mapping[int, Sequence[bool]], parameters: Sequence[tuple[str, Sequence[Layout]]]) -> None:
-    """Raises when holders of the same elements differ in having a gradient: treated as zero, their replicas would part.
+def raise_unequal_replicas(active: Mapping[int, Sequence[bool]], parameters: Sequence[tuple[str, Sequence[Layout]]]) -> None:
+    """Raises if some holders of the same elements have a gradient and others have none: their replicas would diverge.
 
-    Ranks that hold different elements may differ; a missing gradient is then zero for its elements.
+    Ranks that hold different elements may differ. A rank without a gradient then contributes zeros for its elements.
+
+    Args:
+        active: by rank, which parameters have a gradient.
+        parameters: their names and layouts.
     """
-    for k, (name, layouts) in enumerate(parameters):
-        if len({flags[k] for flags in active.values()}) == 1:
+    for index, (name, layouts) in enumerate(parameters):
+        if len({flags[index] for flags in active.values()}) == 1:
             continue
         for layout in layouts:
             for holders in layout.holders().values():
-                having = [rank for rank in holders if rank in active and active[rank][k]]
-                lacking = [rank for rank in holders if rank in active and not active[rank][k]]
+                having = [rank for rank in holders if rank in active and active[rank][index]]
+                lacking = [rank for rank in holders if rank in active and not active[rank][index]]
                 if having and lacking:
                     raise GradientError(
                         f"{name} has a gradient on rank {having[0]} and none on rank {lacking[0]}, which hold the same elements. "
@@ -225,12 +250,12 @@ def raise_torn_replicas(active: Mapping[int, Sequence[bool]], parameters: Sequen
                     )
 
 
-def failure_for_other_ranks(failure: Exception, parted: bool) -> MeshmuonError:
-    """What the other ranks hear of a step that failed on this one; once, unless its parameters have ``parted`` from theirs."""
+def failure_for_other_ranks(failure: Exception, diverged: bool) -> MeshmuonError:
+    """The error that the other ranks raise for a step that failed on this one; a StateError if replicas have ``diverged``."""
     text = f"{type(failure).__name__}: {failure}"
-    if not parted:
+    if not diverged:
         return MeshmuonError(f"the step before this one failed: {text}")
     return StateError(
-        f"an earlier step failed on this rank alone ({text}), so that its parameters are not those of the other ranks any more. "
+        f"an earlier step failed on this rank alone ({text}), so its parameters no longer equal those of the other ranks. "
         "Load a checkpoint of the model and of this optimizer on all ranks."
     )

@@ -1,10 +1,12 @@
-"""Which optimizer a rank steps. Several of equal structure over the same ranks must not be taken for one another.
+"""Which optimizer a rank steps: ranks must not mix up several optimizers of the same structure over the same ranks.
 
-When ranks first step together they agree on a number that no other optimizer has. From then on each says that number, and how
-often it was stepped since, with every vote. What they are before that is told by their place among the optimizers of this process
-that look alike, in the order in which these were built; a copy comes right behind its original. Places may differ for good
-reasons: one rank has a copy more, or an optimizer for something of its own. They say something only between ranks that have
-equally many.
+When ranks first step an optimizer together, they agree on a shared id that no other optimizer has. From then on each rank puts
+the id, and how often the optimizer was stepped since, into every vote.
+
+Before that, an optimizer is identified by its position among the optimizers of its process that look the same, in the order in
+which they were built. A copy comes right behind its original. A rank may have more of them than another for good reasons, such as
+an additional copy, or an optimizer for something that only this rank trains. Positions are therefore compared only between ranks
+that have equally many.
 """
 
 from __future__ import annotations
@@ -21,115 +23,130 @@ from torch import Tensor
 
 from ..params.dtensors import ReplicaGroup, replica_ranks
 from ..torch_compat import spec_of
+from .link import current_world
 
 __all__ = ["Optimizer", "Pairing", "Place", "enrol", "place_of"]
 
 
 class Optimizer(Protocol):
-    """What is looked at of an optimizer."""
+    """The part of an optimizer that identifies it."""
 
     param_groups: list[dict[str, Any]]
 
     @property
     def replica_group(self) -> ReplicaGroup | None:
-        """Over which ranks plain tensors are replicated."""
+        """The ranks over which plain tensors are replicated."""
         ...
 
 
 class _Enrolled(NamedTuple):
+    """An optimizer on the roster.
+
+    Attributes:
+        optimizer: the optimizer, as long as it lives.
+        descent: the numbers of what it was copied from, oldest first, and then its own. The second copy of optimizer 3 may have
+            (3, 7). Sorting by descent puts copies behind their original.
+    """
+
     optimizer: weakref.ref[Optimizer]
-    descent: tuple[int, ...]  # its number, behind those of what it was copied from or has followed
+    descent: tuple[int, ...]
 
 
 _Roster = list[_Enrolled]
 _numbers = itertools.count()
-_rosters: weakref.WeakKeyDictionary[dist.ProcessGroup, _Roster] = weakref.WeakKeyDictionary()
+_rosters: weakref.WeakKeyDictionary[dist.ProcessGroup, _Roster] = weakref.WeakKeyDictionary()  # by default process group
 _early: _Roster = []  # built before there was a process group
 _lock = threading.Lock()
 
 
 class Place(NamedTuple):
-    """The place of an optimizer among those alive that look like it, and how many these are."""
+    """The position of an optimizer among the living optimizers of its process that look the same, and their number."""
 
-    at: int
-    alike: int
+    position: int
+    lookalikes: int
 
 
 class Pairing(NamedTuple):
-    """What this rank's optimizer has in common with those of the other ranks that step with it.
+    """What this rank's optimizer has in common with the optimizers of the other ranks that step with it.
 
     Attributes:
-        number: what they have agreed on; 0 before their first common step, and after loading.
-        steps: calls of ``step`` since then, also those that failed.
+        shared_id: the number that the ranks have agreed on; 0 before their first common step, and after loading.
+        steps: calls of ``step`` since then, including failed ones.
     """
 
-    number: int = 0
+    shared_id: int = 0
     steps: int = 0
 
-    def proposal(self) -> int:
-        """A number for all ranks, from a rank that has none. The largest proposal is taken; 0 proposes nothing."""
-        return 0 if self.number else secrets.randbits(60) | 1
+    def proposed_id(self) -> int:
+        """A random id for all ranks, from a rank that has none; the largest proposal wins. 0 proposes nothing."""
+        return 0 if self.shared_id else secrets.randbits(60) | 1
 
-    def joined(self, number: int) -> Pairing:
-        """All ranks have agreed on ``number``; 0 leaves the one that they have."""
-        return Pairing(number) if number else self
+    def joined(self, shared_id: int) -> Pairing:
+        """The pairing after all ranks have agreed on ``shared_id``; 0 means that they keep the id that they have."""
+        return Pairing(shared_id) if shared_id else self
 
 
 def enrol(optimizer: Optimizer, copied: tuple[int, ...] = ()) -> tuple[int, ...]:
-    """Takes note of an optimizer when it is built.
+    """Puts an optimizer on the roster when it is built.
 
     Args:
-        optimizer: the new one.
-        copied: of a copy, the descent of what it is a copy of, whose place it then takes if that goes.
+        optimizer: the new optimizer.
+        copied: for a copy, the descent of its original. The copy takes the original's place once the original is gone.
 
     Returns:
-        Its descent. An optimizer for the parameters of one that is still there descends from that one.
+        Its descent. An optimizer for the same parameters as a living one counts as a copy of that one.
     """
-    first = _first(optimizer)
+    first_param = _first_param(optimizer)
     with _lock:
         roster = _roster()
-        roster[:] = [one for one in roster if one.optimizer() is not None]
-        for one in roster:
-            if not copied and first is not None and (known := one.optimizer()) is not None and _first(known) is first:
-                copied = one.descent
+        roster[:] = [enrolled for enrolled in roster if enrolled.optimizer() is not None]
+        for enrolled in roster:
+            known = enrolled.optimizer()
+            if not copied and first_param is not None and known is not None and _first_param(known) is first_param:
+                copied = enrolled.descent
         descent = (*copied, next(_numbers))
         roster.append(_Enrolled(weakref.ref(optimizer), descent))
     return descent
 
 
 def place_of(optimizer: Optimizer | None) -> Place:
-    """Its place among those alive; optimizers of the same parameters count as one, since it does not matter which is stepped."""
+    """The place of an optimizer. Optimizers of the same parameters count as one, since it does not matter which is stepped."""
     assert optimizer is not None, "who plans is alive"
     with _lock:
         roster = _roster()
-        enrolled = sorted(_early if roster is _early else [*_early, *roster], key=lambda one: one.descent)
-    found = [one.optimizer() for one in enrolled]
-    alike = [one for one in found if one is not None and (one is optimizer or _looks_like(optimizer, one))]
-    firsts: list[Tensor | None] = []
-    for one in alike:
-        if not any(known is _first(one) for known in firsts):
-            firsts.append(_first(one))
-    mine = _first(optimizer)
-    return Place(next((k for k, known in enumerate(firsts) if known is mine), 0), len(firsts))
+        enrolled = sorted(_early if roster is _early else [*_early, *roster], key=lambda item: item.descent)
+    living = [known for item in enrolled if (known := item.optimizer()) is not None]
+    first_params: list[Tensor | None] = []  # of the optimizers that look the same, in order and each once
+    for known in living:
+        first_param = _first_param(known)
+        if (known is optimizer or _looks_like(optimizer, known)) and not _contains(first_params, first_param):
+            first_params.append(first_param)
+    own = _first_param(optimizer)
+    position = next((position for position, first_param in enumerate(first_params) if first_param is own), 0)
+    return Place(position, len(first_params))
+
+
+def _contains(tensors: Sequence[Tensor | None], tensor: Tensor | None) -> bool:
+    return any(known is tensor for known in tensors)  # by identity: == would compare the elements
 
 
 def _roster() -> _Roster:
-    world = dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
+    world = current_world()
     return _early if world is None else _rosters.setdefault(world, [])
 
 
-def _first(optimizer: Optimizer) -> Tensor | None:
+def _first_param(optimizer: Optimizer) -> Tensor | None:
     return next((param for group in optimizer.param_groups for param in group["params"]), None)
 
 
-def _looks_like(one: Optimizer, other: Optimizer) -> bool:
-    """Whether ranks could take one for the other: the same names, shapes and layouts, over the same ranks."""
-    groups, others = one.param_groups, other.param_groups
+def _looks_like(optimizer: Optimizer, other: Optimizer) -> bool:
+    """Whether ranks could mix up the two optimizers: the same names, shapes and layouts, over the same ranks."""
+    groups, others = optimizer.param_groups, other.param_groups
     return (
         len(groups) == len(others)
-        and all(mine["param_names"] == its["param_names"] for mine, its in zip(groups, others, strict=True))
-        and all(_layouts(mine["params"]) == _layouts(its["params"]) for mine, its in zip(groups, others, strict=True))
-        and _replicas(one) == _replicas(other)
+        and all(group["param_names"] == its["param_names"] for group, its in zip(groups, others, strict=True))
+        and all(_layouts(group["params"]) == _layouts(its["params"]) for group, its in zip(groups, others, strict=True))
+        and _replicas(optimizer) == _replicas(other)
     )
 
 
@@ -140,5 +157,5 @@ def _layouts(params: Sequence[Tensor]) -> list[tuple[object, ...]]:
 def _replicas(optimizer: Optimizer) -> object:
     try:
         return replica_ranks(optimizer.replica_group)
-    except Exception:  # a group that no longer exists: it leads nowhere
+    except Exception:  # its process group was destroyed
         return None

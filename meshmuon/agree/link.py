@@ -1,4 +1,4 @@
-"""The ranks that plan together, how they talk, and where an optimizer is at home."""
+"""The connection between the ranks that plan together, and the process that an optimizer belongs to."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ import torch.distributed as dist
 from ..errors import TransportError
 from ..transport import Agreement, Exchange, exchange_group, host_group
 
-__all__ = ["Home", "Link"]
+__all__ = ["Home", "Link", "current_rank", "current_world"]
 
 
 class Link:
-    """The ranks that plan together, and how they talk."""
+    """The ranks that plan together, and the process groups through which they exchange pieces and agree."""
 
     def __init__(self, ranks: tuple[int, ...], existing: Iterable[dist.ProcessGroup]) -> None:
         self.ranks = ranks
-        group = exchange_group(ranks, existing)
-        self.exchange = Exchange(group)
-        self.agreement = Agreement(host_group(group))
+        process_group = exchange_group(ranks, existing)
+        self.exchange = Exchange(process_group)
+        self.agreement = Agreement(host_group(process_group))
 
 
 class Home:
@@ -29,10 +29,10 @@ class Home:
 
     def __init__(self) -> None:
         self._process = os.getpid()
-        self._world = _current_world()
+        self._world = _reference_to(current_world())
 
     def check_process(self) -> None:
-        """Refuses to wait in a fork, to which no other rank will ever answer."""
+        """Raises in a forked process: it has no connections, so the other ranks would never answer."""
         if os.getpid() != self._process:
             raise TransportError(
                 f"ranks lost each other in the agreement of a step: process {os.getpid()} is a fork of process {self._process}, "
@@ -41,26 +41,35 @@ class Home:
             )
 
     def check_connected(self, *, plain: bool) -> None:
-        """Refuses to talk over groups of an earlier ``init_process_group``, which may still answer.
+        """Raises if the default process group is not the one that the optimizer was built in.
 
-        The ranks of the new one need not be the same, and DTensors keep the groups that they were made with.
+        Process groups of an earlier ``init_process_group`` may still answer, but the ranks of the new one need not be the same.
+        DTensors keep the process groups that they were created with.
 
         Args:
-            plain: all that ranks share are plain tensors, which have no mesh and live on with another group.
+            plain: ranks share plain tensors only. These have no mesh, so they can be used with another process group.
         """
         if self._world is None:  # built before there was one
-            self._world = _current_world()
-        elif self._world() is None or self._world() is not dist.group.WORLD:
-            mend = "Build the meshes, the model and the optimizer anew and load a checkpoint."
+            self._world = _reference_to(current_world())
+        elif self._world() is None or self._world() is not current_world():
+            remedy = "Rebuild the meshes, the model and the optimizer, and load a checkpoint."
             if plain:
-                mend = "Set optimizer.replica_group to a group of the new one."
+                remedy = "Set optimizer.replica_group to a process group of the new one."
             raise TransportError(
                 "ranks lost each other in the agreement of a step: destroy_process_group() has ended the process group that this "
-                f"optimizer was built in. {mend}"
+                f"optimizer was built in. {remedy}"
             )
 
 
-def _current_world() -> weakref.ref[dist.ProcessGroup] | None:
-    """The default process group, by whose identity a later one is told from it."""
-    world = dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
+def current_rank() -> int:
+    """This rank; 0 without a process group."""
+    return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
+
+
+def current_world() -> dist.ProcessGroup | None:
+    """The default process group, or None."""
+    return dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
+
+
+def _reference_to(world: dist.ProcessGroup | None) -> weakref.ref[dist.ProcessGroup] | None:
     return None if world is None else weakref.ref(world)

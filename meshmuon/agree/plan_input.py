@@ -1,4 +1,4 @@
-"""What a plan must know of a parameter."""
+"""What a plan must know about a parameter."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ __all__ = ["PlanInput"]
 
 
 class PlanInput(NamedTuple):
-    """What a plan must know of a parameter. Two steps with equal demands have equal plans.
+    """What a plan must know about a parameter. Steps with equal plan inputs have equal plans.
 
     Attributes:
         name: its name.
         group_index: index of its param group.
         shape: its global shape.
-        local_shape: shape of what this rank holds.
+        local_shape: shape of this rank's shard.
         mesh: its mesh, None for a plain tensor.
         placements: torch's placements on the mesh.
-        device: where it is.
-        matrices: its matrices, one set per part of a fused weight; None when AdamW takes it.
+        device: the device it is on.
+        matrices: its matrices, one set per part of a fused weight; None if AdamW steps it.
         scheme: how they are orthogonalised.
-        rule: what is done to them beside that.
+        rule: the update rule that is applied besides; None for plain Muon.
         compute_dtype: dtype of the products.
         comm_dtype: dtype on the wire.
         update_dtype: dtype in which the update is formed.

@@ -1,4 +1,4 @@
-"""Which state a rank has: momentum that only one rank has lost would restart there in silence."""
+"""Which state a rank has. Ranks compare it, since momentum that one rank has lost would silently restart there from zero."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from ..agree.differences import ABSENT, ELSEWHERE, PRESENT
 from ..execute import UpdateRule
 from ..params.rules import resolve_rule
 from ..state.adamw_state import STATE_KEYS as ADAMW_KEYS
-from ..state.param_state import MEMORY, MOMENTUM
+from ..state.param_state import MOMENTUM, RULE_STATE
 from ..torch_compat import local_part
+from .differences import ABSENT, ELSEWHERE, PRESENT
 
 if TYPE_CHECKING:
     from ..params.named_params import NamedParam
@@ -21,38 +21,39 @@ if TYPE_CHECKING:
 __all__ = ["StatePresence", "is_kept"]
 
 
-def is_kept(entry: Mapping[str, Any] | None, use_muon: bool, rule: UpdateRule | None) -> bool:
-    """Whether a parameter has the state that a step needs, so that none is begun with zeros."""
-    if not entry:
+def is_kept(state: Mapping[str, Any] | None, use_muon: bool, rule: UpdateRule | None) -> bool:
+    """Whether a parameter has all state that a step needs, so that nothing would start at zero."""
+    if not state:
         return False
     if not use_muon:
-        return all(key in entry for key in ADAMW_KEYS)
-    return MOMENTUM in entry and (rule is None or not rule.remembers() or MEMORY in entry)
+        return all(key in state for key in ADAMW_KEYS)
+    return MOMENTUM in state and (rule is None or not rule.remembers() or RULE_STATE in state)
 
 
 @dataclass(frozen=True, slots=True)
 class StatePresence:
-    """The state of all parameters, for the moment in which ranks compare.
+    """The state of all parameters on this rank, read only where ranks differ.
 
     Attributes:
-        parameters: all parameters.
+        params: all parameters.
         states: the optimizer's state.
-        here: whether this rank is one that keeps the state of a parameter.
+        keeps: whether this rank is one that keeps the state of a parameter.
     """
 
-    parameters: Sequence[NamedParam]
+    params: Sequence[NamedParam]
     states: Mapping[Tensor, dict[str, Any]]
-    here: Callable[[NamedParam], bool]
+    keeps: Callable[[NamedParam], bool]
 
-    def presence(self, k: int) -> str:
-        """Whether the state of parameter ``k`` is here, is not but should be, or is another rank's affair."""
-        one = self.parameters[k]
-        if not self.here(one) or not local_part(one.param).numel():
+    def presence(self, index: int) -> str:
+        """PRESENT or ABSENT for a parameter whose state this rank keeps, ELSEWHERE for all others and for empty shards."""
+        named = self.params[index]
+        if not self.keeps(named) or not local_part(named.param).numel():
             return ELSEWHERE
-        rule = resolve_rule(one.param_group["rule"]) if one.param_group["use_muon"] else None
-        return PRESENT if is_kept(self.states.get(one.param), one.param_group["use_muon"], rule) else ABSENT
+        use_muon = named.param_group["use_muon"]
+        rule = resolve_rule(named.param_group["rule"]) if use_muon else None
+        return PRESENT if is_kept(self.states.get(named.param), use_muon, rule) else ABSENT
 
-    def begun(self, k: int) -> bool:
-        """Whether it is more than the zeros that a first step would begin with; reads the state, and so waits for a device."""
-        values = self.states.get(self.parameters[k].param, {}).values()
+    def begun(self, index: int) -> bool:
+        """Whether the state is more than the zeros that a first step starts with. Reading it waits for the device."""
+        values = self.states.get(self.params[index].param, {}).values()
         return any(bool(local_part(value).count_nonzero()) for value in values if isinstance(value, Tensor))

@@ -1,7 +1,7 @@
-"""The norm of all gradients of a model, on whatever meshes they lie, and clipping by it.
+"""The norm of all gradients of a model, on any mixture of meshes, and clipping by it.
 
-Each rank measures its own parts. Of the ranks that hold the same elements one counts them; the others only report what is not
-finite. One all-reduce of five numbers over the ranks that the parameters' meshes connect makes the norm.
+Each rank measures its own parts. Of the ranks that hold the same elements one counts them; the others only report values that are
+not finite. One all-reduce of five numbers over the ranks that the parameters' meshes connect then gives the norm.
 """
 
 from __future__ import annotations
@@ -10,32 +10,22 @@ import math
 import zlib
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from .. import errors
-from ..agree.differences import Note, raise_failures, raise_mismatch, raise_torn_replicas
+from ..agree.descriptions import failure_text
+from ..agree.differences import Note, raise_failures, raise_mismatch, raise_unequal_replicas
 from ..errors import ConfigError, GradientError, MeshmuonError, PlanMismatchError
-from ..layout import Layout, Mesh, Replicated
-from ..params.dtensors import (
-    ReplicaGroup,
-    _placements,
-    as_dtensor,
-    check_gradient_placement,
-    connected_ranks,
-    groups_of,
-    replicated_layout,
-    siblings,
-)
+from ..layout import Layout
+from ..params.dtensors import ReplicaGroup, as_dtensor, check_gradient_placement, groups_of, known_placements
 from ..torch_compat import mark_overwritten
 from ..transport import NormWord, everyone, host_group, norm_device, reduce_norm, shared_group
 from .norms import local_norms, scale_all
-
-if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
+from .replicas import Replicas
 
 __all__ = ["clip_grad_norm_", "total_grad_norm"]
 
@@ -52,24 +42,24 @@ def clip_grad_norm_(
     *,
     pp_group: ReplicaGroup | None = None,
 ) -> Tensor:
-    """Scales all gradients in place by ``max_norm / (norm + 1e-6)`` if that is below 1, ``norm`` being that of all together.
+    """Scales all gradients in place by ``max_norm / (norm + 1e-6)`` if that is below 1; ``norm`` is that of all gradients.
 
     As ``torch.nn.utils.clip_grad_norm_``, for parameters on any mixture of meshes and placements.
 
     Args:
-        parameters: a tensor, or tensors, whose ``.grad`` is to be scaled. All ranks that the parameters' meshes connect must call
-            this with the same parameters; which of them have a gradient may differ.
-        max_norm: largest norm to allow, a number or a tensor of one element.
+        parameters: a tensor or tensors whose ``.grad`` is scaled. All ranks that the parameters' meshes connect must call this
+            with the same parameters. Ranks may differ in which of them have a gradient.
+        max_norm: largest norm that is allowed, a number or a tensor of one element.
         norm_type: p of the p-norm, a positive number or ``inf``.
-        error_if_nonfinite: raise GradientError, on all ranks and before anything is written, if the norm is not finite. It makes
-            the host wait for the device.
-        foreach: whether to use batched kernels; None means where they exist.
-        pp_group: process group, or mesh of one axis, over which the other pipeline stages are; norms add up over it.
+        error_if_nonfinite: raise GradientError, on all ranks and before anything is written, if the norm is not finite. The host
+            then waits for the device.
+        foreach: whether to use batched kernels; None uses them where they exist.
+        pp_group: process group, or mesh of one axis, of the pipeline stages; the norm is taken over all of them.
 
     Returns:
         The norm before clipping: a plain tensor without dims, the same on all ranks.
     """
-    return _Clipping(parameters, norm_type, foreach, pp_group, max_norm).run(raises=error_if_nonfinite)
+    return _GradNorm(parameters, norm_type, foreach, pp_group, max_norm).run(raises=error_if_nonfinite)
 
 
 @torch.no_grad()
@@ -81,46 +71,35 @@ def total_grad_norm(
     *,
     pp_group: ReplicaGroup | None = None,
 ) -> Tensor:
-    """The norm of all gradients together, as ``clip_grad_norm_`` finds it; nothing is scaled.
+    """The norm of all gradients together, as ``clip_grad_norm_`` computes it; nothing is scaled.
 
     Args:
-        parameters: a tensor, or tensors, whose ``.grad`` is measured; the same on all ranks that their meshes connect.
+        parameters: a tensor or tensors whose ``.grad`` is measured; the same on all ranks that their meshes connect.
         norm_type: p of the p-norm, a positive number or ``inf``.
         error_if_nonfinite: raise GradientError on all ranks if the norm is not finite.
-        foreach: whether to use batched kernels; None means where they exist.
-        pp_group: process group, or mesh of one axis, over which the other pipeline stages are; norms add up over it.
+        foreach: whether to use batched kernels; None uses them where they exist.
+        pp_group: process group, or mesh of one axis, of the pipeline stages; the norm is taken over all of them.
 
     Returns:
         A plain tensor without dims, the same on all ranks.
     """
-    return _Clipping(parameters, norm_type, foreach, pp_group, None).run(raises=error_if_nonfinite)
+    return _GradNorm(parameters, norm_type, foreach, pp_group, None).run(raises=error_if_nonfinite)
 
 
 @dataclass(frozen=True, slots=True)
-class _Seat:
-    """A rank's place among the holders of a parameter.
-
-    Attributes:
-        counts: whether it is the one that counts its elements.
-        replicas: how many ranks hold the same elements.
-        cell: which elements they are, by coordinates on the axes that cut the parameter.
-    """
-
-    counts: bool
-    replicas: int
-    cell: tuple[int, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class _Part:
-    """What this rank holds of a gradient."""
+class _LocalGrad:
+    """This rank's part of a gradient, and whether this rank counts its elements in the norm."""
 
     local: Tensor
     counts: bool
 
 
-class _Clipping:
-    """One call: who takes part follows from the parameters alone, so that no fact of one rank keeps the others waiting."""
+class _GradNorm:
+    """One call of ``clip_grad_norm_`` or ``total_grad_norm``.
+
+    Which ranks take part follows from the parameters alone. A rank that fails takes part anyway, so the others do not wait
+    for it; they learn of the failure from the all-reduce.
+    """
 
     def __init__(
         self,
@@ -130,52 +109,52 @@ class _Clipping:
         pp_group: ReplicaGroup | None,
         max_norm: float | Tensor | None,
     ) -> None:
-        self._params = _tensors(parameters)
+        self._params = _unique_tensors(parameters)
         self._foreach = foreach
-        self._rank = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
-        meshes = dict.fromkeys(one.device_mesh for param in self._params if (one := as_dtensor(param)) is not None)
-        self._meshes: dict[DeviceMesh, tuple[Mesh, ...]] = {mesh: siblings(mesh) for mesh in meshes}
-        self._ranks = connected_ranks(self._rank, (mesh.ranks for alike in self._meshes.values() for mesh in alike))
-        self._stage: dist.ProcessGroup | None = None
-        if len(self._ranks) > 1:
-            self._stage = shared_group(self._ranks, [group for mesh in meshes for group in groups_of(mesh)])
+        self._replicas = Replicas(self._params)
+        self._stage: dist.ProcessGroup | None = None  # of the ranks that the meshes connect
+        if len(self._replicas.ranks) > 1:
+            self._stage = shared_group(self._replicas.ranks, self._replicas.process_groups())
         usable = isinstance(pp_group, dist.ProcessGroup) or hasattr(pp_group, "get_all_groups")
         self._pipeline = groups_of(pp_group) if usable else []
-        self._seats: dict[tuple[DeviceMesh | None, tuple[Any, ...]], _Seat] = {}
         self._max_norm, self._order = max_norm, 2.0
         self._failure: Exception | None = None
-        self._parts: list[_Part] = []
+        self._grads: list[_LocalGrad] = []
         try:
             self._order = _checked_order(norm_type)
             self._max_norm = None if max_norm is None else _checked_limit(max_norm)
             self._check_pipeline(pp_group)
-            self._parts = self._own_parts()
-        except Exception as error:  # heard of by all ranks, once they meet
+            self._grads = self._local_grads()
+        except Exception as error:  # all ranks learn of it from the all-reduce
             self._failure = error
 
     def run(self, *, raises: bool) -> Tensor:
-        """The norm; gradients are scaled by it if there is a largest one. With ``raises`` it must be finite."""
+        """Returns the norm, and scales the gradients if there is a ``max_norm``.
+
+        Args:
+            raises: raise if the norm is not finite.
+        """
         try:
             return self._run(raises)
         finally:
-            self._failure = None  # which knows the frames that know this object
+            self._failure = None  # its traceback holds frames that hold this object
 
     def _run(self, raises: bool) -> Tensor:
-        groups = [*([] if self._stage is None else [self._stage]), *self._pipeline]
-        device = norm_device([param.device for param in self._params], groups)
-        found = reduce_norm(self._word(device), groups, largest=math.isinf(self._order))
+        process_groups = [*([] if self._stage is None else [self._stage]), *self._pipeline]
+        device = norm_device([param.device for param in self._params], process_groups)
+        reduced = reduce_norm(self._contribution(device), process_groups, largest=math.isinf(self._order))
         if device.type == "cpu" or raises:
-            if bool(found.unusable):
+            if bool(reduced.unusable):
                 self._raise_together()
         elif self._failure is not None:
-            raise self._failure  # the other ranks, which do not wait for their device, find NaN
+            raise self._failure  # the other ranks do not wait for their device: their norm is NaN
         double = any(param.dtype in _DOUBLE for param in self._params)
-        value = found.value if math.isinf(self._order) else found.value.pow(1 / self._order)
-        total = value.masked_fill(found.nan | found.unusable, math.nan).to(torch.float64 if double else torch.float32)
+        value = reduced.value if math.isinf(self._order) else reduced.value.pow(1 / self._order)
+        total = value.masked_fill(reduced.nan | reduced.unusable, math.nan).to(torch.float64 if double else torch.float32)
         if raises and not bool(total.isfinite()):
             raise GradientError(
                 f"the norm of order {self._order} of all gradients is {float(total)}; nothing was changed. Skip the step, or "
-                "pass error_if_nonfinite=False to scale by it nevertheless."
+                "pass error_if_nonfinite=False to scale by it anyway."
             )
         if self._max_norm is not None:
             self._scale(self._max_norm, total)
@@ -184,20 +163,20 @@ class _Clipping:
     def _check_pipeline(self, pp_group: ReplicaGroup | None) -> None:
         if pp_group is not None and len(self._pipeline) != 1:
             raise ConfigError(f"pp_group={pp_group} must be a process group, or a mesh of one axis, that this rank is on.")
-        for group in self._pipeline:
-            both = sorted(set(self._ranks) & set(dist.get_process_group_ranks(group)))
-            if both != [self._rank]:
+        for process_group in self._pipeline:
+            both = sorted(set(self._replicas.ranks) & set(dist.get_process_group_ranks(process_group)))
+            if both != [self._replicas.rank]:
                 raise ConfigError(
-                    f"pp_group holds ranks {both}, which the parameters' meshes connect already and would count more than once. "
-                    'Pass the group along which pipeline stages differ: pp_group=mesh["pp"].get_group().'
+                    f"pp_group holds ranks {both}, which the parameters' meshes already connect, so they would be counted more "
+                    'than once. Pass the group along which pipeline stages differ: pp_group=mesh["pp"].get_group().'
                 )
 
-    def _own_parts(self) -> list[_Part]:
-        parts = []
+    def _local_grads(self) -> list[_LocalGrad]:
+        grads = []
         for k, param in enumerate(self._params):
             name, grad = _name(k, param), param.grad
             if (sharded := as_dtensor(param)) is not None:
-                _placements(name, sharded.placements, param.dim())  # refuses what it does not know
+                known_placements(name, sharded.placements, param.dim())  # raises for unknown placements
             if grad is None:
                 continue
             if grad.layout != torch.strided:
@@ -209,154 +188,128 @@ class _Clipping:
             gradient = as_dtensor(grad)
             local = grad if gradient is None else gradient.to_local()
             if local.numel():
-                parts.append(_Part(local, self._seat(param).counts))
-        return parts
+                grads.append(_LocalGrad(local, self._replicas.role(param).counts))
+        return grads
 
-    def _seat(self, param: Tensor) -> _Seat:
-        sharded = as_dtensor(param)
-        key = (None, ()) if sharded is None else (sharded.device_mesh, sharded.placements)
-        if key not in self._seats:
-            self._seats[key] = self._new_seat(*key)
-        return self._seats[key]
-
-    def _new_seat(self, mesh: DeviceMesh | None, placements: tuple[Any, ...]) -> _Seat:
-        if mesh is None:
-            return _Seat(self._rank == self._ranks[0], len(self._ranks), ())
-        where = mesh.get_coordinate()
-        if where is None:
-            return _Seat(False, 1, ())
-        alike = self._connected(mesh)
-        same = [axis for axis, one in enumerate(placements) if one.is_replicate()]
-        return _Seat(
-            counts=self._rank in alike[0].ranks and not any(where[axis] for axis in same),
-            replicas=len(alike) * math.prod(mesh.shape[axis] for axis in same),
-            cell=tuple(place for axis, place in enumerate(where) if axis not in same),
-        )
-
-    def _connected(self, mesh: DeviceMesh) -> list[Mesh]:
-        """The mesh and the slices like it, which hold the same; those of other pipeline stages are not connected."""
-        return [one for one in self._meshes[mesh] if one.ranks[0] in self._ranks]
-
-    def _word(self, device: torch.device) -> NormWord:
-        """What this rank contributes."""
+    def _contribution(self, device: torch.device) -> NormWord:
+        """What this rank contributes to the all-reduce."""
         largest = math.isinf(self._order)
         value = nan = torch.zeros((), dtype=torch.float32 if device.type == "mps" else torch.float64, device=device)
         if self._failure is None:
             try:
-                value, nan = (self._largest if largest else self._sum)(value)
+                value, nan = (self._largest if largest else self._sum_of_powers)(value)
             except Exception as error:
                 self._failure = error
         return NormWord(value, nan, self._failure is not None, *self._differences(largest))
 
-    def _sum(self, zero: Tensor) -> tuple[Tensor, Tensor]:
+    def _sum_of_powers(self, zero: Tensor) -> tuple[Tensor, Tensor]:
         value = zero
         for counts in (True, False):
-            mine = [part.local for part in self._parts if part.counts is counts]
-            for norms in local_norms(mine, self._order, self._foreach):
+            local = [grad.local for grad in self._grads if grad.counts is counts]
+            for norms in local_norms(local, self._order, self._foreach):
                 powers = norms.to(zero.device, zero.dtype).pow(self._order)
-                # Who does not count reports what is not finite: all ranks must then do the same.
+                # A rank that does not count still reports values that are not finite, so that all ranks do the same.
                 value = value + (powers if counts else powers.masked_fill(powers.isfinite(), 0.0)).sum()
         return value, zero
 
     def _largest(self, zero: Tensor) -> tuple[Tensor, Tensor]:
-        found = local_norms([part.local for part in self._parts], math.inf, self._foreach)
-        norms = torch.cat([zero.reshape(1), *(one.to(zero.device, zero.dtype) for one in found)])
+        batches = local_norms([grad.local for grad in self._grads], math.inf, self._foreach)
+        norms = torch.cat([zero.reshape(1), *(batch.to(zero.device, zero.dtype) for batch in batches)])
         nan = norms.isnan()
         return norms.masked_fill(nan, 0.0).amax(), nan.any().to(zero.dtype)
 
     def _differences(self, largest: bool) -> tuple[float, float]:
-        """Two numbers that show, once reduced, whether ranks were given the same, and replicas all a gradient or none."""
+        """Two numbers whose reduction shows whether ranks were given different parameters, or replicas lack a gradient.
+
+        For a sum, the contributions of all ranks add up to zero if nothing differs: the first rank adds the signature as often as
+        the others subtract it, and so does the rank that counts a gradient for its replicas. For a maximum, the largest signature
+        must equal the smallest.
+        """
         if self._stage is None:
             return 0.0, 0.0
         signature = self._signature()
-        if largest:  # looks at every replica, so that nothing is missed if one has no gradient
+        if largest:  # every replica is measured, so a missing gradient changes nothing
             return float(signature), -float(signature)
-        difference = (len(self._ranks) - 1) * signature if self._rank == self._ranks[0] else -signature
+        replicas = self._replicas
+        difference = (len(replicas.ranks) - 1) * signature if replicas.rank == replicas.ranks[0] else -signature
         for k, param in enumerate(self._params):
             if param.grad is not None and self._failure is None:
-                seat = self._seat(param)
-                token = _hash(f"{k} {seat.cell}")
-                difference += (seat.replicas - 1) * token if seat.counts else -token if seat.replicas > 1 else 0
+                role = replicas.role(param)
+                token = _hash(f"{k} {role.cell}")
+                difference += (role.replicas - 1) * token if role.counts else -token if role.replicas > 1 else 0
         return float(difference), 0.0
 
     def _signature(self) -> int:
-        meshes = {mesh: _hash(str([one.ranks for one in alike])) for mesh, alike in self._meshes.items()}
-        places = (
-            None if (one := as_dtensor(param)) is None else (one.placements, meshes[one.device_mesh]) for param in self._params
-        )
-        return _hash(f"{self._options()} {[(tuple(p.shape), place) for p, place in zip(self._params, places, strict=True)]}")
+        meshes = {mesh: _hash(str([part.ranks for part in slices])) for mesh, slices in self._replicas.slices.items()}
+        shapes_and_places: list[tuple[tuple[int, ...], Any]] = []
+        for param in self._params:
+            sharded = as_dtensor(param)
+            place = None if sharded is None else (sharded.placements, meshes[sharded.device_mesh])
+            shapes_and_places.append((tuple(param.shape), place))
+        return _hash(f"{self._options()} {shapes_and_places}")
 
     def _options(self) -> str:
         limit = "" if isinstance(self._max_norm, Tensor) else f", max_norm={self._max_norm}"
         return f"norm_type={self._order}{limit}"
 
     def _raise_together(self) -> NoReturn:
-        """Ranks differ or one has failed, and all of them know: the same error on each."""
+        """Raises the same error on all ranks, which all know that they differ or that one has failed."""
         if self._stage is None and not self._pipeline and self._failure is not None:
             raise self._failure
-        found: Exception | None = None
+        failure: Exception | None = None
         try:
             self._compare_notes()
         except Exception as error:
-            found = error
-        for group in self._pipeline:
-            shown = everyone(None if found is None else (type(found).__name__, str(found)), host_group(group))
-            for kind, text in [said for _, said in sorted(shown.items()) if said is not None][:1]:
-                found = getattr(errors, kind, MeshmuonError)(text)
+            failure = error
+        for process_group in self._pipeline:
+            texts = everyone(failure_text(failure), host_group(process_group))
+            for kind, text in [shown for _, shown in sorted(texts.items()) if shown is not None][:1]:
+                failure = getattr(errors, kind, MeshmuonError)(text)
         try:
-            raise found or PlanMismatchError(
-                "ranks differ in what they clip: give all the same parameters and the same meshmuon."
+            raise failure or PlanMismatchError(
+                "ranks differ in what they clip: pass the same parameters on all ranks, and use one version of meshmuon."
             )
         finally:
-            del found  # the error knows this frame: knowing each other, they would keep process groups alive past their end
+            del failure  # its traceback holds this frame: the cycle would keep process groups alive after they are destroyed
 
     def _compare_notes(self) -> None:
-        """Raises what is wrong with the ranks of this stage, if anything is."""
-        failure = None if self._failure is None else (type(self._failure).__name__, str(self._failure))
+        """Raises if the ranks of this stage differ, or if one of them has failed."""
+        failure = failure_text(self._failure)
         if self._stage is None:
-            raise_failures({self._rank: Note(failure)}, self._failure)
+            raise_failures({self._replicas.rank: Note(failure)}, self._failure)
             return
-        layouts = [] if failure else [self._merged(k, param) for k, param in enumerate(self._params)]
+        params: list[tuple[str, tuple[Layout, ...]]] = []
+        if failure is None:
+            named = [(_name(k, param), param) for k, param in enumerate(self._params)]
+            params = [(name, self._replicas.layouts(name, param)) for name, param in named]
         note = Note(
             failure=failure,
             options=self._options(),
-            parameters=tuple((name, " ".join(map(str, found))) for name, found in layouts),
+            parameters=tuple((name, " ".join(map(str, layouts))) for name, layouts in params),
             active=tuple(param.grad is not None for param in self._params),
         )
         notes = everyone(note, host_group(self._stage))
         raise_failures(notes, self._failure)
         raise_mismatch(notes)
-        raise_torn_replicas({rank: one.active for rank, one in notes.items()}, layouts)
-
-    def _merged(self, k: int, param: Tensor) -> tuple[str, tuple[Layout, ...]]:
-        """A parameter's name and its layout, slices of one mesh being one more axis along which it is replicated."""
-        name, shape, sharded = _name(k, param), tuple(param.shape), as_dtensor(param)
-        if sharded is None:
-            return name, (replicated_layout(shape, self._ranks),)
-        alike = self._connected(sharded.device_mesh)
-        if not alike:
-            return name, ()
-        mesh = Mesh((len(alike), *alike[0].shape), tuple(rank for one in alike for rank in one.ranks))
-        return name, (Layout(shape, mesh, (Replicated(), *_placements(name, sharded.placements, len(shape)))),)
+        raise_unequal_replicas({rank: note.active for rank, note in notes.items()}, params)
 
     def _scale(self, max_norm: float | Tensor, total: Tensor) -> None:
         limit = max_norm.to(total.device, total.dtype) if isinstance(max_norm, Tensor) else max_norm
-        # Always multiplied, also by 1: to ask first would make the host wait for the device.
-        scale_all([part.local for part in self._parts], torch.clamp(limit / (total + 1e-6), max=1.0), self._foreach)
+        # Multiplies even by 1: asking first would make the host wait for the device.
+        scale_all([grad.local for grad in self._grads], torch.clamp(limit / (total + 1e-6), max=1.0), self._foreach)
         gradients = (as_dtensor(param.grad) for param in self._params if param.grad is not None)
         mark_overwritten([grad for grad in gradients if grad is not None and not grad.is_inference()])
 
 
-def _tensors(parameters: Tensor | Iterable[Tensor]) -> list[Tensor]:
-    """The parameters, each once."""
-    found = [parameters] if isinstance(parameters, Tensor) else list(parameters)
-    for one in found:
-        if not isinstance(one, Tensor):
+def _unique_tensors(parameters: Tensor | Iterable[Tensor]) -> list[Tensor]:
+    tensors = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+    for tensor in tensors:
+        if not isinstance(tensor, Tensor):
             raise ConfigError(
-                f"parameters must be tensors, got {type(one).__name__}. Pass model.parameters(), or those of an optimizer: "
+                f"parameters must be tensors, got {type(tensor).__name__}. Pass model.parameters(), or those of an optimizer: "
                 '(p for group in optimizer.param_groups for p in group["params"]).'
             )
-    return list(dict.fromkeys(found))
+    return list(dict.fromkeys(tensors))
 
 
 def _checked_order(norm_type: float) -> float:
@@ -373,11 +326,11 @@ def _checked_limit(max_norm: float | Tensor) -> float | Tensor:
             raise ConfigError(
                 f"max_norm must be a number or a plain tensor of one element, got a {kind} of shape {tuple(max_norm.shape)}."
             )
-        if max_norm.device.type != "cpu":  # not looked into: the host would wait for the device
+        if max_norm.device.type != "cpu":  # not checked: the host would wait for the device
             return max_norm.reshape(())
     limit = _number(max_norm)
     if not limit >= 0:
-        raise ConfigError(f"max_norm={max_norm!r} must be a number that is not negative.")
+        raise ConfigError(f"max_norm={max_norm!r} must be a number of at least 0.")
     return limit
 
 
@@ -393,5 +346,5 @@ def _name(k: int, param: Tensor) -> str:
 
 
 def _hash(text: str) -> int:
-    """A number from 1 on, small enough for the sum of many to be exact in float64."""
+    """A positive number that is small enough for the sum of many to be exact in float64."""
     return zlib.crc32(text.encode()) % 1048573 + 1

@@ -13,48 +13,49 @@ from ..torch_compat import device_has_foreach, foreach_is_faster
 
 __all__ = ["local_norms", "scale_all"]
 
-_BLOCK = 1 << 16  # a CPU adds float32 up one after the other: 10 million elements at once lose 4e-4 of their norm
+_BLOCK = 1 << 16  # CPUs add float32 elements one by one: the norm of 10 million elements at once is off by 4e-4
 _HALF = (torch.float16, torch.bfloat16)
 
 
 def local_norms(tensors: Sequence[Tensor], order: float, foreach: bool | None) -> list[Tensor]:
-    """Norms of the tensors or of blocks of them, one vector per device and dtype."""
-    found = []
-    for (device, dtype), alike in _batches(block for tensor in tensors for block in _blocks(tensor)).items():
-        wanted = _sum_dtype(dtype, device, order)
-        if _batched(alike, device, foreach):
-            norms = list(torch._foreach_norm(alike, order, dtype=wanted))
+    """Norms of the tensors, large ones in blocks: one vector of norms per device and dtype."""
+    vectors = []
+    for (device, dtype), batch in _by_device_and_dtype(block for tensor in tensors for block in _blocks(tensor)).items():
+        sum_dtype = _sum_dtype(dtype, device, order)
+        if _use_foreach(batch, device, foreach):
+            norms = list(torch._foreach_norm(batch, order, dtype=sum_dtype))
         else:
-            norms = [torch.linalg.vector_norm(one, order, dtype=wanted) for one in alike]
-        found.append(torch.stack(norms))
-    return found
+            norms = [torch.linalg.vector_norm(tensor, order, dtype=sum_dtype) for tensor in batch]
+        vectors.append(torch.stack(norms))
+    return vectors
 
 
 def scale_all(tensors: Sequence[Tensor], factor: Tensor, foreach: bool | None) -> None:
     """Multiplies every tensor by ``factor``, which has no dims, in place."""
-    for (device, _), alike in _batches(tensors).items():
-        here = factor.to(device)
-        if _batched(alike, device, foreach):
-            torch._foreach_mul_(alike, here)
+    for (device, _), batch in _by_device_and_dtype(tensors).items():
+        local_factor = factor.to(device)
+        if _use_foreach(batch, device, foreach):
+            torch._foreach_mul_(batch, local_factor)
         else:
-            for tensor in alike:
-                tensor.mul_(here)
+            for tensor in batch:
+                tensor.mul_(local_factor)
 
 
 def _sum_dtype(dtype: torch.dtype, device: torch.device, order: float) -> torch.dtype | None:
-    """What to add a tensor's powers up in; None if in its own dtype."""
+    """The dtype in which a tensor's powers are summed; None for its own dtype."""
     if device.type == "cpu" and order not in (2.0, math.inf) and dtype in (*_HALF, torch.float32):
-        return torch.float64  # these orders are added one after the other: float32 loses 1e-5 of the norm of 65,536 elements
+        return torch.float64  # summed one by one: in float32 the norm of 65,536 elements is off by 1e-5
     return torch.float32 if dtype in _HALF else None  # a norm in half precision has two digits
 
 
 def _blocks(tensor: Tensor) -> list[Tensor]:
     if tensor.device.type != "cpu" or tensor.numel() <= _BLOCK:
         return [tensor]
-    dense = tensor.permute(sorted(range(tensor.dim()), key=tensor.stride, reverse=True))  # as it lies in memory
+    dense = tensor.permute(sorted(range(tensor.dim()), key=tensor.stride, reverse=True))  # in the order of memory
     if dense.is_contiguous():
         return list(dense.view(-1).split_with_sizes(_sizes(tensor.numel(), _BLOCK)))
-    rows = max(1, _BLOCK // 16 * tensor.size(0) // tensor.numel())  # not vectorised, so that sums run longer
+    # Sums over strided memory are not vectorised: shorter blocks.
+    rows = max(1, _BLOCK // 16 * tensor.size(0) // tensor.numel())
     return list(tensor.split_with_sizes(_sizes(tensor.size(0), rows)))
 
 
@@ -62,14 +63,14 @@ def _sizes(total: int, most: int) -> list[int]:
     return [min(most, total - start) for start in range(0, total, most)]
 
 
-def _batches(tensors: Iterable[Tensor]) -> dict[tuple[torch.device, torch.dtype], list[Tensor]]:
-    found: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
+def _by_device_and_dtype(tensors: Iterable[Tensor]) -> dict[tuple[torch.device, torch.dtype], list[Tensor]]:
+    batches: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
     for tensor in tensors:
-        found.setdefault((tensor.device, tensor.dtype), []).append(tensor)
-    return found
+        batches.setdefault((tensor.device, tensor.dtype), []).append(tensor)
+    return batches
 
 
-def _batched(tensors: list[Tensor], device: torch.device, foreach: bool | None) -> bool:
+def _use_foreach(tensors: list[Tensor], device: torch.device, foreach: bool | None) -> bool:
     if foreach and not device_has_foreach(device):
         raise ConfigError(f"foreach=True, but {device.type} has no batched kernels: pass foreach=None or False.")
     return bool(foreach) or (foreach is None and foreach_is_faster(tensors, device))

@@ -1,4 +1,4 @@
-"""Runs what was planned."""
+"""Runs plans: ``StepExecutor`` is the interface, ``Executor`` the one that most steps use."""
 
 from .data_parallel import DataParallelExecutor
 from .executor import Executor, StepExecutor

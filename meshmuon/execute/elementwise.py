@@ -1,9 +1,9 @@
 """Momentum, look-ahead and update: what a step does element by element, with the same bits wherever an element lies.
 
-An element is the tenth of one rank's shard and the thousandth of the whole tensor. torch's CPU kernels take most elements of a
-tensor by vectors and the last ones alone. Operations that round once (a product, a sum, a quotient, a root) have one right result
-and give it either way. ``a + alpha·b`` rounds once or twice, depending on whether the compiler fused the two: it is used where
-a trial shows that all elements are treated alike, and is taken apart elsewhere.
+The same element may be the 10th of a rank's shard and the 1000th of the whole tensor. torch's CPU kernels process most elements
+of a tensor in vectors and the last few one by one. Operations that round once (a product, a sum, a quotient, a root) have one
+correct result and give it either way. ``a + alpha·b`` rounds once or twice, depending on whether the compiler fused the two. It
+is used where a trial shows that all elements are rounded alike; elsewhere it is two operations.
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ def accumulate(buffers: list[Tensor], grads: list[Tensor], retain: float | Tenso
         torch._foreach_mul_(buffers, retain)
         torch._foreach_add_(buffers, grads)
         return
-    usual = buffers[0].dtype  # asked once: each tensor is decided on by its own dtypes, but these rarely differ
+    usual = buffers[0].dtype  # looked up once: each tensor's own dtypes decide, but they rarely differ
     usually = adds_alike(usual, usual)
-    for buffer, grad in zip(buffers, grads, strict=True):  # no batched kernels here: one operation touches memory less than two
+    for buffer, grad in zip(buffers, grads, strict=True):  # not batched: one operation reads memory once, two batched ones twice
         kind = buffer.dtype
         if grad.dtype is kind and (usually if kind is usual else adds_alike(kind, kind)):
             torch.add(grad, buffer, alpha=retain, out=buffer)
@@ -60,10 +60,10 @@ def look_ahead(views: list[Tensor], grads: list[Tensor], buffers: list[Tensor], 
     usual = views[0].dtype
     usually = adds_alike(usual, usual)
     for view, grad, buffer in zip(views, grads, buffers, strict=True):
-        kind, its = view.dtype, buffer.dtype
-        if not (usually if kind is usual and its is usual else adds_alike(kind, its)):
+        kind, buffer_kind = view.dtype, buffer.dtype
+        if not (usually if kind is usual and buffer_kind is usual else adds_alike(kind, buffer_kind)):
             view.copy_(buffer).mul_(momentum).add_(grad)
-        elif grad.dtype is kind and its is kind:
+        elif grad.dtype is kind and buffer_kind is kind:
             torch.add(grad, buffer, alpha=momentum, out=view)
         else:
             view.copy_(grad).add_(buffer, alpha=momentum)
@@ -76,7 +76,7 @@ def apply(
     rate: float | Tensor,
     *,
     cautious: bool = False,
-    alike: bool | None = None,
+    add_alike: bool | None = None,
 ) -> None:
     """p ← p·decay − rate·update, without waiting for the device when lr is a tensor there.
 
@@ -85,8 +85,8 @@ def apply(
         updates: their updates, which may be overwritten.
         decay: what the parameters are multiplied by.
         rate: what the updates are multiplied by.
-        cautious: only elements whose update brings them nearer to zero, or which have none, decay.
-        alike: what ``all_add_alike`` says of them, for those who know it.
+        cautious: decay only the elements whose update is zero or moves them towards zero.
+        add_alike: the result of ``all_add_alike`` for them, if the caller knows it.
     """
     if cautious:
         for param, update in zip(params, updates, strict=True):
@@ -95,7 +95,7 @@ def apply(
             param.copy_(torch.where(same_way, decayed, param, out=decayed))
     elif isinstance(decay, Tensor) or decay != 1.0:
         torch._foreach_mul_(params, decay)
-    if isinstance(rate, Tensor) or not (all_add_alike(params, updates) if alike is None else alike):
+    if isinstance(rate, Tensor) or not (all_add_alike(params, updates) if add_alike is None else add_alike):
         torch._foreach_mul_(updates, rate)
         torch._foreach_add_(updates, 0.0)  # −0 becomes 0: at rate 0 a weight of −0 keeps its sign
         torch._foreach_sub_(params, updates)

@@ -1,4 +1,4 @@
-"""Runs a plan: keeps buffers and views from step to step, makes them anew when the plan changes."""
+"""Runs a plan: keeps buffers and views from step to step, and rebuilds them when the plan changes."""
 
 from __future__ import annotations
 
@@ -21,30 +21,49 @@ __all__ = ["Executor", "StepExecutor"]
 
 
 class StepExecutor(Protocol):
-    """What runs the Muon part of a step."""
+    """What runs the Muon part of an optimizer's step. The optimizer calls it, on every rank that takes part in the step:
+
+    1. ``prepare``: once per plan, after all ranks have agreed on the plan and before any piece travels. It makes buffers and
+       views. When it returns, ``plan`` is the plan. When it raises, ``plan`` is None; the optimizer tells all ranks, and no rank
+       runs.
+    2. ``run``: once per step after that, until another plan is prepared. All ranks of the plan call it in the same step, because
+       they exchange with each other in it. ``step_params`` is in the order of ``plan.params`` at every call; the tensors and
+       numbers in it may be other ones, their shapes, dtypes, devices, schemes and rules are those that were prepared.
+    3. ``last``: ``run`` calls it exactly once, after the last matrix has been orthogonalised and before the last results are
+       waited for. The optimizer steps its AdamW parameters there. If it communicates, it does so on all ranks in the same order.
+
+    ``workspace_bytes`` may be called at any time, on any rank; it does not communicate.
+    """
 
     plan: Plan | None
 
     def prepare(self, plan: Plan, rank: int, step_params: Sequence[StepParam], exchange: Exchange | None) -> None:
-        """Makes ready for a plan whose entries are the parameters of ``step_params``."""
+        """Makes ready for a plan.
+
+        Args:
+            plan: the same on all of its ranks, except for parameters that are private to a rank.
+            rank: this rank.
+            step_params: the parameters of ``plan.params``, in the same order.
+            exchange: between the ranks of the plan; None where nothing is exchanged.
+        """
         ...
 
     def run(self, step_params: Sequence[StepParam], *, last: Callable[[], None]) -> Exception | None:
-        """One step; ``last`` is done in its final wait.
+        """One step.
 
         Returns:
-            What went wrong on this rank in a step that was made to its end, so that no other rank waits for this one. What is
-            raised instead has left the step half done.
+            The first error on this rank in a step that was completed: all exchanges have taken place, so that no other rank waits
+            for this one. An error that is raised instead has left the step half done.
         """
         ...
 
     def workspace_bytes(self) -> int:
-        """Memory held between steps."""
+        """Bytes that the executor holds between steps."""
         ...
 
 
 class Executor:
-    """Executes one plan at a time on this rank."""
+    """The ``StepExecutor`` of sharded and local matrices: one owner per matrix, exchanges in overlapping waves."""
 
     def __init__(self, settings: ExecutorSettings) -> None:
         self._settings = settings
@@ -55,46 +74,45 @@ class Executor:
         self.plan: Plan | None = None
 
     def prepare(self, plan: Plan, rank: int, step_params: Sequence[StepParam], exchange: Exchange | None) -> None:
-        """Makes the buffers for ``plan``, whose entries are the parameters of ``step_params``."""
+        """Makes the buffers for ``plan``, whose parameters are those of ``step_params``."""
         self.plan = None
         self._program = RankProgram()
         self._workspace.clear()
-        with torch.inference_mode(False):  # buffers made inside inference_mode could never be written outside
+        with torch.inference_mode(False):  # buffers made inside inference_mode cannot be written outside of it
             self._program = build_rank_program(plan, rank, step_params, exchange, self._workspace, self._settings)
         self._streams = streams_for(step_params[0].param.device) if step_params else None
         self._exchange = exchange
         self.plan = plan
 
     def run(self, step_params: Sequence[StepParam], *, last: Callable[[], None]) -> Exception | None:
-        """One step of the prepared plan. ``last`` is done in its final wait."""
+        """One step of the prepared plan."""
         program, streams, exchange = self._program, self._streams, self._exchange
-        program.failures.clear()  # a step that was left in the middle may have had some
+        program.failures.clear()  # an abandoned step may have left some
         if streams is None or self.plan is None:
             guarded(last, program.failures)()
             return take_first(program.failures)
         ready = streams.main_mark()
         waves: list[Iterator[None]] = []
         if exchange is not None:
-            for rule_states in program.rule_states:
-                rule_states.start(step_params, exchange)
+            for rule_state in program.rule_states:
+                rule_state.start_gather(step_params, exchange)
             waves = [wave.run(step_params, exchange, streams, ready) for wave in program.waves]
-        local = [rule_states.arrive for rule_states in program.rule_states] + [
-            partial(batch.run, step_params) for batch in program.local
-        ]
+        local = [rule_state.finish_gather for rule_state in program.rule_states]
+        local += [partial(batch.run, step_params) for batch in program.local]
 
-        def finally_() -> None:
-            for rule_states in program.rule_states:
+        def before_last_results() -> None:
+            for rule_state in program.rule_states:
                 assert exchange is not None
-                rule_states.leave(exchange)
+                rule_state.start_scatter(exchange)
             guarded(last, program.failures)()
 
-        run_pipeline(waves, self.plan.options.in_flight, local, finally_)
-        for rule_states in program.rule_states:
-            rule_states.settle(step_params)
+        run_pipeline(waves, self.plan.options.in_flight, local, before_last_results)
+        for rule_state in program.rule_states:
+            rule_state.finish_scatter(step_params)
         program.rest.free_gradients(step_params)
         streams.main_waits(streams.side_mark())
         return take_first(program.failures)
 
     def workspace_bytes(self) -> int:
-        """Memory that the executor holds between steps."""
+        """Bytes that the executor holds between steps."""
         return self._workspace.bytes()

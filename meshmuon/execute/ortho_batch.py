@@ -1,4 +1,4 @@
-"""The stage: where a batch of whole matrices is orthogonalised in place, with everything it needs made once."""
+"""A batch of whole matrices, orthogonalised in place; everything that it needs is made once."""
 
 from __future__ import annotations
 
@@ -31,28 +31,35 @@ __all__ = ["OrthoBatch", "apply_rule", "reserve_ortho_batches", "seen_by_rule"]
 
 
 class OrthoBatch:
-    """A batch's matrices, (size, rows, cols), in memory that all stages share one after the other.
+    """A batch's matrices, in memory that all batches share one after the other.
 
-    A batch that cannot be orthogonalised (a user's scheme raises, memory runs out) becomes zeros, which step nothing, and its
-    error is put into ``failures``. The step goes on, since other ranks wait for this one, and raises when it is done.
+    If a batch cannot be orthogonalised (a user's scheme raises, memory runs out), it becomes zeros, which change no parameter,
+    and its error goes to ``failures``. The step continues, because other ranks wait for this one, and then returns the error.
+
+    Attributes:
+        batch: which matrices.
+        matrices: (size, rows, cols).
+        rule_state: (size, outputs) where the rule keeps numbers between steps, else None.
     """
 
     def __init__(
-        self, batch: Batch, like: StepParam, workspace: Workspace, settings: ExecutorSettings, failures: list[Exception]
+        self, batch: Batch, template: StepParam, workspace: Workspace, settings: ExecutorSettings, failures: list[Exception]
     ) -> None:
         self.batch = batch
-        self.matrices = _take(batch, like, workspace)
-        self.rule_state: Tensor | None = None  # (size, outputs), where the rule remembers
-        if like.rule_state is not None:
-            outputs = like.matrices.lr_shape[0]
-            self.rule_state = aligned_matrices((batch.size, 1, outputs), like.update_dtype, like.param.device).zero_().squeeze(1)
-        self._rule, self._flipped = like.rule, like.matrices.flipped
+        self.matrices = _take(batch, template, workspace)
+        self.rule_state: Tensor | None = None
+        if template.rule_state is not None:
+            outputs = template.matrices.lr_shape[0]
+            self.rule_state = (
+                aligned_matrices((batch.size, 1, outputs), template.update_dtype, template.param.device).zero_().squeeze(1)
+            )
+        self._rule, self._flipped = template.rule, template.matrices.flipped
         self._one_by_one = settings.deterministic
-        self._orthogonalise = _orthogonaliser(self.matrices, like, workspace, settings)
+        self._orthogonalise = _orthogonaliser(self.matrices, template, workspace, settings)
         self._failures = failures
 
     def orthogonalise(self) -> None:
-        """Replaces every matrix by its orthogonalised update, as its rule has it."""
+        """Replaces every matrix by its orthogonalised update, with what its rule does before and after."""
         with record_function("meshmuon::orthogonalise"):
             try:
                 if self._rule is None:
@@ -66,11 +73,11 @@ class OrthoBatch:
 
 
 SeenByRule: TypeAlias = "list[tuple[Tensor, Tensor | None]]"
-"""Batches of matrices, (batch, outputs, inputs), each with its memory, (batch, outputs, 1)."""
+"""Batches of matrices, (batch, outputs, inputs), each with its rule state, (batch, outputs, 1)."""
 
 
 def seen_by_rule(matrices: Tensor, rule_state: Tensor | None, *, flipped: bool, one_by_one: bool) -> SeenByRule:
-    """``matrices`` and their memory as a rule sees them: all at once, or each by itself so that none depends on the others."""
+    """``matrices`` and their rule state as a rule sees them: all in one batch, or each in a batch of its own."""
     seen = matrices.mT if flipped else matrices
     numbers = None if rule_state is None else rule_state.unsqueeze(-1)
     if not one_by_one:
@@ -79,7 +86,7 @@ def seen_by_rule(matrices: Tensor, rule_state: Tensor | None, *, flipped: bool, 
 
 
 def apply_rule(rule: UpdateRule, orthogonalise: Callable[[], None], seen: SeenByRule) -> None:
-    """Orthogonalises matrices in place with what ``rule`` does before and after."""
+    """Orthogonalises matrices in place, with what ``rule`` does before and after."""
     for matrices, _ in seen:
         rule.before(matrices)
     orthogonalise()
@@ -88,55 +95,57 @@ def apply_rule(rule: UpdateRule, orthogonalise: Callable[[], None], seen: SeenBy
 
 
 def reserve_ortho_batches(batches: Iterable[tuple[Batch, StepParam]], workspace: Workspace, settings: ExecutorSettings) -> None:
-    """Grows the workspace to its final size: it must not move once stages keep views of it."""
-    for batch, like in batches:
-        matrices = _take(batch, like, workspace)
-        reserve_scratch(matrices, like.scheme, form=settings.form, dtype=like.compute_dtype, workspace=workspace)
+    """Grows the workspace to its final size: it must not move once batches keep views of it."""
+    for batch, template in batches:
+        matrices = _take(batch, template, workspace)
+        reserve_scratch(matrices, template.scheme, form=settings.form, dtype=template.compute_dtype, workspace=workspace)
 
 
-def _take(batch: Batch, like: StepParam, workspace: Workspace) -> Tensor:
-    return workspace.take_matrices("stage", (batch.size, batch.rows, batch.cols), like.update_dtype, like.param.device)
+def _take(batch: Batch, template: StepParam, workspace: Workspace) -> Tensor:
+    return workspace.take_matrices("matrices", (batch.size, batch.rows, batch.cols), template.update_dtype, template.param.device)
 
 
-def _orthogonaliser(stage: Tensor, like: StepParam, workspace: Workspace, settings: ExecutorSettings) -> Callable[[], None]:
-    """What orthogonalises ``stage`` in place: eager with reused buffers, a CUDA graph of that, or compiled."""
-    scheme, dtype, form = like.scheme, like.compute_dtype, settings.form
-    if not stage.numel():
+def _orthogonaliser(
+    matrices: Tensor, template: StepParam, workspace: Workspace, settings: ExecutorSettings
+) -> Callable[[], None]:
+    """What orthogonalises ``matrices`` in place: eager with reused buffers, a CUDA graph of that, or compiled."""
+    scheme, dtype, form = template.scheme, template.compute_dtype, settings.form
+    if not matrices.numel():
         return lambda: None
     if settings.compile:
-        return _compiled(stage, scheme, dtype, settings)
+        return _compiled(matrices, scheme, dtype, settings)
     if not isinstance(scheme, Scheme):
 
-        def work() -> None:
-            stage.copy_(call_scheme(scheme, stage, one_by_one=settings.deterministic))
+        def orthogonalise() -> None:
+            matrices.copy_(call_scheme(scheme, matrices, one_by_one=settings.deterministic))
 
     else:
-        products = products_for(stage.device, deterministic=settings.deterministic)
-        blocks = blocks_for(stage.size(1), stage.size(2), scheme, form=form, dtype=dtype)
-        steps, scratch = scheme.steps, Scratch(workspace, stage, dtype, stage)
+        products = products_for(matrices.device, deterministic=settings.deterministic)
+        blocks = blocks_for(matrices.size(1), matrices.size(2), scheme, form=form, dtype=dtype)
+        steps, scratch = scheme.steps, Scratch(workspace, matrices, dtype, matrices)
 
-        def work() -> None:
-            iterate(stage, steps, blocks, scratch, products)
+        def orthogonalise() -> None:
+            iterate(matrices, steps, blocks, scratch, products)
 
-    return replay_for(stage.device, work, graphs=settings.cuda_graphs)
+    return replay_for(matrices.device, orthogonalise, graphs=settings.cuda_graphs)
 
 
 def _compiled(
-    stage: Tensor, scheme: Scheme | Orthogonalizer, dtype: torch.dtype, settings: ExecutorSettings
+    matrices: Tensor, scheme: Scheme | Orthogonalizer, dtype: torch.dtype, settings: ExecutorSettings
 ) -> Callable[[], None]:
     backend = settings.compile if isinstance(settings.compile, str) else "inductor"
-    eager = scheme if not isinstance(scheme, Scheme) else _traceable(stage, scheme, dtype, settings.form)
+    eager = scheme if not isinstance(scheme, Scheme) else _traceable(matrices, scheme, dtype, settings.form)
     compiled = torch.compile(eager, backend=backend, dynamic=False)
 
-    def work() -> None:
-        with own_graph_per_shape(), torch.autocast(stage.device.type, enabled=False):
-            stage.copy_(call_scheme(compiled, stage, one_by_one=settings.deterministic))
+    def orthogonalise() -> None:
+        with own_graph_per_shape(), torch.autocast(matrices.device.type, enabled=False):
+            matrices.copy_(call_scheme(compiled, matrices, one_by_one=settings.deterministic))
 
-    return work
+    return orthogonalise
 
 
-def _traceable(stage: Tensor, scheme: Scheme, dtype: torch.dtype, form: str) -> Orthogonalizer:
-    steps, blocks = scheme.steps, blocks_for(stage.size(1), stage.size(2), scheme, form=form, dtype=dtype)
+def _traceable(matrices: Tensor, scheme: Scheme, dtype: torch.dtype, form: str) -> Orthogonalizer:
+    steps, blocks = scheme.steps, blocks_for(matrices.size(1), matrices.size(2), scheme, form=form, dtype=dtype)
 
     def eager(x: Tensor) -> Tensor:
         result = torch.empty_like(x)

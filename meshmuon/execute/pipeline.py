@@ -2,12 +2,68 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator
+from enum import Enum
 
 from ..errors import TransportError
 
-__all__ = ["guarded", "run_pipeline", "take_first", "waves_ahead"]
+__all__ = ["Action", "fill_order", "guarded", "pipeline_order", "run_pipeline", "take_first", "waves_ahead"]
+
+
+class Action(Enum):
+    """What is done next in a step: one of the three turns of a wave, or work that needs no exchange."""
+
+    GATHER = "a wave accumulates momentum and sends its pieces"
+    LOCAL = "all local batches run, while the first pieces are on their way"
+    COMPUTE = "a wave orthogonalises what it receives and sends the results"
+    LAST = "what the caller wants done while the last results are on their way"
+    FINISH = "a wave applies the results that it receives"
+
+
+def pipeline_order(count: int, width: int, *, ahead: int | None = None) -> Iterator[tuple[Action, int]]:
+    """Every action of a step with ``count`` waves, and the wave that it belongs to (0 for ``LOCAL`` and ``LAST``).
+
+    While one wave computes, the next ones gather and the ones before it scatter. Four waves, three of them in flight: gather 0,
+    gather 1, local, compute 0, gather 2, compute 1, finish 0, gather 3, compute 2, compute 3, last, finish 1, finish 2, finish 3.
+
+    Args:
+        count: number of waves.
+        width: most waves between their first and their last exchange.
+        ahead: most waves that have sent their pieces and wait for their turn to compute; ``waves_ahead(width)`` unless given.
+    """
+    most = waves_ahead(width) if ahead is None else ahead
+    gathered = computed = finished = 0  # waves that have had each of their turns
+
+    def gather() -> Iterator[tuple[Action, int]]:
+        nonlocal gathered
+        while gathered < count and gathered - computed < most and gathered - finished < width:
+            yield Action.GATHER, gathered
+            gathered += 1
+
+    yield from gather()
+    yield Action.LOCAL, 0
+    while computed < gathered:
+        yield Action.COMPUTE, computed
+        computed += 1
+        yield from gather()
+        # Only a finished wave makes room for another. What has no need to be finished is not waited for: it may still be behind
+        # other exchanges on its way.
+        while gathered < count and gathered - computed < most and (computed - finished > 1 or gathered == computed):
+            yield Action.FINISH, finished
+            finished += 1
+            yield from gather()
+    yield Action.LAST, 0
+    for wave in range(finished, count):
+        yield Action.FINISH, wave
+
+
+def fill_order(waves: int, local_batches: int, width: int) -> Iterator[int]:
+    """The order in which a step first reads gradients: waves by their number, local batches by ``waves`` plus theirs."""
+    for action, wave in pipeline_order(waves, width):
+        if action is Action.GATHER:
+            yield wave
+        elif action is Action.LOCAL:
+            yield from range(waves, waves + local_batches)
 
 
 def run_pipeline(
@@ -18,44 +74,27 @@ def run_pipeline(
     *,
     ahead: int | None = None,
 ) -> None:
-    """Runs all waves, at most ``width`` of them between their first and their last exchange.
-
-    A wave is advanced three times: it sends its pieces; it computes and sends results; it applies what it receives. While one
-    computes, the next ones gather and the ones before scatter.
+    """Runs all waves in the order of ``pipeline_order``.
 
     Args:
-        waves: generators that yield twice.
+        waves: generators that yield twice: after sending their pieces, and after sending their results.
         width: most waves in flight.
         local: work that needs no exchange; done while the first pieces are on their way.
         last: work that needs no exchange; done while the last results are on their way.
-        ahead: most waves that have sent their pieces and wait for their turn to compute; ``waves_ahead(width)`` unless given.
+        ahead: as in ``pipeline_order``.
     """
-    coming, most = deque(waves), waves_ahead(width) if ahead is None else ahead
-    gathering: deque[Iterator[None]] = deque()
-    scattering: deque[Iterator[None]] = deque()
-
-    def launch() -> None:
-        while coming and len(gathering) < most and len(gathering) + len(scattering) < width:
-            wave = coming.popleft()
-            next(wave)
-            gathering.append(wave)
-
-    launch()
-    for piece in local:
-        piece()
-    while gathering:
-        wave = gathering.popleft()
-        next(wave)
-        scattering.append(wave)
-        launch()
-        # Only a finished wave makes room for another. What has no need to be finished is not waited for: it may still be behind
-        # other exchanges on its way.
-        while coming and len(gathering) < most and (len(scattering) > 1 or not gathering):
-            _finish(scattering.popleft())
-            launch()
-    last()
-    while scattering:
-        _finish(scattering.popleft())
+    waves = list(waves)
+    for action, wave in pipeline_order(len(waves), width, ahead=ahead):
+        if action is Action.LOCAL:
+            for run_batch in local:
+                run_batch()
+        elif action is Action.LAST:
+            last()
+        elif action is Action.FINISH:
+            for _ in waves[wave]:
+                raise AssertionError("a wave yields twice")
+        else:
+            next(waves[wave])
 
 
 def waves_ahead(width: int) -> int:
@@ -67,12 +106,12 @@ def waves_ahead(width: int) -> int:
     return width // 2 + 1
 
 
-def guarded(work: Callable[[], None], failures: list[Exception]) -> Callable[[], None]:
-    """``work`` whose error is kept for the end of the step: other ranks wait for what this one has still to send."""
+def guarded(action: Callable[[], None], failures: list[Exception]) -> Callable[[], None]:
+    """``action`` whose error is kept for the end of the step: other ranks wait for what this one still has to send."""
 
     def run() -> None:
         try:
-            work()
+            action()
         except TransportError:
             raise
         except Exception as error:
@@ -82,12 +121,7 @@ def guarded(work: Callable[[], None], failures: list[Exception]) -> Callable[[],
 
 
 def take_first(failures: list[Exception]) -> Exception | None:
-    """What went wrong first in a step, or nothing; it is forgotten here."""
+    """The first failure of a step, if there is one; clears the list."""
     first = failures[0] if failures else None
     failures.clear()
     return first
-
-
-def _finish(wave: Iterator[None]) -> None:
-    for _ in wave:
-        raise AssertionError("a wave yields twice")

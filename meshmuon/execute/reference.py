@@ -1,6 +1,6 @@
 """The reference path: every rank gathers whole matrices, orthogonalises all of them and keeps its own shard.
 
-It shares neither layouts nor plans nor exchanges with the executor that it verifies: torch gathers and torch cuts.
+It shares neither layouts nor plans nor exchanges with the executor that it verifies: torch gathers and torch shards.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ __all__ = ["ReferenceExecutor"]
 
 
 class ReferenceExecutor:
-    """Runs a step the simple way, with the same interface as ``Executor``."""
+    """The ``StepExecutor`` that runs a step the simple way."""
 
     def __init__(self, settings: ExecutorSettings) -> None:
         self._settings = settings
         self.plan: Plan | None = None
 
     def prepare(self, plan: Plan, rank: int, step_params: Sequence[StepParam], exchange: Exchange | None) -> None:
-        """Refuses what torch cannot gather, and remembers what all ranks agreed on; nothing else of it is used."""
+        """Refuses what torch cannot gather, and keeps the plan; nothing else of it is used."""
         self.plan = None
-        for _, alike in grouped(range(len(step_params)), lambda k: _layout_of(step_params[k].param)):
-            if has_part(step_params[alike[0]].param):
-                check_round_trip(plan.params[alike[0]].name, step_params[alike[0]].param)
+        for _, members in grouped(range(len(step_params)), lambda k: _layout_of(step_params[k].param)):
+            if has_part(step_params[members[0]].param):
+                check_round_trip(plan.params[members[0]].name, step_params[members[0]].param)
         self.plan = plan
 
     def run(self, step_params: Sequence[StepParam], *, last: Callable[[], None]) -> Exception | None:
@@ -63,51 +63,55 @@ class ReferenceExecutor:
         grad_lifetime.free_gradients(step_params)
         with record_function("meshmuon::gather"):
             full = whole(update)
-        for one in (step_params[k] for k in members):
-            part = torch.zeros_like(full, dtype=torch.bool)
-            _window(part, one.matrices).fill_(True)
+        for step_param in (step_params[k] for k in members):
+            in_part = torch.zeros_like(full, dtype=torch.bool)
+            _window(in_part, step_param.matrices).fill_(True)
             with record_function("meshmuon::orthogonalise"):
-                self._orthogonalise(one, _window(full, one.matrices))
+                self._orthogonalise(step_param, _window(full, step_param.matrices))
             with record_function("meshmuon::scatter"):
-                shard, mine = own_shard(full, one.param), own_shard(part, one.param)
+                shard, shard_in_part = own_shard(full, step_param.param), own_shard(in_part, step_param.param)
             with record_function("meshmuon::update"):
-                local = local_part(one.param)
-                rate = one.settings.rate * one.settings.adjust(*one.matrices.lr_shape)
+                settings, local = step_param.settings, local_part(step_param.param)
+                rate = settings.rate * settings.adjust(*step_param.matrices.lr_shape)
                 stepped = local.clone()
-                apply([stepped], [shard], one.settings.decay, rate, cautious=one.settings.cautious)
-                local.copy_(torch.where(mine, stepped, local))
+                apply([stepped], [shard], settings.decay, rate, cautious=settings.cautious)
+                local.copy_(torch.where(shard_in_part, stepped, local))
 
-    def _orthogonalise(self, one: StepParam, part: Tensor) -> None:
-        matrices = part.reshape(one.matrices.count, one.matrices.rows, one.matrices.cols).contiguous()
+    def _orthogonalise(self, step_param: StepParam, part: Tensor) -> None:
+        size, rule, scheme = step_param.matrices, step_param.rule, step_param.scheme
+        matrices = part.reshape(size.count, size.rows, size.cols).contiguous()
         deterministic = self._settings.deterministic
         products = products_for(part.device, deterministic=deterministic)
-        options: dict[str, Any] = {"form": self._settings.form, "dtype": one.compute_dtype, "products": products}
+        options: dict[str, Any] = {"form": self._settings.form, "dtype": step_param.compute_dtype, "products": products}
 
         def orthogonalise() -> None:
-            if isinstance(one.scheme, Scheme):
-                orthogonalize(matrices, one.scheme, out=matrices, **options)
+            if isinstance(scheme, Scheme):
+                orthogonalize(matrices, scheme, out=matrices, **options)
             else:
-                matrices.copy_(call_scheme(one.scheme, matrices, one_by_one=deterministic))
+                matrices.copy_(call_scheme(scheme, matrices, one_by_one=deterministic))
 
-        rule_state = None if one.rule_state is None else whole(one.rule_state)
-        numbers = None if rule_state is None else _window(rule_state, one.matrices, rule_state=True)
-        kept = None if numbers is None else numbers.reshape(one.matrices.count, -1).clone()
-        if one.rule is None:
+        if rule is None:
             orthogonalise()
         else:
-            seen = seen_by_rule(matrices, kept, flipped=one.matrices.flipped, one_by_one=deterministic)
-            apply_rule(one.rule, orthogonalise, seen)
+            stored = None if step_param.rule_state is None else whole(step_param.rule_state).clone()
+            window = None if stored is None else _window(stored, size, rule_state=True)
+            rule_state = None if window is None else window.reshape(size.count, -1).clone()
+            apply_rule(rule, orthogonalise, seen_by_rule(matrices, rule_state, flipped=size.flipped, one_by_one=deterministic))
+            if stored is not None and window is not None and rule_state is not None:
+                window.copy_(rule_state.view(window.shape))
+                _store(step_param, stored)
         part.copy_(matrices.view(part.shape))
-        if one.rule_state is not None and numbers is not None and kept is not None and rule_state is not None:
-            remembered = rule_state.clone()
-            _window(remembered, one.matrices, rule_state=True).copy_(kept.view(numbers.shape))
-            shard, skip_mask = own_shard(remembered, one.rule_state), one.settings.skip_mask
-            local = local_part(one.rule_state)
-            local.copy_(shard if skip_mask is None else torch.where(skip_mask, local, shard))
 
     def workspace_bytes(self) -> int:
-        """Nothing is kept between steps."""
+        """Nothing is held between steps."""
         return 0
+
+
+def _store(step_param: StepParam, rule_state: Tensor) -> None:
+    assert step_param.rule_state is not None
+    shard, skip_mask = own_shard(rule_state, step_param.rule_state), step_param.settings.skip_mask
+    local = local_part(step_param.rule_state)
+    local.copy_(shard if skip_mask is None else torch.where(skip_mask, local, shard))
 
 
 def _layout_of(param: Tensor) -> Hashable:
@@ -115,8 +119,8 @@ def _layout_of(param: Tensor) -> Hashable:
 
 
 def _window(full: Tensor, matrices: MatrixSet, *, rule_state: bool = False) -> Tensor:
-    """The part of a whole parameter, or of its rule's numbers, that ``matrices`` are."""
-    window = matrices.memory_window if rule_state else matrices.window
+    """A view of the part of a whole parameter, or of its rule state, that belongs to ``matrices``."""
+    window = matrices.rule_state_window if rule_state else matrices.window
     if window is None:
         return full
     (top, bottom), (left, right) = window

@@ -1,217 +1,169 @@
-"""A rule's numbers per output: they live with the parameter's shards and visit the owner of the matrix during a step.
+"""Rule state: the numbers that an update rule keeps per output of a matrix.
 
-One small exchange before the first wave brings them to the owners, one after the last takes them home. They lie on the mesh as
-the parameter does, with one element along the inputs: whoever holds the first input of an output holds its number.
+They are stored with the shards of the parameter, and the owner of the matrix needs them during a step. One small exchange before
+the first wave brings them to the owners, one after the last wave brings them back. ``rule_state_param`` says who stores them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from ..layout import Layout, Piece, Ranges, length
-from ..plan import NO_WAVE, Plan, PlannedParam, Task
+from ..plan import NO_WAVE, PieceTransfer, Plan, WaveRoutes, rank_routes
 from ..transport import Exchange, Pending
+from .program_builder import ProgramBuilder, rule_state_param
 from .shard_views import ShardView, grouped
 from .step_param import StepParam, local_part
 from .wave import CopyPairs, ExchangeBuffers
 
-__all__ = ["RuleStateExchange", "load_rule_state", "rule_state_exchanges", "rule_state_param", "store_rule_state"]
+__all__ = ["RuleStateExchange", "load_rule_state", "rule_state_exchanges", "rule_state_transfers", "store_rule_state"]
 
 
 @dataclass(slots=True)
 class RuleStateExchange:
-    """The visits of one rank.
+    """The rule state of one device and dtype, on one rank. ``Executor.run`` calls the methods in their order here.
 
     Attributes:
-        leaving: the rank's own numbers and where they are put to go to the owners.
-        fetch: the way to the owners.
-        unpack: from what has arrived to the owned matrices' memory.
-        pack: from there to what goes back.
-        give: the way home.
-        returned: the rank's own numbers and where they arrive.
+        sent_shards: this rank's stored numbers, with views of the buffer from which they go to the owners.
+        gather: the exchange that brings them to the owners.
+        unpack: from the received buffer to the batches of owned matrices.
+        pack: from these batches to the buffer that is sent back.
+        scatter: the exchange that brings them back.
+        received_shards: this rank's stored numbers, with views of the buffer in which they arrive.
     """
 
-    leaving: list[ShardView]
-    fetch: ExchangeBuffers
+    sent_shards: list[ShardView]
+    gather: ExchangeBuffers
     unpack: CopyPairs
     pack: CopyPairs
-    give: ExchangeBuffers
-    returned: list[ShardView]
+    scatter: ExchangeBuffers
+    received_shards: list[ShardView]
     _pending: Pending | None = None
 
-    def start(self, step_params: Sequence[StepParam], exchange: Exchange) -> None:
-        """Sends the numbers to the owners."""
-        load_rule_state(self.leaving, step_params)
-        self._pending = self.fetch.start(exchange, "gather")
+    def start_gather(self, step_params: Sequence[StepParam], exchange: Exchange) -> None:
+        """Sends the numbers to the owners; before the first wave."""
+        load_rule_state(self.sent_shards, step_params)
+        self._pending = self.gather.start(exchange, "gather")
 
-    def arrive(self) -> None:
-        """Puts them where the owned matrices are."""
+    def finish_gather(self) -> None:
+        """Puts them beside the owned matrices; before the first wave computes."""
         assert self._pending is not None
         self._pending.wait()
         self.unpack.run()
 
-    def leave(self, exchange: Exchange) -> None:
-        """Sends them home."""
+    def start_scatter(self, exchange: Exchange) -> None:
+        """Sends them back to where they are stored; after the last wave has computed."""
         self.pack.run()
-        self._pending = self.give.start(exchange, "scatter")
+        self._pending = self.scatter.start(exchange, "scatter")
 
-    def settle(self, step_params: Sequence[StepParam]) -> None:
-        """Puts them back where they live."""
+    def finish_scatter(self, step_params: Sequence[StepParam]) -> None:
+        """Stores them; at the end of the step."""
         assert self._pending is not None
         self._pending.wait()
-        store_rule_state(self.returned, step_params)
+        store_rule_state(self.received_shards, step_params)
 
 
-def load_rule_state(parts: Sequence[ShardView], step_params: Sequence[StepParam]) -> None:
-    """Copies parts of the numbers' tensors into the parts' views."""
-    CopyPairs([part.view for part in parts], [part.of(_memory(step_params[part.param_index])) for part in parts]).run()
+def load_rule_state(shards: Sequence[ShardView], step_params: Sequence[StepParam]) -> None:
+    """Copies stored numbers into the shards' views."""
+    CopyPairs([shard.view for shard in shards], [_stored(shard, step_params) for shard in shards]).run()
 
 
-def store_rule_state(parts: Sequence[ShardView], step_params: Sequence[StepParam]) -> None:
-    """Copies the parts' views into the numbers' tensors, except where nothing may change."""
-    for part in parts:
-        target, skip_mask = part.of(_memory(step_params[part.param_index])), step_params[part.param_index].settings.skip_mask
-        target.copy_(part.view if skip_mask is None else torch.where(skip_mask, target, part.view))
+def store_rule_state(shards: Sequence[ShardView], step_params: Sequence[StepParam]) -> None:
+    """Copies the shards' views into the stored numbers, except where the step's skip mask forbids it."""
+    for shard in shards:
+        target, skip_mask = _stored(shard, step_params), step_params[shard.param_index].settings.skip_mask
+        target.copy_(shard.view if skip_mask is None else torch.where(skip_mask, target, shard.view))
 
 
-def _memory(step_params: StepParam) -> Tensor:
-    assert step_params.rule_state is not None
-    return local_part(step_params.rule_state)
+def _stored(shard: ShardView, step_params: Sequence[StepParam]) -> Tensor:
+    rule_state = step_params[shard.param_index].rule_state
+    assert rule_state is not None
+    return shard.of(local_part(rule_state))
 
 
-def rule_state_param(entry: PlannedParam, step_params: StepParam) -> PlannedParam:
-    """The rule's numbers of a parameter as an entry of their own, laid out alike."""
-    shape = step_params.matrices.memory_shape(entry.layouts[0].shape)
-    layouts = tuple(Layout(shape, layout.mesh, layout.placements) for layout in entry.layouts)
-    return replace(entry, layouts=layouts, window=step_params.matrices.memory_window)
-
-
-@dataclass(frozen=True, slots=True)
-class _Visit:
-    """Numbers of a matrix's outputs, in ``ranges`` of them, that a holder exchanges with the owner."""
-
-    task: int
-    holder: int
-    owner: int
-    ranges: Ranges
-    fetched: bool  # whether this holder sends them; other replicas only receive
-
-    @property
-    def size(self) -> int:
-        return length(self.ranges)
-
-
-def rule_state_exchanges(
-    plan: Plan,
-    rank: int,
-    step_params: Sequence[StepParam],
-    exchange: Exchange | None,
-    kept: Mapping[int, Tensor],
-    part_of: Callable[[int, Tensor], ShardView],
-) -> list[RuleStateExchange]:
-    """The visits of ``rank``, one set per device and dtype, in an order that is the same on every rank.
+def rule_state_exchanges(builder: ProgramBuilder, owned: Mapping[int, Tensor]) -> list[RuleStateExchange]:
+    """The exchanges of this rank, one per device and dtype, in an order that is the same on every rank.
 
     Args:
-        plan: the plan.
-        rank: this rank.
-        work: the parameters of the plan's entries.
-        exchange: how they travel.
-        kept: for each task that this rank owns in a wave, where its numbers are during a step.
-        part_of: this rank's numbers of a task, with a view of a buffer for them.
+        builder: builds the program that they belong to.
+        owned: for each task that this rank owns in a wave, its numbers during a step, (outputs,).
     """
-    if exchange is None:
+    if builder.exchange is None:
         return []
+    plan, step_params = builder.plan, builder.step_params
     tasks = [t for t, task in enumerate(plan.tasks) if task.wave != NO_WAVE and step_params[task.param].rule_state is not None]
-    found = []
-    for _, some in grouped(tasks, lambda t: _lane(step_params[plan.tasks[t].param])):
-        visits = [visit for t in some for visit in _visits(plan, t, step_params) if rank in (visit.holder, visit.owner)]
-        visits.sort(key=lambda one: (one.holder, one.owner, one.task, one.ranges))
-        like = step_params[plan.tasks[some[0]].param]
-        found.append(_Builder(rank, visits, like, exchange, kept, part_of).build())
-    return found
+    exchanges = []
+    for _, members in grouped(tasks, lambda t: _lane(step_params[plan.tasks[t].param])):
+        transfers = [rule_state_transfers(plan, t, step_params) for t in members]
+        gathers = [transfer for gather, _ in transfers for transfer in gather]
+        scatters = [transfer for _, scatter in transfers for transfer in scatter]
+        template = step_params[plan.tasks[members[0]].param]
+        exchanges.append(_exchange(builder, rank_routes(builder.rank, gathers, scatters), template, owned))
+    return exchanges
 
 
-def _lane(step_params: StepParam) -> tuple[str, torch.dtype]:
-    return step_params.param.device.type, step_params.update_dtype
+def _lane(step_param: StepParam) -> tuple[str, torch.dtype]:
+    return step_param.param.device.type, step_param.update_dtype
 
 
-def _visits(plan: Plan, index: int, step_params: Sequence[StepParam]) -> Iterator[_Visit]:
-    task = plan.tasks[index]
-    entry, flipped = rule_state_param(plan.params[task.param], step_params[task.param]), step_params[task.param].matrices.flipped
-    for piece in _pieces(task, entry):
-        holders = [
-            rank for rank in piece.holders if rank in task.sharded.piece_and_replica
-        ]  # of the replicas that the task is for
+def rule_state_transfers(
+    plan: Plan, task_index: int, step_params: Sequence[StepParam]
+) -> tuple[list[PieceTransfer], list[PieceTransfer]]:
+    """The transfers of a task's rule state: each piece from one of its holders to the owner, and back to all of its holders.
+
+    Where the owner is a holder itself, it is that one: source and target of the transfer are then the same rank.
+    """
+    task = plan.tasks[task_index]
+    planned = rule_state_param(plan.params[task.param], step_params[task.param])
+    layout = next(layout for layout in planned.layouts if task.owner in layout.mesh.ranks)
+    gathers, scatters = list[PieceTransfer](), list[PieceTransfer]()
+    for piece in planned.sharded_matrices(layout)[task.matrix].pieces:
+        # Where replicas compute for themselves, a task is for the holders of one replica.
+        holders = [rank for rank in piece.holders if rank in task.sharded.piece_and_replica]
         source = task.owner if task.owner in holders else holders[0]
-        for holder in holders:
-            yield _Visit(index, holder, task.owner, piece.cols if flipped else piece.rows, holder == source)
+        gathers.append(PieceTransfer(task_index, source, task.owner, piece))
+        scatters.extend(PieceTransfer(task_index, task.owner, holder, piece) for holder in holders)
+    return gathers, scatters
 
 
-def _pieces(task: Task, entry: PlannedParam) -> Sequence[Piece]:
-    layout = next(one for one in entry.layouts if task.owner in one.mesh.ranks)
-    return entry.sharded_matrices(layout)[task.matrix].pieces
+def _exchange(builder: ProgramBuilder, routes: WaveRoutes, template: StepParam, owned: Mapping[int, Tensor]) -> RuleStateExchange:
+    def buffer_for(transfers: Sequence[PieceTransfer]) -> Tensor:
+        size = sum(transfer.piece.size for transfer in transfers)
+        return torch.zeros(size, dtype=template.update_dtype, device=template.param.device)
+
+    def shards(*placed: tuple[Sequence[PieceTransfer], Tensor]) -> list[ShardView]:
+        return [builder.rule_state_view(builder.range_of(t.task), view) for t, view in _pieces_of(placed)]
+
+    gather_out, gather_in = buffer_for(routes.gather_out), buffer_for(routes.gather_in)
+    scatter_out, scatter_in = buffer_for(routes.scatter_out), buffer_for(routes.scatter_in)
+    own = routes.own, buffer_for(routes.own)
+    unpack, pack = CopyPairs([], []), CopyPairs([], [])
+    for inside, outside, placed in (
+        (unpack.target, unpack.source, [(routes.gather_in, gather_in), own]),
+        (pack.source, pack.target, [(routes.scatter_out, scatter_out), own]),
+    ):
+        for transfer, view in _pieces_of(placed):
+            flipped = builder.step_params[builder.plan.tasks[transfer.task].param].matrices.flipped
+            outputs = transfer.piece.cols if flipped else transfer.piece.rows
+            inside.extend(owned[transfer.task][start:stop] for start, stop in outputs)
+            outside.extend(torch.split(view, [stop - start for start, stop in outputs]))
+    return RuleStateExchange(
+        sent_shards=shards((routes.gather_out, gather_out), own),
+        gather=builder.exchange_buffers(gather_in, routes.gather_in, gather_out, routes.gather_out),
+        unpack=unpack,
+        pack=pack,
+        scatter=builder.exchange_buffers(scatter_in, routes.scatter_in, scatter_out, routes.scatter_out),
+        received_shards=shards((routes.scatter_in, scatter_in), own),
+    )
 
 
-class _Builder:
-    def __init__(
-        self,
-        rank: int,
-        visits: Sequence[_Visit],
-        like: StepParam,
-        exchange: Exchange,
-        kept: Mapping[int, Tensor],
-        part_of: Callable[[int, Tensor], ShardView],
-    ) -> None:
-        self.rank, self.like, self.exchange, self.kept, self.part_of = rank, like, exchange, kept, part_of
-        mine = [one for one in visits if one.owner != rank]
-        theirs = [one for one in visits if one.holder != rank]
-        self.own = [one for one in visits if one.owner == one.holder]
-        self.fetched_out, self.fetched_in = [one for one in mine if one.fetched], [one for one in theirs if one.fetched]
-        self.given_out, self.given_in = theirs, mine
-
-    def build(self) -> RuleStateExchange:
-        out, inward = self._buffer(self.fetched_out), self._buffer(self.fetched_in)
-        back_out, back_in = self._buffer(self.given_out), self._buffer(self.given_in)
-        own = self._buffer(self.own)
-        unpack, pack = CopyPairs([], []), CopyPairs([], [])
-        for visits, buffer in ((self.fetched_in, inward), (self.own, own)):
-            self._add(unpack.target, unpack.source, visits, buffer)
-        for visits, buffer in ((self.given_out, back_out), (self.own, own)):
-            self._add(pack.source, pack.target, visits, buffer)
-        return RuleStateExchange(
-            leaving=[*self._parts(self.fetched_out, out), *self._parts(self.own, own)],
-            fetch=self._flow(inward, self.fetched_in, out, self.fetched_out),
-            unpack=unpack,
-            pack=pack,
-            give=self._flow(back_in, self.given_in, back_out, self.given_out),
-            returned=[*self._parts(self.given_in, back_in), *self._parts(self.own, own)],
-        )
-
-    def _buffer(self, visits: Sequence[_Visit]) -> Tensor:
-        size = sum(visit.size for visit in visits)
-        return torch.zeros(size, dtype=self.like.update_dtype, device=self.like.param.device)
-
-    def _parts(self, visits: Sequence[_Visit], buffer: Tensor) -> list[ShardView]:
-        views = torch.split(buffer, [visit.size for visit in visits])
-        return [self.part_of(visit.task, view) for visit, view in zip(visits, views, strict=True)]
-
-    def _add(self, kept: list[Tensor], flat: list[Tensor], visits: Sequence[_Visit], buffer: Tensor) -> None:
-        """Views of the owned matrices' memory and of a buffer, range by range."""
-        for visit, view in zip(visits, torch.split(buffer, [visit.size for visit in visits]), strict=True):
-            kept.extend(self.kept[visit.task][start:stop] for start, stop in visit.ranges)
-            flat.extend(torch.split(view, [stop - start for start, stop in visit.ranges]))
-
-    def _flow(self, received: Tensor, comes: Sequence[_Visit], sent: Tensor, goes: Sequence[_Visit]) -> ExchangeBuffers:
-        return ExchangeBuffers(received, self._splits(comes), sent, self._splits(goes))
-
-    def _splits(self, visits: Sequence[_Visit]) -> list[int]:
-        """Elements per other rank."""
-        counts: dict[int, int] = {}
-        for visit in visits:
-            other = visit.owner if visit.holder == self.rank else visit.holder
-            counts[other] = counts.get(other, 0) + visit.size
-        return self.exchange.splits(counts)
+def _pieces_of(placed: Iterable[tuple[Sequence[PieceTransfer], Tensor]]) -> list[tuple[PieceTransfer, Tensor]]:
+    """Each transfer with its part of the buffer that holds exactly these transfers."""
+    return [
+        pair
+        for transfers, buffer in placed
+        for pair in zip(transfers, torch.split(buffer, [transfer.piece.size for transfer in transfers]), strict=True)
+    ]

@@ -20,7 +20,7 @@ class ExecutorSettings:
         chunk_size: most matrices per batch; -1 lets ``memory_budget`` decide.
         memory_budget: bytes of scratch that one batch may use; a single larger matrix still runs.
         form: ``"auto"``, ``"standard"`` or ``"gram"``.
-        deterministic: multiply the matrices of a batch one by one, so that no batching can change a bit.
+        deterministic: multiply the matrices of a batch one by one, so that batching does not change the results.
         compile: compile the orthogonalisation per shape; a string names the backend.
         cuda_graphs: replay the orthogonalisation of each batch as a CUDA graph (no effect on CPU).
     """

@@ -1,6 +1,6 @@
-"""The two elementwise ends of a step: momentum into views of a buffer, and views of a buffer into parameters.
+"""The elementwise beginning and end of a step: momentum into views of a buffer, and views of a buffer into parameters.
 
-Where the buffer is does not matter here: the stage in which a local batch is orthogonalised, or what an exchange sends.
+The buffer is the tensor in which a local batch is orthogonalised, or what an exchange sends.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch import Tensor
 from .elementwise import accumulate, all_add_alike, apply, look_ahead
 from .step_param import StepParam, local_part
 
-__all__ = ["GradLifetime", "ShardView", "ShardViews", "grouped"]
+__all__ = ["GradLifetime", "ShardView", "ShardViews", "free_gradients", "grouped"]
 
 _T = TypeVar("_T")
 _K = TypeVar("_K", bound=Hashable)
@@ -23,71 +23,84 @@ _K = TypeVar("_K", bound=Hashable)
 
 @dataclass(frozen=True, slots=True)
 class ShardView:
-    """A part of a parameter's local tensor and its view in a buffer; ``cut`` is None for all of the local tensor."""
+    """A part of a parameter's local tensor and its view of a buffer.
+
+    Expert 2 of a local (4, 64, 48) tensor has the cut ``(slice(2, 3),)`` and a view of shape (1, 64, 48).
+
+    Attributes:
+        param_index: index of the parameter in the step's list.
+        cut: which part of the local tensor; None for all of it.
+        view: where the part is in a buffer, with the shape of the part.
+    """
 
     param_index: int
     cut: tuple[slice, ...] | None
     view: Tensor
 
     def of(self, tensor: Tensor) -> Tensor:
-        """This part of a local tensor."""
+        """This part of ``tensor``, which has the shape of the parameter's local tensor."""
         return tensor if self.cut is None else tensor[self.cut]
 
 
 class _UniformViews:
-    """Parts whose parameters have a group, or a group and a shape, in common."""
+    """Shards whose parameters have a param group, or a param group and a shape, in common."""
 
-    def __init__(self, parts: Sequence[ShardView], step_params: Sequence[StepParam]) -> None:
-        self._parts = parts
-        self.first = parts[0].param_index
-        self.views = [part.view for part in parts]
-        self.add_alike = all_add_alike([local_part(step_params[part.param_index].param) for part in parts], self.views)
+    def __init__(self, shards: Sequence[ShardView], step_params: Sequence[StepParam]) -> None:
+        self._shards = shards
+        self.first = shards[0].param_index
+        self.views = [shard.view for shard in shards]
+        self.add_alike = all_add_alike([local_part(step_params[shard.param_index].param) for shard in shards], self.views)
 
     def params(self, step_params: Sequence[StepParam]) -> list[Tensor]:
-        """The parts of the parameters."""
-        return [part.of(local_part(step_params[part.param_index].param)) for part in self._parts]
+        """The shards of the parameters."""
+        return [shard.of(local_part(step_params[shard.param_index].param)) for shard in self._shards]
 
     def buffers(self, step_params: Sequence[StepParam]) -> list[Tensor]:
-        """The parts of their momentum."""
-        return [part.of(local_part(step_params[part.param_index].momentum_buffer)) for part in self._parts]
+        """The shards of their momentum."""
+        return [shard.of(local_part(step_params[shard.param_index].momentum_buffer)) for shard in self._shards]
 
     def grads(self, step_params: Sequence[StepParam]) -> list[Tensor]:
-        """The parts of their gradients."""
-        return [part.of(local_part(step_params[part.param_index].grad)) for part in self._parts]
+        """The shards of their gradients."""
+        return [shard.of(local_part(step_params[shard.param_index].grad)) for shard in self._shards]
 
 
 class ShardViews:
-    """Parts that are filled and applied together, grouped once by what their parameters have in common."""
+    """Shards that are filled and applied together, grouped once by what their parameters have in common."""
 
-    def __init__(self, parts: Sequence[ShardView], step_params: Sequence[StepParam]) -> None:
-        self._by_group = [
-            _UniformViews(some, step_params) for _, some in grouped(parts, lambda part: step_params[part.param_index].group_index)
-        ]
-        shapes = grouped(
-            parts, lambda part: (step_params[part.param_index].group_index, step_params[part.param_index].matrices.lr_shape)
-        )
-        self._by_shape = [_UniformViews(some, step_params) for _, some in shapes]
+    def __init__(self, shards: Sequence[ShardView], step_params: Sequence[StepParam]) -> None:
+        def group_index(shard: ShardView) -> int:
+            return step_params[shard.param_index].group_index
+
+        def group_and_shape(shard: ShardView) -> tuple[int, tuple[int, int]]:
+            return group_index(shard), step_params[shard.param_index].matrices.lr_shape
+
+        self._by_group = [_UniformViews(members, step_params) for _, members in grouped(shards, group_index)]
+        self._by_shape = [_UniformViews(members, step_params) for _, members in grouped(shards, group_and_shape)]
 
     def fill(self, step_params: Sequence[StepParam]) -> None:
         """Writes each parameter's update before orthogonalisation into its view."""
-        for alike in self._by_group:
-            settings = step_params[alike.first].settings
+        for uniform in self._by_group:
+            settings = step_params[uniform.first].settings
             if settings.nesterov:
-                look_ahead(alike.views, alike.grads(step_params), alike.buffers(step_params), settings.momentum)
+                look_ahead(uniform.views, uniform.grads(step_params), uniform.buffers(step_params), settings.momentum)
             else:
-                torch._foreach_copy_(alike.views, alike.buffers(step_params))
+                torch._foreach_copy_(uniform.views, uniform.buffers(step_params))
 
     def apply(self, step_params: Sequence[StepParam]) -> None:
         """p ← p·decay − rate·factor·view for each parameter."""
-        for alike in self._by_shape:
-            first = step_params[alike.first]
+        for uniform in self._by_shape:
+            first = step_params[uniform.first]
             settings, factor = first.settings, first.settings.adjust(*first.matrices.lr_shape)
-            rate, how = settings.rate * factor, {"cautious": settings.cautious, "alike": alike.add_alike}
-            apply(alike.params(step_params), alike.views, settings.decay, rate, **how)
+            rate, options = settings.rate * factor, {"cautious": settings.cautious, "add_alike": uniform.add_alike}
+            apply(uniform.params(step_params), uniform.views, settings.decay, rate, **options)
 
 
 class GradLifetime:
-    """Which parameters a batch or a wave is the first (``begins``) and the last (``ends``) of a step to read gradients of."""
+    """Of which parameters a wave or a local batch is the first (``begins``) and the last (``ends``) to read gradients in a step.
+
+    Experts (8, D, D) in batches of 4: the first batch begins the parameter and accumulates the momentum of all 8 experts, the
+    second one ends it and frees its gradient.
+    """
 
     def __init__(self, begins: Sequence[int] = (), ends: Sequence[int] = ()) -> None:
         self.begins, self.ends = tuple(begins), tuple(ends)
@@ -96,26 +109,30 @@ class GradLifetime:
     def accumulate(self, step_params: Sequence[StepParam]) -> None:
         """M ← momentum·M + G for the parameters that begin here."""
         if self._groups is None:
-            self._groups = [some for _, some in grouped(self.begins, lambda k: step_params[k].group_index)]
-        for some in self._groups:
-            buffers = [local_part(step_params[k].momentum_buffer) for k in some]
-            accumulate(buffers, [local_part(step_params[k].grad) for k in some], step_params[some[0]].settings.retain)
+            self._groups = [members for _, members in grouped(self.begins, lambda k: step_params[k].group_index)]
+        for members in self._groups:
+            buffers = [local_part(step_params[k].momentum_buffer) for k in members]
+            accumulate(buffers, [local_part(step_params[k].grad) for k in members], step_params[members[0]].settings.retain)
 
     def gradients(self, step_params: Sequence[StepParam]) -> Iterator[Tensor]:
         """The gradients that ``free_gradients`` will free."""
         return (local_part(step_params[k].grad) for k in self.ends)
 
     def free_gradients(self, step_params: Sequence[StepParam]) -> None:
-        """Gives the gradients' memory back where the group asks for it."""
-        for k in self.ends:
-            one = step_params[k]
-            if one.settings.free_grad:
-                one.param.grad = None
+        """Frees the gradients that end here where the param group asks for it."""
+        free_gradients([step_params[k] for k in self.ends])
 
 
-def grouped(things: Iterable[_T], key: Callable[[_T], _K]) -> list[tuple[_K, list[_T]]]:
-    """Things with equal keys together, in order of first appearance."""
+def free_gradients(step_params: Iterable[StepParam]) -> None:
+    """Frees the gradients of those parameters whose param group asks for it."""
+    for step_param in step_params:
+        if step_param.settings.free_grad:
+            step_param.param.grad = None
+
+
+def grouped(items: Iterable[_T], key: Callable[[_T], _K]) -> list[tuple[_K, list[_T]]]:
+    """Items with equal keys together, in order of first appearance."""
     groups: dict[_K, list[_T]] = {}
-    for thing in things:
-        groups.setdefault(key(thing), []).append(thing)
+    for item in items:
+        groups.setdefault(key(item), []).append(item)
     return list(groups.items())

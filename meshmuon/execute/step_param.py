@@ -1,4 +1,4 @@
-"""What a step works on: one parameter's local tensors and its group's numbers."""
+"""What a step works on: one parameter's local tensors and the options of its param group."""
 
 from __future__ import annotations
 
@@ -18,10 +18,22 @@ __all__ = ["StepParam", "StepSettings", "UpdateRule", "local_part"]
 
 
 class UpdateRule(Protocol):
-    """What is done to matrices beside orthogonalising them, at the rank that has them whole.
+    """What is done to matrices before and after orthogonalising them. Users may write their own.
 
-    A batch is (batch, outputs, inputs). Both methods work in place and must treat each matrix by itself. A rule is compared and
-    hashed to see which parameters may share a batch; its ``repr`` must be the same on every rank.
+    A rule is an option of a param group, the same on every rank. Who calls it:
+
+    1. ``remembers``: the optimizer, on every rank, while it checks parameters and creates state, at any step. It must always
+       return the same.
+    2. ``before``: the executor, at every step, once per batch, before the batch is orthogonalised.
+    3. ``after``: the executor, in the same step, once the whole batch is orthogonalised.
+
+    ``before`` and ``after`` are called only on the rank that has the matrices whole: their owner, or each holder of a matrix that
+    nobody else has a part of. They change their arguments in place, must treat each matrix independently of the others in the
+    batch, and must not communicate. Batches are (batch, outputs, inputs); their size and company may change from run to run, and
+    with ``deterministic=True`` it is 1.
+
+    Rules are compared and hashed to decide which parameters may share a batch; equal rules must do the same. Ranks compare the
+    ``repr`` of their rules, which must therefore be the same on every rank and must not contain an address.
     """
 
     def remembers(self) -> bool:
@@ -29,32 +41,35 @@ class UpdateRule(Protocol):
         ...
 
     def before(self, momentum: Tensor) -> None:
-        """Changes the momentum before it is orthogonalised."""
+        """Changes ``momentum``, (batch, outputs, inputs), before it is orthogonalised."""
         ...
 
     def after(self, update: Tensor, memory: Tensor | None) -> None:
-        """Changes the orthogonalised update, and ``memory``, (batch, outputs, 1), where the rule remembers."""
+        """Changes the orthogonalised ``update``, (batch, outputs, inputs).
+
+        ``memory``, (batch, outputs, 1), is what the rule left there at the step before; None unless the rule ``remembers``.
+        """
         ...
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StepSettings:
-    """A group's numbers for this step."""
+    """A param group's options for this step."""
 
     momentum: float
-    retain: float | Tensor  # what the momentum is multiplied by: ``momentum``, or 1 where nothing may change
+    retain: float | Tensor  # factor of the old momentum: ``momentum``, or 1 if the step is skipped
     nesterov: bool
-    decay: float | Tensor  # what the parameter is multiplied by
+    decay: float | Tensor  # factor of the parameter
     rate: float | Tensor  # lr with the sign of the step, before the shape's factor
     adjust: Callable[[int, int], float]
     free_grad: bool
-    cautious: bool = False  # decay only where the update goes the same way
-    skip_mask: Tensor | None = None  # on a device: where true, nothing may change
+    cautious: bool = False  # decay only where the update is zero or moves the weight towards zero
+    skip_mask: Tensor | None = None  # on a device, without dims: if true, nothing may change
 
 
 @dataclass(slots=True)
 class StepParam:
-    """One parameter of the step, or one part of a fused one; the parts have one ``param``.
+    """One parameter of the step, or one part of a fused one. The parts of a fused weight have the same ``param``.
 
     Attributes:
         param: the parameter, plain or DTensor; its gradient is freed through it.
@@ -62,12 +77,12 @@ class StepParam:
         matrices: its matrices, over all ranks.
         scheme: how they are orthogonalised.
         compute_dtype: dtype of the products.
-        settings: its group's numbers.
+        settings: the options of its param group.
         comm_dtype: dtype on the wire.
         group_index: index of its param group; parameters of one param group share ``settings``.
         zeros: stands in for a gradient that only other ranks have.
-        rule: what is done beside orthogonalising.
-        rule_state: the rule's numbers per output, laid out like the parameter.
+        rule: what is done before and after orthogonalising.
+        rule_state: the numbers that the rule keeps per output, laid out like the parameter; None without any.
     """
 
     param: Tensor
@@ -97,12 +112,12 @@ class StepParam:
     @property
     def treatment(self) -> Hashable:
         """What must be equal for two parameters to share a batch."""
-        flipped = self.rule is not None and self.matrices.flipped  # which way round a rule sees them
+        flipped = self.rule is not None and self.matrices.flipped  # rules see outputs × inputs
         return (self.param.device, self.update_dtype, self.compute_dtype, self.scheme, self.rule, flipped)
 
-    def item(self, count: int, *, with_: Hashable = None) -> BatchItem:
-        """``count`` of its matrices as the planner of batches sees them; those with another ``with_`` are kept apart."""
+    def batch_item(self, count: int, *, key: Hashable = None) -> BatchItem:
+        """``count`` of its matrices as ``plan_batches`` sees them; matrices with different keys do not share a batch."""
         size = pitch(self.matrices.rows, self.matrices.cols, self.update_dtype) * self.update_dtype.itemsize
         steps = self.scheme.steps if isinstance(self.scheme, Scheme) else ()
         scratch = scratch_bytes(self.matrices.rows, self.matrices.cols, steps, self.compute_dtype, self.update_dtype)
-        return BatchItem(count, self.matrices.rows, self.matrices.cols, (self.treatment, with_), size + scratch)
+        return BatchItem(count, self.matrices.rows, self.matrices.cols, (self.treatment, key), size + scratch)

@@ -1,4 +1,4 @@
-"""One wave: pieces go to the owners of their matrices, are orthogonalised there, and come back as updates."""
+"""One wave on one rank: pieces go to the owners of their matrices, are orthogonalised there, and come back as updates."""
 
 from __future__ import annotations
 
@@ -20,7 +20,10 @@ __all__ = ["CopyPairs", "ExchangeBuffers", "OwnedBatch", "Wave"]
 
 @dataclass(frozen=True, slots=True)
 class ExchangeBuffers:
-    """One direction of an exchange: flat views of the buffers and elements per rank."""
+    """One direction of an exchange: flat views of the buffers, and elements per rank of the exchange's group.
+
+    A rank that receives 6 elements from rank 0 and 12 from rank 2 of four has ``received`` of 18 and splits of [6, 0, 12, 0].
+    """
 
     received: Tensor
     received_splits: list[int]
@@ -28,36 +31,36 @@ class ExchangeBuffers:
     sent_splits: list[int]
 
     def start(self, exchange: Exchange, phase: str) -> Pending:
-        """Sends it on its way; ``phase`` is the word for it in errors."""
+        """Starts the exchange; ``phase`` names it in errors."""
         return exchange.start(self.received, self.received_splits, self.sent, self.sent_splits, phase=phase)
 
 
 @dataclass(frozen=True, slots=True)
 class CopyPairs:
-    """Views of equal shape, one list copied to the other."""
+    """Two lists of views with equal shapes; each source is copied to its target."""
 
     target: list[Tensor]
     source: list[Tensor]
 
     def run(self) -> None:
-        """Copies."""
+        """Copies all pairs."""
         if self.target:
             torch._foreach_copy_(self.target, self.source)
 
 
 @dataclass(frozen=True, slots=True)
 class OwnedBatch:
-    """A batch of the matrices that this rank owns, with the copies into its stage and out of it."""
+    """A batch of the matrices that this rank owns, with the copies from the received pieces and to the sent ones."""
 
-    stage: OrthoBatch
+    ortho_batch: OrthoBatch
     unpack: CopyPairs
     pack: CopyPairs
 
     def run(self) -> None:
-        """Assembles the matrices, orthogonalises them, and takes them apart."""
+        """Assembles the matrices from their pieces, orthogonalises them, and cuts them into pieces again."""
         with record_function("meshmuon::gather"):
             self.unpack.run()
-        self.stage.orthogonalise()
+        self.ortho_batch.orthogonalise()
         with record_function("meshmuon::scatter"):
             self.pack.run()
 
@@ -67,13 +70,13 @@ class Wave:
     """A wave on one rank, with its views made once.
 
     Attributes:
-        gather: pieces to their owners.
-        scatter: updates back.
-        fill: momentum into the buffer that is sent.
+        gather: the exchange of pieces, to their owners.
+        scatter: the exchange of updates, back to the holders of the pieces.
+        fill: where each piece of this rank's momentum is in the buffer that is sent.
         rounding: from what ``fill`` writes to what is sent, where the dtypes differ.
-        apply: received updates into parameters.
-        staged: the owned matrices, batch by batch.
-        touch: the parameters whose momentum starts and whose gradients end here.
+        apply: where each piece of an update is in the buffer that is received.
+        owned_batches: the matrices that this rank owns, batch by batch.
+        grad_lifetime: the parameters whose gradients are first or last read here.
     """
 
     gather: ExchangeBuffers
@@ -85,7 +88,7 @@ class Wave:
     grad_lifetime: GradLifetime
 
     def run(self, step_params: Sequence[StepParam], exchange: Exchange, streams: Streams, ready: Mark) -> Iterator[None]:
-        """A step of the wave; yields whenever something is on its way that others may work beside."""
+        """A step of the wave; yields after each of its two exchanges has started, so that other waves can work meanwhile."""
         with streams.beside(ready, self.grad_lifetime.gradients(step_params)), record_function("meshmuon::momentum"):
             self.grad_lifetime.accumulate(step_params)
             self.fill.fill(step_params)

@@ -1,4 +1,4 @@
-"""Who holds which part of a tensor, from metadata alone."""
+"""Who holds which part of a tensor, from shapes and placements alone."""
 
 from .cuts import Range, Ranges, clip, cut, length, merged
 from .layout import Box, Layout, Mesh, Placement, Replicated, Sharded, coordinates, flat_index

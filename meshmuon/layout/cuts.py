@@ -1,7 +1,7 @@
 """Cutting one tensor dim over mesh axes, as torch's ``Shard`` and ``_StridedShard`` do.
 
-What a rank holds of a dim is an ordered list of half-open index ranges: one range for plain sharding, several for a strided
-one. Their order is the order in the rank's local tensor.
+What a rank holds of a dim is a list of half-open index ranges, in the order of its local tensor: one range for plain sharding,
+several for strided sharding. 18 rows over 8 ranks: ((0, 3),), ((3, 6),), … ((15, 18),) on ranks 0 to 5, and () on ranks 6 and 7.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def length(ranges: Ranges) -> int:
 
 
 def position_in(ranges: Ranges, position: int) -> int:
-    """The index that ``ranges`` list at ``position``."""
+    """The index at ``position`` of ``ranges``: 9 at position 4 of ((0, 3), (8, 12))."""
     for start, stop in ranges:
         if position < stop - start:
             return start + position
@@ -37,30 +37,34 @@ def position_in(ranges: Ranges, position: int) -> int:
 def cut(size: int, chain: tuple[tuple[int, int], ...]) -> tuple[Ranges, ...]:
     """Cuts a dim of ``size`` over several mesh axes, one after the other.
 
+    ``cut(8, ((2, 1), (2, 1)))`` gives rows 0–1, 2–3, 4–5 and 6–7 to the four ranks of a 2×2 mesh. ``cut(8, ((2, 2),))`` gives
+    rows 0–1 and 4–5 to the first of two ranks, rows 2–3 and 6–7 to the second.
+
     Args:
         size: length of the dim.
         chain: (parts, split factor) of each mesh axis that shards the dim, in the order of the mesh. A split factor above 1
-            first cuts into that many pieces, then each piece into ``parts``, and gives part *i* of every piece to rank *i*.
+            first cuts the dim into that many chunks, then cuts each chunk into ``parts`` and gives part *i* of all of them to
+            rank *i*.
 
     Returns:
         The ranges of every combination of coordinates on those axes, the last axis running fastest.
     """
     held: list[Ranges] = [((0, size),) if size else ()]
     for parts, split_factor in chain:
-        held = [mine for ranges in held for mine in _shard(ranges, parts, split_factor)]
+        held = [shard for ranges in held for shard in _shard(ranges, parts, split_factor)]
     return tuple(held)
 
 
 def clip(ranges: Ranges, start: int, stop: int) -> Ranges:
-    """What ``ranges`` have of [start, stop), counted from ``start``."""
+    """The part of ``ranges`` in [start, stop), counted from ``start``: ``clip(((0, 3), (8, 12)), 2, 10)`` is ((0, 1), (6, 8))."""
     clipped = ((max(first, start) - start, min(last, stop) - start) for first, last in ranges)
     return tuple((first, last) for first, last in clipped if first < last)
 
 
 def tiles(size: int, covers: Iterable[Ranges]) -> bool:
-    """Whether the ranges of all ``covers`` together are every index of a dim of ``size`` exactly once."""
+    """Whether the ranges of all ``covers`` together contain every index of a dim of ``size`` exactly once."""
     position = 0
-    for start, stop in sorted(one for ranges in covers for one in ranges):
+    for start, stop in sorted(span for ranges in covers for span in ranges):
         if start != position or stop <= start:
             return False
         position = stop
@@ -70,34 +74,34 @@ def tiles(size: int, covers: Iterable[Ranges]) -> bool:
 def _shard(ranges: Ranges, parts: int, split_factor: int) -> list[Ranges]:
     if split_factor == 1:
         return _chunk(ranges, parts)
-    columns = [_chunk(piece, parts) for piece in _chunk(ranges, split_factor)]
-    return [merged(one for column in columns for one in column[part]) for part in range(parts)]
+    chunks = [_chunk(chunk, parts) for chunk in _chunk(ranges, split_factor)]
+    return [merged(span for chunk in chunks for span in chunk[part]) for part in range(parts)]
 
 
 def _chunk(ranges: Ranges, parts: int) -> list[Ranges]:
-    """``torch.chunk`` on the indices that ``ranges`` list: equal chunks, a smaller one, then empty ones."""
+    """``torch.chunk`` on the indices in ``ranges``: equal chunks, a smaller one, then empty ones."""
     size = -(-length(ranges) // parts)
     return [_window(ranges, part * size, (part + 1) * size) for part in range(parts)]
 
 
 def _window(ranges: Ranges, first: int, last: int) -> Ranges:
-    """Positions [first, last) of the indices that ``ranges`` list."""
-    if len(ranges) == 1:  # the common case, and the one that 2,048 ranks ask for
+    """The indices at positions [first, last) of ``ranges``."""
+    if len(ranges) == 1:  # the common case, and the one that must be fast for 2,048 ranks
         (start, stop) = ranges[0]
         begin, end = min(start + first, stop), min(start + last, stop)
         return ((begin, end),) if begin < end else ()
-    found = []
+    window = []
     position = 0
     for start, stop in ranges:
         begin, end = max(start, start + first - position), min(stop, start + last - position)
         if begin < end:
-            found.append((begin, end))
+            window.append((begin, end))
         position += stop - start
-    return tuple(found)
+    return tuple(window)
 
 
 def merged(ranges: Iterable[Range]) -> Ranges:
-    """Neighbouring ranges joined."""
+    """``ranges`` with those joined that continue each other: ((0, 3), (3, 6), (8, 9)) becomes ((0, 6), (8, 9))."""
     joined: list[Range] = []
     for start, stop in ranges:
         if joined and joined[-1][1] == start:

@@ -1,7 +1,7 @@
 """A tensor's layout over a mesh: which boxes each rank holds, and who holds a box.
 
-"Axis" is a mesh's, "dim" is a tensor's. Everything is computed from shapes and placements; no tensor and no process group is
-touched, so that a mesh of thousands of ranks costs milliseconds.
+A mesh has axes, a tensor has dims. Everything is computed from shapes and placements, without tensors and process groups: a mesh
+of thousands of ranks takes milliseconds.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Box: TypeAlias = tuple[Range, ...]
 
 @dataclass(frozen=True, slots=True)
 class Replicated:
-    """Every rank along the axis holds the same."""
+    """Every rank along the mesh axis holds the same."""
 
     def __str__(self) -> str:
         return "R"
@@ -32,7 +32,7 @@ class Replicated:
 
 @dataclass(frozen=True, slots=True)
 class Sharded:
-    """The axis cuts ``dim``; ``split_factor`` above 1 is torch's ``_StridedShard``."""
+    """The mesh axis cuts tensor dim ``dim``; a ``split_factor`` above 1 is torch's ``_StridedShard``."""
 
     dim: int
     split_factor: int = 1
@@ -46,7 +46,7 @@ Placement: TypeAlias = Replicated | Sharded
 
 @dataclass(frozen=True, slots=True)
 class Mesh:
-    """Global ranks in the order of the mesh, the last axis running fastest."""
+    """Global ranks in the order of the mesh, the last axis running fastest: ranks 0 to 5 as (2, 3) are [[0, 1, 2], [3, 4, 5]]."""
 
     shape: tuple[int, ...]
     ranks: tuple[int, ...]
@@ -56,7 +56,7 @@ class Mesh:
     def __post_init__(self) -> None:
         if math.prod(self.shape) != len(self.ranks) or len(set(self.ranks)) != len(self.ranks):
             raise ConfigError(f"a mesh of shape {self.shape} needs {math.prod(self.shape)} different ranks, got {self.ranks}")
-        # Both are asked for once per parameter, and would look at every rank.
+        # Both are needed once per parameter, and look at every rank.
         object.__setattr__(self, "_hash", hash((self.shape, self.ranks)))
         object.__setattr__(self, "_text", _mesh_text(self.shape, self.ranks))
 
@@ -75,7 +75,11 @@ def _mesh_text(shape: tuple[int, ...], ranks: tuple[int, ...]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """How a tensor of ``shape`` lies on ``mesh``: one placement per mesh axis, applied from the first axis to the last."""
+    """How a tensor of ``shape`` lies on ``mesh``: one placement per mesh axis, applied from the first axis to the last.
+
+    (8, 6) on a 2×2 mesh of ranks 0 to 3 with placements (Replicated, Sharded(0)): ranks 0 and 2 hold rows 0–3, ranks 1 and 3 hold
+    rows 4–7.
+    """
 
     shape: tuple[int, ...]
     mesh: Mesh
@@ -93,10 +97,10 @@ class Layout:
 
     def local(self, rank: int) -> tuple[Ranges, ...]:
         """What ``rank`` holds of each dim; its local tensor is their product. A rank outside the mesh holds nothing."""
-        where = coordinates(self.mesh).get(rank)
-        if where is None:
+        coordinate = coordinates(self.mesh).get(rank)
+        if coordinate is None:
             return tuple(() for _ in self.shape)
-        return tuple(self.cuts(dim)[self.part(dim, where)] for dim in range(len(self.shape)))
+        return tuple(self.cuts(dim)[self.part(dim, coordinate)] for dim in range(len(self.shape)))
 
     def local_shape(self, rank: int) -> tuple[int, ...]:
         """Shape of the local tensor of ``rank``."""
@@ -107,7 +111,7 @@ class Layout:
         return tuple(product(*self.local(rank))) if rank in coordinates(self.mesh) else ()
 
     def global_index(self, rank: int, local: int) -> int:
-        """Flat index in the whole tensor of element ``local`` (flat, too) of the local tensor of ``rank``."""
+        """Flat index, in the whole tensor, of the element at flat index ``local`` of the local tensor of ``rank``."""
         index, stride = 0, 1
         for size, ranges in zip(reversed(self.shape), reversed(self.local(rank)), strict=True):
             local, position = divmod(local, length(ranges))
@@ -116,27 +120,29 @@ class Layout:
 
     def holders(self) -> dict[Box, tuple[int, ...]]:
         """The ranks that hold each box, in the order of the mesh."""
-        found: dict[Box, list[int]] = {}
+        holders: dict[Box, list[int]] = {}
         for rank in self.mesh.ranks:
             for box in self.boxes(rank):
-                found.setdefault(box, []).append(rank)
-        return {box: tuple(ranks) for box, ranks in found.items()}
+                holders.setdefault(box, []).append(rank)
+        return {box: tuple(ranks) for box, ranks in holders.items()}
 
     def axes(self, dim: int) -> tuple[int, ...]:
         """Mesh axes that shard ``dim``."""
-        return tuple(axis for axis, one in enumerate(self.placements) if isinstance(one, Sharded) and one.dim == dim)
+        return tuple(axis for axis, _ in self._sharded(dim))
 
     def cuts(self, dim: int) -> tuple[Ranges, ...]:
         """The parts of ``dim``, indexed by ``part``."""
-        chain = tuple((self.mesh.shape[a], one.split_factor) for a, one in self._sharded(dim))
+        chain = tuple((self.mesh.shape[axis], split_factor) for axis, split_factor in self._sharded(dim))
         return cut(self.shape[dim], chain)
 
-    def part(self, dim: int, where: Sequence[int]) -> int:
-        """Which part of ``dim`` the rank at mesh coordinates ``where`` holds."""
-        return flat_index(self.mesh.shape, where, self.axes(dim))
+    def part(self, dim: int, coordinate: Sequence[int]) -> int:
+        """Which part of ``dim`` the rank at ``coordinate`` of the mesh holds."""
+        return flat_index(self.mesh.shape, coordinate, self.axes(dim))
 
-    def _sharded(self, dim: int) -> list[tuple[int, Sharded]]:
-        return [(axis, one) for axis, one in enumerate(self.placements) if isinstance(one, Sharded) and one.dim == dim]
+    def _sharded(self, dim: int) -> list[tuple[int, int]]:
+        """(mesh axis, split factor) of the placements that shard ``dim``."""
+        placements = enumerate(self.placements)
+        return [(axis, place.split_factor) for axis, place in placements if isinstance(place, Sharded) and place.dim == dim]
 
 
 @lru_cache(maxsize=64)
@@ -145,9 +151,12 @@ def coordinates(mesh: Mesh) -> dict[int, tuple[int, ...]]:
     return dict(zip(mesh.ranks, product(*(range(size) for size in mesh.shape)), strict=True))
 
 
-def flat_index(shape: Sequence[int], where: Sequence[int], axes: Sequence[int]) -> int:
-    """Position of ``where`` on the grid of ``axes`` alone, the last axis running fastest."""
+def flat_index(shape: Sequence[int], coordinate: Sequence[int], axes: Sequence[int]) -> int:
+    """Position of ``coordinate`` on the grid of ``axes`` alone, the last axis running fastest.
+
+    Coordinate (1, 2) of a (2, 3) mesh is number 5 on both axes and number 2 on axis 1.
+    """
     index = 0
     for axis in axes:
-        index = index * shape[axis] + where[axis]
+        index = index * shape[axis] + coordinate[axis]
     return index

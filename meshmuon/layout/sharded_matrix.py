@@ -1,4 +1,4 @@
-"""How the matrices inside a parameter are spread over ranks: pieces, and who holds them."""
+"""From a layout to the pieces of each matrix inside a parameter, and who holds them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,9 @@ __all__ = ["Piece", "ShardedMatrix", "shard_matrices"]
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """What one rank holds of a matrix: the product of row ranges and column ranges, in local order.
+    """What one rank holds of a matrix: the product of row ranges and column ranges, in the order of its local tensor.
+
+    Rows 4–7 of an (8, 6) matrix that ranks 1 and 3 hold: ``Piece(((4, 8),), ((0, 6),), (1, 3))``.
 
     Attributes:
         rows: row ranges.
@@ -49,7 +51,7 @@ class ShardedMatrix:
         cols: columns of the matrix.
         pieces: non-empty pieces.
         replicas: how many ranks hold each piece.
-        place: rank → (index of its piece, its replica). Ranks that hold nothing are not in it.
+        piece_and_replica: rank → (index of its piece, its replica). Ranks that hold nothing are not in it.
     """
 
     rows: int
@@ -82,8 +84,8 @@ class ShardedMatrix:
 
     def piece_of(self, rank: int) -> Piece | None:
         """The piece that ``rank`` holds."""
-        found = self.piece_and_replica.get(rank)
-        return None if found is None else self.pieces[found[0]]
+        place = self.piece_and_replica.get(rank)
+        return None if place is None else self.pieces[place[0]]
 
     def senders(self, owner: int) -> list[tuple[Piece, int]]:
         """Who sends each piece to ``owner``: its holder in the owner's own replica."""
@@ -92,12 +94,12 @@ class ShardedMatrix:
 
     def sends_to(self, rank: int, owner: int) -> bool:
         """Whether ``rank`` is the one that sends its piece to ``owner``."""
-        found = self.piece_and_replica.get(rank)
-        return found is not None and found[1] == self.piece_and_replica[owner][1]
+        place = self.piece_and_replica.get(rank)
+        return place is not None and place[1] == self.piece_and_replica[owner][1]
 
     @cached_property
     def separate_replicas(self) -> tuple[ShardedMatrix, ...]:
-        """Each replica as a spread of its own."""
+        """Each replica as a sharded matrix of its own."""
         if self.replicas == 1:
             return (self,)
         return tuple(
@@ -108,15 +110,15 @@ class ShardedMatrix:
     def _prove(self) -> None:
         """Every element is in exactly one piece, and every rank holds at most one piece in one replica.
 
-        By the second, ``piece_and_replica`` and ``holders`` are inverse to each other: ``sends_to`` tells a rank that it sends
-        its piece exactly when ``senders`` tells the owner to expect it.
+        The second makes ``piece_and_replica`` the inverse of ``holders``: ``sends_to`` tells a rank to send its piece exactly
+        when ``senders`` tells the owner to expect it.
         """
         rows, cols = {piece.rows for piece in self.pieces}, {piece.cols for piece in self.pieces}
         grid = {(piece.rows, piece.cols) for piece in self.pieces}
         if self.pieces and not (tiles(self.rows, rows) and tiles(self.cols, cols)):
             raise PlanError(f"the pieces of a {self.rows}×{self.cols} matrix leave a gap or overlap: {self.pieces}")
         if not len(grid) == len(self.pieces) == len(rows) * len(cols) or bool(self.size) != bool(self.pieces):
-            raise PlanError(f"a piece of a {self.rows}×{self.cols} matrix is missing or there twice: {self.pieces}")
+            raise PlanError(f"a piece of a {self.rows}×{self.cols} matrix is missing or listed twice: {self.pieces}")
         if any(len(piece.holders) != self.replicas for piece in self.pieces):
             raise PlanError(f"a replica of a {self.rows}×{self.cols} matrix lacks a piece: {self.pieces}")
         if len(self.piece_and_replica) != len(self.pieces) * self.replicas:
@@ -125,19 +127,22 @@ class ShardedMatrix:
 
 @lru_cache(maxsize=1024)
 def shard_matrices(layout: Layout, stack_dims: int, window: Window | None = None) -> tuple[ShardedMatrix, ...]:
-    """The spread of every matrix of a parameter; matrices that are held alike share one object.
+    """The pieces and holders of every matrix of a parameter; matrices with the same holders share one object.
+
+    Experts (8, 64, 48) with dim 0 sharded over a 2-rank axis and dim 1 over a 4-rank axis: two objects, for experts 0–3 and 4–7,
+    each with four pieces of 16 rows.
 
     Args:
         layout: the parameter's layout.
-        lead: how many leading dims count matrices (0: the parameter is one matrix; 1: a stack of experts). The next dim is the
-            rows, the remaining ones are the columns.
+        stack_dims: how many leading dims count matrices (0: the parameter is one matrix; 1: a stack of experts). The next dim is
+            the rows, the remaining ones are the columns.
         window: which rows and columns of the parameter the matrices are; None for all of them.
     """
     columns = range(stack_dims + 1, len(layout.shape))
     grid = layout.mesh.shape
-    lead_axes, row_axes = layout.axes(0) if stack_dims else (), layout.axes(stack_dims)
+    stack_axes, row_axes = layout.axes(0) if stack_dims else (), layout.axes(stack_dims)
     column_axes = [layout.axes(dim) for dim in columns]
-    lead_cuts, row_cuts = layout.cuts(0) if stack_dims else (((0, 1),),), layout.cuts(stack_dims)
+    stack_cuts, row_cuts = layout.cuts(0) if stack_dims else (((0, 1),),), layout.cuts(stack_dims)
     column_cuts = _column_cuts(layout, columns)
     shape = layout.shape[stack_dims], math.prod(layout.shape[stack_dims + 1 :])
     if window is not None:
@@ -145,15 +150,15 @@ def shard_matrices(layout: Layout, stack_dims: int, window: Window | None = None
         row_cuts = tuple(clip(ranges, top, bottom) for ranges in row_cuts)
         column_cuts = {parts: clip(ranges, left, right) for parts, ranges in column_cuts.items()}
         shape = bottom - top, right - left
-    held: list[dict[tuple[int, tuple[int, ...]], list[int]]] = [{} for _ in lead_cuts]
-    for rank, where in coordinates(layout.mesh).items():  # for each part, the order of the mesh is the order of replicas
-        part = flat_index(grid, where, row_axes), tuple(flat_index(grid, where, axes) for axes in column_axes)
-        held[flat_index(grid, where, lead_axes)].setdefault(part, []).append(rank)
+    held: list[dict[tuple[int, tuple[int, ...]], list[int]]] = [{} for _ in stack_cuts]
+    for rank, coordinate in coordinates(layout.mesh).items():  # for each part, the order of the mesh is the order of replicas
+        part = flat_index(grid, coordinate, row_axes), tuple(flat_index(grid, coordinate, axes) for axes in column_axes)
+        held[flat_index(grid, coordinate, stack_axes)].setdefault(part, []).append(rank)
     sharded_matrices: list[ShardedMatrix | None] = [None] * (layout.shape[0] if stack_dims else 1)
-    for ranges, group in zip(lead_cuts, held, strict=True):
+    for ranges, parts in zip(stack_cuts, held, strict=True):
         if not ranges:
             continue
-        pieces = [Piece(row_cuts[row], column_cuts[col], tuple(ranks)) for (row, col), ranks in sorted(group.items())]
+        pieces = [Piece(row_cuts[row], column_cuts[col], tuple(ranks)) for (row, col), ranks in sorted(parts.items())]
         sharded = ShardedMatrix(*shape, tuple(p for p in pieces if p.rows and p.cols), len(pieces[0].holders))
         for start, stop in ranges:
             sharded_matrices[start:stop] = [sharded] * (stop - start)
@@ -171,9 +176,12 @@ def _column_cuts(layout: Layout, dims: range) -> dict[tuple[int, ...], Ranges]:
 
 
 def _flatten(ranges: list[Ranges], sizes: list[int]) -> Ranges:
-    """The product of ranges over several dims as ranges of one flat index."""
+    """The product of ranges over several dims as ranges of one flat index.
+
+    Indices 1–2 of a dim of 3 and index 0 of a dim of 4 are ((4, 5), (8, 9)) of the 12 flat indices.
+    """
     flat: Ranges = ((0, 1),)
-    for mine, size in zip(ranges, sizes, strict=True):
+    for dim_ranges, size in zip(ranges, sizes, strict=True):
         outer = [index for start, stop in flat for index in range(start, stop)]
-        flat = merged((index * size + start, index * size + stop) for index in outer for start, stop in mine)
+        flat = merged((index * size + start, index * size + stop) for index in outer for start, stop in dim_ranges)
     return flat

@@ -26,7 +26,7 @@ CONV_OPTIONS = (None, "flatten")
 EXPERT_DIMS = ("out_in", "in_out")
 
 Window: TypeAlias = tuple[tuple[int, int], tuple[int, int]]
-"""Half-open ranges of rows and of columns."""
+"""Half-open ranges of rows and of columns: ((12, 24), (0, 64)) is the second third of a fused (36, 64) weight."""
 
 Split: TypeAlias = "int | Sequence[int] | Callable[[str, tuple[int, ...]], int | Sequence[int] | None]"
 """Sizes of the parts of the output dim, the size of equal parts, or a function of name and shape that gives one of these."""
@@ -34,15 +34,18 @@ Split: TypeAlias = "int | Sequence[int] | Callable[[str, tuple[int, ...]], int |
 
 @dataclass(frozen=True, slots=True)
 class MatrixSet:
-    """``count`` matrices of rows × cols, one per index of the parameter's leading dim.
+    """``count`` matrices of rows × cols inside one parameter.
+
+    A (96, 64) weight is one matrix. Experts (8, 96, 64) are ``MatrixSet(8, 96, 64, stack_dims=1)``. A (32, 3, 5, 5) filter with
+    ``conv="flatten"`` is ``MatrixSet(1, 32, 75)``. Each part of a fused weight is a set of its own, with a ``window``.
 
     Attributes:
         count: number of matrices.
         rows: rows of each.
         cols: columns of each.
-        lead: how many leading dims of the parameter count matrices; the next dim is the rows, all others are the columns.
-        window: which part of the rows and columns of the parameter they are; None for all of it.
-        flipped: rows are inputs and columns are outputs, which matters for the learning rate only.
+        stack_dims: how many leading dims of the parameter count matrices; the next dim is the rows, all others are the columns.
+        window: which rows and columns of the parameter they are; None for all of them.
+        flipped: rows are inputs and columns are outputs. Learning-rate rules and update rules need to know.
     """
 
     count: int
@@ -57,14 +60,17 @@ class MatrixSet:
         """Outputs and inputs: what learning-rate rules call rows and columns."""
         return (self.cols, self.rows) if self.flipped else (self.rows, self.cols)
 
-    def memory_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
-        """Shape of one number per output of each matrix, for a parameter of ``shape``: all other dims are 1."""
+    def rule_state_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
+        """Shape of a rule's state, one number per output of each matrix, for a parameter of ``shape``: all other dims are 1.
+
+        (96, 64) gives (96, 1); experts (8, 96, 64) give (8, 96, 1), or (8, 1, 64) if they are ``flipped``.
+        """
         outputs = self.stack_dims + (1 if self.flipped else 0)
         return tuple(size if dim < self.stack_dims or dim == outputs else 1 for dim, size in enumerate(shape))
 
     @property
-    def memory_window(self) -> Window | None:
-        """Which part of the outputs' numbers belongs to these matrices."""
+    def rule_state_window(self) -> Window | None:
+        """Which part of the rule's state belongs to these matrices."""
         if self.window is None:
             return None
         rows, cols = self.window
@@ -90,34 +96,34 @@ class MatrixOptions:
 
 def check_expert_keys(keys: Sequence[str] | None) -> tuple[str, ...]:
     """``expert_keys`` as a tuple; a single string would be read letter by letter and is refused."""
-    listed = isinstance(keys, (Sequence, Set)) and not isinstance(keys, (str, bytes))
-    found = () if keys is None else tuple(keys) if listed else None
-    if found is None or not all(isinstance(key, str) and key for key in found):
+    is_list = isinstance(keys, (Sequence, Set)) and not isinstance(keys, (str, bytes))
+    checked = () if keys is None else tuple(keys) if is_list else None
+    if checked is None or not all(isinstance(key, str) and key for key in checked):
         example = [keys] if isinstance(keys, str) else ["experts"]
         raise ConfigError(f"expert_keys={keys!r} must be a list of parts of names, such as {example!r}.")
-    return found
+    return checked
 
 
-def check_matrix_options(inside: MatrixOptions) -> None:
-    """Refuses options that cannot be meant."""
-    if not isinstance(inside.conv, str | None) or inside.conv not in CONV_OPTIONS:
-        raise ConfigError(f"conv={inside.conv!r} is unknown; write one of {CONV_OPTIONS}.")
-    if not isinstance(inside.expert_dims, str) or inside.expert_dims not in EXPERT_DIMS:
-        raise ConfigError(f"expert_dims={inside.expert_dims!r} is unknown; write one of {EXPERT_DIMS}.")
-    if inside.split is not None and not callable(inside.split):
-        _sizes("split", inside.split, None)
+def check_matrix_options(options: MatrixOptions) -> None:
+    """Refuses unknown values, and splits that no parameter can have."""
+    if not isinstance(options.conv, str | None) or options.conv not in CONV_OPTIONS:
+        raise ConfigError(f"conv={options.conv!r} is unknown; write one of {CONV_OPTIONS}.")
+    if not isinstance(options.expert_dims, str) or options.expert_dims not in EXPERT_DIMS:
+        raise ConfigError(f"expert_dims={options.expert_dims!r} is unknown; write one of {EXPERT_DIMS}.")
+    if options.split is not None and not callable(options.split):
+        _sizes("split", options.split, None)
 
 
-def find_matrices(name: str, shape: Sequence[int], inside: MatrixOptions) -> tuple[MatrixSet, ...]:
+def find_matrices(name: str, shape: Sequence[int], options: MatrixOptions) -> tuple[MatrixSet, ...]:
     """Finds the matrices of a parameter that goes to Muon: one set, or one per part of a fused weight.
 
     Args:
-        name: the parameter's name; an expert parameter contains one of ``inside.expert_keys``.
+        name: the parameter's name; an expert parameter contains one of ``options.expert_keys``.
         shape: the parameter's global shape: (rows, cols), (experts, rows, cols) or (out, in, *kernel).
-        inside: the options.
+        options: the options of its param group.
     """
-    whole = _whole(name, shape, inside)
-    split = _asked(inside.split, name, shape) if callable(inside.split) else inside.split
+    whole = _whole(name, shape, options)
+    split = _call_split(options.split, name, shape) if callable(options.split) else options.split
     if split is None:
         return (whole,)
     outputs = whole.lr_shape[0]
@@ -132,14 +138,14 @@ def find_matrices(name: str, shape: Sequence[int], inside: MatrixOptions) -> tup
     return tuple(parts)
 
 
-def _asked(split: Callable[[str, tuple[int, ...]], int | Sequence[int] | None], name: str, shape: Sequence[int]) -> Any:
+def _call_split(split: Callable[[str, tuple[int, ...]], int | Sequence[int] | None], name: str, shape: Sequence[int]) -> Any:
     try:
         return split(name, tuple(shape))
     except Exception as error:
         raise ConfigError(f"split({name!r}, {tuple(shape)}) failed with {type(error).__name__}: {error}") from error
 
 
-def _whole(name: str, shape: Sequence[int], inside: MatrixOptions) -> MatrixSet:
+def _whole(name: str, shape: Sequence[int], options: MatrixOptions) -> MatrixSet:
     if len(shape) == 2:
         return MatrixSet(1, shape[0], shape[1])
     if len(shape) < 2:
@@ -149,13 +155,13 @@ def _whole(name: str, shape: Sequence[int], inside: MatrixOptions) -> MatrixSet:
             "matrices that a wrapper has flattened (FSDP1, DeepSpeed ZeRO, fairscale), shard the model with FSDP2 instead "
             "(torch.distributed.fsdp.fully_shard), which keeps every matrix as it is."
         )
-    if len(shape) == 3 and any(key in name for key in inside.expert_keys):
-        return MatrixSet(shape[0], shape[1], shape[2], stack_dims=1, flipped=inside.expert_dims == "in_out")
-    if inside.conv == "flatten":
+    if len(shape) == 3 and any(key in name for key in options.expert_keys):
+        return MatrixSet(shape[0], shape[1], shape[2], stack_dims=1, flipped=options.expert_dims == "in_out")
+    if options.conv == "flatten":
         return MatrixSet(1, shape[0], math.prod(shape[1:]))
     raise ConfigError(
         f"{name}: shape {tuple(shape)} has more than two dims. If it is a stack of expert matrices (experts, out, in), "
-        f"pass expert_keys=[...] with a part of its name (now {list(inside.expert_keys)}). If it is a convolution filter, pass "
+        f"pass expert_keys=[...] with a part of its name (now {list(options.expert_keys)}). If it is a convolution filter, pass "
         'conv="flatten" to treat it as one (out, in·kernel) matrix, or put it into a group with use_muon=False.'
     )
 

@@ -11,8 +11,10 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.optim.adamw import adamw
 
+from ..device import copy_to
+from ..params.checks import adamw_betas, adamw_eps
 from ..params.dtensors import as_dtensor, memory_order, trailing_elements
-from ..params.groups import adamw_betas, adamw_eps
+from ..params.option_table import ParamGroup
 from ..state.adamw_state import can_fuse, empty_laid_out_like, init_state
 from ..torch_compat import local_part, mark_overwritten
 
@@ -22,7 +24,7 @@ _LONGEST_VECTOR = 64
 
 
 def adamw_step(
-    group: dict[str, Any],
+    param_group: ParamGroup,
     params: Sequence[Tensor],
     grads: Sequence[Tensor],
     states: Sequence[dict[str, Any]],
@@ -30,84 +32,80 @@ def adamw_step(
 ) -> None:
     """One AdamW step on the local part of ``params``, exactly as ``torch.optim.AdamW(fused=True)`` does it.
 
-    Where ``skip_mask``, a boolean on a device, is true, nothing changes.
+    If ``skip_mask``, a boolean tensor without dims on a device, is true, nothing changes.
     """
+    members = list(zip(params, grads, states, strict=True))
     for fused in (True, False):
-        chosen = [k for k, param in enumerate(params) if can_fuse(local_part(param)) is fused]
+        chosen = [member for member in members if can_fuse(local_part(member[0])) is fused]
         if chosen:
-            _step(group, [params[k] for k in chosen], [grads[k] for k in chosen], [states[k] for k in chosen], (fused, skip_mask))
+            _step(param_group, chosen, fused=fused, skip_mask=skip_mask)
 
 
 def _step(
-    group: dict[str, Any],
-    params: list[Tensor],
-    grads: list[Tensor],
-    states: list[dict[str, Any]],
-    how: tuple[bool, Tensor | None],
+    param_group: ParamGroup,
+    members: Sequence[tuple[Tensor, Tensor, dict[str, Any]]],
+    *,
+    fused: bool,
+    skip_mask: Tensor | None,
 ) -> None:
-    fused, skip_mask = how
-    for param, state in zip(params, states, strict=True):
+    """Steps parameters, given with their gradients and states."""
+    for param, _, state in members:
         if "exp_avg" not in state:
             init_state(param, state)
         for key in ("exp_avg", "exp_avg_sq"):
             if local_part(state[key]).stride() != local_part(param).stride():
                 state[key] = empty_laid_out_like(param, state[key].dtype).copy_(state[key])
-    sets = [
-        _Tensors(
-            local,
-            _in_layout_of(local, local_part(grad)),
-            local_part(state["exp_avg"]),
-            local_part(state["exp_avg_sq"]),
-            state["step"],
-        )
-        for local, grad, state in zip([local_part(param) for param in params], grads, states, strict=True)
-    ]
-    cut = [_as_on_one_device(param, one) if fused else ([one], None) for param, one in zip(params, sets, strict=True)]
-    rows = [one for some, _ in cut for one in some]
-    beta1, beta2 = adamw_betas(group)
-    before = _snapshot(rows) if skip_mask is not None and not fused else None
+    chunks: list[_Tensors] = []
+    put_back: list[Callable[[], None]] = []
+    for param, grad, state in members:
+        local = local_part(param)
+        moments = local_part(state["exp_avg"]), local_part(state["exp_avg_sq"])
+        tensors = _Tensors(local, _in_layout_of(local, local_part(grad)), *moments, state["step"])
+        cut, after = _cut_as_on_one_device(param, tensors) if fused else ([tensors], None)
+        chunks += cut
+        put_back += [] if after is None else [after]
+    beta1, beta2 = adamw_betas(param_group)
+    before = _snapshot(chunks) if skip_mask is not None and not fused else None
     adamw(
-        [one.param for one in rows],
-        [one.grad for one in rows],
-        [one.exp_avg for one in rows],
-        [one.exp_avg_sq for one in rows],
+        [chunk.param for chunk in chunks],
+        [chunk.grad for chunk in chunks],
+        [chunk.exp_avg for chunk in chunks],
+        [chunk.exp_avg_sq for chunk in chunks],
         [],
-        [one.step for one in rows],
+        [chunk.step for chunk in chunks],
         fused=fused,
         foreach=None if fused else False,
         amsgrad=False,
         beta1=beta1,
         beta2=beta2,
-        lr=group["lr"] if isinstance(group["lr"], Tensor) else float(group["lr"]),
-        weight_decay=float(group["weight_decay"]),
-        eps=adamw_eps(group),
-        maximize=group["maximize"],
+        lr=param_group["lr"] if isinstance(param_group["lr"], Tensor) else float(param_group["lr"]),
+        weight_decay=float(param_group["weight_decay"]),
+        eps=adamw_eps(param_group),
+        maximize=param_group["maximize"],
         found_inf=skip_mask.float() if skip_mask is not None and fused else None,
     )
     if before is not None and skip_mask is not None:
-        _restore(rows, before, skip_mask)
-    for _, put_back in cut:
-        if put_back is not None:
-            put_back()
-    if fused:  # which does not tell autograd
-        mark_overwritten([one.param for one in sets if not one.param.is_inference()])
+        _restore(chunks, before, skip_mask)
+    for after in put_back:
+        after()
+    if fused:  # the fused kernel does not tell autograd
+        mark_overwritten([local for param, _, _ in members if not (local := local_part(param)).is_inference()])
 
 
-def _snapshot(rows: Sequence[_Tensors]) -> list[_Tensors]:
-    return [_Tensors(*(tensor.clone() for tensor in row)) for row in rows]
+def _snapshot(chunks: Sequence[_Tensors]) -> list[_Tensors]:
+    return [_Tensors(*(tensor.clone() for tensor in chunk)) for chunk in chunks]
 
 
-def _restore(rows: Sequence[_Tensors], before: Sequence[_Tensors], skip_mask: Tensor) -> None:
-    """Undoes a step where ``skip_mask`` is true: only torch's fused kernel can leave it out by itself."""
-    for row, old in zip(rows, before, strict=True):
-        for tensor, was in zip(row, old, strict=True):
-            # Step counts of such parameters are in host memory, and only the host must wait for what comes to it.
-            near = skip_mask.to(tensor.device, non_blocking=tensor.device.type != "cpu")
-            tensor.copy_(torch.where(near, was, tensor))
+def _restore(chunks: Sequence[_Tensors], before: Sequence[_Tensors], skip_mask: Tensor) -> None:
+    """Undoes a step if ``skip_mask`` is true. Only torch's fused kernel can skip it by itself."""
+    for chunk, old_chunk in zip(chunks, before, strict=True):
+        for tensor, old in zip(chunk, old_chunk, strict=True):
+            # Per tensor, since step counts of such parameters are in host memory.
+            tensor.copy_(torch.where(copy_to(skip_mask, tensor.device), old, tensor))
 
 
 class _Tensors(NamedTuple):
-    """What AdamW reads and writes of one parameter, or, flat, of a part of it."""
+    """What AdamW reads and writes of one parameter, or of a chunk of it as flat tensors."""
 
     param: Tensor
     grad: Tensor
@@ -115,59 +113,62 @@ class _Tensors(NamedTuple):
     exp_avg_sq: Tensor
     step: Tensor
 
-    def part(self, start: int, stop: int) -> _Tensors:
-        """Elements [start, stop); with a step count of its own, since each part would count the step once more."""
-        param, grad, exp_avg, exp_avg_sq = (one[start:stop] for one in self[:4])
+    def chunk(self, start: int, stop: int) -> _Tensors:
+        """Elements [start, stop), with a step count of its own: the kernel adds 1 to the count of every chunk."""
+        param, grad, exp_avg, exp_avg_sq = (tensor[start:stop] for tensor in self[:4])
         return _Tensors(param, grad, exp_avg, exp_avg_sq, self.step.clone())
 
     def padded(self, size: int) -> _Tensors:
-        """A copy with zeros behind."""
-        param, grad, exp_avg, exp_avg_sq = (F.pad(one, (0, size - len(one))) for one in self[:4])
+        """A copy with zeros appended, ``size`` elements long."""
+        param, grad, exp_avg, exp_avg_sq = (F.pad(tensor, (0, size - len(tensor))) for tensor in self[:4])
         return _Tensors(param, grad, exp_avg, exp_avg_sq, self.step)
 
 
-def _as_on_one_device(param: Tensor, one: _Tensors) -> tuple[list[_Tensors], Callable[[], None] | None]:
-    """Cuts a shard so that every element meets the instructions that it would meet in the whole tensor.
+def _cut_as_on_one_device(param: Tensor, tensors: _Tensors) -> tuple[list[_Tensors], Callable[[], None] | None]:
+    """Cuts a shard into chunks so that every element is rounded as it would be in the whole tensor.
 
-    torch's fused kernel on CPU takes whole vectors first and the rest of a tensor one by one, with another rounding. Where a
-    shard ends differently from the whole tensor, what would be inside a vector there is padded to one here.
+    torch's fused kernel on CPU processes whole vectors first and the rest of a tensor element by element, which rounds
+    differently. With vectors of 8 elements, a tensor of 20 has 2 vectors and a rest of 4. If rank 0 holds its first 10 elements,
+    the last 2 of these are inside a vector of the whole tensor but not of the shard: they are padded to a vector.
+
+    Returns:
+        The chunks, and what copies the results of padded chunks back; None if nothing is padded.
     """
-    sharded, held, total = as_dtensor(param), one.param.numel(), param.numel()
+    sharded, held, total = as_dtensor(param), tensors.param.numel(), param.numel()
     if sharded is None or param.device.type != "cpu" or not held or not (held % _LONGEST_VECTOR or total % _LONGEST_VECTOR):
-        return [one], None
+        return [tensors], None
     vector = vector_length(param.dtype)
-    inside = held - trailing_elements(sharded, total % vector)
-    even = inside - inside % vector
+    inside = held - trailing_elements(sharded, total % vector)  # elements that are inside vectors of the whole tensor
+    even = inside - inside % vector  # elements that are inside vectors of the shard, too
     order = memory_order(param)
-    if even == inside or not all(tensor.permute(order).is_contiguous() for tensor in one[:4]):
-        return [one], None
-    weight, grad, exp_avg, exp_avg_sq = (tensor.permute(order).view(-1) for tensor in one[:4])
-    one = _Tensors(weight, grad, exp_avg, exp_avg_sq, one.step)
-    odd = one.part(even, inside)
+    if even == inside or not all(tensor.permute(order).is_contiguous() for tensor in tensors[:4]):
+        return [tensors], None
+    weight, grad, exp_avg, exp_avg_sq = (tensor.permute(order).view(-1) for tensor in tensors[:4])
+    flat = _Tensors(weight, grad, exp_avg, exp_avg_sq, tensors.step)
+    odd = flat.chunk(even, inside)
     padded = odd.padded(vector)
 
     def put_back() -> None:
-        for whole, part in zip(odd[:4], padded[:4], strict=True):
-            whole.copy_(part[: len(whole)])
+        for target, result in zip(odd[:4], padded[:4], strict=True):
+            target.copy_(result[: len(target)])
 
-    rows = [one.part(0, even)._replace(step=one.step), padded, one.part(inside, held)]
-    return rows, put_back
+    return [flat.chunk(0, even)._replace(step=flat.step), padded, flat.chunk(inside, held)], put_back
 
 
 @lru_cache
 def vector_length(dtype: torch.dtype) -> int:
-    """Elements that torch's fused kernel takes at once on this CPU; 1 if the place of an element does not matter.
+    """Elements that torch's fused kernel processes at once on this CPU; 1 if the position of an element does not matter.
 
-    Found by trial, since it depends on how torch was built: the smallest size of chunks in which a tensor can be stepped without
-    changing a bit.
+    It depends on how torch was built and is measured: the smallest chunk size in which a tensor can be stepped without changing
+    a bit.
     """
     generator = torch.Generator().manual_seed(0)
     values = [torch.rand(_LONGEST_VECTOR * 8, generator=generator).to(dtype) for _ in range(4)]
     step, whole = torch.ones(()), [value.clone() for value in values]
 
     def run(lists: list[list[Tensor]], steps: list[Tensor]) -> None:
-        numbers = {"beta1": 0.9, "beta2": 0.95, "lr": 0.01, "weight_decay": 0.1, "eps": 1e-8}
-        untyped: Any = {"fused": True, "foreach": None, "amsgrad": False, "maximize": False, **numbers}
+        hyperparameters = {"beta1": 0.9, "beta2": 0.95, "lr": 0.01, "weight_decay": 0.1, "eps": 1e-8}
+        untyped: Any = {"fused": True, "foreach": None, "amsgrad": False, "maximize": False, **hyperparameters}
         adamw(lists[0], lists[1], lists[2], lists[3], [], steps, **untyped)
 
     run([[value] for value in whole], [step.clone()])
@@ -180,7 +181,7 @@ def vector_length(dtype: torch.dtype) -> int:
 
 
 def _in_layout_of(param: Tensor, grad: Tensor) -> Tensor:
-    """``grad`` in the parameter's memory order: fused kernels walk both by address and would mix up the entries."""
+    """``grad`` in the parameter's memory order: fused kernels read both by address and would mix up their elements."""
     if grad.stride() == param.stride() and grad.dtype == param.dtype:
         return grad
     return empty_laid_out_like(param, param.dtype).copy_(grad)

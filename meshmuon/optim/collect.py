@@ -1,15 +1,14 @@
-"""What a step will work on: the groups' parameters, what a plan must know of them, and the work itself."""
+"""What a step works on: the parameters of the groups, what the planner must know about them, and what the executor is given."""
 
 from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from numbers import Real
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ..agree.plan_input import PlanInput
 from ..agree.planner import StepDecision
@@ -18,23 +17,18 @@ from ..device import known_to_host
 from ..errors import ConfigError, GradientError
 from ..execute import StepParam, StepSettings, UpdateRule
 from ..matrices import MatrixOptions, find_matrices
-from ..ortho import Orthogonalizer, Scheme, default_compute_dtype, resolve_scheme
+from ..ortho import Orthogonalizer, Scheme, default_compute_dtype, resolve_scheme, scheme_for
 from ..params.dtensors import as_dtensor, check_cuts, check_gradient_placement
 from ..params.groups import check_options, check_reach, largest_number, matrix_options_of
 from ..params.lr import lr_factor
 from ..params.named_params import NamedParam
+from ..params.option_table import ParamGroup
 from ..params.rules import resolve_rule
 from ..state import param_state as state
-from ..torch_compat import local_part
+from ..torch_compat import local_part, zeros_like
 from .group_snapshot import GroupSnapshot, facts_of
 
-__all__ = ["Collector", "gradient_of", "hyperparameters_of", "only_creates_state"]
-
-_HYPERPARAMETERS = {
-    True: ("lr", "momentum", "nesterov", "weight_decay", "adjust_lr_fn", "maximize", "momentum_dtype", "cautious_weight_decay"),
-    False: ("lr", "weight_decay", "adamw_betas", "betas", "adamw_eps", "eps", "maximize"),
-}  # by use_muon
-_PLAIN = (Tensor, nn.Parameter)
+__all__ = ["Collector", "gradient_of", "only_creates_state"]
 
 
 class GroupRecipe(NamedTuple):
@@ -68,7 +62,14 @@ class ParamRecord(NamedTuple):
 
 
 class Collector:
-    """Finds out what a step will work on, and reuses everything that has not changed since the last step."""
+    """Finds out what a step will work on, and reuses everything that has not changed since the last step.
+
+    A step calls ``plan_inputs``, then ``check``, then, once the ranks have agreed, ``step_params``, and at its end ``let_go``.
+    ``forget`` is called whenever the state is about to be offloaded.
+
+    Args:
+        comm_dtype: the dtype in which a parameter travels; None for the default.
+    """
 
     def __init__(self, comm_dtype: Callable[[Tensor], torch.dtype | None]) -> None:
         self._comm_dtype = comm_dtype
@@ -80,14 +81,14 @@ class Collector:
         # Group index, shape of a matrix in the group (None for AdamW), largest number that its dtype holds.
         self._shapes: list[tuple[int, tuple[int, int] | None, float]] = []
         self._made: tuple[object, list[StepParam]] = (None, [])  # a plan, and the step parameters made for it
-        self._groups: dict[int, dict[str, Any]] = {}  # param groups of those step parameters, by group index
-        self._lacking_by_group: dict[int, tuple[int, ...]] = {}  # by group index, the parameters without state
-        self.without_state: tuple[int, ...] = ()  # parameters that have a gradient and no state yet, at the last check
+        self._groups: dict[int, ParamGroup] = {}  # param groups of those step parameters, by group index
+        self._without_state_by_group: dict[int, tuple[int, ...]] = {}  # indices of parameters, by group index
+        self.without_state: tuple[int, ...] = ()  # parameters that had a gradient and no state yet, at the last check
 
-    def plan_inputs(self, groups: Sequence[dict[str, Any]]) -> tuple[list[NamedParam], tuple[PlanInput, ...], Exception | None]:
+    def plan_inputs(self, groups: Sequence[ParamGroup]) -> tuple[list[NamedParam], tuple[PlanInput, ...], Exception | None]:
         """All parameters, what the planner must know about them, and the first error that keeps a step from being planned.
 
-        A param group with invalid options still yields plan inputs, from metadata alone: with them this rank finds the other
+        A param group with invalid options still yields plan inputs, from metadata alone: this rank needs them to find the other
         ranks, which must learn of its failure.
         """
         failure: Exception | None = None
@@ -112,17 +113,17 @@ class Collector:
             failure = self._inspect_each(groups) or failure
             return self._params, self._plan_inputs, failure
         finally:
-            del failure  # its traceback holds this frame, and with it the caller
+            del failure  # its traceback refers to this frame, and so to the caller
 
-    def _inspect_each(self, groups: Sequence[dict[str, Any]]) -> Exception | None:
-        """Brings the records up to date, parameter by parameter; the first error that keeps a step from being planned."""
+    def _inspect_each(self, groups: Sequence[ParamGroup]) -> Exception | None:
+        """Brings the records up to date, parameter by parameter. Returns the first error that keeps a step from being planned."""
         records: list[ParamRecord] = []
         failure: Exception | None = None
         for index, (group, recipe) in enumerate(zip(groups, self._recipes, strict=True)):
             if len(group["param_names"]) != len(group["params"]):
                 failure = failure or ConfigError(
                     f"group {index} has {len(group['params'])} params but {len(group['param_names'])} names: give each parameter "
-                    "its own name. If a wrapper has put flat buffers in the place of the parameters (DeepSpeed ZeRO, FSDP1), "
+                    "its own name. If a wrapper has replaced the parameters by flat buffers (DeepSpeed ZeRO, FSDP1), "
                     "shard the model with FSDP2 instead (torch.distributed.fsdp.fully_shard)."
                 )
             for name, param in zip(group["param_names"], group["params"], strict=False):
@@ -161,10 +162,10 @@ class Collector:
             )
         )
 
-    def check(self, groups: Sequence[Mapping[str, Any]], states: Mapping[Tensor, dict[str, Any]]) -> None:
-        """Refuses what a step on the last plan inputs cannot work with; writes nothing."""
+    def check(self, groups: Sequence[ParamGroup], states: Mapping[Tensor, dict[str, Any]]) -> None:
+        """Refuses options, gradients and state that a step on the last plan inputs cannot use. Writes nothing."""
         for index, shape, largest in self._shapes:
-            check_reach(groups[index], f"group {index}", shape, largest)  # a user's function fails here or not at all
+            check_reach(groups[index], f"group {index}", shape, largest)  # calls the user's adjust_lr_fn
         for index, snapshot in enumerate(self._snapshots):
             if not snapshot.same_gradients():
                 for record in self._with_gradient(index):
@@ -176,10 +177,12 @@ class Collector:
                     if (entry := states.get(record.named.param)) is not None:
                         state.check_current(record.named.name, record.named.param, entry, record.named.param_group)
                 snapshot.accept_state(states)
-                self._lacking_by_group[index] = self._lacking_in(index, states)
-                self.without_state = tuple(k for i in range(len(self._snapshots)) for k in self._lacking_by_group.get(i, ()))
+                self._without_state_by_group[index] = self._without_state_in(index, states)
+                self.without_state = tuple(
+                    k for i in range(len(self._snapshots)) for k in self._without_state_by_group.get(i, ())
+                )
 
-    def _lacking_in(self, group_index: int, states: Mapping[Tensor, dict[str, Any]]) -> tuple[int, ...]:
+    def _without_state_in(self, group_index: int, states: Mapping[Tensor, dict[str, Any]]) -> tuple[int, ...]:
         return tuple(
             k
             for k, (named, recipe, _, _) in enumerate(self._records)
@@ -208,22 +211,22 @@ class Collector:
         keeps: Callable[[int], bool] = lambda param_index: True,
         skip_mask: Tensor | None = None,
     ) -> list[StepParam]:
-        """What the executor works on: one entry per parameter of the agreed plan, in the plan's order.
+        """What the executor works on: one entry per parameter of the agreed plan, in the order of the plan.
 
         Args:
             plan_inputs: what the plan was made from.
-            decision: what was agreed.
-            states: the optimizer's state.
+            decision: what the ranks agreed on.
+            states: the state of the optimizer.
             keeps: whether this rank keeps the momentum of a parameter of the plan.
-            skip_mask: on a device, whether nothing may change; the gradients are then already zeros.
+            skip_mask: a boolean on a device; if it is true, nothing may change, and the gradients are already zeros.
         """
-        made_for, step_params = self._made  # forgotten by ``check`` whenever parameters or state have changed
+        made_for, step_params = self._made  # ``check`` forgets them when parameters or state have changed
         if made_for is decision.plan:
             settings = {index: _settings(group, skip_mask) for index, group in self._groups.items()}
-            for one in step_params:
-                entry = states[one.param]
-                one.settings = settings[one.group_index]
-                one.momentum_buffer, one.rule_state = entry[state.MOMENTUM], _rule_state(one, entry)
+            for step_param in step_params:
+                entry = states[step_param.param]
+                step_param.settings = settings[step_param.group_index]
+                step_param.momentum_buffer, step_param.rule_state = entry[state.MOMENTUM], _rule_state(step_param, entry)
             return step_params
         members = (self._records[k].named for k, _ in decision.members)
         self._groups = {named.group_index: named.param_group for named in members}
@@ -232,12 +235,12 @@ class Collector:
             self._new_step_param(plan_inputs, decision, states, param_index, keeps(param_index), settings)
             for param_index in range(len(decision.members))
         ]
-        complete = not decision.zeros and all(one.momentum_buffer is not one.param for one in step_params)
+        complete = not decision.zeros and all(step_param.momentum_buffer is not step_param.param for step_param in step_params)
         self._made = (decision.plan, step_params) if complete else (None, [])
         return step_params
 
     def let_go(self) -> None:
-        """Drops references to the state after a step, so that state which moves to another device is not kept alive here."""
+        """Drops references to the state after a step, so that they do not keep alive state that moves to another device."""
         for step_param in self._made[1]:
             step_param.momentum_buffer, step_param.rule_state = step_param.param, None
 
@@ -261,35 +264,27 @@ class Collector:
             param=param,
             momentum_buffer=state.momentum_buffer(states[param], param, dtype) if kept else param,
             matrices=matrices,
-            scheme=plan_input.scheme,
+            scheme=scheme_for(plan_input.scheme, matrices.rows, matrices.cols, plan_input.compute_dtype),
             compute_dtype=plan_input.compute_dtype,
             settings=settings[named.group_index],
             comm_dtype=plan_input.comm_dtype,
             group_index=named.group_index,
-            zeros=torch.zeros_like(param) if k in decision.zeros else None,
+            zeros=zeros_like(param) if k in decision.zeros else None,
             rule=plan_input.rule,
-            rule_state=state.rule_memory(states[param], param, matrices) if remembers else None,
+            rule_state=state.rule_state(states[param], param, matrices) if remembers else None,
         )
 
 
 def _rule_state(step_param: StepParam, entry: Mapping[str, Any]) -> Tensor | None:
-    return entry.get(state.MEMORY) if step_param.rule is not None and step_param.rule.remembers() else None
-
-
-def hyperparameters_of(groups: Sequence[Mapping[str, Any]]) -> list[str]:
-    """The hyperparameters of each param group as text; ranks with different ones would silently diverge."""
-    return [
-        ", ".join(f"{key}={_number_text(group[key])}" for key in _HYPERPARAMETERS[bool(group["use_muon"])] if key in group)
-        for group in groups
-    ]
+    return entry.get(state.RULE_STATE) if step_param.rule is not None and step_param.rule.remembers() else None
 
 
 def gradient_of(param: Tensor) -> Tensor:
     """The parameter's gradient, or zeros where only other ranks have one."""
-    return torch.zeros_like(param) if param.grad is None else param.grad
+    return zeros_like(param) if param.grad is None else param.grad
 
 
-def _recipe_of(group: Mapping[str, Any]) -> GroupRecipe:
+def _recipe_of(group: ParamGroup) -> GroupRecipe:
     if not group["use_muon"]:
         return GroupRecipe()
     scheme, rule = resolve_scheme(group["scheme"], group["ns_steps"]), resolve_rule(group["rule"])
@@ -302,6 +297,11 @@ def _plan_input_of(recipe: GroupRecipe, named: NamedParam, *, comm_dtype: torch.
     sharded = as_dtensor(param)
     shape, dtype, device = tuple(param.shape), param.dtype, param.device
     update_dtype = torch.float64 if dtype == torch.float64 else torch.float32
+    compute_dtype = dtype if matrix_options is None else compute_dtype or default_compute_dtype(device, dtype)
+    matrices = None if matrix_options is None else find_matrices(named.name, shape, matrix_options)
+    for part in matrices or ():
+        assert scheme is not None
+        scheme_for(scheme, part.rows, part.cols, compute_dtype)  # refuses a scheme that rounding would break in this dtype
     return PlanInput(
         name=named.name,
         group_index=named.group_index,
@@ -310,10 +310,10 @@ def _plan_input_of(recipe: GroupRecipe, named: NamedParam, *, comm_dtype: torch.
         mesh=None if sharded is None else sharded.device_mesh,
         placements=() if sharded is None else sharded.placements,
         device=device,
-        matrices=None if matrix_options is None else find_matrices(named.name, shape, matrix_options),
+        matrices=matrices,
         scheme=scheme,
         rule=rule,
-        compute_dtype=dtype if matrix_options is None else compute_dtype or default_compute_dtype(device, dtype),
+        compute_dtype=compute_dtype,
         comm_dtype=comm_dtype or default_comm_dtype(device, update_dtype),
         update_dtype=update_dtype,
         has_grad=param.grad is not None,
@@ -325,20 +325,9 @@ def default_comm_dtype(device: torch.device, update_dtype: torch.dtype) -> torch
     return torch.bfloat16 if device.type == "cuda" and update_dtype != torch.float64 else update_dtype
 
 
-def _number_text(value: Any) -> str:
-    if isinstance(value, Tensor):
-        return str(value.tolist()) if known_to_host(value) else "a tensor on a device"  # reading it would wait for the device
-    if type(value) is not bool and isinstance(value, Real):
-        try:
-            return repr(float(value))
-        except OverflowError:  # no float is as large; the step refuses it
-            return str(value)
-    return str(getattr(value, "__qualname__", value))  # a function's repr holds an address
-
-
-def _settings(group: Mapping[str, Any], skip_mask: Tensor | None) -> StepSettings:
+def _settings(group: ParamGroup, skip_mask: Tensor | None) -> StepSettings:
     lr = group["lr"]
-    # On a device it stays a tensor: reading it would wait for the device.
+    # An lr on a device stays a tensor: reading it would wait for the device.
     lr = float(lr) if not isinstance(lr, Tensor) or known_to_host(lr) else lr.reshape(())
     momentum = float(group["momentum"])
     retain: float | Tensor = momentum
@@ -366,7 +355,7 @@ def _settings(group: Mapping[str, Any], skip_mask: Tensor | None) -> StepSetting
 
 
 def _unless(skip_mask: Tensor, value: float | Tensor, still: Tensor) -> Tensor:
-    """``value``, or ``still`` where ``skip_mask`` is true; a number of the mask's device, in the dtype of ``still``."""
+    """``value``, or ``still`` if ``skip_mask`` is true, as a scalar tensor in the dtype of ``still``."""
     return torch.where(skip_mask, still, value)
 
 
@@ -378,15 +367,15 @@ def _check_gradient(name: str, param: Tensor, grad: Tensor) -> None:
     check_gradient_placement(name, param, grad)
     if grad.layout != torch.strided:
         raise GradientError(
-            f"{name} has a sparse gradient ({grad.layout}). Neither Muon nor fused AdamW takes one: "
+            f"{name} has a sparse gradient ({grad.layout}). Neither Muon nor fused AdamW supports one: "
             "build the embedding with sparse=False, or call param.grad = param.grad.to_dense() before step()."
         )
     if grad.is_complex():
         raise GradientError(f"{name} has a complex gradient ({grad.dtype}). Optimize the real view: torch.view_as_real(param).")
 
 
-def only_creates_state(groups: Sequence[Mapping[str, Any]]) -> bool:
-    """Whether a first step has nothing to do but to create state: lr 0 everywhere and gradients of zeros."""
+def only_creates_state(groups: Sequence[ParamGroup]) -> bool:
+    """Whether a first step has nothing to do but create state: every lr is 0, and so is every gradient."""
     rates = [group["lr"] for group in groups]
     if any((isinstance(lr, Tensor) and not known_to_host(lr)) or lr != 0 for lr in rates):
         return False

@@ -14,11 +14,11 @@ from ..agree.planner import Planner
 from ..errors import ConfigError, StateError, UnsupportedError
 from ..execute import DataParallelExecutor, StepParam
 from ..matrices import MatrixSet
+from ..params.checks import check_replica_group
 from ..params.dtensors import as_dtensor
 from ..params.named_params import NamedParam, named_params
-from ..params.options import check_replica_group
 from ..plan import Plan
-from ..state.param_state import MEMORY, MOMENTUM
+from ..state.param_state import MOMENTUM, RULE_STATE
 from ..transport import averaged, broadcast, everyone
 from .collect import gradient_of
 from .muon import Muon
@@ -26,30 +26,32 @@ from .step_context import StepContext
 
 __all__ = ["DistMuon"]
 
+_NO_OPTIONS = ("replicas", "replica_group", "reference_path", "use_distributed_muon", "comm_dtype")
+
 
 class DistMuon(Muon):
-    """Muon for replicated weights whose gradients nobody has averaged: use it without DDP or FSDP.
+    """Muon for replicated weights whose gradients are not averaged yet: use it without DDP or FSDP.
 
     Every rank runs forward and backward on its own part of the batch and calls ``step()``. The optimizer sends each gradient to
-    the owner of its matrix, which averages in the order of the ranks, keeps the momentum, steps, and sends the new weights to
-    all. Each matrix is orthogonalised once. Owners are chosen for all shapes together; nothing is padded. Gradients of AdamW's
-    groups are averaged by one reduction each, and every rank steps them.
+    the owner of its matrix. The owner averages the gradients in the order of the ranks, keeps the momentum, steps, and sends the
+    new weights to all ranks. Each matrix is orthogonalised once. Owners are chosen for all shapes together, and nothing is
+    padded. The gradients of AdamW's groups are averaged by one reduction each, and every rank steps them.
 
     The ranks must start from the same weights. Without a process group, or with one rank, it is ``Muon`` with
     ``adjust_lr_fn="original"`` and no weight decay.
 
-    Momentum exists on owners only. Call ``consolidate()`` on all ranks before ``state_dict()``, which refuses to give half of it:
-    the result does not depend on the number of ranks; ``load_state_dict`` takes it on any number.
+    Only owners have momentum, so a rank alone cannot save it: call ``consolidate()`` on all ranks before ``state_dict()``. The
+    resulting checkpoint does not depend on the number of ranks, and loads on any number of ranks.
 
     Args:
-        params: matrices, (name, matrix) pairs, or groups as for ``Muon``.
+        params: matrices, (name, matrix) pairs, or param groups as for ``Muon``.
         lr: learning rate.
         momentum: momentum, in [0, 1).
         nesterov: look ahead by one momentum step.
         ns_steps: number of Newton–Schulz steps.
         weight_decay: decoupled weight decay.
         adjust_lr_fn: how a matrix's shape scales its learning rate.
-        group: the ranks that hold replicas; all by default.
+        group: process group of the ranks that hold replicas; by default all ranks.
         options: further options of ``Muon``.
 
     Example::
@@ -57,8 +59,8 @@ class DistMuon(Muon):
         optimizer = DistMuon([p for p in model.parameters() if p.dim() == 2], lr=0.02)
     """
 
-    _divided = False  # whether a copy must be given a group before it steps
-    _complete = True  # whether this rank has all momentum, not only that of the matrices it owns
+    _divided = False  # whether a copy must be given a process group before it steps
+    _complete = True  # whether this rank has all momentum, and not only that of the matrices it owns
 
     def __init__(
         self,
@@ -73,7 +75,7 @@ class DistMuon(Muon):
         group: dist.ProcessGroup | None = None,
         **options: Any,
     ) -> None:
-        for name in ("replicas", "replica_group", "use_distributed_muon", "comm_dtype"):
+        for name in _NO_OPTIONS:
             if name in options:
                 raise ConfigError(f"{name} has no meaning for DistMuon, which always divides the work over group=: leave it out.")
         check_replica_group(group, "group")
@@ -81,7 +83,7 @@ class DistMuon(Muon):
             group = dist.group.WORLD
         alone = group is None or dist.get_world_size(group) == 1
         super().__init__(
-            _groups(params),
+            _as_groups(params),
             lr,
             momentum,
             nesterov,
@@ -93,16 +95,16 @@ class DistMuon(Muon):
         )
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Adds a group of plain weights; the next step plans with it."""
+        """Adds a param group of plain weights. The next step plans with it."""
         super().add_param_group(param_group)
         try:
-            _check_plain(named_params(self.param_groups[-1:]))
+            _check_plain(named_params(self._groups[-1:]))
         except UnsupportedError:
             self.param_groups.pop()
             raise
 
     def state_dict(self) -> dict[str, Any]:
-        """The whole state. Refused while other ranks own momentum that this rank does not have: call ``consolidate()`` first."""
+        """The whole state. Refuses while only other ranks have some of the momentum: call ``consolidate()`` first."""
         if not self._complete:
             raise StateError(
                 "DistMuon keeps momentum on the owners of the matrices only, so that this state_dict would be incomplete: call "
@@ -111,7 +113,7 @@ class DistMuon(Muon):
         return super().state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Loads a consolidated ``state_dict`` on every rank; refuses one that does not fit before anything is overwritten."""
+        """Loads a consolidated ``state_dict``, on every rank. One that does not fit is refused before anything is overwritten."""
         super().load_state_dict(state_dict)
         self._complete = True
 
@@ -122,22 +124,24 @@ class DistMuon(Muon):
         if plan is None or not isinstance(group, dist.ProcessGroup):
             return
         self._planner.check_connected()
-        with self._offload.resident(self.state) as absent:
-            if absent is not None:
-                raise absent
+        with self._offload.resident(self.state) as offload_error:
+            if offload_error is not None:
+                raise offload_error
             self._consolidate(plan, group)
 
     def _consolidate(self, plan: Plan, group: dist.ProcessGroup) -> None:
-        known = everyone([_kinds(self.state[param]) for param, _ in self._stepped], group)
+        """Broadcasts the state of each matrix from its owner. All ranks take the matrices in the order of the plan."""
+        kinds_by_rank = everyone([_kinds(self.state[param]) for param, _ in self._stepped], group)
         for task in plan.tasks:
             param, matrices = self._stepped[task.param]
-            for key, kind in known[task.owner][task.param].items():
+            for key, kind in kinds_by_rank[task.owner][task.param].items():
                 state = self.state[param]
-                if _kinds(state).get(key) != kind:  # none yet, or one of another dtype that is not the owner's
-                    state[key] = torch.zeros(kind[0], dtype=kind[1], device=param.device)
-                window = matrices.memory_window if key == MEMORY else matrices.window
+                if _kinds(state).get(key) != kind:  # this rank has none yet, or one whose dtype is not that of the owner
+                    shape, dtype = kind
+                    state[key] = torch.zeros(shape, dtype=dtype, device=param.device)
+                window = matrices.rule_state_window if key == RULE_STATE else matrices.window
                 part = state[key][task.matrix] if matrices.stack_dims else state[key]
-                broadcast(part if window is None else part[tuple(slice(*one) for one in window)], task.owner, group)
+                broadcast(part if window is None else part[tuple(slice(*ends) for ends in window)], task.owner, group)
         self._complete = True
 
     def __getstate__(self) -> dict[str, Any]:
@@ -146,28 +150,28 @@ class DistMuon(Muon):
 
     def _reset(self) -> None:
         super()._reset()
-        self._dividing: Plan | None = None  # whose owners have the momentum, also when its buffers could not be made
-        self._stepped: list[tuple[Tensor, MatrixSet]] = []  # the parameter and the matrices of each entry of the plan
+        self._dividing: Plan | None = None  # the plan whose owners have the momentum, even if its buffers could not be made
+        self._stepped: list[tuple[Tensor, MatrixSet]] = []  # of each parameter of that plan, the tensor and its matrices
         self._kept: frozenset[Tensor] = frozenset()  # the parameters of which this rank owns a matrix
-        self._own_lacking: tuple[object, object, Sequence[int]] = (None, None, ())  # what it was found from, and what was found
+        # What _without_state returned last, behind what it was computed from.
+        self._own_without_state: tuple[object, object, Sequence[int]] = (None, None, ())
         if self._replica_group is not None:
             self._executor = DataParallelExecutor(self._settings)
-            path = "DistMuon"
-            form, group, me = self._settings.form, self._replica_group, weakref.ref(self)
-            self._planner = Planner(self._plan_options, form, path, group, me, reduced=False)
+            form, group, optimizer = self._settings.form, self._replica_group, weakref.ref(self)
+            self._planner = Planner(self._plan_options, form, "DistMuon", group, optimizer, reduced=False)
 
     def _without_state(self, params: Sequence[NamedParam]) -> Sequence[int]:
         without_state, kept = super()._without_state(params), self._kept
         if self._complete or not without_state:
             return without_state
-        if self._own_lacking[0] is not without_state or self._own_lacking[1] is not kept:
-            self._own_lacking = without_state, kept, [k for k in without_state if self._keeps(params[k])]
-        return self._own_lacking[2]
+        if self._own_without_state[0] is not without_state or self._own_without_state[1] is not kept:
+            self._own_without_state = without_state, kept, [k for k in without_state if self._keeps(params[k])]
+        return self._own_without_state[2]
 
     def _keeps(self, named: NamedParam) -> bool:
         return self._complete or not named.param_group["use_muon"] or named.param in self._kept
 
-    def _misuse(self, parameters: Sequence[NamedParam]) -> Exception | None:
+    def _misuse(self, params: Sequence[NamedParam]) -> Exception | None:
         if self._replica_group is not None:
             if not self._complete and not self._stepped:
                 return StateError(
@@ -176,7 +180,7 @@ class DistMuon(Muon):
                     "state_dict."
                 )
             try:
-                _check_plain(parameters)
+                _check_plain(params)
             except UnsupportedError as error:
                 return error
         elif self._divided:
@@ -187,7 +191,7 @@ class DistMuon(Muon):
         return None
 
     def _wire_dtype(self) -> Callable[[Tensor], torch.dtype | None]:
-        """Gradients and weights travel as they are."""
+        """Gradients and weights travel in their own dtype."""
         return super()._wire_dtype() if self._replica_group is None else lambda param: param.dtype
 
     def _step_params(self, step: StepContext) -> list[StepParam]:
@@ -203,7 +207,7 @@ class DistMuon(Muon):
         )
 
     def _adopt_owners(self, step: StepContext) -> None:
-        """A new plan: every rank gets all momentum first, so that whoever becomes an owner has it."""
+        """A new plan has new owners: gives every rank all momentum, and notes which matrices this rank owns now."""
         self.consolidate()
         plan, members, plan_inputs = step.decision.plan, step.decision.members, self._planner.plan_inputs
         self._dividing = plan
@@ -212,10 +216,15 @@ class DistMuon(Muon):
         self._kept = frozenset(step.params[k].param for k in owned)
 
     def _drop_foreign_state(self, step: StepContext, owned: set[int]) -> None:
-        """Momentum of matrices that other ranks own is deleted here."""
+        """Deletes the state of parameters of which this rank owns no matrix.
+
+        Args:
+            step: the step.
+            owned: the parameters of the plan of which it owns one.
+        """
         members = step.decision.members
-        for k in {k for k, _ in members} - {members[param][0] for param in owned}:
-            for key in (MOMENTUM, MEMORY):
+        for k in {k for k, _ in members} - {members[param_index][0] for param_index in owned}:
+            for key in (MOMENTUM, RULE_STATE):
                 self.state[step.params[k].param].pop(key, None)
         self._complete = self._complete and not step.decision.plan.tasks
 
@@ -225,18 +234,18 @@ class DistMuon(Muon):
         return averaged(gradients, group) if isinstance(group, dist.ProcessGroup) else gradients
 
 
-def _check_plain(parameters: Sequence[NamedParam]) -> None:
-    for one in parameters:
-        if as_dtensor(one.param) is not None:
-            raise UnsupportedError(f"{one.name} is a DTensor. DistMuon is for plain replicated weights: use Muon instead.")
+def _check_plain(params: Sequence[NamedParam]) -> None:
+    for named in params:
+        if as_dtensor(named.param) is not None:
+            raise UnsupportedError(f"{named.name} is a DTensor. DistMuon is for plain replicated weights: use Muon instead.")
 
 
 def _kinds(state: dict[str, Any]) -> dict[str, tuple[torch.Size, torch.dtype]]:
-    """Shape and dtype of the state that only owners have."""
-    return {key: (state[key].shape, state[key].dtype) for key in (MOMENTUM, MEMORY) if key in state}
+    """Shape and dtype of that part of a parameter's state which only owners have."""
+    return {key: (state[key].shape, state[key].dtype) for key in (MOMENTUM, RULE_STATE) if key in state}
 
 
-def _groups(params: Iterable[Any]) -> list[Any]:
-    """Bare matrices as one group; groups as they are."""
-    found = list(params)
-    return found if not found or isinstance(found[0], dict) else [{"params": found, "use_muon": True}]
+def _as_groups(params: Iterable[Any]) -> list[Any]:
+    """Bare matrices as one param group; param groups as they are."""
+    entries = list(params)
+    return entries if not entries or isinstance(entries[0], dict) else [{"params": entries, "use_muon": True}]

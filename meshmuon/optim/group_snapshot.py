@@ -1,6 +1,6 @@
-"""What was last seen of a group's parameters, kept so that one cheap look tells whether all of it is still so.
+"""A param group as the last step found it. Comparing snapshots tells cheaply whether anything has changed since.
 
-Lists are compared as wholes, which happens outside of Python's loops and takes a fraction of a microsecond per parameter.
+Whole lists are compared, which runs outside of the Python interpreter's loop and takes a fraction of a microsecond per parameter.
 """
 
 from __future__ import annotations
@@ -12,86 +12,87 @@ from typing import Any
 
 from torch import Tensor
 
+from ..params.option_table import ParamGroup
 from ..torch_compat import SHARD_FACTS, SHARD_GRADIENT_FACTS, has_local_part
 
 __all__ = ["GroupSnapshot", "facts_of"]
 
 _PLAIN_FACTS = operator.attrgetter("shape", "dtype", "device")
-_PLAIN_GRADIENT = operator.attrgetter("__class__", "shape", "dtype", "layout")
+_PLAIN_GRADIENT_FACTS = operator.attrgetter("__class__", "shape", "dtype", "layout")
 
 
 class GroupSnapshot:
-    """A group as a step found it: which parameters, how they lie, which have gradients, and what state they have.
+    """Which parameters a param group had, their shapes, dtypes and layouts, which had gradients, and which state they had.
 
     Args:
-        group: the group.
-        treatment: what the group says of its parameters; compared by identity.
+        group: the param group.
+        recipe: how the group treats its parameters; compared by identity.
     """
 
-    def __init__(self, group: Mapping[str, Any], recipe: object) -> None:
-        self._group, self._recipe_of = group, recipe
+    def __init__(self, group: ParamGroup, recipe: object) -> None:
+        self._group, self._recipe = group, recipe
         self._params: list[Tensor] = list(group["params"])
         self._names: list[str] = list(group["param_names"])
-        self._facts = [_facts_getter(param) for param in self._params]
-        self._were = self._facts_of(self._params)
-        self._active = [param.grad is not None for param in self._params]
-        self._stepped = [param for param in self._params if param.grad is not None]
-        self._gradient_facts = [SHARD_GRADIENT_FACTS if has_local_part(p) else _PLAIN_GRADIENT for p in self._stepped]
-        self._gradients: list[Any] | None = None  # facts of the gradients that were found to fit
-        self._keys: list[list[str]] | None = None  # of the state that was found to fit
-        self._values: list[weakref.ref[Tensor]] = []  # of the tensors in it, which must be free to go
+        self._fact_getters = [_facts_getter(param) for param in self._params]
+        self._facts = self._facts_of(self._params)
+        self._has_grad = [param.grad is not None for param in self._params]
+        self._with_grad = [param for param in self._params if param.grad is not None]
+        self._grad_fact_getters = [SHARD_GRADIENT_FACTS if has_local_part(p) else _PLAIN_GRADIENT_FACTS for p in self._with_grad]
+        self._grad_facts: list[Any] | None = None  # of the gradients that were accepted
+        self._state_keys: list[list[str]] | None = None  # of the state that was accepted
+        self._state_tensors: list[weakref.ref[Tensor]] = []  # its tensors, which the snapshot must not keep alive
 
-    def still_holds(self, group: Mapping[str, Any], recipe: object) -> bool:
+    def still_holds(self, group: ParamGroup, recipe: object) -> bool:
         """Whether the group and its parameters are as they were."""
         params = group["params"]
         return (
             self._group is group
-            and self._recipe_of is recipe
+            and self._recipe is recipe
             and len(params) == len(self._params)
             and all(map(operator.is_, params, self._params))
             and self._names == group["param_names"]
-            and self._were == self._facts_of(params)
-            and self._active == [param.grad is not None for param in params]
+            and self._facts == self._facts_of(params)
+            and self._has_grad == [param.grad is not None for param in params]
         )
 
     def same_gradients(self) -> bool:
-        """Whether gradients are like those that were accepted."""
-        return self._gradients is not None and self._gradients == self._facts_of_gradients()
+        """Whether the gradients have the shapes, dtypes and layouts of those that were accepted."""
+        return self._grad_facts is not None and self._grad_facts == self._facts_of_gradients()
 
     def accept_gradients(self) -> None:
-        """The gradients fit."""
-        self._gradients = self._facts_of_gradients()
+        """Remembers the gradients of the moment as ones that fit."""
+        self._grad_facts = self._facts_of_gradients()
 
     def same_state(self, states: Mapping[Tensor, dict[str, Any]]) -> bool:
-        """Whether the state is the very one that was accepted."""
-        if self._keys is None:
+        """Whether the state consists of the very tensors that were accepted."""
+        if self._state_keys is None:
             return False
-        entries, values = self._state(states)
+        entries, tensors = self._state_of(states)
         return (
-            self._keys == list(map(list, entries))
-            and len(values) == len(self._values)
-            and all(value is known() for value, known in zip(values, self._values, strict=True))
+            self._state_keys == list(map(list, entries))
+            and len(tensors) == len(self._state_tensors)
+            and all(tensor is accepted() for tensor, accepted in zip(tensors, self._state_tensors, strict=True))
         )
 
     def accept_state(self, states: Mapping[Tensor, dict[str, Any]]) -> None:
-        """The state fits."""
-        entries, values = self._state(states)
-        self._keys, self._values = list(map(list, entries)), list(map(weakref.ref, values))
-
-    def _state(self, states: Mapping[Tensor, dict[str, Any]]) -> tuple[list[dict[str, Any]], list[Tensor]]:
-        entries = [states.get(param, {}) for param in self._stepped]
-        return entries, [value for entry in entries for value in entry.values() if isinstance(value, Tensor)]
+        """Remembers the state of the moment as one that fits."""
+        entries, tensors = self._state_of(states)
+        self._state_keys, self._state_tensors = list(map(list, entries)), list(map(weakref.ref, tensors))
 
     def forget_state(self) -> None:
-        """Lets go of the state."""
-        self._keys, self._values = None, []
+        """Accepts no state until ``accept_state`` is called again."""
+        self._state_keys, self._state_tensors = None, []
+
+    def _state_of(self, states: Mapping[Tensor, dict[str, Any]]) -> tuple[list[dict[str, Any]], list[Tensor]]:
+        entries = [states.get(param, {}) for param in self._with_grad]
+        return entries, [value for entry in entries for value in entry.values() if isinstance(value, Tensor)]
 
     def _facts_of(self, params: Sequence[Tensor]) -> list[Any]:
-        return [facts(param) for facts, param in zip(self._facts, params, strict=True)]
+        return [facts(param) for facts, param in zip(self._fact_getters, params, strict=True)]
 
     def _facts_of_gradients(self) -> list[Any] | None:
         try:
-            return [facts(param.grad) for facts, param in zip(self._gradient_facts, self._stepped, strict=True)]
+            return [facts(param.grad) for facts, param in zip(self._grad_fact_getters, self._with_grad, strict=True)]
         except AttributeError:  # a plain gradient of a DTensor
             return None
 

@@ -1,7 +1,7 @@
-"""Gradients with infinities or NaN, found by this optimizer or by a GradScaler: one decision on all ranks.
+"""Gradients with infinities or NaN, found by this optimizer or by a GradScaler: all ranks skip the step, or none.
 
-Where the host knows the verdict, a step that must not be made is not made. On a device the host would have to wait to know it;
-there the step is made with numbers under which nothing changes.
+If gradients are in host memory, the host finds out and the step is not made. If they are on a device, finding out would make the
+host wait. The step is made then, with gradients and a mask under which nothing changes.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..device import known_to_host
+from ..device import copy_to, known_to_host
 from ..errors import ConfigError, GradientError
 from ..params.named_params import NamedParam
 from ..torch_compat import local_part
@@ -27,20 +27,27 @@ _POLICIES = ("propagate", "skip", "raise")
 
 @dataclass(frozen=True, slots=True)
 class Scaling:
-    """What a ``torch.amp.GradScaler`` has told the optimizer: the scale of its gradients, and whether it found any not finite."""
+    """What a ``torch.amp.GradScaler`` has told the optimizer.
+
+    Attributes:
+        scale: what the gradients are multiplied by; None if they are not scaled.
+        found_inf: above zero if the scaler has found a gradient that is not finite; None if there is no scaler.
+    """
 
     scale: Tensor | None
-    found: Tensor | None
+    found_inf: Tensor | None
 
     @classmethod
     def of(cls, optimizer: Any) -> Scaling:
-        """The scaler sets two attributes before it calls ``step`` and removes them afterwards."""
-        scale, found = getattr(optimizer, "grad_scale", None), getattr(optimizer, "found_inf", None)
-        if found is not None and not isinstance(found, Tensor):
-            # The number 0, from a scaler that met no gradient; other ranks may have some, and take part in one more reduction.
-            first = next((param for group in optimizer.param_groups for param in group["params"]), None)
-            found = torch.full((), float(found), device=None if first is None else first.device)
-        return cls(scale, found)
+        """Reads the two attributes that a scaler sets before it calls ``step`` and removes afterwards."""
+        scale, found_inf = getattr(optimizer, "grad_scale", None), getattr(optimizer, "found_inf", None)
+        if found_inf is not None and not isinstance(found_inf, Tensor):
+            # The number 0, from a scaler that has seen no gradient. Other ranks may have seen some, and then this rank must take
+            # part in the same reduction.
+            params = (param for param_group in optimizer.param_groups for param in param_group["params"])
+            first = next(params, None)
+            found_inf = torch.full((), float(found_inf), device=None if first is None else first.device)
+        return cls(scale, found_inf)
 
     def remove(self, gradients: Sequence[Tensor]) -> None:
         """Divides the gradients by the scale, in place, as ``GradScaler.unscale_`` does."""
@@ -48,7 +55,7 @@ class Scaling:
             return
         inverse = self.scale.double().reciprocal().float().reshape(())
         for device, members in _by_device(gradients).items():
-            torch._foreach_mul_(members, _at(inverse, device))
+            torch._foreach_mul_(members, copy_to(inverse, device))
 
 
 NO_SCALING = Scaling(None, None)
@@ -60,7 +67,14 @@ def asked_by_scaler() -> bool:
 
 
 class NonFinite:
-    """What to do about gradients that are not finite, and how often it was done."""
+    """Decides whether a step is skipped because a gradient is not finite, and counts the skipped steps.
+
+    At every step, on every rank:
+
+    1. ``known`` says what the host of this rank knows. The planner's vote combines it over the ranks. If any rank says yes, no
+       rank makes the step, and each calls ``count``.
+    2. Otherwise ``mask_on_device`` combines over the ranks what only devices know, and counts on the device.
+    """
 
     def __init__(self, policy: str) -> None:
         if not isinstance(policy, str) or policy not in _POLICIES:
@@ -70,24 +84,24 @@ class NonFinite:
 
     @property
     def skipped(self) -> int:
-        """Steps that were not made; reading it waits for the device."""
+        """How many steps were skipped. Reading it waits for the device."""
         return int(self._skipped)
 
-    def known(self, parameters: Sequence[NamedParam], scaling: Scaling) -> bool:
-        """This rank's verdict as far as the host knows it. Under ``"raise"`` it finds out and raises."""
-        if scaling.found is not None:
-            return known_to_host(scaling.found) and bool(scaling.found > 0)
+    def known(self, params: Sequence[NamedParam], scaling: Scaling) -> bool:
+        """Whether the host of this rank knows that the step must be skipped; with ``"raise"`` it waits for devices and raises."""
+        if scaling.found_inf is not None:
+            return known_to_host(scaling.found_inf) and bool(scaling.found_inf > 0)
         if self.policy == "raise":
-            self._raise(parameters)
+            _raise_if_nonfinite(params)
         if self.policy != "skip":
             return False
-        near = [grad for grad in gradients_of(parameters) if known_to_host(grad)]
-        return bool(near) and bool(_any_nonfinite(near))
+        on_host = [grad for grad in gradients_of(params) if known_to_host(grad)]
+        return bool(on_host) and bool(_any_nonfinite(on_host))
 
     def mask_on_device(self, params: Sequence[NamedParam], scaling: Scaling, exchange: Exchange | None) -> Tensor | None:
-        """Whether all ranks skip the step, a boolean tensor without dims on the device; None where the host knows everything.
+        """Whether all ranks skip the step: a boolean tensor without dims on the device, or None if the host knows everything.
 
-        Whether ranks reduce here depends only on what is equal on all of them: options, and where parameters are.
+        All ranks reduce or none, since it depends only on options and on the devices of parameters, which are equal on all ranks.
         """
         flag = self._flag_on_device(params, scaling)
         if flag is None:
@@ -95,62 +109,58 @@ class NonFinite:
         if exchange is not None:
             exchange.largest(flag)
         skip = flag[0] > 0
-        self._skipped = self._skipped + skip.long()
+        self.count(skip.long())
         return skip
 
     def _flag_on_device(self, params: Sequence[NamedParam], scaling: Scaling) -> Tensor | None:
-        """This rank's verdict, (1,), where only the device knows it: 1.0 to skip the step."""
-        if scaling.found is not None:
-            return None if known_to_host(scaling.found) else (scaling.found > 0).float().reshape(1)
+        """What this rank's device knows, of shape (1,): 1.0 to skip the step. None if the host knows everything."""
+        if scaling.found_inf is not None:
+            return None if known_to_host(scaling.found_inf) else (scaling.found_inf > 0).float().reshape(1)
         on_device = [named for named in params if not known_to_host(named.param)] if self.policy == "skip" else []
         if not on_device:
             return None
         return _any_nonfinite(gradients_of(on_device), on_device[0].param.device).float().reshape(1)
 
-    def count(self) -> None:
-        """One more step was not made."""
-        self._skipped = self._skipped + 1
+    def count(self, steps: int | Tensor = 1) -> None:
+        """Adds to the number of skipped steps."""
+        self._skipped = self._skipped + steps
 
-    def _raise(self, parameters: Sequence[NamedParam]) -> None:
-        if not bool(_any_nonfinite(gradients_of(parameters))):  # one wait for the device; only a culprit is worth one each
-            return
-        for one in parameters:
-            if bool(_any_nonfinite(gradients_of([one]))):
-                raise GradientError(
-                    f"{one.name} has a gradient that is not finite. Nothing was stepped. Look for the cause, or pass "
-                    'nonfinite="skip" to leave out such steps.'
-                )
+
+def _raise_if_nonfinite(params: Sequence[NamedParam]) -> None:
+    if not bool(_any_nonfinite(gradients_of(params))):  # one wait for the device, not one per parameter
+        return
+    for named in params:
+        if bool(_any_nonfinite(gradients_of([named]))):
+            raise GradientError(
+                f"{named.name} has a gradient that is not finite. Nothing was stepped. Look for the cause, or pass "
+                'nonfinite="skip" to skip such steps.'
+            )
 
 
 def silence(gradients: Sequence[Tensor], skip_mask: Tensor) -> None:
-    """Gradients that add nothing where ``skip_mask`` is true. The zeros are negative: x + (−0) is x, bit for bit, also for −0."""
+    """Fills gradients with zeros if ``skip_mask`` is true. The zeros are negative: x + (−0) equals x bit for bit, even for −0."""
     for grad in gradients:
-        grad.masked_fill_(_at(skip_mask, grad.device), -0.0)
+        grad.masked_fill_(copy_to(skip_mask, grad.device), -0.0)
 
 
-def gradients_of(parameters: Iterable[NamedParam]) -> list[Tensor]:
+def gradients_of(params: Iterable[NamedParam]) -> list[Tensor]:
     """This rank's parts of all gradients."""
-    return [local_part(one.param.grad) for one in parameters if one.param.grad is not None]
+    return [local_part(named.param.grad) for named in params if named.param.grad is not None]
 
 
 def _any_nonfinite(gradients: Sequence[Tensor], device: torch.device | None = None) -> Tensor:
-    """Whether any element is infinite or NaN, as a tensor; smallest and largest of each gradient tell, and need one pass."""
+    """Whether any element is infinite or NaN, as a tensor. Checks the smallest and largest of each gradient: a single pass."""
     filled = [grad for grad in gradients if grad.numel()]
     if not filled:
         return torch.zeros((), dtype=torch.bool, device=device)
-    where = filled[0].device
+    device = filled[0].device
     dtype = torch.float64 if any(grad.dtype == torch.float64 for grad in filled) else torch.float32
-    ends = [_at(end, where).to(dtype) for grad in filled for end in torch.aminmax(grad)]
+    ends = [copy_to(end, device).to(dtype) for grad in filled for end in torch.aminmax(grad)]
     return ~torch.isfinite(torch.stack(ends)).all()
 
 
-def _at(tensor: Tensor, device: torch.device) -> Tensor:
-    """``tensor`` on ``device``. Only the host must wait for what comes to it: it would read what has not arrived yet."""
-    return tensor.to(device, non_blocking=device.type != "cpu")
-
-
 def _by_device(tensors: Iterable[Tensor]) -> dict[torch.device, list[Tensor]]:
-    found: dict[torch.device, list[Tensor]] = {}
+    by_device: dict[torch.device, list[Tensor]] = {}
     for tensor in tensors:
-        found.setdefault(tensor.device, []).append(tensor)
-    return found
+        by_device.setdefault(tensor.device, []).append(tensor)
+    return by_device

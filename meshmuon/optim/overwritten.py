@@ -1,7 +1,8 @@
-"""Autograd hears of the weights that a step has overwritten."""
+"""Telling autograd which weights a step has overwritten."""
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 from collections.abc import Set as AbstractSet
 
@@ -16,38 +17,38 @@ __all__ = ["Overwritten"]
 
 
 class Overwritten:
-    """Marks the DTensors that steps write through their local tensors, which autograd does not see.
+    """Marks the DTensors that steps write through their local tensors, which autograd does not notice.
 
-    A backward pass that has saved such a weight, or that FSDP2 would gather the changed one for, then raises as it does for a
-    plain tensor. Plain tensors need no mark: operations in place leave one.
+    If a backward pass has saved such a weight, or needs FSDP2 to gather it again, it then raises, as it does for a plain tensor.
+    Plain tensors need no mark, since in-place operations mark them.
     """
 
     def __init__(self) -> None:
-        self._known: tuple[object, ...] = ()
+        self._marked: tuple[object, ...] = ()  # the arguments that the weights were derived from
         self._weights: list[Tensor] = []
         self._gathered = FSDP2Weights(())
 
     def mark(
         self,
-        parameters: Sequence[NamedParam],
+        params: Sequence[NamedParam],
         plan_inputs: Sequence[PlanInput],
         zeros: AbstractSet[int],
         clipped: AbstractSet[int],
     ) -> None:
-        """A step on ``plan_inputs`` was made.
+        """Marks the weights that a step has written.
 
         Args:
-            parameters: all parameters of the optimizer.
-            demands: what was asked for, one per parameter.
-            zeros: places of those that were stepped although this rank has no gradient of them.
-            clipped: places of those whose heads were scaled.
+            params: all parameters of the optimizer.
+            plan_inputs: what the step was planned from, one per parameter.
+            zeros: indices of the parameters that were stepped although this rank has no gradient of them.
+            clipped: indices of the parameters whose heads were scaled.
         """
-        known = (parameters, plan_inputs, zeros, clipped)
-        if len(self._known) != len(known) or any(one is not other for one, other in zip(self._known, known, strict=True)):
+        arguments = (params, plan_inputs, zeros, clipped)
+        if len(self._marked) != len(arguments) or any(map(operator.is_not, self._marked, arguments)):
             written = [k for k, plan_input in enumerate(plan_inputs) if plan_input.has_grad or k in zeros or k in clipped]
-            shards = (as_dtensor(parameters[k].param) for k in written)
+            shards = (as_dtensor(params[k].param) for k in written)
             self._weights = [shard for shard in shards if shard is not None and not shard.is_inference()]
             self._gathered = FSDP2Weights(self._weights)
-            self._known = known
+            self._marked = arguments
         if self._weights:
             mark_overwritten([*self._weights, *self._gathered.gathered_again()])

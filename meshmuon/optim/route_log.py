@@ -1,4 +1,4 @@
-"""What ``debug=True`` shows: the route of every parameter, whenever the set of those with a gradient changes."""
+"""What ``debug=True`` logs: the route of every parameter, whenever the set of parameters with a gradient changes."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ _logger = logging.getLogger("meshmuon")
 
 
 class RouteLog:
-    """Logs routes when they are news; nothing unless it is on."""
+    """Logs routes when they change; does nothing unless it is on."""
 
     def __init__(self, *, on: bool) -> None:
         self._on = on
-        self._told: tuple[str, ...] | None = None
+        self._logged: tuple[str, ...] | None = None  # parameters that had a gradient at the last logging
 
-    def tell(self, parameters: Sequence[NamedParam], table: Callable[[], RoutingTable]) -> None:
-        """Logs the rows of ``table`` unless the same parameters had gradients the last time."""
+    def tell(self, params: Sequence[NamedParam], table: Callable[[], RoutingTable]) -> None:
+        """Logs the rows of ``table`` unless the same parameters had gradients at the last logging."""
         if not self._on:
             return
-        names = tuple(one.name for one in parameters if one.param.grad is not None)
-        if names == self._told:
+        names = tuple(named.name for named in params if named.param.grad is not None)
+        if names == self._logged:
             return
-        self._told = names
-        if not _logger.hasHandlers():  # debug=True shows its lines even where logging was never configured
+        self._logged = names
+        if not _logger.hasHandlers():  # debug=True must show its lines even if logging was never configured
             _logger.addHandler(logging.StreamHandler())
         _logger.setLevel(logging.DEBUG)
         for row in table().rows:

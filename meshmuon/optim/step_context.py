@@ -1,4 +1,4 @@
-"""One call of ``step()``: what is found out about it, decided and needed on the way."""
+"""The data of one call of ``step()``, which its phases share."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ class StepContext:
         params: all parameters, param group by param group.
         plan_inputs: what the planner must know about each of them, in the same order.
         qk_logits: the logits given to ``step()``.
-        scaling: what a GradScaler has set.
+        scaling: what a GradScaler has told the optimizer.
         failure: this rank's first error, until the agreement raises it on all ranks.
-        nonfinite: this rank has a gradient that must not be used, as far as the host knows.
+        nonfinite: the host knows that this rank has a gradient that must not be used.
         busy: this rank has more to do than create state.
         decision: what all ranks have agreed on.
-        skip_mask: on a device, whether nothing may change; None where the host knows.
-        diverged: an error now would leave replicas unequal.
+        skip_mask: a boolean on a device, true if nothing may change; None if the host knows.
+        diverged: an error at this point would make replicas diverge.
     """
 
     params: list[NamedParam]

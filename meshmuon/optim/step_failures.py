@@ -1,4 +1,4 @@
-"""What a failed step leaves behind on this rank, until other ranks know of it or a checkpoint is loaded."""
+"""The consequences of a failed step on this rank, until the other ranks know of it or a checkpoint is loaded."""
 
 from __future__ import annotations
 
@@ -26,26 +26,26 @@ class StepFailures:
         self._unreported: Exception | None = None
 
     def clear(self) -> None:
-        """A state was loaded."""
+        """Returns to the clean state, because a state was loaded."""
         self._half_done = self._unreported = None
 
     def left_half_done(self, error: BaseException) -> None:
-        """``error`` ended a step between two exchanges."""
+        """Records that ``error`` ended a step between two exchanges."""
         self._half_done = f"{type(error).__name__}: {error}"
 
     def completed_with(self, failure: Exception, *, diverged: bool) -> None:
-        """A step went through all its exchanges, but ``failure`` happened in it on this rank."""
+        """Records that a step completed all its exchanges although ``failure`` happened on this rank."""
         self._unreported = failure_for_other_ranks(failure, diverged)
 
     def to_report(self) -> Exception | None:
-        """The error that the other ranks must learn of at the coming agreement, once; while diverged, every time."""
+        """The error to report to the other ranks at the coming agreement; reported once, or at every step while diverged."""
         failure = self._unreported
         if not isinstance(failure, StateError):
             self._unreported = None
         return failure
 
     def refuse_step(self) -> None:
-        """Raises where no step may be made on this rank."""
+        """Raises if this rank must not step."""
         if self._half_done is not None:
             raise StateError(
                 f"an earlier step was left half done ({self._half_done}). Load a checkpoint of the model and of this optimizer "
@@ -53,7 +53,7 @@ class StepFailures:
             )
 
     def refuse_checkpoint(self) -> None:
-        """Raises where the state must not be saved."""
+        """Raises if the state must not be saved."""
         self.refuse_step()
         if isinstance(self._unreported, StateError):
             raise StateError(str(self._unreported))

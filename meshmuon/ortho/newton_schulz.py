@@ -129,6 +129,7 @@ def blocks_for(rows: int, cols: int, scheme: Scheme, *, form: str, dtype: torch.
 
 def expected_flops(rows: int, cols: int, scheme: Scheme | Orthogonalizer | None, form: str, dtype: torch.dtype) -> int:
     """FLOPs of orthogonalising one matrix; of a callable scheme nothing is known, it counts as five standard steps."""
+    scheme = None if scheme is None else scheme_for(scheme, rows, cols, dtype)
     if not isinstance(scheme, Scheme):
         return orthogonalize_cost(rows, cols, polar_express().steps, (1,) * 5)
     return orthogonalize_cost(rows, cols, scheme.steps, blocks_for(rows, cols, scheme, form=form, dtype=dtype))

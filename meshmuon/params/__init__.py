@@ -1,1 +1,1 @@
-"""What a param group says of its parameters: checked options, learning-rate factors, update rules, DTensors as plain data."""
+"""Parameters and their options: the table of options, param groups, learning-rate factors, update rules, DTensors as data."""

@@ -1,4 +1,4 @@
-"""DTensors as the pure rooms see them: meshes and placements as plain data."""
+"""DTensors as the pure rooms see them: meshes and placements as plain data, and refusals of layouts that cannot be stepped."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
 ReplicaGroup: TypeAlias = "dist.ProcessGroup | DeviceMesh"
-"""Over which ranks plain tensors are replicated."""
+"""The ranks over which plain tensors are replicated."""
 
 __all__ = [
     "as_dtensor",
@@ -38,6 +38,7 @@ __all__ = [
     "check_placement",
     "connected_ranks",
     "groups_of",
+    "known_placements",
     "layout_text",
     "layouts_of",
     "replicated_layout",
@@ -48,24 +49,25 @@ __all__ = [
 
 
 def with_local(like: Tensor, local: Tensor) -> Tensor:
-    """A tensor that lies on its mesh as ``like`` does and has ``local`` as this rank's part; ``local`` itself for a plain one.
+    """A DTensor with the mesh and placements of ``like`` and with ``local`` as this rank's part.
 
-    ``DTensor.from_local`` would copy a part that is in host memory to the mesh's devices.
+    If ``like`` is a plain tensor, it is ``local`` itself. ``DTensor.from_local`` would copy a part that is in host memory to the
+    devices of the mesh.
     """
     sharded = as_dtensor(like)
     return local if sharded is None else dtensor_like(sharded, local)
 
 
 def zeros_laid_out_like(param: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """Zeros of another shape that lie on the mesh of ``param`` in the same way."""
+    """Zeros of another shape, with the mesh and placements of ``param``."""
     sharded = as_dtensor(param)
     if sharded is None:
         return torch.zeros(shape, dtype=dtype, device=param.device)
     from torch.distributed.tensor import DTensor
 
     rank, meshes = dist.get_rank(), siblings(sharded.device_mesh)
-    mesh = next((one for one in meshes if rank in one.ranks), meshes[0])
-    layout = Layout(shape, mesh, _placements("", sharded.placements, len(shape)))
+    mesh = next((mesh for mesh in meshes if rank in mesh.ranks), meshes[0])
+    layout = Layout(shape, mesh, known_placements("", sharded.placements, len(shape)))
     local = torch.zeros(layout.local_shape(rank), dtype=dtype, device=param.device)
     stride = tuple(math.prod(shape[dim + 1 :]) for dim in range(len(shape)))
     return DTensor.from_local(
@@ -74,16 +76,16 @@ def zeros_laid_out_like(param: Tensor, shape: tuple[int, ...], dtype: torch.dtyp
 
 
 def check_placement(name: str, param: Tensor) -> None:
-    """Refuses a parameter that lies on its mesh in a way that has no meaning for an optimizer."""
+    """Refuses a parameter whose layout an optimizer cannot step."""
     if (sharded := as_dtensor(param)) is not None:
-        placements, mesh = _placements(name, sharded.placements, param.dim()), siblings(sharded.device_mesh)[0]
+        placements, mesh = known_placements(name, sharded.placements, param.dim()), siblings(sharded.device_mesh)[0]
         _check_order(name, mesh)
         check_cuts(name, sharded)
         _check_strided(name, tuple(param.shape), mesh, placements)
 
 
 def check_cuts(name: str, param: Tensor) -> None:
-    """Refuses a DTensor whose mesh axes cut a dim in another order than placements alone say; it is the same on every rank."""
+    """Refuses a DTensor whose dims are cut in another order than that of the mesh axes. All ranks come to the same result."""
     sharded = as_dtensor(param)
     if sharded is not None and not cut_in_mesh_order(sharded):
         raise UnsupportedError(
@@ -93,30 +95,32 @@ def check_cuts(name: str, param: Tensor) -> None:
         )
 
 
-def same_placement(one: Tensor, other: Tensor) -> bool:
-    """Whether two tensors of one shape are cut alike: both plain, or both on one mesh in the same way."""
-    mine, theirs = as_dtensor(one), as_dtensor(other)
-    if mine is None or theirs is None:
-        return mine is theirs
-    return same_layout(mine, theirs)
+def same_placement(first: Tensor, second: Tensor) -> bool:
+    """Whether two tensors of one shape are cut alike: both plain, or both on one mesh with the same placements."""
+    first_sharded, second_sharded = as_dtensor(first), as_dtensor(second)
+    if first_sharded is None or second_sharded is None:
+        return first_sharded is second_sharded
+    return same_layout(first_sharded, second_sharded)
 
 
 def check_gradient_placement(name: str, param: Tensor, grad: Tensor) -> None:
-    """Refuses a gradient that is not laid out like its parameter, with the call that mends it."""
+    """Refuses a gradient that is not laid out like its parameter. The error shows the call that fixes it."""
     sharded, gradient = as_dtensor(param), as_dtensor(grad)
     if same_placement(param, grad):
         if sharded is not None and gradient is not None:
-            mine, its = sharded.to_local(), gradient.to_local()
-            if mine.shape != its.shape and mine.numel() + its.numel():  # wrappers give empty shards other shapes
+            param_shard, grad_shard = sharded.to_local(), gradient.to_local()
+            empty = not param_shard.numel() + grad_shard.numel()  # wrappers give empty shards other shapes
+            if param_shard.shape != grad_shard.shape and not empty:
                 raise GradientError(
-                    f"{name}: this rank holds {tuple(mine.shape)}, of the gradient {tuple(its.shape)}, although both have the "
-                    "same placements: cut the gradient like the parameter."
+                    f"{name}: this rank holds {tuple(param_shard.shape)}, of the gradient {tuple(grad_shard.shape)}, although "
+                    "both have the same placements: cut the gradient like the parameter."
                 )
         return
     if sharded is None or gradient is None:
         kinds = ("DTensor", "plain tensor") if gradient is None else ("plain tensor", "DTensor")
         raise GradientError(f"{name} is a {kinds[0]}, its gradient is a {kinds[1]}: make the gradient like the parameter.")
-    what = "is not reduced yet" if any(one.is_partial() for one in gradient.placements) else "is laid out differently"
+    unreduced = any(placement.is_partial() for placement in gradient.placements)
+    what = "is not reduced yet" if unreduced else "is laid out differently"
     raise GradientError(
         f"{name} has placements {sharded.placements}, its gradient {gradient.placements}: the gradient {what}. Before step(), "
         "call p.grad = p.grad.redistribute(p.device_mesh, p.placements)."
@@ -126,53 +130,53 @@ def check_gradient_placement(name: str, param: Tensor, grad: Tensor) -> None:
 def layouts_of(
     name: str, shape: tuple[int, ...], placements: Sequence[Any], meshes: Sequence[Mesh], reached: frozenset[int]
 ) -> tuple[Layout, ...]:
-    """The layouts of a parameter on those of its ``meshes`` that ``reached`` ranks touch.
+    """The layouts of a parameter on those of its ``meshes`` that share a rank with ``reached``.
 
-    A parameter on one axis of a larger mesh exists once per coordinate on the other axes, on meshes of its own. They never
-    share work, but a plan that covers their ranks must know of all of them.
+    A parameter on one axis of a larger mesh exists once per coordinate on the other axes. On axis "tp" of a 2 × 4 mesh
+    ("dp", "tp"), ranks 0–3 hold one copy and ranks 4–7 another. The copies never share work, but a plan that covers their ranks
+    must know all of them.
     """
-    found = _placements(name, placements, len(shape))
+    our_placements = known_placements(name, placements, len(shape))
     _check_order(name, meshes[0])
-    _check_strided(name, shape, meshes[0], found)
-    return tuple(Layout(shape, mesh, found) for mesh in meshes if not reached.isdisjoint(mesh.ranks))
+    _check_strided(name, shape, meshes[0], our_placements)
+    return tuple(Layout(shape, mesh, our_placements) for mesh in meshes if not reached.isdisjoint(mesh.ranks))
 
 
 def layout_text(name: str, param: Tensor) -> str:
-    """Where a parameter lives, for people."""
+    """Where a parameter is, as errors and tables show it."""
     sharded = as_dtensor(param)
     if sharded is None:
         return str(param.device)
-    placements = ", ".join(map(str, _placements(name, sharded.placements, param.dim())))
+    placements = ", ".join(map(str, known_placements(name, sharded.placements, param.dim())))
     return f"{param.device} [{placements}] on {'×'.join(map(str, sharded.device_mesh.shape))}"
 
 
 def replicated_layout(shape: Sequence[int], ranks: Sequence[int]) -> Layout:
-    """A tensor that each of ``ranks`` has whole."""
+    """The layout of a tensor that each of ``ranks`` holds whole."""
     return Layout(tuple(shape), Mesh((len(ranks),), tuple(ranks)), (Replicated(),))
 
 
 def siblings(mesh: DeviceMesh) -> tuple[Mesh, ...]:
-    """The mesh and, where it is a slice of a larger one, all slices like it, in an order that is the same on every rank."""
+    """The mesh and, if it is a slice of a larger one, all slices like it, in the same order on every rank."""
     shape = tuple(mesh.shape)
     return tuple(Mesh(shape, ranks) for ranks in mesh_slices(mesh))
 
 
 def connected_ranks(rank: int, sets: Iterable[Sequence[int]]) -> tuple[int, ...]:
-    """All ranks that are in one of ``sets`` with ``rank``, directly or through others, in ascending order."""
-    reached, apart = {rank}, [frozenset(ranks) for ranks in sets]
-    while touching := [ranks for ranks in apart if not ranks.isdisjoint(reached)]:
+    """All ranks that share one of ``sets`` with ``rank``, directly or through other ranks, in ascending order."""
+    reached, remaining = {rank}, [frozenset(ranks) for ranks in sets]
+    while touching := [ranks for ranks in remaining if not ranks.isdisjoint(reached)]:
         reached = reached.union(*touching)
-        apart = [ranks for ranks in apart if not ranks <= reached]
+        remaining = [ranks for ranks in remaining if not ranks <= reached]
     return tuple(sorted(reached))
 
 
 def _check_order(name: str, mesh: Mesh) -> None:
-    """Process groups order their ranks; where a mesh has another order, torch's collectives contradict its placements."""
-    where = coordinates(mesh)
-    for rank, place in where.items():
+    """Refuses a mesh whose ranks do not ascend: torch's process groups sort ranks, which would contradict the placements."""
+    for rank, coordinate in coordinates(mesh).items():
         for axis, size in enumerate(mesh.shape):
-            after = (*place[:axis], place[axis] + 1, *place[axis + 1 :])
-            if after[axis] < size and mesh.ranks[flat_index(mesh.shape, after, range(len(after)))] < rank:
+            following = (*coordinate[:axis], coordinate[axis] + 1, *coordinate[axis + 1 :])
+            if following[axis] < size and mesh.ranks[flat_index(mesh.shape, following, range(len(following)))] < rank:
                 raise UnsupportedError(
                     f"{name} is on the mesh {mesh}, whose ranks do not ascend along axis {axis}; torch's process groups order "
                     "ranks, so that shards would not be where the placements say. Build the mesh with ascending ranks."
@@ -180,10 +184,10 @@ def _check_order(name: str, mesh: Mesh) -> None:
 
 
 def _check_strided(name: str, shape: tuple[int, ...], mesh: Mesh, placements: Sequence[Placement]) -> None:
-    """Where torch cuts uneven strided shards in two ways under the same placements, nothing tells which it was."""
+    """Refuses uneven strided shards if this torch has two ways to cut them: the placements do not tell which one was used."""
     if strided_shards_nest():
         return
-    lengths = [{size} for size in shape]  # that ranks hold so far
+    lengths = [{size} for size in shape]  # of each dim, the lengths that ranks hold after the mesh axes so far
     for parts, placement in zip(mesh.shape, placements, strict=True):
         if isinstance(placement, Sharded):
             dim, factor = placement.dim, placement.split_factor
@@ -197,67 +201,68 @@ def _check_strided(name: str, shape: tuple[int, ...], mesh: Mesh, placements: Se
 
 
 def _cut_at_once(size: int, parts: int, factor: int) -> tuple[Ranges, ...]:
-    """What ``distribute_tensor`` of torch 2.9 makes of a strided sharding: equal chunks, dealt out to the parts in turn."""
+    """How ``distribute_tensor`` of torch 2.9 cuts strided shards: into equal chunks, dealt out to the parts in turn."""
     chunks = cut(size, ((parts * factor, 1),))
-    return tuple(merged(one for chunk in chunks[part::parts] for one in chunk) for part in range(parts))
+    return tuple(merged(ends for chunk in chunks[part::parts] for ends in chunk) for part in range(parts))
 
 
 def groups_of(place: DeviceMesh | dist.ProcessGroup | None) -> list[dist.ProcessGroup]:
-    """The process groups that a mesh has already, or the group itself."""
+    """The process groups that a mesh already has, or the process group itself."""
     if place is None or isinstance(place, dist.ProcessGroup):
         return [] if place is None else [place]
     try:
         return list(place.get_all_groups()) if place.get_coordinate() is not None else []
     except RuntimeError as error:
         raise TransportError(
-            f"the process groups of the mesh {place} are gone: {error}. After destroy_process_group() build meshes and model "
-            "anew."
+            f"the process groups of the mesh {place} are gone: {error}. After destroy_process_group(), rebuild meshes and model."
         ) from error
 
 
 def replica_ranks(place: DeviceMesh | dist.ProcessGroup | None) -> list[tuple[int, ...]]:
-    """The sets of ranks over which plain tensors are replicated: the group's, or those of a mesh and of its siblings."""
+    """The sets of ranks over which plain tensors are replicated: those of the process group, or of a mesh and its siblings."""
     if place is None or isinstance(place, dist.ProcessGroup):
         return [] if place is None else [tuple(dist.get_process_group_ranks(place))]
     return [mesh.ranks for mesh in siblings(place)]
 
 
 def memory_order(tensor: Tensor) -> list[int]:
-    """The dims of a tensor, outermost first, in the order in which they lie in memory; of a DTensor, in that of the whole."""
+    """The dims of a tensor in the order of memory, outermost first. For a DTensor it is the order of the whole tensor."""
     strides = tensor.stride()
     return sorted(range(tensor.dim()), key=lambda dim: (-strides[dim], dim))
 
 
 def trailing_elements(param: DTensor, count: int) -> int:
-    """How many of the last ``count`` elements, in the order of memory, of the whole tensor this rank holds.
+    """How many of the last ``count`` elements of the whole tensor, in the order of memory, this rank holds.
 
-    They are the last ones of its local tensor.
+    They are the last elements of its local tensor.
     """
     rank, order = dist.get_rank(), memory_order(param)
     shape = tuple(param.shape[dim] for dim in order)
-    mesh = next(one for one in siblings(param.device_mesh) if rank in one.ranks)
-    placed = _placements("", param.placements, len(shape))
-    turned = tuple(replace(one, dim=order.index(one.dim)) if isinstance(one, Sharded) else one for one in placed)
-    layout = Layout(shape, mesh, turned)
+    mesh = next(mesh for mesh in siblings(param.device_mesh) if rank in mesh.ranks)
+    placements = tuple(
+        replace(placement, dim=order.index(placement.dim)) if isinstance(placement, Sharded) else placement
+        for placement in known_placements("", param.placements, len(shape))
+    )
+    layout = Layout(shape, mesh, placements)
     held, total = math.prod(layout.local_shape(rank)), math.prod(shape)
-    found = 0
-    while found < min(count, held) and layout.global_index(rank, held - 1 - found) >= total - count:
-        found += 1
-    return found
+    trailing = 0
+    while trailing < min(count, held) and layout.global_index(rank, held - 1 - trailing) >= total - count:
+        trailing += 1
+    return trailing
 
 
-def _placements(name: str, placements: Sequence[Any], dims: int) -> tuple[Placement, ...]:
-    """torch's placements as ours. Every type is named: an unknown one must never pass as replicated."""
+def known_placements(name: str, placements: Sequence[Any], dims: int) -> tuple[Placement, ...]:
+    """torch's placements as ours. Every type is handled explicitly: an unknown one must never count as replicated."""
     from torch.distributed.tensor import Partial, Replicate, Shard
 
-    found: list[Placement] = []
+    converted: list[Placement] = []
     for placement in placements:
         if isinstance(placement, Replicate):
-            found.append(Replicated())
+            converted.append(Replicated())
         elif (factor := split_factor(placement)) is not None:
-            found.append(Sharded(placement.dim % dims, factor))
+            converted.append(Sharded(placement.dim % dims, factor))
         elif isinstance(placement, Shard):
-            found.append(Sharded(placement.dim % dims))
+            converted.append(Sharded(placement.dim % dims))
         elif isinstance(placement, Partial):
             raise ConfigError(
                 f"{name} has placements {tuple(placements)}: a Partial parameter is a sum that was never taken. "
@@ -267,4 +272,4 @@ def _placements(name: str, placements: Sequence[Any], dims: int) -> tuple[Placem
             raise UnsupportedError(
                 f"{name} has the placement {placement!r}, which meshmuon does not know. Use Shard or Replicate."
             )
-    return tuple(found)
+    return tuple(converted)

@@ -1,4 +1,4 @@
-"""Parameters that a wrapper has flattened: their matrices cannot be seen any more, so that Muon cannot train them."""
+"""Refuses parameters that a wrapper has flattened. Their matrices are no longer visible, so Muon cannot train them."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ _WEIGHTED = (nn.Linear, nn.Embedding, nn.EmbeddingBag, nn.Conv1d, nn.Conv2d, nn.
 
 
 def refuse_flattened(name: str, param: Tensor) -> None:
-    """Raises UnsupportedError for a parameter that bears a wrapper's mark."""
+    """Raises UnsupportedError for a parameter that a known wrapper has flattened."""
     if wrapper := _wrapper_of(name, param):
         raise _refusal(f"{name} has shape {tuple(param.shape)}", wrapper)
 
 
 def refuse_flattened_model(model: nn.Module) -> None:
-    """Raises UnsupportedError for a model in which a wrapper has replaced matrices by flat pieces of memory."""
+    """Raises UnsupportedError for a model in which a wrapper has replaced matrices by flat buffers."""
     for name, param in model.named_parameters():
         refuse_flattened(name, param)
-    fsdp = sys.modules.get("torch.distributed.fsdp")  # where it was never loaded no model is wrapped
+    fsdp = sys.modules.get("torch.distributed.fsdp")  # if it was never imported, no model is wrapped
     for path, module in model.named_modules():
         if fsdp is not None and isinstance(module, fsdp.FullyShardedDataParallel) and not _keeps_shapes(module, fsdp):
             raise _refusal(path or "the model", "FSDP1 (torch.distributed.fsdp.FullyShardedDataParallel)")
@@ -47,7 +47,7 @@ def _wrapper_of(name: str, param: Tensor) -> str | None:
 
 
 def _keeps_shapes(module: nn.Module, fsdp: object) -> bool:
-    """FSDP1 leaves whole parameters where it shards nothing and was asked for the original ones."""
+    """Whether FSDP1 has kept whole parameters: it does with NO_SHARD and use_orig_params=True."""
     strategies = getattr(fsdp, "ShardingStrategy", None)
     unsharded = getattr(module, "sharding_strategy", None) is getattr(strategies, "NO_SHARD", strategies)
     return unsharded and bool(getattr(module, "_use_orig_params", False))
@@ -57,5 +57,5 @@ def _refusal(what: str, wrapper: str) -> UnsupportedError:
     return UnsupportedError(
         f"{what}: {wrapper} has flattened the weights, so that there are no matrices to orthogonalise, and AdamW would train "
         "everything instead of Muon. Shard the unwrapped model with FSDP2, torch.distributed.fsdp.fully_shard, which keeps every "
-        "matrix as it is, and build the optimizer after that."
+        "matrix, and build the optimizer after that."
     )

@@ -1,13 +1,13 @@
-"""Parameter groups: what users may write, checked once and put into one form.
+"""Param groups: what users may write, and the one form that the optimizer works with.
 
-Every hyperparameter lives in the group and is read at every step. After ``normalise_group`` a group has ``params`` (a list of
-tensors), ``param_names`` (a list of as many names) and ``use_muon``; keys that meshmuon does not know are kept.
+Every hyperparameter lives in its param group and is read at every step. After ``normalise_group`` a group has ``params`` (a list
+of tensors), ``param_names`` (as many names) and ``use_muon``. Keys that meshmuon does not know are kept.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -15,26 +15,23 @@ from torch import Tensor
 
 from ..device import known_to_host
 from ..errors import ConfigError
-from ..matrices import MatrixOptions, check_expert_keys, check_matrix_options, find_matrices
-from ..ortho import Scheme, SchemeLike, resolve_scheme
+from ..matrices import MatrixOptions, check_expert_keys, find_matrices
+from .checks import FLOAT_DTYPES, adamw_betas, adamw_eps, check_flag, shown
 from .dtensors import check_placement
 from .flattened import refuse_flattened
-from .lr import check_adjust_lr, lr_factor
-from .options import FLOAT_DTYPES, check_dtype, check_flag, check_range, number, shown
-from .rules import check_rule
+from .lr import lr_factor
+from .option_table import ParamGroup, group_options, optimizer_options
 
 __all__ = [
-    "adamw_betas",
-    "adamw_eps",
     "are_placeholders",
     "check_group",
     "check_options",
     "check_reach",
+    "keep_options",
     "largest_number",
     "matrix_options_of",
     "normalise_group",
     "normalise_params",
-    "storable_scheme",
 ]
 
 _RIGHT_CALL = (
@@ -43,26 +40,15 @@ _RIGHT_CALL = (
 )
 
 
-_WHOLE_OPTIMIZER = (
-    "debug",
-    "clip_config",
-    "warmup_step",
-    "chunk_size",
-    "use_distributed_muon",
-    "memory_budget",
-    "form",
-    "deterministic",
-    "compile",
-    "cuda_graphs",
-    "comm_dtype",
-    "replicas",
-    "replica_group",
-    "nonfinite",
-)
+_CHECKS = {
+    use_muon: [(option.name, option.check) for option in group_options(use_muon) if option.check is not None]
+    for use_muon in (True, False)
+}
+_OPTIMIZER_KEYS = tuple(name for option in optimizer_options() for name in (option.name, *option.aliases))
 
 
 def normalise_params(params: object) -> list[dict[str, Any]]:
-    """Accepts an iterable of groups and nothing else, with a message that shows the right call."""
+    """The param groups as a list. Anything else is refused, with a message that shows the right call."""
     if isinstance(params, (Tensor, Mapping)) or not isinstance(params, Iterable):
         raise ConfigError(f"params must be a list of groups, got {type(params).__name__}. {_RIGHT_CALL}")
     groups = list(params)
@@ -78,37 +64,20 @@ def normalise_params(params: object) -> list[dict[str, Any]]:
 
 
 def normalise_group(group: Mapping[str, Any], index: int) -> dict[str, Any]:
-    """A copy of a user's group in the one form that the optimizer works with."""
+    """A copy of a user's param group in the form that the optimizer works with."""
     group = dict(group)
     if not isinstance(group.get("use_muon"), bool):
         raise ConfigError(f"group {index} needs use_muon=True or use_muon=False, it has {sorted(map(str, group))}. {_RIGHT_CALL}")
-    for key in _WHOLE_OPTIMIZER:
+    for key in _OPTIMIZER_KEYS:
         if key in group:
             raise ConfigError(
                 f"group {index}: {key} holds for the whole optimizer: write Muon(groups, {key}=...), not in a group."
             )
-    if "params" not in group:
-        raise ConfigError(f'group {index} has no "params". {_RIGHT_CALL}')
-    params = group["params"]
-    if isinstance(params, (set, frozenset)):
-        raise ConfigError(f"group {index}: params is a set, whose order changes from run to run. Pass a list.")
-    if not isinstance(params, Iterable) or isinstance(params, (str, bytes, Mapping)):
-        raise ConfigError(f"group {index}: params={shown(params)} must be a list of parameters. {_RIGHT_CALL}")
-    params = [params] if isinstance(params, Tensor) else list(params)
-    if not params:
-        raise ConfigError(f"group {index} (use_muon={group['use_muon']}) is empty: leave it out.")
-    names = group.pop("names", None)
-    names = group.pop("param_names", None) if names is None else names
+    params = _listed_params(group, index)
     if all(isinstance(entry, tuple) and len(entry) == 2 for entry in params):
-        names = [name for name, _ in params]
+        group["names"] = [name for name, _ in params]
         params = [param for _, param in params]
-    if names is None:
-        names = _placeholders(index, len(params))
-    if not isinstance(names, Iterable) or isinstance(names, (str, bytes, Mapping)):
-        raise ConfigError(f"group {index}: names={shown(names)} must be a list of names, one for each parameter.")
-    names = list(names)
-    if len(names) != len(params):
-        raise ConfigError(f"group {index} has {len(params)} params but {len(names)} names: give each parameter its own name.")
+    names = _listed_names(group, index, len(params))
     for name, param in zip(names, params, strict=True):
         if not isinstance(name, str):
             raise ConfigError(f"group {index}: the name {shown(name)} must be a string.")
@@ -120,92 +89,90 @@ def normalise_group(group: Mapping[str, Any], index: int) -> dict[str, Any]:
     return group
 
 
-def _placeholders(index: int, count: int) -> list[str]:
-    """What the parameters of a group without names are called."""
-    return [f"group{index}.param{k}" for k in range(count)]
+def keep_options(group: dict[str, Any]) -> None:
+    """Turns the options of a checked group into the form in which groups keep them.
+
+    The checks must come first: a ``Scheme`` of one step is refused unless ``ns_steps`` is 1, but its numbers alone would be
+    repeated.
+    """
+    for option in group_options(group["use_muon"]):
+        if option.name in group:
+            group[option.name] = option.kept_as(group[option.name])
+
+
+def _listed_params(group: Mapping[str, Any], index: int) -> list[Any]:
+    """The parameters, or (name, parameter) pairs, of a user's group."""
+    if "params" not in group:
+        raise ConfigError(f'group {index} has no "params". {_RIGHT_CALL}')
+    params = group["params"]
+    if isinstance(params, (set, frozenset)):
+        raise ConfigError(f"group {index}: params is a set, whose order changes from run to run. Pass a list.")
+    if not isinstance(params, Iterable) or isinstance(params, (str, bytes, Mapping)):
+        raise ConfigError(f"group {index}: params={shown(params)} must be a list of parameters. {_RIGHT_CALL}")
+    params = [params] if isinstance(params, Tensor) else list(params)
+    if not params:
+        raise ConfigError(f"group {index} (use_muon={group['use_muon']}) is empty: leave it out.")
+    return params
+
+
+def _listed_names(group: dict[str, Any], index: int, count: int) -> list[Any]:
+    """Removes the names from a user's group: its ``names``, or torch's key ``param_names``; placeholders if it has neither."""
+    names = group.pop("names", None)
+    names = group.pop("param_names", None) if names is None else names
+    if names is None:
+        return [f"group{index}.param{k}" for k in range(count)]
+    if not isinstance(names, Iterable) or isinstance(names, (str, bytes, Mapping)):
+        raise ConfigError(f"group {index}: names={shown(names)} must be a list of names, one for each parameter.")
+    names = list(names)
+    if len(names) != count:
+        raise ConfigError(f"group {index} has {count} params but {len(names)} names: give each parameter its own name.")
+    return names
 
 
 def are_placeholders(names: Iterable[str]) -> bool:
-    """Whether the names are those of a group that was built without any."""
+    """Whether a group with these names was built without any."""
     return all(re.fullmatch(r"group\d+\.param\d+", name) for name in names)
 
 
-def storable_scheme(scheme: SchemeLike) -> SchemeLike:
-    """A Scheme as plain numbers, which survive ``torch.save`` and ``weights_only=True``; anything else as it is."""
-    return tuple(tuple(step) for step in scheme.steps) if isinstance(scheme, Scheme) else scheme
+def matrix_options_of(group: ParamGroup) -> MatrixOptions:
+    """The options of a param group that say which matrices a parameter holds."""
+    split = group["split"]
+    return MatrixOptions(
+        check_expert_keys(group["expert_keys"]),
+        group["conv"],
+        tuple(split) if isinstance(split, list) else split,  # a list could not be hashed
+        group["expert_dims"],
+    )
 
 
-def adamw_betas(group: Mapping[str, Any]) -> tuple[float, float]:
-    """The group's betas; a group may also use torch's own key."""
-    betas = group.get("betas", group["adamw_betas"])
-    if not isinstance(betas, Sequence) or isinstance(betas, (str, bytes)) or len(betas) != 2:
-        raise ConfigError(f"adamw_betas={shown(betas)} must be a pair of numbers, such as (0.9, 0.95).")
-    return number(betas[0], "adamw_betas[0]", "AdamW"), number(betas[1], "adamw_betas[1]", "AdamW")
-
-
-def adamw_eps(group: Mapping[str, Any]) -> float:
-    """The group's epsilon; a group may also use torch's own key."""
-    return number(group.get("eps", group["adamw_eps"]), "adamw_eps", "AdamW")
-
-
-def matrix_options_of(group: Mapping[str, Any]) -> MatrixOptions:
-    """The group's options that say which matrices a parameter holds."""
-    keys = check_expert_keys(group["expert_keys"])
-    return MatrixOptions(keys, group["conv"], storable_split(group["split"]), group["expert_dims"])
-
-
-def storable_split(split: Any) -> Any:
-    """Sizes as a tuple, which can be compared and stored; anything else as it is."""
-    return tuple(split) if isinstance(split, list) else split
-
-
-def check_group(group: Mapping[str, Any], index: int) -> None:
-    """Refuses what a step cannot work with. Defaults are already filled in."""
+def check_group(group: ParamGroup, index: int) -> None:
+    """Refuses options and parameters that a step cannot use. Defaults are already filled in."""
     check_options(group, index)
     for name, param in zip(group["param_names"], group["params"], strict=True):
         _check_param(name, param, group)
 
 
-def check_options(group: Mapping[str, Any], index: int) -> None:
-    """Refuses hyperparameters out of range; cheap, since groups may be changed by hand between steps."""
+def check_options(group: ParamGroup, index: int) -> None:
+    """Refuses wrong options. It runs at every step, since users may change a param group by hand between steps."""
     where = f"group {index}"
     try:
-        _check_lr(group["lr"], where)
-        check_range(group["weight_decay"], "weight_decay", where, low=0.0)
-        check_flag(group["use_muon"], "use_muon", where)
-        check_flag(group["maximize"], "maximize", where)
-        if group["use_muon"]:
-            _check_muon(group, where)
-        else:
-            for k, beta in enumerate(adamw_betas(group)):
-                check_range(beta, f"adamw_betas[{k}]", where, low=0.0, below=1.0)
-            check_range(adamw_eps(group), "adamw_eps", where, low=0.0)
+        check_flag(group, "use_muon", where)
+        for name, check in _CHECKS[group["use_muon"]]:
+            check(group, name, where)
     except KeyError as error:
         raise ConfigError(f"{where} has lost its option {error}: set it again instead of deleting it.") from None
 
 
-def _check_muon(group: Mapping[str, Any], where: str) -> None:
-    check_range(group["momentum"], "momentum", where, low=0.0, below=1.0)
-    for flag in ("nesterov", "none_grad", "cautious_weight_decay"):
-        check_flag(group[flag], flag, where)
-    check_adjust_lr(group["adjust_lr_fn"])
-    resolve_scheme(group["scheme"], group["ns_steps"])
-    check_rule(group["rule"])
-    check_matrix_options(matrix_options_of(group))
-    check_dtype(group["compute_dtype"], "compute_dtype", where)
-    check_dtype(group["momentum_dtype"], "momentum_dtype", where)
-
-
 def largest_number(dtype: torch.dtype) -> float:
-    """The largest number of the dtype in which a parameter of ``dtype`` is stepped: never less than float32."""
+    """The largest number of the dtype in which a parameter of ``dtype`` is stepped, which is float32 or float64."""
     return float(torch.finfo(torch.float64 if dtype == torch.float64 else torch.float32).max)
 
 
-def check_reach(group: Mapping[str, Any], where: str, shape: tuple[int, int] | None, largest: float) -> None:
-    """Refuses numbers whose products overflow, at which torch raises in the middle of a step or gives infinities.
+def check_reach(group: ParamGroup, where: str, shape: tuple[int, int] | None, largest: float) -> None:
+    """Refuses numbers whose products overflow: torch would raise in the middle of a step, or compute infinities.
 
     Args:
-        group: the group, its options checked.
+        group: the param group, its options checked.
         where: what errors name.
         shape: outputs and inputs of a matrix; None for AdamW, whose first step divides lr by 1 − beta1.
         largest: see ``largest_number``.
@@ -235,7 +202,7 @@ def _times(factor: float, shape: tuple[int, int]) -> str:
     return f"times adjust_lr_fn's {factor:g} for a {shape[0]}×{shape[1]} matrix"
 
 
-def _check_param(name: str, param: Tensor, group: Mapping[str, Any]) -> None:
+def _check_param(name: str, param: Tensor, group: ParamGroup) -> None:
     check_placement(name, param)
     if param.is_complex():
         raise ConfigError(f"{name} is complex ({param.dtype}). Optimize its real view instead: torch.view_as_real(param).")
@@ -249,13 +216,3 @@ def _check_param(name: str, param: Tensor, group: Mapping[str, Any]) -> None:
     if param.requires_grad and param.dtype not in FLOAT_DTYPES:
         raise ConfigError(f"{name} has dtype {param.dtype}; AdamW needs floating point parameters of 16, 32 or 64 bits.")
     check_reach(group, name, None, largest_number(param.dtype))
-
-
-def _check_lr(lr: Any, where: str) -> None:
-    if isinstance(lr, Tensor) and not known_to_host(lr):  # reading it would wait for the device
-        if lr.numel() != 1 or not lr.is_floating_point():
-            raise ConfigError(
-                f"{where}: lr is a tensor of {lr.numel()} elements of {lr.dtype}; it must have one, of floating point."
-            )
-        return
-    check_range(lr, "lr", where, low=0.0)

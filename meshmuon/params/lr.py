@@ -1,7 +1,7 @@
-"""How a matrix's shape scales its learning rate.
+"""How the shape of a matrix scales its learning rate.
 
 An orthogonalised rows × cols update has Frobenius norm √min(rows, cols), so its entries have a root mean square of
-1/√max(rows, cols). The rules differ in what they keep constant over shapes.
+1/√max(rows, cols). Each rule keeps another quantity equal over all shapes.
 """
 
 from __future__ import annotations
@@ -11,21 +11,21 @@ from collections.abc import Callable
 from typing import TypeAlias
 
 from ..errors import ConfigError
-from .options import check_range, number, shown
+from .checks import check_range, number, shown
 
 __all__ = ["AdjustLR", "check_adjust_lr", "lr_factor", "update_rms"]
 
 AdjustLR: TypeAlias = "str | Callable[[int, int], float]"
-"""Name of a rule, or a function of a matrix's global (rows, cols)."""
+"""Name of a rule, or a function of the global (rows, cols) of a matrix."""
 
 
 def _match_rms_adamw(rows: int, cols: int) -> float:
-    """Update RMS 0.2, that of a typical AdamW update: AdamW's lr and weight decay carry over (Moonlight, arXiv:2502.16982)."""
+    """Update RMS 0.2, as of a typical AdamW update: AdamW's lr and weight decay carry over (Moonlight, arXiv:2502.16982)."""
     return 0.2 * math.sqrt(max(rows, cols))
 
 
 def _original(rows: int, cols: int) -> float:
-    """Keller Jordan's and nanochat's."""
+    """The rule of Keller Jordan's Muon and of nanochat."""
     return math.sqrt(max(1.0, rows / cols))
 
 
@@ -43,19 +43,19 @@ _RULES: dict[str, Callable[[int, int], float]] = {
 
 
 def check_adjust_lr(rule: AdjustLR) -> None:
-    """Refuses what is neither a known rule nor a callable."""
+    """Refuses anything but the name of a rule or a callable."""
     if not callable(rule) and (not isinstance(rule, str) or rule not in _RULES):
         raise ConfigError(f"adjust_lr_fn={shown(rule)} is unknown. Write one of {sorted(_RULES)} or a function of (rows, cols).")
 
 
 def lr_factor(rule: AdjustLR, rows: int, cols: int) -> float:
-    """What the learning rate of a rows × cols matrix is multiplied by."""
+    """The factor of the learning rate of a rows × cols matrix."""
     if rows == 0 or cols == 0:
-        return 1.0  # nothing to scale, and no ratio to take
-    return _from_users(rule, rows, cols) if callable(rule) else _RULES[rule](rows, cols)
+        return 1.0  # an empty matrix: rows / cols may not exist
+    return _factor_of_function(rule, rows, cols) if callable(rule) else _RULES[rule](rows, cols)
 
 
-def _from_users(rule: Callable[[int, int], float], rows: int, cols: int) -> float:
+def _factor_of_function(rule: Callable[[int, int], float], rows: int, cols: int) -> float:
     what = f"adjust_lr_fn({rows}, {cols})"
     try:
         factor = rule(rows, cols)
@@ -66,5 +66,5 @@ def _from_users(rule: Callable[[int, int], float], rows: int, cols: int) -> floa
 
 
 def update_rms(rule: AdjustLR, rows: int, cols: int) -> float:
-    """Root mean square of the entries of a step of learning rate 1."""
+    """Root mean square of the entries of a step at learning rate 1."""
     return lr_factor(rule, rows, cols) / math.sqrt(max(rows, cols, 1))

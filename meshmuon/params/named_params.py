@@ -3,24 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from torch import Tensor
+
+from .option_table import ParamGroup
 
 __all__ = ["NamedParam", "named_params"]
 
 
 class NamedParam(NamedTuple):
-    """A parameter with its name, its param group and the index of that group in ``optimizer.param_groups``."""
+    """A parameter with its name, its param group, and the index of that group in ``optimizer.param_groups``."""
 
     group_index: int
-    param_group: dict[str, Any]
+    param_group: ParamGroup
     name: str
     param: Tensor
 
 
-def named_params(groups: Sequence[dict[str, Any]]) -> list[NamedParam]:
-    """All parameters, group by group."""
+def named_params(groups: Sequence[ParamGroup]) -> list[NamedParam]:
+    """All parameters, param group by param group."""
     return [
         NamedParam(group_index, group, name, param)
         for group_index, group in enumerate(groups)

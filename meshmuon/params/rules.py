@@ -1,7 +1,7 @@
 """Update rules: what a step does to matrices beside orthogonalising them.
 
-Each rule is one small object that is given whole matrices, at the rank that has them, so that its result does not depend on the
-layout. A rule of your own needs the three methods of ``UpdateRule`` and nothing else::
+A rule is a small object. The owner of a matrix calls it with the whole matrix, so its result does not depend on the layout. To
+write a rule of your own, implement the three methods of ``UpdateRule``::
 
     @dataclass(frozen=True)
     class Halved:
@@ -26,7 +26,7 @@ from torch import Tensor
 
 from ..errors import ConfigError
 from ..execute import UpdateRule
-from .options import check_range
+from .checks import check_range
 
 __all__ = ["MuonEq", "MuonPlus", "NorMuon", "RuleLike", "UpdateRule", "check_rule", "resolve_rule"]
 
@@ -38,9 +38,10 @@ _METHODS = ("remembers", "before", "after")
 
 @dataclass(frozen=True, slots=True)
 class NorMuon:
-    """Evens out the outputs: divides each by the root of a running mean of its squares, and keeps the norm of the update.
+    """Divides each output (row) of the update O by the root of a running mean of its squares, and keeps the norm of O.
 
-    v ← β₂·v + (1 − β₂)·mean of O² over the inputs; the update is O/√v, rescaled to the Frobenius norm of O.
+    v ← β₂·v + (1 − β₂)·mean of O² over the inputs; the update is O/√v, rescaled to the Frobenius norm of O. For matrices of
+    (batch, outputs, inputs), v is (batch, outputs, 1).
     """
 
     beta2: float = 0.95
@@ -49,11 +50,11 @@ class NorMuon:
         check_range(self.beta2, "beta2", "NorMuon", low=0.0, below=1.0)
 
     def remembers(self) -> bool:
-        """The running mean."""
+        """It remembers the running mean."""
         return True
 
     def before(self, momentum: Tensor) -> None:
-        """Nothing."""
+        """Does nothing."""
 
     def after(self, update: Tensor, memory: Tensor | None) -> None:
         """Divides and rescales."""
@@ -61,9 +62,9 @@ class NorMuon:
         squares = torch.linalg.vector_norm(update, dim=-1, keepdim=True).square().div_(max(1, update.size(-1)))
         memory.mul_(self.beta2).add_(squares * (1 - self.beta2))
         root = memory.sqrt()
-        root.masked_fill_(root == 0, 1.0)  # an output that never had an update has none now
-        # The norm before and after from the means alone: inputs are as many in every row.
-        before, after = (one.sum(-2, keepdim=True).sqrt() for one in (squares, squares / root.square()))
+        root.masked_fill_(root == 0, 1.0)  # an output whose updates were all zero
+        # The norms before and after follow from the means alone, since every row has equally many inputs.
+        before, after = (means.sum(-2, keepdim=True).sqrt() for means in (squares, squares / root.square()))
         after.masked_fill_(after == 0, 1.0)
         update.mul_(before / after / root)
 
@@ -73,29 +74,32 @@ class MuonPlus:
     """Sets the Frobenius norm of every update to that of an orthogonal matrix, √min(outputs, inputs)."""
 
     def remembers(self) -> bool:
-        """Nothing is kept."""
+        """It remembers nothing."""
         return False
 
     def before(self, momentum: Tensor) -> None:
-        """Nothing."""
+        """Does nothing."""
 
     def after(self, update: Tensor, memory: Tensor | None) -> None:
         """Rescales."""
         norm = torch.linalg.vector_norm(update, dim=-1, keepdim=True).square().sum(-2, keepdim=True).sqrt()
-        norm.masked_fill_(norm == 0, 1.0)  # a matrix of zeros stays one
+        norm.masked_fill_(norm == 0, 1.0)  # a matrix of zeros stays zero
         update.mul_(min(update.size(-2), update.size(-1)) ** 0.5 / norm)
 
 
 @dataclass(frozen=True, slots=True)
 class MuonEq:
-    """Gives all outputs of the momentum the same norm before it is orthogonalised."""
+    """Gives all outputs (rows) of the momentum the same norm before it is orthogonalised."""
 
     def remembers(self) -> bool:
-        """Nothing is kept."""
+        """It remembers nothing."""
         return False
 
     def before(self, momentum: Tensor) -> None:
-        """Divides each output by its norm, after its largest element: squares of tiny or huge ones would under- or overflow."""
+        """Divides each output by its largest element and then by its norm.
+
+        Without the first division, squares of tiny or huge elements would underflow or overflow.
+        """
         if not momentum.size(-1):
             return
         largest = torch.maximum(momentum.amax(-1, keepdim=True), -momentum.amin(-1, keepdim=True))
@@ -104,7 +108,7 @@ class MuonEq:
         momentum.div_(norm.masked_fill_(norm == 0, 1.0))
 
     def after(self, update: Tensor, memory: Tensor | None) -> None:
-        """Nothing."""
+        """Does nothing."""
 
 
 _BY_NAME: dict[str, UpdateRule | None] = {
@@ -116,7 +120,7 @@ _BY_NAME: dict[str, UpdateRule | None] = {
 
 
 def check_rule(rule: object) -> None:
-    """Refuses what is neither the name of a rule nor an object with its methods."""
+    """Refuses anything but the name of a rule or an object with its methods."""
     if isinstance(rule, str):
         if rule not in _BY_NAME:
             raise ConfigError(f"rule={rule!r} is unknown; write one of {', '.join(map(repr, _BY_NAME))}, or an object.")
@@ -132,11 +136,11 @@ def check_rule(rule: object) -> None:
         hash(rule)
     except TypeError:
         raise ConfigError(
-            f"rule={rule!r} cannot be hashed, which is how parameters that share a rule are found: make it a frozen dataclass."
+            f"rule={rule!r} cannot be hashed, which is needed to find parameters that share a rule: make it a frozen dataclass."
         ) from None
 
 
 def resolve_rule(rule: RuleLike) -> UpdateRule | None:
-    """The rule itself; None for ``"plain"``."""
+    """The rule as an object; None for ``"plain"``."""
     check_rule(rule)
     return _BY_NAME[rule] if isinstance(rule, str) else rule

@@ -1,12 +1,13 @@
-"""What will be computed and what will travel, decided before any tensor is touched."""
+"""Who computes which matrix and what travels, decided from shapes and layouts alone."""
 
 from .batches import Batch, BatchItem, ItemRange, plan_batches
 from .buffers import SlotSizes, WaveSizes, slot_sizes, wave_sizes
 from .cost import CostModel, cost_model_for
 from .owners import lightest_possible
-from .plan import REPLICA_OPTIONS, Plan, PlanOptions, make_plan
+from .plan import Plan, make_plan
+from .plan_data import REPLICA_OPTIONS, PlanOptions
 from .report import table
-from .routes import WaveRoutes, routes_of
+from .routes import WaveRoutes, rank_routes, routes_of
 from .tasks import NO_WAVE, PieceTransfer, PlannedParam, Task
 
 __all__ = [
@@ -28,6 +29,7 @@ __all__ = [
     "lightest_possible",
     "make_plan",
     "plan_batches",
+    "rank_routes",
     "routes_of",
     "slot_sizes",
     "table",

@@ -10,14 +10,14 @@ __all__ = ["Batch", "BatchItem", "ItemRange", "plan_batches"]
 
 @dataclass(frozen=True, slots=True)
 class BatchItem:
-    """One parameter's matrices, as the planner sees them.
+    """Matrices of one parameter that are in one place.
 
     Attributes:
-        count: how many matrices the parameter holds.
+        count: how many matrices.
         rows: rows of each.
         cols: columns of each.
         treatment: what must be equal for matrices to share a batch (device, dtypes, scheme).
-        matrix_bytes: memory that one of its matrices needs while it is worked on.
+        matrix_bytes: memory that one of its matrices needs while it is orthogonalised.
     """
 
     count: int
@@ -38,7 +38,7 @@ class ItemRange:
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """Slices of items of one shape and treatment, worked on at once."""
+    """Slices of items of one shape and treatment, orthogonalised together."""
 
     rows: int
     cols: int
@@ -53,16 +53,19 @@ class Batch:
 def plan_batches(items: Sequence[BatchItem], *, budget: int, chunk_size: int = -1) -> tuple[Batch, ...]:
     """Groups all matrices of ``items`` into batches; every matrix is in exactly one.
 
+    Items of 3 and 2 matrices of one kind with ``chunk_size=2`` become three batches: matrix 0 of item 0, matrices 1 and 2 of
+    item 0, and matrices 0 and 1 of item 1.
+
     Args:
-        items: the parameters.
+        items: the matrices, parameter by parameter.
         budget: bytes that one batch may need; a single matrix above it still gets a batch of its own.
         chunk_size: most matrices per batch, -1 for as many as the budget allows.
     """
-    alike: dict[Hashable, list[int]] = {}
+    kinds: dict[Hashable, list[int]] = {}
     for index, item in enumerate(items):
-        alike.setdefault((item.rows, item.cols, item.treatment), []).append(index)
+        kinds.setdefault((item.rows, item.cols, item.treatment), []).append(index)
     batches = []
-    for indices in alike.values():
+    for indices in kinds.values():
         first = items[indices[0]]
         largest = max(1, budget // max(1, first.matrix_bytes))
         if chunk_size > 0:
@@ -73,7 +76,7 @@ def plan_batches(items: Sequence[BatchItem], *, budget: int, chunk_size: int = -
 
 
 def _fill(items: Sequence[BatchItem], indices: Sequence[int], largest: int) -> list[tuple[ItemRange, ...]]:
-    """Cuts the items' matrices, in order, into runs of at most ``largest``, as even as possible."""
+    """Cuts the items' matrices, in order, into runs of at most ``largest`` matrices, as even as possible."""
     total = sum(items[index].count for index in indices)
     if total == 0:
         return []

@@ -1,8 +1,12 @@
 """How much memory the exchanges of a plan need on a rank. Buffers are made once, from these sizes.
 
-A wave in flight has two buffers: ``mine`` for the pieces of this rank's shards (out for the gather, back from the scatter; pieces
-that stay are at its end) and ``theirs`` for the matrices that it owns (in from the gather, out for the scatter). Where replicas
-share, more leaves than came in, and the results need a third.
+A wave in flight has two buffers:
+
+- ``shards`` for the pieces of this rank's shards: the gather sends it, the scatter receives it. Pieces that stay are at its end.
+- ``owned`` for the matrices that this rank owns: the gather receives it, the scatter sends it. Where replicas share an owner, it
+  sends more than it receives, and a third buffer, ``results``, is what the scatter sends.
+
+An (8, D) matrix over ranks 0 to 3, owned by rank 1: ``shards`` has 2·D elements on every rank, ``owned`` has 6·D on rank 1.
 """
 
 from __future__ import annotations
@@ -18,11 +22,18 @@ __all__ = ["SlotSizes", "WaveSizes", "slot_sizes", "wave_sizes"]
 
 @dataclass(frozen=True, slots=True)
 class WaveSizes:
-    """Elements of one wave's buffers on one rank; ``results`` is 0 when they go back through ``theirs``."""
+    """Elements of one wave's buffers on one rank.
 
-    mine: int
+    Attributes:
+        shards: elements of ``shards``.
+        own_offset: where the pieces that stay begin in it.
+        owned: elements of ``owned``.
+        results: elements of ``results``; 0 where the scatter sends ``owned``.
+    """
+
+    shards: int
     own_offset: int
-    theirs: int
+    owned: int
     results: int
 
 
@@ -30,8 +41,8 @@ class WaveSizes:
 class SlotSizes:
     """Elements of the buffers that waves of one lane use in turn."""
 
-    mine: int
-    theirs: int
+    shards: int
+    owned: int
     results: int
 
 
@@ -39,18 +50,18 @@ def wave_sizes(routes: WaveRoutes) -> WaveSizes:
     """The sizes of one wave."""
     travelling = max(_elements(routes.gather_out), _elements(routes.scatter_in))
     comes, goes = _elements(routes.gather_in), _elements(routes.scatter_out)
-    mirrored = [(s.source, s.task) for s in routes.gather_in] == [(s.target, s.task) for s in routes.scatter_out]
+    mirrored = [(t.source, t.task) for t in routes.gather_in] == [(t.target, t.task) for t in routes.scatter_out]
     return WaveSizes(travelling + _elements(routes.own), travelling, comes, 0 if mirrored else goes)
 
 
 def slot_sizes(waves: Sequence[WaveSizes]) -> SlotSizes:
-    """What fits every one of ``waves``, which use the slot one after the other."""
+    """Sizes that fit each of ``waves``, which use the slot one after the other."""
     return SlotSizes(
-        max((wave.mine for wave in waves), default=0),
-        max((wave.theirs for wave in waves), default=0),
+        max((wave.shards for wave in waves), default=0),
+        max((wave.owned for wave in waves), default=0),
         max((wave.results for wave in waves), default=0),
     )
 
 
-def _elements(sends: Sequence[PieceTransfer]) -> int:
-    return sum(send.piece.size for send in sends)
+def _elements(transfers: Sequence[PieceTransfer]) -> int:
+    return sum(transfer.piece.size for transfer in transfers)

@@ -1,4 +1,4 @@
-"""What work and traffic cost, in one unit: FLOPs of the device that orthogonalises."""
+"""What computing and sending cost, in one unit: FLOPs of the device that orthogonalises."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class CostModel:
 
     Attributes:
         flops_per_byte: FLOPs in the time that a rank needs to send or receive one byte.
-        flops_per_exchange: FLOPs in the time that an exchange takes beside its bytes.
+        flops_per_exchange: FLOPs in the time that an exchange of no bytes takes.
     """
 
     flops_per_byte: float

@@ -1,7 +1,8 @@
-"""How large the exchange buffers of all ranks become, counted without listing what travels.
+"""How large the exchange buffers of all ranks become, counted without listing what travels (``buffers.py`` names the buffers).
 
-A rank's ``mine`` holds its piece of every matrix of the wave, whoever owns it. Ranks whose pieces have the same sizes are counted
-as one: with thousands of ranks there are only a few kinds.
+A rank's ``shards`` buffer holds its piece of every matrix of the wave, regardless of the owner. Ranks whose pieces have the same
+sizes are of one kind and are counted once: an (18, D) matrix over 8 ranks has two kinds, ranks 0 to 5 with 3·D elements, and
+ranks 6 and 7 with none. Thousands of ranks are only a few kinds.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ class Footprint:
     """The buffers of matrices that travel on one lane, for any way to cut them into waves.
 
     Args:
-        spreads: who holds each matrix.
+        sharded_matrices: who holds each matrix.
         owners: the owner of each matrix.
         itemsize: bytes per element on the wire.
     """
@@ -26,7 +27,7 @@ class Footprint:
     def __init__(self, sharded_matrices: Sequence[ShardedMatrix], owners: Sequence[int], itemsize: int) -> None:
         self._itemsize = itemsize
         numbers: dict[ShardedMatrix, int] = {}
-        self._spreads = [numbers.setdefault(sharded, len(numbers)) for sharded in sharded_matrices]
+        self._numbers = [numbers.setdefault(sharded, len(numbers)) for sharded in sharded_matrices]
         self._owned: list[tuple[int, int, int]] = []
         for sharded, owner in zip(sharded_matrices, owners, strict=True):
             own = sharded.sizes[sharded.piece_and_replica[owner][0]]
@@ -36,29 +37,29 @@ class Footprint:
 
     def bytes_by_rank(self, waves: Sequence[int], in_flight: int) -> dict[int, int]:
         """Rank → bytes of all its buffers when matrix k is in wave ``waves[k]``; ranks without buffers may be missing."""
-        mine: dict[tuple[int, int], int] = {}
-        for (wave, sharded), count in Counter(zip(waves, self._spreads, strict=True)).items():
-            for kind, size in self._pieces[sharded]:
-                mine[kind, wave] = mine.get((kind, wave), 0) + count * size
-        theirs: dict[tuple[int, int], int] = {}
+        shards: dict[tuple[int, int], int] = {}
+        for (wave, number), count in Counter(zip(waves, self._numbers, strict=True)).items():
+            for kind, size in self._pieces[number]:
+                shards[kind, wave] = shards.get((kind, wave), 0) + count * size
+        owned: dict[tuple[int, int], int] = {}
         results: dict[tuple[int, int], int] = {}
         shared: set[tuple[int, int]] = set()
         for wave, (owner, gathered, copies) in zip(waves, self._owned, strict=True):
             at = owner, wave
-            theirs[at] = theirs.get(at, 0) + gathered
+            owned[at] = owned.get(at, 0) + gathered
             results[at] = results.get(at, 0) + (copies or gathered)
-            if copies:  # more leaves than came in: the results of the whole wave need a buffer of their own
+            if copies:  # it sends more than it receives: the results of the whole wave need a buffer of their own
                 shared.add(at)
-        by_kind = _slots(mine, in_flight)
+        by_kind = _slots(shards, in_flight)
         total = {rank: by_kind[kind] for rank, kind in self._kinds.items()}
-        for slots in (_slots(theirs, in_flight), _slots({at: results[at] for at in shared}, in_flight)):
+        for slots in (_slots(owned, in_flight), _slots({at: results[at] for at in shared}, in_flight)):
             for owner, elements in slots.items():
                 total[owner] += elements
         return {rank: elements * self._itemsize for rank, elements in total.items()}
 
 
 def _kinds_of_ranks(sharded_matrices: Sequence[ShardedMatrix]) -> tuple[dict[int, int], list[list[tuple[int, int]]]]:
-    """Rank → its kind, and for each spread (kind, elements of the piece that each rank of the kind holds)."""
+    """Rank → its kind, and for each matrix (kind, elements of the piece that each rank of the kind holds)."""
     held: dict[int, list[tuple[int, int]]] = {}
     for number, sharded in enumerate(sharded_matrices):
         for piece, size in zip(sharded.pieces, sharded.sizes, strict=True):

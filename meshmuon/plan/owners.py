@@ -13,22 +13,23 @@ __all__ = ["assign_owners", "lightest_possible"]
 
 
 def assign_owners(tasks: Sequence[Task], loads: dict[int, float]) -> list[int]:
-    """The owner of each task; ``loads`` (rank → cost) enters with the work that has no choice and leaves with all of it.
+    """The owner of each task; adds their costs to ``loads`` (rank → cost), which already has what is computed locally.
 
-    Tasks with one candidate come first. The others are tried in two orders: most expensive first, so that cheap tasks fill the
-    gaps that are left; and fewest candidates first, because those fit the fewest gaps. The order whose heaviest rank is lighter
-    wins. Each task goes to the least loaded of its candidates. Ties go to the earlier task and to the lower rank, so every rank
-    computes the same answer.
+    Each task goes to the least loaded rank that holds a piece of it. Tasks that only one rank holds come first. The others are
+    tried in two orders: most expensive first, so that cheap tasks fill the gaps that are left; and fewest holders first, because
+    those fit the fewest gaps. The order whose heaviest rank is lighter wins. Ties go to the earlier task and to the lower rank.
+    Every rank therefore computes the same answer.
+
+    Costs 5, 4, 3, 3 and 3 over two ranks: 5 goes to rank 0, 4 to rank 1, then 3 to rank 1 (7), to rank 0 (8) and to rank 1 (10).
     """
     fixed = [k for k, task in enumerate(tasks) if len(task.sharded.piece_and_replica) == 1]
     free = [k for k, task in enumerate(tasks) if len(task.sharded.piece_and_replica) > 1]
     by_cost = sorted(free, key=lambda k: (-tasks[k].cost, k))
     by_choice = sorted(free, key=lambda k: (len(tasks[k].sharded.piece_and_replica), -tasks[k].cost, k))
-    found = [
-        _assign(tasks, [*fixed, *order], dict(loads)) for order in ([by_cost] if by_cost == by_choice else [by_cost, by_choice])
-    ]
-    owners, best = min(found, key=lambda one: max(one[1].values(), default=0.0))
-    loads.update(best)
+    orders = [by_cost] if by_cost == by_choice else [by_cost, by_choice]
+    assignments = [_assign(tasks, [*fixed, *order], dict(loads)) for order in orders]
+    owners, lightest = min(assignments, key=lambda assignment: max(assignment[1].values(), default=0.0))
+    loads.update(lightest)
     return owners
 
 
@@ -42,7 +43,7 @@ def _assign(tasks: Sequence[Task], order: Sequence[int], loads: dict[int, float]
 
 
 class _Queues:
-    """Least-loaded rank of any candidate set. Loads only grow, so that a stale entry of a heap is simply put back."""
+    """The least loaded rank of any set of holders. Loads only grow, so a stale item of a heap is put back with its new load."""
 
     def __init__(self, loads: dict[int, float]) -> None:
         self._loads = loads
@@ -68,10 +69,11 @@ class _Queues:
 
 
 def lightest_possible(costs: Sequence[float], ranks: int) -> float:
-    """A bound that no assignment of whole matrices to ``ranks`` can beat: the heaviest rank has at least this cost.
+    """A lower bound of the heaviest rank's cost, for any assignment of whole matrices to ``ranks`` ranks.
 
-    It is the largest of the mean, the largest matrix, and, since of k·ranks + 1 matrices some rank has k + 1, the sum of the
-    k + 1 cheapest of the k·ranks + 1 most expensive.
+    It is the largest of: the mean; the most expensive matrix; and for each k, the sum of the k + 1 cheapest of the k·ranks + 1
+    most expensive matrices, since some rank has k + 1 of these. Costs 5, 4, 3, 3 and 3 over two ranks: the mean is 9, the most
+    expensive is 5, k = 1 gives 4 + 3, and k = 2 gives 3 + 3 + 3. The bound is 9.
     """
     ordered = sorted(costs, reverse=True)
     sums = [0.0, *accumulate(ordered)]

@@ -1,15 +1,13 @@
-"""A plan for people and for tools."""
+"""A plan as text for people and as JSON for tools."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from .plan_data import PlanData
 from .tasks import EVERY_HOLDER, NO_WAVE, Task
-
-if TYPE_CHECKING:
-    from .plan import Plan
 
 __all__ = ["describe", "table", "to_json"]
 
@@ -24,8 +22,8 @@ def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     return "\n".join([text[0], "-" * len(text[0]), *text[1:]])
 
 
-def describe(plan: Plan) -> str:
-    """The plan as text: what is decided in total, per kind of matrix and per rank."""
+def describe(plan: PlanData) -> str:
+    """The plan as text: totals, a table of the kinds of matrices, a table of ranks."""
     moving = [task for task in plan.tasks if task.wave != NO_WAVE]
     sent, loads = plan.bytes_sent, plan.loads
     heaviest, mean = max(loads.values(), default=0.0), sum(loads.values()) / max(1, len(loads))
@@ -49,7 +47,7 @@ def describe(plan: Plan) -> str:
     return "\n".join(lines)
 
 
-def to_json(plan: Plan) -> str:
+def to_json(plan: PlanData) -> str:
     """The plan as JSON: options, parameters, and for every matrix its owner and wave."""
     sent = plan.bytes_sent
     facts: dict[str, Any] = {
@@ -60,13 +58,13 @@ def to_json(plan: Plan) -> str:
         "waves": [{"lane": str(lane)} for lane in plan.lanes],
         "parameters": [
             {
-                "name": entry.name,
-                "shape": list(entry.layouts[0].shape),
-                "layouts": [str(layout) for layout in entry.layouts],
-                "flops_per_matrix": entry.flops,
-                "bytes_per_element": entry.itemsize,
+                "name": param.name,
+                "shape": list(param.layouts[0].shape),
+                "layouts": [str(layout) for layout in param.layouts],
+                "flops_per_matrix": param.flops,
+                "bytes_per_element": param.itemsize,
             }
-            for entry in plan.params
+            for param in plan.params
         ],
         "matrices": [
             {
@@ -92,21 +90,21 @@ def _how(task: Task) -> str:
     return "local" if task.sharded.replicas == 1 else "every holder"
 
 
-def _kinds(plan: Plan) -> list[tuple[str, ...]]:
-    """Matrices of one shape and layout in one line."""
-    alike: dict[tuple[str, str, str], list[Task]] = {}
+def _kinds(plan: PlanData) -> list[tuple[str, ...]]:
+    """One line for the matrices of one shape and layout."""
+    kinds: dict[tuple[str, str, str], list[Task]] = {}
     for task in plan.tasks:
         shape = f"{task.sharded.rows}×{task.sharded.cols}"
-        alike.setdefault((shape, str(plan.params[task.param].layouts[0]), _how(task)), []).append(task)
+        kinds.setdefault((shape, str(plan.params[task.param].layouts[0]), _how(task)), []).append(task)
     lines: list[tuple[str, ...]] = []
-    for (shape, layout, how), tasks in alike.items():
+    for (shape, layout, how), tasks in kinds.items():
         owners = {task.owner for task in tasks if task.owner != EVERY_HOLDER}
         waves = {task.wave for task in tasks if task.wave != NO_WAVE}
         lines.append((str(len(tasks)), shape, layout, how, str(len(owners) or "-"), str(len(waves) or "-")))
     return lines
 
 
-def _ranks(plan: Plan) -> list[tuple[str, ...]]:
+def _ranks(plan: PlanData) -> list[tuple[str, ...]]:
     mean = sum(plan.loads.values()) / max(1, len(plan.loads)) or 1.0
     return [
         (str(r), str(plan.computed[r]), f"{plan.loads[r] / mean:.3f}", f"{plan.flops[r]:.3g}", _bytes(plan.bytes_sent[r]))
@@ -114,8 +112,8 @@ def _ranks(plan: Plan) -> list[tuple[str, ...]]:
     ]
 
 
-def _count(number: int, one: str, many: str) -> str:
-    return f"{number} {one if number == 1 else many}"
+def _count(number: int, singular: str, plural: str) -> str:
+    return f"{number} {singular if number == 1 else plural}"
 
 
 def _bytes(count: float) -> str:

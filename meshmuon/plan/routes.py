@@ -2,24 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from .plan import Plan
+from .plan_data import PlanData
 from .tasks import NO_WAVE, PieceTransfer
 
-__all__ = ["WaveRoutes", "routes_of"]
+__all__ = ["WaveRoutes", "rank_routes", "routes_of"]
 
 
 @dataclass(frozen=True, slots=True)
 class WaveRoutes:
     """A wave as one rank sees it. Lists are in buffer order: by the other rank, then by task.
 
+    An (8, D) matrix in four pieces of 2 rows on ranks 0 to 3, owned by rank 1: on rank 1 ``gather_in`` and ``scatter_out`` list
+    the pieces of ranks 0, 2 and 3, and ``own`` its own piece; on rank 3 ``gather_out`` and ``scatter_in`` list its piece.
+
     Attributes:
-        gather_out: own pieces that leave for their owners.
+        gather_out: pieces of this rank that go to their owners.
         gather_in: pieces that arrive for the matrices that this rank owns.
-        scatter_out: pieces of results that leave for their holders.
-        scatter_in: pieces of results that arrive for this rank's own shards.
+        scatter_out: pieces of results that go to their holders.
+        scatter_in: pieces of results that arrive for this rank's shards.
         own: pieces that this rank holds of matrices that it owns; they stay.
         owned: the tasks that this rank owns.
     """
@@ -32,48 +35,38 @@ class WaveRoutes:
     owned: tuple[int, ...]
 
 
-def routes_of(plan: Plan, rank: int) -> tuple[WaveRoutes, ...]:
+def routes_of(plan: PlanData, rank: int) -> tuple[WaveRoutes, ...]:
     """The routes of ``rank``, wave by wave."""
-    waves = [_Lists() for _ in plan.lanes]
+    gathers: list[list[PieceTransfer]] = [[] for _ in plan.lanes]
+    scatters: list[list[PieceTransfer]] = [[] for _ in plan.lanes]
     for index, task in enumerate(plan.tasks):
-        if task.wave == NO_WAVE:
+        piece = None if task.wave == NO_WAVE else task.sharded.piece_of(rank)
+        if piece is None:
             continue
-        wave, sharded = waves[task.wave], task.sharded
         if task.owner == rank:
-            wave.owned.append(index)
-            wave.gather_in.extend(plan.gather_sends(index))
-            wave.scatter_out.extend(plan.scatter_sends(index))
-            wave.own.append(PieceTransfer(index, rank, rank, sharded.pieces[sharded.piece_and_replica[rank][0]]))
-            continue
-        piece = sharded.piece_of(rank)
-        if piece is not None:
-            wave.scatter_in.append(PieceTransfer(index, task.owner, rank, piece))
-            if sharded.sends_to(rank, task.owner):
-                wave.gather_out.append(PieceTransfer(index, rank, task.owner, piece))
-    return tuple(wave.ordered() for wave in waves)
+            gathers[task.wave].append(PieceTransfer(index, rank, rank, piece))
+            gathers[task.wave].extend(plan.gather_sends(index))
+            scatters[task.wave].extend(plan.scatter_sends(index))
+        else:
+            scatters[task.wave].append(PieceTransfer(index, task.owner, rank, piece))
+            if task.sharded.sends_to(rank, task.owner):
+                gathers[task.wave].append(PieceTransfer(index, rank, task.owner, piece))
+    return tuple(rank_routes(rank, *wave) for wave in zip(gathers, scatters, strict=True))
 
 
-class _Lists:
-    def __init__(self) -> None:
-        self.gather_out: list[PieceTransfer] = []
-        self.gather_in: list[PieceTransfer] = []
-        self.scatter_out: list[PieceTransfer] = []
-        self.scatter_in: list[PieceTransfer] = []
-        self.own: list[PieceTransfer] = []
-        self.owned: list[int] = []
-
-    def ordered(self) -> WaveRoutes:
-        return WaveRoutes(
-            gather_out=_by_peer(self.gather_out),
-            gather_in=_by_peer(self.gather_in),
-            scatter_out=_by_peer(self.scatter_out),
-            scatter_in=_by_peer(self.scatter_in),
-            own=tuple(self.own),
-            owned=tuple(self.owned),
-        )
+def rank_routes(rank: int, gathers: Sequence[PieceTransfer], scatters: Sequence[PieceTransfer]) -> WaveRoutes:
+    """What ``rank`` has to do with ``gathers`` and ``scatters``; a gather from a rank to itself is a piece that stays."""
+    return WaveRoutes(
+        gather_out=_by_peer(transfer for transfer in gathers if transfer.source == rank != transfer.target),
+        gather_in=_by_peer(transfer for transfer in gathers if transfer.target == rank != transfer.source),
+        scatter_out=_by_peer(transfer for transfer in scatters if transfer.source == rank != transfer.target),
+        scatter_in=_by_peer(transfer for transfer in scatters if transfer.target == rank != transfer.source),
+        own=tuple(transfer for transfer in gathers if transfer.source == transfer.target == rank),
+        owned=tuple(dict.fromkeys(transfer.task for transfer in gathers if transfer.target == rank)),
+    )
 
 
-def _by_peer(sends: Sequence[PieceTransfer]) -> tuple[PieceTransfer, ...]:
-    # One end of every send is this rank, so that ordering by both ends orders by the other one; each pair of ranks then
-    # lists the same tasks in the same order on both sides.
-    return tuple(sorted(sends, key=lambda send: (send.source, send.target, send.task)))
+def _by_peer(transfers: Iterable[PieceTransfer]) -> tuple[PieceTransfer, ...]:
+    # One end of every transfer is this rank: ordering by both ends orders by the other one. Each pair of ranks then lists the
+    # same tasks in the same order on both sides.
+    return tuple(sorted(transfers, key=lambda transfer: (transfer.source, transfer.target, transfer.task)))

@@ -21,14 +21,14 @@ class PlannedParam:
     Attributes:
         name: its name.
         layouts: how it lies on its mesh; several when the model has the same parameter on sibling meshes.
-        lead: how many leading dims count matrices (0 or 1).
+        stack_dims: how many leading dims count matrices (0, or 1 for a stack of experts).
         lane: what must be equal for matrices to travel together (device and dtype on the wire).
         itemsize: bytes per element on the wire.
         flops: FLOPs of orthogonalising one of its matrices.
-        share: True or False where the user's ``replicas`` does not decide.
+        share: whether replicas share one owner when the user's ``replicas`` is "auto"; None leaves it to the cost model.
         private: known to this rank alone (a plain tensor): neither balanced nor part of the digest.
         window: which rows and columns of the parameter its matrices are; None for all of them.
-        how: how its matrices are computed, in words; ranks must agree on it.
+        how: how its matrices are computed, as text that ranks compare.
     """
 
     name: str
@@ -48,7 +48,7 @@ class PlannedParam:
         return self.layouts[0].shape[0] if self.stack_dims else 1
 
     def sharded_matrices(self, layout: Layout) -> tuple[ShardedMatrix, ...]:
-        """How its matrices are spread where it lies as ``layout`` says."""
+        """Who holds which pieces of each of its matrices, on the mesh of ``layout``."""
         return shard_matrices(layout, self.stack_dims, self.window)
 
     def __str__(self) -> str:
@@ -58,15 +58,15 @@ class PlannedParam:
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """One matrix, once for every owner that it has.
+    """One matrix to orthogonalise. A matrix that several replicas compute separately is one task per replica.
 
     Attributes:
         param: index of its parameter in ``Plan.params``.
         matrix: index of the matrix in the parameter.
         sharded: who holds which piece of it.
-        cost: what it costs the rank that does it.
-        owner: the rank that orthogonalises it; ``EVERY_HOLDER`` when each holder has it whole and computes for itself.
-        wave: index into ``Plan.lanes``; ``NO_WAVE`` when nothing travels.
+        cost: what it costs the rank that orthogonalises it.
+        owner: the rank that orthogonalises it; ``EVERY_HOLDER`` if each holder has the whole matrix and does so.
+        wave: index into ``Plan.lanes``; ``NO_WAVE`` if nothing travels.
     """
 
     param: int
@@ -79,7 +79,7 @@ class Task:
 
 @dataclass(frozen=True, slots=True)
 class PieceTransfer:
-    """A piece of a matrix that travels."""
+    """A piece of the matrix of task number ``task``, sent from rank ``source`` to rank ``target``."""
 
     task: int
     source: int

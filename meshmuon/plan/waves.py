@@ -1,4 +1,4 @@
-"""Cutting the exchanged matrices into waves: one exchange out, one batch of work, one exchange back."""
+"""Cutting the exchanged matrices into waves: one exchange to the owners, their work, one exchange back."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ from .tasks import PlannedParam, Task
 
 __all__ = ["Schedule", "WaveLimits", "cut_into_waves"]
 
-_OVERLAP = 6  # waves that let gathers, the work and scatters run at the same time, behind a small first and before a small last
+_OVERLAP = 6  # waves of a step: enough to overlap gathers, work and scatters, with a small first and a small last wave
 _STEEPEST = 4  # largest wave ÷ smallest
-_ENOUGH_IN_FLIGHT = 4  # waves that let gathers, the work and scatters run at the same time: more of them gain little
+_ENOUGH_IN_FLIGHT = 4  # waves in flight that overlap gathers, work and scatters; more gain little
 
 
 @dataclass(frozen=True, slots=True)
 class WaveLimits:
-    """What waves must keep to.
+    """The limits of waves.
 
     Attributes:
         budget: bytes that one owner may gather per wave; a single larger matrix still gets a wave. All exchange buffers of a rank
-            have twice this for each wave in flight: once for what it owns, once for its shards. If that is less than one wave
-            with a single matrix of every owner needs, they have as much as that.
+            together have twice this per wave in flight: once for what it owns, once for its shards. Where a wave with a single
+            matrix of every owner needs more than that, they have what it needs.
         chunk_size: most matrices per wave over all ranks; -1 leaves it to the budget and the overlap.
-        smallest: cost below which a wave per owner is not worth an exchange of its own.
+        smallest: cost per owner below which a wave is not worth an exchange of its own.
         in_flight: most waves between their first and their last exchange.
     """
 
@@ -51,11 +51,18 @@ def cut_into_waves(tasks: Sequence[Task], params: Sequence[PlannedParam], limits
     """Cuts the matrices of every lane into waves, counted from 0 without gaps; lanes have waves of their own.
 
     Every owner's matrices are spread over the waves in the same proportions by cost, so that ranks have work at the same time.
-    Nothing hides the first gather and the last scatter: waves grow from a small one and shrink to a small one again.
+    Nothing overlaps with the first gather and the last scatter, so the first and the last wave are small: six waves have 1/12,
+    2/12, 3/12, 3/12, 2/12 and 1/12 of each owner's cost.
 
-    Where the buffers of some rank then exceed their bound, a few waves less are in flight; where that is not enough, the cut is
-    made finer; where one matrix per owner is still too much, fewer waves are in flight; then two, each with half of the owners;
-    then one. Ranks never wait for each other's work to save memory. Where ``chunk_size`` is given, it alone counts.
+    If the buffers of some rank then exceed their bound, the first of these that fits is taken:
+
+    1. fewer waves in flight, but at least four;
+    2. more and smaller waves;
+    3. fewer waves in flight, with the usual waves or one matrix per owner and wave;
+    4. two waves in flight, each with half of the owners;
+    5. one wave in flight, with one matrix per owner.
+
+    Where ``chunk_size`` is given, it alone decides.
     """
     members: dict[Hashable, list[int]] = {}
     for k, task in enumerate(tasks):
@@ -71,7 +78,7 @@ def cut_into_waves(tasks: Sequence[Task], params: Sequence[PlannedParam], limits
 
 
 def _within_bound(lanes: Sequence[_Lane], limits: WaveLimits) -> tuple[list[list[int]], int]:
-    """The wave of each matrix of each lane, and the waves in flight: the first way that keeps to the bound."""
+    """The wave of each matrix of each lane, and how many are in flight: the first way that keeps to the bound."""
     bound, most = 2 * limits.budget * limits.in_flight, limits.in_flight
 
     def fits(cuts: Sequence[Sequence[int]], in_flight: int) -> bool:
@@ -109,7 +116,7 @@ class _Lane:
     def __init__(self, tasks: Sequence[Task], param: PlannedParam, limits: WaveLimits) -> None:
         self._tasks, self._limits = tasks, limits
         self._nbytes = [task.sharded.size * param.itemsize for task in tasks]  # equal for all parameters of a lane
-        # Equal for matrices that are best worked on together.
+        # Matrices of equal shape are best orthogonalised together.
         shapes = [repr((param.lane, task.sharded.rows, task.sharded.cols)) for task in tasks]
         self.queues: dict[int, list[int]] = {}
         for k in sorted(range(len(tasks)), key=lambda k: (tasks[k].owner, shapes[k], k)):
@@ -117,8 +124,8 @@ class _Lane:
         self.longest = max(map(len, self.queues.values()))
         heaviest = max(sum(tasks[k].cost for k in queue) for queue in self.queues.values())
         largest = max(sum(self._nbytes[k] for k in queue) for queue in self.queues.values())
-        few = max(min(_OVERLAP, int(heaviest / limits.smallest)), largest // limits.budget)  # fewer could not fit
-        self.count = self.within_budget(max(1, few))
+        fewest = max(min(_OVERLAP, int(heaviest / limits.smallest)), largest // limits.budget)  # fewer cannot fit
+        self.count = self.within_budget(max(1, fewest))
         self.footprint = Footprint([task.sharded for task in tasks], [task.owner for task in tasks], param.itemsize)
 
     def within_budget(self, count: int) -> int:
@@ -150,8 +157,8 @@ class _Lane:
     def in_two_turns(self) -> list[int]:
         """One matrix per owner and wave, one half of the owners in even and the other in odd waves.
 
-        With two waves in flight an owner needs memory for a matrix in one of the two slots only, and while one half computes, the
-        other may gather or scatter.
+        With two waves in flight an owner needs memory for a matrix in only one of the two slots. While one half of the owners
+        computes, the other half may gather or scatter.
         """
         waves = [0] * len(self._tasks)
         for position, queue in enumerate(self.queues.values()):
@@ -170,7 +177,7 @@ def _by_count(queues: dict[int, list[int]], total: int, chunk_size: int) -> list
 
 
 def _shares(costs: Sequence[float], count: int, *, alone: bool) -> list[int]:
-    """Wave of each of one owner's matrices: ``count`` runs that grow and shrink by cost, or a wave for each of them."""
+    """Wave of each of one owner's matrices: ``count`` waves that grow and then shrink, by cost, or a wave for each matrix."""
     if alone:
         return list(range(len(costs)))
     ends, total = _ends(count), sum(costs) or 1.0

@@ -1,8 +1,10 @@
-"""QK-clip: after a step, rows of Wq and Wk of heads whose attention logits grew too large are scaled down.
+"""QK-clip: after a step, scales down the rows of Wq and Wk of heads whose attention logits have grown too large.
 
-γ = threshold / logit for a head whose largest logit exceeds the threshold, else 1. Its rows of Wq and of Wk are multiplied by √γ,
-so that its logits become γ times what they were. Which rows these are is worked out once per layout, by global row, as one index
-per device; a step then is one gather of factors and one multiplication per local tensor. The host never waits for a device.
+For a head whose largest logit exceeds the threshold, γ = threshold / logit; for all others γ = 1. The head's rows of Wq and of Wk
+are multiplied by √γ, so its logits become γ times what they were.
+
+Which rows belong to which head is worked out once per layout, from global row numbers, as one index tensor per device. A step
+then takes one gather of factors and one multiplication per local tensor. The host never waits for a device.
 """
 
 from __future__ import annotations
@@ -17,13 +19,14 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.profiler import record_function
 
+from ..device import copy_to
 from ..errors import ConfigError, PlanError
 from ..layout import Ranges, length
 from ..params.dtensors import as_dtensor, layouts_of, siblings
 from ..params.groups import matrix_options_of
 from ..params.named_params import NamedParam
 from ..torch_compat import local_part
-from .heads import Found, Layer, check_overlap, read_layer
+from .heads import Layer, ProjectionParam, check_overlap, read_layer
 from .logits import check_logits, logits_text, ordered, whole_logits
 from .names import ClipConfig, LayerKey, Projection, find_projection, read_clip_config
 
@@ -36,15 +39,16 @@ class _Bucket:
 
     Attributes:
         members: indices of the parameters.
-        sizes: rows of each local tensor.
-        entries: which logits each head has, filled up with the last, which is −∞.
-        slots: for each row of the local tensors, one after the other, its factor.
-        dtype: in which factors are computed.
+        sizes: number of rows of each local tensor.
+        logits_of_heads: (heads, most logits per head), the index of each logit of a head. Shorter rows are filled up with the
+            index behind the last logit, where −∞ stands.
+        slots: (sum of sizes,), for each row of the local tensors, one tensor after the other, the index of its factor.
+        dtype: dtype in which factors are computed.
     """
 
     members: tuple[int, ...]
     sizes: list[int]
-    entries: Tensor
+    logits_of_heads: Tensor
     slots: Tensor
     dtype: torch.dtype
 
@@ -57,75 +61,75 @@ class QKClip:
     """
 
     def __init__(self, clip_config: Mapping[str, Any] | None) -> None:
-        given = None if isinstance(clip_config, Mapping) and not clip_config else clip_config  # an empty one asks for nothing
+        given = None if isinstance(clip_config, Mapping) and not clip_config else clip_config  # an empty mapping turns it off
         self._config = None if given is None else read_clip_config(given)
         self._given = None if given is None else dict(given)
         self._names: tuple[str, ...] = ()
-        self._projections: list[tuple[int, Projection]] = []
-        self._key: Hashable = None
+        self._projections: list[tuple[int, Projection]] = []  # index of a parameter, and what its name says
+        self._key: Hashable = None  # what the buckets were built from
         self._buckets: list[_Bucket] = []
-        self.members: frozenset[int] = frozenset()  # places of the parameters that the last accepted logits clip
+        self.members: frozenset[int] = frozenset()  # indices of the parameters that the last accepted logits clip
         self._nonfinite: int | Tensor = 0
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return QKClip, (self._given,)  # all else is found again
+        return QKClip, (self._given,)  # everything else is rebuilt
 
     @property
     def nonfinite_logits(self) -> int:
-        """How many logits so far were +∞ or NaN. Their heads were left as they were. On a GPU reading it waits for the device."""
+        """How many logits so far were +∞ or NaN; their heads were not scaled. On a GPU, reading it waits for the device."""
         return int(self._nonfinite)
 
     def signature(self, qk_logits: Mapping[LayerKey, Tensor] | None) -> str:
-        """What must be equal on all ranks that step together, as text; no tensor is read."""
+        """What must be equal on all ranks that step together, as text. It never waits for a device."""
         return logits_text(qk_logits)
 
-    def check(self, parameters: Sequence[NamedParam], qk_logits: Mapping[LayerKey, Tensor] | None) -> None:
-        """Raises ConfigError for logits that cannot be applied; writes nothing and does not communicate."""
+    def check(self, params: Sequence[NamedParam], qk_logits: Mapping[LayerKey, Tensor] | None) -> None:
+        """Raises ConfigError for logits that cannot be applied. Writes nothing and does not communicate."""
         if qk_logits is None:
             return
         config, qk_logits = self._checked(qk_logits), ordered(qk_logits)
         if not qk_logits:
             raise ConfigError(
-                "qk_logits is empty, so that nothing would be clipped. If it comes from MaxLogits.collect(), no forward has run "
-                "inside collecting(); pass None for a step without clipping."
+                "qk_logits is empty, so nothing would be clipped. If it comes from MaxLogits.collect(), no forward has run "
+                "inside collecting(). For a step without clipping pass None."
             )
-        found = self._found(parameters, config)
-        key = _key_of(found, qk_logits)
+        projections = self._projection_params(params, config)
+        key = _cache_key(projections, qk_logits)
         if key == self._key:
             return
-        layers = {layer: read_layer(layer, logits.numel(), found, config) for layer, logits in qk_logits.items()}
+        layers = {layer: read_layer(layer, logits.numel(), projections, config) for layer, logits in qk_logits.items()}
         check_overlap(layers)
-        self._buckets = _buckets(layers, qk_logits)
-        self.members = frozenset(place for bucket in self._buckets for place in bucket.members)
+        self._buckets = _build_buckets(layers, qk_logits)
+        self.members = frozenset(index for bucket in self._buckets for index in bucket.members)
         self._key = key
 
     @torch.no_grad()
     def apply(
-        self, parameters: Sequence[NamedParam], qk_logits: Mapping[LayerKey, Tensor] | None, skip_mask: Tensor | None = None
+        self, params: Sequence[NamedParam], qk_logits: Mapping[LayerKey, Tensor] | None, skip_mask: Tensor | None = None
     ) -> None:
         """Scales the rows of all heads whose logit exceeds the threshold.
 
         Args:
-            parameters: all parameters of the optimizer, already updated.
+            params: all parameters of the optimizer, already updated.
             qk_logits: layer → largest logit of each head, the same on all ranks that hold the layer. None does nothing.
-            mask: a boolean on a device; nothing changes where it is true.
+            skip_mask: a boolean tensor without dims, on a device; if it is true nothing changes.
         """
         if qk_logits is None:
             return
-        self.check(parameters, qk_logits)
+        self.check(params, qk_logits)
         qk_logits = ordered(qk_logits)
         assert self._config is not None
         with record_function("meshmuon::qk_clip"):
             logits = whole_logits(qk_logits)
             for k, bucket in enumerate(self._buckets):
-                near = _joined(logits, bucket)
-                rows = torch.split(_row_factors(bucket, near, self._config.threshold, skip_mask), bucket.sizes)
+                joined = _joined(logits, bucket)
+                rows = torch.split(_row_factors(bucket, joined, self._config.threshold, skip_mask), bucket.sizes)
                 for member, factor in zip(bucket.members, rows, strict=True):
-                    local = local_part(parameters[member].param)
+                    local = local_part(params[member].param)
                     if local.numel():
                         local.mul_(factor.view(-1, *[1] * (local.dim() - 1)))
                 if k == 0:  # every bucket has the same logits
-                    self._nonfinite = self._nonfinite + (near.isnan() | near.isposinf()).sum()
+                    self._nonfinite = self._nonfinite + (joined.isnan() | joined.isposinf()).sum()
 
     def _checked(self, qk_logits: object) -> ClipConfig:
         if self._config is None:
@@ -136,80 +140,80 @@ class QKClip:
         check_logits(qk_logits)
         return self._config
 
-    def _found(self, parameters: Sequence[NamedParam], config: ClipConfig) -> list[Found]:
-        names = tuple(one.name for one in parameters)
+    def _projection_params(self, params: Sequence[NamedParam], config: ClipConfig) -> list[ProjectionParam]:
+        names = tuple(named.name for named in params)
         if names != self._names:
-            whats = ((place, find_projection(name, config)) for place, name in enumerate(names))
-            self._projections = [(place, what) for place, what in whats if what is not None]
+            projections = ((index, find_projection(name, config)) for index, name in enumerate(names))
+            self._projections = [(index, projection) for index, projection in projections if projection is not None]
             self._names = names
-        return [Found(what, parameters[place], place) for place, what in self._projections]
+        return [ProjectionParam(projection, params[index], index) for index, projection in self._projections]
 
 
-def _key_of(found: Sequence[Found], qk_logits: Mapping[LayerKey, Tensor]) -> Hashable:
+def _cache_key(projections: Sequence[ProjectionParam], qk_logits: Mapping[LayerKey, Tensor]) -> Hashable:
     """Everything that the indices depend on."""
-    return tuple(map(_signature, found)), tuple((layer, logits.numel()) for layer, logits in qk_logits.items())
+    return tuple(map(_signature, projections)), tuple((layer, logits.numel()) for layer, logits in qk_logits.items())
 
 
-def _signature(found: Found) -> Hashable:
-    param = found.one.param
+def _signature(member: ProjectionParam) -> Hashable:
+    name, param = member.named.name, member.named.param
     sharded = as_dtensor(param)
     where = None if sharded is None else (sharded.device_mesh, sharded.placements)
-    # A parameter may have been replaced by one of another shard; what it holds is known without a wait.
+    # The local shape too: a parameter may have been replaced by another shard of the same global shape.
     local = tuple(local_part(param).shape)
-    split = matrix_options_of(found.one.param_group).split if found.what.kind == "qkv" else None
+    split = matrix_options_of(member.named.param_group).split if member.projection.kind == "qkv" else None
     shape = tuple(param.shape)
-    return (found.one.name, found.place, shape, local, where, param.device, param.dtype, param.requires_grad, split)
+    return (name, member.param_index, shape, local, where, param.device, param.dtype, param.requires_grad, split)
 
 
-def _buckets(layers: Mapping[LayerKey, Layer], qk_logits: Mapping[LayerKey, Tensor]) -> list[_Bucket]:
-    """All index tensors, on the devices where they are used."""
-    heads: list[list[int]] = []
-    chosen: dict[tuple[torch.device, torch.dtype], list[tuple[int, Tensor]]] = {}
-    logits = 0
+def _build_buckets(layers: Mapping[LayerKey, Layer], qk_logits: Mapping[LayerKey, Tensor]) -> list[_Bucket]:
+    """All index tensors, on the devices where they are used. Heads and logits are numbered through over all layers."""
+    heads: list[list[int]] = []  # the logits of each head
+    slots_by_bucket: dict[tuple[torch.device, torch.dtype], list[tuple[int, Tensor]]] = {}
+    logit_count = 0
     for key, layer in layers.items():
-        first = {}
-        for side, entries in layer.entries.items():
-            first[side] = len(heads)
-            heads += [[logits + entry for entry in one] for one in entries]
-        logits += qk_logits[key].numel()
-        for found, sections in layer.members:
-            param = found.one.param
+        first_head = {}
+        for side, logits_of_heads in layer.logits_of_heads.items():
+            first_head[side] = len(heads)
+            heads += [[logit_count + logit for logit in logits] for logits in logits_of_heads]
+        logit_count += qk_logits[key].numel()
+        for member, sections in layer.members:
+            param = member.named.param
             if param.requires_grad:
-                rows = _local_rows(found)
+                rows = _local_rows(member)
                 slots = torch.zeros_like(rows)
                 for section in sections:
-                    slots += section.slots(rows, first[section.side])
+                    slots += section.slots(rows, first_head[section.side])
                 dtype = torch.float64 if param.dtype == torch.float64 else torch.float32
-                chosen.setdefault((param.device, dtype), []).append((found.place, slots))
-    most = max((len(one) for one in heads), default=0)
-    filled = torch.tensor([one + [logits] * (most - len(one)) for one in heads], dtype=torch.long)
+                slots_by_bucket.setdefault((param.device, dtype), []).append((member.param_index, slots))
+    most = max(map(len, heads), default=0)
+    filled = torch.tensor([logits + [logit_count] * (most - len(logits)) for logits in heads], dtype=torch.long)
     return [
         _Bucket(
-            members=tuple(place for place, _ in members),
+            members=tuple(index for index, _ in members),
             sizes=[slots.numel() for _, slots in members],
-            entries=filled.to(device),
+            logits_of_heads=filled.to(device),
             slots=torch.cat([slots for _, slots in members]).to(device),
             dtype=dtype,
         )
-        for (device, dtype), members in chosen.items()
+        for (device, dtype), members in slots_by_bucket.items()
     ]
 
 
-def _local_rows(found: Found) -> Tensor:
-    """The global number of each row of the local tensor."""
-    param = found.one.param
+def _local_rows(member: ProjectionParam) -> Tensor:
+    """The global row number of each row of the local tensor."""
+    name, param = member.named.name, member.named.param
     sharded = as_dtensor(param)
     local = local_part(param)
     ranges: Ranges = ((0, param.shape[0]),)
     if sharded is not None:
         rank, shape = dist.get_rank(), tuple(param.shape)
-        layouts = layouts_of(found.one.name, shape, sharded.placements, siblings(sharded.device_mesh), frozenset({rank}))
+        layouts = layouts_of(name, shape, sharded.placements, siblings(sharded.device_mesh), frozenset({rank}))
         held = layouts[0].local(rank) if layouts else ((),) * len(shape)
         ranges = held[0]
         if local.numel() and tuple(map(length, held)) != tuple(local.shape):
             raise PlanError(
-                f"{found.one.name} is {layouts[0] if layouts else 'not on this rank'}, but this rank holds {tuple(local.shape)}: "
-                "its shards are not what its placements say."
+                f"{name} is {layouts[0] if layouts else 'not on this rank'}, but this rank holds {tuple(local.shape)}: its "
+                "shards are not what its placements say."
             )
     if not local.numel():
         return torch.zeros(0, dtype=torch.long)
@@ -217,23 +221,22 @@ def _local_rows(found: Found) -> Tensor:
 
 
 def _joined(logits: Sequence[Tensor], bucket: _Bucket) -> Tensor:
-    """All logits one after the other, where and as the bucket needs them."""
+    """The logits of all layers as one vector, on the bucket's device and in its dtype."""
     device = bucket.slots.device
-    wait_free = device.type != "cpu"  # what comes to the host from elsewhere is not there before it has been waited for
-    if len({one.device for one in logits}) > 1:
-        logits = [one.to(device, non_blocking=wait_free) for one in logits]
-    return torch.cat([one.to(bucket.dtype) for one in logits]).to(device, non_blocking=wait_free)
+    if len({layer_logits.device for layer_logits in logits}) > 1:
+        logits = [copy_to(layer_logits, device) for layer_logits in logits]
+    return copy_to(torch.cat([layer_logits.to(bucket.dtype) for layer_logits in logits]), device)
 
 
 def _row_factors(bucket: _Bucket, logits: Tensor, threshold: float, skip_mask: Tensor | None) -> Tensor:
     """The factor of each row of the bucket's local tensors."""
-    largest = torch.cat([logits, torch.full_like(logits[:1], -math.inf)])[bucket.entries].amax(1)
-    # Clamped before the division: logits that are small, negative or −∞ give exactly 1.
+    largest = torch.cat([logits, torch.full_like(logits[:1], -math.inf)])[bucket.logits_of_heads].amax(1)
+    # Clamp before dividing: logits that are small, negative or −∞ give exactly 1.
     gamma = torch.full_like(largest, threshold) / largest.clamp(min=threshold)
-    # +∞ gives 0 and NaN gives NaN: neither says by how much to scale, and both would destroy the head.
+    # A logit of +∞ gives γ = 0 and NaN gives NaN. Neither says by how much to scale, and both would destroy the head.
     usable = gamma > 0
     if skip_mask is not None:
-        usable = usable & ~skip_mask.to(gamma.device, non_blocking=gamma.device.type != "cpu")
+        usable = usable & ~copy_to(skip_mask, gamma.device)
     gamma = torch.where(usable, gamma, 1.0)
     factors = torch.cat([torch.ones_like(gamma[:1]), torch.stack([gamma.sqrt(), gamma], 1).flatten()])
     return factors[bucket.slots]

@@ -1,4 +1,4 @@
-"""Where the heads of a layer are: the rows of each in its projections, and the logits that belong to it."""
+"""Where the heads of a layer are: which rows of its projections, and which logits, belong to each head."""
 
 from __future__ import annotations
 
@@ -15,28 +15,31 @@ from ..params.groups import matrix_options_of
 from ..params.named_params import NamedParam
 from .names import ClipConfig, LayerKey, Projection, belongs_to
 
-__all__ = ["Found", "Layer", "Section", "check_overlap", "read_layer"]
+__all__ = ["Layer", "ProjectionParam", "Section", "check_overlap", "read_layer"]
 
 
-class Found(NamedTuple):
-    """A parameter that is a projection, and its place among all parameters."""
+class ProjectionParam(NamedTuple):
+    """A parameter that is a projection, what its name says, and its index among all parameters."""
 
-    what: Projection
-    one: NamedParam
-    place: int
+    projection: Projection
+    named: NamedParam
+    param_index: int
 
 
 @dataclass(frozen=True, slots=True)
 class Section:
-    """Consecutive rows of a parameter that belong to heads of one side.
+    """Consecutive rows of a parameter that belong to the query heads or to the key heads.
+
+    In a fused QKV weight of 4 heads of 64 rows each, the key section is ``Section("k", start=256, heads=4, size=64, root=64)``.
+    In MLA's Wq, a head has rows without position, which are scaled by √γ, and rotary rows, which are scaled by γ.
 
     Attributes:
         side: ``"q"`` or ``"k"``.
         start: first row.
-        heads: how many heads follow each other.
-        size: rows of each head.
-        root: its first rows, which take √γ.
-        full: the rows after these, which take γ; what is left of a head stays as it is.
+        heads: number of heads.
+        size: rows per head.
+        root: how many rows, from the head's first on, are scaled by √γ.
+        full: how many of the following rows are scaled by γ. The remaining rows of the head are not scaled.
     """
 
     side: str
@@ -47,98 +50,108 @@ class Section:
     full: int = 0
 
     def slots(self, rows: Tensor, first: int) -> Tensor:
-        """Which factor each of ``rows`` takes: 0 is always 1, head *h* has √γ at 1 + 2h and γ at 2 + 2h; ``first`` is head 0."""
-        at = rows - self.start
-        within = at % self.size
-        root = 1 + 2 * (first + at // self.size)
-        mine = (at >= 0) & (at < self.heads * self.size)
-        rooted = torch.where(mine & (within < self.root), root, 0)
-        return torch.where(mine & (within >= self.root) & (within < self.root + self.full), root + 1, rooted)
+        """The index of the factor of each row, in the vector (1, √γ of head 0, γ of head 0, √γ of head 1, γ of head 1, …).
+
+        Args:
+            rows: global row numbers.
+            first: number of this section's first head among all heads.
+        """
+        offset = rows - self.start
+        within = offset % self.size
+        root_slot = 1 + 2 * (first + offset // self.size)
+        inside = (offset >= 0) & (offset < self.heads * self.size)
+        slots = torch.where(inside & (within < self.root), root_slot, 0)
+        return torch.where(inside & (within >= self.root) & (within < self.root + self.full), root_slot + 1, slots)
 
 
 @dataclass(frozen=True, slots=True)
 class Layer:
-    """A layer with logits: its parameters with their sections, and which logits each head of either side has."""
+    """A layer with logits.
 
-    members: tuple[tuple[Found, tuple[Section, ...]], ...]
-    entries: dict[str, list[list[int]]]
+    Attributes:
+        members: its parameters, each with its sections.
+        logits_of_heads: for the sides ``"q"`` and ``"k"``, which logits each head has. With 4 query heads that share 2 key heads,
+            ``{"q": [[0], [1], [2], [3]], "k": [[0, 1], [2, 3]]}``.
+    """
 
-
-def _split_of(found: Found) -> tuple[tuple[int, int], ...]:
-    """Row ranges of the parts of a fused weight."""
-    if found.what.kind != "qkv" or found.what.bias or found.one.param.dim() != 2:
-        return ()
-    shape = tuple(found.one.param.shape)
-    parts = find_matrices(found.one.name, shape, matrix_options_of(found.one.param_group))
-    return tuple((0, shape[0]) if part.window is None else part.window[0] for part in parts)
+    members: tuple[tuple[ProjectionParam, tuple[Section, ...]], ...]
+    logits_of_heads: dict[str, list[list[int]]]
 
 
-def read_layer(layer: LayerKey, count: int, found: Sequence[Found], config: ClipConfig) -> Layer:
-    """Finds a layer's projections, their heads, and the logits of each head."""
-    members = [one for one in found if belongs_to(one.what, layer)]
-    kinds = {kind: _only(layer, kind, members) for kind in ("q", "k", "kv_b", "qkv")}
-    has = {kind for kind, weight in kinds.items() if weight is not None}
-    if has not in ({"q", "k"}, {"q", "kv_b"}, {"qkv"}):
-        raise ConfigError(_not_found(layer, has, members, found))
-    sections = _Heads(layer, config, mla="kv_b" in has)
-    of_kind = {kind: sections.of(weight) for kind, weight in kinds.items() if weight is not None}
-    heads = {one.side: one.heads for parts in of_kind.values() for one in parts}
+def read_layer(layer: LayerKey, count: int, projections: Sequence[ProjectionParam], config: ClipConfig) -> Layer:
+    """Finds a layer's projections, their heads, and the logits of each head.
+
+    Args:
+        layer: the key under which the user passed logits.
+        count: how many logits the user passed.
+        projections: all projections of the optimizer.
+        config: the options.
+    """
+    members = [member for member in projections if belongs_to(member.projection, layer)]
+    candidates = {kind: _only_weight(layer, kind, members) for kind in ("q", "k", "kv_b", "qkv")}
+    weights = {kind: weight for kind, weight in candidates.items() if weight is not None}
+    if set(weights) not in ({"q", "k"}, {"q", "kv_b"}, {"qkv"}):
+        raise ConfigError(_missing_projections(layer, set(weights), members, projections))
+    finder = _SectionFinder(layer, config, mla="kv_b" in weights)
+    sections = {kind: finder.sections_of(weight) for kind, weight in weights.items()}
+    head_counts = {section.side: section.heads for parts in sections.values() for section in parts}
+    chosen = [member for member in members if member.projection.kind in weights]
+    for member in chosen:
+        _check_rows(layer, member, weights[member.projection.kind])
     return Layer(
-        tuple(
-            (one, _fitting(layer, one, of_kind[one.what.kind], kinds[one.what.kind]))
-            for one in members
-            if one.what.kind in of_kind
-        ),
-        _entries(layer, count, heads, config),
+        tuple((member, sections[member.projection.kind]) for member in chosen),
+        _logits_of_heads(layer, count, head_counts, config),
     )
 
 
-def _only(layer: LayerKey, kind: str, members: Sequence[Found]) -> Found | None:
-    weights = [one for one in members if one.what.kind == kind and not one.what.bias]
+def _only_weight(layer: LayerKey, kind: str, members: Sequence[ProjectionParam]) -> ProjectionParam | None:
+    weights = [member for member in members if member.projection.kind == kind and not member.projection.bias]
     if len(weights) > 1:
-        names = ", ".join(one.one.name for one in weights)
+        names = ", ".join(weight.named.name for weight in weights)
         raise ConfigError(
             f"qk_logits: layer {layer!r} has {len(weights)} {kind} projections: {names}. Name the attention module instead of "
-            f"the number, as in qk_logits={{{weights[0].what.name.rsplit('.', 2)[0]!r}: ...}}."
+            f"the number, as in qk_logits={{{weights[0].projection.name.rsplit('.', 2)[0]!r}: ...}}."
         )
     return weights[0] if weights else None
 
 
-def _not_found(layer: LayerKey, has: set[str], members: Sequence[Found], found: Sequence[Found]) -> str:
-    names = [one.one.name for one in (members or found) if not one.what.bias]
+def _missing_projections(
+    layer: LayerKey, kinds: set[str], members: Sequence[ProjectionParam], projections: Sequence[ProjectionParam]
+) -> str:
+    names = [member.named.name for member in (members or projections) if not member.projection.bias]
     listed = ", ".join(names[:20]) + (f" and {len(names) - 20} more" if len(names) > 20 else "")
     what = "has no query and key projections"
-    if has:
-        what = f"has {' and '.join(sorted(has))} projections, which do not make a pair of queries and keys"
+    if kinds:
+        what = f"has {' and '.join(sorted(kinds))} projections, which do not make a pair of queries and keys"
     return (
         f"qk_logits: layer {layer!r} {what} in this optimizer. Found {'in it' if members else 'in all layers'}: "
         f"{listed or 'none'}. Pass logits only for layers whose projections this optimizer has (a pipeline stage: its own), or "
-        'tell their names by clip_config["patterns"].'
+        'give patterns for their names in clip_config["patterns"].'
     )
 
 
-def _fitting(layer: LayerKey, one: Found, sections: tuple[Section, ...], weight: Found | None) -> tuple[Section, ...]:
-    assert weight is not None  # a bias of a kind whose weight is missing never gets here
-    rows, wanted = one.one.param.shape[0], weight.one.param.shape[0]
-    if rows != wanted:
-        raise ConfigError(f"{one.one.name} (layer {layer!r}) has {rows} rows, its weight {weight.one.name} has {wanted}.")
-    return sections
+def _check_rows(layer: LayerKey, member: ProjectionParam, weight: ProjectionParam) -> None:
+    rows, weight_rows = member.named.param.shape[0], weight.named.param.shape[0]
+    if rows != weight_rows:
+        raise ConfigError(
+            f"{member.named.name} (layer {layer!r}) has {rows} rows, its weight {weight.named.name} has {weight_rows}."
+        )
 
 
-class _Heads:
-    """Where the heads are in the weights of one layer."""
+class _SectionFinder:
+    """Finds the heads in the weights of one layer."""
 
     def __init__(self, layer: LayerKey, config: ClipConfig, *, mla: bool) -> None:
         self._layer, self._config, self._mla = layer, config, mla
 
-    def of(self, weight: Found) -> tuple[Section, ...]:
+    def sections_of(self, weight: ProjectionParam) -> tuple[Section, ...]:
         """The sections of a weight, checked against its rows."""
-        name, shape = weight.one.name, tuple(weight.one.param.shape)
+        name, shape = weight.named.name, tuple(weight.named.param.shape)
         if len(shape) != 2:
             raise ConfigError(
                 f"{name} (layer {self._layer!r}) has shape {shape}; QK-clip needs two dims, (heads × head_dim, in)."
             )
-        kind, rows = weight.what.kind, shape[0]
+        kind, rows = weight.projection.kind, shape[0]
         if kind == "qkv":
             return self._fused(weight, name, rows)
         if not self._mla:
@@ -151,38 +164,52 @@ class _Heads:
         mla = self._config.mla
         if kind == "q":
             size = mla.nope + mla.rope
-            heads = self._heads(name, rows, size, "qk_nope_head_dim + qk_rope_head_dim")
+            heads = self._head_count(name, rows, size, "qk_nope_head_dim + qk_rope_head_dim")
             return (Section("q", 0, heads, size, mla.nope, mla.rope),)
         size = mla.nope + mla.value
-        return (Section("k", 0, self._heads(name, rows, size, "qk_nope_head_dim + v_head_dim"), size, mla.nope),)
+        return (Section("k", 0, self._head_count(name, rows, size, "qk_nope_head_dim + v_head_dim"), size, mla.nope),)
 
-    def _fused(self, weight: Found, name: str, rows: int) -> tuple[Section, ...]:
-        parts = _split_of(weight)
+    def _fused(self, weight: ProjectionParam, name: str, rows: int) -> tuple[Section, ...]:
+        parts = _row_ranges(weight)
         if len(parts) != 3:
             raise ConfigError(
-                f"{name} (layer {self._layer!r}) holds queries, keys and values in {rows} rows, and its group's split has "
-                f"{len(parts)} part(s), so which rows are whose is not known. Give the group split=(rows of q, of k, of v)."
+                f"{name} (layer {self._layer!r}) holds queries, keys and values in {rows} rows, but its group's split has "
+                f"{len(parts)} part(s) and does not tell them apart. Give the group split=(rows of q, of k, of v)."
             )
-        (q, q_end), (k, k_end), _ = parts
-        return self._plain(name, "q", q, q_end - q), self._plain(name, "k", k, k_end - k)
+        (q_start, q_stop), (k_start, k_stop), _ = parts
+        return self._plain(name, "q", q_start, q_stop - q_start), self._plain(name, "k", k_start, k_stop - k_start)
 
     def _plain(self, name: str, side: str, start: int, rows: int) -> Section:
         size = self._config.head_dim
         if size is None:
             raise ConfigError(f"{name} (layer {self._layer!r}) is no MLA projection: clip_config needs head_dim for it.")
-        return Section(side, start, self._heads(name, rows, size, "head_dim"), size, size)
+        return Section(side, start, self._head_count(name, rows, size, "head_dim"), size, size)
 
-    def _heads(self, name: str, rows: int, size: int, what: str) -> int:
+    def _head_count(self, name: str, rows: int, size: int, what: str) -> int:
         if rows % size or not rows:
             raise ConfigError(
-                f"{name} (layer {self._layer!r}) has {rows} rows, which are no whole number of heads of {size} rows "
+                f"{name} (layer {self._layer!r}) has {rows} rows, which is not a whole number of heads of {size} rows "
                 f"({what} in clip_config)."
             )
         return rows // size
 
 
-def _entries(layer: LayerKey, count: int, heads: Mapping[str, int], config: ClipConfig) -> dict[str, list[list[int]]]:
-    """For either side, the logits of each head."""
+def _row_ranges(weight: ProjectionParam) -> tuple[tuple[int, int], ...]:
+    """The (start, stop) rows of each part of a fused weight."""
+    shape = tuple(weight.named.param.shape)
+    parts = find_matrices(weight.named.name, shape, matrix_options_of(weight.named.param_group))
+    return tuple((0, shape[0]) if part.window is None else part.window[0] for part in parts)
+
+
+def _logits_of_heads(layer: LayerKey, count: int, heads: Mapping[str, int], config: ClipConfig) -> dict[str, list[list[int]]]:
+    """For the sides ``"q"`` and ``"k"``, the logits of each head.
+
+    Args:
+        layer: the layer's key, for errors.
+        count: how many logits it has.
+        heads: number of heads of each side.
+        config: the options.
+    """
     given: tuple[tuple[str, Sequence[int] | None], ...] = (("q_indices", config.q_indices), ("k_indices", config.k_indices))
     for key, indices in given:
         if indices is not None and len(indices) != count:
@@ -192,32 +219,33 @@ def _entries(layer: LayerKey, count: int, heads: Mapping[str, int], config: Clip
     if config.q_indices is None and count != heads["q"]:
         raise ConfigError(
             f"qk_logits: layer {layer!r} has {count} logits but {heads['q']} query heads. Pass one logit per query head, or "
-            "say by q_indices and k_indices in clip_config to which heads they belong."
+            "give q_indices and k_indices in clip_config, the heads that each logit belongs to."
         )
     q_indices = range(count) if config.q_indices is None else config.q_indices
     if config.k_indices is None and heads["q"] % heads["k"]:
         raise ConfigError(
-            f"layer {layer!r} has {heads['q']} query heads and {heads['k']} key heads, which are no equal groups: give k_indices."
+            f"layer {layer!r} has {heads['q']} query heads, which cannot share {heads['k']} key heads equally: give k_indices."
         )
     shared = max(1, heads["q"] // heads["k"])
     k_indices = [head // shared for head in q_indices] if config.k_indices is None else config.k_indices
-    found: dict[str, list[list[int]]] = {}
+    logits_of_heads: dict[str, list[list[int]]] = {}
     for side, indices in (("q", q_indices), ("k", k_indices)):
         if max(indices) >= heads[side]:
             raise ConfigError(
-                f"clip_config: {side}_indices name head {max(indices)}, but layer {layer!r} has {heads[side]} of them."
+                f"clip_config: {side}_indices name head {max(indices)}, but layer {layer!r} has {heads[side]} heads."
             )
-        found[side] = [[] for _ in range(heads[side])]
-        for entry, head in enumerate(indices):
-            found[side][head].append(entry)
-    return found
+        logits_of_heads[side] = [[] for _ in range(heads[side])]
+        for logit, head in enumerate(indices):
+            logits_of_heads[side][head].append(logit)
+    return logits_of_heads
 
 
 def check_overlap(layers: Mapping[LayerKey, Layer]) -> None:
-    """One layer under two keys would be scaled twice."""
-    seen: dict[str, LayerKey] = {}
+    """Raises if two keys mean the same layer, which would be scaled twice."""
+    key_of: dict[str, LayerKey] = {}
     for key, layer in layers.items():
-        for found, _ in layer.members:
-            if found.one.name in seen:
-                raise ConfigError(f"qk_logits: the layers {seen[found.one.name]!r} and {key!r} both mean {found.one.name}.")
-            seen[found.one.name] = key
+        for member, _ in layer.members:
+            name = member.named.name
+            if name in key_of:
+                raise ConfigError(f"qk_logits: the layers {key_of[name]!r} and {key!r} both mean {name}.")
+            key_of[name] = key

@@ -1,7 +1,7 @@
-"""The largest attention logit of each head, exactly, without the logits of all heads and positions at once.
+"""The largest attention logit of each head, exactly, without storing the logits of all heads and positions at once.
 
-A logit is (q·k)·scale of a query and a key that the mask lets meet. Products are taken in float32 (float64 for float64 inputs)
-whatever the dtype of q and k, a block of queries at a time.
+A logit is (q·k)·scale for a query and a key that the mask does not hide. Products are computed for one block of queries at a
+time, in float32 regardless of the dtype of q and k (in float64 for float64 inputs).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ __all__ = ["DEFAULT_BLOCK_BYTES", "causal_blocks", "chunked_maxima", "flex_maxim
 
 DEFAULT_BLOCK_BYTES = 64 * 2**20
 _MASKED = -1e4
-"""An additive mask of this or less (−10000, −1e9, a dtype's lowest number, −∞) hides a key; more is a bias."""
+"""A value of an additive mask that hides a key: this or less (−10000, −1e9, a dtype's lowest number, −∞). More is a bias."""
 
 _FLEX_BLOCK = 128
 _flex_failed = False
@@ -32,23 +32,23 @@ _flex_failed = False
 def head_maxima(
     q: Tensor, k: Tensor, *, causal: bool, scale: float | None = None, mask: Tensor | None = None, block_bytes: int
 ) -> Tensor:
-    """The largest logit of each query head, over the batch and all positions; −∞ for a head that sees nothing.
+    """The largest logit of each query head over the batch and all positions, (heads,); −∞ for a head without visible keys.
 
     Args:
         q: queries, (..., heads, queries, dim); dims before the heads are the batch.
         k: keys, (..., key heads, keys, dim); each key head serves an equal group of consecutive query heads.
-        causal: query t sees keys 0 to t, as in ``F.scaled_dot_product_attention(is_causal=True)``.
+        causal: query t sees only keys 0 to t, as in ``F.scaled_dot_product_attention(is_causal=True)``.
         scale: factor of the logits, 1/√dim unless given.
-        mask: as SDPA's ``attn_mask``: booleans, true where a key is seen, or numbers to add, of which those of −10000 or less
-            hide a key. Other numbers are no part of a logit here: no scaling of Wq and Wk changes them.
-        block_bytes: about the most memory that logits may take at a time.
+        mask: as SDPA's ``attn_mask``: booleans, true where a key is visible, or numbers to add. Numbers of −10000 or less hide a
+            key. Other numbers are ignored, since scaling Wq and Wk does not change them.
+        block_bytes: approximate limit of the memory that logits take at a time.
     """
     q, k, mask = _four_dims(q, k, mask)
     scale = 1 / math.sqrt(q.shape[-1]) if scale is None else float(scale)
     if mask is None and scale > 0 and _flex_fits(q, k):
         try:
             return flex_maxima(q, k, causal=causal, scale=scale)
-        except Exception as error:  # compilers and kernels fail in many ways, and the other path always works
+        except Exception as error:  # compilers and kernels fail in many ways; the chunked path always works
             _give_up_flex(error)
     return chunked_maxima(q, k, causal=causal, scale=scale, mask=mask, block_bytes=block_bytes)
 
@@ -58,35 +58,35 @@ def chunked_maxima(q: Tensor, k: Tensor, *, causal: bool, scale: float, mask: Te
     batch, heads, queries, dim = q.shape
     shared, keys = heads // k.shape[1], k.shape[2]
     dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
-    found = torch.full((heads,), -math.inf, dtype=dtype, device=q.device)
+    maxima = torch.full((heads,), -math.inf, dtype=dtype, device=q.device)
     if not (batch and queries and keys):
-        return found
-    row = heads * keys * dtype.itemsize  # logits of one query
-    some = min(batch, max(1, block_bytes // (row * queries)))
-    step = min(queries, max(1, block_bytes // (row * some)))
-    for b in range(0, batch, some):
-        near = k[b : b + some].to(dtype).transpose(-1, -2)
-        for t in range(0, queries, step):
-            rows = q[b : b + some, :, t : t + step].to(dtype)
-            seen = min(keys, t + rows.shape[2]) if causal else keys
-            # The queries of a group meet one key head, which therefore need not be repeated.
-            grouped = rows.reshape(rows.shape[0], k.shape[1], shared * rows.shape[2], dim)
-            logits = (grouped @ near[..., :seen]).mul_(scale).view(*rows.shape[:3], seen)
+        return maxima
+    query_bytes = heads * keys * dtype.itemsize  # logits of one query, of all heads
+    batch_step = min(batch, max(1, block_bytes // (query_bytes * queries)))
+    query_step = min(queries, max(1, block_bytes // (query_bytes * batch_step)))
+    for b in range(0, batch, batch_step):
+        keys_t = k[b : b + batch_step].to(dtype).transpose(-1, -2)
+        for t in range(0, queries, query_step):
+            block = q[b : b + batch_step, :, t : t + query_step].to(dtype)
+            visible_keys = min(keys, t + block.shape[2]) if causal else keys
+            # Query heads that share a key head are stacked along the queries: the key head need not be repeated.
+            grouped = block.reshape(block.shape[0], k.shape[1], shared * block.shape[2], dim)
+            logits = (grouped @ keys_t[..., :visible_keys]).mul_(scale).view(*block.shape[:3], visible_keys)
             if causal:
-                later = torch.ones(rows.shape[2], seen, dtype=torch.bool, device=q.device).triu_(t + 1)
+                later = torch.ones(block.shape[2], visible_keys, dtype=torch.bool, device=q.device).triu_(t + 1)
                 logits.masked_fill_(later, -math.inf)
             if mask is not None:
-                visible = mask[b : b + some, :, t : t + step, :seen]
-                logits.masked_fill_(~visible if visible.dtype == torch.bool else visible <= _MASKED, -math.inf)
-            found = torch.maximum(found, logits.amax((0, 2, 3)))
-            del logits  # before the next block is made
-    return found
+                part = mask[b : b + batch_step, :, t : t + query_step, :visible_keys]
+                logits.masked_fill_(~part if part.dtype == torch.bool else part <= _MASKED, -math.inf)
+            maxima = torch.maximum(maxima, logits.amax((0, 2, 3)))
+            del logits  # frees it before the next block is computed
+    return maxima
 
 
 def flex_maxima(q: Tensor, k: Tensor, *, causal: bool, scale: float, attention: Callable[..., Any] | None = None) -> Tensor:
-    """As ``head_maxima`` without a mask, through the largest scores that ``flex_attention`` finds on its way.
+    """As ``head_maxima`` without a mask, from the largest scores that ``flex_attention`` computes on its way.
 
-    Not run on a GPU by this project's tests; they run it with ``attention`` replaced by torch's own eager implementation.
+    The tests do not run it on a GPU. They pass torch's eager implementation as ``attention``.
     """
     from torch.nn.attention.flex_attention import AuxRequest
 
@@ -99,18 +99,26 @@ def flex_maxima(q: Tensor, k: Tensor, *, causal: bool, scale: float, attention: 
 
 @lru_cache(maxsize=16)
 def causal_blocks(queries: int, keys: int, device: torch.device) -> Any:
-    """The block mask of causal attention, without the queries × keys booleans that torch's own function makes first."""
+    """The block mask of causal attention; torch's own function would first allocate queries × keys booleans."""
     from torch.nn.attention.flex_attention import BlockMask
 
     rows, cols = -(-queries // _FLEX_BLOCK), -(-keys // _FLEX_BLOCK)
     row, col = torch.arange(rows, device=device), torch.arange(cols, device=device)
-    seen = (row + 1).clamp(max=cols)
-    # Left of the diagonal a block is seen whole, unless it reaches beyond the last query or key.
+    visible = (row + 1).clamp(max=cols)  # blocks of keys that a block of queries sees, in part or whole
+    # Left of the diagonal a block is visible as a whole, unless it reaches beyond the last query or key.
     full = torch.where((row + 1) * _FLEX_BLOCK <= queries, row.clamp(max=keys // _FLEX_BLOCK), 0)
-    parts = (seen - full, (full[:, None] + col) % cols, full, col.expand(rows, cols))
-    some, some_at, whole, whole_at = (one.to(torch.int32).contiguous()[None, None] for one in parts)
+    counts_and_indices = (visible - full, (full[:, None] + col) % cols, full, col.expand(rows, cols))
+    partial_count, partial_index, full_count, full_index = (
+        tensor.to(torch.int32).contiguous()[None, None] for tensor in counts_and_indices
+    )
     return BlockMask.from_kv_blocks(
-        some, some_at, whole, whole_at, BLOCK_SIZE=_FLEX_BLOCK, mask_mod=_not_later, seq_lengths=(queries, keys)
+        partial_count,
+        partial_index,
+        full_count,
+        full_index,
+        BLOCK_SIZE=_FLEX_BLOCK,
+        mask_mod=_not_later,
+        seq_lengths=(queries, keys),
     )
 
 
@@ -132,7 +140,7 @@ def _compiled_flex() -> Callable[..., Any]:
 
 
 def _flex_fits(q: Tensor, k: Tensor) -> bool:
-    """Half precision on CUDA: there its products are exact in float32, as the chunked ones are."""
+    """Whether flex_attention gives the same: in half precision on CUDA, where its products are exact in float32 too."""
     if _flex_failed or not q.is_cuda or q.dtype not in (torch.bfloat16, torch.float16) or not (q.numel() and k.numel()):
         return False
     return flex_gives_max_scores()
@@ -145,18 +153,18 @@ def _give_up_flex(error: Exception) -> None:
 
 
 def _four_dims(q: Tensor, k: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
-    """q and k as (batch, heads, positions, dim) and a mask that can be sliced like their logits; views wherever possible."""
+    """q and k as (batch, heads, positions, dim), and the mask as (batch, heads, queries, keys); views wherever possible."""
     if min(q.dim(), k.dim()) < 3 or q.shape[-1] != k.shape[-1]:
-        raise ConfigError(f"MaxLogits: q {tuple(q.shape)} and k {tuple(k.shape)} must be (batch, heads, positions, dim) both.")
+        raise ConfigError(f"MaxLogits: q {tuple(q.shape)} and k {tuple(k.shape)} must both be (batch, heads, positions, dim).")
     if not k.shape[-3] or q.shape[-3] % k.shape[-3]:
-        raise ConfigError(f"MaxLogits: {q.shape[-3]} query heads and {k.shape[-3]} key heads are no equal groups.")
+        raise ConfigError(f"MaxLogits: {q.shape[-3]} query heads cannot share {k.shape[-3]} key heads equally.")
     batch: tuple[int, ...] = torch.broadcast_shapes(q.shape[:-3], k.shape[:-3])  # type: ignore[no-untyped-call]
-    positions = (*batch, q.shape[-3], q.shape[-2], k.shape[-2])
+    logits_shape = (*batch, q.shape[-3], q.shape[-2], k.shape[-2])
     if mask is not None:
         try:
-            mask = mask.expand(positions)
+            mask = mask.expand(logits_shape)
         except RuntimeError:
-            raise ConfigError(f"MaxLogits: the mask {tuple(mask.shape)} does not expand to the logits {positions}.") from None
-        mask = mask.reshape(math.prod(batch), *positions[-3:])
-    q, k = (one.expand(*batch, *one.shape[-3:]).reshape(math.prod(batch), *one.shape[-3:]) for one in (q, k))
+            raise ConfigError(f"MaxLogits: the mask {tuple(mask.shape)} does not expand to the logits {logits_shape}.") from None
+        mask = mask.reshape(math.prod(batch), *logits_shape[-3:])
+    q, k = (tensor.expand(*batch, *tensor.shape[-3:]).reshape(math.prod(batch), *tensor.shape[-3:]) for tensor in (q, k))
     return q, k, mask

@@ -5,9 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from functools import wraps
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -15,59 +14,43 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from ..device import known_to_host
+from ..device import copy_to, known_to_host
 from ..errors import ConfigError
 from ..params.dtensors import ReplicaGroup, as_dtensor, groups_of
 from ..torch_compat import split_factor, unwrapped
 from ..transport import norm_device, shared_group
 from ..transport.maxima import everyone_on_host, reduce_largest
+from .head_spans import ObservedHeads, Span, assign_spans
 from .logit_maxima import DEFAULT_BLOCK_BYTES, head_maxima
 from .names import LayerKey
-from .untraced import uncompiled, unseen
+from .untraced import uncompiled, untraced
 
 __all__ = ["MaxLogits"]
 
 _SDPA = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa")
 
 
-class _Note(NamedTuple):
-    """What a rank tells the others before the first reduction."""
-
-    place: int  # its place among the ranks that divide heads
-    places: int
-    heads: tuple[tuple[LayerKey, int], ...]
-
-
-@dataclass(frozen=True, slots=True)
-class _Span:
-    """Where a layer is in the packed vector: all heads, and those of this rank."""
-
-    start: int
-    stop: int
-    mine: slice
-
-
 class MaxLogits:
-    """The largest logits (q·k)·scale per query head that attention has seen since the last ``collect``.
+    """Collects the largest logit (q·k)·scale of each query head since the last ``collect``.
 
-    Attention modules that call ``F.scaled_dot_product_attention`` are attached; hand-written attention calls ``observe``. Nothing
-    is watched, and nothing costs anything, outside ``with collecting()``. ``collect`` takes the largest over all ranks by one
+    Attach modules that call ``F.scaled_dot_product_attention``; call ``observe`` in hand-written attention. Outside of
+    ``with collecting()`` nothing is observed and nothing costs time. ``collect`` takes the maximum over all ranks in one
     all-reduce and returns what ``Muon.step(qk_logits=...)`` takes::
 
         logits = MaxLogits()
         for layer, block in enumerate(model.layers):
             logits.attach(block.attention, layer)
         with logits.collecting():
-            loss = model(tokens)  # as many forwards as wanted
+            loss = model(tokens)  # one or more forwards
         loss.backward()
         optimizer.step(qk_logits=logits.collect())
 
     Args:
         group: the ranks that hold the same layers and see other data or other heads (data, context and tensor parallel ranks
-            together, never pipeline stages), as a process group or a mesh. Needed as soon as there is more than one rank.
-        tp_group: the ranks among which the heads of a layer are divided, in order, as a process group or a mesh of one axis.
-            Logits of all heads are then put together by the same all-reduce.
-        block_bytes: about the most memory that logits take at a time while their largest is found.
+            together, never pipeline stages), as a process group or a mesh. Required if there is more than one rank.
+        tp_group: the tensor parallel ranks that divide the heads of a layer, in order, as a process group or a mesh of one axis.
+            The same all-reduce then assembles the logits of all heads.
+        block_bytes: approximate limit of the memory that logits take at a time.
     """
 
     def __init__(
@@ -80,27 +63,27 @@ class MaxLogits:
         if not isinstance(block_bytes, int) or block_bytes < 1:
             raise ConfigError(f"MaxLogits: block_bytes={block_bytes!r} must be a positive number of bytes.")
         self._block_bytes = block_bytes
-        self._group = _group_of(group if group is not None else tp_group)
-        self._heads_ranks = (0,) if tp_group is None else _ranks_of(tp_group)
-        if tp_group is not None and self._group is not None:
-            missing = sorted(set(self._heads_ranks) - set(dist.get_process_group_ranks(self._group)))
+        self._process_group = _process_group_of(group if group is not None else tp_group)
+        self._tp_ranks = (0,) if tp_group is None else _ranks_of(tp_group)
+        if tp_group is not None and self._process_group is not None:
+            missing = sorted(set(self._tp_ranks) - set(dist.get_process_group_ranks(self._process_group)))
             if missing:
                 raise ConfigError(
-                    f"MaxLogits: tp_group has the ranks {self._heads_ranks}, of which group lacks {missing}: give a group of all "
+                    f"MaxLogits: tp_group has the ranks {self._tp_ranks}, of which group lacks {missing}: pass a group of all "
                     "data and tensor parallel ranks that hold the same layers."
                 )
         self._attached: list[tuple[nn.Module, LayerKey]] = []
-        self._maxima: dict[LayerKey, Tensor] = {}
-        self._observed: dict[LayerKey, int] = {}
+        self._maxima: dict[LayerKey, Tensor] = {}  # this rank's largest logits since the last collect()
+        self._observations: dict[LayerKey, int] = {}  # how often each layer was observed
         self._collecting = False
-        self._spans: dict[LayerKey, _Span] | None = None
+        self._spans: dict[LayerKey, Span] | None = None
 
     def attach(self, module: nn.Module, layer: LayerKey) -> None:
-        """Watches an attention module's calls of ``F.scaled_dot_product_attention``, while collecting.
+        """Observes a module's calls of ``F.scaled_dot_product_attention`` while collecting.
 
         Args:
-            module: the module whose forward makes the call, itself or through others.
-            layer: what ``qk_logits`` shall call it: its number, or its name.
+            module: the module whose forward makes the call, directly or through its submodules.
+            layer: the key of the layer in ``qk_logits``: its number, or its name.
         """
         if not isinstance(layer, (int, str)) or isinstance(layer, bool):
             raise ConfigError(f"MaxLogits: the layer {layer!r} must be a number or a name.")
@@ -109,7 +92,7 @@ class MaxLogits:
         self._attached.append((unwrapped(module), layer))
 
     def detach(self) -> None:
-        """Forgets all attached modules and everything observed so far."""
+        """Removes all attached modules and discards all observations."""
         if self._collecting:
             raise ConfigError("MaxLogits: detach modules after collecting, not during it.")
         self._attached.clear()
@@ -118,24 +101,24 @@ class MaxLogits:
 
     @contextmanager
     def collecting(self, *, eager: bool = True) -> Iterator[None]:
-        """Watches forwards inside the ``with``; maxima add up over several of them until ``collect``.
+        """Observes forwards inside the ``with``. Until ``collect``, maxima are taken over all of them.
 
         Args:
-            eager: run what ``torch.compile`` has compiled as it is written, since a compiled module cannot be watched. With False
-                compiled code stays compiled, and must call ``observe`` or ``observe_scores`` itself.
+            eager: run compiled modules eagerly, since calls inside compiled code cannot be observed. With False, compiled code
+                stays compiled and must call ``observe`` or ``observe_scores`` itself.
         """
         if not eager and self._attached:
             raise ConfigError(
-                "MaxLogits: attached modules are watched in eager mode only. With collecting(eager=False) attach none, and call "
+                "MaxLogits: attached modules are observed in eager mode only. With collecting(eager=False) attach none, and call "
                 "observe() or observe_scores() in the attention instead."
             )
         if self._collecting:
-            raise ConfigError("MaxLogits: collecting() is entered already.")
+            raise ConfigError("MaxLogits: collecting() was entered already: leave it before entering it again.")
         with ExitStack() as stack:
             if eager:
                 stack.enter_context(uncompiled())
             for module, layer in self._attached:
-                stack.enter_context(self._watched(module, layer))
+                stack.enter_context(self._observing_forward(module, layer))
             self._collecting = True
             try:
                 yield
@@ -152,26 +135,26 @@ class MaxLogits:
         scale: float | None = None,
         mask: Tensor | None = None,
     ) -> None:
-        """For hand-written attention: takes the largest logit of each head of ``q``; does nothing unless collecting.
+        """Observes the logits of hand-written attention. Does nothing unless collecting.
 
         Args:
-            layer: what ``qk_logits`` shall call it.
+            layer: the key of the layer in ``qk_logits``.
             q: queries, (batch, heads, positions, dim), as they enter the product: after rotary embeddings and norms.
             k: keys, (batch, key heads, positions, dim).
-            causal: whether query t sees keys 0 to t only.
+            causal: whether query t sees only keys 0 to t.
             scale: factor of the logits, 1/√dim unless given.
-            mask: as SDPA's ``attn_mask``; numbers of −10000 or less hide a key, others are no part of a logit.
+            mask: as SDPA's ``attn_mask``. Numbers of −10000 or less hide a key; others are ignored.
         """
         if self._collecting:
             self._observe(layer, q, k, causal, scale, mask)
 
     def observe_scores(self, layer: LayerKey, scores: Tensor) -> None:
-        """For attention that knows its largest scores: ``flex_attention(..., return_aux=AuxRequest(max_scores=True))``.
+        """Observes the scores of attention that reports them: ``flex_attention(..., return_aux=AuxRequest(max_scores=True))``.
 
         Does nothing unless collecting.
 
         Args:
-            layer: what ``qk_logits`` shall call it.
+            layer: the key of the layer in ``qk_logits``.
             scores: largest score of each query, (batch, heads, positions).
         """
         if self._collecting:
@@ -179,78 +162,80 @@ class MaxLogits:
 
     @torch.no_grad()
     def collect(self) -> dict[LayerKey, Tensor]:
-        """The largest logits per head of every layer, over all ranks of the group, and starts anew.
+        """Returns the largest logit of each head of every layer, over all ranks of the group, and starts over.
 
-        Every rank of the group must call. The first call compares notes on layers and heads. As long as they stay what they were
-        it is one all-reduce from then on, and the host does not wait for a device; on devices they must stay.
+        Every rank of the group must call it. At the first call the ranks tell each other which layers and heads they have
+        observed. From then on a call is one all-reduce, and the host does not wait for a device. If layers or heads change, ranks
+        whose tensors are in host memory compare again; on other devices they must not change.
 
         Returns:
-            Layer → float32 tensor of one number per head: −∞ for a head that nothing was seen of, +∞ where a logit was NaN or +∞
-            (QK-clip leaves such a head alone).
+            Layer → float32 tensor of one number per head: −∞ for a head that was not observed, +∞ where a logit was NaN or +∞
+            (QK-clip does not scale such a head).
         """
-        if self._group is None:
+        if self._process_group is None:
             if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
                 raise ConfigError(
                     "MaxLogits: there are several ranks, and each has seen other data or heads. Write MaxLogits(group=...) with "
-                    "the group or mesh of all ranks that hold the same layers: data, context and tensor parallel ones."
+                    "the process group or mesh of all ranks that hold the same layers: data, context and tensor parallel ranks."
                 )
-            found = {layer: _without_nan(value) for layer, value in self._maxima.items()}
+            maxima = {layer: _nan_as_infinity(value) for layer, value in self._maxima.items()}
             self._maxima = {}
-            return found
+            return maxima
         try:
-            return self._reduced(self._group)
+            return self._reduced(self._process_group)
         finally:
             self._maxima = {}
 
-    def _reduced(self, group: dist.ProcessGroup) -> dict[LayerKey, Tensor]:
+    def _reduced(self, process_group: dist.ProcessGroup) -> dict[LayerKey, Tensor]:
+        """The maxima over all ranks, from one vector of all heads of all layers and a flag that asks to compare heads again."""
         if self._spans is None:
-            note = _Note(*_place(self._heads_ranks), tuple((layer, one.numel()) for layer, one in self._maxima.items()))
-            notes = everyone_on_host(note, group)
-            self._spans = _spans(notes, note.place)
+            tp_rank, tp_size = _position(self._tp_ranks)
+            heads = tuple((layer, value.numel()) for layer, value in self._maxima.items())
+            self._spans = assign_spans(everyone_on_host(ObservedHeads(tp_rank, tp_size, heads), process_group), tp_rank)
         spans = self._spans
         changed = any(
-            layer not in spans or value.numel() != spans[layer].mine.stop - spans[layer].mine.start
+            layer not in spans or value.numel() != spans[layer].own.stop - spans[layer].own.start
             for layer, value in self._maxima.items()
         )
         total = max(span.stop for span in spans.values())
-        device = norm_device([value.device for value in self._maxima.values()], [group])
+        device = norm_device([value.device for value in self._maxima.values()], [process_group])
         packed = torch.full((total + 1,), -math.inf, device=device)
-        packed[total] = float(changed)  # the length never changes, so that ranks that differ still meet
+        packed[total] = float(changed)  # a flag, since ranks must reduce vectors of one length even if their heads have changed
         if not changed:
             for layer, value in self._maxima.items():
-                packed[spans[layer].mine] = _without_nan(value).to(device, non_blocking=device.type != "cpu")
-        reduce_largest(packed, group)
-        if known_to_host(packed) and bool(packed[total] > 0):  # all ranks see it, and compare notes again
+                packed[spans[layer].own] = copy_to(_nan_as_infinity(value), device)
+        reduce_largest(packed, process_group)
+        if known_to_host(packed) and bool(packed[total] > 0):  # all ranks see the flag
             self._spans = None
-            return self._reduced(group)
+            return self._reduced(process_group)
         if changed:
             raise ConfigError(
                 "MaxLogits: the layers or heads that this rank has observed are not those of the first collect(), and the other "
-                "ranks cannot hear of it without waiting for their devices. Make a new MaxLogits after changing the model."
+                "ranks could only notice by waiting for their devices. Create a new MaxLogits after changing the model."
             )
-        # Where the host cannot know that another rank has raised, its logits at least scale nothing.
+        # The host may not know that another rank has raised. Infinite logits then keep this rank from scaling anything.
         values = torch.where(packed[total] > 0, math.inf, packed[:total])
         return {layer: values[span.start : span.stop] for layer, span in spans.items()}
 
     @contextmanager
-    def _watched(self, module: nn.Module, layer: LayerKey) -> Iterator[None]:
-        """Replaces the module's forward for a while: unlike a pair of hooks it cannot be left half done by an exception."""
+    def _observing_forward(self, module: nn.Module, layer: LayerKey) -> Iterator[None]:
+        """Replaces the module's forward meanwhile. Unlike a pair of hooks, it also ends if the forward raises."""
         forward: Callable[..., Any] = module.forward
         replaced = "forward" in module.__dict__
 
         @wraps(forward)
-        def watched(*args: Any, **kwargs: Any) -> Any:
-            before = self._observed.get(layer, 0)
-            with _Watch(self, layer):
+        def observed(*args: Any, **kwargs: Any) -> Any:
+            before = self._observations.get(layer, 0)
+            with _SDPAObserver(self, layer):
                 result = forward(*args, **kwargs)
-            if self._observed.get(layer, 0) == before:
+            if self._observations.get(layer, 0) == before:
                 raise ConfigError(
-                    f"MaxLogits: {type(module).__name__} of layer {layer!r} never called F.scaled_dot_product_attention, so that "
-                    "its logits were not seen. Attach the module that calls it, or call observe() or observe_scores() in it."
+                    f"MaxLogits: {type(module).__name__} of layer {layer!r} never called F.scaled_dot_product_attention, so its "
+                    "logits were not observed. Attach the module that calls it, or call observe() or observe_scores() in it."
                 )
             return result
 
-        module.forward = watched
+        module.forward = observed
         try:
             yield
         finally:
@@ -259,62 +244,64 @@ class MaxLogits:
             else:
                 del module.__dict__["forward"]
 
-    @unseen
+    @untraced
     def _observe(self, layer: LayerKey, q: Tensor, k: Tensor, causal: bool, scale: float | None, mask: Tensor | None) -> None:
-        q, k, mask = _own_parts(layer, q, k, mask)
-        self._keep(layer, head_maxima(q, k, causal=causal, scale=scale, mask=mask, block_bytes=self._block_bytes))
+        q, k, mask = _local_tensors(layer, q, k, mask)
+        self._record(layer, head_maxima(q, k, causal=causal, scale=scale, mask=mask, block_bytes=self._block_bytes))
 
-    @unseen
+    @untraced
     def _observe_scores(self, layer: LayerKey, scores: Tensor) -> None:
         if as_dtensor(scores) is not None:
-            raise ConfigError(f"MaxLogits: the scores of layer {layer!r} are a DTensor: pass scores.to_local(), by heads.")
+            raise ConfigError(
+                f"MaxLogits: the scores of layer {layer!r} are a DTensor: pass scores.to_local(), sharded by heads."
+            )
         if scores.dim() < 2:
             raise ConfigError(
                 f"MaxLogits: scores of layer {layer!r} have shape {tuple(scores.shape)}, not (batch, heads, queries)."
             )
         rest = [dim for dim in range(scores.dim()) if dim != scores.dim() - 2]
-        self._keep(layer, scores.detach().amax(rest))
+        self._record(layer, scores.detach().amax(rest))
 
-    def _keep(self, layer: LayerKey, found: Tensor) -> None:
-        self._observed[layer] = self._observed.get(layer, 0) + 1
+    def _record(self, layer: LayerKey, maxima: Tensor) -> None:
+        self._observations[layer] = self._observations.get(layer, 0) + 1
         known = self._maxima.get(layer)
-        found = found.to(torch.float32)
+        maxima = maxima.to(torch.float32)
         if known is not None:
-            if known.shape != found.shape:
-                raise ConfigError(f"MaxLogits: layer {layer!r} had {known.numel()} heads and now has {found.numel()}.")
-            found = torch.maximum(known, found.to(known.device))
-        self._maxima[layer] = found
+            if known.shape != maxima.shape:
+                raise ConfigError(f"MaxLogits: layer {layer!r} had {known.numel()} heads and now has {maxima.numel()}.")
+            maxima = torch.maximum(known, maxima.to(known.device))
+        self._maxima[layer] = maxima
 
 
-class _Watch(TorchFunctionMode):
-    """Sees every call of SDPA while it is entered."""
+class _SDPAObserver(TorchFunctionMode):
+    """Observes every call of SDPA while it is entered."""
 
-    def __init__(self, owner: MaxLogits, layer: LayerKey) -> None:
+    def __init__(self, logits: MaxLogits, layer: LayerKey) -> None:
         super().__init__()
-        self._owner, self._layer = owner, layer
+        self._logits, self._layer = logits, layer
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         if func is F.scaled_dot_product_attention:
-            given = {**dict(zip(_SDPA, args, strict=False)), **(kwargs or {})}
-            self._owner.observe(
+            arguments = {**dict(zip(_SDPA, args, strict=False)), **(kwargs or {})}
+            self._logits.observe(
                 self._layer,
-                given["query"],
-                given["key"],
-                causal=bool(given.get("is_causal", False)),
-                scale=given.get("scale"),
-                mask=given.get("attn_mask"),
+                arguments["query"],
+                arguments["key"],
+                causal=bool(arguments.get("is_causal", False)),
+                scale=arguments.get("scale"),
+                mask=arguments.get("attn_mask"),
             )
         return result
 
 
-def _without_nan(value: Tensor) -> Tensor:
-    """NaN as +∞, which a maximum over ranks keeps."""
+def _nan_as_infinity(value: Tensor) -> Tensor:
+    """``value`` with +∞ in the place of NaN, which a maximum over ranks may lose."""
     return torch.where(value.isnan(), math.inf, value)
 
 
-def _own_parts(layer: LayerKey, q: Tensor, k: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Plain tensors: this rank's heads and sequences of DTensors that are divided by nothing else."""
+def _local_tensors(layer: LayerKey, q: Tensor, k: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
+    """q, k and mask as plain tensors. Of DTensors this rank's part, which must have all positions of its heads and sequences."""
     sharded, keys, masks = as_dtensor(q), as_dtensor(k), None if mask is None else as_dtensor(mask)
     if sharded is None and keys is None and masks is None:
         return q.detach(), k.detach(), mask
@@ -323,57 +310,31 @@ def _own_parts(layer: LayerKey, q: Tensor, k: Tensor, mask: Tensor | None) -> tu
     from torch.distributed.tensor import Shard
 
     by_heads = all(
-        one.is_replicate() or (isinstance(one, Shard) and split_factor(one) is None and one.dim < q.dim() - 2)
-        for one in sharded.placements
+        placement.is_replicate()
+        or (isinstance(placement, Shard) and split_factor(placement) is None and placement.dim < q.dim() - 2)
+        for placement in sharded.placements
     )
-    if not by_heads or (masks is not None and not all(one.is_replicate() for one in masks.placements)):
+    if not by_heads or (masks is not None and not all(placement.is_replicate() for placement in masks.placements)):
         raise ConfigError(
             f"MaxLogits: layer {layer!r} has q on {sharded.placements}. Logits need queries and keys of all positions, and a "
-            "mask that is not divided: divide by batch and heads only, or call observe() with gathered keys."
+            "replicated mask: shard by batch and heads only, or call observe() with gathered keys."
         )
     return sharded.to_local(), keys.to_local(), mask if masks is None else masks.to_local()
 
 
-def _group_of(place: ReplicaGroup | None) -> dist.ProcessGroup | None:
-    """One process group of all ranks of ``place``."""
-    if place is None or isinstance(place, dist.ProcessGroup):
-        return place
-    return shared_group(_ranks_of(place), groups_of(place))
+def _process_group_of(ranks: ReplicaGroup | None) -> dist.ProcessGroup | None:
+    """One process group for all ranks of a process group or mesh."""
+    if ranks is None or isinstance(ranks, dist.ProcessGroup):
+        return ranks
+    return shared_group(_ranks_of(ranks), groups_of(ranks))
 
 
-def _ranks_of(place: ReplicaGroup) -> tuple[int, ...]:
-    if isinstance(place, dist.ProcessGroup):
-        return tuple(dist.get_process_group_ranks(place))
-    return tuple(sorted(place.mesh.flatten().tolist()))
+def _ranks_of(ranks: ReplicaGroup) -> tuple[int, ...]:
+    if isinstance(ranks, dist.ProcessGroup):
+        return tuple(dist.get_process_group_ranks(ranks))
+    return tuple(sorted(ranks.mesh.flatten().tolist()))
 
 
-def _place(ranks: tuple[int, ...]) -> tuple[int, int]:
+def _position(ranks: tuple[int, ...]) -> tuple[int, int]:
+    """This rank's position among ``ranks``, and their number."""
     return (ranks.index(dist.get_rank()), len(ranks)) if len(ranks) > 1 else (0, 1)
-
-
-def _spans(notes: dict[int, object], place: int) -> dict[LayerKey, _Span]:
-    """Where each layer's heads are in the packed vector, from what all ranks have said; the same on all of them."""
-    counts: dict[LayerKey, dict[int, int]] = {}
-    places = set()
-    for rank, note in notes.items():
-        assert isinstance(note, _Note)
-        places.add(note.places)
-        for layer, heads in note.heads:
-            known = counts.setdefault(layer, {}).setdefault(note.place, heads)
-            if known != heads:
-                raise ConfigError(f"MaxLogits: layer {layer!r} has {heads} heads on rank {rank} and {known} on another like it.")
-    if not counts:
-        raise ConfigError("MaxLogits: no rank has observed anything: run a forward inside collecting() before collect().")
-    if len(places) > 1:
-        raise ConfigError(f"MaxLogits: ranks have tp_groups of different sizes: {sorted(places)}.")
-    spans, start = {}, 0
-    for layer, found in counts.items():
-        if set(found) != set(range(max(places))):
-            raise ConfigError(
-                f"MaxLogits: layer {layer!r} was observed by the tensor parallel ranks {sorted(found)} only, of {max(places)}."
-            )
-        before = sum(found[k] for k in range(place))
-        total = sum(found.values())
-        spans[layer] = _Span(start, start + total, slice(start + before, start + before + found[place]))
-        start += total
-    return spans

@@ -1,4 +1,4 @@
-"""QK-clip's options, and which parameters are the query and key projections of which layer, found from their names."""
+"""QK-clip's options, and which parameters are query and key projections of which layer, according to their names."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ..routing.param_groups import name_parts
 __all__ = ["ClipConfig", "LayerKey", "Projection", "belongs_to", "find_projection", "read_clip_config"]
 
 LayerKey: TypeAlias = int | str
-"""A layer's number, or the name of its attention module (or of any module around it) where numbers are not enough."""
+"""A layer's number, or the name of its attention module (or of a module that contains it) where numbers are ambiguous."""
 
 _KINDS = {
     "q": ("q_proj", "wq", "c_q", "to_q", "query", "q_b_proj", "wq_b"),
@@ -24,7 +24,7 @@ _KINDS = {
     "qkv": ("qkv_proj", "qkv", "c_qkv", "c_attn", "wqkv", "query_key_value"),
 }
 _KIND_OF = {module: kind for kind, modules in _KINDS.items() for module in modules}
-_DIRECT = {"in_proj_weight": "qkv", "in_proj_bias": "qkv"}  # torch's own attention holds them itself
+_DIRECT = {"in_proj_weight": "qkv", "in_proj_bias": "qkv"}  # held by nn.MultiheadAttention itself
 _DIRECT |= {f"{kind}_proj_{what}": kind for kind in ("q", "k") for what in ("weight", "bias")}
 
 _MLA = ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
@@ -33,13 +33,13 @@ _EXAMPLE = '{"head_dim": 128, "threshold": 100}'
 
 
 class Projection(NamedTuple):
-    """What a parameter's name says.
+    """What the name of a projection says.
 
     Attributes:
-        name: the name without what wrappers insert.
-        layer: number of its layer; None where the name has none. A user's pattern may give it a name instead.
+        name: the name without the components that wrappers insert.
+        layer: number of its layer; None where the name has none. A user's pattern may give a name instead.
         kind: ``"q"``, ``"k"``, ``"kv_b"`` (MLA's keys and values) or ``"qkv"`` (fused).
-        bias: whether it is a bias and not a weight.
+        bias: whether it is a bias; otherwise it is a weight.
     """
 
     name: str
@@ -50,7 +50,7 @@ class Projection(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class MLA:
-    """Rows per head of multi-head latent attention: without position, with rotary position, and of the values."""
+    """Rows per head of multi-head latent attention: those without position, those with rotary position, and the values."""
 
     nope: int
     rope: int
@@ -62,12 +62,12 @@ class ClipConfig:
     """``clip_config``, checked.
 
     Attributes:
-        threshold: largest logit that is left alone.
+        threshold: largest logit that is not scaled.
         head_dim: rows of a head of Wq and Wk; None where all layers are MLA.
-        q_indices: query head of each logit; None for the heads in order.
-        k_indices: key head of each logit; None for equal groups of query heads.
-        mla: rows per head of MLA layers; None where there are none.
-        patterns: a user's own (kind, expression) pairs, which are tried first.
+        q_indices: query head of each logit; None if logit i belongs to query head i.
+        k_indices: key head of each logit; None if the query heads share the key heads equally, in order.
+        mla: rows per head of MLA layers; None if there are none.
+        patterns: a user's own (kind, regular expression) pairs, which are tried first.
     """
 
     threshold: float
@@ -85,10 +85,10 @@ def read_clip_config(given: Mapping[str, Any]) -> ClipConfig:
     if unknown := sorted(str(key) for key in given if key not in _KEYS):
         raise ConfigError(f"clip_config has unknown keys {unknown}; it may have {', '.join(_KEYS)}.")
     threshold = given.get("threshold")
-    limits = torch.finfo(torch.float32)  # in which factors are computed
+    limits = torch.finfo(torch.float32)  # factors are computed in it
     if not isinstance(threshold, (int, float)) or isinstance(threshold, bool) or not limits.tiny <= threshold <= limits.max:
         raise ConfigError(
-            f"clip_config: threshold={threshold!r} must be a positive number of float32: the largest logit to leave alone."
+            f"clip_config: threshold={threshold!r} must be a positive number of float32: the largest logit that is not scaled."
         )
     parts = {key: _positive(given, key) for key in _MLA}
     mla = None
@@ -109,7 +109,7 @@ def read_clip_config(given: Mapping[str, Any]) -> ClipConfig:
 
 
 def find_projection(name: str, config: ClipConfig) -> Projection | None:
-    """What the parameter ``name`` is to QK-clip; None if it is nothing."""
+    """The projection that the parameter ``name`` is; None if it is no query or key projection."""
     parts = name_parts(name)
     plain = ".".join(parts)
     bias = parts[-1] == "bias" or parts[-1].endswith("_bias")
@@ -117,17 +117,17 @@ def find_projection(name: str, config: ClipConfig) -> Projection | None:
         if match := pattern.search(plain):
             layer = match["layer"]
             return Projection(plain, int(layer) if layer.isdigit() else layer, kind, bias)
-    found = _DIRECT.get(parts[-1])
-    if found is None and len(parts) > 1 and parts[-1] in ("weight", "bias"):
-        found = _KIND_OF.get(parts[-2].lower())
-    if found is None:
+    kind_of_name = _DIRECT.get(parts[-1])
+    if kind_of_name is None and len(parts) > 1 and parts[-1] in ("weight", "bias"):
+        kind_of_name = _KIND_OF.get(parts[-2].lower())
+    if kind_of_name is None:
         return None
     numbers = [int(part) for part in parts if part.isdigit()]
-    return Projection(plain, numbers[-1] if numbers else None, found, bias)
+    return Projection(plain, numbers[-1] if numbers else None, kind_of_name, bias)
 
 
 def belongs_to(projection: Projection, layer: LayerKey) -> bool:
-    """Whether a projection is one of the layer that a user names by number or by a module's name."""
+    """Whether a projection belongs to the layer that a user names by number or by a module's name."""
     if isinstance(layer, int) or projection.layer == layer:
         return projection.layer == layer
     return projection.name.startswith(".".join([*name_parts(layer), ""]))
@@ -144,10 +144,10 @@ def _indices(given: Mapping[str, Any], key: str) -> tuple[int, ...] | None:
     indices = given.get(key)
     if indices is None:
         return None
-    fine = isinstance(indices, Sequence) and not isinstance(indices, str) and len(indices) > 0
-    if not fine or not all(isinstance(one, int) and not isinstance(one, bool) and one >= 0 for one in indices):
+    is_list = isinstance(indices, Sequence) and not isinstance(indices, str) and len(indices) > 0
+    if not is_list or not all(isinstance(head, int) and not isinstance(head, bool) and head >= 0 for head in indices):
         raise ConfigError(
-            f"clip_config: {key}={indices!r} must be a list of head numbers, one per logit; leave it out for the heads in order."
+            f"clip_config: {key}={indices!r} must be a list of head numbers, one per logit. Leave it out for heads in order."
         )
     return tuple(indices)
 
@@ -158,13 +158,15 @@ def _patterns(given: Any) -> tuple[tuple[str, re.Pattern[str]], ...]:
         return ()
     if not isinstance(given, Mapping) or not all(kind in _KINDS for kind in given):
         raise ConfigError(f"clip_config: patterns={given!r} must map {', '.join(_KINDS)} to regular expressions: {example}.")
-    found = []
+    patterns = []
     for kind, expression in given.items():
         try:
             pattern = re.compile(expression)
         except (TypeError, re.error) as error:
-            raise ConfigError(f"clip_config: the pattern {expression!r} of {kind!r} is no regular expression: {error}.") from None
+            raise ConfigError(
+                f"clip_config: the pattern {expression!r} of {kind!r} is not a regular expression: {error}."
+            ) from None
         if "layer" not in pattern.groupindex:
             raise ConfigError(f"clip_config: the pattern {expression!r} of {kind!r} needs a group (?P<layer>...): {example}.")
-        found.append((kind, pattern))
-    return tuple(found)
+        patterns.append((kind, pattern))
+    return tuple(patterns)

@@ -1,4 +1,4 @@
-"""Looking at a model's tensors without leaving a trace in what is made of its forward pass."""
+"""Running code inside a model's forward pass that autograd, compilers and dispatch modes do not record."""
 
 from __future__ import annotations
 
@@ -12,22 +12,23 @@ import torch
 
 from ..torch_compat import has_compiled, without_modes
 
-__all__ = ["uncompiled", "unseen"]
+__all__ = ["uncompiled", "untraced"]
 
 _lock = threading.Lock()
-_inside = 0  # threads that are inside ``uncompiled()``
-_stance: AbstractContextManager[Any] | None = None
+_threads_inside = 0  # threads that are inside ``uncompiled()``
+_stance: AbstractContextManager[Any] | None = None  # the stance that the first of them has set
 
 _P = ParamSpec("_P")
 
 
-def unseen(method: Callable[_P, None]) -> Callable[_P, None]:
-    """A method that neither autograd nor compilers nor modes see.
+def untraced(method: Callable[_P, None]) -> Callable[_P, None]:
+    """Hides a method from autograd, compilers and dispatch modes.
 
-    Selective activation checkpointing is such a mode: what it saw here in the forward pass it would give to the model in the
-    recomputation. The decorators of torch.compile would load all of it with this module, so they are put on at the first call.
+    Selective activation checkpointing is such a mode: results that it caches here in the forward pass would be handed to the
+    model's own operations in the recomputation. ``torch.compiler.disable`` loads all of torch.compile, so it is applied at the
+    first call after something was compiled.
     """
-    guarded: list[Callable[_P, None]] = []
+    disabled: list[Callable[_P, None]] = []
 
     @torch.no_grad()
     def unrecorded(*args: _P.args, **kwargs: _P.kwargs) -> None:
@@ -39,23 +40,23 @@ def unseen(method: Callable[_P, None]) -> Callable[_P, None]:
         if not has_compiled():
             unrecorded(*args, **kwargs)
             return
-        if not guarded:
+        if not disabled:
             disable: Any = torch.compiler.disable
-            guarded.append(disable(unrecorded))
-        guarded[0](*args, **kwargs)
+            disabled.append(disable(unrecorded))
+        disabled[0](*args, **kwargs)
 
     return run
 
 
 @contextmanager
 def uncompiled() -> Iterator[None]:
-    """Compiled code runs as it is written; where nothing was ever compiled, nothing is loaded for it.
+    """Runs compiled code eagerly inside the ``with``. Does not load torch.compile if nothing was compiled.
 
-    The stance is one of the whole process: of threads that come and go the first one takes it, and the last one gives it back.
+    The stance is global to the process: the first thread that enters sets it, and the last one that leaves resets it.
     """
-    global _inside, _stance
+    global _threads_inside, _stance
     with _lock:
-        _inside += 1
+        _threads_inside += 1
         if _stance is None and has_compiled():
             _stance = torch.compiler.set_stance("force_eager")
             _stance.__enter__()
@@ -63,7 +64,7 @@ def uncompiled() -> Iterator[None]:
         yield
     finally:
         with _lock:
-            _inside -= 1
-            if _inside == 0 and _stance is not None:
+            _threads_inside -= 1
+            if _threads_inside == 0 and _stance is not None:
                 _stance.__exit__(None, None, None)
                 _stance = None

@@ -1,1 +1,1 @@
-"""Which parameters Muon takes and which AdamW, and the table that shows it."""
+"""Which parameters go to Muon and which to AdamW, and the table that shows it."""

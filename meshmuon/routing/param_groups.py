@@ -1,4 +1,4 @@
-"""Which parameter goes to Muon and which to AdamW, and what users get wrong about it."""
+"""The default param groups of a model: which parameters go to Muon and which to AdamW."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from torch import Tensor, nn
 
 from ..errors import ConfigError
 from ..matrices import MatrixOptions, check_expert_keys, check_matrix_options
+from ..params.checks import shown
 from ..params.flattened import refuse_flattened_model
-from ..params.options import shown
 
 __all__ = ["get_default_muon_param_groups", "name_parts"]
 
@@ -50,18 +50,18 @@ def get_default_muon_param_groups(
 ) -> list[dict[str, Any]]:
     """Splits a model's trainable parameters into a Muon group and an AdamW group.
 
-    Matrices go to Muon. To AdamW go parameters of fewer than two dims, embeddings, output heads and everything tied to
-    one: found by module type and identity first, then by name.
+    Matrices go to Muon. Parameters of fewer than two dims, embeddings, output heads and everything tied to these go to AdamW.
+    Embeddings and heads are recognised by module type and identity first, then by name.
 
     Args:
-        model: the model; wrappers such as DDP, torch.compile and checkpointing are looked through.
-        is_muon_func: ``(name, parameter) -> bool`` replaces the whole decision; parameters of fewer than two dims and frozen
-            ones never reach it.
+        model: the model. It may be wrapped by DDP, torch.compile or activation checkpointing.
+        is_muon_func: ``(name, parameter) -> bool`` replaces the whole decision. It is not asked about frozen parameters and
+            those of fewer than two dims.
         expert_keys: a 3-D parameter whose name contains one of these is a stack of expert matrices.
         conv: ``"flatten"`` sends convolution filters to Muon too, except depthwise ones.
 
     Returns:
-        One or two groups, each with ``params``, ``names`` and ``use_muon``, ready for ``Muon``. An empty one is left out.
+        One or two param groups, each with ``params``, ``names`` and ``use_muon``, ready for ``Muon``. Empty ones are left out.
     """
     if not isinstance(model, nn.Module):
         raise ConfigError(f"model is a {type(model).__name__}; get_default_muon_param_groups takes a torch.nn.Module.")
@@ -70,26 +70,28 @@ def get_default_muon_param_groups(
     keys = check_expert_keys(expert_keys)
     check_matrix_options(MatrixOptions(keys, conv))
     refuse_flattened_model(model)
-    decide = _users(is_muon_func) if is_muon_func is not None else _Decision(model, keys, conv)
-    groups: dict[bool, dict[str, Any]] = {}
+    decide = _with_named_errors(is_muon_func) if is_muon_func is not None else _DefaultRoute(model, keys, conv)
+    param_groups: dict[bool, dict[str, Any]] = {}  # by use_muon
     for use_muon in (True, False):
-        groups[use_muon] = {"params": [], "names": [], "use_muon": use_muon}
+        param_groups[use_muon] = {"params": [], "names": [], "use_muon": use_muon}
     for name, param in model.named_parameters():
         if param.requires_grad:
-            group = groups[param.dim() >= 2 and bool(decide(name, param))]
-            group["params"].append(param)
-            group["names"].append(name)
+            param_group = param_groups[param.dim() >= 2 and bool(decide(name, param))]
+            param_group["params"].append(param)
+            param_group["names"].append(name)
     if keys:
-        groups[True]["expert_keys"] = keys
+        param_groups[True]["expert_keys"] = keys
     if conv is not None:
-        groups[True]["conv"] = conv
-    kept = [group for group in groups.values() if group["params"]]
-    if not kept:
-        raise ConfigError("the model has no trainable parameters: every requires_grad is False, or it has none at all.")
-    return kept
+        param_groups[True]["conv"] = conv
+    filled = [param_group for param_group in param_groups.values() if param_group["params"]]
+    if not filled:
+        raise ConfigError("the model has no trainable parameters: every requires_grad is False, or it has no parameters.")
+    return filled
 
 
-def _users(is_muon_func: Callable[[str, Tensor], bool]) -> Callable[[str, Tensor], bool]:
+def _with_named_errors(is_muon_func: Callable[[str, Tensor], bool]) -> Callable[[str, Tensor], bool]:
+    """``is_muon_func`` with errors that name the parameter."""
+
     def decide(name: str, param: Tensor) -> bool:
         try:
             return bool(is_muon_func(name, param))
@@ -100,23 +102,23 @@ def _users(is_muon_func: Callable[[str, Tensor], bool]) -> Callable[[str, Tensor
 
 
 def name_parts(name: str) -> list[str]:
-    """The components of a parameter's name without those that wrappers insert."""
+    """The components of a parameter's name, without those that wrappers insert."""
     return [part for part in name.split(".") if part not in _WRAPPERS]
 
 
-class _Decision:
-    """The default routing of one model's parameters of two and more dims."""
+class _DefaultRoute:
+    """Decides whether a parameter of two or more dims goes to Muon."""
 
     def __init__(self, model: nn.Module, expert_keys: Sequence[str], conv: str | None) -> None:
         self._expert_keys = expert_keys
         self._conv = conv
         self._norms = {id(p) for module in model.modules() if isinstance(module, _NORMS) for p in module.parameters()}
-        self._tables = [_memory(p) for p in _embedding_and_head_parameters(model)]
+        self._tables = [_addresses(p) for p in _embedding_and_head_parameters(model)]
         self._filters = {id(module.weight): module for module in model.modules() if isinstance(module, _CONVOLUTIONS)}
 
     def __call__(self, name: str, param: Tensor) -> bool:
-        mine = _memory(param)
-        tied = any(mine.start < table.stop and table.start < mine.stop for table in self._tables)
+        addresses = _addresses(param)
+        tied = any(addresses.start < table.stop and table.start < addresses.stop for table in self._tables)
         if tied or is_table_name(name):
             return False
         convolution = self._filters.get(id(param))
@@ -125,7 +127,7 @@ class _Decision:
         return not self._is_vector(name, param)
 
     def _is_vector(self, name: str, param: Tensor) -> bool:
-        """Norms of several dims, biases of experts, state-space decays and tokens with leading dims of 1."""
+        """Whether it has several dims but is no matrix: norms, biases of experts, state-space decays, (1, tokens, dim) tokens."""
         last = name_parts(name)[-1]
         if id(param) in self._norms or last == "A_log" or last == "bias" or last.endswith("_bias"):
             return True
@@ -136,30 +138,30 @@ def _embedding_and_head_parameters(model: nn.Module) -> Iterator[Tensor]:
     for module in model.modules():
         if isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
             yield module.weight
-        head = getattr(module, "get_output_embeddings", None)
-        if callable(head):
+        get_head = getattr(module, "get_output_embeddings", None)
+        if callable(get_head):
             try:
-                found = head()
-            except NotImplementedError:  # base classes define the method and leave it open
+                head = get_head()
+            except NotImplementedError:  # base classes may define the method without implementing it
                 continue
-            if isinstance(found, nn.Module):
-                yield from found.parameters()
+            if isinstance(head, nn.Module):
+                yield from head.parameters()
 
 
-def _memory(param: Tensor) -> range:
-    """The addresses that a parameter occupies: tied parameters overlap, views of one flat buffer do not."""
+def _addresses(param: Tensor) -> range:
+    """The memory addresses of a parameter. Tied parameters overlap; parameters that are views of one flat buffer do not."""
     start = param.data_ptr()
-    if start == 0:  # a meta or empty tensor has no address: tied only to itself
+    if start == 0:  # a meta or empty tensor has no address, so it is tied to itself only
         return range(id(param), id(param) + 1)
     last = sum((size - 1) * stride for size, stride in zip(param.shape, param.stride(), strict=True))
     return range(start, start + (last + 1) * param.element_size())
 
 
 def is_table_name(name: str) -> bool:
-    """Whether a name reads like an embedding's or an output head's.
+    """Whether a name is that of an embedding or an output head.
 
-    A head's name counts only outside numbered blocks: ``output.weight`` is a head, ``layers.3.attention.output.weight`` a
-    projection, and only on the module that holds the parameter: ``output.dense.weight`` is none.
+    A head's name counts only outside numbered blocks: ``output.weight`` is a head, ``layers.3.attention.output.weight`` is a
+    projection. It must be the name of the module that holds the parameter: ``output.dense.weight`` is not a head.
     """
     modules = name_parts(name)[:-1] or name_parts(name)
     if any(part in _EMBEDDINGS for part in (*modules, *name_parts(name)[-1:])):

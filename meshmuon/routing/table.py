@@ -1,24 +1,25 @@
-"""The routing table: where each parameter goes, how large its steps will be, and what looks wrong."""
+"""The routing table: where each parameter goes, how large its steps will be, and warnings about likely mistakes."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from torch import Tensor
 
 from ..matrices import MatrixSet, find_matrices
+from ..ortho import default_compute_dtype, fallback_reason, resolve_scheme
 from ..params.dtensors import layout_text
 from ..params.groups import matrix_options_of
 from ..params.lr import AdjustLR, lr_factor, update_rms
+from ..params.option_table import ParamGroup
 from ..plan import table
 from .param_groups import is_table_name, name_parts
 
 __all__ = ["RoutingRow", "RoutingTable", "build_routing_table"]
 
 _FUSED = frozenset(("qkv", "qkv_proj", "c_attn", "in_proj_weight", "wqkv", "w_qkv", "query_key_value", "gate_up_proj", "w13"))
-_ADAMW_RMS = 0.2  # typical entry of an AdamW update of lr 1, on which match_rms_adamw rests (arXiv:2502.16982)
+_ADAMW_RMS = 0.2  # typical RMS of an AdamW update at lr 1, which match_rms_adamw reproduces (arXiv:2502.16982)
 _TOO_LARGE_FOR_MATCH_RMS = 0.02
 _TOO_SMALL_FOR_ORIGINAL = 2e-3
 
@@ -30,11 +31,11 @@ class RoutingRow:
     Attributes:
         name: the parameter's name.
         shape: its global shape.
-        layout: where it lives.
+        layout: its device, and its placements and mesh if it is sharded.
         route: ``"muon"`` or ``"adamw"``.
-        matrices: how many matrices Muon finds in it.
-        lr: learning rate after the shape's factor.
-        rms: predicted root mean square of a step's entries; for AdamW the usual 0.2·lr.
+        matrices: number of matrices that Muon orthogonalises in it; 0 for AdamW.
+        lr: learning rate, multiplied by the factor for the matrix's shape.
+        rms: predicted root mean square of the entries of a step; for AdamW the typical 0.2·lr.
     """
 
     name: str
@@ -56,7 +57,7 @@ class RoutingRow:
 
 @dataclass(frozen=True, slots=True)
 class RoutingTable:
-    """All rows, and warnings about routes that are legal but probably not meant."""
+    """All rows, and warnings about routes that are valid but probably mistakes."""
 
     rows: tuple[RoutingRow, ...]
     warnings: tuple[str, ...]
@@ -66,33 +67,35 @@ class RoutingTable:
         return "\n".join([table(head, [row.cells() for row in self.rows]), *(f"warning: {w}" for w in self.warnings)])
 
 
-def build_routing_table(groups: Sequence[Mapping[str, Any]], first: int = 0) -> RoutingTable:
-    """Describes an optimizer's groups, of which the first has the number ``first``."""
+def build_routing_table(param_groups: Sequence[ParamGroup], first: int = 0) -> RoutingTable:
+    """The routing table of param groups, the first of which has the index ``first``."""
     rows: list[RoutingRow] = []
     warnings: list[str] = []
-    for index, group in enumerate(groups, first):
-        if group["use_muon"]:
-            warnings += _lr_warnings(index, group)
-        for name, param in zip(group["param_names"], group["params"], strict=True):
-            found = find_matrices(name, param.shape, matrix_options_of(group)) if group["use_muon"] else ()
-            rows.append(_row(name, param, group, found))
-            if found:
-                warnings += _route_warnings(name, found)
+    for index, param_group in enumerate(param_groups, first):
+        if param_group["use_muon"]:
+            warnings += _lr_warnings(index, param_group) + _scheme_warnings(index, param_group)
+        for name, param in zip(param_group["param_names"], param_group["params"], strict=True):
+            matrix_sets = find_matrices(name, param.shape, matrix_options_of(param_group)) if param_group["use_muon"] else ()
+            rows.append(_row(name, param, param_group, matrix_sets))
+            if matrix_sets:
+                warnings += _route_warnings(name, matrix_sets)
     return RoutingTable(tuple(rows), tuple(warnings))
 
 
-def _row(name: str, param: Tensor, group: Mapping[str, Any], found: Sequence[MatrixSet]) -> RoutingRow:
-    lr, shape = float(group["lr"]), tuple(param.shape)
-    if not group["use_muon"]:
+def _row(name: str, param: Tensor, param_group: ParamGroup, matrix_sets: Sequence[MatrixSet]) -> RoutingRow:
+    lr, shape = float(param_group["lr"]), tuple(param.shape)
+    if not param_group["use_muon"]:
         return RoutingRow(name, shape, layout_text(name, param), "adamw", 0, lr, _ADAMW_RMS * lr)
-    rule: AdjustLR = group["adjust_lr_fn"]
-    largest = max(found, key=lambda one: lr_factor(rule, *one.lr_shape))  # the parts of a fused weight may differ
+    rule: AdjustLR = param_group["adjust_lr_fn"]
+    largest = max(matrix_sets, key=lambda matrices: lr_factor(rule, *matrices.lr_shape))  # parts of a fused weight may differ
     factor, rms = lr_factor(rule, *largest.lr_shape), update_rms(rule, *largest.lr_shape)
-    return RoutingRow(name, shape, layout_text(name, param), "muon", sum(one.count for one in found), lr * factor, lr * rms)
+    return RoutingRow(
+        name, shape, layout_text(name, param), "muon", sum(matrices.count for matrices in matrix_sets), lr * factor, lr * rms
+    )
 
 
-def _lr_warnings(index: int, group: Mapping[str, Any]) -> list[str]:
-    lr, rule = float(group["lr"]), group["adjust_lr_fn"]
+def _lr_warnings(index: int, param_group: ParamGroup) -> list[str]:
+    lr, rule = float(param_group["lr"]), param_group["adjust_lr_fn"]
     if rule == "match_rms_adamw" and lr >= _TOO_LARGE_FOR_MATCH_RMS:
         return [
             f'group {index}: lr={lr:g} with adjust_lr_fn="match_rms_adamw" moves entries by {0.2 * lr:g} a step. This rule takes '
@@ -106,15 +109,22 @@ def _lr_warnings(index: int, group: Mapping[str, Any]) -> list[str]:
     return []
 
 
-def _route_warnings(name: str, found: Sequence[MatrixSet]) -> list[str]:
+def _scheme_warnings(index: int, param_group: ParamGroup) -> list[str]:
+    scheme, given = resolve_scheme(param_group["scheme"], param_group["ns_steps"]), param_group["compute_dtype"]
+    dtypes = dict.fromkeys(given or default_compute_dtype(param.device, param.dtype) for param in param_group["params"])
+    reasons = (fallback_reason(scheme, dtype) for dtype in dtypes)
+    return [f"group {index}: {reason}. Pass compute_dtype=torch.float32 to use it." for reason in reasons if reason is not None]
+
+
+def _route_warnings(name: str, matrix_sets: Sequence[MatrixSet]) -> list[str]:
     if is_table_name(name):
         return [
             f"{name} looks like an embedding or an output head, which train better with AdamW: move it to a group with "
             "use_muon=False."
         ]
-    split = found[0].window is not None  # also where a user says that it is one part
+    split = matrix_sets[0].window is not None  # even if the user has declared a single part
     if not split and any(part.lower() in _FUSED for part in name_parts(name)):
-        whole = "it as one matrix" if not found[0].stack_dims else "each of its experts as one matrix"
+        whole = "it as one matrix" if not matrix_sets[0].stack_dims else "each of its experts as one matrix"
         return [
             f"{name} looks like several projections fused into one weight. Muon orthogonalises {whole}, which couples "
             "them: give the sizes of its parts, split=(...), in the group."

@@ -1,1 +1,1 @@
-"""What the optimizer keeps of each parameter: creating, checking, storing and restoring it."""
+"""The optimizer's state of each parameter: creating, checking, saving and restoring it."""

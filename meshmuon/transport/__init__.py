@@ -1,4 +1,4 @@
-"""The only room that communicates."""
+"""The only part of the package that communicates."""
 
 from .agreement import Agreement, Verdict, Vote
 from .data_parallel import averaged, broadcast, everyone

@@ -25,10 +25,10 @@ class Vote:
 
     Attributes:
         token: what it is about to do, as a number below 2**62.
-        prepares: it must make its buffers anew.
-        nonfinite: it has a gradient that must not be stepped with.
+        prepares: it must rebuild its buffers.
+        nonfinite: it has a gradient that is not finite.
         busy: it has more to do than creating state.
-        number: what it proposes to call what it is about to do from now on, below 2**62; 0 for nothing.
+        number: a short name, below 2**62, that it proposes for what it is about to do; 0 if it proposes none.
     """
 
     token: int
@@ -40,9 +40,14 @@ class Vote:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What the votes of all ranks make together.
+    """The votes of all ranks, counted.
 
-    They are unanimous or not; of the rest it tells whether any rank said so, and the largest number that was proposed.
+    Attributes:
+        unanimous: all tokens are equal.
+        prepares: some rank must rebuild its buffers.
+        nonfinite: some rank has a gradient that is not finite.
+        busy: some rank has more to do than creating state.
+        number: the largest number that was proposed.
     """
 
     unanimous: bool
@@ -53,17 +58,17 @@ class Verdict:
 
 
 class Agreement:
-    """Compares a number over the ranks of a group, and collects what differs when it does."""
+    """Compares what the ranks of a process group are about to do, and collects the facts when they differ."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group = group
-        self._memory = bytearray(_WORDS.size)  # written and read without a tensor operation per word
-        with torch.inference_mode(False):  # made inside inference_mode it could never be written outside
+        self._memory = bytearray(_WORDS.size)  # the tensor's memory: packing and unpacking it here needs no tensor operations
+        with torch.inference_mode(False):  # a tensor made inside inference_mode cannot be written outside of it
             self._words = torch.frombuffer(self._memory, dtype=torch.int64)
         self.ranks = dist.get_process_group_ranks(group)
 
     def decide(self, vote: Vote) -> Verdict:
-        """Every rank's vote counted; every rank of the group must call."""
+        """Counts the votes; every rank of the group must call."""
         words = (vote.token, -vote.token, vote.prepares, vote.nonfinite, vote.busy, vote.number)
         _WORDS.pack_into(self._memory, 0, *words)
         with named_phase(_PHASE, self._group):
@@ -72,5 +77,5 @@ class Agreement:
         return Verdict(largest == -smallest, bool(prepares), bool(nonfinite), bool(busy), number)
 
     def everyone(self, fact: _T) -> dict[int, _T]:
-        """Every rank's ``fact``; slow, for when ranks disagree."""
+        """Rank → its ``fact``; every rank of the group must call. It is slow, and meant for ranks that disagree."""
         return everyone(fact, self._group)

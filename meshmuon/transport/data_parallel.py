@@ -17,7 +17,7 @@ _T = TypeVar("_T")
 
 
 def averaged(tensors: Sequence[Tensor], group: dist.ProcessGroup) -> list[Tensor]:
-    """The mean of each tensor over the ranks of ``group``; all reductions are started before the first is waited for."""
+    """The mean of each tensor over the ranks of ``group``; all reductions start before the first is waited for."""
     copies = [tensor.clone(memory_format=torch.contiguous_format) for tensor in tensors]
     with named_phase("averaging of AdamW's gradients", group):
         pending = [dist.all_reduce(copy, group=group, async_op=True) for copy in copies]
@@ -28,7 +28,7 @@ def averaged(tensors: Sequence[Tensor], group: dist.ProcessGroup) -> list[Tensor
 
 
 def everyone(fact: _T, group: dist.ProcessGroup, *, phase: str = "agreement") -> dict[int, _T]:
-    """Every rank's ``fact``, by rank; ``phase`` is the word for it in errors."""
+    """Rank → its ``fact``; ``phase`` names it in errors."""
     ranks = dist.get_process_group_ranks(group)
     facts: list[Any] = [None] * len(ranks)
     with named_phase(phase, group):
@@ -37,7 +37,7 @@ def everyone(fact: _T, group: dist.ProcessGroup, *, phase: str = "agreement") ->
 
 
 def broadcast(tensor: Tensor, source: int, group: dist.ProcessGroup) -> None:
-    """Gives every rank of ``group`` what rank ``source`` has in ``tensor``."""
+    """Overwrites ``tensor`` on every rank of ``group`` with what rank ``source`` has in it."""
     flat = tensor.contiguous()
     with named_phase("moving of momentum", group):
         dist.broadcast(flat, source, group=group)

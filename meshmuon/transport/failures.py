@@ -1,4 +1,4 @@
-"""What a broken connection becomes: one error that names the phase of the step, on every rank and at once."""
+"""Broken connections: every rank gets an error at once, and it names the phase of the step."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from ..torch_compat import gloo_of
 
 __all__ = ["hang_up", "named_phase"]
 
-_UNUSED_TAG = 0x6D6D  # no one sends under it, so that waiting for it ends by the clock
+_UNUSED_TAG = 0x6D6D  # nobody sends with this tag, so that waiting for it times out
 _SHORT = timedelta(milliseconds=1)
 
 
 @contextmanager
 def named_phase(phase: str, group: dist.ProcessGroup | None = None) -> Iterator[None]:
-    """Errors of the process group inside become a TransportError that names ``phase``; the ranks of ``group`` hear of it."""
+    """Turns errors of the process group into a TransportError that names ``phase``, and tells the ranks of ``group``."""
     try:
         yield
     except MeshmuonError:
@@ -29,19 +29,19 @@ def named_phase(phase: str, group: dist.ProcessGroup | None = None) -> Iterator[
         hang_up(group)
         raise TransportError(
             f"ranks lost each other in the {phase} of a step: {error}. A rank has died, has stalled past the group's timeout, "
-            "or failed by itself: look at the first error in the logs of all ranks, and go on from the last checkpoint."
+            "or failed by itself: look for the first error in the logs of all ranks, and resume from the last checkpoint."
         ) from error
-    except BaseException:  # Ctrl-C: what this rank does next would meet what the others do now
+    except BaseException:  # Ctrl-C: the next collective of this rank would meet the present one of the others
         hang_up(group)
         raise
 
 
 def hang_up(group: dist.ProcessGroup | None) -> None:
-    """Closes the connections of a gloo group that can no longer be used, so that ranks which wait for this one hear at once.
+    """Closes the connections of a gloo group that can no longer be used, so that ranks which wait for this one fail at once.
 
-    Not every rank is connected to the one that died: in a ring only its neighbours see it, and the others would wait for these
-    until the group's timeout. Nothing in torch closes the connections of a living group, but gloo itself does when waiting for a
-    message has taken too long.
+    Not every rank is connected to the one that died: in a ring only its neighbours notice, and the others would wait for these
+    until the group's timeout. torch has no call that closes the connections of a group. gloo closes a connection when a message
+    on it times out, so this waits one millisecond for a message that nobody sends.
     """
     backend = None if group is None else gloo_of(group)
     if backend is None:
@@ -50,5 +50,5 @@ def hang_up(group: dist.ProcessGroup | None) -> None:
         if peer != backend.rank():
             try:
                 backend.recv([torch.empty(1, device="cpu")], peer, _UNUSED_TAG).wait(_SHORT)
-            except RuntimeError:  # what it is for
+            except RuntimeError:  # the timeout, as intended
                 continue

@@ -1,4 +1,4 @@
-"""Process groups: one that exists already wherever its ranks fit, else a new one."""
+"""Process groups: an existing one where its ranks fit, else a new one."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ _shared_lock = threading.Lock()
 def exchange_group(ranks: Sequence[int], existing: Iterable[dist.ProcessGroup]) -> dist.ProcessGroup:
     """A group of exactly ``ranks`` (ascending): the first of ``existing`` that fits, the default group, or a new one.
 
-    A new one is made by its own members alone: ranks outside, such as other pipeline stages, need not call.
+    Only its members need to call: other ranks, such as those of other pipeline stages, take no part in making a new group.
     """
     return _fitting(ranks, existing) or _new_group(ranks, None)
 
 
 def shared_group(ranks: tuple[int, ...], existing: Iterable[dist.ProcessGroup]) -> dist.ProcessGroup:
-    """As ``exchange_group``, for callers that keep nothing: asked again for the same ranks, it gives the same group.
+    """As ``exchange_group``, but the same ranks always get the same group, for callers that do not keep it.
 
-    What it has made is forgotten together with the default group, so that nothing outlives ``destroy_process_group``.
+    New groups are forgotten together with the default group, so that nothing outlives ``destroy_process_group``.
     """
     group = _fitting(ranks, existing)
     if group is not None:
@@ -46,12 +46,12 @@ def shared_group(ranks: tuple[int, ...], existing: Iterable[dist.ProcessGroup]) 
 
 
 def moves(group: dist.ProcessGroup, device: torch.device) -> bool:
-    """Whether ``group`` moves memory of ``device``."""
+    """Whether collectives of ``group`` take tensors of ``device``."""
     return _moves_host_memory(group) if device.type == "cpu" else _has_backend(group, device)
 
 
 def host_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
-    """A group of the same ranks that moves host memory: ``group`` itself where it can, else a gloo group beside it."""
+    """A group of the same ranks for tensors in host memory: ``group`` itself if it takes them, else a new gloo group."""
     if _moves_host_memory(group):
         return group
     return _new_group(dist.get_process_group_ranks(group), "gloo")
@@ -67,7 +67,7 @@ def _fitting(ranks: Sequence[int], existing: Iterable[dist.ProcessGroup]) -> dis
 
 
 def _new_group(ranks: Sequence[int], backend: str | None) -> dist.ProcessGroup:
-    """A new group under a name that all its members find by themselves, without a word from other ranks."""
+    """A new group, under a name that each of its members derives without communicating."""
     base = "meshmuon " + hashlib.sha1(f"{backend} {list(ranks)}".encode(), usedforsecurity=False).hexdigest()
     known = sum(name.startswith(base) for name in group_names())
     with named_phase("agreement"):
@@ -75,12 +75,12 @@ def _new_group(ranks: Sequence[int], backend: str | None) -> dist.ProcessGroup:
 
 
 def _usual_timeout() -> timedelta | None:
-    """The default group's timeout, if it says; torch would let a new group wait for half an hour whatever that is."""
+    """The default group's timeout, if known; without it torch gives a new group half an hour, regardless of the default group."""
     default = dist.group.WORLD
     for device in ("cpu", "cuda"):
-        found = None if default is None else timeout_of(backend_of(default, torch.device(device)))
-        if found is not None:
-            return found
+        timeout = None if default is None else timeout_of(backend_of(default, torch.device(device)))
+        if timeout is not None:
+            return timeout
     return None
 
 

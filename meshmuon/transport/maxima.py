@@ -1,4 +1,4 @@
-"""Largest numbers over ranks: one packed all-reduce."""
+"""Maxima over ranks: one packed all-reduce."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ __all__ = ["everyone_on_host", "reduce_largest"]
 
 
 def reduce_largest(packed: Tensor, group: dist.ProcessGroup) -> None:
-    """Replaces each number of ``packed`` by its largest over the ranks; the host does not wait for a device.
+    """Replaces each number of ``packed`` by its maximum over the ranks; the host does not wait for a device.
 
-    NaN must not be in it: which rank's number then wins is up to the backend.
+    ``packed`` must not contain NaN: what its maximum is depends on the backend.
     """
     with named_phase("reduction of the largest attention logits", group):
         dist.all_reduce(packed, dist.ReduceOp.MAX, group=group)
 
 
 def everyone_on_host(fact: object, group: dist.ProcessGroup) -> dict[int, object]:
-    """Every rank's ``fact``, by rank, through host memory."""
+    """Rank → its ``fact``, through host memory."""
     with named_phase("agreement on attention layers"):
         return everyone(fact, host_group(group))

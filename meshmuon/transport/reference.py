@@ -1,4 +1,4 @@
-"""The simple way for verification: torch's own all-gather of whole tensors, and torch's own cut of the result."""
+"""For the reference path: torch's own gather of whole tensors, and torch's own sharding of the result."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def whole(tensor: Tensor) -> Tensor:
 
 
 def check_round_trip(name: str, like: Tensor) -> None:
-    """Refuses a layout of which torch's gather does not give back what torch's cut took apart; every rank of the mesh must call.
+    """Refuses a layout whose shards torch cannot gather into the tensor that it sharded; every rank of the mesh must call.
 
     It happens with ``_StridedShard`` and sizes that do not divide (torch 2.13: 5 × 1 over two axes, both strided).
     """
@@ -49,12 +49,12 @@ def check_round_trip(name: str, like: Tensor) -> None:
         ) from error
     if not torch.equal(back, numbers):
         raise UnsupportedError(
-            f"{where}: torch's own gather puts elements in other places than torch's cut took them from. {advice}"
+            f"{where}: torch's own gather puts elements in other places than torch's sharding took them from. {advice}"
         )
 
 
 def own_shard(full: Tensor, like: Tensor) -> Tensor:
-    """This rank's part of ``full``, cut as ``like`` is, in memory of its own; nothing is sent."""
+    """This rank's shard of ``full``, laid out as ``like`` is, in memory of its own; nothing is sent."""
     sharded = as_dtensor(like)
     if sharded is None:
         return full

@@ -25,14 +25,14 @@ BY_NAME = {contender.name: contender for contender in CONTENDERS}
 def test_those_that_can_run_make_the_same_update() -> None:
     shown: list[str] = []
     contenders = available(shown.append)
-    found = differences([enter(contender, MODEL) for contender in contenders])
-    assert set(found) == {contender.name for contender in contenders if contender.is_muon}
-    assert found[OURS] == 0.0
+    apart = differences([enter(contender, MODEL) for contender in contenders])
+    assert set(apart) == {contender.name for contender in contenders if contender.is_muon}
+    assert apart[OURS] == 0.0
     for contender in contenders:
         if contender.is_muon:
-            assert found[contender.name] <= TOLERANCE[contender.dtype], contender.name
+            assert apart[contender.name] <= TOLERANCE[contender.dtype], contender.name
         if contender.dtype == BF16:
-            assert found[contender.name] > TOLERANCE[FP32]  # else the tolerance of the others tells nothing
+            assert apart[contender.name] > TOLERANCE[FP32]  # else the tolerance of the others tells nothing
     missing = {contender.name for contender in CONTENDERS} - {contender.name for contender in contenders}
     assert len(shown) == len(missing)
     assert all(any(line.startswith(name) for line in shown) for name in missing)
@@ -61,9 +61,9 @@ def _other_coefficients(x: Tensor) -> Tensor:
 def test_another_update_is_left_out(change: dict[str, object]) -> None:
     other: Contender = replace(BY_NAME["naive"], **change)  # type: ignore[arg-type]
     shown: list[str] = []
-    kept, found = check([enter(BY_NAME[OURS], MODEL), enter(other, MODEL)], shown.append)
+    kept, apart = check([enter(BY_NAME[OURS], MODEL), enter(other, MODEL)], shown.append)
     assert [entrant.contender.name for entrant in kept] == [OURS]
-    assert found["naive"] > TOLERANCE[FP32]
+    assert apart["naive"] > TOLERANCE[FP32]
     assert "left out" in shown[0]
 
 
@@ -71,8 +71,8 @@ def test_everyone_starts_from_the_same_weights() -> None:
     ours, theirs = (enter(BY_NAME[name], MODEL) for name in (OURS, "naive"))
     assert len(ours.params) == 4
     assert len(theirs.params) == 6
-    for one, other in zip(ours.matrices(), theirs.matrices(), strict=True):
-        assert torch.equal(one, other)
+    for matrix, other in zip(ours.matrices(), theirs.matrices(), strict=True):
+        assert torch.equal(matrix, other)
 
 
 def test_gradients_are_fresh_in_every_round() -> None:

@@ -28,7 +28,7 @@ from meshmuon import orthogonalize, polar_express
 from meshmuon.ortho import orthogonalize_flops
 from meshmuon.ortho.kernels import BlockedProducts
 from meshmuon.ortho.remez import best_quintic
-from tests.bounds import orthogonalize_error
+from tests.support.bounds import orthogonalize_error
 
 DEGREES = (3, 5, 7, 9, 13, 17, 19)
 INTERVALS = (("1e-3", "1"), ("0.02", "1"), ("0.3", "1.7"), ("0.9999", "1.0001"))
@@ -56,8 +56,8 @@ class CountingProducts(BlockedProducts):
 
 @pytest.mark.parametrize(("low", "high"), [(1e-3, 1.0), (0.02, 1.0), (0.3, 1.7), (0.99, 1.01), (5.0, 9.0)])
 def test_degree_five_is_the_best_quintic(low: float, high: float) -> None:
-    found = tuple(float(one) for one in best_odd(5, mpf(low), mpf(high))[0].about(mpf(0)))
-    assert found == pytest.approx(tuple(best_quintic(low, high)), rel=1e-12)
+    coefficients = tuple(map(float, best_odd(5, mpf(low), mpf(high))[0].about(mpf(0))))
+    assert coefficients == pytest.approx(tuple(best_quintic(low, high)), rel=1e-12)
 
 
 @pytest.mark.parametrize("degree", DEGREES)
@@ -79,8 +79,8 @@ def test_the_steps_of_quintics_are_those_of_polar_express() -> None:
     for safety, cushion in ((0.0, 0.0), (0.01, 0.02)):
         steps, error = compose((5,) * 5, 1e-3, safety, cushion)
         scheme = polar_express(1e-3, 5, safety, cushion)
-        for mine, theirs in zip(steps, scheme.steps, strict=True):
-            assert tuple(float(one) for one in mine.about(mpf(0))) == pytest.approx(tuple(theirs), rel=1e-11)
+        for ours, theirs in zip(steps, scheme.steps, strict=True):
+            assert tuple(map(float, ours.about(mpf(0)))) == pytest.approx(tuple(theirs), rel=1e-11)
         assert error == pytest.approx(1 - scheme(1e-3), rel=1e-9)
 
 
@@ -105,9 +105,9 @@ def test_octics_are_evaluated_by_their_own_numbers() -> None:
     for t in (mpf(-1), mpf("-0.3"), mpf("0.2"), mpf("1.5")):
         y = t**2 * (c2 * t**2 + c1 * t + c0)
         value = (y + d2 * t**2 + d1 * t + d0) * y + f2 * t**2 + f1 * t + f0
-        assert abs(value - sum(one * t**j for j, one in enumerate(b))) < mpf(10) ** -40
+        assert abs(value - sum(coefficient * t**j for j, coefficient in enumerate(b))) < mpf(10) ** -40
     with pytest.raises(ArithmeticError, match="move the shift"):
-        octic([mpf(one) for one in (0, 0, 0, -1, 10, 0, 0, 1, 1)])
+        octic(list(map(mpf, (0, 0, 0, -1, 10, 0, 0, 1, 1))))
 
 
 def test_few_products_are_the_fewest() -> None:
@@ -120,7 +120,7 @@ def test_few_products_are_the_fewest() -> None:
 
 @pytest.mark.parametrize("degrees", [(9, 17, 17), (5, 9, 9, 9), (3, 7, 13), (19, 5), (17,)])
 def test_products_are_counted_as_they_are_computed(degrees: tuple[int, ...]) -> None:
-    steps = [MatrixStep.of(one) for one in compose(degrees, 1e-2)[0]]
+    steps = list(map(MatrixStep.of, compose(degrees, 1e-2)[0]))
     for blocks in cuts(len(degrees)):
         n, m = (400, 480) if len(blocks) == 1 else (24, 32)  # symmetric products are cut into panels, or are not
         products = CountingProducts()
@@ -141,26 +141,26 @@ def test_flops_of_quintics_are_those_of_meshmuon() -> None:
 @pytest.mark.parametrize("batch", [1, 2])
 def test_matrices_become_what_the_polynomial_says(degrees: tuple[int, ...], batch: int) -> None:
     contender = Contender.of(degrees)
-    steps = [MatrixStep.of(one) for one in contender.polynomials]
+    steps = list(map(MatrixStep.of, contender.polynomials))
     x = torch.randn(batch, 24, 40, dtype=torch.float64)
     u, values, vt = torch.linalg.svd(x, full_matrices=False)
     exact = contender.exact(values / values.norm(dim=1, keepdim=True))
     for blocks in cuts(len(degrees)):
-        found = GramRunner(steps, blocks, torch.float64, BlockedProducts())(x)
+        result = GramRunner(steps, blocks, torch.float64, BlockedProducts())(x)
         # As steep as quintics that do the same; a step of higher degree takes up to four times as many products.
-        assert torch.allclose(found, (u * exact.unsqueeze(1)) @ vt, rtol=0, atol=4 * orthogonalize_error(x, polar_express()))
+        assert torch.allclose(result, (u * exact.unsqueeze(1)) @ vt, rtol=0, atol=4 * orthogonalize_error(x, polar_express()))
 
 
 def test_quintics_run_here_are_meshmuons() -> None:
     x = torch.randn(1, 48, 96)
-    wanted = orthogonalize(x, polar_express(1e-3), form="gram", dtype=torch.float32)
+    expected = orthogonalize(x, polar_express(1e-3), form="gram", dtype=torch.float32)
     bound = 2 * orthogonalize_error(x, polar_express(1e-3), form="gram")
     for name in (MESHMUON, None):
-        assert torch.allclose(Contender.of((5,) * 5, name).runner((5,), torch.float32)(x), wanted, rtol=0, atol=bound)
+        assert torch.allclose(Contender.of((5,) * 5, name).runner((5,), torch.float32)(x), expected, rtol=0, atol=bound)
 
 
 def test_the_search_misses_nothing() -> None:
-    found = search(1e-2, 11, (3, 5, 9, 17))
+    kept = search(1e-2, 11, (3, 5, 9, 17))
     everything = [
         degrees
         for steps in (1, 2, 3, 4)
@@ -168,18 +168,18 @@ def test_the_search_misses_nothing() -> None:
         if gram_products(degrees) <= 11
     ]
     errors = {degrees: compose(degrees, 1e-2)[1] for degrees in everything}
-    for degrees, error in found.items():
+    for degrees, error in kept.items():
         assert error == pytest.approx(errors[degrees], rel=1e-9)
-    for wanted in sorted(errors.values())[::7]:
-        for cost in (gram_products, lambda one: least_flops(one, 768, 768), lambda one: least_flops(one, 768, 3072)):
-            least = min(cost(one) for one in everything if errors[one] <= wanted * (1 + 1e-9))
-            assert cost(cheapest(found, wanted, cost)) == least
+    for allowed in sorted(errors.values())[::7]:
+        for cost in (gram_products, lambda d: least_flops(d, 768, 768), lambda d: least_flops(d, 768, 3072)):
+            least = min(cost(degrees) for degrees in everything if errors[degrees] <= allowed * (1 + 1e-9))
+            assert cost(cheapest(kept, allowed, cost)) == least
 
 
 def test_deviations_are_distances_from_the_exact_polynomial(monkeypatch: pytest.MonkeyPatch) -> None:
     matrices, right = list(samples(16, 32, 1)), Contender.of((5, 5, 5))
     assert max(deviations(right, (3,), torch.float64, matrices).values()) < 1e-4  # the matrix itself is float32
-    steep = Contender("steep", (5, 5, 5), tuple(one.scaled(mpf("1e30")) for one in right.polynomials), 0.0)
+    steep = Contender("steep", (5, 5, 5), tuple(polynomial.scaled(mpf("1e30")) for polynomial in right.polynomials), 0.0)
     assert max(deviations(steep, (3,), torch.float32, matrices).values()) == float("inf")
     exact = right.exact
     monkeypatch.setattr(Contender, "exact", lambda self, values: exact(values) + 0.25)

@@ -14,9 +14,8 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 from meshmuon import MeshmuonError, Muon, StateError, get_default_muon_param_groups
 from meshmuon.checkpoint import convert_torch_state
-
-from ..dist.threads import run_threads
-from ..optim.reference import LR, assert_same_bits, copies, gradients, group, make_params, muon, run, set_gradients
+from tests.support.reference import LR, assert_same_bits, copies, gradients, group, make_params, muon, run, set_gradients
+from tests.support.threads import run_threads
 
 SHAPES = ((8, 6), (6, 8), (5,), (7, 2))
 WRONG = [torch.int64, torch.complex64, torch.bool, torch.float8_e4m3fn]

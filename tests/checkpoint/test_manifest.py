@@ -78,7 +78,7 @@ DAMAGE: list[tuple[Callable[[Path], object], str]] = [
     (lambda place: (place / MANIFEST).unlink(), f"has no manifest ({MANIFEST})"),
     (lambda place: os.truncate(place / MANIFEST, 100), f"{MANIFEST} is damaged"),
     (lambda place: flip(place / MANIFEST, 0), f"{MANIFEST} is damaged"),
-    (lambda place: (place / "link").symlink_to(place / "nowhere"), "is a link to nothing"),
+    (lambda place: (place / "link").symlink_to(place / "nowhere"), "is a broken link"),
     (lambda place: os.mkfifo(place / "pipe"), "is not a regular file"),
 ]
 

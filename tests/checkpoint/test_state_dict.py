@@ -14,8 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict, set_optimizer_state_dict
 
 from meshmuon import Muon, StateError, keller
-
-from ..optim.reference import LR, assert_same_bits, copies, gradients, group, make_params, run, set_gradients
+from tests.support.reference import LR, assert_same_bits, copies, gradients, group, make_params, run, set_gradients
 
 SHAPES = ((8, 12), (12, 8), (6, 4), (5,), (7, 2))
 LATE, FROZEN = (1, 4), 2
@@ -213,8 +212,8 @@ WRONG: list[tuple[str, Any, str]] = [
     ),
     ("no count", with_entry(3, "step", torch.zeros(5)), r"norms\.0\.weight: its saved step is a tensor of shape \(5,\)"),
     ("no dtype", with_option("momentum_dtype", "float23"), r"momentum_dtype='float23', which is no dtype of torch"),
-    ("no groups", lambda saved: saved.pop("param_groups"), r'no optimizer\'s state_dict: it has no "param_groups"'),
-    ("a model's", lambda saved: saved.pop("state"), r'it has no "state", its keys are \[\'param_groups\'\]'),
+    ("no groups", lambda saved: saved.pop("param_groups"), r'not the state_dict of an optimizer: it has no "param_groups"'),
+    ("a model's", lambda saved: saved.pop("state"), r'it has no "state"; its keys are \[\'param_groups\'\]'),
 ]
 
 

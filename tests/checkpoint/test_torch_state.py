@@ -16,9 +16,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from meshmuon import Muon, Scheme, StateError
 from meshmuon.checkpoint import convert_torch_state
 from meshmuon.ortho.remez import Quintic
-
-from ..dist.threads import run_threads
-from ..optim.reference import (
+from tests.support.reference import (
     KELLER,
     LR,
     assert_moved_alike,
@@ -29,7 +27,8 @@ from ..optim.reference import (
     newton_schulz,
     run,
 )
-from ..optim.rounding import bf16_error
+from tests.support.rounding import bf16_error
+from tests.support.threads import run_threads
 
 MATRICES, OTHERS = ((24, 24), (48, 16), (16, 48), (9, 1)), ((5,), (7, 2))
 SHAPES = (*MATRICES, *OTHERS)
@@ -211,7 +210,7 @@ REFUSALS: list[tuple[str, Any, dict[str, Any], str]] = [
         "swapped",
         lambda m, a: (a, m),
         {},
-        r"a\.weight is stepped here as by torch\.optim\.Muon, its state is from torch\.optim\.AdamW",
+        r"a\.weight needs the state of torch\.optim\.Muon, but its state is from torch\.optim\.AdamW",
     ),
     ("both", lambda m, a: (m, m), {}, r"a\.weight is in the states of both"),
 ]
@@ -236,7 +235,7 @@ def test_names_that_do_not_fit() -> None:
     with pytest.raises(StateError, match=r"d\.weight is in neither state"):
         convert_torch_state(optimizer, *states, muon_names=[*NAMES[:3], "typo"], adamw_names=NAMES[M:])
     fewer = Muon([{"params": copies(theirs[:3]), "names": NAMES[:3], "use_muon": True}])
-    with pytest.raises(StateError, match=r"extra has state but is not among the optimizer's parameters"):
+    with pytest.raises(StateError, match=r"extra has state but is not one of the optimizer's parameters"):
         convert_torch_state(fewer, states[0], None, muon_names=[*NAMES[:3], "extra"])
 
 

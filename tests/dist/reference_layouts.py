@@ -18,8 +18,7 @@ from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from meshmuon.errors import UnsupportedError
-
-from .cases import Case, Param, check, place, single
+from tests.support.cases import Case, Param, check, place, single
 
 CASES = 24
 

@@ -18,7 +18,6 @@ square and (2κ + 1)·u for other matrices: 1.2 % and 2 % for κ = 2. The test c
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -29,23 +28,15 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from meshmuon import Muon
-
-from .cases import Case, Param, local, place, same, sharded, single
-from .counting import counted
-from .threads import run_threads
+from tests.support.cases import Case, Param, place, sharded, single
+from tests.support.counting import counted
+from tests.support.tensors import local, same
+from tests.support.threads import run_threads
 
 R, S0, S1 = Replicate(), Shard(0), Shard(1)
 U = 2.0**-8
 KAPPA = 2.0
 NS_STEPS = 8
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def well_conditioned(rows: int, cols: int, seed: int) -> Tensor:

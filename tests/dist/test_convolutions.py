@@ -10,8 +10,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from .cases import Case, Param, check, single
-from .threads import run_threads
+from tests.support.cases import Case, Param, check, single
+from tests.support.threads import run_threads
 
 LAYOUTS: dict[str, tuple[tuple[int, ...], tuple[Any, ...]]] = {
     "filters": ((2,), (Shard(0),)),

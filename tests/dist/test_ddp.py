@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import os
-import socket
 from pathlib import Path
+from typing import Any
 
 import torch
-import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from meshmuon import Muon, get_default_muon_param_groups
+from tests.support.processes import results_of, run_ranks
 
 WORLD, STEPS = 2, 3
 
@@ -26,10 +24,8 @@ def batch_of(rank: int, step: int) -> Tensor:
     return torch.randint(0, 20, (4,), generator=torch.Generator().manual_seed(100 * step + rank))
 
 
-def run_rank(rank: int, port: int, folder: str) -> None:
-    torch.set_num_threads(1)
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-    dist.init_process_group("gloo", rank=rank, world_size=WORLD)
+def train_replica(rank: int, folder: Path) -> dict[str, Any]:
+    """The weights of this rank after all steps, and the averaged gradients of each."""
     model = DistributedDataParallel(build_model())
     optimizer = Muon(get_default_muon_param_groups(model), lr=0.01)
     grads = []
@@ -38,17 +34,11 @@ def run_rank(rank: int, port: int, folder: str) -> None:
         grads.append([p.grad.clone() for p in model.parameters() if p.grad is not None])
         optimizer.step()
         optimizer.zero_grad()
-    result = {"params": [p.detach() for p in model.parameters()], "grads": grads}
-    torch.save(result, Path(folder) / f"rank{rank}.pt")
-    dist.destroy_process_group()
+    return {"params": [p.detach() for p in model.parameters()], "grads": grads}
 
 
 def test_replicas_equal_one_device(tmp_path: Path) -> None:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    mp.spawn(run_rank, args=(port, str(tmp_path)), nprocs=WORLD)
-    ranks = [torch.load(tmp_path / f"rank{rank}.pt") for rank in range(WORLD)]
+    ranks = results_of(run_ranks(WORLD, train_replica, tmp_path))
     single = build_model()
     optimizer = Muon(get_default_muon_param_groups(single), lr=0.01)
     for grads in ranks[0]["grads"]:

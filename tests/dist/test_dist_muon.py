@@ -17,10 +17,9 @@ from meshmuon import ConfigError, DistMuon, MeshmuonError, Muon, StateError, Uns
 from meshmuon.execute import DataParallelExecutor
 from meshmuon.transport import Exchange
 from meshmuon.transport.exchange import Pending
-
-from .cases import same
-from .counting import counted
-from .threads import run_threads
+from tests.support.counting import counted
+from tests.support.tensors import same
+from tests.support.threads import run_threads
 
 STEPS = 4
 SHAPES = [(6, 4), (4, 9), (6, 4), (5, 5), (1, 7), (7, 1), (3, 4, 5), (8, 3)]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import pytest
@@ -19,10 +19,10 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from meshmuon import Muon
 from meshmuon.plan import NO_WAVE, Plan
 from meshmuon.torch_compat import strided_shards_nest
-
-from .cases import Case, Param, gradient, initial, local, place, run, same
-from .counting import Wire, counted
-from .threads import run_threads
+from tests.support.cases import Case, Param, gradient, initial, place, run
+from tests.support.counting import Wire, counted
+from tests.support.tensors import local, same
+from tests.support.threads import run_threads
 
 R, S0, S1, S2 = Replicate(), Shard(0), Shard(1), Shard(2)
 STEPS = 3
@@ -31,14 +31,6 @@ MATTERS_ON_ONE_DEVICE = ("adjust_lr_fn", "nesterov", "scheme")
 Gradients = Callable[[int, int], Tensor]
 Expected = tuple[list[Tensor], list[Tensor]]
 Shards = list[list[Tensor]]  # rank → parameter → the flat indices of what torch puts there
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def random_gradients(case: Case) -> Gradients:
@@ -91,9 +83,9 @@ def on_a_mesh(
     expected: Expected,
     *,
     grads: Gradients | None = None,
-    without_state: Mapping[tuple[int, int], set[int]] | None = None,
+    without_gradient: Mapping[tuple[int, int], set[int]] | None = None,
 ) -> tuple[Wire, Plan, Shards]:
-    """Every rank ends with torch's cut of ``expected``. At (step, parameter) the ranks in ``without_state`` have no gradient."""
+    """Every rank ends with torch's cut of ``expected``; at (step, parameter) ranks in ``without_gradient`` have no gradient."""
     grads = grads or random_gradients(case)
 
     def main(rank: int) -> tuple[Plan, list[Tensor]]:
@@ -101,7 +93,7 @@ def on_a_mesh(
         params = [nn.Parameter(place(case, meshes, k, value)) for k, value in enumerate(initial(case))]
 
         def mine(step: int, k: int) -> Tensor | None:
-            return None if rank in (without_state or {}).get((step, k), ()) else place(case, meshes, k, grads(step, k))
+            return None if rank in (without_gradient or {}).get((step, k), ()) else place(case, meshes, k, grads(step, k))
 
         values, momentum, optimizer = run(case, params, mine, watch=wire.watch)
         for k, param in enumerate(params):
@@ -402,7 +394,7 @@ def test_experts_without_tokens(grid: tuple[int, ...], placements: tuple[Any, ..
 
 
 @pytest.mark.parametrize(
-    ("grid", "placements", "lacking"),
+    ("grid", "placements", "without_gradient"),
     [
         pytest.param((3,), (S0,), {(0, 0): {0}, (2, 0): {1, 2}}, id="EP"),
         pytest.param((8,), (S0,), {(0, 0): {0, 7}, (1, 0): {6}, (2, 0): set(range(1, 8))}, id="EP, fewer experts than ranks"),
@@ -413,7 +405,7 @@ def test_experts_without_tokens(grid: tuple[int, ...], placements: tuple[Any, ..
     ],
 )
 def test_a_rank_without_gradient_counts_as_zeros(
-    grid: tuple[int, ...], placements: tuple[Any, ...], without_state: dict[tuple[int, int], set[int]]
+    grid: tuple[int, ...], placements: tuple[Any, ...], without_gradient: dict[tuple[int, int], set[int]]
 ) -> None:
     """A rank whose experts meet no token may have no gradient at all; another parameter has its own in every step."""
     case = Case((experts((5, 6, 4), *placements), experts((4, 7, 3), *placements)), {}, 4)
@@ -421,11 +413,11 @@ def test_a_rank_without_gradient_counts_as_zeros(
 
     def grads(step: int, k: int) -> Tensor:
         found = random_gradients(case)(step, k)
-        for rank in without_state.get((step, k), ()):
+        for rank in without_gradient.get((step, k), ()):
             found.view(-1)[held[rank][k]] = 0
         return found
 
-    on_a_mesh(case, grid, looped(case, grads), grads=grads, without_state=without_state)
+    on_a_mesh(case, grid, looped(case, grads), grads=grads, without_gradient=without_gradient)
 
 
 # Any layout.

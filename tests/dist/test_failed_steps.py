@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import threading
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -15,8 +14,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from meshmuon import MeshmuonError, Muon, StateError
-
-from .threads import run_threads
+from tests.support.tensors import seeded
+from tests.support.threads import run_threads
 
 WORLD, ODD = 3, 1
 CLIP = {"head_dim": 2, "threshold": 1.0}
@@ -25,23 +24,11 @@ LOGITS = torch.tensor([4.0, 0.5, 100.0])
 _mood = threading.local()  # ranks are threads
 
 
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 def moody(batch: Tensor) -> Tensor:
     """A user's scheme that fails on one rank, once; the others may be told which matrices then are zero."""
     if getattr(_mood, "raises", False):
         raise ZeroDivisionError("a user's scheme")
     return torch.zeros_like(batch) if getattr(_mood, "lost", False) else batch / 2
-
-
-def seeded(shape: tuple[int, ...], seed: int) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
 class Rank:

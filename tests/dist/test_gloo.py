@@ -2,49 +2,51 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import torch
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from . import workers
-from .counting import counted
-from .threads import run_threads
+from tests.support import nets
+from tests.support.counting import counted
+from tests.support.processes import JobRanks, results_of, run_ranks
+from tests.support.threads import run_threads
+
+from . import gloo_cases
 
 
 @pytest.fixture(scope="module")
-def outcomes(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, str]]:
-    return workers.run_all(tmp_path_factory.mktemp("gloo"))
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[JobRanks]:
+    started = JobRanks(gloo_cases.jobs, tuple(gloo_cases.CASES), tmp_path_factory.mktemp("gloo"))
+    yield started
+    started.stop()
 
 
-@pytest.mark.parametrize("name", workers.JOBS)
-def test_gloo_processes_equal_one_device(name: str, outcomes: list[dict[str, str]]) -> None:
-    said = {rank: outcomes[rank][name] for rank in range(workers.JOBS[name].world)}
-    assert not any(said.values()), "\n".join(f"rank {rank}: {text}" for rank, text in said.items() if text)
+@pytest.mark.parametrize("name", gloo_cases.CASES)
+def test_gloo_processes_equal_one_device(name: str, ranks: JobRanks) -> None:
+    ranks.check(name)
 
 
-@pytest.mark.parametrize("name", workers.ALONE)
+@pytest.mark.parametrize("name", gloo_cases.ALONE)
 def test_gloo_processes_that_must_not_hang(name: str, tmp_path: Path) -> None:
-    said = workers.run_alone(name, tmp_path, seconds=20)
-    assert not any(said), "\n".join(f"rank {rank}: {text}" for rank, text in enumerate(said) if text)
+    results_of(run_ranks(gloo_cases.ALONE[name][0], gloo_cases.run_alone, tmp_path, name, timeout=60, seconds=120))
 
 
 @pytest.mark.parametrize("replicas", ["share", "repeat"])
 def test_hsdp_over_tp_on_eight_ranks(replicas: str) -> None:
     """2×2×2, through parallelize_module and fully_shard; eight processes are too heavy for two cores, so ranks are threads."""
-    torch.set_num_threads(1)
 
     def main(rank: int) -> None:
         mesh = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("replicate", "shard", "tp"))
 
-        def wrap(net: workers.Net) -> None:
-            workers.split_by_layer(net, mesh["tp"])
+        def wrap(net: nets.Net) -> None:
+            nets.split_by_layer(net, mesh["tp"])
             fully_shard(net, mesh=mesh["replicate", "shard"])
 
-        model, _ = workers.check_module(wrap, (5, 8, 6), wire, replicas=replicas)
-        assert model.second.weight.placements == (workers.R, workers.S0, workers.S1)
+        model, _ = nets.check_module(wrap, (5, 8, 6), wire, replicas=replicas)
+        assert model.second.weight.placements == (gloo_cases.R, gloo_cases.S0, gloo_cases.S1)
 
     with counted() as wire:
         run_threads(8, main)

@@ -16,9 +16,8 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 from meshmuon import ConfigError, GradientError, MeshmuonError, Muon
 from meshmuon.transport import groups
-
-from .cases import local, same
-from .threads import run_threads
+from tests.support.tensors import local, same
+from tests.support.threads import run_threads
 
 S0, R = Shard(0), Replicate()
 

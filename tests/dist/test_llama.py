@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import os
-import socket
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -17,8 +14,8 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.nn import functional as F
 
 from meshmuon import Muon, get_default_muon_param_groups
-
-from ..bounds import led_astray, nudge
+from tests.support.bounds import led_astray, nudge
+from tests.support.processes import results_of, run_ranks
 
 WIDTH, HEADS, VOCABULARY, LENGTH, BATCH, STEPS = 32, 4, 64, 12, 8, 20
 
@@ -88,10 +85,8 @@ def losses_of(model: nn.Module, share: int, shares: int) -> list[float]:
     return losses
 
 
-def run_rank(rank: int, world: int, tensor_parallel: int, port: int, folder: str) -> None:
-    torch.set_num_threads(1)
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-    dist.init_process_group("gloo", rank=rank, world_size=world)
+def sharded_losses(rank: int, folder: Path, world: int, tensor_parallel: int) -> Tensor:
+    """Training losses, averaged over the ranks."""
     data_parallel = world // tensor_parallel
     mesh = init_device_mesh("cpu", (data_parallel, tensor_parallel), mesh_dim_names=("dp", "tp"))
     model = build()
@@ -106,19 +101,13 @@ def run_rank(rank: int, world: int, tensor_parallel: int, port: int, folder: str
     fully_shard(model, mesh=mesh["dp"])
     losses = torch.tensor(losses_of(model, mesh.get_local_rank("dp"), data_parallel))
     dist.all_reduce(losses)
-    if rank == 0:
-        torch.save(losses / world, Path(folder) / "losses.pt")
-    dist.destroy_process_group()
+    return losses / world
 
 
 @pytest.mark.parametrize(("world", "tensor_parallel"), [(2, 1), (4, 2)], ids=["fsdp2", "tp2-fsdp2"])
 def test_loss_curve_equals_one_process(world: int, tensor_parallel: int, tmp_path: Path) -> None:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    mp.spawn(run_rank, args=(world, tensor_parallel, port, str(tmp_path)), nprocs=world)
+    losses, *_ = results_of(run_ranks(world, sharded_losses, tmp_path, world, tensor_parallel))
     expected = torch.tensor(losses_of(build(), 0, 1))
-    found = torch.load(tmp_path / "losses.pt")
     assert expected[-1] < 0.5 * expected[0]
     nudged = []
     for seed in range(3):
@@ -127,4 +116,4 @@ def test_loss_curve_equals_one_process(world: int, tensor_parallel: int, tmp_pat
         nudged.append(losses_of(model, 0, 1))
     bounds = torch.tensor(led_astray(expected.tolist(), nudged))
     assert bounds.max() < 0.01 < expected.min()
-    assert bool(((found - expected).abs() <= bounds).all())
+    assert bool(((losses - expected).abs() <= bounds).all())

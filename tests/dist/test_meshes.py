@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -15,10 +15,9 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 from meshmuon import Muon
 from meshmuon.plan import NO_WAVE, Plan
-
-from .cases import Case, Param, check, single
-from .counting import Wire, counted
-from .threads import run_threads
+from tests.support.cases import Case, Param, check, single
+from tests.support.counting import Wire, counted
+from tests.support.threads import run_threads
 
 R, S0, S1, S2 = Replicate(), Shard(0), Shard(1), Shard(2)
 FSDP_OF_TP = _StridedShard(0, split_factor=2)
@@ -29,14 +28,6 @@ VISION, LANGUAGE, EXPERTS = 0, 1, 2  # indices of the meshes
 
 # Shapes of the three parts of the model. Experts are cut inside, so that they travel as well.
 SHAPES = {VISION: [(16, 6), (9, 8), (6, 11)], LANGUAGE: [(16, 8), (8, 12), (10, 10), (12, 8)], EXPERTS: [(4, 8, 6), (4, 6, 8)]}
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def named_mesh() -> DeviceMesh:

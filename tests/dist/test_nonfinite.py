@@ -20,22 +20,13 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 from meshmuon import DistMuon, GradientError, Muon
 from meshmuon.optim import collect, nonfinite
-
-from .threads import run_threads
+from tests.support.threads import run_threads
 
 S0, S1, R = Shard(0), Shard(1), Replicate()
 SHAPES = ((7, 5), (4, 6), (9,), (3, 4))  # the last two for AdamW
 NAMES = ("first", "second", "norm", "embedding")
 BAD_STEPS = (1, 3)
 STEPS = 5
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Any:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def ranks(world: int, main: Callable[[int], Any], *, masked: bool = False) -> list[Any]:

@@ -23,22 +23,15 @@ from torch.utils._pytree import tree_map_only
 from meshmuon import DistMuon, MeshmuonError, Muon, get_default_muon_param_groups
 from meshmuon.device import DirectTransfers
 from meshmuon.optim import offload
+from tests.support.cases import Case, Param, build, check, gradient, initial, place, single
+from tests.support.random_layouts import Layouts, cases
+from tests.support.tensors import local, same
+from tests.support.threads import run_threads
 
-from .cases import Case, Param, build, check, gradient, initial, place, same, single
 from .test_dist_muon import SHAPES, one_device, seeded, unused
 from .test_dist_muon import build as build_replicas
-from .test_random_layouts import Layouts, cases
-from .threads import run_threads
 
 S0, S1, R = Shard(0), Shard(1), Replicate()
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Any:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def toggles(seed: int) -> Callable[[Muon], None]:
@@ -82,10 +75,6 @@ def test_random_layouts_with_offload_toggled(drawn: tuple[Case, Layouts, bool], 
         return local(place(case, layouts.build(), k, value))
 
     run_threads(layouts.world, main)
-
-
-def local(tensor: Tensor) -> Tensor:
-    return (tensor.detach().to_local() if isinstance(tensor, DTensor) else tensor.detach()).clone()
 
 
 def sharded_with(case: Case, layouts: Layouts, watch: Callable[[Muon], None]) -> tuple[list[Tensor], list[Tensor | None]]:

@@ -15,21 +15,13 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from meshmuon import DistMuon, Muon, PlanMismatchError, polar_express
-
-from ..bounds import moved_error, orthogonalize_error
-from .cases import Case, Param, build, gradient, initial, local, place, same
-from .test_random_layouts import Layouts, cases
-from .threads import run_threads
+from tests.support.bounds import moved_error, orthogonalize_error
+from tests.support.cases import Case, Param, build, gradient, initial, place
+from tests.support.random_layouts import Layouts, cases
+from tests.support.tensors import local, same
+from tests.support.threads import run_threads
 
 RULES = ("normuon", "muon_plus", "muoneq")
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Any:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def stepped(case: Case, params: list[nn.Parameter], grads: Any, **options: Any) -> tuple[list[Tensor], list[Tensor | None], Muon]:

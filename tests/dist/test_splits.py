@@ -13,10 +13,9 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from meshmuon import ConfigError, Muon, RoutingWarning
-
-from ..clear_cuts import clearly_cut
-from .cases import same
-from .threads import run_threads
+from tests.support.clear_cuts import clearly_cut
+from tests.support.tensors import same, seeded
+from tests.support.threads import run_threads
 
 STEPS = 3
 R, S0, S1 = Replicate(), Shard(0), Shard(1)
@@ -38,10 +37,6 @@ LAYOUTS: dict[str, tuple[tuple[int, ...], tuple[Any, ...], dict[str, Any]]] = {
     "TP × FSDP2": ((2, 2), (_StridedShard(0, split_factor=2), S0), {}),
     "TP by columns × FSDP2": ((2, 2), (S0, S1), {"warmup_step": 0}),
 }
-
-
-def seeded(shape: tuple[int, ...], seed: int) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
 def options_of(dim: int, **more: Any) -> dict[str, Any]:

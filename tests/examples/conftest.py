@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.bounds import nudge
+from tests.support.bounds import nudge
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 sys.path.insert(0, str(EXAMPLES))

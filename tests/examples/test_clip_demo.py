@@ -20,8 +20,8 @@ from demo import clip, options, progress, train
 from demo.data import TrainBatches, load_corpus
 from demo.model import ModelConfig, build_model, rotate
 from meshmuon import RoutingWarning
-from tests.bounds import led_astray, sum_error
 from tests.examples.conftest import Nudged
+from tests.support.bounds import led_astray, sum_error
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 DEMO = str(REPOSITORY / "examples" / "train_gpt.py")

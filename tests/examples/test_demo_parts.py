@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from demo import data, model
-from tests.bounds import sum_error
+from tests.support.bounds import sum_error
 
 # Data
 

@@ -17,8 +17,8 @@ import pytest
 
 import train_gpt
 from demo import checkpoints, progress, train
-from tests.bounds import led_astray
 from tests.examples.conftest import Nudged, write_sources
+from tests.support.bounds import led_astray
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 DEMO = REPOSITORY / "examples" / "train_gpt.py"

@@ -14,8 +14,8 @@ import torch
 
 import train_gpt
 from demo import compare, data, model, optimizers, options, progress, report, train
-from tests.bounds import led_astray
 from tests.examples.conftest import Nudged
+from tests.support.bounds import led_astray
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 TINY = {

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import socket
 import subprocess
 import sys
 from dataclasses import dataclass, field
@@ -11,8 +10,6 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
@@ -22,8 +19,8 @@ from demo.data import TrainBatches
 from demo.model import ModelConfig
 from demo.processes import Runtime
 from meshmuon import RoutingWarning
-
-from ..bounds import nudge, unit
+from tests.support.bounds import nudge, unit
+from tests.support.processes import results_of, run_ranks
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 WORLD, STEPS, LR, DECAY = 4, 8, 0.01, 0.1
@@ -104,25 +101,17 @@ def run(case: Case, runtime: Runtime, nudged: int | None = None) -> Outcome:
     return outcome
 
 
-def run_rank(rank: int, port: int, folder: str) -> None:
-    torch.set_num_threads(1)
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-    dist.init_process_group("gloo", rank=rank, world_size=WORLD)
-    outcomes = {name: vars(run(case, Runtime(torch.device("cpu"), rank, WORLD))) for name, case in CASES.items()}
-    if rank == 0:
-        torch.save(outcomes, Path(folder) / "outcomes.pt")
-    dist.destroy_process_group()
+def run_cases(rank: int, folder: Path) -> dict[str, Outcome] | None:
+    """All cases in turn; what the first rank found."""
+    outcomes = {name: run(case, Runtime(torch.device("cpu"), rank, WORLD)) for name, case in CASES.items()}
+    return outcomes if rank == 0 else None
 
 
 @pytest.fixture(scope="module")
 def together(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Outcome]:
     """All cases on four gloo processes."""
-    folder = tmp_path_factory.mktemp("moe")
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    mp.spawn(run_rank, args=(port, str(folder)), nprocs=WORLD)
-    return {name: Outcome(**values) for name, values in torch.load(folder / "outcomes.pt").items()}
+    outcomes: dict[str, Outcome] = results_of(run_ranks(WORLD, run_cases, tmp_path_factory.mktemp("moe")))[0]
+    return outcomes
 
 
 def largest_difference(found: dict[str, Tensor], expected: dict[str, Tensor], *, relative: bool) -> float:

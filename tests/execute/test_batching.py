@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from meshmuon import Muon
-from tests.optim.reference import LR, Shape, assert_same_bits, copies, gradients, group, make_params, run
+from tests.support.reference import LR, Shape, assert_same_bits, copies, gradients, group, make_params, run
 
 SMALL: tuple[Shape, ...] = (
     (8, 12),

@@ -16,7 +16,7 @@ from torch._dynamo import list_backends, register_backend
 
 from meshmuon import Muon, polar_express
 from meshmuon.ortho import blocks_for
-from tests.optim.reference import (
+from tests.support.reference import (
     LR,
     Shape,
     assert_moved_within_rounding,

@@ -12,7 +12,7 @@ from torch import Tensor
 from meshmuon import Muon
 from meshmuon.device import DirectStreams
 from meshmuon.errors import TransportError
-from meshmuon.execute import DataParallelExecutor, Executor, ExecutorSettings, StepParam, StepSettings, build
+from meshmuon.execute import DataParallelExecutor, Executor, ExecutorSettings, StepParam, StepSettings, program_builder
 from meshmuon.execute import executor as executors
 from meshmuon.execute import ortho_batch as stages
 from meshmuon.execute.build import RankProgram, build_rank_program
@@ -20,8 +20,8 @@ from meshmuon.layout import Layout, Mesh, Replicated
 from meshmuon.matrices import MatrixSet
 from meshmuon.ortho import Orthogonalizer, Scheme, Workspace, keller
 from meshmuon.plan import Plan, PlannedParam, PlanOptions, cost_model_for, make_plan
-from tests.bounds import sum_error, unit
-from tests.optim.reference import (
+from tests.support.bounds import sum_error, unit
+from tests.support.reference import (
     LR,
     Reference,
     assert_moved_within_rounding,
@@ -137,7 +137,7 @@ def test_no_work() -> None:
 def test_batches_of_a_step() -> None:
     params = make_params((12, 20), (3, 12, 20), (20, 12), (12, 20))
     step_params = work_on(params, settings_for(0.01), [torch.zeros_like(param.data) for param in params], 0)
-    batches = [batch.stage.batch for batch in program_of(step_params, chunk_size=2).local]
+    batches = [batch.ortho_batch.batch for batch in program_of(step_params, chunk_size=2).local]
     assert [(batch.rows, batch.cols, batch.size) for batch in batches] == [
         (12, 20, 1),
         (12, 20, 2),
@@ -179,9 +179,9 @@ def test_the_step_ends_when_both_streams_have(monkeypatch: pytest.MonkeyPatch) -
 
 def test_the_plan_is_kept_until_the_work_changes(monkeypatch: pytest.MonkeyPatch) -> None:
     planned: list[int] = []
-    original = build.plan_batches
+    original = program_builder.plan_batches
     monkeypatch.setattr(
-        build, "plan_batches", lambda items, **options: (planned.append(len(items)), original(items, **options))[1]
+        program_builder, "plan_batches", lambda items, **options: (planned.append(len(items)), original(items, **options))[1]
     )
     params = make_params((12, 20), (20, 12))
     optimizer = Muon([group(params)], lr=LR)

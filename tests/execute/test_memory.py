@@ -19,8 +19,8 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.profiler import ProfilerActivity, profile
 
 from meshmuon import Muon
-from tests.dist.threads import run_threads
-from tests.optim.reference import LR, gradients, group, make_params, set_gradients
+from tests.support.reference import LR, gradients, group, make_params, set_gradients
+from tests.support.threads import run_threads
 
 SCALAR = 16  # bytes
 SHAPES = ((40, 40), (24, 64), (64, 24), (24, 64), (3, 20, 16), (390, 400))

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from meshmuon.errors import TransportError
-from meshmuon.execute.pipeline import guarded, run_pipeline, take_first, waves_ahead
+from meshmuon.execute.pipeline import Action, fill_order, guarded, pipeline_order, run_pipeline, take_first, waves_ahead
 
 WIDTHS, COUNTS = range(1, 7), range(9)
 everywhere = pytest.mark.parametrize(("width", "count"), [(width, count) for width in WIDTHS for count in COUNTS])
@@ -113,6 +113,27 @@ def test_the_order_depends_on_the_numbers_alone(width: int, count: int) -> None:
     events = record(width, count)
     assert events == record(width, count)
     assert [one for one in events if one[0] != "local"] == record(width, count, local=0)
+
+
+@everywhere
+def test_waves_and_local_batches_are_filled_in_the_order_that_was_built_for(width: int, count: int) -> None:
+    """``fill_order`` decides where momentum is accumulated and gradients are freed; ``run_pipeline`` must follow it."""
+    filled = [k if what == "gather" else count + k for what, k in record(width, count, local=3) if what in ("gather", "local")]
+    assert filled == list(fill_order(count, 3, width))
+    assert sorted(filled) == list(range(count + 3))
+
+
+@everywhere
+def test_actions_are_run_in_their_order(width: int, count: int) -> None:
+    names = {
+        "gather": Action.GATHER,
+        "compute": Action.COMPUTE,
+        "finish": Action.FINISH,
+        "local": Action.LOCAL,
+        "last": Action.LAST,
+    }
+    events = [(names[what], k) for what, k in record(width, count, local=1)]
+    assert events == list(pipeline_order(count, width))
 
 
 @pytest.mark.parametrize("count", COUNTS)

@@ -10,6 +10,7 @@ import random
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 import pytest
 import torch
@@ -27,7 +28,7 @@ from meshmuon.layout import Layout, Mesh, Replicated, Sharded
 from meshmuon.matrices import MatrixSet
 from meshmuon.ortho import Workspace
 from meshmuon.plan import NO_WAVE, Plan, PlannedParam, PlanOptions, cost_model_for, make_plan
-from tests.layout.oracle import ours, random_mesh, random_placement, random_shape, select
+from tests.support.layouts import ours, random_mesh, random_placement, random_shape, select
 
 STEPS = 2
 KINDS = [(0, 2), (0, 2), (0, 3), (0, 4), (1, 3), (1, 3)]
@@ -150,7 +151,9 @@ def work_of(entry: PlannedParam, k: int, param: Tensor, buffer: Tensor) -> StepP
         cols *= size
     matrices = MatrixSet(entry.count, rows, cols, entry.stack_dims)
     wire = torch.float32 if entry.itemsize == 4 else torch.float64
-    return StepParam(nn.Parameter(param), buffer, matrices, prefix_sums, torch.float64, settings_of(k), comm_dtype=wire, group=k)
+    return StepParam(
+        nn.Parameter(param), buffer, matrices, prefix_sums, torch.float64, settings_of(k), comm_dtype=wire, group_index=k
+    )
 
 
 def expected(case: Case, k: int, sibling: int) -> tuple[Tensor, Tensor]:
@@ -260,29 +263,83 @@ def test_buffers_are_what_the_plan_says(case: Case) -> None:
         ranks = Ranks(case)
     for rank in case.plan.ranks:
         flat = ranks.workspaces[rank]._flat
-        found = {key: tensor for key, tensor in flat.items() if key[0].split()[0] in ("mine", "theirs", "results")}
+        found = {key: tensor for key, tensor in flat.items() if key[0].split()[0] in ("shards", "owned", "results")}
         assert sum(tensor.nbytes for tensor in found.values()) == case.plan.buffer_bytes(rank)
+
+
+def filled(program: RankProgram, in_flight: int) -> list[GradLifetime]:
+    """The lifetimes of waves and local batches in the order in which the pipeline runs them."""
+    order: list[GradLifetime] = []
+
+    def wave(lifetime: GradLifetime) -> Iterator[None]:
+        order.append(lifetime)
+        yield
+        yield
+
+    local = [partial(order.append, batch.grad_lifetime) for batch in program.local]
+    run_pipeline([wave(planned.grad_lifetime) for planned in program.waves], in_flight, local, lambda: None)
+    return order
+
+
+def check_lifetimes(plan: Plan, rank: int, step_params: Sequence[StepParam], program: RankProgram) -> None:
+    """Momentum is accumulated where the pipeline first reads a parameter, and its gradient is freed where it last does."""
+    params = [step_param.param for step_param in step_params]
+    first = [next(k for k, other in enumerate(params) if other is param) for param in params]  # the parts of a weight are one
+    reads: dict[GradLifetime, set[int]] = {}
+    for k, wave in enumerate(program.waves):
+        tasks = [task for task in plan.tasks if task.wave == k and rank in task.sharded.piece_and_replica]
+        reads[wave.grad_lifetime] = {first[task.param] for task in tasks}
+    for batch in program.local:
+        indices = {shard.param_index for uniform in batch.shard_views._by_group for shard in uniform._shards}
+        reads[batch.grad_lifetime] = {first[k] for k in indices}
+    order = filled(program, plan.options.in_flight)
+    assert set(order) == set(reads)
+    for turn, lifetime in enumerate(order):
+        assert set(lifetime.begins) == reads[lifetime].difference(*(reads[earlier] for earlier in order[:turn]))
+        assert set(lifetime.ends) == reads[lifetime].difference(*(reads[later] for later in order[turn + 1 :]))
+    assert program.rest.begins == ()
+    assert set(program.rest.ends) == set(first).difference(*reads.values())
 
 
 @settings(max_examples=80)
 @given(cases)
 def test_each_parameter_begins_once_and_ends_once(case: Case) -> None:
-    """In the order of the pipeline: momentum before the first piece is sent, the gradient until the last one is."""
     with torch.no_grad():
         ranks = Ranks(case)
     for rank, program in ranks.programs.items():
-        first = case.plan.options.in_flight
-        grad_lifetimes = [wave.grad_lifetime for wave in program.waves]
-        order = [*grad_lifetimes[:first], *(batch.grad_lifetime for batch in program.local), *grad_lifetimes[first:]]
-        begins = [k for grad_lifetime in order for k in grad_lifetime.begins]
-        ends = [k for grad_lifetime in order for k in grad_lifetime.ends]
-        holds = {task.param for task in case.plan.tasks if rank in task.sharded.piece_and_replica}
-        assert sorted(begins) == sorted(ends) == sorted(holds)
-        assert program.rest.begins == ()
-        assert set(program.rest.ends) == set(range(len(case.plan.params))) - holds
-        for k in holds:
-            begin = next(n for n, grad_lifetime in enumerate(order) if k in grad_lifetime.begins)
-            assert begin <= next(n for n, grad_lifetime in enumerate(order) if k in grad_lifetime.ends)
+        check_lifetimes(case.plan, rank, ranks.step_params[rank], program)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("in_flight", range(1, 7))
+def test_a_fused_weight_begins_with_whichever_part_is_filled_first(in_flight: int, rank: int) -> None:
+    """(36, 4) over two ranks in parts of 12 rows: the outer parts are local, the middle one is exchanged.
+
+    Which of a weight's parts comes first then depends on its wave: local batches run after the first waves and before the others.
+    """
+    layout, weights = Layout((36, 4), Mesh((2,), (0, 1)), (Sharded(0),)), 7
+    windows = [((start, start + 12), (0, 4)) for start in (0, 12, 24)]
+    params = [
+        PlannedParam(f"w{k}.{part}", (layout,), 0, ("cpu", 8), 8, 1000, window=window)
+        for k in range(weights)
+        for part, window in enumerate(windows)
+    ]
+    plan = make_plan(params, PlanOptions(cost_model_for("cpu"), chunk_size=1, in_flight=in_flight))
+    assert (len(plan.lanes), plan.options.in_flight) == (weights, in_flight)
+    held = [nn.Parameter(torch.zeros(18, 4, dtype=torch.float64)) for _ in range(weights)]
+    step_params = [
+        replace(
+            work_of(planned, 0, param, torch.zeros_like(param)), param=param, matrices=MatrixSet(1, 12, 4, window=planned.window)
+        )
+        for planned, param in zip(params, (param for param in held for _ in windows), strict=True)
+    ]
+    with torch.no_grad():
+        exchange = Exchange(Board((0, 1), late=False), rank)
+        program = build_rank_program(plan, rank, step_params, exchange, Workspace(), ExecutorSettings(chunk_size=1))  # type: ignore[arg-type]
+    assert len(program.local) == weights
+    check_lifetimes(plan, rank, step_params, program)
+    begun = {k for batch in program.local for k in batch.grad_lifetime.begins}
+    assert 0 < len(begun) < weights  # so that both orders occur
 
 
 def test_the_random_plans_are_of_every_kind() -> None:

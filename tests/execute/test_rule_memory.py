@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from meshmuon.execute.rule_state import _visits
+from meshmuon.execute.rule_state import rule_state_transfers
 from meshmuon.layout import Mesh, Replicated, Sharded
 from meshmuon.matrices import MatrixSet
 from meshmuon.plan import make_plan
-from tests.plan.models import entry, options_for
+from tests.support.plans import entry, options_for
 
 
 @pytest.mark.parametrize("owner", range(4))
@@ -21,8 +21,9 @@ def test_an_owner_sends_itself_nothing_that_another_replica_would_have_to_send(o
     plan = make_plan([entry(mesh=Mesh((2, 2), (0, 1, 2, 3)), placements=(Replicated(), Sharded(0)), share=True)], options_for())
     plan = replace(plan, tasks=(replace(plan.tasks[0], owner=owner),))
     step_params: Any = [SimpleNamespace(matrices=MatrixSet(1, 8, 6))]
-    visits = list(_visits(plan, 0, step_params))
-    assert {visit.holder for visit in visits} == {0, 1, 2, 3}
-    senders = [visit.holder for visit in visits if visit.fetched]
+    gathers, scatters = rule_state_transfers(plan, 0, step_params)
+    assert sorted(transfer.target for transfer in scatters) == [0, 1, 2, 3]
+    assert {transfer.target for transfer in gathers} == {transfer.source for transfer in scatters} == {owner}
+    senders = [transfer.source for transfer in gathers]
     assert len(senders) == 2
     assert owner in senders

@@ -36,7 +36,9 @@ def work_for(value: float, *, group: int = 0, shape: tuple[int, ...] = (2, 3), z
     matrices = MatrixSet(1, *shape) if len(shape) == 2 else MatrixSet(*shape, stack_dims=1)
     buffer = torch.full(shape, value)
     stand_in = torch.zeros(shape) if zeros else None
-    return StepParam(param, buffer, matrices, keller(1), torch.float32, settings_for(**options), group=group, zeros=stand_in)
+    return StepParam(
+        param, buffer, matrices, keller(1), torch.float32, settings_for(**options), group_index=group, zeros=stand_in
+    )
 
 
 def values(tensors: list[Tensor]) -> list[float]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -14,32 +14,12 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from meshmuon import Muon
 from meshmuon.errors import MeshmuonError, PlanMismatchError, StateError
-
-from ..dist.threads import run_threads
-from .ranks import (
-    S1,
-    assert_equal,
-    assert_untouched,
-    everything,
-    give_gradients,
-    initial,
-    like,
-    muon_of,
-    on_mesh,
-    seeded,
-    world_mesh,
-)
+from tests.support.small_model import S1, assert_equal, give_gradients, initial, muon_of, on_mesh, world_mesh
+from tests.support.tensors import assert_untouched, everything, like, seeded
+from tests.support.threads import run_threads
 
 WORLD, ODD, STEPS = 3, 1, 5
 LAYOUTS = ("DTensors", "plain tensors")
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def build(layout: str) -> tuple[DeviceMesh | None, list[nn.Parameter], Muon]:
@@ -227,7 +207,7 @@ def test_sharded_anew_between_steps(where: str, how: str) -> None:
 
     text = one_text(run_threads(WORLD, main))
     assert f"rank {0 if where == 'all ranks' else ODD}: a now lies" in text
-    assert "Build a new optimizer after sharding parameters anew" in text
+    assert "Build a new optimizer after resharding parameters" in text
 
 
 def test_data_that_is_cut_otherwise() -> None:

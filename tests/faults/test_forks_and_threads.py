@@ -14,8 +14,9 @@ from torch import nn
 
 from meshmuon import DistMuon, Muon
 from meshmuon.errors import TransportError
-
-from .ranks import after, assert_equal, give_gradients, initial, local, muon_of, run_ranks, said_by_all, seeded, world_mesh
+from tests.support.processes import results_of, run_ranks
+from tests.support.small_model import after, assert_equal, give_gradients, initial, muon_of, world_mesh
+from tests.support.tensors import local, seeded
 
 
 def in_fork(folder: Path, work: Callable[[], str]) -> str:
@@ -63,7 +64,7 @@ def forked_alone(rank: int, folder: Path) -> str:
 
 
 def test_fork_of_a_single_process(tmp_path: Path) -> None:
-    assert said_by_all(run_ranks(1, forked_alone, tmp_path)) == ["right"]
+    assert results_of(run_ranks(1, forked_alone, tmp_path)) == ["right"]
 
 
 def forked_rank(rank: int, folder: Path, started: int, divided: bool) -> str:
@@ -90,7 +91,7 @@ def forked_rank(rank: int, folder: Path, started: int, divided: bool) -> str:
 @pytest.mark.parametrize("divided", [False, True], ids=["Muon", "DistMuon"])
 @pytest.mark.parametrize("started", [0, 2], ids=["before the first step", "later"])
 def test_fork_of_a_rank(started: int, divided: bool, tmp_path: Path) -> None:
-    for text in said_by_all(run_ranks(2, forked_rank, tmp_path, started, divided)):
+    for text in results_of(run_ranks(2, forked_rank, tmp_path, started, divided)):
         assert "is a fork of process" in text
         assert "in the agreement of a step" in text
 
@@ -120,4 +121,4 @@ def threaded_rank(rank: int, folder: Path, fresh: bool) -> None:
 @pytest.mark.parametrize("fresh", [False, True], ids=["one thread", "a thread per step"])
 @pytest.mark.parametrize("world", [1, 2])
 def test_steps_in_another_thread(world: int, fresh: bool, tmp_path: Path) -> None:
-    said_by_all(run_ranks(world, threaded_rank, tmp_path, fresh))
+    results_of(run_ranks(world, threaded_rank, tmp_path, fresh))

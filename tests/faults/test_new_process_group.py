@@ -15,24 +15,9 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from meshmuon import DistMuon, Muon, clip_grad_norm_
 from meshmuon.errors import MeshmuonError
-
-from .ranks import (
-    S0,
-    SHAPES,
-    R,
-    after,
-    assert_equal,
-    assert_untouched,
-    everything,
-    give_gradients,
-    initial,
-    local,
-    muon_of,
-    run_ranks,
-    said_by_all,
-    seeded,
-    world_mesh,
-)
+from tests.support.processes import results_of, run_ranks
+from tests.support.small_model import S0, SHAPES, R, after, assert_equal, give_gradients, initial, muon_of, world_mesh
+from tests.support.tensors import assert_untouched, everything, local, seeded
 
 WORLD = 2
 MATRICES = SHAPES[:-1]
@@ -87,12 +72,12 @@ LAYOUTS = ["DTensors", "two axes", "whole world", "own group", "DistMuon"]
 @pytest.mark.parametrize("stepped", [True, False], ids=["stepped", "not stepped"])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_an_optimizer_of_an_earlier_process_group(layout: str, stepped: bool, renewed: bool, tmp_path: Path) -> None:
-    said = said_by_all(run_ranks(WORLD, reborn_rank, tmp_path, layout, stepped, renewed))
+    said = results_of(run_ranks(WORLD, reborn_rank, tmp_path, layout, stepped, renewed))
     texts = {text for one in said for text in one}
     assert len(texts) == 1, texts
     text = texts.pop()
     assert text.startswith("TransportError: ranks lost each other in the agreement of a step: destroy_process_group() has ended")
-    assert ("Build the meshes" if layout in ("DTensors", "two axes") else "Set optimizer.replica_group") in text
+    assert ("Rebuild the meshes" if layout in ("DTensors", "two axes") else "Set optimizer.replica_group") in text
 
 
 def continued_rank(rank: int, folder: Path, layout: str) -> str:
@@ -138,7 +123,7 @@ def continued_rank(rank: int, folder: Path, layout: str) -> str:
 
 @pytest.mark.parametrize("layout", ["DTensors", "whole world", "DistMuon"])
 def test_what_the_error_advises(layout: str, tmp_path: Path) -> None:
-    said_by_all(run_ranks(WORLD, continued_rank, tmp_path, layout))
+    results_of(run_ranks(WORLD, continued_rank, tmp_path, layout))
 
 
 def divided_rank(rank: int, folder: Path) -> str:
@@ -154,7 +139,7 @@ def divided_rank(rank: int, folder: Path) -> str:
 
 def test_momentum_that_was_divided_over_an_earlier_group(tmp_path: Path) -> None:
     """Whoever owns a matrix in the new group would begin with none."""
-    said = said_by_all(run_ranks(WORLD, divided_rank, tmp_path))
+    said = results_of(run_ranks(WORLD, divided_rank, tmp_path))
     assert len(set(said)) == 1
     assert said[0].startswith("StateError: rank 0: momentum is divided over the owners of an earlier process group")
 
@@ -174,7 +159,7 @@ def alone_rank(rank: int, folder: Path) -> None:
 
 
 def test_ranks_that_step_alone_go_on(tmp_path: Path) -> None:
-    said_by_all(run_ranks(WORLD, alone_rank, tmp_path))
+    results_of(run_ranks(WORLD, alone_rank, tmp_path))
 
 
 def clipped_rank(rank: int, folder: Path) -> Any:
@@ -188,6 +173,6 @@ def clipped_rank(rank: int, folder: Path) -> Any:
 
 
 def test_clipping_on_a_mesh_of_an_earlier_group(tmp_path: Path) -> None:
-    for kind, text in said_by_all(run_ranks(WORLD, clipped_rank, tmp_path)):
+    for kind, text in results_of(run_ranks(WORLD, clipped_rank, tmp_path)):
         assert kind == "TransportError"
-        assert "After destroy_process_group() build meshes and model anew" in text
+        assert "After destroy_process_group(), rebuild meshes and model" in text

@@ -18,31 +18,13 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from meshmuon import Muon
-from meshmuon.agree import planner
+from meshmuon.agree import local_planner
 from meshmuon.execute import executor
 from meshmuon.optim import muon
 from meshmuon.plan import Plan, make_plan
-
-from .ranks import (
-    S0,
-    SHAPES,
-    Ended,
-    R,
-    after,
-    assert_equal,
-    assert_untouched,
-    everything,
-    give_gradients,
-    initial,
-    local,
-    muon_of,
-    on_mesh,
-    run_ranks,
-    said_by_all,
-    same,
-    seeded,
-    world_mesh,
-)
+from tests.support.processes import RankOutcome, results_of, run_ranks
+from tests.support.small_model import S0, SHAPES, R, after, assert_equal, give_gradients, initial, muon_of, on_mesh, world_mesh
+from tests.support.tensors import assert_untouched, everything, local, same, seeded
 
 WORLD, ODD = 3, 1  # the odd one out
 Said = tuple[str, str]  # class and text of an error
@@ -54,9 +36,9 @@ def refused(optimizer: Muon) -> Said:
     return type(caught.value).__name__, str(caught.value)
 
 
-def one_saying(ended: Sequence[Ended]) -> Said:
+def one_saying(ended: Sequence[RankOutcome]) -> Said:
     """What all ranks raised: the same class and the same words."""
-    said: list[Said] = said_by_all(ended)
+    said: list[Said] = results_of(ended)
     assert len(set(said)) == 1, said
     return said[0]
 
@@ -175,7 +157,7 @@ def unready_rank(rank: int, folder: Path, where: str, later: bool) -> Said:
         added.grad = on_mesh(seeded((6, 6), 51), world_mesh())
     first = int(later)
     give_gradients(params, first)
-    owner, name = {"buffers": (executor, "build_rank_program"), "plan": (planner, "make_plan")}[where]
+    owner, name = {"buffers": (executor, "build_rank_program"), "plan": (local_planner, "make_plan")}[where]
     before = [local(param) for param in params]
     with patch.object(owner, name, out_of_memory) if rank == ODD else nullcontext():
         said = refused(optimizer)
@@ -244,7 +226,7 @@ def moody_rank(rank: int, folder: Path, also: bool) -> tuple[Said | None, Said]:
 @pytest.mark.parametrize("also", [False, True], ids=["one rank", "two ranks"])
 def test_a_scheme_that_raises_on_one_rank(also: bool, tmp_path: Path) -> None:
     """Matrices that it owns keep their place but for the weight decay, on every rank, as on one device; then all go on."""
-    said = said_by_all(run_ranks(WORLD, moody_rank, tmp_path, also))
+    said = results_of(run_ranks(WORLD, moody_rank, tmp_path, also))
     assert [own for own, _ in said] == [
         ("ZeroDivisionError", "a user's scheme") if rank == ODD or (also and rank == 2) else None for rank in range(WORLD)
     ]
@@ -286,7 +268,7 @@ def parted_rank(rank: int, folder: Path, what: str) -> tuple[Said | None, Said]:
 )
 def test_a_failure_after_which_ranks_have_parted(what: str, text: str, tmp_path: Path) -> None:
     """No rank steps on until a checkpoint is loaded; after that the run is exact."""
-    said = said_by_all(run_ranks(WORLD, parted_rank, tmp_path, what))
+    said = results_of(run_ranks(WORLD, parted_rank, tmp_path, what))
     assert [own for own, _ in said] == [None, tuple(text.split(": ")), None]
     assert len({one for _, one in said}) == 1
     kind, shown = said[0][1]
@@ -328,7 +310,7 @@ def plan_rank(rank: int, folder: Path, name: str) -> Said:
     optimizer = muon_of(params)
     give_gradients(params, 0)
     before = everything(optimizer)
-    with patch.object(planner, "make_plan", PLANS[name][0]) if rank == ODD else nullcontext():
+    with patch.object(local_planner, "make_plan", PLANS[name][0]) if rank == ODD else nullcontext():
         said = refused(optimizer)
         assert_untouched(optimizer, before)
         assert refused(optimizer) == said, "a second try is refused as well"

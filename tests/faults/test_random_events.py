@@ -8,7 +8,7 @@ from __future__ import annotations
 import copy
 import random
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,21 +23,13 @@ from torch.distributed.tensor import DTensor, Partial
 
 from meshmuon import Muon
 from meshmuon.errors import MeshmuonError
-
-from ..dist.threads import run_threads
-from .ranks import S0, S1, R, assert_equal, assert_untouched, everything, on_mesh, seeded, world_mesh
+from tests.support.small_model import S0, S1, R, assert_equal, on_mesh, world_mesh
+from tests.support.tensors import assert_untouched, everything, seeded
+from tests.support.threads import run_threads
 
 SEQUENCES, CHUNKS, EVENTS = 200, 8, 8
 SIDES = (3, 4, 5, 6, 7, 8)
 _mood = threading.local()  # ranks are threads
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def moody(batch: Tensor) -> Tensor:
@@ -165,11 +157,11 @@ class Pair:
         self.step_both()
 
     def some_gradients(self) -> None:
-        number, without_state = self.number(), self.random.sample(range(len(self.mine.params)), 2)
+        number, without_gradient = self.number(), self.random.sample(range(len(self.mine.params)), 2)
 
         def act(run: Run) -> None:
             run.give_gradients(number)
-            for k in without_state:
+            for k in without_gradient:
                 run.params[k].grad = None
 
         self.both(act)
@@ -177,7 +169,7 @@ class Pair:
 
     def gradient_on_some_ranks(self) -> str | None:
         """Zeros where it is missing; refused where another rank holds the same elements."""
-        number, without_state = self.number(), self.random.randrange(self.world)
+        number, without_gradient = self.number(), self.random.randrange(self.world)
         self.both(lambda run: run.give_gradients(number))
         chosen = self.trainable()
         if not chosen:
@@ -185,7 +177,7 @@ class Pair:
         k = self.random.choice(chosen)
         slot, full = self.mine.slots[k], self.whole.params[k].grad
         assert full is not None
-        if self.rank == without_state:
+        if self.rank == without_gradient:
             self.mine.params[k].grad = None
         if not slot.cut:
             text = self.step()
@@ -193,8 +185,8 @@ class Pair:
             assert f"{slot.name} has a gradient on rank" in text
             return text
         chunks = list(full.chunk(self.world, slot.placement.dim))
-        if without_state < len(chunks):
-            chunks[without_state].zero_()
+        if without_gradient < len(chunks):
+            chunks[without_gradient].zero_()
         self.step_both()
         return None
 

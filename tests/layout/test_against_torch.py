@@ -14,10 +14,9 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 from meshmuon.layout import Mesh
 from meshmuon.torch_compat import strided_shards_nest
-
-from ..clear_cuts import clearly_cut
-from ..dist.threads import run_threads
-from .oracle import Case, distribute, random_case, select, split
+from tests.support.clear_cuts import clearly_cut
+from tests.support.layouts import Case, distribute, random_case, select, split
+from tests.support.threads import run_threads
 
 LAYOUTS = 1000
 

@@ -15,9 +15,8 @@ from meshmuon.errors import PlanError
 from meshmuon.layout import Layout, Mesh, Piece, Replicated, Sharded, ShardedMatrix, shard_matrices
 from meshmuon.layout.layout import coordinates
 from meshmuon.torch_compat import strided_shards_nest
-
-from ..clear_cuts import clearly_cut
-from .oracle import Case, random_case, random_placement, random_shape, select, split
+from tests.support.clear_cuts import clearly_cut
+from tests.support.layouts import Case, random_case, random_placement, random_shape, select, split
 
 # (how many leading dims count matrices, how many dims the parameter has): vectors as columns, matrices, convolutions, experts.
 KINDS = [(0, 1), (0, 2), (0, 2), (0, 3), (0, 4), (1, 2), (1, 3), (1, 3), (1, 4)]
@@ -199,7 +198,7 @@ def test_replicas() -> None:
     assert [sorted(one.piece_and_replica) for one in sharded.separate_replicas] == [[0, 2], [1, 3]]
 
 
-@pytest.mark.parametrize("lead", [0, 1])
+@pytest.mark.parametrize("stack_dims", [0, 1])
 @pytest.mark.parametrize("shape", [(0, 3, 2), (3, 0, 2), (3, 2, 0), (0, 0, 0)])
 @pytest.mark.parametrize("dim", [0, 1, 2])
 @pytest.mark.parametrize("split_factor", [1, 2])
@@ -224,7 +223,7 @@ ALL = ((0, 3),)
         ((Piece(ROWS[0], ALL, (0,)),), 1, "gap or overlap"),
         ((Piece(ROWS[0], ((0, 2),), (0,)), Piece(ROWS[1], ((0, 2),), (1,))), 1, "gap or overlap"),  # in the columns
         ((Piece(ROWS[0], ALL, (0,)), Piece(ROWS[1], ((0, 2),), (1,))), 1, "gap or overlap"),
-        ((Piece(((0, 2),), ALL, (0,)), Piece(((0, 2),), ALL, (1,))), 1, "there twice"),
+        ((Piece(((0, 2),), ALL, (0,)), Piece(((0, 2),), ALL, (1,))), 1, "listed twice"),
         ((Piece(ROWS[0], ((0, 1),), (0,)), Piece(ROWS[1], ((1, 3),), (1,))), 1, "missing"),  # a diagonal: rows and columns tile
         ((Piece(ROWS[0], ALL, (0, 1)), Piece(ROWS[1], ALL, (2,))), 2, "lacks a piece"),
         ((Piece(ROWS[0], ALL, (0, 1)), Piece(ROWS[1], ALL, (2, 3))), 1, "lacks a piece"),

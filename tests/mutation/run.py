@@ -6,7 +6,7 @@
 
 Each mutant is a temporary copy of the package and the tests with one change, on which the tests that belong to the changed file
 are run until the first failure. A test that fails without any change is left out, and named. A mutant that no test notices
-survives; one that cannot be noticed is declared in ``curated.py`` with the reason, and not counted.
+survives; one that cannot be noticed is declared in ``curated/`` with the reason, and not counted.
 """
 
 from __future__ import annotations
@@ -30,13 +30,17 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
 from tests.mutation.curated import CURATED, EQUIVALENT, Equivalent  # noqa: E402
+from tests.mutation.patterns import PatternError  # noqa: E402
 from tests.mutation.systematic import changes, lines  # noqa: E402
 
-SYSTEMATIC_FOLDERS = ("ortho", "optim", "execute", "matrices", "plan", "layout", "transport")
+SYSTEMATIC_FOLDERS = (
+    *("ortho", "params", "optim", "state", "agree", "routing", "clipping", "qk_clip"),
+    *("execute", "matrices", "plan", "layout", "transport"),
+)
 
 # Tests of a file, nearest first. The first entry that the path starts with counts.
 _ORTHO = ("tests/ortho/test_orthogonalize.py", "tests/ortho/test_blocks.py", "tests/ortho/test_cost.py")
-_STEP = ("tests/optim", "tests/execute", "tests/matrices", "tests/plan")
+_STEP = ("tests/optim", "tests/params", "tests/state", "tests/execute", "tests/matrices", "tests/plan")
 TESTS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("meshmuon/ortho/remez.py", ("tests/ortho/test_remez.py", "tests/ortho/test_schemes.py")),
     ("meshmuon/ortho/schemes.py", ("tests/ortho/test_schemes.py", "tests/ortho/test_orthogonalize.py")),
@@ -49,28 +53,31 @@ TESTS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("meshmuon/ortho/", (*_ORTHO, "tests/ortho/test_workspace.py", "tests/test_rounding.py")),
     (
         "meshmuon/execute/elementwise.py",
-        ("tests/execute/test_parts.py", "tests/test_rounding.py", "tests/execute", "tests/optim"),
+        ("tests/execute/test_shard_views.py", "tests/test_rounding.py", "tests/execute", "tests/optim"),
     ),
     ("meshmuon/execute/rule_state.py", ("tests/execute/test_rule_memory.py", "tests/dist/test_rules.py")),
     ("meshmuon/execute/data_parallel.py", ("tests/execute/test_executor.py", "tests/dist/test_dist_muon.py")),
-    ("meshmuon/execute/ortho_batch.py", ("tests/optim/test_rules.py", "tests/execute")),
+    ("meshmuon/execute/ortho_batch.py", ("tests/params/test_rules.py", "tests/execute")),
     ("meshmuon/execute/", ("tests/execute", "tests/optim", "tests/plan")),
     ("meshmuon/plan/", ("tests/plan", "tests/execute", "tests/optim")),
     ("meshmuon/matrices/", ("tests/matrices", "tests/optim", "tests/execute")),
     ("meshmuon/layout/", ("tests/layout", "tests/plan", "tests/execute")),
-    ("meshmuon/transport/", ("tests/transport", "tests/dist")),
+    ("meshmuon/transport/", ("tests/transport", "tests/agree", "tests/dist")),
     ("meshmuon/checkpoint.py", ("tests/checkpoint",)),
-    ("meshmuon/clipping/grad_norm.py", ("tests/optim/test_clipping.py", "tests/dist/test_clipping.py")),
-    ("meshmuon/optim/collect.py", ("tests/optim/test_collector.py", "tests/dist/test_agreement.py", *_STEP)),
+    ("meshmuon/clipping/", ("tests/clipping",)),
+    ("meshmuon/qk_clip/", ("tests/qk_clip",)),
+    ("meshmuon/routing/", ("tests/routing", "tests/optim")),
+    ("meshmuon/optim/collect.py", ("tests/optim/test_collector.py", "tests/agree/test_agreement.py", *_STEP)),
     ("meshmuon/optim/group_snapshot.py", ("tests/optim/test_collector.py", *_STEP)),
-    ("meshmuon/params/rules.py", ("tests/optim/test_rules.py",)),
-    ("meshmuon/agree/planner.py", ("tests/dist", "tests/optim")),
-    ("meshmuon/agree/identity.py", ("tests/dist/test_identity.py",)),
-    ("meshmuon/agree/state_presence.py", ("tests/dist/test_lost_state.py",)),
+    ("meshmuon/params/rules.py", ("tests/params/test_rules.py",)),
+    ("meshmuon/agree/planner.py", ("tests/agree", "tests/dist", "tests/optim")),
+    ("meshmuon/agree/local_planner.py", ("tests/agree", "tests/dist", "tests/optim")),
+    ("meshmuon/agree/identity.py", ("tests/agree/test_identity.py",)),
+    ("meshmuon/agree/state_presence.py", ("tests/agree/test_lost_state.py",)),
     ("meshmuon/agree/link.py", ("tests/faults/test_new_process_group.py",)),
-    ("meshmuon/agree/differences.py", ("tests/dist",)),
+    ("meshmuon/agree/differences.py", ("tests/agree", "tests/dist")),
     ("meshmuon/optim/dist_muon.py", ("tests/dist/test_dist_muon.py",)),
-    ("meshmuon/params/dtensors.py", ("tests/optim", "tests/dist")),
+    ("meshmuon/params/dtensors.py", ("tests/params", "tests/optim", "tests/dist")),
     ("meshmuon/device.py", ("tests/test_device.py",)),
     ("meshmuon/torch_compat.py", ("tests/test_torch_compat.py", "tests/optim/test_overwritten.py")),
     ("meshmuon/", _STEP),
@@ -97,16 +104,16 @@ class Verdict:
 
 
 def curated_mutants() -> list[Mutant]:
-    """The curated list; a text that is not in its file exactly once is an error."""
-    found = []
-    for file, old, new in CURATED:
-        text = (ROOT / file).read_text()
-        if text.count(old) != 1:
-            sys.exit(f"{file}: {old!r} is there {text.count(old)} times, not once. Update tests/mutation/curated.py.")
-        line = text[: text.index(old)].count("\n") + 1
-        what = " ".join(f"{old.strip()} -> {new.strip() or '(nothing)'}".split())
-        found.append(Mutant(file, line, "", what, text.replace(old, new).encode()))
-    return found
+    """The curated list; a pattern that does not match exactly one place is an error."""
+    mutants = []
+    for curated in CURATED:
+        try:
+            mutated = curated.mutate(ROOT)
+        except PatternError as error:
+            sys.exit(f"{error}\nUpdate tests/mutation/curated.")
+        what = " ".join(f"{mutated.old} -> {mutated.new}".split())
+        mutants.append(Mutant(curated.file, mutated.line, f"{curated.function}()", what, mutated.source.encode()))
+    return mutants
 
 
 def systematic_mutants() -> tuple[list[Mutant], list[tuple[Mutant, Equivalent]]]:
@@ -129,16 +136,16 @@ def systematic_mutants() -> tuple[list[Mutant], list[tuple[Mutant, Equivalent]]]
 
 
 def _declared(mutant: Mutant) -> Equivalent | None:
-    for one in EQUIVALENT:
-        if one.file == mutant.file and one.line == mutant.before and one.mutation in ("", mutant.what):
-            return one
+    for equivalent in EQUIVALENT:
+        same_line = equivalent.file == mutant.file and equivalent.line == mutant.before
+        if same_line and equivalent.mutation in ("", mutant.what):
+            return equivalent
     return None
 
 
 def tests_of(file: str) -> tuple[str, ...]:
-    """The tests to run for a file, those that exist."""
-    chosen = next(tests for prefix, tests in TESTS if file.startswith(prefix))
-    return tuple(test for test in chosen if (ROOT / test).exists())
+    """The tests to run for a file."""
+    return next(tests for prefix, tests in TESTS if file.startswith(prefix))
 
 
 class Copy:
@@ -181,8 +188,8 @@ def failures(output: str) -> list[str]:
 
 def baseline(copy: Copy, files: Iterable[str]) -> list[str]:
     """The tests that fail without any mutation: they would catch everything."""
-    wanted = sorted({test for file in files for test in tests_of(file)})
-    done = copy.run(wanted, timeout=1800)
+    tests = sorted({test for file in files for test in tests_of(file)})
+    done = copy.run(tests, timeout=1800)
     broken = failures(done.stdout)
     if done.returncode not in (0, 1):
         sys.exit(f"the tests do not run at all:\n{done.stdout[-2000:]}{done.stderr[-2000:]}")
@@ -220,23 +227,23 @@ def try_all(mutants: Sequence[Mutant], jobs: int, timeout: float) -> tuple[list[
         with ThreadPoolExecutor(jobs) as pool:
             for future in as_completed([pool.submit(task, mutant) for mutant in mutants]):
                 verdicts.append(future.result())
-                progress(len(verdicts), len(mutants), sum(not one.caught_by for one in verdicts), begin)
-    return sorted(verdicts, key=lambda one: (one.mutant.file, one.mutant.line, one.mutant.what)), broken
+                progress(len(verdicts), len(mutants), sum(not verdict.caught_by for verdict in verdicts), begin)
+    return sorted(verdicts, key=lambda verdict: (verdict.mutant.file, verdict.mutant.line, verdict.mutant.what)), broken
 
 
 def report(verdicts: Sequence[Verdict], equivalent: Sequence[tuple[Mutant, Equivalent]], broken: Sequence[str]) -> str:
     """Markdown: caught ÷ tried per file, survivors, declared equivalents, tests left out."""
     rows = ["| file | caught | tried |", "|---|---|---|"]
-    for file in sorted({one.mutant.file for one in verdicts}):
-        mine = [one for one in verdicts if one.mutant.file == file]
-        rows.append(f"| {file} | {sum(bool(one.caught_by) for one in mine)} | {len(mine)} |")
-    rows.append(f"| **all** | **{sum(bool(one.caught_by) for one in verdicts)}** | **{len(verdicts)}** |")
-    survivors = [one for one in verdicts if not one.caught_by]
-    rows += ["", "Survivors:" if survivors else "No survivors.", *(f"- {one.mutant}" for one in survivors)]
-    hung = [one for one in verdicts if one.caught_by == "timeout"]
-    rows += ["", "Caught by the timeout alone:", *(f"- {one.mutant}" for one in hung)] if hung else []
+    for file in sorted({verdict.mutant.file for verdict in verdicts}):
+        of_file = [verdict for verdict in verdicts if verdict.mutant.file == file]
+        rows.append(f"| {file} | {sum(bool(verdict.caught_by) for verdict in of_file)} | {len(of_file)} |")
+    rows.append(f"| **all** | **{sum(bool(verdict.caught_by) for verdict in verdicts)}** | **{len(verdicts)}** |")
+    survivors = [verdict.mutant for verdict in verdicts if not verdict.caught_by]
+    rows += ["", "Survivors:" if survivors else "No survivors.", *(f"- {mutant}" for mutant in survivors)]
+    hung = [verdict.mutant for verdict in verdicts if verdict.caught_by == "timeout"]
+    rows += ["", "Caught by the timeout alone:", *(f"- {mutant}" for mutant in hung)] if hung else []
     if equivalent:
-        rows += ["", "Declared equivalent, not tried:", *(f"- {mutant} ({one.reason})" for mutant, one in equivalent)]
+        rows += ["", "Declared equivalent, not tried:", *(f"- {mutant} ({entry.reason})" for mutant, entry in equivalent)]
     rows += ["", "Left out because they fail without any mutation:", *(f"- {test}" for test in broken)] if broken else []
     return "\n".join(rows) + "\n"
 
@@ -259,18 +266,18 @@ def parse() -> argparse.Namespace:
 def main() -> int:
     options = parse()
 
-    def wanted(mutant: Mutant) -> bool:
+    def chosen(mutant: Mutant) -> bool:
         return any(text in str(mutant) for text in options.only)
 
-    mutants = [one for one in curated_mutants() if wanted(one)] if options.kind != "systematic" else []
+    mutants = [mutant for mutant in curated_mutants() if chosen(mutant)] if options.kind != "systematic" else []
     equivalent: list[tuple[Mutant, Equivalent]] = []
     if options.kind != "curated":
         systematic, declared = systematic_mutants()
-        systematic = [one for one in systematic if wanted(one)]
+        systematic = [mutant for mutant in systematic if chosen(mutant)]
         if 0 <= options.sample < len(systematic):
             systematic = random.Random(options.seed).sample(systematic, options.sample)
         mutants += systematic
-        equivalent = [(mutant, one) for mutant, one in declared if wanted(mutant)]
+        equivalent = [(mutant, entry) for mutant, entry in declared if chosen(mutant)]
     if options.list:
         print(*mutants, sep="\n")
         return 0
@@ -279,7 +286,7 @@ def main() -> int:
     options.report.parent.mkdir(parents=True, exist_ok=True)
     options.report.write_text(text)
     print(text)
-    return 0 if all(one.caught_by for one in verdicts) else 1
+    return 0 if all(verdict.caught_by for verdict in verdicts) else 1
 
 
 if __name__ == "__main__":

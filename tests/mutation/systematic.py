@@ -38,7 +38,7 @@ def changes(source: bytes) -> list[Change]:
     """Every mutation of a file, in order. Messages of errors, decorators, annotations and ``__all__`` are left alone."""
     finder = _Finder(source)
     finder.visit(ast.parse(source))
-    return sorted(set(finder.found))
+    return sorted(set(finder.changes))
 
 
 class _Finder(ast.NodeVisitor):
@@ -47,7 +47,7 @@ class _Finder(ast.NodeVisitor):
         self._starts = [0]
         for line in source.splitlines(keepends=True):
             self._starts.append(self._starts[-1] + len(line))
-        self.found: list[Change] = []
+        self.changes: list[Change] = []
 
     # What is skipped
 
@@ -127,7 +127,7 @@ class _Finder(ast.NodeVisitor):
             self._add(at, at + len(old), left.lineno, new)
 
     def _add(self, start: int, stop: int, line: int, new: str) -> None:
-        self.found.append(Change(start, stop, line, self._source[start:stop].decode(), new))
+        self.changes.append(Change(start, stop, line, self._source[start:stop].decode(), new))
 
     def _start(self, node: ast.expr) -> int:
         return self._starts[node.lineno - 1] + node.col_offset

@@ -1,4 +1,4 @@
-"""The curated mutations still fit the sources, and the systematic ones are valid Python. Running them: ``run.py``."""
+"""The curated mutants still fit the sources, and the systematic ones are valid Python. Running them: ``run.py``."""
 
 from __future__ import annotations
 
@@ -8,21 +8,34 @@ from pathlib import Path
 import pytest
 
 from .curated import CURATED, EQUIVALENT, Curated
+from .patterns import PatternError
+from .run import SYSTEMATIC_FOLDERS, TESTS
 from .systematic import changes, lines
 
 ROOT = Path(__file__).parents[2]
 
 
-@pytest.mark.parametrize("mutant", CURATED, ids=lambda mutant: f"{Path(mutant.file).name}: {mutant.new.strip()[:40]}")
-def test_curated_mutation_applies_once(mutant: Curated) -> None:
-    source = (ROOT / mutant.file).read_text()
-    assert source.count(mutant.old) == 1, f"{mutant.file}: {mutant.old!r} must be there once; update the list"
-    assert mutant.old != mutant.new
-    ast.parse(source.replace(mutant.old, mutant.new))
+@pytest.mark.parametrize("mutant", CURATED, ids=lambda mutant: f"{mutant.module}:{mutant.function}: {mutant.replacement[:40]}")
+def test_curated_mutant_changes_one_place(mutant: Curated) -> None:
+    try:
+        mutated = mutant.mutate(ROOT)
+    except PatternError as error:
+        pytest.fail(f"{error}\nUpdate tests/mutation/curated.", pytrace=False)
+    before, after = ast.parse((ROOT / mutant.file).read_text()), ast.parse(mutated.source)
+    assert ast.dump(before) != ast.dump(after), f"{mutant} changes nothing"
 
 
-def test_no_curated_mutation_is_listed_twice() -> None:
+def test_no_curated_mutant_is_listed_twice() -> None:
     assert len(set(CURATED)) == len(CURATED)
+
+
+def test_tests_and_folders_of_the_run_exist() -> None:
+    """A test that was renamed would silently stop catching mutants."""
+    named = {test for _, tests in TESTS for test in tests} | {prefix for prefix, _ in TESTS}
+    missing = [path for path in sorted(named) if not (ROOT / path).exists()]
+    assert not missing, f"update TESTS in tests/mutation/run.py: {missing}"
+    rooms = {path.parent.name for path in (ROOT / "meshmuon").glob("*/__init__.py")}
+    assert set(SYSTEMATIC_FOLDERS) == rooms
 
 
 def test_declared_equivalents_are_still_there() -> None:
@@ -34,16 +47,17 @@ def test_declared_equivalents_are_still_there() -> None:
 @pytest.mark.parametrize("path", sorted((ROOT / "meshmuon").rglob("*.py")), ids=lambda path: str(path.relative_to(ROOT)))
 def test_systematic_mutations_are_small_and_valid(path: Path) -> None:
     source = path.read_bytes()
-    found = list(changes(source))
-    for change in found[:: 1 + len(found) // 20]:  # parsing takes long; twenty of each file show what is wrong with a kind
+    mutations = changes(source)
+    for change in mutations[
+        :: 1 + len(mutations) // 20
+    ]:  # parsing takes long; twenty of each file show what is wrong with a kind
         mutated = change.apply(source)
         assert mutated != source
         ast.parse(mutated)
 
 
 def test_systematic_mutations_of_a_line() -> None:
-    found = {change.apply(b"x = a + 2 * f(b, -c) if n < 1.5 and True else y\n").decode()[4:-1] for change in changes(SAMPLE)}
-    assert found == {
+    assert {change.apply(SAMPLE).decode()[4:-1] for change in changes(SAMPLE)} == {
         "a - 2 * f(b, -c) if n < 1.5 and True else y",
         "a + 3 * f(b, -c) if n < 1.5 and True else y",
         "a + (1) * f(b, -c) if n < 1.5 and True else y",

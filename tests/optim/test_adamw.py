@@ -9,8 +9,7 @@ import pytest
 import torch
 
 from meshmuon import Muon
-
-from .reference import LR, adamw, assert_same_bits, copies, gradients, group, make_params, run, set_gradients
+from tests.support.reference import LR, adamw, assert_same_bits, copies, gradients, group, make_params, run, set_gradients
 
 SHAPES = ((5,), (3, 4), (), (2, 3, 4), (40, 30))
 DEFAULTS: dict[str, Any] = {"lr": LR, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1, "fused": True}

@@ -19,7 +19,7 @@ from meshmuon import Muon
 from meshmuon.errors import GradientError, MeshmuonError
 from meshmuon.execute import local_part
 from meshmuon.optim.collect import Collector
-from tests.dist.threads import run_threads
+from tests.support.threads import run_threads
 
 SHAPES = ((6, 4), (4, 6), (8, 4))
 

@@ -10,9 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from meshmuon import Muon, keller, polar_express
-
-from ..bounds import unit
-from .reference import (
+from tests.support.bounds import unit
+from tests.support.reference import (
     LR,
     Reference,
     adamw,

@@ -14,8 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from meshmuon import DistMuon, Muon
-
-from ..dist.threads import run_threads
+from tests.support.threads import run_threads
 
 
 @pytest.fixture(autouse=True)

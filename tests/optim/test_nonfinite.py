@@ -19,9 +19,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from meshmuon import ConfigError, GradientError, Muon, polar_express
 from meshmuon.optim import adamw, collect, nonfinite
 from meshmuon.state import adamw_state
-
-from ..bounds import unit
-from .reference import LR, assert_moved_within_rounding, gradients, group, make_params, set_gradients
+from tests.support.bounds import unit
+from tests.support.reference import LR, assert_moved_within_rounding, gradients, group, make_params, set_gradients
+from tests.support.tensors import assert_bits
 
 BAD = [math.nan, math.inf, -math.inf]
 MATRICES, VECTORS = ((6, 4), (4, 9), (6, 4)), ((5,), (7, 3))
@@ -71,15 +71,6 @@ class Run:
 
 def snapshot(tensors: Sequence[Tensor]) -> list[Tensor]:
     return [tensor.detach().clone() for tensor in tensors]
-
-
-def assert_bits(actual: Sequence[Tensor], expected: Sequence[Tensor]) -> None:
-    """Also the signs of zeros."""
-    assert len(actual) == len(expected)
-    for k, (a, b) in enumerate(zip(actual, expected, strict=True)):
-        assert (a.dtype, a.shape) == (b.dtype, b.shape), k
-        same = torch.equal(*(one.detach().contiguous().reshape(-1).view(torch.uint8) for one in (a, b)))
-        assert same, f"tensor {k} differs"
 
 
 @pytest.mark.parametrize("bad", BAD, ids=str)

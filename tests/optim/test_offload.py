@@ -21,8 +21,8 @@ from meshmuon import ConfigError, GradientError, Muon, StateError
 from meshmuon.device import DirectTransfers
 from meshmuon.optim import offload
 from meshmuon.state import adamw_state
-
-from .reference import LR, gradients, group, make_params, set_gradients
+from tests.support.reference import LR, gradients, group, make_params, set_gradients
+from tests.support.tensors import assert_bits
 
 STEPS = 7
 STATE_KEYS = {"momentum_buffer", "exp_avg", "exp_avg_sq", "rule_memory"}
@@ -143,17 +143,6 @@ class Run:
             entry = self.optimizer.state.get(param, {})
             found += [entry[key] for key in sorted(entry)]
         return found
-
-
-def assert_bits(actual: Sequence[Tensor], expected: Sequence[Tensor]) -> None:
-    assert len(actual) == len(expected)
-    for k, (a, b) in enumerate(zip(actual, expected, strict=True)):
-        assert (a.dtype, a.shape) == (b.dtype, b.shape), k
-        assert torch.equal(bits(a), bits(b)), f"tensor {k} differs"
-
-
-def bits(tensor: Tensor) -> Tensor:
-    return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
 
 
 @pytest.fixture

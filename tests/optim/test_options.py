@@ -12,9 +12,8 @@ from torch import Tensor, nn
 
 from meshmuon import Muon, Scheme, keller, polar_express
 from meshmuon.ortho.remez import Quintic
-
-from ..bounds import sum_error
-from .reference import (
+from tests.support.bounds import sum_error
+from tests.support.reference import (
     KELLER,
     LR,
     Reference,

@@ -13,8 +13,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from meshmuon import DistMuon, Muon, clip_grad_norm_
-
-from ..dist.threads import run_threads
+from tests.support.threads import run_threads
 
 OVERWRITTEN = "modified by an inplace operation|has been modified inplace"  # the latter of what to_local() gave
 CLIP = {"q_indices": [0, 1], "k_indices": [0, 1], "head_dim": 4, "threshold": 1.0}

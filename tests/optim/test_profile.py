@@ -9,8 +9,7 @@ import pytest
 from torch.profiler import ProfilerActivity, profile
 
 from meshmuon import Muon
-
-from .reference import LR, gradients, group, make_params, run, set_gradients
+from tests.support.reference import LR, gradients, group, make_params, run, set_gradients
 
 RANGES = ("momentum", "orthogonalise", "update", "adamw")
 

@@ -12,9 +12,8 @@ from torch.optim import lr_scheduler
 
 from meshmuon import Muon, orthogonalize, polar_express
 from meshmuon.ortho import Scheme, keller
-
-from ..bounds import orthogonalize_error, unit
-from .reference import (
+from tests.support.bounds import orthogonalize_error, unit
+from tests.support.reference import (
     FIVE_OF_KELLER,
     KELLER,
     KELLER_5,

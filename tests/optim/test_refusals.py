@@ -16,8 +16,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from meshmuon import ConfigError, GradientError, MeshmuonError, Muon, StateError, UnsupportedError, keller, polar_express
 from meshmuon.optim.collect import Collector
-
-from .reference import LR, adamw, assert_same_bits, copies, gradients, group, make_params, muon, run, set_gradients
+from tests.support.reference import LR, adamw, assert_same_bits, copies, gradients, group, make_params, muon, run, set_gradients
 
 RIGHT_CALL = r"Write Muon\(get_default_muon_param_groups\(model\), lr=\.\.\.\)"
 

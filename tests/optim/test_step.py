@@ -10,9 +10,19 @@ import torch
 from torch import Tensor, nn
 
 from meshmuon import Muon, get_default_muon_param_groups
-
-from ..bounds import nudge
-from .reference import LR, assert_same_bits, copies, gradients, group, make_params, muon, random_tensors, run, set_gradients
+from tests.support.bounds import nudge
+from tests.support.reference import (
+    LR,
+    assert_same_bits,
+    copies,
+    gradients,
+    group,
+    make_params,
+    muon,
+    random_tensors,
+    run,
+    set_gradients,
+)
 
 
 def mixed(**options: Any) -> tuple[list[nn.Parameter], Muon]:

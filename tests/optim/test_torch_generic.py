@@ -20,8 +20,7 @@ from torch.optim import lr_scheduler as schedules
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from meshmuon import ConfigError, GradientError, Muon
-
-from .reference import LR, assert_same_bits
+from tests.support.reference import LR, assert_same_bits
 
 pytestmark = pytest.mark.filterwarnings("ignore::meshmuon.RoutingWarning")  # rates here are chosen to move, not to train
 

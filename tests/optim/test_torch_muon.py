@@ -11,9 +11,8 @@ from torch import Tensor, nn
 
 from meshmuon import Muon, get_default_muon_param_groups
 from meshmuon.ortho import keller
-
-from ..bounds import nudge
-from .reference import (
+from tests.support.bounds import nudge
+from tests.support.reference import (
     FACTORS,
     KELLER,
     LR,
@@ -28,7 +27,7 @@ from .reference import (
     run,
     set_gradients,
 )
-from .rounding import bf16_error
+from tests.support.rounding import bf16_error
 
 SMALL: tuple[Shape, ...] = ((24, 24), (48, 16), (16, 48), (16, 48), (1, 9), (9, 1), (33, 50))
 BLOCKED: tuple[Shape, ...] = ((400, 400), (512, 392), (392, 640))  # from 384 rows on, symmetric products go by panels

@@ -13,8 +13,8 @@ from meshmuon.ortho.blocks import _cuts, _Outcome, _simulate
 from meshmuon.ortho.iteration import Scratch, iterate
 from meshmuon.ortho.kernels import BlockedProducts
 from meshmuon.ortho.remez import Quintic
+from tests.support.bounds import orthogonalize_error
 
-from ..bounds import orthogonalize_error
 from .oracle import SPECTRA, expected, highest, largest_singular_value, of_kind, spectral_distance
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)

@@ -29,8 +29,8 @@ from meshmuon.ortho import (
 )
 from meshmuon.ortho.kernels import BlockedProducts, FunctionalProducts
 from meshmuon.ortho.remez import Quintic
+from tests.support.bounds import orthogonalize_error, sum_error, unit
 
-from ..bounds import orthogonalize_error, sum_error, unit
 from .oracle import (
     SPECTRA,
     apply_steps,

@@ -10,9 +10,8 @@ import pytest
 from meshmuon.errors import PlanError
 from meshmuon.layout import Layout, Mesh, Piece, Replicated, Sharded, ShardedMatrix, shard_matrices
 from meshmuon.plan import NO_WAVE, Plan, Task, make_plan
-from meshmuon.plan.plan import EVERY_HOLDER
-
-from .models import entry, options_for
+from meshmuon.plan.tasks import EVERY_HOLDER
+from tests.support.plans import entry, options_for
 
 Doctor = Callable[[list[Task]], list[Task]]
 
@@ -56,15 +55,15 @@ def test_an_owner_that_holds_nothing(owner: int) -> None:
 
 
 def test_a_matrix_in_pieces_that_stays() -> None:
-    with pytest.raises(PlanError, match="none of them travels"):
+    with pytest.raises(PlanError, match="the plan moves none of them"):
         doctored("sharded", wave=NO_WAVE)
-    with pytest.raises(PlanError, match="none of them travels"):
+    with pytest.raises(PlanError, match="the plan moves none of them"):
         doctored("sharded", wave=NO_WAVE, owner=EVERY_HOLDER)
 
 
 def test_a_whole_matrix_with_an_owner_but_no_wave() -> None:
     """Only its owner would get an update."""
-    with pytest.raises(PlanError, match="none of them travels"):
+    with pytest.raises(PlanError, match="the plan moves none of them"):
         doctored("whole", owner=0)
 
 

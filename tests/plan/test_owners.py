@@ -15,8 +15,7 @@ from meshmuon.layout import Layout, Mesh, Piece, Sharded, ShardedMatrix
 from meshmuon.ortho import expected_flops, resolve_scheme
 from meshmuon.plan import Plan, PlannedParam, PlanOptions, Task, cost_model_for, lightest_possible, make_plan
 from meshmuon.plan.owners import assign_owners
-
-from .models import entry, line, options_for
+from tests.support.plans import entry, line, options_for
 
 Shapes = list[tuple[int, int]]
 _DEEPSEEK: Shapes = [(1536, 7168), (24576, 1536), (576, 7168), (32768, 512), (7168, 16384)]

@@ -25,9 +25,8 @@ from meshmuon.plan import (
     wave_sizes,
     waves,
 )
-from meshmuon.plan.plan import EVERY_HOLDER
-
-from .models import entry, line, options_for, plans, random_entries, random_options, random_plan, seeds
+from meshmuon.plan.tasks import EVERY_HOLDER
+from tests.support.plans import entry, line, options_for, plans, random_entries, random_options, random_plan, seeds
 
 thorough = settings(max_examples=200)
 
@@ -368,15 +367,15 @@ def test_buffers(plan: Plan) -> None:
             out, back = (sum(send.piece.size for send in sends) for sends in (wave.gather_out, wave.scatter_in))
             came, goes = (sum(send.piece.size for send in sends) for sends in (wave.gather_in, wave.scatter_out))
             own = sum(send.piece.size for send in wave.own)
-            assert (sizes.mine, sizes.own_offset) == (max(out, back) + own, max(out, back))
-            assert sizes.theirs == came
+            assert (sizes.shards, sizes.own_offset) == (max(out, back) + own, max(out, back))
+            assert sizes.owned == came
             assert sizes.results in (0, goes)
             if sizes.results == 0:  # results go back through ``theirs``: what came is what goes, piece by piece
                 assert [(s.source, s.task, s.piece) for s in wave.gather_in] == [
                     (s.target, s.task, s.piece) for s in wave.scatter_out
                 ]
             most = slots.setdefault((plan.lanes[k], k % plan.options.in_flight), [0, 0, 0])
-            for n, size in enumerate((sizes.mine, sizes.theirs, sizes.results)):
+            for n, size in enumerate((sizes.shards, sizes.owned, sizes.results)):
                 most[n] = max(most[n], size)
         itemsize = {one.lane: one.itemsize for one in plan.params}
         assert plan.buffer_bytes(rank) == sum(itemsize[lane] * sum(most) for (lane, _), most in slots.items())
@@ -384,7 +383,7 @@ def test_buffers(plan: Plan) -> None:
 
 def test_slots_without_waves() -> None:
     sizes = slot_sizes([])
-    assert (sizes.mine, sizes.theirs, sizes.results) == (0, 0, 0)
+    assert (sizes.shards, sizes.owned, sizes.results) == (0, 0, 0)
 
 
 def test_results_need_a_buffer_only_where_replicas_share() -> None:
@@ -393,7 +392,7 @@ def test_results_need_a_buffer_only_where_replicas_share() -> None:
     assert wave_sizes(routes_of(fsdp, owner)[0]).results == 0
     shared = make_plan([entry(placements=(Replicated(),))], options_for(replicas="share"))
     sizes = wave_sizes(routes_of(shared, shared.tasks[0].owner)[0])
-    assert (sizes.theirs, sizes.results) == (0, 3 * 48)
+    assert (sizes.owned, sizes.results) == (0, 3 * 48)
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 4, 8, 16])

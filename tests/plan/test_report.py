@@ -14,9 +14,8 @@ from hypothesis import given, settings
 
 from meshmuon.layout import Layout, Mesh, Replicated, Sharded
 from meshmuon.plan import NO_WAVE, Plan, make_plan, routes_of, slot_sizes, table, wave_sizes
-from meshmuon.plan.plan import EVERY_HOLDER
-
-from .models import entry, line, options_for, plans
+from meshmuon.plan.tasks import EVERY_HOLDER
+from tests.support.plans import entry, line, options_for, plans
 
 
 def mixed() -> Plan:
@@ -122,7 +121,7 @@ def slow_buffers(plan: Plan, rank: int) -> int:
         itemsize = next(one.itemsize for one in plan.params if one.lane == lane)
         for slot in range(turns):
             most = slot_sizes([one for k, one in enumerate(sizes) if plan.lanes[k] == lane and k % turns == slot])
-            total += itemsize * (most.mine + most.theirs + most.results)
+            total += itemsize * (most.shards + most.owned + most.results)
     return total
 
 

@@ -11,8 +11,7 @@ import pytest
 
 from meshmuon.layout import Layout, Sharded
 from meshmuon.plan import Plan, PlannedParam, PlanOptions, cost_model_for, make_plan, routes_of
-
-from .models import line
+from tests.support.plans import line
 
 RANKS, MATRICES = 2048, 100_000
 MOST_MEGABYTES = 400

@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 
 from meshmuon.transport import broadcast
-from tests.dist.threads import run_threads
+from tests.support.threads import run_threads
 
 
 def test_a_part_that_is_not_contiguous_is_broadcast_in_place() -> None:

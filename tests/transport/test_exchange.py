@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from meshmuon.transport import Agreement, Exchange, Verdict, Vote, exchange_group, groups, host_group, own_shard, whole
-from tests.dist.threads import run_threads
+from tests.support.threads import run_threads
 
 
 def world() -> dist.ProcessGroup:

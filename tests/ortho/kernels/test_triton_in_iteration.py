@@ -16,7 +16,7 @@ CHILD = """
 import torch
 from meshmuon.ortho import keller, orthogonalize, polar_express
 from meshmuon.ortho.kernels import BlockedProducts, TritonProducts
-from tests.bounds import orthogonalize_error
+from tests.support.bounds import orthogonalize_error
 from tests.ortho.oracle import highest
 
 torch.manual_seed(0)

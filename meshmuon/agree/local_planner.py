@@ -1,0 +1,239 @@
+"""One rank's own plan of a step, from metadata alone: nothing in this module communicates."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, TypeVar
+
+from ..errors import PlanError
+from ..layout import Layout, Mesh
+from ..matrices import MatrixSet
+from ..ortho import expected_flops
+from ..params.dtensors import ReplicaGroup, connected_ranks, layouts_of, replica_ranks, replicated_layout, siblings
+from ..plan import NO_WAVE, Plan, PlannedParam, PlanOptions, cost_model_for, make_plan
+from ..transport import Exchange
+from .descriptions import describe_param, recipe_text
+from .plan_input import PlanInput
+from .step_decision import StepDecision
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+__all__ = ["LocalPlanner", "PlanSettings", "Proposal", "Topology", "number_of", "slices_by_mesh"]
+
+_T = TypeVar("_T")
+
+
+@dataclass(frozen=True, slots=True)
+class Topology:
+    """The ranks that this rank plans with, and how their meshes connect them.
+
+    Attributes:
+        rank: this rank.
+        meshes: the mesh of each sharded parameter, with all slices of its parent mesh that look like it. For parameters on the
+            "tp" axis of a 2×4 mesh over ranks 0–7 these are the slices (0, 1, 2, 3) and (4, 5, 6, 7).
+        replica_sets: the sets of ranks over which plain tensors are replicated.
+        ranks: all ranks that share a mesh or a replica set with this one, directly or through others, in ascending order.
+    """
+
+    rank: int
+    meshes: Mapping[DeviceMesh, tuple[Mesh, ...]]
+    replica_sets: Sequence[tuple[int, ...]]
+    ranks: tuple[int, ...]
+
+    @classmethod
+    def around(cls, rank: int, meshes: Mapping[DeviceMesh, tuple[Mesh, ...]], replica_group: ReplicaGroup | None) -> Topology:
+        """The topology that ``rank`` sees."""
+        replica_sets = replica_ranks(replica_group)
+        mesh_sets = [mesh.ranks for slices in meshes.values() for mesh in slices]
+        return cls(rank, meshes, replica_sets, connected_ranks(rank, [*mesh_sets, *replica_sets]))
+
+    def layouts(self, plan_inputs: Sequence[PlanInput]) -> list[tuple[Layout, ...]]:
+        """The layouts of each parameter on the ranks that plan together; none for plain tensors that are not replicated."""
+        reached = frozenset(self.ranks)
+        replica_sets = [ranks for ranks in self.replica_sets if not reached.isdisjoint(ranks)]
+        return [
+            tuple(replicated_layout(param.shape, ranks) for ranks in replica_sets)
+            if param.mesh is None
+            else layouts_of(param.name, param.shape, param.placements, self.meshes[param.mesh], reached)
+            for param in plan_inputs
+        ]
+
+
+def slices_by_mesh(plan_inputs: Sequence[PlanInput]) -> dict[DeviceMesh, tuple[Mesh, ...]]:
+    """The meshes of the parameters, in their order, each with the slices that look like it."""
+    meshes = dict.fromkeys(plan_input.mesh for plan_input in plan_inputs if plan_input.mesh is not None)
+    return {mesh: siblings(mesh) for mesh in meshes}
+
+
+@dataclass(frozen=True, slots=True)
+class PlanSettings:
+    """The optimizer's options that shape a plan.
+
+    Attributes:
+        options: limits and the cost model of the plan.
+        form: form of the orthogonalisation, which decides its FLOPs.
+        path: which executor will run the plan; ranks must agree on it.
+    """
+
+    options: PlanOptions
+    form: str
+    path: str
+
+
+@dataclass(frozen=True, slots=True)
+class Proposal:
+    """A plan of one step, and the number by which ranks compare plans: it is equal where the plans are."""
+
+    decision: StepDecision
+    number: int
+
+
+class LocalPlanner:
+    """Plans steps on one set of parameters. Ranks with the same parameters, layouts and options make the same plans.
+
+    Raises what keeps the parameters from being planned, such as placements that meshmuon does not support.
+
+    Attributes:
+        plan_inputs: the parameters.
+        shared: indices of the parameters that several ranks know of, because they are on a mesh or replicated.
+        layouts: the layouts of every parameter, empty for those that only this rank knows of.
+    """
+
+    def __init__(self, plan_inputs: tuple[PlanInput, ...], settings: PlanSettings, topology: Topology) -> None:
+        options = settings.options
+        if plan_inputs:
+            options = replace(options, cost=cost_model_for(plan_inputs[0].device.type))
+        self._settings = replace(settings, options=options)
+        self._topology = topology
+        self.plan_inputs = plan_inputs
+        self.layouts = topology.layouts(plan_inputs)
+        self.shared = [index for index, layouts in enumerate(self.layouts) if layouts]
+        self._positions = {index: position for position, index in enumerate(self.shared)}
+        shared_groups = [(position, plan_inputs[index].group_index) for position, index in enumerate(self.shared)]
+        self._group_starts = _changes(shared_groups)
+
+    def misplaced_shard(self) -> PlanError | None:
+        """The error for a local tensor of another shape than its placements say; only the ranks that hold it can see it."""
+        rank = self._topology.rank
+        for plan_input, layouts in zip(self.plan_inputs, self.layouts, strict=True):
+            expected = next((layout.local_shape(rank) for layout in layouts if rank in layout.mesh.ranks), None)
+            if expected is None or expected == plan_input.local_shape:
+                continue
+            if math.prod(expected) + math.prod(plan_input.local_shape) > 0:  # empty shards may have any shape
+                return PlanError(
+                    f"{plan_input.name} is {'; '.join(map(str, layouts))}, so this rank should hold {expected}, but it holds "
+                    f"{plan_input.local_shape}. Some wrappers (FSDP2 over tensor parallelism with rows that do not divide) store "
+                    "other shards than their placements say: choose sizes that divide, or shard another dim."
+                )
+        return None
+
+    def propose(self, exchange: Exchange | None, gradient_flags: Mapping[int, tuple[bool, ...]] | None = None) -> Proposal:
+        """Plans a step on all parameters that have a gradient on some rank.
+
+        Args:
+            exchange: what the decision hands to the executor.
+            gradient_flags: by rank in ascending order, which of the shared parameters have a gradient there; None while this rank
+                only knows its own.
+        """
+        flags = gradient_flags or {}
+        active = [plan_input.has_grad for plan_input in self.plan_inputs]
+        if flags:
+            for index, column in zip(self.shared, zip(*flags.values(), strict=True), strict=True):
+                active[index] = any(column)
+        chosen = [
+            (index, part, planned)
+            for index, parts in enumerate(self._planned_params())
+            for part, planned in enumerate(parts)
+            if active[index]
+        ]
+        plan = make_plan([planned for _, _, planned in chosen], self._settings.options)
+        decision = StepDecision(
+            plan=plan,
+            members=tuple((index, part) for index, part, _ in chosen),
+            zeros=frozenset(
+                index for index, plan_input in enumerate(self.plan_inputs) if active[index] and not plan_input.has_grad
+            ),
+            exchange=exchange,
+            rank=self._topology.rank,
+            repeats=_repeats_matrices(plan),
+        )
+        # What AdamW steps is no part of the plan, but ranks must agree on it as well.
+        adamw = [active[index] for index in self.shared if self.plan_inputs[index].matrices is None]
+        # Flags that differ between ranks enter the number. When a rank's gradients change, the numbers therefore differ and the
+        # ranks check again that replicas have the same gradients.
+        differing = flags if len(set(flags.values())) > 1 else None
+        facts = (self._settings.path, plan.digest, adamw, differing, len(self.shared))
+        return Proposal(decision, number_of(facts))
+
+    def shared_hyperparameters(self, texts: Sequence[str]) -> tuple[tuple[int, str], ...]:
+        """The hyperparameters of the shared parameters, with a new item only where they change.
+
+        Args:
+            texts: the hyperparameters of each param group.
+
+        Returns:
+            (position among the shared parameters, hyperparameters from there on) pairs: ((0, "lr=0.1"), (5, "lr=0.2")) where the
+            first five share a learning rate.
+        """
+        return _changes([(start, texts[group_index]) for start, group_index in self._group_starts]) if texts else ()
+
+    def positions_among_shared(self, indices: Sequence[int]) -> tuple[int, ...]:
+        """The positions, among the shared parameters, of those ``indices`` that are shared: equal on all ranks."""
+        return tuple(self._positions[index] for index in indices if index in self._positions)
+
+    def options_text(self) -> str:
+        """The options that shape a plan, as ranks compare and show them."""
+        return f"{self._settings.options}, form={self._settings.form!r}, {self._settings.path}"
+
+    def descriptions(self) -> tuple[tuple[str, str], ...]:
+        """Name and description of each shared parameter, as ranks compare and show them."""
+        planned = self._planned_params()
+        return tuple(describe_param(self.plan_inputs[index], self.layouts[index], planned[index]) for index in self.shared)
+
+    def _planned_params(self) -> list[list[PlannedParam]]:
+        """For each parameter, what the plan must know of its matrix sets; empty for AdamW's and for those of other ranks only."""
+        return [
+            [
+                self._planned_param(plan_input, matrices, layouts)
+                for matrices in plan_input.matrices or ()
+                if plan_input.mesh is None or layouts
+            ]
+            for plan_input, layouts in zip(self.plan_inputs, self.layouts, strict=True)
+        ]
+
+    def _planned_param(self, plan_input: PlanInput, matrices: MatrixSet, layouts: tuple[Layout, ...]) -> PlannedParam:
+        ranks = self._topology.ranks
+        return PlannedParam(
+            name=plan_input.name,
+            layouts=layouts or (replicated_layout(plan_input.shape, ranks),),
+            stack_dims=matrices.stack_dims,
+            lane=(plan_input.device.type, str(plan_input.comm_dtype), str(plan_input.update_dtype)),
+            itemsize=plan_input.comm_dtype.itemsize,
+            flops=expected_flops(matrices.rows, matrices.cols, plan_input.scheme, self._settings.form, plan_input.compute_dtype),
+            share=True if plan_input.mesh is None else None,
+            private=not layouts and len(ranks) > 1,  # a single rank has nobody to keep it from
+            window=matrices.window,
+            how=recipe_text(plan_input),
+        )
+
+
+def number_of(facts: object) -> int:
+    """A number below 2**60 that is equal for equal facts, on every rank."""
+    return int(hashlib.sha256(repr(facts).encode()).hexdigest()[:15], 16)
+
+
+def _changes(items: Sequence[tuple[int, _T]]) -> tuple[tuple[int, _T], ...]:
+    """The items whose value differs from that of the item before: ((0, a), (1, a), (2, b)) gives ((0, a), (2, b))."""
+    return tuple(item for k, item in enumerate(items) if k == 0 or item[1] != items[k - 1][1])
+
+
+def _repeats_matrices(plan: Plan) -> bool:
+    """Whether several ranks compute the same matrix."""
+    shared = [task for task in plan.tasks if not plan.params[task.param].private]
+    return len({(task.param, task.matrix) for task in shared}) < len(shared) or any(
+        task.wave == NO_WAVE and len(task.sharded.piece_and_replica) > 1 for task in shared
+    )

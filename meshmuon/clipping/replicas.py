@@ -1,0 +1,102 @@
+"""Which ranks hold the same elements of a parameter, and which of them counts these elements in a norm."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch.distributed as dist
+from torch import Tensor
+
+from ..agree.link import current_rank
+from ..layout import Layout, Mesh, Replicated
+from ..params.dtensors import as_dtensor, connected_ranks, groups_of, known_placements, replicated_layout, siblings
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+__all__ = ["ReplicaRole", "Replicas"]
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaRole:
+    """This rank's role among the ranks that hold the same elements of a parameter.
+
+    For a parameter on a 2×4 mesh with placements (Replicate, Shard(0)), each quarter has 2 replicas. The rank at (0, 3) counts
+    the last quarter, the rank at (1, 3) does not, and both have the cell (3,).
+
+    Attributes:
+        counts: whether this rank counts the elements.
+        replicas: how many ranks hold the same elements.
+        cell: which elements these are, as coordinates on the mesh axes that cut the parameter.
+    """
+
+    counts: bool
+    replicas: int
+    cell: tuple[int, ...]
+
+
+class Replicas:
+    """The ranks that the meshes of some parameters connect, and the role of this rank for each parameter.
+
+    Slices of one mesh hold the same parameters: a model that was sharded over ``mesh["shard"]`` has a replica in every slice.
+    Plain tensors are replicated over all connected ranks.
+
+    Attributes:
+        rank: this rank.
+        ranks: all ranks that share a mesh with this one, directly or through others, in ascending order.
+        slices: the mesh of each sharded parameter, with all slices of its parent mesh that look like it.
+    """
+
+    def __init__(self, params: Iterable[Tensor]) -> None:
+        self.rank = current_rank()
+        meshes = dict.fromkeys(sharded.device_mesh for param in params if (sharded := as_dtensor(param)) is not None)
+        self.slices: dict[DeviceMesh, tuple[Mesh, ...]] = {mesh: siblings(mesh) for mesh in meshes}
+        self.ranks = connected_ranks(self.rank, (mesh.ranks for slices in self.slices.values() for mesh in slices))
+        self._roles: dict[tuple[DeviceMesh | None, tuple[Any, ...]], ReplicaRole] = {}
+
+    def process_groups(self) -> list[dist.ProcessGroup]:
+        """The process groups that the meshes already have."""
+        return [process_group for mesh in self.slices for process_group in groups_of(mesh)]
+
+    def role(self, param: Tensor) -> ReplicaRole:
+        """The role of this rank for ``param``."""
+        sharded = as_dtensor(param)
+        key = (None, ()) if sharded is None else (sharded.device_mesh, sharded.placements)
+        if key not in self._roles:
+            self._roles[key] = self._new_role(*key)
+        return self._roles[key]
+
+    def _new_role(self, mesh: DeviceMesh | None, placements: tuple[Any, ...]) -> ReplicaRole:
+        if mesh is None:
+            return ReplicaRole(self.rank == self.ranks[0], len(self.ranks), ())
+        coordinate = mesh.get_coordinate()
+        if coordinate is None:
+            return ReplicaRole(False, 1, ())
+        slices = self._connected_slices(mesh)
+        replicated = [axis for axis, placement in enumerate(placements) if placement.is_replicate()]
+        return ReplicaRole(
+            counts=self.rank in slices[0].ranks and not any(coordinate[axis] for axis in replicated),
+            replicas=len(slices) * math.prod(mesh.shape[axis] for axis in replicated),
+            cell=tuple(position for axis, position in enumerate(coordinate) if axis not in replicated),
+        )
+
+    def layouts(self, name: str, param: Tensor) -> tuple[Layout, ...]:
+        """The layout of a parameter, with the slices of its mesh as one more axis that replicates it.
+
+        For a parameter on the slices (0, 1) and (2, 3) it is one layout on a 2×2 mesh. Empty if none of the slices is connected.
+        """
+        shape, sharded = tuple(param.shape), as_dtensor(param)
+        if sharded is None:
+            return (replicated_layout(shape, self.ranks),)
+        slices = self._connected_slices(sharded.device_mesh)
+        if not slices:
+            return ()
+        mesh = Mesh((len(slices), *slices[0].shape), tuple(rank for mesh_slice in slices for rank in mesh_slice.ranks))
+        return (Layout(shape, mesh, (Replicated(), *known_placements(name, sharded.placements, len(shape)))),)
+
+    def _connected_slices(self, mesh: DeviceMesh) -> list[Mesh]:
+        """The slices that hold the same parameters; those of other pipeline stages are not connected."""
+        return [mesh_slice for mesh_slice in self.slices[mesh] if mesh_slice.ranks[0] in self.ranks]

@@ -1,0 +1,185 @@
+"""What every kind of program is built from: batches, views of shards and exchange buffers, all made before the first step."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, replace
+
+from torch import Tensor
+
+from ..layout import Layout, clip, length
+from ..ortho import Workspace
+from ..plan import NO_WAVE, Batch, PieceTransfer, Plan, PlannedParam, plan_batches, routes_of
+from ..transport import Exchange
+from .ortho_batch import OrthoBatch, reserve_ortho_batches
+from .settings import ExecutorSettings
+from .shard_views import ShardView
+from .step_param import StepParam, local_part
+from .wave import ExchangeBuffers
+
+__all__ = ["MatrixRange", "ProgramBuilder", "offsets_of", "rule_state_param"]
+
+
+@dataclass(frozen=True, slots=True)
+class MatrixRange:
+    """Matrices [start, stop) of the local tensor of parameter ``param_index``; only equal ``key``s may share a batch."""
+
+    param_index: int
+    start: int
+    stop: int
+    key: Hashable = None
+
+
+class ProgramBuilder:
+    """Turns a plan into what one rank runs. ``build.py`` and ``data_parallel.py`` extend it, ``rule_state.py`` calls it.
+
+    Attributes:
+        routes: what this rank sends and receives, wave by wave.
+        owned: the matrices that this rank owns, wave by wave, in the order of ``WaveRoutes.owned``.
+        failures: where batches put what went wrong during a step.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        rank: int,
+        step_params: Sequence[StepParam],
+        exchange: Exchange | None,
+        workspace: Workspace,
+        settings: ExecutorSettings,
+    ) -> None:
+        self.plan, self.rank, self.step_params, self.exchange = plan, rank, step_params, exchange
+        self.workspace, self.settings = workspace, settings
+        self.failures: list[Exception] = []
+        self.routes = routes_of(plan, rank)
+        self._local_index = [_local_index(planned, rank) for planned in plan.params]
+        self._windows = [_local_window(planned, rank) for planned in plan.params]
+        self._batch_keys = _batch_keys(plan)
+        self.owned = [[self.range_of(task) for task in routes.owned] for routes in self.routes]
+
+    def range_of(self, task_index: int) -> MatrixRange:
+        """The matrix of a task of which this rank holds a piece."""
+        task = self.plan.tasks[task_index]
+        position = self._local_index[task.param][task.matrix]
+        return MatrixRange(task.param, position, position + 1, self._batch_keys[task.param, task.matrix])
+
+    def reserved_batches(self, lists: Sequence[Sequence[MatrixRange]]) -> list[tuple[Batch, ...]]:
+        """The batches of each list of ranges, for which the workspace has grown to its final size."""
+        batches = [self._batches(ranges) for ranges in lists]
+        pairs = zip(lists, batches, strict=True)
+        templates = [(batch, self.template(ranges, batch)) for ranges, planned in pairs for batch in planned]
+        reserve_ortho_batches(templates, self.workspace, self.settings)
+        return batches
+
+    def _batches(self, ranges: Sequence[MatrixRange]) -> tuple[Batch, ...]:
+        items = [self.step_params[r.param_index].batch_item(r.stop - r.start, key=r.key) for r in ranges]
+        return plan_batches(items, budget=self.settings.memory_budget, chunk_size=self.settings.chunk_size)
+
+    def template(self, ranges: Sequence[MatrixRange], batch: Batch) -> StepParam:
+        """The first parameter of a batch: it has the shape, dtypes, device, scheme and rule of all of them."""
+        return self.step_params[ranges[batch.slices[0].item].param_index]
+
+    def lane_template(self, wave: int) -> StepParam:
+        """The first parameter of a wave's lane: it has the device and the dtypes of all of them."""
+        lane = self.plan.lanes[wave]
+        return next(self.step_params[k] for k, planned in enumerate(self.plan.params) if planned.lane == lane)
+
+    def ortho_batch(self, ranges: Sequence[MatrixRange], batch: Batch) -> OrthoBatch:
+        """A batch with its tensors; the workspace must have been reserved."""
+        return OrthoBatch(batch, self.template(ranges, batch), self.workspace, self.settings, self.failures)
+
+    def shard_view(self, matrices: MatrixRange, view: Tensor) -> ShardView:
+        """This rank's part of ``matrices``, which the contiguous ``view`` holds in the same order."""
+        step_param = self.step_params[matrices.param_index]
+        return self._cut(matrices, local_part(step_param.param), self._windows[matrices.param_index], view)
+
+    def rule_state_view(self, matrices: MatrixRange, view: Tensor) -> ShardView:
+        """This rank's part of the rule state of ``matrices``, likewise."""
+        step_param = self.step_params[matrices.param_index]
+        assert step_param.rule_state is not None
+        window = _local_window(rule_state_param(self.plan.params[matrices.param_index], step_param), self.rank)
+        return self._cut(matrices, local_part(step_param.rule_state), window, view)
+
+    def _cut(self, matrices: MatrixRange, local: Tensor, window: tuple[slice, slice] | None, view: Tensor) -> ShardView:
+        stacked = self.step_params[matrices.param_index].matrices.stack_dims
+        cut = (*((slice(matrices.start, matrices.stop),) if stacked else ()), *(window or ()))
+        shape = local[cut].shape if cut else local.shape
+        return ShardView(matrices.param_index, None if shape == local.shape else cut, view.view(shape))
+
+    def exchange_buffers(
+        self, received: Tensor, arriving: Sequence[PieceTransfer], sent: Tensor, leaving: Sequence[PieceTransfer]
+    ) -> ExchangeBuffers:
+        """One direction of an exchange: the beginnings of two flat buffers, and how many elements go to each rank.
+
+        Of a transfer only the other rank and the size count, so that the way back of a list is the same list.
+        """
+        assert self.exchange is not None
+        inward, outward = self._elements_by_peer(arriving), self._elements_by_peer(leaving)
+        return ExchangeBuffers(
+            received[: sum(inward.values())],
+            self.exchange.splits(inward),
+            sent[: sum(outward.values())],
+            self.exchange.splits(outward),
+        )
+
+    def _elements_by_peer(self, transfers: Sequence[PieceTransfer]) -> dict[int, int]:
+        elements: dict[int, int] = {}
+        for transfer in transfers:
+            peer = transfer.source if transfer.target == self.rank else transfer.target
+            elements[peer] = elements.get(peer, 0) + transfer.piece.size
+        return elements
+
+
+def offsets_of(transfers: Sequence[PieceTransfer], start: int = 0) -> list[tuple[PieceTransfer, int]]:
+    """Each transfer with the offset of its piece in a flat buffer, where pieces lie one after the other from ``start`` on."""
+    placed = []
+    for transfer in transfers:
+        placed.append((transfer, start))
+        start += transfer.piece.size
+    return placed
+
+
+def rule_state_param(planned: PlannedParam, step_param: StepParam) -> PlannedParam:
+    """The rule state of a parameter as a parameter of its own: on the same mesh, with the same placements.
+
+    A (64, 48) weight has rule state of shape (64, 1). Sharded by columns over 4 ranks, the weight has 12 columns on each of them,
+    and the rule state is on the first: whoever holds the first input of an output holds its number.
+    """
+    shape = step_param.matrices.rule_state_shape(planned.layouts[0].shape)
+    layouts = tuple(Layout(shape, layout.mesh, layout.placements) for layout in planned.layouts)
+    return replace(planned, layouts=layouts, window=step_param.matrices.rule_state_window)
+
+
+def _batch_keys(plan: Plan) -> dict[tuple[int, int], Hashable]:
+    """(parameter, matrix) → what must be equal to share a batch, so that replicas which compute for themselves stay equal.
+
+    Some libraries round a product differently when more matrices share its batch. A matrix that several ranks compute is
+    therefore batched only with matrices that all of these ranks compute too. The key of any other matrix is None.
+    """
+    computed: dict[tuple[int, int], list[tuple[int, int, tuple[int, ...]]]] = {}
+    for task in plan.tasks:
+        holders = tuple(sorted(task.sharded.piece_and_replica)) if task.wave == NO_WAVE else ()
+        computed.setdefault((task.param, task.matrix), []).append((task.owner, task.wave, holders))
+    return {key: tuple(times) if len(times) > 1 or len(times[0][2]) > 1 else None for key, times in computed.items()}
+
+
+def _local_index(planned: PlannedParam, rank: int) -> dict[int, int]:
+    """Matrix → its position in the local tensor of ``rank``. Experts 4 to 7 of 8 on the second of two ranks: {4: 0, …, 7: 3}."""
+    if not planned.stack_dims:
+        return {0: 0}
+    held = (matrix for layout in planned.layouts for start, stop in layout.local(rank)[0] for matrix in range(start, stop))
+    return {matrix: position for position, matrix in enumerate(held)}
+
+
+def _local_window(planned: PlannedParam, rank: int) -> tuple[slice, slice] | None:
+    """Where the rows and columns of ``planned.window`` are in the local tensor of ``rank``.
+
+    Rows 12 to 24 of a fused (36, D) weight over 2 ranks: rows 12 to 18 of rank 0's local tensor, rows 0 to 6 of rank 1's.
+    """
+    local = [layout.local(rank) for layout in planned.layouts if rank in layout.mesh.ranks]
+    if planned.window is None or not local:
+        return None
+    row, col = (local[0][planned.stack_dims + k] for k in range(2))
+    (top, bottom), (left, right) = planned.window
+    above, before = length(clip(row, 0, top)), length(clip(col, 0, left))
+    return slice(above, above + length(clip(row, top, bottom))), slice(before, before + length(clip(col, left, right)))

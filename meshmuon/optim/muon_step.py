@@ -1,0 +1,239 @@
+"""One step of Muon, in phases: inspect, agree, prepare, run, finish."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from torch.profiler import record_function
+
+from ..agree.planner import Planner, RankStatus
+from ..agree.state_presence import StatePresence
+from ..errors import TransportError
+from ..execute import StepExecutor, StepParam
+from ..params.hyperparameters import hyperparameters_of
+from ..params.named_params import NamedParam
+from ..params.option_table import ParamGroup
+from ..qk_clip.clip import QKClip
+from ..routing.table import build_routing_table
+from ..state import param_state as state
+from ..torch_compat import local_part
+from .adamw import adamw_step
+from .collect import Collector, gradient_of, only_creates_state
+from .nonfinite import NonFinite, Scaling, gradients_of, silence
+from .offload import Offload
+from .overwritten import Overwritten
+from .route_log import RouteLog
+from .step_context import StepContext
+from .step_failures import StepFailures
+
+__all__ = ["MuonStep"]
+
+
+class MuonStep(torch.optim.Optimizer):
+    """The step of ``Muon``, which builds the parts that a step uses:
+
+    - ``_collector`` looks at parameters, gradients and state,
+    - ``_planner`` agrees with the other ranks on a plan, ``_failures`` remembers what they must still learn,
+    - ``_executor`` runs the plan,
+    - ``_nonfinite``, ``_qk_clip``, ``_offload``, ``_overwritten`` and ``_log`` each serve one option or tool.
+
+    ``DistMuon`` replaces the methods at the end.
+    """
+
+    _collector: Collector
+    _planner: Planner
+    _failures: StepFailures
+    _executor: StepExecutor
+    _nonfinite: NonFinite
+    _qk_clip: QKClip
+    _offload: Offload
+    _overwritten: Overwritten
+    _log: RouteLog
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None, qk_logits: Any = None) -> Any:
+        """Performs one step.
+
+        Args:
+            closure: evaluates the model again and returns the loss.
+            qk_logits: layer → tensor of the largest attention logit of each head, the same on all ranks, as ``MaxLogits.collect``
+                returns it; needs ``clip_config``.
+
+        Returns:
+            What ``closure`` returned, or None.
+        """
+        self._planner.begin()
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        with self._offload.resident(self.state) as offload_error:
+            try:
+                step = self._inspect(qk_logits, offload_error)
+                self._agree(step)  # nothing is written before this; if one rank fails a check, all ranks raise its error
+                if step.decision.nonfinite:
+                    self._skip(step)
+                elif not step.decision.busy:
+                    state.create(self._groups, self.state)  # torch's checkpointing makes such a step, at lr 0, to get state
+                else:
+                    self._prepare(step)
+                    self._finish(step, self._run(step))
+            finally:
+                if self._offload.on:
+                    self._collector.forget()
+        return loss
+
+    def _inspect(self, qk_logits: Any, offload_error: Exception | None) -> StepContext:
+        """Looks at parameters, gradients, state and options. This rank's first error is kept for the agreement."""
+        self._failures.refuse_step()
+        params, plan_inputs, failure = self._collector.plan_inputs(self._groups)
+        unreported = self._failures.to_report()
+        failure = failure or self._misuse(params) or unreported or offload_error
+        step = StepContext(params, plan_inputs, qk_logits)
+        if failure is None:
+            try:
+                step.scaling = Scaling.of(self)
+                self._collector.check(self._groups, self.state)
+                self._qk_clip.check(params, qk_logits)
+                step.nonfinite = self._nonfinite.known(params, step.scaling)
+                step.busy = bool(self.state) or not only_creates_state(self._groups)
+            except Exception as error:  # raised in the agreement, once the other ranks know
+                failure = error
+        step.failure = failure
+        # An error refers to this frame through its traceback. Here and below, a variable that still held the error would close a
+        # cycle, and the optimizer would outlive its last user.
+        del failure, unreported
+        return step
+
+    def _agree(self, step: StepContext) -> None:
+        """Decides together with all ranks what this step does. If one rank failed a check, all ranks raise its error."""
+        clip = self._qk_clip.signature(step.qk_logits)
+        status = RankStatus(
+            prepared_plan=self._executor.plan,
+            nonfinite=step.nonfinite,
+            busy=step.busy,
+            hyperparameters=[f"{text}, {clip}" for text in hyperparameters_of(self._groups)],
+            without_state=self._without_state(step.params),
+            presence=StatePresence(step.params, self.state, self._keeps),
+        )
+        failure, step.failure = step.failure, None
+        try:
+            step.decision = self._planner.decide(step.plan_inputs, failure, status)
+        finally:
+            del failure
+
+    def _prepare(self, step: StepContext) -> None:
+        """Creates state and buffers if the plan is new. Nothing is sent before all ranks have theirs."""
+        decision = step.decision
+        self._log.tell(step.params, lambda: build_routing_table(self._groups))
+        if not decision.prepares:
+            return
+        failure: Exception | None = None
+        try:
+            step_params = self._step_params(step)
+            if decision.plan is not self._executor.plan:
+                self._executor.prepare(decision.plan, decision.rank, step_params, decision.exchange)
+        except TransportError:
+            raise
+        except Exception as error:
+            failure = error
+        try:
+            self._planner.confirm(failure)
+        finally:
+            del failure
+
+    def _run(self, step: StepContext) -> Exception | None:
+        """Steps all parameters, as all ranks have agreed.
+
+        Returns:
+            An error of this rank that did not keep it from completing all exchanges, or None.
+        """
+        params, decision = step.params, step.decision
+        step.diverged = decision.repeats  # if several ranks compute a matrix, an error on one of them leaves replicas unequal
+
+        def adamw() -> None:
+            before, step.diverged = step.diverged, True  # on an error here, the other ranks have stepped and this one has not
+            self._adamw_step(step)
+            step.diverged = before
+
+        try:
+            step.skip_mask = self._nonfinite.mask_on_device(params, step.scaling, decision.exchange)
+            if step.scaling.scale is not None:
+                step.scaling.remove(gradients_of(params))
+            if step.skip_mask is not None:
+                silence(gradients_of(params), step.skip_mask)
+            step_params = self._step_params(step)
+            if step.skip_mask is not None:
+                made_zeros = [step_param.zeros for step_param in step_params if step_param.zeros is not None]
+                silence([local_part(zeros) for zeros in made_zeros], step.skip_mask)
+            failure = self._executor.run(step_params, last=adamw)
+            self._qk_clip.apply(params, step.qk_logits, step.skip_mask)  # also after a failure: the other ranks clip too
+            return failure
+        except BaseException as error:  # also Ctrl-C: the other ranks wait for what this rank will never send
+            if decision.exchange is not None:
+                self._failures.left_half_done(error)
+                decision.exchange.abandon()
+            raise
+        finally:
+            failure = None
+            self._collector.let_go()
+            clipped = frozenset() if step.qk_logits is None else self._qk_clip.members
+            self._overwritten.mark(params, self._planner.plan_inputs, decision.zeros, clipped)
+
+    def _finish(self, step: StepContext, failure: Exception | None) -> None:
+        """Raises the error of this rank, if there was one. The other ranks learn of it at the next step."""
+        if failure is None:
+            return
+        if step.decision.exchange is not None:
+            self._failures.completed_with(failure, diverged=step.diverged)
+        try:
+            raise failure
+        finally:
+            del failure
+
+    def _skip(self, step: StepContext) -> None:
+        """Some gradient is not finite: counts the step and frees the gradients that the step would have freed."""
+        self._nonfinite.count()
+        for named in step.params:
+            if named.param_group["use_muon"] and named.param_group["none_grad"]:
+                named.param.grad = None
+
+    @property
+    def _groups(self) -> list[ParamGroup]:
+        """``param_groups``, typed. The public attribute keeps torch's type, since users may add keys of their own."""
+        return cast("list[ParamGroup]", self.param_groups)
+
+    def _adamw_step(self, step: StepContext) -> None:
+        params_by_group: dict[int, list[Tensor]] = {}
+        for k, named in enumerate(step.params):
+            if not named.param_group["use_muon"] and (named.param.grad is not None or k in step.decision.zeros):
+                params_by_group.setdefault(named.group_index, []).append(named.param)
+        with record_function("meshmuon::adamw"):
+            for group_index, params in params_by_group.items():
+                grads, states = self._adamw_gradients(params), [self.state[param] for param in params]
+                adamw_step(self._groups[group_index], params, grads, states, step.skip_mask)
+
+    # What DistMuon does in another way.
+
+    def _misuse(self, params: Sequence[NamedParam]) -> Exception | None:
+        """Why this kind of optimizer cannot step these parameters; None if it can."""
+        return None
+
+    def _without_state(self, params: Sequence[NamedParam]) -> Sequence[int]:
+        """Indices of the parameters whose state this rank would start at zero."""
+        return self._collector.without_state
+
+    def _keeps(self, named: NamedParam) -> bool:
+        """Whether this rank keeps the state of a parameter."""
+        return True
+
+    def _step_params(self, step: StepContext) -> list[StepParam]:
+        """What the executor works on."""
+        return self._collector.step_params(self._planner.plan_inputs, step.decision, self.state, skip_mask=step.skip_mask)
+
+    def _adamw_gradients(self, params: Sequence[Tensor]) -> list[Tensor]:
+        """The gradients with which AdamW steps ``params``."""
+        return [gradient_of(param) for param in params]

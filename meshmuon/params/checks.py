@@ -1,0 +1,210 @@
+"""Checks of single options. A string, a NaN or a number beyond the range of float32 must never reach a step.
+
+The checks are strict about types. A flag is True or False, and nothing that merely counts as true. A number is a real number or a
+floating point tensor of one element, never a flag.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from numbers import Real
+from typing import Any, TypeAlias
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ..device import known_to_host
+from ..errors import ConfigError
+
+__all__ = [
+    "FLOAT_DTYPES",
+    "Check",
+    "adamw_betas",
+    "adamw_eps",
+    "check_backend",
+    "check_betas",
+    "check_dtype",
+    "check_eps",
+    "check_flag",
+    "check_lr",
+    "check_range",
+    "check_replica_group",
+    "in_range",
+    "number",
+    "of_value",
+    "one_of",
+    "shown",
+    "whole_number",
+]
+
+FLOAT_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+"""What momentum, products and pieces may be: torch does not compute in the narrower dtypes."""
+
+Check: TypeAlias = Callable[[Mapping[str, Any], str, str], None]
+"""Called as ``check(options, name, where)``; raises ConfigError, which names ``where``, if ``options[name]`` cannot be used."""
+
+_LONGEST = 120
+
+
+def shown(value: object) -> str:
+    """A value as errors show it."""
+    text = repr(value)
+    return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}…"
+
+
+def number(value: Any, what: str, where: str) -> float:
+    """The value as a float. Refuses anything that is not a number, and tensors that the host cannot read without waiting."""
+    if type(value) is float:
+        return value
+    if isinstance(value, Tensor):
+        if value.numel() != 1:
+            raise ConfigError(f"{where}: {what} is a tensor of {value.numel()} elements; it must have one.")
+        if not value.is_floating_point():
+            raise ConfigError(f"{where}: {what} is a tensor of {value.dtype}; it must be of a floating point dtype.")
+        if not known_to_host(value):
+            raise ConfigError(
+                f"{where}: {what} is a tensor on {value.device}, and every step would wait for the device to read it. Write "
+                f"{what}=float(...); only lr may be a tensor on a device."
+            )
+        return float(value)
+    if isinstance(value, bool) or not isinstance(value, Real):
+        raise ConfigError(f"{where}: {what}={shown(value)} must be a number.")
+    try:
+        return float(value)
+    except OverflowError:
+        return math.inf
+
+
+def check_range(value: Any, what: str, where: str, *, low: float, below: float = math.inf) -> None:
+    """Refuses anything but a number in [low, below)."""
+    if not low <= number(value, what, where) < below:
+        bound = f"at least {low:g} and finite" if below == math.inf else f"in [{low:g}, {below:g})"
+        raise ConfigError(f"{where}: {what}={value if isinstance(value, Tensor) else shown(value)} must be {bound}.")
+
+
+def check_replica_group(group: Any, what: str) -> None:
+    """Refuses anything but a process group, a mesh or None."""
+    if group is None or (dist.is_available() and isinstance(group, dist.ProcessGroup)):
+        return
+    meshes = sys.modules.get("torch.distributed.device_mesh")  # if it was never imported, there is no mesh
+    if meshes is None or not isinstance(group, meshes.DeviceMesh):
+        raise ConfigError(
+            f"{what}={shown(group)} must be a process group that this rank is in, such as torch.distributed.group.WORLD, a "
+            "DeviceMesh, or None."
+        )
+
+
+def adamw_betas(options: Mapping[str, Any]) -> tuple[float, float]:
+    """The betas of a param group; torch's own key ``betas`` comes first."""
+    betas = options.get("betas", options["adamw_betas"])
+    if not isinstance(betas, Sequence) or isinstance(betas, (str, bytes)) or len(betas) != 2:
+        raise ConfigError(f"adamw_betas={shown(betas)} must be a pair of numbers, such as (0.9, 0.95).")
+    return number(betas[0], "adamw_betas[0]", "AdamW"), number(betas[1], "adamw_betas[1]", "AdamW")
+
+
+def adamw_eps(options: Mapping[str, Any]) -> float:
+    """The epsilon of a param group; torch's own key ``eps`` comes first."""
+    return number(options.get("eps", options["adamw_eps"]), "adamw_eps", "AdamW")
+
+
+# What the table of options is made of: each is a ``Check``, or makes one.
+
+
+def of_value(check: Callable[[Any], object]) -> Check:
+    """A check that looks at the value alone and whose errors name the option themselves."""
+
+    def check_value(options: Mapping[str, Any], name: str, where: str) -> None:
+        check(options[name])
+
+    return check_value
+
+
+def in_range(low: float, below: float = math.inf) -> Check:
+    """A number in [low, below)."""
+
+    def check(options: Mapping[str, Any], name: str, where: str) -> None:
+        value = options[name]
+        if type(value) is not float or not low <= value < below:  # a float in range is accepted at once, at every step
+            check_range(value, name, where, low=low, below=below)
+
+    return check
+
+
+def one_of(choices: Sequence[str | None]) -> Check:
+    """One of a few strings, or None where it is among them."""
+
+    def check(options: Mapping[str, Any], name: str, where: str) -> None:
+        value = options[name]
+        if not isinstance(value, (str, type(None))) or value not in choices:
+            raise ConfigError(f"{name}={shown(value)} is unknown; write one of {tuple(choices)}.")
+
+    return check
+
+
+def whole_number(low: float = -math.inf, high: float = math.inf, why_high: str = "") -> Check:
+    """An int in [low, high]; not even 1.0 counts as one."""
+
+    def check(options: Mapping[str, Any], name: str, where: str) -> None:
+        value = options[name]
+        if isinstance(value, bool) or not isinstance(value, int):
+            raise ConfigError(f"{name}={shown(value)} must be a whole number (int).")
+        if not low <= value <= high:
+            bound = f"at least {low:g}" if value < low else f"at most {high:g}{why_high}"
+            raise ConfigError(f"{name}={shown(value)} must be {bound}.")
+
+    return check
+
+
+def check_flag(options: Mapping[str, Any], name: str, where: str) -> None:
+    """True or False; the text "False" would count as true."""
+    value = options[name]
+    if value is not True and value is not False:
+        raise ConfigError(f"{where}: {name}={shown(value)} must be True or False.")
+
+
+def check_dtype(options: Mapping[str, Any], name: str, where: str) -> None:
+    """A dtype that torch computes in, or None."""
+    dtype = options[name]
+    if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype in FLOAT_DTYPES):
+        names = ", ".join(map(str, FLOAT_DTYPES))
+        raise ConfigError(
+            f"{where}: {name}={shown(dtype)} must be a floating point dtype to compute in, which are {names}, or None."
+        )
+
+
+def check_lr(options: Mapping[str, Any], name: str, where: str) -> None:
+    """A number of at least 0, or a tensor of one element, which may be on a device."""
+    lr = options[name]
+    if type(lr) is float and 0.0 <= lr < math.inf:
+        return
+    if isinstance(lr, Tensor) and not known_to_host(lr):  # reading it would wait for the device
+        if lr.numel() != 1 or not lr.is_floating_point():
+            raise ConfigError(
+                f"{where}: {name} is a tensor of {lr.numel()} elements of {lr.dtype}; it must have one, of floating point."
+            )
+        return
+    check_range(lr, name, where, low=0.0)
+
+
+def check_betas(options: Mapping[str, Any], name: str, where: str) -> None:
+    """A pair of numbers in [0, 1)."""
+    for k, beta in enumerate(adamw_betas(options)):
+        check_range(beta, f"{name}[{k}]", where, low=0.0, below=1.0)
+
+
+def check_eps(options: Mapping[str, Any], name: str, where: str) -> None:
+    """A number of at least 0."""
+    check_range(adamw_eps(options), name, where, low=0.0)
+
+
+def check_backend(options: Mapping[str, Any], name: str, where: str) -> None:
+    """A flag, or the name of a backend of torch.compile."""
+    backend = options[name]
+    if isinstance(backend, bool):
+        return
+    known = torch.compiler.list_backends(exclude_tags=()) if isinstance(backend, str) else []
+    if backend not in known:
+        raise ConfigError(f"{name}={shown(backend)} must be True, False or the name of a backend of torch.compile: {known}.")

@@ -1,0 +1,361 @@
+"""All options of ``Muon``, each declared once.
+
+From this table follow the checks (in the constructor, in added param groups, at every step), the optimizer's ``defaults``, the
+refusal of optimizer-wide options in a param group, what ranks compare, how a checkpoint is read, ``help(Muon)`` and the table in
+docs/optimizer.md. To add an option, add a row here (and its type to ``ParamGroup``, if it is an option of param groups), a
+parameter to the signature of ``Muon``, and the code that uses it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, TypedDict
+
+import torch
+from torch import Tensor
+
+from ..execute import DEFAULT_MEMORY_BUDGET
+from ..matrices import CONV_OPTIONS, EXPERT_DIMS, MatrixOptions, Split, check_expert_keys, check_matrix_options
+from ..ortho import AUTO, FORMS, Scheme, SchemeLike, resolve_scheme
+from ..plan import REPLICA_OPTIONS
+from .checks import (
+    check_backend,
+    check_betas,
+    check_dtype,
+    check_eps,
+    check_flag,
+    check_lr,
+    check_replica_group,
+    in_range,
+    of_value,
+    one_of,
+    whole_number,
+)
+from .lr import AdjustLR, check_adjust_lr
+from .option import Compared, Option, Scope, Stored
+from .rules import RuleLike, check_rule
+
+__all__ = ["OPTIONS", "ParamGroup", "group_options", "optimizer_options"]
+
+
+class _TorchKeys(TypedDict, total=False):
+    """Keys that a param group may have beside ``adamw_betas`` and ``adamw_eps``; if present, they are the ones that count."""
+
+    betas: tuple[float, float]
+    eps: float
+
+
+class ParamGroup(_TorchKeys):
+    """A param group as the optimizer works with it. At run time it is a plain dict, which may hold further keys of a trainer."""
+
+    params: list[Tensor]
+    param_names: list[str]  # one for each of ``params``
+    use_muon: bool
+    lr: float | Tensor
+    momentum: float
+    nesterov: bool
+    ns_steps: int
+    weight_decay: float
+    adamw_betas: tuple[float, float]
+    adamw_eps: float
+    none_grad: bool
+    expert_keys: Sequence[str] | None
+    scheme: SchemeLike
+    adjust_lr_fn: AdjustLR
+    maximize: bool
+    conv: str | None
+    split: Split | None
+    expert_dims: str
+    compute_dtype: torch.dtype | None
+    momentum_dtype: torch.dtype | None
+    rule: RuleLike
+    cautious_weight_decay: bool
+
+
+def _check_scheme(options: Mapping[str, Any], name: str, where: str) -> None:
+    resolve_scheme(options[name], options["ns_steps"])
+
+
+def _check_split(split: Any) -> None:
+    check_matrix_options(MatrixOptions(split=_split_as_tuple(split)))
+
+
+def _scheme_as_numbers(scheme: SchemeLike) -> SchemeLike:
+    """A Scheme as plain numbers, which survive ``torch.save`` and ``weights_only=True``; anything else as it is."""
+    if not isinstance(scheme, Scheme):
+        return scheme
+    if scheme == AUTO:
+        return scheme.name
+    stored: list[tuple[Any, ...]] = [tuple(step) for step in scheme.steps]
+    return tuple(stored)
+
+
+def _split_as_tuple(split: Any) -> Any:
+    """A list of sizes as a tuple, which can be compared; anything else as it is."""
+    return tuple(split) if isinstance(split, list) else split
+
+
+_BUFFERS = ": each wave under way needs buffers of its own"
+
+OPTIONS: tuple[Option, ...] = (
+    Option("lr", 1e-3, Scope.ALL_GROUPS, check_lr, "Learning rate. A one-element tensor works too.", Compared.BY_VALUE),
+    Option(
+        "momentum", 0.95, Scope.MUON_GROUPS, in_range(0.0, 1.0), "Momentum, in [0, 1): M ← momentum·M + G.", Compared.BY_VALUE
+    ),
+    Option(
+        "nesterov",
+        True,
+        Scope.MUON_GROUPS,
+        check_flag,
+        "Looks ahead by one momentum step: the update is G + momentum·M instead of M.",
+        Compared.BY_VALUE,
+    ),
+    Option(
+        "ns_steps",
+        5,
+        Scope.MUON_GROUPS,
+        None,  # checked together with ``scheme``
+        "Number of Newton–Schulz steps.",
+        Compared.IN_PLAN,
+    ),
+    Option(
+        "weight_decay",
+        0.1,
+        Scope.ALL_GROUPS,
+        in_range(0.0),
+        "Decoupled weight decay, applied before the update.",
+        Compared.BY_VALUE,
+    ),
+    Option("adamw_betas", (0.9, 0.95), Scope.ADAMW_GROUPS, check_betas, "Betas of AdamW.", Compared.BY_VALUE, aliases=("betas",)),
+    Option("adamw_eps", 1e-8, Scope.ADAMW_GROUPS, check_eps, "Epsilon of AdamW.", Compared.BY_VALUE, aliases=("eps",)),
+    Option("none_grad", True, Scope.MUON_GROUPS, check_flag, "Frees each Muon gradient as soon as the step has used it."),
+    Option(
+        "debug",
+        False,
+        Scope.OPTIMIZER,
+        check_flag,
+        "Logs the route of each parameter whenever the set of parameters with gradients changes.",
+    ),
+    Option(
+        "clip_config",
+        None,
+        Scope.OPTIMIZER,
+        None,  # QKClip checks it
+        'QK-clip, such as ``{"head_dim": 128, "threshold": 100}``. It acts on the ``qk_logits`` of a step; see docs/qk_clip.md.',
+    ),
+    Option(
+        "waves_ahead",
+        5,
+        Scope.OPTIMIZER,
+        whole_number(0, 1024, why_high=_BUFFERS),
+        "Waves of exchanges that may be under way beside the one that computes (``waves_ahead + 1`` in flight).",
+        Compared.IN_PLAN,
+        aliases=("warmup_step",),
+    ),
+    Option(
+        "chunk_size",
+        -1,
+        Scope.OPTIMIZER,
+        whole_number(),  # its range: ExecutorSettings
+        "Most matrices per batch and per wave of an exchange; -1 leaves it to ``memory_budget``.",
+        Compared.IN_PLAN,
+    ),
+    Option(
+        "reference_path",
+        False,
+        Scope.OPTIMIZER,
+        check_flag,
+        "Steps by the slow reference path, for verification: all-gathers whole matrices and computes all of them on every rank.",
+        Compared.IN_PLAN,
+        aliases=("use_distributed_muon",),
+    ),
+    Option(
+        "expert_keys",
+        None,
+        Scope.MUON_GROUPS,
+        of_value(check_expert_keys),
+        "A 3-D parameter whose name contains one of these is a stack of independent matrices.",
+        Compared.IN_PLAN,
+        kept_as=check_expert_keys,
+        defines_matrices=True,
+    ),
+    Option(
+        "scheme",
+        "polar_express",
+        Scope.MUON_GROUPS,
+        _check_scheme,
+        'How matrices are orthogonalised: ``"polar_express"``, ``"keller"``, ``"zolotarev"``, ``"halley"``, ``"auto"``, a list '
+        "of (a, b, c), a ``Scheme``, or a callable on a batch; see docs/orthogonalisation.md.",
+        Compared.IN_PLAN,
+        kept_as=_scheme_as_numbers,
+    ),
+    Option(
+        "adjust_lr_fn",
+        "match_rms_adamw",
+        Scope.MUON_GROUPS,
+        of_value(check_adjust_lr),
+        "Factor of the learning rate of a rows × cols matrix: "
+        '``"match_rms_adamw"`` is 0.2·√max(rows, cols) (arXiv:2502.16982), ``"original"`` is √max(1, rows/cols), '
+        '``"spectral"`` is √(rows/cols), which torch calls ``"spectral_unclamped"``; or a function of (rows, cols).',
+        Compared.BY_VALUE,
+    ),
+    Option("maximize", False, Scope.ALL_GROUPS, check_flag, "Ascends instead of descending.", Compared.BY_VALUE),
+    Option(
+        "conv",
+        None,
+        Scope.MUON_GROUPS,
+        one_of(CONV_OPTIONS),
+        '``"flatten"`` makes any other parameter of more than two dims, such as a convolution filter, one (out, in·kernel) '
+        "matrix.",
+        Compared.IN_PLAN,
+        defines_matrices=True,
+    ),
+    Option(
+        "split",
+        None,
+        Scope.MUON_GROUPS,
+        of_value(_check_split),
+        "Cuts fused weights (QKV, gate-up) along their output dim into matrices of their own: the sizes of the parts, the size "
+        "of equal parts (one per head), or a function of (name, shape) that returns one of these or None.",
+        Compared.IN_PLAN,
+        kept_as=_split_as_tuple,
+        defines_matrices=True,
+    ),
+    Option(
+        "expert_dims",
+        "out_in",
+        Scope.MUON_GROUPS,
+        one_of(EXPERT_DIMS),
+        '``"out_in"`` for experts of shape (experts, out, in), ``"in_out"`` for (experts, in, out). It matters for the learning '
+        "rate and for ``split``.",
+        Compared.BY_VALUE,
+        defines_matrices=True,
+    ),
+    Option(
+        "compute_dtype",
+        None,
+        Scope.MUON_GROUPS,
+        check_dtype,
+        "Dtype of the Newton–Schulz products; by default float32 on CPU, bfloat16 on GPU, float64 for float64 parameters.",
+        Compared.IN_PLAN,
+        Stored.DTYPE_NAME,
+    ),
+    Option(
+        "momentum_dtype",
+        None,
+        Scope.MUON_GROUPS,
+        check_dtype,
+        "Dtype of new momentum buffers; by default the dtype of the parameter.",
+        Compared.BY_VALUE,
+        Stored.DTYPE_NAME,
+    ),
+    Option(
+        "memory_budget",
+        DEFAULT_MEMORY_BUDGET,
+        Scope.OPTIMIZER,
+        whole_number(),  # its range: ExecutorSettings
+        "Bytes of scratch that a batch may use, and of matrices that an owner gathers per wave; 64 MiB by default. The exchange "
+        "buffers of a rank take at most 2 × ``memory_budget`` × (``waves_ahead`` + 1), or one matrix per owner.",
+        Compared.IN_PLAN,
+    ),
+    Option(
+        "form",
+        "auto",
+        Scope.OPTIMIZER,
+        one_of(FORMS),
+        '``"auto"`` takes the form with the fewest FLOPs that is safe in the dtype; ``"standard"`` and ``"gram"`` insist on one.',
+        Compared.IN_PLAN,
+    ),
+    Option(
+        "deterministic",
+        False,
+        Scope.OPTIMIZER,
+        check_flag,
+        "Products and rules take one matrix at a time, so that bits cannot depend on what shares a batch, for any number of "
+        "threads.",
+    ),
+    Option(
+        "compile",
+        False,
+        Scope.OPTIMIZER,
+        check_backend,
+        "Compiles the orthogonalisation of each shape with torch.compile; a string names the backend.",
+    ),
+    Option(
+        "cuda_graphs",
+        False,
+        Scope.OPTIMIZER,
+        check_flag,
+        "Replays the orthogonalisation of each batch as a CUDA graph; no effect on CPU.",
+    ),
+    Option(
+        "comm_dtype",
+        None,
+        Scope.OPTIMIZER,
+        check_dtype,
+        "Dtype on the wire; by default bfloat16 between GPUs, float32 elsewhere, float64 for float64 parameters.",
+        Compared.IN_PLAN,
+    ),
+    Option(
+        "replicas",
+        "auto",
+        Scope.OPTIMIZER,
+        one_of(REPLICA_OPTIONS),
+        'Where ranks hold the same matrix (HSDP, replicated DTensors): ``"share"`` has one replica compute it for all, '
+        '``"repeat"`` has each compute it, ``"auto"`` takes the cheaper.',
+        Compared.IN_PLAN,
+    ),
+    Option(
+        "replica_group",
+        None,
+        Scope.OPTIMIZER,
+        lambda options, name, where: check_replica_group(options[name], name),
+        "Process group, or mesh, over which plain tensors are replicated (DDP); the work is divided over it.",
+        Compared.IN_PLAN,
+    ),
+    Option(
+        "nonfinite",
+        "propagate",
+        Scope.OPTIMIZER,
+        None,  # NonFinite checks it
+        'What to do if a gradient on any rank has an infinity or a NaN: ``"propagate"`` steps with it, ``"skip"`` leaves '
+        'everything as it is and counts in ``skipped_steps``, ``"raise"`` raises on all ranks before anything is written, and '
+        "waits for the device to know. What a GradScaler finds is always skipped; see docs/reliability.md.",
+    ),
+    Option(
+        "rule",
+        "plain",
+        Scope.MUON_GROUPS,
+        of_value(check_rule),
+        'What a step does beside orthogonalising: ``"plain"`` (nothing), ``"normuon"``, ``"muon_plus"``, ``"muoneq"``, or an '
+        "object with the methods of ``UpdateRule``; see docs/rules.md.",
+        Compared.IN_PLAN,
+        defines_matrices=True,
+    ),
+    Option(
+        "cautious_weight_decay",
+        False,
+        Scope.MUON_GROUPS,
+        check_flag,
+        "Decays only those elements of Muon's parameters that the update does not push away from zero; see docs/rules.md.",
+        Compared.BY_VALUE,
+    ),
+)
+"""In the order of the constructor's parameters."""
+
+_GROUP = tuple(option for option in OPTIONS if option.scope is not Scope.OPTIMIZER)
+_OF_OPTIMIZER = tuple(option for option in OPTIONS if option.scope is Scope.OPTIMIZER)
+_USED_BY = {
+    True: tuple(option for option in _GROUP if option.scope is not Scope.ADAMW_GROUPS),
+    False: tuple(option for option in _GROUP if option.scope is not Scope.MUON_GROUPS),
+}  # by use_muon
+
+
+def group_options(use_muon: bool | None = None) -> tuple[Option, ...]:
+    """The options of param groups: all, or those that a group with this ``use_muon`` uses."""
+    return _GROUP if use_muon is None else _USED_BY[use_muon]
+
+
+def optimizer_options() -> tuple[Option, ...]:
+    """The options that hold for the whole optimizer."""
+    return _OF_OPTIMIZER

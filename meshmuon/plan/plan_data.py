@@ -1,0 +1,182 @@
+"""A plan as plain data, equal on every rank, and the figures that follow from it."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Hashable, Iterable, Iterator
+from dataclasses import dataclass, field
+from functools import cached_property
+
+from ..errors import ConfigError
+from ..layout import Layout, ShardedMatrix
+from .cost import CostModel
+from .footprint import Footprint
+from .owners import lightest_possible
+from .tasks import EVERY_HOLDER, NO_WAVE, PieceTransfer, PlannedParam, Task
+
+__all__ = ["REPLICA_OPTIONS", "PlanData", "PlanOptions", "add_local_costs"]
+
+REPLICA_OPTIONS = ("auto", "share", "repeat")
+
+
+@dataclass(frozen=True, slots=True)
+class PlanOptions:
+    """The options that decide on a plan, together with the parameters.
+
+    Attributes:
+        cost: what work and traffic cost.
+        replicas: ``"share"`` (one replica computes for all), ``"repeat"`` (each for itself) or ``"auto"`` (the cheaper one).
+        chunk_size: most matrices per wave; -1 leaves it to ``budget``.
+        budget: bytes that an owner may gather per wave; see ``WaveLimits``.
+        in_flight: most waves between their first and their last exchange; a plan has fewer where buffers would be too large.
+    """
+
+    cost: CostModel
+    replicas: str = "auto"
+    chunk_size: int = -1
+    budget: int = 64 * 2**20
+    in_flight: int = 6
+
+    def __post_init__(self) -> None:
+        if self.replicas not in REPLICA_OPTIONS:
+            raise ConfigError(f"replicas={self.replicas!r} is unknown; write one of {REPLICA_OPTIONS}.")
+
+
+@dataclass(frozen=True)
+class PlanData:
+    """Owners, waves and routes of all matrices. Scatter routes are the gather routes reversed, to every replica.
+
+    An (18, D) matrix over 8 ranks: ranks 0 to 5 hold 3 rows each, ranks 6 and 7 none. Its task has one owner among ranks 0 to 5,
+    say rank 2. In its wave the other five holders send their rows to rank 2, and get their rows of the result back from it.
+
+    Attributes:
+        ranks: all ranks that take part, in ascending order.
+        params: the parameters.
+        tasks: the matrices.
+        lanes: the lane of each wave; a wave is one exchange to the owners and one back, on its lane.
+        options: the options that it was made with.
+    """
+
+    ranks: tuple[int, ...]
+    params: tuple[PlannedParam, ...]
+    tasks: tuple[Task, ...] = field(repr=False)
+    lanes: tuple[Hashable, ...]
+    options: PlanOptions
+
+    def gather_sends(self, index: int) -> Iterator[PieceTransfer]:
+        """What task ``index`` gathers at its owner: each piece from its holder in the owner's replica."""
+        task = self.tasks[index]
+        if task.wave != NO_WAVE:
+            for piece, source in task.sharded.senders(task.owner):
+                if source != task.owner:
+                    yield PieceTransfer(index, source, task.owner, piece)
+
+    def scatter_sends(self, index: int) -> Iterator[PieceTransfer]:
+        """What task ``index`` scatters: each piece of the result to all of its holders."""
+        task = self.tasks[index]
+        if task.wave != NO_WAVE:
+            for piece in task.sharded.pieces:
+                for target in piece.holders:
+                    if target != task.owner:
+                        yield PieceTransfer(index, task.owner, target, piece)
+
+    @cached_property
+    def loads(self) -> dict[int, float]:
+        """Rank → cost of its matrices, private ones left out."""
+        return _loads(self, lambda task: 0.0 if self.params[task.param].private else task.cost)
+
+    @cached_property
+    def flops(self) -> dict[int, float]:
+        """Rank → FLOPs of its matrices."""
+        return _loads(self, lambda task: float(self.params[task.param].flops))
+
+    @cached_property
+    def computed(self) -> dict[int, int]:
+        """Rank → number of matrices that it orthogonalises, including those that other holders compute as well."""
+        return {rank: round(count) for rank, count in _loads(self, lambda task: 1.0).items()}
+
+    @cached_property
+    def bound(self) -> float:
+        """A lower bound of the heaviest rank's cost, for plans of whole matrices that may all go to any rank."""
+        costs = [task.cost for task in self.tasks if not self.params[task.param].private]
+        return lightest_possible(costs, len(self.ranks)) if costs else 0.0
+
+    @cached_property
+    def elements_sent(self) -> dict[int, int]:
+        """Rank → elements that it sends to other ranks in a step."""
+        return _sent(self, lambda param: 1)
+
+    @cached_property
+    def bytes_sent(self) -> dict[int, int]:
+        """Rank → bytes that it sends to other ranks in a step."""
+        return _sent(self, lambda param: param.itemsize)
+
+    @cached_property
+    def digest(self) -> str:
+        """A hash of all that ranks must agree on: equal on two ranks exactly when they would do the same."""
+        numbers: dict[Layout, int] = {}
+        hasher = hashlib.sha256(repr(self.options).encode())
+        for param in self.params:
+            if not param.private:
+                layouts = [numbers.setdefault(layout, len(numbers)) for layout in param.layouts]
+                details = param.stack_dims, param.itemsize, param.flops, param.share, param.window
+                facts = param.name, layouts, details, str(param.lane), param.how
+                hasher.update(repr(facts).encode())
+        for layout in numbers:
+            hasher.update(repr((layout.shape, layout.mesh.shape, layout.mesh.ranks, layout.placements)).encode())
+        shared = [(task.owner, task.wave) for task in self.tasks if not self.params[task.param].private]
+        hasher.update(repr(shared).encode())
+        return hasher.hexdigest()
+
+    def buffer_bytes(self, rank: int) -> int:
+        """Bytes of all exchange buffers on ``rank``."""
+        return self._buffer_bytes[rank]
+
+    @cached_property
+    def _buffer_bytes(self) -> dict[int, int]:
+        total = dict.fromkeys(self.ranks, 0)
+        for lane in dict.fromkeys(self.lanes):
+            tasks = [task for task in self.tasks if task.wave != NO_WAVE and self.lanes[task.wave] == lane]
+            itemsize = self.params[tasks[0].param].itemsize
+            footprint = Footprint([task.sharded for task in tasks], [task.owner for task in tasks], itemsize)
+            for rank, size in footprint.bytes_by_rank([task.wave for task in tasks], self.options.in_flight).items():
+                total[rank] += size
+        return total
+
+
+def add_local_costs(loads: dict[int, float], costs: Iterable[tuple[ShardedMatrix, float]]) -> None:
+    """Adds what every holder computes for itself, summed per ``ShardedMatrix`` first: thousands of ranks may hold each."""
+    total: dict[ShardedMatrix, float] = {}
+    for sharded, amount in costs:
+        total[sharded] = total.get(sharded, 0.0) + amount
+    for sharded, amount in total.items():
+        for rank in sharded.piece_and_replica:
+            loads[rank] += amount
+
+
+def _loads(plan: PlanData, amount: Callable[[Task], float]) -> dict[int, float]:
+    loads = dict.fromkeys(plan.ranks, 0.0)
+    add_local_costs(loads, ((task.sharded, amount(task)) for task in plan.tasks if task.owner == EVERY_HOLDER))
+    for task in plan.tasks:
+        if task.owner != EVERY_HOLDER:
+            loads[task.owner] += amount(task)
+    return loads
+
+
+def _sent(plan: PlanData, weight: Callable[[PlannedParam], int]) -> dict[int, int]:
+    """What each rank sends, counted without listing the transfers: pieces are summed per ``ShardedMatrix`` and replica."""
+    sent = dict.fromkeys(plan.ranks, 0)
+    gathered: dict[tuple[ShardedMatrix, int], int] = {}
+    for task in plan.tasks:
+        if task.wave == NO_WAVE:
+            continue
+        size = weight(plan.params[task.param])
+        piece, replica = task.sharded.piece_and_replica[task.owner]
+        own = task.sharded.sizes[piece]
+        gathered[task.sharded, replica] = gathered.get((task.sharded, replica), 0) + size
+        sent[task.owner] += size * (task.sharded.size * task.sharded.replicas - own)  # the scatter
+        sent[task.owner] -= size * own  # its own piece needs no gather
+    for (sharded, replica), size in gathered.items():
+        for sent_piece, elements in zip(sharded.pieces, sharded.sizes, strict=True):
+            sent[sent_piece.holders[replica]] += size * elements
+    return sent

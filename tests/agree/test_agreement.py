@@ -1,0 +1,518 @@
+"""Ranks that would do different things: one plan for all of them, or the same error on all of them and nothing written."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+
+from meshmuon import Muon
+from meshmuon.errors import ConfigError, GradientError, MeshmuonError, PlanError, PlanMismatchError, StateError, UnsupportedError
+from tests.support.cases import Case, Param, build, check, check_missing, gradient, initial, place, run, single
+from tests.support.small_model import world_mesh
+from tests.support.tensors import assert_untouched, everything, local, same
+from tests.support.threads import run_threads
+
+R, S0, S1 = Replicate(), Shard(0), Shard(1)
+WORLD = 3
+
+
+def params_of(case: Case, mesh: DeviceMesh) -> list[nn.Parameter]:
+    return [nn.Parameter(place(case, [mesh], k, value)) for k, value in enumerate(initial(case))]
+
+
+def give_gradients(case: Case, mesh: DeviceMesh, params: Sequence[nn.Parameter], step: int) -> None:
+    for k, param in enumerate(params):
+        value = gradient(case, step, k)
+        param.grad = None if value is None else place(case, [mesh], k, value)
+
+
+def refused(step: Callable[[], object], kind: type[MeshmuonError] = MeshmuonError) -> tuple[type[MeshmuonError], str]:
+    with pytest.raises(kind) as caught:
+        step()
+    return type(caught.value), str(caught.value)
+
+
+def one_text(said: Sequence[tuple[type[MeshmuonError], str]], kind: type[MeshmuonError]) -> str:
+    """The text that all ranks raised, which must be the same error in the same words."""
+    assert {one for one, _ in said} == {kind}, said
+    assert len({text for _, text in said}) == 1, said
+    return said[0][1]
+
+
+# A gradient that only some ranks have.
+
+SHARDED = Case((Param((7, 5), 0, (S0,)), Param((4, 8), 0, (S1,)), Param((3, 6, 4), 0, (S1,)), Param((6, 4), 0, (S0,))))
+WITH_ADAMW = Case((Param((7, 5), 0, (S0,)), Param((11,), 0, (S0,), muon=False)))
+EXPERTS = Case((Param((6, 5, 4), 0, (S0,)),))
+
+
+@pytest.mark.parametrize(
+    ("case", "without_gradient"),
+    [
+        pytest.param(SHARDED, {(0, 0): {1}}, id="first step, rows"),
+        pytest.param(SHARDED, {(2, 1): {0, 2}}, id="columns, two ranks"),
+        pytest.param(SHARDED, {(1, 2): {2}, (3, 2): {0}}, id="experts cut inside"),
+        pytest.param(SHARDED, {(1, 0): {0}, (1, 3): {1}, (2, 0): {0}, (4, 1): {2}}, id="several at once"),
+        pytest.param(WITH_ADAMW, {(0, 1): {1}, (3, 1): {0, 2}}, id="AdamW"),
+        pytest.param(WITH_ADAMW, {(1, 0): {2}, (1, 1): {0}}, id="Muon and AdamW"),
+        pytest.param(Case((*WITH_ADAMW.params, *EXPERTS.params)), {(1, 2): {2}}, id="experts beside shards"),
+    ],
+)
+def test_a_gradient_missing_on_some_ranks_is_zero_there(case: Case, without_gradient: dict[tuple[int, int], set[int]]) -> None:
+    """Bit-equal to one device whose gradient is zero in those ranks' elements; in that step and in the following ones."""
+    run_threads(WORLD, lambda rank: check_missing(case, world_mesh(), without_gradient))
+
+
+@pytest.mark.parametrize(
+    "case", [pytest.param(EXPERTS, id="experts"), pytest.param(Case((Param((11,), 0, (S0,), muon=False),)), id="AdamW")]
+)
+def test_a_missing_gradient_is_zero_also_where_nothing_travels(case: Case) -> None:
+    """What a missing gradient means must not depend on whether another parameter of the model happens to travel."""
+    run_threads(WORLD, lambda rank: check_missing(case, world_mesh(), {(1, 0): {1}}))
+
+
+def test_a_rank_that_holds_nothing_may_lack_its_gradient() -> None:
+    """Two rows on three ranks: the empty rank's gradient says nothing."""
+    case = Case((Param((2, 5), 0, (S0,)), Param((6, 4), 0, (S0,))))
+    run_threads(WORLD, lambda rank: check_missing(case, world_mesh(), {(step, 0): {2} for step in range(5)}))
+
+
+TORN = {
+    "Muon, shared": (Param((6, 4), 0, (R,)), {"replicas": "share"}),
+    "Muon, repeated": (Param((6, 4), 0, (R,)), {"replicas": "repeat"}),
+    "AdamW": (Param((6,), 0, (R,), muon=False), {}),
+}
+
+
+@pytest.mark.parametrize("name", TORN)
+@pytest.mark.parametrize("beside", [True, False], ids=["beside a shard", "alone"])
+def test_replicas_with_and_without_a_gradient(name: str, beside: bool) -> None:
+    torn, options = TORN[name]
+    case = Case((torn, Param((8, 4), 0, (S0,))) if beside else (torn,), options)
+
+    def main(rank: int) -> tuple[type[MeshmuonError], str]:
+        mesh = world_mesh()
+        params = params_of(case, mesh)
+        optimizer = build(case, params)
+        give_gradients(case, mesh, params, 0)
+        optimizer.step()
+        give_gradients(case, mesh, params, 1)
+        if rank != 1:
+            params[0].grad = None
+        before = everything(optimizer)
+        said = refused(optimizer.step, GradientError)
+        assert_untouched(optimizer, before)
+        return said
+
+    text = one_text(run_threads(WORLD, main), GradientError)
+    assert "layers.0.weight has a gradient on rank 1 and none on rank 0" in text
+
+
+def test_hsdp_shards_may_lack_a_gradient_together() -> None:
+    """All replicas of a shard without a gradient: zeros. One of them alone: an error."""
+    case = Case((Param((7, 5), 0, (R, S0)), Param((4, 6), 0, (R, S0))))
+
+    def grads(step: int, k: int) -> Tensor | None:
+        value = gradient(case, step, k)
+        if (step, k) == (1, 0):
+            value[4:] = 0  # the second shard
+        return value
+
+    expected = run(case, [nn.Parameter(value) for value in initial(case)], grads)
+
+    def main(rank: int) -> tuple[type[MeshmuonError], str]:
+        mesh = init_device_mesh("cpu", (2, 2))
+        params = params_of(case, mesh)
+        optimizer = build(case, params, replicas="share")
+        for step in range(case.steps):
+            give_gradients(case, mesh, params, step)
+            if step == 1 and rank in (1, 3):
+                params[0].grad = None
+            optimizer.step()
+        for k, param in enumerate(params):
+            same(local(param), local(place(case, [mesh], k, expected[0][k])), f"parameter {k}")
+        give_gradients(case, mesh, params, 0)
+        if rank == 3:
+            params[0].grad = None
+        before = everything(optimizer)
+        said = refused(optimizer.step, GradientError)
+        assert_untouched(optimizer, before)
+        return said
+
+    assert "rank 1 and none on rank 3" in one_text(run_threads(4, main), GradientError)
+
+
+# A gradient that cannot be used, on one rank.
+
+
+def wrong_placements(param: DTensor) -> None:
+    param.grad = distribute_tensor(torch.ones(param.shape), param.device_mesh, [S1], src_data_rank=None)
+
+
+def partial_sum(param: DTensor) -> None:
+    param.grad = DTensor.from_local(torch.ones(param.shape), param.device_mesh, [Partial()])
+
+
+def wrong_shape(param: DTensor) -> None:
+    smaller = distribute_tensor(torch.ones(4, 5), param.device_mesh, [S0], src_data_rank=None)
+    param.data = smaller
+    param.grad = torch.ones_like(smaller)
+    param.data = distribute_tensor(torch.ones(7, 5), smaller.device_mesh, [S0], src_data_rank=None)
+
+
+BAD = {
+    "wrong placements": (wrong_placements, GradientError, ("is laid out differently", "redistribute")),
+    "partial": (partial_sum, GradientError, ("is not reduced yet", "redistribute")),
+    "wrong shape": (wrong_shape, GradientError, ("has shape (7, 5), its gradient (4, 5)",)),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+@pytest.mark.parametrize("started", [False, True])
+def test_a_bad_gradient_on_one_rank(name: str, started: bool) -> None:
+    """At the first step and at a later one; afterwards a good step has the bits of one device."""
+    spoil, kind, parts = BAD[name]
+    case = Case((Param((7, 5), 0, (S0,)), Param((6, 4), 0, (S0,)), Param((5,), 0, (S0,), muon=False)), steps=2 if started else 1)
+    expected = single(case)
+
+    def main(rank: int) -> tuple[type[MeshmuonError], str]:
+        mesh = world_mesh()
+        params = params_of(case, mesh)
+        optimizer = build(case, params)
+        last = case.steps - 1
+        if started:
+            give_gradients(case, mesh, params, 0)
+            optimizer.step()
+        give_gradients(case, mesh, params, last)
+        kept = params[0].data
+        if rank == 1:
+            spoil(params[0])
+        before = everything(optimizer)
+        said = refused(optimizer.step, kind)
+        assert_untouched(optimizer, before)
+        params[0].grad = None
+        params[0].data = kept
+        give_gradients(case, mesh, params, last)
+        optimizer.step()
+        for k in (0, 1):
+            same(local(params[k]), local(place(case, [mesh], k, expected[0][k])), f"parameter {k} after the refused step")
+        return said
+
+    text = one_text(run_threads(WORLD, main), kind)
+    assert text.startswith("rank 1: layers.0.weight")
+    assert all(part in text for part in parts), text
+
+
+def test_options_out_of_range_on_one_rank() -> None:
+    case = Case((Param((7, 5), 0, (S0,)),))
+
+    def main(rank: int) -> tuple[type[MeshmuonError], str]:
+        mesh = world_mesh()
+        params = params_of(case, mesh)
+        optimizer = build(case, params)
+        give_gradients(case, mesh, params, 0)
+        if rank == 2:
+            optimizer.param_groups[0]["momentum"] = 1.5
+        before = everything(optimizer)
+        said = refused(optimizer.step)
+        assert_untouched(optimizer, before)
+        return said
+
+    assert "momentum" in one_text(run_threads(WORLD, main), ConfigError)
+
+
+def test_state_that_does_not_fit_on_one_rank() -> None:
+    case = Case((Param((7, 5), 0, (S0,)), Param((6, 4), 0, (S0,))))
+
+    def main(rank: int) -> tuple[type[MeshmuonError], str]:
+        mesh = world_mesh()
+        params = params_of(case, mesh)
+        optimizer = build(case, params)
+        give_gradients(case, mesh, params, 0)
+        optimizer.step()
+        give_gradients(case, mesh, params, 1)
+        if rank == 0:
+            optimizer.state[params[0]]["momentum_buffer"] = torch.zeros_like(params[1])
+        before = everything(optimizer)
+        said = refused(optimizer.step)
+        assert_untouched(optimizer, before)
+        return said
+
+    assert one_text(run_threads(WORLD, main), StateError).startswith("rank 0: layers.0.weight")
+
+
+# Ranks that were built differently.
+
+Change = Callable[[DeviceMesh, list[tuple[str, nn.Parameter]], dict[str, Any]], None]
+
+
+def other_order(mesh: DeviceMesh, named: list[tuple[str, nn.Parameter]], options: dict[str, Any]) -> None:
+    named[0], named[1] = named[1], named[0]
+
+
+def other_shape(mesh: DeviceMesh, named: list[tuple[str, nn.Parameter]], options: dict[str, Any]) -> None:
+    named[1] = ("two", nn.Parameter(distribute_tensor(torch.ones(6, 9), mesh, [S0], src_data_rank=None)))
+
+
+def other_placements(mesh: DeviceMesh, named: list[tuple[str, nn.Parameter]], options: dict[str, Any]) -> None:
+    named[1] = ("two", nn.Parameter(distribute_tensor(torch.ones(6, 4), mesh, [S1], src_data_rank=None)))
+
+
+def other_dtype(mesh: DeviceMesh, named: list[tuple[str, nn.Parameter]], options: dict[str, Any]) -> None:
+    named[1] = ("two", nn.Parameter(named[1][1].detach().double()))
+
+
+def one_less(mesh: DeviceMesh, named: list[tuple[str, nn.Parameter]], options: dict[str, Any]) -> None:
+    named.pop()
+
+
+def setting(**changed: Any) -> Change:
+    return lambda mesh, named, options: options.update(changed)
+
+
+MISMATCHES: dict[str, tuple[Change, tuple[str, ...]]] = {
+    "order": (other_order, ("one: rank 1 has two in its place",)),
+    "shape": (other_shape, ("two: rank 1 has 6×9",)),
+    "placements": (other_placements, ("two: rank 1 has 6×4 [S(1)]",)),
+    "dtype": (other_dtype, ("two: rank 1 has", "float64")),
+    "one parameter less": (one_less, ("three: rank 0 has it, rank 1 does not",)),
+    "chunk_size": (setting(chunk_size=1), ("rank 1 was given", "chunk_size=1")),
+    "warmup_step": (setting(warmup_step=0), ("rank 1 was given", "in_flight=1")),
+    "memory_budget": (setting(memory_budget=1000), ("rank 1 was given", "budget=1000")),
+    "replicas": (setting(replicas="repeat"), ("rank 1 was given", "replicas='repeat'")),
+    "comm_dtype": (setting(comm_dtype=torch.bfloat16), ("one: rank 1 has", "bfloat16")),
+    "compute_dtype": (setting(compute_dtype=torch.float64), ("rank 1",)),
+    "form": (setting(form="gram"), ("rank 1",)),
+    "ns_steps": (setting(ns_steps=3), ("one: rank 1 has",)),
+    "scheme": (setting(scheme="keller"), ("rank 1",)),
+    "use_distributed_muon": (setting(use_distributed_muon=True), ("rank 1",)),
+}
+
+
+@pytest.mark.parametrize("name", MISMATCHES)
+def test_ranks_that_were_built_differently(name: str) -> None:
+    change, parts = MISMATCHES[name]
+
+    def main(rank: int) -> tuple[type[MeshmuonError], str]:
+        mesh = world_mesh()
+        shapes = {"one": (7, 5), "two": (6, 4), "three": (4, 4)}
+        named = [(n, nn.Parameter(distribute_tensor(torch.ones(s), mesh, [S0], src_data_rank=None))) for n, s in shapes.items()]
+        options: dict[str, Any] = {}
+        if rank == 1:
+            change(mesh, named, options)
+        optimizer = Muon([{"params": named, "use_muon": True}], **options)
+        for _, param in named:
+            param.grad = torch.ones_like(param)
+        before = everything(optimizer)
+        said = refused(optimizer.step)
+        assert_untouched(optimizer, before)
+        return said
+
+    text = one_text(run_threads(WORLD, main), PlanMismatchError)
+    assert all(part in text for part in parts), text
+
+
+def test_replicas_option_differs_where_only_one_choice_travels() -> None:
+    """With ``replicas="repeat"`` nothing travels for replicated matrices; the ranks that share must not wait for ever."""
+
+    def main(rank: int) -> tuple[type[MeshmuonError], str]:
+        param = nn.Parameter(distribute_tensor(torch.ones(6, 4), world_mesh(), [R], src_data_rank=None))
+        optimizer = Muon([{"params": [param], "names": ["one"], "use_muon": True}], replicas="repeat" if rank == 1 else "share")
+        param.grad = torch.ones_like(param)
+        return refused(optimizer.step)
+
+    assert "rank 1 was given" in one_text(run_threads(WORLD, main), PlanMismatchError)
+
+
+# Groups added later.
+
+
+def add_group_on(rank: int, *ranks: int, optimizer: Muon, mesh: DeviceMesh) -> None:
+    if rank in ranks:
+        param = nn.Parameter(distribute_tensor(torch.ones(5, 6), mesh, [S0], src_data_rank=None))
+        param.grad = torch.ones_like(param)
+        optimizer.add_param_group({"params": [param], "names": ["added"], "use_muon": True})
+
+
+def test_a_group_added_on_one_rank_only() -> None:
+    """Refused everywhere; once the others add it too, the step has the bits of an optimizer that had it from the start."""
+    case = Case((Param((7, 5), 0, (S0,)), Param((6, 4), 0, (S0,))), steps=2)
+    whole = [nn.Parameter(value) for value in initial(case)]
+    reference = build(case, whole)
+    for step in range(2):
+        for k, param in enumerate(whole):
+            param.grad = gradient(case, step, k)
+        if step == 1:
+            late = nn.Parameter(torch.ones(5, 6))
+            late.grad = torch.ones(5, 6)
+            reference.add_param_group({"params": [late], "names": ["added"], "use_muon": True})
+        reference.step()
+
+    def main(rank: int) -> tuple[type[MeshmuonError], str]:
+        mesh = world_mesh()
+        params = params_of(case, mesh)
+        optimizer = build(case, params)
+        give_gradients(case, mesh, params, 0)
+        optimizer.step()
+        give_gradients(case, mesh, params, 1)
+        add_group_on(rank, 2, optimizer=optimizer, mesh=mesh)
+        before = everything(optimizer)
+        said = refused(optimizer.step, PlanMismatchError)
+        assert_untouched(optimizer, before)
+        assert refused(optimizer.step, PlanMismatchError) == said, "a second try must be refused as well"
+        add_group_on(rank, 0, 1, optimizer=optimizer, mesh=mesh)
+        optimizer.step()
+        added = optimizer.param_groups[-1]["params"][0]
+        for mine, other in zip([*params, added], [*whole, late], strict=True):
+            wanted = distribute_tensor(other.detach(), mesh, [S0], src_data_rank=None)
+            same(local(mine), local(wanted), "after the others added it too")
+        return said
+
+    text = one_text(run_threads(WORLD, main), PlanMismatchError)
+    assert text == "added: rank 2 has it, rank 0 does not. Add the same groups on every rank."
+
+
+def test_the_first_travelling_group_added_on_one_rank_only() -> None:
+    """Until then nothing travelled; the rank that added it must not wait for ever for ranks that see nothing to agree on."""
+
+    def main(rank: int) -> tuple[type[MeshmuonError], str]:
+        mesh = world_mesh()
+        param = nn.Parameter(distribute_tensor(torch.ones(6, 4, 4), mesh, [S0], src_data_rank=None))
+        optimizer = Muon([{"params": [param], "names": ["experts"], "use_muon": True}], expert_keys=["experts"])
+        param.grad = torch.ones_like(param)
+        optimizer.step()
+        param.grad = torch.ones_like(param)
+        add_group_on(rank, 2, optimizer=optimizer, mesh=mesh)
+        return refused(optimizer.step)
+
+    one_text(run_threads(WORLD, main), PlanMismatchError)
+
+
+# Plans that change.
+
+
+def test_a_parameter_that_loses_its_gradient_and_gets_it_back() -> None:
+    """The plan follows, is the old one again afterwards, and every step is exact."""
+    case = Case(
+        (Param((7, 5), 0, (S0,), unused=(1, 2)), Param((6, 4), 0, (S0,)), Param((5,), 0, (S0,), muon=False, unused=(2,))), steps=5
+    )
+    expected = single(case)
+
+    def main(rank: int) -> list[tuple[str, int]]:
+        seen: list[tuple[str, int]] = []
+        check(case, [world_mesh()], expected, watch=lambda o: seen.append((o.plan().digest, len(o.plan().params))))
+        return seen
+
+    found = run_threads(WORLD, main)
+    assert all(one == found[0] for one in found)
+    assert [count for _, count in found[0]] == [2, 1, 1, 2, 2]
+    assert len({digest for digest, _ in found[0]}) == 2
+    assert found[0][0] == found[0][3] == found[0][4]
+
+
+def test_no_gradient_anywhere_is_no_step() -> None:
+    case = Case((Param((7, 5), 0, (S0,)), Param((5,), 0, (S0,), muon=False)))
+
+    def main(rank: int) -> None:
+        mesh = world_mesh()
+        optimizer = build(case, params_of(case, mesh))
+        before = everything(optimizer)
+        optimizer.step()
+        assert_untouched(optimizer, before)
+
+    run_threads(WORLD, main)
+
+
+# Layouts that have no meaning.
+
+
+def test_a_partial_parameter_is_refused_when_the_optimizer_is_built() -> None:
+    def main(rank: int) -> tuple[type[MeshmuonError], str]:
+        param = nn.Parameter(DTensor.from_local(torch.ones(6, 4), world_mesh(), [Partial()]))
+        return refused(lambda: Muon([{"params": [param], "names": ["one"], "use_muon": True}]))
+
+    assert "one has placements" in one_text(run_threads(2, main), ConfigError)
+
+
+@pytest.mark.parametrize("ranks", [[2, 1, 0], [1, 0, 2]])
+def test_a_mesh_with_descending_ranks_is_refused(ranks: list[int]) -> None:
+    def main(rank: int) -> tuple[type[MeshmuonError], str]:
+        mesh = DeviceMesh("cpu", ranks)
+        param = nn.Parameter(distribute_tensor(torch.ones(6, 4), mesh, [S0], src_data_rank=None))
+        return refused(lambda: Muon([{"params": [param], "names": ["one"], "use_muon": True}]))
+
+    assert "Build the mesh with ascending ranks" in one_text(run_threads(3, main), UnsupportedError)
+
+
+# Parameters that are replaced.
+
+
+def test_parameters_swapped_after_construction() -> None:
+    """Accelerate builds the optimizer on plain parameters and puts the sharded ones in their place before the first step."""
+    case = Case((Param((7, 5), 0, (S0,)), Param((6, 4), 0, (S1,)), Param((5,), 0, (S0,), muon=False)))
+    expected = single(case)
+
+    def main(rank: int) -> None:
+        mesh = world_mesh()
+        plain = [nn.Parameter(value) for value in initial(case)]
+        optimizer = build(case, plain)
+        params = params_of(case, mesh)
+        new = dict(zip(plain, params, strict=True))
+        for group in optimizer.param_groups:
+            group["params"] = [new[param] for param in group["params"]]
+        for step in range(case.steps):
+            give_gradients(case, mesh, params, step)
+            optimizer.step()
+        for k in (0, 1):
+            same(local(params[k]), local(place(case, [mesh], k, expected[0][k])), f"parameter {k}")
+            momentum = optimizer.state[params[k]]["momentum_buffer"]
+            assert isinstance(momentum, DTensor)
+            same(local(momentum), local(place(case, [mesh], k, expected[1][k])), f"momentum {k}")
+
+    run_threads(WORLD, main)
+
+
+# What torch itself rounds otherwise.
+
+
+def test_adamw_on_shards_has_the_bits_of_one_device() -> None:
+    """Eight elements on four ranks. torch's fused CPU kernel rounds a vector of eight otherwise than the scalar tail."""
+    case = Case(tuple(Param((8,), 0, (S0,), muon=False) for _ in range(40)))
+    expected = single(case)
+
+    def main(rank: int) -> None:
+        mesh = world_mesh()
+        params = params_of(case, mesh)
+        optimizer = build(case, params)
+        for step in range(case.steps):
+            give_gradients(case, mesh, params, step)
+            optimizer.step()
+        for k, param in enumerate(params):
+            same(local(param), local(place(case, [mesh], k, expected[0][k])), f"parameter {k}")
+
+    run_threads(4, main)
+
+
+def test_a_shard_of_as_many_elements_in_another_shape_is_refused() -> None:
+    """(6, 4) over 2 ranks: each holds (3, 4). A wrapper that stores (4, 3) would mix up the elements without an error."""
+
+    def main(rank: int) -> tuple[type[MeshmuonError], str]:
+        mesh = world_mesh()
+        part = torch.ones((4, 3) if rank == 1 else (3, 4))
+        param = nn.Parameter(DTensor.from_local(part, mesh, [S0], run_check=False, shape=torch.Size((6, 4)), stride=(4, 1)))
+        optimizer = Muon([{"params": [param], "names": ["turned"], "use_muon": True}])
+        param.grad = DTensor.from_local(part.clone(), mesh, [S0], run_check=False, shape=torch.Size((6, 4)), stride=(4, 1))
+        before = [one.clone() for one in everything(optimizer)]
+        said = refused(optimizer.step, PlanError)
+        assert_untouched(optimizer, before)
+        return said
+
+    text = one_text(run_threads(2, main), PlanError)
+    assert "turned" in text
+    assert "should hold (3, 4), but it holds (4, 3)" in text

@@ -1,0 +1,329 @@
+"""Jobs for real gloo processes: checkpoints saved on one layout, loaded on another, continued with the bits of one device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from meshmuon import DistMuon, Muon, StateError
+from meshmuon.checkpoint import verify, write_manifest
+from meshmuon.errors import CheckpointError
+from tests.support.checkpoint_model import (
+    GROUPS,
+    HALF,
+    LAYOUTS,
+    S0,
+    S1,
+    SAVED,
+    SPECS,
+    STEPS,
+    Model,
+    agree,
+    compare,
+    content,
+    fresh,
+    keys_and_shapes,
+    like,
+    load_whole,
+    train,
+    trained,
+    uninterrupted,
+    whole_state,
+)
+from tests.support.processes import Job
+
+
+def save(layout: str, folder: Path) -> None:
+    model, optimizer = trained(layout)
+    digest = optimizer.plan().digest
+    state = whole_state(model, optimizer)
+    compare(model, optimizer, SAVED)
+    shown = keys_and_shapes(state["optimizer"])
+    agree(shown)
+    assert {name for name, *_ in shown} == {f"{name}.weight" for name, spec in SPECS.items() if not spec.frozen}
+    for name, key, shape, _ in shown:
+        whole = SPECS[name.removesuffix(".weight")].shape
+        assert shape == {"step": (), "rule_memory": (*whole[:1], 1)}.get(key, whole)
+    assert optimizer.plan().digest == digest
+    dcp.save(state, checkpoint_id=folder / layout)
+    train(model, optimizer, range(SAVED, STEPS))  # saving disturbs nothing
+    compare(model, optimizer, STEPS)
+
+
+def load(source: str, target: str, folder: Path) -> None:
+    model, optimizer = fresh(target, momentum=0.5, nesterov=False)
+    state = whole_state(model, optimizer)
+    dcp.load(state, checkpoint_id=folder / source)
+    load_whole(model, optimizer, state)
+    assert optimizer.param_groups[0]["momentum"] == 0.95
+    compare(model, optimizer, SAVED)
+    train(model, optimizer, range(SAVED, STEPS))
+    compare(model, optimizer, STEPS)
+
+
+FULL = StateDictOptions(full_state_dict=True, cpu_offload=True)
+FROM_RANK_0 = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
+
+
+def save_full(layout: str, folder: Path) -> None:
+    state = whole_state(*trained(layout), FULL)
+    if dist.get_rank() == 0:
+        torch.save(state, folder / "full.pt")
+
+
+def load_full(layout: str, folder: Path, options: StateDictOptions) -> None:
+    model, optimizer = fresh(layout)
+    state: dict[str, Any] = {"model": {}, "optimizer": {}}
+    if dist.get_rank() == 0 or not options.broadcast_from_rank0:
+        state = torch.load(folder / "full.pt", weights_only=True)
+    load_whole(model, optimizer, state, options)
+    compare(model, optimizer, SAVED)
+    train(model, optimizer, range(SAVED, STEPS))
+    compare(model, optimizer, STEPS)
+
+
+def save_flat(layout: str, folder: Path) -> None:
+    dcp.save(whole_state(*trained(layout), FLAT), checkpoint_id=folder / "flat")
+
+
+def load_flat(layout: str, folder: Path) -> None:
+    model, optimizer = fresh(layout)
+    state = whole_state(model, optimizer, FLAT)
+    dcp.load(state, checkpoint_id=folder / "flat")
+    load_whole(model, optimizer, state, FLAT)
+    compare(model, optimizer, SAVED)
+    train(model, optimizer, range(SAVED, STEPS))
+    compare(model, optimizer, STEPS)
+
+
+def plain(layout: str, folder: Path) -> None:
+    """``state_dict`` and ``load_state_dict`` on the same layout, through a file per rank."""
+    model, optimizer = trained(layout)
+    file = folder / f"plain {layout} {dist.get_rank()}.pt"
+    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, file)
+    again, resumed = fresh(layout)
+    saved = torch.load(file, weights_only=False)
+    again.load_state_dict(saved["model"])
+    resumed.load_state_dict(saved["optimizer"])
+    compare(again, resumed, SAVED)
+    train(again, resumed, range(SAVED, STEPS))
+    compare(again, resumed, STEPS)
+    assert resumed.plan().digest == continued_digest(model, optimizer)
+
+
+def continued_digest(model: Model, optimizer: Muon) -> str:
+    train(model, optimizer, range(SAVED, STEPS))
+    return optimizer.plan().digest
+
+
+def creating_state(layout: str) -> None:
+    """torch's zero-gradient step on a fresh optimizer: zeros, no step counted, weights as they were to the sign of a zero."""
+    model, optimizer = fresh(layout)
+    with torch.no_grad():
+        for param in model.parameters():
+            part = param.to_local() if isinstance(param, DTensor) else param
+            part.view(-1)[::2] = -0.0
+    before = content(model, optimizer)
+    lrs = [float(group["lr"]) for group in optimizer.param_groups]
+    agree(keys_and_shapes(get_optimizer_state_dict(model, optimizer)))
+    after = content(model, optimizer)
+    for name, value in before.items():
+        assert torch.equal(bits(value), bits(after[name])), f"{name} changed"
+    assert not any(bits(value).any() for name, value in after.items() if name not in before)
+    assert [float(group["lr"]) for group in optimizer.param_groups] == lrs
+    assert all(param.grad is None for param in model.parameters())
+    train(model, optimizer, range(2))
+    untouched, reference = fresh(layout)
+    with torch.no_grad():
+        for param in untouched.parameters():
+            part = param.to_local() if isinstance(param, DTensor) else param
+            part.view(-1)[::2] = -0.0
+    train(untouched, reference, range(2))
+    for name, value in content(untouched, reference).items():
+        assert torch.equal(bits(value), bits(content(model, optimizer)[name])), name
+    assert optimizer.plan().digest == reference.plan().digest
+
+
+def bits(value: Tensor) -> Tensor:
+    part = value.to_local() if isinstance(value, DTensor) else value
+    return part.contiguous().view(torch.int16 if part.dtype == HALF else torch.int32)
+
+
+def expect(text: str, action: Callable[[], object], kind: type[Exception] = StateError) -> None:
+    try:
+        action()
+    except kind as error:
+        said = str(error)
+    else:
+        said = "nothing was refused"
+    assert text in said, f"{said} does not say {text!r}"
+    agree(said)
+
+
+def wrong_states(layout: str) -> None:
+    """Refused alike on all ranks, before parameters, state or groups change."""
+    model, optimizer = trained(layout)
+    other = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("other",))
+    groups, before = str(optimizer.state_dict()["param_groups"]), content(model, optimizer)
+
+    def edited(change: Callable[[dict[int, Any]], object]) -> Callable[[], None]:
+        def action() -> None:
+            state_dict = optimizer.state_dict()
+            for group in state_dict["param_groups"]:
+                group["lr"] = 123.0
+            state_dict["state"] = {key: dict(entry) for key, entry in state_dict["state"].items()}
+            change(state_dict["state"])
+            optimizer.load_state_dict(state_dict)
+
+        return action
+
+    order = [name for kind in GROUPS for name, spec in SPECS.items() if spec.group == kind]
+    wq, few, norm = (order.index(name) for name in ("wq", "few", "norm"))
+    moments = {"step": torch.ones(()), "exp_avg": torch.zeros(8, 6), "exp_avg_sq": torch.zeros(8, 6)}
+    full = torch.zeros(8, 6)
+    recut = distribute_tensor(full, other, [S1], src_data_rank=None)
+    wider = distribute_tensor(torch.zeros(9, 6), other, [S0], src_data_rank=None)
+    expect("wq.weight is optimized by Muon", edited(lambda state: state.update({wq: moments})))
+    expect("norm.weight is optimized by AdamW", edited(lambda state: state.update({norm: state[wq]})))
+    expect("wq.weight has shape (8, 6), but its saved", edited(lambda state: state[wq].update(momentum_buffer=wider)))
+    expect("its saved momentum_buffer is a plain tensor", edited(lambda state: state[wq].update(momentum_buffer=full)))
+    expect("set_optimizer_state_dict reshards it", edited(lambda state: state[wq].update(momentum_buffer=recut)))
+    expect("norm.weight is optimized by AdamW and needs", edited(lambda state: state[norm].pop("exp_avg_sq")))
+    expect("few.weight trains, but the state_dict has nothing", edited(lambda state: state.pop(few)))
+    for name, value in content(model, optimizer).items():
+        assert torch.equal(bits(value), bits(before[name])), f"{name} was written"
+    assert str(optimizer.state_dict()["param_groups"]) == groups
+    train(model, optimizer, range(SAVED, STEPS))
+    compare(model, optimizer, STEPS)
+
+
+def damaged(layout: str, folder: Path) -> None:
+    """One rank describes what all have saved; a flipped bit passes ``dcp.load`` and not ``verify``."""
+    place = folder / "damaged"
+    model, optimizer = trained(layout)
+    dcp.save(whole_state(model, optimizer), checkpoint_id=place)
+    if dist.get_rank() == 0:
+        write_manifest(place)
+    dist.barrier()
+    verify(place)
+    dist.barrier()  # all have verified what one rank damages now
+    momentum = uninterrupted(SAVED)["wq.momentum_buffer"]
+    if dist.get_rank() == 0:  # its rows are the first four
+        held = momentum[:4].numpy().tobytes()
+        data = next(path for path in sorted(place.glob("*.distcp")) if held in path.read_bytes())
+        content = bytearray(data.read_bytes())
+        content[content.index(held) + 3] ^= 1 << 6
+        data.write_bytes(content)
+    dist.barrier()
+    again, resumed = fresh(layout)
+    state = whole_state(again, resumed)
+    dcp.load(state, checkpoint_id=place)  # not a word
+    load_whole(again, resumed, state)
+    mine = resumed.state[again.weight("wq")]["momentum_buffer"].to_local()
+    changed = int((mine != like(again.weight("wq"), momentum).to_local()).sum())
+    assert changed == (dist.get_rank() == 0), "the bit was not loaded"
+    expect(".distcp has changed: expected SHA-256", lambda: verify(place), CheckpointError)
+
+
+# DistMuon: plain weights, momentum on owners only.
+
+SHAPES = ((6, 4), (4, 9), (5, 5), (3, 7))
+
+
+def replicas(seed: int) -> tuple[nn.ParameterDict, DistMuon]:
+    values = [torch.randn(shape, generator=torch.Generator().manual_seed(seed + k)) for k, shape in enumerate(SHAPES)]
+    model = nn.ParameterDict({f"w{k}": nn.Parameter(value) for k, value in enumerate(values)})
+    model["bias"] = nn.Parameter(torch.zeros(5))
+    model["late"] = nn.Parameter(torch.ones(4, 4))
+    matrices = [(name, param) for name, param in model.items() if param.dim() == 2]
+    groups = [{"params": matrices, "use_muon": True}, {"params": [("bias", model["bias"])], "use_muon": False}]
+    return model, DistMuon(groups, lr=0.02)
+
+
+def step_replicas(model: nn.ParameterDict, optimizer: DistMuon, steps: range) -> None:
+    """The same gradients everywhere: their average, and with it the run, does not depend on the number of ranks."""
+    for step in steps:
+        for k, (name, param) in enumerate(model.items()):
+            param.grad = torch.randn(param.shape, generator=torch.Generator().manual_seed(100 * step + k))
+            param.grad = None if name == "late" and step < 7 else param.grad.bfloat16().float()  # sums of few bits are exact
+        optimizer.step()
+
+
+def save_replicas(folder: Path) -> None:
+    model, optimizer = replicas(seed=1)
+    step_replicas(model, optimizer, range(SAVED))
+    expect("call optimizer.consolidate() on every rank", optimizer.state_dict)
+    expect("call optimizer.consolidate()", lambda: get_optimizer_state_dict(model, optimizer))
+    optimizer.consolidate()
+    state = {"model": get_model_state_dict(model), "optimizer": get_optimizer_state_dict(model, optimizer)}
+    agree(keys_and_shapes(state["optimizer"]))
+    assert set(state["optimizer"]["state"]) == set(model)
+    dcp.save(state, checkpoint_id=folder / "replicas")
+    step_replicas(model, optimizer, range(SAVED, STEPS))
+    expect("call optimizer.consolidate() on every rank", optimizer.state_dict)
+    optimizer.consolidate()
+    if dist.get_rank() == 0:
+        momentum = [optimizer.state[param] for param in model.values()]
+        torch.save({"weights": model.state_dict(), "state": momentum}, folder / "replicas.pt")
+
+
+def load_replicas(folder: Path, *, full: bool) -> None:
+    model, optimizer = replicas(seed=2)
+    options = FULL if full else None
+    state = {"model": get_model_state_dict(model), "optimizer": get_optimizer_state_dict(model, optimizer)}
+    dcp.load(state, checkpoint_id=folder / "replicas")
+    set_model_state_dict(model, state["model"])
+    set_optimizer_state_dict(model, optimizer, state["optimizer"], options=options)
+    step_replicas(model, optimizer, range(SAVED, STEPS))
+    optimizer.consolidate()
+    wanted = torch.load(folder / "replicas.pt")
+    for (name, param), entry in zip(model.items(), wanted["state"], strict=True):
+        assert torch.equal(param.detach(), wanted["weights"][name]), name
+        assert set(optimizer.state[param]) == set(entry)
+        assert all(torch.equal(optimizer.state[param][key], value) for key, value in entry.items()), name
+
+
+def jobs() -> dict[str, Job]:
+    listed: dict[str, Job] = {}
+    hub = "FSDP2 × 2"
+    for layout, (world, _) in LAYOUTS.items():
+        listed[f"save on {layout}"] = Job(world, partial(save, layout))
+    for layout, (world, _) in LAYOUTS.items():
+        listed[f"{hub} to {layout}"] = Job(world, partial(load, hub, layout))
+        if layout != hub:
+            listed[f"{layout} to {hub}"] = Job(2, partial(load, layout, hub))
+    for source, target in (("TP×FSDP 2×2", "EP×FSDP 2×2"), ("EP×FSDP 2×2", "HSDP 2×2"), ("FSDP2 × 3", "TP×FSDP 2×2")):
+        listed[f"{source} to {target}"] = Job(4, partial(load, source, target))
+    listed["full, saved on FSDP2 × 3"] = Job(3, partial(save_full, "FSDP2 × 3"))
+    listed["full, loaded on HSDP 2×2"] = Job(4, partial(load_full, "HSDP 2×2", options=FROM_RANK_0))
+    listed["full, loaded on TP×FSDP 2×2, from all ranks"] = Job(4, partial(load_full, "TP×FSDP 2×2", options=FULL))
+    listed["full, loaded on 1 rank"] = Job(1, partial(load_full, "1 rank", options=FULL))
+    listed["flattened, saved on FSDP2 × 4"] = Job(4, partial(save_flat, "FSDP2 × 4"))
+    listed["flattened, loaded on FSDP2 × 2"] = Job(2, partial(load_flat, hub))
+    for layout in ("1 rank", hub, "TP×FSDP 2×2", "EP×FSDP 2×2"):
+        listed[f"plain state_dict on {layout}"] = Job(LAYOUTS[layout][0], partial(plain, layout))
+        listed[f"creating state on {layout}"] = Job(LAYOUTS[layout][0], lambda _, layout=layout: creating_state(layout))
+    listed["wrong states"] = Job(2, lambda _: wrong_states(hub))
+    listed["a flipped bit"] = Job(2, partial(damaged, hub))
+    listed["DistMuon, saved on 3"] = Job(3, save_replicas)
+    listed["DistMuon, loaded on 2"] = Job(2, partial(load_replicas, full=False))
+    listed["DistMuon, loaded on 4, full"] = Job(4, partial(load_replicas, full=True))
+    listed["DistMuon, loaded on 1"] = Job(1, partial(load_replicas, full=False))
+    return listed

@@ -1,0 +1,103 @@
+"""Which options ranks compare: what the table says of each option is what happens when one rank has another value."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
+
+from meshmuon import Muon, PlanMismatchError
+from meshmuon.params.option import Compared
+from meshmuon.params.option_table import OPTIONS
+
+from .threads import run_threads
+
+LR = 0.01  # usual for every rule of learning rates, so that none warns
+
+# Of each option, a value other than its default.
+OTHER: dict[str, Any] = {
+    "lr": 2e-3,
+    "momentum": 0.9,
+    "nesterov": False,
+    "ns_steps": 3,
+    "weight_decay": 0.2,
+    "adamw_betas": (0.9, 0.99),
+    "adamw_eps": 1e-7,
+    "none_grad": False,
+    "debug": True,
+    "clip_config": {"head_dim": 2, "threshold": 100},
+    "waves_ahead": 0,
+    "chunk_size": 1,
+    "reference_path": True,
+    "expert_keys": ["one"],
+    "scheme": "keller",
+    "adjust_lr_fn": "spectral",
+    "maximize": True,
+    "conv": "flatten",
+    "split": 2,
+    "expert_dims": "in_out",
+    "compute_dtype": torch.float64,
+    "momentum_dtype": torch.float64,
+    "memory_budget": 1000,
+    "form": "gram",
+    "deterministic": True,
+    "compile": "eager",
+    "cuda_graphs": True,
+    "comm_dtype": torch.bfloat16,
+    "replicas": "repeat",
+    "nonfinite": "skip",
+    "rule": "normuon",
+    "cautious_weight_decay": True,
+}
+NEEDS_OTHER_PARAMS = {
+    "replica_group",  # of plain tensors only: see test_ddp.py
+    "conv",  # of convolution filters only
+}
+EXPERTS: dict[str, dict[str, Any]] = {  # what all ranks are given beside it, so that there are experts
+    "expert_dims": {"expert_keys": ["one", "two"]},
+    "expert_keys": {"conv": "flatten"},
+}
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def test_every_option_is_here() -> None:
+    assert {option.name for option in OPTIONS} == {*OTHER, *NEEDS_OTHER_PARAMS}
+
+
+@pytest.mark.parametrize("option", [option for option in OPTIONS if option.name not in NEEDS_OTHER_PARAMS], ids=lambda o: o.name)
+def test_one_rank_has_another_value(option: Any) -> None:
+    on_all_ranks = EXPERTS.get(option.name, {})
+    shapes = {"one": (4, 6, 4), "two": (2, 4, 8)} if on_all_ranks else {"one": (8, 4), "two": (6, 6)}
+    routes = {"one": True, "two": option.name not in ("adamw_betas", "adamw_eps")}
+
+    def main(rank: int) -> str:
+        mesh = init_device_mesh("cpu", (2,))
+        groups = []
+        for name, shape in shapes.items():
+            param = nn.Parameter(distribute_tensor(torch.ones(shape), mesh, [Shard(1)], src_data_rank=None))
+            param.grad = torch.ones_like(param)
+            groups.append({"params": [param], "names": [name], "use_muon": routes[name]})
+        on_this_rank = {option.name: OTHER[option.name]} if rank == 1 else {}
+        optimizer = Muon(groups, **{"lr": LR, **on_all_ranks, **on_this_rank})
+        try:
+            optimizer.step()
+        except PlanMismatchError as error:
+            return str(error)
+        return ""
+
+    first, second = run_threads(2, main)
+    assert first == second
+    assert bool(first) is (option.compared is not Compared.NEVER), first
+    assert not first or "rank 1" in first

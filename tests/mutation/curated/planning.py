@@ -1,0 +1,141 @@
+"""Mutants of who holds what, who owns what, and what travels when."""
+
+from __future__ import annotations
+
+from . import Mutants
+
+MUTANTS: Mutants = {
+    "meshmuon.matrices.matrix_set": {
+        "_whole": (
+            ("MatrixSet(1, $shape[0], $shape[1])", "MatrixSet(1, $shape[1], $shape[0])"),
+            ("$shape[1:]", "$shape[2:]"),
+        ),
+    },
+    "meshmuon.layout.cuts": {
+        "_chunk": (("-(-length($ranges) // $parts)", "length($ranges) // $parts"),),
+        "_shard": (
+            (
+                "[_chunk($piece, $parts) for $piece in _chunk($ranges, $split_factor)]",
+                "[_chunk($piece, $parts) for $piece in _chunk($ranges, $parts)]",
+            ),
+        ),
+        "_window": (("max($start, $start + $first - $position)", "$start"),),
+    },
+    "meshmuon.layout.layout": {
+        "flat_index": (("$index * $shape[$axis] + $where[$axis]", "$index + $where[$axis] * $shape[$axis]"),),
+    },
+    "meshmuon.layout.sharded_matrix": {
+        "ShardedMatrix.senders": (("$piece.holders[$replica]", "$piece.holders[0]"),),
+        "ShardedMatrix.sends_to": (("self.piece_and_replica[$owner][1]", "0"),),
+        "ShardedMatrix.separate_replicas": (("$p.holders[$k]", "$p.holders[0]"),),
+        "_flatten": (("($index * $size + $start, $index * $size + $stop)", "($index + $start * $size, $index + $stop * $size)"),),
+        "ShardedMatrix._prove": (("len(self.piece_and_replica) != len(self.pieces) * self.replicas", "False"),),
+    },
+    "meshmuon.plan.batches": {
+        "plan_batches": (
+            ("(..., $item.treatment)", "(...,)"),
+            ("max(1, $budget // max(1, $first.matrix_bytes))", "max(2, $budget // max(1, $first.matrix_bytes))"),
+            ("min($largest, $chunk_size)", "max($largest, $chunk_size)"),
+        ),
+    },
+    "meshmuon.plan.buffers": {
+        "wave_sizes": (
+            ("max(_elements($routes.gather_out), _elements($routes.scatter_in))", "_elements($routes.gather_out)"),
+            ("0 if $mirrored else $goes", "0"),
+            ("WaveSizes($mine, $own_offset, ...)", "WaveSizes($mine, 0, ...)"),
+        ),
+    },
+    "meshmuon.plan.cost": {
+        "CostModel.sharing_pays": (("$pieces - 1", "$pieces"),),
+        "CostModel.owning": (("self.flops_per_byte * 2", "self.flops_per_byte"),),
+    },
+    "meshmuon.plan.footprint": {
+        "_slots": (("$wave % $in_flight", "0"),),
+        "Footprint.__init__": (("$sharded.size * $sharded.replicas", "$sharded.size"),),
+        "Footprint.bytes_by_rank": (
+            ("if $copies: ...", "if False: ..."),
+            ("$copies or $gathered", "$copies"),
+            ("$mine.get($at, 0) + $count * $size", "$mine.get($at, 0) + $size"),
+        ),
+    },
+    "meshmuon.plan.owners": {
+        "assign_owners": (
+            ("[$by_cost] if $by_cost == $by_choice else [$by_cost, $by_choice]", "[$by_cost]"),
+            ("[$by_cost] if $by_cost == $by_choice else [$by_cost, $by_choice]", "[$by_choice]"),
+            ("(-$tasks[$k].cost, $k)", "($tasks[$k].cost, $k)"),
+            ("[*$fixed, *$order]", "[*$order, *$fixed]"),
+            (
+                "$by_cost = $sorted\n$by_choice = sorted($free, key=lambda $k: (len($candidates), -$tasks[$k].cost, $k))",
+                "$by_cost = $sorted\n$by_choice = $by_cost",
+            ),
+        ),
+        "_Queues.least_loaded": (
+            ("$load == self._loads[$rank]", "True"),
+            (
+                "while True:\n    $load, $rank = $heap[0]\n    ...",
+                "while True:\n    $load, $rank = $heap[0]\n"
+                "    if $load == self._loads[$rank]:\n        return max(rank for _, rank in $heap)\n    ...",
+            ),
+        ),
+        "_assign": (("$loads[$rank] += $tasks[$k].cost", ""),),
+        "lightest_possible": (("$sums[$k * $ranks + 1] - $sums[$k * $ranks - $k]", "$sums[$k + 1]"),),
+    },
+    "meshmuon.plan.plan": {
+        "_shares": (("$options.replicas == 'share' and not $param.private", "$options.replicas == 'share'"),),
+        "_tasks": (
+            ("$sharded.replicas > 1", "True"),
+            ("(Task(...) for $replica in $copies)", "(Task(...) for $replica in $copies[:1])"),
+        ),
+        "Plan.scatter_sends": (("$piece.holders", "$piece.holders[:1]"),),
+        "Plan.gather_sends": (("$source != $task.owner", "True"),),
+        "Plan.digest": (
+            ("($param.name, ...)", "(...,)"),
+            ("(..., $param.flops, ...)", "(..., ...)"),
+            ("hashlib.sha256(repr(self.options).encode())", "hashlib.sha256()"),
+            ("(..., $layout.mesh.ranks, ...)", "(..., ...)"),
+            ("if not $param.private: ...", "if True: ..."),
+            ("($task.owner, $task.wave)", "$task.owner"),
+            ("($task.owner, $task.wave)", "$task.wave"),
+        ),
+        "_sent": (
+            ("$task.sharded.size * $task.sharded.replicas", "$task.sharded.size"),
+            ("$sent[$task.owner] -= $size * $own", "$sent[$task.owner] -= 0 * $own"),
+        ),
+        "Plan._prove": (("$task.wave != NO_WAVE and $task.owner not in $task.sharded.piece_and_replica", "False"),),
+        "Plan._prove_copies": (("$holders != $expected or $overlap", "$overlap"),),
+        "make_plan": (("replace($options, in_flight=$schedule.in_flight)", "$options"),),
+    },
+    "meshmuon.plan.routes": {
+        "_by_peer": (
+            ("($send.source, $send.target, $send.task)", "$send.task"),
+            ("$send.task", "-$send.task"),
+        ),
+        "routes_of": (
+            ("$sharded.sends_to($rank, $task.owner)", "True"),
+            ("$sharded.piece_and_replica[$rank][0]", "0"),
+        ),
+    },
+    "meshmuon.plan.waves": {
+        "cut_into_waves": (("len($lane_of_wave) + $wave", "$wave"),),
+        "_Lane.__init__": (("$heaviest / $limits.smallest", "$limits.smallest / $heaviest"),),
+        "_by_count": (("$position // $chunk_size", "$position // ($chunk_size + 1)"),),
+        "_Lane.within_budget": (("not self._fits($count)", "self._fits($count)"),),
+        "_Lane._fits": (("sum($sizes)", "max($sizes)"),),
+        "_without_gaps": (("sorted(set($waves))", "range(max($waves) + 1)"),),
+        "_within_bound": (
+            ("max($total.values(), default=0) <= $bound", "True"),
+            ("range($most - 1, 1, -1)", "range($most - 1, 2, -1)"),
+            ("2 * $limits.budget", "4 * $limits.budget"),
+            ("2 * $limits.budget", "$limits.budget"),
+            (
+                "$total.update($lane.footprint.bytes_by_rank($cut, $in_flight))",
+                "$total = Counter($lane.footprint.bytes_by_rank($cut, $in_flight))",
+            ),
+            ("($alone, 1)", "($alone, most)"),
+            ("($alone, 1)", "(usual, 1)"),
+            ("$lane.within_budget($count + 1 + $count // 8)", "min($lane.longest, $count + 1 + $count // 8)"),
+        ),
+        "": (("_STEEPEST = 4", "_STEEPEST = 40"),),
+        "_Lane.in_two_turns": (("2 * $turn + $position % 2", "$turn"),),
+    },
+}

@@ -1,0 +1,222 @@
+"""Mutants of what runs a plan: buffers, copies, waves, streams, exchanges."""
+
+from __future__ import annotations
+
+from . import Mutants
+
+MUTANTS: Mutants = {
+    "meshmuon.execute.build": {
+        "_Builder._touches": (
+            ("$order[::-1]", "$order"),
+            ("(($order, $begins), ($order[::-1], $ends))", "(($order[::-1], $begins), ($order[::-1], $ends))"),
+            ("set(self.first) - set().union(*$touched)", "set()"),
+            ("range(min($first, $count))", "range($count)"),
+        ),
+        "_Builder._wave": (
+            ("_offsets($routes.own, $sizes.own_offset)", "_offsets($routes.own)"),
+            ("$k % self.plan.options.in_flight", "0"),
+            (
+                "Wave(..., apply=ShardViews([$piece for $place in (*$back, *$own)], $params))",
+                "Wave(..., apply=ShardViews([$piece for $place in $back], $params))",
+            ),
+            (
+                "Wave(..., fill=ShardViews([$piece for $place in (*$out, *$own)], $params),"
+                " apply=ShardViews([$update for $place in (*$back, *$own)], $params))",
+                "Wave(..., fill=ShardViews([$piece for $place in (*$back, *$own)], $params),"
+                " apply=ShardViews([$update for $place in (*$back, *$own)], $params))",
+            ),
+            ("CopyPairs([], []) if $rough is None else CopyPairs([$mine], [$rough])", "CopyPairs([], [])"),
+        ),
+        "_Builder._touched": (
+            ("(*$routes.scatter_in, ...)", "(...,)"),
+            ("(..., *$routes.own)", "(...,)"),
+        ),
+        "_Builder._reserve_buffers": (("[self.sizes[$k] for $k in $mine if $k % $turns == $slot]", "[self.sizes[$mine[0]]]"),),
+        "_Builder._staged": (("(..., ($own, $into_buffers, 0))", "(...,)"),),
+        "_Builder._flow": (("$send.target", "$send.source"),),
+        "_Builder._local_runs": (("ItemRange($param, $runs[-1].start, $at + 1)", "ItemRange($param, $at, $at + 1)"),),
+    },
+    "meshmuon.execute.data_parallel": {
+        "DataParallelExecutor.run": (
+            ("self._failures.clear()", ""),
+            ("$one.settings.free_grad", "True"),
+        ),
+    },
+    "meshmuon.execute.elementwise": {
+        "look_ahead": (
+            ("torch.add($grad, $buffer, alpha=$momentum, out=$view)", "torch.add($grad, $buffer, alpha=1.0, out=$view)"),
+            (
+                "torch.add($grad, $buffer, alpha=$momentum, out=$view)",
+                "torch.add($grad, $buffer, alpha=1 - $momentum, out=$view)",
+            ),
+            ("$view.copy_($grad).add_($buffer, alpha=$momentum)", "$view.copy_($grad).add_($buffer)"),
+            ("torch._foreach_add_($views, $buffers, alpha=$momentum)", "torch._foreach_add_($views, $buffers)"),
+            ("$view.copy_($buffer).mul_($momentum).add_($grad)", "$view.copy_($grad).add_($buffer, alpha=$momentum)"),
+        ),
+        "accumulate": (
+            (
+                "torch.add($grad, $buffer, alpha=$retain, out=$buffer)",
+                "torch.add($grad, $buffer, alpha=1 - $retain, out=$buffer)",
+            ),
+            ("$buffer.mul_($retain).add_($grad)", "$buffer.add_($grad).mul_($retain)"),
+            ("torch._foreach_mul_($buffers, $retain)", "torch._foreach_mul_($buffers, 1.0)"),
+            ("$usually if $kind is $usual else adds_alike($kind, $kind)", "$usually"),
+            ("$grad.dtype is $kind and ($usually if $kind is $usual else adds_alike($kind, $kind))", "$grad.dtype is $kind"),
+        ),
+        "apply": (
+            ("-$rate", "$rate"),
+            (
+                "if isinstance($decay, Tensor) or $decay != 1.0:\n    torch._foreach_mul_($params, $decay)",
+                "if isinstance($decay, Tensor) or $decay != 1.0:\n    pass",
+            ),
+            ("($param * $update).mul_($rate) >= 0", "($param * $update).mul_($rate) <= 0"),
+            ("($param * $update).mul_($rate)", "$param * $update"),
+            ("torch.where($same_way, $decayed, $param, out=$decayed)", "torch.where($same_way, $param, $decayed, out=$decayed)"),
+            (
+                "if isinstance($decay, Tensor) or $decay != 1.0:\n    torch._foreach_mul_($params, $decay)",
+                "if isinstance($decay, Tensor) or $decay != 1.0:\n    torch._foreach_mul_(updates, $decay)",
+            ),
+            (
+                "torch._foreach_add_($params, $updates, alpha=-$rate)",
+                "torch._foreach_div_($params, decay)\n"
+                "torch._foreach_add_($params, $updates, alpha=-$rate)\n"
+                "torch._foreach_mul_($params, decay)",
+            ),
+            ("not (all_add_alike($params, $updates) if $alike is None else $alike)", "False"),
+            ("torch._foreach_add_($updates, 0.0)", "pass"),
+            ("($param * $update).mul_($rate) >= 0", "($param * $update).mul_($rate) > 0"),
+        ),
+        "adds_alike": (("(torch.equal(...) for $size in _TRIAL_SIZES)", "(torch.equal(...) for $size in (8,))"),),
+    },
+    "meshmuon.execute.executor": {
+        "Executor.run": (
+            ("$program.failures.clear()", ""),
+            ("$program.rest.free_gradients($step_params)", ""),
+            ("$streams.main_waits($streams.side_mark())", ""),
+        ),
+    },
+    "meshmuon.execute.ortho_batch": {
+        "seen_by_rule": (
+            ("not $one_by_one", "True"),
+            ("$matrices.mT if $flipped else $matrices", "$matrices"),
+        ),
+        "apply_rule": (
+            (
+                "for $matrices, $_ in $seen:\n    $rule.before($matrices)\n$orthogonalise()",
+                "for $matrices, $_ in $seen:\n"
+                "    pass\n"
+                "$orthogonalise()\n"
+                "for $matrices, $_ in $seen:\n"
+                "    $rule.before($matrices)",
+            ),
+        ),
+    },
+    "meshmuon.execute.pipeline": {
+        "guarded": (
+            (
+                "try: ...\nexcept TransportError:\n    raise\nexcept Exception as $error: ...",
+                "try: ...\nexcept Exception as $error: ...",
+            ),
+        ),
+        "run_pipeline": (
+            ("len($gathering) + len($scattering) < $width", "len($gathering) + len($scattering) <= $width"),
+            ("len($gathering) + len($scattering)", "len($gathering)"),
+            (
+                "while $gathering:\n    $wave = $gathering.popleft()\n    ...",
+                "while $gathering:\n    $wave = $gathering.pop()\n    ...",
+            ),
+        ),
+    },
+    "meshmuon.execute.rule_state": {
+        "_visits": (
+            ("[$rank for $rank in $piece.holders if $rank in $task.sharded.piece_and_replica]", "list($piece.holders)"),
+            ("$piece.cols if $flipped else $piece.rows", "$piece.rows"),
+            ("$holder == $source", "True"),
+            ("$task.owner if $task.owner in $holders else $holders[0]", "$holders[0]"),
+        ),
+        "rule_state_param": (("$step_params.matrices.memory_window", "None"),),
+        "RuleStateExchange.settle": (("store_rule_state(self.returned, $step_params)", "pass"),),
+    },
+    "meshmuon.execute.shard_views": {
+        "ShardViews.fill": (("$settings.nesterov", "not $settings.nesterov"),),
+        "ShardViews.apply": (
+            ("$settings.rate * $factor", "$settings.rate"),
+            ("$first.matrices.lr_shape", "$first.matrices.lr_shape[::-1]"),
+        ),
+        "GradLifetime.free_gradients": (("$one.settings.free_grad", "not $one.settings.free_grad"),),
+    },
+    "meshmuon.execute.strided_copies": {
+        "_runs": (
+            ("len($run) == 1 or $gap == $step", "True"),
+            ("$block.kind == $last.kind", "True"),
+            ("min($gap) > 0", "True"),
+        ),
+        "_view": (("$memory.storage_offset() + $offset", "$offset"),),
+        "strided_views": (("min($by_stage, $by_buffer, key=len)", "$by_buffer"),),
+        "blocks_of": (("$one.offset + $top * $width", "$one.offset + row * $width"),),
+    },
+    "meshmuon.execute.wave": {
+        "Wave.run": (
+            ("self.grad_lifetime.accumulate($step_params)", ""),
+            ("$streams.main_waits($filled)\n$gather.wait()", "$streams.main_waits($filled)"),
+            (
+                "with record_function('meshmuon::scatter'):\n    $scatter.wait()",
+                "with record_function('meshmuon::scatter'):\n    pass",
+            ),
+            ("self.rounding.run()", ""),
+            ("$streams.main_waits($filled)", ""),
+            ("$streams.beside($packed)", "$streams.beside(ready)"),
+            ("$streams.beside($ready, self.grad_lifetime.gradients($step_params))", "$streams.beside($ready)"),
+        ),
+    },
+    "meshmuon.transport.agreement": {
+        "Agreement.decide": (
+            ("-$vote.token", "$vote.token"),
+            ("dist.ReduceOp.MAX", "dist.ReduceOp.MIN"),
+        ),
+    },
+    "meshmuon.transport.data_parallel": {
+        "broadcast": (("$flat is not $tensor", "False"),),
+    },
+    "meshmuon.transport.exchange": {
+        "Exchange.start": (
+            (
+                "dist.all_to_all_single($received, $sent, $received_splits, $sent_splits, ...)",
+                "dist.all_to_all_single($received, $sent, $sent_splits, $received_splits, ...)",
+            ),
+        ),
+    },
+    "meshmuon.transport.groups": {
+        "_new_group": (
+            ("sum($name.startswith($base) for $name in group_names())", "0"),
+            ("new_named_group(f'{$base} {$known}', ...)", "new_named_group(f'{$base} {len(group_names())}', ...)"),
+        ),
+        "_fitting": (
+            ("dist.get_process_group_ranks($group) == list($ranks)", "dist.get_process_group_ranks($group) != list($ranks)"),
+        ),
+        "host_group": (("_moves_host_memory($group)", "not _moves_host_memory($group)"),),
+    },
+    "meshmuon.transport.norms": {
+        "reduce_norm": (("$difference.abs()", "$difference"),),
+    },
+    "meshmuon.device": {
+        "replay_for": (("$graphs and $device.type == 'cuda'", "$graphs or $device.type == 'cuda'"),),
+        "CudaReplay.__call__": (
+            ("self._graph = $graph", ""),
+            ("return", ""),
+        ),
+        "CudaStreams.beside": (
+            ("self._side.wait_event($after)", "pass"),
+            ("$tensor.record_stream(self._side)", "pass"),
+        ),
+        "CudaStreams.side_mark": (("self._side", "torch.cuda.current_stream(self._device)"),),
+    },
+    "meshmuon.torch_compat": {
+        "new_named_group": (("list($ranks).index(dist.get_rank())", "0"),),
+        "mesh_slices": (("$layout.remap_to_tensor($rank_map).flatten(1)", "mesh.mesh.flatten()[None]"),),
+        "cut_in_mesh_order": (("list($axes) == sorted($axes)", "True"),),
+        "same_layout": (("$orders[0] == $orders[1]", "True"),),
+        "mark_overwritten": (("torch.autograd.graph.increment_version($tensors)", "pass"),),
+        "FSDP2Weights.gathered_again": (("$one.sharded_state is not self._whole", "True"),),
+    },
+}

@@ -1,0 +1,152 @@
+"""Mutants of what a step reads, checks and agrees on: hyperparameters, state, plans that all ranks share."""
+
+from __future__ import annotations
+
+from . import Mutants
+
+MUTANTS: Mutants = {
+    "meshmuon.params.lr": {
+        "_match_rms_adamw": (
+            ("max($rows, $cols)", "min($rows, $cols)"),
+            ("max($rows, $cols)", "$rows"),
+            ("math.sqrt(max($rows, $cols))", "max($rows, $cols)"),
+            ("0.2 * math.sqrt(max($rows, $cols))", "0.21 * math.sqrt(max($rows, $cols))"),
+        ),
+        "_original": (
+            ("$rows / $cols", "$cols / $rows"),
+            ("math.sqrt(max(1.0, $rows / $cols))", "max(1.0, $rows / $cols)"),
+        ),
+        "_spectral": (("$rows / $cols", "$cols / $rows"),),
+        "_from_users": (("$rule($rows, $cols)", "$rule($cols, $rows)"),),
+        "lr_factor": (("_RULES[$rule]($rows, $cols)", "_RULES[$rule]($cols, $rows)"),),
+    },
+    "meshmuon.params.rules": {
+        "NorMuon.after": (
+            ("$squares * (1 - self.beta2)", "$squares"),
+            ("$update.mul_($before / $after / $root)", "$update.div_($root)"),
+            ("$before / $after / $root", "$before / $after / memory"),
+            ("$squares / $root.square()", "$squares / $root"),
+            ("$squares.square().div_(max(1, $update.size(-1)))", "$squares.square()"),
+        ),
+        "MuonPlus.after": (("min($update.size(-2), $update.size(-1))", "max($update.size(-2), $update.size(-1))"),),
+        "MuonEq.before": (
+            ("$norm = torch.linalg.vector_norm(...)\n$momentum.div_($norm.masked_fill_($norm == 0, 1.0))", "$norm = 1.0"),
+        ),
+    },
+    "meshmuon.optim.adamw": {
+        "_step": (
+            ("adamw(..., beta1=$beta1, beta2=$beta2)", "adamw(..., beta1=$beta2, beta2=$beta2)"),
+            ("float($group['weight_decay'])", "0.0"),
+            ("$group['maximize']", "False"),
+            ("adamw_eps($group)", "1e-8"),
+            ("local_part($state[$key]).stride() != local_part($param).stride()", "False"),
+        ),
+    },
+    "meshmuon.optim.collect": {
+        "ParamRecord.still_holds": (
+            ("self.facts == facts_of($named.param)", "True"),
+            ("self.recipe is $recipe", "True"),
+            ("self.named.name == $named.name", "True"),
+            ("self.named.param_group is $named.param_group", "True"),
+        ),
+        "Collector.check": (("self._made = (None, [])", ""),),
+        "Collector.step_params": (
+            ("$made_for is $decision.plan", "$made_for is not None"),
+            ("not $decision.zeros", "True"),
+            ("$settings[$one.group_index]", "$one.settings"),
+        ),
+        "Collector.let_go": (("$step_param.momentum_buffer, $step_param.rule_state = ($step_param.param, None)", "pass"),),
+        "_settings": (
+            ("1 - $lr * float($group['weight_decay'])", "1 + $lr * float($group['weight_decay'])"),
+            ("$lr * float($group['weight_decay'])", "float($group['weight_decay'])"),
+            ("1 - $lr * float($group['weight_decay'])", "1.0"),
+            ("-$lr if $group['maximize'] else $lr", "$lr"),
+            ("-$lr if $group['maximize'] else $lr", "$lr if $group['maximize'] else -$lr"),
+            ("$group['nesterov']", "True"),
+            ("float($group['momentum'])", "0.95"),
+            ("$group['adjust_lr_fn']", "'match_rms_adamw'"),
+            ("$group['none_grad']", "True"),
+        ),
+        "_recipe_of": (
+            ("$group['ns_steps']", "5"),
+            ("$group['scheme']", "'polar_express'"),
+        ),
+    },
+    "meshmuon.optim.dist_muon": {
+        "DistMuon._drop_foreign_state": (
+            ("self._complete and not $step.decision.plan.tasks", "self._complete or not $step.decision.plan.tasks"),
+            ("self._complete and not $step.decision.plan.tasks", "not $step.decision.plan.tasks"),
+        ),
+        "DistMuon.consolidate": (("self._dividing", "self._executor.plan"),),
+    },
+    "meshmuon.optim.group_snapshot": {
+        "GroupSnapshot.still_holds": (
+            ("self._group is $group", "True"),
+            ("self._recipe_of is $recipe", "True"),
+            ("all(map(operator.is_, $params, self.$own))", "True"),
+            ("self.$names == $group['param_names']", "True"),
+            ("self.$facts == self._facts_of($params)", "True"),
+            ("self.$active == [$param.grad is not None for $param in $params]", "True"),
+        ),
+        "GroupSnapshot.same_gradients": (("self.$gradients == self._facts_of_gradients()", "True"),),
+        "GroupSnapshot.same_state": (
+            ("self.$keys == list(map(list, $entries))", "True"),
+            ("all($value is $known() for $value, $known in $pairs)", "True"),
+        ),
+    },
+    "meshmuon.optim.muon": {
+        "Muon.__init__": (
+            ("momentum: $type = 0.95", "momentum: $type = 0.9"),
+            ("weight_decay: $type = 0.1", "weight_decay: $type = 0.01"),
+            ("ns_steps: $type = 5", "ns_steps: $type = 6"),
+            ("nesterov: $type = True", "nesterov: $type = False"),
+        ),
+    },
+    "meshmuon.optim.offload": {
+        "Offload._put_away": (("self.settle()", ""),),
+    },
+    "meshmuon.state.param_state": {
+        "restore": (("'step' in $entry and not $group['use_muon']", "'step' in $entry"),),
+    },
+    "meshmuon.agree.differences": {
+        "other_optimizer": (("$mine.alike == $its.alike", "True"),),
+    },
+    "meshmuon.agree.identity": {
+        "Pairing.joined": (("Pairing($number) if $number else self", "self"),),
+        "enrol": (("(*$copied, next(_numbers))", "(next(_numbers),)"),),
+    },
+    "meshmuon.agree.link": {
+        "Home.check_connected": (("self._world() is None or self._world() is not dist.group.WORLD", "False"),),
+    },
+    "meshmuon.agree.planner": {
+        "Planner._find_misfit": (
+            ("$own[0] != $plan_input.local_shape", "math.prod($own[0]) != math.prod($plan_input.local_shape)"),
+        ),
+        "Planner._settle": (
+            (
+                "[$member for $k, $parts in $all for $part in enumerate($parts) if $active[$k]]",
+                "[$member for $k, $parts in $all for $part in enumerate($parts)]",
+            ),
+            ("$active[$k] and not $plan_input.has_grad", "False"),
+            ("$plan.digest", "''"),
+            ("(..., $plan.digest, $others, ...)", "(..., $plan.digest, ...)"),
+            ("(self._path, ...)", "(...,)"),
+            ("(..., $whose, sum(map(bool, self._layouts)))", "(..., sum(map(bool, self._layouts)))"),
+        ),
+        "Planner._compare_notes": (("any($flags)", "all($flags)"),),
+        "Planner._vote": (
+            ("(..., self._who(), ...)", "(..., ...)"),
+            ("(..., self._shared_among($status.without_state))", "(...,)"),
+        ),
+        "Planner._refuse_strangers": (("$steps - 1", "$steps"),),
+    },
+    "meshmuon.agree.state_presence": {
+        "StatePresence.begun": (("bool(local_part($value).count_nonzero())", "True"),),
+    },
+    "meshmuon.qk_clip.clip": {
+        "QKClip.apply": (("$k == 0", "True"),),
+    },
+    "meshmuon.checkpoint": {
+        "_entry": (("1 - _momentum($name, $one)", "1"),),
+    },
+}

@@ -1,0 +1,55 @@
+"""The learning-rate rules, in numbers worked out by hand."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from meshmuon import ConfigError, orthogonalize, polar_express
+from meshmuon.params.lr import check_adjust_lr, lr_factor, update_rms
+from tests.support.bounds import orthogonalize_error
+
+
+@pytest.mark.parametrize(
+    ("rule", "rows", "cols", "factor"),
+    [
+        ("match_rms_adamw", 100, 25, 2.0),
+        ("match_rms_adamw", 25, 100, 2.0),
+        ("match_rms_adamw", 1, 1, 0.2),
+        ("original", 100, 25, 2.0),
+        ("original", 25, 100, 1.0),
+        ("original", 7, 7, 1.0),
+        ("spectral", 100, 25, 2.0),
+        ("spectral", 25, 100, 0.5),
+        ("spectral_unclamped", 25, 100, 0.5),
+    ],
+)
+def test_factors(rule: str, rows: int, cols: int, factor: float) -> None:
+    assert lr_factor(rule, rows, cols) == pytest.approx(factor, rel=1e-12)
+
+
+def test_a_callable_gets_rows_and_columns() -> None:
+    assert lr_factor(lambda rows, cols: 10 * rows + cols, 3, 4) == 34
+
+
+@pytest.mark.parametrize("rule", ["match_rms_adamw", "original", "spectral"])
+@pytest.mark.parametrize(("rows", "cols"), [(24, 24), (60, 20), (20, 60)])
+def test_predicted_rms_is_that_of_a_real_update(rule: str, rows: int, cols: int) -> None:
+    grad = torch.randn(rows, cols, generator=torch.Generator().manual_seed(0))
+    update = orthogonalize(grad, polar_express(steps=10))
+    measured = lr_factor(rule, rows, cols) * update.square().mean().sqrt().item()
+    assert update_rms(rule, rows, cols) == pytest.approx(measured, rel=orthogonalize_error(grad, polar_express(steps=10)))
+
+
+def test_match_rms_is_a_fifth_for_every_shape() -> None:
+    for rows, cols in ((3, 5), (512, 512), (4096, 16)):
+        assert update_rms("match_rms_adamw", rows, cols) == pytest.approx(0.2)
+
+
+@pytest.mark.parametrize("rule", ["adamw", "", None, 0.2])
+def test_unknown_rules_are_refused(rule: object) -> None:
+    with pytest.raises(
+        ConfigError,
+        match=r"adjust_lr_fn=.* is unknown. Write one of \['match_rms_adamw', 'original', 'spectral', 'spectral_unclamped'\]",
+    ):
+        check_adjust_lr(rule)  # type: ignore[arg-type]

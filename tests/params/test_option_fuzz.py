@@ -1,0 +1,590 @@
+"""Every option against every kind of value: what is wrong is refused by name before anything is written, what is right works.
+
+The oracle says of each value whether an option takes it, and is written apart from the checks themselves, so that the test fails
+both ways: for a wrong value that passes and for a right one that is refused.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from decimal import Decimal
+from fractions import Fraction
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from meshmuon import (
+    ConfigError,
+    DistMuon,
+    MeshmuonError,
+    Muon,
+    NorMuon,
+    RoutingWarning,
+    Scheme,
+    get_default_muon_param_groups,
+    keller,
+)
+from tests.support.reference import LR, assert_same_bits, copies, gradients, make_params, set_gradients
+
+MATRIX, VECTOR = (3, 4), (5,)
+LARGEST = torch.finfo(torch.float32).max
+FACTOR = 0.2 * math.sqrt(max(MATRIX))
+
+
+class Thing:
+    """Nothing that any option asks for."""
+
+    def __repr__(self) -> str:
+        return "Thing()"
+
+
+def two_numbers(rows: int, cols: int) -> tuple[int, int]:
+    return rows, cols
+
+
+def fails(*args: Any) -> Any:
+    raise KeyError("a user's own bug")
+
+
+NUMBERS: list[Any] = [
+    0,
+    1,
+    2,
+    -1,
+    64,
+    65,
+    0.0,
+    0.5,
+    1.0,
+    1.5,
+    -0.5,
+    5.0,
+    math.nan,
+    math.inf,
+    -math.inf,
+    1e39,
+    1e300,
+    10**8,
+    10**400,
+]
+ODD_NUMBERS: list[Any] = [
+    True,
+    False,
+    1j,
+    Decimal("0.5"),
+    Fraction(1, 2),
+    np.float64(0.5),
+    np.float32(0.5),
+    np.int64(1),
+    np.bool_(True),
+]
+TENSORS: list[Any] = [
+    torch.tensor(0.5),
+    torch.tensor([0.25], dtype=torch.float64),
+    torch.tensor(1),
+    torch.tensor(True),
+    torch.tensor([0.1, 0.2]),
+    torch.tensor(math.nan),
+    torch.tensor(1j),
+    torch.empty(0),
+    np.array([0.1, 0.2]),
+    np.array(["auto", "skip"]),
+]
+TEXTS: list[Any] = ["", "x", "False", "True", "0.5", "auto", b"auto"]
+COLLECTIONS: list[Any] = [
+    [],
+    (),
+    {},
+    set(),
+    [1],
+    [0.5, 0.5],
+    (0.9, 0.95),
+    (0.9, 1.0),
+    ("0.9", "0.95"),
+    [None],
+    {"a": 1},
+    {"experts"},
+    ["experts"],
+    [""],
+]
+SCHEMES: list[Any] = [
+    [(3.4445, -4.775, 2.0315)] * 5,
+    [(3.4445, math.nan, 2.0315)] * 5,
+    [(math.inf, -4.775, 2.0315)],
+    [(1e39, 0.0, 0.0)],
+    (1.5, -0.5, 0.0),
+    keller(5),
+    keller(3),
+    "keller",
+]
+OBJECTS: list[Any] = [
+    None,
+    Thing(),
+    Thing,
+    object,
+    fails,
+    two_numbers,
+    NorMuon(),
+    NorMuon,
+    "normuon",
+    "spectral",
+    "flatten",
+    "in_out",
+]
+DTYPES: list[Any] = [
+    torch.float32,
+    torch.bfloat16,
+    torch.float64,
+    torch.float8_e4m3fn,
+    torch.int8,
+    torch.complex64,
+    torch.bool,
+    "float32",
+]
+VALUES = [*NUMBERS, *ODD_NUMBERS, *TENSORS, *TEXTS, *COLLECTIONS, *SCHEMES, *OBJECTS, *DTYPES]
+
+
+def as_number(value: Any) -> float:
+    """What a value means where a number is asked for; NaN for what is none."""
+    if isinstance(value, Tensor):
+        return value.item() if value.numel() == 1 and value.dtype in (torch.float32, torch.float64) else math.nan
+    if type(value) in (int, float, Fraction, np.float64, np.float32, np.int64):
+        try:
+            return float(value)
+        except OverflowError:
+            return math.inf
+    return math.nan
+
+
+def within(low: float, below: float, scale: float = 1.0) -> Callable[[Any], bool]:
+    return lambda value: low <= as_number(value) * scale < below
+
+
+def flag(value: Any) -> bool:
+    return type(value) is bool
+
+
+def whole(low: int, high: float = math.inf) -> Callable[[Any], bool]:
+    return lambda value: type(value) is int and low <= value <= high
+
+
+def choice(*texts: str) -> Callable[[Any], bool]:
+    return lambda value: type(value) is str and value in texts
+
+
+def dtype_or_none(value: Any) -> bool:
+    return value is None or value in (torch.float32, torch.bfloat16, torch.float64)
+
+
+def pair(value: Any) -> bool:
+    return type(value) in (tuple, list) and len(value) == 2 and all(within(0, 1)(one) for one in value)
+
+
+def scheme(value: Any) -> bool:
+    if value is fails or value is two_numbers or value in (Thing, object, NorMuon):
+        return True  # called in the step only, on a batch: here only its type can be judged
+    return any(value is one for one in SCHEMES if one not in (SCHEMES[1], SCHEMES[2], SCHEMES[3], SCHEMES[6]))
+
+
+def keys(value: Any) -> bool:
+    return value is None or (type(value) in (list, tuple, set) and all(type(key) is str and key for key in value))
+
+
+# Which values an option takes.
+GROUP_OPTIONS: dict[str, Callable[[Any], bool]] = {
+    "lr": within(0, LARGEST, scale=max(FACTOR, 10.0)),  # AdamW's first step divides by 1 − beta1
+    "momentum": within(0, 1),
+    "weight_decay": within(0, LARGEST, scale=LR),
+    "nesterov": flag,
+    "maximize": flag,
+    "none_grad": flag,
+    "cautious_weight_decay": flag,
+    "ns_steps": whole(1, 64),
+    "adamw_betas": pair,
+    "adamw_eps": within(0, LARGEST),
+    "expert_keys": keys,
+    "scheme": lambda value: type(value) is not np.ndarray and not isinstance(value, Tensor) and scheme(value),
+    "adjust_lr_fn": choice("match_rms_adamw", "original", "spectral"),
+    "conv": lambda value: value is None or choice("flatten")(value),
+    "split": lambda value: value is None or (type(value) is int and value == 1),
+    "expert_dims": choice("out_in", "in_out"),
+    "compute_dtype": lambda value: not isinstance(value, (Tensor, np.ndarray)) and dtype_or_none(value),
+    "momentum_dtype": lambda value: not isinstance(value, (Tensor, np.ndarray)) and dtype_or_none(value),
+    "rule": lambda value: isinstance(value, NorMuon) or choice("plain", "normuon", "muon_plus", "muoneq")(value),
+}
+OPTIMIZER_OPTIONS: dict[str, Callable[[Any], bool]] = {
+    "debug": flag,
+    "use_distributed_muon": flag,
+    "reference_path": lambda value: value is None or flag(value),
+    "deterministic": flag,
+    "cuda_graphs": flag,
+    "warmup_step": whole(0, 1024),
+    "waves_ahead": lambda value: value is None or whole(0, 1024)(value),
+    "chunk_size": lambda value: type(value) is int and (value == -1 or value >= 1),
+    "memory_budget": whole(1),
+    "form": choice("auto", "standard", "gram"),
+    "replicas": choice("auto", "share", "repeat"),
+    "nonfinite": choice("propagate", "skip", "raise"),
+    "compile": flag,
+    "comm_dtype": lambda value: not isinstance(value, (Tensor, np.ndarray)) and dtype_or_none(value),
+    "replica_group": lambda value: value is None,
+    "clip_config": lambda value: value is None or (isinstance(value, Mapping) and not value),
+}
+TWO_NAMES = ("use_distributed_muon", "reference_path", "warmup_step", "waves_ahead")
+OF_ADAMW = {"adamw_betas": "betas", "adamw_eps": "eps"}  # torch's own keys, for groups
+UNREAD = {
+    "scheme": (fails, two_numbers, Thing, object, NorMuon),  # right by type; what they do shows only in a step
+    "ns_steps": (64,),  # right, but the first step looks for safe blocks for seconds
+}
+
+
+def groups(params: list[nn.Parameter], **options: Any) -> list[dict[str, Any]]:
+    return [
+        {"params": params[:1], "names": ["layers.0.weight"], "use_muon": True, **options},
+        {"params": params[1:], "names": ["norm.weight"], "use_muon": False, **options},
+    ]
+
+
+def build(params: list[nn.Parameter], **options: Any) -> Muon:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", RoutingWarning)  # rates that nobody would train with
+        return Muon(groups(params), **{"lr": LR, **options})
+
+
+def known(option: str, value: Any) -> bool:
+    return any(value is one for one in UNREAD.get(option, ()))
+
+
+def steps(optimizer: Muon, params: list[nn.Parameter]) -> None:
+    set_gradients(params, gradients(params, 3))
+    optimizer.step()
+
+
+@contextmanager
+def refused(option: str, value: Any) -> Iterator[None]:
+    """Only an error of ours will do, and it names the option."""
+    try:
+        yield
+    except MeshmuonError as error:
+        named = OF_ADAMW.get(option, option)
+        if named not in str(error):
+            raise AssertionError(f"{option}={value!r}: the error does not name it: {error}") from error
+        return
+    except Exception as error:
+        raise AssertionError(f"{option}={value!r} ended in {type(error).__name__}: {error}") from error
+    raise AssertionError(f"{option}={value!r} was accepted")
+
+
+@pytest.mark.parametrize("option", [*GROUP_OPTIONS, *OPTIMIZER_OPTIONS])
+def test_the_constructor(option: str) -> None:
+    right = {**GROUP_OPTIONS, **OPTIMIZER_OPTIONS}[option]
+    for value in VALUES:
+        params = make_params(MATRIX, VECTOR)
+        if not right(value):
+            with refused(option, value):
+                build(params, **{option: value})
+        else:
+            optimizer = build(params, **{option: value})
+            if option != "compile" and not known(option, value):
+                steps(optimizer, params)
+
+
+@pytest.mark.parametrize("option", GROUP_OPTIONS)
+def test_a_group_and_one_that_is_added(option: str) -> None:
+    for key in {option, OF_ADAMW.get(option, option)}:
+        for value in VALUES:
+            params, late = make_params(MATRIX, VECTOR), make_params(MATRIX, VECTOR, seed=1)
+            optimizer = build(params)
+            place = 1 if option in OF_ADAMW else 0
+            added = groups(late, **{key: value})[place]
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", RoutingWarning)
+                if GROUP_OPTIONS[option](value):
+                    Muon([added])
+                    optimizer.add_param_group(added)
+                    if not known(option, value):
+                        steps(optimizer, params)
+                    continue
+                with refused(option, value):
+                    Muon([added])
+                with refused(option, value):
+                    optimizer.add_param_group(added)
+            assert len(optimizer.param_groups) == 2
+            steps(optimizer, params)
+
+
+@pytest.mark.parametrize("option", GROUP_OPTIONS)
+def test_a_value_set_between_steps(option: str) -> None:
+    """Nothing is written, and once the value is right again training goes on as if nothing had been."""
+    for key in {option, OF_ADAMW.get(option, option)}:
+        params = make_params(MATRIX, VECTOR)
+        optimizer = build(params)
+        steps(optimizer, params)
+        twins, twin = copies(params), None
+        twin = build(twins)
+        twin.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+        for value in VALUES:
+            place = 1 if option in OF_ADAMW else 0
+            group = optimizer.param_groups[place]
+            had = {name: group[name] for name in (key,) if name in group}
+            if GROUP_OPTIONS[option](value):
+                continue
+            group[key] = value
+            state = copy.deepcopy({k: dict(entry) for k, entry in enumerate(optimizer.state.values())})
+            before = copies(params)
+            set_gradients(params, gradients(params, 4))
+            with refused(option, value):
+                optimizer.step()
+            assert_same_bits(params, before)
+            for k, entry in enumerate(optimizer.state.values()):
+                assert_same_bits(entry.values(), state[k].values())
+            assert all(param.grad is not None for param in params)
+            del group[key]
+            group.update(had)
+        steps(optimizer, params)
+        steps(twin, twins)
+        assert_same_bits(params, twins)
+
+
+def test_an_option_that_was_deleted() -> None:
+    for option in ("lr", "momentum", "scheme", "maximize"):
+        params = make_params(MATRIX, VECTOR)
+        optimizer = build(params)
+        del optimizer.param_groups[0][option]
+        set_gradients(params, gradients(params, 0))
+        before = copies(params)
+        with refused(option, "nothing"):
+            optimizer.step()
+        assert_same_bits(params, before)
+
+
+@given(
+    wrong=st.dictionaries(
+        st.sampled_from([*GROUP_OPTIONS, *OPTIMIZER_OPTIONS]), st.integers(0, len(VALUES) - 1), min_size=1, max_size=4
+    )
+)
+def test_several_options_at_once(wrong: dict[str, int]) -> None:
+    """The first that is wrong is refused by name; if none is, the step works."""
+    options = {option: VALUES[k] for option, k in wrong.items() if option != "compile"}
+    rights = {**GROUP_OPTIONS, **OPTIMIZER_OPTIONS}
+    bad = [option for option, value in options.items() if not rights[option](value)]
+    params = make_params(MATRIX, VECTOR)
+    before = copies(params)
+    try:
+        optimizer = build(params, **options)
+    except MeshmuonError as error:
+        # Options that are right by themselves may exclude each other: a scheme of five steps and ns_steps=1, a huge lr and decay.
+        together = {"scheme", "ns_steps", "lr", "weight_decay", "adamw_betas", "adjust_lr_fn", *TWO_NAMES} & set(options)
+        if not any(OF_ADAMW.get(name, name) in str(error) for name in (*bad, *together)):
+            raise AssertionError(f"{options}: {error}") from error
+        assert_same_bits(params, before)
+    else:
+        assert not bad, f"{bad} of {options} was accepted"
+        if not any(known(option, value) for option, value in options.items()):
+            steps(optimizer, params)
+
+
+@given(
+    value=st.one_of(st.floats(), st.integers(), st.floats(width=32).map(np.float32)),
+    option=st.sampled_from(["lr", "momentum", "weight_decay", "adamw_eps"]),
+)
+def test_random_numbers(value: Any, option: str) -> None:
+    params = make_params(MATRIX, VECTOR)
+    before = copies(params)
+    if GROUP_OPTIONS[option](value):
+        steps(build(params, **{option: value}), params)
+    else:
+        with refused(option, value):
+            build(params, **{option: value})
+        assert_same_bits(params, before)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("by_hand", [False, True])
+def test_the_largest_learning_rate(dtype: torch.dtype, by_hand: bool) -> None:
+    """lr·factor may be as large as the largest number of the dtype that a step computes in, and no larger."""
+    largest = torch.finfo(torch.float64 if dtype == torch.float64 else torch.float32).max
+    factor = 0.2 * math.sqrt(36)
+    too_large = largest / factor * (1 + 1e-15)
+    while too_large * factor <= largest:
+        too_large = math.nextafter(too_large, math.inf)
+    fits = too_large
+    while fits * factor > largest:
+        fits = math.nextafter(fits, 0.0)
+    for lr, right in ((fits, True), (too_large, False)):
+        params = make_params((36, 4), (2, 2), (4, 36), dtype=dtype)
+        before = copies(params)
+        written = [{"params": params, "names": ["a", "b", "c"], "use_muon": True, "weight_decay": 0.0}]
+        optimizer = None
+        if by_hand:
+            optimizer = Muon(written)
+            optimizer.param_groups[0]["lr"] = lr
+        set_gradients(params, gradients(params, 0))
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", RoutingWarning)
+            if right:
+                (optimizer or Muon(written, lr=lr)).step()
+                continue
+            with pytest.raises(ConfigError, match=r"lr=.* times adjust_lr_fn's 1\.2 for a 36×4 matrix"):
+                (optimizer or Muon(written, lr=lr)).step()
+        assert_same_bits(params, before)
+
+
+@pytest.mark.parametrize("contiguous", [True, False])
+def test_the_largest_learning_rate_of_adamw(contiguous: bool) -> None:
+    """torch divides it by 1 − beta1 in the first step."""
+    for lr, right in ((LARGEST * 0.0999, True), (LARGEST * 0.1001, False)):
+        param = nn.Parameter(torch.ones(6) if contiguous else torch.ones(6, 2)[:, 0])
+        optimizer = Muon([{"params": [param], "use_muon": False, "weight_decay": 0.0}])
+        optimizer.param_groups[0]["lr"] = lr
+        param.grad = torch.ones(6)
+        if right:
+            optimizer.step()
+            assert param.isfinite().all()
+        else:
+            with pytest.raises(ConfigError, match=r"lr=.* divided by 1 - beta1"):
+                optimizer.step()
+            assert_same_bits([param], [torch.ones(6)])
+
+
+@pytest.mark.parametrize(
+    ("factor", "message"),
+    [
+        (lambda rows, cols: math.nan, "must be at least 0 and finite"),
+        (lambda rows, cols: math.inf, "must be at least 0 and finite"),
+        (lambda rows, cols: -1.0, "must be at least 0 and finite"),
+        (lambda rows, cols: "0.5", "must be a number"),
+        (lambda rows, cols: None, "must be a number"),
+        (lambda rows, cols: True, "must be a number"),
+        (lambda rows, cols: 1 / 0, "failed with ZeroDivisionError"),
+        (lambda rows: 1.0, "failed with TypeError"),
+    ],
+)
+def test_what_a_function_for_the_learning_rate_gives(factor: Any, message: str) -> None:
+    params = make_params(MATRIX, VECTOR)
+    with pytest.raises(ConfigError, match=rf"adjust_lr_fn\(3, 4\).*{message}"):
+        build(params, adjust_lr_fn=factor)
+    optimizer = build(params)
+    optimizer.param_groups[0]["adjust_lr_fn"] = factor
+    before = copies(params)
+    set_gradients(params, gradients(params, 0))
+    with pytest.raises(ConfigError, match=rf"adjust_lr_fn\(3, 4\).*{message}"):
+        optimizer.step()
+    assert_same_bits(params, before)
+    assert not optimizer.state
+
+
+@pytest.mark.parametrize(
+    "split",
+    [
+        lambda name, shape: 1 / 0,
+        lambda name: 1,
+        lambda name, shape: "ab",
+        lambda name, shape: 0,
+        int,
+        0,
+        (1, 1),
+        (1.0, 2.0),
+        "ab",
+        True,
+    ],
+)
+def test_splits(split: Any) -> None:
+    with pytest.raises(ConfigError, match=r"split|parts"):
+        build(make_params(MATRIX, VECTOR), split=split)
+
+
+MODEL = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 3))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "name"),
+    [
+        ({"model": None}, "model"),
+        ({"model": list(MODEL.parameters())}, "model"),
+        ({"model": MODEL.state_dict()}, "model"),
+        *(({"is_muon_func": value}, "is_muon_func") for value in (5, "x", True, fails, lambda name: True)),
+        *(({"expert_keys": value}, "expert_keys") for value in (1, "experts", [""], [1], b"x", iter(["a"]), {"a": 1}, True)),
+        *(({"conv": value}, "conv") for value in ("unfold", 1, True, ["flatten"], np.array(["flatten"]))),
+    ],
+)
+def test_default_groups(arguments: dict[str, Any], name: str) -> None:
+    with refused(name, arguments[name]):
+        get_default_muon_param_groups(**{"model": MODEL, **arguments})
+
+
+@pytest.mark.parametrize(
+    ("change", "name"),
+    [
+        *(({"params": value}, "params") for value in (5, None, "ab", {"a": 1}, Thing())),
+        *(({"names": value}, "name") for value in (5, "a", [1], [None], {"a": 1}, ["a", "b"])),
+        *(({"use_muon": value}, "use_muon") for value in (None, 1, "True", np.bool_(True))),
+    ],
+)
+def test_the_keys_of_a_group(change: dict[str, Any], name: str) -> None:
+    with refused(name, change):
+        Muon([{**groups(make_params(MATRIX, VECTOR))[0], **change}])
+
+
+@pytest.mark.parametrize("group", ["x", 5, Thing(), -100, [0]])
+def test_groups_of_processes(group: Any) -> None:
+    params = make_params(MATRIX)
+    with refused("group", group):
+        DistMuon(params, group=group)
+    optimizer = build(make_params(MATRIX, VECTOR))
+    with refused("replica_group", group):
+        optimizer.replica_group = group
+    assert optimizer.replica_group is None
+
+
+def test_dist_muon_checks_as_muon_does() -> None:
+    for option in ("lr", "momentum", "nesterov", "ns_steps", "weight_decay", "maximize", "debug", "warmup_step"):
+        right = {**GROUP_OPTIONS, **OPTIMIZER_OPTIONS}[option]
+        for value in VALUES:
+            if not right(value) and not (option == "lr" and 0 <= as_number(value) < math.inf):  # another factor
+                with refused(option, value):
+                    DistMuon(make_params(MATRIX), **{option: value})
+
+
+def test_schemes_without_steps() -> None:
+    with pytest.raises(ConfigError, match="scheme 'empty' has no steps"):
+        Scheme("empty", (), "nowhere")
+
+
+@pytest.mark.parametrize(
+    "clip_config", [{"head_dim": 4, "threshold": t} for t in (1e39, 10**400, 1e-50, math.nan, "5", True, None)], ids=str
+)
+def test_thresholds(clip_config: dict[str, Any]) -> None:
+    with refused("threshold", clip_config):
+        build(make_params(MATRIX, VECTOR), clip_config=clip_config)
+
+
+@pytest.mark.parametrize(
+    "number", [np.float64(0.25), np.float32(0.25), Fraction(1, 4), torch.tensor(0.25), torch.tensor([0.25], dtype=torch.float64)]
+)
+def test_odd_numbers_mean_their_value(number: Any) -> None:
+    """Training has the same bits as with the plain number, and so has what is stored of it."""
+    options = ("lr", "momentum", "weight_decay", "adamw_eps")
+    params, twins = make_params(MATRIX, VECTOR), make_params(MATRIX, VECTOR)
+    odd = build(params, **dict.fromkeys(options, number), adamw_betas=(number, number))
+    plain = build(twins, **dict.fromkeys(options, 0.25), adamw_betas=(0.25, 0.25))
+    for _ in range(3):
+        steps(odd, params)
+        steps(plain, twins)
+    assert_same_bits(params, twins)
+    fresh = build(make_params(MATRIX, VECTOR), lr=0.125)
+    fresh.load_state_dict(odd.state_dict())
+    for group in fresh.param_groups:
+        assert [float(group[option]) for option in options] == [0.25] * 4
+        assert [float(beta) for beta in group["adamw_betas"]] == [0.25] * 2
+    if not isinstance(number, Tensor):
+        assert all(type(group["lr"]) is float for group in odd.state_dict()["param_groups"])

@@ -1,0 +1,302 @@
+"""Each update rule against its formula, written out in full precision for one matrix at a time."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from meshmuon import ConfigError, Muon, StateError, orthogonalize, polar_express
+from tests.support.bounds import moved_error, orthogonalize_error, unit
+from tests.support.reference import group, make_params, run
+
+SHAPES = [(6, 4), (4, 6), (5, 5), (1, 7), (7, 1)]
+LR, DECAY, MU = 0.01, 0.5, 0.9
+EXACT = polar_express(steps=12)  # the polar factor itself
+
+
+class Reference:
+    """One matrix, stepped by hand in float64; ``rule`` names what is done beside orthogonalising."""
+
+    def __init__(self, weight: Tensor, rule: str, *, beta2: float = 0.95, cautious: bool = False, maximize: bool = False) -> None:
+        self.weight, self.momentum = weight.double().clone(), torch.zeros_like(weight, dtype=torch.float64)
+        self.v = torch.zeros(weight.size(0), 1, dtype=torch.float64)
+        self.rule, self.beta2, self.cautious, self.sign = rule, beta2, cautious, -1 if maximize else 1
+
+    def step(self, grad: Tensor) -> None:
+        self.momentum = MU * self.momentum + grad.double()
+        update = grad.double() + MU * self.momentum
+        if self.rule == "muoneq":
+            norm = update.norm(dim=1, keepdim=True)
+            update = update / torch.where(norm > 0, norm, torch.ones_like(norm))
+        left, values, right = torch.linalg.svd(update, full_matrices=False)
+        found = left[:, values > 1e-9 * values.max()] @ right[values > 1e-9 * values.max()] if values.max() > 0 else 0 * update
+        if self.rule == "normuon":
+            self.v = self.beta2 * self.v + (1 - self.beta2) * (found**2).mean(dim=1, keepdim=True)
+            even = torch.where(self.v > 0, found / self.v.sqrt(), 0 * found)
+            found = even * found.norm() / even.norm() if even.norm() > 0 else even
+        elif self.rule == "muon_plus" and found.norm() > 0:
+            found = found * min(found.shape) ** 0.5 / found.norm()
+        applied = self.sign * LR * 0.2 * max(found.shape) ** 0.5 * found
+        decay = torch.full_like(self.weight, DECAY)
+        if self.cautious:
+            decay = torch.where(applied * self.weight >= 0, decay, 0 * decay)
+        self.weight = self.weight * (1 - LR * decay) - applied
+
+
+def moved_bound(start: Tensor, end: Tensor, updates: int) -> float:
+    """Rounding of so many updates. Rules divide by norms of rows, which differ by less than a factor of ten."""
+    return 10 * moved_error(start, end, updates=updates, scheme=EXACT) * float((end - start).norm())
+
+
+def draw(shape: tuple[int, ...], seed: int) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def optimizer_for(params: list[nn.Parameter], **options: Any) -> Muon:
+    groups = [{"params": params, "names": [f"{k}.experts" for k in range(len(params))], "use_muon": True}]
+    more = {"scheme": EXACT, "ns_steps": 12, "expert_keys": ["experts"], "weight_decay": DECAY, "momentum": MU, "lr": LR}
+    return Muon(groups, **{**more, **options})
+
+
+@pytest.mark.parametrize("cautious", [False, True])
+@pytest.mark.parametrize("rule", ["plain", "normuon", "muon_plus", "muoneq"])
+@pytest.mark.parametrize("maximize", [False, True])
+def test_against_the_formula(rule: str, cautious: bool, maximize: bool) -> None:
+    params = [nn.Parameter(draw(shape, k)) for k, shape in enumerate(SHAPES)]
+    start = [param.detach().clone() for param in params]
+    wanted = [Reference(param.detach(), rule, cautious=cautious, maximize=maximize) for param in params]
+    optimizer = optimizer_for(params, rule=rule, cautious_weight_decay=cautious, maximize=maximize)
+    for step in range(5):
+        for k, param in enumerate(params):
+            param.grad = draw(SHAPES[k], 100 * step + k)
+            wanted[k].step(param.grad)
+        optimizer.step()
+    for param, one in zip(params, wanted, strict=True):
+        bound = moved_bound(start.pop(0), one.weight, 5)
+        torch.testing.assert_close(param.detach(), one.weight, rtol=0, atol=bound)
+        if rule == "normuon":  # means of squares of a row of the update, each below 1
+            bound = 10 * orthogonalize_error(param.grad if param.grad is not None else draw(tuple(param.shape), 1), EXACT)
+            torch.testing.assert_close(optimizer.state[param]["rule_memory"], one.v, rtol=0, atol=bound)
+        else:
+            assert "rule_memory" not in optimizer.state[param]
+
+
+def test_rules_do_something() -> None:
+    """No two of them agree, so that none is another in disguise."""
+    found = []
+    for options in ({}, {"rule": "normuon"}, {"rule": "muon_plus"}, {"rule": "muoneq"}, {"cautious_weight_decay": True}):
+        param = nn.Parameter(draw((6, 4), 0))
+        optimizer = optimizer_for([param], **{"scheme": "keller", "ns_steps": 5, **options})
+        for step in range(2):
+            param.grad = draw((6, 4), step + 1)
+            optimizer.step()
+        found.append(param.detach().clone())
+    for k, one in enumerate(found):
+        assert all((one - other).abs().max() > 1e-4 for other in found[:k])
+
+
+@pytest.mark.parametrize("rule", ["normuon", "muon_plus", "muoneq"])
+def test_experts_filters_and_parts_are_matrices_of_their_own(rule: str) -> None:
+    """Flipped experts are the transposed ones; filters and parts of fused weights are separate matrices."""
+    experts = draw((3, 4, 6), 1)
+    flipped, upright = nn.Parameter(experts.mT.contiguous()), nn.Parameter(experts.clone())
+    filters, flat = nn.Parameter(draw((5, 3, 2, 2), 2)), nn.Parameter(draw((5, 3, 2, 2), 2).flatten(1))
+    fused = nn.Parameter(draw((10, 4), 3))
+    parts = [nn.Parameter(one.clone()) for one in fused.detach().split([3, 7])]
+
+    def one(param: nn.Parameter, **options: Any) -> dict[str, Any]:
+        return {"params": [param], "names": ["experts"], "use_muon": True, **options}
+
+    optimizer = Muon(
+        [
+            one(flipped, expert_dims="in_out"),
+            one(upright),
+            one(filters, expert_keys=[], conv="flatten"),
+            one(flat),
+            one(fused, split=(3, 7)),
+            *map(one, parts),
+        ],
+        rule=rule,
+        expert_keys=["experts"],
+    )
+    for step in range(3):
+        upright.grad = draw((3, 4, 6), 10 + step)
+        flipped.grad = upright.grad.mT.contiguous()
+        filters.grad = draw((5, 3, 2, 2), 20 + step)
+        flat.grad = filters.grad.flatten(1)
+        fused.grad = draw((10, 4), 30 + step)
+        parts[0].grad, parts[1].grad = (grad.clone() for grad in fused.grad.split([3, 7]))
+        optimizer.step()
+    torch.testing.assert_close(flipped.detach().mT, upright.detach(), rtol=0, atol=moved_bound(experts, upright.detach(), 3))
+    assert torch.equal(filters.detach().flatten(1), flat.detach())
+    assert torch.equal(fused.detach(), torch.cat([part.detach() for part in parts]))
+    if rule == "normuon":
+        shapes = [tuple(optimizer.state[p]["rule_memory"].shape) for p in (flipped, upright, filters, fused)]
+        assert shapes == [(3, 1, 4), (3, 4, 1), (5, 1, 1, 1), (10, 1)]
+
+
+@pytest.mark.parametrize("rule", ["normuon", "muon_plus", "muoneq"])
+@pytest.mark.parametrize("scale", [0.0, 1e-30, 1e30])
+def test_zero_tiny_and_huge_gradients(rule: str, scale: float) -> None:
+    """Also a matrix with one row of zeros."""
+    param, usual = nn.Parameter(draw((4, 6), 0).float()), nn.Parameter(draw((4, 6), 0).float())
+    optimizer, other = optimizer_for([param], rule=rule, weight_decay=0.0), optimizer_for([usual], rule=rule, weight_decay=0.0)
+    for step in range(3):
+        grad = draw((4, 6), step + 1).float()
+        grad[2] = 0
+        param.grad, usual.grad = grad * scale, grad
+        optimizer.step()
+        other.step()
+    assert torch.isfinite(param).all()
+    if scale:
+        torch.testing.assert_close(param, usual, rtol=0, atol=moved_bound(draw((4, 6), 0).float(), usual.detach(), 3))
+    else:
+        assert torch.equal(param, draw((4, 6), 0).float())
+
+
+def test_a_rule_of_ones_own() -> None:
+    seen: list[tuple[str, tuple[int, ...]]] = []
+
+    @dataclass(frozen=True)
+    class Own:
+        factor: float
+
+        def remembers(self) -> bool:
+            return True
+
+        def before(self, momentum: Tensor) -> None:
+            seen.append(("before", tuple(momentum.shape)))
+
+        def after(self, update: Tensor, memory: Tensor | None) -> None:
+            assert memory is not None
+            seen.append(("after", tuple(memory.shape)))
+            memory.add_(1.0)
+            update.mul_(self.factor * memory)
+
+    param, plain = nn.Parameter(draw((6, 4), 0)), nn.Parameter(draw((6, 4), 0))
+    optimizer, other = optimizer_for([param], rule=Own(0.5)), optimizer_for([plain])
+    before = param.detach().clone()
+    param.grad, plain.grad = draw((6, 4), 1), draw((6, 4), 1)
+    optimizer.step()
+    other.step()
+    assert seen == [("before", (1, 6, 4)), ("after", (1, 6, 1))]
+    moved, usual = param.detach() - before * (1 - LR * DECAY), plain.detach() - before * (1 - LR * DECAY)
+    torch.testing.assert_close(moved, 0.5 * usual, rtol=0, atol=6 * unit(torch.float64) * float(before.abs().max()))
+    assert torch.equal(optimizer.state[param]["rule_memory"], torch.ones(6, 1, dtype=torch.float64))
+
+
+def test_groups_have_rules_of_their_own_and_are_read_at_every_step() -> None:
+    params = [nn.Parameter(draw((6, 4), 0)) for _ in range(3)]
+    groups = [{"params": [p], "names": [str(k)], "use_muon": True} for k, p in enumerate(params)]
+    groups[1]["rule"] = "muon_plus"
+    optimizer = Muon(groups, scheme="keller")
+    optimizer.param_groups[2]["rule"] = "muon_plus"
+    for param in params:
+        param.grad = draw((6, 4), 1)
+    optimizer.step()
+    assert torch.equal(params[1], params[2])
+    assert not torch.equal(params[0], params[1])
+
+
+def test_state_survives_and_other_rules_states_are_refused() -> None:
+    param = nn.Parameter(draw((6, 4), 0).bfloat16())
+    optimizer = optimizer_for([param], rule="normuon", scheme="keller", ns_steps=5)
+    for step in range(2):
+        param.grad = draw((6, 4), step).bfloat16()
+        optimizer.step()
+    saved = copy.deepcopy(optimizer.state_dict())
+    assert saved["state"][0]["rule_memory"].dtype == torch.float32
+    twin = nn.Parameter(param.detach().clone())
+    loaded = optimizer_for([twin], rule="normuon", scheme="keller", ns_steps=5)
+    loaded.load_state_dict(saved)
+    assert loaded.state[twin]["rule_memory"].dtype == torch.float32
+    for one, opt in ((param, optimizer), (twin, loaded)):
+        one.grad = draw((6, 4), 9).bfloat16()
+        opt.step()
+    assert torch.equal(param, twin)
+    broken = copy.deepcopy(saved)
+    del broken["state"][0]["rule_memory"]
+    with pytest.raises(StateError, match=r"0\.experts .*rule_memory"):
+        loaded.load_state_dict(broken)
+    broken = copy.deepcopy(saved)
+    broken["state"][0]["rule_memory"] = torch.zeros(5, 1)
+    with pytest.raises(StateError, match=r"0\.experts .*rule_memory has \(5, 1\) instead of \(6, 1\)"):
+        loaded.load_state_dict(broken)
+
+
+@pytest.mark.parametrize("rule", ["nor", None, object(), Muon, 3])
+def test_what_is_no_rule_is_refused(rule: Any) -> None:
+    with pytest.raises(ConfigError, match="'normuon'"):
+        optimizer_for([nn.Parameter(torch.zeros(3, 3))], rule=rule)
+
+
+def test_a_rule_that_cannot_be_hashed_is_refused() -> None:
+    @dataclass
+    class Loose:
+        def remembers(self) -> bool:
+            return False
+
+        def before(self, momentum: Tensor) -> None: ...
+
+        def after(self, update: Tensor, memory: Tensor | None) -> None: ...
+
+    with pytest.raises(ConfigError, match="frozen dataclass"):
+        optimizer_for([nn.Parameter(torch.zeros(3, 3))], rule=Loose())
+
+
+def test_a_checkpoint_s_rule_holds_and_is_told() -> None:
+    params = [nn.Parameter(draw((4, 3), 0)) for _ in range(2)]
+    plain, other = optimizer_for([params[0]]), optimizer_for([params[1]], rule="normuon")
+    params[0].grad = draw((4, 3), 1)
+    plain.step()
+    with pytest.warns(UserWarning, match=r"0\.experts.*saved with rule='plain'.*built with 'normuon'"):
+        other.load_state_dict(plain.state_dict())
+    assert other.param_groups[0]["rule"] == "plain"
+
+
+def test_a_beta_out_of_range_is_refused() -> None:
+    from meshmuon import NorMuon
+
+    with pytest.raises(ConfigError, match="beta2=1"):
+        NorMuon(beta2=1.0)
+    with pytest.raises(ConfigError, match="cautious_weight_decay"):
+        optimizer_for([nn.Parameter(torch.zeros(3, 3))], cautious_weight_decay="yes")
+
+
+def test_the_oracle_is_the_polar_factor() -> None:
+    """What the references take from the SVD is what ``EXACT`` finds."""
+    matrix = draw((5, 7), 4)
+    left, _, right = torch.linalg.svd(matrix, full_matrices=False)
+    bound = orthogonalize_error(matrix, EXACT)
+    torch.testing.assert_close(orthogonalize(matrix, EXACT, dtype=torch.float64), left @ right, rtol=0, atol=bound)
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Notes how many matrices it is given at once."""
+
+    seen: tuple[list[int], ...] = field(default_factory=lambda: ([],), compare=False)
+
+    def remembers(self) -> bool:
+        return True
+
+    def before(self, momentum: Tensor) -> None:
+        self.seen[0].append(len(momentum))
+
+    def after(self, update: Tensor, memory: Tensor | None) -> None:
+        assert memory is not None
+        assert len(memory) == len(update)
+        self.seen[0].append(len(update))
+
+
+@pytest.mark.parametrize(("deterministic", "sizes"), [(True, [1] * 6), (False, [3, 3])])
+def test_deterministic_gives_a_rule_one_matrix_at_a_time(deterministic: bool, sizes: list[int]) -> None:
+    rule = Sizes()
+    params = make_params((8, 12), (8, 12), (8, 12))
+    run(Muon([group(params)], lr=LR, rule=rule, deterministic=deterministic), params, range(1))
+    assert rule.seen[0] == sizes

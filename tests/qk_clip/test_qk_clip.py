@@ -1,0 +1,537 @@
+"""QK-clip on one device: the formula head by head, names of many models, and what is refused."""
+
+from __future__ import annotations
+
+import copy
+import math
+import pickle
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from meshmuon import ConfigError
+from meshmuon.qk_clip.clip import QKClip
+from meshmuon.qk_clip.names import find_projection, read_clip_config
+from tests.support.bounds import sum_error
+from tests.support.clip_reference import ClippedMuon, clipped, clipped_mla, parameters
+
+CONFIG = {"head_dim": 4, "threshold": 10.0}
+MLA = {"threshold": 10.0, "qk_nope_head_dim": 4, "qk_rope_head_dim": 2, "v_head_dim": 3}
+
+
+def random(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def apply(config: dict[str, Any], tensors: dict[str, Tensor], logits: dict[Any, Any], **options: Any) -> dict[str, Tensor]:
+    """The tensors after one clip; the given ones stay."""
+    done = {name: nn.Parameter(tensor.clone()) for name, tensor in tensors.items()}
+    clip, params = QKClip(config), parameters(done, **options)
+    clip.check(params, logits)
+    for name, tensor in tensors.items():  # check() has written nothing
+        same(done[name].detach(), tensor)
+    clip.apply(params, logits)
+    return {name: tensor.detach() for name, tensor in done.items()}
+
+
+def same(found: Tensor, wanted: Tensor) -> None:
+    torch.testing.assert_close(found, wanted, rtol=0, atol=0, equal_nan=True)
+
+
+def pair(heads: int = 4, key_heads: int = 4, layer: int = 0, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
+    return {
+        f"model.layers.{layer}.self_attn.q_proj.weight": random(4 * heads, 6, seed=2 * layer, dtype=dtype),
+        f"model.layers.{layer}.self_attn.k_proj.weight": random(4 * key_heads, 6, seed=2 * layer + 1, dtype=dtype),
+    }
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_rows_of_heads_beyond_the_threshold_are_scaled(dtype: torch.dtype) -> None:
+    tensors = {**pair(dtype=dtype), **pair(layer=1, dtype=dtype), "model.norm.weight": random(6)}
+    logits = {0: torch.tensor([5.0, 40.0, 10.0, 10.5]), 1: torch.tensor([1000.0, 3.0, 0.0, -7.0])}
+    found = apply(CONFIG, tensors, logits)
+    for name, tensor in tensors.items():
+        if "proj" in name:
+            heads = [[one] for one in logits[int(name.split(".")[2])].tolist()]
+            same(found[name], clipped(tensor, heads, 10.0, 4))
+        else:
+            same(found[name], tensor)
+
+
+def test_a_clip_halves_logits_that_are_twice_the_threshold() -> None:
+    """Independent of any formula for rows: what matters is what attention computes afterwards."""
+    tensors, x = pair(heads=4, key_heads=2), random(9, 6, seed=5)
+
+    def logits(weights: dict[str, Tensor], x: Tensor = x) -> Tensor:
+        q, k = ((x @ w.t()).unflatten(1, (-1, 4)).transpose(0, 1) for w in weights.values())
+        return (q @ k.repeat_interleave(2, 0).transpose(1, 2)).flatten(1)
+
+    before = logits(tensors)
+    largest = before.amax(1)
+    limit = float(largest.sort().values[1])  # two heads are beyond it
+    after = logits(apply({"head_dim": 4, "threshold": limit}, tensors, {0: largest}))
+    # Inner sizes of 6, 6 and 4, and two factors: rounding of all that is added up.
+    bound = sum_error(6 + 6 + 4 + 4, torch.float32) * logits({name: one.abs() for name, one in tensors.items()}, x.abs())
+    assert (after.amax(1) <= limit + bound.amax(1)).all()
+    for group in (slice(0, 2), slice(2, 4)):  # a key head shrinks by the largest logit of its queries
+        roots = (limit / largest.clamp(min=limit)).sqrt()
+        shared = roots[group].amin()
+        wanted = before[group] * (roots[group] * shared)[:, None]
+        assert ((after[group] - wanted).abs() <= 2 * bound[group]).all()
+
+
+def test_logits_at_the_threshold_or_below_change_no_bit() -> None:
+    tensors = pair()
+    tensors["model.layers.0.self_attn.q_proj.weight"][0, 0] = -0.0
+    tensors["model.layers.0.self_attn.q_proj.weight"][0, 1] = math.nan
+    for threshold in (10.0, 0.3, 7e-3, 1e30):
+        logits = torch.tensor([threshold, math.nextafter(threshold, 0), 0.0, -math.inf])
+        found = apply({**CONFIG, "threshold": threshold}, tensors, {0: logits})
+        for name, tensor in tensors.items():
+            same(found[name], tensor)
+            assert torch.equal(torch.signbit(found[name]), torch.signbit(tensor))
+
+
+def test_logits_that_are_not_finite_leave_their_head_alone_and_are_counted() -> None:
+    tensors = pair()
+    clip = QKClip(CONFIG)
+    params = parameters({name: nn.Parameter(tensor.clone()) for name, tensor in tensors.items()})
+    clip.apply(params, {0: torch.tensor([math.nan, math.inf, 40.0, -math.inf])})
+    for one in params:
+        same(one.param.detach(), clipped(tensors[one.name], [[], [], [40.0], []], 10.0, 4))
+    assert clip.nonfinite_logits == 2
+    clip.apply(params, {0: torch.tensor([1.0, math.inf, 1.0, 1.0])})
+    assert clip.nonfinite_logits == 3
+
+
+def test_shared_key_heads_take_the_largest_logit_of_their_group() -> None:
+    tensors = pair(heads=4, key_heads=2)
+    q, k = tensors
+    logits = {0: torch.tensor([20.0, 80.0, 5.0, 11.0])}
+    for config in (CONFIG, {**CONFIG, "k_indices": [0, 0, 1, 1]}, {**CONFIG, "q_indices": [0, 1, 2, 3]}):
+        found = apply(config, tensors, logits)
+        same(found[q], clipped(tensors[q], [[20.0], [80.0], [5.0], [11.0]], 10.0, 4))
+        same(found[k], clipped(tensors[k], [[20.0, 80.0], [5.0, 11.0]], 10.0, 4))
+
+
+def test_indices_say_which_heads_logits_belong_to() -> None:
+    tensors = pair(heads=4, key_heads=3)
+    q, k = tensors
+    config = {**CONFIG, "q_indices": [3, 1, 3], "k_indices": (2, 0, 0)}
+    found = apply(config, tensors, {0: torch.tensor([20.0, 80.0, 30.0])})
+    same(found[q], clipped(tensors[q], [[], [80.0], [], [20.0, 30.0]], 10.0, 4))
+    same(found[k], clipped(tensors[k], [[80.0, 30.0], [], [20.0]], 10.0, 4))
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.data())
+def test_random_heads(data: Any) -> None:
+    key_heads, shared, dim = data.draw(st.integers(1, 4)), data.draw(st.integers(1, 4)), data.draw(st.integers(1, 5))
+    heads, threshold = key_heads * shared, data.draw(st.sampled_from([0.5, 3.0, 100.0]))
+    numbers = st.floats(-1e6, 1e6, width=32)
+    values = data.draw(st.lists(numbers, min_size=heads, max_size=heads))
+    tensors = {"layers.7.attention.wq.weight": random(heads * dim, 3), "layers.7.attention.wk.weight": random(key_heads * dim, 3)}
+    q, k = tensors
+    found = apply({"head_dim": dim, "threshold": threshold}, tensors, {7: torch.tensor(values, dtype=torch.float32)})
+    same(found[q], clipped(tensors[q], [[one] for one in values], threshold, dim))
+    same(found[k], clipped(tensors[k], [values[h * shared : (h + 1) * shared] for h in range(key_heads)], threshold, dim))
+
+
+@pytest.mark.parametrize("query", ["q_b_proj", "q_proj", "wq_b", "wq"])
+def test_mla_scales_parts_of_heads(query: str) -> None:
+    key = "wkv_b" if query.startswith("w") else "kv_b_proj"
+    tensors = {
+        f"layers.0.attn.{query}.weight": random(3 * 6, 5, seed=1),
+        f"layers.0.attn.{key}.weight": random(3 * 7, 5, seed=2),
+        "layers.0.attn.kv_a_proj_with_mqa.weight": random(5 + 2, 8, seed=3),
+        "layers.0.attn.q_a_proj.weight": random(5, 8, seed=4),
+    }
+    q, kv, *others = tensors
+    values = [40.0, 5.0, 11.0]
+    found = apply(MLA, tensors, {0: torch.tensor(values)})
+    same(found[q], clipped_mla(tensors[q], values, 10.0, 4, 2, 0))
+    same(found[kv], clipped_mla(tensors[kv], values, 10.0, 4, 0, 3))
+    assert not torch.equal(found[q], tensors[q])
+    assert not torch.equal(found[kv], tensors[kv])
+    for name in others:
+        same(found[name], tensors[name])
+
+
+def test_mla_logits_shrink_by_gamma() -> None:
+    """Heads of nope and rope parts with one rope key for all of them: every logit of a head becomes γ times what it was."""
+    heads, nope, rope, value, rank, tokens = 3, 4, 2, 3, 5, 7
+    tensors = {"l.0.q_b_proj.weight": random(heads * 6, rank, seed=1), "l.0.kv_b_proj.weight": random(heads * 7, rank, seed=2)}
+    x, c, k_rope = random(tokens, rank, seed=3), random(tokens, rank, seed=4), random(tokens, rope, seed=5)
+
+    def forward(weights: dict[str, Tensor], x: Tensor = x, c: Tensor = c, k_rope: Tensor = k_rope) -> tuple[Tensor, Tensor]:
+        wq, wkv = weights.values()
+        q = (x @ wq.t()).view(tokens, heads, nope + rope)
+        kv = (c @ wkv.t()).view(tokens, heads, nope + value)
+        logits = torch.einsum("thd,shd->hts", q[..., :nope], kv[..., :nope]) + torch.einsum("thd,sd->hts", q[..., nope:], k_rope)
+        return logits, kv[..., nope:]
+
+    before, values = forward(tensors)
+    largest = before.amax((1, 2))
+    config = {**MLA, "threshold": float(largest.median())}
+    after, values_after = forward(apply(config, tensors, {0: largest}))
+    gamma = config["threshold"] / largest.clamp(min=config["threshold"])
+    size, _ = forward({name: one.abs() for name, one in tensors.items()}, x.abs(), c.abs(), k_rope.abs())
+    bound = 2 * sum_error(2 * rank + nope + rope + 6, torch.float32) * size
+    assert ((after - before * gamma[:, None, None]).abs() <= bound).all()
+    assert gamma.min() < 1
+    same(values_after, values)
+
+
+@pytest.mark.parametrize(
+    ("split", "name"),
+    [
+        ((16, 8, 8), "h.0.attn.c_attn.weight"),
+        ([16, 8, 8], "layers.0.self_attn.qkv_proj.weight"),
+        (lambda name, shape: (16, 8, 8), "layers.0.Wqkv.weight"),
+        ((16, 8, 8), "layers.0.attn.in_proj_weight"),
+        ((16, 8, 8), "layers.0.query_key_value.weight"),
+    ],
+)
+@pytest.mark.parametrize("use_muon", [True, False])
+def test_fused_weights_take_rows_from_the_split(split: Any, name: str, use_muon: bool) -> None:
+    bias = name.replace("weight", "bias")
+    tensors = {name: random(32, 6), bias: random(32, seed=1)}
+    values = [20.0, 5.0, 80.0, 30.0]
+    found = apply(CONFIG, tensors, {0: torch.tensor(values)}, split=split, use_muon=use_muon)
+    for one in (name, bias):
+        wanted = clipped(tensors[one], [[v] for v in values], 10.0, 4)
+        same(found[one], clipped(wanted, [values[:2], values[2:]], 10.0, 4, start=16))
+        same(found[one][24:], tensors[one][24:])
+
+
+def test_equal_parts_of_a_fused_weight() -> None:
+    tensors = {"layers.0.qkv.weight": random(24, 6)}
+    found = apply(CONFIG, tensors, {0: torch.tensor([20.0, 5.0])}, split=8)["layers.0.qkv.weight"]
+    wanted = clipped(tensors["layers.0.qkv.weight"], [[20.0], [], [20.0], []], 10.0, 4)
+    same(found, wanted)
+
+
+def test_biases_of_projections_are_scaled_with_them() -> None:
+    tensors = {**pair(), "model.layers.0.self_attn.q_proj.bias": random(16), "model.layers.0.self_attn.v_proj.bias": random(16)}
+    found = apply(CONFIG, tensors, {0: torch.tensor([20.0, 5.0, 80.0, 0.0])})
+    name = "model.layers.0.self_attn.q_proj.bias"
+    same(found[name], clipped(tensors[name], [[20.0], [5.0], [80.0], [0.0]], 10.0, 4))
+    same(found["model.layers.0.self_attn.v_proj.bias"], tensors["model.layers.0.self_attn.v_proj.bias"])
+
+
+NAMES = [
+    ("model.layers.11.self_attn.q_proj.weight", 11, "q"),
+    ("model.layers.11.self_attn.k_proj.weight", 11, "k"),
+    ("layers.3.attention.wq.weight", 3, "q"),
+    ("layers.3.attention.wk.weight", 3, "k"),
+    ("transformer.h.0.attn.c_q.weight", 0, "q"),
+    ("transformer.h.0.attn.c_k.weight", 0, "k"),
+    ("model.layers.5.self_attn.q_b_proj.weight", 5, "q"),
+    ("model.layers.5.self_attn.kv_b_proj.weight", 5, "kv_b"),
+    ("layers.5.attention.wkv_b.weight", 5, "kv_b"),
+    ("transformer.h.2.attn.c_attn.weight", 2, "qkv"),
+    ("encoder.layer.4.attention.self.query.weight", 4, "q"),
+    ("encoder.layer.4.attention.self.key.weight", 4, "k"),
+    ("blocks.4.attn.to_q.weight", 4, "q"),
+    ("blocks.4.attn.Wqkv.weight", 4, "qkv"),
+    ("layers.1.self_attn.in_proj_weight", 1, "qkv"),
+    ("layers.1.self_attn.q_proj_weight", 1, "q"),
+    ("module._orig_mod.layers.6._checkpoint_wrapped_module.attention.wq._orig_mod.weight", 6, "q"),
+    ("attn.q_proj.weight", None, "q"),
+]
+
+
+@pytest.mark.parametrize(("name", "layer", "kind"), NAMES)
+def test_names_of_common_models(name: str, layer: int | None, kind: str) -> None:
+    found = find_projection(name, read_clip_config(CONFIG))
+    assert found is not None
+    assert (found.layer, found.kind, found.bias) == (layer, kind, False)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "model.layers.1.self_attn.v_proj.weight",
+        "model.layers.1.self_attn.o_proj.weight",
+        "model.layers.1.self_attn.q_a_proj.weight",
+        "model.layers.1.self_attn.kv_a_proj_with_mqa.weight",
+        "model.layers.1.self_attn.q_norm.weight",
+        "model.layers.1.mamba.in_proj.weight",
+        "model.layers.1.self_attn.q_proj.lora_A.weight",
+        "weight",
+    ],
+)
+def test_names_of_other_parameters(name: str) -> None:
+    assert find_projection(name, read_clip_config(CONFIG)) is None
+
+
+def test_patterns_of_a_user() -> None:
+    tensors = {"blocks.3.mix.Q.weight": random(8, 6), "blocks.3.mix.K.weight": random(8, 6, seed=1)}
+    patterns = {"q": r"blocks\.(?P<layer>\d+)\.mix\.Q\.weight", "k": r"blocks\.(?P<layer>\d+)\.mix\.K\."}
+    found = apply({**CONFIG, "patterns": patterns}, tensors, {3: torch.tensor([20.0, 5.0])})
+    for name, tensor in tensors.items():
+        same(found[name], clipped(tensor, [[20.0], [5.0]], 10.0, 4))
+
+
+def test_layers_with_one_number_are_told_apart_by_name() -> None:
+    tensors = {f"{tower}.{name}": tensor for tower in ("text", "vision") for name, tensor in pair(heads=2, key_heads=2).items()}
+    with pytest.raises(ConfigError, match=r"layer 0 has 2 q projections: text\..*vision.*Name the attention module"):
+        apply(CONFIG, tensors, {0: torch.tensor([20.0, 5.0])})
+    found = apply(CONFIG, tensors, {"vision.model.layers.0": torch.tensor([20.0, 5.0])})
+    for name, tensor in tensors.items():
+        same(found[name], clipped(tensor, [[20.0], [5.0]], 10.0, 4) if name.startswith("vision") else tensor)
+    with pytest.raises(ConfigError, match="has no query and key projections"):  # a name is no prefix of letters
+        apply(CONFIG, tensors, {"vision.model.layer": torch.tensor([20.0, 5.0])})
+
+
+def test_one_layer_under_two_keys_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"layers 'model\.layers\.0' and 0 both mean model\.layers\.0\.self_attn\.q_proj"):
+        apply(CONFIG, pair(), {0: torch.ones(4), "model.layers.0": torch.ones(4)})
+
+
+BAD_CONFIGS = [
+    ({"head_dim": 16}, "threshold=None must be a positive number"),
+    ({"threshold": 10}, "needs head_dim"),
+    ({"head_dim": 4, "threshold": 0}, "threshold=0 must be"),
+    ({"head_dim": 4, "threshold": math.inf}, "threshold=inf must be"),
+    ({"head_dim": 4, "threshold": math.nan}, "threshold=nan must be"),
+    ({"head_dim": 4, "threshold": True}, "threshold=True must be"),
+    ({"head_dim": 0, "threshold": 1}, "head_dim=0 must be"),
+    ({"head_dim": 4.0, "threshold": 1}, "head_dim=4.0 must be"),
+    ({**CONFIG, "heads": 4}, r"unknown keys \['heads'\]"),
+    ({**CONFIG, "q_indices": []}, r"q_indices=\[\] must be"),
+    ({**CONFIG, "k_indices": [0, -1]}, r"k_indices=\[0, -1\] must be"),
+    ({**CONFIG, "q_indices": [0, 1, 2, 3], "k_indices": [0, 1]}, "4 q_indices but 2 k_indices"),
+    ({"threshold": 1, "qk_nope_head_dim": 4}, "needs all of"),
+    ({**CONFIG, "patterns": {"v": "x"}}, "must map q, k, kv_b, qkv"),
+    ({**CONFIG, "patterns": {"q": "x"}}, "needs a group"),
+    ({**CONFIG, "patterns": {"q": "(?P<layer>"}}, "is not a regular expression"),
+    ([1], "must be a mapping"),
+]
+
+
+@pytest.mark.parametrize(("config", "message"), BAD_CONFIGS)
+def test_configs_that_make_no_sense(config: Any, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        QKClip(config)
+
+
+Q, K = pair()
+BAD_LOGITS = [
+    ("unknown layer", CONFIG, pair(), {3: torch.ones(4)}, rf"layer 3 has no query and key.*in all layers: {Q}, {K}\."),
+    ("no projections", CONFIG, {"a.weight": random(4, 4)}, {3: torch.ones(4)}, r"in all layers: none\."),
+    ("no keys", CONFIG, {Q: random(16, 6)}, {0: torch.ones(4)}, rf"has q projections, which do not.*in it: {Q}\."),
+    ("too many logits", CONFIG, pair(), {0: torch.ones(5)}, "layer 0 has 5 logits but 4 query heads"),
+    ("too few logits", {**CONFIG, "q_indices": [0, 1]}, pair(), {0: torch.ones(4)}, "4 logits, clip_config has 2 q_indices"),
+    ("q head", {**CONFIG, "q_indices": [4]}, pair(), {0: torch.ones(1)}, "q_indices name head 4, but layer 0 has 4"),
+    ("k head", {**CONFIG, "q_indices": [0], "k_indices": [9]}, pair(), {0: torch.ones(1)}, "k_indices name head 9"),
+    (
+        "head_dim",
+        {**CONFIG, "head_dim": 5},
+        pair(),
+        {0: torch.ones(4)},
+        rf"{Q} \(layer 0\) has 16 rows, .*heads of 5 rows \(head_dim",
+    ),
+    ("groups", CONFIG, pair(4, 3), {0: torch.ones(4)}, "4 query heads, which cannot share 3 key heads equally"),
+    (
+        "no split",
+        CONFIG,
+        {"h.0.c_attn.weight": random(12, 4)},
+        {0: torch.ones(1)},
+        r"h.0.c_attn.weight \(layer 0\).*1 part\(s\).*split=",
+    ),
+    ("dims", CONFIG, {Q: random(4, 4, 6), K: random(16, 6)}, {0: torch.ones(4)}, r"shape \(4, 4, 6\)"),
+    ("bias", CONFIG, {**pair(), Q[:-6] + "bias": random(8)}, {0: torch.ones(4)}, "has 8 rows, its weight .* has 16"),
+    (
+        "no MLA",
+        CONFIG,
+        {"l.0.wq.weight": random(8, 4), "l.0.wkv_b.weight": random(8, 4)},
+        {0: torch.ones(2)},
+        "needs qk_nope_head_dim",
+    ),
+    ("only MLA", MLA, pair(), {0: torch.ones(4)}, "is no MLA projection: clip_config needs head_dim"),
+    ("shape", CONFIG, pair(), {0: torch.ones(1, 4)}, r"layer 0 needs a tensor of one dim.*\(1, 4\)"),
+    ("number", CONFIG, pair(), {0: 7.0}, "layer 0 needs a tensor of one dim.*got float"),
+    ("key", CONFIG, pair(), {(0,): torch.ones(4)}, r"the layer \(0,\) must be a number"),
+    ("list", CONFIG, pair(), [torch.ones(4)], "must map layers to tensors"),
+    ("no config", None, pair(), {0: torch.ones(4)}, "has no clip_config"),
+]
+
+
+@pytest.mark.parametrize(
+    ("config", "tensors", "logits", "message"), [one[1:] for one in BAD_LOGITS], ids=[one[0] for one in BAD_LOGITS]
+)
+def test_logits_that_cannot_be_applied(config: Any, tensors: Any, logits: Any, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        QKClip(config).check(parameters(tensors), logits)
+
+
+def test_a_long_list_of_projections_is_cut_short() -> None:
+    tensors = {name: tensor for layer in range(20) for name, tensor in pair(layer=layer).items()}
+    with pytest.raises(ConfigError, match="and 20 more"):
+        QKClip(CONFIG).check(parameters(tensors), {99: torch.ones(4)})
+
+
+def test_no_logits_no_clip() -> None:
+    tensors = pair()
+    for config in (CONFIG, None):
+        clip, params = QKClip(config), parameters(tensors)
+        before = {name: tensor.clone() for name, tensor in tensors.items()}
+        clip.check(params, None)
+        clip.apply(params, None)
+        if config:
+            with pytest.raises(ConfigError, match="qk_logits is empty"):
+                clip.check(params, {})
+        for name, tensor in tensors.items():
+            same(tensor, before[name])
+
+
+def test_frozen_projections_stay() -> None:
+    tensors = {name: nn.Parameter(tensor, requires_grad="q_proj" in name) for name, tensor in pair().items()}
+    before = {name: tensor.detach().clone() for name, tensor in tensors.items()}
+    QKClip(CONFIG).apply(parameters(tensors), {0: torch.full((4,), 40.0)})
+    same(tensors[K].detach(), before[K])
+    same(tensors[Q].detach(), clipped(before[Q], [[40.0]] * 4, 10.0, 4))
+
+
+@pytest.mark.parametrize("left_out", [True, False])
+def test_a_mask_on_the_device_leaves_everything_as_it_is(left_out: bool) -> None:
+    tensors = {name: nn.Parameter(tensor) for name, tensor in pair().items()}
+    before = {name: tensor.detach().clone() for name, tensor in tensors.items()}
+    QKClip(CONFIG).apply(parameters(tensors), {0: torch.full((4,), 40.0)}, skip_mask=torch.tensor(left_out))
+    assert torch.equal(tensors[Q].detach(), before[Q]) is left_out
+
+
+def test_layouts_are_read_at_every_step() -> None:
+    """Other logits, other parameters and another split of the same names are seen."""
+    clip = QKClip(CONFIG)
+    name = "h.0.c_attn.weight"
+    for split, heads in (((16, 8, 8), 4), ((8, 8, 16), 2), ((16, 8, 8), 4)):
+        param = nn.Parameter(random(32, 6))
+        clip.apply(parameters({name: param}, split=split), {0: torch.full((heads,), 40.0)})
+        wanted = random(32, 6)
+        wanted[: split[0] + split[1]] *= torch.tensor(0.25).sqrt()
+        same(param.detach(), wanted)
+    clip.apply(parameters({name: param}, split=(24, 4, 4)), {0: torch.full((6,), 40.0)})
+    assert not torch.equal(param.detach(), wanted)
+
+
+def test_parameters_may_change_their_places() -> None:
+    clip, logits = QKClip(CONFIG), {0: torch.full((4,), 40.0)}
+    for others in (0, 2, 1):
+        tensors = {f"other.{k}.weight": random(16, 6, seed=k) for k in range(others)}
+        tensors |= {name: nn.Parameter(tensor) for name, tensor in pair().items()}
+        clip.apply(parameters(tensors), logits)
+        for name, tensor in tensors.items():
+            wanted = (
+                random(16, 6, seed=int(name[6])) if name.startswith("other") else clipped(pair()[name], [[40.0]] * 4, 10.0, 4)
+            )
+            same(tensor.detach(), wanted)
+
+
+class NoWaiting(TorchDispatchMode):
+    """Fails where the host reads a number of a tensor."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        assert "_local_scalar_dense" not in str(func), "the host waits for the device"
+        assert "nonzero" not in str(func), "the host waits for the device"
+        return func(*args, **(kwargs or {}))
+
+
+def test_the_host_never_reads_a_logit() -> None:
+    tensors = {name: nn.Parameter(tensor) for name, tensor in {**pair(), **pair(layer=1)}.items()}
+    clip, logits = QKClip(CONFIG), {0: torch.full((4,), 40.0), 1: torch.full((4,), 50.0)}
+    params = parameters(tensors)
+    with NoWaiting():
+        clip.apply(params, logits, skip_mask=torch.tensor(False))
+        with pytest.raises(AssertionError, match="waits"):
+            logits[0].max().item()
+
+
+def muon_net(seed: int = 0) -> dict[str, nn.Parameter]:
+    return {name: nn.Parameter(tensor) for name, tensor in {**pair(4, 2), **pair(4, 2, layer=1)}.items()}
+
+
+def optimizer_of(params: dict[str, nn.Parameter], muon: bool = True, **options: Any) -> ClippedMuon:
+    return ClippedMuon([{"params": list(params.items()), "use_muon": muon}], lr=0.01, **options)
+
+
+@pytest.mark.parametrize("muon", [True, False])
+def test_a_step_clips_after_its_update(muon: bool) -> None:
+    """Momentum is that of a step without the clip; both kinds of groups are clipped."""
+    plain, params = muon_net(), muon_net()
+    ours, other = optimizer_of(params, muon, clip=CONFIG), optimizer_of(plain, muon, clip=None)
+    logits = {0: torch.tensor([20.0, 5.0, 80.0, 0.0]), 1: torch.tensor([1.0, 2.0, 3.0, 30.0])}
+    for step in range(3):
+        for k, name in enumerate(params):
+            params[name].grad = random(*params[name].shape, seed=10 * step + k)
+            plain[name].grad = random(*params[name].shape, seed=10 * step + k)
+        given = logits if step != 1 else None
+        ours.step(qk_logits=given)
+        other.step()
+        for name in params:
+            if given is not None:
+                values = logits[int(name.split(".")[2])].tolist()
+                heads = [[one] for one in values] if "q_proj" in name else [values[:2], values[2:]]
+                plain[name].data.copy_(clipped(plain[name].detach(), heads, 10.0, 4))
+            same(params[name].detach(), plain[name].detach())
+            for key, value in ours.state[params[name]].items():
+                same(value, other.state[plain[name]][key])
+
+
+def test_a_refused_step_writes_nothing() -> None:
+    params = muon_net()
+    optimizer = optimizer_of(params, clip=CONFIG)
+    before = {name: param.detach().clone() for name, param in params.items()}
+    for param in params.values():
+        param.grad = torch.ones_like(param)
+    with pytest.raises(ConfigError, match="layer 5"):
+        optimizer.step(qk_logits={0: torch.ones(4), 5: torch.ones(4)})
+    assert not optimizer.state
+    for name, param in params.items():
+        same(param.detach(), before[name])
+
+
+def test_copies_keep_the_options() -> None:
+    clip = QKClip(CONFIG)
+    clip.apply(parameters(muon_net()), {0: torch.full((4,), 40.0)})
+    for copied in (copy.deepcopy(clip), pickle.loads(pickle.dumps(clip))):
+        params = muon_net()
+        copied.apply(parameters(params), {0: torch.full((4,), 40.0)})
+        assert not torch.equal(params[Q].detach(), pair(4, 2)[Q])
+
+
+def test_the_signature_tells_layers_heads_and_values_apart() -> None:
+    clip = QKClip(CONFIG)
+    shown = [
+        clip.signature(one) for one in (None, {}, {0: torch.ones(4)}, {0: torch.zeros(4)}, {0: torch.ones(3)}, {1: torch.ones(4)})
+    ]
+    assert len(set(shown)) == 6
+    far = {0: torch.ones(4, device="meta")}, {0: torch.zeros(4, device="meta")}  # what the host cannot read is not compared
+    assert clip.signature(far[0]) == clip.signature(far[1])
+    layers = {0: torch.ones(4), 10: torch.ones(3), "vision.layers.0": torch.ones(4)}
+    assert clip.signature(layers) == clip.signature(dict(reversed(layers.items())))
+
+
+def test_the_order_of_layers_does_not_matter() -> None:
+    tensors = {name: tensor for layer in (0, 2, 10) for name, tensor in pair(layer=layer).items()}
+    logits = {layer: torch.tensor([20.0, 5.0, 80.0, 11.0]) + layer for layer in (0, 2, 10)}
+    one, other = apply(CONFIG, tensors, logits), apply(CONFIG, tensors, dict(reversed(logits.items())))
+    for name in tensors:
+        same(one[name], other[name])
+
+
+def test_a_logit_that_is_not_finite_is_counted_once_for_weights_of_two_dtypes() -> None:
+    tensors = pair()
+    name = "model.layers.0.self_attn.k_proj.weight"
+    tensors[name] = tensors[name].double()
+    clip = QKClip(CONFIG)
+    clip.apply(
+        parameters({name: nn.Parameter(one) for name, one in tensors.items()}), {0: torch.tensor([math.nan, 1.0, 1.0, 1.0])}
+    )
+    assert clip.nonfinite_logits == 1

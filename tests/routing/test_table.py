@@ -1,0 +1,155 @@
+"""The routing table and the warnings about what users get wrong."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from meshmuon import Muon, RoutingRow, RoutingWarning, get_default_muon_param_groups
+from tests.support.reference import make_params
+
+
+def named(name: str, *shape: int, use_muon: bool = True, **options: Any) -> dict[str, Any]:
+    return {"params": make_params(shape), "names": [name], "use_muon": use_muon, **options}
+
+
+def test_rows() -> None:
+    optimizer = Muon(
+        [
+            named("layers.0.up", 100, 25),
+            named("moe.experts.w1", 4, 25, 100, lr=0.004),
+            named("conv", 16, 9, 2, 2, conv="flatten", adjust_lr_fn="original", lr=0.01),
+            named("norm", 25, use_muon=False, lr=0.01),
+            named("temperature", use_muon=False),
+        ],
+        lr=0.001,
+        expert_keys=["experts"],
+    )
+    table = optimizer.routing_table()
+    assert table.warnings == ()
+    expected = [
+        ("layers.0.up", (100, 25), "muon", 1, 0.001 * 2.0, 0.001 * 0.2),
+        ("moe.experts.w1", (4, 25, 100), "muon", 4, 0.004 * 2.0, 0.004 * 0.2),
+        ("conv", (16, 9, 2, 2), "muon", 1, 0.01, 0.01 / 6.0),
+        ("norm", (25,), "adamw", 0, 0.01, 0.002),
+        ("temperature", (), "adamw", 0, 0.001, 0.0002),
+    ]
+    for row, (name, shape, route, matrices, lr, rms) in zip(table.rows, expected, strict=True):
+        assert (row.name, row.shape, row.layout, row.route, row.matrices) == (name, shape, "cpu", route, matrices)
+        assert row.lr == pytest.approx(lr)
+        assert row.rms == pytest.approx(rms)
+
+
+def test_text() -> None:
+    optimizer = Muon([named("layers.0.up", 100, 25), named("norm", 25, use_muon=False), named("t", use_muon=False)], lr=0.001)
+    assert str(optimizer.routing_table()).splitlines() == [
+        "parameter    shape   layout  route  matrices  lr     update rms",
+        "---------------------------------------------------------------",
+        "layers.0.up  100×25  cpu     muon   1         0.002  0.0002",
+        "norm         25      cpu     adamw  -         0.001  0.0002",
+        "t            scalar  cpu     adamw  -         0.001  0.0002",
+    ]
+
+
+def test_a_row_as_text() -> None:
+    assert str(RoutingRow("w", (3, 4), "cpu", "muon", 1, 0.25, 0.5)) == "w  3×4  cpu  muon  1  0.25  0.5"
+
+
+def test_the_table_follows_the_group() -> None:
+    optimizer = Muon([named("w", 100, 25)], lr=0.001)
+    optimizer.param_groups[0]["lr"] = torch.tensor(0.5)
+    table = optimizer.routing_table()
+    assert table.rows[0].lr == pytest.approx(1.0)
+    assert len(table.warnings) == 1
+    assert str(table).splitlines()[-1] == f"warning: {table.warnings[0]}"
+
+
+@pytest.mark.parametrize("name", ["embed_tokens.weight", "lm_head.weight", "module.output.weight"])
+def test_a_table_in_muon_warns(name: str) -> None:
+    with pytest.warns(RoutingWarning, match=f"{name} looks like an embedding or an output head.*use_muon=False"):
+        Muon([named(name, 10, 4)])
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["layers.0.attn.qkv.weight", "layers.0.attn.qkv_proj.weight", "h.0.attn.c_attn.weight", "layers.0.mlp.gate_up_proj.weight"],
+)
+def test_fused_projections_warn(name: str) -> None:
+    with pytest.warns(RoutingWarning, match=f"{name} looks like several projections fused"):
+        Muon([named(name, 12, 4)])
+
+
+@pytest.mark.parametrize("expert_dims", ["out_in", "in_out"])
+def test_fused_experts_warn(expert_dims: str) -> None:
+    """They hold several matrices in any case; whether each is a fused one is another question."""
+    options: dict[str, Any] = {"expert_keys": ["experts"], "expert_dims": expert_dims}
+    name = "layers.0.experts.gate_up_proj"
+    with pytest.warns(RoutingWarning, match=f"{name} looks like several projections fused.*each of its experts as one matrix"):
+        Muon([named(name, 4, 8, 8, **options)])
+
+
+@pytest.mark.parametrize("split", [4, (4, 4), (8,), lambda name, shape: 4])
+def test_fused_weights_that_are_split_do_not_warn(split: Any, recwarn: pytest.WarningsRecorder) -> None:
+    options: dict[str, Any] = {"expert_keys": ["experts"], "split": split}
+    Muon([named("layers.0.experts.gate_up_proj", 4, 8, 8, **options), named("layers.0.qkv.weight", 8, 8, **options)])
+    assert not [one for one in recwarn if issubclass(one.category, RoutingWarning)]
+
+
+def test_a_group_that_is_added_warns() -> None:
+    """Of itself alone, by its own number, at the caller's line."""
+    with pytest.warns(RoutingWarning):
+        optimizer = Muon([named("qkv.weight", 8, 4)])
+    with pytest.warns(RoutingWarning) as record:
+        optimizer.add_param_group(named("lm_head.weight", 8, 4, lr=0.5))
+    texts = [str(one.message) for one in record]
+    assert len(texts) == 2
+    assert texts[0].startswith("group 1: lr=0.5 with")
+    assert texts[1].startswith("lm_head.weight looks like an embedding or an output head")
+    assert {one.filename for one in record} == {__file__}
+
+
+def test_torchs_attention_warns() -> None:
+    model = nn.MultiheadAttention(4, 2)
+    with pytest.warns(RoutingWarning, match="in_proj_weight looks like several projections fused"):
+        Muon(get_default_muon_param_groups(model))
+
+
+@pytest.mark.parametrize(
+    ("rule", "lr", "message"),
+    [
+        ("match_rms_adamw", 0.02, 'group 0: lr=0.02 with adjust_lr_fn="match_rms_adamw" moves entries by 0.004.*"original"'),
+        ("original", 3e-4, 'group 0: lr=0.0003 is small for adjust_lr_fn="original".*"match_rms_adamw"'),
+        ("spectral", 3e-4, 'group 0: lr=0.0003 is small for adjust_lr_fn="spectral"'),
+    ],
+)
+def test_lr_of_the_wrong_convention_warns(rule: str, lr: float, message: str) -> None:
+    with pytest.warns(RoutingWarning, match=message):
+        Muon([named("w", 4, 4)], lr=lr, adjust_lr_fn=rule)
+    with pytest.warns(RoutingWarning, match=message):
+        Muon([named("w", 4, 4)], lr=torch.tensor(lr, dtype=torch.float64), adjust_lr_fn=rule)
+
+
+@pytest.mark.parametrize(
+    ("rule", "lr"),
+    [
+        ("match_rms_adamw", 0.019),
+        ("match_rms_adamw", 0.0),
+        ("original", 0.02),
+        ("original", 0.0),
+        ("spectral", 2e-3),
+        (lambda rows, cols: 1.0, 1e-6),
+    ],
+)
+def test_usual_rates_do_not_warn(rule: Any, lr: float, recwarn: pytest.WarningsRecorder) -> None:
+    """lr=0 is how warm-up starts."""
+    Muon([named("w", 4, 4), named("lm_head.weight", 4, 4, use_muon=False, lr=0.3)], lr=lr, adjust_lr_fn=rule)
+    assert not [warning for warning in recwarn if issubclass(warning.category, RoutingWarning)]
+
+
+def test_several_warnings_are_all_given() -> None:
+    with pytest.warns(RoutingWarning) as record:
+        Muon([named("embed.weight", 8, 4), named("qkv.weight", 8, 4)], lr=0.5)
+    assert len(record) == 4  # two rates, two routes

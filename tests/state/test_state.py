@@ -1,0 +1,324 @@
+"""State as a user's asset: saving, loading, copying, and refusing what belongs to something else."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from meshmuon import Muon, StateError, keller
+from tests.support.reference import LR, assert_same_bits, copies, group, make_params, muon, run
+
+SHAPES = ((8, 12), (12, 8), (8, 12), (3, 6, 4), (5,), (7, 2))
+
+
+def build(params: Sequence[Tensor], **options: Any) -> Muon:
+    """Matrices and experts in Muon, the last two parameters in AdamW."""
+    written = [group(params[:4], prefix="experts", expert_keys=["experts"]), group(params[4:], use_muon=False, prefix="norms")]
+    return Muon(written, **{"lr": LR, **options})
+
+
+def through_disk(state_dict: dict[str, Any]) -> dict[str, Any]:
+    file = io.BytesIO()
+    torch.save(state_dict, file)
+    file.seek(0)
+    loaded: dict[str, Any] = torch.load(file, weights_only=True)
+    return loaded
+
+
+OPTIONS: list[dict[str, Any]] = [
+    {},
+    {"momentum_dtype": torch.bfloat16},
+    {"momentum_dtype": torch.float64, "compute_dtype": torch.float64},
+    {"scheme": keller(3), "ns_steps": 3, "nesterov": False, "adjust_lr_fn": "spectral", "maximize": True},
+    {"scheme": [(3.0, -3.2, 1.3), (1.9, -1.3, 0.4)], "ns_steps": 2, "lr": torch.tensor(2.0**-8)},
+]
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=["defaults", "bfloat16", "float64", "keller", "triples"])
+def test_a_resumed_run_has_the_bits_of_an_uninterrupted_one(options: dict[str, Any]) -> None:
+    whole = make_params(*SHAPES)
+    uninterrupted = build(whole, **options)
+    run(uninterrupted, whole, range(6))
+    params = make_params(*SHAPES)
+    optimizer = build(params, **options)
+    run(optimizer, params, range(3))
+    saved = through_disk(optimizer.state_dict())
+    resumed = copies(params)
+    fresh = build(resumed)  # all options come back with the state
+    fresh.load_state_dict(saved)
+    run(fresh, resumed, range(3, 6))
+    assert_same_bits(resumed, whole)
+    for a, b in zip(resumed, whole, strict=True):
+        assert list(fresh.state[a]) == list(uninterrupted.state[b])
+        assert_same_bits(fresh.state[a].values(), uninterrupted.state[b].values())
+
+
+def test_a_scheme_given_to_a_group_survives_the_disk() -> None:
+    """Whoever loads with weights_only=True reads plain numbers only."""
+    params = make_params((8, 12), (6, 4))
+    optimizer = Muon([group(params[:1], scheme=keller(3), ns_steps=3)], lr=LR)
+    optimizer.add_param_group(group(params[1:], prefix="late", scheme=keller(2), ns_steps=2))
+    run(optimizer, params, [0])
+    twins = copies(params)
+    fresh = Muon([group(twins[:1]), group(twins[1:], prefix="late")], lr=LR)
+    fresh.load_state_dict(through_disk(optimizer.state_dict()))
+    run(optimizer, params, [1])
+    run(fresh, twins, [1])
+    assert_same_bits(twins, params)
+
+
+def test_names_of_state() -> None:
+    params = make_params(*SHAPES)
+    optimizer = build(params)
+    run(optimizer, params, [0])
+    state = optimizer.state_dict()["state"]
+    assert [sorted(state[k]) for k in range(6)] == [["momentum_buffer"]] * 4 + [["exp_avg", "exp_avg_sq", "step"]] * 2
+    for k, param in enumerate(params[:4]):
+        assert state[k]["momentum_buffer"].shape == param.shape
+
+
+@pytest.mark.parametrize("saved_dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_momentum_dtype_survives_loading(saved_dtype: torch.dtype) -> None:
+    """torch casts loaded state to the parameter's dtype; momentum keeps the one it was saved in, bit for bit."""
+    params = make_params((8, 12), (6, 4), dtype=torch.bfloat16)
+    optimizer = muon(params, momentum_dtype=saved_dtype)
+    run(optimizer, params, range(3))
+    twins = copies(params)
+    fresh = muon(twins)
+    fresh.load_state_dict(through_disk(optimizer.state_dict()))
+    for twin, param in zip(twins, params, strict=True):
+        assert_same_bits([fresh.state[twin]["momentum_buffer"]], [optimizer.state[param]["momentum_buffer"]])
+    assert fresh.param_groups[0]["momentum_dtype"] == saved_dtype
+    run(optimizer, params, [3])
+    run(fresh, twins, [3])
+    assert_same_bits(twins, params)
+
+
+def test_loading_leaves_the_saved_state_alone() -> None:
+    params = make_params((8, 12), dtype=torch.bfloat16)
+    optimizer = muon(params, momentum_dtype=torch.float32)
+    run(optimizer, params, [0])
+    saved = copy.deepcopy(optimizer.state_dict())
+    kept = saved["state"][0]["momentum_buffer"].clone()
+    twins = copies(params)
+    fresh = muon(twins)
+    fresh.load_state_dict(saved)
+    run(fresh, twins, [1])
+    assert_same_bits([saved["state"][0]["momentum_buffer"]], [kept])
+
+
+def test_options_unknown_to_the_saving_version_keep_their_defaults() -> None:
+    params = make_params((8, 12))
+    optimizer = muon(params, momentum=0.7)
+    run(optimizer, params, [0])
+    saved = optimizer.state_dict()
+    for key in ("conv", "momentum_dtype", "maximize", "use_muon", "param_names"):
+        del saved["param_groups"][0][key]
+    twins = copies(params)
+    fresh = muon(twins, maximize=True)
+    fresh.load_state_dict(saved)
+    loaded = fresh.param_groups[0]
+    assert (loaded["momentum"], loaded["maximize"], loaded["conv"], loaded["param_names"]) == (
+        0.7,
+        True,
+        None,
+        ["layers.0.weight"],
+    )
+
+
+def test_saved_before_the_first_step() -> None:
+    params = make_params(*SHAPES)
+    twins = copies(params)
+    first, second = build(params), build(twins)
+    second.load_state_dict(through_disk(first.state_dict()))
+    run(first, params, range(2))
+    run(second, twins, range(2))
+    assert_same_bits(twins, params)
+
+
+@pytest.mark.parametrize("way", ["deepcopy", "pickle"])
+def test_copies_are_independent_and_go_on_alike(way: str) -> None:
+    params = make_params(*SHAPES)
+    optimizer = build(params, chunk_size=2, scheme=keller(4), ns_steps=4, deterministic=True)
+    run(optimizer, params, range(2))
+    twin: Muon = copy.deepcopy(optimizer) if way == "deepcopy" else pickle.loads(pickle.dumps(optimizer))
+    twins = [param for written in twin.param_groups for param in written["params"]]
+    assert_same_bits(twins, params)
+    run(twin, twins, range(2, 4))
+    moved = copies(twins)
+    run(optimizer, params, range(2, 4))
+    assert_same_bits(params, moved)
+    assert_same_bits(twins, moved)
+    assert twin.workspace_bytes() == optimizer.workspace_bytes() > 0
+    assert str(twin.routing_table()) == str(optimizer.routing_table())
+
+
+def test_a_pickled_model_and_optimizer_stay_together() -> None:
+    model = nn.Sequential(nn.Linear(4, 6, bias=False), nn.Linear(6, 3, bias=False))
+    optimizer = muon(list(model.parameters()))
+    model2, optimizer2 = pickle.loads(pickle.dumps((model, optimizer)))
+    assert all(a is b for a, b in zip(model2.parameters(), optimizer2.param_groups[0]["params"], strict=True))
+
+
+def test_loading_hooks_may_adapt_a_foreign_state() -> None:
+    """As in torch: a pre-hook sees the state first, so what it repairs is not refused."""
+    params = make_params((8, 12))
+    optimizer = muon(params, momentum_dtype=torch.float32)
+    run(optimizer, params, [0])
+    foreign = copy.deepcopy(optimizer.state_dict())
+    foreign["state"] = {0: {"buf": foreign["state"][0]["momentum_buffer"]}}
+    fresh = muon(copies(params))
+
+    def rename(_: torch.optim.Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
+        return {**state_dict, "state": {key: {"momentum_buffer": entry["buf"]} for key, entry in state_dict["state"].items()}}
+
+    fresh.register_load_state_dict_pre_hook(rename)
+    fresh.load_state_dict(foreign)
+    (state,) = fresh.state.values()
+    assert_same_bits([state["momentum_buffer"]], [foreign["state"][0]["buf"]])
+
+
+def test_a_refused_state_leaves_no_hook_behind() -> None:
+    """The check runs as the last hook of one loading; a second loading is checked afresh, once."""
+    params = make_params((8, 12))
+    optimizer = muon(params)
+    run(optimizer, params, [0])
+    good = copy.deepcopy(optimizer.state_dict())
+    bad = {**good, "param_groups": good["param_groups"] * 2}
+    for _ in range(2):
+        with pytest.raises(StateError, match="2 groups"):
+            optimizer.load_state_dict(bad)
+        assert not optimizer._optimizer_load_state_dict_pre_hooks
+        optimizer.load_state_dict(good)
+        assert not optimizer._optimizer_load_state_dict_pre_hooks
+
+
+def swapped(state_dict: dict[str, Any]) -> dict[str, Any]:
+    """Every parameter as if it had been optimized by AdamW, by an optimizer that does not say so."""
+    for saved in state_dict["param_groups"]:
+        saved.pop("use_muon")
+    moments = {"step": torch.tensor(1.0)}
+    for key, entry in state_dict["state"].items():
+        shape = next(value.shape for value in entry.values() if value.dim())
+        state_dict["state"][key] = {**moments, "exp_avg": torch.zeros(shape), "exp_avg_sq": torch.zeros(shape)}
+    return state_dict
+
+
+def all_momentum(state_dict: dict[str, Any]) -> dict[str, Any]:
+    for saved in state_dict["param_groups"]:
+        saved.pop("use_muon")
+    for key, entry in state_dict["state"].items():
+        shape = next(value.shape for value in entry.values() if value.dim())
+        state_dict["state"][key] = {"momentum_buffer": torch.zeros(shape)}
+    return state_dict
+
+
+def with_group(change: dict[str, Any]) -> Any:
+    def edit(state_dict: dict[str, Any]) -> dict[str, Any]:
+        state_dict["param_groups"][0].update(change)
+        return state_dict
+
+    return edit
+
+
+def other_shape(key: int, name: str) -> Any:
+    def edit(state_dict: dict[str, Any]) -> dict[str, Any]:
+        state_dict["state"][key][name] = torch.zeros(3, 3)
+        return state_dict
+
+    return edit
+
+
+def incomplete(state_dict: dict[str, Any]) -> dict[str, Any]:
+    del state_dict["state"][4]["exp_avg_sq"]
+    return state_dict
+
+
+def one_group_less(state_dict: dict[str, Any]) -> dict[str, Any]:
+    state_dict["param_groups"].pop()
+    return state_dict
+
+
+@pytest.mark.parametrize(
+    ("edit", "message"),
+    [
+        (
+            swapped,
+            r"experts\.0\.weight is optimized by Muon and needs \['momentum_buffer'\], but its saved state has \['exp_avg'",
+        ),
+        (all_momentum, r"norms\.0\.weight is optimized by AdamW and needs .*'exp_avg_sq'\], but .* \['momentum_buffer'\]"),
+        (
+            other_shape(1, "momentum_buffer"),
+            r"experts\.1\.weight has shape \(12, 8\), but its saved momentum_buffer has \(3, 3\)",
+        ),
+        (other_shape(5, "exp_avg_sq"), r"norms\.1\.weight has shape \(7, 2\), but its saved exp_avg_sq has \(3, 3\)"),
+        (incomplete, r"norms\.0\.weight is optimized by AdamW .* but its saved state has \['exp_avg', 'step'\]"),
+        (one_group_less, r"the state_dict has 1 groups, this optimizer 2"),
+        (with_group({"params": [0, 1]}), r"group 0 has 4 parameters, the state_dict's has 2: it was saved from another model"),
+        (with_group({"use_muon": False}), r"use_muon=True, the state_dict's has False.*"),
+        (with_group({"use_muon": False}), r"experts\.0\.weight"),
+    ],
+)
+def test_state_of_something_else_is_refused(edit: Any, message: str) -> None:
+    """Refused before anything is overwritten, with the first parameter that does not fit."""
+    params = make_params(*SHAPES)
+    optimizer = build(params)
+    run(optimizer, params, [0])
+    foreign = edit(copy.deepcopy(optimizer.state_dict()))
+    for saved in foreign["param_groups"]:
+        saved["lr"] = 123.0
+    before = copy.deepcopy(optimizer.state_dict())
+    with pytest.raises(StateError, match=message):
+        optimizer.load_state_dict(foreign)
+    after = optimizer.state_dict()
+    assert after["param_groups"] == before["param_groups"]
+    for key, entry in before["state"].items():
+        assert_same_bits(after["state"][key].values(), entry.values())
+
+
+def test_state_of_torch_adamw_is_refused_for_matrices() -> None:
+    params = make_params((8, 12))
+    adam = torch.optim.AdamW(copies(params))
+    run(adam, adam.param_groups[0]["params"], [0])
+    with pytest.raises(StateError, match=r"layers\.0\.weight is optimized by Muon"):
+        muon(params).load_state_dict(adam.state_dict())
+
+
+def test_an_option_that_the_saved_groups_do_not_know_stays() -> None:
+    """A checkpoint from before an option existed must not take it away from a group."""
+    param = torch.nn.Parameter(torch.randn(12, 4))
+    optimizer = Muon([{"params": [param], "names": ["qkv"], "use_muon": True, "split": (6, 6)}])
+    saved = optimizer.state_dict()
+    del saved["param_groups"][0]["split"]
+    optimizer.load_state_dict(saved)
+    assert optimizer.param_groups[0]["split"] == (6, 6)
+
+
+def test_step_counts_come_back_as_the_step_needs_them() -> None:
+    """Saved as a number, or in another dtype or shape; a matrix of Muon has none, and what it is given is not looked at."""
+    params = make_params(*SHAPES)
+    optimizer = build(params)
+    run(optimizer, params, range(2))
+    saved = copy.deepcopy(optimizer.state_dict())
+    for key, entry in saved["state"].items():
+        if "step" in entry:
+            entry["step"] = (2, torch.tensor([2], dtype=torch.int64))[key % 2]
+        else:
+            entry["step"] = "of another optimizer"
+    twins = copies(params)
+    fresh = build(twins)
+    fresh.load_state_dict(saved)
+    for twin in twins[4:]:
+        step = fresh.state[twin]["step"]
+        assert isinstance(step, Tensor)
+        assert (step.dtype, tuple(step.shape), float(step)) == (torch.float32, (), 2.0)
+    run(fresh, twins, range(2, 4))
+    run(optimizer, params, range(2, 4))
+    assert_same_bits(twins, params)

@@ -1,0 +1,184 @@
+"""A step on a mesh beside the same step on one device: the same parameters, gradients and options on both sides."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from meshmuon import Muon
+from tests.support.clear_cuts import clearly_cut
+from tests.support.hostile import misplaced
+from tests.support.tensors import local, same
+
+STEPS = 5
+
+
+@dataclass(frozen=True)
+class Param:
+    """A parameter of a case: its global shape, where it lies, and in which steps it has a gradient."""
+
+    shape: tuple[int, ...]
+    mesh: int | None = 0  # index into the case's meshes; None is a plain tensor
+    placements: tuple[Any, ...] = ()
+    dtype: torch.dtype = torch.float32
+    muon: bool = True
+    unused: tuple[int, ...] = ()
+    frozen: bool = False
+
+
+@dataclass(frozen=True)
+class Case:
+    params: tuple[Param, ...]
+    options: dict[str, Any] = field(default_factory=dict)
+    steps: int = STEPS
+    threads: int = 1
+    misplaced: bool = False  # parameters and gradients at addresses that no allocator would choose
+
+
+def initial(case: Case) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    return [_put(case, k, torch.randn(param.shape, generator=generator).to(param.dtype)) for k, param in enumerate(case.params)]
+
+
+def gradient(case: Case, step: int, k: int) -> Tensor | None:
+    param = case.params[k]
+    if param.frozen or step in param.unused:
+        return None
+    generator = torch.Generator().manual_seed(1000 * (step + 1) + k)
+    return _put(case, k + step, torch.randn(param.shape, generator=generator).to(param.dtype))
+
+
+def _put(case: Case, k: int, value: Tensor) -> Tensor:
+    return misplaced(value, 1 + k % 15) if case.misplaced else value
+
+
+def build(case: Case, params: Sequence[nn.Parameter], **options: Any) -> Muon:
+    groups: list[dict[str, Any]] = []
+    for use_muon in (True, False):
+        chosen = [k for k, param in enumerate(case.params) if param.muon is use_muon]
+        if chosen:
+            names = [f"layers.{k}.experts.weight" if len(case.params[k].shape) == 3 else f"layers.{k}.weight" for k in chosen]
+            groups.append({"params": [params[k] for k in chosen], "names": names, "use_muon": use_muon})
+    return Muon(groups, lr=0.01, **{"expert_keys": ["experts"], **case.options, **options})
+
+
+def run(
+    case: Case, params: Sequence[nn.Parameter], grads: Any, *, watch: Callable[[Muon], None] | None = None, **options: Any
+) -> tuple[list[Tensor], list[Tensor | None], Muon]:
+    """This rank's part of the parameters and of their momentum (AdamW: first moment) after all steps; ``watch`` sees each."""
+    optimizer = build(case, params, **options)
+    for step in range(case.steps):
+        for k, param in enumerate(params):
+            param.grad = grads(step, k)
+        optimizer.step()
+        if watch is not None:
+            watch(optimizer)
+    momentum = [optimizer.state[p].get("momentum_buffer", optimizer.state[p].get("exp_avg")) for p in params]
+    return [local(p) for p in params], [None if m is None else local(m) for m in momentum], optimizer
+
+
+def _trainable(case: Case, values: Sequence[Tensor]) -> list[nn.Parameter]:
+    return [as_parameter(value, not param.frozen) for value, param in zip(values, case.params, strict=True)]
+
+
+def as_parameter(value: Tensor, requires_grad: bool) -> nn.Parameter:
+    """``nn.Parameter(value)``, which for a DTensor begins with ``detach()``; this leaves that out.
+
+    Before that operation torch 2.15 lists all combinations of placements over the axes of the mesh, in each of the threads that
+    are ranks here: half a minute for one case on 12 ranks.
+    """
+    if not isinstance(value, DTensor):
+        return nn.Parameter(value, requires_grad=requires_grad)
+    value._is_param = True
+    return value.requires_grad_(requires_grad)  # type: ignore[return-value]
+
+
+def single(case: Case) -> tuple[list[Tensor], list[Tensor | None]]:
+    """The same on one device, with whole tensors."""
+    params = _trainable(case, initial(case))
+    values, momentum, _ = run(case, params, lambda step, k: gradient(case, step, k))
+    return values, momentum
+
+
+def place(case: Case, meshes: Sequence[DeviceMesh], k: int, value: Tensor) -> Tensor:
+    """Torch itself cuts a whole tensor as parameter ``k`` is cut."""
+    param = case.params[k]
+    if param.mesh is None:
+        return _put(case, k + 5, value.clone())
+    placements = clearly_cut(param.shape, meshes[param.mesh].shape, param.placements)
+    cut = distribute_tensor(value.clone(), meshes[param.mesh], list(placements), src_data_rank=None)  # torch 2.9 gives views
+    if not case.misplaced:
+        return cut
+    shard = _put(case, k + dist.get_rank(), cut.to_local())
+    return DTensor.from_local(shard, cut.device_mesh, cut.placements, run_check=False, shape=cut.shape, stride=cut.stride())
+
+
+def sharded(case: Case, meshes: Sequence[DeviceMesh], **options: Any) -> tuple[list[Tensor], list[Tensor | None], Muon]:
+    """The case on this rank of a process group."""
+
+    def grad(step: int, k: int) -> Tensor | None:
+        value = gradient(case, step, k)
+        return None if value is None else place(case, meshes, k, value)
+
+    values = [place(case, meshes, k, value) for k, value in enumerate(initial(case))]
+    params = _trainable(case, values)
+    return run(case, params, grad, **options)
+
+
+def check(case: Case, meshes: Sequence[DeviceMesh], expected: tuple[list[Tensor], list[Tensor | None]], **options: Any) -> Muon:
+    """Runs the case on this rank and demands the bits that one device found, cut by torch."""
+    params, momenta, optimizer = sharded(case, meshes, **options)
+    _check_shards(case, meshes, (params, momenta), expected)
+    return optimizer
+
+
+def _check_shards(
+    case: Case,
+    meshes: Sequence[DeviceMesh],
+    actual: tuple[list[Tensor], list[Tensor | None]],
+    expected: tuple[list[Tensor], list[Tensor | None]],
+) -> None:
+    """Demands of this rank's parameters and momenta the bits of whole ones, cut by torch."""
+    for k in range(len(case.params)):
+        same(actual[0][k], local(place(case, meshes, k, expected[0][k])), f"parameter {k}")
+        momentum, whole = actual[1][k], expected[1][k]
+        assert (momentum is None) == (whole is None), f"momentum {k}"
+        if momentum is not None and whole is not None:
+            same(momentum, local(place(case, meshes, k, whole)), f"momentum {k}")
+
+
+def check_missing(case: Case, mesh: DeviceMesh, without_gradient: dict[tuple[int, int], set[int]]) -> None:
+    """Runs a case in which, at (step, parameter), some ranks lack the gradient, against zeros on one device."""
+    rank = dist.get_rank()
+
+    def shard(step: int, k: int) -> Tensor | None:
+        value = gradient(case, step, k)
+        if value is None or rank in without_gradient.get((step, k), set()):
+            return None
+        return place(case, [mesh], k, value)
+
+    def zeroed(step: int, k: int) -> Tensor | None:
+        value = gradient(case, step, k)
+        for other in sorted(without_gradient.get((step, k), set())):
+            assert value is not None
+            value = without_shard(value, other, dist.get_world_size(), case.params[k].placements[0].dim)
+        return value
+
+    actual = run(case, [nn.Parameter(place(case, [mesh], k, value)) for k, value in enumerate(initial(case))], shard)
+    expected = run(case, [nn.Parameter(value) for value in initial(case)], zeroed)
+    _check_shards(case, [mesh], actual[:2], expected[:2])
+
+
+def without_shard(value: Tensor, rank: int, world: int, dim: int) -> Tensor:
+    """Zeros where torch's Shard(dim) puts the part of ``rank``."""
+    chunks = list(value.chunk(world, dim))
+    if rank < len(chunks):
+        chunks[rank] = torch.zeros_like(chunks[rank])
+    return torch.cat(chunks, dim)

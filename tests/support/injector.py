@@ -1,0 +1,151 @@
+"""Injects a fault into one rank, in one step, in one phase of it. Only for ranks that are processes."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+
+from meshmuon.agree.planner import Planner
+from meshmuon.execute.ortho_batch import OrthoBatch
+from meshmuon.execute.shard_views import ShardViews
+from meshmuon.optim import muon
+from meshmuon.transport import Agreement, Exchange
+
+Action = Callable[[], None]
+
+PHASES = (
+    "before the agreement",
+    "in the agreement",
+    "making ready",
+    "before the gather",
+    "gather",
+    "orthogonalise",
+    "before the scatter",
+    "scatter",
+    "adamw",
+    "update",
+)
+_STARTED = {"before the gather": "gather", "gather": "gather", "before the scatter": "scatter", "scatter": "scatter"}
+
+# How far the other ranks must have come when the rank of the fault dies, so that none of them is still in an earlier phase.
+_AWAITED = {
+    **dict.fromkeys(("before the agreement", "in the agreement", "making ready"), "before the agreement"),
+    **dict.fromkeys(("before the gather", "gather", "orthogonalise"), "before the gather"),
+    **dict.fromkeys(("before the scatter", "scatter", "adamw", "update"), "before the scatter"),
+}
+_MOST_SECONDS = 100.0  # after which a file that does not come is an error
+
+
+@dataclass(frozen=True)
+class Fault:
+    """``action`` happens on ``rank`` in ``step``, the first time that ``phase`` is reached.
+
+    The other ranks touch ``arrived<rank>`` in ``folder`` once they have come as far as ``_AWAITED`` says.
+    """
+
+    rank: int
+    step: int
+    phase: str
+    action: Action
+    folder: Path
+
+    @contextmanager
+    def armed(self, rank: int, step: int) -> Iterator[None]:
+        """Around the step of every rank; does nothing but in the step that the fault is for."""
+        if step != self.step:
+            yield
+            return
+        if rank == self.rank:
+            hooks = _hooked(self.phase, _once(self.action))
+        else:
+            hooks = _hooked(_AWAITED[self.phase], _once((self.folder / f"arrived{rank}").touch))
+        with hooks:
+            yield
+
+
+def fail_at(rank: int, step: int, phase: str, action: Action, folder: Path) -> Fault:
+    assert phase in PHASES, phase
+    return Fault(rank, step, phase, action, folder)
+
+
+def kill_this_rank(folder: Path, others: int) -> None:
+    """The process dies as it does when memory runs out, once ``others`` ranks have arrived where they will wait for it."""
+    await_files(folder, "arrived*", others)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def await_files(folder: Path, pattern: str, count: int) -> None:
+    """Waits until ``folder`` has ``count`` files that match ``pattern``."""
+    end = time.monotonic() + _MOST_SECONDS
+    while len(files := list(folder.glob(pattern))) < count:
+        assert time.monotonic() < end, f"of {count} {pattern} there are {[file.name for file in files]}"
+        time.sleep(0.01)
+
+
+def _once(action: Action) -> Action:
+    left = [action]
+    return lambda: left.pop()() if left else None
+
+
+def _hooked(phase: str, action: Action) -> Any:
+    """Patches the one place where ``phase`` happens."""
+    if phase in _STARTED:
+        return _around_start(phase, action)
+    if phase == "in the agreement":
+        return _half_sent(action)
+    if phase == "making ready":
+        return _before(Planner, "confirm", action)
+    owner, name = {
+        "before the agreement": (Agreement, "decide"),
+        "orthogonalise": (OrthoBatch, "orthogonalise"),
+        "adamw": (muon, "adamw_step"),
+        "update": (ShardViews, "apply"),
+    }[phase]
+    return _before(owner, name, action)
+
+
+def _before(owner: Any, name: str, action: Action) -> Any:
+    original = getattr(owner, name)
+
+    def hooked(*args: Any, **options: Any) -> Any:
+        action()
+        return original(*args, **options)
+
+    return patch.object(owner, name, hooked)
+
+
+def _around_start(phase: str, action: Action) -> Any:
+    """Before or after an exchange was started."""
+    original, direction, first = Exchange.start, _STARTED[phase], phase.startswith("before")
+
+    def start(self: Exchange, *args: Any, phase: str) -> Any:
+        if phase == direction and first:
+            action()
+        pending = original(self, *args, phase=phase)
+        if phase == direction and not first:
+            action()
+        return pending
+
+    return patch.object(Exchange, "start", start)
+
+
+def _half_sent(action: Action) -> Any:
+    """After a reduction was started and before it is over."""
+    original = dist.all_reduce
+
+    def all_reduce(tensor: torch.Tensor, *args: Any, **options: Any) -> Any:
+        pending = original(tensor, *args, **{**options, "async_op": True})
+        action()
+        return pending.wait()
+
+    return patch.object(dist, "all_reduce", all_reduce)

@@ -1,0 +1,109 @@
+"""Hypothesis strategies for cases: random meshes, placements, parameters and options."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from hypothesis import strategies as st
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.placement_types import _StridedShard
+
+from .cases import Case, Param
+
+AXES = ("a", "b", "c")
+
+
+@dataclass(frozen=True)
+class Layouts:
+    """The meshes of a case: the first has ``shape``, the others are named."""
+
+    shape: tuple[int, ...]
+    others: tuple[str, ...] = ()  # "flat" and "turned" are meshes of their own over the same ranks; "a", "b" are slices
+
+    @property
+    def world(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def shapes(self) -> list[tuple[int, ...]]:
+        known = {"flat": (self.world,), "turned": self.shape[::-1]}
+        return [self.shape, *(known[name] if name in known else (self.shape[AXES.index(name)],) for name in self.others)]
+
+    def build(self) -> list[DeviceMesh]:
+        ranks = torch.arange(self.world)
+        first = DeviceMesh("cpu", ranks.reshape(self.shape), mesh_dim_names=AXES[: len(self.shape)])
+        made = {
+            "flat": lambda: DeviceMesh("cpu", ranks, mesh_dim_names=("flat",)),
+            "turned": lambda: DeviceMesh("cpu", ranks.reshape(self.shape[::-1])),
+        }
+        return [first, *(made[name]() if name in made else first[name] for name in self.others)]
+
+
+ONE_AXIS = [(1,), (2,), (3,), (4,), (5,), (7,), (8,), (16,)]
+MORE_AXES = [(2, 2), (2, 3), (3, 2), (1, 4), (2, 4), (4, 2), (2, 8), (4, 4), (2, 2, 2), (2, 1, 3), (3, 2, 2), (2, 2, 4)]
+
+
+@st.composite
+def mesh_layouts(draw: Any) -> Layouts:
+    shape = draw(st.sampled_from(ONE_AXIS + 2 * MORE_AXES[:6] + MORE_AXES[6:]))
+    more = ["flat"] if len(shape) == 1 else ["flat", "turned", *AXES[: len(shape)]]
+    return Layouts(shape, tuple(draw(st.lists(st.sampled_from(more), max_size=2, unique=True))))
+
+
+def placements(dims: int, axes: int) -> st.SearchStrategy[tuple[Any, ...]]:
+    shard = st.builds(Shard, st.integers(0, dims - 1))
+    strided = st.builds(lambda dim, factor: _StridedShard(dim, split_factor=factor), st.integers(0, dims - 1), st.integers(2, 4))
+    return st.tuples(*[st.one_of(shard, shard, st.just(Replicate()), strided)] * axes)
+
+
+SIZES = st.sampled_from([1, 2, 3, 4, 5, 6, 7, 8, 9, 11, 12, 16, 17])
+DTYPES = st.sampled_from([torch.float32] * 4 + [torch.bfloat16, torch.float64])
+
+
+@st.composite
+def case_params(draw: Any, layouts: Layouts, steps: int) -> Param:
+    muon = draw(st.sampled_from([True, True, True, False]))
+    dims = draw(st.sampled_from([2, 2, 2, 3])) if muon else draw(st.sampled_from([1, 1, 2]))
+    mesh = draw(st.sampled_from([*range(len(layouts.shapes)), *range(len(layouts.shapes)), None]))
+    return Param(
+        shape=tuple(draw(SIZES) for _ in range(dims)),
+        mesh=mesh,
+        placements=() if mesh is None else draw(placements(dims, len(layouts.shapes[mesh]))),
+        dtype=draw(DTYPES),
+        muon=muon,
+        unused=tuple(draw(st.sets(st.integers(0, steps - 1), max_size=2))) if draw(st.integers(0, 3)) == 0 else (),
+        frozen=draw(st.integers(0, 9)) == 0,
+    )
+
+
+OPTIONS = st.fixed_dictionaries(
+    {
+        "replicas": st.sampled_from(["auto", "share", "repeat"]),
+        "chunk_size": st.sampled_from([-1, -1, 1, 3]),
+        "warmup_step": st.sampled_from([0, 1, 5]),
+        "memory_budget": st.one_of(st.just(64 * 2**20), st.integers(1, 2000)),
+        "nesterov": st.booleans(),
+        "scheme": st.sampled_from(["keller", "polar_express"]),
+        "momentum_dtype": st.sampled_from([None, None, None, torch.float32, torch.bfloat16, torch.float64]),
+        "none_grad": st.booleans(),
+    }
+)
+
+
+@st.composite
+def cases(draw: Any, *, many: bool = False) -> tuple[Case, Layouts, bool]:
+    """A case, its meshes, and whether plain tensors are divided; ``many``: also several of each parameter, and more threads."""
+    layouts = draw(mesh_layouts())
+    steps = 3
+    chosen = tuple(draw(st.lists(case_params(layouts, steps), min_size=1, max_size=5)))
+    chosen *= draw(st.sampled_from([1, 1, 1, 4 if many else 1]))  # batches are larger then, and different on every rank
+    options = draw(OPTIONS)
+    threads = draw(st.sampled_from([1, 1, 1, 1, 2, 3] if many else [1]))
+    options["deterministic"] = threads > 1 or draw(st.integers(0, 5)) == 0
+    if draw(st.booleans()) and not any(param.dtype == torch.float64 for param in chosen):
+        options["comm_dtype"] = torch.float32  # the default, said aloud
+    return Case(chosen, options, steps, threads), layouts, draw(st.booleans())
