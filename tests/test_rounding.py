@@ -45,6 +45,7 @@ EXACT = {
     "clamp_",
     "clone",
     "copy_",
+    "fill_",
     "_foreach_copy_",
     "index",
     "masked_fill_",
@@ -75,6 +76,7 @@ ONCE = {
 }
 BY_TRIAL = {"add", "add_", "_foreach_add_", "_fused_adamw_"}
 PRODUCTS = {"bmm", "baddbmm"}
+FACTORS = {"linalg_cholesky_ex", "linalg_solve_triangular"}  # of aligned 32 × 32 blocks; see tests/ortho/test_rational.py
 REDUCTIONS = {"sum", "linalg_vector_norm"}
 
 
@@ -122,6 +124,8 @@ OPTIONS: list[dict[str, Any]] = [
     {"nonfinite": "skip"},
     {"momentum_dtype": torch.bfloat16},
     {"scheme": [(1.5, -0.5, 0.0)] * 5},
+    {"scheme": "zolotarev"},
+    {"scheme": "halley"},
 ]
 
 
@@ -144,7 +148,7 @@ def test_every_operation_of_a_step_is_listed(dtype: torch.dtype) -> None:
             else:
                 with recorder:
                     optimizer.step()
-    listed = VIEWS | MADE | EXACT | ONCE | BY_TRIAL | PRODUCTS | REDUCTIONS
+    listed = VIEWS | MADE | EXACT | ONCE | BY_TRIAL | PRODUCTS | FACTORS | REDUCTIONS
     assert recorder.names <= listed
     assert {"bmm", "_fused_adamw_", "sum", "div", "_foreach_add_"} <= recorder.names, "the recorder sees nothing"
 
@@ -163,6 +167,7 @@ def test_the_page_lists_them() -> None:
     assert spoken(rows["exact"]) <= spoken(EXACT)
     assert spoken(ONCE) - {"to_copy", "_to_copy"} <= spoken(rows["rounded once"])
     assert rows["products"] >= PRODUCTS
+    assert rows["factors"] >= FACTORS
     assert rows["reductions"] >= REDUCTIONS
 
 
