@@ -18,8 +18,8 @@ from meshmuon import ConfigError, DistMuon, Muon
 from meshmuon.params.option import Compared, Option, Scope, Stored
 from meshmuon.params.option_docs import markdown_table
 from meshmuon.params.option_table import OPTIONS, ParamGroup, group_options, optimizer_options
+from tests.support.reference import group, make_params, muon
 
-from .reference import group, make_params, muon
 from .test_option_fuzz import GROUP_OPTIONS, OPTIMIZER_OPTIONS
 
 PACKAGE = Path(meshmuon.__file__).parent
