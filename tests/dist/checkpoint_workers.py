@@ -364,7 +364,7 @@ def run_rank(rank: int, folder: str, together: Any, names: tuple[str, ...]) -> N
     torch.set_num_threads(1)
     for name in names:
         number = list(JOBS).index(name)
-        together.wait(50)
+        together.wait(250)  # importing a CUDA build of torch in four processes can take a minute
         if rank < JOBS[name].world:
             text = run_job(JOBS[name], rank, f"{folder}/store{number}", Path(folder))
             half = Path(folder) / f"half.{number}.{rank}"

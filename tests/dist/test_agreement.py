@@ -82,7 +82,7 @@ EXPERTS = Case((Param((6, 5, 4), 0, (S0,)),))
 
 
 @pytest.mark.parametrize(
-    ("case", "lacking"),
+    ("case", "without_state"),
     [
         pytest.param(SHARDED, {(0, 0): {1}}, id="first step, rows"),
         pytest.param(SHARDED, {(2, 1): {0, 2}}, id="columns, two ranks"),

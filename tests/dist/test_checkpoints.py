@@ -18,5 +18,5 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[workers.Ranks]:
 
 @pytest.mark.parametrize("name", workers.JOBS)
 def test_checkpoints(name: str, ranks: workers.Ranks) -> None:
-    said = ranks.said(name, seconds=55)
+    said = ranks.said(name, seconds=250)
     assert not any(said), "\n".join(f"rank {rank}: {text}" for rank, text in enumerate(said) if text)

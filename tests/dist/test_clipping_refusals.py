@@ -54,7 +54,7 @@ TORN: dict[str, tuple[Layouts, Param]] = {
 }
 
 
-@pytest.mark.parametrize("lacking", [0, 3])
+@pytest.mark.parametrize("without_state", [0, 3])
 @pytest.mark.parametrize("name", TORN)
 def test_replicas_of_which_some_have_no_gradient(name: str, without_state: int) -> None:
     layouts, param = TORN[name]

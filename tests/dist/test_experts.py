@@ -402,7 +402,7 @@ def test_experts_without_tokens(grid: tuple[int, ...], placements: tuple[Any, ..
 
 
 @pytest.mark.parametrize(
-    ("grid", "placements", "lacking"),
+    ("grid", "placements", "without_state"),
     [
         pytest.param((3,), (S0,), {(0, 0): {0}, (2, 0): {1, 2}}, id="EP"),
         pytest.param((8,), (S0,), {(0, 0): {0, 7}, (1, 0): {6}, (2, 0): set(range(1, 8))}, id="EP, fewer experts than ranks"),

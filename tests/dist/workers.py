@@ -434,7 +434,7 @@ def run_rank(rank: int, folder: str, together: Any) -> None:
     torch.set_num_threads(1)
     found: dict[str, str] = {}
     for number, (name, job) in enumerate(JOBS.items()):
-        together.wait(30)
+        together.wait(250)
         if rank < job.world:
             found[name] = run_job(job, rank, f"{folder}/store{number}")
     torch.save(found, Path(folder) / f"rank{rank}.pt")
@@ -448,7 +448,7 @@ def run_all(folder: Path) -> list[dict[str, str]]:
 
 def run_rank_alone(rank: int, name: str, folder: str, ready: Any) -> None:
     torch.set_num_threads(1)
-    ready.wait(40)
+    ready.wait(250)
     text = run_job(ALONE[name], rank, f"{folder}/store")
     (Path(folder) / f"rank{rank}.txt").write_text(text)
 
@@ -461,7 +461,7 @@ def run_alone(name: str, folder: Path, seconds: float) -> list[str]:
     ranks = [context.Process(target=run_rank_alone, args=(rank, name, str(folder), ready), daemon=True) for rank in range(world)]
     for one in ranks:
         one.start()
-    ready.wait(40)  # imports are over
+    ready.wait(250)  # imports are over
     end = time.monotonic() + seconds
     for one in ranks:
         one.join(max(0.0, end - time.monotonic()))
