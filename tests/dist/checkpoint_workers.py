@@ -349,7 +349,7 @@ def run_job(job: Job, rank: int, store: str, folder: Path) -> str:
     """What went wrong, or nothing."""
     try:
         files = dist.FileStore(store, job.world)
-        dist.init_process_group("gloo", rank=rank, world_size=job.world, store=files, timeout=timedelta(seconds=8))
+        dist.init_process_group("gloo", rank=rank, world_size=job.world, store=files, timeout=timedelta(seconds=100))
         job.run(folder)
     except BaseException:
         return traceback.format_exc()
