@@ -27,7 +27,7 @@ from .optim import (
     get_default_muon_param_groups,
     total_grad_norm,
 )
-from .ortho import Scheme, Workspace, keller, orthogonalize, polar_express
+from .ortho import Scheme, Workspace, halley, keller, orthogonalize, polar_express, zolotarev
 from .plan import Plan
 
 __version__ = "0.1.0"
@@ -58,8 +58,10 @@ __all__ = [
     "Workspace",
     "clip_grad_norm_",
     "get_default_muon_param_groups",
+    "halley",
     "keller",
     "orthogonalize",
     "polar_express",
     "total_grad_norm",
+    "zolotarev",
 ]

@@ -166,7 +166,7 @@ def test_tests_that_a_page_names_exist(page: Path) -> None:
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_lines_are_short(page: Path) -> None:
-    """Except in tables, which cannot be broken, and the line on versions of torch. Code may be as long as elsewhere."""
+    """Except in tables, which cannot be broken. Code may be as long as elsewhere."""
     text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
     long = [line for line in text.splitlines() if len(line) > LONGEST_LINE and not line.startswith("|")]
     code = "".join(re.findall(r"^```.*?^```", page.read_text(), flags=re.MULTILINE | re.DOTALL))
