@@ -40,17 +40,25 @@ SYSTEMATIC_FOLDERS = (
 
 # Tests of a file, nearest first. The first entry that the path starts with counts.
 _ORTHO = ("tests/ortho/test_orthogonalize.py", "tests/ortho/test_blocks.py", "tests/ortho/test_cost.py")
+_RATIONAL = "tests/ortho/test_rational.py"
 _STEP = ("tests/optim", "tests/params", "tests/state", "tests/execute", "tests/matrices", "tests/plan")
 TESTS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("meshmuon/ortho/remez.py", ("tests/ortho/test_remez.py", "tests/ortho/test_schemes.py")),
-    ("meshmuon/ortho/schemes.py", ("tests/ortho/test_schemes.py", "tests/ortho/test_orthogonalize.py")),
-    ("meshmuon/ortho/cost.py", ("tests/ortho/test_cost.py", "tests/ortho/kernels/test_products.py")),
-    ("meshmuon/ortho/blocks.py", ("tests/ortho/test_blocks.py", "tests/ortho/test_cost.py", "tests/ortho/test_orthogonalize.py")),
+    ("meshmuon/ortho/schemes.py", ("tests/ortho/test_schemes.py", "tests/ortho/test_orthogonalize.py", _RATIONAL)),
+    ("meshmuon/ortho/cost.py", ("tests/ortho/test_cost.py", "tests/ortho/kernels/test_products.py", _RATIONAL)),
+    (
+        "meshmuon/ortho/blocks.py",
+        ("tests/ortho/test_blocks.py", "tests/ortho/test_cost.py", "tests/ortho/test_orthogonalize.py", _RATIONAL),
+    ),
+    ("meshmuon/ortho/rational.py", (_RATIONAL,)),
+    ("meshmuon/ortho/choice.py", (_RATIONAL,)),
+    ("meshmuon/ortho/kernels/inverse.py", (_RATIONAL,)),
+    ("meshmuon/ortho/kernels/panels.py", ("tests/ortho/test_cost.py", "tests/ortho/kernels/test_products.py", _RATIONAL)),
     ("meshmuon/ortho/aligned.py", ("tests/test_rounding.py",)),
     ("meshmuon/ortho/workspace.py", ("tests/ortho/test_workspace.py", *_ORTHO)),
     ("meshmuon/ortho/kernels/products.py", ("tests/ortho/kernels/test_products.py", *_ORTHO, "tests/test_rounding.py")),
     ("meshmuon/ortho/kernels/triton_symmetric.py", ("tests/ortho/kernels/test_triton_symmetric.py",)),
-    ("meshmuon/ortho/", (*_ORTHO, "tests/ortho/test_workspace.py", "tests/test_rounding.py")),
+    ("meshmuon/ortho/", (*_ORTHO, _RATIONAL, "tests/ortho/test_workspace.py", "tests/test_rounding.py")),
     (
         "meshmuon/execute/elementwise.py",
         ("tests/execute/test_shard_views.py", "tests/test_rounding.py", "tests/execute", "tests/optim"),

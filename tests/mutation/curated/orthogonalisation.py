@@ -32,10 +32,9 @@ MUTANTS: Mutants = {
         ),
     },
     "meshmuon.ortho.cost": {
-        "symmetric_flops": (("2 * ($stop - $start) * $stop", "2 * ($stop - $start) * n"),),
         "orthogonalize_flops": (
             ("2 * $n * $n", "$n * $n"),
-            ("3 * $steps - 2 * $count", "3 * $steps - $count"),
+            ("2 * $square + $full", "$square + $full"),
             ("(min($rows, $cols), max($rows, $cols))", "($rows, $cols)"),
         ),
     },
@@ -51,17 +50,24 @@ MUTANTS: Mutants = {
                 "$products.symmetric($gram, $gram, $scratch.square('quadratic'), $gram, alpha=$b, beta=$c)",
             ),
             (
-                "$quadratic = $products.symmetric($gram, $gram, $place, $gram, alpha=$c, beta=$b)\n"
-                "$quadratic.diagonal(dim1=1, dim2=2).add_($a)",
-                "$quadratic = $products.symmetric($gram, $gram, $place, $gram, alpha=$c)\n"
-                "$quadratic.diagonal(dim1=1, dim2=2).add_($a)",
-            ),
-            ("$quadratic.diagonal(dim1=1, dim2=2).add_", "$quadratic.diagonal(dim1=1, dim2=2).sub_"),
-            (
                 "$products.symmetric($half_step, $quadratic, $scratch.square('gram'))",
                 "$products.symmetric($half_step, $half_step, $scratch.square('gram'))",
             ),
-            ("len($steps) - 1", "len($steps) - 2"),
+            (
+                "$gram = $products.symmetric($half_step, $quadratic, $scratch.square('gram'))",
+                "$gram = $gram if step is steps[-1] else $products.symmetric($half_step, $quadratic, $scratch.square('gram'))",
+            ),
+        ),
+        "_step_factor": (
+            (
+                "$products.symmetric($gram, $gram, $place, $gram, alpha=$c, beta=$b)",
+                "$products.symmetric($gram, $gram, $place, $gram, alpha=$c)",
+            ),
+            ("$quadratic.diagonal(dim1=1, dim2=2).add_", "$quadratic.diagonal(dim1=1, dim2=2).sub_"),
+            (
+                "$products.inverses($gram, $step, ...)",
+                "$products.inverses($gram, $step._replace(weights=$step.weights[::-1]), ...)",
+            ),
         ),
         "iterate": (
             ("($moved, $x, $start + $length)", "($moved, $x, $start)"),
@@ -87,6 +93,37 @@ MUTANTS: Mutants = {
             ("$result.dtype == $dtype and is_aligned($result)", "$result.dtype == $dtype"),
             ("torch.float64 in ($batch.dtype, $dtype)", "$batch.dtype == torch.float64"),
         ),
+    },
+    "meshmuon.ortho.choice": {
+        "scheme_for": (("$dtype in _SHORT", "$dtype == torch.bfloat16"),),
+        "_cheapest": (
+            ("worst_error($scheme, $dtype) <= $bound", "worst_error($scheme, $dtype) >= $bound"),
+            ("min($rows, $cols) < _SMALLEST", "max($rows, $cols) < _SMALLEST"),
+        ),
+    },
+    "meshmuon.ortho.kernels.inverse": {
+        "ShiftedInverses.run": (
+            ("self._mirror()", ""),
+            ("$first + $index == 0", "$index == 0"),
+        ),
+        "ShiftedInverses._shift": (("$gram_part.diagonal(dim1=1, dim2=2).add_($pole)", "$gram_part.add_($pole)"),),
+        "ShiftedInverses._factor": (
+            (
+                "partial(torch.baddbmm, $out, $left, $right, alpha=-1.0, out=$out)",
+                "partial(torch.baddbmm, $out, $left, $right, alpha=1.0, out=$out)",
+            ),
+            (
+                "partial(torch.baddbmm, $out, $left, $right, alpha=-1.0, beta=0.0, out=$out)",
+                "partial(torch.baddbmm, $out, $left, $right, alpha=1.0, beta=0.0, out=$out)",
+            ),
+            ("$w[:, $mid + $start:$mid + $stop, $upper]", "$w[:, $mid:$mid + $stop - $start, $upper]"),
+        ),
+        "ShiftedInverses._square": (("$w[:, $start:, :$stop]", "$w[:, :$w.size(1) - $start, :$stop]"),),
+        "plain_inverses": (("torch.linalg.cholesky_ex($gram + $shift)", "torch.linalg.cholesky_ex($gram)"),),
+        "_panels": (("[*$edges[1:], $n]", "[*$edges[1:], $n - LEAF]"),),
+    },
+    "meshmuon.ortho.kernels.panels": {
+        "symmetric_flops": (("2 * ($stop - $start) * $stop", "2 * ($stop - $start) * n"),),
     },
     "meshmuon.ortho.kernels.products": {
         "BlockedProducts.symmetric": (
@@ -114,6 +151,22 @@ MUTANTS: Mutants = {
         ),
         "blocks_for": (("gram_blocks($scheme, $dtype)", "standard_blocks($scheme)"),),
         "orthogonalize": (("$result.copy_(call_scheme($scheme, $batch))", "pass"),),
+    },
+    "meshmuon.ortho.rational": {
+        "Rational.__call__": (("$weight / ($square + $pole)", "$weight / ($square - $pole)"),),
+        "Rational.scaled": (("self.constant * $factor", "self.constant"),),
+        "zolotarev_step": (
+            ("($points[0:$count - 1:2], $points[1:$count - 1:2])", "($points[1:$count - 1:2], $points[0:$count - 1:2])"),
+            ("($zero - $pole for $zero in $even)", "($zero + $pole for $zero in $even)"),
+            ("2 / ($step($low) + $step(1.0))", "1 / $step(1.0)"),
+            ("reversed($points)", "$points"),
+        ),
+        "halley_step": (
+            ("8 - 4 * $d + $rest", "8 + 4 * $d + $rest"),
+            ("$a + $b - 1", "$a + $b + 1"),
+            ("($a - $b / $c) / $c", "($a + $b / $c) / $c"),
+        ),
+        "_elliptic_tangents": (("2 * $poles + 1", "2 * $poles"),),
     },
     "meshmuon.ortho.remez": {
         "": (("3 / 8", "3 / 7"),),
@@ -161,7 +214,7 @@ MUTANTS: Mutants = {
             ("2 - $low", "1.0"),
         ),
         "Scheme.__call__": (("self.steps", "reversed(self.steps)"),),
-        "_from_triples": (("$quintics *= $steps", "$quintics *= 5"),),
+        "_from_rows": (("$parsed *= $steps", "$parsed *= 5"),),
     },
     "meshmuon.ortho.workspace": {
         "Workspace._flat_of": (

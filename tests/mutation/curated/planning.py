@@ -86,9 +86,14 @@ MUTANTS: Mutants = {
             ("$sharded.replicas > 1", "True"),
             ("(Task(...) for $replica in $copies)", "(Task(...) for $replica in $copies[:1])"),
         ),
-        "Plan.scatter_sends": (("$piece.holders", "$piece.holders[:1]"),),
-        "Plan.gather_sends": (("$source != $task.owner", "True"),),
-        "Plan.digest": (
+        "Plan._prove": (("$task.wave != NO_WAVE and $task.owner not in $task.sharded.piece_and_replica", "False"),),
+        "Plan._prove_copies": (("$holders != $expected or $overlap", "$overlap"),),
+        "make_plan": (("replace($options, in_flight=$schedule.in_flight)", "$options"),),
+    },
+    "meshmuon.plan.plan_data": {
+        "PlanData.scatter_sends": (("$piece.holders", "$piece.holders[:1]"),),
+        "PlanData.gather_sends": (("$source != $task.owner", "True"),),
+        "PlanData.digest": (
             ("($param.name, ...)", "(...,)"),
             ("(..., $param.flops, ...)", "(..., ...)"),
             ("hashlib.sha256(repr(self.options).encode())", "hashlib.sha256()"),
@@ -101,9 +106,6 @@ MUTANTS: Mutants = {
             ("$task.sharded.size * $task.sharded.replicas", "$task.sharded.size"),
             ("$sent[$task.owner] -= $size * $own", "$sent[$task.owner] -= 0 * $own"),
         ),
-        "Plan._prove": (("$task.wave != NO_WAVE and $task.owner not in $task.sharded.piece_and_replica", "False"),),
-        "Plan._prove_copies": (("$holders != $expected or $overlap", "$overlap"),),
-        "make_plan": (("replace($options, in_flight=$schedule.in_flight)", "$options"),),
     },
     "meshmuon.plan.routes": {
         "_by_peer": (
@@ -112,7 +114,7 @@ MUTANTS: Mutants = {
         ),
         "routes_of": (
             ("$sharded.sends_to($rank, $task.owner)", "True"),
-            ("$sharded.piece_and_replica[$rank][0]", "0"),
+            ("$task.sharded.piece_of($rank)", "$task.sharded.piece_of($rank) and $task.sharded.pieces[0]"),
         ),
     },
     "meshmuon.plan.waves": {

@@ -6,40 +6,56 @@ from . import Mutants
 
 MUTANTS: Mutants = {
     "meshmuon.execute.build": {
-        "_Builder._touches": (
+        "_RankProgramBuilder._grad_lifetimes": (
             ("$order[::-1]", "$order"),
-            ("(($order, $begins), ($order[::-1], $ends))", "(($order[::-1], $begins), ($order[::-1], $ends))"),
-            ("set(self.first) - set().union(*$touched)", "set()"),
-            ("range(min($first, $count))", "range($count)"),
+            (
+                "(_first_reads($reads, $order), _first_reads($reads, $order[::-1]))",
+                "(_first_reads($reads, $order[::-1]), _first_reads($reads, $order[::-1]))",
+            ),
+            ("sorted(set($first).difference(*$reads))", "[]"),
+            (
+                "list(fill_order(len(self.routes), len($local_batches), self.plan.options.in_flight))",
+                "list(range(len(self.routes) + len($local_batches)))",
+            ),
         ),
-        "_Builder._wave": (
-            ("_offsets($routes.own, $sizes.own_offset)", "_offsets($routes.own)"),
+        "_RankProgramBuilder._wave": (
+            ("offsets_of($routes.own, $sizes.own_offset)", "offsets_of($routes.own)"),
             ("$k % self.plan.options.in_flight", "0"),
-            (
-                "Wave(..., apply=ShardViews([$piece for $place in (*$back, *$own)], $params))",
-                "Wave(..., apply=ShardViews([$piece for $place in $back], $params))",
-            ),
-            (
-                "Wave(..., fill=ShardViews([$piece for $place in (*$out, *$own)], $params),"
-                " apply=ShardViews([$update for $place in (*$back, *$own)], $params))",
-                "Wave(..., fill=ShardViews([$piece for $place in (*$back, *$own)], $params),"
-                " apply=ShardViews([$update for $place in (*$back, *$own)], $params))",
-            ),
-            ("CopyPairs([], []) if $rough is None else CopyPairs([$mine], [$rough])", "CopyPairs([], [])"),
+            ("[*offsets_of($routes.scatter_in), *$own]", "[*offsets_of($routes.scatter_in)]"),
+            ("[*offsets_of($routes.gather_out), *$own]", "[*offsets_of($routes.scatter_in), *$own]"),
+            ("CopyPairs([], []) if $unrounded is None else CopyPairs([$shards], [$unrounded])", "CopyPairs([], [])"),
+            ("[(offsets_of($routes.scatter_out), $results), ...]", "[(offsets_of($routes.scatter_out), $results)]"),
         ),
-        "_Builder._touched": (
+        "_tasks_held": (
             ("(*$routes.scatter_in, ...)", "(...,)"),
             ("(..., *$routes.own)", "(...,)"),
         ),
-        "_Builder._reserve_buffers": (("[self.sizes[$k] for $k in $mine if $k % $turns == $slot]", "[self.sizes[$mine[0]]]"),),
-        "_Builder._staged": (("(..., ($own, $into_buffers, 0))", "(...,)"),),
-        "_Builder._flow": (("$send.target", "$send.source"),),
-        "_Builder._local_runs": (("ItemRange($param, $runs[-1].start, $at + 1)", "ItemRange($param, $at, $at + 1)"),),
+        "_RankProgramBuilder._reserve_buffers": (
+            ("[$sizes[$k] for $k in $waves if $k % $slots == $slot]", "[$sizes[$waves[0]]]"),
+        ),
+        "_RankProgramBuilder._local_ranges": (
+            (
+                "MatrixRange($last.param_index, $last.start, $matrix.stop, ...)",
+                "MatrixRange($last.param_index, $matrix.start, $matrix.stop, ...)",
+            ),
+        ),
+    },
+    "meshmuon.execute.program_builder": {
+        "ProgramBuilder._elements_by_peer": (
+            (
+                "$transfer.source if $transfer.target == self.rank else $transfer.target",
+                "$transfer.source if $transfer.target == self.rank else $transfer.source",
+            ),
+        ),
+        "rule_state_param": (("$step_param.matrices.rule_state_window", "None"),),
     },
     "meshmuon.execute.data_parallel": {
         "DataParallelExecutor.run": (
             ("self._failures.clear()", ""),
-            ("$one.settings.free_grad", "True"),
+            (
+                "free_gradients($step_params)",
+                "for step_param in $step_params:\n    step_param.param.grad = None",
+            ),
         ),
     },
     "meshmuon.execute.elementwise": {
@@ -118,24 +134,26 @@ MUTANTS: Mutants = {
                 "try: ...\nexcept Exception as $error: ...",
             ),
         ),
-        "run_pipeline": (
-            ("len($gathering) + len($scattering) < $width", "len($gathering) + len($scattering) <= $width"),
-            ("len($gathering) + len($scattering)", "len($gathering)"),
+        "pipeline_order.gather": (
             (
-                "while $gathering:\n    $wave = $gathering.popleft()\n    ...",
-                "while $gathering:\n    $wave = $gathering.pop()\n    ...",
+                "$any_left and $ahead and $gathered - $finished < $width",
+                "$any_left and $ahead and $gathered - $finished <= $width",
             ),
+            ("$any_left and $ahead and $gathered - $finished < $width", "$any_left and $ahead and $gathered - computed < $width"),
         ),
+        "pipeline_order": (("(Action.COMPUTE, $computed)", "(Action.COMPUTE, count - 1 - $computed)"),),
     },
     "meshmuon.execute.rule_state": {
-        "_visits": (
+        "rule_state_transfers": (
             ("[$rank for $rank in $piece.holders if $rank in $task.sharded.piece_and_replica]", "list($piece.holders)"),
-            ("$piece.cols if $flipped else $piece.rows", "$piece.rows"),
-            ("$holder == $source", "True"),
+            (
+                "$gathers.append(PieceTransfer($task_index, $source, $task.owner, $piece))",
+                "$gathers.extend(PieceTransfer($task_index, holder, $task.owner, $piece) for holder in holders)",
+            ),
             ("$task.owner if $task.owner in $holders else $holders[0]", "$holders[0]"),
         ),
-        "rule_state_param": (("$step_params.matrices.memory_window", "None"),),
-        "RuleStateExchange.settle": (("store_rule_state(self.returned, $step_params)", "pass"),),
+        "_exchange": (("$piece.cols if $flipped else $piece.rows", "$piece.rows"),),
+        "RuleStateExchange.finish_scatter": (("store_rule_state(self.received_shards, $step_params)", "pass"),),
     },
     "meshmuon.execute.shard_views": {
         "ShardViews.fill": (("$settings.nesterov", "not $settings.nesterov"),),
@@ -143,7 +161,7 @@ MUTANTS: Mutants = {
             ("$settings.rate * $factor", "$settings.rate"),
             ("$first.matrices.lr_shape", "$first.matrices.lr_shape[::-1]"),
         ),
-        "GradLifetime.free_gradients": (("$one.settings.free_grad", "not $one.settings.free_grad"),),
+        "free_gradients": (("$step_param.settings.free_grad", "not $step_param.settings.free_grad"),),
     },
     "meshmuon.execute.strided_copies": {
         "_runs": (
@@ -217,6 +235,6 @@ MUTANTS: Mutants = {
         "cut_in_mesh_order": (("list($axes) == sorted($axes)", "True"),),
         "same_layout": (("$orders[0] == $orders[1]", "True"),),
         "mark_overwritten": (("torch.autograd.graph.increment_version($tensors)", "pass"),),
-        "FSDP2Weights.gathered_again": (("$one.sharded_state is not self._whole", "True"),),
+        "FSDP2Weights.gathered_again": (("$param.sharded_state is not self._unsharded", "True"),),
     },
 }

@@ -17,7 +17,7 @@ MUTANTS: Mutants = {
             ("math.sqrt(max(1.0, $rows / $cols))", "max(1.0, $rows / $cols)"),
         ),
         "_spectral": (("$rows / $cols", "$cols / $rows"),),
-        "_from_users": (("$rule($rows, $cols)", "$rule($cols, $rows)"),),
+        "_factor_of_function": (("$rule($rows, $cols)", "$rule($cols, $rows)"),),
         "lr_factor": (("_RULES[$rule]($rows, $cols)", "_RULES[$rule]($cols, $rows)"),),
     },
     "meshmuon.params.rules": {
@@ -82,7 +82,7 @@ MUTANTS: Mutants = {
     "meshmuon.optim.group_snapshot": {
         "GroupSnapshot.still_holds": (
             ("self._group is $group", "True"),
-            ("self._recipe_of is $recipe", "True"),
+            ("self._recipe is $recipe", "True"),
             ("all(map(operator.is_, $params, self.$own))", "True"),
             ("self.$names == $group['param_names']", "True"),
             ("self.$facts == self._facts_of($params)", "True"),
@@ -103,42 +103,45 @@ MUTANTS: Mutants = {
         ),
     },
     "meshmuon.optim.offload": {
-        "Offload._put_away": (("self.settle()", ""),),
+        "Offload._offload": (("self.settle()", ""),),
     },
     "meshmuon.state.param_state": {
         "restore": (("'step' in $entry and not $group['use_muon']", "'step' in $entry"),),
     },
     "meshmuon.agree.differences": {
-        "other_optimizer": (("$mine.alike == $its.alike", "True"),),
+        "other_optimizer": (("$place.lookalikes == $model_place.lookalikes", "True"),),
     },
     "meshmuon.agree.identity": {
         "Pairing.joined": (("Pairing($number) if $number else self", "self"),),
         "enrol": (("(*$copied, next(_numbers))", "(next(_numbers),)"),),
     },
     "meshmuon.agree.link": {
-        "Home.check_connected": (("self._world() is None or self._world() is not dist.group.WORLD", "False"),),
+        "Home.check_connected": (("self._world() is None or self._world() is not current_world()", "False"),),
+    },
+    "meshmuon.agree.local_planner": {
+        "LocalPlanner.misplaced_shard": (
+            ("$expected == $plan_input.local_shape", "math.prod($expected) == math.prod($plan_input.local_shape)"),
+        ),
+        "LocalPlanner.propose": (
+            (
+                "[$member for $index, $parts in $all for $part, $planned in enumerate($parts) if $active[$index]]",
+                "[$member for $index, $parts in $all for $part, $planned in enumerate($parts)]",
+            ),
+            ("$active[$index] and not $plan_input.has_grad", "False"),
+            ("$plan.digest", "''"),
+            ("(..., $plan.digest, $adamw, ...)", "(..., $plan.digest, ...)"),
+            ("(self._settings.path, ...)", "(...,)"),
+            ("(..., $differing, len(self.shared))", "(..., len(self.shared))"),
+            ("any($column)", "all($column)"),
+        ),
     },
     "meshmuon.agree.planner": {
-        "Planner._find_misfit": (
-            ("$own[0] != $plan_input.local_shape", "math.prod($own[0]) != math.prod($plan_input.local_shape)"),
+        "Planner._facts": (
+            ("(self._proposal.number, $hyperparameters, $known, ...)", "(self._proposal.number, $hyperparameters, ...)"),
+            ("(..., self._local.positions_among_shared($status.without_state))", "(...,)"),
         ),
-        "Planner._settle": (
-            (
-                "[$member for $k, $parts in $all for $part in enumerate($parts) if $active[$k]]",
-                "[$member for $k, $parts in $all for $part in enumerate($parts)]",
-            ),
-            ("$active[$k] and not $plan_input.has_grad", "False"),
-            ("$plan.digest", "''"),
-            ("(..., $plan.digest, $others, ...)", "(..., $plan.digest, ...)"),
-            ("(self._path, ...)", "(...,)"),
-            ("(..., $whose, sum(map(bool, self._layouts)))", "(..., sum(map(bool, self._layouts)))"),
-        ),
-        "Planner._compare_notes": (("any($flags)", "all($flags)"),),
-        "Planner._vote": (
-            ("(..., self._who(), ...)", "(..., ...)"),
-            ("(..., self._shared_among($status.without_state))", "(...,)"),
-        ),
-        "Planner._refuse_strangers": (("$steps - 1", "$steps"),),
+        "Planner._refuse_lost_state": (("any($flags)", "all($flags)"),),
+        "Planner._refuse_other_optimizers": (("$steps - 1", "$steps"),),
     },
     "meshmuon.agree.state_presence": {
         "StatePresence.begun": (("bool(local_part($value).count_nonzero())", "True"),),
@@ -147,6 +150,6 @@ MUTANTS: Mutants = {
         "QKClip.apply": (("$k == 0", "True"),),
     },
     "meshmuon.checkpoint": {
-        "_entry": (("1 - _momentum($name, $one)", "1"),),
+        "_converted_state": (("1 - _momentum($name, $saved)", "1"),),
     },
 }
