@@ -156,10 +156,8 @@ class MuonStep(torch.optim.Optimizer):
         step.would_diverge = decision.repeats  # an error on one of several ranks that compute a matrix leaves replicas unequal
 
         def adamw() -> None:
-            before, step.would_diverge = (
-                step.would_diverge,
-                True,
-            )  # on an error here, the other ranks have stepped and this one has not
+            before = step.would_diverge
+            step.would_diverge = True  # on an error here, the other ranks have stepped and this one has not
             self._adamw_step(step)
             step.would_diverge = before
 

@@ -102,7 +102,7 @@ MUTANTS: Mutants = {
             ("$sent[$task.owner] -= $size * $own", "$sent[$task.owner] -= 0 * $own"),
         ),
         "Plan._check_plan": (("$task.wave != NO_WAVE and $task.owner not in $task.sharded.piece_and_replica", "False"),),
-        "Plan._check_plan_copies": (("$holders != $expected or $overlap", "$overlap"),),
+        "Plan._check_copies": (("$holders != $expected or $overlap", "$overlap"),),
         "make_plan": (("replace($options, in_flight=$schedule.in_flight)", "$options"),),
     },
     "meshmuon.plan.routes": {
