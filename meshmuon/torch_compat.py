@@ -69,7 +69,7 @@ __all__ = [
 # ---------------------------------------------------------------------------------------------------------------- versions
 
 OLDEST, NEWEST = "2.9.1", "2.15.0"
-"""The oldest and newest tested versions (docs/compatibility.md has the list), the same as in ``pyproject.toml`` and README."""
+"""The oldest and newest tested versions, as in README (docs/compatibility.md has the list). ``pyproject.toml`` has the oldest."""
 
 _warned = False
 
@@ -88,7 +88,7 @@ def warn_if_untested() -> None:
     warnings.warn(
         f"meshmuon is tested with torch {OLDEST} to {NEWEST}, and this is torch {torch.__version__}. Sharded steps read private "
         "parts of DTensor, DeviceMesh and process groups, which this version may have changed: compare a few steps with "
-        "use_distributed_muon=True, which leaves layouts to torch, or use a tested version.",
+        "reference_path=True, which leaves layouts to torch, or use a tested version.",
         UntestedTorchWarning,
         stacklevel=2,
     )

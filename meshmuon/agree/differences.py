@@ -47,7 +47,7 @@ class Note:
         options: the optimizer's options that shape a plan.
         parameters: name and description of each shared parameter, in order. Descriptions must be equal on all ranks.
         active: which of these parameters have a gradient on this rank.
-        hyperparameters: (index of a parameter, hyperparameters from this parameter on) pairs.
+        hyperparameters: (position among the shared parameters, hyperparameters from there on) pairs.
         pairing: which optimizer the rank steps, and how often it was stepped.
         place: the position of the optimizer among those of its process that look the same.
         state: one letter per parameter, ABSENT, PRESENT or ELSEWHERE, as in ``"110-"``.

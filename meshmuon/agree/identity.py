@@ -25,7 +25,7 @@ from ..params.dtensors import ReplicaGroup, replica_ranks
 from ..torch_compat import spec_of
 from .link import current_world
 
-__all__ = ["Optimizer", "Pairing", "Place", "enrol", "place_of"]
+__all__ = ["Optimizer", "Pairing", "Place", "place_of", "register"]
 
 
 class Optimizer(Protocol):
@@ -39,20 +39,20 @@ class Optimizer(Protocol):
         ...
 
 
-class _Enrolled(NamedTuple):
+class _Registered(NamedTuple):
     """An optimizer on the roster.
 
     Attributes:
         optimizer: the optimizer, as long as it lives.
-        descent: the numbers of what it was copied from, oldest first, and then its own. The second copy of optimizer 3 may have
-            (3, 7). Sorting by descent puts copies behind their original.
+        lineage: the numbers of what it was copied from, oldest first, and then its own: (3, 7) is optimizer 7, a copy of
+            optimizer 3. Sorting by lineage puts copies behind their original.
     """
 
     optimizer: weakref.ref[Optimizer]
-    descent: tuple[int, ...]
+    lineage: tuple[int, ...]
 
 
-_Roster = list[_Enrolled]
+_Roster = list[_Registered]
 _numbers = itertools.count()
 _rosters: weakref.WeakKeyDictionary[dist.ProcessGroup, _Roster] = weakref.WeakKeyDictionary()  # by default process group
 _early: _Roster = []  # built before there was a process group
@@ -86,36 +86,36 @@ class Pairing(NamedTuple):
         return Pairing(shared_id) if shared_id else self
 
 
-def enrol(optimizer: Optimizer, copied: tuple[int, ...] = ()) -> tuple[int, ...]:
+def register(optimizer: Optimizer, copied: tuple[int, ...] = ()) -> tuple[int, ...]:
     """Puts an optimizer on the roster when it is built.
 
     Args:
         optimizer: the new optimizer.
-        copied: for a copy, the descent of its original. The copy takes the original's place once the original is gone.
+        copied: for a copy, the lineage of its original. The copy takes the original's place once the original is gone.
 
     Returns:
-        Its descent. An optimizer for the same parameters as a living one counts as a copy of that one.
+        Its lineage. An optimizer for the same parameters as a living one counts as a copy of that one.
     """
     first_param = _first_param(optimizer)
     with _lock:
         roster = _roster()
-        roster[:] = [enrolled for enrolled in roster if enrolled.optimizer() is not None]
-        for enrolled in roster:
-            known = enrolled.optimizer()
+        roster[:] = [registered for registered in roster if registered.optimizer() is not None]
+        for registered in roster:
+            known = registered.optimizer()
             if not copied and first_param is not None and known is not None and _first_param(known) is first_param:
-                copied = enrolled.descent
-        descent = (*copied, next(_numbers))
-        roster.append(_Enrolled(weakref.ref(optimizer), descent))
-    return descent
+                copied = registered.lineage
+        lineage = (*copied, next(_numbers))
+        roster.append(_Registered(weakref.ref(optimizer), lineage))
+    return lineage
 
 
 def place_of(optimizer: Optimizer | None) -> Place:
     """The place of an optimizer. Optimizers of the same parameters count as one, since it does not matter which is stepped."""
-    assert optimizer is not None, "who plans is alive"
+    assert optimizer is not None, "the optimizer that plans is alive"
     with _lock:
         roster = _roster()
-        enrolled = sorted(_early if roster is _early else [*_early, *roster], key=lambda item: item.descent)
-    living = [known for item in enrolled if (known := item.optimizer()) is not None]
+        registered = sorted(_early if roster is _early else [*_early, *roster], key=lambda item: item.lineage)
+    living = [known for item in registered if (known := item.optimizer()) is not None]
     first_params: list[Tensor | None] = []  # of the optimizers that look the same, in order and each once
     for known in living:
         first_param = _first_param(known)

@@ -195,7 +195,10 @@ class LocalPlanner:
         return tuple(describe_param(self.plan_inputs[index], self.layouts[index], planned[index]) for index in self.shared)
 
     def _planned_params(self) -> list[list[PlannedParam]]:
-        """For each parameter, what the plan must know of its matrix sets; empty for AdamW's and for those of other ranks only."""
+        """For each parameter, what the plan must know of its matrix sets.
+
+        Empty for parameters of AdamW, and for those on meshes that none of the planning ranks is on.
+        """
         return [
             [
                 self._planned_param(plan_input, matrices, layouts)
@@ -215,7 +218,7 @@ class LocalPlanner:
             itemsize=plan_input.comm_dtype.itemsize,
             flops=expected_flops(matrices.rows, matrices.cols, plan_input.scheme, self._settings.form, plan_input.compute_dtype),
             share=True if plan_input.mesh is None else None,
-            private=not layouts and len(ranks) > 1,  # a single rank has nobody to keep it from
+            private=not layouts and len(ranks) > 1,  # on a single rank nothing is compared, so nothing is left out
             window=matrices.window,
             how=recipe_text(plan_input),
         )

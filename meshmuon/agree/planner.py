@@ -134,7 +134,7 @@ class Planner:
                 raise failure
         finally:
             del failure  # an error that its own traceback holds would keep the caller alive
-        return self._decision(self._must_prepare(status), status.nonfinite, status.busy)
+        return self._decision(self._must_prepare(status), status.nonfinite, status.has_work)
 
     def confirm(self, failure: Exception | None) -> None:
         """Returns on all ranks once all are ready for the step, or raises on all ranks the error of the first that is not."""
@@ -195,8 +195,8 @@ class Planner:
     def _vote(self, link: Link, failure: Exception | None, status: RankStatus) -> StepDecision:
         """Compares with all ranks what each is about to do, and looks for the reason where they differ."""
         self._home.check_process()
-        number = _FAILED if failure is not None else number_of(self._facts(status))
-        vote = Vote(number, self._must_prepare(status), status.nonfinite, status.busy, self._pairing.proposed_id())
+        facts_number = _FAILED if failure is not None else number_of(self._facts(status))
+        vote = Vote(facts_number, self._must_prepare(status), status.nonfinite, status.has_work, self._pairing.proposed_id())
         verdict = link.agreement.decide(vote)
         prepares = verdict.prepares
         if not verdict.unanimous or failure is not None:
@@ -207,8 +207,8 @@ class Planner:
             finally:
                 del failure
             self._plan_together(link, self._compare_notes(link, status), status.presence)
-        self._pairing = self._pairing.joined(verdict.number)
-        return self._decision(prepares, verdict.nonfinite, verdict.busy)
+        self._pairing = self._pairing.joined(verdict.proposed_id)
+        return self._decision(prepares, verdict.nonfinite, verdict.has_work)
 
     def _facts(self, status: RankStatus) -> tuple[object, ...]:
         """All that must be equal on all ranks in this step."""
@@ -222,11 +222,11 @@ class Planner:
     def _must_prepare(self, status: RankStatus) -> bool:
         return self._proposal is None or self._proposal.decision.plan is not status.prepared_plan
 
-    def _decision(self, prepares: bool, nonfinite: bool, busy: bool) -> StepDecision:
+    def _decision(self, prepares: bool, nonfinite: bool, has_work: bool) -> StepDecision:
         assert self._proposal is not None
         decision = self._proposal.decision
-        steady = not prepares and not nonfinite and busy
-        return decision if steady else replace(decision, prepares=prepares, nonfinite=nonfinite, busy=busy)
+        steady = not prepares and not nonfinite and has_work
+        return decision if steady else replace(decision, prepares=prepares, nonfinite=nonfinite, has_work=has_work)
 
     def _compare_notes(self, link: Link, status: RankStatus) -> dict[int, Note]:
         """Gathers every rank's view of the step; raises where ranks step other optimizers, parameters or hyperparameters."""

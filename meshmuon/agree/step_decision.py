@@ -28,7 +28,7 @@ class StepDecision:
         rank: this rank.
         prepares: some rank must create new buffers; all ranks then confirm that they are ready.
         nonfinite: some rank has a gradient that must not be used; all ranks skip the step.
-        busy: some rank has more to do than create state.
+        has_work: some rank has more to do than create state.
         repeats: several ranks compute the same matrix, each for itself.
     """
 
@@ -39,7 +39,7 @@ class StepDecision:
     rank: int
     prepares: bool = False
     nonfinite: bool = False
-    busy: bool = True
+    has_work: bool = True
     repeats: bool = False
 
 
@@ -49,7 +49,7 @@ class RankStatus(NamedTuple):
     Attributes:
         prepared_plan: the plan that it has buffers for.
         nonfinite: it has a gradient that must not be used.
-        busy: it has more to do than create state.
+        has_work: it has more to do than create state.
         hyperparameters: for each param group, its hyperparameters as text. Ranks that share its parameters must have the same.
         without_state: indices of the plan inputs whose state it would start at zero.
         presence: which state it has; read only where ranks differ.
@@ -57,7 +57,7 @@ class RankStatus(NamedTuple):
 
     prepared_plan: Plan | None
     nonfinite: bool
-    busy: bool
+    has_work: bool
     hyperparameters: Sequence[str]
     without_state: Sequence[int]
     presence: StatePresence

@@ -163,7 +163,7 @@ class DataParallelExecutor:
 
 
 class _WavesBuilder(ProgramBuilder):
-    """The scatter of ``routes`` carries the new weights. The gather is its way back: gradients take the place of the weights."""
+    """The scatter carries the new weights. The gather uses the same transfers in the other direction and carries gradients."""
 
     def build(self) -> list[_Wave]:
         assert all(task.wave != NO_WAVE for task in self.plan.tasks), "replicated matrices are shared"

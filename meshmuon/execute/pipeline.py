@@ -7,11 +7,11 @@ from enum import Enum
 
 from ..errors import TransportError
 
-__all__ = ["Action", "fill_order", "guarded", "pipeline_order", "run_pipeline", "take_first", "waves_ahead"]
+__all__ = ["Action", "fill_order", "guarded", "most_gathered_ahead", "pipeline_order", "run_pipeline", "take_first"]
 
 
 class Action(Enum):
-    """What is done next in a step: one of the three turns of a wave, or work that needs no exchange."""
+    """What is done next in a step: one of the three turns of a wave, or work that is not part of a wave."""
 
     GATHER = "a wave accumulates momentum and sends its pieces"
     LOCAL = "all local batches run, while the first pieces are on their way"
@@ -29,9 +29,10 @@ def pipeline_order(count: int, width: int, *, ahead: int | None = None) -> Itera
     Args:
         count: number of waves.
         width: most waves between their first and their last exchange.
-        ahead: most waves that have sent their pieces and wait for their turn to compute; ``waves_ahead(width)`` unless given.
+        ahead: most waves that have sent their pieces and wait for their turn to compute;
+            ``most_gathered_ahead(width)`` unless given.
     """
-    most = waves_ahead(width) if ahead is None else ahead
+    most = most_gathered_ahead(width) if ahead is None else ahead
     gathered = computed = finished = 0  # waves that have had each of their turns
 
     def gather() -> Iterator[tuple[Action, int]]:
@@ -46,8 +47,8 @@ def pipeline_order(count: int, width: int, *, ahead: int | None = None) -> Itera
         yield Action.COMPUTE, computed
         computed += 1
         yield from gather()
-        # Only a finished wave makes room for another. What has no need to be finished is not waited for: it may still be behind
-        # other exchanges on its way.
+        # Only a finished wave makes room for another. A wave is not finished before its buffers are needed: its scatter may
+        # still be queued behind other exchanges.
         while gathered < count and gathered - computed < most and (computed - finished > 1 or gathered == computed):
             yield Action.FINISH, finished
             finished += 1
@@ -79,8 +80,8 @@ def run_pipeline(
     Args:
         waves: generators that yield twice: after sending their pieces, and after sending their results.
         width: most waves in flight.
-        local: work that needs no exchange; done while the first pieces are on their way.
-        last: work that needs no exchange; done while the last results are on their way.
+        local: work that is not part of a wave; done while the first pieces are on their way.
+        last: work that is not part of a wave; done while the last results are on their way.
         ahead: as in ``pipeline_order``.
     """
     waves = list(waves)
@@ -97,7 +98,7 @@ def run_pipeline(
             next(waves[wave])
 
 
-def waves_ahead(width: int) -> int:
+def most_gathered_ahead(width: int) -> int:
     """How many of ``width`` waves in flight may have sent their pieces and wait for their turn to compute.
 
     Links serve exchanges in the order in which they were started. If all waves gathered at once, the first results would be

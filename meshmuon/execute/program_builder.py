@@ -111,7 +111,7 @@ class ProgramBuilder:
     ) -> ExchangeBuffers:
         """One direction of an exchange: the beginnings of two flat buffers, and how many elements go to each rank.
 
-        Of a transfer only the other rank and the size count, so that the way back of a list is the same list.
+        Only the other rank and the size of a transfer are used, so a list also describes its own return trip.
         """
         assert self.exchange is not None
         inward, outward = self._elements_by_peer(arriving), self._elements_by_peer(leaving)
@@ -143,7 +143,7 @@ def rule_state_param(planned: PlannedParam, step_param: StepParam) -> PlannedPar
     """The rule state of a parameter as a parameter of its own: on the same mesh, with the same placements.
 
     A (64, 48) weight has rule state of shape (64, 1). Sharded by columns over 4 ranks, the weight has 12 columns on each of them,
-    and the rule state is on the first: whoever holds the first input of an output holds its number.
+    and the rule state is on the first: the rank that holds column 0 of a row also holds the rule state of that row.
     """
     shape = step_param.matrices.rule_state_shape(planned.layouts[0].shape)
     layouts = tuple(Layout(shape, layout.mesh, layout.placements) for layout in planned.layouts)

@@ -1,6 +1,7 @@
 """The reference path: every rank gathers whole matrices, orthogonalises all of them and keeps its own shard.
 
-It shares neither layouts nor plans nor exchanges with the executor that it verifies: torch gathers and torch shards.
+A step is planned and checked like any other. The tensors, however, are gathered and sharded by torch alone, without the layouts
+and exchanges of the executor that this path verifies.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ class ReferenceExecutor:
         self.plan: Plan | None = None
 
     def prepare(self, plan: Plan, rank: int, step_params: Sequence[StepParam], exchange: Exchange | None) -> None:
-        """Refuses what torch cannot gather, and keeps the plan; nothing else of it is used."""
+        """Refuses what torch cannot gather, and keeps the plan, of which it uses only the names."""
         self.plan = None
         for _, members in grouped(range(len(step_params)), lambda k: _layout_of(step_params[k].param)):
             if has_part(step_params[members[0]].param):

@@ -1,7 +1,8 @@
 """Rule state: the numbers that an update rule keeps per output of a matrix.
 
 They are stored with the shards of the parameter, and the owner of the matrix needs them during a step. One small exchange before
-the first wave brings them to the owners, one after the last wave brings them back. ``rule_state_param`` says who stores them.
+the first wave brings them to the owners. Another one, started after the last wave has computed, brings them back.
+``rule_state_param`` says who stores them.
 """
 
 from __future__ import annotations

@@ -78,7 +78,7 @@ class ShardViews:
         self._by_shape = [_UniformViews(members, step_params) for _, members in grouped(shards, group_and_shape)]
 
     def fill(self, step_params: Sequence[StepParam]) -> None:
-        """Writes each parameter's update before orthogonalisation into its view."""
+        """Writes what will be orthogonalised (momentum, with Nesterov's look-ahead if asked for) into the views."""
         for uniform in self._by_group:
             settings = step_params[uniform.first].settings
             if settings.nesterov:
@@ -96,7 +96,7 @@ class ShardViews:
 
 
 class GradLifetime:
-    """Of which parameters a wave or a local batch is the first (``begins``) and the last (``ends``) to read gradients in a step.
+    """The parameters whose gradients a wave or a local batch reads first (``begins``) and last (``ends``) in a step.
 
     Experts (8, D, D) in batches of 4: the first batch begins the parameter and accumulates the momentum of all 8 experts, the
     second one ends it and frees its gradient.

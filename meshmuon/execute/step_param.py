@@ -27,10 +27,10 @@ class UpdateRule(Protocol):
     2. ``before``: the executor, at every step, once per batch, before the batch is orthogonalised.
     3. ``after``: the executor, in the same step, once the whole batch is orthogonalised.
 
-    ``before`` and ``after`` are called only on the rank that has the matrices whole: their owner, or each holder of a matrix that
-    nobody else has a part of. They change their arguments in place, must treat each matrix independently of the others in the
-    batch, and must not communicate. Batches are (batch, outputs, inputs); their size and company may change from run to run, and
-    with ``deterministic=True`` it is 1.
+    ``before`` and ``after`` are called only where the matrices are whole: at their owner or, for a matrix that is not exchanged,
+    on every rank that holds it. They change their arguments in place, must treat each matrix independently of the others in the
+    batch, and must not communicate. Batches are (batch, outputs, inputs). How many matrices a batch has, and which, may change
+    from run to run; with ``deterministic=True`` it has one.
 
     Rules are compared and hashed to decide which parameters may share a batch; equal rules must do the same. Ranks compare the
     ``repr`` of their rules, which must therefore be the same on every rank and must not contain an address.
@@ -110,7 +110,7 @@ class StepParam:
         return torch.float64 if self.param.dtype == torch.float64 else torch.float32
 
     @property
-    def treatment(self) -> Hashable:
+    def batch_key(self) -> Hashable:
         """What must be equal for two parameters to share a batch."""
         flipped = self.rule is not None and self.matrices.flipped  # rules see outputs × inputs
         return (self.param.device, self.update_dtype, self.compute_dtype, self.scheme, self.rule, flipped)
@@ -120,4 +120,4 @@ class StepParam:
         size = pitch(self.matrices.rows, self.matrices.cols, self.update_dtype) * self.update_dtype.itemsize
         steps = self.scheme.steps if isinstance(self.scheme, Scheme) else ()
         scratch = scratch_bytes(self.matrices.rows, self.matrices.cols, steps, self.compute_dtype, self.update_dtype)
-        return BatchItem(count, self.matrices.rows, self.matrices.cols, (self.treatment, key), size + scratch)
+        return BatchItem(count, self.matrices.rows, self.matrices.cols, (self.batch_key, key), size + scratch)

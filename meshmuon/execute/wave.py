@@ -72,7 +72,7 @@ class Wave:
     Attributes:
         gather: the exchange of pieces, to their owners.
         scatter: the exchange of updates, back to the holders of the pieces.
-        fill: where each piece of this rank's momentum is in the buffer that is sent.
+        fill: where each piece of this rank's momentum or look-ahead is, before rounding, for the buffer that is sent.
         rounding: from what ``fill`` writes to what is sent, where the dtypes differ.
         apply: where each piece of an update is in the buffer that is received.
         owned_batches: the matrices that this rank owns, batch by batch.

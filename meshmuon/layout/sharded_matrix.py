@@ -33,7 +33,7 @@ class Piece:
 
     @property
     def shape(self) -> tuple[int, int]:
-        """Rows and columns of the local block."""
+        """Rows and columns of the piece."""
         return length(self.rows), length(self.cols)
 
     @property
@@ -65,7 +65,7 @@ class ShardedMatrix:
             rank: (k, replica) for k, piece in enumerate(self.pieces) for replica, rank in enumerate(piece.holders)
         }
         object.__setattr__(self, "piece_and_replica", piece_and_replica)
-        self._prove()
+        self._check_pieces()
 
     @property
     def whole(self) -> bool:
@@ -107,8 +107,8 @@ class ShardedMatrix:
             for k in range(self.replicas)
         )
 
-    def _prove(self) -> None:
-        """Every element is in exactly one piece, and every rank holds at most one piece in one replica.
+    def _check_pieces(self) -> None:
+        """Raises unless every element is in exactly one piece, and every rank holds at most one piece in one replica.
 
         The second makes ``piece_and_replica`` the inverse of ``holders``: ``sends_to`` tells a rank to send its piece exactly
         when ``senders`` tells the owner to expect it.
@@ -151,7 +151,8 @@ def shard_matrices(layout: Layout, stack_dims: int, window: Window | None = None
         column_cuts = {parts: clip(ranges, left, right) for parts, ranges in column_cuts.items()}
         shape = bottom - top, right - left
     held: list[dict[tuple[int, tuple[int, ...]], list[int]]] = [{} for _ in stack_cuts]
-    for rank, coordinate in coordinates(layout.mesh).items():  # for each part, the order of the mesh is the order of replicas
+    # The ranks of one part are listed in the order of the mesh: entry k is in replica k.
+    for rank, coordinate in coordinates(layout.mesh).items():
         part = flat_index(grid, coordinate, row_axes), tuple(flat_index(grid, coordinate, axes) for axes in column_axes)
         held[flat_index(grid, coordinate, stack_axes)].setdefault(part, []).append(rank)
     sharded_matrices: list[ShardedMatrix | None] = [None] * (layout.shape[0] if stack_dims else 1)

@@ -1,4 +1,4 @@
-"""What users touch: the optimizer, its parameter groups and its learning-rate rules."""
+"""What users touch: optimizers, default param groups, the routing table, update rules, clipping and ``MaxLogits``."""
 
 from ..clipping.grad_norm import clip_grad_norm_, total_grad_norm
 from ..params.rules import MuonEq, MuonPlus, NorMuon, UpdateRule

@@ -19,7 +19,7 @@ from ..execute import StepParam, StepSettings, UpdateRule
 from ..matrices import MatrixOptions, find_matrices
 from ..ortho import Orthogonalizer, Scheme, default_compute_dtype, resolve_scheme, scheme_for
 from ..params.dtensors import as_dtensor, check_cuts, check_gradient_placement
-from ..params.groups import check_options, check_reach, largest_number, matrix_options_of
+from ..params.groups import check_options, check_overflow, largest_number, matrix_options_of
 from ..params.lr import lr_factor
 from ..params.named_params import NamedParam
 from ..params.option_table import ParamGroup
@@ -68,7 +68,7 @@ class Collector:
     ``forget`` is called whenever the state is about to be offloaded.
 
     Args:
-        comm_dtype: the dtype in which a parameter travels; None for the default.
+        comm_dtype: tells in which dtype a parameter travels; None for the default.
     """
 
     def __init__(self, comm_dtype: Callable[[Tensor], torch.dtype | None]) -> None:
@@ -165,7 +165,7 @@ class Collector:
     def check(self, groups: Sequence[ParamGroup], states: Mapping[Tensor, dict[str, Any]]) -> None:
         """Refuses options, gradients and state that a step on the last plan inputs cannot use. Writes nothing."""
         for index, shape, largest in self._shapes:
-            check_reach(groups[index], f"group {index}", shape, largest)  # calls the user's adjust_lr_fn
+            check_overflow(groups[index], f"group {index}", shape, largest)  # calls the user's adjust_lr_fn
         for index, snapshot in enumerate(self._snapshots):
             if not snapshot.same_gradients():
                 for record in self._with_gradient(index):
@@ -242,6 +242,7 @@ class Collector:
     def let_go(self) -> None:
         """Drops references to the state after a step, so that they do not keep alive state that moves to another device."""
         for step_param in self._made[1]:
+            # The parameter itself stands for "no momentum".
             step_param.momentum_buffer, step_param.rule_state = step_param.param, None
 
     def _new_step_param(

@@ -10,7 +10,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from ..agree.identity import enrol
+from ..agree.identity import register
 from ..agree.planner import Planner
 from ..errors import ConfigError, RoutingWarning
 from ..execute import DEFAULT_MEMORY_BUDGET, Executor, ExecutorSettings, ReferenceExecutor
@@ -79,9 +79,9 @@ class Muon(MuonStep):
         none_grad: bool = True,
         debug: bool = False,
         clip_config: Mapping[str, Any] | None = None,
-        warmup_step: int = 5,
+        warmup_step: int = 5,  # older name of waves_ahead
         chunk_size: int = -1,
-        use_distributed_muon: bool = False,
+        use_distributed_muon: bool = False,  # older name of reference_path
         expert_keys: Sequence[str] | None = None,
         *,
         scheme: SchemeLike = "polar_express",
@@ -112,6 +112,7 @@ class Muon(MuonStep):
         self._debug = debug
         self._settings = ExecutorSettings(chunk_size, memory_budget, form, deterministic, compile, cuda_graphs)
         in_flight = options["waves_ahead"] + 1
+        # LocalPlanner replaces the cost model by that of the parameters' device.
         self._plan_options = PlanOptions(cost_model_for("cpu"), replicas, chunk_size, memory_budget, in_flight)
         self._comm_dtype = comm_dtype
         self._reference: bool = options["reference_path"]
@@ -124,7 +125,7 @@ class Muon(MuonStep):
         self._constructed = False
         super().__init__(normalise_params(params), defaults_from(arguments))
         self._constructed = True
-        self._descent = enrol(self)
+        self._lineage = register(self)
         self._warn_of_routes(0)  # of all groups together
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -234,7 +235,7 @@ class Muon(MuonStep):
         self._planner.begin_anew()
 
     def __getstate__(self) -> dict[str, Any]:
-        kept = ("_settings", "_plan_options", "_comm_dtype", "_reference", "_debug", "_qk_clip", "_failures", "_descent")
+        kept = ("_settings", "_plan_options", "_comm_dtype", "_reference", "_debug", "_qk_clip", "_failures", "_lineage")
         self._offload.settle()
         options = {"_nonfinite_policy": self._nonfinite.policy, "_offloaded": self._offload.on}
         return {**super().__getstate__(), **{name: getattr(self, name) for name in kept}, **options}
@@ -247,7 +248,7 @@ class Muon(MuonStep):
             self._nonfinite = NonFinite(state["_nonfinite_policy"])
             self._offload = Offload(on=state["_offloaded"])
             self._reset()
-            self._descent = enrol(self, state["_descent"])
+            self._lineage = register(self, state["_lineage"])
 
     def _reset(self) -> None:
         """Starts without a plan."""

@@ -76,8 +76,9 @@ class MuonStep(torch.optim.Optimizer):
                 self._agree(step)  # nothing is written before this; if one rank fails a check, all ranks raise its error
                 if step.decision.nonfinite:
                     self._skip(step)
-                elif not step.decision.busy:
-                    state.create(self._groups, self.state)  # torch's checkpointing makes such a step, at lr 0, to get state
+                elif not step.decision.has_work:
+                    # No rank has work: torch.distributed.checkpoint calls step() with lr 0 only to create state.
+                    state.create(self._groups, self.state)
                 else:
                     self._prepare(step)
                     self._finish(step, self._run(step))
@@ -99,7 +100,7 @@ class MuonStep(torch.optim.Optimizer):
                 self._collector.check(self._groups, self.state)
                 self._qk_clip.check(params, qk_logits)
                 step.nonfinite = self._nonfinite.known(params, step.scaling)
-                step.busy = bool(self.state) or not only_creates_state(self._groups)
+                step.has_work = bool(self.state) or not only_creates_state(self._groups)
             except Exception as error:  # raised in the agreement, once the other ranks know
                 failure = error
         step.failure = failure
@@ -114,7 +115,7 @@ class MuonStep(torch.optim.Optimizer):
         status = RankStatus(
             prepared_plan=self._executor.plan,
             nonfinite=step.nonfinite,
-            busy=step.busy,
+            has_work=step.has_work,
             hyperparameters=[f"{text}, {clip}" for text in hyperparameters_of(self._groups)],
             without_state=self._without_state(step.params),
             presence=StatePresence(step.params, self.state, self._keeps),
@@ -152,12 +153,13 @@ class MuonStep(torch.optim.Optimizer):
             An error of this rank that did not keep it from completing all exchanges, or None.
         """
         params, decision = step.params, step.decision
-        step.diverged = decision.repeats  # if several ranks compute a matrix, an error on one of them leaves replicas unequal
+        step.would_diverge = decision.repeats  # an error on one of several ranks that compute a matrix leaves replicas unequal
 
         def adamw() -> None:
-            before, step.diverged = step.diverged, True  # on an error here, the other ranks have stepped and this one has not
+            before = step.would_diverge
+            step.would_diverge = True  # on an error here, the other ranks have stepped and this one has not
             self._adamw_step(step)
-            step.diverged = before
+            step.would_diverge = before
 
         try:
             step.skip_mask = self._nonfinite.mask_on_device(params, step.scaling, decision.exchange)
@@ -188,7 +190,7 @@ class MuonStep(torch.optim.Optimizer):
         if failure is None:
             return
         if step.decision.exchange is not None:
-            self._failures.completed_with(failure, diverged=step.diverged)
+            self._failures.completed_with(failure, diverged=step.would_diverge)
         try:
             raise failure
         finally:

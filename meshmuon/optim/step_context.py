@@ -26,10 +26,10 @@ class StepContext:
         scaling: what a GradScaler has told the optimizer.
         failure: this rank's first error, until the agreement raises it on all ranks.
         nonfinite: the host knows that this rank has a gradient that must not be used.
-        busy: this rank has more to do than create state.
+        has_work: this rank has more to do than create state.
         decision: what all ranks have agreed on.
         skip_mask: a boolean on a device, true if nothing may change; None if the host knows.
-        diverged: an error at this point would make replicas diverge.
+        would_diverge: an error at this point would make replicas diverge.
     """
 
     params: list[NamedParam]
@@ -38,7 +38,7 @@ class StepContext:
     scaling: Scaling = NO_SCALING
     failure: Exception | None = None
     nonfinite: bool = False
-    busy: bool = True
+    has_work: bool = True
     decision: StepDecision = field(init=False)
     skip_mask: Tensor | None = None
-    diverged: bool = False
+    would_diverge: bool = False

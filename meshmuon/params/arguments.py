@@ -16,8 +16,8 @@ __all__ = ["defaults_from", "optimizer_options_from"]
 def optimizer_options_from(arguments: Mapping[str, Any]) -> dict[str, Any]:
     """The optimizer-wide options among ``arguments``, checked and by their names in the table.
 
-    An option that has an older name may be given by either. Its parameter of the clear name is None unless given, the older one
-    has the option's default; if both are given, they must be equal.
+    An option that has an older name may be given by either. In the constructor, the new name defaults to None and the older name
+    to the option's default. If both are given, they must be equal.
     """
     return {option.name: _value_of(option, arguments) for option in optimizer_options()}
 

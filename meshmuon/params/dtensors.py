@@ -130,7 +130,7 @@ def check_gradient_placement(name: str, param: Tensor, grad: Tensor) -> None:
 def layouts_of(
     name: str, shape: tuple[int, ...], placements: Sequence[Any], meshes: Sequence[Mesh], reached: frozenset[int]
 ) -> tuple[Layout, ...]:
-    """The layouts of a parameter on those of its ``meshes`` that share a rank with ``reached``.
+    """The layouts of a parameter on those of its ``meshes`` that contain at least one rank of ``reached``, the ranks that plan.
 
     A parameter on one axis of a larger mesh exists once per coordinate on the other axes. On axis "tp" of a 2 × 4 mesh
     ("dp", "tp"), ranks 0–3 hold one copy and ranks 4–7 another. The copies never share work, but a plan that covers their ranks

@@ -26,7 +26,7 @@ __all__ = [
     "are_placeholders",
     "check_group",
     "check_options",
-    "check_reach",
+    "check_overflow",
     "keep_options",
     "largest_number",
     "matrix_options_of",
@@ -168,7 +168,7 @@ def largest_number(dtype: torch.dtype) -> float:
     return float(torch.finfo(torch.float64 if dtype == torch.float64 else torch.float32).max)
 
 
-def check_reach(group: ParamGroup, where: str, shape: tuple[int, int] | None, largest: float) -> None:
+def check_overflow(group: ParamGroup, where: str, shape: tuple[int, int] | None, largest: float) -> None:
     """Refuses numbers whose products overflow: torch would raise in the middle of a step, or compute infinities.
 
     Args:
@@ -211,8 +211,8 @@ def _check_param(name: str, param: Tensor, group: ParamGroup) -> None:
         if param.dtype not in FLOAT_DTYPES:
             raise ConfigError(f"{name} has dtype {param.dtype}; Muon needs floating point parameters of 16, 32 or 64 bits.")
         for matrices in find_matrices(name, param.shape, matrix_options_of(group)):
-            check_reach(group, name, matrices.lr_shape, largest_number(param.dtype))
+            check_overflow(group, name, matrices.lr_shape, largest_number(param.dtype))
         return
     if param.requires_grad and param.dtype not in FLOAT_DTYPES:
         raise ConfigError(f"{name} has dtype {param.dtype}; AdamW needs floating point parameters of 16, 32 or 64 bits.")
-    check_reach(group, name, None, largest_number(param.dtype))
+    check_overflow(group, name, None, largest_number(param.dtype))

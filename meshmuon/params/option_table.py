@@ -227,7 +227,7 @@ OPTIONS: tuple[Option, ...] = (
         Scope.MUON_GROUPS,
         one_of(EXPERT_DIMS),
         '``"out_in"`` for experts of shape (experts, out, in), ``"in_out"`` for (experts, in, out). It matters for the learning '
-        "rate and for ``split``.",
+        "rate, ``split`` and update rules.",
         Compared.BY_VALUE,
         defines_matrices=True,
     ),
@@ -341,7 +341,7 @@ OPTIONS: tuple[Option, ...] = (
         Compared.BY_VALUE,
     ),
 )
-"""In the order of the constructor's parameters."""
+"""In the order of the constructor's parameters. An option with an older name is where that name is."""
 
 _GROUP = tuple(option for option in OPTIONS if option.scope is not Scope.OPTIMIZER)
 _OF_OPTIMIZER = tuple(option for option in OPTIONS if option.scope is Scope.OPTIMIZER)

@@ -28,8 +28,8 @@ class CostModel:
     def sharing_pays(self, flops: int, sharded: ShardedMatrix, itemsize: int) -> bool:
         """Whether one replica should compute for all, by FLOPs and bytes summed over the ranks.
 
-        With S pieces in each of R replicas, sharing saves (R − 1) orthogonalisations and (R − 1) gathers and scatters inside a
-        replica; it costs R − 1 times the matrix to the other replicas.
+        For each additional replica, sharing saves one orthogonalisation and one gather and scatter inside the replica; it costs
+        sending the matrix to the replica once.
         """
         pieces = max(1, len(sharded.pieces))
         inside = 2 * (pieces - 1) / pieces * sharded.size * itemsize

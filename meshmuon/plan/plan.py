@@ -23,7 +23,7 @@ class Plan(PlanData):
     """A ``PlanData`` that has been checked, and can be printed."""
 
     def __post_init__(self) -> None:
-        self._prove()
+        self._check_plan()
 
     def describe(self) -> str:
         """The plan as text for people."""
@@ -33,10 +33,10 @@ class Plan(PlanData):
         """The plan as JSON for tools."""
         return to_json(self)
 
-    def _prove(self) -> None:
-        """Each matrix has one owner per separate copy, and waves and owners fit together.
+    def _check_plan(self) -> None:
+        """Raises unless each matrix has one owner for each copy that is computed separately, and waves and owners fit together.
 
-        Every ``ShardedMatrix`` has proved that its pieces tile the matrix and that each rank holds one piece in one replica.
+        Every ``ShardedMatrix`` has checked that its pieces tile the matrix and that each rank holds one piece in one replica.
         Sender and receiver of a piece therefore agree on it: both read the same table.
         """
         copies: dict[tuple[int, int], list[ShardedMatrix]] = {}
@@ -51,9 +51,9 @@ class Plan(PlanData):
                 raise PlanError(f"{name}: it travels on {lane}, but wave {task.wave} is not on that lane: {self.lanes}")
             copies.setdefault((task.param, task.matrix), []).append(task.sharded)
         for k, param in enumerate(self.params):
-            self._prove_copies(k, param, copies)
+            self._check_copies(k, param, copies)
 
-    def _prove_copies(self, k: int, param: PlannedParam, copies: dict[tuple[int, int], list[ShardedMatrix]]) -> None:
+    def _check_copies(self, k: int, param: PlannedParam, copies: dict[tuple[int, int], list[ShardedMatrix]]) -> None:
         for matrix in range(param.count):
             computed = copies.get((k, matrix), [])
             holders = sum(len(sharded.piece_and_replica) for sharded in computed)

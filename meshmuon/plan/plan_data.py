@@ -1,4 +1,4 @@
-"""A plan as plain data, equal on every rank, and the figures that follow from it."""
+"""A plan as plain data, equal on all ranks except for parameters that only one rank knows, and the figures that follow."""
 
 from __future__ import annotations
 

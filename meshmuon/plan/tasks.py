@@ -22,7 +22,7 @@ class PlannedParam:
         name: its name.
         layouts: how it lies on its mesh; several when the model has the same parameter on sibling meshes.
         stack_dims: how many leading dims count matrices (0, or 1 for a stack of experts).
-        lane: what must be equal for matrices to travel together (device and dtype on the wire).
+        lane: what must be equal for matrices to travel together: device type, dtype on the wire and dtype of the update.
         itemsize: bytes per element on the wire.
         flops: FLOPs of orthogonalising one of its matrices.
         share: whether replicas share one owner when the user's ``replicas`` is "auto"; None leaves it to the cost model.
@@ -66,7 +66,7 @@ class Task:
         sharded: who holds which piece of it.
         cost: what it costs the rank that orthogonalises it.
         owner: the rank that orthogonalises it; ``EVERY_HOLDER`` if each holder has the whole matrix and does so.
-        wave: index into ``Plan.lanes``; ``NO_WAVE`` if nothing travels.
+        wave: number of its wave, whose lane is ``Plan.lanes[wave]``; ``NO_WAVE`` if nothing travels.
     """
 
     param: int

@@ -24,18 +24,18 @@ class Vote:
     """What one rank brings to a step.
 
     Attributes:
-        token: what it is about to do, as a number below 2**62.
+        facts_number: what it is about to do, as a number below 2**62 that is equal for equal facts.
         prepares: it must rebuild its buffers.
         nonfinite: it has a gradient that is not finite.
-        busy: it has more to do than creating state.
-        number: a short name, below 2**62, that it proposes for what it is about to do; 0 if it proposes none.
+        has_work: it has more to do than creating state.
+        proposed_id: a random id below 2**62 that it proposes for this optimizer; 0 if the ranks already share one.
     """
 
-    token: int
+    facts_number: int
     prepares: bool = False
     nonfinite: bool = False
-    busy: bool = True
-    number: int = 0
+    has_work: bool = True
+    proposed_id: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,18 +43,18 @@ class Verdict:
     """The votes of all ranks, counted.
 
     Attributes:
-        unanimous: all tokens are equal.
+        unanimous: all facts numbers are equal.
         prepares: some rank must rebuild its buffers.
         nonfinite: some rank has a gradient that is not finite.
-        busy: some rank has more to do than creating state.
-        number: the largest number that was proposed.
+        has_work: some rank has more to do than creating state.
+        proposed_id: the largest id that was proposed; 0 if no rank proposed one.
     """
 
     unanimous: bool
     prepares: bool
     nonfinite: bool
-    busy: bool
-    number: int = 0
+    has_work: bool
+    proposed_id: int = 0
 
 
 class Agreement:
@@ -69,12 +69,12 @@ class Agreement:
 
     def decide(self, vote: Vote) -> Verdict:
         """Counts the votes; every rank of the group must call."""
-        words = (vote.token, -vote.token, vote.prepares, vote.nonfinite, vote.busy, vote.number)
+        words = (vote.facts_number, -vote.facts_number, vote.prepares, vote.nonfinite, vote.has_work, vote.proposed_id)
         _WORDS.pack_into(self._memory, 0, *words)
         with named_phase(_PHASE, self._group):
             dist.all_reduce(self._words, dist.ReduceOp.MAX, group=self._group)
-        largest, smallest, prepares, nonfinite, busy, number = _WORDS.unpack_from(self._memory)
-        return Verdict(largest == -smallest, bool(prepares), bool(nonfinite), bool(busy), number)
+        largest, smallest, prepares, nonfinite, has_work, proposed_id = _WORDS.unpack_from(self._memory)
+        return Verdict(largest == -smallest, bool(prepares), bool(nonfinite), bool(has_work), proposed_id)
 
     def everyone(self, fact: _T) -> dict[int, _T]:
         """Rank → its ``fact``; every rank of the group must call. It is slow, and meant for ranks that disagree."""

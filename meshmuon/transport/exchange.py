@@ -22,7 +22,7 @@ class Pending:
     group: dist.ProcessGroup
 
     def wait(self) -> None:
-        """Lets what is issued next read the received elements; on a GPU the host does not wait."""
+        """Work that is issued after this call sees the received elements. On a GPU the host does not block."""
         with named_phase(self.phase, self.group):
             self.work.wait()
 

@@ -40,7 +40,9 @@ def check_round_trip(name: str, like: Tensor) -> None:
     mesh, placements = sharded.device_mesh, sharded.placements
     numbers = torch.arange(like.numel(), device=sharded.to_local().device).view(like.shape)
     where = f"{name}, {tuple(like.shape)} with placements {placements} on a mesh of {tuple(mesh.shape)}"
-    advice = "Step this layout without use_distributed_muon, which does not use torch's gather, or choose sizes that divide."
+    advice = (
+        "Step this layout without reference_path=True: the normal path does not use torch's gather. Or choose sizes that divide."
+    )
     try:
         back = distribute_tensor(numbers, mesh, placements, src_data_rank=None).full_tensor()
     except RuntimeError as error:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from meshmuon.errors import TransportError
-from meshmuon.execute.pipeline import Action, fill_order, guarded, pipeline_order, run_pipeline, take_first, waves_ahead
+from meshmuon.execute.pipeline import Action, fill_order, guarded, most_gathered_ahead, pipeline_order, run_pipeline, take_first
 
 WIDTHS, COUNTS = range(1, 7), range(9)
 everywhere = pytest.mark.parametrize(("width", "count"), [(width, count) for width in WIDTHS for count in COUNTS])
@@ -57,12 +57,12 @@ def test_never_more_than_width_in_flight(width: int, count: int) -> None:
 @everywhere
 def test_later_waves_gather_while_one_computes(width: int, count: int) -> None:
     events = record(width, count)
-    ahead = min(waves_ahead(width), count)
+    ahead = min(most_gathered_ahead(width), count)
     assert [what for what, _ in events if what != "local"][:ahead] == ["gather"] * ahead
     gathering = 0
     for what, _ in events:
         gathering += (what == "gather") - (what == "compute")
-        assert gathering <= waves_ahead(width)
+        assert gathering <= most_gathered_ahead(width)
     if width >= 2 and count >= 2:
         assert events.index(("gather", 1)) < events.index(("compute", 0))
     if width >= 3:  # one more for the scatter of the wave before
@@ -93,7 +93,7 @@ def test_results_are_waited_for_only_to_make_room(width: int, count: int) -> Non
 @everywhere
 def test_local_work_hides_the_first_gathers(width: int, count: int) -> None:
     events = record(width, count, local=3)
-    at = min(waves_ahead(width), count)
+    at = min(most_gathered_ahead(width), count)
     assert events[:at] == [("gather", k) for k in range(at)]
     assert events[at : at + 3] == [("local", k) for k in range(3)]
 

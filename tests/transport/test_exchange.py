@@ -109,7 +109,7 @@ LARGEST = 2**60 - 1
 
 
 @pytest.mark.parametrize(
-    ("tokens", "expected"),
+    ("numbers", "expected"),
     [
         ((5, 5, 5), True),
         ((0, 0, 0), True),
@@ -124,11 +124,11 @@ LARGEST = 2**60 - 1
         ((-1, 0, 0), False),
     ],
 )
-def test_agreement(tokens: tuple[int, ...], expected: bool) -> None:
+def test_agreement(numbers: tuple[int, ...], expected: bool) -> None:
     def main(rank: int) -> bool:
         agreement = Agreement(world())
         assert agreement.ranks == [0, 1, 2]
-        return agreement.decide(Vote(tokens[rank])).unanimous
+        return agreement.decide(Vote(numbers[rank])).unanimous
 
     assert run_threads(3, main) == [expected] * 3
 
@@ -139,15 +139,15 @@ def test_an_agreement_is_used_again() -> None:
 
     def main(rank: int) -> list[bool]:
         agreement = Agreement(world())
-        return [agreement.decide(Vote(tokens[rank])).unanimous for tokens in steps]
+        return [agreement.decide(Vote(numbers[rank])).unanimous for numbers in steps]
 
     assert run_threads(2, main) == [[True, False, True, False, True]] * 2
 
 
-@pytest.mark.parametrize("flag", ["prepares", "nonfinite", "busy"])
+@pytest.mark.parametrize("flag", ["prepares", "nonfinite", "has_work"])
 @pytest.mark.parametrize("said", [(False, False, False), (False, True, False), (True, True, True), (False, False, True)])
 def test_what_any_rank_says_all_hear(flag: str, said: tuple[bool, ...]) -> None:
-    others = {"prepares": False, "nonfinite": False, "busy": False}
+    others = {"prepares": False, "nonfinite": False, "has_work": False}
 
     def main(rank: int) -> Verdict:
         agreement = Agreement(world())

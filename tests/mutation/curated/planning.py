@@ -29,7 +29,7 @@ MUTANTS: Mutants = {
         "ShardedMatrix.sends_to": (("self.piece_and_replica[$owner][1]", "0"),),
         "ShardedMatrix.separate_replicas": (("$p.holders[$k]", "$p.holders[0]"),),
         "_flatten": (("($index * $size + $start, $index * $size + $stop)", "($index + $start * $size, $index + $stop * $size)"),),
-        "ShardedMatrix._prove": (("len(self.piece_and_replica) != len(self.pieces) * self.replicas", "False"),),
+        "ShardedMatrix._check_pieces": (("len(self.piece_and_replica) != len(self.pieces) * self.replicas", "False"),),
     },
     "meshmuon.plan.batches": {
         "plan_batches": (
@@ -86,8 +86,8 @@ MUTANTS: Mutants = {
             ("$sharded.replicas > 1", "True"),
             ("(Task(...) for $replica in $copies)", "(Task(...) for $replica in $copies[:1])"),
         ),
-        "Plan._prove": (("$task.wave != NO_WAVE and $task.owner not in $task.sharded.piece_and_replica", "False"),),
-        "Plan._prove_copies": (("$holders != $expected or $overlap", "$overlap"),),
+        "Plan._check_plan": (("$task.wave != NO_WAVE and $task.owner not in $task.sharded.piece_and_replica", "False"),),
+        "Plan._check_copies": (("$holders != $expected or $overlap", "$overlap"),),
         "make_plan": (("replace($options, in_flight=$schedule.in_flight)", "$options"),),
     },
     "meshmuon.plan.plan_data": {

@@ -189,7 +189,7 @@ MUTANTS: Mutants = {
     },
     "meshmuon.transport.agreement": {
         "Agreement.decide": (
-            ("-$vote.token", "$vote.token"),
+            ("-$vote.facts_number", "$vote.facts_number"),
             ("dist.ReduceOp.MAX", "dist.ReduceOp.MIN"),
         ),
     },

@@ -113,7 +113,7 @@ MUTANTS: Mutants = {
     },
     "meshmuon.agree.identity": {
         "Pairing.joined": (("Pairing($number) if $number else self", "self"),),
-        "enrol": (("(*$copied, next(_numbers))", "(next(_numbers),)"),),
+        "register": (("(*$copied, next(_numbers))", "(next(_numbers),)"),),
     },
     "meshmuon.agree.link": {
         "Home.check_connected": (("self._world() is None or self._world() is not current_world()", "False"),),
