@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from meshmuon import Muon
 from meshmuon.agree import local_planner
 from meshmuon.execute import executor
-from meshmuon.optim import muon
+from meshmuon.optim import muon_step
 from meshmuon.plan import Plan, make_plan
 from tests.support.processes import RankOutcome, results_of, run_ranks
 from tests.support.small_model import S0, SHAPES, R, after, assert_equal, give_gradients, initial, muon_of, on_mesh, world_mesh
@@ -247,7 +247,7 @@ def parted_rank(rank: int, folder: Path, what: str) -> tuple[Said | None, Said]:
     give_gradients(params, 1)
     failing = rank == ODD
     _current.update(step=BAD_STEP, raises=failing and what == "replicas")
-    with patch.object(muon, "adamw_step", out_of_memory) if failing and what == "AdamW" else nullcontext():
+    with patch.object(muon_step, "adamw_step", out_of_memory) if failing and what == "AdamW" else nullcontext():
         own = refused(optimizer) if failing else optimizer.step()
     give_gradients(params, 2)
     shown = refused(optimizer)

@@ -12,7 +12,7 @@ from mpmath import ellipfun, ellipk, mp, mpf, workdps
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
-from meshmuon import ConfigError
+from meshmuon import ConfigError, Muon
 from meshmuon.ortho import (
     AUTO,
     Rational,
@@ -253,6 +253,17 @@ def test_zero_rank_one_tiny_huge_and_not_finite(scheme: Scheme) -> None:
         result = orthogonalize(broken, scheme)
         assert result[0].isnan().all()
         assert torch.equal(result[1], orthogonalize(x, scheme))
+
+
+def test_nothing_is_made_of_nothing() -> None:
+    for shape in ((0, 5), (5, 0), (2, 0, 7), (0, 4, 4)):
+        assert orthogonalize(torch.empty(shape), zolotarev()).shape == shape
+    params = [torch.nn.Parameter(torch.empty(0, 5)), torch.nn.Parameter(gaussian(6, 5))]
+    optimizer = Muon([{"params": params, "names": ["empty", "full"], "use_muon": True}], scheme="zolotarev", weight_decay=0.0)
+    for param in params:
+        param.grad = torch.ones_like(param)
+    optimizer.step()
+    assert params[1].isfinite().all()
 
 
 def test_a_workspace_serves_other_shapes_in_between() -> None:

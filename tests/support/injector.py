@@ -18,7 +18,7 @@ import torch.distributed as dist
 from meshmuon.agree.planner import Planner
 from meshmuon.execute.ortho_batch import OrthoBatch
 from meshmuon.execute.shard_views import ShardViews
-from meshmuon.optim import muon
+from meshmuon.optim import muon_step
 from meshmuon.transport import Agreement, Exchange
 
 Action = Callable[[], None]
@@ -108,7 +108,7 @@ def _hooked(phase: str, action: Action) -> Any:
     owner, name = {
         "before the agreement": (Agreement, "decide"),
         "orthogonalise": (OrthoBatch, "orthogonalise"),
-        "adamw": (muon, "adamw_step"),
+        "adamw": (muon_step, "adamw_step"),
         "update": (ShardViews, "apply"),
     }[phase]
     return _before(owner, name, action)

@@ -117,6 +117,8 @@ class ShiftedInverses:
     def _factor(self, low: int, high: int) -> Iterator[Callable[[], object]]:
         """The calls that turn A[low:high, low:high] into W[low:high, low:high]; A is overwritten."""
         a, w = self._shifted, self._inverse_factor
+        if high == low:  # parameters without elements
+            return
         if high - low == LEAF:
             block = slice(low, high)
             yield partial(self._factor_leaf, a[:, block, block], w[:, block, block])
@@ -190,7 +192,7 @@ def inverse_flops(n: int) -> tuple[int, int]:
 
 @lru_cache(maxsize=1024)
 def _factor_flops(size: int) -> int:
-    if size == LEAF:
+    if size <= LEAF:  # 0 for parameters without elements
         return 0
     half = _half(size)
     rest = size - half
