@@ -93,21 +93,21 @@ def call_scheme(scheme: Orthogonalizer, batch: Tensor, *, one_by_one: bool = Fal
     is given one aligned matrix after the other, since its products may round by address and by batch.
     """
     if one_by_one or not (batch.is_contiguous() and is_aligned(batch)):
-        one = aligned_matrices((1, *batch.shape[1:]), batch.dtype, batch.device)
-        found = [_checked(scheme(one.copy_(batch[k : k + 1])), one).clone() for k in range(len(batch))]
-        return torch.cat(found) if found else torch.empty_like(batch)
+        matrix = aligned_matrices((1, *batch.shape[1:]), batch.dtype, batch.device)
+        results = [_checked(scheme(matrix.copy_(batch[k : k + 1])), matrix).clone() for k in range(len(batch))]
+        return torch.cat(results) if results else torch.empty_like(batch)
     return _checked(scheme(batch), batch)
 
 
-def _checked(found: Tensor, batch: Tensor) -> Tensor:
-    check_shape(found, batch)
-    return found
+def _checked(result: Tensor, batch: Tensor) -> Tensor:
+    check_shape(result, batch)
+    return result
 
 
-def check_shape(found: Tensor, batch: Tensor) -> None:
+def check_shape(result: Tensor, batch: Tensor) -> None:
     """Refuses what a callable scheme returned if it is not shaped like its input: copying it would broadcast."""
-    if found.shape != batch.shape:
-        raise ConfigError(f"the callable scheme made {tuple(found.shape)} of {tuple(batch.shape)}; it must keep the shape")
+    if result.shape != batch.shape:
+        raise ConfigError(f"the callable scheme made {tuple(result.shape)} of {tuple(batch.shape)}; it must keep the shape")
 
 
 def reserve_scratch(x: Tensor, scheme: Scheme | Orthogonalizer, *, form: str, dtype: torch.dtype, workspace: Workspace) -> None:
