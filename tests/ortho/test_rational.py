@@ -142,7 +142,7 @@ def gram_of(kind: str, n: int, dtype: torch.dtype) -> Tensor:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("n", [1, 5, 32, 33, 64, 100, 192, 260, 288])
+@pytest.mark.parametrize("n", [1, 5, 32, 33, 64, 100, 192, 260, 544])
 def test_inverses_are_those_of_a_matrix_within_rounding(n: int, dtype: torch.dtype) -> None:
     """Backward error: the result is right for a matrix that differs from R by a few units of its last digit, times √n."""
     step, unit = zolotarev_step(1e-3, 3), torch.finfo(dtype).eps / 2
@@ -223,7 +223,11 @@ def test_large_directions_in_a_few_rows_are_no_harder(rows: slice) -> None:
     x = x + torch.outer(spike / spike.norm(), gaussian(n, dtype=torch.float64) / math.sqrt(n))
     x = x.float()
     simulated = _simulate(zolotarev(), (1,), torch.finfo(torch.float32).eps / 2).deviation
-    assert spectral_distance(orthogonalize(x, zolotarev()), expected(x, zolotarev())) <= simulated + 1e-4
+    rational = orthogonalize(x, zolotarev())
+    assert spectral_distance(rational, expected(x, zolotarev())) <= 2 * simulated  # rounding in few rows does not average out
+    polynomial = orthogonalize(x, polar_express(), form="gram")
+    farthest, allowed = (float((torch.linalg.svdvals(update.double()) - 1).abs().max()) for update in (rational, polynomial))
+    assert farthest <= allowed
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
@@ -302,8 +306,8 @@ def test_a_rational_scheme_needs_a_third_of_the_flops() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_sixteen_bits_fall_back_to_polynomials(dtype: torch.dtype) -> None:
+    assert not is_safe(zolotarev(), dtype)
     for scheme in (zolotarev(), halley()):
-        assert not is_safe(scheme, dtype)
         assert scheme_for(scheme, 100, 200, dtype) == polar_express()
         assert "polar_express instead of" in str(fallback_reason(scheme, dtype))
         assert fallback_reason(scheme, torch.float32) is None
@@ -331,6 +335,7 @@ def test_auto_is_the_cheapest_that_is_exact_enough(dtype: torch.dtype) -> None:
         assert worst_error(chosen, dtype) <= bound
     assert worst_error(zolotarev(poles=2), dtype) > bound  # else it would be cheaper still
     assert scheme_for(AUTO, 20, 4000, dtype) == polar_express()
+    assert scheme_for(AUTO, 100, 4096, dtype) == polar_express()
     assert scheme_for(AUTO, 512, 512, torch.bfloat16) == polar_express()
     assert torch.equal(orthogonalize(gaussian(256, 300), AUTO), orthogonalize(gaussian(256, 300), zolotarev()))
 

@@ -190,6 +190,8 @@ def pair(value: Any) -> bool:
 
 
 def scheme(value: Any) -> bool:
+    if type(value) is str and value == "auto":  # also a value of other options
+        return True
     if value is fails or value is two_numbers or value in (Thing, object, NorMuon):
         return True  # called in the step only, on a batch: here only its type can be judged
     return any(value is one for one in SCHEMES if one not in (SCHEMES[1], SCHEMES[2], SCHEMES[3], SCHEMES[6]))
