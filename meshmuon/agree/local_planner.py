@@ -212,7 +212,7 @@ class LocalPlanner:
         ranks = self._topology.ranks
         return PlannedParam(
             name=plan_input.name,
-            layouts=layouts or (replicated_layout(plan_input.shape, ranks),),
+            layouts=layouts or (replicated_layout(plan_input.shape, ranks),),  # private: as if all held it, but never shared
             stack_dims=matrices.stack_dims,
             lane=(plan_input.device.type, str(plan_input.comm_dtype), str(plan_input.update_dtype)),
             itemsize=plan_input.comm_dtype.itemsize,

@@ -169,6 +169,7 @@ class _RankProgramBuilder(ProgramBuilder):
         return self.workspace.take("unrounded", (size,), template.update_dtype, template.param.device)
 
     def _wave(self, k: int, sizes: WaveSizes, ortho_batches: Sequence[OrthoBatch], grad_lifetime: GradLifetime) -> Wave:
+        # The buffers shards, owned and results, and why a scatter may receive into what the gather sent: see plan/buffers.py.
         routes, slot = self.routes[k], k % self.plan.options.in_flight
         shards, owned = self._buffer("shards", k, slot, sizes.shards), self._buffer("owned", k, slot, sizes.owned)
         results = self._buffer("results", k, slot, sizes.results) if sizes.results else owned

@@ -61,7 +61,7 @@ class StepSettings:
     nesterov: bool
     decay: float | Tensor  # factor of the parameter
     rate: float | Tensor  # lr with the sign of the step, before the shape's factor
-    adjust: Callable[[int, int], float]
+    adjust: Callable[[int, int], float]  # factor of the lr for a matrix of (outputs, inputs)
     free_grad: bool
     cautious: bool = False  # decay only where the update is zero or moves the weight towards zero
     skip_mask: Tensor | None = None  # on a device, without dims: if true, nothing may change
@@ -73,7 +73,7 @@ class StepParam:
 
     Attributes:
         param: the parameter, plain or DTensor; its gradient is freed through it.
-        momentum_buffer: its momentum, laid out like it.
+        momentum_buffer: its momentum, laid out like it; the parameter itself where this rank keeps none, and between steps.
         matrices: its matrices, over all ranks.
         scheme: how they are orthogonalised.
         compute_dtype: dtype of the products.

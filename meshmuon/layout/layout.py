@@ -1,5 +1,8 @@
 """A tensor's layout over a mesh: which boxes each rank holds, and who holds a box.
 
+Plans are made of the pieces that ``shard_matrices`` finds from ``Layout.cuts``. Boxes and their holders serve to compare the
+gradients of replicas.
+
 A mesh has axes, a tensor has dims. Everything is computed from shapes and placements, without tensors and process groups: a mesh
 of thousands of ranks takes milliseconds.
 """

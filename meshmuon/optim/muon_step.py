@@ -38,7 +38,8 @@ class MuonStep(torch.optim.Optimizer):
     - ``_collector`` looks at parameters, gradients and state,
     - ``_planner`` agrees with the other ranks on a plan, ``_failures`` remembers what they must still learn,
     - ``_executor`` runs the plan,
-    - ``_nonfinite``, ``_qk_clip``, ``_offload``, ``_overwritten`` and ``_log`` each serve one option or tool.
+    - ``_overwritten`` tells autograd which weights the step has overwritten,
+    - ``_nonfinite``, ``_qk_clip``, ``_offload`` and ``_log`` each serve one option.
 
     ``DistMuon`` replaces the methods at the end.
     """

@@ -15,7 +15,7 @@ __all__ = ["Exchange", "Pending"]
 
 @dataclass(frozen=True, slots=True)
 class Pending:
-    """An exchange that has started, and the phase of the step that it belongs to."""
+    """An exchange that has started, and what errors call it: ``"gather"`` or ``"scatter"``."""
 
     work: dist.Work
     phase: str
