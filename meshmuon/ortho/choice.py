@@ -15,7 +15,7 @@ from .schemes import AUTO, Orthogonalizer, Scheme, halley, polar_express, zolota
 __all__ = ["fallback_reason", "scheme_for"]
 
 _SHORT = (torch.bfloat16, torch.float16)
-_SMALLEST = 128  # rows from which inverses beat products (measured, float32 on CPU); below, calls cost more than FLOPs
+_SMALLEST = 256  # rows from which inverses beat products (measured, float32 on CPU); below, calls cost more than FLOPs
 
 
 def scheme_for(scheme: Scheme | Orthogonalizer, rows: int, cols: int, dtype: torch.dtype) -> Scheme | Orthogonalizer:
