@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from meshmuon import ConfigError, Muon, RoutingWarning, halley, orthogonalize, polar_express, zolotarev
-from meshmuon.ortho import SchemeLike
+from meshmuon.ortho import AUTO, SchemeLike
 
 
 def weight(rows: int = 40, cols: int = 60) -> Tensor:
