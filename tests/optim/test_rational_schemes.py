@@ -37,9 +37,7 @@ def test_the_update_is_that_of_the_scheme(name: str, scheme: SchemeLike) -> None
     assert torch.allclose(moves[0], 0.01 * orthogonalize(weight().flip(0), scheme), rtol=0, atol=1e-6)
 
 
-@pytest.mark.parametrize(
-    "scheme", [zolotarev(poles=2), halley(), "zolotarev", "auto"], ids=["two poles", "halley", "name", "auto"]
-)
+@pytest.mark.parametrize("scheme", [zolotarev(poles=2), halley(), "zolotarev", "auto", AUTO], ids=lambda scheme: str(scheme)[:40])
 def test_a_checkpoint_keeps_the_scheme(scheme: SchemeLike) -> None:
     param, copy = nn.Parameter(weight(260, 260)), nn.Parameter(weight(260, 260))
     saved, loaded = muon(param, scheme), muon(copy, "polar_express")
