@@ -47,6 +47,10 @@ def test_a_checkpoint_keeps_the_scheme(scheme: SchemeLike) -> None:
     assert torch.equal(step(param, saved), step(copy, loaded))
 
 
+def test_the_scheme_object_for_auto_is_stored_by_name() -> None:
+    assert muon(nn.Parameter(weight()), AUTO).param_groups[0]["scheme"] == "auto"
+
+
 def test_sixteen_bits_warn_and_step_with_polar_express() -> None:
     param, other = nn.Parameter(weight()), nn.Parameter(weight())
     with pytest.warns(RoutingWarning, match="polar_express instead of zolotarev: bfloat16 is too short"):
