@@ -1,8 +1,11 @@
 """All optimizers that step the same weights: meshmuon, torch, packages from PyPI, plain baselines of our own, and AdamW.
 
-Before the timing starts, the update that each made is computed from its weights and compared with meshmuon's. All take Keller
-Jordan's coefficients and five steps. They scale the update and the weight decay differently, which the comparison undoes. Some
-keep momentum as a sum and others as a running mean; orthogonalisation removes that difference.
+Before the timing starts, the update that each made is computed from its weights and compared with meshmuon's. All whose scheme is
+``keller`` take Keller Jordan's coefficients and five steps, and make the same update. The others make another one, which is never
+called the same: how far from orthogonal each ends is measured instead.
+
+Contenders scale the update and the weight decay differently, which the comparison undoes. Some keep momentum as a sum and others
+as a running mean; orthogonalisation removes that difference.
 """
 
 from __future__ import annotations
@@ -18,13 +21,27 @@ from unittest import mock
 
 import torch
 import torch.optim._muon as torch_muon
+from accuracy import worst_error
 from common import KELLER, Step, float32_newton_schulz
 from models import Model
 from torch import Tensor, nn
 
 from meshmuon import Muon
 
-__all__ = ["FLOOR", "OURS", "Contender", "Entrant", "available", "differences", "enter"]
+__all__ = [
+    "CONTENDERS",
+    "FLOOR",
+    "OURS",
+    "SAME",
+    "Contender",
+    "Entrant",
+    "PlainMuon",
+    "available",
+    "differences",
+    "enter",
+    "error_by_svd",
+    "patched",
+]
 
 LR, MOMENTUM, DECAY, EPS, STEPS = 1e-3, 0.95, 0.1, 1e-7, 5
 FP32, BF16 = "fp32", "bf16"
@@ -32,6 +49,7 @@ FP32, BF16 = "fp32", "bf16"
 # entries, by which most contenders divide, is already off by 6.5e-4.
 TOLERANCE = {FP32: 3e-3, BF16: 0.1}
 OURS = "meshmuon"
+SAME = "keller"  # the scheme of all that make the same update
 FLOOR = "torch.optim.AdamW, fused"
 
 Make = Callable[[list[nn.Parameter]], Callable[[], object]]
@@ -45,6 +63,7 @@ class Contender:
         name: in tables.
         make: takes the weights and returns the step.
         dtype: of its products.
+        scheme: what orthogonalises; all that are not ``SAME`` make another update.
         package: the module that it needs, or nothing.
         differs: how it differs from meshmuon, in words.
         whole: takes experts and filters as they are; the others get each matrix as a parameter.
@@ -57,6 +76,7 @@ class Contender:
     name: str
     make: Make
     dtype: str = FP32
+    scheme: str = SAME
     package: str = ""
     differs: str = ""
     whole: bool = False
@@ -76,10 +96,10 @@ class Contender:
         return (before * kept - after) / (LR * factor)
 
 
-def _ours(params: list[nn.Parameter], form: str) -> Callable[[], object]:
+def _ours(params: list[nn.Parameter], form: str = "auto", scheme: str = SAME) -> Callable[[], object]:
     names = [f"layers.{k}.experts.weight" if p.dim() == 3 else f"layers.{k}.weight" for k, p in enumerate(params)]
     group = {"params": params, "names": names, "use_muon": True, "expert_keys": ["experts"], "conv": "flatten"}
-    return Muon([group], lr=LR, weight_decay=DECAY, scheme="keller", none_grad=False, form=form).step
+    return Muon([group], lr=LR, weight_decay=DECAY, scheme=scheme, none_grad=False, form=form).step
 
 
 def _torch_muon(params: list[nn.Parameter]) -> Callable[[], object]:
@@ -179,7 +199,7 @@ def _adamw(params: list[nn.Parameter]) -> Callable[[], object]:
 
 
 CONTENDERS = (
-    Contender(OURS, partial(_ours, form="auto"), whole=True, cheap_only=False),
+    Contender(OURS, _ours, whole=True, cheap_only=False),
     Contender("meshmuon, standard form", partial(_ours, form="standard"), whole=True, differs="standard form"),
     Contender("torch.optim.Muon, fp32", _torch_muon_fp32, differs="products kept in float32", cheap_only=False),
     Contender("torch.optim.Muon, as shipped", _torch_muon, BF16, differs="products in bfloat16"),
@@ -215,12 +235,23 @@ CONTENDERS = (
         decays_adjusted=True,
         differs="products kept in float32, its torch loop instead of its CUDA kernel, not compiled, decay × scaled lr",
     ),
+    *(
+        Contender(
+            f"meshmuon, {scheme}",
+            partial(_ours, scheme=scheme),
+            scheme=scheme,
+            whole=True,
+            cheap_only=scheme == "halley",
+            differs=f"scheme {scheme}",
+        )
+        for scheme in ("polar_express", "zolotarev", "halley", "auto")
+    ),
     Contender(FLOOR, _adamw, differs="another optimizer: the floor", is_muon=False, cheap_only=False),
 )
 
 
-def available(shown: Callable[[str], None]) -> list[Contender]:
-    """The contenders that can run here; says which cannot."""
+def available(shown: Callable[[str], None], peers: Sequence[Contender] = ()) -> list[Contender]:
+    """The contenders that can run here, ``peers`` included; says which cannot."""
     contenders = []
     for contender in CONTENDERS:
         try:
@@ -232,7 +263,7 @@ def available(shown: Callable[[str], None]) -> list[Contender]:
             shown(f"{contender.name} is left out: {error}. `pip install 'meshmuon[bench]'` brings it.")
         else:
             contenders.append(contender)
-    return contenders
+    return sorted([*contenders, *peers], key=lambda contender: not contender.is_muon)  # the floor comes last
 
 
 @dataclass(frozen=True, slots=True)
@@ -287,17 +318,32 @@ def _apart(tensors: Sequence[Tensor]) -> list[nn.Parameter]:
 
 
 def differences(entrants: Sequence[Entrant]) -> dict[str, float]:
-    """Steps each entrant once: how far its update is from the first one's, relative to the first one's largest entry."""
+    """Steps each entrant once: how far its update is from the first one's, relative to the first one's largest entry.
+
+    Those with another scheme than ``SAME`` step too, but have no difference.
+    """
     before = [matrix.clone() for matrix in entrants[0].matrices()]
     updates: list[Tensor] = []
     apart: dict[str, float] = {}
     for entrant in entrants:
         entrant.step.before()
         entrant.step.run()
-        if not entrant.contender.is_muon:
+        if not entrant.contender.is_muon or entrant.contender.scheme != SAME:
             continue
         now = [entrant.contender.update(b, a) for b, a in zip(before, entrant.matrices(), strict=True)]
         updates = updates or now
         distances = [float((u - v).abs().max() / v.abs().max()) for u, v in zip(now, updates, strict=True)]
         apart[entrant.contender.name] = max(distances)
     return apart
+
+
+def error_by_svd(contender: Contender, rows: int, cols: int) -> float:
+    """The worst error of the contender's own step on rows × cols gradients with adversarial spectra."""
+
+    def update(grad: Tensor) -> Tensor:
+        param = nn.Parameter(torch.zeros_like(grad))
+        param.grad = grad.clone()
+        contender.make([param])()
+        return contender.update(torch.zeros_like(grad), param.detach())
+
+    return worst_error(update, rows, cols)

@@ -1,12 +1,16 @@
 """One optimizer step on one device: meshmuon beside everyone else, on the matrices of four models.
 
 Contenders take turns within every round, so that a busy machine slows all of them equally. Figures are ratios of one run, round
-by round. A contender that makes another update than meshmuon is left out before the timing starts.
+by round. A contender that should make the same update as meshmuon and does not is left out before the timing starts.
+
+Those with another scheme make another update. A second table has what is needed to judge them: the worst error that each leaves
+on [1e-3, 1], measured by SVD on adversarial spectra; counted FLOPs; and the time beside rivals whose error is equal or worse.
 
 With one thread the ratios are of process time, which other processes do not lengthen.
 
     python benchmarks/single_device.py
     python benchmarks/single_device.py --models MoE ViT --rounds 9
+    python benchmarks/single_device.py --peer dion=~/dion --peer Emerging-Optimizers=~/Emerging-Optimizers
 """
 
 from __future__ import annotations
@@ -18,10 +22,24 @@ from typing import TYPE_CHECKING, Any
 
 import common  # first: it sets what torch reads when it starts
 import torch
+from accuracy import SHAPE
 from common import COLOURS, Goal, Quartiles, Report, Samples, Step, quartiles, race, ratio
-from contenders import CONTENDERS, FLOOR, OURS, TOLERANCE, Contender, Entrant, available, differences, enter
+from contenders import (
+    CONTENDERS,
+    FLOOR,
+    OURS,
+    TOLERANCE,
+    Contender,
+    Entrant,
+    available,
+    differences,
+    enter,
+    error_by_svd,
+)
 from memory import Allocations, allocations_of
 from models import MODELS, QUICK_MODELS, Model
+from peers import PEERS, find_peer
+from torch.utils.flop_counter import FlopCounterMode
 
 from meshmuon import Muon, Workspace, keller, orthogonalize
 from meshmuon.execute import DEFAULT_MEMORY_BUDGET
@@ -31,6 +49,11 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 ALONE = "orthogonalisation alone"
+TORCH = "torch.optim.Muon, fp32"
+AUTO = "meshmuon, auto"
+POLAR_EXPRESS = "meshmuon, polar_express"
+KNOWN = (*CONTENDERS, *(peer.contender for peer in PEERS.values()))
+ROUNDING = 1.02  # errors this close are equal: they differ by rounding
 
 
 def orthogonalisation_alone(model: Model) -> Step:
@@ -62,7 +85,7 @@ def enter_all(contenders: Sequence[Contender], model: Model) -> list[Entrant]:
 
 
 def check(entrants: list[Entrant], shown: Callable[[str], None]) -> tuple[list[Entrant], dict[str, float]]:
-    """Leaves out every contender whose update differs from meshmuon's; returns the others and all differences."""
+    """Leaves out every contender whose update should be meshmuon's and is not; returns the others and all differences."""
     apart = differences(entrants)
     kept = []
     for entrant in entrants:
@@ -104,7 +127,17 @@ def memory_rows(entrants: list[Entrant], model: Model) -> dict[str, dict[str, An
     return rows
 
 
-def measure_model(model: Model, contenders: Sequence[Contender], options: argparse.Namespace, report: Report) -> dict[str, Any]:
+def flops_of(entrant: Entrant) -> int:
+    """FLOPs of the products of a step, by torch's counter."""
+    entrant.step.before()
+    with FlopCounterMode(display=False) as counter:
+        entrant.step.run()
+    return int(counter.get_total_flops())
+
+
+def measure_model(
+    model: Model, contenders: Sequence[Contender], errors: dict[str, float], options: argparse.Namespace, report: Report
+) -> dict[str, Any]:
     entrants, apart = check(enter_all(contenders, model), report.note)
     steps = {entrant.contender.name: entrant.step for entrant in entrants}
     steps[ALONE] = orthogonalisation_alone(model)
@@ -120,6 +153,9 @@ def measure_model(model: Model, contenders: Sequence[Contender], options: argpar
         "ratio": {name: asdict(ratio(times[OURS].clock, samples.clock)) for name, samples in times.items()},
         "beside_the_floor": asdict(beside_the_floor(times)),
         "difference": apart,
+        "worst_error": {name: errors[name] for name in steps if name in errors},
+        "flops": {entrant.contender.name: flops_of(entrant) for entrant in entrants if entrant.contender.is_muon},
+        "seconds": {name: samples.clock for name, samples in times.items()},
         "memory": memory_rows(entrants, model),
         "host": host(model, contenders, options),
     }
@@ -139,14 +175,53 @@ def host(model: Model, contenders: Sequence[Contender], options: argparse.Namesp
     return {name: samples.microseconds(model.count) for name, samples in times.items()}
 
 
-def same_dtype_rivals(result: dict[str, Any]) -> list[str]:
-    """The measured contenders that are not ours and compute in float32."""
-    names = [c.name for c in CONTENDERS if c.dtype == "fp32" and c.is_muon and not c.name.startswith(OURS)]
-    return [name for name in names if name in result["steps"]]
+def rivals(result: dict[str, Any], least_error: float = 0.0) -> list[str]:
+    """The measured float32 contenders that are not ours and leave at least this error, the fastest first."""
+    names = [c.name for c in KNOWN if c.dtype == "fp32" and c.is_muon and not c.name.startswith(OURS)]
+    measured = [name for name in names if name in result["steps"] and result["worst_error"][name] * ROUNDING >= least_error]
+    return sorted(measured, key=lambda name: float(result["steps"][name]["cpu_s"]["median"]))
+
+
+def time_ratio(result: dict[str, Any], name: str, rival: str) -> Quartiles:
+    """The time of a contender ÷ another's, round by round."""
+    return ratio(result["seconds"][name], result["seconds"][rival])
+
+
+def show_accuracy(result: dict[str, Any], report: Report) -> None:
+    """All that orthogonalise, with what their schemes cost and leave."""
+    schemes = {c.name: c.scheme for c in KNOWN}
+    rows = []
+    for name, flops in result["flops"].items():
+        error = result["worst_error"][name]
+        comparable = [rival for rival in rivals(result, error) if rival != name]
+        rows.append(
+            (
+                name,
+                schemes[name],
+                f"{error:.3f}",
+                f"{flops / 1e9:.2f}",
+                f"{flops / result['flops'][OURS]:.2f}",
+                time_ratio(result, name, OURS).text(),
+                f"{time_ratio(result, name, comparable[0]).text()} {comparable[0]}" if comparable else "–",
+            )
+        )
+    report.table(
+        f"{result['model']}: what each scheme costs and leaves",
+        (
+            "contender",
+            "scheme",
+            "worst error",
+            "GFLOPs",
+            f"FLOPs ÷ {OURS}",
+            f"time ÷ {OURS}",
+            "time ÷ fastest, error equal or worse",
+        ),
+        rows,
+    )
 
 
 def show_model(result: dict[str, Any], report: Report) -> None:
-    dtypes = {contender.name: contender.dtype for contender in CONTENDERS}
+    dtypes = {contender.name: contender.dtype for contender in KNOWN}
     rows = []
     for name, step in result["steps"].items():
         memory, host_time = result["memory"].get(name), result["host"].get(name)
@@ -178,8 +253,7 @@ def show_model(result: dict[str, Any], report: Report) -> None:
 def goals_of(results: Sequence[dict[str, Any]], options: argparse.Namespace) -> list[Goal]:
     goals = []
     for result in results:
-        rivals = same_dtype_rivals(result)
-        fastest = min(rivals, key=lambda name: float(result["steps"][name]["cpu_s"]["median"]))
+        fastest = rivals(result)[0]
         ours, where = result["memory"][OURS], result["model"]
         host_us = result["host"][OURS]["cpu_us"]
         goals += [
@@ -192,8 +266,25 @@ def goals_of(results: Sequence[dict[str, Any]], options: argparse.Namespace) -> 
             ),
             Goal(f"{where}: extra memory ÷ two waves", ours["extra_over_two_waves"], most=1),
             Goal(f"{where}: (step − orthogonalisation) ÷ AdamW's step", result["beside_the_floor"]["median"], most=1.5),
+            *goals_of_auto(result),
         ]
     return goals
+
+
+def goals_of_auto(result: dict[str, Any]) -> list[Goal]:
+    """``scheme="auto"`` beside rivals whose error is equal or worse."""
+    where, error = result["model"], result["worst_error"]
+    fastest = rivals(result, error[AUTO])[0]
+    return [
+        Goal(f"{where}: worst error of auto ÷ polar_express's", error[AUTO] / error[POLAR_EXPRESS], most=ROUNDING),
+        Goal(f"{where}: step with auto ÷ {TORCH}", time_ratio(result, AUTO, TORCH).median, most=0.5 if where == "MoE" else 0.35),
+        Goal(
+            f"{where}: step with auto ÷ fastest of equal or worse error",
+            time_ratio(result, AUTO, fastest).median,
+            most=0.5,
+            note=f"beside {fastest}",
+        ),
+    ]
 
 
 def plot(results: Sequence[dict[str, Any]], figure: Figure) -> None:
@@ -212,17 +303,20 @@ def plot(results: Sequence[dict[str, Any]], figure: Figure) -> None:
 
 
 def measure(options: argparse.Namespace, report: Report) -> list[dict[str, Any]]:
-    contenders = available(report.note)
+    contenders = available(report.note, [PEERS[name].contender for name in options.peer])
+    shape = (16, 32) if options.quick else SHAPE
+    errors = {contender.name: error_by_svd(contender, *shape) for contender in contenders if contender.is_muon}
     results = []
     for model in models_for(options):
-        results.append(measure_model(model, contenders, options, report))
+        results.append(measure_model(model, contenders, errors, options, report))
         show_model(results[-1], report)
+        show_accuracy(results[-1], report)
     return results
 
 
 def show(results: Sequence[dict[str, Any]], report: Report) -> None:
     """The tables are shown while measuring; what is left is how contenders differ."""
-    for contender in CONTENDERS:
+    for contender in KNOWN:
         if contender.differs and contender.name in results[0]["host"]:
             report.note(f"{contender.name}: {contender.differs}")
 
@@ -235,6 +329,13 @@ def models_for(options: argparse.Namespace) -> list[Model]:
 def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--models", nargs="+", default=None, help="names of models (default all)")
     parser.add_argument(
+        "--peer",
+        action="append",
+        default=[],
+        metavar="NAME=DIR",
+        help=f"an optimizer that pip does not find, by the root of its checkout ({', '.join(PEERS)}); may be given again",
+    )
+    parser.add_argument(
         "--seconds", type=float, default=20.0, help="no round starts later, per model (default 20, twice where costly)"
     )
 
@@ -243,6 +344,10 @@ def settle_options(parser: argparse.ArgumentParser, options: argparse.Namespace)
     if not models_for(options):
         known = [model.name for model in (QUICK_MODELS if options.quick else MODELS)]
         parser.error(f"no model is called {options.models}; there are {known}")
+    try:
+        options.peer = [find_peer(given) for given in options.peer]  # names only: results tell no paths
+    except ValueError as error:
+        parser.error(str(error))
 
 
 BENCHMARK = common.Benchmark(

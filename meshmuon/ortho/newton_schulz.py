@@ -12,7 +12,7 @@ from .choice import scheme_for
 from .cost import orthogonalize_cost
 from .iteration import Scratch, iterate
 from .kernels import Products, products_for
-from .schemes import Orthogonalizer, Scheme, polar_express
+from .schemes import Orthogonalizer, Scheme, polar_express, resolve_scheme
 from .workspace import Workspace
 
 __all__ = [
@@ -39,7 +39,7 @@ def default_compute_dtype(device: torch.device, dtype: torch.dtype) -> torch.dty
 @torch.no_grad()
 def orthogonalize(
     x: Tensor,
-    scheme: Scheme | Orthogonalizer,
+    scheme: str | Scheme | Orthogonalizer,
     *,
     form: str = "auto",
     dtype: torch.dtype | None = None,
@@ -54,7 +54,7 @@ def orthogonalize(
 
     Args:
         x: one matrix (rows, cols) or a batch (batch, rows, cols); left unchanged unless it is also ``out``.
-        scheme: the polynomial, or a callable that does the whole work on a batch.
+        scheme: the scheme or its name, or a callable that does the whole work on a batch.
         form: ``"standard"``, ``"gram"``, or ``"auto"``: the cheaper one by counted FLOPs that is safe in ``dtype``.
         dtype: dtype of the products; float32 on CPU and bfloat16 on GPU unless given.
         out: where the result goes, same shape as ``x``; may be ``x`` itself.
@@ -74,6 +74,8 @@ def orthogonalize(
     if x.numel() == 0:
         return out
     batch, result = (x, out) if x.dim() == 3 else (x.unsqueeze(0), out.unsqueeze(0))
+    if isinstance(scheme, str):
+        scheme = resolve_scheme(scheme, 5)
     if not isinstance(scheme, Scheme):
         result.copy_(call_scheme(scheme, batch))
         return out

@@ -48,7 +48,42 @@ def test_single_device(tmp_path: Path) -> None:
         assert result["memory"]["meshmuon"]["count"] == 0
         assert result["memory"]["naive"]["count"] > 0
         assert "meshmuon" in result["host"]
+        assert result["worst_error"]["meshmuon"] == pytest.approx(0.53, abs=0.01)
+        assert result["worst_error"]["meshmuon, halley"] < 0.01
+        assert result["flops"]["naive"] > result["flops"]["meshmuon"]
+        assert "meshmuon, zolotarev" not in result["difference"]  # another update is never called the same
     assert "Keller Jordan's, plain: " in printed
+    assert any("step with auto" in goal["text"] for goal in facts["goals"])
+
+
+def test_single_device_refuses_a_peer_that_is_not_there(tmp_path: Path) -> None:
+    command = [
+        sys.executable,
+        str(BENCHMARKS / "single_device.py"),
+        "--quick",
+        "--out",
+        str(tmp_path),
+        "--peer",
+        f"dion={tmp_path}",
+    ]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=HANGS)
+    assert done.returncode == 2
+    assert "there is no package 'dion' in that folder" in done.stderr
+    assert not any(tmp_path.iterdir())
+
+
+def test_schemes(tmp_path: Path) -> None:
+    facts, _ = run("schemes", tmp_path)
+    assert {(result["batch"], result["n"], result["m"]) for result in facts["results"]} == {
+        *((1, n, n * times) for n in (16, 32) for times in (1, 4)),
+        *((64, n, 2 * n) for n in (16, 32)),
+    }
+    for result in facts["results"]:
+        assert result["schemes"]["polar_express"]["ratio"]["median"] == 1.0
+        assert result["schemes"]["auto"]["runs"].startswith("polar_express")  # inverses do not pay on tiny matrices
+        if result["batch"] == 1:
+            errors = {name: scheme["worst_error"] for name, scheme in result["schemes"].items()}
+            assert errors["halley"] < errors["zolotarev"] < errors["polar_express"] < errors["keller"]
 
 
 def test_sharded(tmp_path: Path) -> None:

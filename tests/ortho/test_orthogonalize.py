@@ -604,3 +604,10 @@ def test_zeros_stay_zeros_with_float64_products(dtype: torch.dtype, form: str) -
     result = orthogonalize(x, polar_express(), form=form, dtype=torch.float64)
     assert torch.equal(result[0], x[0])
     assert float(result[1, 0, 0]) == pytest.approx(polar_express()(1.0), rel=torch.finfo(dtype).eps)
+
+
+def test_a_scheme_may_be_given_by_name() -> None:
+    grad = torch.randn(6, 9)
+    assert torch.equal(orthogonalize(grad, "keller"), orthogonalize(grad, keller()))
+    with pytest.raises(ConfigError, match="scheme='kelle' is unknown"):
+        orthogonalize(grad, "kelle")
