@@ -236,7 +236,7 @@ OPTIONS: tuple[Option, ...] = (
         None,
         Scope.MUON_GROUPS,
         check_dtype,
-        "Dtype of the Newton–Schulz products; by default float32 on CPU, bfloat16 on GPU, float64 for float64 parameters.",
+        "Dtype of the Newton–Schulz products; by default float32 on CPU, float16 on GPU, float64 for float64 parameters.",
         Compared.IN_PLAN,
         Stored.DTYPE_NAME,
     ),

@@ -454,7 +454,7 @@ def test_compute_dtype_follows_the_device() -> None:
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
         assert default_compute_dtype(cpu, dtype) == torch.float32
         assert default_compute_dtype(other, dtype) == torch.float32
-        assert default_compute_dtype(cuda, dtype) == torch.bfloat16
+        assert default_compute_dtype(cuda, dtype) == torch.float16
     assert default_compute_dtype(cuda, torch.float64) == default_compute_dtype(cpu, torch.float64) == torch.float64
 
 

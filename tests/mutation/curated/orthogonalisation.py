@@ -147,7 +147,7 @@ MUTANTS: Mutants = {
     "meshmuon.ortho.newton_schulz": {
         "default_compute_dtype": (
             ("if $dtype == torch.float64:\n    return $dtype", "if $dtype == torch.float64:\n    return torch.float32"),
-            ("torch.bfloat16", "torch.float16"),
+            ("torch.float16", "torch.bfloat16"),
         ),
         "blocks_for": (("gram_blocks($scheme, $dtype)", "standard_blocks($scheme)"),),
         "orthogonalize": (("$result.copy_(call_scheme($scheme, $batch))", "pass"),),
