@@ -23,9 +23,11 @@ from meshmuon.ortho import (
     choose_blocks,
     default_compute_dtype,
     gram_blocks,
+    halley,
     keller,
     orthogonalize,
     polar_express,
+    zolotarev,
 )
 from meshmuon.ortho.kernels import BlockedProducts, FunctionalProducts
 from meshmuon.ortho.remez import Quintic
@@ -401,14 +403,15 @@ def allocations(function: Any) -> list[int]:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("scheme", [polar_express(), zolotarev(), halley()], ids=lambda scheme: scheme.name)
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("shape", [(3, 8, 20), (3, 20, 8), (1, 386, 390)], ids=str)
-def test_a_repeated_call_allocates_nothing(shape: tuple[int, ...], form: str, dtype: torch.dtype) -> None:
+def test_a_repeated_call_allocates_nothing(shape: tuple[int, ...], form: str, scheme: Scheme, dtype: torch.dtype) -> None:
     x, workspace = gaussian(*shape, dtype=dtype), Workspace()
     out = torch.empty_like(x)
 
     def call(target: Tensor) -> None:
-        orthogonalize(x, polar_express(), form=form, out=target, workspace=workspace)
+        orthogonalize(x, scheme, form=form, out=target, workspace=workspace)
 
     assert allocations(lambda: call(out))
     held = workspace.bytes()

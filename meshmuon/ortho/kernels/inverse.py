@@ -79,7 +79,7 @@ class ShiftedInverses:
         self._leaf = take("leaf", (count * together, LEAF, LEAF))
         self._leaf_inverse = take("leaf_inverse", (count * together, LEAF, LEAF))
         self._identity = take("leaf_identity", (count * together, LEAF, LEAF))
-        self._info = torch.empty(count * together, dtype=torch.int32, device=self._leaf.device)
+        self._info = take("leaf_info", (1, 1, count * together)).view(torch.int32).flatten()[: count * together]
         self._calls = [*self._factor(0, size)]
         self._squares = [*self._square(size)]
 
@@ -142,8 +142,9 @@ class ShiftedInverses:
             yield partial(torch.baddbmm, out, w22[:, start:stop, :stop], a21[:, :stop], alpha=-1.0, beta=0.0, out=out)
 
     def _factor_leaf(self, block: Tensor, inverse: Tensor) -> None:
-        torch.linalg.cholesky_ex(block, out=(self._leaf.mT, self._info))
-        torch.linalg.solve_triangular(self._leaf.mT, self._identity, upper=False, out=self._leaf_inverse)
+        factor = self._leaf.mT.copy_(block)  # in LAPACK's order, so that it makes no copy of its own
+        torch.linalg.cholesky_ex(factor, out=(factor, self._info))
+        torch.linalg.solve_triangular(factor, self._identity, upper=False, out=self._leaf_inverse)
         inverse.copy_(self._leaf_inverse)
 
     def _square(self, size: int) -> Iterator[list[Callable[..., object]]]:
@@ -179,7 +180,7 @@ def inverse_scratch(n: int, poles: int) -> int:
     """Elements of scratch that ``ShiftedInverses`` takes for each n × n matrix."""
     size, together = _padded(n), _poles_at_once(n, poles)
     square, half = size * (size + _GAP), (size - _half(size) + LEAF) * (_half(size) + _GAP)
-    return square + together * (2 * square + half + 3 * LEAF * LEAF)
+    return square + together * (2 * square + half + 3 * LEAF * LEAF + 1)
 
 
 @lru_cache(maxsize=1024)
