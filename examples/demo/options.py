@@ -16,7 +16,7 @@ from demo.optimizers import CLIP_RUNS, OPTIMIZERS, OptimizerConfig
 from demo.processes import Runtime, launched
 from demo.train import SCHEDULES, TrainConfig
 
-SCHEMES = ("polar_express", "keller")
+SCHEMES = ("polar_express", "keller", "zolotarev", "halley", "auto")
 RULES = ("plain", "normuon", "muon_plus", "muoneq")
 ADAMW_LR, ADAMW_WEIGHT_DECAY = 2e-3, 1.0
 # Without QK-norm and at four times the best lr of the sweep attention logits pass the threshold within the first 30 steps and
@@ -179,7 +179,7 @@ def add_optimizer_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--adamw-weight-decay", type=decay, default=ADAMW_WEIGHT_DECAY, help="weight decay of the AdamW baseline")
     group.add_argument("--momentum", type=number(0, 1, or_equal=True), default=0.95, help="meshmuon's momentum")
     group.add_argument("--ns-steps", type=whole(1), default=5, help="Newton–Schulz steps of meshmuon")
-    group.add_argument("--scheme", choices=SCHEMES, default=SCHEMES[0], help="Newton–Schulz coefficients")
+    group.add_argument("--scheme", choices=SCHEMES, default=SCHEMES[0], help="how updates are orthogonalised")
     group.add_argument("--rule", choices=RULES, default=RULES[0], help="meshmuon's update rule")
     group.add_argument("--cautious", action="store_true", help="decay only weights that the update does not push away from zero")
 
