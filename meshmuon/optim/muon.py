@@ -16,10 +16,16 @@ from ..errors import ConfigError, RoutingWarning
 from ..execute import DEFAULT_MEMORY_BUDGET, Executor, ExecutorSettings, ReferenceExecutor
 from ..matrices import Split
 from ..ortho import SchemeLike, resolve_scheme
-from ..params.arguments import defaults_from, optimizer_options_from
 from ..params.checks import check_replica_group
 from ..params.dtensors import ReplicaGroup
-from ..params.groups import check_group, keep_options, normalise_group, normalise_params
+from ..params.groups import (
+    check_group,
+    defaults_from,
+    keep_options,
+    normalise_group,
+    normalise_params,
+    optimizer_options_from,
+)
 from ..params.lr import AdjustLR
 from ..params.option_docs import with_options
 from ..params.option_table import ParamGroup

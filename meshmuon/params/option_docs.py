@@ -9,8 +9,7 @@ import re
 import textwrap
 from typing import TypeVar
 
-from .option import Option, Scope
-from .option_table import OPTIONS
+from .option_table import OPTIONS, Option, Scope
 
 __all__ = ["argument_list", "markdown_table", "with_options"]
 

@@ -14,10 +14,9 @@ from torch import Tensor
 from ..device import known_to_host
 from ..errors import StateError
 from ..matrices import MatrixSet, find_matrices
-from ..params.checks import FLOAT_DTYPES, shown
+from ..params.checks import FLOAT_DTYPES, check_dtype, shown
 from ..params.dtensors import as_dtensor, layout_text, same_placement, zeros_laid_out_like
 from ..params.groups import are_placeholders, matrix_options_of
-from ..params.option import Stored
 from ..params.option_table import ParamGroup, group_options
 from ..params.rules import resolve_rule
 from ..state.adamw_state import STATE_KEYS as ADAMW_KEYS
@@ -38,7 +37,7 @@ __all__ = [
 ]
 
 MOMENTUM, RULE_STATE = "momentum_buffer", "rule_memory"  # keys in the state of a parameter, also in checkpoints
-_DTYPES = tuple(option.name for option in group_options() if option.stored is Stored.DTYPE_NAME)
+_DTYPES = tuple(option.name for option in group_options() if option.check is check_dtype)  # stored by name
 # Options that decide what a parameter's matrices are, and the rule. Loading other values than the optimizer has warns.
 _WHICH_MATRICES = tuple(option.name for option in group_options() if option.defines_matrices)
 _PLAIN = (Tensor, bool, int, float, str, bytes, type(None))
