@@ -13,7 +13,7 @@ from ..layout import Layout
 from ..ortho import Orthogonalizer, Rational, Scheme, Step
 from ..params.option_table import Compared, group_options
 from ..plan import Plan, PlannedParam
-from .plan_input import PlanInput
+from .step_decision import PlanInput
 
 __all__ = ["describe_param", "failure_text", "hyperparameters_of", "owner_assignments", "recipe_text"]
 

@@ -16,8 +16,7 @@ from ..params.dtensors import ReplicaGroup, connected_ranks, layouts_of, replica
 from ..plan import NO_WAVE, Plan, PlannedParam, PlanOptions, cost_model_for, make_plan
 from ..transport import Exchange
 from .descriptions import describe_param, recipe_text
-from .plan_input import PlanInput
-from .step_decision import StepDecision
+from .step_decision import PlanInput, StepDecision
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -71,17 +70,11 @@ def slices_by_mesh(plan_inputs: Sequence[PlanInput]) -> dict[DeviceMesh, tuple[M
 
 @dataclass(frozen=True, slots=True)
 class PlanSettings:
-    """The optimizer's options that shape a plan.
-
-    Attributes:
-        options: limits and the cost model of the plan.
-        form: form of the orthogonalisation, which decides its FLOPs.
-        path: which executor will run the plan; ranks must agree on it.
-    """
+    """The optimizer's options that shape a plan."""
 
     options: PlanOptions
-    form: str
-    path: str
+    form: str  # of the orthogonalisation: it decides the FLOPs
+    path: str  # which executor will run the plan
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,14 +163,9 @@ class LocalPlanner:
         return Proposal(decision, number_of(facts))
 
     def shared_hyperparameters(self, texts: Sequence[str]) -> tuple[tuple[int, str], ...]:
-        """The hyperparameters of the shared parameters, with a new item only where they change.
+        """(position among the shared parameters, hyperparameters from there on) pairs, from the ``texts`` of all param groups.
 
-        Args:
-            texts: the hyperparameters of each param group.
-
-        Returns:
-            (position among the shared parameters, hyperparameters from there on) pairs: ((0, "lr=0.1"), (5, "lr=0.2")) where the
-            first five share a learning rate.
+        ((0, "lr=0.1"), (5, "lr=0.2")) if the first five shared parameters have another learning rate than the rest.
         """
         return _changes([(start, texts[group_index]) for start, group_index in self._group_starts]) if texts else ()
 

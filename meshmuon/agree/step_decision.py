@@ -1,18 +1,44 @@
-"""What a rank tells the others before a step, and what all ranks then decide."""
+"""What a rank knows and tells the others before a step, and what all ranks then decide."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
+import torch
+
+from ..execute import UpdateRule
+from ..matrices import MatrixSet
+from ..ortho import Orthogonalizer, Scheme
 from ..plan import Plan
 from ..transport import Exchange
 
 if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
     from .state_presence import StatePresence
 
-__all__ = ["RankStatus", "StepDecision"]
+__all__ = ["PlanInput", "RankStatus", "StepDecision"]
+
+
+class PlanInput(NamedTuple):
+    """What a plan must know about a parameter. Steps with equal plan inputs have equal plans."""
+
+    name: str
+    group_index: int
+    shape: tuple[int, ...]  # of the whole parameter
+    local_shape: tuple[int, ...]  # of this rank's shard
+    mesh: DeviceMesh | None  # None for a plain tensor
+    placements: tuple[Any, ...]  # torch's
+    device: torch.device
+    matrices: tuple[MatrixSet, ...] | None  # one set per part of a fused weight; None if AdamW steps the parameter
+    scheme: Scheme | Orthogonalizer | None
+    rule: UpdateRule | None  # None for plain Muon
+    compute_dtype: torch.dtype  # of the products
+    comm_dtype: torch.dtype  # on the wire
+    update_dtype: torch.dtype  # in which the update is formed
+    has_grad: bool  # on this rank
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,20 +70,11 @@ class StepDecision:
 
 
 class RankStatus(NamedTuple):
-    """What a rank tells the others before a step, beside its plan inputs.
+    """What a rank tells the others before a step, beside its plan inputs."""
 
-    Attributes:
-        prepared_plan: the plan that it has buffers for.
-        nonfinite: it has a gradient that must not be used.
-        has_work: it has more to do than create state.
-        hyperparameters: for each param group, its hyperparameters as text. Ranks that share its parameters must have the same.
-        without_state: indices of the plan inputs whose state it would start at zero.
-        presence: which state it has; read only where ranks differ.
-    """
-
-    prepared_plan: Plan | None
-    nonfinite: bool
-    has_work: bool
-    hyperparameters: Sequence[str]
-    without_state: Sequence[int]
-    presence: StatePresence
+    prepared_plan: Plan | None  # the plan that it has buffers for
+    nonfinite: bool  # it has a gradient that must not be used
+    has_work: bool  # it has more to do than create state
+    hyperparameters: Sequence[str]  # of each param group, as text; ranks that share its parameters must have the same
+    without_state: Sequence[int]  # indices of the plan inputs whose state it would start at zero
+    presence: StatePresence  # which state it has; read only where ranks differ

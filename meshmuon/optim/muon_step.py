@@ -10,8 +10,9 @@ from torch import Tensor
 from torch.profiler import record_function
 
 from ..agree.descriptions import hyperparameters_of
-from ..agree.planner import Planner, RankStatus
+from ..agree.planner import Planner
 from ..agree.state_presence import StatePresence
+from ..agree.step_decision import RankStatus
 from ..errors import TransportError
 from ..execute import StepExecutor, StepParam
 from ..params.named_params import NamedParam

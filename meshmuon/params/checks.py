@@ -85,7 +85,7 @@ def check_range(value: Any, what: str, where: str, *, low: float, below: float =
         raise ConfigError(f"{where}: {what}={value if isinstance(value, Tensor) else shown(value)} must be {bound}.")
 
 
-def check_replica_group(group: Any, what: str) -> None:
+def check_replica_group(group: Any, what: str = "replica_group") -> None:
     """Refuses anything but a process group, a mesh or None."""
     if group is None or (dist.is_available() and isinstance(group, dist.ProcessGroup)):
         return

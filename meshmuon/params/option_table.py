@@ -251,13 +251,9 @@ OPTIONS: tuple[Option, ...] = (
         'Where ranks hold the same matrix (HSDP, replicated DTensors): ``"share"`` has one replica compute it for all, '
         '``"repeat"`` has each compute it, ``"auto"`` takes the cheaper.'
     ),
-    Option(
-        "replica_group",
-        None,
-        Scope.OPTIMIZER,
-        lambda options, name, where: check_replica_group(options[name], name),
-        Compared.IN_PLAN,
-    ).with_help("Process group, or mesh, over which plain tensors are replicated (DDP); the work is divided over it."),
+    Option("replica_group", None, Scope.OPTIMIZER, of_value(check_replica_group), Compared.IN_PLAN).with_help(
+        "Process group, or mesh, over which plain tensors are replicated (DDP); the work is divided over it."
+    ),
     # NonFinite checks it.
     Option("nonfinite", "propagate", Scope.OPTIMIZER, None).with_help(
         'What to do if a gradient on any rank has an infinity or a NaN: ``"propagate"`` steps with it, ``"skip"`` leaves '
