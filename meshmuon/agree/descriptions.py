@@ -15,8 +15,6 @@ from ..params.option_table import Compared, group_options
 from ..plan import Plan, PlannedParam
 from .step_decision import PlanInput
 
-__all__ = ["describe_param", "failure_text", "hyperparameters_of", "owner_assignments", "recipe_text"]
-
 _COMPARED_KEYS = {
     use_muon: tuple(
         key

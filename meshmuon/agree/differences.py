@@ -15,23 +15,6 @@ from ..errors import GradientError, MeshmuonError, PlanMismatchError, StateError
 from ..layout import Layout
 from .identity import Pairing, Place
 
-__all__ = [
-    "ABSENT",
-    "ELSEWHERE",
-    "PRESENT",
-    "Note",
-    "differing_state",
-    "failure_for_other_ranks",
-    "lost_by_owners",
-    "other_optimizer",
-    "other_step",
-    "raise_failures",
-    "raise_lost_state",
-    "raise_mismatch",
-    "raise_other_plan",
-    "raise_unequal_replicas",
-]
-
 # The state of a parameter on a rank: it would start at zero, it exists, or this rank does not keep it.
 ABSENT, PRESENT, ELSEWHERE = "0", "1", "-"
 _T = TypeVar("_T")

@@ -24,8 +24,6 @@ from ..params.dtensors import ReplicaGroup, replica_ranks
 from ..torch_compat import spec_of
 from .link import current_world
 
-__all__ = ["Optimizer", "Pairing", "Place", "place_of", "register"]
-
 
 class Optimizer(Protocol):
     """The part of an optimizer that identifies it."""

@@ -11,8 +11,6 @@ import torch.distributed as dist
 from ..errors import TransportError
 from ..transport import Agreement, Exchange, exchange_group, host_group
 
-__all__ = ["Home", "Link", "current_rank", "current_world"]
-
 
 class Link:
     """The ranks that plan together, and the process groups through which they exchange pieces and agree."""

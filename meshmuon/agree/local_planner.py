@@ -21,8 +21,6 @@ from .step_decision import PlanInput, StepDecision
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-__all__ = ["LocalPlanner", "PlanSettings", "Proposal", "Topology", "number_of", "slices_by_mesh"]
-
 _T = TypeVar("_T")
 
 

@@ -35,8 +35,6 @@ from .local_planner import LocalPlanner, PlanSettings, Proposal, Topology, numbe
 from .state_presence import StatePresence
 from .step_decision import PlanInput, RankStatus, StepDecision
 
-__all__ = ["Planner"]
-
 _FAILED, _READY = -1, 1  # votes beside the numbers of proposals, which are 0 or more
 
 

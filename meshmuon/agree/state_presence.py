@@ -17,8 +17,6 @@ from .differences import ABSENT, ELSEWHERE, PRESENT
 if TYPE_CHECKING:
     from ..params.named_params import NamedParam
 
-__all__ = ["StatePresence", "is_kept"]
-
 
 def is_kept(state: Mapping[str, Any] | None, use_muon: bool, rule: UpdateRule | None) -> bool:
     """Whether a parameter has all state that a step needs, so that nothing would start at zero."""

@@ -19,8 +19,6 @@ if TYPE_CHECKING:
 
     from .state_presence import StatePresence
 
-__all__ = ["PlanInput", "RankStatus", "StepDecision"]
-
 
 class PlanInput(NamedTuple):
     """What a plan must know about a parameter. Steps with equal plan inputs have equal plans."""

@@ -22,20 +22,6 @@ from .flattened import refuse_flattened
 from .lr import lr_factor
 from .option_table import Option, ParamGroup, group_options, optimizer_options
 
-__all__ = [
-    "are_placeholders",
-    "check_group",
-    "check_options",
-    "check_overflow",
-    "defaults_from",
-    "keep_options",
-    "largest_number",
-    "matrix_options_of",
-    "normalise_group",
-    "normalise_params",
-    "optimizer_options_from",
-]
-
 _RIGHT_CALL = (
     "Write Muon(get_default_muon_param_groups(model), lr=...), or groups of your own: "
     'Muon([{"params": matrices, "names": their_names, "use_muon": True}, {"params": others, "use_muon": False}], lr=...).'

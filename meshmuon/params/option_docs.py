@@ -11,8 +11,6 @@ from typing import TypeVar
 
 from .option_table import OPTIONS, Option, Scope
 
-__all__ = ["markdown_table", "with_options"]
-
 _WIDTH = 130
 _Class = TypeVar("_Class", bound=type)
 

@@ -37,8 +37,6 @@ from .checks import (
 from .lr import AdjustLR, check_adjust_lr
 from .rules import RuleLike, check_rule
 
-__all__ = ["OPTIONS", "Compared", "Option", "ParamGroup", "Scope", "group_options", "optimizer_options"]
-
 
 class Scope(Enum):
     """Where an option may be given, and which param groups use it."""

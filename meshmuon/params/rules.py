@@ -28,8 +28,6 @@ from ..errors import ConfigError
 from ..execute import UpdateRule
 from .checks import check_range
 
-__all__ = ["MuonEq", "MuonPlus", "NorMuon", "RuleLike", "UpdateRule", "check_rule", "resolve_rule"]
-
 RuleLike: TypeAlias = "str | UpdateRule"
 """A rule by name or as an object."""
 

@@ -12,8 +12,6 @@ from ..matrices import MatrixOptions, check_expert_keys, check_matrix_options
 from ..params.checks import shown
 from ..params.flattened import refuse_flattened_model
 
-__all__ = ["get_default_muon_param_groups", "name_parts"]
-
 _WRAPPERS = frozenset({"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module", "module"})
 _TOKEN_EMBEDDINGS = ("embed_tokens", "tok_embeddings", "token_embedding", "token_embeddings", "word_embeddings", "wte")
 _POSITION_EMBEDDINGS = ("wpe", "position_embeddings", "pos_embed", "pos_embedding", "embed_positions")

@@ -21,23 +21,6 @@ from ..params.option_table import ParamGroup, group_options
 from ..params.rules import resolve_rule
 from ..torch_compat import local_part, zeros_like
 
-__all__ = [
-    "ADAMW_KEYS",
-    "MOMENTUM",
-    "RULE_STATE",
-    "can_fuse",
-    "check",
-    "check_current",
-    "create",
-    "empty_laid_out_like",
-    "init_adamw_state",
-    "momentum_buffer",
-    "restore",
-    "restore_options",
-    "rule_state",
-    "storable",
-]
-
 # Keys in the state of a parameter, also in checkpoints. Those that torch has as well are torch's.
 MOMENTUM, RULE_STATE = "momentum_buffer", "rule_memory"
 ADAMW_KEYS = ("step", "exp_avg", "exp_avg_sq")
