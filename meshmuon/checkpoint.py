@@ -196,9 +196,9 @@ def _read_manifest(checkpoint: Path) -> dict[str, _File]:
 
 @dataclass(frozen=True, slots=True)
 class _SavedParam:
-    """A parameter in a state_dict of torch: the class of the optimizer, the parameter's state and its param group."""
+    """A parameter in a state_dict of torch."""
 
-    kind: str
+    kind: str  # class of the optimizer
     state: Mapping[str, Any]
     param_group: Mapping[str, Any]
 

@@ -86,12 +86,9 @@ def differing_state(states: Mapping[int, str], active: Sequence[bool]) -> list[i
 
 
 def lost_by_owners(states: Mapping[int, str]) -> dict[int, list[int]]:
-    """Positions of the parameters whose state only their owner keeps and has lost.
+    """{a rank that still has state: positions of the parameters whose state only their owner keeps and has lost}.
 
     No other rank has a copy to compare with. The state was lost if owners of other parameters still have theirs.
-
-    Returns:
-        {a rank that still has state: the lost parameters}; empty if no state is lost, or all of it.
     """
     by_param = list(enumerate(_letters_by_param(states)))
     lost = [position for position, letters in by_param if letters == {ABSENT, ELSEWHERE}]

@@ -62,15 +62,10 @@ class Place(NamedTuple):
 
 
 class Pairing(NamedTuple):
-    """What this rank's optimizer has in common with the optimizers of the other ranks that step with it.
+    """What this rank's optimizer has in common with the optimizers of the other ranks that step with it."""
 
-    Attributes:
-        shared_id: the number that the ranks have agreed on; 0 before their first common step, and after loading.
-        steps: calls of ``step`` since then, including failed ones.
-    """
-
-    shared_id: int = 0
-    steps: int = 0
+    shared_id: int = 0  # the number that the ranks have agreed on; 0 before their first common step, and after loading
+    steps: int = 0  # calls of ``step`` since then, including failed ones
 
     def proposed_id(self) -> int:
         """A random id for all ranks, from a rank that has none; the largest proposal wins. 0 proposes nothing."""
@@ -82,14 +77,10 @@ class Pairing(NamedTuple):
 
 
 def register(optimizer: Optimizer, copied: tuple[int, ...] = ()) -> tuple[int, ...]:
-    """Puts an optimizer on the roster when it is built.
+    """Puts a new optimizer on the roster and returns its lineage.
 
-    Args:
-        optimizer: the new optimizer.
-        copied: for a copy, the lineage of its original. The copy takes the original's place once the original is gone.
-
-    Returns:
-        Its lineage. An optimizer for the same parameters as a living one counts as a copy of that one.
+    ``copied`` is the lineage of a copy's original, whose place the copy takes once the original is gone. An optimizer for the
+    same parameters as a living one counts as a copy of that one.
     """
     first_param = _first_param(optimizer)
     with _lock:

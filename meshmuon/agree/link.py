@@ -42,10 +42,8 @@ class Home:
         """Raises if the default process group is not the one that the optimizer was built in.
 
         Process groups of an earlier ``init_process_group`` may still answer, but the ranks of the new one need not be the same.
-        DTensors keep the process groups that they were created with.
-
-        Args:
-            plain: ranks share plain tensors only. These have no mesh, so they can be used with another process group.
+        DTensors keep the process groups that they were created with. If ranks share ``plain`` tensors only, another process group
+        can be used.
         """
         if self._world is None:  # built before there was one
             self._world = _reference_to(current_world())

@@ -26,20 +26,14 @@ _T = TypeVar("_T")
 
 @dataclass(frozen=True, slots=True)
 class Topology:
-    """The ranks that this rank plans with, and how their meshes connect them.
+    """The ranks that this rank plans with, and how their meshes connect them."""
 
-    Attributes:
-        rank: this rank.
-        meshes: the mesh of each sharded parameter, with all slices of its parent mesh that look like it. For parameters on the
-            "tp" axis of a 2×4 mesh over ranks 0–7 these are the slices (0, 1, 2, 3) and (4, 5, 6, 7).
-        replica_sets: the sets of ranks over which plain tensors are replicated.
-        ranks: all ranks that share a mesh or a replica set with this one, directly or through others, in ascending order.
-    """
-
-    rank: int
+    rank: int  # this rank
+    # The mesh of each sharded parameter, with all slices of its parent mesh that look like it. For parameters on the "tp" axis of
+    # a 2×4 mesh over ranks 0–7 these are the slices (0, 1, 2, 3) and (4, 5, 6, 7).
     meshes: Mapping[DeviceMesh, tuple[Mesh, ...]]
-    replica_sets: Sequence[tuple[int, ...]]
-    ranks: tuple[int, ...]
+    replica_sets: Sequence[tuple[int, ...]]  # the sets of ranks over which plain tensors are replicated
+    ranks: tuple[int, ...]  # all that share a mesh or a replica set with this one, directly or through others, ascending
 
     @classmethod
     def around(cls, rank: int, meshes: Mapping[DeviceMesh, tuple[Mesh, ...]], replica_group: ReplicaGroup | None) -> Topology:
@@ -125,10 +119,8 @@ class LocalPlanner:
     def propose(self, exchange: Exchange | None, gradient_flags: Mapping[int, tuple[bool, ...]] | None = None) -> Proposal:
         """Plans a step on all parameters that have a gradient on some rank.
 
-        Args:
-            exchange: what the decision hands to the executor.
-            gradient_flags: by rank in ascending order, which of the shared parameters have a gradient there; None while this rank
-                only knows its own.
+        ``gradient_flags`` says, by rank in ascending order, which of the shared parameters have a gradient there; None while this
+        rank only knows its own.
         """
         flags = gradient_flags or {}
         active = [plan_input.has_grad for plan_input in self.plan_inputs]

@@ -41,30 +41,19 @@ class PlanInput(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class StepDecision:
-    """What all ranks have agreed to do.
+    """What all ranks have agreed to do."""
 
-    Attributes:
-        plan: the plan. ``plan.params[i]``, ``members[i]`` and the executor's ``step_params[i]`` are about the same parameter.
-        members: for each parameter of the plan, the index of its plan input and the index of its matrix set in ``matrices``
-            there. A fused QKV weight that is plan input 3 and is split in three has the members (3, 0), (3, 1), (3, 2).
-        zeros: indices of the plan inputs whose gradient only other ranks have. This rank steps them with zeros.
-        exchange: sends pieces between ranks; None on a single rank.
-        rank: this rank.
-        prepares: some rank must create new buffers; all ranks then confirm that they are ready.
-        nonfinite: some rank has a gradient that must not be used; all ranks skip the step.
-        has_work: some rank has more to do than create state.
-        repeats: several ranks compute the same matrix, each for itself.
-    """
-
-    plan: Plan
+    plan: Plan  # ``plan.params[i]``, ``members[i]`` and the executor's ``step_params[i]`` are about the same parameter
+    # For each parameter of the plan, the index of its plan input and the index of its matrix set in ``matrices`` there. A fused
+    # QKV weight that is plan input 3 and is split in three has the members (3, 0), (3, 1), (3, 2).
     members: tuple[tuple[int, int], ...]
-    zeros: frozenset[int]
-    exchange: Exchange | None
+    zeros: frozenset[int]  # indices of the plan inputs whose gradient only other ranks have: this rank steps them with zeros
+    exchange: Exchange | None  # None on a single rank
     rank: int
-    prepares: bool = False
-    nonfinite: bool = False
-    has_work: bool = True
-    repeats: bool = False
+    prepares: bool = False  # some rank must create new buffers; all ranks then confirm that they are ready
+    nonfinite: bool = False  # some rank has a gradient that must not be used; all ranks skip the step
+    has_work: bool = True  # some rank has more to do than create state
+    repeats: bool = False  # several ranks compute the same matrix, each for itself
 
 
 class RankStatus(NamedTuple):

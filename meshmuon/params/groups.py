@@ -20,7 +20,7 @@ from .checks import FLOAT_DTYPES, adamw_betas, adamw_eps, check_flag, shown
 from .dtensors import check_placement
 from .flattened import refuse_flattened
 from .lr import lr_factor
-from .option_table import Option, ParamGroup, group_options, optimizer_options
+from .option_table import Option, ParamGroup, group_options, optimizer_options, split_as_tuple
 
 _RIGHT_CALL = (
     "Write Muon(get_default_muon_param_groups(model), lr=...), or groups of your own: "
@@ -152,13 +152,8 @@ def are_placeholders(names: Iterable[str]) -> bool:
 
 def matrix_options_of(group: ParamGroup) -> MatrixOptions:
     """The options of a param group that say which matrices a parameter holds."""
-    split = group["split"]
-    return MatrixOptions(
-        check_expert_keys(group["expert_keys"]),
-        group["conv"],
-        tuple(split) if isinstance(split, list) else split,  # a list could not be hashed
-        group["expert_dims"],
-    )
+    keys, split = check_expert_keys(group["expert_keys"]), split_as_tuple(group["split"])
+    return MatrixOptions(keys, group["conv"], split, group["expert_dims"])
 
 
 def check_group(group: ParamGroup, index: int) -> None:
@@ -187,11 +182,7 @@ def largest_number(dtype: torch.dtype) -> float:
 def check_overflow(group: ParamGroup, where: str, shape: tuple[int, int] | None, largest: float) -> None:
     """Refuses numbers whose products overflow: torch would raise in the middle of a step, or compute infinities.
 
-    Args:
-        group: the param group, its options checked.
-        where: what errors name.
-        shape: outputs and inputs of a matrix; None for AdamW, whose first step divides lr by 1 − beta1.
-        largest: see ``largest_number``.
+    ``shape`` has the outputs and inputs of a matrix; it is None for AdamW, whose first step divides lr by 1 − beta1.
     """
     unread = isinstance(group["lr"], Tensor) and not known_to_host(group["lr"])
     lr = 0.0 if unread else float(group["lr"])

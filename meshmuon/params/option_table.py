@@ -57,32 +57,20 @@ class Compared(Enum):
 
 @dataclass(frozen=True)
 class Option:
-    """A row of the table.
+    """A row of the table."""
 
-    Attributes:
-        name: keyword of the constructor, and for options of param groups also the key in a group.
-        default: its value if not given.
-        scope: where it may be given.
-        check: refuses wrong values, at every step for options of param groups; None if it is checked with another option, or by
-            the object that is built from it.
-        compared: how ranks compare it.
-        kept_as: turns an accepted value into the form that groups and defaults keep: one that can be compared and stored.
-        defines_matrices: it decides which matrices there are and what is remembered of them, so that loading a checkpoint with
-            another value warns.
-        aliases: other names. For an optimizer-wide option, an older keyword of the constructor; for an option of param groups,
-            torch's own key in a group.
-        help: what it does, for ``help(Muon)`` and docs/optimizer.md.
-    """
-
-    name: str
+    name: str  # keyword of the constructor, and for options of param groups also the key in a group
     default: Any
     scope: Scope
+    # Refuses wrong values, at every step for options of param groups. None if another option's check, or the object that is built
+    # from it, does so.
     check: Check | None
     compared: Compared = Compared.NEVER
-    kept_as: Callable[[Any], Any] = lambda value: value
-    defines_matrices: bool = False
+    kept_as: Callable[[Any], Any] = lambda value: value  # an accepted value as groups keep it, to be compared and stored
+    defines_matrices: bool = False  # it decides what the matrices are or what is remembered of them: loading another value warns
+    # Other names: of an optimizer-wide option an older keyword, of an option of param groups torch's own key in a group.
     aliases: tuple[str, ...] = ()
-    help: str = ""
+    help: str = ""  # what it does, for ``help(Muon)`` and docs/optimizer.md
 
     def with_help(self, text: str) -> Option:
         """The same row with this help: a method, so that a row of the table is one line of columns and then its text."""
@@ -128,7 +116,7 @@ def _check_scheme(options: Mapping[str, Any], name: str, where: str) -> None:
 
 
 def _check_split(split: Any) -> None:
-    check_matrix_options(MatrixOptions(split=_split_as_tuple(split)))
+    check_matrix_options(MatrixOptions(split=split_as_tuple(split)))
 
 
 def _scheme_as_numbers(scheme: SchemeLike) -> SchemeLike:
@@ -141,8 +129,8 @@ def _scheme_as_numbers(scheme: SchemeLike) -> SchemeLike:
     return tuple(stored)
 
 
-def _split_as_tuple(split: Any) -> Any:
-    """A list of sizes as a tuple, which can be compared; anything else as it is."""
+def split_as_tuple(split: Any) -> Any:
+    """A list of sizes as a tuple, which can be compared and hashed; anything else as it is."""
     return tuple(split) if isinstance(split, list) else split
 
 
@@ -209,7 +197,7 @@ OPTIONS: tuple[Option, ...] = (
         "matrix."
     ),
     Option(
-        "split", None, Scope.MUON_GROUPS, of_value(_check_split), Compared.IN_PLAN, kept_as=_split_as_tuple, defines_matrices=True
+        "split", None, Scope.MUON_GROUPS, of_value(_check_split), Compared.IN_PLAN, kept_as=split_as_tuple, defines_matrices=True
     ).with_help(
         "Cuts fused weights (QKV, gate-up) along their output dim into matrices of their own: the sizes of the parts, the size "
         "of equal parts (one per head), or a function of (name, shape) that returns one of these or None."

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from ..errors import ConfigError
-from ..execute import UpdateRule
+from ..execute import UpdateRule as UpdateRule  # users take it from here, beside the rules
 from .checks import check_range
 
 RuleLike: TypeAlias = "str | UpdateRule"
