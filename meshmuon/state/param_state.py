@@ -21,7 +21,7 @@ from ..params.option_table import ParamGroup, group_options
 from ..params.rules import resolve_rule
 from ..torch_compat import local_part, zeros_like
 
-# Keys in the state of a parameter, also in checkpoints. Those that torch has as well are torch's.
+# Keys in the state of a parameter, also in checkpoints: torch's names, except for that of the update rule's state.
 MOMENTUM, RULE_STATE = "momentum_buffer", "rule_memory"
 ADAMW_KEYS = ("step", "exp_avg", "exp_avg_sq")
 _FUSED_DEVICES = ("cpu", "cuda", "mps", "xpu")
