@@ -83,7 +83,7 @@ def verify(path: str | os.PathLike[str], *, progress: Progress | None = None) ->
         progress: called with the number of bytes that have been read.
     """
     checkpoint = Path(path)
-    expected, paths = _read_manifest(checkpoint), _file_paths(checkpoint)
+    paths, expected = _file_paths(checkpoint), _read_manifest(checkpoint)
     sizes = {name: paths[name].stat().st_size for name in expected if name in paths}
     records = _read_files(paths, {name: size for name, size in sizes.items() if size == expected[name].bytes}, progress)
     problems = []
@@ -117,17 +117,13 @@ def _file_paths(checkpoint: Path) -> dict[str, Path]:
     elif checkpoint.exists():
         paths = {checkpoint.name: checkpoint}
     else:
-        raise _does_not_exist(checkpoint)
+        raise CheckpointError(f"{checkpoint} does not exist: give the folder or file that the checkpoint was saved to.")
     for path in paths.values():
         if not path.exists():
             raise CheckpointError(f"{path} is a broken link: remove it, or restore its target.")
         if not stat.S_ISREG(path.stat().st_mode):  # reading a pipe would wait forever
             raise CheckpointError(f"{path} is not a regular file: a checkpoint's folder must hold nothing else.")
     return paths
-
-
-def _does_not_exist(checkpoint: Path) -> CheckpointError:
-    return CheckpointError(f"{checkpoint} does not exist: give the folder or file that the checkpoint was saved to.")
 
 
 def _raise(error: OSError) -> None:
@@ -181,8 +177,6 @@ def _replace(path: Path, text: str) -> None:
 
 def _read_manifest(checkpoint: Path) -> dict[str, _File]:
     path = _manifest_path(checkpoint)
-    if not checkpoint.exists():
-        raise _does_not_exist(checkpoint)
     if not path.exists():
         raise CheckpointError(
             f"{checkpoint} has no manifest ({path.name}), so damage cannot be detected: call "
@@ -202,9 +196,9 @@ def _read_manifest(checkpoint: Path) -> dict[str, _File]:
 
 @dataclass(frozen=True, slots=True)
 class _SavedParam:
-    """A parameter in a state_dict of torch: the class of the optimizer, the parameter's state and its param group."""
+    """A parameter in a state_dict of torch."""
 
-    kind: str
+    kind: str  # class of the optimizer
     state: Mapping[str, Any]
     param_group: Mapping[str, Any]
 

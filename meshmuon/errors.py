@@ -2,20 +2,6 @@
 
 from __future__ import annotations
 
-__all__ = [
-    "CheckpointError",
-    "ConfigError",
-    "GradientError",
-    "MeshmuonError",
-    "PlanError",
-    "PlanMismatchError",
-    "RoutingWarning",
-    "StateError",
-    "TransportError",
-    "UnsupportedError",
-    "UntestedTorchWarning",
-]
-
 
 class MeshmuonError(Exception):
     """Base class of all errors that meshmuon raises."""

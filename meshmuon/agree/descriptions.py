@@ -1,15 +1,29 @@
-"""Plans and parameters as text that is the same on every rank: ranks compare it, and errors show it."""
+"""Plans, parameters and hyperparameters as text that is the same on every rank: ranks compare it, and errors show it."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from numbers import Real
+from typing import Any
 
+from torch import Tensor
+
+from ..device import known_to_host
 from ..layout import Layout
 from ..ortho import Orthogonalizer, Rational, Scheme, Step
+from ..params.option_table import Compared, group_options
 from ..plan import Plan, PlannedParam
-from .plan_input import PlanInput
+from .step_decision import PlanInput
 
-__all__ = ["describe_param", "failure_text", "owner_assignments", "recipe_text"]
+_COMPARED_KEYS = {
+    use_muon: tuple(
+        key
+        for option in group_options(use_muon)
+        if option.compared is Compared.BY_VALUE
+        for key in (option.name, *option.aliases)
+    )
+    for use_muon in (True, False)
+}
 
 
 def owner_assignments(plan: Plan) -> tuple[tuple[str, str], ...]:
@@ -54,13 +68,29 @@ def _step_text(step: Step) -> str:
 def describe_param(plan_input: PlanInput, layouts: Sequence[Layout], planned: Sequence[PlannedParam]) -> tuple[str, str]:
     """A parameter's name, and everything about it that must be equal on every rank.
 
-    Args:
-        plan_input: the parameter.
-        layouts: its layouts.
-        planned: its matrix sets as the plan sees them; none if AdamW steps it.
+    ``planned`` are its matrix sets as the plan sees them; none if AdamW steps it.
     """
     where = f"{'×'.join(map(str, plan_input.shape))} {'; '.join(map(str, layouts))}"
     if not planned:
         return plan_input.name, f"{where}, for AdamW"
     flops = ", ".join(f"{part.flops} FLOPs" if part.window is None else f"{part.window}: {part.flops} FLOPs" for part in planned)
     return plan_input.name, f"{where}, {planned[0].lane}, stack dims {planned[0].stack_dims}, {flops}, {planned[0].how}"
+
+
+def hyperparameters_of(groups: Sequence[Mapping[str, Any]]) -> list[str]:
+    """The hyperparameters of each param group. Ranks that have different ones would silently diverge."""
+    return [
+        ", ".join(f"{key}={_value_text(group[key])}" for key in _COMPARED_KEYS[bool(group["use_muon"])] if key in group)
+        for group in groups
+    ]
+
+
+def _value_text(value: Any) -> str:
+    if isinstance(value, Tensor):
+        return str(value.tolist()) if known_to_host(value) else "a tensor on a device"  # reading it would wait for the device
+    if type(value) is not bool and isinstance(value, Real):
+        try:
+            return repr(float(value))
+        except OverflowError:  # beyond the range of floats; the step refuses it
+            return str(value)
+    return str(getattr(value, "__qualname__", value))  # the repr of a function would contain an address

@@ -15,23 +15,6 @@ from ..errors import GradientError, MeshmuonError, PlanMismatchError, StateError
 from ..layout import Layout
 from .identity import Pairing, Place
 
-__all__ = [
-    "ABSENT",
-    "ELSEWHERE",
-    "PRESENT",
-    "Note",
-    "differing_state",
-    "failure_for_other_ranks",
-    "lost_by_owners",
-    "other_optimizer",
-    "other_step",
-    "raise_failures",
-    "raise_lost_state",
-    "raise_mismatch",
-    "raise_other_plan",
-    "raise_unequal_replicas",
-]
-
 # The state of a parameter on a rank: it would start at zero, it exists, or this rank does not keep it.
 ABSENT, PRESENT, ELSEWHERE = "0", "1", "-"
 _T = TypeVar("_T")
@@ -40,27 +23,16 @@ _NO_PAIRING, _ALONE = Pairing(), Place(0, 1)
 
 @dataclass(frozen=True, slots=True)
 class Note:
-    """One rank's view of a step.
+    """One rank's view of a step."""
 
-    Attributes:
-        failure: class and text of the error that keeps the rank from stepping; all other fields are empty then.
-        options: the optimizer's options that shape a plan.
-        parameters: name and description of each shared parameter, in order. Descriptions must be equal on all ranks.
-        active: which of these parameters have a gradient on this rank.
-        hyperparameters: (position among the shared parameters, hyperparameters from there on) pairs.
-        pairing: which optimizer the rank steps, and how often it was stepped.
-        place: the position of the optimizer among those of its process that look the same.
-        state: one letter per parameter, ABSENT, PRESENT or ELSEWHERE, as in ``"110-"``.
-    """
-
-    failure: tuple[str, str] | None
-    options: str = ""
-    parameters: tuple[tuple[str, str], ...] = ()
-    active: tuple[bool, ...] = ()
-    hyperparameters: tuple[tuple[int, str], ...] = ()
+    failure: tuple[str, str] | None  # class and text of what keeps the rank from stepping; all other fields are empty then
+    options: str = ""  # those of the optimizer that shape a plan
+    parameters: tuple[tuple[str, str], ...] = ()  # name and description of each shared parameter; must be equal on all ranks
+    active: tuple[bool, ...] = ()  # which of these parameters have a gradient on this rank
+    hyperparameters: tuple[tuple[int, str], ...] = ()  # see ``LocalPlanner.shared_hyperparameters``
     pairing: Pairing = _NO_PAIRING
     place: Place = _ALONE
-    state: str = ""
+    state: str = ""  # one letter per parameter, ABSENT, PRESENT or ELSEWHERE: "110-"
 
 
 def raise_failures(notes: Mapping[int, Note], own: Exception | None) -> None:
@@ -114,12 +86,9 @@ def differing_state(states: Mapping[int, str], active: Sequence[bool]) -> list[i
 
 
 def lost_by_owners(states: Mapping[int, str]) -> dict[int, list[int]]:
-    """Positions of the parameters whose state only their owner keeps and has lost.
+    """{a rank that still has state: positions of the parameters whose state only their owner keeps and has lost}.
 
     No other rank has a copy to compare with. The state was lost if owners of other parameters still have theirs.
-
-    Returns:
-        {a rank that still has state: the lost parameters}; empty if no state is lost, or all of it.
     """
     by_param = list(enumerate(_letters_by_param(states)))
     lost = [position for position, letters in by_param if letters == {ABSENT, ELSEWHERE}]
@@ -137,10 +106,8 @@ def _letters_by_param(states: Mapping[int, str]) -> list[set[str]]:
 def raise_lost_state(names: Sequence[str], states: Mapping[int, str], begun: Mapping[int, Sequence[int]]) -> None:
     """Raises if a parameter has state on some ranks and none on others that should have it.
 
-    Args:
-        names: names of the parameters.
-        states: by rank, one letter per parameter.
-        begun: by rank, positions of the parameters whose state there is not zero. A state of zeros is the same as none.
+    ``states`` are the letters of each rank, ``begun`` the positions of the parameters whose state there is not zero: a state of
+    zeros is the same as none.
     """
     for rank, positions in sorted(begun.items()):
         for position in positions:
@@ -184,8 +151,7 @@ def _text_at(hyperparameters: Sequence[tuple[int, str]], index: int) -> str:
 def raise_other_plan(plans: Mapping[int, tuple[int, Sequence[tuple[str, str]]]]) -> None:
     """Raises if ranks made different plans from the same parameters; names the first matrix that they treat differently.
 
-    Args:
-        plans: by rank, the number of its plan and (parameter, owner and wave) of each matrix.
+    ``plans`` has, by rank, the number of the plan and its ``owner_assignments``.
     """
     usual = _most_common([number for number, _ in plans.values()])
     model = min(rank for rank, (number, _) in plans.items() if number == usual)
@@ -231,10 +197,7 @@ def raise_unequal_replicas(active: Mapping[int, Sequence[bool]], parameters: Seq
     """Raises if some holders of the same elements have a gradient and others have none: their replicas would diverge.
 
     Ranks that hold different elements may differ. A rank without a gradient then contributes zeros for its elements.
-
-    Args:
-        active: by rank, which parameters have a gradient.
-        parameters: their names and layouts.
+    ``active`` says, by rank, which of the ``parameters`` (names and layouts) have a gradient.
     """
     for index, (name, layouts) in enumerate(parameters):
         if len({flags[index] for flags in active.values()}) == 1:

@@ -15,7 +15,6 @@ import itertools
 import secrets
 import threading
 import weakref
-from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol
 
 import torch.distributed as dist
@@ -24,8 +23,6 @@ from torch import Tensor
 from ..params.dtensors import ReplicaGroup, replica_ranks
 from ..torch_compat import spec_of
 from .link import current_world
-
-__all__ = ["Optimizer", "Pairing", "Place", "place_of", "register"]
 
 
 class Optimizer(Protocol):
@@ -40,12 +37,10 @@ class Optimizer(Protocol):
 
 
 class _Registered(NamedTuple):
-    """An optimizer on the roster.
+    """An optimizer on the roster, as long as it lives, and its lineage.
 
-    Attributes:
-        optimizer: the optimizer, as long as it lives.
-        lineage: the numbers of what it was copied from, oldest first, and then its own: (3, 7) is optimizer 7, a copy of
-            optimizer 3. Sorting by lineage puts copies behind their original.
+    The lineage has the numbers of what the optimizer was copied from, oldest first, and then its own: (3, 7) is optimizer 7, a
+    copy of optimizer 3. Sorting by lineage puts copies behind their original.
     """
 
     optimizer: weakref.ref[Optimizer]
@@ -67,15 +62,10 @@ class Place(NamedTuple):
 
 
 class Pairing(NamedTuple):
-    """What this rank's optimizer has in common with the optimizers of the other ranks that step with it.
+    """What this rank's optimizer has in common with the optimizers of the other ranks that step with it."""
 
-    Attributes:
-        shared_id: the number that the ranks have agreed on; 0 before their first common step, and after loading.
-        steps: calls of ``step`` since then, including failed ones.
-    """
-
-    shared_id: int = 0
-    steps: int = 0
+    shared_id: int = 0  # the number that the ranks have agreed on; 0 before their first common step, and after loading
+    steps: int = 0  # calls of ``step`` since then, including failed ones
 
     def proposed_id(self) -> int:
         """A random id for all ranks, from a rank that has none; the largest proposal wins. 0 proposes nothing."""
@@ -87,14 +77,10 @@ class Pairing(NamedTuple):
 
 
 def register(optimizer: Optimizer, copied: tuple[int, ...] = ()) -> tuple[int, ...]:
-    """Puts an optimizer on the roster when it is built.
+    """Puts a new optimizer on the roster and returns its lineage.
 
-    Args:
-        optimizer: the new optimizer.
-        copied: for a copy, the lineage of its original. The copy takes the original's place once the original is gone.
-
-    Returns:
-        Its lineage. An optimizer for the same parameters as a living one counts as a copy of that one.
+    ``copied`` is the lineage of a copy's original, whose place the copy takes once the original is gone. An optimizer for the
+    same parameters as a living one counts as a copy of that one.
     """
     first_param = _first_param(optimizer)
     with _lock:
@@ -116,18 +102,10 @@ def place_of(optimizer: Optimizer | None) -> Place:
         roster = _roster()
         registered = sorted(_early if roster is _early else [*_early, *roster], key=lambda item: item.lineage)
     living = [known for item in registered if (known := item.optimizer()) is not None]
-    first_params: list[Tensor | None] = []  # of the optimizers that look the same, in order and each once
-    for known in living:
-        first_param = _first_param(known)
-        if (known is optimizer or _looks_like(optimizer, known)) and not _contains(first_params, first_param):
-            first_params.append(first_param)
-    own = _first_param(optimizer)
-    position = next((position for position, first_param in enumerate(first_params) if first_param is own), 0)
-    return Place(position, len(first_params))
-
-
-def _contains(tensors: Sequence[Tensor | None], tensor: Tensor | None) -> bool:
-    return any(known is tensor for known in tensors)  # by identity: == would compare the elements
+    lookalikes = [known for known in living if known is optimizer or _looks_like(optimizer, known)]
+    first_params = list(dict.fromkeys(id(_first_param(known)) for known in lookalikes))  # in order, each once
+    own = id(_first_param(optimizer))
+    return Place(first_params.index(own) if own in first_params else 0, len(first_params))
 
 
 def _roster() -> _Roster:
@@ -141,17 +119,15 @@ def _first_param(optimizer: Optimizer) -> Tensor | None:
 
 def _looks_like(optimizer: Optimizer, other: Optimizer) -> bool:
     """Whether ranks could mix up the two optimizers: the same names, shapes and layouts, over the same ranks."""
-    groups, others = optimizer.param_groups, other.param_groups
     return (
-        len(groups) == len(others)
-        and all(group["param_names"] == its["param_names"] for group, its in zip(groups, others, strict=True))
-        and all(_layouts(group["params"]) == _layouts(its["params"]) for group, its in zip(groups, others, strict=True))
+        [group["param_names"] for group in optimizer.param_groups] == [group["param_names"] for group in other.param_groups]
+        and _layouts(optimizer) == _layouts(other)
         and _replicas(optimizer) == _replicas(other)
     )
 
 
-def _layouts(params: Sequence[Tensor]) -> list[tuple[object, ...]]:
-    return [(param.shape, param.dtype, spec_of(param)) for param in params]
+def _layouts(optimizer: Optimizer) -> list[list[tuple[object, ...]]]:
+    return [[(param.shape, param.dtype, spec_of(param)) for param in group["params"]] for group in optimizer.param_groups]
 
 
 def _replicas(optimizer: Optimizer) -> object:

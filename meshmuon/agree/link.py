@@ -11,8 +11,6 @@ import torch.distributed as dist
 from ..errors import TransportError
 from ..transport import Agreement, Exchange, exchange_group, host_group
 
-__all__ = ["Home", "Link", "current_rank", "current_world"]
-
 
 class Link:
     """The ranks that plan together, and the process groups through which they exchange pieces and agree."""
@@ -44,10 +42,8 @@ class Home:
         """Raises if the default process group is not the one that the optimizer was built in.
 
         Process groups of an earlier ``init_process_group`` may still answer, but the ranks of the new one need not be the same.
-        DTensors keep the process groups that they were created with.
-
-        Args:
-            plain: ranks share plain tensors only. These have no mesh, so they can be used with another process group.
+        DTensors keep the process groups that they were created with. If ranks share ``plain`` tensors only, another process group
+        can be used.
         """
         if self._world is None:  # built before there was one
             self._world = _reference_to(current_world())

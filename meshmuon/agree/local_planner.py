@@ -16,33 +16,24 @@ from ..params.dtensors import ReplicaGroup, connected_ranks, layouts_of, replica
 from ..plan import NO_WAVE, Plan, PlannedParam, PlanOptions, cost_model_for, make_plan
 from ..transport import Exchange
 from .descriptions import describe_param, recipe_text
-from .plan_input import PlanInput
-from .step_decision import StepDecision
+from .step_decision import PlanInput, StepDecision
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
-
-__all__ = ["LocalPlanner", "PlanSettings", "Proposal", "Topology", "number_of", "slices_by_mesh"]
 
 _T = TypeVar("_T")
 
 
 @dataclass(frozen=True, slots=True)
 class Topology:
-    """The ranks that this rank plans with, and how their meshes connect them.
+    """The ranks that this rank plans with, and how their meshes connect them."""
 
-    Attributes:
-        rank: this rank.
-        meshes: the mesh of each sharded parameter, with all slices of its parent mesh that look like it. For parameters on the
-            "tp" axis of a 2×4 mesh over ranks 0–7 these are the slices (0, 1, 2, 3) and (4, 5, 6, 7).
-        replica_sets: the sets of ranks over which plain tensors are replicated.
-        ranks: all ranks that share a mesh or a replica set with this one, directly or through others, in ascending order.
-    """
-
-    rank: int
+    rank: int  # this rank
+    # The mesh of each sharded parameter, with all slices of its parent mesh that look like it. For parameters on the "tp" axis of
+    # a 2×4 mesh over ranks 0–7 these are the slices (0, 1, 2, 3) and (4, 5, 6, 7).
     meshes: Mapping[DeviceMesh, tuple[Mesh, ...]]
-    replica_sets: Sequence[tuple[int, ...]]
-    ranks: tuple[int, ...]
+    replica_sets: Sequence[tuple[int, ...]]  # the sets of ranks over which plain tensors are replicated
+    ranks: tuple[int, ...]  # all that share a mesh or a replica set with this one, directly or through others, ascending
 
     @classmethod
     def around(cls, rank: int, meshes: Mapping[DeviceMesh, tuple[Mesh, ...]], replica_group: ReplicaGroup | None) -> Topology:
@@ -71,17 +62,11 @@ def slices_by_mesh(plan_inputs: Sequence[PlanInput]) -> dict[DeviceMesh, tuple[M
 
 @dataclass(frozen=True, slots=True)
 class PlanSettings:
-    """The optimizer's options that shape a plan.
-
-    Attributes:
-        options: limits and the cost model of the plan.
-        form: form of the orthogonalisation, which decides its FLOPs.
-        path: which executor will run the plan; ranks must agree on it.
-    """
+    """The optimizer's options that shape a plan."""
 
     options: PlanOptions
-    form: str
-    path: str
+    form: str  # of the orthogonalisation: it decides the FLOPs
+    path: str  # which executor will run the plan
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,10 +119,8 @@ class LocalPlanner:
     def propose(self, exchange: Exchange | None, gradient_flags: Mapping[int, tuple[bool, ...]] | None = None) -> Proposal:
         """Plans a step on all parameters that have a gradient on some rank.
 
-        Args:
-            exchange: what the decision hands to the executor.
-            gradient_flags: by rank in ascending order, which of the shared parameters have a gradient there; None while this rank
-                only knows its own.
+        ``gradient_flags`` says, by rank in ascending order, which of the shared parameters have a gradient there; None while this
+        rank only knows its own.
         """
         flags = gradient_flags or {}
         active = [plan_input.has_grad for plan_input in self.plan_inputs]
@@ -170,14 +153,9 @@ class LocalPlanner:
         return Proposal(decision, number_of(facts))
 
     def shared_hyperparameters(self, texts: Sequence[str]) -> tuple[tuple[int, str], ...]:
-        """The hyperparameters of the shared parameters, with a new item only where they change.
+        """(position among the shared parameters, hyperparameters from there on) pairs, from the ``texts`` of all param groups.
 
-        Args:
-            texts: the hyperparameters of each param group.
-
-        Returns:
-            (position among the shared parameters, hyperparameters from there on) pairs: ((0, "lr=0.1"), (5, "lr=0.2")) where the
-            first five share a learning rate.
+        ((0, "lr=0.1"), (5, "lr=0.2")) if the first five shared parameters have another learning rate than the rest.
         """
         return _changes([(start, texts[group_index]) for start, group_index in self._group_starts]) if texts else ()
 

@@ -13,7 +13,6 @@ import torch.distributed as dist
 
 from ..errors import ConfigError, PlanMismatchError
 from ..params.dtensors import ReplicaGroup, groups_of
-from ..plan import PlanOptions
 from ..torch_compat import warn_if_untested
 from ..transport import Vote
 from .descriptions import failure_text, owner_assignments
@@ -33,11 +32,8 @@ from .differences import (
 from .identity import Optimizer, Pairing, place_of
 from .link import Home, Link, current_rank
 from .local_planner import LocalPlanner, PlanSettings, Proposal, Topology, number_of, slices_by_mesh
-from .plan_input import PlanInput
 from .state_presence import StatePresence
-from .step_decision import RankStatus, StepDecision
-
-__all__ = ["PlanInput", "Planner", "RankStatus", "StepDecision"]
+from .step_decision import PlanInput, RankStatus, StepDecision
 
 _FAILED, _READY = -1, 1  # votes beside the numbers of proposals, which are 0 or more
 
@@ -71,9 +67,7 @@ class Planner:
     - ``check_connected()`` before any other communication of the optimizer.
 
     Args:
-        options: limits of the plan.
-        form: form of the orthogonalisation, which decides its FLOPs.
-        path: which executor runs the plan; ranks must agree on it.
+        settings: the options that shape a plan; ranks must agree on them.
         replica_group: the ranks over which plain tensors are replicated.
         optimizer: a weak reference to the optimizer, which the planner must not keep alive.
         reduced: whether replicas come with equal gradients; False where each rank brings its own and the step averages them.
@@ -81,15 +75,13 @@ class Planner:
 
     def __init__(
         self,
-        options: PlanOptions,
-        form: str,
-        path: str,
+        settings: PlanSettings,
         replica_group: ReplicaGroup | None,
         optimizer: Callable[[], Optimizer | None],
         *,
         reduced: bool = True,
     ) -> None:
-        self._settings = PlanSettings(options, form, path)
+        self._settings = settings
         self._replica_group = replica_group
         self._optimizer = optimizer
         self._reduced = reduced
@@ -115,13 +107,7 @@ class Planner:
         self._pairing = Pairing()
 
     def decide(self, plan_inputs: tuple[PlanInput, ...], failure: Exception | None, status: RankStatus) -> StepDecision:
-        """Decides with all ranks what this step does.
-
-        Args:
-            plan_inputs: this rank's parameters.
-            failure: the error that keeps this rank from stepping; all ranks then raise it.
-            status: what else this rank tells the others.
-        """
+        """Decides with all ranks what this step does. ``failure`` keeps this rank from stepping; all ranks then raise it."""
         if self._link is not None:
             self.check_connected()
         if self._local is None or plan_inputs != self._local.plan_inputs:
@@ -206,7 +192,8 @@ class Planner:
                     raise_failures(link.agreement.everyone(Note(failure_text(failure))), failure)
             finally:
                 del failure
-            self._plan_together(link, self._compare_notes(link, status), status.presence)
+            assert self._local is not None
+            self._plan_together(link, self._local, self._compare_notes(link, self._local, status), status.presence)
         self._pairing = self._pairing.joined(verdict.proposed_id)
         return self._decision(prepares, verdict.nonfinite, verdict.has_work)
 
@@ -228,10 +215,8 @@ class Planner:
         steady = not prepares and not nonfinite and has_work
         return decision if steady else replace(decision, prepares=prepares, nonfinite=nonfinite, has_work=has_work)
 
-    def _compare_notes(self, link: Link, status: RankStatus) -> dict[int, Note]:
+    def _compare_notes(self, link: Link, local: LocalPlanner, status: RankStatus) -> dict[int, Note]:
         """Gathers every rank's view of the step; raises where ranks step other optimizers, parameters or hyperparameters."""
-        local = self._local
-        assert local is not None
         note = Note(
             failure=None,
             options=local.options_text(),
@@ -248,15 +233,13 @@ class Planner:
         raise_mismatch(notes)
         return notes
 
-    def _plan_together(self, link: Link, notes: Mapping[int, Note], presence: StatePresence) -> None:
+    def _plan_together(self, link: Link, local: LocalPlanner, notes: Mapping[int, Note], presence: StatePresence) -> None:
         """Plans on the parameters that have a gradient on any rank, and checks that all ranks have made the same plan."""
-        local = self._local
-        assert local is not None
         gradient_flags = {rank: note.active for rank, note in sorted(notes.items())}
         if self._reduced:
             shared = [(local.plan_inputs[index].name, local.layouts[index]) for index in local.shared]
             raise_unequal_replicas(gradient_flags, shared)
-        self._refuse_lost_state(link, notes, presence)
+        self._refuse_lost_state(link, local, notes, presence)
         failure: Exception | None = None
         try:
             self._proposal = local.propose(link.exchange, gradient_flags)
@@ -280,10 +263,8 @@ class Planner:
             self._pairing = Pairing(shared_id, max(note.pairing.steps for note in notes.values()))
             raise out_of_step
 
-    def _refuse_lost_state(self, link: Link, notes: Mapping[int, Note], presence: StatePresence) -> None:
+    def _refuse_lost_state(self, link: Link, local: LocalPlanner, notes: Mapping[int, Note], presence: StatePresence) -> None:
         """Raises if some ranks would start state at zero that other ranks continue."""
-        local = self._local
-        assert local is not None
         states = {rank: note.state for rank, note in notes.items()}
         names = [local.plan_inputs[index].name for index in local.shared]
         active = [any(flags) for flags in zip(*(note.active for note in notes.values()), strict=True)]

@@ -10,15 +10,12 @@ from torch import Tensor
 
 from ..execute import UpdateRule
 from ..params.rules import resolve_rule
-from ..state.adamw_state import STATE_KEYS as ADAMW_KEYS
-from ..state.param_state import MOMENTUM, RULE_STATE
+from ..state.param_state import ADAMW_KEYS, MOMENTUM, RULE_STATE
 from ..torch_compat import local_part
 from .differences import ABSENT, ELSEWHERE, PRESENT
 
 if TYPE_CHECKING:
     from ..params.named_params import NamedParam
-
-__all__ = ["StatePresence", "is_kept"]
 
 
 def is_kept(state: Mapping[str, Any] | None, use_muon: bool, rule: UpdateRule | None) -> bool:
@@ -32,17 +29,11 @@ def is_kept(state: Mapping[str, Any] | None, use_muon: bool, rule: UpdateRule | 
 
 @dataclass(frozen=True, slots=True)
 class StatePresence:
-    """The state of all parameters on this rank, read only where ranks differ.
-
-    Attributes:
-        params: all parameters.
-        states: the optimizer's state.
-        keeps: whether this rank is one that keeps the state of a parameter.
-    """
+    """The state of all parameters on this rank, read only where ranks differ."""
 
     params: Sequence[NamedParam]
-    states: Mapping[Tensor, dict[str, Any]]
-    keeps: Callable[[NamedParam], bool]
+    states: Mapping[Tensor, dict[str, Any]]  # the optimizer's ``state``
+    keeps: Callable[[NamedParam], bool]  # whether this rank is one that keeps the state of a parameter
 
     def presence(self, index: int) -> str:
         """PRESENT or ABSENT for a parameter whose state this rank keeps, ELSEWHERE for all others and for empty shards."""

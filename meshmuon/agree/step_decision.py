@@ -1,63 +1,67 @@
-"""What a rank tells the others before a step, and what all ranks then decide."""
+"""What a rank knows and tells the others before a step, and what all ranks then decide."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
+import torch
+
+from ..execute import UpdateRule
+from ..matrices import MatrixSet
+from ..ortho import Orthogonalizer, Scheme
 from ..plan import Plan
 from ..transport import Exchange
 
 if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
     from .state_presence import StatePresence
 
-__all__ = ["RankStatus", "StepDecision"]
+
+class PlanInput(NamedTuple):
+    """What a plan must know about a parameter. Steps with equal plan inputs have equal plans."""
+
+    name: str
+    group_index: int
+    shape: tuple[int, ...]  # of the whole parameter
+    local_shape: tuple[int, ...]  # of this rank's shard
+    mesh: DeviceMesh | None  # None for a plain tensor
+    placements: tuple[Any, ...]  # torch's
+    device: torch.device
+    matrices: tuple[MatrixSet, ...] | None  # one set per part of a fused weight; None if AdamW steps the parameter
+    scheme: Scheme | Orthogonalizer | None
+    rule: UpdateRule | None  # None for plain Muon
+    compute_dtype: torch.dtype  # of the products
+    comm_dtype: torch.dtype  # on the wire
+    update_dtype: torch.dtype  # in which the update is formed
+    has_grad: bool  # on this rank
 
 
 @dataclass(frozen=True, slots=True)
 class StepDecision:
-    """What all ranks have agreed to do.
+    """What all ranks have agreed to do."""
 
-    Attributes:
-        plan: the plan. ``plan.params[i]``, ``members[i]`` and the executor's ``step_params[i]`` are about the same parameter.
-        members: for each parameter of the plan, the index of its plan input and the index of its matrix set in ``matrices``
-            there. A fused QKV weight that is plan input 3 and is split in three has the members (3, 0), (3, 1), (3, 2).
-        zeros: indices of the plan inputs whose gradient only other ranks have. This rank steps them with zeros.
-        exchange: sends pieces between ranks; None on a single rank.
-        rank: this rank.
-        prepares: some rank must create new buffers; all ranks then confirm that they are ready.
-        nonfinite: some rank has a gradient that must not be used; all ranks skip the step.
-        has_work: some rank has more to do than create state.
-        repeats: several ranks compute the same matrix, each for itself.
-    """
-
-    plan: Plan
+    plan: Plan  # ``plan.params[i]``, ``members[i]`` and the executor's ``step_params[i]`` are about the same parameter
+    # For each parameter of the plan, the index of its plan input and the index of its matrix set in ``matrices`` there. A fused
+    # QKV weight that is plan input 3 and is split in three has the members (3, 0), (3, 1), (3, 2).
     members: tuple[tuple[int, int], ...]
-    zeros: frozenset[int]
-    exchange: Exchange | None
+    zeros: frozenset[int]  # indices of the plan inputs whose gradient only other ranks have: this rank steps them with zeros
+    exchange: Exchange | None  # None on a single rank
     rank: int
-    prepares: bool = False
-    nonfinite: bool = False
-    has_work: bool = True
-    repeats: bool = False
+    prepares: bool = False  # some rank must create new buffers; all ranks then confirm that they are ready
+    nonfinite: bool = False  # some rank has a gradient that must not be used; all ranks skip the step
+    has_work: bool = True  # some rank has more to do than create state
+    repeats: bool = False  # several ranks compute the same matrix, each for itself
 
 
 class RankStatus(NamedTuple):
-    """What a rank tells the others before a step, beside its plan inputs.
+    """What a rank tells the others before a step, beside its plan inputs."""
 
-    Attributes:
-        prepared_plan: the plan that it has buffers for.
-        nonfinite: it has a gradient that must not be used.
-        has_work: it has more to do than create state.
-        hyperparameters: for each param group, its hyperparameters as text. Ranks that share its parameters must have the same.
-        without_state: indices of the plan inputs whose state it would start at zero.
-        presence: which state it has; read only where ranks differ.
-    """
-
-    prepared_plan: Plan | None
-    nonfinite: bool
-    has_work: bool
-    hyperparameters: Sequence[str]
-    without_state: Sequence[int]
-    presence: StatePresence
+    prepared_plan: Plan | None  # the plan that it has buffers for
+    nonfinite: bool  # it has a gradient that must not be used
+    has_work: bool  # it has more to do than create state
+    hyperparameters: Sequence[str]  # of each param group, as text; ranks that share its parameters must have the same
+    without_state: Sequence[int]  # indices of the plan inputs whose state it would start at zero
+    presence: StatePresence  # which state it has; read only where ranks differ

@@ -15,7 +15,7 @@ from ..device import copy_to
 from ..params.checks import adamw_betas, adamw_eps
 from ..params.dtensors import as_dtensor, memory_order, trailing_elements
 from ..params.option_table import ParamGroup
-from ..state.adamw_state import can_fuse, empty_laid_out_like, init_state
+from ..state.param_state import can_fuse, empty_laid_out_like, init_adamw_state
 from ..torch_compat import local_part, mark_overwritten
 
 __all__ = ["adamw_step"]
@@ -51,7 +51,7 @@ def _step(
     """Steps parameters, given with their gradients and states."""
     for param, _, state in members:
         if "exp_avg" not in state:
-            init_state(param, state)
+            init_adamw_state(param, state)
         for key in ("exp_avg", "exp_avg_sq"):
             if local_part(state[key]).stride() != local_part(param).stride():
                 state[key] = empty_laid_out_like(param, state[key].dtype).copy_(state[key])

@@ -10,9 +10,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..agree.plan_input import PlanInput
-from ..agree.planner import StepDecision
 from ..agree.state_presence import is_kept
+from ..agree.step_decision import PlanInput, StepDecision
 from ..device import known_to_host
 from ..errors import ConfigError, GradientError
 from ..execute import StepParam, StepSettings, UpdateRule

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ..agree.local_planner import PlanSettings
 from ..agree.planner import Planner
 from ..errors import ConfigError, StateError, UnsupportedError
 from ..execute import DataParallelExecutor, StepParam
@@ -157,8 +158,8 @@ class DistMuon(Muon):
         self._own_without_state: tuple[object, object, Sequence[int]] = (None, None, ())
         if self._replica_group is not None:
             self._executor = DataParallelExecutor(self._settings)
-            form, group, optimizer = self._settings.form, self._replica_group, weakref.ref(self)
-            self._planner = Planner(self._plan_options, form, "DistMuon", group, optimizer, reduced=False)
+            settings = PlanSettings(self._plan_options, self._settings.form, "DistMuon")
+            self._planner = Planner(settings, self._replica_group, weakref.ref(self), reduced=False)
 
     def _without_state(self, params: Sequence[NamedParam]) -> Sequence[int]:
         without_state, kept = super()._without_state(params), self._kept

@@ -11,15 +11,22 @@ import torch
 from torch import Tensor
 
 from ..agree.identity import register
+from ..agree.local_planner import PlanSettings
 from ..agree.planner import Planner
 from ..errors import ConfigError, RoutingWarning
 from ..execute import DEFAULT_MEMORY_BUDGET, Executor, ExecutorSettings, ReferenceExecutor
 from ..matrices import Split
 from ..ortho import SchemeLike, resolve_scheme
-from ..params.arguments import defaults_from, optimizer_options_from
 from ..params.checks import check_replica_group
 from ..params.dtensors import ReplicaGroup
-from ..params.groups import check_group, keep_options, normalise_group, normalise_params
+from ..params.groups import (
+    check_group,
+    defaults_from,
+    keep_options,
+    normalise_group,
+    normalise_params,
+    optimizer_options_from,
+)
 from ..params.lr import AdjustLR
 from ..params.option_docs import with_options
 from ..params.option_table import ParamGroup
@@ -177,7 +184,7 @@ class Muon(MuonStep):
 
     @replica_group.setter
     def replica_group(self, group: ReplicaGroup | None) -> None:
-        check_replica_group(group, "replica_group")
+        check_replica_group(group)
         self._replica_group = group
         self._reset()
 
@@ -252,8 +259,8 @@ class Muon(MuonStep):
 
     def _reset(self) -> None:
         """Starts without a plan."""
-        path = f"reference_path={self._reference}"
-        self._planner = Planner(self._plan_options, self._settings.form, path, self._replica_group, weakref.ref(self))
+        settings = PlanSettings(self._plan_options, self._settings.form, f"reference_path={self._reference}")
+        self._planner = Planner(settings, self._replica_group, weakref.ref(self))
         self._executor = (ReferenceExecutor if self._reference else Executor)(self._settings)
         self._collector = Collector(self._wire_dtype())
         self._overwritten = Overwritten()

@@ -9,11 +9,12 @@ import torch
 from torch import Tensor
 from torch.profiler import record_function
 
-from ..agree.planner import Planner, RankStatus
+from ..agree.descriptions import hyperparameters_of
+from ..agree.planner import Planner
 from ..agree.state_presence import StatePresence
+from ..agree.step_decision import RankStatus
 from ..errors import TransportError
 from ..execute import StepExecutor, StepParam
-from ..params.hyperparameters import hyperparameters_of
 from ..params.named_params import NamedParam
 from ..params.option_table import ParamGroup
 from ..qk_clip.clip import QKClip

@@ -8,7 +8,7 @@ from collections.abc import Set as AbstractSet
 
 from torch import Tensor
 
-from ..agree.plan_input import PlanInput
+from ..agree.step_decision import PlanInput
 from ..params.dtensors import as_dtensor
 from ..params.named_params import NamedParam
 from ..torch_compat import FSDP2Weights, mark_overwritten

@@ -7,8 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from ..agree.plan_input import PlanInput
-from ..agree.planner import StepDecision
+from ..agree.step_decision import PlanInput, StepDecision
 from ..params.named_params import NamedParam
 from .nonfinite import NO_SCALING, Scaling
 

@@ -19,27 +19,6 @@ from torch import Tensor
 from ..device import known_to_host
 from ..errors import ConfigError
 
-__all__ = [
-    "FLOAT_DTYPES",
-    "Check",
-    "adamw_betas",
-    "adamw_eps",
-    "check_backend",
-    "check_betas",
-    "check_dtype",
-    "check_eps",
-    "check_flag",
-    "check_lr",
-    "check_range",
-    "check_replica_group",
-    "in_range",
-    "number",
-    "of_value",
-    "one_of",
-    "shown",
-    "whole_number",
-]
-
 FLOAT_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 """What momentum, products and pieces may be: torch does not compute in the narrower dtypes."""
 
@@ -85,7 +64,7 @@ def check_range(value: Any, what: str, where: str, *, low: float, below: float =
         raise ConfigError(f"{where}: {what}={value if isinstance(value, Tensor) else shown(value)} must be {bound}.")
 
 
-def check_replica_group(group: Any, what: str) -> None:
+def check_replica_group(group: Any, what: str = "replica_group") -> None:
     """Refuses anything but a process group, a mesh or None."""
     if group is None or (dist.is_available() and isinstance(group, dist.ProcessGroup)):
         return

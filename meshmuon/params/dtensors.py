@@ -13,16 +13,8 @@ from torch import Tensor
 
 from ..errors import ConfigError, GradientError, TransportError, UnsupportedError
 from ..layout import Layout, Mesh, Placement, Ranges, Replicated, Sharded, coordinates, cut, flat_index, length, merged
-from ..torch_compat import (
-    as_dtensor,
-    cut_in_mesh_order,
-    dtensor_like,
-    mesh_slices,
-    same_layout,
-    spec_of,
-    split_factor,
-    strided_shards_nest,
-)
+from ..torch_compat import as_dtensor as as_dtensor  # the rooms above take it from here
+from ..torch_compat import cut_in_mesh_order, dtensor_like, mesh_slices, same_layout, spec_of, split_factor, strided_shards_nest
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -30,22 +22,6 @@ if TYPE_CHECKING:
 
 ReplicaGroup: TypeAlias = "dist.ProcessGroup | DeviceMesh"
 """The ranks over which plain tensors are replicated."""
-
-__all__ = [
-    "as_dtensor",
-    "check_cuts",
-    "check_gradient_placement",
-    "check_placement",
-    "connected_ranks",
-    "groups_of",
-    "known_placements",
-    "layout_text",
-    "layouts_of",
-    "replicated_layout",
-    "siblings",
-    "with_local",
-    "zeros_laid_out_like",
-]
 
 
 def with_local(like: Tensor, local: Tensor) -> Tensor:

@@ -8,8 +8,6 @@ from torch import Tensor, nn
 
 from ..errors import UnsupportedError
 
-__all__ = ["refuse_flattened", "refuse_flattened_model"]
-
 _FLAT_NAMES = ("flat_param", "_flat_param")
 _WEIGHTED = (nn.Linear, nn.Embedding, nn.EmbeddingBag, nn.Conv1d, nn.Conv2d, nn.Conv3d)
 

@@ -1,4 +1,4 @@
-"""Param groups: what users may write, and the one form that the optimizer works with.
+"""The arguments of the constructor and param groups: what users may write, and the one form that the optimizer works with.
 
 Every hyperparameter lives in its param group and is read at every step. After ``normalise_group`` a group has ``params`` (a list
 of tensors), ``param_names`` (as many names) and ``use_muon``. Keys that meshmuon does not know are kept.
@@ -20,31 +20,47 @@ from .checks import FLOAT_DTYPES, adamw_betas, adamw_eps, check_flag, shown
 from .dtensors import check_placement
 from .flattened import refuse_flattened
 from .lr import lr_factor
-from .option_table import ParamGroup, group_options, optimizer_options
-
-__all__ = [
-    "are_placeholders",
-    "check_group",
-    "check_options",
-    "check_overflow",
-    "keep_options",
-    "largest_number",
-    "matrix_options_of",
-    "normalise_group",
-    "normalise_params",
-]
+from .option_table import Option, ParamGroup, group_options, optimizer_options, split_as_tuple
 
 _RIGHT_CALL = (
     "Write Muon(get_default_muon_param_groups(model), lr=...), or groups of your own: "
     'Muon([{"params": matrices, "names": their_names, "use_muon": True}, {"params": others, "use_muon": False}], lr=...).'
 )
-
-
 _CHECKS = {
     use_muon: [(option.name, option.check) for option in group_options(use_muon) if option.check is not None]
     for use_muon in (True, False)
 }
 _OPTIMIZER_KEYS = tuple(name for option in optimizer_options() for name in (option.name, *option.aliases))
+
+
+def optimizer_options_from(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """The optimizer-wide options among ``arguments``, checked and by their names in the table.
+
+    An option that has an older name may be given by either. In the constructor, the new name defaults to None and the older name
+    to the option's default. If both are given, they must be equal.
+    """
+    return {option.name: _value_of(option, arguments) for option in optimizer_options()}
+
+
+def _value_of(option: Option, arguments: Mapping[str, Any]) -> Any:
+    given = {name: arguments[name] for name in (option.name, *option.aliases)}
+    if option.aliases and given[option.name] is None:
+        del given[option.name]
+    if option.check is not None:
+        for name in given:
+            option.check(given, name, "Muon")  # errors show the name that the user wrote
+    (name, value), *others = given.items()
+    for other, other_value in others:
+        if other_value not in (value, option.default):
+            raise ConfigError(
+                f"{name}={shown(value)} and {other}={shown(other_value)} are two names of one option: give {name} only."
+            )
+    return value
+
+
+def defaults_from(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """The options of param groups among ``arguments``, in the form in which groups keep them."""
+    return {option.name: option.kept_as(arguments[option.name]) for option in group_options()}
 
 
 def normalise_params(params: object) -> list[dict[str, Any]]:
@@ -136,13 +152,8 @@ def are_placeholders(names: Iterable[str]) -> bool:
 
 def matrix_options_of(group: ParamGroup) -> MatrixOptions:
     """The options of a param group that say which matrices a parameter holds."""
-    split = group["split"]
-    return MatrixOptions(
-        check_expert_keys(group["expert_keys"]),
-        group["conv"],
-        tuple(split) if isinstance(split, list) else split,  # a list could not be hashed
-        group["expert_dims"],
-    )
+    keys, split = check_expert_keys(group["expert_keys"]), split_as_tuple(group["split"])
+    return MatrixOptions(keys, group["conv"], split, group["expert_dims"])
 
 
 def check_group(group: ParamGroup, index: int) -> None:
@@ -171,11 +182,7 @@ def largest_number(dtype: torch.dtype) -> float:
 def check_overflow(group: ParamGroup, where: str, shape: tuple[int, int] | None, largest: float) -> None:
     """Refuses numbers whose products overflow: torch would raise in the middle of a step, or compute infinities.
 
-    Args:
-        group: the param group, its options checked.
-        where: what errors name.
-        shape: outputs and inputs of a matrix; None for AdamW, whose first step divides lr by 1 − beta1.
-        largest: see ``largest_number``.
+    ``shape`` has the outputs and inputs of a matrix; it is None for AdamW, whose first step divides lr by 1 − beta1.
     """
     unread = isinstance(group["lr"], Tensor) and not known_to_host(group["lr"])
     lr = 0.0 if unread else float(group["lr"])
@@ -189,17 +196,15 @@ def check_overflow(group: ParamGroup, where: str, shape: tuple[int, int] | None,
     if rate <= largest and decay <= largest and eps <= largest:
         return
     if rate > largest:
-        how = "divided by 1 - beta1, as in AdamW's first step," if shape is None else _times(factor, shape)
+        how = "divided by 1 - beta1, as in AdamW's first step,"
+        if shape is not None:
+            how = f"times adjust_lr_fn's {factor:g} for a {shape[0]}×{shape[1]} matrix"
         what, value = f"lr={lr:g} {how}", rate
     elif decay > largest:
         what, value = f"lr={lr:g} times weight_decay={float(group['weight_decay']):g}", decay
     else:
         what, value = "adamw_eps", eps
     raise ConfigError(f"{where}: {what} is {value:g}; the largest number that a step can work with is {largest:g}.")
-
-
-def _times(factor: float, shape: tuple[int, int]) -> str:
-    return f"times adjust_lr_fn's {factor:g} for a {shape[0]}×{shape[1]} matrix"
 
 
 def _check_param(name: str, param: Tensor, group: ParamGroup) -> None:

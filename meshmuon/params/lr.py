@@ -13,8 +13,6 @@ from typing import TypeAlias
 from ..errors import ConfigError
 from .checks import check_range, number, shown
 
-__all__ = ["AdjustLR", "check_adjust_lr", "lr_factor", "update_rms"]
-
 AdjustLR: TypeAlias = "str | Callable[[int, int], float]"
 """Name of a rule, or a function of the global (rows, cols) of a matrix."""
 

@@ -9,8 +9,6 @@ from torch import Tensor
 
 from .option_table import ParamGroup
 
-__all__ = ["NamedParam", "named_params"]
-
 
 class NamedParam(NamedTuple):
     """A parameter with its name, its param group, and the index of that group in ``optimizer.param_groups``."""

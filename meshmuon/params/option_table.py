@@ -8,7 +8,9 @@ parameter to the signature of ``Muon``, and the code that uses it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from enum import Enum
 from typing import Any, TypedDict
 
 import torch
@@ -19,6 +21,7 @@ from ..matrices import CONV_OPTIONS, EXPERT_DIMS, MatrixOptions, Split, check_ex
 from ..ortho import AUTO, FORMS, Scheme, SchemeLike, resolve_scheme
 from ..plan import REPLICA_OPTIONS
 from .checks import (
+    Check,
     check_backend,
     check_betas,
     check_dtype,
@@ -32,10 +35,46 @@ from .checks import (
     whole_number,
 )
 from .lr import AdjustLR, check_adjust_lr
-from .option import Compared, Option, Scope, Stored
 from .rules import RuleLike, check_rule
 
-__all__ = ["OPTIONS", "ParamGroup", "group_options", "optimizer_options"]
+
+class Scope(Enum):
+    """Where an option may be given, and which param groups use it."""
+
+    ALL_GROUPS = "all groups"
+    MUON_GROUPS = "Muon groups"
+    ADAMW_GROUPS = "AdamW groups"
+    OPTIMIZER = "optimizer"
+
+
+class Compared(Enum):
+    """How ranks find out that they were given different values."""
+
+    NEVER = "ranks may differ in it"
+    IN_PLAN = "it shapes the plan, whose digest ranks compare"
+    BY_VALUE = "ranks compare its value at every step"
+
+
+@dataclass(frozen=True)
+class Option:
+    """A row of the table."""
+
+    name: str  # keyword of the constructor, and for options of param groups also the key in a group
+    default: Any
+    scope: Scope
+    # Refuses wrong values, at every step for options of param groups. None if another option's check, or the object that is built
+    # from it, does so.
+    check: Check | None
+    compared: Compared = Compared.NEVER
+    kept_as: Callable[[Any], Any] = lambda value: value  # an accepted value as groups keep it, to be compared and stored
+    defines_matrices: bool = False  # it decides what the matrices are or what is remembered of them: loading another value warns
+    # Other names: of an optimizer-wide option an older keyword, of an option of param groups torch's own key in a group.
+    aliases: tuple[str, ...] = ()
+    help: str = ""  # what it does, for ``help(Muon)`` and docs/optimizer.md
+
+    def with_help(self, text: str) -> Option:
+        """The same row with this help: a method, so that a row of the table is one line of columns and then its text."""
+        return replace(self, help=text)
 
 
 class _TorchKeys(TypedDict, total=False):
@@ -77,7 +116,7 @@ def _check_scheme(options: Mapping[str, Any], name: str, where: str) -> None:
 
 
 def _check_split(split: Any) -> None:
-    check_matrix_options(MatrixOptions(split=_split_as_tuple(split)))
+    check_matrix_options(MatrixOptions(split=split_as_tuple(split)))
 
 
 def _scheme_as_numbers(scheme: SchemeLike) -> SchemeLike:
@@ -90,272 +129,140 @@ def _scheme_as_numbers(scheme: SchemeLike) -> SchemeLike:
     return tuple(stored)
 
 
-def _split_as_tuple(split: Any) -> Any:
-    """A list of sizes as a tuple, which can be compared; anything else as it is."""
+def split_as_tuple(split: Any) -> Any:
+    """A list of sizes as a tuple, which can be compared and hashed; anything else as it is."""
     return tuple(split) if isinstance(split, list) else split
 
 
 _BUFFERS = ": each wave under way needs buffers of its own"
 
 OPTIONS: tuple[Option, ...] = (
-    Option("lr", 1e-3, Scope.ALL_GROUPS, check_lr, "Learning rate. A one-element tensor works too.", Compared.BY_VALUE),
-    Option(
-        "momentum", 0.95, Scope.MUON_GROUPS, in_range(0.0, 1.0), "Momentum, in [0, 1): M ← momentum·M + G.", Compared.BY_VALUE
+    Option("lr", 1e-3, Scope.ALL_GROUPS, check_lr, Compared.BY_VALUE).with_help("Learning rate. A one-element tensor works too."),
+    Option("momentum", 0.95, Scope.MUON_GROUPS, in_range(0.0, 1.0), Compared.BY_VALUE).with_help(
+        "Momentum, in [0, 1): M ← momentum·M + G."
+    ),
+    Option("nesterov", True, Scope.MUON_GROUPS, check_flag, Compared.BY_VALUE).with_help(
+        "Looks ahead by one momentum step: the update is G + momentum·M instead of M."
+    ),
+    # ``scheme`` checks it.
+    Option("ns_steps", 5, Scope.MUON_GROUPS, None, Compared.IN_PLAN).with_help("Number of Newton–Schulz steps."),
+    Option("weight_decay", 0.1, Scope.ALL_GROUPS, in_range(0.0), Compared.BY_VALUE).with_help(
+        "Decoupled weight decay, applied before the update."
+    ),
+    Option("adamw_betas", (0.9, 0.95), Scope.ADAMW_GROUPS, check_betas, Compared.BY_VALUE, aliases=("betas",)).with_help(
+        "Betas of AdamW."
+    ),
+    Option("adamw_eps", 1e-8, Scope.ADAMW_GROUPS, check_eps, Compared.BY_VALUE, aliases=("eps",)).with_help("Epsilon of AdamW."),
+    Option("none_grad", True, Scope.MUON_GROUPS, check_flag).with_help(
+        "Frees each Muon gradient as soon as the step has used it."
+    ),
+    Option("debug", False, Scope.OPTIMIZER, check_flag).with_help(
+        "Logs the route of each parameter whenever the set of parameters with gradients changes."
+    ),
+    # QKClip checks it.
+    Option("clip_config", None, Scope.OPTIMIZER, None).with_help(
+        'QK-clip, such as ``{"head_dim": 128, "threshold": 100}``. It acts on the ``qk_logits`` of a step; see docs/qk_clip.md.'
     ),
     Option(
-        "nesterov",
-        True,
-        Scope.MUON_GROUPS,
-        check_flag,
-        "Looks ahead by one momentum step: the update is G + momentum·M instead of M.",
-        Compared.BY_VALUE,
+        "waves_ahead", 5, Scope.OPTIMIZER, whole_number(0, 1024, why_high=_BUFFERS), Compared.IN_PLAN, aliases=("warmup_step",)
+    ).with_help("Waves of exchanges that may be under way beside the one that computes (``waves_ahead + 1`` in flight)."),
+    # ExecutorSettings checks its range.
+    Option("chunk_size", -1, Scope.OPTIMIZER, whole_number(), Compared.IN_PLAN).with_help(
+        "Most matrices per batch and per wave of an exchange; -1 leaves it to ``memory_budget``."
     ),
-    Option(
-        "ns_steps",
-        5,
-        Scope.MUON_GROUPS,
-        None,  # checked together with ``scheme``
-        "Number of Newton–Schulz steps.",
-        Compared.IN_PLAN,
-    ),
-    Option(
-        "weight_decay",
-        0.1,
-        Scope.ALL_GROUPS,
-        in_range(0.0),
-        "Decoupled weight decay, applied before the update.",
-        Compared.BY_VALUE,
-    ),
-    Option("adamw_betas", (0.9, 0.95), Scope.ADAMW_GROUPS, check_betas, "Betas of AdamW.", Compared.BY_VALUE, aliases=("betas",)),
-    Option("adamw_eps", 1e-8, Scope.ADAMW_GROUPS, check_eps, "Epsilon of AdamW.", Compared.BY_VALUE, aliases=("eps",)),
-    Option("none_grad", True, Scope.MUON_GROUPS, check_flag, "Frees each Muon gradient as soon as the step has used it."),
-    Option(
-        "debug",
-        False,
-        Scope.OPTIMIZER,
-        check_flag,
-        "Logs the route of each parameter whenever the set of parameters with gradients changes.",
-    ),
-    Option(
-        "clip_config",
-        None,
-        Scope.OPTIMIZER,
-        None,  # QKClip checks it
-        'QK-clip, such as ``{"head_dim": 128, "threshold": 100}``. It acts on the ``qk_logits`` of a step; see docs/qk_clip.md.',
-    ),
-    Option(
-        "waves_ahead",
-        5,
-        Scope.OPTIMIZER,
-        whole_number(0, 1024, why_high=_BUFFERS),
-        "Waves of exchanges that may be under way beside the one that computes (``waves_ahead + 1`` in flight).",
-        Compared.IN_PLAN,
-        aliases=("warmup_step",),
-    ),
-    Option(
-        "chunk_size",
-        -1,
-        Scope.OPTIMIZER,
-        whole_number(),  # its range: ExecutorSettings
-        "Most matrices per batch and per wave of an exchange; -1 leaves it to ``memory_budget``.",
-        Compared.IN_PLAN,
-    ),
-    Option(
-        "reference_path",
-        False,
-        Scope.OPTIMIZER,
-        check_flag,
-        "Steps by the slow reference path, for verification: all-gathers whole matrices and computes all of them on every rank.",
-        Compared.IN_PLAN,
-        aliases=("use_distributed_muon",),
+    Option("reference_path", False, Scope.OPTIMIZER, check_flag, Compared.IN_PLAN, aliases=("use_distributed_muon",)).with_help(
+        "Steps by the slow reference path, for verification: all-gathers whole matrices and computes all of them on every rank."
     ),
     Option(
         "expert_keys",
         None,
         Scope.MUON_GROUPS,
         of_value(check_expert_keys),
-        "A 3-D parameter whose name contains one of these is a stack of independent matrices.",
         Compared.IN_PLAN,
         kept_as=check_expert_keys,
         defines_matrices=True,
-    ),
-    Option(
-        "scheme",
-        "polar_express",
-        Scope.MUON_GROUPS,
-        _check_scheme,
+    ).with_help("A 3-D parameter whose name contains one of these is a stack of independent matrices."),
+    Option("scheme", "polar_express", Scope.MUON_GROUPS, _check_scheme, Compared.IN_PLAN, kept_as=_scheme_as_numbers).with_help(
         'How matrices are orthogonalised: ``"polar_express"``, ``"keller"``, ``"zolotarev"``, ``"halley"``, ``"auto"``, a list '
-        "of (a, b, c), a ``Scheme``, or a callable on a batch; see docs/orthogonalisation.md.",
-        Compared.IN_PLAN,
-        kept_as=_scheme_as_numbers,
+        "of (a, b, c), a ``Scheme``, or a callable on a batch; see docs/orthogonalisation.md."
     ),
-    Option(
-        "adjust_lr_fn",
-        "match_rms_adamw",
-        Scope.MUON_GROUPS,
-        of_value(check_adjust_lr),
+    Option("adjust_lr_fn", "match_rms_adamw", Scope.MUON_GROUPS, of_value(check_adjust_lr), Compared.BY_VALUE).with_help(
         "Factor of the learning rate of a rows × cols matrix: "
         '``"match_rms_adamw"`` is 0.2·√max(rows, cols) (arXiv:2502.16982), ``"original"`` is √max(1, rows/cols), '
-        '``"spectral"`` is √(rows/cols), which torch calls ``"spectral_unclamped"``; or a function of (rows, cols).',
-        Compared.BY_VALUE,
+        '``"spectral"`` is √(rows/cols), which torch calls ``"spectral_unclamped"``; or a function of (rows, cols).'
     ),
-    Option("maximize", False, Scope.ALL_GROUPS, check_flag, "Ascends instead of descending.", Compared.BY_VALUE),
-    Option(
-        "conv",
-        None,
-        Scope.MUON_GROUPS,
-        one_of(CONV_OPTIONS),
+    Option("maximize", False, Scope.ALL_GROUPS, check_flag, Compared.BY_VALUE).with_help("Ascends instead of descending."),
+    Option("conv", None, Scope.MUON_GROUPS, one_of(CONV_OPTIONS), Compared.IN_PLAN, defines_matrices=True).with_help(
         '``"flatten"`` makes any other parameter of more than two dims, such as a convolution filter, one (out, in·kernel) '
-        "matrix.",
-        Compared.IN_PLAN,
-        defines_matrices=True,
+        "matrix."
     ),
     Option(
-        "split",
-        None,
-        Scope.MUON_GROUPS,
-        of_value(_check_split),
+        "split", None, Scope.MUON_GROUPS, of_value(_check_split), Compared.IN_PLAN, kept_as=split_as_tuple, defines_matrices=True
+    ).with_help(
         "Cuts fused weights (QKV, gate-up) along their output dim into matrices of their own: the sizes of the parts, the size "
-        "of equal parts (one per head), or a function of (name, shape) that returns one of these or None.",
-        Compared.IN_PLAN,
-        kept_as=_split_as_tuple,
-        defines_matrices=True,
+        "of equal parts (one per head), or a function of (name, shape) that returns one of these or None."
     ),
-    Option(
-        "expert_dims",
-        "out_in",
-        Scope.MUON_GROUPS,
-        one_of(EXPERT_DIMS),
+    Option("expert_dims", "out_in", Scope.MUON_GROUPS, one_of(EXPERT_DIMS), Compared.BY_VALUE, defines_matrices=True).with_help(
         '``"out_in"`` for experts of shape (experts, out, in), ``"in_out"`` for (experts, in, out). It matters for the learning '
-        "rate, ``split`` and update rules.",
-        Compared.BY_VALUE,
-        defines_matrices=True,
+        "rate, ``split`` and update rules."
     ),
-    Option(
-        "compute_dtype",
-        None,
-        Scope.MUON_GROUPS,
-        check_dtype,
-        "Dtype of the Newton–Schulz products; by default float32 on CPU, float16 on GPU, float64 for float64 parameters.",
-        Compared.IN_PLAN,
-        Stored.DTYPE_NAME,
+    Option("compute_dtype", None, Scope.MUON_GROUPS, check_dtype, Compared.IN_PLAN).with_help(
+        "Dtype of the Newton–Schulz products; by default float32 on CPU, float16 on GPU, float64 for float64 parameters."
     ),
-    Option(
-        "momentum_dtype",
-        None,
-        Scope.MUON_GROUPS,
-        check_dtype,
-        "Dtype of new momentum buffers; by default the dtype of the parameter.",
-        Compared.BY_VALUE,
-        Stored.DTYPE_NAME,
+    Option("momentum_dtype", None, Scope.MUON_GROUPS, check_dtype, Compared.BY_VALUE).with_help(
+        "Dtype of new momentum buffers; by default the dtype of the parameter."
     ),
-    Option(
-        "memory_budget",
-        DEFAULT_MEMORY_BUDGET,
-        Scope.OPTIMIZER,
-        whole_number(),  # its range: ExecutorSettings
+    # ExecutorSettings checks its range.
+    Option("memory_budget", DEFAULT_MEMORY_BUDGET, Scope.OPTIMIZER, whole_number(), Compared.IN_PLAN).with_help(
         "Bytes of scratch that a batch may use, and of matrices that an owner gathers per wave; 64 MiB by default. The exchange "
-        "buffers of a rank take at most 2 × ``memory_budget`` × (``waves_ahead`` + 1), or one matrix per owner.",
-        Compared.IN_PLAN,
+        "buffers of a rank take at most 2 × ``memory_budget`` × (``waves_ahead`` + 1), or one matrix per owner."
     ),
-    Option(
-        "form",
-        "auto",
-        Scope.OPTIMIZER,
-        one_of(FORMS),
-        '``"auto"`` takes the form with the fewest FLOPs that is safe in the dtype; ``"standard"`` and ``"gram"`` insist on one.',
-        Compared.IN_PLAN,
+    Option("form", "auto", Scope.OPTIMIZER, one_of(FORMS), Compared.IN_PLAN).with_help(
+        '``"auto"`` takes the form with the fewest FLOPs that is safe in the dtype; ``"standard"`` and ``"gram"`` insist on one.'
     ),
-    Option(
-        "deterministic",
-        False,
-        Scope.OPTIMIZER,
-        check_flag,
+    Option("deterministic", False, Scope.OPTIMIZER, check_flag).with_help(
         "Products and rules take one matrix at a time, so that bits cannot depend on what shares a batch, for any number of "
-        "threads.",
+        "threads."
     ),
-    Option(
-        "compile",
-        False,
-        Scope.OPTIMIZER,
-        check_backend,
-        "Compiles the orthogonalisation of each shape with torch.compile; a string names the backend.",
+    Option("compile", False, Scope.OPTIMIZER, check_backend).with_help(
+        "Compiles the orthogonalisation of each shape with torch.compile; a string names the backend."
     ),
-    Option(
-        "cuda_graphs",
-        False,
-        Scope.OPTIMIZER,
-        check_flag,
-        "Replays the orthogonalisation of each batch as a CUDA graph; no effect on CPU.",
+    Option("cuda_graphs", False, Scope.OPTIMIZER, check_flag).with_help(
+        "Replays the orthogonalisation of each batch as a CUDA graph; no effect on CPU."
     ),
-    Option(
-        "comm_dtype",
-        None,
-        Scope.OPTIMIZER,
-        check_dtype,
-        "Dtype on the wire; by default bfloat16 between GPUs, float32 elsewhere, float64 for float64 parameters.",
-        Compared.IN_PLAN,
+    Option("comm_dtype", None, Scope.OPTIMIZER, check_dtype, Compared.IN_PLAN).with_help(
+        "Dtype on the wire; by default bfloat16 between GPUs, float32 elsewhere, float64 for float64 parameters."
     ),
-    Option(
-        "replicas",
-        "auto",
-        Scope.OPTIMIZER,
-        one_of(REPLICA_OPTIONS),
+    Option("replicas", "auto", Scope.OPTIMIZER, one_of(REPLICA_OPTIONS), Compared.IN_PLAN).with_help(
         'Where ranks hold the same matrix (HSDP, replicated DTensors): ``"share"`` has one replica compute it for all, '
-        '``"repeat"`` has each compute it, ``"auto"`` takes the cheaper.',
-        Compared.IN_PLAN,
+        '``"repeat"`` has each compute it, ``"auto"`` takes the cheaper.'
     ),
-    Option(
-        "replica_group",
-        None,
-        Scope.OPTIMIZER,
-        lambda options, name, where: check_replica_group(options[name], name),
-        "Process group, or mesh, over which plain tensors are replicated (DDP); the work is divided over it.",
-        Compared.IN_PLAN,
+    Option("replica_group", None, Scope.OPTIMIZER, of_value(check_replica_group), Compared.IN_PLAN).with_help(
+        "Process group, or mesh, over which plain tensors are replicated (DDP); the work is divided over it."
     ),
-    Option(
-        "nonfinite",
-        "propagate",
-        Scope.OPTIMIZER,
-        None,  # NonFinite checks it
+    # NonFinite checks it.
+    Option("nonfinite", "propagate", Scope.OPTIMIZER, None).with_help(
         'What to do if a gradient on any rank has an infinity or a NaN: ``"propagate"`` steps with it, ``"skip"`` leaves '
         'everything as it is and counts in ``skipped_steps``, ``"raise"`` raises on all ranks before anything is written, and '
-        "waits for the device to know. What a GradScaler finds is always skipped; see docs/reliability.md.",
+        "waits for the device to know. What a GradScaler finds is always skipped; see docs/reliability.md."
     ),
-    Option(
-        "rule",
-        "plain",
-        Scope.MUON_GROUPS,
-        of_value(check_rule),
+    Option("rule", "plain", Scope.MUON_GROUPS, of_value(check_rule), Compared.IN_PLAN, defines_matrices=True).with_help(
         'What a step does beside orthogonalising: ``"plain"`` (nothing), ``"normuon"``, ``"muon_plus"``, ``"muoneq"``, or an '
-        "object with the methods of ``UpdateRule``; see docs/rules.md.",
-        Compared.IN_PLAN,
-        defines_matrices=True,
+        "object with the methods of ``UpdateRule``; see docs/rules.md."
     ),
-    Option(
-        "cautious_weight_decay",
-        False,
-        Scope.MUON_GROUPS,
-        check_flag,
-        "Decays only those elements of Muon's parameters that the update does not push away from zero; see docs/rules.md.",
-        Compared.BY_VALUE,
+    Option("cautious_weight_decay", False, Scope.MUON_GROUPS, check_flag, Compared.BY_VALUE).with_help(
+        "Decays only those elements of Muon's parameters that the update does not push away from zero; see docs/rules.md."
     ),
 )
 """In the order of the constructor's parameters. An option with an older name is where that name is."""
 
-_GROUP = tuple(option for option in OPTIONS if option.scope is not Scope.OPTIMIZER)
-_OF_OPTIMIZER = tuple(option for option in OPTIONS if option.scope is Scope.OPTIMIZER)
-_USED_BY = {
-    True: tuple(option for option in _GROUP if option.scope is not Scope.ADAMW_GROUPS),
-    False: tuple(option for option in _GROUP if option.scope is not Scope.MUON_GROUPS),
-}  # by use_muon
-
 
 def group_options(use_muon: bool | None = None) -> tuple[Option, ...]:
     """The options of param groups: all, or those that a group with this ``use_muon`` uses."""
-    return _GROUP if use_muon is None else _USED_BY[use_muon]
+    unused = {None: None, True: Scope.ADAMW_GROUPS, False: Scope.MUON_GROUPS}[use_muon]
+    return tuple(option for option in OPTIONS if option.scope not in (Scope.OPTIMIZER, unused))
 
 
 def optimizer_options() -> tuple[Option, ...]:
     """The options that hold for the whole optimizer."""
-    return _OF_OPTIMIZER
+    return tuple(option for option in OPTIONS if option.scope is Scope.OPTIMIZER)

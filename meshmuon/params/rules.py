@@ -25,10 +25,8 @@ import torch
 from torch import Tensor
 
 from ..errors import ConfigError
-from ..execute import UpdateRule
+from ..execute import UpdateRule as UpdateRule  # users take it from here, beside the rules
 from .checks import check_range
-
-__all__ = ["MuonEq", "MuonPlus", "NorMuon", "RuleLike", "UpdateRule", "check_rule", "resolve_rule"]
 
 RuleLike: TypeAlias = "str | UpdateRule"
 """A rule by name or as an object."""

@@ -12,32 +12,15 @@ from ..matrices import MatrixOptions, check_expert_keys, check_matrix_options
 from ..params.checks import shown
 from ..params.flattened import refuse_flattened_model
 
-__all__ = ["get_default_muon_param_groups", "name_parts"]
-
 _WRAPPERS = frozenset({"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module", "module"})
-_EMBEDDINGS = frozenset(
-    [
-        "embed",
-        "embed_tokens",
-        "embedding",
-        "embeddings",
-        "tok_embeddings",
-        "token_embedding",
-        "token_embeddings",
-        "word_embeddings",
-        "wte",
-        "wpe",
-        "position_embeddings",
-        "pos_embed",
-        "pos_embedding",
-        "embed_positions",
-    ]
-)
+_TOKEN_EMBEDDINGS = ("embed_tokens", "tok_embeddings", "token_embedding", "token_embeddings", "word_embeddings", "wte")
+_POSITION_EMBEDDINGS = ("wpe", "position_embeddings", "pos_embed", "pos_embedding", "embed_positions")
+_EMBEDDINGS = frozenset(("embed", "embedding", "embeddings", *_TOKEN_EMBEDDINGS, *_POSITION_EMBEDDINGS))
 _HEADS = frozenset(
     ["lm_head", "head", "output", "embed_out", "unembed", "output_layer", "output_projection", "classifier", "score"]
 )
-_CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 _TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)  # (in, out, *kernel): no (out, in·kernel) matrix
+_CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, *_TRANSPOSED)
 _NORMS = (nn.LayerNorm, nn.RMSNorm, nn.GroupNorm, nn.modules.batchnorm._NormBase)
 
 
@@ -71,9 +54,9 @@ def get_default_muon_param_groups(
     check_matrix_options(MatrixOptions(keys, conv))
     refuse_flattened_model(model)
     decide = _with_named_errors(is_muon_func) if is_muon_func is not None else _DefaultRoute(model, keys, conv)
-    param_groups: dict[bool, dict[str, Any]] = {}  # by use_muon
-    for use_muon in (True, False):
-        param_groups[use_muon] = {"params": [], "names": [], "use_muon": use_muon}
+    param_groups: dict[bool, dict[str, Any]] = {
+        use_muon: {"params": [], "names": [], "use_muon": use_muon} for use_muon in (True, False)
+    }
     for name, param in model.named_parameters():
         if param.requires_grad:
             param_group = param_groups[param.dim() >= 2 and bool(decide(name, param))]

@@ -16,8 +16,6 @@ from ..params.option_table import ParamGroup
 from ..plan import table
 from .param_groups import is_table_name, name_parts
 
-__all__ = ["RoutingRow", "RoutingTable", "build_routing_table"]
-
 _FUSED = frozenset(("qkv", "qkv_proj", "c_attn", "in_proj_weight", "wqkv", "w_qkv", "query_key_value", "gate_up_proj", "w13"))
 _ADAMW_RMS = 0.2  # typical RMS of an AdamW update at lr 1, which match_rms_adamw reproduces (arXiv:2502.16982)
 _TOO_LARGE_FOR_MATCH_RMS = 0.02

@@ -14,41 +14,48 @@ from torch import Tensor
 from ..device import known_to_host
 from ..errors import StateError
 from ..matrices import MatrixSet, find_matrices
-from ..params.checks import FLOAT_DTYPES, shown
+from ..params.checks import FLOAT_DTYPES, check_dtype, shown
 from ..params.dtensors import as_dtensor, layout_text, same_placement, zeros_laid_out_like
 from ..params.groups import are_placeholders, matrix_options_of
-from ..params.option import Stored
 from ..params.option_table import ParamGroup, group_options
 from ..params.rules import resolve_rule
-from ..state.adamw_state import STATE_KEYS as ADAMW_KEYS
-from ..state.adamw_state import can_fuse, init_state
 from ..torch_compat import local_part, zeros_like
 
-__all__ = [
-    "MOMENTUM",
-    "RULE_STATE",
-    "check",
-    "check_current",
-    "create",
-    "momentum_buffer",
-    "restore",
-    "restore_options",
-    "rule_state",
-    "storable",
-]
-
-MOMENTUM, RULE_STATE = "momentum_buffer", "rule_memory"  # keys in the state of a parameter, also in checkpoints
-_DTYPES = tuple(option.name for option in group_options() if option.stored is Stored.DTYPE_NAME)
+# Keys in the state of a parameter, also in checkpoints: torch's names, except for that of the update rule's state.
+MOMENTUM, RULE_STATE = "momentum_buffer", "rule_memory"
+ADAMW_KEYS = ("step", "exp_avg", "exp_avg_sq")
+_FUSED_DEVICES = ("cpu", "cuda", "mps", "xpu")
+_DTYPES = tuple(option.name for option in group_options() if option.check is check_dtype)  # stored by name
 # Options that decide what a parameter's matrices are, and the rule. Loading other values than the optimizer has warns.
 _WHICH_MATRICES = tuple(option.name for option in group_options() if option.defines_matrices)
 _PLAIN = (Tensor, bool, int, float, str, bytes, type(None))
 _NOT_STORED = "<not stored: "
 
 
+def can_fuse(param: Tensor) -> bool:
+    """Whether torch's fused kernel supports this parameter. Its ``step`` is then kept on the parameter's device."""
+    dense = param.is_contiguous() or param.stride() == torch.empty_like(param, device="meta").stride()
+    return dense and param.is_floating_point() and param.device.type in _FUSED_DEVICES
+
+
+def empty_laid_out_like(param: Tensor, dtype: torch.dtype) -> Tensor:
+    """Uninitialised memory with the shape, device and memory order of ``param``."""
+    return torch.empty_like(param, dtype=dtype, memory_format=torch.preserve_format)
+
+
+def init_adamw_state(param: Tensor, state: dict[str, Any]) -> None:
+    """Creates AdamW's state of a parameter: zeros."""
+    fused = can_fuse(local_part(param))
+    with torch.inference_mode(False):  # tensors created inside inference_mode could not be written outside
+        state["step"] = torch.zeros((), dtype=torch.float32, device=param.device if fused else "cpu")
+        state["exp_avg"] = zeros_like(param)
+        state["exp_avg_sq"] = zeros_like(param)
+
+
 def momentum_buffer(state: dict[str, Any], param: Tensor, dtype: torch.dtype | None) -> Tensor:
     """The momentum of a parameter, created as zeros if there is none."""
     if MOMENTUM not in state:
-        with torch.inference_mode(False):  # tensors created inside inference_mode could not be written outside
+        with torch.inference_mode(False):
             state[MOMENTUM] = zeros_like(param, dtype)
     buffer: Tensor = state[MOMENTUM]
     return buffer
@@ -90,11 +97,7 @@ def create(param_groups: Sequence[ParamGroup], states: MutableMapping[Tensor, di
                 if (matrices := _matrices_with_rule_state(name, param, param_group)) is not None:
                     rule_state(param_state, param, matrices)
             elif "exp_avg" not in param_state:
-                init_state(param, param_state)
-
-
-def _step_device(param: Tensor) -> torch.device:
-    return param.device if can_fuse(local_part(param)) else torch.device("cpu")
+                init_adamw_state(param, param_state)
 
 
 def storable(state_dict: dict[str, Any]) -> dict[str, Any]:
@@ -132,13 +135,9 @@ def _is_plain(value: Any) -> bool:
 def restore_options(
     param_group: dict[str, Any], own: Mapping[str, Any], saved: Mapping[str, Any], defaults: Mapping[str, Any]
 ) -> None:
-    """Completes a param group that torch has loaded with what a checkpoint cannot hold, from the group as it was before.
+    """Completes a param group that torch has loaded with what a checkpoint cannot hold.
 
-    Args:
-        param_group: the param group as torch has loaded it.
-        own: the param group as it was before.
-        saved: the param group in the checkpoint.
-        defaults: the optimizer's options.
+    ``own`` is the param group as it was before, ``saved`` the one in the checkpoint, ``defaults`` the optimizer's options.
     """
     param_group["use_muon"], param_group["param_names"] = own["use_muon"], _names_after_loading(own, saved)
     for key, value in saved.items():
@@ -203,7 +202,11 @@ def check(param_groups: Sequence[ParamGroup], state_dict: Mapping[str, Any]) -> 
             )
         for name, param, key in zip(param_group["param_names"], param_group["params"], saved["params"], strict=True):
             if saved_state and key not in saved_state and param.requires_grad:
-                raise _missing_state(name, key)
+                raise StateError(
+                    f"{name} trains, but the state_dict has nothing for it, although it has state of other parameters. Either "
+                    f"the state was lost, or {name} was frozen when it was saved. To start it from zero on purpose, give it an "
+                    f'empty state: state_dict["state"][{key!r}] = {{}}.'
+                )
             _check_saved_state(name, param, saved_state.get(key, {}), {**param_group, "rule": _saved_rule(param_group, saved)})
         if saved.get("use_muon", param_group["use_muon"]) != param_group["use_muon"]:
             raise StateError(
@@ -217,10 +220,6 @@ def check(param_groups: Sequence[ParamGroup], state_dict: Mapping[str, Any]) -> 
 
 
 def _refuse_torch_muon(saved_groups: Sequence[Mapping[str, Any]]) -> None:
-    """Raises for a state_dict of torch.optim.Muon: its state has the same names, but its momentum is a mean.
-
-    Its param groups have ``ns_coefficients`` and no ``use_muon``.
-    """
     for index, saved in enumerate(saved_groups):
         if "ns_coefficients" in saved and "use_muon" not in saved:
             raise StateError(
@@ -228,14 +227,6 @@ def _refuse_torch_muon(saved_groups: Sequence[Mapping[str, Any]]) -> None:
                 "meshmuon keeps it as a sum, so the next updates would be wrong. Convert it: "
                 "optimizer.load_state_dict(meshmuon.checkpoint.convert_torch_state(optimizer, muon_state, adamw_state))."
             )
-
-
-def _missing_state(name: str, key: Any) -> StateError:
-    return StateError(
-        f"{name} trains, but the state_dict has nothing for it, although it has state of other parameters. Either the state was "
-        f"lost, or {name} was frozen when it was saved. To start it from zero on purpose, give it an empty state: "
-        f'state_dict["state"][{key!r}] = {{}}.'
-    )
 
 
 def _check_order(index: int, saved: Sequence[str], names: Sequence[str]) -> None:
@@ -358,4 +349,4 @@ def restore(param_groups: Sequence[ParamGroup], state: Mapping[Tensor, dict[str,
                     state[param][name] = value.detach().clone().to(device=param.device)
             if "step" in param_state and not param_group["use_muon"]:
                 step = torch.as_tensor(param_state["step"], dtype=torch.float32).detach().clone()
-                state[param]["step"] = step.reshape(()).to(_step_device(param))
+                state[param]["step"] = step.reshape(()).to(param.device if can_fuse(local_part(param)) else "cpu")

@@ -12,8 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from meshmuon import Muon, PlanMismatchError
-from meshmuon.params.option import Compared
-from meshmuon.params.option_table import OPTIONS
+from meshmuon.params.option_table import OPTIONS, Compared
 from tests.support.threads import run_threads
 
 LR = 0.01  # usual for every rule of learning rates, so that none warns

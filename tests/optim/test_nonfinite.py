@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from meshmuon import ConfigError, GradientError, Muon, polar_express
 from meshmuon.optim import adamw, collect, nonfinite
-from meshmuon.state import adamw_state
+from meshmuon.state import param_state
 from tests.support.bounds import unit
 from tests.support.reference import LR, assert_moved_within_rounding, gradients, group, make_params, set_gradients
 from tests.support.tensors import assert_bits
@@ -345,7 +345,7 @@ def test_no_host_read_on_the_masked_path(bad: float | None, scaled: bool, masked
 @pytest.mark.parametrize("scaled", [False, True])
 def test_a_device_whose_values_the_host_cannot_read(scaled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Tensors of the meta device have no values: whatever reads one raises. Muon, AdamW, mask and scale all run there."""
-    monkeypatch.setattr(adamw_state, "_FUSED_DEVICES", ("cpu", "meta"))
+    monkeypatch.setattr(param_state, "_FUSED_DEVICES", ("cpu", "meta"))
     params = [nn.Parameter(torch.empty(shape, device="meta")) for shape in (*MATRICES, *VECTORS)]
     optimizer = Muon([group(params[:3]), group(params[3:], use_muon=False)], nonfinite="propagate" if scaled else "skip")
     for _ in range(3):

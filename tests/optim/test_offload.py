@@ -20,7 +20,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from meshmuon import ConfigError, GradientError, Muon, StateError
 from meshmuon.device import DirectTransfers
 from meshmuon.optim import offload
-from meshmuon.state import adamw_state
+from meshmuon.state import param_state
 from tests.support.reference import LR, gradients, group, make_params, set_gradients
 from tests.support.tensors import assert_bits
 
@@ -504,7 +504,7 @@ def test_between_two_devices(monkeypatch: pytest.MonkeyPatch) -> None:
             assert (host.device.type, device.device.type, host.shape) == ("cpu", "meta", device.shape)
 
     monkeypatch.setattr(offload, "transfers_for", lambda device: Between())
-    monkeypatch.setattr(adamw_state, "_FUSED_DEVICES", ("cpu", "meta"))
+    monkeypatch.setattr(param_state, "_FUSED_DEVICES", ("cpu", "meta"))
     shapes = ((6, 4), (4, 9), (3, 5), (5,))
     params = [nn.Parameter(torch.empty(shape, device="meta")) for shape in shapes]
     optimizer = Muon([group(params[:3]), group(params[3:], use_muon=False)])

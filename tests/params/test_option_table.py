@@ -15,9 +15,9 @@ import pytest
 
 import meshmuon
 from meshmuon import ConfigError, DistMuon, Muon
-from meshmuon.params.option import Compared, Option, Scope, Stored
 from meshmuon.params.option_docs import markdown_table
-from meshmuon.params.option_table import OPTIONS, ParamGroup, group_options, optimizer_options
+from meshmuon.params.option_table import OPTIONS, Compared, Option, ParamGroup, Scope, group_options, optimizer_options
+from meshmuon.state import param_state
 from tests.support.reference import group, make_params, muon
 
 from .test_option_fuzz import GROUP_OPTIONS, OPTIMIZER_OPTIONS
@@ -77,7 +77,7 @@ def test_stored_dtypes_are_the_dtypes() -> None:
     hints = {name: hint.__forward_arg__ for name, hint in ParamGroup.__annotations__.items()}
     dtypes = {name for name, hint in hints.items() if hint == "torch.dtype | None"}
     assert dtypes
-    assert dtypes == {option.name for option in group_options() if option.stored is Stored.DTYPE_NAME}
+    assert dtypes == set(param_state._DTYPES)
 
 
 @pytest.mark.parametrize("option", OPTIONS, ids=lambda option: option.name)
@@ -139,16 +139,15 @@ def test_dist_muon_has_no_reference_path(name: str) -> None:
 
 # An option is added: a row, a type, a parameter.
 
-ROW = """    Option(
-        "added", 0.5, Scope.MUON_GROUPS, in_range(0.0, 1.0), "An option that a test added.", Compared.BY_VALUE
-    ),
-    Option("also_added", False, Scope.OPTIMIZER, check_flag, "Another one.", aliases=("once_added",)),
+ROW = """\
+    Option("added", 0.5, Scope.MUON_GROUPS, in_range(0.0, 1.0), Compared.BY_VALUE).with_help("An option that a test added."),
+    Option("also_added", False, Scope.OPTIMIZER, check_flag, aliases=("once_added",)).with_help("Another one."),
 """
 PARAMETERS = "        added: float = 0.5,\n        once_added: bool = False,\n        also_added: bool | None = None,\n"
 PROGRAM = """
 import torch
 from meshmuon import ConfigError, Muon
-from meshmuon.params.hyperparameters import hyperparameters_of
+from meshmuon.agree.descriptions import hyperparameters_of
 from meshmuon.params.option_docs import markdown_table
 
 def refused(call):
