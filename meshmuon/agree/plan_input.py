@@ -27,7 +27,7 @@ class PlanInput(NamedTuple):
         mesh: its mesh, None for a plain tensor.
         placements: torch's placements on the mesh.
         device: the device it is on.
-        matrices: its matrices, one set per part of a fused weight; None if AdamW steps it.
+        matrix_sets: its matrices, one set per part of a fused weight; None if AdamW steps it.
         scheme: how they are orthogonalised.
         rule: the update rule that is applied besides; None for plain Muon.
         compute_dtype: dtype of the products.
@@ -43,7 +43,7 @@ class PlanInput(NamedTuple):
     mesh: DeviceMesh | None
     placements: tuple[Any, ...]
     device: torch.device
-    matrices: tuple[MatrixSet, ...] | None
+    matrix_sets: tuple[MatrixSet, ...] | None
     scheme: Scheme | Orthogonalizer | None
     rule: UpdateRule | None
     compute_dtype: torch.dtype

@@ -21,7 +21,7 @@ class StepDecision:
 
     Attributes:
         plan: the plan. ``plan.params[i]``, ``members[i]`` and the executor's ``step_params[i]`` are about the same parameter.
-        members: for each parameter of the plan, the index of its plan input and the index of its matrix set in ``matrices``
+        members: for each parameter of the plan, the index of its plan input and the index of its matrix set in ``matrix_sets``
             there. A fused QKV weight that is plan input 3 and is split in three has the members (3, 0), (3, 1), (3, 2).
         zeros: indices of the plan inputs whose gradient only other ranks have. This rank steps them with zeros.
         exchange: sends pieces between ranks; None on a single rank.

@@ -123,10 +123,10 @@ class _RankProgramBuilder(ProgramBuilder):
         for part in batch.slices:
             start, stop = stop, stop + part.stop - part.start
             full = ranges[part.item]
-            matrices = MatrixRange(full.param_index, full.start + part.start, full.start + part.stop)
-            shard_views.append(self.shard_view(matrices, ortho_batch.matrices[start:stop]))
+            matrix_range = MatrixRange(full.param_index, full.start + part.start, full.start + part.stop)
+            shard_views.append(self.shard_view(matrix_range, ortho_batch.stacked[start:stop]))
             if ortho_batch.rule_state is not None:
-                rule_state.append(self.rule_state_view(matrices, ortho_batch.rule_state[start:stop]))
+                rule_state.append(self.rule_state_view(matrix_range, ortho_batch.rule_state[start:stop]))
         return LocalBatch(ortho_batch, ShardViews(shard_views, self.step_params), grad_lifetime, rule_state)
 
     def _grad_lifetimes(
@@ -212,9 +212,9 @@ def _owned_batch(
     for inside, outside, sides in ((unpack.target, unpack.source, gathered), (pack.source, pack.target, scattered)):
         for transfers, buffer in sides:
             placed = [PlacedPiece(t.piece, offset, position[t.task]) for t, offset in transfers if t.task in position]
-            blocks = blocks_of(placed, ortho_batch.batch.cols, ortho_batch.matrices.stride(0))
-            in_matrices, in_buffer = strided_views(blocks, ortho_batch.matrices, buffer)
-            inside.extend(in_matrices)
+            blocks = blocks_of(placed, ortho_batch.batch.cols, ortho_batch.stacked.stride(0))
+            in_stacked, in_buffer = strided_views(blocks, ortho_batch.stacked, buffer)
+            inside.extend(in_stacked)
             outside.extend(in_buffer)
     return OwnedBatch(ortho_batch, unpack, pack)
 

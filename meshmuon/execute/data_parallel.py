@@ -35,16 +35,16 @@ class _AveragedBatch:
 
     Attributes:
         ortho_batch: where they are orthogonalised.
-        matrices: their place in the parameters, and their views of ``ortho_batch``.
-        averages: their averaged gradients, in the order of ``matrices``.
+        matrix_views: their place in the parameters, and their views of ``ortho_batch``.
+        averages: their averaged gradients, in the order of ``matrix_views``.
         received: for every rank, its gradients of them; None stands for this rank's own.
         results: for every other rank, the views of the buffer that sends it the new weights.
         rule_state: the place of their rule state, and its views of ``ortho_batch``.
-        updates: ``matrices``, as they are applied.
+        updates: ``matrix_views``, as they are applied.
     """
 
     ortho_batch: OrthoBatch
-    matrices: list[ShardView]
+    matrix_views: list[ShardView]
     averages: list[Tensor]
     received: list[list[Tensor] | None]
     results: list[list[Tensor]]
@@ -55,7 +55,7 @@ class _AveragedBatch:
         with record_function("meshmuon::gather"):
             self._average(step_params)
         with record_function("meshmuon::momentum"):
-            pairs = list(zip(self.matrices, self.averages, strict=True))
+            pairs = list(zip(self.matrix_views, self.averages, strict=True))
             for _, members in grouped(pairs, lambda pair: step_params[pair[0].param_index].group_index):
                 self._fill([matrix for matrix, _ in members], [average for _, average in members], step_params)
         load_rule_state(self.rule_state, step_params)
@@ -64,12 +64,12 @@ class _AveragedBatch:
             self.updates.apply(step_params)
             store_rule_state(self.rule_state, step_params)
         with record_function("meshmuon::scatter"):
-            weights = [matrix.of(step_params[matrix.param_index].param) for matrix in self.matrices]
+            weights = [matrix.of(step_params[matrix.param_index].param) for matrix in self.matrix_views]
             for views in self.results:
                 torch._foreach_copy_(views, weights)
 
     def _average(self, step_params: Sequence[StepParam]) -> None:
-        own = [matrix.of(step_params[matrix.param_index].grad) for matrix in self.matrices]
+        own = [matrix.of(step_params[matrix.param_index].grad) for matrix in self.matrix_views]
         for position, views in enumerate(self.received):
             values = own if views is None else views
             if position == 0:
@@ -78,9 +78,9 @@ class _AveragedBatch:
                 torch._foreach_add_(self.averages, values)
         torch._foreach_div_(self.averages, float(len(self.received)))
 
-    def _fill(self, matrices: Sequence[ShardView], averages: list[Tensor], step_params: Sequence[StepParam]) -> None:
-        settings, views = step_params[matrices[0].param_index].settings, [matrix.view for matrix in matrices]
-        buffers = [matrix.of(step_params[matrix.param_index].momentum_buffer) for matrix in matrices]
+    def _fill(self, matrix_views: Sequence[ShardView], averages: list[Tensor], step_params: Sequence[StepParam]) -> None:
+        settings, views = step_params[matrix_views[0].param_index].settings, [matrix.view for matrix in matrix_views]
+        buffers = [matrix.of(step_params[matrix.param_index].momentum) for matrix in matrix_views]
         accumulate(buffers, averages, settings.retain)
         if settings.nesterov:
             look_ahead(views, averages, buffers, settings.momentum)
@@ -198,12 +198,12 @@ class _WavesBuilder(ProgramBuilder):
     def _averaged_batch(self, routes: WaveRoutes, ortho_batch: OrthoBatch, received: Tensor, averages: Tensor) -> _AveragedBatch:
         tasks = [routes.owned[part.item] for part in ortho_batch.batch.slices]
         ranges = [self.range_of(task) for task in tasks]
-        matrices = [self.shard_view(ranges[k], ortho_batch.matrices[k : k + 1]) for k in range(len(tasks))]
+        matrix_views = [self.shard_view(ranges[k], ortho_batch.stacked[k : k + 1]) for k in range(len(tasks))]
         offset_of_average = {transfer.task: offset for transfer, offset in offsets_of(routes.own)}
         offset_of_rank = {(transfer.target, transfer.task): offset for transfer, offset in offsets_of(routes.scatter_out)}
 
         def views(buffer: Tensor, offsets: Sequence[int]) -> list[Tensor]:
-            pairs = zip(offsets, matrices, strict=True)
+            pairs = zip(offsets, matrix_views, strict=True)
             return [buffer[offset : offset + matrix.view.numel()].view(matrix.view.shape) for offset, matrix in pairs]
 
         def of_rank(rank: int) -> list[Tensor]:
@@ -212,10 +212,10 @@ class _WavesBuilder(ProgramBuilder):
         rule_state = ortho_batch.rule_state
         return _AveragedBatch(
             ortho_batch,
-            matrices,
+            matrix_views,
             averages=views(averages, [offset_of_average[task] for task in tasks]),
             received=[None if rank == self.rank else of_rank(rank) for rank in self.plan.ranks],
             results=[of_rank(rank) for rank in self.plan.ranks if rank != self.rank],
             rule_state=[] if rule_state is None else [self.rule_state_view(r, rule_state[k]) for k, r in enumerate(ranges)],
-            updates=ShardViews(matrices, self.step_params),
+            updates=ShardViews(matrix_views, self.step_params),
         )

@@ -57,51 +57,52 @@ class ReferenceExecutor:
             return
         with record_function("meshmuon::momentum"):
             grad_lifetime.accumulate(step_params)
-            update = first.momentum_buffer.to(first.update_dtype, copy=True)
+            update = first.momentum.to(first.update_dtype, copy=True)
             if first.settings.nesterov:
-                view, grad, buffer = local_part(update), local_part(first.grad), local_part(first.momentum_buffer)
+                view, grad, buffer = local_part(update), local_part(first.grad), local_part(first.momentum)
                 look_ahead([view], [grad], [buffer], first.settings.momentum)
         grad_lifetime.free_gradients(step_params)
         with record_function("meshmuon::gather"):
             full = whole(update)
         for step_param in (step_params[k] for k in members):
             in_part = torch.zeros_like(full, dtype=torch.bool)
-            _window(in_part, step_param.matrices).fill_(True)
+            _window(in_part, step_param.matrix_set).fill_(True)
             with record_function("meshmuon::orthogonalise"):
-                self._orthogonalise(step_param, _window(full, step_param.matrices))
+                self._orthogonalise(step_param, _window(full, step_param.matrix_set))
             with record_function("meshmuon::scatter"):
                 shard, shard_in_part = own_shard(full, step_param.param), own_shard(in_part, step_param.param)
             with record_function("meshmuon::update"):
                 settings, local = step_param.settings, local_part(step_param.param)
-                rate = settings.rate * settings.adjust(*step_param.matrices.lr_shape)
+                rate = settings.rate * settings.adjust(*step_param.matrix_set.lr_shape)
                 stepped = local.clone()
                 apply([stepped], [shard], settings.decay, rate, cautious=settings.cautious)
                 local.copy_(torch.where(shard_in_part, stepped, local))
 
     def _orthogonalise(self, step_param: StepParam, part: Tensor) -> None:
-        size, rule, scheme = step_param.matrices, step_param.rule, step_param.scheme
-        matrices = part.reshape(size.count, size.rows, size.cols).contiguous()
+        matrix_set, rule, scheme = step_param.matrix_set, step_param.rule, step_param.scheme
+        stacked = part.reshape(matrix_set.count, matrix_set.rows, matrix_set.cols).contiguous()
         deterministic = self._settings.deterministic
         products = products_for(part.device, deterministic=deterministic)
         options: dict[str, Any] = {"form": self._settings.form, "dtype": step_param.compute_dtype, "products": products}
 
         def orthogonalise() -> None:
             if isinstance(scheme, Scheme):
-                orthogonalize(matrices, scheme, out=matrices, **options)
+                orthogonalize(stacked, scheme, out=stacked, **options)
             else:
-                matrices.copy_(call_scheme(scheme, matrices, one_by_one=deterministic))
+                stacked.copy_(call_scheme(scheme, stacked, one_by_one=deterministic))
 
         if rule is None:
             orthogonalise()
         else:
             stored = None if step_param.rule_state is None else whole(step_param.rule_state).clone()
-            window = None if stored is None else _window(stored, size, rule_state=True)
-            rule_state = None if window is None else window.reshape(size.count, -1).clone()
-            apply_rule(rule, orthogonalise, seen_by_rule(matrices, rule_state, flipped=size.flipped, one_by_one=deterministic))
+            window = None if stored is None else _window(stored, matrix_set, rule_state=True)
+            rule_state = None if window is None else window.reshape(matrix_set.count, -1).clone()
+            seen = seen_by_rule(stacked, rule_state, flipped=matrix_set.flipped, one_by_one=deterministic)
+            apply_rule(rule, orthogonalise, seen)
             if stored is not None and window is not None and rule_state is not None:
                 window.copy_(rule_state.view(window.shape))
                 _store(step_param, stored)
-        part.copy_(matrices.view(part.shape))
+        part.copy_(stacked.view(part.shape))
 
     def workspace_bytes(self) -> int:
         """Nothing is held between steps."""
@@ -119,11 +120,11 @@ def _layout_of(param: Tensor) -> Hashable:
     return tuple(param.shape), getattr(param, "device_mesh", None), getattr(param, "placements", None)
 
 
-def _window(full: Tensor, matrices: MatrixSet, *, rule_state: bool = False) -> Tensor:
-    """A view of the part of a whole parameter, or of its rule state, that belongs to ``matrices``."""
-    window = matrices.rule_state_window if rule_state else matrices.window
+def _window(full: Tensor, matrix_set: MatrixSet, *, rule_state: bool = False) -> Tensor:
+    """A view of the part of a whole parameter, or of its rule state, that belongs to ``matrix_set``."""
+    window = matrix_set.rule_state_window if rule_state else matrix_set.window
     if window is None:
         return full
     (top, bottom), (left, right) = window
-    rows = full.narrow(matrices.stack_dims, top, bottom - top)
-    return rows if full.dim() > matrices.stack_dims + 2 else rows.narrow(matrices.stack_dims + 1, left, right - left)
+    rows = full.narrow(matrix_set.stack_dims, top, bottom - top)
+    return rows if full.dim() > matrix_set.stack_dims + 2 else rows.narrow(matrix_set.stack_dims + 1, left, right - left)

@@ -147,7 +147,7 @@ def _exchange(builder: ProgramBuilder, routes: WaveRoutes, template: StepParam, 
         (pack.source, pack.target, [(routes.scatter_out, scatter_out), own]),
     ):
         for transfer, view in _pieces_of(placed):
-            flipped = builder.step_params[builder.plan.tasks[transfer.task].param].matrices.flipped
+            flipped = builder.step_params[builder.plan.tasks[transfer.task].param].matrix_set.flipped
             outputs = transfer.piece.cols if flipped else transfer.piece.rows
             inside.extend(owned[transfer.task][start:stop] for start, stop in outputs)
             outside.extend(torch.split(view, [stop - start for start, stop in outputs]))

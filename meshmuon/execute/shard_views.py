@@ -57,7 +57,7 @@ class _UniformViews:
 
     def buffers(self, step_params: Sequence[StepParam]) -> list[Tensor]:
         """The shards of their momentum."""
-        return [shard.of(local_part(step_params[shard.param_index].momentum_buffer)) for shard in self._shards]
+        return [shard.of(local_part(step_params[shard.param_index].momentum)) for shard in self._shards]
 
     def grads(self, step_params: Sequence[StepParam]) -> list[Tensor]:
         """The shards of their gradients."""
@@ -72,7 +72,7 @@ class ShardViews:
             return step_params[shard.param_index].group_index
 
         def group_and_shape(shard: ShardView) -> tuple[int, tuple[int, int]]:
-            return group_index(shard), step_params[shard.param_index].matrices.lr_shape
+            return group_index(shard), step_params[shard.param_index].matrix_set.lr_shape
 
         self._by_group = [_UniformViews(members, step_params) for _, members in grouped(shards, group_index)]
         self._by_shape = [_UniformViews(members, step_params) for _, members in grouped(shards, group_and_shape)]
@@ -90,7 +90,7 @@ class ShardViews:
         """p ← p·decay − rate·factor·view for each parameter."""
         for uniform in self._by_shape:
             first = step_params[uniform.first]
-            settings, factor = first.settings, first.settings.adjust(*first.matrices.lr_shape)
+            settings, factor = first.settings, first.settings.adjust(*first.matrix_set.lr_shape)
             rate, options = settings.rate * factor, {"cautious": settings.cautious, "add_alike": uniform.add_alike}
             apply(uniform.params(step_params), uniform.views, settings.decay, rate, **options)
 
@@ -111,7 +111,7 @@ class GradLifetime:
         if self._groups is None:
             self._groups = [members for _, members in grouped(self.begins, lambda k: step_params[k].group_index)]
         for members in self._groups:
-            buffers = [local_part(step_params[k].momentum_buffer) for k in members]
+            buffers = [local_part(step_params[k].momentum) for k in members]
             accumulate(buffers, [local_part(step_params[k].grad) for k in members], step_params[members[0]].settings.retain)
 
     def gradients(self, step_params: Sequence[StepParam]) -> Iterator[Tensor]:

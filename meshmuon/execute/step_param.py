@@ -73,8 +73,8 @@ class StepParam:
 
     Attributes:
         param: the parameter, plain or DTensor; its gradient is freed through it.
-        momentum_buffer: its momentum, laid out like it; the parameter itself where this rank keeps none, and between steps.
-        matrices: its matrices, over all ranks.
+        momentum_buffer: its momentum, laid out like it; None where this rank keeps none, and between steps.
+        matrix_set: its matrices, over all ranks.
         scheme: how they are orthogonalised.
         compute_dtype: dtype of the products.
         settings: the options of its param group.
@@ -86,8 +86,8 @@ class StepParam:
     """
 
     param: Tensor
-    momentum_buffer: Tensor
-    matrices: MatrixSet
+    momentum_buffer: Tensor | None
+    matrix_set: MatrixSet
     scheme: Scheme | Orthogonalizer
     compute_dtype: torch.dtype
     settings: StepSettings
@@ -105,6 +105,12 @@ class StepParam:
         return grad
 
     @property
+    def momentum(self) -> Tensor:
+        """The momentum of a parameter for which this rank keeps some."""
+        assert self.momentum_buffer is not None
+        return self.momentum_buffer
+
+    @property
     def update_dtype(self) -> torch.dtype:
         """Dtype in which the update is formed: never less than float32."""
         return torch.float64 if self.param.dtype == torch.float64 else torch.float32
@@ -112,12 +118,12 @@ class StepParam:
     @property
     def batch_key(self) -> Hashable:
         """What must be equal for two parameters to share a batch."""
-        flipped = self.rule is not None and self.matrices.flipped  # rules see outputs × inputs
+        flipped = self.rule is not None and self.matrix_set.flipped  # rules see outputs × inputs
         return (self.param.device, self.update_dtype, self.compute_dtype, self.scheme, self.rule, flipped)
 
     def batch_item(self, count: int, *, key: Hashable = None) -> BatchItem:
         """``count`` of its matrices as ``plan_batches`` sees them; matrices with different keys do not share a batch."""
-        size = pitch(self.matrices.rows, self.matrices.cols, self.update_dtype) * self.update_dtype.itemsize
+        size = pitch(self.matrix_set.rows, self.matrix_set.cols, self.update_dtype) * self.update_dtype.itemsize
         steps = self.scheme.steps if isinstance(self.scheme, Scheme) else ()
-        scratch = scratch_bytes(self.matrices.rows, self.matrices.cols, steps, self.compute_dtype, self.update_dtype)
-        return BatchItem(count, self.matrices.rows, self.matrices.cols, (self.batch_key, key), size + scratch)
+        scratch = scratch_bytes(self.matrix_set.rows, self.matrix_set.cols, steps, self.compute_dtype, self.update_dtype)
+        return BatchItem(count, self.matrix_set.rows, self.matrix_set.cols, (self.batch_key, key), size + scratch)

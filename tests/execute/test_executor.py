@@ -59,9 +59,9 @@ def work_on(
     set_gradients(params, gradients(params, step))
     step_params = []
     for param, buffer in zip(params, buffers, strict=True):
-        inside = MatrixSet(*param.shape, stack_dims=1) if param.dim() == 3 else MatrixSet(1, *param.shape)
+        matrix_set = MatrixSet(*param.shape, stack_dims=1) if param.dim() == 3 else MatrixSet(1, *param.shape)
         dtype = torch.float64 if param.dtype == torch.float64 else torch.float32
-        step_params.append(StepParam(param, buffer, inside, scheme or keller(5), dtype, settings, comm_dtype=dtype))
+        step_params.append(StepParam(param, buffer, matrix_set, scheme or keller(5), dtype, settings, comm_dtype=dtype))
     return step_params
 
 
@@ -69,10 +69,8 @@ def plan_for(step_params: list[StepParam]) -> Plan:
     """What a single device plans: everything stays."""
     alone = Mesh((1,), (0,))
     entries = [
-        PlannedParam(
-            f"p{k}", (Layout(tuple(one.param.shape), alone, (Replicated(),)),), one.matrices.stack_dims, "cpu", 4, 1, private=True
-        )
-        for k, one in enumerate(step_params)
+        PlannedParam(f"p{k}", (Layout(tuple(param.shape), alone, (Replicated(),)),), param.dim() - 2, "cpu", 4, 1, private=True)
+        for k, param in enumerate(step_param.param for step_param in step_params)
     ]
     return make_plan(entries, PlanOptions(cost_model_for("cpu")))
 

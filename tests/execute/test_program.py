@@ -149,10 +149,10 @@ def work_of(entry: PlannedParam, k: int, param: Tensor, buffer: Tensor) -> StepP
     rows, cols = entry.layouts[0].shape[entry.stack_dims], 1
     for size in entry.layouts[0].shape[entry.stack_dims + 1 :]:
         cols *= size
-    matrices = MatrixSet(entry.count, rows, cols, entry.stack_dims)
+    matrix_set = MatrixSet(entry.count, rows, cols, entry.stack_dims)
     wire = torch.float32 if entry.itemsize == 4 else torch.float64
     return StepParam(
-        nn.Parameter(param), buffer, matrices, prefix_sums, torch.float64, settings_of(k), comm_dtype=wire, group_index=k
+        nn.Parameter(param), buffer, matrix_set, prefix_sums, torch.float64, settings_of(k), comm_dtype=wire, group_index=k
     )
 
 
@@ -166,9 +166,9 @@ def expected(case: Case, k: int, sibling: int) -> tuple[Tensor, Tensor]:
         buffer = numbers_of.momentum * buffer + grad
         update = grad + numbers_of.momentum * buffer if numbers_of.nesterov else buffer
         if update.numel():
-            matrices = update.reshape(entry.count, shape[entry.stack_dims], -1)
-            update = prefix_sums(matrices).reshape(shape)
-            factor = numbers_of.adjust(matrices.size(1), matrices.size(2))
+            stacked = update.reshape(entry.count, shape[entry.stack_dims], -1)
+            update = prefix_sums(stacked).reshape(shape)
+            factor = numbers_of.adjust(stacked.size(1), stacked.size(2))
             param = 0.5 * param - 0.5 * factor * update
     return param, buffer
 
@@ -250,7 +250,7 @@ def test_the_numbers_of_one_device(case: Case) -> None:
             wanted = [expected(case, k, sibling) for sibling in range(len(entry.layouts))]
             for rank in case.plan.ranks:
                 step_params = ranks.step_params[rank][k]
-                assert torch.equal(step_params.momentum_buffer, held(case, k, rank, [buffer for _, buffer in wanted])), (k, rank)
+                assert torch.equal(step_params.momentum, held(case, k, rank, [buffer for _, buffer in wanted])), (k, rank)
                 assert torch.equal(step_params.param, held(case, k, rank, [param for param, _ in wanted])), (k, rank)
                 assert (step_params.param.grad is None) == step_params.settings.free_grad
     assert len(ranks.board.moved) == 2 * STEPS * len(case.plan.lanes)
@@ -329,7 +329,9 @@ def test_a_fused_weight_begins_with_whichever_part_is_filled_first(in_flight: in
     held = [nn.Parameter(torch.zeros(18, 4, dtype=torch.float64)) for _ in range(weights)]
     step_params = [
         replace(
-            work_of(planned, 0, param, torch.zeros_like(param)), param=param, matrices=MatrixSet(1, 12, 4, window=planned.window)
+            work_of(planned, 0, param, torch.zeros_like(param)),
+            param=param,
+            matrix_set=MatrixSet(1, 12, 4, window=planned.window),
         )
         for planned, param in zip(params, (param for param in held for _ in windows), strict=True)
     ]

@@ -47,7 +47,7 @@ MUTANTS: Mutants = {
                 "$transfer.source if $transfer.target == self.rank else $transfer.source",
             ),
         ),
-        "rule_state_param": (("$step_param.matrices.rule_state_window", "None"),),
+        "rule_state_param": (("$step_param.matrix_set.rule_state_window", "None"),),
     },
     "meshmuon.execute.data_parallel": {
         "DataParallelExecutor.run": (
@@ -159,7 +159,7 @@ MUTANTS: Mutants = {
         "ShardViews.fill": (("$settings.nesterov", "not $settings.nesterov"),),
         "ShardViews.apply": (
             ("$settings.rate * $factor", "$settings.rate"),
-            ("$first.matrices.lr_shape", "$first.matrices.lr_shape[::-1]"),
+            ("$first.matrix_set.lr_shape", "$first.matrix_set.lr_shape[::-1]"),
         ),
         "free_gradients": (("$step_param.settings.free_grad", "not $step_param.settings.free_grad"),),
     },
