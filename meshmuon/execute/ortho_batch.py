@@ -35,19 +35,14 @@ class OrthoBatch:
 
     If a batch cannot be orthogonalised (a user's scheme raises, memory runs out), it becomes zeros, which change no parameter,
     and its error goes to ``failures``. The step continues, because other ranks wait for this one, and then returns the error.
-
-    Attributes:
-        batch: which matrices.
-        stacked: the matrices themselves, (size, rows, cols).
-        rule_state: (size, outputs) where the rule keeps numbers between steps, else None.
     """
 
     def __init__(
         self, batch: Batch, template: StepParam, workspace: Workspace, settings: ExecutorSettings, failures: list[Exception]
     ) -> None:
         self.batch = batch
-        self.stacked = _take(batch, template, workspace)
-        self.rule_state: Tensor | None = None
+        self.stacked = _take(batch, template, workspace)  # (size, rows, cols)
+        self.rule_state: Tensor | None = None  # (size, outputs) where the rule keeps numbers between steps
         if template.rule_state is not None:
             outputs = template.matrix_set.lr_shape[0]
             self.rule_state = (

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
+from typing import TypeAlias
 
 from torch import Tensor
 
@@ -17,7 +18,11 @@ from .shard_views import ShardView
 from .step_param import StepParam, local_part
 from .wave import ExchangeBuffers
 
-__all__ = ["MatrixRange", "ProgramBuilder", "offsets_of", "rule_state_param"]
+__all__ = ["MatrixRange", "PlacedTransfers", "ProgramBuilder", "offsets_of", "rule_state_param"]
+
+
+PlacedTransfers: TypeAlias = "list[tuple[PieceTransfer, int]]"
+"""Transfers with the offsets of their pieces in a buffer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,13 +36,7 @@ class MatrixRange:
 
 
 class ProgramBuilder:
-    """Turns a plan into what one rank runs. ``build.py`` and ``data_parallel.py`` extend it, ``rule_state.py`` calls it.
-
-    Attributes:
-        routes: what this rank sends and receives, wave by wave.
-        owned: the matrices that this rank owns, wave by wave, in the order of ``WaveRoutes.owned``.
-        failures: where batches put what went wrong during a step.
-    """
+    """Turns a plan into what one rank runs. ``build.py`` and ``data_parallel.py`` extend it, ``rule_state.py`` calls it."""
 
     def __init__(
         self,
@@ -50,11 +49,12 @@ class ProgramBuilder:
     ) -> None:
         self.plan, self.rank, self.step_params, self.exchange = plan, rank, step_params, exchange
         self.workspace, self.settings = workspace, settings
-        self.failures: list[Exception] = []
-        self.routes = routes_of(plan, rank)
+        self.failures: list[Exception] = []  # where batches put what went wrong during a step
+        self.routes = routes_of(plan, rank)  # wave by wave
         self._local_index = [_local_index(planned, rank) for planned in plan.params]
         self._windows = [_local_window(planned, rank) for planned in plan.params]
         self._batch_keys = _batch_keys(plan)
+        # The matrices that this rank owns, wave by wave.
         self.owned = [[self.range_of(task) for task in routes.owned] for routes in self.routes]
 
     def range_of(self, task_index: int) -> MatrixRange:
@@ -100,6 +100,13 @@ class ProgramBuilder:
         window = _local_window(rule_state_param(self.plan.params[matrix_range.param_index], step_param), self.rank)
         return self._cut(matrix_range, local_part(step_param.rule_state), window, view)
 
+    def piece_views(self, placed: PlacedTransfers, buffer: Tensor) -> list[ShardView]:
+        """This rank's pieces in a flat buffer."""
+        return [
+            self.shard_view(self.range_of(transfer.task), buffer[offset : offset + transfer.piece.size])
+            for transfer, offset in placed
+        ]
+
     def _cut(self, matrix_range: MatrixRange, local: Tensor, window: tuple[slice, slice] | None, view: Tensor) -> ShardView:
         stack_dims = self.step_params[matrix_range.param_index].matrix_set.stack_dims
         cut = (*((slice(matrix_range.start, matrix_range.stop),) if stack_dims else ()), *(window or ()))
@@ -130,7 +137,7 @@ class ProgramBuilder:
         return elements
 
 
-def offsets_of(transfers: Sequence[PieceTransfer], start: int = 0) -> list[tuple[PieceTransfer, int]]:
+def offsets_of(transfers: Sequence[PieceTransfer], start: int = 0) -> PlacedTransfers:
     """Each transfer with the offset of its piece in a flat buffer, where pieces lie one after the other from ``start`` on."""
     placed = []
     for transfer in transfers:

@@ -15,7 +15,7 @@ from meshmuon.errors import TransportError
 from meshmuon.execute import DataParallelExecutor, Executor, ExecutorSettings, StepParam, StepSettings, program_builder
 from meshmuon.execute import executor as executors
 from meshmuon.execute import ortho_batch as stages
-from meshmuon.execute.build import RankProgram, build_rank_program
+from meshmuon.execute.build import RankProgram, RankProgramBuilder
 from meshmuon.layout import Layout, Mesh, Replicated
 from meshmuon.matrices import MatrixSet
 from meshmuon.ortho import Orthogonalizer, Scheme, Workspace, keller
@@ -83,7 +83,7 @@ def execute(executor: Executor, step_params: list[StepParam], last: Callable[[],
 
 
 def program_of(step_params: list[StepParam], **options: Any) -> RankProgram:
-    return build_rank_program(plan_for(step_params), 0, step_params, None, Workspace(), ExecutorSettings(**options))
+    return RankProgramBuilder(plan_for(step_params), 0, step_params, None, Workspace(), ExecutorSettings(**options)).build()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
@@ -281,6 +281,5 @@ def test_what_failed_in_a_step_that_was_left_is_not_told_after_the_next() -> Non
 
 def test_data_parallel_steps_forget_what_failed_in_a_step_that_was_left() -> None:
     executor = DataParallelExecutor(ExecutorSettings())
-    executor.plan, executor._exchange = make_plan([], PlanOptions(cost_model_for("cpu"))), object()  # type: ignore[assignment]
-    executor._failures.append(ValueError("of the step before"))
+    executor._program.failures.append(ValueError("of the step before"))
     assert executor.run([], last=nothing) is None

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from meshmuon.device import DirectStreams, Streams
 from meshmuon.execute import ExecutorSettings, StepParam, StepSettings
-from meshmuon.execute.build import RankProgram, build_rank_program
+from meshmuon.execute.build import RankProgram, RankProgramBuilder
 from meshmuon.execute.ortho_batch import OrthoBatch
 from meshmuon.execute.pipeline import run_pipeline
 from meshmuon.execute.shard_views import GradLifetime, ShardViews
@@ -197,9 +197,8 @@ class Ranks:
             ]
             self.exchanges[rank], self.workspaces[rank] = Exchange(self.board, rank), Workspace()
             options = ExecutorSettings(case.chunk_size, case.memory_budget)
-            self.programs[rank] = build_rank_program(
-                plan, rank, self.step_params[rank], self.exchanges[rank], self.workspaces[rank], options
-            )
+            builder = RankProgramBuilder(plan, rank, self.step_params[rank], self.exchanges[rank], self.workspaces[rank], options)
+            self.programs[rank] = builder.build()
 
     def initial(self, k: int) -> list[Tensor]:
         entry = self.case.plan.params[k]
@@ -337,7 +336,8 @@ def test_a_fused_weight_begins_with_whichever_part_is_filled_first(in_flight: in
     ]
     with torch.no_grad():
         exchange = Exchange(Board((0, 1), late=False), rank)
-        program = build_rank_program(plan, rank, step_params, exchange, Workspace(), ExecutorSettings(chunk_size=1))  # type: ignore[arg-type]
+        builder = RankProgramBuilder(plan, rank, step_params, exchange, Workspace(), ExecutorSettings(chunk_size=1))  # type: ignore[arg-type]
+        program = builder.build()
     assert len(program.local) == weights
     check_lifetimes(plan, rank, step_params, program)
     begun = {k for batch in program.local for k in batch.grad_lifetime.begins}
@@ -376,7 +376,7 @@ def test_nothing_travels_without_an_exchange() -> None:
     plan = make_plan([PlannedParam("p", (layout,), 0, ("cpu", 8), 8, 10)], PlanOptions(cost_model_for("cpu"), "repeat"))
     case = Case(0, plan, -1, 2**20)
     step_params = [work_of(plan.params[0], 0, numbers((4, 6), 1), torch.zeros(4, 6, dtype=torch.float64))]
-    program = build_rank_program(plan, 0, step_params, None, Workspace(), ExecutorSettings())
+    program = RankProgramBuilder(plan, 0, step_params, None, Workspace(), ExecutorSettings()).build()
     assert program.waves == ()
     assert len(program.local) == 1
     assert case.plan.buffer_bytes(0) == 0

@@ -165,7 +165,7 @@ def assert_near(value: Tensor, exact: Tensor) -> None:
 
 
 def test_grouping_keeps_the_order() -> None:
-    assert grouped([5, 2, 3, 4, 7], lambda number: number % 2) == [(1, [5, 3, 7]), (0, [2, 4])]
+    assert grouped([5, 2, 3, 4, 7], lambda number: number % 2) == [[5, 3, 7], [2, 4]]
     assert grouped([], id) == []
 
 
