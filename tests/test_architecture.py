@@ -103,7 +103,7 @@ def test_imports_point_down(path: Path) -> None:
     assert not upward, f"{path.relative_to(PACKAGE)} imports from above: {upward}"
 
 
-ENGINE = ("execute", "transport", "plan", "layout", "matrices")
+ENGINE = ("execute", "transport", "plan", "layout")
 
 
 def imports_inside(folder: Path) -> dict[str, set[str]]:

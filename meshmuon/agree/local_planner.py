@@ -145,7 +145,7 @@ class LocalPlanner:
             repeats=_repeats_matrices(plan),
         )
         # What AdamW steps is no part of the plan, but ranks must agree on it as well.
-        adamw = [active[index] for index in self.shared if self.plan_inputs[index].matrices is None]
+        adamw = [active[index] for index in self.shared if self.plan_inputs[index].matrix_sets is None]
         # Flags that differ between ranks enter the number. When a rank's gradients change, the numbers therefore differ and the
         # ranks check again that replicas have the same gradients.
         differing = flags if len(set(flags.values())) > 1 else None
@@ -179,25 +179,25 @@ class LocalPlanner:
         """
         return [
             [
-                self._planned_param(plan_input, matrices, layouts)
-                for matrices in plan_input.matrices or ()
+                self._planned_param(plan_input, matrix_set, layouts)
+                for matrix_set in plan_input.matrix_sets or ()
                 if plan_input.mesh is None or layouts
             ]
             for plan_input, layouts in zip(self.plan_inputs, self.layouts, strict=True)
         ]
 
-    def _planned_param(self, plan_input: PlanInput, matrices: MatrixSet, layouts: tuple[Layout, ...]) -> PlannedParam:
-        ranks = self._topology.ranks
+    def _planned_param(self, plan_input: PlanInput, matrix_set: MatrixSet, layouts: tuple[Layout, ...]) -> PlannedParam:
+        ranks, rows, cols = self._topology.ranks, matrix_set.rows, matrix_set.cols
         return PlannedParam(
             name=plan_input.name,
             layouts=layouts or (replicated_layout(plan_input.shape, ranks),),  # private: as if all held it, but never shared
-            stack_dims=matrices.stack_dims,
+            stack_dims=matrix_set.stack_dims,
             lane=(plan_input.device.type, str(plan_input.comm_dtype), str(plan_input.update_dtype)),
             itemsize=plan_input.comm_dtype.itemsize,
-            flops=expected_flops(matrices.rows, matrices.cols, plan_input.scheme, self._settings.form, plan_input.compute_dtype),
+            flops=expected_flops(rows, cols, plan_input.scheme, self._settings.form, plan_input.compute_dtype),
             share=True if plan_input.mesh is None else None,
             private=not layouts and len(ranks) > 1,  # on a single rank nothing is compared, so nothing is left out
-            window=matrices.window,
+            window=matrix_set.window,
             how=recipe_text(plan_input),
         )
 

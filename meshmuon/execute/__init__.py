@@ -4,7 +4,7 @@ from .data_parallel import DataParallelExecutor
 from .executor import Executor, StepExecutor
 from .reference import ReferenceExecutor
 from .settings import DEFAULT_MEMORY_BUDGET, ExecutorSettings
-from .step_param import StepParam, StepSettings, UpdateRule, local_part
+from .step_param import StepParam, StepSettings, UpdateRule
 
 __all__ = [
     "DEFAULT_MEMORY_BUDGET",
@@ -16,5 +16,4 @@ __all__ = [
     "StepParam",
     "StepSettings",
     "UpdateRule",
-    "local_part",
 ]

@@ -4,42 +4,31 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TypeAlias
 
 from torch import Tensor
 from torch.profiler import record_function
 
-from ..ortho import Workspace
-from ..plan import NO_WAVE, Batch, PieceTransfer, Plan, WaveRoutes, WaveSizes, slot_sizes, wave_sizes
-from ..transport import Exchange
+from ..plan import NO_WAVE, Batch, WaveRoutes, WaveSizes, slot_sizes, wave_sizes
 from .ortho_batch import OrthoBatch
 from .pipeline import fill_order
-from .program_builder import MatrixRange, ProgramBuilder, offsets_of
+from .program_builder import MatrixRange, PlacedTransfers, ProgramBuilder, offsets_of
 from .rule_state import RuleStateExchange, load_rule_state, rule_state_exchanges, store_rule_state
-from .settings import ExecutorSettings
 from .shard_views import GradLifetime, ShardView, ShardViews
 from .step_param import StepParam
 from .strided_copies import PlacedPiece, blocks_of, strided_views
-from .wave import CopyPairs, OwnedBatch, Wave
+from .wave import CopyPairs, OwnedBatch, RankWave, Wave
 
-__all__ = ["LocalBatch", "RankProgram", "build_rank_program"]
+__all__ = ["LocalBatch", "RankProgram", "RankProgramBuilder"]
 
 
 @dataclass(frozen=True, slots=True)
 class LocalBatch:
-    """Matrices that are whole on this rank: momentum, orthogonalise, update, nothing sent.
+    """Matrices that are whole on this rank: momentum, orthogonalise, update, nothing sent."""
 
-    Attributes:
-        ortho_batch: where they are orthogonalised.
-        shard_views: their place in the parameters, and their views of ``ortho_batch``.
-        grad_lifetime: the parameters whose gradients are first or last read here.
-        rule_state: the place of their rule state, and its views of ``ortho_batch``.
-    """
-
-    ortho_batch: OrthoBatch
-    shard_views: ShardViews
-    grad_lifetime: GradLifetime
-    rule_state: list[ShardView]
+    ortho_batch: OrthoBatch  # where they are orthogonalised
+    shard_views: ShardViews  # their place in the parameters, and their views of ``ortho_batch``
+    grad_lifetime: GradLifetime  # the parameters whose gradients are first or last read here
+    rule_state: list[ShardView]  # the place of their rule state, and its views of ``ortho_batch``
 
     def run(self, step_params: Sequence[StepParam]) -> None:
         """One step of the batch."""
@@ -56,37 +45,22 @@ class LocalBatch:
 
 @dataclass(frozen=True, slots=True)
 class RankProgram:
-    """What one rank does in a step.
+    """What one rank does in a step."""
 
-    Attributes:
-        waves: what is exchanged, wave by wave.
-        local: what needs no exchange.
-        rule_states: the rule state of the matrices that are exchanged, one per device and dtype.
-        rest: the parameters of which this rank holds nothing; only their gradients are freed.
-        failures: where batches put what went wrong during a step.
-    """
-
-    waves: tuple[Wave, ...] = ()
-    local: tuple[LocalBatch, ...] = ()
-    rule_states: tuple[RuleStateExchange, ...] = ()
-    rest: GradLifetime = field(default_factory=GradLifetime)
-    failures: list[Exception] = field(default_factory=list)
+    waves: tuple[RankWave, ...] = ()  # what is exchanged, wave by wave
+    in_flight: int = 1  # most waves between their first and their last exchange
+    ahead: int | None = None  # as in ``pipeline_order``
+    local: tuple[LocalBatch, ...] = ()  # what needs no exchange
+    rule_states: tuple[RuleStateExchange, ...] = ()  # the rule state of the matrices that are exchanged, one per device and dtype
+    rest: GradLifetime = field(default_factory=GradLifetime)  # the parameters whose gradients are freed at the end of the step
+    failures: list[Exception] = field(default_factory=list)  # where batches put what went wrong during a step
 
 
-def build_rank_program(
-    plan: Plan,
-    rank: int,
-    step_params: Sequence[StepParam],
-    exchange: Exchange | None,
-    workspace: Workspace,
-    settings: ExecutorSettings,
-) -> RankProgram:
-    """Everything that ``rank`` needs to execute ``plan`` on ``step_params``."""
-    return _RankProgramBuilder(plan, rank, step_params, exchange, workspace, settings).build()
+class RankProgramBuilder(ProgramBuilder):
+    """Builds the program of sharded and local matrices."""
 
-
-class _RankProgramBuilder(ProgramBuilder):
     def build(self) -> RankProgram:
+        """Everything that the rank needs to execute the plan."""
         local_ranges = self._local_ranges()
         local_batches, *wave_batches = self.reserved_batches([local_ranges, *self.owned])
         sizes = [wave_sizes(routes) for routes in self.routes]
@@ -102,7 +76,14 @@ class _RankProgramBuilder(ProgramBuilder):
             for batch, lifetime in zip(local_batches, lifetimes[len(waves) :], strict=True)
         ]
         rule_states = rule_state_exchanges(self, owned_rule_state)
-        return RankProgram(tuple(waves), tuple(local), tuple(rule_states), rest, self.failures)
+        return RankProgram(
+            waves=tuple(waves),
+            in_flight=self.plan.options.in_flight,
+            local=tuple(local),
+            rule_states=tuple(rule_states),
+            rest=rest,
+            failures=self.failures,
+        )
 
     def _local_ranges(self) -> list[MatrixRange]:
         """Matrices that need no exchange; those that are next to each other in a local tensor are one range."""
@@ -123,10 +104,10 @@ class _RankProgramBuilder(ProgramBuilder):
         for part in batch.slices:
             start, stop = stop, stop + part.stop - part.start
             full = ranges[part.item]
-            matrices = MatrixRange(full.param_index, full.start + part.start, full.start + part.stop)
-            shard_views.append(self.shard_view(matrices, ortho_batch.matrices[start:stop]))
+            matrix_range = MatrixRange(full.param_index, full.start + part.start, full.start + part.stop)
+            shard_views.append(self.shard_view(matrix_range, ortho_batch.stacked[start:stop]))
             if ortho_batch.rule_state is not None:
-                rule_state.append(self.rule_state_view(matrices, ortho_batch.rule_state[start:stop]))
+                rule_state.append(self.rule_state_view(matrix_range, ortho_batch.rule_state[start:stop]))
         return LocalBatch(ortho_batch, ShardViews(shard_views, self.step_params), grad_lifetime, rule_state)
 
     def _grad_lifetimes(
@@ -152,9 +133,8 @@ class _RankProgramBuilder(ProgramBuilder):
             waves = [k for k, wave_lane in enumerate(self.plan.lanes) if wave_lane == lane]
             for slot in range(slots):
                 largest = slot_sizes([sizes[k] for k in waves if k % slots == slot])
-                self._buffer("shards", waves[0], slot, largest.shards)
-                self._buffer("owned", waves[0], slot, largest.owned)
-                self._buffer("results", waves[0], slot, largest.results)
+                for name, size in zip(("shards", "owned", "results"), largest, strict=True):
+                    self._buffer(name, waves[0], slot, size)
             self._unrounded_buffer(waves[0], max(sizes[k].shards for k in waves))
 
     def _buffer(self, name: str, wave: int, slot: int, size: int) -> Tensor:
@@ -182,39 +162,28 @@ class _RankProgramBuilder(ProgramBuilder):
         return Wave(
             gather=self.exchange_buffers(owned, routes.gather_in, shards, routes.gather_out),
             scatter=self.exchange_buffers(shards, routes.scatter_in, results, routes.scatter_out),
-            fill=self._shard_views(*filled),
+            fill=ShardViews(self.piece_views(*filled), self.step_params),
             rounding=CopyPairs([], []) if unrounded is None else CopyPairs([shards], [unrounded]),
-            apply=self._shard_views(*applied),
+            apply=ShardViews(self.piece_views(*applied), self.step_params),
             owned_batches=tuple(_owned_batch(routes, batch, gathered, scattered) for batch in ortho_batches),
             grad_lifetime=grad_lifetime,
         )
-
-    def _shard_views(self, placed: _Placed, buffer: Tensor) -> ShardViews:
-        views = [
-            self.shard_view(self.range_of(transfer.task), buffer[offset : offset + transfer.piece.size])
-            for transfer, offset in placed
-        ]
-        return ShardViews(views, self.step_params)
-
-
-_Placed: TypeAlias = "list[tuple[PieceTransfer, int]]"
-"""Transfers with the offsets of their pieces in a buffer."""
 
 
 def _owned_batch(
     routes: WaveRoutes,
     ortho_batch: OrthoBatch,
-    gathered: Sequence[tuple[_Placed, Tensor]],
-    scattered: Sequence[tuple[_Placed, Tensor]],
+    gathered: Sequence[tuple[PlacedTransfers, Tensor]],
+    scattered: Sequence[tuple[PlacedTransfers, Tensor]],
 ) -> OwnedBatch:
     position = {task: k for k, task in enumerate(_tasks_in(routes, ortho_batch))}
     unpack, pack = CopyPairs([], []), CopyPairs([], [])
     for inside, outside, sides in ((unpack.target, unpack.source, gathered), (pack.source, pack.target, scattered)):
         for transfers, buffer in sides:
             placed = [PlacedPiece(t.piece, offset, position[t.task]) for t, offset in transfers if t.task in position]
-            blocks = blocks_of(placed, ortho_batch.batch.cols, ortho_batch.matrices.stride(0))
-            in_matrices, in_buffer = strided_views(blocks, ortho_batch.matrices, buffer)
-            inside.extend(in_matrices)
+            blocks = blocks_of(placed, ortho_batch.batch.cols, ortho_batch.stacked.stride(0))
+            in_stacked, in_buffer = strided_views(blocks, ortho_batch.stacked, buffer)
+            inside.extend(in_stacked)
             outside.extend(in_buffer)
     return OwnedBatch(ortho_batch, unpack, pack)
 

@@ -6,23 +6,23 @@ only it keeps, and sends the new weights to all ranks. It is the same exchange a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 from torch.profiler import record_function
 
-from ..ortho import Workspace
+from ..device import Mark, Streams
 from ..plan import NO_WAVE, Batch, Plan, WaveRoutes
 from ..transport import Exchange
+from .build import RankProgram
 from .elementwise import accumulate, look_ahead
+from .executor import Executor
 from .ortho_batch import OrthoBatch
-from .pipeline import guarded, run_pipeline, take_first
 from .program_builder import ProgramBuilder, offsets_of
 from .rule_state import load_rule_state, store_rule_state
-from .settings import ExecutorSettings
-from .shard_views import ShardView, ShardViews, free_gradients, grouped
+from .shard_views import GradLifetime, ShardView, ShardViews, grouped
 from .step_param import StepParam
 from .wave import CopyPairs, ExchangeBuffers
 
@@ -31,32 +31,22 @@ __all__ = ["DataParallelExecutor"]
 
 @dataclass(frozen=True, slots=True)
 class _AveragedBatch:
-    """A batch of matrices that this rank owns.
+    """A batch of matrices that this rank owns."""
 
-    Attributes:
-        ortho_batch: where they are orthogonalised.
-        matrices: their place in the parameters, and their views of ``ortho_batch``.
-        averages: their averaged gradients, in the order of ``matrices``.
-        received: for every rank, its gradients of them; None stands for this rank's own.
-        results: for every other rank, the views of the buffer that sends it the new weights.
-        rule_state: the place of their rule state, and its views of ``ortho_batch``.
-        updates: ``matrices``, as they are applied.
-    """
-
-    ortho_batch: OrthoBatch
-    matrices: list[ShardView]
-    averages: list[Tensor]
-    received: list[list[Tensor] | None]
-    results: list[list[Tensor]]
-    rule_state: list[ShardView]
-    updates: ShardViews
+    ortho_batch: OrthoBatch  # where they are orthogonalised
+    matrix_views: list[ShardView]  # their place in the parameters, and their views of ``ortho_batch``
+    averages: list[Tensor]  # their averaged gradients, in the order of ``matrix_views``
+    received: list[list[Tensor] | None]  # for every rank, its gradients of them; None stands for this rank's own
+    results: list[list[Tensor]]  # for every other rank, the views of the buffer that sends it the new weights
+    rule_state: list[ShardView]  # the place of their rule state, and its views of ``ortho_batch``
+    updates: ShardViews  # ``matrix_views``, as they are applied
 
     def run(self, step_params: Sequence[StepParam]) -> None:
         with record_function("meshmuon::gather"):
             self._average(step_params)
         with record_function("meshmuon::momentum"):
-            pairs = list(zip(self.matrices, self.averages, strict=True))
-            for _, members in grouped(pairs, lambda pair: step_params[pair[0].param_index].group_index):
+            pairs = list(zip(self.matrix_views, self.averages, strict=True))
+            for members in grouped(pairs, lambda pair: step_params[pair[0].param_index].group_index):
                 self._fill([matrix for matrix, _ in members], [average for _, average in members], step_params)
         load_rule_state(self.rule_state, step_params)
         self.ortho_batch.orthogonalise()
@@ -64,12 +54,12 @@ class _AveragedBatch:
             self.updates.apply(step_params)
             store_rule_state(self.rule_state, step_params)
         with record_function("meshmuon::scatter"):
-            weights = [matrix.of(step_params[matrix.param_index].param) for matrix in self.matrices]
+            weights = [matrix.of(step_params[matrix.param_index].param) for matrix in self.matrix_views]
             for views in self.results:
                 torch._foreach_copy_(views, weights)
 
     def _average(self, step_params: Sequence[StepParam]) -> None:
-        own = [matrix.of(step_params[matrix.param_index].grad) for matrix in self.matrices]
+        own = [matrix.of(step_params[matrix.param_index].grad) for matrix in self.matrix_views]
         for position, views in enumerate(self.received):
             values = own if views is None else views
             if position == 0:
@@ -78,9 +68,9 @@ class _AveragedBatch:
                 torch._foreach_add_(self.averages, values)
         torch._foreach_div_(self.averages, float(len(self.received)))
 
-    def _fill(self, matrices: Sequence[ShardView], averages: list[Tensor], step_params: Sequence[StepParam]) -> None:
-        settings, views = step_params[matrices[0].param_index].settings, [matrix.view for matrix in matrices]
-        buffers = [matrix.of(step_params[matrix.param_index].momentum_buffer) for matrix in matrices]
+    def _fill(self, matrix_views: Sequence[ShardView], averages: list[Tensor], step_params: Sequence[StepParam]) -> None:
+        settings, views = step_params[matrix_views[0].param_index].settings, [matrix.view for matrix in matrix_views]
+        buffers = [matrix.of(step_params[matrix.param_index].momentum) for matrix in matrix_views]
         accumulate(buffers, averages, settings.retain)
         if settings.nesterov:
             look_ahead(views, averages, buffers, settings.momentum)
@@ -90,21 +80,15 @@ class _AveragedBatch:
 
 @dataclass(frozen=True, slots=True)
 class _Wave:
-    """A wave on one rank.
+    """A wave on one rank."""
 
-    Attributes:
-        gather: the exchange of gradients, to the owners.
-        scatter: the exchange of new weights, from the owners.
-        not_owned: the matrices of other owners, and where their gradients leave and their weights arrive.
-        owned_batches: the matrices that this rank owns, batch by batch.
-    """
+    gather: ExchangeBuffers  # the exchange of gradients, to the owners
+    scatter: ExchangeBuffers  # the exchange of new weights, from the owners
+    not_owned: list[ShardView]  # the matrices of other owners, and where their gradients leave and their weights arrive
+    owned_batches: list[_AveragedBatch]  # the matrices that this rank owns, batch by batch
 
-    gather: ExchangeBuffers
-    scatter: ExchangeBuffers
-    not_owned: list[ShardView]
-    owned_batches: list[_AveragedBatch]
-
-    def run(self, step_params: Sequence[StepParam], exchange: Exchange) -> Iterator[None]:
+    def run(self, step_params: Sequence[StepParam], exchange: Exchange, streams: Streams, ready: Mark) -> Iterator[None]:
+        """A step of the wave. All of its work is on the main stream."""
         views = [matrix.view for matrix in self.not_owned]
         with record_function("meshmuon::gather"):
             CopyPairs(views, [matrix.of(step_params[matrix.param_index].grad) for matrix in self.not_owned]).run()
@@ -122,55 +106,25 @@ class _Wave:
             CopyPairs([matrix.of(step_params[matrix.param_index].param) for matrix in self.not_owned], views).run()
 
 
-class DataParallelExecutor:
-    """A ``StepExecutor`` for replicated matrices whose gradients have not been averaged yet."""
+class DataParallelExecutor(Executor):
+    """The ``StepExecutor`` of replicated matrices whose gradients have not been averaged yet."""
 
-    def __init__(self, settings: ExecutorSettings) -> None:
-        self._settings = settings
-        self._workspace = Workspace()
-        self._waves: list[_Wave] = []
-        self._failures: list[Exception] = []
-        self._exchange: Exchange | None = None
-        self.plan: Plan | None = None
-
-    def prepare(self, plan: Plan, rank: int, step_params: Sequence[StepParam], exchange: Exchange | None) -> None:
-        """Makes the buffers for ``plan``, whose parameters are those of ``step_params``."""
-        assert exchange is not None
-        self.plan, self._exchange, self._waves = None, exchange, []
-        self._workspace.clear()
-        builder = _WavesBuilder(plan, rank, step_params, exchange, self._workspace, self._settings)
-        with torch.inference_mode(False):
-            self._waves = builder.build()
-        self._failures = builder.failures
-        self.plan = plan
-
-    def run(self, step_params: Sequence[StepParam], *, last: Callable[[], None]) -> Exception | None:
-        """One step; all gradients are on their way before the first is waited for."""
-        self._failures.clear()  # an abandoned step may have left some
-        if self._exchange is None or self.plan is None:
-            last()
-            return None
-        exchange = self._exchange
-        count = max(1, len(self._waves))
-        waves = [wave.run(step_params, exchange) for wave in self._waves]
-        run_pipeline(waves, count, (), guarded(last, self._failures), ahead=count)
-        free_gradients(step_params)
-        return take_first(self._failures)
-
-    def workspace_bytes(self) -> int:
-        """Bytes that the executor holds between steps."""
-        return self._workspace.bytes()
+    def _build(self, plan: Plan, rank: int, step_params: Sequence[StepParam], exchange: Exchange | None) -> RankProgram:
+        return _DataParallelBuilder(plan, rank, step_params, exchange, self._workspace, self._settings).build()
 
 
-class _WavesBuilder(ProgramBuilder):
+class _DataParallelBuilder(ProgramBuilder):
     """The scatter carries the new weights. The gather uses the same transfers in the other direction and carries gradients."""
 
-    def build(self) -> list[_Wave]:
+    def build(self) -> RankProgram:
         assert all(task.wave != NO_WAVE for task in self.plan.tasks), "replicated matrices are shared"
         batches = self.reserved_batches(self.owned)
         for k in range(len(self.routes)):
             self._averages(k)  # grown to its final size before anything keeps a view of it
-        return [self._wave(k, batches[k]) for k in range(len(self.routes))]
+        waves = tuple(self._wave(k, batches[k]) for k in range(len(self.routes)))
+        count = max(1, len(waves))  # all gradients are on their way before the first is waited for
+        rest = GradLifetime((), range(len(self.step_params)))
+        return RankProgram(waves, in_flight=count, ahead=count, rest=rest, failures=self.failures)
 
     def _averages(self, wave: int) -> Tensor:
         return self._buffer("averages", wave, sum(transfer.piece.size for transfer in self.routes[wave].own))
@@ -183,27 +137,23 @@ class _WavesBuilder(ProgramBuilder):
         routes = self.routes[k]
         sent = self._buffer(f"sent {k}", k, sum(transfer.piece.size for transfer in routes.scatter_in))
         received = self._buffer(f"received {k}", k, sum(transfer.piece.size for transfer in routes.scatter_out))
-        not_owned = [
-            self.shard_view(self.range_of(transfer.task), sent[offset : offset + transfer.piece.size])
-            for transfer, offset in offsets_of(routes.scatter_in)
-        ]
         ortho_batches = [self.ortho_batch(self.owned[k], batch) for batch in batches]
         return _Wave(
             gather=self.exchange_buffers(received, routes.scatter_out, sent, routes.scatter_in),
             scatter=self.exchange_buffers(sent, routes.scatter_in, received, routes.scatter_out),
-            not_owned=not_owned,
+            not_owned=self.piece_views(offsets_of(routes.scatter_in), sent),
             owned_batches=[self._averaged_batch(routes, batch, received, self._averages(k)) for batch in ortho_batches],
         )
 
     def _averaged_batch(self, routes: WaveRoutes, ortho_batch: OrthoBatch, received: Tensor, averages: Tensor) -> _AveragedBatch:
         tasks = [routes.owned[part.item] for part in ortho_batch.batch.slices]
         ranges = [self.range_of(task) for task in tasks]
-        matrices = [self.shard_view(ranges[k], ortho_batch.matrices[k : k + 1]) for k in range(len(tasks))]
+        matrix_views = [self.shard_view(ranges[k], ortho_batch.stacked[k : k + 1]) for k in range(len(tasks))]
         offset_of_average = {transfer.task: offset for transfer, offset in offsets_of(routes.own)}
         offset_of_rank = {(transfer.target, transfer.task): offset for transfer, offset in offsets_of(routes.scatter_out)}
 
         def views(buffer: Tensor, offsets: Sequence[int]) -> list[Tensor]:
-            pairs = zip(offsets, matrices, strict=True)
+            pairs = zip(offsets, matrix_views, strict=True)
             return [buffer[offset : offset + matrix.view.numel()].view(matrix.view.shape) for offset, matrix in pairs]
 
         def of_rank(rank: int) -> list[Tensor]:
@@ -212,10 +162,10 @@ class _WavesBuilder(ProgramBuilder):
         rule_state = ortho_batch.rule_state
         return _AveragedBatch(
             ortho_batch,
-            matrices,
+            matrix_views,
             averages=views(averages, [offset_of_average[task] for task in tasks]),
             received=[None if rank == self.rank else of_rank(rank) for rank in self.plan.ranks],
             results=[of_rank(rank) for rank in self.plan.ranks if rank != self.rank],
             rule_state=[] if rule_state is None else [self.rule_state_view(r, rule_state[k]) for k, r in enumerate(ranges)],
-            updates=ShardViews(matrices, self.step_params),
+            updates=ShardViews(matrix_views, self.step_params),
         )

@@ -78,15 +78,10 @@ def apply(
     cautious: bool = False,
     add_alike: bool | None = None,
 ) -> None:
-    """p ← p·decay − rate·update, without waiting for the device when lr is a tensor there.
+    """p ← p·decay − rate·update, without waiting for the device when lr is a tensor there. May overwrite ``updates``.
 
-    Args:
-        params: the parameters.
-        updates: their updates, which may be overwritten.
-        decay: what the parameters are multiplied by.
-        rate: what the updates are multiplied by.
-        cautious: decay only the elements whose update is zero or moves them towards zero.
-        add_alike: the result of ``all_add_alike`` for them, if the caller knows it.
+    With ``cautious``, only elements whose update is zero or moves them towards zero decay. ``add_alike`` is the result of
+    ``all_add_alike`` for the parameters and updates, if the caller knows it.
     """
     if cautious:
         for param, update in zip(params, updates, strict=True):

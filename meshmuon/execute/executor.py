@@ -12,7 +12,7 @@ from ..device import Streams, streams_for
 from ..ortho import Workspace
 from ..plan import Plan
 from ..transport import Exchange
-from .build import RankProgram, build_rank_program
+from .build import RankProgram, RankProgramBuilder
 from .pipeline import guarded, run_pipeline, take_first
 from .settings import ExecutorSettings
 from .step_param import StepParam
@@ -79,10 +79,13 @@ class Executor:
         self._program = RankProgram()
         self._workspace.clear()
         with torch.inference_mode(False):  # buffers made inside inference_mode cannot be written outside of it
-            self._program = build_rank_program(plan, rank, step_params, exchange, self._workspace, self._settings)
+            self._program = self._build(plan, rank, step_params, exchange)
         self._streams = streams_for(step_params[0].param.device) if step_params else None
         self._exchange = exchange
         self.plan = plan
+
+    def _build(self, plan: Plan, rank: int, step_params: Sequence[StepParam], exchange: Exchange | None) -> RankProgram:
+        return RankProgramBuilder(plan, rank, step_params, exchange, self._workspace, self._settings).build()
 
     def run(self, step_params: Sequence[StepParam], *, last: Callable[[], None]) -> Exception | None:
         """One step of the prepared plan."""
@@ -106,7 +109,7 @@ class Executor:
                 rule_state.start_scatter(exchange)
             guarded(last, program.failures)()
 
-        run_pipeline(waves, self.plan.options.in_flight, local, before_last_results)
+        run_pipeline(waves, program.in_flight, local, before_last_results, ahead=program.ahead)
         for rule_state in program.rule_states:
             rule_state.finish_scatter(step_params)
         program.rest.free_gradients(step_params)

@@ -35,27 +35,22 @@ class OrthoBatch:
 
     If a batch cannot be orthogonalised (a user's scheme raises, memory runs out), it becomes zeros, which change no parameter,
     and its error goes to ``failures``. The step continues, because other ranks wait for this one, and then returns the error.
-
-    Attributes:
-        batch: which matrices.
-        matrices: (size, rows, cols).
-        rule_state: (size, outputs) where the rule keeps numbers between steps, else None.
     """
 
     def __init__(
         self, batch: Batch, template: StepParam, workspace: Workspace, settings: ExecutorSettings, failures: list[Exception]
     ) -> None:
         self.batch = batch
-        self.matrices = _take(batch, template, workspace)
-        self.rule_state: Tensor | None = None
+        self.stacked = _take(batch, template, workspace)  # (size, rows, cols)
+        self.rule_state: Tensor | None = None  # (size, outputs) where the rule keeps numbers between steps
         if template.rule_state is not None:
-            outputs = template.matrices.lr_shape[0]
+            outputs = template.matrix_set.lr_shape[0]
             self.rule_state = (
                 aligned_matrices((batch.size, 1, outputs), template.update_dtype, template.param.device).zero_().squeeze(1)
             )
-        self._rule, self._flipped = template.rule, template.matrices.flipped
+        self._rule, self._flipped = template.rule, template.matrix_set.flipped
         self._one_by_one = settings.deterministic
-        self._orthogonalise = _orthogonaliser(self.matrices, template, workspace, settings)
+        self._orthogonalise = _orthogonaliser(self.stacked, template, workspace, settings)
         self._failures = failures
 
     def orthogonalise(self) -> None:
@@ -65,10 +60,10 @@ class OrthoBatch:
                 if self._rule is None:
                     self._orthogonalise()
                 else:
-                    seen = seen_by_rule(self.matrices, self.rule_state, flipped=self._flipped, one_by_one=self._one_by_one)
+                    seen = seen_by_rule(self.stacked, self.rule_state, flipped=self._flipped, one_by_one=self._one_by_one)
                     apply_rule(self._rule, self._orthogonalise, seen)
             except Exception as error:
-                self.matrices.zero_()
+                self.stacked.zero_()
                 self._failures.append(error)
 
 
@@ -76,9 +71,9 @@ SeenByRule: TypeAlias = "list[tuple[Tensor, Tensor | None]]"
 """Batches of matrices, (batch, outputs, inputs), each with its rule state, (batch, outputs, 1)."""
 
 
-def seen_by_rule(matrices: Tensor, rule_state: Tensor | None, *, flipped: bool, one_by_one: bool) -> SeenByRule:
-    """``matrices`` and their rule state as a rule sees them: all in one batch, or each in a batch of its own."""
-    seen = matrices.mT if flipped else matrices
+def seen_by_rule(stacked: Tensor, rule_state: Tensor | None, *, flipped: bool, one_by_one: bool) -> SeenByRule:
+    """Matrices and their rule state as a rule sees them: all in one batch, or each in a batch of its own."""
+    seen = stacked.mT if flipped else stacked
     numbers = None if rule_state is None else rule_state.unsqueeze(-1)
     if not one_by_one:
         return [(seen, numbers)]
@@ -87,65 +82,63 @@ def seen_by_rule(matrices: Tensor, rule_state: Tensor | None, *, flipped: bool, 
 
 def apply_rule(rule: UpdateRule, orthogonalise: Callable[[], None], seen: SeenByRule) -> None:
     """Orthogonalises matrices in place, with what ``rule`` does before and after."""
-    for matrices, _ in seen:
-        rule.before(matrices)
+    for stacked, _ in seen:
+        rule.before(stacked)
     orthogonalise()
-    for matrices, rule_state in seen:
-        rule.after(matrices, rule_state)
+    for stacked, rule_state in seen:
+        rule.after(stacked, rule_state)
 
 
 def reserve_ortho_batches(batches: Iterable[tuple[Batch, StepParam]], workspace: Workspace, settings: ExecutorSettings) -> None:
     """Grows the workspace to its final size: it must not move once batches keep views of it."""
     for batch, template in batches:
-        matrices = _take(batch, template, workspace)
-        reserve_scratch(matrices, template.scheme, form=settings.form, dtype=template.compute_dtype, workspace=workspace)
+        stacked = _take(batch, template, workspace)
+        reserve_scratch(stacked, template.scheme, form=settings.form, dtype=template.compute_dtype, workspace=workspace)
 
 
 def _take(batch: Batch, template: StepParam, workspace: Workspace) -> Tensor:
     return workspace.take_matrices("matrices", (batch.size, batch.rows, batch.cols), template.update_dtype, template.param.device)
 
 
-def _orthogonaliser(
-    matrices: Tensor, template: StepParam, workspace: Workspace, settings: ExecutorSettings
-) -> Callable[[], None]:
-    """What orthogonalises ``matrices`` in place: eager with reused buffers, a CUDA graph of that, or compiled."""
+def _orthogonaliser(stacked: Tensor, template: StepParam, workspace: Workspace, settings: ExecutorSettings) -> Callable[[], None]:
+    """What orthogonalises ``stacked`` in place: eager with reused buffers, a CUDA graph of that, or compiled."""
     scheme, dtype, form = template.scheme, template.compute_dtype, settings.form
-    if not matrices.numel():
+    if not stacked.numel():
         return lambda: None
     if settings.compile:
-        return _compiled(matrices, scheme, dtype, settings)
+        return _compiled(stacked, scheme, dtype, settings)
     if not isinstance(scheme, Scheme):
 
         def orthogonalise() -> None:
-            matrices.copy_(call_scheme(scheme, matrices, one_by_one=settings.deterministic))
+            stacked.copy_(call_scheme(scheme, stacked, one_by_one=settings.deterministic))
 
     else:
-        products = products_for(matrices.device, deterministic=settings.deterministic)
-        blocks = blocks_for(matrices.size(1), matrices.size(2), scheme, form=form, dtype=dtype)
-        steps, scratch = scheme.steps, Scratch(workspace, matrices, dtype, matrices)
+        products = products_for(stacked.device, deterministic=settings.deterministic)
+        blocks = blocks_for(stacked.size(1), stacked.size(2), scheme, form=form, dtype=dtype)
+        steps, scratch = scheme.steps, Scratch(workspace, stacked, dtype, stacked)
 
         def orthogonalise() -> None:
-            iterate(matrices, steps, blocks, scratch, products)
+            iterate(stacked, steps, blocks, scratch, products)
 
-    return replay_for(matrices.device, orthogonalise, graphs=settings.cuda_graphs)
+    return replay_for(stacked.device, orthogonalise, graphs=settings.cuda_graphs)
 
 
 def _compiled(
-    matrices: Tensor, scheme: Scheme | Orthogonalizer, dtype: torch.dtype, settings: ExecutorSettings
+    stacked: Tensor, scheme: Scheme | Orthogonalizer, dtype: torch.dtype, settings: ExecutorSettings
 ) -> Callable[[], None]:
     backend = settings.compile if isinstance(settings.compile, str) else "inductor"
-    eager = scheme if not isinstance(scheme, Scheme) else _traceable(matrices, scheme, dtype, settings.form)
+    eager = scheme if not isinstance(scheme, Scheme) else _traceable(stacked, scheme, dtype, settings.form)
     compiled = torch.compile(eager, backend=backend, dynamic=False)
 
     def orthogonalise() -> None:
-        with own_graph_per_shape(), torch.autocast(matrices.device.type, enabled=False):
-            matrices.copy_(call_scheme(compiled, matrices, one_by_one=settings.deterministic))
+        with own_graph_per_shape(), torch.autocast(stacked.device.type, enabled=False):
+            stacked.copy_(call_scheme(compiled, stacked, one_by_one=settings.deterministic))
 
     return orthogonalise
 
 
-def _traceable(matrices: Tensor, scheme: Scheme, dtype: torch.dtype, form: str) -> Orthogonalizer:
-    steps, blocks = scheme.steps, blocks_for(matrices.size(1), matrices.size(2), scheme, form=form, dtype=dtype)
+def _traceable(stacked: Tensor, scheme: Scheme, dtype: torch.dtype, form: str) -> Orthogonalizer:
+    steps, blocks = scheme.steps, blocks_for(stacked.size(1), stacked.size(2), scheme, form=form, dtype=dtype)
 
     def eager(x: Tensor) -> Tensor:
         result = torch.empty_like(x)

@@ -75,14 +75,9 @@ def run_pipeline(
     *,
     ahead: int | None = None,
 ) -> None:
-    """Runs all waves in the order of ``pipeline_order``.
+    """Runs all waves in the order of ``pipeline_order``; ``Action`` says when ``local`` and ``last`` have their turns.
 
-    Args:
-        waves: generators that yield twice: after sending their pieces, and after sending their results.
-        width: most waves in flight.
-        local: work that is not part of a wave; done while the first pieces are on their way.
-        last: work that is not part of a wave; done while the last results are on their way.
-        ahead: as in ``pipeline_order``.
+    The waves are generators that yield twice: after sending their pieces, and after sending their results.
     """
     waves = list(waves)
     for action, wave in pipeline_order(len(waves), width, ahead=ahead):

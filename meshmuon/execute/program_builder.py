@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
+from typing import TypeAlias
 
 from torch import Tensor
 
@@ -17,7 +18,11 @@ from .shard_views import ShardView
 from .step_param import StepParam, local_part
 from .wave import ExchangeBuffers
 
-__all__ = ["MatrixRange", "ProgramBuilder", "offsets_of", "rule_state_param"]
+__all__ = ["MatrixRange", "PlacedTransfers", "ProgramBuilder", "offsets_of", "rule_state_param"]
+
+
+PlacedTransfers: TypeAlias = "list[tuple[PieceTransfer, int]]"
+"""Transfers with the offsets of their pieces in a buffer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,13 +36,7 @@ class MatrixRange:
 
 
 class ProgramBuilder:
-    """Turns a plan into what one rank runs. ``build.py`` and ``data_parallel.py`` extend it, ``rule_state.py`` calls it.
-
-    Attributes:
-        routes: what this rank sends and receives, wave by wave.
-        owned: the matrices that this rank owns, wave by wave, in the order of ``WaveRoutes.owned``.
-        failures: where batches put what went wrong during a step.
-    """
+    """Turns a plan into what one rank runs. ``build.py`` and ``data_parallel.py`` extend it, ``rule_state.py`` calls it."""
 
     def __init__(
         self,
@@ -50,11 +49,12 @@ class ProgramBuilder:
     ) -> None:
         self.plan, self.rank, self.step_params, self.exchange = plan, rank, step_params, exchange
         self.workspace, self.settings = workspace, settings
-        self.failures: list[Exception] = []
-        self.routes = routes_of(plan, rank)
+        self.failures: list[Exception] = []  # where batches put what went wrong during a step
+        self.routes = routes_of(plan, rank)  # wave by wave
         self._local_index = [_local_index(planned, rank) for planned in plan.params]
         self._windows = [_local_window(planned, rank) for planned in plan.params]
         self._batch_keys = _batch_keys(plan)
+        # The matrices that this rank owns, wave by wave.
         self.owned = [[self.range_of(task) for task in routes.owned] for routes in self.routes]
 
     def range_of(self, task_index: int) -> MatrixRange:
@@ -88,23 +88,30 @@ class ProgramBuilder:
         """A batch with its tensors; the workspace must have been reserved."""
         return OrthoBatch(batch, self.template(ranges, batch), self.workspace, self.settings, self.failures)
 
-    def shard_view(self, matrices: MatrixRange, view: Tensor) -> ShardView:
-        """This rank's part of ``matrices``, which the contiguous ``view`` holds in the same order."""
-        step_param = self.step_params[matrices.param_index]
-        return self._cut(matrices, local_part(step_param.param), self._windows[matrices.param_index], view)
+    def shard_view(self, matrix_range: MatrixRange, view: Tensor) -> ShardView:
+        """This rank's part of ``matrix_range``, which the contiguous ``view`` holds in the same order."""
+        step_param = self.step_params[matrix_range.param_index]
+        return self._cut(matrix_range, local_part(step_param.param), self._windows[matrix_range.param_index], view)
 
-    def rule_state_view(self, matrices: MatrixRange, view: Tensor) -> ShardView:
-        """This rank's part of the rule state of ``matrices``, likewise."""
-        step_param = self.step_params[matrices.param_index]
+    def rule_state_view(self, matrix_range: MatrixRange, view: Tensor) -> ShardView:
+        """This rank's part of the rule state of ``matrix_range``, likewise."""
+        step_param = self.step_params[matrix_range.param_index]
         assert step_param.rule_state is not None
-        window = _local_window(rule_state_param(self.plan.params[matrices.param_index], step_param), self.rank)
-        return self._cut(matrices, local_part(step_param.rule_state), window, view)
+        window = _local_window(rule_state_param(self.plan.params[matrix_range.param_index], step_param), self.rank)
+        return self._cut(matrix_range, local_part(step_param.rule_state), window, view)
 
-    def _cut(self, matrices: MatrixRange, local: Tensor, window: tuple[slice, slice] | None, view: Tensor) -> ShardView:
-        stacked = self.step_params[matrices.param_index].matrices.stack_dims
-        cut = (*((slice(matrices.start, matrices.stop),) if stacked else ()), *(window or ()))
+    def piece_views(self, placed: PlacedTransfers, buffer: Tensor) -> list[ShardView]:
+        """This rank's pieces in a flat buffer."""
+        return [
+            self.shard_view(self.range_of(transfer.task), buffer[offset : offset + transfer.piece.size])
+            for transfer, offset in placed
+        ]
+
+    def _cut(self, matrix_range: MatrixRange, local: Tensor, window: tuple[slice, slice] | None, view: Tensor) -> ShardView:
+        stack_dims = self.step_params[matrix_range.param_index].matrix_set.stack_dims
+        cut = (*((slice(matrix_range.start, matrix_range.stop),) if stack_dims else ()), *(window or ()))
         shape = local[cut].shape if cut else local.shape
-        return ShardView(matrices.param_index, None if shape == local.shape else cut, view.view(shape))
+        return ShardView(matrix_range.param_index, None if shape == local.shape else cut, view.view(shape))
 
     def exchange_buffers(
         self, received: Tensor, arriving: Sequence[PieceTransfer], sent: Tensor, leaving: Sequence[PieceTransfer]
@@ -130,7 +137,7 @@ class ProgramBuilder:
         return elements
 
 
-def offsets_of(transfers: Sequence[PieceTransfer], start: int = 0) -> list[tuple[PieceTransfer, int]]:
+def offsets_of(transfers: Sequence[PieceTransfer], start: int = 0) -> PlacedTransfers:
     """Each transfer with the offset of its piece in a flat buffer, where pieces lie one after the other from ``start`` on."""
     placed = []
     for transfer in transfers:
@@ -145,9 +152,9 @@ def rule_state_param(planned: PlannedParam, step_param: StepParam) -> PlannedPar
     A (64, 48) weight has rule state of shape (64, 1). Sharded by columns over 4 ranks, the weight has 12 columns on each of them,
     and the rule state is on the first: the rank that holds column 0 of a row also holds the rule state of that row.
     """
-    shape = step_param.matrices.rule_state_shape(planned.layouts[0].shape)
+    shape = step_param.matrix_set.rule_state_shape(planned.layouts[0].shape)
     layouts = tuple(Layout(shape, layout.mesh, layout.placements) for layout in planned.layouts)
-    return replace(planned, layouts=layouts, window=step_param.matrices.rule_state_window)
+    return replace(planned, layouts=layouts, window=step_param.matrix_set.rule_state_window)
 
 
 def _batch_keys(plan: Plan) -> dict[tuple[int, int], Hashable]:

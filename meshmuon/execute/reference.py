@@ -20,8 +20,9 @@ from ..plan import Plan
 from ..transport import Exchange, check_round_trip, has_part, own_shard, whole
 from .elementwise import apply, look_ahead
 from .ortho_batch import apply_rule, seen_by_rule
+from .rule_state import store_rule_state
 from .settings import ExecutorSettings
-from .shard_views import GradLifetime, grouped
+from .shard_views import GradLifetime, ShardView, grouped
 from .step_param import StepParam, local_part
 
 __all__ = ["ReferenceExecutor"]
@@ -37,14 +38,14 @@ class ReferenceExecutor:
     def prepare(self, plan: Plan, rank: int, step_params: Sequence[StepParam], exchange: Exchange | None) -> None:
         """Refuses what torch cannot gather, and keeps the plan, of which it uses only the names."""
         self.plan = None
-        for _, members in grouped(range(len(step_params)), lambda k: _layout_of(step_params[k].param)):
+        for members in grouped(range(len(step_params)), lambda k: _layout_of(step_params[k].param)):
             if has_part(step_params[members[0]].param):
                 check_round_trip(plan.params[members[0]].name, step_params[members[0]].param)
         self.plan = plan
 
     def run(self, step_params: Sequence[StepParam], *, last: Callable[[], None]) -> Exception | None:
         """One step, parameter by parameter. Unlike ``Executor`` it stops at the first error."""
-        for _, members in grouped(range(len(step_params)), lambda k: step_params[k].param):
+        for members in grouped(range(len(step_params)), lambda k: step_params[k].param):
             self._step(step_params, members)
         last()
         return None
@@ -57,73 +58,69 @@ class ReferenceExecutor:
             return
         with record_function("meshmuon::momentum"):
             grad_lifetime.accumulate(step_params)
-            update = first.momentum_buffer.to(first.update_dtype, copy=True)
+            update = first.momentum.to(first.update_dtype, copy=True)
             if first.settings.nesterov:
-                view, grad, buffer = local_part(update), local_part(first.grad), local_part(first.momentum_buffer)
+                view, grad, buffer = local_part(update), local_part(first.grad), local_part(first.momentum)
                 look_ahead([view], [grad], [buffer], first.settings.momentum)
         grad_lifetime.free_gradients(step_params)
         with record_function("meshmuon::gather"):
             full = whole(update)
-        for step_param in (step_params[k] for k in members):
+        for k in members:
+            step_param = step_params[k]
             in_part = torch.zeros_like(full, dtype=torch.bool)
-            _window(in_part, step_param.matrices).fill_(True)
+            _window(in_part, step_param.matrix_set).fill_(True)
             with record_function("meshmuon::orthogonalise"):
-                self._orthogonalise(step_param, _window(full, step_param.matrices))
+                self._orthogonalise(step_params, k, _window(full, step_param.matrix_set))
             with record_function("meshmuon::scatter"):
                 shard, shard_in_part = own_shard(full, step_param.param), own_shard(in_part, step_param.param)
             with record_function("meshmuon::update"):
                 settings, local = step_param.settings, local_part(step_param.param)
-                rate = settings.rate * settings.adjust(*step_param.matrices.lr_shape)
+                rate = settings.rate * settings.adjust(*step_param.matrix_set.lr_shape)
                 stepped = local.clone()
                 apply([stepped], [shard], settings.decay, rate, cautious=settings.cautious)
                 local.copy_(torch.where(shard_in_part, stepped, local))
 
-    def _orthogonalise(self, step_param: StepParam, part: Tensor) -> None:
-        size, rule, scheme = step_param.matrices, step_param.rule, step_param.scheme
-        matrices = part.reshape(size.count, size.rows, size.cols).contiguous()
+    def _orthogonalise(self, step_params: Sequence[StepParam], k: int, part: Tensor) -> None:
+        step_param = step_params[k]
+        matrix_set, rule, scheme = step_param.matrix_set, step_param.rule, step_param.scheme
+        stacked = part.reshape(matrix_set.count, matrix_set.rows, matrix_set.cols).contiguous()
         deterministic = self._settings.deterministic
         products = products_for(part.device, deterministic=deterministic)
         options: dict[str, Any] = {"form": self._settings.form, "dtype": step_param.compute_dtype, "products": products}
 
         def orthogonalise() -> None:
             if isinstance(scheme, Scheme):
-                orthogonalize(matrices, scheme, out=matrices, **options)
+                orthogonalize(stacked, scheme, out=stacked, **options)
             else:
-                matrices.copy_(call_scheme(scheme, matrices, one_by_one=deterministic))
+                stacked.copy_(call_scheme(scheme, stacked, one_by_one=deterministic))
 
         if rule is None:
             orthogonalise()
         else:
             stored = None if step_param.rule_state is None else whole(step_param.rule_state).clone()
-            window = None if stored is None else _window(stored, size, rule_state=True)
-            rule_state = None if window is None else window.reshape(size.count, -1).clone()
-            apply_rule(rule, orthogonalise, seen_by_rule(matrices, rule_state, flipped=size.flipped, one_by_one=deterministic))
-            if stored is not None and window is not None and rule_state is not None:
+            window = None if stored is None else _window(stored, matrix_set, rule_state=True)
+            rule_state = None if window is None else window.reshape(matrix_set.count, -1).clone()
+            seen = seen_by_rule(stacked, rule_state, flipped=matrix_set.flipped, one_by_one=deterministic)
+            apply_rule(rule, orthogonalise, seen)
+            if step_param.rule_state is not None and stored is not None and window is not None and rule_state is not None:
                 window.copy_(rule_state.view(window.shape))
-                _store(step_param, stored)
-        part.copy_(matrices.view(part.shape))
+                store_rule_state([ShardView(k, None, own_shard(stored, step_param.rule_state))], step_params)
+        part.copy_(stacked.view(part.shape))
 
     def workspace_bytes(self) -> int:
         """Nothing is held between steps."""
         return 0
 
 
-def _store(step_param: StepParam, rule_state: Tensor) -> None:
-    assert step_param.rule_state is not None
-    shard, skip_mask = own_shard(rule_state, step_param.rule_state), step_param.settings.skip_mask
-    local = local_part(step_param.rule_state)
-    local.copy_(shard if skip_mask is None else torch.where(skip_mask, local, shard))
-
-
 def _layout_of(param: Tensor) -> Hashable:
     return tuple(param.shape), getattr(param, "device_mesh", None), getattr(param, "placements", None)
 
 
-def _window(full: Tensor, matrices: MatrixSet, *, rule_state: bool = False) -> Tensor:
-    """A view of the part of a whole parameter, or of its rule state, that belongs to ``matrices``."""
-    window = matrices.rule_state_window if rule_state else matrices.window
+def _window(full: Tensor, matrix_set: MatrixSet, *, rule_state: bool = False) -> Tensor:
+    """A view of the part of a whole parameter, or of its rule state, that belongs to ``matrix_set``."""
+    window = matrix_set.rule_state_window if rule_state else matrix_set.window
     if window is None:
         return full
     (top, bottom), (left, right) = window
-    rows = full.narrow(matrices.stack_dims, top, bottom - top)
-    return rows if full.dim() > matrices.stack_dims + 2 else rows.narrow(matrices.stack_dims + 1, left, right - left)
+    rows = full.narrow(matrix_set.stack_dims, top, bottom - top)
+    return rows if full.dim() > matrix_set.stack_dims + 2 else rows.narrow(matrix_set.stack_dims + 1, left, right - left)

@@ -25,23 +25,14 @@ __all__ = ["RuleStateExchange", "load_rule_state", "rule_state_exchanges", "rule
 
 @dataclass(slots=True)
 class RuleStateExchange:
-    """The rule state of one device and dtype, on one rank. ``Executor.run`` calls the methods in their order here.
+    """The rule state of one device and dtype, on one rank. ``Executor.run`` calls the methods in their order here."""
 
-    Attributes:
-        sent_shards: this rank's stored numbers, with views of the buffer from which they go to the owners.
-        gather: the exchange that brings them to the owners.
-        unpack: from the received buffer to the batches of owned matrices.
-        pack: from these batches to the buffer that is sent back.
-        scatter: the exchange that brings them back.
-        received_shards: this rank's stored numbers, with views of the buffer in which they arrive.
-    """
-
-    sent_shards: list[ShardView]
-    gather: ExchangeBuffers
-    unpack: CopyPairs
-    pack: CopyPairs
-    scatter: ExchangeBuffers
-    received_shards: list[ShardView]
+    sent_shards: list[ShardView]  # this rank's stored numbers, with views of the buffer from which they go to the owners
+    gather: ExchangeBuffers  # the exchange that brings them to the owners
+    unpack: CopyPairs  # from the received buffer to the batches of owned matrices
+    pack: CopyPairs  # from these batches to the buffer that is sent back
+    scatter: ExchangeBuffers  # the exchange that brings them back
+    received_shards: list[ShardView]  # this rank's stored numbers, with views of the buffer in which they arrive
     _pending: Pending | None = None
 
     def start_gather(self, step_params: Sequence[StepParam], exchange: Exchange) -> None:
@@ -88,16 +79,14 @@ def _stored(shard: ShardView, step_params: Sequence[StepParam]) -> Tensor:
 def rule_state_exchanges(builder: ProgramBuilder, owned: Mapping[int, Tensor]) -> list[RuleStateExchange]:
     """The exchanges of this rank, one per device and dtype, in an order that is the same on every rank.
 
-    Args:
-        builder: builds the program that they belong to.
-        owned: for each task that this rank owns in a wave, its numbers during a step, (outputs,).
+    ``owned`` has, for each task that this rank owns in a wave, its numbers during a step, (outputs,).
     """
     if builder.exchange is None:
         return []
     plan, step_params = builder.plan, builder.step_params
     tasks = [t for t, task in enumerate(plan.tasks) if task.wave != NO_WAVE and step_params[task.param].rule_state is not None]
     exchanges = []
-    for _, members in grouped(tasks, lambda t: _lane(step_params[plan.tasks[t].param])):
+    for members in grouped(tasks, lambda t: _lane(step_params[plan.tasks[t].param])):
         transfers = [rule_state_transfers(plan, t, step_params) for t in members]
         gathers = [transfer for gather, _ in transfers for transfer in gather]
         scatters = [transfer for _, scatter in transfers for transfer in scatter]
@@ -147,7 +136,7 @@ def _exchange(builder: ProgramBuilder, routes: WaveRoutes, template: StepParam, 
         (pack.source, pack.target, [(routes.scatter_out, scatter_out), own]),
     ):
         for transfer, view in _pieces_of(placed):
-            flipped = builder.step_params[builder.plan.tasks[transfer.task].param].matrices.flipped
+            flipped = builder.step_params[builder.plan.tasks[transfer.task].param].matrix_set.flipped
             outputs = transfer.piece.cols if flipped else transfer.piece.rows
             inside.extend(owned[transfer.task][start:stop] for start, stop in outputs)
             outside.extend(torch.split(view, [stop - start for start, stop in outputs]))

@@ -14,23 +14,14 @@ DEFAULT_MEMORY_BUDGET = 64 * 2**20
 
 @dataclass(frozen=True, slots=True)
 class ExecutorSettings:
-    """How matrices are batched and computed.
+    """How matrices are batched and computed."""
 
-    Attributes:
-        chunk_size: most matrices per batch; -1 lets ``memory_budget`` decide.
-        memory_budget: bytes of scratch that one batch may use; a single larger matrix still runs.
-        form: ``"auto"``, ``"standard"`` or ``"gram"``.
-        deterministic: multiply the matrices of a batch one by one, so that batching does not change the results.
-        compile: compile the orthogonalisation per shape; a string names the backend.
-        cuda_graphs: replay the orthogonalisation of each batch as a CUDA graph (no effect on CPU).
-    """
-
-    chunk_size: int = -1
-    memory_budget: int = DEFAULT_MEMORY_BUDGET
-    form: str = "auto"
-    deterministic: bool = False
-    compile: bool | str = False
-    cuda_graphs: bool = False
+    chunk_size: int = -1  # most matrices per batch; -1 lets ``memory_budget`` decide
+    memory_budget: int = DEFAULT_MEMORY_BUDGET  # bytes of scratch that one batch may use; a single larger matrix still runs
+    form: str = "auto"  # ``"auto"``, ``"standard"`` or ``"gram"``
+    deterministic: bool = False  # multiply the matrices of a batch one by one, so that batching does not change the results
+    compile: bool | str = False  # compile the orthogonalisation per shape; a string names the backend
+    cuda_graphs: bool = False  # replay the orthogonalisation of each batch as a CUDA graph (no effect on CPU)
 
     def __post_init__(self) -> None:
         if self.chunk_size != -1 and self.chunk_size < 1:

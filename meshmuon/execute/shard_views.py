@@ -18,7 +18,6 @@ from .step_param import StepParam, local_part
 __all__ = ["GradLifetime", "ShardView", "ShardViews", "free_gradients", "grouped"]
 
 _T = TypeVar("_T")
-_K = TypeVar("_K", bound=Hashable)
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,16 +25,11 @@ class ShardView:
     """A part of a parameter's local tensor and its view of a buffer.
 
     Expert 2 of a local (4, 64, 48) tensor has the cut ``(slice(2, 3),)`` and a view of shape (1, 64, 48).
-
-    Attributes:
-        param_index: index of the parameter in the step's list.
-        cut: which part of the local tensor; None for all of it.
-        view: where the part is in a buffer, with the shape of the part.
     """
 
-    param_index: int
-    cut: tuple[slice, ...] | None
-    view: Tensor
+    param_index: int  # index of the parameter in the step's list
+    cut: tuple[slice, ...] | None  # which part of the local tensor; None for all of it
+    view: Tensor  # where the part is in a buffer, with the shape of the part
 
     def of(self, tensor: Tensor) -> Tensor:
         """This part of ``tensor``, which has the shape of the parameter's local tensor."""
@@ -52,15 +46,12 @@ class _UniformViews:
         self.add_alike = all_add_alike([local_part(step_params[shard.param_index].param) for shard in shards], self.views)
 
     def params(self, step_params: Sequence[StepParam]) -> list[Tensor]:
-        """The shards of the parameters."""
         return [shard.of(local_part(step_params[shard.param_index].param)) for shard in self._shards]
 
     def buffers(self, step_params: Sequence[StepParam]) -> list[Tensor]:
-        """The shards of their momentum."""
-        return [shard.of(local_part(step_params[shard.param_index].momentum_buffer)) for shard in self._shards]
+        return [shard.of(local_part(step_params[shard.param_index].momentum)) for shard in self._shards]
 
     def grads(self, step_params: Sequence[StepParam]) -> list[Tensor]:
-        """The shards of their gradients."""
         return [shard.of(local_part(step_params[shard.param_index].grad)) for shard in self._shards]
 
 
@@ -68,14 +59,13 @@ class ShardViews:
     """Shards that are filled and applied together, grouped once by what their parameters have in common."""
 
     def __init__(self, shards: Sequence[ShardView], step_params: Sequence[StepParam]) -> None:
-        def group_index(shard: ShardView) -> int:
-            return step_params[shard.param_index].group_index
-
         def group_and_shape(shard: ShardView) -> tuple[int, tuple[int, int]]:
-            return group_index(shard), step_params[shard.param_index].matrices.lr_shape
+            step_param = step_params[shard.param_index]
+            return step_param.group_index, step_param.matrix_set.lr_shape
 
-        self._by_group = [_UniformViews(members, step_params) for _, members in grouped(shards, group_index)]
-        self._by_shape = [_UniformViews(members, step_params) for _, members in grouped(shards, group_and_shape)]
+        by_group = grouped(shards, lambda shard: step_params[shard.param_index].group_index)
+        self._by_group = [_UniformViews(members, step_params) for members in by_group]
+        self._by_shape = [_UniformViews(members, step_params) for members in grouped(shards, group_and_shape)]
 
     def fill(self, step_params: Sequence[StepParam]) -> None:
         """Writes what will be orthogonalised (momentum, with Nesterov's look-ahead if asked for) into the views."""
@@ -90,7 +80,7 @@ class ShardViews:
         """p ← p·decay − rate·factor·view for each parameter."""
         for uniform in self._by_shape:
             first = step_params[uniform.first]
-            settings, factor = first.settings, first.settings.adjust(*first.matrices.lr_shape)
+            settings, factor = first.settings, first.settings.adjust(*first.matrix_set.lr_shape)
             rate, options = settings.rate * factor, {"cautious": settings.cautious, "add_alike": uniform.add_alike}
             apply(uniform.params(step_params), uniform.views, settings.decay, rate, **options)
 
@@ -109,9 +99,9 @@ class GradLifetime:
     def accumulate(self, step_params: Sequence[StepParam]) -> None:
         """M ← momentum·M + G for the parameters that begin here."""
         if self._groups is None:
-            self._groups = [members for _, members in grouped(self.begins, lambda k: step_params[k].group_index)]
+            self._groups = grouped(self.begins, lambda k: step_params[k].group_index)
         for members in self._groups:
-            buffers = [local_part(step_params[k].momentum_buffer) for k in members]
+            buffers = [local_part(step_params[k].momentum) for k in members]
             accumulate(buffers, [local_part(step_params[k].grad) for k in members], step_params[members[0]].settings.retain)
 
     def gradients(self, step_params: Sequence[StepParam]) -> Iterator[Tensor]:
@@ -130,9 +120,9 @@ def free_gradients(step_params: Iterable[StepParam]) -> None:
             step_param.param.grad = None
 
 
-def grouped(items: Iterable[_T], key: Callable[[_T], _K]) -> list[tuple[_K, list[_T]]]:
+def grouped(items: Iterable[_T], key: Callable[[_T], Hashable]) -> list[list[_T]]:
     """Items with equal keys together, in order of first appearance."""
-    groups: dict[_K, list[_T]] = {}
+    groups: dict[Hashable, list[_T]] = {}
     for item in items:
         groups.setdefault(key(item), []).append(item)
-    return list(groups.items())
+    return list(groups.values())

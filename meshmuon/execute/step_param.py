@@ -69,33 +69,19 @@ class StepSettings:
 
 @dataclass(slots=True)
 class StepParam:
-    """One parameter of the step, or one part of a fused one. The parts of a fused weight have the same ``param``.
+    """One parameter of the step, or one part of a fused one. The parts of a fused weight have the same ``param``."""
 
-    Attributes:
-        param: the parameter, plain or DTensor; its gradient is freed through it.
-        momentum_buffer: its momentum, laid out like it; the parameter itself where this rank keeps none, and between steps.
-        matrices: its matrices, over all ranks.
-        scheme: how they are orthogonalised.
-        compute_dtype: dtype of the products.
-        settings: the options of its param group.
-        comm_dtype: dtype on the wire.
-        group_index: index of its param group; parameters of one param group share ``settings``.
-        zeros: stands in for a gradient that only other ranks have.
-        rule: what is done before and after orthogonalising.
-        rule_state: the numbers that the rule keeps per output, laid out like the parameter; None without any.
-    """
-
-    param: Tensor
-    momentum_buffer: Tensor
-    matrices: MatrixSet
-    scheme: Scheme | Orthogonalizer
-    compute_dtype: torch.dtype
-    settings: StepSettings
-    comm_dtype: torch.dtype = torch.float32
-    group_index: int = 0
-    zeros: Tensor | None = None
-    rule: UpdateRule | None = None
-    rule_state: Tensor | None = None
+    param: Tensor  # the parameter, plain or DTensor; its gradient is freed through it
+    momentum_buffer: Tensor | None  # its momentum, laid out like it; None where this rank keeps none, and between steps
+    matrix_set: MatrixSet  # its matrices, over all ranks
+    scheme: Scheme | Orthogonalizer  # how they are orthogonalised
+    compute_dtype: torch.dtype  # dtype of the products
+    settings: StepSettings  # the options of its param group
+    comm_dtype: torch.dtype = torch.float32  # dtype on the wire
+    group_index: int = 0  # index of its param group; parameters of one param group share ``settings``
+    zeros: Tensor | None = None  # stands in for a gradient that only other ranks have
+    rule: UpdateRule | None = None  # what is done before and after orthogonalising
+    rule_state: Tensor | None = None  # the numbers that the rule keeps per output, laid out like the parameter; None without any
 
     @property
     def grad(self) -> Tensor:
@@ -105,19 +91,22 @@ class StepParam:
         return grad
 
     @property
+    def momentum(self) -> Tensor:
+        """The momentum of a parameter for which this rank keeps some."""
+        assert self.momentum_buffer is not None
+        return self.momentum_buffer
+
+    @property
     def update_dtype(self) -> torch.dtype:
         """Dtype in which the update is formed: never less than float32."""
         return torch.float64 if self.param.dtype == torch.float64 else torch.float32
 
-    @property
-    def batch_key(self) -> Hashable:
-        """What must be equal for two parameters to share a batch."""
-        flipped = self.rule is not None and self.matrices.flipped  # rules see outputs × inputs
-        return (self.param.device, self.update_dtype, self.compute_dtype, self.scheme, self.rule, flipped)
-
     def batch_item(self, count: int, *, key: Hashable = None) -> BatchItem:
         """``count`` of its matrices as ``plan_batches`` sees them; matrices with different keys do not share a batch."""
-        size = pitch(self.matrices.rows, self.matrices.cols, self.update_dtype) * self.update_dtype.itemsize
+        rows, cols = self.matrix_set.rows, self.matrix_set.cols
+        size = pitch(rows, cols, self.update_dtype) * self.update_dtype.itemsize
         steps = self.scheme.steps if isinstance(self.scheme, Scheme) else ()
-        scratch = scratch_bytes(self.matrices.rows, self.matrices.cols, steps, self.compute_dtype, self.update_dtype)
-        return BatchItem(count, self.matrices.rows, self.matrices.cols, (self.batch_key, key), size + scratch)
+        scratch = scratch_bytes(rows, cols, steps, self.compute_dtype, self.update_dtype)
+        flipped = self.rule is not None and self.matrix_set.flipped  # rules see outputs × inputs
+        treatment = (self.param.device, self.update_dtype, self.compute_dtype, self.scheme, self.rule, flipped, key)
+        return BatchItem(count, rows, cols, treatment, size + scratch)

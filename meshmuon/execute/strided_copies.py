@@ -59,14 +59,14 @@ def blocks_of(placed: Iterable[PlacedPiece], cols: int, pitch: int) -> list[Bloc
     return blocks
 
 
-def strided_views(blocks: Sequence[Block], matrices: Tensor, buffer: Tensor) -> tuple[list[Tensor], list[Tensor]]:
-    """Equal-shaped views of ``matrices`` and of the flat ``buffer``; copying one list to the other moves all blocks."""
+def strided_views(blocks: Sequence[Block], stacked: Tensor, buffer: Tensor) -> tuple[list[Tensor], list[Tensor]]:
+    """Equal-shaped views of ``stacked`` and of the flat ``buffer``; copying one list to the other moves all blocks."""
     in_batch_order = _runs(sorted(blocks, key=lambda block: block.batch_offset))
     in_buffer_order = _runs(sorted(blocks, key=lambda block: block.buffer_offset))
     runs = min(in_batch_order, in_buffer_order, key=len)
-    of_matrices = [_view(matrices, run, run[0].batch_offset, step[0], run[0].batch_stride) for run, step in runs]
+    of_stacked = [_view(stacked, run, run[0].batch_offset, step[0], run[0].batch_stride) for run, step in runs]
     of_buffer = [_view(buffer, run, run[0].buffer_offset, step[1], run[0].buffer_stride) for run, step in runs]
-    return of_matrices, of_buffer
+    return of_stacked, of_buffer
 
 
 def _view(tensor: Tensor, run: Sequence[Block], offset: int, step: int, row_stride: int) -> Tensor:

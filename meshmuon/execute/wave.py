@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -15,7 +16,7 @@ from .ortho_batch import OrthoBatch
 from .shard_views import GradLifetime, ShardViews
 from .step_param import StepParam
 
-__all__ = ["CopyPairs", "ExchangeBuffers", "OwnedBatch", "Wave"]
+__all__ = ["CopyPairs", "ExchangeBuffers", "OwnedBatch", "RankWave", "Wave"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,30 +66,28 @@ class OwnedBatch:
             self.pack.run()
 
 
-@dataclass(frozen=True, slots=True)
-class Wave:
-    """A wave on one rank, with its views made once.
-
-    Attributes:
-        gather: the exchange of pieces, to their owners.
-        scatter: the exchange of updates, back to the holders of the pieces.
-        fill: where each piece of this rank's momentum or look-ahead is, before rounding, for the buffer that is sent.
-        rounding: from what ``fill`` writes to what is sent, where the dtypes differ.
-        apply: where each piece of an update is in the buffer that is received.
-        owned_batches: the matrices that this rank owns, batch by batch.
-        grad_lifetime: the parameters whose gradients are first or last read here.
-    """
-
-    gather: ExchangeBuffers
-    scatter: ExchangeBuffers
-    fill: ShardViews
-    rounding: CopyPairs
-    apply: ShardViews
-    owned_batches: tuple[OwnedBatch, ...]
-    grad_lifetime: GradLifetime
+class RankWave(Protocol):
+    """A wave on one rank, with its views made once."""
 
     def run(self, step_params: Sequence[StepParam], exchange: Exchange, streams: Streams, ready: Mark) -> Iterator[None]:
         """A step of the wave; yields after each of its two exchanges has started, so that other waves can work meanwhile."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Wave:
+    """The ``RankWave`` of sharded matrices."""
+
+    gather: ExchangeBuffers  # the exchange of pieces, to their owners
+    scatter: ExchangeBuffers  # the exchange of updates, back to the holders of the pieces
+    fill: ShardViews  # where each piece of this rank's momentum or look-ahead is, before rounding, for the buffer that is sent
+    rounding: CopyPairs  # from what ``fill`` writes to what is sent, where the dtypes differ
+    apply: ShardViews  # where each piece of an update is in the buffer that is received
+    owned_batches: tuple[OwnedBatch, ...]  # the matrices that this rank owns, batch by batch
+    grad_lifetime: GradLifetime  # the parameters whose gradients are first or last read here
+
+    def run(self, step_params: Sequence[StepParam], exchange: Exchange, streams: Streams, ready: Mark) -> Iterator[None]:
+        """A step of the wave."""
         with streams.beside(ready, self.grad_lifetime.gradients(step_params)), record_function("meshmuon::momentum"):
             self.grad_lifetime.accumulate(step_params)
             self.fill.fill(step_params)

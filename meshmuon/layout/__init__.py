@@ -1,16 +1,14 @@
 """Who holds which part of a tensor, from shapes and placements alone."""
 
-from .cuts import Range, Ranges, clip, cut, length, merged
-from .layout import Box, Layout, Mesh, Placement, Replicated, Sharded, coordinates, flat_index
+from .cuts import Ranges, clip, cut, length, merged
+from .layout import Layout, Mesh, Placement, Replicated, Sharded, coordinates, flat_index
 from .sharded_matrix import Piece, ShardedMatrix, shard_matrices
 
 __all__ = [
-    "Box",
     "Layout",
     "Mesh",
     "Piece",
     "Placement",
-    "Range",
     "Ranges",
     "Replicated",
     "Sharded",

@@ -61,19 +61,15 @@ class Mesh:
             raise ConfigError(f"a mesh of shape {self.shape} needs {math.prod(self.shape)} different ranks, got {self.ranks}")
         # Both are needed once per parameter, and look at every rank.
         object.__setattr__(self, "_hash", hash((self.shape, self.ranks)))
-        object.__setattr__(self, "_text", _mesh_text(self.shape, self.ranks))
+        run = len(self.ranks) > 2 and self.ranks == tuple(range(self.ranks[0], self.ranks[-1] + 1))
+        named = f"{self.ranks[0]}-{self.ranks[-1]}" if run else ",".join(map(str, self.ranks))
+        object.__setattr__(self, "_text", f"{'×'.join(map(str, self.shape))} (ranks {named})")
 
     def __hash__(self) -> int:
         return self._hash
 
     def __str__(self) -> str:
         return self._text
-
-
-def _mesh_text(shape: tuple[int, ...], ranks: tuple[int, ...]) -> str:
-    run = len(ranks) > 2 and ranks == tuple(range(ranks[0], ranks[-1] + 1))
-    named = f"{ranks[0]}-{ranks[-1]}" if run else ",".join(map(str, ranks))
-    return f"{'×'.join(map(str, shape))} (ranks {named})"
 
 
 @dataclass(frozen=True, slots=True)

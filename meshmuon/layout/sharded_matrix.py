@@ -20,16 +20,11 @@ class Piece:
     """What one rank holds of a matrix: the product of row ranges and column ranges, in the order of its local tensor.
 
     Rows 4–7 of an (8, 6) matrix that ranks 1 and 3 hold: ``Piece(((4, 8),), ((0, 6),), (1, 3))``.
-
-    Attributes:
-        rows: row ranges.
-        cols: column ranges.
-        holders: the rank that holds it in each replica.
     """
 
     rows: Ranges
     cols: Ranges
-    holders: tuple[int, ...]
+    holders: tuple[int, ...]  # the rank that holds it in each replica
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -44,20 +39,13 @@ class Piece:
 
 @dataclass(frozen=True, eq=False)
 class ShardedMatrix:
-    """A matrix over ranks: pieces that tile it, each held once in every replica.
-
-    Attributes:
-        rows: rows of the matrix.
-        cols: columns of the matrix.
-        pieces: non-empty pieces.
-        replicas: how many ranks hold each piece.
-        piece_and_replica: rank → (index of its piece, its replica). Ranks that hold nothing are not in it.
-    """
+    """A matrix over ranks: pieces that tile it, each held once in every replica."""
 
     rows: int
     cols: int
-    pieces: tuple[Piece, ...]
-    replicas: int
+    pieces: tuple[Piece, ...]  # non-empty ones
+    replicas: int  # how many ranks hold each piece
+    # Rank → (index of its piece, its replica). Ranks that hold nothing are not in it.
     piece_and_replica: dict[int, tuple[int, int]] = field(init=False, repr=False)
 
     def __post_init__(self) -> None:

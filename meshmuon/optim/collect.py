@@ -157,7 +157,7 @@ class Collector:
             dict.fromkeys(
                 (plan_input.group_index, shape, largest_number(plan_input.update_dtype))
                 for plan_input in self._plan_inputs
-                for shape in ([None] if plan_input.matrices is None else [part.lr_shape for part in plan_input.matrices])
+                for shape in ([None] if plan_input.matrix_sets is None else [part.lr_shape for part in plan_input.matrix_sets])
             )
         )
 
@@ -234,15 +234,14 @@ class Collector:
             self._new_step_param(plan_inputs, decision, states, param_index, keeps(param_index), settings)
             for param_index in range(len(decision.members))
         ]
-        complete = not decision.zeros and all(step_param.momentum_buffer is not step_param.param for step_param in step_params)
+        complete = not decision.zeros and all(step_param.momentum_buffer is not None for step_param in step_params)
         self._made = (decision.plan, step_params) if complete else (None, [])
         return step_params
 
     def let_go(self) -> None:
         """Drops references to the state after a step, so that they do not keep alive state that moves to another device."""
         for step_param in self._made[1]:
-            # The parameter itself stands for "no momentum".
-            step_param.momentum_buffer, step_param.rule_state = step_param.param, None
+            step_param.momentum_buffer = step_param.rule_state = None
 
     def _new_step_param(
         self,
@@ -256,22 +255,22 @@ class Collector:
         k, part = decision.members[param_index]
         named, plan_input = self._records[k].named, plan_inputs[k]
         param, dtype = named.param, named.param_group["momentum_dtype"]
-        assert plan_input.matrices is not None
+        assert plan_input.matrix_sets is not None
         assert plan_input.scheme is not None
-        matrices = plan_input.matrices[part]
+        matrix_set = plan_input.matrix_sets[part]
         remembers = kept and plan_input.rule is not None and plan_input.rule.remembers()
         return StepParam(
             param=param,
-            momentum_buffer=state.momentum_buffer(states[param], param, dtype) if kept else param,
-            matrices=matrices,
-            scheme=scheme_for(plan_input.scheme, matrices.rows, matrices.cols, plan_input.compute_dtype),
+            momentum_buffer=state.momentum_buffer(states[param], param, dtype) if kept else None,
+            matrix_set=matrix_set,
+            scheme=scheme_for(plan_input.scheme, matrix_set.rows, matrix_set.cols, plan_input.compute_dtype),
             compute_dtype=plan_input.compute_dtype,
             settings=settings[named.group_index],
             comm_dtype=plan_input.comm_dtype,
             group_index=named.group_index,
             zeros=zeros_like(param) if k in decision.zeros else None,
             rule=plan_input.rule,
-            rule_state=state.rule_state(states[param], param, matrices) if remembers else None,
+            rule_state=state.rule_state(states[param], param, matrix_set) if remembers else None,
         )
 
 
@@ -298,8 +297,8 @@ def _plan_input_of(recipe: GroupRecipe, named: NamedParam, *, comm_dtype: torch.
     shape, dtype, device = tuple(param.shape), param.dtype, param.device
     update_dtype = torch.float64 if dtype == torch.float64 else torch.float32
     compute_dtype = dtype if matrix_options is None else compute_dtype or default_compute_dtype(device, dtype)
-    matrices = None if matrix_options is None else find_matrices(named.name, shape, matrix_options)
-    for part in matrices or ():
+    matrix_sets = None if matrix_options is None else find_matrices(named.name, shape, matrix_options)
+    for part in matrix_sets or ():
         assert scheme is not None
         scheme_for(scheme, part.rows, part.cols, compute_dtype)  # refuses a scheme that rounding would break in this dtype
     return PlanInput(
@@ -310,7 +309,7 @@ def _plan_input_of(recipe: GroupRecipe, named: NamedParam, *, comm_dtype: torch.
         mesh=None if sharded is None else sharded.device_mesh,
         placements=() if sharded is None else sharded.placements,
         device=device,
-        matrices=matrices,
+        matrix_sets=matrix_sets,
         scheme=scheme,
         rule=rule,
         compute_dtype=compute_dtype,

@@ -134,14 +134,14 @@ class DistMuon(Muon):
         """Broadcasts the state of each matrix from its owner. All ranks take the matrices in the order of the plan."""
         kinds_by_rank = everyone([_kinds(self.state[param]) for param, _ in self._stepped], group)
         for task in plan.tasks:
-            param, matrices = self._stepped[task.param]
+            param, matrix_set = self._stepped[task.param]
             for key, kind in kinds_by_rank[task.owner][task.param].items():
                 state = self.state[param]
                 if _kinds(state).get(key) != kind:  # this rank has none yet, or one whose dtype is not that of the owner
                     shape, dtype = kind
                     state[key] = torch.zeros(shape, dtype=dtype, device=param.device)
-                window = matrices.rule_state_window if key == RULE_STATE else matrices.window
-                part = state[key][task.matrix] if matrices.stack_dims else state[key]
+                window = matrix_set.rule_state_window if key == RULE_STATE else matrix_set.window
+                part = state[key][task.matrix] if matrix_set.stack_dims else state[key]
                 broadcast(part if window is None else part[tuple(slice(*ends) for ends in window)], task.owner, group)
         self._complete = True
 
@@ -152,7 +152,7 @@ class DistMuon(Muon):
     def _reset(self) -> None:
         super()._reset()
         self._dividing: Plan | None = None  # the plan whose owners have the momentum, even if its buffers could not be made
-        self._stepped: list[tuple[Tensor, MatrixSet]] = []  # of each parameter of that plan, the tensor and its matrices
+        self._stepped: list[tuple[Tensor, MatrixSet]] = []  # of each parameter of that plan, the tensor and its matrix set
         self._kept: frozenset[Tensor] = frozenset()  # the parameters of which this rank owns a matrix
         # What _without_state returned last, behind what it was computed from.
         self._own_without_state: tuple[object, object, Sequence[int]] = (None, None, ())
@@ -212,7 +212,7 @@ class DistMuon(Muon):
         self.consolidate()
         plan, members, plan_inputs = step.decision.plan, step.decision.members, self._planner.plan_inputs
         self._dividing = plan
-        self._stepped = [(step.params[k].param, (plan_inputs[k].matrices or ())[part]) for k, part in members]
+        self._stepped = [(step.params[k].param, (plan_inputs[k].matrix_sets or ())[part]) for k, part in members]
         owned = {members[task.param][0] for task in plan.tasks if task.owner == step.decision.rank}
         self._kept = frozenset(step.params[k].param for k in owned)
 

@@ -215,8 +215,8 @@ def _check_param(name: str, param: Tensor, group: ParamGroup) -> None:
         refuse_flattened(name, param)
         if param.dtype not in FLOAT_DTYPES:
             raise ConfigError(f"{name} has dtype {param.dtype}; Muon needs floating point parameters of 16, 32 or 64 bits.")
-        for matrices in find_matrices(name, param.shape, matrix_options_of(group)):
-            check_overflow(group, name, matrices.lr_shape, largest_number(param.dtype))
+        for matrix_set in find_matrices(name, param.shape, matrix_options_of(group)):
+            check_overflow(group, name, matrix_set.lr_shape, largest_number(param.dtype))
         return
     if param.requires_grad and param.dtype not in FLOAT_DTYPES:
         raise ConfigError(f"{name} has dtype {param.dtype}; AdamW needs floating point parameters of 16, 32 or 64 bits.")

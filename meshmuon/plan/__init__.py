@@ -1,7 +1,7 @@
 """Who computes which matrix and what travels, decided from shapes and layouts alone."""
 
 from .batches import Batch, BatchItem, ItemRange, plan_batches
-from .buffers import SlotSizes, WaveSizes, slot_sizes, wave_sizes
+from .buffers import WaveSizes, slot_sizes, wave_sizes
 from .cost import CostModel, cost_model_for
 from .owners import lightest_possible
 from .plan import Plan, make_plan
@@ -21,7 +21,6 @@ __all__ = [
     "Plan",
     "PlanOptions",
     "PlannedParam",
-    "SlotSizes",
     "Task",
     "WaveRoutes",
     "WaveSizes",

@@ -10,21 +10,13 @@ __all__ = ["Batch", "BatchItem", "ItemRange", "plan_batches"]
 
 @dataclass(frozen=True, slots=True)
 class BatchItem:
-    """Matrices of one parameter that are in one place.
-
-    Attributes:
-        count: how many matrices.
-        rows: rows of each.
-        cols: columns of each.
-        treatment: what must be equal for matrices to share a batch (device, dtypes, scheme).
-        matrix_bytes: memory that one of its matrices needs while it is orthogonalised.
-    """
+    """Matrices of one parameter that are in one place: ``count`` of ``rows`` × ``cols``."""
 
     count: int
     rows: int
     cols: int
-    treatment: Hashable
-    matrix_bytes: int
+    treatment: Hashable  # what must be equal for matrices to share a batch (device, dtypes, scheme)
+    matrix_bytes: int  # memory that one of its matrices needs while it is orthogonalised
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,10 +48,8 @@ def plan_batches(items: Sequence[BatchItem], *, budget: int, chunk_size: int = -
     Items of 3 and 2 matrices of one kind with ``chunk_size=2`` become three batches: matrix 0 of item 0, matrices 1 and 2 of
     item 0, and matrices 0 and 1 of item 1.
 
-    Args:
-        items: the matrices, parameter by parameter.
-        budget: bytes that one batch may need; a single matrix above it still gets a batch of its own.
-        chunk_size: most matrices per batch, -1 for as many as the budget allows.
+    A batch needs at most ``budget`` bytes, but a single matrix above that still gets a batch of its own. With ``chunk_size`` -1
+    a batch has as many matrices as the budget allows.
     """
     kinds: dict[Hashable, list[int]] = {}
     for index, item in enumerate(items):

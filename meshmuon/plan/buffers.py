@@ -17,33 +17,17 @@ from dataclasses import dataclass
 from .routes import WaveRoutes
 from .tasks import PieceTransfer
 
-__all__ = ["SlotSizes", "WaveSizes", "slot_sizes", "wave_sizes"]
+__all__ = ["WaveSizes", "slot_sizes", "wave_sizes"]
 
 
 @dataclass(frozen=True, slots=True)
 class WaveSizes:
-    """Elements of one wave's buffers on one rank.
-
-    Attributes:
-        shards: elements of ``shards``.
-        own_offset: where the pieces that stay begin in it.
-        owned: elements of ``owned``.
-        results: elements of ``results``; 0 where the scatter sends ``owned``.
-    """
+    """Elements of one wave's buffers on one rank."""
 
     shards: int
-    own_offset: int
+    own_offset: int  # where the pieces that stay begin in ``shards``
     owned: int
-    results: int
-
-
-@dataclass(frozen=True, slots=True)
-class SlotSizes:
-    """Elements of the buffers that waves of one lane use in turn."""
-
-    shards: int
-    owned: int
-    results: int
+    results: int  # 0 where the scatter sends ``owned``
 
 
 def wave_sizes(routes: WaveRoutes) -> WaveSizes:
@@ -54,9 +38,9 @@ def wave_sizes(routes: WaveRoutes) -> WaveSizes:
     return WaveSizes(travelling + _elements(routes.own), travelling, comes, 0 if mirrored else goes)
 
 
-def slot_sizes(waves: Sequence[WaveSizes]) -> SlotSizes:
-    """Sizes that fit each of ``waves``, which use the slot one after the other."""
-    return SlotSizes(
+def slot_sizes(waves: Sequence[WaveSizes]) -> tuple[int, int, int]:
+    """Elements of ``shards``, ``owned`` and ``results`` that fit each of ``waves``, which use the slot one after the other."""
+    return (
         max((wave.shards for wave in waves), default=0),
         max((wave.owned for wave in waves), default=0),
         max((wave.results for wave in waves), default=0),

@@ -11,15 +11,10 @@ __all__ = ["CostModel", "cost_model_for"]
 
 @dataclass(frozen=True, slots=True)
 class CostModel:
-    """How a device's links compare with its matrix units.
+    """How a device's links compare with its matrix units."""
 
-    Attributes:
-        flops_per_byte: FLOPs in the time that a rank needs to send or receive one byte.
-        flops_per_exchange: FLOPs in the time that an exchange of no bytes takes.
-    """
-
-    flops_per_byte: float
-    flops_per_exchange: float
+    flops_per_byte: float  # FLOPs in the time that a rank needs to send or receive one byte
+    flops_per_exchange: float  # FLOPs in the time that an exchange of no bytes takes
 
     def owning(self, flops: int, sharded: ShardedMatrix, itemsize: int) -> float:
         """Cost for the rank that owns a matrix: computing it, receiving it and sending it back."""

@@ -16,13 +16,7 @@ __all__ = ["Footprint"]
 
 
 class Footprint:
-    """The buffers of matrices that travel on one lane, for any way to cut them into waves.
-
-    Args:
-        sharded_matrices: who holds each matrix.
-        owners: the owner of each matrix.
-        itemsize: bytes per element on the wire.
-    """
+    """The buffers of matrices that travel on one lane, for any way to cut them into waves."""
 
     def __init__(self, sharded_matrices: Sequence[ShardedMatrix], owners: Sequence[int], itemsize: int) -> None:
         self._itemsize = itemsize

@@ -11,19 +11,14 @@ from .owners import assign_owners
 from .plan_data import PlanData, PlanOptions, add_local_costs
 from .report import describe, to_json
 from .tasks import EVERY_HOLDER, NO_WAVE, PlannedParam, Task
-from .waves import WaveLimits, cut_into_waves
+from .waves import cut_into_waves
 
 __all__ = ["Plan", "make_plan"]
-
-_WORTH_AN_EXCHANGE = 4  # a wave should last at least as long as this many empty exchanges
 
 
 @dataclass(frozen=True)
 class Plan(PlanData):
     """A ``PlanData`` that has been checked, and can be printed."""
-
-    def __post_init__(self) -> None:
-        self._check_plan()
 
     def describe(self) -> str:
         """The plan as text for people."""
@@ -33,7 +28,7 @@ class Plan(PlanData):
         """The plan as JSON for tools."""
         return to_json(self)
 
-    def _check_plan(self) -> None:
+    def __post_init__(self) -> None:
         """Raises unless each matrix has one owner for each copy that is computed separately, and waves and owners fit together.
 
         Every ``ShardedMatrix`` has checked that its pieces tile the matrix and that each rank holds one piece in one replica.
@@ -77,11 +72,8 @@ def make_plan(params: Sequence[PlannedParam], options: PlanOptions) -> Plan:
     add_local_costs(loads, ((task.sharded, 0.0 if params[task.param].private else task.cost) for task in staying))
     owners = assign_owners(travelling, loads)
     owned = [replace(task, owner=owner) for task, owner in zip(travelling, owners, strict=True)]
-    smallest = _WORTH_AN_EXCHANGE * options.cost.flops_per_exchange
-    limits = WaveLimits(options.budget, options.chunk_size, smallest, options.in_flight)
-    schedule = cut_into_waves(owned, params, limits)
-    scheduled = [replace(task, wave=wave) for task, wave in zip(owned, schedule.waves, strict=True)]
-    return Plan(ranks, tuple(params), (*staying, *scheduled), schedule.lanes, replace(options, in_flight=schedule.in_flight))
+    scheduled, lanes, in_flight = cut_into_waves(owned, params, options)
+    return Plan(ranks, tuple(params), (*staying, *scheduled), lanes, replace(options, in_flight=in_flight))
 
 
 def _tasks(params: Sequence[PlannedParam], options: PlanOptions) -> tuple[list[Task], list[Task]]:

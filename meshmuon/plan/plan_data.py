@@ -23,19 +23,16 @@ REPLICA_OPTIONS = ("auto", "share", "repeat")
 class PlanOptions:
     """The options that decide on a plan, together with the parameters.
 
-    Attributes:
-        cost: what work and traffic cost.
-        replicas: ``"share"`` (one replica computes for all), ``"repeat"`` (each for itself) or ``"auto"`` (the cheaper one).
-        chunk_size: most matrices per wave; -1 leaves it to ``budget``.
-        budget: bytes that an owner may gather per wave; see ``WaveLimits``.
-        in_flight: most waves between their first and their last exchange; a plan has fewer where buffers would be too large.
+    A single matrix larger than ``budget`` still gets a wave. All exchange buffers of a rank together have twice ``budget`` per
+    wave in flight: once for what it owns, once for its shards. Where a wave with a single matrix of every owner needs more than
+    that, they have what it needs.
     """
 
-    cost: CostModel
-    replicas: str = "auto"
-    chunk_size: int = -1
-    budget: int = 64 * 2**20
-    in_flight: int = 6
+    cost: CostModel  # what work and traffic cost
+    replicas: str = "auto"  # "share" (one replica computes for all), "repeat" (each for itself) or "auto" (the cheaper one)
+    chunk_size: int = -1  # most matrices per wave over all ranks; -1 leaves it to ``budget`` and the overlap
+    budget: int = 64 * 2**20  # bytes that an owner may gather per wave
+    in_flight: int = 6  # most waves between their first and last exchange; fewer where buffers would be too large
 
     def __post_init__(self) -> None:
         if self.replicas not in REPLICA_OPTIONS:

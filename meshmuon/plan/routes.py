@@ -17,22 +17,14 @@ class WaveRoutes:
 
     An (8, D) matrix in four pieces of 2 rows on ranks 0 to 3, owned by rank 1: on rank 1 ``gather_in`` and ``scatter_out`` list
     the pieces of ranks 0, 2 and 3, and ``own`` its own piece; on rank 3 ``gather_out`` and ``scatter_in`` list its piece.
-
-    Attributes:
-        gather_out: pieces of this rank that go to their owners.
-        gather_in: pieces that arrive for the matrices that this rank owns.
-        scatter_out: pieces of results that go to their holders.
-        scatter_in: pieces of results that arrive for this rank's shards.
-        own: pieces that this rank holds of matrices that it owns; they stay.
-        owned: the tasks that this rank owns.
     """
 
-    gather_out: tuple[PieceTransfer, ...]
-    gather_in: tuple[PieceTransfer, ...]
-    scatter_out: tuple[PieceTransfer, ...]
-    scatter_in: tuple[PieceTransfer, ...]
-    own: tuple[PieceTransfer, ...]
-    owned: tuple[int, ...]
+    gather_out: tuple[PieceTransfer, ...]  # pieces of this rank that go to their owners
+    gather_in: tuple[PieceTransfer, ...]  # pieces that arrive for the matrices that this rank owns
+    scatter_out: tuple[PieceTransfer, ...]  # pieces of results that go to their holders
+    scatter_in: tuple[PieceTransfer, ...]  # pieces of results that arrive for this rank's shards
+    own: tuple[PieceTransfer, ...]  # pieces that this rank holds of matrices that it owns; they stay
+    owned: tuple[int, ...]  # the tasks that this rank owns
 
 
 def routes_of(plan: PlanData, rank: int) -> tuple[WaveRoutes, ...]:

@@ -16,31 +16,18 @@ NO_WAVE = -1
 
 @dataclass(frozen=True, slots=True)
 class PlannedParam:
-    """One parameter, or one part of a fused one.
-
-    Attributes:
-        name: its name.
-        layouts: how it lies on its mesh; several when the model has the same parameter on sibling meshes.
-        stack_dims: how many leading dims count matrices (0, or 1 for a stack of experts).
-        lane: what must be equal for matrices to travel together: device type, dtype on the wire and dtype of the update.
-        itemsize: bytes per element on the wire.
-        flops: FLOPs of orthogonalising one of its matrices.
-        share: whether replicas share one owner when the user's ``replicas`` is "auto"; None leaves it to the cost model.
-        private: known to this rank alone (a plain tensor): neither balanced nor part of the digest.
-        window: which rows and columns of the parameter its matrices are; None for all of them.
-        how: how its matrices are computed, as text that ranks compare.
-    """
+    """One parameter, or one part of a fused one."""
 
     name: str
-    layouts: tuple[Layout, ...]
-    stack_dims: int
-    lane: Hashable
-    itemsize: int
-    flops: int
-    share: bool | None = None
-    private: bool = False
-    window: Window | None = None
-    how: str = ""
+    layouts: tuple[Layout, ...]  # how it lies on its mesh; several when the model has the same parameter on sibling meshes
+    stack_dims: int  # how many leading dims count matrices (0, or 1 for a stack of experts)
+    lane: Hashable  # what must be equal for matrices to travel together: device type, dtype on the wire and dtype of the update
+    itemsize: int  # bytes per element on the wire
+    flops: int  # FLOPs of orthogonalising one of its matrices
+    share: bool | None = None  # if ``replicas`` is "auto": whether replicas share one owner; None leaves it to the cost model
+    private: bool = False  # known to this rank alone (a plain tensor): neither balanced nor part of the digest
+    window: Window | None = None  # which rows and columns of the parameter its matrices are; None for all of them
+    how: str = ""  # how its matrices are computed, as text that ranks compare
 
     @property
     def count(self) -> int:
@@ -58,23 +45,14 @@ class PlannedParam:
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """One matrix to orthogonalise. A matrix that several replicas compute separately is one task per replica.
+    """One matrix to orthogonalise. A matrix that several replicas compute separately is one task per replica."""
 
-    Attributes:
-        param: index of its parameter in ``Plan.params``.
-        matrix: index of the matrix in the parameter.
-        sharded: who holds which piece of it.
-        cost: what it costs the rank that orthogonalises it.
-        owner: the rank that orthogonalises it; ``EVERY_HOLDER`` if each holder has the whole matrix and does so.
-        wave: number of its wave, whose lane is ``Plan.lanes[wave]``; ``NO_WAVE`` if nothing travels.
-    """
-
-    param: int
-    matrix: int
-    sharded: ShardedMatrix
-    cost: float
-    owner: int = EVERY_HOLDER
-    wave: int = NO_WAVE
+    param: int  # index of its parameter in ``Plan.params``
+    matrix: int  # index of the matrix in the parameter
+    sharded: ShardedMatrix  # who holds which piece of it
+    cost: float  # what it costs the rank that orthogonalises it
+    owner: int = EVERY_HOLDER  # the rank that orthogonalises it; ``EVERY_HOLDER`` if each holder has the whole matrix and does so
+    wave: int = NO_WAVE  # number of its wave, whose lane is ``Plan.lanes[wave]``; ``NO_WAVE`` if nothing travels
 
 
 @dataclass(frozen=True, slots=True)

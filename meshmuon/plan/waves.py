@@ -5,49 +5,25 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from functools import lru_cache
 from itertools import accumulate
 
 from .footprint import Footprint
+from .plan_data import PlanOptions
 from .tasks import PlannedParam, Task
 
-__all__ = ["Schedule", "WaveLimits", "cut_into_waves"]
+__all__ = ["cut_into_waves"]
 
 _OVERLAP = 6  # waves of a step: enough to overlap gathers, work and scatters, with a small first and a small last wave
+_WORTH_AN_EXCHANGE = 4  # a wave should last at least as long as this many empty exchanges
 _STEEPEST = 4  # largest wave ÷ smallest
 _ENOUGH_IN_FLIGHT = 4  # waves in flight that overlap gathers, work and scatters; more gain little
 
 
-@dataclass(frozen=True, slots=True)
-class WaveLimits:
-    """The limits of waves.
-
-    Attributes:
-        budget: bytes that one owner may gather per wave; a single larger matrix still gets a wave. All exchange buffers of a rank
-            together have twice this per wave in flight: once for what it owns, once for its shards. Where a wave with a single
-            matrix of every owner needs more than that, they have what it needs.
-        chunk_size: most matrices per wave over all ranks; -1 leaves it to the budget and the overlap.
-        smallest: cost per owner below which a wave is not worth an exchange of its own.
-        in_flight: most waves between their first and their last exchange.
-    """
-
-    budget: int
-    chunk_size: int
-    smallest: float
-    in_flight: int
-
-
-@dataclass(frozen=True, slots=True)
-class Schedule:
-    """The wave of each matrix, the lane of each wave, and how many waves may be in flight."""
-
-    waves: list[int]
-    lanes: tuple[Hashable, ...]
-    in_flight: int
-
-
-def cut_into_waves(tasks: Sequence[Task], params: Sequence[PlannedParam], limits: WaveLimits) -> Schedule:
+def cut_into_waves(
+    tasks: Sequence[Task], params: Sequence[PlannedParam], options: PlanOptions
+) -> tuple[list[Task], tuple[Hashable, ...], int]:
     """Cuts the matrices of every lane into waves, counted from 0 without gaps; lanes have waves of their own.
 
     Every owner's matrices are spread over the waves in the same proportions by cost, so that ranks have work at the same time.
@@ -63,23 +39,26 @@ def cut_into_waves(tasks: Sequence[Task], params: Sequence[PlannedParam], limits
     5. one wave in flight, with one matrix per owner.
 
     Where ``chunk_size`` is given, it alone decides.
+
+    Returns:
+        The tasks with their waves, the lane of each wave, and how many waves may be in flight.
     """
     members: dict[Hashable, list[int]] = {}
     for k, task in enumerate(tasks):
         members.setdefault(params[task.param].lane, []).append(k)
-    lanes = [_Lane([tasks[k] for k in indices], params[tasks[indices[0]].param], limits) for indices in members.values()]
-    cuts, in_flight = _within_bound(lanes, limits)
+    lanes = [_Lane([tasks[k] for k in indices], params[tasks[indices[0]].param], options) for indices in members.values()]
+    cuts, in_flight = _within_bound(lanes, options)
     waves, lane_of_wave = [0] * len(tasks), list[Hashable]()
     for (lane, indices), cut in zip(members.items(), cuts, strict=True):
         for k, wave in zip(indices, cut, strict=True):
             waves[k] = len(lane_of_wave) + wave
         lane_of_wave.extend([lane] * (max(cut) + 1))
-    return Schedule(waves, tuple(lane_of_wave), in_flight)
+    return [replace(task, wave=wave) for task, wave in zip(tasks, waves, strict=True)], tuple(lane_of_wave), in_flight
 
 
-def _within_bound(lanes: Sequence[_Lane], limits: WaveLimits) -> tuple[list[list[int]], int]:
+def _within_bound(lanes: Sequence[_Lane], options: PlanOptions) -> tuple[list[list[int]], int]:
     """The wave of each matrix of each lane, and how many are in flight: the first way that keeps to the bound."""
-    bound, most = 2 * limits.budget * limits.in_flight, limits.in_flight
+    bound, most = 2 * options.budget * options.in_flight, options.in_flight
 
     def fits(cuts: Sequence[Sequence[int]], in_flight: int) -> bool:
         total: Counter[int] = Counter()
@@ -88,7 +67,7 @@ def _within_bound(lanes: Sequence[_Lane], limits: WaveLimits) -> tuple[list[list
         return max(total.values(), default=0) <= bound
 
     usual = [lane.cut(lane.count) for lane in lanes]
-    if limits.chunk_size > 0:
+    if options.chunk_size > 0:
         return usual, most
     for in_flight in range(most, min(most, _ENOUGH_IN_FLIGHT) - 1, -1):
         if fits(usual, in_flight):
@@ -113,8 +92,8 @@ def _within_bound(lanes: Sequence[_Lane], limits: WaveLimits) -> tuple[list[list
 class _Lane:
     """The matrices of one lane, and the ways to cut them."""
 
-    def __init__(self, tasks: Sequence[Task], param: PlannedParam, limits: WaveLimits) -> None:
-        self._tasks, self._limits = tasks, limits
+    def __init__(self, tasks: Sequence[Task], param: PlannedParam, options: PlanOptions) -> None:
+        self._tasks, self._options = tasks, options
         self._nbytes = [task.sharded.size * param.itemsize for task in tasks]  # equal for all parameters of a lane
         # Matrices of equal shape are best orthogonalised together.
         shapes = [repr((param.lane, task.sharded.rows, task.sharded.cols)) for task in tasks]
@@ -124,7 +103,8 @@ class _Lane:
         self.longest = max(map(len, self.queues.values()))
         heaviest = max(sum(tasks[k].cost for k in queue) for queue in self.queues.values())
         largest = max(sum(self._nbytes[k] for k in queue) for queue in self.queues.values())
-        fewest = max(min(_OVERLAP, int(heaviest / limits.smallest)), largest // limits.budget)  # fewer cannot fit
+        smallest = _WORTH_AN_EXCHANGE * options.cost.flops_per_exchange
+        fewest = max(min(_OVERLAP, int(heaviest / smallest)), largest // options.budget)  # fewer cannot fit
         self.count = self.within_budget(max(1, fewest))
         self.footprint = Footprint([task.sharded for task in tasks], [task.owner for task in tasks], param.itemsize)
 
@@ -137,20 +117,30 @@ class _Lane:
     def _fits(self, count: int) -> bool:
         for queue in self.queues.values():
             held: dict[int, list[int]] = {}
-            for k, wave in zip(queue, _shares([self._tasks[k].cost for k in queue], count, alone=False), strict=True):
+            for k, wave in zip(queue, self._shares(queue, count), strict=True):
                 held.setdefault(wave, []).append(self._nbytes[k])
-            if any(len(sizes) > 1 and sum(sizes) > self._limits.budget for sizes in held.values()):
+            if any(len(sizes) > 1 and sum(sizes) > self._options.budget for sizes in held.values()):
                 return False
         return True
 
+    def _shares(self, queue: Sequence[int], count: int) -> list[int]:
+        """Wave of each of one owner's matrices: ``count`` waves that grow and then shrink, by cost."""
+        costs = [self._tasks[k].cost for k in queue]
+        ends, total = _ends(count), sum(costs) or 1.0
+        done, waves = 0.0, []
+        for cost in costs:
+            waves.append(min(count - 1, bisect_right(ends, (done + cost / 2) / total)))
+            done += cost
+        return waves
+
     def cut(self, count: int) -> list[int]:
         """``count`` waves by cost, or by the user's ``chunk_size``."""
-        if self._limits.chunk_size > 0:
-            return _by_count(self.queues, len(self._tasks), self._limits.chunk_size)
+        if self._options.chunk_size > 0:
+            return _by_count(self.queues, len(self._tasks), self._options.chunk_size)
         waves = [0] * len(self._tasks)
         for queue in self.queues.values():
-            costs = [self._tasks[k].cost for k in queue]
-            for k, wave in zip(queue, _shares(costs, count, alone=count >= self.longest), strict=True):
+            alone = count >= self.longest
+            for k, wave in zip(queue, range(len(queue)) if alone else self._shares(queue, count), strict=True):
                 waves[k] = wave
         return _without_gaps(waves)
 
@@ -173,18 +163,6 @@ def _by_count(queues: dict[int, list[int]], total: int, chunk_size: int) -> list
     waves = [0] * total
     for position, (_, _, k) in enumerate(rounds):
         waves[k] = position // chunk_size
-    return waves
-
-
-def _shares(costs: Sequence[float], count: int, *, alone: bool) -> list[int]:
-    """Wave of each of one owner's matrices: ``count`` waves that grow and then shrink, by cost, or a wave for each matrix."""
-    if alone:
-        return list(range(len(costs)))
-    ends, total = _ends(count), sum(costs) or 1.0
-    done, waves = 0.0, []
-    for cost in costs:
-        waves.append(min(count - 1, bisect_right(ends, (done + cost / 2) / total)))
-        done += cost
     return waves
 
 

@@ -16,7 +16,7 @@ from ..layout import Layout
 from ..params.dtensors import as_dtensor, check_cuts, groups_of, layouts_of, siblings
 from ..torch_compat import local_part
 from ..transport import shared_group
-from ..transport.maxima import reduce_largest
+from ..transport.collectives import reduce_largest
 from .names import LayerKey
 
 if TYPE_CHECKING:

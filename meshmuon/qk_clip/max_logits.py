@@ -19,7 +19,7 @@ from ..errors import ConfigError
 from ..params.dtensors import ReplicaGroup, as_dtensor, groups_of
 from ..torch_compat import split_factor, unwrapped
 from ..transport import norm_device, shared_group
-from ..transport.maxima import everyone_on_host, reduce_largest
+from ..transport.collectives import everyone_on_host, reduce_largest
 from .head_spans import ObservedHeads, Span, assign_spans
 from .logit_maxima import DEFAULT_BLOCK_BYTES, head_maxima
 from .names import LayerKey

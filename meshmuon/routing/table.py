@@ -85,10 +85,10 @@ def _row(name: str, param: Tensor, param_group: ParamGroup, matrix_sets: Sequenc
     if not param_group["use_muon"]:
         return RoutingRow(name, shape, layout_text(name, param), "adamw", 0, lr, _ADAMW_RMS * lr)
     rule: AdjustLR = param_group["adjust_lr_fn"]
-    largest = max(matrix_sets, key=lambda matrices: lr_factor(rule, *matrices.lr_shape))  # parts of a fused weight may differ
+    largest = max(matrix_sets, key=lambda matrix_set: lr_factor(rule, *matrix_set.lr_shape))  # parts of a fused weight may differ
     factor, rms = lr_factor(rule, *largest.lr_shape), update_rms(rule, *largest.lr_shape)
     return RoutingRow(
-        name, shape, layout_text(name, param), "muon", sum(matrices.count for matrices in matrix_sets), lr * factor, lr * rms
+        name, shape, layout_text(name, param), "muon", sum(matrix_set.count for matrix_set in matrix_sets), lr * factor, lr * rms
     )
 
 

@@ -61,7 +61,7 @@ def momentum_buffer(state: dict[str, Any], param: Tensor, dtype: torch.dtype | N
     return buffer
 
 
-def rule_state(state: dict[str, Any], param: Tensor, matrices: MatrixSet) -> Tensor:
+def rule_state(state: dict[str, Any], param: Tensor, matrix_set: MatrixSet) -> Tensor:
     """What an update rule keeps of a parameter, one number per output, created as zeros if there is none.
 
     Its dtype is float64 for float64 parameters and float32 for all others.
@@ -69,7 +69,7 @@ def rule_state(state: dict[str, Any], param: Tensor, matrices: MatrixSet) -> Ten
     if RULE_STATE not in state:
         dtype = torch.float64 if param.dtype == torch.float64 else torch.float32
         with torch.inference_mode(False):
-            state[RULE_STATE] = zeros_laid_out_like(param, matrices.rule_state_shape(param.shape), dtype)
+            state[RULE_STATE] = zeros_laid_out_like(param, matrix_set.rule_state_shape(param.shape), dtype)
     kept: Tensor = state[RULE_STATE]
     return kept
 
@@ -94,8 +94,8 @@ def create(param_groups: Sequence[ParamGroup], states: MutableMapping[Tensor, di
             param_state = states.setdefault(param, {})
             if param_group["use_muon"]:
                 momentum_buffer(param_state, param, param_group["momentum_dtype"])
-                if (matrices := _matrices_with_rule_state(name, param, param_group)) is not None:
-                    rule_state(param_state, param, matrices)
+                if (matrix_set := _matrices_with_rule_state(name, param, param_group)) is not None:
+                    rule_state(param_state, param, matrix_set)
             elif "exp_avg" not in param_state:
                 init_adamw_state(param, param_state)
 
@@ -277,8 +277,8 @@ def _shapes(name: str, param: Tensor, param_group: ParamGroup) -> dict[str, tupl
     shape = tuple(param.shape)
     if not param_group["use_muon"]:
         return {key: () if key == "step" else shape for key in ADAMW_KEYS}
-    matrices = _matrices_with_rule_state(name, param, param_group)
-    return {MOMENTUM: shape} if matrices is None else {MOMENTUM: shape, RULE_STATE: matrices.rule_state_shape(shape)}
+    matrix_set = _matrices_with_rule_state(name, param, param_group)
+    return {MOMENTUM: shape} if matrix_set is None else {MOMENTUM: shape, RULE_STATE: matrix_set.rule_state_shape(shape)}
 
 
 def _check_saved_state(name: str, param: Tensor, param_state: Mapping[str, Any], param_group: ParamGroup) -> None:

@@ -1,10 +1,10 @@
 """The only part of the package that communicates."""
 
 from .agreement import Agreement, Verdict, Vote
-from .data_parallel import averaged, broadcast, everyone
+from .collectives import averaged, broadcast, everyone
 from .exchange import Exchange, Pending
 from .groups import exchange_group, host_group, shared_group
-from .norms import NormWord, ReducedNorm, norm_device, reduce_norm
+from .norms import NormWord, norm_device, reduce_norm
 from .reference import check_round_trip, has_part, own_shard, whole
 
 __all__ = [
@@ -12,7 +12,6 @@ __all__ = [
     "Exchange",
     "NormWord",
     "Pending",
-    "ReducedNorm",
     "Verdict",
     "Vote",
     "averaged",

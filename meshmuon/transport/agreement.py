@@ -9,52 +9,35 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 
-from .data_parallel import everyone
+from .collectives import everyone
 from .failures import named_phase
 
 __all__ = ["Agreement", "Verdict", "Vote"]
 
 _T = TypeVar("_T")
-_PHASE = "agreement"
 _WORDS = struct.Struct("6q")
 
 
 @dataclass(frozen=True, slots=True)
 class Vote:
-    """What one rank brings to a step.
+    """What one rank brings to a step."""
 
-    Attributes:
-        facts_number: what it is about to do, as a number below 2**62 that is equal for equal facts.
-        prepares: it must rebuild its buffers.
-        nonfinite: it has a gradient that is not finite.
-        has_work: it has more to do than creating state.
-        proposed_id: a random id below 2**62 that it proposes for this optimizer; 0 if the ranks already share one.
-    """
-
-    facts_number: int
-    prepares: bool = False
-    nonfinite: bool = False
-    has_work: bool = True
-    proposed_id: int = 0
+    facts_number: int  # what it is about to do, as a number below 2**62 that is equal for equal facts
+    prepares: bool = False  # it must rebuild its buffers
+    nonfinite: bool = False  # it has a gradient that is not finite
+    has_work: bool = True  # it has more to do than creating state
+    proposed_id: int = 0  # a random id below 2**62 that it proposes for this optimizer; 0 if the ranks already share one
 
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """The votes of all ranks, counted.
+    """The votes of all ranks, counted."""
 
-    Attributes:
-        unanimous: all facts numbers are equal.
-        prepares: some rank must rebuild its buffers.
-        nonfinite: some rank has a gradient that is not finite.
-        has_work: some rank has more to do than creating state.
-        proposed_id: the largest id that was proposed; 0 if no rank proposed one.
-    """
-
-    unanimous: bool
-    prepares: bool
-    nonfinite: bool
-    has_work: bool
-    proposed_id: int = 0
+    unanimous: bool  # all facts numbers are equal
+    prepares: bool  # some rank must rebuild its buffers
+    nonfinite: bool  # some rank has a gradient that is not finite
+    has_work: bool  # some rank has more to do than creating state
+    proposed_id: int = 0  # the largest id that was proposed; 0 if no rank proposed one
 
 
 class Agreement:
@@ -71,7 +54,7 @@ class Agreement:
         """Counts the votes; every rank of the group must call."""
         words = (vote.facts_number, -vote.facts_number, vote.prepares, vote.nonfinite, vote.has_work, vote.proposed_id)
         _WORDS.pack_into(self._memory, 0, *words)
-        with named_phase(_PHASE, self._group):
+        with named_phase("agreement", self._group):
             dist.all_reduce(self._words, dist.ReduceOp.MAX, group=self._group)
         largest, smallest, prepares, nonfinite, has_work, proposed_id = _WORDS.unpack_from(self._memory)
         return Verdict(largest == -smallest, bool(prepares), bool(nonfinite), bool(has_work), proposed_id)

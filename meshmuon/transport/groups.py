@@ -47,7 +47,7 @@ def shared_group(ranks: tuple[int, ...], existing: Iterable[dist.ProcessGroup]) 
 
 def moves(group: dist.ProcessGroup, device: torch.device) -> bool:
     """Whether collectives of ``group`` take tensors of ``device``."""
-    return _moves_host_memory(group) if device.type == "cpu" else _has_backend(group, device)
+    return _moves_host_memory(group) if device.type == "cpu" else backend_of(group, device) is not None
 
 
 def host_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
@@ -85,8 +85,4 @@ def _usual_timeout() -> timedelta | None:
 
 
 def _moves_host_memory(group: dist.ProcessGroup) -> bool:
-    return _has_backend(group, torch.device("cpu"))
-
-
-def _has_backend(group: dist.ProcessGroup, device: torch.device) -> bool:
-    return backend_of(group, device) is not None
+    return backend_of(group, torch.device("cpu")) is not None

@@ -17,36 +17,22 @@ __all__ = ["NormWord", "ReducedNorm", "norm_device", "reduce_norm"]
 
 @dataclass(frozen=True, slots=True)
 class NormWord:
-    """What one rank knows of a norm.
+    """What one rank knows of a norm."""
 
-    Attributes:
-        value: sum of powers, or the largest magnitude, of the elements that this rank counts; without dims.
-        nan: above 0 if a NaN was left out of ``value``, since a maximum over ranks may lose it.
-        failed: this rank cannot continue.
-        difference: tells whether ranks were given the same. Where words are added up, those of ranks that agree add up to 0.
-        opposite: where the maximum is taken, minus ``difference``, so that the two cancel for ranks that agree; else 0.
-    """
-
-    value: Tensor
-    nan: Tensor
-    failed: bool
-    difference: float
-    opposite: float
+    value: Tensor  # sum of powers, or the largest magnitude, of the elements that this rank counts; without dims
+    nan: Tensor  # above 0 if a NaN was left out of ``value``, since a maximum over ranks may lose it
+    failed: bool  # this rank cannot continue
+    difference: float  # tells whether ranks were given the same; where words are added up, those of ranks that agree give 0
+    opposite: float  # where the maximum is taken, minus ``difference``, so that the two cancel for ranks that agree; else 0
 
 
 @dataclass(frozen=True, slots=True)
 class ReducedNorm:
-    """The words of all ranks together, as tensors without dims.
+    """The words of all ranks together, as tensors without dims."""
 
-    Attributes:
-        value: sum of powers, or the largest magnitude, over all ranks.
-        nan: some rank left out a NaN.
-        unusable: some rank cannot continue, or ranks were not given the same.
-    """
-
-    value: Tensor
-    nan: Tensor
-    unusable: Tensor
+    value: Tensor  # sum of powers, or the largest magnitude, over all ranks
+    nan: Tensor  # some rank left out a NaN
+    unusable: Tensor  # some rank cannot continue, or ranks were not given the same
 
 
 def norm_device(devices: Iterable[torch.device], groups: Sequence[dist.ProcessGroup]) -> torch.device:

@@ -15,7 +15,7 @@ from meshmuon.errors import TransportError
 from meshmuon.execute import DataParallelExecutor, Executor, ExecutorSettings, StepParam, StepSettings, program_builder
 from meshmuon.execute import executor as executors
 from meshmuon.execute import ortho_batch as stages
-from meshmuon.execute.build import RankProgram, build_rank_program
+from meshmuon.execute.build import RankProgram, RankProgramBuilder
 from meshmuon.layout import Layout, Mesh, Replicated
 from meshmuon.matrices import MatrixSet
 from meshmuon.ortho import Orthogonalizer, Scheme, Workspace, keller
@@ -59,9 +59,9 @@ def work_on(
     set_gradients(params, gradients(params, step))
     step_params = []
     for param, buffer in zip(params, buffers, strict=True):
-        inside = MatrixSet(*param.shape, stack_dims=1) if param.dim() == 3 else MatrixSet(1, *param.shape)
+        matrix_set = MatrixSet(*param.shape, stack_dims=1) if param.dim() == 3 else MatrixSet(1, *param.shape)
         dtype = torch.float64 if param.dtype == torch.float64 else torch.float32
-        step_params.append(StepParam(param, buffer, inside, scheme or keller(5), dtype, settings, comm_dtype=dtype))
+        step_params.append(StepParam(param, buffer, matrix_set, scheme or keller(5), dtype, settings, comm_dtype=dtype))
     return step_params
 
 
@@ -69,10 +69,8 @@ def plan_for(step_params: list[StepParam]) -> Plan:
     """What a single device plans: everything stays."""
     alone = Mesh((1,), (0,))
     entries = [
-        PlannedParam(
-            f"p{k}", (Layout(tuple(one.param.shape), alone, (Replicated(),)),), one.matrices.stack_dims, "cpu", 4, 1, private=True
-        )
-        for k, one in enumerate(step_params)
+        PlannedParam(f"p{k}", (Layout(tuple(param.shape), alone, (Replicated(),)),), param.dim() - 2, "cpu", 4, 1, private=True)
+        for k, param in enumerate(step_param.param for step_param in step_params)
     ]
     return make_plan(entries, PlanOptions(cost_model_for("cpu")))
 
@@ -85,7 +83,7 @@ def execute(executor: Executor, step_params: list[StepParam], last: Callable[[],
 
 
 def program_of(step_params: list[StepParam], **options: Any) -> RankProgram:
-    return build_rank_program(plan_for(step_params), 0, step_params, None, Workspace(), ExecutorSettings(**options))
+    return RankProgramBuilder(plan_for(step_params), 0, step_params, None, Workspace(), ExecutorSettings(**options)).build()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
@@ -283,6 +281,5 @@ def test_what_failed_in_a_step_that_was_left_is_not_told_after_the_next() -> Non
 
 def test_data_parallel_steps_forget_what_failed_in_a_step_that_was_left() -> None:
     executor = DataParallelExecutor(ExecutorSettings())
-    executor.plan, executor._exchange = make_plan([], PlanOptions(cost_model_for("cpu"))), object()  # type: ignore[assignment]
-    executor._failures.append(ValueError("of the step before"))
+    executor._program.failures.append(ValueError("of the step before"))
     assert executor.run([], last=nothing) is None

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from meshmuon.device import DirectStreams, Streams
 from meshmuon.execute import ExecutorSettings, StepParam, StepSettings
-from meshmuon.execute.build import RankProgram, build_rank_program
+from meshmuon.execute.build import RankProgram, RankProgramBuilder
 from meshmuon.execute.ortho_batch import OrthoBatch
 from meshmuon.execute.pipeline import run_pipeline
 from meshmuon.execute.shard_views import GradLifetime, ShardViews
@@ -149,10 +149,10 @@ def work_of(entry: PlannedParam, k: int, param: Tensor, buffer: Tensor) -> StepP
     rows, cols = entry.layouts[0].shape[entry.stack_dims], 1
     for size in entry.layouts[0].shape[entry.stack_dims + 1 :]:
         cols *= size
-    matrices = MatrixSet(entry.count, rows, cols, entry.stack_dims)
+    matrix_set = MatrixSet(entry.count, rows, cols, entry.stack_dims)
     wire = torch.float32 if entry.itemsize == 4 else torch.float64
     return StepParam(
-        nn.Parameter(param), buffer, matrices, prefix_sums, torch.float64, settings_of(k), comm_dtype=wire, group_index=k
+        nn.Parameter(param), buffer, matrix_set, prefix_sums, torch.float64, settings_of(k), comm_dtype=wire, group_index=k
     )
 
 
@@ -166,9 +166,9 @@ def expected(case: Case, k: int, sibling: int) -> tuple[Tensor, Tensor]:
         buffer = numbers_of.momentum * buffer + grad
         update = grad + numbers_of.momentum * buffer if numbers_of.nesterov else buffer
         if update.numel():
-            matrices = update.reshape(entry.count, shape[entry.stack_dims], -1)
-            update = prefix_sums(matrices).reshape(shape)
-            factor = numbers_of.adjust(matrices.size(1), matrices.size(2))
+            stacked = update.reshape(entry.count, shape[entry.stack_dims], -1)
+            update = prefix_sums(stacked).reshape(shape)
+            factor = numbers_of.adjust(stacked.size(1), stacked.size(2))
             param = 0.5 * param - 0.5 * factor * update
     return param, buffer
 
@@ -197,9 +197,8 @@ class Ranks:
             ]
             self.exchanges[rank], self.workspaces[rank] = Exchange(self.board, rank), Workspace()
             options = ExecutorSettings(case.chunk_size, case.memory_budget)
-            self.programs[rank] = build_rank_program(
-                plan, rank, self.step_params[rank], self.exchanges[rank], self.workspaces[rank], options
-            )
+            builder = RankProgramBuilder(plan, rank, self.step_params[rank], self.exchanges[rank], self.workspaces[rank], options)
+            self.programs[rank] = builder.build()
 
     def initial(self, k: int) -> list[Tensor]:
         entry = self.case.plan.params[k]
@@ -250,7 +249,7 @@ def test_the_numbers_of_one_device(case: Case) -> None:
             wanted = [expected(case, k, sibling) for sibling in range(len(entry.layouts))]
             for rank in case.plan.ranks:
                 step_params = ranks.step_params[rank][k]
-                assert torch.equal(step_params.momentum_buffer, held(case, k, rank, [buffer for _, buffer in wanted])), (k, rank)
+                assert torch.equal(step_params.momentum, held(case, k, rank, [buffer for _, buffer in wanted])), (k, rank)
                 assert torch.equal(step_params.param, held(case, k, rank, [param for param, _ in wanted])), (k, rank)
                 assert (step_params.param.grad is None) == step_params.settings.free_grad
     assert len(ranks.board.moved) == 2 * STEPS * len(case.plan.lanes)
@@ -329,13 +328,16 @@ def test_a_fused_weight_begins_with_whichever_part_is_filled_first(in_flight: in
     held = [nn.Parameter(torch.zeros(18, 4, dtype=torch.float64)) for _ in range(weights)]
     step_params = [
         replace(
-            work_of(planned, 0, param, torch.zeros_like(param)), param=param, matrices=MatrixSet(1, 12, 4, window=planned.window)
+            work_of(planned, 0, param, torch.zeros_like(param)),
+            param=param,
+            matrix_set=MatrixSet(1, 12, 4, window=planned.window),
         )
         for planned, param in zip(params, (param for param in held for _ in windows), strict=True)
     ]
     with torch.no_grad():
         exchange = Exchange(Board((0, 1), late=False), rank)
-        program = build_rank_program(plan, rank, step_params, exchange, Workspace(), ExecutorSettings(chunk_size=1))  # type: ignore[arg-type]
+        builder = RankProgramBuilder(plan, rank, step_params, exchange, Workspace(), ExecutorSettings(chunk_size=1))  # type: ignore[arg-type]
+        program = builder.build()
     assert len(program.local) == weights
     check_lifetimes(plan, rank, step_params, program)
     begun = {k for batch in program.local for k in batch.grad_lifetime.begins}
@@ -374,7 +376,7 @@ def test_nothing_travels_without_an_exchange() -> None:
     plan = make_plan([PlannedParam("p", (layout,), 0, ("cpu", 8), 8, 10)], PlanOptions(cost_model_for("cpu"), "repeat"))
     case = Case(0, plan, -1, 2**20)
     step_params = [work_of(plan.params[0], 0, numbers((4, 6), 1), torch.zeros(4, 6, dtype=torch.float64))]
-    program = build_rank_program(plan, 0, step_params, None, Workspace(), ExecutorSettings())
+    program = RankProgramBuilder(plan, 0, step_params, None, Workspace(), ExecutorSettings()).build()
     assert program.waves == ()
     assert len(program.local) == 1
     assert case.plan.buffer_bytes(0) == 0

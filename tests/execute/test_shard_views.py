@@ -33,11 +33,11 @@ def work_for(value: float, *, group: int = 0, shape: tuple[int, ...] = (2, 3), z
     """A parameter of ones with momentum ``value`` and gradient ``10·value``."""
     param = nn.Parameter(torch.ones(shape))
     param.grad = None if zeros else torch.full(shape, 10 * value)
-    matrices = MatrixSet(1, *shape) if len(shape) == 2 else MatrixSet(*shape, stack_dims=1)
+    matrix_set = MatrixSet(1, *shape) if len(shape) == 2 else MatrixSet(*shape, stack_dims=1)
     buffer = torch.full(shape, value)
     stand_in = torch.zeros(shape) if zeros else None
     return StepParam(
-        param, buffer, matrices, keller(1), torch.float32, settings_for(**options), group_index=group, zeros=stand_in
+        param, buffer, matrix_set, keller(1), torch.float32, settings_for(**options), group_index=group, zeros=stand_in
     )
 
 
@@ -49,7 +49,7 @@ def values(tensors: list[Tensor]) -> list[float]:
 def test_momentum_of_those_that_begin() -> None:
     step_params = [work_for(1.0), work_for(2.0), work_for(3.0)]
     GradLifetime(begins=(0, 2), ends=(1,)).accumulate(step_params)
-    assert values([one.momentum_buffer for one in step_params]) == [10.5, 2.0, 31.5]
+    assert values([one.momentum for one in step_params]) == [10.5, 2.0, 31.5]
     assert all(one.param.grad is not None for one in step_params)
     assert values([one.param.detach() for one in step_params]) == [1.0] * 3
 
@@ -61,14 +61,14 @@ def test_momentum_is_of_each_group() -> None:
         work_for(2.0, group=0, momentum=0.5),
     ]
     GradLifetime(begins=(0, 1, 2)).accumulate(step_params)
-    assert values([one.momentum_buffer for one in step_params]) == [10.5, 10.25, 21.0]
+    assert values([one.momentum for one in step_params]) == [10.5, 10.25, 21.0]
 
 
 def test_momentum_where_only_other_ranks_have_a_gradient() -> None:
     step_params = [work_for(2.0, zeros=True)]
     grad_lifetime = GradLifetime((0,), (0,))
     grad_lifetime.accumulate(step_params)
-    assert values([step_params[0].momentum_buffer]) == [1.0]
+    assert values([step_params[0].momentum]) == [1.0]
     assert values(list(grad_lifetime.gradients(step_params))) == [0.0]
     grad_lifetime.free_gradients(step_params)
     assert step_params[0].param.grad is None
@@ -88,7 +88,7 @@ def test_touching_nothing() -> None:
     grad_lifetime.accumulate(step_params)
     grad_lifetime.free_gradients(step_params)
     assert list(grad_lifetime.gradients(step_params)) == []
-    assert values([step_params[0].momentum_buffer]) == [1.0]
+    assert values([step_params[0].momentum]) == [1.0]
     assert step_params[0].param.grad is not None
 
 
@@ -100,7 +100,7 @@ def test_filling_whole_tensors_and_parts(nesterov: bool) -> None:
         [ShardView(0, None, memory[:6].view(2, 3)), ShardView(1, (slice(1, 3),), memory[6:18].view(2, 2, 3))],
         step_params,
     )
-    step_params[1].momentum_buffer[1:3] = 3.0
+    step_params[1].momentum[1:3] = 3.0
     parts.fill(step_params)
     expected = [0.5 * 1.0 + 10.0, 0.25 * 3.0 + 20.0] if nesterov else [1.0, 3.0]
     assert values([memory[:6], memory[6:18], memory[18:]]) == [*expected, 0.0]
@@ -165,7 +165,7 @@ def assert_near(value: Tensor, exact: Tensor) -> None:
 
 
 def test_grouping_keeps_the_order() -> None:
-    assert grouped([5, 2, 3, 4, 7], lambda number: number % 2) == [(1, [5, 3, 7]), (0, [2, 4])]
+    assert grouped([5, 2, 3, 4, 7], lambda number: number % 2) == [[5, 3, 7], [2, 4]]
     assert grouped([], id) == []
 
 

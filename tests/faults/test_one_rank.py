@@ -157,7 +157,7 @@ def unready_rank(rank: int, folder: Path, where: str, later: bool) -> Said:
         added.grad = on_mesh(seeded((6, 6), 51), world_mesh())
     first = int(later)
     give_gradients(params, first)
-    owner, name = {"buffers": (executor, "build_rank_program"), "plan": (local_planner, "make_plan")}[where]
+    owner, name = {"buffers": (executor, "RankProgramBuilder"), "plan": (local_planner, "make_plan")}[where]
     before = [local(param) for param in params]
     with patch.object(owner, name, out_of_memory) if rank == ODD else nullcontext():
         said = refused(optimizer)

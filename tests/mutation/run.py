@@ -35,8 +35,9 @@ from tests.mutation.systematic import changes, lines  # noqa: E402
 
 SYSTEMATIC_FOLDERS = (
     *("ortho", "params", "optim", "state", "agree", "routing", "clipping", "qk_clip"),
-    *("execute", "matrices", "plan", "layout", "transport"),
+    *("execute", "plan", "layout", "transport"),
 )
+SYSTEMATIC_FILES = ("matrices.py",)
 
 # Tests of a file, nearest first. The first entry that the path starts with counts.
 _ORTHO = ("tests/ortho/test_orthogonalize.py", "tests/ortho/test_blocks.py", "tests/ortho/test_cost.py")
@@ -68,7 +69,7 @@ TESTS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("meshmuon/execute/ortho_batch.py", ("tests/params/test_rules.py", "tests/execute")),
     ("meshmuon/execute/", ("tests/execute", "tests/optim", "tests/plan")),
     ("meshmuon/plan/", ("tests/plan", "tests/execute", "tests/optim")),
-    ("meshmuon/matrices/", ("tests/matrices", "tests/optim", "tests/execute")),
+    ("meshmuon/matrices.py", ("tests/matrices", "tests/optim", "tests/execute")),
     ("meshmuon/layout/", ("tests/layout", "tests/plan", "tests/execute")),
     ("meshmuon/transport/", ("tests/transport", "tests/agree", "tests/dist")),
     ("meshmuon/checkpoint.py", ("tests/checkpoint",)),
@@ -128,18 +129,19 @@ def systematic_mutants() -> tuple[list[Mutant], list[tuple[Mutant, Equivalent]]]
     """All systematic mutations: those to try, and those declared equivalent."""
     tried: list[Mutant] = []
     equivalent: list[tuple[Mutant, Equivalent]] = []
-    for folder in SYSTEMATIC_FOLDERS:
-        for path in sorted((ROOT / "meshmuon" / folder).rglob("*.py")):
-            file, source = path.relative_to(ROOT).as_posix(), path.read_bytes()
-            texts = list(lines(source))
-            for change in changes(source):
-                what = f"{change.old} -> {change.new}"
-                mutant = Mutant(file, change.line, texts[change.line - 1], what, change.apply(source))
-                declared = _declared(mutant)
-                if declared is None:
-                    tried.append(mutant)
-                else:
-                    equivalent.append((mutant, declared))
+    package = ROOT / "meshmuon"
+    paths = [path for folder in SYSTEMATIC_FOLDERS for path in sorted((package / folder).rglob("*.py"))]
+    for path in (*paths, *(package / file for file in SYSTEMATIC_FILES)):
+        file, source = path.relative_to(ROOT).as_posix(), path.read_bytes()
+        texts = list(lines(source))
+        for change in changes(source):
+            what = f"{change.old} -> {change.new}"
+            mutant = Mutant(file, change.line, texts[change.line - 1], what, change.apply(source))
+            declared = _declared(mutant)
+            if declared is None:
+                tried.append(mutant)
+            else:
+                equivalent.append((mutant, declared))
     return tried, equivalent
 
 

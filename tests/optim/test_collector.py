@@ -17,8 +17,8 @@ from torch.utils import swap_tensors
 
 from meshmuon import Muon
 from meshmuon.errors import GradientError, MeshmuonError
-from meshmuon.execute import local_part
 from meshmuon.optim.collect import Collector
+from meshmuon.torch_compat import local_part
 from tests.support.threads import run_threads
 
 SHAPES = ((6, 4), (4, 6), (8, 4))

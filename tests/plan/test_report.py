@@ -120,8 +120,7 @@ def slow_buffers(plan: Plan, rank: int) -> int:
     for lane in set(plan.lanes):
         itemsize = next(one.itemsize for one in plan.params if one.lane == lane)
         for slot in range(turns):
-            most = slot_sizes([one for k, one in enumerate(sizes) if plan.lanes[k] == lane and k % turns == slot])
-            total += itemsize * (most.shards + most.owned + most.results)
+            total += itemsize * sum(slot_sizes([s for k, s in enumerate(sizes) if plan.lanes[k] == lane and k % turns == slot]))
     return total
 
 

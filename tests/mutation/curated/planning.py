@@ -5,7 +5,7 @@ from __future__ import annotations
 from . import Mutants
 
 MUTANTS: Mutants = {
-    "meshmuon.matrices.matrix_set": {
+    "meshmuon.matrices": {
         "_whole": (
             ("MatrixSet(1, $shape[0], $shape[1])", "MatrixSet(1, $shape[1], $shape[0])"),
             ("$shape[1:]", "$shape[2:]"),
@@ -86,9 +86,9 @@ MUTANTS: Mutants = {
             ("$sharded.replicas > 1", "True"),
             ("(Task(...) for $replica in $copies)", "(Task(...) for $replica in $copies[:1])"),
         ),
-        "Plan._check_plan": (("$task.wave != NO_WAVE and $task.owner not in $task.sharded.piece_and_replica", "False"),),
+        "Plan.__post_init__": (("$task.wave != NO_WAVE and $task.owner not in $task.sharded.piece_and_replica", "False"),),
         "Plan._check_copies": (("$holders != $expected or $overlap", "$overlap"),),
-        "make_plan": (("replace($options, in_flight=$schedule.in_flight)", "$options"),),
+        "make_plan": (("replace($options, in_flight=$in_flight)", "$options"),),
     },
     "meshmuon.plan.plan_data": {
         "PlanData.scatter_sends": (("$piece.holders", "$piece.holders[:1]"),),
@@ -119,7 +119,7 @@ MUTANTS: Mutants = {
     },
     "meshmuon.plan.waves": {
         "cut_into_waves": (("len($lane_of_wave) + $wave", "$wave"),),
-        "_Lane.__init__": (("$heaviest / $limits.smallest", "$limits.smallest / $heaviest"),),
+        "_Lane.__init__": (("$heaviest / $smallest", "$smallest / $heaviest"),),
         "_by_count": (("$position // $chunk_size", "$position // ($chunk_size + 1)"),),
         "_Lane.within_budget": (("not self._fits($count)", "self._fits($count)"),),
         "_Lane._fits": (("sum($sizes)", "max($sizes)"),),

@@ -6,7 +6,7 @@ from . import Mutants
 
 MUTANTS: Mutants = {
     "meshmuon.execute.build": {
-        "_RankProgramBuilder._grad_lifetimes": (
+        "RankProgramBuilder._grad_lifetimes": (
             ("$order[::-1]", "$order"),
             (
                 "(_first_reads($reads, $order), _first_reads($reads, $order[::-1]))",
@@ -18,7 +18,7 @@ MUTANTS: Mutants = {
                 "list(range(len(self.routes) + len($local_batches)))",
             ),
         ),
-        "_RankProgramBuilder._wave": (
+        "RankProgramBuilder._wave": (
             ("offsets_of($routes.own, $sizes.own_offset)", "offsets_of($routes.own)"),
             ("$k % self.plan.options.in_flight", "0"),
             ("[*offsets_of($routes.scatter_in), *$own]", "[*offsets_of($routes.scatter_in)]"),
@@ -30,10 +30,10 @@ MUTANTS: Mutants = {
             ("(*$routes.scatter_in, ...)", "(...,)"),
             ("(..., *$routes.own)", "(...,)"),
         ),
-        "_RankProgramBuilder._reserve_buffers": (
+        "RankProgramBuilder._reserve_buffers": (
             ("[$sizes[$k] for $k in $waves if $k % $slots == $slot]", "[$sizes[$waves[0]]]"),
         ),
-        "_RankProgramBuilder._local_ranges": (
+        "RankProgramBuilder._local_ranges": (
             (
                 "MatrixRange($last.param_index, $last.start, $matrix.stop, ...)",
                 "MatrixRange($last.param_index, $matrix.start, $matrix.stop, ...)",
@@ -47,16 +47,10 @@ MUTANTS: Mutants = {
                 "$transfer.source if $transfer.target == self.rank else $transfer.source",
             ),
         ),
-        "rule_state_param": (("$step_param.matrices.rule_state_window", "None"),),
+        "rule_state_param": (("$step_param.matrix_set.rule_state_window", "None"),),
     },
     "meshmuon.execute.data_parallel": {
-        "DataParallelExecutor.run": (
-            ("self._failures.clear()", ""),
-            (
-                "free_gradients($step_params)",
-                "for step_param in $step_params:\n    step_param.param.grad = None",
-            ),
-        ),
+        "_DataParallelBuilder.build": (("GradLifetime((), range(len(self.step_params)))", "GradLifetime()"),),
     },
     "meshmuon.execute.elementwise": {
         "look_ahead": (
@@ -159,7 +153,7 @@ MUTANTS: Mutants = {
         "ShardViews.fill": (("$settings.nesterov", "not $settings.nesterov"),),
         "ShardViews.apply": (
             ("$settings.rate * $factor", "$settings.rate"),
-            ("$first.matrices.lr_shape", "$first.matrices.lr_shape[::-1]"),
+            ("$first.matrix_set.lr_shape", "$first.matrix_set.lr_shape[::-1]"),
         ),
         "free_gradients": (("$step_param.settings.free_grad", "not $step_param.settings.free_grad"),),
     },
@@ -193,7 +187,7 @@ MUTANTS: Mutants = {
             ("dist.ReduceOp.MAX", "dist.ReduceOp.MIN"),
         ),
     },
-    "meshmuon.transport.data_parallel": {
+    "meshmuon.transport.collectives": {
         "broadcast": (("$flat is not $tensor", "False"),),
     },
     "meshmuon.transport.exchange": {

@@ -1,4 +1,4 @@
-"""Collectives of data parallel training without a wrapper."""
+"""Small collectives over a process group: means, maxima, broadcasts, and what every rank has to say."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .failures import named_phase
+from .groups import host_group
 
-__all__ = ["averaged", "broadcast", "everyone"]
+__all__ = ["averaged", "broadcast", "everyone", "everyone_on_host", "reduce_largest"]
 
 _T = TypeVar("_T")
 
@@ -27,13 +28,28 @@ def averaged(tensors: Sequence[Tensor], group: dist.ProcessGroup) -> list[Tensor
     return [copy.div_(dist.get_world_size(group)) for copy in copies]
 
 
-def everyone(fact: _T, group: dist.ProcessGroup, *, phase: str = "agreement") -> dict[int, _T]:
-    """Rank → its ``fact``; ``phase`` names it in errors."""
+def everyone(fact: _T, group: dist.ProcessGroup) -> dict[int, _T]:
+    """Rank → its ``fact``."""
     ranks = dist.get_process_group_ranks(group)
     facts: list[Any] = [None] * len(ranks)
-    with named_phase(phase, group):
+    with named_phase("agreement", group):
         dist.all_gather_object(facts, fact, group=group)
     return dict(zip(ranks, facts, strict=True))
+
+
+def everyone_on_host(fact: _T, group: dist.ProcessGroup) -> dict[int, _T]:
+    """Rank → its ``fact``, through host memory."""
+    with named_phase("agreement on attention layers"):
+        return everyone(fact, host_group(group))
+
+
+def reduce_largest(packed: Tensor, group: dist.ProcessGroup) -> None:
+    """Replaces each number of ``packed`` by its maximum over the ranks; the host does not wait for a device.
+
+    ``packed`` must not contain NaN: what its maximum is depends on the backend.
+    """
+    with named_phase("reduction of the largest attention logits", group):
+        dist.all_reduce(packed, dist.ReduceOp.MAX, group=group)
 
 
 def broadcast(tensor: Tensor, source: int, group: dist.ProcessGroup) -> None:

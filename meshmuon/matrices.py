@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from typing import Any, TypeAlias
 
-from ..errors import ConfigError
+from .errors import ConfigError
 
 __all__ = [
     "CONV_OPTIONS",
@@ -38,22 +38,14 @@ class MatrixSet:
 
     A (96, 64) weight is one matrix. Experts (8, 96, 64) are ``MatrixSet(8, 96, 64, stack_dims=1)``. A (32, 3, 5, 5) filter with
     ``conv="flatten"`` is ``MatrixSet(1, 32, 75)``. Each part of a fused weight is a set of its own, with a ``window``.
-
-    Attributes:
-        count: number of matrices.
-        rows: rows of each.
-        cols: columns of each.
-        stack_dims: how many leading dims of the parameter count matrices; the next dim is the rows, all others are the columns.
-        window: which rows and columns of the parameter they are; None for all of them.
-        flipped: rows are inputs and columns are outputs. Learning-rate rules and update rules need to know.
     """
 
     count: int
     rows: int
     cols: int
-    stack_dims: int = 0
-    window: Window | None = None
-    flipped: bool = False
+    stack_dims: int = 0  # leading dims of the parameter that count matrices; the next dim is the rows, all others are the columns
+    window: Window | None = None  # which rows and columns of the parameter they are; None for all of them
+    flipped: bool = False  # rows are inputs and columns are outputs; learning-rate rules and update rules need to know
 
     @property
     def lr_shape(self) -> tuple[int, int]:
@@ -79,19 +71,12 @@ class MatrixSet:
 
 @dataclass(frozen=True, slots=True)
 class MatrixOptions:
-    """The options that say which matrices a parameter holds.
+    """The options that say which matrices a parameter holds."""
 
-    Attributes:
-        expert_keys: what marks a 3-D parameter as a stack of independent expert matrices.
-        conv: ``"flatten"`` makes any other parameter of more than two dims one (out, in·kernel) matrix.
-        split: how fused weights are cut along their output dim.
-        expert_dims: ``"out_in"`` for experts of shape (experts, out, in), ``"in_out"`` for (experts, in, out).
-    """
-
-    expert_keys: tuple[str, ...] = ()
-    conv: str | None = None
-    split: Split | None = None
-    expert_dims: str = "out_in"
+    expert_keys: tuple[str, ...] = ()  # what marks a 3-D parameter as a stack of independent expert matrices
+    conv: str | None = None  # ``"flatten"`` makes any other parameter of more than two dims one (out, in·kernel) matrix
+    split: Split | None = None  # how fused weights are cut along their output dim
+    expert_dims: str = "out_in"  # ``"out_in"`` for experts of shape (experts, out, in), ``"in_out"`` for (experts, in, out)
 
 
 def check_expert_keys(keys: Sequence[str] | None) -> tuple[str, ...]:
