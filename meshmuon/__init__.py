@@ -1,5 +1,6 @@
 """meshmuon: the Muon optimizer for any device mesh."""
 
+from .clipping.grad_norm import clip_grad_norm_, total_grad_norm
 from .errors import (
     CheckpointError,
     ConfigError,
@@ -13,22 +14,13 @@ from .errors import (
     UnsupportedError,
     UntestedTorchWarning,
 )
-from .optim import (
-    DistMuon,
-    MaxLogits,
-    Muon,
-    MuonEq,
-    MuonPlus,
-    NorMuon,
-    RoutingRow,
-    RoutingTable,
-    UpdateRule,
-    clip_grad_norm_,
-    get_default_muon_param_groups,
-    total_grad_norm,
-)
+from .optim import DistMuon, Muon
 from .ortho import Scheme, Workspace, halley, keller, orthogonalize, polar_express, zolotarev
+from .params.rules import MuonEq, MuonPlus, NorMuon, UpdateRule
 from .plan import Plan
+from .qk_clip.max_logits import MaxLogits
+from .routing.param_groups import get_default_muon_param_groups
+from .routing.table import RoutingRow, RoutingTable
 
 __version__ = "0.1.0"
 

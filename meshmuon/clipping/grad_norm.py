@@ -94,7 +94,8 @@ class _GradNorm:
         self._replicas = Replicas(self._params)
         self._stage: dist.ProcessGroup | None = None  # of the ranks that the meshes connect
         if len(self._replicas.ranks) > 1:
-            self._stage = shared_group(self._replicas.ranks, self._replicas.process_groups())
+            existing = (process_group for mesh in self._replicas.slices for process_group in groups_of(mesh))
+            self._stage = shared_group(self._replicas.ranks, existing)
         usable = isinstance(pp_group, dist.ProcessGroup) or hasattr(pp_group, "get_all_groups")
         self._pipeline = groups_of(pp_group) if usable else []
         self._max_norm, self._order = max_norm, 2.0

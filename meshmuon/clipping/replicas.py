@@ -7,12 +7,11 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-import torch.distributed as dist
 from torch import Tensor
 
 from ..agree.link import current_rank
 from ..layout import Layout, Mesh, Replicated
-from ..params.dtensors import as_dtensor, connected_ranks, groups_of, known_placements, replicated_layout, siblings
+from ..params.dtensors import as_dtensor, connected_ranks, known_placements, replicated_layout, siblings
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -48,10 +47,6 @@ class Replicas:
         # All ranks that share a mesh with this one, directly or through others, in ascending order.
         self.ranks = connected_ranks(self.rank, (mesh.ranks for slices in self.slices.values() for mesh in slices))
         self._roles: dict[tuple[DeviceMesh | None, tuple[Any, ...]], ReplicaRole] = {}
-
-    def process_groups(self) -> list[dist.ProcessGroup]:
-        """The process groups that the meshes already have."""
-        return [process_group for mesh in self.slices for process_group in groups_of(mesh)]
 
     def role(self, param: Tensor) -> ReplicaRole:
         """The role of this rank for ``param``."""
