@@ -1,7 +1,7 @@
 """What differs between a GPU and a CPU, behind one interface: streams, CUDA graphs, copies to host memory.
 
-Each interface has a CUDA twin and a CPU twin. The tests run the CUDA twins with stand-ins for CUDA only: none of them has run on
-a GPU yet.
+Each interface has a CUDA twin and a CPU twin, whose methods the interface documents. The tests run the CUDA twins with stand-ins
+for CUDA only: none of them has run on a GPU yet.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ __all__ = [
     "CudaReplay",
     "CudaStreams",
     "CudaTransfers",
-    "DirectReplay",
     "DirectStreams",
     "DirectTransfers",
     "Mark",
@@ -31,17 +30,6 @@ __all__ = [
 ]
 
 
-class DirectReplay:
-    """The CPU twin: calls the function at every replay."""
-
-    def __init__(self, work: Callable[[], None]) -> None:
-        self._work = work
-
-    def __call__(self) -> None:
-        """Does the work."""
-        self._work()
-
-
 class CudaReplay:
     """Runs ``work`` on its first call and records it as a CUDA graph; later calls replay the graph.
 
@@ -53,7 +41,6 @@ class CudaReplay:
         self._graph: torch.cuda.CUDAGraph | None = None
 
     def __call__(self) -> None:
-        """Does the work, by graph from the second call on."""
         if self._graph is not None:
             self._graph.replay()
             return
@@ -70,8 +57,8 @@ class CudaReplay:
 
 
 def replay_for(device: torch.device, work: Callable[[], None], *, graphs: bool) -> Callable[[], None]:
-    """``work`` as something to call at every step: replayed from a CUDA graph if ``graphs`` and on a GPU, else called."""
-    return CudaReplay(work) if graphs and device.type == "cuda" else DirectReplay(work)
+    """What to call at every step: on a GPU with ``graphs`` a CUDA graph of ``work``, else ``work`` itself."""
+    return CudaReplay(work) if graphs and device.type == "cuda" else work
 
 
 class Mark(Protocol):
@@ -102,20 +89,17 @@ class DirectStreams:
     """The CPU twin: work runs when it is given, so it is always in order."""
 
     def main_mark(self) -> Mark:
-        """Nothing to remember."""
         return None
 
     def side_mark(self) -> Mark:
-        """Nothing to remember."""
         return None
 
     @contextmanager
     def beside(self, after: Mark, uses: Iterable[Tensor] = ()) -> Iterator[None]:
-        """Runs at once."""
         yield
 
     def main_waits(self, mark: Mark) -> None:
-        """Everything before has already run."""
+        pass
 
 
 class CudaStreams:
@@ -126,18 +110,15 @@ class CudaStreams:
         self._side = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
     def main_mark(self) -> Mark:
-        """An event on the current stream."""
         event: Mark = torch.cuda.current_stream(self._device).record_event()
         return event
 
     def side_mark(self) -> Mark:
-        """An event on the side stream."""
         event: Mark = self._side.record_event()
         return event
 
     @contextmanager
     def beside(self, after: Mark, uses: Iterable[Tensor] = ()) -> Iterator[None]:
-        """Switches to the side stream once it waits for ``after``."""
         self._side.wait_event(after)  # type: ignore[arg-type]
         for tensor in uses:
             tensor.record_stream(self._side)
@@ -145,7 +126,6 @@ class CudaStreams:
             yield
 
     def main_waits(self, mark: Mark) -> None:
-        """The current stream waits for the event; the host does not."""
         torch.cuda.current_stream(self._device).wait_event(mark)  # type: ignore[arg-type]
 
 
@@ -178,19 +158,16 @@ class DirectTransfers:
     """The CPU twin: copies at once, so that the source can be freed; nothing is pending afterwards."""
 
     def host_buffer(self, size: int, dtype: torch.dtype) -> Tensor:
-        """Ordinary memory."""
         return torch.empty(size, dtype=dtype, device="cpu")
 
     def store(self, host: Tensor, device: Tensor) -> None:
-        """Copies at once."""
         host.copy_(device)
 
     def load(self, device: Tensor, host: Tensor) -> None:
-        """Copies at once."""
         device.copy_(host)
 
     def settle(self) -> None:
-        """Nothing is pending."""
+        pass
 
 
 class CudaTransfers:
@@ -201,18 +178,16 @@ class CudaTransfers:
         self._side = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
     def host_buffer(self, size: int, dtype: torch.dtype) -> Tensor:
-        """Pinned memory, the only kind that is copied while the host continues."""
+        # The host continues only during copies of pinned memory.
         return torch.empty(size, dtype=dtype, device="cpu", pin_memory=True)
 
     def store(self, host: Tensor, device: Tensor) -> None:
-        """Copies on the side stream, after the current one."""
         self._side.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._side):
             host.copy_(device, non_blocking=True)
         device.record_stream(self._side)  # its memory is not reused before the copy is done
 
     def load(self, device: Tensor, host: Tensor) -> None:
-        """Copies on the side stream, after what was stored; the current stream waits for it, the host does not."""
         self._side.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._side):
             device.copy_(host, non_blocking=True)
@@ -220,7 +195,6 @@ class CudaTransfers:
         torch.cuda.current_stream(self._device).wait_stream(self._side)
 
     def settle(self) -> None:
-        """Waits for the side stream."""
         self._side.synchronize()
 
 

@@ -17,7 +17,6 @@ from meshmuon.device import (
     CudaReplay,
     CudaStreams,
     CudaTransfers,
-    DirectReplay,
     DirectStreams,
     DirectTransfers,
     Streams,
@@ -113,15 +112,6 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> FakeCuda:
     return fake
 
 
-def test_direct_replay_works_at_every_call() -> None:
-    done: list[int] = []
-    replay = DirectReplay(lambda: done.append(len(done)))
-    assert done == []
-    for _ in range(3):
-        replay()
-    assert done == [0, 1, 2]
-
-
 def test_cuda_replay_records_once_and_replays_later(cuda: FakeCuda) -> None:
     replay = CudaReplay(cuda.work)
     assert cuda.events == []
@@ -161,17 +151,13 @@ def test_cuda_replay_tries_again_after_a_failed_recording(cuda: FakeCuda) -> Non
     assert cuda.events[-1] == "replay"
 
 
-@pytest.mark.parametrize(
-    ("device", "graphs", "kind"),
-    [("cpu", False, DirectReplay), ("cpu", True, DirectReplay), ("cuda", False, DirectReplay), ("cuda", True, CudaReplay)],
-)
-def test_replay_follows_the_device(device: str, graphs: bool, kind: type) -> None:
-    done: list[int] = []
-    replay = replay_for(torch.device(device), lambda: done.append(1), graphs=graphs)
-    assert type(replay) is kind
-    if kind is DirectReplay:
-        replay()
-        assert done == [1]
+@pytest.mark.parametrize(("device", "graphs"), [("cpu", False), ("cpu", True), ("cuda", False), ("cuda", True)])
+def test_replay_follows_the_device(device: str, graphs: bool, cuda: FakeCuda) -> None:
+    replay = replay_for(torch.device(device), cuda.work, graphs=graphs)
+    if device == "cuda" and graphs:
+        assert type(replay) is CudaReplay
+    else:
+        assert replay == cuda.work
 
 
 DEVICE = torch.device("cuda", 3)

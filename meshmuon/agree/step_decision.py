@@ -44,8 +44,8 @@ class StepDecision:
     """What all ranks have agreed to do."""
 
     plan: Plan  # ``plan.params[i]``, ``members[i]`` and the executor's ``step_params[i]`` are about the same parameter
-    # For each parameter of the plan, the indices of its plan input and of its matrix set in ``matrix_sets`` there. A fused QKV weight
-    # that is plan input 3 and is split in three has the members (3, 0), (3, 1), (3, 2).
+    # For each parameter of the plan, the indices of its plan input and of its matrix set in ``matrix_sets`` there. A fused QKV
+    # weight that is plan input 3 and is split in three has the members (3, 0), (3, 1), (3, 2).
     members: tuple[tuple[int, int], ...]
     zeros: frozenset[int]  # indices of the plan inputs whose gradient only other ranks have: this rank steps them with zeros
     exchange: Exchange | None  # None on a single rank

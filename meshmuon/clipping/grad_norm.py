@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 import zlib
 from collections.abc import Iterable
-from dataclasses import dataclass
 from typing import Any, NoReturn
 
 import torch
@@ -71,27 +70,8 @@ def total_grad_norm(
     *,
     pp_group: ReplicaGroup | None = None,
 ) -> Tensor:
-    """The norm of all gradients together, as ``clip_grad_norm_`` computes it; nothing is scaled.
-
-    Args:
-        parameters: a tensor or tensors whose ``.grad`` is measured; the same on all ranks that their meshes connect.
-        norm_type: p of the p-norm, a positive number or ``inf``.
-        error_if_nonfinite: raise GradientError on all ranks if the norm is not finite.
-        foreach: whether to use batched kernels; None uses them where they exist.
-        pp_group: process group, or mesh of one axis, of the pipeline stages; the norm is taken over all of them.
-
-    Returns:
-        A plain tensor without dims, the same on all ranks.
-    """
+    """The norm of all gradients together; nothing is scaled. Arguments and result are those of ``clip_grad_norm_``."""
     return _GradNorm(parameters, norm_type, foreach, pp_group, None).run(raises=error_if_nonfinite)
-
-
-@dataclass(frozen=True, slots=True)
-class _LocalGrad:
-    """This rank's part of a gradient, and whether this rank counts its elements in the norm."""
-
-    local: Tensor
-    counts: bool
 
 
 class _GradNorm:
@@ -114,14 +94,18 @@ class _GradNorm:
         self._replicas = Replicas(self._params)
         self._stage: dist.ProcessGroup | None = None  # of the ranks that the meshes connect
         if len(self._replicas.ranks) > 1:
-            self._stage = shared_group(self._replicas.ranks, self._replicas.process_groups())
+            existing = (process_group for mesh in self._replicas.slices for process_group in groups_of(mesh))
+            self._stage = shared_group(self._replicas.ranks, existing)
         usable = isinstance(pp_group, dist.ProcessGroup) or hasattr(pp_group, "get_all_groups")
         self._pipeline = groups_of(pp_group) if usable else []
         self._max_norm, self._order = max_norm, 2.0
         self._failure: Exception | None = None
-        self._grads: list[_LocalGrad] = []
+        self._grads: list[tuple[Tensor, bool]] = []  # this rank's part of a gradient, and whether this rank counts its elements
         try:
-            self._order = _checked_order(norm_type)
+            order = _number(norm_type)
+            if not order > 0:
+                raise ConfigError(f"norm_type={norm_type!r} must be a positive number or inf.")
+            self._order = order
             self._max_norm = None if max_norm is None else _checked_limit(max_norm)
             self._check_pipeline(pp_group)
             self._grads = self._local_grads()
@@ -129,11 +113,7 @@ class _GradNorm:
             self._failure = error
 
     def run(self, *, raises: bool) -> Tensor:
-        """Returns the norm, and scales the gradients if there is a ``max_norm``.
-
-        Args:
-            raises: raise if the norm is not finite.
-        """
+        """Returns the norm, and scales the gradients if there is a ``max_norm``. ``raises`` refuses a norm that is not finite."""
         try:
             return self._run(raises)
         finally:
@@ -171,7 +151,7 @@ class _GradNorm:
                     'than once. Pass the group along which pipeline stages differ: pp_group=mesh["pp"].get_group().'
                 )
 
-    def _local_grads(self) -> list[_LocalGrad]:
+    def _local_grads(self) -> list[tuple[Tensor, bool]]:
         grads = []
         for k, param in enumerate(self._params):
             name, grad = _name(k, param), param.grad
@@ -188,11 +168,10 @@ class _GradNorm:
             gradient = as_dtensor(grad)
             local = grad if gradient is None else gradient.to_local()
             if local.numel():
-                grads.append(_LocalGrad(local, self._replicas.role(param).counts))
+                grads.append((local, self._replicas.role(param).counts))
         return grads
 
     def _contribution(self, device: torch.device) -> NormWord:
-        """What this rank contributes to the all-reduce."""
         largest = math.isinf(self._order)
         value = nan = torch.zeros((), dtype=torch.float32 if device.type == "mps" else torch.float64, device=device)
         if self._failure is None:
@@ -205,15 +184,15 @@ class _GradNorm:
     def _sum_of_powers(self, zero: Tensor) -> tuple[Tensor, Tensor]:
         value = zero
         for counts in (True, False):
-            local = [grad.local for grad in self._grads if grad.counts is counts]
-            for norms in local_norms(local, self._order, self._foreach):
+            parts = [local for local, counts_here in self._grads if counts_here is counts]
+            for norms in local_norms(parts, self._order, self._foreach):
                 powers = norms.to(zero.device, zero.dtype).pow(self._order)
                 # A rank that does not count still reports values that are not finite, so that all ranks do the same.
                 value = value + (powers if counts else powers.masked_fill(powers.isfinite(), 0.0)).sum()
         return value, zero
 
     def _largest(self, zero: Tensor) -> tuple[Tensor, Tensor]:
-        batches = local_norms([grad.local for grad in self._grads], math.inf, self._foreach)
+        batches = local_norms([local for local, _ in self._grads], math.inf, self._foreach)
         norms = torch.cat([zero.reshape(1), *(batch.to(zero.device, zero.dtype) for batch in batches)])
         nan = norms.isnan()
         return norms.masked_fill(nan, 0.0).amax(), nan.any().to(zero.dtype)
@@ -296,7 +275,7 @@ class _GradNorm:
     def _scale(self, max_norm: float | Tensor, total: Tensor) -> None:
         limit = max_norm.to(total.device, total.dtype) if isinstance(max_norm, Tensor) else max_norm
         # Multiplies even by 1: asking first would make the host wait for the device.
-        scale_all([grad.local for grad in self._grads], torch.clamp(limit / (total + 1e-6), max=1.0), self._foreach)
+        scale_all([local for local, _ in self._grads], torch.clamp(limit / (total + 1e-6), max=1.0), self._foreach)
         gradients = (as_dtensor(param.grad) for param in self._params if param.grad is not None)
         mark_overwritten([grad for grad in gradients if grad is not None and not grad.is_inference()])
 
@@ -310,13 +289,6 @@ def _unique_tensors(parameters: Tensor | Iterable[Tensor]) -> list[Tensor]:
                 '(p for group in optimizer.param_groups for p in group["params"]).'
             )
     return list(dict.fromkeys(tensors))
-
-
-def _checked_order(norm_type: float) -> float:
-    order = _number(norm_type)
-    if not order > 0:
-        raise ConfigError(f"norm_type={norm_type!r} must be a positive number or inf.")
-    return order
 
 
 def _checked_limit(max_norm: float | Tensor) -> float | Tensor:

@@ -53,14 +53,10 @@ def _blocks(tensor: Tensor) -> list[Tensor]:
         return [tensor]
     dense = tensor.permute(sorted(range(tensor.dim()), key=tensor.stride, reverse=True))  # in the order of memory
     if dense.is_contiguous():
-        return list(dense.view(-1).split_with_sizes(_sizes(tensor.numel(), _BLOCK)))
+        return list(torch.split(dense.view(-1), _BLOCK))
     # Sums over strided memory are not vectorised: shorter blocks.
     rows = max(1, _BLOCK // 16 * tensor.size(0) // tensor.numel())
-    return list(tensor.split_with_sizes(_sizes(tensor.size(0), rows)))
-
-
-def _sizes(total: int, most: int) -> list[int]:
-    return [min(most, total - start) for start in range(0, total, most)]
+    return list(torch.split(tensor, rows))
 
 
 def _by_device_and_dtype(tensors: Iterable[Tensor]) -> dict[tuple[torch.device, torch.dtype], list[Tensor]]:

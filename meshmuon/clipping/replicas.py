@@ -7,12 +7,11 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-import torch.distributed as dist
 from torch import Tensor
 
 from ..agree.link import current_rank
 from ..layout import Layout, Mesh, Replicated
-from ..params.dtensors import as_dtensor, connected_ranks, groups_of, known_placements, replicated_layout, siblings
+from ..params.dtensors import as_dtensor, connected_ranks, known_placements, replicated_layout, siblings
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -26,16 +25,11 @@ class ReplicaRole:
 
     For a parameter on a 2×4 mesh with placements (Replicate, Shard(0)), each quarter has 2 replicas. The rank at (0, 3) counts
     the last quarter, the rank at (1, 3) does not, and both have the cell (3,).
-
-    Attributes:
-        counts: whether this rank counts the elements.
-        replicas: how many ranks hold the same elements.
-        cell: which elements these are, as coordinates on the mesh axes that cut the parameter.
     """
 
-    counts: bool
-    replicas: int
-    cell: tuple[int, ...]
+    counts: bool  # whether this rank counts the elements
+    replicas: int  # how many ranks hold the same elements
+    cell: tuple[int, ...]  # which elements these are, as coordinates on the mesh axes that cut the parameter
 
 
 class Replicas:
@@ -43,23 +37,16 @@ class Replicas:
 
     Slices of one mesh hold the same parameters: a model that was sharded over ``mesh["shard"]`` has a replica in every slice.
     Plain tensors are replicated over all connected ranks.
-
-    Attributes:
-        rank: this rank.
-        ranks: all ranks that share a mesh with this one, directly or through others, in ascending order.
-        slices: the mesh of each sharded parameter, with all slices of its parent mesh that look like it.
     """
 
     def __init__(self, params: Iterable[Tensor]) -> None:
         self.rank = current_rank()
         meshes = dict.fromkeys(sharded.device_mesh for param in params if (sharded := as_dtensor(param)) is not None)
+        # The mesh of each sharded parameter, with all slices of its parent mesh that look like it.
         self.slices: dict[DeviceMesh, tuple[Mesh, ...]] = {mesh: siblings(mesh) for mesh in meshes}
+        # All ranks that share a mesh with this one, directly or through others, in ascending order.
         self.ranks = connected_ranks(self.rank, (mesh.ranks for slices in self.slices.values() for mesh in slices))
         self._roles: dict[tuple[DeviceMesh | None, tuple[Any, ...]], ReplicaRole] = {}
-
-    def process_groups(self) -> list[dist.ProcessGroup]:
-        """The process groups that the meshes already have."""
-        return [process_group for mesh in self.slices for process_group in groups_of(mesh)]
 
     def role(self, param: Tensor) -> ReplicaRole:
         """The role of this rank for ``param``."""

@@ -48,7 +48,6 @@ def _step(
     fused: bool,
     skip_mask: Tensor | None,
 ) -> None:
-    """Steps parameters, given with their gradients and states."""
     for param, _, state in members:
         if "exp_avg" not in state:
             init_adamw_state(param, state)
@@ -65,7 +64,9 @@ def _step(
         chunks += cut
         put_back += [] if after is None else [after]
     beta1, beta2 = adamw_betas(param_group)
-    before = _snapshot(chunks) if skip_mask is not None and not fused else None
+    before: list[_Tensors] | None = None
+    if skip_mask is not None and not fused:
+        before = [_Tensors(*(tensor.clone() for tensor in chunk)) for chunk in chunks]
     adamw(
         [chunk.param for chunk in chunks],
         [chunk.grad for chunk in chunks],
@@ -92,10 +93,6 @@ def _step(
         mark_overwritten([local for param, _, _ in members if not (local := local_part(param)).is_inference()])
 
 
-def _snapshot(chunks: Sequence[_Tensors]) -> list[_Tensors]:
-    return [_Tensors(*(tensor.clone() for tensor in chunk)) for chunk in chunks]
-
-
 def _restore(chunks: Sequence[_Tensors], before: Sequence[_Tensors], skip_mask: Tensor) -> None:
     """Undoes a step if ``skip_mask`` is true. Only torch's fused kernel can skip it by itself."""
     for chunk, old_chunk in zip(chunks, before, strict=True):
@@ -113,15 +110,13 @@ class _Tensors(NamedTuple):
     exp_avg_sq: Tensor
     step: Tensor
 
+    def changed(self, change: Callable[[Tensor], Tensor], step: Tensor) -> _Tensors:
+        """``change`` of all tensors but the step count."""
+        return _Tensors(change(self.param), change(self.grad), change(self.exp_avg), change(self.exp_avg_sq), step)
+
     def chunk(self, start: int, stop: int) -> _Tensors:
         """Elements [start, stop), with a step count of its own: the kernel adds 1 to the count of every chunk."""
-        param, grad, exp_avg, exp_avg_sq = (tensor[start:stop] for tensor in self[:4])
-        return _Tensors(param, grad, exp_avg, exp_avg_sq, self.step.clone())
-
-    def padded(self, size: int) -> _Tensors:
-        """A copy with zeros appended, ``size`` elements long."""
-        param, grad, exp_avg, exp_avg_sq = (F.pad(tensor, (0, size - len(tensor))) for tensor in self[:4])
-        return _Tensors(param, grad, exp_avg, exp_avg_sq, self.step)
+        return self.changed(lambda tensor: tensor[start:stop], self.step.clone())
 
 
 def _cut_as_on_one_device(param: Tensor, tensors: _Tensors) -> tuple[list[_Tensors], Callable[[], None] | None]:
@@ -143,10 +138,9 @@ def _cut_as_on_one_device(param: Tensor, tensors: _Tensors) -> tuple[list[_Tenso
     order = memory_order(param)
     if even == inside or not all(tensor.permute(order).is_contiguous() for tensor in tensors[:4]):
         return [tensors], None
-    weight, grad, exp_avg, exp_avg_sq = (tensor.permute(order).view(-1) for tensor in tensors[:4])
-    flat = _Tensors(weight, grad, exp_avg, exp_avg_sq, tensors.step)
+    flat = tensors.changed(lambda tensor: tensor.permute(order).view(-1), tensors.step)
     odd = flat.chunk(even, inside)
-    padded = odd.padded(vector)
+    padded = odd.changed(lambda tensor: F.pad(tensor, (0, vector - len(tensor))), odd.step)
 
     def put_back() -> None:
         for target, result in zip(odd[:4], padded[:4], strict=True):

@@ -64,10 +64,8 @@ class Collector:
     """Finds out what a step will work on, and reuses everything that has not changed since the last step.
 
     A step calls ``plan_inputs``, then ``check``, then, once the ranks have agreed, ``step_params``, and at its end ``let_go``.
-    ``forget`` is called whenever the state is about to be offloaded.
-
-    Args:
-        comm_dtype: tells in which dtype a parameter travels; None for the default.
+    ``forget`` is called whenever the state is about to be offloaded. ``comm_dtype`` tells in which dtype a parameter travels, or
+    None for the default.
     """
 
     def __init__(self, comm_dtype: Callable[[Tensor], torch.dtype | None]) -> None:
@@ -81,7 +79,7 @@ class Collector:
         self._shapes: list[tuple[int, tuple[int, int] | None, float]] = []
         self._made: tuple[object, list[StepParam]] = (None, [])  # a plan, and the step parameters made for it
         self._groups: dict[int, ParamGroup] = {}  # param groups of those step parameters, by group index
-        self._without_state_by_group: dict[int, tuple[int, ...]] = {}  # indices of parameters, by group index
+        self._without_state_by_group: dict[int, list[int]] = {}  # indices of parameters, by group index
         self.without_state: tuple[int, ...] = ()  # parameters that had a gradient and no state yet, at the last check
 
     def plan_inputs(self, groups: Sequence[ParamGroup]) -> tuple[list[NamedParam], tuple[PlanInput, ...], Exception | None]:
@@ -167,33 +165,29 @@ class Collector:
             check_overflow(groups[index], f"group {index}", shape, largest)  # calls the user's adjust_lr_fn
         for index, snapshot in enumerate(self._snapshots):
             if not snapshot.same_gradients():
-                for record in self._with_gradient(index):
-                    _check_gradient(record.named.name, record.named.param, gradient_of(record.named.param))
+                for _, (named, _, _, _) in self._with_gradient(index):
+                    _check_gradient(named.name, named.param, gradient_of(named.param))
                 snapshot.accept_gradients()
             if not snapshot.same_state(states):
                 self._made = (None, [])
-                for record in self._with_gradient(index):
-                    if (entry := states.get(record.named.param)) is not None:
-                        state.check_current(record.named.name, record.named.param, entry, record.named.param_group)
+                without_state = []
+                for k, (named, recipe, _, _) in self._with_gradient(index):
+                    entry = states.get(named.param)
+                    if entry is not None:
+                        state.check_current(named.name, named.param, entry, named.param_group)
+                    if not is_kept(entry, named.param_group["use_muon"], recipe.rule):
+                        without_state.append(k)
                 snapshot.accept_state(states)
-                self._without_state_by_group[index] = self._without_state_in(index, states)
+                self._without_state_by_group[index] = without_state
                 self.without_state = tuple(
                     k for i in range(len(self._snapshots)) for k in self._without_state_by_group.get(i, ())
                 )
 
-    def _without_state_in(self, group_index: int, states: Mapping[Tensor, dict[str, Any]]) -> tuple[int, ...]:
-        return tuple(
-            k
-            for k, (named, recipe, _, _) in enumerate(self._records)
-            if named.group_index == group_index
-            and named.param.grad is not None
-            and not is_kept(states.get(named.param), named.param_group["use_muon"], recipe.rule)
-        )
-
-    def _with_gradient(self, group_index: int) -> Iterator[ParamRecord]:
-        return (
-            record for record in self._records if record.named.group_index == group_index and record.named.param.grad is not None
-        )
+    def _with_gradient(self, group_index: int) -> Iterator[tuple[int, ParamRecord]]:
+        """The records of a param group whose parameters have a gradient, with their indices."""
+        for k, record in enumerate(self._records):
+            if record.named.group_index == group_index and record.named.param.grad is not None:
+                yield k, record
 
     def forget(self) -> None:
         """Drops references to the state, which is about to be offloaded."""
@@ -212,12 +206,8 @@ class Collector:
     ) -> list[StepParam]:
         """What the executor works on: one entry per parameter of the agreed plan, in the order of the plan.
 
-        Args:
-            plan_inputs: what the plan was made from.
-            decision: what the ranks agreed on.
-            states: the state of the optimizer.
-            keeps: whether this rank keeps the momentum of a parameter of the plan.
-            skip_mask: a boolean on a device; if it is true, nothing may change, and the gradients are already zeros.
+        ``keeps`` tells whether this rank keeps the momentum of a parameter of the plan. If ``skip_mask``, a boolean on a device,
+        is true, nothing may change, and the gradients are already zeros.
         """
         made_for, step_params = self._made  # ``check`` forgets them when parameters or state have changed
         if made_for is decision.plan:
@@ -332,14 +322,11 @@ def _settings(group: ParamGroup, skip_mask: Tensor | None) -> StepSettings:
     retain: float | Tensor = momentum
     decay = 1 - lr * float(group["weight_decay"])
     rate = -lr if group["maximize"] else lr
-    if skip_mask is not None:
+    if skip_mask is not None:  # a skipped step keeps momentum and weights: retain = decay = 1 and rate = 0
         exact = any(torch.float64 in (param.dtype, group["momentum_dtype"]) for param in group["params"])
         still = torch.zeros((), dtype=torch.float64 if exact else torch.float32, device=skip_mask.device)
-        retain, decay, rate = (
-            _unless(skip_mask, retain, still + 1),
-            _unless(skip_mask, decay, still + 1),
-            _unless(skip_mask, rate, still),
-        )
+        retain, decay = (torch.where(skip_mask, still + 1, value) for value in (momentum, decay))
+        rate = torch.where(skip_mask, still, rate)
     return StepSettings(
         momentum=momentum,
         retain=retain,
@@ -351,11 +338,6 @@ def _settings(group: ParamGroup, skip_mask: Tensor | None) -> StepSettings:
         cautious=group["cautious_weight_decay"],
         skip_mask=skip_mask,
     )
-
-
-def _unless(skip_mask: Tensor, value: float | Tensor, still: Tensor) -> Tensor:
-    """``value``, or ``still`` if ``skip_mask`` is true, as a scalar tensor in the dtype of ``still``."""
-    return torch.where(skip_mask, still, value)
 
 
 def _check_gradient(name: str, param: Tensor, grad: Tensor) -> None:

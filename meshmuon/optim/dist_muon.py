@@ -23,7 +23,7 @@ from ..state.param_state import MOMENTUM, RULE_STATE
 from ..transport import averaged, broadcast, everyone
 from .collect import gradient_of
 from .muon import Muon
-from .step_context import StepContext
+from .muon_step import StepContext
 
 __all__ = ["DistMuon"]
 
@@ -46,12 +46,7 @@ class DistMuon(Muon):
 
     Args:
         params: matrices, (name, matrix) pairs, or param groups as for ``Muon``.
-        lr: learning rate.
-        momentum: momentum, in [0, 1).
-        nesterov: look ahead by one momentum step.
-        ns_steps: number of Newton–Schulz steps.
-        weight_decay: decoupled weight decay.
-        adjust_lr_fn: how a matrix's shape scales its learning rate.
+        lr, momentum, nesterov, ns_steps, weight_decay, adjust_lr_fn: as for ``Muon``; the signature has their defaults.
         group: process group of the ranks that hold replicas; by default all ranks.
         options: further options of ``Muon``.
 
@@ -217,12 +212,7 @@ class DistMuon(Muon):
         self._kept = frozenset(step.params[k].param for k in owned)
 
     def _drop_foreign_state(self, step: StepContext, owned: set[int]) -> None:
-        """Deletes the state of parameters of which this rank owns no matrix.
-
-        Args:
-            step: the step.
-            owned: the parameters of the plan of which it owns one.
-        """
+        """Deletes the state of all parameters but ``owned``, those of the plan of which this rank owns a matrix."""
         members = step.decision.members
         for k in {k for k, _ in members} - {members[param_index][0] for param_index in owned}:
             for key in (MOMENTUM, RULE_STATE):

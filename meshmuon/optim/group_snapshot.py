@@ -24,9 +24,7 @@ _PLAIN_GRADIENT_FACTS = operator.attrgetter("__class__", "shape", "dtype", "layo
 class GroupSnapshot:
     """Which parameters a param group had, their shapes, dtypes and layouts, which had gradients, and which state they had.
 
-    Args:
-        group: the param group.
-        recipe: how the group treats its parameters; compared by identity.
+    ``recipe`` says how the group treats its parameters. It is compared by identity.
     """
 
     def __init__(self, group: ParamGroup, recipe: object) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Any, cast
 
 import torch
@@ -12,47 +13,55 @@ from torch.profiler import record_function
 from ..agree.descriptions import hyperparameters_of
 from ..agree.planner import Planner
 from ..agree.state_presence import StatePresence
-from ..agree.step_decision import RankStatus
+from ..agree.step_decision import PlanInput, RankStatus, StepDecision
 from ..errors import TransportError
 from ..execute import StepExecutor, StepParam
 from ..params.named_params import NamedParam
 from ..params.option_table import ParamGroup
 from ..qk_clip.clip import QKClip
+from ..qk_clip.logits import logits_text
 from ..routing.table import build_routing_table
 from ..state import param_state as state
 from ..torch_compat import local_part
 from .adamw import adamw_step
 from .collect import Collector, gradient_of, only_creates_state
-from .nonfinite import NonFinite, Scaling, gradients_of, silence
+from .nonfinite import NO_SCALING, NonFinite, Scaling, gradients_of, silence
 from .offload import Offload
 from .overwritten import Overwritten
 from .route_log import RouteLog
-from .step_context import StepContext
 from .step_failures import StepFailures
 
-__all__ = ["MuonStep"]
+__all__ = ["MuonStep", "StepContext"]
+
+
+@dataclass(slots=True)
+class StepContext:
+    """The data of one call of ``step()``, which its phases (inspect, agree, prepare, run, finish) hand to each other."""
+
+    params: list[NamedParam]  # all parameters, param group by param group
+    plan_inputs: tuple[PlanInput, ...]  # what the planner must know about each of them, in the same order
+    qk_logits: Any  # the logits given to ``step()``
+    scaling: Scaling = NO_SCALING  # what a GradScaler has told the optimizer
+    failure: Exception | None = None  # this rank's first error, until the agreement raises it on all ranks
+    nonfinite: bool = False  # the host knows that this rank has a gradient that must not be used
+    has_work: bool = True  # this rank has more to do than create state
+    decision: StepDecision = field(init=False)  # what all ranks have agreed on
+    skip_mask: Tensor | None = None  # a boolean on a device, true if nothing may change; None if the host knows
+    would_diverge: bool = False  # an error at this point would make replicas diverge
 
 
 class MuonStep(torch.optim.Optimizer):
-    """The step of ``Muon``, which builds the parts that a step uses:
+    """The step of ``Muon``, which builds the parts that a step uses. ``DistMuon`` replaces the methods at the end."""
 
-    - ``_collector`` looks at parameters, gradients and state,
-    - ``_planner`` agrees with the other ranks on a plan, ``_failures`` remembers what they must still learn,
-    - ``_executor`` runs the plan,
-    - ``_overwritten`` tells autograd which weights the step has overwritten,
-    - ``_nonfinite``, ``_qk_clip``, ``_offload`` and ``_log`` each serve one option.
-
-    ``DistMuon`` replaces the methods at the end.
-    """
-
-    _collector: Collector
-    _planner: Planner
-    _failures: StepFailures
-    _executor: StepExecutor
+    _collector: Collector  # looks at parameters, gradients and state
+    _planner: Planner  # agrees with the other ranks on a plan
+    _failures: StepFailures  # remembers what the other ranks must still learn
+    _executor: StepExecutor  # runs the plan
+    _overwritten: Overwritten  # tells autograd which weights the step has overwritten
+    # Each of these serves one option.
     _nonfinite: NonFinite
     _qk_clip: QKClip
     _offload: Offload
-    _overwritten: Overwritten
     _log: RouteLog
 
     @torch.no_grad()
@@ -113,7 +122,7 @@ class MuonStep(torch.optim.Optimizer):
 
     def _agree(self, step: StepContext) -> None:
         """Decides together with all ranks what this step does. If one rank failed a check, all ranks raise its error."""
-        clip = self._qk_clip.signature(step.qk_logits)
+        clip = logits_text(step.qk_logits)
         status = RankStatus(
             prepared_plan=self._executor.plan,
             nonfinite=step.nonfinite,
@@ -149,11 +158,7 @@ class MuonStep(torch.optim.Optimizer):
             del failure
 
     def _run(self, step: StepContext) -> Exception | None:
-        """Steps all parameters, as all ranks have agreed.
-
-        Returns:
-            An error of this rank that did not keep it from completing all exchanges, or None.
-        """
+        """Steps all parameters, as all ranks have agreed. Returns an error that did not keep this rank from any exchange."""
         params, decision = step.params, step.decision
         step.would_diverge = decision.repeats  # an error on one of several ranks that compute a matrix leaves replicas unequal
 

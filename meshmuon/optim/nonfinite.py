@@ -27,15 +27,10 @@ _POLICIES = ("propagate", "skip", "raise")
 
 @dataclass(frozen=True, slots=True)
 class Scaling:
-    """What a ``torch.amp.GradScaler`` has told the optimizer.
+    """What a ``torch.amp.GradScaler`` has told the optimizer."""
 
-    Attributes:
-        scale: what the gradients are multiplied by; None if they are not scaled.
-        found_inf: above zero if the scaler has found a gradient that is not finite; None if there is no scaler.
-    """
-
-    scale: Tensor | None
-    found_inf: Tensor | None
+    scale: Tensor | None  # what the gradients are multiplied by; None if they are not scaled
+    found_inf: Tensor | None  # above zero if the scaler has found a gradient that is not finite; None if there is no scaler
 
     @classmethod
     def of(cls, optimizer: Any) -> Scaling:
@@ -54,8 +49,8 @@ class Scaling:
         if self.scale is None:
             return
         inverse = self.scale.double().reciprocal().float().reshape(())
-        for device, members in _by_device(gradients).items():
-            torch._foreach_mul_(members, copy_to(inverse, device))
+        for device in {grad.device for grad in gradients}:
+            torch._foreach_mul_([grad for grad in gradients if grad.device == device], copy_to(inverse, device))
 
 
 NO_SCALING = Scaling(None, None)
@@ -157,10 +152,3 @@ def _any_nonfinite(gradients: Sequence[Tensor], device: torch.device | None = No
     dtype = torch.float64 if any(grad.dtype == torch.float64 for grad in filled) else torch.float32
     ends = [copy_to(end, device).to(dtype) for grad in filled for end in torch.aminmax(grad)]
     return ~torch.isfinite(torch.stack(ends)).all()
-
-
-def _by_device(tensors: Iterable[Tensor]) -> dict[torch.device, list[Tensor]]:
-    by_device: dict[torch.device, list[Tensor]] = {}
-    for tensor in tensors:
-        by_device.setdefault(tensor.device, []).append(tensor)
-    return by_device

@@ -58,23 +58,14 @@ class _Slot(NamedTuple):
 
 @dataclass(slots=True)
 class _Pool:
-    """The state of one device and dtype.
-
-    Attributes:
-        slots: its tensors.
-        host: flat buffer in host memory.
-        transfers: copies between the two.
-        device: the device.
-        flat: flat buffer on the device; None while the state is offloaded.
-        current: the tensors that are in ``optimizer.state`` now, one per slot.
-    """
+    """The state of one device and dtype."""
 
     slots: list[_Slot]
-    host: Tensor
-    transfers: Transfers
+    host: Tensor  # flat buffer in host memory
+    transfers: Transfers  # copies between host and device
     device: torch.device
-    flat: Tensor | None
-    current: list[Tensor]
+    flat: Tensor | None  # flat buffer on the device; None while the state is offloaded
+    current: list[Tensor]  # the tensors that are in ``optimizer.state`` now, one per slot
 
     def load_separately(self, slot: _Slot) -> Tensor:
         local = torch.empty_strided(slot.shape, slot.stride, dtype=self.host.dtype, device=self.device)

@@ -35,13 +35,9 @@ class Overwritten:
         zeros: AbstractSet[int],
         clipped: AbstractSet[int],
     ) -> None:
-        """Marks the weights that a step has written.
+        """Marks the weights that a step has written: those with a gradient, and those with an index in one of the two sets.
 
-        Args:
-            params: all parameters of the optimizer.
-            plan_inputs: what the step was planned from, one per parameter.
-            zeros: indices of the parameters that were stepped although this rank has no gradient of them.
-            clipped: indices of the parameters whose heads were scaled.
+        ``zeros`` are parameters that were stepped although this rank has no gradient of them, ``clipped`` those of scaled heads.
         """
         arguments = (params, plan_inputs, zeros, clipped)
         if len(self._marked) != len(arguments) or any(map(operator.is_not, self._marked, arguments)):

@@ -27,7 +27,7 @@ from ..params.groups import matrix_options_of
 from ..params.named_params import NamedParam
 from ..torch_compat import local_part
 from .heads import Layer, ProjectionParam, check_overlap, read_layer
-from .logits import check_logits, logits_text, ordered, whole_logits
+from .logits import check_logits, ordered, whole_logits
 from .names import ClipConfig, LayerKey, Projection, find_projection, read_clip_config
 
 __all__ = ["QKClip"]
@@ -35,30 +35,19 @@ __all__ = ["QKClip"]
 
 @dataclass(frozen=True, slots=True)
 class _Bucket:
-    """The projections of one device and dtype.
+    """The projections of one device and dtype."""
 
-    Attributes:
-        members: indices of the parameters.
-        sizes: number of rows of each local tensor.
-        logits_of_heads: (heads, most logits per head), the index of each logit of a head. Shorter rows are filled up with the
-            index behind the last logit, where −∞ stands.
-        slots: (sum of sizes,), for each row of the local tensors, one tensor after the other, the index of its factor.
-        dtype: dtype in which factors are computed.
-    """
-
-    members: tuple[int, ...]
-    sizes: list[int]
+    members: tuple[int, ...]  # indices of the parameters
+    sizes: list[int]  # number of rows of each local tensor
+    # (heads, most logits per head): the index of each logit of a head. Shorter rows are filled up with the index behind the last
+    # logit, where −∞ stands.
     logits_of_heads: Tensor
-    slots: Tensor
-    dtype: torch.dtype
+    slots: Tensor  # (sum of sizes,): for each row of the local tensors, one tensor after the other, the index of its factor
+    dtype: torch.dtype  # in which factors are computed
 
 
 class QKClip:
-    """Scales rows of query and key projections after a step.
-
-    Args:
-        clip_config: the options (see docs/qk_clip.md); None for an object that only refuses logits.
-    """
+    """Scales rows of query and key projections after a step. Without a ``clip_config`` (docs/qk_clip.md) it refuses logits."""
 
     def __init__(self, clip_config: Mapping[str, Any] | None) -> None:
         given = None if isinstance(clip_config, Mapping) and not clip_config else clip_config  # an empty mapping turns it off
@@ -79,22 +68,25 @@ class QKClip:
         """How many logits so far were +∞ or NaN; their heads were not scaled. On a GPU, reading it waits for the device."""
         return int(self._nonfinite)
 
-    def signature(self, qk_logits: Mapping[LayerKey, Tensor] | None) -> str:
-        """What must be equal on all ranks that step together, as text. It never waits for a device."""
-        return logits_text(qk_logits)
-
     def check(self, params: Sequence[NamedParam], qk_logits: Mapping[LayerKey, Tensor] | None) -> None:
         """Raises ConfigError for logits that cannot be applied. Writes nothing and does not communicate."""
         if qk_logits is None:
             return
-        config, qk_logits = self._checked(qk_logits), ordered(qk_logits)
+        if self._config is None:
+            raise ConfigError(
+                "qk_logits were passed to step(), but the optimizer has no clip_config. Write Muon(groups, "
+                'clip_config={"head_dim": 128, "threshold": 100}), or leave qk_logits out.'
+            )
+        check_logits(qk_logits)
+        config, qk_logits = self._config, ordered(qk_logits)
         if not qk_logits:
             raise ConfigError(
                 "qk_logits is empty, so nothing would be clipped. If it comes from MaxLogits.collect(), no forward has run "
                 "inside collecting(). For a step without clipping pass None."
             )
         projections = self._projection_params(params, config)
-        key = _cache_key(projections, qk_logits)
+        counts = tuple((layer, logits.numel()) for layer, logits in qk_logits.items())
+        key = tuple(map(_signature, projections)), counts
         if key == self._key:
             return
         layers = {layer: read_layer(layer, logits.numel(), projections, config) for layer, logits in qk_logits.items()}
@@ -107,12 +99,12 @@ class QKClip:
     def apply(
         self, params: Sequence[NamedParam], qk_logits: Mapping[LayerKey, Tensor] | None, skip_mask: Tensor | None = None
     ) -> None:
-        """Scales the rows of all heads whose logit exceeds the threshold.
+        """Scales the rows of all heads whose logit exceeds the threshold, unless ``skip_mask`` is true.
 
         Args:
             params: all parameters of the optimizer, already updated.
             qk_logits: layer → largest logit of each head, the same on all ranks that hold the layer. None does nothing.
-            skip_mask: a boolean tensor without dims, on a device; if it is true nothing changes.
+            skip_mask: a boolean tensor without dims, on a device.
         """
         if qk_logits is None:
             return
@@ -131,15 +123,6 @@ class QKClip:
                 if k == 0:  # every bucket has the same logits
                     self._nonfinite = self._nonfinite + (joined.isnan() | joined.isposinf()).sum()
 
-    def _checked(self, qk_logits: object) -> ClipConfig:
-        if self._config is None:
-            raise ConfigError(
-                "qk_logits were passed to step(), but the optimizer has no clip_config. Write Muon(groups, "
-                'clip_config={"head_dim": 128, "threshold": 100}), or leave qk_logits out.'
-            )
-        check_logits(qk_logits)
-        return self._config
-
     def _projection_params(self, params: Sequence[NamedParam], config: ClipConfig) -> list[ProjectionParam]:
         names = tuple(named.name for named in params)
         if names != self._names:
@@ -149,20 +132,15 @@ class QKClip:
         return [ProjectionParam(projection, params[index], index) for index, projection in self._projections]
 
 
-def _cache_key(projections: Sequence[ProjectionParam], qk_logits: Mapping[LayerKey, Tensor]) -> Hashable:
-    """Everything that the indices depend on."""
-    return tuple(map(_signature, projections)), tuple((layer, logits.numel()) for layer, logits in qk_logits.items())
-
-
 def _signature(member: ProjectionParam) -> Hashable:
+    """Everything of a projection that the buckets depend on."""
     name, param = member.named.name, member.named.param
     sharded = as_dtensor(param)
     where = None if sharded is None else (sharded.device_mesh, sharded.placements)
     # The local shape too: a parameter may have been replaced by another shard of the same global shape.
-    local = tuple(local_part(param).shape)
+    shapes = tuple(param.shape), tuple(local_part(param).shape)
     split = matrix_options_of(member.named.param_group).split if member.projection.kind == "qkv" else None
-    shape = tuple(param.shape)
-    return (name, member.param_index, shape, local, where, param.device, param.dtype, param.requires_grad, split)
+    return (name, member.param_index, shapes, where, param.device, param.dtype, param.requires_grad, split)
 
 
 def _build_buckets(layers: Mapping[LayerKey, Layer], qk_logits: Mapping[LayerKey, Tensor]) -> list[_Bucket]:

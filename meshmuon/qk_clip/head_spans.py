@@ -12,17 +12,11 @@ __all__ = ["ObservedHeads", "Span", "assign_spans"]
 
 
 class ObservedHeads(NamedTuple):
-    """What a rank tells the others before the first reduction.
+    """What a rank tells the others before the first reduction."""
 
-    Attributes:
-        tp_rank: its position among the tensor parallel ranks, which divide the heads.
-        tp_size: number of tensor parallel ranks.
-        heads: (layer, number of heads that this rank has observed) pairs.
-    """
-
-    tp_rank: int
-    tp_size: int
-    heads: tuple[tuple[LayerKey, int], ...]
+    tp_rank: int  # its position among the tensor parallel ranks, which divide the heads
+    tp_size: int  # number of tensor parallel ranks
+    heads: tuple[tuple[LayerKey, int], ...]  # layers, each with the number of heads that this rank has observed
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,12 +32,7 @@ class Span:
 
 
 def assign_spans(observed: dict[int, object], tp_rank: int) -> dict[LayerKey, Span]:
-    """Assigns each layer its span of the packed vector, the same on all ranks.
-
-    Args:
-        observed: by rank, the heads that it has observed.
-        tp_rank: this rank's position among the tensor parallel ranks.
-    """
+    """Assigns each layer its span of the packed vector, from what all ranks have ``observed``; the same on all ranks."""
     counts: dict[LayerKey, dict[int, int]] = {}  # by layer and position among the tensor parallel ranks, the number of heads
     tp_sizes = set()
     for rank, heads_of_rank in observed.items():

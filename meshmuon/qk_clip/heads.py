@@ -32,29 +32,19 @@ class Section:
 
     In a fused QKV weight of 4 heads of 64 rows each, the key section is ``Section("k", start=256, heads=4, size=64, root=64)``.
     In MLA's Wq, a head has rows without position, which are scaled by √γ, and rotary rows, which are scaled by γ.
-
-    Attributes:
-        side: ``"q"`` or ``"k"``.
-        start: first row.
-        heads: number of heads.
-        size: rows per head.
-        root: how many rows, from the head's first on, are scaled by √γ.
-        full: how many of the following rows are scaled by γ. The remaining rows of the head are not scaled.
     """
 
-    side: str
-    start: int
-    heads: int
-    size: int
-    root: int
-    full: int = 0
+    side: str  # "q" or "k"
+    start: int  # first row
+    heads: int  # number of heads
+    size: int  # rows per head
+    root: int  # how many rows, from the head's first on, are scaled by √γ
+    full: int = 0  # how many of the following rows are scaled by γ; the remaining rows of the head are not scaled
 
     def slots(self, rows: Tensor, first: int) -> Tensor:
-        """The index of the factor of each row, in the vector (1, √γ of head 0, γ of head 0, √γ of head 1, γ of head 1, …).
+        """The index of the factor of each global row, in the vector (1, √γ of head 0, γ of head 0, √γ of head 1, γ of head 1, …).
 
-        Args:
-            rows: global row numbers.
-            first: number of this section's first head among all heads.
+        ``first`` is the number of this section's first head among all heads.
         """
         offset = rows - self.start
         within = offset % self.size
@@ -66,12 +56,9 @@ class Section:
 
 @dataclass(frozen=True, slots=True)
 class Layer:
-    """A layer with logits.
+    """A layer with logits: its parameters, each with its sections, and for the sides "q" and "k" which logits each head has.
 
-    Attributes:
-        members: its parameters, each with its sections.
-        logits_of_heads: for the sides ``"q"`` and ``"k"``, which logits each head has. With 4 query heads that share 2 key heads,
-            ``{"q": [[0], [1], [2], [3]], "k": [[0, 1], [2, 3]]}``.
+    With 4 query heads that share 2 key heads, ``logits_of_heads`` is ``{"q": [[0], [1], [2], [3]], "k": [[0, 1], [2, 3]]}``.
     """
 
     members: tuple[tuple[ProjectionParam, tuple[Section, ...]], ...]
@@ -79,14 +66,7 @@ class Layer:
 
 
 def read_layer(layer: LayerKey, count: int, projections: Sequence[ProjectionParam], config: ClipConfig) -> Layer:
-    """Finds a layer's projections, their heads, and the logits of each head.
-
-    Args:
-        layer: the key under which the user passed logits.
-        count: how many logits the user passed.
-        projections: all projections of the optimizer.
-        config: the options.
-    """
+    """Finds the projections, their heads and the logits of each head, for a layer for which the user passed ``count`` logits."""
     members = [member for member in projections if belongs_to(member.projection, layer)]
     candidates = {kind: _only_weight(layer, kind, members) for kind in ("q", "k", "kv_b", "qkv")}
     weights = {kind: weight for kind, weight in candidates.items() if weight is not None}
@@ -97,7 +77,12 @@ def read_layer(layer: LayerKey, count: int, projections: Sequence[ProjectionPara
     head_counts = {section.side: section.heads for parts in sections.values() for section in parts}
     chosen = [member for member in members if member.projection.kind in weights]
     for member in chosen:
-        _check_rows(layer, member, weights[member.projection.kind])
+        weight = weights[member.projection.kind].named
+        rows, weight_rows = member.named.param.shape[0], weight.param.shape[0]
+        if rows != weight_rows:
+            raise ConfigError(
+                f"{member.named.name} (layer {layer!r}) has {rows} rows, its weight {weight.name} has {weight_rows}."
+            )
     return Layer(
         tuple((member, sections[member.projection.kind]) for member in chosen),
         _logits_of_heads(layer, count, head_counts, config),
@@ -130,14 +115,6 @@ def _missing_projections(
     )
 
 
-def _check_rows(layer: LayerKey, member: ProjectionParam, weight: ProjectionParam) -> None:
-    rows, weight_rows = member.named.param.shape[0], weight.named.param.shape[0]
-    if rows != weight_rows:
-        raise ConfigError(
-            f"{member.named.name} (layer {layer!r}) has {rows} rows, its weight {weight.named.name} has {weight_rows}."
-        )
-
-
 class _SectionFinder:
     """Finds the heads in the weights of one layer."""
 
@@ -156,12 +133,12 @@ class _SectionFinder:
             return self._fused(weight, name, rows)
         if not self._mla:
             return (self._plain(name, kind, 0, rows),)
-        if self._config.mla is None:
+        mla = self._config.mla
+        if mla is None:
             raise ConfigError(
                 f"layer {self._layer!r} has MLA's kv_b projection beside {name}: clip_config needs qk_nope_head_dim, "
                 "qk_rope_head_dim and v_head_dim."
             )
-        mla = self._config.mla
         if kind == "q":
             size = mla.nope + mla.rope
             heads = self._head_count(name, rows, size, "qk_nope_head_dim + qk_rope_head_dim")
@@ -170,7 +147,8 @@ class _SectionFinder:
         return (Section("k", 0, self._head_count(name, rows, size, "qk_nope_head_dim + v_head_dim"), size, mla.nope),)
 
     def _fused(self, weight: ProjectionParam, name: str, rows: int) -> tuple[Section, ...]:
-        parts = _row_ranges(weight)
+        shape, options = tuple(weight.named.param.shape), matrix_options_of(weight.named.param_group)
+        parts = [(0, rows) if part.window is None else part.window[0] for part in find_matrices(name, shape, options)]
         if len(parts) != 3:
             raise ConfigError(
                 f"{name} (layer {self._layer!r}) holds queries, keys and values in {rows} rows, but its group's split has "
@@ -194,22 +172,8 @@ class _SectionFinder:
         return rows // size
 
 
-def _row_ranges(weight: ProjectionParam) -> tuple[tuple[int, int], ...]:
-    """The (start, stop) rows of each part of a fused weight."""
-    shape = tuple(weight.named.param.shape)
-    parts = find_matrices(weight.named.name, shape, matrix_options_of(weight.named.param_group))
-    return tuple((0, shape[0]) if part.window is None else part.window[0] for part in parts)
-
-
 def _logits_of_heads(layer: LayerKey, count: int, heads: Mapping[str, int], config: ClipConfig) -> dict[str, list[list[int]]]:
-    """For the sides ``"q"`` and ``"k"``, the logits of each head.
-
-    Args:
-        layer: the layer's key, for errors.
-        count: how many logits it has.
-        heads: number of heads of each side.
-        config: the options.
-    """
+    """For the sides "q" and "k", the logits of each head. ``heads`` has the number of heads of each side."""
     given: tuple[tuple[str, Sequence[int] | None], ...] = (("q_indices", config.q_indices), ("k_indices", config.k_indices))
     for key, indices in given:
         if indices is not None and len(indices) != count:

@@ -34,22 +34,19 @@ def head_maxima(
 ) -> Tensor:
     """The largest logit of each query head over the batch and all positions, (heads,); −∞ for a head without visible keys.
 
-    Args:
-        q: queries, (..., heads, queries, dim); dims before the heads are the batch.
-        k: keys, (..., key heads, keys, dim); each key head serves an equal group of consecutive query heads.
-        causal: query t sees only keys 0 to t, as in ``F.scaled_dot_product_attention(is_causal=True)``.
-        scale: factor of the logits, 1/√dim unless given.
-        mask: as SDPA's ``attn_mask``: booleans, true where a key is visible, or numbers to add. Numbers of −10000 or less hide a
-            key. Other numbers are ignored, since scaling Wq and Wk does not change them.
-        block_bytes: approximate limit of the memory that logits take at a time.
+    q is (..., heads, queries, dim), k is (..., key heads, keys, dim): dims before the heads are the batch, and each key head
+    serves an equal group of consecutive query heads. ``causal``, ``scale`` and ``mask`` are those of ``MaxLogits.observe``. A
+    mask's numbers above −10000 are ignored, since scaling Wq and Wk does not change them.
     """
+    global _flex_failed
     q, k, mask = _four_dims(q, k, mask)
     scale = 1 / math.sqrt(q.shape[-1]) if scale is None else float(scale)
     if mask is None and scale > 0 and _flex_fits(q, k):
         try:
             return flex_maxima(q, k, causal=causal, scale=scale)
         except Exception as error:  # compilers and kernels fail in many ways; the chunked path always works
-            _give_up_flex(error)
+            _flex_failed = True
+            warnings.warn(f"MaxLogits: flex_attention failed ({error}); using chunked products from now on.", stacklevel=2)
     return chunked_maxima(q, k, causal=causal, scale=scale, mask=mask, block_bytes=block_bytes)
 
 
@@ -144,12 +141,6 @@ def _flex_fits(q: Tensor, k: Tensor) -> bool:
     if _flex_failed or not q.is_cuda or q.dtype not in (torch.bfloat16, torch.float16) or not (q.numel() and k.numel()):
         return False
     return flex_gives_max_scores()
-
-
-def _give_up_flex(error: Exception) -> None:
-    global _flex_failed
-    _flex_failed = True
-    warnings.warn(f"MaxLogits: flex_attention failed ({error}); using chunked products from now on.", stacklevel=3)
 
 
 def _four_dims(q: Tensor, k: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:

@@ -13,7 +13,7 @@ from torch import Tensor
 from ..device import known_to_host
 from ..errors import ConfigError
 from ..layout import Layout
-from ..params.dtensors import as_dtensor, check_cuts, groups_of, layouts_of, siblings
+from ..params.dtensors import ReplicaGroup, as_dtensor, check_cuts, groups_of, layouts_of, siblings
 from ..torch_compat import local_part
 from ..transport import shared_group
 from ..transport.collectives import reduce_largest
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor import DTensor
 
-__all__ = ["check_logits", "logits_text", "ordered", "whole_logits"]
+__all__ = ["check_logits", "logits_text", "nan_as_infinity", "ordered", "process_group_of", "ranks_of", "whole_logits"]
 
 
 def check_logits(qk_logits: Any) -> None:
@@ -68,21 +68,36 @@ def whole_logits(qk_logits: Mapping[LayerKey, Tensor]) -> list[Tensor]:
     for mesh, members in by_mesh.items():
         packed = torch.cat([_padded_shard(layer, logits) for layer, logits in members.items()])
         if mesh.size() > 1:
-            ranks = tuple(sorted(mesh.mesh.flatten().tolist()))
-            reduce_largest(packed, shared_group(ranks, groups_of(mesh)))
+            reduce_largest(packed, process_group_of(mesh))
         plain.update(zip(members, torch.split(packed, [logits.numel() for logits in members.values()]), strict=True))
     return [plain[layer] for layer in qk_logits]
 
 
+def nan_as_infinity(logits: Tensor) -> Tensor:
+    """``logits`` with +∞ in the place of NaN, which a maximum over ranks may lose."""
+    return torch.where(logits.isnan(), math.inf, logits)
+
+
+def ranks_of(group: ReplicaGroup) -> tuple[int, ...]:
+    """The ranks of a process group in its order, or those of a mesh in ascending order."""
+    if isinstance(group, dist.ProcessGroup):
+        return tuple(dist.get_process_group_ranks(group))
+    return tuple(sorted(group.mesh.flatten().tolist()))
+
+
+def process_group_of(group: ReplicaGroup) -> dist.ProcessGroup:
+    """One process group for all ranks of a process group or mesh."""
+    return group if isinstance(group, dist.ProcessGroup) else shared_group(ranks_of(group), groups_of(group))
+
+
 def _padded_shard(layer: LayerKey, logits: DTensor) -> Tensor:
-    """This rank's shard at its position in a vector of all heads, −∞ elsewhere. NaN, which a maximum may lose, becomes +∞."""
+    """This rank's shard at its position in a vector of all heads, −∞ elsewhere."""
     local = local_part(logits.detach())
     local = local.to(torch.float64 if local.dtype == torch.float64 else torch.float32)
     whole = torch.full((logits.numel(),), -math.inf, dtype=local.dtype, device=local.device)
     offset = 0
     for start, stop in _layout(layer, logits).local(dist.get_rank())[0]:
-        piece = local[offset : offset + stop - start]
-        whole[start:stop] = torch.where(piece.isnan(), math.inf, piece)
+        whole[start:stop] = nan_as_infinity(local[offset : offset + stop - start])
         offset += stop - start
     return whole
 

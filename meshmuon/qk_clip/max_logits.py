@@ -16,12 +16,13 @@ from torch.overrides import TorchFunctionMode
 
 from ..device import copy_to, known_to_host
 from ..errors import ConfigError
-from ..params.dtensors import ReplicaGroup, as_dtensor, groups_of
+from ..params.dtensors import ReplicaGroup, as_dtensor
 from ..torch_compat import split_factor, unwrapped
-from ..transport import norm_device, shared_group
+from ..transport import norm_device
 from ..transport.collectives import everyone_on_host, reduce_largest
 from .head_spans import ObservedHeads, Span, assign_spans
 from .logit_maxima import DEFAULT_BLOCK_BYTES, head_maxima
+from .logits import nan_as_infinity, process_group_of, ranks_of
 from .names import LayerKey
 from .untraced import uncompiled, untraced
 
@@ -63,8 +64,9 @@ class MaxLogits:
         if not isinstance(block_bytes, int) or block_bytes < 1:
             raise ConfigError(f"MaxLogits: block_bytes={block_bytes!r} must be a positive number of bytes.")
         self._block_bytes = block_bytes
-        self._process_group = _process_group_of(group if group is not None else tp_group)
-        self._tp_ranks = (0,) if tp_group is None else _ranks_of(tp_group)
+        group = tp_group if group is None else group
+        self._process_group = None if group is None else process_group_of(group)
+        self._tp_ranks = (0,) if tp_group is None else ranks_of(tp_group)
         if tp_group is not None and self._process_group is not None:
             missing = sorted(set(self._tp_ranks) - set(dist.get_process_group_ranks(self._process_group)))
             if missing:
@@ -172,16 +174,14 @@ class MaxLogits:
             Layer → float32 tensor of one number per head: −∞ for a head that was not observed, +∞ where a logit was NaN or +∞
             (QK-clip does not scale such a head).
         """
-        if self._process_group is None:
-            if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
-                raise ConfigError(
-                    "MaxLogits: there are several ranks, and each has seen other data or heads. Write MaxLogits(group=...) with "
-                    "the process group or mesh of all ranks that hold the same layers: data, context and tensor parallel ranks."
-                )
-            maxima = {layer: _nan_as_infinity(value) for layer, value in self._maxima.items()}
-            self._maxima = {}
-            return maxima
+        if self._process_group is None and dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+            raise ConfigError(
+                "MaxLogits: there are several ranks, and each has seen other data or heads. Write MaxLogits(group=...) with "
+                "the process group or mesh of all ranks that hold the same layers: data, context and tensor parallel ranks."
+            )
         try:
+            if self._process_group is None:
+                return {layer: nan_as_infinity(value) for layer, value in self._maxima.items()}
             return self._reduced(self._process_group)
         finally:
             self._maxima = {}
@@ -189,7 +189,8 @@ class MaxLogits:
     def _reduced(self, process_group: dist.ProcessGroup) -> dict[LayerKey, Tensor]:
         """The maxima over all ranks, from one vector of all heads of all layers and a flag that asks to compare heads again."""
         if self._spans is None:
-            tp_rank, tp_size = _position(self._tp_ranks)
+            tp_size = len(self._tp_ranks)
+            tp_rank = self._tp_ranks.index(dist.get_rank()) if tp_size > 1 else 0
             heads = tuple((layer, value.numel()) for layer, value in self._maxima.items())
             self._spans = assign_spans(everyone_on_host(ObservedHeads(tp_rank, tp_size, heads), process_group), tp_rank)
         spans = self._spans
@@ -203,7 +204,7 @@ class MaxLogits:
         packed[total] = float(changed)  # a flag, since ranks must reduce vectors of one length even if their heads have changed
         if not changed:
             for layer, value in self._maxima.items():
-                packed[spans[layer].own] = copy_to(_nan_as_infinity(value), device)
+                packed[spans[layer].own] = copy_to(nan_as_infinity(value), device)
         reduce_largest(packed, process_group)
         if known_to_host(packed) and bool(packed[total] > 0):  # all ranks see the flag
             self._spans = None
@@ -295,11 +296,6 @@ class _SDPAObserver(TorchFunctionMode):
         return result
 
 
-def _nan_as_infinity(value: Tensor) -> Tensor:
-    """``value`` with +∞ in the place of NaN, which a maximum over ranks may lose."""
-    return torch.where(value.isnan(), math.inf, value)
-
-
 def _local_tensors(layer: LayerKey, q: Tensor, k: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
     """q, k and mask as plain tensors. Of DTensors this rank's part, which must have all positions of its heads and sequences."""
     sharded, keys, masks = as_dtensor(q), as_dtensor(k), None if mask is None else as_dtensor(mask)
@@ -320,21 +316,3 @@ def _local_tensors(layer: LayerKey, q: Tensor, k: Tensor, mask: Tensor | None) -
             "replicated mask: shard by batch and heads only, or call observe() with gathered keys."
         )
     return sharded.to_local(), keys.to_local(), mask if masks is None else masks.to_local()
-
-
-def _process_group_of(ranks: ReplicaGroup | None) -> dist.ProcessGroup | None:
-    """One process group for all ranks of a process group or mesh."""
-    if ranks is None or isinstance(ranks, dist.ProcessGroup):
-        return ranks
-    return shared_group(_ranks_of(ranks), groups_of(ranks))
-
-
-def _ranks_of(ranks: ReplicaGroup) -> tuple[int, ...]:
-    if isinstance(ranks, dist.ProcessGroup):
-        return tuple(dist.get_process_group_ranks(ranks))
-    return tuple(sorted(ranks.mesh.flatten().tolist()))
-
-
-def _position(ranks: tuple[int, ...]) -> tuple[int, int]:
-    """This rank's position among ``ranks``, and their number."""
-    return (ranks.index(dist.get_rank()), len(ranks)) if len(ranks) > 1 else (0, 1)

@@ -33,19 +33,12 @@ _EXAMPLE = '{"head_dim": 128, "threshold": 100}'
 
 
 class Projection(NamedTuple):
-    """What the name of a projection says.
+    """What the name of a projection says."""
 
-    Attributes:
-        name: the name without the components that wrappers insert.
-        layer: number of its layer; None where the name has none. A user's pattern may give a name instead.
-        kind: ``"q"``, ``"k"``, ``"kv_b"`` (MLA's keys and values) or ``"qkv"`` (fused).
-        bias: whether it is a bias; otherwise it is a weight.
-    """
-
-    name: str
-    layer: LayerKey | None
-    kind: str
-    bias: bool
+    name: str  # without the components that wrappers insert
+    layer: LayerKey | None  # number of its layer; None where the name has none. A user's pattern may give a name instead
+    kind: str  # "q", "k", "kv_b" (MLA's keys and values) or "qkv" (fused)
+    bias: bool  # whether it is a bias; otherwise it is a weight
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,23 +52,14 @@ class MLA:
 
 @dataclass(frozen=True, slots=True)
 class ClipConfig:
-    """``clip_config``, checked.
+    """``clip_config``, checked."""
 
-    Attributes:
-        threshold: largest logit that is not scaled.
-        head_dim: rows of a head of Wq and Wk; None where all layers are MLA.
-        q_indices: query head of each logit; None if logit i belongs to query head i.
-        k_indices: key head of each logit; None if the query heads share the key heads equally, in order.
-        mla: rows per head of MLA layers; None if there are none.
-        patterns: a user's own (kind, regular expression) pairs, which are tried first.
-    """
-
-    threshold: float
-    head_dim: int | None
-    q_indices: tuple[int, ...] | None
-    k_indices: tuple[int, ...] | None
-    mla: MLA | None
-    patterns: tuple[tuple[str, re.Pattern[str]], ...]
+    threshold: float  # largest logit that is not scaled
+    head_dim: int | None  # rows of a head of Wq and Wk; None where all layers are MLA
+    q_indices: tuple[int, ...] | None  # query head of each logit; None if logit i belongs to query head i
+    k_indices: tuple[int, ...] | None  # key head of each logit; None if the query heads share the key heads equally, in order
+    mla: MLA | None  # rows per head of MLA layers; None if there are none
+    patterns: tuple[tuple[str, re.Pattern[str]], ...]  # a user's own (kind, regular expression) pairs, which are tried first
 
 
 def read_clip_config(given: Mapping[str, Any]) -> ClipConfig:

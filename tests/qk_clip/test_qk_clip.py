@@ -16,6 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from meshmuon import ConfigError
 from meshmuon.qk_clip.clip import QKClip
+from meshmuon.qk_clip.logits import logits_text
 from meshmuon.qk_clip.names import find_projection, read_clip_config
 from tests.support.bounds import sum_error
 from tests.support.clip_reference import ClippedMuon, clipped, clipped_mla, parameters
@@ -506,16 +507,15 @@ def test_copies_keep_the_options() -> None:
         assert not torch.equal(params[Q].detach(), pair(4, 2)[Q])
 
 
-def test_the_signature_tells_layers_heads_and_values_apart() -> None:
-    clip = QKClip(CONFIG)
+def test_the_text_of_logits_tells_layers_heads_and_values_apart() -> None:
     shown = [
-        clip.signature(one) for one in (None, {}, {0: torch.ones(4)}, {0: torch.zeros(4)}, {0: torch.ones(3)}, {1: torch.ones(4)})
+        logits_text(one) for one in (None, {}, {0: torch.ones(4)}, {0: torch.zeros(4)}, {0: torch.ones(3)}, {1: torch.ones(4)})
     ]
     assert len(set(shown)) == 6
     far = {0: torch.ones(4, device="meta")}, {0: torch.zeros(4, device="meta")}  # what the host cannot read is not compared
-    assert clip.signature(far[0]) == clip.signature(far[1])
+    assert logits_text(far[0]) == logits_text(far[1])
     layers = {0: torch.ones(4), 10: torch.ones(3), "vision.layers.0": torch.ones(4)}
-    assert clip.signature(layers) == clip.signature(dict(reversed(layers.items())))
+    assert logits_text(layers) == logits_text(dict(reversed(layers.items())))
 
 
 def test_the_order_of_layers_does_not_matter() -> None:
