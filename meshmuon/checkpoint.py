@@ -23,8 +23,6 @@ import torch
 from .errors import CheckpointError, StateError
 from .optim import Muon
 
-__all__ = ["MANIFEST", "Progress", "convert_torch_state", "verify", "write_manifest"]
-
 MANIFEST = "meshmuon-manifest.json"
 """Name of the manifest inside a folder; beside a single file it is ``<file>.meshmuon-manifest.json``."""
 

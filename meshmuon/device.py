@@ -13,22 +13,6 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-__all__ = [
-    "CudaReplay",
-    "CudaStreams",
-    "CudaTransfers",
-    "DirectStreams",
-    "DirectTransfers",
-    "Mark",
-    "Streams",
-    "Transfers",
-    "copy_to",
-    "known_to_host",
-    "replay_for",
-    "streams_for",
-    "transfers_for",
-]
-
 
 class CudaReplay:
     """Runs ``work`` on its first call and records it as a CUDA graph; later calls replay the graph.

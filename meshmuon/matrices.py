@@ -10,18 +10,6 @@ from typing import Any, TypeAlias
 
 from .errors import ConfigError
 
-__all__ = [
-    "CONV_OPTIONS",
-    "EXPERT_DIMS",
-    "MatrixOptions",
-    "MatrixSet",
-    "Split",
-    "Window",
-    "check_expert_keys",
-    "check_matrix_options",
-    "find_matrices",
-]
-
 CONV_OPTIONS = (None, "flatten")
 EXPERT_DIMS = ("out_in", "in_out")
 

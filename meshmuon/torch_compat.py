@@ -32,40 +32,6 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor import DTensor
 
-__all__ = [
-    "NEWEST",
-    "OLDEST",
-    "SHARD_FACTS",
-    "SHARD_GRADIENT_FACTS",
-    "FSDP2Weights",
-    "as_dtensor",
-    "backend_of",
-    "cut_in_mesh_order",
-    "device_has_foreach",
-    "dtensor_like",
-    "flex_gives_max_scores",
-    "foreach_is_faster",
-    "gloo_of",
-    "group_names",
-    "has_compiled",
-    "has_local_part",
-    "local_part",
-    "mark_overwritten",
-    "mesh_slices",
-    "new_named_group",
-    "own_graph_per_shape",
-    "same_layout",
-    "spec_of",
-    "split_factor",
-    "strided_shards_nest",
-    "tf32_allowed",
-    "timeout_of",
-    "unwrapped",
-    "warn_if_untested",
-    "without_modes",
-    "zeros_like",
-]
-
 # ---------------------------------------------------------------------------------------------------------------- versions
 
 OLDEST, NEWEST = "2.9.1", "2.15.0"

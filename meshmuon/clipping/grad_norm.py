@@ -26,8 +26,6 @@ from ..transport import NormWord, everyone, host_group, norm_device, reduce_norm
 from .norms import local_norms, scale_all
 from .replicas import Replicas
 
-__all__ = ["clip_grad_norm_", "total_grad_norm"]
-
 _DOUBLE = (torch.float64, torch.complex128)
 
 

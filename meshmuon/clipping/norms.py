@@ -11,8 +11,6 @@ from torch import Tensor
 from ..errors import ConfigError
 from ..torch_compat import device_has_foreach, foreach_is_faster
 
-__all__ = ["local_norms", "scale_all"]
-
 _BLOCK = 1 << 16  # CPUs add float32 elements one by one: the norm of 10 million elements at once is off by 4e-4
 _HALF = (torch.float16, torch.bfloat16)
 

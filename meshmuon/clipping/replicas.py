@@ -16,8 +16,6 @@ from ..params.dtensors import as_dtensor, connected_ranks, known_placements, rep
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-__all__ = ["ReplicaRole", "Replicas"]
-
 
 @dataclass(frozen=True, slots=True)
 class ReplicaRole:

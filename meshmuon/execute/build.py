@@ -18,8 +18,6 @@ from .step_param import StepParam
 from .strided_copies import PlacedPiece, blocks_of, strided_views
 from .wave import CopyPairs, OwnedBatch, RankWave, Wave
 
-__all__ = ["LocalBatch", "RankProgram", "RankProgramBuilder"]
-
 
 @dataclass(frozen=True, slots=True)
 class LocalBatch:

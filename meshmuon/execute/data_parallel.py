@@ -26,8 +26,6 @@ from .shard_views import GradLifetime, ShardView, ShardViews, grouped
 from .step_param import StepParam
 from .wave import CopyPairs, ExchangeBuffers
 
-__all__ = ["DataParallelExecutor"]
-
 
 @dataclass(frozen=True, slots=True)
 class _AveragedBatch:

@@ -13,8 +13,6 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-__all__ = ["accumulate", "adds_alike", "all_add_alike", "apply", "look_ahead"]
-
 _TRIAL_SIZES = (1, 2, 3, 5, 7, 8, 9, 15, 16, 17, 31, 32, 33, 63, 65)
 
 

@@ -17,8 +17,6 @@ from .pipeline import guarded, run_pipeline, take_first
 from .settings import ExecutorSettings
 from .step_param import StepParam
 
-__all__ = ["Executor", "StepExecutor"]
-
 
 class StepExecutor(Protocol):
     """What runs the Muon part of an optimizer's step. The optimizer calls it, on every rank that takes part in the step:

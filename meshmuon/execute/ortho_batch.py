@@ -27,8 +27,6 @@ from ..torch_compat import own_graph_per_shape
 from .settings import ExecutorSettings
 from .step_param import StepParam, UpdateRule
 
-__all__ = ["OrthoBatch", "apply_rule", "reserve_ortho_batches", "seen_by_rule"]
-
 
 class OrthoBatch:
     """A batch's matrices, in memory that all batches share one after the other.

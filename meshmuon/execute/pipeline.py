@@ -7,8 +7,6 @@ from enum import Enum
 
 from ..errors import TransportError
 
-__all__ = ["Action", "fill_order", "guarded", "most_gathered_ahead", "pipeline_order", "run_pipeline", "take_first"]
-
 
 class Action(Enum):
     """What is done next in a step: one of the three turns of a wave, or work that is not part of a wave."""

@@ -11,15 +11,13 @@ from torch import Tensor
 from ..layout import Layout, clip, length
 from ..ortho import Workspace
 from ..plan import NO_WAVE, Batch, PieceTransfer, Plan, PlannedParam, plan_batches, routes_of
+from ..torch_compat import local_part
 from ..transport import Exchange
 from .ortho_batch import OrthoBatch, reserve_ortho_batches
 from .settings import ExecutorSettings
 from .shard_views import ShardView
-from .step_param import StepParam, local_part
+from .step_param import StepParam
 from .wave import ExchangeBuffers
-
-__all__ = ["MatrixRange", "PlacedTransfers", "ProgramBuilder", "offsets_of", "rule_state_param"]
-
 
 PlacedTransfers: TypeAlias = "list[tuple[PieceTransfer, int]]"
 """Transfers with the offsets of their pieces in a buffer."""

@@ -17,15 +17,14 @@ from ..matrices import MatrixSet
 from ..ortho import Scheme, call_scheme, orthogonalize
 from ..ortho.kernels import products_for
 from ..plan import Plan
+from ..torch_compat import local_part
 from ..transport import Exchange, check_round_trip, has_part, own_shard, whole
 from .elementwise import apply, look_ahead
 from .ortho_batch import apply_rule, seen_by_rule
 from .rule_state import store_rule_state
 from .settings import ExecutorSettings
 from .shard_views import GradLifetime, ShardView, grouped
-from .step_param import StepParam, local_part
-
-__all__ = ["ReferenceExecutor"]
+from .step_param import StepParam
 
 
 class ReferenceExecutor:

@@ -14,13 +14,12 @@ import torch
 from torch import Tensor
 
 from ..plan import NO_WAVE, PieceTransfer, Plan, WaveRoutes, rank_routes
+from ..torch_compat import local_part
 from ..transport import Exchange, Pending
 from .program_builder import ProgramBuilder, rule_state_param
 from .shard_views import ShardView, grouped
-from .step_param import StepParam, local_part
+from .step_param import StepParam
 from .wave import CopyPairs, ExchangeBuffers
-
-__all__ = ["RuleStateExchange", "load_rule_state", "rule_state_exchanges", "rule_state_transfers", "store_rule_state"]
 
 
 @dataclass(slots=True)

@@ -7,8 +7,6 @@ from dataclasses import dataclass
 from ..errors import ConfigError
 from ..ortho import FORMS
 
-__all__ = ["DEFAULT_MEMORY_BUDGET", "ExecutorSettings"]
-
 DEFAULT_MEMORY_BUDGET = 64 * 2**20
 
 

@@ -12,10 +12,9 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
+from ..torch_compat import local_part
 from .elementwise import accumulate, all_add_alike, apply, look_ahead
-from .step_param import StepParam, local_part
-
-__all__ = ["GradLifetime", "ShardView", "ShardViews", "free_gradients", "grouped"]
+from .step_param import StepParam
 
 _T = TypeVar("_T")
 

@@ -12,9 +12,6 @@ from torch import Tensor
 from ..matrices import MatrixSet
 from ..ortho import Orthogonalizer, Scheme, pitch, scratch_bytes
 from ..plan import BatchItem
-from ..torch_compat import local_part
-
-__all__ = ["StepParam", "StepSettings", "UpdateRule", "local_part"]
 
 
 class UpdateRule(Protocol):

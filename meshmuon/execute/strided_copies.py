@@ -13,8 +13,6 @@ from torch import Tensor
 
 from ..layout import Piece
 
-__all__ = ["Block", "PlacedPiece", "blocks_of", "strided_views"]
-
 
 @dataclass(frozen=True, slots=True)
 class PlacedPiece:

@@ -16,8 +16,6 @@ from .ortho_batch import OrthoBatch
 from .shard_views import GradLifetime, ShardViews
 from .step_param import StepParam
 
-__all__ = ["CopyPairs", "ExchangeBuffers", "OwnedBatch", "RankWave", "Wave"]
-
 
 @dataclass(frozen=True, slots=True)
 class ExchangeBuffers:

@@ -10,8 +10,6 @@ from collections.abc import Iterable
 from functools import lru_cache
 from typing import TypeAlias
 
-__all__ = ["Range", "Ranges", "clip", "cut", "length", "merged", "position_in", "tiles"]
-
 Range: TypeAlias = tuple[int, int]
 """Indices [start, stop) of a tensor dim."""
 

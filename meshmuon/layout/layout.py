@@ -19,8 +19,6 @@ from typing import TypeAlias
 from ..errors import ConfigError
 from .cuts import Range, Ranges, cut, length, position_in
 
-__all__ = ["Box", "Layout", "Mesh", "Placement", "Replicated", "Sharded", "coordinates", "flat_index"]
-
 Box: TypeAlias = tuple[Range, ...]
 """One half-open range per tensor dim."""
 

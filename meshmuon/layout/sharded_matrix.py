@@ -12,8 +12,6 @@ from ..matrices import Window
 from .cuts import Ranges, clip, length, merged, tiles
 from .layout import Layout, coordinates, flat_index
 
-__all__ = ["Piece", "ShardedMatrix", "shard_matrices"]
-
 
 @dataclass(frozen=True, slots=True)
 class Piece:

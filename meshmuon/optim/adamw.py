@@ -18,8 +18,6 @@ from ..params.option_table import ParamGroup
 from ..state.param_state import can_fuse, empty_laid_out_like, init_adamw_state
 from ..torch_compat import local_part, mark_overwritten
 
-__all__ = ["adamw_step"]
-
 _LONGEST_VECTOR = 64
 
 

@@ -27,8 +27,6 @@ from ..state import param_state as state
 from ..torch_compat import local_part, zeros_like
 from .group_snapshot import GroupSnapshot, facts_of
 
-__all__ = ["Collector", "gradient_of", "only_creates_state"]
-
 
 class GroupRecipe(NamedTuple):
     """How a param group treats all of its parameters; all None for AdamW."""

@@ -25,8 +25,6 @@ from .collect import gradient_of
 from .muon import Muon
 from .muon_step import StepContext
 
-__all__ = ["DistMuon"]
-
 _NO_OPTIONS = ("replicas", "replica_group", "reference_path", "use_distributed_muon", "comm_dtype")
 
 

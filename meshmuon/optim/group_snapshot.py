@@ -15,8 +15,6 @@ from torch import Tensor
 from ..params.option_table import ParamGroup
 from ..torch_compat import SHARD_FACTS, SHARD_GRADIENT_FACTS, has_local_part
 
-__all__ = ["GroupSnapshot", "facts_of"]
-
 _PLAIN_FACTS = operator.attrgetter("shape", "dtype", "device")
 _PLAIN_GRADIENT_FACTS = operator.attrgetter("__class__", "shape", "dtype", "layout")
 

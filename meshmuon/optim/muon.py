@@ -43,8 +43,6 @@ from .overwritten import Overwritten
 from .route_log import RouteLog
 from .step_failures import StepFailures
 
-__all__ = ["Muon"]
-
 
 @with_options
 class Muon(MuonStep):

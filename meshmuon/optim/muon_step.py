@@ -31,8 +31,6 @@ from .overwritten import Overwritten
 from .route_log import RouteLog
 from .step_failures import StepFailures
 
-__all__ = ["MuonStep", "StepContext"]
-
 
 @dataclass(slots=True)
 class StepContext:

@@ -20,8 +20,6 @@ from ..params.named_params import NamedParam
 from ..torch_compat import local_part
 from ..transport import Exchange
 
-__all__ = ["NO_SCALING", "NonFinite", "Scaling", "asked_by_scaler", "gradients_of", "silence"]
-
 _POLICIES = ("propagate", "skip", "raise")
 
 

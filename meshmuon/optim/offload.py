@@ -18,8 +18,6 @@ from ..device import Transfers, transfers_for
 from ..params.dtensors import with_local
 from ..torch_compat import local_part
 
-__all__ = ["Offload"]
-
 _ALIGNMENT = 64  # bytes; suits vector instructions and copies
 _NOT_MOVED = ("step",)  # one number per parameter, which AdamW's kernel needs on its device
 

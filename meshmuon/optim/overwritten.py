@@ -13,8 +13,6 @@ from ..params.dtensors import as_dtensor
 from ..params.named_params import NamedParam
 from ..torch_compat import FSDP2Weights, mark_overwritten
 
-__all__ = ["Overwritten"]
-
 
 class Overwritten:
     """Marks the DTensors that steps write through their local tensors, which autograd does not notice.

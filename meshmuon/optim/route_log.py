@@ -8,8 +8,6 @@ from collections.abc import Callable, Sequence
 from ..params.named_params import NamedParam
 from ..routing.table import RoutingTable
 
-__all__ = ["RouteLog"]
-
 _logger = logging.getLogger("meshmuon")
 
 

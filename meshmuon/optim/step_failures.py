@@ -5,8 +5,6 @@ from __future__ import annotations
 from ..agree.differences import failure_for_other_ranks
 from ..errors import StateError
 
-__all__ = ["StepFailures"]
-
 
 class StepFailures:
     """The bookkeeping of failed steps. One of four states:

@@ -11,8 +11,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-__all__ = ["ALIGNMENT", "aligned_empty", "aligned_matrices", "as_matrices", "is_aligned", "is_dense", "pitch"]
-
 ALIGNMENT = 64  # bytes: a cache line, and the longest vector of any CPU that torch knows
 
 

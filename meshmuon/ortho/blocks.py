@@ -26,8 +26,6 @@ from .rational import Rational
 from .schemes import Scheme
 from .workspace import Workspace
 
-__all__ = ["choose_blocks", "gram_blocks", "is_safe", "standard_blocks", "worst_error"]
-
 _EXHAUSTIVE_STEPS = 6  # up to here every way to cut the steps is tried; beyond, only cuts into few blocks,
 _FEW_BLOCKS = 4
 _MANY_CUTS = 150  # and only while there are not too many ways to do so

@@ -12,8 +12,6 @@ from .cost import orthogonalize_cost
 from .rational import Rational
 from .schemes import AUTO, Orthogonalizer, Scheme, halley, polar_express, zolotarev
 
-__all__ = ["fallback_reason", "scheme_for"]
-
 _SHORT = (torch.bfloat16, torch.float16)
 _SMALLEST = 256  # rows from which inverses beat products (measured, float32 on CPU); below, calls cost more than FLOPs
 

@@ -20,8 +20,6 @@ from .kernels.panels import symmetric_flops
 from .rational import Rational
 from .schemes import Step
 
-__all__ = ["orthogonalize_cost", "orthogonalize_flops"]
-
 _LAPACK_PENALTY = 12  # measured: a FLOP in a 32 × 32 Cholesky factor and its inverse, in units of one in a product (CPU)
 
 

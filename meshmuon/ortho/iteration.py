@@ -24,8 +24,6 @@ from .rational import Rational
 from .schemes import Step
 from .workspace import Workspace
 
-__all__ = ["Scratch", "iterate", "scratch_bytes"]
-
 # A power of two, so that it changes no bit. Entries of R = X·Xᵀ are at most its square, which float16 holds. With 1 instead, the
 # square of a single large entry among 65,536 columns would be a subnormal number of float16.
 _LARGEST_ENTRY = 64.0

@@ -15,17 +15,6 @@ from .kernels import Products, products_for
 from .schemes import Orthogonalizer, Scheme, polar_express, resolve_scheme
 from .workspace import Workspace
 
-__all__ = [
-    "FORMS",
-    "blocks_for",
-    "call_scheme",
-    "check_shape",
-    "default_compute_dtype",
-    "expected_flops",
-    "orthogonalize",
-    "reserve_scratch",
-]
-
 FORMS = ("auto", "standard", "gram")
 
 

@@ -16,8 +16,6 @@ from __future__ import annotations
 import math
 from typing import NamedTuple
 
-__all__ = ["Rational", "halley_step", "zolotarev_step"]
-
 
 class Rational(NamedTuple):
     """The odd rational function x ↦ x·(constant + Σ weights[j]/(x² + poles[j])); poles and weights are positive."""

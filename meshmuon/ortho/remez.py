@@ -18,8 +18,6 @@ from __future__ import annotations
 import math
 from typing import NamedTuple
 
-__all__ = ["Quintic", "best_quintic"]
-
 _MAX_EXCHANGES = 100
 _LIMIT = (15 / 8, -10 / 8, 3 / 8)
 

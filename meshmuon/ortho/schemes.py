@@ -27,19 +27,6 @@ from ..errors import ConfigError
 from .rational import Rational, halley_step, zolotarev_step
 from .remez import Quintic, best_quintic
 
-__all__ = [
-    "AUTO",
-    "Orthogonalizer",
-    "Scheme",
-    "SchemeLike",
-    "Step",
-    "halley",
-    "keller",
-    "polar_express",
-    "resolve_scheme",
-    "zolotarev",
-]
-
 MAX_STEPS = 64
 _MOST_POLES = 8
 _SMALLEST_BOUND = 1e-5  # below, float64 loses too many digits of the coefficients

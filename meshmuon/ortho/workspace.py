@@ -10,8 +10,6 @@ from torch import Tensor
 
 from .aligned import aligned_empty, as_matrices, pitch
 
-__all__ = ["Workspace"]
-
 
 class Workspace:
     """Named flat buffers, grown to the largest request and never given back.

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
-__all__ = ["Batch", "BatchItem", "ItemRange", "plan_batches"]
-
 
 @dataclass(frozen=True, slots=True)
 class BatchItem:

@@ -17,8 +17,6 @@ from dataclasses import dataclass
 from .routes import WaveRoutes
 from .tasks import PieceTransfer
 
-__all__ = ["WaveSizes", "slot_sizes", "wave_sizes"]
-
 
 @dataclass(frozen=True, slots=True)
 class WaveSizes:

@@ -6,8 +6,6 @@ from dataclasses import dataclass
 
 from ..layout import ShardedMatrix
 
-__all__ = ["CostModel", "cost_model_for"]
-
 
 @dataclass(frozen=True, slots=True)
 class CostModel:

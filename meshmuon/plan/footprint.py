@@ -12,8 +12,6 @@ from collections.abc import Sequence
 
 from ..layout import ShardedMatrix
 
-__all__ = ["Footprint"]
-
 
 class Footprint:
     """The buffers of matrices that travel on one lane, for any way to cut them into waves."""

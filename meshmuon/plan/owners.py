@@ -9,8 +9,6 @@ from itertools import accumulate
 from ..layout import ShardedMatrix
 from .tasks import Task
 
-__all__ = ["assign_owners", "lightest_possible"]
-
 
 def assign_owners(tasks: Sequence[Task], loads: dict[int, float]) -> list[int]:
     """The owner of each task; adds their costs to ``loads`` (rank → cost), which already has what is computed locally.

@@ -13,8 +13,6 @@ from .report import describe, to_json
 from .tasks import EVERY_HOLDER, NO_WAVE, PlannedParam, Task
 from .waves import cut_into_waves
 
-__all__ = ["Plan", "make_plan"]
-
 
 @dataclass(frozen=True)
 class Plan(PlanData):

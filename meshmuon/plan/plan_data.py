@@ -14,8 +14,6 @@ from .footprint import Footprint
 from .owners import lightest_possible
 from .tasks import EVERY_HOLDER, NO_WAVE, PieceTransfer, PlannedParam, Task
 
-__all__ = ["REPLICA_OPTIONS", "PlanData", "PlanOptions", "add_local_costs"]
-
 REPLICA_OPTIONS = ("auto", "share", "repeat")
 
 

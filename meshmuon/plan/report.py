@@ -9,8 +9,6 @@ from typing import Any
 from .plan_data import PlanData
 from .tasks import EVERY_HOLDER, NO_WAVE, Task
 
-__all__ = ["describe", "table", "to_json"]
-
 _MOST_RANKS_SHOWN = 16
 
 

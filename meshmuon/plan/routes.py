@@ -8,8 +8,6 @@ from dataclasses import dataclass
 from .plan_data import PlanData
 from .tasks import NO_WAVE, PieceTransfer
 
-__all__ = ["WaveRoutes", "rank_routes", "routes_of"]
-
 
 @dataclass(frozen=True, slots=True)
 class WaveRoutes:

@@ -8,8 +8,6 @@ from dataclasses import dataclass
 from ..layout import Layout, Piece, ShardedMatrix, shard_matrices
 from ..matrices import Window
 
-__all__ = ["EVERY_HOLDER", "NO_WAVE", "PieceTransfer", "PlannedParam", "Task"]
-
 EVERY_HOLDER = -1
 NO_WAVE = -1
 

@@ -13,8 +13,6 @@ from .footprint import Footprint
 from .plan_data import PlanOptions
 from .tasks import PlannedParam, Task
 
-__all__ = ["cut_into_waves"]
-
 _OVERLAP = 6  # waves of a step: enough to overlap gathers, work and scatters, with a small first and a small last wave
 _WORTH_AN_EXCHANGE = 4  # a wave should last at least as long as this many empty exchanges
 _STEEPEST = 4  # largest wave ÷ smallest

@@ -30,8 +30,6 @@ from .heads import Layer, ProjectionParam, check_overlap, read_layer
 from .logits import check_logits, ordered, whole_logits
 from .names import ClipConfig, LayerKey, Projection, find_projection, read_clip_config
 
-__all__ = ["QKClip"]
-
 
 @dataclass(frozen=True, slots=True)
 class _Bucket:

@@ -8,8 +8,6 @@ from typing import NamedTuple
 from ..errors import ConfigError
 from .names import LayerKey
 
-__all__ = ["ObservedHeads", "Span", "assign_spans"]
-
 
 class ObservedHeads(NamedTuple):
     """What a rank tells the others before the first reduction."""

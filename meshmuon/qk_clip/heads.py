@@ -15,8 +15,6 @@ from ..params.groups import matrix_options_of
 from ..params.named_params import NamedParam
 from .names import ClipConfig, LayerKey, Projection, belongs_to
 
-__all__ = ["Layer", "ProjectionParam", "Section", "check_overlap", "read_layer"]
-
 
 class ProjectionParam(NamedTuple):
     """A parameter that is a projection, what its name says, and its index among all parameters."""

@@ -18,8 +18,6 @@ from torch import Tensor
 from ..errors import ConfigError
 from ..torch_compat import flex_gives_max_scores
 
-__all__ = ["DEFAULT_BLOCK_BYTES", "causal_blocks", "chunked_maxima", "flex_maxima", "head_maxima"]
-
 DEFAULT_BLOCK_BYTES = 64 * 2**20
 _MASKED = -1e4
 """A value of an additive mask that hides a key: this or less (−10000, −1e9, a dtype's lowest number, −∞). More is a bias."""

@@ -23,8 +23,6 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor import DTensor
 
-__all__ = ["check_logits", "logits_text", "nan_as_infinity", "ordered", "process_group_of", "ranks_of", "whole_logits"]
-
 
 def check_logits(qk_logits: Any) -> None:
     """Raises unless ``qk_logits`` maps layers to tensors of one number per head."""

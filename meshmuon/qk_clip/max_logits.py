@@ -26,8 +26,6 @@ from .logits import nan_as_infinity, process_group_of, ranks_of
 from .names import LayerKey
 from .untraced import uncompiled, untraced
 
-__all__ = ["MaxLogits"]
-
 _SDPA = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa")
 
 

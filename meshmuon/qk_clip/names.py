@@ -12,8 +12,6 @@ import torch
 from ..errors import ConfigError
 from ..routing.param_groups import name_parts
 
-__all__ = ["ClipConfig", "LayerKey", "Projection", "belongs_to", "find_projection", "read_clip_config"]
-
 LayerKey: TypeAlias = int | str
 """A layer's number, or the name of its attention module (or of a module that contains it) where numbers are ambiguous."""
 

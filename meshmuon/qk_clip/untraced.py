@@ -12,8 +12,6 @@ import torch
 
 from ..torch_compat import has_compiled, without_modes
 
-__all__ = ["uncompiled", "untraced"]
-
 _lock = threading.Lock()
 _threads_inside = 0  # threads that are inside ``uncompiled()``
 _stance: AbstractContextManager[Any] | None = None  # the stance that the first of them has set

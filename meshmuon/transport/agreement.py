@@ -12,8 +12,6 @@ import torch.distributed as dist
 from .collectives import everyone
 from .failures import named_phase
 
-__all__ = ["Agreement", "Verdict", "Vote"]
-
 _T = TypeVar("_T")
 _WORDS = struct.Struct("6q")
 

@@ -12,8 +12,6 @@ from torch import Tensor
 from .failures import named_phase
 from .groups import host_group
 
-__all__ = ["averaged", "broadcast", "everyone", "everyone_on_host", "reduce_largest"]
-
 _T = TypeVar("_T")
 
 

@@ -10,8 +10,6 @@ from torch import Tensor
 
 from .failures import hang_up, named_phase
 
-__all__ = ["Exchange", "Pending"]
-
 
 @dataclass(frozen=True, slots=True)
 class Pending:

@@ -12,8 +12,6 @@ import torch.distributed as dist
 from ..errors import MeshmuonError, TransportError
 from ..torch_compat import gloo_of
 
-__all__ = ["hang_up", "named_phase"]
-
 _UNUSED_TAG = 0x6D6D  # nobody sends with this tag, so that waiting for it times out
 _SHORT = timedelta(milliseconds=1)
 

@@ -14,8 +14,6 @@ import torch.distributed as dist
 from ..torch_compat import backend_of, group_names, new_named_group, timeout_of
 from .failures import named_phase
 
-__all__ = ["exchange_group", "host_group", "moves", "shared_group"]
-
 _shared: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[tuple[int, ...], dist.ProcessGroup]] = weakref.WeakKeyDictionary()
 _shared_lock = threading.Lock()
 

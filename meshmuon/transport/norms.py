@@ -12,8 +12,6 @@ from torch import Tensor
 from .failures import named_phase
 from .groups import moves
 
-__all__ = ["NormWord", "ReducedNorm", "norm_device", "reduce_norm"]
-
 
 @dataclass(frozen=True, slots=True)
 class NormWord:

@@ -9,8 +9,6 @@ from ..errors import UnsupportedError
 from ..torch_compat import as_dtensor
 from .failures import named_phase
 
-__all__ = ["check_round_trip", "has_part", "own_shard", "whole"]
-
 
 def has_part(tensor: Tensor) -> bool:
     """Whether this rank is on the mesh of ``tensor``."""

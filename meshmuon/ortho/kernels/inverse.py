@@ -23,8 +23,6 @@ from torch import Tensor
 
 from ..rational import Rational
 
-__all__ = ["ShiftedInverses", "inverse_flops", "inverse_scratch", "plain_inverses"]
-
 LEAF = 32  # rows that LAPACK factors; smaller blocks cost more calls, larger ones run at LAPACK's speed
 _PANEL = 128  # rows of a panel of a triangular product
 _SMALLEST_SPLIT = 256  # below, panels cost more than the zeros that they leave out

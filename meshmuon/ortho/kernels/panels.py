@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from itertools import pairwise
 
-__all__ = ["PANEL", "symmetric_flops", "symmetric_panels"]
-
 PANEL = 128
 _ALIGN = 32
 _SMALLEST_SPLIT = 384

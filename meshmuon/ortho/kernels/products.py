@@ -20,9 +20,6 @@ from ..rational import Rational
 from .inverse import ShiftedInverses, plain_inverses
 from .panels import symmetric_panels
 
-__all__ = ["BlockedProducts", "FunctionalProducts", "Prepared", "Products", "TritonProducts", "products_for"]
-
-
 Prepared: TypeAlias = Callable[[int, int], ShiftedInverses]
 
 

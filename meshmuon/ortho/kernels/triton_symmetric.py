@@ -27,8 +27,6 @@ from torch import Tensor
 
 from ...torch_compat import tf32_allowed
 
-__all__ = ["available", "symmetric_product"]
-
 
 @dataclass(frozen=True, slots=True)
 class _Tiling:
