@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Iterator
 
 # Some virtual machines advertise AMX but trap its instructions, which kills bfloat16 products on CPU. No test needs AMX.
@@ -24,3 +25,13 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(threads)
+
+
+@pytest.fixture(autouse=True)
+def same_stance() -> Iterator[None]:
+    """A test that leaves the compiler's stance changed makes later ones compile nothing."""
+    yield
+    if "torch._dynamo" in sys.modules:
+        from torch._dynamo import eval_frame
+
+        assert eval_frame._stance.stance == "default"
