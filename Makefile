@@ -23,7 +23,8 @@ test: export OMP_WAIT_POLICY ?= passive
 test: $(STAMP) ## run the tests (ARGS="-k name" to select)
 	$(BIN)/python -m pytest -n 2 $(ARGS)
 
-# Any other torch, in an environment of its own; of constraints.txt all but the torch that development uses.
+# Any other torch, in an environment of its own; of constraints.txt all but the torch that development uses. Its Triton may be
+# older: the interpreter of Triton 3.5 and 3.6 does not run with numpy 2.4.
 TORCH_VENV  := .venv-torch-$(TORCH)
 TORCH_STAMP := $(TORCH_VENV)/.installed-$(shell cat pyproject.toml constraints.txt | cksum | cut -d' ' -f1)
 
@@ -35,6 +36,7 @@ test-torch: $(if $(TORCH),$(TORCH_STAMP)) ## run the tests with another torch: T
 $(TORCH_VENV)/.installed-%: pyproject.toml constraints.txt
 	@test -x $(TORCH_VENV)/bin/python || $(PYTHON) -m venv $(TORCH_VENV)
 	@sed 's/^torch==.*/torch==$(TORCH)/' constraints.txt > $(TORCH_VENV)/constraints.txt
+	@echo 'numpy<2.4' >> $(TORCH_VENV)/constraints.txt
 	$(TORCH_VENV)/bin/python -m pip install --quiet --constraint $(TORCH_VENV)/constraints.txt torch
 	$(TORCH_VENV)/bin/python -m pip install --quiet --constraint $(TORCH_VENV)/constraints.txt --editable '.[dev]'
 	@$(TORCH_VENV)/bin/python -c 'import torch; assert torch.__version__.split("+")[0] == "$(TORCH)", torch.__version__'

@@ -46,7 +46,7 @@ class Naive:
                 dist.all_reduce(grad)
                 grad /= dist.get_world_size()
             buffer.mul_(MOMENTUM).add_(grad)
-            update = grad + MOMENTUM * buffer
+            update = grad.clone().add_(buffer, alpha=MOMENTUM)  # in place: torch 2.9 adds strided shards wrongly otherwise
             whole = update.full_tensor() if isinstance(update, DTensor) else update
             result = torch.stack(list(map(self._orthogonalise, whole))) if whole.dim() == 3 else self._orthogonalise(whole)
             scale = 0.2 * max(param.shape[-2:]) ** 0.5
