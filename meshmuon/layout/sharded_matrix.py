@@ -120,8 +120,8 @@ def shard_matrices(layout: Layout, stack_dims: int, window: Window | None = None
 
     Args:
         layout: the parameter's layout.
-        stack_dims: how many leading dims count matrices (0: the parameter is one matrix; 1: a stack of experts). The next dim is
-            the rows, the remaining ones are the columns.
+        stack_dims: how many leading dims index the matrices (0: the parameter is one matrix; 1: a stack of experts). The next dim
+            is the rows, the remaining ones are the columns.
         window: which rows and columns of the parameter the matrices are; None for all of them.
     """
     columns = range(stack_dims + 1, len(layout.shape))

@@ -113,7 +113,7 @@ class Muon(MuonStep):
     ) -> None:
         arguments = dict(locals())  # the parameters above are the options of the table, by name
         options = optimizer_options_from(arguments)
-        resolve_scheme(scheme, ns_steps)  # refuses a Scheme of another length, of which the defaults keep the numbers only
+        resolve_scheme(scheme, ns_steps)  # refuses a Scheme whose length is not ns_steps
         self._debug = debug
         self._settings = ExecutorSettings(chunk_size, memory_budget, form, deterministic, compile, cuda_graphs)
         in_flight = options["waves_ahead"] + 1

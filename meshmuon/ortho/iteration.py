@@ -24,9 +24,9 @@ from .rational import Rational
 from .schemes import Step
 from .workspace import Workspace
 
-# A power of two, so that it changes no bit. Entries of R = X·Xᵀ are at most its square, which float16 holds. With 1 instead, the
-# square of a single large entry among 65,536 columns would be a subnormal number of float16.
-_LARGEST_ENTRY = 64.0
+# Of X before it is normalised. A power of two, so that it changes no bit. Entries of R = X·Xᵀ are at most its square, which
+# float16 holds. With 1 instead, the square of a single large entry among 65,536 columns would be a subnormal number of float16.
+_LARGEST_ROW_NORM = 64.0
 _SQUARES = ("gram", "factor", "quadratic", "factor_next", "half_step")
 
 
@@ -144,7 +144,7 @@ def _wide(batch: Tensor) -> Tensor:
 
 
 def _rescale(batch: Tensor, scratch: Scratch, precise: Tensor | None) -> None:
-    """Writes ``batch`` to scratch with entries of at most ``_LARGEST_ENTRY``/√m: no square under- or overflows in any dtype.
+    """Writes ``batch`` to scratch with entries of at most ``_LARGEST_ROW_NORM``/√m: no square under- or overflows in any dtype.
 
     ``precise`` gets the same before it is rounded.
     """
@@ -154,7 +154,7 @@ def _rescale(batch: Tensor, scratch: Scratch, precise: Tensor | None) -> None:
     torch.amin(batch, dim=(1, 2), keepdim=True, out=lowest)
     scale.copy_(torch.maximum(highest, lowest.neg_(), out=highest))
     limits = torch.finfo(scale.dtype)
-    scale.mul_(math.sqrt(batch.size(2)) / _LARGEST_ENTRY).clamp_(min=limits.tiny, max=limits.max)
+    scale.mul_(math.sqrt(batch.size(2)) / _LARGEST_ROW_NORM).clamp_(min=limits.tiny, max=limits.max)
     target = scratch.x if precise is None else precise
     if scratch.column_major:  # in the order of memory, so that ``out`` is contiguous and a compiler can follow
         torch.div(batch.mT, scale, out=target.mT)

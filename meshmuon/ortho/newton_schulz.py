@@ -106,7 +106,7 @@ def check_shape(result: Tensor, batch: Tensor) -> None:
 
 
 def reserve_scratch(x: Tensor, scheme: Scheme | Orthogonalizer, *, form: str, dtype: torch.dtype, workspace: Workspace) -> None:
-    """Grows ``workspace`` to all that ``orthogonalize`` will take for a batch like ``x``, so that it never moves later."""
+    """Grows ``workspace`` to all that ``iterate`` will take for a batch like ``x``, so that it never moves later."""
     if isinstance(scheme, Scheme):
         Scratch(workspace, x, dtype, x).reserve(scheme.steps, blocks_for(x.size(-2), x.size(-1), scheme, form=form, dtype=dtype))
 

@@ -3,6 +3,7 @@
 A wave in flight has two buffers:
 
 - ``shards`` for the pieces of this rank's shards: the gather sends it, the scatter receives it. Pieces that stay are at its end.
+  The scatter may overwrite it, because it starts only after the gather was waited for.
 - ``owned`` for the matrices that this rank owns: the gather receives it, the scatter sends it. Where replicas share an owner, it
   sends more than it receives, and a third buffer, ``results``, is what the scatter sends.
 

@@ -75,7 +75,7 @@ def make_plan(params: Sequence[PlannedParam], options: PlanOptions) -> Plan:
 
 
 def _tasks(params: Sequence[PlannedParam], options: PlanOptions) -> tuple[list[Task], list[Task]]:
-    """Tasks that stay and tasks that travel. Where replicas do not share an owner, each replica is a task of its own."""
+    """Tasks that stay and tasks that travel. Where replicas that travel share no owner, each is a task of its own."""
     staying: list[Task] = []
     travelling: list[Task] = []
     for k, param in enumerate(params):

@@ -21,9 +21,8 @@ REPLICA_OPTIONS = ("auto", "share", "repeat")
 class PlanOptions:
     """The options that decide on a plan, together with the parameters.
 
-    A single matrix larger than ``budget`` still gets a wave. All exchange buffers of a rank together have twice ``budget`` per
-    wave in flight: once for what it owns, once for its shards. Where a wave with a single matrix of every owner needs more than
-    that, they have what it needs.
+    A single matrix larger than ``budget`` still gets a wave. All exchange buffers of a rank together may take twice ``budget``
+    per wave in flight: once for what it owns, once for its shards. If one matrix of every owner needs more, they take that much.
     """
 
     cost: CostModel  # what work and traffic cost
@@ -39,7 +38,7 @@ class PlanOptions:
 
 @dataclass(frozen=True)
 class PlanData:
-    """Owners, waves and routes of all matrices. Scatter routes are the gather routes reversed, to every replica.
+    """Owners and waves of all matrices. ``routes_of`` derives from them what each rank sends.
 
     An (18, D) matrix over 8 ranks: ranks 0 to 5 hold 3 rows each, ranks 6 and 7 none. Its task has one owner among ranks 0 to 5,
     say rank 2. In its wave the other five holders send their rows to rank 2, and get their rows of the result back from it.

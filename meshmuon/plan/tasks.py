@@ -18,7 +18,7 @@ class PlannedParam:
 
     name: str
     layouts: tuple[Layout, ...]  # how it lies on its mesh; several when the model has the same parameter on sibling meshes
-    stack_dims: int  # how many leading dims count matrices (0, or 1 for a stack of experts)
+    stack_dims: int  # how many leading dims index the matrices (0, or 1 for a stack of experts)
     lane: Hashable  # what must be equal for matrices to travel together: device type, dtype on the wire and dtype of the update
     itemsize: int  # bytes per element on the wire
     flops: int  # FLOPs of orthogonalising one of its matrices
@@ -43,7 +43,11 @@ class PlannedParam:
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """One matrix to orthogonalise. A matrix that several replicas compute separately is one task per replica."""
+    """One matrix to orthogonalise.
+
+    A matrix that is cut into pieces, and that each replica computes for itself, is one task per replica. A matrix that every
+    holder has whole and computes for itself is one task, with the owner ``EVERY_HOLDER``.
+    """
 
     param: int  # index of its parameter in ``Plan.params``
     matrix: int  # index of the matrix in the parameter

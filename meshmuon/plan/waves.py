@@ -25,16 +25,16 @@ def cut_into_waves(
     """Cuts the matrices of every lane into waves, counted from 0 without gaps; lanes have waves of their own.
 
     Every owner's matrices are spread over the waves in the same proportions by cost, so that ranks have work at the same time.
-    Nothing overlaps with the first gather and the last scatter, so the first and the last wave are small: six waves have 1/12,
-    2/12, 3/12, 3/12, 2/12 and 1/12 of each owner's cost.
+    No other wave computes during the first gather and the last scatter, so the first and the last wave are small: six waves have
+    1/12, 2/12, 3/12, 3/12, 2/12 and 1/12 of each owner's cost.
 
-    If the buffers of some rank then exceed their bound, the first of these that fits is taken:
+    If the buffers of some rank then exceed their bound, the first of these that fits is taken, and the last one if none does:
 
     1. fewer waves in flight, but at least four;
     2. more and smaller waves;
-    3. fewer waves in flight, with the usual waves or one matrix per owner and wave;
+    3. down to two waves in flight, with the usual waves or one matrix per owner and wave;
     4. two waves in flight, each with half of the owners;
-    5. one wave in flight, with one matrix per owner.
+    5. one wave in flight, with one matrix per owner, whatever it takes.
 
     Where ``chunk_size`` is given, it alone decides.
 
