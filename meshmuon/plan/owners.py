@@ -15,7 +15,8 @@ def assign_owners(tasks: Sequence[Task], loads: dict[int, float]) -> list[int]:
 
     Each task goes to the least loaded rank that holds a piece of it. Tasks that only one rank holds come first: they have no
     choice. The others are tried in two orders: most expensive first, so that cheap tasks fill the gaps that are left; and fewest
-    holders first, because those fit the fewest gaps. The order whose heaviest rank is lighter wins. Ties go to the earlier task and to the lower rank. Every rank therefore computes the same answer.
+    holders first, because those fit the fewest gaps. The order whose heaviest rank is lighter wins.
+    Ties go to the earlier task and to the lower rank. Every rank therefore computes the same answer.
 
     Costs 5, 4, 3, 3 and 3 over two ranks: 5 goes to rank 0, 4 to rank 1, then 3 to rank 1 (7), to rank 0 (8) and to rank 1 (10).
     """
