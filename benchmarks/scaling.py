@@ -3,6 +3,8 @@
 Nothing is sent: one process is rank 0 of thousands, over torch's fake process group. Matrices are as small as their shards
 allow, so that a step is dispatch only. ``plan`` makes a plan with its digest and this rank's routes, from layouts; ``first step``
 is everything that an optimizer does once: reading DTensors, planning, buffers, views; ``step`` is what it does ever after.
+``changing`` is a step in which another tenth of the 32×64 matrices has no gradient every time, as experts without tokens, beside
+a steady step in which all have one.
 
     python benchmarks/scaling.py
     python benchmarks/scaling.py --matrices 1000 100000 --ranks 2 4096
@@ -12,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import gc
+import itertools
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
@@ -20,7 +23,7 @@ from typing import TYPE_CHECKING
 import common  # first: it sets what torch reads when it starts
 import torch
 import torch.distributed as dist
-from common import Goal, Report, Step, race
+from common import Goal, Report, Step, race, ratio
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
@@ -34,8 +37,9 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 SHAPES = [(rows, cols) for rows in (1024, 2048, 4096, 768, 1536, 1000) for cols in (1024, 2048, 4096, 8192, 100)]
-PLAN, FIRST, STEP = "plan", "first step", "step"
+PLAN, FIRST, STEP, CHANGING = "plan", "first step", "step", "changing"
 MOST_PER_MATRIX = {1: 15.0, 2: 30.0}  # µs of host time: on one device, sharded
+MOST_CHANGING = 1.2  # a step whose missing gradients change ÷ a steady one
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +52,7 @@ class Point:
     us_per_matrix: float
     wall_us_per_matrix: float
     rounds: int
+    over_steady: float | None = None  # of ``changing``: its time ÷ that of a steady step, median of rounds
 
 
 def timed(what: str, matrices: int, ranks: int, run: Callable[[], object], rounds: int, warmups: int = 0) -> Point:
@@ -72,16 +77,16 @@ def plan_point(matrices: int, ranks: int, rounds: int) -> Point:
     return timed(PLAN, matrices, ranks, run, rounds)
 
 
-def make_params(matrices: int, ranks: int) -> list[nn.Parameter]:
-    """Weights with gradients: 8×8 on one rank, one row of 8 on each of many."""
+def make_params(matrices: int, ranks: int, shape: tuple[int, int] = (8, 8)) -> list[nn.Parameter]:
+    """Weights with gradients: of the given shape, with more rows where each of many ranks needs one."""
     if ranks == 1:
-        return [_with_gradient(torch.randn(8, 8), torch.randn(8, 8)) for _ in range(matrices)]
-    rows = max(8, ranks)
+        return [_with_gradient(torch.randn(shape), torch.randn(shape)) for _ in range(matrices)]
+    rows, cols = max(shape[0], ranks), shape[1]
     mesh = DeviceMesh("cpu", torch.arange(ranks))
 
     def shard() -> Tensor:
         return DTensor.from_local(
-            torch.randn(rows // ranks, 8), mesh, [Shard(0)], run_check=False, shape=torch.Size((rows, 8)), stride=(8, 1)
+            torch.randn(rows // ranks, cols), mesh, [Shard(0)], run_check=False, shape=torch.Size((rows, cols)), stride=(cols, 1)
         )
 
     return [_with_gradient(shard(), shard()) for _ in range(matrices)]
@@ -110,6 +115,31 @@ def step_points(matrices: int, ranks: int, rounds: int) -> list[Point]:
             dist.destroy_process_group()
 
 
+def changing_point(matrices: int, ranks: int, rounds: int) -> Point:
+    """Two optimizers in turns: one whose matrices all have gradients, one where another tenth has none at every step."""
+    if ranks > 1:
+        dist.init_process_group("fake", rank=0, world_size=ranks, store=FakeStore())
+    try:
+        names = [f"experts.{k}.weight" for k in range(matrices)]
+        steady, changing = (make_params(matrices, ranks, (32, 64)) for _ in range(2))
+        grads, turns = [param.grad for param in changing], itertools.count()
+
+        def another_tenth_is_idle() -> None:
+            turn = next(turns)
+            for k, (param, grad) in enumerate(zip(changing, grads, strict=True)):
+                param.grad = None if turn and (k + turn) % 10 == 0 else grad
+
+        optimizers = [Muon([{"params": p, "names": names, "use_muon": True}], none_grad=False) for p in (steady, changing)]
+        steps = {STEP: Step(optimizers[0].step), CHANGING: Step(optimizers[1].step, another_tenth_is_idle)}
+        samples = race(steps, max(rounds, 5), warmups=2, seconds=20.0)
+        host = samples[CHANGING].microseconds(matrices)
+        over_steady = ratio(samples[CHANGING].clock, samples[STEP].clock).median
+        return Point(CHANGING, matrices, ranks, host["cpu_us"], host["wall_us"], len(samples[CHANGING].cpu), over_steady)
+    finally:
+        if ranks > 1:
+            dist.destroy_process_group()
+
+
 def cases(options: argparse.Namespace) -> list[tuple[str, int, int]]:
     """What is measured, as (what, matrices, ranks): every plan; steps on one device, and sharded up to ``--most-sharded``."""
     sharded = [count for count in options.matrices if count <= options.most_sharded]
@@ -118,12 +148,21 @@ def cases(options: argparse.Namespace) -> list[tuple[str, int, int]]:
     alone = [(STEP, count, 1) for count in options.matrices]
     growing = [(STEP, count, options.ranks[0]) for count in sharded]
     wider = [(STEP, middle, ranks) for ranks in options.ranks[1:]]
-    return [*plans, *alone, *growing, *wider]
+    few = [count for count in options.matrices if 1000 <= count <= 10_000] or options.matrices[-1:]
+    changing = [(CHANGING, count, ranks) for count in few for ranks in (1, options.ranks[0])]
+    return [*plans, *alone, *growing, *wider, *changing]
 
 
 def rounds_for(what: str, matrices: int) -> int:
     """Large plans take seconds and hardly vary."""
     return 5 if matrices < 10_000 else 1 if what == PLAN and matrices > 10_000 else 3
+
+
+MEASURED: dict[str, Callable[[int, int, int], list[Point]]] = {
+    PLAN: lambda *case: [plan_point(*case)],
+    STEP: step_points,
+    CHANGING: lambda *case: [changing_point(*case)],
+}
 
 
 def measure(options: argparse.Namespace, report: Report) -> list[Point]:
@@ -132,7 +171,7 @@ def measure(options: argparse.Namespace, report: Report) -> list[Point]:
         rounds = options.rounds or rounds_for(what, matrices)
         gc.collect()
         begin = time.perf_counter()
-        points += [plan_point(matrices, ranks, rounds)] if what == PLAN else step_points(matrices, ranks, rounds)
+        points += MEASURED[what](matrices, ranks, rounds)
         report.console.print(f"  {what}, {matrices} matrices, {ranks} ranks: {time.perf_counter() - begin:.1f} s")
     return points
 
@@ -149,8 +188,10 @@ def grid(points: Sequence[Point], what: str, report: Report) -> None:
 
 
 def show(points: Sequence[Point], report: Report) -> None:
-    for what in (PLAN, FIRST, STEP):
+    for what in (PLAN, FIRST, STEP, CHANGING):
         grid(points, what, report)
+    rows = [(str(p.ranks), f"{p.matrices:,}", f"{p.over_steady:.3f}") for p in points if p.over_steady is not None]
+    report.table("changing ÷ a steady step", ("ranks", "matrices", "ratio"), rows)
 
 
 def curve(points: Sequence[Point], what: str, ranks: int) -> list[Point]:
@@ -170,6 +211,8 @@ def goals_of(points: Sequence[Point], options: argparse.Namespace) -> list[Goal]
         worst = max(point.us_per_matrix for point in points if point.what == STEP and point.ranks == world)
         goals.append(Goal(f"host µs per matrix {where}, at any number of matrices", worst, most=MOST_PER_MATRIX[min(world, 2)]))
         goals.append(Goal(f"growth of µs per matrix {where}, most ÷ fewest matrices", growth(points, STEP, world), most=1.2))
+    changing = [point.over_steady for point in points if point.over_steady is not None]
+    goals.append(Goal("step with another idle tenth every time ÷ a steady step", max(changing), most=MOST_CHANGING))
     wide = [point.us_per_matrix for point in points if point.what == STEP and point.ranks > 1]
     goals.append(Goal("host µs per matrix at any number of ranks", max(wide), most=MOST_PER_MATRIX[2]))
     plans = {world: growth(points, PLAN, world) for world in ranks}

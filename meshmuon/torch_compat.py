@@ -288,7 +288,7 @@ class FSDP2Weights:
     """
 
     def __init__(self, shards: Iterable[Tensor]) -> None:
-        self._fsdp_params: list[weakref.ref[Any]] = []
+        self._fsdp_params: list[tuple[Tensor, weakref.ref[Any]]] = []  # with their shards
         module = sys.modules.get("torch.distributed.fsdp._fully_shard._fsdp_param")
         if module is None:  # nothing was sharded with FSDP2
             return
@@ -303,11 +303,18 @@ class FSDP2Weights:
                 fsdp_groups = [getattr(state, "_fsdp_param_group", None)]
             for fsdp_group in fsdp_groups:
                 fsdp_params = [] if fsdp_group is None else fsdp_group.fsdp_params
-                self._fsdp_params += [weakref.ref(param) for param in fsdp_params if param.sharded_param in shard_set]
+                pairs = [(param.sharded_param, weakref.ref(param)) for param in fsdp_params]
+                self._fsdp_params += [(shard, reference) for shard, reference in pairs if shard in shard_set]
+
+    def only(self, shards: Iterable[Tensor]) -> FSDP2Weights:
+        """Those of the weights that belong to ``shards``, found without looking through FSDP2's lists again."""
+        weights, shard_set = copy.copy(self), set(shards)
+        weights._fsdp_params = [(shard, reference) for shard, reference in self._fsdp_params if shard in shard_set]
+        return weights
 
     def gathered_again(self) -> list[Tensor]:
         """The weights that the next backward pass will gather again."""
-        living = (reference() for reference in self._fsdp_params)
+        living = (reference() for _, reference in self._fsdp_params)
         return [
             weight
             for param in living

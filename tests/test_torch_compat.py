@@ -515,7 +515,12 @@ def test_fsdp2_weights_are_found() -> None:
         layers(torch.ones(1, 4))
         (weight,) = found.gathered_again()
         assert weight.shape == (4, 4)
-        assert len(torch_compat.FSDP2Weights([first, second]).gathered_again()) == 2
+        both = torch_compat.FSDP2Weights([first, second])
+        assert len(both.gathered_again()) == 2
+        assert both.only([first]).gathered_again() == [weight]
+        assert both.only([]).gathered_again() == []
+        assert len(both.gathered_again()) == 2
+        del both
         assert torch_compat.FSDP2Weights([torch.zeros(4, 4)]).gathered_again() == []
         layers[0].unshard()
         assert found.gathered_again() == []

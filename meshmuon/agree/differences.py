@@ -29,6 +29,7 @@ class Note:
     options: str = ""  # those of the optimizer that shape a plan
     parameters: tuple[tuple[str, str], ...] = ()  # name and description of each shared parameter; must be equal on all ranks
     active: tuple[bool, ...] = ()  # which of these parameters have a gradient on this rank
+    idle_steps: tuple[int, ...] = ()  # of each of them, as ``PlannedSet.idle_steps`` counts them
     hyperparameters: tuple[tuple[int, str], ...] = ()  # see ``LocalPlanner.shared_hyperparameters``
     pairing: Pairing = _NO_PAIRING
     place: Place = _ALONE

@@ -5,7 +5,9 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import TYPE_CHECKING, TypeVar
 
 from ..errors import PlanError
@@ -16,6 +18,7 @@ from ..params.dtensors import ReplicaGroup, connected_ranks, layouts_of, replica
 from ..plan import NO_WAVE, Plan, PlannedParam, PlanOptions, cost_model_for, make_plan
 from ..transport import Exchange
 from .descriptions import describe_param, recipe_text
+from .planned_set import PlannedSet
 from .step_decision import PlanInput, StepDecision
 
 if TYPE_CHECKING:
@@ -70,11 +73,27 @@ class PlanSettings:
 
 
 @dataclass(frozen=True, slots=True)
+class StepGradients:
+    """Which parameters have a gradient in a step, by index of the plan input."""
+
+    here: tuple[bool, ...]  # on this rank
+    by_rank: Mapping[int, tuple[bool, ...]]  # which of the shared parameters have one on each rank; empty if all ranks are alike
+    active: Sequence[bool]  # on some rank: these are stepped
+    muon: frozenset[int]  # indices of the active parameters that Muon steps
+
+
+@dataclass(frozen=True)
 class Proposal:
-    """A plan of one step, and the number by which ranks compare plans: it is equal where the plans are."""
+    """What a rank is about to do in a step."""
 
     decision: StepDecision
-    number: int
+    gradients: StepGradients
+    facts: tuple[object, ...]  # what ranks must agree on, beside the plan
+
+    @cached_property
+    def number(self) -> int:
+        """The number by which ranks compare proposals: equal where they are."""
+        return number_of((self.decision.plan.digest, *self.facts))
 
 
 class LocalPlanner:
@@ -97,6 +116,7 @@ class LocalPlanner:
         self.plan_inputs = plan_inputs
         self.layouts = topology.layouts(plan_inputs)
         self.shared = [index for index, layouts in enumerate(self.layouts) if layouts]
+        self._muon = [index for index, plan_input in enumerate(plan_inputs) if plan_input.matrix_sets is not None]
         self._positions = {index: position for position, index in enumerate(self.shared)}
         shared_groups = [(position, plan_inputs[index].group_index) for position, index in enumerate(self.shared)]
         self._group_starts = _changes(shared_groups)
@@ -116,41 +136,58 @@ class LocalPlanner:
                 )
         return None
 
-    def propose(self, exchange: Exchange | None, gradient_flags: Mapping[int, tuple[bool, ...]] | None = None) -> Proposal:
-        """Plans a step on all parameters that have a gradient on some rank.
+    def nothing_planned(self) -> PlannedSet:
+        """The set of planned parameters before the first step."""
+        flops = [float(sum(part.flops * part.count for part in parts)) for parts in self._planned_params]
+        shared = {index: flops[index] for index in self._muon if index in self._positions}
+        return PlannedSet((shared, {index: flops[index] for index in self._muon if index not in shared}))
 
-        ``gradient_flags`` says, by rank in ascending order, which of the shared parameters have a gradient there; None while this
-        rank only knows its own.
-        """
-        flags = gradient_flags or {}
-        active = [plan_input.has_grad for plan_input in self.plan_inputs]
-        if flags:
-            for index, column in zip(self.shared, zip(*flags.values(), strict=True), strict=True):
-                active[index] = any(column)
+    def plan(self, members: AbstractSet[int], exchange: Exchange | None) -> StepDecision:
+        """Plans a step on the parameters with indices ``members``."""
         chosen = [
             (index, part, planned)
-            for index, parts in enumerate(self._planned_params())
+            for index, parts in enumerate(self._planned_params)
             for part, planned in enumerate(parts)
-            if active[index]
+            if index in members
         ]
         plan = make_plan([planned for _, _, planned in chosen], self._settings.options)
-        decision = StepDecision(
+        return StepDecision(
             plan=plan,
             members=tuple((index, part) for index, part, _ in chosen),
-            zeros=frozenset(
-                index for index, plan_input in enumerate(self.plan_inputs) if active[index] and not plan_input.has_grad
-            ),
             exchange=exchange,
             rank=self._topology.rank,
             repeats=_repeats_matrices(plan),
         )
+
+    def shared_flags(self, has_grad: Sequence[bool]) -> tuple[bool, ...]:
+        """Those of the flags of all parameters that belong to shared ones."""
+        return tuple(has_grad[index] for index in self.shared)
+
+    def gradients(self, has_grad: tuple[bool, ...], flags_by_rank: Mapping[int, tuple[bool, ...]]) -> StepGradients:
+        """The gradients of a step.
+
+        ``has_grad`` says which parameters have one on this rank, ``flags_by_rank`` which of the shared ones on each rank; empty
+        if all ranks are alike, or while this rank only knows its own.
+        """
+        active = list(has_grad)
+        if flags_by_rank:
+            for index, column in zip(self.shared, zip(*flags_by_rank.values(), strict=True), strict=True):
+                active[index] = any(column)
+        return StepGradients(has_grad, flags_by_rank, active, frozenset(index for index in self._muon if active[index]))
+
+    def propose(self, decision: StepDecision, gradients: StepGradients) -> Proposal:
+        """A step with these gradients under the plan of ``decision``, which covers all parameters that Muon steps."""
+        active, here = gradients.active, gradients.here
+        of_step = replace(
+            decision,
+            zeros=frozenset(index for index, flag in enumerate(active) if flag and not here[index]),
+            idle=frozenset(position for position, (index, _) in enumerate(decision.members) if not active[index]),
+        )
         # What AdamW steps is no part of the plan, but ranks must agree on it as well.
-        adamw = [active[index] for index in self.shared if self.plan_inputs[index].matrix_sets is None]
-        # Flags that differ between ranks enter the number. When a rank's gradients change, the numbers therefore differ and the
+        flags = bytes(self.shared_flags(active))
+        # Flags that differ between ranks are compared too. When a rank's gradients change, the numbers therefore differ and the
         # ranks check again that replicas have the same gradients.
-        differing = flags if len(set(flags.values())) > 1 else None
-        facts = (self._settings.path, plan.digest, adamw, differing, len(self.shared))
-        return Proposal(decision, number_of(facts))
+        return Proposal(of_step, gradients, (self._settings.path, flags, gradients.by_rank))
 
     def shared_hyperparameters(self, texts: Sequence[str]) -> tuple[tuple[int, str], ...]:
         """(position among the shared parameters, hyperparameters from there on) pairs, from the ``texts`` of all param groups.
@@ -169,9 +206,10 @@ class LocalPlanner:
 
     def descriptions(self) -> tuple[tuple[str, str], ...]:
         """Name and description of each shared parameter, as ranks compare and show them."""
-        planned = self._planned_params()
+        planned = self._planned_params
         return tuple(describe_param(self.plan_inputs[index], self.layouts[index], planned[index]) for index in self.shared)
 
+    @cached_property
     def _planned_params(self) -> list[list[PlannedParam]]:
         """For each parameter, what the plan must know of its matrix sets.
 

@@ -31,7 +31,8 @@ from .differences import (
 )
 from .identity import Optimizer, Pairing, place_of
 from .link import Home, Link, current_rank
-from .local_planner import LocalPlanner, PlanSettings, Proposal, Topology, number_of, slices_by_mesh
+from .local_planner import LocalPlanner, PlanSettings, Proposal, StepGradients, Topology, number_of, slices_by_mesh
+from .planned_set import NOT_PLANNED, PlannedSet
 from .state_presence import StatePresence
 from .step_decision import PlanInput, RankStatus, StepDecision
 
@@ -50,14 +51,15 @@ class Planner:
     2. ``decide(plan_inputs, failure, status)``, once per step, before anything is written. A rank that cannot step passes its
        error and still takes part. ``decide``
 
-       a. plans on this rank, at the first step and whenever the plan inputs have changed. Ranks that meet for the first time
-          create their process groups here;
+       a. plans on this rank, at the first step and whenever the plan inputs have changed, a parameter has its first gradient,
+          or a considerable part of the plan has had none for long (``PlannedSet``). Otherwise a missing gradient changes only
+          what the step does with the plan. Ranks that meet for the first time create their process groups here;
        b. votes: one all-reduce of six integers in host memory, at every step;
-       c. compares notes if the votes differ. The ranks gather their views of the step, then plan on what they have in common, or
-          raise the same error.
+       c. compares notes if the votes differ. The ranks gather their views of the step, then settle on one plan for all that any
+          of them has planned, or raise the same error.
 
-       It returns the same ``StepDecision`` on all ranks, except for what belongs to a rank (``rank``, ``zeros``), or raises on
-       all of them.
+       It returns the same ``StepDecision`` on all ranks, except for what belongs to a rank (``rank``, ``zeros``, parameters that
+       only it knows), or raises on all of them.
     3. ``confirm(failure)``, only if ``decision.prepares``: after each rank has created its buffers, and before anything travels.
        One more all-reduce. If a rank could not create its buffers, all ranks raise its error.
 
@@ -90,7 +92,10 @@ class Planner:
         self._link: Link | None = None
         self._on_meshes = False  # whether any parameter is on a mesh
         self._local: LocalPlanner | None = None
-        self._proposal: Proposal | None = None  # what this rank proposes or, after a comparison, what all ranks have planned
+        self._planned: PlannedSet | None = None  # what the plan of the last step covers
+        self._planned_next: PlannedSet | None = None  # what the plan of ``_proposal`` covers
+        self._flags_by_rank: Mapping[int, tuple[bool, ...]] = {}  # gradients at the last comparison, if ranks had different ones
+        self._proposal: Proposal | None = None  # what this rank proposes or, after a comparison, what all ranks will do
         self._planning_error: Exception | None = None
 
     @property
@@ -111,7 +116,9 @@ class Planner:
         if self._link is not None:
             self.check_connected()
         if self._local is None or plan_inputs != self._local.plan_inputs:
-            self._plan(plan_inputs)
+            self._begin_planning(plan_inputs)
+        if self._local is not None:
+            self._plan(self._local, status.has_grad)
         failure = failure or self._planning_error
         try:
             if self._link is not None:
@@ -130,27 +137,60 @@ class Planner:
                     raise failure
                 finally:
                     del failure
-            return
-        verdict = self._link.agreement.decide(Vote(_READY if failure is None else _FAILED))
-        if not verdict.unanimous or failure is not None:
-            raise_failures(self._link.agreement.everyone(Note(failure_text(failure))), failure)
-            raise PlanMismatchError("some ranks are ready for a step that others have not begun: call step() equally often.")
+        else:
+            verdict = self._link.agreement.decide(Vote(_READY if failure is None else _FAILED))
+            if not verdict.unanimous or failure is not None:
+                raise_failures(self._link.agreement.everyone(Note(failure_text(failure))), failure)
+                raise PlanMismatchError("some ranks are ready for a step that others have not begun: call step() equally often.")
+        self._count_step()
 
     def check_connected(self) -> None:
         """Raises if the process group that the optimizer was built in was destroyed, even if its connections still answer."""
         self._home.check_connected(plain=not self._on_meshes and self._replica_group is not None)
 
-    def _plan(self, plan_inputs: tuple[PlanInput, ...]) -> None:
-        """Makes this rank's own proposal; keeps an error of the planning for the vote, since the other ranks wait there."""
-        self._local = self._proposal = self._planning_error = None
+    def _begin_planning(self, plan_inputs: tuple[PlanInput, ...]) -> None:
+        """Begins with other parameters; keeps an error of the planning for the vote, since the other ranks wait there."""
+        self._local = self._proposal = self._planned_next = self._planning_error = None
+        self._flags_by_rank = {}
         topology = self._connect(plan_inputs)
         try:
             local = LocalPlanner(plan_inputs, self._settings, topology)
             self._planning_error = local.misplaced_shard()
-            self._proposal = local.propose(None if self._link is None else self._link.exchange)
+            self._planned = local.nothing_planned()
             self._local = local
         except Exception as error:
             self._planning_error = error
+
+    def _plan(self, local: LocalPlanner, has_grad: tuple[bool, ...]) -> None:
+        """Makes this rank's own proposal; keeps an error, likewise."""
+        assert self._planned is not None
+        try:
+            if self._proposal is not None and self._proposal.gradients.here is has_grad:
+                gradients = self._proposal.gradients
+            else:
+                if self._flags_by_rank.get(current_rank()) != local.shared_flags(has_grad):
+                    self._flags_by_rank = {}
+                gradients = local.gradients(has_grad, self._flags_by_rank)
+            self._propose(local, gradients, self._planned.covering(gradients.muon))
+        except Exception as error:
+            self._local, self._planning_error = None, error
+
+    def _propose(self, local: LocalPlanner, gradients: StepGradients, planned: PlannedSet) -> None:
+        """Proposes a step with these gradients under a plan of what is ``planned``: the present plan if it is of just that."""
+        before, proposal = self._planned_next, self._proposal
+        self._planned_next = planned
+        if before is None or proposal is None or before.members != planned.members:
+            self._proposal = None
+            decision = local.plan(planned.members, None if self._link is None else self._link.exchange)
+            self._proposal = local.propose(decision, gradients)
+        elif proposal.gradients is not gradients:
+            self._proposal = local.propose(proposal.decision, gradients)
+
+    def _count_step(self) -> None:
+        """Keeps the planned set of a step that takes place, and counts who has been idle in it."""
+        assert self._planned_next is not None
+        assert self._proposal is not None
+        self._planned = self._planned_next.after_step(self._proposal.gradients.muon)
 
     def _connect(self, plan_inputs: tuple[PlanInput, ...]) -> Topology:
         """Finds the ranks to plan with, and creates the process groups to talk to them if they are not those of the last plan."""
@@ -186,14 +226,14 @@ class Planner:
         verdict = link.agreement.decide(vote)
         prepares = verdict.prepares
         if not verdict.unanimous or failure is not None:
-            prepares = True  # ranks that compare notes all make a new plan
             try:
                 if failure is not None:  # the other ranks look at nothing else then
                     raise_failures(link.agreement.everyone(Note(failure_text(failure))), failure)
             finally:
                 del failure
             assert self._local is not None
-            self._plan_together(link, self._local, self._compare_notes(link, self._local, status), status.presence)
+            notes = self._compare_notes(link, self._local, status)
+            prepares = self._plan_together(link, self._local, notes, status) or prepares
         self._pairing = self._pairing.joined(verdict.proposed_id)
         return self._decision(prepares, verdict.nonfinite, verdict.has_work)
 
@@ -213,15 +253,19 @@ class Planner:
         assert self._proposal is not None
         decision = self._proposal.decision
         steady = not prepares and not nonfinite and has_work
+        if steady:
+            self._count_step()
         return decision if steady else replace(decision, prepares=prepares, nonfinite=nonfinite, has_work=has_work)
 
     def _compare_notes(self, link: Link, local: LocalPlanner, status: RankStatus) -> dict[int, Note]:
         """Gathers every rank's view of the step; raises where ranks step other optimizers, parameters or hyperparameters."""
+        assert self._planned_next is not None
         note = Note(
             failure=None,
             options=local.options_text(),
             parameters=local.descriptions(),
-            active=tuple(local.plan_inputs[index].has_grad for index in local.shared),
+            active=local.shared_flags(status.has_grad),
+            idle_steps=self._planned_next.idle_steps(local.shared),
             hyperparameters=local.shared_hyperparameters(status.hyperparameters),
             pairing=self._pairing,
             place=place_of(self._optimizer()),
@@ -233,16 +277,24 @@ class Planner:
         raise_mismatch(notes)
         return notes
 
-    def _plan_together(self, link: Link, local: LocalPlanner, notes: Mapping[int, Note], presence: StatePresence) -> None:
-        """Plans on the parameters that have a gradient on any rank, and checks that all ranks have made the same plan."""
-        gradient_flags = {rank: note.active for rank, note in sorted(notes.items())}
+    def _plan_together(self, link: Link, local: LocalPlanner, notes: Mapping[int, Note], status: RankStatus) -> bool:
+        """Plans all that is planned on any rank, and checks that all ranks have made the same plan.
+
+        What is planned follows from the notes alone, so that ranks with different histories make the same plan. Returns whether
+        the plan of any rank has changed.
+        """
+        flags_by_rank = {rank: note.active for rank, note in sorted(notes.items())}
         if self._reduced:
             shared = [(local.plan_inputs[index].name, local.layouts[index]) for index in local.shared]
-            raise_unequal_replicas(gradient_flags, shared)
-        self._refuse_lost_state(link, local, notes, presence)
+            raise_unequal_replicas(flags_by_rank, shared)
+        self._refuse_lost_state(link, local, notes, status.presence)
+        assert self._planned_next is not None
+        idle_steps = [note.idle_steps for note in notes.values()]
         failure: Exception | None = None
         try:
-            self._proposal = local.propose(link.exchange, gradient_flags)
+            self._flags_by_rank = flags_by_rank if len(set(flags_by_rank.values())) > 1 else {}
+            gradients = local.gradients(status.has_grad, self._flags_by_rank)
+            self._propose(local, gradients, self._planned_next.merged(local.shared, idle_steps))
         except Exception as error:  # the other ranks wait for this rank's note
             failure = error
         try:
@@ -251,6 +303,7 @@ class Planner:
             del failure
         assert self._proposal is not None
         raise_other_plan(link.agreement.everyone((self._proposal.number, owner_assignments(self._proposal.decision.plan))))
+        return len({tuple(steps == NOT_PLANNED for steps in of_rank) for of_rank in idle_steps}) > 1
 
     def _refuse_other_optimizers(self, notes: Mapping[int, Note]) -> None:
         """Raises unless all ranks step the same optimizer, and have done so equally often."""

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class PlanInput(NamedTuple):
-    """What a plan must know about a parameter. Steps with equal plan inputs have equal plans."""
+    """What a plan must know about a parameter. Whether it has a gradient is a matter of the step, not of the plan."""
 
     name: str
     group_index: int
@@ -36,7 +36,6 @@ class PlanInput(NamedTuple):
     compute_dtype: torch.dtype  # of the products
     comm_dtype: torch.dtype  # on the wire
     update_dtype: torch.dtype  # in which the update is formed
-    has_grad: bool  # on this rank
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,9 +46,10 @@ class StepDecision:
     # For each parameter of the plan, the indices of its plan input and of its matrix set in ``matrix_sets`` there. A fused QKV
     # weight that is plan input 3 and is split in three has the members (3, 0), (3, 1), (3, 2).
     members: tuple[tuple[int, int], ...]
-    zeros: frozenset[int]  # indices of the plan inputs whose gradient only other ranks have: this rank steps them with zeros
     exchange: Exchange | None  # None on a single rank
     rank: int
+    zeros: frozenset[int] = frozenset()  # indices of the plan inputs whose gradient only other ranks have: stepped with zeros
+    idle: frozenset[int] = frozenset()  # indices of the plan's parameters of which no rank has a gradient: not stepped
     prepares: bool = False  # some rank must create new buffers; all ranks then confirm that they are ready
     nonfinite: bool = False  # some rank has a gradient that must not be used; all ranks skip the step
     has_work: bool = True  # some rank has more to do than create state
@@ -59,6 +59,7 @@ class StepDecision:
 class RankStatus(NamedTuple):
     """What a rank tells the others before a step, beside its plan inputs."""
 
+    has_grad: tuple[bool, ...]  # for each plan input, whether it has a gradient; the same object for as long as they are equal
     prepared_plan: Plan | None  # the plan that it has buffers for
     nonfinite: bool  # it has a gradient that must not be used
     has_work: bool  # it has more to do than create state

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 
 from torch import Tensor
@@ -28,17 +29,19 @@ class LocalBatch:
     grad_lifetime: GradLifetime  # the parameters whose gradients are first or last read here
     rule_state: list[ShardView]  # the place of their rule state, and its views of ``ortho_batch``
 
-    def run(self, step_params: Sequence[StepParam]) -> None:
-        """One step of the batch."""
+    def run(self, step_params: Sequence[StepParam], idle: AbstractSet[int]) -> None:
+        """One step of the batch, without what belongs to ``idle`` parameters."""
+        if self.ortho_batch.is_idle(idle):
+            return
         with record_function("meshmuon::momentum"):
-            self.grad_lifetime.accumulate(step_params)
-            self.shard_views.fill(step_params)
-            load_rule_state(self.rule_state, step_params)
+            self.grad_lifetime.accumulate(step_params, idle)
+            self.shard_views.fill(step_params, idle)
+            load_rule_state(self.rule_state, step_params, idle)
         self.grad_lifetime.free_gradients(step_params)
-        self.ortho_batch.orthogonalise()
+        self.ortho_batch.orthogonalise(idle)
         with record_function("meshmuon::update"):
-            self.shard_views.apply(step_params)
-            store_rule_state(self.rule_state, step_params)
+            self.shard_views.apply(step_params, idle)
+            store_rule_state(self.rule_state, step_params, idle)
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +49,7 @@ class RankProgram:
     """What one rank does in a step."""
 
     waves: tuple[RankWave, ...] = ()  # what is exchanged, wave by wave
+    wave_params: tuple[frozenset[int], ...] = ()  # the parameters of each wave, the same on all ranks
     in_flight: int = 1  # most waves between their first and their last exchange
     ahead: int | None = None  # as in ``pipeline_order``
     local: tuple[LocalBatch, ...] = ()  # what needs no exchange
@@ -76,6 +80,7 @@ class RankProgramBuilder(ProgramBuilder):
         rule_states = rule_state_exchanges(self, owned_rule_state)
         return RankProgram(
             waves=tuple(waves),
+            wave_params=self.wave_params(),
             in_flight=self.plan.options.in_flight,
             local=tuple(local),
             rule_states=tuple(rule_states),

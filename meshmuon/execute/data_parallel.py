@@ -7,7 +7,8 @@ only it keeps, and sends the new weights to all ranks. It is the same exchange a
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Set as AbstractSet
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -39,18 +40,33 @@ class _AveragedBatch:
     rule_state: list[ShardView]  # the place of their rule state, and its views of ``ortho_batch``
     updates: ShardViews  # ``matrix_views``, as they are applied
 
-    def run(self, step_params: Sequence[StepParam]) -> None:
+    def without(self, idle: AbstractSet[int]) -> _AveragedBatch:
+        """The batch without what belongs to ``idle`` parameters; the matrices themselves keep their places."""
+        active = [k for k, matrix in enumerate(self.matrix_views) if matrix.param_index not in idle]
+
+        def of_active(views: list[Tensor]) -> list[Tensor]:
+            return [views[k] for k in active]
+
+        return replace(
+            self,
+            matrix_views=[self.matrix_views[k] for k in active],
+            averages=of_active(self.averages),
+            received=[None if views is None else of_active(views) for views in self.received],
+            results=list(map(of_active, self.results)),
+        )
+
+    def run(self, step_params: Sequence[StepParam], idle: AbstractSet[int]) -> None:
         with record_function("meshmuon::gather"):
             self._average(step_params)
         with record_function("meshmuon::momentum"):
             pairs = list(zip(self.matrix_views, self.averages, strict=True))
             for members in grouped(pairs, lambda pair: step_params[pair[0].param_index].group_index):
                 self._fill([matrix for matrix, _ in members], [average for _, average in members], step_params)
-        load_rule_state(self.rule_state, step_params)
-        self.ortho_batch.orthogonalise()
+        load_rule_state(self.rule_state, step_params, idle)
+        self.ortho_batch.orthogonalise(idle)
         with record_function("meshmuon::update"):
-            self.updates.apply(step_params)
-            store_rule_state(self.rule_state, step_params)
+            self.updates.apply(step_params, idle)
+            store_rule_state(self.rule_state, step_params, idle)
         with record_function("meshmuon::scatter"):
             weights = [matrix.of(step_params[matrix.param_index].param) for matrix in self.matrix_views]
             for views in self.results:
@@ -85,23 +101,27 @@ class _Wave:
     not_owned: list[ShardView]  # the matrices of other owners, and where their gradients leave and their weights arrive
     owned_batches: list[_AveragedBatch]  # the matrices that this rank owns, batch by batch
 
-    def run(self, step_params: Sequence[StepParam], exchange: Exchange, streams: Streams, ready: Mark) -> Iterator[None]:
+    def run(
+        self, step_params: Sequence[StepParam], idle: AbstractSet[int], exchange: Exchange, streams: Streams, ready: Mark
+    ) -> Iterator[None]:
         """A step of the wave. All of its work is on the main stream."""
-        views = [matrix.view for matrix in self.not_owned]
+        not_owned = [matrix for matrix in self.not_owned if matrix.param_index not in idle]
+        views = [matrix.view for matrix in not_owned]
         with record_function("meshmuon::gather"):
-            CopyPairs(views, [matrix.of(step_params[matrix.param_index].grad) for matrix in self.not_owned]).run()
+            CopyPairs(views, [matrix.of(step_params[matrix.param_index].grad) for matrix in not_owned]).run()
             gather = self.gather.start(exchange, "gather")
         yield
         with record_function("meshmuon::gather"):
             gather.wait()
         for batch in self.owned_batches:
-            batch.run(step_params)
+            if not batch.ortho_batch.is_idle(idle):
+                (batch.without(idle) if idle else batch).run(step_params, idle)
         scatter = self.scatter.start(exchange, "scatter")
         yield
         with record_function("meshmuon::scatter"):
             scatter.wait()
         with record_function("meshmuon::update"):
-            CopyPairs([matrix.of(step_params[matrix.param_index].param) for matrix in self.not_owned], views).run()
+            CopyPairs([matrix.of(step_params[matrix.param_index].param) for matrix in not_owned], views).run()
 
 
 class DataParallelExecutor(Executor):
@@ -122,7 +142,8 @@ class _DataParallelBuilder(ProgramBuilder):
         waves = tuple(self._wave(k, batches[k]) for k in range(len(self.routes)))
         count = max(1, len(waves))  # all gradients are on their way before the first is waited for
         rest = GradLifetime((), range(len(self.step_params)))
-        return RankProgram(waves, in_flight=count, ahead=count, rest=rest, failures=self.failures)
+        params = self.wave_params()
+        return RankProgram(waves, params, in_flight=count, ahead=count, rest=rest, failures=self.failures)
 
     def _averages(self, wave: int) -> Tensor:
         return self._buffer("averages", wave, sum(transfer.piece.size for transfer in self.routes[wave].own))

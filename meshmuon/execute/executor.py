@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Set as AbstractSet
 from functools import partial
 from typing import Protocol
 
@@ -13,9 +14,9 @@ from ..ortho import Workspace
 from ..plan import Plan
 from ..transport import Exchange
 from .build import RankProgram, RankProgramBuilder
-from .pipeline import guarded, run_pipeline, take_first
+from .pipeline import guarded, run_pipeline, skipped_wave, take_first
 from .settings import ExecutorSettings
-from .step_param import StepParam
+from .step_param import NONE_IDLE, StepParam
 
 
 class StepExecutor(Protocol):
@@ -26,7 +27,8 @@ class StepExecutor(Protocol):
        runs.
     2. ``run``: once per step after that, until another plan is prepared. All ranks of the plan call it in the same step, because
        they exchange with each other in it. ``step_params`` is in the order of ``plan.params`` at every call; the tensors and
-       numbers in it may be other ones, their shapes, dtypes, devices, schemes and rules are those that were prepared.
+       numbers in it may be other ones, their shapes, dtypes, devices, schemes and rules are those that were prepared. ``idle``
+       parameters have no gradient on any rank and are not stepped; it is the same set on all ranks, but for private parameters.
     3. ``last``: ``run`` calls it exactly once, after the last matrix has been orthogonalised and before the last results are
        waited for. The optimizer steps its AdamW parameters there. If it communicates, it does so on all ranks in the same order.
 
@@ -46,8 +48,10 @@ class StepExecutor(Protocol):
         """
         ...
 
-    def run(self, step_params: Sequence[StepParam], *, last: Callable[[], None]) -> Exception | None:
-        """One step.
+    def run(
+        self, step_params: Sequence[StepParam], *, idle: AbstractSet[int] = NONE_IDLE, last: Callable[[], None]
+    ) -> Exception | None:
+        """One step of all parameters but the ``idle`` ones, which are indices of ``step_params``.
 
         Returns:
             The first error on this rank in a step that was completed: all exchanges have taken place, so that no other rank waits
@@ -85,8 +89,14 @@ class Executor:
     def _build(self, plan: Plan, rank: int, step_params: Sequence[StepParam], exchange: Exchange | None) -> RankProgram:
         return RankProgramBuilder(plan, rank, step_params, exchange, self._workspace, self._settings).build()
 
-    def run(self, step_params: Sequence[StepParam], *, last: Callable[[], None]) -> Exception | None:
-        """One step of the prepared plan."""
+    def run(
+        self, step_params: Sequence[StepParam], *, idle: AbstractSet[int] = NONE_IDLE, last: Callable[[], None]
+    ) -> Exception | None:
+        """One step of the prepared plan.
+
+        A wave that has idle parameters only is skipped on all ranks. It keeps its turn, because the turns decide which buffers
+        are free.
+        """
         program, streams, exchange = self._program, self._streams, self._exchange
         program.failures.clear()  # an abandoned step may have left some
         if streams is None or self.plan is None:
@@ -94,22 +104,26 @@ class Executor:
             return take_first(program.failures)
         ready = streams.main_mark()
         waves: list[Iterator[None]] = []
+        rule_states = [rule_state for rule_state in program.rule_states if not rule_state.params <= idle]
         if exchange is not None:
-            for rule_state in program.rule_states:
-                rule_state.start_gather(step_params, exchange)
-            waves = [wave.run(step_params, exchange, streams, ready) for wave in program.waves]
-        local = [rule_state.finish_gather for rule_state in program.rule_states]
-        local += [partial(batch.run, step_params) for batch in program.local]
+            for rule_state in rule_states:
+                rule_state.start_gather(step_params, exchange, idle)
+            waves = [
+                skipped_wave() if params <= idle else wave.run(step_params, idle, exchange, streams, ready)
+                for wave, params in zip(program.waves, program.wave_params, strict=True)
+            ]
+        local = [rule_state.finish_gather for rule_state in rule_states]
+        local += [partial(batch.run, step_params, idle) for batch in program.local]
 
         def before_last_results() -> None:
-            for rule_state in program.rule_states:
+            for rule_state in rule_states:
                 assert exchange is not None
                 rule_state.start_scatter(exchange)
             guarded(last, program.failures)()
 
         run_pipeline(waves, program.in_flight, local, before_last_results, ahead=program.ahead)
-        for rule_state in program.rule_states:
-            rule_state.finish_scatter(step_params)
+        for rule_state in rule_states:
+            rule_state.finish_scatter(step_params, idle)
         program.rest.free_gradients(step_params)
         streams.main_waits(streams.side_mark())
         return take_first(program.failures)

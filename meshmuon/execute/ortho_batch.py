@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Set as AbstractSet
 from typing import TypeAlias
 
 import torch
@@ -25,7 +26,7 @@ from ..ortho.kernels import FunctionalProducts, products_for
 from ..plan import Batch
 from ..torch_compat import own_graph_per_shape
 from .settings import ExecutorSettings
-from .step_param import StepParam, UpdateRule
+from .step_param import NONE_IDLE, StepParam, UpdateRule
 
 
 class OrthoBatch:
@@ -36,9 +37,17 @@ class OrthoBatch:
     """
 
     def __init__(
-        self, batch: Batch, template: StepParam, workspace: Workspace, settings: ExecutorSettings, failures: list[Exception]
+        self,
+        batch: Batch,
+        params: Sequence[int],
+        template: StepParam,
+        workspace: Workspace,
+        settings: ExecutorSettings,
+        failures: list[Exception],
     ) -> None:
         self.batch = batch
+        self._params = params  # of each matrix, the index of its parameter
+        self._param_set = frozenset(params)
         self.stacked = _take(batch, template, workspace)  # (size, rows, cols)
         self.rule_state: Tensor | None = None  # (size, outputs) where the rule keeps numbers between steps
         if template.rule_state is not None:
@@ -51,10 +60,19 @@ class OrthoBatch:
         self._orthogonalise = _orthogonaliser(self.stacked, template, workspace, settings)
         self._failures = failures
 
-    def orthogonalise(self) -> None:
-        """Replaces every matrix by its orthogonalised update, with what its rule does before and after."""
+    def is_idle(self, idle: AbstractSet[int]) -> bool:
+        """Whether none of its matrices is stepped."""
+        return bool(idle) and self._param_set <= idle
+
+    def orthogonalise(self, idle: AbstractSet[int] = NONE_IDLE) -> None:
+        """Replaces every matrix by its orthogonalised update, with what its rule does before and after.
+
+        What becomes of the matrices of ``idle`` parameters has no meaning. One other matrix must not be idle.
+        """
         with record_function("meshmuon::orthogonalise"):
             try:
+                if idle:
+                    self._overwrite_idle(idle)
                 if self._rule is None:
                     self._orthogonalise()
                 else:
@@ -63,6 +81,17 @@ class OrthoBatch:
             except Exception as error:
                 self.stacked.zero_()
                 self._failures.append(error)
+
+    def _overwrite_idle(self, idle: AbstractSet[int]) -> None:
+        """Puts a copy of another matrix in the place of every idle one.
+
+        What is there has no meaning and could be anything. A copy is nothing that a user's scheme or rule would not see anyway.
+        """
+        positions = [k for k, param in enumerate(self._params) if param in idle]
+        active = next(k for k, param in enumerate(self._params) if param not in idle)
+        for stacked in (self.stacked, self.rule_state):
+            if stacked is not None and positions:
+                torch._foreach_copy_([stacked[k] for k in positions], [stacked[active]] * len(positions))
 
 
 SeenByRule: TypeAlias = "list[tuple[Tensor, Tensor | None]]"

@@ -91,6 +91,11 @@ def run_pipeline(
             next(waves[wave])
 
 
+def skipped_wave() -> Iterator[None]:
+    """A wave that does nothing in its turns."""
+    return iter((None, None))
+
+
 def most_gathered_ahead(width: int) -> int:
     """How many of ``width`` waves in flight may have sent their pieces and wait for their turn to compute.
 

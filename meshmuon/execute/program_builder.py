@@ -84,7 +84,16 @@ class ProgramBuilder:
 
     def ortho_batch(self, ranges: Sequence[MatrixRange], batch: Batch) -> OrthoBatch:
         """A batch with its tensors; the workspace must have been reserved."""
-        return OrthoBatch(batch, self.template(ranges, batch), self.workspace, self.settings, self.failures)
+        params = [ranges[part.item].param_index for part in batch.slices for _ in range(part.start, part.stop)]
+        return OrthoBatch(batch, params, self.template(ranges, batch), self.workspace, self.settings, self.failures)
+
+    def wave_params(self) -> tuple[frozenset[int], ...]:
+        """Wave by wave, the parameters whose matrices travel in it, between whichever ranks."""
+        params: list[set[int]] = [set() for _ in self.plan.lanes]
+        for task in self.plan.tasks:
+            if task.wave != NO_WAVE:
+                params[task.wave].add(task.param)
+        return tuple(map(frozenset, params))
 
     def shard_view(self, matrix_range: MatrixRange, view: Tensor) -> ShardView:
         """This rank's part of ``matrix_range``, which the contiguous ``view`` holds in the same order."""

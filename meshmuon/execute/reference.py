@@ -7,6 +7,7 @@ and exchanges of the executor that this path verifies.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Set as AbstractSet
 from typing import Any
 
 import torch
@@ -24,7 +25,7 @@ from .ortho_batch import apply_rule, seen_by_rule
 from .rule_state import store_rule_state
 from .settings import ExecutorSettings
 from .shard_views import GradLifetime, ShardView, grouped
-from .step_param import StepParam
+from .step_param import NONE_IDLE, StepParam
 
 
 class ReferenceExecutor:
@@ -42,9 +43,12 @@ class ReferenceExecutor:
                 check_round_trip(plan.params[members[0]].name, step_params[members[0]].param)
         self.plan = plan
 
-    def run(self, step_params: Sequence[StepParam], *, last: Callable[[], None]) -> Exception | None:
+    def run(
+        self, step_params: Sequence[StepParam], *, idle: AbstractSet[int] = NONE_IDLE, last: Callable[[], None]
+    ) -> Exception | None:
         """One step, parameter by parameter. Unlike ``Executor`` it stops at the first error."""
-        for members in grouped(range(len(step_params)), lambda k: step_params[k].param):
+        active = [k for k in range(len(step_params)) if k not in idle]
+        for members in grouped(active, lambda k: step_params[k].param):
             self._step(step_params, members)
         last()
         return None

@@ -8,6 +8,7 @@ the first wave brings them to the owners. Another one, started after the last wa
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 
 import torch
@@ -18,7 +19,7 @@ from ..torch_compat import local_part
 from ..transport import Exchange, Pending
 from .program_builder import ProgramBuilder, rule_state_param
 from .shard_views import ShardView, grouped
-from .step_param import StepParam
+from .step_param import NONE_IDLE, StepParam
 from .wave import CopyPairs, ExchangeBuffers
 
 
@@ -32,11 +33,12 @@ class RuleStateExchange:
     pack: CopyPairs  # from these batches to the buffer that is sent back
     scatter: ExchangeBuffers  # the exchange that brings them back
     received_shards: list[ShardView]  # this rank's stored numbers, with views of the buffer in which they arrive
+    params: frozenset[int]  # the parameters whose numbers travel, between whichever ranks
     _pending: Pending | None = None
 
-    def start_gather(self, step_params: Sequence[StepParam], exchange: Exchange) -> None:
-        """Sends the numbers to the owners; before the first wave."""
-        load_rule_state(self.sent_shards, step_params)
+    def start_gather(self, step_params: Sequence[StepParam], exchange: Exchange, idle: AbstractSet[int] = NONE_IDLE) -> None:
+        """Sends the numbers to the owners; before the first wave. Those of ``idle`` parameters have no meaning in this step."""
+        load_rule_state(self.sent_shards, step_params, idle)
         self._pending = self.gather.start(exchange, "gather")
 
     def finish_gather(self) -> None:
@@ -50,23 +52,28 @@ class RuleStateExchange:
         self.pack.run()
         self._pending = self.scatter.start(exchange, "scatter")
 
-    def finish_scatter(self, step_params: Sequence[StepParam]) -> None:
+    def finish_scatter(self, step_params: Sequence[StepParam], idle: AbstractSet[int] = NONE_IDLE) -> None:
         """Stores them; at the end of the step."""
         assert self._pending is not None
         self._pending.wait()
-        store_rule_state(self.received_shards, step_params)
+        store_rule_state(self.received_shards, step_params, idle)
 
 
-def load_rule_state(shards: Sequence[ShardView], step_params: Sequence[StepParam]) -> None:
-    """Copies stored numbers into the shards' views."""
+def load_rule_state(shards: Sequence[ShardView], step_params: Sequence[StepParam], idle: AbstractSet[int] = NONE_IDLE) -> None:
+    """Copies stored numbers into the shards' views, except those of ``idle`` parameters."""
+    shards = _without(shards, idle)
     CopyPairs([shard.view for shard in shards], [_stored(shard, step_params) for shard in shards]).run()
 
 
-def store_rule_state(shards: Sequence[ShardView], step_params: Sequence[StepParam]) -> None:
-    """Copies the shards' views into the stored numbers, except where the step's skip mask forbids it."""
-    for shard in shards:
+def store_rule_state(shards: Sequence[ShardView], step_params: Sequence[StepParam], idle: AbstractSet[int] = NONE_IDLE) -> None:
+    """Copies the shards' views into the stored numbers, except for ``idle`` parameters and where the skip mask forbids it."""
+    for shard in _without(shards, idle):
         target, skip_mask = _stored(shard, step_params), step_params[shard.param_index].settings.skip_mask
         target.copy_(shard.view if skip_mask is None else torch.where(skip_mask, target, shard.view))
+
+
+def _without(shards: Sequence[ShardView], idle: AbstractSet[int]) -> Sequence[ShardView]:
+    return [shard for shard in shards if shard.param_index not in idle] if idle else shards
 
 
 def _stored(shard: ShardView, step_params: Sequence[StepParam]) -> Tensor:
@@ -90,7 +97,8 @@ def rule_state_exchanges(builder: ProgramBuilder, owned: Mapping[int, Tensor]) -
         gathers = [transfer for gather, _ in transfers for transfer in gather]
         scatters = [transfer for _, scatter in transfers for transfer in scatter]
         template = step_params[plan.tasks[members[0]].param]
-        exchanges.append(_exchange(builder, rank_routes(builder.rank, gathers, scatters), template, owned))
+        params = frozenset(plan.tasks[t].param for t in members)
+        exchanges.append(_exchange(builder, rank_routes(builder.rank, gathers, scatters), template, owned, params))
     return exchanges
 
 
@@ -118,7 +126,9 @@ def rule_state_transfers(
     return gathers, scatters
 
 
-def _exchange(builder: ProgramBuilder, routes: WaveRoutes, template: StepParam, owned: Mapping[int, Tensor]) -> RuleStateExchange:
+def _exchange(
+    builder: ProgramBuilder, routes: WaveRoutes, template: StepParam, owned: Mapping[int, Tensor], params: frozenset[int]
+) -> RuleStateExchange:
     def buffer_for(transfers: Sequence[PieceTransfer]) -> Tensor:
         size = sum(transfer.piece.size for transfer in transfers)
         return torch.zeros(size, dtype=template.update_dtype, device=template.param.device)
@@ -146,6 +156,7 @@ def _exchange(builder: ProgramBuilder, routes: WaveRoutes, template: StepParam, 
         pack=pack,
         scatter=builder.exchange_buffers(scatter_in, routes.scatter_in, scatter_out, routes.scatter_out),
         received_shards=shards((routes.scatter_in, scatter_in), own),
+        params=params,
     )
 
 

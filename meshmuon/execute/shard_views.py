@@ -6,6 +6,7 @@ The buffer is the tensor in which a local batch is orthogonalised, or what an ex
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -14,7 +15,7 @@ from torch import Tensor
 
 from ..torch_compat import local_part
 from .elementwise import accumulate, all_add_alike, apply, look_ahead
-from .step_param import StepParam
+from .step_param import NONE_IDLE, StepParam
 
 _T = TypeVar("_T")
 
@@ -36,13 +37,19 @@ class ShardView:
 
 
 class _UniformViews:
-    """Shards whose parameters have a param group, or a param group and a shape, in common."""
+    """Shards whose parameters have a param group, or a param group, a shape and a dtype, in common."""
 
-    def __init__(self, shards: Sequence[ShardView], step_params: Sequence[StepParam]) -> None:
+    def __init__(self, shards: Sequence[ShardView]) -> None:
         self._shards = shards
         self.first = shards[0].param_index
         self.views = [shard.view for shard in shards]
-        self.add_alike = all_add_alike([local_part(step_params[shard.param_index].param) for shard in shards], self.views)
+
+    def without(self, idle: AbstractSet[int]) -> _UniformViews | None:
+        """The same without ``idle`` parameters; None if that leaves nothing."""
+        if not idle:
+            return self
+        shards = [shard for shard in self._shards if shard.param_index not in idle]
+        return _UniformViews(shards) if shards else None
 
     def params(self, step_params: Sequence[StepParam]) -> list[Tensor]:
         return [shard.of(local_part(step_params[shard.param_index].param)) for shard in self._shards]
@@ -58,29 +65,36 @@ class ShardViews:
     """Shards that are filled and applied together, grouped once by what their parameters have in common."""
 
     def __init__(self, shards: Sequence[ShardView], step_params: Sequence[StepParam]) -> None:
-        def group_and_shape(shard: ShardView) -> tuple[int, tuple[int, int]]:
+        def group_shape_and_dtype(shard: ShardView) -> tuple[int, tuple[int, int], torch.dtype]:
             step_param = step_params[shard.param_index]
-            return step_param.group_index, step_param.matrix_set.lr_shape
+            return step_param.group_index, step_param.matrix_set.lr_shape, step_param.param.dtype
 
         by_group = grouped(shards, lambda shard: step_params[shard.param_index].group_index)
-        self._by_group = [_UniformViews(members, step_params) for members in by_group]
-        self._by_shape = [_UniformViews(members, step_params) for members in grouped(shards, group_and_shape)]
+        self._by_group = list(map(_UniformViews, by_group))
+        self._by_shape: list[tuple[_UniformViews, bool]] = []  # with the result of ``all_add_alike``
+        for uniform in map(_UniformViews, grouped(shards, group_shape_and_dtype)):
+            self._by_shape.append((uniform, all_add_alike(uniform.params(step_params), uniform.views)))
 
-    def fill(self, step_params: Sequence[StepParam]) -> None:
-        """Writes what will be orthogonalised (momentum, with Nesterov's look-ahead if asked for) into the views."""
-        for uniform in self._by_group:
+    def fill(self, step_params: Sequence[StepParam], idle: AbstractSet[int] = NONE_IDLE) -> None:
+        """Writes what will be orthogonalised (momentum, with Nesterov's look-ahead if asked for) into the views.
+
+        The views of ``idle`` parameters keep what they have.
+        """
+        for uniform in filter(None, (views.without(idle) for views in self._by_group)):
             settings = step_params[uniform.first].settings
             if settings.nesterov:
                 look_ahead(uniform.views, uniform.grads(step_params), uniform.buffers(step_params), settings.momentum)
             else:
                 torch._foreach_copy_(uniform.views, uniform.buffers(step_params))
 
-    def apply(self, step_params: Sequence[StepParam]) -> None:
-        """p ← p·decay − rate·factor·view for each parameter."""
-        for uniform in self._by_shape:
+    def apply(self, step_params: Sequence[StepParam], idle: AbstractSet[int] = NONE_IDLE) -> None:
+        """p ← p·decay − rate·factor·view for each parameter, except ``idle`` ones."""
+        for views, add_alike in self._by_shape:
+            if (uniform := views.without(idle)) is None:
+                continue
             first = step_params[uniform.first]
             settings, factor = first.settings, first.settings.adjust(*first.matrix_set.lr_shape)
-            rate, options = settings.rate * factor, {"cautious": settings.cautious, "add_alike": uniform.add_alike}
+            rate, options = settings.rate * factor, {"cautious": settings.cautious, "add_alike": add_alike}
             apply(uniform.params(step_params), uniform.views, settings.decay, rate, **options)
 
 
@@ -95,17 +109,19 @@ class GradLifetime:
         self.begins, self.ends = tuple(begins), tuple(ends)
         self._groups: list[list[int]] | None = None
 
-    def accumulate(self, step_params: Sequence[StepParam]) -> None:
-        """M ← momentum·M + G for the parameters that begin here."""
+    def accumulate(self, step_params: Sequence[StepParam], idle: AbstractSet[int] = NONE_IDLE) -> None:
+        """M ← momentum·M + G for the parameters that begin here, except ``idle`` ones."""
         if self._groups is None:
             self._groups = grouped(self.begins, lambda k: step_params[k].group_index)
         for members in self._groups:
+            if idle and not (members := [k for k in members if k not in idle]):
+                continue
             buffers = [local_part(step_params[k].momentum) for k in members]
             accumulate(buffers, [local_part(step_params[k].grad) for k in members], step_params[members[0]].settings.retain)
 
-    def gradients(self, step_params: Sequence[StepParam]) -> Iterator[Tensor]:
-        """The gradients that ``free_gradients`` will free."""
-        return (local_part(step_params[k].grad) for k in self.ends)
+    def gradients(self, step_params: Sequence[StepParam], idle: AbstractSet[int] = NONE_IDLE) -> Iterator[Tensor]:
+        """The gradients that ``free_gradients`` will free; ``idle`` parameters have none."""
+        return (local_part(step_params[k].grad) for k in self.ends if k not in idle)
 
     def free_gradients(self, step_params: Sequence[StepParam]) -> None:
         """Frees the gradients that end here where the param group asks for it."""

@@ -13,6 +13,9 @@ from ..matrices import MatrixSet
 from ..ortho import Orthogonalizer, Scheme, pitch, scratch_bytes
 from ..plan import BatchItem
 
+NONE_IDLE: frozenset[int] = frozenset()
+"""The idle parameters of a step in which all have gradients."""
+
 
 class UpdateRule(Protocol):
     """What is done to matrices before and after orthogonalising them. Users may write their own.

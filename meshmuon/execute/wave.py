@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -55,11 +56,13 @@ class OwnedBatch:
     unpack: CopyPairs
     pack: CopyPairs
 
-    def run(self) -> None:
+    def run(self, idle: AbstractSet[int]) -> None:
         """Assembles the matrices from their pieces, orthogonalises them, and cuts them into pieces again."""
+        if self.ortho_batch.is_idle(idle):
+            return
         with record_function("meshmuon::gather"):
             self.unpack.run()
-        self.ortho_batch.orthogonalise()
+        self.ortho_batch.orthogonalise(idle)
         with record_function("meshmuon::scatter"):
             self.pack.run()
 
@@ -67,8 +70,13 @@ class OwnedBatch:
 class RankWave(Protocol):
     """A wave on one rank, with its views made once."""
 
-    def run(self, step_params: Sequence[StepParam], exchange: Exchange, streams: Streams, ready: Mark) -> Iterator[None]:
-        """A step of the wave; yields after each of its two exchanges has started, so that other waves can work meanwhile."""
+    def run(
+        self, step_params: Sequence[StepParam], idle: AbstractSet[int], exchange: Exchange, streams: Streams, ready: Mark
+    ) -> Iterator[None]:
+        """A step of the wave; yields after each of its two exchanges has started, so that other waves can work meanwhile.
+
+        Of the ``idle`` parameters, the pieces that travel have no meaning, and nothing is written.
+        """
         ...
 
 
@@ -84,11 +92,13 @@ class Wave:
     owned_batches: tuple[OwnedBatch, ...]  # the matrices that this rank owns, batch by batch
     grad_lifetime: GradLifetime  # the parameters whose gradients are first or last read here
 
-    def run(self, step_params: Sequence[StepParam], exchange: Exchange, streams: Streams, ready: Mark) -> Iterator[None]:
+    def run(
+        self, step_params: Sequence[StepParam], idle: AbstractSet[int], exchange: Exchange, streams: Streams, ready: Mark
+    ) -> Iterator[None]:
         """A step of the wave."""
-        with streams.beside(ready, self.grad_lifetime.gradients(step_params)), record_function("meshmuon::momentum"):
-            self.grad_lifetime.accumulate(step_params)
-            self.fill.fill(step_params)
+        with streams.beside(ready, self.grad_lifetime.gradients(step_params, idle)), record_function("meshmuon::momentum"):
+            self.grad_lifetime.accumulate(step_params, idle)
+            self.fill.fill(step_params, idle)
             self.rounding.run()
             gather = self.gather.start(exchange, "gather")
         filled = streams.side_mark()
@@ -98,7 +108,7 @@ class Wave:
             streams.main_waits(filled)
             gather.wait()
         for batch in self.owned_batches:
-            batch.run()
+            batch.run(idle)
         scatter = self.scatter.start(exchange, "scatter")
         packed = streams.main_mark()
         yield
@@ -106,4 +116,4 @@ class Wave:
             with record_function("meshmuon::scatter"):
                 scatter.wait()
             with record_function("meshmuon::update"):
-                self.apply.apply(step_params)
+                self.apply.apply(step_params, idle)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -53,7 +53,6 @@ class ParamRecord(NamedTuple):
             and self.recipe is recipe
             and self.named.group_index == named.group_index
             and self.named.name == named.name
-            and self.plan_input.has_grad is (named.param.grad is not None)
             and self.facts == facts_of(named.param)
         )
 
@@ -77,8 +76,12 @@ class Collector:
         self._shapes: list[tuple[int, tuple[int, int] | None, float]] = []
         self._made: tuple[object, list[StepParam]] = (None, [])  # a plan, and the step parameters made for it
         self._groups: dict[int, ParamGroup] = {}  # param groups of those step parameters, by group index
-        self._without_state_by_group: dict[int, list[int]] = {}  # indices of parameters, by group index
-        self.without_state: tuple[int, ...] = ()  # parameters that had a gradient and no state yet, at the last check
+        self.has_grad: tuple[bool, ...] = ()  # which parameters have a gradient; the same object for as long as they are equal
+        self._indices: dict[int, list[int]] = {}  # indices of parameters, by group index
+        self._state_checked: list[set[int]] = []  # those of them whose state has been checked since it changed, likewise
+        self._lacking_state: list[list[int]] = []  # those that have no state yet, or not all of it, likewise
+        self._checked_for: tuple[bool, ...] = ()  # ``has_grad`` at the last check
+        self.without_state: tuple[int, ...] = ()  # those of them that had a gradient, at the last check
 
     def plan_inputs(self, groups: Sequence[ParamGroup]) -> tuple[list[NamedParam], tuple[PlanInput, ...], Exception | None]:
         """All parameters, what the planner must know about them, and the first error that keeps a step from being planned.
@@ -86,6 +89,17 @@ class Collector:
         A param group with invalid options still yields plan inputs, from metadata alone: this rank needs them to find the other
         ranks, which must learn of its failure.
         """
+        failure = self._bring_up_to_date(groups)
+        has_grad = tuple([named.param.grad is not None for named in self._params])
+        if has_grad != self.has_grad:
+            self.has_grad = has_grad
+        try:
+            return self._params, self._plan_inputs, failure
+        finally:
+            del failure  # its traceback refers to this frame, and so to the caller
+
+    def _bring_up_to_date(self, groups: Sequence[ParamGroup]) -> Exception | None:
+        """Looks at the param groups again. Returns the first error that keeps a step from being planned."""
         failure: Exception | None = None
         recipes: list[GroupRecipe] = []
         for index, group in enumerate(groups):
@@ -102,13 +116,12 @@ class Collector:
         if comparable and all(
             snapshot.still_holds(group, recipe) for snapshot, group, recipe in zip(self._snapshots, groups, recipes, strict=True)
         ):
-            return self._params, self._plan_inputs, None
+            return None
         self._recipes = recipes
         try:
-            failure = self._inspect_each(groups) or failure
-            return self._params, self._plan_inputs, failure
+            return self._inspect_each(groups) or failure
         finally:
-            del failure  # its traceback refers to this frame, and so to the caller
+            del failure
 
     def _inspect_each(self, groups: Sequence[ParamGroup]) -> Exception | None:
         """Brings the records up to date, parameter by parameter. Returns the first error that keeps a step from being planned."""
@@ -136,6 +149,7 @@ class Collector:
         if len(records) != len(self._records) or any(map(operator.is_not, records, self._records)):
             self._remember(records)
         self._snapshots = list(map(GroupSnapshot, groups, self._recipes)) if failure is None else []
+        self._state_checked, self._lacking_state = [set() for _ in groups], [[] for _ in groups]
         try:
             return failure
         finally:
@@ -149,6 +163,9 @@ class Collector:
         self._records = records
         self._params = [record.named for record in records]
         self._plan_inputs = tuple(record.plan_input for record in records)
+        self._indices = {}
+        for k, named in enumerate(self._params):
+            self._indices.setdefault(named.group_index, []).append(k)
         self._shapes = list(
             dict.fromkeys(
                 (plan_input.group_index, shape, largest_number(plan_input.update_dtype))
@@ -161,31 +178,42 @@ class Collector:
         """Refuses options, gradients and state that a step on the last plan inputs cannot use. Writes nothing."""
         for index, shape, largest in self._shapes:
             check_overflow(groups[index], f"group {index}", shape, largest)  # calls the user's adjust_lr_fn
+        changed = self.has_grad is not self._checked_for
         for index, snapshot in enumerate(self._snapshots):
             if not snapshot.same_gradients():
-                for _, (named, _, _, _) in self._with_gradient(index):
-                    _check_gradient(named.name, named.param, gradient_of(named.param))
+                for k in self._indices.get(index, ()):
+                    if self.has_grad[k]:
+                        named = self._params[k]
+                        _check_gradient(named.name, named.param, gradient_of(named.param))
                 snapshot.accept_gradients()
             if not snapshot.same_state(states):
+                changed = True
                 self._made = (None, [])
-                without_state = []
-                for k, (named, recipe, _, _) in self._with_gradient(index):
-                    entry = states.get(named.param)
-                    if entry is not None:
-                        state.check_current(named.name, named.param, entry, named.param_group)
-                    if not is_kept(entry, named.param_group["use_muon"], recipe.rule):
-                        without_state.append(k)
+                self._state_checked[index] = set()
+                self._lacking_state[index] = [k for k in self._indices.get(index, ()) if not self._keeps_state(k, states)]
+                self._check_state(index, states)
                 snapshot.accept_state(states)
-                self._without_state_by_group[index] = without_state
-                self.without_state = tuple(
-                    k for i in range(len(self._snapshots)) for k in self._without_state_by_group.get(i, ())
-                )
+            elif changed:
+                self._check_state(index, states)
+        if changed:
+            self.without_state = tuple(k for lacking in self._lacking_state for k in lacking if self.has_grad[k])
+        self._checked_for = self.has_grad
+        if self.without_state:
+            self._made = (None, [])  # making step parameters creates their state
 
-    def _with_gradient(self, group_index: int) -> Iterator[tuple[int, ParamRecord]]:
-        """The records of a param group whose parameters have a gradient, with their indices."""
-        for k, record in enumerate(self._records):
-            if record.named.group_index == group_index and record.named.param.grad is not None:
-                yield k, record
+    def _keeps_state(self, k: int, states: Mapping[Tensor, dict[str, Any]]) -> bool:
+        named, recipe, _, _ = self._records[k]
+        return is_kept(states.get(named.param), named.param_group["use_muon"], recipe.rule)
+
+    def _check_state(self, group_index: int, states: Mapping[Tensor, dict[str, Any]]) -> None:
+        """Refuses state that does not fit, of the parameters that have a gradient and were not checked since it changed."""
+        checked = self._state_checked[group_index]
+        for k in self._indices.get(group_index, ()):
+            if self.has_grad[k] and k not in checked:
+                named = self._params[k]
+                if (entry := states.get(named.param)) is not None:
+                    state.check_current(named.name, named.param, entry, named.param_group)
+                checked.add(k)
 
     def forget(self) -> None:
         """Drops references to the state, which is about to be offloaded."""
@@ -210,10 +238,14 @@ class Collector:
         made_for, step_params = self._made  # ``check`` forgets them when parameters or state have changed
         if made_for is decision.plan:
             settings = {index: _settings(group, skip_mask) for index, group in self._groups.items()}
-            for step_param in step_params:
-                entry = states[step_param.param]
+            for k, step_param in enumerate(step_params):
                 step_param.settings = settings[step_param.group_index]
-                step_param.momentum_buffer, step_param.rule_state = entry[state.MOMENTUM], _rule_state(step_param, entry)
+                if k not in decision.idle:
+                    entry = states[step_param.param]
+                    step_param.momentum_buffer, step_param.rule_state = entry[state.MOMENTUM], _rule_state(step_param, entry)
+            if decision.zeros:
+                for step_param, (k, _) in zip(step_params, decision.members, strict=True):
+                    step_param.zeros = zeros_like(step_param.param) if k in decision.zeros else None
             return step_params
         members = (self._records[k].named for k, _ in decision.members)
         self._groups = {named.group_index: named.param_group for named in members}
@@ -222,14 +254,14 @@ class Collector:
             self._new_step_param(plan_inputs, decision, states, param_index, keeps(param_index), settings)
             for param_index in range(len(decision.members))
         ]
-        complete = not decision.zeros and all(step_param.momentum_buffer is not None for step_param in step_params)
+        complete = all(map(keeps, range(len(step_params))))
         self._made = (decision.plan, step_params) if complete else (None, [])
         return step_params
 
     def let_go(self) -> None:
         """Drops references to the state after a step, so that they do not keep alive state that moves to another device."""
         for step_param in self._made[1]:
-            step_param.momentum_buffer = step_param.rule_state = None
+            step_param.momentum_buffer = step_param.rule_state = step_param.zeros = None
 
     def _new_step_param(
         self,
@@ -247,9 +279,12 @@ class Collector:
         assert plan_input.scheme is not None
         matrix_set = plan_input.matrix_sets[part]
         remembers = kept and plan_input.rule is not None and plan_input.rule.remembers()
+        idle = param_index in decision.idle
+        # The state of an idle parameter is not created. Its rule state is needed for its shape, and is lost if it is made here.
+        entry = dict(states.get(param, {})) if idle else states[param]
         return StepParam(
             param=param,
-            momentum_buffer=state.momentum_buffer(states[param], param, dtype) if kept else None,
+            momentum_buffer=state.momentum_buffer(entry, param, dtype) if kept and not idle else None,
             matrix_set=matrix_set,
             scheme=scheme_for(plan_input.scheme, matrix_set.rows, matrix_set.cols, plan_input.compute_dtype),
             compute_dtype=plan_input.compute_dtype,
@@ -258,7 +293,7 @@ class Collector:
             group_index=named.group_index,
             zeros=zeros_like(param) if k in decision.zeros else None,
             rule=plan_input.rule,
-            rule_state=state.rule_state(states[param], param, matrix_set) if remembers else None,
+            rule_state=state.rule_state(entry, param, matrix_set) if remembers else None,
         )
 
 
@@ -303,7 +338,6 @@ def _plan_input_of(recipe: GroupRecipe, named: NamedParam, *, comm_dtype: torch.
         compute_dtype=compute_dtype,
         comm_dtype=comm_dtype or default_comm_dtype(device, update_dtype),
         update_dtype=update_dtype,
-        has_grad=param.grad is not None,
     )
 
 

@@ -210,12 +210,13 @@ class DistMuon(Muon):
         self._kept = frozenset(step.params[k].param for k in owned)
 
     def _drop_foreign_state(self, step: StepContext, owned: set[int]) -> None:
-        """Deletes the state of all parameters but ``owned``, those of the plan of which this rank owns a matrix."""
-        members = step.decision.members
-        for k in {k for k, _ in members} - {members[param_index][0] for param_index in owned}:
+        """Deletes the state of all parameters that are stepped but ``owned``, those of which this rank owns a matrix."""
+        members, idle = step.decision.members, step.decision.idle
+        stepped = {k for param_index, (k, _) in enumerate(members) if param_index not in idle}
+        for k in stepped - {members[param_index][0] for param_index in owned}:
             for key in (MOMENTUM, RULE_STATE):
                 self.state[step.params[k].param].pop(key, None)
-        self._complete = self._complete and not step.decision.plan.tasks
+        self._complete = self._complete and not stepped
 
     def _adamw_gradients(self, params: Sequence[Tensor]) -> list[Tensor]:
         gradients = [gradient_of(param) for param in params]

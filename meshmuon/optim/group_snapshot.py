@@ -20,9 +20,10 @@ _PLAIN_GRADIENT_FACTS = operator.attrgetter("__class__", "shape", "dtype", "layo
 
 
 class GroupSnapshot:
-    """Which parameters a param group had, their shapes, dtypes and layouts, which had gradients, and which state they had.
+    """Which parameters a param group had, their shapes, dtypes and layouts, those of their gradients, and which state they had.
 
-    ``recipe`` says how the group treats its parameters. It is compared by identity.
+    ``recipe`` says how the group treats its parameters. It is compared by identity. Gradients may come and go: what was accepted
+    of one is remembered for when it comes back.
     """
 
     def __init__(self, group: ParamGroup, recipe: object) -> None:
@@ -31,10 +32,8 @@ class GroupSnapshot:
         self._names: list[str] = list(group["param_names"])
         self._fact_getters = [_facts_getter(param) for param in self._params]
         self._facts = self._facts_of(self._params)
-        self._has_grad = [param.grad is not None for param in self._params]
-        self._with_grad = [param for param in self._params if param.grad is not None]
-        self._grad_fact_getters = [SHARD_GRADIENT_FACTS if has_local_part(p) else _PLAIN_GRADIENT_FACTS for p in self._with_grad]
-        self._grad_facts: list[Any] | None = None  # of the gradients that were accepted
+        self._grad_fact_getters = [SHARD_GRADIENT_FACTS if has_local_part(p) else _PLAIN_GRADIENT_FACTS for p in self._params]
+        self._grad_facts: list[Any] = [None] * len(self._params)  # of the gradients that were accepted last; None for none yet
         self._state_keys: list[list[str]] | None = None  # of the state that was accepted
         self._state_tensors: list[weakref.ref[Tensor]] = []  # its tensors, which the snapshot must not keep alive
 
@@ -48,16 +47,20 @@ class GroupSnapshot:
             and all(map(operator.is_, params, self._params))
             and self._names == group["param_names"]
             and self._facts == self._facts_of(params)
-            and self._has_grad == [param.grad is not None for param in params]
         )
 
     def same_gradients(self) -> bool:
         """Whether the gradients have the shapes, dtypes and layouts of those that were accepted."""
-        return self._grad_facts is not None and self._grad_facts == self._facts_of_gradients()
+        facts = self._facts_of_gradients()
+        if facts == self._grad_facts:
+            return True
+        pairs = zip(facts or (), self._grad_facts, strict=False)
+        return facts is not None and all(now is None or now == accepted for now, accepted in pairs)
 
     def accept_gradients(self) -> None:
         """Remembers the gradients of the moment as ones that fit."""
-        self._grad_facts = self._facts_of_gradients()
+        pairs = zip(self._facts_of_gradients() or self._grad_facts, self._grad_facts, strict=True)
+        self._grad_facts = [accepted if now is None else now for now, accepted in pairs]
 
     def same_state(self, states: Mapping[Tensor, dict[str, Any]]) -> bool:
         """Whether the state consists of the very tensors that were accepted."""
@@ -80,15 +83,18 @@ class GroupSnapshot:
         self._state_keys, self._state_tensors = None, []
 
     def _state_of(self, states: Mapping[Tensor, dict[str, Any]]) -> tuple[list[dict[str, Any]], list[Tensor]]:
-        entries = [states.get(param, {}) for param in self._with_grad]
+        entries = [states.get(param, {}) for param in self._params]
         return entries, [value for entry in entries for value in entry.values() if isinstance(value, Tensor)]
 
     def _facts_of(self, params: Sequence[Tensor]) -> list[Any]:
         return [facts(param) for facts, param in zip(self._fact_getters, params, strict=True)]
 
     def _facts_of_gradients(self) -> list[Any] | None:
+        """None in the place of a missing gradient."""
+        grads = [param.grad for param in self._params]
         try:
-            return [facts(param.grad) for facts, param in zip(self._grad_fact_getters, self._with_grad, strict=True)]
+            pairs = zip(self._grad_fact_getters, grads, strict=True)
+            return [None if grad is None else facts(grad) for facts, grad in pairs]
         except AttributeError:  # a plain gradient of a DTensor
             return None
 

@@ -38,6 +38,7 @@ class StepContext:
 
     params: list[NamedParam]  # all parameters, param group by param group
     plan_inputs: tuple[PlanInput, ...]  # what the planner must know about each of them, in the same order
+    has_grad: tuple[bool, ...]  # whether each of them has a gradient
     qk_logits: Any  # the logits given to ``step()``
     scaling: Scaling = NO_SCALING  # what a GradScaler has told the optimizer
     failure: Exception | None = None  # this rank's first error, until the agreement raises it on all ranks
@@ -102,7 +103,7 @@ class MuonStep(torch.optim.Optimizer):
         params, plan_inputs, failure = self._collector.plan_inputs(self._groups)
         unreported = self._failures.to_report()
         failure = failure or self._misuse(params) or unreported or offload_error
-        step = StepContext(params, plan_inputs, qk_logits)
+        step = StepContext(params, plan_inputs, self._collector.has_grad, qk_logits)
         if failure is None:
             try:
                 step.scaling = Scaling.of(self)
@@ -122,6 +123,7 @@ class MuonStep(torch.optim.Optimizer):
         """Decides together with all ranks what this step does. If one rank failed a check, all ranks raise its error."""
         clip = logits_text(step.qk_logits)
         status = RankStatus(
+            has_grad=step.has_grad,
             prepared_plan=self._executor.plan,
             nonfinite=step.nonfinite,
             has_work=step.has_work,
@@ -176,7 +178,7 @@ class MuonStep(torch.optim.Optimizer):
             if step.skip_mask is not None:
                 made_zeros = [step_param.zeros for step_param in step_params if step_param.zeros is not None]
                 silence([local_part(zeros) for zeros in made_zeros], step.skip_mask)
-            failure = self._executor.run(step_params, last=adamw)
+            failure = self._executor.run(step_params, idle=decision.idle, last=adamw)
             self._qk_clip.apply(params, step.qk_logits, step.skip_mask)  # also after a failure: the other ranks clip too
             return failure
         except BaseException as error:  # also Ctrl-C: the other ranks wait for what this rank will never send
@@ -188,7 +190,7 @@ class MuonStep(torch.optim.Optimizer):
             failure = None
             self._collector.let_go()
             clipped = frozenset() if step.qk_logits is None else self._qk_clip.members
-            self._overwritten.mark(params, self._planner.plan_inputs, decision.zeros, clipped)
+            self._overwritten.mark(params, step.has_grad, decision.zeros, clipped)
 
     def _finish(self, step: StepContext, failure: Exception | None) -> None:
         """Raises the error of this rank, if there was one. The other ranks learn of it at the next step."""

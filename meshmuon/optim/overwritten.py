@@ -8,7 +8,6 @@ from collections.abc import Set as AbstractSet
 
 from torch import Tensor
 
-from ..agree.step_decision import PlanInput
 from ..params.dtensors import as_dtensor
 from ..params.named_params import NamedParam
 from ..torch_compat import FSDP2Weights, mark_overwritten
@@ -22,27 +21,32 @@ class Overwritten:
     """
 
     def __init__(self) -> None:
-        self._marked: tuple[object, ...] = ()  # the arguments that the weights were derived from
+        self._params: Sequence[NamedParam] = ()
+        self._shards: list[tuple[int, Tensor]] = []  # those of ``_params`` that are DTensors, with their indices
+        self._all_gathered = self._gathered = FSDP2Weights(())  # of these, and of ``_weights``
+        self._flags: tuple[object, ...] = ()  # the other arguments that the weights were derived from
         self._weights: list[Tensor] = []
-        self._gathered = FSDP2Weights(())
 
     def mark(
         self,
         params: Sequence[NamedParam],
-        plan_inputs: Sequence[PlanInput],
+        has_grad: Sequence[bool],
         zeros: AbstractSet[int],
         clipped: AbstractSet[int],
     ) -> None:
-        """Marks the weights that a step has written: those with a gradient, and those with an index in one of the two sets.
+        """Marks the weights that a step has written: those that had a gradient, and those with an index in one of the two sets.
 
         ``zeros`` are parameters that were stepped although this rank has no gradient of them, ``clipped`` those of scaled heads.
         """
-        arguments = (params, plan_inputs, zeros, clipped)
-        if len(self._marked) != len(arguments) or any(map(operator.is_not, self._marked, arguments)):
-            written = [k for k, plan_input in enumerate(plan_inputs) if plan_input.has_grad or k in zeros or k in clipped]
-            shards = (as_dtensor(params[k].param) for k in written)
-            self._weights = [shard for shard in shards if shard is not None and not shard.is_inference()]
-            self._gathered = FSDP2Weights(self._weights)
-            self._marked = arguments
+        if params is not self._params:
+            shards = ((k, as_dtensor(named.param)) for k, named in enumerate(params))
+            self._shards = [(k, shard) for k, shard in shards if shard is not None and not shard.is_inference()]
+            self._all_gathered = FSDP2Weights([shard for _, shard in self._shards])
+            self._params, self._flags = params, ()
+        flags = (has_grad, zeros, clipped)
+        if len(self._flags) != len(flags) or any(map(operator.is_not, self._flags, flags)):
+            self._weights = [shard for k, shard in self._shards if has_grad[k] or k in zeros or k in clipped]
+            self._gathered = self._all_gathered.only(self._weights)
+            self._flags = flags
         if self._weights:
             mark_overwritten([*self._weights, *self._gathered.gathered_again()])

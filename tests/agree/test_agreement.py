@@ -398,7 +398,7 @@ def test_the_first_travelling_group_added_on_one_rank_only() -> None:
 
 
 def test_a_parameter_that_loses_its_gradient_and_gets_it_back() -> None:
-    """The plan follows, is the old one again afterwards, and every step is exact."""
+    """The plan stays, and every step is exact."""
     case = Case(
         (Param((7, 5), 0, (S0,), unused=(1, 2)), Param((6, 4), 0, (S0,)), Param((5,), 0, (S0,), muon=False, unused=(2,))), steps=5
     )
@@ -411,9 +411,8 @@ def test_a_parameter_that_loses_its_gradient_and_gets_it_back() -> None:
 
     found = run_threads(WORLD, main)
     assert all(one == found[0] for one in found)
-    assert [count for _, count in found[0]] == [2, 1, 1, 2, 2]
-    assert len({digest for digest, _ in found[0]}) == 2
-    assert found[0][0] == found[0][3] == found[0][4]
+    assert [count for _, count in found[0]] == [2] * 5
+    assert len({digest for digest, _ in found[0]}) == 1
 
 
 def test_no_gradient_anywhere_is_no_step() -> None:

@@ -104,6 +104,8 @@ def test_scaling(tmp_path: Path) -> None:
     points = {(point["what"], point["matrices"], point["ranks"]) for point in facts["results"]}
     assert {("plan", count, ranks) for count in (10, 40) for ranks in (2, 64)} <= points
     assert {("step", 10, 1), ("step", 40, 1), ("step", 10, 2), ("step", 40, 2), ("step", 40, 64)} <= points
+    assert {("changing", 40, 1), ("changing", 40, 2)} <= points
+    assert all((point["over_steady"] is not None) == (point["what"] == "changing") for point in facts["results"])
 
 
 def test_demo_share(tmp_path: Path) -> None:

@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.profiler import ProfilerActivity, profile
 
 from meshmuon import Muon
+from meshmuon.agree.planned_set import LONG_IDLE_STEPS
 from tests.support.reference import LR, gradients, group, make_params, set_gradients
 from tests.support.threads import run_threads
 
@@ -89,6 +90,19 @@ def test_later_steps_allocate_nothing(options: dict[str, Any], dtype: torch.dtyp
         assert optimizer.workspace_bytes() == held
 
 
+@pytest.mark.parametrize("options", [{}, {"chunk_size": 1}, {"rule": "normuon"}, {"deterministic": True}], ids=str)
+def test_changing_gradients_allocate_nothing(options: dict[str, Any]) -> None:
+    """Every step another third of the parameters has no gradient."""
+    params, optimizer = build(SHAPES, **options)
+    measure(optimizer, params, 0)
+    largest = measure(optimizer, params, 1).largest  # rules make temporaries
+    held = optimizer.workspace_bytes()
+    for step in range(2, 6):
+        set_gradients(params, [None if k % 3 == step % 3 else grad for k, grad in enumerate(gradients(params, step))])
+        assert measure_step(optimizer).largest <= max(SCALAR, largest)
+        assert optimizer.workspace_bytes() == held
+
+
 @pytest.mark.parametrize("form", ["standard", "gram"])
 def test_the_first_step_allocates_state_and_workspace_and_no_more(form: str) -> None:
     """The profiler proves itself here: what it sees is what the optimizer says it holds."""
@@ -137,8 +151,10 @@ def test_a_new_plan_gives_the_old_workspace_back() -> None:
     params, optimizer = build(((64, 96), (8, 8)))
     measure(optimizer, params, 0)
     large = optimizer.workspace_bytes()
-    set_gradients(params, [None, *gradients(params, 1)[1:]])
-    optimizer.step()
+    for _ in range(LONG_IDLE_STEPS + 1):
+        assert optimizer.workspace_bytes() == large
+        set_gradients(params, [None, *gradients(params, 1)[1:]])
+        optimizer.step()
     assert optimizer.workspace_bytes() < large / 20
 
 

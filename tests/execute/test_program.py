@@ -24,6 +24,7 @@ from meshmuon.execute.build import RankProgram, RankProgramBuilder
 from meshmuon.execute.ortho_batch import OrthoBatch
 from meshmuon.execute.pipeline import run_pipeline
 from meshmuon.execute.shard_views import GradLifetime, ShardViews
+from meshmuon.execute.step_param import NONE_IDLE
 from meshmuon.layout import Layout, Mesh, Replicated, Sharded
 from meshmuon.matrices import MatrixSet
 from meshmuon.ortho import Workspace
@@ -212,7 +213,7 @@ class Ranks:
                 self.step_params[rank][k].param.grad = held(self.case, k, rank, grads)
         ready = streams.main_mark()
         waves = {
-            rank: [wave.run(self.step_params[rank], self.exchanges[rank], streams, ready) for wave in program.waves]  # type: ignore[arg-type]
+            rank: [wave.run(self.step_params[rank], NONE_IDLE, self.exchanges[rank], streams, ready) for wave in program.waves]  # type: ignore[arg-type]
             for rank, program in self.programs.items()
         }
 
@@ -226,7 +227,7 @@ class Ranks:
                 assert list(waves[rank][n]) == []
 
         local = [
-            lambda rank=rank, batch=batch: batch.run(self.step_params[rank])
+            lambda rank=rank, batch=batch: batch.run(self.step_params[rank], NONE_IDLE)
             for rank, program in self.programs.items()
             for batch in program.local
         ]

@@ -315,8 +315,10 @@ class Pair:
         except ZeroDivisionError:
             raised = True
         _mood.raises = False
-        tasks = optimizer.plan().tasks
-        names = {optimizer.plan().params[task.param].name for task in tasks if task.owner == odd}
+        plan, proposal = optimizer.plan(), optimizer._planner._proposal
+        assert proposal is not None
+        tasks = [task for task in plan.tasks if task.param not in proposal.decision.idle]
+        names = {plan.params[task.param].name for task in tasks if task.owner == odd}
         assert raised == (self.rank == odd and bool(names))
         _mood.lost = {slot.shape for slot in self.mine.slots if slot.name in names}
         self.whole.optimizer.step()

@@ -49,6 +49,29 @@ def sharded_weight(mesh: Any) -> nn.Parameter:
     return nn.Parameter(distribute_tensor(torch.randn(8, 8, generator=torch.Generator().manual_seed(0)), mesh, [Shard(0)]))
 
 
+@pytest.mark.parametrize("reference", [False, True], ids=["plan", "reference"])
+def test_weights_without_a_gradient_are_not_overwritten(reference: bool) -> None:
+    """Also under a plan that covers them: a backward pass through such a weight still works, through the other it raises."""
+
+    def body(mesh: Any) -> None:
+        weights = [sharded_weight(mesh) for _ in range(2)]
+        optimizer = make(weights, use_muon=True, use_distributed_muon=reference)
+        for active in ((0, 1), (0,), (1,), (0, 1)):
+            optimizer.zero_grad()
+            losses = [weight.square().sum() for weight in weights]
+            for k in active:
+                gradient(weights[k])
+            optimizer.step()
+            for k, loss in enumerate(losses):
+                if k in active:
+                    with pytest.raises(RuntimeError, match=OVERWRITTEN):
+                        loss.backward()
+                else:
+                    loss.backward()
+
+    on_two_ranks(body)
+
+
 @pytest.mark.parametrize("use_muon", [True, False], ids=["Muon", "AdamW"])
 @pytest.mark.parametrize("reference", [False, True], ids=["plan", "reference"])
 @pytest.mark.parametrize("local", [False, True], ids=["DTensor", "to_local"])

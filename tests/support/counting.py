@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from meshmuon import Muon
+from meshmuon.plan.plan_data import PlanData
 
 
 class Wire:
@@ -40,10 +41,14 @@ class Wire:
                 table[rank] = table.get(rank, 0) + amount
 
     def watch(self, optimizer: Muon) -> None:
-        """After each step: what its plan says that this rank sent."""
-        rank = dist.get_rank()
+        """After each step: what its plan says that this rank sent, in all waves with a parameter that was stepped."""
+        rank, plan, proposal = dist.get_rank(), optimizer.plan(), optimizer._planner._proposal
+        assert proposal is not None
+        waves = {task.wave for task in plan.tasks if task.param not in proposal.decision.idle}
+        tasks = tuple(task for task in plan.tasks if task.wave in waves)
+        sent = PlanData(plan.ranks, plan.params, tasks, plan.lanes, plan.options).bytes_sent
         with self._lock:
-            self.planned[rank] = self.planned.get(rank, 0) + optimizer.plan().bytes_sent.get(rank, 0)
+            self.planned[rank] = self.planned.get(rank, 0) + sent.get(rank, 0)
 
     def check(self, rank: int) -> None:
         assert self.nbytes.get(rank, 0) == self.planned.get(rank, 0), f"rank {rank}: bytes sent and bytes planned differ"

@@ -50,6 +50,8 @@ MUTANTS: Mutants = {
         "rule_state_param": (("$step_param.matrix_set.rule_state_window", "None"),),
     },
     "meshmuon.execute.data_parallel": {
+        "_AveragedBatch.without": (("$matrix.param_index not in $idle", "True"),),
+        "_Wave.run": (("$matrix.param_index not in $idle", "True"),),
         "_DataParallelBuilder.build": (("GradLifetime((), range(len(self.step_params)))", "GradLifetime()"),),
     },
     "meshmuon.execute.elementwise": {
@@ -103,9 +105,12 @@ MUTANTS: Mutants = {
             ("$program.failures.clear()", ""),
             ("$program.rest.free_gradients($step_params)", ""),
             ("$streams.main_waits($streams.side_mark())", ""),
+            ("skipped_wave() if $params <= $idle else $run", "$run"),
         ),
     },
     "meshmuon.execute.ortho_batch": {
+        "OrthoBatch.is_idle": (("bool($idle) and self._param_set <= $idle", "bool($idle) and bool(self._param_set & $idle)"),),
+        "OrthoBatch.orthogonalise": (("if $idle:\n    self._overwrite_idle($idle)", ""),),
         "seen_by_rule": (
             ("not $one_by_one", "True"),
             ("$matrices.mT if $flipped else $matrices", "$matrices"),
@@ -147,9 +152,12 @@ MUTANTS: Mutants = {
             ("$task.owner if $task.owner in $holders else $holders[0]", "$holders[0]"),
         ),
         "_exchange": (("$piece.cols if $flipped else $piece.rows", "$piece.rows"),),
-        "RuleStateExchange.finish_scatter": (("store_rule_state(self.received_shards, $step_params)", "pass"),),
+        "RuleStateExchange.finish_scatter": (("store_rule_state(self.received_shards, $step_params, $idle)", "pass"),),
+        "_without": (("[$shard for $shard in $shards if $shard.param_index not in $idle] if $idle else $shards", "shards"),),
     },
     "meshmuon.execute.shard_views": {
+        "_UniformViews.without": (("$shard.param_index not in $idle", "True"),),
+        "GradLifetime.accumulate": (("$k not in $idle", "True"),),
         "ShardViews.fill": (("$settings.nesterov", "not $settings.nesterov"),),
         "ShardViews.apply": (
             ("$settings.rate * $factor", "$settings.rate"),
@@ -169,7 +177,7 @@ MUTANTS: Mutants = {
     },
     "meshmuon.execute.wave": {
         "Wave.run": (
-            ("self.grad_lifetime.accumulate($step_params)", ""),
+            ("self.grad_lifetime.accumulate($step_params, $idle)", ""),
             ("$streams.main_waits($filled)\n$gather.wait()", "$streams.main_waits($filled)"),
             (
                 "with record_function('meshmuon::scatter'):\n    $scatter.wait()",
@@ -178,7 +186,7 @@ MUTANTS: Mutants = {
             ("self.rounding.run()", ""),
             ("$streams.main_waits($filled)", ""),
             ("$streams.beside($packed)", "$streams.beside(ready)"),
-            ("$streams.beside($ready, self.grad_lifetime.gradients($step_params))", "$streams.beside($ready)"),
+            ("$streams.beside($ready, self.grad_lifetime.gradients($step_params, $idle))", "$streams.beside($ready)"),
         ),
     },
     "meshmuon.transport.agreement": {

@@ -49,13 +49,28 @@ MUTANTS: Mutants = {
             ("self.named.name == $named.name", "True"),
             ("self.named.param_group is $named.param_group", "True"),
         ),
-        "Collector.check": (("self._made = (None, [])", ""),),
+        "Collector.check": (
+            ("$changed = True\nself._made = (None, [])", "$changed = True"),
+            ("if self.without_state:\n    self._made = (None, [])", "pass"),
+            ("self.has_grad is not self._checked_for", "False"),
+            ("[$k for $k in $all if not self._keeps_state($k, $states)]", "[]"),
+        ),
+        "Collector._check_state": (("self.has_grad[$k] and $k not in $checked", "$k not in $checked"),),
         "Collector.step_params": (
             ("$made_for is $decision.plan", "$made_for is not None"),
-            ("not $decision.zeros", "True"),
+            ("$k not in $decision.idle", "True"),
+            ("$k in $decision.zeros", "False"),
+            ("all(map($keeps, range(len($step_params))))", "True"),
             ("$settings[$one.group_index]", "$one.settings"),
         ),
-        "Collector.let_go": (("$step_param.momentum_buffer = $step_param.rule_state = None", "pass"),),
+        "Collector.let_go": (
+            ("$step_param.momentum_buffer = $step_param.rule_state = $step_param.zeros = None", "pass"),
+            (
+                "$step_param.momentum_buffer = $step_param.rule_state = $step_param.zeros = None",
+                "$step_param.momentum_buffer = $step_param.rule_state = None",
+            ),
+        ),
+        "Collector._new_step_param": (("dict($states.get($param, {})) if $idle else $states[$param]", "$states[$param]"),),
         "_settings": (
             ("1 - $lr * float($group['weight_decay'])", "1 + $lr * float($group['weight_decay'])"),
             ("$lr * float($group['weight_decay'])", "float($group['weight_decay'])"),
@@ -74,8 +89,9 @@ MUTANTS: Mutants = {
     },
     "meshmuon.optim.dist_muon": {
         "DistMuon._drop_foreign_state": (
-            ("self._complete and not $step.decision.plan.tasks", "self._complete or not $step.decision.plan.tasks"),
-            ("self._complete and not $step.decision.plan.tasks", "not $step.decision.plan.tasks"),
+            ("self._complete and not $stepped", "self._complete or not $stepped"),
+            ("self._complete and not $stepped", "not $stepped"),
+            ("$param_index not in $idle", "True"),
         ),
         "DistMuon.consolidate": (("self._dividing", "self._executor.plan"),),
     },
@@ -86,9 +102,9 @@ MUTANTS: Mutants = {
             ("all(map(operator.is_, $params, self.$own))", "True"),
             ("self.$names == $group['param_names']", "True"),
             ("self.$facts == self._facts_of($params)", "True"),
-            ("self.$active == [$param.grad is not None for $param in $params]", "True"),
         ),
-        "GroupSnapshot.same_gradients": (("self.$gradients == self._facts_of_gradients()", "True"),),
+        "GroupSnapshot.same_gradients": (("$now is None or $now == $accepted", "True"),),
+        "GroupSnapshot.accept_gradients": (("$accepted if $now is None else $now", "$now"),),
         "GroupSnapshot.same_state": (
             ("self.$keys == list(map(list, $entries))", "True"),
             ("all($value is $known() for $value, $known in $pairs)", "True"),
@@ -122,20 +138,58 @@ MUTANTS: Mutants = {
         "LocalPlanner.misplaced_shard": (
             ("$expected == $plan_input.local_shape", "math.prod($expected) == math.prod($plan_input.local_shape)"),
         ),
-        "LocalPlanner.propose": (
+        "LocalPlanner.plan": (
             (
-                "[$member for $index, $parts in $all for $part, $planned in enumerate($parts) if $active[$index]]",
+                "[$member for $index, $parts in $all for $part, $planned in enumerate($parts) if $index in $members]",
                 "[$member for $index, $parts in $all for $part, $planned in enumerate($parts)]",
             ),
-            ("$active[$index] and not $plan_input.has_grad", "False"),
-            ("$plan.digest", "''"),
-            ("(..., $plan.digest, $adamw, ...)", "(..., $plan.digest, ...)"),
-            ("(self._settings.path, ...)", "(...,)"),
-            ("(..., $differing, len(self.shared))", "(..., len(self.shared))"),
-            ("any($column)", "all($column)"),
+        ),
+        "LocalPlanner.gradients": (("any($column)", "all($column)"),),
+        "LocalPlanner.propose": (
+            ("$flag and not $here[$index]", "False"),
+            (
+                "frozenset($position for $position, ($index, $_) in enumerate($decision.members) if not $active[$index])",
+                "frozenset()",
+            ),
+            ("(self._settings.path, $flags, $by_rank)", "($flags, $by_rank)"),
+            ("(self._settings.path, $flags, $by_rank)", "(self._settings.path, $by_rank)"),
+            ("(self._settings.path, $flags, $by_rank)", "(self._settings.path, $flags)"),
+        ),
+        "Proposal.number": (("(self.decision.plan.digest, *self.facts)", "self.facts"),),
+    },
+    "meshmuon.agree.planned_set": {
+        "PlannedSet.covering": (
+            ("not $leaving and $active <= self.members", "not $leaving"),
+            ("self.members - $leaving | $active", "$active"),
+            ("self._not_worth_keeping() - $active", "self._not_worth_keeping()"),
+            ("self._not_worth_keeping() - $active", "frozenset[int]()"),
+        ),
+        "PlannedSet.after_step": (("self.idle_since.get($index, self.clock)", "self.clock"),),
+        "PlannedSet.merged": (
+            ("min($steps)", "max($steps)"),
+            ("set(self.members.difference($indices))", "set()"),
+        ),
+        "PlannedSet._not_worth_keeping": (
+            ("$begin <= $long_ago", "$begin < $long_ago"),
+            ("sum($flops[$index] for $index in $candidates) >= IDLE_SHARE * $total", "True"),
+            ("$leaving |= $candidates", "$leaving |= long_idle"),
         ),
     },
     "meshmuon.agree.planner": {
+        "Planner._plan": (
+            ("self._flags_by_rank.get(current_rank()) != $local.shared_flags($has_grad)", "False"),
+            ("self._flags_by_rank.get(current_rank()) != $local.shared_flags($has_grad)", "True"),
+        ),
+        "Planner._propose": (
+            ("$before.members != $planned.members", "True"),
+            ("$before.members != $planned.members", "False"),
+        ),
+        "Planner._decision": (("if $steady:\n    self._count_step()", ""),),
+        "Planner.confirm": (("self._count_step()", ""),),
+        "Planner._plan_together": (
+            ("self._planned_next.merged(local.shared, $idle_steps)", "self._planned_next"),
+            ("len({tuple($planned) for $of_rank in $idle_steps}) > 1", "False"),
+        ),
         "Planner._facts": (
             ("(self._proposal.number, $hyperparameters, $known, ...)", "(self._proposal.number, $hyperparameters, ...)"),
             ("(..., self._local.positions_among_shared($status.without_state))", "(...,)"),

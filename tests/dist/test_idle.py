@@ -1,0 +1,346 @@
+"""Gradients that come and go on any layout: the bits of one device, one plan for all, and no more talk than needed."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import replace
+from itertools import pairwise
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import Phase, given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, Shard
+
+from meshmuon import DistMuon, GradientError, Muon
+from meshmuon.agree import planned_set
+from tests.support.cases import Case, Param, build, check, gradient, initial, place, single, without_shard
+from tests.support.counting import counted
+from tests.support.random_layouts import Layouts, cases
+from tests.support.tensors import assert_bits, everything, local, same
+from tests.support.threads import run_threads
+
+from .test_dist_muon import NAMES, SHAPES, average, seeded
+from .test_dist_muon import build as build_dist
+from .test_rules import check_rules
+
+S0, S1, R = Shard(0), Shard(1), Replicate()
+STEPS = 6
+
+
+@st.composite
+def changing(draw: Any) -> tuple[Case, Layouts, bool]:
+    """A random case in which each parameter has gradients in a random set of steps."""
+    case, layouts, replica_group = draw(cases(many=True))
+    steps = st.sets(st.integers(0, STEPS - 1), max_size=STEPS - 1)
+    params = tuple(replace(param, unused=tuple(draw(steps))) for param in case.params)
+    return replace(case, params=params, steps=STEPS), layouts, replica_group
+
+
+def growths(case: Case) -> list[bool]:
+    """For each step, whether some matrix has its first gradient then."""
+    seen: set[int] = set()
+    grown = []
+    for step in range(case.steps):
+        active = {k for k, p in enumerate(case.params) if p.muon and not p.frozen and step not in p.unused}
+        grown.append(not active <= seen)
+        seen |= active
+    return grown
+
+
+def run_changing(case: Case, layouts: Layouts, *, replica_group: bool = False, **options: Any) -> None:
+    torch.set_num_threads(case.threads)
+    expected = single(case)
+
+    def main(rank: int) -> list[Any]:
+        plans: list[Any] = []
+        more = {"replica_group": dist.group.WORLD} if replica_group else {}
+
+        def watch(optimizer: Muon) -> None:
+            wire.watch(optimizer)
+            plans.append(optimizer.plan())
+
+        check(case, layouts.build(), expected, watch=watch, **more, **options)
+        return plans
+
+    with counted() as wire:
+        ranks = run_threads(layouts.world, main)
+    for rank, plans in enumerate(ranks):
+        wire.check(rank)
+        changed = [plan is not before for before, plan in pairwise(plans)]
+        assert changed == growths(case)[1:], f"rank {rank}"
+
+
+@settings(max_examples=30, phases=[Phase.explicit, Phase.reuse, Phase.generate])
+@given(changing())
+def test_random_layouts_and_gradients(drawn: tuple[Case, Layouts, bool]) -> None:
+    case, layouts, replica_group = drawn
+    run_changing(case, layouts, replica_group=replica_group)
+
+
+@settings(max_examples=10, phases=[Phase.explicit, Phase.reuse, Phase.generate])
+@given(changing(), st.sampled_from(["normuon", "muoneq"]))
+def test_random_layouts_with_rules(drawn: tuple[Case, Layouts, bool], rule: str) -> None:
+    case, layouts, replica_group = drawn
+    check_rules(replace(case, options={**case.options, "rule": rule}), layouts, replica_group=replica_group)
+
+
+@settings(max_examples=6, phases=[Phase.explicit, Phase.reuse, Phase.generate])
+@given(changing())
+def test_random_layouts_on_the_reference_path(drawn: tuple[Case, Layouts, bool]) -> None:
+    case, layouts, _ = drawn
+    if all(p.mesh is None or not any("Strided" in repr(q) for q in p.placements) for p in case.params):
+        expected = single(case)
+        run_threads(layouts.world, lambda rank: check(case, layouts.build(), expected, reference_path=True))
+
+
+@pytest.mark.parametrize("ahead", [0, 1, 2, 5])
+@pytest.mark.parametrize("idle", [(1,), (0, 2, 4), (1, 2, 3, 4, 5), (0, 1, 2, 3, 4, 5, 6)], ids=str)
+def test_waves_without_gradients_keep_their_turn(ahead: int, idle: tuple[int, ...]) -> None:
+    """One matrix per wave: waves that are in flight together must not use the same buffers when one between them is skipped."""
+    params = tuple(Param((6, 5), 0, (S0,), unused=(1, 2) if k in idle else ()) for k in range(7))
+    run_changing(Case(params, {"chunk_size": 1, "warmup_step": ahead}, 4), Layouts((3,)))
+
+
+class Trace:
+    """The steps in which an optimizer compared notes with the other ranks, and those in which it prepared a plan."""
+
+    def __init__(self, optimizer: Muon) -> None:
+        self.step, self.compared, self.prepared = 0, list[int](), list[int]()
+        planner, executor = optimizer._planner, optimizer._executor
+        compare, prepare = planner._compare_notes, executor.prepare
+
+        def comparing(*arguments: Any) -> Any:
+            self.compared.append(self.step)
+            return compare(*arguments)
+
+        def preparing(*arguments: Any) -> None:
+            self.prepared.append(self.step)
+            prepare(*arguments)
+
+        planner._compare_notes = comparing  # type: ignore[method-assign]
+        executor.prepare = preparing  # type: ignore[method-assign]
+
+
+Has = Callable[[int, int, int], bool]  # (rank, step, parameter): whether the rank has a gradient then
+FOUR = tuple(Param((6, 5), 0, (S0,)) for _ in range(4))
+
+
+def traced(
+    case: Case, has: Has, world: int = 3, before: Callable[[Muon, int, int], None] | None = None
+) -> list[tuple[list[int], list[int]]]:
+    """Steps of comparisons and of preparations on each rank; every step is that of one device, with zeros for missing shards."""
+
+    def whole(step: int, k: int) -> Tensor | None:
+        value, holders = gradient(case, step, k), [rank for rank in range(world) if has(rank, step, k)]
+        assert value is not None
+        if case.params[k].mesh is not None:
+            for rank in set(range(world)) - set(holders):
+                value = without_shard(value, rank, world, 0)
+        return value if holders else None
+
+    alone = [nn.Parameter(value) for value in initial(case)]
+    expected = []
+    optimizer = build(case, alone)
+    for step in range(case.steps):
+        for k, param in enumerate(alone):
+            param.grad = whole(step, k)
+        optimizer.step()
+        expected.append([param.detach().clone() for param in alone])
+
+    def main(rank: int) -> tuple[list[int], list[int]]:
+        mesh = init_device_mesh("cpu", (world,))
+        params = [nn.Parameter(place(case, [mesh], k, value)) for k, value in enumerate(initial(case))]
+        optimizer = build(case, params)
+        trace = Trace(optimizer)
+        for step in range(case.steps):
+            trace.step = step
+            if before is not None:
+                before(optimizer, rank, step)
+            for k, param in enumerate(params):
+                value = gradient(case, step, k)
+                assert value is not None
+                param.grad = place(case, [mesh], k, value) if has(rank, step, k) else None
+            optimizer.step()
+            for k, param in enumerate(params):
+                if case.params[k].mesh is not None:
+                    same(local(param), local(place(case, [mesh], k, expected[step][k])), f"step {step}, parameter {k}")
+        own = [tuple(step for step in range(case.steps) if not has(rank, step, k)) for k in range(len(case.params))]
+        private = replace(case, params=tuple(replace(p, unused=steps) for p, steps in zip(case.params, own, strict=True)))
+        for k, value in enumerate(single(private)[0]):
+            if case.params[k].mesh is None:
+                same(local(params[k]), value, f"parameter {k}, which only rank {rank} knows")
+        return trace.compared, trace.prepared
+
+    return run_threads(world, main)
+
+
+def test_ranks_that_lack_the_same_gradients_do_not_compare_notes() -> None:
+    ranks = traced(Case(FOUR, steps=8), lambda rank, step, k: step == 0 or (step + k) % 3 != 0)
+    assert ranks == [([], [0])] * 3
+
+
+def test_a_rank_that_differs_for_a_step() -> None:
+    """They compare when it begins to differ and when it stops; the plan stays."""
+    ranks = traced(Case(FOUR, steps=8), lambda rank, step, k: not (rank == 1 and step == 3 and k < 2))
+    assert ranks == [([3, 4], [0])] * 3
+
+
+def test_a_rank_that_differs_for_good() -> None:
+    ranks = traced(Case(FOUR, steps=8), lambda rank, step, k: not (rank == 1 and step >= 3 and k == 0))
+    assert ranks == [([3], [0])] * 3
+
+
+def test_a_rank_that_differs_while_others_come_and_go() -> None:
+    """Once they differ, every change on any rank makes them compare: replicas might have come apart."""
+    ranks = traced(Case(FOUR, steps=7), lambda rank, step, k: not (rank == 1 and k == 0) and (step < 4 or k != 2))
+    assert ranks == [([0, 4], [0])] * 3
+
+
+def test_a_first_gradient_on_one_rank_alone() -> None:
+    ranks = traced(Case(FOUR, steps=7), lambda rank, step, k: k > 0 or (step >= 2 and rank == 2))
+    assert ranks == [([2], [0, 2])] * 3
+
+
+def test_parameters_that_only_one_rank_knows() -> None:
+    """They come and go without a word to the others, also while nothing else is stepped."""
+    case = Case((*FOUR[:2], Param((5, 4), None), Param((5, 4), None)), {"chunk_size": 1}, steps=9)
+
+    def has(rank: int, step: int, k: int) -> bool:
+        return step == 0 or ((step + rank) % (k + 1) != 0 if k > 1 else step % 3 != k)
+
+    assert traced(case, has) == [([], [0])] * 3
+
+
+def test_a_rank_with_another_history() -> None:
+    """A rank that has forgotten what it planned: all settle on what any of them has planned, and keep it."""
+
+    def forget(optimizer: Muon, rank: int, step: int) -> None:
+        planner = optimizer._planner
+        if rank == 1 and step == 3:
+            assert planner._local is not None
+            planner._planned = planner._local.nothing_planned()
+
+    ranks = traced(Case(FOUR, steps=7), lambda rank, step, k: step == 0 or k != 3, before=forget)
+    assert {tuple(compared) for compared, _ in ranks} == {(3,)}
+    assert [prepared for _, prepared in ranks] == [[0], [0, 3], [0]]  # it has planned anew; the others keep theirs
+
+
+@pytest.mark.parametrize("differs", [False, True])
+def test_all_ranks_leave_out_what_was_idle_for_long(differs: bool) -> None:
+    """Also if the others lack gradients that one rank has at times, and if one has a gradient again just then."""
+
+    def has(rank: int, step: int, k: int) -> bool:
+        return step == 0 or k > 1 or (differs and k == 1 and rank == 2 and step in (3, 8)) or step == 10
+
+    with patch.object(planned_set, "LONG_IDLE_STEPS", 5):
+        ranks = traced(Case(FOUR, steps=12), has)
+    if differs:  # number 0 leaves at step 6, number 1 stays until it is back for all
+        assert ranks == [([3, 4, 8, 9], [0, 6, 10])] * 3
+    else:
+        assert ranks == [([], [0, 6, 10])] * 3
+
+
+def test_replicas_still_need_equal_gradients() -> None:
+    """Two replicas of each shard: one without a gradient would diverge. Nothing is written, and the next step is exact."""
+    case = Case((Param((6, 5), 0, (R, S0)), Param((5, 5), 0, (R, S0))))
+
+    def main(rank: int) -> None:
+        mesh = init_device_mesh("cpu", (2, 2))
+        params = [nn.Parameter(place(case, [mesh], k, value)) for k, value in enumerate(initial(case))]
+        optimizer = build(case, params, none_grad=False)
+        for step, lacking in enumerate([(), (0,), ()]):
+            for k, param in enumerate(params):
+                value = gradient(case, step, k)
+                assert value is not None
+                param.grad = None if k in lacking else place(case, [mesh], k, value)
+            optimizer.step()
+        before = everything(optimizer)
+        if rank == 3:
+            params[0].grad = None
+        for _ in range(2):
+            with pytest.raises(GradientError, match="which hold the same elements"):
+                optimizer.step()
+            assert_bits(everything(optimizer), before)
+
+    run_threads(4, main)
+
+
+# DistMuon: ranks with gradients of their own.
+
+
+def train_dist(world: int, steps: int, has: Has, event: Callable[[DistMuon, int], None] | None = None, **options: Any) -> None:
+    """DistMuon beside one device on the averages; a rank without a gradient counts with zeros."""
+    params, optimizer = build_dist(Muon, SHAPES, adjust_lr_fn="original", weight_decay=0.0, **options)
+    for step in range(steps):
+        for k, param in enumerate(params):
+            ranks = range(world)
+            grads = [seeded(SHAPES[k], step, k, rank) * has(rank, step, k) for rank in ranks]
+            param.grad = average(grads) if any(has(rank, step, k) for rank in ranks) else None
+        optimizer.step()
+    expected = [param.detach().clone() for param in params]
+    states = [dict(optimizer.state[param]) for param in params]
+
+    def main(rank: int) -> None:
+        mine, ours = build_dist(DistMuon, SHAPES, **options)
+        assert isinstance(ours, DistMuon)
+        for step in range(steps):
+            if event is not None:
+                event(ours, step)
+            for k, param in enumerate(mine):
+                param.grad = seeded(SHAPES[k], step, k, rank) if has(rank, step, k) else None
+            ours.step()
+        ours.consolidate()
+        for k, (param, value) in enumerate(zip(mine, expected, strict=True)):
+            same(param.detach(), value, NAMES[k])
+            for key, tensor in states[k].items():
+                same(ours.state[param][key], tensor, f"{NAMES[k]} {key}")
+
+    run_threads(world, main)
+
+
+def reload(optimizer: DistMuon, step: int) -> None:
+    if step in (2, 5):
+        optimizer.consolidate()
+        optimizer.load_state_dict(optimizer.state_dict())
+
+
+@pytest.mark.parametrize("options", [{}, {"rule": "normuon"}, {"chunk_size": 1, "nesterov": False}], ids=str)
+@pytest.mark.parametrize("event", [None, reload], ids=["", "reloads"])
+@pytest.mark.parametrize("world", [2, 3])
+def test_data_parallel(world: int, event: Any, options: dict[str, Any]) -> None:
+    chooser = random.Random(world)
+    lacking = {(step, k) for step in range(1, 7) for k in range(len(SHAPES)) if chooser.random() < 0.4}
+    train_dist(world, 7, lambda rank, step, k: (step, k) not in lacking, event, **options)
+
+
+def test_data_parallel_with_gradients_on_some_ranks() -> None:
+    train_dist(3, 6, lambda rank, step, k: step == 0 or (rank + step + k) % 3 != 0 or k == 7)
+
+
+def test_data_parallel_leaves_out_what_was_idle_for_long() -> None:
+    with patch.object(planned_set, "LONG_IDLE_STEPS", 3):
+        train_dist(2, 9, lambda rank, step, k: step in (0, 7) or k > 3)
+
+
+def test_data_parallel_after_a_step_that_was_skipped() -> None:
+    """A parameter that had its only gradient then has no state anywhere: that is no lost state."""
+
+    def main(rank: int) -> None:
+        params, optimizer = build_dist(DistMuon, SHAPES, nonfinite="skip")
+        for step, active in enumerate([(0, 1), (0, 1, 2, 3), (0, 1), (0, 1, 2), (0, 1, 2, 3)]):
+            for k, param in enumerate(params):
+                param.grad = seeded(SHAPES[k], step, k, rank) if k in active else None
+            if step == 1 and rank == 0:
+                params[0].grad = torch.full(SHAPES[0], torch.nan)
+            optimizer.step()
+        assert optimizer.skipped_steps == 1
+        assert len(optimizer.plan().params) == 4
+
+    run_threads(2, main)
