@@ -14,11 +14,11 @@ from ..agree.state_presence import is_kept
 from ..agree.step_decision import PlanInput, StepDecision
 from ..device import known_to_host
 from ..errors import ConfigError, GradientError
-from ..execute import StepParam, StepSettings, UpdateRule
+from ..execute import StepParam, StepSettings, UpdateRule, elements_held
 from ..matrices import MatrixOptions, find_matrices
 from ..ortho import Orthogonalizer, Scheme, default_compute_dtype, resolve_scheme, scheme_for
-from ..params.dtensors import as_dtensor, check_cuts, check_gradient_placement
-from ..params.groups import check_options, check_overflow, largest_number, matrix_options_of
+from ..params.dtensors import as_dtensor, check_cuts, check_gradient_placement, held_ranges
+from ..params.groups import check_options, check_overflow, check_rounding, largest_number, matrix_options_of
 from ..params.lr import lr_factor
 from ..params.named_params import NamedParam
 from ..params.option_table import ParamGroup
@@ -29,12 +29,13 @@ from .group_snapshot import GroupSnapshot, facts_of
 
 
 class GroupRecipe(NamedTuple):
-    """How a param group treats all of its parameters; all None for AdamW."""
+    """How a param group treats all of its parameters; of AdamW only the rounding."""
 
     scheme: Scheme | Orthogonalizer | None = None
     rule: UpdateRule | None = None
     matrix_options: MatrixOptions | None = None
     compute_dtype: torch.dtype | None = None
+    rounding: str = "nearest"
 
 
 class ParamRecord(NamedTuple):
@@ -129,6 +130,7 @@ class Collector:
                     continue
                 try:
                     check_cuts(name, param)
+                    check_rounding(name, param, recipe.rounding)
                     records.append(self._new_record(recipe, named))
                 except Exception as error:
                     failure = failure or error
@@ -173,7 +175,7 @@ class Collector:
                     entry = states.get(named.param)
                     if entry is not None:
                         state.check_current(named.name, named.param, entry, named.param_group)
-                    if not is_kept(entry, named.param_group["use_muon"], recipe.rule):
+                    if not is_kept(entry, named, recipe.rule):
                         without_state.append(k)
                 snapshot.accept_state(states)
                 self._without_state_by_group[index] = without_state
@@ -214,6 +216,7 @@ class Collector:
                 entry = states[step_param.param]
                 step_param.settings = settings[step_param.group_index]
                 step_param.momentum_buffer, step_param.rule_state = entry[state.MOMENTUM], _rule_state(step_param, entry)
+                step_param.counter = None if step_param.elements is None else entry[state.COUNTER]
             return step_params
         members = (self._records[k].named for k, _ in decision.members)
         self._groups = {named.group_index: named.param_group for named in members}
@@ -229,7 +232,7 @@ class Collector:
     def let_go(self) -> None:
         """Drops references to the state after a step, so that they do not keep alive state that moves to another device."""
         for step_param in self._made[1]:
-            step_param.momentum_buffer = step_param.rule_state = None
+            step_param.momentum_buffer = step_param.rule_state = step_param.counter = None
 
     def _new_step_param(
         self,
@@ -247,6 +250,8 @@ class Collector:
         assert plan_input.scheme is not None
         matrix_set = plan_input.matrix_sets[part]
         remembers = kept and plan_input.rule is not None and plan_input.rule.remembers()
+        # Also where other ranks keep the momentum: all ranks count the same steps.
+        counter = state.rounding_counter(states[param], named.name, param, named.param_group)
         return StepParam(
             param=param,
             momentum_buffer=state.momentum_buffer(states[param], param, dtype) if kept else None,
@@ -259,6 +264,8 @@ class Collector:
             zeros=zeros_like(param) if k in decision.zeros else None,
             rule=plan_input.rule,
             rule_state=state.rule_state(states[param], param, matrix_set) if remembers else None,
+            counter=counter,
+            elements=None if counter is None else elements_held(param.shape, held_ranges(param), param.device),
         )
 
 
@@ -273,13 +280,13 @@ def gradient_of(param: Tensor) -> Tensor:
 
 def _recipe_of(group: ParamGroup) -> GroupRecipe:
     if not group["use_muon"]:
-        return GroupRecipe()
+        return GroupRecipe(rounding=group["rounding"])
     scheme, rule = resolve_scheme(group["scheme"], group["ns_steps"]), resolve_rule(group["rule"])
-    return GroupRecipe(scheme, rule, matrix_options_of(group), group["compute_dtype"])
+    return GroupRecipe(scheme, rule, matrix_options_of(group), group["compute_dtype"], group["rounding"])
 
 
 def _plan_input_of(recipe: GroupRecipe, named: NamedParam, *, comm_dtype: torch.dtype | None) -> PlanInput:
-    scheme, rule, matrix_options, compute_dtype = recipe
+    scheme, rule, matrix_options, compute_dtype, _ = recipe
     param = named.param
     sharded = as_dtensor(param)
     shape, dtype, device = tuple(param.shape), param.dtype, param.device
