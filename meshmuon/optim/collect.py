@@ -250,9 +250,7 @@ class Collector:
         assert plan_input.scheme is not None
         matrix_set = plan_input.matrix_sets[part]
         remembers = kept and plan_input.rule is not None and plan_input.rule.remembers()
-        # Also where other ranks keep the momentum: all ranks count the same steps.
-        counter = state.rounding_counter(states[param], named.name, param, named.param_group)
-        return StepParam(
+        step_param = StepParam(
             param=param,
             momentum_buffer=state.momentum_buffer(states[param], param, dtype) if kept else None,
             matrix_set=matrix_set,
@@ -264,9 +262,12 @@ class Collector:
             zeros=zeros_like(param) if k in decision.zeros else None,
             rule=plan_input.rule,
             rule_state=state.rule_state(states[param], param, matrix_set) if remembers else None,
-            counter=counter,
-            elements=None if counter is None else elements_held(param.shape, held_ranges(param), param.device),
         )
+        # Also where other ranks keep the momentum: all ranks count the same steps.
+        step_param.counter = state.rounding_counter(states[param], named.name, param, named.param_group)
+        if step_param.counter is not None:
+            step_param.elements = elements_held(param.shape, held_ranges(param), param.device)
+        return step_param
 
 
 def _rule_state(step_param: StepParam, entry: Mapping[str, Any]) -> Tensor | None:
