@@ -55,7 +55,7 @@ MUTANTS: Mutants = {
             ("not $decision.zeros", "True"),
             ("$settings[$one.group_index]", "$one.settings"),
         ),
-        "Collector.let_go": (("$step_param.momentum_buffer = $step_param.rule_state = None", "pass"),),
+        "Collector.let_go": (("$step_param.momentum_buffer = $step_param.rule_state = $step_param.counter = None", "pass"),),
         "_settings": (
             ("1 - $lr * float($group['weight_decay'])", "1 + $lr * float($group['weight_decay'])"),
             ("$lr * float($group['weight_decay'])", "float($group['weight_decay'])"),
