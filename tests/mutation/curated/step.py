@@ -41,6 +41,13 @@ MUTANTS: Mutants = {
             ("adamw_eps($group)", "1e-8"),
             ("local_part($state[$key]).stride() != local_part($param).stride()", "False"),
         ),
+        "_step_stochastically": (
+            ("$gradient.neg_()", "pass"),
+            ("float($group['weight_decay'])", "0.0"),
+            ("(1 - $beta2**$count) ** 0.5", "1 - $beta2**$count"),
+            ("$words.part($cut)", "$words"),
+        ),
+        "adamw_step": (("advance($counters, $skip_mask)", "pass"),),
     },
     "meshmuon.optim.collect": {
         "ParamRecord.still_holds": (
@@ -106,7 +113,11 @@ MUTANTS: Mutants = {
         "Offload._offload": (("self.settle()", ""),),
     },
     "meshmuon.state.param_state": {
-        "restore": (("'step' in $entry and not $group['use_muon']", "'step' in $entry"),),
+        "restore": (
+            ("'step' in $entry and not $group['use_muon']", "'step' in $entry"),
+            ("(MOMENTUM, RULE_STATE, COUNTER)", "(MOMENTUM, RULE_STATE)"),
+        ),
+        "_check_counter": (("int($value[1]) < 0", "False"),),
     },
     "meshmuon.agree.differences": {
         "other_optimizer": (("$place.lookalikes == $model_place.lookalikes", "True"),),
