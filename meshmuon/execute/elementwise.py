@@ -14,7 +14,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from .rounding import RandomWords, RoundingScratch, apply_rounded, is_narrow
+from .rounding import RandomWords, RoundingScratch, apply_nearest, apply_rounded, is_narrow
 
 _TRIAL_SIZES = (1, 2, 3, 5, 7, 8, 9, 15, 16, 17, 31, 32, 33, 63, 65)
 
@@ -89,6 +89,9 @@ def apply(
     """
     if params and is_narrow(params[0].dtype):
         scratch = RoundingScratch() if scratch is None else scratch
+        if words is None and not cautious:
+            apply_nearest(params, updates, decay, rate, scratch)
+            return
         for param, update, param_words in zip(params, updates, words or [None] * len(params), strict=True):
             apply_rounded(param, update, decay, rate, cautious=cautious, words=param_words, scratch=scratch)
         return

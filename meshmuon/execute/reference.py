@@ -120,7 +120,7 @@ def _random_words(step_param: StepParam) -> RandomWords | None:
         return None
     index = own_shard(torch.arange(param.numel(), device=counter.device).view(param.shape), param)
     cols = max(1, param.shape[-1])
-    return RandomWords.of(counter, Elements(index // cols, index % cols))
+    return RandomWords.of(counter, Elements(index // cols, index % cols).hashed())
 
 
 def _layout_of(param: Tensor) -> Hashable:

@@ -13,11 +13,12 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
-from ..device import copy_to
+from ..device import copy_to, known_to_host
 from ..layout import Ranges
 from ..ortho import Workspace
 
@@ -43,6 +44,10 @@ class Elements:
 
     rows: Tensor  # int64
     cols: Tensor  # int64
+
+    def hashed(self) -> Elements:
+        """Random words in place of the numbers of rows and columns, for ``RandomWords``: the part of its work that stays."""
+        return Elements(_mixed(self.rows + _GAMMA), _mixed(self.cols - _GAMMA))
 
     def part(self, cut: tuple[slice, ...] | None) -> Elements:
         """The elements of a part of the local tensor."""
@@ -73,9 +78,10 @@ class RandomWords:
 
     @classmethod
     def of(cls, counter: Tensor, elements: Elements) -> RandomWords:
-        """The words of a step. ``counter`` has the parameter's key and the count of its steps."""
-        seed = _mixed(_mixed(counter[0]) + counter[1] * _GAMMA)
-        return cls(_word(elements.rows + seed), _word(elements.cols + _mixed(seed + _GAMMA)))
+        """The words of a step. ``counter`` has the parameter's key and the count of its steps; ``elements`` are hashed."""
+        key, count = counter.tolist() if known_to_host(counter) else counter
+        seed = _mixed(_wrapped(_mixed(key) + count * _GAMMA))
+        return cls(_word(elements.rows ^ seed), _word(elements.cols ^ _mixed(_wrapped(seed + _GAMMA))))
 
     def part(self, cut: tuple[slice, ...]) -> RandomWords:
         """The words of a part of the tensor."""
@@ -90,16 +96,25 @@ class RoundingScratch:
 
     def __init__(self, workspace: Workspace | None = None, name: str = "rounding") -> None:
         self._workspace, self._name = Workspace() if workspace is None else workspace, name
+        self._flat: dict[tuple[str, torch.device], Tensor] = {}
 
-    def take(self, what: str, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
-        """An uninitialised tensor for a chunk of ``shape``."""
-        with torch.inference_mode(False):
-            return self._workspace.take(f"{self._name} {what}", shape, dtype, device)
+    def take(self, what: str, shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """An uninitialised tensor for a chunk of ``shape``. Chunks of one name share memory."""
+        flat, size = self._flat.get((what, device)), shape.numel()
+        if flat is None or flat.numel() < size:
+            with torch.inference_mode(False):
+                flat = self._workspace.take(f"{self._name} {what}", (size,), dtype, device)
+            self._flat[what, device] = flat
+        return flat[:size].view(shape)
 
 
 def chunks_of(shape: Sequence[int], device: torch.device) -> Iterator[tuple[slice, ...]]:
     """Cuts a tensor of ``shape`` into parts that a step forms at a time."""
-    return _chunks(tuple(shape), _CHUNK.get(device.type, _CHUNK_ON_DEVICE))
+    return _chunks(tuple(shape), _chunk_size(device))
+
+
+def _chunk_size(device: torch.device) -> int:
+    return _CHUNK.get(device.type, _CHUNK_ON_DEVICE)
 
 
 def _chunks(shape: tuple[int, ...], limit: int) -> Iterator[tuple[slice, ...]]:
@@ -113,6 +128,47 @@ def _chunks(shape: tuple[int, ...], limit: int) -> Iterator[tuple[slice, ...]]:
         return
     for k in range(shape[0]):
         yield from ((slice(k, k + 1), *rest) for rest in _chunks(shape[1:], limit))
+
+
+def apply_nearest(
+    params: Sequence[Tensor],
+    updates: Sequence[Tensor],
+    decay: float | Tensor,
+    rate: float | Tensor,
+    scratch: RoundingScratch,
+) -> None:
+    """``apply_rounded`` of many parameters, to nearest, with the same bits: those that fit into one chunk are batched."""
+    device, limit = params[0].device, _chunk_size(params[0].device)
+    batch: list[int] = []
+    held = 0
+
+    def run() -> None:
+        nonlocal held
+        targets, changes = [params[k] for k in batch], [updates[k] for k in batch]
+        sizes = [target.numel() for target in targets]
+        flat = torch.split(scratch.take("weight", torch.Size((held,)), torch.float32, device), sizes)
+        weights = [part.view(target.shape) for part, target in zip(flat, targets, strict=True)]
+        torch._foreach_copy_(weights, targets)
+        if isinstance(decay, Tensor) or decay != 1.0:
+            torch._foreach_mul_(weights, decay)
+        torch._foreach_mul_(changes, rate)
+        torch._foreach_add_(changes, 0.0)
+        torch._foreach_sub_(weights, changes)
+        torch._foreach_copy_(targets, weights)
+        batch.clear()
+        held = 0
+
+    for k, (param, update) in enumerate(zip(params, updates, strict=True)):
+        size = param.numel()
+        if size > limit or update.dtype != torch.float32:
+            apply_rounded(param, update, decay, rate, cautious=False, words=None, scratch=scratch)
+            continue
+        if held + size > limit:
+            run()
+        batch.append(k)
+        held += size
+    if batch:
+        run()
 
 
 def apply_rounded(
@@ -180,16 +236,24 @@ def _part_of(index: Tensor, cut: tuple[slice, ...]) -> Tensor:
     return index[tuple(slice(None) if size == 1 else part for size, part in zip(index.shape, cut, strict=False))]
 
 
-def _mixed(words: Tensor) -> Tensor:
+_Words = TypeVar("_Words", int, Tensor)
+
+
+def _mixed(words: _Words) -> _Words:
     """SplitMix64's permutation of words of 64 bits: all bits of the result depend on all bits of the argument."""
-    words = (words ^ ((words >> 30) & ((1 << 34) - 1))) * _MIX_1
-    words = (words ^ ((words >> 27) & ((1 << 37) - 1))) * _MIX_2
+    words = _wrapped((words ^ ((words >> 30) & ((1 << 34) - 1))) * _MIX_1)
+    words = _wrapped((words ^ ((words >> 27) & ((1 << 37) - 1))) * _MIX_2)
     return words ^ ((words >> 31) & ((1 << 33) - 1))
 
 
+def _wrapped(words: _Words) -> _Words:
+    """Python's integers as signed words of 64 bits, which torch's are already."""
+    return words if isinstance(words, Tensor) else ((words + (1 << 63)) & ((1 << 64) - 1)) - (1 << 63)
+
+
 def _word(words: Tensor) -> Tensor:
-    """The upper half of the mixed words, as 32 bits."""
-    return (_mixed(words) >> 32).to(torch.int32)
+    """32 bits of a random word and a seed, combined by exclusive or: the upper half of a product depends on all bits."""
+    return ((words * _MIX_2) >> 32).to(torch.int32)
 
 
 def _shift_right(words: Tensor, bits: int, mask: int, out: Tensor) -> Tensor:

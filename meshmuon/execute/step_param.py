@@ -81,7 +81,7 @@ class StepParam:
     rule: UpdateRule | None = None  # what is done before and after orthogonalising
     rule_state: Tensor | None = None  # the numbers that the rule keeps per output, laid out like the parameter; None without any
     counter: Tensor | None = None  # key and count of the random bits of stochastic rounding; None for rounding to nearest
-    elements: Elements | None = None  # the elements of the whole parameter that this rank holds; None without a counter
+    elements: Elements | None = None  # the elements of the whole parameter that this rank holds, hashed; None without a counter
 
     @property
     def grad(self) -> Tensor:

@@ -130,7 +130,7 @@ def _step_stochastically(
     count = float(step) if known_to_host(step) else step
     step_size, root = lr / (1 - beta1**count), (1 - beta2**count) ** 0.5
     decay = 1 - lr * float(param_group["weight_decay"])
-    words = RandomWords.of(counter, elements_held(param.shape, held_ranges(param), shard.device))
+    words = RandomWords.of(counter, elements_held(param.shape, held_ranges(param), shard.device).hashed())
     moments = local_part(state["exp_avg"]), local_part(state["exp_avg_sq"])
     for cut in chunks_of(shard.shape, shard.device):
         targets = shard[cut], moments[0][cut], moments[1][cut]

@@ -266,7 +266,7 @@ class Collector:
         # Also where other ranks keep the momentum: all ranks count the same steps.
         step_param.counter = state.rounding_counter(states[param], named.name, param, named.param_group)
         if step_param.counter is not None:
-            step_param.elements = elements_held(param.shape, held_ranges(param), param.device)
+            step_param.elements = elements_held(param.shape, held_ranges(param), param.device).hashed()
         return step_param
 
 

@@ -34,7 +34,7 @@ def counter(key: int = 7, count: int = 0) -> Tensor:
 
 def whole(*shape: int) -> Elements:
     held: list[Ranges] = [((0, size),) if size else () for size in shape]
-    return elements_held(shape, held, CPU)
+    return elements_held(shape, held, CPU).hashed()
 
 
 def rounded(numbers: Tensor, *, key: int = 7, count: int = 0) -> Tensor:
@@ -54,14 +54,22 @@ def noise_of(key: int, count: int, row: int, col: int) -> int:
     """The 16 random bits of an element, as the module describes them, in Python's integers."""
     gamma = 0x9E3779B97F4A7C15
     seed = mixed((mixed(key) + count * gamma) & MASK_64)
-    words = mixed((row + seed) & MASK_64) >> 32, mixed((col + mixed((seed + gamma) & MASK_64)) & MASK_64) >> 32
+    hashes = mixed((row + gamma) & MASK_64) ^ seed, mixed((col - gamma) & MASK_64) ^ mixed((seed + gamma) & MASK_64)
+    words = [((hashed * 0x94D049BB133111EB) & MASK_64) >> 32 for hashed in hashes]
     word = ((words[0] ^ words[1]) * 0x7FEB352D) & 0xFFFFFFFF
     return (((word ^ (word >> 15)) * 0x846CA68B) & 0xFFFFFFFF) >> 16
 
 
+@pytest.mark.parametrize("known", [True, False])
 @pytest.mark.parametrize("shape", [(3, 37), (1, 1), (2, 3, 5), (70,)], ids=str)
-def test_the_random_bits_are_those_of_exact_integers(shape: tuple[int, ...]) -> None:
-    """No operation of torch may saturate, whether an element is in a vector or at the end of a tensor."""
+def test_the_random_bits_are_those_of_exact_integers(
+    shape: tuple[int, ...], known: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No operation of torch may saturate, whether an element is in a vector or at the end of a tensor.
+
+    A counter on a device is not read: torch then computes what Python does here.
+    """
+    monkeypatch.setattr(rounding, "known_to_host", lambda tensor: known)
     key, count = 5248332056365267182, 1234
     ones = torch.full(shape, 1.0).view(torch.int32)
     for low in (1, 0x7FFF, 0xFFFF):
@@ -177,6 +185,21 @@ def test_chunks_do_not_change_a_bit(limit: int, monkeypatch: pytest.MonkeyPatch)
         apply([weight], [update], 0.99, 0.013, words=[RandomWords.of(counter(), whole(4, 9, 11))])
         found.append(weight)
     assert torch.equal(*found)
+
+
+@pytest.mark.parametrize("limit", [1, 60, 130, 1 << 16])
+@pytest.mark.parametrize("decay", [1.0, 0.99])
+def test_many_parameters_have_the_bits_of_single_ones(limit: int, decay: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    shapes = [(5, 9), (0, 4), (7, 11), (4, 4), (60,), (2, 3, 4)]
+    pairs = [tensors(shape, torch.bfloat16) for shape in shapes]
+    pairs[3] = pairs[3][0], pairs[3][1].bfloat16()  # received in 16 bits
+    expected = [weight.clone() for weight, _ in pairs]
+    for weight, (_, update) in zip(expected, pairs, strict=True):
+        apply_rounded(weight, update.clone(), decay, 0.013, cautious=False, words=None, scratch=RoundingScratch())
+    monkeypatch.setitem(rounding._CHUNK, "cpu", limit)
+    apply([weight for weight, _ in pairs], [update for _, update in pairs], decay, 0.013)
+    for (weight, _), wanted in zip(pairs, expected, strict=True):
+        assert torch.equal(weight, wanted)
 
 
 def test_a_part_has_the_bits_that_it_has_in_the_whole() -> None:

@@ -114,13 +114,13 @@ MUTANTS: Mutants = {
             ("$noise.mul_(_SPREAD_2)", "pass"),
         ),
         "RandomWords.of": (
-            ("$counter[1] * _GAMMA", "_GAMMA"),
-            ("_mixed($seed + _GAMMA)", "$seed"),
-            ("_mixed($counter[0])", "0"),
+            ("$count * _GAMMA", "_GAMMA"),
+            ("_mixed(_wrapped($seed + _GAMMA))", "0"),
+            ("_mixed($key)", "0"),
         ),
         "elements_held": (("math.prod($shape[$dim + 1:-1])", "math.prod($shape[$dim + 1:])"),),
         "_part_of": (("slice(None) if $size == 1 else $part", "slice(None)"),),
-        "_chunks": (("slice($start, $start + $step)", "slice($start, $start + 1)"),),
+        "_chunks": (("range(0, $shape[0], $step)", "range(0, $shape[0] - 1, $step)"),),
         "advance": (
             ("~$skip_mask", "$skip_mask"),
             ("dict.fromkeys($counters)", "$counters"),
