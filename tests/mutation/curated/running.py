@@ -116,7 +116,7 @@ MUTANTS: Mutants = {
         "RandomWords.of": (
             ("$count * _GAMMA", "_GAMMA"),
             ("_mixed(_wrapped($seed + _GAMMA))", "0"),
-            ("_mixed($key)", "0"),
+            ("_mixed($key) + $count * _GAMMA", "$count * _GAMMA"),
         ),
         "elements_held": (("math.prod($shape[$dim + 1:-1])", "math.prod($shape[$dim + 1:])"),),
         "_part_of": (("slice(None) if $size == 1 else $part", "slice(None)"),),
