@@ -176,6 +176,15 @@ def test_stochastically_is_float32_rounded_to_a_neighbour(cautious: bool, wire: 
     assert torch.equal(weight.float(), rounded(exact))
 
 
+@pytest.mark.parametrize("rate", [0.25, -0.25])
+def test_cautious_decay_of_bfloat16(rate: float) -> None:
+    """Where the update is zero or moves the weight towards zero; a negative rate turns the update round."""
+    weight = torch.tensor([1.0, 1.0, -1.0, -1.0, 1.0, -1.0]).bfloat16()
+    update = torch.tensor([1.0, -1.0, -1.0, 1.0, 0.0, 0.0]) * (1 if rate > 0 else -1)
+    apply([weight], [update], 0.5, rate, cautious=True)
+    assert weight.tolist() == [0.25, 1.25, -0.25, -1.25, 0.5, -0.5]
+
+
 @pytest.mark.parametrize("limit", [1, 7, 64])
 def test_chunks_do_not_change_a_bit(limit: int, monkeypatch: pytest.MonkeyPatch) -> None:
     found = []
