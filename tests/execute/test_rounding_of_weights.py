@@ -22,6 +22,7 @@ from meshmuon.execute.rounding import (
     round_stochastically,
 )
 from meshmuon.layout import Ranges
+from meshmuon.ortho import Workspace
 from tests.support.layouts import distribute, random_case
 
 CPU = torch.device("cpu")
@@ -194,6 +195,15 @@ def test_chunks_do_not_change_a_bit(limit: int, monkeypatch: pytest.MonkeyPatch)
         apply([weight], [update], 0.99, 0.013, words=[RandomWords.of(counter(), whole(4, 9, 11))])
         found.append(weight)
     assert torch.equal(*found)
+
+
+def test_memory_is_that_of_a_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(rounding._CHUNK, "cpu", 64)
+    weight, update = tensors((40, 50), torch.bfloat16)
+    workspace, words = Workspace(), RandomWords.of(counter(), whole(40, 50))
+    options = {"cautious": True, "words": [words], "scratch": RoundingScratch(workspace)}
+    apply([weight], [update.bfloat16()], 0.99, 0.013, **options)
+    assert 0 < workspace.bytes() <= 64 * 21
 
 
 @pytest.mark.parametrize("limit", [1, 60, 130, 1 << 16])
