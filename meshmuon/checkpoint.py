@@ -22,6 +22,7 @@ import torch
 
 from .errors import CheckpointError, StateError
 from .optim import Muon
+from .state.param_state import rounding_counter
 
 MANIFEST = "meshmuon-manifest.json"
 """Name of the manifest inside a folder; beside a single file it is ``<file>.meshmuon-manifest.json``."""
@@ -239,6 +240,8 @@ def convert_torch_state(
         for name, param, key in zip(live["param_names"], live["params"], param_group["params"], strict=True):
             if name in members:
                 state[key] = _converted_state(name, members[name], live)
+                if state[key]:
+                    rounding_counter(state[key], name, param, live)
             elif param.requires_grad:
                 raise StateError(f"{name} is in neither state: give states of the same model, with the optimizer's names.")
         _set_options(param_group, {name: _converted_options(member, live) for name, member in members.items()})

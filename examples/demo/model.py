@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 MLP_KINDS = ("relu2", "swiglu")
+WEIGHTS = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +32,7 @@ class ModelConfig:
     qk_norm: bool = True
     tied_head: bool = False
     rope_base: float = 10_000.0
+    weights: str = "float32"  # dtype in which weights are kept; the model always computes in float32
 
     def __post_init__(self) -> None:
         for name in ("vocab_size", "d_model", "n_layers", "n_heads", "d_ff", "seq_len"):
@@ -63,6 +65,20 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
 
 
+class Linear(nn.Linear):
+    """A linear map that computes in the dtype of its input, whatever its weight is kept in."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.weight.to(x.dtype))
+
+
+class RMSNorm(nn.RMSNorm):
+    """An RMSNorm that computes in the dtype of its input, whatever its gain is kept in."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.rms_norm(x, x.shape[-1:], self.weight.to(x.dtype), self.eps)
+
+
 class Attention(nn.Module):
     """Causal self-attention with rotary positions and, by option, RMS-normalised queries and keys."""
 
@@ -71,10 +87,10 @@ class Attention(nn.Module):
         self.n_heads = config.n_heads
         self.qk_norm = config.qk_norm
         width = config.d_model
-        self.wq = nn.Linear(width, width, bias=False)
-        self.wk = nn.Linear(width, width, bias=False)
-        self.wv = nn.Linear(width, width, bias=False)
-        self.wo = nn.Linear(width, width, bias=False)
+        self.wq = Linear(width, width, bias=False)
+        self.wk = Linear(width, width, bias=False)
+        self.wv = Linear(width, width, bias=False)
+        self.wo = Linear(width, width, bias=False)
 
     def _heads(self, x: Tensor) -> Tensor:
         return x.view(*x.shape[:2], self.n_heads, -1).transpose(1, 2)  # (B, T, H·D) -> (B, H, T, D)
@@ -93,8 +109,8 @@ class ReluSquaredMLP(nn.Module):
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
-        self.w1 = nn.Linear(config.d_model, config.d_ff, bias=False)
-        self.w2 = nn.Linear(config.d_ff, config.d_model, bias=False)
+        self.w1 = Linear(config.d_model, config.d_ff, bias=False)
+        self.w2 = Linear(config.d_ff, config.d_model, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
         return cast(Tensor, self.w2(F.relu(self.w1(x)).square()))
@@ -105,9 +121,9 @@ class SwiGLU(nn.Module):
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
-        self.w1 = nn.Linear(config.d_model, config.d_ff, bias=False)
-        self.w3 = nn.Linear(config.d_model, config.d_ff, bias=False)
-        self.w2 = nn.Linear(config.d_ff, config.d_model, bias=False)
+        self.w1 = Linear(config.d_model, config.d_ff, bias=False)
+        self.w3 = Linear(config.d_model, config.d_ff, bias=False)
+        self.w2 = Linear(config.d_ff, config.d_model, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
         return cast(Tensor, self.w2(F.silu(self.w1(x)) * self.w3(x)))
@@ -118,9 +134,9 @@ class Block(nn.Module):
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
-        self.attention_norm = nn.RMSNorm(config.d_model)
+        self.attention_norm = RMSNorm(config.d_model)
         self.attention = Attention(config)
-        self.mlp_norm = nn.RMSNorm(config.d_model)
+        self.mlp_norm = RMSNorm(config.d_model)
         self.mlp = SwiGLU(config) if config.mlp == "swiglu" else ReluSquaredMLP(config)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -136,8 +152,8 @@ class GPT(nn.Module):
         self.config = config
         self.tok_embeddings = nn.Embedding(config.vocab_size, config.d_model)
         self.layers = nn.ModuleList(Block(config) for _ in range(config.n_layers))
-        self.norm = nn.RMSNorm(config.d_model)
-        self.output = nn.Linear(config.d_model, config.vocab_size, bias=False)
+        self.norm = RMSNorm(config.d_model)
+        self.output = Linear(config.d_model, config.vocab_size, bias=False)
         if config.tied_head:
             self.output.weight = self.tok_embeddings.weight
         cos, sin = rope_tables(config.seq_len, config.head_dim, config.rope_base)
@@ -150,7 +166,7 @@ class GPT(nn.Module):
         if length > self.config.seq_len:
             raise ValueError(f"{length} positions given, but the model was built for {self.config.seq_len}")
         cos, sin = cast(Tensor, self.cos)[:length], cast(Tensor, self.sin)[:length]
-        x = self.tok_embeddings(tokens)
+        x = self.tok_embeddings(tokens).to(cos.dtype)
         for layer in self.layers:
             x = layer(x, cos, sin)
         return cast(Tensor, self.output(self.norm(x)))
@@ -185,4 +201,6 @@ def build_model(config: ModelConfig, seed: int, device: torch.device) -> GPT:
     """A model on `device` whose weights depend on `config` and `seed` only."""
     model = GPT(config)
     init_weights(model, seed)
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(WEIGHTS[config.weights])
     return model.to(device)

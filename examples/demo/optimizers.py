@@ -69,6 +69,7 @@ class OptimizerConfig:
     scheme: str = "polar_express"
     rule: str = "plain"
     cautious: bool = False
+    rounding: str = "nearest"
     qk_threshold: float | None = None
 
 
@@ -110,5 +111,6 @@ def _muon(contender: Contender, model: GPT, config: OptimizerConfig) -> Muon:
             adjust_lr_fn="match_rms_adamw",
             rule=config.rule,
             cautious_weight_decay=config.cautious,
+            rounding=config.rounding,
             clip_config=clip_config,
         )

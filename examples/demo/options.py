@@ -11,12 +11,13 @@ from pathlib import Path
 import torch
 
 from demo.data import Corpus, TrainBatches, default_source_root, load_corpus
-from demo.model import MLP_KINDS, ModelConfig
+from demo.model import MLP_KINDS, WEIGHTS, ModelConfig
 from demo.optimizers import CLIP_RUNS, OPTIMIZERS, OptimizerConfig
 from demo.processes import Runtime, launched
 from demo.train import SCHEDULES, TrainConfig
 
 SCHEMES = ("polar_express", "keller", "zolotarev", "halley", "auto")
+ROUNDINGS = ("nearest", "stochastic")
 RULES = ("plain", "normuon", "muon_plus", "muoneq")
 ADAMW_LR, ADAMW_WEIGHT_DECAY = 2e-3, 1.0
 # Without QK-norm and at four times the best lr of the sweep attention logits pass the threshold within the first 30 steps and
@@ -79,6 +80,9 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
         help="use the embedding as the output head",
     )
     group.add_argument("--rope-base", type=number(1), default=10_000.0, help="base of the rotary wavelengths")
+    group.add_argument(
+        "--weights", choices=tuple(WEIGHTS), default="float32", help="dtype of the weights; the model computes in float32"
+    )
 
 
 def add_train_options(parser: argparse.ArgumentParser) -> None:
@@ -182,10 +186,15 @@ def add_optimizer_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--scheme", choices=SCHEMES, default=SCHEMES[0], help="how updates are orthogonalised")
     group.add_argument("--rule", choices=RULES, default=RULES[0], help="meshmuon's update rule")
     group.add_argument("--cautious", action="store_true", help="decay only weights that the update does not push away from zero")
+    group.add_argument(
+        "--rounding", choices=ROUNDINGS, default=ROUNDINGS[0], help="how meshmuon rounds --weights bfloat16 after a step"
+    )
 
 
 def model_config(args: argparse.Namespace) -> ModelConfig:
     """The model asked for; `ValueError` if the sizes do not fit together."""
+    if args.rounding == "stochastic" and args.weights != "bfloat16":
+        raise ValueError("--rounding stochastic is for bfloat16 weights: add --weights bfloat16")
     return ModelConfig(
         d_model=args.d_model,
         n_layers=args.layers,
@@ -196,6 +205,7 @@ def model_config(args: argparse.Namespace) -> ModelConfig:
         qk_norm=args.qk_norm,
         tied_head=args.tied_head,
         rope_base=args.rope_base,
+        weights=args.weights,
     )
 
 
@@ -229,6 +239,7 @@ def optimizer_config(args: argparse.Namespace) -> OptimizerConfig:
         scheme=args.scheme,
         rule=args.rule,
         cautious=args.cautious,
+        rounding=args.rounding,
         qk_threshold=getattr(args, "qk_threshold", None),  # the sweep has no such flag
     )
 

@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from ..execute import UpdateRule
+from ..params.groups import rounds_stochastically
 from ..params.rules import resolve_rule
-from ..state.param_state import ADAMW_KEYS, MOMENTUM, RULE_STATE
+from ..state.param_state import ADAMW_KEYS, COUNTER, MOMENTUM, RULE_STATE
 from ..torch_compat import local_part
 from .differences import ABSENT, ELSEWHERE, PRESENT
 
@@ -18,11 +19,11 @@ if TYPE_CHECKING:
     from ..params.named_params import NamedParam
 
 
-def is_kept(state: Mapping[str, Any] | None, use_muon: bool, rule: UpdateRule | None) -> bool:
+def is_kept(state: Mapping[str, Any] | None, named: NamedParam, rule: UpdateRule | None) -> bool:
     """Whether a parameter has all state that a step needs, so that nothing would start at zero."""
-    if not state:
+    if not state or (rounds_stochastically(named.param, named.param_group) and COUNTER not in state):
         return False
-    if not use_muon:
+    if not named.param_group["use_muon"]:
         return all(key in state for key in ADAMW_KEYS)
     return MOMENTUM in state and (rule is None or not rule.remembers() or RULE_STATE in state)
 
@@ -40,11 +41,11 @@ class StatePresence:
         named = self.params[index]
         if not self.keeps(named) or not local_part(named.param).numel():
             return ELSEWHERE
-        use_muon = named.param_group["use_muon"]
-        rule = resolve_rule(named.param_group["rule"]) if use_muon else None
-        return PRESENT if is_kept(self.states.get(named.param), use_muon, rule) else ABSENT
+        rule = resolve_rule(named.param_group["rule"]) if named.param_group["use_muon"] else None
+        return PRESENT if is_kept(self.states.get(named.param), named, rule) else ABSENT
 
     def begun(self, index: int) -> bool:
         """Whether the state is more than the zeros that a first step starts with. Reading it waits for the device."""
-        values = self.states.get(self.params[index].param, {}).values()
-        return any(bool(local_part(value).count_nonzero()) for value in values if isinstance(value, Tensor))
+        entries = self.states.get(self.params[index].param, {}).items()
+        values = (value[1:] if key == COUNTER else value for key, value in entries if isinstance(value, Tensor))
+        return any(bool(local_part(value).count_nonzero()) for value in values)

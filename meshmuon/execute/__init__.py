@@ -3,17 +3,25 @@
 from .data_parallel import DataParallelExecutor
 from .executor import Executor, StepExecutor
 from .reference import ReferenceExecutor
+from .rounding import Elements, RandomWords, RoundingScratch, advance, chunks_of, elements_held, round_stochastically
 from .settings import DEFAULT_MEMORY_BUDGET, ExecutorSettings
 from .step_param import StepParam, StepSettings, UpdateRule
 
 __all__ = [
     "DEFAULT_MEMORY_BUDGET",
     "DataParallelExecutor",
+    "Elements",
     "Executor",
     "ExecutorSettings",
+    "RandomWords",
     "ReferenceExecutor",
+    "RoundingScratch",
     "StepExecutor",
     "StepParam",
     "StepSettings",
     "UpdateRule",
+    "advance",
+    "chunks_of",
+    "elements_held",
+    "round_stochastically",
 ]

@@ -13,6 +13,7 @@ from ..plan import NO_WAVE, Batch, WaveRoutes, WaveSizes, slot_sizes, wave_sizes
 from .ortho_batch import OrthoBatch
 from .pipeline import fill_order
 from .program_builder import MatrixRange, PlacedTransfers, ProgramBuilder, offsets_of
+from .rounding import RoundingScratch
 from .rule_state import RuleStateExchange, load_rule_state, rule_state_exchanges, store_rule_state
 from .shard_views import GradLifetime, ShardView, ShardViews
 from .step_param import StepParam
@@ -111,7 +112,8 @@ class RankProgramBuilder(ProgramBuilder):
             shard_views.append(self.shard_view(matrix_range, ortho_batch.stacked[start:stop]))
             if ortho_batch.rule_state is not None:
                 rule_state.append(self.rule_state_view(matrix_range, ortho_batch.rule_state[start:stop]))
-        return LocalBatch(ortho_batch, ShardViews(shard_views, self.step_params), grad_lifetime, rule_state)
+        views = ShardViews(shard_views, self.step_params, RoundingScratch(self.workspace))
+        return LocalBatch(ortho_batch, views, grad_lifetime, rule_state)
 
     def _grad_lifetimes(
         self, local_ranges: Sequence[MatrixRange], local_batches: Sequence[Batch]
@@ -167,7 +169,7 @@ class RankProgramBuilder(ProgramBuilder):
             scatter=self.exchange_buffers(shards, routes.scatter_in, results, routes.scatter_out),
             fill=ShardViews(self.piece_views(*filled), self.step_params),
             rounding=CopyPairs([], []) if unrounded is None else CopyPairs([shards], [unrounded]),
-            apply=ShardViews(self.piece_views(*applied), self.step_params),
+            apply=ShardViews(self.piece_views(*applied), self.step_params, RoundingScratch(self.workspace, "rounding beside")),
             owned_batches=tuple(_owned_batch(routes, batch, gathered, scattered) for batch in ortho_batches),
             grad_lifetime=grad_lifetime,
         )

@@ -22,6 +22,7 @@ from .elementwise import accumulate, look_ahead
 from .executor import Executor
 from .ortho_batch import OrthoBatch
 from .program_builder import ProgramBuilder, offsets_of
+from .rounding import RoundingScratch
 from .rule_state import load_rule_state, store_rule_state
 from .shard_views import GradLifetime, ShardView, ShardViews, grouped
 from .step_param import StepParam
@@ -186,5 +187,5 @@ class _DataParallelBuilder(ProgramBuilder):
             received=[None if rank == self.rank else of_rank(rank) for rank in self.plan.ranks],
             results=[of_rank(rank) for rank in self.plan.ranks if rank != self.rank],
             rule_state=[] if rule_state is None else [self.rule_state_view(r, rule_state[k]) for k, r in enumerate(ranges)],
-            updates=ShardViews(matrix_views, self.step_params),
+            updates=ShardViews(matrix_views, self.step_params, RoundingScratch(self.workspace)),
         )

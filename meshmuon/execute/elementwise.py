@@ -8,10 +8,13 @@ is used where a trial shows that all elements are rounded alike; elsewhere it is
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import lru_cache
 
 import torch
 from torch import Tensor
+
+from .rounding import RandomWords, RoundingScratch, apply_nearest, apply_rounded, is_narrow
 
 _TRIAL_SIZES = (1, 2, 3, 5, 7, 8, 9, 15, 16, 17, 31, 32, 33, 63, 65)
 
@@ -75,12 +78,23 @@ def apply(
     *,
     cautious: bool = False,
     add_alike: bool | None = None,
+    words: Sequence[RandomWords | None] | None = None,
+    scratch: RoundingScratch | None = None,
 ) -> None:
     """p ← p·decay − rate·update, without waiting for the device when lr is a tensor there. May overwrite ``updates``.
 
     With ``cautious``, only elements whose update is zero or moves them towards zero decay. ``add_alike`` is the result of
-    ``all_add_alike`` for the parameters and updates, if the caller knows it.
+    ``all_add_alike`` for the parameters and updates, if the caller knows it. The parameters have one dtype. Those of 16 bits are
+    formed in float32, in ``scratch``, and rounded once; stochastically where they have ``words``.
     """
+    if params and is_narrow(params[0].dtype):
+        scratch = RoundingScratch() if scratch is None else scratch
+        if words is None and not cautious:
+            apply_nearest(params, updates, decay, rate, scratch)
+            return
+        for param, update, param_words in zip(params, updates, words or [None] * len(params), strict=True):
+            apply_rounded(param, update, decay, rate, cautious=cautious, words=param_words, scratch=scratch)
+        return
     if cautious:
         for param, update in zip(params, updates, strict=True):
             same_way = (param * update).mul_(rate) >= 0

@@ -22,6 +22,7 @@ from ..torch_compat import local_part
 from ..transport import Exchange, check_round_trip, has_part, own_shard, whole
 from .elementwise import apply, look_ahead
 from .ortho_batch import apply_rule, seen_by_rule
+from .rounding import Elements, RandomWords
 from .rule_state import store_rule_state
 from .settings import ExecutorSettings
 from .shard_views import GradLifetime, ShardView, grouped
@@ -80,7 +81,8 @@ class ReferenceExecutor:
                 settings, local = step_param.settings, local_part(step_param.param)
                 rate = settings.rate * settings.adjust(*step_param.matrix_set.lr_shape)
                 stepped = local.clone()
-                apply([stepped], [shard], settings.decay, rate, cautious=settings.cautious)
+                words = [_random_words(step_param)]
+                apply([stepped], [shard], settings.decay, rate, cautious=settings.cautious, words=words)
                 local.copy_(torch.where(shard_in_part, stepped, local))
 
     def _orthogonalise(self, step_params: Sequence[StepParam], k: int, part: Tensor) -> None:
@@ -113,6 +115,16 @@ class ReferenceExecutor:
     def workspace_bytes(self) -> int:
         """Nothing is held between steps."""
         return 0
+
+
+def _random_words(step_param: StepParam) -> RandomWords | None:
+    """The random words of this rank's elements, whose places torch's own sharding tells."""
+    param, counter = step_param.param, step_param.counter
+    if counter is None:
+        return None
+    index = own_shard(torch.arange(param.numel(), device=counter.device).view(param.shape), param)
+    cols = max(1, param.shape[-1])
+    return RandomWords.of(counter, Elements(index // cols, index % cols).hashed())
 
 
 def _layout_of(param: Tensor) -> Hashable:

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from ..torch_compat import local_part
 from .elementwise import accumulate, all_add_alike, apply, look_ahead
+from .rounding import RandomWords, RoundingScratch
 from .step_param import NONE_IDLE, StepParam
 
 _T = TypeVar("_T")
@@ -57,17 +58,27 @@ class _UniformViews:
     def buffers(self, step_params: Sequence[StepParam]) -> list[Tensor]:
         return [shard.of(local_part(step_params[shard.param_index].momentum)) for shard in self._shards]
 
+    def words(self, step_params: Sequence[StepParam]) -> list[RandomWords | None]:
+        return [step_params[shard.param_index].random_words(shard.cut) for shard in self._shards]
+
     def grads(self, step_params: Sequence[StepParam]) -> list[Tensor]:
         return [shard.of(local_part(step_params[shard.param_index].grad)) for shard in self._shards]
 
 
 class ShardViews:
-    """Shards that are filled and applied together, grouped once by what their parameters have in common."""
+    """Shards that are filled and applied together, grouped once by what their parameters have in common.
 
-    def __init__(self, shards: Sequence[ShardView], step_params: Sequence[StepParam]) -> None:
+    ``scratch`` is where parameters of 16 bits are formed.
+    """
+
+    def __init__(
+        self, shards: Sequence[ShardView], step_params: Sequence[StepParam], scratch: RoundingScratch | None = None
+    ) -> None:
         def group_shape_and_dtype(shard: ShardView) -> tuple[int, tuple[int, int], torch.dtype]:
             step_param = step_params[shard.param_index]
             return step_param.group_index, step_param.matrix_set.lr_shape, step_param.param.dtype
+
+        self._scratch = RoundingScratch() if scratch is None else scratch
 
         by_group = grouped(shards, lambda shard: step_params[shard.param_index].group_index)
         self._by_group = list(map(_UniformViews, by_group))
@@ -94,8 +105,16 @@ class ShardViews:
                 continue
             first = step_params[uniform.first]
             settings, factor = first.settings, first.settings.adjust(*first.matrix_set.lr_shape)
-            rate, options = settings.rate * factor, {"cautious": settings.cautious, "add_alike": add_alike}
-            apply(uniform.params(step_params), uniform.views, settings.decay, rate, **options)
+            apply(
+                uniform.params(step_params),
+                uniform.views,
+                settings.decay,
+                settings.rate * factor,
+                cautious=settings.cautious,
+                add_alike=add_alike,
+                words=None if first.counter is None else uniform.words(step_params),
+                scratch=self._scratch,
+            )
 
 
 class GradLifetime:

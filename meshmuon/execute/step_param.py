@@ -12,6 +12,7 @@ from torch import Tensor
 from ..matrices import MatrixSet
 from ..ortho import Orthogonalizer, Scheme, pitch, scratch_bytes
 from ..plan import BatchItem
+from .rounding import Elements, RandomWords
 
 NONE_IDLE: frozenset[int] = frozenset()
 """The idle parameters of a step in which all have gradients."""
@@ -82,6 +83,8 @@ class StepParam:
     zeros: Tensor | None = None  # stands in for a gradient that only other ranks have
     rule: UpdateRule | None = None  # what is done before and after orthogonalising
     rule_state: Tensor | None = None  # the numbers that the rule keeps per output, laid out like the parameter; None without any
+    counter: Tensor | None = None  # key and count of the random bits of stochastic rounding; None for rounding to nearest
+    elements: Elements | None = None  # the elements of the whole parameter that this rank holds, hashed; None without a counter
 
     @property
     def grad(self) -> Tensor:
@@ -95,6 +98,12 @@ class StepParam:
         """The momentum of a parameter for which this rank keeps some."""
         assert self.momentum_buffer is not None
         return self.momentum_buffer
+
+    def random_words(self, cut: tuple[slice, ...] | None) -> RandomWords | None:
+        """The random words of this step for a part of the local tensor; None for rounding to nearest."""
+        if self.counter is None or self.elements is None:
+            return None
+        return RandomWords.of(self.counter, self.elements.part(cut))
 
     @property
     def update_dtype(self) -> torch.dtype:

@@ -1,4 +1,8 @@
-"""AdamW for the parameters that are not matrices: torch's own functional step, with torch's own state names."""
+"""AdamW for the parameters that are not matrices: torch's own functional step, with torch's own state names.
+
+torch's fused kernel forms weights of 16 bits in float32 and rounds them once, to nearest. Stochastic rounding needs the float32
+weights, which the kernel does not give: such parameters are stepped here, chunk by chunk.
+"""
 
 from __future__ import annotations
 
@@ -11,11 +15,13 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.optim.adamw import adamw
 
-from ..device import copy_to
+from ..device import copy_to, known_to_host
+from ..execute import RandomWords, RoundingScratch, advance, chunks_of, elements_held, round_stochastically
 from ..params.checks import adamw_betas, adamw_eps
-from ..params.dtensors import as_dtensor, memory_order, trailing_elements
+from ..params.dtensors import as_dtensor, held_ranges, memory_order, trailing_elements
+from ..params.groups import rounds_stochastically
 from ..params.option_table import ParamGroup
-from ..state.param_state import can_fuse, empty_laid_out_like, init_adamw_state
+from ..state.param_state import COUNTER, can_fuse, empty_laid_out_like, init_adamw_state, rounding_counter
 from ..torch_compat import local_part, mark_overwritten
 
 _LONGEST_VECTOR = 64
@@ -30,9 +36,19 @@ def adamw_step(
 ) -> None:
     """One AdamW step on the local part of ``params``, exactly as ``torch.optim.AdamW(fused=True)`` does it.
 
-    If ``skip_mask``, a boolean tensor without dims on a device, is true, nothing changes.
+    Parameters that are rounded stochastically differ from it by rounding. If ``skip_mask``, a boolean tensor without dims on a
+    device, is true, nothing changes.
     """
     members = list(zip(params, grads, states, strict=True))
+    stochastic = [member for member in members if rounds_stochastically(member[0], param_group)]
+    if stochastic:
+        members = [member for member in members if not rounds_stochastically(member[0], param_group)]
+        names, scratch = dict(zip(param_group["params"], param_group["param_names"], strict=True)), RoundingScratch()
+        for param, grad, state in stochastic:
+            counter = rounding_counter(state, names[param], param, param_group)
+            assert counter is not None
+            _step_stochastically(param_group, param, grad, state, counter, scratch, skip_mask)
+        advance([state[COUNTER] for _, _, state in stochastic], skip_mask)
     for fused in (True, False):
         chosen = [member for member in members if can_fuse(local_part(member[0])) is fused]
         if chosen:
@@ -89,6 +105,50 @@ def _step(
         after()
     if fused:  # the fused kernel does not tell autograd
         mark_overwritten([local for param, _, _ in members if not (local := local_part(param)).is_inference()])
+
+
+def _step_stochastically(
+    param_group: ParamGroup,
+    param: Tensor,
+    grad: Tensor,
+    state: dict[str, Any],
+    counter: Tensor,
+    scratch: RoundingScratch,
+    skip_mask: Tensor | None,
+) -> None:
+    """One step in float32, of operations that round once; the weights are rounded stochastically, the moments to nearest."""
+    if "exp_avg" not in state:
+        init_adamw_state(param, state)
+    shard, step = local_part(param), state["step"]
+    step.add_(1.0 if skip_mask is None else copy_to((~skip_mask).float(), step.device))
+    if not shard.numel():
+        return
+    beta1, beta2 = adamw_betas(param_group)
+    lr, eps = param_group["lr"], adamw_eps(param_group)
+    # An lr or a step count on a device stays a tensor: reading it would wait for the device.
+    lr = lr.reshape(()) if isinstance(lr, Tensor) and not known_to_host(lr) else float(lr)
+    count = float(step) if known_to_host(step) else step
+    step_size, root = lr / (1 - beta1**count), (1 - beta2**count) ** 0.5
+    decay = 1 - lr * float(param_group["weight_decay"])
+    words = RandomWords.of(counter, elements_held(param.shape, held_ranges(param), shard.device).hashed())
+    moments = local_part(state["exp_avg"]), local_part(state["exp_avg_sq"])
+    for cut in chunks_of(shard.shape, shard.device):
+        targets = shard[cut], moments[0][cut], moments[1][cut]
+
+        def take(name: str, value: Tensor) -> Tensor:
+            return scratch.take(name, value.shape, torch.float32, value.device)
+
+        weight, mean, square = (take(name, x).copy_(x) for name, x in zip(("weight", "mean", "square"), targets, strict=True))
+        gradient, change = take("gradient", weight).copy_(local_part(grad)[cut]), take("change", weight)
+        if param_group["maximize"]:
+            gradient.neg_()
+        mean.add_(torch.sub(gradient, mean, out=change).mul_(1 - beta1))
+        square.mul_(beta2).add_(torch.mul(gradient, gradient, out=change).mul_(1 - beta2))
+        torch.sqrt(square, out=change).div_(root).add_(eps)
+        weight.mul_(decay).sub_(torch.div(mean, change, out=change).mul_(step_size))
+        round_stochastically(weight, words.part(cut), scratch)
+        for target, value in zip(targets, (weight, mean, square), strict=True):
+            target.copy_(value if skip_mask is None else torch.where(copy_to(skip_mask, value.device), target.float(), value))
 
 
 def _restore(chunks: Sequence[_Tensors], before: Sequence[_Tensors], skip_mask: Tensor) -> None:

@@ -14,11 +14,11 @@ from ..agree.state_presence import is_kept
 from ..agree.step_decision import PlanInput, StepDecision
 from ..device import known_to_host
 from ..errors import ConfigError, GradientError
-from ..execute import StepParam, StepSettings, UpdateRule
+from ..execute import StepParam, StepSettings, UpdateRule, elements_held
 from ..matrices import MatrixOptions, find_matrices
 from ..ortho import Orthogonalizer, Scheme, default_compute_dtype, resolve_scheme, scheme_for
-from ..params.dtensors import as_dtensor, check_cuts, check_gradient_placement
-from ..params.groups import check_options, check_overflow, largest_number, matrix_options_of
+from ..params.dtensors import as_dtensor, check_cuts, check_gradient_placement, held_ranges
+from ..params.groups import check_options, check_overflow, check_rounding, largest_number, matrix_options_of
 from ..params.lr import lr_factor
 from ..params.named_params import NamedParam
 from ..params.option_table import ParamGroup
@@ -29,12 +29,13 @@ from .group_snapshot import GroupSnapshot, facts_of
 
 
 class GroupRecipe(NamedTuple):
-    """How a param group treats all of its parameters; all None for AdamW."""
+    """How a param group treats all of its parameters; of AdamW only the rounding."""
 
     scheme: Scheme | Orthogonalizer | None = None
     rule: UpdateRule | None = None
     matrix_options: MatrixOptions | None = None
     compute_dtype: torch.dtype | None = None
+    rounding: str = "nearest"
 
 
 class ParamRecord(NamedTuple):
@@ -142,6 +143,7 @@ class Collector:
                     continue
                 try:
                     check_cuts(name, param)
+                    check_rounding(name, param, recipe.rounding)
                     records.append(self._new_record(recipe, named))
                 except Exception as error:
                     failure = failure or error
@@ -203,7 +205,7 @@ class Collector:
 
     def _keeps_state(self, k: int, states: Mapping[Tensor, dict[str, Any]]) -> bool:
         named, recipe, _, _ = self._records[k]
-        return is_kept(states.get(named.param), named.param_group["use_muon"], recipe.rule)
+        return is_kept(states.get(named.param), named, recipe.rule)
 
     def _check_state(self, group_index: int, states: Mapping[Tensor, dict[str, Any]]) -> None:
         """Refuses state that does not fit, of the parameters that have a gradient and were not checked since it changed."""
@@ -243,6 +245,7 @@ class Collector:
                 if k not in decision.idle:
                     entry = states[step_param.param]
                     step_param.momentum_buffer, step_param.rule_state = entry[state.MOMENTUM], _rule_state(step_param, entry)
+                    step_param.counter = None if step_param.elements is None else entry[state.COUNTER]
             if decision.zeros:
                 for step_param, (k, _) in zip(step_params, decision.members, strict=True):
                     step_param.zeros = zeros_like(step_param.param) if k in decision.zeros else None
@@ -261,7 +264,7 @@ class Collector:
     def let_go(self) -> None:
         """Drops references to the state after a step, so that they do not keep alive state that moves to another device."""
         for step_param in self._made[1]:
-            step_param.momentum_buffer = step_param.rule_state = step_param.zeros = None
+            step_param.momentum_buffer = step_param.rule_state = step_param.zeros = step_param.counter = None
 
     def _new_step_param(
         self,
@@ -282,7 +285,7 @@ class Collector:
         idle = param_index in decision.idle
         # The state of an idle parameter is not created. Its rule state is needed for its shape, and is lost if it is made here.
         entry = dict(states.get(param, {})) if idle else states[param]
-        return StepParam(
+        step_param = StepParam(
             param=param,
             momentum_buffer=state.momentum_buffer(entry, param, dtype) if kept and not idle else None,
             matrix_set=matrix_set,
@@ -295,6 +298,12 @@ class Collector:
             rule=plan_input.rule,
             rule_state=state.rule_state(entry, param, matrix_set) if remembers else None,
         )
+        # Also where other ranks keep the momentum: all ranks count the same steps.
+        counter = state.rounding_counter(entry, named.name, param, named.param_group)
+        if counter is not None:
+            step_param.counter = None if idle else counter
+            step_param.elements = elements_held(param.shape, held_ranges(param), param.device).hashed()
+        return step_param
 
 
 def _rule_state(step_param: StepParam, entry: Mapping[str, Any]) -> Tensor | None:
@@ -308,13 +317,13 @@ def gradient_of(param: Tensor) -> Tensor:
 
 def _recipe_of(group: ParamGroup) -> GroupRecipe:
     if not group["use_muon"]:
-        return GroupRecipe()
+        return GroupRecipe(rounding=group["rounding"])
     scheme, rule = resolve_scheme(group["scheme"], group["ns_steps"]), resolve_rule(group["rule"])
-    return GroupRecipe(scheme, rule, matrix_options_of(group), group["compute_dtype"])
+    return GroupRecipe(scheme, rule, matrix_options_of(group), group["compute_dtype"], group["rounding"])
 
 
 def _plan_input_of(recipe: GroupRecipe, named: NamedParam, *, comm_dtype: torch.dtype | None) -> PlanInput:
-    scheme, rule, matrix_options, compute_dtype = recipe
+    scheme, rule, matrix_options, compute_dtype, _ = recipe
     param = named.param
     sharded = as_dtensor(param)
     shape, dtype, device = tuple(param.shape), param.dtype, param.device

@@ -108,6 +108,7 @@ class Muon(MuonStep):
         nonfinite: str = "propagate",
         rule: RuleLike = "plain",
         cautious_weight_decay: bool = False,
+        rounding: str = "nearest",
         waves_ahead: int | None = None,
         reference_path: bool | None = None,
     ) -> None:

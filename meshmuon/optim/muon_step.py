@@ -15,7 +15,7 @@ from ..agree.planner import Planner
 from ..agree.state_presence import StatePresence
 from ..agree.step_decision import PlanInput, RankStatus, StepDecision
 from ..errors import TransportError
-from ..execute import StepExecutor, StepParam
+from ..execute import StepExecutor, StepParam, advance
 from ..params.named_params import NamedParam
 from ..params.option_table import ParamGroup
 from ..qk_clip.clip import QKClip
@@ -179,6 +179,8 @@ class MuonStep(torch.optim.Optimizer):
                 made_zeros = [step_param.zeros for step_param in step_params if step_param.zeros is not None]
                 silence([local_part(zeros) for zeros in made_zeros], step.skip_mask)
             failure = self._executor.run(step_params, idle=decision.idle, last=adamw)
+            # Also after a failure here: the other ranks count this step.
+            advance((step_param.counter for step_param in step_params), step.skip_mask)
             self._qk_clip.apply(params, step.qk_logits, step.skip_mask)  # also after a failure: the other ranks clip too
             return failure
         except BaseException as error:  # also Ctrl-C: the other ranks wait for what this rank will never send

@@ -16,10 +16,11 @@ from torch import Tensor
 
 from ..device import Transfers, transfers_for
 from ..params.dtensors import with_local
+from ..state.param_state import COUNTER
 from ..torch_compat import local_part
 
 _ALIGNMENT = 64  # bytes; suits vector instructions and copies
-_NOT_MOVED = ("step",)  # one number per parameter, which AdamW's kernel needs on its device
+_NOT_MOVED = ("step", COUNTER)  # a number or two per parameter, which a step needs on its device
 
 _States = Mapping[Tensor, dict[str, Any]]
 

@@ -207,6 +207,18 @@ def memory_order(tensor: Tensor) -> list[int]:
     return sorted(range(tensor.dim()), key=lambda dim: (-strides[dim], dim))
 
 
+def held_ranges(param: Tensor) -> tuple[Ranges, ...]:
+    """What this rank holds of each dim of a parameter, in the order of its local tensor; all of a plain tensor."""
+    sharded, shape = as_dtensor(param), tuple(param.shape)
+    if sharded is None:
+        return tuple(((0, size),) if size else () for size in shape)
+    rank = dist.get_rank()
+    mesh = next((mesh for mesh in siblings(sharded.device_mesh) if rank in mesh.ranks), None)
+    if mesh is None:
+        return tuple(() for _ in shape)
+    return Layout(shape, mesh, known_placements("", sharded.placements, len(shape))).local(rank)
+
+
 def trailing_elements(param: DTensor, count: int) -> int:
     """How many of the last ``count`` elements of the whole tensor, in the order of memory, this rank holds.
 

@@ -156,6 +156,20 @@ def matrix_options_of(group: ParamGroup) -> MatrixOptions:
     return MatrixOptions(keys, group["conv"], split, group["expert_dims"])
 
 
+def rounds_stochastically(param: Tensor, group: Mapping[str, Any]) -> bool:
+    """Whether a step rounds this parameter stochastically. Only bfloat16 parameters are."""
+    return group["rounding"] == "stochastic" and param.dtype == torch.bfloat16
+
+
+def check_rounding(name: str, param: Tensor, rounding: str) -> None:
+    """Refuses stochastic rounding of float16 parameters."""
+    if rounding == "stochastic" and param.dtype == torch.float16 and param.requires_grad:
+        raise ConfigError(
+            f'{name} is float16, and rounding="stochastic" is for bfloat16 parameters: convert it to bfloat16, or put it into a '
+            'group with rounding="nearest".'
+        )
+
+
 def check_group(group: ParamGroup, index: int) -> None:
     """Refuses options and parameters that a step cannot use. Defaults are already filled in."""
     check_options(group, index)
@@ -209,6 +223,7 @@ def check_overflow(group: ParamGroup, where: str, shape: tuple[int, int] | None,
 
 def _check_param(name: str, param: Tensor, group: ParamGroup) -> None:
     check_placement(name, param)
+    check_rounding(name, param, group["rounding"])
     if param.is_complex():
         raise ConfigError(f"{name} is complex ({param.dtype}). Optimize its real view instead: torch.view_as_real(param).")
     if group["use_muon"]:

@@ -109,6 +109,7 @@ class ParamGroup(_TorchKeys):
     momentum_dtype: torch.dtype | None
     rule: RuleLike
     cautious_weight_decay: bool
+    rounding: str
 
 
 def _check_scheme(options: Mapping[str, Any], name: str, where: str) -> None:
@@ -133,6 +134,8 @@ def split_as_tuple(split: Any) -> Any:
     """A list of sizes as a tuple, which can be compared and hashed; anything else as it is."""
     return tuple(split) if isinstance(split, list) else split
 
+
+ROUNDINGS = ("nearest", "stochastic")
 
 _BUFFERS = ": each wave under way needs buffers of its own"
 
@@ -252,6 +255,11 @@ OPTIONS: tuple[Option, ...] = (
     ),
     Option("cautious_weight_decay", False, Scope.MUON_GROUPS, check_flag, Compared.BY_VALUE).with_help(
         "Decays only those elements of Muon's parameters that the update does not push away from zero; see docs/rules.md."
+    ),
+    Option("rounding", "nearest", Scope.ALL_GROUPS, one_of(ROUNDINGS), Compared.BY_VALUE).with_help(
+        'How a step rounds bfloat16 parameters, which it forms in float32: ``"nearest"``, or ``"stochastic"``, which is right on '
+        "average, so that small updates and decay are not lost. It has no effect on float32 and float64 parameters; float16 "
+        'parameters refuse ``"stochastic"``. See docs/choosing.md.'
     ),
 )
 """In the order of the constructor's parameters. An option with an older name is where that name is."""

@@ -10,7 +10,7 @@ from torch import Tensor
 from ..matrices import MatrixSet, find_matrices
 from ..ortho import default_compute_dtype, fallback_reason, resolve_scheme
 from ..params.dtensors import layout_text
-from ..params.groups import matrix_options_of
+from ..params.groups import matrix_options_of, rounds_stochastically
 from ..params.lr import AdjustLR, lr_factor, update_rms
 from ..params.option_table import ParamGroup
 from ..plan import table
@@ -77,7 +77,7 @@ def build_routing_table(param_groups: Sequence[ParamGroup], first: int = 0) -> R
             rows.append(_row(name, param, param_group, matrix_sets))
             if matrix_sets:
                 warnings += _route_warnings(name, matrix_sets)
-    return RoutingTable(tuple(rows), tuple(warnings))
+    return RoutingTable(tuple(rows), tuple(warnings + _rounding_warnings(param_groups)))
 
 
 def _row(name: str, param: Tensor, param_group: ParamGroup, matrix_sets: Sequence[MatrixSet]) -> RoutingRow:
@@ -112,6 +112,14 @@ def _scheme_warnings(index: int, param_group: ParamGroup) -> list[str]:
     dtypes = dict.fromkeys(given or default_compute_dtype(param.device, param.dtype) for param in param_group["params"])
     reasons = (fallback_reason(scheme, dtype) for dtype in dtypes)
     return [f"group {index}: {reason}. Pass compute_dtype=torch.float32 to use it." for reason in reasons if reason is not None]
+
+
+def _rounding_warnings(param_groups: Sequence[ParamGroup]) -> list[str]:
+    stochastic = [param_group for param_group in param_groups if param_group["rounding"] == "stochastic"]
+    if not stochastic or any(rounds_stochastically(param, group) for group in stochastic for param in group["params"]):
+        return []
+    dtypes = sorted({str(param.dtype).removeprefix("torch.") for group in stochastic for param in group["params"]})
+    return [f'rounding="stochastic" has no effect: it is for bfloat16 parameters, and these are {", ".join(dtypes)}.']
 
 
 def _route_warnings(name: str, matrix_sets: Sequence[MatrixSet]) -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
 import warnings
 from collections.abc import Mapping, MutableMapping, Sequence
@@ -16,13 +17,14 @@ from ..errors import StateError
 from ..matrices import MatrixSet, find_matrices
 from ..params.checks import FLOAT_DTYPES, check_dtype, shown
 from ..params.dtensors import as_dtensor, layout_text, same_placement, zeros_laid_out_like
-from ..params.groups import are_placeholders, matrix_options_of
+from ..params.groups import are_placeholders, matrix_options_of, rounds_stochastically
 from ..params.option_table import ParamGroup, group_options
 from ..params.rules import resolve_rule
 from ..torch_compat import local_part, zeros_like
 
-# Keys in the state of a parameter, also in checkpoints: torch's names, except for that of the update rule's state.
-MOMENTUM, RULE_STATE = "momentum_buffer", "rule_memory"
+# Keys in the state of a parameter, also in checkpoints: torch's names, except for the update rule's state and for the key and
+# count of stochastic rounding.
+MOMENTUM, RULE_STATE, COUNTER = "momentum_buffer", "rule_memory", "rounding_counter"
 ADAMW_KEYS = ("step", "exp_avg", "exp_avg_sq")
 _FUSED_DEVICES = ("cpu", "cuda", "mps", "xpu")
 _DTYPES = tuple(option.name for option in group_options() if option.check is check_dtype)  # stored by name
@@ -74,6 +76,23 @@ def rule_state(state: dict[str, Any], param: Tensor, matrix_set: MatrixSet) -> T
     return kept
 
 
+def new_counter(name: str, device: torch.device) -> Tensor:
+    """Key and count, two int64 numbers, of the random bits with which a parameter is rounded. The key is a hash of its name."""
+    key = int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "little") >> 1
+    with torch.inference_mode(False):
+        return torch.tensor([key, 0], dtype=torch.int64, device=device)
+
+
+def rounding_counter(state: dict[str, Any], name: str, param: Tensor, param_group: Mapping[str, Any]) -> Tensor | None:
+    """The counter of a parameter, created if there is none; None if the parameter is rounded to nearest."""
+    if not rounds_stochastically(param, param_group):
+        return None
+    if COUNTER not in state:
+        state[COUNTER] = new_counter(name, param.device)
+    counter: Tensor = state[COUNTER]
+    return counter
+
+
 def _matrices_with_rule_state(name: str, param: Tensor, param_group: ParamGroup) -> MatrixSet | None:
     """The parameter's matrices if its rule keeps state of them, else None."""
     rule = resolve_rule(param_group["rule"])
@@ -98,6 +117,7 @@ def create(param_groups: Sequence[ParamGroup], states: MutableMapping[Tensor, di
                     rule_state(param_state, param, matrix_set)
             elif "exp_avg" not in param_state:
                 init_adamw_state(param, param_state)
+            rounding_counter(param_state, name, param, param_group)
 
 
 def storable(state_dict: dict[str, Any]) -> dict[str, Any]:
@@ -207,7 +227,8 @@ def check(param_groups: Sequence[ParamGroup], state_dict: Mapping[str, Any]) -> 
                     f"the state was lost, or {name} was frozen when it was saved. To start it from zero on purpose, give it an "
                     f'empty state: state_dict["state"][{key!r}] = {{}}.'
                 )
-            _check_saved_state(name, param, saved_state.get(key, {}), {**param_group, "rule": _saved_rule(param_group, saved)})
+            loaded_group: Any = {"rule": _saved_rule(param_group, saved), "rounding": saved.get("rounding", "nearest")}
+            _check_saved_state(name, param, saved_state.get(key, {}), {**param_group, **loaded_group})
         if saved.get("use_muon", param_group["use_muon"]) != param_group["use_muon"]:
             raise StateError(
                 f"group {index} ({param_group['param_names'][0]}, …) has use_muon={param_group['use_muon']}, the state_dict's "
@@ -255,6 +276,9 @@ def check_current(name: str, param: Tensor, param_state: Mapping[str, Any], para
         if key == "step":
             _check_step_count(name, key, value)  # without its value: reading that may wait for a device
             continue
+        if key == COUNTER:
+            _check_counter(name, key, value)
+            continue
         _check_dtype(name, key, value, shape)
         if value.shape != shape or value.device != param.device:
             raise StateError(
@@ -275,10 +299,12 @@ def check_current(name: str, param: Tensor, param_state: Mapping[str, Any], para
 def _shapes(name: str, param: Tensor, param_group: ParamGroup) -> dict[str, tuple[int, ...]]:
     """The keys of a parameter's state, and the shape of each."""
     shape = tuple(param.shape)
+    counter: dict[str, tuple[int, ...]] = {COUNTER: (2,)} if rounds_stochastically(param, param_group) else {}
     if not param_group["use_muon"]:
-        return {key: () if key == "step" else shape for key in ADAMW_KEYS}
+        return {key: () if key == "step" else shape for key in ADAMW_KEYS} | counter
     matrix_set = _matrices_with_rule_state(name, param, param_group)
-    return {MOMENTUM: shape} if matrix_set is None else {MOMENTUM: shape, RULE_STATE: matrix_set.rule_state_shape(shape)}
+    rule_state = {} if matrix_set is None else {RULE_STATE: matrix_set.rule_state_shape(shape)}
+    return {MOMENTUM: shape, **rule_state, **counter}
 
 
 def _check_saved_state(name: str, param: Tensor, param_state: Mapping[str, Any], param_group: ParamGroup) -> None:
@@ -287,8 +313,8 @@ def _check_saved_state(name: str, param: Tensor, param_state: Mapping[str, Any],
         kind = "Muon" if param_group["use_muon"] else "AdamW"
         raise StateError(
             f"{name} is optimized by {kind} and needs {list(shapes)}, but its saved state has {sorted(param_state)}. "
-            "It was saved from an optimizer that routed this parameter differently, or had another rule. If dcp.load has read "
-            "it, build the optimizer with the rule of the checkpoint before loading."
+            "It was saved from an optimizer that routed this parameter differently, or had another rule or rounding. If dcp.load "
+            "has read it, build the optimizer with the rule and the rounding of the checkpoint before loading."
         )
     for key in shapes if param_state else ():
         if key == "step":
@@ -297,6 +323,8 @@ def _check_saved_state(name: str, param: Tensor, param_state: Mapping[str, Any],
             readable = not isinstance(count, Tensor) or known_to_host(count)  # reading others would wait for the device
             if readable and not 0 <= float(count) < math.inf:
                 raise StateError(f"{name}: its saved {key} is {float(count)}, it must be a count of steps.")
+        elif key == COUNTER:
+            _check_counter(name, f"saved {key}", param_state[key])
         else:
             _check_tensor(name, param, key, param_state[key], shapes[key])
 
@@ -307,6 +335,13 @@ def _check_step_count(name: str, key: str, value: Any) -> None:
         real = value.numel() == 1 and not value.is_complex() and value.dtype != torch.bool
     if not real:
         raise StateError(f"{name}: its {key} is {_described(value)}, it must be one number.")
+
+
+def _check_counter(name: str, key: str, value: Any) -> None:
+    if not isinstance(value, Tensor) or value.shape != (2,) or value.dtype != torch.int64:
+        raise StateError(f"{name}: its {key} is {_described(value)}, it must be a tensor of shape (2,) in torch.int64.")
+    if known_to_host(value) and int(value[1]) < 0:
+        raise StateError(f"{name}: its {key} has the count {int(value[1])}, it must be a count of steps.")
 
 
 def _check_tensor(name: str, param: Tensor, key: str, value: Any, shape: tuple[int, ...]) -> None:
@@ -339,11 +374,11 @@ def _described(value: Any) -> str:
 
 
 def restore(param_groups: Sequence[ParamGroup], state: Mapping[Tensor, dict[str, Any]], state_dict: Mapping[str, Any]) -> None:
-    """Corrects what torch has loaded: momentum keeps the dtype it was saved in, and ``step`` goes to the device that needs it."""
+    """Corrects what torch has loaded: state keeps the dtype it was saved in, and ``step`` goes to the device that needs it."""
     for param_group, saved in zip(param_groups, state_dict["param_groups"], strict=True):
         for param, key in zip(param_group["params"], saved["params"], strict=True):
             param_state = state_dict["state"].get(key, {})
-            for name in (MOMENTUM, RULE_STATE):
+            for name in (MOMENTUM, RULE_STATE, COUNTER):
                 value = param_state.get(name)
                 if isinstance(value, Tensor) and value.dtype != state[param][name].dtype:
                     state[param][name] = value.detach().clone().to(device=param.device)

@@ -51,6 +51,7 @@ OTHER: dict[str, Any] = {
     "nonfinite": "skip",
     "rule": "normuon",
     "cautious_weight_decay": True,
+    "rounding": "stochastic",
 }
 NEEDS_OTHER_PARAMS = {
     "replica_group",  # of plain tensors only: see test_ddp.py
@@ -84,7 +85,8 @@ def test_one_rank_has_another_value(option: Any) -> None:
         mesh = init_device_mesh("cpu", (2,))
         groups = []
         for name, shape in shapes.items():
-            param = nn.Parameter(distribute_tensor(torch.ones(shape), mesh, [Shard(1)], src_data_rank=None))
+            ones = torch.ones(shape, dtype=torch.bfloat16 if option.name == "rounding" else torch.float32)
+            param = nn.Parameter(distribute_tensor(ones, mesh, [Shard(1)], src_data_rank=None))
             param.grad = torch.ones_like(param)
             groups.append({"params": [param], "names": [name], "use_muon": routes[name]})
         on_this_rank = {option.name: OTHER[option.name]} if rank == 1 else {}

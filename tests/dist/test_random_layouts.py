@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from hypothesis import Phase, given, settings
+from hypothesis import strategies as st
 from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
@@ -43,6 +44,15 @@ def run_case(case: Case, layouts: Layouts, *, replica_group: bool = False) -> Wi
 def test_random_layouts_equal_one_device(drawn: tuple[Case, Layouts, bool]) -> None:
     case, layouts, replica_group = drawn
     run_case(case, layouts, replica_group=replica_group)
+
+
+@settings(max_examples=40, phases=[Phase.explicit, Phase.reuse, Phase.generate])
+@given(cases(many=True), st.sampled_from(["nearest", "stochastic"]), st.booleans())
+def test_random_layouts_of_bfloat16_weights(drawn: tuple[Case, Layouts, bool], rounding: str, cautious: bool) -> None:
+    case, layouts, replica_group = drawn
+    params = tuple(replace(param, dtype=torch.bfloat16) for param in case.params)
+    options = {**case.options, "rounding": rounding, "cautious_weight_decay": cautious}
+    run_case(replace(case, params=params, options=options), layouts, replica_group=replica_group)
 
 
 def run_hostile(case: Case, layouts: Layouts, *, company: bool = False, **options: Any) -> int:
@@ -179,6 +189,16 @@ def test_reference_path_equals_one_device(name: str) -> None:
     case, layouts, _ = next(one.values for one in FIXED if one.id == name)
     wire = run_case_reference(replace(case, steps=3), layouts)
     assert not wire.calls, "the reference path must not use the exchanges that it verifies"
+
+
+@pytest.mark.parametrize("name", ["HSDP, shared", "experts over ranks and cut", "FSDP over TP", "columns"])
+def test_reference_path_rounds_stochastically_as_one_device(name: str) -> None:
+    """Its random bits follow torch's own sharding, those of the normal path meshmuon's layouts."""
+    case, layouts, _ = next(one.values for one in FIXED if one.id == name)
+    params = tuple(replace(param, dtype=torch.bfloat16) for param in case.params)
+    stochastic = replace(case, params=params, steps=3, options={**case.options, "rounding": "stochastic"})
+    run_case_reference(stochastic, layouts)
+    run_case(stochastic, layouts)
 
 
 def run_case_reference(case: Case, layouts: Layouts) -> Wire:

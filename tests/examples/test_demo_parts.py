@@ -207,6 +207,19 @@ def test_head_may_be_tied() -> None:
     assert untied.output.weight is not untied.tok_embeddings.weight
 
 
+@pytest.mark.parametrize("changes", VARIANTS, ids=str)
+def test_bfloat16_weights_are_computed_with_in_float32(changes: dict[str, Any]) -> None:
+    narrow, wide = tiny_gpt(weights="bfloat16", **changes), tiny_gpt(**changes)
+    assert {parameter.dtype for parameter in narrow.parameters()} == {torch.bfloat16}
+    with torch.no_grad():
+        for name, parameter in wide.named_parameters():
+            parameter.copy_(narrow.get_parameter(name))
+    tokens = torch.randint(256, (2, 24), generator=torch.Generator().manual_seed(3))
+    assert torch.equal(narrow(tokens), wide(tokens))
+    narrow.loss(tokens, tokens).backward()
+    assert all(parameter.grad is not None and parameter.grad.dtype == torch.bfloat16 for parameter in narrow.parameters())
+
+
 def test_too_long_input_is_refused() -> None:
     with pytest.raises(ValueError, match="25 positions given"):
         tiny_gpt()(torch.zeros(1, 25, dtype=torch.int64))

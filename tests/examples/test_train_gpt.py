@@ -212,6 +212,7 @@ def test_divergence_is_a_clear_error(tiny: list[str], tmp_path: Path, capsys: py
         ("--device nonsense", "--device nonsense:"),
         ("--scheme magic", "invalid choice: 'magic'"),
         ("--mlp gelu", "invalid choice: 'gelu'"),
+        ("--rounding stochastic", "--rounding stochastic is for bfloat16 weights: add --weights bfloat16"),
         ("--nproc 0", "argument --nproc: must be a whole number of at least 1, got '0'"),
         ("--nproc 3", "--batch-size 4 does not divide over 3 processes"),
         ("--unknown 1", "unrecognized arguments: --unknown 1"),

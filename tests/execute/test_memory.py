@@ -128,6 +128,31 @@ def test_half_precision_parameters_keep_nothing() -> None:
         assert optimizer.workspace_bytes() == held
 
 
+@pytest.mark.parametrize("options", [{}, {"cautious_weight_decay": True}, {"lr": torch.tensor(0.005)}], ids=str)
+def test_bfloat16_weights_are_formed_in_kept_memory(options: dict[str, Any]) -> None:
+    params, optimizer = build(SHAPES, torch.bfloat16, nesterov=False, **options)
+    measure(optimizer, params, 0)
+    held = optimizer.workspace_bytes()
+    for step in (1, 2):
+        assert measure(optimizer, params, step).largest <= SCALAR
+        assert optimizer.workspace_bytes() == held
+
+
+def test_random_bits_take_a_word_per_row_and_column() -> None:
+    """Beside the kept memory of a chunk: a few vectors of 8 bytes per row and per column of one matrix at a time."""
+    params = make_params(*SHAPES, dtype=torch.bfloat16)
+    written = [group(params, prefix="experts")]
+    optimizer = Muon(written, lr=LR, expert_keys=["experts"], none_grad=False, nesterov=False, rounding="stochastic")
+    measure(optimizer, params, 0)
+    held = optimizer.workspace_bytes()
+    for step in (1, 2):
+        memory = measure(optimizer, params, step)
+        assert memory.largest <= 8 * 400
+        assert memory.peak <= 6 * 8 * (390 + 400) * len(SHAPES)
+        assert memory.kept <= SCALAR
+        assert optimizer.workspace_bytes() == held
+
+
 @pytest.mark.parametrize("budget", [1, 50_000, 200_000])
 def test_workspace_stays_within_its_budget(budget: int) -> None:
     params, optimizer = build(((24, 64),) * 12, memory_budget=budget)

@@ -64,6 +64,7 @@ TESTS: tuple[tuple[str, tuple[str, ...]], ...] = (
         "meshmuon/execute/elementwise.py",
         ("tests/execute/test_shard_views.py", "tests/test_rounding.py", "tests/execute", "tests/optim"),
     ),
+    ("meshmuon/execute/rounding.py", ("tests/execute/test_rounding_of_weights.py", "tests/optim/test_stochastic_rounding.py")),
     ("meshmuon/execute/rule_state.py", ("tests/execute/test_rule_memory.py", "tests/dist/test_rules.py")),
     ("meshmuon/execute/data_parallel.py", ("tests/execute/test_executor.py", "tests/dist/test_dist_muon.py")),
     ("meshmuon/execute/ortho_batch.py", ("tests/params/test_rules.py", "tests/execute")),

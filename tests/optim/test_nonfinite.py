@@ -30,7 +30,7 @@ MATRICES, VECTORS = ((6, 4), (4, 9), (6, 4)), ((5,), (7, 3))
 @pytest.fixture
 def masked(monkeypatch: pytest.MonkeyPatch) -> None:
     """The host knows nothing of any tensor, as of those on a GPU."""
-    for module in (nonfinite, collect):
+    for module in (nonfinite, collect, adamw):
         monkeypatch.setattr(module, "known_to_host", lambda tensor: False)
 
 
@@ -133,6 +133,8 @@ def test_signs_of_zeros_survive_a_masked_skip(masked: None) -> None:
         {"lr": torch.tensor(LR)},
         {"rule": "normuon"},
         {"cautious_weight_decay": True},
+        {"rounding": "stochastic", "dtype": torch.bfloat16},
+        {"rounding": "stochastic", "dtype": torch.bfloat16, "use_distributed_muon": True},
     ],
     ids=str,
 )

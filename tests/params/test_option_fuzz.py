@@ -219,6 +219,7 @@ GROUP_OPTIONS: dict[str, Callable[[Any], bool]] = {
     "conv": lambda value: value is None or choice("flatten")(value),
     "split": lambda value: value is None or (type(value) is int and value == 1),
     "expert_dims": choice("out_in", "in_out"),
+    "rounding": choice("nearest", "stochastic"),
     "compute_dtype": lambda value: not isinstance(value, (Tensor, np.ndarray)) and dtype_or_none(value),
     "momentum_dtype": lambda value: not isinstance(value, (Tensor, np.ndarray)) and dtype_or_none(value),
     "rule": lambda value: isinstance(value, NorMuon) or choice("plain", "normuon", "muon_plus", "muoneq")(value),

@@ -60,7 +60,7 @@ SPECS = {
 }
 GROUPS: dict[str, dict[str, Any]] = {
     "muon": {"use_muon": True, "expert_keys": ["experts"]},
-    "float32 momentum": {"use_muon": True, "momentum_dtype": torch.float32, "lr": 0.004},
+    "float32 momentum": {"use_muon": True, "momentum_dtype": torch.float32, "lr": 0.004, "rounding": "stochastic"},
     "bfloat16 momentum": {
         "use_muon": True,
         "momentum_dtype": HALF,
@@ -68,7 +68,7 @@ GROUPS: dict[str, dict[str, Any]] = {
         "ns_steps": 2,
     },
     "rule": {"use_muon": True, "rule": "normuon"},
-    "adamw": {"use_muon": False, "lr": torch.tensor(0.002)},
+    "adamw": {"use_muon": False, "lr": torch.tensor(0.002), "rounding": "stochastic"},
 }
 
 

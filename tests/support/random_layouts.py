@@ -106,4 +106,6 @@ def cases(draw: Any, *, many: bool = False) -> tuple[Case, Layouts, bool]:
     options["deterministic"] = threads > 1 or draw(st.integers(0, 5)) == 0
     if draw(st.booleans()) and not any(param.dtype == torch.float64 for param in chosen):
         options["comm_dtype"] = torch.float32  # the default, said aloud
+    if any(param.dtype == torch.bfloat16 for param in chosen):  # for others alone stochastic rounding warns
+        options["rounding"] = draw(st.sampled_from(["nearest", "stochastic"]))
     return Case(chosen, options, steps, threads), layouts, draw(st.booleans())

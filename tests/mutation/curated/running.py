@@ -100,6 +100,37 @@ MUTANTS: Mutants = {
         ),
         "adds_alike": (("(torch.equal(...) for $size in _TRIAL_SIZES)", "(torch.equal(...) for $size in (8,))"),),
     },
+    "meshmuon.execute.rounding": {
+        "apply_rounded": (
+            ("$change.mul_($rate).add_(0.0)", "$change.mul_($rate)"),
+            ("torch.ge(..., 0, out=$same_way)", "torch.gt(..., 0, out=$same_way)"),
+            ("isinstance($decay, Tensor) or $decay != 1.0", "isinstance($decay, Tensor)"),
+            ("$change.dtype != torch.float32", "False"),
+            ("$words.part($cut)", "$words"),
+            ("chunks_of($param.shape, $device) if $param.numel() else ()", "[()]"),
+        ),
+        "round_stochastically": (
+            ("$numbers.masked_fill_($is_nan, math.nan)", "pass"),
+            ("_shift_right($noise, 16, 65535, $shifted)", "_shift_right($noise, 16, 32767, $shifted)"),
+            ("_shift_right($noise, 15, 131071, $shifted)", "$noise.bitwise_right_shift(15)"),
+            ("$noise.mul_(_SPREAD_2)", "pass"),
+        ),
+        "RandomWords.of": (
+            ("$count * _GAMMA", "_GAMMA"),
+            ("_mixed(_wrapped($seed + _GAMMA))", "0"),
+            ("_mixed($key) + $count * _GAMMA", "$count * _GAMMA"),
+        ),
+        "elements_held": (("math.prod($shape[$dim + 1:-1])", "math.prod($shape[$dim + 1:])"),),
+        "_part_of": (("slice(None) if $size == 1 else $part", "slice(None)"),),
+        "_chunks": (("range(0, $shape[0], $step)", "range(0, $shape[0] - 1, $step)"),),
+        "advance": (
+            ("~$skip_mask", "$skip_mask"),
+            ("dict.fromkeys($counters)", "$counters"),
+        ),
+    },
+    "meshmuon.execute.step_param": {
+        "StepParam.random_words": (("self.elements.part($cut)", "self.elements"),),
+    },
     "meshmuon.execute.executor": {
         "Executor.run": (
             ("$program.failures.clear()", ""),

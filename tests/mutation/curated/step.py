@@ -41,6 +41,13 @@ MUTANTS: Mutants = {
             ("adamw_eps($group)", "1e-8"),
             ("local_part($state[$key]).stride() != local_part($param).stride()", "False"),
         ),
+        "_step_stochastically": (
+            ("$gradient.neg_()", "pass"),
+            ("float($group['weight_decay'])", "0.0"),
+            ("(1 - $beta2**$count) ** 0.5", "1 - $beta2**$count"),
+            ("$words.part($cut)", "$words"),
+        ),
+        "adamw_step": (("advance($counters, $skip_mask)", "pass"),),
     },
     "meshmuon.optim.collect": {
         "ParamRecord.still_holds": (
@@ -64,9 +71,9 @@ MUTANTS: Mutants = {
             ("$settings[$one.group_index]", "$one.settings"),
         ),
         "Collector.let_go": (
-            ("$step_param.momentum_buffer = $step_param.rule_state = $step_param.zeros = None", "pass"),
+            ("$step_param.momentum_buffer = $step_param.rule_state = $step_param.zeros = $step_param.counter = None", "pass"),
             (
-                "$step_param.momentum_buffer = $step_param.rule_state = $step_param.zeros = None",
+                "$step_param.momentum_buffer = $step_param.rule_state = $step_param.zeros = $step_param.counter = None",
                 "$step_param.momentum_buffer = $step_param.rule_state = None",
             ),
         ),
@@ -122,7 +129,11 @@ MUTANTS: Mutants = {
         "Offload._offload": (("self.settle()", ""),),
     },
     "meshmuon.state.param_state": {
-        "restore": (("'step' in $entry and not $group['use_muon']", "'step' in $entry"),),
+        "restore": (
+            ("'step' in $entry and not $group['use_muon']", "'step' in $entry"),
+            ("(MOMENTUM, RULE_STATE, COUNTER)", "(MOMENTUM, RULE_STATE)"),
+        ),
+        "_check_counter": (("int($value[1]) < 0", "False"),),
     },
     "meshmuon.agree.differences": {
         "other_optimizer": (("$place.lookalikes == $model_place.lookalikes", "True"),),

@@ -1,0 +1,261 @@
+"""Weights of 16 bits: the new weight is formed in float32 and rounded once, to the nearest number or stochastically.
+
+In bfloat16, p·(1 − lr·weight_decay) is p again if lr·weight_decay is below 2⁻⁹, and so is p minus a small update. Stochastic
+rounding takes the next larger or the next smaller number, with probabilities whose mean is the unrounded number: what a single
+step cannot express is right on average.
+
+The random bits are a function of a key and a count, which are part of the optimizer's state, and of the element's place in the
+whole parameter. They are therefore the same however the parameter is sharded, on every kind of device, and after a restart.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from ..device import copy_to, known_to_host
+from ..layout import Ranges
+from ..ortho import Workspace
+
+_CHUNK = {"cpu": 1 << 16}  # elements that are formed at a time: in the cache of a CPU
+_CHUNK_ON_DEVICE = 1 << 22
+
+# Constants of 64 bits of SplitMix64, and odd ones of 32 bits, as the signed integers that torch computes with.
+_GAMMA, _MIX_1, _MIX_2 = (word - (1 << 64) for word in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB))
+_SPREAD_1, _SPREAD_2 = 0x7FEB352D, 0x846CA68B - (1 << 32)
+
+
+def is_narrow(dtype: torch.dtype) -> bool:
+    """Whether weights of this dtype are formed in float32 and rounded."""
+    return dtype.itemsize == 2
+
+
+@dataclass(frozen=True, slots=True)
+class Elements:
+    """The place of each element of a local tensor in the whole parameter: its row and its column, which are broadcast.
+
+    The rows of a parameter are all of its dims but the last, flattened: expert 2 of (8, 64, 48) has rows 128 to 191.
+    """
+
+    rows: Tensor  # int64
+    cols: Tensor  # int64
+
+    def hashed(self) -> Elements:
+        """Random words in place of the numbers of rows and columns, for ``RandomWords``: the part of its work that stays."""
+        return Elements(_mixed(self.rows + _GAMMA), _mixed(self.cols - _GAMMA))
+
+    def part(self, cut: tuple[slice, ...] | None) -> Elements:
+        """The elements of a part of the local tensor."""
+        return self if cut is None else Elements(_part_of(self.rows, cut), _part_of(self.cols, cut))
+
+
+def elements_held(shape: Sequence[int], held: Sequence[Ranges], device: torch.device) -> Elements:
+    """The elements that a rank holds of a parameter of ``shape``; ``held`` has the ranges of each dim, in local order."""
+    dims = len(shape)
+    rows, cols = torch.zeros((1,) * dims, dtype=torch.int64, device=device), None
+    for dim, ranges in enumerate(held):
+        spans = [torch.arange(start, stop, device=device) for start, stop in ranges]
+        index = torch.cat(spans) if spans else torch.zeros(0, dtype=torch.int64, device=device)
+        index = index.view(*(-1 if k == dim else 1 for k in range(dims)))
+        if dim == dims - 1:
+            cols = index
+        else:
+            rows = rows + index * math.prod(shape[dim + 1 : -1])
+    return Elements(rows, torch.zeros_like(rows) if cols is None else cols)
+
+
+@dataclass(frozen=True, slots=True)
+class RandomWords:
+    """A random word of 32 bits for each row and each column of a tensor, from which those of its elements are made."""
+
+    rows: Tensor  # int32, as in ``Elements``
+    cols: Tensor
+
+    @classmethod
+    def of(cls, counter: Tensor, elements: Elements) -> RandomWords:
+        """The words of a step. ``counter`` has the parameter's key and the count of its steps; ``elements`` are hashed."""
+        key, count = counter.tolist() if known_to_host(counter) else counter
+        seed = _mixed(_wrapped(_mixed(key) + count * _GAMMA))
+        return cls(_word(elements.rows ^ seed), _word(elements.cols ^ _mixed(_wrapped(seed + _GAMMA))))
+
+    def part(self, cut: tuple[slice, ...]) -> RandomWords:
+        """The words of a part of the tensor."""
+        return RandomWords(_part_of(self.rows, cut), _part_of(self.cols, cut))
+
+
+class RoundingScratch:
+    """Memory for one chunk of a parameter, made at its first use and kept in ``workspace``.
+
+    ``name`` distinguishes the streams of a device that work at the same time.
+    """
+
+    def __init__(self, workspace: Workspace | None = None, name: str = "rounding") -> None:
+        self._workspace, self._name = Workspace() if workspace is None else workspace, name
+        self._flat: dict[tuple[str, torch.device], Tensor] = {}
+
+    def take(self, what: str, shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """An uninitialised tensor for a chunk of ``shape``. Chunks of one name share memory."""
+        flat, size = self._flat.get((what, device)), shape.numel()
+        if flat is None or flat.numel() < size:
+            with torch.inference_mode(False):
+                flat = self._workspace.take(f"{self._name} {what}", (size,), dtype, device)
+            self._flat[what, device] = flat
+        return flat[:size].view(shape)
+
+
+def chunks_of(shape: Sequence[int], device: torch.device) -> Iterator[tuple[slice, ...]]:
+    """Cuts a tensor of ``shape`` into parts that a step forms at a time."""
+    return _chunks(tuple(shape), _chunk_size(device))
+
+
+def _chunk_size(device: torch.device) -> int:
+    return _CHUNK.get(device.type, _CHUNK_ON_DEVICE)
+
+
+def _chunks(shape: tuple[int, ...], limit: int) -> Iterator[tuple[slice, ...]]:
+    if math.prod(shape) <= limit:
+        yield ()
+        return
+    inner = math.prod(shape[1:])
+    if inner <= limit:
+        step = limit // inner
+        yield from ((slice(start, start + step),) for start in range(0, shape[0], step))
+        return
+    for k in range(shape[0]):
+        yield from ((slice(k, k + 1), *rest) for rest in _chunks(shape[1:], limit))
+
+
+def apply_nearest(
+    params: Sequence[Tensor],
+    updates: Sequence[Tensor],
+    decay: float | Tensor,
+    rate: float | Tensor,
+    scratch: RoundingScratch,
+) -> None:
+    """``apply_rounded`` of many parameters, to nearest, with the same bits: those that fit into one chunk are batched."""
+    device, limit = params[0].device, _chunk_size(params[0].device)
+    batch: list[int] = []
+    held = 0
+
+    def run() -> None:
+        nonlocal held
+        targets, changes = [params[k] for k in batch], [updates[k] for k in batch]
+        sizes = [target.numel() for target in targets]
+        flat = torch.split(scratch.take("weight", torch.Size((held,)), torch.float32, device), sizes)
+        weights = [part.view(target.shape) for part, target in zip(flat, targets, strict=True)]
+        torch._foreach_copy_(weights, targets)
+        if isinstance(decay, Tensor) or decay != 1.0:
+            torch._foreach_mul_(weights, decay)
+        torch._foreach_mul_(changes, rate)
+        torch._foreach_add_(changes, 0.0)
+        torch._foreach_sub_(weights, changes)
+        torch._foreach_copy_(targets, weights)
+        batch.clear()
+        held = 0
+
+    for k, (param, update) in enumerate(zip(params, updates, strict=True)):
+        size = param.numel()
+        if size > limit or update.dtype != torch.float32:
+            apply_rounded(param, update, decay, rate, cautious=False, words=None, scratch=scratch)
+            continue
+        if held + size > limit:
+            run()
+        batch.append(k)
+        held += size
+    if batch:
+        run()
+
+
+def apply_rounded(
+    param: Tensor,
+    update: Tensor,
+    decay: float | Tensor,
+    rate: float | Tensor,
+    *,
+    cautious: bool,
+    words: RandomWords | None,
+    scratch: RoundingScratch,
+) -> None:
+    """p ← p·decay − rate·update in float32, rounded once; stochastically if there are ``words``. May overwrite ``update``.
+
+    Each operation rounds once in float32, so that the same bits follow wherever an element lies.
+    """
+    device = param.device
+    for cut in chunks_of(param.shape, device) if param.numel() else ():
+        target, change = param[cut], update[cut]
+        weight = scratch.take("weight", target.shape, torch.float32, device).copy_(target)
+        if change.dtype != torch.float32:
+            change = scratch.take("update", target.shape, torch.float32, device).copy_(change)
+        if cautious:
+            decayed = scratch.take("decayed", target.shape, torch.float32, device)
+            same_way = scratch.take("flags", target.shape, torch.bool, device)
+            torch.ge(torch.mul(weight, change, out=decayed).mul_(rate), 0, out=same_way)
+            weight = torch.where(same_way, torch.mul(weight, decay, out=decayed), weight, out=decayed)
+        elif isinstance(decay, Tensor) or decay != 1.0:
+            weight.mul_(decay)
+        weight.sub_(change.mul_(rate).add_(0.0))  # −0 becomes 0: at rate 0 a weight of −0 keeps its sign
+        if words is not None:
+            round_stochastically(weight, words.part(cut), scratch)
+        target.copy_(weight)
+
+
+def round_stochastically(numbers: Tensor, words: RandomWords, scratch: RoundingScratch) -> None:
+    """Rounds float32 numbers to bfloat16, up or down in magnitude with the probabilities that make the mean exact, in place.
+
+    A bfloat16 number is the upper half of a float32 number. A random number of 16 bits is added to the lower half, and the lower
+    half is cleared. What is a bfloat16 number already, and what is not finite, stays.
+    """
+    shape, device = numbers.shape, numbers.device
+    noise, shifted = (scratch.take(name, shape, torch.int32, device) for name in ("noise", "shifted"))
+    torch.bitwise_xor(words.rows, words.cols, out=noise)
+    noise.mul_(_SPREAD_1)
+    noise.bitwise_xor_(_shift_right(noise, 15, 0x1FFFF, shifted))
+    noise.mul_(_SPREAD_2)
+    is_nan = torch.ne(numbers, numbers, out=scratch.take("flags", shape, torch.bool, device))
+    numbers.view(torch.int32).add_(_shift_right(noise, 16, 0xFFFF, shifted)).bitwise_and_(-(1 << 16))
+    numbers.masked_fill_(is_nan, math.nan)  # adding to the bits of a NaN may give any number
+
+
+def advance(counters: Iterable[Tensor | None], skip_mask: Tensor | None) -> None:
+    """Counts a step of the parameters with these counters; not if ``skip_mask``, a boolean on a device, is true."""
+    counts = [counter[1:] for counter in dict.fromkeys(counters) if counter is not None]
+    if skip_mask is None and counts:
+        torch._foreach_add_(counts, 1)
+    elif skip_mask is not None:
+        for count in counts:
+            count.add_(copy_to((~skip_mask).long(), count.device))
+
+
+def _part_of(index: Tensor, cut: tuple[slice, ...]) -> Tensor:
+    """A part of a tensor that is broadcast along its dims of size 1."""
+    return index[tuple(slice(None) if size == 1 else part for size, part in zip(index.shape, cut, strict=False))]
+
+
+_Words = TypeVar("_Words", int, Tensor)
+
+
+def _mixed(words: _Words) -> _Words:
+    """SplitMix64's permutation of words of 64 bits: all bits of the result depend on all bits of the argument."""
+    words = _wrapped((words ^ ((words >> 30) & ((1 << 34) - 1))) * _MIX_1)
+    words = _wrapped((words ^ ((words >> 27) & ((1 << 37) - 1))) * _MIX_2)
+    return words ^ ((words >> 31) & ((1 << 33) - 1))
+
+
+def _wrapped(words: _Words) -> _Words:
+    """Python's integers as signed words of 64 bits, which torch's are already."""
+    return words if isinstance(words, Tensor) else ((words + (1 << 63)) & ((1 << 64) - 1)) - (1 << 63)
+
+
+def _word(words: Tensor) -> Tensor:
+    """32 bits of a random word and a seed, combined by exclusive or: the upper half of a product depends on all bits."""
+    return ((words * _MIX_2) >> 32).to(torch.int32)
+
+
+def _shift_right(words: Tensor, bits: int, mask: int, out: Tensor) -> Tensor:
+    """Shifts right and fills with zeros; torch fills with the sign."""
+    return torch.bitwise_right_shift(words, bits, out=out).bitwise_and_(mask)

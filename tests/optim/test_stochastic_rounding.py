@@ -1,0 +1,381 @@
+"""``rounding="stochastic"`` in whole steps: bits, state, checkpoints, refusals."""
+
+from __future__ import annotations
+
+import copy
+import io
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+from meshmuon import ConfigError, DistMuon, Muon, RoutingWarning, StateError
+from meshmuon.checkpoint import convert_torch_state
+from meshmuon.params.dtensors import held_ranges
+from tests.support.reference import LR, adamw, assert_same_bits, copies, gradients, group, make_params, run, set_gradients
+from tests.support.tensors import local, same, seeded
+from tests.support.threads import run_threads
+
+COUNTER = "rounding_counter"
+SHAPES = ((8, 12), (12, 8), (3, 6, 4), (5,), (7, 2))
+HALF = torch.bfloat16
+
+
+def build(params: Sequence[Tensor], **options: Any) -> Muon:
+    """Matrices and experts in Muon, the last two parameters in AdamW."""
+    written = [group(params[:3], prefix="experts", expert_keys=["experts"]), group(params[3:], use_muon=False, prefix="norms")]
+    return Muon(written, **{"lr": LR, "rounding": "stochastic", **options})
+
+
+def counts(optimizer: Muon, params: Sequence[Tensor]) -> list[int]:
+    return [int(optimizer.state[param][COUNTER][1]) for param in params]
+
+
+def through_disk(state_dict: dict[str, Any]) -> dict[str, Any]:
+    file = io.BytesIO()
+    torch.save(state_dict, file)
+    file.seek(0)
+    loaded: dict[str, Any] = torch.load(file, weights_only=True)
+    return loaded
+
+
+def test_every_parameter_counts_its_steps_with_a_key_of_its_own() -> None:
+    params = make_params(*SHAPES, dtype=HALF)
+    optimizer = build(params)
+    run(optimizer, params, range(3))
+    assert counts(optimizer, params) == [3] * 5
+    keys = [int(optimizer.state[param][COUNTER][0]) for param in params]
+    assert len(set(keys)) == 5
+    assert min(keys) > 1 << 40  # hashes of names, not small numbers
+    again = make_params(*SHAPES, dtype=HALF)
+    other = build(again)
+    run(other, again, range(3))
+    assert_same_bits(again, params)
+    assert [int(other.state[param][COUNTER][0]) for param in again] == keys
+
+
+def test_other_names_give_other_bits() -> None:
+    found = []
+    for prefix in ("a", "b"):
+        params = make_params((30, 40), dtype=HALF)
+        optimizer = Muon([group(params, prefix=prefix)], lr=LR, rounding="stochastic")
+        run(optimizer, params, range(1))
+        found.append(params[0].detach())
+    different = float((found[0] != found[1]).float().mean())
+    assert 0.2 < different < 0.5  # a third of all pairs of roundings of a random number
+
+
+def test_nearest_keeps_no_counter_and_a_step_is_deterministic() -> None:
+    params = make_params(*SHAPES, dtype=HALF)
+    optimizer = build(params, rounding="nearest")
+    run(optimizer, params, range(2))
+    assert all(COUNTER not in optimizer.state[param] for param in params)
+    stochastic = make_params(*SHAPES, dtype=HALF)
+    run(build(stochastic), stochastic, range(2))
+    assert not torch.equal(params[0], stochastic[0])
+
+
+def test_what_is_not_stepped_is_not_counted() -> None:
+    params = make_params(*SHAPES, dtype=HALF)
+    optimizer = build(params, nonfinite="skip")
+    run(optimizer, params, range(2))
+    grads: list[Tensor | None] = list(gradients(params, 2))
+    grads[0] = grads[3] = None
+    set_gradients(params, grads)
+    optimizer.step()
+    assert counts(optimizer, params) == [2, 3, 3, 2, 3]
+    grads = list(gradients(params, 3))
+    assert grads[1] is not None
+    grads[1].view(-1)[0] = torch.inf
+    set_gradients(params, grads)
+    optimizer.step()
+    assert optimizer.skipped_steps == 1
+    assert counts(optimizer, params) == [2, 3, 3, 2, 3]
+    optimizer.param_groups[0]["lr"] = -1.0
+    set_gradients(params, gradients(params, 4))
+    with pytest.raises(ConfigError):
+        optimizer.step()
+    assert counts(optimizer, params) == [2, 3, 3, 2, 3]
+
+
+def test_a_first_step_that_only_creates_state_counts_nothing() -> None:
+    params = make_params(*SHAPES, dtype=HALF)
+    optimizer = build(params, lr=0.0)
+    set_gradients(params, [torch.zeros_like(param) for param in params])
+    optimizer.step()
+    assert counts(optimizer, params) == [0] * 5
+
+
+def test_it_can_be_turned_on_and_off_between_steps() -> None:
+    params = make_params(*SHAPES, dtype=HALF)
+    optimizer = build(params, rounding="nearest")
+    run(optimizer, params, range(1))
+    for rounding, expected in (("stochastic", 1), ("nearest", 1), ("stochastic", 2)):
+        for one in optimizer.param_groups:
+            one["rounding"] = rounding
+        run(optimizer, params, range(1, 2))
+        assert counts(optimizer, params) == [expected] * 5
+
+
+def test_a_resumed_run_has_the_bits_of_an_uninterrupted_one() -> None:
+    whole = make_params(*SHAPES, dtype=HALF)
+    run(build(whole), whole, range(6))
+    params = make_params(*SHAPES, dtype=HALF)
+    optimizer = build(params)
+    run(optimizer, params, range(3))
+    saved = through_disk(optimizer.state_dict())
+    assert all(entry[COUNTER].dtype == torch.int64 for entry in saved["state"].values())
+    resumed = copies(params)
+    fresh = build(resumed, rounding="nearest")  # the option comes back with the state
+    fresh.load_state_dict(saved)
+    run(fresh, resumed, range(3, 6))
+    assert_same_bits(resumed, whole)
+    copied = copy.deepcopy(optimizer)
+    again = [param for one in copied.param_groups for param in one["params"]]
+    run(copied, again, range(3, 6))
+    assert_same_bits(again, whole)
+
+
+def test_the_state_of_a_version_without_the_option_starts_at_zero() -> None:
+    params = make_params(*SHAPES, dtype=HALF)
+    optimizer = build(params, rounding="nearest")
+    run(optimizer, params, range(2))
+    saved = optimizer.state_dict()
+    for one in saved["param_groups"]:
+        del one["rounding"]
+    fresh = build(params)
+    fresh.load_state_dict(saved)
+    assert fresh.param_groups[0]["rounding"] == "stochastic"
+    run(fresh, params, range(2, 3))
+    assert counts(fresh, params) == [1] * 5
+
+
+WRONG = {
+    "is missing": (None, "needs .*rounding_counter"),
+    "has one number": (torch.tensor([3]), r"its saved rounding_counter is a tensor of shape \(1,\)"),
+    "is rounded": (torch.tensor([3.0, 1.0]), "it must be a tensor of shape .* in torch.int64"),
+    "counts backwards": (torch.tensor([3, -1]), "has the count -1"),
+    "is a list": ([3, 1], "is a list"),
+}
+
+
+@pytest.mark.parametrize("what", WRONG)
+@pytest.mark.parametrize("key", [0, 3])
+def test_a_wrong_counter_is_refused(what: str, key: int) -> None:
+    params = make_params(*SHAPES, dtype=HALF)
+    optimizer = build(params)
+    run(optimizer, params, range(2))
+    saved = optimizer.state_dict()
+    value, message = WRONG[what]
+    saved["state"][key] = dict(saved["state"][key])
+    if value is None:
+        del saved["state"][key][COUNTER]
+    else:
+        saved["state"][key][COUNTER] = value
+    before = [param.detach().clone() for param in params]
+    with pytest.raises(StateError, match=message):
+        optimizer.load_state_dict(saved)
+    assert_same_bits(params, before)
+    if value is not None:
+        optimizer.state[params[key]][COUNTER] = value
+        set_gradients(params, gradients(params, 2))
+        with pytest.raises(StateError, match="rounding_counter"):
+            optimizer.step()
+
+
+def test_offloaded_state_has_the_same_bits() -> None:
+    found = []
+    for offload in (False, True):
+        params = make_params(*SHAPES, dtype=HALF)
+        optimizer = build(params)
+        if offload:
+            optimizer.turn_on_cpu_offload()
+        run(optimizer, params, range(3))
+        found.append(params)
+        assert counts(optimizer, params) == [3] * 5
+    assert_same_bits(*found)
+
+
+@pytest.mark.parametrize("use_muon", [True, False])
+def test_float16_is_refused(use_muon: bool) -> None:
+    params = make_params((4, 6), dtype=torch.float16)
+    with pytest.raises(ConfigError, match=r'layers.0.weight is float16, and rounding="stochastic" is for bfloat16'):
+        Muon([group(params, use_muon=use_muon)], rounding="stochastic")
+    optimizer = Muon([group(params, use_muon=use_muon)])
+    run(optimizer, params, range(1))
+    optimizer.param_groups[0]["rounding"] = "stochastic"
+    before = params[0].detach().clone()
+    set_gradients(params, gradients(params, 1))
+    with pytest.raises(ConfigError, match="is float16"):
+        optimizer.step()
+    assert torch.equal(params[0], before)
+
+
+def test_other_dtypes_are_rounded_as_ever() -> None:
+    """It has no effect on them, and says so if there is nothing that it could have an effect on."""
+    params, expected = make_params(*SHAPES), make_params(*SHAPES)
+    with pytest.warns(RoutingWarning, match='rounding="stochastic" has no effect: .* and these are float32'):
+        optimizer = build(params)
+    oracle = build(expected, rounding="nearest")
+    for one, weights in ((optimizer, params), (oracle, expected)):
+        run(one, weights, range(3))
+    assert_same_bits(params, expected)
+    assert all(COUNTER not in optimizer.state[param] for param in params)
+    mixed = [*make_params((8, 12), dtype=HALF), *make_params((12, 8), (3, 6, 4), (5,)), *make_params((7, 2), dtype=HALF)]
+    optimizer = build(mixed)  # no warning
+    run(optimizer, mixed, range(1))
+    assert [COUNTER in optimizer.state[param] for param in mixed] == [True, False, False, False, True]
+
+
+def test_torch_states_are_converted() -> None:
+    theirs = make_params((6, 8), (5,), dtype=HALF)
+    muon = torch.optim.Muon([("layers.0.weight", theirs[0])], lr=LR)
+    plain = torch.optim.AdamW([("norms.0.weight", theirs[1])], lr=LR)
+    set_gradients(theirs, gradients(theirs, 0))
+    muon.step()
+    plain.step()
+    params = copies(theirs)
+    optimizer = Muon(
+        [group(params[:1]), group(params[1:], use_muon=False, prefix="norms")], lr=LR, rounding="stochastic", none_grad=False
+    )
+    optimizer.load_state_dict(convert_torch_state(optimizer, muon.state_dict(), plain.state_dict()))
+    run(optimizer, params, range(1, 2))
+    assert counts(optimizer, params) == [1, 1]
+
+
+# AdamW.
+
+ADAMW_SHAPES = ((37,), (9, 70), (300, 301))
+
+
+def neighbours(exact: Tensor) -> Tensor:
+    """The distance between the bfloat16 numbers around each number."""
+    return torch.exp2(torch.frexp(exact).exponent.float() - 8)
+
+
+@pytest.mark.parametrize("options", [{}, {"maximize": True}, {"weight_decay": 0.0}, {"lr": torch.tensor(0.03)}], ids=str)
+def test_adamw_is_float32_rounded_once(options: dict[str, Any]) -> None:
+    """Against torch's fused step on float32 copies of parameter, gradient and moments, at every step."""
+    for rounding in ("nearest", "stochastic"):
+        params = make_params(*ADAMW_SHAPES, dtype=HALF)
+        optimizer = adamw(params, **{"lr": 0.01, **options}, rounding=rounding)
+        for step in range(4):
+            wide = [nn.Parameter(param.detach().float()) for param in params]
+            oracle = adamw(wide, **{"lr": 0.01, **options})
+            grads = gradients(params, step)
+            for param, copied in zip(params, wide, strict=True):
+                entry = optimizer.state.get(param, {})
+                if entry:
+                    oracle.state[copied] = {k: v.float().clone() for k, v in entry.items() if k != COUNTER}
+            before = [oracle.state[copied].get("exp_avg", torch.zeros(())).clone() for copied in wide]
+            set_gradients(params, grads)
+            set_gradients(wide, [grad.float() for grad in grads])
+            optimizer.step()
+            oracle.step()
+            for param, copied, grad, mean in zip(params, wide, grads, before, strict=True):
+                exact, entry, wanted = copied.detach(), optimizer.state[param], oracle.state[copied]
+                in_float32 = 8 * 2**-24 * (exact.abs() + 0.1)  # roundings on the way: of weights, and of steps of at most 0.1
+                bound = neighbours(exact) * (1.0 if rounding == "stochastic" else 0.5) + in_float32
+                assert bool(((param.detach().float() - exact).abs() <= bound).all())
+                for key, size in (("exp_avg", mean.abs() + grad.float().abs()), ("exp_avg_sq", wanted["exp_avg_sq"])):
+                    bound = 0.5 * neighbours(wanted[key]) + 8 * 2**-24 * size
+                    assert bool(((entry[key].float() - wanted[key]).abs() <= bound).all())
+                assert float(entry["step"]) == float(wanted["step"])
+
+
+def test_adamw_decays_on_average() -> None:
+    """lr·weight_decay = 2⁻¹⁰: to nearest nothing happens; stochastically the mean follows float32."""
+    found = {}
+    for rounding in ("nearest", "stochastic"):
+        param = nn.Parameter(torch.ones(100, 100, dtype=HALF))
+        optimizer = adamw([param], lr=2**-10, weight_decay=1.0, rounding=rounding)
+        for _ in range(256):
+            param.grad = torch.zeros_like(param)
+            optimizer.step()
+        found[rounding] = param.detach().double()
+    assert bool((found["nearest"] == 1).all())
+    values = found["stochastic"]
+    assert abs(float(values.mean()) - (1 - 2**-10) ** 256) <= 5 * float(values.std()) / 100
+
+
+# Layouts: fused weights and experts over ranks, and DistMuon; tests/dist has random ones.
+
+
+FUSED: dict[str, tuple[tuple[int, ...], dict[str, Any]]] = {
+    "experts.qkv": ((18, 6), {"split": (8, 4, 6)}),
+    "experts.w13": ((3, 10, 7), {"split": (3, 7)}),
+    "experts.filter": ((6, 3, 2, 2), {"conv": "flatten"}),
+}
+
+
+def stepped(place: Any, steps: int = 3, **options: Any) -> list[Tensor]:
+    params = [nn.Parameter(place(seeded(shape, k).bfloat16())) for k, (shape, _) in enumerate(FUSED.values())]
+    groups = [
+        {"params": [param], "names": [name], "use_muon": True, **own}
+        for param, (name, (_, own)) in zip(params, FUSED.items(), strict=True)
+    ]
+    optimizer = Muon(groups, lr=0.01, expert_keys=["experts"], rounding="stochastic", **options)
+    for step in range(steps):
+        for k, param in enumerate(params):
+            param.grad = place(seeded(FUSED[list(FUSED)[k]][0], 10 * step + k + 5).bfloat16())
+        optimizer.step()
+    return [param.detach() for param in params]
+
+
+@pytest.mark.parametrize("placements", [(Shard(0), Shard(1)), (Replicate(), Shard(0)), (Shard(1), Replicate())], ids=str)
+@pytest.mark.parametrize("options", [{}, {"reference_path": True}, {"chunk_size": 1}], ids=str)
+def test_fused_weights_are_keyed_by_their_place_in_the_whole_parameter(placements: Any, options: dict[str, Any]) -> None:
+    whole = stepped(lambda value: value)
+
+    def main(rank: int) -> None:
+        mesh = init_device_mesh("cpu", (2, 2))
+
+        def place(value: Tensor) -> Tensor:
+            return distribute_tensor(value.clone(), mesh, list(placements), src_data_rank=None)
+
+        for k, (found, expected) in enumerate(zip(stepped(place, **options), whole, strict=True)):
+            same(local(found), local(place(expected)), f"parameter {k}")
+
+    run_threads(4, main)
+
+
+def test_dist_muon_rounds_as_one_device_also_after_new_owners() -> None:
+    shapes = ((6, 4), (4, 9), (6, 4), (5, 5))
+
+    def train(kind: type[Muon], grad: Any) -> list[Tensor]:
+        params = [nn.Parameter(seeded(shape, k).bfloat16()) for k, shape in enumerate(shapes)]
+        vector = nn.Parameter(seeded((7,), 9).bfloat16())
+        groups = [group(params), group([vector], use_muon=False, prefix="norms")]
+        optimizer = kind(groups, lr=0.02, adjust_lr_fn="original", weight_decay=0.1, rounding="stochastic")
+        for step in range(5):
+            for k, param in enumerate((*params, vector)):
+                param.grad = None if step == 2 and k == 0 else grad(param, step, k)  # another plan, with other owners
+            optimizer.step()
+        return [param.detach().clone() for param in (*params, vector)]
+
+    def gradient(param: Tensor, step: int, k: int) -> Tensor:
+        return seeded(tuple(param.shape), 100 * step + k).bfloat16()
+
+    expected = train(Muon, gradient)
+
+    def main(rank: int) -> None:
+        for k, (found, wanted) in enumerate(zip(train(DistMuon, gradient), expected, strict=True)):
+            same(found, wanted, f"parameter {k}")  # the mean of equal gradients is exact for two ranks
+
+    run_threads(2, main)
+
+
+def test_ranges_of_a_parameter() -> None:
+    assert held_ranges(torch.zeros(3, 0, 2)) == (((0, 3),), (), ((0, 2),))
+
+    def main(rank: int) -> None:
+        mesh = init_device_mesh("cpu", (3,))
+        param = distribute_tensor(torch.zeros(7, 4), mesh, [Shard(0)], src_data_rank=None)
+        assert held_ranges(param) == ((((0, 3),), ((3, 6),), ((6, 7),))[dist.get_rank()], ((0, 4),))
+
+    run_threads(3, main)
