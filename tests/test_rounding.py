@@ -29,6 +29,7 @@ VIEWS = {
     "select",
     "slice",
     "split",
+    "split_with_sizes",
     "squeeze",
     "transpose",
     "unsqueeze",
