@@ -130,3 +130,11 @@ def test_unknown_models_are_refused(tmp_path: Path) -> None:
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=HANGS)
     assert done.returncode == 2
     assert "no model is called ['BERT']; there are ['GPT', 'MoE', 'ViT']" in done.stderr
+
+
+@pytest.mark.parametrize(("script", "variants"), [("loss_by_scheme", 4), ("loss_by_rounding", 3)])
+def test_losses(script: str, variants: int, tmp_path: Path) -> None:
+    facts, printed = run(script, tmp_path)
+    assert len(facts["results"]) == 2 * variants
+    assert len({result["loss"] for result in facts["results"]}) == 2 * variants  # every flag reaches the demo
+    assert "± " in printed

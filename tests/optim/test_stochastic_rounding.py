@@ -379,3 +379,24 @@ def test_ranges_of_a_parameter() -> None:
         assert held_ranges(param) == ((((0, 3),), ((3, 6),), ((6, 7),))[dist.get_rank()], ((0, 4),))
 
     run_threads(3, main)
+
+
+def test_an_idle_parameter_neither_counts_nor_changes() -> None:
+    """A parameter without a gradient stays in the plan; when its gradient comes back it goes on as if the step had not been."""
+    params = make_params(*SHAPES, dtype=HALF)
+    optimizer = build(params)
+    for step in range(4):
+        set_gradients(params, gradients(params, step))
+        before = [param.detach().clone() for param in params]
+        if step == 2:
+            params[1].grad = params[4].grad = None
+        optimizer.step()
+        unchanged = [torch.equal(param.detach(), value) for param, value in zip(params, before, strict=True)]
+        assert unchanged == [step == 2 and k in (1, 4) for k in range(5)]
+    assert counts(optimizer, params) == [4, 3, 4, 4, 3]
+    fresh = make_params(*SHAPES, dtype=HALF)
+    alone = build(fresh)
+    for step in (0, 1, 3):
+        set_gradients(fresh, gradients(fresh, step))
+        alone.step()
+    assert_same_bits([params[1], params[4]], [fresh[1], fresh[4]])
