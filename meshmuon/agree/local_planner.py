@@ -228,7 +228,7 @@ class LocalPlanner:
         ranks, rows, cols = self._topology.ranks, matrix_set.rows, matrix_set.cols
         return PlannedParam(
             name=plan_input.name,
-            layouts=layouts or (replicated_layout(plan_input.shape, ranks),),  # private: as if all held it, but never shared
+            layouts=layouts or (replicated_layout(plan_input.shape, ranks),),  # private: as if every rank computed it
             stack_dims=matrix_set.stack_dims,
             lane=(plan_input.device.type, str(plan_input.comm_dtype), str(plan_input.update_dtype)),
             itemsize=plan_input.comm_dtype.itemsize,

@@ -36,7 +36,7 @@ from .planned_set import NOT_PLANNED, PlannedSet
 from .state_presence import StatePresence
 from .step_decision import PlanInput, RankStatus, StepDecision
 
-_FAILED, _READY = -1, 1  # votes beside the numbers of proposals, which are 0 or more
+_FAILED, _READY = -1, 1  # what a rank votes instead of the number of its facts, which is 0 or more
 
 
 class Planner:
@@ -100,7 +100,7 @@ class Planner:
 
     @property
     def plan_inputs(self) -> tuple[PlanInput, ...]:
-        """The plan inputs of the last decision, as the same object for as long as they stay equal."""
+        """The plan inputs of the last decision: the same object while they stay equal (``Overwritten`` relies on it)."""
         return () if self._local is None else self._local.plan_inputs
 
     def begin(self) -> None:

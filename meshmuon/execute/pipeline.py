@@ -45,8 +45,8 @@ def pipeline_order(count: int, width: int, *, ahead: int | None = None) -> Itera
         yield Action.COMPUTE, computed
         computed += 1
         yield from gather()
-        # Only a finished wave makes room for another. A wave is not finished before its buffers are needed: its scatter may
-        # still be queued behind other exchanges.
+        # Only a finished wave makes room for another. A wave is finished only when its buffers are needed, since its scatter may
+        # still be queued behind other exchanges; the wave that has just computed is left alone unless none is gathered.
         while gathered < count and gathered - computed < most and (computed - finished > 1 or gathered == computed):
             yield Action.FINISH, finished
             finished += 1

@@ -125,7 +125,7 @@ class ProgramBuilder:
     ) -> ExchangeBuffers:
         """One direction of an exchange: the beginnings of two flat buffers, and how many elements go to each rank.
 
-        Only the other rank and the size of a transfer are used, so a list also describes its own return trip.
+        Only the other rank and the size of a transfer are used, so a gather's list also serves its scatter.
         """
         assert self.exchange is not None
         inward, outward = self._elements_by_peer(arriving), self._elements_by_peer(leaving)

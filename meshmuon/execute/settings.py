@@ -14,7 +14,7 @@ DEFAULT_MEMORY_BUDGET = 64 * 2**20
 class ExecutorSettings:
     """How matrices are batched and computed."""
 
-    chunk_size: int = -1  # most matrices per batch; -1 lets ``memory_budget`` decide
+    chunk_size: int = -1  # most matrices per batch, as per wave in a plan; -1 lets ``memory_budget`` decide
     memory_budget: int = DEFAULT_MEMORY_BUDGET  # bytes of scratch that one batch may use; a single larger matrix still runs
     form: str = "auto"  # ``"auto"``, ``"standard"`` or ``"gram"``
     deterministic: bool = False  # multiply the matrices of a batch one by one, so that batching does not change the results

@@ -1,6 +1,6 @@
 """The elementwise beginning and end of a step: momentum into views of a buffer, and views of a buffer into parameters.
 
-The buffer is the tensor in which a local batch is orthogonalised, or what an exchange sends.
+The buffer is the tensor in which a local batch is orthogonalised, or the one that an exchange sends or receives.
 """
 
 from __future__ import annotations

@@ -61,7 +61,7 @@ class StepSettings:
     retain: float | Tensor  # factor of the old momentum: ``momentum``, or 1 if the step is skipped
     nesterov: bool
     decay: float | Tensor  # factor of the parameter
-    rate: float | Tensor  # lr with the sign of the step, before the shape's factor
+    rate: float | Tensor  # lr, negated if ``maximize``, before the shape's factor
     adjust: Callable[[int, int], float]  # factor of the lr for a matrix of (outputs, inputs)
     free_grad: bool
     cautious: bool = False  # decay only where the update is zero or moves the weight towards zero

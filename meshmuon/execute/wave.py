@@ -86,7 +86,7 @@ class Wave:
 
     gather: ExchangeBuffers  # the exchange of pieces, to their owners
     scatter: ExchangeBuffers  # the exchange of updates, back to the holders of the pieces
-    fill: ShardViews  # where each piece of this rank's momentum or look-ahead is, before rounding, for the buffer that is sent
+    fill: ShardViews  # where each piece that this rank sends is written, before it is rounded to the dtype on the wire
     rounding: CopyPairs  # from what ``fill`` writes to what is sent, where the dtypes differ
     apply: ShardViews  # where each piece of an update is in the buffer that is received
     owned_batches: tuple[OwnedBatch, ...]  # the matrices that this rank owns, batch by batch

@@ -111,7 +111,7 @@ class Collector:
                 failure = failure or error
                 recipe = GroupRecipe()
             if index < len(self._recipes) and self._recipes[index] == recipe:
-                recipe = self._recipes[index]
+                recipe = self._recipes[index]  # the same object: snapshots compare recipes by identity
             recipes.append(recipe)
         comparable = failure is None and len(groups) == len(self._snapshots)
         if comparable and all(
@@ -237,7 +237,7 @@ class Collector:
         ``keeps`` tells whether this rank keeps the momentum of a parameter of the plan. If ``skip_mask``, a boolean on a device,
         is true, nothing may change, and the gradients are already zeros.
         """
-        made_for, step_params = self._made  # ``check`` forgets them when parameters or state have changed
+        made_for, step_params = self._made  # ``check`` forgets them when the state has changed
         if made_for is decision.plan:
             settings = {index: _settings(group, skip_mask) for index, group in self._groups.items()}
             for k, step_param in enumerate(step_params):
@@ -365,9 +365,9 @@ def _settings(group: ParamGroup, skip_mask: Tensor | None) -> StepSettings:
     rate = -lr if group["maximize"] else lr
     if skip_mask is not None:  # a skipped step keeps momentum and weights: retain = decay = 1 and rate = 0
         exact = any(torch.float64 in (param.dtype, group["momentum_dtype"]) for param in group["params"])
-        still = torch.zeros((), dtype=torch.float64 if exact else torch.float32, device=skip_mask.device)
-        retain, decay = (torch.where(skip_mask, still + 1, value) for value in (momentum, decay))
-        rate = torch.where(skip_mask, still, rate)
+        zero = torch.zeros((), dtype=torch.float64 if exact else torch.float32, device=skip_mask.device)
+        retain, decay = (torch.where(skip_mask, zero + 1, value) for value in (momentum, decay))
+        rate = torch.where(skip_mask, zero, rate)
     return StepSettings(
         momentum=momentum,
         retain=retain,

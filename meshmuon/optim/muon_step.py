@@ -45,12 +45,12 @@ class StepContext:
     nonfinite: bool = False  # the host knows that this rank has a gradient that must not be used
     has_work: bool = True  # this rank has more to do than create state
     decision: StepDecision = field(init=False)  # what all ranks have agreed on
-    skip_mask: Tensor | None = None  # a boolean on a device, true if nothing may change; None if the host knows
+    skip_mask: Tensor | None = None  # a boolean on a device, true if nothing may change; None if no device has to be asked
     would_diverge: bool = False  # an error at this point would make replicas diverge
 
 
 class MuonStep(torch.optim.Optimizer):
-    """The step of ``Muon``, which builds the parts that a step uses. ``DistMuon`` replaces the methods at the end."""
+    """The step. ``Muon`` builds the parts below; ``DistMuon`` overrides the methods at the end of this class."""
 
     _collector: Collector  # looks at parameters, gradients and state
     _planner: Planner  # agrees with the other ranks on a plan

@@ -92,7 +92,7 @@ class NonFinite:
         return bool(on_host) and bool(_any_nonfinite(on_host))
 
     def mask_on_device(self, params: Sequence[NamedParam], scaling: Scaling, exchange: Exchange | None) -> Tensor | None:
-        """Whether all ranks skip the step: a boolean tensor without dims on the device, or None if the host knows everything.
+        """Whether all ranks skip the step: a boolean tensor without dims on the device, or None if no device has to be asked.
 
         All ranks reduce or none, since it depends only on options and on the devices of parameters, which are equal on all ranks.
         """
@@ -106,7 +106,7 @@ class NonFinite:
         return skip
 
     def _flag_on_device(self, params: Sequence[NamedParam], scaling: Scaling) -> Tensor | None:
-        """What this rank's device knows, of shape (1,): 1.0 to skip the step. None if the host knows everything."""
+        """What this rank's device knows, of shape (1,): 1.0 to skip the step. None if it does not have to be asked."""
         if scaling.found_inf is not None:
             return None if known_to_host(scaling.found_inf) else (scaling.found_inf > 0).float().reshape(1)
         on_device = [named for named in params if not known_to_host(named.param)] if self.policy == "skip" else []
