@@ -86,13 +86,13 @@ def differing_state(states: Mapping[int, str], active: Sequence[bool]) -> list[i
     return [position for position, letters in by_param if active[position] and letters >= {ABSENT, PRESENT}]
 
 
-def lost_by_owners(states: Mapping[int, str]) -> dict[int, list[int]]:
-    """{a rank that still has state: positions of the parameters whose state only their owner keeps and has lost}.
+def lost_by_owners(states: Mapping[int, str], active: Sequence[bool]) -> dict[int, list[int]]:
+    """{a rank that still has state: positions of the ``active`` parameters whose state only their owner keeps and has lost}.
 
     No other rank has a copy to compare with. The state was lost if owners of other parameters still have theirs.
     """
     by_param = list(enumerate(_letters_by_param(states)))
-    lost = [position for position, letters in by_param if letters == {ABSENT, ELSEWHERE}]
+    lost = [position for position, letters in by_param if active[position] and letters == {ABSENT, ELSEWHERE}]
     kept = [position for position, letters in by_param if letters == {PRESENT, ELSEWHERE}]
     if not lost or not kept:
         return {}

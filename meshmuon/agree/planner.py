@@ -328,4 +328,4 @@ class Planner:
             )
             raise_lost_state(names, states, link.agreement.everyone(begun))
         if not self._reduced:
-            raise_lost_state(names, states, lost_by_owners(states))
+            raise_lost_state(names, states, lost_by_owners(states, active))

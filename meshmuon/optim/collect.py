@@ -238,7 +238,7 @@ class Collector:
         is true, nothing may change, and the gradients are already zeros.
         """
         made_for, step_params = self._made  # ``check`` forgets them when the state has changed
-        if made_for is decision.plan:
+        if made_for is decision.plan and not any(decision.zeros.intersection(lacking) for lacking in self._lacking_state):
             settings = {index: _settings(group, skip_mask) for index, group in self._groups.items()}
             for k, step_param in enumerate(step_params):
                 step_param.settings = settings[step_param.group_index]

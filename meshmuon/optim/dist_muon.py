@@ -146,7 +146,7 @@ class DistMuon(Muon):
         super()._reset()
         self._dividing: Plan | None = None  # the plan whose owners have the momentum, even if its buffers could not be made
         self._stepped: list[tuple[Tensor, MatrixSet]] = []  # of each parameter of that plan, the tensor and its matrix set
-        self._kept: frozenset[Tensor] = frozenset()  # the parameters of which this rank owns a matrix
+        self._kept: frozenset[Tensor] = frozenset()  # the parameters of which this rank owns a matrix and has state
         # What _without_state returned last, behind what it was computed from.
         self._own_without_state: tuple[object, object, Sequence[int]] = (None, None, ())
         if self._replica_group is not None:
@@ -195,19 +195,27 @@ class DistMuon(Muon):
         if decision.plan is not self._executor.plan:
             self._adopt_owners(step)
         owned = {task.param for task in decision.plan.tasks if task.owner == decision.rank}
+        self._note_kept(step, owned)
         self._drop_foreign_state(step, owned)
         return self._collector.step_params(
             self._planner.plan_inputs, decision, self.state, keeps=owned.__contains__, skip_mask=step.skip_mask
         )
 
     def _adopt_owners(self, step: StepContext) -> None:
-        """A new plan has new owners: gives every rank all momentum, and notes which matrices this rank owns now."""
+        """A new plan has new owners: gives every rank all momentum."""
         self.consolidate()
         plan, members, plan_inputs = step.decision.plan, step.decision.members, self._planner.plan_inputs
         self._dividing = plan
         self._stepped = [(step.params[k].param, (plan_inputs[k].matrix_sets or ())[part]) for k, part in members]
-        owned = {members[task.param][0] for task in plan.tasks if task.owner == step.decision.rank}
-        self._kept = frozenset(step.params[k].param for k in owned)
+
+    def _note_kept(self, step: StepContext, owned: set[int]) -> None:
+        """Notes of which parameters this rank alone has state: of its own ones, except those that are idle and have none yet."""
+        params = {param_index: step.params[step.decision.members[param_index][0]].param for param_index in owned}
+        if self._complete:  # here momentum is divided anew
+            self._kept = frozenset(param for param in params.values() if MOMENTUM in self.state.get(param, {}))
+        begun = {param for param_index, param in params.items() if param_index not in step.decision.idle}
+        if not begun <= self._kept:
+            self._kept |= begun
 
     def _drop_foreign_state(self, step: StepContext, owned: set[int]) -> None:
         """Deletes the state of all parameters that are stepped but ``owned``, those of which this rank owns a matrix."""

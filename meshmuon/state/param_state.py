@@ -309,6 +309,8 @@ def _shapes(name: str, param: Tensor, param_group: ParamGroup) -> dict[str, tupl
 
 def _check_saved_state(name: str, param: Tensor, param_state: Mapping[str, Any], param_group: ParamGroup) -> None:
     shapes = _shapes(name, param, param_group)
+    if COUNTER not in param_state:  # counts from zero: the checkpoint rounded to nearest, or the parameter was frozen
+        shapes.pop(COUNTER, None)
     if param_state and not all(key in param_state for key in shapes):
         kind = "Muon" if param_group["use_muon"] else "AdamW"
         raise StateError(

@@ -16,7 +16,7 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from meshmuon import DistMuon, GradientError, Muon
 from meshmuon.agree import planned_set
@@ -342,5 +342,68 @@ def test_data_parallel_after_a_step_that_was_skipped() -> None:
             optimizer.step()
         assert optimizer.skipped_steps == 1
         assert len(optimizer.plan().params) == 4
+
+    run_threads(2, main)
+
+
+@pytest.mark.parametrize("loss", ["state", "rule memory", "loaded", "rounding"])
+def test_state_that_is_missing_when_the_gradient_comes_back_on_another_rank(loss: str) -> None:
+    """The rank without a gradient steps with zeros, and creates what its state lacks."""
+
+    def main(rank: int) -> list[str]:
+        mesh = init_device_mesh("cpu", (2,))
+        whole = torch.ones(8, 6, dtype=torch.bfloat16)
+        x, y = (nn.Parameter(distribute_tensor(whole, mesh, [S0], src_data_rank=None)) for _ in range(2))
+        rule = "normuon" if loss == "rule memory" else "plain"
+        optimizer = Muon([{"params": [("x", x), ("y", y)], "use_muon": True, "rule": rule}], lr=0.005)
+
+        def step(*with_gradient: Tensor) -> None:
+            for param in (x, y):
+                param.grad = torch.ones_like(param) if any(param is other for other in with_gradient) else None
+            optimizer.step()
+
+        step(x, y)
+        if loss == "state":
+            optimizer.state.pop(x)
+        elif loss == "rule memory":
+            optimizer.state[x].pop("rule_memory")
+        elif loss == "rounding":
+            optimizer.param_groups[0]["rounding"] = "stochastic"
+        else:
+            saved = optimizer.state_dict()
+            saved["state"][0] = {}
+            optimizer.load_state_dict(saved)
+        for _ in range(3):
+            step(y)
+        step(y, *([x] if rank == 0 else []))
+        return sorted(optimizer.state[x])
+
+    extra = {"rule memory": ["rule_memory"], "rounding": ["rounding_counter"]}.get(loss, [])
+    assert run_threads(2, main) == [["momentum_buffer", *extra]] * 2
+
+
+@pytest.mark.parametrize("on_all", [True, False], ids=["on all ranks", "on one rank"])
+def test_dist_muon_starts_an_idle_parameter_from_zero_on_purpose(on_all: bool) -> None:
+    """Its state was left out of what was loaded, and it is idle in the first step after that: nothing is lost."""
+
+    def main(rank: int) -> str:
+        params = [nn.Parameter(seeded((6, 4), k)) for k in range(4)]
+        optimizer = DistMuon([{"params": params, "names": list("abcd"), "use_muon": True}], lr=0.01)
+
+        def step(*with_gradient: int) -> None:
+            for k, param in enumerate(params):
+                param.grad = torch.ones_like(param) if k in with_gradient else None
+            optimizer.step()
+
+        step(0, 1, 2, 3)
+        optimizer.consolidate()
+        saved = optimizer.state_dict()
+        saved["state"][0] = {}
+        optimizer.load_state_dict(saved)
+        step(1, 2)
+        step(1, *([2] if rank == 0 else []))  # idle still, while ranks compare notes
+        step(1, *([0] if on_all or rank == 0 else []))
+        step(0, 1, 2, 3)
+        return "stepped"
 
     run_threads(2, main)

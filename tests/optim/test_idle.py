@@ -122,7 +122,7 @@ OPTIONS: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.parametrize("options", OPTIONS, ids=str)
+@pytest.mark.parametrize("options", OPTIONS, ids=lambda options: ", ".join(options) or "plain")
 def test_every_bit_is_that_of_a_new_plan(options: dict[str, Any]) -> None:
     active = patterns(8, seed=len(str(options)))
     for kept, anew in zip(run(active, anew=False, **options), run(active, anew=True, **options), strict=True):

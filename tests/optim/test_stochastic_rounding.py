@@ -156,7 +156,6 @@ def test_the_state_of_a_version_without_the_option_starts_at_zero() -> None:
 
 
 WRONG = {
-    "is missing": (None, "needs .*rounding_counter"),
     "has one number": (torch.tensor([3]), r"its saved rounding_counter is a tensor of shape \(1,\)"),
     "is rounded": (torch.tensor([3.0, 1.0]), "it must be a tensor of shape .* in torch.int64"),
     "counts backwards": (torch.tensor([3, -1]), "has the count -1"),
@@ -172,20 +171,15 @@ def test_a_wrong_counter_is_refused(what: str, key: int) -> None:
     run(optimizer, params, range(2))
     saved = optimizer.state_dict()
     value, message = WRONG[what]
-    saved["state"][key] = dict(saved["state"][key])
-    if value is None:
-        del saved["state"][key][COUNTER]
-    else:
-        saved["state"][key][COUNTER] = value
+    saved["state"][key] = {**saved["state"][key], COUNTER: value}
     before = [param.detach().clone() for param in params]
     with pytest.raises(StateError, match=message):
         optimizer.load_state_dict(saved)
     assert_same_bits(params, before)
-    if value is not None:
-        optimizer.state[params[key]][COUNTER] = value
-        set_gradients(params, gradients(params, 2))
-        with pytest.raises(StateError, match="rounding_counter"):
-            optimizer.step()
+    optimizer.state[params[key]][COUNTER] = value
+    set_gradients(params, gradients(params, 2))
+    with pytest.raises(StateError, match="rounding_counter"):
+        optimizer.step()
 
 
 def test_offloaded_state_has_the_same_bits() -> None:
@@ -400,3 +394,22 @@ def test_an_idle_parameter_neither_counts_nor_changes() -> None:
         set_gradients(fresh, gradients(fresh, step))
         alone.step()
     assert_same_bits([params[1], params[4]], [fresh[1], fresh[4]])
+
+
+def test_state_without_a_counter_is_loaded_and_counts_from_zero() -> None:
+    """A frozen parameter has none when rounding is switched on; a float32 checkpoint has none at all."""
+    params = make_params(*SHAPES, dtype=HALF)
+    optimizer = build(params, rounding="nearest")
+    run(optimizer, params, range(2))
+    params[0].requires_grad_(False)
+    for param_group in optimizer.param_groups:
+        param_group["rounding"] = "stochastic"
+    set_gradients(params, [None, *gradients(params, 2)[1:]])
+    optimizer.step()
+    saved = optimizer.state_dict()
+    assert COUNTER not in saved["state"][0]
+    again = copies(params)
+    loaded = build(again)
+    loaded.load_state_dict(saved)
+    run(loaded, again, range(3, 5))
+    assert counts(loaded, again) == [2, 3, 3, 3, 3]
