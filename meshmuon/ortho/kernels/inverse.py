@@ -77,7 +77,8 @@ class ShiftedInverses:
         self._leaf = take("leaf", (count * together, LEAF, LEAF))
         self._leaf_inverse = take("leaf_inverse", (count * together, LEAF, LEAF))
         self._identity = take("leaf_identity", (count * together, LEAF, LEAF))
-        self._info = take("leaf_info", (1, 1, count * together)).view(torch.int32).flatten()[: count * together]
+        # Never read, and overwritten by the inverse: a matrix that cannot be factored shows as NaN in the result.
+        self._info = self._leaf_inverse.view(torch.int32).flatten()[: count * together]
         self._calls = [*self._factor(0, size)]
         self._squares = [*self._square(size)]
 
@@ -178,7 +179,7 @@ def inverse_scratch(n: int, poles: int) -> int:
     """Elements of scratch that ``ShiftedInverses`` takes for each n × n matrix."""
     size, together = _padded(n), _poles_at_once(n, poles)
     square, half = size * (size + _GAP), (size - _half(size) + LEAF) * (_half(size) + _GAP)
-    return square + together * (2 * square + half + 3 * LEAF * LEAF + 1)
+    return square + together * (2 * square + half + 3 * LEAF * LEAF)
 
 
 @lru_cache(maxsize=1024)
