@@ -71,3 +71,6 @@ def test_nudges_are_small_and_what_they_do_only_grows() -> None:
     assert not torch.equal(before, after)
     assert bool(((after - before).abs() <= (4 * 10 + 1) * unit(torch.float32) * before.abs()).all())
     assert led_astray([1.0, 2.0, 3.0], [[1.0, 2.5, 3.0], [1.25, 2.0, 3.0]]) == [1.0, 2.0, 2.0]
+    # Runs that agree by chance still leave room for the rounding of the values themselves, and for no more.
+    (bound,) = led_astray([5.5], [[5.5], [5.5]])
+    assert 5.5 * 2**-23 < bound < 5.5 * 2**-19

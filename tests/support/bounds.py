@@ -26,6 +26,7 @@ from torch import Tensor
 from meshmuon.ortho import Scheme, blocks_for
 
 SINGLE = 2.0**-24
+_ROUNDINGS_OF_A_VALUE = 4  # of a mean of a few thousand numbers, added in pairs
 DRAWS = 6  # of all roundings of an iteration; large matrices need fewer, their norms are alike
 
 Steps = Sequence[Any]  # of quintics
@@ -220,10 +221,12 @@ def led_astray(run: Sequence[float], nudged: Sequence[Sequence[float]]) -> list[
     """Bound on what rounding changes of a series, such as losses, from the same series of ``nudged`` runs.
 
     At every step the largest difference up to there. The room is for directions in which a gradient is zero but for rounding,
-    which Muon takes as seriously as the others: there a nudge does no more than another order of summation.
+    which Muon takes as seriously as the others: there a nudge does no more than another order of summation. Each value is itself
+    a float32 sum, rounded in another order on another number of processes: differences of that size are always allowed, also
+    where all nudged runs happen to give the same number.
     """
     bounds, largest = [], 0.0
     for k, value in enumerate(run):
-        largest = max(largest, *(abs(other[k] - value) for other in nudged))
+        largest = max(largest, _ROUNDINGS_OF_A_VALUE * SINGLE * abs(value), *(abs(other[k] - value) for other in nudged))
         bounds.append(4 * largest)
     return bounds
