@@ -43,7 +43,7 @@ def check_round_trip(name: str, like: Tensor) -> None:
     )
     try:
         back = distribute_tensor(numbers, mesh, placements, src_data_rank=None).full_tensor()
-    except RuntimeError as error:
+    except (RuntimeError, ValueError) as error:  # torch 2.11 raises the latter for a strided shard that stands alone
         raise UnsupportedError(
             f"{where}: torch itself cannot gather it, which the reference path needs ({error}). {advice}"
         ) from error
