@@ -60,6 +60,6 @@ def random_layouts_on_the_reference_path() -> None:
         else:
             check(case, [meshes[shape]], single(case), use_distributed_muon=True)
     if strided_shards_nest():
-        assert 0 < refused < CASES / 2, f"both must have happened: {refused} of {CASES} layouts were refused"
+        assert 0 < refused < CASES * 3 / 4, f"both must have happened: {refused} of {CASES} layouts were refused"
     else:  # torch 2.9: such layouts are refused on every path, and no test draws them
         assert refused == 0
