@@ -244,7 +244,7 @@ CONTENDERS = (
             cheap_only=scheme == "halley",
             differs=f"scheme {scheme}",
         )
-        for scheme in ("polar_express", "zolotarev", "halley", "auto")
+        for scheme in ("polar_express", "zolotarev", "hybrid", "halley", "auto")
     ),
     Contender(FLOOR, _adamw, differs="another optimizer: the floor", is_muon=False, cheap_only=False),
 )

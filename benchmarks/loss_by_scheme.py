@@ -14,7 +14,7 @@ from common import Goal
 from demo_losses import Comparison, Results, differences, spread
 
 REFERENCE = "polar_express"
-SCHEMES = {scheme: ("--scheme", scheme) for scheme in (REFERENCE, "keller", "zolotarev", "halley")}
+SCHEMES = {scheme: ("--scheme", scheme) for scheme in (REFERENCE, "keller", "zolotarev", "hybrid", "halley")}
 LRS = (0.016, 0.032)
 
 

@@ -39,6 +39,7 @@ SCHEMES: dict[str, Scheme | str] = {
     "zolotarev, 2 poles": zolotarev(poles=2),
     "zolotarev": "zolotarev",
     "zolotarev, 4 poles": zolotarev(poles=4),
+    "hybrid": "hybrid",
     "halley, 1 quintic": halley(quintics=1),
     "halley": "halley",
     "auto": "auto",

@@ -15,7 +15,7 @@ from .errors import (
     UntestedTorchWarning,
 )
 from .optim import DistMuon, Muon
-from .ortho import Scheme, Workspace, halley, keller, orthogonalize, polar_express, zolotarev
+from .ortho import Scheme, Workspace, halley, hybrid, keller, orthogonalize, polar_express, zolotarev
 from .params.rules import MuonEq, MuonPlus, NorMuon, UpdateRule
 from .plan import Plan
 from .qk_clip.max_logits import MaxLogits
@@ -51,6 +51,7 @@ __all__ = [
     "clip_grad_norm_",
     "get_default_muon_param_groups",
     "halley",
+    "hybrid",
     "keller",
     "orthogonalize",
     "polar_express",

@@ -128,6 +128,7 @@ OPTIONS: list[dict[str, Any]] = [
     {"scheme": [(1.5, -0.5, 0.0)] * 5},
     {"scheme": "zolotarev"},
     {"scheme": "halley"},
+    {"scheme": "hybrid"},
 ]
 
 

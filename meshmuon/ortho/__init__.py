@@ -17,7 +17,19 @@ from .newton_schulz import (
     reserve_scratch,
 )
 from .rational import Rational
-from .schemes import AUTO, Orthogonalizer, Scheme, SchemeLike, Step, halley, keller, polar_express, resolve_scheme, zolotarev
+from .schemes import (
+    AUTO,
+    Orthogonalizer,
+    Scheme,
+    SchemeLike,
+    Step,
+    halley,
+    hybrid,
+    keller,
+    polar_express,
+    resolve_scheme,
+    zolotarev,
+)
 from .workspace import Workspace
 
 __all__ = [
@@ -41,6 +53,7 @@ __all__ = [
     "fallback_reason",
     "gram_blocks",
     "halley",
+    "hybrid",
     "iterate",
     "keller",
     "orthogonalize",

@@ -39,6 +39,7 @@ _PATTERNS = (((-1.0, -1.0), (-1.0, -1.0)), ((1.0, 1.0), (1.0, 1.0)), ((-1.0, 1.0
 class _Outcome(NamedTuple):
     overshoot: float  # largest value that any singular value ends at
     deviation: float  # largest distance from what exact arithmetic gives, of singular values that start above 1e-3
+    error: float  # largest distance from 1 of any singular value that starts above 1e-3
 
 
 def standard_blocks(scheme: Scheme) -> tuple[int, ...]:
@@ -83,8 +84,8 @@ def is_safe(scheme: Scheme, dtype: torch.dtype) -> bool:
 @lru_cache(maxsize=256)
 def worst_error(scheme: Scheme, dtype: torch.dtype) -> float:
     """The largest distance from 1 at which a singular value in [1e-3, 1] may end, rounding in ``dtype`` included."""
-    blocks = gram_blocks(scheme, dtype)
-    return _spread(scheme) + _simulate(scheme, blocks, torch.finfo(dtype).eps / 2).deviation
+    noise = torch.finfo(dtype).eps / 2
+    return max(_spread(scheme), _simulate(scheme, gram_blocks(scheme, dtype), noise, points=385).error)
 
 
 def _spread(scheme: Scheme) -> float:
@@ -124,6 +125,8 @@ class _NoisyProducts:
         """Cholesky's rounding is like one more of the matrix that it factors; the inverse is rounded like a product."""
         identity = torch.eye(gram.size(1), dtype=gram.dtype, device=gram.device)
         total = step.constant * identity
+        if step.is_hybrid:
+            total = total + self._rounded(step.quadratic * (gram @ gram.mT) + step.linear * gram)
         for pole, weight in zip(step.poles, step.weights, strict=True):
             total = total + weight * self._rounded(torch.linalg.inv(self._rounded(self._rounded(gram + pole * identity))))
         return out.copy_(total)
@@ -135,26 +138,33 @@ class _NoisyProducts:
         return result + result.abs().amax(dim=(1, 2), keepdim=True) * self._shift
 
 
-def _simulate(scheme: Scheme, blocks: tuple[int, ...], noise: float) -> _Outcome:
-    """Runs the real iteration on diag(1, s), s over [0, 1], with every product rounded in the worst way."""
+def _simulate(scheme: Scheme, blocks: tuple[int, ...], noise: float, *, points: int = 49) -> _Outcome:
+    """Runs the real iteration on diag(1, s), every product rounded in the worst way; s is 0 and ``points`` values up to 1."""
     small = torch.cat(
-        [torch.zeros(1, dtype=torch.float64, device="cpu"), torch.logspace(-6, 0, 49, dtype=torch.float64, device="cpu")]
+        [torch.zeros(1, dtype=torch.float64, device="cpu"), torch.logspace(-6, 0, points, dtype=torch.float64, device="cpu")]
     )
     pairs = torch.diag_embed(torch.stack([torch.ones_like(small), small], dim=1))
     exact = torch.empty_like(pairs)
     scratch = Scratch(Workspace(), pairs, torch.float64, exact)
     iterate(pairs, scheme.steps, blocks, scratch, _NoisyProducts(0.0, torch.zeros(2, 2, device="cpu")))
-    overshoot, deviation = 0.0, 0.0
+    overshoot, deviation, error, counted = 0.0, 0.0, 0.0, small >= 1e-3
     for pattern in _PATTERNS:
         result = torch.empty_like(pairs)
         scratch = Scratch(Workspace(), pairs, torch.float64, result)
         iterate(pairs, scheme.steps, blocks, scratch, _NoisyProducts(noise, torch.tensor(pattern, device="cpu")))
         overshoot = max(overshoot, _largest(result))
-        deviation = max(deviation, _largest((result - exact)[small >= 1e-3]))
-    return _Outcome(overshoot, deviation)
+        deviation = max(deviation, _largest((result - exact)[counted]))
+        error = max(error, _farthest_from_one(result[counted]))
+    return _Outcome(overshoot, deviation, error)
 
 
 def _largest(matrices: Tensor) -> float:
     if not bool(matrices.isfinite().all()):
         return math.inf
     return float(torch.linalg.matrix_norm(matrices, 2).max())
+
+
+def _farthest_from_one(matrices: Tensor) -> float:
+    if not bool(matrices.isfinite().all()):
+        return math.inf
+    return float((torch.linalg.svdvals(matrices) - 1).abs().max())

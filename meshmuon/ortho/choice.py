@@ -10,10 +10,9 @@ from ..errors import ConfigError
 from .blocks import choose_blocks, is_safe, worst_error
 from .cost import orthogonalize_cost
 from .rational import Rational
-from .schemes import AUTO, Orthogonalizer, Scheme, halley, polar_express, zolotarev
+from .schemes import AUTO, Orthogonalizer, Scheme, hybrid, polar_express, zolotarev
 
 _SHORT = (torch.bfloat16, torch.float16)
-_SMALLEST = 256  # rows from which inverses beat products (measured, float32 on CPU); below, calls cost more than FLOPs
 
 
 def scheme_for(scheme: Scheme | Orthogonalizer, rows: int, cols: int, dtype: torch.dtype) -> Scheme | Orthogonalizer:
@@ -50,10 +49,10 @@ def fallback_reason(scheme: Scheme | Orthogonalizer, dtype: torch.dtype) -> str 
 @lru_cache(maxsize=4096)
 def _cheapest(rows: int, cols: int, dtype: torch.dtype) -> Scheme:
     default = polar_express()
-    if dtype in _SHORT or min(rows, cols) < _SMALLEST:
+    if dtype in _SHORT:
         return default
     bound = worst_error(default, dtype)
-    candidates = [default, *(scheme for scheme in (zolotarev(), halley()) if worst_error(scheme, dtype) <= bound)]
+    candidates = [default, *(scheme for scheme in (hybrid(), zolotarev()) if worst_error(scheme, dtype) <= bound)]
     return min(
         candidates, key=lambda scheme: orthogonalize_cost(rows, cols, scheme.steps, choose_blocks(rows, cols, scheme, dtype))
     )

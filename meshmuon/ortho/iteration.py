@@ -27,6 +27,7 @@ from .workspace import Workspace
 # Of X before it is normalised. A power of two, so that it changes no bit. Entries of R = X·Xᵀ are at most its square, which
 # float16 holds. With 1 instead, the square of a single large entry among 65,536 columns would be a subnormal number of float16.
 _LARGEST_ROW_NORM = 64.0
+_SHORT = (torch.bfloat16, torch.float16)
 _SQUARES = ("gram", "factor", "quadratic", "factor_next", "half_step")
 
 
@@ -130,10 +131,15 @@ def iterate(batch: Tensor, steps: Sequence[Step], blocks: Sequence[int], scratch
     _rescale(batch, scratch, precise)
     spare = scratch.spare
     for index, length in enumerate(blocks):
+        block = steps[start : start + length]
         gram = products.symmetric(x, x, scratch.square("gram"))
+        norm = None
         if index == 0:
-            _normalise(x, gram, scratch.scale, precise)
-        moved = _apply_block(x, gram, steps[start : start + length], spare, scratch, products)
+            norm = _normalise(gram, scratch.scale)
+            if x.dtype in _SHORT or (length == 1 and not isinstance(block[0], Rational)):
+                torch.div(x if precise is None else precise, norm, out=x)
+                norm = None
+        moved = _apply_block(x, gram, block, norm, spare, scratch, products)
         x, spare, start = moved, x, start + length
     if x is not result:
         result.copy_(x)
@@ -164,19 +170,18 @@ def _rescale(batch: Tensor, scratch: Scratch, precise: Tensor | None) -> None:
         scratch.x.copy_(precise)
 
 
-def _normalise(x: Tensor, gram: Tensor, scale: Tensor, precise: Tensor | None) -> None:
-    """Divides X by its Frobenius norm, read off the trace of R = X·Xᵀ, and R by its square."""
+def _normalise(gram: Tensor, scale: Tensor) -> Tensor:
+    """The Frobenius norm of X, read off the trace of R = X·Xᵀ, which is divided by its square."""
     torch.sum(gram.diagonal(dim1=1, dim2=2), dim=1, dtype=scale.dtype, out=scale[:, 0, 0])
     scale.clamp_(min=max(torch.finfo(gram.dtype).tiny, torch.finfo(scale.dtype).tiny))  # neither dtype may round it to zero
     gram.div_(scale)
-    scale.sqrt_()
-    if precise is None:
-        x.div_(scale)
-    else:
-        torch.div(precise, scale, out=x)
+    return scale.sqrt_()
 
 
-def _apply_block(x: Tensor, gram: Tensor, steps: Sequence[Step], target: Tensor, scratch: Scratch, products: Products) -> Tensor:
+def _apply_block(
+    x: Tensor, gram: Tensor, steps: Sequence[Step], norm: Tensor | None, target: Tensor, scratch: Scratch, products: Products
+) -> Tensor:
+    """The steps applied to X, whose Gram matrix is ``gram``; to X/norm where a norm is given, which saves a pass over X."""
     if len(steps) == 1 and not isinstance(steps[0], Rational):
         # a·X is added to the product instead of a·I to the quadratic: in 16 bits that saves a rounding of X.
         a, b, c = steps[0]
@@ -194,7 +199,7 @@ def _apply_block(x: Tensor, gram: Tensor, steps: Sequence[Step], target: Tensor,
             # times. Mirroring one triangle would put half of it there, so that this one product is computed in full.
             moved = products.general(step_factor, factor, spare)
             factor, spare = moved, factor
-    return products.general(factor, x, target)
+    return products.general(factor if norm is None else factor.div_(norm), x, target)
 
 
 def _step_factor(step: Step, gram: Tensor, place: Tensor, scratch: Scratch, products: Products) -> Tensor:

@@ -12,7 +12,7 @@ from contenders import CONTENDERS, LR, error_by_svd
 from peers import PEERS, find_peer
 
 from meshmuon import keller, orthogonalize, polar_express
-from meshmuon.ortho import Scheme, halley, zolotarev
+from meshmuon.ortho import Scheme, halley, hybrid, zolotarev
 
 BY_NAME = {contender.name: contender for contender in CONTENDERS}
 
@@ -25,7 +25,7 @@ def test_spectra_lie_in_the_promised_range_and_reach_its_end(name: str) -> None:
     assert torch.allclose(torch.linalg.svdvals(matrix_with(values, 32, 48).double()), values / values.norm(), atol=1e-6)
 
 
-@pytest.mark.parametrize("scheme", [keller(), polar_express(), zolotarev(), halley()], ids=lambda scheme: scheme.name)
+@pytest.mark.parametrize("scheme", [keller(), polar_express(), zolotarev(), halley(), hybrid()], ids=lambda scheme: scheme.name)
 def test_error_is_the_schemes_own(scheme: Scheme) -> None:
     spectra = [spectrum(32) for spectrum in SPECTRA.values()]
     ended = [scheme(float(value)) for values in spectra for value in (values / values.norm())[values > 0]]

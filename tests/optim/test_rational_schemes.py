@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from meshmuon import ConfigError, Muon, RoutingWarning, halley, orthogonalize, polar_express, zolotarev
+from meshmuon import ConfigError, Muon, RoutingWarning, halley, hybrid, orthogonalize, polar_express, zolotarev
 from meshmuon.ortho import AUTO, SchemeLike
 
 
@@ -27,7 +27,7 @@ def step(param: Tensor, optimizer: Muon) -> Tensor:
     return before - param.detach()
 
 
-@pytest.mark.parametrize(("name", "scheme"), [("zolotarev", zolotarev()), ("halley", halley())])
+@pytest.mark.parametrize(("name", "scheme"), [("zolotarev", zolotarev()), ("halley", halley()), ("hybrid", hybrid())])
 def test_the_update_is_that_of_the_scheme(name: str, scheme: SchemeLike) -> None:
     moves = []
     for given in (name, scheme):
@@ -37,7 +37,9 @@ def test_the_update_is_that_of_the_scheme(name: str, scheme: SchemeLike) -> None
     assert torch.allclose(moves[0], 0.01 * orthogonalize(weight().flip(0), scheme), rtol=0, atol=1e-6)
 
 
-@pytest.mark.parametrize("scheme", [zolotarev(poles=2), halley(), "zolotarev", "auto", AUTO], ids=lambda scheme: str(scheme)[:40])
+@pytest.mark.parametrize(
+    "scheme", [zolotarev(poles=2), halley(), hybrid(), "zolotarev", "hybrid", "auto", AUTO], ids=lambda scheme: str(scheme)[:40]
+)
 def test_a_checkpoint_keeps_the_scheme(scheme: SchemeLike) -> None:
     param, copy = nn.Parameter(weight(260, 260)), nn.Parameter(weight(260, 260))
     saved, loaded = muon(param, scheme), muon(copy, "polar_express")

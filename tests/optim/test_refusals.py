@@ -109,7 +109,10 @@ def test_integer_parameters() -> None:
         ({"momentum": -0.1}, r"group 0: momentum=-0\.1 must be in \[0, 1\)"),
         ({"momentum": 95}, r"group 0: momentum=95 must be in \[0, 1\)"),
         ({"weight_decay": -0.1}, r"group 0: weight_decay=-0\.1 must be at least 0"),
-        ({"scheme": "newton"}, r"scheme='newton' is unknown. Write one of \['auto', 'halley', 'keller', .*'zolotarev'\]"),
+        (
+            {"scheme": "newton"},
+            r"scheme='newton' is unknown. Write one of \['auto', 'halley', 'hybrid', 'keller', .*'zolotarev'\]",
+        ),
         ({"scheme": [(1.0, 2.0, 3.0)] * 2}, r"the scheme has 2 steps but ns_steps=5. Pass ns_steps=2"),
         ({"scheme": keller(3)}, "the scheme has 3 steps but ns_steps=5. Pass ns_steps=3"),
         ({"scheme": keller(1)}, "the scheme has 1 steps but ns_steps=5. Pass ns_steps=1"),

@@ -24,6 +24,7 @@ from meshmuon.ortho import (
     default_compute_dtype,
     gram_blocks,
     halley,
+    hybrid,
     keller,
     orthogonalize,
     polar_express,
@@ -403,7 +404,7 @@ def allocations(function: Any) -> list[int]:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("scheme", [polar_express(), zolotarev(), halley()], ids=lambda scheme: scheme.name)
+@pytest.mark.parametrize("scheme", [polar_express(), zolotarev(), halley(), hybrid()], ids=lambda scheme: scheme.name)
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("shape", [(3, 8, 20), (3, 20, 8), (1, 386, 390)], ids=str)
 def test_a_repeated_call_allocates_nothing(shape: tuple[int, ...], form: str, scheme: Scheme, dtype: torch.dtype) -> None:

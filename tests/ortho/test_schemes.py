@@ -158,7 +158,7 @@ def test_a_scheme_and_a_callable_are_left_as_they_are() -> None:
 @pytest.mark.parametrize(
     ("scheme", "steps", "message"),
     [
-        ("chebyshev", 5, r"'chebyshev' is unknown. Write one of .'auto', 'halley', 'keller', .*, a list of \(a, b, c\)"),
+        ("chebyshev", 5, r"'chebyshev' is unknown. Write one of .'auto', 'halley', 'hybrid', .*, a list of \(a, b, c\)"),
         ([(1, 2, 3), (1, 2, 3)], 5, r"the scheme has 2 steps but ns_steps=5. Pass ns_steps=2."),
         (keller(3), 5, r"the scheme has 3 steps but ns_steps=5. Pass ns_steps=3."),
         ([], 5, r"the scheme has 0 steps but ns_steps=5"),

@@ -14,6 +14,7 @@ from meshmuon.ortho import (
     choose_blocks,
     gram_blocks,
     halley,
+    hybrid,
     keller,
     orthogonalize,
     polar_express,
@@ -101,7 +102,9 @@ def test_scratch_bytes_written_out() -> None:
     assert scratch_bytes(n, m, steps, torch.float32, torch.float32) == 4 * (n * m + 5 * n * n)
 
 
-@pytest.mark.parametrize("scheme", [zolotarev(), zolotarev(poles=1), halley()], ids=["three poles", "one pole", "halley"])
+@pytest.mark.parametrize(
+    "scheme", [zolotarev(), zolotarev(poles=1), halley(), hybrid()], ids=["three", "one", "halley", "hybrid"]
+)
 @pytest.mark.parametrize("shape", [(6, 14), (33, 33), (300, 64), (1040, 1024)], ids=str)
 def test_scratch_bytes_are_what_a_rational_scheme_takes(shape: tuple[int, int], scheme: Scheme) -> None:
     count, workspace = 2, Workspace()

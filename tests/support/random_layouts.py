@@ -87,7 +87,7 @@ OPTIONS = st.fixed_dictionaries(
         "warmup_step": st.sampled_from([0, 1, 5]),
         "memory_budget": st.one_of(st.just(64 * 2**20), st.integers(1, 2000)),
         "nesterov": st.booleans(),
-        "scheme": st.sampled_from(["keller", "polar_express", "zolotarev", "halley"]),
+        "scheme": st.sampled_from(["keller", "polar_express", "zolotarev", "hybrid", "halley"]),
         "momentum_dtype": st.sampled_from([None, None, None, torch.float32, torch.bfloat16, torch.float64]),
         "none_grad": st.booleans(),
     }

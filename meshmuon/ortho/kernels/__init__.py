@@ -1,6 +1,6 @@
 """Matrix products of the iteration, one implementation per kind of device behind one interface."""
 
-from .inverse import ShiftedInverses, inverse_flops, inverse_scratch
+from .inverse import ShiftedInverses, inverse_scratch, inverse_work
 from .products import BlockedProducts, FunctionalProducts, Prepared, Products, TritonProducts, products_for
 
 __all__ = [
@@ -10,7 +10,7 @@ __all__ = [
     "Products",
     "ShiftedInverses",
     "TritonProducts",
-    "inverse_flops",
     "inverse_scratch",
+    "inverse_work",
     "products_for",
 ]

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from functools import lru_cache, partial
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -24,8 +24,8 @@ from torch import Tensor
 from ..rational import Rational
 
 LEAF = 32  # rows that LAPACK factors; smaller blocks cost more calls, larger ones run at LAPACK's speed
-_PANEL = 128  # rows of a panel of a triangular product
-_SMALLEST_SPLIT = 256  # below, panels cost more than the zeros that they leave out
+_PANEL = 64  # rows of a panel of a triangular product
+_SMALLEST_SPLIT = 128  # below, panels cost more than the zeros that they leave out
 _GAP = 16  # columns that keep results from being contiguous: 64 bytes in float32
 _POLES_APART = 1024  # from here on poles are taken one after the other: the calls cost nothing any more, the memory does
 
@@ -166,9 +166,11 @@ def _add_square(left: Tensor, right: Tensor, out: Tensor, weight: float, *, fres
 
 
 def plain_inverses(gram: Tensor, step: Rational) -> Tensor:
-    """The same by torch's own batched routines, into new tensors: what ``torch.compile`` can trace, and what GPUs run."""
+    """A step's factor by torch's own batched routines, into new tensors: what ``torch.compile`` can trace, and what GPUs run."""
     identity = torch.eye(gram.size(1), dtype=gram.dtype, device=gram.device)
     total = step.constant * identity
+    if step.is_hybrid:
+        total = torch.baddbmm(total + step.linear * gram, gram, gram, alpha=step.quadratic)
     for pole, weight in zip(step.poles, step.weights, strict=True):
         factor, _ = torch.linalg.cholesky_ex(gram + pole * identity)
         total = total + weight * torch.cholesky_inverse(factor)
@@ -182,22 +184,34 @@ def inverse_scratch(n: int, poles: int) -> int:
     return square + together * (2 * square + half + 3 * LEAF * LEAF)
 
 
+class InverseWork(NamedTuple):
+    """What one inverse of an n × n matrix takes."""
+
+    product_flops: int
+    leaf_flops: int  # in the blocks that LAPACK factors and inverts
+    products: int  # calls, most of them on blocks that are too small for the speed of large products
+
+
 @lru_cache(maxsize=1024)
-def inverse_flops(n: int) -> tuple[int, int]:
-    """FLOPs of one inverse of an n × n matrix: in products, and in the blocks that LAPACK factors."""
+def inverse_work(n: int) -> InverseWork:
+    """What one inverse of an n × n matrix takes: its triangular factor, the inverse of that, and its square."""
     size = _padded(n)
+    flops, products = _factor_work(size)
     square = sum(2 * (stop - start) * stop * (size - start) for start, stop in _panels(size))
-    return _factor_flops(size) + square, size // LEAF * LEAF**3
+    return InverseWork(flops + square, size // LEAF * LEAF**3, products + len(_panels(size)))
 
 
 @lru_cache(maxsize=1024)
-def _factor_flops(size: int) -> int:
+def _factor_work(size: int) -> tuple[int, int]:
+    """FLOPs and number of the products that ``ShiftedInverses`` needs for the inverse factor."""
     if size <= LEAF:  # 0 for parameters without elements
-        return 0
+        return 0, 0
     half = _half(size)
     rest = size - half
     divide = sum(2 * rest * (stop - start) * stop for start, stop in _panels(half))
     update = sum(2 * (stop - start) * stop * half for start, stop in _panels(rest))
     back = sum(2 * rest * (half - start) * (stop - start) for start, stop in _panels(half))
     apply = sum(2 * (stop - start) * stop * half for start, stop in _panels(rest))
-    return divide + update + back + apply + _factor_flops(half) + _factor_flops(rest)
+    (first_flops, first_products), (second_flops, second_products) = _factor_work(half), _factor_work(rest)
+    products = 2 * len(_panels(half)) + 2 * len(_panels(rest)) + first_products + second_products
+    return divide + update + back + apply + first_flops + second_flops, products

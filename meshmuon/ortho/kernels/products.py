@@ -37,7 +37,10 @@ class Products(Protocol):
         ...
 
     def inverses(self, gram: Tensor, step: Rational, out: Tensor, prepared: Prepared) -> Tensor:
-        """``constant·I + Σ weight·(gram + pole·I)⁻¹``; ``prepared`` gives buffers for a number of poles and of matrices."""
+        """``constant·I + linear·gram + quadratic·gram² + Σ weight·(gram + pole·I)⁻¹``.
+
+        ``prepared`` gives buffers for a number of poles and of matrices.
+        """
         ...
 
 
@@ -75,8 +78,14 @@ class BlockedProducts:
         if gram.device.type != "cpu":  # there one batched call per pole beats many small launches
             return plain_inverses(gram, step)
         together = 1 if self.one_by_one else gram.size(0)
+        if step.is_hybrid:
+            self.symmetric(gram, gram, out, gram, alpha=step.quadratic, beta=step.linear)
         for k in range(0, gram.size(0), together):
-            out[k : k + together].copy_(prepared(len(step.poles), together).run(gram[k : k + together], step))
+            part, fractions = out[k : k + together], prepared(len(step.poles), together).run(gram[k : k + together], step)
+            if step.is_hybrid:
+                part.add_(fractions)
+            else:
+                part.copy_(fractions)
         return out
 
     def _multiply(self, a: Tensor, b: Tensor, out: Tensor, addend: Tensor | None, alpha: float, beta: float) -> None:

@@ -98,7 +98,7 @@ MUTANTS: Mutants = {
         "scheme_for": (("$dtype in _SHORT", "$dtype == torch.bfloat16"),),
         "_cheapest": (
             ("worst_error($scheme, $dtype) <= $bound", "worst_error($scheme, $dtype) >= $bound"),
-            ("min($rows, $cols) < _SMALLEST", "max($rows, $cols) < _SMALLEST"),
+            ("$dtype in _SHORT", "$dtype == torch.float16"),
         ),
     },
     "meshmuon.ortho.kernels.inverse": {
