@@ -53,7 +53,7 @@ class ProgramBuilder:
         self._windows = [_local_window(planned, rank) for planned in plan.params]
         self._batch_keys = _batch_keys(plan)
         # The matrices that this rank owns, wave by wave.
-        self.owned = [[self.range_of(task) for task in routes.owned] for routes in self.routes]
+        self.owned_ranges = [[self.range_of(task) for task in routes.owned_tasks] for routes in self.routes]
 
     def range_of(self, task_index: int) -> MatrixRange:
         """The matrix of a task of which this rank holds a piece."""
@@ -79,7 +79,7 @@ class ProgramBuilder:
 
     def lane_template(self, wave: int) -> StepParam:
         """The first parameter of a wave's lane: it has the device and the dtypes of all of them."""
-        lane = self.plan.lanes[wave]
+        lane = self.plan.wave_lanes[wave]
         return next(self.step_params[k] for k, planned in enumerate(self.plan.params) if planned.lane == lane)
 
     def ortho_batch(self, ranges: Sequence[MatrixRange], batch: Batch) -> OrthoBatch:
@@ -89,7 +89,7 @@ class ProgramBuilder:
 
     def wave_params(self) -> tuple[frozenset[int], ...]:
         """Wave by wave, the parameters whose matrices travel in it, between whichever ranks."""
-        params: list[set[int]] = [set() for _ in self.plan.lanes]
+        params: list[set[int]] = [set() for _ in self.plan.wave_lanes]
         for task in self.plan.tasks:
             if task.wave != NO_WAVE:
                 params[task.wave].add(task.param)
@@ -172,7 +172,7 @@ def _batch_keys(plan: Plan) -> dict[tuple[int, int], Hashable]:
     """
     computed: dict[tuple[int, int], list[tuple[int, int, tuple[int, ...]]]] = {}
     for task in plan.tasks:
-        holders = tuple(sorted(task.sharded.piece_and_replica)) if task.wave == NO_WAVE else ()
+        holders = tuple(sorted(task.sharded.holdings)) if task.wave == NO_WAVE else ()
         computed.setdefault((task.param, task.matrix), []).append((task.owner, task.wave, holders))
     return {key: tuple(times) if len(times) > 1 or len(times[0][2]) > 1 else None for key, times in computed.items()}
 

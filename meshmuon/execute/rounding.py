@@ -221,7 +221,7 @@ def round_stochastically(numbers: Tensor, words: RandomWords, scratch: RoundingS
     numbers.masked_fill_(is_nan, math.nan)  # adding to the bits of a NaN may give any number
 
 
-def advance(counters: Iterable[Tensor | None], skip_mask: Tensor | None) -> None:
+def advance_counters(counters: Iterable[Tensor | None], skip_mask: Tensor | None) -> None:
     """Counts a step of the parameters with these counters; not if ``skip_mask``, a boolean on a device, is true."""
     counts = [counter[1:] for counter in dict.fromkeys(counters) if counter is not None]
     if skip_mask is None and counts:

@@ -26,7 +26,7 @@ def averaged(tensors: Sequence[Tensor], group: dist.ProcessGroup) -> list[Tensor
     return [copy.div_(dist.get_world_size(group)) for copy in copies]
 
 
-def everyone(fact: _T, group: dist.ProcessGroup) -> dict[int, _T]:
+def all_gather_objects(fact: _T, group: dist.ProcessGroup) -> dict[int, _T]:
     """Rank → its ``fact``."""
     ranks = dist.get_process_group_ranks(group)
     facts: list[Any] = [None] * len(ranks)
@@ -35,10 +35,10 @@ def everyone(fact: _T, group: dist.ProcessGroup) -> dict[int, _T]:
     return dict(zip(ranks, facts, strict=True))
 
 
-def everyone_on_host(fact: _T, group: dist.ProcessGroup) -> dict[int, _T]:
+def all_gather_objects_on_host(fact: _T, group: dist.ProcessGroup) -> dict[int, _T]:
     """Rank → its ``fact``, through host memory."""
     with named_phase("agreement on attention layers"):
-        return everyone(fact, host_group(group))
+        return all_gather_objects(fact, host_group(group))
 
 
 def reduce_largest(packed: Tensor, group: dist.ProcessGroup) -> None:

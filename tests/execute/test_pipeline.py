@@ -26,7 +26,7 @@ def record(width: int, count: int, local: int = 2, ahead: int | None = None) -> 
         events.append(("finish", k))
 
     pieces = [lambda k=k: events.append(("local", k)) for k in range(local)]
-    run_pipeline((wave(k) for k in range(count)), width, pieces, lambda: events.append(("last", 0)), ahead=ahead)
+    run_pipeline((wave(k) for k in range(count)), width, pieces, lambda: events.append(("last", 0)), gathered_ahead=ahead)
     return events
 
 
@@ -130,7 +130,7 @@ def test_actions_are_run_in_their_order(width: int, count: int) -> None:
         "compute": Action.COMPUTE,
         "finish": Action.FINISH,
         "local": Action.LOCAL,
-        "last": Action.LAST,
+        "last": Action.DURING_LAST_SCATTER,
     }
     events = [(names[what], k) for what, k in record(width, count, local=1)]
     assert events == list(pipeline_order(count, width))
