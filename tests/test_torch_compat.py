@@ -263,7 +263,7 @@ def test_uneven_strided_shards() -> None:
         assert layouts_of("w", (8, 3), cut, meshes, frozenset({rank}))
         assert layouts_of("w", (1, 3), cut, meshes, frozenset({rank}))
         if nests:
-            assert layouts_of("w", (10, 3), cut, meshes, frozenset({rank}))[0].local(0)[0] == ((0, 3),)
+            assert layouts_of("w", (10, 3), cut, meshes, frozenset({rank}))[0].held_ranges(0)[0] == ((0, 3),)
             return
         with pytest.raises(UnsupportedError, match=r"w has 10 elements along dim 0 in a strided sharding .*sizes that divide"):
             layouts_of("w", (10, 3), cut, meshes, frozenset({rank}))

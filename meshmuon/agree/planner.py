@@ -303,9 +303,8 @@ class Planner:
         finally:
             del failure
         assert self._proposal is not None
-        raise_other_plan(
-            link.agreement.all_gather_objects((self._proposal.fingerprint, owner_assignments(self._proposal.decision.plan)))
-        )
+        assignments = owner_assignments(self._proposal.decision.plan)
+        raise_other_plan(link.agreement.all_gather_objects((self._proposal.fingerprint, assignments)))
         return len({tuple(steps == NOT_PLANNED for steps in of_rank) for of_rank in idle_steps}) > 1
 
     def _refuse_other_optimizers(self, notes: Mapping[int, Note]) -> None:

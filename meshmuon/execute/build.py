@@ -11,7 +11,7 @@ from torch.profiler import record_function
 
 from ..plan import NO_WAVE, Batch, WaveRoutes, WaveSizes, slot_sizes, wave_sizes
 from .ortho_batch import OrthoBatch
-from .pipeline import fill_order
+from .pipeline import gradient_read_order
 from .program_builder import MatrixRange, PlacedTransfers, ProgramBuilder, offsets_of
 from .rounding import RoundingScratch
 from .rule_state import RuleStateExchange, load_rule_state, rule_state_exchanges, store_rule_state
@@ -78,13 +78,12 @@ class RankProgramBuilder(ProgramBuilder):
             self._local_batch(local_ranges, batch, reads)
             for batch, reads in zip(local_batches, gradient_reads[len(waves) :], strict=True)
         ]
-        rule_states = rule_state_exchanges(self, owned_rule_state)
         return RankProgram(
             waves=tuple(waves),
             wave_params=self.wave_params(),
             in_flight=self.plan.options.in_flight,
             local=tuple(local),
-            rule_states=tuple(rule_states),
+            rule_states=tuple(rule_state_exchanges(self, owned_rule_state)),
             freed_at_end=freed_at_end,
             failures=self.failures,
         )
@@ -126,7 +125,7 @@ class RankProgramBuilder(ProgramBuilder):
         first = [first_part.setdefault(step_param.param, k) for k, step_param in enumerate(self.step_params)]
         reads = [{first[self.plan.tasks[index].param] for index in _tasks_held(routes)} for routes in self.routes]
         reads += [{first[local_ranges[part.item].param_index] for part in batch.slices} for batch in local_batches]
-        order = list(fill_order(len(self.routes), len(local_batches), self.plan.options.in_flight))
+        order = list(gradient_read_order(len(self.routes), len(local_batches), self.plan.options.in_flight))
         first_here, last_here = _first_reads(reads, order), _first_reads(reads, order[::-1])
         gradient_reads = [GradientReads(*indices) for indices in zip(first_here, last_here, strict=True)]
         return gradient_reads, GradientReads((), sorted(set(first).difference(*reads)))
@@ -158,7 +157,7 @@ class RankProgramBuilder(ProgramBuilder):
         routes, slot = self.routes[k], k % self.plan.options.in_flight
         shards, gathered = self._buffer("shards", k, slot, sizes.shards), self._buffer("gathered", k, slot, sizes.gathered)
         results = self._buffer("results", k, slot, sizes.results) if sizes.results else gathered
-        unrounded = self._unrounded_buffer(k, sizes.shards)
+        unrounded, scratch = self._unrounded_buffer(k, sizes.shards), RoundingScratch(self.workspace, "rounding beside")
         staying = offsets_of(routes.staying, sizes.staying_offset)
         momentum = [*offsets_of(routes.gather_out), *staying], shards if unrounded is None else unrounded
         updates = [*offsets_of(routes.scatter_in), *staying], shards
@@ -169,9 +168,7 @@ class RankProgramBuilder(ProgramBuilder):
             scatter=self.exchange_buffers(shards, routes.scatter_in, results, routes.scatter_out),
             momentum_views=ShardViews(self.piece_views(*momentum), self.step_params),
             rounding=CopyPairs([], []) if unrounded is None else CopyPairs([shards], [unrounded]),
-            update_views=ShardViews(
-                self.piece_views(*updates), self.step_params, RoundingScratch(self.workspace, "rounding beside")
-            ),
+            update_views=ShardViews(self.piece_views(*updates), self.step_params, scratch),
             owned_batches=tuple(_owned_batch(routes, batch, unpacked, packed) for batch in ortho_batches),
             gradient_reads=gradient_reads,
         )

@@ -142,14 +142,8 @@ class _DataParallelBuilder(ProgramBuilder):
             self._averages(k)  # grown to its final size before anything keeps a view of it
         waves = tuple(self._wave(k, batches[k]) for k in range(len(self.routes)))
         count = max(1, len(waves))  # all gradients are on their way before the first is waited for
-        return RankProgram(
-            waves=waves,
-            wave_params=self.wave_params(),
-            in_flight=count,
-            gathered_ahead=count,
-            freed_at_end=GradientReads((), range(len(self.step_params))),
-            failures=self.failures,
-        )
+        all_params, params = GradientReads((), range(len(self.step_params))), self.wave_params()
+        return RankProgram(waves, params, in_flight=count, gathered_ahead=count, freed_at_end=all_params, failures=self.failures)
 
     def _averages(self, wave: int) -> Tensor:
         return self._buffer("averages", wave, sum(transfer.piece.size for transfer in self.routes[wave].staying))

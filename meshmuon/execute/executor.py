@@ -28,11 +28,9 @@ class StepExecutor(Protocol):
     2. ``run``: once per step after that, until another plan is prepared. All ranks of the plan call it in the same step, because
        they exchange with each other in it. ``step_params`` is in the order of ``plan.params`` at every call; the tensors and
        numbers in it may be other ones, their shapes, dtypes, devices, schemes and rules are those that were prepared. ``idle``
-       are the parameters that have no gradient on any rank and are not stepped. Except for private parameters, the set is the
-       same on all ranks.
+       parameters have no gradient on any rank and are not stepped; except for private ones, they are the same on all ranks.
     3. ``during_last_scatter``: ``run`` calls it exactly once, after the last matrix has been orthogonalised and before the last
-       results are waited for. The optimizer steps its AdamW parameters there. If it communicates, it does so on all ranks in the
-       same order.
+       results are waited for. The optimizer steps its AdamW parameters there, on all ranks in the same order.
 
     ``workspace_bytes`` may be called at any time, on any rank; it does not communicate.
     """

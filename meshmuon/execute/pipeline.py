@@ -1,4 +1,4 @@
-"""The order in which waves advance: fixed by their number alone, so that it is the same on every rank."""
+"""The order in which waves advance. It follows from a few counts, which are equal on all ranks, and so is the order."""
 
 from __future__ import annotations
 
@@ -21,15 +21,13 @@ class Action(Enum):
 def pipeline_order(count: int, in_flight: int, *, gathered_ahead: int | None = None) -> Iterator[tuple[Action, int]]:
     """Every action of a step with ``count`` waves, and the wave that it belongs to (0 for ``LOCAL`` and ``DURING_LAST_SCATTER``).
 
-    While one wave computes, the next ones gather and the ones before it scatter. Four waves, three of them in flight: gather 0,
-    gather 1, local, compute 0, gather 2, compute 1, finish 0, gather 3, compute 2, compute 3, during last scatter, finish 1,
-    finish 2, finish 3.
+    While one wave computes, the next ones gather and the ones before it scatter. Four waves, three in flight: gather 0, gather 1,
+    local, compute 0, gather 2, compute 1, finish 0, gather 3, compute 2, compute 3, during last scatter, finish 1 to 3.
 
     Args:
         count: number of waves.
         in_flight: most waves between their first and their last exchange.
-        gathered_ahead: most waves that have sent their pieces and wait for their turn to compute;
-            ``most_gathered_ahead(in_flight)`` unless given.
+        gathered_ahead: most waves that have sent their pieces and not computed; by default ``most_gathered_ahead(in_flight)``.
     """
     most_ahead = most_gathered_ahead(in_flight) if gathered_ahead is None else gathered_ahead
     gathered = computed = finished = 0  # waves that have had each of their turns
@@ -47,7 +45,7 @@ def pipeline_order(count: int, in_flight: int, *, gathered_ahead: int | None = N
         computed += 1
         yield from gather()
         # Only a finished wave makes room for another. A wave is finished only when its buffers are needed, since its scatter may
-        # still be queued behind other exchanges; the wave that has just computed is left alone unless none is gathered.
+        # still be queued behind other exchanges. The wave that computed last is finished only if no other is ready to compute.
         while gathered < count and gathered - computed < most_ahead and (computed - finished > 1 or gathered == computed):
             yield Action.FINISH, finished
             finished += 1
@@ -57,7 +55,7 @@ def pipeline_order(count: int, in_flight: int, *, gathered_ahead: int | None = N
         yield Action.FINISH, wave
 
 
-def fill_order(waves: int, local_batches: int, in_flight: int) -> Iterator[int]:
+def gradient_read_order(waves: int, local_batches: int, in_flight: int) -> Iterator[int]:
     """The order in which a step first reads gradients: waves by their number, local batches by ``waves`` plus theirs."""
     for action, wave in pipeline_order(waves, in_flight):
         if action is Action.GATHER:

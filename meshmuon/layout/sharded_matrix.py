@@ -15,7 +15,7 @@ from .layout import Layout, coordinates, flat_index
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """What one rank holds of a matrix: the product of row ranges and column ranges, in the order of its local tensor.
+    """What a rank holds of a matrix: all combinations of row ranges and column ranges, in the order of its local tensor.
 
     Rows 4–7 of an (8, 6) matrix that ranks 1 and 3 hold: ``Piece(((4, 8),), ((0, 6),), (1, 3))``.
     """
@@ -123,7 +123,7 @@ def shard_matrices(layout: Layout, stack_dims: int, window: Window | None = None
         window: which rows and columns of the parameter the matrices are; None for all of them.
     """
     columns = range(stack_dims + 1, len(layout.shape))
-    grid = layout.mesh.shape
+    mesh_shape = layout.mesh.shape
     stack_axes, row_axes = layout.axes(0) if stack_dims else (), layout.axes(stack_dims)
     column_axes = [layout.axes(dim) for dim in columns]
     stack_cuts, row_cuts = layout.cuts(0) if stack_dims else (((0, 1),),), layout.cuts(stack_dims)
@@ -134,11 +134,12 @@ def shard_matrices(layout: Layout, stack_dims: int, window: Window | None = None
         row_cuts = tuple(clip(ranges, top, bottom) for ranges in row_cuts)
         column_cuts = {parts: clip(ranges, left, right) for parts, ranges in column_cuts.items()}
         shape = bottom - top, right - left
+    # For each part of the stack, (part of the rows, parts of the column dims) → its holders, of which number k is in replica k.
     held: list[dict[tuple[int, tuple[int, ...]], list[int]]] = [{} for _ in stack_cuts]
-    # The ranks of one part are listed in the order of the mesh: entry k is in replica k.
     for rank, coordinate in coordinates(layout.mesh).items():
-        part = flat_index(grid, coordinate, row_axes), tuple(flat_index(grid, coordinate, axes) for axes in column_axes)
-        held[flat_index(grid, coordinate, stack_axes)].setdefault(part, []).append(rank)
+        column_parts = tuple(flat_index(mesh_shape, coordinate, axes) for axes in column_axes)
+        part = flat_index(mesh_shape, coordinate, row_axes), column_parts
+        held[flat_index(mesh_shape, coordinate, stack_axes)].setdefault(part, []).append(rank)
     sharded_matrices: list[ShardedMatrix | None] = [None] * (layout.shape[0] if stack_dims else 1)
     for ranges, parts in zip(stack_cuts, held, strict=True):
         if not ranges:

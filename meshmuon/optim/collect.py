@@ -73,16 +73,14 @@ class Collector:
         self._recipes: list[GroupRecipe] = []
         self._params: list[NamedParam] = []
         self._plan_inputs: tuple[PlanInput, ...] = ()
-        # For ``check_overflow``, each combination once: group index, outputs and inputs of a matrix (None for AdamW), and the
-        # largest number of the dtype in which it is stepped.
+        # For ``check_overflow``: group index, outputs and inputs of a matrix (None for AdamW), largest number of its dtype.
         self._shapes: list[tuple[int, tuple[int, int] | None, float]] = []
         self._cached_step_params: tuple[object, list[StepParam]] = (None, [])  # a plan, and what was made for it
         self._groups: dict[int, ParamGroup] = {}  # the param groups of these step parameters, by group index
         self.has_grad: tuple[bool, ...] = ()  # which parameters have a gradient; the same object for as long as they are equal
         self._indices_by_group: dict[int, list[int]] = {}  # group index → indices of its parameters
-        # By group index: parameters whose state was checked since it changed, and parameters that lack state or a part of it.
-        self._state_checked: list[set[int]] = []
-        self._lacking_state: list[list[int]] = []
+        self._state_checked: list[set[int]] = []  # group index → those of them whose state was checked since it changed
+        self._lacking_state: list[list[int]] = []  # group index → those of them that lack state, or a part of it
         self._checked_has_grad: tuple[bool, ...] = ()  # ``has_grad`` at the last check
         self.without_state: tuple[int, ...] = ()  # parameters that lacked state and had a gradient at the last check
 
@@ -194,9 +192,8 @@ class Collector:
                 changed = True
                 self._cached_step_params = (None, [])
                 self._state_checked[index] = set()
-                self._lacking_state[index] = [
-                    k for k in self._indices_by_group.get(index, ()) if not self._has_all_state(k, states)
-                ]
+                indices = self._indices_by_group.get(index, ())
+                self._lacking_state[index] = [k for k in indices if not self._has_all_state(k, states)]
                 self._check_state(index, states)
                 snapshot.accept_state(states)
             elif changed:
@@ -248,10 +245,8 @@ class Collector:
                 step_param.settings = settings[step_param.group_index]
                 if k not in decision.idle:
                     entry = states[step_param.param]
-                    step_param.momentum_buffer, step_param.rule_state = (
-                        entry[param_state.MOMENTUM],
-                        _rule_state(step_param, entry),
-                    )
+                    step_param.momentum_buffer = entry[param_state.MOMENTUM]
+                    step_param.rule_state = _rule_state(step_param, entry)
                     step_param.counter = None if step_param.elements is None else entry[param_state.COUNTER]
             if decision.zeros:
                 for step_param, (k, _) in zip(step_params, decision.planned_parts, strict=True):
@@ -290,8 +285,7 @@ class Collector:
         matrix_set = plan_input.matrix_sets[part]
         remembers = kept and plan_input.rule is not None and plan_input.rule.remembers()
         idle = param_index in decision.idle
-        # The state of an idle parameter is not created: where it has none, a temporary copy of the dict takes the rule state,
-        # which only the buffers' shapes are read from.
+        # No state is created for an idle parameter: only the shape of its rule state is needed, so that a copied dict takes it.
         entry = dict(states.get(param, {})) if idle else states[param]
         step_param = StepParam(
             param=param,

@@ -206,9 +206,8 @@ class DistMuon(Muon):
         self.consolidate()
         plan, plan_inputs = step.decision.plan, self._planner.plan_inputs
         self._dividing = plan
-        self._stepped = [
-            (step.params[k].param, (plan_inputs[k].matrix_sets or ())[part]) for k, part in step.decision.planned_parts
-        ]
+        planned_parts = step.decision.planned_parts
+        self._stepped = [(step.params[k].param, (plan_inputs[k].matrix_sets or ())[part]) for k, part in planned_parts]
 
     def _note_kept(self, step: StepContext, owned: set[int]) -> None:
         """Notes of which parameters this rank alone has state: of its own ones, except those that are idle and have none yet."""

@@ -15,8 +15,8 @@ from torch import Tensor
 from ..params.option_table import ParamGroup
 from ..torch_compat import SHARD_GRADIENT_METADATA, SHARD_METADATA, has_local_part
 
-_PLAIN_METADATA = operator.attrgetter("shape", "dtype", "device")
-_PLAIN_GRADIENT_METADATA = operator.attrgetter("__class__", "shape", "dtype", "layout")
+_METADATA = operator.attrgetter("shape", "dtype", "device")
+_GRADIENT_METADATA = operator.attrgetter("__class__", "shape", "dtype", "layout")
 
 
 class GroupSnapshot:
@@ -32,9 +32,7 @@ class GroupSnapshot:
         self._names: list[str] = list(group["param_names"])
         self._metadata_getters = [_metadata_getter(param) for param in self._params]
         self._metadata = self._metadata_of(self._params)
-        self._grad_metadata_getters = [
-            SHARD_GRADIENT_METADATA if has_local_part(p) else _PLAIN_GRADIENT_METADATA for p in self._params
-        ]
+        self._grad_metadata_getters = [SHARD_GRADIENT_METADATA if has_local_part(p) else _GRADIENT_METADATA for p in self._params]
         self._grad_metadata: list[Any] = [None] * len(self._params)  # of the gradients accepted last; None before the first
         self._state_keys: list[list[str]] | None = None  # of the state that was accepted
         self._state_tensors: list[weakref.ref[Tensor]] = []  # its tensors, which the snapshot must not keep alive
@@ -107,4 +105,4 @@ def metadata_of(param: Tensor) -> Any:
 
 
 def _metadata_getter(param: Tensor) -> Callable[[Tensor], Any]:
-    return SHARD_METADATA if has_local_part(param) else _PLAIN_METADATA
+    return SHARD_METADATA if has_local_part(param) else _METADATA

@@ -227,7 +227,7 @@ class MuonStep(torch.optim.Optimizer):
                 grads, states = self._adamw_gradients(params), [self.state[param] for param in params]
                 adamw_step(self._groups[group_index], params, grads, states, step.skip_mask)
 
-    # What DistMuon does in another way.
+    # DistMuon overrides what follows.
 
     def _misuse(self, params: Sequence[NamedParam]) -> Exception | None:
         """Why this kind of optimizer cannot step these parameters; None if it can."""

@@ -64,8 +64,8 @@ class NonFinite:
 
     At every step, on every rank:
 
-    1. ``known_to_host`` says what the host of this rank knows. The planner's vote combines it over the ranks. If any rank says
-       yes, no rank makes the step, and each calls ``count``.
+    1. ``known_to_host`` says what this rank's host knows. The planner's vote combines it over the ranks. If any rank says yes, no
+       rank makes the step, and each calls ``count``.
     2. Otherwise ``reduce_skip_mask`` combines over the ranks what only devices know, and counts a skipped step on the device.
     """
 
@@ -94,8 +94,7 @@ class NonFinite:
     def reduce_skip_mask(self, params: Sequence[NamedParam], scaling: Scaling, exchange: Exchange | None) -> Tensor | None:
         """Whether all ranks skip the step: a boolean tensor without dims on the device, or None if no device has to be asked.
 
-        Also counts the step if it is skipped. All ranks take part in the reduction or none: only options and the devices of
-        parameters decide, which are equal on all ranks.
+        Also counts a skipped step. All ranks reduce or none: options and the devices of parameters decide, alike on all ranks.
         """
         flag = self._flag_on_device(params, scaling)
         if flag is None:

@@ -36,16 +36,16 @@ class Footprint:
                 shards[kind, wave] = shards.get((kind, wave), 0) + count * size
         received: dict[tuple[int, int], int] = {}  # (owner, wave) → elements, as in ``results``
         results: dict[tuple[int, int], int] = {}
-        shared: set[tuple[int, int]] = set()
+        with_replicas: set[tuple[int, int]] = set()
         for wave, (owner, gathered, copies) in zip(waves, self._owner_elements, strict=True):
             at = owner, wave
             received[at] = received.get(at, 0) + gathered
             results[at] = results.get(at, 0) + (copies or gathered)
             if copies:  # the owner sends more than it receives: the results of the whole wave need a buffer of their own
-                shared.add(at)
+                with_replicas.add(at)
         by_kind = _slots(shards, in_flight)
         total = {rank: by_kind[kind] for rank, kind in self._kinds.items()}
-        for slots in (_slots(received, in_flight), _slots({at: results[at] for at in shared}, in_flight)):
+        for slots in (_slots(received, in_flight), _slots({at: results[at] for at in with_replicas}, in_flight)):
             for owner, elements in slots.items():
                 total[owner] += elements
         return {rank: elements * self._itemsize for rank, elements in total.items()}

@@ -22,8 +22,7 @@ class PlanOptions:
     """The options that decide on a plan, together with the parameters.
 
     A single matrix larger than ``budget`` still gets a wave. All exchange buffers of a rank together may take twice ``budget``
-    per wave in flight: once for the matrices that it owns, once for its shards. If waves of one matrix per owner need more, the
-    buffers take that much.
+    per wave in flight, half of it for its shards. Where waves of one matrix per owner need more, they take that much.
     """
 
     cost: CostModel  # what work and traffic cost
@@ -48,8 +47,7 @@ class PlanData:
         ranks: all ranks that take part, in ascending order.
         params: the parameters.
         tasks: the matrices.
-        wave_lanes: the lane of each wave: device type, dtype on the wire and dtype of the update of all matrices in it. A wave is
-            one exchange to the owners, their work, and one exchange back.
+        wave_lanes: for each wave, the device type, dtype on the wire and dtype of the update that its matrices have in common.
         options: the options that it was made with.
     """
 
@@ -140,10 +138,7 @@ class PlanData:
 
 
 def add_local_costs(loads: dict[int, float], costs: Iterable[tuple[ShardedMatrix, float]]) -> None:
-    """Adds the costs of matrices that every holder computes for itself.
-
-    They are summed per ``ShardedMatrix`` before they are added to its holders, which may be thousands of ranks.
-    """
+    """Adds what every holder computes for itself; summed per ``ShardedMatrix`` first, which may have thousands of holders."""
     total: dict[ShardedMatrix, float] = {}
     for sharded, amount in costs:
         total[sharded] = total.get(sharded, 0.0) + amount

@@ -28,15 +28,14 @@ def describe(plan: PlanData) -> str:
     balance = (
         f"{heaviest / mean:.3f} of the mean, {heaviest / plan.bound:.3f} of what any plan must take" if heaviest else "no work"
     )
+    buffers = _bytes(plan.buffer_bytes(plan.ranks[0])) if plan.wave_lanes else ""
     lines = [
         f"{_count(len(moving), 'matrix', 'matrices')} with an owner and exchanged, {len(plan.tasks) - len(moving)} computed "
         f"where they are, over {_count(len(plan.ranks), 'rank', 'ranks')} in {_count(len(plan.wave_lanes), 'wave', 'waves')}",
         f"heaviest rank: {balance}",
         f"sent per rank and step: {_bytes(max(sent.values(), default=0))} at most, "
         f"{_bytes(sum(sent.values()) / max(1, len(sent)))} on average; nothing is padded",
-        f"exchange buffers on rank {plan.ranks[0]}: {_bytes(plan.buffer_bytes(plan.ranks[0]))}"
-        if plan.wave_lanes
-        else "no exchange",
+        f"exchange buffers on rank {plan.ranks[0]}: {buffers}" if buffers else "no exchange",
         "",
         table(("matrices", "shape", "layout", "how", "owners", "waves"), _kinds(plan)),
         "",

@@ -36,7 +36,7 @@ def cut_into_waves(
     4. two waves in flight, each with half of the owners;
     5. one wave in flight, with one matrix per owner, whatever it takes.
 
-    Where ``chunk_size`` is given, it one_per_owner decides.
+    Where ``chunk_size`` is given, it alone decides.
 
     Returns:
         The tasks with their waves, the lane of each wave, and how many waves may be in flight.
@@ -44,9 +44,8 @@ def cut_into_waves(
     tasks_by_lane: dict[Hashable, list[int]] = {}
     for k, task in enumerate(tasks):
         tasks_by_lane.setdefault(params[task.param].lane, []).append(k)
-    cutters = [
-        _LaneCutter([tasks[k] for k in indices], params[tasks[indices[0]].param], options) for indices in tasks_by_lane.values()
-    ]
+    lanes = tasks_by_lane.values()
+    cutters = [_LaneCutter([tasks[k] for k in lane], params[tasks[lane[0]].param], options) for lane in lanes]
     cuts, in_flight = _within_bound(cutters, options)
     waves, lane_of_wave = [0] * len(tasks), list[Hashable]()
     for (lane, indices), cut in zip(tasks_by_lane.items(), cuts, strict=True):

@@ -184,7 +184,7 @@ def _local_rows(member: ProjectionParam) -> Tensor:
     if sharded is not None:
         rank, shape = dist.get_rank(), tuple(param.shape)
         layouts = layouts_of(name, shape, sharded.placements, siblings(sharded.device_mesh), frozenset({rank}))
-        held = layouts[0].local(rank) if layouts else ((),) * len(shape)
+        held = layouts[0].held_ranges(rank) if layouts else ((),) * len(shape)
         ranges = held[0]
         if local.numel() and tuple(map(length, held)) != tuple(local.shape):
             raise PlanError(

@@ -178,7 +178,7 @@ def held(case: Case, k: int, rank: int, values: Sequence[Tensor]) -> Tensor:
     """What ``rank`` holds of a parameter whose values on each sibling mesh are ``values``."""
     layouts = case.plan.params[k].layouts
     sibling = next((s for s, layout in enumerate(layouts) if rank in layout.mesh.ranks), 0)
-    return select(values[sibling], layouts[sibling].local(rank))
+    return select(values[sibling], layouts[sibling].held_ranges(rank))
 
 
 class Ranks:
@@ -263,7 +263,7 @@ def test_buffers_are_what_the_plan_says(case: Case) -> None:
         ranks = Ranks(case)
     for rank in case.plan.ranks:
         flat = ranks.workspaces[rank]._flat
-        found = {key: tensor for key, tensor in flat.items() if key[0].split()[0] in ("shards", "owned", "results")}
+        found = {key: tensor for key, tensor in flat.items() if key[0].split()[0] in ("shards", "gathered", "results")}
         assert sum(tensor.nbytes for tensor in found.values()) == case.plan.buffer_bytes(rank)
 
 

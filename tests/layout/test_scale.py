@@ -65,7 +65,7 @@ def test_strided() -> None:
     for rank in range(RANKS):
         data, tensor = divmod(rank, 8)
         first = 1024 * tensor + 4 * data
-        assert layout.local(rank) == (((first, first + 4),), ((0, 64),))
+        assert layout.held_ranges(rank) == (((first, first + 4),), ((0, 64),))
         assert sharded.piece_of(rank) == sharded.pieces[sharded.holdings[rank][0]]
         assert sharded.pieces[sharded.holdings[rank][0]].rows == ((first, first + 4),)
 

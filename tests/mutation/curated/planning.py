@@ -6,7 +6,7 @@ from . import Mutants
 
 MUTANTS: Mutants = {
     "meshmuon.matrices": {
-        "_whole": (
+        "_before_split": (
             ("MatrixSet(1, $shape[0], $shape[1])", "MatrixSet(1, $shape[1], $shape[0])"),
             ("$shape[1:]", "$shape[2:]"),
         ),
@@ -19,7 +19,7 @@ MUTANTS: Mutants = {
                 "[_chunk($piece, $parts) for $piece in _chunk($ranges, $parts)]",
             ),
         ),
-        "_window": (("max($start, $start + $first - $position)", "$start"),),
+        "_between_positions": (("max($start, $start + $first - $position)", "$start"),),
     },
     "meshmuon.layout.layout": {
         "flat_index": (("$index * $shape[$axis] + $where[$axis]", "$index + $where[$axis] * $shape[$axis]"),),

@@ -14,7 +14,7 @@ MUTANTS: Mutants = {
             ),
             ("sorted(set($first).difference(*$reads))", "[]"),
             (
-                "list(fill_order(len(self.routes), len($local_batches), self.plan.options.in_flight))",
+                "list(gradient_read_order(len(self.routes), len($local_batches), self.plan.options.in_flight))",
                 "list(range(len(self.routes) + len($local_batches)))",
             ),
         ),
