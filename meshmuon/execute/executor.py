@@ -30,7 +30,7 @@ class StepExecutor(Protocol):
        numbers in it may be other ones, their shapes, dtypes, devices, schemes and rules are those that were prepared. ``idle``
        parameters have no gradient on any rank and are not stepped; except for private ones, they are the same on all ranks.
     3. ``during_last_scatter``: ``run`` calls it exactly once, after the last matrix has been orthogonalised and before the last
-       results are waited for. The optimizer steps its AdamW parameters there, on all ranks in the same order.
+       results are waited for. The optimizer steps AdamW's parameters there; if that communicates, then on all ranks.
 
     ``workspace_bytes`` may be called at any time, on any rank; it does not communicate.
     """

@@ -1,7 +1,6 @@
 """A tensor's layout over a mesh: which parts of it each rank holds.
 
-Plans are made of the pieces that ``shard_matrices`` finds from ``Layout.cuts``. Boxes serve only to compare the gradients of
-replicas.
+Plans are made of the pieces that ``shard_matrices`` finds from ``Layout.cuts``. Boxes serve only to compare replicas' gradients.
 
 A mesh has axes, a tensor has dims. Everything is computed from shapes and placements, without tensors and process groups: a mesh
 of thousands of ranks takes milliseconds.

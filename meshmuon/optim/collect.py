@@ -246,7 +246,8 @@ class Collector:
                 if k not in decision.idle:
                     entry = states[step_param.param]
                     step_param.momentum_buffer = entry[param_state.MOMENTUM]
-                    step_param.rule_state = _rule_state(step_param, entry)
+                    remembers = step_param.rule is not None and step_param.rule.remembers()
+                    step_param.rule_state = entry.get(param_state.RULE_STATE) if remembers else None
                     step_param.counter = None if step_param.elements is None else entry[param_state.COUNTER]
             if decision.zeros:
                 for step_param, (k, _) in zip(step_params, decision.planned_parts, strict=True):
@@ -306,10 +307,6 @@ class Collector:
             step_param.counter = None if idle else counter
             step_param.elements = elements_held(param.shape, held_ranges(param), param.device).hashed()
         return step_param
-
-
-def _rule_state(step_param: StepParam, entry: Mapping[str, Any]) -> Tensor | None:
-    return entry.get(param_state.RULE_STATE) if step_param.rule is not None and step_param.rule.remembers() else None
 
 
 def gradient_of(param: Tensor) -> Tensor:
