@@ -91,7 +91,7 @@ class Wave:
     rounding: CopyPairs  # from there to the buffer that is sent; empty where the dtype on the wire is that of the update
     update_views: ShardViews  # where each piece of the update is in the buffer that is received
     owned_batches: tuple[OwnedBatch, ...]  # the matrices that this rank owns, batch by batch
-    gradient_reads: GradientReads  # the parameters whose gradients are first or last read here
+    gradient_reads: GradientReads  # the parameters whose gradients it is the first or the last to read
 
     def run(
         self, step_params: Sequence[StepParam], idle: AbstractSet[int], exchange: Exchange, streams: Streams, ready: Mark
