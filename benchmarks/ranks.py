@@ -168,7 +168,7 @@ def measure(layout: ModelLayout, options: argparse.Namespace, wire: Wire) -> dic
         "bytes_of_naive": 4 * elements * (world - 1) / world,
         "exchanges": exchanges,
         "agreements": agreements,
-        "waves": len(plan.lanes),
+        "waves": len(plan.wave_lanes),
         "waited_s": waited,
         "hidden": max(0.0, 1 - waited / alone_s) if exchanges else None,
         "workspace_bytes": over_ranks(optimizer.workspace_bytes(), dist.ReduceOp.MAX),

@@ -95,7 +95,7 @@ def find_matrices(name: str, shape: Sequence[int], options: MatrixOptions) -> tu
         shape: the parameter's global shape: (rows, cols), (experts, rows, cols) or (out, in, *kernel).
         options: the options of its param group.
     """
-    whole = _whole(name, shape, options)
+    whole = _before_split(name, shape, options)
     split = _call_split(options.split, name, shape) if callable(options.split) else options.split
     if split is None:
         return (whole,)
@@ -103,11 +103,11 @@ def find_matrices(name: str, shape: Sequence[int], options: MatrixOptions) -> tu
     edges = list(accumulate(_sizes(name, split, outputs), initial=0))
     parts = []
     for start, stop in pairwise(edges):
-        cut = stop - start
+        size = stop - start
         if whole.flipped:
-            parts.append(MatrixSet(whole.count, whole.rows, cut, whole.stack_dims, ((0, whole.rows), (start, stop)), True))
+            parts.append(MatrixSet(whole.count, whole.rows, size, whole.stack_dims, ((0, whole.rows), (start, stop)), True))
         else:
-            parts.append(MatrixSet(whole.count, cut, whole.cols, whole.stack_dims, ((start, stop), (0, whole.cols))))
+            parts.append(MatrixSet(whole.count, size, whole.cols, whole.stack_dims, ((start, stop), (0, whole.cols))))
     return tuple(parts)
 
 
@@ -118,7 +118,8 @@ def _call_split(split: Callable[[str, tuple[int, ...]], int | Sequence[int] | No
         raise ConfigError(f"split({name!r}, {tuple(shape)}) failed with {type(error).__name__}: {error}") from error
 
 
-def _whole(name: str, shape: Sequence[int], options: MatrixOptions) -> MatrixSet:
+def _before_split(name: str, shape: Sequence[int], options: MatrixOptions) -> MatrixSet:
+    """The matrices of a parameter as if there were no ``split``."""
     if len(shape) == 2:
         return MatrixSet(1, shape[0], shape[1])
     if len(shape) < 2:

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import copy
 import math
-import operator
 import re
 import sys
 import warnings
@@ -20,6 +19,7 @@ from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
 from datetime import timedelta
 from functools import lru_cache
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -65,8 +65,8 @@ def warn_if_untested() -> None:
 # ``DTensor._local_tensor``: ``to_local()`` creates a new view at every call if gradients are recorded. ``DTensor._spec``: no
 # public object describes a whole layout. torch replaces a spec instead of changing it, and equal specs are equal layouts. 2.9 to
 # 2.15.
-SHARD_FACTS = operator.attrgetter("shape", "dtype", "device", "_spec", "_local_tensor.shape")
-SHARD_GRADIENT_FACTS = operator.attrgetter("__class__", "shape", "dtype", "_spec", "_local_tensor.shape", "_local_tensor.layout")
+SHARD_METADATA = attrgetter("shape", "dtype", "device", "_spec", "_local_tensor.shape")
+SHARD_GRADIENT_METADATA = attrgetter("__class__", "shape", "dtype", "_spec", "_local_tensor.shape", "_local_tensor.layout")
 _PLAIN = (Tensor, nn.Parameter)
 
 
@@ -87,7 +87,7 @@ def as_dtensor(tensor: Tensor) -> DTensor | None:
 
 
 def has_local_part(tensor: Tensor) -> bool:
-    """Whether ``SHARD_FACTS`` can read ``tensor``."""
+    """Whether ``SHARD_METADATA`` can read ``tensor``."""
     return hasattr(tensor, "_local_tensor")
 
 

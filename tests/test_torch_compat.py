@@ -140,10 +140,10 @@ def test_local_parts_and_specs() -> None:
         assert (spec.mesh, tuple(spec.placements)) == (tensor.device_mesh, tuple(tensor.placements))
         assert torch_compat.spec_of(torch.zeros_like(tensor)) == spec
         assert torch_compat.spec_of(tensor.redistribute(placements=[Shard(0), Replicate()])) != spec
-        facts = torch_compat.SHARD_FACTS(tensor)
+        facts = torch_compat.SHARD_METADATA(tensor)
         assert facts == (torch.Size((8, 6)), torch.float32, tensor.device, spec, torch.Size((2, 6)))
         kinds = (DTensor, torch.Size((8, 6)), torch.float32, spec, torch.Size((2, 6)), torch.strided)
-        assert torch_compat.SHARD_GRADIENT_FACTS(tensor) == kinds
+        assert torch_compat.SHARD_GRADIENT_METADATA(tensor) == kinds
 
     tensors(cut=look)
     plain = torch.zeros(3)
@@ -263,7 +263,7 @@ def test_uneven_strided_shards() -> None:
         assert layouts_of("w", (8, 3), cut, meshes, frozenset({rank}))
         assert layouts_of("w", (1, 3), cut, meshes, frozenset({rank}))
         if nests:
-            assert layouts_of("w", (10, 3), cut, meshes, frozenset({rank}))[0].local(0)[0] == ((0, 3),)
+            assert layouts_of("w", (10, 3), cut, meshes, frozenset({rank}))[0].held_ranges(0)[0] == ((0, 3),)
             return
         with pytest.raises(UnsupportedError, match=r"w has 10 elements along dim 0 in a strided sharding .*sizes that divide"):
             layouts_of("w", (10, 3), cut, meshes, frozenset({rank}))

@@ -36,30 +36,30 @@ class Note:
     state: str = ""  # one letter per parameter, ABSENT, PRESENT or ELSEWHERE: "110-"
 
 
-def raise_failures(notes: Mapping[int, Note], own: Exception | None) -> None:
-    """Raises the failure of the first rank that has one, on every rank and with the same text; ``own`` becomes its cause."""
+def raise_failures(notes: Mapping[int, Note], own_failure: Exception | None) -> None:
+    """Raises the failure of the first rank that has one, on every rank and with the same text, from this rank's own failure."""
     for rank, note in sorted(notes.items()):
         if note.failure is not None:
             kind, text = note.failure
             if not hasattr(errors, kind):
                 text = f"{kind}: {text}"
-            raise getattr(errors, kind, MeshmuonError)(f"rank {rank}: {text}") from own
+            raise getattr(errors, kind, MeshmuonError)(f"rank {rank}: {text}") from own_failure
 
 
 def other_optimizer(notes: Mapping[int, Note]) -> PlanMismatchError | None:
     """The error for ranks that step different optimizers, as far as they can know.
 
-    Two ranks that both have a shared id compare these. Otherwise they compare the positions of their optimizers among those that
-    look the same, provided that both ranks have equally many.
+    Two ranks that both have a shared id compare their ids. Otherwise they compare the positions of their optimizers among those
+    that look the same, provided that both ranks have equally many.
     """
     for rank, note in sorted(notes.items()):
-        for model in sorted(other for other in notes if other < rank):
-            ids = {note.pairing.shared_id, notes[model].pairing.shared_id}
-            place, model_place = note.place, notes[model].place
-            misplaced = place.lookalikes == model_place.lookalikes and place != model_place
+        for other in sorted(earlier for earlier in notes if earlier < rank):
+            ids = {note.pairing.shared_id, notes[other].pairing.shared_id}
+            place, other_place = note.place, notes[other].place
+            misplaced = place.lookalikes == other_place.lookalikes and place != other_place
             if misplaced if 0 in ids else len(ids) == 2:
                 return PlanMismatchError(
-                    f"rank {rank} steps another optimizer than rank {model}, and gradients of different parameters would be "
+                    f"rank {rank} steps another optimizer than rank {other}, and gradients of different parameters would be "
                     "mixed. Step several optimizers in the same order on every rank, and each equally often."
                 )
     return None
@@ -72,11 +72,11 @@ def other_step(notes: Mapping[int, Note]) -> PlanMismatchError | None:
         return None
     usual = _most_common(list(steps.values()))
     rank = next(rank for rank, count in steps.items() if count != usual)
-    model = next(rank for rank, count in steps.items() if count == usual)
+    usual_rank = next(rank for rank, count in steps.items() if count == usual)
     return PlanMismatchError(
         f"rank {rank} is at call {steps[rank]} of this optimizer's step() since the ranks first stepped it together, rank "
-        f"{model} at call {usual}: calls have ended on one rank alone, in its closure for example, and gradients of different "
-        "batches would be mixed. Call step() equally often on every rank."
+        f"{usual_rank} at call {usual}: calls have ended on one rank alone, in its closure for example, and gradients of "
+        "different batches would be mixed. Call step() equally often on every rank."
     )
 
 
@@ -107,8 +107,8 @@ def _letters_by_param(states: Mapping[int, str]) -> list[set[str]]:
 def raise_lost_state(names: Sequence[str], states: Mapping[int, str], begun: Mapping[int, Sequence[int]]) -> None:
     """Raises if a parameter has state on some ranks and none on others that should have it.
 
-    ``states`` are the letters of each rank, ``begun`` the positions of the parameters whose state there is not zero: a state of
-    zeros is the same as none.
+    ``states`` has the letters of each rank, ``begun`` the positions of the parameters whose state on a rank is not all zeros: a
+    state of zeros is the same as none.
     """
     for rank, positions in sorted(begun.items()):
         for position in positions:
@@ -124,24 +124,24 @@ def raise_lost_state(names: Sequence[str], states: Mapping[int, str], begun: Map
 def raise_mismatch(notes: Mapping[int, Note]) -> None:
     """Raises if ranks have different parameters, options or hyperparameters; names a rank and the first difference.
 
-    The model is the first of the ranks that agree with most others.
+    What most ranks have counts as usual, and the first of these ranks as the usual rank, with which the error compares.
     """
     usual = _most_common(list(map(_comparable, notes.values())))
-    model = min(rank for rank, note in notes.items() if _comparable(note) == usual)
+    usual_rank = min(rank for rank, note in notes.items() if _comparable(note) == usual)
     usual_options, usual_parameters, usual_hyperparameters = usual
     for rank, note in sorted(notes.items()):
         if note.options != usual_options:
             raise PlanMismatchError(
-                f"rank {rank} was given {note.options}, rank {model} {usual_options}: give all ranks the same options."
+                f"rank {rank} was given {note.options}, rank {usual_rank} {usual_options}: give all ranks the same options."
             )
         if note.parameters != usual_parameters:
-            raise PlanMismatchError(_first_difference(rank, note.parameters, model, usual_parameters))
+            raise PlanMismatchError(_first_difference(rank, note.parameters, usual_rank, usual_parameters))
         for index in sorted({start for start, _ in (*note.hyperparameters, *usual_hyperparameters)}):
             text, usual_text = _text_at(note.hyperparameters, index), _text_at(usual_hyperparameters, index)
             if text != usual_text:
                 raise PlanMismatchError(
-                    f"{note.parameters[index][0]}: rank {rank} steps it with {text}; rank {model} with {usual_text}. Set the "
-                    "same hyperparameters on every rank."
+                    f"{note.parameters[index][0]}: rank {rank} steps it with {text}; rank {usual_rank} with {usual_text}. Set "
+                    "the same hyperparameters on every rank."
                 )
 
 
@@ -152,17 +152,17 @@ def _text_at(hyperparameters: Sequence[tuple[int, str]], index: int) -> str:
 def raise_other_plan(plans: Mapping[int, tuple[int, Sequence[tuple[str, str]]]]) -> None:
     """Raises if ranks made different plans from the same parameters; names the first matrix that they treat differently.
 
-    ``plans`` has, by rank, the number of the plan and its ``owner_assignments``.
+    ``plans`` has, by rank, the fingerprint of its proposal and its ``owner_assignments``.
     """
-    usual = _most_common([number for number, _ in plans.values()])
-    model = min(rank for rank, (number, _) in plans.items() if number == usual)
-    for rank, (number, assignments) in sorted(plans.items()):
-        if number != usual:
-            pairs = zip(assignments, plans[model][1], strict=False)
-            whole_plans = (("the plan", str(number)), ("the plan", str(usual)))  # if the assignments do not differ
-            (name, text), (_, model_text) = next((pair for pair in pairs if pair[0] != pair[1]), whole_plans)
+    usual = _most_common([fingerprint for fingerprint, _ in plans.values()])
+    usual_rank = min(rank for rank, (fingerprint, _) in plans.items() if fingerprint == usual)
+    for rank, (fingerprint, assignments) in sorted(plans.items()):
+        if fingerprint != usual:
+            pairs = zip(assignments, plans[usual_rank][1], strict=False)
+            whole_plans = (("the plan", str(fingerprint)), ("the plan", str(usual)))  # if the assignments do not differ
+            (name, text), (_, usual_text) = next((pair for pair in pairs if pair[0] != pair[1]), whole_plans)
             raise PlanMismatchError(
-                f"{name}: rank {rank} plans {text}, rank {model} plans {model_text}, from the same parameters. Use one "
+                f"{name}: rank {rank} plans {text}, rank {usual_rank} plans {usual_text}, from the same parameters. Use one "
                 "version of meshmuon on all ranks."
             )
 
@@ -176,20 +176,20 @@ def _most_common(values: Sequence[_T]) -> _T:
     return Counter(values).most_common(1)[0][0]
 
 
-def _first_difference(rank: int, params: Sequence[tuple[str, str]], model: int, usual: Sequence[tuple[str, str]]) -> str:
+def _first_difference(rank: int, params: Sequence[tuple[str, str]], usual_rank: int, usual: Sequence[tuple[str, str]]) -> str:
     for (name, text), (usual_name, usual_text) in zip(params, usual, strict=False):
         if name != usual_name:
             return (
-                f"{usual_name}: rank {rank} has {name} in its place, rank {model} has {usual_name}. The parameters differ, or "
-                "are in another order: build the same groups on every rank."
+                f"{usual_name}: rank {rank} has {name} in its place, rank {usual_rank} has {usual_name}. The parameters differ, "
+                "or are in another order: build the same groups on every rank."
             )
         if text != usual_text:
             return (
-                f"{name}: rank {rank} has {text}; rank {model} has {usual_text}. Build the optimizer after every rank has "
+                f"{name}: rank {rank} has {text}; rank {usual_rank} has {usual_text}. Build the optimizer after every rank has "
                 "sharded the model in the same way, with the same options for each group."
             )
-    longer, more = (rank, params) if len(params) > len(usual) else (model, usual)
-    shorter = model if longer == rank else rank
+    longer, more = (rank, params) if len(params) > len(usual) else (usual_rank, usual)
+    shorter = usual_rank if longer == rank else rank
     name = more[min(len(params), len(usual))][0]
     return f"{name}: rank {longer} has it, rank {shorter} does not. Add the same groups on every rank."
 

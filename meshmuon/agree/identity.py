@@ -104,8 +104,8 @@ def place_of(optimizer: Optimizer | None) -> Place:
     living = [known for item in registered if (known := item.optimizer()) is not None]
     lookalikes = [known for known in living if known is optimizer or _looks_like(optimizer, known)]
     first_params = list(dict.fromkeys(id(_first_param(known)) for known in lookalikes))  # in order, each once
-    own = id(_first_param(optimizer))
-    return Place(first_params.index(own) if own in first_params else 0, len(first_params))
+    first_param = id(_first_param(optimizer))
+    return Place(first_params.index(first_param) if first_param in first_params else 0, len(first_params))
 
 
 def _roster() -> _Roster:

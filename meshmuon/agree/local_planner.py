@@ -36,7 +36,7 @@ class Topology:
     # a 2×4 mesh over ranks 0–7 these are the slices (0, 1, 2, 3) and (4, 5, 6, 7).
     meshes: Mapping[DeviceMesh, tuple[Mesh, ...]]
     replica_sets: Sequence[tuple[int, ...]]  # the sets of ranks over which plain tensors are replicated
-    ranks: tuple[int, ...]  # all that share a mesh or a replica set with this one, directly or through others, ascending
+    ranks: tuple[int, ...]  # all ranks that share a mesh or a replica set with this one, directly or through others, ascending
 
     @classmethod
     def around(cls, rank: int, meshes: Mapping[DeviceMesh, tuple[Mesh, ...]], replica_group: ReplicaGroup | None) -> Topology:
@@ -47,12 +47,12 @@ class Topology:
 
     def layouts(self, plan_inputs: Sequence[PlanInput]) -> list[tuple[Layout, ...]]:
         """The layouts of each parameter on the ranks that plan together; none for plain tensors that are not replicated."""
-        reached = frozenset(self.ranks)
-        replica_sets = [ranks for ranks in self.replica_sets if not reached.isdisjoint(ranks)]
+        planning_ranks = frozenset(self.ranks)
+        replica_sets = [ranks for ranks in self.replica_sets if not planning_ranks.isdisjoint(ranks)]
         return [
             tuple(replicated_layout(param.shape, ranks) for ranks in replica_sets)
             if param.mesh is None
-            else layouts_of(param.name, param.shape, param.placements, self.meshes[param.mesh], reached)
+            else layouts_of(param.name, param.shape, param.placements, self.meshes[param.mesh], planning_ranks)
             for param in plan_inputs
         ]
 
@@ -69,7 +69,7 @@ class PlanSettings:
 
     options: PlanOptions
     form: str  # of the orthogonalisation: it decides the FLOPs
-    path: str  # which executor will run the plan
+    path: str  # which executor will run the plan, as text
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +78,7 @@ class StepGradients:
 
     here: tuple[bool, ...]  # on this rank
     by_rank: Mapping[int, tuple[bool, ...]]  # which of the shared parameters have one on each rank; empty if all ranks are alike
-    active: Sequence[bool]  # on some rank: these are stepped
+    active: Sequence[bool]  # on some rank; these parameters are stepped
     muon: frozenset[int]  # indices of the active parameters that Muon steps
 
 
@@ -88,12 +88,12 @@ class Proposal:
 
     decision: StepDecision
     gradients: StepGradients
-    facts: tuple[object, ...]  # what ranks must agree on, beside the plan
+    also_compared: tuple[object, ...]  # what must be equal on all ranks, in addition to the plan
 
     @cached_property
-    def number(self) -> int:
-        """The number by which ranks compare proposals: equal where they are."""
-        return number_of((self.decision.plan.digest, *self.facts))
+    def fingerprint(self) -> int:
+        """Equal on two ranks if their proposals are equal."""
+        return fingerprint_of((self.decision.plan.digest, *self.also_compared))
 
 
 class LocalPlanner:
@@ -119,7 +119,7 @@ class LocalPlanner:
         self._muon = [index for index, plan_input in enumerate(plan_inputs) if plan_input.matrix_sets is not None]
         self._positions = {index: position for position, index in enumerate(self.shared)}
         shared_groups = [(position, plan_inputs[index].group_index) for position, index in enumerate(self.shared)]
-        self._group_starts = _changes(shared_groups)
+        self._group_starts = _where_changed(shared_groups)
 
     def misplaced_shard(self) -> PlanError | None:
         """The error for a local tensor of another shape than its placements say; only the ranks that hold it can see it."""
@@ -142,59 +142,59 @@ class LocalPlanner:
         shared = {index: flops[index] for index in self._muon if index in self._positions}
         return PlannedSet((shared, {index: flops[index] for index in self._muon if index not in shared}))
 
-    def plan(self, members: AbstractSet[int], exchange: Exchange | None) -> StepDecision:
-        """Plans a step on the parameters with indices ``members``."""
+    def plan(self, indices: AbstractSet[int], exchange: Exchange | None) -> StepDecision:
+        """Plans a step on the parameters with these ``indices``."""
         chosen = [
             (index, part, planned)
             for index, parts in enumerate(self._planned_params)
             for part, planned in enumerate(parts)
-            if index in members
+            if index in indices
         ]
         plan = make_plan([planned for _, _, planned in chosen], self._settings.options)
         return StepDecision(
             plan=plan,
-            members=tuple((index, part) for index, part, _ in chosen),
+            planned_parts=tuple((index, part) for index, part, _ in chosen),
             exchange=exchange,
             rank=self._topology.rank,
             repeats=_repeats_matrices(plan),
         )
 
     def shared_flags(self, has_grad: Sequence[bool]) -> tuple[bool, ...]:
-        """Those of the flags of all parameters that belong to shared ones."""
+        """The flags of the shared parameters, out of those of all parameters."""
         return tuple(has_grad[index] for index in self.shared)
 
     def gradients(self, has_grad: tuple[bool, ...], flags_by_rank: Mapping[int, tuple[bool, ...]]) -> StepGradients:
         """The gradients of a step.
 
-        ``has_grad`` says which parameters have one on this rank, ``flags_by_rank`` which of the shared ones on each rank; empty
-        if all ranks are alike, or while this rank only knows its own.
+        ``has_grad`` says which parameters have a gradient on this rank, ``flags_by_rank`` which of the shared parameters have one
+        on each rank. The latter is empty if all ranks have the same, or while this rank knows only its own.
         """
         active = list(has_grad)
         if flags_by_rank:
-            for index, column in zip(self.shared, zip(*flags_by_rank.values(), strict=True), strict=True):
-                active[index] = any(column)
+            for index, flags in zip(self.shared, zip(*flags_by_rank.values(), strict=True), strict=True):
+                active[index] = any(flags)
         return StepGradients(has_grad, flags_by_rank, active, frozenset(index for index in self._muon if active[index]))
 
     def propose(self, decision: StepDecision, gradients: StepGradients) -> Proposal:
         """A step with these gradients under the plan of ``decision``, which covers all parameters that Muon steps."""
         active, here = gradients.active, gradients.here
-        of_step = replace(
+        step_decision = replace(
             decision,
             zeros=frozenset(index for index, flag in enumerate(active) if flag and not here[index]),
-            idle=frozenset(position for position, (index, _) in enumerate(decision.members) if not active[index]),
+            idle=frozenset(position for position, (index, _) in enumerate(decision.planned_parts) if not active[index]),
         )
         # What AdamW steps is no part of the plan, but ranks must agree on it as well.
         flags = bytes(self.shared_flags(active))
-        # Flags that differ between ranks are compared too. When a rank's gradients change, the numbers therefore differ and the
-        # ranks check again that replicas have the same gradients.
-        return Proposal(of_step, gradients, (self._settings.path, flags, gradients.by_rank))
+        # ``by_rank`` is compared too: when a rank's gradients change, the fingerprints differ, and the ranks check again that
+        # replicas have the same gradients.
+        return Proposal(step_decision, gradients, (self._settings.path, flags, gradients.by_rank))
 
     def shared_hyperparameters(self, texts: Sequence[str]) -> tuple[tuple[int, str], ...]:
         """(position among the shared parameters, hyperparameters from there on) pairs, from the ``texts`` of all param groups.
 
         ((0, "lr=0.1"), (5, "lr=0.2")) if the first five shared parameters have another learning rate than the rest.
         """
-        return _changes([(start, texts[group_index]) for start, group_index in self._group_starts]) if texts else ()
+        return _where_changed([(start, texts[group_index]) for start, group_index in self._group_starts]) if texts else ()
 
     def positions_among_shared(self, indices: Sequence[int]) -> tuple[int, ...]:
         """The positions, among the shared parameters, of those ``indices`` that are shared: equal on all ranks."""
@@ -240,12 +240,12 @@ class LocalPlanner:
         )
 
 
-def number_of(facts: object) -> int:
-    """A number below 2**60 that is equal for equal facts, on every rank."""
-    return int(hashlib.sha256(repr(facts).encode()).hexdigest()[:15], 16)
+def fingerprint_of(values: object) -> int:
+    """A number below 2**60, made from the text of ``values``: equal on all ranks for equal values."""
+    return int(hashlib.sha256(repr(values).encode()).hexdigest()[:15], 16)
 
 
-def _changes(items: Sequence[tuple[int, _T]]) -> tuple[tuple[int, _T], ...]:
+def _where_changed(items: Sequence[tuple[int, _T]]) -> tuple[tuple[int, _T], ...]:
     """The items whose value differs from that of the item before: ((0, a), (1, a), (2, b)) gives ((0, a), (2, b))."""
     return tuple(item for k, item in enumerate(items) if k == 0 or item[1] != items[k - 1][1])
 
@@ -254,5 +254,5 @@ def _repeats_matrices(plan: Plan) -> bool:
     """Whether several ranks compute the same matrix."""
     shared = [task for task in plan.tasks if not plan.params[task.param].private]
     return len({(task.param, task.matrix) for task in shared}) < len(shared) or any(
-        task.wave == NO_WAVE and len(task.sharded.piece_and_replica) > 1 for task in shared
+        task.wave == NO_WAVE and len(task.sharded.holdings) > 1 for task in shared
     )

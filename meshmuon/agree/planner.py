@@ -31,12 +31,12 @@ from .differences import (
 )
 from .identity import Optimizer, Pairing, place_of
 from .link import Home, Link, current_rank
-from .local_planner import LocalPlanner, PlanSettings, Proposal, StepGradients, Topology, number_of, slices_by_mesh
+from .local_planner import LocalPlanner, PlanSettings, Proposal, StepGradients, Topology, fingerprint_of, slices_by_mesh
 from .planned_set import NOT_PLANNED, PlannedSet
 from .state_presence import StatePresence
 from .step_decision import PlanInput, RankStatus, StepDecision
 
-_FAILED, _READY = -1, 1  # what a rank votes instead of the number of its facts, which is 0 or more
+_FAILED, _READY = -1, 1  # what a rank votes instead of a fingerprint, which is 0 or more
 
 
 class Planner:
@@ -140,7 +140,7 @@ class Planner:
         else:
             verdict = self._link.agreement.decide(Vote(_READY if failure is None else _FAILED))
             if not verdict.unanimous or failure is not None:
-                raise_failures(self._link.agreement.everyone(Note(failure_text(failure))), failure)
+                raise_failures(self._link.agreement.all_gather_objects(Note(failure_text(failure))), failure)
                 raise PlanMismatchError("some ranks are ready for a step that others have not begun: call step() equally often.")
         self._count_step()
 
@@ -162,7 +162,7 @@ class Planner:
             self._planning_error = error
 
     def _plan(self, local: LocalPlanner, has_grad: tuple[bool, ...]) -> None:
-        """Makes this rank's own proposal; keeps an error, likewise."""
+        """Makes this rank's own proposal; keeps an error of it for the vote."""
         assert self._planned is not None
         try:
             if self._proposal is not None and self._proposal.gradients.here is has_grad:
@@ -176,18 +176,18 @@ class Planner:
             self._local, self._planning_error = None, error
 
     def _propose(self, local: LocalPlanner, gradients: StepGradients, planned: PlannedSet) -> None:
-        """Proposes a step with these gradients under a plan of what is ``planned``: the present plan if it is of just that."""
+        """Proposes a step with these gradients under a plan that covers ``planned``; the last plan if it covers just that."""
         before, proposal = self._planned_next, self._proposal
         self._planned_next = planned
-        if before is None or proposal is None or before.members != planned.members:
+        if before is None or proposal is None or before.indices != planned.indices:
             self._proposal = None
-            decision = local.plan(planned.members, None if self._link is None else self._link.exchange)
+            decision = local.plan(planned.indices, None if self._link is None else self._link.exchange)
             self._proposal = local.propose(decision, gradients)
         elif proposal.gradients is not gradients:
             self._proposal = local.propose(proposal.decision, gradients)
 
     def _count_step(self) -> None:
-        """Keeps the planned set of a step that takes place, and counts who has been idle in it."""
+        """Keeps the planned set of a step that takes place, and counts which parameters were idle in it."""
         assert self._planned_next is not None
         assert self._proposal is not None
         self._planned = self._planned_next.after_step(self._proposal.gradients.muon)
@@ -221,14 +221,14 @@ class Planner:
     def _vote(self, link: Link, failure: Exception | None, status: RankStatus) -> StepDecision:
         """Compares with all ranks what each is about to do, and looks for the reason where they differ."""
         self._home.check_process()
-        facts_number = _FAILED if failure is not None else number_of(self._facts(status))
-        vote = Vote(facts_number, self._must_prepare(status), status.nonfinite, status.has_work, self._pairing.proposed_id())
+        fingerprint = self._fingerprint(status) if failure is None else _FAILED
+        vote = Vote(fingerprint, self._must_prepare(status), status.nonfinite, status.has_work, self._pairing.proposed_id())
         verdict = link.agreement.decide(vote)
         prepares = verdict.prepares
         if not verdict.unanimous or failure is not None:
             try:
-                if failure is not None:  # the other ranks look at nothing else then
-                    raise_failures(link.agreement.everyone(Note(failure_text(failure))), failure)
+                if failure is not None:  # all ranks raise it, so that nothing else has to be compared
+                    raise_failures(link.agreement.all_gather_objects(Note(failure_text(failure))), failure)
             finally:
                 del failure
             assert self._local is not None
@@ -237,14 +237,15 @@ class Planner:
         self._pairing = self._pairing.joined(verdict.proposed_id)
         return self._decision(prepares, verdict.nonfinite, verdict.has_work)
 
-    def _facts(self, status: RankStatus) -> tuple[object, ...]:
-        """All that must be equal on all ranks in this step."""
+    def _fingerprint(self, status: RankStatus) -> int:
+        """The fingerprint of all that must be equal on all ranks in this step."""
         assert self._local is not None
         assert self._proposal is not None
         pairing = self._pairing
-        known = (pairing.shared_id, pairing.steps) if pairing.shared_id else (pairing.steps, *place_of(self._optimizer()))
+        identity = (pairing.shared_id, pairing.steps) if pairing.shared_id else (pairing.steps, *place_of(self._optimizer()))
         hyperparameters = self._local.shared_hyperparameters(status.hyperparameters)
-        return self._proposal.number, hyperparameters, known, self._local.positions_among_shared(status.without_state)
+        without_state = self._local.positions_among_shared(status.without_state)
+        return fingerprint_of((self._proposal.fingerprint, hyperparameters, identity, without_state))
 
     def _must_prepare(self, status: RankStatus) -> bool:
         return self._proposal is None or self._proposal.decision.plan is not status.prepared_plan
@@ -271,7 +272,7 @@ class Planner:
             place=place_of(self._optimizer()),
             state="".join(status.presence.presence(index) for index in local.shared),
         )
-        notes = link.agreement.everyone(note)
+        notes = link.agreement.all_gather_objects(note)
         raise_failures(notes, None)
         self._refuse_other_optimizers(notes)
         raise_mismatch(notes)
@@ -298,11 +299,12 @@ class Planner:
         except Exception as error:  # the other ranks wait for this rank's note
             failure = error
         try:
-            raise_failures(link.agreement.everyone(Note(failure_text(failure))), failure)
+            raise_failures(link.agreement.all_gather_objects(Note(failure_text(failure))), failure)
         finally:
             del failure
         assert self._proposal is not None
-        raise_other_plan(link.agreement.everyone((self._proposal.number, owner_assignments(self._proposal.decision.plan))))
+        assignments = owner_assignments(self._proposal.decision.plan)
+        raise_other_plan(link.agreement.all_gather_objects((self._proposal.fingerprint, assignments)))
         return len({tuple(steps == NOT_PLANNED for steps in of_rank) for of_rank in idle_steps}) > 1
 
     def _refuse_other_optimizers(self, notes: Mapping[int, Note]) -> None:
@@ -322,10 +324,9 @@ class Planner:
         names = [local.plan_inputs[index].name for index in local.shared]
         active = [any(flags) for flags in zip(*(note.active for note in notes.values()), strict=True)]
         if differing := differing_state(states, active):
-            own = states[current_rank()]
-            begun = tuple(
-                position for position in differing if own[position] == PRESENT and presence.begun(local.shared[position])
-            )
-            raise_lost_state(names, states, link.agreement.everyone(begun))
+            letters = states[current_rank()]
+            present = [position for position in differing if letters[position] == PRESENT]
+            begun = tuple(position for position in present if presence.begun(local.shared[position]))
+            raise_lost_state(names, states, link.agreement.all_gather_objects(begun))
         if not self._reduced:
             raise_lost_state(names, states, lost_by_owners(states, active))

@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     from ..params.named_params import NamedParam
 
 
-def is_kept(state: Mapping[str, Any] | None, named: NamedParam, rule: UpdateRule | None) -> bool:
-    """Whether a parameter has all state that a step needs, so that nothing would start at zero."""
+def has_all_state(state: Mapping[str, Any] | None, named: NamedParam, rule: UpdateRule | None) -> bool:
+    """Whether a parameter has all state that a step needs, so that none of it would start at zero."""
     if not state or (rounds_stochastically(named.param, named.param_group) and COUNTER not in state):
         return False
     if not named.param_group["use_muon"]:
@@ -42,7 +42,7 @@ class StatePresence:
         if not self.keeps(named) or not local_part(named.param).numel():
             return ELSEWHERE
         rule = resolve_rule(named.param_group["rule"]) if named.param_group["use_muon"] else None
-        return PRESENT if is_kept(self.states.get(named.param), named, rule) else ABSENT
+        return PRESENT if has_all_state(self.states.get(named.param), named, rule) else ABSENT
 
     def begun(self, index: int) -> bool:
         """Whether the state is more than the zeros that a first step starts with. Reading it waits for the device."""

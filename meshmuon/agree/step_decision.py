@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class PlanInput(NamedTuple):
-    """What a plan must know about a parameter. Whether it has a gradient is a matter of the step, not of the plan."""
+    """What a plan must know about a parameter. Whether it has a gradient, which changes between steps, is in ``RankStatus``."""
 
     name: str
     group_index: int
@@ -42,18 +42,18 @@ class PlanInput(NamedTuple):
 class StepDecision:
     """What all ranks have agreed to do."""
 
-    plan: Plan  # ``plan.params[i]``, ``members[i]`` and the executor's ``step_params[i]`` are about the same parameter
+    plan: Plan  # ``plan.params[i]``, ``planned_parts[i]`` and the executor's ``step_params[i]`` are about the same parameter
     # For each parameter of the plan, the indices of its plan input and of its matrix set in ``matrix_sets`` there. A fused QKV
-    # weight that is plan input 3 and is split in three has the members (3, 0), (3, 1), (3, 2).
-    members: tuple[tuple[int, int], ...]
+    # weight that is plan input 3 and is split in three has the entries (3, 0), (3, 1), (3, 2).
+    planned_parts: tuple[tuple[int, int], ...]
     exchange: Exchange | None  # None on a single rank
     rank: int
     zeros: frozenset[int] = frozenset()  # indices of the plan inputs whose gradient only other ranks have: stepped with zeros
-    idle: frozenset[int] = frozenset()  # indices of the plan's parameters of which no rank has a gradient: not stepped
+    idle: frozenset[int] = frozenset()  # indices in ``plan.params`` of those for which no rank has a gradient: not stepped
     prepares: bool = False  # some rank must create new buffers; all ranks then confirm that they are ready
     nonfinite: bool = False  # some rank has a gradient that must not be used; all ranks skip the step
     has_work: bool = True  # some rank has more to do than create state
-    repeats: bool = False  # several ranks compute the same matrix, each for itself
+    repeats: bool = False  # some matrix is computed by several ranks, by each for itself
 
 
 class RankStatus(NamedTuple):

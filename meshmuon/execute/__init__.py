@@ -3,7 +3,7 @@
 from .data_parallel import DataParallelExecutor
 from .executor import Executor, StepExecutor
 from .reference import ReferenceExecutor
-from .rounding import Elements, RandomWords, RoundingScratch, advance, chunks_of, elements_held, round_stochastically
+from .rounding import Elements, RandomWords, RoundingScratch, advance_counters, chunks_of, elements_held, round_stochastically
 from .settings import DEFAULT_MEMORY_BUDGET, ExecutorSettings
 from .step_param import StepParam, StepSettings, UpdateRule
 
@@ -20,7 +20,7 @@ __all__ = [
     "StepParam",
     "StepSettings",
     "UpdateRule",
-    "advance",
+    "advance_counters",
     "chunks_of",
     "elements_held",
     "round_stochastically",

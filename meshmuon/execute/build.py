@@ -11,11 +11,11 @@ from torch.profiler import record_function
 
 from ..plan import NO_WAVE, Batch, WaveRoutes, WaveSizes, slot_sizes, wave_sizes
 from .ortho_batch import OrthoBatch
-from .pipeline import fill_order
+from .pipeline import gradient_read_order
 from .program_builder import MatrixRange, PlacedTransfers, ProgramBuilder, offsets_of
 from .rounding import RoundingScratch
 from .rule_state import RuleStateExchange, load_rule_state, rule_state_exchanges, store_rule_state
-from .shard_views import GradLifetime, ShardView, ShardViews
+from .shard_views import GradientReads, ShardView, ShardViews
 from .step_param import StepParam
 from .strided_copies import PlacedPiece, blocks_of, strided_views
 from .wave import CopyPairs, OwnedBatch, RankWave, Wave
@@ -27,7 +27,7 @@ class LocalBatch:
 
     ortho_batch: OrthoBatch  # where they are orthogonalised
     shard_views: ShardViews  # their place in the parameters, and their views of ``ortho_batch``
-    grad_lifetime: GradLifetime  # the parameters whose gradients are first or last read here
+    gradient_reads: GradientReads  # the parameters whose gradients it is the first or the last to read
     rule_state: list[ShardView]  # the place of their rule state, and its views of ``ortho_batch``
 
     def run(self, step_params: Sequence[StepParam], idle: AbstractSet[int]) -> None:
@@ -35,10 +35,10 @@ class LocalBatch:
         if self.ortho_batch.is_idle(idle):
             return
         with record_function("meshmuon::momentum"):
-            self.grad_lifetime.accumulate(step_params, idle)
+            self.gradient_reads.accumulate_momentum(step_params, idle)
             self.shard_views.fill(step_params, idle)
             load_rule_state(self.rule_state, step_params, idle)
-        self.grad_lifetime.free_gradients(step_params)
+        self.gradient_reads.free_gradients(step_params)
         self.ortho_batch.orthogonalise(idle)
         with record_function("meshmuon::update"):
             self.shard_views.apply(step_params, idle)
@@ -52,10 +52,10 @@ class RankProgram:
     waves: tuple[RankWave, ...] = ()  # what is exchanged, wave by wave
     wave_params: tuple[frozenset[int], ...] = ()  # the parameters of each wave, the same on all ranks
     in_flight: int = 1  # most waves between their first and their last exchange
-    ahead: int | None = None  # as in ``pipeline_order``
+    gathered_ahead: int | None = None  # as in ``pipeline_order``
     local: tuple[LocalBatch, ...] = ()  # what needs no exchange
     rule_states: tuple[RuleStateExchange, ...] = ()  # the rule state of the matrices that are exchanged, one per device and dtype
-    rest: GradLifetime = field(default_factory=GradLifetime)  # the parameters whose gradients are freed at the end of the step
+    freed_at_end: GradientReads = field(default_factory=GradientReads)  # the parameters whose gradients no wave or batch frees
     failures: list[Exception] = field(default_factory=list)  # where batches put what went wrong during a step
 
 
@@ -65,27 +65,26 @@ class RankProgramBuilder(ProgramBuilder):
     def build(self) -> RankProgram:
         """Everything that the rank needs to execute the plan."""
         local_ranges = self._local_ranges()
-        local_batches, *wave_batches = self.reserved_batches([local_ranges, *self.owned])
+        local_batches, *wave_batches = self.reserved_batches([local_ranges, *self.owned_ranges])
         sizes = [wave_sizes(routes) for routes in self.routes]
         self._reserve_buffers(sizes)
-        lifetimes, rest = self._grad_lifetimes(local_ranges, local_batches)
+        gradient_reads, freed_at_end = self._gradient_reads(local_ranges, local_batches)
         waves, owned_rule_state = [], dict[int, Tensor]()
         for k, batches in enumerate(wave_batches):
-            ortho_batches = [self.ortho_batch(self.owned[k], batch) for batch in batches]
-            waves.append(self._wave(k, sizes[k], ortho_batches, lifetimes[k]))
+            ortho_batches = [self.ortho_batch(self.owned_ranges[k], batch) for batch in batches]
+            waves.append(self._wave(k, sizes[k], ortho_batches, gradient_reads[k]))
             owned_rule_state.update(_rule_state_by_task(self.routes[k], ortho_batches))
         local = [
-            self._local_batch(local_ranges, batch, lifetime)
-            for batch, lifetime in zip(local_batches, lifetimes[len(waves) :], strict=True)
+            self._local_batch(local_ranges, batch, reads)
+            for batch, reads in zip(local_batches, gradient_reads[len(waves) :], strict=True)
         ]
-        rule_states = rule_state_exchanges(self, owned_rule_state)
         return RankProgram(
             waves=tuple(waves),
             wave_params=self.wave_params(),
             in_flight=self.plan.options.in_flight,
             local=tuple(local),
-            rule_states=tuple(rule_states),
-            rest=rest,
+            rule_states=tuple(rule_state_exchanges(self, owned_rule_state)),
+            freed_at_end=freed_at_end,
             failures=self.failures,
         )
 
@@ -93,7 +92,7 @@ class RankProgramBuilder(ProgramBuilder):
         """Matrices that need no exchange; those that are next to each other in a local tensor are one range."""
         ranges: list[MatrixRange] = []
         for index, task in enumerate(self.plan.tasks):
-            if task.wave != NO_WAVE or self.rank not in task.sharded.piece_and_replica:
+            if task.wave != NO_WAVE or self.rank not in task.sharded.holdings:
                 continue
             matrix, last = self.range_of(index), ranges[-1] if ranges else None
             if last is not None and (last.param_index, last.stop) == (matrix.param_index, matrix.start):
@@ -102,7 +101,7 @@ class RankProgramBuilder(ProgramBuilder):
                 ranges.append(matrix)
         return ranges
 
-    def _local_batch(self, ranges: Sequence[MatrixRange], batch: Batch, grad_lifetime: GradLifetime) -> LocalBatch:
+    def _local_batch(self, ranges: Sequence[MatrixRange], batch: Batch, gradient_reads: GradientReads) -> LocalBatch:
         ortho_batch = self.ortho_batch(ranges, batch)
         shard_views, rule_state, stop = [], [], 0
         for part in batch.slices:
@@ -113,32 +112,32 @@ class RankProgramBuilder(ProgramBuilder):
             if ortho_batch.rule_state is not None:
                 rule_state.append(self.rule_state_view(matrix_range, ortho_batch.rule_state[start:stop]))
         views = ShardViews(shard_views, self.step_params, RoundingScratch(self.workspace))
-        return LocalBatch(ortho_batch, views, grad_lifetime, rule_state)
+        return LocalBatch(ortho_batch, views, gradient_reads, rule_state)
 
-    def _grad_lifetimes(
+    def _gradient_reads(
         self, local_ranges: Sequence[MatrixRange], local_batches: Sequence[Batch]
-    ) -> tuple[list[GradLifetime], GradLifetime]:
-        """The lifetimes of each wave, then of each local batch; and of the parameters that none of them reads.
+    ) -> tuple[list[GradientReads], GradientReads]:
+        """The gradient reads of each wave, then of each local batch; and the parameters that none of them reads.
 
-        The parts of a fused weight share its momentum: they count as the first of them.
+        The parts of a fused weight share one gradient and momentum. All of them count as the first part.
         """
         first_part: dict[Tensor, int] = {}
         first = [first_part.setdefault(step_param.param, k) for k, step_param in enumerate(self.step_params)]
         reads = [{first[self.plan.tasks[index].param] for index in _tasks_held(routes)} for routes in self.routes]
         reads += [{first[local_ranges[part.item].param_index] for part in batch.slices} for batch in local_batches]
-        order = list(fill_order(len(self.routes), len(local_batches), self.plan.options.in_flight))
-        begins, ends = _first_reads(reads, order), _first_reads(reads, order[::-1])
-        lifetimes = [GradLifetime(*indices) for indices in zip(begins, ends, strict=True)]
-        return lifetimes, GradLifetime((), sorted(set(first).difference(*reads)))
+        order = list(gradient_read_order(len(self.routes), len(local_batches), self.plan.options.in_flight))
+        first_here, last_here = _first_reads(reads, order), _first_reads(reads, order[::-1])
+        gradient_reads = [GradientReads(*indices) for indices in zip(first_here, last_here, strict=True)]
+        return gradient_reads, GradientReads((), sorted(set(first).difference(*reads)))
 
     def _reserve_buffers(self, sizes: Sequence[WaveSizes]) -> None:
         """Waves k, k + in_flight, … of a lane take turns in slot k % in_flight, which fits the largest of them."""
         slots = self.plan.options.in_flight
-        for lane in dict.fromkeys(self.plan.lanes):
-            waves = [k for k, wave_lane in enumerate(self.plan.lanes) if wave_lane == lane]
+        for lane in dict.fromkeys(self.plan.wave_lanes):
+            waves = [k for k, wave_lane in enumerate(self.plan.wave_lanes) if wave_lane == lane]
             for slot in range(slots):
                 largest = slot_sizes([sizes[k] for k in waves if k % slots == slot])
-                for name, size in zip(("shards", "owned", "results"), largest, strict=True):
+                for name, size in zip(("shards", "gathered", "results"), largest, strict=True):
                     self._buffer(name, waves[0], slot, size)
             self._unrounded_buffer(waves[0], max(sizes[k].shards for k in waves))
 
@@ -153,37 +152,38 @@ class RankProgramBuilder(ProgramBuilder):
             return None
         return self.workspace.take("unrounded", (size,), template.update_dtype, template.param.device)
 
-    def _wave(self, k: int, sizes: WaveSizes, ortho_batches: Sequence[OrthoBatch], grad_lifetime: GradLifetime) -> Wave:
-        # The buffers shards, owned and results, and why a scatter may receive into what the gather sent: see plan/buffers.py.
+    def _wave(self, k: int, sizes: WaveSizes, ortho_batches: Sequence[OrthoBatch], gradient_reads: GradientReads) -> Wave:
+        # plan/buffer_sizes.py describes the buffers, and why the scatter may receive into what the gather has sent.
         routes, slot = self.routes[k], k % self.plan.options.in_flight
-        shards, owned = self._buffer("shards", k, slot, sizes.shards), self._buffer("owned", k, slot, sizes.owned)
-        results = self._buffer("results", k, slot, sizes.results) if sizes.results else owned
-        unrounded = self._unrounded_buffer(k, sizes.shards)
-        own = offsets_of(routes.own, sizes.own_offset)
-        filled = [*offsets_of(routes.gather_out), *own], shards if unrounded is None else unrounded
-        applied = [*offsets_of(routes.scatter_in), *own], shards
-        gathered = [(offsets_of(routes.gather_in), owned), (own, shards)]
-        scattered = [(offsets_of(routes.scatter_out), results), (own, shards)]
+        shards, gathered = self._buffer("shards", k, slot, sizes.shards), self._buffer("gathered", k, slot, sizes.gathered)
+        results = self._buffer("results", k, slot, sizes.results) if sizes.results else gathered
+        unrounded, scratch = self._unrounded_buffer(k, sizes.shards), RoundingScratch(self.workspace, "rounding beside")
+        staying = offsets_of(routes.staying, sizes.staying_offset)
+        momentum = [*offsets_of(routes.gather_out), *staying], shards if unrounded is None else unrounded
+        updates = [*offsets_of(routes.scatter_in), *staying], shards
+        unpacked = [(offsets_of(routes.gather_in), gathered), (staying, shards)]
+        packed = [(offsets_of(routes.scatter_out), results), (staying, shards)]
         return Wave(
-            gather=self.exchange_buffers(owned, routes.gather_in, shards, routes.gather_out),
+            gather=self.exchange_buffers(gathered, routes.gather_in, shards, routes.gather_out),
             scatter=self.exchange_buffers(shards, routes.scatter_in, results, routes.scatter_out),
-            fill=ShardViews(self.piece_views(*filled), self.step_params),
+            momentum_views=ShardViews(self.piece_views(*momentum), self.step_params),
             rounding=CopyPairs([], []) if unrounded is None else CopyPairs([shards], [unrounded]),
-            apply=ShardViews(self.piece_views(*applied), self.step_params, RoundingScratch(self.workspace, "rounding beside")),
-            owned_batches=tuple(_owned_batch(routes, batch, gathered, scattered) for batch in ortho_batches),
-            grad_lifetime=grad_lifetime,
+            update_views=ShardViews(self.piece_views(*updates), self.step_params, scratch),
+            owned_batches=tuple(_owned_batch(routes, batch, unpacked, packed) for batch in ortho_batches),
+            gradient_reads=gradient_reads,
         )
 
 
 def _owned_batch(
     routes: WaveRoutes,
     ortho_batch: OrthoBatch,
-    gathered: Sequence[tuple[PlacedTransfers, Tensor]],
-    scattered: Sequence[tuple[PlacedTransfers, Tensor]],
+    unpacked: Sequence[tuple[PlacedTransfers, Tensor]],
+    packed: Sequence[tuple[PlacedTransfers, Tensor]],
 ) -> OwnedBatch:
+    """A batch with its copies. ``unpacked`` and ``packed`` say where pieces are in the buffers before and after its work."""
     position = {task: k for k, task in enumerate(_tasks_in(routes, ortho_batch))}
     unpack, pack = CopyPairs([], []), CopyPairs([], [])
-    for inside, outside, sides in ((unpack.target, unpack.source, gathered), (pack.source, pack.target, scattered)):
+    for inside, outside, sides in ((unpack.target, unpack.source, unpacked), (pack.source, pack.target, packed)):
         for transfers, buffer in sides:
             placed = [PlacedPiece(t.piece, offset, position[t.task]) for t, offset in transfers if t.task in position]
             blocks = blocks_of(placed, ortho_batch.batch.cols, ortho_batch.stacked.stride(0))
@@ -195,7 +195,7 @@ def _owned_batch(
 
 def _tasks_in(routes: WaveRoutes, ortho_batch: OrthoBatch) -> list[int]:
     """The tasks of a batch of owned matrices, in its order."""
-    return [routes.owned[part.item] for part in ortho_batch.batch.slices]
+    return [routes.owned_tasks[part.item] for part in ortho_batch.batch.slices]
 
 
 def _rule_state_by_task(routes: WaveRoutes, ortho_batches: Sequence[OrthoBatch]) -> dict[int, Tensor]:
@@ -210,11 +210,11 @@ def _rule_state_by_task(routes: WaveRoutes, ortho_batches: Sequence[OrthoBatch])
 
 def _tasks_held(routes: WaveRoutes) -> set[int]:
     """Tasks of which this rank holds a piece; a replica that sends nothing still keeps its momentum."""
-    return {transfer.task for transfer in (*routes.scatter_in, *routes.gather_out, *routes.own)}
+    return {transfer.task for transfer in (*routes.scatter_in, *routes.gather_out, *routes.staying)}
 
 
 def _first_reads(reads: Sequence[set[int]], order: Sequence[int]) -> list[list[int]]:
-    """Of the parameters that each of several readers reads, those that none before it in ``order`` has read."""
+    """For each reader, those of its parameters in ``reads`` that no reader before it in ``order`` reads."""
     firsts: list[list[int]] = [[] for _ in reads]
     seen: set[int] = set()
     for k in order:

@@ -24,7 +24,7 @@ from .ortho_batch import OrthoBatch
 from .program_builder import ProgramBuilder, offsets_of
 from .rounding import RoundingScratch
 from .rule_state import load_rule_state, store_rule_state
-from .shard_views import GradLifetime, ShardView, ShardViews, grouped
+from .shard_views import GradientReads, ShardView, ShardViews, grouped
 from .step_param import StepParam
 from .wave import CopyPairs, ExchangeBuffers
 
@@ -39,7 +39,7 @@ class _AveragedBatch:
     received: list[list[Tensor] | None]  # for every rank, its gradients of them; None stands for this rank's own
     results: list[list[Tensor]]  # for every other rank, the views of the buffer that sends it the new weights
     rule_state: list[ShardView]  # the place of their rule state, and its views of ``ortho_batch``
-    updates: ShardViews  # ``matrix_views``, as they are applied
+    update_views: ShardViews  # ``matrix_views``, as they are applied
 
     def without(self, idle: AbstractSet[int]) -> _AveragedBatch:
         """The batch without what belongs to ``idle`` parameters; the matrices themselves keep their places."""
@@ -61,12 +61,12 @@ class _AveragedBatch:
             self._average(step_params)
         with record_function("meshmuon::momentum"):
             pairs = list(zip(self.matrix_views, self.averages, strict=True))
-            for members in grouped(pairs, lambda pair: step_params[pair[0].param_index].group_index):
-                self._fill([matrix for matrix, _ in members], [average for _, average in members], step_params)
+            for of_group in grouped(pairs, lambda pair: step_params[pair[0].param_index].group_index):
+                self._fill([matrix for matrix, _ in of_group], [average for _, average in of_group], step_params)
         load_rule_state(self.rule_state, step_params, idle)
         self.ortho_batch.orthogonalise(idle)
         with record_function("meshmuon::update"):
-            self.updates.apply(step_params, idle)
+            self.update_views.apply(step_params, idle)
             store_rule_state(self.rule_state, step_params, idle)
         with record_function("meshmuon::scatter"):
             weights = [matrix.of(step_params[matrix.param_index].param) for matrix in self.matrix_views]
@@ -74,23 +74,23 @@ class _AveragedBatch:
                 torch._foreach_copy_(views, weights)
 
     def _average(self, step_params: Sequence[StepParam]) -> None:
-        own = [matrix.of(step_params[matrix.param_index].grad) for matrix in self.matrix_views]
+        own_gradients = [matrix.of(step_params[matrix.param_index].grad) for matrix in self.matrix_views]
         for position, views in enumerate(self.received):
-            values = own if views is None else views
+            gradients = own_gradients if views is None else views
             if position == 0:
-                torch._foreach_copy_(self.averages, values)
+                torch._foreach_copy_(self.averages, gradients)
             else:
-                torch._foreach_add_(self.averages, values)
+                torch._foreach_add_(self.averages, gradients)
         torch._foreach_div_(self.averages, float(len(self.received)))
 
     def _fill(self, matrix_views: Sequence[ShardView], averages: list[Tensor], step_params: Sequence[StepParam]) -> None:
         settings, views = step_params[matrix_views[0].param_index].settings, [matrix.view for matrix in matrix_views]
-        buffers = [matrix.of(step_params[matrix.param_index].momentum) for matrix in matrix_views]
-        accumulate(buffers, averages, settings.retain)
+        momenta = [matrix.of(step_params[matrix.param_index].momentum) for matrix in matrix_views]
+        accumulate(momenta, averages, settings.retain)
         if settings.nesterov:
-            look_ahead(views, averages, buffers, settings.momentum)
+            look_ahead(views, averages, momenta, settings.momentum)
         else:
-            torch._foreach_copy_(views, buffers)
+            torch._foreach_copy_(views, momenta)
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,17 +137,16 @@ class _DataParallelBuilder(ProgramBuilder):
 
     def build(self) -> RankProgram:
         assert all(task.wave != NO_WAVE for task in self.plan.tasks), "replicated matrices are shared"
-        batches = self.reserved_batches(self.owned)
+        batches = self.reserved_batches(self.owned_ranges)
         for k in range(len(self.routes)):
             self._averages(k)  # grown to its final size before anything keeps a view of it
         waves = tuple(self._wave(k, batches[k]) for k in range(len(self.routes)))
         count = max(1, len(waves))  # all gradients are on their way before the first is waited for
-        rest = GradLifetime((), range(len(self.step_params)))
-        params = self.wave_params()
-        return RankProgram(waves, params, in_flight=count, ahead=count, rest=rest, failures=self.failures)
+        all_params, params = GradientReads((), range(len(self.step_params))), self.wave_params()
+        return RankProgram(waves, params, in_flight=count, gathered_ahead=count, freed_at_end=all_params, failures=self.failures)
 
     def _averages(self, wave: int) -> Tensor:
-        return self._buffer("averages", wave, sum(transfer.piece.size for transfer in self.routes[wave].own))
+        return self._buffer("averages", wave, sum(transfer.piece.size for transfer in self.routes[wave].staying))
 
     def _buffer(self, name: str, wave: int, size: int) -> Tensor:
         template = self.lane_template(wave)
@@ -157,7 +156,7 @@ class _DataParallelBuilder(ProgramBuilder):
         routes = self.routes[k]
         sent = self._buffer(f"sent {k}", k, sum(transfer.piece.size for transfer in routes.scatter_in))
         received = self._buffer(f"received {k}", k, sum(transfer.piece.size for transfer in routes.scatter_out))
-        ortho_batches = [self.ortho_batch(self.owned[k], batch) for batch in batches]
+        ortho_batches = [self.ortho_batch(self.owned_ranges[k], batch) for batch in batches]
         return _Wave(
             gather=self.exchange_buffers(received, routes.scatter_out, sent, routes.scatter_in),
             scatter=self.exchange_buffers(sent, routes.scatter_in, received, routes.scatter_out),
@@ -166,10 +165,10 @@ class _DataParallelBuilder(ProgramBuilder):
         )
 
     def _averaged_batch(self, routes: WaveRoutes, ortho_batch: OrthoBatch, received: Tensor, averages: Tensor) -> _AveragedBatch:
-        tasks = [routes.owned[part.item] for part in ortho_batch.batch.slices]
+        tasks = [routes.owned_tasks[part.item] for part in ortho_batch.batch.slices]
         ranges = [self.range_of(task) for task in tasks]
         matrix_views = [self.shard_view(ranges[k], ortho_batch.stacked[k : k + 1]) for k in range(len(tasks))]
-        offset_of_average = {transfer.task: offset for transfer, offset in offsets_of(routes.own)}
+        offset_of_average = {transfer.task: offset for transfer, offset in offsets_of(routes.staying)}
         offset_of_rank = {(transfer.target, transfer.task): offset for transfer, offset in offsets_of(routes.scatter_out)}
 
         def views(buffer: Tensor, offsets: Sequence[int]) -> list[Tensor]:
@@ -187,5 +186,5 @@ class _DataParallelBuilder(ProgramBuilder):
             received=[None if rank == self.rank else of_rank(rank) for rank in self.plan.ranks],
             results=[of_rank(rank) for rank in self.plan.ranks if rank != self.rank],
             rule_state=[] if rule_state is None else [self.rule_state_view(r, rule_state[k]) for k, r in enumerate(ranges)],
-            updates=ShardViews(matrix_views, self.step_params, RoundingScratch(self.workspace)),
+            update_views=ShardViews(matrix_views, self.step_params, RoundingScratch(self.workspace)),
         )

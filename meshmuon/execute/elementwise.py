@@ -36,15 +36,15 @@ def adds_alike(total: torch.dtype, addend: torch.dtype) -> bool:
     return all(torch.equal(in_pieces(size), whole) for size in _TRIAL_SIZES)
 
 
-def accumulate(buffers: list[Tensor], grads: list[Tensor], retain: float | Tensor) -> None:
+def accumulate(momenta: list[Tensor], grads: list[Tensor], retain: float | Tensor) -> None:
     """M ← retain·M + G."""
-    if isinstance(retain, Tensor) or buffers[0].device.type != "cpu":
-        torch._foreach_mul_(buffers, retain)
-        torch._foreach_add_(buffers, grads)
+    if isinstance(retain, Tensor) or momenta[0].device.type != "cpu":
+        torch._foreach_mul_(momenta, retain)
+        torch._foreach_add_(momenta, grads)
         return
-    usual = buffers[0].dtype  # looked up once: each tensor's own dtypes decide, but they rarely differ
+    usual = momenta[0].dtype  # looked up once: each tensor's own dtypes decide, but they rarely differ
     usually = adds_alike(usual, usual)
-    for buffer, grad in zip(buffers, grads, strict=True):  # not batched: one operation reads memory once, two batched ones twice
+    for buffer, grad in zip(momenta, grads, strict=True):  # not batched: one operation reads memory once, two batched ones twice
         kind = buffer.dtype
         if grad.dtype is kind and (usually if kind is usual else adds_alike(kind, kind)):
             torch.add(grad, buffer, alpha=retain, out=buffer)
@@ -52,15 +52,15 @@ def accumulate(buffers: list[Tensor], grads: list[Tensor], retain: float | Tenso
             buffer.mul_(retain).add_(grad)
 
 
-def look_ahead(views: list[Tensor], grads: list[Tensor], buffers: list[Tensor], momentum: float) -> None:
+def look_ahead(views: list[Tensor], grads: list[Tensor], momenta: list[Tensor], momentum: float) -> None:
     """V ← G + momentum·M."""
     if views[0].device.type != "cpu":
         torch._foreach_copy_(views, grads)
-        torch._foreach_add_(views, buffers, alpha=momentum)
+        torch._foreach_add_(views, momenta, alpha=momentum)
         return
     usual = views[0].dtype
     usually = adds_alike(usual, usual)
-    for view, grad, buffer in zip(views, grads, buffers, strict=True):
+    for view, grad, buffer in zip(views, grads, momenta, strict=True):
         kind, buffer_kind = view.dtype, buffer.dtype
         if not (usually if kind is usual and buffer_kind is usual else adds_alike(kind, buffer_kind)):
             view.copy_(buffer).mul_(momentum).add_(grad)

@@ -28,9 +28,9 @@ class StepExecutor(Protocol):
     2. ``run``: once per step after that, until another plan is prepared. All ranks of the plan call it in the same step, because
        they exchange with each other in it. ``step_params`` is in the order of ``plan.params`` at every call; the tensors and
        numbers in it may be other ones, their shapes, dtypes, devices, schemes and rules are those that were prepared. ``idle``
-       parameters have no gradient on any rank and are not stepped; it is the same set on all ranks, but for private parameters.
-    3. ``last``: ``run`` calls it exactly once, after the last matrix has been orthogonalised and before the last results are
-       waited for. The optimizer steps its AdamW parameters there. If it communicates, it does so on all ranks in the same order.
+       parameters have no gradient on any rank and are not stepped; except for private ones, they are the same on all ranks.
+    3. ``during_last_scatter``: ``run`` calls it exactly once, after the last matrix has been orthogonalised and before the last
+       results are waited for. The optimizer steps AdamW's parameters there; if that communicates, then on all ranks.
 
     ``workspace_bytes`` may be called at any time, on any rank; it does not communicate.
     """
@@ -49,7 +49,7 @@ class StepExecutor(Protocol):
         ...
 
     def run(
-        self, step_params: Sequence[StepParam], *, idle: AbstractSet[int] = NONE_IDLE, last: Callable[[], None]
+        self, step_params: Sequence[StepParam], *, idle: AbstractSet[int] = NONE_IDLE, during_last_scatter: Callable[[], None]
     ) -> Exception | None:
         """One step of all parameters but the ``idle`` ones, which are indices of ``step_params``.
 
@@ -90,7 +90,7 @@ class Executor:
         return RankProgramBuilder(plan, rank, step_params, exchange, self._workspace, self._settings).build()
 
     def run(
-        self, step_params: Sequence[StepParam], *, idle: AbstractSet[int] = NONE_IDLE, last: Callable[[], None]
+        self, step_params: Sequence[StepParam], *, idle: AbstractSet[int] = NONE_IDLE, during_last_scatter: Callable[[], None]
     ) -> Exception | None:
         """One step of the prepared plan.
 
@@ -100,7 +100,7 @@ class Executor:
         program, streams, exchange = self._program, self._streams, self._exchange
         program.failures.clear()  # an abandoned step may have left some
         if streams is None or self.plan is None:
-            guarded(last, program.failures)()
+            guarded(during_last_scatter, program.failures)()
             return take_first(program.failures)
         ready = streams.main_mark()
         waves: list[Iterator[None]] = []
@@ -119,12 +119,12 @@ class Executor:
             for rule_state in rule_states:
                 assert exchange is not None
                 rule_state.start_scatter(exchange)
-            guarded(last, program.failures)()
+            guarded(during_last_scatter, program.failures)()
 
-        run_pipeline(waves, program.in_flight, local, before_last_results, ahead=program.ahead)
+        run_pipeline(waves, program.in_flight, local, before_last_results, gathered_ahead=program.gathered_ahead)
         for rule_state in rule_states:
             rule_state.finish_scatter(step_params, idle)
-        program.rest.free_gradients(step_params)
+        program.freed_at_end.free_gradients(step_params)
         streams.main_waits(streams.side_mark())
         return take_first(program.failures)
 

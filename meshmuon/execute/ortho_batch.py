@@ -67,7 +67,7 @@ class OrthoBatch:
     def orthogonalise(self, idle: AbstractSet[int] = NONE_IDLE) -> None:
         """Replaces every matrix by its orthogonalised update, with what its rule does before and after.
 
-        What becomes of the matrices of ``idle`` parameters has no meaning. One other matrix must not be idle.
+        The results of ``idle`` parameters have no meaning. At least one matrix must belong to another parameter.
         """
         with record_function("meshmuon::orthogonalise"):
             try:
@@ -83,10 +83,7 @@ class OrthoBatch:
                 self._failures.append(error)
 
     def _overwrite_idle(self, idle: AbstractSet[int]) -> None:
-        """Puts a copy of another matrix in the place of every idle one.
-
-        What is there has no meaning and could be anything. A copy is nothing that a user's scheme or rule would not see anyway.
-        """
+        """Overwrites the matrices of idle parameters with an active one: a user's scheme or rule may fail on arbitrary memory."""
         positions = [k for k, param in enumerate(self._params) if param in idle]
         active = next(k for k, param in enumerate(self._params) if param not in idle)
         for stacked in (self.stacked, self.rule_state):
@@ -101,10 +98,10 @@ SeenByRule: TypeAlias = "list[tuple[Tensor, Tensor | None]]"
 def seen_by_rule(stacked: Tensor, rule_state: Tensor | None, *, flipped: bool, one_by_one: bool) -> SeenByRule:
     """Matrices and their rule state as a rule sees them: all in one batch, or each in a batch of its own."""
     seen = stacked.mT if flipped else stacked
-    numbers = None if rule_state is None else rule_state.unsqueeze(-1)
+    column = None if rule_state is None else rule_state.unsqueeze(-1)
     if not one_by_one:
-        return [(seen, numbers)]
-    return [(seen[k : k + 1], None if numbers is None else numbers[k : k + 1]) for k in range(len(seen))]
+        return [(seen, column)]
+    return [(seen[k : k + 1], None if column is None else column[k : k + 1]) for k in range(len(seen))]
 
 
 def apply_rule(rule: UpdateRule, orthogonalise: Callable[[], None], seen: SeenByRule) -> None:
@@ -117,7 +114,7 @@ def apply_rule(rule: UpdateRule, orthogonalise: Callable[[], None], seen: SeenBy
 
 
 def reserve_ortho_batches(batches: Iterable[tuple[Batch, StepParam]], workspace: Workspace, settings: ExecutorSettings) -> None:
-    """Grows the workspace to its final size: it must not move once batches keep views of it."""
+    """Grows the workspace to its final size, before batches keep views of it: growing moves it."""
     for batch, template in batches:
         stacked = _take(batch, template, workspace)
         reserve_scratch(stacked, template.scheme, form=settings.form, dtype=template.compute_dtype, workspace=workspace)

@@ -1,4 +1,4 @@
-"""The order in which waves advance: fixed by their number alone, so that it is the same on every rank."""
+"""The order in which waves advance. It follows from a few counts, which are equal on all ranks, and so is the order."""
 
 from __future__ import annotations
 
@@ -14,28 +14,27 @@ class Action(Enum):
     GATHER = "a wave accumulates momentum and sends its pieces"
     LOCAL = "all local batches run, while the first pieces are on their way"
     COMPUTE = "a wave orthogonalises what it receives and sends the results"
-    LAST = "what the caller wants done while the last results are on their way"
+    DURING_LAST_SCATTER = "what the caller wants done while the last results are on their way"
     FINISH = "a wave applies the results that it receives"
 
 
-def pipeline_order(count: int, width: int, *, ahead: int | None = None) -> Iterator[tuple[Action, int]]:
-    """Every action of a step with ``count`` waves, and the wave that it belongs to (0 for ``LOCAL`` and ``LAST``).
+def pipeline_order(count: int, in_flight: int, *, gathered_ahead: int | None = None) -> Iterator[tuple[Action, int]]:
+    """Every action of a step with ``count`` waves, and the wave that it belongs to (0 for ``LOCAL`` and ``DURING_LAST_SCATTER``).
 
-    While one wave computes, the next ones gather and the ones before it scatter. Four waves, three of them in flight: gather 0,
-    gather 1, local, compute 0, gather 2, compute 1, finish 0, gather 3, compute 2, compute 3, last, finish 1, finish 2, finish 3.
+    While one wave computes, the next ones gather and the ones before it scatter. Four waves, three in flight: gather 0, gather 1,
+    local, compute 0, gather 2, compute 1, finish 0, gather 3, compute 2, compute 3, during last scatter, finish 1 to 3.
 
     Args:
         count: number of waves.
-        width: most waves between their first and their last exchange.
-        ahead: most waves that have sent their pieces and wait for their turn to compute;
-            ``most_gathered_ahead(width)`` unless given.
+        in_flight: most waves between their first and their last exchange.
+        gathered_ahead: most waves that have sent their pieces and not computed; by default ``most_gathered_ahead(in_flight)``.
     """
-    most = most_gathered_ahead(width) if ahead is None else ahead
+    most_ahead = most_gathered_ahead(in_flight) if gathered_ahead is None else gathered_ahead
     gathered = computed = finished = 0  # waves that have had each of their turns
 
     def gather() -> Iterator[tuple[Action, int]]:
         nonlocal gathered
-        while gathered < count and gathered - computed < most and gathered - finished < width:
+        while gathered < count and gathered - computed < most_ahead and gathered - finished < in_flight:
             yield Action.GATHER, gathered
             gathered += 1
 
@@ -46,19 +45,19 @@ def pipeline_order(count: int, width: int, *, ahead: int | None = None) -> Itera
         computed += 1
         yield from gather()
         # Only a finished wave makes room for another. A wave is finished only when its buffers are needed, since its scatter may
-        # still be queued behind other exchanges; the wave that has just computed is left alone unless none is gathered.
-        while gathered < count and gathered - computed < most and (computed - finished > 1 or gathered == computed):
+        # still be queued behind other exchanges. The wave that computed last is finished only if no other is ready to compute.
+        while gathered < count and gathered - computed < most_ahead and (computed - finished > 1 or gathered == computed):
             yield Action.FINISH, finished
             finished += 1
             yield from gather()
-    yield Action.LAST, 0
+    yield Action.DURING_LAST_SCATTER, 0
     for wave in range(finished, count):
         yield Action.FINISH, wave
 
 
-def fill_order(waves: int, local_batches: int, width: int) -> Iterator[int]:
+def gradient_read_order(waves: int, local_batches: int, in_flight: int) -> Iterator[int]:
     """The order in which a step first reads gradients: waves by their number, local batches by ``waves`` plus theirs."""
-    for action, wave in pipeline_order(waves, width):
+    for action, wave in pipeline_order(waves, in_flight):
         if action is Action.GATHER:
             yield wave
         elif action is Action.LOCAL:
@@ -67,23 +66,23 @@ def fill_order(waves: int, local_batches: int, width: int) -> Iterator[int]:
 
 def run_pipeline(
     waves: Iterable[Iterator[None]],
-    width: int,
+    in_flight: int,
     local: Iterable[Callable[[], None]],
-    last: Callable[[], None],
+    during_last_scatter: Callable[[], None],
     *,
-    ahead: int | None = None,
+    gathered_ahead: int | None = None,
 ) -> None:
-    """Runs all waves in the order of ``pipeline_order``; ``Action`` says when ``local`` and ``last`` have their turns.
+    """Runs all waves, ``local`` and ``during_last_scatter`` in the order of ``pipeline_order``.
 
     The waves are generators that yield twice: after sending their pieces, and after sending their results.
     """
     waves = list(waves)
-    for action, wave in pipeline_order(len(waves), width, ahead=ahead):
+    for action, wave in pipeline_order(len(waves), in_flight, gathered_ahead=gathered_ahead):
         if action is Action.LOCAL:
             for run_batch in local:
                 run_batch()
-        elif action is Action.LAST:
-            last()
+        elif action is Action.DURING_LAST_SCATTER:
+            during_last_scatter()
         elif action is Action.FINISH:
             for _ in waves[wave]:
                 raise AssertionError("a wave yields twice")
@@ -96,13 +95,13 @@ def skipped_wave() -> Iterator[None]:
     return iter((None, None))
 
 
-def most_gathered_ahead(width: int) -> int:
-    """How many of ``width`` waves in flight may have sent their pieces and wait for their turn to compute.
+def most_gathered_ahead(in_flight: int) -> int:
+    """How many of ``in_flight`` waves may have sent their pieces and wait for their turn to compute.
 
     Links serve exchanges in the order in which they were started. If all waves gathered at once, the first results would be
     stuck behind them.
     """
-    return width // 2 + 1
+    return in_flight // 2 + 1
 
 
 def guarded(action: Callable[[], None], failures: list[Exception]) -> Callable[[], None]:

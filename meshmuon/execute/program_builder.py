@@ -53,7 +53,7 @@ class ProgramBuilder:
         self._windows = [_local_window(planned, rank) for planned in plan.params]
         self._batch_keys = _batch_keys(plan)
         # The matrices that this rank owns, wave by wave.
-        self.owned = [[self.range_of(task) for task in routes.owned] for routes in self.routes]
+        self.owned_ranges = [[self.range_of(task) for task in routes.owned_tasks] for routes in self.routes]
 
     def range_of(self, task_index: int) -> MatrixRange:
         """The matrix of a task of which this rank holds a piece."""
@@ -62,7 +62,7 @@ class ProgramBuilder:
         return MatrixRange(task.param, position, position + 1, self._batch_keys[task.param, task.matrix])
 
     def reserved_batches(self, lists: Sequence[Sequence[MatrixRange]]) -> list[tuple[Batch, ...]]:
-        """The batches of each list of ranges, for which the workspace has grown to its final size."""
+        """The batches of each list of ranges. Grows the workspace to the size that they need."""
         batches = [self._batches(ranges) for ranges in lists]
         pairs = zip(lists, batches, strict=True)
         templates = [(batch, self.template(ranges, batch)) for ranges, planned in pairs for batch in planned]
@@ -79,7 +79,7 @@ class ProgramBuilder:
 
     def lane_template(self, wave: int) -> StepParam:
         """The first parameter of a wave's lane: it has the device and the dtypes of all of them."""
-        lane = self.plan.lanes[wave]
+        lane = self.plan.wave_lanes[wave]
         return next(self.step_params[k] for k, planned in enumerate(self.plan.params) if planned.lane == lane)
 
     def ortho_batch(self, ranges: Sequence[MatrixRange], batch: Batch) -> OrthoBatch:
@@ -89,7 +89,7 @@ class ProgramBuilder:
 
     def wave_params(self) -> tuple[frozenset[int], ...]:
         """Wave by wave, the parameters whose matrices travel in it, between whichever ranks."""
-        params: list[set[int]] = [set() for _ in self.plan.lanes]
+        params: list[set[int]] = [set() for _ in self.plan.wave_lanes]
         for task in self.plan.tasks:
             if task.wave != NO_WAVE:
                 params[task.wave].add(task.param)
@@ -123,9 +123,9 @@ class ProgramBuilder:
     def exchange_buffers(
         self, received: Tensor, arriving: Sequence[PieceTransfer], sent: Tensor, leaving: Sequence[PieceTransfer]
     ) -> ExchangeBuffers:
-        """One direction of an exchange: the beginnings of two flat buffers, and how many elements go to each rank.
+        """What one exchange sends and receives: the beginnings of two flat buffers, and the elements of each rank in them.
 
-        Only the other rank and the size of a transfer are used, so a gather's list also serves its scatter.
+        Of a transfer only the size and the other rank are read, not its direction.
         """
         assert self.exchange is not None
         inward, outward = self._elements_by_peer(arriving), self._elements_by_peer(leaving)
@@ -167,21 +167,21 @@ def rule_state_param(planned: PlannedParam, step_param: StepParam) -> PlannedPar
 def _batch_keys(plan: Plan) -> dict[tuple[int, int], Hashable]:
     """(parameter, matrix) → what must be equal to share a batch, so that replicas which compute for themselves stay equal.
 
-    Some libraries round a product differently when more matrices share its batch. A matrix that several ranks compute is
-    therefore batched only with matrices that all of these ranks compute too. The key of any other matrix is None.
+    Some libraries round the products of a batch differently if the batch has more matrices. A matrix that several ranks compute
+    is therefore batched only with matrices that all of these ranks compute too. The key of any other matrix is None.
     """
     computed: dict[tuple[int, int], list[tuple[int, int, tuple[int, ...]]]] = {}
     for task in plan.tasks:
-        holders = tuple(sorted(task.sharded.piece_and_replica)) if task.wave == NO_WAVE else ()
+        holders = tuple(sorted(task.sharded.holdings)) if task.wave == NO_WAVE else ()
         computed.setdefault((task.param, task.matrix), []).append((task.owner, task.wave, holders))
-    return {key: tuple(times) if len(times) > 1 or len(times[0][2]) > 1 else None for key, times in computed.items()}
+    return {key: tuple(tasks) if len(tasks) > 1 or len(tasks[0][2]) > 1 else None for key, tasks in computed.items()}
 
 
 def _local_index(planned: PlannedParam, rank: int) -> dict[int, int]:
     """Matrix → its position in the local tensor of ``rank``. Experts 4 to 7 of 8 on the second of two ranks: {4: 0, …, 7: 3}."""
     if not planned.stack_dims:
         return {0: 0}
-    held = (matrix for layout in planned.layouts for start, stop in layout.local(rank)[0] for matrix in range(start, stop))
+    held = (matrix for layout in planned.layouts for start, stop in layout.held_ranges(rank)[0] for matrix in range(start, stop))
     return {matrix: position for position, matrix in enumerate(held)}
 
 
@@ -190,7 +190,7 @@ def _local_window(planned: PlannedParam, rank: int) -> tuple[slice, slice] | Non
 
     Rows 12 to 24 of a fused (36, D) weight over 2 ranks: rows 12 to 18 of rank 0's local tensor, rows 0 to 6 of rank 1's.
     """
-    local = [layout.local(rank) for layout in planned.layouts if rank in layout.mesh.ranks]
+    local = [layout.held_ranges(rank) for layout in planned.layouts if rank in layout.mesh.ranks]
     if planned.window is None or not local:
         return None
     row, col = (local[0][planned.stack_dims + k] for k in range(2))

@@ -25,7 +25,7 @@ from .ortho_batch import apply_rule, seen_by_rule
 from .rounding import Elements, RandomWords
 from .rule_state import store_rule_state
 from .settings import ExecutorSettings
-from .shard_views import GradLifetime, ShardView, grouped
+from .shard_views import GradientReads, ShardView, grouped
 from .step_param import NONE_IDLE, StepParam
 
 
@@ -39,37 +39,37 @@ class ReferenceExecutor:
     def prepare(self, plan: Plan, rank: int, step_params: Sequence[StepParam], exchange: Exchange | None) -> None:
         """Refuses what torch cannot gather, and keeps the plan, of which it uses only the names."""
         self.plan = None
-        for members in grouped(range(len(step_params)), lambda k: _layout_of(step_params[k].param)):
-            if has_part(step_params[members[0]].param):
-                check_round_trip(plan.params[members[0]].name, step_params[members[0]].param)
+        for indices in grouped(range(len(step_params)), lambda k: _layout_of(step_params[k].param)):
+            if has_part(step_params[indices[0]].param):
+                check_round_trip(plan.params[indices[0]].name, step_params[indices[0]].param)
         self.plan = plan
 
     def run(
-        self, step_params: Sequence[StepParam], *, idle: AbstractSet[int] = NONE_IDLE, last: Callable[[], None]
+        self, step_params: Sequence[StepParam], *, idle: AbstractSet[int] = NONE_IDLE, during_last_scatter: Callable[[], None]
     ) -> Exception | None:
         """One step, parameter by parameter. Unlike ``Executor`` it stops at the first error."""
         active = [k for k in range(len(step_params)) if k not in idle]
-        for members in grouped(active, lambda k: step_params[k].param):
-            self._step(step_params, members)
-        last()
+        for parts in grouped(active, lambda k: step_params[k].param):
+            self._step(step_params, parts)
+        during_last_scatter()
         return None
 
-    def _step(self, step_params: Sequence[StepParam], members: Sequence[int]) -> None:
-        """One parameter: all of its parts."""
-        first, grad_lifetime = step_params[members[0]], GradLifetime((members[0],), (members[0],))
+    def _step(self, step_params: Sequence[StepParam], parts: Sequence[int]) -> None:
+        """Steps one parameter; ``parts`` are the indices of its parts in ``step_params``."""
+        first, gradient_reads = step_params[parts[0]], GradientReads((parts[0],), (parts[0],))
         if not has_part(first.param):
-            grad_lifetime.free_gradients(step_params)
+            gradient_reads.free_gradients(step_params)
             return
         with record_function("meshmuon::momentum"):
-            grad_lifetime.accumulate(step_params)
+            gradient_reads.accumulate_momentum(step_params)
             update = first.momentum.to(first.update_dtype, copy=True)
             if first.settings.nesterov:
                 view, grad, buffer = local_part(update), local_part(first.grad), local_part(first.momentum)
                 look_ahead([view], [grad], [buffer], first.settings.momentum)
-        grad_lifetime.free_gradients(step_params)
+        gradient_reads.free_gradients(step_params)
         with record_function("meshmuon::gather"):
             full = whole(update)
-        for k in members:
+        for k in parts:
             step_param = step_params[k]
             in_part = torch.zeros_like(full, dtype=torch.bool)
             _window(in_part, step_param.matrix_set).fill_(True)

@@ -46,7 +46,7 @@ class Elements:
     cols: Tensor  # int64
 
     def hashed(self) -> Elements:
-        """Random words in place of the numbers of rows and columns, for ``RandomWords``: the part of its work that stays."""
+        """Hashes in place of the indices of rows and columns, the same at every step. ``RandomWords`` is made from them."""
         return Elements(_mixed(self.rows + _GAMMA), _mixed(self.cols - _GAMMA))
 
     def part(self, cut: tuple[slice, ...] | None) -> Elements:
@@ -71,7 +71,7 @@ def elements_held(shape: Sequence[int], held: Sequence[Ranges], device: torch.de
 
 @dataclass(frozen=True, slots=True)
 class RandomWords:
-    """A random word of 32 bits for each row and each column of a tensor, from which those of its elements are made."""
+    """A random word of 32 bits for each row and each column of a tensor; an element's word is made from these two."""
 
     rows: Tensor  # int32, as in ``Elements``
     cols: Tensor
@@ -221,7 +221,7 @@ def round_stochastically(numbers: Tensor, words: RandomWords, scratch: RoundingS
     numbers.masked_fill_(is_nan, math.nan)  # adding to the bits of a NaN may give any number
 
 
-def advance(counters: Iterable[Tensor | None], skip_mask: Tensor | None) -> None:
+def advance_counters(counters: Iterable[Tensor | None], skip_mask: Tensor | None) -> None:
     """Counts a step of the parameters with these counters; not if ``skip_mask``, a boolean on a device, is true."""
     counts = [counter[1:] for counter in dict.fromkeys(counters) if counter is not None]
     if skip_mask is None and counts:

@@ -42,18 +42,18 @@ class RuleStateExchange:
         self._pending = self.gather.start(exchange, "gather")
 
     def finish_gather(self) -> None:
-        """Puts them beside the owned matrices; before the first wave computes."""
+        """Copies the received numbers beside the owned matrices; before the first wave computes."""
         assert self._pending is not None
         self._pending.wait()
         self.unpack.run()
 
     def start_scatter(self, exchange: Exchange) -> None:
-        """Sends them back to where they are stored; after the last wave has computed."""
+        """Sends the numbers back to where they are stored; after the last wave has computed."""
         self.pack.run()
         self._pending = self.scatter.start(exchange, "scatter")
 
     def finish_scatter(self, step_params: Sequence[StepParam], idle: AbstractSet[int] = NONE_IDLE) -> None:
-        """Stores them; at the end of the step."""
+        """Stores the numbers; at the end of the step."""
         assert self._pending is not None
         self._pending.wait()
         store_rule_state(self.received_shards, step_params, idle)
@@ -82,27 +82,27 @@ def _stored(shard: ShardView, step_params: Sequence[StepParam]) -> Tensor:
     return shard.of(local_part(rule_state))
 
 
-def rule_state_exchanges(builder: ProgramBuilder, owned: Mapping[int, Tensor]) -> list[RuleStateExchange]:
+def rule_state_exchanges(builder: ProgramBuilder, numbers: Mapping[int, Tensor]) -> list[RuleStateExchange]:
     """The exchanges of this rank, one per device and dtype, in an order that is the same on every rank.
 
-    ``owned`` has, for each task that this rank owns in a wave, its numbers during a step, (outputs,).
+    ``numbers`` has, for each task that this rank owns in a wave, its rule state during a step, (outputs,).
     """
     if builder.exchange is None:
         return []
     plan, step_params = builder.plan, builder.step_params
     tasks = [t for t, task in enumerate(plan.tasks) if task.wave != NO_WAVE and step_params[task.param].rule_state is not None]
     exchanges = []
-    for members in grouped(tasks, lambda t: _lane(step_params[plan.tasks[t].param])):
-        transfers = [rule_state_transfers(plan, t, step_params) for t in members]
+    for task_indices in grouped(tasks, lambda t: _device_and_dtype(step_params[plan.tasks[t].param])):
+        transfers = [rule_state_transfers(plan, t, step_params) for t in task_indices]
         gathers = [transfer for gather, _ in transfers for transfer in gather]
         scatters = [transfer for _, scatter in transfers for transfer in scatter]
-        template = step_params[plan.tasks[members[0]].param]
-        params = frozenset(plan.tasks[t].param for t in members)
-        exchanges.append(_exchange(builder, rank_routes(builder.rank, gathers, scatters), template, owned, params))
+        template = step_params[plan.tasks[task_indices[0]].param]
+        params = frozenset(plan.tasks[t].param for t in task_indices)
+        exchanges.append(_exchange(builder, rank_routes(builder.rank, gathers, scatters), template, numbers, params))
     return exchanges
 
 
-def _lane(step_param: StepParam) -> tuple[str, torch.dtype]:
+def _device_and_dtype(step_param: StepParam) -> tuple[str, torch.dtype]:
     return step_param.param.device.type, step_param.update_dtype
 
 
@@ -111,7 +111,7 @@ def rule_state_transfers(
 ) -> tuple[list[PieceTransfer], list[PieceTransfer]]:
     """The transfers of a task's rule state: each piece from one of its holders to the owner, and back to all of its holders.
 
-    Where the owner is a holder itself, it is that one: source and target of the transfer are then the same rank.
+    If the owner is a holder itself, it is the source: source and target of the transfer are then the same rank.
     """
     task = plan.tasks[task_index]
     planned = rule_state_param(plan.params[task.param], step_params[task.param])
@@ -119,7 +119,7 @@ def rule_state_transfers(
     gathers, scatters = list[PieceTransfer](), list[PieceTransfer]()
     for piece in planned.sharded_matrices(layout)[task.matrix].pieces:
         # Where replicas compute for themselves, a task is for the holders of one replica.
-        holders = [rank for rank in piece.holders if rank in task.sharded.piece_and_replica]
+        holders = [rank for rank in piece.holders if rank in task.sharded.holdings]
         source = task.owner if task.owner in holders else holders[0]
         gathers.append(PieceTransfer(task_index, source, task.owner, piece))
         scatters.extend(PieceTransfer(task_index, task.owner, holder, piece) for holder in holders)
@@ -127,7 +127,7 @@ def rule_state_transfers(
 
 
 def _exchange(
-    builder: ProgramBuilder, routes: WaveRoutes, template: StepParam, owned: Mapping[int, Tensor], params: frozenset[int]
+    builder: ProgramBuilder, routes: WaveRoutes, template: StepParam, numbers: Mapping[int, Tensor], params: frozenset[int]
 ) -> RuleStateExchange:
     def buffer_for(transfers: Sequence[PieceTransfer]) -> Tensor:
         size = sum(transfer.piece.size for transfer in transfers)
@@ -138,24 +138,24 @@ def _exchange(
 
     gather_out, gather_in = buffer_for(routes.gather_out), buffer_for(routes.gather_in)
     scatter_out, scatter_in = buffer_for(routes.scatter_out), buffer_for(routes.scatter_in)
-    own = routes.own, buffer_for(routes.own)
+    staying = routes.staying, buffer_for(routes.staying)
     unpack, pack = CopyPairs([], []), CopyPairs([], [])
     for inside, outside, placed in (
-        (unpack.target, unpack.source, [(routes.gather_in, gather_in), own]),
-        (pack.source, pack.target, [(routes.scatter_out, scatter_out), own]),
+        (unpack.target, unpack.source, [(routes.gather_in, gather_in), staying]),
+        (pack.source, pack.target, [(routes.scatter_out, scatter_out), staying]),
     ):
         for transfer, view in _pieces_of(placed):
             flipped = builder.step_params[builder.plan.tasks[transfer.task].param].matrix_set.flipped
             outputs = transfer.piece.cols if flipped else transfer.piece.rows
-            inside.extend(owned[transfer.task][start:stop] for start, stop in outputs)
+            inside.extend(numbers[transfer.task][start:stop] for start, stop in outputs)
             outside.extend(torch.split(view, [stop - start for start, stop in outputs]))
     return RuleStateExchange(
-        sent_shards=shards((routes.gather_out, gather_out), own),
+        sent_shards=shards((routes.gather_out, gather_out), staying),
         gather=builder.exchange_buffers(gather_in, routes.gather_in, gather_out, routes.gather_out),
         unpack=unpack,
         pack=pack,
         scatter=builder.exchange_buffers(scatter_in, routes.scatter_in, scatter_out, routes.scatter_out),
-        received_shards=shards((routes.scatter_in, scatter_in), own),
+        received_shards=shards((routes.scatter_in, scatter_in), staying),
         params=params,
     )
 

@@ -55,7 +55,7 @@ class _UniformViews:
     def params(self, step_params: Sequence[StepParam]) -> list[Tensor]:
         return [shard.of(local_part(step_params[shard.param_index].param)) for shard in self._shards]
 
-    def buffers(self, step_params: Sequence[StepParam]) -> list[Tensor]:
+    def momenta(self, step_params: Sequence[StepParam]) -> list[Tensor]:
         return [shard.of(local_part(step_params[shard.param_index].momentum)) for shard in self._shards]
 
     def words(self, step_params: Sequence[StepParam]) -> list[RandomWords | None]:
@@ -94,9 +94,9 @@ class ShardViews:
         for uniform in filter(None, (views.without(idle) for views in self._by_group)):
             settings = step_params[uniform.first].settings
             if settings.nesterov:
-                look_ahead(uniform.views, uniform.grads(step_params), uniform.buffers(step_params), settings.momentum)
+                look_ahead(uniform.views, uniform.grads(step_params), uniform.momenta(step_params), settings.momentum)
             else:
-                torch._foreach_copy_(uniform.views, uniform.buffers(step_params))
+                torch._foreach_copy_(uniform.views, uniform.momenta(step_params))
 
     def apply(self, step_params: Sequence[StepParam], idle: AbstractSet[int] = NONE_IDLE) -> None:
         """p ← p·decay − rate·factor·view for each parameter, except ``idle`` ones."""
@@ -117,34 +117,34 @@ class ShardViews:
             )
 
 
-class GradLifetime:
-    """The parameters whose gradients a wave or a local batch reads first (``begins``) and last (``ends``) in a step.
+class GradientReads:
+    """The parameters whose gradients a wave or a local batch is the first or the last to read in a step.
 
-    Experts (8, D, D) in batches of 4: the first batch begins the parameter and accumulates the momentum of all 8 experts, the
-    second one ends it and frees its gradient.
+    Experts (8, D, D) in batches of 4: the first batch reads the gradient first and accumulates the momentum of all 8 experts, the
+    second batch reads it last and frees it.
     """
 
-    def __init__(self, begins: Sequence[int] = (), ends: Sequence[int] = ()) -> None:
-        self.begins, self.ends = tuple(begins), tuple(ends)
+    def __init__(self, first_here: Sequence[int] = (), last_here: Sequence[int] = ()) -> None:
+        self.first_here, self.last_here = tuple(first_here), tuple(last_here)
         self._groups: list[list[int]] | None = None
 
-    def accumulate(self, step_params: Sequence[StepParam], idle: AbstractSet[int] = NONE_IDLE) -> None:
-        """M ← momentum·M + G for the parameters that begin here, except ``idle`` ones."""
+    def accumulate_momentum(self, step_params: Sequence[StepParam], idle: AbstractSet[int] = NONE_IDLE) -> None:
+        """M ← momentum·M + G for the parameters in ``first_here``, except ``idle`` ones."""
         if self._groups is None:
-            self._groups = grouped(self.begins, lambda k: step_params[k].group_index)
-        for members in self._groups:
-            if idle and not (members := [k for k in members if k not in idle]):
+            self._groups = grouped(self.first_here, lambda k: step_params[k].group_index)
+        for indices in self._groups:
+            if idle and not (indices := [k for k in indices if k not in idle]):
                 continue
-            buffers = [local_part(step_params[k].momentum) for k in members]
-            accumulate(buffers, [local_part(step_params[k].grad) for k in members], step_params[members[0]].settings.retain)
+            momenta = [local_part(step_params[k].momentum) for k in indices]
+            accumulate(momenta, [local_part(step_params[k].grad) for k in indices], step_params[indices[0]].settings.retain)
 
     def gradients(self, step_params: Sequence[StepParam], idle: AbstractSet[int] = NONE_IDLE) -> Iterator[Tensor]:
         """The gradients that ``free_gradients`` will free; ``idle`` parameters have none."""
-        return (local_part(step_params[k].grad) for k in self.ends if k not in idle)
+        return (local_part(step_params[k].grad) for k in self.last_here if k not in idle)
 
     def free_gradients(self, step_params: Sequence[StepParam]) -> None:
-        """Frees the gradients that end here where the param group asks for it."""
-        free_gradients([step_params[k] for k in self.ends])
+        """Frees the gradients of ``last_here`` where the param group asks for it."""
+        free_gradients([step_params[k] for k in self.last_here])
 
 
 def free_gradients(step_params: Iterable[StepParam]) -> None:

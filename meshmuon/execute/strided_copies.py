@@ -43,14 +43,14 @@ class Block:
 def blocks_of(placed: Iterable[PlacedPiece], cols: int, pitch: int) -> list[Block]:
     """The rectangles of pieces of matrices with ``cols`` columns that begin every ``pitch`` elements of a batch."""
     blocks = []
-    for piece in placed:
-        width = piece.piece.shape[1]
-        base = piece.position * pitch
+    for placed_piece in placed:
+        width = placed_piece.piece.shape[1]
+        base = placed_piece.position * pitch
         top = 0
-        for row, row_stop in piece.piece.rows:
+        for row, row_stop in placed_piece.piece.rows:
             left = 0
-            for col, col_stop in piece.piece.cols:
-                source = piece.offset + top * width + left
+            for col, col_stop in placed_piece.piece.cols:
+                source = placed_piece.offset + top * width + left
                 blocks.append(Block(row_stop - row, col_stop - col, base + row * cols + col, cols, source, width))
                 left += col_stop - col
             top += row_stop - row

@@ -14,13 +14,13 @@ from torch.profiler import record_function
 from ..device import Mark, Streams
 from ..transport import Exchange, Pending
 from .ortho_batch import OrthoBatch
-from .shard_views import GradLifetime, ShardViews
+from .shard_views import GradientReads, ShardViews
 from .step_param import StepParam
 
 
 @dataclass(frozen=True, slots=True)
 class ExchangeBuffers:
-    """One direction of an exchange: flat views of the buffers, and elements per rank of the exchange's group.
+    """What one exchange sends and receives: flat views of two buffers, and elements per rank of the exchange's group.
 
     A rank that receives 6 elements from rank 0 and 12 from rank 2 of four has ``received`` of 18 and splits of [6, 0, 12, 0].
     """
@@ -50,11 +50,11 @@ class CopyPairs:
 
 @dataclass(frozen=True, slots=True)
 class OwnedBatch:
-    """A batch of the matrices that this rank owns, with the copies from the received pieces and to the sent ones."""
+    """A batch of matrices that this rank owns."""
 
-    ortho_batch: OrthoBatch
-    unpack: CopyPairs
-    pack: CopyPairs
+    ortho_batch: OrthoBatch  # where they are orthogonalised
+    unpack: CopyPairs  # from the pieces in the exchange buffers to ``ortho_batch``
+    pack: CopyPairs  # from ``ortho_batch`` to the pieces in the exchange buffers
 
     def run(self, idle: AbstractSet[int]) -> None:
         """Assembles the matrices from their pieces, orthogonalises them, and cuts them into pieces again."""
@@ -75,7 +75,8 @@ class RankWave(Protocol):
     ) -> Iterator[None]:
         """A step of the wave; yields after each of its two exchanges has started, so that other waves can work meanwhile.
 
-        Of the ``idle`` parameters, the pieces that travel have no meaning, and nothing is written.
+        ``ready`` marks where the main stream has all gradients. For ``idle`` parameters, the contents of the pieces that travel
+        have no meaning, and nothing is written.
         """
         ...
 
@@ -86,23 +87,23 @@ class Wave:
 
     gather: ExchangeBuffers  # the exchange of pieces, to their owners
     scatter: ExchangeBuffers  # the exchange of updates, back to the holders of the pieces
-    fill: ShardViews  # where each piece that this rank sends is written, before it is rounded to the dtype on the wire
-    rounding: CopyPairs  # from what ``fill`` writes to what is sent, where the dtypes differ
-    apply: ShardViews  # where each piece of an update is in the buffer that is received
+    momentum_views: ShardViews  # where the momentum of each of this rank's pieces is written, before it is rounded for the wire
+    rounding: CopyPairs  # from there to the buffer that is sent; empty where the dtype on the wire is that of the update
+    update_views: ShardViews  # where each piece of the update is in the buffer that is received
     owned_batches: tuple[OwnedBatch, ...]  # the matrices that this rank owns, batch by batch
-    grad_lifetime: GradLifetime  # the parameters whose gradients are first or last read here
+    gradient_reads: GradientReads  # the parameters whose gradients it is the first or the last to read
 
     def run(
         self, step_params: Sequence[StepParam], idle: AbstractSet[int], exchange: Exchange, streams: Streams, ready: Mark
     ) -> Iterator[None]:
         """A step of the wave."""
-        with streams.beside(ready, self.grad_lifetime.gradients(step_params, idle)), record_function("meshmuon::momentum"):
-            self.grad_lifetime.accumulate(step_params, idle)
-            self.fill.fill(step_params, idle)
+        with streams.beside(ready, self.gradient_reads.gradients(step_params, idle)), record_function("meshmuon::momentum"):
+            self.gradient_reads.accumulate_momentum(step_params, idle)
+            self.momentum_views.fill(step_params, idle)
             self.rounding.run()
             gather = self.gather.start(exchange, "gather")
         filled = streams.side_mark()
-        self.grad_lifetime.free_gradients(step_params)
+        self.gradient_reads.free_gradients(step_params)
         yield
         with record_function("meshmuon::gather"):
             streams.main_waits(filled)
@@ -116,4 +117,4 @@ class Wave:
             with record_function("meshmuon::scatter"):
                 scatter.wait()
             with record_function("meshmuon::update"):
-                self.apply.apply(step_params, idle)
+                self.update_views.apply(step_params, idle)

@@ -22,7 +22,7 @@ def length(ranges: Ranges) -> int:
     return sum(stop - start for start, stop in ranges)
 
 
-def position_in(ranges: Ranges, position: int) -> int:
+def index_at(ranges: Ranges, position: int) -> int:
     """The index at ``position`` of ``ranges``: 9 at position 4 of ((0, 3), (8, 12))."""
     for start, stop in ranges:
         if position < stop - start:
@@ -79,23 +79,23 @@ def _shard(ranges: Ranges, parts: int, split_factor: int) -> list[Ranges]:
 def _chunk(ranges: Ranges, parts: int) -> list[Ranges]:
     """``torch.chunk`` on the indices in ``ranges``: equal chunks, a smaller one, then empty ones."""
     size = -(-length(ranges) // parts)
-    return [_window(ranges, part * size, (part + 1) * size) for part in range(parts)]
+    return [_between_positions(ranges, part * size, (part + 1) * size) for part in range(parts)]
 
 
-def _window(ranges: Ranges, first: int, last: int) -> Ranges:
+def _between_positions(ranges: Ranges, first: int, last: int) -> Ranges:
     """The indices at positions [first, last) of ``ranges``."""
     if len(ranges) == 1:  # the common case, and the one that must be fast for 2,048 ranks
         (start, stop) = ranges[0]
         begin, end = min(start + first, stop), min(start + last, stop)
         return ((begin, end),) if begin < end else ()
-    window = []
+    between = []
     position = 0
     for start, stop in ranges:
         begin, end = max(start, start + first - position), min(stop, start + last - position)
         if begin < end:
-            window.append((begin, end))
+            between.append((begin, end))
         position += stop - start
-    return tuple(window)
+    return tuple(between)
 
 
 def merged(ranges: Iterable[Range]) -> Ranges:

@@ -1,7 +1,6 @@
-"""A tensor's layout over a mesh: which boxes each rank holds, and who holds a box.
+"""A tensor's layout over a mesh: which parts of it each rank holds.
 
-Plans are made of the pieces that ``shard_matrices`` finds from ``Layout.cuts``. Boxes and their holders serve to compare the
-gradients of replicas.
+Plans are made of the pieces that ``shard_matrices`` finds from ``Layout.cuts``. Boxes serve only to compare replicas' gradients.
 
 A mesh has axes, a tensor has dims. Everything is computed from shapes and placements, without tensors and process groups: a mesh
 of thousands of ranks takes milliseconds.
@@ -17,7 +16,7 @@ from itertools import product
 from typing import TypeAlias
 
 from ..errors import ConfigError
-from .cuts import Range, Ranges, cut, length, position_in
+from .cuts import Range, Ranges, cut, index_at, length
 
 Box: TypeAlias = tuple[Range, ...]
 """One half-open range per tensor dim."""
@@ -92,7 +91,7 @@ class Layout:
     def __str__(self) -> str:
         return f"[{', '.join(map(str, self.placements))}] on {self.mesh}"
 
-    def local(self, rank: int) -> tuple[Ranges, ...]:
+    def held_ranges(self, rank: int) -> tuple[Ranges, ...]:
         """What ``rank`` holds of each dim; its local tensor is their product. A rank outside the mesh holds nothing."""
         coordinate = coordinates(self.mesh).get(rank)
         if coordinate is None:
@@ -101,18 +100,18 @@ class Layout:
 
     def local_shape(self, rank: int) -> tuple[int, ...]:
         """Shape of the local tensor of ``rank``."""
-        return tuple(length(ranges) for ranges in self.local(rank))
+        return tuple(length(ranges) for ranges in self.held_ranges(rank))
 
     def boxes(self, rank: int) -> tuple[Box, ...]:
         """The boxes that ``rank`` holds, in the order of its local tensor."""
-        return tuple(product(*self.local(rank))) if rank in coordinates(self.mesh) else ()
+        return tuple(product(*self.held_ranges(rank))) if rank in coordinates(self.mesh) else ()
 
     def global_index(self, rank: int, local: int) -> int:
         """Flat index, in the whole tensor, of the element at flat index ``local`` of the local tensor of ``rank``."""
         index, stride = 0, 1
-        for size, ranges in zip(reversed(self.shape), reversed(self.local(rank)), strict=True):
+        for size, ranges in zip(reversed(self.shape), reversed(self.held_ranges(rank)), strict=True):
             local, position = divmod(local, length(ranges))
-            index, stride = index + stride * position_in(ranges, position), stride * size
+            index, stride = index + stride * index_at(ranges, position), stride * size
         return index
 
     def holders(self) -> dict[Box, tuple[int, ...]]:
@@ -128,7 +127,7 @@ class Layout:
         return tuple(axis for axis, _ in self._sharded(dim))
 
     def cuts(self, dim: int) -> tuple[Ranges, ...]:
-        """The parts of ``dim``, indexed by ``part``."""
+        """The ranges of each part into which the mesh cuts ``dim``; ``part`` says which one a rank holds."""
         chain = tuple((self.mesh.shape[axis], split_factor) for axis, split_factor in self._sharded(dim))
         return cut(self.shape[dim], chain)
 

@@ -15,7 +15,7 @@ from .layout import Layout, coordinates, flat_index
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """What one rank holds of a matrix: the product of row ranges and column ranges, in the order of its local tensor.
+    """What a rank holds of a matrix: all combinations of row ranges and column ranges, in the order of its local tensor.
 
     Rows 4–7 of an (8, 6) matrix that ranks 1 and 3 hold: ``Piece(((4, 8),), ((0, 6),), (1, 3))``.
     """
@@ -43,14 +43,12 @@ class ShardedMatrix:
     cols: int
     pieces: tuple[Piece, ...]  # non-empty ones
     replicas: int  # how many ranks hold each piece
-    # Rank → (index of its piece, its replica). Ranks that hold nothing are not in it.
-    piece_and_replica: dict[int, tuple[int, int]] = field(init=False, repr=False)
+    # Rank → (index of the piece that it holds, index of the replica that it belongs to); its keys are all holders.
+    holdings: dict[int, tuple[int, int]] = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
-        piece_and_replica = {
-            rank: (k, replica) for k, piece in enumerate(self.pieces) for replica, rank in enumerate(piece.holders)
-        }
-        object.__setattr__(self, "piece_and_replica", piece_and_replica)
+        holdings = {rank: (k, replica) for k, piece in enumerate(self.pieces) for replica, rank in enumerate(piece.holders)}
+        object.__setattr__(self, "holdings", holdings)
         self._check_pieces()
 
     @property
@@ -69,19 +67,19 @@ class ShardedMatrix:
         return tuple(piece.size for piece in self.pieces)
 
     def piece_of(self, rank: int) -> Piece | None:
-        """The piece that ``rank`` holds."""
-        place = self.piece_and_replica.get(rank)
-        return None if place is None else self.pieces[place[0]]
+        """The piece that ``rank`` holds; None if it holds nothing of the matrix."""
+        holding = self.holdings.get(rank)
+        return None if holding is None else self.pieces[holding[0]]
 
     def senders(self, owner: int) -> list[tuple[Piece, int]]:
         """Who sends each piece to ``owner``: its holder in the owner's own replica."""
-        replica = self.piece_and_replica[owner][1]
+        _, replica = self.holdings[owner]
         return [(piece, piece.holders[replica]) for piece in self.pieces]
 
     def sends_to(self, rank: int, owner: int) -> bool:
         """Whether ``rank`` is the one that sends its piece to ``owner``."""
-        place = self.piece_and_replica.get(rank)
-        return place is not None and place[1] == self.piece_and_replica[owner][1]
+        holding = self.holdings.get(rank)
+        return holding is not None and holding[1] == self.holdings[owner][1]
 
     @cached_property
     def separate_replicas(self) -> tuple[ShardedMatrix, ...]:
@@ -96,8 +94,8 @@ class ShardedMatrix:
     def _check_pieces(self) -> None:
         """Raises unless every element is in exactly one piece, and every rank holds at most one piece in one replica.
 
-        The second makes ``piece_and_replica`` the inverse of ``holders``: ``sends_to`` tells a rank to send its piece exactly
-        when ``senders`` tells the owner to expect it.
+        The second makes ``holdings`` the inverse of ``Piece.holders``: ``sends_to`` tells a rank to send its piece exactly when
+        ``senders`` tells the owner to expect it.
         """
         rows, cols = {piece.rows for piece in self.pieces}, {piece.cols for piece in self.pieces}
         grid = {(piece.rows, piece.cols) for piece in self.pieces}
@@ -107,7 +105,7 @@ class ShardedMatrix:
             raise PlanError(f"a piece of a {self.rows}×{self.cols} matrix is missing or listed twice: {self.pieces}")
         if any(len(piece.holders) != self.replicas for piece in self.pieces):
             raise PlanError(f"a replica of a {self.rows}×{self.cols} matrix lacks a piece: {self.pieces}")
-        if len(self.piece_and_replica) != len(self.pieces) * self.replicas:
+        if len(self.holdings) != len(self.pieces) * self.replicas:
             raise PlanError(f"a rank holds two pieces of one {self.rows}×{self.cols} matrix: {self.pieces}")
 
 
@@ -125,7 +123,7 @@ def shard_matrices(layout: Layout, stack_dims: int, window: Window | None = None
         window: which rows and columns of the parameter the matrices are; None for all of them.
     """
     columns = range(stack_dims + 1, len(layout.shape))
-    grid = layout.mesh.shape
+    mesh_shape = layout.mesh.shape
     stack_axes, row_axes = layout.axes(0) if stack_dims else (), layout.axes(stack_dims)
     column_axes = [layout.axes(dim) for dim in columns]
     stack_cuts, row_cuts = layout.cuts(0) if stack_dims else (((0, 1),),), layout.cuts(stack_dims)
@@ -136,11 +134,12 @@ def shard_matrices(layout: Layout, stack_dims: int, window: Window | None = None
         row_cuts = tuple(clip(ranges, top, bottom) for ranges in row_cuts)
         column_cuts = {parts: clip(ranges, left, right) for parts, ranges in column_cuts.items()}
         shape = bottom - top, right - left
+    # For each part of the stack, (part of the rows, parts of the column dims) → its holders, of which number k is in replica k.
     held: list[dict[tuple[int, tuple[int, ...]], list[int]]] = [{} for _ in stack_cuts]
-    # The ranks of one part are listed in the order of the mesh: entry k is in replica k.
     for rank, coordinate in coordinates(layout.mesh).items():
-        part = flat_index(grid, coordinate, row_axes), tuple(flat_index(grid, coordinate, axes) for axes in column_axes)
-        held[flat_index(grid, coordinate, stack_axes)].setdefault(part, []).append(rank)
+        column_parts = tuple(flat_index(mesh_shape, coordinate, axes) for axes in column_axes)
+        part = flat_index(mesh_shape, coordinate, row_axes), column_parts
+        held[flat_index(mesh_shape, coordinate, stack_axes)].setdefault(part, []).append(rank)
     sharded_matrices: list[ShardedMatrix | None] = [None] * (layout.shape[0] if stack_dims else 1)
     for ranges, parts in zip(stack_cuts, held, strict=True):
         if not ranges:

@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from torch.optim.adamw import adamw
 
 from ..device import copy_to, known_to_host
-from ..execute import RandomWords, RoundingScratch, advance, chunks_of, elements_held, round_stochastically
+from ..execute import RandomWords, RoundingScratch, advance_counters, chunks_of, elements_held, round_stochastically
 from ..params.checks import adamw_betas, adamw_eps
 from ..params.dtensors import as_dtensor, held_ranges, memory_order, trailing_elements
 from ..params.groups import rounds_stochastically
@@ -48,7 +48,7 @@ def adamw_step(
             counter = rounding_counter(state, names[param], param, param_group)
             assert counter is not None
             _step_stochastically(param_group, param, grad, state, counter, scratch, skip_mask)
-        advance([state[COUNTER] for _, _, state in stochastic], skip_mask)
+        advance_counters([state[COUNTER] for _, _, state in stochastic], skip_mask)
     for fused in (True, False):
         chosen = [member for member in members if can_fuse(local_part(member[0])) is fused]
         if chosen:

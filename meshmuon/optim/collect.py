@@ -1,4 +1,4 @@
-"""What a step works on: the parameters of the groups, what the planner must know about them, and what the executor is given."""
+"""What a step works on: all parameters, what the planner must know about them, and what the executor gets."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..agree.state_presence import is_kept
+from ..agree.state_presence import has_all_state
 from ..agree.step_decision import PlanInput, StepDecision
 from ..device import known_to_host
 from ..errors import ConfigError, GradientError
@@ -23,13 +23,13 @@ from ..params.lr import lr_factor
 from ..params.named_params import NamedParam
 from ..params.option_table import ParamGroup
 from ..params.rules import resolve_rule
-from ..state import param_state as state
+from ..state import param_state
 from ..torch_compat import local_part, zeros_like
-from .group_snapshot import GroupSnapshot, facts_of
+from .group_snapshot import GroupSnapshot, metadata_of
 
 
 class GroupRecipe(NamedTuple):
-    """How a param group treats all of its parameters; of AdamW only the rounding."""
+    """How a param group treats all of its parameters. A group that AdamW steps sets only ``rounding``."""
 
     scheme: Scheme | Orthogonalizer | None = None
     rule: UpdateRule | None = None
@@ -43,7 +43,7 @@ class ParamRecord(NamedTuple):
 
     named: NamedParam
     recipe: GroupRecipe
-    facts: Any
+    metadata: Any  # as ``metadata_of`` gives it
     plan_input: PlanInput
 
     def still_holds(self, named: NamedParam, recipe: GroupRecipe) -> bool:
@@ -54,16 +54,16 @@ class ParamRecord(NamedTuple):
             and self.recipe is recipe
             and self.named.group_index == named.group_index
             and self.named.name == named.name
-            and self.facts == facts_of(named.param)
+            and self.metadata == metadata_of(named.param)
         )
 
 
 class Collector:
     """Finds out what a step will work on, and reuses everything that has not changed since the last step.
 
-    A step calls ``plan_inputs``, then ``check``, then, once the ranks have agreed, ``step_params``, and at its end ``let_go``.
-    ``forget`` is called whenever the state is about to be offloaded. ``comm_dtype`` tells in which dtype a parameter travels, or
-    None for the default.
+    A step calls ``plan_inputs``, ``check`` and, once the ranks have agreed, ``step_params``, and at its end ``release_state``. It
+    also calls ``invalidate_state`` if the state is about to be offloaded. ``comm_dtype`` tells in which dtype a parameter
+    travels, or None for the default.
     """
 
     def __init__(self, comm_dtype: Callable[[Tensor], torch.dtype | None]) -> None:
@@ -73,16 +73,16 @@ class Collector:
         self._recipes: list[GroupRecipe] = []
         self._params: list[NamedParam] = []
         self._plan_inputs: tuple[PlanInput, ...] = ()
-        # Group index, shape of a matrix in the group (None for AdamW), largest number that its dtype holds.
+        # For ``check_overflow``: group index, outputs and inputs of a matrix (None for AdamW), largest number of its dtype.
         self._shapes: list[tuple[int, tuple[int, int] | None, float]] = []
-        self._made: tuple[object, list[StepParam]] = (None, [])  # a plan, and the step parameters made for it
-        self._groups: dict[int, ParamGroup] = {}  # param groups of those step parameters, by group index
+        self._cached_step_params: tuple[object, list[StepParam]] = (None, [])  # a plan, and what was made for it
+        self._groups: dict[int, ParamGroup] = {}  # the param groups of these step parameters, by group index
         self.has_grad: tuple[bool, ...] = ()  # which parameters have a gradient; the same object for as long as they are equal
-        self._indices: dict[int, list[int]] = {}  # indices of parameters, by group index
-        self._state_checked: list[set[int]] = []  # those of them whose state has been checked since it changed, likewise
-        self._lacking_state: list[list[int]] = []  # those that have no state yet, or not all of it, likewise
-        self._checked_for: tuple[bool, ...] = ()  # ``has_grad`` at the last check
-        self.without_state: tuple[int, ...] = ()  # those of them that had a gradient, at the last check
+        self._indices_by_group: dict[int, list[int]] = {}  # group index → indices of its parameters
+        self._state_checked: list[set[int]] = []  # group index → those of them whose state was checked since it changed
+        self._lacking_state: list[list[int]] = []  # group index → those of them that lack state, or a part of it
+        self._checked_has_grad: tuple[bool, ...] = ()  # ``has_grad`` at the last check
+        self.without_state: tuple[int, ...] = ()  # parameters that lacked state and had a gradient at the last check
 
     def plan_inputs(self, groups: Sequence[ParamGroup]) -> tuple[list[NamedParam], tuple[PlanInput, ...], Exception | None]:
         """All parameters, what the planner must know about them, and the first error that keeps a step from being planned.
@@ -100,7 +100,7 @@ class Collector:
             del failure  # its traceback refers to this frame, and so to the caller
 
     def _bring_up_to_date(self, groups: Sequence[ParamGroup]) -> Exception | None:
-        """Looks at the param groups again. Returns the first error that keeps a step from being planned."""
+        """Updates what is kept of changed param groups. Returns the first error that keeps a step from being planned."""
         failure: Exception | None = None
         recipes: list[GroupRecipe] = []
         for index, group in enumerate(groups):
@@ -159,15 +159,15 @@ class Collector:
 
     def _new_record(self, recipe: GroupRecipe, named: NamedParam) -> ParamRecord:
         plan_input = _plan_input_of(recipe, named, comm_dtype=self._comm_dtype(named.param))
-        return ParamRecord(named, recipe, facts_of(named.param), plan_input)
+        return ParamRecord(named, recipe, metadata_of(named.param), plan_input)
 
     def _remember(self, records: list[ParamRecord]) -> None:
         self._records = records
         self._params = [record.named for record in records]
         self._plan_inputs = tuple(record.plan_input for record in records)
-        self._indices = {}
+        self._indices_by_group = {}
         for k, named in enumerate(self._params):
-            self._indices.setdefault(named.group_index, []).append(k)
+            self._indices_by_group.setdefault(named.group_index, []).append(k)
         self._shapes = list(
             dict.fromkeys(
                 (plan_input.group_index, shape, largest_number(plan_input.update_dtype))
@@ -180,48 +180,49 @@ class Collector:
         """Refuses options, gradients and state that a step on the last plan inputs cannot use. Writes nothing."""
         for index, shape, largest in self._shapes:
             check_overflow(groups[index], f"group {index}", shape, largest)  # calls the user's adjust_lr_fn
-        changed = self.has_grad is not self._checked_for
+        changed = self.has_grad is not self._checked_has_grad  # gradients or state have changed since the last check
         for index, snapshot in enumerate(self._snapshots):
             if not snapshot.same_gradients():
-                for k in self._indices.get(index, ()):
+                for k in self._indices_by_group.get(index, ()):
                     if self.has_grad[k]:
                         named = self._params[k]
                         _check_gradient(named.name, named.param, gradient_of(named.param))
                 snapshot.accept_gradients()
             if not snapshot.same_state(states):
                 changed = True
-                self._made = (None, [])
+                self._cached_step_params = (None, [])
                 self._state_checked[index] = set()
-                self._lacking_state[index] = [k for k in self._indices.get(index, ()) if not self._keeps_state(k, states)]
+                indices = self._indices_by_group.get(index, ())
+                self._lacking_state[index] = [k for k in indices if not self._has_all_state(k, states)]
                 self._check_state(index, states)
                 snapshot.accept_state(states)
             elif changed:
                 self._check_state(index, states)
         if changed:
             self.without_state = tuple(k for lacking in self._lacking_state for k in lacking if self.has_grad[k])
-        self._checked_for = self.has_grad
+        self._checked_has_grad = self.has_grad
         if self.without_state:
-            self._made = (None, [])  # making step parameters creates their state
+            self._cached_step_params = (None, [])  # making step parameters creates their state
 
-    def _keeps_state(self, k: int, states: Mapping[Tensor, dict[str, Any]]) -> bool:
+    def _has_all_state(self, k: int, states: Mapping[Tensor, dict[str, Any]]) -> bool:
         named, recipe, _, _ = self._records[k]
-        return is_kept(states.get(named.param), named, recipe.rule)
+        return has_all_state(states.get(named.param), named, recipe.rule)
 
     def _check_state(self, group_index: int, states: Mapping[Tensor, dict[str, Any]]) -> None:
-        """Refuses state that does not fit, of the parameters that have a gradient and were not checked since it changed."""
+        """Refuses state that does not fit, of parameters that have a gradient; each is checked once after its state changed."""
         checked = self._state_checked[group_index]
-        for k in self._indices.get(group_index, ()):
+        for k in self._indices_by_group.get(group_index, ()):
             if self.has_grad[k] and k not in checked:
                 named = self._params[k]
                 if (entry := states.get(named.param)) is not None:
-                    state.check_current(named.name, named.param, entry, named.param_group)
+                    param_state.check_current(named.name, named.param, entry, named.param_group)
                 checked.add(k)
 
-    def forget(self) -> None:
-        """Drops references to the state, which is about to be offloaded."""
+    def invalidate_state(self) -> None:
+        """Makes the next step check the state again, and drops references to it: it is about to be offloaded."""
         for snapshot in self._snapshots:
-            snapshot.forget_state()
-        self._made = (None, [])
+            snapshot.invalidate_state()
+        self._cached_step_params = (None, [])
 
     def step_params(
         self,
@@ -237,33 +238,35 @@ class Collector:
         ``keeps`` tells whether this rank keeps the momentum of a parameter of the plan. If ``skip_mask``, a boolean on a device,
         is true, nothing may change, and the gradients are already zeros.
         """
-        made_for, step_params = self._made  # ``check`` forgets them when the state has changed
-        if made_for is decision.plan and not any(decision.zeros.intersection(lacking) for lacking in self._lacking_state):
+        cached_for, step_params = self._cached_step_params  # ``check`` drops them when the state has changed
+        if cached_for is decision.plan and not any(decision.zeros.intersection(lacking) for lacking in self._lacking_state):
             settings = {index: _settings(group, skip_mask) for index, group in self._groups.items()}
             for k, step_param in enumerate(step_params):
                 step_param.settings = settings[step_param.group_index]
                 if k not in decision.idle:
                     entry = states[step_param.param]
-                    step_param.momentum_buffer, step_param.rule_state = entry[state.MOMENTUM], _rule_state(step_param, entry)
-                    step_param.counter = None if step_param.elements is None else entry[state.COUNTER]
+                    step_param.momentum_buffer = entry[param_state.MOMENTUM]
+                    remembers = step_param.rule is not None and step_param.rule.remembers()
+                    step_param.rule_state = entry.get(param_state.RULE_STATE) if remembers else None
+                    step_param.counter = None if step_param.elements is None else entry[param_state.COUNTER]
             if decision.zeros:
-                for step_param, (k, _) in zip(step_params, decision.members, strict=True):
+                for step_param, (k, _) in zip(step_params, decision.planned_parts, strict=True):
                     step_param.zeros = zeros_like(step_param.param) if k in decision.zeros else None
             return step_params
-        members = (self._records[k].named for k, _ in decision.members)
-        self._groups = {named.group_index: named.param_group for named in members}
+        planned = (self._records[k].named for k, _ in decision.planned_parts)
+        self._groups = {named.group_index: named.param_group for named in planned}
         settings = {index: _settings(group, skip_mask) for index, group in self._groups.items()}
         step_params = [
             self._new_step_param(plan_inputs, decision, states, param_index, keeps(param_index), settings)
-            for param_index in range(len(decision.members))
+            for param_index in range(len(decision.planned_parts))
         ]
         complete = all(map(keeps, range(len(step_params))))
-        self._made = (decision.plan, step_params) if complete else (None, [])
+        self._cached_step_params = (decision.plan, step_params) if complete else (None, [])
         return step_params
 
-    def let_go(self) -> None:
-        """Drops references to the state after a step, so that they do not keep alive state that moves to another device."""
-        for step_param in self._made[1]:
+    def release_state(self) -> None:
+        """Drops references to tensors of the state after a step: they would keep it alive while it is offloaded."""
+        for step_param in self._cached_step_params[1]:
             step_param.momentum_buffer = step_param.rule_state = step_param.zeros = step_param.counter = None
 
     def _new_step_param(
@@ -275,7 +278,7 @@ class Collector:
         kept: bool,
         settings: Mapping[int, StepSettings],
     ) -> StepParam:
-        k, part = decision.members[param_index]
+        k, part = decision.planned_parts[param_index]
         named, plan_input = self._records[k].named, plan_inputs[k]
         param, dtype = named.param, named.param_group["momentum_dtype"]
         assert plan_input.matrix_sets is not None
@@ -283,11 +286,11 @@ class Collector:
         matrix_set = plan_input.matrix_sets[part]
         remembers = kept and plan_input.rule is not None and plan_input.rule.remembers()
         idle = param_index in decision.idle
-        # The state of an idle parameter is not created. Its rule state is needed for its shape, and is lost if it is made here.
+        # No state is created for an idle parameter: only the shape of its rule state is needed, so that a copied dict takes it.
         entry = dict(states.get(param, {})) if idle else states[param]
         step_param = StepParam(
             param=param,
-            momentum_buffer=state.momentum_buffer(entry, param, dtype) if kept and not idle else None,
+            momentum_buffer=param_state.momentum_buffer(entry, param, dtype) if kept and not idle else None,
             matrix_set=matrix_set,
             scheme=scheme_for(plan_input.scheme, matrix_set.rows, matrix_set.cols, plan_input.compute_dtype),
             compute_dtype=plan_input.compute_dtype,
@@ -296,18 +299,14 @@ class Collector:
             group_index=named.group_index,
             zeros=zeros_like(param) if k in decision.zeros else None,
             rule=plan_input.rule,
-            rule_state=state.rule_state(entry, param, matrix_set) if remembers else None,
+            rule_state=param_state.rule_state(entry, param, matrix_set) if remembers else None,
         )
-        # Also where other ranks keep the momentum: all ranks count the same steps.
-        counter = state.rounding_counter(entry, named.name, param, named.param_group)
+        # Also where another rank keeps the momentum (DistMuon): all ranks count the same steps.
+        counter = param_state.rounding_counter(entry, named.name, param, named.param_group)
         if counter is not None:
             step_param.counter = None if idle else counter
             step_param.elements = elements_held(param.shape, held_ranges(param), param.device).hashed()
         return step_param
-
-
-def _rule_state(step_param: StepParam, entry: Mapping[str, Any]) -> Tensor | None:
-    return entry.get(state.RULE_STATE) if step_param.rule is not None and step_param.rule.remembers() else None
 
 
 def gradient_of(param: Tensor) -> Tensor:

@@ -20,7 +20,7 @@ from ..params.dtensors import as_dtensor
 from ..params.named_params import NamedParam, named_params
 from ..plan import Plan
 from ..state.param_state import MOMENTUM, RULE_STATE
-from ..transport import averaged, broadcast, everyone
+from ..transport import all_gather_objects, averaged, broadcast
 from .collect import gradient_of
 from .muon import Muon
 from .muon_step import StepContext
@@ -125,7 +125,7 @@ class DistMuon(Muon):
 
     def _consolidate(self, plan: Plan, group: dist.ProcessGroup) -> None:
         """Broadcasts the state of each matrix from its owner. All ranks take the matrices in the order of the plan."""
-        kinds_by_rank = everyone([_kinds(self.state[param]) for param, _ in self._stepped], group)
+        kinds_by_rank = all_gather_objects([_kinds(self.state[param]) for param, _ in self._stepped], group)
         for task in plan.tasks:
             param, matrix_set = self._stepped[task.param]
             for key, kind in kinds_by_rank[task.owner][task.param].items():
@@ -204,13 +204,14 @@ class DistMuon(Muon):
     def _adopt_owners(self, step: StepContext) -> None:
         """A new plan has new owners: gives every rank all momentum."""
         self.consolidate()
-        plan, members, plan_inputs = step.decision.plan, step.decision.members, self._planner.plan_inputs
+        plan, plan_inputs = step.decision.plan, self._planner.plan_inputs
         self._dividing = plan
-        self._stepped = [(step.params[k].param, (plan_inputs[k].matrix_sets or ())[part]) for k, part in members]
+        planned_parts = step.decision.planned_parts
+        self._stepped = [(step.params[k].param, (plan_inputs[k].matrix_sets or ())[part]) for k, part in planned_parts]
 
     def _note_kept(self, step: StepContext, owned: set[int]) -> None:
         """Notes of which parameters this rank alone has state: of its own ones, except those that are idle and have none yet."""
-        params = {param_index: step.params[step.decision.members[param_index][0]].param for param_index in owned}
+        params = {param_index: step.params[step.decision.planned_parts[param_index][0]].param for param_index in owned}
         if self._complete:  # here momentum is divided anew
             self._kept = frozenset(param for param in params.values() if MOMENTUM in self.state.get(param, {}))
         begun = {param for param_index, param in params.items() if param_index not in step.decision.idle}
@@ -219,9 +220,9 @@ class DistMuon(Muon):
 
     def _drop_foreign_state(self, step: StepContext, owned: set[int]) -> None:
         """Deletes the state of all parameters that are stepped but ``owned``, those of which this rank owns a matrix."""
-        members, idle = step.decision.members, step.decision.idle
-        stepped = {k for param_index, (k, _) in enumerate(members) if param_index not in idle}
-        for k in stepped - {members[param_index][0] for param_index in owned}:
+        planned_parts, idle = step.decision.planned_parts, step.decision.idle
+        stepped = {k for param_index, (k, _) in enumerate(planned_parts) if param_index not in idle}
+        for k in stepped - {planned_parts[param_index][0] for param_index in owned}:
             for key in (MOMENTUM, RULE_STATE):
                 self.state[step.params[k].param].pop(key, None)
         self._complete = self._complete and not stepped

@@ -169,7 +169,7 @@ class Muon(MuonStep):
 
     def turn_on_cpu_offload(self) -> None:
         """From now on, keeps the state in host memory between steps, which frees its device memory meanwhile."""
-        self._collector.forget()
+        self._collector.invalidate_state()
         self._offload.turn_on(self.state)
 
     def turn_off_cpu_offload(self) -> None:

@@ -15,17 +15,17 @@ from ..agree.planner import Planner
 from ..agree.state_presence import StatePresence
 from ..agree.step_decision import PlanInput, RankStatus, StepDecision
 from ..errors import TransportError
-from ..execute import StepExecutor, StepParam, advance
+from ..execute import StepExecutor, StepParam, advance_counters
 from ..params.named_params import NamedParam
 from ..params.option_table import ParamGroup
 from ..qk_clip.clip import QKClip
 from ..qk_clip.logits import logits_text
 from ..routing.table import build_routing_table
-from ..state import param_state as state
+from ..state import param_state
 from ..torch_compat import local_part
 from .adamw import adamw_step
 from .collect import Collector, gradient_of, only_creates_state
-from .nonfinite import NO_SCALING, NonFinite, Scaling, gradients_of, silence
+from .nonfinite import NO_SCALING, NonFinite, Scaling, gradients_of, zero_if_skipped
 from .offload import Offload
 from .overwritten import Overwritten
 from .route_log import RouteLog
@@ -34,7 +34,7 @@ from .step_failures import StepFailures
 
 @dataclass(slots=True)
 class StepContext:
-    """The data of one call of ``step()``, which its phases (inspect, agree, prepare, run, finish) hand to each other."""
+    """The data of one call of ``step()``, handed from phase to phase (inspect, agree, prepare, run, finish)."""
 
     params: list[NamedParam]  # all parameters, param group by param group
     plan_inputs: tuple[PlanInput, ...]  # what the planner must know about each of them, in the same order
@@ -42,7 +42,7 @@ class StepContext:
     qk_logits: Any  # the logits given to ``step()``
     scaling: Scaling = NO_SCALING  # what a GradScaler has told the optimizer
     failure: Exception | None = None  # this rank's first error, until the agreement raises it on all ranks
-    nonfinite: bool = False  # the host knows that this rank has a gradient that must not be used
+    nonfinite: bool = False  # the host has found a gradient on this rank that is not finite
     has_work: bool = True  # this rank has more to do than create state
     decision: StepDecision = field(init=False)  # what all ranks have agreed on
     skip_mask: Tensor | None = None  # a boolean on a device, true if nothing may change; None if no device has to be asked
@@ -88,13 +88,13 @@ class MuonStep(torch.optim.Optimizer):
                     self._skip(step)
                 elif not step.decision.has_work:
                     # No rank has work: torch.distributed.checkpoint calls step() with lr 0 only to create state.
-                    state.create(self._groups, self.state)
+                    param_state.create(self._groups, self.state)
                 else:
                     self._prepare(step)
                     self._finish(step, self._run(step))
             finally:
                 if self._offload.on:
-                    self._collector.forget()
+                    self._collector.invalidate_state()
         return loss
 
     def _inspect(self, qk_logits: Any, offload_error: Exception | None) -> StepContext:
@@ -109,7 +109,7 @@ class MuonStep(torch.optim.Optimizer):
                 step.scaling = Scaling.of(self)
                 self._collector.check(self._groups, self.state)
                 self._qk_clip.check(params, qk_logits)
-                step.nonfinite = self._nonfinite.known(params, step.scaling)
+                step.nonfinite = self._nonfinite.known_to_host(params, step.scaling)
                 step.has_work = bool(self.state) or not only_creates_state(self._groups)
             except Exception as error:  # raised in the agreement, once the other ranks know
                 failure = error
@@ -160,28 +160,28 @@ class MuonStep(torch.optim.Optimizer):
     def _run(self, step: StepContext) -> Exception | None:
         """Steps all parameters, as all ranks have agreed. Returns an error that did not keep this rank from any exchange."""
         params, decision = step.params, step.decision
-        step.would_diverge = decision.repeats  # an error on one of several ranks that compute a matrix leaves replicas unequal
+        step.would_diverge = decision.repeats  # if one of several ranks that compute a matrix fails, their replicas diverge
 
         def adamw() -> None:
             before = step.would_diverge
-            step.would_diverge = True  # on an error here, the other ranks have stepped and this one has not
+            step.would_diverge = True  # if AdamW fails here, the other ranks have stepped and this one has not
             self._adamw_step(step)
             step.would_diverge = before
 
         try:
-            step.skip_mask = self._nonfinite.mask_on_device(params, step.scaling, decision.exchange)
+            step.skip_mask = self._nonfinite.reduce_skip_mask(params, step.scaling, decision.exchange)
             if step.scaling.scale is not None:
                 step.scaling.remove(gradients_of(params))
             if step.skip_mask is not None:
-                silence(gradients_of(params), step.skip_mask)
+                zero_if_skipped(gradients_of(params), step.skip_mask)
             step_params = self._step_params(step)
             if step.skip_mask is not None:
                 made_zeros = [step_param.zeros for step_param in step_params if step_param.zeros is not None]
-                silence([local_part(zeros) for zeros in made_zeros], step.skip_mask)
-            failure = self._executor.run(step_params, idle=decision.idle, last=adamw)
-            # Also after a failure here: the other ranks count this step.
-            advance((step_param.counter for step_param in step_params), step.skip_mask)
-            self._qk_clip.apply(params, step.qk_logits, step.skip_mask)  # also after a failure: the other ranks clip too
+                zero_if_skipped([local_part(zeros) for zeros in made_zeros], step.skip_mask)
+            failure = self._executor.run(step_params, idle=decision.idle, during_last_scatter=adamw)
+            # Counters and QK-clip also after a failure: the other ranks count this step and clip.
+            advance_counters((step_param.counter for step_param in step_params), step.skip_mask)
+            self._qk_clip.apply(params, step.qk_logits, step.skip_mask)
             return failure
         except BaseException as error:  # also Ctrl-C: the other ranks wait for what this rank will never send
             if decision.exchange is not None:
@@ -190,8 +190,8 @@ class MuonStep(torch.optim.Optimizer):
             raise
         finally:
             failure = None
-            self._collector.let_go()
-            clipped = frozenset() if step.qk_logits is None else self._qk_clip.members
+            self._collector.release_state()
+            clipped = frozenset() if step.qk_logits is None else self._qk_clip.clipped
             self._overwritten.mark(params, step.has_grad, decision.zeros, clipped)
 
     def _finish(self, step: StepContext, failure: Exception | None) -> None:
@@ -206,7 +206,7 @@ class MuonStep(torch.optim.Optimizer):
             del failure
 
     def _skip(self, step: StepContext) -> None:
-        """Some gradient is not finite: counts the step and frees the gradients that the step would have freed."""
+        """Counts a skipped step, because a gradient is not finite, and frees the gradients that the step would have freed."""
         self._nonfinite.count()
         for named in step.params:
             if named.param_group["use_muon"] and named.param_group["none_grad"]:
@@ -227,7 +227,7 @@ class MuonStep(torch.optim.Optimizer):
                 grads, states = self._adamw_gradients(params), [self.state[param] for param in params]
                 adamw_step(self._groups[group_index], params, grads, states, step.skip_mask)
 
-    # What DistMuon does in another way.
+    # DistMuon overrides what follows.
 
     def _misuse(self, params: Sequence[NamedParam]) -> Exception | None:
         """Why this kind of optimizer cannot step these parameters; None if it can."""

@@ -64,9 +64,9 @@ class NonFinite:
 
     At every step, on every rank:
 
-    1. ``known`` says what the host of this rank knows. The planner's vote combines it over the ranks. If any rank says yes, no
+    1. ``known_to_host`` says what this rank's host knows. The planner's vote combines it over the ranks. If any rank says yes, no
        rank makes the step, and each calls ``count``.
-    2. Otherwise ``mask_on_device`` combines over the ranks what only devices know, and counts on the device.
+    2. Otherwise ``reduce_skip_mask`` combines over the ranks what only devices know, and counts a skipped step on the device.
     """
 
     def __init__(self, policy: str) -> None:
@@ -80,7 +80,7 @@ class NonFinite:
         """How many steps were skipped. Reading it waits for the device."""
         return int(self._skipped)
 
-    def known(self, params: Sequence[NamedParam], scaling: Scaling) -> bool:
+    def known_to_host(self, params: Sequence[NamedParam], scaling: Scaling) -> bool:
         """Whether the host of this rank knows that the step must be skipped; with ``"raise"`` it waits for devices and raises."""
         if scaling.found_inf is not None:
             return known_to_host(scaling.found_inf) and bool(scaling.found_inf > 0)
@@ -91,16 +91,16 @@ class NonFinite:
         on_host = [grad for grad in gradients_of(params) if known_to_host(grad)]
         return bool(on_host) and bool(_any_nonfinite(on_host))
 
-    def mask_on_device(self, params: Sequence[NamedParam], scaling: Scaling, exchange: Exchange | None) -> Tensor | None:
+    def reduce_skip_mask(self, params: Sequence[NamedParam], scaling: Scaling, exchange: Exchange | None) -> Tensor | None:
         """Whether all ranks skip the step: a boolean tensor without dims on the device, or None if no device has to be asked.
 
-        All ranks reduce or none, since it depends only on options and on the devices of parameters, which are equal on all ranks.
+        Also counts a skipped step. All ranks reduce or none: options and the devices of parameters decide, alike on all ranks.
         """
         flag = self._flag_on_device(params, scaling)
         if flag is None:
             return None
         if exchange is not None:
-            exchange.largest(flag)
+            exchange.reduce_largest(flag)
         skip = flag[0] > 0
         self.count(skip.long())
         return skip
@@ -130,7 +130,7 @@ def _raise_if_nonfinite(params: Sequence[NamedParam]) -> None:
             )
 
 
-def silence(gradients: Sequence[Tensor], skip_mask: Tensor) -> None:
+def zero_if_skipped(gradients: Sequence[Tensor], skip_mask: Tensor) -> None:
     """Fills gradients with zeros if ``skip_mask`` is true. The zeros are negative: x + (−0) equals x bit for bit, even for −0."""
     for grad in gradients:
         grad.masked_fill_(copy_to(skip_mask, grad.device), -0.0)

@@ -34,10 +34,10 @@ _SQUARES = ("gram", "factor", "quadratic", "factor_next", "half_step")
 def scratch_bytes(rows: int, cols: int, steps: Sequence[Step], dtype: torch.dtype, result_dtype: torch.dtype) -> int:
     """Bytes of scratch that one rows × cols matrix needs, beside the result, while ``steps`` are applied to it."""
     n, m = min(rows, cols), max(rows, cols)
-    wide = 1 if dtype == result_dtype else 2
+    x_buffers = 1 if dtype == result_dtype else 2
     squares = len(_squares(steps, len(steps) != 1)) * pitch(n, n, dtype)
     inverses = inverse_scratch(n, most_poles(steps)) if most_poles(steps) else 0
-    return (wide * pitch(n, m, dtype) + squares + inverses) * dtype.itemsize
+    return (x_buffers * pitch(n, m, dtype) + squares + inverses) * dtype.itemsize
 
 
 def most_poles(steps: Sequence[Step]) -> int:
@@ -67,21 +67,21 @@ class Scratch:
         self._workspace = workspace
         self._dtype = dtype
         self._device = batch.device
-        batch = _wide(batch)
+        batch = _short_side_first(batch)
         self._count, self._n, self._m = batch.shape
         self._taken: dict[str, Tensor] = {}
         self._inverses: dict[tuple[int, int], ShiftedInverses] = {}  # by number of poles and of matrices
         self.column_major = batch.stride(1) < batch.stride(2)
-        self.x = self.wide("x")
-        precise = torch.float64 if torch.float64 in (batch.dtype, dtype) else torch.float32
-        self.scale = workspace.take("scale", (self._count, 1, 1), precise, batch.device)
+        self.x = self.n_by_m("x")
+        scale_dtype = torch.float64 if torch.float64 in (batch.dtype, dtype) else torch.float32
+        self.scale = workspace.take("scale", (self._count, 1, 1), scale_dtype, batch.device)
         self.highest = workspace.take("highest", (self._count, 1, 1), batch.dtype, batch.device)
         self.lowest = workspace.take("lowest", (self._count, 1, 1), batch.dtype, batch.device)
-        self.result = _wide(result)
+        self.result = _short_side_first(result)
         # X goes to and fro between two buffers. The result is the second one where it can hold X as products want it.
-        self.spare = self.result if result.dtype == dtype and is_aligned(result) else self.wide("x_next")
+        self.spare = self.result if result.dtype == dtype and is_aligned(result) else self.n_by_m("x_next")
 
-    def wide(self, name: str) -> Tensor:
+    def n_by_m(self, name: str) -> Tensor:
         """A (count, n, m) buffer, transposed in memory when the batch is: BLAS reads both ways equally well."""
         if self.column_major:
             return self._take(name, self._m, self._n).mT
@@ -124,11 +124,11 @@ def iterate(batch: Tensor, steps: Sequence[Step], blocks: Sequence[int], scratch
     Every choice is already made, so that a compiler can follow. The result may be ``batch``; neither may overlap the rest of the
     scratch.
     """
-    batch, result = _wide(batch), scratch.result
+    batch, result = _short_side_first(batch), scratch.result
     x, start = scratch.x, 0
     # Where the result has more digits than X it holds the rescaled batch first, so that X is rounded once, not twice.
-    precise = result if result.dtype.itemsize > x.dtype.itemsize else None
-    _rescale(batch, scratch, precise)
+    unrounded = result if result.dtype.itemsize > x.dtype.itemsize else None
+    _rescale(batch, scratch, unrounded)
     spare = scratch.spare
     for index, length in enumerate(blocks):
         block = steps[start : start + length]
@@ -137,7 +137,7 @@ def iterate(batch: Tensor, steps: Sequence[Step], blocks: Sequence[int], scratch
         if index == 0:
             norm = _normalise(gram, scratch.scale)
             if x.dtype in _SHORT or (length == 1 and not isinstance(block[0], Rational)):
-                torch.div(x if precise is None else precise, norm, out=x)
+                torch.div(x if unrounded is None else unrounded, norm, out=x)
                 norm = None
         moved = _apply_block(x, gram, block, norm, spare, scratch, products)
         x, spare, start = moved, x, start + length
@@ -145,14 +145,14 @@ def iterate(batch: Tensor, steps: Sequence[Step], blocks: Sequence[int], scratch
         result.copy_(x)
 
 
-def _wide(batch: Tensor) -> Tensor:
+def _short_side_first(batch: Tensor) -> Tensor:
     return batch.mT if batch.size(1) > batch.size(2) else batch
 
 
-def _rescale(batch: Tensor, scratch: Scratch, precise: Tensor | None) -> None:
+def _rescale(batch: Tensor, scratch: Scratch, unrounded: Tensor | None) -> None:
     """Writes ``batch`` to scratch with entries of at most ``_LARGEST_ROW_NORM``/√m: no square under- or overflows in any dtype.
 
-    ``precise`` gets the same before it is rounded.
+    ``unrounded`` gets the same before it is rounded.
     """
     scale, highest, lowest = scratch.scale, scratch.highest, scratch.lowest
     # Two vectorised passes: on CPU the maximum norm is ten times slower.
@@ -161,13 +161,13 @@ def _rescale(batch: Tensor, scratch: Scratch, precise: Tensor | None) -> None:
     scale.copy_(torch.maximum(highest, lowest.neg_(), out=highest))
     limits = torch.finfo(scale.dtype)
     scale.mul_(math.sqrt(batch.size(2)) / _LARGEST_ROW_NORM).clamp_(min=limits.tiny, max=limits.max)
-    target = scratch.x if precise is None else precise
+    target = scratch.x if unrounded is None else unrounded
     if scratch.column_major:  # in the order of memory, so that ``out`` is contiguous and a compiler can follow
         torch.div(batch.mT, scale, out=target.mT)
     else:
         torch.div(batch, scale, out=target)
-    if precise is not None:
-        scratch.x.copy_(precise)
+    if unrounded is not None:
+        scratch.x.copy_(unrounded)
 
 
 def _normalise(gram: Tensor, scale: Tensor) -> Tensor:

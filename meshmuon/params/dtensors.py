@@ -104,18 +104,17 @@ def check_gradient_placement(name: str, param: Tensor, grad: Tensor) -> None:
 
 
 def layouts_of(
-    name: str, shape: tuple[int, ...], placements: Sequence[Any], meshes: Sequence[Mesh], reached: frozenset[int]
+    name: str, shape: tuple[int, ...], placements: Sequence[Any], meshes: Sequence[Mesh], planning_ranks: frozenset[int]
 ) -> tuple[Layout, ...]:
-    """The layouts of a parameter on those of its ``meshes`` that contain at least one rank of ``reached``, the ranks that plan.
+    """The layouts of a parameter on those of its ``meshes`` that contain one of ``planning_ranks``.
 
-    A parameter on one axis of a larger mesh exists once per coordinate on the other axes. On axis "tp" of a 2 × 4 mesh
-    ("dp", "tp"), ranks 0–3 hold one copy and ranks 4–7 another. The copies never share work, but a plan that covers their ranks
-    must know all of them.
+    A parameter on one axis of a larger mesh exists once per coordinate on the other axes: on axis "tp" of a 2 × 4 mesh
+    ("dp", "tp"), ranks 0–3 hold one copy and ranks 4–7 another. Each copy has a layout and owners of its own in the plan.
     """
     our_placements = known_placements(name, placements, len(shape))
     _check_order(name, meshes[0])
     _check_strided(name, shape, meshes[0], our_placements)
-    return tuple(Layout(shape, mesh, our_placements) for mesh in meshes if not reached.isdisjoint(mesh.ranks))
+    return tuple(Layout(shape, mesh, our_placements) for mesh in meshes if not planning_ranks.isdisjoint(mesh.ranks))
 
 
 def layout_text(name: str, param: Tensor) -> str:
@@ -182,23 +181,24 @@ def _cut_at_once(size: int, parts: int, factor: int) -> tuple[Ranges, ...]:
     return tuple(merged(ends for chunk in chunks[part::parts] for ends in chunk) for part in range(parts))
 
 
-def groups_of(place: DeviceMesh | dist.ProcessGroup | None) -> list[dist.ProcessGroup]:
+def groups_of(mesh_or_group: DeviceMesh | dist.ProcessGroup | None) -> list[dist.ProcessGroup]:
     """The process groups that a mesh already has, or the process group itself."""
-    if place is None or isinstance(place, dist.ProcessGroup):
-        return [] if place is None else [place]
+    if mesh_or_group is None or isinstance(mesh_or_group, dist.ProcessGroup):
+        return [] if mesh_or_group is None else [mesh_or_group]
     try:
-        return list(place.get_all_groups()) if place.get_coordinate() is not None else []
+        return list(mesh_or_group.get_all_groups()) if mesh_or_group.get_coordinate() is not None else []
     except RuntimeError as error:
         raise TransportError(
-            f"the process groups of the mesh {place} are gone: {error}. After destroy_process_group(), rebuild meshes and model."
+            f"the process groups of the mesh {mesh_or_group} are gone: {error}. After destroy_process_group(), rebuild "
+            "meshes and model."
         ) from error
 
 
-def replica_ranks(place: DeviceMesh | dist.ProcessGroup | None) -> list[tuple[int, ...]]:
+def replica_ranks(mesh_or_group: DeviceMesh | dist.ProcessGroup | None) -> list[tuple[int, ...]]:
     """The sets of ranks over which plain tensors are replicated: those of the process group, or of a mesh and its siblings."""
-    if place is None or isinstance(place, dist.ProcessGroup):
-        return [] if place is None else [tuple(dist.get_process_group_ranks(place))]
-    return [mesh.ranks for mesh in siblings(place)]
+    if mesh_or_group is None or isinstance(mesh_or_group, dist.ProcessGroup):
+        return [] if mesh_or_group is None else [tuple(dist.get_process_group_ranks(mesh_or_group))]
+    return [mesh.ranks for mesh in siblings(mesh_or_group)]
 
 
 def memory_order(tensor: Tensor) -> list[int]:
@@ -216,7 +216,7 @@ def held_ranges(param: Tensor) -> tuple[Ranges, ...]:
     mesh = next((mesh for mesh in siblings(sharded.device_mesh) if rank in mesh.ranks), None)
     if mesh is None:
         return tuple(() for _ in shape)
-    return Layout(shape, mesh, known_placements("", sharded.placements, len(shape))).local(rank)
+    return Layout(shape, mesh, known_placements("", sharded.placements, len(shape))).held_ranges(rank)
 
 
 def trailing_elements(param: DTensor, count: int) -> int:

@@ -1,7 +1,7 @@
 """Who computes which matrix and what travels, decided from shapes and layouts alone."""
 
 from .batches import Batch, BatchItem, ItemRange, plan_batches
-from .buffers import WaveSizes, slot_sizes, wave_sizes
+from .buffer_sizes import WaveSizes, slot_sizes, wave_sizes
 from .cost import CostModel, cost_model_for
 from .owners import lightest_possible
 from .plan import Plan, make_plan

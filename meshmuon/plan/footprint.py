@@ -1,4 +1,4 @@
-"""How large the exchange buffers of all ranks become, counted without listing what travels (``buffers.py`` names the buffers).
+"""How large the exchange buffers of all ranks become, without listing what travels. ``buffer_sizes.py`` names the buffers.
 
 A rank's ``shards`` buffer holds its piece of every matrix of the wave, regardless of the owner. Ranks whose pieces have the same
 sizes are of one kind and are counted once: an (18, D) matrix over 8 ranks has two kinds, ranks 0 to 5 with 3·D elements, and
@@ -18,33 +18,34 @@ class Footprint:
 
     def __init__(self, sharded_matrices: Sequence[ShardedMatrix], owners: Sequence[int], itemsize: int) -> None:
         self._itemsize = itemsize
-        numbers: dict[ShardedMatrix, int] = {}
-        self._numbers = [numbers.setdefault(sharded, len(numbers)) for sharded in sharded_matrices]
-        self._owned: list[tuple[int, int, int]] = []
+        distinct: dict[ShardedMatrix, int] = {}  # thousands of matrices share a few objects
+        self._distinct = [distinct.setdefault(sharded, len(distinct)) for sharded in sharded_matrices]
+        # Of each matrix, its owner, the elements that the owner gathers, and those that it sends if there are replicas.
+        self._owner_elements: list[tuple[int, int, int]] = []
         for sharded, owner in zip(sharded_matrices, owners, strict=True):
-            own = sharded.sizes[sharded.piece_and_replica[owner][0]]
-            copies = sharded.size * sharded.replicas - own if sharded.replicas > 1 else 0
-            self._owned.append((owner, sharded.size - own, copies))
-        self._kinds, self._pieces = _kinds_of_ranks(list(numbers))
+            piece, _ = sharded.holdings[owner]
+            copies = sharded.size * sharded.replicas - sharded.sizes[piece] if sharded.replicas > 1 else 0
+            self._owner_elements.append((owner, sharded.size - sharded.sizes[piece], copies))
+        self._kinds, self._pieces = _kinds_of_ranks(list(distinct))
 
     def bytes_by_rank(self, waves: Sequence[int], in_flight: int) -> dict[int, int]:
         """Rank → bytes of all its buffers when matrix k is in wave ``waves[k]``; ranks without buffers may be missing."""
         shards: dict[tuple[int, int], int] = {}
-        for (wave, number), count in Counter(zip(waves, self._numbers, strict=True)).items():
-            for kind, size in self._pieces[number]:
+        for (wave, matrix), count in Counter(zip(waves, self._distinct, strict=True)).items():
+            for kind, size in self._pieces[matrix]:
                 shards[kind, wave] = shards.get((kind, wave), 0) + count * size
-        owned: dict[tuple[int, int], int] = {}
+        received: dict[tuple[int, int], int] = {}  # (owner, wave) → elements, as in ``results``
         results: dict[tuple[int, int], int] = {}
-        shared: set[tuple[int, int]] = set()
-        for wave, (owner, gathered, copies) in zip(waves, self._owned, strict=True):
+        with_replicas: set[tuple[int, int]] = set()
+        for wave, (owner, gathered, copies) in zip(waves, self._owner_elements, strict=True):
             at = owner, wave
-            owned[at] = owned.get(at, 0) + gathered
+            received[at] = received.get(at, 0) + gathered
             results[at] = results.get(at, 0) + (copies or gathered)
-            if copies:  # it sends more than it receives: the results of the whole wave need a buffer of their own
-                shared.add(at)
+            if copies:  # the owner sends more than it receives: the results of the whole wave need a buffer of their own
+                with_replicas.add(at)
         by_kind = _slots(shards, in_flight)
         total = {rank: by_kind[kind] for rank, kind in self._kinds.items()}
-        for slots in (_slots(owned, in_flight), _slots({at: results[at] for at in shared}, in_flight)):
+        for slots in (_slots(received, in_flight), _slots({at: results[at] for at in with_replicas}, in_flight)):
             for owner, elements in slots.items():
                 total[owner] += elements
         return {rank: elements * self._itemsize for rank, elements in total.items()}

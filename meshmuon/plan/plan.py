@@ -30,18 +30,18 @@ class Plan(PlanData):
         """Raises unless each matrix has one owner for each copy that is computed separately, and waves and owners fit together.
 
         Every ``ShardedMatrix`` has checked that its pieces tile the matrix and that each rank holds one piece in one replica.
-        Sender and receiver of a piece therefore agree on it: both read the same table.
+        Sender and receiver of a piece therefore agree on it: both read the same ``ShardedMatrix``.
         """
         copies: dict[tuple[int, int], list[ShardedMatrix]] = {}
         for task in self.tasks:
             name = self.params[task.param].name
             if task.wave == NO_WAVE and not (task.owner == EVERY_HOLDER and task.sharded.whole):
                 raise PlanError(f"{name}: matrix {task.matrix} is in pieces, but the plan moves none of them")
-            if task.wave != NO_WAVE and task.owner not in task.sharded.piece_and_replica:
+            if task.wave != NO_WAVE and task.owner not in task.sharded.holdings:
                 raise PlanError(f"{name}: rank {task.owner} owns matrix {task.matrix} but holds no piece of it")
             lane = self.params[task.param].lane
-            if task.wave != NO_WAVE and not (0 <= task.wave < len(self.lanes) and self.lanes[task.wave] == lane):
-                raise PlanError(f"{name}: it travels on {lane}, but wave {task.wave} is not on that lane: {self.lanes}")
+            if task.wave != NO_WAVE and not (0 <= task.wave < len(self.wave_lanes) and self.wave_lanes[task.wave] == lane):
+                raise PlanError(f"{name}: it travels on {lane}, but wave {task.wave} is not on that lane: {self.wave_lanes}")
             copies.setdefault((task.param, task.matrix), []).append(task.sharded)
         for k, param in enumerate(self.params):
             self._check_copies(k, param, copies)
@@ -49,10 +49,10 @@ class Plan(PlanData):
     def _check_copies(self, k: int, param: PlannedParam, copies: dict[tuple[int, int], list[ShardedMatrix]]) -> None:
         for matrix in range(param.count):
             computed = copies.get((k, matrix), [])
-            holders = sum(len(sharded.piece_and_replica) for sharded in computed)
-            expected = sum(len(param.sharded_matrices(layout)[matrix].piece_and_replica) for layout in param.layouts)
+            holders = sum(len(sharded.holdings) for sharded in computed)
+            expected = sum(len(param.sharded_matrices(layout)[matrix].holdings) for layout in param.layouts)
             if holders != expected or (
-                len(computed) > 1 and len({r for sharded in computed for r in sharded.piece_and_replica}) != holders
+                len(computed) > 1 and len({r for sharded in computed for r in sharded.holdings}) != holders
             ):
                 raise PlanError(f"{param.name}: matrix {matrix} has {expected} holders, the plan computes it for {holders}")
 
@@ -70,12 +70,12 @@ def make_plan(params: Sequence[PlannedParam], options: PlanOptions) -> Plan:
     add_local_costs(loads, ((task.sharded, 0.0 if params[task.param].private else task.cost) for task in staying))
     owners = assign_owners(travelling, loads)
     owned = [replace(task, owner=owner) for task, owner in zip(travelling, owners, strict=True)]
-    scheduled, lanes, in_flight = cut_into_waves(owned, params, options)
-    return Plan(ranks, tuple(params), (*staying, *scheduled), lanes, replace(options, in_flight=in_flight))
+    scheduled, wave_lanes, in_flight = cut_into_waves(owned, params, options)
+    return Plan(ranks, tuple(params), (*staying, *scheduled), wave_lanes, replace(options, in_flight=in_flight))
 
 
 def _tasks(params: Sequence[PlannedParam], options: PlanOptions) -> tuple[list[Task], list[Task]]:
-    """Tasks that stay and tasks that travel. Where replicas that travel share no owner, each is a task of its own."""
+    """Tasks whose matrices stay where they are, and tasks that need an owner: one for all replicas, or one for each."""
     staying: list[Task] = []
     travelling: list[Task] = []
     for k, param in enumerate(params):
@@ -83,7 +83,7 @@ def _tasks(params: Sequence[PlannedParam], options: PlanOptions) -> tuple[list[T
             for matrix, sharded in enumerate(param.sharded_matrices(layout)):
                 if not sharded.size:
                     continue
-                shared = sharded.replicas > 1 and _shares(param, sharded, options)
+                shared = sharded.replicas > 1 and _replicas_share_owner(param, sharded, options)
                 if sharded.whole and not shared:
                     staying.append(Task(k, matrix, sharded, float(param.flops)))
                     continue
@@ -93,7 +93,7 @@ def _tasks(params: Sequence[PlannedParam], options: PlanOptions) -> tuple[list[T
     return staying, travelling
 
 
-def _shares(param: PlannedParam, sharded: ShardedMatrix, options: PlanOptions) -> bool:
+def _replicas_share_owner(param: PlannedParam, sharded: ShardedMatrix, options: PlanOptions) -> bool:
     if param.private or options.replicas != "auto":
         return options.replicas == "share" and not param.private
     if param.share is not None:

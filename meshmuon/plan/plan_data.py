@@ -22,7 +22,7 @@ class PlanOptions:
     """The options that decide on a plan, together with the parameters.
 
     A single matrix larger than ``budget`` still gets a wave. All exchange buffers of a rank together may take twice ``budget``
-    per wave in flight: once for what it owns, once for its shards. If one matrix of every owner needs more, they take that much.
+    per wave in flight, half of it for its shards. Where waves of one matrix per owner need more, they take that much.
     """
 
     cost: CostModel  # what work and traffic cost
@@ -47,18 +47,18 @@ class PlanData:
         ranks: all ranks that take part, in ascending order.
         params: the parameters.
         tasks: the matrices.
-        lanes: the lane of each wave; a wave is one exchange to the owners and one back, on its lane.
+        wave_lanes: for each wave, the device type, dtype on the wire and dtype of the update that its matrices have in common.
         options: the options that it was made with.
     """
 
     ranks: tuple[int, ...]
     params: tuple[PlannedParam, ...]
     tasks: tuple[Task, ...] = field(repr=False)
-    lanes: tuple[Hashable, ...]
+    wave_lanes: tuple[Hashable, ...]
     options: PlanOptions
 
     def gather_sends(self, index: int) -> Iterator[PieceTransfer]:
-        """What task ``index`` gathers at its owner: each piece from its holder in the owner's replica."""
+        """The pieces that task ``index`` gathers at its owner, each from its holder in the owner's replica."""
         task = self.tasks[index]
         if task.wave != NO_WAVE:
             for piece, source in task.sharded.senders(task.owner):
@@ -66,7 +66,7 @@ class PlanData:
                     yield PieceTransfer(index, source, task.owner, piece)
 
     def scatter_sends(self, index: int) -> Iterator[PieceTransfer]:
-        """What task ``index`` scatters: each piece of the result to all of its holders."""
+        """The pieces of its result that task ``index`` scatters, each to all of its holders."""
         task = self.tasks[index]
         if task.wave != NO_WAVE:
             for piece in task.sharded.pieces:
@@ -108,15 +108,14 @@ class PlanData:
     @cached_property
     def digest(self) -> str:
         """A hash of all that ranks must agree on: equal on two ranks exactly when they would do the same."""
-        numbers: dict[Layout, int] = {}
+        layout_numbers: dict[Layout, int] = {}
         hasher = hashlib.sha256(repr(self.options).encode())
         for param in self.params:
             if not param.private:
-                layouts = [numbers.setdefault(layout, len(numbers)) for layout in param.layouts]
+                layouts = [layout_numbers.setdefault(layout, len(layout_numbers)) for layout in param.layouts]
                 details = param.stack_dims, param.itemsize, param.flops, param.share, param.window
-                facts = param.name, layouts, details, str(param.lane), param.how
-                hasher.update(repr(facts).encode())
-        for layout in numbers:
+                hasher.update(repr((param.name, layouts, details, str(param.lane), param.how)).encode())
+        for layout in layout_numbers:
             hasher.update(repr((layout.shape, layout.mesh.shape, layout.mesh.ranks, layout.placements)).encode())
         shared = [(task.owner, task.wave) for task in self.tasks if not self.params[task.param].private]
         hasher.update(repr(shared).encode())
@@ -129,8 +128,8 @@ class PlanData:
     @cached_property
     def _buffer_bytes(self) -> dict[int, int]:
         total = dict.fromkeys(self.ranks, 0)
-        for lane in dict.fromkeys(self.lanes):
-            tasks = [task for task in self.tasks if task.wave != NO_WAVE and self.lanes[task.wave] == lane]
+        for lane in dict.fromkeys(self.wave_lanes):
+            tasks = [task for task in self.tasks if task.wave != NO_WAVE and self.wave_lanes[task.wave] == lane]
             itemsize = self.params[tasks[0].param].itemsize
             footprint = Footprint([task.sharded for task in tasks], [task.owner for task in tasks], itemsize)
             for rank, size in footprint.bytes_by_rank([task.wave for task in tasks], self.options.in_flight).items():
@@ -139,12 +138,12 @@ class PlanData:
 
 
 def add_local_costs(loads: dict[int, float], costs: Iterable[tuple[ShardedMatrix, float]]) -> None:
-    """Adds what every holder computes for itself, summed per ``ShardedMatrix`` first: thousands of ranks may hold each."""
+    """Adds what every holder computes for itself; summed per ``ShardedMatrix`` first, which may have thousands of holders."""
     total: dict[ShardedMatrix, float] = {}
     for sharded, amount in costs:
         total[sharded] = total.get(sharded, 0.0) + amount
     for sharded, amount in total.items():
-        for rank in sharded.piece_and_replica:
+        for rank in sharded.holdings:
             loads[rank] += amount
 
 
@@ -165,11 +164,11 @@ def _sent(plan: PlanData, weight: Callable[[PlannedParam], int]) -> dict[int, in
         if task.wave == NO_WAVE:
             continue
         size = weight(plan.params[task.param])
-        piece, replica = task.sharded.piece_and_replica[task.owner]
-        own = task.sharded.sizes[piece]
+        piece, replica = task.sharded.holdings[task.owner]
+        owner_elements = task.sharded.sizes[piece]
         gathered[task.sharded, replica] = gathered.get((task.sharded, replica), 0) + size
-        sent[task.owner] += size * (task.sharded.size * task.sharded.replicas - own)  # the scatter
-        sent[task.owner] -= size * own  # its own piece needs no gather
+        sent[task.owner] += size * (task.sharded.size * task.sharded.replicas - owner_elements)  # the scatter
+        sent[task.owner] -= size * owner_elements  # the owner's piece needs no gather
     for (sharded, replica), size in gathered.items():
         for sent_piece, elements in zip(sharded.pieces, sharded.sizes, strict=True):
             sent[sent_piece.holders[replica]] += size * elements

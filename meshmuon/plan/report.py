@@ -28,13 +28,14 @@ def describe(plan: PlanData) -> str:
     balance = (
         f"{heaviest / mean:.3f} of the mean, {heaviest / plan.bound:.3f} of what any plan must take" if heaviest else "no work"
     )
+    buffers = _bytes(plan.buffer_bytes(plan.ranks[0])) if plan.wave_lanes else ""
     lines = [
         f"{_count(len(moving), 'matrix', 'matrices')} with an owner and exchanged, {len(plan.tasks) - len(moving)} computed "
-        f"where they are, over {_count(len(plan.ranks), 'rank', 'ranks')} in {_count(len(plan.lanes), 'wave', 'waves')}",
+        f"where they are, over {_count(len(plan.ranks), 'rank', 'ranks')} in {_count(len(plan.wave_lanes), 'wave', 'waves')}",
         f"heaviest rank: {balance}",
         f"sent per rank and step: {_bytes(max(sent.values(), default=0))} at most, "
         f"{_bytes(sum(sent.values()) / max(1, len(sent)))} on average; nothing is padded",
-        f"exchange buffers on rank {plan.ranks[0]}: {_bytes(plan.buffer_bytes(plan.ranks[0]))}" if plan.lanes else "no exchange",
+        f"exchange buffers on rank {plan.ranks[0]}: {buffers}" if buffers else "no exchange",
         "",
         table(("matrices", "shape", "layout", "how", "owners", "waves"), _kinds(plan)),
         "",
@@ -48,12 +49,12 @@ def describe(plan: PlanData) -> str:
 def to_json(plan: PlanData) -> str:
     """The plan as JSON: options, parameters, and for every matrix its owner and wave."""
     sent = plan.bytes_sent
-    facts: dict[str, Any] = {
+    content: dict[str, Any] = {
         "digest": plan.digest,
         "ranks": list(plan.ranks),
         "options": {"replicas": plan.options.replicas, "chunk_size": plan.options.chunk_size, "budget": plan.options.budget},
         "buffer_bytes": {str(rank): plan.buffer_bytes(rank) for rank in plan.ranks[:1]},
-        "waves": [{"lane": str(lane)} for lane in plan.lanes],
+        "waves": [{"lane": str(lane)} for lane in plan.wave_lanes],
         "parameters": [
             {
                 "name": param.name,
@@ -79,7 +80,7 @@ def to_json(plan: PlanData) -> str:
             str(rank): {"load": plan.loads[rank], "flops": plan.flops[rank], "bytes_sent": sent[rank]} for rank in plan.ranks
         },
     }
-    return json.dumps(facts)
+    return json.dumps(content)
 
 
 def _how(task: Task) -> str:

@@ -14,21 +14,21 @@ class WaveRoutes:
     """A wave as one rank sees it. Lists are in buffer order: by the other rank, then by task.
 
     An (8, D) matrix in four pieces of 2 rows on ranks 0 to 3, owned by rank 1: on rank 1 ``gather_in`` and ``scatter_out`` list
-    the pieces of ranks 0, 2 and 3, and ``own`` its own piece; on rank 3 ``gather_out`` and ``scatter_in`` list its piece.
+    the pieces of ranks 0, 2 and 3, and ``staying`` its own piece; on rank 3 ``gather_out`` and ``scatter_in`` list its piece.
     """
 
     gather_out: tuple[PieceTransfer, ...]  # pieces of this rank that go to their owners
     gather_in: tuple[PieceTransfer, ...]  # pieces that arrive for the matrices that this rank owns
     scatter_out: tuple[PieceTransfer, ...]  # pieces of results that go to their holders
     scatter_in: tuple[PieceTransfer, ...]  # pieces of results that arrive for this rank's shards
-    own: tuple[PieceTransfer, ...]  # pieces that this rank holds of matrices that it owns; they stay
-    owned: tuple[int, ...]  # the tasks that this rank owns
+    staying: tuple[PieceTransfer, ...]  # pieces that this rank holds of matrices that it owns: they do not travel
+    owned_tasks: tuple[int, ...]  # the tasks that this rank owns
 
 
 def routes_of(plan: PlanData, rank: int) -> tuple[WaveRoutes, ...]:
     """The routes of ``rank``, wave by wave."""
-    gathers: list[list[PieceTransfer]] = [[] for _ in plan.lanes]
-    scatters: list[list[PieceTransfer]] = [[] for _ in plan.lanes]
+    gathers: list[list[PieceTransfer]] = [[] for _ in plan.wave_lanes]
+    scatters: list[list[PieceTransfer]] = [[] for _ in plan.wave_lanes]
     for index, task in enumerate(plan.tasks):
         piece = None if task.wave == NO_WAVE else task.sharded.piece_of(rank)
         if piece is None:
@@ -45,14 +45,14 @@ def routes_of(plan: PlanData, rank: int) -> tuple[WaveRoutes, ...]:
 
 
 def rank_routes(rank: int, gathers: Sequence[PieceTransfer], scatters: Sequence[PieceTransfer]) -> WaveRoutes:
-    """What ``rank`` has to do with ``gathers`` and ``scatters``; a gather from a rank to itself is a piece that stays."""
+    """The part of ``rank`` in ``gathers`` and ``scatters``; a gather from a rank to itself is a piece that stays."""
     return WaveRoutes(
         gather_out=_by_peer(transfer for transfer in gathers if transfer.source == rank != transfer.target),
         gather_in=_by_peer(transfer for transfer in gathers if transfer.target == rank != transfer.source),
         scatter_out=_by_peer(transfer for transfer in scatters if transfer.source == rank != transfer.target),
         scatter_in=_by_peer(transfer for transfer in scatters if transfer.target == rank != transfer.source),
-        own=tuple(transfer for transfer in gathers if transfer.source == transfer.target == rank),
-        owned=tuple(dict.fromkeys(transfer.task for transfer in gathers if transfer.target == rank)),
+        staying=tuple(transfer for transfer in gathers if transfer.source == transfer.target == rank),
+        owned_tasks=tuple(dict.fromkeys(transfer.task for transfer in gathers if transfer.target == rank)),
     )
 
 

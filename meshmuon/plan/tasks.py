@@ -17,7 +17,7 @@ class PlannedParam:
     """One parameter, or one part of a fused one."""
 
     name: str
-    layouts: tuple[Layout, ...]  # how it lies on its mesh; several when the model has the same parameter on sibling meshes
+    layouts: tuple[Layout, ...]  # how it lies on its mesh; several if sibling meshes have copies of it
     stack_dims: int  # how many leading dims index the matrices (0, or 1 for a stack of experts)
     lane: Hashable  # what must be equal for matrices to travel together: device type, dtype on the wire and dtype of the update
     itemsize: int  # bytes per element on the wire
@@ -53,8 +53,8 @@ class Task:
     matrix: int  # index of the matrix in the parameter
     sharded: ShardedMatrix  # who holds which piece of it
     cost: float  # what it costs the rank that orthogonalises it
-    owner: int = EVERY_HOLDER  # the rank that orthogonalises it; ``EVERY_HOLDER`` if each holder has the whole matrix and does so
-    wave: int = NO_WAVE  # number of its wave, whose lane is ``Plan.lanes[wave]``; ``NO_WAVE`` if nothing travels
+    owner: int = EVERY_HOLDER  # the rank that orthogonalises it, or ``EVERY_HOLDER``
+    wave: int = NO_WAVE  # number of its wave, whose lane is ``Plan.wave_lanes[wave]``; ``NO_WAVE`` if nothing travels
 
 
 @dataclass(frozen=True, slots=True)

@@ -41,61 +41,62 @@ def cut_into_waves(
     Returns:
         The tasks with their waves, the lane of each wave, and how many waves may be in flight.
     """
-    members: dict[Hashable, list[int]] = {}
+    tasks_by_lane: dict[Hashable, list[int]] = {}
     for k, task in enumerate(tasks):
-        members.setdefault(params[task.param].lane, []).append(k)
-    lanes = [_Lane([tasks[k] for k in indices], params[tasks[indices[0]].param], options) for indices in members.values()]
-    cuts, in_flight = _within_bound(lanes, options)
+        tasks_by_lane.setdefault(params[task.param].lane, []).append(k)
+    lanes = tasks_by_lane.values()
+    cutters = [_LaneCutter([tasks[k] for k in lane], params[tasks[lane[0]].param], options) for lane in lanes]
+    cuts, in_flight = _within_bound(cutters, options)
     waves, lane_of_wave = [0] * len(tasks), list[Hashable]()
-    for (lane, indices), cut in zip(members.items(), cuts, strict=True):
+    for (lane, indices), cut in zip(tasks_by_lane.items(), cuts, strict=True):
         for k, wave in zip(indices, cut, strict=True):
             waves[k] = len(lane_of_wave) + wave
         lane_of_wave.extend([lane] * (max(cut) + 1))
     return [replace(task, wave=wave) for task, wave in zip(tasks, waves, strict=True)], tuple(lane_of_wave), in_flight
 
 
-def _within_bound(lanes: Sequence[_Lane], options: PlanOptions) -> tuple[list[list[int]], int]:
-    """The wave of each matrix of each lane, and how many are in flight: the first way that keeps to the bound."""
+def _within_bound(cutters: Sequence[_LaneCutter], options: PlanOptions) -> tuple[list[list[int]], int]:
+    """The cut of each lane, and how many waves are in flight: the first way that keeps to the bound."""
     bound, most = 2 * options.budget * options.in_flight, options.in_flight
 
     def fits(cuts: Sequence[Sequence[int]], in_flight: int) -> bool:
         total: Counter[int] = Counter()
-        for lane, cut in zip(lanes, cuts, strict=True):
-            total.update(lane.footprint.bytes_by_rank(cut, in_flight))
+        for cutter, cut in zip(cutters, cuts, strict=True):
+            total.update(cutter.footprint.bytes_by_rank(cut, in_flight))
         return max(total.values(), default=0) <= bound
 
-    usual = [lane.cut(lane.count) for lane in lanes]
+    usual = [cutter.cut(cutter.usual_count) for cutter in cutters]
     if options.chunk_size > 0:
         return usual, most
     for in_flight in range(most, min(most, _ENOUGH_IN_FLIGHT) - 1, -1):
         if fits(usual, in_flight):
             return usual, in_flight
-    alone = [lane.cut(lane.longest) for lane in lanes]
-    if fits(alone, most):
-        counts = [max(lane.count, most) for lane in lanes]
-        while any(count < lane.longest for count, lane in zip(counts, lanes, strict=True)):
-            counts = [lane.within_budget(count + 1 + count // 8) for count, lane in zip(counts, lanes, strict=True)]
-            finer = [lane.cut(count) for count, lane in zip(counts, lanes, strict=True)]
+    one_per_owner = [cutter.cut(cutter.longest) for cutter in cutters]
+    if fits(one_per_owner, most):
+        counts = [max(cutter.usual_count, most) for cutter in cutters]
+        while any(count < cutter.longest for count, cutter in zip(counts, cutters, strict=True)):
+            counts = [cutter.within_budget(count + 1 + count // 8) for count, cutter in zip(counts, cutters, strict=True)]
+            finer = [cutter.cut(count) for count, cutter in zip(counts, cutters, strict=True)]
             if fits(finer, most):
                 return finer, most
-        return alone, most
+        return one_per_owner, most
     for in_flight in range(most - 1, 1, -1):
-        for cuts in (usual, alone):
+        for cuts in (usual, one_per_owner):
             if fits(cuts, in_flight):
                 return cuts, in_flight
-    turns = [lane.in_two_turns() for lane in lanes]
-    return (turns, 2) if most > 1 and fits(turns, 2) else (alone, 1)
+    half_the_owners = [cutter.in_two_turns() for cutter in cutters]
+    return (half_the_owners, 2) if most > 1 and fits(half_the_owners, 2) else (one_per_owner, 1)
 
 
-class _Lane:
-    """The matrices of one lane, and the ways to cut them."""
+class _LaneCutter:
+    """Cuts the matrices of one lane into waves, in several ways. A cut lists the wave of each task, in the order of ``tasks``."""
 
     def __init__(self, tasks: Sequence[Task], param: PlannedParam, options: PlanOptions) -> None:
         self._tasks, self._options = tasks, options
         self._nbytes = [task.sharded.size * param.itemsize for task in tasks]  # equal for all parameters of a lane
         # Matrices of equal shape are best orthogonalised together.
         shapes = [repr((param.lane, task.sharded.rows, task.sharded.cols)) for task in tasks]
-        self.queues: dict[int, list[int]] = {}
+        self.queues: dict[int, list[int]] = {}  # owner → indices of its tasks, in the order in which they get waves
         for k in sorted(range(len(tasks)), key=lambda k: (tasks[k].owner, shapes[k], k)):
             self.queues.setdefault(tasks[k].owner, []).append(k)
         self.longest = max(map(len, self.queues.values()))
@@ -103,7 +104,7 @@ class _Lane:
         largest = max(sum(self._nbytes[k] for k in queue) for queue in self.queues.values())
         smallest = _WORTH_AN_EXCHANGE * options.cost.flops_per_exchange
         fewest = max(min(_OVERLAP, int(heaviest / smallest)), largest // options.budget)  # fewer cannot fit
-        self.count = self.within_budget(max(1, fewest))
+        self.usual_count = self.within_budget(max(1, fewest))
         self.footprint = Footprint([task.sharded for task in tasks], [task.owner for task in tasks], param.itemsize)
 
     def within_budget(self, count: int) -> int:
@@ -115,14 +116,14 @@ class _Lane:
     def _fits(self, count: int) -> bool:
         for queue in self.queues.values():
             held: dict[int, list[int]] = {}
-            for k, wave in zip(queue, self._shares(queue, count), strict=True):
+            for k, wave in zip(queue, self._waves_of_queue(queue, count), strict=True):
                 held.setdefault(wave, []).append(self._nbytes[k])
             if any(len(sizes) > 1 and sum(sizes) > self._options.budget for sizes in held.values()):
                 return False
         return True
 
-    def _shares(self, queue: Sequence[int], count: int) -> list[int]:
-        """Wave of each of one owner's matrices: ``count`` waves that grow and then shrink, by cost."""
+    def _waves_of_queue(self, queue: Sequence[int], count: int) -> list[int]:
+        """The wave of each matrix in an owner's queue: ``count`` waves whose costs grow and then shrink."""
         costs = [self._tasks[k].cost for k in queue]
         ends, total = _ends(count), sum(costs) or 1.0
         done, waves = 0.0, []
@@ -132,13 +133,13 @@ class _Lane:
         return waves
 
     def cut(self, count: int) -> list[int]:
-        """``count`` waves by cost, or by the user's ``chunk_size``."""
+        """Cuts into ``count`` waves by cost, or by the user's ``chunk_size``."""
         if self._options.chunk_size > 0:
             return _by_count(self.queues, len(self._tasks), self._options.chunk_size)
         waves = [0] * len(self._tasks)
         for queue in self.queues.values():
-            alone = count >= self.longest
-            for k, wave in zip(queue, range(len(queue)) if alone else self._shares(queue, count), strict=True):
+            one_per_wave = count >= self.longest
+            for k, wave in zip(queue, range(len(queue)) if one_per_wave else self._waves_of_queue(queue, count), strict=True):
                 waves[k] = wave
         return _without_gaps(waves)
 

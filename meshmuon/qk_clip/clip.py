@@ -55,7 +55,7 @@ class QKClip:
         self._projections: list[tuple[int, Projection]] = []  # index of a parameter, and what its name says
         self._key: Hashable = None  # what the buckets were built from
         self._buckets: list[_Bucket] = []
-        self.members: frozenset[int] = frozenset()  # indices of the parameters that the last accepted logits clip
+        self.clipped: frozenset[int] = frozenset()  # indices of the parameters that the last accepted logits clip
         self._nonfinite: int | Tensor = 0
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -90,7 +90,7 @@ class QKClip:
         layers = {layer: read_layer(layer, logits.numel(), projections, config) for layer, logits in qk_logits.items()}
         check_overlap(layers)
         self._buckets = _build_buckets(layers, qk_logits)
-        self.members = frozenset(index for bucket in self._buckets for index in bucket.members)
+        self.clipped = frozenset(index for bucket in self._buckets for index in bucket.members)
         self._key = key
 
     @torch.no_grad()
@@ -184,7 +184,7 @@ def _local_rows(member: ProjectionParam) -> Tensor:
     if sharded is not None:
         rank, shape = dist.get_rank(), tuple(param.shape)
         layouts = layouts_of(name, shape, sharded.placements, siblings(sharded.device_mesh), frozenset({rank}))
-        held = layouts[0].local(rank) if layouts else ((),) * len(shape)
+        held = layouts[0].held_ranges(rank) if layouts else ((),) * len(shape)
         ranges = held[0]
         if local.numel() and tuple(map(length, held)) != tuple(local.shape):
             raise PlanError(

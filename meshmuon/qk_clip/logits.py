@@ -94,7 +94,7 @@ def _padded_shard(layer: LayerKey, logits: DTensor) -> Tensor:
     local = local.to(torch.float64 if local.dtype == torch.float64 else torch.float32)
     whole = torch.full((logits.numel(),), -math.inf, dtype=local.dtype, device=local.device)
     offset = 0
-    for start, stop in _layout(layer, logits).local(dist.get_rank())[0]:
+    for start, stop in _layout(layer, logits).held_ranges(dist.get_rank())[0]:
         whole[start:stop] = nan_as_infinity(local[offset : offset + stop - start])
         offset += stop - start
     return whole

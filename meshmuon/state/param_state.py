@@ -153,27 +153,27 @@ def _is_plain(value: Any) -> bool:
 
 
 def restore_options(
-    param_group: dict[str, Any], own: Mapping[str, Any], saved: Mapping[str, Any], defaults: Mapping[str, Any]
+    param_group: dict[str, Any], previous: Mapping[str, Any], saved: Mapping[str, Any], defaults: Mapping[str, Any]
 ) -> None:
     """Completes a param group that torch has loaded with what a checkpoint cannot hold.
 
-    ``own`` is the param group as it was before, ``saved`` the one in the checkpoint, ``defaults`` the optimizer's options.
+    ``previous`` is the param group as it was before, ``saved`` the one in the checkpoint, ``defaults`` the optimizer's options.
     """
-    param_group["use_muon"], param_group["param_names"] = own["use_muon"], _names_after_loading(own, saved)
+    param_group["use_muon"], param_group["param_names"] = previous["use_muon"], _names_after_loading(previous, saved)
     for key, value in saved.items():
         if isinstance(value, str) and value.startswith(_NOT_STORED):
-            param_group[key] = own.get(key, defaults.get(key))
+            param_group[key] = previous.get(key, defaults.get(key))
         elif key in _DTYPES:
             param_group[key] = _dtype(value)
     for key, value in defaults.items():
         if key not in saved or param_group.get(key) is None:  # saved by a version without this option
-            param_group[key] = own.get(key, value)
-    for key in _WHICH_MATRICES if own["use_muon"] else ():
-        if _comparable(param_group[key]) != _comparable(own.get(key)):
+            param_group[key] = previous.get(key, value)
+    for key in _WHICH_MATRICES if previous["use_muon"] else ():
+        if _comparable(param_group[key]) != _comparable(previous.get(key)):
             warnings.warn(
                 f"{param_group['param_names'][0]}, …: the checkpoint was saved with {key}={shown(param_group[key])}, which is "
-                f"used from now on; the optimizer was built with {shown(own.get(key))}. Set the group's {key} after loading to "
-                "change it.",
+                f"used from now on; the optimizer was built with {shown(previous.get(key))}. Set the group's {key} after loading "
+                "to change it.",
                 stacklevel=4,
             )
 
@@ -183,9 +183,9 @@ def _comparable(value: Any) -> Any:
     return (tuple(value) if isinstance(value, list) else value) or None
 
 
-def _names_after_loading(own: Mapping[str, Any], saved: Mapping[str, Any]) -> list[str]:
+def _names_after_loading(previous: Mapping[str, Any], saved: Mapping[str, Any]) -> list[str]:
     """The param group's own names; the checkpoint's if the param group was built without names."""
-    names, stored = list(own["param_names"]), _saved_names(saved)
+    names, stored = list(previous["param_names"]), _saved_names(saved)
     return stored if len(stored) == len(names) and are_placeholders(names) else names
 
 

@@ -1,7 +1,7 @@
 """The only part of the package that communicates."""
 
 from .agreement import Agreement, Verdict, Vote
-from .collectives import averaged, broadcast, everyone
+from .collectives import all_gather_objects, averaged, broadcast
 from .exchange import Exchange, Pending
 from .groups import exchange_group, host_group, shared_group
 from .norms import NormWord, norm_device, reduce_norm
@@ -14,10 +14,10 @@ __all__ = [
     "Pending",
     "Verdict",
     "Vote",
+    "all_gather_objects",
     "averaged",
     "broadcast",
     "check_round_trip",
-    "everyone",
     "exchange_group",
     "has_part",
     "host_group",

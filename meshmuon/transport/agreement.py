@@ -9,7 +9,7 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 
-from .collectives import everyone
+from .collectives import all_gather_objects
 from .failures import named_phase
 
 _T = TypeVar("_T")
@@ -20,7 +20,7 @@ _WORDS = struct.Struct("6q")
 class Vote:
     """What one rank brings to a step."""
 
-    facts_number: int  # what it is about to do, as a number below 2**62 that is equal for equal facts
+    fingerprint: int  # a number below 2**62 made from all that must be equal on all ranks; -1 if the rank has failed
     prepares: bool = False  # it must rebuild its buffers
     nonfinite: bool = False  # it has a gradient that is not finite
     has_work: bool = True  # it has more to do than creating state
@@ -31,7 +31,7 @@ class Vote:
 class Verdict:
     """The votes of all ranks, counted."""
 
-    unanimous: bool  # all facts numbers are equal
+    unanimous: bool  # all fingerprints are equal
     prepares: bool  # some rank must rebuild its buffers
     nonfinite: bool  # some rank has a gradient that is not finite
     has_work: bool  # some rank has more to do than creating state
@@ -39,7 +39,7 @@ class Verdict:
 
 
 class Agreement:
-    """Compares what the ranks of a process group are about to do, and collects the facts when they differ."""
+    """Compares what the ranks of a process group are about to do, and gathers their views where they differ."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group = group
@@ -50,13 +50,13 @@ class Agreement:
 
     def decide(self, vote: Vote) -> Verdict:
         """Counts the votes; every rank of the group must call."""
-        words = (vote.facts_number, -vote.facts_number, vote.prepares, vote.nonfinite, vote.has_work, vote.proposed_id)
+        words = (vote.fingerprint, -vote.fingerprint, vote.prepares, vote.nonfinite, vote.has_work, vote.proposed_id)
         _WORDS.pack_into(self._memory, 0, *words)
         with named_phase("agreement", self._group):
             dist.all_reduce(self._words, dist.ReduceOp.MAX, group=self._group)
         largest, smallest, prepares, nonfinite, has_work, proposed_id = _WORDS.unpack_from(self._memory)
         return Verdict(largest == -smallest, bool(prepares), bool(nonfinite), bool(has_work), proposed_id)
 
-    def everyone(self, fact: _T) -> dict[int, _T]:
-        """Rank → its ``fact``; every rank of the group must call. It is slow, and meant for ranks that disagree."""
-        return everyone(fact, self._group)
+    def all_gather_objects(self, value: _T) -> dict[int, _T]:
+        """Rank → its ``value``; every rank of the group must call. It is slow, and meant for ranks that disagree."""
+        return all_gather_objects(value, self._group)

@@ -1,4 +1,4 @@
-"""Small collectives over a process group: means, maxima, broadcasts, and what every rank has to say."""
+"""Small collectives over a process group: means, maxima, broadcasts, and one object from every rank."""
 
 from __future__ import annotations
 
@@ -26,19 +26,19 @@ def averaged(tensors: Sequence[Tensor], group: dist.ProcessGroup) -> list[Tensor
     return [copy.div_(dist.get_world_size(group)) for copy in copies]
 
 
-def everyone(fact: _T, group: dist.ProcessGroup) -> dict[int, _T]:
-    """Rank → its ``fact``."""
+def all_gather_objects(value: _T, group: dist.ProcessGroup) -> dict[int, _T]:
+    """Rank → its ``value``."""
     ranks = dist.get_process_group_ranks(group)
-    facts: list[Any] = [None] * len(ranks)
+    values: list[Any] = [None] * len(ranks)
     with named_phase("agreement", group):
-        dist.all_gather_object(facts, fact, group=group)
-    return dict(zip(ranks, facts, strict=True))
+        dist.all_gather_object(values, value, group=group)
+    return dict(zip(ranks, values, strict=True))
 
 
-def everyone_on_host(fact: _T, group: dist.ProcessGroup) -> dict[int, _T]:
-    """Rank → its ``fact``, through host memory."""
+def all_gather_objects_on_host(value: _T, group: dist.ProcessGroup) -> dict[int, _T]:
+    """Rank → its ``value``, through host memory."""
     with named_phase("agreement on attention layers"):
-        return everyone(fact, host_group(group))
+        return all_gather_objects(value, host_group(group))
 
 
 def reduce_largest(packed: Tensor, group: dist.ProcessGroup) -> None:

@@ -31,7 +31,7 @@ class Exchange:
     Who calls it, and when:
 
     1. ``splits``: a ``StepExecutor`` while it prepares a plan, on any rank, any number of times. It does not communicate.
-    2. ``largest``: the optimizer, at most once per step, before any ``start`` of the step, on all ranks of the group or on none.
+    2. ``reduce_largest``: the optimizer, at most once per step, before any ``start`` of it, on all ranks of the group or none.
     3. ``start``: a ``StepExecutor`` while it runs, at every step. All ranks of the group start the same exchanges in the same
        order, also those in which a rank sends and receives nothing: the n-th exchange of one rank meets the n-th of every other.
        What a rank sends to another must be as long as what the other expects from it; the plan guarantees that.
@@ -57,7 +57,7 @@ class Exchange:
         assert work is not None
         return Pending(work, phase, self._group)
 
-    def largest(self, value: Tensor) -> None:
+    def reduce_largest(self, value: Tensor) -> None:
         """Replaces ``value`` by its maximum over the ranks, on its device; the host does not wait."""
         with named_phase("agreement", self._group):
             dist.all_reduce(value, dist.ReduceOp.MAX, group=self._group)

@@ -44,9 +44,9 @@ def norm_device(devices: Iterable[torch.device], groups: Sequence[dist.ProcessGr
 
 def reduce_norm(word: NormWord, groups: Sequence[dist.ProcessGroup], *, largest: bool) -> ReducedNorm:
     """Reduces ``word`` over one group after the other, each with one all-reduce; the host does not wait for the device."""
-    facts = float(word.failed), word.difference, word.opposite
+    flags = float(word.failed), word.difference, word.opposite
     # Filled, not copied from the host: a copy would make the host wait.
-    packed = torch.stack([word.value, word.nan, *(torch.full_like(word.value, fact) for fact in facts)])
+    packed = torch.stack([word.value, word.nan, *(torch.full_like(word.value, flag) for flag in flags)])
     for group in groups:
         operation = dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM  # looked up here: not every build of torch has it
         with named_phase("reduction of the gradients' norm", group):

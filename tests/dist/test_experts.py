@@ -134,8 +134,8 @@ def elements_that_must_move(case: Case, plan: Plan, held: Shards) -> int:
     for index, task in enumerate(plan.tasks):
         size = math.prod(case.params[task.param].shape[-2:])
         count = {rank: int((mine[task.param] // size == task.matrix).sum()) for rank, mine in enumerate(held)}
-        holders = {rank for rank in task.sharded.piece_and_replica if count[rank]}
-        assert holders == set(task.sharded.piece_and_replica), "a rank that holds nothing of an expert takes part in it"
+        holders = {rank for rank in task.sharded.holdings if count[rank]}
+        assert holders == set(task.sharded.holdings), "a rank that holds nothing of an expert takes part in it"
         sends = [*plan.gather_sends(index), *plan.scatter_sends(index)]
         if task.wave == NO_WAVE:
             assert not sends

@@ -111,12 +111,12 @@ def test_three_meshes_take_one_exchange_per_wave_and_direction(name: str, option
     wire, plan = on_threads(model(placements, **options), meshes)
     assert plan.ranks == tuple(range(WORLD))
     assert {task.param for task in plan.tasks if task.wave != NO_WAVE} == set(range(9)), "some part of the model does not travel"
-    assert wire.calls == dict.fromkeys(range(WORLD), STEPS * 2 * len(plan.lanes))
-    assert (len(plan.lanes) == 1) == (not options), "three meshes must not cost more exchanges than one"
+    assert wire.calls == dict.fromkeys(range(WORLD), STEPS * 2 * len(plan.wave_lanes))
+    assert (len(plan.wave_lanes) == 1) == (not options), "three meshes must not cost more exchanges than one"
 
 
 def meshes_of_waves(plan: Plan) -> list[set[tuple[int, ...]]]:
-    found: list[set[tuple[int, ...]]] = [set() for _ in plan.lanes]
+    found: list[set[tuple[int, ...]]] = [set() for _ in plan.wave_lanes]
     for task in plan.tasks:
         if task.wave != NO_WAVE:
             found[task.wave].add(plan.params[task.param].layouts[0].mesh.shape)
@@ -141,7 +141,7 @@ def test_as_many_waves_as_on_one_mesh_also_when_memory_is_short(name: str, budge
     shapes = {VISION: [(16, 8)] * 6, LANGUAGE: [(16, 8)] * 10, EXPERTS: [(8, 16, 8)]}
     params = tuple(Param(shape, mesh, placements[mesh]) for mesh, some in shapes.items() for shape in some)
     wire, plan = on_threads(Case(params, {"memory_budget": budget}, 1), meshes)
-    assert len(plan.lanes) == waves
+    assert len(plan.wave_lanes) == waves
     assert wire.calls == dict.fromkeys(range(WORLD), 2 * waves)
 
 
@@ -159,7 +159,7 @@ def test_slices_that_connect_all_ranks_plan_together() -> None:
     assert {plan.ranks for plan in plans} == {tuple(range(WORLD))}
     for rank in range(WORLD):
         wire.check(rank)
-        assert wire.calls[rank] == STEPS * 2 * len(plans[rank].lanes)
+        assert wire.calls[rank] == STEPS * 2 * len(plans[rank].wave_lanes)
 
 
 # Pipeline stages.
@@ -197,8 +197,8 @@ def run_stages(world: int, meshes: Callable[[], Sequence[DeviceMesh]], stages: S
         optimizers = run_threads(world, main)
     for rank, optimizer in enumerate(optimizers):
         wire.check(rank)
-        assert optimizer.plan().lanes
-        assert wire.calls[rank] == stages[rank * 2 // world].steps * 2 * len(optimizer.plan().lanes)
+        assert optimizer.plan().wave_lanes
+        assert wire.calls[rank] == stages[rank * 2 // world].steps * 2 * len(optimizer.plan().wave_lanes)
     return optimizers
 
 

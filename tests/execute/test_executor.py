@@ -79,7 +79,7 @@ def execute(executor: Executor, step_params: list[StepParam], last: Callable[[],
     """A step of work that the executor may not know yet."""
     if executor.plan is None:
         executor.prepare(plan_for(step_params), 0, step_params, None)
-    executor.run(step_params, last=last)
+    executor.run(step_params, during_last_scatter=last)
 
 
 def program_of(step_params: list[StepParam], **options: Any) -> RankProgram:
@@ -123,9 +123,9 @@ def test_equals_the_reference() -> None:
 
 def test_no_work() -> None:
     executor, done = Executor(ExecutorSettings()), []
-    executor.run([], last=lambda: done.append("before a plan"))
+    executor.run([], during_last_scatter=lambda: done.append("before a plan"))
     executor.prepare(plan_for([]), 0, [], None)
-    executor.run([], last=lambda: done.append("with an empty plan"))
+    executor.run([], during_last_scatter=lambda: done.append("with an empty plan"))
     assert done == ["before a plan", "with an empty plan"]
     assert executor.plan is not None
     assert executor.plan.tasks == ()
@@ -275,12 +275,12 @@ def test_what_failed_in_a_step_that_was_left_is_not_told_after_the_next() -> Non
     executor = Executor(ExecutorSettings())
     executor.prepare(plan_for(step_params), 0, step_params, None)
     with pytest.raises(TransportError):
-        executor.run(step_params, last=lost)
+        executor.run(step_params, during_last_scatter=lost)
     broken[0] = False
-    assert executor.run(step_params, last=nothing) is None
+    assert executor.run(step_params, during_last_scatter=nothing) is None
 
 
 def test_data_parallel_steps_forget_what_failed_in_a_step_that_was_left() -> None:
     executor = DataParallelExecutor(ExecutorSettings())
     executor._program.failures.append(ValueError("of the step before"))
-    assert executor.run([], last=nothing) is None
+    assert executor.run([], during_last_scatter=nothing) is None

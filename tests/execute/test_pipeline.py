@@ -7,7 +7,15 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from meshmuon.errors import TransportError
-from meshmuon.execute.pipeline import Action, fill_order, guarded, most_gathered_ahead, pipeline_order, run_pipeline, take_first
+from meshmuon.execute.pipeline import (
+    Action,
+    gradient_read_order,
+    guarded,
+    most_gathered_ahead,
+    pipeline_order,
+    run_pipeline,
+    take_first,
+)
 
 WIDTHS, COUNTS = range(1, 7), range(9)
 everywhere = pytest.mark.parametrize(("width", "count"), [(width, count) for width in WIDTHS for count in COUNTS])
@@ -26,7 +34,7 @@ def record(width: int, count: int, local: int = 2, ahead: int | None = None) -> 
         events.append(("finish", k))
 
     pieces = [lambda k=k: events.append(("local", k)) for k in range(local)]
-    run_pipeline((wave(k) for k in range(count)), width, pieces, lambda: events.append(("last", 0)), ahead=ahead)
+    run_pipeline((wave(k) for k in range(count)), width, pieces, lambda: events.append(("last", 0)), gathered_ahead=ahead)
     return events
 
 
@@ -117,9 +125,9 @@ def test_the_order_depends_on_the_numbers_alone(width: int, count: int) -> None:
 
 @everywhere
 def test_waves_and_local_batches_are_filled_in_the_order_that_was_built_for(width: int, count: int) -> None:
-    """``fill_order`` decides where momentum is accumulated and gradients are freed; ``run_pipeline`` must follow it."""
+    """``gradient_read_order`` decides where momentum is accumulated and gradients are freed; ``run_pipeline`` must follow it."""
     filled = [k if what == "gather" else count + k for what, k in record(width, count, local=3) if what in ("gather", "local")]
-    assert filled == list(fill_order(count, 3, width))
+    assert filled == list(gradient_read_order(count, 3, width))
     assert sorted(filled) == list(range(count + 3))
 
 
@@ -130,7 +138,7 @@ def test_actions_are_run_in_their_order(width: int, count: int) -> None:
         "compute": Action.COMPUTE,
         "finish": Action.FINISH,
         "local": Action.LOCAL,
-        "last": Action.LAST,
+        "last": Action.DURING_LAST_SCATTER,
     }
     events = [(names[what], k) for what, k in record(width, count, local=1)]
     assert events == list(pipeline_order(count, width))

@@ -23,7 +23,7 @@ from meshmuon.execute import ExecutorSettings, StepParam, StepSettings
 from meshmuon.execute.build import RankProgram, RankProgramBuilder
 from meshmuon.execute.ortho_batch import OrthoBatch
 from meshmuon.execute.pipeline import run_pipeline
-from meshmuon.execute.shard_views import GradLifetime, ShardViews
+from meshmuon.execute.shard_views import GradientReads, ShardViews
 from meshmuon.execute.step_param import NONE_IDLE
 from meshmuon.layout import Layout, Mesh, Replicated, Sharded
 from meshmuon.matrices import MatrixSet
@@ -178,7 +178,7 @@ def held(case: Case, k: int, rank: int, values: Sequence[Tensor]) -> Tensor:
     """What ``rank`` holds of a parameter whose values on each sibling mesh are ``values``."""
     layouts = case.plan.params[k].layouts
     sibling = next((s for s, layout in enumerate(layouts) if rank in layout.mesh.ranks), 0)
-    return select(values[sibling], layouts[sibling].local(rank))
+    return select(values[sibling], layouts[sibling].held_ranges(rank))
 
 
 class Ranks:
@@ -231,9 +231,9 @@ class Ranks:
             for rank, program in self.programs.items()
             for batch in program.local
         ]
-        run_pipeline(map(together, range(len(plan.lanes))), plan.options.in_flight, local, lambda: None)
+        run_pipeline(map(together, range(len(plan.wave_lanes))), plan.options.in_flight, local, lambda: None)
         for rank, program in self.programs.items():
-            program.rest.free_gradients(self.step_params[rank])
+            program.freed_at_end.free_gradients(self.step_params[rank])
 
 
 cases = st.integers(0, 2**32).map(build_case)
@@ -253,7 +253,7 @@ def test_the_numbers_of_one_device(case: Case) -> None:
                 assert torch.equal(step_params.momentum, held(case, k, rank, [buffer for _, buffer in wanted])), (k, rank)
                 assert torch.equal(step_params.param, held(case, k, rank, [param for param, _ in wanted])), (k, rank)
                 assert (step_params.param.grad is None) == step_params.settings.free_grad
-    assert len(ranks.board.moved) == 2 * STEPS * len(case.plan.lanes)
+    assert len(ranks.board.moved) == 2 * STEPS * len(case.plan.wave_lanes)
 
 
 @settings(max_examples=80)
@@ -263,42 +263,42 @@ def test_buffers_are_what_the_plan_says(case: Case) -> None:
         ranks = Ranks(case)
     for rank in case.plan.ranks:
         flat = ranks.workspaces[rank]._flat
-        found = {key: tensor for key, tensor in flat.items() if key[0].split()[0] in ("shards", "owned", "results")}
+        found = {key: tensor for key, tensor in flat.items() if key[0].split()[0] in ("shards", "gathered", "results")}
         assert sum(tensor.nbytes for tensor in found.values()) == case.plan.buffer_bytes(rank)
 
 
-def filled(program: RankProgram, in_flight: int) -> list[GradLifetime]:
-    """The lifetimes of waves and local batches in the order in which the pipeline runs them."""
-    order: list[GradLifetime] = []
+def filled(program: RankProgram, in_flight: int) -> list[GradientReads]:
+    """The gradient reads of waves and local batches in the order in which the pipeline runs them."""
+    order: list[GradientReads] = []
 
-    def wave(lifetime: GradLifetime) -> Iterator[None]:
-        order.append(lifetime)
+    def wave(gradient_reads: GradientReads) -> Iterator[None]:
+        order.append(gradient_reads)
         yield
         yield
 
-    local = [partial(order.append, batch.grad_lifetime) for batch in program.local]
-    run_pipeline([wave(planned.grad_lifetime) for planned in program.waves], in_flight, local, lambda: None)
+    local = [partial(order.append, batch.gradient_reads) for batch in program.local]
+    run_pipeline([wave(planned.gradient_reads) for planned in program.waves], in_flight, local, lambda: None)
     return order
 
 
-def check_lifetimes(plan: Plan, rank: int, step_params: Sequence[StepParam], program: RankProgram) -> None:
+def check_gradient_reads(plan: Plan, rank: int, step_params: Sequence[StepParam], program: RankProgram) -> None:
     """Momentum is accumulated where the pipeline first reads a parameter, and its gradient is freed where it last does."""
     params = [step_param.param for step_param in step_params]
     first = [next(k for k, other in enumerate(params) if other is param) for param in params]  # the parts of a weight are one
-    reads: dict[GradLifetime, set[int]] = {}
+    reads: dict[GradientReads, set[int]] = {}
     for k, wave in enumerate(program.waves):
-        tasks = [task for task in plan.tasks if task.wave == k and rank in task.sharded.piece_and_replica]
-        reads[wave.grad_lifetime] = {first[task.param] for task in tasks}
+        tasks = [task for task in plan.tasks if task.wave == k and rank in task.sharded.holdings]
+        reads[wave.gradient_reads] = {first[task.param] for task in tasks}
     for batch in program.local:
         indices = {shard.param_index for uniform in batch.shard_views._by_group for shard in uniform._shards}
-        reads[batch.grad_lifetime] = {first[k] for k in indices}
+        reads[batch.gradient_reads] = {first[k] for k in indices}
     order = filled(program, plan.options.in_flight)
     assert set(order) == set(reads)
-    for turn, lifetime in enumerate(order):
-        assert set(lifetime.begins) == reads[lifetime].difference(*(reads[earlier] for earlier in order[:turn]))
-        assert set(lifetime.ends) == reads[lifetime].difference(*(reads[later] for later in order[turn + 1 :]))
-    assert program.rest.begins == ()
-    assert set(program.rest.ends) == set(first).difference(*reads.values())
+    for turn, gradient_reads in enumerate(order):
+        assert set(gradient_reads.first_here) == reads[gradient_reads].difference(*(reads[earlier] for earlier in order[:turn]))
+        assert set(gradient_reads.last_here) == reads[gradient_reads].difference(*(reads[later] for later in order[turn + 1 :]))
+    assert program.freed_at_end.first_here == ()
+    assert set(program.freed_at_end.last_here) == set(first).difference(*reads.values())
 
 
 @settings(max_examples=80)
@@ -307,7 +307,7 @@ def test_each_parameter_begins_once_and_ends_once(case: Case) -> None:
     with torch.no_grad():
         ranks = Ranks(case)
     for rank, program in ranks.programs.items():
-        check_lifetimes(case.plan, rank, ranks.step_params[rank], program)
+        check_gradient_reads(case.plan, rank, ranks.step_params[rank], program)
 
 
 @pytest.mark.parametrize("rank", [0, 1])
@@ -325,7 +325,7 @@ def test_a_fused_weight_begins_with_whichever_part_is_filled_first(in_flight: in
         for part, window in enumerate(windows)
     ]
     plan = make_plan(params, PlanOptions(cost_model_for("cpu"), chunk_size=1, in_flight=in_flight))
-    assert (len(plan.lanes), plan.options.in_flight) == (weights, in_flight)
+    assert (len(plan.wave_lanes), plan.options.in_flight) == (weights, in_flight)
     held = [nn.Parameter(torch.zeros(18, 4, dtype=torch.float64)) for _ in range(weights)]
     step_params = [
         replace(
@@ -340,16 +340,16 @@ def test_a_fused_weight_begins_with_whichever_part_is_filled_first(in_flight: in
         builder = RankProgramBuilder(plan, rank, step_params, exchange, Workspace(), ExecutorSettings(chunk_size=1))  # type: ignore[arg-type]
         program = builder.build()
     assert len(program.local) == weights
-    check_lifetimes(plan, rank, step_params, program)
-    begun = {k for batch in program.local for k in batch.grad_lifetime.begins}
+    check_gradient_reads(plan, rank, step_params, program)
+    begun = {k for batch in program.local for k in batch.gradient_reads.first_here}
     assert 0 < len(begun) < weights  # so that both orders occur
 
 
 def test_the_random_plans_are_of_every_kind() -> None:
     plans = [build_case(seed).plan for seed in range(300)]
     tasks = [(plan, task) for plan in plans for task in plan.tasks]
-    assert sum(len(plan.lanes) > plan.options.in_flight for plan in plans) > 20
-    assert sum(len(set(plan.lanes)) > 1 for plan in plans) > 40
+    assert sum(len(plan.wave_lanes) > plan.options.in_flight for plan in plans) > 20
+    assert sum(len(set(plan.wave_lanes)) > 1 for plan in plans) > 40
     assert sum(task.wave != NO_WAVE and task.sharded.replicas > 1 for _, task in tasks) > 40
     assert sum(task.wave == NO_WAVE and task.sharded.replicas > 1 for _, task in tasks) > 10
     assert sum(len(plan.params[task.param].layouts) > 1 for plan, task in tasks) > 40
@@ -365,8 +365,8 @@ def test_a_parameter_of_which_a_rank_holds_nothing(free: int) -> None:
     with torch.no_grad():
         ranks = Ranks(case)
         ranks.step(0)
-    assert len(ranks.programs[3].waves) == len(case.plan.lanes)
-    assert ranks.programs[3].rest.ends == tuple(range(free + 1))
+    assert len(ranks.programs[3].waves) == len(case.plan.wave_lanes)
+    assert ranks.programs[3].freed_at_end.last_here == tuple(range(free + 1))
     assert ranks.workspaces[3].bytes() == 0
     assert (ranks.step_params[3][free].param.grad is None) == settings_of(free).free_grad
 
@@ -428,7 +428,7 @@ def test_a_wave_and_its_streams(monkeypatch: pytest.MonkeyPatch) -> None:
 
     noted(Exchange, "start", "start")
     noted(Pending, "wait", "arrived")
-    noted(GradLifetime, "accumulate", "momentum")
+    noted(GradientReads, "accumulate_momentum", "momentum")
     noted(ShardViews, "apply", "update")
     noted(OrthoBatch, "orthogonalise", "compute")
     with torch.no_grad():

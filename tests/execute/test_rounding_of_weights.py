@@ -15,7 +15,7 @@ from meshmuon.execute.rounding import (
     Elements,
     RandomWords,
     RoundingScratch,
-    advance,
+    advance_counters,
     apply_rounded,
     chunks_of,
     elements_held,
@@ -128,7 +128,7 @@ def test_elements_of_random_layouts_are_those_of_torch() -> None:
     for case, held in zip(cases, distribute(cases), strict=True):
         for rank, local in held.items():
             if local.numel():
-                elements = elements_held(case.shape, case.layout.local(rank), CPU)
+                elements = elements_held(case.shape, case.layout.held_ranges(rank), CPU)
                 assert torch.equal(elements.rows * case.shape[-1] + elements.cols, local)
                 held_somewhere += 1
     assert held_somewhere > 300
@@ -251,7 +251,7 @@ def test_decay_below_half_a_unit_is_lost_to_nearest_and_kept_stochastically() ->
     for _ in range(512):
         apply([nearest], [torch.zeros(100, 100)], 1 - 2**-10, 0.01)
         apply([stochastic], [torch.zeros(100, 100)], 1 - 2**-10, 0.01, words=[RandomWords.of(tracked, elements)])
-        advance([tracked], None)
+        advance_counters([tracked], None)
     assert bool((nearest == 1).all())
     values, expected = stochastic.double(), (1 - 2**-10) ** 512
     assert abs(float(values.mean()) - expected) <= 5 * float(values.std()) / 100
@@ -260,8 +260,8 @@ def test_decay_below_half_a_unit_is_lost_to_nearest_and_kept_stochastically() ->
 
 def test_a_counter_counts_once_and_not_a_skipped_step() -> None:
     first, second = counter(1, 5), counter(2, 8)
-    advance([first, None, second, first], None)
+    advance_counters([first, None, second, first], None)
     assert [first.tolist(), second.tolist()] == [[1, 6], [2, 9]]
     for skipped in (True, False):
-        advance([first, second], torch.tensor(skipped))
+        advance_counters([first, second], torch.tensor(skipped))
     assert [first.tolist(), second.tolist()] == [[1, 7], [2, 10]]

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from meshmuon.execute import StepParam, StepSettings
 from meshmuon.execute.elementwise import accumulate, apply, look_ahead
-from meshmuon.execute.shard_views import GradLifetime, ShardView, ShardViews, grouped
+from meshmuon.execute.shard_views import GradientReads, ShardView, ShardViews, grouped
 from meshmuon.matrices import MatrixSet
 from meshmuon.ortho import keller
 
@@ -48,7 +48,7 @@ def values(tensors: list[Tensor]) -> list[float]:
 
 def test_momentum_of_those_that_begin() -> None:
     step_params = [work_for(1.0), work_for(2.0), work_for(3.0)]
-    GradLifetime(begins=(0, 2), ends=(1,)).accumulate(step_params)
+    GradientReads(first_here=(0, 2), last_here=(1,)).accumulate_momentum(step_params)
     assert values([one.momentum for one in step_params]) == [10.5, 2.0, 31.5]
     assert all(one.param.grad is not None for one in step_params)
     assert values([one.param.detach() for one in step_params]) == [1.0] * 3
@@ -60,34 +60,34 @@ def test_momentum_is_of_each_group() -> None:
         work_for(1.0, group=1, momentum=0.25),
         work_for(2.0, group=0, momentum=0.5),
     ]
-    GradLifetime(begins=(0, 1, 2)).accumulate(step_params)
+    GradientReads(first_here=(0, 1, 2)).accumulate_momentum(step_params)
     assert values([one.momentum for one in step_params]) == [10.5, 10.25, 21.0]
 
 
 def test_momentum_where_only_other_ranks_have_a_gradient() -> None:
     step_params = [work_for(2.0, zeros=True)]
-    grad_lifetime = GradLifetime((0,), (0,))
-    grad_lifetime.accumulate(step_params)
+    gradient_reads = GradientReads((0,), (0,))
+    gradient_reads.accumulate_momentum(step_params)
     assert values([step_params[0].momentum]) == [1.0]
-    assert values(list(grad_lifetime.gradients(step_params))) == [0.0]
-    grad_lifetime.free_gradients(step_params)
+    assert values(list(gradient_reads.gradients(step_params))) == [0.0]
+    gradient_reads.free_gradients(step_params)
     assert step_params[0].param.grad is None
 
 
 def test_gradients_are_freed_where_they_end_and_the_group_asks() -> None:
     step_params = [work_for(1.0, free_grad=True), work_for(2.0, free_grad=True), work_for(3.0, free_grad=False)]
-    grad_lifetime = GradLifetime(begins=(0, 1, 2), ends=(1, 2))
-    assert values(list(grad_lifetime.gradients(step_params))) == [20.0, 30.0]
-    grad_lifetime.free_gradients(step_params)
+    gradient_reads = GradientReads(first_here=(0, 1, 2), last_here=(1, 2))
+    assert values(list(gradient_reads.gradients(step_params))) == [20.0, 30.0]
+    gradient_reads.free_gradients(step_params)
     assert [one.param.grad is None for one in step_params] == [False, True, False]
 
 
 def test_touching_nothing() -> None:
     step_params = [work_for(1.0, free_grad=True)]
-    grad_lifetime = GradLifetime()
-    grad_lifetime.accumulate(step_params)
-    grad_lifetime.free_gradients(step_params)
-    assert list(grad_lifetime.gradients(step_params)) == []
+    gradient_reads = GradientReads()
+    gradient_reads.accumulate_momentum(step_params)
+    gradient_reads.free_gradients(step_params)
+    assert list(gradient_reads.gradients(step_params)) == []
     assert values([step_params[0].momentum]) == [1.0]
     assert step_params[0].param.grad is not None
 

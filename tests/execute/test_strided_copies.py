@@ -156,10 +156,10 @@ def test_what_an_owner_unpacks(dim: int) -> None:
     entries = [PlannedParam(f"p{k}", (Layout((256, 256), mesh, (Sharded(dim),)),), 0, "lane", 4, 1000) for k in range(512)]
     plan = make_plan(entries, PlanOptions(cost_model_for("cpu"), chunk_size=512))
     (wave,) = routes_of(plan, 100)
-    assert len(wave.owned) == 2
+    assert len(wave.owned_tasks) == 2
     placed, offset = [], 0
     for send in wave.gather_in:
-        placed.append(PlacedPiece(send.piece, offset, wave.owned.index(send.task)))
+        placed.append(PlacedPiece(send.piece, offset, wave.owned_tasks.index(send.task)))
         offset += send.piece.size
     assert len(placed) == 510
     assert len(strided_views(blocks_of(placed, 256, 256 * 256), torch.zeros(2, 256, 256), torch.zeros(offset))[0]) <= 4

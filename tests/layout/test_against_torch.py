@@ -63,7 +63,7 @@ def test_local_tensors(known: list[Known]) -> None:
         layout, whole = one.case.layout, one.case.tensor
         for rank in layout.mesh.ranks:
             assert layout.local_shape(rank) == tuple(one.held[rank].shape), f"{one}, rank {rank}"
-            assert torch.equal(select(whole, layout.local(rank)), one.held[rank]), f"{one}, rank {rank}"
+            assert torch.equal(select(whole, layout.held_ranges(rank)), one.held[rank]), f"{one}, rank {rank}"
         compared += 1
     assert compared >= 500
 
@@ -86,7 +86,7 @@ def test_boxes_are_the_local_tensor(known: list[Known]) -> None:
     for one in known:
         layout, whole = one.case.layout, one.case.tensor
         for rank in layout.mesh.ranks:
-            boxes, local = layout.boxes(rank), layout.local(rank)
+            boxes, local = layout.boxes(rank), layout.held_ranges(rank)
             assert len(boxes) == len(set(boxes)) == math.prod(len(ranges) for ranges in local), f"{one}, rank {rank}"
             built = torch.full(layout.local_shape(rank), -1)
             for box in boxes:
@@ -166,7 +166,7 @@ def test_with_communication() -> None:
     run_threads(size, run)
     for case, locals_ in zip(cases, held, strict=True):
         for rank in range(size):
-            assert torch.equal(select(case.tensor, case.layout.local(rank)), locals_[rank]), f"{case}, rank {rank}"
+            assert torch.equal(select(case.tensor, case.layout.held_ranges(rank)), locals_[rank]), f"{case}, rank {rank}"
 
 
 def _pads(case: Case) -> bool:

@@ -72,7 +72,7 @@ def test_an_example() -> None:
     layout = Layout((5, 4), MESH, (Replicated(), Sharded(0)))
     assert layout.axes(0) == (1,)
     assert layout.axes(1) == ()
-    assert layout.local(5) == (((2, 4),), ((0, 4),))
+    assert layout.held_ranges(5) == (((2, 4),), ((0, 4),))
     assert layout.local_shape(3) == (1, 4)
     assert layout.boxes(3) == (((4, 5), (0, 4)),)
     assert layout.holders() == {((0, 2), (0, 4)): (4, 9), ((2, 4), (0, 4)): (0, 5), ((4, 5), (0, 4)): (1, 3)}
@@ -81,12 +81,12 @@ def test_an_example() -> None:
 def test_both_axes_on_one_dim() -> None:
     layout = Layout((6, 2), MESH, (Sharded(0), Sharded(0)))
     assert layout.axes(0) == (0, 1)
-    assert [layout.local(rank)[0] for rank in MESH.ranks] == [((k, k + 1),) for k in range(6)]
+    assert [layout.held_ranges(rank)[0] for rank in MESH.ranks] == [((k, k + 1),) for k in range(6)]
 
 
 def test_a_rank_outside_the_mesh() -> None:
     layout = Layout((5, 4), MESH, (Replicated(), Replicated()))
-    assert layout.local(7) == ((), ())
+    assert layout.held_ranges(7) == ((), ())
     assert layout.local_shape(7) == (0, 0)
     assert layout.boxes(7) == ()
 

@@ -32,7 +32,7 @@ def test_fsdp() -> None:
 def test_fsdp_with_fewer_rows_than_ranks() -> None:
     (sharded,) = shard_matrices(Layout((1000, 64), mesh(RANKS), (Sharded(0),)), 0)
     assert len(sharded.pieces) == 1000
-    assert set(sharded.piece_and_replica) == set(range(1000))
+    assert set(sharded.holdings) == set(range(1000))
     assert sharded.piece_of(1000) is None
     assert [rank for _, rank in sharded.senders(17)] == list(range(1000))
 
@@ -54,9 +54,7 @@ def test_hsdp_and_tensor_parallel() -> None:
     assert sharded.replicas == 4
     assert {piece.holders for piece in sharded.pieces} == {tuple(512 * k + part for k in range(4)) for part in range(512)}
     assert [rank for _, rank in sharded.senders(600)] == list(range(512, 1024))
-    assert [set(one.piece_and_replica) for one in sharded.separate_replicas] == [
-        set(range(512 * k, 512 * (k + 1))) for k in range(4)
-    ]
+    assert [set(one.holdings) for one in sharded.separate_replicas] == [set(range(512 * k, 512 * (k + 1))) for k in range(4)]
 
 
 def test_strided() -> None:
@@ -67,9 +65,9 @@ def test_strided() -> None:
     for rank in range(RANKS):
         data, tensor = divmod(rank, 8)
         first = 1024 * tensor + 4 * data
-        assert layout.local(rank) == (((first, first + 4),), ((0, 64),))
-        assert sharded.piece_of(rank) == sharded.pieces[sharded.piece_and_replica[rank][0]]
-        assert sharded.pieces[sharded.piece_and_replica[rank][0]].rows == ((first, first + 4),)
+        assert layout.held_ranges(rank) == (((first, first + 4),), ((0, 64),))
+        assert sharded.piece_of(rank) == sharded.pieces[sharded.holdings[rank][0]]
+        assert sharded.pieces[sharded.holdings[rank][0]].rows == ((first, first + 4),)
 
 
 def test_strided_alone() -> None:

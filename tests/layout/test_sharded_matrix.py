@@ -63,7 +63,7 @@ def test_a_piece_is_the_local_block(parameter: tuple[Case, int]) -> None:
     assert len(sharded_matrices) == len(expected)
     for sharded, held in zip(sharded_matrices, expected, strict=True):
         assert (sharded.rows, sharded.cols, sharded.size) == (*whole.shape, whole.numel())
-        assert sharded.piece_and_replica.keys() == held.keys()  # those that hold nothing are not in it
+        assert sharded.holdings.keys() == held.keys()  # those that hold nothing are not in it
         for rank in range(20):
             piece = sharded.piece_of(rank)
             assert (piece is None) == (rank not in held)
@@ -98,7 +98,7 @@ def test_a_replica_is_a_full_copy(parameter: tuple[Case, int]) -> None:
         for replica in range(sharded.replicas if sharded.pieces else 0):
             ranks = [piece.holders[replica] for piece in sharded.pieces]
             assert torch.equal(torch.cat([held[rank].flatten() for rank in ranks]).sort().values, whole.flatten())
-            assert [sharded.piece_and_replica[rank] for rank in ranks] == [(k, replica) for k in range(len(ranks))]
+            assert [sharded.holdings[rank] for rank in ranks] == [(k, replica) for k in range(len(ranks))]
             (at,) = {tuple(where[rank][axis] for axis in axes) for rank in ranks}  # one coordinate on the replica axes
             order.append(at)
         assert order == sorted(order)
@@ -110,12 +110,12 @@ def test_who_sends(parameter: tuple[Case, int]) -> None:
     case, stack_dims = parameter
     for sharded, held in zip(shard_matrices(case.layout, stack_dims), blocks(case, stack_dims), strict=True):
         whole = torch.arange(sharded.size)
-        for owner, (_, replica) in sharded.piece_and_replica.items():
+        for owner, (_, replica) in sharded.holdings.items():
             senders = sharded.senders(owner)
             assert [piece for piece, _ in senders] == list(sharded.pieces)
             assert all(sharded.piece_of(rank) is piece for piece, rank in senders)
             assert owner in {rank for _, rank in senders}  # it has its own piece
-            assert {sharded.piece_and_replica[rank][1] for _, rank in senders} == {replica}
+            assert {sharded.holdings[rank][1] for _, rank in senders} == {replica}
             assert torch.equal(torch.cat([held[rank].flatten() for _, rank in senders]).sort().values, whole)
             assert {rank for rank in range(20) if sharded.sends_to(rank, owner)} == {rank for _, rank in senders}
 
@@ -131,7 +131,7 @@ def test_whole_and_separate_replicas(parameter: tuple[Case, int]) -> None:
         for k, one in enumerate(separate):
             assert (one.rows, one.cols, one.replicas) == (sharded.rows, sharded.cols, 1)
             assert one.pieces == tuple(Piece(piece.rows, piece.cols, (piece.holders[k],)) for piece in sharded.pieces)
-        assert sorted(rank for one in separate for rank in one.piece_and_replica) == sorted(held)
+        assert sorted(rank for one in separate for rank in one.holdings) == sorted(held)
 
 
 @thorough
@@ -154,7 +154,7 @@ def test_the_random_parameters_are_of_every_kind() -> None:
     strided = 40 if strided_shards_nest() else 4
     assert sum(any(len(piece.rows) > 1 for piece in sharded.pieces) for *_, sharded in flat) > strided
     assert sum(any(len(piece.cols) > 1 for piece in sharded.pieces) for *_, sharded in flat) > strided
-    assert sum(0 < len(sharded.piece_and_replica) < len(case.mesh.ranks) for case, _, sharded in flat) > 40
+    assert sum(0 < len(sharded.holdings) < len(case.mesh.ranks) for case, _, sharded in flat) > 40
     assert sum(sharded.replicas > 1 and not sharded.whole for *_, sharded in flat) > 40
     assert sum(not sharded.size for *_, sharded in flat) > 40
 
@@ -184,7 +184,7 @@ def test_experts() -> None:
     assert first.pieces == (Piece(((0, 4),), ((0, 3),), (6,)), Piece(((0, 4),), ((3, 5),), (7,)))
     assert third.pieces == (Piece(((0, 4),), ((0, 3),), (4,)), Piece(((0, 4),), ((3, 5),), (5,)))
     assert first.piece_of(4) is None
-    assert first.piece_and_replica == {6: (0, 0), 7: (1, 0)}
+    assert first.holdings == {6: (0, 0), 7: (1, 0)}
     assert not first.sends_to(4, 7)
     assert first.sends_to(6, 7)
 
@@ -195,7 +195,7 @@ def test_replicas() -> None:
     assert [rank for _, rank in sharded.senders(1)] == [1, 3]
     assert [rank for _, rank in sharded.senders(2)] == [0, 2]
     assert not sharded.whole
-    assert [sorted(one.piece_and_replica) for one in sharded.separate_replicas] == [[0, 2], [1, 3]]
+    assert [sorted(one.holdings) for one in sharded.separate_replicas] == [[0, 2], [1, 3]]
 
 
 @pytest.mark.parametrize("stack_dims", [0, 1])
@@ -207,7 +207,7 @@ def test_no_elements(stack_dims: int, shape: tuple[int, ...], dim: int, split_fa
     sharded_matrices = shard_matrices(layout, stack_dims)
     assert len(sharded_matrices) == (shape[0] if stack_dims else 1)
     for sharded in sharded_matrices:
-        assert (sharded.size, sharded.pieces, sharded.piece_and_replica, sharded.whole) == (0, (), {}, True)
+        assert (sharded.size, sharded.pieces, sharded.holdings, sharded.whole) == (0, (), {}, True)
         assert sharded.piece_of(0) is None
         assert not any(one.pieces for one in sharded.separate_replicas)
 

@@ -175,10 +175,10 @@ def test_what_has_not_changed_is_not_made_anew() -> None:
     optimizer = build()
     step(optimizer, 0, forgets=False)
     step(optimizer, 1, forgets=False)
-    plan_inputs, work = optimizer._collector._plan_inputs, optimizer._collector._made[1]
+    plan_inputs, work = optimizer._collector._plan_inputs, optimizer._collector._cached_step_params[1]
     step(optimizer, 2, forgets=False)
     assert optimizer._collector._plan_inputs is plan_inputs
-    assert optimizer._collector._made[1] is work
+    assert optimizer._collector._cached_step_params[1] is work
     assert len(work) == 3
 
 
@@ -324,8 +324,10 @@ def test_a_change_on_another_rank_alone() -> None:
                     param.grad = param.grad if rank == 1 and given else None
 
                 assert sharded_step(optimizer, number, mesh, late, forgets=forgets) is None
-                kept.append(len(optimizer._collector._made[1]))
-                assert all(step_param.zeros is None for step_param in optimizer._collector._made[1])  # stand-ins are not kept
+                kept.append(len(optimizer._collector._cached_step_params[1]))
+                assert all(
+                    step_param.zeros is None for step_param in optimizer._collector._cached_step_params[1]
+                )  # stand-ins are not kept
             return kept, [local_part(param.detach()).clone() for param in parameters(optimizer)]
 
         return run_threads(2, main)

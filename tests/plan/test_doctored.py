@@ -44,7 +44,7 @@ def doctored(name: str, **changes: object) -> Plan:
 def test_the_healthy_plan() -> None:
     plan = healthy()
     assert len(plan.tasks) == 5
-    assert len(plan.lanes) >= 2
+    assert len(plan.wave_lanes) >= 2
     assert replace(plan).digest == plan.digest
 
 
@@ -75,7 +75,7 @@ def test_a_wave_of_another_lane() -> None:
 
 def test_a_wave_without_a_lane() -> None:
     with pytest.raises(PlanError):
-        doctored("sharded", wave=len(healthy().lanes))
+        doctored("sharded", wave=len(healthy().wave_lanes))
 
 
 @pytest.mark.parametrize("k", range(5))
@@ -118,7 +118,7 @@ def test_a_sibling_that_is_forgotten() -> None:
 def test_doctored_spreads() -> None:
     (sharded,) = shard_matrices(entry().layouts[0], 0)
     pieces = sharded.pieces
-    assert ShardedMatrix(8, 6, pieces, 1).piece_and_replica == sharded.piece_and_replica
+    assert ShardedMatrix(8, 6, pieces, 1).holdings == sharded.holdings
     wrong: list[tuple[tuple[Piece, ...], int, str]] = [
         (pieces[1:], 1, "gap"),
         ((*pieces, pieces[0]), 1, "twice"),

@@ -49,7 +49,7 @@ def test_experts_move_only_between_ranks_that_share_them() -> None:
     plan = plan_of(MODELS["DeepSeek-V3"], 512, 64)
     tasks = [(k, task) for k, task in enumerate(plan.tasks) if plan.params[task.param].stack_dims == 1][:600]
     for index, task in tasks:
-        sharing = set(task.sharded.piece_and_replica)
+        sharing = set(task.sharded.holdings)
         assert len(sharing) == 8
         for send in (*plan.gather_sends(index), *plan.scatter_sends(index)):
             assert {send.source, send.target} <= sharing

@@ -183,7 +183,7 @@ def test_matrices_with_few_candidates_are_placed_first_where_that_is_better() ->
 
     everywhere, few = (0, 1, 2, 3), (0, 1)
     halves = ShardedMatrix(4, 4, (Piece(((0, 2),), ((0, 4),), (0,)), Piece(((2, 4),), ((0, 4),), (1,))), 1)
-    assert set(halves.piece_and_replica) == set(few)
+    assert set(halves.holdings) == set(few)
     jobs = [job(everywhere, 3.0), job(everywhere, 3.0), Task(0, 0, halves, 2.0), Task(0, 0, halves, 2.0)]
     loads = dict.fromkeys(everywhere, 0.0)
     assert assign_owners(jobs, loads) == [2, 3, 0, 1]

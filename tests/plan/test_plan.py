@@ -37,11 +37,11 @@ def test_every_holder_gets_every_matrix_from_one_task(plan: Plan) -> None:
     """Once per replica set: the tasks of a matrix have disjoint holders, together all of them."""
     held: dict[tuple[int, int], Counter[int]] = {}
     for task in plan.tasks:
-        held.setdefault((task.param, task.matrix), Counter()).update(task.sharded.piece_and_replica.keys())
+        held.setdefault((task.param, task.matrix), Counter()).update(task.sharded.holdings.keys())
     for k, one in enumerate(plan.params):
         for matrix in range(one.count):
             sharded_matrices = [shard_matrices(layout, one.stack_dims)[matrix] for layout in one.layouts]
-            expected = Counter(rank for sharded in sharded_matrices for rank in sharded.piece_and_replica)
+            expected = Counter(rank for sharded in sharded_matrices for rank in sharded.holdings)
             assert held.pop((k, matrix), Counter()) == expected
             assert max(expected.values(), default=1) == 1
     assert not held
@@ -56,7 +56,7 @@ def test_owners_are_holders(plan: Plan) -> None:
         if task.owner == EVERY_HOLDER:
             assert task.sharded.whole
         else:
-            assert task.owner in task.sharded.piece_and_replica
+            assert task.owner in task.sharded.holdings
             assert task.owner in plan.ranks
 
 
@@ -65,7 +65,7 @@ def test_owners_are_holders(plan: Plan) -> None:
 def test_both_ends_of_every_pair_list_the_same(plan: Plan) -> None:
     """For each wave and each pair of ranks: the same tasks, the same pieces, in the same order; otherwise buffers mix up."""
     routes = {rank: routes_of(plan, rank) for rank in plan.ranks}
-    for wave in range(len(plan.lanes)):
+    for wave in range(len(plan.wave_lanes)):
         for out, into in (("gather_out", "gather_in"), ("scatter_out", "scatter_in")):
             sent: dict[tuple[int, int], list[PieceTransfer]] = {}
             received: dict[tuple[int, int], list[PieceTransfer]] = {}
@@ -101,11 +101,11 @@ def test_what_arrives_is_the_whole_matrix_and_goes_back_to_all(plan: Plan) -> No
     returned: dict[int, list[PieceTransfer]] = {}
     for rank in plan.ranks:
         for wave in routes_of(plan, rank):
-            assert {send.task for send in wave.own} == set(wave.owned)
-            assert {plan.tasks[task].owner for task in wave.owned} <= {rank}
-            for send in (*wave.gather_in, *wave.own):
+            assert {send.task for send in wave.staying} == set(wave.owned_tasks)
+            assert {plan.tasks[task].owner for task in wave.owned_tasks} <= {rank}
+            for send in (*wave.gather_in, *wave.staying):
                 arrived.setdefault(send.task, []).append(send)
-            for send in (*wave.scatter_in, *wave.own):
+            for send in (*wave.scatter_in, *wave.staying):
                 returned.setdefault(send.task, []).append(send)
     moving = [k for k, task in enumerate(plan.tasks) if task.wave != NO_WAVE]
     assert sorted(arrived) == sorted(returned) == moving
@@ -113,8 +113,8 @@ def test_what_arrives_is_the_whole_matrix_and_goes_back_to_all(plan: Plan) -> No
         sharded = plan.tasks[k].sharded
         assert sorted(map(repr, (send.piece for send in arrived[k]))) == sorted(map(repr, sharded.pieces))  # each piece once
         assert all(send.source in send.piece.holders for send in arrived[k])
-        assert len({sharded.piece_and_replica[send.source][1] for send in arrived[k]}) == 1  # from one replica, the owner's
-        assert sorted(send.target for send in returned[k]) == sorted(sharded.piece_and_replica)
+        assert len({sharded.holdings[send.source][1] for send in arrived[k]}) == 1  # from one replica, the owner's
+        assert sorted(send.target for send in returned[k]) == sorted(sharded.holdings)
         assert all(send.target in send.piece.holders for send in returned[k])
 
 
@@ -164,7 +164,7 @@ def test_replicated_and_repeated_sends_nothing() -> None:
     replicated = entry(placements=(Replicated(),))
     plan = make_plan([replicated], options_for(replicas="repeat"))
     assert set(plan.elements_sent.values()) == {0}
-    assert plan.lanes == ()
+    assert plan.wave_lanes == ()
     assert set(plan.flops.values()) == {1000.0}  # but all compute
     shared = make_plan([replicated], options_for(replicas="share"))
     assert sorted(shared.elements_sent.values()) == [0, 0, 0, 3 * 48]
@@ -182,7 +182,7 @@ def test_hsdp() -> None:
     assert sum(shared.elements_sent.values()) == 24 + 24 * 3
     repeated = make_plan([hsdp], options_for(replicas="repeat"))
     assert len(repeated.tasks) == 2
-    assert [sorted(one.sharded.piece_and_replica) for one in repeated.tasks] == [[0, 1], [2, 3]]
+    assert [sorted(one.sharded.holdings) for one in repeated.tasks] == [[0, 1], [2, 3]]
     assert set(repeated.elements_sent.values()) <= {0, 24}
     assert sum(repeated.elements_sent.values()) == 4 * 24
 
@@ -196,8 +196,8 @@ def test_waves_keep_to_the_chunk_size(seed: int) -> None:
     plan = make_plan(entries, options)
     sizes = Counter(task.wave for task in plan.tasks if task.wave != NO_WAVE)
     assert all(size <= options.chunk_size for size in sizes.values())
-    for lane in set(plan.lanes):
-        filled = [sizes[wave] for wave in range(len(plan.lanes)) if plan.lanes[wave] == lane]
+    for lane in set(plan.wave_lanes):
+        filled = [sizes[wave] for wave in range(len(plan.wave_lanes)) if plan.wave_lanes[wave] == lane]
         assert filled[:-1] == [options.chunk_size] * (len(filled) - 1)  # no more waves than that needs
 
 
@@ -218,37 +218,37 @@ def test_waves_keep_to_the_budget(seed: int) -> None:
 @thorough
 @given(plans)
 def test_waves_have_no_gaps_and_a_lane_of_their_own(plan: Plan) -> None:
-    assert {task.wave for task in plan.tasks} - {NO_WAVE} == set(range(len(plan.lanes)))
+    assert {task.wave for task in plan.tasks} - {NO_WAVE} == set(range(len(plan.wave_lanes)))
     for task in plan.tasks:
         if task.wave != NO_WAVE:
-            assert plan.lanes[task.wave] == plan.params[task.param].lane
+            assert plan.wave_lanes[task.wave] == plan.params[task.param].lane
 
 
 def test_waves_overlap_when_the_work_is_worth_it() -> None:
     cost = CostModel(0.0, 100.0)
     heavy = make_plan([entry(f"p{k}", flops=1000) for k in range(32)], options_for(cost=cost))
     sizes = (1, 1, 2, 2, 1, 1)  # little waits for the first gather, and for the last scatter
-    assert len(heavy.lanes) == len(sizes)
+    assert len(heavy.wave_lanes) == len(sizes)
     for wave, size in enumerate(sizes):  # every rank has work in every wave
         assert Counter(task.owner for task in heavy.tasks if task.wave == wave) == dict.fromkeys(range(4), size)
     many = make_plan([entry(f"p{k}", flops=1000) for k in range(480)], options_for(cost=cost))
     found = Counter(task.wave for task in many.tasks)
     assert [found[wave] for wave in range(6)] == [40, 80, 120, 120, 80, 40]
     light = make_plan([entry(f"p{k}", flops=10) for k in range(32)], options_for(cost=cost))
-    assert len(light.lanes) == 1
+    assert len(light.wave_lanes) == 1
 
 
 def test_the_number_of_waves_is_found_in_few_tries(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each try looks at every matrix: thousands of waves must not take thousands of tries, nor one by one from the few."""
-    tries, fits = [], waves._Lane._fits
+    tries, fits = [], waves._LaneCutter._fits
 
-    def counted(lane: waves._Lane, count: int) -> bool:
+    def counted(lane: waves._LaneCutter, count: int) -> bool:
         tries.append(count)
         return fits(lane, count)
 
-    monkeypatch.setattr(waves._Lane, "_fits", counted)
+    monkeypatch.setattr(waves._LaneCutter, "_fits", counted)
     plan = make_plan([entry(f"p{k}") for k in range(4000)], options_for(budget=2 * 8 * 6 * 4))
-    assert len(plan.lanes) > 200
+    assert len(plan.wave_lanes) > 200
     assert len(tries) < 12
 
 
@@ -257,7 +257,7 @@ def test_the_number_of_waves_is_found_in_few_tries(monkeypatch: pytest.MonkeyPat
 def test_equal_inputs_have_equal_plans(seed: int) -> None:
     first, second = random_plan(seed), random_plan(seed)
     assert first.digest == second.digest
-    assert first.lanes == second.lanes
+    assert first.wave_lanes == second.wave_lanes
     assert [(task.owner, task.wave) for task in first.tasks] == [(task.owner, task.wave) for task in second.tasks]
 
 
@@ -333,7 +333,7 @@ def test_private_parameters_change_neither_owners_nor_digest(seed: int) -> None:
     assert [(task.matrix, task.owner, task.wave) for task in shared] == [
         (task.matrix, task.owner, task.wave) for task in without.tasks
     ]
-    assert beside.lanes == without.lanes
+    assert beside.wave_lanes == without.wave_lanes
     assert beside.loads == without.loads
     assert beside.bound == without.bound
     assert all(task.wave == NO_WAVE for task in beside.tasks if beside.params[task.param].private)  # whatever ``replicas`` says
@@ -346,7 +346,7 @@ def test_loads_and_flops(plan: Plan) -> None:
     loads, flops = dict.fromkeys(plan.ranks, 0.0), dict.fromkeys(plan.ranks, 0.0)
     for task in plan.tasks:
         one = plan.params[task.param]
-        for rank in task.sharded.piece_and_replica if task.owner == EVERY_HOLDER else [task.owner]:
+        for rank in task.sharded.holdings if task.owner == EVERY_HOLDER else [task.owner]:
             flops[rank] += one.flops
             loads[rank] += one.flops
             if task.owner != EVERY_HOLDER:
@@ -366,16 +366,16 @@ def test_buffers(plan: Plan) -> None:
             sizes = wave_sizes(wave)
             out, back = (sum(send.piece.size for send in sends) for sends in (wave.gather_out, wave.scatter_in))
             came, goes = (sum(send.piece.size for send in sends) for sends in (wave.gather_in, wave.scatter_out))
-            own = sum(send.piece.size for send in wave.own)
-            assert (sizes.shards, sizes.own_offset) == (max(out, back) + own, max(out, back))
-            assert sizes.owned == came
+            own = sum(send.piece.size for send in wave.staying)
+            assert (sizes.shards, sizes.staying_offset) == (max(out, back) + own, max(out, back))
+            assert sizes.gathered == came
             assert sizes.results in (0, goes)
             if sizes.results == 0:  # results go back through ``theirs``: what came is what goes, piece by piece
                 assert [(s.source, s.task, s.piece) for s in wave.gather_in] == [
                     (s.target, s.task, s.piece) for s in wave.scatter_out
                 ]
-            most = slots.setdefault((plan.lanes[k], k % plan.options.in_flight), [0, 0, 0])
-            for n, size in enumerate((sizes.shards, sizes.owned, sizes.results)):
+            most = slots.setdefault((plan.wave_lanes[k], k % plan.options.in_flight), [0, 0, 0])
+            for n, size in enumerate((sizes.shards, sizes.gathered, sizes.results)):
                 most[n] = max(most[n], size)
         itemsize = {one.lane: one.itemsize for one in plan.params}
         assert plan.buffer_bytes(rank) == sum(itemsize[lane] * sum(most) for (lane, _), most in slots.items())
@@ -391,7 +391,7 @@ def test_results_need_a_buffer_only_where_replicas_share() -> None:
     assert wave_sizes(routes_of(fsdp, owner)[0]).results == 0
     shared = make_plan([entry(placements=(Replicated(),))], options_for(replicas="share"))
     sizes = wave_sizes(routes_of(shared, shared.tasks[0].owner)[0])
-    assert (sizes.owned, sizes.results) == (0, 3 * 48)
+    assert (sizes.gathered, sizes.results) == (0, 3 * 48)
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 4, 8, 16])
@@ -455,14 +455,14 @@ def test_cost_models() -> None:
 def test_matrices_without_elements_are_not_planned() -> None:
     plan = make_plan([entry(shape=(0, 6)), entry("q", shape=(4, 0)), entry("r", shape=(0, 2, 2), stack_dims=1)], options_for())
     assert plan.tasks == ()
-    assert plan.lanes == ()
+    assert plan.wave_lanes == ()
     assert plan.bound == 0.0
     assert plan.ranks == (0, 1, 2, 3)
 
 
 def test_no_parameters() -> None:
     plan = make_plan([], options_for())
-    assert (plan.ranks, plan.tasks, plan.lanes, plan.loads) == ((), (), (), {})
+    assert (plan.ranks, plan.tasks, plan.wave_lanes, plan.loads) == ((), (), (), {})
 
 
 def test_unknown_replicas_option() -> None:

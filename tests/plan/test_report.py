@@ -43,7 +43,7 @@ def test_json_is_the_plan(plan: Plan) -> None:
         "chunk_size": plan.options.chunk_size,
         "budget": plan.options.budget,
     }
-    assert [wave["lane"] for wave in facts["waves"]] == [str(lane) for lane in plan.lanes]
+    assert [wave["lane"] for wave in facts["waves"]] == [str(lane) for lane in plan.wave_lanes]
     assert [one["name"] for one in facts["parameters"]] == [one.name for one in plan.params]
     for shown, one in zip(facts["parameters"], plan.params, strict=True):
         assert tuple(shown["shape"]) == one.layouts[0].shape
@@ -68,7 +68,9 @@ def test_every_plan_can_be_described(plan: Plan) -> None:
     moving = sum(task.wave != NO_WAVE for task in plan.tasks)
     many = "matrix" if moving == 1 else "matrices"
     assert f"{moving} {many} with an owner and exchanged, {len(plan.tasks) - moving} computed where they are" in text
-    ranks, waves = (f"{n} {what}{'' if n == 1 else 's'}" for n, what in ((len(plan.ranks), "rank"), (len(plan.lanes), "wave")))
+    ranks, waves = (
+        f"{n} {what}{'' if n == 1 else 's'}" for n, what in ((len(plan.ranks), "rank"), (len(plan.wave_lanes), "wave"))
+    )
     assert f"over {ranks} in {waves}" in text
     assert "nan" not in text
 
@@ -82,7 +84,7 @@ def slow_description(plan: Plan) -> str:
         one = plan.params[task.param]
         for send in (*plan.gather_sends(k), *plan.scatter_sends(k)):
             sent[send.source] += one.itemsize * send.piece.size
-        for rank in task.sharded.piece_and_replica if task.owner == EVERY_HOLDER else (task.owner,):
+        for rank in task.sharded.holdings if task.owner == EVERY_HOLDER else (task.owner,):
             owned[rank] += 1
             loads[rank] += task.cost
             flops[rank] += one.flops
@@ -102,11 +104,13 @@ def slow_description(plan: Plan) -> str:
     lines = [
         f"{moving} {'matrix' if moving == 1 else 'matrices'} with an owner and exchanged, {len(plan.tasks) - moving} computed "
         f"where they are, over {len(plan.ranks)} rank{'s' * (len(plan.ranks) != 1)} in "
-        f"{len(plan.lanes)} wave{'s' * (len(plan.lanes) != 1)}",
+        f"{len(plan.wave_lanes)} wave{'s' * (len(plan.wave_lanes) != 1)}",
         f"heaviest rank: {balance}",
         f"sent per rank and step: {size(max(sent.values()))} at most, {size(sum(sent.values()) / len(sent))} on average; "
         "nothing is padded",
-        f"exchange buffers on rank {plan.ranks[0]}: {size(slow_buffers(plan, plan.ranks[0]))}" if plan.lanes else "no exchange",
+        f"exchange buffers on rank {plan.ranks[0]}: {size(slow_buffers(plan, plan.ranks[0]))}"
+        if plan.wave_lanes
+        else "no exchange",
         "",
         table(("matrices", "shape", "layout", "how", "owners", "waves"), rows),
         "",
@@ -117,10 +121,12 @@ def slow_description(plan: Plan) -> str:
 
 def slow_buffers(plan: Plan, rank: int) -> int:
     sizes, turns, total = [wave_sizes(routes) for routes in routes_of(plan, rank)], plan.options.in_flight, 0
-    for lane in set(plan.lanes):
+    for lane in set(plan.wave_lanes):
         itemsize = next(one.itemsize for one in plan.params if one.lane == lane)
         for slot in range(turns):
-            total += itemsize * sum(slot_sizes([s for k, s in enumerate(sizes) if plan.lanes[k] == lane and k % turns == slot]))
+            total += itemsize * sum(
+                slot_sizes([s for k, s in enumerate(sizes) if plan.wave_lanes[k] == lane and k % turns == slot])
+            )
     return total
 
 
@@ -199,7 +205,7 @@ def test_description() -> None:
     ranks = rows_under(text, "rank")
     assert [row[0] for row in ranks] == ["0", "1", "2", "3"]
     assert sum(int(row[1]) for row in ranks) == sum(
-        len(task.sharded.piece_and_replica) if task.owner == EVERY_HOLDER else 1 for task in plan.tasks
+        len(task.sharded.holdings) if task.owner == EVERY_HOLDER else 1 for task in plan.tasks
     )
     assert "of the mean" in text
     assert "…" not in text

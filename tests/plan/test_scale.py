@@ -56,8 +56,8 @@ def main() -> None:
     assert len(plan.digest) == 64
     assert sum(plan.elements_sent.values()) > 0
     routes = routes_of(plan, RANKS // 2)
-    assert len(routes) == len(plan.lanes)
-    owned = sum(len(wave.owned) for wave in routes)
+    assert len(routes) == len(plan.wave_lanes)
+    owned = sum(len(wave.owned_tasks) for wave in routes)
     assert owned == sum(task.owner == RANKS // 2 for task in plan.tasks)
     print((kilobytes("VmHWM") - before) // 1024)
 

@@ -114,7 +114,7 @@ def test_waves_are_as_many_as_the_budget_needs() -> None:
     waves, most = {}, {}
     for budget in (96 * 16, 96 * 3, 96 * 2, 96):
         plan = make_plan(entries, options_for(budget=budget))
-        waves[budget], most[budget] = len(plan.lanes), plan.options.in_flight
+        waves[budget], most[budget] = len(plan.wave_lanes), plan.options.in_flight
     assert (waves[96 * 16], most[96 * 16]) == (6, 6)
     assert waves[96 * 16] <= waves[96 * 3] < waves[96 * 2] < waves[96] == 16
     assert all(most[budget] >= 4 for budget in most)
@@ -142,7 +142,7 @@ def test_one_matrix_of_every_owner_is_the_last_resort() -> None:
 
 def test_an_explicit_chunk_size_stands() -> None:
     plan = make_plan([entry(f"p{k}") for k in range(8)], options_for(budget=1, chunk_size=4, in_flight=3))
-    assert (len(plan.lanes), plan.options.in_flight) == (2, 3)
+    assert (len(plan.wave_lanes), plan.options.in_flight) == (2, 3)
 
 
 def test_the_bound_is_found_in_few_tries(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -174,7 +174,7 @@ def test_two_waves_in_flight_before_halves_take_turns() -> None:
     """Three matrices per owner, 72 bytes to gather and 96 of shards: 360 bytes are enough for two waves, not for three."""
     plan = make_plan([entry(f"p{k}") for k in range(12)], options_for(budget=30))
     assert 2 * 30 * 6 == 360
-    assert (len(plan.lanes), plan.options.in_flight) == (3, 2)
+    assert (len(plan.wave_lanes), plan.options.in_flight) == (3, 2)
     assert max(map(plan.buffer_bytes, plan.ranks)) == 2 * (72 + 96)
 
 

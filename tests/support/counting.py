@@ -46,7 +46,7 @@ class Wire:
         assert proposal is not None
         waves = {task.wave for task in plan.tasks if task.param not in proposal.decision.idle}
         tasks = tuple(task for task in plan.tasks if task.wave in waves)
-        sent = PlanData(plan.ranks, plan.params, tasks, plan.lanes, plan.options).bytes_sent
+        sent = PlanData(plan.ranks, plan.params, tasks, plan.wave_lanes, plan.options).bytes_sent
         with self._lock:
             self.planned[rank] = self.planned.get(rank, 0) + sent.get(rank, 0)
 

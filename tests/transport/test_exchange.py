@@ -159,7 +159,7 @@ def test_what_any_rank_says_all_hear(flag: str, said: tuple[bool, ...]) -> None:
 
 def test_everyone_hears_everyone() -> None:
     def main(rank: int) -> dict[int, Any]:
-        return Agreement(world()).everyone(("fact", rank, [rank] * rank))
+        return Agreement(world()).all_gather_objects(("fact", rank, [rank] * rank))
 
     facts = {rank: ("fact", rank, [rank] * rank) for rank in range(3)}
     assert run_threads(3, main) == [facts] * 3
@@ -168,7 +168,7 @@ def test_everyone_hears_everyone() -> None:
 def test_everyone_of_a_group() -> None:
     def main(rank: int) -> dict[int, int] | None:
         group = dist.new_group([0, 2])
-        return Agreement(group).everyone(10 * rank) if rank != 1 else None
+        return Agreement(group).all_gather_objects(10 * rank) if rank != 1 else None
 
     assert run_threads(3, main) == [{0: 0, 2: 20}, None, {0: 0, 2: 20}]
 

@@ -88,7 +88,7 @@ MUTANTS: Mutants = {
         ),
         "scratch_bytes": (("1 if $dtype == $result_dtype else 2", "1"),),
         "Scratch.reserve": (("max($blocks) > 1", "max($blocks) > 5"),),
-        "_wide": (("$batch.size(1) > $batch.size(2)", "$batch.size(1) < $batch.size(2)"),),
+        "_short_side_first": (("$batch.size(1) > $batch.size(2)", "$batch.size(1) < $batch.size(2)"),),
         "Scratch.__init__": (
             ("$result.dtype == $dtype and is_aligned($result)", "$result.dtype == $dtype"),
             ("torch.float64 in ($batch.dtype, $dtype)", "$batch.dtype == torch.float64"),

@@ -6,7 +6,7 @@ from . import Mutants
 
 MUTANTS: Mutants = {
     "meshmuon.matrices": {
-        "_whole": (
+        "_before_split": (
             ("MatrixSet(1, $shape[0], $shape[1])", "MatrixSet(1, $shape[1], $shape[0])"),
             ("$shape[1:]", "$shape[2:]"),
         ),
@@ -19,17 +19,17 @@ MUTANTS: Mutants = {
                 "[_chunk($piece, $parts) for $piece in _chunk($ranges, $parts)]",
             ),
         ),
-        "_window": (("max($start, $start + $first - $position)", "$start"),),
+        "_between_positions": (("max($start, $start + $first - $position)", "$start"),),
     },
     "meshmuon.layout.layout": {
         "flat_index": (("$index * $shape[$axis] + $where[$axis]", "$index + $where[$axis] * $shape[$axis]"),),
     },
     "meshmuon.layout.sharded_matrix": {
         "ShardedMatrix.senders": (("$piece.holders[$replica]", "$piece.holders[0]"),),
-        "ShardedMatrix.sends_to": (("self.piece_and_replica[$owner][1]", "0"),),
+        "ShardedMatrix.sends_to": (("self.holdings[$owner][1]", "0"),),
         "ShardedMatrix.separate_replicas": (("$p.holders[$k]", "$p.holders[0]"),),
         "_flatten": (("($index * $size + $start, $index * $size + $stop)", "($index + $start * $size, $index + $stop * $size)"),),
-        "ShardedMatrix._check_pieces": (("len(self.piece_and_replica) != len(self.pieces) * self.replicas", "False"),),
+        "ShardedMatrix._check_pieces": (("len(self.holdings) != len(self.pieces) * self.replicas", "False"),),
     },
     "meshmuon.plan.batches": {
         "plan_batches": (
@@ -38,11 +38,11 @@ MUTANTS: Mutants = {
             ("min($largest, $chunk_size)", "max($largest, $chunk_size)"),
         ),
     },
-    "meshmuon.plan.buffers": {
+    "meshmuon.plan.buffer_sizes": {
         "wave_sizes": (
             ("max(_elements($routes.gather_out), _elements($routes.scatter_in))", "_elements($routes.gather_out)"),
             ("0 if $mirrored else $goes", "0"),
-            ("WaveSizes($mine, $own_offset, ...)", "WaveSizes($mine, 0, ...)"),
+            ("WaveSizes($shards, $staying_offset, ...)", "WaveSizes($shards, 0, ...)"),
         ),
     },
     "meshmuon.plan.cost": {
@@ -81,12 +81,12 @@ MUTANTS: Mutants = {
         "lightest_possible": (("$sums[$k * $ranks + 1] - $sums[$k * $ranks - $k]", "$sums[$k + 1]"),),
     },
     "meshmuon.plan.plan": {
-        "_shares": (("$options.replicas == 'share' and not $param.private", "$options.replicas == 'share'"),),
+        "_replicas_share_owner": (("$options.replicas == 'share' and not $param.private", "$options.replicas == 'share'"),),
         "_tasks": (
             ("$sharded.replicas > 1", "True"),
             ("(Task(...) for $replica in $copies)", "(Task(...) for $replica in $copies[:1])"),
         ),
-        "Plan.__post_init__": (("$task.wave != NO_WAVE and $task.owner not in $task.sharded.piece_and_replica", "False"),),
+        "Plan.__post_init__": (("$task.wave != NO_WAVE and $task.owner not in $task.sharded.holdings", "False"),),
         "Plan._check_copies": (("$holders != $expected or $overlap", "$overlap"),),
         "make_plan": (("replace($options, in_flight=$in_flight)", "$options"),),
     },
@@ -119,10 +119,10 @@ MUTANTS: Mutants = {
     },
     "meshmuon.plan.waves": {
         "cut_into_waves": (("len($lane_of_wave) + $wave", "$wave"),),
-        "_Lane.__init__": (("$heaviest / $smallest", "$smallest / $heaviest"),),
+        "_LaneCutter.__init__": (("$heaviest / $smallest", "$smallest / $heaviest"),),
         "_by_count": (("$position // $chunk_size", "$position // ($chunk_size + 1)"),),
-        "_Lane.within_budget": (("not self._fits($count)", "self._fits($count)"),),
-        "_Lane._fits": (("sum($sizes)", "max($sizes)"),),
+        "_LaneCutter.within_budget": (("not self._fits($count)", "self._fits($count)"),),
+        "_LaneCutter._fits": (("sum($sizes)", "max($sizes)"),),
         "_without_gaps": (("sorted(set($waves))", "range(max($waves) + 1)"),),
         "_within_bound": (
             ("max($total.values(), default=0) <= $bound", "True"),
@@ -133,11 +133,11 @@ MUTANTS: Mutants = {
                 "$total.update($lane.footprint.bytes_by_rank($cut, $in_flight))",
                 "$total = Counter($lane.footprint.bytes_by_rank($cut, $in_flight))",
             ),
-            ("($alone, 1)", "($alone, most)"),
-            ("($alone, 1)", "(usual, 1)"),
+            ("($one_per_owner, 1)", "($one_per_owner, most)"),
+            ("($one_per_owner, 1)", "(usual, 1)"),
             ("$lane.within_budget($count + 1 + $count // 8)", "min($lane.longest, $count + 1 + $count // 8)"),
         ),
         "": (("_STEEPEST = 4", "_STEEPEST = 40"),),
-        "_Lane.in_two_turns": (("2 * $turn + $position % 2", "$turn"),),
+        "_LaneCutter.in_two_turns": (("2 * $turn + $position % 2", "$turn"),),
     },
 }

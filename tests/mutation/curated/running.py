@@ -6,7 +6,7 @@ from . import Mutants
 
 MUTANTS: Mutants = {
     "meshmuon.execute.build": {
-        "RankProgramBuilder._grad_lifetimes": (
+        "RankProgramBuilder._gradient_reads": (
             ("$order[::-1]", "$order"),
             (
                 "(_first_reads($reads, $order), _first_reads($reads, $order[::-1]))",
@@ -14,21 +14,21 @@ MUTANTS: Mutants = {
             ),
             ("sorted(set($first).difference(*$reads))", "[]"),
             (
-                "list(fill_order(len(self.routes), len($local_batches), self.plan.options.in_flight))",
+                "list(gradient_read_order(len(self.routes), len($local_batches), self.plan.options.in_flight))",
                 "list(range(len(self.routes) + len($local_batches)))",
             ),
         ),
         "RankProgramBuilder._wave": (
-            ("offsets_of($routes.own, $sizes.own_offset)", "offsets_of($routes.own)"),
+            ("offsets_of($routes.staying, $sizes.staying_offset)", "offsets_of($routes.staying)"),
             ("$k % self.plan.options.in_flight", "0"),
-            ("[*offsets_of($routes.scatter_in), *$own]", "[*offsets_of($routes.scatter_in)]"),
-            ("[*offsets_of($routes.gather_out), *$own]", "[*offsets_of($routes.scatter_in), *$own]"),
+            ("[*offsets_of($routes.scatter_in), *$staying]", "[*offsets_of($routes.scatter_in)]"),
+            ("[*offsets_of($routes.gather_out), *$staying]", "[*offsets_of($routes.scatter_in), *$staying]"),
             ("CopyPairs([], []) if $unrounded is None else CopyPairs([$shards], [$unrounded])", "CopyPairs([], [])"),
             ("[(offsets_of($routes.scatter_out), $results), ...]", "[(offsets_of($routes.scatter_out), $results)]"),
         ),
         "_tasks_held": (
             ("(*$routes.scatter_in, ...)", "(...,)"),
-            ("(..., *$routes.own)", "(...,)"),
+            ("(..., *$routes.staying)", "(...,)"),
         ),
         "RankProgramBuilder._reserve_buffers": (
             ("[$sizes[$k] for $k in $waves if $k % $slots == $slot]", "[$sizes[$waves[0]]]"),
@@ -52,7 +52,7 @@ MUTANTS: Mutants = {
     "meshmuon.execute.data_parallel": {
         "_AveragedBatch.without": (("$matrix.param_index not in $idle", "True"),),
         "_Wave.run": (("$matrix.param_index not in $idle", "True"),),
-        "_DataParallelBuilder.build": (("GradLifetime((), range(len(self.step_params)))", "GradLifetime()"),),
+        "_DataParallelBuilder.build": (("GradientReads((), range(len(self.step_params)))", "GradientReads()"),),
     },
     "meshmuon.execute.elementwise": {
         "look_ahead": (
@@ -123,7 +123,7 @@ MUTANTS: Mutants = {
         "elements_held": (("math.prod($shape[$dim + 1:-1])", "math.prod($shape[$dim + 1:])"),),
         "_part_of": (("slice(None) if $size == 1 else $part", "slice(None)"),),
         "_chunks": (("range(0, $shape[0], $step)", "range(0, $shape[0] - 1, $step)"),),
-        "advance": (
+        "advance_counters": (
             ("~$skip_mask", "$skip_mask"),
             ("dict.fromkeys($counters)", "$counters"),
         ),
@@ -134,7 +134,7 @@ MUTANTS: Mutants = {
     "meshmuon.execute.executor": {
         "Executor.run": (
             ("$program.failures.clear()", ""),
-            ("$program.rest.free_gradients($step_params)", ""),
+            ("$program.freed_at_end.free_gradients($step_params)", ""),
             ("$streams.main_waits($streams.side_mark())", ""),
             ("skipped_wave() if $params <= $idle else $run", "$run"),
         ),
@@ -166,16 +166,19 @@ MUTANTS: Mutants = {
         ),
         "pipeline_order.gather": (
             (
-                "$any_left and $ahead and $gathered - $finished < $width",
-                "$any_left and $ahead and $gathered - $finished <= $width",
+                "$any_left and $ahead and $gathered - $finished < $in_flight",
+                "$any_left and $ahead and $gathered - $finished <= $in_flight",
             ),
-            ("$any_left and $ahead and $gathered - $finished < $width", "$any_left and $ahead and $gathered - computed < $width"),
+            (
+                "$any_left and $ahead and $gathered - $finished < $in_flight",
+                "$any_left and $ahead and $gathered - computed < $in_flight",
+            ),
         ),
         "pipeline_order": (("(Action.COMPUTE, $computed)", "(Action.COMPUTE, count - 1 - $computed)"),),
     },
     "meshmuon.execute.rule_state": {
         "rule_state_transfers": (
-            ("[$rank for $rank in $piece.holders if $rank in $task.sharded.piece_and_replica]", "list($piece.holders)"),
+            ("[$rank for $rank in $piece.holders if $rank in $task.sharded.holdings]", "list($piece.holders)"),
             (
                 "$gathers.append(PieceTransfer($task_index, $source, $task.owner, $piece))",
                 "$gathers.extend(PieceTransfer($task_index, holder, $task.owner, $piece) for holder in holders)",
@@ -188,7 +191,7 @@ MUTANTS: Mutants = {
     },
     "meshmuon.execute.shard_views": {
         "_UniformViews.without": (("$shard.param_index not in $idle", "True"),),
-        "GradLifetime.accumulate": (("$k not in $idle", "True"),),
+        "GradientReads.accumulate_momentum": (("$k not in $idle", "True"),),
         "ShardViews.fill": (("$settings.nesterov", "not $settings.nesterov"),),
         "ShardViews.apply": (
             ("$settings.rate * $factor", "$settings.rate"),
@@ -208,7 +211,7 @@ MUTANTS: Mutants = {
     },
     "meshmuon.execute.wave": {
         "Wave.run": (
-            ("self.grad_lifetime.accumulate($step_params, $idle)", ""),
+            ("self.gradient_reads.accumulate_momentum($step_params, $idle)", ""),
             ("$streams.main_waits($filled)\n$gather.wait()", "$streams.main_waits($filled)"),
             (
                 "with record_function('meshmuon::scatter'):\n    $scatter.wait()",
@@ -217,12 +220,12 @@ MUTANTS: Mutants = {
             ("self.rounding.run()", ""),
             ("$streams.main_waits($filled)", ""),
             ("$streams.beside($packed)", "$streams.beside(ready)"),
-            ("$streams.beside($ready, self.grad_lifetime.gradients($step_params, $idle))", "$streams.beside($ready)"),
+            ("$streams.beside($ready, self.gradient_reads.gradients($step_params, $idle))", "$streams.beside($ready)"),
         ),
     },
     "meshmuon.transport.agreement": {
         "Agreement.decide": (
-            ("-$vote.facts_number", "$vote.facts_number"),
+            ("-$vote.fingerprint", "$vote.fingerprint"),
             ("dist.ReduceOp.MAX", "dist.ReduceOp.MIN"),
         ),
     },

@@ -47,30 +47,30 @@ MUTANTS: Mutants = {
             ("(1 - $beta2**$count) ** 0.5", "1 - $beta2**$count"),
             ("$words.part($cut)", "$words"),
         ),
-        "adamw_step": (("advance($counters, $skip_mask)", "pass"),),
+        "adamw_step": (("advance_counters($counters, $skip_mask)", "pass"),),
     },
     "meshmuon.optim.collect": {
         "ParamRecord.still_holds": (
-            ("self.facts == facts_of($named.param)", "True"),
+            ("self.metadata == metadata_of($named.param)", "True"),
             ("self.recipe is $recipe", "True"),
             ("self.named.name == $named.name", "True"),
             ("self.named.param_group is $named.param_group", "True"),
         ),
         "Collector.check": (
-            ("$changed = True\nself._made = (None, [])", "$changed = True"),
-            ("if self.without_state:\n    self._made = (None, [])", "pass"),
-            ("self.has_grad is not self._checked_for", "False"),
-            ("[$k for $k in $all if not self._keeps_state($k, $states)]", "[]"),
+            ("$changed = True\nself._cached_step_params = (None, [])", "$changed = True"),
+            ("if self.without_state:\n    self._cached_step_params = (None, [])", "pass"),
+            ("self.has_grad is not self._checked_has_grad", "False"),
+            ("[$k for $k in $all if not self._has_all_state($k, $states)]", "[]"),
         ),
         "Collector._check_state": (("self.has_grad[$k] and $k not in $checked", "$k not in $checked"),),
         "Collector.step_params": (
-            ("$made_for is $decision.plan", "$made_for is not None"),
+            ("$cached_for is $decision.plan", "$cached_for is not None"),
             ("$k not in $decision.idle", "True"),
             ("$k in $decision.zeros", "False"),
             ("all(map($keeps, range(len($step_params))))", "True"),
             ("$settings[$one.group_index]", "$one.settings"),
         ),
-        "Collector.let_go": (
+        "Collector.release_state": (
             ("$step_param.momentum_buffer = $step_param.rule_state = $step_param.zeros = $step_param.counter = None", "pass"),
             (
                 "$step_param.momentum_buffer = $step_param.rule_state = $step_param.zeros = $step_param.counter = None",
@@ -108,7 +108,7 @@ MUTANTS: Mutants = {
             ("self._recipe is $recipe", "True"),
             ("all(map(operator.is_, $params, self.$own))", "True"),
             ("self.$names == $group['param_names']", "True"),
-            ("self.$facts == self._facts_of($params)", "True"),
+            ("self.$metadata == self._metadata_of($params)", "True"),
         ),
         "GroupSnapshot.same_gradients": (("$now is None or $now == $accepted", "True"),),
         "GroupSnapshot.accept_gradients": (("$accepted if $now is None else $now", "$now"),),
@@ -136,7 +136,7 @@ MUTANTS: Mutants = {
         "_check_counter": (("int($value[1]) < 0", "False"),),
     },
     "meshmuon.agree.differences": {
-        "other_optimizer": (("$place.lookalikes == $model_place.lookalikes", "True"),),
+        "other_optimizer": (("$place.lookalikes == $other_place.lookalikes", "True"),),
     },
     "meshmuon.agree.identity": {
         "Pairing.joined": (("Pairing($number) if $number else self", "self"),),
@@ -159,26 +159,26 @@ MUTANTS: Mutants = {
         "LocalPlanner.propose": (
             ("$flag and not $here[$index]", "False"),
             (
-                "frozenset($position for $position, ($index, $_) in enumerate($decision.members) if not $active[$index])",
+                "frozenset($position for $position, ($index, $_) in enumerate($decision.planned_parts) if not $active[$index])",
                 "frozenset()",
             ),
             ("(self._settings.path, $flags, $by_rank)", "($flags, $by_rank)"),
             ("(self._settings.path, $flags, $by_rank)", "(self._settings.path, $by_rank)"),
             ("(self._settings.path, $flags, $by_rank)", "(self._settings.path, $flags)"),
         ),
-        "Proposal.number": (("(self.decision.plan.digest, *self.facts)", "self.facts"),),
+        "Proposal.fingerprint": (("(self.decision.plan.digest, *self.also_compared)", "self.also_compared"),),
     },
     "meshmuon.agree.planned_set": {
         "PlannedSet.covering": (
-            ("not $leaving and $active <= self.members", "not $leaving"),
-            ("self.members - $leaving | $active", "$active"),
+            ("not $leaving and $active <= self.indices", "not $leaving"),
+            ("self.indices - $leaving | $active", "$active"),
             ("self._not_worth_keeping() - $active", "self._not_worth_keeping()"),
             ("self._not_worth_keeping() - $active", "frozenset[int]()"),
         ),
         "PlannedSet.after_step": (("self.idle_since.get($index, self.clock)", "self.clock"),),
         "PlannedSet.merged": (
             ("min($steps)", "max($steps)"),
-            ("set(self.members.difference($indices))", "set()"),
+            ("set(self.indices.difference($shared))", "set()"),
         ),
         "PlannedSet._not_worth_keeping": (
             ("$begin <= $long_ago", "$begin < $long_ago"),
@@ -192,8 +192,8 @@ MUTANTS: Mutants = {
             ("self._flags_by_rank.get(current_rank()) != $local.shared_flags($has_grad)", "True"),
         ),
         "Planner._propose": (
-            ("$before.members != $planned.members", "True"),
-            ("$before.members != $planned.members", "False"),
+            ("$before.indices != $planned.indices", "True"),
+            ("$before.indices != $planned.indices", "False"),
         ),
         "Planner._decision": (("if $steady:\n    self._count_step()", ""),),
         "Planner.confirm": (("self._count_step()", ""),),
@@ -201,9 +201,15 @@ MUTANTS: Mutants = {
             ("self._planned_next.merged(local.shared, $idle_steps)", "self._planned_next"),
             ("len({tuple($planned) for $of_rank in $idle_steps}) > 1", "False"),
         ),
-        "Planner._facts": (
-            ("(self._proposal.number, $hyperparameters, $known, ...)", "(self._proposal.number, $hyperparameters, ...)"),
-            ("(..., self._local.positions_among_shared($status.without_state))", "(...,)"),
+        "Planner._fingerprint": (
+            (
+                "(self._proposal.fingerprint, $hyperparameters, $known, ...)",
+                "(self._proposal.fingerprint, $hyperparameters, ...)",
+            ),
+            (
+                "(self._proposal.fingerprint, $hyperparameters, $known, $without_state)",
+                "(self._proposal.fingerprint, $hyperparameters, $known)",
+            ),
         ),
         "Planner._refuse_lost_state": (("any($flags)", "all($flags)"),),
         "Planner._refuse_other_optimizers": (("$steps - 1", "$steps"),),
