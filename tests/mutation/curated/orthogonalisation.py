@@ -40,6 +40,7 @@ MUTANTS: Mutants = {
     },
     "meshmuon.ortho.iteration": {
         "_apply_block": (
+            ("$factor if $norm is None else $factor.div_($norm)", "$factor"),
             (
                 "$moved = $products.general($quadratic, $factor, $spare)",
                 "$moved = $products.general($factor, $quadratic, $spare)",
@@ -76,8 +77,8 @@ MUTANTS: Mutants = {
             ("$index == 0", "$index > 0"),
         ),
         "_normalise": (
-            ("$scale.sqrt_()", ""),
-            ("$gram.div_($scale)\n$scale.sqrt_()", "$scale.sqrt_()"),
+            ("$scale.sqrt_()", "$scale"),
+            ("$gram.div_($scale)", ""),
             ("$scale.clamp_(min=max(torch.finfo($gram.dtype).tiny, torch.finfo($scale.dtype).tiny))", "$scale.add_(1e-7)"),
         ),
         "_rescale": (
@@ -154,7 +155,18 @@ MUTANTS: Mutants = {
     },
     "meshmuon.ortho.rational": {
         "Rational.__call__": (("$weight / ($square + $pole)", "$weight / ($square - $pole)"),),
-        "Rational.scaled": (("self.constant * $factor", "self.constant"),),
+        "Rational.__call__": (("$square * ($self.linear + $square * $self.quadratic)", "$square * $self.linear"),),
+        "Rational.scaled": (
+            (
+                "Rational($constant * $factor, $poles, $weights, $linear * $factor, $quadratic * $factor)",
+                "Rational($constant, $poles, $weights, $linear * $factor, $quadratic * $factor)",
+            ),
+            (
+                "Rational($constant * $factor, $poles, $weights, $linear * $factor, $quadratic * $factor)",
+                "Rational($constant * $factor, $poles, $weights, $linear * $factor, $quadratic)",
+            ),
+        ),
+        "Rational.is_hybrid": (("bool($self.linear or $self.quadratic)", "bool($self.quadratic)"),),
         "zolotarev_step": (
             ("($points[0:$count - 1:2], $points[1:$count - 1:2])", "($points[1:$count - 1:2], $points[0:$count - 1:2])"),
             ("($zero - $pole for $zero in $even)", "($zero + $pole for $zero in $even)"),
