@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
@@ -10,6 +11,7 @@ from torch import Tensor
 from torch.profiler import record_function
 
 from ..plan import NO_WAVE, Batch, WaveRoutes, WaveSizes, slot_sizes, wave_sizes
+from ..torch_compat import local_part
 from .ortho_batch import OrthoBatch
 from .pipeline import fill_order
 from .program_builder import MatrixRange, PlacedTransfers, ProgramBuilder, offsets_of
@@ -68,6 +70,7 @@ class RankProgramBuilder(ProgramBuilder):
         local_batches, *wave_batches = self.reserved_batches([local_ranges, *self.owned])
         sizes = [wave_sizes(routes) for routes in self.routes]
         self._reserve_buffers(sizes)
+        self._filled_once = self._params_filled_once()
         lifetimes, rest = self._grad_lifetimes(local_ranges, local_batches)
         waves, owned_rule_state = [], dict[int, Tensor]()
         for k, batches in enumerate(wave_batches):
@@ -112,7 +115,7 @@ class RankProgramBuilder(ProgramBuilder):
             shard_views.append(self.shard_view(matrix_range, ortho_batch.stacked[start:stop]))
             if ortho_batch.rule_state is not None:
                 rule_state.append(self.rule_state_view(matrix_range, ortho_batch.rule_state[start:stop]))
-        views = ShardViews(shard_views, self.step_params, RoundingScratch(self.workspace))
+        views = ShardViews(shard_views, self.step_params, RoundingScratch(self.workspace), self._filled_once)
         return LocalBatch(ortho_batch, views, grad_lifetime, rule_state)
 
     def _grad_lifetimes(
@@ -122,14 +125,36 @@ class RankProgramBuilder(ProgramBuilder):
 
         The parts of a fused weight share its momentum: they count as the first of them.
         """
-        first_part: dict[Tensor, int] = {}
-        first = [first_part.setdefault(step_param.param, k) for k, step_param in enumerate(self.step_params)]
+        first = self._first_parts()
         reads = [{first[self.plan.tasks[index].param] for index in _tasks_held(routes)} for routes in self.routes]
         reads += [{first[local_ranges[part.item].param_index] for part in batch.slices} for batch in local_batches]
         order = list(fill_order(len(self.routes), len(local_batches), self.plan.options.in_flight))
         begins, ends = _first_reads(reads, order), _first_reads(reads, order[::-1])
-        lifetimes = [GradLifetime(*indices) for indices in zip(begins, ends, strict=True)]
+        lifetimes = [GradLifetime(*indices, self._filled_once) for indices in zip(begins, ends, strict=True)]
         return lifetimes, GradLifetime((), sorted(set(first).difference(*reads)))
+
+    def _first_parts(self) -> list[int]:
+        """For each parameter, the first one with the same tensor: parts of a fused weight are parameters of their own."""
+        first_part: dict[Tensor, int] = {}
+        return [first_part.setdefault(step_param.param, k) for k, step_param in enumerate(self.step_params)]
+
+    def _params_filled_once(self) -> frozenset[int]:
+        """The parameters of which every local element goes into exactly one buffer in a step.
+
+        Their momentum is accumulated in passing. Not so where another replica sends the shard to the owner of its matrix: this
+        rank sends nothing and keeps momentum all the same.
+        """
+        pieces = [(task, task.sharded.piece_of(self.rank)) for task in self.plan.tasks if task.wave == NO_WAVE]
+        transfers = (transfer for routes in self.routes for transfer in (*routes.gather_out, *routes.own))
+        pieces += [(self.plan.tasks[transfer.task], transfer.piece) for transfer in transfers]
+        held = [(task, piece.size) for task, piece in pieces if piece is not None]
+        times = Counter((task.param, task.matrix) for task, _ in held)
+        first, filled = self._first_parts(), Counter[int]()
+        for task, size in held:
+            filled[first[task.param]] += size
+        twice = {first[param] for (param, _), count in times.items() if count > 1}
+        sizes = [local_part(step_param.param).numel() for step_param in self.step_params]
+        return frozenset(k for k, size in enumerate(sizes) if filled[first[k]] == size and first[k] not in twice)
 
     def _reserve_buffers(self, sizes: Sequence[WaveSizes]) -> None:
         """Waves k, k + in_flight, … of a lane take turns in slot k % in_flight, which fits the largest of them."""
@@ -167,7 +192,7 @@ class RankProgramBuilder(ProgramBuilder):
         return Wave(
             gather=self.exchange_buffers(owned, routes.gather_in, shards, routes.gather_out),
             scatter=self.exchange_buffers(shards, routes.scatter_in, results, routes.scatter_out),
-            fill=ShardViews(self.piece_views(*filled), self.step_params),
+            fill=ShardViews(self.piece_views(*filled), self.step_params, RoundingScratch(self.workspace), self._filled_once),
             rounding=CopyPairs([], []) if unrounded is None else CopyPairs([shards], [unrounded]),
             apply=ShardViews(self.piece_views(*applied), self.step_params, RoundingScratch(self.workspace, "rounding beside")),
             owned_batches=tuple(_owned_batch(routes, batch, gathered, scattered) for batch in ortho_batches),
