@@ -155,8 +155,8 @@ class ShardViews:
 class GradLifetime:
     """The parameters whose gradients a wave or a local batch reads first (``begins``) and last (``ends``) in a step.
 
-    Experts (8, D, D) in batches of 4: the first batch begins the parameter and accumulates the momentum of all 8 experts, the
-    second one ends it and frees its gradient.
+    Experts (8, D, D) in batches of 4: the first batch begins the parameter, the second one ends it and frees its gradient. The
+    momentum of all 8 experts is accumulated by the first batch, unless each batch accumulates that of its own in passing.
     """
 
     def __init__(self, begins: Sequence[int] = (), ends: Sequence[int] = (), by_views: AbstractSet[int] = frozenset()) -> None:
