@@ -28,8 +28,8 @@ def adds_alike(total: torch.dtype, addend: torch.dtype) -> bool:
 
     In 16 bits it usually does not: the last elements are rounded once more than the others.
     """
-    generator = torch.Generator().manual_seed(0)
-    a, b = (torch.rand(520, generator=generator).to(dtype) for dtype in (total, addend))
+    generator = torch.Generator("cpu").manual_seed(0)
+    a, b = (torch.rand(520, generator=generator, device="cpu").to(dtype) for dtype in (total, addend))
     whole = a.clone().add_(b, alpha=0.95)
 
     def in_pieces(size: int) -> Tensor:
@@ -186,7 +186,8 @@ def apply(
         _apply_to_stacks(params, updates, decay, subtract, stacks)
     else:
         limit = portion_size()
-        factor = torch.as_tensor(decay, dtype=params[0].dtype)  # torch would make a tensor of a number for each parameter
+        # Of a number torch would make a tensor for each parameter.
+        factor = torch.as_tensor(decay, dtype=params[0].dtype, device=params[0].device)
         if alike and not isinstance(decay, Tensor) and not isinstance(rate, Tensor):
             params, updates = apply_to_large(params, updates, decay, rate)
         for some_params, some_updates in portions(params, updates, limit=limit):

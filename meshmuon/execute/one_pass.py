@@ -21,13 +21,13 @@ VECTORS = 64  # elements; a multiple of what torch processes at a time, which is
 @lru_cache
 def rounds_alike(dtype: torch.dtype) -> bool:
     """Whether ``addr`` on whole vectors rounds like a product and ``add_`` with ``alpha``, wherever the vectors begin."""
-    generator = torch.Generator().manual_seed(0)
-    p, u = (torch.randn(64 * VECTORS + 3, generator=generator).to(dtype) for _ in range(2))
+    generator = torch.Generator("cpu").manual_seed(0)
+    p, u = (torch.randn(64 * VECTORS + 3, generator=generator, device="cpu").to(dtype) for _ in range(2))
 
     def alike(start: int, size: int, decay: float, rate: float) -> bool:
         before, update = p[start : start + size], u[start : start + size]
         after = before.clone()
-        _subtract_whole(after, update, decay, torch.tensor([-rate], dtype=dtype))
+        _subtract_whole(after, update, decay, rate)
         return torch.equal(after, before.mul(decay).add_(update, alpha=-rate))
 
     sizes, numbers = (VECTORS, 3 * VECTORS, 64 * VECTORS), ((0.9, 0.7), (0.9999, 0.0123), (1.1, -0.3))
@@ -43,7 +43,7 @@ def apply_to_large(params: list[Tensor], updates: list[Tensor], decay: float, ra
         if possible and param.numel() >= LARGE and _fits(param, update):
             flat, change = param.view(-1), update.view(-1)
             whole = flat.numel() - flat.numel() % VECTORS
-            _subtract_whole(flat[:whole], change[:whole], decay, torch.tensor([-rate], dtype=param.dtype))
+            _subtract_whole(flat[:whole], change[:whole], decay, rate)
             flat, change = flat[whole:], change[whole:]
             if not flat.numel():
                 continue
@@ -58,5 +58,6 @@ def _fits(param: Tensor, update: Tensor) -> bool:
     return same and rounds_alike(param.dtype)
 
 
-def _subtract_whole(param: Tensor, update: Tensor, decay: float, minus_rate: Tensor) -> None:
+def _subtract_whole(param: Tensor, update: Tensor, decay: float, rate: float) -> None:
+    minus_rate = torch.tensor([-rate], dtype=param.dtype, device=param.device)  # not on the default device, which a user may set
     param.view(-1, 1).addr_(update, minus_rate, beta=decay, alpha=1)

@@ -258,8 +258,8 @@ def test_weights_with_gaps_take_two_passes() -> None:
 
 
 def test_a_trial_sees_a_machine_that_rounds_the_product_last(monkeypatch: pytest.MonkeyPatch) -> None:
-    def last(param: Tensor, update: Tensor, decay: float, minus_rate: Tensor) -> None:
-        param.copy_((update * minus_rate).add_(param, alpha=decay))
+    def last(param: Tensor, update: Tensor, decay: float, rate: float) -> None:
+        param.copy_((update * -rate).add_(param, alpha=decay))
 
     with fresh_trials():
         monkeypatch.setattr(one_pass, "_subtract_whole", last)
@@ -283,3 +283,11 @@ def test_portions_alternate(monkeypatch: pytest.MonkeyPatch) -> None:
     fill_with_momentum([view], [grad], [buffer], RETAIN, MOMENTUM)
     parts = [(4 * start + buffer.data_ptr(), 4 * start + view.data_ptr()) for start in (0, 84, 168)]
     assert written == [address for pair in parts for address in pair]
+
+
+def test_the_default_device_does_not_matter() -> None:
+    starts, updates = [random(size, seed=size) for size in (3, LARGE + 3)], [random(size, seed=-size) for size in (3, LARGE + 3)]
+    wanted, params = list(map(updated, starts, updates)), [start.clone() for start in starts]
+    with fresh_trials(), torch.device("meta"):
+        apply(params, updates, DECAY, RATE)
+    assert_same_bits(params, wanted)
