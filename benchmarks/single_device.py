@@ -6,6 +6,8 @@ by round. A contender that should make the same update as meshmuon and does not 
 Those with another scheme make another update. A second table has what is needed to judge them: the worst error that each leaves
 on [1e-3, 1], measured by SVD on adversarial spectra; counted FLOPs; and the time beside rivals whose error is equal or worse.
 
+What a step does beside orthogonalising is measured by leaving the iteration out, in turns with AdamW on the same parameters.
+
 With one thread the ratios are of process time, which other processes do not lengthen.
 
     python benchmarks/single_device.py
@@ -17,13 +19,14 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
+from unittest import mock
 
 import common  # first: it sets what torch reads when it starts
 import torch
 from accuracy import SHAPE
-from common import COLOURS, Goal, Quartiles, Report, Samples, Step, quartiles, race, ratio
+from common import COLOURS, Goal, Quartiles, Report, Step, race, ratio
 from contenders import (
     CONTENDERS,
     FLOOR,
@@ -42,7 +45,7 @@ from peers import PEERS, find_peer
 from torch.utils.flop_counter import FlopCounterMode
 
 from meshmuon import Muon, Workspace, keller, orthogonalize
-from meshmuon.execute import DEFAULT_MEMORY_BUDGET
+from meshmuon.execute import DEFAULT_MEMORY_BUDGET, ortho_batch
 from meshmuon.ortho import Orthogonalizer, Scheme, scratch_bytes
 
 if TYPE_CHECKING:
@@ -151,7 +154,7 @@ def measure_model(
         "matrices": len(model.matrices),
         "steps": {name: samples.facts() for name, samples in times.items()},
         "ratio": {name: asdict(ratio(times[OURS].clock, samples.clock)) for name, samples in times.items()},
-        "beside_the_floor": asdict(beside_the_floor(times)),
+        "beside_products": asdict(beside_products(model, contenders, options)),
         "difference": apart,
         "worst_error": {name: errors[name] for name in steps if name in errors},
         "flops": {entrant.contender.name: flops_of(entrant) for entrant in entrants if entrant.contender.is_muon},
@@ -161,10 +164,21 @@ def measure_model(
     }
 
 
-def beside_the_floor(times: dict[str, Samples]) -> Quartiles:
-    """What a step takes beside orthogonalising, in steps of AdamW."""
-    rows = zip(times[OURS].clock, times[ALONE].clock, times[FLOOR].clock, strict=True)
-    return quartiles([(step - alone) / adamw for step, alone, adamw in rows])
+def nothing(*given: object) -> None:
+    """In the place of what is left out."""
+
+
+def beside_products(model: Model, contenders: Sequence[Contender], options: argparse.Namespace) -> Quartiles:
+    """What a step takes beside orthogonalising, in steps of AdamW on the same parameters.
+
+    It is measured and not subtracted: orthogonalising takes tens of times as long and varies by more than what is looked for. In
+    this race meshmuon's iteration does nothing: its updates are momentum with look-ahead, and everything else is done as ever.
+    """
+    ours, floor = (next(contender for contender in contenders if contender.name == name) for name in (OURS, FLOOR))
+    steps = {OURS: enter(ours, model).step, FLOOR: enter(replace(floor, whole=True), model).step}
+    with mock.patch.object(ortho_batch, "iterate", nothing):
+        times = race(steps, 2 if options.quick else 25, warmups=3, seconds=options.seconds)
+    return ratio(times[OURS].clock, times[FLOOR].clock)
 
 
 def host(model: Model, contenders: Sequence[Contender], options: argparse.Namespace) -> dict[str, Any]:
@@ -265,7 +279,12 @@ def goals_of(results: Sequence[dict[str, Any]], options: argparse.Namespace) -> 
                 f"{where}: allocations of a step after the second", ours["count"], most=0, note=f"and {ours['numbers']} numbers"
             ),
             Goal(f"{where}: extra memory ÷ two waves", ours["extra_over_two_waves"], most=1),
-            Goal(f"{where}: (step − orthogonalisation) ÷ AdamW's step", result["beside_the_floor"]["median"], most=1.5),
+            Goal(
+                f"{where}: step without orthogonalisation ÷ AdamW's step",
+                result["beside_products"]["median"],
+                most=1.5,
+                note="measured in a race of their own, in which meshmuon's iteration does nothing",
+            ),
             *goals_of_auto(result),
         ]
     return goals

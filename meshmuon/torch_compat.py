@@ -78,6 +78,11 @@ def local_part(tensor: Tensor) -> Tensor:
     return local
 
 
+def local_parts(tensors: Iterable[Tensor]) -> list[Tensor]:
+    """``local_part`` of each, without a call for each."""
+    return [tensor if type(tensor) in _PLAIN else getattr(tensor, "_local_tensor", tensor) for tensor in tensors]
+
+
 def as_dtensor(tensor: Tensor) -> DTensor | None:
     """``tensor`` if it is a DTensor."""
     if type(tensor) in _PLAIN:

@@ -76,7 +76,7 @@ ONCE = {
     "_foreach_sub_",
     "_to_copy",
 }
-BY_TRIAL = {"add", "add_", "_foreach_add_", "_fused_adamw_"}
+BY_TRIAL = {"add", "add_", "_foreach_add_", "addr_", "_fused_adamw_"}
 PRODUCTS = {"bmm", "baddbmm"}
 FACTORS = {"linalg_cholesky_ex", "linalg_solve_triangular"}  # of aligned 32 × 32 blocks; see tests/ortho/test_rational.py
 REDUCTIONS = {"sum", "linalg_vector_norm"}

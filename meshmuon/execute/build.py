@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
@@ -10,6 +11,7 @@ from torch import Tensor
 from torch.profiler import record_function
 
 from ..plan import NO_WAVE, Batch, WaveRoutes, WaveSizes, slot_sizes, wave_sizes
+from ..torch_compat import local_part
 from .ortho_batch import OrthoBatch
 from .pipeline import gradient_read_order
 from .program_builder import MatrixRange, PlacedTransfers, ProgramBuilder, offsets_of
@@ -68,6 +70,7 @@ class RankProgramBuilder(ProgramBuilder):
         local_batches, *wave_batches = self.reserved_batches([local_ranges, *self.owned_ranges])
         sizes = [wave_sizes(routes) for routes in self.routes]
         self._reserve_buffers(sizes)
+        self._filled_once = self._params_filled_once()
         gradient_reads, freed_at_end = self._gradient_reads(local_ranges, local_batches)
         waves, owned_rule_state = [], dict[int, Tensor]()
         for k, batches in enumerate(wave_batches):
@@ -111,7 +114,7 @@ class RankProgramBuilder(ProgramBuilder):
             shard_views.append(self.shard_view(matrix_range, ortho_batch.stacked[start:stop]))
             if ortho_batch.rule_state is not None:
                 rule_state.append(self.rule_state_view(matrix_range, ortho_batch.rule_state[start:stop]))
-        views = ShardViews(shard_views, self.step_params, RoundingScratch(self.workspace))
+        views = ShardViews(shard_views, self.step_params, RoundingScratch(self.workspace), self._filled_once)
         return LocalBatch(ortho_batch, views, gradient_reads, rule_state)
 
     def _gradient_reads(
@@ -119,16 +122,38 @@ class RankProgramBuilder(ProgramBuilder):
     ) -> tuple[list[GradientReads], GradientReads]:
         """The gradient reads of each wave, then of each local batch; and the parameters that none of them reads.
 
-        The parts of a fused weight share one gradient and momentum. All of them count as the first part.
+        The parts of a fused weight share one gradient and momentum: all are listed under the index of the first part.
         """
-        first_part: dict[Tensor, int] = {}
-        first = [first_part.setdefault(step_param.param, k) for k, step_param in enumerate(self.step_params)]
+        first = self._first_parts()
         reads = [{first[self.plan.tasks[index].param] for index in _tasks_held(routes)} for routes in self.routes]
         reads += [{first[local_ranges[part.item].param_index] for part in batch.slices} for batch in local_batches]
         order = list(gradient_read_order(len(self.routes), len(local_batches), self.plan.options.in_flight))
         first_here, last_here = _first_reads(reads, order), _first_reads(reads, order[::-1])
-        gradient_reads = [GradientReads(*indices) for indices in zip(first_here, last_here, strict=True)]
+        gradient_reads = [GradientReads(*indices, self._filled_once) for indices in zip(first_here, last_here, strict=True)]
         return gradient_reads, GradientReads((), sorted(set(first).difference(*reads)))
+
+    def _first_parts(self) -> list[int]:
+        """For each parameter, the first one with the same tensor: parts of a fused weight are parameters of their own."""
+        first_part: dict[Tensor, int] = {}
+        return [first_part.setdefault(step_param.param, k) for k, step_param in enumerate(self.step_params)]
+
+    def _params_filled_once(self) -> frozenset[int]:
+        """The parameters of which every local element goes into exactly one buffer in a step.
+
+        Their momentum is accumulated in passing. Not so where another replica sends the shard to the owner of its matrix: this
+        rank sends nothing and keeps momentum all the same.
+        """
+        pieces = [(task, task.sharded.piece_of(self.rank)) for task in self.plan.tasks if task.wave == NO_WAVE]
+        transfers = (transfer for routes in self.routes for transfer in (*routes.gather_out, *routes.staying))
+        pieces += [(self.plan.tasks[transfer.task], transfer.piece) for transfer in transfers]
+        held = [(task, piece.size) for task, piece in pieces if piece is not None]
+        times = Counter((task.param, task.matrix) for task, _ in held)
+        first, filled = self._first_parts(), Counter[int]()
+        for task, size in held:
+            filled[first[task.param]] += size
+        twice = {first[param] for (param, _), count in times.items() if count > 1}
+        sizes = [local_part(step_param.param).numel() for step_param in self.step_params]
+        return frozenset(k for k, size in enumerate(sizes) if filled[first[k]] == size and first[k] not in twice)
 
     def _reserve_buffers(self, sizes: Sequence[WaveSizes]) -> None:
         """Waves k, k + in_flight, … of a lane take turns in slot k % in_flight, which fits the largest of them."""
@@ -166,7 +191,9 @@ class RankProgramBuilder(ProgramBuilder):
         return Wave(
             gather=self.exchange_buffers(gathered, routes.gather_in, shards, routes.gather_out),
             scatter=self.exchange_buffers(shards, routes.scatter_in, results, routes.scatter_out),
-            momentum_views=ShardViews(self.piece_views(*momentum), self.step_params),
+            momentum_views=ShardViews(
+                self.piece_views(*momentum), self.step_params, RoundingScratch(self.workspace), self._filled_once
+            ),
             rounding=CopyPairs([], []) if unrounded is None else CopyPairs([shards], [unrounded]),
             update_views=ShardViews(self.piece_views(*updates), self.step_params, scratch),
             owned_batches=tuple(_owned_batch(routes, batch, unpacked, packed) for batch in ortho_batches),

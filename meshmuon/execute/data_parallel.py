@@ -18,7 +18,7 @@ from ..device import Mark, Streams
 from ..plan import NO_WAVE, Batch, Plan, WaveRoutes
 from ..transport import Exchange
 from .build import RankProgram
-from .elementwise import accumulate, look_ahead
+from .elementwise import fill_with_momentum
 from .executor import Executor
 from .ortho_batch import OrthoBatch
 from .program_builder import ProgramBuilder, offsets_of
@@ -86,11 +86,7 @@ class _AveragedBatch:
     def _fill(self, matrix_views: Sequence[ShardView], averages: list[Tensor], step_params: Sequence[StepParam]) -> None:
         settings, views = step_params[matrix_views[0].param_index].settings, [matrix.view for matrix in matrix_views]
         momenta = [matrix.of(step_params[matrix.param_index].momentum) for matrix in matrix_views]
-        accumulate(momenta, averages, settings.retain)
-        if settings.nesterov:
-            look_ahead(views, averages, momenta, settings.momentum)
-        else:
-            torch._foreach_copy_(views, momenta)
+        fill_with_momentum(views, averages, momenta, settings.retain, settings.momentum if settings.nesterov else None)
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,13 +8,16 @@ is used where a trial shows that all elements are rounded alike; elsewhere it is
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from functools import lru_cache
+from collections.abc import Callable, Sequence
+from functools import lru_cache, partial
 
 import torch
 from torch import Tensor
 
+from .one_pass import apply_to_large
+from .portions import parts_of, portion_size, portions
 from .rounding import RandomWords, RoundingScratch, apply_nearest, apply_rounded, is_narrow
+from .small_stack import SmallStacks
 
 _TRIAL_SIZES = (1, 2, 3, 5, 7, 8, 9, 15, 16, 17, 31, 32, 33, 63, 65)
 
@@ -25,8 +28,8 @@ def adds_alike(total: torch.dtype, addend: torch.dtype) -> bool:
 
     In 16 bits it usually does not: the last elements are rounded once more than the others.
     """
-    generator = torch.Generator().manual_seed(0)
-    a, b = (torch.rand(520, generator=generator).to(dtype) for dtype in (total, addend))
+    generator = torch.Generator("cpu").manual_seed(0)
+    a, b = (torch.rand(520, generator=generator, device="cpu").to(dtype) for dtype in (total, addend))
     whole = a.clone().add_(b, alpha=0.95)
 
     def in_pieces(size: int) -> Tensor:
@@ -70,6 +73,75 @@ def look_ahead(views: list[Tensor], grads: list[Tensor], momenta: list[Tensor], 
             view.copy_(grad).add_(buffer, alpha=momentum)
 
 
+def fill_with_momentum(
+    views: list[Tensor],
+    grads: list[Tensor],
+    momenta: list[Tensor],
+    retain: float | Tensor,
+    momentum: float | None,
+    *,
+    stacks: SmallStacks | None = None,
+) -> None:
+    """M ← retain·M + G, and V ← G + momentum·M, or V ← M if ``momentum`` is None.
+
+    On a CPU both are done to a portion of memory before the next portion has its turn. ``stacks`` are given for small tensors, if
+    they all have the shape and ``views`` the dtype for which the stacks were made.
+    """
+    if isinstance(retain, Tensor) or views[0].device.type != "cpu":
+        accumulate(momenta, grads, retain)
+        _fill(views, grads, momenta, momentum)
+    elif stacks is not None and {tensor.dtype for tensors in (grads, momenta) for tensor in tensors} == {views[0].dtype}:
+        _fill_from_stacks(views, grads, momenta, retain, momentum, stacks)
+    else:
+        limit = portion_size()
+        for some_views, some_grads, some_momenta in portions(views, grads, momenta, limit=limit):
+            view, grad, buffer = some_views[0], some_grads[0], some_momenta[0]
+            if view.numel() <= limit or not view.dtype == grad.dtype == buffer.dtype or not adds_alike(view.dtype, view.dtype):
+                accumulate(some_momenta, some_grads, retain)
+                _fill(some_views, some_grads, some_momenta, momentum)
+            else:
+                _fill_large(view, grad, buffer, retain, momentum, limit)
+
+
+def _fill_large(view: Tensor, grad: Tensor, buffer: Tensor, retain: float, momentum: float | None, limit: int) -> None:
+    """A loop with little in it: after each operation the interpreter finds its own data far from the processor."""
+    for some_view, some_grad, some_buffer in zip(*parts_of(view, grad, buffer, limit=limit), strict=True):
+        torch.add(some_grad, some_buffer, alpha=retain, out=some_buffer)
+        if momentum is None:
+            some_view.copy_(some_buffer)
+        else:
+            torch.add(some_grad, some_buffer, alpha=momentum, out=some_view)
+
+
+def _fill_from_stacks(
+    views: list[Tensor],
+    grads: list[Tensor],
+    momenta: list[Tensor],
+    retain: float,
+    momentum: float | None,
+    stacks: SmallStacks,
+) -> None:
+    for start, stop in stacks.spans(len(views)):
+        (stacked_grads, _), (stacked_momenta, rows) = (stacks.memory(name, stop - start) for name in ("grads", "momenta"))
+        torch.stack(grads[start:stop], out=stacked_grads)
+        torch.stack(momenta[start:stop], out=stacked_momenta)
+        accumulate([stacked_momenta], [stacked_grads], retain)
+        torch._foreach_copy_(momenta[start:stop], rows)
+        target, copies = stacks.views(start, stop), list[Tensor]()
+        if target is None:
+            target, copies = stacks.memory("views", stop - start)
+        _fill([target], [stacked_grads], [stacked_momenta], momentum)
+        if copies:
+            torch._foreach_copy_(views[start:stop], copies)
+
+
+def _fill(views: list[Tensor], grads: list[Tensor], momenta: list[Tensor], momentum: float | None) -> None:
+    if momentum is None:
+        torch._foreach_copy_(views, momenta)
+    else:
+        look_ahead(views, grads, momenta, momentum)
+
+
 def apply(
     params: list[Tensor],
     updates: list[Tensor],
@@ -80,12 +152,14 @@ def apply(
     add_alike: bool | None = None,
     words: Sequence[RandomWords | None] | None = None,
     scratch: RoundingScratch | None = None,
+    stacks: SmallStacks | None = None,
 ) -> None:
     """p ← p·decay − rate·update, without waiting for the device when lr is a tensor there. May overwrite ``updates``.
 
     With ``cautious``, only elements whose update is zero or moves them towards zero decay. ``add_alike`` is the result of
     ``all_add_alike`` for the parameters and updates, if the caller knows it. The parameters have one dtype. Those of 16 bits are
-    formed in float32, in ``scratch``, and rounded once; stochastically where they have ``words``.
+    formed in float32, in ``scratch``, and rounded once; stochastically where they have ``words``. ``stacks`` are given for small
+    parameters, if they all have the shape and dtype for which the stacks were made.
     """
     if params and is_narrow(params[0].dtype):
         scratch = RoundingScratch() if scratch is None else scratch
@@ -95,19 +169,57 @@ def apply(
         for param, update, param_words in zip(params, updates, words or [None] * len(params), strict=True):
             apply_rounded(param, update, decay, rate, cautious=cautious, words=param_words, scratch=scratch)
         return
+    alike = not isinstance(rate, Tensor) and (all_add_alike(params, updates) if add_alike is None else add_alike)
+    subtract = partial(torch._foreach_add_, alpha=-rate) if alike else partial(_subtract_in_two, rate=rate)
     if cautious:
         for param, update in zip(params, updates, strict=True):
             same_way = (param * update).mul_(rate) >= 0
             decayed = param * decay
             param.copy_(torch.where(same_way, decayed, param, out=decayed))
-    elif isinstance(decay, Tensor) or decay != 1.0:
+        subtract(params, updates)
+    elif not isinstance(decay, Tensor) and decay == 1.0:
+        subtract(params, updates)
+    elif params[0].device.type != "cpu":
         torch._foreach_mul_(params, decay)
-    if isinstance(rate, Tensor) or not (all_add_alike(params, updates) if add_alike is None else add_alike):
-        torch._foreach_mul_(updates, rate)
-        torch._foreach_add_(updates, 0.0)  # −0 becomes 0: at rate 0 a weight of −0 keeps its sign
-        torch._foreach_sub_(params, updates)
+        subtract(params, updates)
+    elif stacks is not None:
+        _apply_to_stacks(params, updates, decay, subtract, stacks)
     else:
-        torch._foreach_add_(params, updates, alpha=-rate)
+        limit = portion_size()
+        # Of a number torch would make a tensor for each parameter.
+        factor = torch.as_tensor(decay, dtype=params[0].dtype, device=params[0].device)
+        if alike and not isinstance(decay, Tensor) and not isinstance(rate, Tensor):
+            params, updates = apply_to_large(params, updates, decay, rate)
+        for some_params, some_updates in portions(params, updates, limit=limit):
+            if some_params[0].numel() <= limit:
+                torch._foreach_mul_(some_params, factor)
+                subtract(some_params, some_updates)
+                continue
+            for param, update in zip(*parts_of(some_params[0], some_updates[0], limit=limit), strict=True):
+                subtract([param.mul_(factor)], [update])
+
+
+def _apply_to_stacks(
+    params: list[Tensor],
+    updates: list[Tensor],
+    decay: float | Tensor,
+    subtract: Callable[[list[Tensor], list[Tensor]], None],
+    stacks: SmallStacks,
+) -> None:
+    for start, stop in stacks.spans(len(params)):
+        weights, rows = stacks.memory("momenta", stop - start)
+        torch.stack(params[start:stop], out=weights)
+        changes = stacks.views(start, stop)
+        if changes is None:
+            changes = torch.stack(updates[start:stop], out=stacks.memory("views", stop - start)[0])
+        subtract([weights.mul_(decay)], [changes])
+        torch._foreach_copy_(params[start:stop], rows)
+
+
+def _subtract_in_two(params: list[Tensor], updates: list[Tensor], rate: float | Tensor) -> None:
+    torch._foreach_mul_(updates, rate)
+    torch._foreach_add_(updates, 0.0)  # −0 becomes 0: at rate 0 a weight of −0 keeps its sign
+    torch._foreach_sub_(params, updates)
 
 
 def all_add_alike(totals: list[Tensor], addends: list[Tensor]) -> bool:

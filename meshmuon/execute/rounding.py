@@ -21,6 +21,7 @@ from torch import Tensor
 from ..device import copy_to, known_to_host
 from ..layout import Ranges
 from ..ortho import Workspace
+from .portions import cuts_within
 
 _CHUNK = {"cpu": 1 << 16}  # elements that are formed at a time: in the cache of a CPU
 _CHUNK_ON_DEVICE = 1 << 22
@@ -95,7 +96,7 @@ class RoundingScratch:
     """
 
     def __init__(self, workspace: Workspace | None = None, name: str = "rounding") -> None:
-        self._workspace, self._name = Workspace() if workspace is None else workspace, name
+        self.workspace, self._name = Workspace() if workspace is None else workspace, name
         self._flat: dict[tuple[str, torch.device], Tensor] = {}
 
     def take(self, what: str, shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -103,31 +104,18 @@ class RoundingScratch:
         flat, size = self._flat.get((what, device)), shape.numel()
         if flat is None or flat.numel() < size:
             with torch.inference_mode(False):
-                flat = self._workspace.take(f"{self._name} {what}", (size,), dtype, device)
+                flat = self.workspace.take(f"{self._name} {what}", (size,), dtype, device)
             self._flat[what, device] = flat
         return flat[:size].view(shape)
 
 
 def chunks_of(shape: Sequence[int], device: torch.device) -> Iterator[tuple[slice, ...]]:
     """Cuts a tensor of ``shape`` into parts that a step forms at a time."""
-    return _chunks(tuple(shape), _chunk_size(device))
+    return cuts_within(tuple(shape), _chunk_size(device))
 
 
 def _chunk_size(device: torch.device) -> int:
     return _CHUNK.get(device.type, _CHUNK_ON_DEVICE)
-
-
-def _chunks(shape: tuple[int, ...], limit: int) -> Iterator[tuple[slice, ...]]:
-    if math.prod(shape) <= limit:
-        yield ()
-        return
-    inner = math.prod(shape[1:])
-    if inner <= limit:
-        step = limit // inner
-        yield from ((slice(start, start + step),) for start in range(0, shape[0], step))
-        return
-    for k in range(shape[0]):
-        yield from ((slice(k, k + 1), *rest) for rest in _chunks(shape[1:], limit))
 
 
 def apply_nearest(

@@ -13,9 +13,11 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from ..torch_compat import local_part
-from .elementwise import accumulate, all_add_alike, apply, look_ahead
+from ..ortho import Workspace
+from ..torch_compat import local_part, local_parts
+from .elementwise import accumulate, all_add_alike, apply, fill_with_momentum, look_ahead
 from .rounding import RandomWords, RoundingScratch
+from .small_stack import FEWEST, SmallStacks, small_kind
 from .step_param import NONE_IDLE, StepParam
 
 _T = TypeVar("_T")
@@ -38,52 +40,80 @@ class ShardView:
 
 
 class _UniformViews:
-    """Shards whose parameters have a param group, or a param group, a shape and a dtype, in common."""
+    """Shard views of one param group (for ``fill``), or of one param group, shape and dtype (for ``apply``).
 
-    def __init__(self, shards: Sequence[ShardView]) -> None:
+    ``stacks`` are given if the shards are small and have one shape.
+    """
+
+    def __init__(self, shards: Sequence[ShardView], stacks: SmallStacks | None = None) -> None:
         self._shards = shards
+        self._indices = [shard.param_index for shard in shards]
+        self._has_cuts = any(shard.cut is not None for shard in shards)
         self.first = shards[0].param_index
         self.views = [shard.view for shard in shards]
+        self.stacks = stacks
+
+    @classmethod
+    def of(cls, shards: Sequence[ShardView], workspace: Workspace) -> _UniformViews:
+        """Shards that are small only if they all have one shape and dtype; then they are stacked, if there are enough of them."""
+        stacked = len(shards) >= FEWEST and small_kind(shards[0].view) is not None
+        return cls(shards, SmallStacks([shard.view for shard in shards], workspace) if stacked else None)
 
     def without(self, idle: AbstractSet[int]) -> _UniformViews | None:
         """The same without ``idle`` parameters; None if that leaves nothing."""
         if not idle:
             return self
         shards = [shard for shard in self._shards if shard.param_index not in idle]
-        return _UniformViews(shards) if shards else None
+        if len(shards) == len(self._shards):
+            return self
+        return _UniformViews(shards, self.stacks and self.stacks.for_other_views()) if shards else None
 
     def params(self, step_params: Sequence[StepParam]) -> list[Tensor]:
-        return [shard.of(local_part(step_params[shard.param_index].param)) for shard in self._shards]
+        return self._parts([step_params[k].param for k in self._indices])
 
     def momenta(self, step_params: Sequence[StepParam]) -> list[Tensor]:
-        return [shard.of(local_part(step_params[shard.param_index].momentum)) for shard in self._shards]
+        return self._parts([step_params[k].momentum for k in self._indices])
 
     def words(self, step_params: Sequence[StepParam]) -> list[RandomWords | None]:
         return [step_params[shard.param_index].random_words(shard.cut) for shard in self._shards]
 
     def grads(self, step_params: Sequence[StepParam]) -> list[Tensor]:
-        return [shard.of(local_part(step_params[shard.param_index].grad)) for shard in self._shards]
+        return self._parts([step_params[k].grad for k in self._indices])
+
+    def _parts(self, tensors: list[Tensor]) -> list[Tensor]:
+        """Of the tensors of the shards' parameters, this rank's parts that belong to the shards."""
+        locals_ = local_parts(tensors)
+        return [shard.of(part) for shard, part in zip(self._shards, locals_, strict=True)] if self._has_cuts else locals_
 
 
 class ShardViews:
     """Shards that are filled and applied together, grouped once by what their parameters have in common.
 
-    ``scratch`` is where parameters of 16 bits are formed.
+    ``scratch`` is where parameters of 16 bits are formed; small shards are stacked in its workspace. The momentum of
+    parameters in ``accumulates`` is accumulated when their shards are filled, that of the others by ``GradLifetime`` before that.
     """
 
     def __init__(
-        self, shards: Sequence[ShardView], step_params: Sequence[StepParam], scratch: RoundingScratch | None = None
+        self,
+        shards: Sequence[ShardView],
+        step_params: Sequence[StepParam],
+        scratch: RoundingScratch | None = None,
+        accumulates: AbstractSet[int] = frozenset(),
     ) -> None:
-        def group_shape_and_dtype(shard: ShardView) -> tuple[int, tuple[int, int], torch.dtype]:
+        def group_and_kind(shard: ShardView) -> Hashable:
+            return step_params[shard.param_index].group_index, shard.param_index in accumulates, small_kind(shard.view)
+
+        def group_shape_and_dtype(shard: ShardView) -> Hashable:
             step_param = step_params[shard.param_index]
-            return step_param.group_index, step_param.matrix_set.lr_shape, step_param.param.dtype
+            return step_param.group_index, step_param.matrix_set.lr_shape, step_param.param.dtype, small_kind(shard.view)
 
         self._scratch = RoundingScratch() if scratch is None else scratch
-
-        by_group = grouped(shards, lambda shard: step_params[shard.param_index].group_index)
-        self._by_group = list(map(_UniformViews, by_group))
+        self._accumulates = accumulates
+        workspace = self._scratch.workspace
+        self._by_group = [_UniformViews.of(members, workspace) for members in grouped(shards, group_and_kind)]
         self._by_shape: list[tuple[_UniformViews, bool]] = []  # with the result of ``all_add_alike``
-        for uniform in map(_UniformViews, grouped(shards, group_shape_and_dtype)):
+        for members in grouped(shards, group_shape_and_dtype):
+            uniform = _UniformViews.of(members, workspace)
             self._by_shape.append((uniform, all_add_alike(uniform.params(step_params), uniform.views)))
 
     def fill(self, step_params: Sequence[StepParam], idle: AbstractSet[int] = NONE_IDLE) -> None:
@@ -92,11 +122,15 @@ class ShardViews:
         The views of ``idle`` parameters keep what they have.
         """
         for uniform in filter(None, (views.without(idle) for views in self._by_group)):
-            settings = step_params[uniform.first].settings
-            if settings.nesterov:
-                look_ahead(uniform.views, uniform.grads(step_params), uniform.momenta(step_params), settings.momentum)
+            settings, views, momenta = step_params[uniform.first].settings, uniform.views, uniform.momenta(step_params)
+            momentum = settings.momentum if settings.nesterov else None
+            if uniform.first in self._accumulates:
+                grads = uniform.grads(step_params)
+                fill_with_momentum(views, grads, momenta, settings.retain, momentum, stacks=uniform.stacks)
+            elif momentum is not None:
+                look_ahead(views, uniform.grads(step_params), momenta, momentum)
             else:
-                torch._foreach_copy_(uniform.views, uniform.momenta(step_params))
+                torch._foreach_copy_(views, momenta)
 
     def apply(self, step_params: Sequence[StepParam], idle: AbstractSet[int] = NONE_IDLE) -> None:
         """p ← p·decay − rate·factor·view for each parameter, except ``idle`` ones."""
@@ -114,24 +148,29 @@ class ShardViews:
                 add_alike=add_alike,
                 words=None if first.counter is None else uniform.words(step_params),
                 scratch=self._scratch,
+                stacks=uniform.stacks if first.param.dtype == uniform.views[0].dtype else None,
             )
 
 
 class GradientReads:
     """The parameters whose gradients a wave or a local batch is the first or the last to read in a step.
 
-    Experts (8, D, D) in batches of 4: the first batch reads the gradient first and accumulates the momentum of all 8 experts, the
-    second batch reads it last and frees it.
+    Experts (8, D, D) in batches of 4: the first batch reads the gradient first, the second batch reads it last and frees it. The
+    first batch accumulates the momentum of all 8 experts, unless each batch accumulates that of its own experts while filling.
     """
 
-    def __init__(self, first_here: Sequence[int] = (), last_here: Sequence[int] = ()) -> None:
+    def __init__(
+        self, first_here: Sequence[int] = (), last_here: Sequence[int] = (), by_views: AbstractSet[int] = frozenset()
+    ) -> None:
         self.first_here, self.last_here = tuple(first_here), tuple(last_here)
+        self._by_views = by_views  # those whose momentum is accumulated by ``ShardViews.fill``
         self._groups: list[list[int]] | None = None
 
     def accumulate_momentum(self, step_params: Sequence[StepParam], idle: AbstractSet[int] = NONE_IDLE) -> None:
-        """M ← momentum·M + G for the parameters in ``first_here``, except ``idle`` ones."""
+        """M ← momentum·M + G for those in ``first_here`` that are neither ``idle`` nor accumulated by ``ShardViews.fill``."""
         if self._groups is None:
-            self._groups = grouped(self.first_here, lambda k: step_params[k].group_index)
+            first_here = (k for k in self.first_here if k not in self._by_views)
+            self._groups = grouped(first_here, lambda k: step_params[k].group_index)
         for indices in self._groups:
             if idle and not (indices := [k for k in indices if k not in idle]):
                 continue

@@ -137,7 +137,10 @@ def iterate(batch: Tensor, steps: Sequence[Step], blocks: Sequence[int], scratch
         if index == 0:
             norm = _normalise(gram, scratch.scale)
             if x.dtype in _SHORT or (length == 1 and not isinstance(block[0], Rational)):
-                torch.div(x if unrounded is None else unrounded, norm, out=x)
+                if unrounded is None:
+                    x.div_(norm)
+                else:
+                    torch.div(unrounded, norm, out=x)
                 norm = None
         moved = _apply_block(x, gram, block, norm, spare, scratch, products)
         x, spare, start = moved, x, start + length
@@ -171,7 +174,7 @@ def _rescale(batch: Tensor, scratch: Scratch, unrounded: Tensor | None) -> None:
 
 
 def _normalise(gram: Tensor, scale: Tensor) -> Tensor:
-    """The Frobenius norm of X, read off the trace of R = X·Xᵀ, which is divided by its square."""
+    """Divides R = X·Xᵀ by the square of X's Frobenius norm, which is its trace. Returns the norm, written over ``scale``."""
     torch.sum(gram.diagonal(dim1=1, dim2=2), dim=1, dtype=scale.dtype, out=scale[:, 0, 0])
     scale.clamp_(min=max(torch.finfo(gram.dtype).tiny, torch.finfo(scale.dtype).tiny))  # neither dtype may round it to zero
     gram.div_(scale)

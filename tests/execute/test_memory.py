@@ -90,6 +90,18 @@ def test_later_steps_allocate_nothing(options: dict[str, Any], dtype: torch.dtyp
         assert optimizer.workspace_bytes() == held
 
 
+@pytest.mark.parametrize("shape", [(8, 8), (9, 9), (3, 4, 5)], ids=str)
+def test_many_small_matrices_allocate_nothing(shape: tuple[int, ...]) -> None:
+    """They are stacked in the workspace, whichever of them have gradients."""
+    params, optimizer = build((shape,) * 40)
+    measure(optimizer, params, 0)
+    held = optimizer.workspace_bytes()
+    for step in range(1, 5):
+        set_gradients(params, [None if step > 2 and k % 3 == step % 3 else g for k, g in enumerate(gradients(params, step))])
+        assert measure_step(optimizer).largest <= SCALAR
+        assert optimizer.workspace_bytes() == held
+
+
 @pytest.mark.parametrize("options", [{}, {"chunk_size": 1}, {"rule": "normuon"}, {"deterministic": True}], ids=str)
 def test_changing_gradients_allocate_nothing(options: dict[str, Any]) -> None:
     """Every step another third of the parameters has no gradient."""

@@ -62,8 +62,17 @@ TESTS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("meshmuon/ortho/", (*_ORTHO, _RATIONAL, "tests/ortho/test_workspace.py", "tests/test_rounding.py")),
     (
         "meshmuon/execute/elementwise.py",
-        ("tests/execute/test_shard_views.py", "tests/test_rounding.py", "tests/execute", "tests/optim"),
+        (
+            "tests/execute/test_shard_views.py",
+            "tests/execute/test_portions.py",
+            "tests/test_rounding.py",
+            "tests/execute",
+            "tests/optim",
+        ),
     ),
+    ("meshmuon/execute/one_pass.py", ("tests/execute/test_portions.py",)),
+    ("meshmuon/execute/portions.py", ("tests/execute/test_portions.py", "tests/execute/test_rounding_of_weights.py")),
+    ("meshmuon/execute/small_stack.py", ("tests/execute/test_portions.py", "tests/execute/test_memory.py")),
     ("meshmuon/execute/rounding.py", ("tests/execute/test_rounding_of_weights.py", "tests/optim/test_stochastic_rounding.py")),
     ("meshmuon/execute/rule_state.py", ("tests/execute/test_rule_memory.py", "tests/dist/test_rules.py")),
     ("meshmuon/execute/data_parallel.py", ("tests/execute/test_executor.py", "tests/dist/test_dist_muon.py")),

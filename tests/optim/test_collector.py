@@ -299,6 +299,28 @@ def test_shards_that_are_replaced_are_free_to_go() -> None:
     assert run_threads(2, main) == [True, True]
 
 
+def test_a_step_does_not_call_the_garbage_collector() -> None:
+    """A list of a tuple per parameter would: the collector runs once several hundred objects more are alive than before."""
+    params = [nn.Parameter(torch.zeros(4, 4)) for _ in range(2000)]
+    for param in params:
+        param.grad = torch.ones(4, 4)
+    optimizer = Muon([{"params": params, "names": [str(k) for k in range(2000)], "use_muon": True}], none_grad=False)
+    for _ in range(2):
+        optimizer.step()
+    collected: list[int] = []
+
+    def note(phase: str, info: dict[str, int]) -> None:
+        collected.append(info["generation"])
+
+    gc.collect()
+    gc.callbacks.append(note)
+    try:
+        optimizer.step()
+    finally:
+        gc.callbacks.remove(note)
+    assert collected == []
+
+
 def test_gradients_that_do_not_fit_are_noticed_after_any_number_of_steps() -> None:
     optimizer = build()
     for number in range(4):

@@ -154,8 +154,10 @@ MUTANTS: Mutants = {
         "orthogonalize": (("$result.copy_(call_scheme($scheme, $batch))", "pass"),),
     },
     "meshmuon.ortho.rational": {
-        "Rational.__call__": (("$weight / ($square + $pole)", "$weight / ($square - $pole)"),),
-        "Rational.__call__": (("$square * ($self.linear + $square * $self.quadratic)", "$square * $self.linear"),),
+        "Rational.__call__": (
+            ("$weight / ($square + $pole)", "$weight / ($square - $pole)"),
+            ("$square * ($self.linear + $square * $self.quadratic)", "$square * $self.linear"),
+        ),
         "Rational.scaled": (
             (
                 "Rational($constant * $factor, $poles, $weights, $linear * $factor, $quadratic * $factor)",

@@ -75,30 +75,52 @@ MUTANTS: Mutants = {
             ("$usually if $kind is $usual else adds_alike($kind, $kind)", "$usually"),
             ("$grad.dtype is $kind and ($usually if $kind is $usual else adds_alike($kind, $kind))", "$grad.dtype is $kind"),
         ),
+        "fill_with_momentum": (
+            ("accumulate(some_momenta, some_grads, $retain)", "pass"),
+            ("not adds_alike($view.dtype, $view.dtype)", "False"),
+        ),
+        "_fill_large": (
+            ("$view.copy_($buffer)", "pass"),
+            ("torch.add($grad, $buffer, alpha=momentum, out=$view)", "torch.add($grad, $buffer, alpha=1.0, out=$view)"),
+            ("torch.add($grad, $buffer, alpha=retain, out=$buffer)", "pass"),
+        ),
+        "_fill_from_stacks": (
+            ("torch._foreach_copy_(momenta[$start:$stop], $rows)", "pass"),
+            ("torch._foreach_copy_(views[$start:$stop], $copies)", "pass"),
+        ),
         "apply": (
             ("-$rate", "$rate"),
-            (
-                "if isinstance($decay, Tensor) or $decay != 1.0:\n    torch._foreach_mul_($params, $decay)",
-                "if isinstance($decay, Tensor) or $decay != 1.0:\n    pass",
-            ),
+            ("torch._foreach_mul_(params, $decay)", "pass"),
+            ("torch._foreach_mul_(some_params, $factor)", "pass"),
+            ("[$param.mul_($factor)]", "[$param]"),
             ("($param * $update).mul_($rate) >= 0", "($param * $update).mul_($rate) <= 0"),
             ("($param * $update).mul_($rate)", "$param * $update"),
             ("torch.where($same_way, $decayed, $param, out=$decayed)", "torch.where($same_way, $param, $decayed, out=$decayed)"),
-            (
-                "if isinstance($decay, Tensor) or $decay != 1.0:\n    torch._foreach_mul_($params, $decay)",
-                "if isinstance($decay, Tensor) or $decay != 1.0:\n    torch._foreach_mul_(updates, $decay)",
-            ),
-            (
-                "torch._foreach_add_($params, $updates, alpha=-$rate)",
-                "torch._foreach_div_($params, decay)\n"
-                "torch._foreach_add_($params, $updates, alpha=-$rate)\n"
-                "torch._foreach_mul_($params, decay)",
-            ),
-            ("not (all_add_alike($params, $updates) if $alike is None else $alike)", "False"),
-            ("torch._foreach_add_($updates, 0.0)", "pass"),
+            ("all_add_alike($params, $updates) if $alike is None else $alike", "True"),
             ("($param * $update).mul_($rate) >= 0", "($param * $update).mul_($rate) > 0"),
         ),
+        "_apply_to_stacks": (
+            ("$weights.mul_($decay)", "$weights"),
+            ("torch._foreach_copy_($params[$start:$stop], $rows)", "pass"),
+        ),
+        "_subtract_in_two": (("torch._foreach_add_($updates, 0.0)", "pass"),),
         "adds_alike": (("(torch.equal(...) for $size in _TRIAL_SIZES)", "(torch.equal(...) for $size in (8,))"),),
+    },
+    "meshmuon.execute.one_pass": {
+        "apply_to_large": (
+            ("$flat.numel() % VECTORS", "0"),
+            ("torch.get_num_threads() == 1", "True"),
+            ("$decay != 0", "True"),
+        ),
+    },
+    "meshmuon.execute.portions": {
+        "portions": (("start < k", "True"),),
+        "parts_of": (("all(...)", "True"),),
+        "cuts_within": (("range(0, $shape[0], $step)", "range(0, $shape[0] - 1, $step)"),),
+    },
+    "meshmuon.execute.small_stack": {
+        "stacked_view": (("$view.storage_offset() != $start + $k * $size", "False"),),
+        "SmallStacks.for_other_views": (("$stacks._views = None", "pass"),),
     },
     "meshmuon.execute.rounding": {
         "apply_rounded": (
@@ -122,7 +144,6 @@ MUTANTS: Mutants = {
         ),
         "elements_held": (("math.prod($shape[$dim + 1:-1])", "math.prod($shape[$dim + 1:])"),),
         "_part_of": (("slice(None) if $size == 1 else $part", "slice(None)"),),
-        "_chunks": (("range(0, $shape[0], $step)", "range(0, $shape[0] - 1, $step)"),),
         "advance_counters": (
             ("~$skip_mask", "$skip_mask"),
             ("dict.fromkeys($counters)", "$counters"),
@@ -191,7 +212,7 @@ MUTANTS: Mutants = {
     },
     "meshmuon.execute.shard_views": {
         "_UniformViews.without": (("$shard.param_index not in $idle", "True"),),
-        "GradientReads.accumulate_momentum": (("$k not in $idle", "True"),),
+        "GradientReads.accumulate_momentum": (("k not in idle", "True"), ("k not in self._by_views", "True")),
         "ShardViews.fill": (("$settings.nesterov", "not $settings.nesterov"),),
         "ShardViews.apply": (
             ("$settings.rate * $factor", "$settings.rate"),

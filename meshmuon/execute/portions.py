@@ -1,0 +1,59 @@
+"""Passes over memory in portions that fit into the cache: the second operation of a pass finds what the first one left there."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+PORTION = 1 << 17
+"""Elements of a tensor that a thread of a CPU works on at a time: gradient and momentum in float32 take 1 MiB of its L2 cache."""
+
+
+def portion_size() -> int:
+    """Elements of one tensor that all threads together work on at a time; each has a cache of its own."""
+    return PORTION * torch.get_num_threads()
+
+
+def portions(*lists: list[Tensor], limit: int) -> Iterator[tuple[list[Tensor], ...]]:
+    """Cuts lists of tensors, of which the k-th of each list have one shape, into shorter lists with at most ``limit`` elements.
+
+    A tensor that is larger comes alone, for ``parts_of``. Sizes of 3, 4, 9 and 2 with a limit of 8: [3, 4], [9], [2].
+    """
+    start = held = 0
+    for k, tensor in enumerate(lists[0]):
+        size = tensor.numel()
+        if held + size > limit and start < k:
+            yield tuple([tensors[start:k] for tensors in lists])
+            start, held = k, 0
+        held += size
+    if start < len(lists[0]):
+        yield tuple([tensors[start:] for tensors in lists])
+
+
+def parts_of(*tensors: Tensor, limit: int) -> list[Sequence[Tensor]]:
+    """Views of at most ``limit`` elements of each of several tensors with one shape, cut in the same way."""
+    size = tensors[0].numel()
+    if size <= limit:
+        return [[tensor] for tensor in tensors]
+    if all(tensor.is_contiguous() for tensor in tensors):
+        count = -(-size // limit)
+        return [torch.split(tensor.view(-1), -(-size // count)) for tensor in tensors]
+    cuts = list(cuts_within(tuple(tensors[0].shape), limit))
+    return [[tensor[cut] for cut in cuts] for tensor in tensors]
+
+
+def cuts_within(shape: tuple[int, ...], limit: int) -> Iterator[tuple[slice, ...]]:
+    """Cuts a tensor of ``shape`` into parts of at most ``limit`` elements."""
+    if math.prod(shape) <= limit:
+        yield ()
+        return
+    inner = math.prod(shape[1:])
+    if inner <= limit:
+        step = limit // inner
+        yield from ((slice(start, start + step),) for start in range(0, shape[0], step))
+        return
+    for k in range(shape[0]):
+        yield from ((slice(k, k + 1), *rest) for rest in cuts_within(shape[1:], limit))
