@@ -22,8 +22,9 @@ import common  # first: it sets what torch reads when it starts
 import torch
 from accuracy import worst_error
 from common import COLOURS, Goal, Quartiles, Report, Samples, Step, race, ratio
+from prepared import prepare
 
-from meshmuon import Workspace, orthogonalize
+from meshmuon import orthogonalize
 from meshmuon.ortho import Scheme, blocks_for, halley, orthogonalize_flops, resolve_scheme, scheme_for, zolotarev
 
 if TYPE_CHECKING:
@@ -60,11 +61,11 @@ def flops(name: str, n: int, m: int) -> int:
 
 
 def step_of(name: str, x: torch.Tensor, calls: int) -> Step:
-    scheme, workspace, out = chosen(name, *x.shape[1:]), Workspace(), torch.empty_like(x)
+    call = prepare([x], chosen(name, *x.shape[1:]), DTYPE)
 
     def run() -> None:
         for _ in range(calls):
-            orthogonalize(x, scheme, dtype=DTYPE, out=out, workspace=workspace)
+            call()
 
     return Step(run)
 
@@ -145,10 +146,9 @@ def plot(results: Sequence[dict[str, Any]], figure: Figure) -> None:
     single = [result for result in results if result["batch"] == 1]
     for aspect in sorted({result["m"] / result["n"] for result in single}):
         curve = [result for result in single if result["m"] / result["n"] == aspect]
-        for name in ("zolotarev", "halley"):
+        for name, line in (("hybrid", "-"), ("zolotarev", "--"), ("halley", ":")):
             if name in curve[0]["schemes"]:
                 ratios = [result["schemes"][name]["ratio"]["median"] for result in curve]
-                line = "-" if name == "zolotarev" else ":"
                 axes.plot([result["n"] for result in curve], ratios, line, marker="o", ms=3, label=f"{name}, m/n = {aspect:g}")
     axes.axhline(1.0, color=COLOURS["line"], lw=0.8, ls="--")
     axes.set_xscale("log", base=2)

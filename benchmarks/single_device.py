@@ -42,9 +42,10 @@ from contenders import (
 from memory import Allocations, allocations_of
 from models import MODELS, QUICK_MODELS, Model
 from peers import PEERS, find_peer
+from prepared import prepare
 from torch.utils.flop_counter import FlopCounterMode
 
-from meshmuon import Muon, Workspace, keller, orthogonalize
+from meshmuon import Muon, keller
 from meshmuon.execute import DEFAULT_MEMORY_BUDGET, ortho_batch
 from meshmuon.ortho import Orthogonalizer, Scheme, scratch_bytes
 
@@ -65,7 +66,6 @@ def orthogonalisation_alone(model: Model) -> Step:
 
 def alone_on(matrices: Sequence[tuple[int, int]], scheme: Scheme | Orthogonalizer) -> Step:
     """Orthogonalises all matrices, equal shapes together as far as the memory budget allows, and does nothing else."""
-    workspace = Workspace()
     batches = []
     for rows, cols in sorted(set(matrices)):
         left = matrices.count((rows, cols))
@@ -74,13 +74,7 @@ def alone_on(matrices: Sequence[tuple[int, int]], scheme: Scheme | Orthogonalize
         while left:
             batches.append(torch.randn(min(left, most), rows, cols))
             left -= len(batches[-1])
-    outs = [torch.empty_like(batch) for batch in batches]
-
-    def run() -> None:
-        for batch, out in zip(batches, outs, strict=True):
-            orthogonalize(batch, scheme, out=out, workspace=workspace)
-
-    return Step(run)
+    return Step(prepare(batches, scheme))
 
 
 def enter_all(contenders: Sequence[Contender], model: Model) -> list[Entrant]:
