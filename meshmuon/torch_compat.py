@@ -137,10 +137,11 @@ def split_factor(placement: Any) -> int | None:
 
 @lru_cache(maxsize=1)
 def strided_shards_nest() -> bool:
-    """Whether ``distribute_tensor`` cuts strided shards piece by piece, as FSDP2 does, even if sizes do not divide.
+    """Whether ``distribute_tensor`` cuts strided shards as FSDP2 does, even if sizes do not divide.
 
-    In 2.9 it cuts into all chunks at once. Of 10 rows in 2 pieces over 2 ranks the first rank gets rows 0–2 and 6–8, while FSDP2
-    gives it rows 0–2 and 5–7 under the same placements. From 2.11 on, at least, both do the latter.
+    FSDP2 cuts first into ``split_factor`` chunks, then each chunk over the ranks. torch 2.9 cuts into split_factor · ranks chunks
+    at once. Of 10 rows with split factor 2 over 2 ranks, rank 0 then gets rows 0–2 and 6–8; FSDP2 gives it 0–2 and 5–7 under the
+    same placements. From 2.11 on, at least, both give 5–7.
     """
     from torch.distributed.tensor.placement_types import _StridedShard
 
@@ -182,7 +183,7 @@ def mesh_slices(mesh: DeviceMesh) -> list[tuple[int, ...]]:
     layout, rank_map = getattr(mesh, "_layout", None), getattr(mesh, "_rank_map", None)
     if layout is not None and rank_map is not None:
         return [tuple(ranks) for ranks in layout.remap_to_tensor(rank_map).flatten(1).tolist()]
-    known = next((slices for cut, slices in _slices if cut() is mesh), None)
+    known = next((slices for reference, slices in _slices if reference() is mesh), None)
     if known is None:
         known = _slices_by_name(mesh)
         _slices[:] = [*(cached for cached in _slices if cached[0]() is not None), (weakref.ref(mesh), known)]

@@ -28,7 +28,7 @@ class Note:
     failure: tuple[str, str] | None  # class and text of what keeps the rank from stepping; all other fields are empty then
     options: str = ""  # those of the optimizer that shape a plan
     parameters: tuple[tuple[str, str], ...] = ()  # name and description of each shared parameter; must be equal on all ranks
-    active: tuple[bool, ...] = ()  # which of these parameters have a gradient on this rank
+    has_grad: tuple[bool, ...] = ()  # which of these parameters have a gradient on this rank
     idle_steps: tuple[int, ...] = ()  # of each of them, as ``PlannedSet.idle_steps`` counts them
     hyperparameters: tuple[tuple[int, str], ...] = ()  # see ``LocalPlanner.shared_hyperparameters``
     pairing: Pairing = _NO_PAIRING
@@ -87,9 +87,10 @@ def differing_state(states: Mapping[int, str], active: Sequence[bool]) -> list[i
 
 
 def lost_by_owners(states: Mapping[int, str], active: Sequence[bool]) -> dict[int, list[int]]:
-    """{a rank that still has state: positions of the ``active`` parameters whose state only their owner keeps and has lost}.
+    """The positions of ``active`` parameters whose only keeper, their owner, has lost the state, by a rank that still has some.
 
-    No other rank has a copy to compare with. The state was lost if owners of other parameters still have theirs.
+    This is the form of ``begun`` in ``raise_lost_state``. No other rank has a copy to compare with: the state counts as lost if
+    owners of other parameters still have theirs.
     """
     by_param = list(enumerate(_letters_by_param(states)))
     lost = [position for position, letters in by_param if active[position] and letters == {ABSENT, ELSEWHERE}]
@@ -194,19 +195,22 @@ def _first_difference(rank: int, params: Sequence[tuple[str, str]], usual_rank: 
     return f"{name}: rank {longer} has it, rank {shorter} does not. Add the same groups on every rank."
 
 
-def raise_unequal_replicas(active: Mapping[int, Sequence[bool]], parameters: Sequence[tuple[str, Sequence[Layout]]]) -> None:
+def raise_unequal_replicas(
+    has_grad_by_rank: Mapping[int, Sequence[bool]], parameters: Sequence[tuple[str, Sequence[Layout]]]
+) -> None:
     """Raises if some holders of the same elements have a gradient and others have none: their replicas would diverge.
 
     Ranks that hold different elements may differ. A rank without a gradient then contributes zeros for its elements.
-    ``active`` says, by rank, which of the ``parameters`` (names and layouts) have a gradient.
+    ``has_grad_by_rank`` says which of the ``parameters`` (names and layouts) have a gradient on each rank.
     """
     for index, (name, layouts) in enumerate(parameters):
-        if len({flags[index] for flags in active.values()}) == 1:
+        if len({flags[index] for flags in has_grad_by_rank.values()}) == 1:
             continue
         for layout in layouts:
             for holders in layout.holders().values():
-                having = [rank for rank in holders if rank in active and active[rank][index]]
-                lacking = [rank for rank in holders if rank in active and not active[rank][index]]
+                compared = [rank for rank in holders if rank in has_grad_by_rank]
+                having = [rank for rank in compared if has_grad_by_rank[rank][index]]
+                lacking = [rank for rank in compared if not has_grad_by_rank[rank][index]]
                 if having and lacking:
                     raise GradientError(
                         f"{name} has a gradient on rank {having[0]} and none on rank {lacking[0]}, which hold the same elements. "

@@ -104,7 +104,8 @@ class LocalPlanner:
     Attributes:
         plan_inputs: the parameters.
         shared: indices of the parameters that several ranks know of, because they are on a mesh or replicated.
-        layouts: the layouts of every parameter, empty for those that only this rank knows of.
+        layouts: the layouts of every parameter; empty for those that only this rank knows of, and for those on meshes without
+            any rank that plans with this one.
     """
 
     def __init__(self, plan_inputs: tuple[PlanInput, ...], settings: PlanSettings, topology: Topology) -> None:
@@ -226,9 +227,11 @@ class LocalPlanner:
 
     def _planned_param(self, plan_input: PlanInput, matrix_set: MatrixSet, layouts: tuple[Layout, ...]) -> PlannedParam:
         ranks, rows, cols = self._topology.ranks, matrix_set.rows, matrix_set.cols
+        # A private parameter is planned as replicated over all ranks. It is then whole, so it stays on this rank, and it costs
+        # nothing in the balance. Reports count it on every rank, as if each had one like it.
         return PlannedParam(
             name=plan_input.name,
-            layouts=layouts or (replicated_layout(plan_input.shape, ranks),),  # private: as if every rank computed it
+            layouts=layouts or (replicated_layout(plan_input.shape, ranks),),
             stack_dims=matrix_set.stack_dims,
             lane=(plan_input.device.type, str(plan_input.comm_dtype), str(plan_input.update_dtype)),
             itemsize=plan_input.comm_dtype.itemsize,

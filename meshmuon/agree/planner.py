@@ -100,7 +100,7 @@ class Planner:
 
     @property
     def plan_inputs(self) -> tuple[PlanInput, ...]:
-        """The plan inputs of the last decision: the same object while they stay equal (``Overwritten`` relies on it)."""
+        """The plan inputs of the last decision."""
         return () if self._local is None else self._local.plan_inputs
 
     def begin(self) -> None:
@@ -168,6 +168,9 @@ class Planner:
             if self._proposal is not None and self._proposal.gradients.here is has_grad:
                 gradients = self._proposal.gradients
             else:
+                # What the other ranks had is assumed to hold while this rank's own gradients are as they were then. If they are
+                # not, it proposes its own alone. Unless all ranks now have the same gradients, the fingerprints then differ, and
+                # the ranks compare again.
                 if self._flags_by_rank.get(current_rank()) != local.shared_flags(has_grad):
                     self._flags_by_rank = {}
                 gradients = local.gradients(has_grad, self._flags_by_rank)
@@ -265,7 +268,7 @@ class Planner:
             failure=None,
             options=local.options_text(),
             parameters=local.descriptions(),
-            active=local.shared_flags(status.has_grad),
+            has_grad=local.shared_flags(status.has_grad),
             idle_steps=self._planned_next.idle_steps(local.shared),
             hyperparameters=local.shared_hyperparameters(status.hyperparameters),
             pairing=self._pairing,
@@ -284,7 +287,7 @@ class Planner:
         What is planned follows from the notes alone, so that ranks with different histories make the same plan. Returns whether
         the plan of any rank has changed.
         """
-        flags_by_rank = {rank: note.active for rank, note in sorted(notes.items())}
+        flags_by_rank = {rank: note.has_grad for rank, note in sorted(notes.items())}
         if self._reduced:
             shared = [(local.plan_inputs[index].name, local.layouts[index]) for index in local.shared]
             raise_unequal_replicas(flags_by_rank, shared)
@@ -322,7 +325,7 @@ class Planner:
         """Raises if some ranks would start state at zero that other ranks continue."""
         states = {rank: note.state for rank, note in notes.items()}
         names = [local.plan_inputs[index].name for index in local.shared]
-        active = [any(flags) for flags in zip(*(note.active for note in notes.values()), strict=True)]
+        active = [any(flags) for flags in zip(*(note.has_grad for note in notes.values()), strict=True)]
         if differing := differing_state(states, active):
             letters = states[current_rank()]
             present = [position for position in differing if letters[position] == PRESENT]

@@ -263,12 +263,12 @@ class _GradNorm:
             failure=failure,
             options=self._options(),
             parameters=tuple((name, " ".join(map(str, layouts))) for name, layouts in params),
-            active=tuple(param.grad is not None for param in self._params),
+            has_grad=tuple(param.grad is not None for param in self._params),
         )
         notes = all_gather_objects(note, host_group(self._stage))
         raise_failures(notes, self._failure)
         raise_mismatch(notes)
-        raise_unequal_replicas({rank: note.active for rank, note in notes.items()}, params)
+        raise_unequal_replicas({rank: note.has_grad for rank, note in notes.items()}, params)
 
     def _scale(self, max_norm: float | Tensor, total: Tensor) -> None:
         limit = max_norm.to(total.device, total.dtype) if isinstance(max_norm, Tensor) else max_norm

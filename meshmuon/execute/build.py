@@ -107,10 +107,10 @@ class RankProgramBuilder(ProgramBuilder):
     def _local_batch(self, ranges: Sequence[MatrixRange], batch: Batch, gradient_reads: GradientReads) -> LocalBatch:
         ortho_batch = self.ortho_batch(ranges, batch)
         shard_views, rule_state, stop = [], [], 0
-        for part in batch.slices:
-            start, stop = stop, stop + part.stop - part.start
-            full = ranges[part.item]
-            matrix_range = MatrixRange(full.param_index, full.start + part.start, full.start + part.stop)
+        for item_range in batch.slices:
+            start, stop = stop, stop + item_range.stop - item_range.start
+            full = ranges[item_range.item]
+            matrix_range = MatrixRange(full.param_index, full.start + item_range.start, full.start + item_range.stop)
             shard_views.append(self.shard_view(matrix_range, ortho_batch.stacked[start:stop]))
             if ortho_batch.rule_state is not None:
                 rule_state.append(self.rule_state_view(matrix_range, ortho_batch.rule_state[start:stop]))
@@ -126,7 +126,7 @@ class RankProgramBuilder(ProgramBuilder):
         """
         first = self._first_parts()
         reads = [{first[self.plan.tasks[index].param] for index in _tasks_held(routes)} for routes in self.routes]
-        reads += [{first[local_ranges[part.item].param_index] for part in batch.slices} for batch in local_batches]
+        reads += [{first[local_ranges[item_range.item].param_index] for item_range in batch.slices} for batch in local_batches]
         order = list(gradient_read_order(len(self.routes), len(local_batches), self.plan.options.in_flight))
         first_here, last_here = _first_reads(reads, order), _first_reads(reads, order[::-1])
         gradient_reads = [GradientReads(*indices, self._filled_once) for indices in zip(first_here, last_here, strict=True)]
@@ -186,8 +186,8 @@ class RankProgramBuilder(ProgramBuilder):
         staying = offsets_of(routes.staying, sizes.staying_offset)
         momentum = [*offsets_of(routes.gather_out), *staying], shards if unrounded is None else unrounded
         updates = [*offsets_of(routes.scatter_in), *staying], shards
-        unpacked = [(offsets_of(routes.gather_in), gathered), (staying, shards)]
-        packed = [(offsets_of(routes.scatter_out), results), (staying, shards)]
+        unpack_from = [(offsets_of(routes.gather_in), gathered), (staying, shards)]
+        pack_into = [(offsets_of(routes.scatter_out), results), (staying, shards)]
         return Wave(
             gather=self.exchange_buffers(gathered, routes.gather_in, shards, routes.gather_out),
             scatter=self.exchange_buffers(shards, routes.scatter_in, results, routes.scatter_out),
@@ -196,7 +196,7 @@ class RankProgramBuilder(ProgramBuilder):
             ),
             rounding=CopyPairs([], []) if unrounded is None else CopyPairs([shards], [unrounded]),
             update_views=ShardViews(self.piece_views(*updates), self.step_params, scratch),
-            owned_batches=tuple(_owned_batch(routes, batch, unpacked, packed) for batch in ortho_batches),
+            owned_batches=tuple(_owned_batch(routes, batch, unpack_from, pack_into) for batch in ortho_batches),
             gradient_reads=gradient_reads,
         )
 
@@ -204,25 +204,32 @@ class RankProgramBuilder(ProgramBuilder):
 def _owned_batch(
     routes: WaveRoutes,
     ortho_batch: OrthoBatch,
-    unpacked: Sequence[tuple[PlacedTransfers, Tensor]],
-    packed: Sequence[tuple[PlacedTransfers, Tensor]],
+    unpack_from: Sequence[tuple[PlacedTransfers, Tensor]],
+    pack_into: Sequence[tuple[PlacedTransfers, Tensor]],
 ) -> OwnedBatch:
-    """A batch with its copies. ``unpacked`` and ``packed`` say where pieces are in the buffers before and after its work."""
+    """A batch with its copies.
+
+    ``unpack_from`` says where the pieces lie in the buffers when the gather is done, ``pack_into`` where the pieces of the result
+    must go.
+    """
     position = {task: k for k, task in enumerate(_tasks_in(routes, ortho_batch))}
     unpack, pack = CopyPairs([], []), CopyPairs([], [])
-    for inside, outside, sides in ((unpack.target, unpack.source, unpacked), (pack.source, pack.target, packed)):
-        for transfers, buffer in sides:
+    for batch_views, buffer_views, places in (
+        (unpack.target, unpack.source, unpack_from),
+        (pack.source, pack.target, pack_into),
+    ):
+        for transfers, buffer in places:
             placed = [PlacedPiece(t.piece, offset, position[t.task]) for t, offset in transfers if t.task in position]
             blocks = blocks_of(placed, ortho_batch.batch.cols, ortho_batch.stacked.stride(0))
-            in_stacked, in_buffer = strided_views(blocks, ortho_batch.stacked, buffer)
-            inside.extend(in_stacked)
-            outside.extend(in_buffer)
+            in_batch, in_buffer = strided_views(blocks, ortho_batch.stacked, buffer)
+            batch_views.extend(in_batch)
+            buffer_views.extend(in_buffer)
     return OwnedBatch(ortho_batch, unpack, pack)
 
 
 def _tasks_in(routes: WaveRoutes, ortho_batch: OrthoBatch) -> list[int]:
-    """The tasks of a batch of owned matrices, in its order."""
-    return [routes.owned_tasks[part.item] for part in ortho_batch.batch.slices]
+    """The tasks of a batch of owned matrices, in its order: each range is one matrix, so item k is owned task k."""
+    return [routes.owned_tasks[item_range.item] for item_range in ortho_batch.batch.slices]
 
 
 def _rule_state_by_task(routes: WaveRoutes, ortho_batches: Sequence[OrthoBatch]) -> dict[int, Tensor]:

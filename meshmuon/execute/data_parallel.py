@@ -161,7 +161,7 @@ class _DataParallelBuilder(ProgramBuilder):
         )
 
     def _averaged_batch(self, routes: WaveRoutes, ortho_batch: OrthoBatch, received: Tensor, averages: Tensor) -> _AveragedBatch:
-        tasks = [routes.owned_tasks[part.item] for part in ortho_batch.batch.slices]
+        tasks = [routes.owned_tasks[item_range.item] for item_range in ortho_batch.batch.slices]
         ranges = [self.range_of(task) for task in tasks]
         matrix_views = [self.shard_view(ranges[k], ortho_batch.stacked[k : k + 1]) for k in range(len(tasks))]
         offset_of_average = {transfer.task: offset for transfer, offset in offsets_of(routes.staying)}

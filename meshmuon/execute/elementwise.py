@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from .one_pass import apply_to_large
-from .portions import parts_of, portion_size, portions
+from .portions import portion_size, portions_of_lists, portions_of_tensors
 from .rounding import RandomWords, RoundingScratch, apply_nearest, apply_rounded, is_narrow
 from .small_stack import SmallStacks
 
@@ -45,11 +45,11 @@ def accumulate(momenta: list[Tensor], grads: list[Tensor], retain: float | Tenso
         torch._foreach_mul_(momenta, retain)
         torch._foreach_add_(momenta, grads)
         return
-    usual = momenta[0].dtype  # looked up once: each tensor's own dtypes decide, but they rarely differ
-    usually = adds_alike(usual, usual)
+    first_dtype = momenta[0].dtype
+    first_adds_alike = adds_alike(first_dtype, first_dtype)  # asked once for the dtype that most tensors have
     for buffer, grad in zip(momenta, grads, strict=True):  # not batched: one operation reads memory once, two batched ones twice
-        kind = buffer.dtype
-        if grad.dtype is kind and (usually if kind is usual else adds_alike(kind, kind)):
+        dtype = buffer.dtype
+        if grad.dtype is dtype and (first_adds_alike if dtype is first_dtype else adds_alike(dtype, dtype)):
             torch.add(grad, buffer, alpha=retain, out=buffer)
         else:
             buffer.mul_(retain).add_(grad)
@@ -61,13 +61,14 @@ def look_ahead(views: list[Tensor], grads: list[Tensor], momenta: list[Tensor], 
         torch._foreach_copy_(views, grads)
         torch._foreach_add_(views, momenta, alpha=momentum)
         return
-    usual = views[0].dtype
-    usually = adds_alike(usual, usual)
+    first_dtype = views[0].dtype
+    first_adds_alike = adds_alike(first_dtype, first_dtype)  # as in ``accumulate``
     for view, grad, buffer in zip(views, grads, momenta, strict=True):
-        kind, buffer_kind = view.dtype, buffer.dtype
-        if not (usually if kind is usual and buffer_kind is usual else adds_alike(kind, buffer_kind)):
+        dtype, buffer_dtype = view.dtype, buffer.dtype
+        both_first = dtype is first_dtype and buffer_dtype is first_dtype
+        if not (first_adds_alike if both_first else adds_alike(dtype, buffer_dtype)):
             view.copy_(buffer).mul_(momentum).add_(grad)
-        elif grad.dtype is kind and buffer_kind is kind:
+        elif grad.dtype is dtype and buffer_dtype is dtype:
             torch.add(grad, buffer, alpha=momentum, out=view)
         else:
             view.copy_(grad).add_(buffer, alpha=momentum)
@@ -84,8 +85,8 @@ def fill_with_momentum(
 ) -> None:
     """M ← retain·M + G, and V ← G + momentum·M, or V ← M if ``momentum`` is None.
 
-    On a CPU both are done to a portion of memory before the next portion has its turn. ``stacks`` are given for small tensors, if
-    they all have the shape and ``views`` the dtype for which the stacks were made.
+    On a CPU both are done to one portion before the next portion has its turn (see ``portions.py``). ``stacks`` are given for
+    small tensors only: all of them have the shape, and ``views`` the dtype, for which the stacks were made.
     """
     if isinstance(retain, Tensor) or views[0].device.type != "cpu":
         accumulate(momenta, grads, retain)
@@ -94,23 +95,27 @@ def fill_with_momentum(
         _fill_from_stacks(views, grads, momenta, retain, momentum, stacks)
     else:
         limit = portion_size()
-        for some_views, some_grads, some_momenta in portions(views, grads, momenta, limit=limit):
-            view, grad, buffer = some_views[0], some_grads[0], some_momenta[0]
+        for view_portion, grad_portion, momentum_portion in portions_of_lists(views, grads, momenta, limit=limit):
+            view, grad, buffer = view_portion[0], grad_portion[0], momentum_portion[0]
             if view.numel() <= limit or not view.dtype == grad.dtype == buffer.dtype or not adds_alike(view.dtype, view.dtype):
-                accumulate(some_momenta, some_grads, retain)
-                _fill(some_views, some_grads, some_momenta, momentum)
+                accumulate(momentum_portion, grad_portion, retain)
+                _fill(view_portion, grad_portion, momentum_portion, momentum)
             else:
                 _fill_large(view, grad, buffer, retain, momentum, limit)
 
 
 def _fill_large(view: Tensor, grad: Tensor, buffer: Tensor, retain: float, momentum: float | None, limit: int) -> None:
-    """A loop with little in it: after each operation the interpreter finds its own data far from the processor."""
-    for some_view, some_grad, some_buffer in zip(*parts_of(view, grad, buffer, limit=limit), strict=True):
-        torch.add(some_grad, some_buffer, alpha=retain, out=some_buffer)
+    """``fill_with_momentum`` of a tensor that is larger than a portion.
+
+    It calls torch directly, to keep the loop short: each operation displaces the interpreter's own data from the cache, so that
+    every line of Python after it is slow.
+    """
+    for view_portion, grad_portion, buffer_portion in zip(*portions_of_tensors(view, grad, buffer, limit=limit), strict=True):
+        torch.add(grad_portion, buffer_portion, alpha=retain, out=buffer_portion)
         if momentum is None:
-            some_view.copy_(some_buffer)
+            view_portion.copy_(buffer_portion)
         else:
-            torch.add(some_grad, some_buffer, alpha=momentum, out=some_view)
+            torch.add(grad_portion, buffer_portion, alpha=momentum, out=view_portion)
 
 
 def _fill_from_stacks(
@@ -122,17 +127,17 @@ def _fill_from_stacks(
     stacks: SmallStacks,
 ) -> None:
     for start, stop in stacks.spans(len(views)):
-        (stacked_grads, _), (stacked_momenta, rows) = (stacks.memory(name, stop - start) for name in ("grads", "momenta"))
+        (stacked_grads, _), (stacked_momenta, members) = (stacks.memory(name, stop - start) for name in ("grads", "momenta"))
         torch.stack(grads[start:stop], out=stacked_grads)
         torch.stack(momenta[start:stop], out=stacked_momenta)
         accumulate([stacked_momenta], [stacked_grads], retain)
-        torch._foreach_copy_(momenta[start:stop], rows)
-        target, copies = stacks.views(start, stop), list[Tensor]()
-        if target is None:
-            target, copies = stacks.memory("views", stop - start)
-        _fill([target], [stacked_grads], [stacked_momenta], momentum)
-        if copies:
-            torch._foreach_copy_(views[start:stop], copies)
+        torch._foreach_copy_(momenta[start:stop], members)
+        stacked_views, to_copy = stacks.views(start, stop), list[Tensor]()
+        if stacked_views is None:
+            stacked_views, to_copy = stacks.memory("views", stop - start)
+        _fill([stacked_views], [stacked_grads], [stacked_momenta], momentum)
+        if to_copy:
+            torch._foreach_copy_(views[start:stop], to_copy)
 
 
 def _fill(views: list[Tensor], grads: list[Tensor], momenta: list[Tensor], momentum: float | None) -> None:
@@ -159,7 +164,7 @@ def apply(
     With ``cautious``, only elements whose update is zero or moves them towards zero decay. ``add_alike`` is the result of
     ``all_add_alike`` for the parameters and updates, if the caller knows it. The parameters have one dtype. Those of 16 bits are
     formed in float32, in ``scratch``, and rounded once; stochastically where they have ``words``. ``stacks`` are given for small
-    parameters, if they all have the shape and dtype for which the stacks were made.
+    parameters only: all of them have the shape and dtype for which the stacks were made.
     """
     if params and is_narrow(params[0].dtype):
         scratch = RoundingScratch() if scratch is None else scratch
@@ -186,16 +191,16 @@ def apply(
         _apply_to_stacks(params, updates, decay, subtract, stacks)
     else:
         limit = portion_size()
-        # Of a number torch would make a tensor for each parameter.
+        # A tensor, since torch would turn a number into one for each parameter.
         factor = torch.as_tensor(decay, dtype=params[0].dtype, device=params[0].device)
         if alike and not isinstance(decay, Tensor) and not isinstance(rate, Tensor):
             params, updates = apply_to_large(params, updates, decay, rate)
-        for some_params, some_updates in portions(params, updates, limit=limit):
-            if some_params[0].numel() <= limit:
-                torch._foreach_mul_(some_params, factor)
-                subtract(some_params, some_updates)
+        for param_portion, update_portion in portions_of_lists(params, updates, limit=limit):
+            if param_portion[0].numel() <= limit:
+                torch._foreach_mul_(param_portion, factor)
+                subtract(param_portion, update_portion)
                 continue
-            for param, update in zip(*parts_of(some_params[0], some_updates[0], limit=limit), strict=True):
+            for param, update in zip(*portions_of_tensors(param_portion[0], update_portion[0], limit=limit), strict=True):
                 subtract([param.mul_(factor)], [update])
 
 
@@ -207,13 +212,13 @@ def _apply_to_stacks(
     stacks: SmallStacks,
 ) -> None:
     for start, stop in stacks.spans(len(params)):
-        weights, rows = stacks.memory("momenta", stop - start)
-        torch.stack(params[start:stop], out=weights)
-        changes = stacks.views(start, stop)
-        if changes is None:
-            changes = torch.stack(updates[start:stop], out=stacks.memory("views", stop - start)[0])
-        subtract([weights.mul_(decay)], [changes])
-        torch._foreach_copy_(params[start:stop], rows)
+        stacked_params, members = stacks.memory("momenta", stop - start)  # ``fill_with_momentum`` is done with this buffer
+        torch.stack(params[start:stop], out=stacked_params)
+        stacked_updates = stacks.views(start, stop)
+        if stacked_updates is None:
+            stacked_updates = torch.stack(updates[start:stop], out=stacks.memory("views", stop - start)[0])
+        subtract([stacked_params.mul_(decay)], [stacked_updates])
+        torch._foreach_copy_(params[start:stop], members)
 
 
 def _subtract_in_two(params: list[Tensor], updates: list[Tensor], rate: float | Tensor) -> None:

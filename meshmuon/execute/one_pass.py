@@ -1,10 +1,10 @@
 """p·decay − rate·update of large tensors in one pass over memory instead of two, where that gives the same bits.
 
-torch has no operation for it by name. ``addr`` adds an outer product, beta·p + u·vᵀ, which is the same if v is the one number
-−rate. In its vectors it rounds like the two operations that it replaces, a product and a fused multiply-add, if the compiler has
-chosen so. The last elements, which torch processes one by one, may be rounded in another way, and so may those at the borders
-between threads. Only whole vectors are therefore left to it, on one thread, where a trial has shown the same bits. The rest is
-done in two operations, as everywhere.
+torch has no operation for just this. Its ``addr`` adds an outer product, beta·p + u·vᵀ, and gives the update if v is the single
+number −rate. torch processes most elements in vectors. There ``addr`` rounds like the two operations that it replaces, a product
+and ``add_`` with ``alpha``, if the compiler has fused its multiplication and addition. The last elements, which torch processes
+one by one, may be rounded in another way, and so may those at the borders between threads. ``addr`` is therefore used for whole
+vectors only, on one thread, and only if a trial has shown the same bits. All other elements take two operations.
 """
 
 from __future__ import annotations
@@ -14,50 +14,52 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-LARGE = 1 << 15  # elements from which one pass is worth its views
-VECTORS = 64  # elements; a multiple of what torch processes at a time, which is at most two vectors of 16
+LARGE = 1 << 15  # elements from which one pass saves more than making its views costs
+VECTOR_MULTIPLE = 64  # a multiple of the elements that torch processes at a time, at most two vectors of 16
 
 
 @lru_cache
 def rounds_alike(dtype: torch.dtype) -> bool:
     """Whether ``addr`` on whole vectors rounds like a product and ``add_`` with ``alpha``, wherever the vectors begin."""
     generator = torch.Generator("cpu").manual_seed(0)
-    p, u = (torch.randn(64 * VECTORS + 3, generator=generator, device="cpu").to(dtype) for _ in range(2))
+    p, u = (torch.randn(64 * VECTOR_MULTIPLE + 3, generator=generator, device="cpu").to(dtype) for _ in range(2))
 
-    def alike(start: int, size: int, decay: float, rate: float) -> bool:
+    def same_bits(start: int, size: int, decay: float, rate: float) -> bool:
         before, update = p[start : start + size], u[start : start + size]
         after = before.clone()
-        _subtract_whole(after, update, decay, rate)
+        _update_whole_vectors(after, update, decay, rate)
         return torch.equal(after, before.mul(decay).add_(update, alpha=-rate))
 
-    sizes, numbers = (VECTORS, 3 * VECTORS, 64 * VECTORS), ((0.9, 0.7), (0.9999, 0.0123), (1.1, -0.3))
-    return all(alike(start, size, *pair) for start in (0, 1, 3) for size in sizes for pair in numbers)
+    sizes, numbers = (VECTOR_MULTIPLE, 3 * VECTOR_MULTIPLE, 64 * VECTOR_MULTIPLE), ((0.9, 0.7), (0.9999, 0.0123), (1.1, -0.3))
+    return all(same_bits(start, size, *pair) for start in (0, 1, 3) for size in sizes for pair in numbers)
 
 
 def apply_to_large(params: list[Tensor], updates: list[Tensor], decay: float, rate: float) -> tuple[list[Tensor], list[Tensor]]:
-    """p ← p·decay − rate·update for those for which one pass is possible and worth it. Returns the others, with their updates."""
-    others: list[Tensor] = []
-    updates_of_others: list[Tensor] = []
+    """p ← p·decay − rate·update for large parameters, where one pass is possible.
+
+    Returns what is still to be updated, with its updates: the other parameters, and the last elements of the large ones.
+    """
+    remaining_params: list[Tensor] = []
+    remaining_updates: list[Tensor] = []
     possible = torch.get_num_threads() == 1 and decay != 0  # with beta = 0, ``addr`` forgets a NaN and the sign of a zero
     for param, update in zip(params, updates, strict=True):
-        if possible and param.numel() >= LARGE and _fits(param, update):
-            flat, change = param.view(-1), update.view(-1)
-            whole = flat.numel() - flat.numel() % VECTORS
-            _subtract_whole(flat[:whole], change[:whole], decay, rate)
-            flat, change = flat[whole:], change[whole:]
-            if not flat.numel():
+        if possible and param.numel() >= LARGE and _allows_one_pass(param, update):
+            flat_param, flat_update = param.view(-1), update.view(-1)
+            end = flat_param.numel() - flat_param.numel() % VECTOR_MULTIPLE  # of the whole vectors
+            _update_whole_vectors(flat_param[:end], flat_update[:end], decay, rate)
+            param, update = flat_param[end:], flat_update[end:]
+            if not param.numel():
                 continue
-            param, update = flat, change
-        others.append(param)
-        updates_of_others.append(update)
-    return others, updates_of_others
+        remaining_params.append(param)
+        remaining_updates.append(update)
+    return remaining_params, remaining_updates
 
 
-def _fits(param: Tensor, update: Tensor) -> bool:
-    same = param.dtype == update.dtype and param.is_contiguous() and update.is_contiguous()
-    return same and rounds_alike(param.dtype)
+def _allows_one_pass(param: Tensor, update: Tensor) -> bool:
+    same_layout = param.dtype == update.dtype and param.is_contiguous() and update.is_contiguous()
+    return same_layout and rounds_alike(param.dtype)
 
 
-def _subtract_whole(param: Tensor, update: Tensor, decay: float, rate: float) -> None:
+def _update_whole_vectors(param: Tensor, update: Tensor, decay: float, rate: float) -> None:
     minus_rate = torch.tensor([-rate], dtype=param.dtype, device=param.device)  # not on the default device, which a user may set
     param.view(-1, 1).addr_(update, minus_rate, beta=decay, alpha=1)

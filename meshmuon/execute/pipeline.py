@@ -56,7 +56,10 @@ def pipeline_order(count: int, in_flight: int, *, gathered_ahead: int | None = N
 
 
 def gradient_read_order(waves: int, local_batches: int, in_flight: int) -> Iterator[int]:
-    """The order in which a step first reads gradients: waves by their number, local batches by ``waves`` plus theirs."""
+    """The order in which a step reads gradients.
+
+    0 to ``waves`` − 1 are the waves, the numbers from ``waves`` on are the local batches.
+    """
     for action, wave in pipeline_order(waves, in_flight):
         if action is Action.GATHER:
             yield wave

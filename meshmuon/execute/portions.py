@@ -1,4 +1,8 @@
-"""Passes over memory in portions that fit into the cache: the second operation of a pass finds what the first one left there."""
+"""Work on large tensors, or on many, in portions that fit into the cache of a CPU.
+
+Two operations are done to one portion before the next portion has its turn: the second operation then reads from the cache what
+the first one has read or written.
+"""
 
 from __future__ import annotations
 
@@ -17,36 +21,37 @@ def portion_size() -> int:
     return PORTION * torch.get_num_threads()
 
 
-def portions(*lists: list[Tensor], limit: int) -> Iterator[tuple[list[Tensor], ...]]:
-    """Cuts lists of tensors, of which the k-th of each list have one shape, into shorter lists with at most ``limit`` elements.
+def portions_of_lists(*lists: list[Tensor], limit: int) -> Iterator[tuple[list[Tensor], ...]]:
+    """Cuts equally long lists of tensors into shorter lists; the tensors of each have at most ``limit`` elements together.
 
-    A tensor that is larger comes alone, for ``parts_of``. Sizes of 3, 4, 9 and 2 with a limit of 8: [3, 4], [9], [2].
+    The k-th tensors of all lists have one shape. A tensor above the limit comes alone, for ``portions_of_tensors`` to cut.
+    Tensors of 3, 4, 9 and 2 elements with a limit of 8 give [3, 4], [9], [2].
     """
-    start = held = 0
+    start = elements = 0
     for k, tensor in enumerate(lists[0]):
         size = tensor.numel()
-        if held + size > limit and start < k:
+        if elements + size > limit and start < k:
             yield tuple([tensors[start:k] for tensors in lists])
-            start, held = k, 0
-        held += size
+            start, elements = k, 0
+        elements += size
     if start < len(lists[0]):
         yield tuple([tensors[start:] for tensors in lists])
 
 
-def parts_of(*tensors: Tensor, limit: int) -> list[Sequence[Tensor]]:
-    """Views of at most ``limit`` elements of each of several tensors with one shape, cut in the same way."""
+def portions_of_tensors(*tensors: Tensor, limit: int) -> list[Sequence[Tensor]]:
+    """For each of several tensors with one shape, its views of at most ``limit`` elements; all are cut in the same way."""
     size = tensors[0].numel()
     if size <= limit:
         return [[tensor] for tensor in tensors]
     if all(tensor.is_contiguous() for tensor in tensors):
-        count = -(-size // limit)
+        count = -(-size // limit)  # rounded up, as is the size of a portion: all but the last are equal
         return [torch.split(tensor.view(-1), -(-size // count)) for tensor in tensors]
     cuts = list(cuts_within(tuple(tensors[0].shape), limit))
     return [[tensor[cut] for cut in cuts] for tensor in tensors]
 
 
 def cuts_within(shape: tuple[int, ...], limit: int) -> Iterator[tuple[slice, ...]]:
-    """Cuts a tensor of ``shape`` into parts of at most ``limit`` elements."""
+    """Cuts a tensor of ``shape`` into parts of at most ``limit`` elements. Yields indices, ``()`` for the whole tensor."""
     if math.prod(shape) <= limit:
         yield ()
         return

@@ -84,7 +84,9 @@ class ProgramBuilder:
 
     def ortho_batch(self, ranges: Sequence[MatrixRange], batch: Batch) -> OrthoBatch:
         """A batch with its tensors; the workspace must have been reserved."""
-        params = [ranges[part.item].param_index for part in batch.slices for _ in range(part.start, part.stop)]
+        params = [
+            ranges[item_range.item].param_index for item_range in batch.slices for _ in range(item_range.start, item_range.stop)
+        ]
         return OrthoBatch(batch, params, self.template(ranges, batch), self.workspace, self.settings, self.failures)
 
     def wave_params(self) -> tuple[frozenset[int], ...]:

@@ -240,7 +240,7 @@ def _wrapped(words: _Words) -> _Words:
 
 
 def _word(words: Tensor) -> Tensor:
-    """32 bits of a random word and a seed, combined by exclusive or: the upper half of a product depends on all bits."""
+    """32 random bits from a hashed index xor a seed: the upper half of a product depends on all bits."""
     return ((words * _MIX_2) >> 32).to(torch.int32)
 
 

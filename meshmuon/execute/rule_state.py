@@ -140,15 +140,15 @@ def _exchange(
     scatter_out, scatter_in = buffer_for(routes.scatter_out), buffer_for(routes.scatter_in)
     staying = routes.staying, buffer_for(routes.staying)
     unpack, pack = CopyPairs([], []), CopyPairs([], [])
-    for inside, outside, placed in (
+    for number_views, buffer_views, placed in (
         (unpack.target, unpack.source, [(routes.gather_in, gather_in), staying]),
         (pack.source, pack.target, [(routes.scatter_out, scatter_out), staying]),
     ):
         for transfer, view in _pieces_of(placed):
             flipped = builder.step_params[builder.plan.tasks[transfer.task].param].matrix_set.flipped
             outputs = transfer.piece.cols if flipped else transfer.piece.rows
-            inside.extend(numbers[transfer.task][start:stop] for start, stop in outputs)
-            outside.extend(torch.split(view, [stop - start for start, stop in outputs]))
+            number_views.extend(numbers[transfer.task][start:stop] for start, stop in outputs)
+            buffer_views.extend(torch.split(view, [stop - start for start, stop in outputs]))
     return RuleStateExchange(
         sent_shards=shards((routes.gather_out, gather_out), staying),
         gather=builder.exchange_buffers(gather_in, routes.gather_in, gather_out, routes.gather_out),

@@ -17,7 +17,7 @@ from ..ortho import Workspace
 from ..torch_compat import local_part, local_parts
 from .elementwise import accumulate, all_add_alike, apply, fill_with_momentum, look_ahead
 from .rounding import RandomWords, RoundingScratch
-from .small_stack import FEWEST, SmallStacks, small_kind
+from .small_stack import FEWEST_TENSORS, SmallStacks, small_kind
 from .step_param import NONE_IDLE, StepParam
 
 _T = TypeVar("_T")
@@ -55,8 +55,8 @@ class _UniformViews:
 
     @classmethod
     def of(cls, shards: Sequence[ShardView], workspace: Workspace) -> _UniformViews:
-        """Shards that are small only if they all have one shape and dtype; then they are stacked, if there are enough of them."""
-        stacked = len(shards) >= FEWEST and small_kind(shards[0].view) is not None
+        """With stacks if the shards are small and many; they must then have one shape and dtype, that is, one ``small_kind``."""
+        stacked = len(shards) >= FEWEST_TENSORS and small_kind(shards[0].view) is not None
         return cls(shards, SmallStacks([shard.view for shard in shards], workspace) if stacked else None)
 
     def without(self, idle: AbstractSet[int]) -> _UniformViews | None:
@@ -81,16 +81,17 @@ class _UniformViews:
         return self._parts([step_params[k].grad for k in self._indices])
 
     def _parts(self, tensors: list[Tensor]) -> list[Tensor]:
-        """Of the tensors of the shards' parameters, this rank's parts that belong to the shards."""
-        locals_ = local_parts(tensors)
-        return [shard.of(part) for shard, part in zip(self._shards, locals_, strict=True)] if self._has_cuts else locals_
+        """From one tensor for each shard (parameters, gradients, momenta), the parts that the shards view."""
+        local = local_parts(tensors)
+        return [shard.of(tensor) for shard, tensor in zip(self._shards, local, strict=True)] if self._has_cuts else local
 
 
 class ShardViews:
     """Shards that are filled and applied together, grouped once by what their parameters have in common.
 
-    ``scratch`` is where parameters of 16 bits are formed; small shards are stacked in its workspace. The momentum of
-    parameters in ``accumulates`` is accumulated when their shards are filled, that of the others by ``GradLifetime`` before that.
+    ``scratch`` is where parameters of 16 bits are formed; small shards are stacked in its workspace. ``filled_once`` are the
+    parameters of which every local element goes into exactly one buffer in a step. ``fill`` accumulates their momentum, and
+    ``GradientReads`` that of the others before it.
     """
 
     def __init__(
@@ -98,21 +99,21 @@ class ShardViews:
         shards: Sequence[ShardView],
         step_params: Sequence[StepParam],
         scratch: RoundingScratch | None = None,
-        accumulates: AbstractSet[int] = frozenset(),
+        filled_once: AbstractSet[int] = frozenset(),
     ) -> None:
-        def group_and_kind(shard: ShardView) -> Hashable:
-            return step_params[shard.param_index].group_index, shard.param_index in accumulates, small_kind(shard.view)
+        def fill_key(shard: ShardView) -> Hashable:
+            return step_params[shard.param_index].group_index, shard.param_index in filled_once, small_kind(shard.view)
 
-        def group_shape_and_dtype(shard: ShardView) -> Hashable:
+        def apply_key(shard: ShardView) -> Hashable:
             step_param = step_params[shard.param_index]
             return step_param.group_index, step_param.matrix_set.lr_shape, step_param.param.dtype, small_kind(shard.view)
 
         self._scratch = RoundingScratch() if scratch is None else scratch
-        self._accumulates = accumulates
+        self._filled_once = filled_once
         workspace = self._scratch.workspace
-        self._by_group = [_UniformViews.of(members, workspace) for members in grouped(shards, group_and_kind)]
+        self._by_group = [_UniformViews.of(members, workspace) for members in grouped(shards, fill_key)]
         self._by_shape: list[tuple[_UniformViews, bool]] = []  # with the result of ``all_add_alike``
-        for members in grouped(shards, group_shape_and_dtype):
+        for members in grouped(shards, apply_key):
             uniform = _UniformViews.of(members, workspace)
             self._by_shape.append((uniform, all_add_alike(uniform.params(step_params), uniform.views)))
 
@@ -124,7 +125,7 @@ class ShardViews:
         for uniform in filter(None, (views.without(idle) for views in self._by_group)):
             settings, views, momenta = step_params[uniform.first].settings, uniform.views, uniform.momenta(step_params)
             momentum = settings.momentum if settings.nesterov else None
-            if uniform.first in self._accumulates:
+            if uniform.first in self._filled_once:
                 grads = uniform.grads(step_params)
                 fill_with_momentum(views, grads, momenta, settings.retain, momentum, stacks=uniform.stacks)
             elif momentum is not None:
@@ -156,20 +157,21 @@ class GradientReads:
     """The parameters whose gradients a wave or a local batch is the first or the last to read in a step.
 
     Experts (8, D, D) in batches of 4: the first batch reads the gradient first, the second batch reads it last and frees it. The
-    first batch accumulates the momentum of all 8 experts, unless each batch accumulates that of its own experts while filling.
+    first batch accumulates the momentum of all 8 experts, unless ``ShardViews.fill`` does so, in each batch for its own experts:
+    that is the case for parameters ``filled_once``.
     """
 
     def __init__(
-        self, first_here: Sequence[int] = (), last_here: Sequence[int] = (), by_views: AbstractSet[int] = frozenset()
+        self, first_here: Sequence[int] = (), last_here: Sequence[int] = (), filled_once: AbstractSet[int] = frozenset()
     ) -> None:
         self.first_here, self.last_here = tuple(first_here), tuple(last_here)
-        self._by_views = by_views  # those whose momentum is accumulated by ``ShardViews.fill``
+        self._filled_once = filled_once
         self._groups: list[list[int]] | None = None
 
     def accumulate_momentum(self, step_params: Sequence[StepParam], idle: AbstractSet[int] = NONE_IDLE) -> None:
-        """M ← momentum·M + G for those in ``first_here`` that are neither ``idle`` nor accumulated by ``ShardViews.fill``."""
+        """M ← momentum·M + G for those in ``first_here`` that are neither ``idle`` nor ``filled_once``."""
         if self._groups is None:
-            first_here = (k for k in self.first_here if k not in self._by_views)
+            first_here = (k for k in self.first_here if k not in self._filled_once)
             self._groups = grouped(first_here, lambda k: step_params[k].group_index)
         for indices in self._groups:
             if idle and not (indices := [k for k in indices if k not in idle]):

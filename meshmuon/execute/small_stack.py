@@ -1,7 +1,7 @@
-"""Many small tensors of one shape, worked on as one.
+"""Stacks: many small tensors of one shape, copied into one tensor so that one operation works on all of them.
 
-A CPU spends more time on starting an operation on an 8 × 8 matrix than on its elements. Copying many of them into one tensor is
-one operation, and so is everything that is then done to that tensor. Only copying back is one operation per tensor again.
+A CPU spends more time on starting an operation on an 8 × 8 matrix than on its elements. Copying many of them into a stack is one
+operation, and so is everything that is then done to the stack. Only copying back takes one operation per tensor again.
 """
 
 from __future__ import annotations
@@ -16,44 +16,44 @@ from ..ortho import Workspace
 from .portions import PORTION
 
 MOST_ELEMENTS = 1024  # of a small tensor: larger ones take longer to copy than their operations take to start
-FEWEST = 8  # tensors that are worth stacking
+FEWEST_TENSORS = 8  # that are worth stacking
 
 
 class SmallStacks:
     """Memory in ``workspace`` for stacks of small tensors, which all have the shape and dtype of ``views``.
 
-    A stack has as many tensors as there are views, or as fit into the cache. All objects of a workspace share three buffers. The
-    constructor only reserves them: they are taken at the first use, when everyone has reserved and nothing moves any more. Their
-    contents do not outlive a call.
+    A stack has as many tensors as there are views, or as fit into the cache. All ``SmallStacks`` of a workspace share three
+    buffers. The constructor only makes the workspace large enough. The buffers are taken at the first use, when all users of the
+    workspace have been built and it grows no more. What is in the buffers is not needed after the call that has filled them.
     """
 
     def __init__(self, views: Sequence[Tensor], workspace: Workspace) -> None:
         self._workspace, self._dtype = workspace, views[0].dtype
         self.capacity = min(len(views), max(1, PORTION // views[0].numel()))
         self._shape = (self.capacity, *views[0].shape)
-        self._taken: dict[str, tuple[Tensor, list[Tensor]]] = {}
-        self._views = stacked_view(views)
+        self._taken: dict[str, tuple[Tensor, list[Tensor]]] = {}  # what ``memory`` returns for full stacks
+        self._stacked_views = stacked_view(views)
         for name in ("grads", "momenta", "views"):
             self._take(name)
 
     def for_other_views(self) -> SmallStacks:
-        """The same memory for other views, which need not follow each other."""
+        """The same memory for other views, which are not taken to follow each other in memory."""
         stacks = copy(self)
-        stacks._views = None
+        stacks._stacked_views = None
         return stacks
 
     def memory(self, name: str, count: int) -> tuple[Tensor, list[Tensor]]:
-        """The buffer called ``name`` as ``count`` tensors: stacked, and one by one."""
+        """A stack of ``count`` tensors in the buffer called ``name``, and each of its tensors."""
         taken = self._taken.get(name)
         if taken is None:
             stacked = self._take(name)
             taken = self._taken[name] = stacked, list(stacked.unbind())
-        stacked, rows = taken
-        return (stacked, rows) if count == self.capacity else (stacked[:count], rows[:count])
+        stacked, members = taken
+        return (stacked, members) if count == self.capacity else (stacked[:count], members[:count])
 
     def views(self, start: int, stop: int) -> Tensor | None:
         """The views from ``start`` to ``stop`` as one tensor, if they follow each other in memory."""
-        return None if self._views is None else self._views[start:stop]
+        return None if self._stacked_views is None else self._stacked_views[start:stop]
 
     def spans(self, count: int) -> Iterator[tuple[int, int]]:
         """The beginning and the end of each stack when there are ``count`` tensors."""
@@ -65,7 +65,7 @@ class SmallStacks:
 
 
 def small_kind(tensor: Tensor) -> Hashable:
-    """What tensors must have in common to be stacked, shape and dtype; None for a tensor that is not small."""
+    """Shape and dtype, which tensors must have in common to be stacked; None for a tensor that is not small."""
     small = tensor.device.type == "cpu" and 0 < tensor.numel() <= MOST_ELEMENTS
     return (tensor.shape, tensor.dtype) if small else None
 

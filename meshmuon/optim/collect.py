@@ -286,7 +286,8 @@ class Collector:
         matrix_set = plan_input.matrix_sets[part]
         remembers = kept and plan_input.rule is not None and plan_input.rule.remembers()
         idle = param_index in decision.idle
-        # No state is created for an idle parameter: only the shape of its rule state is needed, so that a copied dict takes it.
+        # An idle parameter gets no state. The executor still needs the shape of its rule state, so if there is none, one is made
+        # in a copy of the entry that is thrown away.
         entry = dict(states.get(param, {})) if idle else states[param]
         step_param = StepParam(
             param=param,

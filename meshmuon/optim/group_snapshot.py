@@ -1,7 +1,8 @@
 """A param group as the last step found it. Comparing with it tells cheaply whether anything has changed since.
 
-A comparison takes a fraction of a microsecond per parameter. What is compared is made one by one and dropped at once: lists of a
-hundred thousand tuples would call the garbage collector, which takes as long as the rest of the step.
+A comparison takes a fraction of a microsecond per parameter. The metadata of each parameter are read, compared and dropped before
+those of the next one: lists of a hundred thousand tuples would trigger Python's garbage collector, which takes as long as the
+rest of the step.
 """
 
 from __future__ import annotations

@@ -158,7 +158,10 @@ class MuonStep(torch.optim.Optimizer):
             del failure
 
     def _run(self, step: StepContext) -> Exception | None:
-        """Steps all parameters, as all ranks have agreed. Returns an error that did not keep this rank from any exchange."""
+        """Steps all parameters, as all ranks have agreed.
+
+        Returns this rank's first error, if all exchanges took place in spite of it; raises any other.
+        """
         params, decision = step.params, step.decision
         step.would_diverge = decision.repeats  # if one of several ranks that compute a matrix fails, their replicas diverge
 

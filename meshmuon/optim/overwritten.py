@@ -24,7 +24,9 @@ class Overwritten:
         self._params: Sequence[NamedParam] = ()
         self._shards: list[tuple[int, Tensor]] = []  # those of ``_params`` that are DTensors, with their indices
         self._all_gathered = self._gathered = FSDP2Weights(())  # of these, and of ``_weights``
-        self._flags: tuple[object, ...] = ()  # the other arguments that the weights were derived from
+        # The other arguments that the weights were derived from. Like ``_params`` they are compared by identity: the collector,
+        # the planner and QK-clip hand out the same objects while nothing changes.
+        self._flags: tuple[object, ...] = ()
         self._weights: list[Tensor] = []
 
     def mark(

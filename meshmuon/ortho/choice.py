@@ -1,4 +1,4 @@
-"""Which scheme a matrix gets: resolves ``"auto"``, and replaces rational schemes where the dtype is too short for them."""
+"""Which scheme a matrix gets: resolves ``"auto"``, and replaces rational schemes in 16 bits, which are too few for inverses."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from .cost import orthogonalize_cost
 from .rational import Rational
 from .schemes import AUTO, Orthogonalizer, Scheme, hybrid, polar_express, zolotarev
 
-_SHORT = (torch.bfloat16, torch.float16)
+_SHORT = (torch.bfloat16, torch.float16)  # too few digits for inverses
 
 
 def scheme_for(scheme: Scheme | Orthogonalizer, rows: int, cols: int, dtype: torch.dtype) -> Scheme | Orthogonalizer:

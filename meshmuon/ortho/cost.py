@@ -1,16 +1,17 @@
-"""What orthogonalising a matrix costs: the one formula that chooses form and scheme and that planners rely on.
+"""What orthogonalising a matrix costs. Form and scheme are chosen by ``orthogonalize_cost``, and plans balance it over the ranks.
 
 Products count as ``torch.utils.flop_counter`` counts them: a multiply and an add are two FLOPs.
 
 With X of n × m, n ≤ m, and the steps cut into B blocks (see ``iteration``), each block costs one symmetric product X·Xᵀ and one
 full product to apply the result. Inside a block every step but the first costs one full and two symmetric n × n products, to
 compose it with the steps before. A quintic costs one more symmetric product, a rational step one inverse per pole and, if it has
-a quadratic term, one symmetric product.
-The standard form is T blocks of one quintic; the Gram form is as few blocks as the dtype allows.
+a quadratic term, one symmetric product. The standard form has one step per block, the Gram form as few blocks as the dtype
+allows.
 
-Inverses run slower than their FLOPs say: LAPACK factors small blocks, and the first products after it are small, too.
-``orthogonalize_cost`` counts both as what they take in time, in units of a large product's FLOPs. Its ratio to the cost of
-``polar_express`` was within 35 % of the measured one for 13 shapes of 96 to 1024 rows (one thread, AVX-512).
+Inverses take longer than their FLOPs say: LAPACK factors the small blocks on the diagonal (leaves), and the first products after
+it are small, too. ``orthogonalize_cost`` counts both by the time they take, expressed as FLOPs of a large product. By this
+count a rational scheme's cost over that of ``polar_express`` was within 35 % of the measured ratio for 13 shapes of 96 to 1024
+rows (one thread, AVX-512).
 """
 
 from __future__ import annotations
@@ -36,17 +37,18 @@ def orthogonalize_flops(rows: int, cols: int, steps: Sequence[Step], blocks: Seq
         blocks: how many of the steps each block has.
     """
     n, m = min(rows, cols), max(rows, cols)
-    square, full = symmetric_flops(n, n), 2 * n**3
+    symmetric, full = symmetric_flops(n, n), 2 * n**3  # of an n × n product
     poles = sum(len(step.poles) for step in steps if isinstance(step, Rational))
     quadratics = sum(not isinstance(step, Rational) or bool(step.quadratic) for step in steps)
     composed = len(steps) - len(blocks)
     per_block = symmetric_flops(n, m) + 2 * n * n * m
-    return len(blocks) * per_block + quadratics * square + composed * (2 * square + full) + poles * inverse_work(n).product_flops
+    in_blocks = quadratics * symmetric + composed * (2 * symmetric + full) + poles * inverse_work(n).product_flops
+    return len(blocks) * per_block + in_blocks
 
 
 def orthogonalize_cost(rows: int, cols: int, steps: Sequence[Step], blocks: Sequence[int]) -> int:
-    """The same with what small blocks take beyond their FLOPs: proportional to time, but for tiny matrices."""
+    """``orthogonalize_flops`` and the time that small blocks take beyond it: proportional to time, except for tiny matrices."""
     poles = sum(len(step.poles) for step in steps if isinstance(step, Rational))
     work = inverse_work(min(rows, cols))
-    beyond = _LEAF_PENALTY * work.leaf_flops + _SMALL_PRODUCT * work.products
-    return orthogonalize_flops(rows, cols, steps, blocks) + poles * beyond
+    extra_per_pole = _LEAF_PENALTY * work.leaf_flops + _SMALL_PRODUCT * work.products
+    return orthogonalize_flops(rows, cols, steps, blocks) + poles * extra_per_pole

@@ -3,7 +3,7 @@
 A block of k steps starts from R = X·Xᵀ and composes its steps in the n × n space,
 
     P = a·I + b·R + c·R²                        for a quintic,
-    P = constant·I + Σ weight·(R + pole·I)⁻¹    for a rational step,
+    P = constant·I + Σ weight·(R + pole·I)⁻¹    for a rational step (a hybrid one adds linear·R + quadratic·R²),
     Q ← P·Q,   R ← P·R·P,
 
 and ends with X ← Q·X. With one quintic per block this is the standard form X ← a·X + (b·R + c·R²)·X. With as few blocks as
@@ -24,11 +24,12 @@ from .rational import Rational
 from .schemes import Step
 from .workspace import Workspace
 
-# Of X before it is normalised. A power of two, so that it changes no bit. Entries of R = X·Xᵀ are at most its square, which
-# float16 holds. With 1 instead, the square of a single large entry among 65,536 columns would be a subnormal number of float16.
+# The largest norm that a row of X may have before X is normalised. A power of two, so that it changes no bit. Entries of R = X·Xᵀ
+# are at most its square, which float16 holds. With 1 instead, the square of a single large entry among 65,536 columns would be a
+# subnormal number of float16.
 _LARGEST_ROW_NORM = 64.0
 _SHORT = (torch.bfloat16, torch.float16)
-_SQUARES = ("gram", "factor", "quadratic", "factor_next", "half_step")
+_SQUARES = ("gram", "factor", "quadratic", "factor_next", "half_step")  # names of n × n buffers; see ``_apply_block``
 
 
 def scratch_bytes(rows: int, cols: int, steps: Sequence[Step], dtype: torch.dtype, result_dtype: torch.dtype) -> int:
@@ -121,8 +122,8 @@ class Scratch:
 def iterate(batch: Tensor, steps: Sequence[Step], blocks: Sequence[int], scratch: Scratch, products: Products) -> None:
     """Runs ``steps``, cut into ``blocks``, on (count, rows, cols), from ``batch`` into the result that ``scratch`` was made for.
 
-    Every choice is already made, so that a compiler can follow. The result may be ``batch``; neither may overlap the rest of the
-    scratch.
+    All decisions are made before, so that torch.compile can trace it. The result may be ``batch``; neither may overlap the rest
+    of the scratch.
     """
     batch, result = _short_side_first(batch), scratch.result
     x, start = scratch.x, 0
@@ -133,17 +134,19 @@ def iterate(batch: Tensor, steps: Sequence[Step], blocks: Sequence[int], scratch
     for index, length in enumerate(blocks):
         block = steps[start : start + length]
         gram = products.symmetric(x, x, scratch.square("gram"))
-        norm = None
+        norm = None  # by which ``_apply_block`` must divide
         if index == 0:
             norm = _normalise(gram, scratch.scale)
+            # A quintic on its own adds a·X, so X itself is divided. In 16 bits it is divided, too: from the unrounded batch, if
+            # there is one, so that this adds no rounding. Elsewhere the block's n × n factor is divided: one pass over X less.
             if x.dtype in _SHORT or (length == 1 and not isinstance(block[0], Rational)):
                 if unrounded is None:
                     x.div_(norm)
                 else:
                     torch.div(unrounded, norm, out=x)
                 norm = None
-        moved = _apply_block(x, gram, block, norm, spare, scratch, products)
-        x, spare, start = moved, x, start + length
+        x_next = _apply_block(x, gram, block, norm, spare, scratch, products)
+        x, spare, start = x_next, x, start + length
     if x is not result:
         result.copy_(x)
 
@@ -165,7 +168,7 @@ def _rescale(batch: Tensor, scratch: Scratch, unrounded: Tensor | None) -> None:
     limits = torch.finfo(scale.dtype)
     scale.mul_(math.sqrt(batch.size(2)) / _LARGEST_ROW_NORM).clamp_(min=limits.tiny, max=limits.max)
     target = scratch.x if unrounded is None else unrounded
-    if scratch.column_major:  # in the order of memory, so that ``out`` is contiguous and a compiler can follow
+    if scratch.column_major:  # in the order of memory, so that ``out`` is contiguous and torch.compile can trace it
         torch.div(batch.mT, scale, out=target.mT)
     else:
         torch.div(batch, scale, out=target)
@@ -184,7 +187,7 @@ def _normalise(gram: Tensor, scale: Tensor) -> Tensor:
 def _apply_block(
     x: Tensor, gram: Tensor, steps: Sequence[Step], norm: Tensor | None, target: Tensor, scratch: Scratch, products: Products
 ) -> Tensor:
-    """The steps applied to X, whose Gram matrix is ``gram``; to X/norm where a norm is given, which saves a pass over X."""
+    """The steps applied to X, or to X/norm if there is a ``norm``; ``gram`` is the Gram matrix of what they are applied to."""
     if len(steps) == 1 and not isinstance(steps[0], Rational):
         # a·X is added to the product instead of a·I to the quadratic: in 16 bits that saves a rounding of X.
         a, b, c = steps[0]
@@ -200,8 +203,8 @@ def _apply_block(
             # On paper all these matrices commute and the factor is symmetric. In floating point the new step's factor must go
             # on the left, as it would act on X: rounding on the right of the factor is amplified by it, up to a thousand
             # times. Mirroring one triangle would put half of it there, so that this one product is computed in full.
-            moved = products.general(step_factor, factor, spare)
-            factor, spare = moved, factor
+            composed = products.general(step_factor, factor, spare)
+            factor, spare = composed, factor
     return products.general(factor if norm is None else factor.div_(norm), x, target)
 
 

@@ -1,14 +1,14 @@
-"""Rational steps: x ↦ x·(constant + Σ weight/(x² + pole)), with or without a quintic, and those that are best on an interval.
+"""Rational steps, x ↦ x·(constant + Σ weight/(x² + pole)), and hybrid steps, which add a quintic. All are best on an interval.
 
 One rational step does the work of several quintics. On matrices it is X ← (constant·I + Σ weight·(R + pole·I)⁻¹)·X with
-R = X·Xᵀ: every pole costs one inverse of a symmetric positive definite matrix. A quintic beside the poles adds linear·R and
-quadratic·R², which costs one product: less than an inverse.
+R = X·Xᵀ: every pole costs one inverse of a symmetric positive definite matrix. A hybrid step adds linear·R + quadratic·R² to the
+factor. That costs one product, less than an inverse.
 
 * ``zolotarev_step``: the best approximation of 1 on [l, 1] with a given number of poles (Zolotarev, 1877). Its poles are values
   of Jacobi's elliptic functions.
 * ``halley_step``: the best step with one pole that maps [l, 1] into [y, 1] (Nakatsukasa, Bai, Gygi, "Optimizing Halley's
   iteration for computing the matrix polar decomposition", 2010). Further steps can follow it.
-* ``HYBRID_STEP``: the best one out of a quintic and two poles on [1e-3, 1].
+* ``HYBRID_STEP``: the best sum of a quintic and two poles on [1e-3, 1].
 
 Everything is plain float64 arithmetic: every rank of a cluster must find the same bits.
 """
@@ -33,7 +33,7 @@ class Rational(NamedTuple):
 
     @property
     def is_hybrid(self) -> bool:
-        """Whether it has terms beside the constant and the poles."""
+        """Whether it has a linear or a quadratic term: the quintic of a hybrid step."""
         return bool(self.linear or self.quadratic)
 
     def __call__(self, x: float) -> float:
@@ -48,9 +48,9 @@ class Rational(NamedTuple):
         return Rational(constant * factor, poles, tuple(w * factor for w in weights), linear * factor, quadratic * factor)
 
 
-# The best odd function out of a quintic and two poles on [1e-3, 1], found by the Remez exchange in 30 digits. Its error and what
-# rounding in float32 may add to it, about 0.02·(1e-3/x)², are together at most 0.1253, eight times with alternating sign. It is
-# scaled down because rounding lifts the peaks, too.
+# The best sum of a quintic and two poles on [1e-3, 1], found by the Remez exchange in 30 digits. What is minimised is the largest
+# value of its error plus what rounding in float32 may add, about 0.02·(1e-3/x)²: 0.1253, reached at eight points with alternating
+# sign. The result is scaled by 0.9965, since rounding may also lift its maxima above 1 a little further.
 HYBRID_STEP = Rational(
     constant=3.1704018547661341,
     poles=(3.5154490461642852e-6, 0.0011762572161433672),

@@ -9,7 +9,7 @@ a rational function, which costs one inverse per pole and does the work of sever
   Musco, Gower, "The Polar Express", arXiv:2505.16932). Computed here, by ``remez``, for any bound and number of steps.
 * ``zolotarev``: one rational step, the best approximation of 1 on [l, 1] with a given number of poles.
 * ``halley``: one rational step with one pole, then minimax quintics.
-* ``hybrid``: one rational step, the best one out of a quintic and two poles on [1e-3, 1].
+* ``hybrid``: one hybrid step, the best sum of a quintic and two poles on [1e-3, 1].
 * ``auto``: the cheapest of these for a matrix whose error is no larger than that of ``polar_express``.
 * your own list of triples, or a callable that orthogonalises a batch by itself.
 """
@@ -178,7 +178,7 @@ def halley(l: float = 1e-3, quintics: int = 2) -> Scheme:  # noqa: E741
 
 @lru_cache
 def hybrid() -> Scheme:
-    """One rational step out of a quintic and two poles: the fewest FLOPs of all schemes that are as exact as ``polar_express``.
+    """One hybrid step, a quintic plus two poles: the fewest FLOPs of all schemes that are as exact as ``polar_express``.
 
     The worst distance from 1 on [1e-3, 1] is 0.128.
     """

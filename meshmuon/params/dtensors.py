@@ -108,6 +108,8 @@ def layouts_of(
 ) -> tuple[Layout, ...]:
     """The layouts of a parameter on those of its ``meshes`` that contain one of ``planning_ranks``.
 
+    ``planning_ranks`` are the ranks that plan together with this one (``Topology.ranks``).
+
     A parameter on one axis of a larger mesh exists once per coordinate on the other axes: on axis "tp" of a 2 × 4 mesh
     ("dp", "tp"), ranks 0–3 hold one copy and ranks 4–7 another. Each copy has a layout and owners of its own in the plan.
     """

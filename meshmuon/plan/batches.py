@@ -37,7 +37,7 @@ class Batch:
     @property
     def size(self) -> int:
         """Number of matrices."""
-        return sum(part.stop - part.start for part in self.slices)
+        return sum(item_range.stop - item_range.start for item_range in self.slices)
 
 
 def plan_batches(items: Sequence[BatchItem], *, budget: int, chunk_size: int = -1) -> tuple[Batch, ...]:

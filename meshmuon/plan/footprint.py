@@ -1,8 +1,8 @@
 """How large the exchange buffers of all ranks become, without listing what travels. ``buffer_sizes.py`` names the buffers.
 
 A rank's ``shards`` buffer holds its piece of every matrix of the wave, regardless of the owner. Ranks whose pieces have the same
-sizes are of one kind and are counted once: an (18, D) matrix over 8 ranks has two kinds, ranks 0 to 5 with 3·D elements, and
-ranks 6 and 7 with none. Thousands of ranks are only a few kinds.
+sizes are of one kind and are counted once: an (18, D) matrix over 8 ranks has one kind, ranks 0 to 5 with 3·D elements;
+ranks 6 and 7 hold nothing and are not counted. Thousands of ranks are only a few kinds.
 """
 
 from __future__ import annotations

@@ -83,12 +83,12 @@ def _tasks(params: Sequence[PlannedParam], options: PlanOptions) -> tuple[list[T
             for matrix, sharded in enumerate(param.sharded_matrices(layout)):
                 if not sharded.size:
                     continue
-                shared = sharded.replicas > 1 and _replicas_share_owner(param, sharded, options)
-                if sharded.whole and not shared:
+                one_for_all = sharded.replicas > 1 and _replicas_share_owner(param, sharded, options)
+                if sharded.whole and not one_for_all:
                     staying.append(Task(k, matrix, sharded, float(param.flops)))
                     continue
                 cost = options.cost.owning(param.flops, sharded, param.itemsize)
-                copies = (sharded,) if shared else sharded.separate_replicas
+                copies = (sharded,) if one_for_all else sharded.separate_replicas
                 travelling.extend(Task(k, matrix, replica, cost) for replica in copies)
     return staying, travelling
 

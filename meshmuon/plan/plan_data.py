@@ -21,8 +21,9 @@ REPLICA_OPTIONS = ("auto", "share", "repeat")
 class PlanOptions:
     """The options that decide on a plan, together with the parameters.
 
-    A single matrix larger than ``budget`` still gets a wave. All exchange buffers of a rank together may take twice ``budget``
-    per wave in flight, half of it for its shards. Where waves of one matrix per owner need more, they take that much.
+    A single matrix larger than ``budget`` still gets a wave. All exchange buffers of a rank together may take
+    2 · ``budget`` · ``in_flight`` bytes: room for what it gathers and for as much of its own shards. Only the total is checked.
+    If even waves of one matrix per owner need more, they take that much; so do waves of a given ``chunk_size``.
     """
 
     cost: CostModel  # what work and traffic cost

@@ -93,18 +93,19 @@ class _LaneCutter:
 
     def __init__(self, tasks: Sequence[Task], param: PlannedParam, options: PlanOptions) -> None:
         self._tasks, self._options = tasks, options
-        self._nbytes = [task.sharded.size * param.itemsize for task in tasks]  # equal for all parameters of a lane
-        # Matrices of equal shape are best orthogonalised together.
-        shapes = [repr((param.lane, task.sharded.rows, task.sharded.cols)) for task in tasks]
+        self._nbytes = [task.sharded.size * param.itemsize for task in tasks]  # ``itemsize`` is the same for the whole lane
+        # Matrices of equal shape are best orthogonalised together. Shapes are sorted as text; another order would change plans.
+        shapes = [repr((task.sharded.rows, task.sharded.cols)) for task in tasks]
         self.queues: dict[int, list[int]] = {}  # owner → indices of its tasks, in the order in which they get waves
         for k in sorted(range(len(tasks)), key=lambda k: (tasks[k].owner, shapes[k], k)):
             self.queues.setdefault(tasks[k].owner, []).append(k)
         self.longest = max(map(len, self.queues.values()))
-        heaviest = max(sum(tasks[k].cost for k in queue) for queue in self.queues.values())
-        largest = max(sum(self._nbytes[k] for k in queue) for queue in self.queues.values())
-        smallest = _WORTH_AN_EXCHANGE * options.cost.flops_per_exchange
-        fewest = max(min(_OVERLAP, int(heaviest / smallest)), largest // options.budget)  # fewer cannot fit
-        self.usual_count = self.within_budget(max(1, fewest))
+        heaviest_cost = max(sum(tasks[k].cost for k in queue) for queue in self.queues.values())
+        most_bytes = max(sum(self._nbytes[k] for k in queue) for queue in self.queues.values())
+        cost_worth_a_wave = _WORTH_AN_EXCHANGE * options.cost.flops_per_exchange
+        # As many as overlap well, unless they would be too short; at least as many as the budget needs.
+        wanted_count = max(min(_OVERLAP, int(heaviest_cost / cost_worth_a_wave)), most_bytes // options.budget)
+        self.usual_count = self.within_budget(max(1, wanted_count))
         self.footprint = Footprint([task.sharded for task in tasks], [task.owner for task in tasks], param.itemsize)
 
     def within_budget(self, count: int) -> int:

@@ -13,8 +13,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from meshmuon.execute import elementwise, one_pass, portions
 from meshmuon.execute.elementwise import accumulate, adds_alike, apply, fill_with_momentum, look_ahead
-from meshmuon.execute.one_pass import LARGE, VECTORS
-from meshmuon.execute.portions import cuts_within, parts_of
+from meshmuon.execute.one_pass import LARGE, VECTOR_MULTIPLE
+from meshmuon.execute.portions import cuts_within, portions_of_lists, portions_of_tensors
 from meshmuon.execute.small_stack import SmallStacks, small_kind, stacked_view
 from meshmuon.ortho import Workspace
 from tests.support.hostile import HostileArithmetic, fresh_trials, misplaced
@@ -50,10 +50,10 @@ def random(*shape: int, seed: int, dtype: torch.dtype = torch.float32) -> Tensor
 def test_lists_are_cut_by_elements() -> None:
     tensors = [torch.zeros(size) for size in (3, 4, 9, 2, 0, 8, 1)]
     doubled = [torch.zeros(2, tensor.numel()) for tensor in tensors]
-    found = list(portions.portions(tensors, doubled, limit=8))
-    assert [[tensor.numel() for tensor in some] for some, _ in found] == [[3, 4], [9], [2, 0], [8], [1]]
-    assert [some for _, others in found for some in others] == doubled
-    assert list(portions.portions([], limit=8)) == []
+    pairs = list(portions_of_lists(tensors, doubled, limit=8))
+    assert [[tensor.numel() for tensor in portion] for portion, _ in pairs] == [[3, 4], [9], [2, 0], [8], [1]]
+    assert [tensor for _, portion in pairs for tensor in portion] == doubled
+    assert list(portions_of_lists([], limit=8)) == []
 
 
 @pytest.mark.parametrize("turned", [False, True])
@@ -63,7 +63,7 @@ def test_parts_cover_a_tensor_once(shape: tuple[int, ...], limit: int, turned: b
     counts, other = torch.zeros(shape), torch.zeros(shape)
     if turned:  # memory in another order, as the window of a fused weight or a strided shard has it
         counts, other = torch.zeros(shape[::-1]).permute(*range(len(shape))[::-1]), torch.zeros(*shape, 2)[..., 1]
-    for part, other_part in zip(*parts_of(counts, other, limit=limit), strict=True):
+    for part, other_part in zip(*portions_of_tensors(counts, other, limit=limit), strict=True):
         assert 0 < part.numel() <= limit
         assert part.shape == other_part.shape
         part += 1
@@ -215,7 +215,7 @@ def updated(start: Tensor, update: Tensor, decay: float = DECAY, rate: float = R
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
-@pytest.mark.parametrize("size", [LARGE, LARGE + 1, LARGE + VECTORS - 1, 3 * LARGE + 17, 300_007])
+@pytest.mark.parametrize("size", [LARGE, LARGE + 1, LARGE + VECTOR_MULTIPLE - 1, 3 * LARGE + 17, 300_007])
 def test_large_weights_in_one_pass(size: int, dtype: torch.dtype, threads: int) -> None:
     start, update = misplaced(random(size, seed=1, dtype=dtype), 3), misplaced(random(size, seed=2, dtype=dtype), 5)
     one_pass_expected = adds_alike(dtype, dtype) and one_pass.rounds_alike(dtype) and threads == 1
@@ -262,7 +262,7 @@ def test_a_trial_sees_a_machine_that_rounds_the_product_last(monkeypatch: pytest
         param.copy_((update * -rate).add_(param, alpha=decay))
 
     with fresh_trials():
-        monkeypatch.setattr(one_pass, "_subtract_whole", last)
+        monkeypatch.setattr(one_pass, "_update_whole_vectors", last)
         assert not one_pass.rounds_alike(torch.float32)
 
 

@@ -22,7 +22,9 @@ chunks = st.one_of(st.just(-1), st.integers(1, 9))
 
 
 def positions(batches: tuple[Batch, ...]) -> list[tuple[int, int]]:
-    return [(part.item, k) for batch in batches for part in batch.slices for k in range(part.start, part.stop)]
+    return [
+        (item_range.item, k) for batch in batches for item_range in batch.slices for k in range(item_range.start, item_range.stop)
+    ]
 
 
 @given(models, budgets, chunks)
@@ -35,9 +37,11 @@ def test_every_matrix_exactly_once(model: list[BatchItem], budget: int, chunk_si
 def test_a_batch_holds_what_is_alike(model: list[BatchItem], budget: int, chunk_size: int) -> None:
     for batch in plan_batches(model, budget=budget, chunk_size=chunk_size):
         assert batch.size > 0
-        assert all(part.stop > part.start for part in batch.slices)
-        assert {(model[part.item].rows, model[part.item].cols) for part in batch.slices} == {(batch.rows, batch.cols)}
-        assert len({model[part.item].treatment for part in batch.slices}) == 1
+        assert all(item_range.stop > item_range.start for item_range in batch.slices)
+        assert {(model[item_range.item].rows, model[item_range.item].cols) for item_range in batch.slices} == {
+            (batch.rows, batch.cols)
+        }
+        assert len({model[item_range.item].treatment for item_range in batch.slices}) == 1
 
 
 @given(models, budgets, chunks)

@@ -48,7 +48,7 @@ class BlockedProducts:
     """Torch's own matrix products; a symmetric one is computed as row panels of its lower triangle, then mirrored.
 
     Args:
-        one_by_one: multiply each matrix of the batch by itself, so that a batch gives the bits of a loop for any number of
+        one_by_one: multiply the matrices of a batch one at a time, so that a batch gives the bits of a loop for any number of
             threads (batched products of some BLAS libraries differ there).
     """
 

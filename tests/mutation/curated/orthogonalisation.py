@@ -34,7 +34,7 @@ MUTANTS: Mutants = {
     "meshmuon.ortho.cost": {
         "orthogonalize_flops": (
             ("2 * $n * $n", "$n * $n"),
-            ("2 * $square + $full", "$square + $full"),
+            ("2 * $symmetric + $full", "$symmetric + $full"),
             ("(min($rows, $cols), max($rows, $cols))", "($rows, $cols)"),
         ),
     },

@@ -72,11 +72,14 @@ MUTANTS: Mutants = {
             ),
             ("$buffer.mul_($retain).add_($grad)", "$buffer.add_($grad).mul_($retain)"),
             ("torch._foreach_mul_($buffers, $retain)", "torch._foreach_mul_($buffers, 1.0)"),
-            ("$usually if $kind is $usual else adds_alike($kind, $kind)", "$usually"),
-            ("$grad.dtype is $kind and ($usually if $kind is $usual else adds_alike($kind, $kind))", "$grad.dtype is $kind"),
+            ("$first_adds_alike if $dtype is $first else adds_alike($dtype, $dtype)", "$first_adds_alike"),
+            (
+                "$grad.dtype is $dtype and ($first_adds_alike if $dtype is $first else adds_alike($dtype, $dtype))",
+                "$grad.dtype is $dtype",
+            ),
         ),
         "fill_with_momentum": (
-            ("accumulate(some_momenta, some_grads, $retain)", "pass"),
+            ("accumulate(momentum_portion, grad_portion, $retain)", "pass"),
             ("not adds_alike($view.dtype, $view.dtype)", "False"),
         ),
         "_fill_large": (
@@ -85,13 +88,13 @@ MUTANTS: Mutants = {
             ("torch.add($grad, $buffer, alpha=retain, out=$buffer)", "pass"),
         ),
         "_fill_from_stacks": (
-            ("torch._foreach_copy_(momenta[$start:$stop], $rows)", "pass"),
-            ("torch._foreach_copy_(views[$start:$stop], $copies)", "pass"),
+            ("torch._foreach_copy_(momenta[$start:$stop], $members)", "pass"),
+            ("torch._foreach_copy_(views[$start:$stop], $to_copy)", "pass"),
         ),
         "apply": (
             ("-$rate", "$rate"),
             ("torch._foreach_mul_(params, $decay)", "pass"),
-            ("torch._foreach_mul_(some_params, $factor)", "pass"),
+            ("torch._foreach_mul_(param_portion, $factor)", "pass"),
             ("[$param.mul_($factor)]", "[$param]"),
             ("($param * $update).mul_($rate) >= 0", "($param * $update).mul_($rate) <= 0"),
             ("($param * $update).mul_($rate)", "$param * $update"),
@@ -100,27 +103,27 @@ MUTANTS: Mutants = {
             ("($param * $update).mul_($rate) >= 0", "($param * $update).mul_($rate) > 0"),
         ),
         "_apply_to_stacks": (
-            ("$weights.mul_($decay)", "$weights"),
-            ("torch._foreach_copy_($params[$start:$stop], $rows)", "pass"),
+            ("$stacked_params.mul_($decay)", "$stacked_params"),
+            ("torch._foreach_copy_($params[$start:$stop], $members)", "pass"),
         ),
         "_subtract_in_two": (("torch._foreach_add_($updates, 0.0)", "pass"),),
         "adds_alike": (("(torch.equal(...) for $size in _TRIAL_SIZES)", "(torch.equal(...) for $size in (8,))"),),
     },
     "meshmuon.execute.one_pass": {
         "apply_to_large": (
-            ("$flat.numel() % VECTORS", "0"),
+            ("$flat_param.numel() % VECTOR_MULTIPLE", "0"),
             ("torch.get_num_threads() == 1", "True"),
             ("$decay != 0", "True"),
         ),
     },
     "meshmuon.execute.portions": {
-        "portions": (("start < k", "True"),),
-        "parts_of": (("all(...)", "True"),),
+        "portions_of_lists": (("start < k", "True"),),
+        "portions_of_tensors": (("all(...)", "True"),),
         "cuts_within": (("range(0, $shape[0], $step)", "range(0, $shape[0] - 1, $step)"),),
     },
     "meshmuon.execute.small_stack": {
         "stacked_view": (("$view.storage_offset() != $start + $k * $size", "False"),),
-        "SmallStacks.for_other_views": (("$stacks._views = None", "pass"),),
+        "SmallStacks.for_other_views": (("$stacks._stacked_views = None", "pass"),),
     },
     "meshmuon.execute.rounding": {
         "apply_rounded": (
@@ -212,7 +215,7 @@ MUTANTS: Mutants = {
     },
     "meshmuon.execute.shard_views": {
         "_UniformViews.without": (("$shard.param_index not in $idle", "True"),),
-        "GradientReads.accumulate_momentum": (("k not in idle", "True"), ("k not in self._by_views", "True")),
+        "GradientReads.accumulate_momentum": (("k not in idle", "True"), ("k not in self._filled_once", "True")),
         "ShardViews.fill": (("$settings.nesterov", "not $settings.nesterov"),),
         "ShardViews.apply": (
             ("$settings.rate * $factor", "$settings.rate"),
