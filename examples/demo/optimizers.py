@@ -66,7 +66,7 @@ class OptimizerConfig:
     adam_part_lr: float | None = None
     momentum: float = 0.95
     ns_steps: int = 5
-    scheme: str = "polar_express"
+    scheme: str = "auto"
     rule: str = "plain"
     cautious: bool = False
     rounding: str = "nearest"

@@ -16,7 +16,7 @@ from demo.optimizers import CLIP_RUNS, OPTIMIZERS, OptimizerConfig
 from demo.processes import Runtime, launched
 from demo.train import SCHEDULES, TrainConfig
 
-SCHEMES = ("polar_express", "keller", "zolotarev", "hybrid", "halley", "auto")
+SCHEMES = ("auto", "polar_express", "keller", "zolotarev", "hybrid", "halley")
 ROUNDINGS = ("nearest", "stochastic")
 RULES = ("plain", "normuon", "muon_plus", "muoneq")
 ADAMW_LR, ADAMW_WEIGHT_DECAY = 2e-3, 1.0

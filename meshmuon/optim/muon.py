@@ -89,7 +89,7 @@ class Muon(MuonStep):
         use_distributed_muon: bool = False,  # older name of reference_path
         expert_keys: Sequence[str] | None = None,
         *,
-        scheme: SchemeLike = "polar_express",
+        scheme: SchemeLike = "auto",
         adjust_lr_fn: AdjustLR = "match_rms_adamw",
         maximize: bool = False,
         conv: str | None = None,

@@ -10,7 +10,8 @@ a rational function, which costs one inverse per pole and does the work of sever
 * ``zolotarev``: one rational step, the best approximation of 1 on [l, 1] with a given number of poles.
 * ``halley``: one rational step with one pole, then minimax quintics.
 * ``hybrid``: one hybrid step, the best sum of a quintic and two poles on [1e-3, 1].
-* ``auto``: the cheapest of these for a matrix whose error is no larger than that of ``polar_express``.
+* ``auto``: the cheapest of these for a matrix whose error is no larger than that of ``polar_express``. With another number of
+  steps than 5 it is ``polar_express`` with so many steps.
 * your own list of triples, or a callable that orthogonalises a batch by itself.
 """
 
@@ -28,6 +29,7 @@ from ..errors import ConfigError
 from .rational import HYBRID_STEP, Rational, halley_step, zolotarev_step
 from .remez import Quintic, best_quintic
 
+DEFAULT_STEPS = 5
 MAX_STEPS = 64
 _MOST_POLES = 8
 _SMALLEST_BOUND = 1e-5  # below, float64 loses too many digits of the coefficients
@@ -193,7 +195,7 @@ def _check_bound(name: str, l: float) -> None:  # noqa: E741
 
 
 _NAMED: dict[str, Callable[[int], Scheme]] = {
-    "auto": lambda steps: AUTO,
+    "auto": lambda steps: AUTO if steps == DEFAULT_STEPS else polar_express(steps=steps),
     "halley": lambda steps: halley(),
     "hybrid": lambda steps: hybrid(),
     "keller": lambda steps: keller(steps),

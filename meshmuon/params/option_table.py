@@ -185,9 +185,9 @@ OPTIONS: tuple[Option, ...] = (
         kept_as=check_expert_keys,
         defines_matrices=True,
     ).with_help("A 3-D parameter whose name contains one of these is a stack of independent matrices."),
-    Option("scheme", "polar_express", Scope.MUON_GROUPS, _check_scheme, Compared.IN_PLAN, kept_as=_scheme_as_numbers).with_help(
-        'How matrices are orthogonalised: ``"polar_express"``, ``"keller"``, ``"zolotarev"``, ``"hybrid"``, ``"halley"``, '
-        '``"auto"``, a list of (a, b, c), a ``Scheme``, or a callable on a batch; see docs/orthogonalisation.md.'
+    Option("scheme", "auto", Scope.MUON_GROUPS, _check_scheme, Compared.IN_PLAN, kept_as=_scheme_as_numbers).with_help(
+        'How matrices are orthogonalised: ``"auto"``, ``"polar_express"``, ``"keller"``, ``"zolotarev"``, ``"hybrid"``, '
+        '``"halley"``, a list of (a, b, c), a ``Scheme``, or a callable on a batch; see docs/orthogonalisation.md.'
     ),
     Option("adjust_lr_fn", "match_rms_adamw", Scope.MUON_GROUPS, of_value(check_adjust_lr), Compared.BY_VALUE).with_help(
         "Factor of the learning rate of a rows × cols matrix: "

@@ -52,6 +52,16 @@ def _panels(n: int) -> tuple[Range, ...]:
     return tuple(zip(edges, [*edges[1:], n], strict=True))
 
 
+def _column_ranges(half: int) -> tuple[Range, ...]:
+    """The columns of L₂₁ in the order in which A₂₂ − L₂₁·L₂₁ᵀ subtracts them: those of the first leaf before all others.
+
+    Where one direction of A is far larger than the rest, it is in these columns, and A₂₂ is small without it. One product would
+    add the small columns to the large ones and round them away: at 768 rows values that ``zolotarev`` makes of 1e-3 were off by
+    up to 0.12 instead of 0.014.
+    """
+    return ((0, LEAF), (LEAF, half)) if half > LEAF else ((0, half),)
+
+
 def _half(n: int) -> int:
     return -(-n // (2 * LEAF)) * LEAF
 
@@ -130,9 +140,10 @@ class ShiftedInverses:
         yield from self._factor(low, mid)
         for start, stop in _panels(half):
             yield partial(torch.bmm, a21[:, :, :stop], w11[:, start:stop, :stop].mT, out=l21[:, :, start:stop])
-        for start, stop in _panels(high - mid):
-            out = a22[:, start:stop, :stop]
-            yield partial(torch.baddbmm, out, l21[:, start:stop], l21[:, :stop].mT, alpha=-1.0, out=out)
+        for first, last in _column_ranges(half):
+            for start, stop in _panels(high - mid):
+                out, columns = a22[:, start:stop, :stop], l21[:, :, first:last]
+                yield partial(torch.baddbmm, out, columns[:, start:stop], columns[:, :stop].mT, alpha=-1.0, out=out)
         for start, stop in _panels(half):
             yield partial(torch.bmm, l21[:, :, start:], w11[:, start:, start:stop], out=a21[:, :, start:stop])
         yield from self._factor(mid, high)
@@ -213,5 +224,6 @@ def _factor_work(size: int) -> tuple[int, int]:
     back = sum(2 * rest * (half - start) * (stop - start) for start, stop in _panels(half))
     apply = sum(2 * (stop - start) * stop * half for start, stop in _panels(rest))
     (first_flops, first_products), (second_flops, second_products) = _factor_work(half), _factor_work(rest)
-    products = 2 * len(_panels(half)) + 2 * len(_panels(rest)) + first_products + second_products
+    products = 2 * len(_panels(half)) + (1 + len(_column_ranges(half))) * len(_panels(rest))
+    products += first_products + second_products
     return divide + update + back + apply + first_flops + second_flops, products

@@ -107,6 +107,7 @@ MUTANTS: Mutants = {
             ("self._mirror()", ""),
             ("$first + $index == 0", "$index == 0"),
         ),
+        "_column_ranges": (("((0, LEAF), (LEAF, $half)) if $half > LEAF else ((0, $half),)", "((0, $half),)"),),
         "ShiftedInverses._shift": (("$gram_part.diagonal(dim1=1, dim2=2).add_($pole)", "$gram_part.add_($pole)"),),
         "ShiftedInverses._factor": (
             (
@@ -212,7 +213,8 @@ MUTANTS: Mutants = {
         ),
         "": (
             ("keller($steps)", "keller()"),
-            ("polar_express(steps=$steps)", "polar_express()"),
+            ("lambda $steps: polar_express(steps=$steps)", "lambda $steps: polar_express()"),
+            ("AUTO if $steps == DEFAULT_STEPS else polar_express(steps=$steps)", "AUTO"),
         ),
         "polar_express": (
             ("l: $type = 1e-3", "l: $type = 2e-3"),
