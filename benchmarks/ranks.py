@@ -26,6 +26,7 @@ from meshmuon.execute import DEFAULT_MEMORY_BUDGET
 
 LR, MOMENTUM, DECAY = 1e-3, 0.95, 0.1
 OURS, NAIVE, REFERENCE, PURE, ALONE = "meshmuon", "naive", "reference", "pure work", "exchanges alone"
+SCHEMES = {"meshmuon, polar_express": "polar_express", "meshmuon, auto": "auto"}  # other updates: compared with each other alone
 TOLERANCE = 1e-3  # of the update, relative to its largest entry
 
 
@@ -86,7 +87,7 @@ def make(name: str, layout: ModelLayout, shapes: list[tuple[int, ...]]) -> Runne
     kind = "experts" if layout.experts else "mlp"
     names = [f"layers.{k}.{kind}.weight" for k in range(len(params))]
     groups = [{"params": params, "names": names, "use_muon": True, "expert_keys": ["experts"]}]
-    options: dict[str, Any] = {"lr": LR, "weight_decay": DECAY, "scheme": "keller", "none_grad": False}
+    options: dict[str, Any] = {"lr": LR, "weight_decay": DECAY, "scheme": SCHEMES.get(name, "keller"), "none_grad": False}
     if layout.data_parallel:
         ours: Muon = DistMuon(groups, adjust_lr_fn="match_rms_adamw", **options)
     else:
@@ -150,9 +151,11 @@ def measure(layout: ModelLayout, options: argparse.Namespace, wire: Wire) -> dic
     steps[ALONE] = Step(alone)
     if main:
         steps[PURE] = pure_work(shapes, options.cores)
+        steps |= {name: make(name, layout, shapes).step for name in SCHEMES}
+    warmups = 1 if main else 0  # the schemes' first step plans
     waits: list[float] = []
     shown: Callable[[str, Samples], None] = lambda name, _: waits.append(wire.waited) if name == OURS else None  # noqa: E731
-    times = race(steps, options.rounds, warmups=0, barrier=dist.barrier, shown=shown)
+    times = race(steps, options.rounds, warmups=warmups, barrier=dist.barrier, shown=shown)
     plan, elements = optimizer.plan(), sum(p.numel() for p in runners[OURS].params)
     waited, alone_s = over_ranks(quartiles(waits).median), quartiles(times[ALONE].wall).median
     return {
@@ -161,6 +164,7 @@ def measure(layout: ModelLayout, options: argparse.Namespace, wire: Wire) -> dic
         "matrices": len(plan.tasks),
         "steps": {name: samples.facts() for name, samples in times.items()},
         "ratio": {name: asdict(ratio(times[OURS].wall, samples.wall)) for name, samples in times.items() if name != ALONE},
+        "auto_over_polar_express": asdict(ratio(*(times[name].wall for name in reversed(SCHEMES)))) if main else None,
         "difference": apart,
         "bytes_sent": over_ranks(sent),
         "bytes_planned": None if layout.data_parallel else over_ranks(plan.bytes_sent.get(dist.get_rank(), 0)),

@@ -118,6 +118,9 @@ def goals_of(results: Sequence[dict[str, Any]], options: argparse.Namespace) -> 
         place = f"{result['layout']} on {result['ranks']} ranks" + (f" over {result['link']}" if result["link"] else "")
         if result["ranks"] == 4:
             goals.append(Goal(f"{place}: step ÷ naive", result["ratio"]["naive"]["median"], most=0.5))
+        if result["auto_over_polar_express"] and result["ranks"] in (2, 4):
+            auto = result["auto_over_polar_express"]["median"]
+            goals.append(Goal(f"{place}: step with auto ÷ with polar_express", auto, most=0.55))
         if result["ranks"] > 1 and result["bytes_bound"]:
             goals.append(Goal(f"{place}: bytes ÷ bound", result["bytes_sent"] / result["bytes_bound"], most=1.001))
         if 1 < result["ranks"] <= options.cores and compute_is_larger(result):

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from meshmuon import DistMuon, Muon
 
-from .test_nonfinite import assert_bits, contents, loss_of, network, optimizer_of, snapshot, unscaled
+from .test_nonfinite import assert_bits, clip_by_norm, contents, loss_of, network, optimizer_of, snapshot, unscaled
 
 BAD_STEP = 2
 
@@ -35,7 +35,7 @@ class Trainer:
     def clip(self, optimizer: torch.optim.Optimizer, most: float) -> None:
         if self.handles_unscaling(optimizer):
             raise RuntimeError("the current optimizer does not allow for gradient clipping")
-        nn.utils.clip_grad_norm_([param for group in optimizer.param_groups for param in group["params"]], most)
+        clip_by_norm(optimizer, most)
 
     def step(self, optimizer: torch.optim.Optimizer, clip: float | None) -> None:
         if self.scaler is not None and not self.handles_unscaling(optimizer):

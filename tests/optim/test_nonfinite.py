@@ -405,6 +405,11 @@ def optimizer_of(model: nn.Module, **options: Any) -> Muon:
     return Muon([{**one, "use_muon": muon} for one, muon in zip(groups, (True, False), strict=True)], lr=LR, **options)
 
 
+def clip_by_norm(optimizer: torch.optim.Optimizer, most: float) -> None:
+    """In the order of the param groups, since the norm is rounded by the order of its summands."""
+    nn.utils.clip_grad_norm_([param for group in optimizer.param_groups for param in group["params"]], most)
+
+
 def loss_of(model: nn.Module, step: int) -> Tensor:
     generator = torch.Generator().manual_seed(step)
     data, target = torch.randn(7, 6, generator=generator), torch.randn(7, 5, generator=generator)
@@ -422,7 +427,7 @@ def unscaled(steps: Sequence[int], clip: float | None = None, *, moved: float = 
         optimizer.zero_grad()
         loss_of(model, step).backward()
         if clip is not None:
-            nn.utils.clip_grad_norm_(model.parameters(), clip)
+            clip_by_norm(optimizer, clip)
         optimizer.step()
     return contents(model, optimizer)
 
@@ -447,7 +452,7 @@ def train(
             spoil(model, step)
         if clip is not None:
             scaler.unscale_(optimizer)
-            nn.utils.clip_grad_norm_(model.parameters(), clip)
+            clip_by_norm(optimizer, clip)
         scaler.step(optimizer)
         scaler.update()
     return contents(model, optimizer), scaler, optimizer
