@@ -82,7 +82,8 @@ class ReferenceExecutor:
                 rate = settings.rate * settings.adjust(*step_param.matrix_set.lr_shape)
                 stepped = local.clone()
                 words = [_random_words(step_param)]
-                apply([stepped], [shard], settings.decay, rate, cautious=settings.cautious, words=words)
+                # A copy, since ``apply`` overwrites updates and the shard may be a view of parts that are still to come.
+                apply([stepped], [shard.clone()], settings.decay, rate, cautious=settings.cautious, words=words)
                 local.copy_(torch.where(shard_in_part, stepped, local))
 
     def _orthogonalise(self, step_params: Sequence[StepParam], k: int, part: Tensor) -> None:

@@ -107,7 +107,8 @@ class Scratch:
             def take(name: str, shape: tuple[int, int, int]) -> Tensor:
                 return self._workspace.take_matrices(name, shape, self._dtype, self._device)
 
-            inverses = self._inverses[poles, count] = ShiftedInverses(count, self._n, poles, take)
+            with torch.inference_mode(False):  # made in a step inside of it, they would be useless to the next one outside
+                inverses = self._inverses[poles, count] = ShiftedInverses(count, self._n, poles, take)
         return inverses
 
     def reserve(self, steps: Sequence[Step], blocks: Sequence[int]) -> None:
