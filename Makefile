@@ -10,10 +10,10 @@ STAMP  := $(VENV)/.installed-$(shell cat pyproject.toml constraints.txt | cksum 
 export ONEDNN_MAX_CPU_ISA ?= AVX10_1_512
 
 .DEFAULT_GOAL := help
-.PHONY: help train test test-torch lint bench mutants clean
+.PHONY: help train test test-models test-torch lint bench check-streams mutants clean
 
 help: ## list the targets
-	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):[^#]*## /  make \1\t/' | expand -t 18
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):[^#]*## /  make \1\t/' | expand -t 22
 
 train: $(STAMP) ## train a small GPT with meshmuon beside AdamW; leaves a report in runs/ (ARGS="--help" for options)
 	$(BIN)/python examples/train_gpt.py $(ARGS)
@@ -22,6 +22,15 @@ train: $(STAMP) ## train a small GPT with meshmuon beside AdamW; leaves a report
 test: export OMP_WAIT_POLICY ?= passive
 test: $(STAMP) ## run the tests (ARGS="-k name" to select)
 	$(BIN)/python -m pytest -n 2 $(ARGS)
+
+# In an environment of its own: the torchvision of PyPI is built for CUDA. Beside a CPU build of torch importing it fails, and with
+# it everything that looks for it, such as Transformers' Trainer. The survey declares the operators that are missing.
+MODELS_VENV  := .venv-models
+MODELS_STAMP := $(MODELS_VENV)/.installed-$(shell cat pyproject.toml constraints.txt | cksum | cut -d' ' -f1)
+
+test-models: export OMP_NUM_THREADS ?= 1
+test-models: $(MODELS_STAMP) ## route every architecture of transformers, timm, torchvision, diffusers (ARGS="timm --list" to select)
+	$(MODELS_VENV)/bin/python -W ignore -m tests.models.survey $(ARGS)
 
 # Any other torch, in an environment of its own; of constraints.txt all but the torch that development uses. Its Triton may be
 # older: the interpreter of Triton 3.5 and 3.6 does not run with numpy 2.4.
@@ -35,7 +44,7 @@ test-torch: $(if $(TORCH),$(TORCH_STAMP)) ## run the tests with another torch: T
 
 $(TORCH_VENV)/.installed-%: pyproject.toml constraints.txt
 	@test -x $(TORCH_VENV)/bin/python || $(PYTHON) -m venv $(TORCH_VENV)
-	@sed 's/^torch==.*/torch==$(TORCH)/' constraints.txt > $(TORCH_VENV)/constraints.txt
+	@sed 's/^torch==.*/torch==$(TORCH)/; /^torchvision==/d' constraints.txt > $(TORCH_VENV)/constraints.txt
 	@echo 'numpy<2.4' >> $(TORCH_VENV)/constraints.txt
 	$(TORCH_VENV)/bin/python -m pip install --quiet --constraint $(TORCH_VENV)/constraints.txt torch
 	$(TORCH_VENV)/bin/python -m pip install --quiet --constraint $(TORCH_VENV)/constraints.txt --editable '.[dev]'
@@ -53,15 +62,26 @@ bench: $(STAMP) ## all benchmarks; writes benchmarks/results/ (BENCH=sharded for
 	@$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[bench]' || echo "contenders from PyPI are not installed"
 	for script in $(BENCH); do $(BIN)/python benchmarks/$$script.py $(ARGS) || exit 1; done
 
+PROGRAMS ?= 400
+FIRST    ?= 0
+check-streams: $(STAMP) ## look for races on a GPU in random programs (PROGRAMS=400 FIRST=0)
+	MESHMUON_PROGRAMS=$(PROGRAMS) MESHMUON_FIRST_PROGRAM=$(FIRST) $(BIN)/python -m pytest -n 2 tests/happens_before/test_programs.py $(ARGS)
+
 mutants: $(STAMP) ## break the maths in one place at a time and count what the tests catch
 	$(BIN)/python tests/mutation/run.py $(ARGS)
 
 clean: ## remove the virtual environment and caches
-	rm -rf $(VENV) .venv-torch-* .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .venv-models .venv-torch-* .pytest_cache .mypy_cache .ruff_cache .hypothesis
+
+$(MODELS_STAMP): pyproject.toml constraints.txt
+	@test -x $(MODELS_VENV)/bin/python || $(PYTHON) -m venv $(MODELS_VENV)
+	$(MODELS_VENV)/bin/python -m pip install --quiet --constraint constraints.txt torch
+	$(MODELS_VENV)/bin/python -m pip install --quiet --constraint constraints.txt --editable '.[dev,models,vision]'
+	@rm -f $(MODELS_VENV)/.installed-* && touch $@
 
 $(STAMP): pyproject.toml constraints.txt
 	@test -x $(BIN)/python || $(PYTHON) -c 'import sys; sys.exit("meshmuon needs Python 3.10 or newer") if sys.version_info < (3, 10) else None'
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt torch
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev,trainers,models]'
 	@rm -f $(VENV)/.installed-* && touch $@

@@ -5,6 +5,7 @@ from .errors import (
     CheckpointError,
     ConfigError,
     GradientError,
+    InactiveWarning,
     MeshmuonError,
     PlanError,
     PlanMismatchError,
@@ -14,10 +15,11 @@ from .errors import (
     UnsupportedError,
     UntestedTorchWarning,
 )
+from .matrices import Interleaved
 from .optim import DistMuon, Muon
 from .ortho import Scheme, Workspace, halley, hybrid, keller, orthogonalize, polar_express, zolotarev
 from .params.rules import MuonEq, MuonPlus, NorMuon, UpdateRule
-from .plan import Plan
+from .plan import CostModel, Plan
 from .qk_clip.max_logits import MaxLogits
 from .routing.param_groups import get_default_muon_param_groups
 from .routing.table import RoutingRow, RoutingTable
@@ -27,8 +29,11 @@ __version__ = "0.1.0"
 __all__ = [
     "CheckpointError",
     "ConfigError",
+    "CostModel",
     "DistMuon",
     "GradientError",
+    "InactiveWarning",
+    "Interleaved",
     "MaxLogits",
     "MeshmuonError",
     "Muon",

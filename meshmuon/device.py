@@ -1,7 +1,7 @@
 """What differs between a GPU and a CPU, behind one interface: streams, CUDA graphs, copies to host memory.
 
-Each interface has a CUDA twin and a CPU twin, whose methods the interface documents. The tests run the CUDA twins with stand-ins
-for CUDA only: none of them has run on a GPU yet.
+Each interface has a CUDA twin and a CPU twin, whose methods the interface documents. No CUDA twin has run on a GPU yet. A
+happens-before checker runs them on stand-ins for CUDA, and demands each of their waits: docs/gpu.md.
 """
 
 from __future__ import annotations
@@ -12,6 +12,10 @@ from typing import Protocol
 
 import torch
 from torch import Tensor
+
+from .torch_compat import as_dtensor, device_of_mesh
+
+HOST = torch.device("cpu")
 
 
 class CudaReplay:
@@ -28,12 +32,7 @@ class CudaReplay:
         if self._graph is not None:
             self._graph.replay()
             return
-        # The first run does the real work, on a side stream: libraries must be warm before a graph is captured.
-        side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):
-            self._work()
-        torch.cuda.current_stream().wait_stream(side)
+        self._work()  # the first run does the real work: libraries must be warm before a graph is captured
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
             self._work()
@@ -105,7 +104,8 @@ class CudaStreams:
     def beside(self, after: Mark, uses: Iterable[Tensor] = ()) -> Iterator[None]:
         self._side.wait_event(after)  # type: ignore[arg-type]
         for tensor in uses:
-            tensor.record_stream(self._side)
+            if tensor.device.type == "cuda":  # the host is done with its own memory when it frees it
+                tensor.record_stream(self._side)
         with torch.cuda.stream(self._side):
             yield
 
@@ -175,7 +175,6 @@ class CudaTransfers:
         self._side.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._side):
             device.copy_(host, non_blocking=True)
-        device.record_stream(self._side)
         torch.cuda.current_stream(self._device).wait_stream(self._side)
 
     def settle(self) -> None:
@@ -185,6 +184,22 @@ class CudaTransfers:
 def transfers_for(device: torch.device) -> Transfers:
     """How tensors of ``device`` are copied to host memory and back."""
     return CudaTransfers(device) if device.type == "cuda" else DirectTransfers()
+
+
+def work_device(param: Tensor) -> torch.device:
+    """Where the matrices of a parameter travel and are orthogonalised: where it is, or on the device of its mesh.
+
+    The latter if its shards are in host memory and the mesh is of devices, as with FSDP2's ``CPUOffloadPolicy``: orthogonalising
+    would take minutes on a CPU, and NCCL does not move host memory.
+    """
+    sharded = as_dtensor(param)
+    return device_of_mesh(sharded.device_mesh) if sharded is not None and is_staged(param) else param.device
+
+
+def is_staged(param: Tensor) -> bool:
+    """Whether a parameter is in host memory and its matrices go to a device, the ``work_device``, and back."""
+    sharded = as_dtensor(param)
+    return sharded is not None and param.device.type == "cpu" and sharded.device_mesh.device_type != "cpu"
 
 
 def known_to_host(tensor: Tensor) -> bool:

@@ -43,5 +43,9 @@ class RoutingWarning(UserWarning):
     """A parameter is routed in a way that is valid but probably a mistake."""
 
 
+class InactiveWarning(UserWarning):
+    """A step had no gradient for any of Muon's matrices. The next one raises."""
+
+
 class UntestedTorchWarning(UserWarning):
     """meshmuon is not tested with this version of torch."""

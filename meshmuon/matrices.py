@@ -3,21 +3,130 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence, Set
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence, Set
+from dataclasses import dataclass, field, replace
 from itertools import accumulate, pairwise
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeVar
 
 from .errors import ConfigError
 
 CONV_OPTIONS = (None, "flatten")
 EXPERT_DIMS = ("out_in", "in_out")
 
-Window: TypeAlias = tuple[tuple[int, int], tuple[int, int]]
-"""Half-open ranges of rows and of columns: ((12, 24), (0, 64)) is the second third of a fused (36, 64) weight."""
 
-Split: TypeAlias = "int | Sequence[int] | Callable[[str, tuple[int, ...]], int | Sequence[int] | None]"
-"""Sizes of the parts of the output dim, the size of equal parts, or a function of name and shape that gives one of these."""
+@dataclass(frozen=True, slots=True, repr=False)
+class StridedRange:
+    """Indices of a tensor dim: ``count`` blocks of ``size`` consecutive indices, one every ``period``.
+
+    ``StridedRange(12, 12)`` are rows 12 to 23 of a fused (36, D) weight, ``StridedRange(1, 2, 3, 5)`` rows 1, 2, 6, 7, 11, 12.
+    An index of the dim is counted from the dim's beginning, a position from the first index of the range.
+    """
+
+    start: int  # the first index
+    size: int  # indices of a block
+    count: int = 1  # number of blocks
+    period: int = 0  # from the beginning of a block to that of the next; 0 if there is one block
+
+    def __repr__(self) -> str:
+        first = f"({self.start}, {self.start + self.size})"
+        return first if self.count == 1 else f"{first} every {self.period}, {self.count} times"
+
+    @property
+    def length(self) -> int:
+        """Number of indices."""
+        return self.size * self.count
+
+    @property
+    def stop(self) -> int:
+        """The index after the last one."""
+        return self.start + (self.count - 1) * self.period + self.size
+
+    def before(self, index: int) -> int:
+        """How many of its indices are below ``index``: the position of ``index``, if it is one of them."""
+        if self.count == 1:
+            return min(max(index - self.start, 0), self.size)
+        block, within = divmod(index - self.start, self.period)
+        return 0 if block < 0 else min(block * self.size + min(within, self.size), self.length)
+
+    def between(self, start: int, stop: int) -> tuple[StridedRange, ...]:
+        """Its indices in [start, stop): the end of a block, whole blocks and the beginning of a block, or fewer ranges."""
+        first, last = self.before(start), self.before(stop)
+        if first == last:
+            return ()
+        head_stop = min(last, -(-first // self.size) * self.size)
+        tail_start = max(head_stop, last // self.size * self.size)
+        edges = (first, head_stop, tail_start, last)
+        return tuple(self._at_positions(begin, end) for begin, end in pairwise(edges) if begin < end)
+
+    def _at_positions(self, begin: int, end: int) -> StridedRange:
+        """The indices at positions [begin, end), which are whole blocks or inside one."""
+        block, within = divmod(begin, self.size)
+        index, length = self.start + block * self.period + within, end - begin
+        return StridedRange(index, length) if length <= self.size else replace(self, start=index, count=length // self.size)
+
+    def moved(self, by: int) -> StridedRange:
+        """The same indices plus ``by``."""
+        return replace(self, start=self.start + by)
+
+    def joined(self, following: StridedRange) -> StridedRange | None:
+        """Both as one range; None if they do not continue each other regularly."""
+        if self.count == following.count == 1 and self.stop == following.start:
+            return StridedRange(self.start, self.size + following.size)
+        gap = following.start - (self.stop - self.size)
+        regular = all(part.count == 1 or part.period == gap for part in (self, following))
+        return (
+            StridedRange(self.start, self.size, self.count + following.count, gap)
+            if regular and self.size == following.size
+            else None
+        )
+
+
+Window: TypeAlias = tuple[StridedRange, StridedRange]
+"""Rows and columns: (StridedRange(12, 12), StridedRange(0, 64)) is the second third of a fused (36, 64) weight."""
+
+
+@dataclass(frozen=True, slots=True)
+class Interleaved:
+    """A ``split`` of an output dim in which the parts take turns: ``repeats`` copies of a pattern of blocks follow each other.
+
+    Part *i* is block *i* of every copy, in the order in which they occur: a matrix of ``sizes[i] * repeats`` outputs.
+
+    ========================================================  =====================================================
+    weight                                                    split
+    ========================================================  =====================================================
+    gate and up alternate (gpt-oss)                           ``Interleaved((1, 1), ff)``
+    query, key and value of each head (gpt-neox, bloom)       ``Interleaved((head_dim, head_dim, head_dim), heads)``
+    queries, key and value of each group of heads (falcon)    ``Interleaved((queries * head_dim, head_dim, head_dim), groups)``
+    ========================================================  =====================================================
+
+    Attributes:
+        sizes: the sizes of the blocks of one copy, in order.
+        repeats: how many copies follow each other, such as the number of heads.
+    """
+
+    sizes: tuple[int, ...]
+    repeats: int
+
+    def __post_init__(self) -> None:
+        sizes = tuple(self.sizes) if isinstance(self.sizes, (tuple, list)) else ()
+        if not sizes or not all(map(_is_count, sizes)) or not _is_count(self.repeats):
+            raise ConfigError(
+                f"Interleaved(sizes={self.sizes!r}, repeats={self.repeats!r}) must have positive whole numbers: the sizes of the "
+                "blocks of one copy, and how many copies follow each other, such as Interleaved((64, 64, 64), 12) for query, key "
+                "and value of 12 heads."
+            )
+        object.__setattr__(self, "sizes", sizes)
+
+    @property
+    def outputs(self) -> int:
+        """The size of the output dim that it divides."""
+        return sum(self.sizes) * self.repeats
+
+
+Split: TypeAlias = (
+    "int | Sequence[int] | Interleaved | Callable[[str, tuple[int, ...]], int | Sequence[int] | Interleaved | None]"
+)
+"""Sizes of the parts of the output dim, the size of equal parts, parts that take turns, or a function of name and shape."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +163,21 @@ class MatrixSet:
         if self.window is None:
             return None
         rows, cols = self.window
-        return ((0, 1), cols) if self.flipped else (rows, (0, 1))
+        return (StridedRange(0, 1), cols) if self.flipped else (rows, StridedRange(0, 1))
+
+
+@dataclass(frozen=True, slots=True)
+class ParamMatrices:
+    """Which matrices one parameter holds: an entry of the option ``matrices``."""
+
+    experts: bool | int = False  # True: the first of three dims counts matrices; a number: a 2-D weight is so many blocks of rows
+    dims: str = "out_in"  # ``"in_out"``: rows are inputs and columns are outputs
+    split: Split | None = None  # parts of the outputs, as in the option ``split``
+    flatten: bool = False  # all dims after the first are one
+
+    def fields(self) -> dict[str, Any]:
+        """The entry as a mapping, as the option has it."""
+        return {name: getattr(self, name) for name in self.__slots__}
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +188,71 @@ class MatrixOptions:
     conv: str | None = None  # ``"flatten"`` makes any other parameter of more than two dims one (out, in·kernel) matrix
     split: Split | None = None  # how fused weights are cut along their output dim
     expert_dims: str = "out_in"  # ``"out_in"`` for experts of shape (experts, out, in), ``"in_out"`` for (experts, in, out)
+    matrices: Mapping[str, ParamMatrices] = field(default_factory=dict)  # by name; ``*`` stands for a number in a name
+
+    def of_param(self, name: str) -> ParamMatrices:
+        """The entry of a parameter, or one that says nothing."""
+        return entry_of(self.matrices, name) or ONE_MATRIX
+
+
+ONE_MATRIX = ParamMatrices()
+"""The entry of a parameter that is one (out, in) matrix: nothing differs from the options of its group."""
+
+
+WRAPPERS = frozenset({"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module", "module"})
+"""What wrappers insert into the names of parameters: torch.compile, activation checkpointing, FSDP, DDP."""
+
+_T = TypeVar("_T")
+
+
+def without_wrappers(name: str) -> str:
+    """The name without what wrappers insert: the same for a compiled and an uncompiled model, so that checkpoints fit both."""
+    return ".".join(part for part in name.split(".") if part not in WRAPPERS)
+
+
+def with_stars(name: str) -> str:
+    """The name with ``*`` in the place of each component that is a number: ``layers.3.up.weight`` is ``layers.*.up.weight``."""
+    return ".".join("*" if part.isdigit() else part for part in name.split("."))
+
+
+def entry_of(entries: Mapping[str, _T], name: str) -> _T | None:
+    """The entry for a parameter: of its name, of its name without wrappers, or of the latter with ``*`` for numbers."""
+    plain = without_wrappers(name)
+    return next((entries[key] for key in (name, plain, with_stars(plain)) if key in entries), None)
+
+
+def check_matrices(matrices: Any) -> dict[str, ParamMatrices]:
+    """The option ``matrices``, checked: a mapping from names to mappings with the fields of ``ParamMatrices``."""
+    example = '{"layers.*.mlp.experts.gate_up_proj": {"experts": True, "dims": "in_out", "split": (512, 512)}}'
+    if matrices is None:
+        return {}
+    if not isinstance(matrices, Mapping) or not all(isinstance(name, str) for name in matrices):
+        raise ConfigError(f"matrices={_short(matrices)} must be a mapping from names of parameters, such as {example}.")
+    checked = {}
+    for name, entry in matrices.items():
+        if not isinstance(entry, Mapping) or not set(entry) <= set(ParamMatrices.__slots__):
+            fields = ", ".join(ParamMatrices.__slots__)
+            raise ConfigError(f"matrices[{name!r}]={_short(entry)} must be a mapping with some of {fields}, such as {example}.")
+        checked[name] = found = ParamMatrices(**entry)
+        if not isinstance(found.experts, bool) and not (isinstance(found.experts, int) and found.experts > 0):
+            raise ConfigError(
+                f"matrices[{name!r}]: experts={_short(found.experts)} must be True, False or a number of blocks of rows."
+            )
+        if not isinstance(found.flatten, bool):
+            raise ConfigError(f"matrices[{name!r}]: flatten={_short(found.flatten)} must be True or False.")
+        if not isinstance(found.dims, str) or found.dims not in EXPERT_DIMS:
+            raise ConfigError(f"matrices[{name!r}]: dims={_short(found.dims)} is unknown; write one of {EXPERT_DIMS}.")
+        if callable(found.split):
+            raise ConfigError(
+                f"matrices[{name!r}]: split must be plain sizes; a function of names belongs into the option split."
+            )
+        check_matrix_options(MatrixOptions(split=found.split))
+    return checked
+
+
+def _short(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 120 else f"{text[:120]}…"
 
 
 def check_expert_keys(keys: Sequence[str] | None) -> tuple[str, ...]:
@@ -83,7 +271,7 @@ def check_matrix_options(options: MatrixOptions) -> None:
         raise ConfigError(f"conv={options.conv!r} is unknown; write one of {CONV_OPTIONS}.")
     if not isinstance(options.expert_dims, str) or options.expert_dims not in EXPERT_DIMS:
         raise ConfigError(f"expert_dims={options.expert_dims!r} is unknown; write one of {EXPERT_DIMS}.")
-    if options.split is not None and not callable(options.split):
+    if options.split is not None and not callable(options.split) and _interleaved(options.split) is None:
         _sizes("split", options.split, None)
 
 
@@ -95,33 +283,49 @@ def find_matrices(name: str, shape: Sequence[int], options: MatrixOptions) -> tu
         shape: the parameter's global shape: (rows, cols), (experts, rows, cols) or (out, in, *kernel).
         options: the options of its param group.
     """
-    whole = _before_split(name, shape, options)
+    known = options.of_param(name)
+    whole = _before_split(name, shape, options, known)
     split = _call_split(options.split, name, shape) if callable(options.split) else options.split
+    split = known.split if split is None else split
+    if not isinstance(known.experts, bool) and len(shape) == 2:
+        return _blocks_of_rows(name, whole, known.experts, split)
     if split is None:
         return (whole,)
-    outputs = whole.lr_shape[0]
-    edges = list(accumulate(_sizes(name, split, outputs), initial=0))
     parts = []
-    for start, stop in pairwise(edges):
-        size = stop - start
+    for part in _parts(name, split, whole.lr_shape[0]):
         if whole.flipped:
-            parts.append(MatrixSet(whole.count, whole.rows, size, whole.stack_dims, ((0, whole.rows), (start, stop)), True))
+            window = StridedRange(0, whole.rows), part
+            parts.append(MatrixSet(whole.count, whole.rows, part.length, whole.stack_dims, window, True))
         else:
-            parts.append(MatrixSet(whole.count, size, whole.cols, whole.stack_dims, ((start, stop), (0, whole.cols))))
+            window = part, StridedRange(0, whole.cols)
+            parts.append(MatrixSet(whole.count, part.length, whole.cols, whole.stack_dims, window))
     return tuple(parts)
 
 
-def _call_split(split: Callable[[str, tuple[int, ...]], int | Sequence[int] | None], name: str, shape: Sequence[int]) -> Any:
+def _call_split(split: Callable[[str, tuple[int, ...]], Any], name: str, shape: Sequence[int]) -> Any:
     try:
         return split(name, tuple(shape))
     except Exception as error:
         raise ConfigError(f"split({name!r}, {tuple(shape)}) failed with {type(error).__name__}: {error}") from error
 
 
-def _before_split(name: str, shape: Sequence[int], options: MatrixOptions) -> MatrixSet:
-    """The matrices of a parameter as if there were no ``split``."""
+def _blocks_of_rows(name: str, whole: MatrixSet, count: int, split: Any) -> tuple[MatrixSet, ...]:
+    """The experts of a 2-D weight, one below the other, as megablocks stores them: (count · rows, cols)."""
+    if split is not None or whole.rows % count:
+        wrong = "cannot be split as well" if split is not None else f"do not divide its {whole.rows} rows"
+        raise ConfigError(f"{name}: {count} blocks of rows {wrong}: correct experts={count} of its entry in matrices.")
+    size = whole.rows // count
+    return tuple(
+        MatrixSet(1, size, whole.cols, 0, (StridedRange(k * size, size), StridedRange(0, whole.cols)), whole.flipped)
+        for k in range(count)
+    )
+
+
+def _before_split(name: str, shape: Sequence[int], options: MatrixOptions, known: ParamMatrices) -> MatrixSet:
+    """The matrices of a parameter as if there were no ``split``; ``known`` is its entry in ``options.matrices``."""
+    flipped = known.dims == "in_out"
     if len(shape) == 2:
-        return MatrixSet(1, shape[0], shape[1])
+        return MatrixSet(1, shape[0], shape[1], flipped=flipped)
     if len(shape) < 2:
         raise ConfigError(
             f"{name}: shape {tuple(shape)} has no rows and columns, so Muon cannot orthogonalise it. If it is a bias, a norm or "
@@ -129,10 +333,10 @@ def _before_split(name: str, shape: Sequence[int], options: MatrixOptions) -> Ma
             "matrices that a wrapper has flattened (FSDP1, DeepSpeed ZeRO, fairscale), shard the model with FSDP2 instead "
             "(torch.distributed.fsdp.fully_shard), which keeps every matrix as it is."
         )
-    if len(shape) == 3 and any(key in name for key in options.expert_keys):
-        return MatrixSet(shape[0], shape[1], shape[2], stack_dims=1, flipped=options.expert_dims == "in_out")
-    if options.conv == "flatten":
-        return MatrixSet(1, shape[0], math.prod(shape[1:]))
+    if len(shape) == 3 and (known.experts or any(key in name for key in options.expert_keys)):
+        return MatrixSet(shape[0], shape[1], shape[2], stack_dims=1, flipped=flipped or options.expert_dims == "in_out")
+    if known.flatten or options.conv == "flatten":
+        return MatrixSet(1, shape[0], math.prod(shape[1:]), flipped=flipped)
     raise ConfigError(
         f"{name}: shape {tuple(shape)} has more than two dims. If it is a stack of expert matrices (experts, out, in), "
         f"pass expert_keys=[...] with a part of its name (now {list(options.expert_keys)}). If it is a convolution filter, pass "
@@ -140,9 +344,41 @@ def _before_split(name: str, shape: Sequence[int], options: MatrixOptions) -> Ma
     )
 
 
-def _sizes(name: str, split: int | Sequence[int], outputs: int | None) -> tuple[int, ...]:
+def _is_count(number: Any) -> bool:
+    return isinstance(number, int) and not isinstance(number, bool) and number > 0
+
+
+def _parts(name: str, split: Any, outputs: int) -> list[StridedRange]:
+    """Which outputs belong to each part; ``outputs`` is how many there are."""
+    interleaved = _interleaved(split)
+    if interleaved is None:
+        edges = accumulate(_sizes(name, split, outputs), initial=0)
+        return [StridedRange(start, stop - start) for start, stop in pairwise(edges)]
+    sizes, repeats, period = interleaved.sizes, interleaved.repeats, sum(interleaved.sizes)
+    if period * repeats != outputs:
+        fix = "Give sizes of which whole copies fit."
+        if outputs % period == 0 and outputs:
+            fix = f"Write Interleaved({sizes}, {outputs // period})."
+        raise ConfigError(
+            f"{name}: split=Interleaved({sizes}, {repeats}) is for {repeats} times {period} outputs, {period * repeats} in all, "
+            f"but it has {outputs} outputs. {fix}"
+        )
+    if len(sizes) == 1 or repeats == 1:  # consecutive outputs
+        return _parts(name, tuple(size * repeats for size in sizes), outputs)
+    starts = accumulate(sizes[:-1], initial=0)
+    return [StridedRange(start, size, repeats, period) for start, size in zip(starts, sizes, strict=True)]
+
+
+def _interleaved(split: Any) -> Interleaved | None:
+    """An ``Interleaved``, or the pair of its sizes and repeats as which param groups keep it; None for anything else."""
+    if isinstance(split, (tuple, list)) and len(split) == 2 and isinstance(split[0], (tuple, list)):
+        return Interleaved(split[0], split[1])  # type: ignore[arg-type]
+    return split if isinstance(split, Interleaved) else None
+
+
+def _sizes(name: str, split: Any, outputs: int | None) -> tuple[int, ...]:
     """The sizes of the parts, checked; ``outputs`` is what they must add up to, where it is known."""
-    if isinstance(split, int) and not isinstance(split, bool) and split > 0:
+    if isinstance(split, int) and _is_count(split):
         if outputs is None:
             return (split,)
         if outputs % split:
@@ -151,10 +387,11 @@ def _sizes(name: str, split: int | Sequence[int], outputs: int | None) -> tuple[
             )
         return (split,) * (outputs // split)
     sizes = tuple(split) if isinstance(split, (tuple, list)) else ()
-    if not sizes or not all(isinstance(size, int) and not isinstance(size, bool) and size > 0 for size in sizes):
+    if not sizes or not all(map(_is_count, sizes)):
         raise ConfigError(
-            f"{name}: split={split!r} must be sizes of parts such as (1024, 256, 256), the size of equal parts such as 128, or a "
-            "function of name and shape that returns one of these or None."
+            f"{name}: split={split!r} must be sizes of parts such as (1024, 256, 256), the size of equal parts such as 128, "
+            "Interleaved((64, 64, 64), 12) for parts that take turns, or a function of name and shape that returns one of these "
+            "or None."
         )
     if outputs is not None and sum(sizes) != outputs:
         raise ConfigError(f"{name}: split={sizes} adds up to {sum(sizes)}, but it has {outputs} outputs.")

@@ -7,8 +7,11 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.optional import need
+
 ROOT = Path(__file__).parent.parent
 PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").glob("*.md"))]
+OPTIONAL = re.compile(r"^(?:from|import) (accelerate|lightning|torchtitan|transformers|trl)\b", re.MULTILINE)
 
 
 def python_blocks(page: Path) -> list[str]:
@@ -21,6 +24,8 @@ EXAMPLES = [(page, k, block) for page in PAGES for k, block in enumerate(python_
 @pytest.mark.parametrize(("page", "block"), [pytest.param(page, block, id=f"{page.name}-{k}") for page, k, block in EXAMPLES])
 def test_example_runs(page: Path, block: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
+    for package in sorted(set(OPTIONAL.findall(block))):
+        need(package)
     exec(compile(block, f"{page.name}", "exec"), {"__name__": "__main__"})
 
 

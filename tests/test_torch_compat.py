@@ -553,11 +553,42 @@ def test_modes_see_nothing() -> None:
         assert len(seen) == count
 
 
+def test_ranges_are_annotations_in_profiles() -> None:
+    profile = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU])
+    with profile, torch_compat.profiler_range("ours"), torch.profiler.record_function("theirs"):
+        torch.zeros(1)
+    annotations = {event.name for event in profile.events() if event.is_user_annotation}
+    assert {"ours", "theirs"} <= annotations
+
+
+def test_ranges_are_cheap_where_nothing_is_profiled() -> None:
+    assert not isinstance(torch_compat.profiler_range("meshmuon::here"), torch.profiler.record_function)
+    with torch_compat.profiler_range("meshmuon::here"):
+        pass
+
+
 def test_compiled_modules_are_unwrapped() -> None:
     layer = nn.Linear(2, 2)
     assert torch_compat.unwrapped(torch.compile(layer)) is layer  # type: ignore[arg-type]
     assert torch_compat.unwrapped(layer) is layer
     assert torch_compat.has_compiled() == ("torch._dynamo" in sys.modules)
+
+
+def test_what_is_never_traced() -> None:
+    """Called from compiled code, compiled itself, or called as it is."""
+    from torch._dynamo.testing import CompileCounter
+
+    graphs = CompileCounter()
+
+    @torch_compat.never_traced
+    def doubled(value: torch.Tensor) -> torch.Tensor:
+        assert not torch.compiler.is_compiling()
+        return value * 2 if bool(value.sum() > 0) else value  # two graphs if it were traced
+
+    for run in (doubled, torch.compile(doubled, backend=graphs), torch.compile(lambda value: doubled(value), backend=graphs)):
+        assert torch.equal(run(torch.ones(3)), torch.full((3,), 2.0))
+    assert graphs.frame_count == 0
+    assert doubled.__name__ == "doubled"
 
 
 def test_the_limit_of_graphs_is_raised_inside_only() -> None:

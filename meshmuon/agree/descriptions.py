@@ -11,6 +11,7 @@ from torch import Tensor
 from ..device import known_to_host
 from ..layout import Layout
 from ..ortho import Orthogonalizer, Rational, Scheme, Step
+from ..params.checks import momentum_is_cycled
 from ..params.option_table import Compared, group_options
 from ..plan import Plan, PlannedParam
 from .step_decision import PlanInput
@@ -79,10 +80,12 @@ def describe_param(plan_input: PlanInput, layouts: Sequence[Layout], planned: Se
 
 def hyperparameters_of(groups: Sequence[Mapping[str, Any]]) -> list[str]:
     """The hyperparameters of each param group. Ranks that have different ones would silently diverge."""
-    return [
-        ", ".join(f"{key}={_value_text(group[key])}" for key in _COMPARED_KEYS[bool(group["use_muon"])] if key in group)
-        for group in groups
-    ]
+    return [", ".join(f"{key}={_value_text(group[key])}" for key in _compared_keys(group) if key in group) for group in groups]
+
+
+def _compared_keys(group: Mapping[str, Any]) -> tuple[str, ...]:
+    keys = _COMPARED_KEYS[bool(group["use_muon"])]
+    return keys if group["use_muon"] or not momentum_is_cycled(group) else (*keys, "momentum")
 
 
 def _value_text(value: Any) -> str:

@@ -15,7 +15,7 @@ from ..layout import Layout, Mesh
 from ..matrices import MatrixSet
 from ..ortho import expected_flops
 from ..params.dtensors import ReplicaGroup, connected_ranks, layouts_of, replica_ranks, replicated_layout, siblings
-from ..plan import NO_WAVE, Plan, PlannedParam, PlanOptions, cost_model_for, make_plan
+from ..plan import NO_WAVE, CostModel, Plan, PlannedParam, PlanOptions, cost_model_for, make_plan
 from ..transport import Exchange
 from .descriptions import describe_param, recipe_text
 from .planned_set import PlannedSet
@@ -70,6 +70,7 @@ class PlanSettings:
     options: PlanOptions
     form: str  # of the orthogonalisation: it decides the FLOPs
     path: str  # which executor will run the plan, as text
+    cost_model: CostModel | None = None  # the user's own; None for that of the parameters' device
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +112,8 @@ class LocalPlanner:
     def __init__(self, plan_inputs: tuple[PlanInput, ...], settings: PlanSettings, topology: Topology) -> None:
         options = settings.options
         if plan_inputs:
-            options = replace(options, cost=cost_model_for(plan_inputs[0].device.type))
+            first = next((plan_input for plan_input in plan_inputs if plan_input.matrix_sets is not None), plan_inputs[0])
+            options = replace(options, cost=settings.cost_model or cost_model_for(first.work_device.type))
         self._settings = replace(settings, options=options)
         self._topology = topology
         self.plan_inputs = plan_inputs
@@ -233,7 +235,7 @@ class LocalPlanner:
             name=plan_input.name,
             layouts=layouts or (replicated_layout(plan_input.shape, ranks),),
             stack_dims=matrix_set.stack_dims,
-            lane=(plan_input.device.type, str(plan_input.comm_dtype), str(plan_input.update_dtype)),
+            lane=(_places(plan_input), str(plan_input.comm_dtype), str(plan_input.update_dtype)),
             itemsize=plan_input.comm_dtype.itemsize,
             flops=expected_flops(rows, cols, plan_input.scheme, self._settings.form, plan_input.compute_dtype),
             share=True if plan_input.mesh is None else None,
@@ -241,6 +243,12 @@ class LocalPlanner:
             window=matrix_set.window,
             how=recipe_text(plan_input),
         )
+
+
+def _places(plan_input: PlanInput) -> str:
+    """Where a parameter is and where its matrices are orthogonalised: ``"cuda"`` for both, ``"cpu to cuda"`` for host memory."""
+    stored, works = plan_input.device.type, plan_input.work_device.type
+    return works if stored == works else f"{stored} to {works}"
 
 
 def fingerprint_of(values: object) -> int:

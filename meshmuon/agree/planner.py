@@ -34,7 +34,7 @@ from .link import Home, Link, current_rank
 from .local_planner import LocalPlanner, PlanSettings, Proposal, StepGradients, Topology, fingerprint_of, slices_by_mesh
 from .planned_set import NOT_PLANNED, PlannedSet
 from .state_presence import StatePresence
-from .step_decision import PlanInput, RankStatus, StepDecision
+from .step_decision import Activity, PlanInput, RankStatus, StepDecision
 
 _FAILED, _READY = -1, 1  # what a rank votes instead of a fingerprint, which is 0 or more
 
@@ -54,7 +54,7 @@ class Planner:
        a. plans on this rank, at the first step and whenever the plan inputs have changed, a parameter has its first gradient,
           or a considerable part of the plan has had none for long (``PlannedSet``). Otherwise a missing gradient changes only
           what the step does with the plan. Ranks that meet for the first time create their process groups here;
-       b. votes: one all-reduce of six integers in host memory, at every step;
+       b. votes: one all-reduce of seven integers in host memory, at every step;
        c. compares notes if the votes differ. The ranks gather their views of the step, then settle on one plan for all that any
           of them has planned, or raise the same error.
 
@@ -127,7 +127,7 @@ class Planner:
                 raise failure
         finally:
             del failure  # an error that its own traceback holds would keep the caller alive
-        return self._decision(self._must_prepare(status), status.nonfinite, status.has_work)
+        return self._decision(self._must_prepare(status), status.nonfinite, status.has_work, status.activity)
 
     def confirm(self, failure: Exception | None) -> None:
         """Returns on all ranks once all are ready for the step, or raises on all ranks the error of the first that is not."""
@@ -225,7 +225,14 @@ class Planner:
         """Compares with all ranks what each is about to do, and looks for the reason where they differ."""
         self._home.check_process()
         fingerprint = self._fingerprint(status) if failure is None else _FAILED
-        vote = Vote(fingerprint, self._must_prepare(status), status.nonfinite, status.has_work, self._pairing.proposed_id())
+        vote = Vote(
+            fingerprint,
+            self._must_prepare(status),
+            status.nonfinite,
+            status.has_work,
+            status.activity,
+            self._pairing.proposed_id(),
+        )
         verdict = link.agreement.decide(vote)
         prepares = verdict.prepares
         if not verdict.unanimous or failure is not None:
@@ -238,7 +245,7 @@ class Planner:
             notes = self._compare_notes(link, self._local, status)
             prepares = self._plan_together(link, self._local, notes, status) or prepares
         self._pairing = self._pairing.joined(verdict.proposed_id)
-        return self._decision(prepares, verdict.nonfinite, verdict.has_work)
+        return self._decision(prepares, verdict.nonfinite, verdict.has_work, Activity(verdict.activity))
 
     def _fingerprint(self, status: RankStatus) -> int:
         """The fingerprint of all that must be equal on all ranks in this step."""
@@ -246,20 +253,22 @@ class Planner:
         assert self._proposal is not None
         pairing = self._pairing
         identity = (pairing.shared_id, pairing.steps) if pairing.shared_id else (pairing.steps, *place_of(self._optimizer()))
-        hyperparameters = self._local.shared_hyperparameters(status.hyperparameters)
+        hyperparameters = self._local.shared_hyperparameters(status.hyperparameters())
         without_state = self._local.positions_among_shared(status.without_state)
         return fingerprint_of((self._proposal.fingerprint, hyperparameters, identity, without_state))
 
     def _must_prepare(self, status: RankStatus) -> bool:
         return self._proposal is None or self._proposal.decision.plan is not status.prepared_plan
 
-    def _decision(self, prepares: bool, nonfinite: bool, has_work: bool) -> StepDecision:
+    def _decision(self, prepares: bool, nonfinite: bool, has_work: bool, activity: Activity) -> StepDecision:
         assert self._proposal is not None
         decision = self._proposal.decision
-        steady = not prepares and not nonfinite and has_work
+        steady = not prepares and not nonfinite and has_work and activity is Activity.ACTIVE
         if steady:
             self._count_step()
-        return decision if steady else replace(decision, prepares=prepares, nonfinite=nonfinite, has_work=has_work)
+        if steady:
+            return decision
+        return replace(decision, prepares=prepares, nonfinite=nonfinite, has_work=has_work, activity=activity)
 
     def _compare_notes(self, link: Link, local: LocalPlanner, status: RankStatus) -> dict[int, Note]:
         """Gathers every rank's view of the step; raises where ranks step other optimizers, parameters or hyperparameters."""
@@ -270,7 +279,7 @@ class Planner:
             parameters=local.descriptions(),
             has_grad=local.shared_flags(status.has_grad),
             idle_steps=self._planned_next.idle_steps(local.shared),
-            hyperparameters=local.shared_hyperparameters(status.hyperparameters),
+            hyperparameters=local.shared_hyperparameters(status.hyperparameters()),
             pairing=self._pairing,
             place=place_of(self._optimizer()),
             state="".join(status.presence.presence(index) for index in local.shared),

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from enum import IntEnum
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -20,6 +21,15 @@ if TYPE_CHECKING:
     from .state_presence import StatePresence
 
 
+class Activity(IntEnum):
+    """How much Muon has to do in a step, on a rank or on all of them; the largest of all ranks counts."""
+
+    NO_MATRIX = 0  # no param group has a matrix for Muon
+    FROZEN = 1  # there are matrices, but none requires a gradient
+    NO_GRADIENT = 2  # there are matrices to train, but none has a gradient
+    ACTIVE = 3  # a matrix has a gradient, or once had one
+
+
 class PlanInput(NamedTuple):
     """What a plan must know about a parameter. Whether it has a gradient, which changes between steps, is in ``RankStatus``."""
 
@@ -29,7 +39,8 @@ class PlanInput(NamedTuple):
     local_shape: tuple[int, ...]  # of this rank's shard
     mesh: DeviceMesh | None  # None for a plain tensor
     placements: tuple[Any, ...]  # torch's
-    device: torch.device
+    device: torch.device  # of its local tensor
+    work_device: torch.device  # where its matrices travel and are orthogonalised
     matrix_sets: tuple[MatrixSet, ...] | None  # one set per part of a fused weight; None if AdamW steps the parameter
     scheme: Scheme | Orthogonalizer | None
     rule: UpdateRule | None  # None for plain Muon
@@ -53,6 +64,7 @@ class StepDecision:
     prepares: bool = False  # some rank must create new buffers; all ranks then confirm that they are ready
     nonfinite: bool = False  # some rank has a gradient that must not be used; all ranks skip the step
     has_work: bool = True  # some rank has more to do than create state
+    activity: Activity = Activity.ACTIVE
     repeats: bool = False  # some matrix is computed by several ranks, by each for itself
 
 
@@ -63,6 +75,8 @@ class RankStatus(NamedTuple):
     prepared_plan: Plan | None  # the plan that it has buffers for
     nonfinite: bool  # it has a gradient that must not be used
     has_work: bool  # it has more to do than create state
-    hyperparameters: Sequence[str]  # of each param group, as text; ranks that share its parameters must have the same
+    activity: Activity
+    # Returns those of each param group, as text; ranks that share its parameters must have the same. A single rank never asks.
+    hyperparameters: Callable[[], Sequence[str]]
     without_state: Sequence[int]  # indices of the plan inputs whose state it would start at zero
     presence: StatePresence  # which state it has; read only where ranks differ

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import math
 import zlib
-from collections.abc import Iterable
-from typing import Any, NoReturn
+from collections.abc import Iterable, Sequence
+from typing import Any, NoReturn, cast
 
 import torch
 import torch.distributed as dist
@@ -21,55 +21,63 @@ from ..agree.differences import Note, raise_failures, raise_mismatch, raise_uneq
 from ..errors import ConfigError, GradientError, MeshmuonError, PlanMismatchError
 from ..layout import Layout
 from ..params.dtensors import ReplicaGroup, as_dtensor, check_gradient_placement, groups_of, known_placements
-from ..torch_compat import mark_overwritten
+from ..torch_compat import mark_overwritten, never_traced
 from ..transport import NormWord, all_gather_objects, host_group, norm_device, reduce_norm, shared_group
 from .norms import local_norms, scale_all
 from .replicas import Replicas
 
 _DOUBLE = (torch.float64, torch.complex128)
+_WHICH = ("all", "adamw")
 
 
+@never_traced
 @torch.no_grad()
 def clip_grad_norm_(
-    parameters: Tensor | Iterable[Tensor],
+    parameters: Tensor | Iterable[Tensor] | torch.optim.Optimizer,
     max_norm: float | Tensor,
     norm_type: float = 2.0,
     error_if_nonfinite: bool = False,
     foreach: bool | None = None,
     *,
     pp_group: ReplicaGroup | None = None,
+    which: str = "all",
 ) -> Tensor:
     """Scales all gradients in place by ``max_norm / (norm + 1e-6)`` if that is below 1; ``norm`` is that of all gradients.
 
     As ``torch.nn.utils.clip_grad_norm_``, for parameters on any mixture of meshes and placements.
 
     Args:
-        parameters: a tensor or tensors whose ``.grad`` is scaled. All ranks that the parameters' meshes connect must call this
-            with the same parameters. Ranks may differ in which of them have a gradient.
+        parameters: a tensor or tensors whose ``.grad`` is scaled, or an optimizer, which stands for its parameters. All ranks
+            that the parameters' meshes connect must call this with the same parameters. Ranks may differ in which of them have a
+            gradient.
         max_norm: largest norm that is allowed, a number or a tensor of one element.
         norm_type: p of the p-norm, a positive number or ``inf``.
         error_if_nonfinite: raise GradientError, on all ranks and before anything is written, if the norm is not finite. The host
             then waits for the device.
         foreach: whether to use batched kernels; None uses them where they exist.
         pp_group: process group, or mesh of one axis, of the pipeline stages; the norm is taken over all of them.
+        which: ``"all"`` parameters, or those that ``"adamw"`` steps: the norm is then theirs alone, and Muon's gradients stay as
+            they are. Only an optimizer knows which these are, so pass the optimizer.
 
     Returns:
         The norm before clipping: a plain tensor without dims, the same on all ranks.
     """
-    return _GradNorm(parameters, norm_type, foreach, pp_group, max_norm).run(raises=error_if_nonfinite)
+    return _GradNorm(_chosen_tensors(parameters, which), norm_type, foreach, pp_group, max_norm).run(raises=error_if_nonfinite)
 
 
+@never_traced
 @torch.no_grad()
 def total_grad_norm(
-    parameters: Tensor | Iterable[Tensor],
+    parameters: Tensor | Iterable[Tensor] | torch.optim.Optimizer,
     norm_type: float = 2.0,
     error_if_nonfinite: bool = False,
     foreach: bool | None = None,
     *,
     pp_group: ReplicaGroup | None = None,
+    which: str = "all",
 ) -> Tensor:
     """The norm of all gradients together; nothing is scaled. Arguments and result are those of ``clip_grad_norm_``."""
-    return _GradNorm(parameters, norm_type, foreach, pp_group, None).run(raises=error_if_nonfinite)
+    return _GradNorm(_chosen_tensors(parameters, which), norm_type, foreach, pp_group, None).run(raises=error_if_nonfinite)
 
 
 class _GradNorm:
@@ -81,13 +89,13 @@ class _GradNorm:
 
     def __init__(
         self,
-        parameters: Tensor | Iterable[Tensor],
+        params: Sequence[Tensor],
         norm_type: float,
         foreach: bool | None,
         pp_group: ReplicaGroup | None,
         max_norm: float | Tensor | None,
     ) -> None:
-        self._params = _unique_tensors(parameters)
+        self._params = params
         self._foreach = foreach
         self._replicas = Replicas(self._params)
         self._stage: dist.ProcessGroup | None = None  # of the ranks that the meshes connect
@@ -278,13 +286,25 @@ class _GradNorm:
         mark_overwritten([grad for grad in gradients if grad is not None and not grad.is_inference()])
 
 
-def _unique_tensors(parameters: Tensor | Iterable[Tensor]) -> list[Tensor]:
-    tensors = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+def _chosen_tensors(parameters: Tensor | Iterable[Tensor] | torch.optim.Optimizer, which: str) -> list[Tensor]:
+    """The parameters to clip, each once."""
+    if which not in _WHICH:
+        raise ConfigError(f"which={which!r} is unknown; write one of {_WHICH}.")
+    groups = getattr(parameters, "param_groups", None)  # also of a trainer's wrapper around an optimizer
+    if which == "adamw" and (groups is None or not all("use_muon" in group for group in groups)):
+        what = "bare parameters do" if groups is None else f"the groups of {type(parameters).__name__} do"
+        raise ConfigError(
+            f'which="adamw": {what} not say which of them AdamW steps. Pass the optimizer, clip_grad_norm_(optimizer, max_norm, '
+            'which="adamw") with a meshmuon.Muon, or pass just the parameters to clip and leave out which.'
+        )
+    if groups is not None:
+        parameters = [param for group in groups if which == "all" or not group["use_muon"] for param in group["params"]]
+    tensors = [parameters] if isinstance(parameters, Tensor) else list(cast("Iterable[Tensor]", parameters))
     for tensor in tensors:
         if not isinstance(tensor, Tensor):
             raise ConfigError(
-                f"parameters must be tensors, got {type(tensor).__name__}. Pass model.parameters(), or those of an optimizer: "
-                '(p for group in optimizer.param_groups for p in group["params"]).'
+                f"parameters must be tensors, got {type(tensor).__name__}. Pass model.parameters(), or the optimizer for those "
+                "that it steps."
             )
     return list(dict.fromkeys(tensors))
 

@@ -2,6 +2,7 @@
 
 from .data_parallel import DataParallelExecutor
 from .executor import Executor, StepExecutor
+from .local_cuts import window_of
 from .reference import ReferenceExecutor
 from .rounding import Elements, RandomWords, RoundingScratch, advance_counters, chunks_of, elements_held, round_stochastically
 from .settings import DEFAULT_MEMORY_BUDGET, ExecutorSettings
@@ -24,4 +25,5 @@ __all__ = [
     "chunks_of",
     "elements_held",
     "round_stochastically",
+    "window_of",
 ]

@@ -8,16 +8,16 @@ from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 
 from torch import Tensor
-from torch.profiler import record_function
 
 from ..plan import NO_WAVE, Batch, WaveRoutes, WaveSizes, slot_sizes, wave_sizes
-from ..torch_compat import local_part
-from .ortho_batch import OrthoBatch
+from ..torch_compat import local_part, profiler_range
+from .ortho_batch import OrthoBatch, flat_matrices
 from .pipeline import gradient_read_order
 from .program_builder import MatrixRange, PlacedTransfers, ProgramBuilder, offsets_of
 from .rounding import RoundingScratch
 from .rule_state import RuleStateExchange, load_rule_state, rule_state_exchanges, store_rule_state
 from .shard_views import GradientReads, ShardView, ShardViews
+from .staging import Stage, Staging
 from .step_param import StepParam
 from .strided_copies import PlacedPiece, blocks_of, strided_views
 from .wave import CopyPairs, OwnedBatch, RankWave, Wave
@@ -28,21 +28,28 @@ class LocalBatch:
     """Matrices that are whole on this rank: momentum, orthogonalise, update, nothing sent."""
 
     ortho_batch: OrthoBatch  # where they are orthogonalised
-    shard_views: ShardViews  # their place in the parameters, and their views of ``ortho_batch``
+    shard_views: (
+        ShardViews  # their place in the parameters, and their views of ``ortho_batch`` or of the host memory of ``stage``
+    )
     gradient_reads: GradientReads  # the parameters whose gradients it is the first or the last to read
     rule_state: list[ShardView]  # the place of their rule state, and its views of ``ortho_batch``
+    stage: Stage | None = None  # between ``ortho_batch`` and the memory that ``shard_views`` are of; None where they are the same
 
     def run(self, step_params: Sequence[StepParam], idle: AbstractSet[int]) -> None:
         """One step of the batch, without what belongs to ``idle`` parameters."""
         if self.ortho_batch.is_idle(idle):
             return
-        with record_function("meshmuon::momentum"):
+        with profiler_range("meshmuon::momentum"):
             self.gradient_reads.accumulate_momentum(step_params, idle)
             self.shard_views.fill(step_params, idle)
             load_rule_state(self.rule_state, step_params, idle)
+            if self.stage is not None:
+                self.stage.to_device()
         self.gradient_reads.free_gradients(step_params)
         self.ortho_batch.orthogonalise(idle)
-        with record_function("meshmuon::update"):
+        if self.stage is not None:
+            self.stage.to_host()
+        with profiler_range("meshmuon::update"):
             self.shard_views.apply(step_params, idle)
             store_rule_state(self.rule_state, step_params, idle)
 
@@ -57,8 +64,10 @@ class RankProgram:
     gathered_ahead: int | None = None  # as in ``pipeline_order``
     local: tuple[LocalBatch, ...] = ()  # what needs no exchange
     rule_states: tuple[RuleStateExchange, ...] = ()  # the rule state of the matrices that are exchanged, one per device and dtype
-    freed_at_end: GradientReads = field(default_factory=GradientReads)  # the parameters whose gradients no wave or batch frees
+    # The parameters whose momentum is accumulated before the waves and batches, and whose gradients are freed after all of them.
+    around_all: GradientReads = field(default_factory=GradientReads)
     failures: list[Exception] = field(default_factory=list)  # where batches put what went wrong during a step
+    stagings: tuple[Staging, ...] = ()  # host memory between weights that are there and their devices
 
 
 class RankProgramBuilder(ProgramBuilder):
@@ -70,8 +79,10 @@ class RankProgramBuilder(ProgramBuilder):
         local_batches, *wave_batches = self.reserved_batches([local_ranges, *self.owned_ranges])
         sizes = [wave_sizes(routes) for routes in self.routes]
         self._reserve_buffers(sizes)
+        for batch in local_batches:
+            self._local_stage(local_ranges, batch)  # grown to its final size before anything keeps a view of it
         self._filled_once = self._params_filled_once()
-        gradient_reads, freed_at_end = self._gradient_reads(local_ranges, local_batches)
+        gradient_reads, around_all = self._gradient_reads(local_ranges, local_batches)
         waves, owned_rule_state = [], dict[int, Tensor]()
         for k, batches in enumerate(wave_batches):
             ortho_batches = [self.ortho_batch(self.owned_ranges[k], batch) for batch in batches]
@@ -87,8 +98,9 @@ class RankProgramBuilder(ProgramBuilder):
             in_flight=self.plan.options.in_flight,
             local=tuple(local),
             rule_states=tuple(rule_state_exchanges(self, owned_rule_state)),
-            freed_at_end=freed_at_end,
+            around_all=around_all,
             failures=self.failures,
+            stagings=tuple(self.stagings.values()),
         )
 
     def _local_ranges(self) -> list[MatrixRange]:
@@ -106,31 +118,50 @@ class RankProgramBuilder(ProgramBuilder):
 
     def _local_batch(self, ranges: Sequence[MatrixRange], batch: Batch, gradient_reads: GradientReads) -> LocalBatch:
         ortho_batch = self.ortho_batch(ranges, batch)
+        stage, in_host = self._local_stage(ranges, batch)
+        stacked = ortho_batch.stacked if in_host is None else in_host
         shard_views, rule_state, stop = [], [], 0
         for item_range in batch.slices:
             start, stop = stop, stop + item_range.stop - item_range.start
             full = ranges[item_range.item]
             matrix_range = MatrixRange(full.param_index, full.start + item_range.start, full.start + item_range.stop)
-            shard_views.append(self.shard_view(matrix_range, ortho_batch.stacked[start:stop]))
+            shard_views.extend(self.shard_views(matrix_range, stacked[start:stop]))
             if ortho_batch.rule_state is not None:
-                rule_state.append(self.rule_state_view(matrix_range, ortho_batch.rule_state[start:stop]))
+                rule_state.extend(self.rule_state_views(matrix_range, ortho_batch.rule_state[start:stop]))
         views = ShardViews(shard_views, self.step_params, RoundingScratch(self.workspace), self._filled_once)
-        return LocalBatch(ortho_batch, views, gradient_reads, rule_state)
+        return LocalBatch(ortho_batch, views, gradient_reads, rule_state, stage)
+
+    def _local_stage(self, ranges: Sequence[MatrixRange], batch: Batch) -> tuple[Stage | None, Tensor | None]:
+        """What copies a batch of weights in host memory to its device and back, and the batch in host memory; else None."""
+        template = self.template(ranges, batch)
+        if not template.staged:
+            return None, None
+        flat = flat_matrices(batch, template, self.workspace)
+        return self.staging(flat.device).matrices("matrices", (batch.size, batch.rows, batch.cols), flat)
 
     def _gradient_reads(
         self, local_ranges: Sequence[MatrixRange], local_batches: Sequence[Batch]
     ) -> tuple[list[GradientReads], GradientReads]:
-        """The gradient reads of each wave, then of each local batch; and the parameters that none of them reads.
+        """The gradient reads of each wave, then of each local batch; and those of the step as a whole.
 
-        The parts of a fused weight share one gradient and momentum: all are listed under the index of the first part.
+        Waves read beside the main stream, local batches in it. Of a parameter that both read, neither may accumulate the momentum
+        that the other needs, and a local batch may not free a gradient that a wave may still be reading. The step does so, before
+        and after all of them. It also frees the gradients that nobody reads. The parts of a fused weight share one gradient and
+        momentum: all are listed under the index of the first part.
         """
-        first = self._first_parts()
+        first, waves = self._first_parts(), len(self.routes)
         reads = [{first[self.plan.tasks[index].param] for index in _tasks_held(routes)} for routes in self.routes]
         reads += [{first[local_ranges[item_range.item].param_index] for item_range in batch.slices} for batch in local_batches]
-        order = list(gradient_read_order(len(self.routes), len(local_batches), self.plan.options.in_flight))
+        on_both = set().union(*reads[:waves]) & set().union(*reads[waves:])
+        order = list(gradient_read_order(waves, len(local_batches), self.plan.options.in_flight))
         first_here, last_here = _first_reads(reads, order), _first_reads(reads, order[::-1])
+        freed_at_end = set(first).difference(*reads)
+        for k in range(waves, len(reads)):
+            freed_at_end |= on_both.intersection(last_here[k])
+            last_here[k] = [param for param in last_here[k] if param not in on_both]
+        first_here = [[param for param in indices if param not in on_both] for indices in first_here]
         gradient_reads = [GradientReads(*indices, self._filled_once) for indices in zip(first_here, last_here, strict=True)]
-        return gradient_reads, GradientReads((), sorted(set(first).difference(*reads)))
+        return gradient_reads, GradientReads(sorted(on_both), sorted(freed_at_end), self._filled_once)
 
     def _first_parts(self) -> list[int]:
         """For each parameter, the first one with the same tensor: parts of a fused weight are parameters of their own."""
@@ -164,11 +195,19 @@ class RankProgramBuilder(ProgramBuilder):
                 largest = slot_sizes([sizes[k] for k in waves if k % slots == slot])
                 for name, size in zip(("shards", "gathered", "results"), largest, strict=True):
                     self._buffer(name, waves[0], slot, size)
+                self._stage(waves[0], slot, largest[0])
             self._unrounded_buffer(waves[0], max(sizes[k].shards for k in waves))
 
     def _buffer(self, name: str, wave: int, slot: int, size: int) -> Tensor:
         template = self.lane_template(wave)
-        return self.workspace.take(f"{name} {slot}", (size,), template.comm_dtype, template.param.device)
+        return self.workspace.take(f"{name} {slot}", (size,), template.comm_dtype, template.work_device)
+
+    def _stage(self, wave: int, slot: int, size: int) -> Stage | None:
+        """What copies shards to the buffer that is sent, and back, if they are in host memory and the buffer is on a device."""
+        if not self.lane_template(wave).staged:
+            return None
+        shards = self._buffer("shards", wave, slot, size)
+        return self.staging(shards.device).flat(f"shards {slot}", shards)
 
     def _unrounded_buffer(self, wave: int, size: int) -> Tensor | None:
         """Where momentum is written in full precision before it is rounded for the wire."""
@@ -182,10 +221,12 @@ class RankProgramBuilder(ProgramBuilder):
         routes, slot = self.routes[k], k % self.plan.options.in_flight
         shards, gathered = self._buffer("shards", k, slot, sizes.shards), self._buffer("gathered", k, slot, sizes.gathered)
         results = self._buffer("results", k, slot, sizes.results) if sizes.results else gathered
+        stage = self._stage(k, slot, sizes.shards)
+        beside = shards if stage is None else stage.host  # the same shards, beside the weights
         unrounded, scratch = self._unrounded_buffer(k, sizes.shards), RoundingScratch(self.workspace, "rounding beside")
         staying = offsets_of(routes.staying, sizes.staying_offset)
-        momentum = [*offsets_of(routes.gather_out), *staying], shards if unrounded is None else unrounded
-        updates = [*offsets_of(routes.scatter_in), *staying], shards
+        momentum = [*offsets_of(routes.gather_out), *staying], beside if unrounded is None else unrounded
+        updates = [*offsets_of(routes.scatter_in), *staying], beside
         unpack_from = [(offsets_of(routes.gather_in), gathered), (staying, shards)]
         pack_into = [(offsets_of(routes.scatter_out), results), (staying, shards)]
         return Wave(
@@ -194,10 +235,11 @@ class RankProgramBuilder(ProgramBuilder):
             momentum_views=ShardViews(
                 self.piece_views(*momentum), self.step_params, RoundingScratch(self.workspace), self._filled_once
             ),
-            rounding=CopyPairs([], []) if unrounded is None else CopyPairs([shards], [unrounded]),
+            rounding=CopyPairs([], []) if unrounded is None else CopyPairs([beside], [unrounded]),
             update_views=ShardViews(self.piece_views(*updates), self.step_params, scratch),
             owned_batches=tuple(_owned_batch(routes, batch, unpack_from, pack_into) for batch in ortho_batches),
             gradient_reads=gradient_reads,
+            stage=stage,
         )
 
 

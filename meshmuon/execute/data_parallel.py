@@ -6,16 +6,16 @@ only it keeps, and sends the new weights to all ranks. It is the same exchange a
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
-from torch.profiler import record_function
 
 from ..device import Mark, Streams
 from ..plan import NO_WAVE, Batch, Plan, WaveRoutes
+from ..torch_compat import profiler_range
 from ..transport import Exchange
 from .build import RankProgram
 from .elementwise import fill_with_momentum
@@ -57,18 +57,18 @@ class _AveragedBatch:
         )
 
     def run(self, step_params: Sequence[StepParam], idle: AbstractSet[int]) -> None:
-        with record_function("meshmuon::gather"):
+        with profiler_range("meshmuon::gather"):
             self._average(step_params)
-        with record_function("meshmuon::momentum"):
+        with profiler_range("meshmuon::momentum"):
             pairs = list(zip(self.matrix_views, self.averages, strict=True))
             for of_group in grouped(pairs, lambda pair: step_params[pair[0].param_index].group_index):
                 self._fill([matrix for matrix, _ in of_group], [average for _, average in of_group], step_params)
         load_rule_state(self.rule_state, step_params, idle)
         self.ortho_batch.orthogonalise(idle)
-        with record_function("meshmuon::update"):
+        with profiler_range("meshmuon::update"):
             self.update_views.apply(step_params, idle)
             store_rule_state(self.rule_state, step_params, idle)
-        with record_function("meshmuon::scatter"):
+        with profiler_range("meshmuon::scatter"):
             weights = [matrix.of(step_params[matrix.param_index].param) for matrix in self.matrix_views]
             for views in self.results:
                 torch._foreach_copy_(views, weights)
@@ -104,20 +104,20 @@ class _Wave:
         """A step of the wave. All of its work is on the main stream."""
         not_owned = [matrix for matrix in self.not_owned if matrix.param_index not in idle]
         views = [matrix.view for matrix in not_owned]
-        with record_function("meshmuon::gather"):
+        with profiler_range("meshmuon::gather"):
             CopyPairs(views, [matrix.of(step_params[matrix.param_index].grad) for matrix in not_owned]).run()
             gather = self.gather.start(exchange, "gather")
         yield
-        with record_function("meshmuon::gather"):
+        with profiler_range("meshmuon::gather"):
             gather.wait()
         for batch in self.owned_batches:
             if not batch.ortho_batch.is_idle(idle):
                 (batch.without(idle) if idle else batch).run(step_params, idle)
         scatter = self.scatter.start(exchange, "scatter")
         yield
-        with record_function("meshmuon::scatter"):
+        with profiler_range("meshmuon::scatter"):
             scatter.wait()
-        with record_function("meshmuon::update"):
+        with profiler_range("meshmuon::update"):
             CopyPairs([matrix.of(step_params[matrix.param_index].param) for matrix in not_owned], views).run()
 
 
@@ -138,8 +138,8 @@ class _DataParallelBuilder(ProgramBuilder):
             self._averages(k)  # grown to its final size before anything keeps a view of it
         waves = tuple(self._wave(k, batches[k]) for k in range(len(self.routes)))
         count = max(1, len(waves))  # all gradients are on their way before the first is waited for
-        all_params, params = GradientReads((), range(len(self.step_params))), self.wave_params()
-        return RankProgram(waves, params, in_flight=count, gathered_ahead=count, freed_at_end=all_params, failures=self.failures)
+        freed_at_end, params = GradientReads((), range(len(self.step_params))), self.wave_params()
+        return RankProgram(waves, params, in_flight=count, gathered_ahead=count, around_all=freed_at_end, failures=self.failures)
 
     def _averages(self, wave: int) -> Tensor:
         return self._buffer("averages", wave, sum(transfer.piece.size for transfer in self.routes[wave].staying))
@@ -163,24 +163,27 @@ class _DataParallelBuilder(ProgramBuilder):
     def _averaged_batch(self, routes: WaveRoutes, ortho_batch: OrthoBatch, received: Tensor, averages: Tensor) -> _AveragedBatch:
         tasks = [routes.owned_tasks[item_range.item] for item_range in ortho_batch.batch.slices]
         ranges = [self.range_of(task) for task in tasks]
-        matrix_views = [self.shard_view(ranges[k], ortho_batch.stacked[k : k + 1]) for k in range(len(tasks))]
         offset_of_average = {transfer.task: offset for transfer, offset in offsets_of(routes.staying)}
         offset_of_rank = {(transfer.target, transfer.task): offset for transfer, offset in offsets_of(routes.scatter_out)}
+        size = ortho_batch.batch.rows * ortho_batch.batch.cols
 
-        def views(buffer: Tensor, offsets: Sequence[int]) -> list[Tensor]:
-            pairs = zip(offsets, matrix_views, strict=True)
-            return [buffer[offset : offset + matrix.view.numel()].view(matrix.view.shape) for offset, matrix in pairs]
+        def views(memory: Iterable[Tensor]) -> list[ShardView]:
+            return [shard for r, matrix in zip(ranges, memory, strict=True) for shard in self.shard_views(r, matrix)]
+
+        def in_buffer(buffer: Tensor, offsets: Iterable[int]) -> list[Tensor]:
+            return [shard.view for shard in views(buffer[offset : offset + size] for offset in offsets)]
 
         def of_rank(rank: int) -> list[Tensor]:
-            return views(received, [offset_of_rank[rank, task] for task in tasks])
+            return in_buffer(received, (offset_of_rank[rank, task] for task in tasks))
 
-        rule_state = ortho_batch.rule_state
+        rule_state = [] if ortho_batch.rule_state is None else list(zip(ranges, ortho_batch.rule_state, strict=True))
+        matrix_views = views(ortho_batch.stacked[k : k + 1] for k in range(len(tasks)))
         return _AveragedBatch(
             ortho_batch,
             matrix_views,
-            averages=views(averages, [offset_of_average[task] for task in tasks]),
+            averages=in_buffer(averages, (offset_of_average[task] for task in tasks)),
             received=[None if rank == self.rank else of_rank(rank) for rank in self.plan.ranks],
             results=[of_rank(rank) for rank in self.plan.ranks if rank != self.rank],
-            rule_state=[] if rule_state is None else [self.rule_state_view(r, rule_state[k]) for k, r in enumerate(ranges)],
+            rule_state=[shard for r, numbers in rule_state for shard in self.rule_state_views(r, numbers)],
             update_views=ShardViews(matrix_views, self.step_params, RoundingScratch(self.workspace)),
         )

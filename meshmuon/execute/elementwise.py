@@ -24,9 +24,10 @@ _TRIAL_SIZES = (1, 2, 3, 5, 7, 8, 9, 15, 16, 17, 31, 32, 33, 63, 65)
 
 @lru_cache
 def adds_alike(total: torch.dtype, addend: torch.dtype) -> bool:
-    """Whether ``total.add_(addend, alpha=…)`` on this CPU rounds every element alike, in tensors of any length.
+    """Whether ``total.add_(addend, alpha=…)`` on this CPU rounds every element alike, in tensors of any length and stride.
 
-    In 16 bits it usually does not: the last elements are rounded once more than the others.
+    In 16 bits it usually does not: the last elements are rounded once more than the others. Elements with gaps between them, as
+    the parts of an interleaved weight have, are processed one by one too.
     """
     generator = torch.Generator("cpu").manual_seed(0)
     a, b = (torch.rand(520, generator=generator, device="cpu").to(dtype) for dtype in (total, addend))
@@ -36,7 +37,8 @@ def adds_alike(total: torch.dtype, addend: torch.dtype) -> bool:
         pieces = zip(torch.split(a.clone(), size), torch.split(b, size), strict=True)
         return torch.cat([x.add_(y, alpha=0.95) for x, y in pieces])
 
-    return all(torch.equal(in_pieces(size), whole) for size in _TRIAL_SIZES)
+    with_gaps = a.repeat_interleave(2)[::2].add_(b, alpha=0.95)
+    return torch.equal(with_gaps, whole) and all(torch.equal(in_pieces(size), whole) for size in _TRIAL_SIZES)
 
 
 def accumulate(momenta: list[Tensor], grads: list[Tensor], retain: float | Tensor) -> None:

@@ -82,7 +82,8 @@ class Executor:
         self._workspace.clear()
         with torch.inference_mode(False):  # buffers made inside inference_mode cannot be written outside of it
             self._program = self._build(plan, rank, step_params, exchange)
-        self._streams = streams_for(step_params[0].param.device) if step_params else None
+        devices = sorted((step_param.work_device for step_param in step_params), key=lambda device: device.type == "cpu")
+        self._streams = streams_for(devices[0]) if devices else None
         self._exchange = exchange
         self.plan = plan
 
@@ -102,6 +103,7 @@ class Executor:
         if streams is None or self.plan is None:
             guarded(during_last_scatter, program.failures)()
             return take_first(program.failures)
+        program.around_all.accumulate_momentum(step_params, idle)
         ready = streams.main_mark()
         waves: list[Iterator[None]] = []
         rule_states = [rule_state for rule_state in program.rule_states if not rule_state.params <= idle]
@@ -124,10 +126,10 @@ class Executor:
         run_pipeline(waves, program.in_flight, local, before_last_results, gathered_ahead=program.gathered_ahead)
         for rule_state in rule_states:
             rule_state.finish_scatter(step_params, idle)
-        program.freed_at_end.free_gradients(step_params)
         streams.main_waits(streams.side_mark())
+        program.around_all.free_gradients(step_params)  # the main stream may now reuse what the side stream has read
         return take_first(program.failures)
 
     def workspace_bytes(self) -> int:
         """Bytes that the executor holds between steps."""
-        return self._workspace.bytes()
+        return self._workspace.bytes() + sum(staging.bytes() for staging in self._program.stagings)

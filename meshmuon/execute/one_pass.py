@@ -27,7 +27,7 @@ def rounds_alike(dtype: torch.dtype) -> bool:
     def same_bits(start: int, size: int, decay: float, rate: float) -> bool:
         before, update = p[start : start + size], u[start : start + size]
         after = before.clone()
-        _update_whole_vectors(after, update, decay, rate)
+        _update_whole_vectors(after, update, decay, _minus(rate, after))
         return torch.equal(after, before.mul(decay).add_(update, alpha=-rate))
 
     sizes, numbers = (VECTOR_MULTIPLE, 3 * VECTOR_MULTIPLE, 64 * VECTOR_MULTIPLE), ((0.9, 0.7), (0.9999, 0.0123), (1.1, -0.3))
@@ -35,31 +35,34 @@ def rounds_alike(dtype: torch.dtype) -> bool:
 
 
 def apply_to_large(params: list[Tensor], updates: list[Tensor], decay: float, rate: float) -> tuple[list[Tensor], list[Tensor]]:
-    """p ← p·decay − rate·update for large parameters, where one pass is possible.
+    """p ← p·decay − rate·update for large parameters, where one pass is possible. The parameters have one dtype.
 
     Returns what is still to be updated, with its updates: the other parameters, and the last elements of the large ones.
     """
+    # With beta = 0, ``addr`` forgets a NaN and the sign of a zero.
+    if decay == 0 or torch.get_num_threads() > 1 or not params or not rounds_alike(params[0].dtype):
+        return params, updates
     remaining_params: list[Tensor] = []
     remaining_updates: list[Tensor] = []
-    possible = torch.get_num_threads() == 1 and decay != 0  # with beta = 0, ``addr`` forgets a NaN and the sign of a zero
+    minus_rate = _minus(rate, params[0])
     for param, update in zip(params, updates, strict=True):
-        if possible and param.numel() >= LARGE and _allows_one_pass(param, update):
-            flat_param, flat_update = param.view(-1), update.view(-1)
-            end = flat_param.numel() - flat_param.numel() % VECTOR_MULTIPLE  # of the whole vectors
-            _update_whole_vectors(flat_param[:end], flat_update[:end], decay, rate)
-            param, update = flat_param[end:], flat_update[end:]
-            if not param.numel():
+        size = param.numel()
+        if size >= LARGE and param.dtype is update.dtype and param.is_contiguous() and update.is_contiguous():
+            last = size % VECTOR_MULTIPLE
+            if not last:
+                _update_whole_vectors(param, update, decay, minus_rate)
                 continue
+            param, update = param.view(-1), update.view(-1)
+            _update_whole_vectors(param[: size - last], update[: size - last], decay, minus_rate)
+            param, update = param[size - last :], update[size - last :]
         remaining_params.append(param)
         remaining_updates.append(update)
     return remaining_params, remaining_updates
 
 
-def _allows_one_pass(param: Tensor, update: Tensor) -> bool:
-    same_layout = param.dtype == update.dtype and param.is_contiguous() and update.is_contiguous()
-    return same_layout and rounds_alike(param.dtype)
+def _minus(rate: float, param: Tensor) -> Tensor:
+    return torch.tensor([-rate], dtype=param.dtype, device=param.device)  # not on the default device, which a user may set
 
 
-def _update_whole_vectors(param: Tensor, update: Tensor, decay: float, rate: float) -> None:
-    minus_rate = torch.tensor([-rate], dtype=param.dtype, device=param.device)  # not on the default device, which a user may set
-    param.view(-1, 1).addr_(update, minus_rate, beta=decay, alpha=1)
+def _update_whole_vectors(param: Tensor, update: Tensor, decay: float, minus_rate: Tensor) -> None:
+    param.view(-1, 1).addr_(update.view(-1), minus_rate, beta=decay, alpha=1)

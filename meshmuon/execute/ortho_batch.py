@@ -8,7 +8,6 @@ from typing import TypeAlias
 
 import torch
 from torch import Tensor
-from torch.profiler import record_function
 
 from ..device import replay_for
 from ..ortho import (
@@ -20,11 +19,12 @@ from ..ortho import (
     blocks_for,
     call_scheme,
     iterate,
+    pitch,
     reserve_scratch,
 )
 from ..ortho.kernels import FunctionalProducts, products_for
 from ..plan import Batch
-from ..torch_compat import own_graph_per_shape
+from ..torch_compat import own_graph_per_shape, profiler_range
 from .settings import ExecutorSettings
 from .step_param import NONE_IDLE, StepParam, UpdateRule
 
@@ -53,7 +53,7 @@ class OrthoBatch:
         if template.rule_state is not None:
             outputs = template.matrix_set.lr_shape[0]
             self.rule_state = (
-                aligned_matrices((batch.size, 1, outputs), template.update_dtype, template.param.device).zero_().squeeze(1)
+                aligned_matrices((batch.size, 1, outputs), template.update_dtype, template.work_device).zero_().squeeze(1)
             )
         self._rule, self._flipped = template.rule, template.matrix_set.flipped
         self._one_by_one = settings.deterministic
@@ -69,7 +69,7 @@ class OrthoBatch:
 
         The results of ``idle`` parameters have no meaning. At least one matrix must belong to another parameter.
         """
-        with record_function("meshmuon::orthogonalise"):
+        with profiler_range("meshmuon::orthogonalise"):
             try:
                 if idle:
                     self._overwrite_idle(idle)
@@ -121,7 +121,13 @@ def reserve_ortho_batches(batches: Iterable[tuple[Batch, StepParam]], workspace:
 
 
 def _take(batch: Batch, template: StepParam, workspace: Workspace) -> Tensor:
-    return workspace.take_matrices("matrices", (batch.size, batch.rows, batch.cols), template.update_dtype, template.param.device)
+    return workspace.take_matrices("matrices", (batch.size, batch.rows, batch.cols), template.update_dtype, template.work_device)
+
+
+def flat_matrices(batch: Batch, template: StepParam, workspace: Workspace) -> Tensor:
+    """The memory of ``OrthoBatch.stacked`` as a flat tensor, with the gaps between matrices."""
+    size = batch.size * pitch(batch.rows, batch.cols, template.update_dtype)
+    return workspace.take("matrices", (size,), template.update_dtype, template.work_device)
 
 
 def _orthogonaliser(stacked: Tensor, template: StepParam, workspace: Workspace, settings: ExecutorSettings) -> Callable[[], None]:

@@ -45,7 +45,7 @@ def portions_of_tensors(*tensors: Tensor, limit: int) -> list[Sequence[Tensor]]:
         return [[tensor] for tensor in tensors]
     if all(tensor.is_contiguous() for tensor in tensors):
         count = -(-size // limit)  # rounded up, as is the size of a portion: all but the last are equal
-        return [torch.split(tensor.view(-1), -(-size // count)) for tensor in tensors]
+        return [tensor.view(-1).chunk(count) for tensor in tensors]
     cuts = list(cuts_within(tuple(tensors[0].shape), limit))
     return [[tensor[cut] for cut in cuts] for tensor in tensors]
 

@@ -6,16 +6,19 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeAlias
 
+import torch
 from torch import Tensor
 
-from ..layout import Layout, clip, length
+from ..layout import Layout
 from ..ortho import Workspace
 from ..plan import NO_WAVE, Batch, PieceTransfer, Plan, PlannedParam, plan_batches, routes_of
 from ..torch_compat import local_part
 from ..transport import Exchange
+from .local_cuts import LocalWindow
 from .ortho_batch import OrthoBatch, reserve_ortho_batches
 from .settings import ExecutorSettings
 from .shard_views import ShardView
+from .staging import Staging
 from .step_param import StepParam
 from .wave import ExchangeBuffers
 
@@ -47,6 +50,7 @@ class ProgramBuilder:
     ) -> None:
         self.plan, self.rank, self.step_params, self.exchange = plan, rank, step_params, exchange
         self.workspace, self.settings = workspace, settings
+        self.stagings: dict[torch.device, Staging] = {}  # by the device to which weights in host memory send their matrices
         self.failures: list[Exception] = []  # where batches put what went wrong during a step
         self.routes = routes_of(plan, rank)  # wave by wave
         self._local_index = [_local_index(planned, rank) for planned in plan.params]
@@ -89,6 +93,12 @@ class ProgramBuilder:
         ]
         return OrthoBatch(batch, params, self.template(ranges, batch), self.workspace, self.settings, self.failures)
 
+    def staging(self, device: torch.device) -> Staging:
+        """The stages between host memory and ``device``."""
+        if device not in self.stagings:
+            self.stagings[device] = Staging(device)
+        return self.stagings[device]
+
     def wave_params(self) -> tuple[frozenset[int], ...]:
         """Wave by wave, the parameters whose matrices travel in it, between whichever ranks."""
         params: list[set[int]] = [set() for _ in self.plan.wave_lanes]
@@ -97,12 +107,15 @@ class ProgramBuilder:
                 params[task.wave].add(task.param)
         return tuple(map(frozenset, params))
 
-    def shard_view(self, matrix_range: MatrixRange, view: Tensor) -> ShardView:
-        """This rank's part of ``matrix_range``, which the contiguous ``view`` holds in the same order."""
+    def shard_views(self, matrix_range: MatrixRange, view: Tensor) -> list[ShardView]:
+        """This rank's part of ``matrix_range``, which the contiguous ``view`` holds in the same order.
+
+        It is one shard view, or a few if the parts of a fused weight take turns.
+        """
         step_param = self.step_params[matrix_range.param_index]
         return self._cut(matrix_range, local_part(step_param.param), self._windows[matrix_range.param_index], view)
 
-    def rule_state_view(self, matrix_range: MatrixRange, view: Tensor) -> ShardView:
+    def rule_state_views(self, matrix_range: MatrixRange, view: Tensor) -> list[ShardView]:
         """This rank's part of the rule state of ``matrix_range``, likewise."""
         step_param = self.step_params[matrix_range.param_index]
         assert step_param.rule_state is not None
@@ -112,15 +125,22 @@ class ProgramBuilder:
     def piece_views(self, placed: PlacedTransfers, buffer: Tensor) -> list[ShardView]:
         """This rank's pieces in a flat buffer."""
         return [
-            self.shard_view(self.range_of(transfer.task), buffer[offset : offset + transfer.piece.size])
+            shard
             for transfer, offset in placed
+            for shard in self.shard_views(self.range_of(transfer.task), buffer[offset : offset + transfer.piece.size])
         ]
 
-    def _cut(self, matrix_range: MatrixRange, local: Tensor, window: tuple[slice, slice] | None, view: Tensor) -> ShardView:
-        stack_dims = self.step_params[matrix_range.param_index].matrix_set.stack_dims
-        cut = (*((slice(matrix_range.start, matrix_range.stop),) if stack_dims else ()), *(window or ()))
-        shape = local[cut].shape if cut else local.shape
-        return ShardView(matrix_range.param_index, None if shape == local.shape else cut, view.view(shape))
+    def _cut(self, matrix_range: MatrixRange, local: Tensor, window: LocalWindow | None, view: Tensor) -> list[ShardView]:
+        param_index, stack_dims = matrix_range.param_index, self.step_params[matrix_range.param_index].matrix_set.stack_dims
+        stack = (slice(matrix_range.start, matrix_range.stop),) if stack_dims else ()
+        inside = local[stack].shape
+        if window is not None:
+            inside = window.shape(inside[:stack_dims], inside[stack_dims + 2 :])
+        if inside == local.shape:
+            return [ShardView(param_index, None, view.view(inside))]
+        if window is None:
+            return [ShardView(param_index, stack, view.view(inside))]
+        return [ShardView(param_index, cut, part) for cut, part in window.cuts(stack, view.view(inside))]
 
     def exchange_buffers(
         self, received: Tensor, arriving: Sequence[PieceTransfer], sent: Tensor, leaving: Sequence[PieceTransfer]
@@ -187,15 +207,9 @@ def _local_index(planned: PlannedParam, rank: int) -> dict[int, int]:
     return {matrix: position for position, matrix in enumerate(held)}
 
 
-def _local_window(planned: PlannedParam, rank: int) -> tuple[slice, slice] | None:
-    """Where the rows and columns of ``planned.window`` are in the local tensor of ``rank``.
-
-    Rows 12 to 24 of a fused (36, D) weight over 2 ranks: rows 12 to 18 of rank 0's local tensor, rows 0 to 6 of rank 1's.
-    """
+def _local_window(planned: PlannedParam, rank: int) -> LocalWindow | None:
+    """Where the rows and columns of ``planned.window`` are in the local tensor of ``rank``."""
     local = [layout.held_ranges(rank) for layout in planned.layouts if rank in layout.mesh.ranks]
     if planned.window is None or not local:
         return None
-    row, col = (local[0][planned.stack_dims + k] for k in range(2))
-    (top, bottom), (left, right) = planned.window
-    above, before = length(clip(row, 0, top)), length(clip(col, 0, left))
-    return slice(above, above + length(clip(row, top, bottom))), slice(before, before + length(clip(col, left, right)))
+    return LocalWindow.of(planned.window, *local[0][planned.stack_dims : planned.stack_dims + 2])

@@ -12,15 +12,16 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.profiler import record_function
 
+from ..errors import UnsupportedError
 from ..matrices import MatrixSet
 from ..ortho import Scheme, call_scheme, orthogonalize
 from ..ortho.kernels import products_for
 from ..plan import Plan
-from ..torch_compat import local_part
+from ..torch_compat import local_part, profiler_range
 from ..transport import Exchange, check_round_trip, has_part, own_shard, whole
 from .elementwise import apply, look_ahead
+from .local_cuts import window_of
 from .ortho_batch import apply_rule, seen_by_rule
 from .rounding import Elements, RandomWords
 from .rule_state import store_rule_state
@@ -40,6 +41,12 @@ class ReferenceExecutor:
         """Refuses what torch cannot gather, and keeps the plan, of which it uses only the names."""
         self.plan = None
         for indices in grouped(range(len(step_params)), lambda k: _layout_of(step_params[k].param)):
+            if step_params[indices[0]].staged:
+                raise UnsupportedError(
+                    f"{plan.params[indices[0]].name} is in host memory on a mesh of {step_params[indices[0]].work_device.type} "
+                    "devices (FSDP2's CPUOffloadPolicy), where torch cannot gather it for the reference path: step without "
+                    "reference_path=True, or verify without the policy."
+                )
             if has_part(step_params[indices[0]].param):
                 check_round_trip(plan.params[indices[0]].name, step_params[indices[0]].param)
         self.plan = plan
@@ -60,24 +67,24 @@ class ReferenceExecutor:
         if not has_part(first.param):
             gradient_reads.free_gradients(step_params)
             return
-        with record_function("meshmuon::momentum"):
+        with profiler_range("meshmuon::momentum"):
             gradient_reads.accumulate_momentum(step_params)
             update = first.momentum.to(first.update_dtype, copy=True)
             if first.settings.nesterov:
                 view, grad, buffer = local_part(update), local_part(first.grad), local_part(first.momentum)
                 look_ahead([view], [grad], [buffer], first.settings.momentum)
         gradient_reads.free_gradients(step_params)
-        with record_function("meshmuon::gather"):
+        with profiler_range("meshmuon::gather"):
             full = whole(update)
         for k in parts:
             step_param = step_params[k]
             in_part = torch.zeros_like(full, dtype=torch.bool)
             _window(in_part, step_param.matrix_set).fill_(True)
-            with record_function("meshmuon::orthogonalise"):
+            with profiler_range("meshmuon::orthogonalise"):
                 self._orthogonalise(step_params, k, _window(full, step_param.matrix_set))
-            with record_function("meshmuon::scatter"):
+            with profiler_range("meshmuon::scatter"):
                 shard, shard_in_part = own_shard(full, step_param.param), own_shard(in_part, step_param.param)
-            with record_function("meshmuon::update"):
+            with profiler_range("meshmuon::update"):
                 settings, local = step_param.settings, local_part(step_param.param)
                 rate = settings.rate * settings.adjust(*step_param.matrix_set.lr_shape)
                 stepped = local.clone()
@@ -135,8 +142,4 @@ def _layout_of(param: Tensor) -> Hashable:
 def _window(full: Tensor, matrix_set: MatrixSet, *, rule_state: bool = False) -> Tensor:
     """A view of the part of a whole parameter, or of its rule state, that belongs to ``matrix_set``."""
     window = matrix_set.rule_state_window if rule_state else matrix_set.window
-    if window is None:
-        return full
-    (top, bottom), (left, right) = window
-    rows = full.narrow(matrix_set.stack_dims, top, bottom - top)
-    return rows if full.dim() > matrix_set.stack_dims + 2 else rows.narrow(matrix_set.stack_dims + 1, left, right - left)
+    return full if window is None else window_of(full, window, matrix_set.stack_dims)

@@ -21,6 +21,7 @@ from torch import Tensor
 from ..device import copy_to, known_to_host
 from ..layout import Ranges
 from ..ortho import Workspace
+from .local_cuts import Cut, cut_out_of_broadcast
 from .portions import cuts_within
 
 _CHUNK = {"cpu": 1 << 16}  # elements that are formed at a time: in the cache of a CPU
@@ -50,9 +51,9 @@ class Elements:
         """Hashes in place of the indices of rows and columns, the same at every step. ``RandomWords`` is made from them."""
         return Elements(_mixed(self.rows + _GAMMA), _mixed(self.cols - _GAMMA))
 
-    def part(self, cut: tuple[slice, ...] | None) -> Elements:
+    def part(self, cut: Cut | None) -> Elements:
         """The elements of a part of the local tensor."""
-        return self if cut is None else Elements(_part_of(self.rows, cut), _part_of(self.cols, cut))
+        return self if cut is None else Elements(cut_out_of_broadcast(self.rows, cut), cut_out_of_broadcast(self.cols, cut))
 
 
 def elements_held(shape: Sequence[int], held: Sequence[Ranges], device: torch.device) -> Elements:
@@ -84,9 +85,9 @@ class RandomWords:
         seed = _mixed(_wrapped(_mixed(key) + count * _GAMMA))
         return cls(_word(elements.rows ^ seed), _word(elements.cols ^ _mixed(_wrapped(seed + _GAMMA))))
 
-    def part(self, cut: tuple[slice, ...]) -> RandomWords:
+    def part(self, cut: Cut) -> RandomWords:
         """The words of a part of the tensor."""
-        return RandomWords(_part_of(self.rows, cut), _part_of(self.cols, cut))
+        return RandomWords(cut_out_of_broadcast(self.rows, cut), cut_out_of_broadcast(self.cols, cut))
 
 
 class RoundingScratch:
@@ -217,11 +218,6 @@ def advance_counters(counters: Iterable[Tensor | None], skip_mask: Tensor | None
     elif skip_mask is not None:
         for count in counts:
             count.add_(copy_to((~skip_mask).long(), count.device))
-
-
-def _part_of(index: Tensor, cut: tuple[slice, ...]) -> Tensor:
-    """A part of a tensor that is broadcast along its dims of size 1."""
-    return index[tuple(slice(None) if size == 1 else part for size, part in zip(index.shape, cut, strict=False))]
 
 
 _Words = TypeVar("_Words", int, Tensor)

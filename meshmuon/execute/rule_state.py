@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ..device import copy_to
 from ..plan import NO_WAVE, PieceTransfer, Plan, WaveRoutes, rank_routes
 from ..torch_compat import local_part
 from ..transport import Exchange, Pending
@@ -69,7 +70,8 @@ def store_rule_state(shards: Sequence[ShardView], step_params: Sequence[StepPara
     """Copies the shards' views into the stored numbers, except for ``idle`` parameters and where the skip mask forbids it."""
     for shard in _without(shards, idle):
         target, skip_mask = _stored(shard, step_params), step_params[shard.param_index].settings.skip_mask
-        target.copy_(shard.view if skip_mask is None else torch.where(skip_mask, target, shard.view))
+        value = copy_to(shard.view, target.device)
+        target.copy_(value if skip_mask is None else torch.where(skip_mask, target, value))
 
 
 def _without(shards: Sequence[ShardView], idle: AbstractSet[int]) -> Sequence[ShardView]:
@@ -103,7 +105,7 @@ def rule_state_exchanges(builder: ProgramBuilder, numbers: Mapping[int, Tensor])
 
 
 def _device_and_dtype(step_param: StepParam) -> tuple[str, torch.dtype]:
-    return step_param.param.device.type, step_param.update_dtype
+    return step_param.work_device.type, step_param.update_dtype
 
 
 def rule_state_transfers(
@@ -131,10 +133,11 @@ def _exchange(
 ) -> RuleStateExchange:
     def buffer_for(transfers: Sequence[PieceTransfer]) -> Tensor:
         size = sum(transfer.piece.size for transfer in transfers)
-        return torch.zeros(size, dtype=template.update_dtype, device=template.param.device)
+        return torch.zeros(size, dtype=template.update_dtype, device=template.work_device)
 
     def shards(*placed: tuple[Sequence[PieceTransfer], Tensor]) -> list[ShardView]:
-        return [builder.rule_state_view(builder.range_of(t.task), view) for t, view in _pieces_of(placed)]
+        pieces = _pieces_of(placed)
+        return [shard for t, view in pieces for shard in builder.rule_state_views(builder.range_of(t.task), view)]
 
     gather_out, gather_in = buffer_for(routes.gather_out), buffer_for(routes.gather_in)
     scatter_out, scatter_in = buffer_for(routes.scatter_out), buffer_for(routes.scatter_in)

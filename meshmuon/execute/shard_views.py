@@ -16,6 +16,7 @@ from torch import Tensor
 from ..ortho import Workspace
 from ..torch_compat import local_part, local_parts
 from .elementwise import accumulate, all_add_alike, apply, fill_with_momentum, look_ahead
+from .local_cuts import Cut, cut_out
 from .rounding import RandomWords, RoundingScratch
 from .small_stack import FEWEST_TENSORS, SmallStacks, small_kind
 from .step_param import NONE_IDLE, StepParam
@@ -31,12 +32,12 @@ class ShardView:
     """
 
     param_index: int  # index of the parameter in the step's list
-    cut: tuple[slice, ...] | None  # which part of the local tensor; None for all of it
+    cut: Cut | None  # which part of the local tensor; None for all of it
     view: Tensor  # where the part is in a buffer, with the shape of the part
 
     def of(self, tensor: Tensor) -> Tensor:
         """This part of ``tensor``, which has the shape of the parameter's local tensor."""
-        return tensor if self.cut is None else tensor[self.cut]
+        return tensor if self.cut is None else cut_out(tensor, self.cut)
 
 
 class _UniformViews:
@@ -172,7 +173,7 @@ class GradientReads:
         """M ← momentum·M + G for those in ``first_here`` that are neither ``idle`` nor ``filled_once``."""
         if self._groups is None:
             first_here = (k for k in self.first_here if k not in self._filled_once)
-            self._groups = grouped(first_here, lambda k: step_params[k].group_index)
+            self._groups = grouped(first_here, lambda k: (step_params[k].group_index, step_params[k].param.device))
         for indices in self._groups:
             if idle and not (indices := [k for k in indices if k not in idle]):
                 continue

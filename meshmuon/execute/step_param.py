@@ -9,9 +9,11 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from ..device import HOST
 from ..matrices import MatrixSet
 from ..ortho import Orthogonalizer, Scheme, pitch, scratch_bytes
 from ..plan import BatchItem
+from .local_cuts import Cut
 from .rounding import Elements, RandomWords
 
 NONE_IDLE: frozenset[int] = frozenset()
@@ -79,6 +81,7 @@ class StepParam:
     compute_dtype: torch.dtype  # dtype of the products
     settings: StepSettings  # the options of its param group
     comm_dtype: torch.dtype = torch.float32  # dtype on the wire
+    work_device: torch.device = HOST  # where its matrices travel and are orthogonalised: that of ``device.work_device``
     group_index: int = 0  # index of its param group; parameters of one param group share ``settings``
     zeros: Tensor | None = None  # stands in for a gradient that only other ranks have
     rule: UpdateRule | None = None  # what is done before and after orthogonalising
@@ -99,7 +102,7 @@ class StepParam:
         assert self.momentum_buffer is not None
         return self.momentum_buffer
 
-    def random_words(self, cut: tuple[slice, ...] | None) -> RandomWords | None:
+    def random_words(self, cut: Cut | None) -> RandomWords | None:
         """The random words of this step for a part of the local tensor; None for rounding to nearest."""
         if self.counter is None or self.elements is None:
             return None
@@ -110,6 +113,11 @@ class StepParam:
         """Dtype in which the update is formed: never less than float32."""
         return torch.float64 if self.param.dtype == torch.float64 else torch.float32
 
+    @property
+    def staged(self) -> bool:
+        """Whether its shards are in host memory and its matrices go to a device and back."""
+        return self.param.device.type != self.work_device.type
+
     def batch_item(self, count: int, *, key: Hashable = None) -> BatchItem:
         """``count`` of its matrices as ``plan_batches`` sees them; matrices with different keys do not share a batch."""
         rows, cols = self.matrix_set.rows, self.matrix_set.cols
@@ -117,5 +125,14 @@ class StepParam:
         steps = self.scheme.steps if isinstance(self.scheme, Scheme) else ()
         scratch = scratch_bytes(rows, cols, steps, self.compute_dtype, self.update_dtype)
         flipped = self.rule is not None and self.matrix_set.flipped  # rules see outputs × inputs
-        treatment = (self.param.device, self.update_dtype, self.compute_dtype, self.scheme, self.rule, flipped, key)
+        treatment = (
+            self.param.device,
+            self.work_device,
+            self.update_dtype,
+            self.compute_dtype,
+            self.scheme,
+            self.rule,
+            flipped,
+            key,
+        )
         return BatchItem(count, rows, cols, treatment, size + scratch)

@@ -9,12 +9,13 @@ from typing import Protocol
 
 import torch
 from torch import Tensor
-from torch.profiler import record_function
 
 from ..device import Mark, Streams
+from ..torch_compat import profiler_range
 from ..transport import Exchange, Pending
 from .ortho_batch import OrthoBatch
 from .shard_views import GradientReads, ShardViews
+from .staging import Stage
 from .step_param import StepParam
 
 
@@ -60,10 +61,10 @@ class OwnedBatch:
         """Assembles the matrices from their pieces, orthogonalises them, and cuts them into pieces again."""
         if self.ortho_batch.is_idle(idle):
             return
-        with record_function("meshmuon::gather"):
+        with profiler_range("meshmuon::gather"):
             self.unpack.run()
         self.ortho_batch.orthogonalise(idle)
-        with record_function("meshmuon::scatter"):
+        with profiler_range("meshmuon::scatter"):
             self.pack.run()
 
 
@@ -92,29 +93,32 @@ class Wave:
     update_views: ShardViews  # where each piece of the update is in the buffer that is received
     owned_batches: tuple[OwnedBatch, ...]  # the matrices that this rank owns, batch by batch
     gradient_reads: GradientReads  # the parameters whose gradients it is the first or the last to read
+    stage: Stage | None = None  # between the buffers that the views are of and those that travel; None where they are the same
 
     def run(
         self, step_params: Sequence[StepParam], idle: AbstractSet[int], exchange: Exchange, streams: Streams, ready: Mark
     ) -> Iterator[None]:
         """A step of the wave."""
-        with streams.beside(ready, self.gradient_reads.gradients(step_params, idle)), record_function("meshmuon::momentum"):
+        with streams.beside(ready, self.gradient_reads.gradients(step_params, idle)), profiler_range("meshmuon::momentum"):
             self.gradient_reads.accumulate_momentum(step_params, idle)
             self.momentum_views.fill(step_params, idle)
             self.rounding.run()
+            if self.stage is not None:
+                self.stage.to_device()
             gather = self.gather.start(exchange, "gather")
-        filled = streams.side_mark()
         self.gradient_reads.free_gradients(step_params)
         yield
-        with record_function("meshmuon::gather"):
-            streams.main_waits(filled)
+        with profiler_range("meshmuon::gather"):
+            # An exchange runs after what its stream was given before it, so that the main stream waits for the side stream, too.
             gather.wait()
         for batch in self.owned_batches:
             batch.run(idle)
         scatter = self.scatter.start(exchange, "scatter")
-        packed = streams.main_mark()
         yield
-        with streams.beside(packed):
-            with record_function("meshmuon::scatter"):
-                scatter.wait()
-            with record_function("meshmuon::update"):
+        with streams.beside(ready):
+            with profiler_range("meshmuon::scatter"):
+                scatter.wait()  # likewise, the side stream waits for the main one
+                if self.stage is not None:
+                    self.stage.to_host()
+            with profiler_range("meshmuon::update"):
                 self.update_views.apply(step_params, idle)

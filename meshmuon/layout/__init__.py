@@ -1,6 +1,6 @@
 """Who holds which part of a tensor, from shapes and placements alone."""
 
-from .cuts import Ranges, clip, cut, length, merged
+from .cuts import Ranges, cut, length, local_indices, merged, positions
 from .layout import Layout, Mesh, Placement, Replicated, Sharded, coordinates, flat_index
 from .sharded_matrix import Piece, ShardedMatrix, shard_matrices
 
@@ -13,11 +13,12 @@ __all__ = [
     "Replicated",
     "Sharded",
     "ShardedMatrix",
-    "clip",
     "coordinates",
     "cut",
     "flat_index",
     "length",
+    "local_indices",
     "merged",
+    "positions",
     "shard_matrices",
 ]

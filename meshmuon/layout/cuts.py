@@ -10,6 +10,8 @@ from collections.abc import Iterable
 from functools import lru_cache
 from typing import TypeAlias
 
+from ..matrices import StridedRange
+
 Range: TypeAlias = tuple[int, int]
 """Indices [start, stop) of a tensor dim."""
 
@@ -53,10 +55,32 @@ def cut(size: int, chain: tuple[tuple[int, int], ...]) -> tuple[Ranges, ...]:
     return tuple(held)
 
 
-def clip(ranges: Ranges, start: int, stop: int) -> Ranges:
-    """The part of ``ranges`` in [start, stop), counted from ``start``: ``clip(((0, 3), (8, 12)), 2, 10)`` is ((0, 1), (6, 8))."""
-    clipped = ((max(first, start) - start, min(last, stop) - start) for first, last in ranges)
-    return tuple((first, last) for first, last in clipped if first < last)
+def positions(ranges: Ranges, part: StridedRange) -> Ranges:
+    """The positions in ``part`` of those of its indices that are in ``ranges``.
+
+    The indices 2 to 9 are ``StridedRange(2, 8)``, of which ((0, 3), (8, 12)) has the positions ((0, 1), (6, 8)).
+    """
+    return merged((first, last) for first, last in ((part.before(a), part.before(b)) for a, b in ranges) if first < last)
+
+
+def local_indices(ranges: Ranges, part: StridedRange) -> tuple[StridedRange, ...]:
+    """Where the indices of ``part`` are in the local dim of a rank that holds ``ranges``, in order.
+
+    A rank with the indices 3 to 11 holds one index of the first block of ``StridedRange(0, 4, 3, 5)``, the second block, and two
+    indices of the third: ``StridedRange(0, 1)``, ``StridedRange(2, 4)`` and ``StridedRange(7, 2)`` of its local dim.
+    """
+    found: list[StridedRange] = []
+    offset = 0
+    for start, stop in ranges:
+        for inside in part.between(start, stop):
+            local = inside.moved(offset - start)
+            joined = found[-1].joined(local) if found else None
+            if joined is None:
+                found.append(local)
+            else:
+                found[-1] = joined
+        offset += stop - start
+    return tuple(found)
 
 
 def tiles(size: int, covers: Iterable[Ranges]) -> bool:

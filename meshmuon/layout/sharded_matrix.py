@@ -9,7 +9,7 @@ from itertools import product
 
 from ..errors import PlanError
 from ..matrices import Window
-from .cuts import Ranges, clip, length, merged, tiles
+from .cuts import Ranges, length, merged, positions, tiles
 from .layout import Layout, coordinates, flat_index
 
 
@@ -130,10 +130,10 @@ def shard_matrices(layout: Layout, stack_dims: int, window: Window | None = None
     column_cuts = _column_cuts(layout, columns)
     shape = layout.shape[stack_dims], math.prod(layout.shape[stack_dims + 1 :])
     if window is not None:
-        (top, bottom), (left, right) = window
-        row_cuts = tuple(clip(ranges, top, bottom) for ranges in row_cuts)
-        column_cuts = {parts: clip(ranges, left, right) for parts, ranges in column_cuts.items()}
-        shape = bottom - top, right - left
+        rows, cols = window
+        row_cuts = tuple(positions(ranges, rows) for ranges in row_cuts)
+        column_cuts = {parts: positions(ranges, cols) for parts, ranges in column_cuts.items()}
+        shape = rows.length, cols.length
     # For each part of the stack, (part of the rows, parts of the column dims) → its holders, of which number k is in replica k.
     held: list[dict[tuple[int, tuple[int, ...]], list[int]]] = [{} for _ in stack_cuts]
     for rank, coordinate in coordinates(layout.mesh).items():

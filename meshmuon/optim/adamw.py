@@ -51,8 +51,10 @@ def adamw_step(
         advance_counters([state[COUNTER] for _, _, state in stochastic], skip_mask)
     for fused in (True, False):
         chosen = [member for member in members if can_fuse(local_part(member[0])) is fused]
-        if chosen:
-            _step(param_group, chosen, fused=fused, skip_mask=skip_mask)
+        for device in dict.fromkeys(param.device for param, _, _ in chosen):
+            # torch would copy the mask to host memory without waiting for it.
+            mask = None if skip_mask is None else copy_to(skip_mask, device)
+            _step(param_group, [member for member in chosen if member[0].device == device], fused=fused, skip_mask=mask)
 
 
 def _step(
@@ -78,6 +80,7 @@ def _step(
         chunks += cut
         put_back += [] if after is None else [after]
     beta1, beta2 = adamw_betas(param_group)
+    lr = param_group["lr"] if isinstance(param_group["lr"], Tensor) else float(param_group["lr"])
     before: list[_Tensors] | None = None
     if skip_mask is not None and not fused:
         before = [_Tensors(*(tensor.clone() for tensor in chunk)) for chunk in chunks]
@@ -93,7 +96,7 @@ def _step(
         amsgrad=False,
         beta1=beta1,
         beta2=beta2,
-        lr=param_group["lr"] if isinstance(param_group["lr"], Tensor) else float(param_group["lr"]),
+        lr=copy_to(lr, members[0][0].device) if isinstance(lr, Tensor) and not known_to_host(lr) else lr,
         weight_decay=float(param_group["weight_decay"]),
         eps=adamw_eps(param_group),
         maximize=param_group["maximize"],
@@ -126,7 +129,7 @@ def _step_stochastically(
     beta1, beta2 = adamw_betas(param_group)
     lr, eps = param_group["lr"], adamw_eps(param_group)
     # An lr or a step count on a device stays a tensor: reading it would wait for the device.
-    lr = lr.reshape(()) if isinstance(lr, Tensor) and not known_to_host(lr) else float(lr)
+    lr = copy_to(lr, param.device).reshape(()) if isinstance(lr, Tensor) and not known_to_host(lr) else float(lr)
     count = float(step) if known_to_host(step) else step
     step_size, root = lr / (1 - beta1**count), (1 - beta2**count) ** 0.5
     decay = 1 - lr * float(param_group["weight_decay"])

@@ -12,13 +12,20 @@ from torch import Tensor
 
 from ..agree.state_presence import has_all_state
 from ..agree.step_decision import PlanInput, StepDecision
-from ..device import known_to_host
+from ..device import copy_to, known_to_host, work_device
 from ..errors import ConfigError, GradientError
 from ..execute import StepParam, StepSettings, UpdateRule, elements_held
 from ..matrices import MatrixOptions, find_matrices
 from ..ortho import Orthogonalizer, Scheme, default_compute_dtype, resolve_scheme, scheme_for
 from ..params.dtensors import as_dtensor, check_cuts, check_gradient_placement, held_ranges
-from ..params.groups import check_options, check_overflow, check_rounding, largest_number, matrix_options_of
+from ..params.groups import (
+    check_options,
+    check_overflow,
+    check_rounding,
+    check_rule_memory,
+    largest_number,
+    matrix_options_of,
+)
 from ..params.lr import lr_factor
 from ..params.named_params import NamedParam
 from ..params.option_table import ParamGroup
@@ -76,7 +83,8 @@ class Collector:
         # For ``check_overflow``: group index, outputs and inputs of a matrix (None for AdamW), largest number of its dtype.
         self._shapes: list[tuple[int, tuple[int, int] | None, float]] = []
         self._cached_step_params: tuple[object, list[StepParam]] = (None, [])  # a plan, and what was made for it
-        self._groups: dict[int, ParamGroup] = {}  # the param groups of these step parameters, by group index
+        # The param groups of these step parameters, by group index and by the device of those that are on it.
+        self._groups: dict[tuple[int, torch.device], ParamGroup] = {}
         self.has_grad: tuple[bool, ...] = ()  # which parameters have a gradient; the same object for as long as they are equal
         self._indices_by_group: dict[int, list[int]] = {}  # group index → indices of its parameters
         self._state_checked: list[set[int]] = []  # group index → those of them whose state was checked since it changed
@@ -240,9 +248,9 @@ class Collector:
         """
         cached_for, step_params = self._cached_step_params  # ``check`` drops them when the state has changed
         if cached_for is decision.plan and not any(decision.zeros.intersection(lacking) for lacking in self._lacking_state):
-            settings = {index: _settings(group, skip_mask) for index, group in self._groups.items()}
+            settings = self._settings(skip_mask)
             for k, step_param in enumerate(step_params):
-                step_param.settings = settings[step_param.group_index]
+                step_param.settings = settings[step_param.group_index, step_param.param.device]
                 if k not in decision.idle:
                     entry = states[step_param.param]
                     step_param.momentum_buffer = entry[param_state.MOMENTUM]
@@ -254,8 +262,8 @@ class Collector:
                     step_param.zeros = zeros_like(step_param.param) if k in decision.zeros else None
             return step_params
         planned = (self._records[k].named for k, _ in decision.planned_parts)
-        self._groups = {named.group_index: named.param_group for named in planned}
-        settings = {index: _settings(group, skip_mask) for index, group in self._groups.items()}
+        self._groups = {(named.group_index, named.param.device): named.param_group for named in planned}
+        settings = self._settings(skip_mask)
         step_params = [
             self._new_step_param(plan_inputs, decision, states, param_index, keeps(param_index), settings)
             for param_index in range(len(decision.planned_parts))
@@ -263,6 +271,9 @@ class Collector:
         complete = all(map(keeps, range(len(step_params))))
         self._cached_step_params = (decision.plan, step_params) if complete else (None, [])
         return step_params
+
+    def _settings(self, skip_mask: Tensor | None) -> dict[tuple[int, torch.device], StepSettings]:
+        return {key: _settings(group, skip_mask, key[1]) for key, group in self._groups.items()}
 
     def release_state(self) -> None:
         """Drops references to tensors of the state after a step: they would keep it alive while it is offloaded."""
@@ -276,7 +287,7 @@ class Collector:
         states: Mapping[Tensor, dict[str, Any]],
         param_index: int,
         kept: bool,
-        settings: Mapping[int, StepSettings],
+        settings: Mapping[tuple[int, torch.device], StepSettings],
     ) -> StepParam:
         k, part = decision.planned_parts[param_index]
         named, plan_input = self._records[k].named, plan_inputs[k]
@@ -295,7 +306,8 @@ class Collector:
             matrix_set=matrix_set,
             scheme=scheme_for(plan_input.scheme, matrix_set.rows, matrix_set.cols, plan_input.compute_dtype),
             compute_dtype=plan_input.compute_dtype,
-            settings=settings[named.group_index],
+            settings=settings[named.group_index, param.device],
+            work_device=plan_input.work_device,
             comm_dtype=plan_input.comm_dtype,
             group_index=named.group_index,
             zeros=zeros_like(param) if k in decision.zeros else None,
@@ -327,9 +339,11 @@ def _plan_input_of(recipe: GroupRecipe, named: NamedParam, *, comm_dtype: torch.
     param = named.param
     sharded = as_dtensor(param)
     shape, dtype, device = tuple(param.shape), param.dtype, param.device
+    works_on = device if matrix_options is None else work_device(param)  # AdamW works where the parameter is
     update_dtype = torch.float64 if dtype == torch.float64 else torch.float32
-    compute_dtype = dtype if matrix_options is None else compute_dtype or default_compute_dtype(device, dtype)
+    compute_dtype = dtype if matrix_options is None else compute_dtype or default_compute_dtype(works_on, dtype)
     matrix_sets = None if matrix_options is None else find_matrices(named.name, shape, matrix_options)
+    check_rule_memory(named.name, matrix_sets or (), rule)
     for part in matrix_sets or ():
         assert scheme is not None
         scheme_for(scheme, part.rows, part.cols, compute_dtype)  # refuses a scheme that rounding would break in this dtype
@@ -341,11 +355,12 @@ def _plan_input_of(recipe: GroupRecipe, named: NamedParam, *, comm_dtype: torch.
         mesh=None if sharded is None else sharded.device_mesh,
         placements=() if sharded is None else sharded.placements,
         device=device,
+        work_device=works_on,
         matrix_sets=matrix_sets,
         scheme=scheme,
         rule=rule,
         compute_dtype=compute_dtype,
-        comm_dtype=comm_dtype or default_comm_dtype(device, update_dtype),
+        comm_dtype=comm_dtype or default_comm_dtype(works_on, update_dtype),
         update_dtype=update_dtype,
     )
 
@@ -355,10 +370,13 @@ def default_comm_dtype(device: torch.device, update_dtype: torch.dtype) -> torch
     return torch.bfloat16 if device.type == "cuda" and update_dtype != torch.float64 else update_dtype
 
 
-def _settings(group: ParamGroup, skip_mask: Tensor | None) -> StepSettings:
+def _settings(group: ParamGroup, skip_mask: Tensor | None, device: torch.device) -> StepSettings:
+    """The options for those parameters of a param group that are on ``device``."""
     lr = group["lr"]
-    # An lr on a device stays a tensor: reading it would wait for the device.
-    lr = float(lr) if not isinstance(lr, Tensor) or known_to_host(lr) else lr.reshape(())
+    # An lr on a device stays a tensor: reading it would wait for the device. For weights in host memory the host has to read it.
+    on_host = device.type == "cpu"
+    lr = float(lr) if not isinstance(lr, Tensor) or known_to_host(lr) or on_host else lr.reshape(())
+    skip_mask = copy_to(skip_mask, device) if skip_mask is not None and on_host else skip_mask
     momentum = float(group["momentum"])
     retain: float | Tensor = momentum
     decay = 1 - lr * float(group["weight_decay"])

@@ -13,7 +13,7 @@ from torch import Tensor
 from ..agree.local_planner import PlanSettings
 from ..agree.planner import Planner
 from ..errors import ConfigError, StateError, UnsupportedError
-from ..execute import DataParallelExecutor, StepParam
+from ..execute import DataParallelExecutor, StepParam, window_of
 from ..matrices import MatrixSet
 from ..params.checks import check_replica_group
 from ..params.dtensors import as_dtensor
@@ -135,7 +135,7 @@ class DistMuon(Muon):
                     state[key] = torch.zeros(shape, dtype=dtype, device=param.device)
                 window = matrix_set.rule_state_window if key == RULE_STATE else matrix_set.window
                 part = state[key][task.matrix] if matrix_set.stack_dims else state[key]
-                broadcast(part if window is None else part[tuple(slice(*ends) for ends in window)], task.owner, group)
+                broadcast(part if window is None else window_of(part, window, 0), task.owner, group)
         self._complete = True
 
     def __getstate__(self) -> dict[str, Any]:
@@ -151,7 +151,7 @@ class DistMuon(Muon):
         self._own_without_state: tuple[object, object, Sequence[int]] = (None, None, ())
         if self._replica_group is not None:
             self._executor = DataParallelExecutor(self._settings)
-            settings = PlanSettings(self._plan_options, self._settings.form, "DistMuon")
+            settings = PlanSettings(self._plan_options, self._settings.form, "DistMuon", self._cost_model)
             self._planner = Planner(settings, self._replica_group, weakref.ref(self), reduced=False)
 
     def _without_state(self, params: Sequence[NamedParam]) -> Sequence[int]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, cast
+from typing import Any, SupportsIndex, cast
 
 import torch
 from torch import Tensor
@@ -31,15 +31,17 @@ from ..params.lr import AdjustLR
 from ..params.option_docs import with_options
 from ..params.option_table import ParamGroup
 from ..params.rules import RuleLike
-from ..plan import Plan, PlanOptions, cost_model_for
+from ..plan import CostModel, CostModelLike, Plan, PlanOptions, cost_model_for, cost_model_from
 from ..qk_clip.clip import QKClip
-from ..routing.table import RoutingTable, build_routing_table
+from ..routing.table import RoutingTable, build_routing_table, is_first_of_ranks
 from ..state import param_state as state
+from .activity import ActivityCheck
 from .collect import Collector
 from .muon_step import MuonStep
 from .nonfinite import NonFinite, asked_by_scaler
 from .offload import Offload
 from .overwritten import Overwritten
+from .pickling import refuse_unpicklable
 from .route_log import RouteLog
 from .step_failures import StepFailures
 
@@ -70,6 +72,7 @@ class Muon(MuonStep):
     """
 
     _constructed = True  # False while the constructor adds the groups one by one
+    _cost_model: CostModel | None = None  # of the user; optimizers that were pickled before there was the option have none
 
     def __init__(
         self,
@@ -95,6 +98,7 @@ class Muon(MuonStep):
         conv: str | None = None,
         split: Split | None = None,
         expert_dims: str = "out_in",
+        matrices: Mapping[str, Mapping[str, Any]] | None = None,
         compute_dtype: torch.dtype | None = None,
         momentum_dtype: torch.dtype | None = None,
         memory_budget: int = DEFAULT_MEMORY_BUDGET,
@@ -109,6 +113,8 @@ class Muon(MuonStep):
         rule: RuleLike = "plain",
         cautious_weight_decay: bool = False,
         rounding: str = "nearest",
+        allow_inactive: bool = False,
+        cost_model: CostModelLike | None = None,
         waves_ahead: int | None = None,
         reference_path: bool | None = None,
     ) -> None:
@@ -118,7 +124,8 @@ class Muon(MuonStep):
         self._debug = debug
         self._settings = ExecutorSettings(chunk_size, memory_budget, form, deterministic, compile, cuda_graphs)
         in_flight = options["waves_ahead"] + 1
-        # LocalPlanner replaces the cost model by that of the parameters' device.
+        self._cost_model = cost_model_from(cost_model)
+        # LocalPlanner replaces the cost model: by the user's, or by that of the parameters' device.
         self._plan_options = PlanOptions(cost_model_for("cpu"), replicas, chunk_size, memory_budget, in_flight)
         self._comm_dtype = comm_dtype
         self._reference: bool = options["reference_path"]
@@ -127,6 +134,7 @@ class Muon(MuonStep):
         self._nonfinite = NonFinite(nonfinite)
         self._offload = Offload()
         self._failures = StepFailures()
+        self._activity = ActivityCheck(allow_inactive)
         self._reset()
         self._constructed = False
         super().__init__(normalise_params(params), defaults_from(arguments))
@@ -144,6 +152,7 @@ class Muon(MuonStep):
             super().add_param_group(group)
         except ValueError as error:  # torch alone checks for non-leaf tensors and for parameters in two groups
             raise ConfigError(str(error)) from None
+        self._activity.watch(param_group.get("names"))
         if self._constructed:
             self._warn_of_routes(index)
 
@@ -240,10 +249,29 @@ class Muon(MuonStep):
         self._failures.clear()
         self._planner.begin_anew()
 
+    def __reduce_ex__(self, protocol: SupportsIndex) -> Any:
+        refuse_unpicklable(self.param_groups, self.defaults)
+        return super().__reduce_ex__(protocol)
+
     def __getstate__(self) -> dict[str, Any]:
-        kept = ("_settings", "_plan_options", "_comm_dtype", "_reference", "_debug", "_qk_clip", "_failures", "_lineage")
+        kept = (
+            "_settings",
+            "_plan_options",
+            "_cost_model",
+            "_comm_dtype",
+            "_reference",
+            "_debug",
+            "_qk_clip",
+            "_failures",
+            "_lineage",
+        )
         self._offload.settle()
-        options = {"_nonfinite_policy": self._nonfinite.policy, "_offloaded": self._offload.on}
+        options = {
+            "_nonfinite_policy": self._nonfinite.policy,
+            "_offloaded": self._offload.on,
+            "_allow_inactive": self._activity.allowed,
+            "_was_active": self._activity.active,
+        }
         return {**super().__getstate__(), **{name: getattr(self, name) for name in kept}, **options}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -253,12 +281,15 @@ class Muon(MuonStep):
             self._replica_group = None  # process groups cannot be copied
             self._nonfinite = NonFinite(state["_nonfinite_policy"])
             self._offload = Offload(on=state["_offloaded"])
+            self._activity = ActivityCheck(state["_allow_inactive"])
+            self._activity.active = state["_was_active"]
             self._reset()
             self._lineage = register(self, state["_lineage"])
 
     def _reset(self) -> None:
         """Starts without a plan."""
-        settings = PlanSettings(self._plan_options, self._settings.form, f"reference_path={self._reference}")
+        path = f"reference_path={self._reference}"
+        settings = PlanSettings(self._plan_options, self._settings.form, path, self._cost_model)
         self._planner = Planner(settings, self._replica_group, weakref.ref(self))
         self._executor = (ReferenceExecutor if self._reference else Executor)(self._settings)
         self._collector = Collector(self._wire_dtype())
@@ -266,7 +297,9 @@ class Muon(MuonStep):
         self._log = RouteLog(on=self._debug)
 
     def _warn_of_routes(self, first: int) -> None:
-        """Warns about the groups from ``first`` on, at the line of the user's call two frames up."""
+        """Warns about the groups from ``first`` on, at the line of the user's call two frames up; on one rank for all."""
+        if not is_first_of_ranks(self._groups[first:]):
+            return
         for warning in build_routing_table(self._groups[first:], first).warnings:
             warnings.warn(warning, RoutingWarning, stacklevel=3)
 

@@ -8,7 +8,6 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor
-from torch.profiler import record_function
 
 from ..agree.descriptions import hyperparameters_of
 from ..agree.planner import Planner
@@ -22,7 +21,8 @@ from ..qk_clip.clip import QKClip
 from ..qk_clip.logits import logits_text
 from ..routing.table import build_routing_table
 from ..state import param_state
-from ..torch_compat import local_part
+from ..torch_compat import local_part, never_traced, profiler_range
+from .activity import ActivityCheck
 from .adamw import adamw_step
 from .collect import Collector, gradient_of, only_creates_state
 from .nonfinite import NO_SCALING, NonFinite, Scaling, gradients_of, zero_if_skipped
@@ -54,6 +54,7 @@ class MuonStep(torch.optim.Optimizer):
 
     _collector: Collector  # looks at parameters, gradients and state
     _planner: Planner  # agrees with the other ranks on a plan
+    _activity: ActivityCheck  # notices steps that would train nothing
     _failures: StepFailures  # remembers what the other ranks must still learn
     _executor: StepExecutor  # runs the plan
     _overwritten: Overwritten  # tells autograd which weights the step has overwritten
@@ -63,6 +64,7 @@ class MuonStep(torch.optim.Optimizer):
     _offload: Offload
     _log: RouteLog
 
+    @never_traced
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None, qk_logits: Any = None) -> Any:
         """Performs one step.
@@ -90,6 +92,7 @@ class MuonStep(torch.optim.Optimizer):
                     # No rank has work: torch.distributed.checkpoint calls step() with lr 0 only to create state.
                     param_state.create(self._groups, self.state)
                 else:
+                    self._activity.judge(step.decision.activity)
                     self._prepare(step)
                     self._finish(step, self._run(step))
             finally:
@@ -102,8 +105,9 @@ class MuonStep(torch.optim.Optimizer):
         self._failures.refuse_step()
         params, plan_inputs, failure = self._collector.plan_inputs(self._groups)
         unreported = self._failures.to_report()
-        failure = failure or self._misuse(params) or unreported or offload_error
-        step = StepContext(params, plan_inputs, self._collector.has_grad, qk_logits)
+        has_grad = self._collector.has_grad
+        failure = failure or self._misuse(params) or self._activity.replaced(params, has_grad) or unreported or offload_error
+        step = StepContext(params, plan_inputs, has_grad, qk_logits)
         if failure is None:
             try:
                 step.scaling = Scaling.of(self)
@@ -127,7 +131,8 @@ class MuonStep(torch.optim.Optimizer):
             prepared_plan=self._executor.plan,
             nonfinite=step.nonfinite,
             has_work=step.has_work,
-            hyperparameters=[f"{text}, {clip}" for text in hyperparameters_of(self._groups)],
+            activity=self._activity.of(step.params, step.has_grad),
+            hyperparameters=lambda: [f"{text}, {clip}" for text in hyperparameters_of(self._groups)],
             without_state=self._without_state(step.params),
             presence=StatePresence(step.params, self.state, self._keeps),
         )
@@ -179,6 +184,8 @@ class MuonStep(torch.optim.Optimizer):
                 zero_if_skipped(gradients_of(params), step.skip_mask)
             step_params = self._step_params(step)
             if step.skip_mask is not None:
+                # Gradients that this rank lacks are made as +0, and −0 + (+0) is +0: a momentum of −0 would lose its sign in a
+                # step that must change nothing. If the step is skipped they become −0, like the gradients above.
                 made_zeros = [step_param.zeros for step_param in step_params if step_param.zeros is not None]
                 zero_if_skipped([local_part(zeros) for zeros in made_zeros], step.skip_mask)
             failure = self._executor.run(step_params, idle=decision.idle, during_last_scatter=adamw)
@@ -225,7 +232,7 @@ class MuonStep(torch.optim.Optimizer):
         for k, named in enumerate(step.params):
             if not named.param_group["use_muon"] and (named.param.grad is not None or k in step.decision.zeros):
                 params_by_group.setdefault(named.group_index, []).append(named.param)
-        with record_function("meshmuon::adamw"):
+        with profiler_range("meshmuon::adamw"):
             for group_index, params in params_by_group.items():
                 grads, states = self._adamw_gradients(params), [self.state[param] for param in params]
                 adamw_step(self._groups[group_index], params, grads, states, step.skip_mask)

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..device import Transfers, transfers_for
+from ..device import Transfers, is_staged, transfers_for
 from ..params.dtensors import with_local
 from ..state.param_state import COUNTER
 from ..torch_compat import local_part
@@ -168,9 +168,11 @@ class Offload:
 
 
 def _movable(states: _States) -> list[tuple[Tensor, str, Tensor]]:
+    """What is moved: not the state of weights in host memory on a mesh of devices, which is there already."""
     return [
         (param, key, value)
         for param, state in states.items()
+        if not is_staged(param)
         for key, value in state.items()
         if isinstance(value, Tensor) and key not in _NOT_MOVED
     ]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -15,10 +15,11 @@ class Workspace:
     """Named flat buffers, grown to the largest request and never given back.
 
     Two requests under one name share memory: the second overwrites the first. Buffers of different names never overlap. Every
-    buffer begins at a multiple of 64 bytes.
+    buffer begins at a multiple of 64 bytes. ``allocate`` makes a flat tensor of a size and dtype on a device.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, allocate: Callable[[int, torch.dtype, torch.device], Tensor] = aligned_empty) -> None:
+        self._allocate = allocate
         self._flat: dict[tuple[str, torch.dtype, torch.device], Tensor] = {}
 
     def take(self, name: str, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -34,7 +35,7 @@ class Workspace:
         key = (name, dtype, device)
         flat = self._flat.get(key)
         if flat is None or flat.numel() < size:
-            flat = self._flat[key] = aligned_empty(size, dtype, device)
+            flat = self._flat[key] = self._allocate(size, dtype, device)
         return flat[:size]
 
     def bytes(self) -> int:

@@ -76,12 +76,21 @@ def check_replica_group(group: Any, what: str = "replica_group") -> None:
         )
 
 
+def momentum_is_cycled(options: Mapping[str, Any]) -> bool:
+    """Whether OneCycleLR or CyclicLR cycles the momentum of a param group: they leave these two keys in it.
+
+    They write ``momentum`` into every group, since an optimizer has either momentum or betas for them.
+    """
+    return "base_momentum" in options and "max_momentum" in options
+
+
 def adamw_betas(options: Mapping[str, Any]) -> tuple[float, float]:
-    """The betas of a param group; torch's own key ``betas`` comes first."""
+    """The betas of a param group; torch's own key ``betas`` comes first, and a cycled momentum takes the place of beta1."""
     betas = options.get("betas", options["adamw_betas"])
     if not isinstance(betas, Sequence) or isinstance(betas, (str, bytes)) or len(betas) != 2:
         raise ConfigError(f"adamw_betas={shown(betas)} must be a pair of numbers, such as (0.9, 0.95).")
-    return number(betas[0], "adamw_betas[0]", "AdamW"), number(betas[1], "adamw_betas[1]", "AdamW")
+    beta1 = options["momentum"] if momentum_is_cycled(options) else betas[0]
+    return number(beta1, "adamw_betas[0]", "AdamW"), number(betas[1], "adamw_betas[1]", "AdamW")
 
 
 def adamw_eps(options: Mapping[str, Any]) -> float:

@@ -45,10 +45,13 @@ def zeros_laid_out_like(param: Tensor, shape: tuple[int, ...], dtype: torch.dtyp
     mesh = next((mesh for mesh in meshes if rank in mesh.ranks), meshes[0])
     layout = Layout(shape, mesh, known_placements("", sharded.placements, len(shape)))
     local = torch.zeros(layout.local_shape(rank), dtype=dtype, device=param.device)
+    no_memory = torch.empty(local.shape, dtype=dtype, device="meta")
     stride = tuple(math.prod(shape[dim + 1 :]) for dim in range(len(shape)))
-    return DTensor.from_local(
-        local, sharded.device_mesh, sharded.placements, run_check=False, shape=torch.Size(shape), stride=stride
+    # The local part is put in afterwards: ``from_local`` would copy one that is in host memory to the mesh's devices.
+    empty = DTensor.from_local(
+        no_memory, sharded.device_mesh, sharded.placements, run_check=False, shape=torch.Size(shape), stride=stride
     )
+    return dtensor_like(empty, local)
 
 
 def check_placement(name: str, param: Tensor) -> None:

@@ -7,7 +7,7 @@ of tensors), ``param_names`` (as many names) and ``use_muon``. Keys that meshmuo
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -15,16 +15,22 @@ from torch import Tensor
 
 from ..device import known_to_host
 from ..errors import ConfigError
-from ..matrices import MatrixOptions, check_expert_keys, find_matrices
+from ..matrices import MatrixOptions, MatrixSet, check_expert_keys, check_matrices, find_matrices
 from .checks import FLOAT_DTYPES, adamw_betas, adamw_eps, check_flag, shown
 from .dtensors import check_placement
 from .flattened import refuse_flattened
 from .lr import lr_factor
 from .option_table import Option, ParamGroup, group_options, optimizer_options, split_as_tuple
+from .rules import UpdateRule, resolve_rule
 
 _RIGHT_CALL = (
     "Write Muon(get_default_muon_param_groups(model), lr=...), or groups of your own: "
     'Muon([{"params": matrices, "names": their_names, "use_muon": True}, {"params": others, "use_muon": False}], lr=...).'
+)
+_CALL_OF_TRAINERS = (
+    "If a trainer makes this call, let it call a factory, which sees the names of the parameters: for Transformers' Trainer, "
+    'optimizer_cls_and_kwargs=(muon, {"lr": ...}) with muon from meshmuon.integrations.hf; elsewhere, muon_for(model, lr=...) '
+    "of meshmuon.integrations.factory."
 )
 _CHECKS = {
     use_muon: [(option.name, option.check) for option in group_options(use_muon) if option.check is not None]
@@ -74,7 +80,7 @@ def normalise_params(params: object) -> list[dict[str, Any]]:
         if not isinstance(group, dict):
             raise ConfigError(
                 f"params must be a list of groups, got an iterable of {type(group).__name__}, such as model.parameters() or "
-                f"model.named_parameters(). Muon must be told which parameters are matrices. {_RIGHT_CALL}"
+                f"model.named_parameters(). Muon must be told which parameters are matrices. {_RIGHT_CALL} {_CALL_OF_TRAINERS}"
             )
     return groups
 
@@ -83,7 +89,10 @@ def normalise_group(group: Mapping[str, Any], index: int) -> dict[str, Any]:
     """A copy of a user's param group in the form that the optimizer works with."""
     group = dict(group)
     if not isinstance(group.get("use_muon"), bool):
-        raise ConfigError(f"group {index} needs use_muon=True or use_muon=False, it has {sorted(map(str, group))}. {_RIGHT_CALL}")
+        keys = sorted(map(str, group))
+        raise ConfigError(
+            f"group {index} needs use_muon=True or use_muon=False, it has {keys}. {_RIGHT_CALL} {_CALL_OF_TRAINERS}"
+        )
     for key in _OPTIMIZER_KEYS:
         if key in group:
             raise ConfigError(
@@ -153,7 +162,7 @@ def are_placeholders(names: Iterable[str]) -> bool:
 def matrix_options_of(group: ParamGroup) -> MatrixOptions:
     """The options of a param group that say which matrices a parameter holds."""
     keys, split = check_expert_keys(group["expert_keys"]), split_as_tuple(group["split"])
-    return MatrixOptions(keys, group["conv"], split, group["expert_dims"])
+    return MatrixOptions(keys, group["conv"], split, group["expert_dims"], check_matrices(group["matrices"]))
 
 
 def rounds_stochastically(param: Tensor, group: Mapping[str, Any]) -> bool:
@@ -221,6 +230,17 @@ def check_overflow(group: ParamGroup, where: str, shape: tuple[int, int] | None,
     raise ConfigError(f"{where}: {what} is {value:g}; the largest number that a step can work with is {largest:g}.")
 
 
+def check_rule_memory(name: str, matrix_sets: Sequence[MatrixSet], rule: UpdateRule | None) -> None:
+    """Refuses a rule that keeps state where it has no place: blocks of rows whose rows are inputs share their columns."""
+    blocks = {part.window[0] for part in matrix_sets if part.flipped and part.window is not None}
+    if len(blocks) > 1 and rule is not None and rule.remembers():
+        raise ConfigError(
+            f"{name}: {type(rule).__name__} keeps one number per output, for which {len(blocks)} experts that are stored one "
+            f'below the other as (in, out) have no place. Write matrices={{"{name}": {{"experts": {len(blocks)}}}}} in the '
+            "group, which takes their rows for outputs, or another rule."
+        )
+
+
 def _check_param(name: str, param: Tensor, group: ParamGroup) -> None:
     check_placement(name, param)
     check_rounding(name, param, group["rounding"])
@@ -230,7 +250,9 @@ def _check_param(name: str, param: Tensor, group: ParamGroup) -> None:
         refuse_flattened(name, param)
         if param.dtype not in FLOAT_DTYPES:
             raise ConfigError(f"{name} has dtype {param.dtype}; Muon needs floating point parameters of 16, 32 or 64 bits.")
-        for matrix_set in find_matrices(name, param.shape, matrix_options_of(group)):
+        matrix_sets = find_matrices(name, param.shape, matrix_options_of(group))
+        check_rule_memory(name, matrix_sets, resolve_rule(group["rule"]))
+        for matrix_set in matrix_sets:
             check_overflow(group, name, matrix_set.lr_shape, largest_number(param.dtype))
         return
     if param.requires_grad and param.dtype not in FLOAT_DTYPES:

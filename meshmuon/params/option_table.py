@@ -17,9 +17,19 @@ import torch
 from torch import Tensor
 
 from ..execute import DEFAULT_MEMORY_BUDGET
-from ..matrices import CONV_OPTIONS, EXPERT_DIMS, MatrixOptions, Split, check_expert_keys, check_matrix_options
+from ..matrices import (
+    CONV_OPTIONS,
+    EXPERT_DIMS,
+    ONE_MATRIX,
+    Interleaved,
+    MatrixOptions,
+    Split,
+    check_expert_keys,
+    check_matrices,
+    check_matrix_options,
+)
 from ..ortho import AUTO, FORMS, Scheme, SchemeLike, resolve_scheme
-from ..plan import REPLICA_OPTIONS
+from ..plan import REPLICA_OPTIONS, cost_model_from
 from .checks import (
     Check,
     check_backend,
@@ -105,6 +115,7 @@ class ParamGroup(_TorchKeys):
     conv: str | None
     split: Split | None
     expert_dims: str
+    matrices: Mapping[str, Mapping[str, Any]] | None
     compute_dtype: torch.dtype | None
     momentum_dtype: torch.dtype | None
     rule: RuleLike
@@ -131,8 +142,24 @@ def _scheme_as_numbers(scheme: SchemeLike) -> SchemeLike:
 
 
 def split_as_tuple(split: Any) -> Any:
-    """A list of sizes as a tuple, which can be compared and hashed; anything else as it is."""
-    return tuple(split) if isinstance(split, list) else split
+    """A list of sizes as a tuple, and an ``Interleaved`` as the tuple (sizes, repeats); anything else as it is.
+
+    Tuples can be compared and hashed, and survive ``torch.save`` and ``weights_only=True``.
+    """
+    if isinstance(split, Interleaved):
+        return split.sizes, split.repeats
+    return tuple(map(split_as_tuple, split)) if isinstance(split, list | tuple) else split
+
+
+def matrices_as_dicts(matrices: Mapping[str, Mapping[str, Any]] | None) -> dict[str, dict[str, Any]] | None:
+    """Entries as plain dicts without what is the default anyway, which survive ``torch.save`` and ``weights_only=True``."""
+    if matrices is None:
+        return None
+    default = ONE_MATRIX.fields()
+    return {
+        name: {key: split_as_tuple(value) for key, value in entry.fields().items() if value != default[key]}
+        for name, entry in sorted(check_matrices(matrices).items())
+    }
 
 
 ROUNDINGS = ("nearest", "stochastic")
@@ -203,11 +230,25 @@ OPTIONS: tuple[Option, ...] = (
         "split", None, Scope.MUON_GROUPS, of_value(_check_split), Compared.IN_PLAN, kept_as=split_as_tuple, defines_matrices=True
     ).with_help(
         "Cuts fused weights (QKV, gate-up) along their output dim into matrices of their own: the sizes of the parts, the size "
-        "of equal parts (one per head), or a function of (name, shape) that returns one of these or None."
+        "of equal parts (one per head), ``Interleaved(sizes, repeats)`` if the parts take turns, or a function of (name, shape) "
+        "that returns one of these or None."
     ),
     Option("expert_dims", "out_in", Scope.MUON_GROUPS, one_of(EXPERT_DIMS), Compared.BY_VALUE, defines_matrices=True).with_help(
         '``"out_in"`` for experts of shape (experts, out, in), ``"in_out"`` for (experts, in, out). It matters for the learning '
         "rate, ``split`` and update rules."
+    ),
+    Option(
+        "matrices",
+        None,
+        Scope.MUON_GROUPS,
+        of_value(check_matrices),
+        Compared.BY_VALUE,
+        kept_as=matrices_as_dicts,
+        defines_matrices=True,
+    ).with_help(
+        'What is inside single parameters: ``{name: {"experts": …, "dims": …, "split": …, "flatten": …}}``, with ``*`` for '
+        "numbers in names. ``get_default_muon_param_groups`` writes it. ``expert_keys``, ``split`` and ``conv`` override it; see "
+        "docs/models.md."
     ),
     Option("compute_dtype", None, Scope.MUON_GROUPS, check_dtype, Compared.IN_PLAN).with_help(
         "Dtype of the Newton–Schulz products; by default float32 on CPU, float16 on GPU, float64 for float64 parameters."
@@ -260,6 +301,14 @@ OPTIONS: tuple[Option, ...] = (
         'How a step rounds bfloat16 parameters, which it forms in float32: ``"nearest"``, or ``"stochastic"``, which is right on '
         "average, so that small updates and decay are not lost. It has no effect on float32 and float64 parameters; float16 "
         'parameters refuse ``"stochastic"``. See docs/choosing.md.'
+    ),
+    Option("allow_inactive", False, Scope.OPTIMIZER, check_flag).with_help(
+        "Allows steps in which Muon has nothing to do: of a model or a pipeline stage without matrices, or of matrices that get "
+        "their first gradient late. Otherwise such an optimizer raises, because it is usually a mistake; see docs/trainers.md."
+    ),
+    Option("cost_model", None, Scope.OPTIMIZER, of_value(cost_model_from), Compared.IN_PLAN).with_help(
+        "How fast links are beside matrix units, for the choice of owners, waves and ``replicas``: a file that ``meshmuon doctor "
+        "--save`` wrote, or a ``CostModel``; by default a guess for each kind of device. See docs/doctor.md."
     ),
 )
 """In the order of the constructor's parameters. An option with an older name is where that name is."""

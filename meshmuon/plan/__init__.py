@@ -2,6 +2,7 @@
 
 from .batches import Batch, BatchItem, ItemRange, plan_batches
 from .buffer_sizes import WaveSizes, slot_sizes, wave_sizes
+from .calibration import Calibration, CostModelLike, Link, Prediction, Rate, cost_model_from
 from .cost import CostModel, cost_model_for
 from .owners import lightest_possible
 from .plan import Plan, make_plan
@@ -15,16 +16,22 @@ __all__ = [
     "REPLICA_OPTIONS",
     "Batch",
     "BatchItem",
+    "Calibration",
     "CostModel",
+    "CostModelLike",
     "ItemRange",
+    "Link",
     "PieceTransfer",
     "Plan",
     "PlanOptions",
     "PlannedParam",
+    "Prediction",
+    "Rate",
     "Task",
     "WaveRoutes",
     "WaveSizes",
     "cost_model_for",
+    "cost_model_from",
     "lightest_possible",
     "make_plan",
     "plan_batches",

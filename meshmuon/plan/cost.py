@@ -4,15 +4,28 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from ..errors import ConfigError
 from ..layout import ShardedMatrix
+
+_LARGEST = 1e30  # costs stay finite when they are multiplied by bytes and added up
 
 
 @dataclass(frozen=True, slots=True)
 class CostModel:
-    """How a device's links compare with its matrix units."""
+    """How a device's links compare with its matrix units.
 
-    flops_per_byte: float  # FLOPs in the time that a rank needs to send or receive one byte
-    flops_per_exchange: float  # FLOPs in the time that an exchange of no bytes takes
+    Attributes:
+        flops_per_byte: FLOPs of orthogonalisation in the time that a rank needs to send or receive one byte.
+        flops_per_exchange: FLOPs in the time that an exchange of no bytes takes.
+    """
+
+    flops_per_byte: float
+    flops_per_exchange: float
+
+    def __post_init__(self) -> None:
+        for name, value, low in (("flops_per_byte", self.flops_per_byte, 0), ("flops_per_exchange", self.flops_per_exchange, 1)):
+            if type(value) not in (int, float) or not low <= value <= _LARGEST:
+                raise ConfigError(f"CostModel: {name}={value!r} must be a number of at least {low} and at most {_LARGEST:g}.")
 
     def owning(self, flops: int, sharded: ShardedMatrix, itemsize: int) -> float:
         """Cost for the rank that owns a matrix: computing it, receiving it and sending it back."""

@@ -13,19 +13,16 @@ from .tasks import Task
 def assign_owners(tasks: Sequence[Task], loads: dict[int, float]) -> list[int]:
     """The owner of each task; adds their costs to ``loads`` (rank → cost), which already has what is computed locally.
 
-    Each task goes to the least loaded rank that holds a piece of it. Tasks that only one rank holds come first: they have no
-    choice. The others are tried in two orders: most expensive first, so that cheap tasks even out the loads at the end; and
-    fewest holders first, because these have the least choice. The order whose heaviest rank is lighter wins. Ties go to the
-    earlier task and to the lower rank. Every rank therefore finds the same owners.
+    Each task goes to the least loaded rank that holds a piece of it. Two orders are tried: most expensive first, so that cheap
+    tasks even out the loads at the end; and fewest holders first, because these have the least choice. The order whose heaviest
+    rank is lighter wins. Ties go to the earlier task and to the lower rank. Every rank therefore finds the same owners.
 
     Costs 5, 4, 3, 3 and 3 over two ranks: 5 goes to rank 0, 4 to rank 1, then 3 to rank 1 (7), to rank 0 (8) and to rank 1 (10).
     """
-    fixed = [k for k, task in enumerate(tasks) if len(task.sharded.holdings) == 1]
-    free = [k for k, task in enumerate(tasks) if len(task.sharded.holdings) > 1]
-    by_cost = sorted(free, key=lambda k: (-tasks[k].cost, k))
-    by_holders = sorted(free, key=lambda k: (len(tasks[k].sharded.holdings), -tasks[k].cost, k))
+    by_cost = sorted(range(len(tasks)), key=lambda k: (-tasks[k].cost, k))
+    by_holders = sorted(range(len(tasks)), key=lambda k: (len(tasks[k].sharded.holdings), -tasks[k].cost, k))
     orders = [by_cost] if by_cost == by_holders else [by_cost, by_holders]
-    assignments = [_assign(tasks, [*fixed, *order], dict(loads)) for order in orders]
+    assignments = [_assign(tasks, order, dict(loads)) for order in orders]
     owners, lightest = min(assignments, key=lambda assignment: max(assignment[1].values(), default=0.0))
     loads.update(lightest)
     return owners

@@ -19,7 +19,7 @@ class PlannedParam:
     name: str
     layouts: tuple[Layout, ...]  # how it lies on its mesh; several if sibling meshes have copies of it
     stack_dims: int  # how many leading dims index the matrices (0, or 1 for a stack of experts)
-    lane: Hashable  # what must be equal for matrices to travel together: device type, dtype on the wire and dtype of the update
+    lane: Hashable  # what must be equal for matrices to travel together: device types, dtype on the wire and dtype of the update
     itemsize: int  # bytes per element on the wire
     flops: int  # FLOPs of orthogonalising one of its matrices
     share: bool | None = None  # if ``replicas`` is "auto": whether replicas share one owner; None leaves it to the cost model

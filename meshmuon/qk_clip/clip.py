@@ -17,7 +17,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.profiler import record_function
 
 from ..device import copy_to
 from ..errors import ConfigError, PlanError
@@ -25,7 +24,7 @@ from ..layout import Ranges, length
 from ..params.dtensors import as_dtensor, layouts_of, siblings
 from ..params.groups import matrix_options_of
 from ..params.named_params import NamedParam
-from ..torch_compat import local_part
+from ..torch_compat import local_part, profiler_range
 from .heads import Layer, ProjectionParam, check_overlap, read_layer
 from .logits import check_logits, ordered, whole_logits
 from .names import ClipConfig, LayerKey, Projection, find_projection, read_clip_config
@@ -109,7 +108,7 @@ class QKClip:
         self.check(params, qk_logits)
         qk_logits = ordered(qk_logits)
         assert self._config is not None
-        with record_function("meshmuon::qk_clip"):
+        with profiler_range("meshmuon::qk_clip"):
             logits = whole_logits(qk_logits)
             for k, bucket in enumerate(self._buckets):
                 joined = _joined(logits, bucket)
@@ -199,7 +198,8 @@ def _local_rows(member: ProjectionParam) -> Tensor:
 def _joined(logits: Sequence[Tensor], bucket: _Bucket) -> Tensor:
     """The logits of all layers as one vector, on the bucket's device and in its dtype."""
     device = bucket.slots.device
-    if len({layer_logits.device for layer_logits in logits}) > 1:
+    # Pinned logits are copied one by one: joined in host memory they would no longer be pinned, and the host would wait.
+    if len({layer_logits.device for layer_logits in logits}) > 1 or all(layer_logits.is_pinned() for layer_logits in logits):
         logits = [copy_to(layer_logits, device) for layer_logits in logits]
     return copy_to(torch.cat([layer_logits.to(bucket.dtype) for layer_logits in logits]), device)
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ..errors import ConfigError
-from ..matrices import find_matrices
+from ..matrices import StridedRange, find_matrices
 from ..params.groups import matrix_options_of
 from ..params.named_params import NamedParam
 from .names import ClipConfig, LayerKey, Projection, belongs_to
@@ -26,14 +26,15 @@ class ProjectionParam(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Section:
-    """Consecutive rows of a parameter that belong to the query heads or to the key heads.
+    """Rows of a parameter that belong to the query heads or to the key heads.
 
-    In a fused QKV weight of 4 heads of 64 rows each, the key section is ``Section("k", start=256, heads=4, size=64, root=64)``.
+    In a fused QKV weight of 4 heads of 64 rows each, the key section is ``Section("k", StridedRange(256, 256), 4, 64, root=64)``.
+    Where query, key and value of each head follow each other, its rows are ``StridedRange(64, 64, count=4, period=192)``.
     In MLA's Wq, a head has rows without position, which are scaled by √γ, and rotary rows, which are scaled by γ.
     """
 
     side: str  # "q" or "k"
-    start: int  # first row
+    rows: StridedRange  # which rows
     heads: int  # number of heads
     size: int  # rows per head
     root: int  # how many rows, from the head's first on, are scaled by √γ
@@ -44,12 +45,17 @@ class Section:
 
         ``first`` is the number of this section's first head among all heads.
         """
-        offset = rows - self.start
-        within = offset % self.size
-        root_slot = 1 + 2 * (first + offset // self.size)
-        inside = (offset >= 0) & (offset < self.heads * self.size)
+        inside, position = self._positions(rows)
+        within = position % self.size
+        root_slot = 1 + 2 * (first + position // self.size)
         slots = torch.where(inside & (within < self.root), root_slot, 0)
         return torch.where(inside & (within >= self.root) & (within < self.root + self.full), root_slot + 1, slots)
+
+    def _positions(self, rows: Tensor) -> tuple[Tensor, Tensor]:
+        """Which of the global ``rows`` belong to the section, and the position of those that do."""
+        offset, period = rows - self.rows.start, self.rows.period or self.rows.size
+        block, within = offset // period, offset % period
+        return (block >= 0) & (block < self.rows.count) & (within < self.rows.size), block * self.rows.size + within
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,7 +136,7 @@ class _SectionFinder:
         if kind == "qkv":
             return self._fused(weight, name, rows)
         if not self._mla:
-            return (self._plain(name, kind, 0, rows),)
+            return (self._plain(name, kind, StridedRange(0, rows)),)
         mla = self._config.mla
         if mla is None:
             raise ConfigError(
@@ -140,26 +146,27 @@ class _SectionFinder:
         if kind == "q":
             size = mla.nope + mla.rope
             heads = self._head_count(name, rows, size, "qk_nope_head_dim + qk_rope_head_dim")
-            return (Section("q", 0, heads, size, mla.nope, mla.rope),)
+            return (Section("q", StridedRange(0, rows), heads, size, mla.nope, mla.rope),)
         size = mla.nope + mla.value
-        return (Section("k", 0, self._head_count(name, rows, size, "qk_nope_head_dim + v_head_dim"), size, mla.nope),)
+        heads = self._head_count(name, rows, size, "qk_nope_head_dim + v_head_dim")
+        return (Section("k", StridedRange(0, rows), heads, size, mla.nope),)
 
     def _fused(self, weight: ProjectionParam, name: str, rows: int) -> tuple[Section, ...]:
         shape, options = tuple(weight.named.param.shape), matrix_options_of(weight.named.param_group)
-        parts = [(0, rows) if part.window is None else part.window[0] for part in find_matrices(name, shape, options)]
+        parts = [StridedRange(0, rows) if part.window is None else part.window[0] for part in find_matrices(name, shape, options)]
         if len(parts) != 3:
             raise ConfigError(
                 f"{name} (layer {self._layer!r}) holds queries, keys and values in {rows} rows, but its group's split has "
-                f"{len(parts)} part(s) and does not tell them apart. Give the group split=(rows of q, of k, of v)."
+                f"{len(parts)} part(s) and does not tell them apart. Give the group split=(rows of q, of k, of v), or "
+                "split=Interleaved((rows of q, of k, of v), heads) if they follow each other in every head."
             )
-        (q_start, q_stop), (k_start, k_stop), _ = parts
-        return self._plain(name, "q", q_start, q_stop - q_start), self._plain(name, "k", k_start, k_stop - k_start)
+        return self._plain(name, "q", parts[0]), self._plain(name, "k", parts[1])
 
-    def _plain(self, name: str, side: str, start: int, rows: int) -> Section:
+    def _plain(self, name: str, side: str, rows: StridedRange) -> Section:
         size = self._config.head_dim
         if size is None:
             raise ConfigError(f"{name} (layer {self._layer!r}) is no MLA projection: clip_config needs head_dim for it.")
-        return Section(side, start, self._head_count(name, rows, size, "head_dim"), size, size)
+        return Section(side, rows, self._head_count(name, rows.length, size, "head_dim"), size, size)
 
     def _head_count(self, name: str, rows: int, size: int, what: str) -> int:
         if rows % size or not rows:

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 
 from ..errors import ConfigError
-from ..routing.param_groups import name_parts
+from ..models import name_parts
 
 LayerKey: TypeAlias = int | str
 """A layer's number, or the name of its attention module (or of a module that contains it) where numbers are ambiguous."""

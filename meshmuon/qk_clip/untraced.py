@@ -10,7 +10,7 @@ from typing import Any, ParamSpec
 
 import torch
 
-from ..torch_compat import has_compiled, without_modes
+from ..torch_compat import has_compiled, never_traced, without_modes
 
 _lock = threading.Lock()
 _threads_inside = 0  # threads that are inside ``uncompiled()``
@@ -23,25 +23,15 @@ def untraced(method: Callable[_P, None]) -> Callable[_P, None]:
     """Hides a method from autograd, compilers and dispatch modes.
 
     Selective activation checkpointing is such a mode: results that it caches here in the forward pass would be handed to the
-    model's own operations in the recomputation. ``torch.compiler.disable`` loads all of torch.compile, so it is applied at the
-    first call after something was compiled.
+    model's own operations in the recomputation.
     """
-    disabled: list[Callable[_P, None]] = []
 
+    @never_traced
     @torch.no_grad()
-    def unrecorded(*args: _P.args, **kwargs: _P.kwargs) -> None:
-        with without_modes():
-            method(*args, **kwargs)
-
     @wraps(method)
     def run(*args: _P.args, **kwargs: _P.kwargs) -> None:
-        if not has_compiled():
-            unrecorded(*args, **kwargs)
-            return
-        if not disabled:
-            disable: Any = torch.compiler.disable
-            disabled.append(disable(unrecorded))
-        disabled[0](*args, **kwargs)
+        with without_modes():
+            method(*args, **kwargs)
 
     return run
 

@@ -2,26 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor, nn
 
 from ..errors import ConfigError
-from ..matrices import MatrixOptions, check_expert_keys, check_matrix_options
+from ..matrices import ONE_MATRIX, MatrixOptions, Split, check_expert_keys, check_matrix_options, with_stars, without_wrappers
+from ..models import ModelContents, ParamContents
 from ..params.checks import shown
 from ..params.flattened import refuse_flattened_model
-
-_WRAPPERS = frozenset({"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module", "module"})
-_TOKEN_EMBEDDINGS = ("embed_tokens", "tok_embeddings", "token_embedding", "token_embeddings", "word_embeddings", "wte")
-_POSITION_EMBEDDINGS = ("wpe", "position_embeddings", "pos_embed", "pos_embedding", "embed_positions")
-_EMBEDDINGS = frozenset(("embed", "embedding", "embeddings", *_TOKEN_EMBEDDINGS, *_POSITION_EMBEDDINGS))
-_HEADS = frozenset(
-    ["lm_head", "head", "output", "embed_out", "unembed", "output_layer", "output_projection", "classifier", "score"]
-)
-_TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)  # (in, out, *kernel): no (out, in·kernel) matrix
-_CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, *_TRANSPOSED)
-_NORMS = (nn.LayerNorm, nn.RMSNorm, nn.GroupNorm, nn.modules.batchnorm._NormBase)
+from ..params.option_table import matrices_as_dicts
+from .model_names import ModelNames
 
 
 def get_default_muon_param_groups(
@@ -30,11 +23,13 @@ def get_default_muon_param_groups(
     expert_keys: Sequence[str] | None = None,
     *,
     conv: str | None = None,
+    split: Split | None = None,
 ) -> list[dict[str, Any]]:
     """Splits a model's trainable parameters into a Muon group and an AdamW group.
 
-    Matrices go to Muon. Parameters of fewer than two dims, embeddings, output heads and everything tied to these go to AdamW.
-    Embeddings and heads are recognised by module type and identity first, then by name.
+    Matrices go to Muon, each expert and each part of a fused weight by itself. Embeddings, output heads and everything tied to
+    these, tables, scales and parameters of fewer than two dims go to AdamW. What is inside a parameter is known for the
+    architectures of transformers, timm, torchvision, diffusers, torchtitan and PEFT; see docs/models.md.
 
     Args:
         model: the model. It may be wrapped by DDP, torch.compile or activation checkpointing.
@@ -42,111 +37,84 @@ def get_default_muon_param_groups(
             those of fewer than two dims.
         expert_keys: a 3-D parameter whose name contains one of these is a stack of expert matrices.
         conv: ``"flatten"`` sends convolution filters to Muon too, except depthwise ones.
+        split: how fused weights are cut, where it is not None, instead of how they are known to be; as the option of ``Muon``.
 
     Returns:
-        One or two param groups, each with ``params``, ``names`` and ``use_muon``, ready for ``Muon``. Empty ones are left out.
+        One or two param groups, each with ``params``, ``names``, ``use_muon`` and ``reasons``, ready for ``Muon``. Empty ones are
+        left out. ``matrices`` says what is inside parameters, and ``reasons`` why they are where they are.
     """
     if not isinstance(model, nn.Module):
         raise ConfigError(f"model is a {type(model).__name__}; get_default_muon_param_groups takes a torch.nn.Module.")
     if is_muon_func is not None and not callable(is_muon_func):
         raise ConfigError(f"is_muon_func={shown(is_muon_func)} must be a function of (name, parameter) that returns a bool.")
     keys = check_expert_keys(expert_keys)
-    check_matrix_options(MatrixOptions(keys, conv))
+    check_matrix_options(MatrixOptions(keys, conv, split))
     refuse_flattened_model(model)
-    decide = _with_named_errors(is_muon_func) if is_muon_func is not None else _DefaultRoute(model, keys, conv)
+    contents = _contents_of(model, keys, conv, is_muon_func)
     param_groups: dict[bool, dict[str, Any]] = {
-        use_muon: {"params": [], "names": [], "use_muon": use_muon} for use_muon in (True, False)
+        use_muon: {"params": [], "names": ModelNames(model), "use_muon": use_muon} for use_muon in (True, False)
     }
     for name, param in model.named_parameters():
         if param.requires_grad:
-            param_group = param_groups[param.dim() >= 2 and bool(decide(name, param))]
+            param_group = param_groups[contents[name].route == "muon"]
             param_group["params"].append(param)
             param_group["names"].append(name)
-    if keys:
-        param_groups[True]["expert_keys"] = keys
-    if conv is not None:
-        param_groups[True]["conv"] = conv
+    options = {"expert_keys": keys or None, "conv": conv, "split": split}
+    param_groups[True] |= {key: value for key, value in options.items() if value is not None}
     filled = [param_group for param_group in param_groups.values() if param_group["params"]]
     if not filled:
         raise ConfigError("the model has no trainable parameters: every requires_grad is False, or it has no parameters.")
+    for param_group in filled:
+        _describe(param_group, contents)
     return filled
 
 
-def _with_named_errors(is_muon_func: Callable[[str, Tensor], bool]) -> Callable[[str, Tensor], bool]:
-    """``is_muon_func`` with errors that name the parameter."""
-
-    def decide(name: str, param: Tensor) -> bool:
-        try:
-            return bool(is_muon_func(name, param))
-        except Exception as error:
-            raise ConfigError(f"is_muon_func failed for {name} with {type(error).__name__}: {error}") from error
-
-    return decide
-
-
-def name_parts(name: str) -> list[str]:
-    """The components of a parameter's name, without those that wrappers insert."""
-    return [part for part in name.split(".") if part not in _WRAPPERS]
-
-
-class _DefaultRoute:
-    """Decides whether a parameter of two or more dims goes to Muon."""
-
-    def __init__(self, model: nn.Module, expert_keys: Sequence[str], conv: str | None) -> None:
-        self._expert_keys = expert_keys
-        self._conv = conv
-        self._norms = {id(p) for module in model.modules() if isinstance(module, _NORMS) for p in module.parameters()}
-        self._tables = [_addresses(p) for p in _embedding_and_head_parameters(model)]
-        self._filters = {id(module.weight): module for module in model.modules() if isinstance(module, _CONVOLUTIONS)}
-
-    def __call__(self, name: str, param: Tensor) -> bool:
-        addresses = _addresses(param)
-        tied = any(addresses.start < table.stop and table.start < addresses.stop for table in self._tables)
-        if tied or is_table_name(name):
-            return False
-        convolution = self._filters.get(id(param))
-        if convolution is not None and not any(key in name for key in self._expert_keys):
-            return self._conv == "flatten" and convolution.groups == 1 and not isinstance(convolution, _TRANSPOSED)
-        return not self._is_vector(name, param)
-
-    def _is_vector(self, name: str, param: Tensor) -> bool:
-        """Whether it has several dims but is no matrix: norms, biases of experts, state-space decays, (1, tokens, dim) tokens."""
-        last = name_parts(name)[-1]
-        if id(param) in self._norms or last == "A_log" or last == "bias" or last.endswith("_bias"):
-            return True
-        return param.dim() > 2 and param.size(0) == 1 and not any(key in name for key in self._expert_keys)
+def _contents_of(
+    model: nn.Module, keys: Sequence[str], conv: str | None, is_muon_func: Callable[[str, Tensor], bool] | None
+) -> dict[str, ParamContents]:
+    """What the trainable parameters are, by name, as the user's function says or as it is known."""
+    known = ModelContents(model, keys, conv)
+    contents = {name: known.of_param(name) for name, param in model.named_parameters() if param.requires_grad}
+    if is_muon_func is None:
+        return contents
+    for name, param in model.named_parameters():
+        if param.requires_grad and param.dim() >= 2:
+            use_muon, found = _ask(is_muon_func, name, param), contents[name]
+            matrices = found.matrices if found.route == "muon" else ONE_MATRIX
+            contents[name] = ParamContents("muon" if use_muon else "adamw", "is_muon_func", matrices)
+    return contents
 
 
-def _embedding_and_head_parameters(model: nn.Module) -> Iterator[Tensor]:
-    for module in model.modules():
-        if isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
-            yield module.weight
-        get_head = getattr(module, "get_output_embeddings", None)
-        if callable(get_head):
-            try:
-                head = get_head()
-            except NotImplementedError:  # base classes may define the method without implementing it
-                continue
-            if isinstance(head, nn.Module):
-                yield from head.parameters()
+def _ask(is_muon_func: Callable[[str, Tensor], bool], name: str, param: Tensor) -> bool:
+    try:
+        return bool(is_muon_func(name, param))
+    except Exception as error:
+        raise ConfigError(f"is_muon_func failed for {name} with {type(error).__name__}: {error}") from error
 
 
-def _addresses(param: Tensor) -> range:
-    """The memory addresses of a parameter. Tied parameters overlap; parameters that are views of one flat buffer do not."""
-    start = param.data_ptr()
-    if start == 0:  # a meta or empty tensor has no address, so it is tied to itself only
-        return range(id(param), id(param) + 1)
-    last = sum((size - 1) * stride for size, stride in zip(param.shape, param.stride(), strict=True))
-    return range(start, start + (last + 1) * param.element_size())
+def _describe(param_group: dict[str, Any], contents: Mapping[str, ParamContents]) -> None:
+    """Writes what is inside the parameters of a group, and why they are there, as plain data."""
+    names: list[str] = param_group["names"]
+    param_group["reasons"] = _by_pattern({name: contents[name].reason for name in names})
+    if param_group["use_muon"]:
+        known = _by_pattern({name: contents[name].matrices for name in names})
+        matrices = {name: entry.fields() for name, entry in known.items() if entry != ONE_MATRIX}
+        if matrices:
+            param_group["matrices"] = matrices_as_dicts(matrices)
 
 
-def is_table_name(name: str) -> bool:
-    """Whether a name is that of an embedding or an output head.
+def _by_pattern(values: Mapping[str, Any]) -> dict[str, Any]:
+    """The values with one entry for all names that differ in numbers only, if they have the same value.
 
-    A head's name counts only outside numbered blocks: ``output.weight`` is a head, ``layers.3.attention.output.weight`` is a
-    projection. It must be the name of the module that holds the parameter: ``output.dense.weight`` is not a head.
+    The names are those without wrappers, unless two parameters differ in nothing else.
     """
-    modules = name_parts(name)[:-1] or name_parts(name)
-    if any(part in _EMBEDDINGS for part in (*modules, *name_parts(name)[-1:])):
-        return True
-    return modules[-1] in _HEADS and not any(part.isdigit() for part in modules)
+    patterns: dict[str, list[str]] = {}
+    for name in values:
+        patterns.setdefault(with_stars(without_wrappers(name)), []).append(name)
+    plain = Counter(map(without_wrappers, values))
+    entries: dict[str, Any] = {}
+    for pattern, names in patterns.items():
+        alike = all(values[name] == values[names[0]] for name in names)
+        by_name = {without_wrappers(name) if plain[without_wrappers(name)] == 1 else name: values[name] for name in names}
+        entries |= {pattern: values[names[0]]} if alike else by_name
+    return entries

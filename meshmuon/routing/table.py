@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
+import torch.distributed as dist
 from torch import Tensor
 
-from ..matrices import MatrixSet, find_matrices
+from ..device import work_device
+from ..matrices import MatrixSet, entry_of, find_matrices
+from ..models import LOOKS_FUSED, UNKNOWN_STACK, is_table_name, looks_fused_name, name_parts
 from ..ortho import default_compute_dtype, fallback_reason, resolve_scheme
-from ..params.dtensors import layout_text
+from ..params.dtensors import as_dtensor, layout_text
 from ..params.groups import matrix_options_of, rounds_stochastically
 from ..params.lr import AdjustLR, lr_factor, update_rms
 from ..params.option_table import ParamGroup
 from ..plan import table
-from .param_groups import is_table_name, name_parts
 
-_FUSED = frozenset(("qkv", "qkv_proj", "c_attn", "in_proj_weight", "wqkv", "w_qkv", "query_key_value", "gate_up_proj", "w13"))
 _ADAMW_RMS = 0.2  # typical RMS of an AdamW update at lr 1, which match_rms_adamw reproduces (arXiv:2502.16982)
 _TOO_LARGE_FOR_MATCH_RMS = 0.02
 _TOO_SMALL_FOR_ORIGINAL = 2e-3
@@ -34,6 +36,7 @@ class RoutingRow:
         matrices: number of matrices that Muon orthogonalises in it; 0 for AdamW.
         lr: learning rate, multiplied by the factor for the matrix's shape.
         rms: predicted root mean square of the entries of a step; for AdamW the typical 0.2·lr.
+        why: why it has this route, and what is inside it; "" if the group does not say.
     """
 
     name: str
@@ -43,14 +46,16 @@ class RoutingRow:
     matrices: int
     lr: float
     rms: float
+    why: str = ""
 
     def cells(self) -> tuple[str, ...]:
         """The row as text."""
         shape = "×".join(map(str, self.shape)) or "scalar"
-        return (self.name, shape, self.layout, self.route, str(self.matrices or "-"), f"{self.lr:.3g}", f"{self.rms:.3g}")
+        numbers = (str(self.matrices or "-"), f"{self.lr:.3g}", f"{self.rms:.3g}")
+        return (self.name, shape, self.layout, self.route, *numbers, self.why)
 
     def __str__(self) -> str:
-        return "  ".join(self.cells())
+        return "  ".join(self.cells()).rstrip()
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,35 +66,60 @@ class RoutingTable:
     warnings: tuple[str, ...]
 
     def __str__(self) -> str:
-        head = ("parameter", "shape", "layout", "route", "matrices", "lr", "update rms")
-        return "\n".join([table(head, [row.cells() for row in self.rows]), *(f"warning: {w}" for w in self.warnings)])
+        head = ("parameter", "shape", "layout", "route", "matrices", "lr", "update rms", "why")
+        shown = len(head) if any(row.why for row in self.rows) else len(head) - 1
+        rows = [row.cells()[:shown] for row in self.rows]
+        return "\n".join([table(head[:shown], rows), *(f"warning: {w}" for w in self.warnings)])
 
 
 def build_routing_table(param_groups: Sequence[ParamGroup], first: int = 0) -> RoutingTable:
     """The routing table of param groups, the first of which has the index ``first``."""
     rows: list[RoutingRow] = []
     warnings: list[str] = []
+    doubts: dict[tuple[str, str], list[str]] = {}  # a doubt and the kind of weight, and the names of all that are of this kind
     for index, param_group in enumerate(param_groups, first):
         if param_group["use_muon"]:
             warnings += _lr_warnings(index, param_group) + _scheme_warnings(index, param_group)
         for name, param in zip(param_group["param_names"], param_group["params"], strict=True):
             matrix_sets = find_matrices(name, param.shape, matrix_options_of(param_group)) if param_group["use_muon"] else ()
-            rows.append(_row(name, param, param_group, matrix_sets))
-            if matrix_sets:
-                warnings += _route_warnings(name, matrix_sets)
+            why = _reason_of(name, param_group)
+            rows.append(_row(name, param, param_group, matrix_sets, why))
+            doubt = _doubt(name, matrix_sets, why)
+            if doubt:
+                doubts.setdefault((doubt, _kind_of(name)), []).append(name)
+    warnings += [_doubt_text(doubt, names) for (doubt, _), names in doubts.items()]
     return RoutingTable(tuple(rows), tuple(warnings + _rounding_warnings(param_groups)))
 
 
-def _row(name: str, param: Tensor, param_group: ParamGroup, matrix_sets: Sequence[MatrixSet]) -> RoutingRow:
+def is_first_of_ranks(param_groups: Sequence[ParamGroup]) -> bool:
+    """Whether this rank is the first of those that hold a parameter: the others would only repeat what it says.
+
+    Plain tensors belong to rank 0. A warning that only another rank could give is in its ``routing_table()``.
+    """
+    if not dist.is_available() or not dist.is_initialized():
+        return True
+    params = (param for param_group in param_groups for param in param_group["params"])
+    meshes = {None if (sharded := as_dtensor(param)) is None else sharded.device_mesh for param in params}
+    return dist.get_rank() in {0 if mesh is None else int(mesh.mesh.min()) for mesh in meshes}
+
+
+def _reason_of(name: str, param_group: Mapping[str, Any]) -> str:
+    """What the group says about the parameter; get_default_muon_param_groups writes it."""
+    reasons = param_group.get("reasons")
+    if not isinstance(reasons, Mapping):
+        return ""
+    return str(entry_of(reasons, name) or "")
+
+
+def _row(name: str, param: Tensor, param_group: ParamGroup, matrix_sets: Sequence[MatrixSet], why: str) -> RoutingRow:
     lr, shape = float(param_group["lr"]), tuple(param.shape)
     if not param_group["use_muon"]:
-        return RoutingRow(name, shape, layout_text(name, param), "adamw", 0, lr, _ADAMW_RMS * lr)
+        return RoutingRow(name, shape, layout_text(name, param), "adamw", 0, lr, _ADAMW_RMS * lr, why)
     rule: AdjustLR = param_group["adjust_lr_fn"]
     largest = max(matrix_sets, key=lambda matrix_set: lr_factor(rule, *matrix_set.lr_shape))  # parts of a fused weight may differ
     factor, rms = lr_factor(rule, *largest.lr_shape), update_rms(rule, *largest.lr_shape)
-    return RoutingRow(
-        name, shape, layout_text(name, param), "muon", sum(matrix_set.count for matrix_set in matrix_sets), lr * factor, lr * rms
-    )
+    count = sum(matrix_set.count for matrix_set in matrix_sets)
+    return RoutingRow(name, shape, layout_text(name, param), "muon", count, lr * factor, lr * rms, why)
 
 
 def _lr_warnings(index: int, param_group: ParamGroup) -> list[str]:
@@ -109,7 +139,7 @@ def _lr_warnings(index: int, param_group: ParamGroup) -> list[str]:
 
 def _scheme_warnings(index: int, param_group: ParamGroup) -> list[str]:
     scheme, given = resolve_scheme(param_group["scheme"], param_group["ns_steps"]), param_group["compute_dtype"]
-    dtypes = dict.fromkeys(given or default_compute_dtype(param.device, param.dtype) for param in param_group["params"])
+    dtypes = dict.fromkeys(given or default_compute_dtype(work_device(param), param.dtype) for param in param_group["params"])
     reasons = (fallback_reason(scheme, dtype) for dtype in dtypes)
     return [f"group {index}: {reason}. Pass compute_dtype=torch.float32 to use it." for reason in reasons if reason is not None]
 
@@ -122,17 +152,56 @@ def _rounding_warnings(param_groups: Sequence[ParamGroup]) -> list[str]:
     return [f'rounding="stochastic" has no effect: it is for bfloat16 parameters, and these are {", ".join(dtypes)}.']
 
 
-def _route_warnings(name: str, matrix_sets: Sequence[MatrixSet]) -> list[str]:
+def _doubt(name: str, matrix_sets: Sequence[MatrixSet], why: str) -> str:
+    """What is probably wrong with a route: a key of ``_DOUBTS``, or ""."""
+    if why == UNKNOWN_STACK:
+        return "stack"
+    decided = why not in ("", "is_muon_func", "expert_keys", LOOKS_FUSED)  # by what is known of the model
+    if not matrix_sets or decided:
+        return ""
     if is_table_name(name):
-        return [
-            f"{name} looks like an embedding or an output head, which train better with AdamW: move it to a group with "
-            "use_muon=False."
-        ]
+        return "table"
     split = matrix_sets[0].window is not None  # even if the user has declared a single part
-    if not split and any(part.lower() in _FUSED for part in name_parts(name)):
-        whole = "it as one matrix" if not matrix_sets[0].stack_dims else "each of its experts as one matrix"
-        return [
-            f"{name} looks like several projections fused into one weight. Muon orthogonalises {whole}, which couples "
-            "them: give the sizes of its parts, split=(...), in the group."
-        ]
-    return []
+    if not split and looks_fused_name(name_parts(name)):
+        return "fused experts" if matrix_sets[0].stack_dims else "fused"
+    return ""
+
+
+_DOUBTS = {
+    "stack": (
+        "{} more than two dims and {} not known to be a stack of matrices, so AdamW trains {}. If they are matrices, pass "
+        "expert_keys=[...] with a part of the name to get_default_muon_param_groups.",
+        ("has", "is", "it"),
+        ("have", "are", "them"),
+    ),
+    "table": (
+        "{} like an embedding or an output head, which train better with AdamW: move {} to a group with use_muon=False.",
+        ("looks", "it"),
+        ("look", "them"),
+    ),
+    "fused": (
+        "{} like several projections fused into one weight. Muon orthogonalises {} as one matrix, which couples them: give the "
+        "sizes of the parts, split=(...), in the group, or split=Interleaved(...) if they take turns.",
+        ("looks", "it"),
+        ("look", "each"),
+    ),
+    "fused experts": (
+        "{} like several projections fused into one weight. Muon orthogonalises each of {} experts as one matrix, which couples "
+        "them: give the sizes of the parts, split=(...), in the group, or split=Interleaved(...) if they take turns.",
+        ("looks", "its"),
+        ("look", "their"),
+    ),
+}
+
+
+def _doubt_text(doubt: str, names: Sequence[str]) -> str:
+    """One warning for all parameters of a kind, not one per layer."""
+    text, one, several = _DOUBTS[doubt]
+    subject = names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} more of its kind"
+    return f"{subject} {text.format(*(one if len(names) == 1 else several))}"
+
+
+def _kind_of(name: str) -> str:
+    """The name of the weight without where it is: parameters of one kind share it."""
+    parts = name_parts(name)
+    return parts[-2] if parts[-1] == "weight" and len(parts) > 1 else parts[-1]

@@ -14,11 +14,11 @@ from torch import Tensor
 
 from ..device import known_to_host
 from ..errors import StateError
-from ..matrices import MatrixSet, find_matrices
+from ..matrices import Interleaved, MatrixSet, find_matrices
 from ..params.checks import FLOAT_DTYPES, check_dtype, shown
 from ..params.dtensors import as_dtensor, layout_text, same_placement, zeros_laid_out_like
 from ..params.groups import are_placeholders, matrix_options_of, rounds_stochastically
-from ..params.option_table import ParamGroup, group_options
+from ..params.option_table import ParamGroup, group_options, split_as_tuple
 from ..params.rules import resolve_rule
 from ..torch_compat import local_part, zeros_like
 
@@ -136,6 +136,8 @@ def storable(state_dict: dict[str, Any]) -> dict[str, Any]:
 def _storable(value: Any) -> Any:
     if isinstance(value, torch.dtype):
         return str(value)
+    if isinstance(value, Interleaved):  # set in a group by hand
+        return split_as_tuple(value)
     if type(value) is not bool and isinstance(value, Real):  # includes numpy numbers and fractions
         return int(value) if isinstance(value, Integral) else float(value)
     if isinstance(value, (list, tuple)) and any(isinstance(item, Real) for item in value):

@@ -5,6 +5,7 @@ from .collectives import all_gather_objects, averaged, broadcast
 from .exchange import Exchange, Pending
 from .groups import exchange_group, host_group, shared_group
 from .norms import NormWord, norm_device, reduce_norm
+from .probe import swap_with
 from .reference import check_round_trip, has_part, own_shard, whole
 
 __all__ = [
@@ -25,5 +26,6 @@ __all__ = [
     "own_shard",
     "reduce_norm",
     "shared_group",
+    "swap_with",
     "whole",
 ]

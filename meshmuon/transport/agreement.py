@@ -13,7 +13,7 @@ from .collectives import all_gather_objects
 from .failures import named_phase
 
 _T = TypeVar("_T")
-_WORDS = struct.Struct("6q")
+_WORDS = struct.Struct("7q")
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,6 +24,7 @@ class Vote:
     prepares: bool = False  # it must rebuild its buffers
     nonfinite: bool = False  # it has a gradient that is not finite
     has_work: bool = True  # it has more to do than creating state
+    activity: int = 0  # how much Muon has to do; transport only finds the largest
     proposed_id: int = 0  # a random id below 2**62 that it proposes for this optimizer; 0 if the ranks already share one
 
 
@@ -35,6 +36,7 @@ class Verdict:
     prepares: bool  # some rank must rebuild its buffers
     nonfinite: bool  # some rank has a gradient that is not finite
     has_work: bool  # some rank has more to do than creating state
+    activity: int = 0  # the largest of all ranks
     proposed_id: int = 0  # the largest id that was proposed; 0 if no rank proposed one
 
 
@@ -50,12 +52,12 @@ class Agreement:
 
     def decide(self, vote: Vote) -> Verdict:
         """Counts the votes; every rank of the group must call."""
-        words = (vote.fingerprint, -vote.fingerprint, vote.prepares, vote.nonfinite, vote.has_work, vote.proposed_id)
-        _WORDS.pack_into(self._memory, 0, *words)
+        flags = (vote.prepares, vote.nonfinite, vote.has_work)
+        _WORDS.pack_into(self._memory, 0, vote.fingerprint, -vote.fingerprint, *flags, vote.activity, vote.proposed_id)
         with named_phase("agreement", self._group):
             dist.all_reduce(self._words, dist.ReduceOp.MAX, group=self._group)
-        largest, smallest, prepares, nonfinite, has_work, proposed_id = _WORDS.unpack_from(self._memory)
-        return Verdict(largest == -smallest, bool(prepares), bool(nonfinite), bool(has_work), proposed_id)
+        largest, smallest, prepares, nonfinite, has_work, activity, proposed_id = _WORDS.unpack_from(self._memory)
+        return Verdict(largest == -smallest, bool(prepares), bool(nonfinite), bool(has_work), activity, proposed_id)
 
     def all_gather_objects(self, value: _T) -> dict[int, _T]:
         """Rank → its ``value``; every rank of the group must call. It is slow, and meant for ranks that disagree."""

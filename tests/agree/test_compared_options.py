@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from meshmuon import Muon, PlanMismatchError
+from meshmuon import CostModel, Muon, PlanMismatchError
 from meshmuon.params.option_table import OPTIONS, Compared
 from tests.support.threads import run_threads
 
@@ -39,6 +39,7 @@ OTHER: dict[str, Any] = {
     "conv": "flatten",
     "split": 2,
     "expert_dims": "in_out",
+    "matrices": {"one": {"dims": "in_out"}},
     "compute_dtype": torch.float64,
     "momentum_dtype": torch.float64,
     "memory_budget": 1000,
@@ -52,6 +53,8 @@ OTHER: dict[str, Any] = {
     "rule": "normuon",
     "cautious_weight_decay": True,
     "rounding": "stochastic",
+    "cost_model": CostModel(1.0, 1.0),
+    "allow_inactive": True,
 }
 NEEDS_OTHER_PARAMS = {
     "replica_group",  # of plain tensors only: see test_ddp.py

@@ -99,6 +99,19 @@ def test_the_reference_path_on_one_device() -> None:
         same(found, as_separate_parameters(shape, dim, sizes), "reference")
 
 
+@pytest.mark.parametrize("maximize", [False, True])
+@pytest.mark.parametrize("name", FUSED)
+def test_the_reference_path_with_weights_of_16_bits(name: str, maximize: bool) -> None:
+    """The updates of such weights are multiplied by the rate in place, which with ``maximize`` is negative.
+
+    That must not reach the parts of the update that are still to be orthogonalised.
+    """
+    shape, split, dim, _ = FUSED[name]
+    expected, _ = as_one_parameter(shape, split, dim, Tensor.bfloat16, maximize=maximize)
+    found, _ = as_one_parameter(shape, split, dim, Tensor.bfloat16, maximize=maximize, reference_path=True)
+    same(found, expected, name)
+
+
 def test_a_fused_weight_is_warned_of_until_it_is_split() -> None:
     param = nn.Parameter(torch.randn(12, 4))
     group = {"params": [param], "names": ["layers.0.qkv.weight"], "use_muon": True}

@@ -26,7 +26,7 @@ from meshmuon.execute.pipeline import run_pipeline
 from meshmuon.execute.shard_views import GradientReads, ShardViews
 from meshmuon.execute.step_param import NONE_IDLE
 from meshmuon.layout import Layout, Mesh, Replicated, Sharded
-from meshmuon.matrices import MatrixSet
+from meshmuon.matrices import MatrixSet, StridedRange
 from meshmuon.ortho import Workspace
 from meshmuon.plan import NO_WAVE, Plan, PlannedParam, PlanOptions, cost_model_for, make_plan
 from tests.support.layouts import ours, random_mesh, random_placement, random_shape, select
@@ -211,6 +211,8 @@ class Ranks:
             grads = [numbers(layout.shape, self.case.seed, k, s, step) for s, layout in enumerate(entry.layouts)]
             for rank in plan.ranks:
                 self.step_params[rank][k].param.grad = held(self.case, k, rank, grads)
+        for rank, program in self.programs.items():
+            program.around_all.accumulate_momentum(self.step_params[rank])
         ready = streams.main_mark()
         waves = {
             rank: [wave.run(self.step_params[rank], NONE_IDLE, self.exchanges[rank], streams, ready) for wave in program.waves]  # type: ignore[arg-type]
@@ -233,7 +235,7 @@ class Ranks:
         ]
         run_pipeline(map(together, range(len(plan.wave_lanes))), plan.options.in_flight, local, lambda: None)
         for rank, program in self.programs.items():
-            program.freed_at_end.free_gradients(self.step_params[rank])
+            program.around_all.free_gradients(self.step_params[rank])
 
 
 cases = st.integers(0, 2**32).map(build_case)
@@ -282,7 +284,11 @@ def filled(program: RankProgram, in_flight: int) -> list[GradientReads]:
 
 
 def check_gradient_reads(plan: Plan, rank: int, step_params: Sequence[StepParam], program: RankProgram) -> None:
-    """Momentum is accumulated where the pipeline first reads a parameter, and its gradient is freed where it last does."""
+    """Momentum is accumulated where the pipeline first reads a parameter, and its gradient is freed where it last does.
+
+    Waves and local batches read on different streams. If both read a parameter, the step accumulates before them, and no local
+    batch frees.
+    """
     params = [step_param.param for step_param in step_params]
     first = [next(k for k, other in enumerate(params) if other is param) for param in params]  # the parts of a weight are one
     reads: dict[GradientReads, set[int]] = {}
@@ -294,11 +300,19 @@ def check_gradient_reads(plan: Plan, rank: int, step_params: Sequence[StepParam]
         reads[batch.gradient_reads] = {first[k] for k in indices}
     order = filled(program, plan.options.in_flight)
     assert set(order) == set(reads)
+    of_waves, of_batches = ([member.gradient_reads for member in members] for members in (program.waves, program.local))
+    on_both = set().union(*map(reads.get, of_waves)) & set().union(*map(reads.get, of_batches))  # type: ignore[arg-type]
+    freed_at_end = set(first).difference(*reads.values())
     for turn, gradient_reads in enumerate(order):
-        assert set(gradient_reads.first_here) == reads[gradient_reads].difference(*(reads[earlier] for earlier in order[:turn]))
-        assert set(gradient_reads.last_here) == reads[gradient_reads].difference(*(reads[later] for later in order[turn + 1 :]))
-    assert program.freed_at_end.first_here == ()
-    assert set(program.freed_at_end.last_here) == set(first).difference(*reads.values())
+        first_here = reads[gradient_reads].difference(*(reads[earlier] for earlier in order[:turn]))
+        last_here = reads[gradient_reads].difference(*(reads[later] for later in order[turn + 1 :]))
+        if gradient_reads in of_batches:
+            freed_at_end |= last_here & on_both
+            last_here -= on_both
+        assert set(gradient_reads.first_here) == first_here - on_both
+        assert set(gradient_reads.last_here) == last_here
+    assert set(program.around_all.first_here) == on_both
+    assert set(program.around_all.last_here) == freed_at_end
 
 
 @settings(max_examples=80)
@@ -312,13 +326,14 @@ def test_each_parameter_begins_once_and_ends_once(case: Case) -> None:
 
 @pytest.mark.parametrize("rank", [0, 1])
 @pytest.mark.parametrize("in_flight", range(1, 7))
-def test_a_fused_weight_begins_with_whichever_part_is_filled_first(in_flight: int, rank: int) -> None:
+def test_a_fused_weight_with_local_and_exchanged_parts(in_flight: int, rank: int) -> None:
     """(36, 4) over two ranks in parts of 12 rows: the outer parts are local, the middle one is exchanged.
 
-    Which of a weight's parts comes first then depends on its wave: local batches run after the first waves and before the others.
+    Which of a weight's parts comes last depends on its wave: local batches run after the first waves and before the others. A
+    wave frees the gradient that it reads last. A local batch leaves that to the end of the step.
     """
     layout, weights = Layout((36, 4), Mesh((2,), (0, 1)), (Sharded(0),)), 7
-    windows = [((start, start + 12), (0, 4)) for start in (0, 12, 24)]
+    windows = [(StridedRange(start, 12), StridedRange(0, 4)) for start in (0, 12, 24)]
     params = [
         PlannedParam(f"w{k}.{part}", (layout,), 0, ("cpu", 8), 8, 1000, window=window)
         for k in range(weights)
@@ -341,8 +356,8 @@ def test_a_fused_weight_begins_with_whichever_part_is_filled_first(in_flight: in
         program = builder.build()
     assert len(program.local) == weights
     check_gradient_reads(plan, rank, step_params, program)
-    begun = {k for batch in program.local for k in batch.gradient_reads.first_here}
-    assert 0 < len(begun) < weights  # so that both orders occur
+    assert len(program.around_all.first_here) == weights
+    assert 0 < len(program.around_all.last_here) < weights  # so that both orders occur
 
 
 def test_the_random_plans_are_of_every_kind() -> None:
@@ -366,7 +381,7 @@ def test_a_parameter_of_which_a_rank_holds_nothing(free: int) -> None:
         ranks = Ranks(case)
         ranks.step(0)
     assert len(ranks.programs[3].waves) == len(case.plan.wave_lanes)
-    assert ranks.programs[3].freed_at_end.last_here == tuple(range(free + 1))
+    assert ranks.programs[3].around_all.last_here == tuple(range(free + 1))
     assert ranks.workspaces[3].bytes() == 0
     assert (ranks.step_params[3][free].param.grad is None) == settings_of(free).free_grad
 
@@ -412,7 +427,7 @@ class Watched:
 
 
 def test_a_wave_and_its_streams(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Momentum and updates run beside, computing in the main stream; each waits for what it reads and for nothing else."""
+    """Momentum and updates run beside, computing in the main stream; the exchanges between them order the two streams."""
     layout = Layout((4, 6), Mesh((2,), (0, 1)), (Sharded(0),))
     case = Case(1, make_plan([PlannedParam("p", (layout,), 0, ("cpu", 8), 8, 10)], PlanOptions(cost_model_for("cpu"))), -1, 2**20)
     streams = Watched()
@@ -437,11 +452,10 @@ def test_a_wave_and_its_streams(monkeypatch: pytest.MonkeyPatch) -> None:
     (owner,) = (task.owner for task in case.plan.tasks)
     assert owner == 0  # so that its events come first in each phase
     assert streams.events == [
-        *("beside after main 1", "momentum", "start", "main", "mark side 2"),
-        *("beside after main 1", "momentum", "start", "main", "mark side 3"),
-        *("wait for side 2", "arrived", "compute", "start"),
-        *("wait for side 3", "arrived", "start"),
-        *("beside after main 4", "arrived", "update", "main"),
-        *("beside after main 5", "arrived", "update", "main"),
+        *("momentum", "momentum"),  # of parameters that waves share with local batches: here none
+        *("beside after main 1", "momentum", "start", "main") * 2,
+        *("arrived", "compute", "start"),
+        *("arrived", "start"),
+        *("beside after main 1", "arrived", "update", "main") * 2,
     ]
     assert len(streams.kept) == 2  # the gradients of both ranks, which the main stream may free meanwhile

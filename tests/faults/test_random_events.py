@@ -81,7 +81,7 @@ class Run:
         self.params += params
         if self.optimizer is None:
             where = {"replica_group": dist.group.WORLD} if self.divided and self.mesh is not None else {}
-            self.optimizer = Muon(groups, lr=0.01, **options, **where)
+            self.optimizer = Muon(groups, lr=0.01, allow_inactive=True, **options, **where)
         else:
             for group in groups:
                 self.optimizer.add_param_group(group)
@@ -243,7 +243,7 @@ class Pair:
                 keys = ("params", "param_names", "use_muon", "scheme")
                 own = [{key: group[key] for key in keys} for group in run.optimizer.param_groups]
                 where = {"replica_group": dist.group.WORLD} if run.divided and run.mesh is not None else {}
-                run.optimizer = Muon(own, nonfinite="skip", replicas="share", **where)
+                run.optimizer = Muon(own, nonfinite="skip", replicas="share", allow_inactive=True, **where)
             run.optimizer.load_state_dict(saved)
 
         self.both(act)

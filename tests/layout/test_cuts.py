@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from itertools import pairwise
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from meshmuon.layout.cuts import Ranges, cut, length, merged, tiles
+from meshmuon.layout.cuts import Ranges, cut, length, local_indices, merged, positions, tiles
+from meshmuon.matrices import StridedRange
 
 chains = st.lists(st.tuples(st.integers(1, 6), st.integers(1, 5)), max_size=4).map(tuple)
 
@@ -122,3 +124,40 @@ def test_merged(ranges: list[tuple[int, int]], expected: Ranges) -> None:
 def test_length() -> None:
     assert length(()) == 0
     assert length(((0, 3), (7, 8))) == 4
+
+
+@st.composite
+def parts_and_ranges(draw: Any) -> tuple[StridedRange, Ranges]:
+    """A part of a dim, and ranges of the same dim as a rank may hold them."""
+    size, gap, count, start = (draw(st.integers(*ends)) for ends in ((1, 4), (1, 4), (1, 5), (0, 3)))
+    part = StridedRange(start, size, count, size + gap) if count > 1 else StridedRange(start, size)
+    length_of_dim = part.stop + draw(st.integers(0, 4))
+    edges = sorted(draw(st.sets(st.integers(0, length_of_dim), max_size=8)))
+    return part, tuple(zip(edges[::2], edges[1::2], strict=False))
+
+
+@given(parts_and_ranges())
+def test_a_part_of_what_a_rank_holds(drawn: tuple[StridedRange, Ranges]) -> None:
+    part, ranges = drawn
+    of_part = [part.start + block * part.period + k for block in range(part.count) for k in range(part.size)]
+    held = [index for start, stop in ranges for index in range(start, stop)]
+    assert [k for start, stop in positions(ranges, part) for k in range(start, stop)] == [
+        k for k, index in enumerate(of_part) if index in held
+    ]
+    found = local_indices(ranges, part)
+    places = [one.start + block * one.period + k for one in found for block in range(one.count) for k in range(one.size)]
+    assert places == [k for k, index in enumerate(held) if index in of_part]
+    assert len(found) <= 3 * len(ranges)
+    assert len(found) <= 1 or part.count > 1
+
+
+def test_a_few_ranges_for_thousands_of_blocks() -> None:
+    """Gate and up of gpt-oss, and heads of 128 rows: the number of local ranges does not grow with the number of blocks."""
+    assert local_indices(((0, 5760),), StridedRange(1, 1, 2880, 2)) == (StridedRange(1, 1, 2880, 2),)
+    assert local_indices(((1000, 5000),), StridedRange(128, 128, 112, 384)) == (
+        StridedRange(0, 24),
+        StridedRange(280, 128, 10, 384),
+    )
+    # FSDP over TP: a rank holds 8 chunks of whole heads, which lie in its local tensor as regularly as in the weight.
+    chunks = tuple((k * 768, k * 768 + 384) for k in range(8))
+    assert local_indices(chunks, StridedRange(128, 128, 16, 384)) == (StridedRange(128, 128, 8, 384),)

@@ -72,7 +72,9 @@ def test_every_element_is_in_one_matrix(shape: list[int], experts: bool) -> None
 def test_splits_cut_the_outputs(shape: tuple[int, ...], options: dict[str, Any], expected: Any) -> None:
     found = find_matrices("experts", shape, MatrixOptions(expert_keys=("experts",), **options))
     expected = expected or [(3, 5, ((0, 3), (0, 5))), (3, 5, ((3, 6), (0, 5)))]
-    assert [(one.rows, one.cols, one.window) for one in found] == expected
+    ranges = [tuple((part.start, part.stop) for part in one.window or ()) for one in found]
+    assert [(one.rows, one.cols, window) for one, window in zip(found, ranges, strict=True)] == expected
+    assert all(part.count == 1 and part.length == part.size for one in found for part in one.window or ())
     assert sum(one.count * one.rows * one.cols for one in found) == math.prod(shape)
     for one in found:
         assert one.lr_shape == ((one.cols, one.rows) if "expert_dims" in options else (one.rows, one.cols))

@@ -20,7 +20,7 @@ def test_adamw_state_follows_a_changed_memory_format() -> None:
     torch.manual_seed(0)
     start, grads = torch.randn(4, 3, 5, 5), [torch.randn(4, 3, 5, 5) for _ in range(3)]
     plain, moved = nn.Parameter(start.clone()), nn.Parameter(start.clone())
-    optimizers = [Muon([group([p], False)], lr=1e-2) for p in (plain, moved)]
+    optimizers = [Muon([group([p], False)], lr=1e-2, allow_inactive=True) for p in (plain, moved)]
     for k, grad in enumerate(grads):
         plain.grad, moved.grad = grad.clone(), grad.clone()
         if k == 1:
@@ -32,7 +32,7 @@ def test_adamw_state_follows_a_changed_memory_format() -> None:
 
 def test_a_saved_number_as_step_is_loaded_as_a_tensor() -> None:
     param = nn.Parameter(torch.randn(3))
-    optimizer = Muon([group([param], False)])
+    optimizer = Muon([group([param], False)], allow_inactive=True)
     param.grad = torch.randn(3)
     optimizer.step()
     state = copy.deepcopy(optimizer.state_dict())
@@ -97,6 +97,27 @@ def test_planning_inside_inference_mode_leaves_usable_buffers() -> None:
         with torch.inference_mode(inference):
             optimizer.step()
     assert param.isfinite().all()
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("scheme", ["polar_express", "zolotarev", "hybrid", "halley"])
+def test_a_first_step_inside_inference_mode_leaves_usable_buffers(scheme: str, deterministic: bool) -> None:
+    """The first step makes the buffers of a scheme, those of inverses among them, and all later steps write them."""
+    torch.manual_seed(0)
+    start, grads = torch.randn(40, 48), [torch.randn(40, 48) for _ in range(3)]
+
+    def train(inference: tuple[bool, ...]) -> Tensor:
+        param = nn.Parameter(start.clone())
+        optimizer = Muon([group([param], True)], scheme=scheme, deterministic=deterministic)
+        for grad, inside in zip(grads, inference, strict=True):
+            param.grad = grad.clone()
+            with torch.inference_mode(inside):
+                optimizer.step()
+        return param.detach()
+
+    expected = train((False, False, False))
+    assert torch.equal(train((True, False, True)), expected)
+    assert torch.equal(train((False, True, False)), expected)
 
 
 def test_the_default_device_does_not_matter() -> None:

@@ -103,7 +103,7 @@ def test_parameters_with_gaps(use_muon: bool) -> None:
     plain = make_params((6, 5), (4, 7))
     start, params = copies(plain), [gapped(param) for param in plain]
     assert not any(param.is_contiguous() for param in params)
-    first, second = (Muon([group(own, use_muon=use_muon)], lr=LR) for own in (params, plain))
+    first, second = (Muon([group(own, use_muon=use_muon)], lr=LR, allow_inactive=not use_muon) for own in (params, plain))
     for step in range(3):
         set_gradients(params, gradients(plain, step))
         set_gradients(plain, gradients(plain, step))

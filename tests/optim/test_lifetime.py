@@ -17,9 +17,18 @@ from meshmuon import DistMuon, Muon
 from tests.support.threads import run_threads
 
 
+@pytest.fixture(autouse=True, scope="module")
+def frozen_heap() -> Iterator[None]:
+    """Objects of earlier tests are not looked at again: with them, a garbage collection takes a second."""
+    torch.optim.SGD([nn.Parameter(torch.ones(2))])  # the first optimizer of a process imports what keeps frames alive
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
+
+
 @pytest.fixture(autouse=True)
 def no_garbage_collection() -> Iterator[None]:
-    torch.optim.SGD([nn.Parameter(torch.ones(2))])  # the first optimizer of a process imports what keeps frames alive
     gc.collect()
     gc.disable()
     yield

@@ -22,7 +22,7 @@ QK = ("layers.0.wq.weight", "layers.0.wk.weight")
 
 def make(params: list[nn.Parameter], *, use_muon: bool, names: list[str] | None = None, **options: Any) -> Muon:
     group = {"params": params, "use_muon": use_muon, "names": names or [f"layers.{k}.weight" for k in range(len(params))]}
-    return Muon([group], lr=0.01, **options)
+    return Muon([group], lr=0.01, allow_inactive=not use_muon, **options)
 
 
 def gradient(weight: nn.Parameter, value: float = 1.0) -> None:

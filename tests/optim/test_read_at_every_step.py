@@ -18,6 +18,7 @@ from tests.support.reference import (
     KELLER,
     KELLER_5,
     Reference,
+    adamw,
     assert_moved_within_rounding,
     assert_same_bits,
     copies,
@@ -158,7 +159,7 @@ def test_schedulers_change_a_tensor_lr_in_place(shape: tuple[int, ...]) -> None:
 def test_adamw_values_changed_by_hand() -> None:
     params = make_params((6,), (3, 3))
     twins = copies(params)
-    optimizer = Muon([group(params, use_muon=False)], lr=0.1)
+    optimizer = adamw(params, lr=0.1)
     oracle = torch.optim.AdamW(twins, lr=0.1, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
     for step in range(4):
         for key, value in (

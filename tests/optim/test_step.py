@@ -13,6 +13,7 @@ from meshmuon import Muon, get_default_muon_param_groups
 from tests.support.bounds import nudge
 from tests.support.reference import (
     LR,
+    adamw,
     assert_same_bits,
     copies,
     gradients,
@@ -306,7 +307,7 @@ def test_unknown_keys_are_kept() -> None:
 
 def test_only_adamw_groups() -> None:
     params = make_params((4, 6), (5,))
-    optimizer = Muon([group(params, use_muon=False)], lr=LR)
+    optimizer = adamw(params)
     run(optimizer, params, range(2))
     assert optimizer.workspace_bytes() == 0
 

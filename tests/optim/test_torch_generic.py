@@ -36,7 +36,8 @@ class Adapted(Muon):
     def __init__(self, params: Iterable[Any], **options: Any) -> None:
         given = list(params)
         groups = given if given and isinstance(given[0], Mapping) else [{"params": given}]
-        super().__init__([part for group in groups for part in self._parts(group)], **options)
+        routed = [part for group in groups for part in self._parts(group)]
+        super().__init__(routed, **{"allow_inactive": not self.ROUTED} | options)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         parts = [param_group] if "use_muon" in param_group else self._parts(param_group)
@@ -263,7 +264,7 @@ def test_nothing_happens_for_gradients_of_zeros(kind: type[Adapted], shape: tupl
     for given in INPUTS:
         param = nn.Parameter(torch.randn(shape))
         kept = param.detach().clone()
-        optimizer = kind([param], **{**given.fresh(), "weight_decay": 0.0})
+        optimizer = kind([param], **{**given.fresh(), "weight_decay": 0.0, "allow_inactive": True})
         param.grad = torch.zeros_like(param)
         optimizer.step()
         assert_same_bits([param], [kept])
@@ -313,7 +314,7 @@ def test_layers_that_come_and_go(kind: type[Adapted], given: Input) -> None:
 
     together, apart = made(), made()
     one = kind(together.parameters(), **given.fresh())
-    several = [kind([param], **given.fresh()) for param in apart.parameters()]
+    several = [kind([param], **given.fresh(), allow_inactive=True) for param in apart.parameters()]
     data = torch.arange(1, 7, dtype=torch.float64).reshape(3, 2) / 10
     for step in range(7):
         for model, optimizers in ((together, [one]), (apart, several)):
@@ -337,7 +338,7 @@ def test_dtypes_beside_each_other(kind: type[Adapted]) -> None:
         return [nn.Parameter(torch.randn(shape, generator=draw).to(d)) for d in dtypes for shape in ((4, 6), (5,), (2, 3))]
 
     together, apart = made(), made()
-    optimizers = [(kind(together), together), *((kind([param]), [param]) for param in apart)]
+    optimizers = [(kind(together), together), *((kind([param], allow_inactive=True), [param]) for param in apart)]
     for optimizer, params in optimizers:
         for step in range(4):
             for param in params:

@@ -73,9 +73,9 @@ def test_other_momentum_and_steps_equal_torch(momentum: float, ns_steps: int) ->
 def test_blocked_sizes_equal_torch(form: str) -> None:
     start = make_params(*BLOCKED)
     ours, theirs = copies(start), copies(start)
-    run(muon(ours, form=form), ours, range(10))
-    run(torch.optim.Muon(theirs, lr=LR, adjust_lr_fn="match_rms_adamw"), theirs, range(10))
-    assert_moved_within_rounding(ours, theirs, start, 10)
+    run(muon(ours, form=form), ours, range(4))
+    run(torch.optim.Muon(theirs, lr=LR, adjust_lr_fn="match_rms_adamw"), theirs, range(4))
+    assert_moved_within_rounding(ours, theirs, start, 4)
 
 
 @pytest.mark.usefixtures("precise_torch")
@@ -87,8 +87,8 @@ def test_training_a_model_equals_torch_muon_and_adamw() -> None:
     nudge(moved.parameters(), 10, seed=0)
     again = Muon(get_default_muon_param_groups(moved), lr=LR, scheme="keller")
     ours = Muon(get_default_muon_param_groups(model), lr=LR, scheme="keller")
-    matrices = [p for p in twin.parameters() if p.dim() == 2]
-    vectors = [p for p in twin.parameters() if p.dim() < 2]
+    matrices = [twin[0].weight, twin[2].weight]  # the last layer is the head
+    vectors = [p for p in twin.parameters() if not any(p is matrix for matrix in matrices)]
     theirs: list[torch.optim.Optimizer] = [
         torch.optim.Muon(matrices, lr=LR, adjust_lr_fn="match_rms_adamw"),
         torch.optim.AdamW(vectors, lr=LR, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1, fused=True),

@@ -21,7 +21,7 @@ from meshmuon.ortho import (
     symmetric_flops,
 )
 from meshmuon.ortho.kernels import BlockedProducts
-from meshmuon.ortho.kernels.panels import PANEL, symmetric_panels
+from meshmuon.ortho.kernels.panels import PANEL, SHORT_PANEL, symmetric_panels
 
 from .oracle import gaussian
 
@@ -76,18 +76,22 @@ def test_formula_written_out() -> None:
     assert orthogonalize_flops(m, n, steps, (2, 3)) == orthogonalize_flops(n, m, steps, (2, 3))
 
 
-@given(n=st.integers(1, 5000))
-def test_panels_cover_the_lower_triangle_once(n: int) -> None:
-    panels = symmetric_panels(n)
+def is_cut(n: int, k: int) -> bool:
+    return n >= 384 or (n >= 192 and k >= 2 * n)
+
+
+@given(n=st.integers(1, 5000), k=st.integers(1, 10_000))
+def test_panels_cover_the_lower_triangle_once(n: int, k: int) -> None:
+    panels = symmetric_panels(n, k)
     assert panels[0][0] == 0
     assert panels[-1][1] == n
     assert all(stop == start for (_, stop), (start, _) in pairwise(panels))
     heights = [stop - start for start, stop in panels]
     assert min(heights) >= 1
-    if n < 384:
+    if not is_cut(n, k):
         assert len(panels) == 1
     else:
-        assert len(panels) == -(-n // PANEL)
+        assert len(panels) == -(-n // (PANEL if n >= 384 else SHORT_PANEL))
         assert max(heights) - min(heights) <= 64  # even, but for edges on multiples of 32
         assert all(start % 32 == 0 for start, _ in panels)
 
@@ -96,14 +100,17 @@ def test_panels_cover_the_lower_triangle_once(n: int) -> None:
 def test_symmetric_flops_lie_between_half_and_all(n: int, k: int) -> None:
     flops = symmetric_flops(n, k)
     assert n * n * k < flops <= 2 * n * n * k
-    assert (flops == 2 * n * n * k) == (n < 384)
+    assert (flops == 2 * n * n * k) != is_cut(n, k)
     # Panels of height h compute (n + h)/2 columns on average.
-    assert flops == pytest.approx(n * (n + n / len(symmetric_panels(n))) * k, rel=0.03)
+    assert flops == pytest.approx(n * (n + n / len(symmetric_panels(n, k))) * k, rel=0.03)
 
 
-def test_the_threshold_of_blocking() -> None:
-    assert symmetric_panels(383) == ((0, 383),)
-    assert len(symmetric_panels(384)) > 1
+def test_the_thresholds_of_blocking() -> None:
+    assert symmetric_panels(383, 765) == ((0, 383),)
+    assert len(symmetric_panels(383, 766)) > 1
+    assert len(symmetric_panels(384, 1)) > 1
+    assert symmetric_panels(191, 10_000) == ((0, 191),)
+    assert symmetric_panels(192, 384) == ((0, 96), (96, 192))
 
 
 @given(rows=st.integers(1, 2000), cols=st.integers(1, 2000), bf16=st.booleans())

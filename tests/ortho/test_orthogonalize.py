@@ -82,7 +82,7 @@ def test_sizes_whose_symmetric_products_are_blocked(shape: tuple[int, int], kind
         assert largest_singular_value(result) < 1.05 * highest(scheme.steps)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(rows=st.integers(1, 40), cols=st.integers(1, 40), count=st.integers(1, 3), seed=st.integers(0, 10**6))
 def test_any_shape(rows: int, cols: int, count: int, seed: int) -> None:
     x, scheme = gaussian(count, rows, cols, seed=seed), polar_express()

@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy, fully_shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from meshmuon import ConfigError, MeshmuonError, Muon, UnsupportedError, get_default_muon_param_groups
+from meshmuon import ConfigError, DistMuon, MeshmuonError, Muon, UnsupportedError, get_default_muon_param_groups
 from tests.support.reference import LR, group, make_params
 
 FSDP2 = r"FSDP2.*fully_shard"
@@ -115,3 +115,34 @@ def test_zero_1_and_2_replace_the_parameters_later(count: int) -> None:
     with pytest.raises(MeshmuonError, match=rf"ZeRO.*{FSDP2}"):
         optimizer.step()
     assert torch.equal(flat, before)
+
+
+@pytest.mark.parametrize("route", ["default", "is_muon_func"])
+def test_a_model_of_flat_weights_without_any_mark(route: str) -> None:
+    """Neither way of routing sends it to Muon, and AdamW does not train it silently."""
+    flat = nn.Module()
+    flat.register_parameter("weights", nn.Parameter(torch.zeros(48)))
+    chosen = {"is_muon_func": lambda name, param: True} if route == "is_muon_func" else {}
+    optimizer = Muon(get_default_muon_param_groups(flat, **chosen), lr=LR)
+    optimizer.param_groups[0]["params"][0].grad = torch.ones(48)
+    with pytest.raises(ConfigError, match=rf"no matrix for Muon.*flattened.*DeepSpeed ZeRO.*{FSDP2}"):
+        optimizer.step()
+
+
+def test_is_muon_func_does_not_hide_flat_layers() -> None:
+    flat = model()
+    flat[2].weight = nn.Parameter(flat[2].weight.detach().flatten())
+    with pytest.raises(UnsupportedError, match=rf"2\.weight of a Linear has shape \(48,\): .*{FSDP2}"):
+        get_default_muon_param_groups(flat, lambda name, param: True)
+
+
+def test_dist_muon() -> None:
+    with pytest.raises(ConfigError, match=rf"no rows and columns.*DeepSpeed ZeRO.*{FSDP2}"):
+        DistMuon(make_params((48,)))
+    params = make_params((6, 8))
+    optimizer = DistMuon(params)
+    flat = nn.Parameter(params[0].detach().flatten())
+    optimizer.param_groups[0]["params"] = [flat]
+    flat.grad = torch.ones_like(flat)
+    with pytest.raises(MeshmuonError, match=rf"ZeRO.*{FSDP2}"):
+        optimizer.step()

@@ -219,6 +219,7 @@ GROUP_OPTIONS: dict[str, Callable[[Any], bool]] = {
     "conv": lambda value: value is None or choice("flatten")(value),
     "split": lambda value: value is None or (type(value) is int and value == 1),
     "expert_dims": choice("out_in", "in_out"),
+    "matrices": lambda value: value is None or (isinstance(value, dict) and not value),
     "rounding": choice("nearest", "stochastic"),
     "compute_dtype": lambda value: not isinstance(value, (Tensor, np.ndarray)) and dtype_or_none(value),
     "momentum_dtype": lambda value: not isinstance(value, (Tensor, np.ndarray)) and dtype_or_none(value),
@@ -230,6 +231,7 @@ OPTIMIZER_OPTIONS: dict[str, Callable[[Any], bool]] = {
     "reference_path": lambda value: value is None or flag(value),
     "deterministic": flag,
     "cuda_graphs": flag,
+    "allow_inactive": flag,
     "warmup_step": whole(0, 1024),
     "waves_ahead": lambda value: value is None or whole(0, 1024)(value),
     "chunk_size": lambda value: type(value) is int and (value == -1 or value >= 1),
@@ -240,6 +242,7 @@ OPTIMIZER_OPTIONS: dict[str, Callable[[Any], bool]] = {
     "compile": flag,
     "comm_dtype": lambda value: not isinstance(value, (Tensor, np.ndarray)) and dtype_or_none(value),
     "replica_group": lambda value: value is None,
+    "cost_model": lambda value: value is None,
     "clip_config": lambda value: value is None or (isinstance(value, Mapping) and not value),
 }
 TWO_NAMES = ("use_distributed_muon", "reference_path", "warmup_step", "waves_ahead")
@@ -447,7 +450,7 @@ def test_the_largest_learning_rate_of_adamw(contiguous: bool) -> None:
     """torch divides it by 1 − beta1 in the first step."""
     for lr, right in ((LARGEST * 0.0999, True), (LARGEST * 0.1001, False)):
         param = nn.Parameter(torch.ones(6) if contiguous else torch.ones(6, 2)[:, 0])
-        optimizer = Muon([{"params": [param], "use_muon": False, "weight_decay": 0.0}])
+        optimizer = Muon([{"params": [param], "use_muon": False, "weight_decay": 0.0}], allow_inactive=True)
         optimizer.param_groups[0]["lr"] = lr
         param.grad = torch.ones(6)
         if right:

@@ -125,11 +125,11 @@ def test_the_most_expensive_first() -> None:
     assert loads == {0: 2.0, 1: 2.0}
 
 
-def test_work_without_a_choice_comes_first() -> None:
-    """The cheap job that only rank 0 can do is there before the expensive one chooses."""
-    loads = {0: 0.0, 1: 0.0}
-    owners = assign_owners([Task(0, 0, spread_on(0, 1), 10.0), Task(0, 0, spread_on(0), 3.0)], loads)
-    assert owners == [1, 0]
+def test_work_with_the_least_choice_comes_first_where_that_is_better() -> None:
+    """The cheap job that only ranks 0 and 1 can do is there before the expensive ones choose."""
+    loads = {0: 0.0, 1: 8.0, 2: 3.0}
+    owners = assign_owners([Task(0, 0, spread_on(0, 1, 2), 10.0), Task(0, 0, spread_on(0, 1), 9.0)], loads)
+    assert owners == [2, 0]
 
 
 def test_loads_that_are_there_already_count() -> None:

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from meshmuon import ConfigError
+from meshmuon import ConfigError, Interleaved
 from meshmuon.qk_clip.clip import QKClip
 from meshmuon.qk_clip.logits import logits_text
 from meshmuon.qk_clip.names import find_projection, read_clip_config
@@ -208,6 +208,15 @@ def test_fused_weights_take_rows_from_the_split(split: Any, name: str, use_muon:
         wanted = clipped(tensors[one], [[v] for v in values], 10.0, 4)
         same(found[one], clipped(wanted, [values[:2], values[2:]], 10.0, 4, start=16))
         same(found[one][24:], tensors[one][24:])
+
+
+def test_heads_that_follow_each_other_as_query_key_and_value() -> None:
+    name, values = "gpt_neox.layers.0.attention.query_key_value.weight", [20.0, 5.0, 80.0]
+    tensors = {name: random(36, 6), name.replace("weight", "bias"): random(36, seed=1)}
+    found = apply(CONFIG, tensors, {0: torch.tensor(values)}, split=Interleaved((4, 4, 4), 3))
+    for one, before in tensors.items():
+        heads = [part for value in values for part in ([value], [value], [])]
+        same(found[one], clipped(before, heads, 10.0, 4))
 
 
 def test_equal_parts_of_a_fused_weight() -> None:
@@ -459,7 +468,7 @@ def muon_net(seed: int = 0) -> dict[str, nn.Parameter]:
 
 
 def optimizer_of(params: dict[str, nn.Parameter], muon: bool = True, **options: Any) -> ClippedMuon:
-    return ClippedMuon([{"params": list(params.items()), "use_muon": muon}], lr=0.01, **options)
+    return ClippedMuon([{"params": list(params.items()), "use_muon": muon}], lr=0.01, allow_inactive=not muon, **options)
 
 
 @pytest.mark.parametrize("muon", [True, False])

@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from meshmuon import ConfigError
+from meshmuon import ConfigError, Interleaved
 from meshmuon.params.named_params import named_params
 from meshmuon.qk_clip.clip import QKClip
 from meshmuon.qk_clip.max_logits import MaxLogits
@@ -47,7 +47,7 @@ class Attention:
     """A layer's projections as whole tensors, before the clip and after it, found from the formula."""
 
     config: dict[str, Any]
-    split: tuple[int, ...] | None
+    split: tuple[int, ...] | Interleaved | None
     before: dict[str, Tensor]
     after: dict[str, Tensor]
     logits: Tensor
@@ -73,6 +73,18 @@ def fused(key_heads: int, shared: int, dim: int, cols: int) -> Attention:
     before, after = (torch.cat([*one.values(), values]) for one in (parts.before, parts.after))
     name = "layers.0.attn.qkv_proj.weight"
     return Attention(parts.config, sizes, {name: before}, {name: after}, parts.logits)
+
+
+def interleaved(key_heads: int, shared: int, dim: int, cols: int) -> Attention:
+    """For every key head its queries, the key and the value: with one query each, as gpt-neox has it, else as falcon."""
+    parts = separate(key_heads, shared, dim, cols)
+    values = random(key_heads * dim, cols, seed=5)
+    before, after = (
+        torch.cat([part.view(key_heads, -1, cols) for part in (*one.values(), values)], 1).flatten(0, 1)
+        for one in (parts.before, parts.after)
+    )
+    name = "layers.0.attention.query_key_value.weight"
+    return Attention(parts.config, Interleaved((shared * dim, dim, dim), key_heads), {name: before}, {name: after}, parts.logits)
 
 
 def latent(heads: int, cols: int) -> Attention:
@@ -116,13 +128,14 @@ SHAPES = [(1,), (2,), (3,), (4,), (5,), (7,), (2, 2), (2, 3), (3, 2), (2, 4), (2
 
 @st.composite
 def clips(draw: Any) -> tuple[Attention, tuple[int, ...], list[Any], Any]:
-    kind = draw(st.sampled_from(["separate", "biased", "fused", "latent"]))
+    kind = draw(st.sampled_from(["separate", "biased", "fused", "interleaved", "latent"]))
     key_heads, shared = draw(st.integers(1, 4)), draw(st.integers(1, 3))
     dim, cols = draw(st.sampled_from([1, 2, 3, 4, 8])), draw(st.integers(1, 5))
     layer = {
         "separate": lambda: separate(key_heads, shared, dim, cols),
         "biased": lambda: separate(key_heads, shared, dim, cols, bias=True),
         "fused": lambda: fused(key_heads, shared, dim, cols),
+        "interleaved": lambda: interleaved(key_heads, shared, dim, cols),
         "latent": lambda: latent(key_heads, cols),
     }[kind]()
     shape = draw(st.sampled_from(SHAPES))

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from meshmuon import ConfigError, Muon, get_default_muon_param_groups
-from meshmuon.routing.param_groups import is_table_name, name_parts
+from meshmuon.models import is_table_name, name_parts
 
 
 def routes(model: nn.Module, **options: Any) -> dict[str, bool]:
@@ -30,7 +30,7 @@ def muon_names(model: nn.Module, **options: Any) -> set[str]:
 
 
 class Block(nn.Module):
-    def __init__(self, width: int = 4) -> None:
+    def __init__(self, width: int = 8) -> None:
         super().__init__()
         self.attn = nn.Linear(width, width)
         self.mlp = nn.Linear(width, 2 * width, bias=False)
@@ -38,14 +38,14 @@ class Block(nn.Module):
 
 
 class Model(nn.Module):
-    """Names say nothing here: only module types do."""
+    """Names say nothing here, and the head is not the last layer to be registered: only module types do."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.first = nn.Embedding(10, 4)
-        self.bags = nn.EmbeddingBag(10, 4)
+        self.first = nn.Embedding(10, 8)
+        self.bags = nn.EmbeddingBag(10, 8)
+        self.last = nn.Linear(8, 10, bias=False)
         self.layers = nn.ModuleList([Block(), Block()])
-        self.last = nn.Linear(4, 10, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
         hidden = self.first(x)
@@ -68,8 +68,8 @@ def test_matrices_go_to_muon_and_the_rest_to_adamw() -> None:
 def test_order_and_form_of_groups() -> None:
     groups = get_default_muon_param_groups(Model())
     assert [written["use_muon"] for written in groups] == [True, False]
-    assert [set(written) for written in groups] == [{"params", "names", "use_muon"}] * 2
-    assert groups[0]["names"][0] == "layers.0.attn.weight"
+    assert [set(written) for written in groups] == [{"params", "names", "use_muon", "reasons"}] * 2
+    assert groups[0]["names"][0] == "last.weight"
     Muon(groups)
 
 
@@ -178,7 +178,7 @@ class Leaf(nn.Module):
         for part in modules:
             module.add_module(part, nn.Module())
             module = getattr(module, part)
-        module.register_parameter(last, nn.Parameter(torch.zeros(4, 6)))
+        module.register_parameter(last, nn.Parameter(torch.zeros(8, 6)))
 
 
 @pytest.mark.parametrize(
@@ -232,7 +232,7 @@ def test_frozen_parameters_are_left_out() -> None:
 def test_a_model_without_matrices_gives_one_group() -> None:
     groups = get_default_muon_param_groups(nn.LayerNorm(4))
     assert [written["use_muon"] for written in groups] == [False]
-    groups = get_default_muon_param_groups(nn.Linear(4, 4, bias=False))
+    groups = get_default_muon_param_groups(nn.Linear(8, 8, bias=False))
     assert [written["use_muon"] for written in groups] == [True]
 
 
@@ -262,20 +262,25 @@ class Experts(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.experts = nn.Module()
-        self.experts.w1 = nn.Parameter(torch.zeros(3, 4, 6))
-        self.router = nn.Linear(6, 3, bias=False)
+        self.experts.w1 = nn.Parameter(torch.zeros(5, 8, 6))
+        self.router = nn.Linear(6, 5, bias=False)
+        self.out = nn.Linear(6, 6, bias=False)
 
 
 def test_expert_keys_reach_the_group() -> None:
     groups = get_default_muon_param_groups(Experts(), expert_keys=["experts"])
     assert groups[0]["expert_keys"] == ("experts",)
     optimizer = Muon(groups)
-    assert [row.matrices for row in optimizer.routing_table().rows] == [3, 1]
+    assert [(row.matrices, row.why) for row in optimizer.routing_table().rows] == [
+        (5, "expert_keys"),
+        (1, "matrix"),
+        (1, "matrix"),
+    ]
 
 
-def test_experts_without_keys_are_refused_by_the_optimizer() -> None:
-    with pytest.raises(ConfigError, match=r"experts\.w1: .*expert_keys"):
-        Muon(get_default_muon_param_groups(Experts()))
+def test_experts_need_no_keys() -> None:
+    rows = Muon(get_default_muon_param_groups(Experts())).routing_table().rows
+    assert [(row.matrices, row.why) for row in rows] == [(5, "expert stack (E, out, in)"), (1, "matrix"), (1, "matrix")]
 
 
 def test_one_expert_key_not_in_a_list() -> None:

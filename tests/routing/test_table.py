@@ -7,9 +7,13 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 
 from meshmuon import Muon, RoutingRow, RoutingWarning, get_default_muon_param_groups
+from meshmuon.routing.table import is_first_of_ranks
 from tests.support.reference import make_params
+from tests.support.threads import run_threads
 
 
 def named(name: str, *shape: int, use_muon: bool = True, **options: Any) -> dict[str, Any]:
@@ -111,10 +115,51 @@ def test_a_group_that_is_added_warns() -> None:
     assert {one.filename for one in record} == {__file__}
 
 
-def test_torchs_attention_warns() -> None:
-    model = nn.MultiheadAttention(4, 2)
-    with pytest.warns(RoutingWarning, match="in_proj_weight looks like several projections fused"):
-        Muon(get_default_muon_param_groups(model))
+def test_torchs_attention_is_split_and_does_not_warn(recwarn: pytest.WarningsRecorder) -> None:
+    table = Muon(get_default_muon_param_groups(nn.MultiheadAttention(8, 2))).routing_table()
+    assert [(row.name, row.matrices, row.why) for row in table.rows[:2]] == [
+        ("in_proj_weight", 3, "fused q, k, v"),
+        ("out_proj.weight", 1, "matrix"),
+    ]
+    assert not recwarn.list
+
+
+class Tower(nn.Module):
+    """Fused weights of a kind that nobody knows: what is inside cannot follow from its size."""
+
+    def __init__(self, layers: int) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.ModuleDict({"my_qkv_proj": nn.Linear(8, 20)}) for _ in range(layers)])
+
+
+@pytest.mark.parametrize(("layers", "subject"), [(1, "weight looks like"), (5, "weight and 4 more of its kind look like")])
+def test_one_warning_for_all_layers(layers: int, subject: str) -> None:
+    with pytest.warns(RoutingWarning) as record:
+        optimizer = Muon(get_default_muon_param_groups(Tower(layers)))
+    assert [str(warning.message) for warning in record] == list(optimizer.routing_table().warnings)
+    assert len(record) == 1
+    assert str(record[0].message).startswith(f"layers.0.my_qkv_proj.{subject} several projections fused")
+
+
+def test_an_unknown_stack_goes_to_adamw_and_warns() -> None:
+    model = nn.Module()
+    model.blend = nn.Parameter(torch.zeros(5, 8, 6))
+    with pytest.warns(RoutingWarning, match="blend has more than two dims and is not known to be a stack"):
+        optimizer = Muon(get_default_muon_param_groups(model))
+    assert [(row.route, row.why) for row in optimizer.routing_table().rows] == [
+        ("adamw", "more than two dims, not known as a stack of matrices")
+    ]
+
+
+def test_reasons_in_the_table() -> None:
+    text = str(Muon(get_default_muon_param_groups(nn.MultiheadAttention(8, 2))).routing_table())
+    assert text.splitlines()[0].endswith("update rms  why")
+    assert text.splitlines()[2].endswith("fused q, k, v")
+
+
+def test_reasons_that_are_not_ours_do_not_matter() -> None:
+    """A group may have any further key."""
+    assert [row.why for row in Muon([named("w", 8, 8, reasons=3)]).routing_table().rows] == [""]
 
 
 @pytest.mark.parametrize(
@@ -153,3 +198,17 @@ def test_several_warnings_are_all_given() -> None:
     with pytest.warns(RoutingWarning) as record:
         Muon([named("embed.weight", 8, 4), named("qkv.weight", 8, 4)], lr=0.5)
     assert len(record) == 4  # two rates, two routes
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+def test_one_rank_warns_for_all(sharded: bool) -> None:
+    """Plain tensors: rank 0. DTensors: the first rank of their mesh, which may be another one."""
+
+    def main(rank: int) -> bool:
+        meshes = init_device_mesh("cpu", (2, 2), mesh_dim_names=("stage", "shard"))
+        param = torch.zeros(8, 4)
+        if sharded:
+            param = distribute_tensor(param, meshes["shard"], [Shard(0)], src_data_rank=None)
+        return is_first_of_ranks(Muon([{"params": [nn.Parameter(param)], "use_muon": True}]).param_groups)  # type: ignore[arg-type]
+
+    assert run_threads(4, main) == ([True, False, True, False] if sharded else [True, False, False, False])

@@ -31,6 +31,8 @@ class Param:
     muon: bool = True
     unused: tuple[int, ...] = ()
     frozen: bool = False
+    split: Any = None  # as the option
+    flipped: bool = False  # experts of shape (experts, in, out)
 
 
 @dataclass(frozen=True)
@@ -61,12 +63,20 @@ def _put(case: Case, k: int, value: Tensor) -> Tensor:
 
 def build(case: Case, params: Sequence[nn.Parameter], **options: Any) -> Muon:
     groups: list[dict[str, Any]] = []
-    for use_muon in (True, False):
-        chosen = [k for k, param in enumerate(case.params) if param.muon is use_muon]
+    names = [
+        f"layers.{k}.experts.weight" if len(param.shape) == 3 else f"layers.{k}.weight" for k, param in enumerate(case.params)
+    ]
+    splits = {name: param.split for name, param in zip(names, case.params, strict=True)}
+    for use_muon, flipped in ((True, False), (True, True), (False, False)):
+        chosen = [k for k, param in enumerate(case.params) if (param.muon, param.flipped) == (use_muon, flipped)]
         if chosen:
-            names = [f"layers.{k}.experts.weight" if len(case.params[k].shape) == 3 else f"layers.{k}.weight" for k in chosen]
-            groups.append({"params": [params[k] for k in chosen], "names": names, "use_muon": use_muon})
-    return Muon(groups, lr=0.01, **{"expert_keys": ["experts"], **case.options, **options})
+            group = {"params": [params[k] for k in chosen], "names": [names[k] for k in chosen], "use_muon": use_muon}
+            if use_muon:
+                group |= {"split": lambda name, shape: splits[name]} if any(splits.values()) else {}
+                group |= {"expert_dims": "in_out"} if flipped else {}
+            groups.append(group)
+    # Cases are drawn at random, and some have no matrix or no gradient for one.
+    return Muon(groups, lr=0.01, allow_inactive=True, **{"expert_keys": ["experts"], **case.options, **options})
 
 
 def run(

@@ -26,7 +26,15 @@ class ClippedMuon(Muon):
 
 def parameters(tensors: Mapping[str, Tensor], *, split: Any = None, **group: Any) -> list[NamedParam]:
     """Parameters as a Muon step sees them, all in one group."""
-    options: Any = {"expert_keys": (), "conv": None, "split": split, "expert_dims": "out_in", "use_muon": True, **group}
+    options: Any = {
+        "expert_keys": (),
+        "conv": None,
+        "split": split,
+        "expert_dims": "out_in",
+        "matrices": None,
+        "use_muon": True,
+        **group,
+    }
     return [NamedParam(0, options, name, tensor) for name, tensor in tensors.items()]
 
 

@@ -83,9 +83,9 @@ def random_case(rng: random.Random, mesh: Mesh | None = None) -> Case:
     return Case(shape, mesh, clearly_cut(shape, mesh.shape, placements))
 
 
-def split(case: Case) -> dict[int, torch.Tensor]:
-    """Local tensor of every rank of the mesh: torch's own splitting, applied axis after axis."""
-    held = [case.tensor]
+def split(case: Case, tensor: torch.Tensor | None = None) -> dict[int, torch.Tensor]:
+    """Local part of ``tensor`` on every rank of the mesh: torch's own splitting, applied axis after axis."""
+    held = [case.tensor if tensor is None else tensor]
     for placement, parts in zip(case.placements, case.mesh.shape, strict=True):
         if isinstance(placement, Replicate):
             held = [tensor for tensor in held for _ in range(parts)]

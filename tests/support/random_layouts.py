@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -11,6 +12,8 @@ from hypothesis import strategies as st
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
+
+from meshmuon import Interleaved
 
 from .cases import Case, Param
 
@@ -65,18 +68,32 @@ DTYPES = st.sampled_from([torch.float32] * 4 + [torch.bfloat16, torch.float64])
 
 
 @st.composite
+def splits(draw: Any, outputs: int) -> tuple[int, ...] | Interleaved:
+    """Any split of ``outputs``: consecutive parts, or parts that take turns."""
+    repeats = draw(st.sampled_from([count for count in range(1, outputs + 1) if outputs % count == 0]))
+    period = outputs // repeats
+    edges = sorted(draw(st.sets(st.integers(1, period - 1), max_size=3))) if period > 1 else []
+    sizes = tuple(stop - start for start, stop in pairwise([0, *edges, period]))
+    return sizes if repeats == 1 else Interleaved(sizes, repeats)
+
+
+@st.composite
 def case_params(draw: Any, layouts: Layouts, steps: int) -> Param:
     muon = draw(st.sampled_from([True, True, True, False]))
     dims = draw(st.sampled_from([2, 2, 2, 3])) if muon else draw(st.sampled_from([1, 1, 2]))
     mesh = draw(st.sampled_from([*range(len(layouts.shapes)), *range(len(layouts.shapes)), None]))
+    shape = tuple(draw(SIZES) for _ in range(dims))
+    flipped = muon and dims == 3 and draw(st.booleans())
     return Param(
-        shape=tuple(draw(SIZES) for _ in range(dims)),
+        shape=shape,
         mesh=mesh,
         placements=() if mesh is None else draw(placements(dims, len(layouts.shapes[mesh]))),
         dtype=draw(DTYPES),
         muon=muon,
         unused=tuple(draw(st.sets(st.integers(0, steps - 1), max_size=2))) if draw(st.integers(0, 3)) == 0 else (),
         frozen=draw(st.integers(0, 9)) == 0,
+        split=draw(splits(shape[-1] if flipped else shape[-2])) if muon and draw(st.integers(0, 2)) == 0 else None,
+        flipped=flipped,
     )
 
 

@@ -120,7 +120,7 @@ def muon(params: Sequence[Tensor], **options: Any) -> Muon:
 
 def adamw(params: Sequence[Tensor], **options: Any) -> Muon:
     """The AdamW part on ``params`` alone."""
-    return Muon([group(params, use_muon=False)], **{"lr": LR, **options})
+    return Muon([group(params, use_muon=False)], **{"lr": LR, "allow_inactive": True, **options})
 
 
 def run(optimizer: torch.optim.Optimizer, params: Sequence[Tensor], steps: Iterable[int]) -> None:

@@ -58,7 +58,7 @@ class BlockedProducts:
     def symmetric(
         self, a: Tensor, b: Tensor, out: Tensor, addend: Tensor | None = None, *, alpha: float = 1.0, beta: float = 1.0
     ) -> Tensor:
-        panels = symmetric_panels(a.size(1))
+        panels = symmetric_panels(a.size(1), a.size(2))
         if len(panels) == 1:
             self._multiply(a, b.mT, out, addend, alpha, beta)
             return out

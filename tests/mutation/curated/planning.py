@@ -7,8 +7,24 @@ from . import Mutants
 MUTANTS: Mutants = {
     "meshmuon.matrices": {
         "_before_split": (
-            ("MatrixSet(1, $shape[0], $shape[1])", "MatrixSet(1, $shape[1], $shape[0])"),
+            ("MatrixSet(1, $shape[0], $shape[1], flipped=$flipped)", "MatrixSet(1, $shape[1], $shape[0], flipped=$flipped)"),
+            ('$known.dims == "in_out"', "False"),
+            ("$flipped or $options.expert_dims == $dims", "$options.expert_dims == $dims"),
             ("$shape[1:]", "$shape[2:]"),
+        ),
+        "_parts": (
+            ("StridedRange($start, $size, $repeats, $period)", "StridedRange($start, $size, $repeats, $size)"),
+            ("tuple($size * $repeats for $size in $sizes)", "tuple($size for $size in $sizes)"),
+        ),
+        "StridedRange.before": (("$block * self.size + min($within, self.size)", "$block * self.size + $within"),),
+        "StridedRange.between": (
+            ("-(-$first // self.size) * self.size", "$first // self.size * self.size"),
+            ("max($head_stop, $last // self.size * self.size)", "$last"),
+        ),
+        "StridedRange._at_positions": (("self.start + $block * self.period + $within", "self.start + $block * self.period"),),
+        "StridedRange.joined": (
+            ("$regular and self.size == $following.size", "$regular"),
+            ("$part.count == 1 or $part.period == $gap", "True"),
         ),
     },
     "meshmuon.layout.cuts": {
@@ -20,6 +36,10 @@ MUTANTS: Mutants = {
             ),
         ),
         "_between_positions": (("max($start, $start + $first - $position)", "$start"),),
+        "local_indices": (
+            ("$inside.moved($offset - $start)", "$inside.moved(-$start)"),
+            ("$found[-1].joined($local)", "None"),
+        ),
     },
     "meshmuon.layout.layout": {
         "flat_index": (("$index * $shape[$axis] + $where[$axis]", "$index + $where[$axis] * $shape[$axis]"),),
@@ -45,6 +65,20 @@ MUTANTS: Mutants = {
             ("WaveSizes($shards, $staying_offset, ...)", "WaveSizes($shards, 0, ...)"),
         ),
     },
+    "meshmuon.plan.calibration": {
+        "Calibration.cost_model": (
+            ("$rate / self.exchange.bytes_per_second", "self.exchange.bytes_per_second / $rate"),
+            ("$rate * self.exchange.seconds", "$rate"),
+        ),
+        "Calibration.predict": (
+            ("2 * len($plan.wave_lanes)", "len($plan.wave_lanes)"),
+            ("$busy[$rank] + $sending[$rank]", "-$busy[$rank]"),
+        ),
+        "Calibration.orthogonalisation_rate": (("$ratio**$share", "$ratio"),),
+    },
+    "meshmuon.doctor.exchanges": {
+        "partner": (("(2 * $turn - $rank) % $last", "(2 * $turn + $rank) % $last"),),
+    },
     "meshmuon.plan.cost": {
         "CostModel.sharing_pays": (("$pieces - 1", "$pieces"),),
         "CostModel.owning": (("self.flops_per_byte * 2", "self.flops_per_byte"),),
@@ -63,9 +97,8 @@ MUTANTS: Mutants = {
             ("[$by_cost] if $by_cost == $by_choice else [$by_cost, $by_choice]", "[$by_cost]"),
             ("[$by_cost] if $by_cost == $by_choice else [$by_cost, $by_choice]", "[$by_choice]"),
             ("(-$tasks[$k].cost, $k)", "($tasks[$k].cost, $k)"),
-            ("[*$fixed, *$order]", "[*$order, *$fixed]"),
             (
-                "$by_cost = $sorted\n$by_choice = sorted($free, key=lambda $k: (len($candidates), -$tasks[$k].cost, $k))",
+                "$by_cost = $sorted\n$by_choice = sorted($indices, key=lambda $k: (len($candidates), -$tasks[$k].cost, $k))",
                 "$by_cost = $sorted\n$by_choice = $by_cost",
             ),
         ),

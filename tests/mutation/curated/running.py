@@ -12,11 +12,13 @@ MUTANTS: Mutants = {
                 "(_first_reads($reads, $order), _first_reads($reads, $order[::-1]))",
                 "(_first_reads($reads, $order[::-1]), _first_reads($reads, $order[::-1]))",
             ),
-            ("sorted(set($first).difference(*$reads))", "[]"),
+            ("set($first).difference(*$reads)", "set()"),
             (
-                "list(gradient_read_order(len(self.routes), len($local_batches), self.plan.options.in_flight))",
-                "list(range(len(self.routes) + len($local_batches)))",
+                "list(gradient_read_order($waves, len($local_batches), self.plan.options.in_flight))",
+                "list(range($waves + len($local_batches)))",
             ),
+            ("$freed_at_end |= $on_both.intersection($last_here[$k])", ""),
+            ("GradientReads(sorted($on_both), $freed, self._filled_once)", "GradientReads((), $freed, self._filled_once)"),
         ),
         "RankProgramBuilder._wave": (
             ("offsets_of($routes.staying, $sizes.staying_offset)", "offsets_of($routes.staying)"),
@@ -48,6 +50,19 @@ MUTANTS: Mutants = {
             ),
         ),
         "rule_state_param": (("$step_param.matrix_set.rule_state_window", "None"),),
+    },
+    "meshmuon.execute.local_cuts": {
+        "cut_out": (
+            ("slice($last.start, $last.stop)", "slice(0, $last.stop - $last.start)"),
+            ("$covered.unfold($dim, $last.size, $last.period)", "$covered.unfold($dim, $last.size, $last.size)"),
+            ("$windows.movedim(-1, $dim + 1)", "$windows.movedim(-1, $dim)"),
+        ),
+        "cut_out_of_broadcast": (
+            ("slice(None) if $size == 1 else $part", "slice(None)"),
+            ("$taken.unsqueeze(len($cut))", "$taken"),
+        ),
+        "LocalWindow.cuts": (("($last.count, $last.size)", "($last.size, $last.count)"),),
+        "_entry": (("slice($part.start, $part.stop, $part.period)", "slice($part.start, $part.stop)"),),
     },
     "meshmuon.execute.data_parallel": {
         "_AveragedBatch.without": (("$matrix.param_index not in $idle", "True"),),
@@ -111,9 +126,9 @@ MUTANTS: Mutants = {
     },
     "meshmuon.execute.one_pass": {
         "apply_to_large": (
-            ("$flat_param.numel() % VECTOR_MULTIPLE", "0"),
-            ("torch.get_num_threads() == 1", "True"),
-            ("$decay != 0", "True"),
+            ("$size % VECTOR_MULTIPLE", "0"),
+            ("torch.get_num_threads() > 1", "False"),
+            ("$decay == 0", "False"),
         ),
     },
     "meshmuon.execute.portions": {
@@ -146,7 +161,6 @@ MUTANTS: Mutants = {
             ("_mixed($key) + $count * _GAMMA", "$count * _GAMMA"),
         ),
         "elements_held": (("math.prod($shape[$dim + 1:-1])", "math.prod($shape[$dim + 1:])"),),
-        "_part_of": (("slice(None) if $size == 1 else $part", "slice(None)"),),
         "advance_counters": (
             ("~$skip_mask", "$skip_mask"),
             ("dict.fromkeys($counters)", "$counters"),
@@ -158,7 +172,8 @@ MUTANTS: Mutants = {
     "meshmuon.execute.executor": {
         "Executor.run": (
             ("$program.failures.clear()", ""),
-            ("$program.freed_at_end.free_gradients($step_params)", ""),
+            ("$program.around_all.free_gradients($step_params)", ""),
+            ("$program.around_all.accumulate_momentum($step_params, $idle)", ""),
             ("$streams.main_waits($streams.side_mark())", ""),
             ("skipped_wave() if $params <= $idle else $run", "$run"),
         ),
@@ -236,14 +251,15 @@ MUTANTS: Mutants = {
     "meshmuon.execute.wave": {
         "Wave.run": (
             ("self.gradient_reads.accumulate_momentum($step_params, $idle)", ""),
-            ("$streams.main_waits($filled)\n$gather.wait()", "$streams.main_waits($filled)"),
             (
-                "with record_function('meshmuon::scatter'):\n    $scatter.wait()",
-                "with record_function('meshmuon::scatter'):\n    pass",
+                "with profiler_range('meshmuon::gather'):\n    $gather.wait()",
+                "with profiler_range('meshmuon::gather'):\n    pass",
+            ),
+            (
+                "$scatter.wait()\nif $staged:\n    self.stage.to_host()",
+                "if $staged:\n    self.stage.to_host()",
             ),
             ("self.rounding.run()", ""),
-            ("$streams.main_waits($filled)", ""),
-            ("$streams.beside($packed)", "$streams.beside(ready)"),
             ("$streams.beside($ready, self.gradient_reads.gradients($step_params, $idle))", "$streams.beside($ready)"),
         ),
     },

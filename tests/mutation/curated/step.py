@@ -68,7 +68,7 @@ MUTANTS: Mutants = {
             ("$k not in $decision.idle", "True"),
             ("$k in $decision.zeros", "False"),
             ("all(map($keeps, range(len($step_params))))", "True"),
-            ("$settings[$one.group_index]", "$one.settings"),
+            ("$settings[$one.group_index, $one.param.device]", "$one.settings"),
         ),
         "Collector.release_state": (
             ("$step_param.momentum_buffer = $step_param.rule_state = $step_param.zeros = $step_param.counter = None", "pass"),

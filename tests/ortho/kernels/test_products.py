@@ -98,7 +98,7 @@ def test_general_adds_the_addend_once_by_default() -> None:
 def test_blocked_results_are_symmetric_bit_for_bit_outside_the_diagonal_panels(n: int, dtype: torch.dtype) -> None:
     a, b, _ = commuting(1, n, dtype)
     result = BlockedProducts().symmetric(a, b, torch.empty(1, n, n, dtype=dtype))[0]
-    for start, stop in symmetric_panels(n):
+    for start, stop in symmetric_panels(n, n):
         assert torch.equal(result[:start, start:stop], result[start:stop, :start].mT)
 
 
@@ -110,8 +110,21 @@ def test_blocked_takes_the_lower_triangle_of_the_product() -> None:
     full = (2 * a.double() @ b.double().mT - 3 * addend.double())[0]
     size = (2 * a.double().abs() @ b.double().abs().mT + 3 * addend.double().abs())[0]
     assert_near(result.tril(), full.tril(), size, n)
-    first = symmetric_panels(n)[0][1]
+    first = symmetric_panels(n, n)[0][1]
     assert_near(result[:first, first:], full.mT[:first, first:], size.mT[:first, first:], n)
+
+
+@pytest.mark.parametrize("n", [192, 250])
+def test_long_operands_are_multiplied_in_panels_one_by_one(n: int) -> None:
+    x, cols = gaussian(3, n, 2 * n), 2 * n
+    result = BlockedProducts().symmetric(x, x, torch.empty(3, n, n))
+    assert_near(result, x.double() @ x.double().mT, x.double().abs() @ x.double().abs().mT, cols)
+    assert len(symmetric_panels(n, cols)) > 1
+    for start, stop in symmetric_panels(n, cols):
+        assert torch.equal(result[:, :start, start:stop], result[:, start:stop, :start].mT)
+    for k in range(3):
+        alone = BlockedProducts().symmetric(x[k : k + 1], x[k : k + 1], torch.empty(1, n, n))
+        assert torch.equal(alone[0], result[k])
 
 
 @pytest.mark.parametrize("n", [20, 400])

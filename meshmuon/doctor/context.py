@@ -1,0 +1,124 @@
+"""What a check is given: this rank, its device, meshes over all ranks, and a place to say what it is doing."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+from ..errors import ConfigError
+from ..plan import Plan
+from .board import Store
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+
+@dataclass(frozen=True, slots=True)
+class DoctorOptions:
+    """What the user asked for."""
+
+    only: tuple[str, ...] = ()  # names of checks; empty for all
+    skip: tuple[str, ...] = ()
+    quick: bool = False  # fewer steps and shorter measurements
+    limit: float = 60.0  # seconds that a check may take
+    folder: Path | None = None  # which all ranks see, for checkpoints
+    device: str | None = None  # type of device; by default the accelerator, if there is one
+    backend: str | None = None  # of the process group; by default torch's choice for the device
+    json_file: Path | None = None
+    save_file: Path | None = None
+
+
+@dataclass(frozen=True)
+class Session:
+    """This rank among all, and the store through which they talk."""
+
+    rank: int
+    world: int
+    store: Store
+    device: torch.device
+    node: str  # equal for ranks that share a machine
+
+    @classmethod
+    def from_environment(cls, options: DoctorOptions) -> Session:
+        """The session that a launcher's environment describes; one rank alone without a launcher."""
+        rank, world = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+        node = os.environ.get("GROUP_RANK", "") + socket.gethostname()
+        device = own_device(options.device, int(os.environ.get("LOCAL_RANK", "0")))
+        if world == 1 and "MASTER_ADDR" not in os.environ:
+            return cls(0, 1, dist.HashStore(), device, node)  # type: ignore[attr-defined]
+        met = dist.rendezvous("env://", rank, world, timeout=timedelta(seconds=options.limit))  # type: ignore[attr-defined]
+        store, rank, world = next(met)
+        return cls(rank, world, store, device, node)
+
+
+def own_device(kind: str | None, local_rank: int) -> torch.device:
+    """This rank's device of a type; of the accelerator unless told otherwise."""
+    try:
+        accelerator = torch.accelerator.current_accelerator(check_available=True) if kind is None else torch.device(kind)
+    except RuntimeError:
+        raise ConfigError(f"--device {kind}: torch knows no such device. Write cpu or cuda, for example.") from None
+    if accelerator is None or accelerator.type == "cpu":
+        return torch.device("cpu")
+    count = torch.get_device_module(accelerator).device_count()
+    if count == 0:
+        raise ConfigError(f"--device {kind}: torch sees no such device here. Leave it out, or write --device cpu.")
+    return torch.device(accelerator.type, local_rank % count)
+
+
+class Context:
+    """One rank's surroundings during the checks."""
+
+    def __init__(self, session: Session, options: DoctorOptions) -> None:
+        self.session = session
+        self.options = options
+        self.rank, self.world, self.device = session.rank, session.world, session.device
+        self.phase = ""  # what the rank is doing, for reports of hangs; another thread reads it
+        self.figures: dict[str, Any] = {}  # on rank 0: what the measurements so far have found, by name of the check
+        self.plan: Plan | None = None  # of the sharded step that was measured
+        self.nodes: list[str] = [session.node] * session.world  # of each rank; known once the ranks have met
+        self._meshes: dict[tuple[int, ...], DeviceMesh] = {}
+
+    @contextmanager
+    def doing(self, phase: str) -> Iterator[None]:
+        """Names what happens inside; the name stays if it fails."""
+        before, self.phase = self.phase, phase
+        yield
+        self.phase = before
+
+    def mesh(self, *shape: int) -> DeviceMesh:
+        """A mesh over all ranks, made once for each shape; its axes are called a, b, c."""
+        from torch.distributed.device_mesh import init_device_mesh
+
+        if shape not in self._meshes:
+            with self.doing(f"making a mesh of {'×'.join(map(str, shape))} ranks"):
+                names = ("a", "b", "c")[: len(shape)]
+                self._meshes[shape] = init_device_mesh(self.device.type, shape, mesh_dim_names=names)
+        return self._meshes[shape]
+
+    def two_axes(self) -> tuple[int, int]:
+        """All ranks as two axes, the first as short as possible but not of one rank, if there are more."""
+        first = next((count for count in range(2, self.world + 1) if self.world % count == 0), 1)
+        return first, self.world // first
+
+    def finish_device(self) -> None:
+        """Returns once the device has done all it was given."""
+        torch.get_device_module(self.device).synchronize()
+
+    @property
+    def exact(self) -> bool:
+        """Whether a layout must give one device's bits. Elsewhere products may depend on what shares a batch."""
+        return self.device.type == "cpu"
+
+    def leave(self) -> None:
+        """Ends the process group, if it still works."""
+        if dist.is_initialized():
+            dist.destroy_process_group()

@@ -1,0 +1,307 @@
+"""Measurements on the user's machines: products, links, the host's time, a sharded step. All ranks measure at the same time."""
+
+from __future__ import annotations
+
+import math
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from ..optim import Muon
+from ..ortho import AUTO, Workspace, default_compute_dtype, expected_flops, orthogonalize
+from ..plan import Calibration, Link, Rate
+from ..transport import Exchange, swap_with
+from .check import Finding, Summary
+from .context import Context
+from .environment import bfloat16_works, device_name
+from .exchanges import exchange_with, partner, turns, world_exchange
+from .numerics import seeded
+
+_LARGEST_SIZE = {"cpu": 2048}  # of products; elsewhere _LARGEST_ON_A_DEVICE
+_LARGEST_ON_A_DEVICE = 8192
+_LONG_PRODUCT = 0.1  # seconds: no larger product is measured
+_MOST_TURNS = 32  # in which pairs are measured: with many ranks a sample of the pairs
+_PAIR_BYTES = 4 * 2**20
+_EXCHANGE_BYTES = 8 * 2**20  # per rank, over all its peers
+_REPEATS = 10
+_LONG_STEP = 0.1  # seconds: no step on larger matrices is measured
+_LARGEST_STEP = 4  # times the size of the matrices that are measured first
+_SLOW_PAIR = 4.0  # times as long as the median: worth a remark
+
+
+def _times(context: Context, work: Callable[[], object], repeats: int, at_least: float = math.inf) -> list[float]:
+    """The seconds of each call, after a first one that does not count; fewer repeats once they took ``at_least`` seconds."""
+    times: list[float] = []
+    while len(times) < repeats + 1 and not (len(times) > 2 and sum(times[1:]) > at_least):
+        context.finish_device()
+        began = time.perf_counter()
+        work()
+        context.finish_device()
+        times.append(time.perf_counter() - began)
+    return times[1:]
+
+
+# Products.
+
+
+def measure_products(context: Context) -> Finding:
+    """Rates of n × n products in each dtype, and of the default orthogonalisation."""
+    device = context.device
+    short = (torch.bfloat16,) if device.type != "cpu" or bfloat16_works() else ()
+    dtypes = (torch.float32, *((torch.float16,) if device.type != "cpu" else ()), *short)
+    rates = [asdict(rate) for dtype in dtypes for rate in _product_rates(context, dtype)]
+    compute = default_compute_dtype(device, torch.float32)
+    return Finding("", data={"products": rates, "orthogonalisation": [asdict(rate) for rate in _ortho_rates(context, compute)]})
+
+
+def _sizes(context: Context) -> list[int]:
+    largest = _LARGEST_SIZE.get(context.device.type, _LARGEST_ON_A_DEVICE) // (4 if context.options.quick else 1)
+    sizes = [128]
+    while sizes[-1] < largest:
+        sizes.append(2 * sizes[-1])
+    return sizes
+
+
+def _product_rates(context: Context, dtype: torch.dtype) -> list[Rate]:
+    rates: list[Rate] = []
+    for size in _sizes(context):
+        with context.doing(f"measuring products of {size}×{size} in {dtype}"):
+            a = seeded((size, size), size).to(context.device, dtype)
+            out = torch.empty_like(a)
+            seconds = statistics.median(_times(context, partial(torch.mm, a, a, out=out), 1000, at_least=0.1))
+        rates.append(Rate(str(dtype).removeprefix("torch."), size, 2 * size**3 / seconds))
+        if seconds > _LONG_PRODUCT / 4:
+            break
+    return rates
+
+
+def _ortho_rates(context: Context, dtype: torch.dtype) -> list[Rate]:
+    rates: list[Rate] = []
+    for size in _sizes(context):
+        with context.doing(f"measuring the orthogonalisation of {size}×{size}"):
+            x = seeded((size, size), size).to(context.device)
+            out, workspace = torch.empty_like(x), Workspace()
+            work = partial(orthogonalize, x, AUTO, out=out, workspace=workspace)
+            seconds = statistics.median(_times(context, work, 20, at_least=0.2))
+        flops = expected_flops(size, size, AUTO, "auto", dtype)
+        rates.append(Rate(str(dtype).removeprefix("torch."), size, flops / seconds))
+        if seconds > _LONG_PRODUCT:
+            break
+    return rates
+
+
+def summarise_products(context: Context, data: Sequence[Mapping[str, Any]]) -> Summary:
+    """Medians over the ranks, and the slowest rank."""
+    figures: dict[str, Any] = {
+        kind: _median_rates([of_rank[kind] for of_rank in data]) for kind in ("products", "orthogonalisation")
+    }
+    largest = {rank: of_rank["orthogonalisation"][-1]["flops_per_second"] for rank, of_rank in enumerate(data)}
+    slowest = min(largest, key=largest.__getitem__)
+    figures["slowest_rank"], figures["slowest_share"] = slowest, largest[slowest] / statistics.median(largest.values())
+    by_dtype: dict[str, list[str]] = {}
+    for rate in figures["products"]:
+        by_dtype.setdefault(rate["dtype"], []).append(f"{_giga(rate['flops_per_second'])} at {rate['size']}")
+    texts = [f"{dtype} products {', '.join(rates)}" for dtype, rates in by_dtype.items()]
+    rates = [f"{_giga(rate['flops_per_second'])} at {rate['size']}" for rate in figures["orthogonalisation"]]
+    texts.append(f"orthogonalisation {', '.join(rates)} GFLOP/s")
+    if len(data) > 1:
+        texts.append(f"slowest rank {slowest}: {figures['slowest_share']:.2f} of the median")
+    return Summary("; ".join(texts), figures)
+
+
+def _median_rates(by_rank: Sequence[Sequence[Mapping[str, Any]]]) -> list[dict[str, Any]]:
+    """The median over ranks of each dtype and size that all ranks have measured."""
+    found: dict[tuple[str, int], list[float]] = {}
+    for rates in by_rank:
+        for rate in rates:
+            found.setdefault((rate["dtype"], rate["size"]), []).append(rate["flops_per_second"])
+    return [
+        asdict(Rate(dtype, size, statistics.median(values)))
+        for (dtype, size), values in found.items()
+        if len(values) == len(by_rank)
+    ]
+
+
+def _giga(value: float) -> str:
+    return f"{value / 1e9:.3g}"
+
+
+# Links.
+
+
+def measure_links(context: Context) -> Finding:
+    """Each pair of ranks, one pair of a rank at a time, and exchanges of all ranks with all ranks."""
+    exchange, world = world_exchange(context), context.world
+    chosen = turns(world) if world - 1 <= _MOST_TURNS else _MOST_TURNS
+    pairs: list[dict[str, Any]] = []
+    for turn in range(chosen):
+        peer = partner(context.rank, turn, world)
+        if peer is not None:
+            with context.doing(f"measuring the link to rank {peer}"):
+                latency = _swap_seconds(context, peer, 1, _REPEATS)
+                pairs.append({"peer": peer, "latency": latency, "seconds": _swap_seconds(context, peer, _PAIR_BYTES // 4, 3)})
+    peers = [rank for rank in range(world) if rank != context.rank]
+    with context.doing("measuring exchanges of all ranks"):
+        count = _EXCHANGE_BYTES // 4 // (world - 1)
+        latency = _exchange_seconds(context, exchange, peers, 1, 2 * _REPEATS)
+        seconds = _exchange_seconds(context, exchange, peers, count, 5)
+    return Finding("", data={"pairs": pairs, "latency": latency, "seconds": seconds, "bytes": 4 * count * (world - 1)})
+
+
+def _exchange_seconds(context: Context, exchange: Exchange, peers: Sequence[int], count: int, repeats: int) -> float:
+    """The median time of an exchange of ``count`` float32 with each of ``peers``; all ranks take part in each repetition."""
+    part = torch.zeros(count, device=context.device)
+    sent, received = dict.fromkeys(peers, part), dict.fromkeys(peers, count)
+    return statistics.median(_times(context, partial(exchange_with, exchange, sent, received, part), repeats))
+
+
+def _swap_seconds(context: Context, peer: int, count: int, repeats: int) -> float:
+    """The median time in which this rank and ``peer`` send each other ``count`` float32."""
+    sent = torch.zeros(count, device=context.device)
+    return statistics.median(_times(context, partial(swap_with, peer, sent, torch.empty_like(sent)), repeats))
+
+
+def summarise_links(context: Context, data: Sequence[Mapping[str, Any]]) -> Summary:
+    """Medians over pairs inside and between nodes, the slowest pair, and exchanges of all ranks."""
+    pairs: dict[tuple[int, int], dict[str, float]] = {}
+    for rank, of_rank in enumerate(data):
+        for pair in of_rank["pairs"]:  # both ranks of a pair have measured it; the slower one counts
+            ends = min(rank, pair["peer"]), max(rank, pair["peer"])
+            known = pairs.setdefault(ends, {"latency": 0.0, "seconds": 0.0})
+            pairs[ends] = {key: max(value, pair[key]) for key, value in known.items()}
+    texts, figures = list[str](), dict[str, Any]()
+    for kind, name in (("inside", "inside a node"), ("between", "between nodes")):
+        chosen = {
+            ends: pair for ends, pair in pairs.items() if (context.nodes[ends[0]] == context.nodes[ends[1]]) is (kind == "inside")
+        }
+        figures[kind], text = _link_of(chosen)
+        texts += [f"{name} {text}"] if text else []
+    slowest = max(pairs, key=lambda ends: pairs[ends]["seconds"])
+    figures["slowest_pair"] = {"ranks": list(slowest), "bytes_per_second": _PAIR_BYTES / pairs[slowest]["seconds"]}
+    figures["pairs_measured"] = len(pairs)
+    exchange = Link(
+        statistics.median(of_rank["bytes"] / of_rank["seconds"] for of_rank in data),
+        statistics.median(of_rank["latency"] for of_rank in data),
+    )
+    figures["exchange"] = asdict(exchange)
+    texts.append(f"all ranks at once {_link_text(exchange)} per rank")
+    return Summary("; ".join(texts), figures)
+
+
+def _link_of(pairs: Mapping[tuple[int, int], Mapping[str, float]]) -> tuple[dict[str, float] | None, str]:
+    """The median link of these pairs as figures and as text."""
+    if not pairs:
+        return None, ""
+    seconds = statistics.median(pair["seconds"] for pair in pairs.values())
+    link = Link(_PAIR_BYTES / seconds, statistics.median(pair["latency"] for pair in pairs.values()))
+    slowest = max(pairs, key=lambda ends: pairs[ends]["seconds"])
+    ratio = pairs[slowest]["seconds"] / seconds
+    slow_rate = _giga(_PAIR_BYTES / pairs[slowest]["seconds"])
+    text = f"{_link_text(link)} per pair, slowest pair {slowest[0]}-{slowest[1]} {slow_rate} GB/s"
+    if ratio > _SLOW_PAIR:
+        text += f", {ratio:.0f} times as slow as the median: look at the cable, the card and the interface of these ranks"
+    return asdict(link), text
+
+
+def _link_text(link: Link) -> str:
+    return f"{_giga(link.bytes_per_second)} GB/s and {1e6 * link.seconds:.0f} µs"
+
+
+# The host, and a whole step.
+
+
+def _step_times(context: Context, count: int, size: int, *, repeats: int) -> tuple[list[float], Muon]:
+    """The times of steps on ``count`` matrices that are sharded over all ranks."""
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    mesh, whole = context.mesh(context.world), seeded((size, size), 5).to(context.device)
+    params = [nn.Parameter(distribute_tensor(whole, mesh, [Shard(0)], src_data_rank=None)) for _ in range(count)]
+    optimizer = Muon([{"params": params, "use_muon": True}], none_grad=False)
+    for param in params:
+        param.grad = distribute_tensor(whole, mesh, [Shard(0)], src_data_rank=None)
+    for _ in range(2):  # the first makes plan and buffers
+        optimizer.step()
+    return _times(context, optimizer.step, repeats), optimizer
+
+
+def measure_host(context: Context) -> Finding:
+    """Steps on few and on many tiny matrices: the difference is the host's time per matrix. The fastest ones count."""
+    few, many = 8, 72
+    with context.doing("measuring steps on tiny matrices"):
+        times = {count: min(_step_times(context, count, 8, repeats=10)[0]) for count in (few, many)}
+    per_matrix = max(1e-7, (times[many] - times[few]) / (many - few))
+    return Finding("", data={"per_matrix": per_matrix, "per_step": max(1e-6, times[few] - few * per_matrix)})
+
+
+def summarise_host(context: Context, data: Sequence[Mapping[str, Any]]) -> Summary:
+    """Medians over the ranks."""
+    figures = {f"seconds_{key}": statistics.median(of_rank[key] for of_rank in data) for key in ("per_matrix", "per_step")}
+    text = f"{1e6 * figures['seconds_per_matrix']:.0f} µs per matrix and {1e3 * figures['seconds_per_step']:.2f} ms per step"
+    return Summary(text, figures)
+
+
+def measure_step(context: Context) -> Finding:
+    """A step on matrices that are sharded over all ranks: larger ones, as long as a step takes little time."""
+    count, size = (8, 128) if context.device.type == "cpu" else (16, 512)
+    largest = size if context.options.quick else _LARGEST_STEP * size
+    while True:
+        with context.doing(f"measuring steps on {count} matrices of {size}×{size}"):
+            times, optimizer = _step_times(context, count, size, repeats=5)
+            seconds = statistics.median(times)
+            slowest = torch.tensor(seconds, device=context.device)
+            dist.all_reduce(slowest, dist.ReduceOp.MAX)  # all ranks must go on, or none
+        if size == largest or float(slowest) > _LONG_STEP:
+            break
+        size *= 2
+    context.plan = optimizer.plan()
+    return Finding("", data={"seconds": seconds, "count": count, "size": size})
+
+
+def summarise_step(context: Context, data: Sequence[Mapping[str, Any]]) -> Summary:
+    """The measured time, that of the slowest rank, beside the plan's prediction from the other measurements."""
+    seconds = max(of_rank["seconds"] for of_rank in data)
+    figures = {"seconds": seconds, "matrices": data[0]["count"], "size": data[0]["size"], "predicted_seconds": None}
+    text = f"{data[0]['count']} matrices of {data[0]['size']}×{data[0]['size']} take {1e3 * seconds:.1f} ms"
+    calibration = calibration_of(context)
+    if calibration is None or context.plan is None:
+        return Summary(f"{text}; without the other measurements there is no prediction", figures)
+    predicted = calibration.predict(context.plan)
+    figures |= {"predicted_seconds": predicted.total, "prediction": asdict(predicted)}
+    parts = ", ".join(f"{name} {1e3 * value:.1f}" for name, value in asdict(predicted).items())
+    text += f"; predicted {1e3 * predicted.total:.1f} ms if nothing overlaps ({parts}): {seconds / predicted.total:.2f} of it"
+    return Summary(text, figures)
+
+
+def calibration_of(context: Context) -> Calibration | None:
+    """The measurements so far as a calibration; None on other ranks than 0, or if some were left out."""
+    figures = context.figures
+    links = figures.get("links", {"inside": None, "between": None, "exchange": None} if context.world == 1 else None)
+    if "rates" not in figures or "host" not in figures or links is None:
+        return None
+
+    def link(name: str) -> Link | None:
+        return None if links[name] is None else Link(**links[name])
+
+    per_node = max(context.nodes.count(node) for node in set(context.nodes))
+    waiting = 0.0 if links["exchange"] is None else 2 * links["exchange"]["seconds"]  # of the exchanges of tiny matrices
+    return Calibration(
+        device=context.device.type,
+        device_name=device_name(context.device),
+        ranks=context.world,
+        ranks_per_node=per_node,
+        compute_dtype=str(default_compute_dtype(context.device, torch.float32)).removeprefix("torch."),
+        products=tuple(Rate(**rate) for rate in figures["rates"]["products"]),
+        orthogonalisation=tuple(Rate(**rate) for rate in figures["rates"]["orthogonalisation"]),
+        inside=link("inside"),
+        between=link("between"),
+        exchange=link("exchange"),
+        host_seconds_per_matrix=figures["host"]["seconds_per_matrix"],
+        host_seconds_per_step=max(1e-6, figures["host"]["seconds_per_step"] - waiting),
+    )

@@ -1,0 +1,58 @@
+"""Muon for trainers that make the optimizer themselves: built from the module, with options by the names that trainers use."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from torch import nn
+
+from ..errors import ConfigError
+from ..optim import Muon
+from ..params.checks import shown
+from ..routing.model_names import ModelNames
+from ..routing.param_groups import get_default_muon_param_groups
+
+_TRAINERS_NAMES = {"betas": "adamw_betas", "eps": "adamw_eps"}
+_ROUTING_OPTIONS = tuple(inspect.signature(get_default_muon_param_groups).parameters)[1:]
+
+
+def muon_for(model: nn.Module, *, decays: Callable[[str], bool] | None = None, **options: Any) -> Muon:
+    """Builds the optimizer of a model in one call: default param groups, then ``Muon``.
+
+    It is for trainers that would call ``optimizer_class(model.parameters(), lr=..., weight_decay=...)``: parameters without names
+    do not say which of them are embeddings, heads and norms.
+
+    Args:
+        model: the model as it will be trained. Shard it first, unless the trainer exchanges the parameters of the optimizer, as
+            Accelerate does.
+        decays: ``name -> bool``: parameters for which it returns False get no weight decay.
+        options: options of ``get_default_muon_param_groups`` and of ``Muon``. ``betas`` and ``eps`` are AdamW's, as trainers
+            call them.
+    """
+    options = by_own_names(options)
+    groups = get_default_muon_param_groups(model, **{name: options.pop(name) for name in _ROUTING_OPTIONS if name in options})
+    return Muon(groups if decays is None else _split_by_decay(groups, decays, model), **options)
+
+
+def by_own_names(options: Mapping[str, Any]) -> dict[str, Any]:
+    """The options by the names that ``Muon`` has for them."""
+    for name, own in _TRAINERS_NAMES.items():
+        if name in options and own in options:
+            given = f"{name}={shown(options[name])} and {own}={shown(options[own])}"
+            raise ConfigError(f"{given} are two names of one option: give {own} only.")
+    return {_TRAINERS_NAMES.get(name, name): value for name, value in options.items()}
+
+
+def _split_by_decay(groups: list[dict[str, Any]], decays: Callable[[str], bool], model: nn.Module) -> list[dict[str, Any]]:
+    """Each param group as two, of which the second has no weight decay. Empty ones are left out."""
+    split = []
+    for group in groups:
+        for decayed in (True, False):
+            pairs = [pair for pair in zip(group["names"], group["params"], strict=True) if bool(decays(pair[0])) == decayed]
+            if pairs:
+                names, params = map(list, zip(*pairs, strict=True))
+                part = {"names": ModelNames(model, names), "params": params}
+                split.append({**group, **part, **({} if decayed else {"weight_decay": 0.0})})
+    return split

@@ -1,0 +1,60 @@
+"""Muon for Hugging Face's Trainer, for trainers that derive from it (TRL, axolotl), and for Accelerate's loops."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+from transformers import Trainer, TrainingArguments
+from transformers.integrations.deepspeed import deepspeed_config
+
+from ..errors import ConfigError, UnsupportedError
+from ..optim import Muon
+from .factory import by_own_names, muon_for
+
+
+class muon:  # noqa: N801  # read as what it does; Trainer asks for a class, makes an instance and calls it
+    """The optimizer of a model, in the form that ``Trainer`` asks for.
+
+    ``Trainer`` and TRL's trainers call the instance with ``(model, **options)``, axolotl with ``(model, training_args,
+    **options)``. As in their own AdamW, biases and norms have no weight decay.
+
+    Example::
+
+        Trainer(model, args, train_dataset=..., optimizer_cls_and_kwargs=(muon, {"lr": 1e-3, "weight_decay": 0.1}))
+        Trainer(model, args, train_dataset=..., optimizer_cls_and_kwargs=(muon, {"training_args": args, "momentum": 0.9}))
+    """
+
+    def __call__(self, model: nn.Module, training_args: TrainingArguments | None = None, **options: Any) -> Muon:
+        """Builds the optimizer.
+
+        Args:
+            model: the model, sharded or not.
+            training_args: where lr, weight decay, and AdamW's betas and epsilon come from, unless ``options`` has them.
+            options: options of ``get_default_muon_param_groups`` and of ``Muon``.
+        """
+        options = {**_options_in(training_args), **by_own_names(options)}
+        if "lr" not in options:
+            raise ConfigError(
+                "muon was given no lr, and Trainer does not pass on that of its arguments: write optimizer_cls_and_kwargs="
+                '(muon, {"lr": 1e-3, "weight_decay": 0.1}), or (muon, {"training_args": args}) to take both from args.'
+            )
+        if deepspeed_config() is not None:
+            raise UnsupportedError(
+                "DeepSpeed ZeRO flattens the weights after Trainer has built the optimizer, so that there are no matrices to "
+                "orthogonalise. Shard with FSDP2 instead: TrainingArguments(fsdp=True), without deepspeed."
+            )
+        decayed = set(Trainer.get_decay_parameter_names(None, model))  # it reads nothing of the Trainer
+        return muon_for(model, decays=decayed.__contains__, **options)
+
+
+def _options_in(args: TrainingArguments | None) -> dict[str, Any]:
+    """The arguments of a Trainer that mean the same for Muon. The rest of Muon's options have no counterpart there."""
+    if args is None:
+        return {}
+    return {
+        "lr": args.learning_rate,
+        "weight_decay": args.weight_decay,
+        "adamw_betas": (args.adam_beta1, args.adam_beta2),
+        "adamw_eps": args.adam_epsilon,
+    }

@@ -1,0 +1,11 @@
+"""What is inside known architectures: which parameters are matrices, and which matrices a parameter holds.
+
+It is data rather than code: tables of names, classes and attributes of modules. No model library is imported, so it works where
+none is installed.
+"""
+
+from .contents import LOOKS_FUSED, UNKNOWN_STACK, ModelContents, ParamContents
+from .fused import looks_fused_name
+from .names import is_table_name, name_parts
+
+__all__ = ["LOOKS_FUSED", "UNKNOWN_STACK", "ModelContents", "ParamContents", "is_table_name", "looks_fused_name", "name_parts"]

@@ -1,0 +1,171 @@
+"""What each parameter of a model is, and why: the record from which param groups and the routing table are made."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from torch import Tensor, nn
+
+from ..matrices import ONE_MATRIX, ParamMatrices
+from .adapters import adapter_matrices
+from .experts import stack_of
+from .fused import fused_split, looks_fused_name
+from .heads import HeadFinder, declared_heads, last_linear
+from .names import is_embedding_name
+from .not_matrices import convolution_of, has_few_rows, why_no_flat_filter, why_no_matrix
+from .place import ParamPlace, places_of
+
+LOOKS_FUSED = "matrix: looks fused, parts unknown"
+UNKNOWN_STACK = "more than two dims, not known as a stack of matrices"
+"""Reasons that the routing table warns of."""
+
+_IN_OUT = r"^Conv1D$"  # GPT-2's linear layer, in transformers and elsewhere
+_IN_OUT_PARAMETERS = frozenset(
+    ("mm_input_projection_weight", "text_projection", "prompts_visual_projection", "visual_projection", "proj")
+)
+_FLATTENED = {"XLNetRelativeAttention": {"q": "in_out", "k": "in_out", "v": "in_out", "r": "in_out", "o": "out_in"}}
+_FLATTENED["FunnelRelMultiheadAttention"] = {"r_kernel": "in_out"}
+
+
+@dataclass(frozen=True, slots=True)
+class ParamContents:
+    """What a parameter is.
+
+    Attributes:
+        route: ``"muon"`` or ``"adamw"``.
+        reason: why, in a few words for the routing table.
+        matrices: which matrices it holds, for Muon.
+    """
+
+    route: str
+    reason: str
+    matrices: ParamMatrices = ONE_MATRIX
+
+
+class ModelContents:
+    """Tells of each parameter of a model what it is.
+
+    ``expert_keys`` and ``conv`` are the user's options of the same names, which override what is known.
+    """
+
+    def __init__(self, model: nn.Module, expert_keys: Sequence[str] = (), conv: str | None = None) -> None:
+        self._expert_keys, self._conv = expert_keys, conv
+        places = list(places_of(model))
+        self._places = {place.name: place for place in places}
+        self._embeddings = [_addresses(param) for param in _embeddings(model)]
+        self._heads = [_addresses(param) for param in declared_heads(model)]
+        self._head_finder = HeadFinder(places)
+        self._last: ParamPlace | None = None
+        tied_head = any(self._is_tied(place) for place in places) or any(
+            isinstance(module, nn.Linear) and self._overlaps(module.weight) for module in model.modules()
+        )
+        if not self._heads and not tied_head and not any(map(self._head_finder.reason, places)):
+            self._last = last_linear(model, places)
+
+    def _overlaps(self, param: Tensor) -> bool:
+        """Whether it shares memory with an embedding."""
+        addresses = _addresses(param)
+        return any(addresses.start < table.stop and table.start < addresses.stop for table in self._embeddings)
+
+    def _is_tied(self, place: ParamPlace) -> bool:
+        return not isinstance(place.module, (nn.Embedding, nn.EmbeddingBag)) and self._overlaps(place.param)
+
+    def of_param(self, name: str) -> ParamContents:
+        """What the parameter of this name is."""
+        place = self._places[name]
+        if place.param.dim() < 2:
+            return ParamContents("adamw", "scalar" if place.param.dim() == 0 else "vector")
+        return (
+            self._table(place)
+            or _adapter(place)
+            or self._stack(place)
+            or self._filter(place)
+            or self._no_matrix(place)
+            or self._matrix(place)
+        )
+
+    def _table(self, place: ParamPlace) -> ParamContents | None:
+        addresses = _addresses(place.param)
+        for tables, reason in ((self._embeddings, "embedding"), (self._heads, "output head")):
+            if any(addresses.start < table.stop and table.start < addresses.stop for table in tables):
+                own = isinstance(place.module, (nn.Embedding, nn.EmbeddingBag)) or reason == "output head"
+                return ParamContents("adamw", reason if own else f"tied to an {reason}")
+        if any(key in place.name for key in self._expert_keys) and place.param.dim() == 3:
+            return None
+        if is_embedding_name(list(place.parts)):
+            return ParamContents("adamw", "embedding: by name")
+        return None
+
+    def _stack(self, place: ParamPlace) -> ParamContents | None:
+        no_matrix = why_no_matrix(place)
+        if place.param.dim() == 3 and any(key in place.name for key in self._expert_keys) and no_matrix not in ("bias", "norm"):
+            known = stack_of(place)
+            return ParamContents("muon", "expert_keys", ONE_MATRIX if known is None else known[1])
+        if no_matrix is not None or convolution_of(place) is not None or self._head_finder.reason(place):
+            return None
+        known = stack_of(place)
+        if known is None:
+            return None
+        if has_few_rows(place):
+            return ParamContents("adamw", f"{known[0]} of few rows: nothing to orthogonalise")
+        return ParamContents("muon", *known)
+
+    def _filter(self, place: ParamPlace) -> ParamContents | None:
+        convolution = convolution_of(place)
+        if convolution is None:
+            return None
+        why = why_no_flat_filter(convolution)
+        if why is not None or self._conv != "flatten":
+            return ParamContents("adamw", why or "convolution filter")
+        return ParamContents("muon", 'conv="flatten"', ParamMatrices(flatten=True))
+
+    def _no_matrix(self, place: ParamPlace) -> ParamContents | None:
+        reason = why_no_matrix(place) or self._head_finder.reason(place)
+        if reason is None and place is self._last:
+            reason = "output head: the last linear layer"
+        if reason is None and place.param.dim() == 2 and has_few_rows(place):
+            reason = "at most 4 rows or columns: too few for Muon"
+        return None if reason is None else ParamContents("adamw", reason)
+
+    def _matrix(self, place: ParamPlace) -> ParamContents:
+        flat = next((rows for holder, rows in _FLATTENED.items() if place.held_by(holder)), {}).get(place.parts[-1])
+        if place.param.dim() > 2:
+            if flat is not None:
+                return ParamContents("muon", "heads side by side: one matrix", ParamMatrices(dims=flat, flatten=True))
+            return self._unknown(place)
+        flipped = place.held_by(_IN_OUT) or (place.parts[-1] in _IN_OUT_PARAMETERS and not hasattr(place.module, "in_features"))
+        dims = "in_out" if flipped else "out_in"
+        rows, cols = place.param.shape
+        known = fused_split(place, *((cols, rows) if flipped else (rows, cols)))
+        stored = " stored (in, out)" if flipped else ""
+        if known is not None and known[1] is not None:
+            return ParamContents("muon", f"fused {known[0]}{stored}", ParamMatrices(dims=dims, split=known[1]))
+        reason = LOOKS_FUSED if known is None and looks_fused_name(place.parts) else f"matrix{stored}"
+        return ParamContents("muon", reason, ParamMatrices(dims=dims))
+
+    def _unknown(self, place: ParamPlace) -> ParamContents:
+        if self._conv == "flatten":
+            return ParamContents("muon", 'conv="flatten"', ParamMatrices(flatten=True))
+        return ParamContents("adamw", "a vector in several dims" if min(place.param.shape[-2:]) == 1 else UNKNOWN_STACK)
+
+
+def _adapter(place: ParamPlace) -> ParamContents | None:
+    known = adapter_matrices(place)
+    if known is None:
+        return None
+    reason, matrices = known
+    return ParamContents("adamw", reason) if matrices is None else ParamContents("muon", reason, matrices)
+
+
+def _embeddings(model: nn.Module) -> Iterator[Tensor]:
+    yield from (module.weight for module in model.modules() if isinstance(module, (nn.Embedding, nn.EmbeddingBag)))
+
+
+def _addresses(param: Tensor) -> range:
+    """The memory addresses of a parameter. Tied parameters overlap; parameters that are views of one flat buffer do not."""
+    start = param.data_ptr()
+    if start == 0:  # a meta or empty tensor has no address, so it is tied to itself only
+        return range(id(param), id(param) + 1)
+    last = sum((size - 1) * stride for size, stride in zip(param.shape, param.stride(), strict=True))
+    return range(start, start + (last + 1) * param.element_size())

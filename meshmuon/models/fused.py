@@ -1,0 +1,197 @@
+"""Weights that hold several projections: which are known, and how their parts follow from the modules around them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch import nn
+
+from ..matrices import Interleaved, Split
+from .place import ParamPlace
+
+_QKV = r"qkv|qkv_proj|qkv_linear|[wW]_?qkv|to_qkv|attn_qkv|c_attn|att_proj|in_proj_weight|in_proj_qkv"
+_GATED_MLP = r"gate_up_proj|gate_and_up_proj|up_gate_proj|up_gate_layer|gateup_proj|gate_up|w12|w13|weights_in|proj_up_gate_z"
+_ADA_NORM = r"Ada(Layer)?(RMS)?(Group)?(Norm|LN)|AdaLN|FlowResBlock|FlowFinalLayer|DiffusionHeadFinalLayer|AtomLayer|Modulation"
+
+
+@dataclass(frozen=True)
+class Fused:
+    """A kind of fused weight: how to recognise it, and the sizes of its parts as ``ParamPlace.size`` reads them.
+
+    The sizes must add up to the outputs of the weight, otherwise the next row is tried. With ``repeats`` they are those of a
+    pattern that recurs so many times. A single size without ``repeats`` is that of equal parts.
+    """
+
+    parts: str  # for the routing table
+    label: str  # regular expression for the whole name of the weight
+    sizes: tuple[str, ...]
+    repeats: str = ""
+    owner: str = ""  # regular expression for a class of the module that uses it; "" for any
+    when: str = ""  # an attribute of the owner or its config that must be set
+
+
+FUSED: tuple[Fused, ...] = (
+    # q, k, v of each head or group of heads, one after the other.
+    Fused(
+        "q, k, v of each group",
+        "query_key_value",
+        ("heads/kv_heads*head_dim", "head_dim", "head_dim"),
+        "kv_heads",
+        "Falcon",
+        "new_decoder_architecture",
+    ),
+    Fused("q, k, v", "query_key_value", ("heads*head_dim", "head_dim", "head_dim"), "", "Falcon", "multi_query"),
+    Fused("q, k, v of each head", "query_key_value", ("outputs/heads/3",) * 3, "heads", "Falcon|Bloom|GPTNeoX|Persimmon"),
+    Fused("q, k, v of each head", "qkv_proj", ("outputs/heads/3",) * 3, "heads", "MiniMaxLightningAttention"),
+    Fused("q, k, v of each head", "in_proj", ("outputs/heads/3",) * 3, "heads", "DisentangledSelfAttention"),
+    Fused("q, k, v of each head", "proj", ("outputs/heads/3",) * 3, "heads", "EsmFoldSelfAttention"),
+    Fused("q, k, v", "c_attn", ("embed_dim", "kv_dim", "kv_dim"), "", "GPTBigCodeAttention", "multi_query"),
+    Fused("q, k, v of each head", "c_attn", ("outputs/heads/3",) * 3, "heads", "GPTBigCodeAttention"),
+    Fused("q, v, k of each quarter", "qkv_proj", ("outputs/12",) * 3, "4", "CodeGenAttention"),
+    Fused("k, v of each head", "linear_kv", ("outputs/heads/2",) * 2, "heads", "InvariantPointAttention"),
+    Fused(  # torchtitan's
+        "q, k, v of each group",
+        "wqkv",
+        ("heads_per_kv*head_dim", "head_dim", "head_dim"),
+        "outputs/r_dim/head_dim",
+        "FusedQKVLinear",
+    ),
+    # timm's.
+    Fused("q, k, v of each head", "qkv", ("outputs/heads/3",) * 3, "heads", "AttentionCl", "head_first"),
+    Fused("q, k, v of each head", r"qkv|qkv\.linear", ("key_dim", "key_dim", "val_dim"), "heads"),
+    Fused("k, v of each head", r"kv\.linear", ("key_dim", "val_dim"), "heads"),
+    # LeViT keeps its linear layers beside their batch norms, one level down: the owner is that pair.
+    Fused("q, k, v of each head", r"queries_keys_values\.linear", ("key_dim", "key_dim", "attention_ratio*key_dim"), "heads"),
+    Fused("k, v of each head", r"keys_values\.linear", ("key_dim", "attention_ratio*key_dim"), "heads"),
+    # Multi-head latent attention.
+    Fused("compressed kv, rotary k", "kv_a_proj_with_mqa|kv_a_proj|wkv_a", ("kv_lora_rank", "qk_rope_head_dim")),
+    Fused("k, v of each head", "kv_b_proj|wkv_b", ("qk_nope_head_dim", "v_head_dim"), "heads"),
+    Fused("q, gate of each head", "q_gate_proj", ("qk_head_dim", "v_head_dim"), "heads"),
+    # Linear attention and state-space models.
+    Fused(
+        "q, k, v, z of each key head",
+        "in_proj_qkvz",
+        ("head_k_dim", "head_k_dim", "num_v_heads/num_k_heads*head_v_dim", "num_v_heads/num_k_heads*head_v_dim"),
+        "num_k_heads",
+    ),
+    Fused("b, a of each key head", "in_proj_ba", ("num_v_heads/num_k_heads", "num_v_heads/num_k_heads"), "num_k_heads"),
+    Fused("q, k, v", "in_proj_qkv", ("key_dim", "key_dim", "value_dim")),
+    Fused("q, gate of each head", "q_proj", ("head_dim", "head_dim"), "heads", "Qwen3_5|Qwen3Next|Qwen4Exp"),
+    Fused("x, gate in turns", "in_proj", ("1", "1"), "outputs/2", "ZambaMambaMixer"),
+    Fused(
+        "gate, x, B, C, dt",
+        "in_proj",
+        ("intermediate_size", "intermediate_size", "n_groups*ssm_state_size", "n_groups*ssm_state_size", "num_heads"),
+        "",
+        "Mamba|Mixer",
+    ),
+    Fused("x, gate", "in_proj", ("intermediate_size", "intermediate_size"), "", "Mamba|Mixer"),
+    Fused("dt, B, C", "x_proj|x_proj_weight", ("time_step_rank", "ssm_state_size", "ssm_state_size")),
+    Fused("B, C, x", "in_proj", ("outputs/3",) * 3, "", "ShortConv"),
+    Fused("index q, k", "index_qk_proj", ("index_n_heads*index_head_dim", "index_kv_heads*index_head_dim")),
+    Fused("two windows", "kv_proj|gate_proj", ("head_dim", "head_dim"), "", "DeepseekV4(Indexer|CSACompressor)"),
+    Fused("one", "kv_proj", ("outputs",), "", "DeepseekV4"),
+    Fused("one", "query_key", ("outputs",), "", "LSHSelfAttention"),
+    Fused("one", "proj_up_gate", ("outputs",), "", "xLSTMFeedForward"),
+    # Blocks of q, k, v: with the sizes of grouped queries where the model tells them, else three equal ones, or two in
+    # cross-attention.
+    Fused("q, k, v", _QKV, ("heads*head_dim", "kv_heads*head_dim", "kv_heads*head_dim")),
+    Fused("q, k, v", _QKV, ("q_dim", "kv_dim", "kv_dim")),
+    Fused("q, k, v", _QKV, ("inputs", "inputs", "inputs")),
+    Fused("k, v", "c_attn|in_proj_weight", ("inputs", "inputs")),
+    Fused("q, k, v", _QKV, ("outputs/3",) * 3),
+    Fused("k, v", r"kv|to_kv|w_?kv|kv_linear|key_value|kv_proj", ("outputs/2",) * 2),
+    Fused("q, k", r"qk|to_qk", ("outputs/2",) * 2),
+    Fused("q, k", "proj", ("outputs/2",) * 2, "", "EsmFoldSequenceToPair"),
+    Fused("q, context, gates", "projection_in", ("inputs", "inputs", "focal_level+1"), "", "FocalNetModulation"),
+    # Gated linear units.
+    Fused("gate, up", _GATED_MLP, ("outputs/2",) * 2),
+    Fused("up, gate", "proj|proj_in", ("outputs/2",) * 2, "", "GEGLU|GeGLU|SwiGLU|GatedLinearUnit|^GLU$"),
+    Fused("up, gate", "pointwise_lin1|proj_mlp", ("outputs/2",) * 2, "", "ConvolutionModule|OvisImageSingleTransformerBlock"),
+    # The layer that follows takes half of the outputs.
+    *(
+        Fused("gated halves", first, (f"{second}.in_features",) * 2)
+        for first, second in (
+            ("Wi", "Wo"),
+            ("wi", "wo"),
+            ("fc1", "fc2"),
+            ("w1", "w2"),
+            ("ff_in", "ff_out"),
+            ("proj_in", "proj_out"),
+            ("linear_1", "linear_2"),
+            ("linear_fc1", "linear_fc2"),
+            ("linear_start", "linear_end"),
+            ("input_linear", "output_linear"),
+            ("dense_h_to_4h", "dense_4h_to_h"),
+        )
+    ),
+    Fused("left, right", "linear_x", ("outputs/2",) * 2, "", "PairUpdate"),
+    Fused("two signals, two gates", "proj_bundle", ("outputs/4",) * 4, "", "TriangleMultiplicativeUpdate"),
+    # Shifts, scales and gates that a conditioning vector gives; streams of hyper-connections.
+    Fused("shifts, scales, gates", r"linear|linear_1|lin|proj|adaln_\w+|modulation", ("inputs",), "", _ADA_NORM),
+    Fused("shifts, scales, gates", r"adaLN_modulation\.\d+", ("inputs",)),
+    # Where the conditioning vector has another width.
+    Fused("shifts, scales, gates", "proj|linear", ("outputs/num_chunks",), "", _ADA_NORM),
+    Fused("shifts, scales, gates", "linear", ("outputs/6",), "", "CogVideoXLayerNormZero"),
+    Fused("scales, gates", "linear|adaln_modulation", ("outputs/4",), "", "(Mochi|Lumina)RMSNormZero|Ideogram4TransformerBlock"),
+    Fused(
+        "scale, shift",
+        "linear|cond_embeds_mapper",
+        ("outputs/2",),
+        "",
+        "^AdaLayerNorm(Continuous)?$|AuraFlowPreFinal|ConvNextBlock",
+    ),
+    Fused("shift, scale", "proj_out_1", ("inputs",), "", "Transformer2DModel"),
+    Fused("pre, post, comb", "fn", ("hc_mult", "hc_mult", "hc_mult*hc_mult"), "", "HyperConnection"),
+    Fused("pre, post", "fn", ("hc_mult", "hc_mult"), "", "HyperConnection"),
+)
+"""Rows are tried in order. A row whose sizes are unknown or do not add up does not count."""
+
+_LOOKS_FUSED = re.compile(
+    r"\w*qkv\w*|\w*query_key\w*|\w*keys?_values?\w*|\w*gate_up\w*|\w*up_gate\w*|(\w+_)?(kv|qk)(_proj|_linear)?|w1[23]|in_proj_weight|"
+    r"c_attn|\w*fused\w*",
+    re.IGNORECASE,
+)
+_GATES = {(nn.LSTM, nn.LSTMCell): 4, (nn.GRU, nn.GRUCell): 3}
+
+
+def fused_split(place: ParamPlace, outputs: int, inputs: int) -> tuple[str, Split | None] | None:
+    """The parts of a fused weight, as text and as a ``split`` (None for one part); None if it is not known to be fused."""
+    if isinstance(place.module, (nn.RNNBase, nn.RNNCellBase)):
+        gates = next((count for classes, count in _GATES.items() if isinstance(place.module, classes)), 1)
+        projection = place.parts[-1].startswith("weight_hr")  # of the hidden state, with proj_size
+        return None if gates == 1 or projection or outputs % gates else (f"{gates} gates", (outputs // gates,) * gates)
+    if place.label == "in_proj_weight" and isinstance(place.module, nn.MultiheadAttention):
+        return "q, k, v", (outputs // 3,) * 3
+    labels = (place.label, ".".join(place.parts[-3:-1]))  # a layer inside a Sequential, or beside its norm, has a dull name
+    for row in FUSED:
+        if not any(re.fullmatch(row.label, label) for label in labels):
+            continue
+        if (row.owner and not place.owned_by(row.owner)) or (row.when and not place.flag(row.when)):
+            continue
+        split = _split_of_row(row, place, outputs, inputs)
+        if split is not None:
+            return row.parts, None if split == (outputs,) else split
+    return None
+
+
+def looks_fused_name(parts: Sequence[str]) -> bool:
+    """Whether the components of a parameter's name are those of a fused weight."""
+    label = parts[-2] if parts[-1] == "weight" and len(parts) > 1 else parts[-1]
+    return _LOOKS_FUSED.fullmatch(label) is not None
+
+
+def _split_of_row(row: Fused, place: ParamPlace, outputs: int, inputs: int) -> Split | None:
+    found = [place.size(size, outputs=outputs, inputs=inputs) for size in row.sizes]
+    sizes = tuple(size for size in found if size)  # a part may have no outputs, such as rotary keys in a model without any
+    if None in found or not sizes:
+        return None
+    if row.repeats:
+        repeats = place.size(row.repeats, outputs=outputs, inputs=inputs)
+        return Interleaved(sizes, repeats) if repeats and sum(sizes) * repeats == outputs else None
+    if len(row.sizes) == 1:
+        equal = outputs // sizes[0]
+        return sizes * equal if sizes[0] * equal == outputs and (equal > 1 or row.parts == "one") else None
+    return sizes if sum(sizes) == outputs else None

@@ -1,0 +1,62 @@
+"""Names of parameters: what wrappers add to them, and which are those of embeddings and output heads."""
+
+from __future__ import annotations
+
+import re
+
+from ..matrices import without_wrappers
+
+_TOKEN_EMBEDDINGS = (
+    "embed_tokens",
+    "tok_embeddings",
+    "token_embedding",
+    "token_embeddings",
+    "word_embeddings",
+    "wte",
+    "vision_embed_tokens",
+)
+_POSITION_EMBEDDINGS = ("wpe", "position_embeddings", "pos_embed", "pos_embedding", "embed_positions")
+_PATCH_EMBEDDINGS = ("patch_embed", "patch_embedding", "patch_embeddings", "patch_embedder")
+_EMBEDDINGS = frozenset(("embed", "embedding", "embeddings", *_TOKEN_EMBEDDINGS, *_POSITION_EMBEDDINGS, *_PATCH_EMBEDDINGS))
+_HEADS = re.compile(
+    r"(\w+_)?(lm_head|embed_out|unembed|classifier|score|logits|logits_\w+|qa_outputs|class_predictor)"
+    r"|(\w+_)?heads?|(ctc_|text_|audio_|cls_|mlm_|qa_|final_)?(output|outputs|output_layer|output_projection)"
+)
+_OUTERMOST_HEADS = re.compile(r"\w+_out_proj|proj_out|final_(proj|linear|layer)")  # if the model itself holds them
+_LISTS_OF_HEADS = re.compile(r"(\w+_)?(heads|classifiers|class_embed|bbox_embed|class_head|logits)")
+
+
+def name_parts(name: str) -> list[str]:
+    """The components of a parameter's name, without those that wrappers insert."""
+    return without_wrappers(name).split(".")
+
+
+def is_embedding_name(parts: list[str]) -> bool:
+    """Whether one of the components of a name is that of an embedding."""
+    return any(part in _EMBEDDINGS for part in parts)
+
+
+def is_head_name(parts: list[str]) -> bool:
+    """Whether the module that holds a parameter is named as an output head.
+
+    A head's name counts only outside numbered blocks: ``output.weight`` is a head, ``layers.3.attention.output.weight`` is a
+    projection. It must be the name of the module that holds the parameter: ``output.dense.weight`` is not a head. Lists of heads,
+    such as ``lm_heads.2.weight``, count as well.
+    """
+    modules = parts[:-1] or parts
+    if modules[-1].isdigit() and len(modules) > 1:
+        return _LISTS_OF_HEADS.fullmatch(modules[-2]) is not None and not any(map(is_number, modules[:-1]))
+    if len(modules) == 1 and len(parts) == 2 and _OUTERMOST_HEADS.fullmatch(modules[0]):
+        return True
+    return _HEADS.fullmatch(modules[-1]) is not None and not any(map(is_number, modules))
+
+
+def is_number(part: str) -> bool:
+    """Whether a component of a name counts blocks: ``3`` of ``layers.3``, ``layer_3``, ``block3``."""
+    return re.fullmatch(r"(layers?|blocks?|h)?_?\d+", part) is not None
+
+
+def is_table_name(name: str) -> bool:
+    """Whether a name is that of an embedding or an output head."""
+    parts = name_parts(name)
+    return is_embedding_name(parts) or is_head_name(parts)

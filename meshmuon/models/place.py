@@ -1,0 +1,140 @@
+"""Where a parameter is in a model, and the sizes that the modules around it and their configs tell."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+
+from ..matrices import WRAPPERS
+
+_INSERTED = WRAPPERS | {"base_layer"}  # PEFT keeps the layer that it adapts under this name
+
+QUANTITIES: Mapping[str, tuple[str, ...]] = {
+    "heads": ("num_heads", "num_attention_heads", "n_heads", "n_head", "heads", "num_head"),
+    "kv_heads": (
+        "num_key_value_heads",
+        "num_kv_heads",
+        "n_kv_heads",
+        "kv_heads",
+        "kv_n_heads",
+        "n_query_groups",
+        "num_query_groups",
+    ),
+    "head_dim": ("head_dim", "head_size", "attention_head_size", "dim_head", "attention_head_dim"),
+    "ff": ("ffn_hidden_size", "intermediate_size"),
+}
+"""What a table calls a size, and what libraries call it. Any other name in a table is that of an attribute."""
+
+
+@dataclass(frozen=True)
+class ParamPlace:
+    """A parameter, its name, and the modules around it.
+
+    ``parts`` and ``modules`` do without wrappers: of ``layers.0._checkpoint_wrapped_module.up.weight`` the parts are ``layers``,
+    ``0``, ``up``, ``weight``, and the modules are the model, its ``layers``, the block and ``up``.
+    """
+
+    name: str
+    param: Tensor
+    parts: tuple[str, ...]
+    modules: tuple[nn.Module, ...]
+
+    @property
+    def module(self) -> nn.Module:
+        """The module that holds the parameter."""
+        return self.modules[-1]
+
+    @property
+    def label(self) -> str:
+        """The name by which the weight is known: that of its module for ``weight``, else that of the parameter."""
+        return self.parts[-2] if self.parts[-1] == "weight" and len(self.parts) > 1 else self.parts[-1]
+
+    @property
+    def owner(self) -> nn.Module:
+        """The module that uses the weight: it holds the linear layer, or the parameter itself."""
+        return self.modules[-2] if self.parts[-1] == "weight" and len(self.modules) > 1 else self.modules[-1]
+
+    @property
+    def in_block(self) -> bool:
+        """Whether it is in a numbered block, such as ``layers.3``."""
+        return any(part.isdigit() for part in self.parts[:-1])
+
+    def held_by(self, pattern: str) -> bool:
+        """Whether the class of the module that holds it matches."""
+        return is_a(self.module, pattern)
+
+    def owned_by(self, pattern: str) -> bool:
+        """Whether the class of its owner matches."""
+        return is_a(self.owner, pattern)
+
+    def size(self, expression: str, **known: int) -> int | None:
+        """The value of sums of products such as ``heads*head_dim+2``; None if a size is unknown or a division leaves a rest.
+
+        ``fc2.in_features`` is an attribute of the layer ``fc2`` beside it.
+        """
+        total = 0
+        for term in expression.split("+"):
+            product = 1
+            for operator, factor in re.findall(r"([*/]?)([A-Za-z_][\w.]*|\d+)", term):
+                value = int(factor) if factor.isdigit() else known.get(factor) or self._attribute(factor)
+                if value is None or (operator == "/" and (value == 0 or product % value)):
+                    return None
+                product = product // value if operator == "/" else product * value
+            total += product
+        return total
+
+    def flag(self, name: str) -> bool:
+        """Whether the owner, or its config, says so."""
+        return bool(next((getattr(source, name) for source in self._sources() if hasattr(source, name)), False))
+
+    def _attribute(self, name: str) -> int | None:
+        if "." in name:  # of a layer beside it
+            layer, _, attribute = name.partition(".")
+            value = getattr(getattr(self.owner, layer, None), attribute, None)
+            return value if isinstance(value, int) else None
+        for source in self._sources():
+            for synonym in QUANTITIES.get(name, (name,)):
+                value = getattr(source, synonym, None)
+                if isinstance(value, int) and not isinstance(value, bool):
+                    return value
+        return None
+
+    def _sources(self) -> Iterator[Any]:
+        """Where sizes are looked up: the owner and the modules around it, then configs from the inside out."""
+        yield self.owner
+        yield from self.modules[-1:-4:-1]
+        for module in reversed(self.modules):
+            for attribute in ("config", "args"):
+                if (config := getattr(module, attribute, None)) is not None:
+                    yield config
+
+
+def is_a(module: nn.Module, pattern: str) -> bool:
+    """Whether a class of the module matches; FSDP2 and others put classes of their own in front."""
+    return any(re.search(pattern, cls.__name__) for cls in type(module).__mro__[:-2])
+
+
+def places_of(model: nn.Module) -> Iterator[ParamPlace]:
+    """All parameters of a model, each once, in the order of ``named_parameters``."""
+    for name, param in model.named_parameters():
+        parts: list[str] = []
+        modules = [model]
+        *path, last = name.split(".")
+        skip = False
+        for position, part in enumerate(path):
+            inner = modules[-1]._modules[part]
+            assert inner is not None
+            saved = part == "modules_to_save" and position + 1 < len(
+                path
+            )  # PEFT's trainable copy of a module, then the adapter's name
+            if part in _INSERTED or saved or skip:
+                modules[-1] = inner
+            else:
+                parts.append(part)
+                modules.append(inner)
+            skip = saved
+        yield ParamPlace(name, param, (*parts, last), tuple(modules))

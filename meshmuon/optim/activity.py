@@ -1,0 +1,118 @@
+"""Notices an optimizer that trains nothing: without matrices or gradients, or with parameters that the model has replaced."""
+
+from __future__ import annotations
+
+import sys
+import warnings
+import weakref
+from collections.abc import Sequence
+from types import FrameType
+from typing import Any
+
+from torch import Tensor, nn
+
+from ..agree.step_decision import Activity
+from ..errors import ConfigError, GradientError, InactiveWarning
+from ..models import name_parts
+from ..params.named_params import NamedParam
+from ..routing.model_names import ModelNames
+
+_INTENDED = "If it is intended, pass allow_inactive=True to the optimizer."
+
+
+class ActivityCheck:
+    """Refuses steps that would silently train nothing, until Muon has had a gradient for the first time.
+
+    A step calls ``replaced`` and ``of`` on its own rank, and ``judge`` once the ranks know the largest activity of all of them:
+    they raise together.
+
+    - Parameters that the model has replaced are refused at once. Only groups from ``get_default_muon_param_groups`` know their
+      model.
+    - Steps without any gradient for Muon are otherwise allowed once, with a warning: some programs step before the first
+      backward pass. The second one raises.
+    """
+
+    def __init__(self, allowed: bool) -> None:
+        self.allowed = allowed
+        self.active = False  # whether a matrix had a gradient, on any rank
+        self._warned = False
+        self._verified = False  # whether the parameters were compared with the model's in a step with gradients
+        self._models: dict[tuple[str, ...], weakref.ref[nn.Module]] = {}  # names of a param group → the model they are from
+
+    def watch(self, names: Any) -> None:
+        """Remembers the model of a new param group, if its ``names`` know it."""
+        self._verified = False
+        if isinstance(names, ModelNames):
+            self._models[tuple(names)] = names.model
+
+    def of(self, params: Sequence[NamedParam], has_grad: Sequence[bool]) -> Activity:
+        """The activity of this rank."""
+        if self.active or self.allowed:
+            return Activity.ACTIVE
+        activity = Activity.NO_MATRIX
+        for named, gradient in zip(params, has_grad, strict=True):
+            if named.param_group["use_muon"]:
+                trains = Activity.NO_GRADIENT if named.param.requires_grad else Activity.FROZEN
+                activity = max(activity, Activity.ACTIVE if gradient else trains)
+        return activity
+
+    def judge(self, activity: Activity) -> None:
+        """Raises or warns if Muon has nothing to do on any rank; ``activity`` is the largest of all ranks."""
+        if activity is Activity.ACTIVE:
+            self.active = self._verified = True
+        elif activity is Activity.NO_MATRIX:
+            raise ConfigError(
+                f"there is no matrix for Muon: AdamW would step every parameter. Look at optimizer.routing_table(). "
+                "If a wrapper has flattened the weights (FSDP1, DeepSpeed ZeRO), shard the model with FSDP2 instead "
+                "(torch.distributed.fsdp.fully_shard); else put the matrices into a group with use_muon=True. A pipeline stage "
+                f"may have none. {_INTENDED}"
+            )
+        elif activity is Activity.NO_GRADIENT:
+            self._no_gradient()
+
+    def _no_gradient(self) -> None:
+        text = (  # names no parameter: it must be the same on all ranks, and some of them may have no matrix
+            "none of Muon's matrices has had a gradient yet, on any rank, so that this step trains none of them. Either no "
+            "backward() came before it, or zero_grad() came between, or the model was wrapped or sharded after the optimizer was "
+            "built and has other parameters now: build the optimizer after fully_shard."
+        )
+        if self._warned:
+            raise GradientError(f"{text} {_INTENDED}")
+        self._warned = True
+        warnings.warn(f"{text} The next such step raises. {_INTENDED}", InactiveWarning, stacklevel=_level_of_user())
+
+    def replaced(self, params: Sequence[NamedParam], has_grad: Sequence[bool]) -> GradientError | None:
+        """The error for parameters without gradients in whose place the model has others, with gradients."""
+        if self.allowed or not self._models or all(has_grad) or (self._verified and any(has_grad)):
+            return None
+        own = {id(named.param) for named in params}
+        current: dict[int, dict[str, Tensor]] = {}  # param group → what its model has now, by name
+        for named, gradient in zip(params, has_grad, strict=True):
+            if gradient or not named.param.requires_grad:
+                continue
+            if named.group_index not in current:
+                reference = self._models.get(tuple(named.param_group["param_names"]))
+                model = None if reference is None else reference()
+                current[named.group_index] = {} if model is None else _params_by_name(model)
+            now = current[named.group_index].get(".".join(name_parts(named.name)))
+            if now is not None and id(now) not in own and now.grad is not None:
+                return GradientError(
+                    f"{named.name}: the model has replaced this parameter since the optimizer was built. The model's new one has "
+                    "a gradient, the optimizer's has none and would never be trained. Build the optimizer after fully_shard, or "
+                    "whatever else replaces parameters, or put the new ones into optimizer.param_groups."
+                )
+        return None
+
+
+def _level_of_user() -> int:
+    """``stacklevel`` of the code that called ``step``: between it and the caller are frames of torch and of meshmuon."""
+    frame: FrameType | None = sys._getframe(1)
+    level = 1
+    while frame is not None and frame.f_globals.get("__name__", "").partition(".")[0] in ("torch", "meshmuon"):
+        frame, level = frame.f_back, level + 1
+    return level
+
+
+def _params_by_name(model: nn.Module) -> dict[str, Tensor]:
+    """The parameters that a model has now, by their names without what wrappers insert; tied ones by each of their names."""
+    return {".".join(name_parts(name)): param for name, param in model.named_parameters(remove_duplicate=False)}

@@ -1,0 +1,208 @@
+"""What ``meshmuon doctor --save`` measured on a user's machines, as plain data, and what follows from it.
+
+The file is JSON. ``Calibration`` has the same names and units.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, TypeAlias
+
+from ..errors import ConfigError
+from .cost import CostModel
+from .plan_data import PlanData, add_local_costs
+from .tasks import EVERY_HOLDER, Task
+
+FORMAT, VERSION = "meshmuon calibration", 1
+_REMEDY = "Write the file with torchrun ... -m meshmuon doctor --save FILE."
+
+CostModelLike: TypeAlias = "CostModel | str | os.PathLike[str]"
+
+
+@dataclass(frozen=True, slots=True)
+class Rate:
+    """How fast n × n matrices are worked on by one rank, while all ranks work."""
+
+    dtype: str
+    size: int  # n
+    flops_per_second: float
+
+
+@dataclass(frozen=True, slots=True)
+class Link:
+    """How fast a rank sends, while it receives as much and the other ranks do the same."""
+
+    bytes_per_second: float
+    seconds: float  # that an exchange of a few bytes takes
+
+
+@dataclass(frozen=True, slots=True)
+class Prediction:
+    """Seconds of a step on its slowest rank, if nothing overlaps."""
+
+    orthogonalise: float
+    exchange: float
+    host: float
+
+    @property
+    def total(self) -> float:
+        """Seconds of the whole step."""
+        return self.orthogonalise + self.exchange + self.host
+
+
+@dataclass(frozen=True, slots=True)
+class Calibration:
+    """The measurements of one run of ``meshmuon doctor``; medians over ranks and pairs of ranks."""
+
+    device: str  # type of the device, such as "cuda"
+    device_name: str
+    ranks: int
+    ranks_per_node: int  # most ranks on one node
+    compute_dtype: str  # in which matrices are orthogonalised by default
+    products: tuple[Rate, ...]  # matrix products, for each dtype and size
+    orthogonalisation: tuple[Rate, ...]  # the default scheme in ``compute_dtype``, by counted FLOPs, for each size
+    inside: Link | None  # between two ranks of one node; None if no node has two ranks
+    between: Link | None  # between two ranks of different nodes; None on one node
+    exchange: Link | None  # an exchange of all ranks with all ranks, as a step makes it; None on one rank
+    host_seconds_per_matrix: float  # what each tiny matrix adds to a step
+    host_seconds_per_step: float  # what a step takes beside its matrices and exchanges
+
+    def cost_model(self) -> CostModel:
+        """What plans take from it."""
+        if self.exchange is None:
+            raise ConfigError(f"it was measured on one rank and knows no link between ranks. {_REMEDY}")
+        rate = max(self.orthogonalisation, key=lambda rate: rate.size).flops_per_second
+        return CostModel(rate / self.exchange.bytes_per_second, max(1.0, rate * self.exchange.seconds))
+
+    def orthogonalisation_rate(self, size: int) -> float:
+        """FLOPs per second on matrices whose shorter side is ``size``; on a logarithmic scale between two sizes."""
+        rates = sorted(self.orthogonalisation, key=lambda rate: rate.size)
+        larger = next((k for k, rate in enumerate(rates) if rate.size >= size), len(rates) - 1)
+        low, high = rates[max(0, larger - 1)], rates[larger]
+        if low.size == high.size or size >= high.size:
+            return high.flops_per_second
+        if size <= low.size:
+            return low.flops_per_second
+        share = math.log(size / low.size) / math.log(high.size / low.size)
+        return float(low.flops_per_second * (high.flops_per_second / low.flops_per_second) ** share)
+
+    def predict(self, plan: PlanData) -> Prediction:
+        """How long a step with this plan takes."""
+
+        def seconds(task: Task) -> float:
+            size = min(task.sharded.rows, task.sharded.cols)
+            return plan.params[task.param].flops / self.orthogonalisation_rate(size)
+
+        busy = dict.fromkeys(plan.ranks, 0.0)
+        add_local_costs(busy, ((task.sharded, seconds(task)) for task in plan.tasks if task.owner == EVERY_HOLDER))
+        for task in plan.tasks:
+            if task.owner != EVERY_HOLDER:
+                busy[task.owner] += seconds(task)
+        exchanges = 2 * len(plan.wave_lanes)
+        sending = dict.fromkeys(plan.ranks, 0.0)
+        if self.exchange is not None:
+            for rank, count in plan.bytes_sent.items():
+                sending[rank] = count / self.exchange.bytes_per_second + exchanges * self.exchange.seconds
+        host = self.host_seconds_per_step + self.host_seconds_per_matrix * len(plan.tasks)
+        slowest = max(plan.ranks, key=lambda rank: busy[rank] + sending[rank])
+        return Prediction(busy[slowest], sending[slowest], host)
+
+    def to_json(self) -> dict[str, Any]:
+        """The content of the file."""
+        return {"format": FORMAT, "version": VERSION, **asdict(self)}
+
+    @classmethod
+    def from_json(cls, content: Any) -> Calibration:
+        """The calibration in a file's content: what ``to_json`` returned, or a whole report of ``meshmuon doctor --json``."""
+        if isinstance(content, Mapping) and isinstance(content.get("calibration"), Mapping):
+            content = content["calibration"]
+        if not isinstance(content, Mapping) or content.get("format") != FORMAT:
+            raise ConfigError(f"it is no calibration file. {_REMEDY}")
+        if content.get("version") != VERSION:
+            raise ConfigError(
+                f"it has version {content.get('version')!r} of the format, and this meshmuon reads version {VERSION}. {_REMEDY}"
+            )
+        reader = _Reader(content)
+        return cls(
+            device=reader.text("device"),
+            device_name=reader.text("device_name"),
+            ranks=int(reader.number("ranks")),
+            ranks_per_node=int(reader.number("ranks_per_node")),
+            compute_dtype=reader.text("compute_dtype"),
+            products=reader.rates("products"),
+            orthogonalisation=reader.rates("orthogonalisation"),
+            inside=reader.link("inside"),
+            between=reader.link("between"),
+            exchange=reader.link("exchange"),
+            host_seconds_per_matrix=reader.number("host_seconds_per_matrix"),
+            host_seconds_per_step=reader.number("host_seconds_per_step"),
+        )
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> Calibration:
+        """Reads a file."""
+        try:
+            return cls.from_json(json.loads(Path(path).read_text(encoding="utf-8")))
+        except OSError as error:
+            raise ConfigError(f"it cannot be read: {error.strerror or error}. {_REMEDY}") from None
+        except ValueError as error:  # also of JSON and of text that is not UTF-8
+            if isinstance(error, ConfigError):
+                raise
+            raise ConfigError(f"it is not JSON ({error}). {_REMEDY}") from None
+
+
+class _Reader:
+    """Reads the fields of a file, and says which one is wrong."""
+
+    def __init__(self, content: Mapping[str, Any], where: str = "") -> None:
+        self._content, self._where = content, where
+
+    def text(self, name: str) -> str:
+        value = self._content.get(name)
+        if not isinstance(value, str):
+            raise self._wrong(name, value, "text")
+        return value
+
+    def number(self, name: str) -> float:
+        value = self._content.get(name)
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < math.inf:
+            raise self._wrong(name, value, "a positive number")
+        return float(value)
+
+    def rates(self, name: str) -> tuple[Rate, ...]:
+        rows = self._content.get(name)
+        if not isinstance(rows, Sequence) or not rows or not all(isinstance(row, Mapping) for row in rows):
+            raise self._wrong(name, rows, "a list of rates")
+        readers = [_Reader(row, f"{name}[{k}].") for k, row in enumerate(rows)]
+        return tuple(
+            Rate(reader.text("dtype"), int(reader.number("size")), reader.number("flops_per_second")) for reader in readers
+        )
+
+    def link(self, name: str) -> Link | None:
+        row = self._content.get(name)
+        if row is None:
+            return None
+        if not isinstance(row, Mapping):
+            raise self._wrong(name, row, "a link or null")
+        reader = _Reader(row, f"{name}.")
+        return Link(reader.number("bytes_per_second"), reader.number("seconds"))
+
+    def _wrong(self, name: str, value: object, expected: str) -> ConfigError:
+        return ConfigError(f"its {self._where}{name} is {value!r} and must be {expected}. {_REMEDY}")
+
+
+def cost_model_from(value: CostModelLike | None) -> CostModel | None:
+    """The cost model that a user named: itself, from a calibration file, or None."""
+    if value is None or isinstance(value, CostModel):
+        return value
+    if not isinstance(value, (str, os.PathLike)) or not str(value):
+        raise ConfigError(f"cost_model={str(value)[:120]!r} must be a CostModel, the name of a calibration file, or None.")
+    try:
+        return Calibration.load(value).cost_model()
+    except ConfigError as error:
+        raise ConfigError(f"cost_model={str(value)[:120]!r}: {error}") from None

@@ -1,0 +1,125 @@
+"""Ranks with faults, as real processes: each fault ends in the right ✘ or figure, on every rank with exit code 1, and soon."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from meshmuon.doctor import DoctorOptions
+from tests.support.processes import RankOutcome, results_of, run_ranks
+
+from .faults import DELAY, Ended, doctor_rank
+
+LIMIT = 6.0  # seconds of a check, where ranks wait for it; a quiet machine needs a small part of it
+EXCHANGES = DoctorOptions(only=("pairs", "ragged", "distmuon"), limit=LIMIT)
+
+
+def run(
+    world: int, folder: Path, faults: dict[int, str], options: DoctorOptions, timeout: float = 150.0, **more: Any
+) -> list[RankOutcome]:
+    return run_ranks(world, doctor_rank, folder, faults, options, *more.values(), timeout=timeout)
+
+
+def ended(outcomes: list[RankOutcome]) -> list[Ended]:
+    return results_of(outcomes)
+
+
+def test_a_broken_kernel(tmp_path: Path) -> None:
+    """One rank alone has it: the report names the product and the rank, and the checks that do not need it pass."""
+    options = DoctorOptions(only=("products", "orthogonalisation", "pairs"))
+    first, second = ended(run(2, tmp_path, {1: "broken_kernel"}, options))
+    assert (first.code, second.code) == (1, 1)
+    assert first.status("products") == first.status("orthogonalisation") == "failed"
+    assert first.detail("products").startswith("rank 1: the symmetric product of 2×33×47 in float32 differs from torch by")
+    assert "a kernel gives wrong results" in first.check("products")["advice"]
+    assert "rank 0" not in first.detail("products")
+    assert first.status("pairs") == "passed"
+    assert "✘ products" in first.text
+    assert "What to do: Do not train" in first.text
+    assert second.text == ""
+
+
+def test_a_wrong_exchange(tmp_path: Path) -> None:
+    """Wrong data does not stop the doctor: every check that sees it says so."""
+    first, *others = ended(run(3, tmp_path, {2: "wrong_exchange"}, EXCHANGES))
+    assert [first.code, *(other.code for other in others)] == [1, 1, 1]
+    assert first.detail("pairs").startswith("rank 2: from rank ")
+    assert "instead of [" in first.detail("pairs")
+    assert re.match(r"rank 2: exchange \d: 1 of \d+ elements from rank [01] are wrong", first.detail("ragged"))
+    assert first.status("distmuon") == "failed"
+    assert "rank 0:" not in first.detail("ragged")
+    assert "rank 1:" not in first.detail("ragged")
+
+
+def test_a_dead_rank(tmp_path: Path) -> None:
+    """The others hear of it from the connection; the report says who is missing, and what was not run."""
+    outcomes = run(3, tmp_path, {1: "dies_in_an_exchange"}, EXCHANGES)
+    assert outcomes[1].trouble == "killed"
+    first, last = ended([outcomes[0], outcomes[2]])
+    assert (first.code, last.code) == (1, 1)
+    assert first.status("pairs") == "passed"
+    assert first.status("ragged") == "failed"
+    assert "rank 1: no sign of life" in first.detail("ragged")
+    assert "ranks lost each other in the exchange" in first.detail("ragged")
+    assert first.status("distmuon") == "not run"
+    assert not first.report["passed"]
+
+
+def test_rank_0_is_dead(tmp_path: Path) -> None:
+    """Nobody reports then: each of the others says what it knows."""
+    outcomes = run(3, tmp_path, {0: "dies_in_an_exchange"}, EXCHANGES)
+    assert outcomes[0].trouble == "killed"
+    for rank, survivor in zip((1, 2), ended(outcomes[1:]), strict=True):
+        assert survivor.code == 1
+        assert f"meshmuon doctor, rank {rank}: rank 0 gives no sign of life" in survivor.errors
+
+
+@pytest.mark.parametrize(
+    ("fault", "check", "phase"),
+    [
+        ("stalls_in_an_exchange", "ragged", "still in ragged exchange 1 of 6"),
+        ("stalls_in_a_step", "distmuon", "still in step 1 of 3, in "),
+    ],
+)
+def test_a_stalled_rank(fault: str, check: str, phase: str, tmp_path: Path) -> None:
+    """The others time out; the report names the phase that the stalled rank is in, and the process can end."""
+    first, stalled, last = ended(run(3, tmp_path, {1: fault}, EXCHANGES, timeout=LIMIT))
+    assert (first.code, stalled.code, last.code) == (1, 1, 1)
+    assert stalled.stuck
+    assert not last.stuck
+    assert first.status(check) == "failed"
+    assert f"rank 1: {phase}" in first.detail(check)
+    assert "ranks lost each other in the" in first.detail(check)
+    assert f"✘ {check}" in first.text
+    assert f"--only {check}, and with a larger --limit" in first.check(check)["advice"]
+    assert [check["status"] for check in first.report["checks"]].count("not run") == (1 if check == "ragged" else 0)
+
+
+def test_an_error_on_one_rank(tmp_path: Path) -> None:
+    """The others wait for it in vain; they are given up long before the limit."""
+    options = DoctorOptions(only=("ragged", "distmuon"), limit=100.0)
+    first, second = ended(run(2, tmp_path, {1: "raises_in_a_step"}, options))
+    assert (first.code, second.code) == (1, 1)
+    assert "rank 1: ragged exchange 1 of 6 in torch.float32: ZeroDivisionError: out of luck" in first.detail("ragged")
+    assert "rank 0: still in ragged exchange 1 of 6" in first.detail("ragged")
+    assert first.check("ragged")["seconds"] < 100.0
+    assert first.status("distmuon") == "not run"
+
+
+def test_a_slow_link(tmp_path: Path) -> None:
+    """It is measured and named, inside and between nodes that the test pretends."""
+    faults = {1: "slow link to 2", 2: "slow link to 1"}
+    options, nodes = DoctorOptions(only=("links",), quick=True), ("a", "a", "b", "b")
+    first = ended(run_ranks(4, doctor_rank, tmp_path, faults, options, nodes))[0]
+    assert first.code == 0
+    figures = first.check("links")["figures"]
+    assert figures["slowest_pair"]["ranks"] == [1, 2]
+    assert figures["slowest_pair"]["bytes_per_second"] < 4 * 2**20 / DELAY
+    assert figures["pairs_measured"] == 6
+    assert figures["inside"]["bytes_per_second"] > figures["slowest_pair"]["bytes_per_second"]
+    assert "slowest pair 1-2" in first.detail("links")
+    assert first.detail("links").startswith("inside a node ")
+    assert "between nodes" in first.detail("links")

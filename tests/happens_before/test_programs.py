@@ -1,0 +1,115 @@
+"""Random programs have no race, no use of freed memory, no wait of the host in a step that repeats another, and one order.
+
+``MESHMUON_PROGRAMS=2000 pytest tests/happens_before`` checks more of them, from ``MESHMUON_FIRST_PROGRAM`` on.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch.distributed.tensor import Replicate, Shard
+
+from meshmuon.device import DirectStreams
+from meshmuon.execute import build, executor
+from meshmuon.execute.shard_views import GradientReads
+from tests.support.happens_before.programs import EVENTS, Program, ProgramParam, random_program
+from tests.support.happens_before.runs import check, run_program
+
+FIRST, COUNT = int(os.environ.get("MESHMUON_FIRST_PROGRAM", "0")), int(os.environ.get("MESHMUON_PROGRAMS", "16"))
+TOGETHER = 4  # programs in a test
+
+
+@pytest.mark.filterwarnings("ignore::meshmuon.RoutingWarning")
+@pytest.mark.parametrize("first", range(FIRST, FIRST + COUNT, TOGETHER))
+def test_random_programs(first: int) -> None:
+    for seed in range(first, min(first + TOGETHER, FIRST + COUNT)):
+        outcome = check(random_program(seed), seed=seed)
+        assert outcome.operations
+
+
+def test_the_random_programs_are_of_every_kind() -> None:
+    programs = [random_program(seed) for seed in range(400)]
+    params = [param for program in programs for param in program.params]
+    for count in (
+        *(sum(program.mesh == mesh for program in programs) for mesh in [(1,), (2,), (4,), (2, 2), (3, 2), (2, 1, 2)]),
+        *(sum(program.options["warmup_step"] == ahead for program in programs) for ahead in range(6)),
+        *(sum(program.options["none_grad"] is none_grad for program in programs) for none_grad in (True, False)),
+        *(sum(program.options["cuda_graphs"] is graphs for program in programs) for graphs in (True, False)),
+        *(sum(program.options["rule"] == rule for program in programs) for rule in ("plain", "normuon", "muon_plus", "muoneq")),
+        *(sum(event in dict(program.events).values() for program in programs) for event in EVENTS),
+        sum(program.optimizer == "DistMuon" for program in programs),
+        sum(program.options["nonfinite"] == "skip" and program.nonfinite_step is not None for program in programs),
+        *(sum(getattr(program, flag) for program in programs) for flag in ("scaled", "clips", "qk_clip", "device_lr")),
+        *(sum(getattr(program, flag) for program in programs) for flag in ("own_stream", "fsdp_grads", "host_logits")),
+        sum(len({param.dtype for param in program.params if param.use_muon}) > 1 for program in programs),
+        sum(len(param.shape) == 3 for param in params),
+        sum(param.split is not None for param in params),
+        sum(bool(param.missing) for param in params),
+        sum(param.placements is None for param in params),
+        Counter(type(placement).__name__ for param in params for placement in param.placements or ())["_StridedShard"],
+    ):
+        assert count >= 15
+
+
+HSDP = (Replicate(), Shard(0))
+FUSED = {
+    "race": Program(  # each replica sends part of a weight only, so that momentum is not accumulated in passing
+        mesh=(2, 2),
+        params=tuple(ProgramParam(f"layers.{k}.weight", (12, 4), HSDP, split=(4, 4, 4)) for k in range(2)),
+        options={"ns_steps": 1, "chunk_size": 1, "warmup_step": 2},
+        steps=1,
+    ),
+    "lifetime": Program(
+        mesh=(2,),
+        params=tuple(ProgramParam(f"layers.{k}.weight", (12, 4), (Shard(0),), split=(4, 4, 4)) for k in range(2)),
+        options={"ns_steps": 1, "chunk_size": 1, "warmup_step": 2, "cautious_weight_decay": True},  # which allocates memory
+        steps=1,
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", FUSED)
+def test_a_fused_weight_with_local_and_exchanged_parts(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """(12, 4) in three parts over two shards: the outer parts are local, the one in the middle is exchanged.
+
+    The wave of the latter works beside the main stream, the local batches work in it. The step accumulates the momentum that
+    both read, and frees the gradient that a local batch reads last. Where waves and batches did so, the checker found it.
+    """
+    check(FUSED[kind])
+    reads_of: Callable[..., tuple[list[GradientReads], GradientReads]] = build.RankProgramBuilder._gradient_reads
+
+    def as_it_was(builder: build.RankProgramBuilder, *args: object) -> tuple[list[GradientReads], GradientReads]:
+        reads, around_all = reads_of(builder, *args)
+        wave, batch = reads[0], reads[-1]
+        moved = around_all.first_here if kind == "race" else (), around_all.last_here if kind == "lifetime" else ()
+        reads[0] = GradientReads((*wave.first_here, *moved[0]), wave.last_here, wave._filled_once)
+        reads[-1] = GradientReads(batch.first_here, (*batch.last_here, *moved[1]), batch._filled_once)
+        kept = [[param for param in params if param not in gone] for params, gone in zip(_ends(around_all), moved, strict=True)]
+        return reads, GradientReads(*kept, around_all._filled_once)
+
+    monkeypatch.setattr(build.RankProgramBuilder, "_gradient_reads", as_it_was)
+    assert run_program(FUSED[kind]).of(kind)
+
+
+def _ends(reads: GradientReads) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    return reads.first_here, reads.last_here
+
+
+def test_without_streams_nothing_overlaps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The recorder tells whether work overlaps at all: waves work beside the main stream only if there is another one."""
+    program = FUSED["lifetime"]
+    assert "CudaStreams" in run_program(program).beside_main
+    monkeypatch.setattr(executor, "streams_for", lambda device: DirectStreams())
+    assert "CudaStreams" not in run_program(program).beside_main
+
+
+def test_a_host_that_reads_a_skip_mask_waits() -> None:
+    """What the policy "raise" does, and no other."""
+    program = Program(mesh=(1,), params=(ProgramParam("layers.0.weight", (4, 4)),), options={"nonfinite": "raise", "ns_steps": 1})
+    waits = run_program(program).steady_waits
+    assert [wait.sites[0].split(":")[0] for wait in waits] == ["meshmuon/optim/nonfinite.py"]
+    assert torch.isfinite(run_program(program).weights[0][0]).all()

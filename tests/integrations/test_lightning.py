@@ -1,0 +1,107 @@
+"""Lightning and Fabric with Muon: single process, DDP and FSDP2 in real gloo processes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import nn
+
+from meshmuon import ConfigError, Muon, get_default_muon_param_groups
+
+from ..support.optional import need
+from ..support.processes import JobRanks
+from .example_cases import EXAMPLES
+
+need("lightning")
+
+from lightning.pytorch.loggers.logger import DummyLogger
+
+from meshmuon.integrations.lightning import MuonMonitor, metrics_of, muon
+
+from .lightning_cases import Module, fit, jobs
+
+CASES = list(jobs())
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[JobRanks]:
+    started = JobRanks(jobs, CASES, tmp_path_factory.mktemp("lightning"))
+    yield started
+    started.stop()
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if not case.startswith("example")])
+def test_equal_to_a_plain_loop(ranks: JobRanks, case: str) -> None:
+    ranks.check(case)
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if case.startswith("example")])
+def test_example_runs(ranks: JobRanks, case: str) -> None:
+    ranks.check(case)
+
+
+def test_examples_can_be_read_at_a_glance() -> None:
+    scripts = [EXAMPLES / f"{name}.py" for name in ("lightning_fsdp2", "fabric_fsdp2", "ray_train", "torchtitan_muon")]
+    assert all(len(script.read_text().splitlines()) <= 100 for script in scripts)
+
+
+def test_options_reach_routing_and_optimizer() -> None:
+    model = nn.ModuleDict({"experts": nn.Bilinear(4, 6, 8, bias=False), "conv": nn.Conv2d(4, 4, 3), "up": nn.Linear(4, 6)})
+    optimizer = muon(model, lr=1e-4, expert_keys=["experts"], conv="flatten", is_muon_func=lambda name, _: "up" not in name)
+    routes = {row.name: (row.route, row.matrices) for row in optimizer.routing_table().rows}
+    assert routes["experts.weight"] == ("muon", 8)
+    assert routes["conv.weight"] == ("muon", 1)
+    assert routes["up.weight"][0] == "adamw"
+    assert optimizer.replica_group is None
+
+
+def test_metrics_of_several_groups() -> None:
+    model = nn.Sequential(nn.Linear(8, 12), nn.Linear(12, 8))
+    groups = get_default_muon_param_groups(model[0]) + get_default_muon_param_groups(model[1])
+    optimizer = Muon([{**group, "lr": 10.0 ** -(2 + k)} for k, group in enumerate(groups)], nonfinite="skip")
+    for param in model.parameters():
+        param.grad = torch.full_like(param, torch.nan)
+    optimizer.step()
+    assert metrics_of(optimizer) == {
+        "muon/lr": 1e-2,
+        "muon/lr_adamw": 1e-3,
+        "muon/lr/2": 1e-4,
+        "muon/lr_adamw/2": 1e-5,
+        "muon/skipped_steps": 1.0,
+    }
+
+
+class WithoutMuon(Module):
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def test_a_monitor_without_muon_is_refused() -> None:
+    with pytest.raises(ConfigError, match="finds no Muon to monitor: configure_optimizers returned SGD"):
+        fit(WithoutMuon("single"), callbacks=[MuonMonitor()])
+
+
+@pytest.mark.parametrize("every", [0, -1, 1.5, "2"])
+def test_a_monitor_that_never_logs_is_refused(every: object) -> None:
+    with pytest.raises(ConfigError, match="every_n_steps="):
+        MuonMonitor(every_n_steps=every)  # type: ignore[arg-type]
+
+
+class Recorder(DummyLogger):
+    """Keeps the steps at which the monitor logged."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.steps: list[int] = []
+
+    def log_metrics(self, metrics: dict[str, float], step: int) -> None:
+        if "muon/lr" in metrics:
+            self.steps.append(step)
+
+
+def test_the_monitor_logs_every_n_steps() -> None:
+    logger = Recorder()
+    fit(Module("single"), logger=logger, callbacks=[MuonMonitor(every_n_steps=4)])
+    assert logger.steps == [3, 7]

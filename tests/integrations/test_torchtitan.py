@@ -1,0 +1,38 @@
+"""torchtitan's whole trainer with Muon, on CPU: single process, DDP, FSDP2 and tensor parallel in real gloo processes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from ..support.optional import need
+from ..support.processes import Job, JobRanks
+
+need("torchtitan")
+
+CASES = {"container": 1, "single": 1, "ddp": 2, "fsdp2": 2, "tp": 2}
+
+
+def jobs() -> dict[str, Job]:
+    return {name: Job(world, partial(run, name)) for name, world in CASES.items()}
+
+
+def run(name: str, folder: Path) -> None:
+    from .torchtitan_cases import run_case  # only here: torchtitan chooses its device when it is imported
+
+    run_case(name, folder)
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[JobRanks]:
+    started = JobRanks(jobs, list(CASES), tmp_path_factory.mktemp("torchtitan"))
+    yield started
+    started.stop()
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_equal_to_a_plain_loop(ranks: JobRanks, case: str) -> None:
+    ranks.check(case)

@@ -1,0 +1,120 @@
+"""Calibration files: read back as written, refused with the field that is wrong, and what plans take from them."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from meshmuon.errors import ConfigError
+from meshmuon.plan import Calibration, CostModel, Link, PlannedParam, Rate, cost_model_from, make_plan
+from tests.support.plans import entry, options_for
+
+MEASURED = Calibration(
+    device="cpu",
+    device_name="a CPU",
+    ranks=4,
+    ranks_per_node=2,
+    compute_dtype="float32",
+    products=(Rate("float32", 512, 2e10), Rate("float64", 512, 1e10)),
+    orthogonalisation=(Rate("float32", 256, 1e10), Rate("float32", 1024, 4e10)),
+    inside=Link(2e9, 1e-5),
+    between=Link(1e9, 2e-5),
+    exchange=Link(5e8, 1e-4),
+    host_seconds_per_matrix=1e-5,
+    host_seconds_per_step=1e-3,
+)
+
+
+def written(folder: Path, content: Any) -> Path:
+    path = folder / "doctor.json"
+    path.write_text(content if isinstance(content, str) else json.dumps(content))
+    return path
+
+
+def test_a_file_is_read_back_as_it_was_written(tmp_path: Path) -> None:
+    alone = replace(MEASURED, between=None, inside=None)
+    for calibration in (MEASURED, alone):
+        assert Calibration.load(written(tmp_path, calibration.to_json())) == calibration
+    report = {"format": "meshmuon doctor", "calibration": MEASURED.to_json()}
+    assert Calibration.load(written(tmp_path, report)) == MEASURED
+
+
+def test_plans_take_the_rate_of_large_matrices_and_of_whole_exchanges(tmp_path: Path) -> None:
+    expected = CostModel(flops_per_byte=4e10 / 5e8, flops_per_exchange=4e10 * 1e-4)
+    path = written(tmp_path, MEASURED.to_json())
+    assert cost_model_from(path) == cost_model_from(str(path)) == expected
+    assert cost_model_from(expected) is expected
+    assert cost_model_from(None) is None
+
+
+def changed(**fields: Any) -> dict[str, Any]:
+    return {**MEASURED.to_json(), **fields}
+
+
+WRONG: dict[str, tuple[Any, str]] = {
+    "not JSON": ("{", "it is not JSON"),
+    "not text": ("[1, 2]", "it is no calibration file"),
+    "another file": ({"format": "something"}, "it is no calibration file"),
+    "another version": (changed(version=2), "it has version 2 of the format, and this meshmuon reads version 1"),
+    "no device": (changed(device=None), "its device is None and must be text"),
+    "no rates": (changed(orthogonalisation=[]), r"its orthogonalisation is \[\] and must be a list of rates"),
+    "a rate of zero": (
+        changed(orthogonalisation=[{"dtype": "float32", "size": 8, "flops_per_second": 0}]),
+        r"its orthogonalisation\[0\].flops_per_second is 0 and must be a positive number",
+    ),
+    "a flag": (changed(host_seconds_per_matrix=True), "its host_seconds_per_matrix is True and must be a positive number"),
+    "no link": (changed(exchange="fast"), "its exchange is 'fast' and must be a link or null"),
+    "infinite": (changed(exchange={"bytes_per_second": math.inf, "seconds": 1}), "its exchange.bytes_per_second is inf"),
+    "one rank": (changed(exchange=None), "it was measured on one rank and knows no link between ranks"),
+    "far too fast": (changed(exchange={"bytes_per_second": 1e-300, "seconds": 1}), "flops_per_byte=.* must be a number"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_a_wrong_file_is_refused(name: str, tmp_path: Path) -> None:
+    content, text = WRONG[name]
+    path = written(tmp_path, content)
+    with pytest.raises(ConfigError, match=f"^cost_model='.*doctor.json': .*{text}"):
+        cost_model_from(path)
+
+
+def test_a_missing_file_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"^cost_model='.*none.json': it cannot be read: No such file.*doctor --save FILE"):
+        cost_model_from(tmp_path / "none.json")
+    with pytest.raises(ConfigError, match="it cannot be read: Is a directory"):
+        cost_model_from(tmp_path)
+
+
+@pytest.mark.parametrize("value", [1, 1.5, True, b"file", "", ["file"]])
+def test_anything_else_is_refused(value: Any) -> None:
+    with pytest.raises(ConfigError, match=r"^cost_model=.* must be a CostModel, the name of a calibration file, or None"):
+        cost_model_from(value)
+
+
+@pytest.mark.parametrize("numbers", [(-1.0, 1.0), (math.nan, 1.0), (1.0, 0.0), (1.0, math.inf), ("1", 1.0), (True, 1.0)])
+def test_cost_models_that_no_plan_could_use(numbers: Any) -> None:
+    with pytest.raises(ConfigError, match="CostModel: flops_per_"):
+        CostModel(*numbers)
+
+
+def test_rates_between_two_sizes() -> None:
+    rates = [MEASURED.orthogonalisation_rate(size) for size in (1, 256, 512, 1024, 9999)]
+    assert rates == pytest.approx([1e10, 1e10, 2e10, 4e10, 4e10])
+
+
+def test_a_prediction_is_the_sum_over_the_slowest_rank() -> None:
+    """Two equal matrices of 1024 × 1024 on four ranks: owners compute one each, and all ranks send pieces."""
+    params: list[PlannedParam] = [entry(f"p{k}", (1024, 1024), flops=8 * 10**9) for k in range(2)]
+    plan = make_plan(params, options_for(cost=MEASURED.cost_model(), chunk_size=2))
+    assert len(plan.wave_lanes) == 1
+    prediction = MEASURED.predict(plan)
+    sent = max(plan.bytes_sent.values())
+    assert prediction.orthogonalise == pytest.approx(8e9 / 4e10)
+    assert prediction.exchange == pytest.approx(sent / 5e8 + 2 * 1e-4)
+    assert prediction.host == pytest.approx(1e-3 + 2e-5)
+    assert prediction.total == pytest.approx(prediction.orthogonalise + prediction.exchange + prediction.host)

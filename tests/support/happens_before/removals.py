@@ -1,0 +1,227 @@
+"""Every synchronisation of the package, found in its source, and the package without one of them."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from types import CodeType, FunctionType, ModuleType
+from typing import Any
+
+from torch.distributed.tensor import Shard
+
+import meshmuon
+
+from .programs import HEAD_DIM, HEADS, Program, ProgramParam
+from .runs import Outcome, run_program
+
+ROOT = Path(meshmuon.__file__).parent
+# What orders work of different streams, or the host behind a stream, and what protects memory that several streams use.
+_STATEMENTS = {"wait", "wait_stream", "wait_event", "main_waits", "record_stream", "synchronize", "settle"}
+_SWITCHES = {"stream", "beside"}
+_MARKS = {"main_mark", "side_mark", "record_event"}
+_ARGUMENTS = {"non_blocking", "pin_memory"}  # without them, the host waits for a copy
+_NO_STREAMS = {"transport/failures.py", "transport/probe.py"}  # waits for gloo, in host memory; serves the doctor only
+_NO_STEP = "doctor"  # what it runs beside steps
+
+
+@dataclass(frozen=True)
+class Removal:
+    """One synchronisation that is taken away."""
+
+    file: str  # relative to the package
+    function: str  # qualified name
+    line: int
+    what: str  # its source
+    kind: str  # "wait", "switch", "mark", "argument" or "uses"
+    ordinal: int  # its number among the candidates of the file
+
+    @property
+    def site(self) -> str:
+        """Where it is, without a line number, which every other change would change."""
+        return f"{self.file} {self.function}"
+
+    def __str__(self) -> str:
+        return f"{self.site}: {self.what}"
+
+
+class _Finder(ast.NodeTransformer):
+    """Finds all candidates of a file; takes away that with number ``without``."""
+
+    def __init__(self, file: str, without: int | None = None) -> None:
+        self._file, self._without = file, without
+        self._scope: list[str] = []
+        self.found: list[Removal] = []
+
+    def _candidate(self, node: ast.AST, kind: str, what: str) -> bool:
+        """Notes a candidate; whether it is the one to take away."""
+        self.found.append(Removal(self._file, ".".join(self._scope), getattr(node, "lineno", 0), what, kind, len(self.found)))
+        return len(self.found) - 1 == self._without
+
+    def visit_FunctionDef(self, node: ast.FunctionDef) -> ast.AST:
+        return self._scoped(node)
+
+    def visit_ClassDef(self, node: ast.ClassDef) -> ast.AST:
+        # A protocol says what its implementations do, and does nothing.
+        return node if any(isinstance(base, ast.Name) and base.id == "Protocol" for base in node.bases) else self._scoped(node)
+
+    def _scoped(self, node: Any) -> ast.AST:
+        self._scope.append(node.name)
+        self.generic_visit(node)
+        self._scope.pop()
+        return node  # type: ignore[no-any-return]
+
+    def visit_Expr(self, node: ast.Expr) -> ast.AST:
+        call = node.value
+        if isinstance(call, ast.Call) and _name(call) in _STATEMENTS and self._candidate(node, "wait", ast.unparse(call)):
+            return ast.copy_location(ast.Pass(), node)
+        return self.generic_visit(node)
+
+    def visit_With(self, node: ast.With) -> ast.AST:
+        kept = []
+        for item in node.items:
+            call = item.context_expr
+            if isinstance(call, ast.Call) and _name(call) in _SWITCHES:
+                if self._candidate(call, "switch", f"with {ast.unparse(call)}"):
+                    continue
+                if len(call.args) > 1 and self._candidate(call, "uses", f"the gradients in {ast.unparse(call.func)}(…)"):
+                    call.args = call.args[:1]
+            kept.append(item)
+        node.items = kept or [_nothing(node)]
+        return self.generic_visit(node)
+
+    def visit_Call(self, node: ast.Call) -> ast.AST:
+        if _name(node) in _MARKS and self._candidate(node, "mark", ast.unparse(node)):
+            # A mark that lies before all work: an event that was never recorded.
+            return ast.copy_location(ast.parse("__import__('torch').cuda.Event()", mode="eval").body, node)
+        for keyword in list(node.keywords):
+            asynchronous = keyword.arg in _ARGUMENTS and not _is_false(keyword.value)
+            if asynchronous and self._candidate(node, "argument", f"{keyword.arg} in {ast.unparse(node)}"):
+                node.keywords.remove(keyword)
+        return self.generic_visit(node)
+
+
+def _name(call: ast.Call) -> str:
+    return call.func.attr if isinstance(call.func, ast.Attribute) else ""
+
+
+def _is_false(value: ast.expr) -> bool:
+    return isinstance(value, ast.Constant) and value.value is False
+
+
+def _nothing(node: ast.AST) -> ast.withitem:
+    return ast.withitem(ast.parse("__import__('contextlib').nullcontext()", mode="eval").body)
+
+
+def all_removals() -> list[Removal]:
+    """Every synchronisation of the package."""
+    found: list[Removal] = []
+    for path in sorted(ROOT.rglob("*.py")):
+        file = path.relative_to(ROOT)
+        if file.as_posix() not in _NO_STREAMS and file.parts[0] != _NO_STEP:
+            finder = _Finder(file.as_posix())
+            finder.visit(ast.parse(path.read_text()))
+            found += finder.found
+    return found
+
+
+@contextmanager
+def without(removal: Removal) -> Iterator[None]:
+    """The package without one synchronisation: the function's code is exchanged in place, for all who have imported it."""
+    path = ROOT / removal.file
+    finder = _Finder(removal.file, removal.ordinal)
+    tree = ast.fix_missing_locations(finder.visit(ast.parse(path.read_text())))
+    changed = _code_of(compile(tree, str(path), "exec"), removal.function.split("."))
+    module = importlib.import_module(f"meshmuon.{removal.file.removesuffix('.py').replace('/', '.')}")
+    function = _function(module, removal.function.split("."))
+    original = function.__code__
+    assert original.co_freevars == changed.co_freevars, f"{removal}: the function refers to other variables"
+    function.__code__ = changed
+    try:
+        yield
+    finally:
+        function.__code__ = original
+
+
+def _code_of(code: CodeType, names: list[str]) -> CodeType:
+    for name in names:
+        code = next(constant for constant in code.co_consts if isinstance(constant, CodeType) and constant.co_name == name)
+    return code
+
+
+def _function(module: ModuleType, names: list[str]) -> FunctionType:
+    found: Any = module
+    for name in names:
+        found = vars(found)[name]
+    while hasattr(found, "__wrapped__"):  # a context manager
+        found = found.__wrapped__
+    while not isinstance(found, FunctionType):
+        found = found.fget if isinstance(found, property) else found.__func__
+    return found
+
+
+def reported(program: Program, usual: Outcome) -> str:
+    """How a run of ``program`` shows that something is missing; empty if it does not. ``usual`` is a run without a removal."""
+    outcome = run_program(program)
+    for kind in ("race", "lifetime"):
+        if outcome.of(kind):
+            return kind
+    if {str(finding) for finding in outcome.of("host wait")} - {str(finding) for finding in usual.of("host wait")}:
+        return "host wait"
+    return "lost overlap" if usual.beside_main - outcome.beside_main else ""
+
+
+SCENARIOS = {
+    "waves": Program(
+        mesh=(2,),
+        params=tuple(ProgramParam(f"layers.{k}.weight", (6, 4), (Shard(0),)) for k in range(5)),
+        options={"ns_steps": 1, "warmup_step": 1, "chunk_size": 1, "rule": "normuon", "nesterov": False},
+        steps=2,
+    ),
+    "offload": Program(
+        mesh=(1,),
+        params=(ProgramParam("layers.0.weight", (6, 4)), ProgramParam("layers.1.weight", (3, 4))),
+        options={"ns_steps": 1},
+        steps=2,
+        events=((1, "offload"), (2, "grow"), (2, "save")),
+    ),
+    "a copy of an offloaded optimizer": Program(
+        mesh=(1,),
+        params=(ProgramParam("layers.0.weight", (6, 4)),),
+        options={"ns_steps": 1},
+        steps=3,
+        events=((1, "offload"), (3, "copy")),
+    ),
+    "DistMuon": Program(
+        mesh=(2,),
+        params=(*(ProgramParam(f"layers.{k}.weight", (6, 4)) for k in range(3)), ProgramParam("bias", (5,), use_muon=False)),
+        optimizer="DistMuon",
+        options={"ns_steps": 1, "chunk_size": 1},
+        steps=2,
+    ),
+    "DistMuon without AdamW": Program(  # whose reductions would order the last exchange, too
+        mesh=(2,),
+        params=tuple(ProgramParam(f"layers.{k}.weight", (6, 4)) for k in range(2)),
+        optimizer="DistMuon",
+        options={"ns_steps": 1},
+        steps=2,
+    ),
+    "weights in host memory": Program(
+        mesh=(2,),
+        params=tuple(ProgramParam(f"layers.{k}.weight", (6, 4), (Shard(0),), in_host=True) for k in range(4)),
+        options={"ns_steps": 1, "warmup_step": 1, "chunk_size": 1},
+        steps=2,
+    ),
+    "logits in pinned memory": Program(
+        mesh=(1,),
+        params=tuple(ProgramParam(f"layers.0.self_attn.{name}_proj.weight", (HEADS * HEAD_DIM, 5)) for name in "qk"),
+        options={"ns_steps": 1, "clip_config": {"head_dim": HEAD_DIM, "threshold": 10.0}},
+        steps=3,
+        qk_clip=True,
+        host_logits=True,
+    ),
+}
+"""Small programs that together need every synchronisation of the package."""

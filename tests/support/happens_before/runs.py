@@ -1,0 +1,254 @@
+"""Runs a program on all of its ranks under recorders, and collects what they found."""
+
+from __future__ import annotations
+
+import threading
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import Any, cast
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from meshmuon import DistMuon, Muon, clip_grad_norm_
+from meshmuon.layout import Mesh
+from meshmuon.ortho.kernels import products
+from meshmuon.ortho.kernels.products import TritonProducts
+from meshmuon.torch_compat import dtensor_like, local_part
+from meshmuon.transport import norms
+from tests.support import layouts
+from tests.support.clear_cuts import clearly_cut
+from tests.support.threads import run_threads
+
+from . import fake_cuda, nccl_twin
+from .clocks import Finding
+from .programs import HEADS, Program, ProgramParam
+from .recorder import Recorder
+from .twin_tensor import DEVICE, TwinTensor
+
+
+@dataclass
+class Outcome:
+    """What a run has found."""
+
+    findings: list[Finding] = field(default_factory=list)
+    steady_waits: list[Finding] = field(default_factory=list)  # of the host, inside steps that only repeat what was prepared
+    orders: list[str] = field(default_factory=list)  # where ranks started different collectives
+    collectives: int = 0
+    operations: int = 0
+    beside_main: set[str] = field(default_factory=set)  # makers of the streams whose work may overlap with the main stream's
+    weights: list[list[Tensor]] = field(default_factory=list)  # rank by rank, at the end
+
+    def of(self, *kinds: str) -> list[Finding]:
+        return [finding for finding in self.findings if finding.kind in kinds]
+
+    @property
+    def errors(self) -> list[str]:
+        """All that must not be."""
+        return [*map(str, self.of("race", "lifetime", "misuse")), *map(str, self.steady_waits), *self.orders]
+
+
+@contextmanager
+def twins() -> Any:
+    """A GPU and NCCL for all threads with a recorder; yields the order of collectives."""
+    with ExitStack() as stack:
+        stack.enter_context(fake_cuda.installed())
+        stack.enter_context(patch.object(norms, "moves", lambda group, device: True))  # NCCL moves what is on a GPU
+        stack.enter_context(patch.object(products, "_has_triton", lambda: True))
+        stack.enter_context(patch.object(TritonProducts, "symmetric", _symmetric_product))
+        yield stack.enter_context(nccl_twin.installed())
+
+
+def _symmetric_product(
+    self: TritonProducts,
+    a: Tensor,
+    b: Tensor,
+    out: Tensor,
+    addend: Tensor | None = None,
+    *,
+    alpha: float = 1.0,
+    beta: float = 1.0,
+) -> Tensor:
+    """The Triton kernel reads and writes what this product does. The kernel itself is not imported: it would be compiled."""
+    self._multiply(a, b.mT, out, addend if beta else None, alpha, beta)
+    return out
+
+
+def run_program(program: Program, *, seed: int = 0) -> Outcome:
+    """Runs a program on all of its ranks."""
+    outcome, lock = Outcome(), threading.Lock()
+
+    def main(rank: int) -> list[Tensor]:
+        recorder = Recorder(f"rank {rank}", seed=1000 * seed + rank)
+        with recorder.recording():
+            run = _RankRun(program, rank, recorder)
+            run.train()
+            weights = run.weights()
+        with lock:
+            outcome.findings += recorder.findings
+            outcome.steady_waits += run.steady_waits
+            outcome.operations += recorder.operations
+            outcome.beside_main |= {recorder.clocks.names[stream] for stream in recorder.beside_main}
+        return weights
+
+    with twins() as started:
+        outcome.weights = run_threads(program.world, main)
+    outcome.orders, outcome.collectives = started.differences(), started.count()
+    return outcome
+
+
+class _RankRun:
+    """A program on one rank."""
+
+    def __init__(self, program: Program, rank: int, recorder: Recorder) -> None:
+        self._program, self._rank, self._recorder = program, rank, recorder
+        self._mesh = DeviceMesh(DEVICE.type, torch.arange(program.world).reshape(program.mesh))
+        self.steady_waits: list[Finding] = []
+        self._stream, self._gradient_stream = (
+            cast("torch.cuda.Stream", fake_cuda.Stream()) if makes else None for makes in (program.own_stream, program.fsdp_grads)
+        )
+        with torch.cuda.stream(self._stream):
+            generator = torch.Generator().manual_seed(1)
+            self._params = [self._parameter(param, generator) for param in program.params]
+            self._optimizer = self._make_optimizer()
+
+    def _parameter(self, param: ProgramParam, generator: torch.Generator) -> nn.Parameter:
+        value = torch.randn(param.shape, generator=generator).to(param.dtype)
+        if param.placements is None:
+            return nn.Parameter(self._recorder.on_device(value))
+        placements = clearly_cut(param.shape, self._program.mesh, param.placements)
+        mesh = Mesh(self._program.mesh, tuple(range(self._program.world)))
+        local = layouts.split(layouts.Case(param.shape, mesh, placements), value)[self._rank]
+        twin: Any = DTensor.from_local(
+            self._recorder.on_device(local),
+            self._mesh,
+            placements,
+            run_check=False,
+            shape=value.shape,
+            stride=value.stride(),
+        )
+        if param.in_host:
+            twin = dtensor_like(twin, local.clone())  # as FSDP2 makes it; ``from_local`` would move it to the mesh's device
+        twin._is_param = True  # as nn.Parameter would mark it, without asking torch for the layout of a copy
+        return twin.requires_grad_(True)  # type: ignore[no-any-return]
+
+    def _make_optimizer(self) -> Muon:
+        program, options = self._program, dict(self._program.options)
+        groups: list[dict[str, Any]] = []
+        for use_muon, split in sorted({(param.use_muon, param.split or ()) for param in program.params}):
+            members = [k for k, param in enumerate(program.params) if (param.use_muon, param.split or ()) == (use_muon, split)]
+            groups.append(self._group(members, use_muon, split))
+        lr: Any = torch.full((), program.lr, device=DEVICE) if program.device_lr else program.lr
+        optimizer: type[Any] = {"Muon": Muon, "DistMuon": DistMuon}[program.optimizer]
+        if program.optimizer == "Muon" and any(param.placements is None for param in program.params) and program.world > 1:
+            options["replica_group"] = dist.group.WORLD
+        made: Muon = optimizer(groups, lr=lr, expert_keys=["experts"], **options)
+        return made
+
+    def _group(self, members: list[int], use_muon: bool, split: tuple[int, ...]) -> dict[str, Any]:
+        names = [self._program.params[k].name for k in members]
+        group: dict[str, Any] = {"params": [self._params[k] for k in members], "names": names, "use_muon": use_muon}
+        return {**group, "split": split} if split else group
+
+    def train(self) -> None:
+        """All steps, with a backward and a clip between them."""
+        program = self._program
+        with torch.cuda.stream(self._stream):
+            for step in range(program.steps):
+                self._events(step)
+                self._backward(step)
+                if program.clips:
+                    clip_grad_norm_(self._params, 1.0)
+                self._step(step)
+            self._events(program.steps)
+            self._backward(program.steps)
+
+    def _events(self, step: int) -> None:
+        happens = {
+            "offload": self._optimizer.turn_on_cpu_offload,
+            "onload": self._optimizer.turn_off_cpu_offload,
+            "grow": self._grow,
+            "save": self._save,
+            "copy": self._copy,
+        }
+        for at, event in self._program.events:
+            if at == step:
+                happens[event]()
+
+    def _grow(self) -> None:
+        name = f"layers.{90 + len(self._params)}.weight"
+        self._params.append(self._parameter(ProgramParam(name, (5, 4)), torch.Generator().manual_seed(2)))
+        self._optimizer.add_param_group({"params": [self._params[-1]], "names": [name], "use_muon": True})
+
+    @torch.no_grad()
+    def _backward(self, step: int) -> None:
+        """Reads all weights, and makes a gradient of each in new memory."""
+        added = len(self._params) - len(self._program.params)
+        params = [*self._program.params, *[ProgramParam("", ())] * added]
+        current = torch.cuda.current_stream()
+        if self._gradient_stream is not None:
+            self._gradient_stream.wait_stream(current)
+        with torch.cuda.stream(self._gradient_stream):
+            for param, weight in zip(params, self._params, strict=True):
+                missing = {rank for at, rank in param.missing if at == step}
+                weight.grad = None
+                if missing & {-1, self._rank}:
+                    continue
+                local = local_part(weight)
+                grad = torch.sin(local.detach() * (step + 2.0)).add_(0.1)
+                if self._program.nonfinite_step == step:
+                    grad.mul_(float("inf"))
+                weight.grad = grad if local is weight else dtensor_like(weight, grad)  # type: ignore[arg-type]
+        if self._gradient_stream is not None:
+            current.wait_stream(self._gradient_stream)
+
+    def _step(self, step: int) -> None:
+        program, optimizer = self._program, self._optimizer
+        if program.scaled:
+            optimizer.grad_scale = torch.full((), 2.0, device=DEVICE)  # type: ignore[attr-defined]
+            optimizer.found_inf = torch.full((), float(step == 1), device=DEVICE)  # type: ignore[attr-defined]
+        logits = None
+        if program.qk_clip:
+            where: dict[str, Any] = {"device": "cpu", "pin_memory": True} if program.host_logits else {"device": DEVICE}
+            logits = {0: torch.zeros(HEADS, dtype=torch.float32, **where).add_(99.0)}
+        before, plan = len(self._recorder.findings), optimizer._executor.plan
+        optimizer.step(qk_logits=logits)
+        if optimizer._executor.plan is plan and step >= 2 and self._is_steady(step):
+            waits = (finding for finding in self._recorder.findings[before:] if finding.kind == "host wait")
+            self.steady_waits += waits
+
+    def _is_steady(self, step: int) -> bool:
+        """Whether the step has nothing to prepare: no graph to capture, no new state to move."""
+        return not any(param.missing for param in self._program.params) and all(at != step for at, _ in self._program.events)
+
+    def _save(self) -> None:
+        if isinstance(self._optimizer, DistMuon):
+            self._optimizer.consolidate()
+        _read(self._optimizer.state_dict()["state"])
+
+    def _copy(self) -> None:
+        _read(self._optimizer.__getstate__()["state"])
+
+    def weights(self) -> list[Tensor]:
+        """This rank's part of all weights."""
+        locals_ = [local_part(param).detach() for param in self._params]
+        return [(local.host_values if isinstance(local, TwinTensor) else local).clone() for local in locals_]
+
+
+def _read(states: Any) -> None:
+    """The host reads all state, as a checkpoint does."""
+    for state in states.values():
+        for value in state.values():
+            if isinstance(value, Tensor):
+                local_part(value).clone()
+
+
+def check(program: Program, *, seed: int = 0) -> Outcome:
+    """Runs a program and demands that it has no race, no use of freed memory, no wait of the host, and one order."""
+    outcome = run_program(program, seed=seed)
+    assert not outcome.errors, "\n".join([f"{len(outcome.errors)} findings in {program}", *outcome.errors[:20]])
+    return outcome
