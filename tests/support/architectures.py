@@ -46,6 +46,9 @@ _NEEDED: Mapping[str, Mapping[str, Any]] = {  # what some configs do not default
     "hunyuan_v1_dense": {"head_dim": 128},
     "hunyuan_v1_moe": {"head_dim": 128, "num_experts": 4},
     "wav2vec2-conformer": {"vocab_size": 32},
+    # Their default backbones come from timm, which this environment may lack.
+    "detr": {"backbone_config": {"model_type": "resnet", "out_features": ["stage4"]}},
+    "deformable_detr": {"backbone_config": {"model_type": "resnet", "out_features": ["stage2", "stage3", "stage4"]}},
 }
 
 
