@@ -48,13 +48,6 @@ def moves(group: dist.ProcessGroup, device: torch.device) -> bool:
     return _moves_host_memory(group) if device.type == "cpu" else backend_of(group, device) is not None
 
 
-def host_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
-    """A group of the same ranks for tensors in host memory: ``group`` itself if it takes them, else a new gloo group."""
-    if _moves_host_memory(group):
-        return group
-    return _new_group(dist.get_process_group_ranks(group), "gloo")
-
-
 def _fitting(ranks: Sequence[int], existing: Iterable[dist.ProcessGroup]) -> dist.ProcessGroup | None:
     default = dist.group.WORLD
     group: dist.ProcessGroup
@@ -72,14 +65,19 @@ def _new_group(ranks: Sequence[int], backend: str | None) -> dist.ProcessGroup:
         return new_named_group(f"{base} {known}", ranks, backend, _usual_timeout())
 
 
-def _usual_timeout() -> timedelta | None:
-    """The default group's timeout, if known; without it torch gives a new group half an hour, regardless of the default group."""
-    default = dist.group.WORLD
+def timeout_of_group(group: dist.ProcessGroup) -> timedelta | None:
+    """How long collectives of ``group`` wait for a rank, if its backend tells."""
     for device in ("cpu", "cuda"):
-        timeout = None if default is None else timeout_of(backend_of(default, torch.device(device)))
+        timeout = timeout_of(backend_of(group, torch.device(device)))
         if timeout is not None:
             return timeout
     return None
+
+
+def _usual_timeout() -> timedelta | None:
+    """The default group's timeout, if known; without it torch gives a new group half an hour, regardless of the default group."""
+    default = dist.group.WORLD
+    return None if default is None else timeout_of_group(default)
 
 
 def _moves_host_memory(group: dist.ProcessGroup) -> bool:
