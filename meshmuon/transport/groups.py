@@ -23,7 +23,7 @@ def exchange_group(ranks: Sequence[int], existing: Iterable[dist.ProcessGroup]) 
 
     Only its members need to call: other ranks, such as those of other pipeline stages, take no part in making a new group.
     """
-    return _fitting(ranks, existing) or _new_group(ranks, None)
+    return _fitting(ranks, existing) or _new_group(ranks)
 
 
 def shared_group(ranks: tuple[int, ...], existing: Iterable[dist.ProcessGroup]) -> dist.ProcessGroup:
@@ -39,7 +39,7 @@ def shared_group(ranks: tuple[int, ...], existing: Iterable[dist.ProcessGroup]) 
     with _shared_lock:
         known = _shared.setdefault(default, {})
     if ranks not in known:
-        known[ranks] = _new_group(ranks, None)
+        known[ranks] = _new_group(ranks)
     return known[ranks]
 
 
@@ -57,12 +57,12 @@ def _fitting(ranks: Sequence[int], existing: Iterable[dist.ProcessGroup]) -> dis
     return None
 
 
-def _new_group(ranks: Sequence[int], backend: str | None) -> dist.ProcessGroup:
+def _new_group(ranks: Sequence[int]) -> dist.ProcessGroup:
     """A new group, under a name that each of its members derives without communicating."""
-    base = "meshmuon " + hashlib.sha1(f"{backend} {list(ranks)}".encode(), usedforsecurity=False).hexdigest()
+    base = "meshmuon " + hashlib.sha1(f"{list(ranks)}".encode(), usedforsecurity=False).hexdigest()
     known = sum(name.startswith(base) for name in group_names())
     with named_phase("agreement"):
-        return new_named_group(f"{base} {known}", ranks, backend, _usual_timeout())
+        return new_named_group(f"{base} {known}", ranks, None, _usual_timeout())
 
 
 def timeout_of_group(group: dist.ProcessGroup) -> timedelta | None:
