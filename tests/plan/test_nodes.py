@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 from dataclasses import replace
 
@@ -192,3 +193,20 @@ def test_the_same_division_is_the_same_value() -> None:
         Nodes(((0, 1), (1,)))
     with pytest.raises(ConfigError, match=r"which nodes ranks \[2\] are"):
         nodes.among((0, 2))
+
+
+def test_reports_show_what_leaves_a_node() -> None:
+    plan = make_plan([entry("p")], options_for(nodes=Nodes.in_order(range(4), [2, 2])))
+    # The owner, rank 0, gets half of 96 bytes from the other node and sends it back; ranks 2 and 3 send a quarter each.
+    assert "between 2 nodes: 48 B at most, 24 B on average, 66.7% of all" in plan.describe()
+    content = json.loads(plan.to_json())
+    assert content["nodes"] == [[0, 1], [2, 3]]
+    assert {rank: figures["bytes_between"] for rank, figures in content["per_rank"].items()} == {
+        "0": 48,
+        "1": 0,
+        "2": 24,
+        "3": 24,
+    }
+    alone = make_plan([entry("p")], options_for())
+    assert "nodes" not in alone.describe()
+    assert json.loads(alone.to_json())["nodes"] is None
