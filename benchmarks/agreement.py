@@ -25,6 +25,7 @@ import common  # first: it sets what torch reads when it starts
 import torch
 import torch.distributed as dist
 from common import COLOURS, Goal, Quartiles, Report, Step, quartiles, race, ratio
+from torch._C._distributed_c10d import FileStore
 
 from meshmuon.transport import Agreement, Vote
 from meshmuon.transport.channels import channel_of
@@ -64,17 +65,18 @@ def measured(processes: int, rounds: int) -> Point:
         for process in ranks:
             process.start()
         sender.close()
-        point: Point = receiver.recv()
+        votes, rings, hops, connections, gloo_sockets = receiver.recv()
         for process in ranks:
             process.join()
-    return point
+    seconds = quartiles(votes), quartiles(rings), ratio(votes, rings)
+    return Point(processes, *seconds, hops, 2 * (processes - 1), connections, gloo_sockets)
 
 
 def rank_main(rank: int, processes: int, rounds: int, store: Path, results: Any) -> None:
     """One rank: both kinds of agreement in turns, with a barrier before each."""
     torch.set_num_threads(1)
     before = open_sockets()
-    files = dist.FileStore(str(store), processes)
+    files = FileStore(str(store), processes)
     dist.init_process_group("gloo", rank=rank, world_size=processes, store=files, timeout=timedelta(seconds=120))
     group = dist.group.WORLD
     assert group is not None
@@ -94,8 +96,7 @@ def rank_main(rank: int, processes: int, rounds: int, store: Path, results: Any)
     assert channel is not None
     if rank == 0:
         votes, rings = ([seconds / VOTES_PER_TURN for seconds in samples[name].wall] for name in (VOTE, RING))
-        hops_and_connections = channel.rounds, 2 * (processes - 1), channel.connections, gloo_sockets
-        results.send(Point(processes, quartiles(votes), quartiles(rings), ratio(votes, rings), *hops_and_connections))
+        results.send((votes, rings, channel.rounds, channel.connections, gloo_sockets))
     dist.barrier()
     dist.destroy_process_group()
 

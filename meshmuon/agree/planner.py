@@ -62,7 +62,7 @@ class Planner:
        neither write nor communicate until ``PendingDecision.wait()`` has returned. ``wait``
 
        c. counts the votes, and compares notes if they differ. First the ranks tell each other on which nodes they are, and vote
-          again if some did not know that of all ranks. If the votes still differ, they gather their views, then settle on one plan
+          again if some did not know that of all ranks. If the votes still differ, they gather their views and settle on one plan
           for all that any of them has planned, or raise the same error.
 
        It returns the same ``StepDecision`` on all ranks, except for what belongs to a rank (``rank``, ``zeros``, parameters that

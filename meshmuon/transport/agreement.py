@@ -99,19 +99,17 @@ class Agreement:
 
 
 class _ReducedMaximum:
-    """``PendingMaximum`` by an all-reduce of the group."""
+    """``PendingMaximum`` by an all-reduce of the group, for groups without a channel: it waits at once."""
 
     def __init__(self, words: tuple[int, ...], group: dist.ProcessGroup) -> None:
         with torch.inference_mode(False):  # some backends keep the tensor
             self._words = torch.tensor(words, dtype=torch.int64, device="cpu")
-        self._work = dist.all_reduce(self._words, dist.ReduceOp.MAX, group=group, async_op=True)
+        dist.all_reduce(self._words, dist.ReduceOp.MAX, group=group)
 
     def advance(self) -> bool:
-        """The backend goes on by itself."""
-        return False
+        """There is nothing left to do."""
+        return True
 
     def wait(self) -> tuple[int, ...]:
         """The largest of each word over all ranks."""
-        if self._work is not None:
-            self._work.wait()
         return tuple(self._words.tolist())

@@ -38,10 +38,10 @@ def test_orthogonalisation(tmp_path: Path) -> None:
 
 
 def test_agreement(tmp_path: Path) -> None:
-    facts, _ = run("agreement", tmp_path, "--processes", "3")
+    facts, _ = run("agreement", tmp_path, "--processes", "2")
     (point,) = facts["results"]
-    assert (point["hops"], point["ring_hops"], point["connections"]) == (2, 4, 4)
-    assert point["ring_connections"] >= 2
+    assert (point["hops"], point["ring_hops"], point["connections"]) == (1, 2, 2)
+    assert point["ring_connections"] >= 1
     assert point["vote"]["median"] > 0
 
 
