@@ -217,6 +217,21 @@ SCENARIOS = {
         options={"ns_steps": 1, "warmup_step": 1, "chunk_size": 1},
         steps=2,
     ),
+    "weights in host memory before others": Program(  # so that waves of others are the last ones
+        mesh=(2,),
+        params=tuple(ProgramParam(f"layers.{k}.weight", (6, 4), (Shard(0),), in_host=k < 1) for k in range(4)),
+        options={"ns_steps": 1, "warmup_step": 1, "chunk_size": 1},
+        steps=2,
+    ),
+    "weights in host memory after others": Program(
+        mesh=(2,),
+        params=(
+            *(ProgramParam(f"layers.{k}.weight", (6, 4), (Shard(0),), in_host=k % 2 == 1) for k in range(6)),
+            ProgramParam("layers.9.experts.weight", (4, 5, 3), (Shard(0),), in_host=True),  # whole on their ranks
+        ),
+        options={"ns_steps": 1, "warmup_step": 1, "chunk_size": 1, "rule": "normuon", "nesterov": False},
+        steps=2,
+    ),
     "logits in pinned memory": Program(
         mesh=(1,),
         params=tuple(ProgramParam(f"layers.0.self_attn.{name}_proj.weight", (HEADS * HEAD_DIM, 5)) for name in "qk"),
