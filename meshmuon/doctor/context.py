@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -14,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
+from ..agree.node_view import node_name
 from ..device import hardware_of
 from ..errors import ConfigError
 from ..plan import Plan
@@ -52,7 +52,7 @@ class Session:
     def from_environment(cls, options: DoctorOptions) -> Session:
         """The session that a launcher's environment describes; one rank alone without a launcher."""
         rank, world = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
-        node = os.environ.get("GROUP_RANK", "") + socket.gethostname()
+        node = node_name(rank, world)
         device = own_device(options.device, int(os.environ.get("LOCAL_RANK", "0")))
         if world == 1 and "MASTER_ADDR" not in os.environ:
             return cls(0, 1, dist.HashStore(), device, node)  # type: ignore[attr-defined]

@@ -301,7 +301,7 @@ class Muon(MuonStep):
         """Warns about the groups from ``first`` on, at the line of the user's call two frames up; on one rank for all."""
         if not is_first_of_ranks(self._groups[first:]):
             return
-        for warning in build_routing_table(self._groups[first:], first).warnings:
+        for warning in build_routing_table(self._groups, first).warnings:
             warnings.warn(warning, RoutingWarning, stacklevel=3)
 
     def _wire_dtype(self) -> Callable[[Tensor], torch.dtype | None]:
