@@ -39,7 +39,9 @@ class Topology:
     ranks: tuple[int, ...]  # all ranks that share a mesh or a replica set with this one, directly or through others, ascending
 
     @classmethod
-    def around(cls, rank: int, meshes: Mapping[DeviceMesh | Mesh, tuple[Mesh, ...]], replica_group: ReplicaGroup | None) -> Topology:
+    def around(
+        cls, rank: int, meshes: Mapping[DeviceMesh | Mesh, tuple[Mesh, ...]], replica_group: ReplicaGroup | None
+    ) -> Topology:
         """The topology that ``rank`` sees."""
         replica_sets = replica_ranks(replica_group)
         mesh_sets = [mesh.ranks for slices in meshes.values() for mesh in slices]

@@ -56,9 +56,7 @@ def _plan_stage(placed: Sequence[PlacedParam], options: MuonOptions, device_type
     device = torch.device(device_type)
     matrices = {item.param.name: item.param.matrices for item in placed if item.param.matrices is not None}
     entries = check_matrices({name: entry.fields() for name, entry in matrices.items()})
-    muon = GroupRecipe(
-        scheme=resolve_scheme(options.scheme, options.ns_steps), matrix_options=MatrixOptions(matrices=entries)
-    )
+    muon = GroupRecipe(scheme=resolve_scheme(options.scheme, options.ns_steps), matrix_options=MatrixOptions(matrices=entries))
     # As in an optimizer with the default param groups: Muon's parameters first, then AdamW's.
     order = sorted(range(len(placed)), key=lambda k: (not placed[k].param.use_muon, k))
     rank = min(rank for mesh in {item.mesh for item in placed} for rank in mesh.ranks)
