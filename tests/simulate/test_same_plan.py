@@ -62,8 +62,8 @@ def mesh_of(shape: tuple[int, ...], *names: str) -> DeviceMesh:
     return DeviceMesh("cpu", torch.arange(math.prod(shape)).view(shape), mesh_dim_names=names)
 
 
-def simulated(description: ModelDescription, axes: MeshAxes, **options: Any) -> Plan:
-    (stage,) = plan_cluster(description, MeshSharding(axes), MuonOptions(**options), "cpu")
+def simulated(description: ModelDescription, axes: MeshAxes, ranks_per_node: int | None = None, **options: Any) -> Plan:
+    (stage,) = plan_cluster(description, MeshSharding(axes), MuonOptions(**options), "cpu", ranks_per_node)
     return stage.plan
 
 
@@ -112,6 +112,16 @@ def test_hsdp(replicas: str) -> None:
     assert (
         simulated(describe_hf(cfg, "tiny"), MeshAxes.parse("dp_replicate=2,dp_shard=4"), replicas=replicas).digest == real.digest
     )
+
+
+def test_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MESHMUON_RANKS_PER_NODE", "4")
+    cfg = config()
+    real = real_plan(shard_layers(build(cfg), mesh_of((2, 8), "dp_replicate", "fsdp")))
+    plan = simulated(describe_hf(cfg, "tiny"), MeshAxes.parse("dp_replicate=2,dp_shard=8"), 4)
+    assert plan.options.nodes is not None
+    assert plan.digest == real.digest
+    assert plan.digest != simulated(describe_hf(cfg, "tiny"), MeshAxes.parse("dp_replicate=2,dp_shard=8")).digest
 
 
 @pytest.mark.parametrize("budget", [1000, 2**20])
