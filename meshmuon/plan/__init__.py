@@ -7,12 +7,13 @@ from .cost import CostModel, cost_model_for
 from .nodes import Crossings, Nodes
 from .owners import lightest_possible
 from .plan import Plan, make_plan
-from .plan_data import REPLICA_OPTIONS, PlanOptions
-from .report import table
+from .plan_data import REPLICA_OPTIONS, PlanOptions, add_local_costs
+from .report import how_computed, table
 from .routes import WaveRoutes, rank_routes, routes_of
-from .tasks import NO_WAVE, PieceTransfer, PlannedParam, Task
+from .tasks import EVERY_HOLDER, NO_WAVE, PieceTransfer, PlannedParam, Task
 
 __all__ = [
+    "EVERY_HOLDER",
     "NO_WAVE",
     "REPLICA_OPTIONS",
     "Batch",
@@ -33,8 +34,10 @@ __all__ = [
     "Task",
     "WaveRoutes",
     "WaveSizes",
+    "add_local_costs",
     "cost_model_for",
     "cost_model_from",
+    "how_computed",
     "lightest_possible",
     "make_plan",
     "plan_batches",
