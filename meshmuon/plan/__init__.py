@@ -4,14 +4,16 @@ from .batches import Batch, BatchItem, ItemRange, plan_batches
 from .buffer_sizes import WaveSizes, slot_sizes, wave_sizes
 from .calibration import Calibration, CostModelLike, Link, Prediction, Rate, cost_model_from
 from .cost import CostModel, cost_model_for
+from .nodes import Crossings, Nodes
 from .owners import lightest_possible
 from .plan import Plan, make_plan
-from .plan_data import REPLICA_OPTIONS, PlanOptions
-from .report import table
+from .plan_data import REPLICA_OPTIONS, PlanOptions, add_local_costs
+from .report import how_computed, table
 from .routes import WaveRoutes, rank_routes, routes_of
-from .tasks import NO_WAVE, PieceTransfer, PlannedParam, Task
+from .tasks import EVERY_HOLDER, NO_WAVE, PieceTransfer, PlannedParam, Task
 
 __all__ = [
+    "EVERY_HOLDER",
     "NO_WAVE",
     "REPLICA_OPTIONS",
     "Batch",
@@ -19,8 +21,10 @@ __all__ = [
     "Calibration",
     "CostModel",
     "CostModelLike",
+    "Crossings",
     "ItemRange",
     "Link",
+    "Nodes",
     "PieceTransfer",
     "Plan",
     "PlanOptions",
@@ -30,8 +34,10 @@ __all__ = [
     "Task",
     "WaveRoutes",
     "WaveSizes",
+    "add_local_costs",
     "cost_model_for",
     "cost_model_from",
+    "how_computed",
     "lightest_possible",
     "make_plan",
     "plan_batches",
