@@ -9,14 +9,14 @@ import json
 import math
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, TypeAlias
 
 from ..errors import ConfigError
 from .cost import CostModel
-from .plan_data import PlanData, add_local_costs
-from .tasks import EVERY_HOLDER, Task
+from .plan_data import PlanData
+from .prediction import Prediction, predict
 
 FORMAT, VERSION = "meshmuon calibration", 1
 _REMEDY = "Write the file with torchrun ... -m meshmuon doctor --save FILE."
@@ -42,17 +42,13 @@ class Link:
 
 
 @dataclass(frozen=True, slots=True)
-class Prediction:
-    """Seconds of a step on its slowest rank, if nothing overlaps."""
+class Elementwise:
+    """Seconds per element of large float32 tensors, on one rank while all ranks work."""
 
-    orthogonalise: float
-    exchange: float
-    host: float
-
-    @property
-    def total(self) -> float:
-        """Seconds of the whole step."""
-        return self.orthogonalise + self.exchange + self.host
+    momentum: float  # accumulating it, and writing what is orthogonalised
+    update: float  # of a parameter
+    copy: float
+    adamw: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +67,7 @@ class Calibration:
     exchange: Link | None  # an exchange of all ranks with all ranks, as a step makes it; None on one rank
     host_seconds_per_matrix: float  # what each tiny matrix adds to a step
     host_seconds_per_step: float  # what a step takes beside its matrices and exchanges
+    elementwise: Elementwise | None = None  # None in files that were written before it was measured
 
     def cost_model(self) -> CostModel:
         """What plans take from it.
@@ -102,26 +99,13 @@ class Calibration:
         share = math.log(size / low.size) / math.log(high.size / low.size)
         return float(low.flops_per_second * (high.flops_per_second / low.flops_per_second) ** share)
 
-    def predict(self, plan: PlanData) -> Prediction:
-        """How long a step with this plan takes."""
+    def seconds_per_element(self, kind: str) -> float:
+        """Of a kind of elementwise work, by its name in ``Elementwise``; 0 if it was not measured."""
+        return 0.0 if self.elementwise is None else float(getattr(self.elementwise, kind))
 
-        def seconds(task: Task) -> float:
-            size = min(task.sharded.rows, task.sharded.cols)
-            return plan.params[task.param].flops / self.orthogonalisation_rate(size)
-
-        busy = dict.fromkeys(plan.ranks, 0.0)
-        add_local_costs(busy, ((task.sharded, seconds(task)) for task in plan.tasks if task.owner == EVERY_HOLDER))
-        for task in plan.tasks:
-            if task.owner != EVERY_HOLDER:
-                busy[task.owner] += seconds(task)
-        exchanges = 2 * len(plan.wave_lanes)
-        sending = dict.fromkeys(plan.ranks, 0.0)
-        if self.exchange is not None:
-            for rank, count in plan.bytes_sent.items():
-                sending[rank] = count / self.exchange.bytes_per_second + exchanges * self.exchange.seconds
-        host = self.host_seconds_per_step + self.host_seconds_per_matrix * len(plan.tasks)
-        slowest = max(plan.ranks, key=lambda rank: busy[rank] + sending[rank])
-        return Prediction(busy[slowest], sending[slowest], host)
+    def predict(self, plan: PlanData, *, averages: bool = False) -> Prediction:
+        """How long a step of ``Muon`` with this plan takes, or one of ``DistMuon`` if it ``averages`` gradients."""
+        return predict(plan, self, averages=averages)
 
     def to_json(self) -> dict[str, Any]:
         """The content of the file."""
@@ -152,6 +136,7 @@ class Calibration:
             exchange=reader.link("exchange"),
             host_seconds_per_matrix=reader.number("host_seconds_per_matrix"),
             host_seconds_per_step=reader.number("host_seconds_per_step"),
+            elementwise=reader.elementwise("elementwise"),
         )
 
     @classmethod
@@ -202,6 +187,15 @@ class _Reader:
             raise self._wrong(name, row, "a link or null")
         reader = _Reader(row, f"{name}.")
         return Link(reader.number("bytes_per_second"), reader.number("seconds"))
+
+    def elementwise(self, name: str) -> Elementwise | None:
+        row = self._content.get(name)
+        if row is None:
+            return None
+        if not isinstance(row, Mapping):
+            raise self._wrong(name, row, "the times of elementwise work or null")
+        reader = _Reader(row, f"{name}.")
+        return Elementwise(**{field.name: reader.number(field.name) for field in fields(Elementwise)})
 
     def _wrong(self, name: str, value: object, expected: str) -> ConfigError:
         return ConfigError(f"its {self._where}{name} is {value!r} and must be {expected}. {_REMEDY}")
