@@ -11,9 +11,9 @@ from collections.abc import Sequence
 import meshmuon
 
 from ..errors import ConfigError
-from . import doctor
+from . import doctor, plan
 
-_COMMANDS = {"doctor": doctor}
+_COMMANDS = {"doctor": doctor, "plan": plan}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

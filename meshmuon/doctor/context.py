@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from ..agree.node_view import node_name
+from ..device import hardware_of
 from ..errors import ConfigError
 from ..plan import Plan
 from .board import Store
@@ -68,7 +69,7 @@ def own_device(kind: str | None, local_rank: int) -> torch.device:
         raise ConfigError(f"--device {kind}: torch knows no such device. Write cpu or cuda, for example.") from None
     if accelerator is None or accelerator.type == "cpu":
         return torch.device("cpu")
-    count = torch.get_device_module(accelerator).device_count()
+    count = hardware_of(accelerator).count()
     if count == 0:
         raise ConfigError(f"--device {kind}: torch sees no such device here. Leave it out, or write --device cpu.")
     return torch.device(accelerator.type, local_rank % count)
@@ -111,7 +112,7 @@ class Context:
 
     def finish_device(self) -> None:
         """Returns once the device has done all it was given."""
-        torch.get_device_module(self.device).synchronize()
+        hardware_of(self.device).finish(self.device)
 
     @property
     def exact(self) -> bool:

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from ..device import hardware_of
 from ..execute.elementwise import apply, fill_with_momentum
 from ..optim import Muon
 from ..ortho import AUTO, Workspace, default_compute_dtype, expected_flops, orthogonalize
@@ -21,7 +22,7 @@ from ..plan import Calibration, Elementwise, Link, Rate
 from ..transport import Exchange, swap_with
 from .check import Finding, Summary
 from .context import Context
-from .environment import bfloat16_works, device_name
+from .environment import bfloat16_works
 from .exchanges import exchange_with, partner, turns, world_exchange
 from .numerics import seeded
 
@@ -315,7 +316,7 @@ def calibration_of(context: Context) -> Calibration | None:
     waiting = 0.0 if links["exchange"] is None else 2 * links["exchange"]["seconds"]  # of the exchanges of tiny matrices
     return Calibration(
         device=context.device.type,
-        device_name=device_name(context.device),
+        device_name=hardware_of(context.device).name(context.device),
         ranks=context.world,
         ranks_per_node=per_node,
         compute_dtype=str(default_compute_dtype(context.device, torch.float32)).removeprefix("torch."),

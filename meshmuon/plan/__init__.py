@@ -7,15 +7,16 @@ from .cost import CostModel, cost_model_for
 from .nodes import Crossings, Nodes
 from .owners import lightest_possible
 from .plan import Plan, make_plan
-from .plan_data import REPLICA_OPTIONS, PlanOptions
+from .plan_data import REPLICA_OPTIONS, PlanOptions, add_local_costs
 from .prediction import Prediction
-from .report import table
+from .report import how_computed, table
 from .routes import WaveRoutes, rank_routes, routes_of
-from .tasks import NO_WAVE, PieceTransfer, PlannedParam, Task
+from .tasks import EVERY_HOLDER, NO_WAVE, PieceTransfer, PlannedParam, Task
 from .timeline import Span, StepSeconds, Timeline, WaveSeconds, timeline_of
 from .traffic import ExchangeBytes, WaveTraffic, traffic_of
 
 __all__ = [
+    "EVERY_HOLDER",
     "NO_WAVE",
     "REPLICA_OPTIONS",
     "Batch",
@@ -43,8 +44,10 @@ __all__ = [
     "WaveSeconds",
     "WaveSizes",
     "WaveTraffic",
+    "add_local_costs",
     "cost_model_for",
     "cost_model_from",
+    "how_computed",
     "lightest_possible",
     "make_plan",
     "plan_batches",
