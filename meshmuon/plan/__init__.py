@@ -2,13 +2,14 @@
 
 from .batches import Batch, BatchItem, ItemRange, plan_batches
 from .buffer_sizes import WaveSizes, slot_sizes, wave_sizes
-from .calibration import Calibration, CostModelLike, Elementwise, Link, Rate, cost_model_from
+from .calibration import Calibration, CostModelLike, cost_model_from
 from .cost import CostModel, cost_model_for
 from .nodes import Crossings, Nodes
 from .owners import lightest_possible
 from .plan import Plan, make_plan
 from .plan_data import REPLICA_OPTIONS, PlanOptions, add_local_costs
 from .prediction import Prediction
+from .rates import Elementwise, Link, Rate
 from .report import how_computed, table
 from .routes import WaveRoutes, rank_routes, routes_of
 from .tasks import EVERY_HOLDER, NO_WAVE, PieceTransfer, PlannedParam, Task

@@ -17,6 +17,7 @@ from ..errors import ConfigError
 from .cost import CostModel
 from .plan_data import PlanData
 from .prediction import Prediction, predict
+from .rates import Elementwise, Link, Rate
 
 FORMAT, VERSION = "meshmuon calibration", 1
 _SMALLEST, _LARGEST = 1e-15, 1e24  # of any figure: what lies outside was not measured on a computer
@@ -24,33 +25,6 @@ _LARGEST_SIZE, _MOST_RANKS = 2**31, 10**7
 _REMEDY = "Write the file with torchrun ... -m meshmuon doctor --save FILE."
 
 CostModelLike: TypeAlias = "CostModel | str | os.PathLike[str]"
-
-
-@dataclass(frozen=True, slots=True)
-class Rate:
-    """How fast n × n matrices are worked on by one rank, while all ranks work."""
-
-    dtype: str
-    size: int  # n
-    flops_per_second: float
-
-
-@dataclass(frozen=True, slots=True)
-class Link:
-    """How fast a rank sends, while it receives as much and the other ranks do the same."""
-
-    bytes_per_second: float
-    seconds: float  # that an exchange of a few bytes takes
-
-
-@dataclass(frozen=True, slots=True)
-class Elementwise:
-    """Seconds per element of large float32 tensors, on one rank while all ranks work."""
-
-    momentum: float  # accumulating it, and writing what is orthogonalised
-    update: float  # of a parameter
-    copy: float
-    adamw: float
 
 
 @dataclass(frozen=True, slots=True)

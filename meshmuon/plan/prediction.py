@@ -4,17 +4,57 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from .plan_data import PlanData, add_local_costs
+from .rates import Link
 from .tasks import EVERY_HOLDER, Task
 from .timeline import StepSeconds, Timeline, WaveSeconds, timeline_of
 from .traffic import ExchangeBytes, WaveTraffic, traffic_of
 
-if TYPE_CHECKING:
-    from .calibration import Calibration
-
 _NO_ADAMW: Mapping[int, int] = {}
+
+
+class Machine(Protocol):
+    """What a prediction must know of machines; a ``Calibration`` has it."""
+
+    @property
+    def device(self) -> str:
+        """Type of the device."""
+        ...
+
+    @property
+    def inside(self) -> Link | None:
+        """The link between two ranks of a node."""
+        ...
+
+    @property
+    def between(self) -> Link | None:
+        """The link between ranks of different nodes."""
+        ...
+
+    @property
+    def exchange(self) -> Link | None:
+        """An exchange of all ranks with all ranks."""
+        ...
+
+    @property
+    def host_seconds_per_matrix(self) -> float:
+        """What each matrix adds to a step."""
+        ...
+
+    @property
+    def host_seconds_per_step(self) -> float:
+        """What a step takes beside its matrices and exchanges."""
+        ...
+
+    def orthogonalisation_rate(self, size: int) -> float:
+        """FLOPs per second on matrices whose shorter side is ``size``."""
+        ...
+
+    def seconds_per_element(self, kind: str) -> float:
+        """Of a kind of elementwise work."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -34,7 +74,7 @@ class Prediction:
         return self.timeline.totals(self.timeline.slowest)
 
 
-def predict(plan: PlanData, machine: Calibration, *, averages: bool, adamw_elements: Mapping[int, int] = _NO_ADAMW) -> Prediction:
+def predict(plan: PlanData, machine: Machine, *, averages: bool, adamw_elements: Mapping[int, int] = _NO_ADAMW) -> Prediction:
     """The prediction of a step of ``Muon`` or, with ``averages``, of ``DistMuon``.
 
     ``adamw_elements`` has, by rank, the elements that AdamW steps.
@@ -47,7 +87,7 @@ def predict(plan: PlanData, machine: Calibration, *, averages: bool, adamw_eleme
 class _Seconds:
     """The seconds of every part of a step, on every rank."""
 
-    def __init__(self, plan: PlanData, machine: Calibration, *, averages: bool) -> None:
+    def __init__(self, plan: PlanData, machine: Machine, *, averages: bool) -> None:
         self._plan, self._machine, self._averages = plan, machine, averages
         self._overlaps = machine.device != "cpu"
         momentum, update, copy = map(machine.seconds_per_element, ("momentum", "update", "copy"))
