@@ -42,7 +42,7 @@ class Wire:
             wire.agreements += 1
             return wire._vote(agreement, vote)
 
-        Agreement.start = counted_vote  # type: ignore[method-assign]
+        Agreement.start = counted_vote  # type: ignore[assignment, method-assign]
 
     def reset(self) -> None:
         """Starts counting anew."""

@@ -34,13 +34,15 @@ class Topology:
     rank: int  # this rank
     # The mesh of each sharded parameter, with all slices of its parent mesh that look like it. For parameters on the "tp" axis of
     # a 2×4 mesh over ranks 0–7 these are the slices (0, 1, 2, 3) and (4, 5, 6, 7).
-    meshes: Mapping[DeviceMesh, tuple[Mesh, ...]]
+    meshes: Mapping[DeviceMesh | Mesh, tuple[Mesh, ...]]
     replica_sets: Sequence[tuple[int, ...]]  # the sets of ranks over which plain tensors are replicated
     ranks: tuple[int, ...]  # all ranks that share a mesh or a replica set with this one, directly or through others, ascending
     nodes: Nodes | None = None  # which of them share a node; None if all do, or as long as that is not known
 
     @classmethod
-    def around(cls, rank: int, meshes: Mapping[DeviceMesh, tuple[Mesh, ...]], replica_group: ReplicaGroup | None) -> Topology:
+    def around(
+        cls, rank: int, meshes: Mapping[DeviceMesh | Mesh, tuple[Mesh, ...]], replica_group: ReplicaGroup | None
+    ) -> Topology:
         """The topology that ``rank`` sees."""
         replica_sets = replica_ranks(replica_group)
         mesh_sets = [mesh.ranks for slices in meshes.values() for mesh in slices]
@@ -58,10 +60,10 @@ class Topology:
         ]
 
 
-def slices_by_mesh(plan_inputs: Sequence[PlanInput]) -> dict[DeviceMesh, tuple[Mesh, ...]]:
+def slices_by_mesh(plan_inputs: Sequence[PlanInput]) -> dict[DeviceMesh | Mesh, tuple[Mesh, ...]]:
     """The meshes of the parameters, in their order, each with the slices that look like it."""
     meshes = dict.fromkeys(plan_input.mesh for plan_input in plan_inputs if plan_input.mesh is not None)
-    return {mesh: siblings(mesh) for mesh in meshes}
+    return {mesh: (mesh,) if isinstance(mesh, Mesh) else siblings(mesh) for mesh in meshes}
 
 
 @dataclass(frozen=True, slots=True)

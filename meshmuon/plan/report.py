@@ -103,7 +103,8 @@ def to_json(plan: PlanData) -> str:
     return json.dumps(content)
 
 
-def _how(task: Task) -> str:
+def how_computed(task: Task) -> str:
+    """By whom a matrix is computed, in a few words."""
     if task.wave != NO_WAVE:
         return "shared by replicas" if task.sharded.replicas > 1 else "one owner"
     return "local" if task.sharded.replicas == 1 else "every holder"
@@ -114,7 +115,7 @@ def _kinds(plan: PlanData) -> list[tuple[str, ...]]:
     kinds: dict[tuple[str, str, str], list[Task]] = {}
     for task in plan.tasks:
         shape = f"{task.sharded.rows}×{task.sharded.cols}"
-        kinds.setdefault((shape, str(plan.params[task.param].layouts[0]), _how(task)), []).append(task)
+        kinds.setdefault((shape, str(plan.params[task.param].layouts[0]), how_computed(task)), []).append(task)
     lines: list[tuple[str, ...]] = []
     for (shape, layout, how), tasks in kinds.items():
         owners = {task.owner for task in tasks if task.owner != EVERY_HOLDER}

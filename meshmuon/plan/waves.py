@@ -5,7 +5,6 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Hashable, Sequence
-from dataclasses import replace
 from functools import lru_cache
 from itertools import accumulate
 
@@ -52,7 +51,7 @@ def cut_into_waves(
         for k, wave in zip(indices, cut, strict=True):
             waves[k] = len(lane_of_wave) + wave
         lane_of_wave.extend([lane] * (max(cut) + 1))
-    return [replace(task, wave=wave) for task, wave in zip(tasks, waves, strict=True)], tuple(lane_of_wave), in_flight
+    return [task.in_wave(wave) for task, wave in zip(tasks, waves, strict=True)], tuple(lane_of_wave), in_flight
 
 
 def _within_bound(cutters: Sequence[_LaneCutter], options: PlanOptions) -> tuple[list[list[int]], int]:
