@@ -81,7 +81,9 @@ MUTANTS: Mutants = {
             ),
         ),
         "Collector._new_step_param": (("dict($states.get($param, {})) if $idle else $states[$param]", "$states[$param]"),),
-        "_recipe_of": (
+    },
+    "meshmuon.optim.plan_inputs": {
+        "recipe_of": (
             ("$group['ns_steps']", "5"),
             ("$group['scheme']", "'polar_express'"),
         ),
