@@ -32,8 +32,8 @@ from ..simulate.timeline import write_trace
 
 HELP = "see what a step costs on a cluster that is not there"
 DESCRIPTION = (
-    "Plans a step of Muon for a model on a cluster, with the planner of a real step and without any process group, and tells what "
-    'it costs: meshmuon plan --model llama3-8b --mesh "dp_shard=64" --hardware h100 --nodes 8.'
+    "Plans a step of Muon for a model on a cluster, with the planner of a real step and without any process group, and tells "
+    'what it costs: meshmuon plan --model llama3-8b --mesh "dp_shard=64" --hardware h100 --nodes 8.'
 )
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30}
@@ -42,7 +42,7 @@ _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30}
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the arguments of the command."""
     model = parser.add_argument_group("the model, one of")
-    model.add_argument("--model", metavar="NAME", help="a model that meshmuon knows, or a .json file like those; --list names them")
+    model.add_argument("--model", metavar="NAME", help="a model that meshmuon knows (--list), or a .json file like those")
     model.add_argument("--hf-config", type=Path, metavar="FILE", help="the config.json of any model of transformers")
     model.add_argument("--module", metavar="MODULE:FUNCTION", help="a function that builds a torch.nn.Module")
     cluster = parser.add_argument_group("the cluster")
@@ -63,7 +63,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     training.add_argument("--tokens-per-step", type=_count, default=2**22, metavar="N", help="such as 4M (default: 4,194,304)")
     training.add_argument("--mfu", type=_share, default=0.4, help="share of the peak in forward and backward (default: 0.4)")
     output = parser.add_argument_group("output")
-    output.add_argument("--compare", action="store_true", help="other options side by side, and the other meshes if there are any")
+    output.add_argument("--compare", action="store_true", help="other options side by side, and other meshes if there are any")
     output.add_argument("--json", type=Path, metavar="FILE", help="write the report as JSON; - for standard output")
     output.add_argument("--trace", type=Path, metavar="FILE", help="write a timeline for Perfetto or chrome://tracing")
     output.add_argument("--save-model", type=Path, metavar="FILE", help="write the model as a file for --model")

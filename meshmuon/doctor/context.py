@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -14,6 +13,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
+from ..agree.node_view import node_name
+from ..device import hardware_of
 from ..errors import ConfigError
 from ..plan import Plan
 from .board import Store
@@ -51,7 +52,7 @@ class Session:
     def from_environment(cls, options: DoctorOptions) -> Session:
         """The session that a launcher's environment describes; one rank alone without a launcher."""
         rank, world = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
-        node = os.environ.get("GROUP_RANK", "") + socket.gethostname()
+        node = node_name(rank, world)
         device = own_device(options.device, int(os.environ.get("LOCAL_RANK", "0")))
         if world == 1 and "MASTER_ADDR" not in os.environ:
             return cls(0, 1, dist.HashStore(), device, node)  # type: ignore[attr-defined]
@@ -68,7 +69,7 @@ def own_device(kind: str | None, local_rank: int) -> torch.device:
         raise ConfigError(f"--device {kind}: torch knows no such device. Write cpu or cuda, for example.") from None
     if accelerator is None or accelerator.type == "cpu":
         return torch.device("cpu")
-    count = torch.get_device_module(accelerator).device_count()
+    count = hardware_of(accelerator).count()
     if count == 0:
         raise ConfigError(f"--device {kind}: torch sees no such device here. Leave it out, or write --device cpu.")
     return torch.device(accelerator.type, local_rank % count)
@@ -111,7 +112,7 @@ class Context:
 
     def finish_device(self) -> None:
         """Returns once the device has done all it was given."""
-        torch.get_device_module(self.device).synchronize()
+        hardware_of(self.device).finish(self.device)
 
     @property
     def exact(self) -> bool:

@@ -14,13 +14,14 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from ..device import hardware_of
 from ..optim import Muon
 from ..ortho import AUTO, Workspace, default_compute_dtype, expected_flops, orthogonalize
 from ..plan import Calibration, Link, Rate
 from ..transport import Exchange, swap_with
 from .check import Finding, Summary
 from .context import Context
-from .environment import bfloat16_works, device_name
+from .environment import bfloat16_works
 from .exchanges import exchange_with, partner, turns, world_exchange
 from .numerics import seeded
 
@@ -293,7 +294,7 @@ def calibration_of(context: Context) -> Calibration | None:
     waiting = 0.0 if links["exchange"] is None else 2 * links["exchange"]["seconds"]  # of the exchanges of tiny matrices
     return Calibration(
         device=context.device.type,
-        device_name=device_name(context.device),
+        device_name=hardware_of(context.device).name(context.device),
         ranks=context.world,
         ranks_per_node=per_node,
         compute_dtype=str(default_compute_dtype(context.device, torch.float32)).removeprefix("torch."),

@@ -196,8 +196,10 @@ def _cut_at_once(size: int, parts: int, factor: int) -> tuple[Ranges, ...]:
     return tuple(merged(ends for chunk in chunks[part::parts] for ends in chunk) for part in range(parts))
 
 
-def groups_of(mesh_or_group: DeviceMesh | dist.ProcessGroup | None) -> list[dist.ProcessGroup]:
-    """The process groups that a mesh already has, or the process group itself."""
+def groups_of(mesh_or_group: DeviceMesh | Mesh | dist.ProcessGroup | None) -> list[dist.ProcessGroup]:
+    """The process groups that a mesh already has, or the process group itself; a mesh that is simulated has none."""
+    if isinstance(mesh_or_group, Mesh):
+        return []
     if mesh_or_group is None or isinstance(mesh_or_group, dist.ProcessGroup):
         return [] if mesh_or_group is None else [mesh_or_group]
     try:

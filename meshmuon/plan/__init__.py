@@ -4,6 +4,7 @@ from .batches import Batch, BatchItem, ItemRange, plan_batches
 from .buffer_sizes import WaveSizes, slot_sizes, wave_sizes
 from .calibration import Calibration, CostModelLike, Link, Prediction, Rate, cost_model_from
 from .cost import CostModel, cost_model_for
+from .nodes import Crossings, Nodes
 from .owners import lightest_possible
 from .plan import Plan, make_plan
 from .plan_data import REPLICA_OPTIONS, PlanOptions, add_local_costs
@@ -20,8 +21,10 @@ __all__ = [
     "Calibration",
     "CostModel",
     "CostModelLike",
+    "Crossings",
     "ItemRange",
     "Link",
+    "Nodes",
     "PieceTransfer",
     "Plan",
     "PlanOptions",

@@ -73,11 +73,22 @@ class Calibration:
     host_seconds_per_step: float  # what a step takes beside its matrices and exchanges
 
     def cost_model(self) -> CostModel:
-        """What plans take from it."""
+        """What plans take from it.
+
+        On one node, that is the rate and latency of an exchange of all ranks. On several, bytes have the rates of the links
+        inside and between nodes. An exchange inside a node has the latency of its link, one between nodes that of the exchange
+        of all ranks.
+        """
         if self.exchange is None:
             raise ConfigError(f"it was measured on one rank and knows no link between ranks. {_REMEDY}")
         rate = max(self.orthogonalisation, key=lambda rate: rate.size).flops_per_second
-        return CostModel(rate / self.exchange.bytes_per_second, max(1.0, rate * self.exchange.seconds))
+
+        def price(link: Link) -> tuple[float, float]:
+            return rate / link.bytes_per_second, max(1.0, rate * link.seconds)
+
+        if self.inside is None or self.between is None:
+            return CostModel(*price(self.exchange))
+        return CostModel(*price(self.inside), price(self.between)[0], price(self.exchange)[1])
 
     def orthogonalisation_rate(self, size: int) -> float:
         """FLOPs per second on matrices whose shorter side is ``size``; on a logarithmic scale between two sizes."""

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 from ..errors import PlanError
 from ..layout import ShardedMatrix
+from .nodes import Crossings
 from .owners import assign_owners
 from .plan_data import PlanData, PlanOptions, add_local_costs
 from .report import describe, to_json
@@ -74,16 +75,19 @@ def make_plan(params: Sequence[PlannedParam], options: PlanOptions) -> Plan:
     3. ``cut_into_waves`` divides them into waves that fit the memory budget.
     """
     ranks = tuple(sorted({rank for mesh in {layout.mesh for p in params for layout in p.layouts} for rank in mesh.ranks}))
-    staying, travelling = _tasks(params, options)
+    if options.nodes is not None:
+        options = replace(options, nodes=options.nodes.among(ranks))
+    crossings = options.crossings
+    staying, travelling = _tasks(params, options, crossings)
     loads = dict.fromkeys(ranks, 0.0)
     add_local_costs(loads, ((task.sharded, 0.0 if params[task.param].private else task.cost) for task in staying))
-    owners = assign_owners(travelling, loads)
+    owners = assign_owners(travelling, loads, crossings, [params[task.param].itemsize for task in travelling])
     owned = [task.owned_by(owner) for task, owner in zip(travelling, owners, strict=True)]
     scheduled, wave_lanes, in_flight = cut_into_waves(owned, params, options)
     return Plan(ranks, tuple(params), (*staying, *scheduled), wave_lanes, replace(options, in_flight=in_flight))
 
 
-def _tasks(params: Sequence[PlannedParam], options: PlanOptions) -> tuple[list[Task], list[Task]]:
+def _tasks(params: Sequence[PlannedParam], options: PlanOptions, crossings: Crossings | None) -> tuple[list[Task], list[Task]]:
     """Tasks whose matrices stay where they are, and tasks that need an owner: one for all replicas, or one for each."""
     staying: list[Task] = []
     travelling: list[Task] = []
@@ -92,19 +96,19 @@ def _tasks(params: Sequence[PlannedParam], options: PlanOptions) -> tuple[list[T
             for matrix, sharded in enumerate(param.sharded_matrices(layout)):
                 if not sharded.size:
                     continue
-                one_for_all = sharded.replicas > 1 and _replicas_share_owner(param, sharded, options)
+                one_for_all = sharded.replicas > 1 and _replicas_share_owner(param, sharded, options, crossings)
                 if sharded.whole and not one_for_all:
                     staying.append(Task(k, matrix, sharded, float(param.flops)))
                     continue
-                cost = options.cost.owning(param.flops, sharded, param.itemsize)
-                copies = (sharded,) if one_for_all else sharded.separate_replicas
-                travelling.extend(Task(k, matrix, replica, cost) for replica in copies)
+                for replica in (sharded,) if one_for_all else sharded.separate_replicas:
+                    cost = options.cost.owning(param.flops, replica, param.itemsize, crossings)
+                    travelling.append(Task(k, matrix, replica, cost))
     return staying, travelling
 
 
-def _replicas_share_owner(param: PlannedParam, sharded: ShardedMatrix, options: PlanOptions) -> bool:
+def _replicas_share_owner(param: PlannedParam, sharded: ShardedMatrix, options: PlanOptions, crossings: Crossings | None) -> bool:
     if param.private or options.replicas != "auto":
         return options.replicas == "share" and not param.private
     if param.share is not None:
         return param.share
-    return options.cost.sharing_pays(param.flops, sharded, param.itemsize)
+    return options.cost.sharing_pays(param.flops, sharded, param.itemsize, crossings)

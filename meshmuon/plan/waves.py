@@ -101,7 +101,7 @@ class _LaneCutter:
         self.longest = max(map(len, self.queues.values()))
         heaviest_cost = max(sum(tasks[k].cost for k in queue) for queue in self.queues.values())
         most_bytes = max(sum(self._nbytes[k] for k in queue) for queue in self.queues.values())
-        cost_worth_a_wave = _WORTH_AN_EXCHANGE * options.cost.flops_per_exchange
+        cost_worth_a_wave = _WORTH_AN_EXCHANGE * options.cost.per_exchange(several_nodes=options.nodes is not None)
         # As many as overlap well, unless they would be too short; at least as many as the budget needs.
         wanted_count = max(min(_OVERLAP, int(heaviest_cost / cost_worth_a_wave)), most_bytes // options.budget)
         self.usual_count = self.within_budget(max(1, wanted_count))

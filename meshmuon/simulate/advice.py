@@ -34,8 +34,9 @@ def _memory(simulation: Simulation) -> Iterator[str]:
     needed, has = simulation.most_memory, simulation.machine.memory_bytes
     if has and needed > has:
         yield (
-            f"The weights, gradients, state and buffers of a rank take {bytes_text(needed)}, and it has {bytes_text(has)}, without "
-            "any activations: shard over more ranks, use bfloat16 weights (--param-dtype bfloat16) or offload the optimizer's state."
+            f"The weights, gradients, state and buffers of a rank take {bytes_text(needed)}, and it has {bytes_text(has)}, "
+            "without any activations: shard over more ranks, use bfloat16 weights (--param-dtype bfloat16), or offload "
+            "the optimizer's state."
         )
 
 
@@ -113,6 +114,6 @@ def _messages(simulation: Simulation) -> Iterator[str]:
     latency = simulation.machine.seconds_per_peer * simulation.machine.between.bytes_per_second
     if messages and 0 < total / messages < latency and simulation.most_peers > simulation.machine.ranks_per_node:
         yield (
-            f"A message has {bytes_text(total / messages)} on average: starting it takes longer than sending it. Fewer shards per "
-            "matrix (dp_replicate, or ep for experts) make messages larger."
+            f"A message has {bytes_text(total / messages)} on average: starting it takes longer than sending it. Fewer shards "
+            "per matrix (dp_replicate, or ep for experts) make messages larger."
         )

@@ -287,12 +287,15 @@ def _params(stage: Stage) -> list[ParamFigures]:
         key = (with_stars(param.name), param.layouts[0].shape, str(param.layouts[0]), param.window, how)
         rows.setdefault(key, []).append(k)
     figures = []
-    for (name, shape, layout, _, how), params in rows.items():
+    parts: dict[str, int] = defaultdict(int)
+    for (name, shape, layout, window, how), params in rows.items():
         own = [task for k in params for task in tasks[k]]
         first = own[0].sharded if own else None
+        parts[name] += window is not None
         figures.append(
             ParamFigures(
                 name=name,
+                part=None if window is None else parts[name] - 1,
                 shape=shape,
                 count=len(params),
                 optimizer="muon",
@@ -310,7 +313,7 @@ def _params(stage: Stage) -> list[ParamFigures]:
         if not item.param.use_muon:
             adamw[with_stars(item.param.name), item.param.shape, str(held)] += 1
     for (name, shape, layout), count in adamw.items():
-        figures.append(ParamFigures(name, shape, count, "adamw", layout, 0, None, "", 0.0, 0, 0))
+        figures.append(ParamFigures(name, None, shape, count, "adamw", layout, 0, None, "", 0.0, 0, 0))
     return figures
 
 

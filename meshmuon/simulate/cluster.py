@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 import torch
@@ -14,7 +14,7 @@ from ..layout import Layout, Mesh, Placement
 from ..matrices import MatrixOptions, check_matrices
 from ..optim.plan_inputs import GroupRecipe, ParamFacts, plan_input_of
 from ..ortho import SchemeLike, resolve_scheme
-from ..plan import CostModel, Plan, PlanOptions, cost_model_for
+from ..plan import CostModel, Nodes, Plan, PlanOptions, cost_model_for
 from .description import ModelDescription
 from .sharding import PlacedParam, Sharding
 
@@ -47,18 +47,20 @@ class StagePlan:
     compute_dtype: torch.dtype  # of the products
 
 
-def plan_cluster(model: ModelDescription, sharding: Sharding, options: MuonOptions, device_type: str) -> list[StagePlan]:
-    """The plan of every stage."""
-    return [_plan_stage(placed, options, device_type) for placed in sharding.stages(model)]
+def plan_cluster(
+    model: ModelDescription, sharding: Sharding, options: MuonOptions, device_type: str, ranks_per_node: int | None = None
+) -> list[StagePlan]:
+    """The plan of every stage. ``ranks_per_node`` None: all ranks share one node."""
+    return [_plan_stage(placed, options, device_type, ranks_per_node) for placed in sharding.stages(model)]
 
 
-def _plan_stage(placed: Sequence[PlacedParam], options: MuonOptions, device_type: str) -> StagePlan:
+def _plan_stage(
+    placed: Sequence[PlacedParam], options: MuonOptions, device_type: str, ranks_per_node: int | None
+) -> StagePlan:
     device = torch.device(device_type)
     matrices = {item.param.name: item.param.matrices for item in placed if item.param.matrices is not None}
     entries = check_matrices({name: entry.fields() for name, entry in matrices.items()})
-    muon = GroupRecipe(
-        scheme=resolve_scheme(options.scheme, options.ns_steps), matrix_options=MatrixOptions(matrices=entries)
-    )
+    muon = GroupRecipe(scheme=resolve_scheme(options.scheme, options.ns_steps), matrix_options=MatrixOptions(matrices=entries))
     # As in an optimizer with the default param groups: Muon's parameters first, then AdamW's.
     order = sorted(range(len(placed)), key=lambda k: (not placed[k].param.use_muon, k))
     rank = min(rank for mesh in {item.mesh for item in placed} for rank in mesh.ranks)
@@ -82,6 +84,8 @@ def _plan_stage(placed: Sequence[PlacedParam], options: MuonOptions, device_type
     )
     settings = PlanSettings(plan_options, options.form, "reference_path=False", options.cost_model)
     topology = Topology.around(rank, slices_by_mesh(plan_inputs), None)
+    if ranks_per_node is not None:
+        topology = replace(topology, nodes=Nodes.of({rank: rank // ranks_per_node for rank in topology.ranks}))
     planner = LocalPlanner(tuple(plan_inputs), settings, topology)
     decision = planner.plan(frozenset(range(len(plan_inputs))), None)
     return StagePlan(

@@ -6,6 +6,7 @@ import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -110,8 +111,8 @@ def _between(points: list[tuple[int, float]], size: int) -> float:
     """The value at ``size`` on the line through ``points``, in logarithms of both; the nearest end's outside of them."""
     if size <= points[0][0]:
         return points[0][1]
-    for (low, at_low), (high, at_high) in zip(points, points[1:], strict=False):
+    for (low, at_low), (high, at_high) in pairwise(points):
         if size <= high:
             share = math.log(size / low) / math.log(high / low)
-            return at_low * (at_high / at_low) ** share
+            return float(at_low * (at_high / at_low) ** share)
     return points[-1][1]

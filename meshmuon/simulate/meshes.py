@@ -1,8 +1,8 @@
 """Meshes by the usual names of their axes, with ranks in the order in which torchtitan lays them out.
 
-From the outermost axis to the innermost: pp, dp_replicate, dp_shard, cp, tp. FSDP cuts over dp_shard and cp together. Experts see
-the same ranks as dp_replicate, efsdp, ep: expert parallelism borrows its ranks from dp_shard × cp × tp, and FSDP cuts experts over
-the rest of these.
+From the outermost axis to the innermost: pp, dp_replicate, dp_shard, cp, tp. FSDP cuts over dp_shard and cp together. Experts
+see the same ranks as dp_replicate, efsdp, ep: expert parallelism borrows its ranks from dp_shard × cp × tp, and FSDP cuts experts
+over the rest of these.
 """
 
 from __future__ import annotations
@@ -60,7 +60,9 @@ class MeshAxes:
     def _remaining(text: str, sizes: dict[str, int], ranks: int | None) -> int:
         others = math.prod(size for name, size in sizes.items() if name not in ("dp_shard", "ep"))
         if ranks is None or ranks % others:
-            have = "the number of ranks is not known: add --nodes" if ranks is None else f"{ranks} ranks do not divide by {others}"
+            have = (
+                "the number of ranks is not known: add --nodes" if ranks is None else f"{ranks} ranks do not divide by {others}"
+            )
             raise ConfigError(f"mesh {text!r}: dp_shard=-1 cannot be resolved, because {have}. Write its size.")
         return ranks // others
 

@@ -90,7 +90,7 @@ def build_module(target: str) -> ModelDescription:
     try:
         module = importlib.import_module(module_name)
     except ImportError as error:
-        raise ConfigError(f"--module {target}: {module_name} cannot be imported ({error}). Install it, or set PYTHONPATH.") from None
+        raise ConfigError(f"--module {target}: {module_name} cannot be imported ({error}). Set PYTHONPATH.") from None
     finally:
         sys.path.remove("")
     build = getattr(module, function_name, None)
@@ -105,7 +105,7 @@ def build_module(target: str) -> ModelDescription:
             "the model without arguments, data or weights."
         ) from error
     if not isinstance(model, nn.Module):
-        raise ConfigError(f"--module {target}: {function_name}() returned {type(model).__name__}; it must return a torch.nn.Module.")
+        raise ConfigError(f"--module {target}: {function_name}() returned {type(model).__name__}, not a torch.nn.Module.")
     return describe_module(model, target, tp_plan=_tp_plan_of(model))
 
 

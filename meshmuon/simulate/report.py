@@ -165,6 +165,7 @@ class ParamFigures:
     """Parameters that differ in the number of their layer only."""
 
     name: str  # with * for the number
+    part: int | None  # of a fused weight, which of its parts; None if it is not fused
     shape: tuple[int, ...]
     count: int
     optimizer: str  # "muon" or "adamw"

@@ -88,9 +88,9 @@ class MeshSharding:
         inner = tp_placement(param, axes.tp) if axes.tp > 1 else None
         if isinstance(inner, Sharded) and inner.split_factor > 1 and inner.dim == dim:
             raise ConfigError(
-                f"mesh {axes}: tensor parallelism cuts both halves of the fused {param.name} {param.shape}, and FSDP would cut the "
-                f"same dim {dim} again, which no placement describes. Use ep={axes.tp} instead of tp for the experts, or fewer "
-                f"shards than the {experts} experts."
+                f"mesh {axes}: tensor parallelism cuts both halves of the fused {param.name} {param.shape}, and FSDP would cut "
+                f"the same dim {dim} again, which no placement describes. Use ep={axes.tp} instead of tp for the experts, or "
+                f"fewer shards than the {experts} experts."
             )
         cut = axes.tp if isinstance(inner, Sharded) and inner.dim == dim else 1
         self._check_fsdp(param, dim, param.shape[dim] // cut if param.shape else 0, axes.fsdp)
@@ -197,12 +197,12 @@ def _read_mesh(row: Mapping[str, Any]) -> Mesh:
     return Mesh(shape, tuple(int(rank) for rank in row.get("ranks", range(math.prod(shape)))))
 
 
-def _read_rule(
-    pattern: str, row: Mapping[str, Any], meshes: Mapping[str, Mesh]
-) -> tuple[str, str, tuple[Placement, ...]]:
+def _read_rule(pattern: str, row: Mapping[str, Any], meshes: Mapping[str, Mesh]) -> tuple[str, str, tuple[Placement, ...]]:
     mesh = row["mesh"]
     if mesh not in meshes:
-        raise ConfigError(f"{pattern}: the mesh {mesh!r} is unknown.{did_you_mean(mesh, meshes)} Name one of {', '.join(meshes)}.")
+        raise ConfigError(
+            f"{pattern}: the mesh {mesh!r} is unknown.{did_you_mean(mesh, meshes)} Name one of {', '.join(meshes)}."
+        )
     placements = tuple(map(_read_placement, row["placements"]))
     if len(placements) != len(meshes[mesh].shape):
         raise ConfigError(

@@ -56,7 +56,7 @@ class Simulation:
     ) -> Simulation:
         """Plans and times every stage."""
         stages = []
-        for planned in plan_cluster(model, sharding, options, machine.device):
+        for planned in plan_cluster(model, sharding, options, machine.device, machine.ranks_per_node):
             traffic = TrafficCounter(planned.plan, machine.ranks_per_node).count()
             work = stage_work(planned, traffic, machine, options)
             memory = stage_memory(planned, traffic, machine, options)

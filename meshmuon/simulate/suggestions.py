@@ -6,7 +6,6 @@ import difflib
 from collections.abc import Iterable
 
 
-
 def did_you_mean(name: str, known: Iterable[str]) -> str:
     """``" Did you mean x?"`` for the known name that looks most like ``name``; empty if none does."""
     close = difflib.get_close_matches(name.lower(), list(known), n=1, cutoff=0.5)

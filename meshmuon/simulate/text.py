@@ -117,13 +117,14 @@ def _summary(report: Report) -> Section:
         ),
         (
             "balance",
-            f"rank {balance.heaviest_rank} has {balance.heaviest_over_mean:.3f} of the mean, {balance.heaviest_over_bound:.3f} of "
-            f"what any plan must take; its largest matrix is {balance.matrix} "
+            f"rank {balance.heaviest_rank} has {balance.heaviest_over_mean:.3f} of the mean, {balance.heaviest_over_bound:.3f} "
+            f"of what any plan must take; its largest matrix is {balance.matrix} "
             f"({balance.matrix_shape[0]}×{balance.matrix_shape[1]}, {balance.matrix_share:.0%})",
         ),
         ("plan", ", ".join(stage.digest[:12] for stage in report.stages[:4]) + (" …" if len(report.stages) > 4 else "")),
     )
-    return Section(f"{model.name} on {mesh.text}", ("", ""), rows)
+    width = max(len(name) for name, _ in rows)
+    return Section(f"{model.name} on {mesh.text}", lines=tuple(f"{name:<{width}}  {figures}" for name, figures in rows))
 
 
 def _memory(report: Report) -> Section:
@@ -192,7 +193,7 @@ def _params(report: Report) -> Section:
     shown = sorted(report.params, key=lambda row: (row.optimizer != "muon", -row.flops))[:_MOST_PARAMS]
     rows = tuple(
         (
-            row.name,
+            row.name if row.part is None else f"{row.name}, part {row.part}",
             "×".join(map(str, row.shape)),
             str(row.count),
             row.optimizer,

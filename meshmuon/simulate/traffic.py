@@ -1,8 +1,8 @@
 """What every rank sends and receives in every exchange of a plan, counted without listing the transfers.
 
-Tens of thousands of matrices share a few hundred ``ShardedMatrix`` objects, and these share even fewer sets of holders. Pieces are
-therefore summed per wave and object, and peers per wave and set of holders. Only the ranks of an owner's own node are looked at
-one by one.
+Tens of thousands of matrices share a few hundred ``ShardedMatrix`` objects, and these share even fewer sets of holders. Pieces
+are therefore summed per wave and object, and peers per wave and set of holders. Only the ranks of an owner's own node are looked
+at one by one.
 """
 
 from __future__ import annotations

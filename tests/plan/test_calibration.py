@@ -46,8 +46,12 @@ def test_a_file_is_read_back_as_it_was_written(tmp_path: Path) -> None:
 
 def test_plans_take_the_rate_of_large_matrices_and_of_whole_exchanges(tmp_path: Path) -> None:
     expected = CostModel(flops_per_byte=4e10 / 5e8, flops_per_exchange=4e10 * 1e-4)
-    path = written(tmp_path, MEASURED.to_json())
+    for missing in ("inside", "between"):  # measured on one node, or with one rank on each
+        path = written(tmp_path, replace(MEASURED, **{missing: None}).to_json())
+        assert cost_model_from(path) == expected
     assert cost_model_from(path) == cost_model_from(str(path)) == expected
+    path = written(tmp_path, MEASURED.to_json())
+    assert cost_model_from(path) == CostModel(4e10 / 2e9, 4e10 * 1e-5, 4e10 / 1e9, 4e10 * 1e-4)
     assert cost_model_from(expected) is expected
     assert cost_model_from(None) is None
 
@@ -71,7 +75,10 @@ WRONG: dict[str, tuple[Any, str]] = {
     "no link": (changed(exchange="fast"), "its exchange is 'fast' and must be a link or null"),
     "infinite": (changed(exchange={"bytes_per_second": math.inf, "seconds": 1}), "its exchange.bytes_per_second is inf"),
     "one rank": (changed(exchange=None), "it was measured on one rank and knows no link between ranks"),
-    "far too fast": (changed(exchange={"bytes_per_second": 1e-300, "seconds": 1}), "flops_per_byte=.* must be a number"),
+    "far too slow": (
+        changed(between=None, exchange={"bytes_per_second": 1e-300, "seconds": 1}),
+        "flops_per_byte=.* must be a number",
+    ),
 }
 
 
