@@ -54,9 +54,7 @@ def plan_cluster(
     return [_plan_stage(placed, options, device_type, ranks_per_node) for placed in sharding.stages(model)]
 
 
-def _plan_stage(
-    placed: Sequence[PlacedParam], options: MuonOptions, device_type: str, ranks_per_node: int | None
-) -> StagePlan:
+def _plan_stage(placed: Sequence[PlacedParam], options: MuonOptions, device_type: str, ranks_per_node: int | None) -> StagePlan:
     device = torch.device(device_type)
     matrices = {item.param.name: item.param.matrices for item in placed if item.param.matrices is not None}
     entries = check_matrices({name: entry.fields() for name, entry in matrices.items()})

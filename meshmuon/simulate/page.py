@@ -2,16 +2,32 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 from importlib import resources
 from pathlib import Path
 from string import Template
+from types import ModuleType
 from typing import Any
 
 from ..errors import ConfigError
 from .report import Report
 
 _FOLDER = "page_files"
+
+
+def require_plotly() -> ModuleType:
+    """``plotly.offline``, which holds the library that draws the figures.
+
+    Raises:
+        ConfigError: if it is not installed.
+    """
+    try:
+        return importlib.import_module("plotly.offline")
+    except ImportError:
+        raise ConfigError(
+            "--html needs plotly: pip install 'meshmuon[plan]'. --json writes the same numbers without it."
+        ) from None
 
 
 def render_page(report: Report) -> str:
@@ -23,7 +39,7 @@ def render_page(report: Report) -> str:
         style=(files / "page.css").read_text(encoding="utf-8"),
         script=(files / "page.js").read_text(encoding="utf-8"),
         report=_embedded(report.to_json()),
-        library=_library(),
+        library=require_plotly().get_plotlyjs(),
     )
 
 
@@ -38,14 +54,6 @@ def write_page(report: Report, path: Path) -> None:
         path.write_text(text, encoding="utf-8")
     except OSError as error:
         raise ConfigError(f"{path} cannot be written: {error.strerror or error}.") from None
-
-
-def _library() -> str:
-    try:
-        from plotly.offline import get_plotlyjs
-    except ImportError:
-        raise ConfigError("--html needs plotly: pip install 'meshmuon[plan]'. --json writes the same numbers without it.") from None
-    return str(get_plotlyjs())
 
 
 def _embedded(content: dict[str, Any]) -> str:

@@ -138,7 +138,7 @@ function drawRanks() {
   element("metric-range").dataset.value = JSON.stringify([low, high]);
   const height = Math.max(180, Math.min(520, 26 * rows + 60));
   Plotly.react("ranks", [{
-    type: "heatmap", z, text, hoverinfo: "text", colorscale: colours(), zmin: low === high ? 0 : low, zmax: (low === high ? 2 * high : high) || 1, xgap: rows > 64 ? 0 : 1, ygap: rows > 64 ? 0 : 1,
+    type: "heatmap", z, text, hoverinfo: "text", colorscale: colours(), zmin: low === high ? 0 : low, zmax: (low === high ? 2 * high : high) || 1, xgap: rows > 32 ? 0 : 1, ygap: rows > 32 ? 0 : 1,
     colorbar: { ...ticks(low, high || 1, kind), thickness: 12, outlinewidth: 0 },
   }], layout({
     height,
