@@ -19,6 +19,8 @@ from .plan_data import PlanData, add_local_costs
 from .tasks import EVERY_HOLDER, Task
 
 FORMAT, VERSION = "meshmuon calibration", 1
+_SMALLEST, _LARGEST = 1e-15, 1e24  # of any figure: what lies outside was not measured on a computer
+_LARGEST_SIZE, _MOST_RANKS = 2**31, 10**7
 _REMEDY = "Write the file with torchrun ... -m meshmuon doctor --save FILE."
 
 CostModelLike: TypeAlias = "CostModel | str | os.PathLike[str]"
@@ -142,8 +144,8 @@ class Calibration:
         return cls(
             device=reader.text("device"),
             device_name=reader.text("device_name"),
-            ranks=int(reader.number("ranks")),
-            ranks_per_node=int(reader.number("ranks_per_node")),
+            ranks=reader.whole("ranks", _MOST_RANKS),
+            ranks_per_node=reader.whole("ranks_per_node", _MOST_RANKS),
             compute_dtype=reader.text("compute_dtype"),
             products=reader.rates("products"),
             orthogonalisation=reader.rates("orthogonalisation"),
@@ -161,6 +163,8 @@ class Calibration:
             return cls.from_json(json.loads(Path(path).read_text(encoding="utf-8")))
         except OSError as error:
             raise ConfigError(f"it cannot be read: {error.strerror or error}. {_REMEDY}") from None
+        except RecursionError:
+            raise ConfigError(f"it is not JSON that can be read: it is nested too deeply. {_REMEDY}") from None
         except ValueError as error:  # also of JSON and of text that is not UTF-8
             if isinstance(error, ConfigError):
                 raise
@@ -183,7 +187,15 @@ class _Reader:
         value = self._content.get(name)
         if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < math.inf:
             raise self._wrong(name, value, "a positive number")
+        if not _SMALLEST <= value <= _LARGEST:
+            raise self._wrong(name, value, f"between {_SMALLEST:g} and {_LARGEST:g}")
         return float(value)
+
+    def whole(self, name: str, most: int) -> int:
+        value = self._content.get(name)
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not 1 <= value <= most or value != int(value):
+            raise self._wrong(name, value, f"a whole number from 1 to {most}")
+        return int(value)
 
     def rates(self, name: str) -> tuple[Rate, ...]:
         rows = self._content.get(name)
@@ -191,7 +203,8 @@ class _Reader:
             raise self._wrong(name, rows, "a list of rates")
         readers = [_Reader(row, f"{name}[{k}].") for k, row in enumerate(rows)]
         return tuple(
-            Rate(reader.text("dtype"), int(reader.number("size")), reader.number("flops_per_second")) for reader in readers
+            Rate(reader.text("dtype"), reader.whole("size", _LARGEST_SIZE), reader.number("flops_per_second"))
+            for reader in readers
         )
 
     def link(self, name: str) -> Link | None:
@@ -204,7 +217,8 @@ class _Reader:
         return Link(reader.number("bytes_per_second"), reader.number("seconds"))
 
     def _wrong(self, name: str, value: object, expected: str) -> ConfigError:
-        return ConfigError(f"its {self._where}{name} is {value!r} and must be {expected}. {_REMEDY}")
+        shown = f"a number of {value.bit_length()} bits" if type(value) is int and value.bit_length() > 999 else repr(value)[:120]
+        return ConfigError(f"its {self._where}{name} is {shown} and must be {expected}. {_REMEDY}")
 
 
 def cost_model_from(value: CostModelLike | None) -> CostModel | None:

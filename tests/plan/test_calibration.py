@@ -76,9 +76,38 @@ WRONG: dict[str, tuple[Any, str]] = {
     "infinite": (changed(exchange={"bytes_per_second": math.inf, "seconds": 1}), "its exchange.bytes_per_second is inf"),
     "one rank": (changed(exchange=None), "it was measured on one rank and knows no link between ranks"),
     "far too slow": (
-        changed(between=None, exchange={"bytes_per_second": 1e-300, "seconds": 1}),
+        changed(exchange={"bytes_per_second": 1e-300, "seconds": 1}),
+        "its exchange.bytes_per_second is 1e-300 and must be between 1e-15 and 1e\\+24",
+    ),
+    "slow beside fast": (
+        changed(
+            between=None,
+            exchange={"bytes_per_second": 1e-9, "seconds": 1},
+            orthogonalisation=[{"dtype": "float32", "size": 8, "flops_per_second": 1e23}],
+        ),
         "flops_per_byte=.* must be a number",
     ),
+    "not a number": (changed(host_seconds_per_step=math.nan), "its host_seconds_per_step is nan and must be a positive number"),
+    "negative": (changed(host_seconds_per_step=-1), "its host_seconds_per_step is -1 and must be a positive number"),
+    "in words": (changed(host_seconds_per_step="1"), "its host_seconds_per_step is '1' and must be a positive number"),
+    "more digits than a float": (changed(host_seconds_per_step=10**400), "is a number of 1329 bits and must be between"),
+    "a billion ranks": (changed(ranks=10**9), "its ranks is 1000000000 and must be a whole number from 1 to 10000000"),
+    "half a rank": (changed(ranks_per_node=0.5), "its ranks_per_node is 0.5 and must be a whole number"),
+    "a rank and a half": (changed(ranks=1.5), "its ranks is 1.5 and must be a whole number"),
+    "ranks without end": (changed(ranks=math.inf), "its ranks is inf and must be a whole number"),
+    "no size": (
+        changed(orthogonalisation=[{"dtype": "float32", "size": 0, "flops_per_second": 1e9}]),
+        r"its orthogonalisation\[0\].size is 0 and must be a whole number from 1 to 2147483648",
+    ),
+    "a size below one": (
+        changed(products=[{"dtype": "float32", "size": 0.4, "flops_per_second": 1e9}]),
+        r"its products\[0\].size is 0.4 and must be a whole number",
+    ),
+    "rates in words": (changed(products="fast"), "its products is 'fast' and must be a list of rates"),
+    "a list of numbers": (changed(products=[1, 2]), r"its products is \[1, 2\] and must be a list of rates"),
+    "a list instead of a link": (changed(exchange=[1, 2]), r"its exchange is \[1, 2\] and must be a link or null"),
+    "a long text": (changed(products="x" * 10**6), "its products is 'x{119} and must be a list"),
+    "nested": ("[" * 100_000, "it is not JSON"),
 }
 
 
