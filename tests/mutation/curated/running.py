@@ -257,12 +257,12 @@ MUTANTS: Mutants = {
             ("$buffers.to_forward.run()", ""),
             ("$buffers.to_received.run()", ""),
         ),
-        "RelayedExchange.buffers": (("{**$own, **$collected}", "$own"),),
+        "RelayedExchange.buffers": (("{**own, **ins[0]}", "own"),),
     },
     "meshmuon.plan.relays": {
         "Relays.relays": (
-            ("$near[$target % len($near)]", "$near[0]"),
-            ("$far[$source % len($far)]", "$far[0]"),
+            ("near[target % len(near)]", "near[0]"),
+            ("far[source % len(far)]", "far[0]"),
         ),
         "_Edges.add": (("$source != $target", "True"),),
         "_most_of_wave": (("$holders if $rank in $owners else $owners", "$owners"),),
