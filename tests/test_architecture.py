@@ -20,6 +20,7 @@ ROOMS = (
     "__init__",
     "checkpoint",
     "optim",
+    "metrics",
     "qk_clip",
     "clipping",
     "routing",

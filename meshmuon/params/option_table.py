@@ -45,6 +45,7 @@ from .checks import (
     whole_number,
 )
 from .lr import AdjustLR, check_adjust_lr
+from .metrics_option import metrics_from
 from .rules import RuleLike, check_rule
 
 
@@ -309,6 +310,10 @@ OPTIONS: tuple[Option, ...] = (
     Option("cost_model", None, Scope.OPTIMIZER, of_value(cost_model_from), Compared.IN_PLAN).with_help(
         "How fast links are beside matrix units, for the choice of owners, waves and ``replicas``: a file that ``meshmuon doctor "
         "--save`` wrote, or a ``CostModel``; by default a guess for each kind of device. See docs/doctor.md."
+    ),
+    Option("metrics", None, Scope.OPTIMIZER, of_value(metrics_from), Compared.IN_PLAN).with_help(
+        "Measures every k-th step, for ``optimizer.metrics()``: a number k, or a ``meshmuon.metrics.Metrics``; by default "
+        "nothing. See docs/metrics.md."
     ),
 )
 """In the order of the constructor's parameters. An option with an older name is where that name is."""
