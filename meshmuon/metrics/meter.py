@@ -287,6 +287,7 @@ class Meter:
         told = packed[slice(*packing.told)]
         return torch.cat([told, *(copy_to(layer, told.device).to(_DTYPE) for layer in logits.values())])
 
+    @torch.no_grad()
     def read(self, *, wait: bool) -> dict[str, Any]:
         """The latest measurement that the host knows; with ``wait``, the latest that was begun. Empty before the first."""
         if self.options is None:

@@ -215,6 +215,15 @@ SCENARIOS = {
         options={"ns_steps": 1, "warmup_step": 1, "chunk_size": 1},
         steps=2,
     ),
+    "metrics": Program(
+        mesh=(2,),
+        params=(
+            *(ProgramParam(f"layers.{k}.weight", (6, 4), (Shard(0),)) for k in range(2)),
+            ProgramParam("bias", (5,), (Shard(0),), use_muon=False),
+        ),
+        options={"ns_steps": 1, "metrics": 1},
+        steps=5,
+    ),
     "logits in pinned memory": Program(
         mesh=(1,),
         params=tuple(ProgramParam(f"layers.0.self_attn.{name}_proj.weight", (HEADS * HEAD_DIM, 5)) for name in "qk"),
