@@ -111,8 +111,8 @@ class Planner:
 
     @property
     def steps(self) -> int:
-        """How often ``step()`` was called since the ranks last identified each other; the same on all ranks in a step."""
-        return self._pairing.steps
+        """Number of this step, from 1 on, since the ranks last identified each other; the same on all ranks once they agree."""
+        return self._pairing.steps + bool(self._pairing.shared_id)  # a common id is agreed on in the first step
 
     def begin(self) -> None:
         """Counts a call of ``step()``, also one that fails before the ranks can agree: on other ranks it may have succeeded."""

@@ -133,7 +133,7 @@ class Meter:
         columns = MatrixColumns(self.options.iterations)
         packing = Packing(tuple(matrices), tuple(adamw), ranks, groups, columns, self.options.weight_spectra)
         device = params[0].param.device
-        with torch.inference_mode(False):
+        with torch.inference_mode(False), torch.no_grad():
             packed = torch.zeros(packing.size, dtype=_DTYPE, device=device)
             vectors = torch.zeros_like(packed)
             local = tuple(LocalMatrices.of(planned, rank, device) for planned in plan.params)
@@ -151,7 +151,6 @@ class Meter:
         if self._transfers is None:
             self._transfers = transfers_for(device)
 
-    @torch.no_grad()
     def begin(self, step_params: Sequence[StepParam], idle: AbstractSet[int], *, gradients_here: bool) -> StepRecorder:
         """Measures gradients and weights before the step changes them. Returns what sees the rest of the step.
 
@@ -161,7 +160,7 @@ class Meter:
         assert prepared is not None
         packing, packed = prepared.packing, prepared.packed
         recorder = StepRecorder(packing, packed, prepared.indices, stopwatch_for(packed.device))
-        with torch.inference_mode(False), recorder.phase("metrics"):
+        with torch.inference_mode(False), torch.no_grad(), recorder.phase("metrics"):
             packed.zero_()
             try:
                 for k, (step_param, local) in enumerate(zip(step_params, prepared.local, strict=True)):
@@ -188,7 +187,6 @@ class Meter:
         assert self._prepared is not None
         return [self._prepared.adamw_starts[k] for k in indices]
 
-    @torch.no_grad()
     def finish(
         self,
         recorder: StepRecorder,
@@ -208,7 +206,7 @@ class Meter:
         assert prepared is not None
         assert transfers is not None
         packing, packed = prepared.packing, prepared.packed
-        with torch.inference_mode(False), recorder.phase("metrics"):
+        with torch.inference_mode(False), torch.no_grad(), recorder.phase("metrics"):
             self._write_seconds(recorder, packing, packed, decision.rank)
             if decision.exchange is not None:
                 decision.exchange.add_up(packed[: packing.reduced])

@@ -12,7 +12,7 @@ from torch import Tensor
 from ..layout import Layout, Ranges, Replicated, coordinates, local_indices
 from ..matrices import StridedRange
 from ..plan import PlannedParam
-from .spectra import squares
+from .spectra import rows_times, squares
 
 Selector: TypeAlias = "slice | Tensor"
 """Indices of a dim: a slice or, if they are in several pieces, a tensor of them."""
@@ -78,9 +78,8 @@ class LocalMatrices:
     def multiply(self, local: Tensor, vectors: Tensor, result: Tensor, *, transposed: bool) -> None:
         """Writes this rank's part of W·v, or Wᵀ·v, of each matrix into ``result``; both are (matrices, longer side)."""
         pieces = self.cut(local).to(vectors.dtype)
-        pieces, read, written = (pieces.mT, self.rows, self.cols) if transposed else (pieces, self.cols, self.rows)
-        taken = vectors[self.matrices][:, read].unsqueeze(-1)
-        product = torch.bmm(pieces, taken).squeeze(-1)
+        pieces, read, written = (pieces, self.rows, self.cols) if transposed else (pieces.mT, self.cols, self.rows)
+        product = rows_times(vectors[self.matrices][:, read].unsqueeze(1), pieces).squeeze(1)
         held = result[self.matrices]
         held[:, written] = product
         if not isinstance(self.matrices, slice):  # ``held`` is a copy then
