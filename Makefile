@@ -10,7 +10,7 @@ STAMP  := $(VENV)/.installed-$(shell cat pyproject.toml constraints.txt | cksum 
 export ONEDNN_MAX_CPU_ISA ?= AVX10_1_512
 
 .DEFAULT_GOAL := help
-.PHONY: help train test test-models test-torch lint bench check-streams mutants clean
+.PHONY: help train test test-models test-torch lint bench check-streams mutants docs package clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):[^#]*## /  make \1\t/' | expand -t 22
@@ -70,8 +70,25 @@ check-streams: $(STAMP) ## look for races on a GPU in random programs (PROGRAMS=
 mutants: $(STAMP) ## break the maths in one place at a time and count what the tests catch
 	$(BIN)/python tests/mutation/run.py $(ARGS)
 
+# In an environment of its own: the tests need none of Sphinx. Warnings are errors; then every link of the finished pages is followed.
+DOCS_VENV  := .venv-docs
+DOCS_STAMP := $(DOCS_VENV)/.installed-$(shell cat pyproject.toml constraints.txt | cksum | cut -d' ' -f1)
+SITE       := build/site
+
+docs: $(DOCS_STAMP) ## build the site into build/site; warnings, broken links and missing docstrings fail
+	@rm -rf $(SITE)
+	$(DOCS_VENV)/bin/python -m sphinx --quiet --fail-on-warning --fresh-env -c docs/site -d build/site-cache $(ARGS) . $(SITE)
+	$(DOCS_VENV)/bin/python docs/site/check.py $(SITE)
+
+$(DOCS_STAMP): pyproject.toml constraints.txt
+	@test -x $(DOCS_VENV)/bin/python || $(PYTHON) -c 'import sys; sys.exit("make docs needs Python 3.11 or newer") if sys.version_info < (3, 11) else None'
+	@test -x $(DOCS_VENV)/bin/python || $(PYTHON) -m venv $(DOCS_VENV)
+	$(DOCS_VENV)/bin/python -m pip install --quiet --constraint constraints.txt torch
+	$(DOCS_VENV)/bin/python -m pip install --quiet --constraint constraints.txt --editable '.[docs]'
+	@rm -f $(DOCS_VENV)/.installed-* && touch $@
+
 clean: ## remove the virtual environment and caches
-	rm -rf $(VENV) .venv-models .venv-torch-* .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .venv-models .venv-docs .venv-torch-* build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
 
 $(MODELS_STAMP): pyproject.toml constraints.txt
 	@test -x $(MODELS_VENV)/bin/python || $(PYTHON) -m venv $(MODELS_VENV)

@@ -407,6 +407,18 @@ def unwrapped(module: nn.Module) -> nn.Module:
     return inner
 
 
+def traced_class(module: nn.Module) -> str | None:
+    """The qualified name of the class that a module of ``torch.export.unflatten`` was traced from; None for other modules.
+
+    Pipelining makes such modules. Where a version does not tell, they still have their graphs.
+    """
+    if type(module).__name__ not in ("InterpreterModule", "UnflattenedModule", "InterpreterModuleDispatcher"):
+        return None
+    type_name: Any = getattr(module, "type_name", None)
+    name = type_name() if callable(type_name) else None
+    return name if isinstance(name, str) else None
+
+
 def device_has_foreach(device: torch.device) -> bool:
     """Whether ``torch._foreach_*`` has batched kernels for ``device``, as torch's ``clip_grad_norm_`` checks it."""
     from torch.utils._foreach_utils import _device_has_foreach_support

@@ -244,6 +244,7 @@ OPTIMIZER_OPTIONS: dict[str, Callable[[Any], bool]] = {
     "replica_group": lambda value: value is None,
     "cost_model": lambda value: value is None,
     "metrics": lambda value: value is None or (type(value) is int and value >= 1),
+    "kernels": choice("auto", "triton", "torch"),  # quack is not installed
     "clip_config": lambda value: value is None or (isinstance(value, Mapping) and not value),
 }
 TWO_NAMES = ("use_distributed_muon", "reference_path", "warmup_step", "waves_ahead")
