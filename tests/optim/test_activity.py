@@ -340,5 +340,5 @@ def test_the_right_one_of_two_such_names_is_replaced() -> None:
     optimizer = Muon(get_default_muon_param_groups(model), lr=LR)
     model.weight = nn.Parameter(torch.ones(6, 6))
     model.weight.grad = torch.ones(6, 6)
-    with pytest.raises(GradientError, match="^weight: the model has replaced this parameter"):
+    with pytest.raises(GradientError, match=r"^weight: the model has replaced this parameter"):
         optimizer.step()
