@@ -61,7 +61,7 @@ def test_bare_tables_of_the_size_of_the_vocabulary() -> None:
 @pytest.mark.parametrize("parametrisation", ["spectral_norm", "orthogonal"])
 def test_parametrised_layers_are_what_they_are(parametrisation: str) -> None:
     parametrised = getattr(nn.utils.parametrizations, parametrisation)
-    model = module("Model", tok=parametrised(nn.Embedding(24, 16)), fc=parametrised(linear(24, 16)), head=linear(9, 16))
+    model = module("Model", tok=parametrised(nn.Embedding(24, 16)), fc=parametrised(linear(40, 16)), head=linear(9, 16))
     found = {name: contents(model, name).route for name, param in model.named_parameters() if param.dim() == 2}
     assert found == {
         "tok.parametrizations.weight.original": "adamw",
