@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from torch import nn
+from torch import Tensor, nn
 
 from ..matrices import Interleaved, ParamMatrices, Split
 from .fused import fused_split
@@ -79,8 +79,8 @@ def _proven_dims(place: ParamPlace) -> str | None:
         bias = params.get(bias_name) if bias_name != name else None
         if bias is not None and bias.dim() == 2 and bias.shape[0] == count and bias.shape[1] in (rows, cols):
             return "out_in" if bias.shape[1] == rows else "in_out"
-    routers = [param.shape for param in params.values() if param is not None and param.dim() == 2 and count in param.shape]
-    routers += [(given, taken) for module in place.modules[-2:] for given, taken in _linear_shapes(module) if given == count]
+    matrices = [param.shape for param in params.values() if param is not None and param.dim() == 2]
+    routers = [shape for shape in (*matrices, *_linear_shapes(place.modules[-2:])) if count in shape]
     widths = {size for shape in routers for size in shape if size != count} & {rows, cols}
     if len(widths) != 1 or bool(_UP.fullmatch(name)) == bool(_DOWN.fullmatch(name)):
         return None
@@ -88,10 +88,11 @@ def _proven_dims(place: ParamPlace) -> str | None:
     return "out_in" if inputs_last == bool(_UP.fullmatch(name)) else "in_out"
 
 
-def _linear_shapes(module: nn.Module) -> Iterator[tuple[int, int]]:
-    for child in module.children():
-        if is_instance(child, nn.Linear):
-            yield child.weight.shape[0], child.weight.shape[1]
+def _linear_shapes(modules: Sequence[nn.Module]) -> Iterator[Sequence[int]]:
+    for child in (child for module in modules for child in module.children()):
+        weight = getattr(child, "weight", None)
+        if is_instance(child, nn.Linear) and isinstance(weight, Tensor):
+            yield weight.shape
 
 
 def _declared(place: ParamPlace) -> tuple[str, ParamMatrices] | None:
