@@ -241,10 +241,15 @@ def _is_halved(place: ParamPlace, outputs: int, inputs: int) -> bool:
 
 
 def _inputs_after(place: ParamPlace, width: int) -> int | None:
-    """The inputs of the layer that takes the output of attention back to ``width``; None if no layer, or several, may be it."""
-    back = [(label, inputs) for label, outputs, inputs in place.neighbours() if outputs == width]
+    """The inputs of the layer that takes the output of attention back to ``width``; None if no layer, or several, may be it.
+
+    A layer that is named after it counts first, and even if it has other outputs, as where stages of a backbone meet.
+    """
+    others = list(place.neighbours())
+    back = [(label, inputs) for label, outputs, inputs in others if outputs == width]
     named = {inputs for label, inputs in back if _AFTER_ATTENTION.fullmatch(label)}
-    found = named or {inputs for _, inputs in back}
+    anywhere = {inputs for label, _, inputs in others if _AFTER_ATTENTION.fullmatch(label)}
+    found = named or {inputs for _, inputs in back} or anywhere
     return found.pop() if len(found) == 1 else None
 
 

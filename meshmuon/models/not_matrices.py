@@ -67,7 +67,7 @@ def why_no_matrix(place: ParamPlace) -> str | None:
     if not hasattr(module, "in_features") and not place.held_by("Linear|Conv|Dense|Experts"):
         if is_table_label(place.label):
             return "embedding: by name"
-        if place.held_by("Embed|Codebook"):
+        if place.held_by(r"(Embed(s|ding|dings|der)?|Codebooks?)(\dD|\d)?$"):
             return "embedding: by class"
     if place.param.dim() > 2 and place.param.size(0) == 1:
         return "token or table: its first dim is 1"

@@ -34,6 +34,14 @@ def test_embeddings_by_class() -> None:
     assert contents(model, "words.weight").reason == "embedding: by class"
 
 
+def test_a_mixin_named_after_embeddings_makes_no_table() -> None:
+    """As transformers' models have it."""
+    mixin = type("EmbeddingAccessMixin", (), {})
+    model: nn.Module = type("Model", (nn.Module, mixin), {})()
+    model.projection = nn.Parameter(torch.zeros(16, 8))
+    assert contents(model, "projection").route == "muon"
+
+
 @pytest.mark.parametrize("name", ["embed_proj", "time_emb_mlp", "emb_to_hidden"])
 def test_projections_of_embeddings_are_matrices(name: str) -> None:
     assert contents(in_block(**{name: module("ColumnParallel", weight=(64, 16))}), f"layers.0.{name}.weight").route == "muon"
@@ -132,6 +140,12 @@ def test_equal_parts_of_any_width(inner: int, expected: tuple[int, ...]) -> None
     """What follows attention tells the width of q; of ``to_out`` it is one level down."""
     attention = module("Attention", to_qkv=linear(3 * inner, 64), to_out=nn.Sequential(linear(64, inner), nn.Dropout()))
     assert contents(in_block(attn=attention), "layers.0.attn.to_qkv.weight").matrices.split == expected
+
+
+def test_where_stages_of_a_backbone_meet() -> None:
+    """SAM 2: 96 channels come in, 192 go out."""
+    attention = module("MultiScaleAttention", qkv=linear(576, 96), proj=linear(192, 192))
+    assert contents(in_block(attn=attention), "layers.0.attn.qkv.weight").matrices.split == (192,) * 3
 
 
 def test_thirds_that_the_next_layer_denies() -> None:
