@@ -12,37 +12,24 @@ from torch import Tensor
 
 from ..agree.state_presence import has_all_state
 from ..agree.step_decision import PlanInput, StepDecision
-from ..device import copy_to, known_to_host, work_device
+from ..device import copy_to, known_to_host
 from ..errors import ConfigError, GradientError
-from ..execute import StepParam, StepSettings, UpdateRule, elements_held
-from ..matrices import MatrixOptions, find_matrices
-from ..ortho import Orthogonalizer, Scheme, default_compute_dtype, resolve_scheme, scheme_for
-from ..params.dtensors import as_dtensor, check_cuts, check_gradient_placement, held_ranges
+from ..execute import StepParam, StepSettings, elements_held
+from ..ortho import scheme_for
+from ..params.dtensors import check_cuts, check_gradient_placement, held_ranges
 from ..params.groups import (
     check_options,
     check_overflow,
     check_rounding,
-    check_rule_memory,
     largest_number,
-    matrix_options_of,
 )
 from ..params.lr import lr_factor
 from ..params.named_params import NamedParam
 from ..params.option_table import ParamGroup
-from ..params.rules import resolve_rule
 from ..state import param_state
 from ..torch_compat import local_part, zeros_like
 from .group_snapshot import GroupSnapshot, metadata_of
-
-
-class GroupRecipe(NamedTuple):
-    """How a param group treats all of its parameters. A group that AdamW steps sets only ``rounding``."""
-
-    scheme: Scheme | Orthogonalizer | None = None
-    rule: UpdateRule | None = None
-    matrix_options: MatrixOptions | None = None
-    compute_dtype: torch.dtype | None = None
-    rounding: str = "nearest"
+from .plan_inputs import GroupRecipe, facts_of, plan_input_of, recipe_of
 
 
 class ParamRecord(NamedTuple):
@@ -114,7 +101,7 @@ class Collector:
         for index, group in enumerate(groups):
             try:
                 check_options(group, index)
-                recipe = _recipe_of(group)
+                recipe = recipe_of(group)
             except Exception as error:
                 failure = failure or error
                 recipe = GroupRecipe()
@@ -166,7 +153,8 @@ class Collector:
             del failure
 
     def _new_record(self, recipe: GroupRecipe, named: NamedParam) -> ParamRecord:
-        plan_input = _plan_input_of(recipe, named, comm_dtype=self._comm_dtype(named.param))
+        facts = facts_of(named, has_matrices=recipe.matrix_options is not None)
+        plan_input = plan_input_of(recipe, facts, comm_dtype=self._comm_dtype(named.param))
         return ParamRecord(named, recipe, metadata_of(named.param), plan_input)
 
     def _remember(self, records: list[ParamRecord]) -> None:
@@ -325,49 +313,6 @@ class Collector:
 def gradient_of(param: Tensor) -> Tensor:
     """The parameter's gradient, or zeros where only other ranks have one."""
     return zeros_like(param) if param.grad is None else param.grad
-
-
-def _recipe_of(group: ParamGroup) -> GroupRecipe:
-    if not group["use_muon"]:
-        return GroupRecipe(rounding=group["rounding"])
-    scheme, rule = resolve_scheme(group["scheme"], group["ns_steps"]), resolve_rule(group["rule"])
-    return GroupRecipe(scheme, rule, matrix_options_of(group), group["compute_dtype"], group["rounding"])
-
-
-def _plan_input_of(recipe: GroupRecipe, named: NamedParam, *, comm_dtype: torch.dtype | None) -> PlanInput:
-    scheme, rule, matrix_options, compute_dtype, _ = recipe
-    param = named.param
-    sharded = as_dtensor(param)
-    shape, dtype, device = tuple(param.shape), param.dtype, param.device
-    works_on = device if matrix_options is None else work_device(param)  # AdamW works where the parameter is
-    update_dtype = torch.float64 if dtype == torch.float64 else torch.float32
-    compute_dtype = dtype if matrix_options is None else compute_dtype or default_compute_dtype(works_on, dtype)
-    matrix_sets = None if matrix_options is None else find_matrices(named.name, shape, matrix_options)
-    check_rule_memory(named.name, matrix_sets or (), rule)
-    for part in matrix_sets or ():
-        assert scheme is not None
-        scheme_for(scheme, part.rows, part.cols, compute_dtype)  # refuses a scheme that rounding would break in this dtype
-    return PlanInput(
-        name=named.name,
-        group_index=named.group_index,
-        shape=shape,
-        local_shape=shape if sharded is None else tuple(sharded.to_local().shape),
-        mesh=None if sharded is None else sharded.device_mesh,
-        placements=() if sharded is None else sharded.placements,
-        device=device,
-        work_device=works_on,
-        matrix_sets=matrix_sets,
-        scheme=scheme,
-        rule=rule,
-        compute_dtype=compute_dtype,
-        comm_dtype=comm_dtype or default_comm_dtype(works_on, update_dtype),
-        update_dtype=update_dtype,
-    )
-
-
-def default_comm_dtype(device: torch.device, update_dtype: torch.dtype) -> torch.dtype:
-    """bfloat16 between GPUs, full precision elsewhere; float64 stays float64."""
-    return torch.bfloat16 if device.type == "cuda" and update_dtype != torch.float64 else update_dtype
 
 
 def _settings(group: ParamGroup, skip_mask: Tensor | None, device: torch.device) -> StepSettings:
