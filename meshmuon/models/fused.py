@@ -61,6 +61,7 @@ FUSED: tuple[Fused, ...] = (
         "outputs/r_dim/head_dim",
         "FusedQKVLinear",
     ),
+    Fused("q1, q2, k1, k2, v", "to_qkv", ("outputs/5",) * 5, "", "StableAudio3SelfAttention", "use_differential"),
     # timm's.
     Fused("q, k, v of each head", "qkv", ("outputs/heads/3",) * 3, "heads", "AttentionCl", "head_first"),
     Fused("q, k, v of each head", r"qkv|qkv\.linear", ("key_dim", "key_dim", "val_dim"), "heads"),
@@ -104,6 +105,7 @@ FUSED: tuple[Fused, ...] = (
     # Blocks of q, k, v: with the sizes that the model tells, or those that the layers around the weight prove.
     Fused("q, k, v", _QKV, ("heads*head_dim", "kv_heads*head_dim", "kv_heads*head_dim")),
     Fused("q, k, v", _QKV, ("q_dim", "kv_dim", "kv_dim")),
+    Fused("q, k, v", _QKV, ("heads*head_dim",) * 3),
     Fused("k, v", "c_attn|in_proj_weight", ("outputs/2",) * 2, beside=r"q|q_\w+|to_q|[wW]_?q|query\w*"),  # cross-attention
     Fused("q, k, v", _QKV, ("proven_q", "proven_kv", "proven_kv")),
     Fused("k, v", r"kv|to_kv|w_?kv|kv_linear|key_value|kv_proj", ("outputs/2",) * 2),

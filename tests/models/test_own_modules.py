@@ -154,6 +154,14 @@ def test_thirds_that_the_next_layer_denies() -> None:
     assert contents(in_block(attn=attention), "layers.0.attn.qkv.weight").reason == LOOKS_FUSED
 
 
+def test_heads_that_are_pooled_after_attention() -> None:
+    """MiniMax H3: the next layer takes less than q has, but heads and their size tell; differential attention has five parts."""
+    attention = module("Attention", qkv=linear(192, 64), proj=linear(32, 32), num_heads=4, head_dim=16)
+    assert contents(in_block(attn=attention), "layers.0.attn.qkv.weight").matrices.split == (64,) * 3
+    differential = module("StableAudio3SelfAttention", to_qkv=linear(320, 64), to_out=linear(64, 64), use_differential=True)
+    assert contents(in_block(attn=differential), "layers.0.attn.to_qkv.weight").matrices.split == (64,) * 5
+
+
 def test_two_blocks_need_queries_beside_them() -> None:
     """(128, 64) is k and v of cross-attention, or q with half as many keys and values."""
     cross = module("Attention", c_attn=linear(128, 64), q_attn=linear(64, 64), c_proj=linear(64, 64))
