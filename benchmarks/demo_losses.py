@@ -1,15 +1,16 @@
 """What a choice costs in loss: the demo with each variant of it, over several seeds and learning rates.
 
-Every run is ``examples/train_gpt.py`` in one process, on a model that is small enough for dozens of runs. With the same seed all
-variants start from the same weights and see the same data, so that their differences are taken seed by seed.
+Every run is that of ``examples/train_gpt.py`` on one device, on a model that is small enough for dozens of runs. With the same
+seed all variants start from the same weights and see the same data, so that their differences are taken seed by seed.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import io
 import json
 import statistics
-import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
@@ -21,12 +22,14 @@ from typing import TYPE_CHECKING, Any
 import common  # first: it sets what torch reads when it starts
 from common import COLOURS, Goal, Report
 
+sys.path.insert(0, str(common.ROOT / "examples"))
+import train_gpt
+
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 __all__ = ["Comparison", "Results", "differences", "spread"]
 
-DEMO = common.ROOT / "examples" / "train_gpt.py"
 SMALL = ("--d-model", "64", "--layers", "2", "--heads", "2", "--seq-len", "64", "--batch-size", "32")
 TINY = ("--d-model", "16", "--layers", "1", "--heads", "2", "--d-ff", "32", "--seq-len", "32", "--batch-size", "2")
 
@@ -92,12 +95,14 @@ class Comparison:
     def _loss(self, variant: str, seed: int, lr: float, options: argparse.Namespace) -> float:
         """The last validation loss of one run."""
         with tempfile.TemporaryDirectory() as folder:
-            command = [sys.executable, str(DEMO), "--only", "muon", "--nproc", "1", "--no-plot", "--out", folder]
-            command += [*self.variants[variant], "--seed", str(seed), "--lr", str(lr), "--steps", str(options.steps)]
-            command += ["--threads", str(options.threads), "--eval-every", str(options.steps)]
-            done = subprocess.run([*command, *(TINY if options.quick else SMALL)], capture_output=True, text=True, check=False)
-            if done.returncode:
-                raise SystemExit(f"{' '.join(command)} failed:\n{done.stdout}{done.stderr}")
+            flags = ["--only", "muon", "--nproc", "1", "--no-plot", "--out", folder]
+            flags += [*self.variants[variant], "--seed", str(seed), "--lr", str(lr), "--steps", str(options.steps)]
+            flags += ["--threads", str(options.threads), "--eval-every", str(options.steps), *(TINY if options.quick else SMALL)]
+            printed = io.StringIO()
+            with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(printed):
+                code = train_gpt.main(flags)
+            if code:
+                raise SystemExit(f"train_gpt.py {' '.join(flags)} failed:\n{printed.getvalue()}")
             log = json.loads(next(Path(folder).rglob("log.json")).read_text())
         return float(log["runs"]["muon"]["evals"][-1]["loss"])
 

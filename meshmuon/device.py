@@ -1,4 +1,4 @@
-"""What differs between a GPU and a CPU, behind one interface: streams, CUDA graphs, copies to host memory.
+"""What differs between a GPU and a CPU, behind one interface: streams, CUDA graphs, copies to host memory, devices.
 
 Each interface has a CUDA twin and a CPU twin, whose methods the interface documents. No CUDA twin has run on a GPU yet. A
 happens-before checker runs them on stand-ins for CUDA, and demands each of their waits: docs/gpu.md.
@@ -6,8 +6,12 @@ happens-before checker runs them on stand-ins for CUDA, and demands each of thei
 
 from __future__ import annotations
 
+import platform
+import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from functools import lru_cache
+from pathlib import Path
 from typing import Protocol
 
 import torch
@@ -210,3 +214,140 @@ def known_to_host(tensor: Tensor) -> bool:
 def copy_to(tensor: Tensor, device: torch.device) -> Tensor:
     """``tensor`` on ``device``. Only a copy to the host waits: the host could otherwise read it before it has arrived."""
     return tensor.to(device, non_blocking=device.type != "cpu")
+
+
+class Hardware(Protocol):
+    """The devices of one type that this process sees. It serves reports and measurements, not steps."""
+
+    def count(self) -> int:
+        """How many there are."""
+        ...
+
+    def use(self, device: torch.device) -> None:
+        """Makes ``device`` the current one of its type."""
+        ...
+
+    def finish(self, device: torch.device) -> None:
+        """Returns once ``device`` has done all that it was given."""
+        ...
+
+    def runs_now(self, device: torch.device) -> bool:
+        """Whether ``device`` runs what it is given now. What is captured as a graph is not run, and cannot be timed."""
+        ...
+
+    def seconds(self, device: torch.device, work: Callable[[], None]) -> float:
+        """How long ``device`` takes for ``work``, which is given to it on the current stream."""
+        ...
+
+    def name(self, device: torch.device) -> str:
+        """What the vendor calls it."""
+        ...
+
+    def details(self, device: torch.device) -> str:
+        """Its memory and architecture, as far as torch tells; may be empty."""
+        ...
+
+    def peers(self) -> tuple[int, int] | None:
+        """How many pairs of devices reach each other's memory, and how many pairs there are; None if torch cannot tell."""
+        ...
+
+
+@lru_cache(maxsize=1)
+def cpu_info() -> dict[str, str]:
+    """The first entry of each name in /proc/cpuinfo; empty where there is none."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        return {}
+    pairs = [line.split(":", 1) for line in reversed(lines) if ":" in line]
+    return {name.strip(): value.strip() for name, value in pairs}
+
+
+class HostHardware:
+    """The CPU: one device, which is done with everything when a call returns."""
+
+    def count(self) -> int:
+        return 1
+
+    def use(self, device: torch.device) -> None:
+        pass
+
+    def finish(self, device: torch.device) -> None:
+        pass
+
+    def runs_now(self, device: torch.device) -> bool:
+        return True
+
+    def seconds(self, device: torch.device, work: Callable[[], None]) -> float:
+        began = time.perf_counter()
+        work()
+        return time.perf_counter() - began
+
+    def name(self, device: torch.device) -> str:
+        return cpu_info().get("model name") or platform.machine()
+
+    def details(self, device: torch.device) -> str:
+        threads = torch.get_num_threads()
+        return f"{threads} {'thread' if threads == 1 else 'threads'} per rank"
+
+    def peers(self) -> tuple[int, int] | None:
+        return None
+
+
+class AcceleratorHardware:
+    """Devices of any other type, through torch's module for it, such as ``torch.cuda``; modules differ in what they offer."""
+
+    def __init__(self, device_type: str) -> None:
+        self._module = torch.get_device_module(device_type)
+
+    def count(self) -> int:
+        return int(self._module.device_count())
+
+    def use(self, device: torch.device) -> None:
+        if hasattr(self._module, "set_device"):
+            self._module.set_device(device)
+
+    def finish(self, device: torch.device) -> None:
+        self._module.synchronize(device)
+
+    def runs_now(self, device: torch.device) -> bool:
+        capturing = getattr(self._module, "is_current_stream_capturing", None)
+        return capturing is None or not capturing()
+
+    def seconds(self, device: torch.device, work: Callable[[], None]) -> float:
+        # Events, because waiting for the whole device would wait for exchanges of other streams, too.
+        begin, end = (self._module.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        work()
+        end.record()
+        end.synchronize()
+        return float(begin.elapsed_time(end)) / 1e3
+
+    @lru_cache(maxsize=64)  # noqa: B019 - one object per type of device, kept for the life of the process
+    def name(self, device: torch.device) -> str:
+        return str(self._module.get_device_name(device)) if hasattr(self._module, "get_device_name") else str(device)
+
+    def details(self, device: torch.device) -> str:
+        if not hasattr(self._module, "get_device_properties"):
+            return ""
+        properties = self._module.get_device_properties(device)
+        texts = [f"{properties.total_memory / 2**30:.0f} GiB"] if hasattr(properties, "total_memory") else []
+        if hasattr(properties, "major"):
+            texts.append(f"sm_{properties.major}{properties.minor}")
+        return ", ".join(texts)
+
+    def peers(self) -> tuple[int, int] | None:
+        if not hasattr(self._module, "can_device_access_peer"):
+            return None
+        pairs = [(i, j) for i in range(self.count()) for j in range(self.count()) if i != j]
+        return sum(self._module.can_device_access_peer(i, j) for i, j in pairs), len(pairs)
+
+
+@lru_cache(maxsize=8)
+def _hardware(device_type: str) -> Hardware:
+    return HostHardware() if device_type == "cpu" else AcceleratorHardware(device_type)
+
+
+def hardware_of(device: torch.device) -> Hardware:
+    """The devices of the same type as ``device``."""
+    return _hardware(device.type)

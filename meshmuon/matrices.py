@@ -215,10 +215,15 @@ def with_stars(name: str) -> str:
     return ".".join("*" if part.isdigit() else part for part in name.split("."))
 
 
+def keys_of(name: str) -> tuple[str, ...]:
+    """The keys under which something may be said about a parameter; the first one that is there counts."""
+    plain = without_wrappers(name)
+    return name, plain, with_stars(plain)
+
+
 def entry_of(entries: Mapping[str, _T], name: str) -> _T | None:
     """The entry for a parameter: of its name, of its name without wrappers, or of the latter with ``*`` for numbers."""
-    plain = without_wrappers(name)
-    return next((entries[key] for key in (name, plain, with_stars(plain)) if key in entries), None)
+    return next((entries[key] for key in keys_of(name) if key in entries), None)
 
 
 def check_matrices(matrices: Any) -> dict[str, ParamMatrices]:
@@ -367,6 +372,11 @@ def _parts(name: str, split: Any, outputs: int) -> list[StridedRange]:
         return _parts(name, tuple(size * repeats for size in sizes), outputs)
     starts = accumulate(sizes[:-1], initial=0)
     return [StridedRange(start, size, repeats, period) for start, size in zip(starts, sizes, strict=True)]
+
+
+def part_sizes(split: Any, outputs: int) -> tuple[int, ...]:
+    """How many outputs each part of a weight has; empty if it is not split. ``split`` is plain sizes, no function."""
+    return () if split is None else tuple(part.length for part in _parts("split", split, outputs))
 
 
 def _interleaved(split: Any) -> Interleaved | None:

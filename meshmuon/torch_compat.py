@@ -268,6 +268,16 @@ def new_named_group(name: str, ranks: Sequence[int], backend: str | None, timeou
     return process_group
 
 
+def default_store() -> Any:
+    """The store through which the ranks of the default process group have found each other.
+
+    ``torch.distributed`` has no public function that returns it. 2.9 to 2.15.
+    """
+    import torch.distributed.distributed_c10d as c10d
+
+    return c10d._world.pg_map[c10d._get_default_group()][1]
+
+
 def backend_of(process_group: dist.ProcessGroup, device: torch.device) -> Any:
     """The backend of a process group for ``device``, or None. The public ``get_backend`` only returns its name. 2.9 to 2.15."""
     try:
@@ -405,6 +415,18 @@ def unwrapped(module: nn.Module) -> nn.Module:
     """The module that ``torch.compile`` was given, from the attribute that torch's own code reads."""
     inner: nn.Module = getattr(module, "_orig_mod", module)
     return inner
+
+
+def traced_class(module: nn.Module) -> str | None:
+    """The qualified name of the class that a module of ``torch.export.unflatten`` was traced from; None for other modules.
+
+    Pipelining makes such modules. Where a version does not tell, they still have their graphs.
+    """
+    if type(module).__name__ not in ("InterpreterModule", "UnflattenedModule", "InterpreterModuleDispatcher"):
+        return None
+    type_name: Any = getattr(module, "type_name", None)
+    name = type_name() if callable(type_name) else None
+    return name if isinstance(name, str) else None
 
 
 def device_has_foreach(device: torch.device) -> bool:

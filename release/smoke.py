@@ -68,13 +68,15 @@ def check_step() -> None:
 
 
 def check_commands() -> None:
-    """The command is installed, and lists the checks of the doctor."""
+    """The command is installed, lists the checks of the doctor and plans a model that comes with the package."""
     command = Path(sys.executable).with_name("meshmuon")
     for start in ([str(command)], [sys.executable, "-m", "meshmuon"]):
         shown = subprocess.run([*start, "--version"], check=True, capture_output=True, text=True).stdout
         assert shown.strip() == f"meshmuon {meshmuon.__version__}", shown
     listed = subprocess.run([str(command), "doctor", "--list"], check=True, capture_output=True, text=True).stdout
     assert len(listed.splitlines()) > 10, listed
+    planned = [str(command), "plan", "--model", "gpt2", "--mesh", "dp_shard=4"]  # reads data files of the package
+    assert "gpt2" in subprocess.run(planned, check=True, capture_output=True, text=True).stdout
 
 
 if __name__ == "__main__":

@@ -15,6 +15,7 @@ PACKAGE = Path(__file__).parent.parent / "meshmuon"
 ROOMS = (
     "__main__",
     "cli",
+    "simulate",
     "doctor",
     "integrations",
     "__init__",

@@ -9,19 +9,23 @@ from __future__ import annotations
 import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 from meshmuon.device import (
+    AcceleratorHardware,
     CudaReplay,
     CudaStreams,
     CudaTransfers,
     DirectStreams,
     DirectTransfers,
+    HostHardware,
     Streams,
     Transfers,
+    hardware_of,
     known_to_host,
     replay_for,
     streams_for,
@@ -379,3 +383,93 @@ def test_twins_have_one_interface(protocol: type, twins: tuple[type, type]) -> N
 def test_what_the_host_knows() -> None:
     assert known_to_host(torch.ones(()))
     assert not known_to_host(torch.ones((), device="meta"))
+
+
+# What devices there are.
+
+
+class DeviceModule:
+    """Stands in for torch's module of a kind of device, such as ``torch.cuda``; ``offers`` less than that on some kinds."""
+
+    def __init__(self, *offers: str) -> None:
+        self.calls: list[Any] = []
+        self.capturing = False
+        self._offers = offers
+        self._clock = 0.0
+
+    def __getattr__(self, name: str) -> Any:
+        offered = {
+            "set_device": lambda device: self.calls.append(("use", device)),
+            "get_device_name": lambda device: f"a GPU with index {device.index}",
+            "get_device_properties": lambda device: SimpleNamespace(total_memory=80 * 2**30, major=9, minor=0),
+            "can_device_access_peer": lambda i, j: (i, j) != (0, 1),
+            "is_current_stream_capturing": lambda: self.capturing,
+        }
+        if name in self._offers:
+            return offered[name]
+        raise AttributeError(name)
+
+    def device_count(self) -> int:
+        return 3
+
+    def synchronize(self, device: torch.device) -> None:
+        self.calls.append(("finish", device))
+
+    def Event(self, *, enable_timing: bool) -> Any:  # noqa: N802
+        assert enable_timing
+        module, event = self, SimpleNamespace(at=None, done=False)
+
+        def record() -> None:
+            event.at = module._clock
+
+        def synchronize() -> None:
+            event.done = True
+
+        def elapsed_time(other: Any) -> float:
+            assert other.done, "torch raises if the device has not got there"
+            return float(other.at - event.at)
+
+        event.record, event.synchronize, event.elapsed_time = record, synchronize, elapsed_time
+        return event
+
+    def works(self) -> None:
+        self._clock += 7.0  # milliseconds
+
+
+ALL_OFFERS = ("set_device", "get_device_name", "get_device_properties", "can_device_access_peer", "is_current_stream_capturing")
+
+
+def hardware(module: DeviceModule, monkeypatch: pytest.MonkeyPatch) -> AcceleratorHardware:
+    monkeypatch.setattr(torch, "get_device_module", lambda device: module)
+    return AcceleratorHardware("cuda")
+
+
+def test_what_torch_tells_about_devices(monkeypatch: pytest.MonkeyPatch) -> None:
+    module, device = DeviceModule(*ALL_OFFERS), torch.device("cuda", 2)
+    found = hardware(module, monkeypatch)
+    found.use(device)
+    found.finish(device)
+    assert module.calls == [("use", device), ("finish", device)]
+    assert (found.count(), found.name(device), found.details(device)) == (3, "a GPU with index 2", "80 GiB, sm_90")
+    assert found.peers() == (5, 6)
+    assert found.runs_now(device)
+    module.capturing = True
+    assert not found.runs_now(device)
+    assert found.seconds(device, module.works) == pytest.approx(7e-3)
+
+
+def test_a_kind_of_device_may_tell_less(monkeypatch: pytest.MonkeyPatch) -> None:
+    found, device = hardware(DeviceModule(), monkeypatch), torch.device("cuda", 1)
+    found.use(device)
+    assert (found.name(device), found.details(device), found.peers(), found.runs_now(device)) == ("cuda:1", "", None, True)
+
+
+def test_the_cpu_is_a_device() -> None:
+    found, cpu = hardware_of(torch.device("cpu")), torch.device("cpu")
+    found.use(cpu)
+    found.finish(cpu)
+    assert isinstance(found, HostHardware)
+    assert (found.count(), found.peers(), found.runs_now(cpu)) == (1, None, True)
+    assert found.name(cpu)
+    assert "per rank" in found.details(cpu)
+    assert isinstance(hardware_of(torch.device("cuda")), AcceleratorHardware)

@@ -14,6 +14,7 @@ from .. import errors
 from ..errors import GradientError, MeshmuonError, PlanMismatchError, StateError
 from ..layout import Layout
 from .identity import Pairing, Place
+from .node_view import NodeView
 
 # The state of a parameter on a rank: it would start at zero, it exists, or this rank does not keep it.
 ABSENT, PRESENT, ELSEWHERE = "0", "1", "-"
@@ -33,6 +34,7 @@ class Note:
     hyperparameters: tuple[tuple[int, str], ...] = ()  # see ``LocalPlanner.shared_hyperparameters``
     pairing: Pairing = _NO_PAIRING
     place: Place = _ALONE
+    node_view: NodeView | None = None  # what the rank knows of nodes; the first note of ranks that disagree has nothing else
     state: str = ""  # one letter per parameter, ABSENT, PRESENT or ELSEWHERE: "110-"
 
 

@@ -15,7 +15,7 @@ from ..layout import Layout, Mesh
 from ..matrices import MatrixSet
 from ..ortho import expected_flops
 from ..params.dtensors import ReplicaGroup, connected_ranks, layouts_of, replica_ranks, replicated_layout, siblings
-from ..plan import NO_WAVE, CostModel, Plan, PlannedParam, PlanOptions, cost_model_for, make_plan
+from ..plan import NO_WAVE, CostModel, Nodes, Plan, PlannedParam, PlanOptions, cost_model_for, make_plan
 from ..transport import Exchange
 from .descriptions import describe_param, recipe_text
 from .planned_set import PlannedSet
@@ -34,12 +34,15 @@ class Topology:
     rank: int  # this rank
     # The mesh of each sharded parameter, with all slices of its parent mesh that look like it. For parameters on the "tp" axis of
     # a 2×4 mesh over ranks 0–7 these are the slices (0, 1, 2, 3) and (4, 5, 6, 7).
-    meshes: Mapping[DeviceMesh, tuple[Mesh, ...]]
+    meshes: Mapping[DeviceMesh | Mesh, tuple[Mesh, ...]]
     replica_sets: Sequence[tuple[int, ...]]  # the sets of ranks over which plain tensors are replicated
     ranks: tuple[int, ...]  # all ranks that share a mesh or a replica set with this one, directly or through others, ascending
+    nodes: Nodes | None = None  # which of them share a node; None if all do, or as long as that is not known
 
     @classmethod
-    def around(cls, rank: int, meshes: Mapping[DeviceMesh, tuple[Mesh, ...]], replica_group: ReplicaGroup | None) -> Topology:
+    def around(
+        cls, rank: int, meshes: Mapping[DeviceMesh | Mesh, tuple[Mesh, ...]], replica_group: ReplicaGroup | None
+    ) -> Topology:
         """The topology that ``rank`` sees."""
         replica_sets = replica_ranks(replica_group)
         mesh_sets = [mesh.ranks for slices in meshes.values() for mesh in slices]
@@ -57,10 +60,10 @@ class Topology:
         ]
 
 
-def slices_by_mesh(plan_inputs: Sequence[PlanInput]) -> dict[DeviceMesh, tuple[Mesh, ...]]:
+def slices_by_mesh(plan_inputs: Sequence[PlanInput]) -> dict[DeviceMesh | Mesh, tuple[Mesh, ...]]:
     """The meshes of the parameters, in their order, each with the slices that look like it."""
     meshes = dict.fromkeys(plan_input.mesh for plan_input in plan_inputs if plan_input.mesh is not None)
-    return {mesh: siblings(mesh) for mesh in meshes}
+    return {mesh: (mesh,) if isinstance(mesh, Mesh) else siblings(mesh) for mesh in meshes}
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +116,9 @@ class LocalPlanner:
         options = settings.options
         if plan_inputs:
             first = next((plan_input for plan_input in plan_inputs if plan_input.matrix_sets is not None), plan_inputs[0])
-            options = replace(options, cost=settings.cost_model or cost_model_for(first.work_device.type))
+            nodes = None if topology.nodes is None else topology.nodes.among(topology.ranks)
+            usual = cost_model_for(first.work_device.type, several_nodes=nodes is not None)
+            options = replace(options, cost=settings.cost_model or usual, nodes=nodes)
         self._settings = replace(settings, options=options)
         self._topology = topology
         self.plan_inputs = plan_inputs

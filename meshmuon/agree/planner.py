@@ -1,7 +1,7 @@
 """The ranks agree on one plan for a step, or raise one error.
 
-Each rank plans from metadata alone (``local_planner.py``). One small reduction in host memory per step then tells whether all
-ranks are about to do the same. If they are not, they exchange notes and either plan together or raise the same error.
+Each rank plans from metadata alone (``local_planner.py``). One small vote in host memory per step then tells whether all ranks
+are about to do the same. If they are not, they exchange notes and either plan together or raise the same error.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch.distributed as dist
 from ..errors import ConfigError, PlanMismatchError
 from ..params.dtensors import ReplicaGroup, groups_of
 from ..torch_compat import warn_if_untested
-from ..transport import Vote
+from ..transport import PendingVerdict, Verdict, Vote
 from .descriptions import failure_text, owner_assignments
 from .differences import (
     PRESENT,
@@ -32,6 +32,8 @@ from .differences import (
 from .identity import Optimizer, Pairing, place_of
 from .link import Home, Link, current_rank
 from .local_planner import LocalPlanner, PlanSettings, Proposal, StepGradients, Topology, fingerprint_of, slices_by_mesh
+from .node_view import NodeView, settled_nodes
+from .pending_decision import PendingDecision
 from .planned_set import NOT_PLANNED, PlannedSet
 from .state_presence import StatePresence
 from .step_decision import Activity, PlanInput, RankStatus, StepDecision
@@ -48,20 +50,25 @@ class Planner:
     ``step()`` calls, on every one of these ranks and in this order:
 
     1. ``begin()``, once per step, before the closure runs. It counts the call and does not communicate.
-    2. ``decide(plan_inputs, failure, status)``, once per step, before anything is written. A rank that cannot step passes its
-       error and still takes part. ``decide``
+    2. ``propose(plan_inputs, failure, status)``, once per step, before anything is written. A rank that cannot step passes its
+       error and still takes part. ``propose``
 
        a. plans on this rank, at the first step and whenever the plan inputs have changed, a parameter has its first gradient,
           or a considerable part of the plan has had none for long (``PlannedSet``). Otherwise a missing gradient changes only
           what the step does with the plan. Ranks that meet for the first time create their process groups here;
-       b. votes: one all-reduce of seven integers in host memory, at every step;
-       c. compares notes if the votes differ. The ranks gather their views of the step, then settle on one plan for all that any
-          of them has planned, or raise the same error.
+       b. sends this rank's vote, seven integers in host memory, at every step.
+
+       Its result is a ``PendingDecision``. While the votes travel a rank may find out what it needs if all ranks agree. It must
+       neither write nor communicate until ``PendingDecision.wait()`` has returned. ``wait``
+
+       c. counts the votes, and compares notes if they differ. First the ranks tell each other on which nodes they are, and vote
+          again if some did not know that of all ranks. If the votes still differ, they gather their views and settle on one plan
+          for all that any of them has planned, or raise the same error.
 
        It returns the same ``StepDecision`` on all ranks, except for what belongs to a rank (``rank``, ``zeros``, parameters that
        only it knows), or raises on all of them.
     3. ``confirm(failure)``, only if ``decision.prepares``: after each rank has created its buffers, and before anything travels.
-       One more all-reduce. If a rank could not create its buffers, all ranks raise its error.
+       One more vote. If a rank could not create its buffers, all ranks raise its error.
 
     Between steps:
 
@@ -90,6 +97,7 @@ class Planner:
         self._home = Home()
         self._pairing = Pairing()
         self._link: Link | None = None
+        self._node_view: NodeView | None = None  # what this rank knows of the nodes of the ranks of ``_link``
         self._on_meshes = False  # whether any parameter is on a mesh
         self._local: LocalPlanner | None = None
         self._planned: PlannedSet | None = None  # what the plan of the last step covers
@@ -111,8 +119,8 @@ class Planner:
         """Forgets the steps so far, because a state was loaded: the ranks identify each other again at the next step."""
         self._pairing = Pairing()
 
-    def decide(self, plan_inputs: tuple[PlanInput, ...], failure: Exception | None, status: RankStatus) -> StepDecision:
-        """Decides with all ranks what this step does. ``failure`` keeps this rank from stepping; all ranks then raise it."""
+    def propose(self, plan_inputs: tuple[PlanInput, ...], failure: Exception | None, status: RankStatus) -> PendingDecision:
+        """Begins to decide with all ranks what this step does. ``failure`` keeps this rank from stepping; all then raise it."""
         if self._link is not None:
             self.check_connected()
         if self._local is None or plan_inputs != self._local.plan_inputs:
@@ -121,13 +129,9 @@ class Planner:
             self._plan(self._local, status.has_grad)
         failure = failure or self._planning_error
         try:
-            if self._link is not None:
-                return self._vote(self._link, failure, status)
-            if failure is not None:
-                raise failure
+            return PendingDecision(self, failure, status, None if self._link is None else self._start_vote(failure, status))
         finally:
             del failure  # an error that its own traceback holds would keep the caller alive
-        return self._decision(self._must_prepare(status), status.nonfinite, status.has_work, status.activity)
 
     def confirm(self, failure: Exception | None) -> None:
         """Returns on all ranks once all are ready for the step, or raises on all ranks the error of the first that is not."""
@@ -154,7 +158,10 @@ class Planner:
         self._flags_by_rank = {}
         topology = self._connect(plan_inputs)
         try:
-            local = LocalPlanner(plan_inputs, self._settings, topology)
+            if self._link is not None and self._node_view is None:
+                self._node_view = NodeView.from_environment(topology.rank, topology.ranks, dist.get_world_size())
+            nodes = None if self._node_view is None else self._node_view.nodes
+            local = LocalPlanner(plan_inputs, self._settings, replace(topology, nodes=nodes))
             self._planning_error = local.misplaced_shard()
             self._planned = local.nothing_planned()
             self._local = local
@@ -212,40 +219,86 @@ class Planner:
                 'replica_group=mesh["dp"] knows all of them.'
             )
         if len(ranks) == 1:
-            self._link = None
+            self._link = self._node_view = None
         elif self._link is None or self._link.ranks != ranks:
             self._home.check_process()
             self.check_connected()
             existing = [process_group for mesh in slices for process_group in groups_of(mesh)]
             self._link = Link(ranks, [*groups_of(self._replica_group), *existing])
+            self._node_view = None
             self._pairing = Pairing(steps=1)  # with these ranks it is the first step
         return topology
 
-    def _vote(self, link: Link, failure: Exception | None, status: RankStatus) -> StepDecision:
-        """Compares with all ranks what each is about to do, and looks for the reason where they differ."""
-        self._home.check_process()
-        fingerprint = self._fingerprint(status) if failure is None else _FAILED
-        vote = Vote(
-            fingerprint,
-            self._must_prepare(status),
-            status.nonfinite,
-            status.has_work,
-            status.activity,
-            self._pairing.proposed_id(),
+    def expected(self, failure: Exception | None, status: RankStatus) -> StepDecision | None:
+        """What is decided if no rank has anything out of the ordinary; None if this rank has."""
+        ordinary = failure is None and self._ordinary(
+            self._must_prepare(status), status.nonfinite, status.has_work, status.activity
         )
-        verdict = link.agreement.decide(vote)
+        return self._proposal.decision if ordinary and self._proposal is not None else None
+
+    def decide(self, failure: Exception | None, status: RankStatus, votes: PendingVerdict | None) -> StepDecision:
+        """Decides, once ``votes`` are here. ``PendingDecision.wait`` calls it."""
+        try:
+            if votes is not None:
+                return self._count(votes, failure, status)
+            if failure is not None:
+                raise failure
+        finally:
+            del failure
+        return self._decision(self._must_prepare(status), status.nonfinite, status.has_work, status.activity)
+
+    def _start_vote(self, failure: Exception | None, status: RankStatus) -> PendingVerdict:
+        """Tells all ranks what this one is about to do."""
+        assert self._link is not None
+        self._home.check_process()
+        return self._link.agreement.start(self._ballot(failure, status))
+
+    def _count(self, votes: PendingVerdict, failure: Exception | None, status: RankStatus) -> StepDecision:
+        """Compares with all ranks what each is about to do, and looks for the reason where they differ."""
+        link = self._link
+        assert link is not None
+        verdict = votes.wait()
         prepares = verdict.prepares
         if not verdict.unanimous or failure is not None:
             try:
-                if failure is not None:  # all ranks raise it, so that nothing else has to be compared
-                    raise_failures(link.agreement.all_gather_objects(Note(failure_text(failure))), failure)
+                # The error of one rank is raised by all, so that nothing else has to be compared.
+                notes = link.agreement.all_gather_objects(Note(failure_text(failure), node_view=self._node_view))
+                raise_failures(notes, failure)
             finally:
                 del failure
+            verdict = self._vote_again(link, notes, status) or verdict
+            prepares = verdict.prepares
+        if not verdict.unanimous:
             assert self._local is not None
             notes = self._compare_notes(link, self._local, status)
             prepares = self._plan_together(link, self._local, notes, status) or prepares
         self._pairing = self._pairing.joined(verdict.proposed_id)
         return self._decision(prepares, verdict.nonfinite, verdict.has_work, Activity(verdict.activity))
+
+    def _ballot(self, failure: Exception | None, status: RankStatus) -> Vote:
+        fingerprint = self._fingerprint(status) if failure is None else _FAILED
+        prepares, proposed_id = self._must_prepare(status), self._pairing.proposed_id()
+        return Vote(fingerprint, prepares, status.nonfinite, status.has_work, status.activity, proposed_id)
+
+    def _vote_again(self, link: Link, notes: Mapping[int, Note], status: RankStatus) -> Verdict | None:
+        """Plans for the nodes that the ranks have told each other, and votes again; None if all ranks knew the same."""
+        views = {rank: note.node_view for rank, note in notes.items() if note.node_view is not None}
+        if len({view.compared for view in views.values()}) < 2:
+            return None
+        assert self._node_view is not None
+        assert self._local is not None
+        self._node_view = replace(self._node_view, nodes=settled_nodes(views))
+        self._begin_planning(self._local.plan_inputs)
+        if self._local is not None:
+            self._plan(self._local, status.has_grad)
+        failure = self._planning_error
+        try:
+            verdict = link.agreement.decide(self._ballot(failure, status))
+            if not verdict.unanimous or failure is not None:
+                raise_failures(link.agreement.all_gather_objects(Note(failure_text(failure))), failure)
+        finally:
+            del failure
+        return verdict
 
     def _fingerprint(self, status: RankStatus) -> int:
         """The fingerprint of all that must be equal on all ranks in this step."""
@@ -255,7 +308,8 @@ class Planner:
         identity = (pairing.shared_id, pairing.steps) if pairing.shared_id else (pairing.steps, *place_of(self._optimizer()))
         hyperparameters = self._local.shared_hyperparameters(status.hyperparameters())
         without_state = self._local.positions_among_shared(status.without_state)
-        return fingerprint_of((self._proposal.fingerprint, hyperparameters, identity, without_state))
+        nodes = "" if self._node_view is None else self._node_view.compared
+        return fingerprint_of((self._proposal.fingerprint, hyperparameters, identity, without_state, nodes))
 
     def _must_prepare(self, status: RankStatus) -> bool:
         return self._proposal is None or self._proposal.decision.plan is not status.prepared_plan
@@ -263,12 +317,14 @@ class Planner:
     def _decision(self, prepares: bool, nonfinite: bool, has_work: bool, activity: Activity) -> StepDecision:
         assert self._proposal is not None
         decision = self._proposal.decision
-        steady = not prepares and not nonfinite and has_work and activity is Activity.ACTIVE
-        if steady:
+        if self._ordinary(prepares, nonfinite, has_work, activity):
             self._count_step()
-        if steady:
             return decision
         return replace(decision, prepares=prepares, nonfinite=nonfinite, has_work=has_work, activity=activity)
+
+    @staticmethod
+    def _ordinary(prepares: bool, nonfinite: bool, has_work: bool, activity: Activity) -> bool:
+        return not prepares and not nonfinite and has_work and activity is Activity.ACTIVE
 
     def _compare_notes(self, link: Link, local: LocalPlanner, status: RankStatus) -> dict[int, Note]:
         """Gathers every rank's view of the step; raises where ranks step other optimizers, parameters or hyperparameters."""

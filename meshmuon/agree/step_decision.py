@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from ..execute import UpdateRule
+from ..layout import Mesh
 from ..matrices import MatrixSet
 from ..ortho import Orthogonalizer, Scheme
 from ..plan import Plan
@@ -37,8 +38,8 @@ class PlanInput(NamedTuple):
     group_index: int
     shape: tuple[int, ...]  # of the whole parameter
     local_shape: tuple[int, ...]  # of this rank's shard
-    mesh: DeviceMesh | None  # None for a plain tensor
-    placements: tuple[Any, ...]  # torch's
+    mesh: DeviceMesh | Mesh | None  # None for a plain tensor; a ``Mesh`` if the parameter is simulated
+    placements: tuple[Any, ...]  # torch's, or ours if the parameter is simulated
     device: torch.device  # of its local tensor
     work_device: torch.device  # where its matrices travel and are orthogonalised
     matrix_sets: tuple[MatrixSet, ...] | None  # one set per part of a fused weight; None if AdamW steps the parameter

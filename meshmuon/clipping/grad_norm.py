@@ -20,14 +20,16 @@ from ..agree.descriptions import failure_text
 from ..agree.differences import Note, raise_failures, raise_mismatch, raise_unequal_replicas
 from ..errors import ConfigError, GradientError, MeshmuonError, PlanMismatchError
 from ..layout import Layout
+from ..params.checks import refuse_uninitialised, shown
 from ..params.dtensors import ReplicaGroup, as_dtensor, check_gradient_placement, groups_of, known_placements
 from ..torch_compat import mark_overwritten, never_traced
-from ..transport import NormWord, all_gather_objects, host_group, norm_device, reduce_norm, shared_group
+from ..transport import NormWord, all_gather_objects, norm_device, reduce_norm, shared_group
 from .norms import local_norms, scale_all
 from .replicas import Replicas
 
 _DOUBLE = (torch.float64, torch.complex128)
 _WHICH = ("all", "adamw")
+_WHAT_TO_CLIP = "Pass model.parameters(), or the optimizer for those that it steps."
 
 
 @never_traced
@@ -62,6 +64,8 @@ def clip_grad_norm_(
     Returns:
         The norm before clipping: a plain tensor without dims, the same on all ranks.
     """
+    if max_norm is None:
+        raise ConfigError("max_norm is None; it must be a number of at least 0. total_grad_norm measures without clipping.")
     return _GradNorm(_chosen_tensors(parameters, which), norm_type, foreach, pp_group, max_norm).run(raises=error_if_nonfinite)
 
 
@@ -247,8 +251,8 @@ class _GradNorm:
         except Exception as error:
             failure = error
         for process_group in self._pipeline:
-            texts = all_gather_objects(failure_text(failure), host_group(process_group))
-            for kind, text in [shown for _, shown in sorted(texts.items()) if shown is not None][:1]:
+            texts = all_gather_objects(failure_text(failure), process_group)
+            for kind, text in [told for _, told in sorted(texts.items()) if told is not None][:1]:
                 failure = getattr(errors, kind, MeshmuonError)(text)
         try:
             raise failure or PlanMismatchError(
@@ -273,7 +277,7 @@ class _GradNorm:
             parameters=tuple((name, " ".join(map(str, layouts))) for name, layouts in params),
             has_grad=tuple(param.grad is not None for param in self._params),
         )
-        notes = all_gather_objects(note, host_group(self._stage))
+        notes = all_gather_objects(note, self._stage)
         raise_failures(notes, self._failure)
         raise_mismatch(notes)
         raise_unequal_replicas({rank: note.has_grad for rank, note in notes.items()}, params)
@@ -290,7 +294,9 @@ def _chosen_tensors(parameters: Tensor | Iterable[Tensor] | torch.optim.Optimize
     """The parameters to clip, each once."""
     if which not in _WHICH:
         raise ConfigError(f"which={which!r} is unknown; write one of {_WHICH}.")
-    groups = getattr(parameters, "param_groups", None)  # also of a trainer's wrapper around an optimizer
+    groups = (
+        None if isinstance(parameters, type) else getattr(parameters, "param_groups", None)
+    )  # also of a trainer's wrapper around an optimizer
     if which == "adamw" and (groups is None or not all("use_muon" in group for group in groups)):
         what = "bare parameters do" if groups is None else f"the groups of {type(parameters).__name__} do"
         raise ConfigError(
@@ -299,13 +305,13 @@ def _chosen_tensors(parameters: Tensor | Iterable[Tensor] | torch.optim.Optimize
         )
     if groups is not None:
         parameters = [param for group in groups if which == "all" or not group["use_muon"] for param in group["params"]]
+    if not isinstance(parameters, Iterable):
+        raise ConfigError(f"parameters={shown(parameters)} must be tensors. {_WHAT_TO_CLIP}")
     tensors = [parameters] if isinstance(parameters, Tensor) else list(cast("Iterable[Tensor]", parameters))
-    for tensor in tensors:
+    for k, tensor in enumerate(tensors):
         if not isinstance(tensor, Tensor):
-            raise ConfigError(
-                f"parameters must be tensors, got {type(tensor).__name__}. Pass model.parameters(), or the optimizer for those "
-                "that it steps."
-            )
+            raise ConfigError(f"parameters must be tensors, got {type(tensor).__name__}. {_WHAT_TO_CLIP}")
+        refuse_uninitialised(f"parameter {k}", tensor)
     return list(dict.fromkeys(tensors))
 
 

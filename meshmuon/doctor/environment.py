@@ -17,12 +17,14 @@ import torch.distributed as dist
 
 import meshmuon
 
-from ..transport import host_group
+from ..device import cpu_info, hardware_of
+from ..transport import all_gather_objects
 from .check import Finding
 from .context import Context
 
 _OPTIONAL = {  # what each is for
     "triton": "symmetric products on a GPU",
+    "quack-kernels": 'kernels="quack" on a GPU',
     "numpy": "Triton's interpreter, plots",
     "rich": "tables and progress",
     "transformers": "HF Trainer",
@@ -43,19 +45,9 @@ def version_of(package: str) -> str | None:
         return None
 
 
-def _cpu_info() -> dict[str, str]:
-    """The first entry of each name in /proc/cpuinfo; empty where there is none."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
-    except OSError:
-        return {}
-    pairs = [line.split(":", 1) for line in reversed(lines) if ":" in line]
-    return {name.strip(): value.strip() for name, value in pairs}
-
-
 def cpu_name() -> str:
     """The model of the CPU, and which of the features that matter here it has."""
-    info = _cpu_info()
+    info = cpu_info()
     flags = set(info.get("flags", info.get("Features", "")).split())
     name = info.get("model name") or platform.processor() or platform.machine()
     return f"{name}, {os.cpu_count()} cores, {', '.join(f for f in _FEATURES if f in flags) or 'no vector features known'}"
@@ -67,7 +59,7 @@ def bfloat16_works() -> bool:
 
     Asked in a process of its own, and only where there is a doubt.
     """
-    flags = set(_cpu_info().get("flags", "").split())
+    flags = set(cpu_info().get("flags", "").split())
     if "amx_tile" not in flags or "ONEDNN_MAX_CPU_ISA" in os.environ:
         return True
     try:
@@ -76,35 +68,18 @@ def bfloat16_works() -> bool:
         return False
 
 
-def device_name(device: torch.device) -> str:
-    """The name of a device, as its vendor calls it."""
-    if device.type == "cpu":
-        return _cpu_info().get("model name") or platform.machine()
-    module = torch.get_device_module(device)
-    return str(module.get_device_name(device)) if hasattr(module, "get_device_name") else str(device)
-
-
 def _devices(device: torch.device) -> str:
-    if device.type == "cpu":
-        threads = torch.get_num_threads()
-        return f"CPU, {threads} {'thread' if threads == 1 else 'threads'} per rank"
-    module = torch.get_device_module(device)
-    count = module.device_count()
-    text = f"{count} × {device_name(device)}"
-    if device.type == "cuda":
-        properties = torch.cuda.get_device_properties(device)
-        text += f", {properties.total_memory / 2**30:.0f} GiB, sm_{properties.major}{properties.minor}"
-    return text
+    hardware = hardware_of(device)
+    name = "CPU" if device.type == "cpu" else f"{hardware.count()} × {hardware.name(device)}"
+    return ", ".join(filter(None, [name, hardware.details(device)]))
 
 
 def _links(device: torch.device) -> str:
     """What connects devices and nodes, as far as the system tells."""
     texts = []
-    if device.type == "cuda":
-        count = torch.cuda.device_count()
-        pairs = [(i, j) for i in range(count) for j in range(count) if i != j]
-        reach = sum(torch.cuda.can_device_access_peer(i, j) for i, j in pairs)
-        texts.append(f"{reach} of {len(pairs)} pairs of GPUs reach each other's memory")
+    peers = hardware_of(device).peers()
+    if peers is not None:
+        texts.append(f"{peers[0]} of {peers[1]} pairs of GPUs reach each other's memory")
     cards = sorted(path.name for path in Path("/sys/class/infiniband").glob("*"))
     texts.append(f"InfiniBand or RoCE: {', '.join(cards) or 'none'}")
     texts.append(f"interfaces: {', '.join(name for _, name in socket.if_nameindex())}")
@@ -151,13 +126,12 @@ def check_versions(context: Context) -> Finding:
         "torch": torch.__version__,
         "Python": platform.python_version(),
         "Triton": version_of("triton") or "none",
-        "device": device_name(context.device),
+        "device": hardware_of(context.device).name(context.device),
         "threads": str(torch.get_num_threads()),
     }
-    everyone: list[dict[str, str]] = [{}] * context.world
     group = dist.group.WORLD
     assert group is not None
-    dist.all_gather_object(everyone, own, group=host_group(group))
+    everyone = list(all_gather_objects(own, group).values())
     usual = {name: Counter(of_rank[name] for of_rank in everyone).most_common(1)[0][0] for name in own}
     problems = [f"{name} is {own[name]}, on most ranks it is {usual[name]}" for name in own if own[name] != usual[name]]
     return Finding("versions, devices and threads are the same on all ranks", problems)

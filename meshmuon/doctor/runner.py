@@ -23,6 +23,7 @@ from typing import Any, Protocol
 
 import torch
 
+from ..device import hardware_of
 from .board import Board, Sign, Verdict
 from .check import Check, Finding, Outcome, Status, by_text, ranks_text
 from .context import Context
@@ -120,8 +121,7 @@ class Runner:
 
     def _work(self, threads: int) -> None:
         torch.set_num_threads(threads)  # a new thread starts with the default
-        if self._context.device.type != "cpu":
-            torch.get_device_module(self._context.device).set_device(self._context.device)
+        hardware_of(self._context.device).use(self._context.device)
         for check in self._checks:
             self._context.phase = check.title
             self._current, self._began = check, time.monotonic()

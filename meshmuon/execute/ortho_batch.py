@@ -22,7 +22,7 @@ from ..ortho import (
     pitch,
     reserve_scratch,
 )
-from ..ortho.kernels import FunctionalProducts, products_for
+from ..ortho.kernels import FunctionalProducts
 from ..plan import Batch
 from ..torch_compat import own_graph_per_shape, profiler_range
 from .settings import ExecutorSettings
@@ -143,7 +143,7 @@ def _orthogonaliser(stacked: Tensor, template: StepParam, workspace: Workspace, 
             stacked.copy_(call_scheme(scheme, stacked, one_by_one=settings.deterministic))
 
     else:
-        products = products_for(stacked.device, deterministic=settings.deterministic)
+        products = settings.products(stacked.device)
         blocks = blocks_for(stacked.size(1), stacked.size(2), scheme, form=form, dtype=dtype)
         steps, scratch = scheme.steps, Scratch(workspace, stacked, dtype, stacked)
 

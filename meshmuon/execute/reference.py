@@ -16,7 +16,6 @@ from torch import Tensor
 from ..errors import UnsupportedError
 from ..matrices import MatrixSet
 from ..ortho import Scheme, call_scheme, orthogonalize
-from ..ortho.kernels import products_for
 from ..plan import Plan
 from ..torch_compat import local_part, profiler_range
 from ..transport import Exchange, check_round_trip, has_part, own_shard, whole
@@ -98,7 +97,7 @@ class ReferenceExecutor:
         matrix_set, rule, scheme = step_param.matrix_set, step_param.rule, step_param.scheme
         stacked = part.reshape(matrix_set.count, matrix_set.rows, matrix_set.cols).contiguous()
         deterministic = self._settings.deterministic
-        products = products_for(part.device, deterministic=deterministic)
+        products = self._settings.products(part.device)
         options: dict[str, Any] = {"form": self._settings.form, "dtype": step_param.compute_dtype, "products": products}
 
         def orthogonalise() -> None:

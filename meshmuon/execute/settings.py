@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
+
 from ..errors import ConfigError
 from ..ortho import FORMS
+from ..ortho.kernels import Products, check_kernels, products_for
 
 DEFAULT_MEMORY_BUDGET = 64 * 2**20
 
@@ -20,6 +23,7 @@ class ExecutorSettings:
     deterministic: bool = False  # multiply the matrices of a batch one by one, so that batching does not change the results
     compile: bool | str = False  # compile the orthogonalisation per shape; a string names the backend
     cuda_graphs: bool = False  # replay the orthogonalisation of each batch as a CUDA graph (no effect on CPU)
+    kernels: str = "auto"  # who computes symmetric products on a GPU
 
     def __post_init__(self) -> None:
         if self.chunk_size != -1 and self.chunk_size < 1:
@@ -30,3 +34,15 @@ class ExecutorSettings:
             raise ConfigError(f"form={self.form!r} is unknown; write one of {FORMS}.")
         if self.compile and self.cuda_graphs:
             raise ConfigError("compile and cuda_graphs exclude each other: torch.compile records graphs of its own.")
+        check_kernels(self.kernels)
+        if self.compile and self.kernels in ("triton", "quack"):
+            raise ConfigError(f"compile and kernels={self.kernels!r} exclude each other: torch.compile makes kernels of its own.")
+
+    @property
+    def bits(self) -> str:
+        """What the bits of an update depend on beside plan and param groups, as text that ranks compare."""
+        return f"kernels={getattr(self, 'kernels', 'auto')!r}"  # settings pickled before there was the option lack it
+
+    def products(self, device: torch.device) -> Products:
+        """Who multiplies on ``device``."""
+        return products_for(device, deterministic=self.deterministic, kernels=getattr(self, "kernels", "auto"))

@@ -10,6 +10,7 @@ from transformers.integrations.deepspeed import deepspeed_config
 
 from ..errors import ConfigError, UnsupportedError
 from ..optim import Muon
+from ..params.checks import shown
 from .factory import by_own_names, muon_for
 
 
@@ -33,6 +34,8 @@ class muon:  # noqa: N801  # read as what it does; Trainer asks for a class, mak
             training_args: where lr, weight decay, and AdamW's betas and epsilon come from, unless ``options`` has them.
             options: options of ``get_default_muon_param_groups`` and of ``Muon``.
         """
+        if not isinstance(model, nn.Module):
+            raise ConfigError(f"model is a {type(model).__name__}; it must be the torch.nn.Module that will be trained.")
         options = {**_options_in(training_args), **by_own_names(options)}
         if "lr" not in options:
             raise ConfigError(
@@ -52,6 +55,11 @@ def _options_in(args: TrainingArguments | None) -> dict[str, Any]:
     """The arguments of a Trainer that mean the same for Muon. The rest of Muon's options have no counterpart there."""
     if args is None:
         return {}
+    if not isinstance(args, TrainingArguments):
+        raise ConfigError(
+            f"training_args={shown(args)} must be the TrainingArguments of the Trainer. Options of Muon stand beside it: "
+            'optimizer_cls_and_kwargs=(muon, {"lr": 1e-3, "weight_decay": 0.1}).'
+        )
     return {
         "lr": args.learning_rate,
         "weight_decay": args.weight_decay,

@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 
 from ..errors import ConfigError
 from ..optim import Muon
+from ..params.checks import shown
 from .factory import muon_for
 
 
@@ -33,6 +34,10 @@ def muon(module: nn.Module, fabric: Fabric | None = None, **options: Any) -> Muo
         options: options of ``get_default_muon_param_groups`` and of ``Muon``. ``replica_group=None`` lets each DDP process
             compute everything.
     """
+    if not isinstance(module, nn.Module):
+        raise ConfigError(f"module is a {type(module).__name__}; it must be the LightningModule, or with Fabric any nn.Module.")
+    if fabric is not None and not isinstance(fabric, Fabric):
+        raise ConfigError(f"fabric={shown(fabric)} must be the launched lightning.Fabric, or None without Fabric.")
     options.setdefault("replica_group", dist.group.WORLD if _replicated(module, fabric) else None)
     named: Any = module.module if is_wrapped(module) else module  # with the names that the user gave
     return muon_for(named, **options)
@@ -58,7 +63,8 @@ class MuonMonitor(Callback):
     """
 
     def __init__(self, every_n_steps: int | None = None) -> None:
-        if every_n_steps is not None and (not isinstance(every_n_steps, int) or every_n_steps < 1):
+        whole = isinstance(every_n_steps, int) and not isinstance(every_n_steps, bool)
+        if every_n_steps is not None and (not whole or every_n_steps < 1):
             raise ConfigError(f"every_n_steps={every_n_steps!r} must be a whole number (int) of at least 1, or None.")
         self._every_n_steps = every_n_steps
 
@@ -86,6 +92,8 @@ class MuonMonitor(Callback):
 
 def metrics_of(optimizer: Muon) -> dict[str, float]:
     """Learning rates and skipped steps, by the names under which ``MuonMonitor`` logs them."""
+    if not isinstance(optimizer, Muon):
+        raise ConfigError(f"optimizer is a {type(optimizer).__name__}; metrics_of reads those of a meshmuon.Muon.")
     metrics: dict[str, float] = {}
     for group in optimizer.param_groups:
         name = "muon/lr" if group["use_muon"] else "muon/lr_adamw"

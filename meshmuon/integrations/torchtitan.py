@@ -20,7 +20,9 @@ from torchtitan.tools.logging import logger
 
 from ..errors import ConfigError
 from ..optim import Muon
+from ..params.checks import shown
 from ..routing.param_groups import get_default_muon_param_groups
+from .factory import by_own_names
 
 
 class MuonContainer(OptimizersContainer[Muon]):
@@ -50,6 +52,9 @@ class MuonContainer(OptimizersContainer[Muon]):
                 'the dtype of the parameters. Leave implementation="fused"; options={"momentum_dtype": torch.bfloat16} halves '
                 "the momentum of the matrices."
             )
+        if not isinstance(config.options, dict):
+            raise ConfigError(f"options={shown(config.options)} must be a dict of further options of Muon.")
+        by_own_names(config.options)  # refuses unknown ones
         self._options = {"none_grad": False, "lr": config.lr, "weight_decay": config.weight_decay, **config.options}
         super().__init__(config, model_parts=model_parts)
 

@@ -7,14 +7,15 @@ from dataclasses import dataclass
 
 from torch import Tensor, nn
 
-from ..matrices import ONE_MATRIX, ParamMatrices
+from ..matrices import ONE_MATRIX, ParamMatrices, part_sizes
 from .adapters import adapter_matrices
 from .experts import stack_of
 from .fused import fused_split, looks_fused_name
 from .heads import HeadFinder, declared_heads, last_linear
 from .names import is_embedding_name
-from .not_matrices import convolution_of, has_few_rows, why_no_flat_filter, why_no_matrix
+from .not_matrices import FEW_ROWS, Filter, filter_of, has_few_rows, why_no_matrix
 from .place import ParamPlace, places_of
+from .traced import convolved_in_graphs, cut_in_graph, is_instance, looked_up_in_graphs
 
 LOOKS_FUSED = "matrix: looks fused, parts unknown"
 UNKNOWN_STACK = "more than two dims, not known as a stack of matrices"
@@ -53,13 +54,15 @@ class ModelContents:
         self._expert_keys, self._conv = expert_keys, conv
         places = list(places_of(model))
         self._places = {place.name: place for place in places}
-        self._embeddings = [_addresses(param) for param in _embeddings(model)]
+        self._embeddings = [_addresses(param) for param in _embeddings(model, places)]
+        self._filters = {
+            id(param): Filter("transpose" in function, groups) for param, function, groups in convolved_in_graphs(model)
+        }
         self._heads = [_addresses(param) for param in declared_heads(model)]
         self._head_finder = HeadFinder(places)
         self._last: ParamPlace | None = None
-        tied_head = any(self._is_tied(place) for place in places) or any(
-            isinstance(module, nn.Linear) and self._overlaps(module.weight) for module in model.modules()
-        )
+        weights = (getattr(module, "weight", None) for module in model.modules() if is_instance(module, nn.Linear))
+        tied_head = any(map(self._is_tied, places)) or any(isinstance(w, Tensor) and self._overlaps(w) for w in weights)
         if not self._heads and not tied_head and not any(map(self._head_finder.reason, places)):
             self._last = last_linear(model, places)
 
@@ -69,7 +72,7 @@ class ModelContents:
         return any(addresses.start < table.stop and table.start < addresses.stop for table in self._embeddings)
 
     def _is_tied(self, place: ParamPlace) -> bool:
-        return not isinstance(place.module, (nn.Embedding, nn.EmbeddingBag)) and self._overlaps(place.param)
+        return not _is_embedding(place.module) and self._overlaps(place.param)
 
     def of_param(self, name: str) -> ParamContents:
         """What the parameter of this name is."""
@@ -89,7 +92,7 @@ class ModelContents:
         addresses = _addresses(place.param)
         for tables, reason in ((self._embeddings, "embedding"), (self._heads, "output head")):
             if any(addresses.start < table.stop and table.start < addresses.stop for table in tables):
-                own = isinstance(place.module, (nn.Embedding, nn.EmbeddingBag)) or reason == "output head"
+                own = _is_embedding(place.module) or reason == "output head" or not is_instance(place.module, nn.Linear)
                 return ParamContents("adamw", reason if own else f"tied to an {reason}")
         if any(key in place.name for key in self._expert_keys) and place.param.dim() == 3:
             return None
@@ -102,22 +105,21 @@ class ModelContents:
         if place.param.dim() == 3 and any(key in place.name for key in self._expert_keys) and no_matrix not in ("bias", "norm"):
             known = stack_of(place)
             return ParamContents("muon", "expert_keys", ONE_MATRIX if known is None else known[1])
-        if no_matrix is not None or convolution_of(place) is not None or self._head_finder.reason(place):
+        if no_matrix is not None or filter_of(place, self._filters) is not None or self._head_finder.reason(place):
             return None
         known = stack_of(place)
         if known is None:
             return None
         if has_few_rows(place):
             return ParamContents("adamw", f"{known[0]} of few rows: nothing to orthogonalise")
-        return ParamContents("muon", *known)
+        return _in_parts(*known, place.param.shape[-1 if known[1].dims == "in_out" else -2])
 
     def _filter(self, place: ParamPlace) -> ParamContents | None:
-        convolution = convolution_of(place)
-        if convolution is None:
+        found = filter_of(place, self._filters)
+        if found is None:
             return None
-        why = why_no_flat_filter(convolution)
-        if why is not None or self._conv != "flatten":
-            return ParamContents("adamw", why or "convolution filter")
+        if found.why_not_flat is not None or self._conv != "flatten":
+            return ParamContents("adamw", found.why_not_flat or "convolution filter")
         return ParamContents("muon", 'conv="flatten"', ParamMatrices(flatten=True))
 
     def _no_matrix(self, place: ParamPlace) -> ParamContents | None:
@@ -137,10 +139,14 @@ class ModelContents:
         flipped = place.held_by(_IN_OUT) or (place.parts[-1] in _IN_OUT_PARAMETERS and not hasattr(place.module, "in_features"))
         dims = "in_out" if flipped else "out_in"
         rows, cols = place.param.shape
-        known = fused_split(place, *((cols, rows) if flipped else (rows, cols)))
+        outputs, inputs = (cols, rows) if flipped else (rows, cols)
+        known = fused_split(place, outputs, inputs)
         stored = " stored (in, out)" if flipped else ""
+        if known is not None or looks_fused_name(place.parts):
+            in_graph = cut_in_graph(place.modules, place.parts, outputs)
+            known = known if in_graph is None else ("parts, as its graph cuts them", in_graph)
         if known is not None and known[1] is not None:
-            return ParamContents("muon", f"fused {known[0]}{stored}", ParamMatrices(dims=dims, split=known[1]))
+            return _in_parts(f"fused {known[0]}{stored}", ParamMatrices(dims=dims, split=known[1]), outputs)
         reason = LOOKS_FUSED if known is None and looks_fused_name(place.parts) else f"matrix{stored}"
         return ParamContents("muon", reason, ParamMatrices(dims=dims))
 
@@ -148,6 +154,20 @@ class ModelContents:
         if self._conv == "flatten":
             return ParamContents("muon", 'conv="flatten"', ParamMatrices(flatten=True))
         return ParamContents("adamw", "a vector in several dims" if min(place.param.shape[-2:]) == 1 else UNKNOWN_STACK)
+
+
+def _in_parts(reason: str, matrices: ParamMatrices, outputs: int) -> ParamContents:
+    """A weight of several parts. It has one route: Muon, unless each of its parts is too small for it."""
+    sizes = part_sizes(matrices.split, outputs)
+    if sizes and max(sizes) <= FEW_ROWS:
+        return ParamContents("adamw", f"{reason}: parts of at most {FEW_ROWS} rows, too few for Muon")
+    small = [size for size in sizes if size <= FEW_ROWS]
+    too = (
+        "; also its part of {} rows: a weight has one route"
+        if len(small) == 1
+        else "; also its parts of {} rows: a weight has one route"
+    )
+    return ParamContents("muon", reason + (too.format(", ".join(map(str, small))) if small else ""), matrices)
 
 
 def _adapter(place: ParamPlace) -> ParamContents | None:
@@ -158,8 +178,16 @@ def _adapter(place: ParamPlace) -> ParamContents | None:
     return ParamContents("adamw", reason) if matrices is None else ParamContents("muon", reason, matrices)
 
 
-def _embeddings(model: nn.Module) -> Iterator[Tensor]:
-    yield from (module.weight for module in model.modules() if isinstance(module, (nn.Embedding, nn.EmbeddingBag)))
+def _is_embedding(module: nn.Module) -> bool:
+    return is_instance(module, (nn.Embedding, nn.EmbeddingBag))
+
+
+def _embeddings(model: nn.Module, places: Sequence[ParamPlace]) -> Iterator[Tensor]:
+    """The tables of embeddings, of tied ones too; a parametrised one is known by its place only."""
+    weights = (getattr(module, "weight", None) for module in model.modules() if _is_embedding(module))
+    yield from (weight for weight in weights if isinstance(weight, Tensor))
+    yield from (place.param for place in places if _is_embedding(place.module))
+    yield from looked_up_in_graphs(model)
 
 
 def _addresses(param: Tensor) -> range:

@@ -10,6 +10,7 @@ from torch import nn
 
 from ..matrices import Interleaved, Split
 from .place import ParamPlace
+from .traced import is_instance
 
 _QKV = r"qkv|qkv_proj|qkv_linear|[wW]_?qkv|to_qkv|attn_qkv|c_attn|att_proj|in_proj_weight|in_proj_qkv"
 _GATED_MLP = r"gate_up_proj|gate_and_up_proj|up_gate_proj|up_gate_layer|gateup_proj|gate_up|w12|w13|weights_in|proj_up_gate_z"
@@ -30,6 +31,7 @@ class Fused:
     repeats: str = ""
     owner: str = ""  # regular expression for a class of the module that uses it; "" for any
     when: str = ""  # an attribute of the owner or its config that must be set
+    beside: str = ""  # regular expression for the name of another layer that the owner must have
 
 
 FUSED: tuple[Fused, ...] = (
@@ -95,13 +97,11 @@ FUSED: tuple[Fused, ...] = (
     Fused("one", "kv_proj", ("outputs",), "", "DeepseekV4"),
     Fused("one", "query_key", ("outputs",), "", "LSHSelfAttention"),
     Fused("one", "proj_up_gate", ("outputs",), "", "xLSTMFeedForward"),
-    # Blocks of q, k, v: with the sizes of grouped queries where the model tells them, else three equal ones, or two in
-    # cross-attention.
+    # Blocks of q, k, v: with the sizes that the model tells, or those that the layers around the weight prove.
     Fused("q, k, v", _QKV, ("heads*head_dim", "kv_heads*head_dim", "kv_heads*head_dim")),
     Fused("q, k, v", _QKV, ("q_dim", "kv_dim", "kv_dim")),
-    Fused("q, k, v", _QKV, ("inputs", "inputs", "inputs")),
-    Fused("k, v", "c_attn|in_proj_weight", ("inputs", "inputs")),
-    Fused("q, k, v", _QKV, ("outputs/3",) * 3),
+    Fused("k, v", "c_attn|in_proj_weight", ("outputs/2",) * 2, beside=r"q|q_\w+|to_q|[wW]_?q|query\w*"),  # cross-attention
+    Fused("q, k, v", _QKV, ("proven_q", "proven_kv", "proven_kv")),
     Fused("k, v", r"kv|to_kv|w_?kv|kv_linear|key_value|kv_proj", ("outputs/2",) * 2),
     Fused("q, k", r"qk|to_qk", ("outputs/2",) * 2),
     Fused("q, k", "proj", ("outputs/2",) * 2, "", "EsmFoldSequenceToPair"),
@@ -149,6 +149,10 @@ FUSED: tuple[Fused, ...] = (
 )
 """Rows are tried in order. A row whose sizes are unknown or do not add up does not count."""
 
+_AFTER_ATTENTION = re.compile(
+    r"(\w+_)?(o|out|output|outputs|dense|wo|to_out|proj|projection|project)|(o|out|c|attn|att|output|attention)_?proj(ection)?\w*|"
+    r"[wW]_?[oO]|(fc|linear|lin)_?o(ut)?\w*|proj_?(o|out)?\w*"
+)
 _LOOKS_FUSED = re.compile(
     r"\w*qkv\w*|\w*query_key\w*|\w*keys?_values?\w*|\w*gate_up\w*|\w*up_gate\w*|(\w+_)?(kv|qk)(_proj|_linear)?|w1[23]|in_proj_weight|"
     r"c_attn|\w*fused\w*",
@@ -159,17 +163,19 @@ _GATES = {(nn.LSTM, nn.LSTMCell): 4, (nn.GRU, nn.GRUCell): 3}
 
 def fused_split(place: ParamPlace, outputs: int, inputs: int) -> tuple[str, Split | None] | None:
     """The parts of a fused weight, as text and as a ``split`` (None for one part); None if it is not known to be fused."""
-    if isinstance(place.module, (nn.RNNBase, nn.RNNCellBase)):
-        gates = next((count for classes, count in _GATES.items() if isinstance(place.module, classes)), 1)
+    if is_instance(place.module, (nn.RNNBase, nn.RNNCellBase)):
+        gates = next((count for classes, count in _GATES.items() if is_instance(place.module, classes)), 1)
         projection = place.parts[-1].startswith("weight_hr")  # of the hidden state, with proj_size
         return None if gates == 1 or projection or outputs % gates else (f"{gates} gates", (outputs // gates,) * gates)
-    if place.label == "in_proj_weight" and isinstance(place.module, nn.MultiheadAttention):
+    if place.label == "in_proj_weight" and is_instance(place.module, nn.MultiheadAttention):
         return "q, k, v", (outputs // 3,) * 3
     labels = (place.label, ".".join(place.parts[-3:-1]))  # a layer inside a Sequential, or beside its norm, has a dull name
     for row in FUSED:
         if not any(re.fullmatch(row.label, label) for label in labels):
             continue
         if (row.owner and not place.owned_by(row.owner)) or (row.when and not place.flag(row.when)):
+            continue
+        if row.beside and not any(re.fullmatch(row.beside, label) for label, _, _ in place.neighbours()):
             continue
         split = _split_of_row(row, place, outputs, inputs)
         if split is not None:
@@ -184,14 +190,56 @@ def looks_fused_name(parts: Sequence[str]) -> bool:
 
 
 def _split_of_row(row: Fused, place: ParamPlace, outputs: int, inputs: int) -> Split | None:
-    found = [place.size(size, outputs=outputs, inputs=inputs) for size in row.sizes]
+    known = {"outputs": outputs, "inputs": inputs}
+    if "proven_q" in row.sizes:
+        proven = _proven_qkv(place, outputs, inputs)
+        if proven is None:
+            return None
+        known |= {"proven_q": proven[0], "proven_kv": proven[1]}
+    found = [place.size(size, **known) for size in row.sizes]
     sizes = tuple(size for size in found if size)  # a part may have no outputs, such as rotary keys in a model without any
     if None in found or not sizes:
         return None
     if row.repeats:
-        repeats = place.size(row.repeats, outputs=outputs, inputs=inputs)
+        repeats = place.size(row.repeats, **known)
         return Interleaved(sizes, repeats) if repeats and sum(sizes) * repeats == outputs else None
     if len(row.sizes) == 1:
         equal = outputs // sizes[0]
         return sizes * equal if sizes[0] * equal == outputs and (equal > 1 or row.parts == "one") else None
     return sizes if sum(sizes) == outputs else None
+
+
+def _proven_qkv(place: ParamPlace, outputs: int, inputs: int) -> tuple[int, int] | None:
+    """The outputs of q, and of k and v each, in a weight of three blocks; None if nothing proves them.
+
+    The layer after attention takes as many inputs as q has outputs. Where nothing shows that layer, q follows from the number of
+    heads, or from a weight that is three times as tall as wide. If k and v are smaller than q, the module must know numbers of
+    heads that agree, under whatever names: another kind of attention may have the same sizes in another order.
+    """
+    heads, head_dim = place.size("heads"), place.size("head_dim")
+    q = _inputs_after(place, inputs)
+    if q is None:
+        q = heads * head_dim if heads and head_dim else inputs if outputs == 3 * inputs else None
+    if q is None or not 0 < outputs - q <= 2 * q or (outputs - q) % 2:
+        return None
+    kv = (outputs - q) // 2
+    return (q, kv) if kv == q or _are_grouped(q, kv, place.numbers()) else None
+
+
+def _inputs_after(place: ParamPlace, width: int) -> int | None:
+    """The inputs of the layer that takes the output of attention back to ``width``; None if no layer, or several, may be it."""
+    back = [(label, inputs) for label, outputs, inputs in place.neighbours() if outputs == width]
+    named = {inputs for label, inputs in back if _AFTER_ATTENTION.fullmatch(label)}
+    found = named or {inputs for _, inputs in back}
+    return found.pop() if len(found) == 1 else None
+
+
+def _are_grouped(q: int, kv: int, numbers: set[int]) -> bool:
+    """Whether two of the numbers are those of query and key heads of one size, or those of query heads and their size."""
+    for heads in numbers:
+        if q % heads or heads == 1:
+            continue
+        head_dim = q // heads
+        if kv % head_dim == 0 and (head_dim in numbers or kv // head_dim in numbers):
+            return True
+    return False

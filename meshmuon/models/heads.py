@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from .names import is_embedding_name, is_head_name
 from .place import ParamPlace, is_a
+from .traced import class_of, is_instance
 
 _HEAD_METHODS = ("get_output_embeddings", "get_classifier")  # of transformers, of timm
 _SIZES = re.compile(r"\w*vocab_size|n_words|num_\w*(labels|classes|answers)|codebook_size")
@@ -47,7 +48,7 @@ def last_linear(model: nn.Module, places: Sequence[ParamPlace]) -> ParamPlace | 
 
 
 def _is_linear(place: ParamPlace) -> bool:
-    return isinstance(place.module, nn.Linear) and place.parts[-1] == "weight"
+    return is_instance(place.module, nn.Linear) and place.parts[-1] == "weight"
 
 
 def is_repeated(place: ParamPlace) -> bool:
@@ -58,7 +59,7 @@ def is_repeated(place: ParamPlace) -> bool:
         if isinstance(container, (nn.ModuleList, nn.ModuleDict)):  # also of one block, as in a pipeline stage
             return True
         children = list(container.children())
-        twins = sum(type(child) is type(module) for child in children)
+        twins = sum(class_of(child) is class_of(module) for child in children)
         if module is not place.module and (twins > 1 or len(children) == 1):  # a single one may be a stage's only block
             return True
     return False
@@ -77,7 +78,7 @@ class HeadFinder:
         """Why, in a few words for the routing table; None if it is no head."""
         if is_head_name(list(place.parts)):
             return "output head: by name"
-        if place.param.dim() != 2 or place.parts[-1] != "weight" or is_repeated(place):
+        if place.param.dim() != 2 or is_repeated(place):
             return None
         rows, cols = place.param.shape
         if rows == cols:
@@ -85,11 +86,12 @@ class HeadFinder:
         owner = place.owner
         if is_a(owner, _HEAD_CLASSES) and _is_linear(place) and [*owner.children()][-1] is place.module:
             return "output head: the last layer of a head"
+        what = "output head" if place.parts[-1] == "weight" else "table"
         for name, size in _known_sizes(place):
             if rows in (size, size + 1) and not self._takers.get(rows, set()) - {place.name}:
-                return f"output head: rows equal {name}"
+                return f"{what}: rows equal {name}"
             if name == "vocab_size" and cols == size and not self._takers.get(cols, set()) - {place.name}:
-                return f"output head: columns equal {name}"
+                return f"{what}: columns equal {name}"
         return None
 
 

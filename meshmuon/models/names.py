@@ -14,12 +14,22 @@ _TOKEN_EMBEDDINGS = (
     "word_embeddings",
     "wte",
     "vision_embed_tokens",
+    "tok_emb",
+    "token_emb",
+    "word_emb",
+    "tok_embed",
+    "token_embed",
+    "word_embed",
+    "W_E",  # TransformerLens
 )
-_POSITION_EMBEDDINGS = ("wpe", "position_embeddings", "pos_embed", "pos_embedding", "embed_positions")
+_POSITION_EMBEDDINGS = ("wpe", "position_embeddings", "pos_emb", "pos_embed", "pos_embedding", "embed_positions", "W_pos")
 _PATCH_EMBEDDINGS = ("patch_embed", "patch_embedding", "patch_embeddings", "patch_embedder")
 _EMBEDDINGS = frozenset(("embed", "embedding", "embeddings", *_TOKEN_EMBEDDINGS, *_POSITION_EMBEDDINGS, *_PATCH_EMBEDDINGS))
+_TABLES = re.compile(
+    r"(\w+_)?(emb|embs|embed|embeds|embedding|embeddings|codebooks?)(_?\d+|_(in|tokens?|table|layer|weights?|matrix))?"
+)
 _HEADS = re.compile(
-    r"(\w+_)?(lm_head|embed_out|unembed|classifier|score|logits|logits_\w+|qa_outputs|class_predictor)"
+    r"W_U|(\w+_)?(lm_head|embed_out|unembed|classifier|score|logits|logits_\w+|qa_outputs|class_predictor)"
     r"|(\w+_)?heads?|(ctc_|text_|audio_|cls_|mlm_|qa_|final_)?(output|outputs|output_layer|output_projection)"
 )
 _OUTERMOST_HEADS = re.compile(r"\w+_out_proj|proj_out|final_(proj|linear|layer)")  # if the model itself holds them
@@ -34,6 +44,11 @@ def name_parts(name: str) -> list[str]:
 def is_embedding_name(parts: list[str]) -> bool:
     """Whether one of the components of a name is that of an embedding."""
     return any(part in _EMBEDDINGS for part in parts)
+
+
+def is_table_label(label: str) -> bool:
+    """Whether the name of a module or parameter is that of an embedding, if no linear layer has it: ``tok_emb``, ``embed_in``."""
+    return _TABLES.fullmatch(label) is not None
 
 
 def is_head_name(parts: list[str]) -> bool:

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
+from dataclasses import dataclass
 
 from torch import nn
 
+from .names import is_table_label
 from .place import ParamPlace
+from .traced import is_instance
 
 _TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)  # (in, out, *kernel): no (out, in·kernel) matrix
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, *_TRANSPOSED)
 _NORMS = (nn.LayerNorm, nn.RMSNorm, nn.GroupNorm, nn.modules.batchnorm._NormBase)
+_LISTS = (nn.ParameterList, nn.ParameterDict)
 _WEIGHTED = (nn.Linear, nn.Bilinear, nn.RNNBase, nn.RNNCellBase)
 
 FEW_ROWS = 4
@@ -39,33 +44,64 @@ NOT_MATRICES: tuple[tuple[str, str], ...] = (
 def why_no_matrix(place: ParamPlace) -> str | None:
     """Why a parameter is not a matrix; None if nothing speaks against it."""
     module, last = place.module, place.parts[-1]
-    if isinstance(module, _NORMS) or (place.held_by(r"Norm\w*$|GRN$") and not hasattr(module, "in_features")):
+    if is_instance(module, _NORMS) or (place.held_by(r"Norm\w*$|GRN$") and not hasattr(module, "in_features")):
         return "norm"
     if "parametrizations" in place.parts and re.fullmatch(r"original[01]", last):
         return "weight-norm part"
     if re.fullmatch(r"\w*(rel_pos|relative_(attention|position)|position|pos)_(\w+_)?bias", place.label):
         return "position table"  # also as a linear layer after one-hot vectors
-    if isinstance(module, _WEIGHTED) and last not in ("weight_g", "weight_v"):
+    if is_instance(module, _WEIGHTED) and last not in ("weight_g", "weight_v"):
         return "bias" if last.startswith("bias") else None
+    label = place.parts[-2] if isinstance(module, _LISTS) and len(place.parts) > 1 else last  # of ``registers.0``, the list's
     for reason, pattern in NOT_MATRICES:
-        if last != "weight" and re.fullmatch(pattern, last, re.IGNORECASE):
+        if last != "weight" and re.fullmatch(pattern, label, re.IGNORECASE):
             return reason
+    if is_bias_of_stack(place):
+        return "bias of a stack"
+    if not hasattr(module, "in_features") and not place.held_by("Linear|Conv|Dense|Experts"):
+        if is_table_label(place.label):
+            return "embedding: by name"
+        if place.held_by("Embed|Codebook"):
+            return "embedding: by class"
     if place.param.dim() > 2 and place.param.size(0) == 1:
         return "token or table: its first dim is 1"
     return None
 
 
-def convolution_of(place: ParamPlace) -> nn.Module | None:
-    """The convolution that a filter belongs to; None for anything else."""
-    convolution = place.module if isinstance(place.module, _CONVOLUTIONS) and place.parts[-1] == "weight" else None
-    return convolution if place.param.dim() > 2 else None
+def is_bias_of_stack(place: ParamPlace) -> bool:
+    """Whether a 2-D parameter holds a bias for each matrix of a stack: ``b1`` of shape (E, n) beside ``w1`` of (E, m, n).
+
+    A router beside a stack may have this shape too, so that the name must agree.
+    """
+    if place.param.dim() != 2 or not re.fullmatch(r"b\d*|b_\w+|b[A-Z]\w*|\w+_b\d*", place.parts[-1]):
+        return False
+    count, width = place.param.shape
+    stacks = [param for param in place.module._parameters.values() if param is not None and param.dim() == 3]
+    return any(stack.shape[0] == count and width in stack.shape[1:] for stack in stacks)
 
 
-def why_no_flat_filter(convolution: nn.Module) -> str | None:
-    """Why a filter is no (out, in·kernel) matrix; None if it is one."""
-    if isinstance(convolution, _TRANSPOSED):
-        return "filter of a transposed convolution"
-    return "filter of a grouped convolution" if convolution.groups != 1 else None
+@dataclass(frozen=True)
+class Filter:
+    """What decides whether the filter of a convolution is one (out, in·kernel) matrix."""
+
+    transposed: bool
+    groups: int
+
+    @property
+    def why_not_flat(self) -> str | None:
+        """Why it is no such matrix; None if it is one."""
+        if self.transposed:
+            return "filter of a transposed convolution"
+        return "filter of a grouped convolution" if self.groups != 1 else None
+
+
+def filter_of(place: ParamPlace, in_graphs: Mapping[int, Filter]) -> Filter | None:
+    """The filter that a parameter is; None if it is none. ``in_graphs`` are those that the model's graphs show, by ``id``."""
+    if place.param.dim() < 3:
+        return None
+    if isinstance(place.module, _CONVOLUTIONS) and place.parts[-1] == "weight":
+        return Filter(isinstance(place.module, _TRANSPOSED), place.module.groups)
+    return in_graphs.get(id(place.param))
 
 
 def has_few_rows(place: ParamPlace) -> bool:

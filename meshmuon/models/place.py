@@ -10,6 +10,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from ..matrices import WRAPPERS
+from .traced import class_of
 
 _INSERTED = WRAPPERS | {"base_layer"}  # PEFT keeps the layer that it adapts under this name
 
@@ -87,6 +88,30 @@ class ParamPlace:
             total += product
         return total
 
+    def neighbours(self) -> Iterator[tuple[str, int, int]]:
+        """Label, outputs and inputs of the other linear layers of its owner, also of those one level down (``to_out.0``).
+
+        For a bare parameter, the other matrices of its owner.
+        """
+        if self.parts[-1] != "weight":
+            for label, param in self.owner._parameters.items():
+                if param is not None and param is not self.param and param.dim() == 2:
+                    yield label, int(param.shape[0]), int(param.shape[1])
+        for label, child in self.owner._modules.items():
+            for layer in [] if child is None or child is self.module else [child, *child.children()]:
+                weight = getattr(layer, "weight", None)
+                if isinstance(weight, Tensor) and weight.dim() == 2:
+                    flipped = is_a(layer, "^Conv1D$")
+                    outputs, inputs = (weight.shape[1], weight.shape[0]) if flipped else (weight.shape[0], weight.shape[1])
+                    yield label, int(getattr(layer, "out_features", outputs)), int(getattr(layer, "in_features", inputs))
+
+    def numbers(self) -> set[int]:
+        """The whole numbers that its owner has as attributes, and those of its configs that are about heads and groups."""
+        own = vars(self.owner).items()
+        told = ((name, value) for source in self._sources() for name, value in _attributes_of(source))
+        counts = [*own, *((name, value) for name, value in told if re.search("head|kv|group", name))]
+        return {value for _, value in counts if isinstance(value, int) and not isinstance(value, bool) and value > 0}
+
     def flag(self, name: str) -> bool:
         """Whether the owner, or its config, says so."""
         return bool(next((getattr(source, name) for source in self._sources() if hasattr(source, name)), False))
@@ -108,14 +133,19 @@ class ParamPlace:
         yield self.owner
         yield from self.modules[-1:-4:-1]
         for module in reversed(self.modules):
-            for attribute in ("config", "args"):
+            for attribute in ("config", "args", "cfg"):
                 if (config := getattr(module, attribute, None)) is not None:
                     yield config
 
 
+def _attributes_of(source: Any) -> Iterator[tuple[str, Any]]:
+    values = source if isinstance(source, Mapping) else getattr(source, "__dict__", {})
+    yield from ((name, value) for name, value in values.items() if isinstance(name, str))
+
+
 def is_a(module: nn.Module, pattern: str) -> bool:
     """Whether a class of the module matches; FSDP2 and others put classes of their own in front."""
-    return any(re.search(pattern, cls.__name__) for cls in type(module).__mro__[:-2])
+    return any(re.search(pattern, cls.__name__) for cls in class_of(module).__mro__[:-2])
 
 
 def places_of(model: nn.Module) -> Iterator[ParamPlace]:
@@ -128,13 +158,14 @@ def places_of(model: nn.Module) -> Iterator[ParamPlace]:
         for position, part in enumerate(path):
             inner = modules[-1]._modules[part]
             assert inner is not None
-            saved = part == "modules_to_save" and position + 1 < len(
-                path
-            )  # PEFT's trainable copy of a module, then the adapter's name
+            saved = part == "modules_to_save" and position + 1 < len(path)  # PEFT's copy of a module, then the adapter's name
             if part in _INSERTED or saved or skip:
                 modules[-1] = inner
             else:
                 parts.append(part)
                 modules.append(inner)
             skip = saved
+        if last == "original" and parts[-2:-1] == ["parametrizations"]:  # ``up.parametrizations.weight.original``: of ``up``
+            last = parts[-1]
+            del parts[-2:], modules[-2:]
         yield ParamPlace(name, param, (*parts, last), tuple(modules))

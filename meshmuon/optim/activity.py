@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from ..agree.step_decision import Activity
 from ..errors import ConfigError, GradientError, InactiveWarning
-from ..models import name_parts
+from ..matrices import without_wrappers
 from ..params.named_params import NamedParam
 from ..routing.model_names import ModelNames
 
@@ -86,15 +86,16 @@ class ActivityCheck:
         if self.allowed or not self._models or all(has_grad) or (self._verified and any(has_grad)):
             return None
         own = {id(named.param) for named in params}
-        current: dict[int, dict[str, Tensor]] = {}  # param group → what its model has now, by name
+        current: dict[int, _ModelParams | None] = {}  # param group → what its model has now
         for named, gradient in zip(params, has_grad, strict=True):
             if gradient or not named.param.requires_grad:
                 continue
             if named.group_index not in current:
                 reference = self._models.get(tuple(named.param_group["param_names"]))
                 model = None if reference is None else reference()
-                current[named.group_index] = {} if model is None else _params_by_name(model)
-            now = current[named.group_index].get(".".join(name_parts(named.name)))
+                current[named.group_index] = None if model is None else _ModelParams(model)
+            params_now = current[named.group_index]
+            now = None if params_now is None else params_now.of_name(named.name)
             if now is not None and id(now) not in own and now.grad is not None:
                 return GradientError(
                     f"{named.name}: the model has replaced this parameter since the optimizer was built. The model's new one has "
@@ -113,6 +114,18 @@ def _level_of_user() -> int:
     return level
 
 
-def _params_by_name(model: nn.Module) -> dict[str, Tensor]:
-    """The parameters that a model has now, by their names without what wrappers insert; tied ones by each of their names."""
-    return {".".join(name_parts(name)): param for name, param in model.named_parameters(remove_duplicate=False)}
+class _ModelParams:
+    """The parameters that a model has now, tied ones by each of their names."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._by_name: dict[str, Tensor] = dict(model.named_parameters(remove_duplicate=False))
+        self._by_plain_name: dict[str, list[Tensor]] = {}  # without what wrappers insert
+        for name, param in self._by_name.items():
+            self._by_plain_name.setdefault(without_wrappers(name), []).append(param)
+
+    def of_name(self, name: str) -> Tensor | None:
+        """The parameter of this name. If a wrapper has changed names, the only one that has it apart from that."""
+        if name in self._by_name:
+            return self._by_name[name]
+        found = self._by_plain_name.get(without_wrappers(name), [])
+        return found[0] if len(found) == 1 else None

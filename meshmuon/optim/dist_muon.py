@@ -12,6 +12,7 @@ from torch import Tensor
 
 from ..agree.local_planner import PlanSettings
 from ..agree.planner import Planner
+from ..agree.step_decision import StepDecision
 from ..errors import ConfigError, StateError, UnsupportedError
 from ..execute import DataParallelExecutor, StepParam, window_of
 from ..matrices import MatrixSet
@@ -151,7 +152,7 @@ class DistMuon(Muon):
         self._own_without_state: tuple[object, object, Sequence[int]] = (None, None, ())
         if self._replica_group is not None:
             self._executor = DataParallelExecutor(self._settings)
-            settings = PlanSettings(self._plan_options, self._settings.form, "DistMuon", self._cost_model)
+            settings = PlanSettings(self._plan_options, self._settings.form, f"DistMuon, {self._settings.bits}", self._cost_model)
             self._planner = Planner(settings, self._replica_group, weakref.ref(self), reduced=False)
 
     def _without_state(self, params: Sequence[NamedParam]) -> Sequence[int]:
@@ -200,6 +201,9 @@ class DistMuon(Muon):
         return self._collector.step_params(
             self._planner.plan_inputs, decision, self.state, keeps=owned.__contains__, skip_mask=step.skip_mask
         )
+
+    def _ready_params(self, expected: StepDecision, meanwhile: Callable[[], None]) -> list[StepParam] | None:
+        return super()._ready_params(expected, meanwhile) if self.replica_group is None else None
 
     def _adopt_owners(self, step: StepContext) -> None:
         """A new plan has new owners: gives every rank all momentum."""

@@ -115,6 +115,7 @@ class Muon(MuonStep):
         rounding: str = "nearest",
         allow_inactive: bool = False,
         cost_model: CostModelLike | None = None,
+        kernels: str = "auto",
         waves_ahead: int | None = None,
         reference_path: bool | None = None,
     ) -> None:
@@ -122,7 +123,7 @@ class Muon(MuonStep):
         options = optimizer_options_from(arguments)
         resolve_scheme(scheme, ns_steps)  # refuses a Scheme whose length is not ns_steps
         self._debug = debug
-        self._settings = ExecutorSettings(chunk_size, memory_budget, form, deterministic, compile, cuda_graphs)
+        self._settings = ExecutorSettings(chunk_size, memory_budget, form, deterministic, compile, cuda_graphs, kernels)
         in_flight = options["waves_ahead"] + 1
         self._cost_model = cost_model_from(cost_model)
         # LocalPlanner replaces the cost model: by the user's, or by that of the parameters' device.
@@ -288,7 +289,7 @@ class Muon(MuonStep):
 
     def _reset(self) -> None:
         """Starts without a plan."""
-        path = f"reference_path={self._reference}"
+        path = f"reference_path={self._reference}, {self._settings.bits}"
         settings = PlanSettings(self._plan_options, self._settings.form, path, self._cost_model)
         self._planner = Planner(settings, self._replica_group, weakref.ref(self))
         self._executor = (ReferenceExecutor if self._reference else Executor)(self._settings)
@@ -300,7 +301,7 @@ class Muon(MuonStep):
         """Warns about the groups from ``first`` on, at the line of the user's call two frames up; on one rank for all."""
         if not is_first_of_ranks(self._groups[first:]):
             return
-        for warning in build_routing_table(self._groups[first:], first).warnings:
+        for warning in build_routing_table(self._groups, first).warnings:
             warnings.warn(warning, RoutingWarning, stacklevel=3)
 
     def _wire_dtype(self) -> Callable[[Tensor], torch.dtype | None]:

@@ -6,15 +6,17 @@ floating point tensor of one element, never a flag.
 
 from __future__ import annotations
 
+import difflib
 import math
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from numbers import Real
 from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.nn.parameter import is_lazy
 
 from ..device import known_to_host
 from ..errors import ConfigError
@@ -32,6 +34,20 @@ def shown(value: object) -> str:
     """A value as errors show it."""
     text = repr(value)
     return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}…"
+
+
+def nearest(name: str, names: Iterable[str]) -> str:
+    """Names that someone who wrote ``name`` may have meant, as errors list them; "" if none is near."""
+    return ", ".join(difflib.get_close_matches(name, list(dict.fromkeys(names)), n=3, cutoff=0.5))
+
+
+def refuse_uninitialised(name: str, param: Tensor) -> None:
+    """Raises ConfigError for a parameter of a lazy module, which has no shape before the first forward pass."""
+    if is_lazy(param):
+        raise ConfigError(
+            f"{name} is not initialised yet: it belongs to a lazy module, such as nn.LazyLinear, whose weights get shapes in "
+            "the first forward pass. Run the model once on an example, then build the optimizer."
+        )
 
 
 def number(value: Any, what: str, where: str) -> float:

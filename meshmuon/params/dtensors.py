@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
@@ -153,14 +154,23 @@ def connected_ranks(rank: int, sets: Iterable[Sequence[int]]) -> tuple[int, ...]
 
 def _check_order(name: str, mesh: Mesh) -> None:
     """Refuses a mesh whose ranks do not ascend: torch's process groups sort ranks, which would contradict the placements."""
+    axis = _axis_out_of_order(mesh)
+    if axis is not None:
+        raise UnsupportedError(
+            f"{name} is on the mesh {mesh}, whose ranks do not ascend along axis {axis}; torch's process groups order "
+            "ranks, so that shards would not be where the placements say. Build the mesh with ascending ranks."
+        )
+
+
+@lru_cache(maxsize=64)  # thousands of parameters are on a few meshes, and it looks at every rank
+def _axis_out_of_order(mesh: Mesh) -> int | None:
+    """The first axis along which some ranks do not ascend."""
     for rank, coordinate in coordinates(mesh).items():
         for axis, size in enumerate(mesh.shape):
             following = (*coordinate[:axis], coordinate[axis] + 1, *coordinate[axis + 1 :])
             if following[axis] < size and mesh.ranks[flat_index(mesh.shape, following, range(len(following)))] < rank:
-                raise UnsupportedError(
-                    f"{name} is on the mesh {mesh}, whose ranks do not ascend along axis {axis}; torch's process groups order "
-                    "ranks, so that shards would not be where the placements say. Build the mesh with ascending ranks."
-                )
+                return axis
+    return None
 
 
 def _check_strided(name: str, shape: tuple[int, ...], mesh: Mesh, placements: Sequence[Placement]) -> None:
@@ -186,8 +196,10 @@ def _cut_at_once(size: int, parts: int, factor: int) -> tuple[Ranges, ...]:
     return tuple(merged(ends for chunk in chunks[part::parts] for ends in chunk) for part in range(parts))
 
 
-def groups_of(mesh_or_group: DeviceMesh | dist.ProcessGroup | None) -> list[dist.ProcessGroup]:
-    """The process groups that a mesh already has, or the process group itself."""
+def groups_of(mesh_or_group: DeviceMesh | Mesh | dist.ProcessGroup | None) -> list[dist.ProcessGroup]:
+    """The process groups that a mesh already has, or the process group itself; a mesh that is simulated has none."""
+    if isinstance(mesh_or_group, Mesh):
+        return []
     if mesh_or_group is None or isinstance(mesh_or_group, dist.ProcessGroup):
         return [] if mesh_or_group is None else [mesh_or_group]
     try:
@@ -246,6 +258,8 @@ def trailing_elements(param: DTensor, count: int) -> int:
 
 def known_placements(name: str, placements: Sequence[Any], dims: int) -> tuple[Placement, ...]:
     """torch's placements as ours. Every type is handled explicitly: an unknown one must never count as replicated."""
+    if all(isinstance(placement, (Replicated, Sharded)) for placement in placements):  # of a parameter that is simulated
+        return tuple(placements)
     from torch.distributed.tensor import Partial, Replicate, Shard
 
     converted: list[Placement] = []

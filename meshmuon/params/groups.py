@@ -16,7 +16,7 @@ from torch import Tensor
 from ..device import known_to_host
 from ..errors import ConfigError
 from ..matrices import MatrixOptions, MatrixSet, check_expert_keys, check_matrices, find_matrices
-from .checks import FLOAT_DTYPES, adamw_betas, adamw_eps, check_flag, shown
+from .checks import FLOAT_DTYPES, adamw_betas, adamw_eps, check_flag, refuse_uninitialised, shown
 from .dtensors import check_placement
 from .flattened import refuse_flattened
 from .lr import lr_factor
@@ -108,6 +108,7 @@ def normalise_group(group: Mapping[str, Any], index: int) -> dict[str, Any]:
             raise ConfigError(f"group {index}: the name {shown(name)} must be a string.")
         if not isinstance(param, Tensor):
             raise ConfigError(f"group {index}: {name} is a {type(param).__name__}, not a tensor. {_RIGHT_CALL}")
+        refuse_uninitialised(name, param)
     if len(set(params)) != len(params):
         raise ConfigError(f"group {index} holds a parameter twice, so it would be stepped twice: list each parameter once.")
     group["params"], group["param_names"] = params, names

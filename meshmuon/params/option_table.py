@@ -29,6 +29,7 @@ from ..matrices import (
     check_matrix_options,
 )
 from ..ortho import AUTO, FORMS, Scheme, SchemeLike, resolve_scheme
+from ..ortho.kernels import check_kernels
 from ..plan import REPLICA_OPTIONS, cost_model_from
 from .checks import (
     Check,
@@ -309,6 +310,10 @@ OPTIONS: tuple[Option, ...] = (
     Option("cost_model", None, Scope.OPTIMIZER, of_value(cost_model_from), Compared.IN_PLAN).with_help(
         "How fast links are beside matrix units, for the choice of owners, waves and ``replicas``: a file that ``meshmuon doctor "
         "--save`` wrote, or a ``CostModel``; by default a guess for each kind of device. See docs/doctor.md."
+    ),
+    Option("kernels", "auto", Scope.OPTIMIZER, of_value(check_kernels), Compared.IN_PLAN).with_help(
+        'Who computes symmetric products on a GPU: ``"auto"`` (Triton where it is installed), ``"triton"``, ``"quack"`` (the '
+        'library of quack-kernels, where it takes the shape) or ``"torch"``; no effect on CPU. See docs/gpu.md.'
     ),
 )
 """In the order of the constructor's parameters. An option with an older name is where that name is."""

@@ -6,47 +6,93 @@ from dataclasses import dataclass
 
 from ..errors import ConfigError
 from ..layout import ShardedMatrix
+from .nodes import Crossings
 
 _LARGEST = 1e30  # costs stay finite when they are multiplied by bytes and added up
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class CostModel:
     """How a device's links compare with its matrix units.
 
     Attributes:
         flops_per_byte: FLOPs of orthogonalisation in the time that a rank needs to send or receive one byte.
         flops_per_exchange: FLOPs in the time that an exchange of no bytes takes.
+        between_flops_per_byte: the first between ranks of different nodes; None if it is the same there.
+        between_flops_per_exchange: the second for an exchange between ranks of several nodes; None if it is the same there.
     """
 
     flops_per_byte: float
     flops_per_exchange: float
+    between_flops_per_byte: float | None = None
+    between_flops_per_exchange: float | None = None
 
     def __post_init__(self) -> None:
-        for name, value, low in (("flops_per_byte", self.flops_per_byte, 0), ("flops_per_exchange", self.flops_per_exchange, 1)):
+        for name, value, low in (
+            ("flops_per_byte", self.flops_per_byte, 0),
+            ("flops_per_exchange", self.flops_per_exchange, 1),
+            ("between_flops_per_byte", self.per_byte_between, 0),
+            ("between_flops_per_exchange", self.per_exchange(several_nodes=True), 1),
+        ):
             if type(value) not in (int, float) or not low <= value <= _LARGEST:
                 raise ConfigError(f"CostModel: {name}={value!r} must be a number of at least {low} and at most {_LARGEST:g}.")
 
-    def owning(self, flops: int, sharded: ShardedMatrix, itemsize: int) -> float:
-        """Cost for the rank that owns a matrix: computing it, receiving it and sending it back."""
-        return flops + self.flops_per_byte * 2 * sharded.size * itemsize
+    def __repr__(self) -> str:
+        # Part of a plan's digest: a model of one tier reads as it did before there were two.
+        names = ("flops_per_byte", "flops_per_exchange", "between_flops_per_byte", "between_flops_per_exchange")
+        values = [(name, getattr(self, name)) for name in names]
+        return f"CostModel({', '.join(f'{name}={value!r}' for name, value in values if value is not None)})"
 
-    def sharing_pays(self, flops: int, sharded: ShardedMatrix, itemsize: int) -> bool:
+    @property
+    def per_byte_between(self) -> float:
+        """FLOPs per byte between nodes."""
+        return self.flops_per_byte if self.between_flops_per_byte is None else self.between_flops_per_byte
+
+    def per_exchange(self, *, several_nodes: bool) -> float:
+        """FLOPs in the time that an exchange of no bytes takes, inside a node or between several."""
+        if several_nodes and self.between_flops_per_exchange is not None:
+            return self.between_flops_per_exchange
+        return self.flops_per_exchange
+
+    def owning(self, flops: int, sharded: ShardedMatrix, itemsize: int, crossings: Crossings | None = None) -> float:
+        """Cost for the rank that owns a matrix: computing it, receiving it and sending it back.
+
+        ``crossings`` counts what travels between nodes; None on one node. The owner is taken to be one that needs the fewest.
+        """
+        moved = 2 * sharded.size
+        cost = flops + self.flops_per_byte * moved * itemsize
+        if crossings is None:
+            return cost
+        between = crossings.fewest(sharded)  # more than ``moved`` where replicas on other nodes get the result as well
+        inside_price, between_price = self.flops_per_byte * itemsize, self.per_byte_between * itemsize
+        return cost + (between_price - inside_price) * min(between, moved) + between_price * max(0, between - moved)
+
+    def sharing_pays(self, flops: int, sharded: ShardedMatrix, itemsize: int, crossings: Crossings | None = None) -> bool:
         """Whether one replica should compute for all, by FLOPs and bytes summed over the ranks.
 
         For each additional replica, sharing saves one orthogonalisation and one gather and scatter inside the replica; it costs
-        sending the matrix to the replica once.
+        sending the matrix to the replica once. Bytes between nodes have their own rate.
         """
         pieces = max(1, len(sharded.pieces))
         inside = 2 * (pieces - 1) / pieces * sharded.size * itemsize
-        return flops + self.flops_per_byte * inside >= self.flops_per_byte * sharded.size * itemsize
+        saved = flops + self.flops_per_byte * inside
+        spent = self.flops_per_byte * sharded.size * itemsize
+        if crossings is None or sharded.replicas == 1:
+            return saved >= spent
+        # Each byte between nodes costs this much more than the above has counted.
+        extra = (self.per_byte_between - self.flops_per_byte) * itemsize
+        fewer = crossings.fewest_apart(sharded) - crossings.fewest(sharded)
+        return (sharded.replicas - 1) * (saved - spent) + extra * fewer >= 0
 
 
 # Orders of magnitude: 4e14 FLOP/s of bfloat16 products and 40 GB/s of network per GPU; 1e11 FLOP/s and 1 GB/s per CPU core.
 _MODELS = {"cuda": CostModel(1e4, 1e10)}
+# Several nodes of GPUs: 300 GB/s and 10 µs inside a node, the above between nodes.
+_ON_SEVERAL_NODES = {"cuda": CostModel(1.3e3, 4e9, 1e4, 1e10)}
 _CPU = CostModel(100.0, 5e7)
 
 
-def cost_model_for(device_type: str) -> CostModel:
+def cost_model_for(device_type: str, *, several_nodes: bool = False) -> CostModel:
     """The model for a kind of device. It is the same on every rank, as plans must be."""
-    return _MODELS.get(device_type, _CPU)
+    models = _ON_SEVERAL_NODES if several_nodes else _MODELS
+    return models.get(device_type, _CPU)

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 from ..errors import PlanError
 from ..layout import ShardedMatrix
+from .nodes import Crossings
 from .owners import assign_owners
 from .plan_data import PlanData, PlanOptions, add_local_costs
 from .report import describe, to_json
@@ -32,29 +33,38 @@ class Plan(PlanData):
         Every ``ShardedMatrix`` has checked that its pieces tile the matrix and that each rank holds one piece in one replica.
         Sender and receiver of a piece therefore agree on it: both read the same ``ShardedMatrix``.
         """
-        copies: dict[tuple[int, int], list[ShardedMatrix]] = {}
+        copies: list[list[list[ShardedMatrix]]] = [[[] for _ in range(param.count)] for param in self.params]
         for task in self.tasks:
-            name = self.params[task.param].name
-            if task.wave == NO_WAVE and not (task.owner == EVERY_HOLDER and task.sharded.whole):
-                raise PlanError(f"{name}: matrix {task.matrix} is in pieces, but the plan moves none of them")
-            if task.wave != NO_WAVE and task.owner not in task.sharded.holdings:
-                raise PlanError(f"{name}: rank {task.owner} owns matrix {task.matrix} but holds no piece of it")
-            lane = self.params[task.param].lane
-            if task.wave != NO_WAVE and not (0 <= task.wave < len(self.wave_lanes) and self.wave_lanes[task.wave] == lane):
-                raise PlanError(f"{name}: it travels on {lane}, but wave {task.wave} is not on that lane: {self.wave_lanes}")
-            copies.setdefault((task.param, task.matrix), []).append(task.sharded)
-        for k, param in enumerate(self.params):
-            self._check_copies(k, param, copies)
+            if task.wave == NO_WAVE:
+                if not (task.owner == EVERY_HOLDER and task.sharded.whole):
+                    name = self.params[task.param].name
+                    raise PlanError(f"{name}: matrix {task.matrix} is in pieces, but the plan moves none of them")
+            else:
+                self._check_wave(task)
+            copies[task.param][task.matrix].append(task.sharded)
+        for param, computed in zip(self.params, copies, strict=True):
+            _check_copies(param, computed)
 
-    def _check_copies(self, k: int, param: PlannedParam, copies: dict[tuple[int, int], list[ShardedMatrix]]) -> None:
-        for matrix in range(param.count):
-            computed = copies.get((k, matrix), [])
-            holders = sum(len(sharded.holdings) for sharded in computed)
-            expected = sum(len(param.sharded_matrices(layout)[matrix].holdings) for layout in param.layouts)
-            if holders != expected or (
-                len(computed) > 1 and len({r for sharded in computed for r in sharded.holdings}) != holders
-            ):
-                raise PlanError(f"{param.name}: matrix {matrix} has {expected} holders, the plan computes it for {holders}")
+    def _check_wave(self, task: Task) -> None:
+        param = self.params[task.param]
+        if task.owner not in task.sharded.holdings:
+            raise PlanError(f"{param.name}: rank {task.owner} owns matrix {task.matrix} but holds no piece of it")
+        if not (0 <= task.wave < len(self.wave_lanes) and self.wave_lanes[task.wave] == param.lane):
+            raise PlanError(
+                f"{param.name}: it travels on {param.lane}, but wave {task.wave} is not on that lane: {self.wave_lanes}"
+            )
+
+
+def _check_copies(param: PlannedParam, copies: Sequence[Sequence[ShardedMatrix]]) -> None:
+    """Raises unless the copies of each matrix that are computed separately have exactly its holders."""
+    layouts = [param.sharded_matrices(layout) for layout in param.layouts]
+    for matrix, computed in enumerate(copies):
+        if len(layouts) == len(computed) == 1 and computed[0] is layouts[0][matrix]:
+            continue
+        holders = sum(len(sharded.holdings) for sharded in computed)
+        expected = sum(len(sharded_matrices[matrix].holdings) for sharded_matrices in layouts)
+        if holders != expected or (len(computed) > 1 and len({r for sharded in computed for r in sharded.holdings}) != holders):
+            raise PlanError(f"{param.name}: matrix {matrix} has {expected} holders, the plan computes it for {holders}")
 
 
 def make_plan(params: Sequence[PlannedParam], options: PlanOptions) -> Plan:
@@ -65,16 +75,19 @@ def make_plan(params: Sequence[PlannedParam], options: PlanOptions) -> Plan:
     3. ``cut_into_waves`` divides them into waves that fit the memory budget.
     """
     ranks = tuple(sorted({rank for mesh in {layout.mesh for p in params for layout in p.layouts} for rank in mesh.ranks}))
-    staying, travelling = _tasks(params, options)
+    if options.nodes is not None:
+        options = replace(options, nodes=options.nodes.among(ranks))
+    crossings = options.crossings
+    staying, travelling = _tasks(params, options, crossings)
     loads = dict.fromkeys(ranks, 0.0)
     add_local_costs(loads, ((task.sharded, 0.0 if params[task.param].private else task.cost) for task in staying))
-    owners = assign_owners(travelling, loads)
-    owned = [replace(task, owner=owner) for task, owner in zip(travelling, owners, strict=True)]
+    owners = assign_owners(travelling, loads, crossings, [params[task.param].itemsize for task in travelling])
+    owned = [task.owned_by(owner) for task, owner in zip(travelling, owners, strict=True)]
     scheduled, wave_lanes, in_flight = cut_into_waves(owned, params, options)
     return Plan(ranks, tuple(params), (*staying, *scheduled), wave_lanes, replace(options, in_flight=in_flight))
 
 
-def _tasks(params: Sequence[PlannedParam], options: PlanOptions) -> tuple[list[Task], list[Task]]:
+def _tasks(params: Sequence[PlannedParam], options: PlanOptions, crossings: Crossings | None) -> tuple[list[Task], list[Task]]:
     """Tasks whose matrices stay where they are, and tasks that need an owner: one for all replicas, or one for each."""
     staying: list[Task] = []
     travelling: list[Task] = []
@@ -83,19 +96,19 @@ def _tasks(params: Sequence[PlannedParam], options: PlanOptions) -> tuple[list[T
             for matrix, sharded in enumerate(param.sharded_matrices(layout)):
                 if not sharded.size:
                     continue
-                one_for_all = sharded.replicas > 1 and _replicas_share_owner(param, sharded, options)
+                one_for_all = sharded.replicas > 1 and _replicas_share_owner(param, sharded, options, crossings)
                 if sharded.whole and not one_for_all:
                     staying.append(Task(k, matrix, sharded, float(param.flops)))
                     continue
-                cost = options.cost.owning(param.flops, sharded, param.itemsize)
-                copies = (sharded,) if one_for_all else sharded.separate_replicas
-                travelling.extend(Task(k, matrix, replica, cost) for replica in copies)
+                for replica in (sharded,) if one_for_all else sharded.separate_replicas:
+                    cost = options.cost.owning(param.flops, replica, param.itemsize, crossings)
+                    travelling.append(Task(k, matrix, replica, cost))
     return staying, travelling
 
 
-def _replicas_share_owner(param: PlannedParam, sharded: ShardedMatrix, options: PlanOptions) -> bool:
+def _replicas_share_owner(param: PlannedParam, sharded: ShardedMatrix, options: PlanOptions, crossings: Crossings | None) -> bool:
     if param.private or options.replicas != "auto":
         return options.replicas == "share" and not param.private
     if param.share is not None:
         return param.share
-    return options.cost.sharing_pays(param.flops, sharded, param.itemsize)
+    return options.cost.sharing_pays(param.flops, sharded, param.itemsize, crossings)

@@ -4,20 +4,21 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Hashable, Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from functools import cached_property
 
 from ..errors import ConfigError
 from ..layout import Layout, ShardedMatrix
 from .cost import CostModel
 from .footprint import Footprint
+from .nodes import Crossings, Nodes
 from .owners import lightest_possible
 from .tasks import EVERY_HOLDER, NO_WAVE, PieceTransfer, PlannedParam, Task
 
 REPLICA_OPTIONS = ("auto", "share", "repeat")
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class PlanOptions:
     """The options that decide on a plan, together with the parameters.
 
@@ -31,10 +32,23 @@ class PlanOptions:
     chunk_size: int = -1  # most matrices per wave over all ranks; -1 leaves it to ``budget`` and the overlap
     budget: int = 64 * 2**20  # bytes that an owner may gather per wave
     in_flight: int = 6  # most waves between their first and last exchange; fewer where buffers would be too large
+    nodes: Nodes | None = None  # which ranks share a node; None if all do
 
     def __post_init__(self) -> None:
         if self.replicas not in REPLICA_OPTIONS:
             raise ConfigError(f"replicas={self.replicas!r} is unknown; write one of {REPLICA_OPTIONS}.")
+        if self.nodes is not None and not self.nodes.several:
+            object.__setattr__(self, "nodes", None)
+
+    def __repr__(self) -> str:
+        # Part of a plan's digest: on one node it reads as it did before plans knew of nodes.
+        values = [(name.name, getattr(self, name.name)) for name in fields(self)]
+        return f"PlanOptions({', '.join(f'{name}={value!r}' for name, value in values if name != 'nodes' or value is not None)})"
+
+    @property
+    def crossings(self) -> Crossings | None:
+        """A new counter of what travels between nodes; None on one node."""
+        return None if self.nodes is None else Crossings(self.nodes)
 
 
 @dataclass(frozen=True)
@@ -107,6 +121,11 @@ class PlanData:
         return _sent(self, lambda param: param.itemsize)
 
     @cached_property
+    def bytes_between(self) -> dict[int, int]:
+        """Rank → bytes that it sends to ranks of other nodes in a step."""
+        return _sent_between(self)
+
+    @cached_property
     def digest(self) -> str:
         """A hash of all that ranks must agree on: equal on two ranks exactly when they would do the same."""
         layout_numbers: dict[Layout, int] = {}
@@ -173,4 +192,26 @@ def _sent(plan: PlanData, weight: Callable[[PlannedParam], int]) -> dict[int, in
     for (sharded, replica), size in gathered.items():
         for sent_piece, elements in zip(sharded.pieces, sharded.sizes, strict=True):
             sent[sent_piece.holders[replica]] += size * elements
+    return sent
+
+
+def _sent_between(plan: PlanData) -> dict[int, int]:
+    """What each rank sends to other nodes, likewise; the pieces of a gather are summed per node of the owner, too."""
+    nodes, sent = plan.options.nodes, dict.fromkeys(plan.ranks, 0)
+    if nodes is None:
+        return sent
+    crossings = Crossings(nodes)
+    gathered: dict[tuple[ShardedMatrix, int], dict[int, int]] = {}
+    for task in plan.tasks:
+        if task.wave != NO_WAVE:
+            itemsize = plan.params[task.param].itemsize
+            sent[task.owner] += itemsize * crossings.scattered(task.sharded, task.owner)
+            by_node = gathered.setdefault((task.sharded, task.sharded.holdings[task.owner][1]), {})
+            node = nodes.node_of(task.owner)
+            by_node[node] = by_node.get(node, 0) + itemsize
+    for (sharded, replica), by_node in gathered.items():
+        total = sum(by_node.values())
+        for piece, elements in zip(sharded.pieces, sharded.sizes, strict=True):
+            sender = piece.holders[replica]
+            sent[sender] += elements * (total - by_node.get(nodes.node_of(sender), 0))
     return sent

@@ -35,6 +35,7 @@ def describe(plan: PlanData) -> str:
         f"heaviest rank: {balance}",
         f"sent per rank and step: {_bytes(max(sent.values(), default=0))} at most, "
         f"{_bytes(sum(sent.values()) / max(1, len(sent)))} on average; nothing is padded",
+        *_between_nodes(plan),
         f"exchange buffers on rank {plan.ranks[0]}: {buffers}" if buffers else "no exchange",
         "",
         table(("matrices", "shape", "layout", "how", "owners", "waves"), _kinds(plan)),
@@ -46,13 +47,26 @@ def describe(plan: PlanData) -> str:
     return "\n".join(lines)
 
 
+def _between_nodes(plan: PlanData) -> list[str]:
+    """What leaves nodes, where there are several."""
+    if plan.options.nodes is None:
+        return []
+    between = plan.bytes_between.values()
+    share = sum(between) / max(1, sum(plan.bytes_sent.values()))
+    count = _count(len(plan.options.nodes.ranks), "node", "nodes")
+    return [
+        f"between {count}: {_bytes(max(between))} at most, {_bytes(sum(between) / len(between))} on average, {share:.1%} of all"
+    ]
+
+
 def to_json(plan: PlanData) -> str:
     """The plan as JSON: options, parameters, and for every matrix its owner and wave."""
-    sent = plan.bytes_sent
+    sent, between = plan.bytes_sent, plan.bytes_between
     content: dict[str, Any] = {
         "digest": plan.digest,
         "ranks": list(plan.ranks),
         "options": {"replicas": plan.options.replicas, "chunk_size": plan.options.chunk_size, "budget": plan.options.budget},
+        "nodes": None if plan.options.nodes is None else [list(node) for node in plan.options.nodes.ranks],
         "buffer_bytes": {str(rank): plan.buffer_bytes(rank) for rank in plan.ranks[:1]},
         "waves": [{"lane": str(lane)} for lane in plan.wave_lanes],
         "parameters": [
@@ -77,13 +91,20 @@ def to_json(plan: PlanData) -> str:
             for task in plan.tasks
         ],
         "per_rank": {
-            str(rank): {"load": plan.loads[rank], "flops": plan.flops[rank], "bytes_sent": sent[rank]} for rank in plan.ranks
+            str(rank): {
+                "load": plan.loads[rank],
+                "flops": plan.flops[rank],
+                "bytes_sent": sent[rank],
+                "bytes_between": between[rank],
+            }
+            for rank in plan.ranks
         },
     }
     return json.dumps(content)
 
 
-def _how(task: Task) -> str:
+def how_computed(task: Task) -> str:
+    """By whom a matrix is computed, in a few words."""
     if task.wave != NO_WAVE:
         return "shared by replicas" if task.sharded.replicas > 1 else "one owner"
     return "local" if task.sharded.replicas == 1 else "every holder"
@@ -94,7 +115,7 @@ def _kinds(plan: PlanData) -> list[tuple[str, ...]]:
     kinds: dict[tuple[str, str, str], list[Task]] = {}
     for task in plan.tasks:
         shape = f"{task.sharded.rows}×{task.sharded.cols}"
-        kinds.setdefault((shape, str(plan.params[task.param].layouts[0]), _how(task)), []).append(task)
+        kinds.setdefault((shape, str(plan.params[task.param].layouts[0]), how_computed(task)), []).append(task)
     lines: list[tuple[str, ...]] = []
     for (shape, layout, how), tasks in kinds.items():
         owners = {task.owner for task in tasks if task.owner != EVERY_HOLDER}

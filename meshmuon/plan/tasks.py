@@ -56,6 +56,14 @@ class Task:
     owner: int = EVERY_HOLDER  # the rank that orthogonalises it, or ``EVERY_HOLDER``
     wave: int = NO_WAVE  # number of its wave, whose lane is ``Plan.wave_lanes[wave]``; ``NO_WAVE`` if nothing travels
 
+    def owned_by(self, owner: int) -> Task:
+        """The task with an owner."""  # ``dataclasses.replace`` takes three times as long, and there are tens of thousands
+        return Task(self.param, self.matrix, self.sharded, self.cost, owner, self.wave)
+
+    def in_wave(self, wave: int) -> Task:
+        """The task in a wave."""
+        return Task(self.param, self.matrix, self.sharded, self.cost, self.owner, wave)
+
 
 @dataclass(frozen=True, slots=True)
 class PieceTransfer:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Hashable, Sequence
-from dataclasses import replace
 from functools import lru_cache
 from itertools import accumulate
 
@@ -52,7 +51,7 @@ def cut_into_waves(
         for k, wave in zip(indices, cut, strict=True):
             waves[k] = len(lane_of_wave) + wave
         lane_of_wave.extend([lane] * (max(cut) + 1))
-    return [replace(task, wave=wave) for task, wave in zip(tasks, waves, strict=True)], tuple(lane_of_wave), in_flight
+    return [task.in_wave(wave) for task, wave in zip(tasks, waves, strict=True)], tuple(lane_of_wave), in_flight
 
 
 def _within_bound(cutters: Sequence[_LaneCutter], options: PlanOptions) -> tuple[list[list[int]], int]:
@@ -102,7 +101,7 @@ class _LaneCutter:
         self.longest = max(map(len, self.queues.values()))
         heaviest_cost = max(sum(tasks[k].cost for k in queue) for queue in self.queues.values())
         most_bytes = max(sum(self._nbytes[k] for k in queue) for queue in self.queues.values())
-        cost_worth_a_wave = _WORTH_AN_EXCHANGE * options.cost.flops_per_exchange
+        cost_worth_a_wave = _WORTH_AN_EXCHANGE * options.cost.per_exchange(several_nodes=options.nodes is not None)
         # As many as overlap well, unless they would be too short; at least as many as the budget needs.
         wanted_count = max(min(_OVERLAP, int(heaviest_cost / cost_worth_a_wave)), most_bytes // options.budget)
         self.usual_count = self.within_budget(max(1, wanted_count))

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from ..errors import ConfigError
 from ..matrices import ONE_MATRIX, MatrixOptions, Split, check_expert_keys, check_matrix_options, with_stars, without_wrappers
 from ..models import ModelContents, ParamContents
-from ..params.checks import shown
+from ..params.checks import refuse_uninitialised, shown
 from ..params.flattened import refuse_flattened_model
 from ..params.option_table import matrices_as_dicts
 from .model_names import ModelNames
@@ -49,6 +49,8 @@ def get_default_muon_param_groups(
         raise ConfigError(f"is_muon_func={shown(is_muon_func)} must be a function of (name, parameter) that returns a bool.")
     keys = check_expert_keys(expert_keys)
     check_matrix_options(MatrixOptions(keys, conv, split))
+    for name, param in model.named_parameters():
+        refuse_uninitialised(name, param)
     refuse_flattened_model(model)
     contents = _contents_of(model, keys, conv, is_muon_func)
     param_groups: dict[bool, dict[str, Any]] = {

@@ -10,9 +10,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..device import work_device
-from ..matrices import MatrixSet, entry_of, find_matrices
+from ..matrices import MatrixSet, entry_of, find_matrices, keys_of, without_wrappers
 from ..models import LOOKS_FUSED, UNKNOWN_STACK, is_table_name, looks_fused_name, name_parts
 from ..ortho import default_compute_dtype, fallback_reason, resolve_scheme
+from ..params.checks import nearest
 from ..params.dtensors import as_dtensor, layout_text
 from ..params.groups import matrix_options_of, rounds_stochastically
 from ..params.lr import AdjustLR, lr_factor, update_rms
@@ -73,11 +74,12 @@ class RoutingTable:
 
 
 def build_routing_table(param_groups: Sequence[ParamGroup], first: int = 0) -> RoutingTable:
-    """The routing table of param groups, the first of which has the index ``first``."""
+    """The routing table of the param groups from ``first`` on, out of all groups of an optimizer."""
     rows: list[RoutingRow] = []
     warnings: list[str] = []
     doubts: dict[tuple[str, str], list[str]] = {}  # a doubt and the kind of weight, and the names of all that are of this kind
-    for index, param_group in enumerate(param_groups, first):
+    shown_groups = param_groups[first:]
+    for index, param_group in enumerate(shown_groups, first):
         if param_group["use_muon"]:
             warnings += _lr_warnings(index, param_group) + _scheme_warnings(index, param_group)
         for name, param in zip(param_group["param_names"], param_group["params"], strict=True):
@@ -88,7 +90,8 @@ def build_routing_table(param_groups: Sequence[ParamGroup], first: int = 0) -> R
             if doubt:
                 doubts.setdefault((doubt, _kind_of(name)), []).append(name)
     warnings += [_doubt_text(doubt, names) for (doubt, _), names in doubts.items()]
-    return RoutingTable(tuple(rows), tuple(warnings + _rounding_warnings(param_groups)))
+    warnings += _unused_entries(shown_groups, param_groups) + _rounding_warnings(shown_groups)
+    return RoutingTable(tuple(rows), tuple(warnings))
 
 
 def is_first_of_ranks(param_groups: Sequence[ParamGroup]) -> bool:
@@ -142,6 +145,24 @@ def _scheme_warnings(index: int, param_group: ParamGroup) -> list[str]:
     dtypes = dict.fromkeys(given or default_compute_dtype(work_device(param), param.dtype) for param in param_group["params"])
     reasons = (fallback_reason(scheme, dtype) for dtype in dtypes)
     return [f"group {index}: {reason}. Pass compute_dtype=torch.float32 to use it." for reason in reasons if reason is not None]
+
+
+def _unused_entries(shown_groups: Sequence[ParamGroup], param_groups: Sequence[ParamGroup]) -> list[str]:
+    """Warns of keys of ``matrices`` that fit no parameter of Muon: of the optimizer, since groups may share the option."""
+    keys = dict.fromkeys(key for group in shown_groups if group["use_muon"] for key in group["matrices"] or ())
+    names = {
+        use_muon: [n for group in param_groups if group["use_muon"] is use_muon for n in group["param_names"]]
+        for use_muon in (True, False)
+    }
+    fitting = {use_muon: {key for name in names[use_muon] for key in keys_of(name)} for use_muon in names}
+    warnings = []
+    for key in keys:
+        if key not in fitting[True]:
+            near = nearest(key, (name for some in names.values() for name in map(without_wrappers, some)))
+            why = "fits AdamW's parameters only" if key in fitting[False] else "fits no parameter"
+            hint = f" The nearest names are {near}." if near and key not in fitting[False] else ""
+            warnings.append(f"matrices[{key!r}] {why}, so that it has no effect.{hint} In a key, * stands for any number.")
+    return warnings
 
 
 def _rounding_warnings(param_groups: Sequence[ParamGroup]) -> list[str]:

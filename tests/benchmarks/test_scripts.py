@@ -4,22 +4,19 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from .conftest import BENCHMARKS
+from tests.support.scripts import run_script
 
-HANGS = 280  # seconds: ends what hangs, just before pytest's own limit does
+from .conftest import BENCHMARKS
 
 
 def run(script: str, out: Path, *arguments: str) -> tuple[dict[str, Any], str]:
-    command = [sys.executable, str(BENCHMARKS / f"{script}.py"), "--quick", "--out", str(out), *arguments]
     environment = {**os.environ, "COLUMNS": "200"}
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=HANGS, env=environment)
+    done = run_script(BENCHMARKS / f"{script}.py", "--quick", "--out", str(out), *arguments, environment=environment)
     assert done.returncode == 0, done.stdout + done.stderr
     for kind in ("txt", "png"):
         assert (out / f"{script}.{kind}").stat().st_size > 100
@@ -40,6 +37,14 @@ def test_orthogonalisation(tmp_path: Path) -> None:
         assert result["forms"]["auto"]["flops"] == min(form["flops"] for form in result["forms"].values())
 
 
+def test_agreement(tmp_path: Path) -> None:
+    facts, _ = run("agreement", tmp_path, "--processes", "2")
+    (point,) = facts["results"]
+    assert (point["hops"], point["ring_hops"], point["connections"]) == (1, 2, 2)
+    assert point["ring_connections"] >= 1
+    assert point["vote"]["median"] > 0
+
+
 def test_single_device(tmp_path: Path) -> None:
     facts, printed = run("single_device", tmp_path)
     assert [result["model"] for result in facts["results"]] == ["GPT", "MoE", "ViT"]
@@ -57,16 +62,7 @@ def test_single_device(tmp_path: Path) -> None:
 
 
 def test_single_device_refuses_a_peer_that_is_not_there(tmp_path: Path) -> None:
-    command = [
-        sys.executable,
-        str(BENCHMARKS / "single_device.py"),
-        "--quick",
-        "--out",
-        str(tmp_path),
-        "--peer",
-        f"dion={tmp_path}",
-    ]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=HANGS)
+    done = run_script(BENCHMARKS / "single_device.py", "--quick", "--out", str(tmp_path), "--peer", f"dion={tmp_path}")
     assert done.returncode == 2
     assert "there is no package 'dion' in that folder" in done.stderr
     assert not any(tmp_path.iterdir())
@@ -126,8 +122,7 @@ def test_degrees(tmp_path: Path) -> None:
 
 
 def test_unknown_models_are_refused(tmp_path: Path) -> None:
-    command = [sys.executable, str(BENCHMARKS / "single_device.py"), "--quick", "--models", "BERT", "--out", str(tmp_path)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=HANGS)
+    done = run_script(BENCHMARKS / "single_device.py", "--quick", "--models", "BERT", "--out", str(tmp_path))
     assert done.returncode == 2
     assert "no model is called ['BERT']; there are ['GPT', 'MoE', 'ViT']" in done.stderr
 

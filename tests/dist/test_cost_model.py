@@ -65,7 +65,7 @@ def write(path: Path, **changes: Any) -> Path:
 
 
 def test_ranks_that_load_different_files_raise_alike(tmp_path: Path) -> None:
-    files = [write(tmp_path / "a.json"), write(tmp_path / "b.json", exchange=Link(1e6, 1e-2))]
+    files = [write(tmp_path / "a.json"), write(tmp_path / "b.json", inside=Link(1e6, 1e-2))]
 
     def main(rank: int) -> tuple[str, bool]:
         optimizer = muon_on(init_device_mesh("cpu", (4,)), cost_model=files[rank == 2])

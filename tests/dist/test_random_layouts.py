@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import math
+import os
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -15,6 +18,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
+from meshmuon import CostModel
 from tests.support.cases import Case, Param, check, gradient, initial, place, run, single
 from tests.support.counting import Wire, counted
 from tests.support.hostile import HostileArithmetic, fresh_trials
@@ -44,6 +48,18 @@ def run_case(case: Case, layouts: Layouts, *, replica_group: bool = False) -> Wi
 def test_random_layouts_equal_one_device(drawn: tuple[Case, Layouts, bool]) -> None:
     case, layouts, replica_group = drawn
     run_case(case, layouts, replica_group=replica_group)
+
+
+@settings(max_examples=10, phases=[Phase.explicit, Phase.reuse, Phase.generate])
+@given(cases(), st.data())
+def test_random_nodes_change_no_bit(drawn: tuple[Case, Layouts, bool], data: st.DataObject) -> None:
+    """Pretended nodes of any sizes, with links between them that are slower, faster or equal."""
+    case, layouts, replica_group = drawn
+    edges = sorted(data.draw(st.sets(st.integers(1, layouts.world - 1), min_size=1, max_size=3))) if layouts.world > 1 else []
+    sizes = [stop - start for start, stop in pairwise([0, *edges, layouts.world])]
+    cost = data.draw(st.sampled_from([CostModel(0.0, 1.0, 1e6, 1e3), CostModel(1e6, 1e3, 0.0, 1.0), None]))
+    with patch.dict(os.environ, {"MESHMUON_RANKS_PER_NODE": ",".join(map(str, sizes))}):
+        run_case(replace(case, options={**case.options, "cost_model": cost}), layouts, replica_group=replica_group)
 
 
 @settings(max_examples=40, phases=[Phase.explicit, Phase.reuse, Phase.generate])

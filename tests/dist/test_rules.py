@@ -67,7 +67,7 @@ def check_rules(case: Case, layouts: Layouts, *, replica_group: bool = False, **
     run_threads(layouts.world, main)
 
 
-@settings(max_examples=60, deadline=None, phases=[Phase.explicit, Phase.generate])
+@settings(max_examples=30, deadline=None, phases=[Phase.explicit, Phase.generate])
 @given(cases(), st.sampled_from(RULES), st.booleans())
 def test_any_layout(drawn: tuple[Case, Layouts, bool], rule: str, cautious: bool) -> None:
     case, layouts, replica_group = drawn

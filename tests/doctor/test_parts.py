@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from meshmuon import ConfigError
-from meshmuon.doctor import CHECKS, DoctorOptions, Session, chosen_checks, environment
+from meshmuon.doctor import CHECKS, DoctorOptions, Session, chosen_checks, context, environment
 from meshmuon.doctor.check import Check, Finding, Outcome, Status, by_text, ranks_text
 from meshmuon.doctor.comparison import Comparison, muon_on
 from meshmuon.doctor.context import Context, own_device
@@ -219,7 +219,7 @@ def test_advice_names_the_check_and_nothing_else() -> None:
 def test_a_cpu_that_kills_bfloat16_products_is_known(code: int, works: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Asked in a process of its own, and only if the CPU advertises AMX and nobody has limited oneDNN."""
     monkeypatch.delenv("ONEDNN_MAX_CPU_ISA", raising=False)
-    monkeypatch.setattr(environment, "_cpu_info", lambda: {"flags": "avx2 amx_tile", "model name": "a CPU"})
+    monkeypatch.setattr(environment, "cpu_info", lambda: {"flags": "avx2 amx_tile", "model name": "a CPU"})
     monkeypatch.setattr(environment.subprocess, "run", lambda *args, **options: SimpleNamespace(returncode=code))
     environment.bfloat16_works.cache_clear()
     try:
@@ -240,10 +240,10 @@ def test_what_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_devices_by_local_rank() -> None:
     assert own_device("cpu", 5) == own_device(None, 5) == CPU
-    with patch.object(torch, "get_device_module", lambda device: SimpleNamespace(device_count=lambda: 4)):
+    with patch.object(context, "hardware_of", lambda device: SimpleNamespace(count=lambda: 4)):
         assert own_device("cuda", 5) == torch.device("cuda", 1)
     with (
-        patch.object(torch, "get_device_module", lambda device: SimpleNamespace(device_count=lambda: 0)),
+        patch.object(context, "hardware_of", lambda device: SimpleNamespace(count=lambda: 0)),
         pytest.raises(ConfigError, match="--device cuda: torch sees no such device here"),
     ):
         own_device("cuda", 0)
@@ -297,6 +297,7 @@ def test_no_calibration_without_all_measurements() -> None:
     context = context_of()
     assert calibration_of(context) is None
     context.figures["rates"] = {kind: [{"dtype": "float32", "size": 128, "flops_per_second": 1e9}] for kind in KINDS}
+    context.figures["rates"]["elementwise"] = dict.fromkeys(("momentum", "update", "copy", "adamw"), 1e-9)
     assert calibration_of(context) is None
     context.figures["host"] = {"seconds_per_matrix": 1e-5, "seconds_per_step": 1e-3}
     calibration = calibration_of(context)

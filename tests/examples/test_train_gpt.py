@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +14,7 @@ import train_gpt
 from demo import compare, data, model, optimizers, options, progress, report, train
 from tests.examples.conftest import Nudged
 from tests.support.bounds import led_astray
+from tests.support.scripts import Completed, run_script
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 TINY = {
@@ -104,7 +103,7 @@ def test_comparison_of_unfinished_runs_uses_what_both_did() -> None:
 
 
 def test_entry_point_leaves_all_artefacts(tiny: list[str], tmp_path: Path) -> None:
-    done = run_script(tiny)
+    done = run_demo(tiny)
     assert done.returncode == 0, done.stderr
     folder = only_run(tmp_path / "runs")
     assert str(folder / "report.md") in done.stdout
@@ -228,10 +227,9 @@ def test_bad_flags_are_refused_before_training(
     assert not (tmp_path / "runs").exists()
 
 
-def run_script(flags: list[str], **environment: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, str(REPOSITORY / "examples" / "train_gpt.py"), *flags]
-    variables = {**os.environ, "PYTHONPATH": str(REPOSITORY), **environment}
-    return subprocess.run(command, env=variables, capture_output=True, text=True, timeout=250, check=False)
+def run_demo(flags: list[str]) -> Completed:
+    variables = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
+    return run_script(REPOSITORY / "examples" / "train_gpt.py", *flags, environment=variables)
 
 
 def losses(out: Path) -> list[float]:
@@ -242,7 +240,7 @@ def losses(out: Path) -> list[float]:
 def test_two_processes_learn_what_one_does(tiny: list[str], tmp_path: Path, nudged: Nudged) -> None:
     """FSDP2 over two processes: the same losses to rounding, and the report shows who owns what."""
     assert train_gpt.main([*tiny, "--only", "muon"]) == 0
-    done = run_script([*tiny, "--only", "muon", "--nproc", "2", "--out", str(tmp_path / "two")])
+    done = run_demo([*tiny, "--only", "muon", "--nproc", "2", "--out", str(tmp_path / "two")])
     assert done.returncode == 0, done.stderr
     assert "2 processes with FSDP2" in done.stdout
     assert done.stdout.count("step 6/6") == 1

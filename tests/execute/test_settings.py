@@ -21,6 +21,7 @@ def test_defaults() -> None:
         "deterministic": False,
         "compile": False,
         "cuda_graphs": False,
+        "kernels": "auto",
     }
     assert DEFAULT_MEMORY_BUDGET == 64 * 2**20
 

@@ -21,7 +21,9 @@ from meshmuon.execute.staging import Stage
 from meshmuon.state.param_state import MOMENTUM, RULE_STATE
 from meshmuon.torch_compat import dtensor_like, local_part
 from tests.support.happens_before import runs
+from tests.support.happens_before.clocks import HOST
 from tests.support.happens_before.programs import Program, ProgramParam, in_host_memory, random_program
+from tests.support.happens_before.recorder import recorder
 from tests.support.happens_before.removals import SCENARIOS
 from tests.support.happens_before.runs import Outcome, run_program
 from tests.support.happens_before.twin_tensor import TwinTensor
@@ -151,6 +153,22 @@ def test_the_host_waits_for_updates(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not run_program(program).of("race", "lifetime")
     monkeypatch.setattr(CudaTransfers, "settle", lambda transfers: None)
     assert run_program(program).of("race")
+
+
+def test_the_device_has_work_while_the_host_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The host waits once for each wave. Before it does, the owner of the next wave, if there is one, has been given its work."""
+    busy: dict[str, list[bool]] = {}
+    settle = CudaTransfers.settle
+
+    def noted(transfers: CudaTransfers) -> None:
+        settle(transfers)
+        own = recorder()
+        given, known = own.clocks.snapshot(own.main)[own.main], own.clocks.snapshot(HOST).get(own.main, 0)
+        busy.setdefault(own.name, []).append(given > known)
+
+    monkeypatch.setattr(CudaTransfers, "settle", noted)
+    run_program(replace(SCENARIOS["weights in host memory"], steps=1))
+    assert [any(at_wave) for at_wave in zip(*busy.values(), strict=True)] == [True, True, True, False]
 
 
 def parameter_in_host_memory(shape: tuple[int, int]) -> DTensor:

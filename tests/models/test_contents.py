@@ -178,14 +178,14 @@ def test_names_of_heads() -> None:
 
 def test_modules_that_say_how_they_store_experts() -> None:
     flags = {"is_transposed": True, "is_concatenated": False, "has_gate": True}
-    experts = module("GptOssExperts", gate_up_proj=(3, 8, 24), down_proj=(3, 12, 8), gate_up_proj_bias=(3, 24), **flags)
+    experts = module("GptOssExperts", gate_up_proj=(3, 12, 24), down_proj=(3, 12, 12), gate_up_proj_bias=(3, 24), **flags)
     found = contents(experts, "gate_up_proj")
     assert found.matrices == ParamMatrices(experts=True, dims="in_out", split=Interleaved((1, 1), 12))
     assert found.reason == "expert stack (E, in, out), gate and up in turns"
     assert contents(experts, "down_proj").matrices == ParamMatrices(experts=True, dims="in_out")
     assert contents(experts, "gate_up_proj_bias").route == "adamw"
     experts.is_transposed, experts.is_concatenated = False, True
-    assert contents(experts, "gate_up_proj").matrices == ParamMatrices(experts=True, split=(4, 4))
+    assert contents(experts, "gate_up_proj").matrices == ParamMatrices(experts=True, split=(6, 6))
 
 
 @pytest.mark.parametrize(

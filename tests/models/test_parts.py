@@ -186,7 +186,7 @@ def test_qwen3_next_b_and_a() -> None:
     _, qkvz = find(model, "in_proj_qkvz.weight")
     *_, b, a = mixer.fix_query_key_value_ordering(qkvz.T[None], weight.T[None])  # type: ignore[operator]
     parts = sets_of(model, name)
-    assert [part.lr_shape for part in parts] == [(4, 16)] * 2
+    assert [part.lr_shape for part in parts] == [(6, 16)] * 2
     for part, expected in zip(parts, (b, a), strict=True):
         assert torch.equal(weight[places(weight, part)], expected[0].T)
 

@@ -314,3 +314,31 @@ def test_dist_muon() -> None:
 
     first, second = run_threads(2, on_rank)
     assert first == second
+
+
+class Shadowed(nn.Module):
+    """Two parameters whose names differ only by a module that is called as wrappers are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.module = nn.Parameter(torch.randn(6, 6)), nn.Linear(6, 6, bias=False)
+
+
+def test_a_module_called_module_is_no_wrapper() -> None:
+    """``module.weight`` was frozen when the optimizer was built and has a gradient now; ``weight`` is not taken for it."""
+    model = Shadowed()
+    model.module.requires_grad_(False)
+    optimizer = Muon(get_default_muon_param_groups(model), lr=LR)
+    model.module.requires_grad_(True)
+    model.module.weight.grad = torch.ones(6, 6)
+    with pytest.warns(InactiveWarning):
+        optimizer.step()
+
+
+def test_the_right_one_of_two_such_names_is_replaced() -> None:
+    model = Shadowed()
+    optimizer = Muon(get_default_muon_param_groups(model), lr=LR)
+    model.weight = nn.Parameter(torch.ones(6, 6))
+    model.weight.grad = torch.ones(6, 6)
+    with pytest.raises(GradientError, match=r"^weight: the model has replaced this parameter"):
+        optimizer.step()

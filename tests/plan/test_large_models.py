@@ -12,12 +12,10 @@ from .large_models import MODELS, plan_of
 SETTINGS = [
     ("Qwen3-235B-A22B", 128, 64),
     ("Qwen3-235B-A22B", 512, 8),
-    ("Qwen3-235B-A22B", 2048, 1),
     ("DeepSeek-V3", 128, 8),
     ("DeepSeek-V3", 128, 1),
     ("DeepSeek-V3", 512, 64),
     ("Kimi K2", 128, 1),
-    ("Kimi K2", 128, 8),
     ("Kimi K2", 2048, 64),
 ]
 

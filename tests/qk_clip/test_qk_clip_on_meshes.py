@@ -144,7 +144,7 @@ def clips(draw: Any) -> tuple[Attention, tuple[int, ...], list[Any], Any]:
     return layer, shape, cuts, draw(st.one_of(st.none(), by_heads))
 
 
-@settings(max_examples=120, deadline=None, phases=[Phase.explicit, Phase.reuse, Phase.generate])
+@settings(max_examples=60, deadline=None, phases=[Phase.explicit, Phase.reuse, Phase.generate])
 @given(clips())
 def test_random_layouts_equal_one_device(drawn: Any) -> None:
     run_clip(*drawn)

@@ -212,3 +212,24 @@ def test_one_rank_warns_for_all(sharded: bool) -> None:
         return is_first_of_ranks(Muon([{"params": [nn.Parameter(param)], "use_muon": True}]).param_groups)  # type: ignore[arg-type]
 
     assert run_threads(4, main) == ([True, False, True, False] if sharded else [True, False, False, False])
+
+
+def test_keys_of_matrices_that_fit_nothing_are_named() -> None:
+    """Once for the optimizer: groups share its option, and each has only some of the parameters."""
+    halves = {"split": (4, 4)}
+    groups = [named("layers.3.qkv.weight", 8, 4), named("layers.3.wo.weight", 8, 4), named("emb.weight", 8, 4, use_muon=False)]
+    with pytest.warns(RoutingWarning) as record:
+        Muon(groups, matrices={"layers.*.qkv.weight": halves, "layers.*.w0.weight": halves, "emb.weight": halves})
+    found = sorted(str(warning.message) for warning in record)
+    assert len(found) == 2
+    assert found[0].startswith("matrices['emb.weight'] fits AdamW's parameters only, so that it has no effect.")
+    assert "matrices['layers.*.w0.weight'] fits no parameter" in found[1]
+    assert "The nearest names are layers.3.wo.weight" in found[1]
+
+
+def test_a_group_that_is_added_may_share_the_entries_of_the_others(recwarn: pytest.WarningsRecorder) -> None:
+    optimizer = Muon([named("a", 8, 4)], matrices={"a": {"split": (4, 4)}})
+    optimizer.add_param_group(named("b", 8, 4))
+    assert not [warning for warning in recwarn if issubclass(warning.category, RoutingWarning)]
+    with pytest.warns(RoutingWarning, match="fits no parameter"):
+        optimizer.add_param_group(named("c", 8, 4, matrices={"d": {"split": (4, 4)}}))

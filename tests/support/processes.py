@@ -27,7 +27,8 @@ RankMain = Callable[..., Any]
 GROUP_TIMEOUT = 150.0  # seconds; no test that passes waits for it
 
 
-def _fork_server() -> ForkServerContext:
+def fork_server() -> ForkServerContext:
+    """Processes of this context are forked from a server that has imported torch."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(_PRELOADED)
     return context
@@ -62,7 +63,7 @@ def run_ranks(
         timeout: of the process group, in seconds.
         seconds: a rank that is still running after this time hangs.
     """
-    context = _fork_server()
+    context = fork_server()
     processes = [
         context.Process(target=_rank_main, args=(rank, world, main, folder, timeout, args), daemon=True) for rank in range(world)
     ]
@@ -124,7 +125,7 @@ class JobRanks:
     def __init__(self, jobs: Callable[[], Mapping[str, Job]], names: Sequence[str], folder: Path) -> None:
         self._jobs = jobs()
         world = max(self._jobs[name].world for name in names)
-        context = _fork_server()
+        context = fork_server()
         self._together = context.Barrier(world)  # lives as long as this object
         self._texts: list[dict[str, str]] = [{} for _ in range(world)]
         self._pipes: list[Connection] = []

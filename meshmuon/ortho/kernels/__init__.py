@@ -1,15 +1,28 @@
 """Matrix products of the iteration, one implementation per kind of device behind one interface."""
 
 from .inverse import ShiftedInverses, inverse_scratch, inverse_work
-from .products import BlockedProducts, FunctionalProducts, Prepared, Products, TritonProducts, products_for
+from .products import (
+    KERNELS,
+    BlockedProducts,
+    FunctionalProducts,
+    Prepared,
+    Products,
+    QuackProducts,
+    TritonProducts,
+    check_kernels,
+    products_for,
+)
 
 __all__ = [
+    "KERNELS",
     "BlockedProducts",
     "FunctionalProducts",
     "Prepared",
     "Products",
+    "QuackProducts",
     "ShiftedInverses",
     "TritonProducts",
+    "check_kernels",
     "inverse_scratch",
     "inverse_work",
     "products_for",

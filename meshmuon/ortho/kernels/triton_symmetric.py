@@ -9,15 +9,18 @@ below. Every program computes its tile once; off the diagonal it stores it twice
 the other side. A tile on the diagonal keeps its own upper triangle and mirrors it, so the result is symmetric
 bit for bit even where rounding, or operands that commute only approximately, would make it differ.
 
+How a product is cut into tiles is measured on the device, once for each kind of product: `tile_tuner`.
+
 Not yet run on a GPU: the tests run the kernel in Triton's interpreter, and compile it for sm_80, sm_90 and
 sm_100.
 """
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from types import MappingProxyType
+from functools import lru_cache
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -25,44 +28,10 @@ import triton  # type: ignore[import-untyped, import-not-found, unused-ignore]
 import triton.language as tl  # type: ignore[import-untyped, import-not-found, unused-ignore]
 from torch import Tensor
 
+from ...device import hardware_of
 from ...torch_compat import tf32_allowed
-
-
-@dataclass(frozen=True, slots=True)
-class _Tiling:
-    tile: int  # rows and columns of one result tile: square, so that a tile's mirror is a tile
-    depth: int  # slice of the inner dimension per iteration
-    strip: int  # result columns, in tiles, that programs with neighbouring indices share
-    warps: int
-    stages: int
-
-
-# From arithmetic, not from measurement. Half types: 128 x 128 does 64 FLOP per byte that it loads, and three
-# stages take at most 96 KiB of shared memory (sm_80 has 163). fp32 without tf32 runs on FMA units: 128 x 128
-# over 8 warps is 64 accumulators per thread, and three shallow slices take 48 KiB. Strips of eight columns
-# put a wave of about 130 programs on a nearly square patch of the result, the shape that shares the most
-# loads through L2.
-_LARGE: Mapping[torch.dtype, _Tiling] = MappingProxyType(
-    {
-        torch.bfloat16: _Tiling(tile=128, depth=64, strip=8, warps=8, stages=3),
-        torch.float16: _Tiling(tile=128, depth=64, strip=8, warps=8, stages=3),
-        torch.float32: _Tiling(tile=128, depth=16, strip=8, warps=8, stages=3),
-    }
-)
-# Small matrices leave too few large tiles to fill a device (n = 512: 10 tiles of 128, 36 of 64).
-_SMALL: Mapping[torch.dtype, _Tiling] = MappingProxyType(
-    {
-        torch.bfloat16: _Tiling(tile=64, depth=64, strip=8, warps=4, stages=4),
-        torch.float16: _Tiling(tile=64, depth=64, strip=8, warps=4, stages=4),
-        torch.float32: _Tiling(tile=64, depth=32, strip=8, warps=4, stages=3),
-    }
-)
-_SMALL_UP_TO = 512
-
-
-def _tiling(dtype: torch.dtype, n: int) -> _Tiling:
-    # Never by batch size: how matrices are batched must not change which instructions compute them.
-    return (_SMALL if n <= _SMALL_UP_TO else _LARGE)[dtype]
+from .tile_tuner import ProductKind, TileTuner
+from .tilings import CANDIDATES, Tiling, default_tiling
 
 
 def _jit(function: Callable[..., Any]) -> Any:
@@ -226,10 +195,10 @@ def symmetric_product(
     if batch == 0 or n == 0:
         return out
 
-    tiling = _tiling(a.dtype, n)
-    tiles = -(-n // tiling.tile)
-    # Triton launches on the current device, which need not be that of the tensors. -1 changes nothing.
-    with torch.cuda.device(out.device if out.is_cuda else -1):
+    precision = "tf32" if tf32_allowed() else "ieee"
+
+    def launch(tiling: Tiling) -> None:
+        tiles = -(-n // tiling.tile)
         _symmetric_kernel[(batch * (tiles * (tiles + 1) // 2),)](
             a,
             b,
@@ -246,14 +215,56 @@ def symmetric_product(
             tile=tiling.tile,
             depth=tiling.depth,
             strip=tiling.strip,
-            precision="tf32" if tf32_allowed() else "ieee",
+            precision=precision,
             # The interpreter keeps bf16 as raw 16-bit integers, and its `dot` multiplies those. Products of
             # bf16 values are exact in fp32, so widening changes nothing else.
             widen=_INTERPRETED and a.dtype == torch.bfloat16,
             num_warps=tiling.warps,
             num_stages=tiling.stages,
         )
+
+    # Triton launches on the current device, which need not be that of the tensors. -1 changes nothing.
+    with torch.cuda.device(out.device if out.is_cuda else -1):
+        launch(_tiling(a, precision, launch))
     return out
+
+
+class _TritonShelf:
+    """Triton's own cache folder, for choices that hold for this version of the kernel and of Triton."""
+
+    def __init__(self) -> None:
+        self._version = f"{triton.__version__} {hashlib.sha256(Path(__file__).read_bytes()).hexdigest()}"
+
+    def get(self, key: str) -> str | None:
+        try:
+            path = self._manager(key).get_file("tiling.json")
+            return None if path is None else Path(path).read_text(encoding="utf-8")
+        except Exception:  # a folder that cannot be read, or a cache of the user's own: the choice is measured again
+            return None
+
+    def put(self, key: str, text: str) -> None:
+        try:
+            self._manager(key).put(text, "tiling.json", binary=False)
+        except Exception:  # a folder that cannot be written, or is full
+            return
+
+    def _manager(self, key: str) -> Any:
+        from triton.runtime.cache import get_cache_manager  # type: ignore[import-untyped, import-not-found, unused-ignore]
+
+        return get_cache_manager(hashlib.sha256(f"meshmuon {self._version} {key}".encode()).hexdigest())
+
+
+@lru_cache(maxsize=8)
+def _tuner(device_type: str) -> TileTuner:
+    return TileTuner(hardware_of(torch.device(device_type)), None if _INTERPRETED else _TritonShelf())
+
+
+def _tiling(a: Tensor, precision: str, launch: Callable[[Tiling], None]) -> Tiling:
+    default = default_tiling(a.dtype, a.size(1))
+    if _INTERPRETED:  # the time that the interpreter takes says nothing about a device
+        return default
+    kind = ProductKind.of(a, precision, hardware_of(a.device).name(a.device))
+    return _tuner(a.device.type).choose(kind, default, launch, a.device)
 
 
 def _check(a: Tensor, b: Tensor, out: Tensor, addend: Tensor | None) -> None:
@@ -268,7 +279,7 @@ def _check(a: Tensor, b: Tensor, out: Tensor, addend: Tensor | None) -> None:
                 f"symmetric_product: {name} has shape {tuple(tensor.shape)}, expected {expected} "
                 f"because a has shape {tuple(a.shape)}."
             )
-        if tensor.dtype not in _LARGE:
+        if tensor.dtype not in CANDIDATES:
             raise TypeError(f"symmetric_product: {name} is {tensor.dtype}, expected bfloat16, float16 or float32.")
         if tensor.device != a.device:
             raise ValueError(f"symmetric_product: {name} is on {tensor.device}, a on {a.device}. Move them to one device.")

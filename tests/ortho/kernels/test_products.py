@@ -177,15 +177,16 @@ def test_torch_computes_on_cpu() -> None:
 
 def test_triton_computes_on_cuda_where_it_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
     # No GPU is touched: only the choice is made.
-    monkeypatch.setattr(products, "_has_triton", lambda: True)
+    monkeypatch.setattr(products, "_has", lambda package: True)
     assert type(products_for(torch.device("cuda"))) is TritonProducts
     assert type(products_for(torch.device("cuda"), deterministic=True)) is TritonProducts
-    monkeypatch.setattr(products, "_has_triton", lambda: False)
+    monkeypatch.setattr(products, "_has", lambda package: False)
     assert type(products_for(torch.device("cuda"))) is BlockedProducts
 
 
-def test_triton_is_looked_for_by_name() -> None:
-    assert products._has_triton() == (importlib.util.find_spec("triton") is not None)
+def test_libraries_are_looked_for_by_name() -> None:
+    assert products._has("triton") == (importlib.util.find_spec("triton") is not None)
+    assert not products._has("no_such_package")
 
 
 def test_triton_leaves_float64_and_general_products_to_torch() -> None:

@@ -15,18 +15,21 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from dataclasses import asdict
 from typing import Any
 
 import pytest
 import torch
 
+from meshmuon.ortho.kernels.tilings import CANDIDATES, Tiling, default_tiling
+from tests.support.kernel_compiler import REGISTERS, SHARED_MEMORY, KernelVariant, dot_instructions
+
 pytest.importorskip("triton", reason="Triton is not installed: there is no kernel to compile")
 
 ANSWER_WITHIN = 280.0  # seconds, many times what a quiet machine needs: it only ends what hangs
 CAPABILITIES = (80, 90, 100)
+SPILLED = 16  # bytes of a thread, at most: sm_80's assembler spills two words to have room for a fourth program
 TENSOR_CORE = {80: "mma.sync", 90: "wgmma.mma_async", 100: "tcgen05.mma"}
-SHARED_MEMORY = {80: 163 * 1024, 90: 227 * 1024, 100: 227 * 1024}  # bytes that one program may have
-POINTER = {"bfloat16": "*bf16", "float16": "*fp16", "float32": "*fp32"}
 
 
 class Compiler:
@@ -81,51 +84,11 @@ def compiler(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Compiler]:
 # ------------------------------------------------------------------------------------- the compiler's process
 
 
-def _source(kernels: Any, request: dict[str, Any], tiling: Any) -> Any:
-    from triton.compiler import ASTSource  # type: ignore[import-untyped, import-not-found, unused-ignore]
+def _compile(request: dict[str, Any]) -> dict[str, Any]:
+    from tests.support.kernel_compiler import compile_kernel, resources_of
 
-    constants: dict[str, Any] = {
-        "tile": tiling.tile,
-        "depth": tiling.depth,
-        "strip": tiling.strip,
-        "precision": request["precision"],
-        "widen": False,
-    }
-    if not request["addend"]:
-        constants["addend"] = None
-    types = {
-        "a": POINTER[request["dtype"]],
-        "b": POINTER[request["dtype"]],
-        "addend": POINTER[request["dtype"]],
-    }
-    types |= {"out": POINTER[request["out"]], "alpha": "fp32", "beta": "fp32", "n": "i32", "k": "i32"}
-    names = kernels._symmetric_kernel.arg_names
-    strides = [name for name in names if name.endswith(("_batch", "_row", "_column"))]
-    if request["aligned"]:
-        # What a launch tells the compiler about contiguous tensors whose sizes are multiples of 16.
-        constants |= dict.fromkeys([name for name in strides if name.endswith("_column")], 1)
-    types |= dict.fromkeys(strides, "i32" if request["aligned"] else "i64")
-    signature = {name: "constexpr" if name in constants else types[name] for name in names}
-    hints = {
-        (position,): [["tt.divisibility", 16]]
-        for position, kind in enumerate(signature.values())
-        if request["aligned"] and kind not in ("constexpr", "fp32")
-    }
-    return ASTSource(kernels._symmetric_kernel, signature, constants, hints)
-
-
-def _compile(kernels: Any, request: dict[str, Any]) -> dict[str, Any]:
-    import triton  # type: ignore[import-untyped, import-not-found, unused-ignore]
-    from triton.backends.compiler import GPUTarget  # type: ignore[import-untyped, import-not-found, unused-ignore]
-
-    tiling = kernels._tiling(getattr(torch, request["dtype"]), request["n"])
-    compiled = triton.compile(
-        _source(kernels, request, tiling),
-        target=GPUTarget("cuda", request["capability"], 32),
-        options={"num_warps": tiling.warps, "num_stages": tiling.stages},
-    )
-    cubin = compiled.asm["cubin"]
-    return {"ptx": compiled.asm["ptx"], "cubin": cubin[:4].hex(), "shared": compiled.metadata.shared}
+    kernel = compile_kernel(KernelVariant(**request["variant"]), Tiling(**request["tiling"]), request["capability"])
+    return {"ptx": kernel.ptx, "cubin": kernel.cubin[:4].hex(), "shared": kernel.shared, **asdict(resources_of(kernel.cubin))}
 
 
 def _refuse_cpu(kernels: Any) -> str:
@@ -144,7 +107,7 @@ def _serve() -> None:
         request = json.loads(line)
         try:
             if request.pop("compile", False):
-                reply = _compile(kernels, request)
+                reply = _compile(request)
             else:
                 reply = {"available": kernels.available(), "refusal": _refuse_cpu(kernels)}
         except Exception as error:
@@ -155,13 +118,20 @@ def _serve() -> None:
 # -------------------------------------------------------------------------------------------------- the tests
 
 
-def compiled_ptx(compiler: Compiler, capability: int, dtype: str, **request: Any) -> str:
-    defaults = {"out": dtype, "addend": True, "precision": "ieee", "aligned": True, "n": 4096}
-    reply = compiler.ask(compile=True, capability=capability, dtype=dtype, **(defaults | request))
-    ptx: str = reply["ptx"]
-    assert re.search(rf"^\.target sm_{capability}a?\b", ptx, re.MULTILINE)
+def compiled(compiler: Compiler, capability: int, tiling: Tiling, variant: KernelVariant) -> dict[str, Any]:
+    """The reply for a kernel that fits the device: hardly anything is spilled, and a multiprocessor has room for it."""
+    reply: dict[str, Any] = compiler.ask(compile=True, capability=capability, tiling=asdict(tiling), variant=asdict(variant))
+    assert re.search(rf"^\.target sm_{capability}a?\b", reply["ptx"], re.MULTILINE)
     assert reply["cubin"] == b"\x7fELF".hex()
     assert reply["shared"] <= SHARED_MEMORY[capability]
+    assert reply["registers"] * tiling.warps * 32 <= REGISTERS
+    assert reply["stack"] <= SPILLED or not variant.aligned, "registers are spilled"  # 64-bit strides are rare, and take many
+    return reply
+
+
+def compiled_ptx(compiler: Compiler, capability: int, dtype: str, *, n: int = 4096, **variant: Any) -> str:
+    tiling = default_tiling(getattr(torch, dtype), n)
+    ptx: str = compiled(compiler, capability, tiling, KernelVariant(dtype, **variant))["ptx"]
     return ptx
 
 
@@ -190,6 +160,38 @@ def test_compiles(compiler: Compiler, capability: int, dtype: str, addend: bool,
     assert accesses
     assert all(re.search(r"\.v[48]\.b32|\.v[24]\.b64", access) for access in accesses), accesses
     assert set(re.findall(r"cp\.async\.c[ag]\.shared\.global.*?, (0x\w+)", ptx)) == {"0x10"}
+
+
+# One architecture for each candidate keeps it short; ``benchmarks/tiles.py`` compiles all of them for all.
+OTHERS = [
+    (dtype, precision, tiling)
+    for dtype, precision in (("float16", "ieee"), ("float32", "tf32"))
+    for tiling in CANDIDATES[getattr(torch, dtype)]
+    if tiling not in (default_tiling(getattr(torch, dtype), 4096), default_tiling(getattr(torch, dtype), 512))
+]
+
+
+@pytest.mark.parametrize("position", range(len(OTHERS)))
+def test_candidates_multiply_with_the_same_instructions_as_the_default(compiler: Compiler, position: int) -> None:
+    """The instructions sum the inner dim. With others, bits would depend on which tiling was measured to be the fastest."""
+    dtype, precision, tiling = OTHERS[position]
+    capability = CAPABILITIES[position % 3]
+    variant = KernelVariant(dtype, precision=precision)
+    replies = [
+        compiled(compiler, capability, chosen, variant) for chosen in (tiling, default_tiling(getattr(torch, dtype), 4096))
+    ]
+    instructions = [dot_instructions(reply["ptx"]) for reply in replies]
+    assert instructions[0] == instructions[1]
+    assert instructions[0]
+
+
+def test_what_was_left_out_has_a_reason(compiler: Compiler) -> None:
+    """A tile of 32 is multiplied by other instructions on sm_90."""
+    variant = KernelVariant("float16")
+    small, usual = (Tiling(tile, 64, 8, 4, 3) for tile in (32, 64))
+    small_ptx, usual_ptx = (compiled(compiler, 90, tiling, variant)["ptx"] for tiling in (small, usual))
+    assert dot_instructions(small_ptx) == {"mma.sync k16"}
+    assert dot_instructions(usual_ptx) == {"wgmma k16"}
 
 
 @pytest.mark.parametrize("capability", CAPABILITIES)

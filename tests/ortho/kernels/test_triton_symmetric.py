@@ -27,7 +27,7 @@ import sys
 import threading
 import traceback
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass, replace
 from typing import IO, Any, NamedTuple
 
 import pytest
@@ -35,6 +35,8 @@ import torch
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+
+from meshmuon.ortho.kernels.tilings import CANDIDATES
 
 triton = pytest.importorskip("triton", reason="Triton is not installed: there is no kernel to test")
 import triton.language as tl  # type: ignore[import-untyped, import-not-found, unused-ignore]  # noqa: E402
@@ -141,8 +143,8 @@ class Server:
 
     def product(self, tensors: Any, memory: Tensor, out: Tensor, tiling: Any, options: Any) -> tuple[Any, ...]:
         self.grids, self.options = [], {}
-        chosen = None if tiling is None else kernels._Tiling(*tiling, 4, 2)
-        kernels._tiling = self.tiling if chosen is None else lambda dtype, n: chosen
+        chosen = None if tiling is None else kernels.Tiling(*tiling, 4, 2)
+        kernels._tiling = self.tiling if chosen is None else lambda *_: chosen
         assert kernels.symmetric_product(*tensors, out=out, **options) is out
         return memory, out, self.grids, self.options
 
@@ -167,6 +169,30 @@ class Server:
         finally:
             del interpreter_builder.create_sqrt
         return rows[: len(indices)], columns[: len(indices)]
+
+    def by_tiling(self, x: Tensor, tilings: list[tuple[int, ...]]) -> list[Tensor]:
+        """x @ x.mT with each tiling, where a slice of the inner dim is summed in order, as numpy's own product may not do."""
+        from triton.runtime.interpreter import (  # type: ignore[import-untyped, import-not-found, unused-ignore]
+            TensorHandle,
+            interpreter_builder,
+        )
+
+        def dot(a: Any, b: Any, d: Any, *_: object) -> Any:
+            total = 0.0 * d.data
+            for k in range(a.data.shape[-1]):
+                total = total + a.data[:, k : k + 1].astype(d.data.dtype) * b.data[k : k + 1].astype(d.data.dtype)
+            return TensorHandle(total + d.data, d.dtype.scalar)
+
+        interpreter_builder.create_dot = dot
+        try:
+            outs = [torch.empty(x.shape[0], x.shape[1], x.shape[1]) for _ in tilings]
+            for out, tiling in zip(outs, tilings, strict=True):
+                chosen = kernels.Tiling(*tiling)
+                kernels._tiling = lambda *_, chosen=chosen: chosen
+                kernels.symmetric_product(x, x, out=out)
+        finally:
+            del interpreter_builder.create_dot
+        return outs
 
     def precision(self, setting: str, value: object, restored: object) -> str:
         setattr(torch.backends.cuda.matmul, setting, value)
@@ -396,6 +422,18 @@ def test_the_tiles_that_are_shipped(interpreter: Interpreter, dtype: torch.dtype
     launch = interpreter.product(x, x, out=torch.empty(1, n, n, dtype=dtype))
     check(launch, x, x, None, 1.0, 0.0)
     assert launch.grids == programs(1, n, tile)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_every_candidate_gives_the_same_bits(interpreter: Interpreter, dtype: torch.dtype) -> None:
+    # Ranks measure for themselves and may choose different candidates.
+    x = randn(1, 130, 150, dtype=dtype)
+    candidates = CANDIDATES[dtype]
+    other_depth = replace(candidates[-1], depth=candidates[-1].depth // 2)
+    *outs, other = interpreter.ask("by_tiling", x, [astuple(tiling) for tiling in (*candidates, other_depth)])
+    assert len(outs) == len(candidates)
+    assert all(torch.equal(out, outs[0]) for out in outs)
+    assert not torch.equal(other, outs[0]), "the depth changes bits, or this test could not fail"
 
 
 # ------------------------------------------------------------------------------------------------------ edges

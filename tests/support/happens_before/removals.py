@@ -24,8 +24,10 @@ _STATEMENTS = {"wait", "wait_stream", "wait_event", "main_waits", "record_stream
 _SWITCHES = {"stream", "beside"}
 _MARKS = {"main_mark", "side_mark", "record_event"}
 _ARGUMENTS = {"non_blocking", "pin_memory"}  # without them, the host waits for a copy
-_NO_STREAMS = {"transport/failures.py", "transport/probe.py"}  # waits for gloo, in host memory; serves the doctor only
+# Waits for gloo, for connections and for a store, in host memory; serves the doctor only.
+_NO_STREAMS = {"transport/failures.py", "transport/host_channel.py", "transport/channels.py", "transport/probe.py"}
 _NO_STEP = "doctor"  # what it runs beside steps
+_NO_STEP_CLASSES = {"AcceleratorHardware"}  # reports and measurements: of the doctor, and of tiles before the first launch
 
 
 @dataclass(frozen=True)
@@ -66,7 +68,8 @@ class _Finder(ast.NodeTransformer):
 
     def visit_ClassDef(self, node: ast.ClassDef) -> ast.AST:
         # A protocol says what its implementations do, and does nothing.
-        return node if any(isinstance(base, ast.Name) and base.id == "Protocol" for base in node.bases) else self._scoped(node)
+        protocol = any(isinstance(base, ast.Name) and base.id == "Protocol" for base in node.bases)
+        return node if protocol or node.name in _NO_STEP_CLASSES else self._scoped(node)
 
     def _scoped(self, node: Any) -> ast.AST:
         self._scope.append(node.name)
@@ -213,6 +216,21 @@ SCENARIOS = {
         mesh=(2,),
         params=tuple(ProgramParam(f"layers.{k}.weight", (6, 4), (Shard(0),), in_host=True) for k in range(4)),
         options={"ns_steps": 1, "warmup_step": 1, "chunk_size": 1},
+        steps=2,
+    ),
+    "weights in host memory before others": Program(  # so that waves of others are the last ones
+        mesh=(2,),
+        params=tuple(ProgramParam(f"layers.{k}.weight", (6, 4), (Shard(0),), in_host=k < 1) for k in range(4)),
+        options={"ns_steps": 1, "warmup_step": 1, "chunk_size": 1},
+        steps=2,
+    ),
+    "weights in host memory after others": Program(
+        mesh=(2,),
+        params=(
+            *(ProgramParam(f"layers.{k}.weight", (6, 4), (Shard(0),), in_host=k % 2 == 1) for k in range(6)),
+            ProgramParam("layers.9.experts.weight", (4, 5, 3), (Shard(0),), in_host=True),  # whole on their ranks
+        ),
+        options={"ns_steps": 1, "warmup_step": 1, "chunk_size": 1, "rule": "normuon", "nesterov": False},
         steps=2,
     ),
     "logits in pinned memory": Program(

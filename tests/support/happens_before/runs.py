@@ -58,7 +58,7 @@ def twins() -> Any:
     with ExitStack() as stack:
         stack.enter_context(fake_cuda.installed())
         stack.enter_context(patch.object(norms, "moves", lambda group, device: True))  # NCCL moves what is on a GPU
-        stack.enter_context(patch.object(products, "_has_triton", lambda: True))
+        stack.enter_context(patch.object(products, "_has", lambda package: True))
         stack.enter_context(patch.object(TritonProducts, "symmetric", _symmetric_product))
         yield stack.enter_context(nccl_twin.installed())
 

@@ -1,0 +1,221 @@
+"""``meshmuon plan``: its arguments, and what is written where."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import shlex
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from ..errors import ConfigError
+from ..plan import Calibration, CostModel
+from ..simulate.advice import advice_for
+from ..simulate.build_report import build_report
+from ..simulate.cluster import MuonOptions
+from ..simulate.compare import compare_meshes, compare_options
+from ..simulate.description import ModelDescription
+from ..simulate.machines import Machine
+from ..simulate.meshes import MeshAxes
+from ..simulate.modules import build_from_hf_config, build_module
+from ..simulate.page import require_plotly, write_page
+from ..simulate.presets import load_machine, load_model, machine_names, model_names
+from ..simulate.report import Report
+from ..simulate.sharding import FileSharding, MeshSharding, Sharding
+from ..simulate.simulation import Simulation, Workload
+from ..simulate.suggestions import did_you_mean
+from ..simulate.text import print_report
+from ..simulate.timeline import write_trace
+
+HELP = "see what a step costs on a cluster that is not there"
+DESCRIPTION = (
+    "Plans a step of Muon for a model on a cluster, with the planner of a real step and without any process group, and tells "
+    'what it costs: meshmuon plan --model llama3-8b --mesh "dp_shard=64" --hardware h100 --nodes 8.'
+)
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+_UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the arguments of the command."""
+    model = parser.add_argument_group("the model, one of")
+    model.add_argument("--model", metavar="NAME", help="a model that meshmuon knows (--list), or a .json file like those")
+    model.add_argument("--hf-config", type=Path, metavar="FILE", help="the config.json of any model of transformers")
+    model.add_argument("--module", metavar="MODULE:FUNCTION", help="a function that builds a torch.nn.Module")
+    cluster = parser.add_argument_group("the cluster")
+    cluster.add_argument("--mesh", action="append", default=[], metavar="AXES", help='such as "dp_replicate=2,dp_shard=32,tp=8"')
+    cluster.add_argument("--layout", type=Path, metavar="FILE", help="any other layout, as JSON, instead of --mesh")
+    cluster.add_argument("--hardware", metavar="NAME", help="a machine that meshmuon knows, or a .json file (default: h100)")
+    cluster.add_argument("--calibration", type=Path, metavar="FILE", help="what meshmuon doctor --save measured")
+    cluster.add_argument("--nodes", type=int, metavar="N", help="nodes of the cluster; the mesh must have their ranks")
+    options = parser.add_argument_group("options of Muon")
+    options.add_argument("--replicas", choices=("auto", "share", "repeat"), default="auto")
+    options.add_argument("--comm-dtype", choices=tuple(_DTYPES), help="default: bfloat16 on GPUs")
+    options.add_argument("--param-dtype", choices=tuple(_DTYPES), default="float32", help="of the weights (default: float32)")
+    options.add_argument("--momentum-dtype", choices=tuple(_DTYPES), help="default: that of the weights")
+    options.add_argument("--scheme", default="auto", metavar="NAME", help="auto, polar_express, keller, zolotarev or hybrid")
+    options.add_argument("--memory-budget", type=_size, default=MuonOptions().memory_budget, metavar="BYTES", help="such as 64M")
+    options.add_argument("--waves-ahead", type=int, default=MuonOptions().waves_ahead, metavar="N")
+    training = parser.add_argument_group("the training step around it")
+    training.add_argument("--tokens-per-step", type=_count, default=2**22, metavar="N", help="such as 4M (default: 4,194,304)")
+    training.add_argument("--mfu", type=_share, default=0.4, help="share of the peak in forward and backward (default: 0.4)")
+    output = parser.add_argument_group("output")
+    output.add_argument("--compare", action="store_true", help="other options side by side, and other meshes if there are any")
+    output.add_argument("--json", type=Path, metavar="FILE", help="write the report as JSON; - for standard output")
+    output.add_argument("--html", type=Path, metavar="FILE", help="write the report as one page for a browser")
+    output.add_argument("--trace", type=Path, metavar="FILE", help="write a timeline for Perfetto or chrome://tracing")
+    output.add_argument("--save-model", type=Path, metavar="FILE", help="write the model as a file for --model")
+    output.add_argument("--list", action="store_true", help="list models and machines and end")
+
+
+def _size(text: str) -> int:
+    match = re.fullmatch(r"(\d+(?:\.\d+)?) ?([KMG]?)(?:i?B)?", text)
+    if match is None or float(match[1]) <= 0:
+        raise argparse.ArgumentTypeError(f"{text!r} is no number of bytes, such as 64M")
+    return int(float(match[1]) * _UNITS[match[2]])
+
+
+def _count(text: str) -> int:
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)([KMG]?)", text)
+    if match is None or float(match[1]) <= 0:
+        raise argparse.ArgumentTypeError(f"{text!r} is no number of tokens, such as 4M")
+    return int(float(match[1]) * _UNITS[match[2]])
+
+
+def _share(text: str) -> float:
+    value = float(text)
+    if not 0 < value <= 1:
+        raise argparse.ArgumentTypeError(f"{text} is not above 0 and at most 1")
+    return value
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Plans, prints and writes."""
+    if arguments.list:
+        _print_list()
+        return 0
+    if arguments.html is not None:
+        require_plotly()  # before anything is planned or written
+    model = _model(arguments)
+    if arguments.save_model is not None:
+        _write(arguments.save_model, json.dumps(model.to_json(), indent=1))
+        if not arguments.mesh and arguments.layout is None:
+            return 0
+    machine = _machine(arguments)
+    shardings = _shardings(arguments, machine)
+    simulation = Simulation.run(
+        model, shardings[0], machine, _options(arguments), Workload(arguments.tokens_per_step, arguments.mfu)
+    )
+    report = _report(simulation, shardings[1:], compare=arguments.compare)
+    if arguments.html is not None:
+        write_page(report, arguments.html)
+    if arguments.json is not None:
+        text = json.dumps(report.to_json())
+        if str(arguments.json) == "-":
+            print(text)
+            return 0
+        _write(arguments.json, text)
+    if arguments.trace is not None:
+        try:
+            with arguments.trace.open("w", encoding="utf-8") as file:
+                write_trace([(stage.timeline, stage.planned.plan.ranks) for stage in simulation.stages], file)
+        except OSError as error:
+            raise ConfigError(f"{arguments.trace} cannot be written: {error.strerror or error}.") from None
+    print_report(report)
+    return 0
+
+
+def _report(simulation: Simulation, others: list[Sharding], *, compare: bool) -> Report:
+    command = shlex.join(["meshmuon", *sys.argv[1:]])
+    report = build_report(simulation, command, advice_for(simulation))
+    if others:
+        report = replace(report, meshes=compare_meshes(simulation, others))
+    return replace(report, choices=compare_options(simulation)) if compare else report
+
+
+def _write(path: Path, text: str) -> None:
+    try:
+        path.write_text(f"{text}\n", encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be written: {error.strerror or error}.") from None
+
+
+def _print_list() -> None:
+    for name in model_names():
+        print(f"{name:<18} {load_model(name).title}")
+    print()
+    for name in machine_names():
+        print(f"{name:<18} {load_machine(name).title}")
+
+
+def _model(arguments: argparse.Namespace) -> ModelDescription:
+    given = [name for name in ("model", "hf_config", "module") if getattr(arguments, name) is not None]
+    if len(given) != 1:
+        have = "none is" if not given else "several are"
+        raise ConfigError(f"one of --model, --hf-config and --module says which model to plan; {have} given.")
+    if arguments.model is not None:
+        return load_model(arguments.model)
+    return build_module(arguments.module) if arguments.module is not None else build_from_hf_config(arguments.hf_config)
+
+
+def _machine(arguments: argparse.Namespace) -> Machine:
+    if arguments.calibration is None:
+        return load_machine(arguments.hardware or "h100")
+    try:
+        calibration = Calibration.load(arguments.calibration)
+    except ConfigError as error:
+        raise ConfigError(f"--calibration {arguments.calibration}: {error}") from None
+    return load_machine(arguments.hardware or _machine_like(calibration)).with_calibration(calibration)
+
+
+def _machine_like(calibration: Calibration) -> str:
+    """The machine whose memory a calibration is taken to have."""
+    if calibration.device == "cpu":
+        return "cpu"
+    name = next((name for name in machine_names() if name in calibration.device_name.lower()), None)
+    if name is None:
+        raise ConfigError(
+            f"--calibration was measured on {calibration.device_name!r}, whose memory is not known: add --hardware with one of "
+            f"{', '.join(machine_names())}, or with a .json file of your own."
+        )
+    return name
+
+
+def _shardings(arguments: argparse.Namespace, machine: Machine) -> list[Sharding]:
+    if (arguments.layout is None) == (not arguments.mesh):
+        raise ConfigError('--mesh "dp_shard=64" or --layout FILE says how the model is sharded; give one of them.')
+    if arguments.layout is not None:
+        return [FileSharding.load(arguments.layout)]
+    ranks = None
+    if arguments.nodes is not None:
+        if arguments.nodes < 1:
+            raise ConfigError(f"--nodes {arguments.nodes} must be at least 1.")
+        ranks = arguments.nodes * machine.ranks_per_node
+    return [MeshSharding(MeshAxes.parse(text, ranks)) for text in arguments.mesh]
+
+
+def _options(arguments: argparse.Namespace) -> MuonOptions:
+    schemes = ("auto", "polar_express", "keller", "zolotarev", "hybrid")
+    if arguments.scheme not in schemes:
+        raise ConfigError(
+            f"--scheme {arguments.scheme} is unknown.{did_you_mean(arguments.scheme, schemes)} Write one of {', '.join(schemes)}."
+        )
+    calibration = arguments.calibration
+    return MuonOptions(
+        replicas=arguments.replicas,
+        comm_dtype=_DTYPES.get(arguments.comm_dtype),
+        scheme=arguments.scheme,
+        memory_budget=arguments.memory_budget,
+        waves_ahead=arguments.waves_ahead,
+        param_dtype=_DTYPES[arguments.param_dtype],
+        momentum_dtype=_DTYPES.get(arguments.momentum_dtype),
+        cost_model=None if calibration is None else _cost_model(Calibration.load(calibration)),
+    )
+
+
+def _cost_model(calibration: Calibration) -> CostModel | None:
+    return calibration.cost_model() if calibration.exchange is not None else None

@@ -1,0 +1,133 @@
+"""Which ranks share a node, and which elements must leave it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from ..errors import ConfigError
+from ..layout import ShardedMatrix
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class Nodes:
+    """The ranks of each node. Nodes are in the order of their lowest ranks, so that the same division is always the same value.
+
+    Ranks 0 to 3 on one node and 4 to 7 on another: ``Nodes(((0, 1, 2, 3), (4, 5, 6, 7)))``.
+    """
+
+    ranks: tuple[tuple[int, ...], ...]
+    _node_of: dict[int, int] = field(init=False, compare=False)
+
+    def __post_init__(self) -> None:
+        nodes = tuple(sorted(tuple(sorted(node)) for node in self.ranks if node))
+        node_of = {rank: k for k, node in enumerate(nodes) for rank in node}
+        if len(node_of) != sum(map(len, nodes)):
+            raise ConfigError(f"Nodes: a rank is on two nodes, or twice on one: {self.ranks}")
+        object.__setattr__(self, "ranks", nodes)
+        object.__setattr__(self, "_node_of", node_of)
+
+    @classmethod
+    def of(cls, node_of_rank: Mapping[int, object]) -> Nodes:
+        """Ranks with equal values share a node: {0: "a", 1: "b", 2: "a"} has the nodes (0, 2) and (1,)."""
+        nodes: dict[object, list[int]] = {}
+        for rank, node in node_of_rank.items():
+            nodes.setdefault(node, []).append(rank)
+        return cls(tuple(map(tuple, nodes.values())))
+
+    @classmethod
+    def in_order(cls, ranks: Iterable[int], sizes: Sequence[int]) -> Nodes:
+        """Ranks 0, 1, … fill nodes of these ``sizes``; of these, only ``ranks`` are kept."""
+        node_of = [node for node, size in enumerate(sizes) for _ in range(size)]
+        return cls.of({rank: node_of[rank] for rank in ranks})
+
+    def among(self, ranks: Iterable[int]) -> Nodes | None:
+        """The nodes of some of the ranks; None if these share one node."""
+        chosen = tuple(ranks)
+        if missing := [rank for rank in chosen if rank not in self._node_of]:
+            raise ConfigError(f"Nodes: it is not known on which nodes ranks {missing} are; {self} lists others only.")
+        nodes = Nodes.of({rank: self._node_of[rank] for rank in chosen})
+        return nodes if nodes.several else None
+
+    @property
+    def several(self) -> bool:
+        """Whether there is more than one node."""
+        return len(self.ranks) > 1
+
+    def node_of(self, rank: int) -> int:
+        """The number of the node that ``rank`` is on."""
+        return self._node_of[rank]
+
+    def together(self, rank: int, other: int) -> bool:
+        """Whether two ranks share a node."""
+        return self._node_of[rank] == self._node_of[other]
+
+    def __repr__(self) -> str:
+        first, size = self.ranks[0][:1], len(self.ranks[0]) if self.ranks else 0
+        in_order = [rank for node in self.ranks for rank in node] == list(range(size * len(self.ranks)))
+        if first and in_order and all(len(node) == size for node in self.ranks):
+            return f"Nodes({len(self.ranks)} of {size} ranks)"
+        return f"Nodes({self.ranks})"
+
+
+class Crossings:
+    """How many elements of a matrix travel between nodes, depending on its owner. What it finds of a matrix is kept."""
+
+    def __init__(self, nodes: Nodes) -> None:
+        self.nodes = nodes
+        self._held: dict[ShardedMatrix, _HeldByNode] = {}
+
+    def of(self, sharded: ShardedMatrix, owner: int) -> int:
+        """Elements that the gather and the scatter send between nodes."""
+        return self.gathered(sharded, owner) + self.scattered(sharded, owner)
+
+    def gathered(self, sharded: ShardedMatrix, owner: int) -> int:
+        """Elements that the owner receives from other nodes."""
+        _, replica = sharded.holdings[owner]
+        return sharded.size - self._held_by_node(sharded).one_replica[replica, self.nodes.node_of(owner)]
+
+    def scattered(self, sharded: ShardedMatrix, owner: int) -> int:
+        """Elements that the owner sends to other nodes, to all replicas."""
+        return sharded.size * sharded.replicas - self._held_by_node(sharded).all_replicas[self.nodes.node_of(owner)]
+
+    def fewest(self, sharded: ShardedMatrix) -> int:
+        """What the best owner needs."""
+        return sharded.size * (1 + sharded.replicas) - self._held_by_node(sharded).largest
+
+    def fewest_apart(self, sharded: ShardedMatrix) -> int:
+        """What the best owners of all replicas need together, if each replica computes for itself."""
+        most: dict[int, int] = {}
+        for (replica, _), elements in self._held_by_node(sharded).one_replica.items():
+            most[replica] = max(most.get(replica, 0), elements)
+        return sum(2 * (sharded.size - elements) for elements in most.values())
+
+    def depend_on_owner(self, sharded: ShardedMatrix) -> bool:
+        """Whether some owners need more than others."""
+        held = self._held_by_node(sharded)
+        return held.smallest < held.largest
+
+    def _held_by_node(self, sharded: ShardedMatrix) -> _HeldByNode:
+        if sharded not in self._held:
+            self._held[sharded] = _HeldByNode.of(sharded, self.nodes)
+        return self._held[sharded]
+
+
+@dataclass(frozen=True, slots=True)
+class _HeldByNode:
+    """Elements of one matrix that the ranks of a node hold."""
+
+    one_replica: dict[tuple[int, int], int]  # (replica, node) → elements
+    all_replicas: dict[int, int]  # node → elements, counted once for each holder
+    largest: int  # of all owners: what stays on its node, in the gather and in the scatter
+    smallest: int
+
+    @classmethod
+    def of(cls, sharded: ShardedMatrix, nodes: Nodes) -> _HeldByNode:
+        one_replica: dict[tuple[int, int], int] = {}
+        all_replicas: dict[int, int] = {}
+        for rank, (piece, replica) in sharded.holdings.items():
+            node, size = nodes.node_of(rank), sharded.sizes[piece]
+            one_replica[replica, node] = one_replica.get((replica, node), 0) + size
+            all_replicas[node] = all_replicas.get(node, 0) + size
+        staying = [elements + all_replicas[node] for (_, node), elements in one_replica.items()]
+        return cls(one_replica, all_replicas, max(staying), min(staying))

@@ -1,0 +1,119 @@
+"""What is off, in words, and what to write instead."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator
+
+from ..plan import NO_WAVE
+from .build_report import balance_of, orthogonalise_seconds
+from .sharding import MeshSharding
+from .simulation import Simulation
+from .units import bytes_text, seconds_text
+
+_UNBALANCED = 1.3  # heaviest rank ÷ mean
+_MANY_PEERS = 1024
+_LARGE_BUFFERS = 0.05  # of memory
+_LARGE_SHARE = 0.05  # of a training step
+_SMALLEST_BUDGET = 4 * 2**20
+
+
+def advice_for(simulation: Simulation) -> list[str]:
+    """Sentences, the most important first; none if nothing is off."""
+    return [
+        *_memory(simulation),
+        *_balance(simulation),
+        *_peers(simulation),
+        *_buffers(simulation),
+        *_waiting(simulation),
+        *_messages(simulation),
+    ]
+
+
+def _memory(simulation: Simulation) -> Iterator[str]:
+    needed, has = simulation.most_memory, simulation.machine.memory_bytes
+    if has and needed > has:
+        yield (
+            f"The weights, gradients, state and buffers of a rank take {bytes_text(needed)}, and it has {bytes_text(has)}, "
+            "without any activations: shard over more ranks, use bfloat16 weights (--param-dtype bfloat16), or offload "
+            "the optimizer's state."
+        )
+
+
+def _balance(simulation: Simulation) -> Iterator[str]:
+    balance = balance_of(simulation)
+    if balance.heaviest_over_mean < _UNBALANCED:
+        return
+    ranks = simulation.sharding.ranks
+    per_stage = ranks // len(simulation.stages)
+    kinds: dict[tuple[int, int], int] = defaultdict(int)
+    for task in simulation.slowest.planned.plan.tasks:
+        if task.wave != NO_WAVE:
+            kinds[task.sharded.rows, task.sharded.cols] += 1
+    alike = kinds.get(balance.matrix_shape, 0)
+    rows, cols = balance.matrix_shape
+    slowest = max(float(orthogonalise_seconds(stage).max()) for stage in simulation.stages)
+    text = (
+        f"{alike} large matrices of {rows}×{cols} on {per_stage} ranks: the heaviest rank, {balance.heaviest_rank}, has "
+        f"{balance.heaviest_over_mean:.1f} times the mean ({seconds_text(slowest)}), {balance.matrix_share:.0%} of it for "
+        f"{balance.matrix}"
+    )
+    if balance.idle_ranks:
+        text += f", and {balance.idle_ranks} of {ranks} ranks orthogonalise nothing"
+    if balance.heaviest_over_bound < 1.05:
+        text += ". No plan of whole matrices is better"
+    yield f"{text}. More ranks do not make this step faster; fewer shards with dp_replicate keep the same time with less traffic."
+
+
+def _peers(simulation: Simulation) -> Iterator[str]:
+    peers = simulation.most_peers
+    if peers < _MANY_PEERS:
+        return
+    connections = max(int(stage.memory.connections.max()) for stage in simulation.stages)
+    text = f"{peers:,} peers per exchange: each needs a connection, about {bytes_text(connections)} of memory on a rank."
+    if isinstance(simulation.sharding, MeshSharding):
+        axes = simulation.sharding.axes
+        factor = next((2**k for k in range(1, 12) if peers // 2**k < _MANY_PEERS // 2 and axes.dp_shard % 2**k == 0), None)
+        if factor is not None and (axes.ep == 1 or axes.fsdp * axes.tp // factor % axes.ep == 0):
+            smaller = axes.with_axis(dp_replicate=axes.dp_replicate * factor, dp_shard=axes.dp_shard // factor)
+            text += f' Use dp_replicate: --mesh "{smaller}" shards over fewer ranks.'
+    yield text
+
+
+def _buffers(simulation: Simulation) -> Iterator[str]:
+    buffers, has = simulation.most_buffers, simulation.machine.memory_bytes
+    if not has or buffers < _LARGE_BUFFERS * has:
+        return
+    budget = simulation.options.memory_budget
+    lower = max(_SMALLEST_BUDGET, 2 ** int(budget * _LARGE_BUFFERS * has / buffers).bit_length() // 2)
+    text = f"Exchange buffers take {bytes_text(buffers)}, {buffers / has:.0%} of memory"
+    if lower < budget:
+        yield f"{text}: lower memory_budget to {bytes_text(lower)} ({lower})."
+    else:
+        yield f"{text}: lower waves_ahead, now {simulation.options.waves_ahead}, so that fewer waves are in flight."
+
+
+def _waiting(simulation: Simulation) -> Iterator[str]:
+    timeline = simulation.slowest.timeline
+    if simulation.share < _LARGE_SHARE:
+        return
+    text = f"The optimizer takes {simulation.share:.0%} of a training step"
+    if timeline.waited_for > 0.5 * timeline.seconds:
+        wire = {param.itemsize for param in simulation.slowest.planned.plan.params}
+        fix = "comm_dtype=torch.bfloat16 halves what is sent" if max(wire, default=2) > 2 else "larger batches make it rarer"
+        yield f"{text}, {seconds_text(timeline.waited_for)} of it waiting for exchanges: {fix}."
+    elif float(simulation.slowest.work.host.max()) >= timeline.seconds:
+        yield f"{text}, and the host is the slowest part: experts in one stacked parameter need fewer calls than one by one."
+    else:
+        yield f"{text}, most of it orthogonalising: more ranks or a larger batch make the share smaller."
+
+
+def _messages(simulation: Simulation) -> Iterator[str]:
+    traffic = simulation.slowest.traffic
+    messages, total = int(traffic.gather.messages.sum()), int(traffic.gather.sent.sum())
+    latency = simulation.machine.seconds_per_peer * simulation.machine.between.bytes_per_second
+    if messages and 0 < total / messages < latency and simulation.most_peers > simulation.machine.ranks_per_node:
+        yield (
+            f"A message has {bytes_text(total / messages)} on average: starting it takes longer than sending it. Fewer shards "
+            "per matrix (dp_replicate, or ep for experts) make messages larger."
+        )

@@ -1,0 +1,118 @@
+"""Machines as plain data: how fast they multiply, copy and send, and how much memory they have."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from ..errors import ConfigError
+from ..plan import Calibration, Link, Rate
+
+FORMAT, VERSION = "meshmuon machine", 1
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What one rank has, and the links between ranks."""
+
+    name: str
+    title: str
+    source: str  # where the figures are from
+    device: str  # type of the device, such as "cuda"
+    ranks_per_node: int
+    memory_bytes: int  # of one rank
+    memory_bytes_per_second: float  # that elementwise work reads and writes
+    peak_flops: Mapping[str, float]  # of products, by dtype, per second
+    efficiency: tuple[tuple[int, float], ...]  # (shorter side of a matrix, share of the peak that orthogonalising reaches)
+    inside: Link  # between ranks of one node
+    between: Link  # between ranks of different nodes
+    seconds_per_peer: float  # what each further rank adds to an exchange
+    connection_bytes: int  # device memory that a connection to another rank takes, about
+    host_seconds_per_matrix: float
+    host_seconds_per_step: float
+    measured: tuple[Rate, ...] = field(default=(), repr=False)  # rates of orthogonalisation that replace peak and efficiency
+
+    def orthogonalise_rate(self, size: int, dtype: str) -> float:
+        """FLOPs per second on matrices whose shorter side is ``size``, between two sizes on a logarithmic scale."""
+        if self.measured:
+            points = sorted((rate.size, rate.flops_per_second) for rate in self.measured)
+        else:
+            if dtype not in self.peak_flops:
+                raise ConfigError(
+                    f"{self.name} has no rate for products in {dtype}, only for {', '.join(self.peak_flops)}: add it to its file."
+                )
+            points = [(at, share * self.peak_flops[dtype]) for at, share in self.efficiency]
+        return _between(points, size)
+
+    def with_calibration(self, calibration: Calibration) -> Machine:
+        """The machine with what ``meshmuon doctor --save`` measured in the place of what its file says."""
+        exchange = calibration.exchange
+        return replace(
+            self,
+            title=f"{self.title}, measured on {calibration.device_name}",
+            device=calibration.device,
+            ranks_per_node=calibration.ranks_per_node,
+            measured=calibration.orthogonalisation,
+            inside=exchange or calibration.inside or self.inside,
+            between=calibration.between or exchange or self.between,
+            host_seconds_per_matrix=calibration.host_seconds_per_matrix,
+            host_seconds_per_step=calibration.host_seconds_per_step,
+        )
+
+    def peak(self) -> float:
+        """FLOPs per second by which the use of a model's FLOPs is usually stated: bfloat16 where there is a rate for it."""
+        return self.peak_flops.get("bfloat16") or max(self.peak_flops.values())
+
+    @classmethod
+    def from_json(cls, content: Any) -> Machine:
+        """The machine in a file's content."""
+        if not isinstance(content, Mapping) or content.get("format") != FORMAT or content.get("version") != VERSION:
+            raise ConfigError(f"it is no description of a machine: its format must be {FORMAT!r} and its version {VERSION}.")
+        numbers = (
+            "ranks_per_node",
+            "memory_bytes",
+            "memory_bytes_per_second",
+            "seconds_per_peer",
+            "connection_bytes",
+            "host_seconds_per_matrix",
+            "host_seconds_per_step",
+        )
+        for name in numbers:
+            value = content.get(name)
+            if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < math.inf:
+                raise ConfigError(f"its {name} is {value!r} and must be a number.")
+        return cls(
+            **{name: content[name] for name in (*numbers, "name", "title", "source", "device")},
+            peak_flops={str(dtype): float(rate) for dtype, rate in content["peak_flops"].items()},
+            efficiency=tuple(sorted((int(row["size"]), float(row["share"])) for row in content["efficiency"])),
+            inside=Link(**content["inside"]),
+            between=Link(**content["between"]),
+        )
+
+
+def load_machine_file(path: Path) -> Machine:
+    """Reads the description of a machine."""
+    try:
+        return Machine.from_json(json.loads(path.read_text(encoding="utf-8")))
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read: {error.strerror or error}.") from None
+    except ConfigError as error:
+        raise ConfigError(f"{path}: {error}") from None
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        raise ConfigError(f"{path} is not a description of a machine ({type(error).__name__}: {error}).") from None
+
+
+def _between(points: list[tuple[int, float]], size: int) -> float:
+    """The value at ``size`` on the line through ``points``, in logarithms of both; the nearest end's outside of them."""
+    if size <= points[0][0]:
+        return points[0][1]
+    for (low, at_low), (high, at_high) in pairwise(points):
+        if size <= high:
+            share = math.log(size / low) / math.log(high / low)
+            return float(at_low * (at_high / at_low) ** share)
+    return points[-1][1]

@@ -1,0 +1,135 @@
+"""A cluster, planned and timed: everything from which a report is made."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from .cluster import MuonOptions, StagePlan, plan_cluster
+from .description import ModelDescription
+from .machines import Machine
+from .memory import StageMemory, stage_memory
+from .sharding import Sharding
+from .timeline import Timeline, timeline_of
+from .traffic import Traffic, TrafficCounter
+from .work import StageWork, stage_work
+
+_FLOPS_PER_PARAMETER = 6  # of forward and backward, per token
+
+
+@dataclass(frozen=True)
+class Workload:
+    """What is trained between two optimizer steps."""
+
+    tokens_per_step: int
+    mfu: float  # share of the machine's peak that forward and backward reach
+
+
+@dataclass(frozen=True)
+class Stage:
+    """One pipeline stage: its plan and what follows from it."""
+
+    planned: StagePlan
+    traffic: Traffic
+    work: StageWork
+    memory: StageMemory
+    timeline: Timeline
+
+
+@dataclass(frozen=True)
+class Simulation:
+    """All stages of a model on a cluster."""
+
+    model: ModelDescription
+    sharding: Sharding
+    machine: Machine
+    options: MuonOptions
+    workload: Workload
+    stages: tuple[Stage, ...]
+
+    @classmethod
+    def run(
+        cls, model: ModelDescription, sharding: Sharding, machine: Machine, options: MuonOptions, workload: Workload
+    ) -> Simulation:
+        """Plans and times every stage."""
+        stages = []
+        for planned in plan_cluster(model, sharding, options, machine.device, machine.ranks_per_node):
+            traffic = TrafficCounter(planned.plan, machine.ranks_per_node).count()
+            work = stage_work(planned, traffic, machine, options)
+            memory = stage_memory(planned, traffic, machine, options)
+            timeline = timeline_of(work, planned.plan.options.in_flight, overlaps=machine.device != "cpu")
+            stages.append(Stage(planned, traffic, work, memory, timeline))
+        return cls(model, sharding, machine, options, workload, tuple(stages))
+
+    @cached_property
+    def slowest(self) -> Stage:
+        """The stage whose step takes longest."""
+        return max(self.stages, key=lambda stage: stage.timeline.seconds)
+
+    @property
+    def seconds(self) -> float:
+        """Seconds of the optimizer step."""
+        return self.slowest.timeline.seconds
+
+    @property
+    def training_seconds(self) -> float:
+        """Seconds of forward and backward between two steps."""
+        flops = _FLOPS_PER_PARAMETER * self.model.active_size * self.workload.tokens_per_step
+        return flops / (self.sharding.ranks * self.machine.peak() * self.workload.mfu)
+
+    @property
+    def share(self) -> float:
+        """The optimizer's share of a training step."""
+        return self.seconds / (self.seconds + self.training_seconds)
+
+    @property
+    def most_memory(self) -> int:
+        """Bytes of the rank that needs most."""
+        return max(int(stage.memory.total.max()) for stage in self.stages)
+
+    @property
+    def most_buffers(self) -> int:
+        """Bytes of exchange buffers of the rank that has most."""
+        return max(int(stage.memory.exchange_buffers.max()) for stage in self.stages)
+
+    @property
+    def most_peers(self) -> int:
+        """The most ranks that a rank has to do with in one exchange."""
+        peers = [direction.peers for stage in self.stages for direction in (stage.traffic.gather, stage.traffic.scatter)]
+        return max((int(counts.max()) for counts in peers if counts.numel()), default=0)
+
+    def most_sent(self, *, between: bool) -> int:
+        """Bytes that the rank sends that sends most, in all or between nodes."""
+        return max(int(sent_bytes(stage.traffic, between=between).max()) for stage in self.stages)
+
+    @property
+    def heaviest_over_mean(self) -> float:
+        """Cost of the heaviest rank ÷ mean, in the stage where it is largest."""
+        return max(_over_mean(list(stage.planned.plan.loads.values())) for stage in self.stages)
+
+
+def sent_bytes(traffic: Traffic, *, between: bool) -> Tensor:
+    """(ranks,): bytes that each rank sends in a step."""
+    sent = traffic.gather.sent.sum(0) + traffic.scatter.sent.sum(0)
+    inside = traffic.gather.sent_inside.sum(0) + traffic.scatter.sent_inside.sum(0)
+    return sent - inside if between else sent
+
+
+def received_bytes(traffic: Traffic, *, between: bool) -> Tensor:
+    """(ranks,): bytes that each rank receives in a step."""
+    received = traffic.gather.received.sum(0) + traffic.scatter.received.sum(0)
+    inside = traffic.gather.received_inside.sum(0) + traffic.scatter.received_inside.sum(0)
+    return received - inside if between else received
+
+
+def _over_mean(loads: list[float]) -> float:
+    total = sum(loads)
+    return max(loads) * len(loads) / total if total else 1.0
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """``"float32"`` for ``torch.float32``."""
+    return str(dtype).removeprefix("torch.")

@@ -1,0 +1,106 @@
+"""When every rank of a stage does what in a step, as ``meshmuon/plan/timeline.py`` walks through it, and traces of it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, TextIO
+
+import torch
+from torch import Tensor
+
+from ..plan import StepSeconds, WaveSeconds
+from ..plan import timeline as plan_timeline
+from .work import StageWork
+
+
+class Span(NamedTuple):
+    """Something that ranks do; times are (ranks,) in seconds from the beginning of the step."""
+
+    name: str  # momentum, gather, orthogonalise, scatter, update, local or adamw
+    wave: int | None
+    start: Tensor
+    end: Tensor
+
+    @property
+    def on_links(self) -> bool:
+        """Whether links are busy with it, not the device."""
+        return self.name in ("gather", "scatter")
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """A step of one stage."""
+
+    spans: tuple[Span, ...]
+    end: Tensor  # (ranks,): when each rank has ended
+    waited: Tensor  # (ranks,): seconds in which its device waited for an exchange
+    exchanging: float  # seconds in which the links were busy
+    host: Tensor  # (ranks,): seconds of the host, which are in ``end`` where the device had less to do
+
+    @property
+    def seconds(self) -> float:
+        """Seconds of the step on its slowest rank."""
+        return float(self.end.max()) if self.end.numel() else 0.0
+
+    @property
+    def waited_for(self) -> float:
+        """Seconds of exchanges that the slowest rank waited for."""
+        return min(self.exchanging, float(self.waited[int(self.end.argmax())])) if self.end.numel() else 0.0
+
+    @property
+    def hidden(self) -> float:
+        """Seconds of exchanges during which the slowest rank had other work."""
+        return self.exchanging - self.waited_for
+
+
+def timeline_of(work: StageWork, in_flight: int, *, overlaps: bool = True) -> Timeline:
+    """The timeline of a stage with ``in_flight`` waves at the same time; links work beside the device if it ``overlaps``."""
+    waves, count = work.orthogonalise.shape
+    parts = [part.tolist() for part in (work.momentum, work.gather, work.orthogonalise, work.scatter, work.update)]
+    step = StepSeconds(
+        ranks=tuple(range(count)),
+        waves=tuple(WaveSeconds(*(part[wave] for part in parts)) for wave in range(waves)),
+        local=work.local.tolist(),
+        adamw=work.adamw.tolist(),
+        host=[0.0] * count,
+        overlaps=overlaps,
+        in_flight=in_flight,
+    )
+    walked = plan_timeline.timeline_of(step)
+    phases = [Span(kind, wave, _by_rank(start), _by_rank(end)) for kind, wave, start, end in walked.phases if kind != "host"]
+    waited = sum((phase.end - phase.start for phase in phases if phase.name == "wait"), start=torch.zeros(count).double())
+    end = torch.maximum(_by_rank(list(walked.ends.values())), work.host)  # the host runs ahead, unless it is slower
+    spans = tuple(phase for phase in phases if phase.name != "wait")
+    return Timeline(spans, end, waited, walked.exchanging(), work.host)
+
+
+def _by_rank(seconds: Sequence[float]) -> Tensor:
+    return torch.tensor(seconds, dtype=torch.float64)
+
+
+def trace_events(timeline: Timeline, ranks: Sequence[int]) -> Iterator[dict[str, object]]:
+    """Events of Chrome's trace format: one process per rank, with a track for its device and one for its links."""
+    starts = [span.start.tolist() for span in timeline.spans]
+    ends = [span.end.tolist() for span in timeline.spans]
+    for at, rank in enumerate(ranks):
+        yield {"ph": "M", "pid": rank, "name": "process_name", "args": {"name": f"rank {rank}"}}
+        for track, name in enumerate(("device", "links")):
+            yield {"ph": "M", "pid": rank, "tid": track, "name": "thread_name", "args": {"name": name}}
+        for span, start, end in zip(timeline.spans, starts, ends, strict=True):
+            if end[at] > start[at]:
+                title = span.name if span.wave is None else f"{span.name} {span.wave}"
+                event: dict[str, object] = {"ph": "X", "pid": rank, "tid": int(span.on_links), "name": title, "cat": span.name}
+                yield event | {"ts": start[at] * 1e6, "dur": (end[at] - start[at]) * 1e6}
+
+
+def write_trace(timelines: Sequence[tuple[Timeline, Sequence[int]]], file: TextIO) -> None:
+    """Writes the timelines of all stages, each with its ranks, event by event: thousands of ranks have millions."""
+    file.write('{"displayTimeUnit": "ms", "traceEvents": [')
+    separator = "\n"
+    for timeline, ranks in timelines:
+        for event in trace_events(timeline, ranks):
+            file.write(separator + json.dumps(event))
+            separator = ",\n"
+    file.write("\n]}\n")

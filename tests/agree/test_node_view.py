@@ -1,0 +1,148 @@
+"""Which ranks share a node: from the user's setting, the launcher or the host, and agreed on by all ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+from torch import Tensor
+
+from meshmuon.agree import node_view
+from meshmuon.agree.node_view import NodeView, node_name
+from meshmuon.errors import ConfigError, PlanMismatchError
+from meshmuon.plan import Nodes, Plan
+from tests.support.small_model import after, assert_equal, give_gradients, initial, muon_of, world_mesh
+from tests.support.threads import run_threads
+
+SETTING = "MESHMUON_RANKS_PER_NODE"
+LAUNCHER = ("LOCAL_WORLD_SIZE", "LOCAL_RANK", "GROUP_RANK")
+TWO_AND_TWO = Nodes(((0, 1), (2, 3)))
+
+
+@pytest.fixture(autouse=True)
+def _no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in (SETTING, *LAUNCHER):
+        monkeypatch.delenv(name, raising=False)
+
+
+def launched(monkeypatch: pytest.MonkeyPatch, size: int, local_rank: int, node: int) -> None:
+    for name, value in zip(LAUNCHER, (size, local_rank, node), strict=True):
+        monkeypatch.setenv(name, str(value))
+
+
+@pytest.mark.parametrize(
+    ("setting", "world", "expected"),
+    [
+        ("2", 4, TWO_AND_TWO),
+        ("4", 4, Nodes(((0, 1, 2, 3),))),
+        (" 1, 3 ", 4, Nodes(((0,), (1, 2, 3)))),
+        ("1", 2, Nodes(((0,), (1,)))),
+    ],
+)
+def test_the_setting_decides(setting: str, world: int, expected: Nodes, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(SETTING, setting)
+    launched(monkeypatch, 1, 0, 0)  # what a launcher says does not count
+    assert NodeView.from_environment(0, range(world), world).nodes == expected
+    for rank in range(world):
+        for other in range(world):
+            assert (node_name(rank, world) == node_name(other, world)) == expected.together(rank, other)
+
+
+@pytest.mark.parametrize("setting", ["3", "0", "2,3", "two", "2,,2", "-2", "4,0", "²"])
+def test_a_setting_that_does_not_divide_the_ranks(setting: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(SETTING, setting)
+    with pytest.raises(ConfigError, match=rf"^{SETTING}='{setting}' does not divide 4 ranks into nodes.* such as 8,8,4"):
+        NodeView.from_environment(0, range(4), 4)
+
+
+def test_a_launcher_tells_the_nodes_of_all_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    launched(monkeypatch, 2, 1, 1)
+    assert NodeView.from_environment(3, (1, 2, 3), 4).nodes == Nodes(((1,), (2, 3)))
+
+
+@pytest.mark.parametrize(("size", "local_rank", "node"), [(3, 0, 1), (2, 0, 0), (0, 0, 0)])
+def test_numbers_that_nodes_of_one_size_cannot_have(size: int, local_rank: int, node: int, monkeypatch: Any) -> None:
+    """Rank 3 of 4: nodes of different sizes, or a launcher that means something else."""
+    launched(monkeypatch, size, local_rank, node)
+    assert NodeView.from_environment(3, range(4), 4).nodes is None
+
+
+def plans_of(hosts: Callable[[int], str], monkeypatch: pytest.MonkeyPatch) -> list[Plan]:
+    """The plans of four ranks after three steps, which must end with the bits of one device."""
+    expected: list[Tensor] = after(3)
+    monkeypatch.setattr(node_view.socket, "gethostname", lambda: hosts(dist.get_rank()))
+
+    def main(rank: int) -> Plan:
+        params = initial(world_mesh())
+        optimizer = muon_of(params)
+        for step in range(3):
+            give_gradients(params, step)
+            optimizer.step()
+        assert_equal(params, expected)
+        return optimizer.plan()
+
+    return run_threads(4, main)
+
+
+def test_hosts_are_found_at_the_first_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    one = plans_of(lambda rank: "here", monkeypatch)
+    assert {plan.options.nodes for plan in one} == {None}
+    several = plans_of(lambda rank: f"host {rank % 2}", monkeypatch)
+    assert {plan.options.nodes for plan in several} == {Nodes(((0, 2), (1, 3)))}
+    assert len({plan.digest for plan in several}) == 1
+    assert several[0].digest != one[0].digest
+
+
+def test_the_setting_needs_no_comparison(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All ranks know all nodes: one vote, and nobody gathers notes."""
+    monkeypatch.setenv(SETTING, "2")
+    monkeypatch.setattr("meshmuon.transport.agreement.all_gather_objects", None)
+    assert {plan.options.nodes for plan in plans_of(lambda rank: f"host {rank}", monkeypatch)} == {TWO_AND_TWO}
+
+
+def test_nodes_of_different_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One rank on the first node, three on the second: the first could believe in four nodes of one rank."""
+    places = {0: (1, 0, 0), 1: (3, 0, 1), 2: (3, 1, 1), 3: (3, 2, 1)}
+    values = {name: [str(places[rank][k]) for rank in range(4)] for k, name in enumerate(LAUNCHER)}
+
+    class Environment(dict[str, str]):
+        def get(self, name: str, default: Any = None) -> Any:
+            return values[name][dist.get_rank()] if name in values else default
+
+    monkeypatch.setattr(node_view.os, "environ", Environment())
+    assert {plan.options.nodes for plan in plans_of(lambda rank: "same", monkeypatch)} == {Nodes(((0,), (1, 2, 3)))}
+
+
+@pytest.mark.parametrize(
+    ("settings", "kind", "text"),
+    [
+        (["2", "2", "4", "2"], PlanMismatchError, f"rank 2 has {SETTING}='4' in its environment, rank 0 has '2'. Set it"),
+        (["", "2", "2", "2"], PlanMismatchError, f"rank 1 has {SETTING}='2' in its environment, rank 0 has ''. Set it"),
+        (["2", "2", "2", "3"], ConfigError, f"rank 3: {SETTING}='3' does not divide 4 ranks into nodes"),
+    ],
+)
+def test_ranks_that_are_told_different_things(
+    settings: list[str], kind: type, text: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Environment(dict[str, str]):
+        def get(self, name: str, default: Any = None) -> Any:
+            return settings[dist.get_rank()] if name == SETTING else default
+
+    monkeypatch.setattr(node_view.os, "environ", Environment())
+
+    def main(rank: int) -> str:
+        params = initial(world_mesh())
+        give_gradients(params, 0)
+        optimizer = muon_of(params)
+        with pytest.raises(kind) as first:
+            optimizer.step()
+        with pytest.raises(kind) as again:
+            optimizer.step()
+        assert str(first.value) == str(again.value)
+        return str(first.value)
+
+    texts = set(run_threads(4, main))
+    assert len(texts) == 1
+    assert texts.pop().startswith(text)

@@ -1,0 +1,158 @@
+"""How tiles are chosen: the fastest candidate, once for each kind of product. A stand-in for a device keeps the time."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field, replace
+
+import pytest
+import torch
+
+from meshmuon.device import HostHardware
+from meshmuon.ortho.kernels.tile_tuner import ProductKind, TileTuner
+from meshmuon.ortho.kernels.tilings import CANDIDATES, Tiling, default_tiling
+
+CPU = torch.device("cpu")
+SLOW, FAST, BROKEN, MIDDLE = (Tiling(tile, 64, 8, 4, 3) for tile in (16, 32, 64, 128))
+COST = {SLOW: 3e-3, FAST: 1e-3, MIDDLE: 2e-3}
+KIND = ProductKind("stand-in", torch.float16, "ieee", 1024, 4096, False)
+
+
+@dataclass
+class Device(HostHardware):
+    """Time passes only in launches; while it captures, nothing runs."""
+
+    costs: Mapping[Tiling, float] = field(default_factory=lambda: COST)
+    clock: float = 0.0
+    capturing: bool = False
+    launches: list[Tiling] = field(default_factory=list)
+
+    def launch(self, tiling: Tiling) -> None:
+        if tiling not in self.costs:
+            raise RuntimeError("out of resource: shared memory")
+        assert not self.capturing, "a candidate was launched while a graph was captured"
+        self.launches.append(tiling)
+        self.clock += self.costs[tiling] * (2 if len(self.launches) % 7 == 1 else 1)  # now and then something disturbs
+
+    def runs_now(self, device: torch.device) -> bool:
+        return not self.capturing
+
+    def seconds(self, device: torch.device, work: Callable[[], None]) -> float:
+        began = self.clock
+        work()
+        return self.clock - began
+
+
+class Shelf(dict[str, str]):
+    def put(self, key: str, text: str) -> None:
+        self[key] = text
+
+
+@pytest.fixture(autouse=True)
+def tuning_is_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("MESHMUON_AUTOTUNE", raising=False)
+
+
+def tuner_of(device: Device, shelf: Shelf | None = None) -> TileTuner:
+    candidates = (SLOW, FAST, BROKEN, MIDDLE)
+    return TileTuner(device, shelf, dict.fromkeys((torch.float16, torch.float32), candidates))
+
+
+def choose(tuner: TileTuner, device: Device, kind: ProductKind = KIND) -> Tiling:
+    return tuner.choose(kind, SLOW, device.launch, CPU)
+
+
+def test_the_fastest_that_works_is_chosen_once() -> None:
+    device = Device()
+    tuner = tuner_of(device)
+    assert choose(tuner, device) == FAST
+    assert set(device.launches) == {SLOW, FAST, MIDDLE}
+    device.launches.clear()
+    assert choose(tuner, device) == FAST
+    assert not device.launches
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"device": "another"},
+        {"dtype": torch.float32},
+        {"precision": "tf32"},
+        {"n": 2048},
+        {"k": 8192},
+        {"transposed": True},
+    ],
+)
+def test_another_kind_of_product_is_measured_anew(other: dict[str, object]) -> None:
+    device = Device()
+    tuner = tuner_of(device)
+    choose(tuner, device)
+    device.costs = COST | {MIDDLE: 1e-4}
+    assert choose(tuner, device, replace(KIND, **other)) == MIDDLE  # type: ignore[arg-type]
+    assert choose(tuner, device) == FAST
+
+
+def test_nothing_is_launched_while_a_graph_is_captured() -> None:
+    device = Device(capturing=True)
+    tuner = tuner_of(device)
+    assert choose(tuner, device) == SLOW
+    device.capturing = False
+    assert choose(tuner, device) == FAST, "the default of a capture is not a choice"
+    device.capturing = True
+    assert choose(tuner, device) == FAST
+
+
+def test_without_a_candidate_that_works_the_default_is_taken() -> None:
+    device, shelf = Device(costs={}), Shelf()
+    assert choose(tuner_of(device, shelf), device) == SLOW
+    assert not shelf, "another process may have more luck"
+
+
+def test_tuning_can_be_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MESHMUON_AUTOTUNE", "0")
+    device = Device()
+    assert choose(tuner_of(device), device) == SLOW
+    assert not device.launches
+
+
+def test_a_choice_outlives_the_process() -> None:
+    device, shelf = Device(), Shelf()
+    choose(tuner_of(device, shelf), device)
+    device.launches.clear()
+    assert choose(tuner_of(device, shelf), device) == FAST
+    assert not device.launches
+    assert json.loads(next(iter(shelf.values()))) == asdict(FAST)
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", "null", json.dumps(asdict(Tiling(999, 64, 8, 4, 3)))])
+def test_a_damaged_or_strange_choice_is_measured_again(text: str) -> None:
+    device, shelf = Device(), Shelf()
+    choose(tuner_of(device, shelf), device)
+    (key,) = shelf
+    shelf[key] = text
+    assert choose(tuner_of(device, shelf), device) == FAST
+    assert json.loads(shelf[key]) == asdict(FAST)
+
+
+def test_kinds_are_powers_of_two() -> None:
+    def kind(n: int, k: int) -> ProductKind:
+        return ProductKind.of(torch.empty(2, n, k, dtype=torch.float16), "ieee", "stand-in")
+
+    assert kind(513, 4096) == kind(1024, 2049) == replace(KIND)
+    assert kind(1025, 4096) != kind(1024, 4096)
+    assert kind(0, 0).n == 1
+    assert ProductKind.of(torch.empty(2, 1024, 4096).mT.half().mT, "ieee", "").transposed is False
+    assert ProductKind.of(torch.empty(2, 64, 32).mT, "ieee", "").transposed is True
+
+
+@pytest.mark.parametrize("dtype", CANDIDATES)
+def test_candidates_sum_the_same_slices(dtype: torch.dtype) -> None:
+    """Bits depend on the depth alone; the default is a candidate."""
+    assert len({tiling.depth for tiling in CANDIDATES[dtype]}) == 1
+    assert {default_tiling(dtype, n) for n in (1, 512, 513, 8192)} <= set(CANDIDATES[dtype])
+    assert len(set(CANDIDATES[dtype])) == len(CANDIDATES[dtype])
+
+
+def test_host_hardware_keeps_the_time() -> None:
+    assert HostHardware().seconds(CPU, lambda: None) >= 0.0
