@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from ..errors import PlanError
+from ..errors import ConfigError, PlanError
 from ..layout import ShardedMatrix
 from .nodes import Crossings
 from .owners import assign_owners
 from .plan_data import PlanData, PlanOptions, add_local_costs
 from .report import describe, to_json
+from .saved_plan import read_plan
 from .tasks import EVERY_HOLDER, NO_WAVE, PlannedParam, Task
 from .waves import cut_into_waves
 
@@ -24,8 +26,18 @@ class Plan(PlanData):
         return describe(self)
 
     def to_json(self) -> str:
-        """The plan as JSON for tools."""
+        """The plan as JSON for tools. ``from_json`` reads it, and so does ``meshmuon plan --from-json``."""
         return to_json(self)
+
+    @classmethod
+    def from_json(cls, text: str) -> Plan:
+        """The plan in what ``to_json`` wrote."""
+        try:
+            content = json.loads(text)
+        except ValueError as error:
+            raise ConfigError(f"it is not JSON ({error}).") from None
+        data = read_plan(content)
+        return cls(data.ranks, data.params, data.tasks, data.wave_lanes, data.options)
 
     def __post_init__(self) -> None:
         """Raises unless each matrix has one owner for each copy that is computed separately, and waves and owners fit together.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -55,8 +56,22 @@ class Simulation:
         cls, model: ModelDescription, sharding: Sharding, machine: Machine, options: MuonOptions, workload: Workload
     ) -> Simulation:
         """Plans and times every stage."""
+        planned = plan_cluster(model, sharding, options, machine.device, machine.ranks_per_node)
+        return cls.of_plans(planned, model, sharding, machine, options, workload)
+
+    @classmethod
+    def of_plans(
+        cls,
+        planned_stages: Sequence[StagePlan],
+        model: ModelDescription,
+        sharding: Sharding,
+        machine: Machine,
+        options: MuonOptions,
+        workload: Workload,
+    ) -> Simulation:
+        """Times the stages of plans that exist."""
         stages = []
-        for planned in plan_cluster(model, sharding, options, machine.device, machine.ranks_per_node):
+        for planned in planned_stages:
             traffic = TrafficCounter(planned.plan, machine.ranks_per_node).count()
             work = stage_work(planned, traffic, machine, options)
             memory = stage_memory(planned, traffic, machine, options)
