@@ -5,9 +5,11 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 from ..doctor import CHECKS, DoctorOptions, Session, chosen_checks, run_doctor
+from ..errors import ConfigError
 
 HELP = "check and measure meshmuon on these machines"
 DESCRIPTION = (
@@ -42,6 +44,18 @@ def _seconds(text: str) -> float:
     return value
 
 
+def _check_writable(option: str, path: Path | None) -> None:
+    """Refuses a file that could not be written at the end, after minutes."""
+    if path is None:
+        return
+    if path.is_dir():
+        raise ConfigError(f"{option} {path} is a folder. Name a file in it.")
+    if not path.absolute().parent.is_dir():
+        raise ConfigError(f"{option} {path}: the folder {path.absolute().parent} does not exist. Make it first.")
+    if not os.access(path if path.exists() else path.absolute().parent, os.W_OK):
+        raise ConfigError(f"{option} {path} cannot be written. Choose a folder that you may write to.")
+
+
 def run(arguments: argparse.Namespace) -> int:
     """Runs the doctor on this rank."""
     if arguments.list:
@@ -59,6 +73,9 @@ def run(arguments: argparse.Namespace) -> int:
         save_file=arguments.save,
     )
     chosen_checks(options)  # a wrong name is refused before ranks wait for each other
+    if os.environ.get("RANK", "0") == "0":  # which writes the files; other nodes need not have the folder
+        for option, path in (("--json", options.json_file), ("--save", options.save_file)):
+            _check_writable(option, path)
     try:
         session = Session.from_environment(options)
     except RuntimeError as error:  # the store of the launcher, or a device that does not exist
@@ -68,7 +85,8 @@ def run(arguments: argparse.Namespace) -> int:
     ending = run_doctor(options, session)
     if ending.code:
         # At once: a thread may still wait for a lost rank, and a launcher terminates this rank when it sees another's exit code.
-        sys.stdout.flush()
-        sys.stderr.flush()
+        for stream in (sys.stdout, sys.stderr):
+            with suppress(OSError, ValueError):  # whoever read it has gone
+                stream.flush()
         os._exit(ending.code)
     return 0

@@ -6,6 +6,8 @@ A command is a module with ``add_arguments(parser)`` and ``run(arguments)``, whi
 from __future__ import annotations
 
 import argparse
+import os
+import sys
 from collections.abc import Sequence
 
 import meshmuon
@@ -24,8 +26,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for name, module in _COMMANDS.items():
         module.add_arguments(commands.add_parser(name, help=module.HELP, description=module.DESCRIPTION))
     parsed = parser.parse_args(arguments)
+    if sys.stdout is None:
+        parser.error("standard output is closed. Redirect it to a file or to /dev/null.")
     try:
         code: int = _COMMANDS[parsed.command].run(parsed)
+        sys.stdout.flush()
     except ConfigError as error:
         parser.error(str(error))
+    except BrokenPipeError:
+        print("meshmuon: whoever read the output has stopped reading, so that some of it is lost.", file=sys.stderr)
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python would fail again when it ends
+        return 1
     return code

@@ -51,14 +51,30 @@ class Session:
     @classmethod
     def from_environment(cls, options: DoctorOptions) -> Session:
         """The session that a launcher's environment describes; one rank alone without a launcher."""
-        rank, world = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+        world = _number("WORLD_SIZE", 1, at_least=1)
+        rank = _number("RANK", 0, at_least=0)
+        if rank >= world:
+            raise ConfigError(f"RANK={rank} is not below WORLD_SIZE={world}. Launch with torchrun, which sets both.")
         node = node_name(rank, world)
-        device = own_device(options.device, int(os.environ.get("LOCAL_RANK", "0")))
+        device = own_device(options.device, _number("LOCAL_RANK", 0, at_least=0))
         if world == 1 and "MASTER_ADDR" not in os.environ:
             return cls(0, 1, dist.HashStore(), device, node)  # type: ignore[attr-defined]
         met = dist.rendezvous("env://", rank, world, timeout=timedelta(seconds=options.limit))  # type: ignore[attr-defined]
-        store, rank, world = next(met)
+        try:
+            store, rank, world = next(met)
+        except ValueError as error:  # MASTER_ADDR or MASTER_PORT is missing, or no port
+            raise ConfigError(f"{error}. Launch with torchrun, or set MASTER_ADDR and MASTER_PORT on all ranks.") from None
         return cls(rank, world, store, device, node)
+
+
+def _number(name: str, default: int, *, at_least: int) -> int:
+    """A number that a launcher has put into the environment."""
+    text = os.environ.get(name, str(default))
+    if not text.strip().isdecimal() or int(text) < at_least:
+        raise ConfigError(
+            f"{name}={text!r} in the environment must be a whole number of at least {at_least}. Use torchrun, or unset it."
+        )
+    return int(text)
 
 
 def own_device(kind: str | None, local_rank: int) -> torch.device:

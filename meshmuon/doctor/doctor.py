@@ -45,6 +45,7 @@ def run_doctor(options: DoctorOptions, session: Session, stream: TextIO | None =
             passed &= _written(options.json_file, report_as_json(session.world, environment, runner.outcomes, seconds, saved))
         if options.save_file is not None and saved is not None:
             passed &= _written(options.save_file, saved)
+        passed &= report.is_read
     runner.farewell()
     if not runner.stuck:
         context.leave()

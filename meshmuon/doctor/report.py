@@ -27,6 +27,8 @@ _COLOURS = {Status.PASSED: "green", Status.FAILED: "bold red", Status.SKIPPED: "
 class Report(Protocol):
     """What rank 0 shows while the checks run."""
 
+    is_read: bool  # False once the reader of a pipe has gone: some of the report is lost
+
     def title(self, ranks: int, environment: Mapping[str, str]) -> None:
         """Before the first check."""
 
@@ -42,6 +44,8 @@ class Report(Protocol):
 
 class Silent:
     """What other ranks than 0 show: nothing."""
+
+    is_read = True
 
     def title(self, ranks: int, environment: Mapping[str, str]) -> None:
         """Shows nothing."""
@@ -79,6 +83,7 @@ class PlainReport:
         self._stream = stream
         self._marks = _MARKS if _can_write(stream, "✔✘") else _PLAIN_MARKS
         self._last_section = ""
+        self.is_read = True
 
     def title(self, ranks: int, environment: Mapping[str, str]) -> None:
         """Heading and environment."""
@@ -106,8 +111,15 @@ class PlainReport:
 
     def _line(self, text: str) -> None:
         encoding = self._stream.encoding or "utf-8"
-        self._stream.write(text.encode(encoding, "replace").decode(encoding) + "\n")
-        self._stream.flush()
+        if not self.is_read:
+            return
+        try:
+            self._stream.write(text.encode(encoding, "replace").decode(encoding) + "\n")
+            self._stream.flush()
+        except BrokenPipeError:
+            # The checks go on: other ranks are in them, and files may be asked for.
+            self.is_read = False
+            print("meshmuon doctor: whoever read the output has stopped reading. Use --json FILE.", file=sys.stderr)
 
 
 def _can_write(stream: TextIO, text: str) -> bool:
@@ -124,6 +136,8 @@ def _indented(head: str, text: str) -> str:
 
 class RichReport:
     """Tables on a terminal, and a line that says what is running."""
+
+    is_read = True
 
     def __init__(self) -> None:
         from rich.console import Console

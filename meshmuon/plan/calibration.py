@@ -9,50 +9,22 @@ import json
 import math
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, TypeAlias
 
 from ..errors import ConfigError
 from .cost import CostModel
-from .plan_data import PlanData, add_local_costs
-from .tasks import EVERY_HOLDER, Task
+from .plan_data import PlanData
+from .prediction import Prediction, predict
+from .rates import Elementwise, Link, Rate
 
 FORMAT, VERSION = "meshmuon calibration", 1
+_SMALLEST, _LARGEST = 1e-15, 1e24  # of any figure: what lies outside was not measured on a computer
+_LARGEST_SIZE, _MOST_RANKS = 2**31, 10**7
 _REMEDY = "Write the file with torchrun ... -m meshmuon doctor --save FILE."
 
 CostModelLike: TypeAlias = "CostModel | str | os.PathLike[str]"
-
-
-@dataclass(frozen=True, slots=True)
-class Rate:
-    """How fast n × n matrices are worked on by one rank, while all ranks work."""
-
-    dtype: str
-    size: int  # n
-    flops_per_second: float
-
-
-@dataclass(frozen=True, slots=True)
-class Link:
-    """How fast a rank sends, while it receives as much and the other ranks do the same."""
-
-    bytes_per_second: float
-    seconds: float  # that an exchange of a few bytes takes
-
-
-@dataclass(frozen=True, slots=True)
-class Prediction:
-    """Seconds of a step on its slowest rank, if nothing overlaps."""
-
-    orthogonalise: float
-    exchange: float
-    host: float
-
-    @property
-    def total(self) -> float:
-        """Seconds of the whole step."""
-        return self.orthogonalise + self.exchange + self.host
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +43,7 @@ class Calibration:
     exchange: Link | None  # an exchange of all ranks with all ranks, as a step makes it; None on one rank
     host_seconds_per_matrix: float  # what each tiny matrix adds to a step
     host_seconds_per_step: float  # what a step takes beside its matrices and exchanges
+    elementwise: Elementwise | None = None  # None in files that were written before it was measured
 
     def cost_model(self) -> CostModel:
         """What plans take from it.
@@ -102,26 +75,13 @@ class Calibration:
         share = math.log(size / low.size) / math.log(high.size / low.size)
         return float(low.flops_per_second * (high.flops_per_second / low.flops_per_second) ** share)
 
-    def predict(self, plan: PlanData) -> Prediction:
-        """How long a step with this plan takes."""
+    def seconds_per_element(self, kind: str) -> float:
+        """Of a kind of elementwise work, by its name in ``Elementwise``; 0 if it was not measured."""
+        return 0.0 if self.elementwise is None else float(getattr(self.elementwise, kind))
 
-        def seconds(task: Task) -> float:
-            size = min(task.sharded.rows, task.sharded.cols)
-            return plan.params[task.param].flops / self.orthogonalisation_rate(size)
-
-        busy = dict.fromkeys(plan.ranks, 0.0)
-        add_local_costs(busy, ((task.sharded, seconds(task)) for task in plan.tasks if task.owner == EVERY_HOLDER))
-        for task in plan.tasks:
-            if task.owner != EVERY_HOLDER:
-                busy[task.owner] += seconds(task)
-        exchanges = 2 * len(plan.wave_lanes)
-        sending = dict.fromkeys(plan.ranks, 0.0)
-        if self.exchange is not None:
-            for rank, count in plan.bytes_sent.items():
-                sending[rank] = count / self.exchange.bytes_per_second + exchanges * self.exchange.seconds
-        host = self.host_seconds_per_step + self.host_seconds_per_matrix * len(plan.tasks)
-        slowest = max(plan.ranks, key=lambda rank: busy[rank] + sending[rank])
-        return Prediction(busy[slowest], sending[slowest], host)
+    def predict(self, plan: PlanData, *, averages: bool = False) -> Prediction:
+        """How long a step of ``Muon`` with this plan takes, or one of ``DistMuon`` if it ``averages`` gradients."""
+        return predict(plan, self, averages=averages)
 
     def to_json(self) -> dict[str, Any]:
         """The content of the file."""
@@ -142,8 +102,8 @@ class Calibration:
         return cls(
             device=reader.text("device"),
             device_name=reader.text("device_name"),
-            ranks=int(reader.number("ranks")),
-            ranks_per_node=int(reader.number("ranks_per_node")),
+            ranks=reader.whole("ranks", _MOST_RANKS),
+            ranks_per_node=reader.whole("ranks_per_node", _MOST_RANKS),
             compute_dtype=reader.text("compute_dtype"),
             products=reader.rates("products"),
             orthogonalisation=reader.rates("orthogonalisation"),
@@ -152,6 +112,7 @@ class Calibration:
             exchange=reader.link("exchange"),
             host_seconds_per_matrix=reader.number("host_seconds_per_matrix"),
             host_seconds_per_step=reader.number("host_seconds_per_step"),
+            elementwise=reader.elementwise("elementwise"),
         )
 
     @classmethod
@@ -161,6 +122,8 @@ class Calibration:
             return cls.from_json(json.loads(Path(path).read_text(encoding="utf-8")))
         except OSError as error:
             raise ConfigError(f"it cannot be read: {error.strerror or error}. {_REMEDY}") from None
+        except RecursionError:
+            raise ConfigError(f"it is not JSON that can be read: it is nested too deeply. {_REMEDY}") from None
         except ValueError as error:  # also of JSON and of text that is not UTF-8
             if isinstance(error, ConfigError):
                 raise
@@ -183,7 +146,15 @@ class _Reader:
         value = self._content.get(name)
         if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < math.inf:
             raise self._wrong(name, value, "a positive number")
+        if not _SMALLEST <= value <= _LARGEST:
+            raise self._wrong(name, value, f"between {_SMALLEST:g} and {_LARGEST:g}")
         return float(value)
+
+    def whole(self, name: str, most: int) -> int:
+        value = self._content.get(name)
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not 1 <= value <= most or value != int(value):
+            raise self._wrong(name, value, f"a whole number from 1 to {most}")
+        return int(value)
 
     def rates(self, name: str) -> tuple[Rate, ...]:
         rows = self._content.get(name)
@@ -191,7 +162,8 @@ class _Reader:
             raise self._wrong(name, rows, "a list of rates")
         readers = [_Reader(row, f"{name}[{k}].") for k, row in enumerate(rows)]
         return tuple(
-            Rate(reader.text("dtype"), int(reader.number("size")), reader.number("flops_per_second")) for reader in readers
+            Rate(reader.text("dtype"), reader.whole("size", _LARGEST_SIZE), reader.number("flops_per_second"))
+            for reader in readers
         )
 
     def link(self, name: str) -> Link | None:
@@ -203,8 +175,18 @@ class _Reader:
         reader = _Reader(row, f"{name}.")
         return Link(reader.number("bytes_per_second"), reader.number("seconds"))
 
+    def elementwise(self, name: str) -> Elementwise | None:
+        row = self._content.get(name)
+        if row is None:
+            return None
+        if not isinstance(row, Mapping):
+            raise self._wrong(name, row, "the times of elementwise work or null")
+        reader = _Reader(row, f"{name}.")
+        return Elementwise(**{field.name: reader.number(field.name) for field in fields(Elementwise)})
+
     def _wrong(self, name: str, value: object, expected: str) -> ConfigError:
-        return ConfigError(f"its {self._where}{name} is {value!r} and must be {expected}. {_REMEDY}")
+        shown = f"a number of {value.bit_length()} bits" if type(value) is int and value.bit_length() > 999 else repr(value)[:120]
+        return ConfigError(f"its {self._where}{name} is {shown} and must be {expected}. {_REMEDY}")
 
 
 def cost_model_from(value: CostModelLike | None) -> CostModel | None:

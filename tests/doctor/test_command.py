@@ -6,14 +6,16 @@ import json
 import os
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import pytest
 
 import meshmuon
 from meshmuon.cli.main import main
-from meshmuon.doctor import CHECKS, DoctorOptions
+from meshmuon.doctor import CHECKS, DoctorOptions, Session, run_doctor
+from meshmuon.doctor.doctor import Ending
 from meshmuon.plan import Calibration, cost_model_from
 from tests.support.processes import results_of, run_ranks
 
@@ -126,6 +128,75 @@ def test_a_wrong_command_line(arguments: list[str], text: str, capsys: pytest.Ca
         main(arguments)
     assert caught.value.code == 2
     assert text in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("variables", "text"),
+    [
+        ({"WORLD_SIZE": "abc"}, "WORLD_SIZE='abc' in the environment must be a whole number of at least 1"),
+        ({"WORLD_SIZE": "0"}, "WORLD_SIZE='0' in the environment must be a whole number of at least 1"),
+        ({"RANK": "-1"}, "RANK='-1' in the environment must be a whole number of at least 0"),
+        ({"RANK": "0", "LOCAL_RANK": "first"}, "LOCAL_RANK='first' in the environment"),
+        ({"RANK": "2", "WORLD_SIZE": "2"}, "RANK=2 is not below WORLD_SIZE=2"),
+        ({"RANK": "0", "WORLD_SIZE": "2"}, "MASTER_ADDR expected, but not set. Launch with torchrun"),
+        ({"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "abc"}, "set MASTER_ADDR and MASTER_PORT"),
+    ],
+)
+def test_a_wrong_environment(
+    variables: dict[str, str], text: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_USE_AGENT_STORE"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(SystemExit) as caught:
+        main(["doctor", "--device", "cpu"])
+    assert caught.value.code == 2
+    assert text in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("option", ["--json", "--save"])
+def test_a_file_that_cannot_be_written_is_refused_at_once(
+    option: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.delenv("RANK", raising=False)
+    for path, text in ((tmp_path / "no" / "file", "does not exist. Make it first"), (tmp_path, "is a folder. Name a file in it")):
+        with pytest.raises(SystemExit) as caught:
+            main(["doctor", option, str(path)])
+        assert caught.value.code == 2
+        assert text in capsys.readouterr().err
+
+
+def closed_pipe() -> TextIO:
+    """The end of a pipe that nobody reads."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    return os.fdopen(writer, "w")
+
+
+def test_a_reader_that_has_gone(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """The checks run to their end and the file is written; the exit code tells that the report was cut off."""
+    for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR"):
+        monkeypatch.delenv(name, raising=False)
+    options = DoctorOptions(only=("join",), json_file=tmp_path / "report.json", device="cpu")
+    stream = closed_pipe()
+    ending = run_doctor(options, Session.from_environment(options), stream)
+    assert ending == Ending(1, stuck=False)
+    assert json.loads((tmp_path / "report.json").read_text())["passed"]
+    assert capsys.readouterr().err.count("has stopped reading. Use --json FILE") == 1
+    with suppress(BrokenPipeError):  # what is still in its buffer
+        stream.close()
+
+
+def test_a_list_that_nobody_reads(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(sys, "stdout", closed_pipe())
+    assert main(["doctor", "--list"]) == 1
+    assert "some of it is lost" in capsys.readouterr().err
+    monkeypatch.setattr(sys, "stdout", None)  # as Python has it if it was closed from the beginning
+    with pytest.raises(SystemExit) as caught:
+        main(["doctor", "--list"])
+    assert caught.value.code == 2
+    assert "standard output is closed" in capsys.readouterr().err
 
 
 def test_the_list_of_checks(capsys: pytest.CaptureFixture[str]) -> None:

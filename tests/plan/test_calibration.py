@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from meshmuon.errors import ConfigError
-from meshmuon.plan import Calibration, CostModel, Link, PlannedParam, Rate, cost_model_from, make_plan
+from meshmuon.plan import Calibration, CostModel, Elementwise, Link, PlannedParam, Rate, cost_model_from, make_plan
 from tests.support.plans import entry, options_for
 
 MEASURED = Calibration(
@@ -27,6 +27,7 @@ MEASURED = Calibration(
     exchange=Link(5e8, 1e-4),
     host_seconds_per_matrix=1e-5,
     host_seconds_per_step=1e-3,
+    elementwise=Elementwise(momentum=3e-9, update=2e-9, copy=1e-9, adamw=4e-9),
 )
 
 
@@ -37,7 +38,7 @@ def written(folder: Path, content: Any) -> Path:
 
 
 def test_a_file_is_read_back_as_it_was_written(tmp_path: Path) -> None:
-    alone = replace(MEASURED, between=None, inside=None)
+    alone = replace(MEASURED, between=None, inside=None, elementwise=None)
     for calibration in (MEASURED, alone):
         assert Calibration.load(written(tmp_path, calibration.to_json())) == calibration
     report = {"format": "meshmuon doctor", "calibration": MEASURED.to_json()}
@@ -74,11 +75,42 @@ WRONG: dict[str, tuple[Any, str]] = {
     "a flag": (changed(host_seconds_per_matrix=True), "its host_seconds_per_matrix is True and must be a positive number"),
     "no link": (changed(exchange="fast"), "its exchange is 'fast' and must be a link or null"),
     "infinite": (changed(exchange={"bytes_per_second": math.inf, "seconds": 1}), "its exchange.bytes_per_second is inf"),
+    "no elementwise work": (changed(elementwise=3), "its elementwise is 3 and must be the times of elementwise work or null"),
+    "no copies": (changed(elementwise={"momentum": 1, "update": 1}), "its elementwise.copy is None and must be a positive"),
     "one rank": (changed(exchange=None), "it was measured on one rank and knows no link between ranks"),
     "far too slow": (
-        changed(between=None, exchange={"bytes_per_second": 1e-300, "seconds": 1}),
+        changed(exchange={"bytes_per_second": 1e-300, "seconds": 1}),
+        "its exchange.bytes_per_second is 1e-300 and must be between 1e-15 and 1e\\+24",
+    ),
+    "slow beside fast": (
+        changed(
+            between=None,
+            exchange={"bytes_per_second": 1e-9, "seconds": 1},
+            orthogonalisation=[{"dtype": "float32", "size": 8, "flops_per_second": 1e23}],
+        ),
         "flops_per_byte=.* must be a number",
     ),
+    "not a number": (changed(host_seconds_per_step=math.nan), "its host_seconds_per_step is nan and must be a positive number"),
+    "negative": (changed(host_seconds_per_step=-1), "its host_seconds_per_step is -1 and must be a positive number"),
+    "in words": (changed(host_seconds_per_step="1"), "its host_seconds_per_step is '1' and must be a positive number"),
+    "more digits than a float": (changed(host_seconds_per_step=10**400), "is a number of 1329 bits and must be between"),
+    "a billion ranks": (changed(ranks=10**9), "its ranks is 1000000000 and must be a whole number from 1 to 10000000"),
+    "half a rank": (changed(ranks_per_node=0.5), "its ranks_per_node is 0.5 and must be a whole number"),
+    "a rank and a half": (changed(ranks=1.5), "its ranks is 1.5 and must be a whole number"),
+    "ranks without end": (changed(ranks=math.inf), "its ranks is inf and must be a whole number"),
+    "no size": (
+        changed(orthogonalisation=[{"dtype": "float32", "size": 0, "flops_per_second": 1e9}]),
+        r"its orthogonalisation\[0\].size is 0 and must be a whole number from 1 to 2147483648",
+    ),
+    "a size below one": (
+        changed(products=[{"dtype": "float32", "size": 0.4, "flops_per_second": 1e9}]),
+        r"its products\[0\].size is 0.4 and must be a whole number",
+    ),
+    "rates in words": (changed(products="fast"), "its products is 'fast' and must be a list of rates"),
+    "a list of numbers": (changed(products=[1, 2]), r"its products is \[1, 2\] and must be a list of rates"),
+    "a list instead of a link": (changed(exchange=[1, 2]), r"its exchange is \[1, 2\] and must be a link or null"),
+    "a long text": (changed(products="x" * 10**6), "its products is 'x{119} and must be a list"),
+    "nested": ("[" * 100_000, "it is not JSON"),
 }
 
 
@@ -119,9 +151,17 @@ def test_a_prediction_is_the_sum_over_the_slowest_rank() -> None:
     params: list[PlannedParam] = [entry(f"p{k}", (1024, 1024), flops=8 * 10**9) for k in range(2)]
     plan = make_plan(params, options_for(cost=MEASURED.cost_model(), chunk_size=2))
     assert len(plan.wave_lanes) == 1
-    prediction = MEASURED.predict(plan)
-    sent = max(plan.bytes_sent.values())
-    assert prediction.orthogonalise == pytest.approx(8e9 / 4e10)
-    assert prediction.exchange == pytest.approx(sent / 5e8 + 2 * 1e-4)
-    assert prediction.host == pytest.approx(1e-3 + 2e-5)
-    assert prediction.total == pytest.approx(prediction.orthogonalise + prediction.exchange + prediction.host)
+    prediction, piece = MEASURED.predict(plan), 2**20 // 4
+    # An owner receives three pieces of its matrix and sends one of the other, and the other way round. Cores do both in turn.
+    moved = (3 + 1) / 2 * 2 * piece
+    assert prediction.parts == pytest.approx(
+        {
+            "host": 1e-3,
+            "momentum": 2 * 5e-6 + 2 * piece * 3e-9,
+            "gather": 1e-4 + moved / 5e8,
+            "orthogonalise": 8e9 / 4e10 + 2 * 2**20 * 1e-9,
+            "scatter": 1e-4 + moved / 5e8,
+            "update": 2 * 5e-6 + 2 * piece * 2e-9,
+        }
+    )
+    assert prediction.total == pytest.approx(sum(prediction.parts.values()))

@@ -203,17 +203,6 @@ MUTANTS: Mutants = {
                 "try: ...\nexcept Exception as $error: ...",
             ),
         ),
-        "pipeline_order.gather": (
-            (
-                "$any_left and $ahead and $gathered - $finished < $in_flight",
-                "$any_left and $ahead and $gathered - $finished <= $in_flight",
-            ),
-            (
-                "$any_left and $ahead and $gathered - $finished < $in_flight",
-                "$any_left and $ahead and $gathered - computed < $in_flight",
-            ),
-        ),
-        "pipeline_order": (("(Action.COMPUTE, $computed)", "(Action.COMPUTE, count - 1 - $computed)"),),
     },
     "meshmuon.execute.rule_state": {
         "rule_state_transfers": (

@@ -207,8 +207,12 @@ MUTANTS: Mutants = {
                 "(self._proposal.fingerprint, $hyperparameters, ...)",
             ),
             (
+                "(self._proposal.fingerprint, $hyperparameters, $known, $without_state, $nodes)",
+                "(self._proposal.fingerprint, $hyperparameters, $known, $nodes)",
+            ),
+            (
+                "(self._proposal.fingerprint, $hyperparameters, $known, $without_state, $nodes)",
                 "(self._proposal.fingerprint, $hyperparameters, $known, $without_state)",
-                "(self._proposal.fingerprint, $hyperparameters, $known)",
             ),
         ),
         "Planner._refuse_lost_state": (("any($flags)", "all($flags)"),),
