@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 
 from ..errors import ConfigError
-from ..plan import Calibration, CostModel
+from ..plan import Calibration, CostModel, write_trace
 from ..simulate.advice import advice_for
 from ..simulate.build_report import build_report
 from ..simulate.cluster import MuonOptions
@@ -29,7 +29,6 @@ from ..simulate.sharding import FileSharding, MeshSharding, Sharding
 from ..simulate.simulation import Simulation, Workload
 from ..simulate.suggestions import did_you_mean
 from ..simulate.text import print_report
-from ..simulate.timeline import write_trace
 
 HELP = "see what a step costs on a cluster that is not there"
 DESCRIPTION = (
@@ -119,7 +118,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.trace is not None:
         try:
             with arguments.trace.open("w", encoding="utf-8") as file:
-                write_trace([(stage.timeline, stage.planned.plan.ranks) for stage in simulation.stages], file)
+                write_trace([(stage.planned.plan.ranks, stage.timeline.phases) for stage in simulation.stages], file)
         except OSError as error:
             raise ConfigError(f"{arguments.trace} cannot be written: {error.strerror or error}.") from None
     print_report(report)

@@ -29,6 +29,12 @@ class JobSharding:
         """Number of ranks."""
         return len(self.plan.ranks)
 
+    @property
+    def text(self) -> str:
+        """The meshes."""
+        meshes = dict.fromkeys(item.mesh for item in self.placed)
+        return f"the job's meshes {', '.join('×'.join(map(str, mesh.shape)) for mesh in meshes)}"
+
     def stages(self, model: ModelDescription) -> Iterator[list[PlacedParam]]:
         """All parameters, in one stage."""
         yield list(self.placed)

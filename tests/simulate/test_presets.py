@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -130,7 +131,7 @@ def test_a_machine_is_plausible(name: str) -> None:
 def test_rates_between_two_sizes_are_between_their_rates() -> None:
     machine = load_machine("h100")
     sizes = [size for size, _ in machine.efficiency]
-    for low, high in zip(sizes, sizes[1:], strict=False):
+    for low, high in pairwise(sizes):
         rates = [machine.orthogonalise_rate(size, "bfloat16") for size in (low, (low + high) // 2, high)]
         assert rates == sorted(rates)
     with pytest.raises(ConfigError, match="no rate for products in int8"):
