@@ -14,7 +14,7 @@ from .cluster import StagePlan
 from .description import ModelDescription, ModelParam
 from .sharding import PlacedParam
 
-_DTYPES = {name: getattr(torch, name) for name in ("float64", "float32", "bfloat16", "float16")}
+_DTYPES = {str(dtype): dtype for dtype in (torch.float64, torch.float32, torch.bfloat16, torch.float16)}
 
 
 @dataclass(frozen=True)
@@ -84,4 +84,4 @@ def device_of(plan: Plan) -> str:
 def _compute_dtype(plan: Plan) -> torch.dtype:
     """The dtype of the products, as the plan says how matrices are computed: "steps … in bfloat16"."""
     words = plan.params[0].how.partition(" in ")[2].partition(",")[0]
-    return _DTYPES.get(words.strip(), torch.float32)
+    return _DTYPES.get(f"torch.{words.strip()}", torch.float32)
