@@ -23,6 +23,7 @@ from ..simulate.job_plan import describe_job, device_of, read_job_plan
 from ..simulate.machines import Machine
 from ..simulate.meshes import MeshAxes
 from ..simulate.modules import build_from_hf_config, build_module
+from ..simulate.page import require_plotly, write_page
 from ..simulate.presets import load_machine, load_model, machine_names, model_names
 from ..simulate.report import Report
 from ..simulate.sharding import FileSharding, MeshSharding, Sharding
@@ -67,6 +68,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     output = parser.add_argument_group("output")
     output.add_argument("--compare", action="store_true", help="other options side by side, and other meshes if there are any")
     output.add_argument("--json", type=Path, metavar="FILE", help="write the report as JSON; - for standard output")
+    output.add_argument("--html", type=Path, metavar="FILE", help="write the report as one page for a browser")
     output.add_argument("--trace", type=Path, metavar="FILE", help="write a timeline for Perfetto or chrome://tracing")
     output.add_argument("--save-model", type=Path, metavar="FILE", help="write the model as a file for --model")
     output.add_argument("--list", action="store_true", help="list models and machines and end")
@@ -98,6 +100,8 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.list:
         _print_list()
         return 0
+    if arguments.html is not None:
+        require_plotly()  # before anything is planned or written
     others: list[Sharding] = []
     if arguments.from_json is not None:
         simulation = _of_job(arguments)
@@ -109,6 +113,8 @@ def run(arguments: argparse.Namespace) -> int:
         first, *others = _shardings(arguments, machine)
         simulation = Simulation.run(model, first, machine, _options(arguments), _workload(arguments))
     report = _report(simulation, others, compare=arguments.compare)
+    if arguments.html is not None:
+        write_page(report, arguments.html)
     if arguments.json is not None:
         text = json.dumps(report.to_json())
         if str(arguments.json) == "-":
