@@ -50,11 +50,12 @@ class Prediction:
     orthogonalise: float
     exchange: float
     host: float
+    copies: float = 0.0  # between the device and host memory
 
     @property
     def total(self) -> float:
         """Seconds of the whole step."""
-        return self.orthogonalise + self.exchange + self.host
+        return self.orthogonalise + self.exchange + self.host + self.copies
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +74,7 @@ class Calibration:
     exchange: Link | None  # an exchange of all ranks with all ranks, as a step makes it; None on one rank
     host_seconds_per_matrix: float  # what each tiny matrix adds to a step
     host_seconds_per_step: float  # what a step takes beside its matrices and exchanges
+    copies: Link | None = None  # between the memory of a device and pinned memory of its host; None on CPU
 
     def cost_model(self) -> CostModel:
         """What plans take from it.
@@ -88,9 +90,10 @@ class Calibration:
         def price(link: Link) -> tuple[float, float]:
             return rate / link.bytes_per_second, max(1.0, rate * link.seconds)
 
+        of_host = None if self.copies is None else price(self.copies)[0]
         if self.inside is None or self.between is None:
-            return CostModel(*price(self.exchange))
-        return CostModel(*price(self.inside), price(self.between)[0], price(self.exchange)[1])
+            return CostModel(*price(self.exchange), host_flops_per_byte=of_host)
+        return CostModel(*price(self.inside), price(self.between)[0], price(self.exchange)[1], of_host)
 
     def orthogonalisation_rate(self, size: int) -> float:
         """FLOPs per second on matrices whose shorter side is ``size``; on a logarithmic scale between two sizes."""
@@ -122,8 +125,10 @@ class Calibration:
             for rank, count in plan.bytes_sent.items():
                 sending[rank] = count / self.exchange.bytes_per_second + exchanges * self.exchange.seconds
         host = self.host_seconds_per_step + self.host_seconds_per_matrix * len(plan.tasks)
-        slowest = max(plan.ranks, key=lambda rank: busy[rank] + sending[rank])
-        return Prediction(busy[slowest], sending[slowest], host)
+        rate = math.inf if self.copies is None else self.copies.bytes_per_second
+        copying = {rank: count / rate for rank, count in plan.bytes_copied.items()}
+        slowest = max(plan.ranks, key=lambda rank: busy[rank] + sending[rank] + copying[rank])
+        return Prediction(busy[slowest], sending[slowest], host, copying[slowest])
 
     def to_json(self) -> dict[str, Any]:
         """The content of the file."""
@@ -154,6 +159,7 @@ class Calibration:
             exchange=reader.link("exchange"),
             host_seconds_per_matrix=reader.number("host_seconds_per_matrix"),
             host_seconds_per_step=reader.number("host_seconds_per_step"),
+            copies=reader.link("copies"),
         )
 
     @classmethod
