@@ -15,9 +15,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ..device import hardware_of, transfers_for
+from ..execute.elementwise import apply, fill_with_momentum
 from ..optim import Muon
 from ..ortho import AUTO, Workspace, default_compute_dtype, expected_flops, orthogonalize
-from ..plan import Calibration, Link, Rate
+from ..plan import Calibration, Elementwise, Link, Rate
 from ..transport import Exchange, swap_with
 from .check import Finding, Summary
 from .context import Context
@@ -27,6 +28,7 @@ from .numerics import seeded
 
 _LARGEST_SIZE = {"cpu": 2048}  # of products; elsewhere _LARGEST_ON_A_DEVICE
 _LARGEST_ON_A_DEVICE = 8192
+_ELEMENTS = 2**20  # of the tensors of elementwise work
 _LONG_PRODUCT = 0.1  # seconds: no larger product is measured
 _MOST_TURNS = 32  # in which pairs are measured: with many ranks a sample of the pairs
 _PAIR_BYTES = 4 * 2**20
@@ -60,7 +62,9 @@ def measure_products(context: Context) -> Finding:
     dtypes = (torch.float32, *((torch.float16,) if device.type != "cpu" else ()), *short)
     rates = [asdict(rate) for dtype in dtypes for rate in _product_rates(context, dtype)]
     compute = default_compute_dtype(device, torch.float32)
-    return Finding("", data={"products": rates, "orthogonalisation": [asdict(rate) for rate in _ortho_rates(context, compute)]})
+    orthogonalisation = [asdict(rate) for rate in _ortho_rates(context, compute)]
+    elementwise = asdict(_elementwise(context))
+    return Finding("", data={"products": rates, "orthogonalisation": orthogonalisation, "elementwise": elementwise})
 
 
 def _sizes(context: Context) -> list[int]:
@@ -99,11 +103,29 @@ def _ortho_rates(context: Context, dtype: torch.dtype) -> list[Rate]:
     return rates
 
 
+def _elementwise(context: Context) -> Elementwise:
+    """The times of what a step does element by element."""
+    with context.doing("measuring elementwise work"):
+        grad, buffer, update, weight = (seeded((_ELEMENTS,), k).to(context.device) for k in range(4))
+        weight.grad = grad
+        adamw = torch.optim.AdamW([weight], lr=0.0, fused=True)
+        work: dict[str, Callable[[], object]] = {
+            "momentum": partial(fill_with_momentum, [update], [grad], [buffer], 0.95, 0.95),
+            "update": partial(apply, [weight], [update], 1.0, 0.0),
+            "copy": partial(update.copy_, grad),
+            "adamw": adamw.step,
+        }
+        seconds = {kind: statistics.median(_times(context, run, 20, at_least=0.1)) for kind, run in work.items()}
+    return Elementwise(**{kind: max(1e-15, value / _ELEMENTS) for kind, value in seconds.items()})
+
+
 def summarise_products(context: Context, data: Sequence[Mapping[str, Any]]) -> Summary:
     """Medians over the ranks, and the slowest rank."""
     figures: dict[str, Any] = {
         kind: _median_rates([of_rank[kind] for of_rank in data]) for kind in ("products", "orthogonalisation")
     }
+    kinds = data[0]["elementwise"]
+    figures["elementwise"] = {kind: statistics.median(of_rank["elementwise"][kind] for of_rank in data) for kind in kinds}
     largest = {rank: of_rank["orthogonalisation"][-1]["flops_per_second"] for rank, of_rank in enumerate(data)}
     slowest = min(largest, key=largest.__getitem__)
     figures["slowest_rank"], figures["slowest_share"] = slowest, largest[slowest] / statistics.median(largest.values())
@@ -298,10 +320,9 @@ def summarise_step(context: Context, data: Sequence[Mapping[str, Any]]) -> Summa
     if calibration is None or context.plan is None:
         return Summary(f"{text}; without the other measurements there is no prediction", figures)
     predicted = calibration.predict(context.plan)
-    figures |= {"predicted_seconds": predicted.total, "prediction": asdict(predicted)}
-    shown = {name: value for name, value in asdict(predicted).items() if value or name != "copies"}
-    parts = ", ".join(f"{name} {1e3 * value:.1f}" for name, value in shown.items())
-    text += f"; predicted {1e3 * predicted.total:.1f} ms if nothing overlaps ({parts}): {seconds / predicted.total:.2f} of it"
+    figures |= {"predicted_seconds": predicted.total, "prediction": predicted.parts}
+    parts = ", ".join(f"{name} {1e3 * value:.1f}" for name, value in predicted.parts.items())
+    text += f"; predicted {1e3 * predicted.total:.1f} ms ({parts}): {seconds / predicted.total:.2f} of it"
     return Summary(text, figures)
 
 
@@ -330,5 +351,6 @@ def calibration_of(context: Context) -> Calibration | None:
         exchange=link("exchange"),
         host_seconds_per_matrix=figures["host"]["seconds_per_matrix"],
         host_seconds_per_step=max(1e-6, figures["host"]["seconds_per_step"] - waiting),
+        elementwise=Elementwise(**figures["rates"]["elementwise"]),
         copies=None if figures["host"]["copies"] is None else Link(**figures["host"]["copies"]),
     )

@@ -10,9 +10,9 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from ..plan import NO_WAVE, Batch, WaveRoutes, WaveSizes, slot_sizes, wave_sizes
+from ..plan.order import gradient_read_order
 from ..torch_compat import local_part, profiler_range
 from .ortho_batch import OrthoBatch, flat_matrices
-from .pipeline import gradient_read_order
 from .program_builder import MatrixRange, PlacedTransfers, ProgramBuilder, offsets_of
 from .rounding import RoundingScratch
 from .rule_state import RuleStateExchange, load_rule_state, rule_state_exchanges, store_rule_state

@@ -2,15 +2,19 @@
 
 from .batches import Batch, BatchItem, ItemRange, plan_batches
 from .buffer_sizes import WaveSizes, slot_sizes, wave_sizes
-from .calibration import Calibration, CostModelLike, Link, Prediction, Rate, cost_model_from
+from .calibration import Calibration, CostModelLike, cost_model_from
 from .cost import CostModel, cost_model_for
 from .nodes import Crossings, Nodes
 from .owners import lightest_possible
 from .plan import Plan, make_plan
 from .plan_data import REPLICA_OPTIONS, PlanOptions, add_local_costs
+from .prediction import Prediction
+from .rates import Elementwise, Link, Rate
 from .report import how_computed, table
 from .routes import WaveRoutes, rank_routes, routes_of
 from .tasks import EVERY_HOLDER, NO_WAVE, PieceTransfer, PlannedParam, Task
+from .timeline import Span, StepSeconds, Timeline, WaveSeconds, timeline_of
+from .traffic import ExchangeBytes, WaveTraffic, traffic_of
 
 __all__ = [
     "EVERY_HOLDER",
@@ -22,6 +26,8 @@ __all__ = [
     "CostModel",
     "CostModelLike",
     "Crossings",
+    "Elementwise",
+    "ExchangeBytes",
     "ItemRange",
     "Link",
     "Nodes",
@@ -31,9 +37,14 @@ __all__ = [
     "PlannedParam",
     "Prediction",
     "Rate",
+    "Span",
+    "StepSeconds",
     "Task",
+    "Timeline",
     "WaveRoutes",
+    "WaveSeconds",
     "WaveSizes",
+    "WaveTraffic",
     "add_local_costs",
     "cost_model_for",
     "cost_model_from",
@@ -45,5 +56,7 @@ __all__ = [
     "routes_of",
     "slot_sizes",
     "table",
+    "timeline_of",
+    "traffic_of",
     "wave_sizes",
 ]

@@ -9,14 +9,15 @@ import json
 import math
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, TypeAlias
 
 from ..errors import ConfigError
 from .cost import CostModel
-from .plan_data import PlanData, add_local_costs
-from .tasks import EVERY_HOLDER, Task
+from .plan_data import PlanData
+from .prediction import Prediction, predict
+from .rates import Elementwise, Link, Rate
 
 FORMAT, VERSION = "meshmuon calibration", 1
 _SMALLEST, _LARGEST = 1e-15, 1e24  # of any figure: what lies outside was not measured on a computer
@@ -24,38 +25,6 @@ _LARGEST_SIZE, _MOST_RANKS = 2**31, 10**7
 _REMEDY = "Write the file with torchrun ... -m meshmuon doctor --save FILE."
 
 CostModelLike: TypeAlias = "CostModel | str | os.PathLike[str]"
-
-
-@dataclass(frozen=True, slots=True)
-class Rate:
-    """How fast n × n matrices are worked on by one rank, while all ranks work."""
-
-    dtype: str
-    size: int  # n
-    flops_per_second: float
-
-
-@dataclass(frozen=True, slots=True)
-class Link:
-    """How fast a rank sends, while it receives as much and the other ranks do the same."""
-
-    bytes_per_second: float
-    seconds: float  # that an exchange of a few bytes takes
-
-
-@dataclass(frozen=True, slots=True)
-class Prediction:
-    """Seconds of a step on its slowest rank, if nothing overlaps."""
-
-    orthogonalise: float
-    exchange: float
-    host: float
-    copies: float = 0.0  # between the device and host memory
-
-    @property
-    def total(self) -> float:
-        """Seconds of the whole step."""
-        return self.orthogonalise + self.exchange + self.host + self.copies
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +43,7 @@ class Calibration:
     exchange: Link | None  # an exchange of all ranks with all ranks, as a step makes it; None on one rank
     host_seconds_per_matrix: float  # what each tiny matrix adds to a step
     host_seconds_per_step: float  # what a step takes beside its matrices and exchanges
+    elementwise: Elementwise | None = None  # None in files that were written before it was measured
     copies: Link | None = None  # between the memory of a device and pinned memory of its host; None on CPU
 
     def cost_model(self) -> CostModel:
@@ -107,28 +77,13 @@ class Calibration:
         share = math.log(size / low.size) / math.log(high.size / low.size)
         return float(low.flops_per_second * (high.flops_per_second / low.flops_per_second) ** share)
 
-    def predict(self, plan: PlanData) -> Prediction:
-        """How long a step with this plan takes."""
+    def seconds_per_element(self, kind: str) -> float:
+        """Of a kind of elementwise work, by its name in ``Elementwise``; 0 if it was not measured."""
+        return 0.0 if self.elementwise is None else float(getattr(self.elementwise, kind))
 
-        def seconds(task: Task) -> float:
-            size = min(task.sharded.rows, task.sharded.cols)
-            return plan.params[task.param].flops / self.orthogonalisation_rate(size)
-
-        busy = dict.fromkeys(plan.ranks, 0.0)
-        add_local_costs(busy, ((task.sharded, seconds(task)) for task in plan.tasks if task.owner == EVERY_HOLDER))
-        for task in plan.tasks:
-            if task.owner != EVERY_HOLDER:
-                busy[task.owner] += seconds(task)
-        exchanges = 2 * len(plan.wave_lanes)
-        sending = dict.fromkeys(plan.ranks, 0.0)
-        if self.exchange is not None:
-            for rank, count in plan.bytes_sent.items():
-                sending[rank] = count / self.exchange.bytes_per_second + exchanges * self.exchange.seconds
-        host = self.host_seconds_per_step + self.host_seconds_per_matrix * len(plan.tasks)
-        rate = math.inf if self.copies is None else self.copies.bytes_per_second
-        copying = {rank: count / rate for rank, count in plan.bytes_copied.items()}
-        slowest = max(plan.ranks, key=lambda rank: busy[rank] + sending[rank] + copying[rank])
-        return Prediction(busy[slowest], sending[slowest], host, copying[slowest])
+    def predict(self, plan: PlanData, *, averages: bool = False) -> Prediction:
+        """How long a step of ``Muon`` with this plan takes, or one of ``DistMuon`` if it ``averages`` gradients."""
+        return predict(plan, self, averages=averages)
 
     def to_json(self) -> dict[str, Any]:
         """The content of the file."""
@@ -159,6 +114,7 @@ class Calibration:
             exchange=reader.link("exchange"),
             host_seconds_per_matrix=reader.number("host_seconds_per_matrix"),
             host_seconds_per_step=reader.number("host_seconds_per_step"),
+            elementwise=reader.elementwise("elementwise"),
             copies=reader.link("copies"),
         )
 
@@ -221,6 +177,15 @@ class _Reader:
             raise self._wrong(name, row, "a link or null")
         reader = _Reader(row, f"{name}.")
         return Link(reader.number("bytes_per_second"), reader.number("seconds"))
+
+    def elementwise(self, name: str) -> Elementwise | None:
+        row = self._content.get(name)
+        if row is None:
+            return None
+        if not isinstance(row, Mapping):
+            raise self._wrong(name, row, "the times of elementwise work or null")
+        reader = _Reader(row, f"{name}.")
+        return Elementwise(**{field.name: reader.number(field.name) for field in fields(Elementwise)})
 
     def _wrong(self, name: str, value: object, expected: str) -> ConfigError:
         shown = f"a number of {value.bit_length()} bits" if type(value) is int and value.bit_length() > 999 else repr(value)[:120]

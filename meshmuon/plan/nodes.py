@@ -74,7 +74,7 @@ class Crossings:
     """How many elements of a matrix travel between nodes, depending on its owner. What it finds of a matrix is kept."""
 
     def __init__(self, nodes: Nodes) -> None:
-        self._nodes = nodes
+        self.nodes = nodes
         self._held: dict[ShardedMatrix, _HeldByNode] = {}
 
     def of(self, sharded: ShardedMatrix, owner: int) -> int:
@@ -84,11 +84,11 @@ class Crossings:
     def gathered(self, sharded: ShardedMatrix, owner: int) -> int:
         """Elements that the owner receives from other nodes."""
         _, replica = sharded.holdings[owner]
-        return sharded.size - self._held_by_node(sharded).one_replica[replica, self._nodes.node_of(owner)]
+        return sharded.size - self._held_by_node(sharded).one_replica[replica, self.nodes.node_of(owner)]
 
     def scattered(self, sharded: ShardedMatrix, owner: int) -> int:
         """Elements that the owner sends to other nodes, to all replicas."""
-        return sharded.size * sharded.replicas - self._held_by_node(sharded).all_replicas[self._nodes.node_of(owner)]
+        return sharded.size * sharded.replicas - self._held_by_node(sharded).all_replicas[self.nodes.node_of(owner)]
 
     def fewest(self, sharded: ShardedMatrix) -> int:
         """What the best owner needs."""
@@ -108,7 +108,7 @@ class Crossings:
 
     def _held_by_node(self, sharded: ShardedMatrix) -> _HeldByNode:
         if sharded not in self._held:
-            self._held[sharded] = _HeldByNode.of(sharded, self._nodes)
+            self._held[sharded] = _HeldByNode.of(sharded, self.nodes)
         return self._held[sharded]
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import ConfigError
-from ..plan.calibration import Calibration, Link, Rate
+from ..plan import Calibration, Link, Rate
 
 FORMAT, VERSION = "meshmuon machine", 1
 

@@ -60,7 +60,7 @@ class Simulation:
             traffic = TrafficCounter(planned.plan, machine.ranks_per_node).count()
             work = stage_work(planned, traffic, machine, options)
             memory = stage_memory(planned, traffic, machine, options)
-            timeline = timeline_of(work, planned.plan.options.in_flight)
+            timeline = timeline_of(work, planned.plan.options.in_flight, overlaps=machine.device != "cpu")
             stages.append(Stage(planned, traffic, work, memory, timeline))
         return cls(model, sharding, machine, options, workload, tuple(stages))
 

@@ -1,9 +1,4 @@
-"""When every rank does what in a step: the order of ``pipeline_order``, with times.
-
-A rank has a device that works and links that send. The device waits only for the results of an exchange. The links serve one
-exchange after the other, in the order in which they were started. An exchange begins when all ranks have started it and ends for
-all of them when the slowest has ended: that is cautious where few ranks have more to send than the others.
-"""
+"""When every rank of a stage does what in a step, as ``meshmuon/plan/timeline.py`` walks through it, and traces of it."""
 
 from __future__ import annotations
 
@@ -15,7 +10,8 @@ from typing import NamedTuple, TextIO
 import torch
 from torch import Tensor
 
-from ..execute.pipeline import Action, pipeline_order
+from ..plan import StepSeconds, WaveSeconds
+from ..plan import timeline as plan_timeline
 from .work import StageWork
 
 
@@ -59,52 +55,29 @@ class Timeline:
         return self.exchanging - self.waited_for
 
 
-def timeline_of(work: StageWork, in_flight: int) -> Timeline:
-    """The timeline of a stage with ``in_flight`` waves at the same time."""
+def timeline_of(work: StageWork, in_flight: int, *, overlaps: bool = True) -> Timeline:
+    """The timeline of a stage with ``in_flight`` waves at the same time; links work beside the device if it ``overlaps``."""
     waves, count = work.orthogonalise.shape
-    now = torch.zeros(count, dtype=torch.float64)
-    waited = torch.zeros(count, dtype=torch.float64)
-    links_free, exchanging = 0.0, 0.0
-    arrivals: dict[tuple[str, int], float] = {}
-    spans: list[Span] = []
+    parts = [part.tolist() for part in (work.momentum, work.gather, work.orthogonalise, work.scatter, work.update)]
+    step = StepSeconds(
+        ranks=tuple(range(count)),
+        waves=tuple(WaveSeconds(*(part[wave] for part in parts)) for wave in range(waves)),
+        local=work.local.tolist(),
+        adamw=work.adamw.tolist(),
+        host=[0.0] * count,
+        overlaps=overlaps,
+        in_flight=in_flight,
+    )
+    walked = plan_timeline.timeline_of(step)
+    phases = [Span(kind, wave, _by_rank(start), _by_rank(end)) for kind, wave, start, end in walked.phases if kind != "host"]
+    waited = sum((phase.end - phase.start for phase in phases if phase.name == "wait"), start=torch.zeros(count).double())
+    end = torch.maximum(_by_rank(list(walked.ends.values())), work.host)  # the host runs ahead, unless it is slower
+    spans = tuple(phase for phase in phases if phase.name != "wait")
+    return Timeline(spans, end, waited, walked.exchanging(), work.host)
 
-    def busy(name: str, wave: int | None, seconds: Tensor) -> None:
-        nonlocal now
-        spans.append(Span(name, wave, now, now + seconds))
-        now = now + seconds
 
-    def start(name: str, wave: int, seconds: Tensor) -> None:
-        nonlocal links_free, exchanging
-        duration = float(seconds.max())
-        begin = max(links_free, float(now.max()))
-        links_free = begin + duration
-        exchanging += duration
-        arrivals[name, wave] = links_free
-        spans.append(Span(name, wave, torch.full_like(now, begin), torch.full_like(now, begin) + seconds))
-
-    def wait(name: str, wave: int) -> None:
-        nonlocal now, waited
-        arrived = torch.clamp(now, min=arrivals[name, wave])
-        waited = waited + (arrived - now)
-        now = arrived
-
-    for action, wave in pipeline_order(waves, max(1, in_flight)):
-        if action is Action.GATHER:
-            busy("momentum", wave, work.momentum[wave])
-            start("gather", wave, work.gather[wave])
-        elif action is Action.LOCAL:
-            busy("local", None, work.local)
-        elif action is Action.COMPUTE:
-            wait("gather", wave)
-            busy("orthogonalise", wave, work.orthogonalise[wave])
-            start("scatter", wave, work.scatter[wave])
-        elif action is Action.DURING_LAST_SCATTER:
-            busy("adamw", None, work.adamw)
-        else:
-            wait("scatter", wave)
-            busy("update", wave, work.update[wave])
-    end = torch.maximum(now, work.host)  # the host runs ahead of the device, unless it is the slower one
-    return Timeline(tuple(spans), end, waited, exchanging, work.host)
+def _by_rank(seconds: Sequence[float]) -> Tensor:
+    return torch.tensor(seconds, dtype=torch.float64)
 
 
 def trace_events(timeline: Timeline, ranks: Sequence[int]) -> Iterator[dict[str, object]]:

@@ -297,6 +297,7 @@ def test_no_calibration_without_all_measurements() -> None:
     context = context_of()
     assert calibration_of(context) is None
     context.figures["rates"] = {kind: [{"dtype": "float32", "size": 128, "flops_per_second": 1e9}] for kind in KINDS}
+    context.figures["rates"]["elementwise"] = dict.fromkeys(("momentum", "update", "copy", "adamw"), 1e-9)
     assert calibration_of(context) is None
     context.figures["host"] = {
         "seconds_per_matrix": 1e-5,

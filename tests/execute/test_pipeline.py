@@ -7,15 +7,8 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from meshmuon.errors import TransportError
-from meshmuon.execute.pipeline import (
-    Action,
-    gradient_read_order,
-    guarded,
-    most_gathered_ahead,
-    pipeline_order,
-    run_pipeline,
-    take_first,
-)
+from meshmuon.execute.pipeline import guarded, run_pipeline, take_first
+from meshmuon.plan.order import Action, gradient_read_order, most_gathered_ahead, pipeline_order
 
 WIDTHS, COUNTS = range(1, 7), range(9)
 everywhere = pytest.mark.parametrize(("width", "count"), [(width, count) for width in WIDTHS for count in COUNTS])

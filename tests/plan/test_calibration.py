@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from meshmuon.errors import ConfigError
-from meshmuon.plan import Calibration, CostModel, Link, PlannedParam, Rate, cost_model_from, make_plan
+from meshmuon.plan import Calibration, CostModel, Elementwise, Link, PlannedParam, Rate, cost_model_from, make_plan
 from tests.support.plans import entry, options_for
 
 MEASURED = Calibration(
@@ -27,6 +27,7 @@ MEASURED = Calibration(
     exchange=Link(5e8, 1e-4),
     host_seconds_per_matrix=1e-5,
     host_seconds_per_step=1e-3,
+    elementwise=Elementwise(momentum=3e-9, update=2e-9, copy=1e-9, adamw=4e-9),
 )
 
 
@@ -37,7 +38,7 @@ def written(folder: Path, content: Any) -> Path:
 
 
 def test_a_file_is_read_back_as_it_was_written(tmp_path: Path) -> None:
-    alone = replace(MEASURED, between=None, inside=None)
+    alone = replace(MEASURED, between=None, inside=None, elementwise=None)
     for calibration in (MEASURED, alone):
         assert Calibration.load(written(tmp_path, calibration.to_json())) == calibration
     report = {"format": "meshmuon doctor", "calibration": MEASURED.to_json()}
@@ -74,6 +75,8 @@ WRONG: dict[str, tuple[Any, str]] = {
     "a flag": (changed(host_seconds_per_matrix=True), "its host_seconds_per_matrix is True and must be a positive number"),
     "no link": (changed(exchange="fast"), "its exchange is 'fast' and must be a link or null"),
     "infinite": (changed(exchange={"bytes_per_second": math.inf, "seconds": 1}), "its exchange.bytes_per_second is inf"),
+    "no elementwise work": (changed(elementwise=3), "its elementwise is 3 and must be the times of elementwise work or null"),
+    "no copies": (changed(elementwise={"momentum": 1, "update": 1}), "its elementwise.copy is None and must be a positive"),
     "one rank": (changed(exchange=None), "it was measured on one rank and knows no link between ranks"),
     "far too slow": (
         changed(exchange={"bytes_per_second": 1e-300, "seconds": 1}),
@@ -148,9 +151,17 @@ def test_a_prediction_is_the_sum_over_the_slowest_rank() -> None:
     params: list[PlannedParam] = [entry(f"p{k}", (1024, 1024), flops=8 * 10**9) for k in range(2)]
     plan = make_plan(params, options_for(cost=MEASURED.cost_model(), chunk_size=2))
     assert len(plan.wave_lanes) == 1
-    prediction = MEASURED.predict(plan)
-    sent = max(plan.bytes_sent.values())
-    assert prediction.orthogonalise == pytest.approx(8e9 / 4e10)
-    assert prediction.exchange == pytest.approx(sent / 5e8 + 2 * 1e-4)
-    assert prediction.host == pytest.approx(1e-3 + 2e-5)
-    assert prediction.total == pytest.approx(prediction.orthogonalise + prediction.exchange + prediction.host)
+    prediction, piece = MEASURED.predict(plan), 2**20 // 4
+    # An owner receives three pieces of its matrix and sends one of the other, and the other way round. Cores do both in turn.
+    moved = (3 + 1) / 2 * 2 * piece
+    assert prediction.parts == pytest.approx(
+        {
+            "host": 1e-3,
+            "momentum": 2 * 5e-6 + 2 * piece * 3e-9,
+            "gather": 1e-4 + moved / 5e8,
+            "orthogonalise": 8e9 / 4e10 + 2 * 2**20 * 1e-9,
+            "scatter": 1e-4 + moved / 5e8,
+            "update": 2 * 5e-6 + 2 * piece * 2e-9,
+        }
+    )
+    assert prediction.total == pytest.approx(sum(prediction.parts.values()))

@@ -64,11 +64,12 @@ def test_copies_do_not_depend_on_the_plan(seed: int) -> None:
 def test_predictions_have_the_copies_of_the_slowest_rank() -> None:
     calibration = replace(MEASURED, copies=Link(2.5e8, 1e-5))
     plan = make_plan([entry("p", (1024, 1024), flops=8 * 10**9, staged=True)], options_for(cost=calibration.cost_model()))
-    prediction = calibration.predict(plan)
-    assert prediction.copies == pytest.approx(2 * 256 * 1024 * 2 / 2.5e8)
-    without = MEASURED.predict(plan)
-    assert without.copies == 0.0
-    assert prediction.total == pytest.approx(without.total + prediction.copies)
+    with_copies, without = calibration.predict(plan), MEASURED.predict(plan)
+    assert with_copies.total == pytest.approx(without.total + 2 * 256 * 1024 * 2 / 2.5e8)
+    local = make_plan([entry("experts", (4, 512, 1024), stack_dims=1, staged=True)], options_for(cost=calibration.cost_model()))
+    assert calibration.predict(local).total == pytest.approx(MEASURED.predict(local).total + 2 * 512 * 1024 * 2 / 2.5e8)
+    on_device = make_plan([replace(param, staged=False) for param in plan.params], plan.options)
+    assert calibration.predict(on_device).total == pytest.approx(without.total)
 
 
 def test_a_calibration_gives_the_price() -> None:

@@ -58,7 +58,8 @@ def test_json_is_the_plan(plan: Plan) -> None:
     assert set(facts["per_rank"]) == set(map(str, plan.ranks))
     for rank in plan.ranks:
         shown = facts["per_rank"][str(rank)]
-        assert shown == {"load": plan.loads[rank], "flops": plan.flops[rank], "bytes_sent": plan.bytes_sent[rank]}
+        sent = {"bytes_sent": plan.bytes_sent[rank], "bytes_between": plan.bytes_between[rank]}
+        assert shown == {"load": plan.loads[rank], "flops": plan.flops[rank], **sent}
 
 
 @settings(max_examples=60)

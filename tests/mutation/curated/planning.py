@@ -67,12 +67,12 @@ MUTANTS: Mutants = {
     },
     "meshmuon.plan.calibration": {
         "Calibration.cost_model": (
-            ("$rate / self.exchange.bytes_per_second", "self.exchange.bytes_per_second / $rate"),
-            ("$rate * self.exchange.seconds", "$rate"),
+            ("price(self.between)[0]", "price(self.inside)[0]"),
+            ("price(self.exchange)[1]", "price(self.between)[1]"),
         ),
-        "Calibration.predict": (
-            ("2 * len($plan.wave_lanes)", "len($plan.wave_lanes)"),
-            ("$busy[$rank] + $sending[$rank]", "-$busy[$rank]"),
+        "Calibration.cost_model.price": (
+            ("$rate / $link.bytes_per_second", "$link.bytes_per_second / $rate"),
+            ("$rate * $link.seconds", "$rate"),
         ),
         "Calibration.orthogonalisation_rate": (("$ratio**$share", "$ratio"),),
     },
@@ -80,8 +80,14 @@ MUTANTS: Mutants = {
         "partner": (("(2 * $turn - $rank) % $last", "(2 * $turn + $rank) % $last"),),
     },
     "meshmuon.plan.cost": {
-        "CostModel.sharing_pays": (("$pieces - 1", "$pieces"),),
-        "CostModel.owning": (("self.flops_per_byte * 2", "self.flops_per_byte"),),
+        "CostModel.sharing_pays": (
+            ("2 * ($pieces - 1) / $pieces", "2 * $pieces / $pieces"),
+            ("$crossings.fewest_apart($sharded) - $crossings.fewest($sharded)", "0"),
+        ),
+        "CostModel.owning": (
+            ("2 * $sharded.size", "$sharded.size"),
+            ("max(0, $between - $moved)", "0"),
+        ),
     },
     "meshmuon.plan.footprint": {
         "_slots": (("$wave % $in_flight", "0"),),
@@ -91,6 +97,41 @@ MUTANTS: Mutants = {
             ("$copies or $gathered", "$copies"),
             ("$mine.get($at, 0) + $count * $size", "$mine.get($at, 0) + $size"),
         ),
+    },
+    "meshmuon.plan.nodes": {
+        "Crossings.gathered": (("$sharded.size - $held", "$sharded.size"),),
+        "Crossings.scattered": (("$sharded.size * $sharded.replicas", "$sharded.size"),),
+        "Crossings.fewest": (("1 + $sharded.replicas", "2"),),
+    },
+    "meshmuon.plan.traffic": {
+        "ExchangeBytes.reversed": (
+            (
+                "ExchangeBytes(self.received_inside, self.received_between, ...)",
+                "ExchangeBytes(self.sent_inside, self.sent_between, ...)",
+            ),
+        ),
+        "_Counter._holders": (("$near - $itemsizes.get($rank, 0)", "$near"),),
+    },
+    "meshmuon.plan.timeline": {
+        "_Walk.wait": (("max($now, $arrival)", "$now"),),
+        "_Walk.send": (("max(self._links_free, $ready)", "$ready"), ("not self._overlaps", "False")),
+    },
+    "meshmuon.plan.prediction": {
+        "_Seconds._exchange": (("max($seconds) if self._overlaps else sum($seconds)", "sum($seconds)"),),
+        "_Seconds._moved": (("max($sent, $received) if self._overlaps else $mean", "$mean"),),
+    },
+    "meshmuon.plan.order": {
+        "pipeline_order.gather": (
+            (
+                "$any_left and $ahead and $gathered - $finished < $in_flight",
+                "$any_left and $ahead and $gathered - $finished <= $in_flight",
+            ),
+            (
+                "$any_left and $ahead and $gathered - $finished < $in_flight",
+                "$any_left and $ahead and $gathered - computed < $in_flight",
+            ),
+        ),
+        "pipeline_order": (("(Action.COMPUTE, $computed)", "(Action.COMPUTE, count - 1 - $computed)"),),
     },
     "meshmuon.plan.owners": {
         "assign_owners": (
@@ -105,9 +146,9 @@ MUTANTS: Mutants = {
         "_Queues.least_loaded": (
             ("$load == self._loads[$rank]", "True"),
             (
-                "while True:\n    $load, $rank = $heap[0]\n    ...",
-                "while True:\n    $load, $rank = $heap[0]\n"
-                "    if $load == self._loads[$rank]:\n        return max(rank for _, rank in $heap)\n    ...",
+                "while True:\n    $load, $crossing, $rank = $heap[0]\n    ...",
+                "while True:\n    $load, $crossing, $rank = $heap[0]\n"
+                "    if $load == self._loads[$rank]:\n        return max(rank for _, _, rank in $heap)\n    ...",
             ),
         ),
         "_assign": (("$loads[$rank] += $tasks[$k].cost", ""),),
@@ -117,7 +158,7 @@ MUTANTS: Mutants = {
         "_replicas_share_owner": (("$options.replicas == 'share' and not $param.private", "$options.replicas == 'share'"),),
         "_tasks": (
             ("$sharded.replicas > 1", "True"),
-            ("(Task(...) for $replica in $copies)", "(Task(...) for $replica in $copies[:1])"),
+            ("$sharded.separate_replicas", "$sharded.separate_replicas[:1]"),
         ),
         "Plan.__post_init__": (("$task.wave != NO_WAVE and $task.owner not in $task.sharded.holdings", "False"),),
         "Plan._check_copies": (("$holders != $expected or $overlap", "$overlap"),),
