@@ -13,7 +13,7 @@ from ..layout import ShardedMatrix
 from .calibration import Calibration
 from .nodes import Crossings
 from .owners import assign_owners
-from .plan_data import PlanData, PlanOptions, add_local_costs
+from .plan_data import PlanData, PlanOptions, add_local_costs, copied_bytes
 from .report import describe, to_json
 from .saved_plan import read_plan
 from .tasks import EVERY_HOLDER, NO_WAVE, PlannedParam, Task
@@ -107,6 +107,8 @@ def make_plan(params: Sequence[PlannedParam], options: PlanOptions) -> Plan:
     staying, travelling = _tasks(params, options, crossings)
     loads = dict.fromkeys(ranks, 0.0)
     add_local_costs(loads, ((task.sharded, 0.0 if params[task.param].private else task.cost) for task in staying))
+    for rank, count in copied_bytes(ranks, params, [*staying, *travelling]).items():
+        loads[rank] += options.cost.per_byte_of_host * count
     owners = assign_owners(travelling, loads, crossings, [params[task.param].itemsize for task in travelling])
     owned = [task.owned_by(owner) for task, owner in zip(travelling, owners, strict=True)]
     scheduled, wave_lanes, in_flight = cut_into_waves(owned, params, options)
