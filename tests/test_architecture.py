@@ -19,6 +19,7 @@ ROOMS = (
     "doctor",
     "integrations",
     "__init__",
+    "migrate",
     "checkpoint",
     "optim",
     "qk_clip",
