@@ -127,6 +127,7 @@ def _options(rng: random.Random, program: Program) -> dict[str, Any]:
         "cuda_graphs": rng.random() < 0.3,
         "deterministic": rng.random() < 0.2,
         "ns_steps": 2,  # the order of work does not depend on it
+        "allow_inactive": True,  # gradients may all be missing for a while
     }
     if rng.random() < 0.15:
         options |= {"scheme": "halley", "compute_dtype": torch.float32}
