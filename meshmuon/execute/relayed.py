@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ..plan import HopRoutes, Parcel, Relays
 from ..transport import Exchange, Pending
+from .observer import Observer
 from .wave import CopyPairs, ExchangeBuffers
 
 
@@ -20,6 +21,7 @@ class RelayedPending:
     buffers: RelayedBuffers
     exchange: Exchange
     phase: str
+    observer: Observer
     collecting: Pending
 
     def wait(self) -> None:
@@ -27,10 +29,10 @@ class RelayedPending:
         buffers = self.buffers
         self.collecting.wait()
         buffers.to_forward.run()
-        forwarding = buffers.forward.start(self.exchange, self.phase)
+        forwarding = buffers.forward.start(self.exchange, self.phase, self.observer)
         forwarding.wait()
         buffers.to_distribute.run()
-        distributing = buffers.distribute.start(self.exchange, self.phase)
+        distributing = buffers.distribute.start(self.exchange, self.phase, self.observer)
         distributing.wait()
         buffers.to_received.run()
 
@@ -47,10 +49,10 @@ class RelayedBuffers:
     distribute: ExchangeBuffers
     to_received: CopyPairs
 
-    def start(self, exchange: Exchange, phase: str) -> RelayedPending:
+    def start(self, exchange: Exchange, phase: str, observer: Observer) -> RelayedPending:
         """Starts the first of its exchanges; ``phase`` names all of them in errors."""
         self.to_collect.run()
-        return RelayedPending(self, exchange, phase, self.collect.start(exchange, phase))
+        return RelayedPending(self, exchange, phase, observer, self.collect.start(exchange, phase, observer))
 
 
 class RelayMemory:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Hashable, Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, fields
 from functools import cached_property
 
@@ -96,8 +96,11 @@ class PlanData:
 
     @cached_property
     def loads(self) -> dict[int, float]:
-        """Rank → cost of its matrices, private ones left out."""
-        return _loads(self, lambda task: 0.0 if self.params[task.param].private else task.cost)
+        """Rank → cost of its matrices, private ones left out, and of copies between its device and host memory."""
+        loads = _loads(self, lambda task: 0.0 if self.params[task.param].private else task.cost)
+        for rank, count in self.bytes_copied.items():
+            loads[rank] += self.options.cost.per_byte_of_host * count
+        return loads
 
     @cached_property
     def flops(self) -> dict[int, float]:
@@ -124,6 +127,11 @@ class PlanData:
     def bytes_sent(self) -> dict[int, int]:
         """Rank → bytes that it sends to other ranks in a step."""
         return _sent(self, lambda param: param.itemsize)
+
+    @cached_property
+    def bytes_copied(self) -> dict[int, int]:
+        """Rank → bytes that it copies between its device and host memory in a step, for weights that are in host memory."""
+        return copied_bytes(self.ranks, self.params, self.tasks)
 
     @cached_property
     def bytes_between(self) -> dict[int, int]:
@@ -170,6 +178,19 @@ def add_local_costs(loads: dict[int, float], costs: Iterable[tuple[ShardedMatrix
     for sharded, amount in total.items():
         for rank in sharded.holdings:
             loads[rank] += amount
+
+
+def copied_bytes(ranks: Iterable[int], params: Sequence[PlannedParam], tasks: Iterable[Task]) -> dict[int, int]:
+    """Rank → bytes to its device and back, of what it holds of staged parameters. The same for every choice of owners."""
+    itemsizes: dict[ShardedMatrix, int] = {}  # summed over the tasks of a ``ShardedMatrix``, which may have thousands of holders
+    for task in tasks:
+        if params[task.param].staged:
+            itemsizes[task.sharded] = itemsizes.get(task.sharded, 0) + params[task.param].itemsize
+    copied = dict.fromkeys(ranks, 0)
+    for sharded, itemsize in itemsizes.items():
+        for rank, (piece, _) in sharded.holdings.items():
+            copied[rank] += 2 * sharded.sizes[piece] * itemsize
+    return copied
 
 
 def _loads(plan: PlanData, amount: Callable[[Task], float]) -> dict[int, float]:

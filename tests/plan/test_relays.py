@@ -118,6 +118,7 @@ def test_plans_without_too_many_peers_stay_as_they_were(seed: int) -> None:
     assert relayed.digest != plan.digest
     assert (relayed.tasks, relayed.bytes_sent) == (plan.tasks, plan.bytes_sent)
     assert f"{peers} peers per rank would be more than max_peers={peers - 1}" in relayed.describe()
+    assert Plan.from_json(relayed.to_json()).digest == relayed.digest
 
 
 def test_relayed_bytes() -> None:
