@@ -14,6 +14,7 @@ from .report import how_computed, table
 from .routes import WaveRoutes, rank_routes, routes_of
 from .tasks import EVERY_HOLDER, NO_WAVE, PieceTransfer, PlannedParam, Task
 from .timeline import Span, StepSeconds, Timeline, WaveSeconds, timeline_of
+from .trace import trace_events, write_trace
 from .traffic import ExchangeBytes, WaveTraffic, traffic_of
 
 __all__ = [
@@ -57,6 +58,8 @@ __all__ = [
     "slot_sizes",
     "table",
     "timeline_of",
+    "trace_events",
     "traffic_of",
     "wave_sizes",
+    "write_trace",
 ]

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import io
+import json
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from ..errors import PlanError
+from ..errors import ConfigError, PlanError
 from ..layout import ShardedMatrix
+from .calibration import Calibration
 from .nodes import Crossings
 from .owners import assign_owners
 from .plan_data import PlanData, PlanOptions, add_local_costs, copied_bytes
 from .report import describe, to_json
+from .saved_plan import read_plan
 from .tasks import EVERY_HOLDER, NO_WAVE, PlannedParam, Task
+from .trace import write_trace
 from .waves import cut_into_waves
 
 
@@ -24,8 +30,28 @@ class Plan(PlanData):
         return describe(self)
 
     def to_json(self) -> str:
-        """The plan as JSON for tools."""
+        """The plan as JSON for tools. ``from_json`` reads it, and so does ``meshmuon plan --from-json``."""
         return to_json(self)
+
+    @classmethod
+    def from_json(cls, text: str) -> Plan:
+        """The plan in what ``to_json`` wrote."""
+        try:
+            content = json.loads(text)
+        except ValueError as error:
+            raise ConfigError(f"it is not JSON ({error}).") from None
+        data = read_plan(content)
+        return cls(data.ranks, data.params, data.tasks, data.wave_lanes, data.options)
+
+    def trace(self, machine: Calibration | str | os.PathLike[str]) -> str:
+        """The step as a timeline in Chrome's trace format: write it to a file and open that in Perfetto or chrome://tracing.
+
+        ``machine`` is what ``meshmuon doctor --save`` measured, or the name of its file.
+        """
+        calibration = machine if isinstance(machine, Calibration) else Calibration.load(machine)
+        output = io.StringIO()
+        write_trace([(self.ranks, calibration.predict(self).timeline.phases)], output)
+        return output.getvalue()
 
     def __post_init__(self) -> None:
         """Raises unless each matrix has one owner for each copy that is computed separately, and waves and owners fit together.

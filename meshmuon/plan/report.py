@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from .plan_data import PlanData
+from .saved_plan import plan_content
 from .tasks import EVERY_HOLDER, NO_WAVE, Task
 
 _MOST_RANKS_SHOWN = 16
@@ -60,36 +61,11 @@ def _between_nodes(plan: PlanData) -> list[str]:
 
 
 def to_json(plan: PlanData) -> str:
-    """The plan as JSON: options, parameters, and for every matrix its owner and wave."""
+    """The plan as JSON: options, parameters, for every matrix its owner and wave, and what each rank does."""
     sent, between = plan.bytes_sent, plan.bytes_between
     content: dict[str, Any] = {
-        "digest": plan.digest,
-        "ranks": list(plan.ranks),
-        "options": {"replicas": plan.options.replicas, "chunk_size": plan.options.chunk_size, "budget": plan.options.budget},
-        "nodes": None if plan.options.nodes is None else [list(node) for node in plan.options.nodes.ranks],
+        **plan_content(plan),
         "buffer_bytes": {str(rank): plan.buffer_bytes(rank) for rank in plan.ranks[:1]},
-        "waves": [{"lane": str(lane)} for lane in plan.wave_lanes],
-        "parameters": [
-            {
-                "name": param.name,
-                "shape": list(param.layouts[0].shape),
-                "layouts": [str(layout) for layout in param.layouts],
-                "flops_per_matrix": param.flops,
-                "bytes_per_element": param.itemsize,
-            }
-            for param in plan.params
-        ],
-        "matrices": [
-            {
-                "parameter": plan.params[task.param].name,
-                "matrix": task.matrix,
-                "owner": None if task.owner == EVERY_HOLDER else task.owner,
-                "wave": None if task.wave == NO_WAVE else task.wave,
-                "pieces": len(task.sharded.pieces),
-                "replicas": task.sharded.replicas,
-            }
-            for task in plan.tasks
-        ],
         "per_rank": {
             str(rank): {
                 "load": plan.loads[rank],

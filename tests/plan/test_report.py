@@ -6,6 +6,7 @@ import json
 import re
 import sys
 from collections.abc import Callable
+from dataclasses import asdict
 from types import FrameType
 from typing import Any
 
@@ -42,6 +43,8 @@ def test_json_is_the_plan(plan: Plan) -> None:
         "replicas": plan.options.replicas,
         "chunk_size": plan.options.chunk_size,
         "budget": plan.options.budget,
+        "in_flight": plan.options.in_flight,
+        "cost": asdict(plan.options.cost),
     }
     assert [wave["lane"] for wave in facts["waves"]] == [str(lane) for lane in plan.wave_lanes]
     assert [one["name"] for one in facts["parameters"]] == [one.name for one in plan.params]
