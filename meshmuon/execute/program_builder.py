@@ -54,6 +54,7 @@ class ProgramBuilder:
         self.failures: list[Exception] = []  # where batches put what went wrong during a step
         self.routes = routes_of(plan, rank)  # wave by wave
         self._local_index = [_local_index(planned, rank) for planned in plan.params]
+        self._matrix_at = [{position: matrix for matrix, position in index.items()} for index in self._local_index]
         self._windows = [_local_window(planned, rank) for planned in plan.params]
         self._batch_keys = _batch_keys(plan)
         # The matrices that this rank owns, wave by wave.
@@ -88,10 +89,12 @@ class ProgramBuilder:
 
     def ortho_batch(self, ranges: Sequence[MatrixRange], batch: Batch) -> OrthoBatch:
         """A batch with its tensors; the workspace must have been reserved."""
-        params = [
-            ranges[item_range.item].param_index for item_range in batch.slices for _ in range(item_range.start, item_range.stop)
-        ]
-        return OrthoBatch(batch, params, self.template(ranges, batch), self.workspace, self.settings, self.failures)
+        matrices = []
+        for item_range in batch.slices:
+            full = ranges[item_range.item]
+            held = self._matrix_at[full.param_index]
+            matrices += [(full.param_index, held[full.start + k]) for k in range(item_range.start, item_range.stop)]
+        return OrthoBatch(batch, matrices, self.template(ranges, batch), self.workspace, self.settings, self.failures)
 
     def staging(self, device: torch.device) -> Staging:
         """The stages between host memory and ``device``."""

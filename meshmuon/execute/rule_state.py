@@ -18,6 +18,7 @@ from ..device import copy_to
 from ..plan import NO_WAVE, PieceTransfer, Plan, WaveRoutes, rank_routes
 from ..torch_compat import local_part
 from ..transport import Exchange, Pending
+from .observer import Observer
 from .program_builder import ProgramBuilder, rule_state_param
 from .shard_views import ShardView, grouped
 from .step_param import NONE_IDLE, StepParam
@@ -37,10 +38,12 @@ class RuleStateExchange:
     params: frozenset[int]  # the parameters whose numbers travel, between whichever ranks
     _pending: Pending | None = None
 
-    def start_gather(self, step_params: Sequence[StepParam], exchange: Exchange, idle: AbstractSet[int] = NONE_IDLE) -> None:
+    def start_gather(
+        self, step_params: Sequence[StepParam], exchange: Exchange, idle: AbstractSet[int], observer: Observer
+    ) -> None:
         """Sends the numbers to the owners; before the first wave. Those of ``idle`` parameters have no meaning in this step."""
         load_rule_state(self.sent_shards, step_params, idle)
-        self._pending = self.gather.start(exchange, "gather")
+        self._pending = self.gather.start(exchange, "gather", observer)
 
     def finish_gather(self) -> None:
         """Copies the received numbers beside the owned matrices; before the first wave computes."""
@@ -48,10 +51,10 @@ class RuleStateExchange:
         self._pending.wait()
         self.unpack.run()
 
-    def start_scatter(self, exchange: Exchange) -> None:
+    def start_scatter(self, exchange: Exchange, observer: Observer) -> None:
         """Sends the numbers back to where they are stored; after the last wave has computed."""
         self.pack.run()
-        self._pending = self.scatter.start(exchange, "scatter")
+        self._pending = self.scatter.start(exchange, "scatter", observer)
 
     def finish_scatter(self, step_params: Sequence[StepParam], idle: AbstractSet[int] = NONE_IDLE) -> None:
         """Stores the numbers; at the end of the step."""

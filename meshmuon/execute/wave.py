@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from ..device import Mark, Streams
-from ..torch_compat import profiler_range
 from ..transport import Exchange, Pending
+from .observer import Observer
 from .ortho_batch import OrthoBatch
 from .shard_views import GradientReads, ShardViews
 from .staging import Stage
@@ -31,8 +31,9 @@ class ExchangeBuffers:
     sent: Tensor
     sent_splits: list[int]
 
-    def start(self, exchange: Exchange, phase: str) -> Pending:
+    def start(self, exchange: Exchange, phase: str, observer: Observer) -> Pending:
         """Starts the exchange; ``phase`` names it in errors."""
+        observer.sends(self.sent)
         return exchange.start(self.received, self.received_splits, self.sent, self.sent_splits, phase=phase)
 
 
@@ -57,14 +58,14 @@ class OwnedBatch:
     unpack: CopyPairs  # from the pieces in the exchange buffers to ``ortho_batch``
     pack: CopyPairs  # from ``ortho_batch`` to the pieces in the exchange buffers
 
-    def run(self, idle: AbstractSet[int]) -> None:
+    def run(self, idle: AbstractSet[int], observer: Observer) -> None:
         """Assembles the matrices from their pieces, orthogonalises them, and cuts them into pieces again."""
         if self.ortho_batch.is_idle(idle):
             return
-        with profiler_range("meshmuon::gather"):
+        with observer.phase("gather"):
             self.unpack.run()
-        self.ortho_batch.orthogonalise(idle)
-        with profiler_range("meshmuon::scatter"):
+        self.ortho_batch.orthogonalise(idle, observer)
+        with observer.phase("scatter"):
             self.pack.run()
 
 
@@ -72,7 +73,13 @@ class RankWave(Protocol):
     """A wave on one rank, with its views made once."""
 
     def run(
-        self, step_params: Sequence[StepParam], idle: AbstractSet[int], exchange: Exchange, streams: Streams, ready: Mark
+        self,
+        step_params: Sequence[StepParam],
+        idle: AbstractSet[int],
+        exchange: Exchange,
+        streams: Streams,
+        ready: Mark,
+        observer: Observer,
     ) -> Iterator[None]:
         """A step of the wave; yields after each of its two exchanges has started, so that other waves can work meanwhile.
 
@@ -96,29 +103,35 @@ class Wave:
     stage: Stage | None = None  # between the buffers that the views are of and those that travel; None where they are the same
 
     def run(
-        self, step_params: Sequence[StepParam], idle: AbstractSet[int], exchange: Exchange, streams: Streams, ready: Mark
+        self,
+        step_params: Sequence[StepParam],
+        idle: AbstractSet[int],
+        exchange: Exchange,
+        streams: Streams,
+        ready: Mark,
+        observer: Observer,
     ) -> Iterator[None]:
         """A step of the wave."""
-        with streams.beside(ready, self.gradient_reads.gradients(step_params, idle)), profiler_range("meshmuon::momentum"):
+        with streams.beside(ready, self.gradient_reads.gradients(step_params, idle)), observer.phase("momentum"):
             self.gradient_reads.accumulate_momentum(step_params, idle)
             self.momentum_views.fill(step_params, idle)
             self.rounding.run()
             if self.stage is not None:
                 self.stage.to_device()
-            gather = self.gather.start(exchange, "gather")
+            gather = self.gather.start(exchange, "gather", observer)
         self.gradient_reads.free_gradients(step_params)
         yield
-        with profiler_range("meshmuon::gather"):
+        with observer.phase("gather", waits=True):
             # An exchange runs after what its stream was given before it, so that the main stream waits for the side stream, too.
             gather.wait()
         for batch in self.owned_batches:
-            batch.run(idle)
-        scatter = self.scatter.start(exchange, "scatter")
+            batch.run(idle, observer)
+        scatter = self.scatter.start(exchange, "scatter", observer)
         yield
         with streams.beside(ready):
-            with profiler_range("meshmuon::scatter"):
+            with observer.phase("scatter", waits=True):
                 scatter.wait()  # likewise, the side stream waits for the main one
                 if self.stage is not None:
                     self.stage.to_host()
-            with profiler_range("meshmuon::update"):
+            with observer.phase("update"):
                 self.update_views.apply(step_params, idle)

@@ -46,6 +46,7 @@ from .checks import (
     whole_number,
 )
 from .lr import AdjustLR, check_adjust_lr
+from .metrics_option import metrics_from
 from .rules import RuleLike, check_rule
 
 
@@ -314,6 +315,10 @@ OPTIONS: tuple[Option, ...] = (
     Option("kernels", "auto", Scope.OPTIMIZER, of_value(check_kernels), Compared.IN_PLAN).with_help(
         'Who computes symmetric products on a GPU: ``"auto"`` (Triton where it is installed), ``"triton"``, ``"quack"`` (the '
         'library of quack-kernels, where it takes the shape) or ``"torch"``; no effect on CPU. See docs/gpu.md.'
+    ),
+    Option("metrics", None, Scope.OPTIMIZER, of_value(metrics_from), Compared.IN_PLAN).with_help(
+        "Measures every k-th step, for ``optimizer.metrics()``: a number k, or a ``meshmuon.metrics.Metrics``; by default "
+        "nothing. See docs/metrics.md."
     ),
 )
 """In the order of the constructor's parameters. An option with an older name is where that name is."""

@@ -54,6 +54,7 @@ OTHER: dict[str, Any] = {
     "cautious_weight_decay": True,
     "rounding": "stochastic",
     "cost_model": CostModel(1.0, 1.0),
+    "metrics": 3,
     "kernels": "torch",
     "allow_inactive": True,
 }

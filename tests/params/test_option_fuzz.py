@@ -243,6 +243,7 @@ OPTIMIZER_OPTIONS: dict[str, Callable[[Any], bool]] = {
     "comm_dtype": lambda value: not isinstance(value, (Tensor, np.ndarray)) and dtype_or_none(value),
     "replica_group": lambda value: value is None,
     "cost_model": lambda value: value is None,
+    "metrics": lambda value: value is None or (type(value) is int and value >= 1),
     "kernels": choice("auto", "triton", "torch"),  # quack is not installed
     "clip_config": lambda value: value is None or (isinstance(value, Mapping) and not value),
 }

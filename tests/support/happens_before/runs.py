@@ -165,6 +165,8 @@ class _RankRun:
                     clip_grad_norm_(self._params, 1.0)
                 self._step(step)
             self._events(program.steps)
+            if "metrics" in program.options:
+                self._optimizer.metrics(wait=True)
             self._backward(program.steps)
 
     def _events(self, step: int) -> None:
@@ -217,6 +219,8 @@ class _RankRun:
             logits = {0: torch.zeros(HEADS, dtype=torch.float32, **where).add_(99.0)}
         before, plan = len(self._recorder.findings), optimizer._executor.plan
         optimizer.step(qk_logits=logits)
+        if "metrics" in program.options:
+            optimizer.metrics()
         if optimizer._executor.plan is plan and step >= 2 and self._is_steady(step):
             waits = (finding for finding in self._recorder.findings[before:] if finding.kind == "host wait")
             self.steady_waits += waits
