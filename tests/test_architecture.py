@@ -22,6 +22,7 @@ ROOMS = (
     "migrate",
     "checkpoint",
     "optim",
+    "metrics",
     "qk_clip",
     "clipping",
     "routing",

@@ -44,6 +44,7 @@ class Calibration:
     host_seconds_per_matrix: float  # what each tiny matrix adds to a step
     host_seconds_per_step: float  # what a step takes beside its matrices and exchanges
     elementwise: Elementwise | None = None  # None in files that were written before it was measured
+    copies: Link | None = None  # between the memory of a device and pinned memory of its host; None on CPU
 
     def cost_model(self) -> CostModel:
         """What plans take from it.
@@ -59,9 +60,10 @@ class Calibration:
         def price(link: Link) -> tuple[float, float]:
             return rate / link.bytes_per_second, max(1.0, rate * link.seconds)
 
+        of_host = None if self.copies is None else price(self.copies)[0]
         if self.inside is None or self.between is None:
-            return CostModel(*price(self.exchange))
-        return CostModel(*price(self.inside), price(self.between)[0], price(self.exchange)[1])
+            return CostModel(*price(self.exchange), host_flops_per_byte=of_host)
+        return CostModel(*price(self.inside), price(self.between)[0], price(self.exchange)[1], of_host)
 
     def orthogonalisation_rate(self, size: int) -> float:
         """FLOPs per second on matrices whose shorter side is ``size``; on a logarithmic scale between two sizes."""
@@ -113,6 +115,7 @@ class Calibration:
             host_seconds_per_matrix=reader.number("host_seconds_per_matrix"),
             host_seconds_per_step=reader.number("host_seconds_per_step"),
             elementwise=reader.elementwise("elementwise"),
+            copies=reader.link("copies"),
         )
 
     @classmethod
