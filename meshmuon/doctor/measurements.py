@@ -28,6 +28,7 @@ from .numerics import seeded
 
 _LARGEST_SIZE = {"cpu": 2048}  # of products; elsewhere _LARGEST_ON_A_DEVICE
 _LARGEST_ON_A_DEVICE = 8192
+_BATCH = 4  # matrices that are orthogonalised together, as steps do it where they have several of a shape
 _ELEMENTS = 2**20  # of the tensors of elementwise work
 _LONG_PRODUCT = 0.1  # seconds: no larger product is measured
 _MOST_TURNS = 32  # in which pairs are measured: with many ranks a sample of the pairs
@@ -91,13 +92,13 @@ def _ortho_rates(context: Context, dtype: torch.dtype) -> list[Rate]:
     rates: list[Rate] = []
     for size in _sizes(context):
         with context.doing(f"measuring the orthogonalisation of {size}×{size}"):
-            x = seeded((size, size), size).to(context.device)
+            x = seeded((_BATCH, size, size), size).to(context.device)
             out, workspace = torch.empty_like(x), Workspace()
             work = partial(orthogonalize, x, AUTO, out=out, workspace=workspace)
             seconds = statistics.median(_times(context, work, 20, at_least=0.2))
-        flops = expected_flops(size, size, AUTO, "auto", dtype)
+        flops = _BATCH * expected_flops(size, size, AUTO, "auto", dtype)
         rates.append(Rate(str(dtype).removeprefix("torch."), size, flops / seconds))
-        if seconds > _LONG_PRODUCT:
+        if seconds > _BATCH * _LONG_PRODUCT:
             break
     return rates
 
