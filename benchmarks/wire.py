@@ -9,6 +9,8 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
+from meshmuon.transport import Agreement, PendingVerdict, Vote
+
 __all__ = ["Wire"]
 
 
@@ -32,9 +34,15 @@ class Wire:
         self.waited, self.agreements = 0.0, 0
         self.exchanges: list[tuple[Tensor, Tensor, list[int], list[int], Any]] = []
         self._exchange: Callable[..., Any] = dist.all_to_all_single
-        self._reduce: Callable[..., Any] = dist.all_reduce
+        self._vote: Callable[[Agreement, Vote], PendingVerdict] = Agreement.start
         dist.all_to_all_single = self._counted_exchange  # type: ignore[assignment]
-        dist.all_reduce = self._counted_reduce
+        wire = self
+
+        def counted_vote(agreement: Agreement, vote: Vote) -> PendingVerdict:
+            wire.agreements += 1
+            return wire._vote(agreement, vote)
+
+        Agreement.start = counted_vote  # type: ignore[assignment, method-assign]
 
     def reset(self) -> None:
         """Starts counting anew."""
@@ -61,7 +69,3 @@ class Wire:
     ) -> Any:
         self.exchanges.append((output, sent, there, here, group))
         return _Timed(self._exchange(output, sent, there, here, group=group, async_op=async_op), self)
-
-    def _counted_reduce(self, tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
-        self.agreements += 1
-        return self._reduce(tensor, *args, **kwargs)

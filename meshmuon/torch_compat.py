@@ -268,6 +268,16 @@ def new_named_group(name: str, ranks: Sequence[int], backend: str | None, timeou
     return process_group
 
 
+def default_store() -> Any:
+    """The store through which the ranks of the default process group have found each other.
+
+    ``torch.distributed`` has no public function that returns it. 2.9 to 2.15.
+    """
+    import torch.distributed.distributed_c10d as c10d
+
+    return c10d._world.pg_map[c10d._get_default_group()][1]
+
+
 def backend_of(process_group: dist.ProcessGroup, device: torch.device) -> Any:
     """The backend of a process group for ``device``, or None. The public ``get_backend`` only returns its name. 2.9 to 2.15."""
     try:

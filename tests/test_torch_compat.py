@@ -414,6 +414,19 @@ def test_a_torch_whose_meshes_say_nothing(monkeypatch: pytest.MonkeyPatch) -> No
 # Process groups.
 
 
+def test_the_store_of_the_default_group() -> None:
+    """What one rank writes there the others read."""
+
+    def main(rank: int) -> list[bytes]:
+        store = torch_compat.default_store()
+        store.set(f"written by {rank}", f"value {rank}")
+        store.wait(["written by 0", "written by 1"], timedelta(seconds=60))
+        assert store.add("counted", 1) in (1, 2)
+        return [store.get(f"written by {k}") for k in range(2)]
+
+    assert run_threads(2, main) == [[b"value 0", b"value 1"]] * 2
+
+
 def test_torch_is_left_as_it_was() -> None:
     """Nothing of torch is replaced to name a group, not even while several ranks make one."""
     before = {name: value for name, value in vars(c10d).items() if callable(value)}

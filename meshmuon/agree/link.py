@@ -9,7 +9,7 @@ from collections.abc import Iterable
 import torch.distributed as dist
 
 from ..errors import TransportError
-from ..transport import Agreement, Exchange, exchange_group, host_group
+from ..transport import Agreement, Exchange, exchange_group
 
 
 class Link:
@@ -19,7 +19,7 @@ class Link:
         self.ranks = ranks
         process_group = exchange_group(ranks, existing)
         self.exchange = Exchange(process_group)
-        self.agreement = Agreement(host_group(process_group))
+        self.agreement = Agreement(process_group)
 
 
 class Home:

@@ -1,7 +1,7 @@
 """The ranks agree on one plan for a step, or raise one error.
 
-Each rank plans from metadata alone (``local_planner.py``). One small reduction in host memory per step then tells whether all
-ranks are about to do the same. If they are not, they exchange notes and either plan together or raise the same error.
+Each rank plans from metadata alone (``local_planner.py``). One small vote in host memory per step then tells whether all ranks
+are about to do the same. If they are not, they exchange notes and either plan together or raise the same error.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch.distributed as dist
 from ..errors import ConfigError, PlanMismatchError
 from ..params.dtensors import ReplicaGroup, groups_of
 from ..torch_compat import warn_if_untested
-from ..transport import Verdict, Vote
+from ..transport import PendingVerdict, Verdict, Vote
 from .descriptions import failure_text, owner_assignments
 from .differences import (
     PRESENT,
@@ -33,6 +33,7 @@ from .identity import Optimizer, Pairing, place_of
 from .link import Home, Link, current_rank
 from .local_planner import LocalPlanner, PlanSettings, Proposal, StepGradients, Topology, fingerprint_of, slices_by_mesh
 from .node_view import NodeView, settled_nodes
+from .pending_decision import PendingDecision
 from .planned_set import NOT_PLANNED, PlannedSet
 from .state_presence import StatePresence
 from .step_decision import Activity, PlanInput, RankStatus, StepDecision
@@ -49,21 +50,25 @@ class Planner:
     ``step()`` calls, on every one of these ranks and in this order:
 
     1. ``begin()``, once per step, before the closure runs. It counts the call and does not communicate.
-    2. ``decide(plan_inputs, failure, status)``, once per step, before anything is written. A rank that cannot step passes its
-       error and still takes part. ``decide``
+    2. ``propose(plan_inputs, failure, status)``, once per step, before anything is written. A rank that cannot step passes its
+       error and still takes part. ``propose``
 
        a. plans on this rank, at the first step and whenever the plan inputs have changed, a parameter has its first gradient,
           or a considerable part of the plan has had none for long (``PlannedSet``). Otherwise a missing gradient changes only
           what the step does with the plan. Ranks that meet for the first time create their process groups here;
-       b. votes: one all-reduce of seven integers in host memory, at every step;
-       c. compares notes if the votes differ. First the ranks tell each other on which nodes they are, and vote again if some did
-          not know that of all ranks. If the votes still differ, they gather their views of the step, then settle on one plan
+       b. sends this rank's vote, seven integers in host memory, at every step.
+
+       Its result is a ``PendingDecision``. While the votes travel a rank may find out what it needs if all ranks agree. It must
+       neither write nor communicate until ``PendingDecision.wait()`` has returned. ``wait``
+
+       c. counts the votes, and compares notes if they differ. First the ranks tell each other on which nodes they are, and vote
+          again if some did not know that of all ranks. If the votes still differ, they gather their views and settle on one plan
           for all that any of them has planned, or raise the same error.
 
        It returns the same ``StepDecision`` on all ranks, except for what belongs to a rank (``rank``, ``zeros``, parameters that
        only it knows), or raises on all of them.
     3. ``confirm(failure)``, only if ``decision.prepares``: after each rank has created its buffers, and before anything travels.
-       One more all-reduce. If a rank could not create its buffers, all ranks raise its error.
+       One more vote. If a rank could not create its buffers, all ranks raise its error.
 
     Between steps:
 
@@ -114,8 +119,8 @@ class Planner:
         """Forgets the steps so far, because a state was loaded: the ranks identify each other again at the next step."""
         self._pairing = Pairing()
 
-    def decide(self, plan_inputs: tuple[PlanInput, ...], failure: Exception | None, status: RankStatus) -> StepDecision:
-        """Decides with all ranks what this step does. ``failure`` keeps this rank from stepping; all ranks then raise it."""
+    def propose(self, plan_inputs: tuple[PlanInput, ...], failure: Exception | None, status: RankStatus) -> PendingDecision:
+        """Begins to decide with all ranks what this step does. ``failure`` keeps this rank from stepping; all then raise it."""
         if self._link is not None:
             self.check_connected()
         if self._local is None or plan_inputs != self._local.plan_inputs:
@@ -124,13 +129,9 @@ class Planner:
             self._plan(self._local, status.has_grad)
         failure = failure or self._planning_error
         try:
-            if self._link is not None:
-                return self._vote(self._link, failure, status)
-            if failure is not None:
-                raise failure
+            return PendingDecision(self, failure, status, None if self._link is None else self._start_vote(failure, status))
         finally:
             del failure  # an error that its own traceback holds would keep the caller alive
-        return self._decision(self._must_prepare(status), status.nonfinite, status.has_work, status.activity)
 
     def confirm(self, failure: Exception | None) -> None:
         """Returns on all ranks once all are ready for the step, or raises on all ranks the error of the first that is not."""
@@ -228,10 +229,35 @@ class Planner:
             self._pairing = Pairing(steps=1)  # with these ranks it is the first step
         return topology
 
-    def _vote(self, link: Link, failure: Exception | None, status: RankStatus) -> StepDecision:
-        """Compares with all ranks what each is about to do, and looks for the reason where they differ."""
+    def expected(self, failure: Exception | None, status: RankStatus) -> StepDecision | None:
+        """What is decided if no rank has anything out of the ordinary; None if this rank has."""
+        ordinary = failure is None and self._ordinary(
+            self._must_prepare(status), status.nonfinite, status.has_work, status.activity
+        )
+        return self._proposal.decision if ordinary and self._proposal is not None else None
+
+    def decide(self, failure: Exception | None, status: RankStatus, votes: PendingVerdict | None) -> StepDecision:
+        """Decides, once ``votes`` are here. ``PendingDecision.wait`` calls it."""
+        try:
+            if votes is not None:
+                return self._count(votes, failure, status)
+            if failure is not None:
+                raise failure
+        finally:
+            del failure
+        return self._decision(self._must_prepare(status), status.nonfinite, status.has_work, status.activity)
+
+    def _start_vote(self, failure: Exception | None, status: RankStatus) -> PendingVerdict:
+        """Tells all ranks what this one is about to do."""
+        assert self._link is not None
         self._home.check_process()
-        verdict = self._cast(link, failure, status)
+        return self._link.agreement.start(self._ballot(failure, status))
+
+    def _count(self, votes: PendingVerdict, failure: Exception | None, status: RankStatus) -> StepDecision:
+        """Compares with all ranks what each is about to do, and looks for the reason where they differ."""
+        link = self._link
+        assert link is not None
+        verdict = votes.wait()
         prepares = verdict.prepares
         if not verdict.unanimous or failure is not None:
             try:
@@ -249,11 +275,10 @@ class Planner:
         self._pairing = self._pairing.joined(verdict.proposed_id)
         return self._decision(prepares, verdict.nonfinite, verdict.has_work, Activity(verdict.activity))
 
-    def _cast(self, link: Link, failure: Exception | None, status: RankStatus) -> Verdict:
+    def _ballot(self, failure: Exception | None, status: RankStatus) -> Vote:
         fingerprint = self._fingerprint(status) if failure is None else _FAILED
         prepares, proposed_id = self._must_prepare(status), self._pairing.proposed_id()
-        vote = Vote(fingerprint, prepares, status.nonfinite, status.has_work, status.activity, proposed_id)
-        return link.agreement.decide(vote)
+        return Vote(fingerprint, prepares, status.nonfinite, status.has_work, status.activity, proposed_id)
 
     def _vote_again(self, link: Link, notes: Mapping[int, Note], status: RankStatus) -> Verdict | None:
         """Plans for the nodes that the ranks have told each other, and votes again; None if all ranks knew the same."""
@@ -268,7 +293,7 @@ class Planner:
             self._plan(self._local, status.has_grad)
         failure = self._planning_error
         try:
-            verdict = self._cast(link, failure, status)
+            verdict = link.agreement.decide(self._ballot(failure, status))
             if not verdict.unanimous or failure is not None:
                 raise_failures(link.agreement.all_gather_objects(Note(failure_text(failure))), failure)
         finally:
@@ -292,12 +317,14 @@ class Planner:
     def _decision(self, prepares: bool, nonfinite: bool, has_work: bool, activity: Activity) -> StepDecision:
         assert self._proposal is not None
         decision = self._proposal.decision
-        steady = not prepares and not nonfinite and has_work and activity is Activity.ACTIVE
-        if steady:
+        if self._ordinary(prepares, nonfinite, has_work, activity):
             self._count_step()
-        if steady:
             return decision
         return replace(decision, prepares=prepares, nonfinite=nonfinite, has_work=has_work, activity=activity)
+
+    @staticmethod
+    def _ordinary(prepares: bool, nonfinite: bool, has_work: bool, activity: Activity) -> bool:
+        return not prepares and not nonfinite and has_work and activity is Activity.ACTIVE
 
     def _compare_notes(self, link: Link, local: LocalPlanner, status: RankStatus) -> dict[int, Note]:
         """Gathers every rank's view of the step; raises where ranks step other optimizers, parameters or hyperparameters."""

@@ -22,6 +22,7 @@ from ..simulate.description import ModelDescription
 from ..simulate.machines import Machine
 from ..simulate.meshes import MeshAxes
 from ..simulate.modules import build_from_hf_config, build_module
+from ..simulate.page import require_plotly, write_page
 from ..simulate.presets import load_machine, load_model, machine_names, model_names
 from ..simulate.report import Report
 from ..simulate.sharding import FileSharding, MeshSharding, Sharding
@@ -65,6 +66,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     output = parser.add_argument_group("output")
     output.add_argument("--compare", action="store_true", help="other options side by side, and other meshes if there are any")
     output.add_argument("--json", type=Path, metavar="FILE", help="write the report as JSON; - for standard output")
+    output.add_argument("--html", type=Path, metavar="FILE", help="write the report as one page for a browser")
     output.add_argument("--trace", type=Path, metavar="FILE", help="write a timeline for Perfetto or chrome://tracing")
     output.add_argument("--save-model", type=Path, metavar="FILE", help="write the model as a file for --model")
     output.add_argument("--list", action="store_true", help="list models and machines and end")
@@ -96,6 +98,8 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.list:
         _print_list()
         return 0
+    if arguments.html is not None:
+        require_plotly()  # before anything is planned or written
     model = _model(arguments)
     if arguments.save_model is not None:
         _write(arguments.save_model, json.dumps(model.to_json(), indent=1))
@@ -107,6 +111,8 @@ def run(arguments: argparse.Namespace) -> int:
         model, shardings[0], machine, _options(arguments), Workload(arguments.tokens_per_step, arguments.mfu)
     )
     report = _report(simulation, shardings[1:], compare=arguments.compare)
+    if arguments.html is not None:
+        write_page(report, arguments.html)
     if arguments.json is not None:
         text = json.dumps(report.to_json())
         if str(arguments.json) == "-":

@@ -23,7 +23,7 @@ from ..layout import Layout
 from ..params.checks import refuse_uninitialised, shown
 from ..params.dtensors import ReplicaGroup, as_dtensor, check_gradient_placement, groups_of, known_placements
 from ..torch_compat import mark_overwritten, never_traced
-from ..transport import NormWord, all_gather_objects, host_group, norm_device, reduce_norm, shared_group
+from ..transport import NormWord, all_gather_objects, norm_device, reduce_norm, shared_group
 from .norms import local_norms, scale_all
 from .replicas import Replicas
 
@@ -251,7 +251,7 @@ class _GradNorm:
         except Exception as error:
             failure = error
         for process_group in self._pipeline:
-            texts = all_gather_objects(failure_text(failure), host_group(process_group))
+            texts = all_gather_objects(failure_text(failure), process_group)
             for kind, text in [told for _, told in sorted(texts.items()) if told is not None][:1]:
                 failure = getattr(errors, kind, MeshmuonError)(text)
         try:
@@ -277,7 +277,7 @@ class _GradNorm:
             parameters=tuple((name, " ".join(map(str, layouts))) for name, layouts in params),
             has_grad=tuple(param.grad is not None for param in self._params),
         )
-        notes = all_gather_objects(note, host_group(self._stage))
+        notes = all_gather_objects(note, self._stage)
         raise_failures(notes, self._failure)
         raise_mismatch(notes)
         raise_unequal_replicas({rank: note.has_grad for rank, note in notes.items()}, params)

@@ -18,7 +18,7 @@ import torch.distributed as dist
 import meshmuon
 
 from ..device import cpu_info, hardware_of
-from ..transport import host_group
+from ..transport import all_gather_objects
 from .check import Finding
 from .context import Context
 
@@ -129,10 +129,9 @@ def check_versions(context: Context) -> Finding:
         "device": hardware_of(context.device).name(context.device),
         "threads": str(torch.get_num_threads()),
     }
-    everyone: list[dict[str, str]] = [{}] * context.world
     group = dist.group.WORLD
     assert group is not None
-    dist.all_gather_object(everyone, own, group=host_group(group))
+    everyone = list(all_gather_objects(own, group).values())
     usual = {name: Counter(of_rank[name] for of_rank in everyone).most_common(1)[0][0] for name in own}
     problems = [f"{name} is {own[name]}, on most ranks it is {usual[name]}" for name in own if own[name] != usual[name]]
     return Finding("versions, devices and threads are the same on all ranks", problems)

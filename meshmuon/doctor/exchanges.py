@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..transport import Exchange, exchange_group, host_group
+from ..transport import Exchange, all_gather_objects, exchange_group
 from .check import Finding, ranks_text
 from .context import Context
 
@@ -39,8 +39,7 @@ def join(context: Context) -> Finding:
     with context.doing("the first reduction in host memory"):
         group = dist.group.WORLD
         assert group is not None
-        nodes: list[str] = [""] * world
-        dist.all_gather_object(nodes, context.session.node, group=host_group(group))
+        nodes = list(all_gather_objects(context.session.node, group).values())
     context.nodes = nodes
     problems = [] if int(total) == world else [f"the sum of one from each of {world} ranks is {float(total):g}"]
     count = len(set(nodes))

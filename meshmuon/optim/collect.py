@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -12,7 +11,7 @@ from torch import Tensor
 
 from ..agree.state_presence import has_all_state
 from ..agree.step_decision import PlanInput, StepDecision
-from ..device import copy_to, known_to_host
+from ..device import known_to_host
 from ..errors import ConfigError, GradientError
 from ..execute import StepParam, StepSettings, elements_held
 from ..ortho import scheme_for
@@ -23,13 +22,15 @@ from ..params.groups import (
     check_rounding,
     largest_number,
 )
-from ..params.lr import lr_factor
 from ..params.named_params import NamedParam
 from ..params.option_table import ParamGroup
 from ..state import param_state
 from ..torch_compat import local_part, zeros_like
 from .group_snapshot import GroupSnapshot, metadata_of
 from .plan_inputs import GroupRecipe, facts_of, plan_input_of, recipe_of
+from .step_settings import settings_of
+
+_PARAMS_AT_A_TIME = 32  # of which the state is looked up before other ranks are given a moment; that takes some 20 µs
 
 
 class ParamRecord(NamedTuple):
@@ -234,17 +235,8 @@ class Collector:
         ``keeps`` tells whether this rank keeps the momentum of a parameter of the plan. If ``skip_mask``, a boolean on a device,
         is true, nothing may change, and the gradients are already zeros.
         """
-        cached_for, step_params = self._cached_step_params  # ``check`` drops them when the state has changed
-        if cached_for is decision.plan and not any(decision.zeros.intersection(lacking) for lacking in self._lacking_state):
-            settings = self._settings(skip_mask)
-            for k, step_param in enumerate(step_params):
-                step_param.settings = settings[step_param.group_index, step_param.param.device]
-                if k not in decision.idle:
-                    entry = states[step_param.param]
-                    step_param.momentum_buffer = entry[param_state.MOMENTUM]
-                    remembers = step_param.rule is not None and step_param.rule.remembers()
-                    step_param.rule_state = entry.get(param_state.RULE_STATE) if remembers else None
-                    step_param.counter = None if step_param.elements is None else entry[param_state.COUNTER]
+        if self._has_step_params(decision):
+            step_params = self._current_step_params(decision, states, skip_mask, lambda: None)
             if decision.zeros:
                 for step_param, (k, _) in zip(step_params, decision.planned_parts, strict=True):
                     step_param.zeros = zeros_like(step_param.param) if k in decision.zeros else None
@@ -260,8 +252,46 @@ class Collector:
         self._cached_step_params = (decision.plan, step_params) if complete else (None, [])
         return step_params
 
+    def ready_step_params(
+        self, decision: StepDecision, states: Mapping[Tensor, dict[str, Any]], meanwhile: Callable[[], None]
+    ) -> list[StepParam] | None:
+        """``step_params`` of a decision that is only expected, if that takes no more than looking up state; else None.
+
+        It calls ``meanwhile`` now and then.
+        """
+        if decision.zeros or not self._has_step_params(decision):
+            return None
+        return self._current_step_params(decision, states, None, meanwhile)
+
+    def _has_step_params(self, decision: StepDecision) -> bool:
+        """Whether those of the last step serve again; ``check`` drops them when the state has changed."""
+        cached_for, _ = self._cached_step_params
+        return cached_for is decision.plan and not any(decision.zeros.intersection(lacking) for lacking in self._lacking_state)
+
+    def _current_step_params(
+        self,
+        decision: StepDecision,
+        states: Mapping[Tensor, dict[str, Any]],
+        skip_mask: Tensor | None,
+        meanwhile: Callable[[], None],
+    ) -> list[StepParam]:
+        """Those of the last step, with the options and the state of this one."""
+        _, step_params = self._cached_step_params
+        settings = self._settings(skip_mask)
+        for k, step_param in enumerate(step_params):
+            if k % _PARAMS_AT_A_TIME == 0:
+                meanwhile()
+            step_param.settings = settings[step_param.group_index, step_param.param.device]
+            if k not in decision.idle:
+                entry = states[step_param.param]
+                step_param.momentum_buffer = entry[param_state.MOMENTUM]
+                remembers = step_param.rule is not None and step_param.rule.remembers()
+                step_param.rule_state = entry.get(param_state.RULE_STATE) if remembers else None
+                step_param.counter = None if step_param.elements is None else entry[param_state.COUNTER]
+        return step_params
+
     def _settings(self, skip_mask: Tensor | None) -> dict[tuple[int, torch.device], StepSettings]:
-        return {key: _settings(group, skip_mask, key[1]) for key, group in self._groups.items()}
+        return {key: settings_of(group, skip_mask, key[1]) for key, group in self._groups.items()}
 
     def release_state(self) -> None:
         """Drops references to tensors of the state after a step: they would keep it alive while it is offloaded."""
@@ -313,35 +343,6 @@ class Collector:
 def gradient_of(param: Tensor) -> Tensor:
     """The parameter's gradient, or zeros where only other ranks have one."""
     return zeros_like(param) if param.grad is None else param.grad
-
-
-def _settings(group: ParamGroup, skip_mask: Tensor | None, device: torch.device) -> StepSettings:
-    """The options for those parameters of a param group that are on ``device``."""
-    lr = group["lr"]
-    # An lr on a device stays a tensor: reading it would wait for the device. For weights in host memory the host has to read it.
-    on_host = device.type == "cpu"
-    lr = float(lr) if not isinstance(lr, Tensor) or known_to_host(lr) or on_host else lr.reshape(())
-    skip_mask = copy_to(skip_mask, device) if skip_mask is not None and on_host else skip_mask
-    momentum = float(group["momentum"])
-    retain: float | Tensor = momentum
-    decay = 1 - lr * float(group["weight_decay"])
-    rate = -lr if group["maximize"] else lr
-    if skip_mask is not None:  # a skipped step keeps momentum and weights: retain = decay = 1 and rate = 0
-        exact = any(torch.float64 in (param.dtype, group["momentum_dtype"]) for param in group["params"])
-        zero = torch.zeros((), dtype=torch.float64 if exact else torch.float32, device=skip_mask.device)
-        retain, decay = (torch.where(skip_mask, zero + 1, value) for value in (momentum, decay))
-        rate = torch.where(skip_mask, zero, rate)
-    return StepSettings(
-        momentum=momentum,
-        retain=retain,
-        nesterov=group["nesterov"],
-        decay=decay,
-        rate=rate,
-        adjust=partial(lr_factor, group["adjust_lr_fn"]),
-        free_grad=group["none_grad"],
-        cautious=group["cautious_weight_decay"],
-        skip_mask=skip_mask,
-    )
 
 
 def _check_gradient(name: str, param: Tensor, grad: Tensor) -> None:

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from ..agree.local_planner import PlanSettings
 from ..agree.planner import Planner
+from ..agree.step_decision import StepDecision
 from ..errors import ConfigError, StateError, UnsupportedError
 from ..execute import DataParallelExecutor, StepParam, window_of
 from ..matrices import MatrixSet
@@ -200,6 +201,9 @@ class DistMuon(Muon):
         return self._collector.step_params(
             self._planner.plan_inputs, decision, self.state, keeps=owned.__contains__, skip_mask=step.skip_mask
         )
+
+    def _ready_params(self, expected: StepDecision, meanwhile: Callable[[], None]) -> list[StepParam] | None:
+        return super()._ready_params(expected, meanwhile) if self.replica_group is None else None
 
     def _adopt_owners(self, step: StepContext) -> None:
         """A new plan has new owners: gives every rank all momentum."""

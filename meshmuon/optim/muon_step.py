@@ -45,6 +45,7 @@ class StepContext:
     nonfinite: bool = False  # the host has found a gradient on this rank that is not finite
     has_work: bool = True  # this rank has more to do than create state
     decision: StepDecision = field(init=False)  # what all ranks have agreed on
+    ready_params: list[StepParam] | None = None  # what the executor works on, if it was found out while the ranks agreed
     skip_mask: Tensor | None = None  # a boolean on a device, true if nothing may change; None if no device has to be asked
     would_diverge: bool = False  # an error at this point would make replicas diverge
 
@@ -138,9 +139,24 @@ class MuonStep(torch.optim.Optimizer):
         )
         failure, step.failure = step.failure, None
         try:
-            step.decision = self._planner.decide(step.plan_inputs, failure, status)
+            pending = self._planner.propose(step.plan_inputs, failure, status)
         finally:
             del failure
+        try:
+            if pending.expected is not None:  # while the votes travel
+                step.ready_params = self._ready_params(pending.expected, pending.advance)
+        except BaseException:  # Ctrl-C: the other ranks may already count on this one
+            pending.abandon()
+            raise
+        try:
+            step.decision = pending.wait()
+            as_expected = step.decision is pending.expected
+        except BaseException:
+            self._collector.release_state()
+            raise
+        if not as_expected:
+            step.ready_params = None
+            self._collector.release_state()
 
     def _prepare(self, step: StepContext) -> None:
         """Creates state and buffers if the plan is new. Nothing is sent before all ranks have theirs."""
@@ -182,7 +198,9 @@ class MuonStep(torch.optim.Optimizer):
                 step.scaling.remove(gradients_of(params))
             if step.skip_mask is not None:
                 zero_if_skipped(gradients_of(params), step.skip_mask)
-            step_params = self._step_params(step)
+            step_params = step.ready_params
+            if step_params is None or step.skip_mask is not None:
+                step_params = self._step_params(step)
             if step.skip_mask is not None:
                 # Gradients that this rank lacks are made as +0, and −0 + (+0) is +0: a momentum of −0 would lose its sign in a
                 # step that must change nothing. If the step is skipped they become −0, like the gradients above.
@@ -254,6 +272,10 @@ class MuonStep(torch.optim.Optimizer):
     def _step_params(self, step: StepContext) -> list[StepParam]:
         """What the executor works on."""
         return self._collector.step_params(self._planner.plan_inputs, step.decision, self.state, skip_mask=step.skip_mask)
+
+    def _ready_params(self, expected: StepDecision, meanwhile: Callable[[], None]) -> list[StepParam] | None:
+        """What the executor will work on if the ranks decide as expected, if it can be told without writing; else None."""
+        return self._collector.ready_step_params(expected, self.state, meanwhile)
 
     def _adamw_gradients(self, params: Sequence[Tensor]) -> list[Tensor]:
         """The gradients with which AdamW steps ``params``."""

@@ -19,7 +19,7 @@ from ..errors import ConfigError
 from ..params.dtensors import ReplicaGroup, as_dtensor
 from ..torch_compat import split_factor, unwrapped
 from ..transport import norm_device
-from ..transport.collectives import all_gather_objects_on_host, reduce_largest
+from ..transport.collectives import all_gather_objects, reduce_largest
 from .head_spans import ObservedHeads, Span, assign_spans
 from .logit_maxima import DEFAULT_BLOCK_BYTES, head_maxima
 from .logits import nan_as_infinity, process_group_of, ranks_of
@@ -190,7 +190,10 @@ class MaxLogits:
             tp_size = len(self._tp_ranks)
             tp_rank = self._tp_ranks.index(dist.get_rank()) if tp_size > 1 else 0
             heads = tuple((layer, value.numel()) for layer, value in self._maxima.items())
-            self._spans = assign_spans(all_gather_objects_on_host(ObservedHeads(tp_rank, tp_size, heads), process_group), tp_rank)
+            observed = ObservedHeads(tp_rank, tp_size, heads)
+            self._spans = assign_spans(
+                all_gather_objects(observed, process_group, phase="agreement on attention layers"), tp_rank
+            )
         spans = self._spans
         changed = any(
             layer not in spans or value.numel() != spans[layer].own.stop - spans[layer].own.start

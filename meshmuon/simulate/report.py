@@ -216,8 +216,17 @@ class ChoiceFigures:
 
 
 @dataclass(frozen=True, slots=True)
+class MeasuredFigures:
+    """A prediction beside what a run has measured."""
+
+    label: str
+    predicted: float  # seconds
+    measured: float  # seconds
+
+
+@dataclass(frozen=True, slots=True)
 class Report:
-    """Everything. ``choices`` and ``meshes`` are empty unless asked for."""
+    """Everything. ``choices`` and ``meshes`` are empty unless asked for, ``measured`` unless there was a run."""
 
     command: str
     model: ModelFigures
@@ -236,6 +245,7 @@ class Report:
     advice: list[str]
     choices: list[ChoiceFigures] = field(default_factory=list)
     meshes: list[ChoiceFigures] = field(default_factory=list)
+    measured: list[MeasuredFigures] = field(default_factory=list)
 
     def to_json(self) -> dict[str, Any]:
         """The content of a file."""

@@ -1,9 +1,9 @@
 """The only part of the package that communicates."""
 
-from .agreement import Agreement, Verdict, Vote
+from .agreement import Agreement, PendingVerdict, Verdict, Vote
 from .collectives import all_gather_objects, averaged, broadcast
 from .exchange import Exchange, Pending
-from .groups import exchange_group, host_group, shared_group
+from .groups import exchange_group, shared_group
 from .norms import NormWord, norm_device, reduce_norm
 from .probe import swap_with
 from .reference import check_round_trip, has_part, own_shard, whole
@@ -13,6 +13,7 @@ __all__ = [
     "Exchange",
     "NormWord",
     "Pending",
+    "PendingVerdict",
     "Verdict",
     "Vote",
     "all_gather_objects",
@@ -21,7 +22,6 @@ __all__ = [
     "check_round_trip",
     "exchange_group",
     "has_part",
-    "host_group",
     "norm_device",
     "own_shard",
     "reduce_norm",

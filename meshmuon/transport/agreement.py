@@ -1,19 +1,19 @@
-"""Ranks agree on what they are about to do: one small reduction in host memory per step, no wait for a device."""
+"""Ranks agree on what they are about to do: one small vote in host memory per step, no wait for a device."""
 
 from __future__ import annotations
 
-import struct
 from dataclasses import dataclass
 from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 
+from .channels import channel_of, seconds_of
 from .collectives import all_gather_objects
-from .failures import named_phase
+from .failures import hang_up, named_phase
+from .host_channel import PendingMaximum
 
 _T = TypeVar("_T")
-_WORDS = struct.Struct("7q")
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,25 +40,76 @@ class Verdict:
     proposed_id: int = 0  # the largest id that was proposed; 0 if no rank proposed one
 
 
-class Agreement:
-    """Compares what the ranks of a process group are about to do, and gathers their views where they differ."""
+class PendingVerdict:
+    """Votes on their way. ``wait`` is called once."""
 
-    def __init__(self, group: dist.ProcessGroup) -> None:
-        self._group = group
-        self._memory = bytearray(_WORDS.size)  # the tensor's memory: packing and unpacking it here needs no tensor operations
-        with torch.inference_mode(False):  # a tensor made inside inference_mode cannot be written outside of it
-            self._words = torch.frombuffer(self._memory, dtype=torch.int64)
-        self.ranks = dist.get_process_group_ranks(group)
-
-    def decide(self, vote: Vote) -> Verdict:
-        """Counts the votes; every rank of the group must call."""
+    def __init__(self, agreement: Agreement, vote: Vote) -> None:
+        self._group = agreement.group
         flags = (vote.prepares, vote.nonfinite, vote.has_work)
-        _WORDS.pack_into(self._memory, 0, vote.fingerprint, -vote.fingerprint, *flags, vote.activity, vote.proposed_id)
+        words = (vote.fingerprint, -vote.fingerprint, *map(int, flags), vote.activity, vote.proposed_id)
         with named_phase("agreement", self._group):
-            dist.all_reduce(self._words, dist.ReduceOp.MAX, group=self._group)
-        largest, smallest, prepares, nonfinite, has_work, activity, proposed_id = _WORDS.unpack_from(self._memory)
+            self._maximum = agreement.start_maximum(words)
+
+    def wait(self) -> Verdict:
+        """The votes of all ranks, counted."""
+        with named_phase("agreement", self._group):
+            largest, smallest, prepares, nonfinite, has_work, activity, proposed_id = self._maximum.wait()
         return Verdict(largest == -smallest, bool(prepares), bool(nonfinite), bool(has_work), activity, proposed_id)
 
+    def advance(self) -> None:
+        """Lets other ranks hear what has arrived here meanwhile; does not wait."""
+        with named_phase("agreement", self._group):
+            self._maximum.advance()
+
+    def abandon(self) -> None:
+        """Leaves the vote. Ranks that wait for this one get an error at once, where they can be told."""
+        hang_up(self._group)
+
+
+class Agreement:
+    """Compares what the ranks of a process group are about to do, and gathers their views where they differ.
+
+    A vote travels through host memory: in ⌈log2 W⌉ rounds over a channel of its own (``host_channel.py``), or as an all-reduce of
+    the group where there is no channel (``channels.py``). Every rank of the group must call ``start`` and ``all_gather_objects``
+    in the same order, and wait for each vote before it does anything else here.
+    """
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self.group = group
+        self.ranks = dist.get_process_group_ranks(group)
+        self._channel = channel_of(group)
+
+    def start(self, vote: Vote) -> PendingVerdict:
+        """Sends the vote, and returns before those of the other ranks are here."""
+        return PendingVerdict(self, vote)
+
+    def decide(self, vote: Vote) -> Verdict:
+        """Counts the votes."""
+        return self.start(vote).wait()
+
     def all_gather_objects(self, value: _T) -> dict[int, _T]:
-        """Rank → its ``value``; every rank of the group must call. It is slow, and meant for ranks that disagree."""
-        return all_gather_objects(value, self._group)
+        """Rank → its ``value``. It is slow, and meant for ranks that disagree."""
+        return all_gather_objects(value, self.group)
+
+    def start_maximum(self, words: tuple[int, ...]) -> PendingMaximum | _ReducedMaximum:
+        """Starts to find the largest of each word over all ranks."""
+        if self._channel is None:
+            return _ReducedMaximum(words, self.group)
+        return self._channel.start_maximum(words, seconds_of(self.group))
+
+
+class _ReducedMaximum:
+    """``PendingMaximum`` by an all-reduce of the group, for groups without a channel: it waits at once."""
+
+    def __init__(self, words: tuple[int, ...], group: dist.ProcessGroup) -> None:
+        with torch.inference_mode(False):  # some backends keep the tensor
+            self._words = torch.tensor(words, dtype=torch.int64, device="cpu")
+        dist.all_reduce(self._words, dist.ReduceOp.MAX, group=group)
+
+    def advance(self) -> bool:
+        """There is nothing left to do."""
+        return True
+
+    def wait(self) -> tuple[int, ...]:
+        """The largest of each word over all ranks."""
+        return tuple(self._words.tolist())

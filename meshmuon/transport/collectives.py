@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from .channels import channel_of, seconds_of
 from .failures import named_phase
-from .groups import host_group
 
 _T = TypeVar("_T")
 
@@ -26,19 +26,16 @@ def averaged(tensors: Sequence[Tensor], group: dist.ProcessGroup) -> list[Tensor
     return [copy.div_(dist.get_world_size(group)) for copy in copies]
 
 
-def all_gather_objects(value: _T, group: dist.ProcessGroup) -> dict[int, _T]:
-    """Rank → its ``value``."""
-    ranks = dist.get_process_group_ranks(group)
-    values: list[Any] = [None] * len(ranks)
-    with named_phase("agreement", group):
+def all_gather_objects(value: _T, group: dist.ProcessGroup, *, phase: str = "agreement") -> dict[int, _T]:
+    """Rank → its ``value``; through host memory, whatever the backend. ``phase`` names it in errors."""
+    with named_phase(phase, group):
+        channel = channel_of(group)
+        if channel is not None:
+            return channel.all_gather(value, seconds_of(group))
+        ranks = dist.get_process_group_ranks(group)
+        values: list[Any] = [None] * len(ranks)
         dist.all_gather_object(values, value, group=group)
     return dict(zip(ranks, values, strict=True))
-
-
-def all_gather_objects_on_host(value: _T, group: dist.ProcessGroup) -> dict[int, _T]:
-    """Rank → its ``value``, through host memory."""
-    with named_phase("agreement on attention layers"):
-        return all_gather_objects(value, host_group(group))
 
 
 def reduce_largest(packed: Tensor, group: dist.ProcessGroup) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -11,9 +12,22 @@ import torch.distributed as dist
 
 from ..errors import MeshmuonError, TransportError
 from ..torch_compat import gloo_of
+from .host_channel import HostChannel
 
 _UNUSED_TAG = 0x6D6D  # nobody sends with this tag, so that waiting for it times out
 _SHORT = timedelta(milliseconds=1)
+
+_channels: weakref.WeakKeyDictionary[dist.ProcessGroup, HostChannel] = weakref.WeakKeyDictionary()
+
+
+def close_with(group: dist.ProcessGroup, channel: HostChannel) -> None:
+    """From now on ``channel`` belongs to ``group``, and ``hang_up`` closes both."""
+    _channels[group] = channel
+
+
+def existing_channel(group: dist.ProcessGroup) -> HostChannel | None:
+    """The channel that belongs to ``group``, if it has one."""
+    return _channels.get(group)
 
 
 @contextmanager
@@ -23,7 +37,7 @@ def named_phase(phase: str, group: dist.ProcessGroup | None = None) -> Iterator[
         yield
     except MeshmuonError:
         raise
-    except RuntimeError as error:  # gloo's and NCCL's errors, lost peers and timeouts are all of this kind
+    except (RuntimeError, OSError) as error:  # gloo's and NCCL's errors, lost peers and timeouts, and those of connections
         hang_up(group)
         raise TransportError(
             f"ranks lost each other in the {phase} of a step: {error}. A rank has died, has stalled past the group's timeout, "
@@ -35,13 +49,18 @@ def named_phase(phase: str, group: dist.ProcessGroup | None = None) -> Iterator[
 
 
 def hang_up(group: dist.ProcessGroup | None) -> None:
-    """Closes the connections of a gloo group that can no longer be used, so that ranks which wait for this one fail at once.
+    """Closes the connections of a group that can no longer be used, so that ranks which wait for this one fail at once.
 
-    Not every rank is connected to the one that died: in a ring only its neighbours notice, and the others would wait for these
-    until the group's timeout. torch has no call that closes the connections of a group. gloo closes a connection when a message
-    on it times out, so this waits one millisecond for a message that nobody sends.
+    Not every rank is connected to the one that died: only its neighbours notice, and the others would wait for these until the
+    group's timeout. Ranks may wait in the group or in its channel, so both are closed; of other backends than gloo only the
+    channel is. torch has no call that closes the connections of a group. gloo closes a connection when a message on it times out,
+    so this waits one millisecond for a message that nobody sends.
     """
-    backend = None if group is None else gloo_of(group)
+    if group is None:
+        return
+    channel, backend = existing_channel(group), gloo_of(group)
+    if channel is not None:
+        channel.close()
     if backend is None:
         return
     for peer in range(backend.size()):

@@ -23,7 +23,7 @@ def exchange_group(ranks: Sequence[int], existing: Iterable[dist.ProcessGroup]) 
 
     Only its members need to call: other ranks, such as those of other pipeline stages, take no part in making a new group.
     """
-    return _fitting(ranks, existing) or _new_group(ranks, None)
+    return _fitting(ranks, existing) or _new_group(ranks)
 
 
 def shared_group(ranks: tuple[int, ...], existing: Iterable[dist.ProcessGroup]) -> dist.ProcessGroup:
@@ -39,20 +39,13 @@ def shared_group(ranks: tuple[int, ...], existing: Iterable[dist.ProcessGroup]) 
     with _shared_lock:
         known = _shared.setdefault(default, {})
     if ranks not in known:
-        known[ranks] = _new_group(ranks, None)
+        known[ranks] = _new_group(ranks)
     return known[ranks]
 
 
 def moves(group: dist.ProcessGroup, device: torch.device) -> bool:
     """Whether collectives of ``group`` take tensors of ``device``."""
     return _moves_host_memory(group) if device.type == "cpu" else backend_of(group, device) is not None
-
-
-def host_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
-    """A group of the same ranks for tensors in host memory: ``group`` itself if it takes them, else a new gloo group."""
-    if _moves_host_memory(group):
-        return group
-    return _new_group(dist.get_process_group_ranks(group), "gloo")
 
 
 def _fitting(ranks: Sequence[int], existing: Iterable[dist.ProcessGroup]) -> dist.ProcessGroup | None:
@@ -64,22 +57,27 @@ def _fitting(ranks: Sequence[int], existing: Iterable[dist.ProcessGroup]) -> dis
     return None
 
 
-def _new_group(ranks: Sequence[int], backend: str | None) -> dist.ProcessGroup:
+def _new_group(ranks: Sequence[int]) -> dist.ProcessGroup:
     """A new group, under a name that each of its members derives without communicating."""
-    base = "meshmuon " + hashlib.sha1(f"{backend} {list(ranks)}".encode(), usedforsecurity=False).hexdigest()
+    base = "meshmuon " + hashlib.sha1(f"{list(ranks)}".encode(), usedforsecurity=False).hexdigest()
     known = sum(name.startswith(base) for name in group_names())
     with named_phase("agreement"):
-        return new_named_group(f"{base} {known}", ranks, backend, _usual_timeout())
+        return new_named_group(f"{base} {known}", ranks, None, _usual_timeout())
+
+
+def timeout_of_group(group: dist.ProcessGroup) -> timedelta | None:
+    """How long collectives of ``group`` wait for a rank, if its backend tells."""
+    for device in ("cpu", "cuda"):
+        timeout = timeout_of(backend_of(group, torch.device(device)))
+        if timeout is not None:
+            return timeout
+    return None
 
 
 def _usual_timeout() -> timedelta | None:
     """The default group's timeout, if known; without it torch gives a new group half an hour, regardless of the default group."""
     default = dist.group.WORLD
-    for device in ("cpu", "cuda"):
-        timeout = None if default is None else timeout_of(backend_of(default, torch.device(device)))
-        if timeout is not None:
-            return timeout
-    return None
+    return None if default is None else timeout_of_group(default)
 
 
 def _moves_host_memory(group: dist.ProcessGroup) -> bool:

@@ -37,6 +37,14 @@ def test_orthogonalisation(tmp_path: Path) -> None:
         assert result["forms"]["auto"]["flops"] == min(form["flops"] for form in result["forms"].values())
 
 
+def test_agreement(tmp_path: Path) -> None:
+    facts, _ = run("agreement", tmp_path, "--processes", "2")
+    (point,) = facts["results"]
+    assert (point["hops"], point["ring_hops"], point["connections"]) == (1, 2, 2)
+    assert point["ring_connections"] >= 1
+    assert point["vote"]["median"] > 0
+
+
 def test_single_device(tmp_path: Path) -> None:
     facts, printed = run("single_device", tmp_path)
     assert [result["model"] for result in facts["results"]] == ["GPT", "MoE", "ViT"]

@@ -12,14 +12,12 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-import torch
-import torch.distributed as dist
-
 from meshmuon.agree.planner import Planner
 from meshmuon.execute.ortho_batch import OrthoBatch
 from meshmuon.execute.shard_views import ShardViews
 from meshmuon.optim import muon_step
 from meshmuon.transport import Agreement, Exchange
+from meshmuon.transport.host_channel import PendingMaximum
 
 Action = Callable[[], None]
 
@@ -101,12 +99,11 @@ def _hooked(phase: str, action: Action) -> Any:
     """Patches the one place where ``phase`` happens."""
     if phase in _STARTED:
         return _around_start(phase, action)
-    if phase == "in the agreement":
-        return _half_sent(action)
     if phase == "making ready":
         return _before(Planner, "confirm", action)
     owner, name = {
-        "before the agreement": (Agreement, "decide"),
+        "before the agreement": (Agreement, "start"),
+        "in the agreement": (PendingMaximum, "wait"),  # the first round is sent, and that of another rank may be here
         "orthogonalise": (OrthoBatch, "orthogonalise"),
         "adamw": (muon_step, "adamw_step"),
         "update": (ShardViews, "apply"),
@@ -137,15 +134,3 @@ def _around_start(phase: str, action: Action) -> Any:
         return pending
 
     return patch.object(Exchange, "start", start)
-
-
-def _half_sent(action: Action) -> Any:
-    """After a reduction was started and before it is over."""
-    original = dist.all_reduce
-
-    def all_reduce(tensor: torch.Tensor, *args: Any, **options: Any) -> Any:
-        pending = original(tensor, *args, **{**options, "async_op": True})
-        action()
-        return pending.wait()
-
-    return patch.object(dist, "all_reduce", all_reduce)

@@ -12,7 +12,8 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
-from meshmuon.transport import Agreement, Exchange, Verdict, Vote, exchange_group, groups, host_group, own_shard, whole
+from meshmuon.transport import Agreement, Exchange, Verdict, Vote, channels, exchange_group, groups, own_shard, whole
+from meshmuon.transport.channels import channel_of
 from tests.support.threads import run_threads
 
 
@@ -174,14 +175,14 @@ def test_everyone_of_a_group() -> None:
 
 
 @pytest.fixture
-def made(monkeypatch: pytest.MonkeyPatch) -> list[tuple[list[int], str | None]]:
+def made(monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
     """New groups as they are asked for, by any rank."""
-    asked: list[tuple[list[int], str | None]] = []
+    asked: list[list[int]] = []
     original = groups._new_group
 
-    def record(ranks: Any, backend: str | None) -> dist.ProcessGroup:
-        asked.append((list(ranks), backend))
-        return original(ranks, backend)
+    def record(ranks: Any) -> dist.ProcessGroup:
+        asked.append(list(ranks))
+        return original(ranks)
 
     monkeypatch.setattr(groups, "_new_group", record)
     return asked
@@ -235,35 +236,60 @@ def test_a_group_of_fewer_or_more_ranks_is_none(made: list[Any], monkeypatch: py
             exchange_group((0, 1), [world()])
 
     run_threads(3, main)
-    assert made == [([0, 1], None)] * 2
+    assert made == [[0, 1]] * 2
     assert asked == [((0, 1), None, None)] * 2
 
 
-def test_host_memory_moves_over_the_same_group_where_it_can(made: list[Any]) -> None:
+def test_a_gloo_group_that_exists_is_used(made: list[Any]) -> None:
     """A real gloo group of this process alone."""
     dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
     try:
-        group = world()
-        assert host_group(group) is group
-        assert exchange_group([0], []) is group
+        assert exchange_group([0], []) is world()
+        assert Agreement(world()).decide(Vote(5)).unanimous
     finally:
         dist.destroy_process_group()
     assert made == []
 
 
-def test_a_group_for_host_memory_beside_one_for_devices(made: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(device: torch.device) -> None:
-        assert device == torch.device("cpu")
-        raise RuntimeError("No backend type associated with device type cpu")
+@pytest.mark.parametrize("ranks", [1, 2, 3, 5])
+def test_groups_that_do_not_take_host_memory_need_no_other_group(ranks: int, made: list[Any]) -> None:
+    """As NCCL's: the ranks find each other through the store, once for all who use the group, and share the connections."""
 
-    class DeviceGroup:
-        _get_backend = staticmethod(refuse)
+    def main(rank: int) -> list[Any]:
+        first, second = Agreement(world()), Agreement(world())
+        verdicts = [agreement.decide(Vote(7, activity=rank, nonfinite=rank == 0)) for agreement in (first, second, first)]
+        channel = channel_of(world())
+        assert channel is channel_of(world())
+        assert channel is not None
+        assert channel.connections == 2 * (ranks - 1).bit_length()
+        return [verdicts, second.all_gather_objects(10 * rank), first.decide(Vote(rank)).unanimous]
 
-    beside = object()
-    monkeypatch.setattr(dist, "get_process_group_ranks", lambda group: [4, 7])
-    monkeypatch.setattr(groups, "new_named_group", lambda *options: beside)
-    assert host_group(DeviceGroup()) is beside  # type: ignore[arg-type, comparison-overlap]
-    assert made == [([4, 7], "gloo")]
+    verdict = Verdict(True, False, True, True, ranks - 1)
+    expected = [[verdict] * 3, {rank: 10 * rank for rank in range(ranks)}, ranks == 1]
+    assert run_threads(ranks, main, host_memory=False) == [expected] * ranks
+    assert made == []
+
+
+def test_a_store_that_is_used_again() -> None:
+    """A second life of the process groups, under the same names: nobody is looked for where it was in the first."""
+    stores: dict[str, Any] = {}
+
+    class Store:
+        """Of all ranks and both runs, since a store of the threaded group ends with its run."""
+
+        def __init__(self) -> None:
+            self.store = stores.setdefault("", dist.HashStore())
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self.store, name)
+
+    def main(rank: int) -> bool:
+        return Agreement(world()).decide(Vote(7)).unanimous
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(channels, "default_store", Store)
+        for _ in range(3):
+            assert run_threads(3, main, host_memory=False) == [True] * 3
 
 
 @pytest.mark.parametrize("placement", [Shard(0), Shard(1), Replicate()], ids=str)

@@ -253,13 +253,24 @@ MUTANTS: Mutants = {
         ),
     },
     "meshmuon.transport.agreement": {
-        "Agreement.decide": (
-            ("-$vote.fingerprint", "$vote.fingerprint"),
-            ("dist.ReduceOp.MAX", "dist.ReduceOp.MIN"),
-        ),
+        "PendingVerdict.__init__": (("-$vote.fingerprint", "$vote.fingerprint"),),
+        "_ReducedMaximum.__init__": (("dist.ReduceOp.MAX", "dist.ReduceOp.MIN"),),
+    },
+    "meshmuon.transport.channels": {
+        "_over_store": (("($store.add($key, 1) - 1) // $size", "0"),),
     },
     "meshmuon.transport.collectives": {
         "broadcast": (("$flat is not $tensor", "False"),),
+    },
+    "meshmuon.transport.dissemination": {
+        "distances": (
+            ("($size - 1).bit_length()", "$size.bit_length()"),
+            ("1 << $k", "1 + $k"),
+        ),
+        "told_in_round": (
+            ("min($distance, $size - $distance)", "$distance"),
+            ("($position - $j) % $size", "($position + $j) % $size"),
+        ),
     },
     "meshmuon.transport.exchange": {
         "Exchange.start": (
@@ -277,7 +288,24 @@ MUTANTS: Mutants = {
         "_fitting": (
             ("dist.get_process_group_ranks($group) == list($ranks)", "dist.get_process_group_ranks($group) != list($ranks)"),
         ),
-        "host_group": (("_moves_host_memory($group)", "not _moves_host_memory($group)"),),
+    },
+    "meshmuon.transport.host_channel": {
+        "HostChannel._connect": (
+            ("($position - $distance) % $size", "($position + $distance) % $size"),
+            ("($position + $distance) % $size", "($position - $distance) % $size"),
+        ),
+        "HostChannel.close": (("os.getpid() == self._process", "True"),),
+        "HostChannel._begin": (("self._started += 1", ""),),
+        "HostChannel.check_header": (("($kind, $sent_in, $count) != $expected", "False"),),
+        "PendingMaximum._run": (("tuple(map(max, self._words, $heard))", "$heard"),),
+        "_forget_in_fork": (("$channel._release()", "pass"),),
+    },
+    "meshmuon.transport.sockets": {
+        "Connecting._hear_hello": (
+            ("hmac.compare_digest($token, self._listener.door.token)", "True"),
+            ("$known and $source in self._sources and $source not in self.incoming", "$known and $source not in self.incoming"),
+        ),
+        "Connecting._hear_answer": (("_ANSWER.unpack($attempt.buffer) != (_MAGIC, $proof)", "False"),),
     },
     "meshmuon.transport.norms": {
         "reduce_norm": (("$difference.abs()", "$difference"),),

@@ -64,12 +64,15 @@ MUTANTS: Mutants = {
         ),
         "Collector._check_state": (("self.has_grad[$k] and $k not in $checked", "$k not in $checked"),),
         "Collector.step_params": (
-            ("$cached_for is $decision.plan", "$cached_for is not None"),
-            ("$k not in $decision.idle", "True"),
             ("$k in $decision.zeros", "False"),
             ("all(map($keeps, range(len($step_params))))", "True"),
-            ("$settings[$one.group_index, $one.param.device]", "$one.settings"),
         ),
+        "Collector._has_step_params": (("$cached_for is $decision.plan", "$cached_for is not None"),),
+        "Collector._current_step_params": (
+            ("$settings[$one.group_index, $one.param.device]", "$one.settings"),
+            ("$k not in $decision.idle", "True"),
+        ),
+        "Collector.ready_step_params": (("$decision.zeros or not self._has_step_params($decision)", "$decision.zeros"),),
         "Collector.release_state": (
             ("$step_param.momentum_buffer = $step_param.rule_state = $step_param.zeros = $step_param.counter = None", "pass"),
             (
@@ -78,7 +81,15 @@ MUTANTS: Mutants = {
             ),
         ),
         "Collector._new_step_param": (("dict($states.get($param, {})) if $idle else $states[$param]", "$states[$param]"),),
-        "_settings": (
+    },
+    "meshmuon.optim.plan_inputs": {
+        "recipe_of": (
+            ("$group['ns_steps']", "5"),
+            ("$group['scheme']", "'polar_express'"),
+        ),
+    },
+    "meshmuon.optim.step_settings": {
+        "settings_of": (
             ("1 - $lr * float($group['weight_decay'])", "1 + $lr * float($group['weight_decay'])"),
             ("$lr * float($group['weight_decay'])", "float($group['weight_decay'])"),
             ("1 - $lr * float($group['weight_decay'])", "1.0"),
@@ -88,10 +99,6 @@ MUTANTS: Mutants = {
             ("float($group['momentum'])", "0.95"),
             ("$group['adjust_lr_fn']", "'match_rms_adamw'"),
             ("$group['none_grad']", "True"),
-        ),
-        "_recipe_of": (
-            ("$group['ns_steps']", "5"),
-            ("$group['scheme']", "'polar_express'"),
         ),
     },
     "meshmuon.optim.dist_muon": {
@@ -195,7 +202,7 @@ MUTANTS: Mutants = {
             ("$before.indices != $planned.indices", "True"),
             ("$before.indices != $planned.indices", "False"),
         ),
-        "Planner._decision": (("if $steady:\n    self._count_step()", ""),),
+        "Planner._decision": (("self._count_step()", ""),),
         "Planner.confirm": (("self._count_step()", ""),),
         "Planner._plan_together": (
             ("self._planned_next.merged(local.shared, $idle_steps)", "self._planned_next"),

@@ -24,7 +24,8 @@ _STATEMENTS = {"wait", "wait_stream", "wait_event", "main_waits", "record_stream
 _SWITCHES = {"stream", "beside"}
 _MARKS = {"main_mark", "side_mark", "record_event"}
 _ARGUMENTS = {"non_blocking", "pin_memory"}  # without them, the host waits for a copy
-_NO_STREAMS = {"transport/failures.py", "transport/probe.py"}  # waits for gloo, in host memory; serves the doctor only
+# Waits for gloo, for connections and for a store, in host memory; serves the doctor only.
+_NO_STREAMS = {"transport/failures.py", "transport/host_channel.py", "transport/channels.py", "transport/probe.py"}
 _NO_STEP = "doctor"  # what it runs beside steps
 _NO_STEP_CLASSES = {"AcceleratorHardware"}  # reports and measurements: of the doctor, and of tiles before the first launch
 

@@ -1,0 +1,63 @@
+"""DistMuon: data parallel without a wrapper. The optimizer averages the gradients, and each momentum is on one rank only.
+
+One device:  python examples/dist_muon.py
+Several:     torchrun --standalone --nproc-per-node 2 examples/dist_muon.py
+"""
+
+import argparse
+import os
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from meshmuon import DistMuon, get_default_muon_param_groups
+
+WORDS, LENGTH, COUNTS = 10, 16, 6
+
+
+def batch(step: int) -> tuple[Tensor, Tensor]:
+    """Random tokens, and how often each of them occurs in its sequence: the same for any number of ranks."""
+    tokens = torch.randint(WORDS, (64, LENGTH), generator=torch.Generator().manual_seed(step))
+    return tokens, (tokens[:, :, None] == tokens[:, None, :]).sum(-1).clamp(max=COUNTS) - 1
+
+
+def main(steps: int) -> None:
+    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))) if torch.cuda.is_available() else torch.device("cpu")
+    if "RANK" in os.environ:  # started by torchrun
+        dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+    rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+    torch.manual_seed(0)  # the same weights on every rank
+    layers = [nn.TransformerEncoderLayer(64, 4, 256, 0.0, batch_first=True, norm_first=True) for _ in range(2)]
+    model = nn.Sequential(nn.Embedding(WORDS, 64), *layers, nn.Linear(64, COUNTS, bias=False)).to(device)
+
+    # Its learning rates follow Keller Jordan's rule (about 0.02); the AdamW groups need their own.
+    groups = get_default_muon_param_groups(model)
+    for group in groups:
+        group["lr"] = 0.02 if group["use_muon"] else 3e-3
+    optimizer = DistMuon(groups)
+    for step in range(1, steps + 1):
+        tokens, counts = (tensor[rank::world].to(device) for tensor in batch(step))
+        loss = F.cross_entropy(model(tokens).flatten(0, 1), counts.flatten())
+        loss.backward()  # of this rank's part of the batch alone
+        optimizer.step()  # averages gradients, steps, and gives all ranks the new weights
+        optimizer.zero_grad()
+        mean = loss.detach() / world
+        if world > 1:
+            dist.all_reduce(mean)
+        if rank == 0 and (step == 1 or step % 10 == 0 or step == steps):
+            print(f"step {step:4d}  loss {mean.item():.4f}", flush=True)
+
+    held = sum(state["momentum_buffer"].numel() for state in optimizer.state.values() if "momentum_buffer" in state)
+    print(f"rank {rank} keeps {held} elements of momentum", flush=True)
+    optimizer.consolidate()  # before state_dict(), on all ranks
+    optimizer.state_dict()
+    if world > 1:
+        dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--steps", type=int, default=30)
+    main(**vars(parser.parse_args()))

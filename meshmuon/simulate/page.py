@@ -1,0 +1,65 @@
+"""The page of ``meshmuon plan --html``: one file that needs no network, with the report inside."""
+
+from __future__ import annotations
+
+import importlib
+import json
+from importlib import resources
+from pathlib import Path
+from string import Template
+from types import ModuleType
+from typing import Any
+
+from ..errors import ConfigError
+from .report import Report
+
+_FOLDER = "page_files"
+
+
+def require_plotly() -> ModuleType:
+    """``plotly.offline``, which holds the library that draws the figures.
+
+    Raises:
+        ConfigError: if it is not installed.
+    """
+    try:
+        return importlib.import_module("plotly.offline")
+    except ImportError:
+        raise ConfigError(
+            "--html needs plotly: pip install 'meshmuon[plan]'. --json writes the same numbers without it."
+        ) from None
+
+
+def render_page(report: Report) -> str:
+    """The page as text; its figures are drawn from the numbers of ``Report.to_json``."""
+    files = resources.files(__package__) / _FOLDER
+    template = Template((files / "page.html").read_text(encoding="utf-8"))
+    return template.substitute(
+        title=_escaped(f"{report.model.title} on {report.mesh.text}"),
+        style=(files / "page.css").read_text(encoding="utf-8"),
+        script=(files / "page.js").read_text(encoding="utf-8"),
+        report=_embedded(report.to_json()),
+        library=require_plotly().get_plotlyjs(),
+    )
+
+
+def write_page(report: Report, path: Path) -> None:
+    """Writes the page.
+
+    Raises:
+        ConfigError: if plotly is missing, or the file cannot be written.
+    """
+    text = render_page(report)
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be written: {error.strerror or error}.") from None
+
+
+def _embedded(content: dict[str, Any]) -> str:
+    """JSON that cannot end the script element it stands in, whatever a parameter is called."""
+    return json.dumps(content).replace("<", "\\u003c")
+
+
+def _escaped(text: str) -> str:
+    return text.replace("&", "&amp;").replace("<", "&lt;")
