@@ -175,8 +175,11 @@ def measure_links(context: Context) -> Finding:
     with context.doing("measuring exchanges of all ranks"):
         count = _EXCHANGE_BYTES // 4 // (world - 1)
         latency = _exchange_seconds(context, exchange, peers, 1, 2 * _REPEATS)
+        began, cpu = time.perf_counter(), time.process_time()
         seconds = _exchange_seconds(context, exchange, peers, count, 5)
-    return Finding("", data={"pairs": pairs, "latency": latency, "seconds": seconds, "bytes": 4 * count * (world - 1)})
+        cpu_share = (time.process_time() - cpu) / (time.perf_counter() - began)
+    data = {"pairs": pairs, "latency": latency, "seconds": seconds, "bytes": 4 * count * (world - 1), "cpu_share": cpu_share}
+    return Finding("", data=data)
 
 
 def _exchange_seconds(context: Context, exchange: Exchange, peers: Sequence[int], count: int, repeats: int) -> float:
@@ -215,6 +218,7 @@ def summarise_links(context: Context, data: Sequence[Mapping[str, Any]]) -> Summ
         statistics.median(of_rank["latency"] for of_rank in data),
     )
     figures["exchange"] = asdict(exchange)
+    figures["exchange_cpu_share"] = statistics.median(of_rank["cpu_share"] for of_rank in data)
     texts.append(f"all ranks at once {_link_text(exchange)} per rank")
     return Summary("; ".join(texts), figures)
 
@@ -313,6 +317,7 @@ def calibration_of(context: Context) -> Calibration | None:
     def link(name: str) -> Link | None:
         return None if links[name] is None else Link(**links[name])
 
+    on_cpu = context.device.type == "cpu"
     per_node = max(context.nodes.count(node) for node in set(context.nodes))
     waiting = 0.0 if links["exchange"] is None else 2 * links["exchange"]["seconds"]  # of the exchanges of tiny matrices
     return Calibration(
@@ -329,4 +334,5 @@ def calibration_of(context: Context) -> Calibration | None:
         host_seconds_per_matrix=figures["host"]["seconds_per_matrix"],
         host_seconds_per_step=max(1e-6, figures["host"]["seconds_per_step"] - waiting),
         elementwise=Elementwise(**figures["rates"]["elementwise"]),
+        exchange_cpu_share=max(1e-3, links["exchange_cpu_share"]) if context.world > 1 and on_cpu else None,
     )
