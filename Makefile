@@ -33,7 +33,7 @@ test-models: $(MODELS_STAMP) ## route every architecture of transformers, timm, 
 	$(MODELS_VENV)/bin/python -W ignore -m tests.models.survey $(ARGS)
 
 # Any other torch, in an environment of its own; of constraints.txt all but the torch that development uses. Its Triton may be
-# older: the interpreter of Triton 3.5 and 3.6 does not run with numpy 2.4.
+# older: the interpreter of Triton 3.5 and 3.6 does not run with numpy 2.4. A CPU build brings no Triton: TRITON=3.5.1 says which.
 TORCH_VENV  := .venv-torch-$(TORCH)
 TORCH_STAMP := $(TORCH_VENV)/.installed-$(shell cat pyproject.toml constraints.txt | cksum | cut -d' ' -f1)
 
@@ -46,6 +46,7 @@ $(TORCH_VENV)/.installed-%: pyproject.toml constraints.txt
 	@test -x $(TORCH_VENV)/bin/python || $(PYTHON) -m venv $(TORCH_VENV)
 	@sed 's/^torch==.*/torch==$(TORCH)/; /^torchvision==/d' constraints.txt > $(TORCH_VENV)/constraints.txt
 	@echo 'numpy<2.4' >> $(TORCH_VENV)/constraints.txt
+	@test -z "$(TRITON)" || echo 'triton==$(TRITON)' >> $(TORCH_VENV)/constraints.txt
 	$(TORCH_VENV)/bin/python -m pip install --quiet --constraint $(TORCH_VENV)/constraints.txt torch
 	$(TORCH_VENV)/bin/python -m pip install --quiet --constraint $(TORCH_VENV)/constraints.txt --editable '.[dev]'
 	@$(TORCH_VENV)/bin/python -c 'import torch; assert torch.__version__.split("+")[0] == "$(TORCH)", torch.__version__'
@@ -87,8 +88,28 @@ $(DOCS_STAMP): pyproject.toml constraints.txt
 	$(DOCS_VENV)/bin/python -m pip install --quiet --constraint constraints.txt --editable '.[docs]'
 	@rm -f $(DOCS_VENV)/.installed-* && touch $@
 
+# The wheel is tried where neither the clone nor anything but torch can be imported.
+PACKAGE_VENV  := .venv-package
+PACKAGE_STAMP := $(PACKAGE_VENV)/.installed-$(shell cat pyproject.toml constraints.txt | cksum | cut -d' ' -f1)
+
+package: $(PACKAGE_STAMP) ## build sdist and wheel into dist/, check them, and try the wheel in an empty environment
+	@rm -rf dist
+	$(PACKAGE_VENV)/bin/python -m build --outdir dist .
+	$(PACKAGE_VENV)/bin/python -m twine check --strict dist/*
+	$(PACKAGE_VENV)/bin/python release/contents.py dist
+	@set -e; folder=$$(mktemp -d); trap 'rm -rf "$$folder"' EXIT; \
+	$(PYTHON) -m venv $$folder/empty; \
+	$$folder/empty/bin/python -m pip install --quiet --constraint constraints.txt torch; \
+	$$folder/empty/bin/python -m pip install --quiet --constraint constraints.txt dist/*.whl; \
+	cp release/smoke.py $$folder; cd $$folder; env -u PYTHONPATH empty/bin/python smoke.py
+
+$(PACKAGE_STAMP): pyproject.toml constraints.txt
+	@test -x $(PACKAGE_VENV)/bin/python || $(PYTHON) -m venv $(PACKAGE_VENV)
+	$(PACKAGE_VENV)/bin/python -m pip install --quiet --constraint constraints.txt 'build>=1.2' 'twine>=6'
+	@rm -f $(PACKAGE_VENV)/.installed-* && touch $@
+
 clean: ## remove the virtual environment and caches
-	rm -rf $(VENV) .venv-models .venv-docs .venv-torch-* build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .venv-models .venv-docs .venv-package .venv-torch-* build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
 
 $(MODELS_STAMP): pyproject.toml constraints.txt
 	@test -x $(MODELS_VENV)/bin/python || $(PYTHON) -m venv $(MODELS_VENV)
@@ -97,7 +118,7 @@ $(MODELS_STAMP): pyproject.toml constraints.txt
 	@rm -f $(MODELS_VENV)/.installed-* && touch $@
 
 $(STAMP): pyproject.toml constraints.txt
-	@test -x $(BIN)/python || $(PYTHON) -c 'import sys; sys.exit("meshmuon needs Python 3.10 or newer") if sys.version_info < (3, 10) else None'
+	@test -x $(BIN)/python || $(PYTHON) -c 'import sys; sys.exit("the trainers that the tests use need Python 3.11 or newer") if sys.version_info < (3, 11) else None'
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt torch
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev,trainers,models]'

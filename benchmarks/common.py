@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import torch
+from figures import draw
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
@@ -285,7 +286,7 @@ class Report:
         place = self.folder / self.name
         place.with_suffix(".json").write_text(json.dumps(self.facts, indent=1, ensure_ascii=False) + "\n")
         place.with_suffix(".txt").write_text(self._text(goals))
-        _draw(plot, size, place.with_suffix(".png"))
+        draw(plot, size, place.with_suffix(".png"))
         self.console.print(self._machine_line(), markup=False, highlight=False)
         if self.facts["options"]["quick"]:
             self.console.print("--quick shows that everything runs: its figures mean nothing.")
@@ -309,18 +310,6 @@ class Report:
         return page.file.getvalue()
 
 
-def _draw(plot: Callable[[Figure], None], size: tuple[float, float], path: Path) -> None:
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    figure = plt.figure(figsize=size, layout="constrained")
-    plot(figure)
-    figure.savefig(path, dpi=130)
-    plt.close(figure)
-
-
 def make_parser(about: str | None) -> argparse.ArgumentParser:
     """The options that all benchmarks have."""
     parser = argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -330,6 +319,7 @@ def make_parser(about: str | None) -> argparse.ArgumentParser:
     parser.add_argument(
         "--out", type=Path, default=None, help="folder of the results (default benchmarks/results, with --quick runs/bench)"
     )
+    parser.add_argument("--redraw", action="store_true", help="measure nothing: draw the figure again from the JSON file")
     return parser
 
 
@@ -354,7 +344,7 @@ class Benchmark(Generic[_Results]):
         measure: from the options to the results.
         show: adds tables and notes to the report.
         goals: figures beside what they should be.
-        plot: draws on a figure.
+        plot: draws the results on a figure, from what ``to_json`` makes of them, so that ``--redraw`` can repeat it.
         size: inches of that figure.
         add_options: adds options to those that all benchmarks have.
         settle_options: fills in defaults that depend on ``--quick``, and refuses what makes no sense.
@@ -366,7 +356,7 @@ class Benchmark(Generic[_Results]):
     measure: Callable[[argparse.Namespace, Report], _Results]
     show: Callable[[_Results, Report], None]
     goals: Callable[[_Results, argparse.Namespace], list[Goal]]
-    plot: Callable[[_Results, Figure], None]
+    plot: Callable[[Any, Figure], None]
     size: tuple[float, float]
     add_options: Callable[[argparse.ArgumentParser], None] = _no_options
     settle_options: Callable[[argparse.ArgumentParser, argparse.Namespace], None] = _as_given
@@ -380,6 +370,12 @@ class Benchmark(Generic[_Results]):
         self.settle_options(parser, options)
         torch.set_num_threads(options.threads)
         report = Report(self.name, options)
+        if options.redraw:
+            place = report.folder / self.name
+            data = json.loads(place.with_suffix(".json").read_text())["results"]
+            draw(lambda figure: self.plot(data, figure), self.size, place.with_suffix(".png"))
+            return
         results = self.measure(options, report)
         self.show(results, report)
-        report.finish(self.to_json(results), self.goals(results, options), lambda figure: self.plot(results, figure), self.size)
+        data = json.loads(json.dumps(self.to_json(results)))
+        report.finish(data, self.goals(results, options), lambda figure: self.plot(data, figure), self.size)

@@ -316,3 +316,22 @@ def _blend(out: Tensor, powers: Sequence[Tensor], coefficients: Iterator[float])
     for power in reversed(powers[:-1]):
         out.add_(power, alpha=next(coefficients))
     return out
+
+
+PRODUCTS, FLOPS = "n × n products, one block", "FLOPs ÷ 2n³, m = 4n"
+
+
+def fronts_drawn(drawn: Mapping[str, Mapping[tuple[int, ...], float]], n: int) -> dict[str, dict[str, list[tuple[float, float]]]]:
+    """For each way to count cost and each set of degrees: costs at which the error falls, with that error."""
+    costs: dict[str, Callable[[tuple[int, ...]], float]] = {
+        PRODUCTS: gram_products,
+        FLOPS: lambda degrees: least_flops(degrees, n, 4 * n) / 2 / n**3,
+    }
+    fronts: dict[str, dict[str, list[tuple[float, float]]]] = {label: {name: [] for name in drawn} for label in costs}
+    for label, cost in costs.items():
+        for name, errors in drawn.items():
+            points = fronts[label][name]
+            for spent, error in sorted((cost(degrees), error) for degrees, error in errors.items()):
+                if error < (points[-1][1] if points else 1.0):
+                    points.append((spent, error))
+    return fronts

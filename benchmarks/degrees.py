@@ -22,6 +22,7 @@ import common  # first: it sets what torch reads when it starts
 import torch
 from common import Goal, Quartiles, Report, Step, race, ratio
 from compositions import (
+    PRODUCTS,
     SMALLEST_ERROR,
     GramRunner,
     MatrixStep,
@@ -29,10 +30,12 @@ from compositions import (
     cheapest,
     compose,
     counts_of,
+    fronts_drawn,
     gram_products,
     least_flops,
     search,
 )
+from figures import log_axis
 from torch import Tensor
 
 from meshmuon import Workspace, polar_express
@@ -340,25 +343,17 @@ def goals_of(study: Study, options: argparse.Namespace) -> list[Goal]:
     return goals
 
 
-def plot(study: Study, figure: Figure) -> None:
-    n = study.size
-    left, right = figure.subplots(1, 2, sharey=True)
-    costs = (
-        (left, "n × n products, one block", gram_products),
-        (right, "FLOPs ÷ 2n³, m = 4n", lambda degrees: least_flops(degrees, n, 4 * n) / 2 / n**3),
-    )
-    for axes, label, cost in costs:
-        for name, errors in study.drawn.items():
-            points: list[tuple[float, float]] = []
-            for spent, error in sorted((cost(degrees), error) for degrees, error in errors.items()):
-                if error < (points[-1][1] if points else 1.0):
-                    points.append((spent, error))
+def plot(results: dict[str, Any], figure: Figure) -> None:
+    figure.suptitle("Error of the best composition at each cost (lower is better)")
+    for axes, (label, curves) in zip(figure.subplots(1, 2, sharey=True), results["drawn"].items(), strict=True):
+        for name, points in curves.items():
             axes.plot(*zip(*points, strict=True), marker="o", ms=3, label=name, drawstyle="steps-post")
-        axes.set_yscale("log")
         axes.set_ylim(1e-10, 1.5)
+        log_axis(axes, "y", [10.0**-power for power in range(0, 11, 2)])
         axes.set_xlabel(label)
-    left.set_ylabel(f"worst |1 − p(x)| on [{LOW:g}, 1]")
-    left.legend(frameon=False, fontsize=7)
+        if label == PRODUCTS:
+            axes.set_ylabel(f"worst |1 − p(x)| on [{LOW:g}, 1]")
+            axes.legend()
 
 
 def measure(options: argparse.Namespace, report: Report) -> Study:
@@ -380,7 +375,8 @@ def measure(options: argparse.Namespace, report: Report) -> Study:
 
 def to_json(study: Study) -> object:
     fronts = {str(low): list(best.values()) for low, best in study.fronts.items()}
-    return {"compared": study.compared, "fronts": fronts, "runs": study.runs, "steps": study.steps}
+    drawn = fronts_drawn(study.drawn, study.size)
+    return {"compared": study.compared, "fronts": fronts, "runs": study.runs, "steps": study.steps, "drawn": drawn}
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:

@@ -133,7 +133,8 @@ class Comparison:
             axes.plot([statistics.mean(values)], [place], "|", color=COLOURS["ours"], ms=16, mew=3)
         axes.set_yticks(range(len(shown)), [f"{variant}, lr {lr:g}" for lr, variant in shown])
         axes.axvline(0.0, color=COLOURS["line"], lw=0.8, ls="--")
-        axes.set_xlabel(f"final validation loss minus {self.reference}'s, same seed")
+        axes.set_xlabel(f"final validation loss minus {self.reference}'s, same seed (left is better)")
+        axes.set_title("Dots: seeds. Bar: their mean")
 
     def _add_options(self, parser: argparse.ArgumentParser) -> None:
         parser.add_argument("--seeds", type=int, nargs="+", default=None, help=f"seeds (default 0 to {self.seeds - 1})")

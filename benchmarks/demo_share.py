@@ -83,14 +83,17 @@ def shares_of(times: dict[str, Samples]) -> dict[str, Quartiles]:
     return {name: quartiles(values) for name, values in shares.items()}
 
 
-def plot(results: Shares, figure: Figure) -> None:
+def plot(results: dict[str, dict[str, float]], figure: Figure) -> None:
     axes = figure.add_subplot()
-    floor, muon, adamw = (results.shares[name].median for name in (FLOOR, MUON, ADAMW))
+    floor, muon, adamw = (100 * results["shares"][name] for name in (FLOOR, MUON, ADAMW))
     axes.bar(["meshmuon"], [floor], color=COLOURS["floor"], label=FLOOR)
-    axes.bar(["meshmuon"], [muon - floor], bottom=[floor], color=COLOURS["ours"], label="beside it")
+    axes.bar(["meshmuon"], [muon - floor], bottom=[floor], color=COLOURS["ours"], label="everything else of the step")
     axes.bar(["AdamW"], [adamw], color=COLOURS["AdamW"], label="AdamW")
-    axes.set_ylabel("share of a training step")
-    axes.legend(frameon=False)
+    axes.set_ylabel("% of a training step of the demo")
+    axes.set_ylim(top=1.35 * muon)
+    axes.grid(visible=False, axis="x")
+    axes.set_title("The optimizer's share of training")
+    axes.legend(loc="upper right")
 
 
 def measure(options: argparse.Namespace, report: Report) -> Shares:

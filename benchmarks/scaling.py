@@ -18,12 +18,13 @@ import itertools
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import common  # first: it sets what torch reads when it starts
 import torch
 import torch.distributed as dist
 from common import Goal, Report, Step, race, ratio
+from figures import log_axis
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
@@ -229,16 +230,24 @@ def goals_of(points: Sequence[Point], options: argparse.Namespace) -> list[Goal]
     return goals
 
 
-def plot(points: Sequence[Point], figure: Figure) -> None:
+def plot(rows: Sequence[dict[str, Any]], figure: Figure) -> None:
+    points = [Point(**row) for row in rows]
+    figure.suptitle("Work of the host per matrix, as models grow (lower is better)")
     for position, (what, axes) in enumerate(zip((PLAN, FIRST, STEP), figure.subplots(1, 3), strict=True)):
         for ranks in sorted({point.ranks for point in points if point.what == what}):
             along = curve(points, what, ranks)
-            axes.plot([p.matrices for p in along], [p.us_per_matrix for p in along], marker="o", ms=3, label=f"{ranks} ranks")
-        axes.set_xscale("log")
-        axes.set_yscale("log")
+            axes.plot(
+                [p.matrices for p in along],
+                [p.us_per_matrix for p in along],
+                marker="o",
+                ms=3,
+                label=f"{ranks:,} rank" + "s" * (ranks > 1),
+            )
+        log_axis(axes, "x", sorted({float(point.matrices) for point in points}))
+        log_axis(axes, "y")
         axes.set_xlabel("matrices")
-        axes.set_title(what, fontsize=9)
-        axes.legend(frameon=False, fontsize=6)
+        axes.set_title(what)
+        axes.legend()
         if position == 0:
             axes.set_ylabel("µs of process time per matrix")
 

@@ -22,6 +22,7 @@ import common  # first: it sets what torch reads when it starts
 import torch
 from accuracy import worst_error
 from common import COLOURS, Goal, Quartiles, Report, Samples, Step, race, ratio
+from figures import log_axis
 from prepared import prepare
 
 from meshmuon import orthogonalize
@@ -151,10 +152,11 @@ def plot(results: Sequence[dict[str, Any]], figure: Figure) -> None:
                 ratios = [result["schemes"][name]["ratio"]["median"] for result in curve]
                 axes.plot([result["n"] for result in curve], ratios, line, marker="o", ms=3, label=f"{name}, m/n = {aspect:g}")
     axes.axhline(1.0, color=COLOURS["line"], lw=0.8, ls="--")
-    axes.set_xscale("log", base=2)
-    axes.set_xlabel("n")
+    log_axis(axes, "x", sorted({float(result["n"]) for result in single}))
+    axes.set_xlabel("n, of m × n matrices")
     axes.set_ylabel(f"time ÷ {REFERENCE}")
-    axes.legend(frameon=False, fontsize=7)
+    axes.set_title(f"Schemes against {REFERENCE}: below 1 is faster")
+    axes.legend()
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:

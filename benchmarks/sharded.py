@@ -30,6 +30,7 @@ from typing import TYPE_CHECKING, Any
 
 import common  # first: it sets what torch reads when it starts
 from common import COLOURS, Goal, Quartiles, Report
+from figures import plain_number
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -135,13 +136,17 @@ def goals_of(results: Sequence[dict[str, Any]], options: argparse.Namespace) -> 
 
 def plot(results: Sequence[dict[str, Any]], figure: Figure) -> None:
     axes = figure.add_subplot()
-    labels = [f"{result['ranks']} {result['layout']}" + (f"\n{result['link']}" if result["link"] else "") for result in results]
+    results = [result for result in results if not result["link"]]  # a slow link has another scale; the table has it
+    labels = [f"{result['ranks']} × {result['layout']}" for result in results]
     for shift, (name, colour) in enumerate((("meshmuon", "ours"), ("naive", "naive"), ("pure work", "floor"))):
         times = [result["steps"][name]["wall_s"]["median"] * 1e3 if name in result["steps"] else 0.0 for result in results]
         axes.bar([k + (shift - 1) * 0.27 for k in range(len(results))], times, 0.26, label=name, color=COLOURS[colour])
-    axes.set_xticks(range(len(results)), labels, rotation=60, ha="right", fontsize=7)
+    axes.set_xticks(range(len(results)), labels, rotation=40, ha="right")
+    axes.grid(visible=False, axis="x")
+    axes.yaxis.set_major_formatter(lambda value, _: plain_number(value))
     axes.set_ylabel("median time of a step, ms")
-    axes.legend(frameon=False)
+    axes.set_title("One owner per matrix against computing everything everywhere (naive), by ranks and layout")
+    axes.legend()
 
 
 def measure(options: argparse.Namespace, report: Report) -> list[dict[str, Any]]:

@@ -39,6 +39,7 @@ from contenders import (
     enter,
     error_by_svd,
 )
+from figures import plain_number
 from memory import Allocations, allocations_of
 from models import MODELS, QUICK_MODELS, Model
 from peers import PEERS, find_peer
@@ -301,6 +302,7 @@ def goals_of_auto(result: dict[str, Any]) -> list[Goal]:
 
 
 def plot(results: Sequence[dict[str, Any]], figure: Figure) -> None:
+    figure.suptitle("A step on one CPU core: meshmuon and others (shorter is better)")
     for place, result in enumerate(results, 1):
         axes = figure.add_subplot(2, (len(results) + 1) // 2, place)
         names = list(result["steps"])
@@ -310,9 +312,11 @@ def plot(results: Sequence[dict[str, Any]], figure: Figure) -> None:
         colours = [COLOURS["ours" if name == OURS else "floor" if name in (FLOOR, ALONE) else "others"] for name in names]
         axes.barh(names, middle, xerr=spread, color=colours, error_kw={"lw": 0.8})
         axes.invert_yaxis()
-        axes.set_title(result["model"], fontsize=9)
-        axes.set_xlabel("median time of a step, ms", fontsize=8)
-        axes.tick_params(labelsize=7)
+        axes.set_title(result["model"])
+        axes.grid(visible=False, axis="y")
+        axes.xaxis.set_major_formatter(lambda value, _: plain_number(value))
+        axes.set_xlabel("median time of a step, ms")
+        axes.tick_params(labelsize=8)
 
 
 def measure(options: argparse.Namespace, report: Report) -> list[dict[str, Any]]:

@@ -16,13 +16,14 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, cast
 
 import torch
 
 from .errors import CheckpointError, StateError
 from .optim import Muon
-from .state.param_state import rounding_counter
+from .params.option_table import ParamGroup
+from .state.param_state import start_memories
 
 MANIFEST = "meshmuon-manifest.json"
 """Name of the manifest inside a folder; beside a single file it is ``<file>.meshmuon-manifest.json``."""
@@ -241,7 +242,7 @@ def convert_torch_state(
             if name in members:
                 state[key] = _converted_state(name, members[name], live)
                 if state[key]:
-                    rounding_counter(state[key], name, param, live)
+                    start_memories(state[key], name, param, cast(ParamGroup, live))
             elif param.requires_grad:
                 raise StateError(f"{name} is in neither state: give states of the same model, with the optimizer's names.")
         _set_options(param_group, {name: _converted_options(member, live) for name, member in members.items()})

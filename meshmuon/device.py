@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from functools import lru_cache
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -141,6 +141,14 @@ class Transfers(Protocol):
         """Returns once the host may read what was stored."""
         ...
 
+    def stored(self) -> Mark:
+        """The end of what has been stored so far."""
+        ...
+
+    def done(self, mark: Mark) -> bool:
+        """Whether the host may already read what had been stored at ``mark``; it does not wait."""
+        ...
+
 
 class DirectTransfers:
     """The CPU twin: copies at once, so that the source can be freed; nothing is pending afterwards."""
@@ -156,6 +164,12 @@ class DirectTransfers:
 
     def settle(self) -> None:
         pass
+
+    def stored(self) -> Mark:
+        return None
+
+    def done(self, mark: Mark) -> bool:
+        return True
 
 
 class CudaTransfers:
@@ -184,10 +198,64 @@ class CudaTransfers:
     def settle(self) -> None:
         self._side.synchronize()
 
+    def stored(self) -> Mark:
+        event: Mark = self._side.record_event()
+        return event
+
+    def done(self, mark: Mark) -> bool:
+        event: Any = mark
+        return bool(event.query())
+
 
 def transfers_for(device: torch.device) -> Transfers:
     """How tensors of ``device`` are copied to host memory and back."""
     return CudaTransfers(device) if device.type == "cuda" else DirectTransfers()
+
+
+class Stopwatch(Protocol):
+    """Measures how long work takes, where it is done."""
+
+    def now(self) -> Mark:
+        """The end of what the current stream has been given so far, as a point in time."""
+        ...
+
+    def seconds(self, begin: Mark, end: Mark) -> float | None:
+        """Seconds between two points; None as long as the device has not reached ``end``. It does not wait."""
+        ...
+
+
+class HostStopwatch:
+    """The CPU twin: work is done when it is given."""
+
+    def now(self) -> Mark:
+        return time.perf_counter()
+
+    def seconds(self, begin: Mark, end: Mark) -> float | None:
+        assert isinstance(begin, float)
+        assert isinstance(end, float)
+        return end - begin
+
+
+class CudaStopwatch:
+    """Timed events in the current stream; the device writes down the time when it reaches them."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    def now(self) -> Mark:
+        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        event.record(torch.cuda.current_stream(self._device))
+        return event
+
+    def seconds(self, begin: Mark, end: Mark) -> float | None:
+        first: Any = begin
+        last: Any = end
+        return float(first.elapsed_time(last)) / 1000 if first.query() and last.query() else None
+
+
+def stopwatch_for(device: torch.device) -> Stopwatch:
+    """What measures work on ``device``."""
+    return CudaStopwatch(device) if device.type == "cuda" else HostStopwatch()
 
 
 def work_device(param: Tensor) -> torch.device:

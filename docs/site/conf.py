@@ -33,6 +33,7 @@ exclude_patterns = [".*", "build", "dist", "runs", "venv", "node_modules", "test
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "drawings"]
 
 myst_heading_anchors = 4  # GitHub's anchors
+myst_enable_extensions = ["html_image"]  # <img> with a width, as GitHub takes it
 myst_fence_as_directive = ["mermaid"]
 suppress_warnings: list[str] = []
 highlight_language = "default"

@@ -246,6 +246,7 @@ class LocalPlanner:
             share=True if plan_input.mesh is None else None,
             private=not layouts and len(ranks) > 1,  # on a single rank nothing is compared, so nothing is left out
             window=matrix_set.window,
+            staged=plan_input.device.type != plan_input.work_device.type,
             how=recipe_text(plan_input),
         )
 

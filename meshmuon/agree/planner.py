@@ -6,12 +6,13 @@ are about to do the same. If they are not, they exchange notes and either plan t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 import torch.distributed as dist
 
 from ..errors import ConfigError, PlanMismatchError
+from ..layout import Layout
 from ..params.dtensors import ReplicaGroup, groups_of
 from ..torch_compat import warn_if_untested
 from ..transport import PendingVerdict, Verdict, Vote
@@ -110,6 +111,16 @@ class Planner:
     def plan_inputs(self) -> tuple[PlanInput, ...]:
         """The plan inputs of the last decision."""
         return () if self._local is None else self._local.plan_inputs
+
+    @property
+    def layouts(self) -> Sequence[tuple[Layout, ...]]:
+        """The layouts of each of them; none for parameters that only this rank knows."""
+        return () if self._local is None else self._local.layouts
+
+    @property
+    def steps(self) -> int:
+        """Number of this step, from 1 on, since the ranks last identified each other; the same on all ranks once they agree."""
+        return self._pairing.steps + bool(self._pairing.shared_id)  # a common id is agreed on in the first step
 
     def begin(self) -> None:
         """Counts a call of ``step()``, also one that fails before the ranks can agree: on other ranks it may have succeeded."""

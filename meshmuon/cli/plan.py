@@ -13,12 +13,13 @@ from pathlib import Path
 import torch
 
 from ..errors import ConfigError
-from ..plan import Calibration, CostModel
+from ..plan import Calibration, CostModel, write_trace
 from ..simulate.advice import advice_for
 from ..simulate.build_report import build_report
 from ..simulate.cluster import MuonOptions
 from ..simulate.compare import compare_meshes, compare_options
 from ..simulate.description import ModelDescription
+from ..simulate.job_plan import describe_job, device_of, read_job_plan
 from ..simulate.machines import Machine
 from ..simulate.meshes import MeshAxes
 from ..simulate.modules import build_from_hf_config, build_module
@@ -29,7 +30,6 @@ from ..simulate.sharding import FileSharding, MeshSharding, Sharding
 from ..simulate.simulation import Simulation, Workload
 from ..simulate.suggestions import did_you_mean
 from ..simulate.text import print_report
-from ..simulate.timeline import write_trace
 
 HELP = "see what a step costs on a cluster that is not there"
 DESCRIPTION = (
@@ -37,6 +37,7 @@ DESCRIPTION = (
     'what it costs: meshmuon plan --model llama3-8b --mesh "dp_shard=64" --hardware h100 --nodes 8.'
 )
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+_OF_MODELS = ("model", "hf_config", "module", "mesh", "layout", "nodes", "save_model")
 _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30}
 
 
@@ -46,6 +47,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     model.add_argument("--model", metavar="NAME", help="a model that meshmuon knows (--list), or a .json file like those")
     model.add_argument("--hf-config", type=Path, metavar="FILE", help="the config.json of any model of transformers")
     model.add_argument("--module", metavar="MODULE:FUNCTION", help="a function that builds a torch.nn.Module")
+    model.add_argument("--from-json", type=Path, metavar="FILE", help="a plan that a job wrote: optimizer.plan().to_json()")
     cluster = parser.add_argument_group("the cluster")
     cluster.add_argument("--mesh", action="append", default=[], metavar="AXES", help='such as "dp_replicate=2,dp_shard=32,tp=8"')
     cluster.add_argument("--layout", type=Path, metavar="FILE", help="any other layout, as JSON, instead of --mesh")
@@ -100,17 +102,17 @@ def run(arguments: argparse.Namespace) -> int:
         return 0
     if arguments.html is not None:
         require_plotly()  # before anything is planned or written
-    model = _model(arguments)
-    if arguments.save_model is not None:
-        _write(arguments.save_model, json.dumps(model.to_json(), indent=1))
-        if not arguments.mesh and arguments.layout is None:
+    others: list[Sharding] = []
+    if arguments.from_json is not None:
+        simulation = _of_job(arguments)
+    else:
+        model = _model(arguments)
+        if _saves_only(arguments, model):
             return 0
-    machine = _machine(arguments)
-    shardings = _shardings(arguments, machine)
-    simulation = Simulation.run(
-        model, shardings[0], machine, _options(arguments), Workload(arguments.tokens_per_step, arguments.mfu)
-    )
-    report = _report(simulation, shardings[1:], compare=arguments.compare)
+        machine = _machine(arguments)
+        first, *others = _shardings(arguments, machine)
+        simulation = Simulation.run(model, first, machine, _options(arguments), _workload(arguments))
+    report = _report(simulation, others, compare=arguments.compare)
     if arguments.html is not None:
         write_page(report, arguments.html)
     if arguments.json is not None:
@@ -122,11 +124,39 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.trace is not None:
         try:
             with arguments.trace.open("w", encoding="utf-8") as file:
-                write_trace([(stage.timeline, stage.planned.plan.ranks) for stage in simulation.stages], file)
+                write_trace([(stage.planned.plan.ranks, stage.timeline.phases) for stage in simulation.stages], file)
         except OSError as error:
             raise ConfigError(f"{arguments.trace} cannot be written: {error.strerror or error}.") from None
     print_report(report)
     return 0
+
+
+def _saves_only(arguments: argparse.Namespace, model: ModelDescription) -> bool:
+    """Writes the model where ``--save-model`` says so, and tells whether that is all that was asked for."""
+    if arguments.save_model is None:
+        return False
+    _write(arguments.save_model, json.dumps(model.to_json(), indent=1))
+    return not arguments.mesh and arguments.layout is None
+
+
+def _workload(arguments: argparse.Namespace) -> Workload:
+    return Workload(arguments.tokens_per_step, arguments.mfu)
+
+
+def _of_job(arguments: argparse.Namespace) -> Simulation:
+    """The plan of a job, on the machine that is named or on one of its kind."""
+    refused = [f"--{name.replace('_', '-')}" for name in _OF_MODELS if getattr(arguments, name)]
+    if refused or arguments.compare:
+        raise ConfigError(f"--from-json reads a plan that is complete: leave out {', '.join(refused) or '--compare'}.")
+    plan = read_job_plan(arguments.from_json)
+    model, sharding, stage = describe_job(plan, arguments.from_json.stem)
+    if arguments.hardware is None and arguments.calibration is None and device_of(plan) == "cpu":
+        arguments.hardware = "cpu"
+    machine = _machine(arguments)
+    if plan.options.nodes is not None:
+        machine = replace(machine, ranks_per_node=max(map(len, plan.options.nodes.ranks)))
+    options = replace(_options(arguments), replicas=plan.options.replicas, memory_budget=plan.options.budget)
+    return Simulation.of_plans([stage], model, sharding, machine, options, _workload(arguments))
 
 
 def _report(simulation: Simulation, others: list[Sharding], *, compare: bool) -> Report:
@@ -156,7 +186,7 @@ def _model(arguments: argparse.Namespace) -> ModelDescription:
     given = [name for name in ("model", "hf_config", "module") if getattr(arguments, name) is not None]
     if len(given) != 1:
         have = "none is" if not given else "several are"
-        raise ConfigError(f"one of --model, --hf-config and --module says which model to plan; {have} given.")
+        raise ConfigError(f"one of --model, --hf-config, --module and --from-json says which model to plan; {have} given.")
     if arguments.model is not None:
         return load_model(arguments.model)
     return build_module(arguments.module) if arguments.module is not None else build_from_hf_config(arguments.hf_config)

@@ -12,9 +12,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
-from ..device import hardware_of
+from ..device import hardware_of, transfers_for
 from ..execute.elementwise import apply, fill_with_momentum
 from ..optim import Muon
 from ..ortho import AUTO, Workspace, default_compute_dtype, expected_flops, orthogonalize
@@ -34,6 +34,7 @@ _LONG_PRODUCT = 0.1  # seconds: no larger product is measured
 _MOST_TURNS = 32  # in which pairs are measured: with many ranks a sample of the pairs
 _PAIR_BYTES = 4 * 2**20
 _EXCHANGE_BYTES = 8 * 2**20  # per rank, over all its peers
+_COPY_BYTES = 64 * 2**20
 _REPEATS = 10
 _LONG_STEP = 0.1  # seconds: no step on larger matrices is measured
 _LARGEST_STEP = 4  # times the size of the matrices that are measured first
@@ -265,13 +266,36 @@ def measure_host(context: Context) -> Finding:
     with context.doing("measuring steps on tiny matrices"):
         times = {count: min(_step_times(context, count, 8, repeats=10)[0]) for count in (few, many)}
     per_matrix = max(1e-7, (times[many] - times[few]) / (many - few))
-    return Finding("", data={"per_matrix": per_matrix, "per_step": max(1e-6, times[few] - few * per_matrix)})
+    copies = None if context.device.type == "cpu" else asdict(copy_link(context))
+    return Finding("", data={"per_matrix": per_matrix, "per_step": max(1e-6, times[few] - few * per_matrix), "copies": copies})
+
+
+def copy_link(context: Context) -> Link:
+    """How fast pinned memory of the host is copied to the device and back, as weights in host memory are."""
+    transfers, seconds = transfers_for(context.device), dict[int, float]()
+    with context.doing("measuring copies between host and device"):
+        for count in (1, _COPY_BYTES):
+            host, device = transfers.host_buffer(count, torch.uint8), torch.empty(count, dtype=torch.uint8, device=context.device)
+
+            def to_and_fro(host: Tensor = host, device: Tensor = device) -> None:
+                transfers.load(device, host)
+                transfers.store(host, device)
+                transfers.settle()
+
+            seconds[count] = statistics.median(_times(context, to_and_fro, _REPEATS)) / 2
+    return Link(_COPY_BYTES / seconds[_COPY_BYTES], seconds[1])
 
 
 def summarise_host(context: Context, data: Sequence[Mapping[str, Any]]) -> Summary:
     """Medians over the ranks."""
-    figures = {f"seconds_{key}": statistics.median(of_rank[key] for of_rank in data) for key in ("per_matrix", "per_step")}
+    figures: dict[str, Any] = {
+        f"seconds_{key}": statistics.median(of_rank[key] for of_rank in data) for key in ("per_matrix", "per_step")
+    }
     text = f"{1e6 * figures['seconds_per_matrix']:.0f} µs per matrix and {1e3 * figures['seconds_per_step']:.2f} ms per step"
+    links = [of_rank["copies"] for of_rank in data if of_rank["copies"] is not None]
+    figures["copies"] = {key: statistics.median(link[key] for link in links) for key in links[0]} if links else None
+    if links:
+        text += f"; {_link_text(Link(**figures['copies']))} between host and device"
     return Summary(text, figures)
 
 
@@ -335,4 +359,5 @@ def calibration_of(context: Context) -> Calibration | None:
         host_seconds_per_step=max(1e-6, figures["host"]["seconds_per_step"] - waiting),
         elementwise=Elementwise(**figures["rates"]["elementwise"]),
         exchange_cpu_share=max(1e-3, links["exchange_cpu_share"]) if context.world > 1 and on_cpu else None,
+        copies=None if figures["host"]["copies"] is None else Link(**figures["host"]["copies"]),
     )

@@ -3,6 +3,7 @@
 from .data_parallel import DataParallelExecutor
 from .executor import Executor, StepExecutor
 from .local_cuts import window_of
+from .observer import UNOBSERVED, MatrixKey, Observer
 from .reference import ReferenceExecutor
 from .rounding import Elements, RandomWords, RoundingScratch, advance_counters, chunks_of, elements_held, round_stochastically
 from .settings import DEFAULT_MEMORY_BUDGET, ExecutorSettings
@@ -10,10 +11,13 @@ from .step_param import StepParam, StepSettings, UpdateRule
 
 __all__ = [
     "DEFAULT_MEMORY_BUDGET",
+    "UNOBSERVED",
     "DataParallelExecutor",
     "Elements",
     "Executor",
     "ExecutorSettings",
+    "MatrixKey",
+    "Observer",
     "RandomWords",
     "ReferenceExecutor",
     "RoundingScratch",

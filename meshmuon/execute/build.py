@@ -9,9 +9,10 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from ..plan import NO_WAVE, Batch, WaveRoutes, WaveSizes, slot_sizes, wave_sizes
+from ..plan import NO_WAVE, Batch, PieceTransfer, WaveRoutes, WaveSizes, slot_sizes, wave_sizes
 from ..plan.order import gradient_read_order
-from ..torch_compat import local_part, profiler_range
+from ..torch_compat import local_part
+from .observer import Observer
 from .ortho_batch import OrthoBatch, flat_matrices
 from .program_builder import MatrixRange, PlacedTransfers, ProgramBuilder, offsets_of
 from .rounding import RoundingScratch
@@ -35,21 +36,21 @@ class LocalBatch:
     rule_state: list[ShardView]  # the place of their rule state, and its views of ``ortho_batch``
     stage: Stage | None = None  # between ``ortho_batch`` and the memory that ``shard_views`` are of; None where they are the same
 
-    def run(self, step_params: Sequence[StepParam], idle: AbstractSet[int]) -> None:
+    def run(self, step_params: Sequence[StepParam], idle: AbstractSet[int], observer: Observer) -> None:
         """One step of the batch, without what belongs to ``idle`` parameters."""
         if self.ortho_batch.is_idle(idle):
             return
-        with profiler_range("meshmuon::momentum"):
+        with observer.phase("momentum"):
             self.gradient_reads.accumulate_momentum(step_params, idle)
             self.shard_views.fill(step_params, idle)
             load_rule_state(self.rule_state, step_params, idle)
             if self.stage is not None:
                 self.stage.to_device()
         self.gradient_reads.free_gradients(step_params)
-        self.ortho_batch.orthogonalise(idle)
+        self.ortho_batch.orthogonalise(idle, observer)
         if self.stage is not None:
             self.stage.to_host()
-        with profiler_range("meshmuon::update"):
+        with observer.phase("update"):
             self.shard_views.apply(step_params, idle)
             store_rule_state(self.rule_state, step_params, idle)
 
@@ -227,11 +228,20 @@ class RankProgramBuilder(ProgramBuilder):
         staying = offsets_of(routes.staying, sizes.staying_offset)
         momentum = [*offsets_of(routes.gather_out), *staying], beside if unrounded is None else unrounded
         updates = [*offsets_of(routes.scatter_in), *staying], beside
+
+        def gathers(rank: int) -> tuple[Sequence[PieceTransfer], Sequence[PieceTransfer]]:
+            of_rank = self.routes_of_rank(rank)[k]
+            return of_rank.gather_in, of_rank.gather_out
+
+        def scatters(rank: int) -> tuple[Sequence[PieceTransfer], Sequence[PieceTransfer]]:
+            of_rank = self.routes_of_rank(rank)[k]
+            return of_rank.scatter_in, of_rank.scatter_out
+
         unpack_from = [(offsets_of(routes.gather_in), gathered), (staying, shards)]
         pack_into = [(offsets_of(routes.scatter_out), results), (staying, shards)]
         return Wave(
-            gather=self.exchange_buffers(gathered, routes.gather_in, shards, routes.gather_out),
-            scatter=self.exchange_buffers(shards, routes.scatter_in, results, routes.scatter_out),
+            gather=self.exchange_buffers(gathered, shards, gathers, f"slot {slot}"),
+            scatter=self.exchange_buffers(shards, results, scatters, f"slot {slot}"),
             momentum_views=ShardViews(
                 self.piece_views(*momentum), self.step_params, RoundingScratch(self.workspace), self._filled_once
             ),

@@ -14,19 +14,19 @@ import torch
 from torch import Tensor
 
 from ..device import Mark, Streams
-from ..plan import NO_WAVE, Batch, Plan, WaveRoutes
-from ..torch_compat import profiler_range
+from ..plan import NO_WAVE, Batch, PieceTransfer, Plan, WaveRoutes
 from ..transport import Exchange
 from .build import RankProgram
 from .elementwise import fill_with_momentum
 from .executor import Executor
+from .observer import Observer
 from .ortho_batch import OrthoBatch
 from .program_builder import ProgramBuilder, offsets_of
 from .rounding import RoundingScratch
 from .rule_state import load_rule_state, store_rule_state
 from .shard_views import GradientReads, ShardView, ShardViews, grouped
 from .step_param import StepParam
-from .wave import CopyPairs, ExchangeBuffers
+from .wave import CopyPairs, PreparedExchange
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +36,7 @@ class _AveragedBatch:
     ortho_batch: OrthoBatch  # where they are orthogonalised
     matrix_views: list[ShardView]  # their place in the parameters, and their views of ``ortho_batch``
     averages: list[Tensor]  # their averaged gradients, in the order of ``matrix_views``
+    whole_averages: list[Tensor]  # the same, matrix by matrix
     received: list[list[Tensor] | None]  # for every rank, its gradients of them; None stands for this rank's own
     results: list[list[Tensor]]  # for every other rank, the views of the buffer that sends it the new weights
     rule_state: list[ShardView]  # the place of their rule state, and its views of ``ortho_batch``
@@ -56,19 +57,20 @@ class _AveragedBatch:
             results=list(map(of_active, self.results)),
         )
 
-    def run(self, step_params: Sequence[StepParam], idle: AbstractSet[int]) -> None:
-        with profiler_range("meshmuon::gather"):
+    def run(self, step_params: Sequence[StepParam], idle: AbstractSet[int], observer: Observer) -> None:
+        with observer.phase("gather"):
             self._average(step_params)
-        with profiler_range("meshmuon::momentum"):
+        observer.gradients(self.ortho_batch.matrices, self.whole_averages)
+        with observer.phase("momentum"):
             pairs = list(zip(self.matrix_views, self.averages, strict=True))
             for of_group in grouped(pairs, lambda pair: step_params[pair[0].param_index].group_index):
                 self._fill([matrix for matrix, _ in of_group], [average for _, average in of_group], step_params)
         load_rule_state(self.rule_state, step_params, idle)
-        self.ortho_batch.orthogonalise(idle)
-        with profiler_range("meshmuon::update"):
+        self.ortho_batch.orthogonalise(idle, observer)
+        with observer.phase("update"):
             self.update_views.apply(step_params, idle)
             store_rule_state(self.rule_state, step_params, idle)
-        with profiler_range("meshmuon::scatter"):
+        with observer.phase("scatter"):
             weights = [matrix.of(step_params[matrix.param_index].param) for matrix in self.matrix_views]
             for views in self.results:
                 torch._foreach_copy_(views, weights)
@@ -93,31 +95,37 @@ class _AveragedBatch:
 class _Wave:
     """A wave on one rank."""
 
-    gather: ExchangeBuffers  # the exchange of gradients, to the owners
-    scatter: ExchangeBuffers  # the exchange of new weights, from the owners
+    gather: PreparedExchange  # the exchange of gradients, to the owners
+    scatter: PreparedExchange  # the exchange of new weights, from the owners
     not_owned: list[ShardView]  # the matrices of other owners, and where their gradients leave and their weights arrive
     owned_batches: list[_AveragedBatch]  # the matrices that this rank owns, batch by batch
 
     def run(
-        self, step_params: Sequence[StepParam], idle: AbstractSet[int], exchange: Exchange, streams: Streams, ready: Mark
+        self,
+        step_params: Sequence[StepParam],
+        idle: AbstractSet[int],
+        exchange: Exchange,
+        streams: Streams,
+        ready: Mark,
+        observer: Observer,
     ) -> Iterator[None]:
         """A step of the wave. All of its work is on the main stream."""
         not_owned = [matrix for matrix in self.not_owned if matrix.param_index not in idle]
         views = [matrix.view for matrix in not_owned]
-        with profiler_range("meshmuon::gather"):
+        with observer.phase("gather"):
             CopyPairs(views, [matrix.of(step_params[matrix.param_index].grad) for matrix in not_owned]).run()
-            gather = self.gather.start(exchange, "gather")
+            gather = self.gather.start(exchange, "gather", observer)
         yield
-        with profiler_range("meshmuon::gather"):
+        with observer.phase("gather", waits=True):
             gather.wait()
         for batch in self.owned_batches:
             if not batch.ortho_batch.is_idle(idle):
-                (batch.without(idle) if idle else batch).run(step_params, idle)
-        scatter = self.scatter.start(exchange, "scatter")
+                (batch.without(idle) if idle else batch).run(step_params, idle, observer)
+        scatter = self.scatter.start(exchange, "scatter", observer)
         yield
-        with profiler_range("meshmuon::scatter"):
+        with observer.phase("scatter", waits=True):
             scatter.wait()
-        with profiler_range("meshmuon::update"):
+        with observer.phase("update"):
             CopyPairs([matrix.of(step_params[matrix.param_index].param) for matrix in not_owned], views).run()
 
 
@@ -153,9 +161,14 @@ class _DataParallelBuilder(ProgramBuilder):
         sent = self._buffer(f"sent {k}", k, sum(transfer.piece.size for transfer in routes.scatter_in))
         received = self._buffer(f"received {k}", k, sum(transfer.piece.size for transfer in routes.scatter_out))
         ortho_batches = [self.ortho_batch(self.owned_ranges[k], batch) for batch in batches]
+
+        def scatters(rank: int) -> tuple[Sequence[PieceTransfer], Sequence[PieceTransfer]]:
+            of_rank = self.routes_of_rank(rank)[k]
+            return of_rank.scatter_in, of_rank.scatter_out
+
         return _Wave(
-            gather=self.exchange_buffers(received, routes.scatter_out, sent, routes.scatter_in),
-            scatter=self.exchange_buffers(sent, routes.scatter_in, received, routes.scatter_out),
+            gather=self.exchange_buffers(received, sent, lambda rank: scatters(rank)[::-1], f"wave {k}"),
+            scatter=self.exchange_buffers(sent, received, scatters, f"wave {k}"),
             not_owned=self.piece_views(offsets_of(routes.scatter_in), sent),
             owned_batches=[self._averaged_batch(routes, batch, received, self._averages(k)) for batch in ortho_batches],
         )
@@ -182,6 +195,7 @@ class _DataParallelBuilder(ProgramBuilder):
             ortho_batch,
             matrix_views,
             averages=in_buffer(averages, (offset_of_average[task] for task in tasks)),
+            whole_averages=[averages[offset_of_average[task] : offset_of_average[task] + size] for task in tasks],
             received=[None if rank == self.rank else of_rank(rank) for rank in self.plan.ranks],
             results=[of_rank(rank) for rank in self.plan.ranks if rank != self.rank],
             rule_state=[shard for r, numbers in rule_state for shard in self.rule_state_views(r, numbers)],

@@ -14,6 +14,7 @@ from ..ortho import Workspace
 from ..plan import Plan
 from ..transport import Exchange
 from .build import RankProgram, RankProgramBuilder
+from .observer import UNOBSERVED, Observer
 from .pipeline import guarded, run_pipeline, skipped_wave, take_first
 from .settings import ExecutorSettings
 from .step_param import NONE_IDLE, StepParam
@@ -49,9 +50,14 @@ class StepExecutor(Protocol):
         ...
 
     def run(
-        self, step_params: Sequence[StepParam], *, idle: AbstractSet[int] = NONE_IDLE, during_last_scatter: Callable[[], None]
+        self,
+        step_params: Sequence[StepParam],
+        *,
+        idle: AbstractSet[int] = NONE_IDLE,
+        during_last_scatter: Callable[[], None],
+        observer: Observer = UNOBSERVED,
     ) -> Exception | None:
-        """One step of all parameters but the ``idle`` ones, which are indices of ``step_params``.
+        """One step of all parameters but the ``idle`` ones, which are indices of ``step_params``; ``observer`` sees it.
 
         Returns:
             The first error on this rank in a step that was completed: all exchanges have taken place, so that no other rank waits
@@ -91,7 +97,12 @@ class Executor:
         return RankProgramBuilder(plan, rank, step_params, exchange, self._workspace, self._settings).build()
 
     def run(
-        self, step_params: Sequence[StepParam], *, idle: AbstractSet[int] = NONE_IDLE, during_last_scatter: Callable[[], None]
+        self,
+        step_params: Sequence[StepParam],
+        *,
+        idle: AbstractSet[int] = NONE_IDLE,
+        during_last_scatter: Callable[[], None],
+        observer: Observer = UNOBSERVED,
     ) -> Exception | None:
         """One step of the prepared plan.
 
@@ -103,24 +114,25 @@ class Executor:
         if streams is None or self.plan is None:
             guarded(during_last_scatter, program.failures)()
             return take_first(program.failures)
-        program.around_all.accumulate_momentum(step_params, idle)
+        with observer.phase("momentum"):
+            program.around_all.accumulate_momentum(step_params, idle)
         ready = streams.main_mark()
         waves: list[Iterator[None]] = []
         rule_states = [rule_state for rule_state in program.rule_states if not rule_state.params <= idle]
         if exchange is not None:
             for rule_state in rule_states:
-                rule_state.start_gather(step_params, exchange, idle)
+                rule_state.start_gather(step_params, exchange, idle, observer)
             waves = [
-                skipped_wave() if params <= idle else wave.run(step_params, idle, exchange, streams, ready)
+                skipped_wave() if params <= idle else wave.run(step_params, idle, exchange, streams, ready, observer)
                 for wave, params in zip(program.waves, program.wave_params, strict=True)
             ]
         local = [rule_state.finish_gather for rule_state in rule_states]
-        local += [partial(batch.run, step_params, idle) for batch in program.local]
+        local += [partial(batch.run, step_params, idle, observer) for batch in program.local]
 
         def before_last_results() -> None:
             for rule_state in rule_states:
                 assert exchange is not None
-                rule_state.start_scatter(exchange)
+                rule_state.start_scatter(exchange, observer)
             guarded(during_last_scatter, program.failures)()
 
         run_pipeline(waves, program.in_flight, local, before_last_results, gathered_ahead=program.gathered_ahead)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from collections.abc import Set as AbstractSet
+from functools import partial
 from typing import TypeAlias
 
 import torch
@@ -24,7 +25,8 @@ from ..ortho import (
 )
 from ..ortho.kernels import FunctionalProducts
 from ..plan import Batch
-from ..torch_compat import own_graph_per_shape, profiler_range
+from ..torch_compat import own_graph_per_shape
+from .observer import UNOBSERVED, MatrixKey, Observer
 from .settings import ExecutorSettings
 from .step_param import NONE_IDLE, StepParam, UpdateRule
 
@@ -39,15 +41,16 @@ class OrthoBatch:
     def __init__(
         self,
         batch: Batch,
-        params: Sequence[int],
+        matrices: Sequence[MatrixKey],
         template: StepParam,
         workspace: Workspace,
         settings: ExecutorSettings,
         failures: list[Exception],
     ) -> None:
         self.batch = batch
-        self._params = params  # of each matrix, the index of its parameter
-        self._param_set = frozenset(params)
+        self.matrices = matrices
+        self._params = [param for param, _ in matrices]  # of each matrix, the index of its parameter
+        self._param_set = frozenset(self._params)
         self.stacked = _take(batch, template, workspace)  # (size, rows, cols)
         self.rule_state: Tensor | None = None  # (size, outputs) where the rule keeps numbers between steps
         if template.rule_state is not None:
@@ -64,23 +67,29 @@ class OrthoBatch:
         """Whether none of its matrices is stepped."""
         return bool(idle) and self._param_set <= idle
 
-    def orthogonalise(self, idle: AbstractSet[int] = NONE_IDLE) -> None:
+    def orthogonalise(self, idle: AbstractSet[int] = NONE_IDLE, observer: Observer = UNOBSERVED) -> None:
         """Replaces every matrix by its orthogonalised update, with what its rule does before and after.
 
         The results of ``idle`` parameters have no meaning. At least one matrix must belong to another parameter.
         """
-        with profiler_range("meshmuon::orthogonalise"):
+        with observer.phase("orthogonalise"):
             try:
                 if idle:
                     self._overwrite_idle(idle)
+                observer.momentum(self.matrices, self.stacked)
                 if self._rule is None:
-                    self._orthogonalise()
+                    self._orthogonalise_for(observer)
                 else:
                     seen = seen_by_rule(self.stacked, self.rule_state, flipped=self._flipped, one_by_one=self._one_by_one)
-                    apply_rule(self._rule, self._orthogonalise, seen)
+                    apply_rule(self._rule, partial(self._orthogonalise_for, observer), seen)
+                observer.update(self.matrices, self.stacked)
             except Exception as error:
                 self.stacked.zero_()
                 self._failures.append(error)
+
+    def _orthogonalise_for(self, observer: Observer) -> None:
+        self._orthogonalise()
+        observer.orthogonalised(self.matrices, self.stacked)
 
     def _overwrite_idle(self, idle: AbstractSet[int]) -> None:
         """Overwrites the matrices of idle parameters with an active one: a user's scheme or rule may fail on arbitrary memory."""

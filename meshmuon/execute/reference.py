@@ -21,6 +21,7 @@ from ..torch_compat import local_part, profiler_range
 from ..transport import Exchange, check_round_trip, has_part, own_shard, whole
 from .elementwise import apply, look_ahead
 from .local_cuts import window_of
+from .observer import UNOBSERVED, Observer
 from .ortho_batch import apply_rule, seen_by_rule
 from .rounding import Elements, RandomWords
 from .rule_state import store_rule_state
@@ -51,9 +52,14 @@ class ReferenceExecutor:
         self.plan = plan
 
     def run(
-        self, step_params: Sequence[StepParam], *, idle: AbstractSet[int] = NONE_IDLE, during_last_scatter: Callable[[], None]
+        self,
+        step_params: Sequence[StepParam],
+        *,
+        idle: AbstractSet[int] = NONE_IDLE,
+        during_last_scatter: Callable[[], None],
+        observer: Observer = UNOBSERVED,
     ) -> Exception | None:
-        """One step, parameter by parameter. Unlike ``Executor`` it stops at the first error."""
+        """One step, parameter by parameter. Unlike ``Executor`` it stops at the first error; it shows nothing to observers."""
         active = [k for k in range(len(step_params)) if k not in idle]
         for parts in grouped(active, lambda k: step_params[k].param):
             self._step(step_params, parts)

@@ -11,12 +11,28 @@ import torch
 from torch import Tensor
 
 from ..device import Mark, Streams
-from ..torch_compat import profiler_range
 from ..transport import Exchange, Pending
+from .observer import Observer
 from .ortho_batch import OrthoBatch
 from .shard_views import GradientReads, ShardViews
 from .staging import Stage
 from .step_param import StepParam
+
+
+class StartedExchange(Protocol):
+    """An exchange that is under way."""
+
+    def wait(self) -> None:
+        """Work that is issued after this call sees the received elements."""
+        ...
+
+
+class PreparedExchange(Protocol):
+    """One exchange with its buffers: ``ExchangeBuffers``, or ``RelayedBuffers`` where it goes through relays."""
+
+    def start(self, exchange: Exchange, phase: str, observer: Observer) -> StartedExchange:
+        """Starts the exchange; ``phase`` names it in errors. ``observer`` sees all that is sent."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,8 +47,9 @@ class ExchangeBuffers:
     sent: Tensor
     sent_splits: list[int]
 
-    def start(self, exchange: Exchange, phase: str) -> Pending:
+    def start(self, exchange: Exchange, phase: str, observer: Observer) -> Pending:
         """Starts the exchange; ``phase`` names it in errors."""
+        observer.sends(self.sent)
         return exchange.start(self.received, self.received_splits, self.sent, self.sent_splits, phase=phase)
 
 
@@ -57,14 +74,14 @@ class OwnedBatch:
     unpack: CopyPairs  # from the pieces in the exchange buffers to ``ortho_batch``
     pack: CopyPairs  # from ``ortho_batch`` to the pieces in the exchange buffers
 
-    def run(self, idle: AbstractSet[int]) -> None:
+    def run(self, idle: AbstractSet[int], observer: Observer) -> None:
         """Assembles the matrices from their pieces, orthogonalises them, and cuts them into pieces again."""
         if self.ortho_batch.is_idle(idle):
             return
-        with profiler_range("meshmuon::gather"):
+        with observer.phase("gather"):
             self.unpack.run()
-        self.ortho_batch.orthogonalise(idle)
-        with profiler_range("meshmuon::scatter"):
+        self.ortho_batch.orthogonalise(idle, observer)
+        with observer.phase("scatter"):
             self.pack.run()
 
 
@@ -72,7 +89,13 @@ class RankWave(Protocol):
     """A wave on one rank, with its views made once."""
 
     def run(
-        self, step_params: Sequence[StepParam], idle: AbstractSet[int], exchange: Exchange, streams: Streams, ready: Mark
+        self,
+        step_params: Sequence[StepParam],
+        idle: AbstractSet[int],
+        exchange: Exchange,
+        streams: Streams,
+        ready: Mark,
+        observer: Observer,
     ) -> Iterator[None]:
         """A step of the wave; yields after each of its two exchanges has started, so that other waves can work meanwhile.
 
@@ -86,8 +109,8 @@ class RankWave(Protocol):
 class Wave:
     """The ``RankWave`` of sharded matrices."""
 
-    gather: ExchangeBuffers  # the exchange of pieces, to their owners
-    scatter: ExchangeBuffers  # the exchange of updates, back to the holders of the pieces
+    gather: PreparedExchange  # the exchange of pieces, to their owners
+    scatter: PreparedExchange  # the exchange of updates, back to the holders of the pieces
     momentum_views: ShardViews  # where the momentum of each of this rank's pieces is written, before it is rounded for the wire
     rounding: CopyPairs  # from there to the buffer that is sent; empty where the dtype on the wire is that of the update
     update_views: ShardViews  # where each piece of the update is in the buffer that is received
@@ -96,29 +119,35 @@ class Wave:
     stage: Stage | None = None  # between the buffers that the views are of and those that travel; None where they are the same
 
     def run(
-        self, step_params: Sequence[StepParam], idle: AbstractSet[int], exchange: Exchange, streams: Streams, ready: Mark
+        self,
+        step_params: Sequence[StepParam],
+        idle: AbstractSet[int],
+        exchange: Exchange,
+        streams: Streams,
+        ready: Mark,
+        observer: Observer,
     ) -> Iterator[None]:
         """A step of the wave."""
-        with streams.beside(ready, self.gradient_reads.gradients(step_params, idle)), profiler_range("meshmuon::momentum"):
+        with streams.beside(ready, self.gradient_reads.gradients(step_params, idle)), observer.phase("momentum"):
             self.gradient_reads.accumulate_momentum(step_params, idle)
             self.momentum_views.fill(step_params, idle)
             self.rounding.run()
             if self.stage is not None:
                 self.stage.to_device()
-            gather = self.gather.start(exchange, "gather")
+            gather = self.gather.start(exchange, "gather", observer)
         self.gradient_reads.free_gradients(step_params)
         yield
-        with profiler_range("meshmuon::gather"):
+        with observer.phase("gather", waits=True):
             # An exchange runs after what its stream was given before it, so that the main stream waits for the side stream, too.
             gather.wait()
         for batch in self.owned_batches:
-            batch.run(idle)
-        scatter = self.scatter.start(exchange, "scatter")
+            batch.run(idle, observer)
+        scatter = self.scatter.start(exchange, "scatter", observer)
         yield
         with streams.beside(ready):
-            with profiler_range("meshmuon::scatter"):
+            with observer.phase("scatter", waits=True):
                 scatter.wait()  # likewise, the side stream waits for the main one
                 if self.stage is not None:
                     self.stage.to_host()
-            with profiler_range("meshmuon::update"):
+            with observer.phase("update"):
                 self.update_views.apply(step_params, idle)

@@ -13,7 +13,8 @@ from .place import ParamPlace
 from .traced import is_instance
 
 _QKV = r"qkv|qkv_proj|qkv_linear|[wW]_?qkv|to_qkv|attn_qkv|c_attn|att_proj|in_proj_weight|in_proj_qkv"
-_GATED_MLP = r"gate_up_proj|gate_and_up_proj|up_gate_proj|up_gate_layer|gateup_proj|gate_up|w12|w13|weights_in|proj_up_gate_z"
+_GATED_MLP = r"(\w+_)?(gate_?up|gate_and_up|up_gate)(_proj|_layer|_z|_weight)?|w_?12|w_?13|weights_in"
+_FIRST_OF_MLP = r"(\w+_)?(w?in|w?i|up|expand|wi|w_?1|fc_?1|fc_in|c_fc|(lin|linear|dense|proj|ff)_?(1|in))(_proj|_linear)?"
 _ADA_NORM = r"Ada(Layer)?(RMS)?(Group)?(Norm|LN)|AdaLN|FlowResBlock|FlowFinalLayer|DiffusionHeadFinalLayer|AtomLayer|Modulation"
 
 
@@ -60,7 +61,9 @@ FUSED: tuple[Fused, ...] = (
         "outputs/r_dim/head_dim",
         "FusedQKVLinear",
     ),
+    Fused("q1, q2, k1, k2, v", "to_qkv", ("outputs/5",) * 5, "", "StableAudio3SelfAttention", "use_differential"),
     # timm's.
+    Fused("k, v", "qkv", ("inputs", "inputs"), "", "WindowAttentionGlobal", "use_global"),  # q comes from elsewhere
     Fused("q, k, v of each head", "qkv", ("outputs/heads/3",) * 3, "heads", "AttentionCl", "head_first"),
     Fused("q, k, v of each head", r"qkv|qkv\.linear", ("key_dim", "key_dim", "val_dim"), "heads"),
     Fused("k, v of each head", r"kv\.linear", ("key_dim", "val_dim"), "heads"),
@@ -91,6 +94,9 @@ FUSED: tuple[Fused, ...] = (
     ),
     Fused("x, gate", "in_proj", ("intermediate_size", "intermediate_size"), "", "Mamba|Mixer"),
     Fused("dt, B, C", "x_proj|x_proj_weight", ("time_step_rank", "ssm_state_size", "ssm_state_size")),
+    Fused("dt, B, C", "x_proj", ("dt_rank", "d_state", "d_state")),  # mamba_ssm's names
+    Fused("dt, B, C", "x_proj", ("dt_proj.in_features", "A_log.columns", "A_log.columns")),
+    Fused("z, x, B, C, dt", "in_proj", ("d_inner", "d_inner", "ngroups*d_state", "ngroups*d_state", "nheads"), "", "Mamba"),
     Fused("B, C, x", "in_proj", ("outputs/3",) * 3, "", "ShortConv"),
     Fused("index q, k", "index_qk_proj", ("index_n_heads*index_head_dim", "index_kv_heads*index_head_dim")),
     Fused("two windows", "kv_proj|gate_proj", ("head_dim", "head_dim"), "", "DeepseekV4(Indexer|CSACompressor)"),
@@ -100,6 +106,7 @@ FUSED: tuple[Fused, ...] = (
     # Blocks of q, k, v: with the sizes that the model tells, or those that the layers around the weight prove.
     Fused("q, k, v", _QKV, ("heads*head_dim", "kv_heads*head_dim", "kv_heads*head_dim")),
     Fused("q, k, v", _QKV, ("q_dim", "kv_dim", "kv_dim")),
+    Fused("q, k, v", _QKV, ("heads*head_dim",) * 3),
     Fused("k, v", "c_attn|in_proj_weight", ("outputs/2",) * 2, beside=r"q|q_\w+|to_q|[wW]_?q|query\w*"),  # cross-attention
     Fused("q, k, v", _QKV, ("proven_q", "proven_kv", "proven_kv")),
     Fused("k, v", r"kv|to_kv|w_?kv|kv_linear|key_value|kv_proj", ("outputs/2",) * 2),
@@ -127,6 +134,7 @@ FUSED: tuple[Fused, ...] = (
             ("dense_h_to_4h", "dense_4h_to_h"),
         )
     ),
+    Fused("gated halves", _FIRST_OF_MLP, ("proven_half",) * 2),
     Fused("left, right", "linear_x", ("outputs/2",) * 2, "", "PairUpdate"),
     Fused("two signals, two gates", "proj_bundle", ("outputs/4",) * 4, "", "TriangleMultiplicativeUpdate"),
     # Shifts, scales and gates that a conditioning vector gives; streams of hyper-connections.
@@ -155,7 +163,7 @@ _AFTER_ATTENTION = re.compile(
 )
 _LOOKS_FUSED = re.compile(
     r"\w*qkv\w*|\w*query_key\w*|\w*keys?_values?\w*|\w*gate_up\w*|\w*up_gate\w*|(\w+_)?(kv|qk)(_proj|_linear)?|w1[23]|in_proj_weight|"
-    r"c_attn|\w*fused\w*",
+    r"c_attn|x_proj|\w*fused\w*|w?u?kv_(b|up)(_proj)?",
     re.IGNORECASE,
 )
 _GATES = {(nn.LSTM, nn.LSTMCell): 4, (nn.GRU, nn.GRUCell): 3}
@@ -196,6 +204,8 @@ def _split_of_row(row: Fused, place: ParamPlace, outputs: int, inputs: int) -> S
         if proven is None:
             return None
         known |= {"proven_q": proven[0], "proven_kv": proven[1]}
+    if "proven_half" in row.sizes and _is_halved(place, outputs, inputs):
+        known["proven_half"] = outputs // 2
     found = [place.size(size, **known) for size in row.sizes]
     sizes = tuple(size for size in found if size)  # a part may have no outputs, such as rotary keys in a model without any
     if None in found or not sizes:
@@ -226,11 +236,23 @@ def _proven_qkv(place: ParamPlace, outputs: int, inputs: int) -> tuple[int, int]
     return (q, kv) if kv == q or _are_grouped(q, kv, place.numbers()) else None
 
 
+def _is_halved(place: ParamPlace, outputs: int, inputs: int) -> bool:
+    """Whether what follows the first layer of an MLP takes half of its outputs, and nothing beside it takes all of them."""
+    others = list(place.neighbours())
+    back = any(2 * taken == outputs and given == inputs for _, given, taken in others)
+    return back and not any(taken == outputs for _, _, taken in others)
+
+
 def _inputs_after(place: ParamPlace, width: int) -> int | None:
-    """The inputs of the layer that takes the output of attention back to ``width``; None if no layer, or several, may be it."""
-    back = [(label, inputs) for label, outputs, inputs in place.neighbours() if outputs == width]
+    """The inputs of the layer that takes the output of attention back to ``width``; None if no layer, or several, may be it.
+
+    A layer that is named after it counts first, and even if it has other outputs, as where stages of a backbone meet.
+    """
+    others = list(place.neighbours())
+    back = [(label, inputs) for label, outputs, inputs in others if outputs == width]
     named = {inputs for label, inputs in back if _AFTER_ATTENTION.fullmatch(label)}
-    found = named or {inputs for _, inputs in back}
+    anywhere = {inputs for label, _, inputs in others if _AFTER_ATTENTION.fullmatch(label)}
+    found = named or {inputs for _, inputs in back} or anywhere
     return found.pop() if len(found) == 1 else None
 
 

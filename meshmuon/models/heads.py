@@ -8,12 +8,13 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from .names import is_embedding_name, is_head_name
+from .names import is_embedding_name, is_head_name, is_number
 from .place import ParamPlace, is_a
 from .traced import class_of, is_instance
 
 _HEAD_METHODS = ("get_output_embeddings", "get_classifier")  # of transformers, of timm
 _SIZES = re.compile(r"\w*vocab_size|n_words|num_\w*(labels|classes|answers)|codebook_size")
+_OTHER_TABLES = re.compile(r"pos|wpe|time|type|segment|level|layer|bucket|query|relative")
 _HEAD_CLASSES = r"(Classification|Classifier|Regression|ISTFT|CTC|Rec|Contrastive|Segmentation|Diarization)\w*Head$"
 
 
@@ -54,7 +55,7 @@ def _is_linear(place: ParamPlace) -> bool:
 def is_repeated(place: ParamPlace) -> bool:
     """Whether it is inside a block that its container holds several times."""
     for container, module, part in zip(place.modules, place.modules[1:], place.parts, strict=False):
-        if not part.isdigit():
+        if not is_number(part):
             continue
         if isinstance(container, (nn.ModuleList, nn.ModuleDict)):  # also of one block, as in a pipeline stage
             return True
@@ -73,6 +74,8 @@ class HeadFinder:
         self._takers: dict[int, set[str]] = {}  # number of inputs → the linear layers that take so many
         for place in linear:
             self._takers.setdefault(place.param.shape[1], set()).add(place.name)
+        tables = (place for place in places if is_instance(place.module, nn.Embedding) and not _OTHER_TABLES.search(place.label))
+        self._vocabularies = {tuple(place.param.shape) for place in tables}
 
     def reason(self, place: ParamPlace) -> str | None:
         """Why, in a few words for the routing table; None if it is no head."""
@@ -86,6 +89,8 @@ class HeadFinder:
         owner = place.owner
         if is_a(owner, _HEAD_CLASSES) and _is_linear(place) and [*owner.children()][-1] is place.module:
             return "output head: the last layer of a head"
+        if (rows, cols) in self._vocabularies and _is_linear(place) and not self._takers.get(rows, set()) - {place.name}:
+            return "output head: the shape of an embedding"
         what = "output head" if place.parts[-1] == "weight" else "table"
         for name, size in _known_sizes(place):
             if rows in (size, size + 1) and not self._takers.get(rows, set()) - {place.name}:

@@ -29,7 +29,7 @@ _TABLES = re.compile(
     r"(\w+_)?(emb|embs|embed|embeds|embedding|embeddings|codebooks?)(_?\d+|_(in|tokens?|table|layer|weights?|matrix))?"
 )
 _HEADS = re.compile(
-    r"W_U|(\w+_)?(lm_head|embed_out|unembed|classifier|score|logits|logits_\w+|qa_outputs|class_predictor)"
+    r"W_U|(\w+_)?(lm_head|embed_out|un_?embed(ding)?|to_logits|vocab(_proj|_projection)?|classifier|score|logits|logits_\w+|qa_outputs|predictor)"
     r"|(\w+_)?heads?|(ctc_|text_|audio_|cls_|mlm_|qa_|final_)?(output|outputs|output_layer|output_projection)"
 )
 _OUTERMOST_HEADS = re.compile(r"\w+_out_proj|proj_out|final_(proj|linear|layer)")  # if the model itself holds them

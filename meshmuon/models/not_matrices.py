@@ -25,7 +25,11 @@ NOT_MATRICES: tuple[tuple[str, str], ...] = (
     ("bias", r"(\w+_)?bias(es)?(_\w+)?"),
     ("weight-norm part", r"weight_[gv]|original[01]"),
     ("position table", r"(\w+_)?(pos|position|positional|positions|ape|rel_pos|relative)(_\w+)?|\w*_pos_\w+|\w*posemb\w*"),
-    ("state-space parameter", r"A|D|A_log|A_real|A_imag|log_A\w*|log_dt|dt|dt_\w*bias|C_log"),
+    ("norm", r"(\w+_)?(norm|ln|layer_?norm|rms_?norm)(_(w|g|weight))?"),
+    (
+        "state-space parameter",
+        r"D|dt|log_dt|dt_\w*bias|log_[ABCD]\w*|[ABCD]_(log|real|imag|re|im|bar)|(nu|theta|gamma)_log|Lambda(_\w+)?",
+    ),
     (
         "scale",
         r"(\w+_)?(scale|scales|scaler|gamma|beta|gain|alpha|lambdas?|temperature|tau|translate|ls)(_\w+|\d+)?|time_(mix|decay|first)\w*",
@@ -56,16 +60,28 @@ def why_no_matrix(place: ParamPlace) -> str | None:
     for reason, pattern in NOT_MATRICES:
         if last != "weight" and re.fullmatch(pattern, label, re.IGNORECASE):
             return reason
+    if re.fullmatch("[ABC]", label) and not _is_low_rank_factor(place):
+        return "state-space parameter"
     if is_bias_of_stack(place):
         return "bias of a stack"
     if not hasattr(module, "in_features") and not place.held_by("Linear|Conv|Dense|Experts"):
         if is_table_label(place.label):
             return "embedding: by name"
-        if place.held_by("Embed|Codebook"):
+        if place.held_by(r"(Embed(s|ding|dings|der)?|Codebooks?)(\dD|\d)?$"):
             return "embedding: by class"
     if place.param.dim() > 2 and place.param.size(0) == 1:
         return "token or table: its first dim is 1"
     return None
+
+
+def _is_low_rank_factor(place: ParamPlace) -> bool:
+    """Whether ``A`` and ``B`` are the factors of a product, (r, in) and (out, r), rather than matrices of a state space."""
+    factors = [place.module._parameters.get(name) for name in ("A", "B")]
+    if any(factor is None or factor.dim() != 2 for factor in factors) or place.parts[-1] == "C":
+        return False
+    a, b = (factor.shape for factor in factors if factor is not None)
+    others = {name for name in place.module._parameters if re.fullmatch(r"[CD]|[ABCD]_\w+|log_\w+|dt\w*|Lambda\w*", name)}
+    return not others and (a[0] == b[1] or a[1] == b[0])
 
 
 def is_bias_of_stack(place: ParamPlace) -> bool:

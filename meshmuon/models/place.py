@@ -75,7 +75,7 @@ class ParamPlace:
     def size(self, expression: str, **known: int) -> int | None:
         """The value of sums of products such as ``heads*head_dim+2``; None if a size is unknown or a division leaves a rest.
 
-        ``fc2.in_features`` is an attribute of the layer ``fc2`` beside it.
+        ``fc2.in_features`` is an attribute of the layer ``fc2`` beside it, ``A_log.columns`` the size of a parameter beside it.
         """
         total = 0
         for term in expression.split("+"):
@@ -119,7 +119,10 @@ class ParamPlace:
     def _attribute(self, name: str) -> int | None:
         if "." in name:  # of a layer beside it
             layer, _, attribute = name.partition(".")
-            value = getattr(getattr(self.owner, layer, None), attribute, None)
+            beside = getattr(self.owner, layer, None)
+            if attribute == "columns":
+                return int(beside.shape[1]) if isinstance(beside, Tensor) and beside.dim() == 2 else None
+            value = getattr(beside, attribute, None)
             return value if isinstance(value, int) else None
         for source in self._sources():
             for synonym in QUANTITIES.get(name, (name,)):

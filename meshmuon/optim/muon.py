@@ -16,6 +16,7 @@ from ..agree.planner import Planner
 from ..errors import ConfigError, RoutingWarning
 from ..execute import DEFAULT_MEMORY_BUDGET, Executor, ExecutorSettings, ReferenceExecutor
 from ..matrices import Split
+from ..metrics.meter import Meter
 from ..ortho import SchemeLike, resolve_scheme
 from ..params.checks import check_replica_group
 from ..params.dtensors import ReplicaGroup
@@ -28,10 +29,11 @@ from ..params.groups import (
     optimizer_options_from,
 )
 from ..params.lr import AdjustLR
+from ..params.metrics_option import Metrics, MetricsLike, metrics_from
 from ..params.option_docs import with_options
 from ..params.option_table import ParamGroup
 from ..params.rules import RuleLike
-from ..plan import CostModel, CostModelLike, Plan, PlanOptions, cost_model_for, cost_model_from
+from ..plan import DEFAULT_MAX_PEERS, CostModel, CostModelLike, Plan, PlanOptions, cost_model_for, cost_model_from
 from ..qk_clip.clip import QKClip
 from ..routing.table import RoutingTable, build_routing_table, is_first_of_ranks
 from ..state import param_state as state
@@ -72,7 +74,9 @@ class Muon(MuonStep):
     """
 
     _constructed = True  # False while the constructor adds the groups one by one
-    _cost_model: CostModel | None = None  # of the user; optimizers that were pickled before there was the option have none
+    # Optimizers that were pickled before there were these options have none.
+    _cost_model: CostModel | None = None  # of the user
+    _metrics: Metrics | None = None
 
     def __init__(
         self,
@@ -108,6 +112,7 @@ class Muon(MuonStep):
         cuda_graphs: bool = False,
         comm_dtype: torch.dtype | None = None,
         replicas: str = "auto",
+        max_peers: int = DEFAULT_MAX_PEERS,
         replica_group: ReplicaGroup | None = None,
         nonfinite: str = "propagate",
         rule: RuleLike = "plain",
@@ -116,6 +121,7 @@ class Muon(MuonStep):
         allow_inactive: bool = False,
         cost_model: CostModelLike | None = None,
         kernels: str = "auto",
+        metrics: MetricsLike = None,
         waves_ahead: int | None = None,
         reference_path: bool | None = None,
     ) -> None:
@@ -127,10 +133,18 @@ class Muon(MuonStep):
         in_flight = options["waves_ahead"] + 1
         self._cost_model = cost_model_from(cost_model)
         # LocalPlanner replaces the cost model: by the user's, or by that of the parameters' device.
-        self._plan_options = PlanOptions(cost_model_for("cpu"), replicas, chunk_size, memory_budget, in_flight)
+        self._plan_options = PlanOptions(
+            cost_model_for("cpu"), replicas, chunk_size, memory_budget, in_flight, max_peers=max_peers
+        )
         self._comm_dtype = comm_dtype
         self._reference: bool = options["reference_path"]
         self._replica_group = replica_group
+        self._metrics = metrics_from(metrics)
+        if self._metrics is not None and self._reference:
+            raise ConfigError(
+                "metrics are measured by the owners of the matrices, and the reference path has none: leave out metrics= or "
+                "reference_path=True."
+            )
         self._qk_clip = QKClip(clip_config)
         self._nonfinite = NonFinite(nonfinite)
         self._offload = Offload()
@@ -206,6 +220,17 @@ class Muon(MuonStep):
             raise ConfigError("there is no plan yet: it is made at the first step().")
         return self._executor.plan
 
+    def metrics(self, *, wait: bool = False) -> dict[str, Any]:
+        """The health of the last measured step as a plain dict, described in docs/metrics.md; needs the option ``metrics``.
+
+        It does not communicate. Before the first measured step it is empty.
+
+        Args:
+            wait: on a GPU, wait until the device has finished the last measured step. Without it, the dict may be that of the
+                measured step before; its ``"step"`` says which one it is.
+        """
+        return self._meter.read(wait=wait)
+
     def routing_table(self) -> RoutingTable:
         """Where each parameter goes and how large its steps will be; ``print`` it."""
         return build_routing_table(self._groups)
@@ -259,6 +284,7 @@ class Muon(MuonStep):
             "_settings",
             "_plan_options",
             "_cost_model",
+            "_metrics",
             "_comm_dtype",
             "_reference",
             "_debug",
@@ -289,13 +315,15 @@ class Muon(MuonStep):
 
     def _reset(self) -> None:
         """Starts without a plan."""
-        path = f"reference_path={self._reference}, {self._settings.bits}"
+        path = f"reference_path={self._reference}, {self._settings.bits}, {self._metrics}"
+        path += f", max_peers={self._plan_options.max_peers}"  # the plan only says whether it was exceeded
         settings = PlanSettings(self._plan_options, self._settings.form, path, self._cost_model)
         self._planner = Planner(settings, self._replica_group, weakref.ref(self))
         self._executor = (ReferenceExecutor if self._reference else Executor)(self._settings)
         self._collector = Collector(self._wire_dtype())
         self._overwritten = Overwritten()
         self._log = RouteLog(on=self._debug)
+        self._meter = Meter(self._metrics)
 
     def _warn_of_routes(self, first: int) -> None:
         """Warns about the groups from ``first`` on, at the line of the user's call two frames up; on one rank for all."""

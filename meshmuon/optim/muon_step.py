@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -14,14 +14,17 @@ from ..agree.planner import Planner
 from ..agree.state_presence import StatePresence
 from ..agree.step_decision import PlanInput, RankStatus, StepDecision
 from ..errors import TransportError
-from ..execute import StepExecutor, StepParam, advance_counters
+from ..execute import UNOBSERVED, StepExecutor, StepParam, advance_counters
+from ..metrics.meter import Clipped, Meter
+from ..metrics.recorder import StepRecorder
+from ..params.checks import adamw_betas, adamw_eps
 from ..params.named_params import NamedParam
 from ..params.option_table import ParamGroup
 from ..qk_clip.clip import QKClip
 from ..qk_clip.logits import logits_text
 from ..routing.table import build_routing_table
 from ..state import param_state
-from ..torch_compat import local_part, never_traced, profiler_range
+from ..torch_compat import local_part, never_traced
 from .activity import ActivityCheck
 from .adamw import adamw_step
 from .collect import Collector, gradient_of, only_creates_state
@@ -47,6 +50,7 @@ class StepContext:
     decision: StepDecision = field(init=False)  # what all ranks have agreed on
     ready_params: list[StepParam] | None = None  # what the executor works on, if it was found out while the ranks agreed
     skip_mask: Tensor | None = None  # a boolean on a device, true if nothing may change; None if no device has to be asked
+    recorder: StepRecorder | None = None  # what measures this step; None if it is not measured
     would_diverge: bool = False  # an error at this point would make replicas diverge
 
 
@@ -64,6 +68,7 @@ class MuonStep(torch.optim.Optimizer):
     _qk_clip: QKClip
     _offload: Offload
     _log: RouteLog
+    _meter: Meter
 
     @never_traced
     @torch.no_grad()
@@ -79,6 +84,7 @@ class MuonStep(torch.optim.Optimizer):
             What ``closure`` returned, or None.
         """
         self._planner.begin()
+        self._meter.begin_step()
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -107,7 +113,14 @@ class MuonStep(torch.optim.Optimizer):
         params, plan_inputs, failure = self._collector.plan_inputs(self._groups)
         unreported = self._failures.to_report()
         has_grad = self._collector.has_grad
-        failure = failure or self._misuse(params) or self._activity.replaced(params, has_grad) or unreported or offload_error
+        failure = (
+            failure
+            or self._misuse(params)
+            or self._meter.refusal(params)
+            or self._activity.replaced(params, has_grad)
+            or unreported
+            or offload_error
+        )
         step = StepContext(params, plan_inputs, has_grad, qk_logits)
         if failure is None:
             try:
@@ -169,6 +182,7 @@ class MuonStep(torch.optim.Optimizer):
             step_params = self._step_params(step)
             if decision.plan is not self._executor.plan:
                 self._executor.prepare(decision.plan, decision.rank, step_params, decision.exchange)
+            self._meter.prepare(decision, step.params, self._planner.plan_inputs, self._planner.layouts)
         except TransportError:
             raise
         except Exception as error:
@@ -206,11 +220,14 @@ class MuonStep(torch.optim.Optimizer):
                 # step that must change nothing. If the step is skipped they become −0, like the gradients above.
                 made_zeros = [step_param.zeros for step_param in step_params if step_param.zeros is not None]
                 zero_if_skipped([local_part(zeros) for zeros in made_zeros], step.skip_mask)
-            failure = self._executor.run(step_params, idle=decision.idle, during_last_scatter=adamw)
+            if self._meter.is_due(self._planner.steps):
+                step.recorder = self._meter.begin(step_params, decision.idle, gradients_here=not self._averages_gradients)
+            observer = step.recorder or UNOBSERVED
+            failure = self._executor.run(step_params, idle=decision.idle, during_last_scatter=adamw, observer=observer)
             # Counters and QK-clip also after a failure: the other ranks count this step and clip.
             advance_counters((step_param.counter for step_param in step_params), step.skip_mask)
-            self._qk_clip.apply(params, step.qk_logits, step.skip_mask)
-            return failure
+            logits = self._qk_clip.apply(params, step.qk_logits, step.skip_mask)
+            return failure or self._measured(step, logits)
         except BaseException as error:  # also Ctrl-C: the other ranks wait for what this rank will never send
             if decision.exchange is not None:
                 self._failures.left_half_done(error)
@@ -221,6 +238,20 @@ class MuonStep(torch.optim.Optimizer):
             self._collector.release_state()
             clipped = frozenset() if step.qk_logits is None else self._qk_clip.clipped
             self._overwritten.mark(params, step.has_grad, decision.zeros, clipped)
+
+    def _measured(self, step: StepContext, logits: Mapping[Any, Tensor] | None) -> Exception | None:
+        """Ends the measurement of a measured step. Returns this rank's first error in it."""
+        if step.recorder is None:
+            return None
+        return self._meter.finish(
+            step.recorder,
+            step.decision,
+            self._groups,
+            {k for k, has_grad in enumerate(step.has_grad) if has_grad} | step.decision.zeros,
+            skipped=self._nonfinite.counted,
+            skip_mask=step.skip_mask,
+            clipped=Clipped(logits or {}, self._qk_clip.threshold),
+        )
 
     def _finish(self, step: StepContext, failure: Exception | None) -> None:
         """Raises the error of this rank, if there was one. The other ranks learn of it at the next step."""
@@ -246,16 +277,27 @@ class MuonStep(torch.optim.Optimizer):
         return cast("list[ParamGroup]", self.param_groups)
 
     def _adamw_step(self, step: StepContext) -> None:
-        params_by_group: dict[int, list[Tensor]] = {}
+        indices_by_group: dict[int, list[int]] = {}
         for k, named in enumerate(step.params):
             if not named.param_group["use_muon"] and (named.param.grad is not None or k in step.decision.zeros):
-                params_by_group.setdefault(named.group_index, []).append(named.param)
-        with profiler_range("meshmuon::adamw"):
-            for group_index, params in params_by_group.items():
+                indices_by_group.setdefault(named.group_index, []).append(k)
+        recorder = step.recorder
+        with (recorder or UNOBSERVED).phase("adamw"):
+            for group_index, indices in indices_by_group.items():
+                params, group = [step.params[k].param for k in indices], self._groups[group_index]
                 grads, states = self._adamw_gradients(params), [self.state[param] for param in params]
-                adamw_step(self._groups[group_index], params, grads, states, step.skip_mask)
+                if recorder is not None:
+                    recorder.before_adamw(self._meter.adamw_starts(indices), params, grads)
+                adamw_step(group, params, grads, states, step.skip_mask)
+                if recorder is not None:
+                    recorder.after_adamw(self._meter.adamw_starts(indices), states, adamw_betas(group), adamw_eps(group))
 
     # DistMuon overrides what follows.
+
+    @property
+    def _averages_gradients(self) -> bool:
+        """Whether ranks have different gradients of the same weights, which the step averages."""
+        return False
 
     def _misuse(self, params: Sequence[NamedParam]) -> Exception | None:
         """Why this kind of optimizer cannot step these parameters; None if it can."""

@@ -76,6 +76,11 @@ class NonFinite:
         self._skipped: int | Tensor = 0
 
     @property
+    def counted(self) -> int | Tensor:
+        """How many steps were skipped, as a number or, where only a device knows it, as a tensor there."""
+        return self._skipped
+
+    @property
     def skipped(self) -> int:
         """How many steps were skipped. Reading it waits for the device."""
         return int(self._skipped)

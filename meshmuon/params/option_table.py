@@ -30,7 +30,7 @@ from ..matrices import (
 )
 from ..ortho import AUTO, FORMS, Scheme, SchemeLike, resolve_scheme
 from ..ortho.kernels import check_kernels
-from ..plan import REPLICA_OPTIONS, cost_model_from
+from ..plan import DEFAULT_MAX_PEERS, REPLICA_OPTIONS, cost_model_from
 from .checks import (
     Check,
     check_backend,
@@ -46,6 +46,7 @@ from .checks import (
     whole_number,
 )
 from .lr import AdjustLR, check_adjust_lr
+from .metrics_option import metrics_from
 from .rules import RuleLike, check_rule
 
 
@@ -282,6 +283,10 @@ OPTIONS: tuple[Option, ...] = (
         'Where ranks hold the same matrix (HSDP, replicated DTensors): ``"share"`` has one replica compute it for all, '
         '``"repeat"`` has each compute it, ``"auto"`` takes the cheaper.'
     ),
+    Option("max_peers", DEFAULT_MAX_PEERS, Scope.OPTIMIZER, whole_number(1), Compared.IN_PLAN).with_help(
+        "With how many ranks a rank may exchange pieces in one wave. Above that, what goes from one node to another travels "
+        "in two hops through one rank of each."
+    ),
     Option("replica_group", None, Scope.OPTIMIZER, of_value(check_replica_group), Compared.IN_PLAN).with_help(
         "Process group, or mesh, over which plain tensors are replicated (DDP); the work is divided over it."
     ),
@@ -314,6 +319,10 @@ OPTIONS: tuple[Option, ...] = (
     Option("kernels", "auto", Scope.OPTIMIZER, of_value(check_kernels), Compared.IN_PLAN).with_help(
         'Who computes symmetric products on a GPU: ``"auto"`` (Triton where it is installed), ``"triton"``, ``"quack"`` (the '
         'library of quack-kernels, where it takes the shape) or ``"torch"``; no effect on CPU. See docs/gpu.md.'
+    ),
+    Option("metrics", None, Scope.OPTIMIZER, of_value(metrics_from), Compared.IN_PLAN).with_help(
+        "Measures every k-th step, for ``optimizer.metrics()``: a number k, or a ``meshmuon.metrics.Metrics``; by default "
+        "nothing. See docs/metrics.md."
     ),
 )
 """In the order of the constructor's parameters. An option with an older name is where that name is."""

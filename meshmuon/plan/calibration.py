@@ -45,6 +45,7 @@ class Calibration:
     host_seconds_per_step: float  # what a step takes beside its matrices and exchanges
     elementwise: Elementwise | None = None  # None in files that were written before it was measured
     exchange_cpu_share: float | None = None  # CPU seconds of an exchange ÷ its seconds, if the device is a CPU; None likewise
+    copies: Link | None = None  # between the memory of a device and pinned memory of its host; None on CPU
 
     def cost_model(self) -> CostModel:
         """What plans take from it.
@@ -60,9 +61,10 @@ class Calibration:
         def price(link: Link) -> tuple[float, float]:
             return rate / link.bytes_per_second, max(1.0, rate * link.seconds)
 
+        of_host = None if self.copies is None else price(self.copies)[0]
         if self.inside is None or self.between is None:
-            return CostModel(*price(self.exchange))
-        return CostModel(*price(self.inside), price(self.between)[0], price(self.exchange)[1])
+            return CostModel(*price(self.exchange), host_flops_per_byte=of_host)
+        return CostModel(*price(self.inside), price(self.between)[0], price(self.exchange)[1], of_host)
 
     def orthogonalisation_rate(self, size: int) -> float:
         """FLOPs per second on matrices whose shorter side is ``size``; on a logarithmic scale between two sizes."""
@@ -122,6 +124,7 @@ class Calibration:
             host_seconds_per_step=reader.number("host_seconds_per_step"),
             elementwise=reader.elementwise("elementwise"),
             exchange_cpu_share=None if content.get("exchange_cpu_share") is None else reader.number("exchange_cpu_share"),
+            copies=reader.link("copies"),
         )
 
     @classmethod

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 from ..errors import ConfigError
 from ..layout import ShardedMatrix
@@ -20,12 +20,15 @@ class CostModel:
         flops_per_exchange: FLOPs in the time that an exchange of no bytes takes.
         between_flops_per_byte: the first between ranks of different nodes; None if it is the same there.
         between_flops_per_exchange: the second for an exchange between ranks of several nodes; None if it is the same there.
+        host_flops_per_byte: the first between the memory of a device and that of its host, for weights that are there; None if
+            it is the same as between ranks.
     """
 
     flops_per_byte: float
     flops_per_exchange: float
     between_flops_per_byte: float | None = None
     between_flops_per_exchange: float | None = None
+    host_flops_per_byte: float | None = None
 
     def __post_init__(self) -> None:
         for name, value, low in (
@@ -33,20 +36,25 @@ class CostModel:
             ("flops_per_exchange", self.flops_per_exchange, 1),
             ("between_flops_per_byte", self.per_byte_between, 0),
             ("between_flops_per_exchange", self.per_exchange(several_nodes=True), 1),
+            ("host_flops_per_byte", self.per_byte_of_host, 0),
         ):
             if type(value) not in (int, float) or not low <= value <= _LARGEST:
                 raise ConfigError(f"CostModel: {name}={value!r} must be a number of at least {low} and at most {_LARGEST:g}.")
 
     def __repr__(self) -> str:
         # Part of a plan's digest: a model of one tier reads as it did before there were two.
-        names = ("flops_per_byte", "flops_per_exchange", "between_flops_per_byte", "between_flops_per_exchange")
-        values = [(name, getattr(self, name)) for name in names]
+        values = [(entry.name, getattr(self, entry.name)) for entry in fields(self)]
         return f"CostModel({', '.join(f'{name}={value!r}' for name, value in values if value is not None)})"
 
     @property
     def per_byte_between(self) -> float:
         """FLOPs per byte between nodes."""
         return self.flops_per_byte if self.between_flops_per_byte is None else self.between_flops_per_byte
+
+    @property
+    def per_byte_of_host(self) -> float:
+        """FLOPs per byte that is copied between a device and its host."""
+        return self.flops_per_byte if self.host_flops_per_byte is None else self.host_flops_per_byte
 
     def per_exchange(self, *, several_nodes: bool) -> float:
         """FLOPs in the time that an exchange of no bytes takes, inside a node or between several."""
@@ -85,10 +93,11 @@ class CostModel:
         return (sharded.replicas - 1) * (saved - spent) + extra * fewer >= 0
 
 
-# Orders of magnitude: 4e14 FLOP/s of bfloat16 products and 40 GB/s of network per GPU; 1e11 FLOP/s and 1 GB/s per CPU core.
-_MODELS = {"cuda": CostModel(1e4, 1e10)}
+# Orders of magnitude: 4e14 FLOP/s of bfloat16 products, 40 GB/s of network per GPU and 25 GB/s to its host; 1e11 FLOP/s and
+# 1 GB/s per CPU core.
+_MODELS = {"cuda": CostModel(1e4, 1e10, host_flops_per_byte=1.6e4)}
 # Several nodes of GPUs: 300 GB/s and 10 µs inside a node, the above between nodes.
-_ON_SEVERAL_NODES = {"cuda": CostModel(1.3e3, 4e9, 1e4, 1e10)}
+_ON_SEVERAL_NODES = {"cuda": CostModel(1.3e3, 4e9, 1e4, 1e10, 1.6e4)}
 _CPU = CostModel(100.0, 5e7)
 
 

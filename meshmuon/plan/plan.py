@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import io
+import json
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from ..errors import PlanError
+from ..errors import ConfigError, PlanError
 from ..layout import ShardedMatrix
+from .calibration import Calibration
 from .nodes import Crossings
 from .owners import assign_owners
-from .plan_data import PlanData, PlanOptions, add_local_costs
+from .plan_data import PlanData, PlanOptions, add_local_costs, copied_bytes
+from .relays import most_peers
 from .report import describe, to_json
+from .saved_plan import read_plan
 from .tasks import EVERY_HOLDER, NO_WAVE, PlannedParam, Task
+from .trace import write_trace
 from .waves import cut_into_waves
 
 
@@ -24,8 +31,28 @@ class Plan(PlanData):
         return describe(self)
 
     def to_json(self) -> str:
-        """The plan as JSON for tools."""
+        """The plan as JSON for tools. ``from_json`` reads it, and so does ``meshmuon plan --from-json``."""
         return to_json(self)
+
+    @classmethod
+    def from_json(cls, text: str) -> Plan:
+        """The plan in what ``to_json`` wrote."""
+        try:
+            content = json.loads(text)
+        except ValueError as error:
+            raise ConfigError(f"it is not JSON ({error}).") from None
+        data = read_plan(content)
+        return cls(data.ranks, data.params, data.tasks, data.wave_lanes, data.options)
+
+    def trace(self, machine: Calibration | str | os.PathLike[str]) -> str:
+        """The step as a timeline in Chrome's trace format: write it to a file and open that in Perfetto or chrome://tracing.
+
+        ``machine`` is what ``meshmuon doctor --save`` measured, or the name of its file.
+        """
+        calibration = machine if isinstance(machine, Calibration) else Calibration.load(machine)
+        output = io.StringIO()
+        write_trace([(self.ranks, calibration.predict(self).timeline.phases)], output)
+        return output.getvalue()
 
     def __post_init__(self) -> None:
         """Raises unless each matrix has one owner for each copy that is computed separately, and waves and owners fit together.
@@ -81,10 +108,19 @@ def make_plan(params: Sequence[PlannedParam], options: PlanOptions) -> Plan:
     staying, travelling = _tasks(params, options, crossings)
     loads = dict.fromkeys(ranks, 0.0)
     add_local_costs(loads, ((task.sharded, 0.0 if params[task.param].private else task.cost) for task in staying))
+    for rank, count in copied_bytes(ranks, params, [*staying, *travelling]).items():
+        loads[rank] += options.cost.per_byte_of_host * count
     owners = assign_owners(travelling, loads, crossings, [params[task.param].itemsize for task in travelling])
     owned = [task.owned_by(owner) for task, owner in zip(travelling, owners, strict=True)]
     scheduled, wave_lanes, in_flight = cut_into_waves(owned, params, options)
-    return Plan(ranks, tuple(params), (*staying, *scheduled), wave_lanes, replace(options, in_flight=in_flight))
+    plan = Plan(ranks, tuple(params), (*staying, *scheduled), wave_lanes, replace(options, in_flight=in_flight, max_peers=None))
+    return replace(plan, options=replace(plan.options, max_peers=options.max_peers)) if _needs_relays(plan, options) else plan
+
+
+def _needs_relays(plan: Plan, options: PlanOptions) -> bool:
+    """Whether some rank would talk to more than ``max_peers`` others, and there are nodes to relay between."""
+    limit = options.max_peers
+    return limit is not None and options.nodes is not None and len(plan.ranks) - 1 > limit and most_peers(plan) > limit
 
 
 def _tasks(params: Sequence[PlannedParam], options: PlanOptions, crossings: Crossings | None) -> tuple[list[Task], list[Task]]:

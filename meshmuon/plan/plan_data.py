@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Hashable, Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, fields
 from functools import cached_property
 
@@ -16,6 +16,7 @@ from .owners import lightest_possible
 from .tasks import EVERY_HOLDER, NO_WAVE, PieceTransfer, PlannedParam, Task
 
 REPLICA_OPTIONS = ("auto", "share", "repeat")
+DEFAULT_MAX_PEERS = 1024  # of the option ``max_peers``
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -33,6 +34,9 @@ class PlanOptions:
     budget: int = 64 * 2**20  # bytes that an owner may gather per wave
     in_flight: int = 6  # most waves between their first and last exchange; fewer where buffers would be too large
     nodes: Nodes | None = None  # which ranks share a node; None if all do
+    # Above so many peers per wave exchanges go in two hops through relays (``relays.py``). None: never. In the options of a plan
+    # that is made, None unless it does so.
+    max_peers: int | None = None
 
     def __post_init__(self) -> None:
         if self.replicas not in REPLICA_OPTIONS:
@@ -41,9 +45,10 @@ class PlanOptions:
             object.__setattr__(self, "nodes", None)
 
     def __repr__(self) -> str:
-        # Part of a plan's digest: on one node it reads as it did before plans knew of nodes.
+        # Part of a plan's digest: on one node it reads as it did before plans knew of nodes, and likewise without relays.
         values = [(name.name, getattr(self, name.name)) for name in fields(self)]
-        return f"PlanOptions({', '.join(f'{name}={value!r}' for name, value in values if name != 'nodes' or value is not None)})"
+        shown = [(name, value) for name, value in values if name not in ("nodes", "max_peers") or value is not None]
+        return f"PlanOptions({', '.join(f'{name}={value!r}' for name, value in shown)})"
 
     @property
     def crossings(self) -> Crossings | None:
@@ -91,8 +96,11 @@ class PlanData:
 
     @cached_property
     def loads(self) -> dict[int, float]:
-        """Rank → cost of its matrices, private ones left out."""
-        return _loads(self, lambda task: 0.0 if self.params[task.param].private else task.cost)
+        """Rank → cost of its matrices, private ones left out, and of copies between its device and host memory."""
+        loads = _loads(self, lambda task: 0.0 if self.params[task.param].private else task.cost)
+        for rank, count in self.bytes_copied.items():
+            loads[rank] += self.options.cost.per_byte_of_host * count
+        return loads
 
     @cached_property
     def flops(self) -> dict[int, float]:
@@ -119,6 +127,11 @@ class PlanData:
     def bytes_sent(self) -> dict[int, int]:
         """Rank → bytes that it sends to other ranks in a step."""
         return _sent(self, lambda param: param.itemsize)
+
+    @cached_property
+    def bytes_copied(self) -> dict[int, int]:
+        """Rank → bytes that it copies between its device and host memory in a step, for weights that are in host memory."""
+        return copied_bytes(self.ranks, self.params, self.tasks)
 
     @cached_property
     def bytes_between(self) -> dict[int, int]:
@@ -165,6 +178,19 @@ def add_local_costs(loads: dict[int, float], costs: Iterable[tuple[ShardedMatrix
     for sharded, amount in total.items():
         for rank in sharded.holdings:
             loads[rank] += amount
+
+
+def copied_bytes(ranks: Iterable[int], params: Sequence[PlannedParam], tasks: Iterable[Task]) -> dict[int, int]:
+    """Rank → bytes to its device and back, of what it holds of staged parameters. The same for every choice of owners."""
+    itemsizes: dict[ShardedMatrix, int] = {}  # summed over the tasks of a ``ShardedMatrix``, which may have thousands of holders
+    for task in tasks:
+        if params[task.param].staged:
+            itemsizes[task.sharded] = itemsizes.get(task.sharded, 0) + params[task.param].itemsize
+    copied = dict.fromkeys(ranks, 0)
+    for sharded, itemsize in itemsizes.items():
+        for rank, (piece, _) in sharded.holdings.items():
+            copied[rank] += 2 * sharded.sizes[piece] * itemsize
+    return copied
 
 
 def _loads(plan: PlanData, amount: Callable[[Task], float]) -> dict[int, float]:

@@ -44,6 +44,11 @@ class Machine(Protocol):
         ...
 
     @property
+    def copies(self) -> Link | None:
+        """Copies between a device and its host, for weights in host memory; None if they were not measured."""
+        ...
+
+    @property
     def host_seconds_per_matrix(self) -> float:
         """What each matrix adds to a step."""
         ...
@@ -106,21 +111,32 @@ class _Seconds:
             self._per_held = momentum, update
             self._per_owned = 2 * copy  # pieces to matrices, and back
         self._work = [dict.fromkeys(plan.ranks, 0.0) for _ in plan.wave_lanes]
+        self._copying = [0.0] * len(plan.wave_lanes)  # seconds per element in each direction; a wave is of one lane
         for task in plan.tasks:
             if task.owner != EVERY_HOLDER:
+                self._copying[task.wave] = self._copied(task)
                 self._work[task.wave][task.owner] += self._matrix(task) + self._per_owned * task.sharded.size
 
     def _matrix(self, task: Task) -> float:
         size = min(task.sharded.rows, task.sharded.cols)
         return self._plan.params[task.param].flops / self._machine.orthogonalisation_rate(size)
 
+    def _copied(self, task: Task) -> float:
+        """Seconds in which one element gets from host memory to the device, or back; 0 where it is on the device already."""
+        param, copies = self._plan.params[task.param], self._machine.copies
+        return param.itemsize / copies.bytes_per_second if param.staged and copies is not None else 0.0
+
     def step(self, adamw: list[float]) -> StepSeconds:
         plan, machine = self._plan, self._machine
-        waves = tuple(map(self._wave, traffic_of(plan), self._work))
+        waves = tuple(map(self._wave, traffic_of(plan), self._work, self._copying))
         local = dict.fromkeys(plan.ranks, 0.0)
         elementwise = machine.seconds_per_element("momentum") + machine.seconds_per_element("update")
         staying = [task for task in plan.tasks if task.owner == EVERY_HOLDER]
-        costs = ((t.sharded, self._matrix(t) + elementwise * t.sharded.size + machine.host_seconds_per_matrix) for t in staying)
+        per_element = [elementwise + 2 * self._copied(task) for task in staying]
+        costs = (
+            (task.sharded, self._matrix(task) + seconds * task.sharded.size + machine.host_seconds_per_matrix)
+            for task, seconds in zip(staying, per_element, strict=True)
+        )
         add_local_costs(local, costs)
         all_at_once = max(1, len(waves)) if self._averages else None
         return StepSeconds(
@@ -134,7 +150,7 @@ class _Seconds:
             gathered_ahead=all_at_once,
         )
 
-    def _wave(self, traffic: WaveTraffic, work: dict[int, float]) -> WaveSeconds:
+    def _wave(self, traffic: WaveTraffic, work: dict[int, float], copying: float) -> WaveSeconds:
         ranks, per_piece = self._plan.ranks, self._machine.host_seconds_per_matrix / 2
 
         def held(per_element: float) -> list[float]:
@@ -142,11 +158,11 @@ class _Seconds:
 
         gather = traffic.scatter.reversed() if self._averages else traffic.gather
         return WaveSeconds(
-            momentum=held(self._per_held[0]),
+            momentum=held(self._per_held[0] + copying),
             gather=[self._exchange(gather, rank) for rank in ranks],
             orthogonalise=list(work.values()),
             scatter=[self._exchange(traffic.scatter, rank) for rank in ranks],
-            update=held(self._per_held[1]),
+            update=held(self._per_held[1] + copying),
         )
 
     def _exchange(self, exchange: ExchangeBytes, rank: int) -> float:

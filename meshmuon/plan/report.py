@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from .plan_data import PlanData
+from .relays import most_peers, relayed_bytes
+from .saved_plan import plan_content
 from .tasks import EVERY_HOLDER, NO_WAVE, Task
 
 _MOST_RANKS_SHOWN = 16
@@ -36,6 +38,7 @@ def describe(plan: PlanData) -> str:
         f"sent per rank and step: {_bytes(max(sent.values(), default=0))} at most, "
         f"{_bytes(sum(sent.values()) / max(1, len(sent)))} on average; nothing is padded",
         *_between_nodes(plan),
+        *_through_relays(plan),
         f"exchange buffers on rank {plan.ranks[0]}: {buffers}" if buffers else "no exchange",
         "",
         table(("matrices", "shape", "layout", "how", "owners", "waves"), _kinds(plan)),
@@ -59,43 +62,32 @@ def _between_nodes(plan: PlanData) -> list[str]:
     ]
 
 
+def _through_relays(plan: PlanData) -> list[str]:
+    """What relays send for others, where the plan has too many peers to send directly."""
+    if plan.options.max_peers is None or plan.options.nodes is None:
+        return []
+    relayed = relayed_bytes(plan).values()
+    size, count = max(map(len, plan.options.nodes.ranks)), len(plan.options.nodes.ranks)
+    return [
+        f"in two hops between nodes: {most_peers(plan)} peers per rank would be more than max_peers={plan.options.max_peers}, "
+        f"there are at most {size - 1 + count}; relays send {_bytes(max(relayed))} at most, "
+        f"{_bytes(sum(relayed) / len(relayed))} on average, for others"
+    ]
+
+
 def to_json(plan: PlanData) -> str:
-    """The plan as JSON: options, parameters, and for every matrix its owner and wave."""
-    sent, between = plan.bytes_sent, plan.bytes_between
+    """The plan as JSON: options, parameters, for every matrix its owner and wave, and what each rank does."""
+    sent, between, relayed = plan.bytes_sent, plan.bytes_between, relayed_bytes(plan)
     content: dict[str, Any] = {
-        "digest": plan.digest,
-        "ranks": list(plan.ranks),
-        "options": {"replicas": plan.options.replicas, "chunk_size": plan.options.chunk_size, "budget": plan.options.budget},
-        "nodes": None if plan.options.nodes is None else [list(node) for node in plan.options.nodes.ranks],
+        **plan_content(plan),
         "buffer_bytes": {str(rank): plan.buffer_bytes(rank) for rank in plan.ranks[:1]},
-        "waves": [{"lane": str(lane)} for lane in plan.wave_lanes],
-        "parameters": [
-            {
-                "name": param.name,
-                "shape": list(param.layouts[0].shape),
-                "layouts": [str(layout) for layout in param.layouts],
-                "flops_per_matrix": param.flops,
-                "bytes_per_element": param.itemsize,
-            }
-            for param in plan.params
-        ],
-        "matrices": [
-            {
-                "parameter": plan.params[task.param].name,
-                "matrix": task.matrix,
-                "owner": None if task.owner == EVERY_HOLDER else task.owner,
-                "wave": None if task.wave == NO_WAVE else task.wave,
-                "pieces": len(task.sharded.pieces),
-                "replicas": task.sharded.replicas,
-            }
-            for task in plan.tasks
-        ],
         "per_rank": {
             str(rank): {
                 "load": plan.loads[rank],
                 "flops": plan.flops[rank],
                 "bytes_sent": sent[rank],
                 "bytes_between": between[rank],
+                "bytes_relayed": relayed[rank],
             }
             for rank in plan.ranks
         },

@@ -25,6 +25,7 @@ class PlannedParam:
     share: bool | None = None  # if ``replicas`` is "auto": whether replicas share one owner; None leaves it to the cost model
     private: bool = False  # known to this rank alone (a plain tensor): neither balanced nor part of the digest
     window: Window | None = None  # which rows and columns of the parameter its matrices are; None for all of them
+    staged: bool = False  # in host memory, while its matrices travel and are orthogonalised on a device
     how: str = ""  # how its matrices are computed, as text that ranks compare
 
     @property

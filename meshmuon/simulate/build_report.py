@@ -97,14 +97,17 @@ def _model(simulation: Simulation) -> ModelFigures:
 
 
 def _mesh(simulation: Simulation) -> MeshFigures:
-    sharding, per_node = simulation.sharding, simulation.machine.ranks_per_node
+    sharding, nodes = simulation.sharding, dict[int, list[int]]()
+    if sharding.ranks > 1:
+        for rank, node in simulation.node_of.items():
+            nodes.setdefault(node, []).append(rank)
     axes: MeshAxes | None = sharding.axes if isinstance(sharding, MeshSharding) else None
     return MeshFigures(
-        text=str(axes) if axes is not None else "as the layout file says",
+        text=sharding.text,
         axes=axes.axis_sizes if axes is not None else {},
         ranks=sharding.ranks,
-        nodes=-(-sharding.ranks // per_node),
-        ranks_per_node=min(per_node, sharding.ranks),
+        nodes=max(1, len(nodes)),
+        ranks_per_node=max((len(node) for node in nodes.values()), default=sharding.ranks),
     )
 
 
@@ -326,7 +329,7 @@ def _bytes_of(task: Task, itemsize: int) -> int:
 
 def _timeline(stage: Stage) -> list[SpanFigures]:
     """What the slowest and the fastest rank of a stage do."""
-    first = stage.planned.plan.ranks[0]
+    ranks = stage.planned.plan.ranks
     work = orthogonalise_seconds(stage)
     chosen = dict.fromkeys((int(work.argmax()), int(work.argmin())))
     rows = []
@@ -335,5 +338,5 @@ def _timeline(stage: Stage) -> list[SpanFigures]:
             start, seconds = float(span.start[at]), float(span.end[at] - span.start[at])
             if seconds > 0:
                 track = "links" if span.on_links else "device"
-                rows.append(SpanFigures(first + at, track, span.name, span.wave, start, seconds))
+                rows.append(SpanFigures(ranks[at], track, span.name, span.wave, start, seconds))
     return rows

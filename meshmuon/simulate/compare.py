@@ -11,7 +11,7 @@ from ..errors import ConfigError
 from .build_report import choice_of, refused_choice
 from .cluster import MuonOptions
 from .report import ChoiceFigures
-from .sharding import MeshSharding, Sharding
+from .sharding import Sharding
 from .simulation import Simulation, dtype_name
 from .units import bytes_text
 
@@ -26,8 +26,8 @@ def compare_options(simulation: Simulation) -> list[ChoiceFigures]:
 
 def compare_meshes(simulation: Simulation, others: Sequence[Sharding]) -> list[ChoiceFigures]:
     """The mesh of ``simulation`` and ``others``."""
-    rows = [choice_of(simulation, _name(simulation.sharding), chosen=True)]
-    rows.extend(_row(simulation, _name(sharding), sharding, simulation.options) for sharding in others)
+    rows = [choice_of(simulation, simulation.sharding.text, chosen=True)]
+    rows.extend(_row(simulation, sharding.text, sharding, simulation.options) for sharding in others)
     return rows
 
 
@@ -37,10 +37,6 @@ def _row(simulation: Simulation, label: str, sharding: Sharding, options: MuonOp
     except ConfigError as error:
         return refused_choice(label, str(error))
     return choice_of(other, label, chosen=False)
-
-
-def _name(sharding: Sharding) -> str:
-    return str(sharding.axes) if isinstance(sharding, MeshSharding) else "layout file"
 
 
 def _other_options(simulation: Simulation) -> Iterator[tuple[str, MuonOptions]]:

@@ -14,6 +14,7 @@ from ..errors import ConfigError
 from ..plan import Calibration, Link, Rate
 
 FORMAT, VERSION = "meshmuon machine", 1
+ADAMW_BYTES = 7 * 4  # per element in float32: weight, gradient and two moments are read; weight and moments are written
 
 
 @dataclass(frozen=True)
@@ -51,12 +52,14 @@ class Machine:
 
     def with_calibration(self, calibration: Calibration) -> Machine:
         """The machine with what ``meshmuon doctor --save`` measured in the place of what its file says."""
-        exchange = calibration.exchange
+        exchange, elementwise = calibration.exchange, calibration.elementwise
+        rate = self.memory_bytes_per_second if elementwise is None else ADAMW_BYTES / elementwise.adamw
         return replace(
             self,
             title=f"{self.title}, measured on {calibration.device_name}",
             device=calibration.device,
             ranks_per_node=calibration.ranks_per_node,
+            memory_bytes_per_second=rate,
             measured=calibration.orthogonalisation,
             inside=exchange or calibration.inside or self.inside,
             between=calibration.between or exchange or self.between,

@@ -180,7 +180,7 @@ class ParamFigures:
 
 @dataclass(frozen=True, slots=True)
 class BlockTraffic:
-    """Bytes per step between blocks of consecutive ranks: nodes, or several nodes where there are many."""
+    """Bytes per step between blocks of consecutive ranks: nodes, several nodes where there are many, or ranks of one node."""
 
     ranks_per_block: int
     bytes: list[list[int]]  # [sender][receiver]

@@ -37,6 +37,10 @@ class Sharding(Protocol):
     def ranks(self) -> int:
         """Number of ranks."""
 
+    @property
+    def text(self) -> str:
+        """What reports call it."""
+
 
 @dataclass(frozen=True)
 class MeshSharding:
@@ -51,6 +55,11 @@ class MeshSharding:
     def ranks(self) -> int:
         """Number of ranks."""
         return self.axes.ranks
+
+    @property
+    def text(self) -> str:
+        """The axes."""
+        return str(self.axes)
 
     def stages(self, model: ModelDescription) -> Iterator[list[PlacedParam]]:
         """The parameters of each pipeline stage."""
@@ -156,6 +165,11 @@ class FileSharding:
     def ranks(self) -> int:
         """Number of ranks."""
         return len({rank for mesh in self.meshes.values() for rank in mesh.ranks})
+
+    @property
+    def text(self) -> str:
+        """The name of the file."""
+        return f"the layout of {Path(self.name).name}"
 
     def stages(self, model: ModelDescription) -> Iterator[list[PlacedParam]]:
         """All parameters, in one stage."""

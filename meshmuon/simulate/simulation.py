@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -55,9 +56,23 @@ class Simulation:
         cls, model: ModelDescription, sharding: Sharding, machine: Machine, options: MuonOptions, workload: Workload
     ) -> Simulation:
         """Plans and times every stage."""
+        planned = plan_cluster(model, sharding, options, machine.device, machine.ranks_per_node)
+        return cls.of_plans(planned, model, sharding, machine, options, workload)
+
+    @classmethod
+    def of_plans(
+        cls,
+        planned_stages: Sequence[StagePlan],
+        model: ModelDescription,
+        sharding: Sharding,
+        machine: Machine,
+        options: MuonOptions,
+        workload: Workload,
+    ) -> Simulation:
+        """Times the stages of plans that exist."""
         stages = []
-        for planned in plan_cluster(model, sharding, options, machine.device, machine.ranks_per_node):
-            traffic = TrafficCounter(planned.plan, machine.ranks_per_node).count()
+        for planned in planned_stages:
+            traffic = TrafficCounter(planned.plan).count()
             work = stage_work(planned, traffic, machine, options)
             memory = stage_memory(planned, traffic, machine, options)
             timeline = timeline_of(work, planned.plan.options.in_flight, overlaps=machine.device != "cpu")
@@ -68,6 +83,17 @@ class Simulation:
     def slowest(self) -> Stage:
         """The stage whose step takes longest."""
         return max(self.stages, key=lambda stage: stage.timeline.seconds)
+
+    @cached_property
+    def node_of(self) -> dict[int, int]:
+        """Rank → number of its node."""
+        known = [(stage.planned.plan.ranks, stage.planned.plan.options.nodes) for stage in self.stages]
+        per_node = self.machine.ranks_per_node
+        return {
+            rank: rank // per_node if nodes is None or len(self.stages) > 1 else nodes.node_of(rank)
+            for ranks, nodes in known
+            for rank in ranks
+        }
 
     @property
     def seconds(self) -> float:

@@ -1,11 +1,10 @@
-"""When every rank of a stage does what in a step, as ``meshmuon/plan/timeline.py`` walks through it, and traces of it."""
+"""When every rank of a stage does what in a step, as ``meshmuon/plan/timeline.py`` walks through it."""
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from typing import NamedTuple, TextIO
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -36,8 +35,10 @@ class Timeline:
     spans: tuple[Span, ...]
     end: Tensor  # (ranks,): when each rank has ended
     waited: Tensor  # (ranks,): seconds in which its device waited for an exchange
-    exchanging: float  # seconds in which the links were busy
+    exchanging: float  # seconds of all exchanges, each on the rank that takes longest
+    overlaps: bool  # whether links work beside the device
     host: Tensor  # (ranks,): seconds of the host, which are in ``end`` where the device had less to do
+    phases: tuple[plan_timeline.Phase, ...] = field(repr=False)  # the same as ``spans``, as plain numbers
 
     @property
     def seconds(self) -> float:
@@ -46,7 +47,9 @@ class Timeline:
 
     @property
     def waited_for(self) -> float:
-        """Seconds of exchanges that the slowest rank waited for."""
+        """Seconds of exchanges that the slowest rank waited for: all of them if its cores do the sending."""
+        if not self.overlaps:
+            return self.exchanging
         return min(self.exchanging, float(self.waited[int(self.end.argmax())])) if self.end.numel() else 0.0
 
     @property
@@ -73,34 +76,9 @@ def timeline_of(work: StageWork, in_flight: int, *, overlaps: bool = True) -> Ti
     waited = sum((phase.end - phase.start for phase in phases if phase.name == "wait"), start=torch.zeros(count).double())
     end = torch.maximum(_by_rank(list(walked.ends.values())), work.host)  # the host runs ahead, unless it is slower
     spans = tuple(phase for phase in phases if phase.name != "wait")
-    return Timeline(spans, end, waited, walked.exchanging(), work.host)
+    exchanging = sum(float((span.end - span.start).max()) for span in spans if span.on_links)
+    return Timeline(spans, end, waited, exchanging, overlaps, work.host, walked.phases)
 
 
 def _by_rank(seconds: Sequence[float]) -> Tensor:
     return torch.tensor(seconds, dtype=torch.float64)
-
-
-def trace_events(timeline: Timeline, ranks: Sequence[int]) -> Iterator[dict[str, object]]:
-    """Events of Chrome's trace format: one process per rank, with a track for its device and one for its links."""
-    starts = [span.start.tolist() for span in timeline.spans]
-    ends = [span.end.tolist() for span in timeline.spans]
-    for at, rank in enumerate(ranks):
-        yield {"ph": "M", "pid": rank, "name": "process_name", "args": {"name": f"rank {rank}"}}
-        for track, name in enumerate(("device", "links")):
-            yield {"ph": "M", "pid": rank, "tid": track, "name": "thread_name", "args": {"name": name}}
-        for span, start, end in zip(timeline.spans, starts, ends, strict=True):
-            if end[at] > start[at]:
-                title = span.name if span.wave is None else f"{span.name} {span.wave}"
-                event: dict[str, object] = {"ph": "X", "pid": rank, "tid": int(span.on_links), "name": title, "cat": span.name}
-                yield event | {"ts": start[at] * 1e6, "dur": (end[at] - start[at]) * 1e6}
-
-
-def write_trace(timelines: Sequence[tuple[Timeline, Sequence[int]]], file: TextIO) -> None:
-    """Writes the timelines of all stages, each with its ranks, event by event: thousands of ranks have millions."""
-    file.write('{"displayTimeUnit": "ms", "traceEvents": [')
-    separator = "\n"
-    for timeline, ranks in timelines:
-        for event in trace_events(timeline, ranks):
-            file.write(separator + json.dumps(event))
-            separator = ",\n"
-    file.write("\n]}\n")

@@ -16,11 +16,12 @@ from torch import Tensor
 
 from ..layout import ShardedMatrix
 from ..plan import NO_WAVE, Plan
+from .rank_index import RankIndex
 
 
 @dataclass(frozen=True)
 class Direction:
-    """One exchange of every wave, the gather or the scatter. Tensors are (waves, ranks); ranks are counted from the first one."""
+    """One exchange of every wave, the gather or the scatter. Tensors are (waves, ranks), ranks as in ``Traffic.index``."""
 
     sent: Tensor  # bytes that each rank sends to others
     received: Tensor
@@ -35,19 +36,19 @@ class Direction:
 class Traffic:
     """All exchanges of a plan."""
 
-    first_rank: int
+    index: RankIndex
     gather: Direction
     scatter: Direction
     shard_elements: Tensor  # (waves, ranks): elements of each rank's shards that a wave steps
     peers: Tensor  # (ranks,): ranks to or from which it sends anything in a step
     between_blocks: Tensor  # (blocks, blocks): bytes that the ranks of a block send to those of another
-    block_ranks: int  # ranks of a block: a node, or several where there are many
+    block_ranks: int  # ranks of a block: a node, several where there are many, or a rank if there is one node
 
 
 class _Pieces(NamedTuple):
-    """The holders of a matrix as tensors; ``ranks`` and ``holders`` are (pieces, replicas) and counted from the first rank."""
+    """The holders of a matrix."""
 
-    ranks: Tensor
+    ranks: Tensor  # (pieces, replicas): positions
     sizes: Tensor  # (pieces,): elements
     holders: frozenset[int]
     replicas: tuple[frozenset[int], ...]
@@ -59,9 +60,9 @@ _MOST_BLOCKS = 64
 class TrafficCounter:
     """Counts the traffic of one plan."""
 
-    def __init__(self, plan: Plan, ranks_per_node: int) -> None:
-        self._plan, self._ranks_per_node = plan, ranks_per_node
-        self._first, self._count = plan.ranks[0], plan.ranks[-1] - plan.ranks[0] + 1
+    def __init__(self, plan: Plan) -> None:
+        self._plan, self._nodes = plan, plan.options.nodes
+        self._index, self._count = RankIndex(plan.ranks), len(plan.ranks)
         # (wave, matrix, owner) → bytes per element that travel, and (wave, matrix, replica) → the same over all owners
         self._owned: dict[tuple[int, ShardedMatrix, int], int] = defaultdict(int)
         self._elements: dict[tuple[int, ShardedMatrix], int] = defaultdict(int)
@@ -72,7 +73,7 @@ class TrafficCounter:
         self._pieces = {sharded: self._pieces_of(sharded) for _, sharded in self._elements}
 
     def _pieces_of(self, sharded: ShardedMatrix) -> _Pieces:
-        ranks = torch.tensor([piece.holders for piece in sharded.pieces]) - self._first
+        ranks = self._index.tensor([piece.holders for piece in sharded.pieces])
         replicas = tuple(frozenset(column) for column in zip(*(piece.holders for piece in sharded.pieces), strict=True))
         return _Pieces(ranks, torch.tensor(sharded.sizes), frozenset(sharded.holdings), replicas)
 
@@ -85,7 +86,7 @@ class TrafficCounter:
             elements[wave].index_add_(0, pieces.ranks.flatten(), (pieces.sizes * tasks).repeat_interleave(sharded.replicas))
         gather, scatter = self._bytes(gather=True), self._bytes(gather=False)
         blocks, block_ranks = self._between_blocks()
-        return Traffic(self._first, gather, scatter, elements, self._all_peers(), blocks, block_ranks)
+        return Traffic(self._index, gather, scatter, elements, self._all_peers(), blocks, block_ranks)
 
     def _bytes(self, *, gather: bool) -> Direction:
         """The pieces go from holders to owners in the gather, and from owners to all replicas in the scatter."""
@@ -98,14 +99,13 @@ class TrafficCounter:
             piece, replica = sharded.holdings[owner]
             own = sharded.sizes[piece]
             total = sharded.size if gather else sharded.size * sharded.replicas
-            at = owner - self._first
-            row, first = holders_inside[wave], owner - owner % self._ranks_per_node
-            near = 0
-            for rank in range(first, first + self._ranks_per_node):
+            at = self._index.of(owner)
+            row, near = holders_inside[wave], 0
+            for rank in () if self._nodes is None else self._nodes.ranks[self._nodes.node_of(owner)]:
                 held = sharded.holdings.get(rank)
                 if held is not None and rank != owner and (not gather or held[1] == replica):
                     size = sharded.sizes[held[0]] * itemsize
-                    row[rank - self._first] += size
+                    row[self._index.of(rank)] += size
                     near += size
             owners[wave][at] += (total - own) * itemsize
             owners_inside[wave][at] += near
@@ -121,6 +121,8 @@ class TrafficCounter:
             torch.tensor(rows, dtype=torch.int64).reshape(shape) for rows in (owners, owners_inside, holders_inside)
         )
         by_holders = holders - torch.tensor(staying, dtype=torch.int64).reshape(shape)
+        if self._nodes is None:  # everything stays inside the only node
+            near_owners, near_holders = by_owners, by_holders
         largest = self._largest(gather=gather)
         if gather:
             return Direction(by_holders, by_owners, near_holders, near_owners, peers, messages, largest)
@@ -142,14 +144,15 @@ class TrafficCounter:
             for members, sets in _ranks_by_sets(list(by_holders)).items():
                 owners = set().union(*(by_holders[holders] for holders in sets))
                 for rank in members:
-                    row[rank - self._first] = len(owners) - (rank in owners)
+                    row[self._index.of(rank)] = len(owners) - (rank in owners)
             messages[wave] = sum(row)
             sizes: dict[frozenset[frozenset[int]], int] = {}
             for owner, owned_sets in sets_of_owner.items():
                 key = frozenset(owned_sets)
                 if key not in sizes:
                     sizes[key] = len(frozenset().union(*key))
-                row[owner - self._first] = max(row[owner - self._first], sizes[key] - 1)
+                at = self._index.of(owner)
+                row[at] = max(row[at], sizes[key] - 1)
             peers[wave] = torch.tensor(row)
         return peers, messages
 
@@ -173,7 +176,7 @@ class TrafficCounter:
                 key = frozenset(owned.get(rank, ()))
                 if key not in sizes:
                     sizes[key] = len(owners.union(*key))
-                peers[rank - self._first] = sizes[key] - (rank in owners)
+                peers[self._index.of(rank)] = sizes[key] - (rank in owners)
         return peers
 
     def _largest(self, *, gather: bool) -> Tensor:
@@ -192,14 +195,15 @@ class TrafficCounter:
                 ranks = pieces.ranks[:, sharded.holdings[owner][1]] if gather else pieces.ranks.flatten()
                 pieces_sizes = pieces.sizes if gather else pieces.sizes.repeat_interleave(sharded.replicas)
                 sizes.index_add_(0, ranks, pieces_sizes * itemsize)
-            sizes[owner - self._first] = 0
+            sizes[self._index.of(owner)] = 0
             largest[wave] = max(largest[wave], int(sizes.max()))
         return torch.tensor(largest, dtype=torch.int64)
 
     def _between_blocks(self) -> tuple[Tensor, int]:
         """What blocks of ranks send each other, in both directions of the step."""
-        nodes = -(-self._count // self._ranks_per_node)
-        block_ranks = self._ranks_per_node * -(-nodes // _MOST_BLOCKS)
+        per_node = 1 if self._nodes is None else max(map(len, self._nodes.ranks))
+        nodes = -(-self._count // per_node)
+        block_ranks = per_node * -(-nodes // _MOST_BLOCKS)
         count = -(-self._count // block_ranks)
         blocks = torch.zeros(count, count, dtype=torch.int64)
         held: dict[tuple[ShardedMatrix, int], Tensor] = {}  # elements by block, of one replica or, as -1, of all
@@ -208,7 +212,7 @@ class TrafficCounter:
             weights[sharded, owner] += itemsize
         for (sharded, owner), itemsize in weights.items():
             piece, replica = sharded.holdings[owner]
-            block, own = (owner - self._first) // block_ranks, sharded.sizes[piece]
+            block, own = self._index.of(owner) // block_ranks, sharded.sizes[piece]
             gathered = self._by_block(held, sharded, replica, count, block_ranks)
             scattered = self._by_block(held, sharded, -1, count, block_ranks)
             blocks[:, block] += gathered * itemsize

@@ -10,10 +10,9 @@ from torch import Tensor
 from ..layout import Layout, coordinates, length
 from ..plan import EVERY_HOLDER, NO_WAVE, add_local_costs
 from .cluster import MuonOptions, StagePlan
-from .machines import Machine
+from .machines import ADAMW_BYTES, Machine
+from .rank_index import RankIndex
 from .traffic import Direction, Traffic
-
-_ADAMW_COPIES = 7  # weight, gradient and two moments are read; weight and moments are written
 
 
 @dataclass(frozen=True)
@@ -38,7 +37,7 @@ def stage_work(stage: StagePlan, traffic: Traffic, machine: Machine, options: Mu
     owned = [[0.0] * count for _ in range(waves)]
     for task in plan.tasks:
         if task.wave != NO_WAVE:
-            owned[task.wave][task.owner - traffic.first_rank] += seconds_of[task.param]
+            owned[task.wave][traffic.index.of(task.owner)] += seconds_of[task.param]
     staying = [task for task in plan.tasks if task.owner == EVERY_HOLDER]
     local, local_elements, held = (dict.fromkeys(plan.ranks, 0.0) for _ in range(3))
     add_local_costs(local, ((task.sharded, seconds_of[task.param]) for task in staying))
@@ -49,7 +48,6 @@ def stage_work(stage: StagePlan, traffic: Traffic, machine: Machine, options: Mu
     wire = max((param.itemsize for param in plan.params), default=4)
     fill, apply = (weight + 2 * momentum + wire) / rate, (wire + 2 * weight) / rate  # seconds per element
     elements = traffic.shard_elements.double()
-    adamw_bytes = _ADAMW_COPIES * weight
     return StageWork(
         orthogonalise=torch.tensor(owned, dtype=torch.float64).reshape(waves, count),
         momentum=elements * fill,
@@ -57,22 +55,21 @@ def stage_work(stage: StagePlan, traffic: Traffic, machine: Machine, options: Mu
         gather=_exchange_seconds(traffic.gather, machine),
         scatter=_exchange_seconds(traffic.scatter, machine),
         local=_by_rank(local) + _by_rank(local_elements) * (fill + apply),
-        adamw=local_sizes(stage, muon=False).double() * adamw_bytes / rate,
+        adamw=local_sizes(stage, muon=False).double() * ADAMW_BYTES * weight / 4 / rate,
         host=machine.host_seconds_per_step + machine.host_seconds_per_matrix * _by_rank(held),
     )
 
 
 def local_sizes(stage: StagePlan, *, muon: bool) -> Tensor:
     """(ranks,): elements that each rank holds of the parameters of Muon, or of those of AdamW."""
-    plan_ranks = stage.plan.ranks or stage.layouts[0].mesh.ranks
-    first, count = min(plan_ranks), max(plan_ranks) - min(plan_ranks) + 1
-    total, repeats = torch.zeros(count, dtype=torch.int64), dict[Layout, int]()
+    index = RankIndex(stage.plan.ranks)
+    total, repeats = torch.zeros(len(index), dtype=torch.int64), dict[Layout, int]()
     for item, layout in zip(stage.placed, stage.layouts, strict=True):
         if item.param.use_muon == muon:
             repeats[layout] = repeats.get(layout, 0) + 1
     for layout, times in repeats.items():
         sizes = _held_elements(layout)
-        total.index_add_(0, torch.tensor(layout.mesh.ranks) - first, sizes * times)
+        total.index_add_(0, index.tensor(layout.mesh.ranks), sizes * times)
     return total
 
 

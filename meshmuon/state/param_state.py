@@ -99,6 +99,14 @@ def _matrices_with_rule_state(name: str, param: Tensor, param_group: ParamGroup)
     return find_matrices(name, param.shape, matrix_options_of(param_group))[0] if rule is not None and rule.remembers() else None
 
 
+def start_memories(state: dict[str, Any], name: str, param: Tensor, param_group: ParamGroup) -> None:
+    """Adds what other optimizers do not keep, where it is missing: the rule's state and the counter of rounding."""
+    matrix_set = _matrices_with_rule_state(name, param, param_group) if param_group["use_muon"] else None
+    if matrix_set is not None:
+        rule_state(state, param, matrix_set)
+    rounding_counter(state, name, param, param_group)
+
+
 @torch.no_grad()
 def create(param_groups: Sequence[ParamGroup], states: MutableMapping[Tensor, dict[str, Any]]) -> None:
     """Creates the state, zeros, of every parameter that trains and has none yet.
@@ -113,11 +121,9 @@ def create(param_groups: Sequence[ParamGroup], states: MutableMapping[Tensor, di
             param_state = states.setdefault(param, {})
             if param_group["use_muon"]:
                 momentum_buffer(param_state, param, param_group["momentum_dtype"])
-                if (matrix_set := _matrices_with_rule_state(name, param, param_group)) is not None:
-                    rule_state(param_state, param, matrix_set)
             elif "exp_avg" not in param_state:
                 init_adamw_state(param, param_state)
-            rounding_counter(param_state, name, param, param_group)
+            start_memories(param_state, name, param, param_group)
 
 
 def storable(state_dict: dict[str, Any]) -> dict[str, Any]:

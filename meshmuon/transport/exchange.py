@@ -32,11 +32,12 @@ class Exchange:
 
     1. ``splits``: a ``StepExecutor`` while it prepares a plan, on any rank, any number of times. It does not communicate.
     2. ``reduce_largest``: the optimizer, at most once per step, before any ``start`` of it, on all ranks of the group or none.
-    3. ``start``: a ``StepExecutor`` while it runs, at every step. All ranks of the group start the same exchanges in the same
+    3. ``add_up``: the optimizer, at most once per step, after the last ``wait`` of it, on all ranks of the group or none.
+    4. ``start``: a ``StepExecutor`` while it runs, at every step. All ranks of the group start the same exchanges in the same
        order, also those in which a rank sends and receives nothing: the n-th exchange of one rank meets the n-th of every other.
        What a rank sends to another must be as long as what the other expects from it; the plan guarantees that.
-    4. ``Pending.wait``: once for each ``start`` on each rank, in any order. Until then the two buffers must not be touched.
-    5. ``abandon``: the optimizer, on a rank that fails between its first ``start`` and its last ``wait`` of a step. The group
+    5. ``Pending.wait``: once for each ``start`` on each rank, in any order. Until then the two buffers must not be touched.
+    6. ``abandon``: the optimizer, on a rank that fails between its first ``start`` and its last ``wait`` of a step. The group
        cannot be used after that.
     """
 
@@ -61,6 +62,16 @@ class Exchange:
         """Replaces ``value`` by its maximum over the ranks, on its device; the host does not wait."""
         with named_phase("agreement", self._group):
             dist.all_reduce(value, dist.ReduceOp.MAX, group=self._group)
+
+    @property
+    def ranks(self) -> list[int]:
+        """The ranks of the group, in its order."""
+        return self._ranks
+
+    def add_up(self, values: Tensor) -> None:
+        """Replaces ``values`` by their sums over the ranks, on their device; the host does not wait."""
+        with named_phase("reduction of metrics", self._group):
+            dist.all_reduce(values, group=self._group)
 
     def abandon(self) -> None:
         """Leaves a step half done. Ranks that wait for this one get an error at once, where the backend can tell them."""

@@ -49,11 +49,13 @@ OTHER: dict[str, Any] = {
     "cuda_graphs": True,
     "comm_dtype": torch.bfloat16,
     "replicas": "repeat",
+    "max_peers": 7,
     "nonfinite": "skip",
     "rule": "normuon",
     "cautious_weight_decay": True,
     "rounding": "stochastic",
     "cost_model": CostModel(1.0, 1.0),
+    "metrics": 3,
     "kernels": "torch",
     "allow_inactive": True,
 }

@@ -94,7 +94,7 @@ def test_a_benchmark_calls_its_parts_once_and_in_order(tmp_path: Path, monkeypat
         measure,
         lambda results, report: calls.append("show"),
         goals,
-        lambda results, figure: calls.append("plot"),
+        lambda data, figure: calls.append(f"plot {data['items']}"),
         (2, 2),
         add_options=lambda parser: parser.add_argument("--size", type=int) and calls.append("add"),
         settle_options=settle,
@@ -102,10 +102,14 @@ def test_a_benchmark_calls_its_parts_once_and_in_order(tmp_path: Path, monkeypat
     )
     monkeypatch.setattr("sys.argv", ["sample.py", "--quick", "--out", str(tmp_path)])
     benchmark.main()
-    assert calls == ["add", "settle", "measure", "show", "goals", "plot"]
+    assert calls == ["add", "settle", "measure", "show", "goals", "plot [4, 8]"]
     facts = json.loads((tmp_path / "sample.json").read_text())
     assert facts["results"] == {"items": [4, 8]}
     assert facts["goals"][0]["verdict"] == "missed"
+    calls.clear()
+    monkeypatch.setattr("sys.argv", ["sample.py", "--redraw", "--out", str(tmp_path)])
+    benchmark.main()
+    assert calls == ["add", "settle", "plot [4, 8]"]
 
 
 @pytest.mark.parametrize("shape", [(24, 40), (40, 24)])

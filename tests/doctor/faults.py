@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import FileStore
 
-from meshmuon.doctor import DoctorOptions, Session, measurements, run_doctor
+from meshmuon.doctor import DoctorOptions, Session, measurements, run_doctor, runner
 from meshmuon.doctor import exchanges as exchange_checks
 from meshmuon.execute.ortho_batch import OrthoBatch
 from meshmuon.ortho.kernels import BlockedProducts
@@ -132,7 +132,9 @@ def doctor_rank(rank: int, folder: Path, faults: dict[int, str], options: Doctor
     session = Session(rank, world, store, torch.device("cpu"), nodes[rank] if nodes else "node")
     stream, errors = io.StringIO(), io.StringIO()
     options = replace(options, json_file=written, folder=folder / "checkpoints")
-    with FAULTS[faults.get(rank, "")](), redirect_stderr(errors):
+    # Ranks that wait for others look more often, and links are measured less often, so that tests are short.
+    hasty = patch.multiple(runner, _SIGN_EVERY=0.15, _FAREWELL=1.0), patch.object(measurements, "_REPEATS", 2)
+    with hasty[0], hasty[1], FAULTS[faults.get(rank, "")](), redirect_stderr(errors):
         ending = run_doctor(options, session, stream)
     report = json.loads(written.read_text()) if rank == 0 else {}
     return Ended(ending.code, ending.stuck, stream.getvalue(), errors.getvalue(), report)

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from meshmuon import ConfigError
-from meshmuon.doctor import CHECKS, DoctorOptions, Session, chosen_checks, context, environment
+from meshmuon.doctor import CHECKS, DoctorOptions, Session, chosen_checks, context, environment, measurements
 from meshmuon.doctor.check import Check, Finding, Outcome, Status, by_text, ranks_text
 from meshmuon.doctor.comparison import Comparison, muon_on
 from meshmuon.doctor.context import Context, own_device
@@ -299,7 +299,11 @@ def test_no_calibration_without_all_measurements() -> None:
     context.figures["rates"] = {kind: [{"dtype": "float32", "size": 128, "flops_per_second": 1e9}] for kind in KINDS}
     context.figures["rates"]["elementwise"] = dict.fromkeys(("momentum", "update", "copy", "adamw"), 1e-9)
     assert calibration_of(context) is None
-    context.figures["host"] = {"seconds_per_matrix": 1e-5, "seconds_per_step": 1e-3}
+    context.figures["host"] = {
+        "seconds_per_matrix": 1e-5,
+        "seconds_per_step": 1e-3,
+        "copies": {"bytes_per_second": 2.5e10, "seconds": 1e-5},
+    }
     calibration = calibration_of(context)
     assert calibration is not None
     assert calibration.exchange is None
@@ -315,3 +319,15 @@ def test_a_file_that_cannot_be_written_is_a_failure(tmp_path: Path, capsys: pyte
     assert _written(tmp_path / "a.json", {})
     assert not _written(tmp_path / "none" / "a.json", {})
     assert "was not written: No such file" in capsys.readouterr().err
+
+
+def test_copies_between_host_and_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Measured in both directions and shown; on a CPU, where nothing is copied, they are left out."""
+    monkeypatch.setattr(measurements, "_COPY_BYTES", 2**12)
+    link = measurements.copy_link(context_of())
+    assert link.bytes_per_second > 0
+    assert link.seconds > 0
+    of_rank = {"per_matrix": 1e-5, "per_step": 1e-3, "copies": {"bytes_per_second": 25e9, "seconds": 1e-5}}
+    summary = measurements.summarise_host(context_of(), [of_rank, of_rank])
+    assert summary.detail.endswith("; 25 GB/s and 10 µs between host and device")
+    assert "between" not in measurements.summarise_host(context_of(), [{**of_rank, "copies": None}]).detail

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from meshmuon.device import DirectStreams, Streams
-from meshmuon.execute import ExecutorSettings, StepParam, StepSettings
+from meshmuon.execute import UNOBSERVED, ExecutorSettings, StepParam, StepSettings
 from meshmuon.execute.build import RankProgram, RankProgramBuilder
 from meshmuon.execute.ortho_batch import OrthoBatch
 from meshmuon.execute.pipeline import run_pipeline
@@ -215,7 +215,10 @@ class Ranks:
             program.around_all.accumulate_momentum(self.step_params[rank])
         ready = streams.main_mark()
         waves = {
-            rank: [wave.run(self.step_params[rank], NONE_IDLE, self.exchanges[rank], streams, ready) for wave in program.waves]  # type: ignore[arg-type]
+            rank: [
+                wave.run(self.step_params[rank], NONE_IDLE, self.exchanges[rank], streams, ready, UNOBSERVED)  # type: ignore[arg-type]
+                for wave in program.waves
+            ]
             for rank, program in self.programs.items()
         }
 
@@ -229,7 +232,7 @@ class Ranks:
                 assert list(waves[rank][n]) == []
 
         local = [
-            lambda rank=rank, batch=batch: batch.run(self.step_params[rank], NONE_IDLE)
+            lambda rank=rank, batch=batch: batch.run(self.step_params[rank], NONE_IDLE, UNOBSERVED)
             for rank, program in self.programs.items()
             for batch in program.local
         ]

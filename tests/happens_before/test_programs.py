@@ -42,6 +42,7 @@ def test_the_random_programs_are_of_every_kind() -> None:
         *(sum(program.options["rule"] == rule for program in programs) for rule in ("plain", "normuon", "muon_plus", "muoneq")),
         *(sum(event in dict(program.events).values() for program in programs) for event in EVENTS),
         sum(program.optimizer == "DistMuon" for program in programs),
+        *(sum(program.options.get("metrics") == every for program in programs) for every in (1, 2)),
         sum(program.options["nonfinite"] == "skip" and program.nonfinite_step is not None for program in programs),
         *(sum(getattr(program, flag) for program in programs) for flag in ("scaled", "clips", "qk_clip", "device_lr")),
         *(sum(getattr(program, flag) for program in programs) for flag in ("own_stream", "fsdp_grads", "host_logits")),

@@ -70,7 +70,11 @@ HOST_MEMORY = [name for name in SCENARIOS if name.startswith("weights in host me
 # What the steps of these programs run that weights in host memory alone do not need: the host waits for each of their waves.
 ON_THEIR_WAY = ("CudaStreams", "CudaTransfers", "Executor.run", "Wave.run", "RuleStateExchange", "Stage", "Pending")
 # Device memory of a stage is freed after the host has waited for its copy. Offloaded state, which needs the line, does not wait.
-NOT_NEEDED = {("device.py CudaTransfers.store", "device.record_stream(self._side)")}
+# The host asks only for metrics whether they have arrived.
+NOT_NEEDED = {
+    ("device.py CudaTransfers.store", "device.record_stream(self._side)"),
+    ("device.py CudaTransfers.stored", "self._side.record_event()"),
+}
 
 
 @pytest.mark.parametrize("removal", [r for r in REMOVALS if r.function.startswith(ON_THEIR_WAY)], ids=str)

@@ -302,7 +302,7 @@ def test_names_with_stars() -> None:
     model = nn.ModuleList([Attention() for _ in range(3)])
     muon, adamw = get_default_muon_param_groups(model)
     assert muon["matrices"] == {"*.experts.up": {"experts": True}, "*.qkv.weight": {"split": (8, 8, 8)}}
-    assert muon["reasons"] == {"*.qkv.weight": "fused q, k, v", "*.experts.up": "expert stack (E, out, in)"}
+    assert muon["reasons"] == {"*.qkv.weight": "fused q, k, v", "*.experts.up": "expert stack (E, out, in, assumed)"}
     assert adamw["reasons"] == {"*.conv.weight": "convolution filter", "*.conv.bias": "vector"}
 
 

@@ -34,6 +34,14 @@ def test_embeddings_by_class() -> None:
     assert contents(model, "words.weight").reason == "embedding: by class"
 
 
+def test_a_mixin_named_after_embeddings_makes_no_table() -> None:
+    """As transformers' models have it."""
+    mixin = type("EmbeddingAccessMixin", (), {})
+    model: nn.Module = type("Model", (nn.Module, mixin), {})()
+    model.projection = nn.Parameter(torch.zeros(16, 8))
+    assert contents(model, "projection").route == "muon"
+
+
 @pytest.mark.parametrize("name", ["embed_proj", "time_emb_mlp", "emb_to_hidden"])
 def test_projections_of_embeddings_are_matrices(name: str) -> None:
     assert contents(in_block(**{name: module("ColumnParallel", weight=(64, 16))}), f"layers.0.{name}.weight").route == "muon"
@@ -61,7 +69,7 @@ def test_bare_tables_of_the_size_of_the_vocabulary() -> None:
 @pytest.mark.parametrize("parametrisation", ["spectral_norm", "orthogonal"])
 def test_parametrised_layers_are_what_they_are(parametrisation: str) -> None:
     parametrised = getattr(nn.utils.parametrizations, parametrisation)
-    model = module("Model", tok=parametrised(nn.Embedding(24, 16)), fc=parametrised(linear(24, 16)), head=linear(9, 16))
+    model = module("Model", tok=parametrised(nn.Embedding(24, 16)), fc=parametrised(linear(40, 16)), head=linear(9, 16))
     found = {name: contents(model, name).route for name, param in model.named_parameters() if param.dim() == 2}
     assert found == {
         "tok.parametrizations.weight.original": "adamw",
@@ -134,10 +142,24 @@ def test_equal_parts_of_any_width(inner: int, expected: tuple[int, ...]) -> None
     assert contents(in_block(attn=attention), "layers.0.attn.to_qkv.weight").matrices.split == expected
 
 
+def test_where_stages_of_a_backbone_meet() -> None:
+    """SAM 2: 96 channels come in, 192 go out."""
+    attention = module("MultiScaleAttention", qkv=linear(576, 96), proj=linear(192, 192))
+    assert contents(in_block(attn=attention), "layers.0.attn.qkv.weight").matrices.split == (192,) * 3
+
+
 def test_thirds_that_the_next_layer_denies() -> None:
     """(192, 64) looks like three square blocks, but attention hands on 96 channels: 96 + 48 + 48."""
     attention = module("Attention", qkv=linear(192, 64), o_proj=linear(64, 96))
     assert contents(in_block(attn=attention), "layers.0.attn.qkv.weight").reason == LOOKS_FUSED
+
+
+def test_heads_that_are_pooled_after_attention() -> None:
+    """MiniMax H3: the next layer takes less than q has, but heads and their size tell; differential attention has five parts."""
+    attention = module("Attention", qkv=linear(192, 64), proj=linear(32, 32), num_heads=4, head_dim=16)
+    assert contents(in_block(attn=attention), "layers.0.attn.qkv.weight").matrices.split == (64,) * 3
+    differential = module("StableAudio3SelfAttention", to_qkv=linear(320, 64), to_out=linear(64, 64), use_differential=True)
+    assert contents(in_block(attn=differential), "layers.0.attn.to_qkv.weight").matrices.split == (64,) * 5
 
 
 def test_two_blocks_need_queries_beside_them() -> None:

@@ -86,6 +86,7 @@ TESTS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("meshmuon/doctor/", ("tests/doctor/test_parts.py", "tests/doctor")),
     ("meshmuon/cli/", ("tests/doctor/test_command.py",)),
     ("meshmuon/checkpoint.py", ("tests/checkpoint",)),
+    ("meshmuon/migrate.py", ("tests/migrate",)),
     ("meshmuon/clipping/", ("tests/clipping",)),
     ("meshmuon/qk_clip/", ("tests/qk_clip",)),
     ("meshmuon/models/", ("tests/models/test_contents.py", "tests/models/test_parts.py", "tests/models", "tests/routing")),

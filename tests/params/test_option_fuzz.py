@@ -238,11 +238,13 @@ OPTIMIZER_OPTIONS: dict[str, Callable[[Any], bool]] = {
     "memory_budget": whole(1),
     "form": choice("auto", "standard", "gram"),
     "replicas": choice("auto", "share", "repeat"),
+    "max_peers": whole(1),
     "nonfinite": choice("propagate", "skip", "raise"),
     "compile": flag,
     "comm_dtype": lambda value: not isinstance(value, (Tensor, np.ndarray)) and dtype_or_none(value),
     "replica_group": lambda value: value is None,
     "cost_model": lambda value: value is None,
+    "metrics": lambda value: value is None or (type(value) is int and value >= 1),
     "kernels": choice("auto", "triton", "torch"),  # quack is not installed
     "clip_config": lambda value: value is None or (isinstance(value, Mapping) and not value),
 }

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from dataclasses import replace
 
 import pytest
 import torch
 
-from meshmuon.plan import PieceTransfer, Plan
+from meshmuon.plan import Nodes, PieceTransfer, Plan
 from meshmuon.simulate.traffic import Direction, TrafficCounter
 from tests.support.plans import random_plan
 
@@ -21,7 +22,8 @@ def transfers(plan: Plan, *, gather: bool) -> dict[int, list[PieceTransfer]]:
     return by_wave
 
 
-def check(plan: Plan, direction: Direction, first: int, *, gather: bool) -> None:
+def check(plan: Plan, direction: Direction, *, gather: bool) -> None:
+    nodes = plan.options.nodes
     by_wave = transfers(plan, gather=gather)
     for wave in range(len(plan.wave_lanes)):
         messages: dict[tuple[int, int], int] = defaultdict(int)
@@ -33,21 +35,25 @@ def check(plan: Plan, direction: Direction, first: int, *, gather: bool) -> None
         for rank in plan.ranks:
             sent = {target: size for (source, target), size in messages.items() if source == rank}
             received = {source: size for (source, target), size in messages.items() if target == rank}
-            at = wave, rank - first
+            at = wave, plan.ranks.index(rank)
             assert int(direction.sent[at]) == sum(sent.values())
             assert int(direction.received[at]) == sum(received.values())
             assert int(direction.peers[at]) == max(len(sent), len(received))
-            assert int(direction.sent_inside[at]) == sum(size for to, size in sent.items() if to // NODE == rank // NODE)
-            inside = sum(size for source, size in received.items() if source // NODE == rank // NODE)
+            assert int(direction.sent_inside[at]) == sum(
+                size for to, size in sent.items() if nodes is None or to // NODE == rank // NODE
+            )
+            inside = sum(size for source, size in received.items() if nodes is None or source // NODE == rank // NODE)
             assert int(direction.received_inside[at]) == inside
 
 
 @pytest.mark.parametrize("seed", range(40))
 def test_traffic_is_the_sum_of_all_transfers(seed: int) -> None:
-    plan = random_plan(seed)
-    traffic = TrafficCounter(plan, NODE).count()
-    check(plan, traffic.gather, traffic.first_rank, gather=True)
-    check(plan, traffic.scatter, traffic.first_rank, gather=False)
+    made = random_plan(seed)
+    nodes = Nodes.of({rank: rank // NODE for rank in made.ranks}) if seed % 4 else None
+    plan = replace(made, options=replace(made.options, nodes=nodes))
+    traffic = TrafficCounter(plan).count()
+    check(plan, traffic.gather, gather=True)
+    check(plan, traffic.scatter, gather=False)
     pairs: dict[int, set[int]] = defaultdict(set)
     blocks = torch.zeros_like(traffic.between_blocks)
     for transfers_of in (transfers(plan, gather=True), transfers(plan, gather=False)):
@@ -55,7 +61,7 @@ def test_traffic_is_the_sum_of_all_transfers(seed: int) -> None:
             pairs[transfer.source].add(transfer.target)
             pairs[transfer.target].add(transfer.source)
             itemsize = plan.params[plan.tasks[transfer.task].param].itemsize
-            source, target = ((rank - traffic.first_rank) // traffic.block_ranks for rank in (transfer.source, transfer.target))
+            source, target = (plan.ranks.index(rank) // traffic.block_ranks for rank in (transfer.source, transfer.target))
             blocks[source, target] += transfer.piece.size * itemsize
-    assert {rank: int(traffic.peers[rank - traffic.first_rank]) for rank in plan.ranks} == {r: len(pairs[r]) for r in plan.ranks}
+    assert traffic.peers.tolist() == [len(pairs[rank]) for rank in plan.ranks]
     assert torch.equal(blocks, traffic.between_blocks)

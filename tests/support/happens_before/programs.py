@@ -47,6 +47,7 @@ class Program:
     events: tuple[tuple[int, str], ...] = ()  # what happens before which step: see ``EVENTS``
     own_stream: bool = False  # the user trains on a stream of their own
     fsdp_grads: bool = False  # gradients are made on another stream, as FSDP2's reduce-scatters make them
+    ranks_per_node: int | None = None  # None leaves all ranks on one node
 
     @property
     def world(self) -> int:
@@ -84,7 +85,7 @@ def random_program(seed: int) -> Program:
         options["rounding"] = "stochastic"
     if any(param.dtype == torch.float64 for param in params):
         options.pop("comm_dtype", None)
-    return replace(
+    drawn = replace(
         program,
         params=tuple(params),
         options=options,
@@ -98,10 +99,14 @@ def random_program(seed: int) -> Program:
         own_stream=rng.random() < 0.2,
         fsdp_grads=rng.random() < 0.3,
     )
+    # Drawn last, so that the programs are otherwise those that they were before there were metrics.
+    every = rng.choice([None, 1, 2])
+    return drawn if every is None else replace(drawn, options={**drawn.options, "metrics": every})
 
 
 def in_host_memory(program: Program, seed: int) -> Program:
-    """The program with some or all of its shards in host memory."""
+    """The program with some or all of its shards in host memory, where nothing can be measured."""
+    program = replace(program, options={name: value for name, value in program.options.items() if name != "metrics"})
     rng = random.Random(seed)
     share = rng.choice([1.0, 0.5])
     params = tuple(replace(param, in_host=param.placements is not None and rng.random() < share) for param in program.params)
@@ -123,6 +128,7 @@ def _options(rng: random.Random, program: Program) -> dict[str, Any]:
         "cuda_graphs": rng.random() < 0.3,
         "deterministic": rng.random() < 0.2,
         "ns_steps": 2,  # the order of work does not depend on it
+        "allow_inactive": True,  # gradients may all be missing for a while
     }
     if rng.random() < 0.15:
         options |= {"scheme": "halley", "compute_dtype": torch.float32}

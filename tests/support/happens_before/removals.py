@@ -24,8 +24,11 @@ _STATEMENTS = {"wait", "wait_stream", "wait_event", "main_waits", "record_stream
 _SWITCHES = {"stream", "beside"}
 _MARKS = {"main_mark", "side_mark", "record_event"}
 _ARGUMENTS = {"non_blocking", "pin_memory"}  # without them, the host waits for a copy
-# Waits for gloo, for connections and for a store, in host memory; serves the doctor only.
-_NO_STREAMS = {"transport/failures.py", "transport/host_channel.py", "transport/channels.py", "transport/probe.py"}
+# Waits for gloo, for connections and for a store, in host memory; serves the doctor only; foretells a step.
+_NO_STREAMS = {
+    *("transport/failures.py", "transport/host_channel.py", "transport/channels.py", "transport/probe.py"),
+    "plan/timeline.py",
+}
 _NO_STEP = "doctor"  # what it runs beside steps
 _NO_STEP_CLASSES = {"AcceleratorHardware"}  # reports and measurements: of the doctor, and of tiles before the first launch
 
@@ -232,6 +235,22 @@ SCENARIOS = {
         ),
         options={"ns_steps": 1, "warmup_step": 1, "chunk_size": 1, "rule": "normuon", "nesterov": False},
         steps=2,
+    ),
+    "relays between nodes": Program(
+        mesh=(4,),
+        params=tuple(ProgramParam(f"layers.{k}.weight", (8, 4), (Shard(0),)) for k in range(5)),
+        options={"ns_steps": 1, "warmup_step": 1, "chunk_size": 1, "max_peers": 1},
+        steps=2,
+        ranks_per_node=2,
+    ),
+    "metrics": Program(
+        mesh=(2,),
+        params=(
+            *(ProgramParam(f"layers.{k}.weight", (6, 4), (Shard(0),)) for k in range(2)),
+            ProgramParam("bias", (5,), (Shard(0),), use_muon=False),
+        ),
+        options={"ns_steps": 1, "metrics": 1},
+        steps=5,
     ),
     "logits in pinned memory": Program(
         mesh=(1,),

@@ -1,0 +1,103 @@
+"""What a rank finds out from its own shards: sums of squares, and its part of a product of a sharded weight and a vector."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import torch
+from torch import Tensor
+
+from ..layout import Layout, Ranges, Replicated, coordinates, local_indices
+from ..matrices import StridedRange
+from ..plan import PlannedParam
+from .spectra import rows_times, squares
+
+Selector: TypeAlias = "slice | Tensor"
+"""Indices of a dim: a slice or, if they are in several pieces, a tensor of them."""
+
+
+def counts_here(layouts: Sequence[Layout], rank: int) -> bool:
+    """Whether this rank counts what it holds: of all that hold the same elements, only the first does.
+
+    ``layouts`` are those of a parameter; none for one that only this rank knows.
+    """
+    if not layouts:
+        return True
+    coordinate = coordinates(layouts[0].mesh).get(rank)
+    if coordinate is None:
+        return False
+    return not any(coordinate[axis] for axis, place in enumerate(layouts[0].placements) if isinstance(place, Replicated))
+
+
+@dataclass(frozen=True, slots=True)
+class LocalMatrices:
+    """The part of a planned parameter that this rank holds and counts: pieces of some of its matrices, all cut alike."""
+
+    stack_dims: int
+    matrices: Selector  # which of the parameter's matrices
+    local_rows: Selector  # where they are in the local tensor
+    local_cols: Selector
+    rows: Selector  # which rows of the matrices these are
+    cols: Selector
+
+    @classmethod
+    def of(cls, planned: PlannedParam, rank: int, device: torch.device) -> LocalMatrices | None:
+        """What ``rank`` holds and counts of a parameter; None if nothing."""
+        layouts = planned.layouts
+        rank = layouts[0].mesh.ranks[0] if planned.private else rank  # a private one is planned as if every rank held it
+        if not counts_here(layouts, rank):
+            return None
+        layout, stack_dims = layouts[0], planned.stack_dims
+        held = layout.held_ranges(rank)
+        if not all(held):
+            return None
+        matrices = held[0] if stack_dims else ((0, 1),)
+        piece = planned.sharded_matrices(layout)[matrices[0][0]].piece_of(rank)
+        if piece is None:
+            return None
+        local_rows: Selector = slice(None)
+        local_cols: Selector = slice(None)
+        if planned.window is not None:
+            local_rows = _of_strided(local_indices(held[stack_dims], planned.window[0]), device)
+            if len(layout.shape) == stack_dims + 2:  # of more dims, a window takes all columns
+                local_cols = _of_strided(local_indices(held[stack_dims + 1], planned.window[1]), device)
+        rows, cols = _of_ranges(piece.rows, device), _of_ranges(piece.cols, device)
+        return cls(stack_dims, _of_ranges(matrices, device), local_rows, local_cols, rows, cols)
+
+    def cut(self, local: Tensor) -> Tensor:
+        """These pieces of a local tensor, (matrices, rows, cols): a view where one is possible."""
+        stacked = local.reshape(local.shape[0] if self.stack_dims else 1, local.shape[self.stack_dims], -1)
+        return stacked[:, self.local_rows][:, :, self.local_cols]
+
+    def squares(self, local: Tensor) -> Tensor:
+        """The sum of squares of each piece."""
+        return squares(self.cut(local))
+
+    def multiply(self, local: Tensor, vectors: Tensor, result: Tensor, *, transposed: bool) -> None:
+        """Writes this rank's part of W·v, or Wᵀ·v, of each matrix into ``result``; both are (matrices, longer side)."""
+        pieces = self.cut(local).to(vectors.dtype)
+        pieces, read, written = (pieces, self.rows, self.cols) if transposed else (pieces.mT, self.cols, self.rows)
+        product = rows_times(vectors[self.matrices][:, read].unsqueeze(1), pieces).squeeze(1)
+        held = result[self.matrices]
+        held[:, written] = product
+        if not isinstance(self.matrices, slice):  # ``held`` is a copy then
+            result[self.matrices] = held
+
+
+def _of_ranges(ranges: Ranges, device: torch.device) -> Selector:
+    if len(ranges) == 1:
+        return slice(*ranges[0])
+    return torch.cat([torch.arange(start, stop) for start, stop in ranges]).to(device)
+
+
+def _of_strided(parts: Sequence[StridedRange], device: torch.device) -> Selector:
+    if len(parts) == 1 and parts[0].count == 1:
+        return slice(parts[0].start, parts[0].stop)
+    blocks = [
+        torch.arange(part.start + k * part.period, part.start + k * part.period + part.size)
+        for part in parts
+        for k in range(part.count)
+    ]
+    return torch.cat(blocks).to(device)

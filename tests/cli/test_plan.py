@@ -1,0 +1,210 @@
+"""``meshmuon plan`` as a command: what it prints and writes, and what it refuses."""
+
+from __future__ import annotations
+
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from meshmuon import Muon, get_default_muon_param_groups
+from meshmuon.cli.main import main
+from meshmuon.plan import Calibration, Elementwise, Link, Rate
+from meshmuon.simulate.text import print_report, sections_of
+
+MESH = "dp_replicate=2,dp_shard=8"
+
+
+def build() -> nn.Module:
+    """A model for ``--module``."""
+    return nn.Sequential(nn.Linear(32, 48), nn.Linear(48, 48), nn.Linear(48, 8))
+
+
+def plan(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    assert main(["plan", *arguments]) == 0
+    return capsys.readouterr().out
+
+
+def refusal(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    with pytest.raises(SystemExit) as ending:
+        main(["plan", *arguments])
+    assert ending.value.code == 2
+    return " ".join(capsys.readouterr().err.split())
+
+
+def test_the_tables_and_the_files_say_the_same(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    report, trace = tmp_path / "report.json", tmp_path / "trace.json"
+    text = plan(
+        capsys, "--model", "gpt2", "--mesh", MESH, "--nodes", "2", "--json", str(report), "--trace", str(trace), "--compare"
+    )
+    facts = json.loads(report.read_text())
+    assert facts["format"] == "meshmuon plan report"
+    assert facts["mesh"]["ranks"] == 16
+    assert facts["mesh"]["nodes"] == 2
+    assert facts["model"]["parameters"] == 124_439_808
+    assert facts["stages"][0]["digest"][:12] in text
+    assert all(len(column) == 16 for column in facts["ranks"].values())
+    for kind in ("sent", "received"):
+        columns = [facts["ranks"][f"{kind}_{where}"] for where in ("inside", "between")]
+        assert sum(map(sum, columns)) == sum(row["bytes_inside"] + row["bytes_between"] for row in facts["exchanges"])
+    assert sum(map(sum, facts["traffic"][0]["bytes"])) == sum(row["bytes_sent"] for row in facts["params"])
+    total = next(row for row in facts["memory"] if row["kind"] == "total")
+    assert total["most"] == max(facts["ranks"]["memory"])
+    assert {row["label"] for row in facts["choices"]} >= {"as chosen", 'replicas="repeat"', "comm_dtype=float32"}
+    events = json.loads(trace.read_text())["traceEvents"]
+    assert {event["pid"] for event in events} == set(range(16))
+    assert {event["cat"] for event in events if event["ph"] == "X"} >= {"momentum", "gather", "orthogonalise", "scatter", "adamw"}
+    longest = max(event["ts"] + event["dur"] for event in events if event["ph"] == "X")
+    assert longest <= facts["step"]["seconds"] * 1e6 * (1 + 1e-9)
+
+
+def test_json_on_standard_output_is_alone_there(capsys: pytest.CaptureFixture[str]) -> None:
+    assert json.loads(plan(capsys, "--model", "gpt2", "--mesh", "dp_shard=8", "--json", "-"))["choices"] == []
+
+
+def test_several_meshes_are_compared(capsys: pytest.CaptureFixture[str]) -> None:
+    meshes = ("dp_shard=64,ep=8", "dp_replicate=2,dp_shard=32,ep=8", "dp_shard=448,ep=32")
+    text = plan(capsys, "--model", "gpt-oss-20b", *(word for mesh in meshes for word in ("--mesh", mesh)))
+    assert "* dp_shard=64,ep=8" in text
+    assert "  dp_replicate=2,dp_shard=32,ep=8" in text
+    table = text[text.index("side by side: meshes") :]
+    assert ["cannot be planned" in line for line in table.splitlines()[4:7]] == [False, False, True]
+    assert "refuses 2880 rows over 14 shards" in table
+
+
+def test_models_and_machines_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
+    text = plan(capsys, "--list")
+    assert "kimi-k2" in text
+    assert "mi300x" in text
+
+
+def test_any_module(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    saved = tmp_path / "model.json"
+    arguments = ("--mesh", "dp_shard=4", "--hardware", "cpu", "--json", "-")
+    built = json.loads(plan(capsys, "--module", "tests.cli.test_plan:build", "--save-model", str(saved), *arguments))
+    read = json.loads(plan(capsys, "--model", str(saved), *arguments))
+    assert built["stages"] == read["stages"]
+    assert built["model"]["matrices"] == 2  # the last linear layer is a head
+    assert built["params"] == read["params"]
+
+
+def test_the_config_of_transformers(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({"model_type": "gpt2", "n_layer": 12, "n_embd": 768, "n_head": 12}))
+    facts = json.loads(plan(capsys, "--hf-config", str(path), "--mesh", "dp_shard=8", "--json", "-"))
+    same = json.loads(plan(capsys, "--model", "gpt2", "--mesh", "dp_shard=8", "--json", "-"))
+    assert facts["stages"] == same["stages"]
+
+
+MEASURED = Calibration(
+    device="cpu",
+    device_name="a CPU",
+    ranks=2,
+    ranks_per_node=2,
+    compute_dtype="float32",
+    products=(Rate("float32", 64, 1e9),),
+    orthogonalisation=(Rate("float32", 64, 1e9), Rate("float32", 512, 4e9)),
+    inside=Link(1e9, 1e-4),
+    between=None,
+    exchange=Link(5e8, 2e-4),
+    host_seconds_per_matrix=1e-5,
+    host_seconds_per_step=1e-3,
+    elementwise=Elementwise(1e-9, 1e-9, 1e-9, 28e-9),
+)
+
+
+def test_a_calibration_replaces_rates(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    path = tmp_path / "doctor.json"
+
+    def seconds(factor: float) -> float:
+        changes = {"orthogonalisation": [{"dtype": "float32", "size": 64, "flops_per_second": 1e9 * factor}]}
+        path.write_text(json.dumps({**MEASURED.to_json(), **changes}))
+        arguments = ("--model", "gpt2", "--mesh", "dp_shard=2", "--calibration", str(path), "--json", "-")
+        facts = json.loads(plan(capsys, *arguments))
+        assert facts["machine"]["device"] == "cpu"
+        return float(facts["step"]["orthogonalise"])
+
+    assert seconds(1.0) == pytest.approx(2 * seconds(2.0))
+
+
+def test_the_plan_of_a_job(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    model = build()
+    optimizer = Muon(get_default_muon_param_groups(model))
+    model(torch.ones(2, 32)).sum().backward()
+    optimizer.step()
+    job, measured = tmp_path / "job.json", tmp_path / "doctor.json"
+    job.write_text(optimizer.plan().to_json())
+    measured.write_text(json.dumps(MEASURED.to_json()))
+    facts = json.loads(plan(capsys, "--from-json", str(job), "--json", "-"))
+    assert facts["stages"][0]["digest"] == optimizer.plan().digest
+    assert facts["model"]["matrices"] == 2
+    assert facts["ranks"]["parameters"] == [(32 * 48 + 48 * 48) * 4]
+    events = json.loads(optimizer.plan().trace(measured))["traceEvents"]
+    assert {event["cat"] for event in events if event["ph"] == "X"} == {"host", "local"}
+    assert optimizer.plan().trace(MEASURED) == optimizer.plan().trace(measured)
+    assert "leave out --mesh" in refusal(capsys, "--from-json", str(job), "--mesh", "dp_shard=2")
+    job.write_text("{}")
+    assert "it is no plan" in refusal(capsys, "--from-json", str(job))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--mesh", "dp_shard=2"), "one of --model, --hf-config, --module and --from-json says which model to plan; none is"),
+        (("--model", "gpt2", "--module", "a:b", "--mesh", "dp_shard=2"), "several are given"),
+        (("--model", "gpt2"), '--mesh "dp_shard=64" or --layout FILE says how'),
+        (("--model", "gpt3", "--mesh", "dp_shard=2"), "--model gpt3 is unknown. Did you mean gpt2?"),
+        (("--model", "gpt2", "--mesh", "dp_shard=2", "--hardware", "h300"), "--hardware h300 is unknown"),
+        (("--model", "gpt2", "--mesh", "dp_shard=2", "--nodes", "0"), "--nodes 0 must be at least 1"),
+        (
+            ("--model", "gpt2", "--mesh", "dp_shard=2", "--nodes", "1"),
+            "multiply to 2 ranks, but --nodes gives 8: write dp_shard=8",
+        ),
+        (("--model", "gpt2", "--mesh", "dp_shard=2", "--scheme", "kellar"), "Did you mean keller?"),
+        (("--model", "gpt2", "--mesh", "dp_shard=2", "--memory-budget", "x"), "'x' is no number of bytes, such as 64M"),
+        (("--model", "gpt2", "--mesh", "dp_shard=2", "--mfu", "2"), "2 is not above 0 and at most 1"),
+        (("--model", "gpt2", "--mesh", "dp_shard=2", "--json", "/nowhere/x"), "/nowhere/x cannot be written"),
+        (("--module", "tests", "--mesh", "dp_shard=2"), "must name a module and a function in it"),
+        (("--module", "tests.cli.nothing:x", "--mesh", "dp_shard=2"), "tests.cli.nothing cannot be imported"),
+        (("--module", "tests.cli.test_plan:x", "--mesh", "dp_shard=2"), "has no function x"),
+        (("--module", "tests.cli.test_plan:plan", "--mesh", "dp_shard=2"), "plan() failed on the meta device"),
+        (("--module", "builtins:dict", "--mesh", "dp_shard=2"), "dict() returned dict, not a torch.nn.Module"),
+        (("--hf-config", "/nowhere/config.json", "--mesh", "dp_shard=2"), "/nowhere/config.json cannot be read"),
+        (("--calibration", "/nowhere", "--model", "gpt2", "--mesh", "dp_shard=2"), "--calibration /nowhere: it cannot be read"),
+    ],
+)
+def test_wrong_arguments_are_refused(capsys: pytest.CaptureFixture[str], arguments: tuple[str, ...], message: str) -> None:
+    assert message in refusal(capsys, *arguments)
+
+
+def test_unknown_architectures_are_refused(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    path = tmp_path / "config.json"
+    path.write_text('{"model_type": "hal9000"}')
+    assert "model_type is 'hal9000'" in refusal(capsys, "--hf-config", str(path), "--mesh", "dp_shard=2")
+    path.write_text("{")
+    assert "is not JSON" in refusal(capsys, "--hf-config", str(path), "--mesh", "dp_shard=2")
+
+
+class Terminal(io.StringIO):
+    """A stream that says that it is a terminal."""
+
+    def isatty(self) -> bool:
+        return True
+
+
+def test_a_terminal_gets_the_same_figures(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    reports: list[Any] = []
+    monkeypatch.setattr("meshmuon.cli.plan.print_report", reports.append)
+    plan(capsys, "--model", "gpt2", "--mesh", "dp_shard=8")
+    (report,) = reports
+    rich, plain = Terminal(), io.StringIO()
+    print_report(report, rich)
+    print_report(report, plain)
+    memory = next(section for section in sections_of(report) if section.title == "memory per rank")
+    for row in memory.rows:
+        assert row[1] in rich.getvalue()
+        assert row[1] in plain.getvalue()

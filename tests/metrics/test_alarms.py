@@ -1,0 +1,145 @@
+"""Every alarm: a run that provokes it, and the same run when it is healthy, which raises none."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from meshmuon import Muon, RoutingWarning
+from meshmuon.metrics import Health, Limits
+
+STEPS = 12
+
+
+class Net(nn.Module):
+    """Two matrices for Muon, an embedding-like table and a norm for AdamW."""
+
+    def __init__(self, dtype: torch.dtype = torch.float32) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(0)
+        self.up = nn.Parameter((torch.randn(48, 24, generator=generator) / 24**0.5).to(dtype))
+        self.down = nn.Parameter((torch.randn(24, 48, generator=generator) / 48**0.5).to(dtype))
+        self.head = nn.Parameter((torch.randn(10, 24, generator=generator) / 24**0.5).to(dtype))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x + F.linear(F.gelu(F.linear(x, self.up)), self.down), self.head)
+
+
+def batches(step: int, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(step)
+    x = torch.randn(64, 24, generator=generator).to(dtype)
+    return x, x[:, :10].argmax(1)
+
+
+def run(
+    *, dtype: torch.dtype = torch.float32, same_input: bool = False, cut: bool = False, logits: Any = None, **options: Any
+) -> list[str]:
+    """Trains and returns the kinds of alarms that were raised."""
+    net, health = Net(dtype), Health()
+    names = ["layers.0.self_attn.q_proj.weight", "layers.0.self_attn.k_proj.weight"] if logits else ["up", "down"]
+    if logits:
+        options["clip_config"] = {"head_dim": 24, "threshold": 1e4}
+        net.down = nn.Parameter(net.down.detach().t().contiguous())
+    groups = [
+        {"params": [net.up, net.down], "names": names, "use_muon": True},
+        {"params": [net.head], "names": ["head"], "use_muon": False, "lr": 1e-3},
+    ]
+    optimizer = Muon(groups, **{"lr": 1e-3, **options}, metrics=1)
+    for step in range(STEPS):
+        x, y = batches(0 if same_input else step, dtype)
+        if same_input:
+            x = torch.ones_like(x)
+        hidden = F.linear(x, net.up) @ net.down if logits else net(x)
+        loss = F.cross_entropy((hidden if not logits else F.linear(hidden, net.head)).float(), y)
+        loss.backward()
+        if cut and step >= 4:
+            assert net.up.grad is not None
+            net.up.grad.zero_()
+        optimizer.step(qk_logits=None if logits is None else {0: torch.tensor([logits(step)] * 2)})
+        optimizer.zero_grad()
+        health.check(optimizer.metrics())
+    return sorted({alarm.kind for alarm in health.alarms})
+
+
+def test_a_healthy_run_raises_none() -> None:
+    assert run() == []
+    assert run(lr=3e-3, momentum=0.9) == []
+    assert run(logits=lambda step: 20.0 + step) == []
+
+
+@pytest.mark.filterwarnings(f"ignore::{RoutingWarning.__module__}.{RoutingWarning.__name__}")
+def test_an_lr_that_is_too_large() -> None:
+    assert "update too large" in run(lr=0.2)
+
+
+@pytest.mark.filterwarnings(f"ignore::{RoutingWarning.__module__}.{RoutingWarning.__name__}")
+def test_an_lr_of_the_wrong_convention() -> None:
+    """Keller Jordan's 0.02 with the rule that takes AdamW's, and AdamW's lr with the other rule."""
+    assert "lr convention" in run(lr=0.02)
+    assert run(lr=1e-4, adjust_lr_fn="original") == ["lr convention"]
+    assert run(lr=0.005, adjust_lr_fn="original") == []
+
+
+def test_a_matrix_without_a_gradient() -> None:
+    assert run(cut=True) == ["stopped moving"]
+
+
+def test_updates_that_rounding_loses() -> None:
+    """bfloat16 weights at an lr of 2e-6; stochastic rounding, or float32, moves them."""
+    rates = {"lr": 2e-6, "weight_decay": 0.0}
+    assert "stopped moving" in run(dtype=torch.bfloat16, **rates)
+    assert "stopped moving" not in run(dtype=torch.bfloat16, rounding="stochastic", **rates)
+    assert "stopped moving" not in run(**rates)
+
+
+def test_momentum_of_rank_one() -> None:
+    assert "rank one" in run(same_input=True)
+
+
+def test_logits_that_grow() -> None:
+    assert run(logits=lambda step: 10.0 * 1.5**step) == ["logits grow"]
+    assert run(logits=lambda step: 80.0 + 5 * math.sin(step)) == []
+
+
+def measurement(step: int, **values: float) -> dict[str, Any]:
+    healthy = {
+        "gradient_norm": 1.0,
+        "momentum_norm": 1.0,
+        "momentum_stable_rank": 5.0,
+        "weight_norm": 1.0,
+        "update_to_weight": 0.01,
+        "update_rms": 0.0,
+        "lr": 0.1,
+        "dtype": "float32",
+        "rounding": "nearest",
+        "rows": 8,
+        "cols": 8,
+    }
+    return {"step": step, "skipped": False, "matrices": {"w": {**healthy, **values}}, "adamw": {}, "qk_clip": {}}
+
+
+def test_an_alarm_needs_patience_and_is_raised_once_until_it_is_over() -> None:
+    health = Health(Limits(patience=2))
+    ratios = [0.5, 0.5, 0.5, 0.01, 0.5, 0.5]
+    raised = [health.check(measurement(step, update_to_weight=ratio)) for step, ratio in enumerate(ratios)]
+    assert [len(alarms) for alarms in raised] == [0, 1, 0, 0, 0, 1]
+    assert str(raised[1][0]).startswith("step 1: w changes by 50%")
+
+
+def test_a_measurement_that_was_seen_or_skipped_counts_for_nothing() -> None:
+    health = Health(Limits(patience=2))
+    bad = measurement(1, update_to_weight=0.5)
+    assert health.check(bad) == health.check(bad) == health.check({}) == []
+    assert health.check({**measurement(2, update_to_weight=0.5), "skipped": True}) == []
+    assert len(health.check(measurement(3, update_to_weight=0.5))) == 1
+
+
+def test_a_weight_of_zeros_may_grow() -> None:
+    """Projections that begin at zero have no norm to compare with."""
+    health = Health(Limits(patience=1))
+    assert health.check(measurement(1, update_to_weight=math.inf, weight_norm=0.0)) == []

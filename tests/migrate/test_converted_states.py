@@ -1,0 +1,187 @@
+"""States of Keller Jordan's Muon and of nanochat's, converted: the run goes on as it would have."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from meshmuon import Muon, StateError
+from meshmuon.migrate import convert_keller_state, convert_nanochat_state
+from tests.support.reference import KELLER, assert_moved_alike, assert_same_bits, copies, make_params, newton_schulz, run
+
+MATRICES, OTHERS = ((24, 24), (48, 16), (16, 48), (24, 24)), ((5,), (40, 30))
+NAMES = ["a.weight", "b.weight", "c.weight", "d.weight", "norm.bias", "table.weight"]
+M = len(MATRICES)
+
+
+class MeanMomentum(torch.optim.Optimizer):
+    """Muon with momentum as a mean and Nesterov, beside Adam with decoupled decay; float32 products."""
+
+    def __init__(self, groups: list[dict[str, Any]]) -> None:
+        super().__init__(groups, {})
+
+    @torch.no_grad()
+    def step(self) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for param in group["params"]:
+                assert param.grad is not None
+                param.mul_(1 - group["lr"] * group["weight_decay"])
+                update = self._muon if group["use_muon"] else self._adam
+                param.sub_(group["lr"] * update(self.state[param], param.grad, group))
+
+    def _muon(self, state: dict[str, Any], grad: Tensor, group: dict[str, Any]) -> Tensor:
+        mu = group["momentum"]
+        mean = state["momentum_buffer"] = mu * state.get("momentum_buffer", torch.zeros_like(grad)) + (1 - mu) * grad
+        rows, cols = grad.shape
+        return max(1.0, rows / cols) ** 0.5 * newton_schulz((1 - mu) * grad + mu * mean, [KELLER] * 5)
+
+    def _adam(self, state: dict[str, Any], grad: Tensor, group: dict[str, Any]) -> Tensor:
+        state["step"] = step = state.get("step", 0) + 1
+        for key, beta, value in zip(("exp_avg", "exp_avg_sq"), group["betas"], (grad, grad.square()), strict=True):
+            state[key] = beta * state.get(key, torch.zeros_like(grad)) + (1 - beta) * value
+        first, second = (
+            state[key] / (1 - beta**step) for key, beta in zip(("exp_avg", "exp_avg_sq"), group["betas"], strict=True)
+        )
+        return first / (second.sqrt() + group["eps"])
+
+
+def theirs(params: Sequence[nn.Parameter]) -> MeanMomentum:
+    muon = {"params": list(params[:M]), "use_muon": True, "lr": 0.02, "momentum": 0.9, "weight_decay": 0.01}
+    adam = {"params": list(params[M:]), "use_muon": False, "lr": 3e-3, "betas": (0.8, 0.95), "eps": 1e-10, "weight_decay": 0.0}
+    return MeanMomentum([adam, muon])  # another order than here
+
+
+def ours(params: Sequence[nn.Parameter], **options: Any) -> Muon:
+    groups = [
+        {"params": params[:M], "names": NAMES[:M], "use_muon": True},
+        {"params": params[M:], "names": NAMES[M:], "use_muon": False},
+    ]
+    return Muon(groups, **options)
+
+
+def saved(steps: int = 5) -> tuple[list[nn.Parameter], MeanMomentum]:
+    params = make_params(*MATRICES, *OTHERS)
+    optimizer = theirs(params)
+    run(optimizer, params, range(steps))
+    return params, optimizer
+
+
+THEIR_NAMES = [*NAMES[M:], *NAMES[:M]]
+
+
+def test_a_run_of_keller_jordans_goes_on() -> None:
+    params, optimizer = saved()
+    start, mine = copies(params), copies(params)
+    state = copy.deepcopy(optimizer.state_dict())
+    muon = ours(mine)
+    muon.load_state_dict(convert_keller_state(muon, state, THEIR_NAMES))
+    assert [group["lr"] for group in muon.param_groups] == [0.02, 3e-3]
+    assert muon.param_groups[0]["adjust_lr_fn"] == "original"
+    run(optimizer, params, range(5, 10))
+    run(muon, mine, range(5, 10))
+    assert_moved_alike(mine, params, start, 2e-4)
+
+
+def test_a_momentum_of_another_factor_would_be_seen() -> None:
+    params, optimizer = saved()
+    start, mine = copies(params), copies(params)
+    muon = ours(mine)
+    state = convert_keller_state(muon, optimizer.state_dict(), THEIR_NAMES)
+    for entry in state["state"].values():
+        if "momentum_buffer" in entry:
+            entry["momentum_buffer"] = entry["momentum_buffer"] * (1 - 0.9)  # as it is saved
+    muon.load_state_dict(state)
+    run(optimizer, params, range(5, 10))
+    run(muon, mine, range(5, 10))
+    with pytest.raises(AssertionError):
+        assert_moved_alike(mine, params, start, 2e-2)
+
+
+def test_states_of_several_ranks_are_put_together() -> None:
+    params, optimizer = saved()
+    whole = optimizer.state_dict()
+    muons = whole["param_groups"][1]["params"]
+    ranks = [
+        {
+            **whole,
+            "state": {key: entry for key, entry in whole["state"].items() if key not in muons or muons.index(key) % 2 == rank},
+        }
+        for rank in range(2)
+    ]
+    muon = ours(copies(params))
+    expected, merged = (convert_keller_state(muon, states, THEIR_NAMES) for states in (whole, ranks))
+    assert expected["param_groups"] == merged["param_groups"]
+    for key, entry in expected["state"].items():
+        assert_same_bits(merged["state"][key].values(), entry.values())
+    with pytest.raises(StateError, match=r"b\.weight has no state on the 1 rank.*pass the states of all ranks"):
+        convert_keller_state(muon, ranks[0], THEIR_NAMES)
+
+
+def as_nanochat(optimizer: MeanMomentum, world: int) -> list[dict[str, Any]]:
+    """The state as nanochat's ranks have it: stacked momenta with padding, large moments cut by rows."""
+    whole = optimizer.state_dict()
+    adam, muon = whole["param_groups"]
+    groups, stacks = [{**adam, "kind": "adamw"}], []
+    for shape in dict.fromkeys(MATRICES):  # one group per shape
+        keys = [key for key, own in zip(muon["params"], MATRICES, strict=True) if own == shape]
+        groups.append({**muon, "kind": "muon", "params": keys, "ns_steps": 5, "beta2": 0.9})
+        each = -(-len(keys) // world)
+        padded = [whole["state"][key]["momentum_buffer"] for key in keys]
+        padded += [torch.full(shape, torch.nan)] * (each * world - len(keys))
+        stacks.append((keys[0], torch.stack(padded).split(each)))
+    ranks = []
+    for rank in range(world):
+        state: dict[Any, Any] = {key: {"momentum_buffer": parts[rank]} for key, parts in stacks}
+        for key, name in zip(adam["params"], NAMES[M:], strict=True):
+            entry = whole["state"][key]
+            cut = name == "table.weight"
+            state[key] = {k: v.chunk(world)[rank] if cut and isinstance(v, Tensor) else v for k, v in entry.items()}
+        ranks.append({"state": state, "param_groups": groups})
+    return ranks
+
+
+GROUPED_NAMES = [*NAMES[M:], "a.weight", "d.weight", "b.weight", "c.weight"]
+
+
+@pytest.mark.parametrize("world", [1, 2, 4])
+def test_the_momentum_of_nanochat_goes_on(world: int) -> None:
+    params, optimizer = saved()
+    start, mine = copies(params), copies(params)
+    muon = ours(mine, scheme="keller")
+    muon.load_state_dict(convert_nanochat_state(muon, as_nanochat(optimizer, world), GROUPED_NAMES))
+    assert muon.param_groups[0]["scheme"] == "keller"
+    run(optimizer, params, range(5, 10))
+    run(muon, mine, range(5, 10))
+    assert_moved_alike(mine, params, start, 2e-4)
+
+
+def test_nanochat_with_a_rule_that_keeps_memory() -> None:
+    params, optimizer = saved()
+    muon = ours(params, rule="normuon")
+    muon.load_state_dict(convert_nanochat_state(muon, as_nanochat(optimizer, 2), GROUPED_NAMES))
+    run(muon, params, range(2))
+    assert all(param.isfinite().all() for param in params)
+
+
+def test_missing_ranks_and_names_are_refused() -> None:
+    params, optimizer = saved()
+    muon, ranks = ours(params), as_nanochat(optimizer, 2)
+    with pytest.raises(StateError, match=r"table\.weight: exp_avg of 1 rank\(s\) has shape \(20, 30\)"):
+        convert_nanochat_state(muon, ranks[:1], GROUPED_NAMES)
+    empty = {**ranks[0], "state": {}}
+    adamless = [{**rank, "state": {k: v for k, v in rank["state"].items() if "momentum_buffer" in v}} for rank in ranks]
+    with pytest.raises(StateError, match=r"a\.weight: 2 momenta over 4 rank\(s\) are 1 per rank, the states have \[1, 1, 0, 0\]"):
+        convert_nanochat_state(muon, [*adamless, empty, empty], GROUPED_NAMES)
+    with pytest.raises(StateError, match="names has 5 different names for 6 parameters"):
+        convert_nanochat_state(muon, ranks, GROUPED_NAMES[1:])
+    with pytest.raises(StateError, match="states is empty"):
+        convert_keller_state(muon, [], THEIR_NAMES)
+    with pytest.raises(StateError, match="rank 1 has other param groups"):
+        convert_keller_state(muon, [optimizer.state_dict(), ranks[0]], THEIR_NAMES)
+    with pytest.raises(StateError, match="some ranks only"):
+        convert_nanochat_state(muon, [ranks[0], {**ranks[1], "state": {}}], GROUPED_NAMES)

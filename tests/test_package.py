@@ -1,0 +1,69 @@
+"""The metadata, and the comparison of built files with the repository. ``make package`` builds and tries the wheel itself."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import tarfile
+import zipfile
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+PROJECT = (ROOT / "pyproject.toml").read_text()
+METADATA = ("METADATA", "entry_points.txt", "licenses/LICENSE")
+
+
+@pytest.fixture(scope="module")
+def contents() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("contents", ROOT / "release" / "contents.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def extras() -> set[str]:
+    section = PROJECT.split("[project.optional-dependencies]")[1].split("\n[")[0]
+    return set(re.findall(r"^(\w+) = \[", section, flags=re.MULTILINE))
+
+
+def test_extras_exist_and_refer_to_each_other() -> None:
+    assert {"demo", "plan", "kernels", "hf", "lightning", "torchtitan", "docs", "all"} <= extras()
+    used = {name for names in re.findall(r"meshmuon\[([\w,]+)\]", PROJECT) for name in names.split(",")}
+    assert used <= extras()
+
+
+def write(folder: Path, names: set[str]) -> tuple[Path, Path]:
+    """A wheel and an sdist with these files of the repository, all empty."""
+    wheel, sdist = folder / "meshmuon-1-py3-none-any.whl", folder / "meshmuon-1.tar.gz"
+    with zipfile.ZipFile(wheel, "w") as archive:
+        for name in [*sorted(names), *(f"meshmuon-1.dist-info/{name}" for name in METADATA)]:
+            archive.writestr(name, "")
+    with tarfile.open(sdist, "w:gz") as packed:
+        for name in sorted(names | {"LICENSE", "README.md", "pyproject.toml"}):
+            packed.addfile(tarfile.TarInfo(f"meshmuon-1/{name}"))
+    return wheel, sdist
+
+
+def test_whole_packages_pass(contents: ModuleType, tmp_path: Path) -> None:
+    files = contents.package_files()
+    assert {"meshmuon/py.typed", "meshmuon/optim/muon.py"} <= files
+    write(tmp_path, files)
+    assert contents.main(tmp_path) == 0
+
+
+@pytest.mark.parametrize(
+    ("missing", "foreign"), [("meshmuon/py.typed", None), ("meshmuon/optim/muon.py", None), (None, "tests/test_bounds.py")]
+)
+def test_missing_and_foreign_files_are_seen(
+    contents: ModuleType, tmp_path: Path, missing: str | None, foreign: str | None
+) -> None:
+    wheel, sdist = write(tmp_path, contents.package_files() - {missing} | ({foreign} if foreign else set()))
+    said = f"{missing} is missing" if missing else f"{foreign} does not belong there"
+    assert contents.wheel_problems(wheel) == [f"{wheel.name}: {said}"]
+    assert contents.sdist_problems(sdist) == [f"{sdist.name}: {said}"]
+    assert contents.main(tmp_path) == 1
