@@ -149,3 +149,19 @@ def test_published(tmp_path: Path) -> None:
     assert modelled["Megatron", "one home"] < modelled["Megatron", "repeated"]
     memory = [row["modelled"] for row in facts["results"] if row["kind"] == "bytes" and "meshmuon" in row["scheme"]]
     assert memory == [pytest.approx(16.0)]
+
+
+def test_tuning(tmp_path: Path) -> None:
+    done = tmp_path / "done.jsonl"
+    facts, printed = run("tuning", tmp_path, "--keep", str(done))
+    cases = [(result["optimizer"], result["weight_decay"], result["lr"]) for result in facts["results"]]
+    assert cases == [(name, decay, lr) for name in ("muon", "adamw") for decay in (0.1, 1.0) for lr in (0.002, 0.004)]
+    assert len({result["loss"] for result in facts["results"]}) == 8
+    assert (tmp_path / "tuning_decay.png").stat().st_size > 100
+    assert "meshmuon's best lr ÷ AdamW's" in printed
+    lines = done.read_text().splitlines()
+    assert [json.loads(line) for line in lines] == facts["results"]
+    best = {**json.loads(lines[0]), "loss": 0.125}  # is not trained again
+    done.write_text("\n".join([json.dumps(best), *lines[1:]]) + "\n")
+    again, _ = run("tuning", tmp_path, "--keep", str(done))
+    assert again["results"] == [best, *facts["results"][1:]]
