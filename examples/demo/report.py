@@ -18,6 +18,7 @@ import meshmuon
 from demo.clip import clip_findings
 from demo.compare import Comparison, Findings, compare
 from demo.data import Corpus
+from demo.health import PICTURE, draw_health, section
 from demo.model import ModelConfig
 from demo.optimizers import CONTENDERS, OptimizerConfig
 from demo.train import RunResult, TrainConfig
@@ -103,6 +104,9 @@ def write_report(folder: Path, setting: Setting, results: Sequence[RunResult], *
     drawn = plot and any(result.evals for result in results)
     if drawn:
         outcome.draw(folder / outcome.picture)
+    measured = next((result for result in results if result.health), None)
+    if drawn and measured is not None:
+        draw_health(folder / PICTURE, measured.health)
     (folder / "report.md").write_text(markdown(setting, results, outcome, drawn=drawn), encoding="utf-8")
     point_latest(folder)
     return outcome.headline
@@ -228,6 +232,9 @@ def markdown(setting: Setting, results: Sequence[RunResult], outcome: Findings, 
     if outcome.section:
         parts.append(outcome.section)
     parts.append(_runs_table(results))
+    measured = next((result for result in results if result.health), None)
+    if measured is not None:
+        parts.append(section(measured.title, measured.health, measured.alarms, drawn=drawn))
     parts.append(_setting_section(setting))
     for result in results:
         if result.routing is not None:
