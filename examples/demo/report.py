@@ -21,6 +21,8 @@ from demo.data import Corpus
 from demo.health import PICTURE, draw_health, section
 from demo.model import ModelConfig
 from demo.optimizers import CONTENDERS, OptimizerConfig
+from demo.plan_page import FILE as PLAN_PAGE
+from demo.plan_page import write_plan_page
 from demo.train import RunResult, TrainConfig
 
 _SCHEDULES = {"linear": "linear decay", "cosine": "cosine decay", "constant": "no decay"}
@@ -107,9 +109,18 @@ def write_report(folder: Path, setting: Setting, results: Sequence[RunResult], *
     measured = next((result for result in results if result.health), None)
     if drawn and measured is not None:
         draw_health(folder / PICTURE, measured.health)
-    (folder / "report.md").write_text(markdown(setting, results, outcome, drawn=drawn), encoding="utf-8")
+    page = markdown(setting, results, outcome, drawn=drawn)
+    if plot and results:
+        page += "\n" + _plan_section(folder, setting, results[0])
+    (folder / "report.md").write_text(page, encoding="utf-8")
     point_latest(folder)
     return outcome.headline
+
+
+def _plan_section(folder: Path, setting: Setting, result: RunResult) -> str:
+    missing = write_plan_page(folder, setting, result) if result.name != "adamw" else "AdamW alone has none"
+    text = f"[{PLAN_PAGE}]({PLAN_PAGE}): predicted beside measured" if missing is None else f"No page: {missing}"
+    return f"## The page of the {result.title} run's plan\n\n{text.rstrip('.')}.\n"
 
 
 def findings(setting: Setting, results: Sequence[RunResult]) -> Findings:

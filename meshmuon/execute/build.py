@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from ..plan import NO_WAVE, Batch, WaveRoutes, WaveSizes, slot_sizes, wave_sizes
+from ..plan import NO_WAVE, Batch, PieceTransfer, WaveRoutes, WaveSizes, slot_sizes, wave_sizes
 from ..plan.order import gradient_read_order
 from ..torch_compat import local_part
 from .observer import Observer
@@ -228,11 +228,20 @@ class RankProgramBuilder(ProgramBuilder):
         staying = offsets_of(routes.staying, sizes.staying_offset)
         momentum = [*offsets_of(routes.gather_out), *staying], beside if unrounded is None else unrounded
         updates = [*offsets_of(routes.scatter_in), *staying], beside
+
+        def gathers(rank: int) -> tuple[Sequence[PieceTransfer], Sequence[PieceTransfer]]:
+            of_rank = self.routes_of_rank(rank)[k]
+            return of_rank.gather_in, of_rank.gather_out
+
+        def scatters(rank: int) -> tuple[Sequence[PieceTransfer], Sequence[PieceTransfer]]:
+            of_rank = self.routes_of_rank(rank)[k]
+            return of_rank.scatter_in, of_rank.scatter_out
+
         unpack_from = [(offsets_of(routes.gather_in), gathered), (staying, shards)]
         pack_into = [(offsets_of(routes.scatter_out), results), (staying, shards)]
         return Wave(
-            gather=self.exchange_buffers(gathered, routes.gather_in, shards, routes.gather_out),
-            scatter=self.exchange_buffers(shards, routes.scatter_in, results, routes.scatter_out),
+            gather=self.exchange_buffers(gathered, shards, gathers, f"slot {slot}"),
+            scatter=self.exchange_buffers(shards, results, scatters, f"slot {slot}"),
             momentum_views=ShardViews(
                 self.piece_views(*momentum), self.step_params, RoundingScratch(self.workspace), self._filled_once
             ),

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ..device import Mark, Streams
-from ..plan import NO_WAVE, Batch, Plan, WaveRoutes
+from ..plan import NO_WAVE, Batch, PieceTransfer, Plan, WaveRoutes
 from ..transport import Exchange
 from .build import RankProgram
 from .elementwise import fill_with_momentum
@@ -26,7 +26,7 @@ from .rounding import RoundingScratch
 from .rule_state import load_rule_state, store_rule_state
 from .shard_views import GradientReads, ShardView, ShardViews, grouped
 from .step_param import StepParam
-from .wave import CopyPairs, ExchangeBuffers
+from .wave import CopyPairs, PreparedExchange
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,8 +95,8 @@ class _AveragedBatch:
 class _Wave:
     """A wave on one rank."""
 
-    gather: ExchangeBuffers  # the exchange of gradients, to the owners
-    scatter: ExchangeBuffers  # the exchange of new weights, from the owners
+    gather: PreparedExchange  # the exchange of gradients, to the owners
+    scatter: PreparedExchange  # the exchange of new weights, from the owners
     not_owned: list[ShardView]  # the matrices of other owners, and where their gradients leave and their weights arrive
     owned_batches: list[_AveragedBatch]  # the matrices that this rank owns, batch by batch
 
@@ -161,9 +161,14 @@ class _DataParallelBuilder(ProgramBuilder):
         sent = self._buffer(f"sent {k}", k, sum(transfer.piece.size for transfer in routes.scatter_in))
         received = self._buffer(f"received {k}", k, sum(transfer.piece.size for transfer in routes.scatter_out))
         ortho_batches = [self.ortho_batch(self.owned_ranges[k], batch) for batch in batches]
+
+        def scatters(rank: int) -> tuple[Sequence[PieceTransfer], Sequence[PieceTransfer]]:
+            of_rank = self.routes_of_rank(rank)[k]
+            return of_rank.scatter_in, of_rank.scatter_out
+
         return _Wave(
-            gather=self.exchange_buffers(received, routes.scatter_out, sent, routes.scatter_in),
-            scatter=self.exchange_buffers(sent, routes.scatter_in, received, routes.scatter_out),
+            gather=self.exchange_buffers(received, sent, lambda rank: scatters(rank)[::-1], f"wave {k}"),
+            scatter=self.exchange_buffers(sent, received, scatters, f"wave {k}"),
             not_owned=self.piece_views(offsets_of(routes.scatter_in), sent),
             owned_batches=[self._averaged_batch(routes, batch, received, self._averages(k)) for batch in ortho_batches],
         )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeAlias
 
@@ -11,19 +11,22 @@ from torch import Tensor
 
 from ..layout import Layout
 from ..ortho import Workspace
-from ..plan import NO_WAVE, Batch, PieceTransfer, Plan, PlannedParam, plan_batches, routes_of
+from ..plan import NO_WAVE, Batch, Parcel, PieceTransfer, Plan, PlannedParam, Relays, WaveRoutes, plan_batches, routes_of
 from ..torch_compat import local_part
 from ..transport import Exchange
 from .local_cuts import LocalWindow
 from .ortho_batch import OrthoBatch, reserve_ortho_batches
+from .relayed import RelayedExchange, RelayMemory
 from .settings import ExecutorSettings
 from .shard_views import ShardView
 from .staging import Staging
 from .step_param import StepParam
-from .wave import ExchangeBuffers
+from .wave import ExchangeBuffers, PreparedExchange
 
 PlacedTransfers: TypeAlias = "list[tuple[PieceTransfer, int]]"
 """Transfers with the offsets of their pieces in a buffer."""
+ListsOfRank: TypeAlias = "Callable[[int], tuple[Sequence[PieceTransfer], Sequence[PieceTransfer]]]"
+"""From a rank to what arrives there in an exchange and what leaves it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +56,8 @@ class ProgramBuilder:
         self.stagings: dict[torch.device, Staging] = {}  # by the device to which weights in host memory send their matrices
         self.failures: list[Exception] = []  # where batches put what went wrong during a step
         self.routes = routes_of(plan, rank)  # wave by wave
+        self._routes_of_mates: dict[int, tuple[WaveRoutes, ...]] = {}  # of other ranks, where this one relays for them
+        self._relay_memory = RelayMemory()
         self._local_index = [_local_index(planned, rank) for planned in plan.params]
         self._matrix_at = [{position: matrix for matrix, position in index.items()} for index in self._local_index]
         self._windows = [_local_window(planned, rank) for planned in plan.params]
@@ -145,28 +150,46 @@ class ProgramBuilder:
             return [ShardView(param_index, stack, view.view(inside))]
         return [ShardView(param_index, cut, part) for cut, part in window.cuts(stack, view.view(inside))]
 
-    def exchange_buffers(
-        self, received: Tensor, arriving: Sequence[PieceTransfer], sent: Tensor, leaving: Sequence[PieceTransfer]
-    ) -> ExchangeBuffers:
+    def exchange_buffers(self, received: Tensor, sent: Tensor, lists: ListsOfRank, place: str) -> PreparedExchange:
         """What one exchange sends and receives: the beginnings of two flat buffers, and the elements of each rank in them.
 
-        Of a transfer only the size and the other rank are read, not its direction.
+        Args:
+            received: the buffer that it receives into.
+            sent: the buffer that it sends.
+            lists: what arrives at a rank, and what leaves it. Of a transfer only the size and the other rank are read, not its
+                direction. Ranks of other nodes are not asked for, and others than this one only if the plan needs relays.
+            place: exchanges of different places may be under way at the same time.
         """
         assert self.exchange is not None
-        inward, outward = self._elements_by_peer(arriving), self._elements_by_peer(leaving)
-        return ExchangeBuffers(
-            received[: sum(inward.values())],
-            self.exchange.splits(inward),
-            sent[: sum(outward.values())],
-            self.exchange.splits(outward),
-        )
+        inward, outward = (_elements_by_peer(self.rank, transfers) for transfers in lists(self.rank))
+        received, sent = received[: sum(inward.values())], sent[: sum(outward.values())]
+        nodes = self.plan.options.nodes
+        if self.plan.options.max_peers is None or nodes is None:
+            return ExchangeBuffers(received, self.exchange.splits(inward), sent, self.exchange.splits(outward))
+        leaving: dict[Parcel, int] = {}
+        arriving: dict[Parcel, int] = {}
+        for mate in nodes.ranks[nodes.node_of(self.rank)]:
+            to_mate, from_mate = (_elements_by_peer(mate, transfers) for transfers in lists(mate))
+            arriving |= {(peer, mate): size for peer, size in to_mate.items()}
+            leaving |= {(mate, peer): size for peer, size in from_mate.items()}
+        relayed = RelayedExchange(self.rank, leaving, arriving)
+        return relayed.buffers(Relays(nodes), self.exchange, received, sent, self._relay_memory, place)
 
-    def _elements_by_peer(self, transfers: Sequence[PieceTransfer]) -> dict[int, int]:
-        elements: dict[int, int] = {}
-        for transfer in transfers:
-            peer = transfer.source if transfer.target == self.rank else transfer.target
-            elements[peer] = elements.get(peer, 0) + transfer.piece.size
-        return elements
+    def routes_of_rank(self, rank: int) -> tuple[WaveRoutes, ...]:
+        """The routes of any rank, wave by wave."""
+        if rank == self.rank:
+            return self.routes
+        if rank not in self._routes_of_mates:
+            self._routes_of_mates[rank] = routes_of(self.plan, rank)
+        return self._routes_of_mates[rank]
+
+
+def _elements_by_peer(rank: int, transfers: Sequence[PieceTransfer]) -> dict[int, int]:
+    elements: dict[int, int] = {}
+    for transfer in transfers:
+        peer = transfer.source if transfer.target == rank else transfer.target
+        elements[peer] = elements.get(peer, 0) + transfer.piece.size
+    return elements
 
 
 def offsets_of(transfers: Sequence[PieceTransfer], start: int = 0) -> PlacedTransfers:

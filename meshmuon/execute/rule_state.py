@@ -7,9 +7,10 @@ the first wave brings them to the owners. Another one, started after the last wa
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -17,12 +18,12 @@ from torch import Tensor
 from ..device import copy_to
 from ..plan import NO_WAVE, PieceTransfer, Plan, WaveRoutes, rank_routes
 from ..torch_compat import local_part
-from ..transport import Exchange, Pending
+from ..transport import Exchange
 from .observer import Observer
 from .program_builder import ProgramBuilder, rule_state_param
 from .shard_views import ShardView, grouped
 from .step_param import NONE_IDLE, StepParam
-from .wave import CopyPairs, ExchangeBuffers
+from .wave import CopyPairs, PreparedExchange, StartedExchange
 
 
 @dataclass(slots=True)
@@ -30,13 +31,13 @@ class RuleStateExchange:
     """The rule state of one device and dtype, on one rank. ``Executor.run`` calls the methods in their order here."""
 
     sent_shards: list[ShardView]  # this rank's stored numbers, with views of the buffer from which they go to the owners
-    gather: ExchangeBuffers  # the exchange that brings them to the owners
+    gather: PreparedExchange  # the exchange that brings them to the owners
     unpack: CopyPairs  # from the received buffer to the batches of owned matrices
     pack: CopyPairs  # from these batches to the buffer that is sent back
-    scatter: ExchangeBuffers  # the exchange that brings them back
+    scatter: PreparedExchange  # the exchange that brings them back
     received_shards: list[ShardView]  # this rank's stored numbers, with views of the buffer in which they arrive
     params: frozenset[int]  # the parameters whose numbers travel, between whichever ranks
-    _pending: Pending | None = None
+    _pending: StartedExchange | None = None
 
     def start_gather(
         self, step_params: Sequence[StepParam], exchange: Exchange, idle: AbstractSet[int], observer: Observer
@@ -103,7 +104,8 @@ def rule_state_exchanges(builder: ProgramBuilder, numbers: Mapping[int, Tensor])
         scatters = [transfer for _, scatter in transfers for transfer in scatter]
         template = step_params[plan.tasks[task_indices[0]].param]
         params = frozenset(plan.tasks[t].param for t in task_indices)
-        exchanges.append(_exchange(builder, rank_routes(builder.rank, gathers, scatters), template, numbers, params))
+        routes = partial(rank_routes, gathers=gathers, scatters=scatters)
+        exchanges.append(_exchange(builder, routes, template, numbers, params))
     return exchanges
 
 
@@ -132,8 +134,14 @@ def rule_state_transfers(
 
 
 def _exchange(
-    builder: ProgramBuilder, routes: WaveRoutes, template: StepParam, numbers: Mapping[int, Tensor], params: frozenset[int]
+    builder: ProgramBuilder,
+    routes_of_rank: Callable[[int], WaveRoutes],
+    template: StepParam,
+    numbers: Mapping[int, Tensor],
+    params: frozenset[int],
 ) -> RuleStateExchange:
+    routes = routes_of_rank(builder.rank)
+
     def buffer_for(transfers: Sequence[PieceTransfer]) -> Tensor:
         size = sum(transfer.piece.size for transfer in transfers)
         return torch.zeros(size, dtype=template.update_dtype, device=template.work_device)
@@ -141,6 +149,12 @@ def _exchange(
     def shards(*placed: tuple[Sequence[PieceTransfer], Tensor]) -> list[ShardView]:
         pieces = _pieces_of(placed)
         return [shard for t, view in pieces for shard in builder.rule_state_views(builder.range_of(t.task), view)]
+
+    def gathers(rank: int) -> tuple[Sequence[PieceTransfer], Sequence[PieceTransfer]]:
+        return routes_of_rank(rank).gather_in, routes_of_rank(rank).gather_out
+
+    def scatters(rank: int) -> tuple[Sequence[PieceTransfer], Sequence[PieceTransfer]]:
+        return routes_of_rank(rank).scatter_in, routes_of_rank(rank).scatter_out
 
     gather_out, gather_in = buffer_for(routes.gather_out), buffer_for(routes.gather_in)
     scatter_out, scatter_in = buffer_for(routes.scatter_out), buffer_for(routes.scatter_in)
@@ -157,10 +171,10 @@ def _exchange(
             buffer_views.extend(torch.split(view, [stop - start for start, stop in outputs]))
     return RuleStateExchange(
         sent_shards=shards((routes.gather_out, gather_out), staying),
-        gather=builder.exchange_buffers(gather_in, routes.gather_in, gather_out, routes.gather_out),
+        gather=builder.exchange_buffers(gather_in, gather_out, gathers, "rule state gather"),
         unpack=unpack,
         pack=pack,
-        scatter=builder.exchange_buffers(scatter_in, routes.scatter_in, scatter_out, routes.scatter_out),
+        scatter=builder.exchange_buffers(scatter_in, scatter_out, scatters, "rule state scatter"),
         received_shards=shards((routes.scatter_in, scatter_in), staying),
         params=params,
     )

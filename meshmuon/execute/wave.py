@@ -19,6 +19,22 @@ from .staging import Stage
 from .step_param import StepParam
 
 
+class StartedExchange(Protocol):
+    """An exchange that is under way."""
+
+    def wait(self) -> None:
+        """Work that is issued after this call sees the received elements."""
+        ...
+
+
+class PreparedExchange(Protocol):
+    """One exchange with its buffers: ``ExchangeBuffers``, or ``RelayedBuffers`` where it goes through relays."""
+
+    def start(self, exchange: Exchange, phase: str, observer: Observer) -> StartedExchange:
+        """Starts the exchange; ``phase`` names it in errors. ``observer`` sees all that is sent."""
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class ExchangeBuffers:
     """What one exchange sends and receives: flat views of two buffers, and elements per rank of the exchange's group.
@@ -93,8 +109,8 @@ class RankWave(Protocol):
 class Wave:
     """The ``RankWave`` of sharded matrices."""
 
-    gather: ExchangeBuffers  # the exchange of pieces, to their owners
-    scatter: ExchangeBuffers  # the exchange of updates, back to the holders of the pieces
+    gather: PreparedExchange  # the exchange of pieces, to their owners
+    scatter: PreparedExchange  # the exchange of updates, back to the holders of the pieces
     momentum_views: ShardViews  # where the momentum of each of this rank's pieces is written, before it is rounded for the wire
     rounding: CopyPairs  # from there to the buffer that is sent; empty where the dtype on the wire is that of the update
     update_views: ShardViews  # where each piece of the update is in the buffer that is received

@@ -63,6 +63,7 @@ FUSED: tuple[Fused, ...] = (
     ),
     Fused("q1, q2, k1, k2, v", "to_qkv", ("outputs/5",) * 5, "", "StableAudio3SelfAttention", "use_differential"),
     # timm's.
+    Fused("k, v", "qkv", ("inputs", "inputs"), "", "WindowAttentionGlobal", "use_global"),  # q comes from elsewhere
     Fused("q, k, v of each head", "qkv", ("outputs/heads/3",) * 3, "heads", "AttentionCl", "head_first"),
     Fused("q, k, v of each head", r"qkv|qkv\.linear", ("key_dim", "key_dim", "val_dim"), "heads"),
     Fused("k, v of each head", r"kv\.linear", ("key_dim", "val_dim"), "heads"),

@@ -33,7 +33,7 @@ from ..params.metrics_option import Metrics, MetricsLike, metrics_from
 from ..params.option_docs import with_options
 from ..params.option_table import ParamGroup
 from ..params.rules import RuleLike
-from ..plan import CostModel, CostModelLike, Plan, PlanOptions, cost_model_for, cost_model_from
+from ..plan import DEFAULT_MAX_PEERS, CostModel, CostModelLike, Plan, PlanOptions, cost_model_for, cost_model_from
 from ..qk_clip.clip import QKClip
 from ..routing.table import RoutingTable, build_routing_table, is_first_of_ranks
 from ..state import param_state as state
@@ -112,6 +112,7 @@ class Muon(MuonStep):
         cuda_graphs: bool = False,
         comm_dtype: torch.dtype | None = None,
         replicas: str = "auto",
+        max_peers: int = DEFAULT_MAX_PEERS,
         replica_group: ReplicaGroup | None = None,
         nonfinite: str = "propagate",
         rule: RuleLike = "plain",
@@ -132,7 +133,9 @@ class Muon(MuonStep):
         in_flight = options["waves_ahead"] + 1
         self._cost_model = cost_model_from(cost_model)
         # LocalPlanner replaces the cost model: by the user's, or by that of the parameters' device.
-        self._plan_options = PlanOptions(cost_model_for("cpu"), replicas, chunk_size, memory_budget, in_flight)
+        self._plan_options = PlanOptions(
+            cost_model_for("cpu"), replicas, chunk_size, memory_budget, in_flight, max_peers=max_peers
+        )
         self._comm_dtype = comm_dtype
         self._reference: bool = options["reference_path"]
         self._replica_group = replica_group
@@ -318,6 +321,7 @@ class Muon(MuonStep):
     def _reset(self) -> None:
         """Starts without a plan."""
         path = f"reference_path={self._reference}, {self._settings.bits}, {self._metrics}"
+        path += f", max_peers={self._plan_options.max_peers}"  # the plan only says whether it was exceeded
         settings = PlanSettings(self._plan_options, self._settings.form, path, self._cost_model)
         self._planner = Planner(settings, self._replica_group, weakref.ref(self))
         self._executor = (ReferenceExecutor if self._reference else Executor)(self._settings)

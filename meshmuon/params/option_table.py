@@ -30,7 +30,7 @@ from ..matrices import (
 )
 from ..ortho import AUTO, FORMS, Scheme, SchemeLike, resolve_scheme
 from ..ortho.kernels import check_kernels
-from ..plan import REPLICA_OPTIONS, cost_model_from
+from ..plan import DEFAULT_MAX_PEERS, REPLICA_OPTIONS, cost_model_from
 from .checks import (
     Check,
     check_backend,
@@ -282,6 +282,10 @@ OPTIONS: tuple[Option, ...] = (
     Option("replicas", "auto", Scope.OPTIMIZER, one_of(REPLICA_OPTIONS), Compared.IN_PLAN).with_help(
         'Where ranks hold the same matrix (HSDP, replicated DTensors): ``"share"`` has one replica compute it for all, '
         '``"repeat"`` has each compute it, ``"auto"`` takes the cheaper.'
+    ),
+    Option("max_peers", DEFAULT_MAX_PEERS, Scope.OPTIMIZER, whole_number(1), Compared.IN_PLAN).with_help(
+        "With how many ranks a rank may exchange pieces in one wave. Above that, what goes from one node to another travels "
+        "in two hops through one rank of each."
     ),
     Option("replica_group", None, Scope.OPTIMIZER, of_value(check_replica_group), Compared.IN_PLAN).with_help(
         "Process group, or mesh, over which plain tensors are replicated (DDP); the work is divided over it."

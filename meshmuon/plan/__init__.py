@@ -7,9 +7,10 @@ from .cost import CostModel, cost_model_for
 from .nodes import Crossings, Nodes
 from .owners import lightest_possible
 from .plan import Plan, make_plan
-from .plan_data import REPLICA_OPTIONS, PlanOptions, add_local_costs
+from .plan_data import DEFAULT_MAX_PEERS, REPLICA_OPTIONS, PlanOptions, add_local_costs
 from .prediction import Prediction
 from .rates import Elementwise, Link, Rate
+from .relays import HopRoutes, Parcel, Relays, most_peers, relayed_bytes
 from .report import how_computed, table
 from .routes import WaveRoutes, rank_routes, routes_of
 from .tasks import EVERY_HOLDER, NO_WAVE, PieceTransfer, PlannedParam, Task
@@ -18,6 +19,7 @@ from .trace import trace_events, write_trace
 from .traffic import ExchangeBytes, WaveTraffic, traffic_of
 
 __all__ = [
+    "DEFAULT_MAX_PEERS",
     "EVERY_HOLDER",
     "NO_WAVE",
     "REPLICA_OPTIONS",
@@ -29,15 +31,18 @@ __all__ = [
     "Crossings",
     "Elementwise",
     "ExchangeBytes",
+    "HopRoutes",
     "ItemRange",
     "Link",
     "Nodes",
+    "Parcel",
     "PieceTransfer",
     "Plan",
     "PlanOptions",
     "PlannedParam",
     "Prediction",
     "Rate",
+    "Relays",
     "Span",
     "StepSeconds",
     "Task",
@@ -52,8 +57,10 @@ __all__ = [
     "how_computed",
     "lightest_possible",
     "make_plan",
+    "most_peers",
     "plan_batches",
     "rank_routes",
+    "relayed_bytes",
     "routes_of",
     "slot_sizes",
     "table",

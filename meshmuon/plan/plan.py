@@ -14,6 +14,7 @@ from .calibration import Calibration
 from .nodes import Crossings
 from .owners import assign_owners
 from .plan_data import PlanData, PlanOptions, add_local_costs, copied_bytes
+from .relays import most_peers
 from .report import describe, to_json
 from .saved_plan import read_plan
 from .tasks import EVERY_HOLDER, NO_WAVE, PlannedParam, Task
@@ -112,7 +113,14 @@ def make_plan(params: Sequence[PlannedParam], options: PlanOptions) -> Plan:
     owners = assign_owners(travelling, loads, crossings, [params[task.param].itemsize for task in travelling])
     owned = [task.owned_by(owner) for task, owner in zip(travelling, owners, strict=True)]
     scheduled, wave_lanes, in_flight = cut_into_waves(owned, params, options)
-    return Plan(ranks, tuple(params), (*staying, *scheduled), wave_lanes, replace(options, in_flight=in_flight))
+    plan = Plan(ranks, tuple(params), (*staying, *scheduled), wave_lanes, replace(options, in_flight=in_flight, max_peers=None))
+    return replace(plan, options=replace(plan.options, max_peers=options.max_peers)) if _needs_relays(plan, options) else plan
+
+
+def _needs_relays(plan: Plan, options: PlanOptions) -> bool:
+    """Whether some rank would talk to more than ``max_peers`` others, and there are nodes to relay between."""
+    limit = options.max_peers
+    return limit is not None and options.nodes is not None and len(plan.ranks) - 1 > limit and most_peers(plan) > limit
 
 
 def _tasks(params: Sequence[PlannedParam], options: PlanOptions, crossings: Crossings | None) -> tuple[list[Task], list[Task]]:

@@ -16,6 +16,7 @@ from .owners import lightest_possible
 from .tasks import EVERY_HOLDER, NO_WAVE, PieceTransfer, PlannedParam, Task
 
 REPLICA_OPTIONS = ("auto", "share", "repeat")
+DEFAULT_MAX_PEERS = 1024  # of the option ``max_peers``
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -33,6 +34,9 @@ class PlanOptions:
     budget: int = 64 * 2**20  # bytes that an owner may gather per wave
     in_flight: int = 6  # most waves between their first and last exchange; fewer where buffers would be too large
     nodes: Nodes | None = None  # which ranks share a node; None if all do
+    # Above so many peers per wave exchanges go in two hops through relays (``relays.py``). None: never. In the options of a plan
+    # that is made, None unless it does so.
+    max_peers: int | None = None
 
     def __post_init__(self) -> None:
         if self.replicas not in REPLICA_OPTIONS:
@@ -41,9 +45,10 @@ class PlanOptions:
             object.__setattr__(self, "nodes", None)
 
     def __repr__(self) -> str:
-        # Part of a plan's digest: on one node it reads as it did before plans knew of nodes.
+        # Part of a plan's digest: on one node it reads as it did before plans knew of nodes, and likewise without relays.
         values = [(name.name, getattr(self, name.name)) for name in fields(self)]
-        return f"PlanOptions({', '.join(f'{name}={value!r}' for name, value in values if name != 'nodes' or value is not None)})"
+        shown = [(name, value) for name, value in values if name not in ("nodes", "max_peers") or value is not None]
+        return f"PlanOptions({', '.join(f'{name}={value!r}' for name, value in shown)})"
 
     @property
     def crossings(self) -> Crossings | None:

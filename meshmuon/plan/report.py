@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from .plan_data import PlanData
+from .relays import most_peers, relayed_bytes
 from .saved_plan import plan_content
 from .tasks import EVERY_HOLDER, NO_WAVE, Task
 
@@ -37,6 +38,7 @@ def describe(plan: PlanData) -> str:
         f"sent per rank and step: {_bytes(max(sent.values(), default=0))} at most, "
         f"{_bytes(sum(sent.values()) / max(1, len(sent)))} on average; nothing is padded",
         *_between_nodes(plan),
+        *_through_relays(plan),
         f"exchange buffers on rank {plan.ranks[0]}: {buffers}" if buffers else "no exchange",
         "",
         table(("matrices", "shape", "layout", "how", "owners", "waves"), _kinds(plan)),
@@ -60,9 +62,22 @@ def _between_nodes(plan: PlanData) -> list[str]:
     ]
 
 
+def _through_relays(plan: PlanData) -> list[str]:
+    """What relays send for others, where the plan has too many peers to send directly."""
+    if plan.options.max_peers is None or plan.options.nodes is None:
+        return []
+    relayed = relayed_bytes(plan).values()
+    size, count = max(map(len, plan.options.nodes.ranks)), len(plan.options.nodes.ranks)
+    return [
+        f"in two hops between nodes: {most_peers(plan)} peers per rank would be more than max_peers={plan.options.max_peers}, "
+        f"there are at most {size - 1 + count}; relays send {_bytes(max(relayed))} at most, "
+        f"{_bytes(sum(relayed) / len(relayed))} on average, for others"
+    ]
+
+
 def to_json(plan: PlanData) -> str:
     """The plan as JSON: options, parameters, for every matrix its owner and wave, and what each rank does."""
-    sent, between = plan.bytes_sent, plan.bytes_between
+    sent, between, relayed = plan.bytes_sent, plan.bytes_between, relayed_bytes(plan)
     content: dict[str, Any] = {
         **plan_content(plan),
         "buffer_bytes": {str(rank): plan.buffer_bytes(rank) for rank in plan.ranks[:1]},
@@ -72,6 +87,7 @@ def to_json(plan: PlanData) -> str:
                 "flops": plan.flops[rank],
                 "bytes_sent": sent[rank],
                 "bytes_between": between[rank],
+                "bytes_relayed": relayed[rank],
             }
             for rank in plan.ranks
         },

@@ -51,6 +51,7 @@ def plan_content(plan: PlanData) -> dict[str, Any]:
             "chunk_size": options.chunk_size,
             "budget": options.budget,
             "in_flight": options.in_flight,
+            "max_peers": options.max_peers,
             "cost": asdict(options.cost),
         },
         "nodes": None if options.nodes is None else [list(node) for node in options.nodes.ranks],
@@ -130,6 +131,7 @@ class _Reader:
                 budget=options["budget"],
                 in_flight=options["in_flight"],
                 nodes=None if nodes is None else Nodes(tuple(map(tuple, nodes))),
+                max_peers=options["max_peers"],
             ),
         )
 

@@ -49,6 +49,7 @@ OTHER: dict[str, Any] = {
     "cuda_graphs": True,
     "comm_dtype": torch.bfloat16,
     "replicas": "repeat",
+    "max_peers": 7,
     "nonfinite": "skip",
     "rule": "normuon",
     "cautious_weight_decay": True,

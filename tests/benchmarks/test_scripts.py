@@ -137,3 +137,19 @@ def test_loss_by_rounding(tmp_path: Path) -> None:
     facts, printed = run("loss_by_rounding", tmp_path)
     assert len({result["loss"] for result in facts["results"]}) == 6  # three variants, two seeds: every flag reaches the demo
     assert "± " in printed
+
+
+def test_tuning(tmp_path: Path) -> None:
+    done = tmp_path / "done.jsonl"
+    facts, printed = run("tuning", tmp_path, "--keep", str(done))
+    cases = [(result["optimizer"], result["weight_decay"], result["lr"]) for result in facts["results"]]
+    assert cases == [(name, decay, lr) for name in ("muon", "adamw") for decay in (0.1, 1.0) for lr in (0.002, 0.004)]
+    assert len({result["loss"] for result in facts["results"]}) == 8
+    assert (tmp_path / "tuning_decay.png").stat().st_size > 100
+    assert "meshmuon's best lr ÷ AdamW's" in printed
+    lines = done.read_text().splitlines()
+    assert [json.loads(line) for line in lines] == facts["results"]
+    best = {**json.loads(lines[0]), "loss": 0.125}  # is not trained again
+    done.write_text("\n".join([json.dumps(best), *lines[1:]]) + "\n")
+    again, _ = run("tuning", tmp_path, "--keep", str(done))
+    assert again["results"] == [best, *facts["results"][1:]]

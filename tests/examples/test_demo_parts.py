@@ -11,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from demo import data, model
+from demo import data, health, model
 from tests.support.bounds import sum_error
 
 # Data
@@ -226,8 +226,6 @@ def test_too_long_input_is_refused() -> None:
 
 
 def test_health_is_drawn_and_told(tmp_path: Path) -> None:
-    from demo import health
-
     points = [
         {
             "step": step,

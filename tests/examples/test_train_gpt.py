@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import re
+import statistics
 from pathlib import Path
 from typing import Any
 
@@ -120,6 +122,20 @@ def test_entry_point_leaves_all_artefacts(tiny: list[str], tmp_path: Path) -> No
     assert log["runs"]["muon"]["routing"].rstrip() in page
     assert "tok_embeddings" in page
     assert torch.__version__ in page
+    assert "[plan.html](plan.html)" in page
+    check_plan_page((folder / "plan.html").read_text(), log)
+
+
+def check_plan_page(page: str, log: dict[str, Any]) -> None:
+    """It is about this model, and what was measured is the run's own."""
+    embedded = re.search(r'<script id="report" type="application/json">(.*?)</script>', page, flags=re.DOTALL)
+    assert embedded is not None
+    facts, muon = json.loads(embedded[1]), log["runs"]["muon"]
+    assert facts["model"]["parameters"] == log["model"]["parameters"]
+    assert facts["mesh"]["ranks"] == log["train"]["processes"]
+    measured = {row["label"]: row["measured"] for row in facts["measured"]}
+    assert measured["optimizer step, median"] == statistics.median(muon["optimizer_seconds"])
+    assert all(row["predicted"] > 0 for row in facts["measured"])
 
 
 def check_log(log: dict[str, Any]) -> None:

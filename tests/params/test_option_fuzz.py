@@ -238,6 +238,7 @@ OPTIMIZER_OPTIONS: dict[str, Callable[[Any], bool]] = {
     "memory_budget": whole(1),
     "form": choice("auto", "standard", "gram"),
     "replicas": choice("auto", "share", "repeat"),
+    "max_peers": whole(1),
     "nonfinite": choice("propagate", "skip", "raise"),
     "compile": flag,
     "comm_dtype": lambda value: not isinstance(value, (Tensor, np.ndarray)) and dtype_or_none(value),

@@ -44,6 +44,7 @@ def test_json_is_the_plan(plan: Plan) -> None:
         "chunk_size": plan.options.chunk_size,
         "budget": plan.options.budget,
         "in_flight": plan.options.in_flight,
+        "max_peers": None,
         "cost": asdict(plan.options.cost),
     }
     assert [wave["lane"] for wave in facts["waves"]] == [str(lane) for lane in plan.wave_lanes]
@@ -61,7 +62,7 @@ def test_json_is_the_plan(plan: Plan) -> None:
     assert set(facts["per_rank"]) == set(map(str, plan.ranks))
     for rank in plan.ranks:
         shown = facts["per_rank"][str(rank)]
-        sent = {"bytes_sent": plan.bytes_sent[rank], "bytes_between": plan.bytes_between[rank]}
+        sent = {"bytes_sent": plan.bytes_sent[rank], "bytes_between": plan.bytes_between[rank], "bytes_relayed": 0}
         assert shown == {"load": plan.loads[rank], "flops": plan.flops[rank], **sent}
 
 

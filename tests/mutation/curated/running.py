@@ -252,6 +252,22 @@ MUTANTS: Mutants = {
             ("$streams.beside($ready, self.gradient_reads.gradients($step_params, $idle))", "$streams.beside($ready)"),
         ),
     },
+    "meshmuon.execute.relayed": {
+        "RelayedPending.wait": (
+            ("$buffers.to_forward.run()", ""),
+            ("$buffers.to_received.run()", ""),
+        ),
+        "RelayedExchange.buffers": (("{**own, **ins[0]}", "own"),),
+    },
+    "meshmuon.plan.relays": {
+        "Relays.relays": (
+            ("near[target % len(near)]", "near[0]"),
+            ("far[source % len(far)]", "far[0]"),
+        ),
+        "_Edges.add": (("$source != $target", "True"),),
+        "_most_of_wave": (("$holders if $rank in $owners else $owners", "$owners"),),
+        "relayed_bytes": (("$collector != $transfer.source", "True"), ("$distributor != $transfer.target", "True")),
+    },
     "meshmuon.transport.agreement": {
         "PendingVerdict.__init__": (("-$vote.fingerprint", "$vote.fingerprint"),),
         "_ReducedMaximum.__init__": (("dist.ReduceOp.MAX", "dist.ReduceOp.MIN"),),

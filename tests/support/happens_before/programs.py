@@ -47,6 +47,7 @@ class Program:
     events: tuple[tuple[int, str], ...] = ()  # what happens before which step: see ``EVENTS``
     own_stream: bool = False  # the user trains on a stream of their own
     fsdp_grads: bool = False  # gradients are made on another stream, as FSDP2's reduce-scatters make them
+    ranks_per_node: int | None = None  # None leaves all ranks on one node
 
     @property
     def world(self) -> int:

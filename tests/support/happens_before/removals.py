@@ -236,6 +236,13 @@ SCENARIOS = {
         options={"ns_steps": 1, "warmup_step": 1, "chunk_size": 1, "rule": "normuon", "nesterov": False},
         steps=2,
     ),
+    "relays between nodes": Program(
+        mesh=(4,),
+        params=tuple(ProgramParam(f"layers.{k}.weight", (8, 4), (Shard(0),)) for k in range(5)),
+        options={"ns_steps": 1, "warmup_step": 1, "chunk_size": 1, "max_peers": 1},
+        steps=2,
+        ranks_per_node=2,
+    ),
     "metrics": Program(
         mesh=(2,),
         params=(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -15,6 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from meshmuon import DistMuon, Muon, clip_grad_norm_
+from meshmuon.agree.node_view import RANKS_PER_NODE
 from meshmuon.layout import Mesh
 from meshmuon.ortho.kernels import products
 from meshmuon.ortho.kernels.products import TritonProducts
@@ -95,7 +97,8 @@ def run_program(program: Program, *, seed: int = 0) -> Outcome:
             outcome.beside_main |= {recorder.clocks.names[stream] for stream in recorder.beside_main}
         return weights
 
-    with twins() as started:
+    nodes = {} if program.ranks_per_node is None else {RANKS_PER_NODE: str(program.ranks_per_node)}
+    with twins() as started, patch.dict(os.environ, nodes):
         outcome.weights = run_threads(program.world, main)
     outcome.orders, outcome.collectives = started.differences(), started.count()
     return outcome

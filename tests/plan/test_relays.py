@@ -1,0 +1,140 @@
+"""Two hops between nodes: every parcel arrives once, over few peers, and only where a plan has too many."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import pytest
+
+from meshmuon.layout import Layout, Mesh, Sharded
+from meshmuon.plan import (
+    CostModel,
+    Nodes,
+    Parcel,
+    Plan,
+    PlannedParam,
+    PlanOptions,
+    Relays,
+    make_plan,
+    most_peers,
+    relayed_bytes,
+    routes_of,
+)
+from tests.support.plans import random_entries, random_options
+
+
+def random_nodes(rng: random.Random, ranks: list[int]) -> Nodes:
+    return Nodes.of({rank: rng.randrange(1 + len(ranks) // 2) for rank in ranks})
+
+
+@pytest.mark.parametrize("seed", range(150))
+def test_every_parcel_arrives_once(seed: int) -> None:
+    """Any parcels, any nodes: a rank passes on only what it has, and both sides of a message list the same in the same order."""
+    rng = random.Random(seed)
+    ranks = sorted(rng.sample(range(40), rng.randint(2, 14)))
+    nodes = random_nodes(rng, ranks)
+    parcels = {(a, b) for a in ranks for b in ranks if a != b and rng.random() < 0.6}
+    place = {parcel: {parcel[0]} for parcel in parcels}  # where copies of it have been
+    hops = {}
+    for rank in ranks:
+        mates = set(nodes.ranks[nodes.node_of(rank)])
+        hops[rank] = Relays(nodes).hops(
+            rank, [parcel for parcel in parcels if parcel[0] in mates], [parcel for parcel in parcels if parcel[1] in mates]
+        )
+    deliveries: list[Parcel] = []
+    for number in range(3):
+        messages: dict[tuple[int, int], list[Parcel]] = {}
+        for rank in ranks:
+            for target, parcel in hops[rank][number].sent:
+                assert rank in place[parcel], "a rank sends only what it has"
+                assert rank != target
+                messages.setdefault((rank, target), []).append(parcel)
+        for rank in ranks:
+            received: dict[tuple[int, int], list[Parcel]] = {}
+            for source, parcel in hops[rank][number].received:
+                received.setdefault((source, rank), []).append(parcel)
+                deliveries += [parcel] * (rank == parcel[1])
+            assert received == {pair: sent for pair, sent in messages.items() if pair[1] == rank}
+        for (_, target), sent in messages.items():
+            for parcel in sent:
+                place[parcel].add(target)
+    assert sorted(deliveries) == sorted(parcels)
+    for rank in ranks:
+        peers = frozenset().union(*(hop.peers for hop in hops[rank]))
+        assert len(peers) <= len(nodes.ranks[nodes.node_of(rank)]) - 1 + len(nodes.ranks)
+
+
+@pytest.mark.parametrize(("per_node", "count"), [(1, 5), (2, 4), (4, 4), (8, 16), (8, 64)])
+def test_peers_among_all(per_node: int, count: int) -> None:
+    """All talk to all: at most the ranks of the node and a rank of every other node, and the load is spread over the node."""
+    ranks = range(per_node * count)
+    nodes = Nodes.in_order(ranks, [per_node] * count)
+    relays = Relays(nodes)
+    collected = dict.fromkeys(ranks, 0)
+    for source in range(count):
+        for target in range(count):
+            if source != target:
+                collector, distributor = relays.relays((source * per_node, target * per_node)) or (-1, -1)
+                assert nodes.node_of(collector) == source
+                assert nodes.node_of(distributor) == target
+                collected[collector] += 1
+    assert max(collected.values()) - min(collected.values()) <= 1
+    rank = per_node // 2
+    mates = range(per_node)
+    leaving = [(a, b) for a in mates for b in ranks if a != b]
+    hops = relays.hops(rank, leaving, [(b, a) for a, b in leaving])
+    assert len(frozenset().union(*(hop.peers for hop in hops))) <= per_node - 1 + -(-count // per_node)
+
+
+def listed_peers(plan: Plan) -> int:
+    """By listing all transfers."""
+    most = 0
+    for wave in range(len(plan.wave_lanes)):
+        peers: dict[int, set[int]] = {}
+        for rank in plan.ranks:
+            routes = routes_of(plan, rank)[wave]
+            for transfer in (*routes.gather_out, *routes.gather_in, *routes.scatter_out, *routes.scatter_in):
+                peers.setdefault(rank, set()).update({transfer.source, transfer.target} - {rank})
+        most = max(most, *map(len, peers.values()), 0)
+    return most
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_plans_without_too_many_peers_stay_as_they_were(seed: int) -> None:
+    rng = random.Random(seed)
+    params, options = random_entries(rng), random_options(rng)
+    ranks = sorted({rank for param in params for layout in param.layouts for rank in layout.mesh.ranks})
+    options = replace(options, nodes=random_nodes(rng, ranks))
+    plan = make_plan(params, options)
+    peers = most_peers(plan)
+    assert peers == listed_peers(plan)
+    assert not any(relayed_bytes(plan).values())
+    if plan.options.nodes is None or peers == 0:
+        return
+    assert make_plan(params, replace(options, max_peers=peers)).digest == plan.digest
+    relayed = make_plan(params, replace(options, max_peers=peers - 1))
+    assert relayed.options.max_peers == peers - 1
+    assert relayed.digest != plan.digest
+    assert (relayed.tasks, relayed.bytes_sent) == (plan.tasks, plan.bytes_sent)
+    assert f"{peers} peers per rank would be more than max_peers={peers - 1}" in relayed.describe()
+    assert Plan.from_json(relayed.to_json()).digest == relayed.digest
+
+
+def test_relayed_bytes() -> None:
+    """(4, 3) over 4 ranks on 2 nodes of 2, owned by rank 0: node 1's rows go through its rank 2 and node 0's rank 1."""
+    mesh = Mesh((4,), (0, 1, 2, 3))
+    params = [PlannedParam("w", (Layout((4, 3), mesh, (Sharded(0),)),), 0, "lane", 4, 100)]
+    options = PlanOptions(CostModel(1.0, 1.0), nodes=Nodes(((0, 1), (2, 3))), max_peers=1)
+    plan = make_plan(params, options)
+    (task,) = plan.tasks
+    piece = 3 * 4  # bytes
+    relays, expected = Relays(Nodes(((0, 1), (2, 3)))), dict.fromkeys(range(4), 0)
+    for holder in range(4):
+        for parcel in ((holder, task.owner), (task.owner, holder)):
+            through = relays.relays(parcel)
+            if through is not None:
+                expected[through[0]] += piece * (through[0] != parcel[0])
+                expected[through[1]] += piece * (through[1] != parcel[1])
+    assert relayed_bytes(plan) == expected
+    assert sum(expected.values()) > 0
