@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -81,7 +81,7 @@ def draw_health(path: Path, points: Sequence[Mapping[str, Any]]) -> None:
     kinds = list(dict.fromkeys(kind for point in points for kind in point["kinds"]))
     for axis, (key, title, scale) in zip(axes, PANELS, strict=False):
         for number, kind in enumerate(kinds):
-            steps, values = _series(points, lambda point, kind=kind, key=key: point["kinds"].get(kind, {}).get(key))
+            steps, values = _series(points, kind, key)
             axis.plot(steps, values, color=f"C{number}", linewidth=1.4, label=_short(kind))
         axis.set(title=title, xlabel="step", yscale=scale)
         axis.grid(alpha=0.3)
@@ -112,11 +112,11 @@ def _draw_seconds(axis: Any, points: Sequence[Mapping[str, Any]]) -> None:
     axis.grid(alpha=0.3)
 
 
-def _series(
-    points: Iterable[Mapping[str, Any]], value_of: Callable[[Mapping[str, Any]], float | None]
-) -> tuple[list[int], list[float]]:
-    found = [(int(point["step"]), value) for point in points if (value := value_of(point)) is not None]
-    return [step for step, _ in found], [value for _, value in found]
+def _series(points: Iterable[Mapping[str, Any]], kind: str, key: str) -> tuple[list[int], list[float]]:
+    """Steps and values of a kind of matrices, without steps at which it has none."""
+    found = [(int(point["step"]), point["kinds"].get(kind, {}).get(key)) for point in points]
+    known = [(step, float(value)) for step, value in found if value is not None]
+    return [step for step, _ in known], [value for _, value in known]
 
 
 def _short(kind: str) -> str:
