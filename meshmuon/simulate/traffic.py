@@ -8,7 +8,7 @@ at one by one.
 from __future__ import annotations
 
 from collections import defaultdict
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
@@ -30,6 +30,16 @@ class Direction:
     peers: Tensor  # to how many ranks it sends, or from how many it receives, whichever is more
     messages: Tensor  # (waves,): pairs of ranks that send something
     largest: Tensor  # (waves,): bytes of the largest message
+
+    def reversed(self) -> Direction:
+        """The same bytes the other way, as results travel where no replicas share them."""
+        return replace(
+            self,
+            sent=self.received,
+            received=self.sent,
+            sent_inside=self.received_inside,
+            received_inside=self.sent_inside,
+        )
 
 
 @dataclass(frozen=True)
@@ -84,7 +94,9 @@ class TrafficCounter:
         for (wave, sharded), tasks in self._elements.items():
             pieces = self._pieces[sharded]
             elements[wave].index_add_(0, pieces.ranks.flatten(), (pieces.sizes * tasks).repeat_interleave(sharded.replicas))
-        gather, scatter = self._bytes(gather=True), self._bytes(gather=False)
+        gather = self._bytes(gather=True)
+        replicated = any(sharded.replicas > 1 for sharded in self._pieces)
+        scatter = self._bytes(gather=False) if replicated else gather.reversed()
         blocks, block_ranks = self._between_blocks()
         return Traffic(self._index, gather, scatter, elements, self._all_peers(), blocks, block_ranks)
 
