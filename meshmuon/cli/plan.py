@@ -14,7 +14,7 @@ import torch
 
 from ..errors import ConfigError
 from ..plan import Calibration, CostModel, write_trace
-from ..simulate.advice import advice_for
+from ..simulate.advice import advice_for, advice_from_choices
 from ..simulate.build_report import build_report
 from ..simulate.cluster import MuonOptions
 from ..simulate.compare import compare_meshes, compare_options
@@ -165,7 +165,10 @@ def _report(simulation: Simulation, others: list[Sharding], *, compare: bool) ->
     report = build_report(simulation, command, advice_for(simulation))
     if others:
         report = replace(report, meshes=compare_meshes(simulation, others))
-    return replace(report, choices=compare_options(simulation)) if compare else report
+    if not compare:
+        return report
+    choices = compare_options(simulation)
+    return replace(report, choices=choices, advice=[*report.advice, *advice_from_choices(choices)])
 
 
 def _write(path: Path, text: str) -> None:

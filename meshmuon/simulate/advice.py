@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from ..plan import NO_WAVE
 from .build_report import balance_of, orthogonalise_seconds
+from .report import ChoiceFigures
 from .sharding import MeshSharding
 from .simulation import Simulation
 from .units import bytes_text, seconds_text
@@ -16,6 +17,7 @@ _MANY_PEERS = 1024
 _LARGE_BUFFERS = 0.05  # of memory
 _LARGE_SHARE = 0.05  # of a training step
 _SMALLEST_BUDGET = 4 * 2**20
+_MUCH_FASTER = 0.9  # of the seconds of the chosen options
 
 
 def advice_for(simulation: Simulation) -> list[str]:
@@ -28,6 +30,23 @@ def advice_for(simulation: Simulation) -> list[str]:
         *_waiting(simulation),
         *_messages(simulation),
     ]
+
+
+def advice_from_choices(choices: Sequence[ChoiceFigures]) -> list[str]:
+    """What a comparison of options suggests. Schemes are left out: a faster one may be less exact."""
+    planned = [row for row in choices if not row.refused and not row.label.startswith("scheme=")]
+    if not planned:
+        return []
+    now, best = next(row for row in planned if row.chosen), min(planned, key=lambda row: row.seconds)
+    if best.seconds > _MUCH_FASTER * now.seconds:
+        return []
+    text = f"{best.label} takes {seconds_text(best.seconds)} instead of {seconds_text(now.seconds)}: pass it to Muon."
+    if best.label.startswith("replicas="):
+        text += (
+            ' replicas="auto" goes by rates that are the same for all machines of a kind, unless cost_model= names the '
+            "measurements of meshmuon doctor."
+        )
+    return [text]
 
 
 def _memory(simulation: Simulation) -> Iterator[str]:
