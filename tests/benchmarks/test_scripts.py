@@ -45,6 +45,12 @@ def test_agreement(tmp_path: Path) -> None:
     assert point["vote"]["median"] > 0
 
 
+def test_metrics(tmp_path: Path) -> None:
+    facts, _ = run("metrics", tmp_path)
+    (result,) = facts["results"]
+    assert set(result["ratios"]) == {"metrics", "without the spectra of weights"}
+
+
 def test_single_device(tmp_path: Path) -> None:
     facts, printed = run("single_device", tmp_path)
     assert [result["model"] for result in facts["results"]] == ["GPT", "MoE", "ViT"]
@@ -131,6 +137,24 @@ def test_loss_by_rounding(tmp_path: Path) -> None:
     facts, printed = run("loss_by_rounding", tmp_path)
     assert len({result["loss"] for result in facts["results"]}) == 6  # three variants, two seeds: every flag reaches the demo
     assert "± " in printed
+
+
+def test_predictions(tmp_path: Path) -> None:
+    facts, _ = run("predictions", tmp_path, "--worlds", "2")
+    assert [result["layout"] for result in facts["results"]] == ["FSDP2", "DistMuon"]
+    for result in facts["results"]:
+        for what in ("bytes", "buffers"):
+            assert result[what]["predicted"] == result[what]["measured"]
+            assert min(result[what]["measured"]) > 0
+        assert len(result["predicted_s"]) == len(result["measured_s"]) == 1
+
+
+def test_published(tmp_path: Path) -> None:
+    facts, _ = run("published", tmp_path)
+    modelled = {(row["case"].split(",")[0], row["scheme"]): row["modelled"] for row in facts["results"]}
+    assert modelled["Megatron", "one home"] < modelled["Megatron", "repeated"]
+    memory = [row["modelled"] for row in facts["results"] if row["kind"] == "bytes" and "meshmuon" in row["scheme"]]
+    assert memory == [pytest.approx(16.0)]
 
 
 def test_tuning(tmp_path: Path) -> None:
