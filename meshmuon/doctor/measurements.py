@@ -28,6 +28,7 @@ from .numerics import seeded
 
 _LARGEST_SIZE = {"cpu": 2048}  # of products; elsewhere _LARGEST_ON_A_DEVICE
 _LARGEST_ON_A_DEVICE = 8192
+_BATCH = 4  # matrices that are orthogonalised together, as steps do it where they have several of a shape
 _ELEMENTS = 2**20  # of the tensors of elementwise work
 _LONG_PRODUCT = 0.1  # seconds: no larger product is measured
 _MOST_TURNS = 32  # in which pairs are measured: with many ranks a sample of the pairs
@@ -92,13 +93,13 @@ def _ortho_rates(context: Context, dtype: torch.dtype) -> list[Rate]:
     rates: list[Rate] = []
     for size in _sizes(context):
         with context.doing(f"measuring the orthogonalisation of {size}×{size}"):
-            x = seeded((size, size), size).to(context.device)
+            x = seeded((_BATCH, size, size), size).to(context.device)
             out, workspace = torch.empty_like(x), Workspace()
             work = partial(orthogonalize, x, AUTO, out=out, workspace=workspace)
             seconds = statistics.median(_times(context, work, 20, at_least=0.2))
-        flops = expected_flops(size, size, AUTO, "auto", dtype)
+        flops = _BATCH * expected_flops(size, size, AUTO, "auto", dtype)
         rates.append(Rate(str(dtype).removeprefix("torch."), size, flops / seconds))
-        if seconds > _LONG_PRODUCT:
+        if seconds > _BATCH * _LONG_PRODUCT:
             break
     return rates
 
@@ -175,8 +176,11 @@ def measure_links(context: Context) -> Finding:
     with context.doing("measuring exchanges of all ranks"):
         count = _EXCHANGE_BYTES // 4 // (world - 1)
         latency = _exchange_seconds(context, exchange, peers, 1, 2 * _REPEATS)
+        began, cpu = time.perf_counter(), time.process_time()
         seconds = _exchange_seconds(context, exchange, peers, count, 5)
-    return Finding("", data={"pairs": pairs, "latency": latency, "seconds": seconds, "bytes": 4 * count * (world - 1)})
+        cpu_share = (time.process_time() - cpu) / (time.perf_counter() - began)
+    data = {"pairs": pairs, "latency": latency, "seconds": seconds, "bytes": 4 * count * (world - 1), "cpu_share": cpu_share}
+    return Finding("", data=data)
 
 
 def _exchange_seconds(context: Context, exchange: Exchange, peers: Sequence[int], count: int, repeats: int) -> float:
@@ -215,6 +219,7 @@ def summarise_links(context: Context, data: Sequence[Mapping[str, Any]]) -> Summ
         statistics.median(of_rank["latency"] for of_rank in data),
     )
     figures["exchange"] = asdict(exchange)
+    figures["exchange_cpu_share"] = statistics.median(of_rank["cpu_share"] for of_rank in data)
     texts.append(f"all ranks at once {_link_text(exchange)} per rank")
     return Summary("; ".join(texts), figures)
 
@@ -336,6 +341,7 @@ def calibration_of(context: Context) -> Calibration | None:
     def link(name: str) -> Link | None:
         return None if links[name] is None else Link(**links[name])
 
+    on_cpu = context.device.type == "cpu"
     per_node = max(context.nodes.count(node) for node in set(context.nodes))
     waiting = 0.0 if links["exchange"] is None else 2 * links["exchange"]["seconds"]  # of the exchanges of tiny matrices
     return Calibration(
@@ -352,5 +358,6 @@ def calibration_of(context: Context) -> Calibration | None:
         host_seconds_per_matrix=figures["host"]["seconds_per_matrix"],
         host_seconds_per_step=max(1e-6, figures["host"]["seconds_per_step"] - waiting),
         elementwise=Elementwise(**figures["rates"]["elementwise"]),
+        exchange_cpu_share=max(1e-3, links["exchange_cpu_share"]) if context.world > 1 and on_cpu else None,
         copies=None if figures["host"]["copies"] is None else Link(**figures["host"]["copies"]),
     )

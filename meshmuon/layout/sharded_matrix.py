@@ -56,7 +56,7 @@ class ShardedMatrix:
         """Whether every holder has the whole matrix."""
         return len(self.pieces) <= 1
 
-    @property
+    @cached_property
     def size(self) -> int:
         """Number of elements of the matrix."""
         return self.rows * self.cols

@@ -44,6 +44,7 @@ class Calibration:
     host_seconds_per_matrix: float  # what each tiny matrix adds to a step
     host_seconds_per_step: float  # what a step takes beside its matrices and exchanges
     elementwise: Elementwise | None = None  # None in files that were written before it was measured
+    exchange_cpu_share: float | None = None  # CPU seconds of an exchange ÷ its seconds, if the device is a CPU; None likewise
     copies: Link | None = None  # between the memory of a device and pinned memory of its host; None on CPU
 
     def cost_model(self) -> CostModel:
@@ -76,6 +77,13 @@ class Calibration:
             return low.flops_per_second
         share = math.log(size / low.size) / math.log(high.size / low.size)
         return float(low.flops_per_second * (high.flops_per_second / low.flops_per_second) ** share)
+
+    @property
+    def exchange_busy(self) -> float:
+        """The share of an exchange in which the device can do nothing else: 0 unless it is a CPU, where 1 is the worst case."""
+        if self.device != "cpu":
+            return 0.0
+        return 1.0 if self.exchange_cpu_share is None else min(1.0, self.exchange_cpu_share)
 
     def seconds_per_element(self, kind: str) -> float:
         """Of a kind of elementwise work, by its name in ``Elementwise``; 0 if it was not measured."""
@@ -115,6 +123,7 @@ class Calibration:
             host_seconds_per_matrix=reader.number("host_seconds_per_matrix"),
             host_seconds_per_step=reader.number("host_seconds_per_step"),
             elementwise=reader.elementwise("elementwise"),
+            exchange_cpu_share=None if content.get("exchange_cpu_share") is None else reader.number("exchange_cpu_share"),
             copies=reader.link("copies"),
         )
 

@@ -34,14 +34,17 @@ def assign_owners(
     if crossings is not None and any(crossings.depend_on_owner(sharded) for sharded in {task.sharded for task in tasks}):
 
         def between(owners: Sequence[int]) -> int:
-            moves = zip(tasks, owners, itemsizes, strict=True)
-            return sum(itemsize * crossings.of(task.sharded, owner) for task, owner, itemsize in moves)
+            itemsize_of: dict[tuple[ShardedMatrix, int], int] = {}  # thousands of tasks share a few hundred of these
+            for task, owner, itemsize in zip(tasks, owners, itemsizes, strict=True):
+                key = task.sharded, owner
+                itemsize_of[key] = itemsize_of.get(key, 0) + itemsize
+            return sum(itemsize * crossings.of(sharded, owner) for (sharded, owner), itemsize in itemsize_of.items())
 
-        most = _heaviest(lightest), between(owners)
         assignments = [(owners, lightest), *(_assign(tasks, order, dict(loads), crossings) for order in orders)]
         # Not by the load first: floats of equal loads may differ in their last bit.
-        allowed = [a for a in assignments if _heaviest(a[1]) <= most[0] and between(a[0]) <= most[1]]
-        owners, lightest = min(allowed, key=lambda assignment: (between(assignment[0]), _heaviest(assignment[1])))
+        scores = [(between(owners), _heaviest(lightest)) for owners, lightest in assignments]
+        allowed = [k for k, score in enumerate(scores) if score[0] <= scores[0][0] and score[1] <= scores[0][1]]
+        owners, lightest = assignments[min(allowed, key=lambda k: scores[k])]
     loads.update(lightest)
     return owners
 

@@ -39,6 +39,11 @@ class Machine(Protocol):
         ...
 
     @property
+    def exchange_busy(self) -> float:
+        """The share of an exchange that takes the device's time."""
+        ...
+
+    @property
     def copies(self) -> Link | None:
         """Copies between a device and its host, for weights in host memory; None if they were not measured."""
         ...
@@ -94,7 +99,7 @@ class _Seconds:
 
     def __init__(self, plan: PlanData, machine: Machine, *, averages: bool) -> None:
         self._plan, self._machine, self._averages = plan, machine, averages
-        self._overlaps = machine.device != "cpu"
+        self._on_cores = machine.device == "cpu"
         momentum, update, copy = map(machine.seconds_per_element, ("momentum", "update", "copy"))
         replicas = len(plan.ranks)
         if averages:
@@ -140,7 +145,7 @@ class _Seconds:
             local=list(local.values()),
             adamw=adamw,
             host=[machine.host_seconds_per_step] * len(plan.ranks),
-            overlaps=self._overlaps,
+            busy=machine.exchange_busy,
             in_flight=all_at_once or plan.options.in_flight,
             gathered_ahead=all_at_once,
         )
@@ -171,8 +176,8 @@ class _Seconds:
         inward = self._moved(exchange.sent_inside.get(rank, 0), exchange.received_inside.get(rank, 0))
         outward = self._moved(exchange.sent_between.get(rank, 0), exchange.received_between.get(rank, 0))
         seconds = inward / inside.bytes_per_second, outward / between.bytes_per_second
-        return whole.seconds + (max(seconds) if self._overlaps else sum(seconds))
+        return whole.seconds + (sum(seconds) if self._on_cores else max(seconds))
 
     def _moved(self, sent: int, received: int) -> float:
         """Bytes as links were measured, sending and receiving equally much: cores do one after the other, links both at once."""
-        return max(sent, received) if self._overlaps else (sent + received) / 2
+        return (sent + received) / 2 if self._on_cores else max(sent, received)

@@ -3,7 +3,7 @@
 A rank has a device that works and links that send. The links serve exchanges in the order in which they were started. An exchange
 begins when all ranks have started it, and ends for all of them when the slowest has ended: that is cautious where a few ranks
 have more to send than the others. On GPUs links and device work at the same time, and the device waits only for what it needs.
-On CPUs the cores that compute also copy what is sent and received, so that nothing is hidden: an exchange takes the rank's time.
+On CPUs the cores that compute also copy what is sent and received: that part of an exchange takes the rank's time.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ Seconds: TypeAlias = "Sequence[float]"
 class Span(NamedTuple):
     """Something that one rank does; times are in seconds from the beginning of the step."""
 
-    kind: str  # "host", "momentum", "gather", "local", "orthogonalise", "scatter", "adamw", "update" or "wait"
+    kind: str  # "host", "momentum", "gather", "local", "orthogonalise", "scatter", "copy", "adamw", "update", "wait"
     wave: int | None
     start: float
     end: float
@@ -52,7 +52,7 @@ class StepSeconds:
     local: Seconds  # matrices that stay where they are: all that is done with them
     adamw: Seconds
     host: Seconds  # before the first wave: looking at parameters, agreeing with the other ranks
-    overlaps: bool  # whether links work beside the device
+    busy: float  # share of an exchange that takes the device's time: 0 if links work by themselves, 1 if nothing is hidden
     in_flight: int  # most waves between their first and their last exchange
     gathered_ahead: int | None = None  # as in ``pipeline_order``
 
@@ -128,7 +128,7 @@ class _Walk:
     """The clocks of all ranks, while one action after the other is taken."""
 
     def __init__(self, step: StepSeconds) -> None:
-        self._overlaps = step.overlaps
+        self._busy = step.busy
         self._now = [0.0] * len(step.ranks)  # when each rank's device is free
         self._links_free = 0.0
         self._arrivals: dict[tuple[str, int], float] = {}
@@ -141,12 +141,15 @@ class _Walk:
 
     def send(self, kind: str, wave: int, seconds: Seconds) -> None:
         """All ranks start an exchange."""
-        if not self._overlaps:
+        if self._busy == 1.0:
             self.work(kind, wave, seconds)
             self._arrivals[kind, wave] = max(self._now, default=0.0)
             return
         begin = max(self._links_free, max(self._now, default=0.0))
-        self._links_free = self._arrivals[kind, wave] = begin + max(seconds, default=0.0)
+        if self._busy:
+            self.work("copy", wave, [self._busy * more for more in seconds])
+        arrival = max(begin + max(seconds, default=0.0), max(self._now, default=0.0))
+        self._links_free = self._arrivals[kind, wave] = arrival
         self.phases.append(Phase(kind, wave, [begin] * len(self._now), [begin + more for more in seconds]))
 
     def wait(self, kind: str, wave: int) -> None:

@@ -101,3 +101,22 @@ class _Counter:
 def _increase(counts: dict[int, int], rank: int, amount: int) -> None:
     if amount:
         counts[rank] = counts.get(rank, 0) + amount
+
+
+def bytes_sent(plan: PlanData, *, averages: bool) -> dict[int, int]:
+    """Rank → bytes that it sends in a step of ``Muon``, or of ``DistMuon``, which ``averages`` gradients at the owners."""
+    if not averages:
+        return plan.bytes_sent
+    scatters = [wave.scatter for wave in traffic_of(plan)]  # gradients go the way on which weights come back
+    return {rank: sum(scatter.sent(rank) + scatter.received(rank) for scatter in scatters) for rank in plan.ranks}
+
+
+def buffer_bytes(plan: PlanData, *, averages: bool) -> dict[int, int]:
+    """Rank → bytes of its exchange buffers, likewise; those of ``DistMuon`` hold all waves at once, and the averages of one."""
+    if not averages:
+        return {rank: plan.buffer_bytes(rank) for rank in plan.ranks}
+    averaged = [dict.fromkeys(plan.ranks, 0) for _ in plan.wave_lanes]
+    for task in plan.tasks:
+        averaged[task.wave][task.owner] += task.sharded.size * plan.params[task.param].itemsize
+    sent = bytes_sent(plan, averages=True)
+    return {rank: sent[rank] + max((wave[rank] for wave in averaged), default=0) for rank in plan.ranks}

@@ -68,7 +68,7 @@ def timeline_of(work: StageWork, in_flight: int, *, overlaps: bool = True) -> Ti
         local=work.local.tolist(),
         adamw=work.adamw.tolist(),
         host=[0.0] * count,
-        overlaps=overlaps,
+        busy=0.0 if overlaps else 1.0,
         in_flight=in_flight,
     )
     walked = plan_timeline.timeline_of(step)

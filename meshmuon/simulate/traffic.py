@@ -8,7 +8,7 @@ at one by one.
 from __future__ import annotations
 
 from collections import defaultdict
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
@@ -31,6 +31,16 @@ class Direction:
     messages: Tensor  # (waves,): pairs of ranks that send something
     largest: Tensor  # (waves,): bytes of the largest message
 
+    def reversed(self) -> Direction:
+        """The same bytes the other way, as results travel where no replicas share them."""
+        return replace(
+            self,
+            sent=self.received,
+            received=self.sent,
+            sent_inside=self.received_inside,
+            received_inside=self.sent_inside,
+        )
+
 
 @dataclass(frozen=True)
 class Traffic:
@@ -43,6 +53,8 @@ class Traffic:
     peers: Tensor  # (ranks,): ranks to or from which it sends anything in a step
     between_blocks: Tensor  # (blocks, blocks): bytes that the ranks of a block send to those of another
     block_ranks: int  # ranks of a block: a node, several where there are many, or a rank if there is one node
+    relayed: bool  # exchanges between nodes go in two hops; bytes are counted once, from their first rank to their last
+    direct_peers: int  # most peers of a rank in one exchange, if everything were sent directly
 
 
 class _Pieces(NamedTuple):
@@ -63,6 +75,7 @@ class TrafficCounter:
     def __init__(self, plan: Plan) -> None:
         self._plan, self._nodes = plan, plan.options.nodes
         self._index, self._count = RankIndex(plan.ranks), len(plan.ranks)
+        self._direct_peers = 0
         # (wave, matrix, owner) → bytes per element that travel, and (wave, matrix, replica) → the same over all owners
         self._owned: dict[tuple[int, ShardedMatrix, int], int] = defaultdict(int)
         self._elements: dict[tuple[int, ShardedMatrix], int] = defaultdict(int)
@@ -77,6 +90,17 @@ class TrafficCounter:
         replicas = tuple(frozenset(column) for column in zip(*(piece.holders for piece in sharded.pieces), strict=True))
         return _Pieces(ranks, torch.tensor(sharded.sizes), frozenset(sharded.holdings), replicas)
 
+    @property
+    def relayed(self) -> bool:
+        """Whether exchanges between nodes go in two hops (``meshmuon/plan/relays.py``)."""
+        return self._plan.options.max_peers is not None and self._nodes is not None
+
+    def _peers_through_relays(self) -> int:
+        """The other ranks of a node, and one rank of each node that a rank relays for."""
+        assert self._nodes is not None
+        size = max(map(len, self._nodes.ranks))
+        return size - 1 + -(-(len(self._nodes.ranks) - 1) // size)
+
     def count(self) -> Traffic:
         """Everything."""
         shape = len(self._plan.wave_lanes), self._count
@@ -84,9 +108,14 @@ class TrafficCounter:
         for (wave, sharded), tasks in self._elements.items():
             pieces = self._pieces[sharded]
             elements[wave].index_add_(0, pieces.ranks.flatten(), (pieces.sizes * tasks).repeat_interleave(sharded.replicas))
-        gather, scatter = self._bytes(gather=True), self._bytes(gather=False)
+        gather = self._bytes(gather=True)
+        replicated = any(sharded.replicas > 1 for sharded in self._pieces)
+        scatter = self._bytes(gather=False) if replicated else gather.reversed()
         blocks, block_ranks = self._between_blocks()
-        return Traffic(self._index, gather, scatter, elements, self._all_peers(), blocks, block_ranks)
+        peers = self._all_peers()
+        if self.relayed:
+            peers = torch.minimum(peers, torch.full_like(peers, self._peers_through_relays()))
+        return Traffic(self._index, gather, scatter, elements, peers, blocks, block_ranks, self.relayed, self._direct_peers)
 
     def _bytes(self, *, gather: bool) -> Direction:
         """The pieces go from holders to owners in the gather, and from owners to all replicas in the scatter."""
@@ -117,6 +146,9 @@ class TrafficCounter:
             sizes = pieces.sizes.repeat_interleave(sharded.replicas) if replica < 0 else pieces.sizes
             holders[wave].index_add_(0, ranks, sizes * itemsize)
         peers, messages = self._peers(gather=gather)
+        self._direct_peers = max(self._direct_peers, int(peers.max()) if peers.numel() else 0)
+        if self.relayed:
+            peers = torch.minimum(peers, torch.full_like(peers, self._peers_through_relays()))
         by_owners, near_owners, near_holders = (
             torch.tensor(rows, dtype=torch.int64).reshape(shape) for rows in (owners, owners_inside, holders_inside)
         )

@@ -45,6 +45,12 @@ def test_agreement(tmp_path: Path) -> None:
     assert point["vote"]["median"] > 0
 
 
+def test_metrics(tmp_path: Path) -> None:
+    facts, _ = run("metrics", tmp_path)
+    (result,) = facts["results"]
+    assert set(result["ratios"]) == {"metrics", "without the spectra of weights"}
+
+
 def test_single_device(tmp_path: Path) -> None:
     facts, printed = run("single_device", tmp_path)
     assert [result["model"] for result in facts["results"]] == ["GPT", "MoE", "ViT"]
@@ -131,3 +137,37 @@ def test_loss_by_rounding(tmp_path: Path) -> None:
     facts, printed = run("loss_by_rounding", tmp_path)
     assert len({result["loss"] for result in facts["results"]}) == 6  # three variants, two seeds: every flag reaches the demo
     assert "± " in printed
+
+
+def test_predictions(tmp_path: Path) -> None:
+    facts, _ = run("predictions", tmp_path, "--worlds", "2")
+    assert [result["layout"] for result in facts["results"]] == ["FSDP2", "DistMuon"]
+    for result in facts["results"]:
+        for what in ("bytes", "buffers"):
+            assert result[what]["predicted"] == result[what]["measured"]
+            assert min(result[what]["measured"]) > 0
+        assert len(result["predicted_s"]) == len(result["measured_s"]) == 1
+
+
+def test_published(tmp_path: Path) -> None:
+    facts, _ = run("published", tmp_path)
+    modelled = {(row["case"].split(",")[0], row["scheme"]): row["modelled"] for row in facts["results"]}
+    assert modelled["Megatron", "one home"] < modelled["Megatron", "repeated"]
+    memory = [row["modelled"] for row in facts["results"] if row["kind"] == "bytes" and "meshmuon" in row["scheme"]]
+    assert memory == [pytest.approx(16.0)]
+
+
+def test_tuning(tmp_path: Path) -> None:
+    done = tmp_path / "done.jsonl"
+    facts, printed = run("tuning", tmp_path, "--keep", str(done))
+    cases = [(result["optimizer"], result["weight_decay"], result["lr"]) for result in facts["results"]]
+    assert cases == [(name, decay, lr) for name in ("muon", "adamw") for decay in (0.1, 1.0) for lr in (0.002, 0.004)]
+    assert len({result["loss"] for result in facts["results"]}) == 8
+    assert (tmp_path / "tuning_decay.png").stat().st_size > 100
+    assert "meshmuon's best lr ÷ AdamW's" in printed
+    lines = done.read_text().splitlines()
+    assert [json.loads(line) for line in lines] == facts["results"]
+    best = {**json.loads(lines[0]), "loss": 0.125}  # is not trained again
+    done.write_text("\n".join([json.dumps(best), *lines[1:]]) + "\n")
+    again, _ = run("tuning", tmp_path, "--keep", str(done))
+    assert again["results"] == [best, *facts["results"][1:]]

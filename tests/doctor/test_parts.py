@@ -284,7 +284,7 @@ def test_the_slower_end_of_a_pair_counts() -> None:
 
     def of_rank(*pairs: tuple[int, float]) -> dict[str, Any]:
         listed = [{"peer": peer, "latency": seconds / 10, "seconds": seconds} for peer, seconds in pairs]
-        return {"pairs": listed, "latency": 1e-3, "seconds": 1.0, "bytes": 10**9}
+        return {"pairs": listed, "latency": 1e-3, "seconds": 1.0, "bytes": 10**9, "cpu_share": 0.5}
 
     summary = summarise_links(context, [of_rank((1, 1.0), (2, 2.0)), of_rank((0, 3.0), (2, 20.0)), of_rank((0, 2.0), (1, 2.0))])
     assert summary.figures["inside"] == {"bytes_per_second": 4 * 2**20 / 3.0, "seconds": 0.3}

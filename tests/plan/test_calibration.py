@@ -39,7 +39,7 @@ def written(folder: Path, content: Any) -> Path:
 
 def test_a_file_is_read_back_as_it_was_written(tmp_path: Path) -> None:
     alone = replace(MEASURED, between=None, inside=None, elementwise=None)
-    for calibration in (MEASURED, alone):
+    for calibration in (MEASURED, alone, replace(MEASURED, exchange_cpu_share=0.25)):
         assert Calibration.load(written(tmp_path, calibration.to_json())) == calibration
     report = {"format": "meshmuon doctor", "calibration": MEASURED.to_json()}
     assert Calibration.load(written(tmp_path, report)) == MEASURED
@@ -165,3 +165,10 @@ def test_a_prediction_is_the_sum_over_the_slowest_rank() -> None:
         }
     )
     assert prediction.total == pytest.approx(sum(prediction.parts.values()))
+
+
+def test_an_exchange_takes_the_time_of_cores_alone() -> None:
+    shared = replace(MEASURED, exchange_cpu_share=0.25)
+    busy = [calibration.exchange_busy for calibration in (MEASURED, shared, replace(shared, device="cuda"))]
+    assert busy == [1.0, 0.25, 0.0]
+    assert replace(MEASURED, exchange_cpu_share=1.7).exchange_busy == 1.0

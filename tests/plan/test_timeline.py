@@ -69,21 +69,21 @@ def constant(value: float) -> list[float]:
     return [value, value]
 
 
-def two_ranks(waves: int, *, overlaps: bool, exchange: float = 2.0, in_flight: int = 6) -> Timeline:
+def two_ranks(waves: int, *, busy: float, exchange: float = 2.0, in_flight: int = 6) -> Timeline:
     """Two equal ranks; parts take 1 (momentum), 10 (orthogonalise), 1 (update), 3 (local), 5 (AdamW), 0.5 (host) seconds."""
     wave = WaveSeconds(constant(1.0), constant(exchange), constant(10.0), constant(exchange), constant(1.0))
-    step = StepSeconds((0, 1), (wave,) * waves, constant(3.0), constant(5.0), constant(0.5), overlaps, in_flight)
+    step = StepSeconds((0, 1), (wave,) * waves, constant(3.0), constant(5.0), constant(0.5), busy, in_flight)
     return timeline_of(step)
 
 
 def test_on_cores_nothing_is_hidden() -> None:
-    timeline = two_ranks(2, overlaps=False)
+    timeline = two_ranks(2, busy=1.0)
     assert timeline.seconds == 0.5 + 2 * (1 + 2 + 10 + 2 + 1) + 3 + 5
     assert "wait" not in timeline.totals(0)
 
 
 def test_on_links_local_work_hides_the_first_gather_and_adamw_the_last_scatter() -> None:
-    timeline = two_ranks(1, overlaps=True)
+    timeline = two_ranks(1, busy=0.0)
     assert timeline.spans(1) == [
         Span("host", None, 0.0, 0.5),
         Span("momentum", 0, 0.5, 1.5),
@@ -97,9 +97,23 @@ def test_on_links_local_work_hides_the_first_gather_and_adamw_the_last_scatter()
     assert timeline.exchanging() == 4.0
 
 
+def test_cores_that_copy_hide_the_rest_of_an_exchange() -> None:
+    """Half of the gather's 8 s are copies. The other half passes while local work is done."""
+    timeline = two_ranks(1, busy=0.5, exchange=8.0)
+    assert [span for span in timeline.spans(0) if span.end <= 9.5 or span.kind == "gather"] == [
+        Span("host", None, 0.0, 0.5),
+        Span("momentum", 0, 0.5, 1.5),
+        Span("copy", 0, 1.5, 5.5),
+        Span("gather", 0, 1.5, 9.5),
+        Span("local", None, 5.5, 8.5),
+        Span("wait", 0, 8.5, 9.5),
+    ]
+    assert two_ranks(1, busy=0.0, exchange=8.0).seconds < timeline.seconds < two_ranks(1, busy=1.0, exchange=8.0).seconds
+
+
 def test_slow_links_are_waited_for_in_the_order_of_exchanges() -> None:
     """Two waves: gathers 0 and 1 take 40 s each, and the first results queue behind the second gather."""
-    timeline = two_ranks(2, overlaps=True, exchange=40.0)
+    timeline = two_ranks(2, busy=0.0, exchange=40.0)
     begins = {(span.kind, span.wave): span.start for span in timeline.spans(0)}
     assert begins["gather", 0] == 1.5
     assert begins["gather", 1] == 41.5
@@ -117,7 +131,7 @@ def test_slow_links_are_waited_for_in_the_order_of_exchanges() -> None:
 
 def test_the_slowest_rank_holds_the_others_up() -> None:
     wave = WaveSeconds([1.0, 4.0], [1.0, 1.0], [2.0, 0.0], [1.0, 1.0], [0.0, 0.0])
-    timeline = timeline_of(StepSeconds((3, 5), (wave,), [0.0, 0.0], [0.0, 0.0], [0.0, 0.0], True, 1))
+    timeline = timeline_of(StepSeconds((3, 5), (wave,), [0.0, 0.0], [0.0, 0.0], [0.0, 0.0], 0.0, 1))
     assert timeline.totals(3) == {"momentum": 1.0, "gather": 1.0, "wait": 5.0, "orthogonalise": 2.0, "scatter": 1.0}
     assert timeline.ends == {3: 8.0, 5: 8.0}
     assert timeline.slowest == 3

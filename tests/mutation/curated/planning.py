@@ -114,11 +114,11 @@ MUTANTS: Mutants = {
     },
     "meshmuon.plan.timeline": {
         "_Walk.wait": (("max($now, $arrival)", "$now"),),
-        "_Walk.send": (("max(self._links_free, $ready)", "$ready"), ("not self._overlaps", "False")),
+        "_Walk.send": (("max(self._links_free, $ready)", "$ready"), ("self._busy == 1.0", "False")),
     },
     "meshmuon.plan.prediction": {
-        "_Seconds._exchange": (("max($seconds) if self._overlaps else sum($seconds)", "sum($seconds)"),),
-        "_Seconds._moved": (("max($sent, $received) if self._overlaps else $mean", "$mean"),),
+        "_Seconds._exchange": (("sum($seconds) if self._on_cores else max($seconds)", "sum($seconds)"),),
+        "_Seconds._moved": (("$mean if self._on_cores else max($sent, $received)", "$mean"),),
     },
     "meshmuon.plan.order": {
         "pipeline_order.gather": (

@@ -1,0 +1,146 @@
+"""Predicted against measured: step time, bytes and buffers of the layouts on 1, 2 and 4 ranks.
+
+    make bench BENCH=predictions
+    python benchmarks/predictions.py --worlds 2 4
+
+Ranks are processes over gloo. In every round all ranks measure rates as ``meshmuon doctor`` does, and step every layout; the
+steps of a round are predicted with the rates from before and after them. Bytes and buffers are counted where they are sent and
+allocated. Ratios of times are medians over the rounds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from common import COLOURS, Benchmark, Goal, Report, ratio
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+WORKER = Path(__file__).with_name("predicted_ranks.py")
+COLUMNS = (
+    "ranks",
+    "layout",
+    "waves",
+    "measured, ms",
+    "predicted, ms",
+    "measured ÷ predicted",
+    "largest part",
+    "bytes",
+    "buffers",
+)
+
+
+def run_world(world: int, options: argparse.Namespace) -> list[dict[str, Any]]:
+    """Runs one number of ranks under torchrun."""
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder) / "result.json"
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(world), str(WORKER)]
+        for name in ("layers", "width", "rounds", "threads"):
+            command += [f"--{name}", str(getattr(options, name))]
+        environment = {**os.environ, "OMP_NUM_THREADS": str(options.threads)}
+        subprocess.run([*command, "--out", str(out)], check=True, env=environment, timeout=options.timeout)
+        results: list[dict[str, Any]] = json.loads(out.read_text())["results"]
+    return results
+
+
+def exact(result: dict[str, Any], what: str) -> bool:
+    """Whether every rank has just what was predicted."""
+    return bool(result[what]["predicted"] == result[what]["measured"])
+
+
+def row_of(result: dict[str, Any]) -> tuple[str, ...]:
+    measured, predicted = (statistics.median(result[key]) * 1e3 for key in ("measured_s", "predicted_s"))
+    part, seconds = max(result["parts"][-1].items(), key=lambda item: item[1])
+    counted = ["equal" if exact(result, what) else "DIFFER" for what in ("bytes", "buffers")]
+    return (
+        str(result["ranks"]),
+        result["layout"],
+        str(result["waves"]),
+        f"{measured:.1f}",
+        f"{predicted:.1f}",
+        ratio(result["measured_s"], result["predicted_s"]).text(digits=2),
+        f"{part} {seconds / sum(result['parts'][-1].values()):.0%}",
+        *(
+            f"{max(result[what]['measured']) / 2**20:.1f} MiB, {text}"
+            for what, text in zip(("bytes", "buffers"), counted, strict=True)
+        ),
+    )
+
+
+def off(result: dict[str, Any]) -> float:
+    """How far the prediction is from what was measured, as a share of the latter."""
+    return abs(1 - 1 / ratio(result["measured_s"], result["predicted_s"]).median)
+
+
+def goals_of(results: Sequence[dict[str, Any]], options: argparse.Namespace) -> list[Goal]:
+    """Times within a fifth, everything that can be counted exactly."""
+    apart = {f"{result['layout']} on {result['ranks']}": off(result) for result in results}
+    worst, median = max(apart, key=lambda name: apart[name]), statistics.median(apart.values())
+    wrong = [sum(not exact(result, what) for result in results) for what in ("bytes", "buffers")]
+    return [
+        Goal("prediction beside the measured step time, median of layouts", median, most=0.2),
+        Goal("prediction beside the measured step time, worst layout", apart[worst], most=0.2, note=worst),
+        Goal("layouts whose bytes were not predicted exactly", wrong[0], most=0),
+        Goal("layouts whose buffers were not predicted exactly", wrong[1], most=0),
+    ]
+
+
+def plot(results: Sequence[dict[str, Any]], figure: Figure) -> None:
+    axes = figure.subplots()
+    names = [f"{result['layout']}, {result['ranks']}" for result in results]
+    for offset, key, colour in ((-0.2, "measured_s", COLOURS["ours"]), (0.2, "predicted_s", COLOURS["others"])):
+        values = [statistics.median(result[key]) * 1e3 for result in results]
+        axes.bar([k + offset for k in range(len(names))], values, 0.4, color=colour, label=key.removesuffix("_s"))
+    axes.set_xticks(range(len(names)), names, rotation=30, ha="right")
+    axes.set_ylabel("ms per step")
+    axes.legend()
+
+
+def measure(options: argparse.Namespace, report: Report) -> list[dict[str, Any]]:
+    results: list[dict[str, Any]] = []
+    for world in report.each(options.worlds, lambda world: f"{world} ranks"):
+        results += run_world(world, options)
+    return results
+
+
+def show(results: Sequence[dict[str, Any]], report: Report) -> None:
+    report.table("Predicted and measured steps", COLUMNS, map(row_of, results))
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--worlds", type=int, nargs="+", default=[1, 2, 4], help="numbers of ranks")
+    parser.add_argument("--layers", type=int, default=None, help="layers of the model")
+    parser.add_argument("--width", type=int, default=None, help="its width")
+    parser.add_argument("--timeout", type=float, default=1200.0, help="seconds for one number of ranks")
+
+
+def settle_options(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
+    options.layers = options.layers or (2 if options.quick else 4)
+    options.width = options.width or (64 if options.quick else 256)
+    options.rounds = options.rounds or (1 if options.quick else 9)
+
+
+BENCHMARK = Benchmark(
+    name="predictions",
+    about=__doc__,
+    measure=measure,
+    show=show,
+    goals=goals_of,
+    plot=plot,
+    size=(9.0, 4.5),
+    add_options=add_options,
+    settle_options=settle_options,
+)
+
+if __name__ == "__main__":
+    BENCHMARK.main()
