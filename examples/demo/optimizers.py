@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
+from demo.health import EVERY
 from demo.model import GPT
 from meshmuon import Muon, RoutingWarning, get_default_muon_param_groups
 
@@ -113,4 +114,5 @@ def _muon(contender: Contender, model: GPT, config: OptimizerConfig) -> Muon:
             cautious_weight_decay=config.cautious,
             rounding=config.rounding,
             clip_config=clip_config,
+            metrics=EVERY,
         )

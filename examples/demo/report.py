@@ -18,6 +18,7 @@ import meshmuon
 from demo.clip import clip_findings
 from demo.compare import Comparison, Findings, compare
 from demo.data import Corpus
+from demo.health import PICTURE, draw_health, section
 from demo.model import ModelConfig
 from demo.optimizers import CONTENDERS, OptimizerConfig
 from demo.plan_page import FILE as PLAN_PAGE
@@ -105,6 +106,9 @@ def write_report(folder: Path, setting: Setting, results: Sequence[RunResult], *
     drawn = plot and any(result.evals for result in results)
     if drawn:
         outcome.draw(folder / outcome.picture)
+    measured = next((result for result in results if result.health), None)
+    if drawn and measured is not None:
+        draw_health(folder / PICTURE, measured.health)
     page = markdown(setting, results, outcome, drawn=drawn)
     if plot and results:
         page += "\n" + _plan_section(folder, setting, results[0])
@@ -239,6 +243,9 @@ def markdown(setting: Setting, results: Sequence[RunResult], outcome: Findings, 
     if outcome.section:
         parts.append(outcome.section)
     parts.append(_runs_table(results))
+    measured = next((result for result in results if result.health), None)
+    if measured is not None:
+        parts.append(section(measured.title, measured.health, measured.alarms, drawn=drawn))
     parts.append(_setting_section(setting))
     for result in results:
         if result.routing is not None:

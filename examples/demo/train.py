@@ -7,12 +7,14 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from demo.data import Corpus, TrainBatches, valid_batches
+from demo.health import HealthLog
 from demo.model import GPT, ModelConfig, build_model
 from demo.optimizers import CONTENDERS, TITLES, OptimizerConfig, build_optimizer
 from demo.processes import Runtime, mean, shard
@@ -62,7 +64,7 @@ class RunResult:
     """What one run left behind. Times are in seconds; one entry per step in the lists.
 
     `largest_logit` is the largest of all layers, heads and sequences in a step's forward, that is, before its update; it is empty
-    in runs that do not watch logits.
+    in runs that do not watch logits. `health` and `alarms` are what `HealthLog` writes down; empty for AdamW.
     """
 
     name: str
@@ -77,6 +79,8 @@ class RunResult:
     plan: str | None = None
     resumed: list[ResumePoint] = field(default_factory=list)
     largest_logit: list[float] = field(default_factory=list)
+    health: list[dict[str, Any]] = field(default_factory=list)
+    alarms: list[str] = field(default_factory=list)
 
     @property
     def title(self) -> str:
@@ -136,6 +140,14 @@ class Run:
             tokens_per_step=config.batch_size * model_config.seq_len,
             routing=_routing(self.optimizer),
         )
+        self._health: HealthLog | None = None
+
+    @property
+    def health(self) -> HealthLog:
+        """Writes measurements into `result`, also into one that was read from a checkpoint."""
+        if self._health is None:
+            self._health = HealthLog(self.optimizer, self.result.health, self.result.alarms)
+        return self._health
 
     def train(self, progress: Progress, after_step: Callable[[Run], None] | None = None) -> RunResult:
         """Train to the end. On Ctrl-C or divergence `result` keeps what was done and the exception passes on.
@@ -187,6 +199,7 @@ class Run:
         value = self._finite(mean([loss.item()], self.runtime)[0], f"training loss at step {step + 1}")
         self._update(step)
         end = self._now()
+        self.health.after_step(step + 1)
         self.optimizer.zero_grad(set_to_none=True)
         self.result.train_loss.append(value)
         self.result.step_seconds.append(end - start)

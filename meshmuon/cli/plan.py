@@ -62,6 +62,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     options.add_argument("--scheme", default="auto", metavar="NAME", help="auto, polar_express, keller, zolotarev or hybrid")
     options.add_argument("--memory-budget", type=_size, default=MuonOptions().memory_budget, metavar="BYTES", help="such as 64M")
     options.add_argument("--waves-ahead", type=int, default=MuonOptions().waves_ahead, metavar="N")
+    options.add_argument("--max-peers", type=int, default=MuonOptions().max_peers, metavar="N", help="more: in two hops")
     training = parser.add_argument_group("the training step around it")
     training.add_argument("--tokens-per-step", type=_count, default=2**22, metavar="N", help="such as 4M (default: 4,194,304)")
     training.add_argument("--mfu", type=_share, default=0.4, help="share of the peak in forward and backward (default: 0.4)")
@@ -241,6 +242,7 @@ def _options(arguments: argparse.Namespace) -> MuonOptions:
         scheme=arguments.scheme,
         memory_budget=arguments.memory_budget,
         waves_ahead=arguments.waves_ahead,
+        max_peers=arguments.max_peers,
         param_dtype=_DTYPES[arguments.param_dtype],
         momentum_dtype=_DTYPES.get(arguments.momentum_dtype),
         cost_model=None if calibration is None else _cost_model(Calibration.load(calibration)),

@@ -5,10 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 from torch import nn
-from transformers import Trainer, TrainingArguments
+from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.integrations.deepspeed import deepspeed_config
 
 from ..errors import ConfigError, UnsupportedError
+from ..metrics import Health, flat
 from ..optim import Muon
 from ..params.checks import shown
 from .factory import by_own_names, muon_for
@@ -49,6 +50,43 @@ class muon:  # noqa: N801  # read as what it does; Trainer asks for a class, mak
             )
         decayed = set(Trainer.get_decay_parameter_names(None, model))  # it reads nothing of the Trainer
         return muon_for(model, decays=decayed.__contains__, **options)
+
+
+class MuonMetrics(TrainerCallback):
+    """Adds the measurements of an optimizer that was built with ``metrics=`` to the logs of a ``Trainer``.
+
+    They reach everything that ``report_to`` names, under the names of ``meshmuon.metrics.flat``. Alarms are printed on the main
+    process. Measure as often as the Trainer logs, or more rarely: ``metrics=args.logging_steps``.
+
+    Example::
+
+        Trainer(model, args, callbacks=[MuonMetrics()], optimizer_cls_and_kwargs=(muon, {"lr": 1e-3, "metrics": 10}))
+    """
+
+    def __init__(self) -> None:
+        self._health = Health()
+
+    def on_log(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        logs: dict[str, Any] | None = None,
+        optimizer: Any = None,
+        **kwargs: Any,
+    ) -> None:
+        """Adds the last measurement to ``logs``, and to the history that the Trainer saves."""
+        muon = getattr(optimizer, "optimizer", optimizer)  # Accelerate wraps it
+        if logs is None or not isinstance(muon, Muon) or not muon.measures:
+            return
+        measured = muon.metrics()
+        numbers = flat(measured)
+        logs.update(numbers)
+        if state.log_history:
+            state.log_history[-1].update(numbers)
+        if state.is_world_process_zero:
+            for alarm in self._health.check(measured):
+                print(f"meshmuon: {alarm}", flush=True)
 
 
 def _options_in(args: TrainingArguments | None) -> dict[str, Any]:

@@ -19,6 +19,7 @@ from torchtitan.components.optimizer import OptimizersContainer, ParamGroupConfi
 from torchtitan.tools.logging import logger
 
 from ..errors import ConfigError
+from ..metrics import flat
 from ..optim import Muon
 from ..params.checks import shown
 from ..routing.param_groups import get_default_muon_param_groups
@@ -72,6 +73,18 @@ class MuonContainer(OptimizersContainer[Muon]):
         for group in groups:
             group["param_names"] = [canonical_fqn(name) for name in group.pop("names")]  # the keys of a checkpoint
         return {"Muon": groups}, {"Muon": ["Muon" if group["use_muon"] else "AdamW" for group in groups]}
+
+    def metrics(self) -> dict[str, float]:
+        """The last measurements of all model parts, for ``MetricsProcessor.log(..., extra_metrics=container.metrics())``.
+
+        Needs ``muon(..., metrics=10)``. Numbers of part k of a pipeline begin with ``muon/part k/``; those of a single part with
+        ``muon/``.
+        """
+        parts = [optimizer for optimizer in self.optimizers if isinstance(optimizer, Muon) and optimizer.measures]
+        found: dict[str, float] = {}
+        for k, optimizer in enumerate(parts):
+            found |= flat(optimizer.metrics(), prefix="muon/" if len(parts) == 1 else f"muon/part {k}/")
+        return found
 
     def _log_optimizer(self, optimizer: Optimizer, part_idx: int, patterns: list[str]) -> None:
         super()._log_optimizer(optimizer, part_idx, patterns)

@@ -22,8 +22,8 @@ class Limits:
         logits: largest healthy attention logit, as long as logits grow.
         growth: how much logits must have grown over ``patience`` measurements.
         stable_rank: largest stable rank of a momentum that counts as rank one.
-        apart: by how much the entries of Muon's matrices may move more than those of AdamW's parameters.
-        behind: by how much they may move less.
+        apart: how much farther the entries of Muon's matrices may move in a step than those of any parameter of AdamW.
+        behind: how much less than those of any of them.
         update_rms: by how much their entries may move in a step at most, whatever AdamW does.
     """
 
@@ -32,9 +32,9 @@ class Limits:
     logits: float = 30.0
     growth: float = 1.3
     stable_rank: float = 1.05
-    apart: float = 8.0
+    apart: float = 4.0
     behind: float = 0.1
-    update_rms: float = 2.5e-3
+    update_rms: float = 1e-2
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,8 +149,9 @@ class Health:
         if not muon:
             return
         rms, limits = statistics.median(muon), self.limits
-        ratio = rms / max(adamw) if adamw else 1.0
-        if limits.behind <= ratio <= limits.apart and rms <= limits.update_rms:
+        ratio = rms / statistics.median(adamw) if adamw else 1.0
+        far = rms > limits.update_rms or bool(adamw and rms > limits.apart * max(adamw))
+        if not far and not (adamw and rms < limits.behind * min(adamw)):
             return
         beside = f", {ratio:.2g} times as far as those of AdamW's parameters" if adamw else ""
         yield (

@@ -220,6 +220,11 @@ class Muon(MuonStep):
             raise ConfigError("there is no plan yet: it is made at the first step().")
         return self._executor.plan
 
+    @property
+    def measures(self) -> bool:
+        """Whether the optimizer was built with ``metrics``."""
+        return self._metrics is not None
+
     def metrics(self, *, wait: bool = False) -> dict[str, Any]:
         """The health of the last measured step as a plain dict, described in docs/metrics.md; needs the option ``metrics``.
 

@@ -113,11 +113,14 @@ def make_plan(params: Sequence[PlannedParam], options: PlanOptions) -> Plan:
     owners = assign_owners(travelling, loads, crossings, [params[task.param].itemsize for task in travelling])
     owned = [task.owned_by(owner) for task, owner in zip(travelling, owners, strict=True)]
     scheduled, wave_lanes, in_flight = cut_into_waves(owned, params, options)
-    plan = Plan(ranks, tuple(params), (*staying, *scheduled), wave_lanes, replace(options, in_flight=in_flight, max_peers=None))
-    return replace(plan, options=replace(plan.options, max_peers=options.max_peers)) if _needs_relays(plan, options) else plan
+    parts = ranks, tuple(params), (*staying, *scheduled), wave_lanes
+    final = replace(options, in_flight=in_flight, max_peers=None)
+    if _needs_relays(PlanData(*parts, final), options):  # not a ``Plan``, whose checks take a while
+        final = replace(final, max_peers=options.max_peers)
+    return Plan(*parts, final)
 
 
-def _needs_relays(plan: Plan, options: PlanOptions) -> bool:
+def _needs_relays(plan: PlanData, options: PlanOptions) -> bool:
     """Whether some rank would talk to more than ``max_peers`` others, and there are nodes to relay between."""
     limit = options.max_peers
     return limit is not None and options.nodes is not None and len(plan.ranks) - 1 > limit and most_peers(plan) > limit

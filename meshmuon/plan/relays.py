@@ -117,11 +117,18 @@ def most_peers(plan: PlanData) -> int:
 
 
 def _most_of_wave(groups: list[tuple[frozenset[int], set[int]]]) -> int:
-    peers: dict[int, set[int]] = {}
-    for holders, owners in groups:
+    """Ranks that hold pieces in the same groups, and own matrices in the same of these, have equally many peers."""
+    groups_of: dict[int, list[int]] = {}
+    for number, (holders, _) in enumerate(groups):
         for rank in holders:
-            peers.setdefault(rank, set()).update(holders if rank in owners else owners)
-    return max(len(of_rank - {rank}) for rank, of_rank in peers.items())
+            groups_of.setdefault(rank, []).append(number)
+    peers: dict[tuple[tuple[int, ...], tuple[int, ...]], int] = {}
+    for rank, numbers in groups_of.items():
+        key = tuple(numbers), tuple(number for number in numbers if rank in groups[number][1])
+        if key not in peers:
+            owners, held = (groups[number][1] for number in numbers), (groups[number][0] for number in key[1])
+            peers[key] = len(frozenset().union(*owners, *held) - {rank})
+    return max(peers.values())
 
 
 def relayed_bytes(plan: PlanData) -> dict[int, int]:

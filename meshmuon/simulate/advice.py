@@ -66,11 +66,15 @@ def _balance(simulation: Simulation) -> Iterator[str]:
 
 
 def _peers(simulation: Simulation) -> Iterator[str]:
-    peers = simulation.most_peers
+    peers = max(stage.traffic.direct_peers for stage in simulation.stages)
     if peers < _MANY_PEERS:
         return
-    connections = max(int(stage.memory.connections.max()) for stage in simulation.stages)
-    text = f"{peers:,} peers per exchange: each needs a connection, about {bytes_text(connections)} of memory on a rank."
+    if any(stage.traffic.relayed for stage in simulation.stages):
+        limit = simulation.options.max_peers
+        text = f"{peers:,} peers per exchange, more than max_peers={limit}: exchanges between nodes go in two hops."
+    else:
+        connections = max(int(stage.memory.connections.max()) for stage in simulation.stages)
+        text = f"{peers:,} peers per exchange: each needs a connection, about {bytes_text(connections)} of memory on a rank."
     if isinstance(simulation.sharding, MeshSharding):
         axes = simulation.sharding.axes
         factor = next((2**k for k in range(1, 12) if peers // 2**k < _MANY_PEERS // 2 and axes.dp_shard % 2**k == 0), None)

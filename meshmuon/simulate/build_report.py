@@ -108,6 +108,7 @@ def _mesh(simulation: Simulation) -> MeshFigures:
         ranks=sharding.ranks,
         nodes=max(1, len(nodes)),
         ranks_per_node=max((len(node) for node in nodes.values()), default=sharding.ranks),
+        relayed=any(stage.traffic.relayed for stage in simulation.stages),
     )
 
 

@@ -14,7 +14,7 @@ from ..layout import Layout, Mesh, Placement
 from ..matrices import MatrixOptions, check_matrices
 from ..optim.plan_inputs import GroupRecipe, ParamFacts, plan_input_of
 from ..ortho import SchemeLike, resolve_scheme
-from ..plan import CostModel, Nodes, Plan, PlanOptions, cost_model_for
+from ..plan import DEFAULT_MAX_PEERS, CostModel, Nodes, Plan, PlanOptions, cost_model_for
 from .description import ModelDescription
 from .sharding import PlacedParam, Sharding
 
@@ -34,6 +34,7 @@ class MuonOptions:
     param_dtype: torch.dtype = torch.float32
     momentum_dtype: torch.dtype | None = None
     cost_model: CostModel | None = None
+    max_peers: int = DEFAULT_MAX_PEERS
 
 
 @dataclass(frozen=True)
@@ -78,7 +79,12 @@ def _plan_stage(placed: Sequence[PlacedParam], options: MuonOptions, device_type
         )
         plan_inputs.append(plan_input_of(recipe, facts, comm_dtype=options.comm_dtype))
     plan_options = PlanOptions(
-        cost_model_for(device_type), options.replicas, options.chunk_size, options.memory_budget, options.waves_ahead + 1
+        cost_model_for(device_type),
+        options.replicas,
+        options.chunk_size,
+        options.memory_budget,
+        options.waves_ahead + 1,
+        max_peers=options.max_peers,
     )
     settings = PlanSettings(plan_options, options.form, "reference_path=False", options.cost_model)
     topology = Topology.around(rank, slices_by_mesh(plan_inputs), None)

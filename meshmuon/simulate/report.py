@@ -33,6 +33,7 @@ class MeshFigures:
     ranks: int
     nodes: int
     ranks_per_node: int
+    relayed: bool  # exchanges between nodes go in two hops, because ranks would have more than max_peers peers
 
 
 @dataclass(frozen=True, slots=True)

@@ -89,11 +89,12 @@ def _summary(report: Report) -> Section:
     active = "" if model.active_parameters == model.parameters else f", {count_text(model.active_parameters)} active"
     stages = f", {len(report.stages)} pipeline stages" if len(report.stages) > 1 else ""
     waves = max(stage.waves for stage in report.stages)
+    relays = ", in two hops between nodes" if mesh.relayed else ""
     rows = (
         ("model", f"{model.title}: {count_text(model.parameters)} parameters{active}"),
         ("Muon", f"{model.matrices:,} matrices, {count_text(model.muon_parameters)} parameters"),
         ("AdamW", f"{count_text(model.adamw_parameters)} parameters"),
-        ("mesh", f"{mesh.text}: {mesh.ranks:,} ranks on {mesh.nodes:,} nodes of {mesh.ranks_per_node}{stages}"),
+        ("mesh", f"{mesh.text}: {mesh.ranks:,} ranks on {mesh.nodes:,} nodes of {mesh.ranks_per_node}{stages}{relays}"),
         ("machine", report.machine.title),
         (
             "options",

@@ -53,6 +53,8 @@ class Traffic:
     peers: Tensor  # (ranks,): ranks to or from which it sends anything in a step
     between_blocks: Tensor  # (blocks, blocks): bytes that the ranks of a block send to those of another
     block_ranks: int  # ranks of a block: a node, several where there are many, or a rank if there is one node
+    relayed: bool  # exchanges between nodes go in two hops; bytes are counted once, from their first rank to their last
+    direct_peers: int  # most peers of a rank in one exchange, if everything were sent directly
 
 
 class _Pieces(NamedTuple):
@@ -73,6 +75,7 @@ class TrafficCounter:
     def __init__(self, plan: Plan) -> None:
         self._plan, self._nodes = plan, plan.options.nodes
         self._index, self._count = RankIndex(plan.ranks), len(plan.ranks)
+        self._direct_peers = 0
         # (wave, matrix, owner) → bytes per element that travel, and (wave, matrix, replica) → the same over all owners
         self._owned: dict[tuple[int, ShardedMatrix, int], int] = defaultdict(int)
         self._elements: dict[tuple[int, ShardedMatrix], int] = defaultdict(int)
@@ -87,6 +90,17 @@ class TrafficCounter:
         replicas = tuple(frozenset(column) for column in zip(*(piece.holders for piece in sharded.pieces), strict=True))
         return _Pieces(ranks, torch.tensor(sharded.sizes), frozenset(sharded.holdings), replicas)
 
+    @property
+    def relayed(self) -> bool:
+        """Whether exchanges between nodes go in two hops (``meshmuon/plan/relays.py``)."""
+        return self._plan.options.max_peers is not None and self._nodes is not None
+
+    def _peers_through_relays(self) -> int:
+        """The other ranks of a node, and one rank of each node that a rank relays for."""
+        assert self._nodes is not None
+        size = max(map(len, self._nodes.ranks))
+        return size - 1 + -(-(len(self._nodes.ranks) - 1) // size)
+
     def count(self) -> Traffic:
         """Everything."""
         shape = len(self._plan.wave_lanes), self._count
@@ -98,7 +112,10 @@ class TrafficCounter:
         replicated = any(sharded.replicas > 1 for sharded in self._pieces)
         scatter = self._bytes(gather=False) if replicated else gather.reversed()
         blocks, block_ranks = self._between_blocks()
-        return Traffic(self._index, gather, scatter, elements, self._all_peers(), blocks, block_ranks)
+        peers = self._all_peers()
+        if self.relayed:
+            peers = torch.minimum(peers, torch.full_like(peers, self._peers_through_relays()))
+        return Traffic(self._index, gather, scatter, elements, peers, blocks, block_ranks, self.relayed, self._direct_peers)
 
     def _bytes(self, *, gather: bool) -> Direction:
         """The pieces go from holders to owners in the gather, and from owners to all replicas in the scatter."""
@@ -129,6 +146,9 @@ class TrafficCounter:
             sizes = pieces.sizes.repeat_interleave(sharded.replicas) if replica < 0 else pieces.sizes
             holders[wave].index_add_(0, ranks, sizes * itemsize)
         peers, messages = self._peers(gather=gather)
+        self._direct_peers = max(self._direct_peers, int(peers.max()) if peers.numel() else 0)
+        if self.relayed:
+            peers = torch.minimum(peers, torch.full_like(peers, self._peers_through_relays()))
         by_owners, near_owners, near_holders = (
             torch.tensor(rows, dtype=torch.int64).reshape(shape) for rows in (owners, owners_inside, holders_inside)
         )

@@ -52,8 +52,8 @@ def stage_work(stage: StagePlan, traffic: Traffic, machine: Machine, options: Mu
         orthogonalise=torch.tensor(owned, dtype=torch.float64).reshape(waves, count),
         momentum=elements * fill,
         update=elements * apply,
-        gather=_exchange_seconds(traffic.gather, machine),
-        scatter=_exchange_seconds(traffic.scatter, machine),
+        gather=_exchange_seconds(traffic.gather, machine, relayed=traffic.relayed),
+        scatter=_exchange_seconds(traffic.scatter, machine, relayed=traffic.relayed),
         local=_by_rank(local) + _by_rank(local_elements) * (fill + apply),
         adamw=local_sizes(stage, muon=False).double() * ADAMW_BYTES * weight / 4 / rate,
         host=machine.host_seconds_per_step + machine.host_seconds_per_matrix * _by_rank(held),
@@ -91,8 +91,12 @@ def _seconds_per_matrix(stage: StagePlan, k: int, machine: Machine, compute_dtyp
     return param.flops / machine.orthogonalise_rate(min(sharded.rows, sharded.cols), compute_dtype)
 
 
-def _exchange_seconds(direction: Direction, machine: Machine) -> Tensor:
-    """Each rank's time in each exchange: links inside and between nodes work at the same time, and each peer adds a little."""
+def _exchange_seconds(direction: Direction, machine: Machine, *, relayed: bool) -> Tensor:
+    """Each rank's time in each exchange: links inside and between nodes work at the same time, and each peer adds a little.
+
+    Through relays there are three exchanges, one after the other. All but 1/n of what leaves a node of n ranks also moves inside
+    its first and inside its last node.
+    """
     sent_between = direction.sent - direction.sent_inside
     received_between = direction.received - direction.received_inside
     inside = torch.maximum(direction.sent_inside, direction.received_inside) / machine.inside.bytes_per_second
@@ -100,6 +104,11 @@ def _exchange_seconds(direction: Direction, machine: Machine) -> Tensor:
     crosses = (sent_between + received_between) > 0
     latency = torch.where(crosses, machine.between.seconds, machine.inside.seconds)
     busy = (direction.sent + direction.received) > 0
+    if relayed:
+        through = 2 * (machine.ranks_per_node - 1) / machine.ranks_per_node * torch.maximum(sent_between, received_between)
+        inside_twice = inside + through / machine.inside.bytes_per_second
+        moved = between + inside_twice
+        return torch.where(busy, moved + latency + 2 * machine.inside.seconds + machine.seconds_per_peer * direction.peers, 0.0)
     return torch.where(busy, torch.maximum(inside, between) + latency + machine.seconds_per_peer * direction.peers, 0.0)
 
 

@@ -45,6 +45,12 @@ def test_agreement(tmp_path: Path) -> None:
     assert point["vote"]["median"] > 0
 
 
+def test_metrics(tmp_path: Path) -> None:
+    facts, _ = run("metrics", tmp_path)
+    (result,) = facts["results"]
+    assert set(result["ratios"]) == {"metrics", "without the spectra of weights"}
+
+
 def test_single_device(tmp_path: Path) -> None:
     facts, printed = run("single_device", tmp_path)
     assert [result["model"] for result in facts["results"]] == ["GPT", "MoE", "ViT"]

@@ -11,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from demo import data, model
+from demo import data, health, model
 from tests.support.bounds import sum_error
 
 # Data
@@ -223,3 +223,22 @@ def test_bfloat16_weights_are_computed_with_in_float32(changes: dict[str, Any]) 
 def test_too_long_input_is_refused() -> None:
     with pytest.raises(ValueError, match="25 positions given"):
         tiny_gpt()(torch.zeros(1, 25, dtype=torch.int64))
+
+
+def test_health_is_drawn_and_told(tmp_path: Path) -> None:
+    points = [
+        {
+            "step": step,
+            "kinds": {
+                "layers.*.w": {"update_to_weight": None if step == 10 else 0.1 / step, "gradient_norm": 1.0, "below_bound": 0.1}
+            },
+            "seconds": {"momentum": 0.1, "wait": 0.0, "metrics": 0.5},
+            "balance": {},
+        }
+        for step in (10, 20, 30)
+    ]
+    health.draw_health(tmp_path / "health.png", points)
+    assert (tmp_path / "health.png").read_bytes().startswith(b"\x89PNG")
+    assert "No alarm was raised." in health.section("meshmuon", points, [], drawn=True)
+    assert "- **step 20: w stops**" in health.section("meshmuon", points, ["step 20: w stops"], drawn=False)
+    assert health.section("AdamW", [], [], drawn=True) == ""

@@ -34,7 +34,7 @@ from tests.mutation.patterns import PatternError  # noqa: E402
 from tests.mutation.systematic import changes, lines  # noqa: E402
 
 SYSTEMATIC_FOLDERS = (
-    *("ortho", "params", "optim", "state", "agree", "routing", "models", "clipping", "qk_clip"),
+    *("ortho", "params", "optim", "state", "agree", "routing", "models", "clipping", "qk_clip", "metrics"),
     *("execute", "plan", "layout", "transport"),
 )
 SYSTEMATIC_FILES = ("matrices.py",)
@@ -88,6 +88,10 @@ TESTS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("meshmuon/checkpoint.py", ("tests/checkpoint",)),
     ("meshmuon/migrate.py", ("tests/migrate",)),
     ("meshmuon/clipping/", ("tests/clipping",)),
+    ("meshmuon/metrics/spectra.py", ("tests/metrics/test_spectra.py", "tests/metrics/test_metrics.py")),
+    ("meshmuon/metrics/alarms.py", ("tests/metrics/test_alarms.py",)),
+    ("meshmuon/metrics/writers.py", ("tests/metrics/test_writers.py",)),
+    ("meshmuon/metrics/", ("tests/metrics/test_metrics.py", "tests/metrics/test_layouts.py")),
     ("meshmuon/qk_clip/", ("tests/qk_clip",)),
     ("meshmuon/models/", ("tests/models/test_contents.py", "tests/models/test_parts.py", "tests/models", "tests/routing")),
     ("meshmuon/routing/", ("tests/routing", "tests/models/test_contents.py", "tests/optim")),

@@ -105,9 +105,9 @@ class Equivalent(NamedTuple):
 
 
 def _all() -> tuple[Curated, ...]:
-    from . import orthogonalisation, planning, running, step  # they need the names above
+    from . import metrics, orthogonalisation, planning, running, step  # they need the names above
 
-    rooms = (orthogonalisation.MUTANTS, step.MUTANTS, planning.MUTANTS, running.MUTANTS)
+    rooms = (orthogonalisation.MUTANTS, step.MUTANTS, planning.MUTANTS, running.MUTANTS, metrics.MUTANTS)
     return tuple(
         Curated(module, function, pattern, replacement)
         for room in rooms
