@@ -118,7 +118,7 @@ $(MODELS_STAMP): pyproject.toml constraints.txt
 	@rm -f $(MODELS_VENV)/.installed-* && touch $@
 
 $(STAMP): pyproject.toml constraints.txt
-	@test -x $(BIN)/python || $(PYTHON) -c 'import sys; sys.exit("the trainers that the tests use need Python 3.11 or newer") if sys.version_info < (3, 11) else None'
+	@test -x $(BIN)/python || $(PYTHON) -c 'import sys; sys.exit("meshmuon needs Python 3.10 or newer") if sys.version_info < (3, 10) else None'
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt torch
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev,trainers,models]'

@@ -310,7 +310,6 @@ MUTANTS: Mutants = {
             ("($position - $distance) % $size", "($position + $distance) % $size"),
             ("($position + $distance) % $size", "($position - $distance) % $size"),
         ),
-        "HostChannel.close": (("os.getpid() == self._process", "True"),),
         "HostChannel._begin": (("self._started += 1", ""),),
         "HostChannel.check_header": (("($kind, $sent_in, $count) != $expected", "False"),),
         "PendingMaximum._run": (("tuple(map(max, self._words, $heard))", "$heard"),),
