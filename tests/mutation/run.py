@@ -40,11 +40,6 @@ SYSTEMATIC_FOLDERS = (
 SYSTEMATIC_FILES = ("matrices.py",)
 # Texts, sizes and seconds, most of which may be otherwise; adapters.
 NOT_SYSTEMATIC = ("cli", "doctor", "integrations", "simulate")
-    "cli",
-    "doctor",
-    "integrations",
-    "simulate",
-)  # texts, sizes and seconds, most of which may be otherwise; adapters
 
 # Tests of a file, nearest first. The first entry that the path starts with counts.
 _ORTHO = ("tests/ortho/test_orthogonalize.py", "tests/ortho/test_blocks.py", "tests/ortho/test_cost.py")
