@@ -49,7 +49,6 @@ class HostChannel:
         self._outgoing: list[socket.socket] = []  # one per round
         self._incoming: list[socket.socket] = []
         self._started = 0  # maxima and gathers
-        self._process = os.getpid()
         self._connected = self._closed = False
         _living.add(self)
 
@@ -81,13 +80,12 @@ class HostChannel:
         return values
 
     def close(self) -> None:
-        """Ends all connections, also for the ranks at their other ends. In a fork of the process it ends none."""
-        if os.getpid() == self._process:
-            for connection in (*self._outgoing, *self._incoming):
-                try:
-                    connection.shutdown(socket.SHUT_RDWR)
-                except OSError:  # the other end was faster
-                    continue
+        """Ends all connections, also for the ranks at their other ends. A fork of the process has none to end."""
+        for connection in (*self._outgoing, *self._incoming):
+            try:
+                connection.shutdown(socket.SHUT_RDWR)
+            except OSError:  # the other end was faster
+                continue
         self._release()
         self._closed = True
 

@@ -15,6 +15,7 @@ from meshmuon import Muon, get_default_muon_param_groups
 from meshmuon.cli.main import main
 from meshmuon.plan import Calibration, Elementwise, Link, Rate
 from meshmuon.simulate.text import print_report, sections_of
+from tests.support.optional import need
 
 MESH = "dp_replicate=2,dp_shard=8"
 
@@ -93,6 +94,7 @@ def test_any_module(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
 
 
 def test_the_config_of_transformers(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    need("transformers")
     path = tmp_path / "config.json"
     path.write_text(json.dumps({"model_type": "gpt2", "n_layer": 12, "n_embd": 768, "n_head": 12}))
     facts = json.loads(plan(capsys, "--hf-config", str(path), "--mesh", "dp_shard=8", "--json", "-"))
@@ -182,6 +184,7 @@ def test_wrong_arguments_are_refused(capsys: pytest.CaptureFixture[str], argumen
 
 
 def test_unknown_architectures_are_refused(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    need("transformers")
     path = tmp_path / "config.json"
     path.write_text('{"model_type": "hal9000"}')
     assert "model_type is 'hal9000'" in refusal(capsys, "--hf-config", str(path), "--mesh", "dp_shard=2")

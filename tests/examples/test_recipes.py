@@ -23,7 +23,7 @@ from tests.support.processes import Job, JobRanks
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = ROOT / "examples"
 PAGE = ROOT / "docs" / "recipes.md"
-STEPS = 4
+STEPS = 6
 ALONE = ("one_device", "fused_weights", "qk_clip", "offload", "bf16_weights", "vision", "lora")
 
 
@@ -97,7 +97,7 @@ def test_ranks_train_as_one_device(name: str, ranks: JobRanks, folder: Path) -> 
     together = losses_of((folder / name).read_text())
     assert list(alone) == [1, STEPS]
     assert alone[STEPS] < alone[1] - 0.02
-    # Sums over ranks are added in another order. One of the ranks' batches alone would be off by more than 0.01.
+    # Sums over ranks are added in another order. Without DDP's averages ddp.py was off by 0.014.
     assert together == pytest.approx(alone, abs=5e-4)
 
 
@@ -108,7 +108,7 @@ def test_a_run_continues_on_more_ranks(ranks: JobRanks, folder: Path) -> None:
     printed = (folder / "resume").read_text()
     assert "resumed after step 2 on 4 rank(s)" in printed
     assert losses_of((folder / "save").read_text())[1] == pytest.approx(never_stopped[1], abs=5e-4)
-    assert losses_of(printed) == pytest.approx({STEPS: never_stopped[STEPS]}, abs=5e-4)
+    assert losses_of(printed) == pytest.approx({step: never_stopped[step] for step in (5, STEPS)}, abs=5e-4)
 
 
 @pytest.mark.parametrize("name", ["one_device", "vision"])

@@ -160,9 +160,9 @@ MUTANTS: Mutants = {
             ("$sharded.replicas > 1", "True"),
             ("$sharded.separate_replicas", "$sharded.separate_replicas[:1]"),
         ),
-        "Plan.__post_init__": (("$task.wave != NO_WAVE and $task.owner not in $task.sharded.holdings", "False"),),
-        "Plan._check_copies": (("$holders != $expected or $overlap", "$overlap"),),
-        "make_plan": (("replace($options, in_flight=$in_flight)", "$options"),),
+        "Plan._check_wave": (("$task.owner not in $task.sharded.holdings", "False"),),
+        "_check_copies": (("$holders != $expected or $overlap", "$overlap"),),
+        "make_plan": (("replace($options, in_flight=$in_flight, max_peers=None)", "replace($options, max_peers=None)"),),
     },
     "meshmuon.plan.plan_data": {
         "PlanData.scatter_sends": (("$piece.holders", "$piece.holders[:1]"),),
