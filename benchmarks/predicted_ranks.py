@@ -114,7 +114,8 @@ def main() -> None:
     for _ in range(options.rounds):
         wire.reset()
         times = common.race(steps, 3, warmups=0, barrier=dist.barrier)
-        calibrations.append(calibrate(world))
+        if options.rounds > 1:  # a single round is a try
+            calibrations.append(calibrate(world))
         for layout in layouts:
             plan = optimizer_of(runners[layout.name]).plan()
             around = [calibration.predict(plan, averages=layout.data_parallel) for calibration in calibrations[-2:]]

@@ -140,13 +140,13 @@ def test_loss_by_rounding(tmp_path: Path) -> None:
 
 
 def test_predictions(tmp_path: Path) -> None:
-    facts, _ = run("predictions", tmp_path, "--worlds", "2")
-    assert [result["layout"] for result in facts["results"]] == ["FSDP2", "DistMuon"]
-    for result in facts["results"]:
-        for what in ("bytes", "buffers"):
-            assert result[what]["predicted"] == result[what]["measured"]
-            assert min(result[what]["measured"]) > 0
-        assert len(result["predicted_s"]) == len(result["measured_s"]) == 1
+    """On one rank, where nothing is sent; ``tests/dist/test_predicted_counts.py`` compares what several ranks send."""
+    facts, printed = run("predictions", tmp_path, "--worlds", "1")
+    (result,) = facts["results"]
+    assert result["layout"] == "FSDP2"
+    assert result["bytes"] == result["buffers"] == {"predicted": [0], "measured": [0]}
+    assert min(*result["predicted_s"], *result["measured_s"]) > 0
+    assert "layouts whose bytes were not predicted exactly (at most 0): reached, 0" in printed
 
 
 def test_published(tmp_path: Path) -> None:

@@ -38,12 +38,8 @@ SYSTEMATIC_FOLDERS = (
     *("execute", "plan", "layout", "transport"),
 )
 SYSTEMATIC_FILES = ("matrices.py",)
-NOT_SYSTEMATIC = (
-    "cli",
-    "doctor",
-    "integrations",
-    "simulate",
-)  # texts, sizes and seconds, most of which may be otherwise; adapters
+# Texts, sizes and seconds, most of which may be otherwise; adapters.
+NOT_SYSTEMATIC = ("cli", "doctor", "integrations", "simulate")
 
 # Tests of a file, nearest first. The first entry that the path starts with counts.
 _ORTHO = ("tests/ortho/test_orthogonalize.py", "tests/ortho/test_blocks.py", "tests/ortho/test_cost.py")

@@ -162,7 +162,7 @@ MUTANTS: Mutants = {
         ),
         "Plan._check_wave": (("$task.owner not in $task.sharded.holdings", "False"),),
         "_check_copies": (("$holders != $expected or $overlap", "$overlap"),),
-        "make_plan": (("replace($options, in_flight=$in_flight)", "$options"),),
+        "make_plan": (("replace($options, in_flight=$in_flight, max_peers=None)", "replace($options, max_peers=None)"),),
     },
     "meshmuon.plan.plan_data": {
         "PlanData.scatter_sends": (("$piece.holders", "$piece.holders[:1]"),),

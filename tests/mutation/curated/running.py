@@ -43,10 +43,10 @@ MUTANTS: Mutants = {
         ),
     },
     "meshmuon.execute.program_builder": {
-        "ProgramBuilder._elements_by_peer": (
+        "_elements_by_peer": (
             (
-                "$transfer.source if $transfer.target == self.rank else $transfer.target",
-                "$transfer.source if $transfer.target == self.rank else $transfer.source",
+                "$transfer.source if $transfer.target == $rank else $transfer.target",
+                "$transfer.source if $transfer.target == $rank else $transfer.source",
             ),
         ),
         "rule_state_param": (("$step_param.matrix_set.rule_state_window", "None"),),
@@ -241,8 +241,8 @@ MUTANTS: Mutants = {
         "Wave.run": (
             ("self.gradient_reads.accumulate_momentum($step_params, $idle)", ""),
             (
-                "with profiler_range('meshmuon::gather'):\n    $gather.wait()",
-                "with profiler_range('meshmuon::gather'):\n    pass",
+                "with $observer.phase('gather', waits=True):\n    $gather.wait()",
+                "with $observer.phase('gather', waits=True):\n    pass",
             ),
             (
                 "$scatter.wait()\nif $staged:\n    self.stage.to_host()",
