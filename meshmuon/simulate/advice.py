@@ -57,8 +57,8 @@ def _balance(simulation: Simulation) -> Iterator[str]:
     if balance.matrix_share < _LARGE_MATRIX:
         yield (
             f"The heaviest rank, {balance.heaviest_rank}, has {balance.heaviest_over_mean:.1f} times the mean "
-            f"({seconds_text(slowest)}), although no matrix is large: the ranks that hold its matrices are few, and only these can "
-            "own them. Compare other sizes of ep and dp_replicate."
+            f"({seconds_text(slowest)}), although no matrix is large: the ranks that hold its matrices are few, and only these "
+            "can own them. Compare other sizes of ep and dp_replicate."
         )
         return
     text = (
