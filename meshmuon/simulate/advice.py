@@ -13,6 +13,7 @@ from .simulation import Simulation
 from .units import bytes_text, seconds_text
 
 _UNBALANCED = 1.3  # heaviest rank ÷ mean
+_LARGE_MATRIX = 0.1  # of the heaviest rank's cost
 _MANY_PEERS = 1024
 _LARGE_BUFFERS = 0.05  # of memory
 _LARGE_SHARE = 0.05  # of a training step
@@ -72,6 +73,13 @@ def _balance(simulation: Simulation) -> Iterator[str]:
     alike = kinds.get(balance.matrix_shape, 0)
     rows, cols = balance.matrix_shape
     slowest = max(float(orthogonalise_seconds(stage).max()) for stage in simulation.stages)
+    if balance.matrix_share < _LARGE_MATRIX:
+        yield (
+            f"The heaviest rank, {balance.heaviest_rank}, has {balance.heaviest_over_mean:.1f} times the mean "
+            f"({seconds_text(slowest)}), although no matrix is large: the ranks that hold its matrices are few, and only these "
+            "can own them. Compare other sizes of ep and dp_replicate."
+        )
+        return
     text = (
         f"{alike} large matrices of {rows}×{cols} on {per_stage} ranks: the heaviest rank, {balance.heaviest_rank}, has "
         f"{balance.heaviest_over_mean:.1f} times the mean ({seconds_text(slowest)}), {balance.matrix_share:.0%} of it for "
