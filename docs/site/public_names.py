@@ -1,7 +1,8 @@
 """The public names of meshmuon, read from the source: what the reference must show and what must have a docstring.
 
-Public are ``meshmuon.__all__``, and the functions and classes without a leading underscore of ``meshmuon.checkpoint`` and of the
-adapters in ``meshmuon.integrations``. Nothing is imported: the adapters need trainers that an environment may lack.
+Public are ``meshmuon.__all__``, and the functions and classes without a leading underscore of ``meshmuon.checkpoint``, of
+``meshmuon.migrate`` and of the adapters in ``meshmuon.integrations``. Nothing is imported: the adapters need trainers that an
+environment may lack.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "meshmuon"
-MODULES = [PACKAGE / "checkpoint.py", *sorted((PACKAGE / "integrations").glob("[!_]*.py"))]
+MODULES = [PACKAGE / "checkpoint.py", PACKAGE / "migrate.py", *sorted((PACKAGE / "integrations").glob("[!_]*.py"))]
 INTERNAL = {"factory"}  # shared by the adapters
 
 _Definition = ast.ClassDef | ast.FunctionDef
