@@ -70,8 +70,9 @@ class Machine:
         )
 
     def peak(self) -> float:
-        """FLOPs per second by which the use of a model's FLOPs is usually stated: bfloat16 where there is a rate for it."""
-        return self.peak_flops.get("bfloat16") or max(self.peak_flops.values())
+        """FLOPs per second by which the use of a model's FLOPs is usually stated: bfloat16's, unless float32 is faster (CPUs)."""
+        rates = [self.peak_flops[dtype] for dtype in ("bfloat16", "float32") if dtype in self.peak_flops]
+        return max(rates or self.peak_flops.values())
 
     @classmethod
     def from_json(cls, content: Any) -> Machine:

@@ -147,3 +147,9 @@ def test_wrong_machines_are_refused(tmp_path: Path) -> None:
     assert Machine.from_json(content) == load_machine("h100")
     with pytest.raises(ConfigError, match="its memory_bytes is 'x' and must be a number"):
         Machine.from_json({**content, "memory_bytes": "x"})
+
+
+@pytest.mark.parametrize(("name", "dtype"), [("cpu", "float32"), ("h100", "bfloat16")])
+def test_the_peak_is_that_of_the_dtype_in_which_models_are_trained(name: str, dtype: str) -> None:
+    machine = load_machine(name)
+    assert machine.peak() == machine.peak_flops[dtype]

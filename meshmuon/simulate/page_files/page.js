@@ -43,9 +43,10 @@ function card(id, label, kind, value, detail) {
 function summary() {
   const { model, mesh, machine, step, balance, ranks, options } = report;
   const nodes = mesh.nodes === 1 ? "one node" : `${digits(mesh.nodes, 0)} nodes`;
+  const ranksText = mesh.ranks === 1 ? "one rank" : `${digits(mesh.ranks, 0)} ranks`;
   element("title").textContent = document.title;
   element("subtitle").textContent =
-    `${show.large(model.parameters)} parameters, ${digits(model.matrices, 0)} matrices for Muon; ${digits(mesh.ranks, 0)} ranks on ${nodes} ` +
+    `${show.large(model.parameters)} parameters, ${digits(model.matrices, 0)} matrices for Muon; ${ranksText} on ${nodes} ` +
     `(${machine.title}); replicas=${options.replicas}, comm_dtype=${options.comm_dtype}, scheme=${options.scheme}`;
   card("step", "Optimizer step", "seconds", step.seconds,
     `${show.seconds(step.orthogonalise)} of it orthogonalising, ${show.seconds(step.exchange_waited_for)} waiting for exchanges`);
@@ -142,8 +143,8 @@ function drawRanks() {
     colorbar: { ...ticks(low, high || 1, kind), thickness: 12, outlinewidth: 0 },
   }], layout({
     height,
-    xaxis: { title: { text: `rank within the row (${columns} ranks per row)` }, showgrid: false, zeroline: false },
-    yaxis: { title: { text: "first rank of the row" }, autorange: "reversed", showgrid: false, zeroline: false, tickmode: "array",
+    xaxis: { title: { text: `rank within the row of ${columns}` }, showgrid: false, zeroline: false, ...(columns <= 16 ? { dtick: 1 } : {}) },
+    yaxis: { title: { text: rows > 3 ? "first rank of the row" : "row" }, autorange: "reversed", showgrid: false, zeroline: false, tickmode: "array",
       ...rowTicks(rows, columns) },
   }), DRAWN);
   element("ranks").setAttribute("aria-label", `Heat map: ${label} of every rank, ${element("metric-range").textContent}`);
