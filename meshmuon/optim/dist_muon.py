@@ -152,7 +152,7 @@ class DistMuon(Muon):
         self._own_without_state: tuple[object, object, Sequence[int]] = (None, None, ())
         if self._replica_group is not None:
             self._executor = DataParallelExecutor(self._settings)
-            path = f"DistMuon, {self._settings.bits}, {self._metrics}, max_peers={self._plan_options.max_peers}"
+            path = f"DistMuon, {self._settings.bits}, metrics={self._metrics}, max_peers={self._plan_options.max_peers}"
             settings = PlanSettings(self._plan_options, self._settings.form, path, self._cost_model)
             self._planner = Planner(settings, self._replica_group, weakref.ref(self), reduced=False)
 

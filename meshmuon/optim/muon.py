@@ -320,7 +320,7 @@ class Muon(MuonStep):
 
     def _reset(self) -> None:
         """Starts without a plan."""
-        path = f"reference_path={self._reference}, {self._settings.bits}, {self._metrics}"
+        path = f"reference_path={self._reference}, {self._settings.bits}, metrics={self._metrics}"
         path += f", max_peers={self._plan_options.max_peers}"  # the plan only says whether it was exceeded
         settings = PlanSettings(self._plan_options, self._settings.form, path, self._cost_model)
         self._planner = Planner(settings, self._replica_group, weakref.ref(self))

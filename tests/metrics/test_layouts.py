@@ -166,6 +166,8 @@ def test_ranks_that_measure_different_steps_raise() -> None:
     def main(rank: int) -> None:
         with pytest.raises(PlanMismatchError, match="every="):
             sharded(case, Layouts((2,)).build(), metrics=2 + rank)
+        with pytest.raises(PlanMismatchError, match=r"metrics=None.*metrics=Metrics\(every=1"):
+            sharded(case, Layouts((2,)).build(), metrics=None if rank else 1)
 
     run_threads(2, main)
 
