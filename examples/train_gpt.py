@@ -7,6 +7,7 @@ defaults it takes a little over four minutes on two CPU cores and writes a folde
   loss.png    validation loss over steps and over time
   health.png  meshmuon's health: updates, singular values, seconds
   log.json    every figure of the runs, the options, the machine
+  plan.html   the page of meshmuon plan for this run: predicted beside measured
   report.md   the comparison in one page
 
 Ctrl-C stops early and still writes the report of what was done. With --checkpoint-every the same command, given

@@ -1,7 +1,8 @@
 """The public names of meshmuon, read from the source: what the reference must show and what must have a docstring.
 
-Public are ``meshmuon.__all__``, and the functions and classes without a leading underscore of ``meshmuon.checkpoint`` and of the
-adapters in ``meshmuon.integrations``. Nothing is imported: the adapters need trainers that an environment may lack.
+Public are ``__all__`` of ``meshmuon`` and of ``meshmuon.metrics``, and the functions and classes without a leading underscore of
+``meshmuon.checkpoint``, of ``meshmuon.migrate`` and of the adapters in ``meshmuon.integrations``. Nothing is imported: the
+adapters need trainers that an environment may lack.
 """
 
 from __future__ import annotations
@@ -12,7 +13,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "meshmuon"
-MODULES = [PACKAGE / "checkpoint.py", *sorted((PACKAGE / "integrations").glob("[!_]*.py"))]
+EXPORTING = [PACKAGE, PACKAGE / "metrics"]
+MODULES = [PACKAGE / "checkpoint.py", PACKAGE / "migrate.py", *sorted((PACKAGE / "integrations").glob("[!_]*.py"))]
 INTERNAL = {"factory"}  # shared by the adapters
 
 _Definition = ast.ClassDef | ast.FunctionDef
@@ -20,7 +22,10 @@ _Definition = ast.ClassDef | ast.FunctionDef
 
 def public_names() -> dict[str, _Definition]:
     """Full name of every public class and function, with its definition."""
-    names = {f"meshmuon.{name}": _definition(module, name) for name, module in _exports().items()}
+    names: dict[str, _Definition] = {}
+    for package in EXPORTING:
+        dotted = ".".join(package.relative_to(PACKAGE.parent).parts)
+        names |= {f"{dotted}.{name}": _definition(module, name) for name, module in _exports(package / "__init__.py").items()}
     for module in MODULES:
         dotted = ".".join(module.relative_to(ROOT).with_suffix("").parts)
         for node in _tree(module).body if module.stem not in INTERNAL else []:
@@ -50,11 +55,11 @@ def _tree(path: Path) -> ast.Module:
     return ast.parse(path.read_text(encoding="utf-8"))
 
 
-def _exports() -> dict[str, Path]:
-    """The names of ``meshmuon.__all__``, each with the module that ``meshmuon/__init__.py`` imports it from."""
-    body = _tree(PACKAGE / "__init__.py").body
+def _exports(init: Path) -> dict[str, Path]:
+    """The names of ``__all__`` in an ``__init__.py``, each with the module that it is imported from."""
+    body = _tree(init).body
     lists = [node.value for node in body if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__"]
-    sources = _imports(PACKAGE / "__init__.py")
+    sources = _imports(init)
     return {name: sources[name] for name in ast.literal_eval(lists[0])}
 
 

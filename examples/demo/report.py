@@ -1,4 +1,4 @@
-"""What a demo run leaves in its folder: a plot, log.json and report.md."""
+"""What a demo run leaves in its folder: plots, log.json, plan.html and report.md."""
 
 from __future__ import annotations
 
