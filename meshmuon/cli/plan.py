@@ -13,6 +13,7 @@ from pathlib import Path
 import torch
 
 from ..errors import ConfigError
+from ..params.option_table import optimizer_options
 from ..plan import Calibration, CostModel, write_trace
 from ..simulate.advice import advice_for, advice_from_choices
 from ..simulate.build_report import build_report
@@ -38,6 +39,7 @@ DESCRIPTION = (
 )
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _OF_MODELS = ("model", "hf_config", "module", "mesh", "layout", "nodes", "save_model")
+_DIGITS = r"\d{1,18}(?:\.\d{1,18})?"
 _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30}
 
 
@@ -76,17 +78,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _size(text: str) -> int:
-    match = re.fullmatch(r"(\d+(?:\.\d+)?) ?([KMG]?)(?:i?B)?", text)
-    if match is None or float(match[1]) <= 0:
-        raise argparse.ArgumentTypeError(f"{text!r} is no number of bytes, such as 64M")
-    return int(float(match[1]) * _UNITS[match[2]])
+    return _number(text, re.fullmatch(rf"({_DIGITS}) ?([KMG]?)(?:i?B)?", text), "bytes, such as 64M")
 
 
 def _count(text: str) -> int:
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)([KMG]?)", text)
-    if match is None or float(match[1]) <= 0:
-        raise argparse.ArgumentTypeError(f"{text!r} is no number of tokens, such as 4M")
-    return int(float(match[1]) * _UNITS[match[2]])
+    return _number(text, re.fullmatch(rf"({_DIGITS})([KMG]?)", text), "tokens, such as 4M")
+
+
+def _number(text: str, match: re.Match[str] | None, what: str) -> int:
+    number = 0 if match is None else int(float(match[1]) * _UNITS[match[2]])
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is no number of {what}")
+    return number
 
 
 def _share(text: str) -> float:
@@ -110,24 +113,26 @@ def run(arguments: argparse.Namespace) -> int:
         model = _model(arguments)
         if _saves_only(arguments, model):
             return 0
+        if not any(param.use_muon for param in model.params):
+            raise ConfigError(f"{model.name} has no matrix for Muon: AdamW alone would update it, and nothing is planned.")
         machine = _machine(arguments)
         first, *others = _shardings(arguments, machine)
         simulation = Simulation.run(model, first, machine, _options(arguments), _workload(arguments))
     report = _report(simulation, others, compare=arguments.compare)
     if arguments.html is not None:
         write_page(report, arguments.html)
-    if arguments.json is not None:
-        text = json.dumps(report.to_json())
-        if str(arguments.json) == "-":
-            print(text)
-            return 0
-        _write(arguments.json, text)
     if arguments.trace is not None:
         try:
             with arguments.trace.open("w", encoding="utf-8") as file:
                 write_trace([(stage.planned.plan.ranks, stage.timeline.phases) for stage in simulation.stages], file)
         except OSError as error:
             raise ConfigError(f"{arguments.trace} cannot be written: {error.strerror or error}.") from None
+    if arguments.json is not None:
+        text = json.dumps(report.to_json())
+        if str(arguments.json) == "-":
+            print(text)
+            return 0
+        _write(arguments.json, text)
     print_report(report)
     return 0
 
@@ -238,6 +243,9 @@ def _options(arguments: argparse.Namespace) -> MuonOptions:
         raise ConfigError(
             f"--scheme {arguments.scheme} is unknown.{did_you_mean(arguments.scheme, schemes)} Write one of {', '.join(schemes)}."
         )
+    for option in optimizer_options():
+        if option.name in ("memory_budget", "waves_ahead", "max_peers") and option.check is not None:
+            option.check(vars(arguments), option.name, "meshmuon plan")
     calibration = arguments.calibration
     return MuonOptions(
         replicas=arguments.replicas,

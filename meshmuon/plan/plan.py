@@ -39,10 +39,13 @@ class Plan(PlanData):
         """The plan in what ``to_json`` wrote."""
         try:
             content = json.loads(text)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise ConfigError(f"it is not JSON ({error}).") from None
-        data = read_plan(content)
-        return cls(data.ranks, data.params, data.tasks, data.wave_lanes, data.options)
+        try:
+            data = read_plan(content)
+            return cls(data.ranks, data.params, data.tasks, data.wave_lanes, data.options)
+        except PlanError as error:
+            raise ConfigError(f"its plan is damaged ({error}).") from None
 
     def trace(self, machine: Calibration | str | os.PathLike[str]) -> str:
         """The step as a timeline in Chrome's trace format: write it to a file and open that in Perfetto or chrome://tracing.

@@ -97,6 +97,9 @@ def read_plan(content: Any) -> PlanData:
         )
     try:
         plan = _Reader(content).plan()
+        holders = {rank for sharded in {task.sharded for task in plan.tasks} for rank in sharded.holdings}
+        if not holders <= set(plan.ranks) or not all(isinstance(task.cost, (int, float)) for task in plan.tasks):
+            raise ValueError("its ranks or costs do not fit its matrices")
     except (KeyError, TypeError, IndexError, ValueError) as error:
         if isinstance(error, ConfigError):
             raise

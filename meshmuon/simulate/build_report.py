@@ -118,7 +118,8 @@ def _machine(simulation: Simulation) -> MachineFigures:
 
 
 def _options(simulation: Simulation) -> OptionFigures:
-    options, planned = simulation.options, simulation.stages[0].planned
+    options = simulation.options
+    planned = next((stage.planned for stage in simulation.stages if stage.planned.plan.params), simulation.stages[0].planned)
     wires = sorted({str(param.lane[1]).removeprefix("torch.") for param in planned.plan.params if isinstance(param.lane, tuple)})
     return OptionFigures(
         replicas=options.replicas,

@@ -92,8 +92,10 @@ def _plan_stage(placed: Sequence[PlacedParam], options: MuonOptions, device_type
         topology = replace(topology, nodes=Nodes.of({rank: rank // ranks_per_node for rank in topology.ranks}))
     planner = LocalPlanner(tuple(plan_inputs), settings, topology)
     decision = planner.plan(frozenset(range(len(plan_inputs))), None)
+    # A plan without matrices has no ranks, but they are there: a stage may hold embeddings alone.
+    plan = decision.plan if decision.plan.ranks else replace(decision.plan, ranks=topology.ranks)
     return StagePlan(
-        plan=decision.plan,
+        plan=plan,
         placed=tuple(placed[k] for k in order),
         layouts=tuple(layouts[0] for layouts in planner.layouts),
         planned=tuple(index for index, _ in decision.planned_parts),

@@ -128,7 +128,14 @@ def load_model_file(path: Path) -> ModelDescription:
         raise ConfigError(f"{path} cannot be read: {error.strerror or error}.") from None
     except ConfigError as error:
         raise ConfigError(f"{path}: {error}") from None
-    except (ValueError, TypeError, KeyError) as error:  # ValueError also for JSON and text that is not UTF-8
+    except (
+        ValueError,
+        TypeError,
+        KeyError,
+        AttributeError,
+        OverflowError,
+        RecursionError,
+    ) as error:  # ValueError also for JSON and text that is not UTF-8
         raise ConfigError(f"{path} is not a description of a model ({type(error).__name__}: {error}).") from None
 
 

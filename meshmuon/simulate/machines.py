@@ -14,6 +14,8 @@ from ..errors import ConfigError
 from ..plan import Calibration, Link, Rate
 
 FORMAT, VERSION = "meshmuon machine", 1
+DEVICES = ("cpu", "cuda", "xpu", "hpu", "mtia")
+_LARGEST = 1e18  # number that a machine may have
 ADAMW_BYTES = 7 * 4  # per element in float32: weight, gradient and two moments are read; weight and moments are written
 
 
@@ -87,9 +89,18 @@ class Machine:
             "host_seconds_per_step",
         )
         for name in numbers:
-            value = content.get(name)
-            if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < math.inf:
-                raise ConfigError(f"its {name} is {value!r} and must be a number.")
+            _check_number(name, content.get(name), positive=name in ("ranks_per_node", "memory_bytes", "memory_bytes_per_second"))
+        for where in ("inside", "between"):
+            _check_number(f"{where} bytes_per_second", content[where]["bytes_per_second"], positive=True)
+            _check_number(f"{where} seconds", content[where]["seconds"], positive=False)
+        for dtype, rate in content["peak_flops"].items():
+            _check_number(f"peak_flops of {dtype}", rate, positive=True)
+        for row in content["efficiency"]:
+            _check_number("efficiency share", row["share"], positive=True)
+        if not content["efficiency"] or not content["peak_flops"]:
+            raise ConfigError("its efficiency and peak_flops need at least one row each.")
+        if not isinstance(content["device"], str) or content["device"] not in DEVICES:
+            raise ConfigError(f"its device is {content['device']!r} and must be one of {', '.join(DEVICES)}.")
         return cls(
             **{name: content[name] for name in (*numbers, "name", "title", "source", "device")},
             peak_flops={str(dtype): float(rate) for dtype, rate in content["peak_flops"].items()},
@@ -97,6 +108,12 @@ class Machine:
             inside=Link(**content["inside"]),
             between=Link(**content["between"]),
         )
+
+
+def _check_number(name: str, value: Any, *, positive: bool) -> None:
+    number = isinstance(value, (int, float)) and not isinstance(value, bool) and 0 <= value < _LARGEST
+    if not number or (positive and value == 0):
+        raise ConfigError(f"its {name} is {value!r} and must be a number{' above 0' if positive else ''}.")
 
 
 def load_machine_file(path: Path) -> Machine:
@@ -107,7 +124,7 @@ def load_machine_file(path: Path) -> Machine:
         raise ConfigError(f"{path} cannot be read: {error.strerror or error}.") from None
     except ConfigError as error:
         raise ConfigError(f"{path}: {error}") from None
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
+    except (ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError) as error:
         raise ConfigError(f"{path} is not a description of a machine ({type(error).__name__}: {error}).") from None
 
 

@@ -17,6 +17,7 @@ from ..layout import Mesh
 from .suggestions import did_you_mean, divisors, nearest
 
 AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp", "ep")
+MOST_RANKS = 2**20  # a plan keeps numbers for each of them
 _EXAMPLE = 'such as --mesh "dp_replicate=2,dp_shard=32,tp=8"'
 
 
@@ -44,9 +45,11 @@ class MeshAxes:
                 )
             if name in sizes:
                 raise ConfigError(f"mesh {text!r}: the axis {name} is there twice. Write it once.")
-            number = int(value) if re.fullmatch(r"-?\d+", value) else 0
+            number = int(value) if re.fullmatch(r"-?\d{1,18}", value) else 0
             if number < 1 and not (name == "dp_shard" and number == -1):
-                raise ConfigError(f"mesh {text!r}: {name}={value} must be a whole number of at least 1, {_EXAMPLE}.")
+                raise ConfigError(
+                    f"mesh {text!r}: {name}={value} must be a whole number of at least 1 and at most {MOST_RANKS}, {_EXAMPLE}."
+                )
             sizes[name] = number
         if not sizes:
             raise ConfigError(f"mesh {text!r} names no axis. Write one, {_EXAMPLE}.")
@@ -67,6 +70,8 @@ class MeshAxes:
         return ranks // others
 
     def _check(self, text: str, ranks: int | None) -> None:
+        if self.ranks > MOST_RANKS:
+            raise ConfigError(f"mesh {text!r}: its axes multiply to {self.ranks} ranks. A plan has at most {MOST_RANKS}.")
         if ranks is not None and self.ranks != ranks:
             others = self.ranks // self.dp_shard
             fix = f"write dp_shard={ranks // others}" if ranks % others == 0 else "choose axes that multiply to it"

@@ -91,6 +91,8 @@ def build_module(target: str) -> ModelDescription:
         module = importlib.import_module(module_name)
     except ImportError as error:
         raise ConfigError(f"--module {target}: {module_name} cannot be imported ({error}). Set PYTHONPATH.") from None
+    except Exception as error:
+        raise ConfigError(f"--module {target}: importing {module_name} raises {type(error).__name__}: {error}.") from error
     finally:
         sys.path.remove("")
     build = getattr(module, function_name, None)
@@ -115,7 +117,7 @@ def build_from_hf_config(path: Path) -> ModelDescription:
         content = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigError(f"--hf-config {path} cannot be read: {error.strerror or error}.") from None
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ConfigError(f"--hf-config {path} is not JSON ({error}).") from None
     kind = content.get("model_type") if isinstance(content, dict) else None
     try:

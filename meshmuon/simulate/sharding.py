@@ -14,7 +14,7 @@ from typing import Any, Protocol
 from ..errors import ConfigError
 from ..layout import Mesh, Placement, Replicated, Sharded
 from .description import ModelDescription, ModelParam
-from .meshes import MeshAxes
+from .meshes import MOST_RANKS, MeshAxes
 from .suggestions import did_you_mean, divisors, nearest
 
 
@@ -198,7 +198,7 @@ class FileSharding:
             raise ConfigError(f"--layout {path} cannot be read: {error.strerror or error}.") from None
         except ConfigError as error:
             raise ConfigError(f"--layout {path}: {error}") from None
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
+        except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
             raise ConfigError(
                 f"--layout {path} cannot be understood ({type(error).__name__}: {error}). Write "
                 '{"meshes": {"main": {"shape": [2, 4]}}, "params": {"*": {"mesh": "main", "placements": ["R", "S(0)"]}}}.'
@@ -208,6 +208,10 @@ class FileSharding:
 
 def _read_mesh(row: Mapping[str, Any]) -> Mesh:
     shape = tuple(int(size) for size in row["shape"])
+    if not shape or min(shape) < 1 or math.prod(shape) > MOST_RANKS:
+        raise ConfigError(
+            f"a mesh cannot have the shape {list(shape)}: write sizes from 1 that multiply to {MOST_RANKS} at most."
+        )
     return Mesh(shape, tuple(int(rank) for rank in row.get("ranks", range(math.prod(shape)))))
 
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from meshmuon import Muon, get_default_muon_param_groups
+from meshmuon import Muon, get_default_muon_param_groups, simulate
 from meshmuon.cli.main import main
 from meshmuon.plan import Calibration, Elementwise, Link, Rate
 from meshmuon.simulate.text import print_report, sections_of
@@ -23,6 +23,11 @@ MESH = "dp_replicate=2,dp_shard=8"
 def build() -> nn.Module:
     """A model for ``--module``."""
     return nn.Sequential(nn.Linear(32, 48), nn.Linear(48, 48), nn.Linear(48, 8))
+
+
+def build_table() -> nn.Module:
+    """A model whose only parameter is AdamW's."""
+    return nn.Embedding(100, 16)
 
 
 def plan(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
@@ -170,6 +175,14 @@ def test_the_plan_of_a_job(capsys: pytest.CaptureFixture[str], tmp_path: Path) -
         (("--model", "gpt2", "--mesh", "dp_shard=2", "--memory-budget", "x"), "'x' is no number of bytes, such as 64M"),
         (("--model", "gpt2", "--mesh", "dp_shard=2", "--mfu", "2"), "2 is not above 0 and at most 1"),
         (("--model", "gpt2", "--mesh", "dp_shard=2", "--json", "/nowhere/x"), "/nowhere/x cannot be written"),
+        (("--model", "gpt2", "--mesh", "dp_shard=1000000000"), "multiply to 1000000000 ranks. A plan has at most 1048576"),
+        (("--model", "gpt2", "--mesh", f"dp_shard={'9' * 5000}"), "must be a whole number of at least 1 and at most 1048576"),
+        (("--model", "gpt2", "--mesh", "dp_shard=2", "--waves-ahead", "-1"), "waves_ahead=-1 must be at least 0"),
+        (("--model", "gpt2", "--mesh", "dp_shard=2", "--max-peers", "0"), "max_peers=0 must be at least 1"),
+        (("--model", "gpt2", "--mesh", "dp_shard=2", "--memory-budget", f"{'9' * 400}G"), "is no number of bytes"),
+        (("--model", "gpt2", "--mesh", "dp_shard=2", "--tokens-per-step", "0.5"), "'0.5' is no number of tokens, such as 4M"),
+        (("--module", "torch.nn:Module", "--mesh", "dp_shard=2"), "the model has no trainable parameters"),
+        (("--module", "tests.cli.test_plan:build_table", "--mesh", "dp_shard=2"), "build_table has no matrix for Muon"),
         (("--module", "tests", "--mesh", "dp_shard=2"), "must name a module and a function in it"),
         (("--module", "tests.cli.nothing:x", "--mesh", "dp_shard=2"), "tests.cli.nothing cannot be imported"),
         (("--module", "tests.cli.test_plan:x", "--mesh", "dp_shard=2"), "has no function x"),
@@ -181,6 +194,79 @@ def test_the_plan_of_a_job(capsys: pytest.CaptureFixture[str], tmp_path: Path) -
 )
 def test_wrong_arguments_are_refused(capsys: pytest.CaptureFixture[str], arguments: tuple[str, ...], message: str) -> None:
     assert message in refusal(capsys, *arguments)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("--from-json", "{}"),
+        ("--model", "{}", "--mesh", "dp_shard=2"),
+        ("--hf-config", "{}", "--mesh", "dp_shard=2"),
+        ("--model", "gpt2", "--mesh", "dp_shard=2", "--hardware", "{}"),
+        ("--model", "gpt2", "--layout", "{}"),
+    ],
+)
+def test_a_file_that_is_nested_too_deeply(capsys: pytest.CaptureFixture[str], tmp_path: Path, arguments: tuple[str, ...]) -> None:
+    path = tmp_path / "deep.json"
+    path.write_text("[" * 100_000)
+    assert str(path) in refusal(capsys, *(str(path) if argument == "{}" else argument for argument in arguments))
+
+
+@pytest.mark.parametrize(
+    ("text", "message"), [("def (", "SyntaxError"), ("raise RuntimeError('no luck')", "RuntimeError: no luck")]
+)
+def test_a_module_that_cannot_be_imported(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str, message: str
+) -> None:
+    (tmp_path / "broken_model.py").write_text(text)
+    monkeypatch.syspath_prepend(tmp_path)
+    found = refusal(capsys, "--module", "broken_model:build", "--mesh", "dp_shard=2")
+    assert f"importing broken_model raises {message}" in found
+
+
+@pytest.mark.parametrize("shape", [[0, 4], [], [-1], [2**40]])
+def test_a_layout_of_impossible_meshes(capsys: pytest.CaptureFixture[str], tmp_path: Path, shape: list[int]) -> None:
+    path = tmp_path / "layout.json"
+    row = {"mesh": "main", "placements": ["S(0)"] * len(shape)}
+    path.write_text(json.dumps({"meshes": {"main": {"shape": shape}}, "params": {"*": row}}))
+    assert f"cannot have the shape {shape}" in refusal(capsys, "--model", "gpt2", "--layout", str(path))
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("device", None),
+        ("device", "abacus"),
+        ("ranks_per_node", 0),
+        ("memory_bytes_per_second", 0),
+        ("connection_bytes", 10**30),
+        ("peak_flops", {"bfloat16": 0}),
+        ("peak_flops", {}),
+        ("efficiency", []),
+        ("inside", {"bytes_per_second": 0, "seconds": 1e-5}),
+        ("between", {"bytes_per_second": 1e9, "seconds": None}),
+    ],
+)
+def test_a_machine_of_impossible_numbers(capsys: pytest.CaptureFixture[str], tmp_path: Path, field: str, value: Any) -> None:
+    path = tmp_path / "machine.json"
+    content = json.loads((Path(simulate.__file__).parent / "machine_files" / "h100.json").read_text(encoding="utf-8"))
+    path.write_text(json.dumps({**content, field: value}))
+    assert f"its {field}" in refusal(capsys, "--model", "gpt2", "--mesh", "dp_shard=2", "--hardware", str(path)).replace(
+        "its efficiency and peak_flops", f"its {field}"
+    )
+
+
+def test_stages_without_matrices_have_ranks(capsys: pytest.CaptureFixture[str]) -> None:
+    facts = json.loads(plan(capsys, "--model", "gpt2", "--mesh", "pp=12,dp_shard=2", "--json", "-"))
+    assert len(facts["ranks"]["parameters"]) == 24
+    assert facts["ranks"]["parameters"][0] > 50_000 * 768 * 4 / 2  # half of the embeddings
+    assert facts["options"]["comm_dtype"] == "bfloat16"
+
+
+def test_a_trace_is_written_beside_json_on_standard_output(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    trace = tmp_path / "trace.json"
+    json.loads(plan(capsys, "--model", "gpt2", "--mesh", "dp_shard=2", "--json", "-", "--trace", str(trace)))
+    assert json.loads(trace.read_text())["traceEvents"]
 
 
 def test_unknown_architectures_are_refused(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
