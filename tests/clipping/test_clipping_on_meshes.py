@@ -158,7 +158,7 @@ def cases(draw: Any) -> tuple[Case, Layouts]:
     return Case(tuple(chosen)), layouts
 
 
-@settings(max_examples=60, phases=[Phase.explicit, Phase.reuse, Phase.generate], deadline=None)
+@settings(max_examples=40, phases=[Phase.explicit, Phase.reuse, Phase.generate], deadline=None)
 @given(cases(), st.sampled_from(ORDERS), st.sampled_from([None, True, False]))
 def test_random_layouts_equal_one_device(drawn: tuple[Case, Layouts], order: float, foreach: bool | None) -> None:
     on_threads(*drawn, order, foreach)

@@ -451,7 +451,7 @@ def expert_cases(draw: Any) -> tuple[Case, tuple[int, ...]]:
     return Case(tuple(params), options, STEPS), grid
 
 
-@settings(max_examples=30, phases=[Phase.explicit, Phase.reuse, Phase.generate])
+@settings(max_examples=20, phases=[Phase.explicit, Phase.reuse, Phase.generate])
 @given(expert_cases())
 def test_random_layouts_equal_a_loop_over_experts(drawn: tuple[Case, tuple[int, ...]]) -> None:
     case, grid = drawn

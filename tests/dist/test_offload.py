@@ -50,7 +50,7 @@ def toggles(seed: int) -> Callable[[Muon], None]:
     return watch
 
 
-@settings(max_examples=25, phases=[Phase.explicit, Phase.reuse, Phase.generate])
+@settings(max_examples=16, phases=[Phase.explicit, Phase.reuse, Phase.generate])
 @given(cases(), st.integers(0, 999))
 def test_random_layouts_with_offload_toggled(drawn: tuple[Case, Layouts, bool], seed: int) -> None:
     """Every rank toggles at times of its own."""

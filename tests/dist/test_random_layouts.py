@@ -43,7 +43,7 @@ def run_case(case: Case, layouts: Layouts, *, replica_group: bool = False) -> Wi
     return wire
 
 
-@settings(max_examples=80, phases=[Phase.explicit, Phase.reuse, Phase.generate])
+@settings(max_examples=50, phases=[Phase.explicit, Phase.reuse, Phase.generate])
 @given(cases(many=True))
 def test_random_layouts_equal_one_device(drawn: tuple[Case, Layouts, bool]) -> None:
     case, layouts, replica_group = drawn
@@ -62,7 +62,7 @@ def test_random_nodes_change_no_bit(drawn: tuple[Case, Layouts, bool], data: st.
         run_case(replace(case, options={**case.options, "cost_model": cost}), layouts, replica_group=replica_group)
 
 
-@settings(max_examples=40, phases=[Phase.explicit, Phase.reuse, Phase.generate])
+@settings(max_examples=25, phases=[Phase.explicit, Phase.reuse, Phase.generate])
 @given(cases(many=True), st.sampled_from(["nearest", "stochastic"]), st.booleans())
 def test_random_layouts_of_bfloat16_weights(drawn: tuple[Case, Layouts, bool], rounding: str, cautious: bool) -> None:
     case, layouts, replica_group = drawn
@@ -88,7 +88,7 @@ def run_hostile(case: Case, layouts: Layouts, *, company: bool = False, **option
     return alone.nudged + sum(nudged)
 
 
-@settings(max_examples=16, phases=[Phase.explicit, Phase.reuse, Phase.generate])
+@settings(max_examples=12, phases=[Phase.explicit, Phase.reuse, Phase.generate])
 @given(cases(many=True))
 def test_random_layouts_where_products_round_by_address(drawn: tuple[Case, Layouts, bool]) -> None:
     case, layouts, replica_group = drawn

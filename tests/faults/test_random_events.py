@@ -27,7 +27,7 @@ from tests.support.small_model import S0, S1, R, assert_equal, on_mesh, world_me
 from tests.support.tensors import assert_untouched, everything, seeded
 from tests.support.threads import run_threads
 
-SEQUENCES, CHUNKS, EVENTS = 200, 8, 8
+SEQUENCES, CHUNKS, EVENTS = 120, 8, 8
 SIDES = (3, 4, 5, 6, 7, 8)
 _mood = threading.local()  # ranks are threads
 

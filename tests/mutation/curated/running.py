@@ -265,7 +265,7 @@ MUTANTS: Mutants = {
             ("far[source % len(far)]", "far[0]"),
         ),
         "_Edges.add": (("$source != $target", "True"),),
-        "_most_of_wave": (("$holders if $rank in $owners else $owners", "$owners"),),
+        "_most_of_wave": (("frozenset().union(*$owners, *$held)", "frozenset().union(*$owners)"),),
         "relayed_bytes": (("$collector != $transfer.source", "True"), ("$distributor != $transfer.target", "True")),
     },
     "meshmuon.transport.agreement": {
