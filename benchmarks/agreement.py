@@ -131,12 +131,12 @@ def show(points: Sequence[Point], report: Report) -> None:
     report.table("Agreement of all ranks, median (quartiles) of rounds", columns, rows)
 
 
-def plot(points: Sequence[Point], figure: Figure) -> None:
-    """Both over the number of processes."""
+def plot(points: Sequence[dict[str, Any]], figure: Figure) -> None:
+    """Both over the number of processes, from the results as JSON has them."""
     axes = figure.add_subplot()
-    processes = [point.processes for point in points]
-    axes.loglog(processes, [1e3 * point.ring.median for point in points], "o-", color=COLOURS["others"], label=RING)
-    axes.loglog(processes, [1e3 * point.vote.median for point in points], "o-", color=COLOURS["ours"], label=VOTE)
+    processes = [point["processes"] for point in points]
+    axes.loglog(processes, [1e3 * point["ring"]["median"] for point in points], "o-", color=COLOURS["others"], label=RING)
+    axes.loglog(processes, [1e3 * point["vote"]["median"] for point in points], "o-", color=COLOURS["ours"], label=VOTE)
     axes.set_xticks(processes, [str(count) for count in processes])
     axes.minorticks_off()
     axes.set_xlabel("processes on this machine")

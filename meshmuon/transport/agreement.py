@@ -7,6 +7,7 @@ from typing import TypeVar
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from .channels import channel_of, seconds_of
 from .collectives import all_gather_objects
@@ -78,6 +79,7 @@ class Agreement:
         self.group = group
         self.ranks = dist.get_process_group_ranks(group)
         self._channel = channel_of(group)
+        self._words: Tensor | None = None  # of the all-reduce, where there is no channel
 
     def start(self, vote: Vote) -> PendingVerdict:
         """Sends the vote, and returns before those of the other ranks are here."""
@@ -94,17 +96,25 @@ class Agreement:
     def start_maximum(self, words: tuple[int, ...]) -> PendingMaximum | _ReducedMaximum:
         """Starts to find the largest of each word over all ranks."""
         if self._channel is None:
-            return _ReducedMaximum(words, self.group)
+            return _ReducedMaximum(words, self._reduced_words(len(words)), self.group)
         return self._channel.start_maximum(words, seconds_of(self.group))
+
+    def _reduced_words(self, count: int) -> Tensor:
+        """Made once: a step allocates nothing new."""
+        if self._words is None:
+            with torch.inference_mode(False):  # a tensor made inside inference_mode cannot be written outside of it
+                self._words = torch.empty(count, dtype=torch.int64, device="cpu")
+        return self._words
 
 
 class _ReducedMaximum:
     """``PendingMaximum`` by an all-reduce of the group, for groups without a channel: it waits at once."""
 
-    def __init__(self, words: tuple[int, ...], group: dist.ProcessGroup) -> None:
-        with torch.inference_mode(False):  # some backends keep the tensor
-            self._words = torch.tensor(words, dtype=torch.int64, device="cpu")
-        dist.all_reduce(self._words, dist.ReduceOp.MAX, group=group)
+    def __init__(self, words: tuple[int, ...], reduced: Tensor, group: dist.ProcessGroup) -> None:
+        self._words = reduced
+        for place, word in enumerate(words):
+            reduced[place] = word
+        dist.all_reduce(reduced, dist.ReduceOp.MAX, group=group)
 
     def advance(self) -> bool:
         """There is nothing left to do."""

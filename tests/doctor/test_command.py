@@ -89,7 +89,8 @@ def test_what_was_measured_becomes_a_cost_model(healthy: tuple[Ended, Path]) -> 
     assert cost is not None
     assert cost.flops_per_byte > 0
     step = ended.check("step")["figures"]
-    assert step["predicted_seconds"] == pytest.approx(sum(step["prediction"].values()))
+    parts = step["prediction"].values()
+    assert max(parts) <= step["predicted_seconds"] <= sum(parts) * (1 + 1e-9)  # some of them overlap
     assert {rate.dtype for rate in calibration.products} >= {"float32"}
     assert [rate.size for rate in calibration.orthogonalisation][:2] == [128, 256]
 

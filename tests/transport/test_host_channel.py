@@ -18,6 +18,7 @@ from meshmuon.transport.dissemination import distances
 from meshmuon.transport.host_channel import HostChannel
 from meshmuon.transport.sockets import Connecting, Door, Listener
 from tests.support.channels import SECONDS, Doors, run_channels
+from tests.support.processes import fork_server
 
 LARGEST = 2**63 - 1
 
@@ -303,8 +304,17 @@ def test_a_closed_channel_stays_closed() -> None:
 
 
 def test_a_fork_holds_no_connection() -> None:
-    """Else the others could not tell that a rank has died while its data loader's processes live on."""
+    """Else the others could not tell that a rank has died while its data loader's processes live on.
 
+    In a process of its own, which has no threads but the two: forking one with the threads of other tests may crash.
+    """
+    process = fork_server().Process(target=_fork_holds_no_connection)
+    process.start()
+    process.join(4 * SECONDS)
+    assert process.exitcode == 0
+
+
+def _fork_holds_no_connection() -> None:
     def main(channel: HostChannel, position: int) -> tuple[int, tuple[int, ...]]:
         channel.start_maximum((position,), SECONDS).wait()
         turns.wait(SECONDS)
