@@ -22,7 +22,7 @@ MUTANTS: Mutants = {
             ("directions.size(0)", "directions.size(1)"),
         ),
         "largest_singular_values": (
-            ("torch.diag_embed($below[:, :-1], offset=-1)", "torch.diag_embed($below[:, :-1], offset=1)"),
+            ("$below[:, :-1]", "$below[:, 1:]"),
         ),
         "bound_of": (("$worst * (1 + 1e-3)", "$worst * 2"),),
     },
