@@ -21,9 +21,7 @@ MUTANTS: Mutants = {
             ("rows_times(rows_times(z, a), a.mT).sub_(z)", "rows_times(rows_times(z, a), a.mT)"),
             ("directions.size(0)", "directions.size(1)"),
         ),
-        "largest_singular_values": (
-            ("$below[:, :-1]", "$below[:, 1:]"),
-        ),
+        "largest_singular_values": (("$below[:, :-1]", "$below[:, 1:]"),),
         "bound_of": (("$worst * (1 + 1e-3)", "$worst * 2"),),
     },
     "meshmuon.metrics.shards": {
