@@ -114,8 +114,8 @@ def check_backend(backend: str, device_type: str) -> None:
     moved = [pair[0] for pair in pairs] if ":" in backend else known[names[0]]
     if device_type not in moved:
         raise ConfigError(
-            f"--backend {backend} moves memory of {', '.join(moved) or 'no device'}, and the ranks are on {device_type}. Leave out "
-            "--backend, or choose other devices with --device."
+            f"--backend {backend} moves memory of {', '.join(moved) or 'no device'}, and the ranks are on {device_type}. Leave "
+            "out --backend, or choose other devices with --device."
         )
 
 
