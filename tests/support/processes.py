@@ -191,7 +191,7 @@ def _job_rank_main(
 def _trouble_of(job: Job, rank: int, folder: Path, store: Path) -> str:
     """What went wrong in a job on this rank, or nothing."""
     try:
-        _join_group(rank, job.world, store, timeout=60.0)
+        _join_group(rank, job.world, store, GROUP_TIMEOUT)
         job.run(folder)
     except BaseException:
         return traceback.format_exc()
