@@ -225,7 +225,7 @@ SCENARIOS = {
     "weights in host memory before others": Program(  # so that waves of others are the last ones
         mesh=(2,),
         params=tuple(ProgramParam(f"layers.{k}.weight", (6, 4), (Shard(0),), in_host=k < 1) for k in range(4)),
-        options={"ns_steps": 1, "warmup_step": 1, "chunk_size": 1},
+        options={"ns_steps": 1, "warmup_step": 1, "chunk_size": 1, "rule": "muon_plus"},  # which allocates memory
         steps=2,
     ),
     "weights in host memory after others": Program(
