@@ -90,6 +90,8 @@ class ProgramBuilder:
         return batches
 
     def _batches(self, ranges: Sequence[MatrixRange]) -> tuple[Batch, ...]:
+        if not ranges:
+            return ()
         items = [self.step_params[r.param_index].batch_item(r.stop - r.start, key=r.key) for r in ranges]
         return plan_batches(items, budget=self.settings.memory_budget, chunk_size=self.settings.chunk_size)
 
