@@ -10,13 +10,13 @@ from .plan import Plan, make_plan
 from .plan_data import DEFAULT_MAX_PEERS, REPLICA_OPTIONS, PlanOptions, add_local_costs
 from .prediction import Prediction
 from .rates import Elementwise, Link, Rate
-from .relays import HopRoutes, Parcel, Relays, most_peers, relayed_bytes
+from .relays import HopRoutes, Parcel, Relays
 from .report import how_computed, table
 from .routes import WaveRoutes, rank_routes, routes_of
 from .tasks import EVERY_HOLDER, NO_WAVE, PieceTransfer, PlannedParam, Task
 from .timeline import Span, StepSeconds, Timeline, WaveSeconds, timeline_of
 from .trace import trace_events, write_trace
-from .traffic import ExchangeBytes, WaveTraffic, traffic_of
+from .traffic import ExchangeBytes, WaveTraffic
 
 __all__ = [
     "DEFAULT_MAX_PEERS",
@@ -57,16 +57,13 @@ __all__ = [
     "how_computed",
     "lightest_possible",
     "make_plan",
-    "most_peers",
     "plan_batches",
     "rank_routes",
-    "relayed_bytes",
     "routes_of",
     "slot_sizes",
     "table",
     "timeline_of",
     "trace_events",
-    "traffic_of",
     "wave_sizes",
     "write_trace",
 ]

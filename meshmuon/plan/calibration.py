@@ -85,6 +85,11 @@ class Calibration:
             return 0.0
         return 1.0 if self.exchange_cpu_share is None else min(1.0, self.exchange_cpu_share)
 
+    @property
+    def seconds_per_peer(self) -> float:
+        """0: ``exchange`` was measured with all peers."""
+        return 0.0
+
     def seconds_per_element(self, kind: str) -> float:
         """Of a kind of elementwise work, by its name in ``Elementwise``; 0 if it was not measured."""
         return 0.0 if self.elementwise is None else float(getattr(self.elementwise, kind))

@@ -14,7 +14,6 @@ from .calibration import Calibration
 from .nodes import Crossings
 from .owners import assign_owners
 from .plan_data import PlanData, PlanOptions, add_local_costs, copied_bytes
-from .relays import most_peers
 from .report import describe, to_json
 from .saved_plan import read_plan
 from .tasks import EVERY_HOLDER, NO_WAVE, PlannedParam, Task
@@ -126,7 +125,7 @@ def make_plan(params: Sequence[PlannedParam], options: PlanOptions) -> Plan:
 def _needs_relays(plan: PlanData, options: PlanOptions) -> bool:
     """Whether some rank would talk to more than ``max_peers`` others, and there are nodes to relay between."""
     limit = options.max_peers
-    return limit is not None and options.nodes is not None and len(plan.ranks) - 1 > limit and most_peers(plan) > limit
+    return limit is not None and options.nodes is not None and len(plan.ranks) - 1 > limit and plan.most_peers > limit
 
 
 def _tasks(params: Sequence[PlannedParam], options: PlanOptions, crossings: Crossings | None) -> tuple[list[Task], list[Task]]:
