@@ -8,8 +8,8 @@ from .nodes import Crossings, Nodes
 from .owners import lightest_possible
 from .plan import Plan, make_plan
 from .plan_data import DEFAULT_MAX_PEERS, REPLICA_OPTIONS, PlanOptions, add_local_costs
-from .prediction import Prediction
-from .rates import Elementwise, Link, Rate
+from .prediction import Prediction, predict
+from .rates import Elementwise, Link, Rate, rate_at
 from .relays import HopRoutes, Parcel, Relays
 from .report import how_computed, table
 from .routes import WaveRoutes, rank_routes, routes_of
@@ -58,7 +58,9 @@ __all__ = [
     "lightest_possible",
     "make_plan",
     "plan_batches",
+    "predict",
     "rank_routes",
+    "rate_at",
     "routes_of",
     "slot_sizes",
     "table",

@@ -24,8 +24,8 @@ class Footprint:
         # Of each distinct matrix, (kind, elements of the piece that each rank of the kind holds).
         self._pieces: list[list[tuple[int, int]]] = [[] for _ in kinds.matrices]
         for kind, pieces in enumerate(kinds.held):
-            for piece in pieces:
-                self._pieces[piece.matrix].append((kind, piece.elements))
+            for held in pieces:
+                self._pieces[held.matrix].append((kind, held.elements))
         # Of each matrix, its owner, the elements that the owner gathers, and those that it sends if there are replicas.
         self._owner_elements: list[tuple[int, int, int]] = []
         for sharded, owner in zip(sharded_matrices, owners, strict=True):

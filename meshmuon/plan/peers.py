@@ -20,9 +20,9 @@ class ExchangePeers:
     messages: int  # pairs of ranks of which one sends something to the other
     largest: int  # bytes of the largest message
 
-    def at_most(self, peers: int | None) -> ExchangePeers:
+    def at_most(self, peers: int) -> ExchangePeers:
         """With no more than ``peers`` at any rank."""
-        return self if peers is None else replace(self, peers=[min(count, peers) for count in self.peers])
+        return replace(self, peers=[min(count, peers) for count in self.peers])
 
 
 class PeerCounter:

@@ -180,11 +180,20 @@ class PlanData:
     @cached_property
     def peers(self) -> tuple[tuple[ExchangePeers, ExchangePeers], ...]:
         """The peers of the gather and of the scatter of each wave; through relays only those that a rank has at most."""
-        counter, most = self.peer_counter, None
-        if self.options.max_peers is not None and self.options.nodes is not None:
-            most = Relays(self.options.nodes).most_peers
-        waves = (counter.wave(wave) for wave in range(len(self.wave_lanes)))
+        most, waves = self._most_through_relays, map(self.peer_counter.wave, range(len(self.wave_lanes)))
         return tuple((gather.at_most(most), scatter.at_most(most)) for gather, scatter in waves)
+
+    @cached_property
+    def peers_of_step(self) -> list[int]:
+        """How many ranks each of ``ranks`` has to do with in a whole step, likewise."""
+        most = self._most_through_relays
+        return [min(count, most) for count in self.peer_counter.of_step()]
+
+    @property
+    def _most_through_relays(self) -> int:
+        if self.options.max_peers is None or self.options.nodes is None:
+            return len(self.ranks)
+        return Relays(self.options.nodes).most_peers
 
     @cached_property
     def most_peers(self) -> int:

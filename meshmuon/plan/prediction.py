@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from operator import add
 from typing import Protocol
 
 from .plan_data import PlanData, add_local_costs
@@ -201,17 +202,17 @@ class _Seconds:
         inside, between = self._machine.inside or whole, self._machine.between or whole
         if self._plan.options.nodes is None:
             inside = between = whole
-        total = [self._machine.seconds_per_peer * count for count in peers] or [0.0] * len(self._plan.ranks)
-        together = sum if self._on_cores else max
+        latency = whole.seconds * len(hops)
+        total = [latency + self._machine.seconds_per_peer * count for count in peers] or [latency] * len(self._plan.ranks)
         for hop in hops:
             inward = self._moved(hop.sent_inside, hop.received_inside, inside)
             outward = self._moved(hop.sent_between, hop.received_between, between)
-            total = [before + whole.seconds + together(both) for before, *both in zip(total, inward, outward, strict=True)]
+            total = list(map(add, total, map(add if self._on_cores else max, inward, outward)))
         return total
 
     def _moved(self, sent: Sequence[int], received: Sequence[int], link: Link) -> list[float]:
         """Seconds on a link, as it was measured, sending and receiving equally much: cores do both in turn, links at once."""
         rate = link.bytes_per_second
         if self._on_cores:
-            return [(out + back) / 2 / rate for out, back in zip(sent, received, strict=True)]
-        return [max(out, back) / rate for out, back in zip(sent, received, strict=True)]
+            return [both / 2 / rate for both in map(add, sent, received)]
+        return [more / rate for more in map(max, sent, received)]

@@ -12,6 +12,7 @@ from operator import add, sub
 from typing import TypeAlias
 
 from .nodes import Nodes
+from .relays import relay_for
 from .traffic import ExchangeBytes, WaveOwners, WaveTraffic
 
 Hops: TypeAlias = "tuple[ExchangeBytes, ...]"
@@ -62,14 +63,14 @@ class _RelayedBytes:
 class _NodeShares:
     """What the nodes hold of one matrix, in one replica or in all.
 
-    Node A of n ranks collects for node B at its rank number B % n, so that (n, number) says where a share goes.
+    Which rank of a node relays depends on the other node and on how many ranks it has, n: (n, number of the rank) is a place.
     """
 
     of_node: dict[int, int] = field(default_factory=dict)  # node → elements
     of_rank: dict[int, int] = field(default_factory=dict)  # rank → elements
     collectors: dict[tuple[int, int], list[tuple[int, int]]] = field(default_factory=dict)  # → position, elements of its node
     holders: dict[tuple[int, int], list[tuple[int, int]]] = field(default_factory=dict)  # → position, elements of its own
-    sources: dict[tuple[int, int], int] = field(default_factory=dict)  # → elements of all nodes A with A % n == number
+    sources: dict[int, list[int]] = field(default_factory=dict)  # n → elements of all nodes that each rank of n serves
 
 
 class _RelayCounter:
@@ -79,7 +80,10 @@ class _RelayCounter:
         self._owners, self._nodes, self._count = owners, nodes, len(ranks)
         self._position = {rank: position for position, rank in enumerate(ranks)}
         self._at = {rank: number for node in nodes.ranks for number, rank in enumerate(node)}  # its number on its node
+        self._mates = [[self._position[rank] for rank in node] for node in nodes.ranks]
         self._lengths = sorted(set(map(len, nodes.ranks)))
+        count = len(nodes.ranks)
+        self._relay_for = {(length, node): relay_for(node, length) for length in self._lengths for node in range(count)}
         self._shares: dict[tuple[int, int | None], _NodeShares] = {}
 
     def to_owners(self, wave: int, *, one_replica: bool) -> _RelayedBytes:
@@ -102,19 +106,25 @@ class _RelayCounter:
         for length in self._lengths:
             weights: dict[int, int] = {}
             for node, itemsize in by_node.items():
-                weights[node % length] = weights.get(node % length, 0) + itemsize
+                relay = self._relay_for[length, node]
+                weights[relay] = weights.get(relay, 0) + itemsize
             for number, weight in weights.items():
                 _add_products(relayed.forwarded, shares.collectors.get((length, number), ()), weight)
                 _add_products(relayed.own_forwarded, shares.holders.get((length, number), ()), weight)
         for node, itemsize in by_node.items():
             mates, held = self._nodes.ranks[node], shares.of_node.get(node, 0)
-            own = node % len(mates)  # the relay that would serve the node itself: what stays there was counted above
+            own = self._relay_for[
+                len(mates), node
+            ]  # the relay that would serve the node itself: what stays there was counted above
             relayed.forwarded[self._position[mates[own]]] -= held * itemsize
             relayed.own_forwarded[self._position[mates[own]]] -= shares.of_rank.get(mates[own], 0) * itemsize
-            for number, mate in enumerate(mates):
-                elements = shares.sources.get((len(mates), number), 0) - (held if number == own else 0)
-                relayed.arrived[self._position[mate]] += elements * itemsize
-                relayed.own_arrived[self._position[mate]] += elements * itemsizes.get(mate, 0)
+            _add_products(relayed.arrived, zip(self._mates[node], shares.sources[len(mates)], strict=True), itemsize)
+            relayed.arrived[self._position[mates[own]]] -= held * itemsize
+        for owner, itemsize in itemsizes.items():
+            node, at = self._nodes.node_of(owner), self._at[owner]
+            length = len(self._mates[node])
+            elements = shares.sources[length][at] - (shares.of_node[node] if at == self._relay_for[length, node] else 0)
+            relayed.own_arrived[self._position[owner]] += elements * itemsize
 
     def _shares_of(self, number: int, replica: int | None) -> _NodeShares:
         if (number, replica) not in self._shares:
@@ -130,13 +140,13 @@ class _RelayCounter:
                 shares.of_node[node] = shares.of_node.get(node, 0) + sharded.sizes[piece]
                 place = len(self._nodes.ranks[node]), self._at[rank]
                 shares.holders.setdefault(place, []).append((self._position[rank], sharded.sizes[piece]))
+        shares.sources.update((length, [0] * length) for length in self._lengths)
         for node, elements in shares.of_node.items():
-            mates = self._nodes.ranks[node]
+            mates = self._mates[node]
             for at, mate in enumerate(mates):
-                shares.collectors.setdefault((len(mates), at), []).append((self._position[mate], elements))
+                shares.collectors.setdefault((len(mates), at), []).append((mate, elements))
             for length in self._lengths:
-                key = length, node % length
-                shares.sources[key] = shares.sources.get(key, 0) + elements
+                shares.sources[length][self._relay_for[length, node]] += elements
         return shares
 
 

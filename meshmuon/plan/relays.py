@@ -32,6 +32,20 @@ class HopRoutes:
         return frozenset(peer for peer, _ in (*self.sent, *self.received))
 
 
+def relay_for(node: int, ranks: int) -> int:
+    """Which of the ``ranks`` of a node relays to and from ``node``: the sum of its digits in base ``ranks``, modulo ``ranks``.
+
+    Groups of nodes are often strided: experts on nodes 0, 8, 16, … The last digit alone would give all of these to one rank.
+    """
+    if ranks == 1:
+        return 0
+    total = 0
+    while node:
+        node, digit = divmod(node, ranks)
+        total += digit
+    return total % ranks
+
+
 class Relays:
     """Which ranks collect and distribute between ``nodes``."""
 
@@ -49,7 +63,7 @@ class Relays:
         if source == target:
             return None
         near, far = self._nodes.ranks[source], self._nodes.ranks[target]
-        return near[target % len(near)], far[source % len(far)]
+        return near[relay_for(target, len(near))], far[relay_for(source, len(far))]
 
     def hops(
         self, rank: int, leaving: Collection[Parcel], arriving: Collection[Parcel]
@@ -98,4 +112,3 @@ class _Edges:
 
     def routes(self) -> HopRoutes:
         return HopRoutes(tuple(sorted(self._sent)), tuple(sorted(self._received)))
-
