@@ -191,7 +191,7 @@ MUTANTS: Mutants = {
         ),
     },
     "meshmuon.plan.waves": {
-        "cut_into_waves": (("len($lane_of_wave) + $wave", "$wave"),),
+        "WaveCutter._cut": (("len($lane_of_wave) + $wave", "$wave"),),
         "_LaneCutter.__init__": (("$heaviest_cost / $worth_a_wave", "$worth_a_wave / $heaviest_cost"),),
         "_by_count": (("$position // $chunk_size", "$position // ($chunk_size + 1)"),),
         "_LaneCutter.within_budget": (("not self._fits($count)", "self._fits($count)"),),
