@@ -11,11 +11,23 @@ from torch import Tensor
 
 from ..layout import Layout
 from ..ortho import Workspace
-from ..plan import NO_WAVE, Batch, Parcel, PieceTransfer, Plan, PlannedParam, Relays, WaveRoutes, plan_batches, routes_of
+from ..plan import (
+    NO_WAVE,
+    Batch,
+    Parcel,
+    PieceTransfer,
+    Plan,
+    PlannedParam,
+    Relays,
+    WaveHops,
+    WaveRoutes,
+    plan_batches,
+    routes_of,
+)
 from ..torch_compat import local_part
 from ..transport import Exchange
 from .local_cuts import LocalWindow
-from .ortho_batch import OrthoBatch, reserve_ortho_batches
+from .ortho_batch import MATRICES, BatchMemory, OrthoBatch, reserve_ortho_batches
 from .relayed import RelayedExchange, RelayMemory
 from .settings import ExecutorSettings
 from .shard_views import ShardView
@@ -27,6 +39,8 @@ PlacedTransfers: TypeAlias = "list[tuple[PieceTransfer, int]]"
 """Transfers with the offsets of their pieces in a buffer."""
 ListsOfRank: TypeAlias = "Callable[[int], tuple[Sequence[PieceTransfer], Sequence[PieceTransfer]]]"
 """From a rank to what arrives there in an exchange and what leaves it."""
+WireOfWave: TypeAlias = "Callable[[int], tuple[torch.dtype, torch.device]]"
+"""From a wave to the dtype and the device of what travels in it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +71,6 @@ class ProgramBuilder:
         self.failures: list[Exception] = []  # where batches put what went wrong during a step
         self.routes = routes_of(plan, rank)  # wave by wave
         self._routes_of_mates: dict[int, tuple[WaveRoutes, ...]] = {}  # of other ranks, where this one relays for them
-        self._relay_memory = RelayMemory()
         self._local_index = [_local_index(planned, rank) for planned in plan.params]
         self._matrix_at = [{position: matrix for matrix, position in index.items()} for index in self._local_index]
         self._windows = [_local_window(planned, rank) for planned in plan.params]
@@ -71,15 +84,27 @@ class ProgramBuilder:
         position = self._local_index[task.param][task.matrix]
         return MatrixRange(task.param, position, position + 1, self._batch_keys[task.param, task.matrix])
 
-    def reserved_batches(self, lists: Sequence[Sequence[MatrixRange]]) -> list[tuple[Batch, ...]]:
-        """The batches of each list of ranges. Grows the workspace to the size that they need."""
+    def reserved_batches(
+        self, lists: Sequence[Sequence[MatrixRange]], memories: Sequence[str] = (MATRICES,)
+    ) -> list[tuple[Batch, ...]]:
+        """The batches of each list of ranges. Grows the workspace to the size that they need.
+
+        Batch k of a list is in memory k % n of ``memories``, of which there are n.
+        """
         batches = [self._batches(ranges) for ranges in lists]
-        pairs = zip(lists, batches, strict=True)
-        templates = [(batch, self.template(ranges, batch)) for ranges, planned in pairs for batch in planned]
-        reserve_ortho_batches(templates, self.workspace, self.settings)
+        reserve_ortho_batches(
+            (
+                (batch, self.template(ranges, batch), BatchMemory(self.workspace, memories[k % len(memories)]))
+                for ranges, planned in zip(lists, batches, strict=True)
+                for k, batch in enumerate(planned)
+            ),
+            self.settings,
+        )
         return batches
 
     def _batches(self, ranges: Sequence[MatrixRange]) -> tuple[Batch, ...]:
+        if not ranges:
+            return ()
         items = [self.step_params[r.param_index].batch_item(r.stop - r.start, key=r.key) for r in ranges]
         return plan_batches(items, budget=self.settings.memory_budget, chunk_size=self.settings.chunk_size)
 
@@ -92,14 +117,15 @@ class ProgramBuilder:
         lane = self.plan.wave_lanes[wave]
         return next(self.step_params[k] for k, planned in enumerate(self.plan.params) if planned.lane == lane)
 
-    def ortho_batch(self, ranges: Sequence[MatrixRange], batch: Batch) -> OrthoBatch:
+    def ortho_batch(self, ranges: Sequence[MatrixRange], batch: Batch, memory: str = MATRICES) -> OrthoBatch:
         """A batch with its tensors; the workspace must have been reserved."""
         matrices = []
         for item_range in batch.slices:
             full = ranges[item_range.item]
             held = self._matrix_at[full.param_index]
             matrices += [(full.param_index, held[full.start + k]) for k in range(item_range.start, item_range.stop)]
-        return OrthoBatch(batch, matrices, self.template(ranges, batch), self.workspace, self.settings, self.failures)
+        where = BatchMemory(self.workspace, memory)
+        return OrthoBatch(batch, matrices, self.template(ranges, batch), where, self.settings, self.failures)
 
     def staging(self, device: torch.device) -> Staging:
         """The stages between host memory and ``device``."""
@@ -150,7 +176,9 @@ class ProgramBuilder:
             return [ShardView(param_index, stack, view.view(inside))]
         return [ShardView(param_index, cut, part) for cut, part in window.cuts(stack, view.view(inside))]
 
-    def exchange_buffers(self, received: Tensor, sent: Tensor, lists: ListsOfRank, place: str) -> PreparedExchange:
+    def exchange_buffers(
+        self, received: Tensor, sent: Tensor, lists: ListsOfRank, place: str, direction: str
+    ) -> PreparedExchange:
         """What one exchange sends and receives: the beginnings of two flat buffers, and the elements of each rank in them.
 
         Args:
@@ -159,6 +187,7 @@ class ProgramBuilder:
             lists: what arrives at a rank, and what leaves it. Of a transfer only the size and the other rank are read, not its
                 direction. Ranks of other nodes are not asked for, and others than this one only if the plan needs relays.
             place: exchanges of different places may be under way at the same time.
+            direction: exchanges of one direction are waited for on the same stream.
         """
         assert self.exchange is not None
         inward, outward = (_elements_by_peer(self.rank, transfers) for transfers in lists(self.rank))
@@ -173,7 +202,21 @@ class ProgramBuilder:
             arriving |= {(peer, mate): size for peer, size in to_mate.items()}
             leaving |= {(mate, peer): size for peer, size in from_mate.items()}
         relayed = RelayedExchange(self.rank, leaving, arriving)
-        return relayed.buffers(Relays(nodes), self.exchange, received, sent, self._relay_memory, place)
+        memory = RelayMemory(self.workspace, place, direction)
+        return relayed.buffers(Relays(nodes), self.exchange, received, sent, memory)
+
+    def reserve_relays(self, hops: Callable[[], Sequence[WaveHops]], place: Callable[[int], str], wire: WireOfWave) -> None:
+        """Takes the largest buffers between the hops of relayed exchanges, as the plan counts them.
+
+        Args:
+            hops: the hops of every wave; not asked for if nothing is relayed.
+            place: from a wave to its place, as in ``exchange_buffers``.
+            wire: from a wave to dtype and device of what travels.
+        """
+        for wave, exchanges in enumerate(hops() if self.plan.relayed else ()):
+            for direction, exchange in zip(("gather", "scatter"), exchanges, strict=True):
+                memory = RelayMemory(self.workspace, place(wave), direction)
+                memory.reserve(exchange, self.plan.ranks.index(self.rank), *wire(wave))
 
     def routes_of_rank(self, rank: int) -> tuple[WaveRoutes, ...]:
         """The routes of any rank, wave by wave."""

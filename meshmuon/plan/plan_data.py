@@ -6,6 +6,7 @@ import hashlib
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, fields
 from functools import cached_property
+from operator import add
 
 from ..errors import ConfigError
 from ..layout import Layout, ShardedMatrix
@@ -13,7 +14,11 @@ from .cost import CostModel
 from .footprint import Footprint
 from .nodes import Crossings, Nodes
 from .owners import lightest_possible
+from .peers import ExchangePeers, PeerCounter
+from .relay_bytes import WaveHops, count_hops, relay_buffers
+from .relays import Relays
 from .tasks import EVERY_HOLDER, NO_WAVE, PieceTransfer, PlannedParam, Task
+from .traffic import ExchangeBytes, WaveOwners, WaveTraffic, count_traffic
 
 REPLICA_OPTIONS = ("auto", "share", "repeat")
 DEFAULT_MAX_PEERS = 1024  # of the option ``max_peers``
@@ -26,6 +31,7 @@ class PlanOptions:
     A single matrix larger than ``budget`` still gets a wave. All exchange buffers of a rank together may take
     2 · ``budget`` · ``in_flight`` bytes: room for what it gathers and for as much of its own shards. Only the total is checked.
     If even waves of one matrix per owner need more, they take that much; so do waves of a given ``chunk_size``.
+    Through relays the bound is twice that and 8 · ``budget``, and fewer waves are in flight if need be, at least two.
     """
 
     cost: CostModel  # what work and traffic cost
@@ -119,14 +125,25 @@ class PlanData:
         return lightest_possible(costs, len(self.ranks)) if costs else 0.0
 
     @cached_property
+    def wave_owners(self) -> WaveOwners:
+        """Who owns what in each wave, with bytes on the wire."""
+        return WaveOwners(self.tasks, [param.itemsize for param in self.params], len(self.wave_lanes))
+
+    @cached_property
+    def traffic(self) -> tuple[WaveTraffic, ...]:
+        """What every rank sends and receives in each wave, from the first rank to the last where relays are between."""
+        return count_traffic(self.ranks, self.wave_owners, self.options.nodes)
+
+    @cached_property
     def elements_sent(self) -> dict[int, int]:
         """Rank → elements that it sends to other ranks in a step."""
-        return _sent(self, lambda param: 1)
+        owners = WaveOwners(self.tasks, [1] * len(self.params), len(self.wave_lanes))
+        return self._summed(exchange.sent for exchange in _exchanges(count_traffic(self.ranks, owners, None)))
 
     @cached_property
     def bytes_sent(self) -> dict[int, int]:
         """Rank → bytes that it sends to other ranks in a step."""
-        return _sent(self, lambda param: param.itemsize)
+        return self._summed(exchange.sent for exchange in _exchanges(self.traffic))
 
     @cached_property
     def bytes_copied(self) -> dict[int, int]:
@@ -136,7 +153,68 @@ class PlanData:
     @cached_property
     def bytes_between(self) -> dict[int, int]:
         """Rank → bytes that it sends to ranks of other nodes in a step."""
-        return _sent_between(self)
+        return self._summed(exchange.sent_between for exchange in _exchanges(self.traffic))
+
+    @property
+    def relayed(self) -> bool:
+        """Whether exchanges between nodes go in two hops."""
+        return self.options.max_peers is not None and self.options.nodes is not None
+
+    @cached_property
+    def hops(self) -> tuple[WaveHops, ...]:
+        """The exchanges of which the gather and the scatter of each wave consist: one, or three through relays."""
+        return self._hops(averages=False)
+
+    @cached_property
+    def averaging_hops(self) -> tuple[WaveHops, ...]:
+        """The same of ``DistMuon``, whose gathers bring the gradients of all replicas to the owners."""
+        return self._hops(averages=True)
+
+    def _hops(self, *, averages: bool) -> tuple[WaveHops, ...]:
+        if self.options.max_peers is not None and self.options.nodes is not None:
+            return count_hops(self.ranks, self.wave_owners, self.options.nodes, self.traffic, averages=averages)
+        gathers = (wave.scatter.reversed() if averages else wave.gather for wave in self.traffic)
+        return tuple(((gather,), (wave.scatter,)) for gather, wave in zip(gathers, self.traffic, strict=True))
+
+    @cached_property
+    def bytes_relayed(self) -> dict[int, int]:
+        """Rank → bytes that it sends in a step for other ranks, beside its own; all 0 where nothing is relayed."""
+        sent = self._summed(hop.sent for wave in self.hops for exchange in wave for hop in exchange)
+        return {rank: total - self.bytes_sent[rank] for rank, total in sent.items()}
+
+    @cached_property
+    def peer_counter(self) -> PeerCounter:
+        """Counts the peers of every rank."""
+        return PeerCounter(self.ranks, self.wave_owners)
+
+    @cached_property
+    def peers(self) -> tuple[tuple[ExchangePeers, ExchangePeers], ...]:
+        """The peers of the gather and of the scatter of each wave; through relays only those that a rank has at most."""
+        most, waves = self._most_through_relays, map(self.peer_counter.wave, range(len(self.wave_lanes)))
+        return tuple((gather.at_most(most), scatter.at_most(most)) for gather, scatter in waves)
+
+    @cached_property
+    def peers_of_step(self) -> list[int]:
+        """How many ranks each of ``ranks`` has to do with in a whole step, likewise."""
+        most = self._most_through_relays
+        return [min(count, most) for count in self.peer_counter.of_step()]
+
+    @property
+    def _most_through_relays(self) -> int:
+        if self.options.max_peers is None or self.options.nodes is None:
+            return len(self.ranks)
+        return Relays(self.options.nodes).most_peers
+
+    @cached_property
+    def most_peers(self) -> int:
+        """With how many ranks the busiest rank exchanges pieces in one wave, if every piece is sent directly."""
+        return self.peer_counter.most()
+
+    def _summed(self, exchanges: Iterable[Sequence[int]]) -> dict[int, int]:
+        totals = [0] * len(self.ranks)
+        for exchange in exchanges:
+            totals = list(map(add, totals, exchange))
+        return dict(zip(self.ranks, totals, strict=True))
 
     @cached_property
     def digest(self) -> str:
@@ -167,6 +245,10 @@ class PlanData:
             footprint = Footprint([task.sharded for task in tasks], [task.owner for task in tasks], itemsize)
             for rank, size in footprint.bytes_by_rank([task.wave for task in tasks], self.options.in_flight).items():
                 total[rank] += size
+            if self.relayed:
+                waves = [(self.hops[k], k % self.options.in_flight) for k, own in enumerate(self.wave_lanes) if own == lane]
+                for rank, size in zip(self.ranks, relay_buffers(waves), strict=True):
+                    total[rank] += size
         return total
 
 
@@ -202,42 +284,6 @@ def _loads(plan: PlanData, amount: Callable[[Task], float]) -> dict[int, float]:
     return loads
 
 
-def _sent(plan: PlanData, weight: Callable[[PlannedParam], int]) -> dict[int, int]:
-    """What each rank sends, counted without listing the transfers: pieces are summed per ``ShardedMatrix`` and replica."""
-    sent = dict.fromkeys(plan.ranks, 0)
-    gathered: dict[tuple[ShardedMatrix, int], int] = {}
-    for task in plan.tasks:
-        if task.wave == NO_WAVE:
-            continue
-        size = weight(plan.params[task.param])
-        piece, replica = task.sharded.holdings[task.owner]
-        owner_elements = task.sharded.sizes[piece]
-        gathered[task.sharded, replica] = gathered.get((task.sharded, replica), 0) + size
-        sent[task.owner] += size * (task.sharded.size * task.sharded.replicas - owner_elements)  # the scatter
-        sent[task.owner] -= size * owner_elements  # the owner's piece needs no gather
-    for (sharded, replica), size in gathered.items():
-        for sent_piece, elements in zip(sharded.pieces, sharded.sizes, strict=True):
-            sent[sent_piece.holders[replica]] += size * elements
-    return sent
-
-
-def _sent_between(plan: PlanData) -> dict[int, int]:
-    """What each rank sends to other nodes, likewise; the pieces of a gather are summed per node of the owner, too."""
-    nodes, sent = plan.options.nodes, dict.fromkeys(plan.ranks, 0)
-    if nodes is None:
-        return sent
-    crossings = Crossings(nodes)
-    gathered: dict[tuple[ShardedMatrix, int], dict[int, int]] = {}
-    for task in plan.tasks:
-        if task.wave != NO_WAVE:
-            itemsize = plan.params[task.param].itemsize
-            sent[task.owner] += itemsize * crossings.scattered(task.sharded, task.owner)
-            by_node = gathered.setdefault((task.sharded, task.sharded.holdings[task.owner][1]), {})
-            node = nodes.node_of(task.owner)
-            by_node[node] = by_node.get(node, 0) + itemsize
-    for (sharded, replica), by_node in gathered.items():
-        total = sum(by_node.values())
-        for piece, elements in zip(sharded.pieces, sharded.sizes, strict=True):
-            sender = piece.holders[replica]
-            sent[sender] += elements * (total - by_node.get(nodes.node_of(sender), 0))
-    return sent
+def _exchanges(waves: Iterable[WaveTraffic]) -> Iterator[ExchangeBytes]:
+    for wave in waves:
+        yield from (wave.gather, wave.scatter)

@@ -17,8 +17,6 @@ from meshmuon.plan import (
     PlanOptions,
     Relays,
     make_plan,
-    most_peers,
-    relayed_bytes,
     routes_of,
 )
 from tests.support.plans import random_entries, random_options
@@ -107,9 +105,9 @@ def test_plans_without_too_many_peers_stay_as_they_were(seed: int) -> None:
     ranks = sorted({rank for param in params for layout in param.layouts for rank in layout.mesh.ranks})
     options = replace(options, nodes=random_nodes(rng, ranks))
     plan = make_plan(params, options)
-    peers = most_peers(plan)
+    peers = plan.most_peers
     assert peers == listed_peers(plan)
-    assert not any(relayed_bytes(plan).values())
+    assert not any(plan.bytes_relayed.values())
     if plan.options.nodes is None or peers == 0:
         return
     assert make_plan(params, replace(options, max_peers=peers)).digest == plan.digest
@@ -117,6 +115,18 @@ def test_plans_without_too_many_peers_stay_as_they_were(seed: int) -> None:
     assert relayed.options.max_peers == peers - 1
     assert relayed.digest != plan.digest
     assert (relayed.tasks, relayed.bytes_sent) == (plan.tasks, plan.bytes_sent)
+    # The buffers between hops have room, or as few waves as overlap at all are in flight.
+    before, in_flight = plan.options.in_flight, relayed.options.in_flight
+    room = 4 * options.budget * options.in_flight + 8 * options.budget
+
+    def needed(in_flight: int) -> int:
+        changed = replace(relayed, options=replace(relayed.options, in_flight=in_flight))
+        return max(map(changed.buffer_bytes, plan.ranks))
+
+    if options.chunk_size > 0 or before <= 2:
+        assert in_flight == before
+    else:
+        assert in_flight == next((k for k in range(before, 2, -1) if needed(k) <= room), 2)
     assert f"{peers} peers per rank would be more than max_peers={peers - 1}" in relayed.describe()
     assert Plan.from_json(relayed.to_json()).digest == relayed.digest
 
@@ -136,5 +146,5 @@ def test_relayed_bytes() -> None:
             if through is not None:
                 expected[through[0]] += piece * (through[0] != parcel[0])
                 expected[through[1]] += piece * (through[1] != parcel[1])
-    assert relayed_bytes(plan) == expected
+    assert plan.bytes_relayed == expected
     assert sum(expected.values()) > 0

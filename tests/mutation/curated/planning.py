@@ -74,7 +74,9 @@ MUTANTS: Mutants = {
             ("$rate / $link.bytes_per_second", "$link.bytes_per_second / $rate"),
             ("$rate * $link.seconds", "$rate"),
         ),
-        "Calibration.orthogonalisation_rate": (("$ratio**$share", "$ratio"),),
+    },
+    "meshmuon.plan.rates": {
+        "rate_at": (("$ratio**$share", "$ratio"),),
     },
     "meshmuon.doctor.exchanges": {
         "partner": (("(2 * $turn - $rank) % $last", "(2 * $turn + $rank) % $last"),),
@@ -110,15 +112,16 @@ MUTANTS: Mutants = {
                 "ExchangeBytes(self.sent_inside, self.sent_between, ...)",
             ),
         ),
-        "_Counter._holders": (("$near - $itemsizes.get($rank, 0)", "$near"),),
+        "_Counter._add_inside": (("$mate != $at", "True"), ("$replica == $own_replica", "True")),
+        "_Counter.wave": (("$sharded.size * $sharded.replicas", "$sharded.size"),),
     },
     "meshmuon.plan.timeline": {
         "_Walk.wait": (("max($now, $arrival)", "$now"),),
         "_Walk.send": (("max(self._links_free, $ready)", "$ready"), ("self._busy == 1.0", "False")),
     },
     "meshmuon.plan.prediction": {
-        "_Seconds._exchange": (("sum($seconds) if self._on_cores else max($seconds)", "sum($seconds)"),),
-        "_Seconds._moved": (("$mean if self._on_cores else max($sent, $received)", "$mean"),),
+        "_Seconds._exchange": (("add if self._on_cores else max", "add"),),
+        "_Seconds._moved": (("map(max, $sent, $received)", "map(add, $sent, $received)"),),
     },
     "meshmuon.plan.order": {
         "pipeline_order.gather": (
@@ -162,7 +165,7 @@ MUTANTS: Mutants = {
         ),
         "Plan._check_wave": (("$task.owner not in $task.sharded.holdings", "False"),),
         "_check_copies": (("$holders != $expected or $overlap", "$overlap"),),
-        "make_plan": (("replace($options, in_flight=$in_flight, max_peers=None)", "replace($options, max_peers=None)"),),
+        "make_plan": (("replace($options, in_flight=$in_flight, max_peers=$limit)", "replace($options, max_peers=$limit)"),),
     },
     "meshmuon.plan.plan_data": {
         "PlanData.scatter_sends": (("$piece.holders", "$piece.holders[:1]"),),
@@ -176,10 +179,6 @@ MUTANTS: Mutants = {
             ("($task.owner, $task.wave)", "$task.owner"),
             ("($task.owner, $task.wave)", "$task.wave"),
         ),
-        "_sent": (
-            ("$task.sharded.size * $task.sharded.replicas", "$task.sharded.size"),
-            ("$sent[$task.owner] -= $size * $own", "$sent[$task.owner] -= 0 * $own"),
-        ),
     },
     "meshmuon.plan.routes": {
         "_by_peer": (
@@ -192,7 +191,11 @@ MUTANTS: Mutants = {
         ),
     },
     "meshmuon.plan.waves": {
-        "cut_into_waves": (("len($lane_of_wave) + $wave", "$wave"),),
+        "WaveCutter.__init__": (
+            ("2 * $limits.budget", "4 * $limits.budget"),
+            ("2 * $limits.budget", "$limits.budget"),
+        ),
+        "WaveCutter._cut": (("len($lane_of_wave) + $wave", "$wave"),),
         "_LaneCutter.__init__": (("$heaviest_cost / $worth_a_wave", "$worth_a_wave / $heaviest_cost"),),
         "_by_count": (("$position // $chunk_size", "$position // ($chunk_size + 1)"),),
         "_LaneCutter.within_budget": (("not self._fits($count)", "self._fits($count)"),),
@@ -201,8 +204,6 @@ MUTANTS: Mutants = {
         "_within_bound": (
             ("max($total.values(), default=0) <= $bound", "True"),
             ("range($most - 1, 1, -1)", "range($most - 1, 2, -1)"),
-            ("2 * $limits.budget", "4 * $limits.budget"),
-            ("2 * $limits.budget", "$limits.budget"),
             (
                 "$total.update($lane.footprint.bytes_by_rank($cut, $in_flight))",
                 "$total = Counter($lane.footprint.bytes_by_rank($cut, $in_flight))",
