@@ -58,10 +58,13 @@ class Meter:
 
     At every step the optimizer calls ``begin_step``. It calls ``prepare`` when the plan is new and, if ``is_due``, ``begin``
     before the executor runs and ``finish`` after it. All ranks measure the same steps.
+
+    With ``by_owners`` the owners of matrices see them whole; without, all ranks of their meshes do.
     """
 
-    def __init__(self, options: Metrics | None) -> None:
+    def __init__(self, options: Metrics | None, *, by_owners: bool = True) -> None:
         self.options = options
+        self._by_owners = by_owners
         self._prepared: Prepared | None = None
         self._steps = 0
         self._pending: list[Measurement] = []  # those whose numbers are on their way to the host
@@ -83,11 +86,16 @@ class Meter:
             return None
         device = params[0].param.device
         for named in params:
-            where = "host memory, on a mesh of devices," if is_staged(named.param) else named.param.device
-            if where != device:
+            if is_staged(named.param):
                 return UnsupportedError(
-                    f"{named.name} is on {where} and {params[0].name} on {device}: metrics are measured on one device, without "
-                    "making it wait for another. Leave out metrics=, or keep all weights on the device of their mesh."
+                    f"{named.name} is in host memory on a mesh of devices (FSDP2's CPUOffloadPolicy), and metrics would make the "
+                    "host wait for the device. Leave out metrics=; or leave out the policy and call "
+                    "optimizer.turn_on_cpu_offload(), which keeps the optimizer's state in host memory and measures."
+                )
+            if named.param.device != device:
+                return UnsupportedError(
+                    f"{named.name} is on {named.param.device} and {params[0].name} on {device}: metrics are measured on one "
+                    "device, without making it wait for another. Leave out metrics=, or put all weights on one device."
                 )
         return None
 
@@ -149,7 +157,7 @@ class Meter:
             param.index: start if counts_here(layouts[param.index], rank) else -1
             for param, start in zip(packing.adamw, packing.adamw_starts, strict=True)
         }
-        indices = Indices(packing, _Reporter(plan, rank), device)
+        indices = Indices(packing, _Reporter(plan, rank, by_owners=self._by_owners), device)
         squares = _squares(packing, local, device)
         self._prepared = Prepared(plan, packing, packed, indices, local, squares, counted, vectors)
         if self._transfers is None:
@@ -292,11 +300,11 @@ class Meter:
 class _Reporter:
     """Tells whether a rank reports what it finds out about a whole matrix: the first of all that compute it does."""
 
-    def __init__(self, plan: Plan, rank: int) -> None:
+    def __init__(self, plan: Plan, rank: int, *, by_owners: bool) -> None:
         self._reports: dict[MatrixKey, bool] = {}
         for task in plan.tasks:
             if (task.param, task.matrix) not in self._reports:
-                first = task.owner if task.wave != NO_WAVE else min(task.sharded.holdings)
+                first = task.owner if by_owners and task.wave != NO_WAVE else min(task.sharded.holdings)
                 self._reports[task.param, task.matrix] = plan.params[task.param].private or rank == first
 
     def __call__(self, key: MatrixKey) -> bool:

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from hypothesis import Phase, given, settings
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
-from meshmuon import DistMuon, Muon, PlanMismatchError
+from meshmuon import DistMuon, Muon, NorMuon, PlanMismatchError
 from meshmuon.metrics import Metrics
 from meshmuon.metrics.spectra import tridiagonalise
 from meshmuon.metrics.weight_vectors import FIRST_STEPS
@@ -48,7 +48,7 @@ def measured(case: Case, metrics: list[dict[str, Any]], **options: Any) -> dict[
     return {**options, "metrics": MEASURED, "watch": watch}
 
 
-def run_case(case: Case, layouts: Layouts, *, replica_group: bool = False) -> None:
+def run_case(case: Case, layouts: Layouts, *, replica_group: bool = False, reference_path: bool = False) -> None:
     """Compares all metrics of all steps on all ranks with those of one device, and the weights with unmeasured ones."""
     torch.set_num_threads(case.threads)
     unmeasured = single(case)
@@ -58,7 +58,8 @@ def run_case(case: Case, layouts: Layouts, *, replica_group: bool = False) -> No
 
     def main(rank: int) -> None:
         found: list[dict[str, Any]] = []
-        options = {"replica_group": dist.group.WORLD} if replica_group else {}
+        options: dict[str, Any] = {"replica_group": dist.group.WORLD} if replica_group else {}
+        options |= {"reference_path": True} if reference_path else {}
         check(case, layouts.build(), unmeasured, **measured(case, found, **options))
         for step, (one, other) in enumerate(zip(found, expected, strict=True)):
             near(one, other, f"rank {rank}, step {step}")
@@ -90,6 +91,11 @@ MIXED = (
 @pytest.mark.parametrize("replica_group", [False, True])
 def test_every_kind_of_parameter_on_a_mesh_of_two_axes(replicas: str, replica_group: bool) -> None:
     run_case(Case(MIXED, {"replicas": replicas, "chunk_size": 1}, steps=3), Layouts((2, 2)), replica_group=replica_group)
+
+
+@pytest.mark.parametrize("options", [{}, {"rule": NorMuon()}], ids=str)
+def test_the_reference_path_measures_what_one_device_does(options: dict[str, Any]) -> None:
+    run_case(Case(MIXED, {"replicas": "share", **options}, steps=3), Layouts((2, 2)), reference_path=True)
 
 
 def test_the_comparison_sees_a_replica_that_counts_twice(monkeypatch: pytest.MonkeyPatch) -> None:

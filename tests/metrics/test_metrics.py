@@ -292,9 +292,7 @@ def test_refuses_wrong_settings(options: dict[str, Any]) -> None:
         Metrics(**options)
 
 
-def test_refuses_the_reference_path_and_reading_what_was_not_measured() -> None:
-    with pytest.raises(ConfigError, match="reference path"):
-        built(parameters(), 1, reference_path=True)
+def test_refuses_reading_what_was_not_measured() -> None:
     with pytest.raises(ConfigError, match="metrics=10"):
         built(parameters(), None).metrics()
 
