@@ -10,7 +10,7 @@ STAMP  := $(VENV)/.installed-$(shell cat pyproject.toml constraints.txt | cksum 
 export ONEDNN_MAX_CPU_ISA ?= AVX10_1_512
 
 .DEFAULT_GOAL := help
-.PHONY: help train test test-models test-torch lint bench check-streams mutants docs package clean
+.PHONY: help train test test-paused test-models test-torch lint bench check-streams mutants docs package clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):[^#]*## /  make \1\t/' | expand -t 22
@@ -22,6 +22,10 @@ train: $(STAMP) ## train a small GPT with meshmuon beside AdamW; leaves a report
 test: export OMP_WAIT_POLICY ?= passive
 test: $(STAMP) ## run the tests (ARGS="-k name" to select)
 	$(BIN)/python -m pytest -n 2 $(ARGS)
+
+test-paused: export OMP_WAIT_POLICY ?= passive
+test-paused: $(STAMP) ## run the tests while random processes of theirs are stopped for seconds: the clock must not decide a test
+	$(BIN)/python -m tests.support.pauses -n 2 $(ARGS)
 
 # In an environment of its own: the torchvision of PyPI is built for CUDA. Beside a CPU build of torch importing it fails, and with
 # it everything that looks for it, such as Transformers' Trainer. The survey declares the operators that are missing.

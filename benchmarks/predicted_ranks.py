@@ -33,7 +33,7 @@ from meshmuon.doctor.measurements import (
     summarise_products,
 )
 from meshmuon.plan import Calibration
-from meshmuon.plan.traffic import buffer_bytes, bytes_sent
+from meshmuon.plan.step_counts import buffer_bytes, bytes_sent
 
 SCHEME = "meshmuon, auto"
 EXCHANGE_BUFFERS = ("shards", "gathered", "results", "sent", "received", "averages")

@@ -10,6 +10,7 @@ Private names are imported inside functions only. meshmuon can then be imported 
 from __future__ import annotations
 
 import copy
+import inspect
 import math
 import re
 import sys
@@ -415,6 +416,17 @@ def unwrapped(module: nn.Module) -> nn.Module:
     """The module that ``torch.compile`` was given, from the attribute that torch's own code reads."""
     inner: nn.Module = getattr(module, "_orig_mod", module)
     return inner
+
+
+def module_behind(parameters: Any) -> nn.Module | None:
+    """The module whose ``parameters()`` returned this generator; the module itself if it is one; None for anything else.
+
+    torch's ``Module.parameters`` is a generator function, whose argument is called ``self``. 2.9 to 2.15.
+    """
+    if isinstance(parameters, nn.Module):
+        return parameters
+    whose = inspect.getgeneratorlocals(parameters).get("self") if inspect.isgenerator(parameters) else None
+    return whose if isinstance(whose, nn.Module) and parameters.__name__ == "parameters" else None
 
 
 def traced_class(module: nn.Module) -> str | None:

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 import warnings
+from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -585,6 +586,21 @@ def test_compiled_modules_are_unwrapped() -> None:
     assert torch_compat.unwrapped(torch.compile(layer)) is layer  # type: ignore[arg-type]
     assert torch_compat.unwrapped(layer) is layer
     assert torch_compat.has_compiled() == ("torch._dynamo" in sys.modules)
+
+
+def test_the_module_behind_its_parameters() -> None:
+    class Own(nn.Linear):
+        def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
+            yield from super().parameters(recurse)
+
+    for module in (nn.Linear(2, 2), nn.Sequential(nn.Linear(2, 2)), Own(2, 2)):
+        started = module.parameters()
+        next(started)
+        for parameters in (module, module.parameters(), started):
+            assert torch_compat.module_behind(parameters) is module
+        rest = list(started)
+        for other in (started, rest, module.named_parameters(), iter(rest), (param for param in rest), None):
+            assert torch_compat.module_behind(other) is None
 
 
 def test_what_is_never_traced() -> None:

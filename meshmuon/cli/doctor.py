@@ -34,11 +34,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _names(text: str) -> tuple[str, ...]:
-    return tuple(name.strip() for name in text.split(",") if name.strip())
+    names = tuple(name.strip() for name in text.split(",") if name.strip())
+    if not names:
+        raise argparse.ArgumentTypeError("it names no check; --list shows them")
+    return names
 
 
 def _seconds(text: str) -> float:
-    value = float(text)
+    try:
+        value = float(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is no number of seconds") from None
     if not 1.0 <= value <= 86400.0:
         raise argparse.ArgumentTypeError(f"{text} is not between 1 and 86400 seconds")
     return value

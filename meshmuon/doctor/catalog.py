@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ..errors import ConfigError
-from . import environment, exchanges, layouts, measurements, numerics, training
+from . import environment, exchanges, host_memory, layouts, measurements, numerics, training
 from .check import Check
 from .context import DoctorOptions
 
@@ -65,6 +65,13 @@ CHECKS: tuple[Check, ...] = (
     Check("distmuon", "DistMuon against one device", _LAYOUT, layouts.check_dist_muon),
     Check("bf16", "bfloat16 on the wire against one device", _LAYOUT, layouts.check_bf16_wire),
     Check(
+        "offload",
+        "weights in host memory against weights on the device",
+        "Train without CPUOffloadPolicy until it passes; turn_on_cpu_offload() still moves the optimizer's state to host memory. "
+        "Report it with the output of --json.",
+        host_memory.check_host_memory,
+    ),
+    Check(
         "checkpoint",
         "a checkpoint moves to another mesh",
         "Look at the free space and the rights of the folder (--folder); otherwise report it with the output of --json.",
@@ -86,6 +93,11 @@ def chosen_checks(options: DoctorOptions) -> Sequence[Check]:
     unknown = [name for name in (*options.only, *options.skip) if name not in names]
     if unknown:
         raise ConfigError(f"there is no check {unknown[0]!r}; the checks are {', '.join(names)}.")
+    both = [name for name in names if name in options.only and name in options.skip]
+    if both:
+        raise ConfigError(f"--only and --skip both name {both[0]!r}. Leave it out of one of them.")
+    if _ALWAYS in options.skip:
+        raise ConfigError(f"--skip cannot leave out {_ALWAYS!r}: all other checks need it. Remove it from --skip.")
     wanted = set(options.only or names) - set(options.skip) | {_ALWAYS}
     if options.save_file is not None and not wanted >= set(MEASUREMENTS):
         raise ConfigError(f"--save needs the measurements {', '.join(MEASUREMENTS)}: do not leave them out.")

@@ -57,6 +57,8 @@ class Session:
             raise ConfigError(f"RANK={rank} is not below WORLD_SIZE={world}. Launch with torchrun, which sets both.")
         node = node_name(rank, world)
         device = own_device(options.device, _number("LOCAL_RANK", 0, at_least=0))
+        if options.backend is not None:
+            check_backend(options.backend, device.type)
         if world == 1 and "MASTER_ADDR" not in os.environ:
             return cls(0, 1, dist.HashStore(), device, node)  # type: ignore[attr-defined]
         met = dist.rendezvous("env://", rank, world, timeout=timedelta(seconds=options.limit))  # type: ignore[attr-defined]
@@ -89,6 +91,32 @@ def own_device(kind: str | None, local_rank: int) -> torch.device:
     if count == 0:
         raise ConfigError(f"--device {kind}: torch sees no such device here. Leave it out, or write --device cpu.")
     return torch.device(accelerator.type, local_rank % count)
+
+
+def available_backends() -> dict[str, list[str]]:
+    """The backends that this torch can use, each with the types of devices whose memory it moves."""
+    nothing_moves = ("undefined", "fake")
+    names = [name for name in dist.Backend.backend_list if name not in nothing_moves and dist.is_backend_available(name)]
+    return {name: list(dist.Backend.backend_capability.get(name, ())) for name in names}
+
+
+def check_backend(backend: str, device_type: str) -> None:
+    """Refuses a backend that is not there, or that does not move the memory of the devices; "cpu:gloo,cuda:nccl" is allowed."""
+    known, parts = available_backends(), backend.lower().split(",")
+    pairs = [part.split(":") for part in parts]
+    if ":" in backend and (any(len(pair) != 2 for pair in pairs) or len({pair[0] for pair in pairs}) < len(pairs)):
+        raise ConfigError(f"--backend {backend}: write one DEVICE:BACKEND for each type of device, such as cpu:gloo,cuda:nccl.")
+    names = [pair[1] for pair in pairs] if ":" in backend else [backend.lower()]
+    unknown = [name for name in names if name not in known]
+    if unknown:
+        there = ", ".join(known) or "none"
+        raise ConfigError(f"--backend {backend}: this torch has no backend {unknown[0]!r}. Those that it has: {there}.")
+    moved = [pair[0] for pair in pairs] if ":" in backend else known[names[0]]
+    if device_type not in moved:
+        raise ConfigError(
+            f"--backend {backend} moves memory of {', '.join(moved) or 'no device'}, and the ranks are on {device_type}. Leave "
+            "out --backend, or choose other devices with --device."
+        )
 
 
 class Context:

@@ -20,7 +20,7 @@ import meshmuon
 from ..device import cpu_info, hardware_of
 from ..transport import all_gather_objects
 from .check import Finding
-from .context import Context
+from .context import Context, available_backends
 
 _OPTIONAL = {  # what each is for
     "triton": "symmetric products on a GPU",
@@ -86,11 +86,6 @@ def _links(device: torch.device) -> str:
     return "; ".join(texts)
 
 
-def _backends() -> str:
-    known = {"gloo": dist.is_gloo_available(), "nccl": dist.is_nccl_available(), "mpi": dist.is_mpi_available()}
-    return ", ".join(name for name, available in known.items() if available) or "none"
-
-
 def _triton() -> str:
     version = version_of("triton")
     if version is None:
@@ -109,7 +104,7 @@ def environment_of(device: torch.device) -> dict[str, str]:
         "CPU": cpu_name(),
         "devices": _devices(device),
         "links": _links(device),
-        "backends": _backends(),
+        "backends": ", ".join(available_backends()) or "none",
         "triton": _triton(),
         "missing": ", ".join(missing) or "nothing that is optional",
         "variables": ", ".join(variables) or "none",

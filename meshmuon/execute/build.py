@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 
 from torch import Tensor
@@ -12,47 +11,17 @@ from torch import Tensor
 from ..plan import NO_WAVE, Batch, PieceTransfer, WaveRoutes, WaveSizes, slot_sizes, wave_sizes
 from ..plan.order import gradient_read_order
 from ..torch_compat import local_part
-from .observer import Observer
-from .ortho_batch import OrthoBatch, flat_matrices
+from .local_batch import STAGED_IN_FLIGHT, LocalBatch, StagedBatch
+from .ortho_batch import MATRICES, BatchMemory, OrthoBatch
 from .program_builder import MatrixRange, PlacedTransfers, ProgramBuilder, offsets_of
 from .rounding import RoundingScratch
-from .rule_state import RuleStateExchange, load_rule_state, rule_state_exchanges, store_rule_state
+from .rule_state import RuleStateExchange, rule_state_exchanges
 from .shard_views import GradientReads, ShardView, ShardViews
 from .staging import Stage, Staging
-from .step_param import StepParam
 from .strided_copies import PlacedPiece, blocks_of, strided_views
 from .wave import CopyPairs, OwnedBatch, RankWave, Wave
 
-
-@dataclass(frozen=True, slots=True)
-class LocalBatch:
-    """Matrices that are whole on this rank: momentum, orthogonalise, update, nothing sent."""
-
-    ortho_batch: OrthoBatch  # where they are orthogonalised
-    shard_views: (
-        ShardViews  # their place in the parameters, and their views of ``ortho_batch`` or of the host memory of ``stage``
-    )
-    gradient_reads: GradientReads  # the parameters whose gradients it is the first or the last to read
-    rule_state: list[ShardView]  # the place of their rule state, and its views of ``ortho_batch``
-    stage: Stage | None = None  # between ``ortho_batch`` and the memory that ``shard_views`` are of; None where they are the same
-
-    def run(self, step_params: Sequence[StepParam], idle: AbstractSet[int], observer: Observer) -> None:
-        """One step of the batch, without what belongs to ``idle`` parameters."""
-        if self.ortho_batch.is_idle(idle):
-            return
-        with observer.phase("momentum"):
-            self.gradient_reads.accumulate_momentum(step_params, idle)
-            self.shard_views.fill(step_params, idle)
-            load_rule_state(self.rule_state, step_params, idle)
-            if self.stage is not None:
-                self.stage.to_device()
-        self.gradient_reads.free_gradients(step_params)
-        self.ortho_batch.orthogonalise(idle, observer)
-        if self.stage is not None:
-            self.stage.to_host()
-        with observer.phase("update"):
-            self.shard_views.apply(step_params, idle)
-            store_rule_state(self.rule_state, step_params, idle)
+_STAGED = tuple(f"staged {MATRICES} {slot}" for slot in range(STAGED_IN_FLIGHT))
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +33,7 @@ class RankProgram:
     in_flight: int = 1  # most waves between their first and their last exchange
     gathered_ahead: int | None = None  # as in ``pipeline_order``
     local: tuple[LocalBatch, ...] = ()  # what needs no exchange
+    staged: tuple[StagedBatch, ...] = ()  # what needs none, and whose weights are in host memory
     rule_states: tuple[RuleStateExchange, ...] = ()  # the rule state of the matrices that are exchanged, one per device and dtype
     # The parameters whose momentum is accumulated before the waves and batches, and whose gradients are freed after all of them.
     around_all: GradientReads = field(default_factory=GradientReads)
@@ -76,53 +46,70 @@ class RankProgramBuilder(ProgramBuilder):
 
     def build(self) -> RankProgram:
         """Everything that the rank needs to execute the plan."""
-        local_ranges = self._local_ranges()
+        local_ranges, staged_ranges = self._local_ranges()
         local_batches, *wave_batches = self.reserved_batches([local_ranges, *self.owned_ranges])
+        (staged_batches,) = self.reserved_batches([staged_ranges], _STAGED)
         sizes = [wave_sizes(routes) for routes in self.routes]
         self._reserve_buffers(sizes)
-        for batch in local_batches:
-            self._local_stage(local_ranges, batch)  # grown to its final size before anything keeps a view of it
+        for k, batch in enumerate(staged_batches):
+            self._local_stage(staged_ranges, batch, k)  # grown to its final size before anything keeps a view of it
         self._filled_once = self._params_filled_once()
-        gradient_reads, around_all = self._gradient_reads(local_ranges, local_batches)
+        batches = [(local_ranges, batch) for batch in local_batches] + [(staged_ranges, batch) for batch in staged_batches]
+        gradient_reads, around_all = self._gradient_reads(batches)
         waves, owned_rule_state = [], dict[int, Tensor]()
-        for k, batches in enumerate(wave_batches):
-            ortho_batches = [self.ortho_batch(self.owned_ranges[k], batch) for batch in batches]
+        for k, owned in enumerate(wave_batches):
+            ortho_batches = [self.ortho_batch(self.owned_ranges[k], batch) for batch in owned]
             waves.append(self._wave(k, sizes[k], ortho_batches, gradient_reads[k]))
             owned_rule_state.update(_rule_state_by_task(self.routes[k], ortho_batches))
-        local = [
-            self._local_batch(local_ranges, batch, reads)
-            for batch, reads in zip(local_batches, gradient_reads[len(waves) :], strict=True)
-        ]
+        reads = iter(gradient_reads[len(waves) :])
+        local = [self._local_batch(local_ranges, batch, next(reads)) for batch in local_batches]
+        staged = [self._staged_batch(staged_ranges, batch, next(reads), k) for k, batch in enumerate(staged_batches)]
         return RankProgram(
             waves=tuple(waves),
             wave_params=self.wave_params(),
             in_flight=self.plan.options.in_flight,
             local=tuple(local),
+            staged=tuple(staged),
             rule_states=tuple(rule_state_exchanges(self, owned_rule_state)),
             around_all=around_all,
             failures=self.failures,
             stagings=tuple(self.stagings.values()),
         )
 
-    def _local_ranges(self) -> list[MatrixRange]:
-        """Matrices that need no exchange; those that are next to each other in a local tensor are one range."""
-        ranges: list[MatrixRange] = []
+    def _local_ranges(self) -> tuple[list[MatrixRange], list[MatrixRange]]:
+        """Matrices that need no exchange; those that are next to each other in a local tensor are one range.
+
+        First those that are worked on where they are, then those whose weights are in host memory and which go to a device.
+        """
+        both: tuple[list[MatrixRange], list[MatrixRange]] = [], []
         for index, task in enumerate(self.plan.tasks):
             if task.wave != NO_WAVE or self.rank not in task.sharded.holdings:
                 continue
+            ranges = both[self.step_params[task.param].staged]
             matrix, last = self.range_of(index), ranges[-1] if ranges else None
             if last is not None and (last.param_index, last.stop) == (matrix.param_index, matrix.start):
                 ranges[-1] = MatrixRange(last.param_index, last.start, matrix.stop, last.key)
             else:
                 ranges.append(matrix)
-        return ranges
+        return both
 
     def _local_batch(self, ranges: Sequence[MatrixRange], batch: Batch, gradient_reads: GradientReads) -> LocalBatch:
         ortho_batch = self.ortho_batch(ranges, batch)
-        stage, in_host = self._local_stage(ranges, batch)
-        stacked = ortho_batch.stacked if in_host is None else in_host
+        return LocalBatch(ortho_batch, *self._local_views(ranges, ortho_batch, ortho_batch.stacked, gradient_reads))
+
+    def _staged_batch(
+        self, ranges: Sequence[MatrixRange], batch: Batch, gradient_reads: GradientReads, number: int
+    ) -> StagedBatch:
+        ortho_batch = self.ortho_batch(ranges, batch, _STAGED[number % STAGED_IN_FLIGHT])
+        stage, in_host = self._local_stage(ranges, batch, number)
+        return StagedBatch(ortho_batch, *self._local_views(ranges, ortho_batch, in_host, gradient_reads), stage)
+
+    def _local_views(
+        self, ranges: Sequence[MatrixRange], ortho_batch: OrthoBatch, stacked: Tensor, gradient_reads: GradientReads
+    ) -> tuple[ShardViews, GradientReads, list[ShardView]]:
+        """The place of a batch in the parameters, with views of ``stacked``; its gradient reads; the place of its rule state."""
         shard_views, rule_state, stop = [], [], 0
-        for item_range in batch.slices:
+        for item_range in ortho_batch.batch.slices:
             start, stop = stop, stop + item_range.stop - item_range.start
             full = ranges[item_range.item]
             matrix_range = MatrixRange(full.param_index, full.start + item_range.start, full.start + item_range.stop)
@@ -130,20 +117,18 @@ class RankProgramBuilder(ProgramBuilder):
             if ortho_batch.rule_state is not None:
                 rule_state.extend(self.rule_state_views(matrix_range, ortho_batch.rule_state[start:stop]))
         views = ShardViews(shard_views, self.step_params, RoundingScratch(self.workspace), self._filled_once)
-        return LocalBatch(ortho_batch, views, gradient_reads, rule_state, stage)
+        return views, gradient_reads, rule_state
 
-    def _local_stage(self, ranges: Sequence[MatrixRange], batch: Batch) -> tuple[Stage | None, Tensor | None]:
-        """What copies a batch of weights in host memory to its device and back, and the batch in host memory; else None."""
-        template = self.template(ranges, batch)
-        if not template.staged:
-            return None, None
-        flat = flat_matrices(batch, template, self.workspace)
-        return self.staging(flat.device).matrices("matrices", (batch.size, batch.rows, batch.cols), flat)
+    def _local_stage(self, ranges: Sequence[MatrixRange], batch: Batch, number: int) -> tuple[Stage, Tensor]:
+        """What copies a batch of weights in host memory to its device and back, and the batch in host memory."""
+        memory = BatchMemory(self.workspace, _STAGED[number % STAGED_IN_FLIGHT])
+        flat = memory.flat(batch, self.template(ranges, batch))
+        return self.staging(flat.device).matrices(memory.name, (batch.size, batch.rows, batch.cols), flat)
 
     def _gradient_reads(
-        self, local_ranges: Sequence[MatrixRange], local_batches: Sequence[Batch]
+        self, local_batches: Sequence[tuple[Sequence[MatrixRange], Batch]]
     ) -> tuple[list[GradientReads], GradientReads]:
-        """The gradient reads of each wave, then of each local batch; and those of the step as a whole.
+        """The gradient reads of each wave, then of each batch without exchanges; and those of the step as a whole.
 
         Waves read beside the main stream, local batches in it. Of a parameter that both read, neither may accumulate the momentum
         that the other needs, and a local batch may not free a gradient that a wave may still be reading. The step does so, before
@@ -152,7 +137,7 @@ class RankProgramBuilder(ProgramBuilder):
         """
         first, waves = self._first_parts(), len(self.routes)
         reads = [{first[self.plan.tasks[index].param] for index in _tasks_held(routes)} for routes in self.routes]
-        reads += [{first[local_ranges[item_range.item].param_index] for item_range in batch.slices} for batch in local_batches]
+        reads += [{first[ranges[part.item].param_index] for part in batch.slices} for ranges, batch in local_batches]
         on_both = set().union(*reads[:waves]) & set().union(*reads[waves:])
         order = list(gradient_read_order(waves, len(local_batches), self.plan.options.in_flight))
         first_here, last_here = _first_reads(reads, order), _first_reads(reads, order[::-1])

@@ -14,8 +14,9 @@ from ..ortho import Workspace
 from ..plan import Plan
 from ..transport import Exchange
 from .build import RankProgram, RankProgramBuilder
+from .local_batch import STAGED_IN_FLIGHT
 from .observer import UNOBSERVED, Observer
-from .pipeline import guarded, run_pipeline, skipped_wave, take_first
+from .pipeline import finish_all, guarded, run_ahead, run_pipeline, skipped_wave, take_first
 from .settings import ExecutorSettings
 from .step_param import NONE_IDLE, StepParam
 
@@ -128,12 +129,19 @@ class Executor:
             ]
         local = [rule_state.finish_gather for rule_state in rule_states]
         local += [partial(batch.run, step_params, idle, observer) for batch in program.local]
+        staged = (
+            skipped_wave() if batch.ortho_batch.is_idle(idle) else batch.run(step_params, idle, streams, ready, observer)
+            for batch in program.staged
+        )
+        unfinished: list[Iterator[None]] = []  # staged batches whose updates the host applies while the last results travel
+        local.append(lambda: unfinished.extend(run_ahead(staged, STAGED_IN_FLIGHT)))
 
         def before_last_results() -> None:
             for rule_state in rule_states:
                 assert exchange is not None
                 rule_state.start_scatter(exchange, observer)
             guarded(during_last_scatter, program.failures)()
+            finish_all(unfinished)
 
         run_pipeline(waves, program.in_flight, local, before_last_results, gathered_ahead=program.gathered_ahead)
         for rule_state in rule_states:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from collections.abc import Set as AbstractSet
+from dataclasses import dataclass
 from functools import partial
 from typing import TypeAlias
 
@@ -32,9 +33,30 @@ from .step_param import NONE_IDLE, StepParam, UpdateRule
 
 ShowGram: TypeAlias = Callable[[Tensor], None]
 
+MATRICES = "matrices"
+"""The memory in which batches are orthogonalised, one after the other."""
+
+
+@dataclass(frozen=True, slots=True)
+class BatchMemory:
+    """Where batches are orthogonalised. Those of one ``name`` share their memory, those of one workspace their scratch."""
+
+    workspace: Workspace
+    name: str = MATRICES
+
+    def stacked(self, batch: Batch, template: StepParam) -> Tensor:
+        """The matrices of a batch, (size, rows, cols)."""
+        shape = (batch.size, batch.rows, batch.cols)
+        return self.workspace.take_matrices(self.name, shape, template.update_dtype, template.work_device)
+
+    def flat(self, batch: Batch, template: StepParam) -> Tensor:
+        """The same memory as a flat tensor, with the gaps between matrices."""
+        size = batch.size * pitch(batch.rows, batch.cols, template.update_dtype)
+        return self.workspace.take(self.name, (size,), template.update_dtype, template.work_device)
+
 
 class OrthoBatch:
-    """A batch's matrices, in memory that all batches share one after the other.
+    """A batch's matrices, in memory that batches share one after the other.
 
     If a batch cannot be orthogonalised (a user's scheme raises, memory runs out), it becomes zeros, which change no parameter,
     and its error goes to ``failures``. The step continues, because other ranks wait for this one, and then returns the error.
@@ -45,7 +67,7 @@ class OrthoBatch:
         batch: Batch,
         matrices: Sequence[MatrixKey],
         template: StepParam,
-        workspace: Workspace,
+        memory: BatchMemory,
         settings: ExecutorSettings,
         failures: list[Exception],
     ) -> None:
@@ -53,7 +75,7 @@ class OrthoBatch:
         self.matrices = matrices
         self._params = [param for param, _ in matrices]  # of each matrix, the index of its parameter
         self._param_set = frozenset(self._params)
-        self.stacked = _take(batch, template, workspace)  # (size, rows, cols)
+        self.stacked = memory.stacked(batch, template)  # (size, rows, cols)
         self.rule_state: Tensor | None = None  # (size, outputs) where the rule keeps numbers between steps
         if template.rule_state is not None:
             outputs = template.matrix_set.lr_shape[0]
@@ -62,7 +84,8 @@ class OrthoBatch:
             )
         self._rule, self._flipped = template.rule, template.matrix_set.flipped
         self._one_by_one = settings.deterministic
-        self._orthogonalise, self._orthogonalise_showing = _orthogonaliser(self.stacked, template, workspace, settings)
+        runs = _orthogonaliser(self.stacked, template, memory.workspace, settings)
+        self._orthogonalise, self._orthogonalise_showing = runs
         self._failures = failures
 
     def is_idle(self, idle: AbstractSet[int]) -> bool:
@@ -129,21 +152,11 @@ def apply_rule(rule: UpdateRule, orthogonalise: Callable[[], None], seen: SeenBy
         rule.after(stacked, rule_state)
 
 
-def reserve_ortho_batches(batches: Iterable[tuple[Batch, StepParam]], workspace: Workspace, settings: ExecutorSettings) -> None:
-    """Grows the workspace to its final size, before batches keep views of it: growing moves it."""
-    for batch, template in batches:
-        stacked = _take(batch, template, workspace)
-        reserve_scratch(stacked, template.scheme, form=settings.form, dtype=template.compute_dtype, workspace=workspace)
-
-
-def _take(batch: Batch, template: StepParam, workspace: Workspace) -> Tensor:
-    return workspace.take_matrices("matrices", (batch.size, batch.rows, batch.cols), template.update_dtype, template.work_device)
-
-
-def flat_matrices(batch: Batch, template: StepParam, workspace: Workspace) -> Tensor:
-    """The memory of ``OrthoBatch.stacked`` as a flat tensor, with the gaps between matrices."""
-    size = batch.size * pitch(batch.rows, batch.cols, template.update_dtype)
-    return workspace.take("matrices", (size,), template.update_dtype, template.work_device)
+def reserve_ortho_batches(batches: Iterable[tuple[Batch, StepParam, BatchMemory]], settings: ExecutorSettings) -> None:
+    """Grows workspaces to their final size, before batches keep views of them: growing moves them."""
+    for batch, template, memory in batches:
+        stacked, dtype = memory.stacked(batch, template), template.compute_dtype
+        reserve_scratch(stacked, template.scheme, form=settings.form, dtype=dtype, workspace=memory.workspace)
 
 
 def _orthogonaliser(

@@ -28,10 +28,34 @@ def run_pipeline(
         elif action is Action.DURING_LAST_SCATTER:
             during_last_scatter()
         elif action is Action.FINISH:
-            for _ in waves[wave]:
-                raise AssertionError("a wave yields twice")
+            _finish(waves[wave])
         else:
             next(waves[wave])
+
+
+def run_ahead(waves: Iterable[Iterator[None]], in_flight: int) -> list[Iterator[None]]:
+    """Runs waves in the same order up to where ``during_last_scatter`` would come. Returns those that are left to be finished."""
+    waves = list(waves)
+    left = dict(enumerate(waves))
+    for action, wave in pipeline_order(len(waves), in_flight):
+        if action is Action.DURING_LAST_SCATTER:
+            break
+        if action is Action.FINISH:
+            _finish(left.pop(wave))
+        elif action is not Action.LOCAL:
+            next(waves[wave])
+    return list(left.values())
+
+
+def finish_all(waves: Iterable[Iterator[None]]) -> None:
+    """Gives waves their last turn."""
+    for wave in waves:
+        _finish(wave)
+
+
+def _finish(wave: Iterator[None]) -> None:
+    for _ in wave:
+        raise AssertionError("a wave yields twice")
 
 
 def skipped_wave() -> Iterator[None]:

@@ -15,7 +15,7 @@ from ..plan import NO_WAVE, Batch, Parcel, PieceTransfer, Plan, PlannedParam, Re
 from ..torch_compat import local_part
 from ..transport import Exchange
 from .local_cuts import LocalWindow
-from .ortho_batch import OrthoBatch, reserve_ortho_batches
+from .ortho_batch import MATRICES, BatchMemory, OrthoBatch, reserve_ortho_batches
 from .relayed import RelayedExchange, RelayMemory
 from .settings import ExecutorSettings
 from .shard_views import ShardView
@@ -71,15 +71,27 @@ class ProgramBuilder:
         position = self._local_index[task.param][task.matrix]
         return MatrixRange(task.param, position, position + 1, self._batch_keys[task.param, task.matrix])
 
-    def reserved_batches(self, lists: Sequence[Sequence[MatrixRange]]) -> list[tuple[Batch, ...]]:
-        """The batches of each list of ranges. Grows the workspace to the size that they need."""
+    def reserved_batches(
+        self, lists: Sequence[Sequence[MatrixRange]], memories: Sequence[str] = (MATRICES,)
+    ) -> list[tuple[Batch, ...]]:
+        """The batches of each list of ranges. Grows the workspace to the size that they need.
+
+        Batch k of a list is in memory k % n of ``memories``, of which there are n.
+        """
         batches = [self._batches(ranges) for ranges in lists]
-        pairs = zip(lists, batches, strict=True)
-        templates = [(batch, self.template(ranges, batch)) for ranges, planned in pairs for batch in planned]
-        reserve_ortho_batches(templates, self.workspace, self.settings)
+        reserve_ortho_batches(
+            (
+                (batch, self.template(ranges, batch), BatchMemory(self.workspace, memories[k % len(memories)]))
+                for ranges, planned in zip(lists, batches, strict=True)
+                for k, batch in enumerate(planned)
+            ),
+            self.settings,
+        )
         return batches
 
     def _batches(self, ranges: Sequence[MatrixRange]) -> tuple[Batch, ...]:
+        if not ranges:
+            return ()
         items = [self.step_params[r.param_index].batch_item(r.stop - r.start, key=r.key) for r in ranges]
         return plan_batches(items, budget=self.settings.memory_budget, chunk_size=self.settings.chunk_size)
 
@@ -92,14 +104,15 @@ class ProgramBuilder:
         lane = self.plan.wave_lanes[wave]
         return next(self.step_params[k] for k, planned in enumerate(self.plan.params) if planned.lane == lane)
 
-    def ortho_batch(self, ranges: Sequence[MatrixRange], batch: Batch) -> OrthoBatch:
+    def ortho_batch(self, ranges: Sequence[MatrixRange], batch: Batch, memory: str = MATRICES) -> OrthoBatch:
         """A batch with its tensors; the workspace must have been reserved."""
         matrices = []
         for item_range in batch.slices:
             full = ranges[item_range.item]
             held = self._matrix_at[full.param_index]
             matrices += [(full.param_index, held[full.start + k]) for k in range(item_range.start, item_range.stop)]
-        return OrthoBatch(batch, matrices, self.template(ranges, batch), self.workspace, self.settings, self.failures)
+        where = BatchMemory(self.workspace, memory)
+        return OrthoBatch(batch, matrices, self.template(ranges, batch), where, self.settings, self.failures)
 
     def staging(self, device: torch.device) -> Staging:
         """The stages between host memory and ``device``."""

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from .aligned import is_aligned, pitch
-from .kernels import Products, ShiftedInverses, inverse_scratch
+from .kernels import Products, ShiftedInverses, inverse_scratch, most_inverses
 from .rational import Rational
 from .schemes import Step
 from .workspace import Workspace
@@ -33,7 +33,10 @@ _SQUARES = ("gram", "factor", "quadratic", "factor_next", "half_step")  # names 
 
 
 def scratch_bytes(rows: int, cols: int, steps: Sequence[Step], dtype: torch.dtype, result_dtype: torch.dtype) -> int:
-    """Bytes of scratch that one rows × cols matrix needs, beside the result, while ``steps`` are applied to it."""
+    """Bytes of scratch that one rows × cols matrix needs, beside the result, while ``steps`` are applied to it.
+
+    In a large batch each needs less: the matrices take turns in the buffers of their inverses.
+    """
     n, m = min(rows, cols), max(rows, cols)
     x_buffers = 1 if dtype == result_dtype else 2
     squares = len(_squares(steps, len(steps) != 1)) * pitch(n, n, dtype)
@@ -117,7 +120,7 @@ class Scratch:
             self.square(name)
         if self._device.type == "cpu":  # elsewhere torch's own routines are used, which take memory of their own
             for poles in sorted({len(step.poles) for step in steps if isinstance(step, Rational)}):
-                self.inverses(poles, self._count)
+                self.inverses(poles, min(self._count, most_inverses(self._n, poles, self._dtype.itemsize)))
 
 
 def iterate(

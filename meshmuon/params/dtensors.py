@@ -175,7 +175,8 @@ def _axis_out_of_order(mesh: Mesh) -> int | None:
 
 def _check_strided(name: str, shape: tuple[int, ...], mesh: Mesh, placements: Sequence[Placement]) -> None:
     """Refuses uneven strided shards if this torch has two ways to cut them: the placements do not tell which one was used."""
-    if strided_shards_nest():
+    strided = any(isinstance(placement, Sharded) and placement.split_factor > 1 for placement in placements)
+    if not strided or strided_shards_nest():
         return
     lengths = [{size} for size in shape]  # of each dim, the lengths that ranks hold after the mesh axes so far
     for parts, placement in zip(mesh.shape, placements, strict=True):

@@ -8,15 +8,15 @@ from .nodes import Crossings, Nodes
 from .owners import lightest_possible
 from .plan import Plan, make_plan
 from .plan_data import DEFAULT_MAX_PEERS, REPLICA_OPTIONS, PlanOptions, add_local_costs
-from .prediction import Prediction
-from .rates import Elementwise, Link, Rate
-from .relays import HopRoutes, Parcel, Relays, most_peers, relayed_bytes
+from .prediction import Prediction, predict
+from .rates import Elementwise, Link, Rate, rate_at
+from .relays import HopRoutes, Parcel, Relays
 from .report import how_computed, table
 from .routes import WaveRoutes, rank_routes, routes_of
 from .tasks import EVERY_HOLDER, NO_WAVE, PieceTransfer, PlannedParam, Task
 from .timeline import Span, StepSeconds, Timeline, WaveSeconds, timeline_of
 from .trace import trace_events, write_trace
-from .traffic import ExchangeBytes, WaveTraffic, traffic_of
+from .traffic import ExchangeBytes, WaveTraffic
 
 __all__ = [
     "DEFAULT_MAX_PEERS",
@@ -57,16 +57,15 @@ __all__ = [
     "how_computed",
     "lightest_possible",
     "make_plan",
-    "most_peers",
     "plan_batches",
+    "predict",
     "rank_routes",
-    "relayed_bytes",
+    "rate_at",
     "routes_of",
     "slot_sizes",
     "table",
     "timeline_of",
     "trace_events",
-    "traffic_of",
     "wave_sizes",
     "write_trace",
 ]

@@ -9,7 +9,7 @@ import json
 import math
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -17,7 +17,7 @@ from ..errors import ConfigError
 from .cost import CostModel
 from .plan_data import PlanData
 from .prediction import Prediction, predict
-from .rates import Elementwise, Link, Rate
+from .rates import Elementwise, Link, Rate, rate_at
 
 FORMAT, VERSION = "meshmuon calibration", 1
 _SMALLEST, _LARGEST = 1e-15, 1e24  # of any figure: what lies outside was not measured on a computer
@@ -68,15 +68,7 @@ class Calibration:
 
     def orthogonalisation_rate(self, size: int) -> float:
         """FLOPs per second on matrices whose shorter side is ``size``; on a logarithmic scale between two sizes."""
-        rates = sorted(self.orthogonalisation, key=lambda rate: rate.size)
-        larger = next((k for k, rate in enumerate(rates) if rate.size >= size), len(rates) - 1)
-        low, high = rates[max(0, larger - 1)], rates[larger]
-        if low.size == high.size or size >= high.size:
-            return high.flops_per_second
-        if size <= low.size:
-            return low.flops_per_second
-        share = math.log(size / low.size) / math.log(high.size / low.size)
-        return float(low.flops_per_second * (high.flops_per_second / low.flops_per_second) ** share)
+        return rate_at(size, ((rate.size, rate.flops_per_second) for rate in self.orthogonalisation))
 
     @property
     def exchange_busy(self) -> float:
@@ -85,9 +77,18 @@ class Calibration:
             return 0.0
         return 1.0 if self.exchange_cpu_share is None else min(1.0, self.exchange_cpu_share)
 
+    @property
+    def seconds_per_peer(self) -> float:
+        """0: ``exchange`` was measured with all peers."""
+        return 0.0
+
     def seconds_per_element(self, kind: str) -> float:
         """Of a kind of elementwise work, by its name in ``Elementwise``; 0 if it was not measured."""
         return 0.0 if self.elementwise is None else float(getattr(self.elementwise, kind))
+
+    def completed(self, exchange: Link, elementwise: Elementwise) -> Calibration:
+        """With these figures in the place of what was not measured: links on one rank, elementwise work in older files."""
+        return replace(self, exchange=self.exchange or exchange, elementwise=self.elementwise or elementwise)
 
     def predict(self, plan: PlanData, *, averages: bool = False) -> Prediction:
         """How long a step of ``Muon`` with this plan takes, or one of ``DistMuon`` if it ``averages`` gradients."""

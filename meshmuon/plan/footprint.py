@@ -1,8 +1,7 @@
 """How large the exchange buffers of all ranks become, without listing what travels. ``buffer_sizes.py`` names the buffers.
 
-A rank's ``shards`` buffer holds its piece of every matrix of the wave, regardless of the owner. Ranks whose pieces have the same
-sizes are of one kind and are counted once: an (18, D) matrix over 8 ranks has one kind, ranks 0 to 5 with 3·D elements;
-ranks 6 and 7 hold nothing and are not counted. Thousands of ranks are only a few kinds.
+A rank's ``shards`` buffer holds its piece of every matrix of the wave, regardless of the owner. It is counted once for each kind
+of ranks.
 """
 
 from __future__ import annotations
@@ -11,6 +10,7 @@ from collections import Counter
 from collections.abc import Sequence
 
 from ..layout import ShardedMatrix
+from .rank_kinds import RankKinds
 
 
 class Footprint:
@@ -18,15 +18,20 @@ class Footprint:
 
     def __init__(self, sharded_matrices: Sequence[ShardedMatrix], owners: Sequence[int], itemsize: int) -> None:
         self._itemsize = itemsize
-        distinct: dict[ShardedMatrix, int] = {}  # thousands of matrices share a few objects
-        self._distinct = [distinct.setdefault(sharded, len(distinct)) for sharded in sharded_matrices]
+        kinds = RankKinds(sharded_matrices)
+        self._distinct = [kinds.numbers[sharded] for sharded in sharded_matrices]
+        self._kinds = kinds.kind_of
+        # Of each distinct matrix, (kind, elements of the piece that each rank of the kind holds).
+        self._pieces: list[list[tuple[int, int]]] = [[] for _ in kinds.matrices]
+        for kind, pieces in enumerate(kinds.held):
+            for held in pieces:
+                self._pieces[held.matrix].append((kind, held.elements))
         # Of each matrix, its owner, the elements that the owner gathers, and those that it sends if there are replicas.
         self._owner_elements: list[tuple[int, int, int]] = []
         for sharded, owner in zip(sharded_matrices, owners, strict=True):
             piece, _ = sharded.holdings[owner]
             copies = sharded.size * sharded.replicas - sharded.sizes[piece] if sharded.replicas > 1 else 0
             self._owner_elements.append((owner, sharded.size - sharded.sizes[piece], copies))
-        self._kinds, self._pieces = _kinds_of_ranks(list(distinct))
 
     def bytes_by_rank(self, waves: Sequence[int], in_flight: int) -> dict[int, int]:
         """Rank → bytes of all its buffers when matrix k is in wave ``waves[k]``; ranks without buffers may be missing."""
@@ -49,22 +54,6 @@ class Footprint:
             for owner, elements in slots.items():
                 total[owner] += elements
         return {rank: elements * self._itemsize for rank, elements in total.items()}
-
-
-def _kinds_of_ranks(sharded_matrices: Sequence[ShardedMatrix]) -> tuple[dict[int, int], list[list[tuple[int, int]]]]:
-    """Rank → its kind, and for each matrix (kind, elements of the piece that each rank of the kind holds)."""
-    held: dict[int, list[tuple[int, int]]] = {}
-    for number, sharded in enumerate(sharded_matrices):
-        for piece, size in zip(sharded.pieces, sharded.sizes, strict=True):
-            for rank in piece.holders:
-                held.setdefault(rank, []).append((number, size))
-    numbers: dict[tuple[tuple[int, int], ...], int] = {}
-    kinds = {rank: numbers.setdefault(tuple(sizes), len(numbers)) for rank, sizes in held.items()}
-    pieces: list[list[tuple[int, int]]] = [[] for _ in sharded_matrices]
-    for sizes, kind in numbers.items():
-        for number, size in sizes:
-            pieces[number].append((kind, size))
-    return kinds, pieces
 
 
 def _slots(elements: dict[tuple[int, int], int], in_flight: int) -> dict[int, int]:

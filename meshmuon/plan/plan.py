@@ -14,7 +14,6 @@ from .calibration import Calibration
 from .nodes import Crossings
 from .owners import assign_owners
 from .plan_data import PlanData, PlanOptions, add_local_costs, copied_bytes
-from .relays import most_peers
 from .report import describe, to_json
 from .saved_plan import read_plan
 from .tasks import EVERY_HOLDER, NO_WAVE, PlannedParam, Task
@@ -118,21 +117,27 @@ def make_plan(params: Sequence[PlannedParam], options: PlanOptions) -> Plan:
     scheduled, wave_lanes, in_flight = cut_into_waves(owned, params, options)
     parts = ranks, tuple(params), (*staying, *scheduled), wave_lanes
     final = replace(options, in_flight=in_flight, max_peers=None)
-    if _needs_relays(PlanData(*parts, final), options):  # not a ``Plan``, whose checks take a while
+    unchecked = PlanData(*parts, final)  # not a ``Plan``, whose checks take a while
+    if _needs_relays(unchecked, options):
         final = replace(final, max_peers=options.max_peers)
-    return Plan(*parts, final)
+    plan = Plan(*parts, final)
+    # What was counted to decide on relays does not depend on them, and takes a while for thousands of ranks.
+    counted = ("wave_owners", "peer_counter", "most_peers")
+    vars(plan).update({name: value for name, value in vars(unchecked).items() if name in counted})
+    return plan
 
 
 def _needs_relays(plan: PlanData, options: PlanOptions) -> bool:
     """Whether some rank would talk to more than ``max_peers`` others, and there are nodes to relay between."""
     limit = options.max_peers
-    return limit is not None and options.nodes is not None and len(plan.ranks) - 1 > limit and most_peers(plan) > limit
+    return limit is not None and options.nodes is not None and len(plan.ranks) - 1 > limit and plan.most_peers > limit
 
 
 def _tasks(params: Sequence[PlannedParam], options: PlanOptions, crossings: Crossings | None) -> tuple[list[Task], list[Task]]:
     """Tasks whose matrices stay where they are, and tasks that need an owner: one for all replicas, or one for each."""
     staying: list[Task] = []
     travelling: list[Task] = []
+    costs: dict[tuple[int, ShardedMatrix, int], float] = {}
     for k, param in enumerate(params):
         for layout in param.layouts:
             for matrix, sharded in enumerate(param.sharded_matrices(layout)):
@@ -143,8 +148,10 @@ def _tasks(params: Sequence[PlannedParam], options: PlanOptions, crossings: Cros
                     staying.append(Task(k, matrix, sharded, float(param.flops)))
                     continue
                 for replica in (sharded,) if one_for_all else sharded.separate_replicas:
-                    cost = options.cost.owning(param.flops, replica, param.itemsize, crossings)
-                    travelling.append(Task(k, matrix, replica, cost))
+                    kind = param.flops, replica, param.itemsize  # thousands of matrices are of a few kinds
+                    if kind not in costs:
+                        costs[kind] = options.cost.owning(*kind, crossings)
+                    travelling.append(Task(k, matrix, replica, costs[kind]))
     return staying, travelling
 
 

@@ -6,6 +6,7 @@ import hashlib
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, fields
 from functools import cached_property
+from operator import add
 
 from ..errors import ConfigError
 from ..layout import Layout, ShardedMatrix
@@ -13,7 +14,11 @@ from .cost import CostModel
 from .footprint import Footprint
 from .nodes import Crossings, Nodes
 from .owners import lightest_possible
+from .peers import ExchangePeers, PeerCounter
+from .relay_bytes import Hops, count_hops
+from .relays import Relays
 from .tasks import EVERY_HOLDER, NO_WAVE, PieceTransfer, PlannedParam, Task
+from .traffic import ExchangeBytes, WaveOwners, WaveTraffic, count_traffic
 
 REPLICA_OPTIONS = ("auto", "share", "repeat")
 DEFAULT_MAX_PEERS = 1024  # of the option ``max_peers``
@@ -119,14 +124,25 @@ class PlanData:
         return lightest_possible(costs, len(self.ranks)) if costs else 0.0
 
     @cached_property
+    def wave_owners(self) -> WaveOwners:
+        """Who owns what in each wave, with bytes on the wire."""
+        return WaveOwners(self.tasks, [param.itemsize for param in self.params], len(self.wave_lanes))
+
+    @cached_property
+    def traffic(self) -> tuple[WaveTraffic, ...]:
+        """What every rank sends and receives in each wave, from the first rank to the last where relays are between."""
+        return count_traffic(self.ranks, self.wave_owners, self.options.nodes)
+
+    @cached_property
     def elements_sent(self) -> dict[int, int]:
         """Rank → elements that it sends to other ranks in a step."""
-        return _sent(self, lambda param: 1)
+        owners = WaveOwners(self.tasks, [1] * len(self.params), len(self.wave_lanes))
+        return self._summed(exchange.sent for exchange in _exchanges(count_traffic(self.ranks, owners, None)))
 
     @cached_property
     def bytes_sent(self) -> dict[int, int]:
         """Rank → bytes that it sends to other ranks in a step."""
-        return _sent(self, lambda param: param.itemsize)
+        return self._summed(exchange.sent for exchange in _exchanges(self.traffic))
 
     @cached_property
     def bytes_copied(self) -> dict[int, int]:
@@ -136,7 +152,59 @@ class PlanData:
     @cached_property
     def bytes_between(self) -> dict[int, int]:
         """Rank → bytes that it sends to ranks of other nodes in a step."""
-        return _sent_between(self)
+        return self._summed(exchange.sent_between for exchange in _exchanges(self.traffic))
+
+    @property
+    def relayed(self) -> bool:
+        """Whether exchanges between nodes go in two hops."""
+        return self.options.max_peers is not None and self.options.nodes is not None
+
+    @cached_property
+    def hops(self) -> tuple[tuple[Hops, Hops], ...]:
+        """The exchanges of which the gather and the scatter of each wave consist: one, or three through relays."""
+        if self.options.max_peers is None or self.options.nodes is None:
+            return tuple(((wave.gather,), (wave.scatter,)) for wave in self.traffic)
+        return count_hops(self.ranks, self.wave_owners, self.options.nodes, self.traffic)
+
+    @cached_property
+    def bytes_relayed(self) -> dict[int, int]:
+        """Rank → bytes that it sends in a step for other ranks, beside its own; all 0 where nothing is relayed."""
+        sent = self._summed(hop.sent for wave in self.hops for exchange in wave for hop in exchange)
+        return {rank: total - self.bytes_sent[rank] for rank, total in sent.items()}
+
+    @cached_property
+    def peer_counter(self) -> PeerCounter:
+        """Counts the peers of every rank."""
+        return PeerCounter(self.ranks, self.wave_owners)
+
+    @cached_property
+    def peers(self) -> tuple[tuple[ExchangePeers, ExchangePeers], ...]:
+        """The peers of the gather and of the scatter of each wave; through relays only those that a rank has at most."""
+        most, waves = self._most_through_relays, map(self.peer_counter.wave, range(len(self.wave_lanes)))
+        return tuple((gather.at_most(most), scatter.at_most(most)) for gather, scatter in waves)
+
+    @cached_property
+    def peers_of_step(self) -> list[int]:
+        """How many ranks each of ``ranks`` has to do with in a whole step, likewise."""
+        most = self._most_through_relays
+        return [min(count, most) for count in self.peer_counter.of_step()]
+
+    @property
+    def _most_through_relays(self) -> int:
+        if self.options.max_peers is None or self.options.nodes is None:
+            return len(self.ranks)
+        return Relays(self.options.nodes).most_peers
+
+    @cached_property
+    def most_peers(self) -> int:
+        """With how many ranks the busiest rank exchanges pieces in one wave, if every piece is sent directly."""
+        return self.peer_counter.most()
+
+    def _summed(self, exchanges: Iterable[Sequence[int]]) -> dict[int, int]:
+        totals = [0] * len(self.ranks)
+        for exchange in exchanges:
+            totals = list(map(add, totals, exchange))
+        return dict(zip(self.ranks, totals, strict=True))
 
     @cached_property
     def digest(self) -> str:
@@ -202,42 +270,6 @@ def _loads(plan: PlanData, amount: Callable[[Task], float]) -> dict[int, float]:
     return loads
 
 
-def _sent(plan: PlanData, weight: Callable[[PlannedParam], int]) -> dict[int, int]:
-    """What each rank sends, counted without listing the transfers: pieces are summed per ``ShardedMatrix`` and replica."""
-    sent = dict.fromkeys(plan.ranks, 0)
-    gathered: dict[tuple[ShardedMatrix, int], int] = {}
-    for task in plan.tasks:
-        if task.wave == NO_WAVE:
-            continue
-        size = weight(plan.params[task.param])
-        piece, replica = task.sharded.holdings[task.owner]
-        owner_elements = task.sharded.sizes[piece]
-        gathered[task.sharded, replica] = gathered.get((task.sharded, replica), 0) + size
-        sent[task.owner] += size * (task.sharded.size * task.sharded.replicas - owner_elements)  # the scatter
-        sent[task.owner] -= size * owner_elements  # the owner's piece needs no gather
-    for (sharded, replica), size in gathered.items():
-        for sent_piece, elements in zip(sharded.pieces, sharded.sizes, strict=True):
-            sent[sent_piece.holders[replica]] += size * elements
-    return sent
-
-
-def _sent_between(plan: PlanData) -> dict[int, int]:
-    """What each rank sends to other nodes, likewise; the pieces of a gather are summed per node of the owner, too."""
-    nodes, sent = plan.options.nodes, dict.fromkeys(plan.ranks, 0)
-    if nodes is None:
-        return sent
-    crossings = Crossings(nodes)
-    gathered: dict[tuple[ShardedMatrix, int], dict[int, int]] = {}
-    for task in plan.tasks:
-        if task.wave != NO_WAVE:
-            itemsize = plan.params[task.param].itemsize
-            sent[task.owner] += itemsize * crossings.scattered(task.sharded, task.owner)
-            by_node = gathered.setdefault((task.sharded, task.sharded.holdings[task.owner][1]), {})
-            node = nodes.node_of(task.owner)
-            by_node[node] = by_node.get(node, 0) + itemsize
-    for (sharded, replica), by_node in gathered.items():
-        total = sum(by_node.values())
-        for piece, elements in zip(sharded.pieces, sharded.sizes, strict=True):
-            sender = piece.holders[replica]
-            sent[sender] += elements * (total - by_node.get(nodes.node_of(sender), 0))
-    return sent
+def _exchanges(waves: Iterable[WaveTraffic]) -> Iterator[ExchangeBytes]:
+    for wave in waves:
+        yield from (wave.gather, wave.scatter)

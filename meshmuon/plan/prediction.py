@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from operator import add
 from typing import Protocol
 
 from .plan_data import PlanData, add_local_costs
 from .rates import Link
+from .relay_bytes import Hops
 from .tasks import EVERY_HOLDER, Task
 from .timeline import StepSeconds, Timeline, WaveSeconds, timeline_of
-from .traffic import ExchangeBytes, WaveTraffic, traffic_of
 
 _NO_ADAMW: Mapping[int, int] = {}
 
@@ -44,6 +45,11 @@ class Machine(Protocol):
         ...
 
     @property
+    def seconds_per_peer(self) -> float:
+        """What each rank that another one talks to adds to an exchange; 0 where ``exchange`` was measured with all of them."""
+        ...
+
+    @property
     def copies(self) -> Link | None:
         """Copies between a device and its host, for weights in host memory; None if they were not measured."""
         ...
@@ -71,6 +77,7 @@ class Machine(Protocol):
 class Prediction:
     """A step as it should run."""
 
+    work: StepSeconds  # what each rank needs for each part, before anything waits for anything
     timeline: Timeline
 
     @property
@@ -84,14 +91,17 @@ class Prediction:
         return self.timeline.totals(self.timeline.slowest)
 
 
-def predict(plan: PlanData, machine: Machine, *, averages: bool, adamw_elements: Mapping[int, int] = _NO_ADAMW) -> Prediction:
+def predict(
+    plan: PlanData, machine: Machine, *, averages: bool = False, adamw_elements: Mapping[int, int] = _NO_ADAMW
+) -> Prediction:
     """The prediction of a step of ``Muon`` or, with ``averages``, of ``DistMuon``.
 
     ``adamw_elements`` has, by rank, the elements that AdamW steps.
     """
-    seconds = _Seconds(plan, machine, averages=averages)
     per_element = machine.seconds_per_element("adamw")
-    return Prediction(timeline_of(seconds.step([per_element * adamw_elements.get(rank, 0) for rank in plan.ranks])))
+    adamw = [per_element * adamw_elements.get(rank, 0) for rank in plan.ranks]
+    work = _Seconds(plan, machine, averages=averages).step(adamw)
+    return Prediction(work, timeline_of(work))
 
 
 class _Seconds:
@@ -110,16 +120,19 @@ class _Seconds:
         else:
             self._per_held = momentum, update
             self._per_owned = 2 * copy  # pieces to matrices, and back
+        self._of_matrix = [self._matrix(k) for k in range(len(plan.params))]
         self._work = [dict.fromkeys(plan.ranks, 0.0) for _ in plan.wave_lanes]
         self._copying = [0.0] * len(plan.wave_lanes)  # seconds per element in each direction; a wave is of one lane
         for task in plan.tasks:
             if task.owner != EVERY_HOLDER:
                 self._copying[task.wave] = self._copied(task)
-                self._work[task.wave][task.owner] += self._matrix(task) + self._per_owned * task.sharded.size
+                self._work[task.wave][task.owner] += self._of_matrix[task.param] + self._per_owned * task.sharded.size
 
-    def _matrix(self, task: Task) -> float:
-        size = min(task.sharded.rows, task.sharded.cols)
-        return self._plan.params[task.param].flops / self._machine.orthogonalisation_rate(size)
+    def _matrix(self, param: int) -> float:
+        """Seconds in which one matrix of a parameter is orthogonalised."""
+        planned = self._plan.params[param]
+        sharded = planned.sharded_matrices(planned.layouts[0])[:1]
+        return sum(planned.flops / self._machine.orthogonalisation_rate(min(one.rows, one.cols)) for one in sharded)
 
     def _copied(self, task: Task) -> float:
         """Seconds in which one element gets from host memory to the device, or back; 0 where it is on the device already."""
@@ -128,56 +141,78 @@ class _Seconds:
 
     def step(self, adamw: list[float]) -> StepSeconds:
         plan, machine = self._plan, self._machine
-        waves = tuple(map(self._wave, traffic_of(plan), self._work, self._copying))
-        local = dict.fromkeys(plan.ranks, 0.0)
+        waves = tuple(map(self._wave, range(len(plan.wave_lanes))))
+        local, held = dict.fromkeys(plan.ranks, 0.0), dict.fromkeys(plan.ranks, 0.0)
         elementwise = machine.seconds_per_element("momentum") + machine.seconds_per_element("update")
         staying = [task for task in plan.tasks if task.owner == EVERY_HOLDER]
+        add_local_costs(held, ((task.sharded, 1.0) for task in plan.tasks))
+        issued = machine.host_seconds_per_matrix if self._on_cores else 0.0
         per_element = [elementwise + 2 * self._copied(task) for task in staying]
         costs = (
-            (task.sharded, self._matrix(task) + seconds * task.sharded.size + machine.host_seconds_per_matrix)
+            (task.sharded, self._of_matrix[task.param] + seconds * task.sharded.size + issued)
             for task, seconds in zip(staying, per_element, strict=True)
         )
         add_local_costs(local, costs)
         all_at_once = max(1, len(waves)) if self._averages else None
+        of_host = [machine.host_seconds_per_step + machine.host_seconds_per_matrix * count for count in held.values()]
+        nothing = [0.0] * len(plan.ranks)
         return StepSeconds(
             ranks=plan.ranks,
             waves=waves,
             local=list(local.values()),
             adamw=adamw,
-            host=[machine.host_seconds_per_step] * len(plan.ranks),
+            host=[machine.host_seconds_per_step] * len(plan.ranks) if self._on_cores else nothing,
             busy=machine.exchange_busy,
             in_flight=all_at_once or plan.options.in_flight,
             gathered_ahead=all_at_once,
+            host_ahead=nothing if self._on_cores else of_host,
         )
 
-    def _wave(self, traffic: WaveTraffic, work: dict[int, float], copying: float) -> WaveSeconds:
-        ranks, per_piece = self._plan.ranks, self._machine.host_seconds_per_matrix / 2
+    def _wave(self, wave: int) -> WaveSeconds:
+        traffic, (gather, scatter), copying = self._plan.traffic[wave], self._plan.hops[wave], self._copying[wave]
+        per_piece = self._machine.host_seconds_per_matrix / 2 if self._on_cores else 0.0
 
         def held(per_element: float) -> list[float]:
-            return [per_piece * traffic.pieces.get(rank, 0) + per_element * traffic.elements.get(rank, 0) for rank in ranks]
+            pairs = zip(traffic.pieces, traffic.elements, strict=True)
+            return [per_piece * pieces + per_element * elements for pieces, elements in pairs]
 
-        gather = traffic.scatter.reversed() if self._averages else traffic.gather
+        peers = self._peers(wave)
+        if self._averages:  # gradients go the way on which weights come back
+            gather, peers = tuple(hop.reversed() for hop in reversed(scatter)), (peers[1], peers[1])
         return WaveSeconds(
             momentum=held(self._per_held[0] + copying),
-            gather=[self._exchange(gather, rank) for rank in ranks],
-            orthogonalise=list(work.values()),
-            scatter=[self._exchange(traffic.scatter, rank) for rank in ranks],
+            gather=self._exchange(gather, peers[0]),
+            orthogonalise=list(self._work[wave].values()),
+            scatter=self._exchange(scatter, peers[1]),
             update=held(self._per_held[1] + copying),
         )
 
-    def _exchange(self, exchange: ExchangeBytes, rank: int) -> float:
-        """A rank's own time in an exchange."""
+    def _peers(self, wave: int) -> tuple[Sequence[int], Sequence[int]]:
+        """Of every rank in the gather and in the scatter, if they take time."""
+        if not self._machine.seconds_per_peer:
+            return (), ()
+        gather, scatter = self._plan.peers[wave]
+        return gather.peers, scatter.peers
+
+    def _exchange(self, hops: Hops, peers: Sequence[int]) -> list[float]:
+        """Each rank's own time in an exchange, all of its hops after each other."""
         whole = self._machine.exchange
         if whole is None:
-            return 0.0
+            return [0.0] * len(self._plan.ranks)
         inside, between = self._machine.inside or whole, self._machine.between or whole
         if self._plan.options.nodes is None:
             inside = between = whole
-        inward = self._moved(exchange.sent_inside.get(rank, 0), exchange.received_inside.get(rank, 0))
-        outward = self._moved(exchange.sent_between.get(rank, 0), exchange.received_between.get(rank, 0))
-        seconds = inward / inside.bytes_per_second, outward / between.bytes_per_second
-        return whole.seconds + (sum(seconds) if self._on_cores else max(seconds))
+        latency = whole.seconds * len(hops)
+        total = [latency + self._machine.seconds_per_peer * count for count in peers] or [latency] * len(self._plan.ranks)
+        for hop in hops:
+            inward = self._moved(hop.sent_inside, hop.received_inside, inside)
+            outward = self._moved(hop.sent_between, hop.received_between, between)
+            total = list(map(add, total, map(add if self._on_cores else max, inward, outward)))
+        return total
 
-    def _moved(self, sent: int, received: int) -> float:
-        """Bytes as links were measured, sending and receiving equally much: cores do one after the other, links both at once."""
-        return (sent + received) / 2 if self._on_cores else max(sent, received)
+    def _moved(self, sent: Sequence[int], received: Sequence[int], link: Link) -> list[float]:
+        """Seconds on a link, as it was measured, sending and receiving equally much: cores do both in turn, links at once."""
+        rate = link.bytes_per_second
+        if self._on_cores:
+            return [both / 2 / rate for both in map(add, sent, received)]
+        return [more / rate for more in map(max, sent, received)]

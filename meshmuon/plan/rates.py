@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import pairwise
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,3 +33,15 @@ class Elementwise:
     update: float  # of a parameter
     copy: float
     adamw: float
+
+
+def rate_at(size: int, points: Iterable[tuple[int, float]]) -> float:
+    """The rate at ``size`` on the line through ``points`` (size, rate), in logarithms of both; outside of them the nearest."""
+    ordered = sorted(points)
+    if size <= ordered[0][0]:
+        return ordered[0][1]
+    for (low, at_low), (high, at_high) in pairwise(ordered):
+        if size <= high:
+            share = math.log(size / low) / math.log(high / low)
+            return float(at_low * (at_high / at_low) ** share)
+    return ordered[-1][1]

@@ -13,10 +13,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from ..layout import ShardedMatrix
 from .nodes import Nodes
-from .plan_data import PlanData
-from .tasks import NO_WAVE
 
 Parcel: TypeAlias = "tuple[int, int]"
 """All that one rank sends to another in an exchange: from which rank to which."""
@@ -35,11 +32,30 @@ class HopRoutes:
         return frozenset(peer for peer, _ in (*self.sent, *self.received))
 
 
+def relay_for(node: int, ranks: int) -> int:
+    """Which of the ``ranks`` of a node relays to and from ``node``: the sum of its digits in base ``ranks``, modulo ``ranks``.
+
+    Groups of nodes are often strided: experts on nodes 0, 8, 16, … The last digit alone would give all of these to one rank.
+    """
+    if ranks == 1:
+        return 0
+    total = 0
+    while node:
+        node, digit = divmod(node, ranks)
+        total += digit
+    return total % ranks
+
+
 class Relays:
     """Which ranks collect and distribute between ``nodes``."""
 
     def __init__(self, nodes: Nodes) -> None:
         self._nodes = nodes
+
+    @property
+    def most_peers(self) -> int:
+        """At most so many ranks a rank talks to: the others of its node, and a rank of each node that it relays for."""
+        return max(len(node) - 1 + -(-len(self._nodes.ranks) // len(node)) for node in self._nodes.ranks)
 
     def relays(self, parcel: Parcel) -> tuple[int, int] | None:
         """The ranks that collect a parcel on its source's node and distribute it on its target's; None inside a node."""
@@ -47,7 +63,7 @@ class Relays:
         if source == target:
             return None
         near, far = self._nodes.ranks[source], self._nodes.ranks[target]
-        return near[target % len(near)], far[source % len(far)]
+        return near[relay_for(target, len(near))], far[relay_for(source, len(far))]
 
     def hops(
         self, rank: int, leaving: Collection[Parcel], arriving: Collection[Parcel]
@@ -96,54 +112,3 @@ class _Edges:
 
     def routes(self) -> HopRoutes:
         return HopRoutes(tuple(sorted(self._sent)), tuple(sorted(self._received)))
-
-
-def most_peers(plan: PlanData) -> int:
-    """With how many ranks the busiest rank exchanges pieces in one wave, if every piece is sent directly.
-
-    Owners talk to all holders of their matrices. Holders are compared as sets, of which a plan has few.
-    """
-    owners: dict[tuple[int, frozenset[int]], set[int]] = {}
-    holders: dict[ShardedMatrix, frozenset[int]] = {}
-    for task in plan.tasks:
-        if task.wave != NO_WAVE:
-            if task.sharded not in holders:
-                holders[task.sharded] = frozenset(task.sharded.holdings)
-            owners.setdefault((task.wave, holders[task.sharded]), set()).add(task.owner)
-    by_wave: dict[int, list[tuple[frozenset[int], set[int]]]] = {}
-    for (wave, ranks), of_ranks in owners.items():
-        by_wave.setdefault(wave, []).append((ranks, of_ranks))
-    return max((_most_of_wave(groups) for groups in by_wave.values()), default=0)
-
-
-def _most_of_wave(groups: list[tuple[frozenset[int], set[int]]]) -> int:
-    """Ranks that hold pieces in the same groups, and own matrices in the same of these, have equally many peers."""
-    groups_of: dict[int, list[int]] = {}
-    for number, (holders, _) in enumerate(groups):
-        for rank in holders:
-            groups_of.setdefault(rank, []).append(number)
-    peers: dict[tuple[tuple[int, ...], tuple[int, ...]], int] = {}
-    for rank, numbers in groups_of.items():
-        key = tuple(numbers), tuple(number for number in numbers if rank in groups[number][1])
-        if key not in peers:
-            owners, held = (groups[number][1] for number in numbers), (groups[number][0] for number in key[1])
-            peers[key] = len(frozenset().union(*owners, *held) - {rank})
-    return max(peers.values())
-
-
-def relayed_bytes(plan: PlanData) -> dict[int, int]:
-    """Rank → bytes that it sends in a step for other ranks, beside its own; all 0 where nothing is relayed."""
-    relayed = dict.fromkeys(plan.ranks, 0)
-    if plan.options.max_peers is None or plan.options.nodes is None:
-        return relayed
-    relays = Relays(plan.options.nodes)
-    for index, task in enumerate(plan.tasks):
-        itemsize = plan.params[task.param].itemsize
-        for transfer in (*plan.gather_sends(index), *plan.scatter_sends(index)):
-            through = relays.relays((transfer.source, transfer.target))
-            if through is not None:
-                collector, distributor = through
-                size = itemsize * transfer.piece.size
-                relayed[collector] += size * (collector != transfer.source)
-                relayed[distributor] += size * (distributor != transfer.target)
-    return relayed

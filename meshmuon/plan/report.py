@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from .plan_data import PlanData
-from .relays import most_peers, relayed_bytes
+from .relays import Relays
 from .saved_plan import plan_content
 from .tasks import EVERY_HOLDER, NO_WAVE, Task
 
@@ -66,18 +66,17 @@ def _through_relays(plan: PlanData) -> list[str]:
     """What relays send for others, where the plan has too many peers to send directly."""
     if plan.options.max_peers is None or plan.options.nodes is None:
         return []
-    relayed = relayed_bytes(plan).values()
-    size, count = max(map(len, plan.options.nodes.ranks)), len(plan.options.nodes.ranks)
+    relayed = plan.bytes_relayed.values()
     return [
-        f"in two hops between nodes: {most_peers(plan)} peers per rank would be more than max_peers={plan.options.max_peers}, "
-        f"there are at most {size - 1 + count}; relays send {_bytes(max(relayed))} at most, "
+        f"in two hops between nodes: {plan.most_peers} peers per rank would be more than max_peers={plan.options.max_peers}, "
+        f"there are at most {Relays(plan.options.nodes).most_peers}; relays send {_bytes(max(relayed))} at most, "
         f"{_bytes(sum(relayed) / len(relayed))} on average, for others"
     ]
 
 
 def to_json(plan: PlanData) -> str:
     """The plan as JSON: options, parameters, for every matrix its owner and wave, and what each rank does."""
-    sent, between, relayed = plan.bytes_sent, plan.bytes_between, relayed_bytes(plan)
+    sent, between, relayed = plan.bytes_sent, plan.bytes_between, plan.bytes_relayed
     content: dict[str, Any] = {
         **plan_content(plan),
         "buffer_bytes": {str(rank): plan.buffer_bytes(rank) for rank in plan.ranks[:1]},

@@ -10,6 +10,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from operator import sub
 from typing import NamedTuple, TypeAlias
 
 from .order import Action, pipeline_order
@@ -51,10 +53,11 @@ class StepSeconds:
     waves: tuple[WaveSeconds, ...]
     local: Seconds  # matrices that stay where they are: all that is done with them
     adamw: Seconds
-    host: Seconds  # before the first wave: looking at parameters, agreeing with the other ranks
+    host: Seconds  # before the first wave: looking at parameters, agreeing with the other ranks; 0 if the host runs ahead
     busy: float  # share of an exchange that takes the device's time: 0 if links work by themselves, 1 if nothing is hidden
     in_flight: int  # most waves between their first and their last exchange
     gathered_ahead: int | None = None  # as in ``pipeline_order``
+    host_ahead: Seconds = ()  # of a host that issues work for its device: the step ends when both have ended
 
 
 class Phase(NamedTuple):
@@ -72,11 +75,13 @@ class Timeline:
 
     ranks: tuple[int, ...]
     phases: tuple[Phase, ...]  # in the order in which the host issues them
+    host_ahead: Seconds = ()  # as in ``StepSeconds``
+    overlaps: bool = True  # whether links work beside the device, at least in part
 
-    @property
+    @cached_property
     def ends(self) -> dict[int, float]:
         """Rank → when it has ended."""
-        last = [0.0] * len(self.ranks)
+        last = list(self.host_ahead) or [0.0] * len(self.ranks)
         for phase in self.phases:
             last = list(map(max, last, phase.end))
         return dict(zip(self.ranks, last, strict=True))
@@ -105,9 +110,32 @@ class Timeline:
             totals[span.kind] = totals.get(span.kind, 0.0) + span.end - span.start
         return totals
 
+    @cached_property
+    def waited(self) -> list[float]:
+        """Seconds in which the device of each rank waits for an exchange."""
+        total = [0.0] * len(self.ranks)
+        for phase in self.phases:
+            if phase.kind == "wait":
+                total = [sum(times) - start for *times, start in zip(total, phase.end, phase.start, strict=True)]
+        return total
+
+    @cached_property
     def exchanging(self) -> float:
-        """Seconds in which some rank's links are busy."""
-        return sum(max(phase.end) - min(phase.start) for phase in self.phases if phase.kind in ("gather", "scatter"))
+        """Seconds of all exchanges, each on the rank that takes longest."""
+        exchanges = (phase for phase in self.phases if phase.kind in ("gather", "scatter"))
+        return sum(max(map(sub, phase.end, phase.start), default=0.0) for phase in exchanges)
+
+    @property
+    def waited_for(self) -> float:
+        """Of these, what the slowest rank waited for: all of them if its cores do the sending."""
+        if not self.overlaps or not self.ranks:
+            return self.exchanging
+        return min(self.exchanging, self.waited[self.ranks.index(self.slowest)])
+
+    @property
+    def hidden(self) -> float:
+        """Of these, what passed while the slowest rank had other work."""
+        return self.exchanging - self.waited_for
 
 
 def timeline_of(step: StepSeconds) -> Timeline:
@@ -121,7 +149,7 @@ def timeline_of(step: StepSeconds) -> Timeline:
             walk.work("adamw", None, step.adamw)
         else:
             _TURNS[action](walk, wave, step.waves[wave])
-    return Timeline(step.ranks, tuple(walk.phases))
+    return Timeline(step.ranks, tuple(walk.phases), step.host_ahead, overlaps=step.busy < 1.0)
 
 
 class _Walk:

@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 
 from ..plan import NO_WAVE
-from .build_report import balance_of, orthogonalise_seconds
+from .build_report import balance_of, host_seconds, orthogonalise_seconds
 from .report import ChoiceFigures
 from .sharding import MeshSharding
 from .simulation import Simulation
@@ -72,7 +72,7 @@ def _balance(simulation: Simulation) -> Iterator[str]:
             kinds[task.sharded.rows, task.sharded.cols] += 1
     alike = kinds.get(balance.matrix_shape, 0)
     rows, cols = balance.matrix_shape
-    slowest = max(float(orthogonalise_seconds(stage).max()) for stage in simulation.stages)
+    slowest = max(max(orthogonalise_seconds(stage)) for stage in simulation.stages)
     if balance.matrix_share < _LARGE_MATRIX:
         yield (
             f"The heaviest rank, {balance.heaviest_rank}, has {balance.heaviest_over_mean:.1f} times the mean "
@@ -93,10 +93,10 @@ def _balance(simulation: Simulation) -> Iterator[str]:
 
 
 def _peers(simulation: Simulation) -> Iterator[str]:
-    peers = max(stage.traffic.direct_peers for stage in simulation.stages)
+    peers = max(stage.planned.plan.most_peers for stage in simulation.stages)
     if peers < _MANY_PEERS:
         return
-    if any(stage.traffic.relayed for stage in simulation.stages):
+    if any(stage.planned.plan.relayed for stage in simulation.stages):
         limit = simulation.options.max_peers
         text = f"{peers:,} peers per exchange, more than max_peers={limit}: exchanges between nodes go in two hops."
     else:
@@ -134,15 +134,15 @@ def _waiting(simulation: Simulation) -> Iterator[str]:
         wire = {param.itemsize for param in simulation.slowest.planned.plan.params}
         fix = "comm_dtype=torch.bfloat16 halves what is sent" if max(wire, default=2) > 2 else "larger batches make it rarer"
         yield f"{text}, {seconds_text(timeline.waited_for)} of it waiting for exchanges: {fix}."
-    elif float(simulation.slowest.work.host.max()) >= timeline.seconds:
+    elif host_seconds(simulation.slowest) >= timeline.seconds:
         yield f"{text}, and the host is the slowest part: experts in one stacked parameter need fewer calls than one by one."
     else:
         yield f"{text}, most of it orthogonalising: more ranks or a larger batch make the share smaller."
 
 
 def _messages(simulation: Simulation) -> Iterator[str]:
-    traffic = simulation.slowest.traffic
-    messages, total = int(traffic.gather.messages.sum()), int(traffic.gather.sent.sum())
+    plan = simulation.slowest.planned.plan
+    messages, total = sum(gather.messages for gather, _ in plan.peers), sum(sum(wave.gather.sent) for wave in plan.traffic)
     latency = simulation.machine.seconds_per_peer * simulation.machine.between.bytes_per_second
     if messages and 0 < total / messages < latency and simulation.most_peers > simulation.machine.ranks_per_node:
         yield (

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ..matrices import with_stars
 from ..plan import EVERY_HOLDER, NO_WAVE, Task, how_computed
+from .blocks import bytes_between_blocks
 from .meshes import MeshAxes
 from .report import (
     BalanceFigures,
@@ -29,8 +30,7 @@ from .report import (
     StepFigures,
 )
 from .sharding import MeshSharding
-from .simulation import Simulation, Stage, dtype_name, received_bytes, sent_bytes
-from .traffic import Direction
+from .simulation import Simulation, Stage, dtype_name
 
 _OF_ADAMW = {"parameters": 1, "gradients": 1, "adamw_state": 2}  # tensors like the weight that AdamW has
 _ESTIMATED = ("scratch", "connections")
@@ -51,7 +51,7 @@ def build_report(simulation: Simulation, command: str, advice: Sequence[str]) ->
         exchanges=[row for number, stage in enumerate(simulation.stages) for row in _exchanges(number, stage)],
         ranks=_ranks(simulation),
         params=[row for stage in simulation.stages for row in _params(stage)],
-        traffic=[BlockTraffic(stage.traffic.block_ranks, stage.traffic.between_blocks.tolist()) for stage in simulation.stages],
+        traffic=[_blocks(stage) for stage in simulation.stages],
         timeline=_timeline(simulation.slowest),
         advice=list(advice),
     )
@@ -108,7 +108,7 @@ def _mesh(simulation: Simulation) -> MeshFigures:
         ranks=sharding.ranks,
         nodes=max(1, len(nodes)),
         ranks_per_node=max((len(node) for node in nodes.values()), default=sharding.ranks),
-        relayed=any(stage.traffic.relayed for stage in simulation.stages),
+        relayed=any(stage.planned.plan.relayed for stage in simulation.stages),
     )
 
 
@@ -147,17 +147,17 @@ def _stage(number: int, stage: Stage) -> StageFigures:
 
 def _step(simulation: Simulation) -> StepFigures:
     stage = simulation.slowest
-    timeline, work = stage.timeline, stage.work
-    slowest = int(timeline.end.argmax())
+    timeline, work = stage.timeline, stage.prediction.work
+    slowest = timeline.ranks.index(timeline.slowest)
     return StepFigures(
         seconds=timeline.seconds,
-        orthogonalise=max(float(orthogonalise_seconds(one).max()) for one in simulation.stages),
+        orthogonalise=max(max(orthogonalise_seconds(one)) for one in simulation.stages),
         exchange=timeline.exchanging,
         exchange_hidden=timeline.hidden,
         exchange_waited_for=timeline.waited_for,
-        elementwise=float((work.momentum.sum(0) + work.update.sum(0))[slowest]),
-        adamw=float(work.adamw[slowest]),
-        host=float(work.host.max()),
+        elementwise=sum(wave.momentum[slowest] + wave.update[slowest] for wave in work.waves),
+        adamw=work.adamw[slowest],
+        host=host_seconds(stage),
         flops=sum(sum(one.planned.plan.flops.values()) for one in simulation.stages),
         tokens_per_step=simulation.workload.tokens_per_step,
         mfu=simulation.workload.mfu,
@@ -166,9 +166,21 @@ def _step(simulation: Simulation) -> StepFigures:
     )
 
 
-def orthogonalise_seconds(stage: Stage) -> Tensor:
-    """(ranks,): seconds in which each rank orthogonalises."""
-    return stage.work.orthogonalise.sum(0) + stage.work.local
+def orthogonalise_seconds(stage: Stage) -> list[float]:
+    """By rank: seconds in which it orthogonalises."""
+    work = stage.prediction.work
+    return [sum(parts) for parts in zip(work.local, *(wave.orthogonalise for wave in work.waves), strict=True)]
+
+
+def host_seconds(stage: Stage) -> float:
+    """Seconds of the host on the rank where it has most to do, ahead of its device or before its cores begin."""
+    work = stage.prediction.work
+    return max((*work.host, *work.host_ahead))
+
+
+def _blocks(stage: Stage) -> BlockTraffic:
+    blocks = bytes_between_blocks(stage.planned.plan)
+    return BlockTraffic(blocks.block_ranks, blocks.between.tolist())
 
 
 def balance_of(simulation: Simulation) -> BalanceFigures:
@@ -225,12 +237,12 @@ def _exchanges(number: int, stage: Stage) -> list[ExchangeFigures]:
     for task in plan.tasks:
         matrices[task.wave] += 1
     for wave, lane in enumerate(plan.wave_lanes):
-        for kind, direction, seconds in (
-            ("gather", stage.traffic.gather, stage.work.gather),
-            ("scatter", stage.traffic.scatter, stage.work.scatter),
+        traffic, seconds_of, (gather, scatter) = plan.traffic[wave], stage.prediction.work.waves[wave], plan.peers[wave]
+        for kind, exchange, seconds, peers in (
+            ("gather", traffic.gather, seconds_of.gather, gather),
+            ("scatter", traffic.scatter, seconds_of.scatter, scatter),
         ):
-            inside, total = int(direction.sent_inside[wave].sum()), int(direction.sent[wave].sum())
-            messages = int(direction.messages[wave])
+            inside, between = sum(exchange.sent_inside), sum(exchange.sent_between)
             rows.append(
                 ExchangeFigures(
                     stage=number,
@@ -238,40 +250,33 @@ def _exchanges(number: int, stage: Stage) -> list[ExchangeFigures]:
                     kind=kind,
                     dtypes=", ".join(map(str, lane)) if isinstance(lane, tuple) else str(lane),
                     matrices=matrices[wave],
-                    seconds=float(seconds[wave].max()),
+                    seconds=max(seconds),
                     bytes_inside=inside,
-                    bytes_between=total - inside,
-                    most_peers=int(direction.peers[wave].max()),
-                    mean_peers=_mean_peers(direction, wave),
-                    messages=messages,
-                    mean_message=total / messages if messages else 0.0,
-                    largest_message=int(direction.largest[wave]),
+                    bytes_between=between,
+                    most_peers=max(peers.peers),
+                    mean_peers=sum(peers.peers) / len(peers.peers),
+                    messages=peers.messages,
+                    mean_message=(inside + between) / peers.messages if peers.messages else 0.0,
+                    largest_message=peers.largest,
                 )
             )
     return rows
 
 
-def _mean_peers(direction: Direction, wave: int) -> float:
-    return float(direction.peers[wave].double().mean())
-
-
 def _ranks(simulation: Simulation) -> RankColumns:
     columns = RankColumns()
     for stage in simulation.stages:
-        plan, traffic, memory = stage.planned.plan, stage.traffic, stage.memory
+        plan, memory = stage.planned.plan, stage.memory
         columns.rank.extend(plan.ranks)
         columns.matrices.extend(plan.computed[rank] for rank in plan.ranks)
         columns.flops.extend(plan.flops[rank] for rank in plan.ranks)
-        columns.seconds.extend(stage.timeline.end.tolist())
-        columns.orthogonalise_seconds.extend(orthogonalise_seconds(stage).tolist())
-        columns.waited_seconds.extend(stage.timeline.waited.tolist())
-        sent, between = sent_bytes(traffic, between=False), sent_bytes(traffic, between=True)
-        received, received_between = received_bytes(traffic, between=False), received_bytes(traffic, between=True)
-        columns.sent_inside.extend((sent - between).tolist())
-        columns.sent_between.extend(between.tolist())
-        columns.received_inside.extend((received - received_between).tolist())
-        columns.received_between.extend(received_between.tolist())
-        columns.peers.extend(traffic.peers.tolist())
+        columns.seconds.extend(stage.timeline.ends.values())
+        columns.orthogonalise_seconds.extend(orthogonalise_seconds(stage))
+        columns.waited_seconds.extend(stage.timeline.waited)
+        for name in ("sent_inside", "sent_between", "received_inside", "received_between"):
+            nothing = [0] * len(plan.ranks)
+            getattr(columns, name).extend(map(sum, zip(nothing, *(getattr(one, name) for one in stage.exchanges), strict=True)))
+        columns.peers.extend(plan.peers_of_step)
         for kind in memory.KINDS:
             getattr(columns, kind).extend(getattr(memory, kind).tolist())
         columns.memory.extend(memory.total.tolist())
@@ -333,12 +338,10 @@ def _timeline(stage: Stage) -> list[SpanFigures]:
     """What the slowest and the fastest rank of a stage do."""
     ranks = stage.planned.plan.ranks
     work = orthogonalise_seconds(stage)
-    chosen = dict.fromkeys((int(work.argmax()), int(work.argmin())))
     rows = []
-    for at in chosen:
-        for span in stage.timeline.spans:
-            start, seconds = float(span.start[at]), float(span.end[at] - span.start[at])
-            if seconds > 0:
+    for at in dict.fromkeys((work.index(max(work)), work.index(min(work)))):
+        for span in stage.timeline.spans(ranks[at]):
+            if span.kind != "wait":
                 track = "links" if span.on_links else "device"
-                rows.append(SpanFigures(ranks[at], track, span.name, span.wave, start, seconds))
+                rows.append(SpanFigures(ranks[at], track, span.kind, span.wave, span.start, span.end - span.start))
     return rows

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 from ..errors import ConfigError
-from ..plan import Calibration, Link, Rate
+from ..plan import Calibration, Link, rate_at
 
 FORMAT, VERSION = "meshmuon machine", 1
 DEVICES = ("cpu", "cuda", "xpu", "hpu", "mtia")
@@ -38,35 +36,26 @@ class Machine:
     connection_bytes: int  # device memory that a connection to another rank takes, about
     host_seconds_per_matrix: float
     host_seconds_per_step: float
-    measured: tuple[Rate, ...] = field(default=(), repr=False)  # rates of orthogonalisation that replace peak and efficiency
+    calibration: Calibration | None = field(default=None, repr=False)  # measured rates that replace those above in predictions
 
     def orthogonalise_rate(self, size: int, dtype: str) -> float:
         """FLOPs per second on matrices whose shorter side is ``size``, between two sizes on a logarithmic scale."""
-        if self.measured:
-            points = sorted((rate.size, rate.flops_per_second) for rate in self.measured)
-        else:
-            if dtype not in self.peak_flops:
-                raise ConfigError(
-                    f"{self.name} has no rate for products in {dtype}, only for {', '.join(self.peak_flops)}: add it to its file."
-                )
-            points = [(at, share * self.peak_flops[dtype]) for at, share in self.efficiency]
-        return _between(points, size)
+        if dtype not in self.peak_flops:
+            raise ConfigError(
+                f"{self.name} has no rate for products in {dtype}, only for {', '.join(self.peak_flops)}: add it to its file."
+            )
+        return rate_at(size, ((at, share * self.peak_flops[dtype]) for at, share in self.efficiency))
 
     def with_calibration(self, calibration: Calibration) -> Machine:
         """The machine with what ``meshmuon doctor --save`` measured in the place of what its file says."""
-        exchange, elementwise = calibration.exchange, calibration.elementwise
-        rate = self.memory_bytes_per_second if elementwise is None else ADAMW_BYTES / elementwise.adamw
         return replace(
             self,
             title=f"{self.title}, measured on {calibration.device_name}",
             device=calibration.device,
             ranks_per_node=calibration.ranks_per_node,
-            memory_bytes_per_second=rate,
-            measured=calibration.orthogonalisation,
-            inside=exchange or calibration.inside or self.inside,
-            between=calibration.between or exchange or self.between,
-            host_seconds_per_matrix=calibration.host_seconds_per_matrix,
-            host_seconds_per_step=calibration.host_seconds_per_step,
+            inside=calibration.inside or calibration.exchange or self.inside,
+            between=calibration.between or calibration.exchange or self.between,
+            calibration=calibration,
         )
 
     def peak(self) -> float:
@@ -126,14 +115,3 @@ def load_machine_file(path: Path) -> Machine:
         raise ConfigError(f"{path}: {error}") from None
     except (ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError) as error:
         raise ConfigError(f"{path} is not a description of a machine ({type(error).__name__}: {error}).") from None
-
-
-def _between(points: list[tuple[int, float]], size: int) -> float:
-    """The value at ``size`` on the line through ``points``, in logarithms of both; the nearest end's outside of them."""
-    if size <= points[0][0]:
-        return points[0][1]
-    for (low, at_low), (high, at_high) in pairwise(points):
-        if size <= high:
-            share = math.log(size / low) / math.log(high / low)
-            return float(at_low * (at_high / at_low) ** share)
-    return points[-1][1]

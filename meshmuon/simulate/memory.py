@@ -12,9 +12,8 @@ from ..ortho import Scheme, resolve_scheme, scheme_for
 from ..ortho.iteration import scratch_bytes
 from ..plan import EVERY_HOLDER, NO_WAVE, add_local_costs
 from .cluster import MuonOptions, StagePlan
+from .job_rates import local_sizes
 from .machines import Machine
-from .traffic import Traffic
-from .work import local_sizes
 
 _MOMENTS = 2  # of AdamW
 _UPDATE_ITEMSIZE = 4
@@ -41,7 +40,7 @@ class StageMemory:
         return torch.stack([getattr(self, kind) for kind in self.KINDS]).sum(0)
 
 
-def stage_memory(stage: StagePlan, traffic: Traffic, machine: Machine, options: MuonOptions) -> StageMemory:
+def stage_memory(stage: StagePlan, machine: Machine, options: MuonOptions) -> StageMemory:
     """The memory of all ranks of a stage."""
     muon, adamw = local_sizes(stage, muon=True), local_sizes(stage, muon=False)
     weight = options.param_dtype.itemsize
@@ -54,7 +53,7 @@ def stage_memory(stage: StagePlan, traffic: Traffic, machine: Machine, options: 
         adamw_state=adamw * _MOMENTS * weight,
         exchange_buffers=buffers,
         scratch=_scratch(stage, options),
-        connections=traffic.peers * machine.connection_bytes,
+        connections=torch.tensor(stage.plan.peers_of_step) * machine.connection_bytes,
         adamw_alone=held * weight * (2 + _MOMENTS),
     )
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any
 
 FORMAT, VERSION = "meshmuon plan report", 1
@@ -250,4 +250,17 @@ class Report:
 
     def to_json(self) -> dict[str, Any]:
         """The content of a file."""
-        return {"format": FORMAT, "version": VERSION, **asdict(self)}
+        return {"format": FORMAT, "version": VERSION, **_content(self)}
+
+
+def _content(figures: Any) -> dict[str, Any]:
+    """The fields of a class of figures. ``dataclasses.asdict`` would copy every number of thousands of ranks by itself."""
+    return {entry.name: _value(getattr(figures, entry.name)) for entry in fields(figures)}
+
+
+def _value(value: Any) -> Any:
+    if is_dataclass(value):
+        return _content(value)
+    if isinstance(value, list) and value and is_dataclass(value[0]):
+        return [_content(row) for row in value]
+    return value

@@ -7,16 +7,14 @@ from dataclasses import dataclass
 from functools import cached_property
 
 import torch
-from torch import Tensor
 
+from ..plan import ExchangeBytes, Plan, Prediction, Timeline
 from .cluster import MuonOptions, StagePlan, plan_cluster
 from .description import ModelDescription
+from .job_rates import predict_stage
 from .machines import Machine
 from .memory import StageMemory, stage_memory
 from .sharding import Sharding
-from .timeline import Timeline, timeline_of
-from .traffic import Traffic, TrafficCounter
-from .work import StageWork, stage_work
 
 _FLOPS_PER_PARAMETER = 6  # of forward and backward, per token
 
@@ -34,10 +32,18 @@ class Stage:
     """One pipeline stage: its plan and what follows from it."""
 
     planned: StagePlan
-    traffic: Traffic
-    work: StageWork
+    prediction: Prediction
     memory: StageMemory
-    timeline: Timeline
+
+    @property
+    def timeline(self) -> Timeline:
+        """When every rank does what."""
+        return self.prediction.timeline
+
+    @property
+    def exchanges(self) -> list[ExchangeBytes]:
+        """The gather and the scatter of every wave."""
+        return [exchange for wave in self.planned.plan.traffic for exchange in (wave.gather, wave.scatter)]
 
 
 @dataclass(frozen=True)
@@ -72,11 +78,8 @@ class Simulation:
         """Times the stages of plans that exist."""
         stages = []
         for planned in planned_stages:
-            traffic = TrafficCounter(planned.plan).count()
-            work = stage_work(planned, traffic, machine, options)
-            memory = stage_memory(planned, traffic, machine, options)
-            timeline = timeline_of(work, planned.plan.options.in_flight, overlaps=machine.device != "cpu")
-            stages.append(Stage(planned, traffic, work, memory, timeline))
+            prediction = predict_stage(planned, machine, options)
+            stages.append(Stage(planned, prediction, stage_memory(planned, machine, options)))
         return cls(model, sharding, machine, options, workload, tuple(stages))
 
     @cached_property
@@ -124,12 +127,12 @@ class Simulation:
     @property
     def most_peers(self) -> int:
         """The most ranks that a rank has to do with in one exchange."""
-        peers = [direction.peers for stage in self.stages for direction in (stage.traffic.gather, stage.traffic.scatter)]
-        return max((int(counts.max()) for counts in peers if counts.numel()), default=0)
+        exchanges = (exchange for stage in self.stages for wave in stage.planned.plan.peers for exchange in wave)
+        return max((max(exchange.peers, default=0) for exchange in exchanges), default=0)
 
     def most_sent(self, *, between: bool) -> int:
         """Bytes that the rank sends that sends most, in all or between nodes."""
-        return max(int(sent_bytes(stage.traffic, between=between).max()) for stage in self.stages)
+        return max(max(sent_bytes(stage.planned.plan, between=between)) for stage in self.stages)
 
     @property
     def heaviest_over_mean(self) -> float:
@@ -137,18 +140,9 @@ class Simulation:
         return max(_over_mean(list(stage.planned.plan.loads.values())) for stage in self.stages)
 
 
-def sent_bytes(traffic: Traffic, *, between: bool) -> Tensor:
-    """(ranks,): bytes that each rank sends in a step."""
-    sent = traffic.gather.sent.sum(0) + traffic.scatter.sent.sum(0)
-    inside = traffic.gather.sent_inside.sum(0) + traffic.scatter.sent_inside.sum(0)
-    return sent - inside if between else sent
-
-
-def received_bytes(traffic: Traffic, *, between: bool) -> Tensor:
-    """(ranks,): bytes that each rank receives in a step."""
-    received = traffic.gather.received.sum(0) + traffic.scatter.received.sum(0)
-    inside = traffic.gather.received_inside.sum(0) + traffic.scatter.received_inside.sum(0)
-    return received - inside if between else received
+def sent_bytes(plan: Plan, *, between: bool) -> list[int]:
+    """By rank: bytes that it sends in a step, in all or between nodes."""
+    return list((plan.bytes_between if between else plan.bytes_sent).values())
 
 
 def _over_mean(loads: list[float]) -> float:

@@ -128,7 +128,10 @@ def test_a_calibration_replaces_rates(capsys: pytest.CaptureFixture[str], tmp_pa
     path = tmp_path / "doctor.json"
 
     def seconds(factor: float) -> float:
-        changes = {"orthogonalisation": [{"dtype": "float32", "size": 64, "flops_per_second": 1e9 * factor}]}
+        changes = {
+            "orthogonalisation": [{"dtype": "float32", "size": 64, "flops_per_second": 1e9 * factor}],
+            "elementwise": dict.fromkeys(("momentum", "update", "copy", "adamw"), 1e-15),
+        }
         path.write_text(json.dumps({**MEASURED.to_json(), **changes}))
         arguments = ("--model", "gpt2", "--mesh", "dp_shard=2", "--calibration", str(path), "--json", "-")
         facts = json.loads(plan(capsys, *arguments))

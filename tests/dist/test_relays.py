@@ -15,7 +15,6 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from meshmuon import DistMuon, Muon
 from meshmuon.agree.node_view import RANKS_PER_NODE
-from meshmuon.plan import relayed_bytes
 from tests.support.counting import counted
 from tests.support.processes import results_of, run_ranks
 from tests.support.tensors import local, seeded
@@ -72,7 +71,7 @@ def test_the_bits_of_direct_exchanges(case: str, world: int, per_node: str, monk
         assert plan.options.max_peers is None
         assert relayed_plan.options.max_peers == 1
     plan = relayed[0][1]
-    extra = relayed_bytes(plan)
+    extra = plan.bytes_relayed
     if case != "rule state":  # whose numbers the plan does not count
         assert wire.nbytes == {rank: 3 * (plan.bytes_sent[rank] + extra[rank]) for rank in range(world)}
     assert sum(extra.values()) > 0

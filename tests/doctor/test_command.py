@@ -71,7 +71,9 @@ def test_all_checks_pass_on_two_ranks(healthy: tuple[Ended, Path]) -> None:
     ended, _ = healthy
     check_schema(ended.report, ranks=2)
     assert ended.report["passed"]
-    assert {check["name"]: check["status"] for check in ended.report["checks"]} == {check.name: "passed" for check in CHECKS}
+    expected = {**{check.name: "passed" for check in CHECKS}, "offload": "skipped"}
+    assert {check["name"]: check["status"] for check in ended.report["checks"]} == expected
+    assert ended.detail("offload") == "the weights are in host memory anyway"
     assert "the bits of one device" in ended.detail("fsdp2")
     assert "one device's result within rounding" in ended.detail("bf16")
     assert "40 steps" in ended.detail("stress")
@@ -99,7 +101,16 @@ def test_a_rank_that_dies_under_torchrun(tmp_path: Path) -> None:
     """torchrun terminates rank 0 at once; it still reports, and names the rank that is gone. No process is left."""
     script = str(Path(__file__).parent / "faulty_rank.py")
     launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", "0", "--standalone"]
-    arguments = ["dies_in_an_exchange", "1", "doctor", "--only", "ragged,distmuon", "--json", str(tmp_path / "report.json")]
+    arguments = [
+        "dies_in_an_exchange",
+        "1",
+        str(tmp_path),
+        "doctor",
+        "--only",
+        "ragged,distmuon",
+        "--json",
+        str(tmp_path / "report.json"),
+    ]
     done = subprocess.run(
         [*launcher, script, *arguments], env=ENVIRONMENT, capture_output=True, text=True, timeout=240, check=False, cwd=ROOT
     )
@@ -119,7 +130,11 @@ def test_a_rank_that_dies_under_torchrun(tmp_path: Path) -> None:
         (["doctor", "--skip", "x"], "there is no check 'x'"),
         (["doctor", "--skip", "links", "--save", "file"], "--save needs the measurements rates, links, host, step"),
         (["doctor", "--limit", "0"], "0 is not between 1 and 86400 seconds"),
-        (["doctor", "--limit", "soon"], "invalid _seconds value"),
+        (["doctor", "--limit", "soon"], "'soon' is no number of seconds"),
+        (["doctor", "--only", "join", "--skip", "join"], "--only and --skip both name 'join'. Leave it out of one of them"),
+        (["doctor", "--only", "tp,ddp", "--skip", "ep,ddp"], "--only and --skip both name 'ddp'"),
+        (["doctor", "--skip", "ddp,join"], "--skip cannot leave out 'join': all other checks need it"),
+        (["doctor", "--only", ","], "argument --only: it names no check"),
         (["physician"], "invalid choice"),
         ([], "the following arguments are required: command"),
     ],
@@ -154,6 +169,35 @@ def test_a_wrong_environment(
         main(["doctor", "--device", "cpu"])
     assert caught.value.code == 2
     assert text in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("backend", "text"),
+    [
+        ("zz", "--backend zz: this torch has no backend 'zz'. Those that it has: gloo"),
+        ("gloo,zz", "this torch has no backend 'gloo,zz'"),
+        ("cpu:zz", "this torch has no backend 'zz'"),
+        ("fake", "this torch has no backend 'fake'"),
+        ("", "this torch has no backend ''"),
+        ("cpu:gloo,cpu:gloo", "write one DEVICE:BACKEND for each type of device, such as cpu:gloo,cuda:nccl"),
+        ("cpu:gloo,gloo", "write one DEVICE:BACKEND for each type of device"),
+        ("cuda:gloo", "--backend cuda:gloo moves memory of cuda, and the ranks are on cpu"),
+    ],
+)
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_wrong_backend_is_refused_before_ranks_wait_for_each_other(
+    backend: str, text: str, rank: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """No rank asks for the store: at this address there is none, and to wait for it would end with another exit code."""
+    for name, value in {"RANK": rank, "WORLD_SIZE": 2, "LOCAL_RANK": rank, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": 1}.items():
+        monkeypatch.setenv(name, str(value))
+    with pytest.raises(SystemExit) as caught:
+        main(["doctor", "--device", "cpu", "--backend", backend])
+    assert caught.value.code == 2
+    written = capsys.readouterr()
+    assert text in written.err
+    assert "Traceback" not in written.err
+    assert not written.out
 
 
 @pytest.mark.parametrize("option", ["--json", "--save"])

@@ -20,7 +20,7 @@ from meshmuon import ConfigError
 from meshmuon.doctor import CHECKS, DoctorOptions, Session, chosen_checks, context, environment, measurements
 from meshmuon.doctor.check import Check, Finding, Outcome, Status, by_text, ranks_text
 from meshmuon.doctor.comparison import Comparison, muon_on
-from meshmuon.doctor.context import Context, own_device
+from meshmuon.doctor.context import Context, available_backends, check_backend, own_device
 from meshmuon.doctor.exchanges import partner, turns
 from meshmuon.doctor.measurements import calibration_of, summarise_links
 from meshmuon.doctor.numerics import check_orthogonalisation, check_products, seeded
@@ -263,7 +263,13 @@ def test_a_session_without_a_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_join_is_always_among_the_checks() -> None:
     assert [check.name for check in chosen_checks(DoctorOptions(only=("ddp",)))] == ["join", "ddp"]
-    assert len(chosen_checks(DoctorOptions(skip=("join", "ddp")))) == len(CHECKS) - 1
+    assert len(chosen_checks(DoctorOptions(skip=("ddp",)))) == len(CHECKS) - 1
+
+
+@pytest.mark.parametrize("backend", ["gloo", "GLOO", "cpu:gloo", "cpu:gloo,cuda:gloo"])
+def test_backends_that_are_there(backend: str) -> None:
+    check_backend(backend, "cpu")
+    assert "cpu" in available_backends()["gloo"]
 
 
 def test_axes_of_any_number_of_ranks() -> None:

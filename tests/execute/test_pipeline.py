@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from meshmuon.errors import TransportError
-from meshmuon.execute.pipeline import guarded, run_pipeline, take_first
+from meshmuon.execute.pipeline import finish_all, guarded, run_ahead, run_pipeline, take_first
 from meshmuon.plan.order import Action, gradient_read_order, most_gathered_ahead, pipeline_order
 
 WIDTHS, COUNTS = range(1, 7), range(9)
@@ -16,9 +16,7 @@ everywhere = pytest.mark.parametrize(("width", "count"), [(width, count) for wid
 Event = tuple[str, int]
 
 
-def record(width: int, count: int, local: int = 2, ahead: int | None = None) -> list[Event]:
-    events: list[Event] = []
-
+def waves_that_record(count: int, events: list[Event]) -> Iterator[Iterator[None]]:
     def wave(k: int) -> Iterator[None]:
         events.append(("gather", k))
         yield
@@ -26,8 +24,13 @@ def record(width: int, count: int, local: int = 2, ahead: int | None = None) -> 
         yield
         events.append(("finish", k))
 
+    return map(wave, range(count))
+
+
+def record(width: int, count: int, local: int = 2, ahead: int | None = None) -> list[Event]:
+    events: list[Event] = []
     pieces = [lambda k=k: events.append(("local", k)) for k in range(local)]
-    run_pipeline((wave(k) for k in range(count)), width, pieces, lambda: events.append(("last", 0)), gathered_ahead=ahead)
+    run_pipeline(waves_that_record(count, events), width, pieces, lambda: events.append(("last", 0)), gathered_ahead=ahead)
     return events
 
 
@@ -147,6 +150,17 @@ def test_everything_may_go_ahead(count: int) -> None:
 def test_an_example() -> None:
     order = [f"{what[0]}{k}" for what, k in record(3, 4, local=1)]
     assert order == ["g0", "g1", "l0", "c0", "g2", "c1", "f0", "g3", "c2", "c3", "l0", "f1", "f2", "f3"]
+
+
+@everywhere
+def test_running_ahead_leaves_only_the_last_to_be_finished(width: int, count: int) -> None:
+    events: list[Event] = []
+    left = run_ahead(waves_that_record(count, events), width)
+    order = record(width, count, local=0)
+    assert events == order[: order.index(("last", 0))]
+    assert len(left) <= width
+    finish_all(left)
+    assert events == [event for event in order if event != ("last", 0)]
 
 
 def test_a_wave_that_yields_once_more_is_refused() -> None:

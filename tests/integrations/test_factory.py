@@ -53,6 +53,32 @@ def test_parameters_that_do_not_decay() -> None:
     assert {name for name in decay if decay[name] == 0.0} == {"up.bias", "norm.weight", "norm.bias", "conv.bias"}
 
 
+def test_further_keys_of_groups() -> None:
+    """Equal keys share a group; each group of the default stays apart; parameters without keys come first."""
+    keys = {"up.weight": {"lr": 1e-4}, "embed.weight": {"lr": 1e-4, "mark": 1}, "norm.weight": {"mark": 1, "lr": 1e-4}}
+    optimizer = muon_for(model(), lr=1e-3, conv="flatten", keys=lambda name: keys.get(name, {}))
+    groups = [(group["use_muon"], group["lr"], group.get("mark"), list(group["param_names"])) for group in optimizer.param_groups]
+    assert groups == [
+        (True, 1e-3, None, ["conv.weight"]),
+        (True, 1e-4, None, ["up.weight"]),
+        (False, 1e-3, None, ["up.bias", "norm.bias", "conv.bias"]),
+        (False, 1e-4, 1, ["embed.weight", "norm.weight"]),
+    ]
+
+
+def test_keys_and_decay_together() -> None:
+    optimizer = muon_for(model(), keys=lambda name: {"lr": 1e-4} if "up" in name else {}, decays=lambda name: "bias" not in name)
+    found = {name: (group["lr"], group["weight_decay"]) for group in optimizer.param_groups for name in group["param_names"]}
+    assert (found["up.weight"], found["up.bias"], found["norm.bias"]) == ((1e-4, 0.1), (1e-4, 0.0), (1e-3, 0.0))
+
+
+def test_keys_that_are_not_for_them() -> None:
+    with pytest.raises(ConfigError, match=r"keys failed for up\.weight with ConfigError: use_muon is decided by get_default"):
+        muon_for(model(), keys=lambda name: {"use_muon": False})
+    with pytest.raises(ConfigError, match="keys=3 must be a function of a parameter's name that returns a dict"):
+        muon_for(model(), keys=3)  # type: ignore[arg-type]
+
+
 def test_parameters_without_names_lead_to_the_factory() -> None:
     """verl and NeMo Automodel call an optimizer class with a generator or a list of parameters."""
     for params in (model().parameters(), list(model().parameters())):

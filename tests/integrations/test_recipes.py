@@ -1,10 +1,11 @@
-"""What docs/trainers_hf.md shows for trainers that are not installed here, run against stand-ins that make their calls.
+"""What docs/trainers_hf.md shows for axolotl, verl and NeMo Automodel, run against stand-ins that make their calls.
 
 The stand-ins repeat what the sources of axolotl, verl and NeMo Automodel do around the optimizer, in their order.
 """
 
 from __future__ import annotations
 
+import importlib
 import re
 import sys
 from collections.abc import Callable, Iterator
@@ -17,30 +18,36 @@ import pytest
 import torch
 from torch import nn
 
-from meshmuon import Muon, get_default_muon_param_groups
+from meshmuon import ConfigError, Muon, UnsupportedError, get_default_muon_param_groups
 from tests.support.optional import need
 
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "trainers_hf.md"
+yaml = need("yaml")
+DOCS = Path(__file__).resolve().parents[2] / "docs"
 
 
-def recipe(package: str) -> str:
-    """The block of the page that imports the package."""
-    blocks = re.findall(r"^```py\n(.*?)^```", PAGE.read_text(), flags=re.MULTILINE | re.DOTALL)
-    (block,) = [block for block in blocks if f"from {package}" in block]
-    return str(block)
+def recipe(module: str) -> dict[str, Any]:
+    """The block of the page that names the module of meshmuon.integrations, as a trainer reads it."""
+    blocks = re.findall(r"^```yaml\n(.*?)^```", (DOCS / "trainers_hf.md").read_text(), flags=re.MULTILINE | re.DOTALL)
+    (block,) = [block for block in blocks if f"meshmuon.integrations.{module}" in block]
+    return dict(yaml.safe_load(block))
 
 
-def run_recipe(package: str, module: str, monkeypatch: pytest.MonkeyPatch, **names: Any) -> dict[str, Any]:
-    """Runs it with a stand-in for the module that it imports; returns what it defines."""
+def named(path: str) -> Any:
+    """The object behind a dotted path, as all three trainers find it."""
+    module, _, name = path.rpartition(".")
+    return getattr(importlib.import_module(module), name)
+
+
+def stand_in(monkeypatch: pytest.MonkeyPatch, adapter: str, module: str, **names: Any) -> None:
+    """Puts a module of a trainer into place for the adapter that imports it."""
     parts = module.split(".")
     for k in range(1, len(parts) + 1):
         monkeypatch.setitem(sys.modules, ".".join(parts[:k]), ModuleType(".".join(parts[:k])))
     for name, value in names.items():
         setattr(sys.modules[module], name, value)
-    defined: dict[str, Any] = {"__name__": "recipe"}
-    monkeypatch.setitem(sys.modules, "recipe", ModuleType("recipe"))  # dataclasses look their module up
-    exec(compile(recipe(package), str(PAGE), "exec"), defined)
-    return defined
+    monkeypatch.delitem(sys.modules, f"meshmuon.integrations.{adapter}", raising=False)
+    importlib.import_module(f"meshmuon.integrations.{adapter}")
+    monkeypatch.setitem(sys.modules, f"meshmuon.integrations.{adapter}", sys.modules[f"meshmuon.integrations.{adapter}"])
 
 
 def net() -> nn.Module:
@@ -69,35 +76,64 @@ def assert_same(model: nn.Module, expected: list[nn.Parameter]) -> None:
     assert all(torch.equal(param, other) for param, other in zip(model.parameters(), expected, strict=True))
 
 
-def test_axolotl(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The plugin sets the factory; ``OptimizerMixin.create_optimizer`` makes an instance and calls it with its arguments."""
-    transformers = need("transformers")
+@pytest.fixture
+def plugin(monkeypatch: pytest.MonkeyPatch) -> Any:
+    need("transformers")
 
     class BasePlugin:
         pass
 
-    defined = run_recipe("axolotl", "axolotl.integrations.base", monkeypatch, BasePlugin=BasePlugin)
-    args = transformers.TrainingArguments("unused", use_cpu=True, learning_rate=2e-3, weight_decay=0.25, report_to="none")
-    trainer = SimpleNamespace(optimizer=None, optimizer_cls_and_kwargs=None, model=net(), args=args)
-    defined["MeshmuonPlugin"]().post_trainer_create({}, trainer)
+    stand_in(monkeypatch, "axolotl", "axolotl.integrations.base", BasePlugin=BasePlugin)
+    (path,) = recipe("axolotl")["plugins"]
+    return named(path)()
+
+
+def axolotl_trainer(model: nn.Module, **arguments: Any) -> SimpleNamespace:
+    args = need("transformers").TrainingArguments("unused", use_cpu=True, report_to="none", learning_rate=2e-3, weight_decay=0.25)
+    vars(args).update(arguments)
+    return SimpleNamespace(optimizer=None, optimizer_cls_and_kwargs=None, model=model, args=args)
+
+
+def test_axolotl(plugin: Any) -> None:
+    """The plugin sets the factory; ``OptimizerMixin.create_optimizer`` makes an instance and calls it with its arguments."""
+    trainer = axolotl_trainer(net())
+    plugin.post_trainer_create({"optim_args": {"momentum": 0.5}}, trainer)
     factory, options = trainer.optimizer_cls_and_kwargs
     assert not (isinstance(factory, type) and issubclass(factory, torch.optim.Optimizer))  # what axolotl asks of a factory
     optimizer = factory()(trainer.model, trainer.args, **options)
     assert isinstance(optimizer, Muon)
     assert {group["lr"] for group in optimizer.param_groups} == {2e-3}
     assert {group["weight_decay"] for group in optimizer.param_groups} == {0.25, 0.0}
+    assert {group["momentum"] for group in optimizer.param_groups} == {0.5}
 
 
-def test_verl(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_axolotl_does_not_ignore_what_it_cannot_do(plugin: Any) -> None:
+    with pytest.raises(ConfigError, match=r"optim_args='momentum=0.5' must be a dict of options of Muon"):
+        plugin.post_trainer_create({"optim_args": "momentum=0.5"}, axolotl_trainer(net()))
+    with pytest.raises(ConfigError, match="did you mean momentum"):
+        plugin.post_trainer_create({"optim_args": {"momentun": 0.5}}, axolotl_trainer(net()))
+    with pytest.raises(ConfigError, match=r"embedding_lr=0.1 is for axolotl's own param groups.*remove embedding_lr"):
+        plugin.post_trainer_create({}, axolotl_trainer(net(), embedding_lr=0.1))
+
+
+def test_verl() -> None:
     """``FSDPEngine``: build after sharding, offload and load state by hand, clip, skip or step, schedule by LambdaLR."""
 
     class FSDPEngine:
-        _build_optimizer: Callable[[Any, nn.Module], torch.optim.Optimizer]
-
         def __init__(self, module: nn.Module) -> None:
-            self.optimizer_config = SimpleNamespace(lr=1e-3, weight_decay=0.1, betas=(0.9, 0.95), clip_grad=1.0)
-            self.module, self.optimizer = module, self._build_optimizer(module)
+            config = SimpleNamespace(lr=1e-3, weight_decay=0.1, betas=(0.9, 0.99), clip_grad=1.0, **recipe("verl")["optim"])
+            self.optimizer_config = config
+            self.module, self.optimizer = module, self.build_optimizer(module.parameters())
             self.lr_scheduler = torch.optim.lr_scheduler.LambdaLR(self.optimizer, lambda step: 1.0)
+
+        def build_optimizer(self, parameters: Iterator[nn.Parameter]) -> torch.optim.Optimizer:
+            config = self.optimizer_config
+            options = {"lr": config.lr, "weight_decay": config.weight_decay}
+            if "adam" in config.optimizer.lower():
+                options["betas"] = config.betas
+            options.update(config.override_optimizer_config)
+            make: Callable[..., torch.optim.Optimizer] = named(f"{config.optimizer_impl}.{config.optimizer}")
+            return make(parameters, **options)
 
         def move_state(self, device: str) -> None:
             for group in self.optimizer.param_groups:
@@ -115,24 +151,45 @@ def test_verl(monkeypatch: pytest.MonkeyPatch) -> None:
             self.lr_scheduler.step()
             self.move_state("cpu")
 
-    run_recipe("verl", "verl.workers.engine.fsdp.transformer_impl", monkeypatch, FSDPEngine=FSDPEngine)
     engine = FSDPEngine(net())
     for loss in losses(engine.module):
         engine.train_batch(loss)
-    assert_same(engine.module, plain_loop(lr=1e-3, weight_decay=0.1, adamw_betas=(0.9, 0.95)))
+    assert_same(engine.module, plain_loop(lr=1e-3, weight_decay=0.1, adamw_betas=(0.9, 0.99), momentum=0.95))
 
 
-def test_nemo_automodel(monkeypatch: pytest.MonkeyPatch) -> None:
-    """``build_optimizer``: the config is made from the YAML's options, and builds one optimizer per part of the model."""
+def test_verl_needs_the_module_behind_the_parameters() -> None:
+    make: Callable[..., torch.optim.Optimizer] = named("meshmuon.integrations.verl.muon_adamw")
+    model = net()
+    assert str(make(model, lr=1e-3)) == str(make(model.parameters(), lr=1e-3))
+    read = model.parameters()
+    list(read)
+    for parameters in (list(model.parameters()), read, (param for param in model.parameters())):
+        with pytest.raises(ConfigError, match="which does not say which module it is from"):
+            make(parameters, lr=1e-3)
+
+
+@pytest.fixture
+def automodel(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
+    """Makes the config as ``build_optimizer_config`` does: from the options of the YAML and some more."""
 
     @dataclass
     class OptimizerConfig:
         supports_megatron_fsdp_sharding: ClassVar[bool] = True
         param_group_overrides: list[Any] = field(default_factory=list)
 
-    module = "nemo_automodel.components.optim.optimizer"
-    config_class = run_recipe("nemo_automodel", module, monkeypatch, OptimizerConfig=OptimizerConfig)["MeshmuonConfig"]
-    config = config_class(lr=1e-3)
+        def __post_init__(self) -> None:
+            self.param_group_overrides = [SimpleNamespace(**override) for override in self.param_group_overrides]
+
+    stand_in(monkeypatch, "automodel", "nemo_automodel.components.optim.optimizer", OptimizerConfig=OptimizerConfig)
+    options = recipe("automodel")["optimizer"]
+    options["lr"] = float(options["lr"])  # YAML 1.1 reads 1e-3 as text; Automodel's loader makes it a number
+    target = named(options.pop("_target_"))
+    return lambda **further: target(**options, **further)
+
+
+def test_nemo_automodel(automodel: Callable[..., Any]) -> None:
+    """``build_optimizer``: the config builds one optimizer per part of the model."""
+    config = automodel()
     assert not config.supports_megatron_fsdp_sharding
     model = net()
     (optimizer,) = config.build(model, device_mesh=None, is_peft=False)
@@ -141,6 +198,22 @@ def test_nemo_automodel(monkeypatch: pytest.MonkeyPatch) -> None:
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
-    assert_same(model, plain_loop(lr=1e-3))
+    assert_same(model, plain_loop(lr=1e-3, weight_decay=0.1))
     stages = SimpleNamespace(parts=[net(), net()])
     assert len(config.build(stages, device_mesh=None, is_peft=False)) == 2
+
+
+def test_nemo_automodels_overrides_reach_the_groups(automodel: Callable[..., Any]) -> None:
+    overrides = [{"pattern": r"\.bias$", "lr_mult": 1.0, "wd_mult": 0.0}, {"pattern": "3", "lr_mult": 0.5, "wd_mult": 1.0}]
+    (optimizer,) = automodel(param_group_overrides=overrides).build(net())
+    found = {name: group.get("lr_mult") for group in optimizer.param_groups for name in group["param_names"]}
+    assert found == {"1.weight": None, "3.weight": 0.5, "0.weight": None, "4.weight": None, **dict.fromkeys(BIASES, 1.0)}
+    assert {group["wd_mult"] for group in optimizer.param_groups if set(group["param_names"]) <= BIASES} == {0.0}
+
+
+BIASES = {"1.bias", "3.bias", "4.bias"}
+
+
+def test_nemo_automodels_groups_without_names_are_refused(automodel: Callable[..., Any]) -> None:
+    with pytest.raises(UnsupportedError, match="makes param groups without names"):
+        automodel().build_from_param_groups([{"params": list(net().parameters())}])

@@ -26,6 +26,7 @@ from meshmuon.ortho import (
     orthogonalize,
     orthogonalize_flops,
     polar_express,
+    reserve_scratch,
     resolve_scheme,
     scheme_for,
     worst_error,
@@ -33,7 +34,7 @@ from meshmuon.ortho import (
 )
 from meshmuon.ortho.aligned import aligned_matrices
 from meshmuon.ortho.blocks import _simulate, is_safe, standard_blocks
-from meshmuon.ortho.kernels import BlockedProducts, FunctionalProducts, ShiftedInverses
+from meshmuon.ortho.kernels import BlockedProducts, FunctionalProducts, ShiftedInverses, inverse, most_inverses
 from meshmuon.ortho.kernels.inverse import _panels, inverse_scratch, plain_inverses
 from meshmuon.ortho.rational import HYBRID_STEP, halley_step, zolotarev_step
 from tests.support.hostile import HostileArithmetic
@@ -154,6 +155,32 @@ def test_a_linear_term_alone_counts() -> None:
 
 
 # Inverses
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 5, 8])
+@pytest.mark.parametrize("at_once", [2, 3])
+def test_matrices_that_take_turns_in_the_buffers_get_the_bits_of_those_that_do_not(
+    monkeypatch: pytest.MonkeyPatch, count: int, at_once: int
+) -> None:
+    batch, scheme, workspace = gaussian(count, 70, 40), zolotarev(poles=2), Workspace()
+    alone = torch.stack([orthogonalize(matrix, scheme) for matrix in batch])
+    of_one = 2 * 2 * 64 * (64 + 16) * 4  # two buffers and two poles; 40 rows are padded to 64, with a gap of 16 columns
+    monkeypatch.setattr(inverse, "_CACHED", at_once * of_one)
+    assert most_inverses(40, 2, 4) == at_once
+    sizes: list[int] = []
+    run = ShiftedInverses.run
+
+    def noted(self: ShiftedInverses, gram: Tensor, step: Rational) -> Tensor:
+        sizes.append(len(gram))
+        return run(self, gram, step)
+
+    monkeypatch.setattr(ShiftedInverses, "run", noted)
+    reserve_scratch(batch, scheme, form="auto", dtype=torch.float32, workspace=workspace)
+    reserved = workspace.bytes()
+    assert torch.equal(orthogonalize(batch, scheme, workspace=workspace), alone)
+    assert max(sizes) == min(count, at_once)
+    assert sum(sizes) == count
+    assert workspace.bytes() == reserved
 
 
 def factor_of(gram: Tensor, step: Rational) -> Tensor:

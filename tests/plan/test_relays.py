@@ -17,8 +17,6 @@ from meshmuon.plan import (
     PlanOptions,
     Relays,
     make_plan,
-    most_peers,
-    relayed_bytes,
     routes_of,
 )
 from tests.support.plans import random_entries, random_options
@@ -107,9 +105,9 @@ def test_plans_without_too_many_peers_stay_as_they_were(seed: int) -> None:
     ranks = sorted({rank for param in params for layout in param.layouts for rank in layout.mesh.ranks})
     options = replace(options, nodes=random_nodes(rng, ranks))
     plan = make_plan(params, options)
-    peers = most_peers(plan)
+    peers = plan.most_peers
     assert peers == listed_peers(plan)
-    assert not any(relayed_bytes(plan).values())
+    assert not any(plan.bytes_relayed.values())
     if plan.options.nodes is None or peers == 0:
         return
     assert make_plan(params, replace(options, max_peers=peers)).digest == plan.digest
@@ -136,5 +134,5 @@ def test_relayed_bytes() -> None:
             if through is not None:
                 expected[through[0]] += piece * (through[0] != parcel[0])
                 expected[through[1]] += piece * (through[1] != parcel[1])
-    assert relayed_bytes(plan) == expected
+    assert plan.bytes_relayed == expected
     assert sum(expected.values()) > 0

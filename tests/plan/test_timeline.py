@@ -22,7 +22,6 @@ from meshmuon.plan import (
     make_plan,
     routes_of,
     timeline_of,
-    traffic_of,
 )
 from tests.plan.test_calibration import MEASURED
 from tests.plan.test_nodes import random_nodes, ranks_of
@@ -41,8 +40,8 @@ def plan_on_nodes(seed: int) -> Plan:
 @given(seeds)
 def test_traffic_is_what_the_routes_say(seed: int) -> None:
     plan = plan_on_nodes(seed)
-    nodes, waves = plan.options.nodes or Nodes((plan.ranks,)), traffic_of(plan)
-    for rank in plan.ranks:
+    nodes, waves = plan.options.nodes or Nodes((plan.ranks,)), plan.traffic
+    for at, rank in enumerate(plan.ranks):
         for traffic, routes in zip(waves, routes_of(plan, rank), strict=True):
             expected = [0] * 8
             lists = (routes.gather_out, routes.gather_in, routes.scatter_out, routes.scatter_in)
@@ -51,18 +50,17 @@ def test_traffic_is_what_the_routes_say(seed: int) -> None:
                     size = transfer.piece.size * plan.params[plan.tasks[transfer.task].param].itemsize
                     expected[2 * k + (not nodes.together(transfer.source, transfer.target))] += size
             counted = [
-                counts.get(rank, 0)
+                counts[at]
                 for exchange in (traffic.gather, traffic.scatter)
                 for counts in (exchange.sent_inside, exchange.sent_between, exchange.received_inside, exchange.received_between)
             ]
             assert counted == expected
             held = [*routes.staying, *routes.scatter_in]
-            assert traffic.pieces.get(rank, 0) == len(held)
-            assert traffic.elements.get(rank, 0) == sum(transfer.piece.size for transfer in held)
-    sent = {rank: sum(w.gather.sent(rank) + w.scatter.sent(rank) for w in waves) for rank in plan.ranks}
-    received = sum(w.gather.received(rank) + w.scatter.received(rank) for w in waves for rank in plan.ranks)
-    assert sent == plan.bytes_sent
-    assert sum(sent.values()) == received
+            assert traffic.pieces[at] == len(held)
+            assert traffic.elements[at] == sum(transfer.piece.size for transfer in held)
+    exchanges = [exchange for wave in waves for exchange in (wave.gather, wave.scatter)]
+    assert {rank: sum(e.sent[at] for e in exchanges) for at, rank in enumerate(plan.ranks)} == plan.bytes_sent
+    assert sum(sum(e.received) for e in exchanges) == sum(plan.bytes_sent.values())
 
 
 def constant(value: float) -> list[float]:
@@ -94,7 +92,7 @@ def test_on_links_local_work_hides_the_first_gather_and_adamw_the_last_scatter()
         Span("adamw", None, 14.5, 19.5),
         Span("update", 0, 19.5, 20.5),
     ]
-    assert timeline.exchanging() == 4.0
+    assert timeline.exchanging == 4.0
 
 
 def test_cores_that_copy_hide_the_rest_of_an_exchange() -> None:
@@ -157,8 +155,8 @@ def test_dist_muon_sends_gradients_as_it_sends_weights() -> None:
     plan = make_plan([entry("p", (64, 64), line(4), (Replicated(),), flops=1, share=True)], options_for())
     plain, averaged = ON_GPU.predict(plan), ON_GPU.predict(plan, averages=True)
     size = 64 * 64 * 2
-    assert averaged.timeline.exchanging() == pytest.approx(2 * (3 * size / 5e8 + 1e-4))
-    assert plain.timeline.exchanging() == pytest.approx(3 * size / 5e8 + 2e-4)
+    assert averaged.timeline.exchanging == pytest.approx(2 * (3 * size / 5e8 + 1e-4))
+    assert plain.timeline.exchanging == pytest.approx(3 * size / 5e8 + 2e-4)
     owned = averaged.timeline.totals(0)["orthogonalise"]
     assert owned == pytest.approx(1 / 1e10 + 64 * 64 * (3e-9 + 2e-9 + 2 * 4 * 1e-9))
 

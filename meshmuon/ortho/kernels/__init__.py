@@ -1,6 +1,6 @@
 """Matrix products of the iteration, one implementation per kind of device behind one interface."""
 
-from .inverse import ShiftedInverses, inverse_scratch, inverse_work
+from .inverse import ShiftedInverses, inverse_scratch, inverse_work, most_inverses
 from .products import (
     KERNELS,
     BlockedProducts,
@@ -25,5 +25,6 @@ __all__ = [
     "check_kernels",
     "inverse_scratch",
     "inverse_work",
+    "most_inverses",
     "products_for",
 ]

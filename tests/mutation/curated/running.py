@@ -261,12 +261,21 @@ MUTANTS: Mutants = {
     },
     "meshmuon.plan.relays": {
         "Relays.relays": (
-            ("near[target % len(near)]", "near[0]"),
-            ("far[source % len(far)]", "far[0]"),
+            ("near[relay_for(target, len(near))]", "near[0]"),
+            ("far[relay_for(source, len(far))]", "far[0]"),
         ),
         "_Edges.add": (("$source != $target", "True"),),
-        "_most_of_wave": (("frozenset().union(*$owners, *$held)", "frozenset().union(*$owners)"),),
-        "relayed_bytes": (("$collector != $transfer.source", "True"), ("$distributor != $transfer.target", "True")),
+        "relay_for": (("$total += $digit", "$total = $digit"),),
+    },
+    "meshmuon.plan.peers": {
+        "PeerCounter._peers": (("len($senders.union(*$held))", "len($senders)"),),
+    },
+    "meshmuon.plan.relay_bytes": {
+        "_RelayedBytes.hops": (("map(sub, self.arrived, self.own_arrived)", "self.arrived"),),
+        "_RelayCounter._add": (
+            ("$relayed.forwarded[$at] -= $held * $itemsize", ""),
+            ("$relayed.arrived[$at] -= $held * $itemsize", ""),
+        ),
     },
     "meshmuon.transport.agreement": {
         "PendingVerdict.__init__": (("-$vote.fingerprint", "$vote.fingerprint"),),

@@ -80,6 +80,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._given_back: dict[int, list[Access]] = {}  # of each stream, the uses of freed memory that may not have ended
         self.findings: list[Finding] = []
         self.beside_main: set[int] = set()  # streams whose work has overlapped with work of the main stream
+        self.busy_waits: set[str] = set()  # lines at which the host has waited while the main stream had other work
         self.operations = 0
 
     @contextmanager
@@ -110,6 +111,12 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if self.capture is not None:
             self.report("misuse", f"{why} while a graph is captured, at {site}", site)
         self.clocks.wait(HOST, for_clock)
+        if self.main_is_busy():
+            self.busy_waits.add(site)
+
+    def main_is_busy(self) -> bool:
+        """Whether the main stream has been given work which the host does not know to be done."""
+        return self.clocks.snapshot(self.main)[self.main] > self.clocks.snapshot(HOST).get(self.main, 0)
 
     def guess(self) -> bool:
         """Whether work that may or may not be done is done: nothing may depend on it."""

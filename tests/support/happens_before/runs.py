@@ -43,6 +43,7 @@ class Outcome:
     collectives: int = 0
     operations: int = 0
     beside_main: set[str] = field(default_factory=set)  # makers of the streams whose work may overlap with the main stream's
+    busy_waits: set[str] = field(default_factory=set)  # lines at which the host waits while the main stream has other work
     weights: list[list[Tensor]] = field(default_factory=list)  # rank by rank, at the end
 
     def of(self, *kinds: str) -> list[Finding]:
@@ -94,6 +95,7 @@ def run_program(program: Program, *, seed: int = 0) -> Outcome:
             outcome.findings += recorder.findings
             outcome.steady_waits += run.steady_waits
             outcome.operations += recorder.operations
+            outcome.busy_waits |= recorder.busy_waits
             outcome.beside_main |= {recorder.clocks.names[stream] for stream in recorder.beside_main}
         return weights
 

@@ -1,0 +1,37 @@
+"""verl: an optimizer that its configuration can name. Nothing of verl is imported.
+
+verl calls ``getattr(import_module(optimizer_impl), optimizer)(module.parameters(), lr=..., weight_decay=..., **overrides)``, and
+adds ``betas`` if the name contains "adam".
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ..errors import ConfigError
+from ..optim import Muon
+from ..torch_compat import module_behind
+from .factory import muon_for
+
+
+def muon_adamw(parameters: Any, **options: Any) -> Muon:
+    """The optimizer of the module whose ``parameters()`` verl hands over: Muon for matrices, AdamW for the rest.
+
+    Args:
+        parameters: ``module.parameters()`` as it was returned, or the module itself. The names and modules of the parameters are
+            read from the module. A list of parameters does not lead to it and is refused.
+        options: options of ``get_default_muon_param_groups`` and of ``Muon``; ``betas`` are AdamW's.
+
+    Example::
+
+        actor_rollout_ref.actor.optim.optimizer_impl=meshmuon.integrations.verl
+        actor_rollout_ref.actor.optim.optimizer=muon_adamw
+    """
+    module = module_behind(parameters)
+    if module is None:
+        raise ConfigError(
+            f"parameters is a {type(parameters).__name__}, which does not say which module it is from; muon_adamw needs the "
+            "result of module.parameters() before it is read, or the module. With parameters from elsewhere write "
+            "muon_for(module, ...) of meshmuon.integrations.factory."
+        )
+    return muon_for(module, **options)

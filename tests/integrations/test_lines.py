@@ -1,0 +1,60 @@
+"""The lines that a user writes for each trainer, as docs/trainers.md counts them: at most five."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+DOCS = ROOT / "docs"
+MOST = 5
+WRITTEN = re.compile(r"\bmuon\b|\bMuon\(|import .*\bMuon\b")  # importing and building it; what only logs is not needed
+
+
+def blocks(page: str, language: str) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```", (DOCS / page).read_text(), flags=re.MULTILINE | re.DOTALL)
+
+
+def block(page: str, imported: str) -> str:
+    """The first block of Python that has this import."""
+    return next(found for found in blocks(page, "python") if imported in found)
+
+
+def of_python(source: str) -> int:
+    return sum(bool(WRITTEN.search(line)) and not line.lstrip().startswith("#") for line in source.splitlines())
+
+
+def of_yaml(module: str) -> int:
+    """Every line counts."""
+    (found,) = [found for found in blocks("trainers_hf.md", "yaml") if f"meshmuon.integrations.{module}" in found]
+    return len(found.splitlines())
+
+
+def counted() -> dict[str, int]:
+    return {
+        "HF `Trainer`, TRL `SFTTrainer`": max(of_python(block("trainers_hf.md", name)) for name in ("TrainingArguments", "trl")),
+        "Accelerate": of_python(block("trainers_hf.md", "from accelerate import Accelerator")),
+        "Lightning": of_python(block("trainers_lightning.md", "MuonMonitor, muon")),
+        "Fabric": of_python(block("trainers_lightning.md", "integrations.lightning import muon")),
+        "torchtitan": of_python(block("trainers_torchtitan.md", "config_registry")),
+        "axolotl": of_yaml("axolotl"),
+        "verl": of_yaml("verl"),
+        "NeMo Automodel": of_yaml("automodel"),
+        "Ray Train": of_python((ROOT / "examples" / "ray_train.py").read_text()),
+    }
+
+
+def stated() -> dict[str, int]:
+    rows = re.findall(r"^\| ([^|]+) \| (\d+) \|", (DOCS / "trainers.md").read_text(), flags=re.MULTILINE)
+    return {re.sub(r" \(.*\)", "", name): int(lines) for name, lines in rows}
+
+
+def test_the_table_counts_what_the_pages_show() -> None:
+    assert stated() == counted()
+
+
+@pytest.mark.parametrize("trainer", counted())
+def test_few_lines(trainer: str) -> None:
+    assert 1 <= counted()[trainer] <= MOST
