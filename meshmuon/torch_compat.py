@@ -386,6 +386,22 @@ def has_compiled() -> bool:
     return "torch._dynamo" in sys.modules
 
 
+def fused_momentum(
+    views: Sequence[Tensor], grads: Sequence[Tensor], momenta: Sequence[Tensor], momentum: float, *, nesterov: bool
+) -> bool:
+    """M ← momentum·M + G and V ← V + G + momentum·M, or V + M without ``nesterov``; False if this torch cannot.
+
+    It is the kernel of ``torch.optim.SGD(fused=True)``, which no public function offers without an optimizer. It only reads the
+    gradients, but its schema says that it writes them: without ``data``, autograd would take them for overwritten. 2.9 to 2.15.
+    """
+    sgd: Any = getattr(torch, "_fused_sgd_", None)
+    if sgd is None:
+        return False
+    options = {"weight_decay": 0.0, "lr": -1.0, "dampening": 0.0, "maximize": False, "is_first_step": False}
+    sgd(views, [grad.data for grad in grads], momenta, momentum=momentum, nesterov=nesterov, **options)
+    return True
+
+
 def never_traced(function: Callable[_P, _R]) -> Callable[_P, _R]:
     """Decorator: torch.compile does not trace the function or what it calls. A compiled caller calls it between its graphs.
 

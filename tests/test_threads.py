@@ -43,7 +43,7 @@ def test_a_rank_that_outlives_its_run_takes_no_part_in_the_next() -> None:
                 ended.set()
 
     with pytest.raises(AssertionError, match=r"ranks \[1\] hang"):
-        run_threads(3, straggler, timeout=0.1)
+        run_threads(3, straggler, timeout=2.0)
 
     def main(rank: int) -> float:
         value = torch.tensor(float(rank + 1))

@@ -643,6 +643,22 @@ def test_batched_kernels() -> None:
     assert [one.tolist() for one in values] == [[0, 0], [6, 6, 6]]
 
 
+@pytest.mark.parametrize("nesterov", [False, True])
+def test_fused_momentum_is_that_of_sgd(nesterov: bool) -> None:
+    weight = nn.Parameter(torch.zeros(130))
+    sgd = torch.optim.SGD([weight], lr=1.0, momentum=0.9, nesterov=nesterov, fused=True)
+    buffer = torch.zeros(130)
+    for seed in range(3):
+        weight.grad = torch.randn(130, generator=torch.Generator().manual_seed(seed))
+        weight.data.zero_()
+        sgd.step()
+        view, grad = torch.zeros(130), weight.grad.clone()
+        assert torch_compat.fused_momentum([view], [grad], [buffer], 0.9, nesterov=nesterov)
+        assert torch.equal(view, -weight)
+        assert torch.equal(buffer, sgd.state[weight]["momentum_buffer"])
+        assert torch.equal(grad, weight.grad)
+
+
 def test_fused_adamw_tells_autograd_nothing() -> None:
     """When it does, the mark after it can go."""
     param = nn.Parameter(torch.ones(3))

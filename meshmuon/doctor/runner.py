@@ -34,6 +34,7 @@ _FEW = 256
 _MOST_SILENCE = 15.0  # seconds without a sign of life after which a rank counts as dead
 _AFTER_THE_LIMIT = 3.0  # seconds by which process groups time out before the supervisor ends the check: their errors say more
 _FAREWELL = 2.0  # seconds for ranks to tell where they were
+_LETTING_GO = 1.0  # seconds for a worker that waits for nobody any longer to end
 _LOOKS_AFTER_AN_ERROR = 10  # of the supervisor, until the ranks that an error has left waiting are given up
 _REPORTING = 20.0  # seconds for rank 0 to write its report
 
@@ -93,7 +94,7 @@ class Runner:
         if ended_because := self._supervise(worker):
             self._end_early(ended_because)
             self._ended.set()
-            worker.join(10 * _TICK)
+            worker.join(_LETTING_GO)
             self._passed = False
         self.stuck = worker.is_alive()
         return self._passed and self._completed

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+import torch
 from torch import Tensor
 
 from ..plan import NO_WAVE, Batch, PieceTransfer, WaveRoutes, WaveSizes, slot_sizes, wave_sizes
@@ -183,10 +184,14 @@ class RankProgramBuilder(ProgramBuilder):
                     self._buffer(name, waves[0], slot, size)
                 self._stage(waves[0], slot, largest[0])
             self._unrounded_buffer(waves[0], max(sizes[k].shards for k in waves))
+        self.reserve_relays(lambda: self.plan.hops, lambda wave: f"slot {wave % slots}", self._wire)
+
+    def _wire(self, wave: int) -> tuple[torch.dtype, torch.device]:
+        template = self.lane_template(wave)
+        return template.comm_dtype, template.work_device
 
     def _buffer(self, name: str, wave: int, slot: int, size: int) -> Tensor:
-        template = self.lane_template(wave)
-        return self.workspace.take(f"{name} {slot}", (size,), template.comm_dtype, template.work_device)
+        return self.workspace.take(f"{name} {slot}", (size,), *self._wire(wave))
 
     def _stage(self, wave: int, slot: int, size: int) -> Stage | None:
         """What copies shards to the buffer that is sent, and back, if they are in host memory and the buffer is on a device."""
@@ -225,8 +230,8 @@ class RankProgramBuilder(ProgramBuilder):
         unpack_from = [(offsets_of(routes.gather_in), gathered), (staying, shards)]
         pack_into = [(offsets_of(routes.scatter_out), results), (staying, shards)]
         return Wave(
-            gather=self.exchange_buffers(gathered, shards, gathers, f"slot {slot}"),
-            scatter=self.exchange_buffers(shards, results, scatters, f"slot {slot}"),
+            gather=self.exchange_buffers(gathered, shards, gathers, f"slot {slot}", "gather"),
+            scatter=self.exchange_buffers(shards, results, scatters, f"slot {slot}", "scatter"),
             momentum_views=ShardViews(
                 self.piece_views(*momentum), self.step_params, RoundingScratch(self.workspace), self._filled_once
             ),

@@ -144,6 +144,7 @@ class _DataParallelBuilder(ProgramBuilder):
         batches = self.reserved_batches(self.owned_ranges)
         for k in range(len(self.routes)):
             self._averages(k)  # grown to its final size before anything keeps a view of it
+        self.reserve_relays(lambda: self.plan.averaging_hops, lambda wave: f"wave {wave}", self._wire)
         waves = tuple(self._wave(k, batches[k]) for k in range(len(self.routes)))
         count = max(1, len(waves))  # all gradients are on their way before the first is waited for
         freed_at_end, params = GradientReads((), range(len(self.step_params))), self.wave_params()
@@ -153,8 +154,11 @@ class _DataParallelBuilder(ProgramBuilder):
         return self._buffer("averages", wave, sum(transfer.piece.size for transfer in self.routes[wave].staying))
 
     def _buffer(self, name: str, wave: int, size: int) -> Tensor:
+        return self.workspace.take(name, (size,), *self._wire(wave))
+
+    def _wire(self, wave: int) -> tuple[torch.dtype, torch.device]:
         template = self.lane_template(wave)
-        return self.workspace.take(name, (size,), template.param.dtype, template.param.device)
+        return template.param.dtype, template.param.device
 
     def _wave(self, k: int, batches: Sequence[Batch]) -> _Wave:
         routes = self.routes[k]
@@ -167,8 +171,8 @@ class _DataParallelBuilder(ProgramBuilder):
             return of_rank.scatter_in, of_rank.scatter_out
 
         return _Wave(
-            gather=self.exchange_buffers(received, sent, lambda rank: scatters(rank)[::-1], f"wave {k}"),
-            scatter=self.exchange_buffers(sent, received, scatters, f"wave {k}"),
+            gather=self.exchange_buffers(received, sent, lambda rank: scatters(rank)[::-1], f"wave {k}", "gather"),
+            scatter=self.exchange_buffers(sent, received, scatters, f"wave {k}", "scatter"),
             not_owned=self.piece_views(offsets_of(routes.scatter_in), sent),
             owned_batches=[self._averaged_batch(routes, batch, received, self._averages(k)) for batch in ortho_batches],
         )

@@ -11,7 +11,19 @@ from torch import Tensor
 
 from ..layout import Layout
 from ..ortho import Workspace
-from ..plan import NO_WAVE, Batch, Parcel, PieceTransfer, Plan, PlannedParam, Relays, WaveRoutes, plan_batches, routes_of
+from ..plan import (
+    NO_WAVE,
+    Batch,
+    Parcel,
+    PieceTransfer,
+    Plan,
+    PlannedParam,
+    Relays,
+    WaveHops,
+    WaveRoutes,
+    plan_batches,
+    routes_of,
+)
 from ..torch_compat import local_part
 from ..transport import Exchange
 from .local_cuts import LocalWindow
@@ -27,6 +39,8 @@ PlacedTransfers: TypeAlias = "list[tuple[PieceTransfer, int]]"
 """Transfers with the offsets of their pieces in a buffer."""
 ListsOfRank: TypeAlias = "Callable[[int], tuple[Sequence[PieceTransfer], Sequence[PieceTransfer]]]"
 """From a rank to what arrives there in an exchange and what leaves it."""
+WireOfWave: TypeAlias = "Callable[[int], tuple[torch.dtype, torch.device]]"
+"""From a wave to the dtype and the device of what travels in it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +71,6 @@ class ProgramBuilder:
         self.failures: list[Exception] = []  # where batches put what went wrong during a step
         self.routes = routes_of(plan, rank)  # wave by wave
         self._routes_of_mates: dict[int, tuple[WaveRoutes, ...]] = {}  # of other ranks, where this one relays for them
-        self._relay_memory = RelayMemory()
         self._local_index = [_local_index(planned, rank) for planned in plan.params]
         self._matrix_at = [{position: matrix for matrix, position in index.items()} for index in self._local_index]
         self._windows = [_local_window(planned, rank) for planned in plan.params]
@@ -163,7 +176,9 @@ class ProgramBuilder:
             return [ShardView(param_index, stack, view.view(inside))]
         return [ShardView(param_index, cut, part) for cut, part in window.cuts(stack, view.view(inside))]
 
-    def exchange_buffers(self, received: Tensor, sent: Tensor, lists: ListsOfRank, place: str) -> PreparedExchange:
+    def exchange_buffers(
+        self, received: Tensor, sent: Tensor, lists: ListsOfRank, place: str, direction: str
+    ) -> PreparedExchange:
         """What one exchange sends and receives: the beginnings of two flat buffers, and the elements of each rank in them.
 
         Args:
@@ -172,6 +187,7 @@ class ProgramBuilder:
             lists: what arrives at a rank, and what leaves it. Of a transfer only the size and the other rank are read, not its
                 direction. Ranks of other nodes are not asked for, and others than this one only if the plan needs relays.
             place: exchanges of different places may be under way at the same time.
+            direction: exchanges of one direction are waited for on the same stream.
         """
         assert self.exchange is not None
         inward, outward = (_elements_by_peer(self.rank, transfers) for transfers in lists(self.rank))
@@ -186,7 +202,21 @@ class ProgramBuilder:
             arriving |= {(peer, mate): size for peer, size in to_mate.items()}
             leaving |= {(mate, peer): size for peer, size in from_mate.items()}
         relayed = RelayedExchange(self.rank, leaving, arriving)
-        return relayed.buffers(Relays(nodes), self.exchange, received, sent, self._relay_memory, place)
+        memory = RelayMemory(self.workspace, place, direction)
+        return relayed.buffers(Relays(nodes), self.exchange, received, sent, memory)
+
+    def reserve_relays(self, hops: Callable[[], Sequence[WaveHops]], place: Callable[[int], str], wire: WireOfWave) -> None:
+        """Takes the largest buffers between the hops of relayed exchanges, as the plan counts them.
+
+        Args:
+            hops: the hops of every wave; not asked for if nothing is relayed.
+            place: from a wave to its place, as in ``exchange_buffers``.
+            wire: from a wave to dtype and device of what travels.
+        """
+        for wave, exchanges in enumerate(hops() if self.plan.relayed else ()):
+            for direction, exchange in zip(("gather", "scatter"), exchanges, strict=True):
+                memory = RelayMemory(self.workspace, place(wave), direction)
+                memory.reserve(exchange, self.plan.ranks.index(self.rank), *wire(wave))
 
     def routes_of_rank(self, rank: int) -> tuple[WaveRoutes, ...]:
         """The routes of any rank, wave by wave."""

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..plan import HopRoutes, Parcel, Relays
+from ..ortho import Workspace
+from ..plan import HopRoutes, Hops, Parcel, Relays
 from ..transport import Exchange, Pending
 from .observer import Observer
 from .wave import CopyPairs, ExchangeBuffers
@@ -55,19 +56,28 @@ class RelayedBuffers:
         return RelayedPending(self, exchange, phase, observer, self.collect.start(exchange, phase, observer))
 
 
+@dataclass(frozen=True, slots=True)
 class RelayMemory:
-    """Buffers between the hops. Exchanges of the same ``place`` are never under way at the same time, and share them."""
+    """Buffers between the hops of one exchange.
 
-    def __init__(self) -> None:
-        self._buffers: dict[tuple[str, torch.dtype, torch.device], Tensor] = {}
+    Exchanges of the same ``place`` are never under way at the same time, and share the buffers of the first hop. The others run
+    while the exchange is waited for, which all exchanges of one ``direction`` do one after the other on one stream.
+    """
 
-    def take(self, name: str, size: int, like: Tensor) -> Tensor:
-        """``size`` elements of the dtype and on the device of ``like``."""
-        key = name, like.dtype, like.device
-        if key not in self._buffers or self._buffers[key].numel() < size:
-            with torch.inference_mode(False):
-                self._buffers[key] = torch.empty(size, dtype=like.dtype, device=like.device)
-        return self._buffers[key][:size]
+    workspace: Workspace
+    place: str
+    direction: str
+
+    def take(self, hop: int, name: str, size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """A buffer of one hop. Before the first is used, the largest of its kind has been taken (``reserve``)."""
+        where = self.direction if hop else self.place
+        return self.workspace.take(f"relay {hop} {name} {where}", (size,), dtype, device)
+
+    def reserve(self, hops: Hops, position: int, dtype: torch.dtype, device: torch.device) -> None:
+        """Takes the buffers of an exchange on the rank at ``position`` of the plan's, so that others may be smaller."""
+        for number, hop in enumerate(hops):
+            for name, sizes in (("sent", hop.sent), ("received", hop.received)):
+                self.take(number, name, sizes[position] // dtype.itemsize, dtype, device)
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,19 +88,17 @@ class RelayedExchange:
     leaving: Mapping[Parcel, int]  # → elements
     arriving: Mapping[Parcel, int]
 
-    def buffers(
-        self, relays: Relays, exchange: Exchange, received: Tensor, sent: Tensor, memory: RelayMemory, place: str
-    ) -> RelayedBuffers:
+    def buffers(self, relays: Relays, exchange: Exchange, received: Tensor, sent: Tensor, memory: RelayMemory) -> RelayedBuffers:
         """The exchange from ``sent``, ordered by the ranks that parcels go to, to ``received``, by those that they come from."""
         sizes = {**self.leaving, **self.arriving}
         own = _views(sent, [parcel for parcel in sorted(self.leaving) if parcel[0] == self.rank], sizes)
         final = _views(received, [parcel for parcel in sorted(self.arriving) if parcel[1] == self.rank], sizes)
         hops = relays.hops(self.rank, self.leaving, self.arriving)
-        outs, ins, exchanges = [], [], []
-        for hop, name in zip(hops, ("collect", "forward", "distribute"), strict=True):
+        outs, ins, exchanges, like = [], [], [], (sent.dtype, sent.device)
+        for number, hop in enumerate(hops):
             leaving, arriving = [parcel for _, parcel in hop.sent], [parcel for _, parcel in hop.received]
-            out = memory.take(f"{place} {name} sent", sum(sizes[parcel] for parcel in leaving), sent)
-            arrived = memory.take(f"{place} {name} received", sum(sizes[parcel] for parcel in arriving), sent)
+            out = memory.take(number, "sent", sum(sizes[parcel] for parcel in leaving), *like)
+            arrived = memory.take(number, "received", sum(sizes[parcel] for parcel in arriving), *like)
             outs.append(_views(out, leaving, sizes))
             ins.append(_views(arrived, arriving, sizes))
             exchanges.append(_exchange_buffers(hop, sizes, exchange, arrived, out))

@@ -171,10 +171,10 @@ def _exchange(
             buffer_views.extend(torch.split(view, [stop - start for start, stop in outputs]))
     return RuleStateExchange(
         sent_shards=shards((routes.gather_out, gather_out), staying),
-        gather=builder.exchange_buffers(gather_in, gather_out, gathers, "rule state gather"),
+        gather=builder.exchange_buffers(gather_in, gather_out, gathers, "rule state gather", "rule state gather"),
         unpack=unpack,
         pack=pack,
-        scatter=builder.exchange_buffers(scatter_in, scatter_out, scatters, "rule state scatter"),
+        scatter=builder.exchange_buffers(scatter_in, scatter_out, scatters, "rule state scatter", "rule state scatter"),
         received_shards=shards((routes.scatter_in, scatter_in), staying),
         params=params,
     )

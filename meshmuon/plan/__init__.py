@@ -10,6 +10,7 @@ from .plan import Plan, make_plan
 from .plan_data import DEFAULT_MAX_PEERS, REPLICA_OPTIONS, PlanOptions, add_local_costs
 from .prediction import Prediction, predict
 from .rates import Elementwise, Link, Rate, rate_at
+from .relay_bytes import Hops, WaveHops
 from .relays import HopRoutes, Parcel, Relays
 from .report import how_computed, table
 from .routes import WaveRoutes, rank_routes, routes_of
@@ -32,6 +33,7 @@ __all__ = [
     "Elementwise",
     "ExchangeBytes",
     "HopRoutes",
+    "Hops",
     "ItemRange",
     "Link",
     "Nodes",
@@ -47,6 +49,7 @@ __all__ = [
     "StepSeconds",
     "Task",
     "Timeline",
+    "WaveHops",
     "WaveRoutes",
     "WaveSeconds",
     "WaveSizes",

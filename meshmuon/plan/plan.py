@@ -13,12 +13,14 @@ from ..layout import ShardedMatrix
 from .calibration import Calibration
 from .nodes import Crossings
 from .owners import assign_owners
+from .peers import PeerCounter
 from .plan_data import PlanData, PlanOptions, add_local_costs, copied_bytes
 from .report import describe, to_json
 from .saved_plan import read_plan
 from .tasks import EVERY_HOLDER, NO_WAVE, PlannedParam, Task
 from .trace import write_trace
-from .waves import cut_into_waves
+from .traffic import WaveOwners
+from .waves import Cut, WaveCutter
 
 
 @dataclass(frozen=True)
@@ -101,7 +103,7 @@ def make_plan(params: Sequence[PlannedParam], options: PlanOptions) -> Plan:
 
     1. ``_tasks`` separates the matrices that stay where they are from those that need an owner.
     2. ``assign_owners`` gives each of the latter an owner, beside the load of the former.
-    3. ``cut_into_waves`` divides them into waves that fit the memory budget.
+    3. ``WaveCutter`` divides them into waves that fit the memory budget.
     """
     ranks = tuple(sorted({rank for mesh in {layout.mesh for p in params for layout in p.layouts} for rank in mesh.ranks}))
     if options.nodes is not None:
@@ -114,23 +116,20 @@ def make_plan(params: Sequence[PlannedParam], options: PlanOptions) -> Plan:
         loads[rank] += options.cost.per_byte_of_host * count
     owners = assign_owners(travelling, loads, crossings, [params[task.param].itemsize for task in travelling])
     owned = [task.owned_by(owner) for task, owner in zip(travelling, owners, strict=True)]
-    scheduled, wave_lanes, in_flight = cut_into_waves(owned, params, options)
-    parts = ranks, tuple(params), (*staying, *scheduled), wave_lanes
-    final = replace(options, in_flight=in_flight, max_peers=None)
-    unchecked = PlanData(*parts, final)  # not a ``Plan``, whose checks take a while
-    if _needs_relays(unchecked, options):
-        final = replace(final, max_peers=options.max_peers)
-    plan = Plan(*parts, final)
-    # What was counted to decide on relays does not depend on them, and takes a while for thousands of ranks.
-    counted = ("wave_owners", "peer_counter", "most_peers")
-    vars(plan).update({name: value for name, value in vars(unchecked).items() if name in counted})
-    return plan
+    cutter = WaveCutter(owned, params, options)
+    cut, max_peers = cutter.cut(), None
+    if options.nodes is not None and _needs_relays(ranks, cut, [param.itemsize for param in params], options):
+        cut, max_peers = cutter.cut_through_relays(options.nodes), options.max_peers
+    final = replace(options, in_flight=cut.in_flight, max_peers=max_peers)
+    return Plan(ranks, tuple(params), (*staying, *cut.tasks), cut.wave_lanes, final)
 
 
-def _needs_relays(plan: PlanData, options: PlanOptions) -> bool:
-    """Whether some rank would talk to more than ``max_peers`` others, and there are nodes to relay between."""
+def _needs_relays(ranks: Sequence[int], cut: Cut, itemsizes: Sequence[int], options: PlanOptions) -> bool:
+    """Whether some rank would talk to more than ``max_peers`` others."""
     limit = options.max_peers
-    return limit is not None and options.nodes is not None and len(plan.ranks) - 1 > limit and plan.most_peers > limit
+    if limit is None or len(ranks) - 1 <= limit:
+        return False
+    return PeerCounter(ranks, WaveOwners(cut.tasks, itemsizes, len(cut.wave_lanes))).most() > limit
 
 
 def _tasks(params: Sequence[PlannedParam], options: PlanOptions, crossings: Crossings | None) -> tuple[list[Task], list[Task]]:

@@ -15,7 +15,7 @@ from .footprint import Footprint
 from .nodes import Crossings, Nodes
 from .owners import lightest_possible
 from .peers import ExchangePeers, PeerCounter
-from .relay_bytes import Hops, count_hops
+from .relay_bytes import WaveHops, count_hops, relay_buffers
 from .relays import Relays
 from .tasks import EVERY_HOLDER, NO_WAVE, PieceTransfer, PlannedParam, Task
 from .traffic import ExchangeBytes, WaveOwners, WaveTraffic, count_traffic
@@ -31,6 +31,7 @@ class PlanOptions:
     A single matrix larger than ``budget`` still gets a wave. All exchange buffers of a rank together may take
     2 · ``budget`` · ``in_flight`` bytes: room for what it gathers and for as much of its own shards. Only the total is checked.
     If even waves of one matrix per owner need more, they take that much; so do waves of a given ``chunk_size``.
+    Through relays the bound is twice that and 8 · ``budget``, and fewer waves are in flight if need be, at least two.
     """
 
     cost: CostModel  # what work and traffic cost
@@ -160,11 +161,20 @@ class PlanData:
         return self.options.max_peers is not None and self.options.nodes is not None
 
     @cached_property
-    def hops(self) -> tuple[tuple[Hops, Hops], ...]:
+    def hops(self) -> tuple[WaveHops, ...]:
         """The exchanges of which the gather and the scatter of each wave consist: one, or three through relays."""
-        if self.options.max_peers is None or self.options.nodes is None:
-            return tuple(((wave.gather,), (wave.scatter,)) for wave in self.traffic)
-        return count_hops(self.ranks, self.wave_owners, self.options.nodes, self.traffic)
+        return self._hops(averages=False)
+
+    @cached_property
+    def averaging_hops(self) -> tuple[WaveHops, ...]:
+        """The same of ``DistMuon``, whose gathers bring the gradients of all replicas to the owners."""
+        return self._hops(averages=True)
+
+    def _hops(self, *, averages: bool) -> tuple[WaveHops, ...]:
+        if self.options.max_peers is not None and self.options.nodes is not None:
+            return count_hops(self.ranks, self.wave_owners, self.options.nodes, self.traffic, averages=averages)
+        gathers = (wave.scatter.reversed() if averages else wave.gather for wave in self.traffic)
+        return tuple(((gather,), (wave.scatter,)) for gather, wave in zip(gathers, self.traffic, strict=True))
 
     @cached_property
     def bytes_relayed(self) -> dict[int, int]:
@@ -235,6 +245,10 @@ class PlanData:
             footprint = Footprint([task.sharded for task in tasks], [task.owner for task in tasks], itemsize)
             for rank, size in footprint.bytes_by_rank([task.wave for task in tasks], self.options.in_flight).items():
                 total[rank] += size
+            if self.relayed:
+                waves = [(self.hops[k], k % self.options.in_flight) for k, own in enumerate(self.wave_lanes) if own == lane]
+                for rank, size in zip(self.ranks, relay_buffers(waves), strict=True):
+                    total[rank] += size
         return total
 
 

@@ -169,7 +169,8 @@ class _Seconds:
         )
 
     def _wave(self, wave: int) -> WaveSeconds:
-        traffic, (gather, scatter), copying = self._plan.traffic[wave], self._plan.hops[wave], self._copying[wave]
+        traffic, copying = self._plan.traffic[wave], self._copying[wave]
+        gather, scatter = (self._plan.averaging_hops if self._averages else self._plan.hops)[wave]
         per_piece = self._machine.host_seconds_per_matrix / 2 if self._on_cores else 0.0
 
         def held(per_element: float) -> list[float]:
@@ -177,8 +178,6 @@ class _Seconds:
             return [per_piece * pieces + per_element * elements for pieces, elements in pairs]
 
         peers = self._peers(wave)
-        if self._averages:  # gradients go the way on which weights come back
-            gather, peers = tuple(hop.reversed() for hop in reversed(scatter)), (peers[1], peers[1])
         return WaveSeconds(
             momentum=held(self._per_held[0] + copying),
             gather=self._exchange(gather, peers[0]),
@@ -192,7 +191,7 @@ class _Seconds:
         if not self._machine.seconds_per_peer:
             return (), ()
         gather, scatter = self._plan.peers[wave]
-        return gather.peers, scatter.peers
+        return scatter.peers if self._averages else gather.peers, scatter.peers
 
     def _exchange(self, hops: Hops, peers: Sequence[int]) -> list[float]:
         """Each rank's own time in an exchange, all of its hops after each other."""

@@ -19,18 +19,39 @@ Hops: TypeAlias = "tuple[ExchangeBytes, ...]"
 """The exchanges that one exchange really consists of: itself, or collect, forward and distribute."""
 
 
+WaveHops: TypeAlias = "tuple[Hops, Hops]"
+"""The hops of the gather and of the scatter of a wave."""
+
+
 def count_hops(
-    ranks: Sequence[int], owners: WaveOwners, nodes: Nodes, traffic: Sequence[WaveTraffic]
-) -> tuple[tuple[Hops, Hops], ...]:
-    """The hops of the gather and of the scatter of each wave."""
+    ranks: Sequence[int], owners: WaveOwners, nodes: Nodes, traffic: Sequence[WaveTraffic], *, averages: bool = False
+) -> tuple[WaveHops, ...]:
+    """The hops of each wave. With ``averages``, gathers are scatters the other way: all replicas send their gradients."""
     counter = _RelayCounter(ranks, owners, nodes)
     hops = []
     for wave, (itemsizes, exchanges) in enumerate(zip(owners.itemsizes, traffic, strict=True)):
-        gather = counter.to_owners(wave, one_replica=True)
         replicated = any(owners.matrices[number].replicas > 1 for number in itemsizes)
-        scatter = (counter.to_owners(wave, one_replica=False) if replicated else gather).reversed()
-        hops.append((gather.hops(exchanges.gather), scatter.hops(exchanges.scatter)))
+        of_all = counter.to_owners(wave, one_replica=False)
+        of_one = counter.to_owners(wave, one_replica=True) if replicated and not averages else of_all
+        gather = exchanges.scatter.reversed() if averages else exchanges.gather
+        hops.append((of_one.hops(gather), of_all.reversed().hops(exchanges.scatter)))
     return tuple(hops)
+
+
+def relay_buffers(waves: Sequence[tuple[WaveHops, int]]) -> list[int]:
+    """Bytes of the buffers between hops on every rank, from the hops of waves and the slots that they use.
+
+    Waves take turns in the buffers of the first hop of their slot. The other hops have one set of buffers for all gathers, and
+    one for all scatters, since only one of each is waited for at a time (``meshmuon/execute/relayed.py``).
+    """
+    largest: dict[tuple[int | str, ...], list[int]] = {}
+    for hops, slot in waves:
+        for direction, exchange in zip(("gather", "scatter"), hops, strict=True):
+            for number, hop in enumerate(exchange if len(exchange) > 1 else ()):
+                for name, sizes in (("sent", hop.sent), ("received", hop.received)):
+                    key = number, name, direction if number else slot
+                    largest[key] = list(map(max, largest[key], sizes)) if key in largest else sizes
+    return [sum(sizes) for sizes in zip(*largest.values(), strict=True)]
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from .plan_data import PlanData
+from .relay_bytes import relay_buffers
 
 
 def bytes_sent(plan: PlanData, *, averages: bool) -> dict[int, int]:
@@ -24,4 +25,8 @@ def buffer_bytes(plan: PlanData, *, averages: bool) -> dict[int, int]:
     for task in plan.tasks:
         averaged[task.wave][task.owner] += task.sharded.size * plan.params[task.param].itemsize
     sent = bytes_sent(plan, averages=True)
-    return {rank: sent[rank] + max((wave[rank] for wave in averaged), default=0) for rank in plan.ranks}
+    total = {rank: sent[rank] + max((wave[rank] for wave in averaged), default=0) for rank in plan.ranks}
+    if plan.relayed:
+        relays = relay_buffers([(hops, wave) for wave, hops in enumerate(plan.averaging_hops)])
+        total = {rank: total[rank] + size for rank, size in zip(plan.ranks, relays, strict=True)}
+    return total

@@ -6,7 +6,7 @@ what stays inside a node. Everything that is said of bytes comes from here: ``Pl
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from operator import add, sub
 
@@ -56,7 +56,7 @@ class WaveTraffic:
 class WaveOwners:
     """Who owns what in each wave: what traffic, peers and relays are counted from."""
 
-    def __init__(self, tasks: Sequence[Task], itemsizes: Sequence[int], waves: int) -> None:
+    def __init__(self, tasks: Sequence[Task], itemsizes: Mapping[int, int] | Sequence[int], waves: int) -> None:
         """``itemsizes`` has the bytes per element on the wire, by parameter."""
         moving = [task for task in tasks if task.wave != NO_WAVE]
         self.kinds = RankKinds(task.sharded for task in moving)

@@ -7,20 +7,31 @@ from collections import Counter
 from collections.abc import Hashable, Sequence
 from functools import lru_cache
 from itertools import accumulate
+from typing import NamedTuple
 
 from .footprint import Footprint
+from .nodes import Nodes
 from .plan_data import PlanOptions
+from .relay_bytes import WaveHops, count_hops, relay_buffers
 from .tasks import PlannedParam, Task
+from .traffic import WaveOwners, count_traffic
 
 _OVERLAP = 6  # waves of a step: enough to overlap gathers, work and scatters, with a small first and a small last wave
 _WORTH_AN_EXCHANGE = 4  # a wave should last at least as long as this many empty exchanges
 _STEEPEST = 4  # largest wave ÷ smallest
+_SHARED_BY_WAVES = 8  # buffers of a relayed exchange: sent and received, in its last two hops, of gathers and of scatters
 _ENOUGH_IN_FLIGHT = 4  # waves in flight that overlap gathers, work and scatters; more gain little
 
 
-def cut_into_waves(
-    tasks: Sequence[Task], params: Sequence[PlannedParam], options: PlanOptions
-) -> tuple[list[Task], tuple[Hashable, ...], int]:
+class Cut(NamedTuple):
+    """Matrices in waves."""
+
+    tasks: list[Task]  # with their waves
+    wave_lanes: tuple[Hashable, ...]  # the lane of each wave
+    in_flight: int  # how many waves may be in flight
+
+
+class WaveCutter:
     """Cuts the matrices of every lane into waves, counted from 0 without gaps; lanes have waves of their own.
 
     Every owner's matrices are spread over the waves in the same proportions by cost, so that ranks have work at the same time.
@@ -36,27 +47,74 @@ def cut_into_waves(
     5. one wave in flight, with one matrix per owner, whatever it takes.
 
     Where ``chunk_size`` is given, it alone decides.
-
-    Returns:
-        The tasks with their waves, the lane of each wave, and how many waves may be in flight.
     """
-    tasks_by_lane: dict[Hashable, list[int]] = {}
-    for k, task in enumerate(tasks):
-        tasks_by_lane.setdefault(params[task.param].lane, []).append(k)
-    lanes = tasks_by_lane.values()
-    cutters = [_LaneCutter([tasks[k] for k in lane], params[tasks[lane[0]].param], options) for lane in lanes]
-    cuts, in_flight = _within_bound(cutters, options)
-    waves, lane_of_wave = [0] * len(tasks), list[Hashable]()
-    for (lane, indices), cut in zip(tasks_by_lane.items(), cuts, strict=True):
-        for k, wave in zip(indices, cut, strict=True):
-            waves[k] = len(lane_of_wave) + wave
-        lane_of_wave.extend([lane] * (max(cut) + 1))
-    return [task.in_wave(wave) for task, wave in zip(tasks, waves, strict=True)], tuple(lane_of_wave), in_flight
+
+    def __init__(self, tasks: Sequence[Task], params: Sequence[PlannedParam], options: PlanOptions) -> None:
+        self._tasks, self._options = tasks, options
+        self._bound = 2 * options.budget * options.in_flight
+        self._lanes: dict[Hashable, list[int]] = {}  # lane → its tasks
+        for k, task in enumerate(tasks):
+            self._lanes.setdefault(params[task.param].lane, []).append(k)
+        lanes = self._lanes.values()
+        self._cutters = [_LaneCutter([tasks[k] for k in lane], params[tasks[lane[0]].param], options) for lane in lanes]
+        self._direct = _within_bound(self._cutters, options, self._bound)
+
+    def cut(self) -> Cut:
+        """The waves, if everything is sent directly."""
+        return self._cut(*self._direct)
+
+    def cut_through_relays(self, nodes: Nodes) -> Cut:
+        """The same waves with as many in flight as fit beside the buffers between the hops of relayed exchanges; at least two.
+
+        The bound has room for these as well: as much again for the first hop of every wave in flight, and eight buffers for the
+        hops that all waves share.
+        """
+        cuts, in_flight = self._direct
+        bound = 2 * self._bound + _SHARED_BY_WAVES * self._options.budget
+        buffers = _RelayedBuffers(self._cutters, cuts, nodes)
+        while in_flight > 2 and self._options.chunk_size <= 0 and buffers.most_bytes(in_flight) > bound:
+            in_flight -= 1
+        return self._cut(cuts, in_flight)
+
+    def _cut(self, cuts: Sequence[Sequence[int]], in_flight: int) -> Cut:
+        waves, lane_of_wave = [0] * len(self._tasks), list[Hashable]()
+        for (lane, indices), cut in zip(self._lanes.items(), cuts, strict=True):
+            for k, wave in zip(indices, cut, strict=True):
+                waves[k] = len(lane_of_wave) + wave
+            lane_of_wave.extend([lane] * (max(cut) + 1))
+        tasks = [task.in_wave(wave) for task, wave in zip(self._tasks, waves, strict=True)]
+        return Cut(tasks, tuple(lane_of_wave), in_flight)
 
 
-def _within_bound(cutters: Sequence[_LaneCutter], options: PlanOptions) -> tuple[list[list[int]], int]:
+class _RelayedBuffers:
+    """The buffers of all ranks for waves that go through relays, those between hops included."""
+
+    def __init__(self, cutters: Sequence[_LaneCutter], cuts: Sequence[Sequence[int]], nodes: Nodes) -> None:
+        self._ranks = sorted(rank for node in nodes.ranks for rank in node)
+        # The footprint of each lane, the wave of each of its tasks, and the hops of each of its waves.
+        self._lanes: list[tuple[Footprint, list[int], dict[int, WaveHops]]] = []
+        first = 0
+        for cutter, cut in zip(cutters, cuts, strict=True):
+            tasks = [task.in_wave(wave) for task, wave in zip(cutter.tasks, cut, strict=True)]
+            itemsizes = dict.fromkeys({task.param for task in tasks}, cutter.itemsize)
+            owners = WaveOwners(tasks, itemsizes, max(cut) + 1)
+            hops = count_hops(self._ranks, owners, nodes, count_traffic(self._ranks, owners, nodes))
+            self._lanes.append((cutter.footprint, [first + wave for wave in cut], dict(enumerate(hops, first))))
+            first += len(hops)
+
+    def most_bytes(self, in_flight: int) -> int:
+        """Bytes of the rank that needs most."""
+        total = dict.fromkeys(self._ranks, 0)
+        for footprint, waves, hops in self._lanes:
+            relays = relay_buffers([(of_wave, wave % in_flight) for wave, of_wave in hops.items()])
+            for rank, size in (*zip(self._ranks, relays, strict=True), *footprint.bytes_by_rank(waves, in_flight).items()):
+                total[rank] += size
+        return max(total.values())
+
+
+def _within_bound(cutters: Sequence[_LaneCutter], options: PlanOptions, bound: int) -> tuple[list[list[int]], int]:
     """The cut of each lane, and how many waves are in flight: the first way that keeps to the bound."""
-    bound, most = 2 * options.budget * options.in_flight, options.in_flight
+    most = options.in_flight
 
     def fits(cuts: Sequence[Sequence[int]], in_flight: int) -> bool:
         total: Counter[int] = Counter()
@@ -91,7 +149,7 @@ class _LaneCutter:
     """Cuts the matrices of one lane into waves, in several ways. A cut lists the wave of each task, in the order of ``tasks``."""
 
     def __init__(self, tasks: Sequence[Task], param: PlannedParam, options: PlanOptions) -> None:
-        self._tasks, self._options = tasks, options
+        self.tasks, self._options, self.itemsize = tasks, options, param.itemsize
         self._nbytes = [task.sharded.size * param.itemsize for task in tasks]  # ``itemsize`` is the same for the whole lane
         # Matrices of equal shape are best orthogonalised together. Shapes are sorted as text; another order would change plans.
         shapes = [repr((task.sharded.rows, task.sharded.cols)) for task in tasks]
@@ -124,7 +182,7 @@ class _LaneCutter:
 
     def _waves_of_queue(self, queue: Sequence[int], count: int) -> list[int]:
         """The wave of each matrix in an owner's queue: ``count`` waves whose costs grow and then shrink."""
-        costs = [self._tasks[k].cost for k in queue]
+        costs = [self.tasks[k].cost for k in queue]
         ends, total = _ends(count), sum(costs) or 1.0
         done, waves = 0.0, []
         for cost in costs:
@@ -135,8 +193,8 @@ class _LaneCutter:
     def cut(self, count: int) -> list[int]:
         """Cuts into ``count`` waves by cost, or by the user's ``chunk_size``."""
         if self._options.chunk_size > 0:
-            return _by_count(self.queues, len(self._tasks), self._options.chunk_size)
-        waves = [0] * len(self._tasks)
+            return _by_count(self.queues, len(self.tasks), self._options.chunk_size)
+        waves = [0] * len(self.tasks)
         for queue in self.queues.values():
             one_per_wave = count >= self.longest
             for k, wave in zip(queue, range(len(queue)) if one_per_wave else self._waves_of_queue(queue, count), strict=True):
@@ -149,7 +207,7 @@ class _LaneCutter:
         With two waves in flight an owner needs memory for a matrix in only one of the two slots. While one half of the owners
         computes, the other half may gather or scatter.
         """
-        waves = [0] * len(self._tasks)
+        waves = [0] * len(self.tasks)
         for position, queue in enumerate(self.queues.values()):
             for turn, k in enumerate(queue):
                 waves[k] = 2 * turn + position % 2

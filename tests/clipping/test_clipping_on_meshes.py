@@ -8,7 +8,6 @@ import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -16,7 +15,6 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
@@ -32,6 +30,7 @@ from tests.dist.test_meshes import MESHES, WORLD, model
 from tests.support import nets
 from tests.support.bounds import norm_error, unit
 from tests.support.cases import Case, Param, gradient, place
+from tests.support.processes import results_of, run_ranks
 from tests.support.random_layouts import DTYPES, SIZES, Layouts, mesh_layouts, placements
 from tests.support.tensors import like, local, seeded
 from tests.support.threads import run_threads
@@ -338,30 +337,25 @@ def clip_wrapped(net: nn.Module, whole: nn.Module, order: float) -> float:
     return float(found)
 
 
-def gloo_main(rank: int, folder: str) -> None:
+def gloo_main(rank: int, folder: Path) -> None:
     """In a process of its own: wrapped by FSDP2, beside one device; then NaN and a failure on one rank only."""
-    store = dist.FileStore(f"{folder}/store", 2)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=timedelta(seconds=20))
-    try:
-        mesh = init_device_mesh("cpu", (2,))
-        for order in ORDERS:
-            net, whole = nets.build_net((5, 7, 3)), nets.build_net((5, 7, 3))
-            fully_shard(net, mesh=mesh)
-            clip_wrapped(net, whole, order)
-        params = list(net.parameters())
-        grad = params[0].grad
-        assert isinstance(grad, DTensor)
-        if rank == 1:
-            grad.to_local()[0] = math.nan
-        for order in ORDERS:
-            assert math.isnan(total_grad_norm(params, order)), order
-            with pytest.raises(GradientError, match="is nan; nothing was changed"):
-                clip_grad_norm_(params, 1.0, order, error_if_nonfinite=True)
-        with pytest.raises(ConfigError, match=r"rank 1: max_norm=-1\.0 must"):
-            clip_grad_norm_(params, -1.0 if rank else 1.0)
-    finally:
-        dist.destroy_process_group()
+    mesh = init_device_mesh("cpu", (2,))
+    for order in ORDERS:
+        net, whole = nets.build_net((5, 7, 3)), nets.build_net((5, 7, 3))
+        fully_shard(net, mesh=mesh)
+        clip_wrapped(net, whole, order)
+    params = list(net.parameters())
+    grad = params[0].grad
+    assert isinstance(grad, DTensor)
+    if rank == 1:
+        grad.to_local()[0] = math.nan
+    for order in ORDERS:
+        assert math.isnan(total_grad_norm(params, order)), order
+        with pytest.raises(GradientError, match="is nan; nothing was changed"):
+            clip_grad_norm_(params, 1.0, order, error_if_nonfinite=True)
+    with pytest.raises(ConfigError, match=r"rank 1: max_norm=-1\.0 must"):
+        clip_grad_norm_(params, -1.0 if rank else 1.0)
 
 
 def test_gloo_processes(tmp_path: Path) -> None:
-    mp.start_processes(gloo_main, (str(tmp_path),), nprocs=2, start_method="spawn")
+    results_of(run_ranks(2, gloo_main, tmp_path))

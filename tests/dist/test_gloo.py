@@ -31,7 +31,7 @@ def test_gloo_processes_equal_one_device(name: str, ranks: JobRanks) -> None:
 
 @pytest.mark.parametrize("name", gloo_cases.ALONE)
 def test_gloo_processes_that_must_not_hang(name: str, tmp_path: Path) -> None:
-    results_of(run_ranks(gloo_cases.ALONE[name][0], gloo_cases.run_alone, tmp_path, name, timeout=60, seconds=120))
+    results_of(run_ranks(gloo_cases.ALONE[name][0], gloo_cases.run_alone, tmp_path, name))
 
 
 @pytest.mark.parametrize("replicas", ["share", "repeat"])

@@ -22,7 +22,7 @@ from tests.support.threads import run_threads
 WORLD = 4
 MATRICES = [(24, 16), (16, 24), (20, 16), (7, 30), (24, 16), (24, 16)]
 EXPERTS = [(6, 12, 8), (6, 8, 12)]
-BUFFERS = {"shards", "gathered", "results", "sent", "received", "averages"}
+BUFFERS = {"shards", "gathered", "results", "sent", "received", "averages", "relay"}
 LAYOUTS: dict[str, tuple[Sequence[tuple[int, ...]], tuple[int, ...], tuple[Any, ...]]] = {
     "FSDP2": (MATRICES, (4,), (Shard(0),)),
     "HSDP": (MATRICES, (2, 2), (Replicate(), Shard(0))),
@@ -45,9 +45,13 @@ def held(optimizer: Muon) -> int:
     return sum(memory.numel() * memory.element_size() for (name, _, _), memory in flat.items() if name.split()[0] in BUFFERS)
 
 
+@pytest.mark.parametrize("max_peers", [1024, 1])
 @pytest.mark.parametrize("nodes", ["", "2", "1,3"])
 @pytest.mark.parametrize("layout", [*LAYOUTS, "DistMuon"])
-def test_bytes_and_buffers_are_those_of_the_plan(layout: str, nodes: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bytes_and_buffers_are_those_of_the_plan(
+    layout: str, nodes: str, max_peers: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With two hops and without. The buffers between hops count as well."""
     monkeypatch.setenv("MESHMUON_RANKS_PER_NODE", nodes)
     averages = layout == "DistMuon"
 
@@ -55,14 +59,22 @@ def test_bytes_and_buffers_are_those_of_the_plan(layout: str, nodes: str, monkey
         params = [nn.Parameter(seeded(shape, k)) for k, shape in enumerate(MATRICES)] if averages else weights_of(layout)
         names = [f"layers.{k}.experts.weight" for k in range(len(params))]
         groups = [{"params": params, "names": names, "use_muon": True, "expert_keys": ["experts"]}]
-        optimizer: Muon = DistMuon(groups) if averages else Muon(groups, replicas="share", memory_budget=4000)
+        optimizer: Muon = (
+            DistMuon(groups, max_peers=max_peers)
+            if averages
+            else Muon(groups, replicas="share", memory_budget=4000, max_peers=max_peers)
+        )
         for _ in range(3):
             for param in params:
                 param.grad = torch.ones_like(param)
             optimizer.step()
         plan = optimizer.plan()
         assert held(optimizer) == buffer_bytes(plan, averages=averages)[rank]
-        return 3 * bytes_sent(plan, averages=averages)[rank], held(optimizer), len(plan.wave_lanes)
+        hops = plan.averaging_hops if averages else plan.hops
+        sent = sum(hop.sent[rank] for wave in hops for exchange in wave for hop in exchange)
+        assert plan.relayed == (max_peers == 1 and nodes != "" and layout != "EP×FSDP")  # whose ranks have one peer each
+        assert plan.relayed or sent == bytes_sent(plan, averages=averages)[rank]
+        return 3 * sent, held(optimizer), len(plan.wave_lanes)
 
     with counted() as wire:
         results = run_threads(WORLD, main)

@@ -8,7 +8,7 @@ import os
 import signal
 import time
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext, redirect_stderr
+from contextlib import AbstractContextManager, ExitStack, nullcontext, redirect_stderr
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -20,12 +20,18 @@ from torch._C._distributed_c10d import FileStore
 
 from meshmuon.doctor import DoctorOptions, Session, measurements, run_doctor, runner
 from meshmuon.doctor import exchanges as exchange_checks
+from meshmuon.doctor.runner import Runner
 from meshmuon.execute.ortho_batch import OrthoBatch
 from meshmuon.ortho.kernels import BlockedProducts
 from meshmuon.transport import swap_with
+from tests.support.injector import await_files
+from tests.support.processes import shorten_timeouts
 
 STALL = 600.0  # seconds: for ever, as far as tests are concerned
-DELAY = 0.3  # seconds that the slow link takes longer
+PATIENCE = 2.0  # seconds that ranks wait for one that has stalled or died, once it has
+DELAY, TICK = 0.3, 0.001  # seconds that the slow link takes longer, and that pass between two looks at the clock
+
+Fault = Callable[[Path], AbstractContextManager[Any]]  # of the folder that the ranks share
 
 
 def _around(owner: Any, name: str, before: Callable[[], None]) -> Any:
@@ -38,7 +44,7 @@ def _around(owner: Any, name: str, before: Callable[[], None]) -> Any:
     return patch.object(owner, name, hooked)
 
 
-def broken_kernel() -> Any:
+def broken_kernel(folder: Path) -> Any:
     """Symmetric products are 1 % too large."""
     original = BlockedProducts.symmetric
 
@@ -48,26 +54,62 @@ def broken_kernel() -> Any:
     return patch.object(BlockedProducts, "symmetric", symmetric)
 
 
-def dies_in_an_exchange() -> Any:
-    return _around(exchange_checks, "_part", lambda: os.kill(os.getpid(), signal.SIGKILL))
+def dies_in_an_exchange(folder: Path) -> Any:
+    def die() -> None:
+        (folder / "lost").touch()
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    return _around(exchange_checks, "_part", die)
 
 
-def stalls_in_an_exchange() -> Any:
-    return _around(exchange_checks, "_part", lambda: time.sleep(STALL))
+def misses_rank_0(folder: Path) -> Any:
+    """Notices soon that rank 0 gives no sign of life, but only once it is dead."""
+    original = Runner._silent
+
+    def silent(self: Runner) -> list[int]:
+        return original(self) if (folder / "lost").exists() else []
+
+    stack = ExitStack()
+    stack.enter_context(patch.object(Runner, "_silent", silent))
+    stack.enter_context(patch.object(runner, "_MOST_SILENCE", PATIENCE))
+    return stack
 
 
-def stalls_in_a_step() -> Any:
-    return _around(OrthoBatch, "orthogonalise", lambda: time.sleep(STALL))
+def _stall(folder: Path) -> None:
+    (folder / "lost").touch()
+    time.sleep(STALL)
 
 
-def raises_in_a_step() -> Any:
+def _miss(folder: Path) -> None:
+    """Waits until the other rank has stalled, so that nothing else can be what this rank then waits for in vain."""
+    await_files(folder, "lost", 1)
+    shorten_timeouts(PATIENCE)
+
+
+def stalls_in_an_exchange(folder: Path) -> Any:
+    return _around(exchange_checks, "_part", lambda: _stall(folder))
+
+
+def stalls_in_a_step(folder: Path) -> Any:
+    return _around(OrthoBatch, "orthogonalise", lambda: _stall(folder))
+
+
+def misses_a_rank_in_an_exchange(folder: Path) -> Any:
+    return _around(exchange_checks, "_part", lambda: _miss(folder))
+
+
+def misses_a_rank_in_a_step(folder: Path) -> Any:
+    return _around(OrthoBatch, "orthogonalise", lambda: _miss(folder))
+
+
+def raises_in_a_step(folder: Path) -> Any:
     def fail() -> None:
         raise ZeroDivisionError("out of luck")
 
     return _around(exchange_checks, "_part", fail)
 
 
-def wrong_exchange() -> Any:
+def wrong_exchange(folder: Path) -> Any:
     """The last element that arrives is off by one."""
     original = dist.all_to_all_single
 
@@ -85,23 +127,38 @@ def wrong_exchange() -> Any:
     return patch.object(dist, "all_to_all_single", spoilt)
 
 
-def slow_link_to(slow_peer: int) -> Any:
-    """Messages to ``slow_peer`` take longer."""
+class Clock:
+    """Stands in for ``time`` where links are measured: a link takes as long as the test says, whatever the machine does."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def perf_counter(self) -> float:
+        self.now += TICK
+        return self.now
+
+    process_time = perf_counter
+
+
+def slow_link(peers: frozenset[int] = frozenset()) -> Any:
+    """Messages to ``peers`` take longer."""
+    clock = Clock()
 
     def swap(peer: int, *args: Any) -> None:
-        if peer == slow_peer:
-            time.sleep(DELAY)
+        clock.now += DELAY if peer in peers else 0.0
         swap_with(peer, *args)
 
-    return patch.object(measurements, "swap_with", swap)
+    return patch.multiple(measurements, swap_with=swap, time=clock)
 
 
-FAULTS: dict[str, Callable[[], AbstractContextManager[Any]]] = {
-    "": nullcontext,
-    **{made.__name__: made for made in (broken_kernel, dies_in_an_exchange, stalls_in_an_exchange, stalls_in_a_step)},
-    **{made.__name__: made for made in (raises_in_a_step, wrong_exchange)},
-    "slow link to 1": lambda: slow_link_to(1),
-    "slow link to 2": lambda: slow_link_to(2),
+FAULTS: dict[str, Fault] = {
+    "": lambda folder: nullcontext(),
+    **{made.__name__: made for made in (broken_kernel, wrong_exchange, raises_in_a_step, dies_in_an_exchange, misses_rank_0)},
+    **{made.__name__: made for made in (stalls_in_an_exchange, misses_a_rank_in_an_exchange)},
+    **{made.__name__: made for made in (stalls_in_a_step, misses_a_rank_in_a_step)},
+    "quick links": lambda folder: slow_link(),
+    "slow link to 1": lambda folder: slow_link(frozenset({1})),
+    "slow link to 2": lambda folder: slow_link(frozenset({2})),
 }
 
 
@@ -132,9 +189,11 @@ def doctor_rank(rank: int, folder: Path, faults: dict[int, str], options: Doctor
     session = Session(rank, world, store, torch.device("cpu"), nodes[rank] if nodes else "node")
     stream, errors = io.StringIO(), io.StringIO()
     options = replace(options, json_file=written, folder=folder / "checkpoints")
-    # Ranks that wait for others look more often, and links are measured less often, so that tests are short.
-    hasty = patch.multiple(runner, _SIGN_EVERY=0.15, _FAREWELL=1.0), patch.object(measurements, "_REPEATS", 2)
-    with hasty[0], hasty[1], FAULTS[faults.get(rank, "")](), redirect_stderr(errors):
+    # Ranks that wait for others look more often, and links are measured less often, so that tests are short. A rank that is only
+    # slow must not be taken for dead.
+    farewell = 1.0 if "dies_in_an_exchange" in faults.values() else 100.0
+    hasty = patch.multiple(runner, _SIGN_EVERY=0.15, _FAREWELL=farewell, _MOST_SILENCE=100.0, _LETTING_GO=5.0)
+    with hasty, patch.object(measurements, "_REPEATS", 2), FAULTS[faults.get(rank, "")](folder), redirect_stderr(errors):
         ending = run_doctor(options, session, stream)
     report = json.loads(written.read_text()) if rank == 0 else {}
     return Ended(ending.code, ending.stuck, stream.getvalue(), errors.getvalue(), report)

@@ -101,7 +101,16 @@ def test_a_rank_that_dies_under_torchrun(tmp_path: Path) -> None:
     """torchrun terminates rank 0 at once; it still reports, and names the rank that is gone. No process is left."""
     script = str(Path(__file__).parent / "faulty_rank.py")
     launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", "0", "--standalone"]
-    arguments = ["dies_in_an_exchange", "1", "doctor", "--only", "ragged,distmuon", "--json", str(tmp_path / "report.json")]
+    arguments = [
+        "dies_in_an_exchange",
+        "1",
+        str(tmp_path),
+        "doctor",
+        "--only",
+        "ragged,distmuon",
+        "--json",
+        str(tmp_path / "report.json"),
+    ]
     done = subprocess.run(
         [*launcher, script, *arguments], env=ENVIRONMENT, capture_output=True, text=True, timeout=240, check=False, cwd=ROOT
     )

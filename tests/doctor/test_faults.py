@@ -11,16 +11,14 @@ import pytest
 from meshmuon.doctor import DoctorOptions
 from tests.support.processes import RankOutcome, results_of, run_ranks
 
-from .faults import DELAY, Ended, doctor_rank
+from .faults import DELAY, TICK, Ended, doctor_rank
 
-LIMIT = 6.0  # seconds of a check, where ranks wait for it; a quiet machine needs a small part of it
+LIMIT = 200.0  # seconds of a check: nobody waits for it
 EXCHANGES = DoctorOptions(only=("pairs", "ragged", "distmuon"), limit=LIMIT)
 
 
-def run(
-    world: int, folder: Path, faults: dict[int, str], options: DoctorOptions, timeout: float = 150.0, **more: Any
-) -> list[RankOutcome]:
-    return run_ranks(world, doctor_rank, folder, faults, options, *more.values(), timeout=timeout)
+def run(world: int, folder: Path, faults: dict[int, str], options: DoctorOptions, *more: Any) -> list[RankOutcome]:
+    return run_ranks(world, doctor_rank, folder, faults, options, *more)
 
 
 def ended(outcomes: list[RankOutcome]) -> list[Ended]:
@@ -70,7 +68,8 @@ def test_a_dead_rank(tmp_path: Path) -> None:
 
 def test_rank_0_is_dead(tmp_path: Path) -> None:
     """Nobody reports then: each of the others says what it knows."""
-    outcomes = run(3, tmp_path, {0: "dies_in_an_exchange"}, EXCHANGES)
+    faults = {0: "dies_in_an_exchange", 1: "misses_rank_0", 2: "misses_rank_0"}
+    outcomes = run(3, tmp_path, faults, EXCHANGES)
     assert outcomes[0].trouble == "killed"
     for rank, survivor in zip((1, 2), ended(outcomes[1:]), strict=True):
         assert survivor.code == 1
@@ -78,15 +77,16 @@ def test_rank_0_is_dead(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("fault", "check", "phase"),
+    ("place", "check", "phase"),
     [
-        ("stalls_in_an_exchange", "ragged", "still in ragged exchange 1 of 6"),
-        ("stalls_in_a_step", "distmuon", "still in step 1 of 3, in "),
+        ("in_an_exchange", "ragged", "still in ragged exchange 1 of 6"),
+        ("in_a_step", "distmuon", "still in step 1 of 3, in "),
     ],
 )
-def test_a_stalled_rank(fault: str, check: str, phase: str, tmp_path: Path) -> None:
+def test_a_stalled_rank(place: str, check: str, phase: str, tmp_path: Path) -> None:
     """The others time out; the report names the phase that the stalled rank is in, and the process can end."""
-    first, stalled, last = ended(run(3, tmp_path, {1: fault}, EXCHANGES, timeout=LIMIT))
+    missing = f"misses_a_rank_{place}"
+    first, stalled, last = ended(run(3, tmp_path, {0: missing, 1: f"stalls_{place}", 2: missing}, EXCHANGES))
     assert (first.code, stalled.code, last.code) == (1, 1, 1)
     assert stalled.stuck
     assert not last.stuck
@@ -100,26 +100,26 @@ def test_a_stalled_rank(fault: str, check: str, phase: str, tmp_path: Path) -> N
 
 def test_an_error_on_one_rank(tmp_path: Path) -> None:
     """The others wait for it in vain; they are given up long before the limit."""
-    options = DoctorOptions(only=("ragged", "distmuon"), limit=100.0)
+    options = DoctorOptions(only=("ragged", "distmuon"), limit=LIMIT)
     first, second = ended(run(2, tmp_path, {1: "raises_in_a_step"}, options))
     assert (first.code, second.code) == (1, 1)
     assert "rank 1: ragged exchange 1 of 6 in torch.float32: ZeroDivisionError: out of luck" in first.detail("ragged")
     assert "rank 0: still in ragged exchange 1 of 6" in first.detail("ragged")
-    assert first.check("ragged")["seconds"] < 100.0
+    assert "took longer than its limit" not in first.detail("ragged")
     assert first.status("distmuon") == "not run"
 
 
 def test_a_slow_link(tmp_path: Path) -> None:
     """It is measured and named, inside and between nodes that the test pretends."""
-    faults = {1: "slow link to 2", 2: "slow link to 1"}
+    faults = {0: "quick links", 1: "slow link to 2", 2: "slow link to 1", 3: "quick links"}
     options, nodes = DoctorOptions(only=("links",), quick=True), ("a", "a", "b", "b")
-    first = ended(run_ranks(4, doctor_rank, tmp_path, faults, options, nodes))[0]
+    first = ended(run(4, tmp_path, faults, options, nodes))[0]
     assert first.code == 0
     figures = first.check("links")["figures"]
     assert figures["slowest_pair"]["ranks"] == [1, 2]
-    assert figures["slowest_pair"]["bytes_per_second"] < 4 * 2**20 / DELAY
+    assert figures["slowest_pair"]["bytes_per_second"] == pytest.approx(4 * 2**20 / (DELAY + TICK))
     assert figures["pairs_measured"] == 6
-    assert figures["inside"]["bytes_per_second"] > figures["slowest_pair"]["bytes_per_second"]
+    assert figures["inside"]["bytes_per_second"] == pytest.approx(4 * 2**20 / TICK)
     assert "slowest pair 1-2" in first.detail("links")
     assert first.detail("links").startswith("inside a node ")
     assert "between nodes" in first.detail("links")

@@ -19,6 +19,7 @@ import train_gpt
 from demo import checkpoints, progress, train
 from tests.examples.conftest import Nudged, write_sources
 from tests.support.bounds import led_astray
+from tests.support.injector import await_files
 from tests.support.scripts import run_script, run_script_on_ranks
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -33,6 +34,8 @@ TINY = (
 KILLED_BEFORE = 7  # counted from 0: seven steps are done, the last checkpoint holds six
 
 Log = dict[str, Any]
+LAST_CALL = "last_call_timeout=8"  # seconds in which a second launcher may still come
+
 pytestmark = pytest.mark.timeout(400)  # several starts of several processes each; half a minute on a quiet machine
 
 
@@ -56,7 +59,7 @@ def flags(sources: Path, out: Path) -> list[str]:
 
 def python(*arguments: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, *arguments]
-    return subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=150, check=False)
+    return subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=240, check=False)
 
 
 def environment(**more: str) -> dict[str, str]:
@@ -121,30 +124,27 @@ def test_torchrun_starts_again_and_the_curve_is_the_same_bit_for_bit(
 def test_torchrun_goes_on_with_fewer_processes_when_a_node_is_lost(
     sources: Path, tmp_path: Path, alone: list[str], bounds: list[float]
 ) -> None:
-    """Two launchers of one process each; one is killed with its process, and the other goes on alone. Half of it is waiting."""
+    """Two launchers of one process each; one is killed with its process, and the other goes on alone. Half of it is waiting.
+
+    The first to come waits for the second for a few seconds only: it is started when the second has imported torch.
+    """
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         meeting = f"--rdzv-endpoint=127.0.0.1:{probe.getsockname()[1]}"
-    launcher = (
-        *TORCHRUN,
-        "--nnodes=1:2",
-        "--nproc-per-node=1",
-        "--max-restarts=3",
-        "--rdzv-backend=c10d",
-        meeting,
-        "--rdzv-id=1",
-    )
+    nodes = ("--nnodes=1:2", "--nproc-per-node=1", "--max-restarts=3", "--rdzv-backend=c10d", meeting, "--rdzv-id=1")
+    awake = "import pathlib, sys; from torch.distributed.run import main; pathlib.Path(sys.argv.pop(1)).touch(); main()"
     command = [*flags(sources, tmp_path / "runs"), "--only", "muon"]
     accident = (str(KILLED), str(tmp_path / "happened"), "muon", str(KILLED_BEFORE), "node")
     other = subprocess.Popen(
-        [sys.executable, *launcher, "--rdzv-conf=is_host=0,last_call_timeout=5", *accident, *command],
+        [sys.executable, "-c", awake, tmp_path / "awake", *nodes, f"--rdzv-conf=is_host=0,{LAST_CALL}", *accident, *command],
         env=environment(),
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
     )
     try:
-        done = python(*launcher, "--rdzv-conf=is_host=1,last_call_timeout=5", str(DEMO), *command)
-        assert other.wait(timeout=60) == -signal.SIGKILL
+        await_files(tmp_path, "awake", 1)
+        done = python(*TORCHRUN, *nodes, f"--rdzv-conf=is_host=1,{LAST_CALL}", str(DEMO), *command)
+        assert other.wait(timeout=100) == -signal.SIGKILL
     finally:
         other.kill()
     assert done.returncode == 0, done.stderr

@@ -29,7 +29,7 @@ def in_fork(folder: Path, work: Callable[[], str]) -> str:
             text = f"{type(error).__name__}: {error}"
         (folder / f"fork{os.getpid()}").write_text(text)
         os._exit(0)
-    end = time.monotonic() + 10
+    end = time.monotonic() + 100
     while os.waitpid(child, os.WNOHANG) == (0, 0):
         if time.monotonic() > end:
             os.kill(child, 9)

@@ -14,13 +14,14 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from meshmuon import DistMuon, Muon
 from meshmuon.errors import StateError, TransportError
-from tests.support.injector import Fault, await_files, fail_at, kill_this_rank
-from tests.support.processes import GROUP_TIMEOUT, RankOutcome, results_of, run_ranks
+from meshmuon.transport.groups import timeout_of_group
+from tests.support.injector import Fault, await_files, fail_at, kill_this_rank, stall_at
+from tests.support.processes import GROUP_TIMEOUT, RankOutcome, results_of, run_ranks, shorten_timeouts
 from tests.support.small_model import after, assert_equal, give_gradients, initial, muon_of, world_mesh
 from tests.support.tensors import seeded
 
 WORLD, LOST, STEPS = 4, 1, 5  # in a ring of four, rank 3 has no connection to rank 1
-TIMEOUT = 2.0  # seconds, where ranks wait for it; where nobody may, it is GROUP_TIMEOUT
+TIMEOUT = 2.0  # seconds, once ranks wait for nothing but a stalled one; until then, and elsewhere, it is GROUP_TIMEOUT
 
 
 @dataclass(frozen=True)
@@ -103,13 +104,6 @@ class Kill:
         kill_this_rank(self.folder, WORLD - 1)
 
 
-class Stall(Kill):
-    """Stalls the rank until all others have given it up."""
-
-    def __call__(self) -> None:
-        await_files(self.folder, "reported*", WORLD - 1)
-
-
 class Raise(Kill):
     error: BaseException = RuntimeError("out of luck")
 
@@ -179,14 +173,20 @@ def test_a_killed_rank_of_dist_muon(phase: str, tmp_path: Path) -> None:
 # Stalls.
 
 
+def stalling_rank(rank: int, folder: Path, phase: str) -> Report:
+    params = initial(world_mesh())
+    report = until_lost(muon_of(params), params, stall_at(LOST, 2, phase, folder, WORLD, TIMEOUT))
+    stay(folder, rank, WORLD)
+    return report
+
+
 @pytest.mark.parametrize(
     ("phase", "allowed"),
     [("before the agreement", {"agreement"}), ("before the gather", {"gather"}), ("orthogonalise", {"gather", "scatter"})],
 )
 def test_a_rank_that_stalls(phase: str, allowed: set[str], tmp_path: Path) -> None:
     """The group's timeout ends the wait of the others, while the rank still stalls; it hears of it when it wakes."""
-    ended = run_ranks(WORLD, muon_rank, tmp_path, 2, phase, Stall(tmp_path), WORLD, {}, timeout=TIMEOUT)
-    reports: list[Report] = results_of(ended)
+    reports: list[Report] = results_of(run_ranks(WORLD, stalling_rank, tmp_path, phase))
     for rank, report in enumerate(reports):
         assert report.kind == "TransportError", report
         assert report.completed == 2, report
@@ -233,10 +233,13 @@ def test_ctrl_c_in_the_agreement(tmp_path: Path) -> None:
 
 
 def other_ranks(rank: int, folder: Path) -> tuple[str, str]:
-    pair = dist.new_group([0, 1], timeout=timedelta(seconds=TIMEOUT))  # torch would wait for half an hour
+    pair = dist.new_group([0, 1])
     params = initial(DeviceMesh.from_group(pair, "cpu") if rank == LOST else world_mesh())
     optimizer = muon_of(params)
     give_gradients(params, 0)
+    (folder / f"ready{rank}").touch()
+    await_files(folder, "ready*", 3)
+    shorten_timeouts(TIMEOUT)
     with pytest.raises(TransportError) as caught:
         optimizer.step()
     stay(folder, rank, 3)
@@ -245,7 +248,7 @@ def other_ranks(rank: int, folder: Path) -> tuple[str, str]:
 
 def test_a_mesh_over_other_ranks_on_one_rank(tmp_path: Path) -> None:
     """Rank 1 believes that it plans with rank 0 alone: no one answers, and the group's timeout ends it on all ranks."""
-    reports = results_of(run_ranks(3, other_ranks, tmp_path, timeout=TIMEOUT))
+    reports = results_of(run_ranks(3, other_ranks, tmp_path))
     for kind, text in reports:
         assert kind == "TransportError"
         assert "in the agreement of a step" in text
@@ -256,16 +259,22 @@ def group_of_its_own(rank: int, folder: Path) -> Report | None:
     """Two meshes that share rank 1 and leave out rank 3: meshmuon makes a group for ranks 0, 1 and 2."""
     meshes = [DeviceMesh("cpu", [0, 1]), DeviceMesh("cpu", [1, 2])]
     if rank == 3:
-        stay(folder, rank, WORLD)
+        await_files(folder, "reported*", WORLD - 1)
         return None
     params = [initial(meshes[0])[0], initial(meshes[1])[1]]
-    report = until_lost(muon_of(params), params, fail_at(0, 2, "before the agreement", Stall(folder), folder))
-    stay(folder, rank, WORLD)
+    optimizer = muon_of(params)
+    known = set(dist.distributed_c10d._world.pg_map)
+    give_gradients(params, 0)
+    optimizer.step()
+    made = set(dist.distributed_c10d._world.pg_map) - known
+    assert {timeout_of_group(group) for group in made} == {timedelta(seconds=GROUP_TIMEOUT)}
+    report = until_lost(optimizer, params, stall_at(0, 2, "before the agreement", folder, 3, TIMEOUT))
+    stay(folder, rank, WORLD - 1)
     return report
 
 
 def test_groups_that_meshmuon_makes_have_the_timeout_of_the_default_group(tmp_path: Path) -> None:
     """torch would let them wait for half an hour; rank 0 stalls until the others have given up."""
-    reports = results_of(run_ranks(WORLD, group_of_its_own, tmp_path, timeout=TIMEOUT))[:3]
+    reports = results_of(run_ranks(WORLD, group_of_its_own, tmp_path))[:3]
     assert [report.kind for report in reports] == ["TransportError"] * 3, reports
     assert any(report.timed_out(TIMEOUT) for report in reports[1:]), reports

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from meshmuon import DistMuon, Muon, clip_grad_norm_
 from meshmuon.errors import MeshmuonError
-from tests.support.processes import results_of, run_ranks
+from tests.support.processes import GROUP_TIMEOUT, results_of, run_ranks
 from tests.support.small_model import S0, SHAPES, R, after, assert_equal, give_gradients, initial, muon_of, world_mesh
 from tests.support.tensors import assert_untouched, everything, local, seeded
 
@@ -25,7 +25,7 @@ MATRICES = SHAPES[:-1]
 
 def join(folder: Path, rank: int, name: str) -> None:
     store = dist.FileStore(str(folder / name), WORLD)
-    dist.init_process_group("gloo", rank=rank, world_size=WORLD, store=store, timeout=timedelta(seconds=5))
+    dist.init_process_group("gloo", rank=rank, world_size=WORLD, store=store, timeout=timedelta(seconds=GROUP_TIMEOUT))
 
 
 def built(layout: str) -> tuple[list[nn.Parameter], Muon]:

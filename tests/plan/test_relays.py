@@ -115,6 +115,18 @@ def test_plans_without_too_many_peers_stay_as_they_were(seed: int) -> None:
     assert relayed.options.max_peers == peers - 1
     assert relayed.digest != plan.digest
     assert (relayed.tasks, relayed.bytes_sent) == (plan.tasks, plan.bytes_sent)
+    # The buffers between hops have room, or as few waves as overlap at all are in flight.
+    before, in_flight = plan.options.in_flight, relayed.options.in_flight
+    room = 4 * options.budget * options.in_flight + 8 * options.budget
+
+    def needed(in_flight: int) -> int:
+        changed = replace(relayed, options=replace(relayed.options, in_flight=in_flight))
+        return max(map(changed.buffer_bytes, plan.ranks))
+
+    if options.chunk_size > 0 or before <= 2:
+        assert in_flight == before
+    else:
+        assert in_flight == next((k for k in range(before, 2, -1) if needed(k) <= room), 2)
     assert f"{peers} peers per rank would be more than max_peers={peers - 1}" in relayed.describe()
     assert Plan.from_json(relayed.to_json()).digest == relayed.digest
 

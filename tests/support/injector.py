@@ -7,7 +7,7 @@ import signal
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -18,6 +18,7 @@ from meshmuon.execute.shard_views import ShardViews
 from meshmuon.optim import muon_step
 from meshmuon.transport import Agreement, Exchange
 from meshmuon.transport.host_channel import PendingMaximum
+from tests.support.processes import GROUP_TIMEOUT, shorten_timeouts
 
 Action = Callable[[], None]
 
@@ -41,14 +42,15 @@ _AWAITED = {
     **dict.fromkeys(("before the gather", "gather", "orthogonalise"), "before the gather"),
     **dict.fromkeys(("before the scatter", "scatter", "adamw", "update"), "before the scatter"),
 }
-_MOST_SECONDS = 100.0  # after which a file that does not come is an error
+_MOST_SECONDS = GROUP_TIMEOUT + 50.0  # after which a file that does not come is an error; a timeout may be what lets it come
 
 
 @dataclass(frozen=True)
 class Fault:
     """``action`` happens on ``rank`` in ``step``, the first time that ``phase`` is reached.
 
-    The other ranks touch ``arrived<rank>`` in ``folder`` once they have come as far as ``_AWAITED`` says.
+    The other ranks touch ``arrived<rank>`` in ``folder`` once they have come as far as ``_AWAITED`` says. They then do what
+    ``others_do`` says.
     """
 
     rank: int
@@ -56,6 +58,7 @@ class Fault:
     phase: str
     action: Action
     folder: Path
+    others_do: Action = lambda: None
 
     @contextmanager
     def armed(self, rank: int, step: int) -> Iterator[None]:
@@ -66,14 +69,34 @@ class Fault:
         if rank == self.rank:
             hooks = _hooked(self.phase, _once(self.action))
         else:
-            hooks = _hooked(_AWAITED[self.phase], _once((self.folder / f"arrived{rank}").touch))
+            hooks = _hooked(_AWAITED[self.phase], _once(lambda: self._arrive(rank)))
         with hooks:
             yield
+
+    def _arrive(self, rank: int) -> None:
+        (self.folder / f"arrived{rank}").touch()
+        self.others_do()
 
 
 def fail_at(rank: int, step: int, phase: str, action: Action, folder: Path) -> Fault:
     assert phase in PHASES, phase
     return Fault(rank, step, phase, action, folder)
+
+
+def stall_at(rank: int, step: int, phase: str, folder: Path, ranks: int, seconds: float) -> Fault:
+    """``rank`` stalls until all others of ``ranks`` have reported.
+
+    These wait for it for so many ``seconds``, once all of them have come to where they wait.
+    """
+
+    def stall() -> None:
+        await_files(folder, "reported*", ranks - 1)
+
+    def wait_less() -> None:
+        await_files(folder, "arrived*", ranks - 1)
+        shorten_timeouts(seconds)
+
+    return replace(fail_at(rank, step, phase, stall, folder), others_do=wait_less)
 
 
 def kill_this_rank(folder: Path, others: int) -> None:

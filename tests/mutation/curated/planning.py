@@ -165,7 +165,7 @@ MUTANTS: Mutants = {
         ),
         "Plan._check_wave": (("$task.owner not in $task.sharded.holdings", "False"),),
         "_check_copies": (("$holders != $expected or $overlap", "$overlap"),),
-        "make_plan": (("replace($options, in_flight=$in_flight, max_peers=None)", "replace($options, max_peers=None)"),),
+        "make_plan": (("replace($options, in_flight=$in_flight, max_peers=$limit)", "replace($options, max_peers=$limit)"),),
     },
     "meshmuon.plan.plan_data": {
         "PlanData.scatter_sends": (("$piece.holders", "$piece.holders[:1]"),),
@@ -191,7 +191,11 @@ MUTANTS: Mutants = {
         ),
     },
     "meshmuon.plan.waves": {
-        "cut_into_waves": (("len($lane_of_wave) + $wave", "$wave"),),
+        "WaveCutter.__init__": (
+            ("2 * $limits.budget", "4 * $limits.budget"),
+            ("2 * $limits.budget", "$limits.budget"),
+        ),
+        "WaveCutter._cut": (("len($lane_of_wave) + $wave", "$wave"),),
         "_LaneCutter.__init__": (("$heaviest_cost / $worth_a_wave", "$worth_a_wave / $heaviest_cost"),),
         "_by_count": (("$position // $chunk_size", "$position // ($chunk_size + 1)"),),
         "_LaneCutter.within_budget": (("not self._fits($count)", "self._fits($count)"),),
@@ -200,8 +204,6 @@ MUTANTS: Mutants = {
         "_within_bound": (
             ("max($total.values(), default=0) <= $bound", "True"),
             ("range($most - 1, 1, -1)", "range($most - 1, 2, -1)"),
-            ("2 * $limits.budget", "4 * $limits.budget"),
-            ("2 * $limits.budget", "$limits.budget"),
             (
                 "$total.update($lane.footprint.bytes_by_rank($cut, $in_flight))",
                 "$total = Counter($lane.footprint.bytes_by_rank($cut, $in_flight))",
