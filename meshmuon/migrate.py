@@ -160,7 +160,7 @@ def convert_dion_state(optimizer: Muon, state: StateDict, names: Sequence[str]) 
     saved, found = [], {}
     for group in _saved_groups([state], names, lambda group: bool(group["algorithm"] != "adamw")):
         options = dict(group.options)
-        rule = _DION_LR_RULES.get(options.get("adjust_lr"))
+        rule = _DION_LR_RULES.get(str(options.get("adjust_lr")))  # None keeps the rule that is here
         options |= {key: float(options[key]) for key in ("lr", "weight_decay")}  # newer versions keep tensors
         options |= {"momentum": float(options["mu"]), "eps": float(options["epsilon"])}
         options["betas"] = float(options["beta1"]), float(options["beta2"])
