@@ -116,8 +116,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         *(text for kind in results[0].ratios for text in (f"{kind}: measured step ÷ other step", "every 10th adds")),
     ]
     report.table("Cost of metrics, optimizer step alone", columns, rows)
-    largest = results[-1]
-    goals = [Goal(f"every {EVERY}th step adds to a step of {largest.model}", largest.added("metrics"), most=MOST)]
+    goals = [Goal(f"every {EVERY}th step adds to a step of {one.model}", one.added("metrics"), most=MOST) for one in results]
     content: list[dict[str, Any]] = [
         {"model": result.model, "ratios": {kind: asdict(value) for kind, value in result.ratios.items()}} for result in results
     ]

@@ -299,6 +299,15 @@ def timeout_of(backend: Any) -> timedelta | None:
     return timeout if isinstance(timeout, timedelta) else None
 
 
+def available_backends() -> dict[str, list[str]]:
+    """The backends that this torch can use, each with the types of devices whose memory it moves.
+
+    torch documents neither list. ``fake``, which moves nothing, is in the list of newer versions. 2.13.
+    """
+    names = [name for name in dist.Backend.backend_list if name not in ("undefined", "fake")]
+    return {name: list(dist.Backend.backend_capability.get(name, ())) for name in names if dist.is_backend_available(name)}
+
+
 # ---------------------------------------------------------------------------------------------------------------- autograd
 
 
@@ -384,6 +393,22 @@ def profiler_range(name: str) -> AbstractContextManager[Any]:
 def has_compiled() -> bool:
     """Whether torch.compile is loaded. Asking torch.compile itself would load it, which takes seconds."""
     return "torch._dynamo" in sys.modules
+
+
+def fused_momentum(
+    views: Sequence[Tensor], grads: Sequence[Tensor], momenta: Sequence[Tensor], momentum: float, *, nesterov: bool
+) -> bool:
+    """M ← momentum·M + G and V ← V + G + momentum·M, or V + M without ``nesterov``; False if this torch cannot.
+
+    It is the kernel of ``torch.optim.SGD(fused=True)``, which no public function offers without an optimizer. It only reads the
+    gradients, but its schema says that it writes them: without ``data``, autograd would take them for overwritten. 2.9 to 2.15.
+    """
+    sgd: Any = getattr(torch, "_fused_sgd_", None)
+    if sgd is None:
+        return False
+    options = {"weight_decay": 0.0, "lr": -1.0, "dampening": 0.0, "maximize": False, "is_first_step": False}
+    sgd(views, [grad.data for grad in grads], momenta, momentum=momentum, nesterov=nesterov, **options)
+    return True
 
 
 def never_traced(function: Callable[_P, _R]) -> Callable[_P, _R]:

@@ -23,6 +23,7 @@ from tests.support.reference import assert_same_bits, gradients, group, make_par
 FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 VIEWS = {
     "alias",
+    "detach",
     "diagonal",
     "expand",
     "permute",
@@ -76,7 +77,7 @@ ONCE = {
     "_foreach_sub_",
     "_to_copy",
 }
-BY_TRIAL = {"add", "add_", "_foreach_add_", "addr_", "_fused_adamw_"}
+BY_TRIAL = {"add", "add_", "_foreach_add_", "addr_", "_fused_adamw_", "_fused_sgd_"}
 PRODUCTS = {"bmm", "baddbmm"}
 FACTORS = {"linalg_cholesky_ex", "linalg_solve_triangular"}  # of aligned 32 × 32 blocks; see tests/ortho/test_rational.py
 REDUCTIONS = {"sum", "linalg_vector_norm"}

@@ -428,6 +428,13 @@ def test_the_store_of_the_default_group() -> None:
     assert run_threads(2, main) == [[b"value 0", b"value 1"]] * 2
 
 
+def test_backends_and_the_devices_that_they_serve() -> None:
+    found = torch_compat.available_backends()
+    assert "cpu" in found["gloo"]
+    assert ("nccl" in found) is dist.is_nccl_available()
+    assert not {"undefined", "fake"} & set(found)
+
+
 def test_torch_is_left_as_it_was() -> None:
     """Nothing of torch is replaced to name a group, not even while several ranks make one."""
     before = {name: value for name, value in vars(c10d).items() if callable(value)}
@@ -641,6 +648,22 @@ def test_batched_kernels() -> None:
     torch._foreach_copy_(values, [torch.zeros(2), torch.full((3,), 2.0)])
     torch._foreach_add_(values, values, alpha=2.0)
     assert [one.tolist() for one in values] == [[0, 0], [6, 6, 6]]
+
+
+@pytest.mark.parametrize("nesterov", [False, True])
+def test_fused_momentum_is_that_of_sgd(nesterov: bool) -> None:
+    weight = nn.Parameter(torch.zeros(130))
+    sgd = torch.optim.SGD([weight], lr=1.0, momentum=0.9, nesterov=nesterov, fused=True)
+    buffer = torch.zeros(130)
+    for seed in range(3):
+        weight.grad = torch.randn(130, generator=torch.Generator().manual_seed(seed))
+        weight.data.zero_()
+        sgd.step()
+        view, grad = torch.zeros(130), weight.grad.clone()
+        assert torch_compat.fused_momentum([view], [grad], [buffer], 0.9, nesterov=nesterov)
+        assert torch.equal(view, -weight)
+        assert torch.equal(buffer, sgd.state[weight]["momentum_buffer"])
+        assert torch.equal(grad, weight.grad)
 
 
 def test_fused_adamw_tells_autograd_nothing() -> None:

@@ -3,7 +3,8 @@
 The same element may be the 10th of a rank's shard and the 1000th of the whole tensor. torch's CPU kernels process most elements
 of a tensor in vectors and the last few one by one. Operations that round once (a product, a sum, a quotient, a root) have one
 correct result and give it either way. ``a + alpha·b`` rounds once or twice, depending on whether the compiler fused the two. It
-is used where a trial shows that all elements are rounded alike; elsewhere it is two operations.
+is used where a trial shows that all elements are rounded alike; elsewhere it is two operations. Momentum is accumulated in two as
+well where torch's fused kernel does so (see ``fused_momentum.py``).
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from functools import lru_cache, partial
 import torch
 from torch import Tensor
 
+from .fused_momentum import fill_large, fused_rounding
 from .one_pass import apply_to_large
 from .portions import portion_size, portions_of_lists, portions_of_tensors
 from .rounding import RandomWords, RoundingScratch, apply_nearest, apply_rounded, is_narrow
@@ -41,6 +43,11 @@ def adds_alike(total: torch.dtype, addend: torch.dtype) -> bool:
     return torch.equal(with_gaps, whole) and all(torch.equal(in_pieces(size), whole) for size in _TRIAL_SIZES)
 
 
+def accumulates_once(dtype: torch.dtype) -> bool:
+    """Whether momentum and gradients of ``dtype`` on this CPU are added with one rounding, not two."""
+    return adds_alike(dtype, dtype) and fused_rounding(dtype) != "twice"
+
+
 def accumulate(momenta: list[Tensor], grads: list[Tensor], retain: float | Tensor) -> None:
     """M ← retain·M + G."""
     if isinstance(retain, Tensor) or momenta[0].device.type != "cpu":
@@ -48,10 +55,10 @@ def accumulate(momenta: list[Tensor], grads: list[Tensor], retain: float | Tenso
         torch._foreach_add_(momenta, grads)
         return
     first_dtype = momenta[0].dtype
-    first_adds_alike = adds_alike(first_dtype, first_dtype)  # asked once for the dtype that most tensors have
+    first_once = accumulates_once(first_dtype)  # asked once for the dtype that most tensors have
     for buffer, grad in zip(momenta, grads, strict=True):  # not batched: one operation reads memory once, two batched ones twice
         dtype = buffer.dtype
-        if grad.dtype is dtype and (first_adds_alike if dtype is first_dtype else adds_alike(dtype, dtype)):
+        if grad.dtype is dtype and (first_once if dtype is first_dtype else accumulates_once(dtype)):
             torch.add(grad, buffer, alpha=retain, out=buffer)
         else:
             buffer.mul_(retain).add_(grad)
@@ -87,8 +94,9 @@ def fill_with_momentum(
 ) -> None:
     """M ← retain·M + G, and V ← G + momentum·M, or V ← M if ``momentum`` is None.
 
-    On a CPU both are done to one portion before the next portion has its turn (see ``portions.py``). ``stacks`` are given for
-    small tensors only: all of them have the shape, and ``views`` the dtype, for which the stacks were made.
+    On a CPU large tensors are filled in one pass where possible (see ``fused_momentum.py``). Of others, both are done to one
+    portion before the next portion has its turn (see ``portions.py``). ``stacks`` are given for small tensors only: all of them
+    have the shape, and ``views`` the dtype, for which the stacks were made.
     """
     if isinstance(retain, Tensor) or views[0].device.type != "cpu":
         accumulate(momenta, grads, retain)
@@ -97,6 +105,8 @@ def fill_with_momentum(
         _fill_from_stacks(views, grads, momenta, retain, momentum, stacks)
     else:
         limit = portion_size()
+        if adds_alike(views[0].dtype, views[0].dtype):
+            views, grads, momenta = fill_large(views, grads, momenta, retain, momentum)
         for view_portion, grad_portion, momentum_portion in portions_of_lists(views, grads, momenta, limit=limit):
             view, grad, buffer = view_portion[0], grad_portion[0], momentum_portion[0]
             if view.numel() <= limit or not view.dtype == grad.dtype == buffer.dtype or not adds_alike(view.dtype, view.dtype):
@@ -107,13 +117,17 @@ def fill_with_momentum(
 
 
 def _fill_large(view: Tensor, grad: Tensor, buffer: Tensor, retain: float, momentum: float | None, limit: int) -> None:
-    """``fill_with_momentum`` of a tensor that is larger than a portion.
+    """``fill_with_momentum`` of a tensor that is larger than a portion, in a dtype for which ``adds_alike`` holds.
 
     It calls torch directly, to keep the loop short: each operation displaces the interpreter's own data from the cache, so that
     every line of Python after it is slow.
     """
+    once = accumulates_once(buffer.dtype)
     for view_portion, grad_portion, buffer_portion in zip(*portions_of_tensors(view, grad, buffer, limit=limit), strict=True):
-        torch.add(grad_portion, buffer_portion, alpha=retain, out=buffer_portion)
+        if once:
+            torch.add(grad_portion, buffer_portion, alpha=retain, out=buffer_portion)
+        else:
+            buffer_portion.mul_(retain).add_(grad_portion)
         if momentum is None:
             view_portion.copy_(buffer_portion)
         else:

@@ -18,8 +18,8 @@ class Observer:
     """Sees a step while an executor runs it. This one measures nothing; it names the phases for the profiler.
 
     An executor calls it on every rank, and on the main stream except for ``phase``, which is entered on the stream whose work it
-    surrounds. For each batch of whole matrices the order is ``momentum``, ``orthogonalised``, ``update``. The tensors are the
-    executor's own, valid during the call only; they must not be changed. What belongs to idle parameters has no meaning.
+    surrounds. For each batch of whole matrices the order is ``momentum``, ``gram``, ``orthogonalised``, ``update``. The tensors
+    are the executor's own, valid during the call only; they must not be changed. What belongs to idle parameters has no meaning.
     """
 
     def phase(self, name: str, *, waits: bool = False) -> AbstractContextManager[Any]:
@@ -32,8 +32,14 @@ class Observer:
     def gradients(self, matrices: Sequence[MatrixKey], averages: Sequence[Tensor]) -> None:
         """Gradients that were averaged at their owner; only where ranks have different gradients of the same weights."""
 
-    def momentum(self, matrices: Sequence[MatrixKey], stacked: Tensor) -> None:
+    def momentum(self, matrices: Sequence[MatrixKey], stacked: Tensor, *, gram_follows: bool) -> None:
         """What is about to be orthogonalised, (batch, rows, cols), before any update rule."""
+
+    def gram(self, matrices: Sequence[MatrixKey], gram: Tensor) -> None:
+        """A·Aᵀ of each of these matrices A, divided by its trace, in at least 32 bits; only if ``momentum`` has announced it.
+
+        A is transposed where it has more rows than columns.
+        """
 
     def orthogonalised(self, matrices: Sequence[MatrixKey], stacked: Tensor) -> None:
         """The same after orthogonalisation, before the update rule changes it."""

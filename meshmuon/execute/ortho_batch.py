@@ -31,6 +31,8 @@ from .observer import UNOBSERVED, MatrixKey, Observer
 from .settings import ExecutorSettings
 from .step_param import NONE_IDLE, StepParam, UpdateRule
 
+ShowGram: TypeAlias = Callable[[Tensor], None]
+
 MATRICES = "matrices"
 """The memory in which batches are orthogonalised, one after the other."""
 
@@ -82,7 +84,8 @@ class OrthoBatch:
             )
         self._rule, self._flipped = template.rule, template.matrix_set.flipped
         self._one_by_one = settings.deterministic
-        self._orthogonalise = _orthogonaliser(self.stacked, template, memory.workspace, settings)
+        runs = _orthogonaliser(self.stacked, template, memory.workspace, settings)
+        self._orthogonalise, self._orthogonalise_showing = runs
         self._failures = failures
 
     def is_idle(self, idle: AbstractSet[int]) -> bool:
@@ -98,9 +101,11 @@ class OrthoBatch:
             try:
                 if idle:
                     self._overwrite_idle(idle)
-                observer.momentum(self.matrices, self.stacked)
+                # What a rule makes of the momentum before has another Gram matrix.
+                gram_follows = observer is not UNOBSERVED and self._rule is None and self._orthogonalise_showing is not None
+                observer.momentum(self.matrices, self.stacked, gram_follows=gram_follows)
                 if self._rule is None:
-                    self._orthogonalise_for(observer)
+                    self._orthogonalise_for(observer, shows_gram=gram_follows)
                 else:
                     seen = seen_by_rule(self.stacked, self.rule_state, flipped=self._flipped, one_by_one=self._one_by_one)
                     apply_rule(self._rule, partial(self._orthogonalise_for, observer), seen)
@@ -109,8 +114,11 @@ class OrthoBatch:
                 self.stacked.zero_()
                 self._failures.append(error)
 
-    def _orthogonalise_for(self, observer: Observer) -> None:
-        self._orthogonalise()
+    def _orthogonalise_for(self, observer: Observer, *, shows_gram: bool = False) -> None:
+        if shows_gram and self._orthogonalise_showing is not None:
+            self._orthogonalise_showing(partial(observer.gram, self.matrices))
+        else:
+            self._orthogonalise()
         observer.orthogonalised(self.matrices, self.stacked)
 
     def _overwrite_idle(self, idle: AbstractSet[int]) -> None:
@@ -151,13 +159,19 @@ def reserve_ortho_batches(batches: Iterable[tuple[Batch, StepParam, BatchMemory]
         reserve_scratch(stacked, template.scheme, form=settings.form, dtype=dtype, workspace=memory.workspace)
 
 
-def _orthogonaliser(stacked: Tensor, template: StepParam, workspace: Workspace, settings: ExecutorSettings) -> Callable[[], None]:
-    """What orthogonalises ``stacked`` in place: eager with reused buffers, a CUDA graph of that, or compiled."""
+def _orthogonaliser(
+    stacked: Tensor, template: StepParam, workspace: Workspace, settings: ExecutorSettings
+) -> tuple[Callable[[], None], Callable[[ShowGram], None] | None]:
+    """What orthogonalises ``stacked`` in place: eager with reused buffers, a CUDA graph of that, or compiled.
+
+    Where it can also show the Gram matrices that it computes, in at least 32 bits, the second does so.
+    """
     scheme, dtype, form = template.scheme, template.compute_dtype, settings.form
     if not stacked.numel():
-        return lambda: None
+        return lambda: None, None
     if settings.compile:
-        return _compiled(stacked, scheme, dtype, settings)
+        return _compiled(stacked, scheme, dtype, settings), None
+    showing: Callable[[ShowGram], None] | None = None
     if not isinstance(scheme, Scheme):
 
         def orthogonalise() -> None:
@@ -171,7 +185,10 @@ def _orthogonaliser(stacked: Tensor, template: StepParam, workspace: Workspace, 
         def orthogonalise() -> None:
             iterate(stacked, steps, blocks, scratch, products)
 
-    return replay_for(stacked.device, orthogonalise, graphs=settings.cuda_graphs)
+        if dtype.itemsize >= 4:
+            showing = partial(iterate, stacked, steps, blocks, scratch, products)
+    replay = replay_for(stacked.device, orthogonalise, graphs=settings.cuda_graphs)
+    return replay, showing if replay is orthogonalise else None
 
 
 def _compiled(

@@ -17,7 +17,7 @@ from ..errors import UnsupportedError
 from ..matrices import MatrixSet
 from ..ortho import Scheme, call_scheme, orthogonalize
 from ..plan import Plan
-from ..torch_compat import local_part, profiler_range
+from ..torch_compat import local_part
 from ..transport import Exchange, check_round_trip, has_part, own_shard, whole
 from .elementwise import apply, look_ahead
 from .local_cuts import window_of
@@ -59,37 +59,37 @@ class ReferenceExecutor:
         during_last_scatter: Callable[[], None],
         observer: Observer = UNOBSERVED,
     ) -> Exception | None:
-        """One step, parameter by parameter. Unlike ``Executor`` it stops at the first error; it shows nothing to observers."""
+        """One step, parameter by parameter. Unlike ``Executor`` it stops at the first error."""
         active = [k for k in range(len(step_params)) if k not in idle]
         for parts in grouped(active, lambda k: step_params[k].param):
-            self._step(step_params, parts)
+            self._step(step_params, parts, observer)
         during_last_scatter()
         return None
 
-    def _step(self, step_params: Sequence[StepParam], parts: Sequence[int]) -> None:
+    def _step(self, step_params: Sequence[StepParam], parts: Sequence[int], observer: Observer) -> None:
         """Steps one parameter; ``parts`` are the indices of its parts in ``step_params``."""
         first, gradient_reads = step_params[parts[0]], GradientReads((parts[0],), (parts[0],))
         if not has_part(first.param):
             gradient_reads.free_gradients(step_params)
             return
-        with profiler_range("meshmuon::momentum"):
+        with observer.phase("momentum"):
             gradient_reads.accumulate_momentum(step_params)
             update = first.momentum.to(first.update_dtype, copy=True)
             if first.settings.nesterov:
                 view, grad, buffer = local_part(update), local_part(first.grad), local_part(first.momentum)
                 look_ahead([view], [grad], [buffer], first.settings.momentum)
         gradient_reads.free_gradients(step_params)
-        with profiler_range("meshmuon::gather"):
+        with observer.phase("gather"):
             full = whole(update)
         for k in parts:
             step_param = step_params[k]
             in_part = torch.zeros_like(full, dtype=torch.bool)
             _window(in_part, step_param.matrix_set).fill_(True)
-            with profiler_range("meshmuon::orthogonalise"):
-                self._orthogonalise(step_params, k, _window(full, step_param.matrix_set))
-            with profiler_range("meshmuon::scatter"):
+            with observer.phase("orthogonalise"):
+                self._orthogonalise(step_params, k, _window(full, step_param.matrix_set), observer)
+            with observer.phase("scatter"):
                 shard, shard_in_part = own_shard(full, step_param.param), own_shard(in_part, step_param.param)
-            with profiler_range("meshmuon::update"):
+            with observer.phase("update"):
                 settings, local = step_param.settings, local_part(step_param.param)
                 rate = settings.rate * settings.adjust(*step_param.matrix_set.lr_shape)
                 stepped = local.clone()
@@ -98,12 +98,13 @@ class ReferenceExecutor:
                 apply([stepped], [shard.clone()], settings.decay, rate, cautious=settings.cautious, words=words)
                 local.copy_(torch.where(shard_in_part, stepped, local))
 
-    def _orthogonalise(self, step_params: Sequence[StepParam], k: int, part: Tensor) -> None:
+    def _orthogonalise(self, step_params: Sequence[StepParam], k: int, part: Tensor, observer: Observer) -> None:
         step_param = step_params[k]
         matrix_set, rule, scheme = step_param.matrix_set, step_param.rule, step_param.scheme
         stacked = part.reshape(matrix_set.count, matrix_set.rows, matrix_set.cols).contiguous()
         deterministic = self._settings.deterministic
         products = self._settings.products(part.device)
+        keys = [(k, matrix) for matrix in range(matrix_set.count)]
         options: dict[str, Any] = {"form": self._settings.form, "dtype": step_param.compute_dtype, "products": products}
 
         def orthogonalise() -> None:
@@ -111,7 +112,9 @@ class ReferenceExecutor:
                 orthogonalize(stacked, scheme, out=stacked, **options)
             else:
                 stacked.copy_(call_scheme(scheme, stacked, one_by_one=deterministic))
+            observer.orthogonalised(keys, stacked)
 
+        observer.momentum(keys, stacked, gram_follows=False)
         if rule is None:
             orthogonalise()
         else:
@@ -123,6 +126,7 @@ class ReferenceExecutor:
             if step_param.rule_state is not None and stored is not None and window is not None and rule_state is not None:
                 window.copy_(rule_state.view(window.shape))
                 store_rule_state([ShardView(k, None, own_shard(stored, step_param.rule_state))], step_params)
+        observer.update(keys, stacked)
         part.copy_(stacked.view(part.shape))
 
     def workspace_bytes(self) -> int:

@@ -25,7 +25,8 @@ from .packing import PHASES, MatrixColumns, MeasuredMatrices, MeasuredParam, Pac
 from .recorder import Indices, StepRecorder
 from .report import Measurement, report
 from .shards import LocalMatrices, counts_here
-from .spectra import start_vector
+from .sums import SquareSums, row_norms
+from .weight_vectors import WeightVectors
 
 _DTYPE = torch.float32  # of what is packed
 
@@ -47,8 +48,9 @@ class Prepared:
     packed: Tensor
     indices: Indices
     local: tuple[LocalMatrices | None, ...]  # of each parameter of the plan, what this rank counts
+    squares: SquareSums  # of the weights and then of the gradients of all ``local``
     adamw_starts: Mapping[int, int]  # index of a parameter → where its numbers begin; −1 if another rank counts it
-    vectors: Tensor  # the power vectors, each of length 1, where ``packed`` has them
+    vectors: WeightVectors | None
 
 
 class Meter:
@@ -56,13 +58,15 @@ class Meter:
 
     At every step the optimizer calls ``begin_step``. It calls ``prepare`` when the plan is new and, if ``is_due``, ``begin``
     before the executor runs and ``finish`` after it. All ranks measure the same steps.
+
+    With ``by_owners`` the owners of matrices see them whole; without, all ranks of their meshes do.
     """
 
-    def __init__(self, options: Metrics | None) -> None:
+    def __init__(self, options: Metrics | None, *, by_owners: bool = True) -> None:
         self.options = options
+        self._by_owners = by_owners
         self._prepared: Prepared | None = None
         self._steps = 0
-        self._half_iterations = 0
         self._pending: list[Measurement] = []  # those whose numbers are on their way to the host
         self._latest: dict[str, Any] = {}
         self._transfers: Transfers | None = None
@@ -82,11 +86,16 @@ class Meter:
             return None
         device = params[0].param.device
         for named in params:
-            where = "host memory, on a mesh of devices," if is_staged(named.param) else named.param.device
-            if where != device:
+            if is_staged(named.param):
                 return UnsupportedError(
-                    f"{named.name} is on {where} and {params[0].name} on {device}: metrics are measured on one device, without "
-                    "making it wait for another. Leave out metrics=, or keep all weights on the device of their mesh."
+                    f"{named.name} is in host memory on a mesh of devices (FSDP2's CPUOffloadPolicy), and metrics would make the "
+                    "host wait for the device. Leave out metrics=; or leave out the policy and call "
+                    "optimizer.turn_on_cpu_offload(), which keeps the optimizer's state in host memory and measures."
+                )
+            if named.param.device != device:
+                return UnsupportedError(
+                    f"{named.name} is on {named.param.device} and {params[0].name} on {device}: metrics are measured on one "
+                    "device, without making it wait for another. Leave out metrics=, or put all weights on one device."
                 )
         return None
 
@@ -97,8 +106,15 @@ class Meter:
         plan_inputs: Sequence[PlanInput],
         layouts: Sequence[tuple[Layout, ...]],
     ) -> None:
-        """Makes room for the numbers of a plan. Power vectors begin anew."""
-        if self.options is None or (self._prepared is not None and self._prepared.plan is decision.plan) or not params:
+        """Makes room for the numbers of a plan. The vectors of the weights begin anew.
+
+        All ranks call it at the same steps, also those whose own plan is as it was.
+        """
+        if self.options is None or not params:
+            return
+        if self._prepared is not None and self._prepared.plan is decision.plan:
+            if self._prepared.vectors is not None:
+                self._prepared.vectors.restart()
             return
         plan, rank = decision.plan, decision.rank
         several = decision.exchange is not None
@@ -135,23 +151,19 @@ class Meter:
         device = params[0].param.device
         with torch.inference_mode(False), torch.no_grad():
             packed = torch.zeros(packing.size, dtype=_DTYPE, device=device)
-            vectors = torch.zeros_like(packed)
             local = tuple(LocalMatrices.of(planned, rank, device) for planned in plan.params)
-            if packing.vectors:
-                for k, measured in enumerate(packing.matrices):
-                    first = start_vector(measured.cols).to(device, _DTYPE)
-                    _vectors(vectors, packing, k)[:, : measured.cols] = first
+            vectors = WeightVectors(packing, local, packed[:0]) if packing.vectors else None
         counted = {
             param.index: start if counts_here(layouts[param.index], rank) else -1
             for param, start in zip(packing.adamw, packing.adamw_starts, strict=True)
         }
-        indices = Indices(packing, _Reporter(plan, rank), device)
-        self._prepared = Prepared(plan, packing, packed, indices, local, counted, vectors)
-        self._half_iterations = 0
+        indices = Indices(packing, _Reporter(plan, rank, by_owners=self._by_owners), device)
+        squares = _squares(packing, local, device)
+        self._prepared = Prepared(plan, packing, packed, indices, local, squares, counted, vectors)
         if self._transfers is None:
             self._transfers = transfers_for(device)
 
-    def begin(self, step_params: Sequence[StepParam], idle: AbstractSet[int], *, gradients_here: bool) -> StepRecorder:
+    def begin(self, step_params: Sequence[StepParam], decision: StepDecision, *, gradients_here: bool) -> StepRecorder:
         """Measures gradients and weights before the step changes them. Returns what sees the rest of the step.
 
         ``gradients_here`` is false if the gradients are still to be averaged.
@@ -162,24 +174,20 @@ class Meter:
         recorder = StepRecorder(packing, packed, prepared.indices, stopwatch_for(packed.device))
         with torch.inference_mode(False), torch.no_grad(), recorder.phase("metrics"):
             packed.zero_()
+            weights: dict[int, Tensor] = {}
             try:
-                for k, (step_param, local) in enumerate(zip(step_params, prepared.local, strict=True)):
-                    if local is None:
-                        continue
-                    block = _block(packed, packing, k)[local.matrices]
-                    weight = local_part(step_param.param)
-                    values = {packing.columns.weight: weight}
-                    if gradients_here and k not in idle:
-                        values[packing.columns.gradient] = local_part(step_param.grad)
-                    for column, tensor in values.items():
-                        block[:, column] = local.squares(tensor).to(_DTYPE)
-                    if not isinstance(local.matrices, slice):
-                        _block(packed, packing, k)[local.matrices] = block
-                    if packing.vectors:
-                        vectors, result = _vectors(prepared.vectors, packing, k), _vectors(packed, packing, k)
-                        local.multiply(weight, vectors, result, transposed=self._half_iterations % 2 == 1)
+                held = [(k, local) for k, local in enumerate(prepared.local) if local is not None]
+                weights = {k: local.cut(local_part(step_params[k].param)) for k, local in held}
+                norms = [row_norms(weight) for weight in weights.values()]
+                for (k, local), of_weight in zip(held, tuple(norms), strict=True):
+                    known = gradients_here and k not in decision.idle
+                    gradient = row_norms(local.cut(local_part(step_params[k].grad))) if known else torch.zeros_like(of_weight)
+                    norms.append(gradient)
+                prepared.squares.write(packed, norms)
             except Exception as error:  # the other ranks wait for the reduction
                 recorder.failures.append(error)
+            if prepared.vectors is not None:
+                prepared.vectors.begin(weights, packed, decision.exchange, recorder.failures.append)
         return recorder
 
     def adamw_starts(self, indices: Sequence[int]) -> list[int]:
@@ -209,9 +217,10 @@ class Meter:
         with torch.inference_mode(False), torch.no_grad(), recorder.phase("metrics"):
             self._write_seconds(recorder, packing, packed, decision.rank)
             if decision.exchange is not None:
-                decision.exchange.add_up(packed[: packing.reduced])
+                decision.exchange.add_up(packed[packing.reduced])
             try:
-                self._normalise(prepared)
+                if prepared.vectors is not None:
+                    prepared.vectors.finish(packed)
                 told = self._told(packing, packed, groups, skipped, skip_mask, clipped.logits)
                 host = transfers.host_buffer(told.numel(), _DTYPE)
                 transfers.store(host, told)
@@ -230,7 +239,7 @@ class Meter:
                 rank=decision.rank,
                 idle=frozenset(decision.idle),
                 stepped=frozenset(stepped),
-                half_iterations=self._half_iterations,
+                half_iterations=0 if prepared.vectors is None else prepared.vectors.half_iterations,
                 factors=_factors(packing, groups),
                 rates=[_host_number(group["lr"]) for group in groups[: packing.groups]],
                 bytes_sent=recorder.bytes_sent,
@@ -251,20 +260,6 @@ class Meter:
             for k, name in enumerate(PHASES):
                 packed[first + k].fill_(seconds[name])
 
-    def _normalise(self, prepared: Prepared) -> None:
-        """Keeps the products as the power vectors of the next measured step, and their lengths as singular values."""
-        packing, packed = prepared.packing, prepared.packed
-        if not packing.vectors:
-            return
-        for k, measured in enumerate(packing.matrices):
-            products, kept = _vectors(packed, packing, k), _vectors(prepared.vectors, packing, k)
-            lengths = torch.linalg.vector_norm(products, dim=1)
-            packed[packing.sigma_starts[k] :][: measured.count] = lengths
-            # A matrix of zeros keeps its vector, cut to the other side.
-            usable = ((lengths > 0) & lengths.isfinite()).unsqueeze(1)
-            kept.copy_(torch.where(usable, products / lengths.unsqueeze(1), kept))
-        self._half_iterations += 1
-
     def _told(
         self,
         packing: Packing,
@@ -282,7 +277,7 @@ class Meter:
                 place.copy_(value.reshape(()))
             else:
                 place.fill_(float(value))
-        told = packed[slice(*packing.told)]
+        told = packed[packing.told]
         return torch.cat([told, *(copy_to(layer, told.device).to(_DTYPE) for layer in logits.values())])
 
     @torch.no_grad()
@@ -305,11 +300,11 @@ class Meter:
 class _Reporter:
     """Tells whether a rank reports what it finds out about a whole matrix: the first of all that compute it does."""
 
-    def __init__(self, plan: Plan, rank: int) -> None:
+    def __init__(self, plan: Plan, rank: int, *, by_owners: bool) -> None:
         self._reports: dict[MatrixKey, bool] = {}
         for task in plan.tasks:
             if (task.param, task.matrix) not in self._reports:
-                first = task.owner if task.wave != NO_WAVE else min(task.sharded.holdings)
+                first = task.owner if by_owners and task.wave != NO_WAVE else min(task.sharded.holdings)
                 self._reports[task.param, task.matrix] = plan.params[task.param].private or rank == first
 
     def __call__(self, key: MatrixKey) -> bool:
@@ -325,13 +320,12 @@ def _host_number(value: float | Tensor) -> float | None:
     return None if isinstance(value, Tensor) and not known_to_host(value) else float(value)
 
 
-def _block(packed: Tensor, packing: Packing, k: int) -> Tensor:
-    """The numbers of the matrices of parameter ``k`` of the plan, (matrices, columns)."""
-    count, columns = packing.matrices[k].count, packing.columns.count
-    return packed[packing.matrix_starts[k] :][: count * columns].view(count, columns)
-
-
-def _vectors(packed: Tensor, packing: Packing, k: int) -> Tensor:
-    """Their power vectors, (matrices, longer side)."""
-    measured = packing.matrices[k]
-    return packed[packing.vector_starts[k] :][: measured.count * measured.vector].view(measured.count, measured.vector)
+def _squares(packing: Packing, local: Sequence[LocalMatrices | None], device: torch.device) -> SquareSums:
+    """Where the squares of the weights and then of the gradients of what this rank counts belong."""
+    places, rows = [], []
+    for column in (packing.columns.weight, packing.columns.gradient):
+        for k, counted in enumerate(local):
+            if counted is not None:
+                places += [packing.matrix_start((k, number)) + column for number in counted.numbers]
+                rows += [counted.row_count] * len(counted.numbers)
+    return SquareSums(places, rows, device)

@@ -3,7 +3,9 @@
 =================  ==========================================================================  =======
 part               content                                                                     reduced
 =================  ==========================================================================  =======
-shared vectors     a power vector per matrix, of the length of its longer side                 yes
+private vectors    a vector per matrix, of the length of its longer side, of parameters        no
+                   that only this rank knows
+shared vectors     the same of parameters that several ranks know                              yes
 shared matrices    ``MatrixColumns`` numbers per matrix                                        yes
 shared AdamW       ``AdamWColumns`` numbers per parameter                                      yes
 seconds            one number per phase and rank                                               yes
@@ -11,7 +13,6 @@ private matrices   as above, of parameters that only this rank knows            
 private AdamW      likewise                                                                    no
 sigmas             largest singular value of each weight, as known so far                      no
 extras             skipped steps, whether this one was skipped, lr of each param group         no
-private vectors    as above                                                                    no
 nowhere            where ranks write what another rank reports                                 no
 =================  ==========================================================================  =======
 
@@ -35,11 +36,11 @@ PHASES = ("momentum", "gather", "orthogonalise", "scatter", "update", "wait", "a
 class MatrixColumns:
     """The numbers of a matrix, by column; squares of norms, since ranks add them up."""
 
-    iterations: int  # of the bidiagonalisation
+    iterations: int  # of the Lanczos iteration
 
     gradient = 0
     weight = 1
-    momentum = 2  # and behind it the coefficients of the bidiagonalisation
+    momentum = 2  # and behind it the coefficients of the Lanczos iteration
 
     @property
     def defects(self) -> int:
@@ -128,11 +129,12 @@ class Packing:
     matrix_starts: tuple[int, ...] = field(init=False)  # of each of ``matrices``, where its numbers begin
     adamw_starts: tuple[int, ...] = field(init=False)
     vector_starts: tuple[int, ...] = field(init=False)  # of each of ``matrices``
-    sigma_starts: tuple[int, ...] = field(init=False)  # likewise
+    sigma_starts: tuple[int, ...] = field(init=False)  # likewise, one behind the other
+    vectors_end: int = field(init=False)  # they begin at 0
     seconds: int = field(init=False)
     extras: int = field(init=False)
-    reduced: int = field(init=False)  # numbers that are added up over the ranks
-    told: tuple[int, int] = field(init=False)  # what the host gets to see
+    reduced: slice = field(init=False)  # numbers that are added up over the ranks
+    told: slice = field(init=False)  # what the host gets to see
     nowhere: int = field(init=False)
     size: int = field(init=False)
 
@@ -154,18 +156,18 @@ class Packing:
         def of_adamw(shared: bool) -> list[int | None]:
             return [AdamWColumns.count if param.shared is shared else None for param in self.adamw]
 
+        place(vector_starts, of_matrices(False, vectors=True))
+        shared = end
         place(vector_starts, of_matrices(True, vectors=True))
-        told = end
+        vectors_end = end
         place(matrix_starts, of_matrices(True, vectors=False))
         place(adamw_starts, of_adamw(True))
         seconds, end = end, end + len(PHASES) * len(self.ranks)
-        reduced = end
+        reduced = slice(shared, end)
         place(matrix_starts, of_matrices(False, vectors=False))
         place(adamw_starts, of_adamw(False))
         place(sigma_starts, [m.count for m in self.matrices])
         extras, end = end, end + 2 + self.groups
-        told_end = end
-        place(vector_starts, of_matrices(False, vectors=True))
         for name, value in (
             ("matrix_starts", tuple(matrix_starts)),
             ("adamw_starts", tuple(adamw_starts)),
@@ -173,12 +175,18 @@ class Packing:
             ("sigma_starts", tuple(sigma_starts)),
             ("seconds", seconds),
             ("extras", extras),
+            ("vectors_end", vectors_end),
             ("reduced", reduced),
-            ("told", (told, told_end)),
+            ("told", slice(vectors_end, end)),
             ("nowhere", end),
             ("size", end + self.columns.count),
         ):
             object.__setattr__(self, name, value)
+
+    @property
+    def bytes_reduced(self) -> int:
+        """Bytes of the reduction of a measured step; 0 on one rank."""
+        return (self.reduced.stop - self.reduced.start) * 4 if len(self.ranks) > 1 else 0
 
     def matrix_start(self, key: MatrixKey) -> int:
         """Where the numbers of a matrix begin."""

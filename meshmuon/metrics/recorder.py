@@ -13,11 +13,12 @@ from torch import Tensor
 from ..device import Mark, Stopwatch
 from ..execute import MatrixKey, Observer
 from ..torch_compat import local_part
+from .adamw_updates import Moments, batches, update_squares
 from .packing import PHASES, AdamWColumns, Packing
-from .spectra import bidiagonalise, defects, probes, squares, start_vector
+from .spectra import Multiply, by_gram, by_matrices, defects, probes, squares, start_vector, tridiagonalise
+from .sums import Segments, SquareSums, row_norms
 
 _P = ParamSpec("_P")
-_CHUNK = 1 << 20  # elements of a moment that are worked on at a time
 
 
 class Indices:
@@ -29,6 +30,8 @@ class Indices:
     def __init__(self, packing: Packing, reports: Callable[[MatrixKey], bool], device: torch.device) -> None:
         self._packing, self._reports, self._device = packing, reports, device
         self._made: dict[tuple[object, ...], Tensor] = {}
+        self._sums: dict[tuple[object, ...], SquareSums] = {}
+        self._segments: dict[tuple[int, ...], Segments] = {}
 
     def columns(self, matrices: Sequence[MatrixKey], first: int, count: int) -> Tensor:
         """Where ``count`` columns of each matrix are, from column ``first`` on; flat."""
@@ -39,6 +42,24 @@ class Indices:
             indices = [start + first + k for start in starts for k in range(count)]
             self._made[key] = torch.tensor(indices, dtype=torch.long).to(self._device)
         return self._made[key]
+
+    def sums(self, places: Sequence[int], rows: Sequence[int]) -> SquareSums:
+        """Sums of squares that belong at ``places``, each of so many ``rows``."""
+        key = (tuple(places), tuple(rows))
+        if key not in self._sums:
+            self._sums[key] = SquareSums(places, rows, self._device)
+        return self._sums[key]
+
+    def segments(self, sizes: Sequence[int]) -> Segments:
+        """Segments of these ``sizes``."""
+        key = tuple(sizes)
+        if key not in self._segments:
+            self._segments[key] = Segments(sizes, self._device)
+        return self._segments[key]
+
+    def places(self, places: Sequence[int]) -> Tensor:
+        """A tensor of these indices."""
+        return self._on_device(("places", *places), lambda: torch.tensor(places, dtype=torch.long, device="cpu"), torch.long)
 
     def directions(self, size: int, dtype: torch.dtype) -> Tensor:
         """``probes`` on the device."""
@@ -125,13 +146,22 @@ class StepRecorder(Observer):
         self._write(matrices, self.packing.columns.gradient, norms.square_().unsqueeze(1))
 
     @_kept
-    def momentum(self, matrices: Sequence[MatrixKey], stacked: Tensor) -> None:
-        """Measures norms and largest singular values."""
-        size, columns = min(stacked.shape[1:]), self.packing.columns
+    def momentum(self, matrices: Sequence[MatrixKey], stacked: Tensor, *, gram_follows: bool) -> None:
+        """Measures norms and, unless the Gram matrices follow, largest singular values."""
         square = squares(stacked)
-        start = self._indices.start(size, stacked.dtype)
-        coefficients = bidiagonalise(stacked, square.sqrt().to(stacked.dtype), start, columns.iterations)
-        self._write(matrices, columns.momentum, torch.cat([square.unsqueeze(1), coefficients.double()], dim=1))
+        self._write(matrices, self.packing.columns.momentum, square.unsqueeze(1))
+        if not gram_follows:
+            self._write_spectra(matrices, by_matrices(stacked, square.sqrt().to(stacked.dtype)), stacked)
+
+    @_kept
+    def gram(self, matrices: Sequence[MatrixKey], gram: Tensor) -> None:
+        """Measures largest singular values."""
+        self._write_spectra(matrices, by_gram(gram), gram)
+
+    def _write_spectra(self, matrices: Sequence[MatrixKey], multiply: Multiply, like: Tensor) -> None:
+        columns = self.packing.columns
+        start = self._indices.start(min(like.shape[1:]), like.dtype).expand(like.size(0), -1)
+        self._write(matrices, columns.momentum + 1, tridiagonalise(multiply, start, columns.iterations))
 
     @_kept
     def orthogonalised(self, matrices: Sequence[MatrixKey], stacked: Tensor) -> None:
@@ -152,35 +182,23 @@ class StepRecorder(Observer):
     @_kept
     def before_adamw(self, starts: Sequence[int], params: Sequence[Tensor], grads: Sequence[Tensor]) -> None:
         """Measures gradients and weights of AdamW's parameters, whose numbers begin at ``starts``; −1 for what another counts."""
-        for start, param, grad in zip(starts, params, grads, strict=True):
-            if start >= 0 and local_part(param).numel():
-                for column, tensor in ((AdamWColumns.gradient, grad), (AdamWColumns.weight, param)):
-                    self.packed[start + column].copy_(_square(local_part(tensor)))
+        counted = [k for k, start in enumerate(starts) if start >= 0 and local_part(params[k]).numel()]
+        places, norms = [], []
+        for column, tensors in ((AdamWColumns.gradient, grads), (AdamWColumns.weight, params)):
+            places += [starts[k] + column for k in counted]
+            norms += [row_norms(local_part(tensors[k])) for k in counted]
+        self._indices.sums(places, [rows.numel() for rows in norms]).write(self.packed, norms)
 
     @_kept
     def after_adamw(
         self, starts: Sequence[int], states: Sequence[Mapping[str, Any]], betas: tuple[float, float], eps: float
     ) -> None:
         """Measures the updates that AdamW has made, from the moments that it has left."""
-        for start, state in zip(starts, states, strict=True):
-            if start >= 0 and local_part(state["exp_avg"]).numel():
-                self.packed[start + AdamWColumns.update].copy_(_adamw_square(state, betas, eps))
-
-
-def _square(tensor: Tensor) -> Tensor:
-    """The sum of squares of a tensor of any dims."""
-    rows = tensor.reshape(1, 1, -1) if tensor.dim() < 2 else tensor.reshape(1, tensor.shape[0], -1)
-    return squares(rows)[0]
-
-
-def _adamw_square(state: Mapping[str, Any], betas: tuple[float, float], eps: float) -> Tensor:
-    """The sum of squares of m̂ / (√v̂ + eps)."""
-    mean, square, step = (local_part(state[key]) for key in ("exp_avg", "exp_avg_sq", "step"))
-    first, second = (1 - beta ** step.double() for beta in betas)
-    total = torch.zeros((), dtype=torch.float64, device=mean.device)
-    if step.device != mean.device:  # the host counts the steps; numbers instead of tensors, which would have to be moved
-        first, second = float(first), float(second)  # type: ignore[assignment]
-    for m, v in zip(torch.split(mean.reshape(-1), _CHUNK), torch.split(square.reshape(-1), _CHUNK), strict=True):
-        change = m.float().div(v.float().div(second).sqrt_().add_(eps)).div_(first)
-        total += _square(change)
-    return total
+        counted = [k for k, start in enumerate(starts) if start >= 0 and local_part(states[k]["exp_avg"]).numel()]
+        moments = [Moments.of(states[k]) for k in counted]
+        for batch in batches(moments):
+            together = [moments[k] for k in batch]
+            sizes = [one.mean.numel() for one in together]
+            places = self._indices.places([starts[counted[k]] + AdamWColumns.update for k in batch])
+            squared = update_squares(together, betas, eps, self._indices.segments(sizes if len(sizes) > 1 else [1]))
+            self.packed.index_copy_(0, places, squared.to(self.packed.dtype))

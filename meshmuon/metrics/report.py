@@ -42,7 +42,7 @@ class Measurement:
 
     def part(self, start: int, size: int) -> Tensor:
         """Numbers that lie at ``start`` of the packed tensor, in float64."""
-        begin = start - self.packing.told[0]
+        begin = start - self.packing.told.start
         return self.host[begin : begin + size].double()
 
 
@@ -55,14 +55,14 @@ def report(measurement: Measurement) -> dict[str, Any]:
         "step": measurement.step,
         "skipped": bool(skipped),
         "skipped_steps": int(skipped_steps),
-        "weight_half_iterations": measurement.half_iterations if packing.vectors else 0,
+        "weight_half_iterations": measurement.half_iterations,
         "matrices": {},
         "adamw": {},
         "groups": {},
         "kinds": {},
         "qk_clip": _qk_clip(measurement),
         "seconds": measurement.recorder.seconds() or {},
-        "bytes": {"sent": measurement.bytes_sent, "reduced": packing.reduced * 4 if len(packing.ranks) > 1 else 0},
+        "bytes": {"sent": measurement.bytes_sent, "reduced": packing.bytes_reduced},
         "balance": _balance(measurement),
     }
     if skipped:
@@ -171,7 +171,7 @@ def aggregate(members: Sequence[Mapping[str, Any]]) -> Values:
 
 def _qk_clip(measurement: Measurement) -> dict[str, Values]:
     """Per layer the largest logit, the smallest factor of a head, and how many heads were clipped."""
-    start = measurement.packing.told[1]
+    start = measurement.packing.told.stop
     found: dict[str, Values] = {}
     for layer, heads in measurement.logits.items():
         logits, start = measurement.part(start, heads), start + heads

@@ -12,10 +12,12 @@ from torch import Tensor
 from ..layout import Layout, Ranges, Replicated, coordinates, local_indices
 from ..matrices import StridedRange
 from ..plan import PlannedParam
-from .spectra import rows_times, squares
+from .spectra import multiply_each
 
 Selector: TypeAlias = "slice | Tensor"
 """Indices of a dim: a slice or, if they are in several pieces, a tensor of them."""
+
+_ALL = slice(None)
 
 
 def counts_here(layouts: Sequence[Layout], rank: int) -> bool:
@@ -36,7 +38,8 @@ class LocalMatrices:
     """The part of a planned parameter that this rank holds and counts: pieces of some of its matrices, all cut alike."""
 
     stack_dims: int
-    matrices: Selector  # which of the parameter's matrices
+    numbers: tuple[int, ...]  # which of the parameter's matrices
+    matrices: Selector  # the same
     local_rows: Selector  # where they are in the local tensor
     local_cols: Selector
     rows: Selector  # which rows of the matrices these are
@@ -57,33 +60,44 @@ class LocalMatrices:
         piece = planned.sharded_matrices(layout)[matrices[0][0]].piece_of(rank)
         if piece is None:
             return None
-        local_rows: Selector = slice(None)
-        local_cols: Selector = slice(None)
+        local_rows: Selector = _ALL
+        local_cols: Selector = _ALL
         if planned.window is not None:
             local_rows = _of_strided(local_indices(held[stack_dims], planned.window[0]), device)
             if len(layout.shape) == stack_dims + 2:  # of more dims, a window takes all columns
                 local_cols = _of_strided(local_indices(held[stack_dims + 1], planned.window[1]), device)
         rows, cols = _of_ranges(piece.rows, device), _of_ranges(piece.cols, device)
-        return cls(stack_dims, _of_ranges(matrices, device), local_rows, local_cols, rows, cols)
+        numbers = tuple(number for start, stop in matrices for number in range(start, stop))
+        return cls(stack_dims, numbers, _of_ranges(matrices, device), local_rows, local_cols, rows, cols)
 
     def cut(self, local: Tensor) -> Tensor:
         """These pieces of a local tensor, (matrices, rows, cols): a view where one is possible."""
         stacked = local.reshape(local.shape[0] if self.stack_dims else 1, local.shape[self.stack_dims], -1)
-        return stacked[:, self.local_rows][:, :, self.local_cols]
+        if self.local_rows is not _ALL:
+            stacked = stacked[:, self.local_rows]
+        return stacked if self.local_cols is _ALL else stacked[:, :, self.local_cols]
 
-    def squares(self, local: Tensor) -> Tensor:
-        """The sum of squares of each piece."""
-        return squares(self.cut(local))
+    @property
+    def row_count(self) -> int:
+        """How many rows each piece has."""
+        return self.rows.stop - self.rows.start if isinstance(self.rows, slice) else self.rows.numel()
 
-    def multiply(self, local: Tensor, vectors: Tensor, result: Tensor, *, transposed: bool) -> None:
-        """Writes this rank's part of W·v, or Wᵀ·v, of each matrix into ``result``; both are (matrices, longer side)."""
-        pieces = self.cut(local).to(vectors.dtype)
-        pieces, read, written = (pieces, self.rows, self.cols) if transposed else (pieces.mT, self.cols, self.rows)
-        product = rows_times(vectors[self.matrices][:, read].unsqueeze(1), pieces).squeeze(1)
-        held = result[self.matrices]
+    def multiply(self, pieces: Tensor, vectors: Tensor, result: Tensor, *, transposed: bool) -> None:
+        """Writes this rank's part of W·v, or Wᵀ·v, of each matrix into ``result``; both are (matrices, longer side).
+
+        ``pieces`` are those of W, as ``cut`` returns them.
+        """
+        read, written = (self.rows, self.cols) if transposed else (self.cols, self.rows)
+        pieces = pieces.to(vectors.dtype)
+        factors = pieces.mT if transposed else pieces
+        if isinstance(self.matrices, slice) and isinstance(read, slice) and isinstance(written, slice):
+            multiply_each(factors, vectors[self.matrices, read], result[self.matrices, written])
+            return
+        held = result[self.matrices]  # a copy, if the matrices are not next to each other
+        product = held.new_empty(factors.shape[:2])
+        multiply_each(factors, vectors[self.matrices][:, read], product)
         held[:, written] = product
-        if not isinstance(self.matrices, slice):  # ``held`` is a copy then
-            result[self.matrices] = held
+        result[self.matrices] = held
 
 
 def _of_ranges(ranges: Ranges, device: torch.device) -> Selector:

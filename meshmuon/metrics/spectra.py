@@ -1,14 +1,16 @@
 """Singular values of whole matrices, from a few products with vectors.
 
-The largest singular value comes from a Golub–Kahan bidiagonalisation with a fixed start vector. Its coefficients are computed
-where the matrix is. What follows from them, the singular values of a tiny bidiagonal matrix, is worked out on the host, when
+The largest singular value of A comes from a Lanczos iteration on A·Aᵀ with a fixed start vector. Its coefficients are computed
+where the matrix is. What follows from them, the eigenvalues of a tiny tridiagonal matrix, is worked out on the host, when
 somebody asks.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from functools import lru_cache
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
@@ -18,8 +20,11 @@ from ..ortho import Scheme
 PROBES = 4
 """How many directions are looked at to tell how far a matrix is from being orthogonal."""
 
-_EXHAUSTED = 1e-5  # what is shorter than this, relative to the Frobenius norm, is rounding: the matrix has no further direction
+_EXHAUSTED = 1e-6  # what is shorter, relative to the trace of A·Aᵀ, is rounding: the matrix has no further direction
 _SEED = 20_261
+
+Multiply: TypeAlias = Callable[[Tensor], Tensor]
+"""Multiplies a vector for each matrix of a batch, (batch, n), by that matrix, (n, n)."""
 
 
 @lru_cache(maxsize=256)
@@ -52,64 +57,79 @@ def squares(stacked: Tensor) -> Tensor:
     return rows.square_().sum(-1)
 
 
-def bidiagonalise(stacked: Tensor, norms: Tensor, start: Tensor, iterations: int) -> Tensor:
-    """Coefficients of a lower bidiagonal matrix whose singular values approximate those of ``stacked`` / ``norms``.
+def tridiagonalise(multiply: Multiply, start: Tensor, iterations: int) -> Tensor:
+    """Coefficients of tridiagonal matrices whose eigenvalues approximate those of larger symmetric matrices of trace 1.
+
+    A Lanczos iteration in which each new vector is made orthogonal to the two before it. Rounding may bring earlier ones back,
+    which repeats eigenvalues of a tridiagonal matrix but makes none of them larger than the largest of the matrix.
+
+    Args:
+        multiply: multiplies a batch of vectors, (batch, n), by the matrices.
+        start: unit vectors, (batch, n).
+        iterations: how many steps.
+
+    Returns:
+        (batch, 2 · iterations): the diagonal, then the entries beside it, of which the last is always 0.
+    """
+    unit, before = start, None
+    diagonal: list[Tensor] = []
+    beside: list[Tensor] = []
+    for step in range(iterations):
+        product = multiply(unit)
+        diagonal.append((product * unit).sum(1, keepdim=True))
+        if step + 1 == iterations:
+            break
+        product.addcmul_(unit, diagonal[-1], value=-1)
+        if before is not None:
+            product.addcmul_(before, beside[-1], value=-1)
+        lengths = torch.linalg.vector_norm(product, dim=1, keepdim=True)
+        longer = lengths > _EXHAUSTED
+        beside.append(torch.where(longer, lengths, 0.0))
+        before, unit = unit, product.mul_(torch.where(longer, lengths.reciprocal(), 0.0))
+    return torch.cat([*diagonal, *beside, torch.zeros_like(diagonal[0])], dim=1)
+
+
+def by_gram(gram: Tensor) -> Multiply:
+    """Multiplies by symmetric matrices, (batch, n, n)."""
+
+    def multiply(vectors: Tensor) -> Tensor:
+        product = torch.empty_like(vectors)
+        multiply_each(gram, vectors, product)
+        return product
+
+    return multiply
+
+
+def by_matrices(stacked: Tensor, norms: Tensor) -> Multiply:
+    """Multiplies by A·Aᵀ for each A of ``stacked`` / ``norms``, with A transposed if it has more rows than columns.
 
     Args:
         stacked: matrices, (batch, rows, cols).
         norms: their Frobenius norms, (batch,), in the dtype of ``stacked``.
-        start: unit vector of min(rows, cols) entries, likewise.
-        iterations: how many steps.
-
-    Returns:
-        (batch, 2 · iterations): the diagonal, then the entries below it, of which the last is always 0.
     """
     a = wide(stacked)
-    scale = torch.where(norms > 0, norms.reciprocal(), 0.0).view(-1, 1, 1)
-    left = [start.view(1, 1, -1).expand(a.size(0), 1, -1)]
-    right: list[Tensor] = []
-    diagonal, below = [], []
-    for step in range(iterations):
-        # Each new vector is made orthogonal to all earlier ones of its side, so that rounding cannot bring one back.
-        v, alpha = _next(rows_times(left[-1] * scale, a), right)
-        right.append(v)
-        diagonal.append(alpha)
-        if step + 1 < iterations:
-            u, beta = _next(rows_times(right[-1] * scale, a.mT), left)
-            left.append(u)
-            below.append(beta)
-    return torch.cat([*diagonal, *below, torch.zeros_like(diagonal[0])], dim=1)
+    scale = torch.where(norms > 0, norms.reciprocal(), 0.0).unsqueeze(1)
+
+    def multiply(vectors: Tensor) -> Tensor:
+        # Multiplied before and after, not by the square: that would leave the range of float32.
+        between, product = vectors.new_empty(a.size(0), a.size(2)), torch.empty_like(vectors)
+        multiply_each(a.mT, vectors * scale, between)
+        multiply_each(a, between, product)
+        return product.mul_(scale)
+
+    return multiply
 
 
-def rows_times(rows: Tensor, matrices: Tensor) -> Tensor:
-    """The product of a few row vectors, (batch, count, n), and matrices, (batch, n, m), of one batch.
+def multiply_each(matrices: Tensor, vectors: Tensor, result: Tensor) -> None:
+    """Writes the product of each matrix, (batch, n, m), and its vector, (batch, m), into ``result``, (batch, n).
 
     In host memory one by one: batched products are up to ten times slower there if one factor is this narrow.
     """
     if matrices.device.type != "cpu":
-        return torch.bmm(rows, matrices)
-    products = rows.new_empty(matrices.size(0), rows.size(1), matrices.size(2))
-    for row, matrix, product in zip(rows, matrices, products, strict=True):
-        if row.size(0) == 1:
-            torch.mv(matrix.t(), row[0], out=product[0])
-        else:
-            torch.mm(row, matrix, out=product)
-    return products
-
-
-def _next(vector: Tensor, earlier: list[Tensor]) -> tuple[Tensor, Tensor]:
-    """A vector, (batch, 1, n), made orthogonal to the ``earlier`` ones and of length 1; and its length before that, (batch, 1).
-
-    Both become 0 where the length is only rounding.
-    """
-    if earlier:
-        basis = torch.cat(earlier, dim=1)
-        shadows = (basis * vector).sum(2, keepdim=True)
-        vector = vector - (shadows * basis).sum(1, keepdim=True)
-    length: Tensor = torch.linalg.vector_norm(vector, dim=2)
-    length = torch.where(length > _EXHAUSTED, length, 0.0)
-    unit = vector * torch.where(length > 0, length.reciprocal(), 0.0).unsqueeze(2)
-    return unit, length
+        result.copy_(torch.bmm(matrices, vectors.unsqueeze(2)).squeeze(2))
+        return
+    for matrix, vector, product in zip(matrices.unbind(), vectors.unbind(), result.unbind(), strict=True):
+        torch.mv(matrix, vector, out=product)
 
 
 def defects(stacked: Tensor, directions: Tensor) -> Tensor:
@@ -120,25 +140,28 @@ def defects(stacked: Tensor, directions: Tensor) -> Tensor:
     With as many directions as rows they are exact.
     """
     a = wide(stacked)
-    z = directions.unsqueeze(0).expand(a.size(0), -1, -1)
-    once = rows_times(rows_times(z, a), a.mT).sub_(z)
-    twice = rows_times(rows_times(once, a), a.mT).sub_(once)
-    return torch.stack([squares(once), squares(twice)], dim=1) / directions.size(0)
+    both = a.new_empty(a.size(0), 2, *directions.shape)
+    between = directions.new_empty(directions.size(0), a.size(2))
+    # One matrix after the other, so that it is read once from memory and three times from a cache.
+    for matrix, transposed, (once, twice) in zip(a.unbind(), a.mT.unbind(), both.unbind(), strict=True):
+        torch.addmm(directions, torch.mm(directions, matrix, out=between), transposed, beta=-1, out=once)
+        torch.addmm(once, torch.mm(once, matrix, out=between), transposed, beta=-1, out=twice)
+    return squares(both.flatten(0, 1)).view(-1, 2) / directions.size(0)
 
 
 def largest_singular_values(coefficients: Tensor) -> Tensor:
     """The largest singular value of each matrix relative to its Frobenius norm, (batch,), never above the true one.
 
     Args:
-        coefficients: what ``bidiagonalise`` returned, on the host.
+        coefficients: what ``tridiagonalise`` returned, on the host.
     """
     iterations = coefficients.size(1) // 2
-    diagonal, below = torch.split(coefficients.double(), iterations, dim=1)
-    bidiagonal = torch.diag_embed(diagonal)
-    if iterations > 1:
-        bidiagonal = bidiagonal + torch.diag_embed(below[:, :-1], offset=-1)
-    values: Tensor = torch.linalg.svdvals(bidiagonal)
-    return values[:, 0]
+    diagonal, beside = torch.split(coefficients.double(), iterations, dim=1)
+    tridiagonal = torch.diag_embed(diagonal)
+    if iterations > 1:  # ``eigvalsh`` reads the lower triangle
+        tridiagonal = tridiagonal + torch.diag_embed(beside[:, :-1], offset=-1)
+    values: Tensor = torch.linalg.eigvalsh(tridiagonal)
+    return values[:, -1].clamp_min(0.0).sqrt()
 
 
 @lru_cache(maxsize=64)

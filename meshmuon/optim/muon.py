@@ -140,11 +140,6 @@ class Muon(MuonStep):
         self._reference: bool = options["reference_path"]
         self._replica_group = replica_group
         self._metrics = metrics_from(metrics)
-        if self._metrics is not None and self._reference:
-            raise ConfigError(
-                "metrics are measured by the owners of the matrices, and the reference path has none: leave out metrics= or "
-                "reference_path=True."
-            )
         self._qk_clip = QKClip(clip_config)
         self._nonfinite = NonFinite(nonfinite)
         self._offload = Offload()
@@ -328,7 +323,7 @@ class Muon(MuonStep):
         self._collector = Collector(self._wire_dtype())
         self._overwritten = Overwritten()
         self._log = RouteLog(on=self._debug)
-        self._meter = Meter(self._metrics)
+        self._meter = Meter(self._metrics, by_owners=not self._reference)
 
     def _warn_of_routes(self, first: int) -> None:
         """Warns about the groups from ``first`` on, at the line of the user's call two frames up; on one rank for all."""

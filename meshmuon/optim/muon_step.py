@@ -103,6 +103,7 @@ class MuonStep(torch.optim.Optimizer):
                     self._prepare(step)
                     self._finish(step, self._run(step))
             finally:
+                self._planner.end()
                 if self._offload.on:
                     self._collector.invalidate_state()
         return loss
@@ -221,20 +222,21 @@ class MuonStep(torch.optim.Optimizer):
                 made_zeros = [step_param.zeros for step_param in step_params if step_param.zeros is not None]
                 zero_if_skipped([local_part(zeros) for zeros in made_zeros], step.skip_mask)
             if self._meter.is_due(self._planner.steps):
-                step.recorder = self._meter.begin(step_params, decision.idle, gradients_here=not self._averages_gradients)
+                step.recorder = self._meter.begin(step_params, decision, gradients_here=not self._averages_gradients)
             observer = step.recorder or UNOBSERVED
             failure = self._executor.run(step_params, idle=decision.idle, during_last_scatter=adamw, observer=observer)
             # Counters and QK-clip also after a failure: the other ranks count this step and clip.
             advance_counters((step_param.counter for step_param in step_params), step.skip_mask)
             logits = self._qk_clip.apply(params, step.qk_logits, step.skip_mask)
-            return failure or self._measured(step, logits)
+            measuring_failure = self._measured(step, logits)  # likewise: the other ranks wait for the numbers of this one
+            return failure or measuring_failure
         except BaseException as error:  # also Ctrl-C: the other ranks wait for what this rank will never send
             if decision.exchange is not None:
                 self._failures.left_half_done(error)
                 decision.exchange.abandon()
             raise
         finally:
-            failure = None
+            failure = measuring_failure = None
             self._collector.release_state()
             clipped = frozenset() if step.qk_logits is None else self._qk_clip.clipped
             self._overwritten.mark(params, step.has_grad, decision.zeros, clipped)

@@ -13,7 +13,7 @@ the dtype allows it is the Gram form, which touches the long side of X only once
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -123,8 +123,17 @@ class Scratch:
                 self.inverses(poles, min(self._count, most_inverses(self._n, poles, self._dtype.itemsize)))
 
 
-def iterate(batch: Tensor, steps: Sequence[Step], blocks: Sequence[int], scratch: Scratch, products: Products) -> None:
+def iterate(
+    batch: Tensor,
+    steps: Sequence[Step],
+    blocks: Sequence[int],
+    scratch: Scratch,
+    products: Products,
+    show_gram: Callable[[Tensor], None] | None = None,
+) -> None:
     """Runs ``steps``, cut into ``blocks``, on (count, rows, cols), from ``batch`` into the result that ``scratch`` was made for.
+
+    ``show_gram`` is shown the Gram matrices of what is orthogonalised, (count, n, n), divided by their traces.
 
     All decisions are made before, so that torch.compile can trace it. The result may be ``batch``; neither may overlap the rest
     of the scratch.
@@ -141,6 +150,8 @@ def iterate(batch: Tensor, steps: Sequence[Step], blocks: Sequence[int], scratch
         norm = None  # by which ``_apply_block`` must divide
         if index == 0:
             norm = _normalise(gram, scratch.scale)
+            if show_gram is not None:
+                show_gram(gram)
             # A quintic on its own adds a·X, so X itself is divided. In 16 bits it is divided, too: from the unrounded batch, if
             # there is one, so that this adds no rounding. Elsewhere the block's n × n factor is divided: one pass over X less.
             if x.dtype in _SHORT or (length == 1 and not isinstance(block[0], Rational)):

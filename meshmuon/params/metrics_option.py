@@ -17,8 +17,8 @@ class Metrics:
 
     Attributes:
         every: every how many steps a step is measured.
-        iterations: steps of the bidiagonalisation from which the singular values of the momentum are estimated. Each reads the
-            matrix twice.
+        iterations: steps of the Lanczos iteration from which the singular values of the momentum are estimated. Each reads the
+            Gram matrix, or the matrix twice.
         weight_spectra: whether the largest singular value of each weight is tracked. It adds the longer side of every matrix to
             the numbers that ranks reduce.
     """

@@ -167,7 +167,8 @@ def test_stacks_of_those_that_are_not_idle(idle: tuple[int, ...]) -> None:
     buffers = [buffer.clone() for buffer in start]
     fill_with_momentum(of_active(views), of_active(grads), of_active(buffers), RETAIN, MOMENTUM, stacks=stacks)
     for k in range(20):
-        stepped = torch.add(grads[k], start[k], alpha=RETAIN)
+        stepped = start[k].clone()
+        accumulate([stepped], [grads[k]], RETAIN)
         assert torch.equal(buffers[k], start[k] if k in idle else stepped)
         assert torch.equal(views[k], torch.zeros(4, 4) if k in idle else torch.add(grads[k], stepped, alpha=MOMENTUM))
 
@@ -271,6 +272,7 @@ def test_portions_alternate(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(portions, "PORTION", 100)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
     monkeypatch.setattr(elementwise, "adds_alike", lambda *dtypes: True)
+    monkeypatch.setattr(elementwise, "accumulates_once", lambda dtype: True)
     written: list[int] = []
     add = torch.add
 

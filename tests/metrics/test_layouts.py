@@ -12,11 +12,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from hypothesis import Phase, given, settings
-from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
-from meshmuon import DistMuon, Muon, PlanMismatchError
+from meshmuon import DistMuon, Muon, NorMuon, PlanMismatchError
 from meshmuon.metrics import Metrics
-from meshmuon.metrics.spectra import bidiagonalise
+from meshmuon.metrics.spectra import tridiagonalise
+from meshmuon.metrics.weight_vectors import FIRST_STEPS
 from tests.support.cases import Case, Param, as_parameter, check, gradient, initial, run, sharded, single
 from tests.support.random_layouts import Layouts, cases
 from tests.support.threads import run_threads
@@ -47,7 +48,7 @@ def measured(case: Case, metrics: list[dict[str, Any]], **options: Any) -> dict[
     return {**options, "metrics": MEASURED, "watch": watch}
 
 
-def run_case(case: Case, layouts: Layouts, *, replica_group: bool = False) -> None:
+def run_case(case: Case, layouts: Layouts, *, replica_group: bool = False, reference_path: bool = False) -> None:
     """Compares all metrics of all steps on all ranks with those of one device, and the weights with unmeasured ones."""
     torch.set_num_threads(case.threads)
     unmeasured = single(case)
@@ -57,7 +58,8 @@ def run_case(case: Case, layouts: Layouts, *, replica_group: bool = False) -> No
 
     def main(rank: int) -> None:
         found: list[dict[str, Any]] = []
-        options = {"replica_group": dist.group.WORLD} if replica_group else {}
+        options: dict[str, Any] = {"replica_group": dist.group.WORLD} if replica_group else {}
+        options |= {"reference_path": True} if reference_path else {}
         check(case, layouts.build(), unmeasured, **measured(case, found, **options))
         for step, (one, other) in enumerate(zip(found, expected, strict=True)):
             near(one, other, f"rank {rank}, step {step}")
@@ -89,6 +91,11 @@ MIXED = (
 @pytest.mark.parametrize("replica_group", [False, True])
 def test_every_kind_of_parameter_on_a_mesh_of_two_axes(replicas: str, replica_group: bool) -> None:
     run_case(Case(MIXED, {"replicas": replicas, "chunk_size": 1}, steps=3), Layouts((2, 2)), replica_group=replica_group)
+
+
+@pytest.mark.parametrize("options", [{}, {"rule": NorMuon()}], ids=str)
+def test_the_reference_path_measures_what_one_device_does(options: dict[str, Any]) -> None:
+    run_case(Case(MIXED, {"replicas": "share", **options}, steps=3), Layouts((2, 2)), reference_path=True)
 
 
 def test_the_comparison_sees_a_replica_that_counts_twice(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -157,7 +164,8 @@ def test_one_reduction_on_measured_steps_and_nothing_on_others() -> None:
 
     with patch.object(dist, "all_reduce", counting):
         run_threads(2, main)
-    assert [len(made) for made in steps[1:]] == [1, 2, 1, 1, 2]
+    first = 2 * FIRST_STEPS - 1  # the products from which the largest singular values of the weights are found
+    assert [len(made) for made in steps[1:]] == [1, 2 + first, 1, 1, 2]
 
 
 def test_ranks_that_measure_different_steps_raise() -> None:
@@ -190,7 +198,62 @@ def test_an_error_while_measuring_is_raised_after_the_step() -> None:
         if dist.get_rank() == 0 and not getattr(failing, "done", False):
             failing.done = True
             raise RuntimeError("out of memory")
-        return bidiagonalise(*args)
+        return tridiagonalise(*args)
 
-    with patch("meshmuon.metrics.recorder.bidiagonalise", broken):
+    with patch("meshmuon.metrics.recorder.tridiagonalise", broken):
         assert run_threads(2, main) == ["out of memory", ""]
+
+
+def two_ranks_with_private_weights(scheme: Any = "keller") -> tuple[Muon, torch.nn.Parameter, torch.nn.Parameter]:
+    """An optimizer of a weight that two ranks share, and of one that only this rank knows."""
+    generator = torch.Generator().manual_seed(3)
+    mesh = Layouts((2,)).build()[0]
+    shared = torch.nn.Parameter(distribute_tensor(torch.randn(24, 16, generator=generator), mesh, [Shard(0)]))
+    private = torch.nn.Parameter(torch.randn(8, 5, generator=generator))
+    groups = [{"params": [shared, private], "names": ["shared", "private"], "use_muon": True}]
+    return Muon(groups, lr=0.0, scheme=scheme, metrics=1), shared, private
+
+
+def test_a_plan_that_is_new_on_one_rank_only_begins_anew_on_all() -> None:
+    """Rank 0 gets a gradient of a weight that only it knows, and plans again. Both ranks must multiply by the same vectors."""
+
+    def main(rank: int) -> tuple[list[int], float, float]:
+        optimizer, shared, private = two_ranks_with_private_weights()
+        counts = []
+        for step in range(3):
+            shared.grad = torch.ones_like(shared)
+            private.grad = torch.ones_like(private) if step == 1 and rank == 0 else None
+            optimizer.step()
+            counts.append(optimizer.metrics()["weight_half_iterations"])
+        sigma = torch.linalg.svdvals(shared.detach().full_tensor())[0].item()  # type: ignore[attr-defined]
+        return counts, optimizer.metrics()["matrices"]["shared"]["weight_sigma"], sigma
+
+    for counts, found, sigma in run_threads(2, main):
+        assert counts == [1, 1, 2]
+        assert found == pytest.approx(sigma, rel=1e-3)
+
+
+def test_a_scheme_that_raises_on_one_rank_in_a_measured_step() -> None:
+    """The other rank gets its numbers, and learns of the error at its next step, as in any other step."""
+
+    def main(rank: int) -> list[str]:
+        def scheme(stacked: torch.Tensor) -> torch.Tensor:
+            if rank == 0 and stacked.shape[1:] == (8, 5):
+                raise RuntimeError("this scheme refuses 8 x 5")
+            return stacked
+
+        optimizer, shared, private = two_ranks_with_private_weights(scheme)
+        errors = []
+        for _ in range(2):
+            shared.grad, private.grad = torch.ones_like(shared), torch.ones_like(private)
+            try:
+                optimizer.step()
+                errors.append("")
+            except Exception as error:
+                errors.append(str(error))
+        return errors
+
+    first, second = run_threads(2, main)
+    assert "refuses 8 x 5" in first[0]
+    assert second[0] == ""
+    assert "refuses 8 x 5" in second[1]

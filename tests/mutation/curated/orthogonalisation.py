@@ -73,7 +73,7 @@ MUTANTS: Mutants = {
         "iterate": (
             ("($moved, $x, $start + $length)", "($moved, $x, $start)"),
             ("$x, $spare, $start = ($moved, $x, $start + $length)", "$x, $start = ($moved, $start + $length)"),
-            ("$x is not $result", "$x is $result"),
+            ("x is not result", "x is result"),
             ("$index == 0", "$index > 0"),
         ),
         "_normalise": (

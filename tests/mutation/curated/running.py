@@ -87,9 +87,9 @@ MUTANTS: Mutants = {
             ),
             ("$buffer.mul_($retain).add_($grad)", "$buffer.add_($grad).mul_($retain)"),
             ("torch._foreach_mul_($buffers, $retain)", "torch._foreach_mul_($buffers, 1.0)"),
-            ("$first_adds_alike if $dtype is $first else adds_alike($dtype, $dtype)", "$first_adds_alike"),
+            ("$first_once if $dtype is $first else accumulates_once($dtype)", "$first_once"),
             (
-                "$grad.dtype is $dtype and ($first_adds_alike if $dtype is $first else adds_alike($dtype, $dtype))",
+                "$grad.dtype is $dtype and ($first_once if $dtype is $first else accumulates_once($dtype))",
                 "$grad.dtype is $dtype",
             ),
         ),
@@ -101,6 +101,7 @@ MUTANTS: Mutants = {
             ("$view.copy_($buffer)", "pass"),
             ("torch.add($grad, $buffer, alpha=momentum, out=$view)", "torch.add($grad, $buffer, alpha=1.0, out=$view)"),
             ("torch.add($grad, $buffer, alpha=retain, out=$buffer)", "pass"),
+            ("$buffer.mul_(retain).add_($grad)", "torch.add($grad, $buffer, alpha=retain, out=$buffer)"),
         ),
         "_fill_from_stacks": (
             ("torch._foreach_copy_(momenta[$start:$stop], $members)", "pass"),
@@ -123,6 +124,14 @@ MUTANTS: Mutants = {
         ),
         "_subtract_in_two": (("torch._foreach_add_($updates, 0.0)", "pass"),),
         "adds_alike": (("(torch.equal(...) for $size in _TRIAL_SIZES)", "(torch.equal(...) for $size in (8,))"),),
+    },
+    "meshmuon.execute.fused_momentum": {
+        "fill_large": (
+            ("$momentum not in (None, $retain)", "False"),
+            ("not $retain", "False"),
+        ),
+        "_fits": (("$size % VECTOR_MULTIPLE == 0", "True"), ("$tensor.is_contiguous()", "True")),
+        "_fill_whole_vectors": (("$view.fill_(-0.0)", "$view.fill_(0.0)"), ("$view.fill_(-0.0)", "pass")),
     },
     "meshmuon.execute.one_pass": {
         "apply_to_large": (
