@@ -10,7 +10,7 @@ STAMP  := $(VENV)/.installed-$(shell cat pyproject.toml constraints.txt | cksum 
 export ONEDNN_MAX_CPU_ISA ?= AVX10_1_512
 
 .DEFAULT_GOAL := help
-.PHONY: help train test test-paused test-models test-torch lint bench check-streams mutants docs package clean
+.PHONY: help train test test-paused test-models test-trainers test-torch lint bench check-streams mutants docs package clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):[^#]*## /  make \1\t/' | expand -t 22
@@ -35,6 +35,15 @@ MODELS_STAMP := $(MODELS_VENV)/.installed-$(shell cat pyproject.toml constraints
 test-models: export OMP_NUM_THREADS ?= 1
 test-models: $(MODELS_STAMP) ## route every architecture of transformers, timm, torchvision, diffusers (ARGS="timm --list" to select)
 	$(MODELS_VENV)/bin/python -W ignore -m tests.models.survey $(ARGS)
+
+# Trainers that pin other versions of what the tests use: they are installed without dependencies, in an environment of its own.
+TRAINERS       := tests/integrations/real
+TRAINERS_VENV  := .venv-trainers
+TRAINERS_STAMP := $(TRAINERS_VENV)/.installed-$(shell cat pyproject.toml constraints.txt $(TRAINERS)/requirements.txt | cksum | cut -d' ' -f1)
+
+test-trainers: export OMP_NUM_THREADS ?= 1
+test-trainers: $(TRAINERS_STAMP) ## run axolotl, verl, NeMo Automodel and Ray Train themselves (ARGS="-k plain" to select)
+	$(TRAINERS_VENV)/bin/python -m pytest --timeout 1200 -p no:warnings $(TRAINERS)/check_*.py $(ARGS)
 
 # Any other torch, in an environment of its own; of constraints.txt all but the torch that development uses. Its Triton may be
 # older: the interpreter of Triton 3.5 and 3.6 does not run with numpy 2.4. A CPU build brings no Triton: TRITON=3.5.1 says which.
@@ -113,13 +122,20 @@ $(PACKAGE_STAMP): pyproject.toml constraints.txt
 	@rm -f $(PACKAGE_VENV)/.installed-* && touch $@
 
 clean: ## remove the virtual environment and caches
-	rm -rf $(VENV) .venv-models .venv-docs .venv-package .venv-torch-* build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .venv-models .venv-trainers .venv-docs .venv-package .venv-torch-* build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
 
 $(MODELS_STAMP): pyproject.toml constraints.txt
 	@test -x $(MODELS_VENV)/bin/python || $(PYTHON) -m venv $(MODELS_VENV)
 	$(MODELS_VENV)/bin/python -m pip install --quiet --constraint constraints.txt torch
 	$(MODELS_VENV)/bin/python -m pip install --quiet --constraint constraints.txt --editable '.[dev,models,vision]'
 	@rm -f $(MODELS_VENV)/.installed-* && touch $@
+
+$(TRAINERS_STAMP): pyproject.toml constraints.txt $(TRAINERS)/requirements.txt
+	@test -x $(TRAINERS_VENV)/bin/python || $(PYTHON) -m venv $(TRAINERS_VENV)
+	$(TRAINERS_VENV)/bin/python -m pip install --quiet --constraint constraints.txt torch
+	$(TRAINERS_VENV)/bin/python -m pip install --quiet --constraint constraints.txt --editable '.[dev,trainers]' 'ray[train]==2.60.0'
+	$(TRAINERS_VENV)/bin/python -m pip install --quiet --no-deps --requirement $(TRAINERS)/requirements.txt
+	@rm -f $(TRAINERS_VENV)/.installed-* && touch $@
 
 $(STAMP): pyproject.toml constraints.txt
 	@test -x $(BIN)/python || $(PYTHON) -c 'import sys; sys.exit("meshmuon needs Python 3.10 or newer") if sys.version_info < (3, 10) else None'

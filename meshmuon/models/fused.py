@@ -61,7 +61,7 @@ FUSED: tuple[Fused, ...] = (
         "outputs/r_dim/head_dim",
         "FusedQKVLinear",
     ),
-    Fused("q1, q2, k1, k2, v", "to_qkv", ("outputs/5",) * 5, "", "StableAudio3SelfAttention", "use_differential"),
+    Fused("q1, q2, k1, k2, v", "to_qkv", ("outputs/5",) * 5, "", "StableAudio3SelfAttention|SAMEAttention", "use_differential"),
     # timm's.
     Fused("k, v", "qkv", ("inputs", "inputs"), "", "WindowAttentionGlobal", "use_global"),  # q comes from elsewhere
     Fused("q, k, v of each head", "qkv", ("outputs/heads/3",) * 3, "heads", "AttentionCl", "head_first"),
@@ -96,6 +96,14 @@ FUSED: tuple[Fused, ...] = (
     Fused("dt, B, C", "x_proj|x_proj_weight", ("time_step_rank", "ssm_state_size", "ssm_state_size")),
     Fused("dt, B, C", "x_proj", ("dt_rank", "d_state", "d_state")),  # mamba_ssm's names
     Fused("dt, B, C", "x_proj", ("dt_proj.in_features", "A_log.columns", "A_log.columns")),
+    Fused(  # an MLP takes what the state-space model leaves of d_inner; usually nothing
+        "z and x of an MLP, z, x, B, C, dt",
+        "in_proj",
+        ("d_inner-d_ssm", "d_inner-d_ssm", "d_ssm", "d_ssm", "ngroups*d_state", "ngroups*d_state", "nheads"),
+        "",
+        "Mamba",
+        "d_ssm",
+    ),
     Fused("z, x, B, C, dt", "in_proj", ("d_inner", "d_inner", "ngroups*d_state", "ngroups*d_state", "nheads"), "", "Mamba"),
     Fused("B, C, x", "in_proj", ("outputs/3",) * 3, "", "ShortConv"),
     Fused("index q, k", "index_qk_proj", ("index_n_heads*index_head_dim", "index_kv_heads*index_head_dim")),

@@ -73,20 +73,20 @@ class ParamPlace:
         return is_a(self.owner, pattern)
 
     def size(self, expression: str, **known: int) -> int | None:
-        """The value of sums of products such as ``heads*head_dim+2``; None if a size is unknown or a division leaves a rest.
+        """The value of sums of products such as ``heads*head_dim+2``; None if a size is unknown or negative, or not whole.
 
         ``fc2.in_features`` is an attribute of the layer ``fc2`` beside it, ``A_log.columns`` the size of a parameter beside it.
         """
         total = 0
-        for term in expression.split("+"):
+        for sign, term in re.findall(r"([+-]?)([^+-]+)", expression):
             product = 1
             for operator, factor in re.findall(r"([*/]?)([A-Za-z_][\w.]*|\d+)", term):
                 value = int(factor) if factor.isdigit() else known.get(factor) or self._attribute(factor)
                 if value is None or (operator == "/" and (value == 0 or product % value)):
                     return None
                 product = product // value if operator == "/" else product * value
-            total += product
-        return total
+            total += -product if sign == "-" else product
+        return total if total >= 0 else None
 
     def neighbours(self) -> Iterator[tuple[str, int, int]]:
         """Label, outputs and inputs of the other linear layers of its owner, also of those one level down (``to_out.0``).

@@ -221,7 +221,7 @@ def test_every_row_of_the_table_can_be_read() -> None:
     """No row has a size that the reader of sizes would misread."""
     for row in FUSED:
         for size in (*row.sizes, row.repeats or "1"):
-            assert re.fullmatch(r"[\w.]+([*/+][\w.]+)*", size)
+            assert re.fullmatch(r"[\w.]+([*/+-][\w.]+)*", size)
 
 
 @pytest.mark.parametrize(
