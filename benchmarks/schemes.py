@@ -142,15 +142,26 @@ def goals_of(results: Sequence[dict[str, Any]], options: argparse.Namespace) -> 
     return goals
 
 
+LINES = {"hybrid": "-", "zolotarev": "--", "halley": ":"}
+
+
 def plot(results: Sequence[dict[str, Any]], figure: Figure) -> None:
     axes = figure.subplots()
     single = [result for result in results if result["batch"] == 1]
     for aspect in sorted({result["m"] / result["n"] for result in single}):
         curve = [result for result in single if result["m"] / result["n"] == aspect]
-        for name, line in (("hybrid", "-"), ("zolotarev", "--"), ("halley", ":")):
+        named = [name for name in LINES if name in curve[0]["schemes"]]
+        for name in named or ["auto"]:  # which is one of them, and the only one that a short run measures
             if name in curve[0]["schemes"]:
                 ratios = [result["schemes"][name]["ratio"]["median"] for result in curve]
-                axes.plot([result["n"] for result in curve], ratios, line, marker="o", ms=3, label=f"{name}, m/n = {aspect:g}")
+                axes.plot(
+                    [result["n"] for result in curve],
+                    ratios,
+                    LINES.get(name, "-"),
+                    marker="o",
+                    ms=3,
+                    label=f"{name}, m/n = {aspect:g}",
+                )
     axes.axhline(1.0, color=COLOURS["line"], lw=0.8, ls="--")
     log_axis(axes, "x", sorted({float(result["n"]) for result in single}))
     axes.set_xlabel("n, of m × n matrices")

@@ -53,4 +53,5 @@ def main(steps: int) -> None:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser()
     parser.add_argument("--steps", type=int, default=100)
-    main(**vars(parser.parse_args()))
+    if os.environ.get("RANK", "0") == "0":  # torchrun may start several; one is enough
+        main(**vars(parser.parse_args()))

@@ -4,6 +4,7 @@ Start it with: python examples/fused_weights.py
 """
 
 import argparse
+import os
 from collections.abc import Mapping
 from typing import Any
 
@@ -77,4 +78,5 @@ def main(steps: int) -> None:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser()
     parser.add_argument("--steps", type=int, default=30)
-    main(**vars(parser.parse_args()))
+    if os.environ.get("RANK", "0") == "0":  # torchrun may start several; one is enough
+        main(**vars(parser.parse_args()))

@@ -5,6 +5,7 @@ Start it with: python examples/lora.py
 
 import argparse
 import copy
+import os
 from collections.abc import Callable
 
 import torch
@@ -75,4 +76,5 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser()
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--lr", type=float, default=2e-3)
-    main(**vars(parser.parse_args()))
+    if os.environ.get("RANK", "0") == "0":  # torchrun may start several; one is enough
+        main(**vars(parser.parse_args()))

@@ -4,6 +4,7 @@ Start it with: python examples/qk_clip.py
 """
 
 import argparse
+import os
 
 import torch
 from torch import Tensor, nn
@@ -66,4 +67,5 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser()
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--threshold", type=float, default=3.0, help="100 is usual for large models")
-    main(**vars(parser.parse_args()))
+    if os.environ.get("RANK", "0") == "0":  # torchrun may start several; one is enough
+        main(**vars(parser.parse_args()))

@@ -4,6 +4,7 @@ Start it with: python examples/vision.py
 """
 
 import argparse
+import os
 
 import torch
 from torch import Tensor, nn
@@ -57,4 +58,5 @@ def main(steps: int) -> None:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser()
     parser.add_argument("--steps", type=int, default=40)
-    main(**vars(parser.parse_args()))
+    if os.environ.get("RANK", "0") == "0":  # torchrun may start several; one is enough
+        main(**vars(parser.parse_args()))

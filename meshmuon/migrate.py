@@ -1,13 +1,14 @@
-"""States of Keller Jordan's Muon and of nanochat's, converted for this one.
+"""States of Keller Jordan's Muon, nanochat's, dion's and Motif's, converted for this one.
 
-Both keep momentum as a mean, as ``torch.optim.Muon`` does. A saved state is first brought into the form of torch's two
-optimizers, which ``meshmuon.checkpoint.convert_torch_state`` converts. docs/migrate.md translates the options.
+A saved state is first brought into the form of torch's two optimizers, which ``meshmuon.checkpoint.convert_torch_state``
+converts. The first two keep momentum as a mean, as ``torch.optim.Muon`` does; the others as a sum, as it is here.
+docs/migrate.md translates the options.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
 import torch
@@ -21,6 +22,8 @@ StateDict: TypeAlias = Mapping[str, Any]
 _KELLER = (3.4445, -4.7750, 2.0315)
 _MUON_OPTIONS = {"nesterov": True, "ns_steps": 5, "ns_coefficients": _KELLER, "adjust_lr_fn": "original"}
 _ADAMW_KEYS = ("step", "exp_avg", "exp_avg_sq")
+_DION_ALGORITHMS = ("muon", "normuon", "adamw")
+_DION_LR_RULES = {"spectral_norm": "spectral", "rms_norm": "match_rms_adamw"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +93,110 @@ def convert_nanochat_state(optimizer: Muon, states: StateDict | Sequence[StateDi
     for param_group, own in zip(converted["param_groups"], optimizer.state_dict()["param_groups"], strict=True):
         if own["use_muon"]:
             param_group |= {key: own[key] for key in ("scheme", "ns_steps")}
+    return converted
+
+
+def convert_motif_state(optimizer: Muon, state: StateDict, names: Sequence[str] | None = None) -> dict[str, Any]:
+    """A state_dict for ``optimizer`` from one of ``Muon`` of Motif's ``optimizer`` package.
+
+    Momentum, Adam's moments, lr, weight decay, momentum, Nesterov, betas and eps are taken over as they are, with Motif's
+    learning-rate rule. The scheme stays the optimizer's own.
+
+    Args:
+        optimizer: the optimizer that will load the result; nothing in it changes.
+        state: its ``state_dict()``. DTensors must be laid out as the optimizer's parameters are.
+        names: names of its parameters in its own order, group after group. None if all of its groups have ``names``.
+
+    Returns:
+        What ``optimizer.load_state_dict`` takes.
+    """
+    if names is None:
+        groups = state["param_groups"]
+        if not all(len(group.get("names", ())) == len(group["params"]) for group in groups):
+            raise StateError(
+                "not all groups of the saved state have names (Motif names the matrices only): pass names=[...], the names of "
+                "its parameters in its order, group after group."
+            )
+        names = [name for group in groups for name in group["names"]]
+    saved = [
+        replace(
+            group,
+            options={
+                **group.options,
+                "adjust_lr_fn": "match_rms_adamw",
+                "betas": group.options["adamw_betas"],
+                "eps": group.options["adamw_eps"],
+            },
+        )
+        for group in _saved_groups([state], names, lambda group: bool(group["use_muon"]))
+    ]
+    renamed = {"moment1": "exp_avg", "moment2": "exp_avg_sq"}
+    found = {key: {renamed.get(k, k): value for k, value in entry.items()} for key, entry in state["state"].items()}
+    return _with_sums(optimizer, saved, found)
+
+
+def convert_dion_state(optimizer: Muon, state: StateDict, names: Sequence[str]) -> dict[str, Any]:
+    """A state_dict for ``optimizer`` from one of dion's ``Muon`` or ``NorMuon``.
+
+    Momentum, Adam's moments, lr, weight decay, momentum, Nesterov, betas, eps and the learning-rate rule are taken over as they
+    are. The scheme and the update rule stay the optimizer's own; so does the learning-rate rule if dion's ``adjust_lr`` is None.
+    NorMuon's second moment of updates is left out, and a rule here starts its memory anew.
+
+    Args:
+        optimizer: the optimizer that will load the result; nothing in it changes.
+        state: its ``state_dict()``. DTensors must be laid out as the optimizer's parameters are.
+        names: names of its parameters in its own order, group after group.
+
+    Returns:
+        What ``optimizer.load_state_dict`` takes.
+    """
+    for group in state["param_groups"]:
+        if group["algorithm"] not in _DION_ALGORITHMS:
+            raise StateError(
+                f"a group of the saved state was stepped with algorithm={group['algorithm']!r}, which meshmuon does not have; it "
+                f"converts {', '.join(map(repr, _DION_ALGORITHMS))}. Let dion step these parameters with 'adamw' for a while "
+                "before you save, or begin without a converted state."
+            )
+    saved, found = [], {}
+    for group in _saved_groups([state], names, lambda group: bool(group["algorithm"] != "adamw")):
+        options = dict(group.options)
+        rule = _DION_LR_RULES.get(str(options.get("adjust_lr")))  # None keeps the rule that is here
+        options |= {key: float(options[key]) for key in ("lr", "weight_decay")}  # newer versions keep tensors
+        options |= {"momentum": float(options["mu"]), "eps": float(options["epsilon"])}
+        options["betas"] = float(options["beta1"]), float(options["beta2"])
+        saved.append(replace(group, options=options if rule is None else {**options, "adjust_lr_fn": rule}))
+        for key in group.keys:
+            entry = state["state"].get(key) or {}
+            if not entry or options["step"] == 0:  # dion makes state of zeros before its first step
+                continue
+            if group.use_muon:
+                found[key] = {"momentum_buffer": entry["momentum"]}
+            else:
+                step = float(entry.get("step_dev", 0)) or options["step"]  # older versions count per group only
+                found[key] = {"step": step, "exp_avg": entry["momentum"], "exp_avg_sq": entry["variance"]}
+    return _with_sums(optimizer, saved, found)
+
+
+def _with_sums(optimizer: Muon, saved: Sequence[_SavedGroup], found: Mapping[Any, Mapping[str, Any]]) -> dict[str, Any]:
+    """Converts a state whose momentum is a sum already, and whose scheme is not known."""
+    converted = _converted(optimizer, saved, found)
+    buffers = {
+        name: found[key]["momentum_buffer"]
+        for group in saved
+        if group.use_muon
+        for key, name in zip(group.keys, group.names, strict=True)
+        if key in found
+    }
+    rules = {name for group in saved if "adjust_lr_fn" in group.options for name in group.names}
+    for param_group, live in zip(converted["param_groups"], optimizer.param_groups, strict=True):
+        if not live["use_muon"]:
+            continue
+        own = ("scheme", "ns_steps") if rules.issuperset(live["param_names"]) else ("scheme", "ns_steps", "adjust_lr_fn")
+        param_group |= {key: live[key] for key in own}
+        for key, name in zip(param_group["params"], live["param_names"], strict=True):
+            if name in buffers:
+                buffer = buffers[name].detach()
+                converted["state"][key]["momentum_buffer"] = buffer.to(live["momentum_dtype"] or buffer.dtype, copy=True)
     return converted
 
 
@@ -164,7 +271,8 @@ def _converted(optimizer: Muon, saved: Sequence[_SavedGroup], found: Mapping[Any
     for group in saved:
         part = parts[group.use_muon]
         extra = _MUON_OPTIONS if group.use_muon else {"maximize": False}
-        keys = ("lr", "weight_decay", "initial_lr", *(("momentum",) if group.use_muon else ("betas", "eps")))
+        of_kind = ("momentum", "nesterov", "adjust_lr_fn") if group.use_muon else ("betas", "eps")
+        keys = ("lr", "weight_decay", "initial_lr", *of_kind)
         options = {key: group.options[key] for key in keys if key in group.options}
         part["param_groups"].append({**extra, **options, "params": list(group.keys), "param_names": list(group.names)})
         for key in group.keys:

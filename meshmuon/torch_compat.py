@@ -299,6 +299,15 @@ def timeout_of(backend: Any) -> timedelta | None:
     return timeout if isinstance(timeout, timedelta) else None
 
 
+def available_backends() -> dict[str, list[str]]:
+    """The backends that this torch can use, each with the types of devices whose memory it moves.
+
+    torch documents neither list. ``fake``, which moves nothing, is in the list of newer versions. 2.13.
+    """
+    names = [name for name in dist.Backend.backend_list if name not in ("undefined", "fake")]
+    return {name: list(dist.Backend.backend_capability.get(name, ())) for name in names if dist.is_backend_available(name)}
+
+
 # ---------------------------------------------------------------------------------------------------------------- autograd
 
 

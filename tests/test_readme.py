@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import re
+import sys
 from pathlib import Path
 
 import pytest
 
 from tests.support.optional import need
+from tests.support.wandb import StandIn
 
 ROOT = Path(__file__).parent.parent
 PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").glob("*.md"))]
@@ -27,7 +29,14 @@ def test_example_runs(page: Path, block: str, tmp_path: Path, monkeypatch: pytes
     needed = set(OPTIONAL.findall(block)) | ({"transformers"} if "meshmuon.integrations.hf" in block else set())
     for package in sorted(needed):
         need(package)
+    wandb = StandIn()
+    monkeypatch.setitem(sys.modules, "wandb", wandb)
     exec(compile(block, f"{page.name}", "exec"), {"__name__": "__main__"})
+    if "import wandb" in block:
+        (run,) = wandb.runs
+        assert not run.open
+        assert list(run.rows) == [10, 20, 30, 40]
+        assert all({"loss", "muon/group/0/update_to_weight"} <= set(row) for row in run.rows.values())
 
 
 def test_readme_has_an_example_and_both_commands() -> None:

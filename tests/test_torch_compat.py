@@ -428,6 +428,13 @@ def test_the_store_of_the_default_group() -> None:
     assert run_threads(2, main) == [[b"value 0", b"value 1"]] * 2
 
 
+def test_backends_and_the_devices_that_they_serve() -> None:
+    found = torch_compat.available_backends()
+    assert "cpu" in found["gloo"]
+    assert ("nccl" in found) is dist.is_nccl_available()
+    assert not {"undefined", "fake"} & set(found)
+
+
 def test_torch_is_left_as_it_was() -> None:
     """Nothing of torch is replaced to name a group, not even while several ranks make one."""
     before = {name: value for name, value in vars(c10d).items() if callable(value)}

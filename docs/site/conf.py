@@ -5,7 +5,9 @@ The source folder is the root of the repository, so that links between README.md
 
 from __future__ import annotations
 
+import inspect
 import os
+import pydoc
 import re
 import sys
 from pathlib import Path
@@ -68,6 +70,28 @@ def _append_navigation(app: Sphinx, docname: str, content: list[str]) -> None:
         content[0] += nav.toctrees()
 
 
+def _attributes(described: type) -> dict[str, list[str]]:
+    """What the section ``Attributes`` of a class's docstring says of each attribute."""
+    found: dict[str, list[str]] = {}
+    section = re.search(r"^Attributes:\n((?:    .*\n?|\n)+)", inspect.getdoc(described) or "", flags=re.MULTILINE)
+    for name, text in re.findall(r"^    (\w+): (.*(?:\n     .*)*)", section[1] if section else "", flags=re.MULTILINE):
+        found[name] = [" ".join(text.split())]
+    return found
+
+
+def _list_attributes_once(app: Sphinx, what: str, name: str, obj: Any, options: Any, lines: list[str]) -> None:
+    """Describes fields where autodoc lists them with type and default, not a second time in the class's own text."""
+    if what == "class" and isinstance(obj, type):
+        shown = "\n".join(lines) + "\n"
+        for attribute in _attributes(obj):
+            shown = re.sub(rf"^:ivar {attribute}:.*\n(?:[ \t]+.*\n)*", "", shown, flags=re.MULTILINE)
+        lines[:] = shown.rstrip("\n").split("\n")
+    elif what == "attribute":
+        described = pydoc.locate(name.rpartition(".")[0])
+        if isinstance(described, type) and (text := _attributes(described).get(name.rpartition(".")[2])):
+            lines[:] = text
+
+
 def _mend_docstring(app: Sphinx, what: str, name: str, obj: Any, options: Any, lines: list[str]) -> None:
     lines[:] = [
         re.sub(r"\bdocs/(\w+)\.md(#[\w-]+)?", r":doc:`/docs/\1`", line) for line in lines
@@ -88,5 +112,6 @@ def _warn_of_names_not_shown(app: Sphinx, env: Any) -> None:
 def setup(app: Sphinx) -> None:
     """Called by Sphinx."""
     app.connect("source-read", _append_navigation)
-    app.connect("autodoc-process-docstring", _mend_docstring)
+    app.connect("autodoc-process-docstring", _list_attributes_once, priority=600)  # after napoleon
+    app.connect("autodoc-process-docstring", _mend_docstring, priority=700)
     app.connect("env-updated", _warn_of_names_not_shown)

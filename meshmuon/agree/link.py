@@ -9,17 +9,34 @@ from collections.abc import Iterable
 import torch.distributed as dist
 
 from ..errors import TransportError
-from ..transport import Agreement, Exchange, exchange_group
+from ..transport import Agreement, Exchange, exchange_group, turn_of
 
 
 class Link:
-    """The ranks that plan together, and the process groups through which they exchange pieces and agree."""
+    """The ranks that plan together, and the process group through which they exchange pieces and agree.
+
+    A step holds the turn of the process group from its vote to its end. Another thread that steps another optimizer over the same
+    group waits. If ranks then take turns in different orders, their votes differ, and all of them raise.
+    """
 
     def __init__(self, ranks: tuple[int, ...], existing: Iterable[dist.ProcessGroup]) -> None:
         self.ranks = ranks
         process_group = exchange_group(ranks, existing)
         self.exchange = Exchange(process_group)
         self.agreement = Agreement(process_group)
+        self._turn = turn_of(process_group)
+        self._has_turn = False
+
+    def begin_turn(self) -> None:
+        """Returns once no other thread of this process steps over the process group."""
+        self._turn.acquire()
+        self._has_turn = True
+
+    def end_turn(self) -> None:
+        """The step is over, or has failed, whether or not it had begun its turn."""
+        if self._has_turn:
+            self._has_turn = False
+            self._turn.release()
 
 
 class Home:

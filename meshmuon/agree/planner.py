@@ -70,6 +70,7 @@ class Planner:
        only it knows), or raises on all of them.
     3. ``confirm(failure)``, only if ``decision.prepares``: after each rank has created its buffers, and before anything travels.
        One more vote. If a rank could not create its buffers, all ranks raise its error.
+    4. ``end()``, once per step, also if it fails. It does not communicate.
 
     Between steps:
 
@@ -125,6 +126,11 @@ class Planner:
     def begin(self) -> None:
         """Counts a call of ``step()``, also one that fails before the ranks can agree: on other ranks it may have succeeded."""
         self._pairing = Pairing(self._pairing.shared_id, self._pairing.steps + 1)
+
+    def end(self) -> None:
+        """The step is over, also one that has failed: other threads may step over the process group."""
+        if self._link is not None:
+            self._link.end_turn()
 
     def begin_anew(self) -> None:
         """Forgets the steps so far, because a state was loaded: the ranks identify each other again at the next step."""
@@ -262,6 +268,7 @@ class Planner:
         """Tells all ranks what this one is about to do."""
         assert self._link is not None
         self._home.check_process()
+        self._link.begin_turn()
         return self._link.agreement.start(self._ballot(failure, status))
 
     def _count(self, votes: PendingVerdict, failure: Exception | None, status: RankStatus) -> StepDecision:

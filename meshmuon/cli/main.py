@@ -15,11 +15,12 @@ import meshmuon
 from ..errors import ConfigError
 from . import doctor, plan
 
+_NOT_READ = 128 + 13  # SIGPIPE
 _COMMANDS = {"doctor": doctor, "plan": plan}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs one command. Returns its exit code: 2 for a wrong command line."""
+    """Runs one command. Returns its exit code: 2 for a wrong command line, 141 if nobody reads the output any more."""
     parser = argparse.ArgumentParser(prog="meshmuon", description="Tools of the meshmuon optimizer.")
     parser.add_argument("--version", action="version", version=f"meshmuon {meshmuon.__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="command")
@@ -34,7 +35,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except ConfigError as error:
         parser.error(str(error))
     except BrokenPipeError:
-        print("meshmuon: whoever read the output has stopped reading, so that some of it is lost.", file=sys.stderr)
+        # As with other tools before "| head": not a word, and the exit code of a process that the signal has ended.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python would fail again when it ends
-        return 1
+        return _NOT_READ
     return code

@@ -74,6 +74,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     output.add_argument("--html", type=Path, metavar="FILE", help="write the report as one page for a browser")
     output.add_argument("--trace", type=Path, metavar="FILE", help="write a timeline for Perfetto or chrome://tracing")
     output.add_argument("--save-model", type=Path, metavar="FILE", help="write the model as a file for --model")
+    output.add_argument("--save-rates", type=Path, metavar="FILE", help="write the machine's rates, for Muon(cost_model=FILE)")
     output.add_argument("--list", action="store_true", help="list models and machines and end")
 
 
@@ -118,6 +119,10 @@ def run(arguments: argparse.Namespace) -> int:
         machine = _machine(arguments)
         first, *others = _shardings(arguments, machine)
         simulation = Simulation.run(model, first, machine, _options(arguments), _workload(arguments))
+    if arguments.save_rates is not None:
+        machine, ranks = simulation.machine, simulation.sharding.ranks
+        rates = machine.calibration or machine.as_calibration(ranks)
+        _write(arguments.save_rates, json.dumps(rates.to_json(), indent=1))
     report = _report(simulation, others, compare=arguments.compare)
     if arguments.html is not None:
         write_page(report, arguments.html)

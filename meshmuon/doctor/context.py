@@ -17,6 +17,7 @@ from ..agree.node_view import node_name
 from ..device import hardware_of
 from ..errors import ConfigError
 from ..plan import Plan
+from ..torch_compat import available_backends
 from .board import Store
 
 if TYPE_CHECKING:
@@ -91,13 +92,6 @@ def own_device(kind: str | None, local_rank: int) -> torch.device:
     if count == 0:
         raise ConfigError(f"--device {kind}: torch sees no such device here. Leave it out, or write --device cpu.")
     return torch.device(accelerator.type, local_rank % count)
-
-
-def available_backends() -> dict[str, list[str]]:
-    """The backends that this torch can use, each with the types of devices whose memory it moves."""
-    nothing_moves = ("undefined", "fake")
-    names = [name for name in dist.Backend.backend_list if name not in nothing_moves and dist.is_backend_available(name)]
-    return {name: list(dist.Backend.backend_capability.get(name, ())) for name in names}
 
 
 def check_backend(backend: str, device_type: str) -> None:

@@ -18,9 +18,10 @@ import torch.distributed as dist
 import meshmuon
 
 from ..device import cpu_info, hardware_of
+from ..torch_compat import available_backends
 from ..transport import all_gather_objects
 from .check import Finding
-from .context import Context, available_backends
+from .context import Context
 
 _OPTIONAL = {  # what each is for
     "triton": "symmetric products on a GPU",

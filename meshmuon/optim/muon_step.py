@@ -103,6 +103,7 @@ class MuonStep(torch.optim.Optimizer):
                     self._prepare(step)
                     self._finish(step, self._run(step))
             finally:
+                self._planner.end()
                 if self._offload.on:
                     self._collector.invalidate_state()
         return loss

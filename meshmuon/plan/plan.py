@@ -13,14 +13,12 @@ from ..layout import ShardedMatrix
 from .calibration import Calibration
 from .nodes import Crossings
 from .owners import assign_owners
-from .peers import PeerCounter
 from .plan_data import PlanData, PlanOptions, add_local_costs, copied_bytes
 from .report import describe, to_json
 from .saved_plan import read_plan
 from .tasks import EVERY_HOLDER, NO_WAVE, PlannedParam, Task
 from .trace import write_trace
-from .traffic import WaveOwners
-from .waves import Cut, WaveCutter
+from .waves import WaveCutter
 
 
 @dataclass(frozen=True)
@@ -117,19 +115,23 @@ def make_plan(params: Sequence[PlannedParam], options: PlanOptions) -> Plan:
     owners = assign_owners(travelling, loads, crossings, [params[task.param].itemsize for task in travelling])
     owned = [task.owned_by(owner) for task, owner in zip(travelling, owners, strict=True)]
     cutter = WaveCutter(owned, params, options)
-    cut, max_peers = cutter.cut(), None
-    if options.nodes is not None and _needs_relays(ranks, cut, [param.itemsize for param in params], options):
-        cut, max_peers = cutter.cut_through_relays(options.nodes), options.max_peers
-    final = replace(options, in_flight=cut.in_flight, max_peers=max_peers)
-    return Plan(ranks, tuple(params), (*staying, *cut.tasks), cut.wave_lanes, final)
+    cut = cutter.cut()
+    parts = ranks, tuple(params), (*staying, *cut.tasks), cut.wave_lanes
+    unchecked = PlanData(*parts, options)  # not a ``Plan``, whose checks take a while
+    if not _needs_relays(unchecked):
+        return Plan(*parts, replace(options, in_flight=cut.in_flight, max_peers=None))
+    in_flight = cutter.in_flight_through_relays(ranks, unchecked.hops)
+    plan = Plan(*parts, replace(options, in_flight=in_flight))
+    # What was counted does not depend on how many waves are in flight, and takes a while for thousands of ranks.
+    counted = ("wave_owners", "peer_counter", "most_peers", "traffic", "hops")
+    vars(plan).update({name: vars(unchecked)[name] for name in counted})
+    return plan
 
 
-def _needs_relays(ranks: Sequence[int], cut: Cut, itemsizes: Sequence[int], options: PlanOptions) -> bool:
-    """Whether some rank would talk to more than ``max_peers`` others."""
-    limit = options.max_peers
-    if limit is None or len(ranks) - 1 <= limit:
-        return False
-    return PeerCounter(ranks, WaveOwners(cut.tasks, itemsizes, len(cut.wave_lanes))).most() > limit
+def _needs_relays(plan: PlanData) -> bool:
+    """Whether some rank would talk to more than ``max_peers`` others, and there are nodes to relay between."""
+    limit = plan.options.max_peers
+    return limit is not None and plan.options.nodes is not None and len(plan.ranks) - 1 > limit and plan.most_peers > limit
 
 
 def _tasks(params: Sequence[PlannedParam], options: PlanOptions, crossings: Crossings | None) -> tuple[list[Task], list[Task]]:

@@ -10,11 +10,9 @@ from itertools import accumulate
 from typing import NamedTuple
 
 from .footprint import Footprint
-from .nodes import Nodes
 from .plan_data import PlanOptions
-from .relay_bytes import WaveHops, count_hops, relay_buffers
+from .relay_bytes import WaveHops, relay_buffers
 from .tasks import PlannedParam, Task
-from .traffic import WaveOwners, count_traffic
 
 _OVERLAP = 6  # waves of a step: enough to overlap gathers, work and scatters, with a small first and a small last wave
 _WORTH_AN_EXCHANGE = 4  # a wave should last at least as long as this many empty exchanges
@@ -61,22 +59,7 @@ class WaveCutter:
 
     def cut(self) -> Cut:
         """The waves, if everything is sent directly."""
-        return self._cut(*self._direct)
-
-    def cut_through_relays(self, nodes: Nodes) -> Cut:
-        """The same waves with as many in flight as fit beside the buffers between the hops of relayed exchanges; at least two.
-
-        The bound has room for these as well: as much again for the first hop of every wave in flight, and eight buffers for the
-        hops that all waves share.
-        """
         cuts, in_flight = self._direct
-        bound = 2 * self._bound + _SHARED_BY_WAVES * self._options.budget
-        buffers = _RelayedBuffers(self._cutters, cuts, nodes)
-        while in_flight > 2 and self._options.chunk_size <= 0 and buffers.most_bytes(in_flight) > bound:
-            in_flight -= 1
-        return self._cut(cuts, in_flight)
-
-    def _cut(self, cuts: Sequence[Sequence[int]], in_flight: int) -> Cut:
         waves, lane_of_wave = [0] * len(self._tasks), list[Hashable]()
         for (lane, indices), cut in zip(self._lanes.items(), cuts, strict=True):
             for k, wave in zip(indices, cut, strict=True):
@@ -85,29 +68,26 @@ class WaveCutter:
         tasks = [task.in_wave(wave) for task, wave in zip(self._tasks, waves, strict=True)]
         return Cut(tasks, tuple(lane_of_wave), in_flight)
 
+    def in_flight_through_relays(self, ranks: Sequence[int], hops: Sequence[WaveHops]) -> int:
+        """How many of the same waves may be in flight beside the buffers between the hops of relayed exchanges; at least two.
 
-class _RelayedBuffers:
-    """The buffers of all ranks for waves that go through relays, those between hops included."""
+        The bound has room for these as well: as much again for the first hop of every wave in flight, and eight buffers for the
+        hops that all waves share. ``hops`` are those of the waves of ``cut``.
+        """
+        in_flight = self._direct[1]
+        bound = 2 * self._bound + _SHARED_BY_WAVES * self._options.budget
+        while in_flight > 2 and self._options.chunk_size <= 0 and self._most_bytes(ranks, hops, in_flight) > bound:
+            in_flight -= 1
+        return in_flight
 
-    def __init__(self, cutters: Sequence[_LaneCutter], cuts: Sequence[Sequence[int]], nodes: Nodes) -> None:
-        self._ranks = sorted(rank for node in nodes.ranks for rank in node)
-        # The footprint of each lane, the wave of each of its tasks, and the hops of each of its waves.
-        self._lanes: list[tuple[Footprint, list[int], dict[int, WaveHops]]] = []
-        first = 0
-        for cutter, cut in zip(cutters, cuts, strict=True):
-            tasks = [task.in_wave(wave) for task, wave in zip(cutter.tasks, cut, strict=True)]
-            itemsizes = dict.fromkeys({task.param for task in tasks}, cutter.itemsize)
-            owners = WaveOwners(tasks, itemsizes, max(cut) + 1)
-            hops = count_hops(self._ranks, owners, nodes, count_traffic(self._ranks, owners, nodes))
-            self._lanes.append((cutter.footprint, [first + wave for wave in cut], dict(enumerate(hops, first))))
-            first += len(hops)
-
-    def most_bytes(self, in_flight: int) -> int:
-        """Bytes of the rank that needs most."""
-        total = dict.fromkeys(self._ranks, 0)
-        for footprint, waves, hops in self._lanes:
-            relays = relay_buffers([(of_wave, wave % in_flight) for wave, of_wave in hops.items()])
-            for rank, size in (*zip(self._ranks, relays, strict=True), *footprint.bytes_by_rank(waves, in_flight).items()):
+    def _most_bytes(self, ranks: Sequence[int], hops: Sequence[WaveHops], in_flight: int) -> int:
+        """The buffers of the rank that needs most, those between hops included."""
+        total, first = dict.fromkeys(ranks, 0), 0
+        for cutter, cut in zip(self._cutters, self._direct[0], strict=True):
+            waves = range(first, first := first + max(cut) + 1)
+            direct = cutter.footprint.bytes_by_rank([waves[wave] for wave in cut], in_flight)
+            between = relay_buffers([(hops[wave], wave % in_flight) for wave in waves])
+            for rank, size in (*direct.items(), *zip(ranks, between, strict=True)):
                 total[rank] += size
         return max(total.values())
 
@@ -149,7 +129,7 @@ class _LaneCutter:
     """Cuts the matrices of one lane into waves, in several ways. A cut lists the wave of each task, in the order of ``tasks``."""
 
     def __init__(self, tasks: Sequence[Task], param: PlannedParam, options: PlanOptions) -> None:
-        self.tasks, self._options, self.itemsize = tasks, options, param.itemsize
+        self._tasks, self._options = tasks, options
         self._nbytes = [task.sharded.size * param.itemsize for task in tasks]  # ``itemsize`` is the same for the whole lane
         # Matrices of equal shape are best orthogonalised together. Shapes are sorted as text; another order would change plans.
         shapes = [repr((task.sharded.rows, task.sharded.cols)) for task in tasks]
@@ -182,7 +162,7 @@ class _LaneCutter:
 
     def _waves_of_queue(self, queue: Sequence[int], count: int) -> list[int]:
         """The wave of each matrix in an owner's queue: ``count`` waves whose costs grow and then shrink."""
-        costs = [self.tasks[k].cost for k in queue]
+        costs = [self._tasks[k].cost for k in queue]
         ends, total = _ends(count), sum(costs) or 1.0
         done, waves = 0.0, []
         for cost in costs:
@@ -193,8 +173,8 @@ class _LaneCutter:
     def cut(self, count: int) -> list[int]:
         """Cuts into ``count`` waves by cost, or by the user's ``chunk_size``."""
         if self._options.chunk_size > 0:
-            return _by_count(self.queues, len(self.tasks), self._options.chunk_size)
-        waves = [0] * len(self.tasks)
+            return _by_count(self.queues, len(self._tasks), self._options.chunk_size)
+        waves = [0] * len(self._tasks)
         for queue in self.queues.values():
             one_per_wave = count >= self.longest
             for k, wave in zip(queue, range(len(queue)) if one_per_wave else self._waves_of_queue(queue, count), strict=True):
@@ -207,7 +187,7 @@ class _LaneCutter:
         With two waves in flight an owner needs memory for a matrix in only one of the two slots. While one half of the owners
         computes, the other half may gather or scatter.
         """
-        waves = [0] * len(self.tasks)
+        waves = [0] * len(self._tasks)
         for position, queue in enumerate(self.queues.values()):
             for turn, k in enumerate(queue):
                 waves[k] = 2 * turn + position % 2

@@ -45,7 +45,7 @@ def advice_from_choices(choices: Sequence[ChoiceFigures]) -> list[str]:
     if best.label.startswith("replicas="):
         text += (
             ' replicas="auto" goes by rates that are the same for all machines of a kind, unless cost_model= names the '
-            "measurements of meshmuon doctor."
+            "measurements of meshmuon doctor, or a file of meshmuon plan --save-rates."
         )
     return [text]
 

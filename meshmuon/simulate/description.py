@@ -13,6 +13,8 @@ from ..errors import ConfigError
 from ..matrices import ParamMatrices, check_matrices, with_stars
 
 FORMAT, VERSION = "meshmuon model", 1
+_MOST_ELEMENTS = 2**44  # of a parameter: the bytes of thousands of layers still fit into 63 bits
+_MOST_LAYERS = 2**20
 TP_STYLES = ("colwise", "rowwise", "packed_colwise", "replicate")
 """How tensor parallelism cuts a weight: its outputs, its inputs, the outputs of each of two fused parts, or not at all."""
 
@@ -190,18 +192,22 @@ def _read_row(row: Any) -> tuple[ModelParam, tuple[int, ...]]:
     shape = tuple(row["shape"])
     if not isinstance(name, str) or not all(isinstance(size, int) and size >= 0 for size in shape):
         raise ConfigError(f"the row {row!r} needs a name, and a shape of whole numbers.")
+    if math.prod(shape) > _MOST_ELEMENTS or max(shape, default=0) > _MOST_ELEMENTS:
+        raise ConfigError(f"{name[:120]}: no parameter has more than {_MOST_ELEMENTS:,} elements. Write the sizes of its dims.")
     tp = row.get("tp", "replicate")
     if tp not in TP_STYLES:
         raise ConfigError(f"{name}: tp={tp!r} is unknown; write one of {TP_STYLES}.")
     layers = row.get("layers", ())
-    numbers = tuple(range(layers["first"], layers["last"] + 1)) if isinstance(layers, Mapping) else tuple(layers)
+    numbers: Sequence[int] = range(layers["first"], layers["last"] + 1) if isinstance(layers, Mapping) else tuple(layers)
+    if any(not isinstance(layer, int) or not 0 <= layer < _MOST_LAYERS for layer in (*numbers[:1], *numbers[-1:])):
+        raise ConfigError(f"{name[:120]}: layers are numbered from 0, and there are {_MOST_LAYERS:,} at most.")
     if bool(numbers) != (name.count("*") == 1):
         raise ConfigError(f"{name}: a parameter of several layers needs one * in its name and the list of its layers.")
     matrices = None
     if "matrices" in row:
         matrices = check_matrices({name: _tuples(row["matrices"])})[name]
     expert = bool(row.get("expert", False))
-    return ModelParam(name, shape, bool(row["muon"]), matrices, tp, expert), numbers
+    return ModelParam(name, shape, bool(row["muon"]), matrices, tp, expert), tuple(numbers)
 
 
 def _in_model_order(rows: Sequence[tuple[ModelParam, tuple[int, ...]]]) -> Iterator[ModelParam]:

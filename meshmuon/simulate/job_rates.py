@@ -10,7 +10,7 @@ from torch import Tensor
 from ..layout import Layout, coordinates, length
 from ..plan import Elementwise, Link, Prediction, predict
 from .cluster import MuonOptions, StagePlan
-from .machines import ADAMW_BYTES, Machine
+from .machines import Machine, elementwise_seconds
 from .rank_index import RankIndex
 
 
@@ -32,7 +32,9 @@ class JobRates:
         wire = max((param.itemsize for param in stage.plan.params), default=4)
         exchange = machine.inside if stage.plan.options.nodes is None else machine.between
         compute_dtype = str(stage.compute_dtype).removeprefix("torch.")
-        return cls(machine, compute_dtype, _elementwise(machine, options, wire), exchange)
+        weight, momentum = options.param_dtype.itemsize, (options.momentum_dtype or torch.float32).itemsize
+        elementwise = elementwise_seconds(machine.memory_bytes_per_second, weight=weight, momentum=momentum, wire=wire)
+        return cls(machine, compute_dtype, elementwise, exchange)
 
     @property
     def device(self) -> str:
@@ -81,18 +83,6 @@ class JobRates:
     def seconds_per_element(self, kind: str) -> float:
         """Of a kind of elementwise work, by its name in ``Elementwise``."""
         return float(getattr(self.elementwise, kind))
-
-
-def _elementwise(machine: Machine, options: MuonOptions, wire: int) -> Elementwise:
-    """From the bytes that each kind of work reads and writes; ``wire`` has the bytes of an element that is sent."""
-    rate = machine.memory_bytes_per_second
-    weight, momentum = options.param_dtype.itemsize, (options.momentum_dtype or torch.float32).itemsize
-    return Elementwise(
-        momentum=(weight + 2 * momentum + wire) / rate,
-        update=(wire + 2 * weight) / rate,
-        copy=2 * wire / rate,
-        adamw=ADAMW_BYTES * weight / 4 / rate,
-    )
 
 
 def predict_stage(stage: StagePlan, machine: Machine, options: MuonOptions) -> Prediction:

@@ -9,12 +9,28 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import ConfigError
-from ..plan import Calibration, Link, rate_at
+from ..plan import Calibration, Elementwise, Link, Rate, rate_at
 
 FORMAT, VERSION = "meshmuon machine", 1
 DEVICES = ("cpu", "cuda", "xpu", "hpu", "mtia")
 _LARGEST = 1e18  # number that a machine may have
 ADAMW_BYTES = 7 * 4  # per element in float32: weight, gradient and two moments are read; weight and moments are written
+
+
+_SHORTEST = 1e-12  # seconds: a calibration has no zeros
+
+
+def elementwise_seconds(rate: float, *, weight: int, momentum: int, wire: int) -> Elementwise:
+    """Seconds per element, from the bytes that each kind of work reads and writes and the ``rate`` of the memory.
+
+    ``weight``, ``momentum`` and ``wire`` are the bytes of an element of the weight, of its momentum, and of what is sent.
+    """
+    return Elementwise(
+        momentum=(weight + 2 * momentum + wire) / rate,
+        update=(wire + 2 * weight) / rate,
+        copy=2 * wire / rate,
+        adamw=ADAMW_BYTES * weight / 4 / rate,
+    )
 
 
 @dataclass(frozen=True)
@@ -56,6 +72,29 @@ class Machine:
             inside=calibration.inside or calibration.exchange or self.inside,
             between=calibration.between or calibration.exchange or self.between,
             calibration=calibration,
+        )
+
+    def as_calibration(self, ranks: int) -> Calibration:
+        """Its rates as a file that ``Muon(cost_model=FILE)`` and ``--calibration`` read, as if they had been measured.
+
+        They are for the dtype of products that is the default on its device, and for float32 weights.
+        """
+        dtype = "float32" if self.device == "cpu" or "bfloat16" not in self.peak_flops else "bfloat16"
+        rate, several_nodes = self.memory_bytes_per_second, ranks > self.ranks_per_node
+        return Calibration(
+            device=self.device,
+            device_name=self.title,
+            ranks=ranks,
+            ranks_per_node=min(ranks, self.ranks_per_node),
+            compute_dtype=dtype,
+            products=tuple(Rate(name, max(size for size, _ in self.efficiency), peak) for name, peak in self.peak_flops.items()),
+            orthogonalisation=tuple(Rate(dtype, size, share * self.peak_flops[dtype]) for size, share in self.efficiency),
+            inside=self.inside,
+            between=self.between if several_nodes else None,
+            exchange=self.between if several_nodes else self.inside,
+            host_seconds_per_matrix=max(_SHORTEST, self.host_seconds_per_matrix),
+            host_seconds_per_step=max(_SHORTEST, self.host_seconds_per_step),
+            elementwise=elementwise_seconds(rate, weight=4, momentum=4, wire=2 if dtype == "bfloat16" else 4),
         )
 
     def peak(self) -> float:

@@ -17,6 +17,8 @@ from .description import ModelDescription, ModelParam
 from .meshes import MOST_RANKS, MeshAxes
 from .suggestions import did_you_mean, divisors, nearest
 
+_MOST_RANK_NUMBERS = 2**31
+
 
 @dataclass(frozen=True, slots=True)
 class PlacedParam:
@@ -212,7 +214,12 @@ def _read_mesh(row: Mapping[str, Any]) -> Mesh:
         raise ConfigError(
             f"a mesh cannot have the shape {list(shape)}: write sizes from 1 that multiply to {MOST_RANKS} at most."
         )
-    return Mesh(shape, tuple(int(rank) for rank in row.get("ranks", range(math.prod(shape)))))
+    ranks = tuple(int(rank) for rank in row.get("ranks", range(math.prod(shape))))
+    if not all(0 <= rank < _MOST_RANK_NUMBERS for rank in ranks):
+        raise ConfigError(
+            f"the ranks of the mesh {list(shape)} are not all from 0 to {_MOST_RANK_NUMBERS - 1}: write their numbers."
+        )
+    return Mesh(shape, ranks)
 
 
 def _read_rule(pattern: str, row: Mapping[str, Any], meshes: Mapping[str, Mesh]) -> tuple[str, str, tuple[Placement, ...]]:
@@ -235,4 +242,6 @@ def _read_placement(text: str) -> Placement:
     match = re.fullmatch(r"S\((\d+)(?:, *stride (\d+))?\)", text)
     if match is None:
         raise ConfigError(f'the placement {text!r} is unknown; write "R", "S(0)" or "S(0, stride 8)".')
+    if not 1 <= int(match[2] or 1) <= MOST_RANKS:
+        raise ConfigError(f"the placement {text[:120]!r} has no possible stride: write one from 1 to {MOST_RANKS}.")
     return Sharded(int(match[1]), int(match[2] or 1))

@@ -3,7 +3,7 @@
 from .agreement import Agreement, PendingVerdict, Verdict, Vote
 from .collectives import all_gather_objects, averaged, broadcast
 from .exchange import Exchange, Pending
-from .groups import exchange_group, shared_group
+from .groups import exchange_group, shared_group, turn_of
 from .norms import NormWord, norm_device, reduce_norm
 from .probe import swap_with
 from .reference import check_round_trip, has_part, own_shard, whole
@@ -27,5 +27,6 @@ __all__ = [
     "reduce_norm",
     "shared_group",
     "swap_with",
+    "turn_of",
     "whole",
 ]

@@ -16,6 +16,7 @@ from .failures import named_phase
 
 _shared: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[tuple[int, ...], dist.ProcessGroup]] = weakref.WeakKeyDictionary()
 _shared_lock = threading.Lock()
+_turns: weakref.WeakKeyDictionary[dist.ProcessGroup, threading.RLock] = weakref.WeakKeyDictionary()
 
 
 def exchange_group(ranks: Sequence[int], existing: Iterable[dist.ProcessGroup]) -> dist.ProcessGroup:
@@ -41,6 +42,16 @@ def shared_group(ranks: tuple[int, ...], existing: Iterable[dist.ProcessGroup]) 
     if ranks not in known:
         known[ranks] = _new_group(ranks)
     return known[ranks]
+
+
+def turn_of(group: dist.ProcessGroup) -> threading.RLock:
+    """The lock of ``group``: who holds it is the only thread of this process that steps over the group.
+
+    Collectives of one group meet by the order in which they are started. If two threads stepped over it at the same time, a
+    collective of one could meet another's on another rank.
+    """
+    with _shared_lock:
+        return _turns.setdefault(group, threading.RLock())
 
 
 def moves(group: dist.ProcessGroup, device: torch.device) -> bool:

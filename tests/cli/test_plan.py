@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import io
 import json
+import os
+import signal
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +16,8 @@ from torch import nn
 
 from meshmuon import Muon, get_default_muon_param_groups, simulate
 from meshmuon.cli.main import main
-from meshmuon.plan import Calibration, Elementwise, Link, Rate
+from meshmuon.plan import Calibration, Elementwise, Link, Rate, cost_model_from
+from meshmuon.simulate.presets import load_machine
 from meshmuon.simulate.text import print_report, sections_of
 from tests.support.optional import need
 
@@ -300,3 +304,67 @@ def test_a_terminal_gets_the_same_figures(monkeypatch: pytest.MonkeyPatch, capsy
     for row in memory.rows:
         assert row[1] in rich.getvalue()
         assert row[1] in plain.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("row", "sentence"),
+    [
+        ({"shape": [10**30, 4]}, "w.*: no parameter has more than"),
+        ({"shape": [10**30, 0]}, "w.*: no parameter has more than"),
+        ({"layers": {"first": 0, "last": 10**30}}, "w.*: layers are numbered from 0"),
+        ({"layers": [10**30]}, "w.*: layers are numbered from 0"),
+    ],
+)
+def test_a_model_of_impossible_sizes(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, row: dict[str, Any], sentence: str
+) -> None:
+    path, whole = tmp_path / "model.json", {"name": "w.*", "shape": [8, 4], "muon": True, "layers": [0]}
+    path.write_text(json.dumps({"format": "meshmuon model", "version": 1, "name": "m", "params": [whole | row]}))
+    assert sentence in refusal(capsys, "--model", str(path), "--mesh", "dp_shard=2")
+
+
+@pytest.mark.parametrize(
+    ("mesh", "placement", "sentence"),
+    [
+        ({"shape": [10**30]}, "S(0)", "a mesh cannot have the shape"),
+        ({"shape": [2], "ranks": [0, 10**30]}, "S(0)", "the ranks of the mesh [2] are not all from 0"),
+        ({"shape": [2]}, f"S({10**30})", "shards a dim that"),
+        ({"shape": [2]}, f"S(0, stride {10**30})", "has no possible stride"),
+        ({"shape": [2]}, "S(0, stride 0)", "has no possible stride"),
+    ],
+)
+def test_a_layout_of_impossible_numbers(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, mesh: dict[str, Any], placement: str, sentence: str
+) -> None:
+    path = tmp_path / "layout.json"
+    path.write_text(json.dumps({"meshes": {"main": mesh}, "params": {"*": {"mesh": "main", "placements": [placement]}}}))
+    assert sentence in refusal(capsys, "--model", "gpt2", "--layout", str(path))
+
+
+def test_a_reader_that_has_gone(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+    """``meshmuon plan … | head -1`` ends without a word."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    with os.fdopen(writer, "w") as stream:
+        monkeypatch.setattr(sys, "stdout", stream)
+        assert main(["plan", "--list"]) == 128 + signal.SIGPIPE
+        monkeypatch.undo()
+    assert capfd.readouterr().err == ""
+
+
+def test_saved_rates_are_those_of_the_machine(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """A job that reads them plans as ``meshmuon plan`` does with them."""
+    path = tmp_path / "rates.json"
+    plan(capsys, "--model", "gpt2", "--mesh", "dp_replicate=4,dp_shard=8", "--save-rates", str(path))
+    machine, rates = load_machine("h100"), Calibration.load(path)
+    assert (rates.inside, rates.between, rates.device) == (machine.inside, machine.between, "cuda")
+    for size in (64, 700, 4096, 10**6):
+        assert rates.orthogonalisation_rate(size) == pytest.approx(machine.orthogonalise_rate(size, "bfloat16"))
+    cost = cost_model_from(path)
+    assert cost is not None
+    assert cost.per_byte_between == pytest.approx(0.7 * 989e12 / 40e9)
+    again = tmp_path / "again.json"
+    plan(capsys, "--model", "gpt2", "--mesh", "dp_shard=8", "--calibration", str(path), "--save-rates", str(again))
+    assert Calibration.load(again) == rates
+    alone = machine.as_calibration(8)
+    assert (alone.between, alone.exchange) == (None, machine.inside)

@@ -63,6 +63,16 @@ class LaunchedRecipe:
         assert not dist.is_initialized()
         if rank == 0:
             (folder / self.file).write_text(printed)
+        else:
+            own = [line for line in printed.splitlines() if line.startswith(f"rank {rank} ")]  # what only this rank can say
+            assert printed.splitlines() == own, f"rank {rank} prints what rank 0 does"
+
+
+@pytest.mark.parametrize("name", ALONE)
+def test_recipes_for_one_device_leave_other_ranks_of_torchrun_idle(name: str) -> None:
+    if name == "lora":
+        need("peft")
+    assert run_script(name, RANK="1") == ""
 
 
 def jobs() -> dict[str, Job]:

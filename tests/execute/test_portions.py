@@ -260,7 +260,8 @@ def test_weights_with_gaps_take_two_passes() -> None:
 
 def test_a_trial_sees_a_machine_that_rounds_the_product_last(monkeypatch: pytest.MonkeyPatch) -> None:
     def last(param: Tensor, update: Tensor, decay: float, minus_rate: Tensor) -> None:
-        param.copy_((update * minus_rate).add_(param, alpha=decay))
+        """The product with the decay is exact, which no CPU's separate operations are."""
+        param.copy_(param.double().mul_(decay).add_(update * minus_rate))
 
     with fresh_trials():
         monkeypatch.setattr(one_pass, "_update_whole_vectors", last)

@@ -1,9 +1,9 @@
-"""States of Keller Jordan's Muon and of nanochat's, converted: the run goes on as it would have."""
+"""States of other Muons, in the layouts that they save, converted: the run goes on as it would have."""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from meshmuon import Muon, StateError
-from meshmuon.migrate import convert_keller_state, convert_nanochat_state
+from meshmuon.migrate import convert_dion_state, convert_keller_state, convert_motif_state, convert_nanochat_state
 from tests.support.reference import KELLER, assert_moved_alike, assert_same_bits, copies, make_params, newton_schulz, run
 
 MATRICES, OTHERS = ((24, 24), (48, 16), (16, 48), (24, 24)), ((5,), (40, 30))
@@ -185,3 +185,112 @@ def test_missing_ranks_and_names_are_refused() -> None:
         convert_keller_state(muon, [optimizer.state_dict(), ranks[0]], THEIR_NAMES)
     with pytest.raises(StateError, match="some ranks only"):
         convert_nanochat_state(muon, [ranks[0], {**ranks[1], "state": {}}], GROUPED_NAMES)
+
+
+class SumMomentum(MeanMomentum):
+    """Momentum as a sum, with the learning-rate rule of a group."""
+
+    def _muon(self, state: dict[str, Any], grad: Tensor, group: dict[str, Any]) -> Tensor:
+        mu = group["momentum"]
+        total = state["momentum_buffer"] = mu * state.get("momentum_buffer", torch.zeros_like(grad)) + grad
+        update = grad + mu * total if group["nesterov"] else total
+        factor: float = group["factor"](*grad.shape)
+        return factor * newton_schulz(update, [KELLER] * 5)
+
+
+def saved_sums(nesterov: bool, factor: Callable[[int, int], float]) -> tuple[list[nn.Parameter], SumMomentum]:
+    params = make_params(*MATRICES, *OTHERS)
+    muon = {"params": params[:M], "use_muon": True, "lr": 0.02, "momentum": 0.9, "weight_decay": 0.01, "nesterov": nesterov}
+    adam = {"params": params[M:], "use_muon": False, "lr": 3e-3, "betas": (0.8, 0.95), "eps": 1e-10, "weight_decay": 0.0}
+    optimizer = SumMomentum([adam, {**muon, "factor": factor}])
+    run(optimizer, params, range(5))
+    return params, optimizer
+
+
+def as_dion(optimizer: SumMomentum, adjust_lr: str | None, *, counts_on_device: bool) -> dict[str, Any]:
+    """The state as dion's ``Muon`` saves it: ``momentum`` for both kinds, ``variance``, steps per group or on the device."""
+    whole = optimizer.state_dict()
+    groups, state = [], {}
+    for group in whole["param_groups"]:
+        algorithm = "muon" if group["use_muon"] else "adamw"
+        (beta1, beta2), mu = group.get("betas", (0.9, 0.95)), group.get("momentum", 0.95)
+        options = {"mu": mu, "beta1": beta1, "beta2": beta2, "epsilon": group.get("eps", 1e-8), "cautious_wd": False}
+        options |= {"lr": torch.tensor(group["lr"], dtype=torch.float64), "weight_decay": group["weight_decay"], "flatten": False}
+        options |= {"nesterov": group.get("nesterov", False), "adjust_lr": adjust_lr, "algorithm": algorithm, "step": 5}
+        groups.append({**options, "params": group["params"]})
+        for key in group["params"]:
+            entry = whole["state"][key]
+            if group["use_muon"]:
+                state[key] = {"momentum": entry["momentum_buffer"]}
+            else:
+                state[key] = {"momentum": entry["exp_avg"], "variance": entry["exp_avg_sq"]}
+                state[key] |= {"step_dev": torch.tensor(5.0)} if counts_on_device else {}
+    return {"state": state, "param_groups": groups}
+
+
+def as_motif(optimizer: SumMomentum) -> dict[str, Any]:
+    """The state as Motif's ``Muon`` saves it: torch's name for momentum, ``moment1`` and ``moment2``, names of matrices only."""
+    whole = optimizer.state_dict()
+    groups, state = [], {}
+    for group in whole["param_groups"]:
+        options = {key: group[key] for key in ("lr", "weight_decay", "use_muon", "params")}
+        options |= {"momentum": group.get("momentum", 0.95), "nesterov": group.get("nesterov", True), "ns_steps": 5}
+        options |= {"adamw_betas": group.get("betas", (0.9, 0.95)), "adamw_eps": group.get("eps", 1e-8), "none_grad": True}
+        groups.append({**options, "names": NAMES[:M]} if group["use_muon"] else options)
+        for key in group["params"]:
+            entry = whole["state"][key]
+            moments = {"step": torch.tensor(5.0), "moment1": entry.get("exp_avg"), "moment2": entry.get("exp_avg_sq")}
+            state[key] = entry if group["use_muon"] else moments
+    return {"state": state, "param_groups": groups}
+
+
+DION_RULES = {
+    "spectral_norm": lambda rows, cols: (rows / cols) ** 0.5,
+    "rms_norm": lambda rows, cols: 0.2 * max(rows, cols) ** 0.5,
+    None: lambda rows, cols: 1.0,
+}
+
+
+def goes_on(
+    params: list[nn.Parameter], optimizer: SumMomentum, convert: Callable[[Muon], dict[str, Any]], **options: Any
+) -> Muon:
+    """Demands that both make the same next steps from the converted state."""
+    start, mine = copies(params), copies(params)
+    muon = ours(mine, scheme="keller", **options)
+    muon.load_state_dict(convert(muon))
+    matrix = next(iter(optimizer.param_groups[1]["params"]))
+    assert_same_bits([muon.state[mine[0]]["momentum_buffer"]], [optimizer.state[matrix]["momentum_buffer"]])
+    run(optimizer, params, range(5, 10))
+    run(muon, mine, range(5, 10))
+    assert_moved_alike(mine, params, start, 2e-4)
+    return muon
+
+
+@pytest.mark.parametrize("counts_on_device", [True, False])
+@pytest.mark.parametrize(("adjust_lr", "nesterov"), [("spectral_norm", False), ("rms_norm", True), (None, False)])
+def test_a_run_of_dions_goes_on(adjust_lr: str | None, nesterov: bool, counts_on_device: bool) -> None:
+    params, optimizer = saved_sums(nesterov, DION_RULES[adjust_lr])
+    state = as_dion(optimizer, adjust_lr, counts_on_device=counts_on_device)
+    own = {"adjust_lr_fn": DION_RULES[None]} if adjust_lr is None else {}
+    muon = goes_on(params, optimizer, lambda muon: convert_dion_state(muon, state, THEIR_NAMES), **own)
+    assert (muon.param_groups[0]["nesterov"], muon.param_groups[0]["scheme"]) == (nesterov, "keller")
+
+
+def test_a_run_of_motifs_goes_on() -> None:
+    params, optimizer = saved_sums(True, DION_RULES["rms_norm"])
+    state = as_motif(optimizer)
+    goes_on(params, optimizer, lambda muon: convert_motif_state(muon, state, THEIR_NAMES), lr=0.03, adjust_lr_fn="original")
+    with pytest.raises(StateError, match=r"Motif names the matrices only.*pass names="):
+        convert_motif_state(ours(copies(params)), state)
+
+
+def test_dions_state_before_its_first_step_and_of_lion() -> None:
+    params, optimizer = saved_sums(False, DION_RULES["rms_norm"])
+    state = as_dion(optimizer, "rms_norm", counts_on_device=True)
+    for group in state["param_groups"]:
+        group["step"] = 0
+    muon = ours(params)
+    assert not any(convert_dion_state(muon, state, THEIR_NAMES)["state"].values())
+    state["param_groups"][0]["algorithm"] = "lion"
+    with pytest.raises(StateError, match="algorithm='lion'"):
+        convert_dion_state(muon, state, THEIR_NAMES)

@@ -165,7 +165,7 @@ MUTANTS: Mutants = {
         ),
         "Plan._check_wave": (("$task.owner not in $task.sharded.holdings", "False"),),
         "_check_copies": (("$holders != $expected or $overlap", "$overlap"),),
-        "make_plan": (("replace($options, in_flight=$in_flight, max_peers=$limit)", "replace($options, max_peers=$limit)"),),
+        "make_plan": (("replace($options, in_flight=$in_flight, max_peers=None)", "replace($options, max_peers=None)"),),
     },
     "meshmuon.plan.plan_data": {
         "PlanData.scatter_sends": (("$piece.holders", "$piece.holders[:1]"),),
@@ -195,7 +195,7 @@ MUTANTS: Mutants = {
             ("2 * $limits.budget", "4 * $limits.budget"),
             ("2 * $limits.budget", "$limits.budget"),
         ),
-        "WaveCutter._cut": (("len($lane_of_wave) + $wave", "$wave"),),
+        "WaveCutter.cut": (("len($lane_of_wave) + $wave", "$wave"),),
         "_LaneCutter.__init__": (("$heaviest_cost / $worth_a_wave", "$worth_a_wave / $heaviest_cost"),),
         "_by_count": (("$position // $chunk_size", "$position // ($chunk_size + 1)"),),
         "_LaneCutter.within_budget": (("not self._fits($count)", "self._fits($count)"),),

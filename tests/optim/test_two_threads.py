@@ -1,0 +1,85 @@
+"""Two optimizers that two threads of a process step: beside each other only if each has a process group of its own."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from meshmuon import Muon
+
+
+@pytest.fixture(autouse=True)
+def two_ranks() -> Iterator[None]:
+    """This process as one of two ranks; the other one says what this one says."""
+    dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
+    yield
+    dist.destroy_process_group()
+
+
+_numbers = itertools.count()
+
+
+def muon_over(group: dist.ProcessGroup, scheme: Callable[[Tensor], Tensor]) -> tuple[Muon, nn.Parameter]:
+    """An optimizer over ``group``. Its mesh has a name of its own: of equal ones, torch may give the parameter another."""
+    mesh = DeviceMesh.from_group(group, "cpu", mesh_dim_names=(f"two threads {next(_numbers)}",))
+    weight = nn.Parameter(DTensor.from_local(torch.ones(1, 3, 4), mesh, [Shard(0)], run_check=False))  # one expert per rank
+    assert weight.device_mesh is mesh
+    group_of_params = {"params": [weight], "names": ["experts.weight"], "use_muon": True, "expert_keys": ["experts"]}
+    return Muon([group_of_params], scheme=scheme), weight
+
+
+def step(optimizer: Muon, weight: nn.Parameter) -> None:
+    weight.grad = torch.ones_like(weight)
+    optimizer.step()
+
+
+@pytest.mark.parametrize("own_groups", [True, False])
+def test_steps_overlap_only_over_groups_of_their_own(own_groups: bool) -> None:
+    inside, other_inside, seconds = threading.Event(), threading.Event(), 100.0 if own_groups else 0.3
+    overlapped: list[bool] = []
+
+    def first(matrices: Tensor) -> Tensor:
+        inside.set()
+        overlapped.append(other_inside.wait(seconds))  # the other one comes, or must not come before this step has ended
+        return matrices
+
+    def second(matrices: Tensor) -> Tensor:
+        other_inside.set()
+        return matrices
+
+    world = dist.group.WORLD
+    assert world is not None
+    groups = [dist.new_group([0, 1]), dist.new_group([0, 1])] if own_groups else [world, world]
+    one = muon_over(groups[0], first)
+    two = muon_over(groups[1], second)
+    thread = threading.Thread(target=step, args=one, daemon=True)
+    thread.start()
+    assert inside.wait(100)
+    step(*two)
+    thread.join()
+    assert overlapped == [own_groups]
+    assert other_inside.is_set()
+
+
+def test_a_step_that_fails_ends_its_turn() -> None:
+    def fails(matrices: Tensor) -> Tensor:
+        raise ValueError("no")
+
+    world = dist.group.WORLD
+    assert world is not None
+    one, two = muon_over(world, fails), muon_over(world, lambda matrices: matrices)
+    with pytest.raises(ValueError, match="no"):
+        step(*one)
+    thread = threading.Thread(target=step, args=two, daemon=True)
+    thread.start()
+    thread.join(100)
+    assert not thread.is_alive()
