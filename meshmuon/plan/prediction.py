@@ -200,7 +200,8 @@ class _Seconds:
             return [0.0] * len(self._plan.ranks)
         inside, between = self._machine.inside or whole, self._machine.between or whole
         if self._plan.options.nodes is None:
-            inside = between = whole
+            # Rates of several nodes have an exchange between nodes, and this plan is on one.
+            whole = inside = between = whole if self._machine.between is None else inside
         latency = whole.seconds * len(hops)
         total = [latency + self._machine.seconds_per_peer * count for count in peers] or [latency] * len(self._plan.ranks)
         for hop in hops:

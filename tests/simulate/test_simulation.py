@@ -20,6 +20,7 @@ from meshmuon.simulate.blocks import bytes_between_blocks
 from meshmuon.simulate.build_report import build_report
 from meshmuon.simulate.cluster import MuonOptions
 from meshmuon.simulate.description import ModelDescription, ModelParam
+from meshmuon.simulate.job_rates import predict_stage
 from meshmuon.simulate.machines import Machine
 from meshmuon.simulate.meshes import MeshAxes
 from meshmuon.simulate.modules import describe_module
@@ -221,3 +222,16 @@ def test_the_prediction_of_a_calibrated_cluster_is_that_of_the_doctor(mesh: str,
     assert simulation.seconds == predicted.total
     assert stage.timeline.totals(stage.timeline.slowest) == predicted.parts
     assert report_of(simulation).step.seconds == predicted.total
+
+
+@pytest.mark.parametrize("name", ["h100", "cpu"])
+@pytest.mark.parametrize("mesh", ["dp_shard=8", "pp=2,dp_shard=8", "dp_replicate=2,dp_shard=32"])
+def test_the_rates_of_a_machine_predict_what_the_machine_does(mesh: str, name: str) -> None:
+    """Also where each pipeline stage is on one node of several."""
+    machine = replace(load_machine(name), ranks_per_node=8)
+    simulation = simulate(load_model("gpt2"), mesh, machine)
+    rated = machine.with_calibration(machine.as_calibration(simulation.sharding.ranks))
+    for stage in simulation.stages:
+        by_machine, by_rates = (predict_stage(stage.planned, one, simulation.options) for one in (machine, rated))
+        assert by_machine.parts == by_rates.parts
+        assert by_machine.total == by_rates.total
