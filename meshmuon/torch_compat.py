@@ -449,14 +449,20 @@ def unwrapped(module: nn.Module) -> nn.Module:
 
 
 def module_behind(parameters: Any) -> nn.Module | None:
-    """The module whose ``parameters()`` returned this generator; the module itself if it is one; None for anything else.
+    """The module all of whose parameters this is: a module, or what torch's own ``parameters()`` returned, not yet read from.
 
-    torch's ``Module.parameters`` is a generator function, whose argument is called ``self``. 2.9 to 2.15.
+    None for anything else, such as a ``parameters()`` that a class defines itself, which may leave some out. torch's is a
+    generator function with the arguments ``self`` and ``recurse``. 2.9 to 2.15.
     """
     if isinstance(parameters, nn.Module):
         return parameters
-    whose = inspect.getgeneratorlocals(parameters).get("self") if inspect.isgenerator(parameters) else None
-    return whose if isinstance(whose, nn.Module) and parameters.__name__ == "parameters" else None
+    if not (inspect.isgenerator(parameters) and parameters.gi_code is nn.Module.parameters.__code__):
+        return None
+    if inspect.getgeneratorstate(parameters) != inspect.GEN_CREATED:
+        return None
+    given = inspect.getgeneratorlocals(parameters)
+    whose: nn.Module = given["self"]
+    return whose if given["recurse"] else None
 
 
 def traced_class(module: nn.Module) -> str | None:

@@ -600,14 +600,19 @@ def test_the_module_behind_its_parameters() -> None:
         def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
             yield from super().parameters(recurse)
 
-    for module in (nn.Linear(2, 2), nn.Sequential(nn.Linear(2, 2)), Own(2, 2)):
-        started = module.parameters()
-        next(started)
-        for parameters in (module, module.parameters(), started):
+    for module in (nn.Linear(2, 2), nn.Sequential(nn.Linear(2, 2))):
+        for parameters in (module, module.parameters(), module.parameters(recurse=True)):
             assert torch_compat.module_behind(parameters) is module
-        rest = list(started)
-        for other in (started, rest, module.named_parameters(), iter(rest), (param for param in rest), None):
+        started, read, whole = module.parameters(), module.parameters(), list(module.parameters())
+        next(started)
+        list(read)
+        for other in (started, read, module.parameters(recurse=False), module.parameters(False)):
             assert torch_compat.module_behind(other) is None
+        for other in (whole, module.named_parameters(), iter(whole), (param for param in whole), None):
+            assert torch_compat.module_behind(other) is None
+    own = Own(2, 2)
+    assert torch_compat.module_behind(own) is own
+    assert torch_compat.module_behind(own.parameters()) is None
 
 
 def test_lazy_tensors() -> None:

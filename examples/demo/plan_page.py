@@ -19,7 +19,7 @@ from meshmuon.simulate.build_report import build_report
 from meshmuon.simulate.cluster import MuonOptions
 from meshmuon.simulate.meshes import MeshAxes
 from meshmuon.simulate.modules import describe_module
-from meshmuon.simulate.page import write_page
+from meshmuon.simulate.page import render_page
 from meshmuon.simulate.presets import load_machine
 from meshmuon.simulate.report import MeasuredFigures
 from meshmuon.simulate.sharding import MeshSharding
@@ -60,7 +60,7 @@ def write_plan_page(folder: Path, setting: Setting, result: RunResult) -> str | 
         MeasuredFigures("forward and backward, median", simulation.training_seconds, statistics.median(outside)),
     ]
     try:
-        write_page(replace(report, measured=measured), folder / FILE)
+        (folder / FILE).write_text(render_page(replace(report, measured=measured)), encoding="utf-8")
     except ConfigError as error:
         return str(error)
     return None

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from ..doctor import CHECKS, DoctorOptions, Session, chosen_checks, run_doctor
 from ..errors import ConfigError
+from .output import is_standard_output, printing
 
 HELP = "check and measure meshmuon on these machines"
 DESCRIPTION = (
@@ -54,6 +55,8 @@ def _check_writable(option: str, path: Path | None) -> None:
     """Refuses a file that could not be written at the end, after minutes."""
     if path is None:
         return
+    if is_standard_output(path):
+        raise ConfigError(f"{option} - is not possible: the tables go to standard output. Name a file.")
     if path.is_dir():
         raise ConfigError(f"{option} {path} is a folder. Name a file in it.")
     if not path.absolute().parent.is_dir():
@@ -65,7 +68,8 @@ def _check_writable(option: str, path: Path | None) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Runs the doctor on this rank."""
     if arguments.list:
-        print("\n".join(f"{check.name:<17} {check.title}" for check in CHECKS))
+        with printing():
+            print("\n".join(f"{check.name:<17} {check.title}" for check in CHECKS))
         return 0
     options = DoctorOptions(
         only=arguments.only,

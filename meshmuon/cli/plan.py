@@ -24,13 +24,14 @@ from ..simulate.job_plan import describe_job, device_of, read_job_plan
 from ..simulate.machines import Machine
 from ..simulate.meshes import MeshAxes
 from ..simulate.modules import build_from_hf_config, build_module
-from ..simulate.page import require_plotly, write_page
+from ..simulate.page import render_page, require_plotly
 from ..simulate.presets import load_machine, load_model, machine_names, model_names
 from ..simulate.report import Report
 from ..simulate.sharding import FileSharding, MeshSharding, Sharding
 from ..simulate.simulation import Simulation, Workload
 from ..simulate.suggestions import did_you_mean
 from ..simulate.text import print_report
+from .output import is_standard_output, printing, write_output, write_text
 
 HELP = "see what a step costs on a cluster that is not there"
 DESCRIPTION = (
@@ -39,6 +40,7 @@ DESCRIPTION = (
 )
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _OF_MODELS = ("model", "hf_config", "module", "mesh", "layout", "nodes", "save_model")
+_WRITTEN = ("json", "html", "trace", "save_model", "save_rates")
 _DIGITS = r"\d{1,18}(?:\.\d{1,18})?"
 _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30}
 
@@ -68,9 +70,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     training = parser.add_argument_group("the training step around it")
     training.add_argument("--tokens-per-step", type=_count, default=2**22, metavar="N", help="such as 4M (default: 4,194,304)")
     training.add_argument("--mfu", type=_share, default=0.4, help="share of the peak in forward and backward (default: 0.4)")
-    output = parser.add_argument_group("output")
+    output = parser.add_argument_group("output; FILE is - for standard output, which then has nothing else")
     output.add_argument("--compare", action="store_true", help="other options side by side, and other meshes if there are any")
-    output.add_argument("--json", type=Path, metavar="FILE", help="write the report as JSON; - for standard output")
+    output.add_argument("--json", type=Path, metavar="FILE", help="write the report as JSON")
     output.add_argument("--html", type=Path, metavar="FILE", help="write the report as one page for a browser")
     output.add_argument("--trace", type=Path, metavar="FILE", help="write a timeline for Perfetto or chrome://tracing")
     output.add_argument("--save-model", type=Path, metavar="FILE", help="write the model as a file for --model")
@@ -103,8 +105,10 @@ def _share(text: str) -> float:
 def run(arguments: argparse.Namespace) -> int:
     """Plans, prints and writes."""
     if arguments.list:
-        _print_list()
+        with printing():
+            _print_list()
         return 0
+    quiet = _names_standard_output(arguments)
     if arguments.html is not None:
         require_plotly()  # before anything is planned or written
     others: list[Sharding] = []
@@ -122,31 +126,35 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.save_rates is not None:
         machine, ranks = simulation.machine, simulation.sharding.ranks
         rates = machine.calibration or machine.as_calibration(ranks)
-        _write(arguments.save_rates, json.dumps(rates.to_json(), indent=1))
+        write_text(arguments.save_rates, json.dumps(rates.to_json(), indent=1))
     report = _report(simulation, others, compare=arguments.compare)
     if arguments.html is not None:
-        write_page(report, arguments.html)
+        page = render_page(report)
+        write_output(arguments.html, lambda file: file.write(page))
     if arguments.trace is not None:
-        try:
-            with arguments.trace.open("w", encoding="utf-8") as file:
-                write_trace([(stage.planned.plan.ranks, stage.timeline.phases) for stage in simulation.stages], file)
-        except OSError as error:
-            raise ConfigError(f"{arguments.trace} cannot be written: {error.strerror or error}.") from None
+        timelines = [(stage.planned.plan.ranks, stage.timeline.phases) for stage in simulation.stages]
+        write_output(arguments.trace, lambda file: write_trace(timelines, file))
     if arguments.json is not None:
-        text = json.dumps(report.to_json())
-        if str(arguments.json) == "-":
-            print(text)
-            return 0
-        _write(arguments.json, text)
-    print_report(report)
+        write_text(arguments.json, json.dumps(report.to_json()))
+    if not quiet:
+        with printing():
+            print_report(report)
     return 0
+
+
+def _names_standard_output(arguments: argparse.Namespace) -> bool:
+    """Whether one of the options has taken standard output for itself."""
+    names = [f"--{name.replace('_', '-')}" for name in _WRITTEN if is_standard_output(getattr(arguments, name))]
+    if len(names) > 1:
+        raise ConfigError(f"{' and '.join(names)} are all for standard output. Keep one - and name files for the others.")
+    return bool(names)
 
 
 def _saves_only(arguments: argparse.Namespace, model: ModelDescription) -> bool:
     """Writes the model where ``--save-model`` says so, and tells whether that is all that was asked for."""
     if arguments.save_model is None:
         return False
-    _write(arguments.save_model, json.dumps(model.to_json(), indent=1))
+    write_text(arguments.save_model, json.dumps(model.to_json(), indent=1))
     return not arguments.mesh and arguments.layout is None
 
 
@@ -179,13 +187,6 @@ def _report(simulation: Simulation, others: list[Sharding], *, compare: bool) ->
         return report
     choices = compare_options(simulation)
     return replace(report, choices=choices, advice=[*report.advice, *advice_from_choices(choices)])
-
-
-def _write(path: Path, text: str) -> None:
-    try:
-        path.write_text(f"{text}\n", encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(f"{path} cannot be written: {error.strerror or error}.") from None
 
 
 def _print_list() -> None:

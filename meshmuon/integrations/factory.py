@@ -65,7 +65,7 @@ def by_own_names(options: Mapping[str, Any]) -> dict[str, Any]:
             raise ConfigError(f"{given} are two names of one option: give {own} only.")
     for name in options:
         if name not in _OPTIONS and name not in _TRAINERS_NAMES:
-            near = nearest(name, sorted(_OPTIONS))
+            near = nearest(str(name), sorted(_OPTIONS))  # YAML has keys that are numbers
             raise ConfigError(
                 f"{name}={shown(options[name])} is neither an option of Muon nor of get_default_muon_param_groups"
                 + (f": did you mean {near}?" if near else "; docs/optimizer.md lists them.")

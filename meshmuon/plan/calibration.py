@@ -46,6 +46,7 @@ class Calibration:
     elementwise: Elementwise | None = None  # None in files that were written before it was measured
     exchange_cpu_share: float | None = None  # CPU seconds of an exchange ÷ its seconds, if the device is a CPU; None likewise
     copies: Link | None = None  # between the memory of a device and pinned memory of its host; None on CPU
+    seconds_per_peer: float = 0.0  # what each peer adds to an exchange; 0 where ``exchange`` was measured with all of them
 
     def cost_model(self) -> CostModel:
         """What plans take from it.
@@ -77,26 +78,25 @@ class Calibration:
             return 0.0
         return 1.0 if self.exchange_cpu_share is None else min(1.0, self.exchange_cpu_share)
 
-    @property
-    def seconds_per_peer(self) -> float:
-        """0: ``exchange`` was measured with all peers."""
-        return 0.0
-
     def seconds_per_element(self, kind: str) -> float:
         """Of a kind of elementwise work, by its name in ``Elementwise``; 0 if it was not measured."""
         return 0.0 if self.elementwise is None else float(getattr(self.elementwise, kind))
 
-    def completed(self, exchange: Link, elementwise: Elementwise) -> Calibration:
+    def completed(self, exchange: Link, seconds_per_peer: float, elementwise: Elementwise) -> Calibration:
         """With these figures in the place of what was not measured: links on one rank, elementwise work in older files."""
-        return replace(self, exchange=self.exchange or exchange, elementwise=self.elementwise or elementwise)
+        completed = replace(self, elementwise=self.elementwise or elementwise)
+        return completed if self.exchange else replace(completed, exchange=exchange, seconds_per_peer=seconds_per_peer)
 
     def predict(self, plan: PlanData, *, averages: bool = False) -> Prediction:
         """How long a step of ``Muon`` with this plan takes, or one of ``DistMuon`` if it ``averages`` gradients."""
         return predict(plan, self, averages=averages)
 
     def to_json(self) -> dict[str, Any]:
-        """The content of the file."""
-        return {"format": FORMAT, "version": VERSION, **asdict(self)}
+        """The content of the file. What peers add is there if it is a figure of its own, as in rates that were not measured."""
+        content = {"format": FORMAT, "version": VERSION, **asdict(self)}
+        if not self.seconds_per_peer:
+            del content["seconds_per_peer"]
+        return content
 
     @classmethod
     def from_json(cls, content: Any) -> Calibration:
@@ -126,6 +126,7 @@ class Calibration:
             elementwise=reader.elementwise("elementwise"),
             exchange_cpu_share=None if content.get("exchange_cpu_share") is None else reader.number("exchange_cpu_share"),
             copies=reader.link("copies"),
+            seconds_per_peer=0.0 if content.get("seconds_per_peer") is None else reader.number("seconds_per_peer"),
         )
 
     @classmethod

@@ -88,7 +88,8 @@ class JobRates:
 def predict_stage(stage: StagePlan, machine: Machine, options: MuonOptions) -> Prediction:
     """A step of one stage. What ``meshmuon doctor`` measured counts as in its own predictions."""
     assumed = JobRates.of(stage, machine, options)
-    measured = machine.calibration and machine.calibration.completed(assumed.exchange, assumed.elementwise)
+    figures = (assumed.exchange, assumed.seconds_per_peer, assumed.elementwise)
+    measured = machine.calibration and machine.calibration.completed(*figures)
     elements = local_sizes(stage, muon=False).tolist()
     return predict(stage.plan, measured or assumed, adamw_elements=dict(zip(stage.plan.ranks, elements, strict=True)))
 

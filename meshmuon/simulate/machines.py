@@ -71,6 +71,7 @@ class Machine:
             ranks_per_node=calibration.ranks_per_node,
             inside=calibration.inside or calibration.exchange or self.inside,
             between=calibration.between or calibration.exchange or self.between,
+            seconds_per_peer=calibration.seconds_per_peer or self.seconds_per_peer,
             calibration=calibration,
         )
 
@@ -95,6 +96,7 @@ class Machine:
             host_seconds_per_matrix=max(_SHORTEST, self.host_seconds_per_matrix),
             host_seconds_per_step=max(_SHORTEST, self.host_seconds_per_step),
             elementwise=elementwise_seconds(rate, weight=4, momentum=4, wire=2 if dtype == "bfloat16" else 4),
+            seconds_per_peer=0.0 if self.seconds_per_peer < _SHORTEST else float(self.seconds_per_peer),
         )
 
     def peak(self) -> float:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib
 import json
 from importlib import resources
-from pathlib import Path
 from string import Template
 from types import ModuleType
 from typing import Any
@@ -31,7 +30,11 @@ def require_plotly() -> ModuleType:
 
 
 def render_page(report: Report) -> str:
-    """The page as text; its figures are drawn from the numbers of ``Report.to_json``."""
+    """The page as text; its figures are drawn from the numbers of ``Report.to_json``.
+
+    Raises:
+        ConfigError: if plotly is missing.
+    """
     files = resources.files(__package__) / _FOLDER
     template = Template((files / "page.html").read_text(encoding="utf-8"))
     return template.substitute(
@@ -41,19 +44,6 @@ def render_page(report: Report) -> str:
         report=_embedded(report.to_json()),
         library=require_plotly().get_plotlyjs(),
     )
-
-
-def write_page(report: Report, path: Path) -> None:
-    """Writes the page.
-
-    Raises:
-        ConfigError: if plotly is missing, or the file cannot be written.
-    """
-    text = render_page(report)
-    try:
-        path.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(f"{path} cannot be written: {error.strerror or error}.") from None
 
 
 def _embedded(content: dict[str, Any]) -> str:

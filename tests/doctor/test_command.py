@@ -205,7 +205,12 @@ def test_a_file_that_cannot_be_written_is_refused_at_once(
     option: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.delenv("RANK", raising=False)
-    for path, text in ((tmp_path / "no" / "file", "does not exist. Make it first"), (tmp_path, "is a folder. Name a file in it")):
+    refused = {
+        tmp_path / "no" / "file": "does not exist. Make it first",
+        tmp_path: "is a folder. Name a file in it",
+        Path("-"): "the tables go to standard output. Name a file",
+    }
+    for path, text in refused.items():
         with pytest.raises(SystemExit) as caught:
             main(["doctor", option, str(path)])
         assert caught.value.code == 2

@@ -112,6 +112,8 @@ def test_axolotl_does_not_ignore_what_it_cannot_do(plugin: Any) -> None:
         plugin.post_trainer_create({"optim_args": "momentum=0.5"}, axolotl_trainer(net()))
     with pytest.raises(ConfigError, match="did you mean momentum"):
         plugin.post_trainer_create({"optim_args": {"momentun": 0.5}}, axolotl_trainer(net()))
+    with pytest.raises(ConfigError, match="1=2 is neither an option of Muon"):
+        plugin.post_trainer_create({"optim_args": {1: 2}}, axolotl_trainer(net()))
     with pytest.raises(ConfigError, match=r"embedding_lr=0.1 is for axolotl's own param groups.*remove embedding_lr"):
         plugin.post_trainer_create({}, axolotl_trainer(net(), embedding_lr=0.1))
 
@@ -161,10 +163,25 @@ def test_verl_needs_the_module_behind_the_parameters() -> None:
     make: Callable[..., torch.optim.Optimizer] = named("meshmuon.integrations.verl.muon_adamw")
     model = net()
     assert str(make(model, lr=1e-3)) == str(make(model.parameters(), lr=1e-3))
-    read = model.parameters()
-    list(read)
-    for parameters in (list(model.parameters()), read, (param for param in model.parameters())):
+    for parameters in (list(model.parameters()), (param for param in model.parameters())):
         with pytest.raises(ConfigError, match="which does not say which module it is from"):
+            make(parameters, lr=1e-3)
+    with pytest.raises(ConfigError, match="model=1 is neither an option of Muon nor of"):
+        make(model.parameters(), model=1)
+
+
+def test_verl_does_not_train_more_than_it_was_given() -> None:
+    class Frozen(nn.Sequential):
+        def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
+            yield from self[0].parameters(recurse)
+
+    make: Callable[..., torch.optim.Optimizer] = named("meshmuon.integrations.verl.muon_adamw")
+    started, read, model = net().parameters(), net().parameters(), net()
+    next(started)
+    list(read)
+    partial = Frozen(net(), nn.Linear(8, 8))
+    for parameters in (started, read, model.parameters(recurse=False), partial.parameters()):
+        with pytest.raises(ConfigError, match=r"may be only a part of its parameters; .*To train a part, call requires_grad_"):
             make(parameters, lr=1e-3)
 
 

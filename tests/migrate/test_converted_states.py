@@ -294,3 +294,70 @@ def test_dions_state_before_its_first_step_and_of_lion() -> None:
     state["param_groups"][0]["algorithm"] = "lion"
     with pytest.raises(StateError, match="algorithm='lion'"):
         convert_dion_state(muon, state, THEIR_NAMES)
+
+
+SUMS: dict[str, tuple[Any, Any, str]] = {
+    "dion": (convert_dion_state, lambda optimizer: as_dion(optimizer, "rms_norm", counts_on_device=True), "momentum"),
+    "motif": (convert_motif_state, as_motif, "momentum_buffer"),
+}
+
+
+@pytest.mark.parametrize("whose", SUMS)
+def test_a_state_that_is_not_theirs_is_refused(whose: str) -> None:
+    params, optimizer = saved_sums(True, DION_RULES["rms_norm"])
+    convert, make, momentum = SUMS[whose]
+    muon, state = ours(params), copy.deepcopy(make(optimizer))
+    adam_key, muon_key = (group["params"][0] for group in state["param_groups"])
+    for other in ({}, {"param_groups": state["param_groups"]}, [state], None, {**state, "state": {0: 1}}, {"state": {}}):
+        with pytest.raises(
+            StateError, match=r"the saved state is a .*, which is not a state_dict of .*: pass what its state_dict"
+        ):
+            convert(muon, other, THEIR_NAMES)
+    with pytest.raises(StateError, match=r"group 0 of the saved state has no .*the state of another optimizer"):
+        convert(muon, optimizer.state_dict(), THEIR_NAMES)
+    for names in (3, "abcdef", set(THEIR_NAMES), [1, 2, 3, 4, 5, 6]):
+        with pytest.raises(StateError, match=r"names=.* must be the list of the names"):
+            convert(muon, state, names)
+    for entry in ({"other": 1}, {momentum: None}, {momentum: [1.0]}):
+        broken = {**state, "state": {**state["state"], muon_key: entry}}
+        with pytest.raises(StateError, match=rf"a\.weight: {momentum} is .* in its saved state, which has"):
+            convert(muon, broken, THEIR_NAMES)
+    for key in {"dion": ("momentum", "variance"), "motif": ("step", "moment1", "moment2")}[whose]:
+        rest = {k: value for k, value in state["state"][adam_key].items() if k != key}
+        with pytest.raises(StateError, match=rf"norm\.bias: {key} is None in its saved state"):
+            convert(muon, {**state, "state": {**state["state"], adam_key: rest}}, THEIR_NAMES)
+    emptied = {**state, "state": {**state["state"], muon_key: {}}}
+    converted = convert(muon, emptied, iter(THEIR_NAMES))["state"]
+    assert not converted[0]
+    assert_same_bits([converted[1]["momentum_buffer"]], [optimizer.state[params[1]]["momentum_buffer"]])
+
+
+def test_a_rank_without_its_entries_or_another_optimizers_is_refused() -> None:
+    params, optimizer = saved()
+    muon, state, ranks = ours(params), optimizer.state_dict(), as_nanochat(optimizer, 2)
+    first = state["param_groups"][0]["params"][0]
+    for states in (3, [state, {}], {"optimizer": state}):
+        with pytest.raises(StateError, match="which is not a state_dict of Keller Jordan's Muon"):
+            convert_keller_state(muon, states, THEIR_NAMES)  # type: ignore[arg-type]
+    with pytest.raises(StateError, match=r"norm\.bias: step is None in its saved state, which has \['exp_avg'\]"):
+        convert_keller_state(muon, {**state, "state": {**state["state"], first: {"exp_avg": params[0]}}}, THEIR_NAMES)
+    broken = {**ranks[1], "state": {**ranks[1]["state"], first: {"exp_avg": params[0]}}}
+    with pytest.raises(StateError, match=r"norm\.bias: step is None in its saved state, which has \['exp_avg'\]"):
+        convert_nanochat_state(muon, [ranks[0], broken], GROUPED_NAMES)
+    with pytest.raises(StateError, match="group 0 of the saved state has no kind, which nanochat's MuonAdamW saves"):
+        convert_nanochat_state(muon, state, THEIR_NAMES)
+
+
+def test_options_of_dions_groups() -> None:
+    params, optimizer = saved_sums(True, DION_RULES["rms_norm"])
+    state = as_dion(optimizer, "rms_norm", counts_on_device=True)
+    muon, groups = ours(params), state["param_groups"]
+    tensors = [{**group, "initial_lr": torch.tensor(0.5, dtype=torch.float64)} for group in groups]
+    for group in convert_dion_state(muon, {**state, "param_groups": tensors}, THEIR_NAMES)["param_groups"]:
+        assert (type(group["lr"]), type(group["initial_lr"]), group["initial_lr"]) == (float, float, 0.5)
+    stepless = [{key: value for key, value in group.items() if key != "step"} for group in groups]
+    with pytest.raises(StateError, match=r"group 0 of the saved state has no step, which dion's Muon or NorMuon saves"):
+        convert_dion_state(muon, {**state, "param_groups": stepless}, THEIR_NAMES)
+    unknown = [{**group, "adjust_lr": "foo"} for group in groups]
+    with pytest.raises(StateError, match="adjust_lr='foo'; convert_dion_state knows None, 'spectral_norm', 'rms_norm'"):
+        convert_dion_state(muon, {**state, "param_groups": unknown}, THEIR_NAMES)

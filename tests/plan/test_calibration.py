@@ -39,8 +39,9 @@ def written(folder: Path, content: Any) -> Path:
 
 def test_a_file_is_read_back_as_it_was_written(tmp_path: Path) -> None:
     alone = replace(MEASURED, between=None, inside=None, elementwise=None)
-    for calibration in (MEASURED, alone, replace(MEASURED, exchange_cpu_share=0.25)):
+    for calibration in (MEASURED, alone, replace(MEASURED, exchange_cpu_share=0.25), replace(MEASURED, seconds_per_peer=1e-6)):
         assert Calibration.load(written(tmp_path, calibration.to_json())) == calibration
+    assert "seconds_per_peer" not in MEASURED.to_json()  # nor in older files
     report = {"format": "meshmuon doctor", "calibration": MEASURED.to_json()}
     assert Calibration.load(written(tmp_path, report)) == MEASURED
 
@@ -72,6 +73,7 @@ WRONG: dict[str, tuple[Any, str]] = {
         changed(orthogonalisation=[{"dtype": "float32", "size": 8, "flops_per_second": 0}]),
         r"its orthogonalisation\[0\].flops_per_second is 0 and must be a positive number",
     ),
+    "a peer in words": (changed(seconds_per_peer="1"), "its seconds_per_peer is '1' and must be a positive number"),
     "a flag": (changed(host_seconds_per_matrix=True), "its host_seconds_per_matrix is True and must be a positive number"),
     "no link": (changed(exchange="fast"), "its exchange is 'fast' and must be a link or null"),
     "infinite": (changed(exchange={"bytes_per_second": math.inf, "seconds": 1}), "its exchange.bytes_per_second is inf"),
