@@ -411,6 +411,11 @@ def fused_momentum(
     return True
 
 
+def is_lazy(tensor: Tensor) -> bool:
+    """Whether torch has yet to negate its elements, or keeps a zero instead of them: fused operations refuse it. 2.9 to 2.15."""
+    return tensor.is_neg() or tensor._is_zerotensor()
+
+
 def never_traced(function: Callable[_P, _R]) -> Callable[_P, _R]:
     """Decorator: torch.compile does not trace the function or what it calls. A compiled caller calls it between its graphs.
 

@@ -615,6 +615,16 @@ def test_the_module_behind_its_parameters() -> None:
     assert torch_compat.module_behind(own.parameters()) is None
 
 
+def test_lazy_tensors() -> None:
+    """What they are for: operations on lists of tensors that refuse them."""
+    ones = torch.ones(3)
+    lazy = [torch._neg_view(ones), torch._efficientzerotensor(3)]
+    assert [torch_compat.is_lazy(tensor) for tensor in (ones, -ones, ones[:2], *lazy)] == [False, False, False, True, True]
+    for tensor in lazy:
+        with pytest.raises(RuntimeError):
+            torch_compat.fused_momentum([torch.zeros(3)], [tensor], [torch.zeros(3)], 0.9, nesterov=True)
+
+
 def test_what_is_never_traced() -> None:
     """Called from compiled code, compiled itself, or called as it is."""
     from torch._dynamo.testing import CompileCounter

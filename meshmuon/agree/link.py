@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import os
+import threading
 import weakref
 from collections.abc import Iterable
 
 import torch.distributed as dist
 
-from ..errors import TransportError
+from ..errors import StateError, TransportError
 from ..transport import Agreement, Exchange, exchange_group, turn_of
 
 
@@ -25,17 +26,22 @@ class Link:
         self.exchange = Exchange(process_group)
         self.agreement = Agreement(process_group)
         self._turn = turn_of(process_group)
-        self._has_turn = False
+        self._thread: int | None = None  # that has the turn
 
     def begin_turn(self) -> None:
         """Returns once no other thread of this process steps over the process group."""
+        if self._thread == threading.get_ident():
+            raise StateError(
+                "step() was called inside a step of the same optimizer, by its scheme, its rule or a hook. Let the one step end "
+                "before the next begins."
+            )
         self._turn.acquire()
-        self._has_turn = True
+        self._thread = threading.get_ident()
 
     def end_turn(self) -> None:
         """The step is over, or has failed, whether or not it had begun its turn."""
-        if self._has_turn:
-            self._has_turn = False
+        if self._thread == threading.get_ident():
+            self._thread = None
             self._turn.release()
 
 

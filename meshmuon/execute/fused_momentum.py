@@ -20,7 +20,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from ..torch_compat import fused_momentum
+from ..torch_compat import fused_momentum, is_lazy
 from .one_pass import LARGE, VECTOR_MULTIPLE
 from .portions import portions_of_lists
 
@@ -84,6 +84,7 @@ def _fits(tensors: tuple[Tensor, ...], dtype: torch.dtype) -> bool:
         and size % VECTOR_MULTIPLE == 0
         and all(tensor.dtype is dtype and tensor.is_contiguous() for tensor in tensors)
         and not tensors[1].is_inference()  # torch takes the operation for one that writes gradients
+        and not is_lazy(tensors[1])
     )
 
 

@@ -116,6 +116,8 @@ def _matrices(measurement: Measurement, k: int, rate: float) -> list[dict[str, A
         if bound is not None:
             values["bound"] = bound
         if packing.vectors:
+            # Of a weight that was zero when its vector was looked for, less may be found than any matrix of its norm has.
+            sigma = max(sigma, weight / math.sqrt(min(measured.rows, measured.cols)))
             values |= {"weight_sigma": sigma, "weight_stable_rank": _ratio(weight**2, sigma**2)}
         found.append(values)
     return found

@@ -15,7 +15,8 @@ from ..torch_compat import backend_of, group_names, new_named_group, timeout_of
 from .failures import named_phase
 
 _shared: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[tuple[int, ...], dist.ProcessGroup]] = weakref.WeakKeyDictionary()
-_shared_lock = threading.Lock()
+_making: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[tuple[int, ...], threading.RLock]] = weakref.WeakKeyDictionary()
+_lock = threading.Lock()  # of these dictionaries, whose first keys are default groups, or the group itself
 _turns: weakref.WeakKeyDictionary[dist.ProcessGroup, threading.RLock] = weakref.WeakKeyDictionary()
 
 
@@ -37,11 +38,11 @@ def shared_group(ranks: tuple[int, ...], existing: Iterable[dist.ProcessGroup]) 
         return group
     default = dist.group.WORLD
     assert default is not None
-    with _shared_lock:
+    with _making_of(ranks):
         known = _shared.setdefault(default, {})
-    if ranks not in known:
-        known[ranks] = _new_group(ranks)
-    return known[ranks]
+        if ranks not in known:
+            known[ranks] = _new_group(ranks)
+        return known[ranks]
 
 
 def turn_of(group: dist.ProcessGroup) -> threading.RLock:
@@ -50,7 +51,7 @@ def turn_of(group: dist.ProcessGroup) -> threading.RLock:
     Collectives of one group meet by the order in which they are started. If two threads stepped over it at the same time, a
     collective of one could meet another's on another rank.
     """
-    with _shared_lock:
+    with _lock:
         return _turns.setdefault(group, threading.RLock())
 
 
@@ -71,9 +72,17 @@ def _fitting(ranks: Sequence[int], existing: Iterable[dist.ProcessGroup]) -> dis
 def _new_group(ranks: Sequence[int]) -> dist.ProcessGroup:
     """A new group, under a name that each of its members derives without communicating."""
     base = "meshmuon " + hashlib.sha1(f"{list(ranks)}".encode(), usedforsecurity=False).hexdigest()
-    known = sum(name.startswith(base) for name in group_names())
-    with named_phase("agreement"):
+    with _making_of(tuple(ranks)), named_phase("agreement"):
+        known = sum(name.startswith(base) for name in group_names())
         return new_named_group(f"{base} {known}", ranks, None, _usual_timeout())
+
+
+def _making_of(ranks: tuple[int, ...]) -> threading.RLock:
+    """The lock under which groups of ``ranks`` are made: their names are counted, so that two threads would take the same one."""
+    default = dist.group.WORLD
+    assert default is not None
+    with _lock:
+        return _making.setdefault(default, {}).setdefault(ranks, threading.RLock())
 
 
 def timeout_of_group(group: dist.ProcessGroup) -> timedelta | None:

@@ -123,6 +123,8 @@ def test_what_cannot_be_fused_is_not(calls: list[int]) -> None:
     square = (LARGE // 64, 64)
     assert filled(gaps, grad.view(square), buffer.view(square)) == 0
     assert filled(view.view(square), torch.zeros(64, LARGE // 64).T, buffer.view(square)) == 0
+    assert filled(view, torch._neg_view(grad), buffer) == 0
+    assert filled(view, torch._efficientzerotensor(LARGE), buffer) == 0
     with torch.inference_mode():
         of_inference = grad.clone()
     assert filled(view, of_inference, buffer) == 0

@@ -132,6 +132,23 @@ def test_the_singular_value_of_a_weight_follows_it() -> None:
     assert found == pytest.approx(torch.linalg.svdvals(weight.detach())[0].item(), rel=1e-3)
 
 
+def test_a_weight_that_begins_at_zero_has_no_impossible_rank() -> None:
+    """Its vector was looked for in vain, and is found by and by."""
+    weight = nn.Parameter(torch.zeros(24, 24))
+    params = [weight, nn.Parameter(torch.randn(7))]
+    optimizer = built(params, lr=0.0)
+    train(optimizer, params, 1)
+    with torch.no_grad():
+        weight.copy_(torch.linalg.qr(torch.randn(24, 24)).Q * torch.linspace(1, 0.5, 24))
+    true = torch.linalg.svdvals(weight.detach())[0].item()
+    for step in range(1, 60):
+        train(optimizer, params, 1, first=step)
+        values = optimizer.metrics()["matrices"]["layers.0.up.weight"]
+        assert values["weight_stable_rank"] <= 24 * (1 + 1e-5)
+        assert values["weight_sigma"] <= true * (1 + 1e-5)
+    assert values["weight_sigma"] == pytest.approx(true, rel=0.02)
+
+
 def test_measures_every_kth_step_and_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
     params = parameters()
     optimizer = built(params, 3)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import threading
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -15,6 +16,8 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from meshmuon import Muon
+from meshmuon.errors import StateError
+from meshmuon.transport import groups
 
 
 @pytest.fixture(autouse=True)
@@ -83,3 +86,40 @@ def test_a_step_that_fails_ends_its_turn() -> None:
     thread.start()
     thread.join(100)
     assert not thread.is_alive()
+
+
+def test_a_step_inside_a_step_of_the_same_optimizer_is_refused() -> None:
+    """Otherwise the inner one would end the turn, or the outer one would keep it."""
+
+    def steps(matrices: Tensor) -> Tensor:
+        one[0].step()
+        return matrices
+
+    world = dist.group.WORLD
+    assert world is not None
+    one, two = muon_over(world, steps), muon_over(world, lambda matrices: matrices)
+    with pytest.raises(StateError, match="inside a step of the same optimizer"):
+        step(*one)
+    thread = threading.Thread(target=step, args=two, daemon=True)
+    thread.start()
+    thread.join(100)
+    assert not thread.is_alive()
+
+
+def test_new_groups_of_two_threads_have_names_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second thread counts the groups when the first one's is there."""
+    made = list[str]()
+    threads = [threading.Thread(target=groups._new_group, args=((0, 1),), daemon=True) for _ in range(2)]
+
+    def make(name: str, *options: Any) -> None:
+        if threading.current_thread() is threads[0]:
+            threads[1].start()
+            threads[1].join(0.3)  # it must wait
+        made.append(name)
+
+    monkeypatch.setattr(groups, "new_named_group", make)
+    monkeypatch.setattr(groups, "group_names", lambda: made)
+    threads[0].start()
+    for thread in threads:
+        thread.join(100)
+    assert len(set(made)) == 2
