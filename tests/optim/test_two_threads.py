@@ -45,6 +45,13 @@ def step(optimizer: Muon, weight: nn.Parameter) -> None:
     optimizer.step()
 
 
+def assert_another_thread_can_step(optimizer: Muon, weight: nn.Parameter) -> None:
+    thread = threading.Thread(target=step, args=(optimizer, weight), daemon=True)
+    thread.start()
+    thread.join(100)
+    assert not thread.is_alive()
+
+
 @pytest.mark.parametrize("own_groups", [True, False])
 def test_steps_overlap_only_over_groups_of_their_own(own_groups: bool) -> None:
     inside, other_inside, seconds = threading.Event(), threading.Event(), 100.0 if own_groups else 0.3
@@ -82,10 +89,7 @@ def test_a_step_that_fails_ends_its_turn() -> None:
     one, two = muon_over(world, fails), muon_over(world, lambda matrices: matrices)
     with pytest.raises(ValueError, match="no"):
         step(*one)
-    thread = threading.Thread(target=step, args=two, daemon=True)
-    thread.start()
-    thread.join(100)
-    assert not thread.is_alive()
+    assert_another_thread_can_step(*two)
 
 
 def test_a_step_inside_a_step_of_the_same_optimizer_is_refused() -> None:
@@ -100,10 +104,7 @@ def test_a_step_inside_a_step_of_the_same_optimizer_is_refused() -> None:
     one, two = muon_over(world, steps), muon_over(world, lambda matrices: matrices)
     with pytest.raises(StateError, match="inside a step of the same optimizer"):
         step(*one)
-    thread = threading.Thread(target=step, args=two, daemon=True)
-    thread.start()
-    thread.join(100)
-    assert not thread.is_alive()
+    assert_another_thread_can_step(*two)
 
 
 def test_new_groups_of_two_threads_have_names_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
