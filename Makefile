@@ -46,7 +46,7 @@ test-trainers: $(TRAINERS_STAMP) ## run axolotl, verl, NeMo Automodel and Ray Tr
 	$(TRAINERS_VENV)/bin/python -m pytest --timeout 1200 -p no:warnings $(TRAINERS)/check_*.py $(ARGS)
 
 # Any other torch, in an environment of its own; of constraints.txt all but the torch that development uses. Its Triton may be
-# older: the interpreter of Triton 3.5 and 3.6 does not run with numpy 2.4. A CPU build brings no Triton: TRITON=3.5.1 says which.
+# older: the interpreter of Triton 3.6 does not run with numpy 2.4. A CPU build brings no Triton: TRITON=3.6.0 says which.
 TORCH_VENV  := .venv-torch-$(TORCH)
 TORCH_STAMP := $(TORCH_VENV)/.installed-$(shell cat pyproject.toml constraints.txt | cksum | cut -d' ' -f1)
 
@@ -81,7 +81,7 @@ FIRST    ?= 0
 check-streams: $(STAMP) ## look for races on a GPU in random programs (PROGRAMS=400 FIRST=0)
 	MESHMUON_PROGRAMS=$(PROGRAMS) MESHMUON_FIRST_PROGRAM=$(FIRST) $(BIN)/python -m pytest -n 2 tests/happens_before/test_programs.py $(ARGS)
 
-mutants: $(STAMP) ## break the maths in one place at a time and count what the tests catch
+mutants: $(STAMP) ## break the package in one place at a time and count what the tests catch
 	$(BIN)/python tests/mutation/run.py $(ARGS)
 
 # In an environment of its own: the tests need none of Sphinx. Warnings are errors; then every link of the finished pages is followed.

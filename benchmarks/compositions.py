@@ -16,8 +16,8 @@ from mpmath import cos, log10, lu_solve, matrix, mp, mpf, pi, sqrt, workdps
 from torch import Tensor
 
 from meshmuon import Workspace
-from meshmuon.ortho import symmetric_flops
-from meshmuon.ortho.kernels import Products
+from meshmuon.ortho.cost import symmetric_flops
+from meshmuon.ortho.kernels.products import Products
 
 __all__ = [
     "SMALLEST_ERROR",

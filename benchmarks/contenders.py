@@ -27,6 +27,7 @@ from models import Model
 from torch import Tensor, nn
 
 from meshmuon import Muon
+from meshmuon.ortho import Form, SchemeName
 
 __all__ = [
     "CONTENDERS",
@@ -49,7 +50,7 @@ FP32, BF16 = "fp32", "bf16"
 # entries, by which most contenders divide, is already off by 6.5e-4.
 TOLERANCE = {FP32: 3e-3, BF16: 0.1}
 OURS = "meshmuon"
-SAME = "keller"  # the scheme of all that make the same update
+SAME: SchemeName = "keller"  # the scheme of all that make the same update
 FLOOR = "torch.optim.AdamW, fused"
 
 Make = Callable[[list[nn.Parameter]], Callable[[], object]]
@@ -96,10 +97,11 @@ class Contender:
         return (before * kept - after) / (LR * factor)
 
 
-def _ours(params: list[nn.Parameter], form: str = "auto", scheme: str = SAME) -> Callable[[], object]:
+def _ours(params: list[nn.Parameter], form: Form = "auto", scheme: SchemeName = SAME) -> Callable[[], object]:
     names = [f"layers.{k}.experts.weight" if p.dim() == 3 else f"layers.{k}.weight" for k, p in enumerate(params)]
     group = {"params": params, "names": names, "use_muon": True, "expert_keys": ["experts"], "conv": "flatten"}
-    return Muon([group], lr=LR, weight_decay=DECAY, scheme=scheme, none_grad=False, form=form).step
+    internal: Any = {"form": form}
+    return Muon([group], lr=LR, weight_decay=DECAY, scheme=scheme, none_grad=False, **internal).step
 
 
 def _torch_muon(params: list[nn.Parameter]) -> Callable[[], object]:

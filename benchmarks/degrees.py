@@ -40,7 +40,7 @@ from torch import Tensor
 
 from meshmuon import Workspace, polar_express
 from meshmuon.ortho import Scratch, iterate
-from meshmuon.ortho.kernels import BlockedProducts
+from meshmuon.ortho.kernels.products import BlockedProducts
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

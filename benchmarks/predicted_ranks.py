@@ -21,9 +21,9 @@ from ranks import Runner, make
 from wire import Wire
 
 from meshmuon import Muon
-from meshmuon.doctor.check import Finding
-from meshmuon.doctor.context import Context, DoctorOptions, Session
-from meshmuon.doctor.measurements import (
+from meshmuon.tools.doctor.check import Finding
+from meshmuon.tools.doctor.context import Context, DoctorOptions, Session
+from meshmuon.tools.doctor.measurements import (
     calibration_of,
     measure_host,
     measure_links,
@@ -32,8 +32,9 @@ from meshmuon.doctor.measurements import (
     summarise_links,
     summarise_products,
 )
-from meshmuon.plan import Calibration
-from meshmuon.plan.step_counts import buffer_bytes, bytes_sent
+from meshmuon.tools.predict.calibration import Calibration
+from meshmuon.tools.predict.prediction import predict
+from meshmuon.tools.predict.step_counts import buffer_bytes, bytes_sent
 
 SCHEME = "meshmuon, auto"
 EXCHANGE_BUFFERS = ("shards", "gathered", "results", "sent", "received", "averages")
@@ -118,7 +119,7 @@ def main() -> None:
             calibrations.append(calibrate(world))
         for layout in layouts:
             plan = optimizer_of(runners[layout.name]).plan()
-            around = [calibration.predict(plan, averages=layout.data_parallel) for calibration in calibrations[-2:]]
+            around = [predict(plan, calibration, averages=layout.data_parallel) for calibration in calibrations[-2:]]
             predicted[layout.name].append(statistics.mean(prediction.total for prediction in around))
             parts[layout.name].append(around[-1].parts)
             measured[layout.name].append(statistics.median(times[layout.name].wall))

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from meshmuon import Workspace
 from meshmuon.ortho import Orthogonalizer, Scheme, Scratch, blocks_for, call_scheme, iterate, reserve_scratch, scheme_for
-from meshmuon.ortho.kernels import products_for
+from meshmuon.ortho.kernels.products import products_for
 
 __all__ = ["prepare"]
 

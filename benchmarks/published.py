@@ -25,12 +25,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from common import COLOURS, Benchmark, Goal, Report
 
-from meshmuon.simulate.cluster import MuonOptions
-from meshmuon.simulate.machines import Machine
-from meshmuon.simulate.meshes import MeshAxes
-from meshmuon.simulate.presets import load_machine, load_model
-from meshmuon.simulate.sharding import MeshSharding
-from meshmuon.simulate.simulation import Simulation, Workload
+from meshmuon.tools.simulate.cluster import MuonOptions
+from meshmuon.tools.simulate.machines import Machine
+from meshmuon.tools.simulate.meshes import MeshAxes
+from meshmuon.tools.simulate.presets import load_machine, load_model
+from meshmuon.tools.simulate.sharding import MeshSharding
+from meshmuon.tools.simulate.simulation import Simulation, Workload
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -59,7 +59,7 @@ class Kind:
     def seconds(self, machine: Machine, long_side: float = 1.0) -> float:
         """Of one matrix in the standard form, if this rank does a share of the products with its long side."""
         n, m = sorted((self.rows, self.cols))
-        return STEPS * (4 * n * n * m * long_side + 2 * n**3) / machine.orthogonalise_rate(n, "bfloat16")
+        return STEPS * (4 * n * n * m * long_side + 2 * n**3) / machine.rates_for("bfloat16").orthogonalisation_rate(n)
 
 
 @cache
@@ -101,7 +101,7 @@ def padded_bytes(simulation: Simulation) -> int:
     A turn needs what is sent, what is gathered and two temporaries of its size.
     """
     largest = max(math.prod(param.shape) for param in simulation.model.params if param.use_muon)
-    return 2 * 4 * largest * WIRE + simulation.most_memory - simulation.most_buffers
+    return 2 * 4 * largest * WIRE + simulation.most_bytes("total") - simulation.most_bytes("exchange_buffers")
 
 
 def local_experts(kinds: Sequence[Kind], ranks: int, dense_ranks: int, machine: Machine) -> float:
@@ -159,7 +159,7 @@ def xtuner_rows(model: str, published: tuple[float | None, float, float]) -> lis
         _row(case, "local experts, EP 8", local_experts(kinds, 128, 16, machine), published[2], XTUNER),
     ]
     names = ("meshmuon, EP 1", "meshmuon, EP 8")
-    memories = [simulation.most_memory for simulation in ours]
+    memories = [simulation.most_bytes("total") for simulation in ours]
     times = [simulation.seconds for simulation in ours]
     return rows + [_row(case, name, s, None, "", memory=m) for name, s, m in zip(names, times, memories, strict=True)]
 
@@ -170,7 +170,7 @@ def megatron_rows(model: str) -> list[dict[str, Any]]:
     machine, kinds, case = ours.machine, kinds_of(ours), f"Megatron, {model} on 32"
     published = {"repeated": 0.632, "divided Gram": 0.356, "one home": 0.157}
     rows = [_row(case, name, megatron(kinds, name, machine, Domain()), value, MEGATRON) for name, value in published.items()]
-    return [*rows, _row(case, "meshmuon", ours.seconds, None, "", memory=ours.most_memory)]
+    return [*rows, _row(case, "meshmuon", ours.seconds, None, "", memory=ours.most_bytes("total"))]
 
 
 def dmuon_rows(models: Sequence[str]) -> list[dict[str, Any]]:
@@ -199,7 +199,7 @@ def memory_rows(model: str, ranks: int) -> list[dict[str, Any]]:
     """AdamW's bytes per parameter by Megatron's and DeepSpeed's formulas; figures are bytes per parameter and rank."""
     ours = simulated(model, f"dp_shard={ranks}", "h100")
     elements = sum(math.prod(param.shape) for param in ours.model.params)
-    counted = float(torch.cat([stage.memory.adamw_alone for stage in ours.stages]).sum()) / elements
+    counted = float(torch.cat([stage.memory["adamw_alone"] for stage in ours.stages]).sum()) / elements
     formulas = {
         "Megatron, fp32 weights and gradients, not distributed": 16.0,
         "Megatron, bf16 weights, fp32 gradients, distributed": 6 + 12 / ranks,

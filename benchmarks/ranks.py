@@ -47,7 +47,7 @@ class Naive:
                 dist.all_reduce(grad)
                 grad /= dist.get_world_size()
             buffer.mul_(MOMENTUM).add_(grad)
-            update = grad.clone().add_(buffer, alpha=MOMENTUM)  # in place: torch 2.9 adds strided shards wrongly otherwise
+            update = grad.clone().add_(buffer, alpha=MOMENTUM)
             whole = update.full_tensor() if isinstance(update, DTensor) else update
             result = torch.stack(list(map(self._orthogonalise, whole))) if whole.dim() == 3 else self._orthogonalise(whole)
             scale = 0.2 * max(param.shape[-2:]) ** 0.5
@@ -91,7 +91,7 @@ def make(name: str, layout: ModelLayout, shapes: list[tuple[int, ...]]) -> Runne
     if layout.data_parallel:
         ours: Muon = DistMuon(groups, adjust_lr_fn="match_rms_adamw", **options)
     else:
-        ours = Muon(groups, use_distributed_muon=name == REFERENCE, **options)
+        ours = Muon(groups, reference_path=name == REFERENCE, **options)
     return Runner(params, Step(ours.step, fresh_gradients), ours)
 
 

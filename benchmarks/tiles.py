@@ -1,6 +1,6 @@
 """Compiles every tiling of the Triton kernel for sm_80, sm_90 and sm_100, and prints what the compiled kernels need.
 
-No GPU is needed. The table of docs/gpu.md is what it prints; ``--all`` adds tilings that are no candidates, with the reason.
+No GPU is needed. docs/proofs.md sums up what it prints; ``--all`` adds tilings that are no candidates, with the reason.
 """
 
 from __future__ import annotations

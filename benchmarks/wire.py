@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
@@ -20,11 +21,17 @@ class _Timed:
     def __init__(self, work: Any, wire: Wire) -> None:
         self._work, self._wire = work, wire
 
-    def wait(self) -> None:
+    def wait(self, *timeout: timedelta) -> None:
         """Waits and counts."""
         begin = time.perf_counter()
-        self._work.wait()
-        self._wire.waited += time.perf_counter() - begin
+        try:
+            self._work.wait(*timeout)
+        finally:
+            self._wire.waited += time.perf_counter() - begin
+
+    def is_completed(self) -> bool:
+        """As torch's."""
+        return bool(self._work.is_completed())
 
 
 class Wire:

@@ -5,6 +5,7 @@ Start it with: python examples/bf16_weights.py
 
 import argparse
 import os
+from typing import Literal
 
 os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX10_1_512")  # some virtual machines advertise AMX but cannot run it
 
@@ -17,7 +18,7 @@ from meshmuon import Muon, get_default_muon_param_groups
 CLASSES, WIDTH = 10, 64
 
 
-def train(steps: int, dtype: torch.dtype, rounding: str) -> None:
+def train(steps: int, dtype: torch.dtype, rounding: Literal["nearest", "stochastic"]) -> None:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     torch.manual_seed(0)
     blocks = [module for _ in range(3) for module in (nn.Linear(WIDTH, WIDTH), nn.RMSNorm(WIDTH), nn.GELU())]

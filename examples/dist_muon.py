@@ -33,10 +33,7 @@ def main(steps: int) -> None:
     model = nn.Sequential(nn.Embedding(WORDS, 64), *layers, nn.Linear(64, COUNTS, bias=False)).to(device)
 
     # Its learning rates follow Keller Jordan's rule (about 0.02); the AdamW groups need their own.
-    groups = get_default_muon_param_groups(model)
-    for group in groups:
-        group["lr"] = 0.02 if group["use_muon"] else 3e-3
-    optimizer = DistMuon(groups)
+    optimizer = DistMuon(get_default_muon_param_groups(model), lr=0.02, adamw_lr=3e-3)
     for step in range(1, steps + 1):
         tokens, counts = (tensor[rank::world].to(device) for tensor in batch(step))
         loss = F.cross_entropy(model(tokens).flatten(0, 1), counts.flatten())

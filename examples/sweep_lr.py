@@ -25,6 +25,7 @@ from demo.processes import Runtime
 from demo.progress import show_progress
 from demo.report import machine
 from demo.train import NonFiniteLossError, Run, RunResult, TrainConfig
+from meshmuon.params.rules import RuleName
 
 Row = dict[str, Any]
 KEYS = ("optimizer", "scheme", "rule", "lr", "weight_decay", "seed", "steps")
@@ -91,7 +92,7 @@ def configured(row: Row, base: OptimizerConfig) -> OptimizerConfig:
     if row["optimizer"] == "adamw":
         return replace(base, adamw_lr=row["lr"], adamw_weight_decay=row["weight_decay"])
     cautious = row["rule"] == CAUTIOUS
-    rule = "plain" if cautious else row["rule"]
+    rule: RuleName = "plain" if cautious else row["rule"]
     return replace(base, lr=row["lr"], weight_decay=row["weight_decay"], scheme=row["scheme"], rule=rule, cautious=cautious)
 
 

@@ -1,28 +1,40 @@
-"""meshmuon: the Muon optimizer for any device mesh."""
+"""meshmuon: the Muon optimizer for any device mesh.
 
-from .clipping.grad_norm import clip_grad_norm_, total_grad_norm
-from .errors import (
-    CheckpointError,
-    ConfigError,
-    GradientError,
-    InactiveWarning,
-    MeshmuonError,
-    PlanError,
-    PlanMismatchError,
-    RoutingWarning,
-    StateError,
-    TransportError,
-    UnsupportedError,
-    UntestedTorchWarning,
-)
-from .matrices import Interleaved
-from .optim import DistMuon, Muon
-from .ortho import Scheme, Workspace, halley, hybrid, keller, orthogonalize, polar_express, zolotarev
-from .params.rules import MuonEq, MuonPlus, NorMuon, UpdateRule
-from .plan import CostModel, Plan
-from .qk_clip.max_logits import MaxLogits
-from .routing.param_groups import get_default_muon_param_groups
-from .routing.table import RoutingRow, RoutingTable
+A public name is imported when it is first asked for, so that ``meshmuon --help`` need not wait for torch.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from .clipping.grad_norm import clip_grad_norm_, total_grad_norm
+    from .errors import (
+        CheckpointError,
+        ConfigError,
+        GradientError,
+        InactiveWarning,
+        KernelError,
+        KernelWarning,
+        MeshmuonError,
+        OptionNameWarning,
+        OrthogonalizeError,
+        PlanError,
+        PlanMismatchError,
+        RoutingWarning,
+        StateError,
+        TransportError,
+        UnknownOptionError,
+        UnsupportedError,
+        UntestedTorchWarning,
+    )
+    from .matrices import Interleaved
+    from .optim import DistMuon, Muon
+    from .ortho import Scheme, Workspace, halley, hybrid, keller, orthogonalize, polar_express, zolotarev
+    from .params.rules import MuonEq, MuonPlus, NorMuon, UpdateRule
+    from .plan import CostModel, Plan
+    from .qk_clip.max_logits import MaxLogits
+    from .routing.param_groups import get_default_muon_param_groups
+    from .routing.table import RoutingRow, RoutingTable
 
 __version__ = "0.1.0"
 
@@ -34,12 +46,16 @@ __all__ = [
     "GradientError",
     "InactiveWarning",
     "Interleaved",
+    "KernelError",
+    "KernelWarning",
     "MaxLogits",
     "MeshmuonError",
     "Muon",
     "MuonEq",
     "MuonPlus",
     "NorMuon",
+    "OptionNameWarning",
+    "OrthogonalizeError",
     "Plan",
     "PlanError",
     "PlanMismatchError",
@@ -49,6 +65,7 @@ __all__ = [
     "Scheme",
     "StateError",
     "TransportError",
+    "UnknownOptionError",
     "UnsupportedError",
     "UntestedTorchWarning",
     "UpdateRule",
@@ -63,3 +80,32 @@ __all__ = [
     "total_grad_norm",
     "zolotarev",
 ]
+
+_MODULES = (  # that the public names come from
+    "errors",
+    "matrices",
+    "optim",
+    "ortho",
+    "params.rules",
+    "plan",
+    "qk_clip.max_logits",
+    "routing.param_groups",
+    "routing.table",
+    "clipping.grad_norm",
+)
+
+if not TYPE_CHECKING:  # which would take any name for a public one
+
+    def __getattr__(name: str) -> Any:
+        if not name.startswith("_"):
+            for module in _MODULES:
+                content = vars(import_module(f".{module}", __name__))
+                if name in __all__ and name in content:
+                    return globals().setdefault(name, content[name])
+            if name in globals():  # a module, which its import has put there
+                return globals()[name]
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

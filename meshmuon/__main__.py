@@ -1,6 +1,6 @@
 """``python -m meshmuon <command>``."""
 
-from .cli.main import main
+from .tools.cli.main import main
 
 if __name__ == "__main__":
     raise SystemExit(main())

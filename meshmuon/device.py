@@ -1,13 +1,14 @@
 """What differs between a GPU and a CPU, behind one interface: streams, CUDA graphs, copies to host memory, devices.
 
 Each interface has a CUDA twin and a CPU twin, whose methods the interface documents. No CUDA twin has run on a GPU yet. A
-happens-before checker runs them on stand-ins for CUDA, and demands each of their waits: docs/gpu.md.
+happens-before checker runs them on stand-ins for CUDA, and demands each of their waits: docs/proofs.md.
 """
 
 from __future__ import annotations
 
 import platform
 import time
+import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from functools import lru_cache
@@ -17,6 +18,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from .errors import KernelWarning
 from .torch_compat import as_dtensor, device_of_mesh
 
 HOST = torch.device("cpu")
@@ -25,22 +27,39 @@ HOST = torch.device("cpu")
 class CudaReplay:
     """Runs ``work`` on its first call and records it as a CUDA graph; later calls replay the graph.
 
-    ``work`` must always read and write the same memory and must not wait for the device.
+    ``work`` must always read and write the same memory and must not wait for the device. If it cannot be recorded, later calls
+    run it, which gives the same bits.
     """
 
     def __init__(self, work: Callable[[], None]) -> None:
         self._work = work
-        self._graph: torch.cuda.CUDAGraph | None = None
+        self._run: Callable[[], None] | None = None  # of later calls
 
     def __call__(self) -> None:
-        if self._graph is not None:
-            self._graph.replay()
+        if self._run is not None:
+            self._run()
             return
         self._work()  # the first run does the real work: libraries must be warm before a graph is captured
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            self._work()
-        self._graph = graph
+        self._run = self._work
+        before = torch.cuda.current_stream()
+        try:
+            graph = torch.cuda.CUDAGraph()
+            # In torch's default mode any thread's call, such as that of a data loader which pins memory, would end the capture.
+            with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+                self._work()
+            self._run = graph.replay
+        except Exception as error:
+            torch.cuda.set_stream(before)  # torch leaves the stream of the capture current if ending the capture fails
+            _warn_of_capture(f"{type(error).__name__}: {error}")
+
+
+@lru_cache  # once for each reason
+def _warn_of_capture(reason: str) -> None:
+    warnings.warn(
+        f"cuda_graphs=True: a batch cannot be recorded as a CUDA graph and runs without one, with the same results ({reason}).",
+        KernelWarning,
+        stacklevel=3,
+    )
 
 
 def replay_for(device: torch.device, work: Callable[[], None], *, graphs: bool) -> Callable[[], None]:

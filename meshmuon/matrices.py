@@ -6,12 +6,14 @@ import math
 from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from itertools import accumulate, pairwise
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, Literal, TypeAlias, TypeVar, get_args
 
-from .errors import ConfigError
+from .errors import ConfigError, shown
 
-CONV_OPTIONS = (None, "flatten")
-EXPERT_DIMS = ("out_in", "in_out")
+Conv: TypeAlias = Literal["flatten"]
+ExpertDims: TypeAlias = Literal["out_in", "in_out"]
+CONV_OPTIONS = (None, *get_args(Conv))
+EXPERT_DIMS: tuple[str, ...] = get_args(ExpertDims)
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -111,9 +113,9 @@ class Interleaved:
         sizes = tuple(self.sizes) if isinstance(self.sizes, (tuple, list)) else ()
         if not sizes or not all(map(_is_count, sizes)) or not _is_count(self.repeats):
             raise ConfigError(
-                f"Interleaved(sizes={self.sizes!r}, repeats={self.repeats!r}) must have positive whole numbers: the sizes of the "
-                "blocks of one copy, and how many copies follow each other, such as Interleaved((64, 64, 64), 12) for query, key "
-                "and value of 12 heads."
+                f"Interleaved(sizes={shown(self.sizes)}, repeats={shown(self.repeats)}) must have positive whole numbers: the "
+                "sizes of the blocks of one copy, and how many copies follow each other, such as Interleaved((64, 64, 64), 12) "
+                "for query, key and value of 12 heads."
             )
         object.__setattr__(self, "sizes", sizes)
 
@@ -232,21 +234,21 @@ def check_matrices(matrices: Any) -> dict[str, ParamMatrices]:
     if matrices is None:
         return {}
     if not isinstance(matrices, Mapping) or not all(isinstance(name, str) for name in matrices):
-        raise ConfigError(f"matrices={_short(matrices)} must be a mapping from names of parameters, such as {example}.")
+        raise ConfigError(f"matrices={shown(matrices)} must be a mapping from names of parameters, such as {example}.")
     checked = {}
     for name, entry in matrices.items():
         if not isinstance(entry, Mapping) or not set(entry) <= set(ParamMatrices.__slots__):
             fields = ", ".join(ParamMatrices.__slots__)
-            raise ConfigError(f"matrices[{name!r}]={_short(entry)} must be a mapping with some of {fields}, such as {example}.")
+            raise ConfigError(f"matrices[{name!r}]={shown(entry)} must be a mapping with some of {fields}, such as {example}.")
         checked[name] = found = ParamMatrices(**entry)
         if not isinstance(found.experts, bool) and not (isinstance(found.experts, int) and found.experts > 0):
             raise ConfigError(
-                f"matrices[{name!r}]: experts={_short(found.experts)} must be True, False or a number of blocks of rows."
+                f"matrices[{name!r}]: experts={shown(found.experts)} must be True, False or a number of blocks of rows."
             )
         if not isinstance(found.flatten, bool):
-            raise ConfigError(f"matrices[{name!r}]: flatten={_short(found.flatten)} must be True or False.")
+            raise ConfigError(f"matrices[{name!r}]: flatten={shown(found.flatten)} must be True or False.")
         if not isinstance(found.dims, str) or found.dims not in EXPERT_DIMS:
-            raise ConfigError(f"matrices[{name!r}]: dims={_short(found.dims)} is unknown; write one of {EXPERT_DIMS}.")
+            raise ConfigError(f"matrices[{name!r}]: dims={shown(found.dims)} is unknown; write one of {EXPERT_DIMS}.")
         if callable(found.split):
             raise ConfigError(
                 f"matrices[{name!r}]: split must be plain sizes; a function of names belongs into the option split."
@@ -255,27 +257,22 @@ def check_matrices(matrices: Any) -> dict[str, ParamMatrices]:
     return checked
 
 
-def _short(value: object) -> str:
-    text = repr(value)
-    return text if len(text) <= 120 else f"{text[:120]}…"
-
-
 def check_expert_keys(keys: Sequence[str] | None) -> tuple[str, ...]:
     """``expert_keys`` as a tuple; a single string would be read letter by letter and is refused."""
     is_list = isinstance(keys, (Sequence, Set)) and not isinstance(keys, (str, bytes))
     checked = () if keys is None else tuple(keys) if is_list else None
     if checked is None or not all(isinstance(key, str) and key for key in checked):
         example = [keys] if isinstance(keys, str) else ["experts"]
-        raise ConfigError(f"expert_keys={keys!r} must be a list of parts of names, such as {example!r}.")
+        raise ConfigError(f"expert_keys={shown(keys)} must be a list of parts of names, such as {example!r}.")
     return checked
 
 
 def check_matrix_options(options: MatrixOptions) -> None:
     """Refuses unknown values, and splits that no parameter can have."""
     if not isinstance(options.conv, str | None) or options.conv not in CONV_OPTIONS:
-        raise ConfigError(f"conv={options.conv!r} is unknown; write one of {CONV_OPTIONS}.")
+        raise ConfigError(f"conv={shown(options.conv)} is unknown; write one of {CONV_OPTIONS}.")
     if not isinstance(options.expert_dims, str) or options.expert_dims not in EXPERT_DIMS:
-        raise ConfigError(f"expert_dims={options.expert_dims!r} is unknown; write one of {EXPERT_DIMS}.")
+        raise ConfigError(f"expert_dims={shown(options.expert_dims)} is unknown; write one of {EXPERT_DIMS}.")
     if options.split is not None and not callable(options.split) and _interleaved(options.split) is None:
         _sizes("split", options.split, None)
 
@@ -399,7 +396,7 @@ def _sizes(name: str, split: Any, outputs: int | None) -> tuple[int, ...]:
     sizes = tuple(split) if isinstance(split, (tuple, list)) else ()
     if not sizes or not all(map(_is_count, sizes)):
         raise ConfigError(
-            f"{name}: split={split!r} must be sizes of parts such as (1024, 256, 256), the size of equal parts such as 128, "
+            f"{name}: split={shown(split)} must be sizes of parts such as (1024, 256, 256), the size of equal parts such as 128, "
             "Interleaved((64, 64, 64), 12) for parts that take turns, or a function of name and shape that returns one of these "
             "or None."
         )

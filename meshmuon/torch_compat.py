@@ -11,15 +11,15 @@ from __future__ import annotations
 
 import copy
 import inspect
-import math
 import re
 import sys
+import threading
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, suppress
 from datetime import timedelta
-from functools import lru_cache, wraps
+from functools import wraps
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
@@ -38,8 +38,8 @@ _R = TypeVar("_R")
 
 # ---------------------------------------------------------------------------------------------------------------- versions
 
-OLDEST, NEWEST = "2.9.1", "2.15.0"
-"""The oldest and newest tested versions, as in README (docs/compatibility.md has the list). ``pyproject.toml`` has the oldest."""
+OLDEST, NEWEST = "2.11.0", "2.15.0"
+"""The oldest and newest tested versions, as in README (docs/proofs.md has the list). ``pyproject.toml`` has the oldest."""
 
 _warned = False
 
@@ -67,8 +67,8 @@ def warn_if_untested() -> None:
 # ---------------------------------------------------------------------------------------------------------------- DTensors
 
 # ``DTensor._local_tensor``: ``to_local()`` creates a new view at every call if gradients are recorded. ``DTensor._spec``: no
-# public object describes a whole layout. torch replaces a spec instead of changing it, and equal specs are equal layouts. 2.9 to
-# 2.15.
+# public object describes a whole layout. torch replaces a spec instead of changing it, and equal specs are equal layouts. 2.11
+# to 2.15.
 SHARD_METADATA = attrgetter("shape", "dtype", "device", "_spec", "_local_tensor.shape")
 SHARD_GRADIENT_METADATA = attrgetter("__class__", "shape", "dtype", "_spec", "_local_tensor.shape", "_local_tensor.layout")
 _PLAIN = (Tensor, nn.Parameter)
@@ -120,7 +120,7 @@ def spec_of(tensor: Any) -> Any:
 def dtensor_like(like: DTensor, local: Tensor) -> Tensor:
     """A DTensor laid out like ``like`` with ``local`` as this rank's part, on any device.
 
-    Uses the private constructor, since ``DTensor.from_local`` would copy ``local`` to the mesh's devices. 2.9 to 2.15.
+    Uses the private constructor, since ``DTensor.from_local`` would copy ``local`` to the mesh's devices. 2.11 to 2.15.
     """
     return type(like)(local, like._spec, requires_grad=False)
 
@@ -129,7 +129,7 @@ def zeros_like(tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     """``torch.zeros_like`` that does not ask DTensor how the result is laid out: exactly like ``tensor``.
 
     To find that out torch 2.15 (2.13 does not) goes through all combinations of placements over the mesh axes, once per shape and
-    dtype: 0.1 s on a mesh of 3 axes, 1.6 s on one of 4. Seen in 2.9 to 2.15: the constructor, ``tensor_meta`` of a spec.
+    dtype: 0.1 s on a mesh of 3 axes, 1.6 s on one of 4. Seen in 2.11 to 2.15: the constructor, ``tensor_meta`` of a spec.
     """
     sharded = as_dtensor(tensor)
     if sharded is None:
@@ -144,48 +144,28 @@ def zeros_like(tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
 def split_factor(placement: Any) -> int | None:
     """The split factor of a ``_StridedShard``; None for every other placement.
 
-    FSDP2 over tensor parallelism creates them. Up to 2.9 it is a subclass of ``Shard``, later it is not: check for it first.
+    FSDP2 over tensor parallelism creates them. It is not a subclass of ``Shard``.
     """
     from torch.distributed.tensor.placement_types import _StridedShard
 
     return int(placement.split_factor) if isinstance(placement, _StridedShard) else None
 
 
-@lru_cache(maxsize=1)
-def strided_shards_nest() -> bool:
-    """Whether ``distribute_tensor`` cuts strided shards as FSDP2 does, even if sizes do not divide.
-
-    FSDP2 cuts first into ``split_factor`` chunks, then each chunk over the ranks. torch 2.9 cuts into split_factor · ranks chunks
-    at once. Of 10 rows with split factor 2 over 2 ranks, rank 0 then gets rows 0–2 and 6–8; FSDP2 gives it 0–2 and 5–7 under the
-    same placements. From 2.11 on, at least, both give 5–7.
-    """
-    from torch.distributed.tensor.placement_types import _StridedShard
-
-    first = _StridedShard(0, split_factor=2)._split_tensor(torch.arange(10, device="cpu"), 2, with_padding=False)[0][0]
-    return first.tolist() == [0, 1, 2, 5, 6, 7]
-
-
 def cut_in_mesh_order(tensor: DTensor) -> bool:
     """Whether mesh axes that shard the same dim cut it in the order of the axes, as placements alone say.
 
-    ``DTensorSpec.shard_order`` exists since 2.10; it is None if strided shards express the order.
+    ``DTensorSpec.shard_order`` is None if strided shards express the order. 2.11 to 2.15.
     """
-    order = getattr(tensor._spec, "shard_order", None)
+    order = tensor._spec.shard_order
     return order is None or all(list(axes) == sorted(axes) for _, axes in order)
 
 
 def same_layout(tensor: DTensor, other: DTensor) -> bool:
-    """Whether two DTensors of one shape are sharded in the same way.
-
-    In 2.9 a ``_StridedShard`` equals a ``Shard`` of the same dim, since torch's operations return one for the other.
-    """
-    orders = [getattr(dtensor._spec, "shard_order", None) for dtensor in (tensor, other)]
-    return bool(tensor.placements == other.placements and tensor.device_mesh == other.device_mesh and orders[0] == orders[1])
+    """Whether two DTensors of one shape are sharded in the same way."""
+    return all(getattr(tensor._spec, key) == getattr(other._spec, key) for key in ("placements", "mesh", "shard_order"))
 
 
 # ------------------------------------------------------------------------------------------------------------------ meshes
-
-_slices: list[tuple[weakref.ref[DeviceMesh], list[tuple[int, ...]]]] = []  # a list, since torch compares meshes by value
 
 
 def mesh_slices(mesh: DeviceMesh) -> list[tuple[int, ...]]:
@@ -193,94 +173,107 @@ def mesh_slices(mesh: DeviceMesh) -> list[tuple[int, ...]]:
 
     For ``mesh["tp"]`` of a 2×2 mesh over ranks 0–3 these are (0, 1) and (2, 3).
 
-    ``DeviceMesh._layout`` and ``_rank_map`` tell it in 2.11 to 2.15. In 2.9 only a table of the thread that created the slice
-    knows the parent. The result is cached, since a step may run in another thread.
+    ``DeviceMesh._layout`` and ``_rank_map`` tell it in 2.11 to 2.15.
     """
     layout, rank_map = getattr(mesh, "_layout", None), getattr(mesh, "_rank_map", None)
-    if layout is not None and rank_map is not None:
-        return [tuple(ranks) for ranks in layout.remap_to_tensor(rank_map).flatten(1).tolist()]
-    known = next((slices for reference, slices in _slices if reference() is mesh), None)
-    if known is None:
-        known = _slices_by_name(mesh)
-        _slices[:] = [*(cached for cached in _slices if cached[0]() is not None), (weakref.ref(mesh), known)]
-    return known
-
-
-def _slices_by_name(mesh: DeviceMesh) -> list[tuple[int, ...]]:
-    from torch.distributed import device_mesh
-
-    resources: Any = getattr(device_mesh, "_mesh_resources", None)
-    if not hasattr(resources, "child_to_root_mapping") or not hasattr(resources, "flatten_name_to_root_dims"):
-        if mesh.size() == dist.get_world_size():
-            return [tuple(mesh.mesh.flatten().tolist())]
+    if layout is None or rank_map is None:
         raise UnsupportedError(
             f"torch {torch.__version__} does not say which mesh {mesh} is a slice of, so its ranks would plan without the "
             f"others. Use torch {OLDEST} to {NEWEST}."
         )
-    parent = resources.child_to_root_mapping.get(mesh, mesh)
-    if parent is mesh or mesh.mesh_dim_names is None:
-        return [tuple(mesh.mesh.flatten().tolist())]
-    flattened = resources.flatten_name_to_root_dims.get(parent, {})
-    axes = [
-        axis for name in mesh.mesh_dim_names for axis in flattened.get(name) or (list(parent.mesh_dim_names or ()).index(name),)
-    ]
-    others = [axis for axis in range(parent.ndim) if axis not in axes]
-    # The parent may be a slice itself.
-    wholes = (torch.tensor(ranks, device="cpu").view(parent.shape) for ranks in mesh_slices(parent))
-    size = math.prod(mesh.shape)
-    return sorted(tuple(ranks) for whole in wholes for ranks in whole.permute(*others, *axes).reshape(-1, size).tolist())
+    return [tuple(ranks) for ranks in layout.remap_to_tensor(rank_map).flatten(1).tolist()]
 
 
 # ---------------------------------------------------------------------------------------------------------- process groups
 
 
-def group_names() -> list[str]:
-    """The names of all process groups of this process. No public function lists them. 2.9 to 2.15."""
-    import torch.distributed.distributed_c10d as c10d
-
-    return list(c10d._world.pg_names.values())
+_unbinding = threading.Lock()
+_bound_devices: weakref.WeakKeyDictionary[dist.ProcessGroup, list[Any]] = weakref.WeakKeyDictionary()
 
 
-def new_named_group(name: str, ranks: Sequence[int], backend: str | None, timeout: timedelta | None) -> dist.ProcessGroup:
+@contextmanager
+def _without_bound_device(default: Any) -> Iterator[None]:
+    """Inside, ``default`` has no bound device. Threads that are inside at the same time are counted."""
+    with _unbinding:
+        hidden = _bound_devices.setdefault(default, [default.bound_device_id, 0])
+        hidden[1] += 1
+        default.bound_device_id = None
+    try:
+        yield
+    finally:
+        with _unbinding:
+            hidden[1] -= 1
+            if not hidden[1]:
+                default.bound_device_id = _bound_devices.pop(default)[0]
+
+
+def new_named_group(name: str, ranks: Sequence[int], timeout: timedelta | None) -> dist.ProcessGroup:
     """Creates a process group of ``ranks``, on these ranks only, under a name that all of them derive by themselves.
 
-    ``dist.new_group(use_local_synchronization=True)`` names a process group after the number of process groups that the process
-    has created. That number differs between ranks in different meshes, and members with different names wait for each other
-    forever. This does the rest of ``new_group`` under the given name. 2.9 to 2.15.
+    ``dist.new_group(use_local_synchronization=True)`` does not fit: it names a process group after the number of process groups
+    that the process has registered, which differs between ranks in different meshes, and members with different names wait for
+    each other forever. This does the rest of ``new_group`` under the given name. Two things differ from it:
+
+    - If ``init_process_group`` was given a ``device_id``, torch splits the default group's communicator, for which all ranks of
+      the default group must call. Without that device, NCCL connects the members at their first collective.
+    - torch forgets the group, except for its ranks. Otherwise the next group that torch names would have different names on
+      members and on other ranks. The caller must keep the group, and shut it down: ``destroy_process_group`` does not.
+
+    2.11 to 2.15.
     """
     import torch.distributed.distributed_c10d as c10d
 
     default: Any = c10d._get_default_group()
-    default_backend, store = c10d._world.pg_map[default]
-    kind = c10d.Backend(backend or default_backend)
-    process_group: dist.ProcessGroup
-    process_group, _ = c10d._new_process_group_helper(
-        len(ranks),
-        list(ranks).index(dist.get_rank()),
-        list(ranks),
-        kind,
-        store,
-        group_name=name,  # type: ignore[arg-type]
-        timeout=timeout or c10d._get_default_timeout(kind),
-        device_id=default.bound_device_id,
-        group_desc="meshmuon",
-    )
-    c10d._world.pg_group_ranks[process_group] = {rank: position for position, rank in enumerate(ranks)}
-    return process_group
+    world = c10d._world
+    backend, store = world.pg_map[default]
+    kind = c10d.Backend(backend)
+    with _without_bound_device(default):
+        group, _ = c10d._new_process_group_helper(
+            len(ranks),
+            list(ranks).index(dist.get_rank()),
+            list(ranks),
+            kind,
+            store,
+            group_name=name,  # type: ignore[arg-type]
+            timeout=timeout or c10d._get_default_timeout(kind),
+            group_desc="meshmuon",
+        )
+    for registered in (world.pg_map, world.pg_names, world.pg_backend_config):
+        del registered[group]
+    for tag in ("", world.pg_to_tag.pop(group)):
+        world.tags_to_pg[tag].remove(group)
+    world.pg_group_ranks[group] = {rank: position for position, rank in enumerate(ranks)}
+    made: dist.ProcessGroup = group
+    return made
 
 
-def default_store() -> Any:
-    """The store through which the ranks of the default process group have found each other.
+def cause_of(error: Exception) -> BaseException:
+    """What made a collective fail.
 
-    ``torch.distributed`` has no public function that returns it. 2.9 to 2.15.
+    torch then looks up the name of the group's backend for its log, and raises a ``ValueError`` if it does not know the group, as
+    those of ``new_named_group``. 2.11 to 2.15.
     """
+    context = error.__context__
+    return context if isinstance(error, ValueError) and isinstance(context, RuntimeError) else error
+
+
+def object_device(process_group: dist.ProcessGroup) -> torch.device:
+    """Where small messages must be for collectives of a process group: in host memory if it takes that. 2.11 to 2.15."""
     import torch.distributed.distributed_c10d as c10d
 
-    return c10d._world.pg_map[c10d._get_default_group()][1]
+    kind = c10d._get_object_coll_device(process_group)
+    host = kind == "cpu" or not torch.accelerator.is_available()
+    return torch.device("cpu") if host else torch.device(kind, torch.accelerator.current_device_index())
+
+
+def abort(process_group: dist.ProcessGroup) -> None:
+    """Ends what is under way in a process group, on backends that can: NCCL's. That of gloo does nothing. 2.11 to 2.15."""
+    with suppress(AttributeError, NotImplementedError, RuntimeError):
+        process_group.abort()
 
 
 def backend_of(process_group: dist.ProcessGroup, device: torch.device) -> Any:
-    """The backend of a process group for ``device``, or None. The public ``get_backend`` only returns its name. 2.9 to 2.15."""
+    """The backend of a process group for ``device``, or None. The public ``get_backend`` only returns its name. 2.11 to 2.15."""
     try:
         return process_group._get_backend(device)
     except RuntimeError:
@@ -294,7 +287,7 @@ def gloo_of(process_group: dist.ProcessGroup) -> Any:
 
 
 def timeout_of(backend: Any) -> timedelta | None:
-    """The timeout of a backend, or None if it does not tell. Nothing public does. 2.9 to 2.15 for gloo and NCCL."""
+    """The timeout of a backend, or None if it does not tell. Nothing public does. 2.11 to 2.15 for gloo and NCCL."""
     timeout = getattr(getattr(backend, "options", None), "_timeout", None)
     return timeout if isinstance(timeout, timedelta) else None
 
@@ -315,7 +308,7 @@ def mark_overwritten(tensors: Sequence[Tensor]) -> None:
     """Tells autograd that the tensors were written: a backward pass that has saved one of them then raises.
 
     Needed if a DTensor is written through its local tensor, and after torch's fused optimizers, which do not tell autograd (on
-    CPU in 2.9 to 2.15).
+    CPU in 2.11 to 2.15).
     """
     torch.autograd.graph.increment_version(tensors)
 
@@ -325,7 +318,7 @@ class FSDP2Weights:
 
     A forward pass saves these, not the shards. If FSDP2 frees them afterwards, the backward pass gathers them again, from shards
     that a step may have changed meanwhile. FSDP2 hides that change from autograd. Only FSDP2's own lists lead from a shard to its
-    unsharded weight: ``FSDPState._fsdp_param_group`` in 2.9, ``_fsdp_param_groups`` in 2.13 and later.
+    unsharded weight: ``FSDPState._fsdp_param_group`` in 2.11, ``_fsdp_param_groups`` in 2.13 and later.
     """
 
     def __init__(self, shards: Iterable[Tensor]) -> None:
@@ -381,10 +374,10 @@ def profiler_range(name: str) -> AbstractContextManager[Any]:
 
     ``record_function`` takes 10 to 18 µs even then, and a step has three ranges per batch. torch's compiler has a range of its
     own that takes less than 1 µs, but profiles show it as an operation, not as an annotation that is also drawn beside the
-    kernels of a GPU. 2.13.
+    kernels of a GPU. 2.11 to 2.15.
     """
     private: Any = torch._C
-    if private._autograd._profiler_enabled() or not hasattr(private._profiler, "_RecordFunctionFast"):
+    if private._autograd._profiler_enabled():
         return torch.profiler.record_function(name)
     cheap: AbstractContextManager[Any] = private._profiler._RecordFunctionFast(name)
     return cheap
@@ -395,32 +388,11 @@ def has_compiled() -> bool:
     return "torch._dynamo" in sys.modules
 
 
-def fused_momentum(
-    views: Sequence[Tensor], grads: Sequence[Tensor], momenta: Sequence[Tensor], momentum: float, *, nesterov: bool
-) -> bool:
-    """M ← momentum·M + G and V ← V + G + momentum·M, or V + M without ``nesterov``; False if this torch cannot.
-
-    It is the kernel of ``torch.optim.SGD(fused=True)``, which no public function offers without an optimizer. It only reads the
-    gradients, but its schema says that it writes them: without ``data``, autograd would take them for overwritten. 2.9 to 2.15.
-    """
-    sgd: Any = getattr(torch, "_fused_sgd_", None)
-    if sgd is None:
-        return False
-    options = {"weight_decay": 0.0, "lr": -1.0, "dampening": 0.0, "maximize": False, "is_first_step": False}
-    sgd(views, [grad.data for grad in grads], momenta, momentum=momentum, nesterov=nesterov, **options)
-    return True
-
-
-def is_lazy(tensor: Tensor) -> bool:
-    """Whether torch has yet to negate its elements, or keeps a zero instead of them: fused operations refuse it. 2.9 to 2.15."""
-    return tensor.is_neg() or tensor._is_zerotensor()
-
-
 def never_traced(function: Callable[_P, _R]) -> Callable[_P, _R]:
     """Decorator: torch.compile does not trace the function or what it calls. A compiled caller calls it between its graphs.
 
     ``torch.compiler.disable`` loads all of torch.compile, so it is applied at the first call after that was loaded. The disabled
-    function is called by an ordinary one, since ``torch.compile(disabled)`` unwraps and traces it. 2.9 to 2.15.
+    function is called by an ordinary one, since ``torch.compile(disabled)`` unwraps and traces it. 2.11 to 2.15.
     """
     disabled: list[Callable[_P, _R]] = []
 
@@ -437,7 +409,7 @@ def never_traced(function: Callable[_P, _R]) -> Callable[_P, _R]:
 
 
 def own_graph_per_shape() -> AbstractContextManager[Any]:
-    """Compiles a graph per shape. With the default limit, the ninth shape would silently fall back to eager. 2.9 to 2.15."""
+    """Compiles a graph per shape. With the default limit, the ninth shape would silently fall back to eager. 2.11 to 2.15."""
     patched: AbstractContextManager[Any] = torch._dynamo.config.patch(recompile_limit=10_000)
     return patched
 
@@ -452,7 +424,7 @@ def module_behind(parameters: Any) -> nn.Module | None:
     """The module all of whose parameters this is: a module, or what torch's own ``parameters()`` returned, not yet read from.
 
     None for anything else, such as a ``parameters()`` that a class defines itself, which may leave some out. torch's is a
-    generator function with the arguments ``self`` and ``recurse``. 2.9 to 2.15.
+    generator function with the arguments ``self`` and ``recurse``. 2.11 to 2.15.
     """
     if isinstance(parameters, nn.Module):
         return parameters
@@ -491,20 +463,9 @@ def foreach_is_faster(tensors: list[Tensor], device: torch.device) -> bool:
     return bool(_has_foreach_support(tensors, device))
 
 
-def flex_gives_max_scores() -> bool:
-    """Whether ``flex_attention`` can return the largest score of each row; not all versions can."""
-    from torch.nn.attention import flex_attention
-
-    return "max_scores" in getattr(getattr(flex_attention, "AuxRequest", None), "_fields", ())
-
-
 def tf32_allowed() -> bool:
     """Whether float32 products on a GPU may be rounded to TF32.
 
-    Reads the newer setting where it exists (since 2.9), which reflects both. Reading ``allow_tf32`` raises once anyone has used
-    the newer one.
+    ``fp32_precision`` reflects ``allow_tf32`` as well, and reading the latter raises once anyone has set the former.
     """
-    matmul = torch.backends.cuda.matmul
-    if hasattr(matmul, "fp32_precision"):
-        return bool(matmul.fp32_precision == "tf32")
-    return bool(matmul.allow_tf32)
+    return bool(torch.backends.cuda.matmul.fp32_precision == "tf32")

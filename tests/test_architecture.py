@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ast
 import re
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,16 +13,23 @@ import pytest
 
 PACKAGE = Path(__file__).parent.parent / "meshmuon"
 
-# From the front door to the cellar. A room may import what stands below it, and itself.
-ROOMS = (
+# Two halves, each from the front door to the cellar. A room may import what stands below it, and itself. The core
+# trains, and stands below the tools: it imports nothing of them.
+TOOLS = (
     "__main__",
-    "cli",
-    "simulate",
-    "doctor",
-    "integrations",
-    "__init__",
     "migrate",
     "checkpoint",
+    "tools/cli",
+    "tools/simulate",
+    "tools/doctor",
+    "tools/predict",
+    "tools/migrate",
+    "tools/checkpoint",
+    "tools/__init__",
+)
+CORE = (
+    "integrations",
+    "__init__",
     "optim",
     "metrics",
     "qk_clip",
@@ -40,12 +49,17 @@ ROOMS = (
     "torch_compat",
     "errors",
 )
+ROOMS = (*TOOLS, *CORE)
 PURE = {"plan", "layout", "matrices"}  # no tensors there
 
 
 def room_of(path: Path) -> str:
-    parts = path.relative_to(PACKAGE).parts
-    return parts[0] if len(parts) > 1 else path.stem
+    return room_named(path.relative_to(PACKAGE).with_suffix("").parts)
+
+
+def room_named(parts: tuple[str, ...]) -> str:
+    """The room of a module, from the names after ``meshmuon``: ("tools", "cli", "plan") is in "tools/cli"."""
+    return "/".join(parts[:2]) if parts[0] == "tools" else parts[0]
 
 
 def imports_of(path: Path) -> Iterator[tuple[tuple[str, ...], int]]:
@@ -68,7 +82,7 @@ def imports_of(path: Path) -> Iterator[tuple[tuple[str, ...], int]]:
 
 def imported_rooms(path: Path) -> Iterator[tuple[str, int]]:
     """(room, line) of every import from inside the package."""
-    yield from ((name[1], line) for name, line in imports_of(path))
+    yield from ((room_named(name[1:]), line) for name, line in imports_of(path))
 
 
 def private_imports(path: Path) -> Iterator[tuple[str, int]]:
@@ -78,7 +92,7 @@ def private_imports(path: Path) -> Iterator[tuple[str, int]]:
     """
     here, modules = room_of(path), {}
     for name, line in imports_of(path):
-        if name[1] != here:
+        if room_named(name[1:]) != here:
             modules[name[-1]] = name
             if any(is_private(part) for part in name):
                 yield ".".join(name), line
@@ -206,6 +220,20 @@ def test_private_names_are_seen() -> None:
         "e = torch._foreach_add_\nf = self._own\n"
     )
     assert sorted(line for _, line in set(private_names_of_torch(source))) == [1, 2, 3, 4, 4, 5, 6, 7]
+
+
+def test_no_two_classes_share_a_name() -> None:
+    places: dict[str, list[str]] = {}
+    for path in MODULES:
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ClassDef):
+                places.setdefault(node.name, []).append(str(path.relative_to(PACKAGE)))
+    assert not {name: modules for name, modules in places.items() if len(modules) > 1}
+
+
+def test_importing_the_optimizer_loads_no_tool() -> None:
+    code = "import sys; from meshmuon import Muon; sys.exit(any(name.startswith('meshmuon.tools') for name in sys.modules))"
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
 
 
 def test_the_list_has_exactly_the_rooms_that_exist() -> None:

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 
+from meshmuon import KernelWarning
 from meshmuon.device import (
     AcceleratorHardware,
     CudaReplay,
@@ -25,6 +26,7 @@ from meshmuon.device import (
     HostHardware,
     Streams,
     Transfers,
+    _warn_of_capture,
     hardware_of,
     known_to_host,
     replay_for,
@@ -40,6 +42,7 @@ class FakeCuda:
         self.events: list[str] = []
         self.done = 0
         self.recording = False
+        self.modes: list[str] = []  # in which graphs were captured
         self.devices: list[torch.device | None] = []  # of new streams and of those asked for
         self.current: Any = None  # another stream than the main one
         self.stream_type: Any = None
@@ -93,12 +96,20 @@ class FakeCuda:
 
         fake.stream_type = Stream
 
+        def set_stream(chosen: Stream) -> None:
+            fake.current = None if chosen is main else chosen
+
         @contextmanager
-        def graph(target: Graph) -> Iterator[None]:
+        def graph(target: Graph, capture_error_mode: str = "global") -> Iterator[None]:
+            """As in torch, the stream of the capture stays current if the capture fails."""
             assert isinstance(target, Graph)
-            fake.recording = True
-            yield
-            fake.recording = False
+            fake.modes.append(capture_error_mode)
+            fake.recording, before, fake.current = True, fake.current, Stream(name="capture")
+            try:
+                yield
+            finally:
+                fake.recording = False
+            fake.current = before
 
         for name, value in {
             "Stream": Stream,
@@ -106,6 +117,7 @@ class FakeCuda:
             "current_stream": current_stream,
             "stream": stream,
             "graph": graph,
+            "set_stream": set_stream,
         }.items():
             monkeypatch.setattr(torch.cuda, name, value)
 
@@ -140,20 +152,31 @@ def test_cuda_replay_works_once_before_it_records(cuda: FakeCuda) -> None:
     assert cuda.events == ["work", "record"]
 
 
-def test_cuda_replay_tries_again_after_a_failed_recording(cuda: FakeCuda) -> None:
+def test_a_batch_that_cannot_be_recorded_runs_without_a_graph(cuda: FakeCuda) -> None:
+    """On the stream on which it would have run, and with one warning for all such batches."""
+
     def failing() -> None:
         cuda.work()
-        if cuda.recording and cuda.events.count("record") == 1:
-            cuda.recording = False
-            raise RuntimeError("capture failed")
+        if cuda.recording:
+            raise RuntimeError("operation not permitted when stream is capturing")
 
-    replay = CudaReplay(failing)
-    with pytest.raises(RuntimeError, match="capture failed"):
-        replay()
-    replay()
-    assert cuda.events.count("record") == 2
-    replay()
-    assert cuda.events[-1] == "replay"
+    _warn_of_capture.cache_clear()
+    cuda.current = current = cuda.stream_type(name="the user's")
+    replays = [CudaReplay(failing) for _ in range(2)]
+    with pytest.warns(KernelWarning, match="without one, with the same results .RuntimeError: operation not permitted") as caught:
+        replays[0]()
+    for _ in range(3):  # a warning would be an error here
+        replays[1]()
+    replays[0]()
+    assert torch.cuda.current_stream() is current
+    assert cuda.done == 5
+    assert len(caught) == 1
+    assert cuda.events.count("record") == 2, "each is tried once"
+
+
+def test_other_threads_do_not_end_a_capture(cuda: FakeCuda) -> None:
+    CudaReplay(cuda.work)()
+    assert cuda.modes == ["thread_local"]
 
 
 @pytest.mark.parametrize(("device", "graphs"), [("cpu", False), ("cpu", True), ("cuda", False), ("cuda", True)])

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import ast
 import importlib.util
 import re
+import subprocess
+import sys
 import tarfile
 import zipfile
 from pathlib import Path
 from types import ModuleType
 
 import pytest
+
+import meshmuon
 
 ROOT = Path(__file__).parent.parent
 PROJECT = (ROOT / "pyproject.toml").read_text()
@@ -67,3 +72,22 @@ def test_missing_and_foreign_files_are_seen(
     assert contents.wheel_problems(wheel) == [f"{wheel.name}: {said}"]
     assert contents.sdist_problems(sdist) == [f"{sdist.name}: {said}"]
     assert contents.main(tmp_path) == 1
+
+
+def test_public_names_are_those_that_type_checkers_see() -> None:
+    """They are imported when they are first asked for; type checkers read the imports that are there for them."""
+    tree = ast.parse((ROOT / "meshmuon" / "__init__.py").read_text())
+    imports = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) and node.level]
+    seen = {alias.name: importlib.import_module(f"meshmuon.{node.module}") for node in imports for alias in node.names}
+    assert sorted(seen) == sorted(meshmuon.__all__)
+    for name, module in seen.items():
+        assert getattr(meshmuon, name) is getattr(module, name)
+        assert name in dir(meshmuon)
+    with pytest.raises(AttributeError, match="module 'meshmuon' has no attribute 'Moun'"):
+        getattr(meshmuon, "Moun")  # noqa: B009
+
+
+@pytest.mark.parametrize("use", ["from meshmuon import *; Muon", "import meshmuon; meshmuon.ortho.keller; meshmuon.optim.Muon"])
+def test_names_and_modules_come_when_they_are_asked_for(use: str) -> None:
+    code = f"import sys, meshmuon; assert 'torch' not in sys.modules; {use}"
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)

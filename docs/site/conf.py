@@ -23,6 +23,7 @@ import nav  # noqa: E402
 import public_names  # noqa: E402
 
 import meshmuon  # noqa: E402
+from meshmuon.params import option_docs  # noqa: E402
 
 project = "meshmuon"
 author = "The meshmuon authors"
@@ -43,9 +44,10 @@ highlight_language = "default"
 autodoc_member_order = "bysource"
 autodoc_typehints = "signature"
 autodoc_mock_imports = ["accelerate", "axolotl", "lightning", "nemo_automodel", "torchtitan", "transformers"]
-autodoc_default_options = {"undoc-members": True}
+autodoc_default_options = {"members": True, "undoc-members": True}
 napoleon_numpy_docstring = False
 napoleon_use_ivar = True
+napoleon_custom_sections = [(tier, "params_style") for tier in option_docs.headings()]  # of the options in help(Muon)
 python_use_unqualified_type_names = True
 python_maximum_signature_line_length = 100
 add_module_names = False

@@ -14,7 +14,11 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "meshmuon"
 EXPORTING = [PACKAGE, PACKAGE / "metrics"]
-MODULES = [PACKAGE / "checkpoint.py", PACKAGE / "migrate.py", *sorted((PACKAGE / "integrations").glob("[!_]*.py"))]
+MODULES = [
+    PACKAGE / "tools" / "checkpoint.py",
+    PACKAGE / "tools" / "migrate.py",
+    *sorted((PACKAGE / "integrations").glob("[!_]*.py")),
+]
 INTERNAL = {"factory"}  # shared by the adapters
 
 _Definition = ast.ClassDef | ast.FunctionDef
@@ -27,7 +31,9 @@ def public_names() -> dict[str, _Definition]:
         dotted = ".".join(package.relative_to(PACKAGE.parent).parts)
         names |= {f"{dotted}.{name}": _definition(module, name) for name, module in _exports(package / "__init__.py").items()}
     for module in MODULES:
-        dotted = ".".join(module.relative_to(ROOT).with_suffix("").parts)
+        dotted = ".".join(
+            part for part in module.relative_to(ROOT).with_suffix("").parts if part != "tools"
+        )  # as users import it
         for node in _tree(module).body if module.stem not in INTERNAL else []:
             if isinstance(node, ast.ClassDef | ast.FunctionDef) and not node.name.startswith("_"):
                 names[f"{dotted}.{node.name}"] = node
@@ -66,7 +72,7 @@ def _exports(init: Path) -> dict[str, Path]:
 def _imports(module: Path) -> dict[str, Path]:
     """Names that a module imports relatively, each with the file it comes from."""
     found = {}
-    for node in _tree(module).body:
+    for node in ast.walk(_tree(module)):  # also where only type checkers look
         if isinstance(node, ast.ImportFrom) and node.level:
             folder = module.parents[node.level - 1]
             base = folder.joinpath(*(node.module or "").split("."))

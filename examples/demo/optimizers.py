@@ -11,6 +11,9 @@ import torch
 from demo.health import EVERY
 from demo.model import GPT
 from meshmuon import Muon, RoutingWarning, get_default_muon_param_groups
+from meshmuon.ortho import SchemeName
+from meshmuon.params.option_table import Rounding
+from meshmuon.params.rules import RuleName
 
 BETAS = (0.9, 0.95)
 
@@ -67,10 +70,10 @@ class OptimizerConfig:
     adam_part_lr: float | None = None
     momentum: float = 0.95
     ns_steps: int = 5
-    scheme: str = "auto"
-    rule: str = "plain"
+    scheme: SchemeName = "auto"
+    rule: RuleName = "plain"
     cautious: bool = False
-    rounding: str = "nearest"
+    rounding: Rounding = "nearest"
     qk_threshold: float | None = None
 
 
@@ -92,9 +95,6 @@ def build_optimizer(name: str, model: GPT, config: OptimizerConfig) -> torch.opt
 
 def _muon(contender: Contender, model: GPT, config: OptimizerConfig) -> Muon:
     groups = get_default_muon_param_groups(model)
-    for group in groups:
-        if not group["use_muon"] and config.adam_part_lr is not None:
-            group["lr"] = config.adam_part_lr
     clip_config = {"head_dim": model.config.head_dim, "threshold": config.qk_threshold} if contender.clipped else None
     with warnings.catch_warnings():
         if contender.watched:
@@ -103,6 +103,7 @@ def _muon(contender: Contender, model: GPT, config: OptimizerConfig) -> Muon:
         return Muon(
             groups,
             lr=config.lr,
+            adamw_lr=config.adam_part_lr,
             momentum=config.momentum,
             nesterov=True,
             ns_steps=config.ns_steps,

@@ -5,7 +5,6 @@ from __future__ import annotations
 import shlex
 import statistics
 import sys
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -14,16 +13,15 @@ import torch
 from demo.model import GPT, WEIGHTS
 from demo.train import RunResult
 from meshmuon.errors import ConfigError
-from meshmuon.simulate.advice import advice_for
-from meshmuon.simulate.build_report import build_report
-from meshmuon.simulate.cluster import MuonOptions
-from meshmuon.simulate.meshes import MeshAxes
-from meshmuon.simulate.modules import describe_module
-from meshmuon.simulate.page import render_page
-from meshmuon.simulate.presets import load_machine
-from meshmuon.simulate.report import MeasuredFigures
-from meshmuon.simulate.sharding import MeshSharding
-from meshmuon.simulate.simulation import Simulation, Workload
+from meshmuon.tools.simulate.advice import advice_for
+from meshmuon.tools.simulate.cluster import MuonOptions
+from meshmuon.tools.simulate.meshes import MeshAxes
+from meshmuon.tools.simulate.modules import describe_module
+from meshmuon.tools.simulate.page import render_page
+from meshmuon.tools.simulate.presets import load_machine
+from meshmuon.tools.simulate.report import Figures, build_report
+from meshmuon.tools.simulate.sharding import MeshSharding
+from meshmuon.tools.simulate.simulation import Simulation, Workload
 
 if TYPE_CHECKING:
     from demo.report import Setting
@@ -55,12 +53,13 @@ def write_plan_page(folder: Path, setting: Setting, result: RunResult) -> str | 
     command = shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]])
     report = build_report(simulation, command, advice_for(simulation))
     outside = [step - own for step, own in zip(result.step_seconds, result.optimizer_seconds, strict=True)]
-    measured = [
-        MeasuredFigures("optimizer step, median", simulation.seconds, statistics.median(result.optimizer_seconds)),
-        MeasuredFigures("forward and backward, median", simulation.training_seconds, statistics.median(outside)),
-    ]
+    labels = ("optimizer step, median", "forward and backward, median")
+    predicted = (simulation.seconds, simulation.training_seconds)
+    measured = (statistics.median(result.optimizer_seconds), statistics.median(outside))
+    rows = zip(labels, predicted, measured, strict=True)
+    report["measured"] = [Figures(label=label, predicted=guess, measured=seconds) for label, guess, seconds in rows]
     try:
-        (folder / FILE).write_text(render_page(replace(report, measured=measured)), encoding="utf-8")
+        (folder / FILE).write_text(render_page(report), encoding="utf-8")
     except ConfigError as error:
         return str(error)
     return None

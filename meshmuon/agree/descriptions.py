@@ -13,8 +13,8 @@ from ..layout import Layout
 from ..ortho import Orthogonalizer, Rational, Scheme, Step
 from ..params.checks import momentum_is_cycled
 from ..params.option_table import Compared, group_options
+from ..params.param_record import ParamRecord
 from ..plan import Plan, PlannedParam
-from .step_decision import PlanInput
 
 _COMPARED_KEYS = {
     use_muon: tuple(
@@ -41,10 +41,10 @@ def failure_text(failure: Exception | None) -> tuple[str, str] | None:
     return None if failure is None else (type(failure).__name__, str(failure))
 
 
-def recipe_text(plan_input: PlanInput) -> str:
+def recipe_text(record: ParamRecord) -> str:
     """How a parameter's matrices are computed: scheme, dtype and update rule. It is part of the plan's digest."""
-    rule = "" if plan_input.rule is None else f", {_stable_text(plan_input.rule)}"
-    return f"{_scheme_text(plan_input.scheme)} in {str(plan_input.compute_dtype).removeprefix('torch.')}{rule}"
+    rule = "" if record.rule is None else f", {_stable_text(record.rule)}"
+    return f"{_scheme_text(record.scheme)} in {str(record.compute_dtype).removeprefix('torch.')}{rule}"
 
 
 def _stable_text(value: object) -> str:
@@ -66,16 +66,17 @@ def _step_text(step: Step) -> str:
     return f"({step[0]:.6g} {step[1]:.6g} {step[2]:.6g})"
 
 
-def describe_param(plan_input: PlanInput, layouts: Sequence[Layout], planned: Sequence[PlannedParam]) -> tuple[str, str]:
+def describe_param(record: ParamRecord, layouts: Sequence[Layout], planned: Sequence[PlannedParam]) -> tuple[str, str]:
     """A parameter's name, and everything about it that must be equal on every rank.
 
     ``planned`` are its matrix sets as the plan sees them; none if AdamW steps it.
     """
-    where = f"{'×'.join(map(str, plan_input.shape))} {'; '.join(map(str, layouts))}"
+    where = f"{'×'.join(map(str, record.shape))} {'; '.join(map(str, layouts))}"
     if not planned:
-        return plan_input.name, f"{where}, for AdamW"
+        return record.name, f"{where}, for AdamW"
     flops = ", ".join(f"{part.flops} FLOPs" if part.window is None else f"{part.window}: {part.flops} FLOPs" for part in planned)
-    return plan_input.name, f"{where}, {planned[0].lane}, stack dims {planned[0].stack_dims}, {flops}, {planned[0].how}"
+    lane, stack_dims, how = planned[0].lane, planned[0].stack_dims, planned[0].how
+    return record.name, f"{where}, exchanged as {lane}, stack dims {stack_dims}, {flops}, computed by [{how}]"
 
 
 def hyperparameters_of(groups: Sequence[Mapping[str, Any]]) -> list[str]:

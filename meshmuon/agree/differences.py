@@ -13,15 +13,18 @@ from typing import TypeVar
 from .. import errors
 from ..errors import GradientError, MeshmuonError, PlanMismatchError, StateError
 from ..layout import Layout
+from ..transport import sendable
 from .identity import Pairing, Place
 from .node_view import NodeView
 
 # The state of a parameter on a rank: it would start at zero, it exists, or this rank does not keep it.
 ABSENT, PRESENT, ELSEWHERE = "0", "1", "-"
+_SHOWN = 4  # differences that an error names
 _T = TypeVar("_T")
 _NO_PAIRING, _ALONE = Pairing(), Place(0, 1)
 
 
+@sendable
 @dataclass(frozen=True, slots=True)
 class Note:
     """One rank's view of a step."""
@@ -124,6 +127,19 @@ def raise_lost_state(names: Sequence[str], states: Mapping[int, str], begun: Map
                 )
 
 
+def raise_other_progress(names: Sequence[str], progress: Mapping[int, Sequence[str]]) -> None:
+    """Raises if ranks have loaded states of different steps; ``progress`` is ``StatePresence.progress`` of each rank."""
+    for name, *texts in zip(names, *progress.values(), strict=True):
+        if len(set(texts)) > 1:
+            by_rank = dict(zip(progress, texts, strict=True))
+            first, other = min(by_rank), min(rank for rank in by_rank if by_rank[rank] != by_rank[min(by_rank)])
+            raise StateError(
+                f"{name}: the state of rank {first} has {by_rank[first] or 'no steps'}, that of rank {other} "
+                f"{by_rank[other] or 'no steps'}. The ranks have loaded states of different steps: load the same checkpoint on "
+                "every rank."
+            )
+
+
 def raise_mismatch(notes: Mapping[int, Note]) -> None:
     """Raises if ranks have different parameters, options or hyperparameters; names a rank and the first difference.
 
@@ -134,18 +150,40 @@ def raise_mismatch(notes: Mapping[int, Note]) -> None:
     usual_options, usual_parameters, usual_hyperparameters = usual
     for rank, note in sorted(notes.items()):
         if note.options != usual_options:
+            text, usual_text = _what_differs(note.options, usual_options)
             raise PlanMismatchError(
-                f"rank {rank} was given {note.options}, rank {usual_rank} {usual_options}: give all ranks the same options."
+                f"rank {rank} was given {text}, rank {usual_rank} {usual_text}: give all ranks the same options."
             )
         if note.parameters != usual_parameters:
             raise PlanMismatchError(_first_difference(rank, note.parameters, usual_rank, usual_parameters))
         for index in sorted({start for start, _ in (*note.hyperparameters, *usual_hyperparameters)}):
             text, usual_text = _text_at(note.hyperparameters, index), _text_at(usual_hyperparameters, index)
             if text != usual_text:
+                text, usual_text = _what_differs(text, usual_text)
                 raise PlanMismatchError(
                     f"{note.parameters[index][0]}: rank {rank} steps it with {text}; rank {usual_rank} with {usual_text}. Set "
                     "the same hyperparameters on every rank."
                 )
+
+
+def _what_differs(*texts: str) -> tuple[str, ...]:
+    """What only one of two texts says: ("lr=0.2", "lr=0.1") of "lr=0.2, betas=(0.9, 0.95)" and "lr=0.1, betas=(0.9, 0.95)"."""
+    items = [_items(text) for text in texts]
+    own = [[item for item in items[k] if item not in items[1 - k]] for k in range(2)]
+    more = [f" and {len(only) - _SHOWN} more" if len(only) > _SHOWN else "" for only in own]
+    return tuple((", ".join(only[:_SHOWN]) or "no such option") + rest for only, rest in zip(own, more, strict=True))
+
+
+def _items(text: str) -> list[str]:
+    """What commas separate, except inside brackets."""
+    items, depth = [""], 0
+    for character in text:
+        depth += (character in "([{") - (character in ")]}")
+        if character == "," and not depth:
+            items.append("")
+        else:
+            items[-1] += character
+    return [item.strip() for item in items]
 
 
 def _text_at(hyperparameters: Sequence[tuple[int, str]], index: int) -> str:
@@ -187,6 +225,7 @@ def _first_difference(rank: int, params: Sequence[tuple[str, str]], usual_rank: 
                 "or are in another order: build the same groups on every rank."
             )
         if text != usual_text:
+            text, usual_text = _what_differs(text, usual_text)
             return (
                 f"{name}: rank {rank} has {text}; rank {usual_rank} has {usual_text}. Build the optimizer after every rank has "
                 "sharded the model in the same way, with the same options for each group."

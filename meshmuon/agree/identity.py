@@ -22,6 +22,7 @@ from torch import Tensor
 
 from ..params.dtensors import ReplicaGroup, replica_ranks
 from ..torch_compat import spec_of
+from ..transport import sendable
 from .link import current_world
 
 
@@ -54,6 +55,7 @@ _early: _Roster = []  # built before there was a process group
 _lock = threading.Lock()
 
 
+@sendable
 class Place(NamedTuple):
     """The position of an optimizer among the living optimizers of its process that look the same, and their number."""
 
@@ -61,6 +63,7 @@ class Place(NamedTuple):
     lookalikes: int
 
 
+@sendable
 class Pairing(NamedTuple):
     """What this rank's optimizer has in common with the optimizers of the other ranks that step with it."""
 
@@ -114,20 +117,22 @@ def _roster() -> _Roster:
 
 
 def _first_param(optimizer: Optimizer) -> Tensor | None:
-    return next((param for group in optimizer.param_groups for param in group["params"]), None)
+    return next((param for group in optimizer.param_groups for param in group.get("params", ())), None)
 
 
 def _looks_like(optimizer: Optimizer, other: Optimizer) -> bool:
     """Whether ranks could mix up the two optimizers: the same names, shapes and layouts, over the same ranks."""
     return (
-        [group["param_names"] for group in optimizer.param_groups] == [group["param_names"] for group in other.param_groups]
+        [group.get("param_names") for group in optimizer.param_groups]
+        == [group.get("param_names") for group in other.param_groups]
         and _layouts(optimizer) == _layouts(other)
         and _replicas(optimizer) == _replicas(other)
     )
 
 
 def _layouts(optimizer: Optimizer) -> list[list[tuple[object, ...]]]:
-    return [[(param.shape, param.dtype, spec_of(param)) for param in group["params"]] for group in optimizer.param_groups]
+    groups = (group.get("params", ()) for group in optimizer.param_groups)  # a user may have deleted them to free memory
+    return [[(param.shape, param.dtype, spec_of(param)) for param in params] for params in groups]
 
 
 def _replicas(optimizer: Optimizer) -> object:

@@ -17,15 +17,16 @@ class Link:
     """The ranks that plan together, and the process group through which they exchange pieces and agree.
 
     A step holds the turn of the process group from its vote to its end. Another thread that steps another optimizer over the same
-    group waits. If ranks then take turns in different orders, their votes differ, and all of them raise.
+    group, clips or gathers state over it, waits. If ranks step in different orders, their votes differ, and all of them raise.
     """
 
     def __init__(self, ranks: tuple[int, ...], existing: Iterable[dist.ProcessGroup]) -> None:
         self.ranks = ranks
         process_group = exchange_group(ranks, existing)
         self.exchange = Exchange(process_group)
-        self.agreement = Agreement(process_group)
         self._turn = turn_of(process_group)
+        with self._turn:
+            self.agreement = Agreement(process_group)
         self._thread: int | None = None  # that has the turn
 
     def begin_turn(self) -> None:

@@ -11,15 +11,17 @@ from functools import cached_property
 from typing import TYPE_CHECKING, TypeVar
 
 from ..errors import PlanError
+from ..execute import may_fail
 from ..layout import Layout, Mesh
 from ..matrices import MatrixSet
 from ..ortho import expected_flops
 from ..params.dtensors import ReplicaGroup, connected_ranks, layouts_of, replica_ranks, replicated_layout, siblings
-from ..plan import NO_WAVE, CostModel, Nodes, Plan, PlannedParam, PlanOptions, cost_model_for, make_plan
+from ..params.param_record import ParamIndex, ParamRecord
+from ..plan import NO_WAVE, CostModel, Nodes, PartIndex, Plan, PlannedParam, PlanOptions, cost_model_for, make_plan
 from ..transport import Exchange
 from .descriptions import describe_param, recipe_text
 from .planned_set import PlannedSet
-from .step_decision import PlanInput, StepDecision
+from .step_decision import StepDecision
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -48,7 +50,7 @@ class Topology:
         mesh_sets = [mesh.ranks for slices in meshes.values() for mesh in slices]
         return cls(rank, meshes, replica_sets, connected_ranks(rank, [*mesh_sets, *replica_sets]))
 
-    def layouts(self, plan_inputs: Sequence[PlanInput]) -> list[tuple[Layout, ...]]:
+    def layouts(self, records: Sequence[ParamRecord]) -> list[tuple[Layout, ...]]:
         """The layouts of each parameter on the ranks that plan together; none for plain tensors that are not replicated."""
         planning_ranks = frozenset(self.ranks)
         replica_sets = [ranks for ranks in self.replica_sets if not planning_ranks.isdisjoint(ranks)]
@@ -56,13 +58,13 @@ class Topology:
             tuple(replicated_layout(param.shape, ranks) for ranks in replica_sets)
             if param.mesh is None
             else layouts_of(param.name, param.shape, param.placements, self.meshes[param.mesh], planning_ranks)
-            for param in plan_inputs
+            for param in records
         ]
 
 
-def slices_by_mesh(plan_inputs: Sequence[PlanInput]) -> dict[DeviceMesh | Mesh, tuple[Mesh, ...]]:
+def slices_by_mesh(records: Sequence[ParamRecord]) -> dict[DeviceMesh | Mesh, tuple[Mesh, ...]]:
     """The meshes of the parameters, in their order, each with the slices that look like it."""
-    meshes = dict.fromkeys(plan_input.mesh for plan_input in plan_inputs if plan_input.mesh is not None)
+    meshes = dict.fromkeys(record.mesh for record in records if record.mesh is not None)
     return {mesh: (mesh,) if isinstance(mesh, Mesh) else siblings(mesh) for mesh in meshes}
 
 
@@ -78,7 +80,7 @@ class PlanSettings:
 
 @dataclass(frozen=True, slots=True)
 class StepGradients:
-    """Which parameters have a gradient in a step, by index of the plan input."""
+    """Which parameters have a gradient in a step, by index of the parameter."""
 
     here: tuple[bool, ...]  # on this rank
     by_rank: Mapping[int, tuple[bool, ...]]  # which of the shared parameters have one on each rank; empty if all ranks are alike
@@ -106,40 +108,40 @@ class LocalPlanner:
     Raises what keeps the parameters from being planned, such as placements that meshmuon does not support.
 
     Attributes:
-        plan_inputs: the parameters.
+        records: the parameters.
         shared: indices of the parameters that several ranks know of, because they are on a mesh or replicated.
         layouts: the layouts of every parameter; empty for those that only this rank knows of, and for those on meshes without
             any rank that plans with this one.
     """
 
-    def __init__(self, plan_inputs: tuple[PlanInput, ...], settings: PlanSettings, topology: Topology) -> None:
+    def __init__(self, records: tuple[ParamRecord, ...], settings: PlanSettings, topology: Topology) -> None:
         options = settings.options
-        if plan_inputs:
-            first = next((plan_input for plan_input in plan_inputs if plan_input.matrix_sets is not None), plan_inputs[0])
+        if records:
+            first = next((record for record in records if record.matrix_sets is not None), records[0])
             nodes = None if topology.nodes is None else topology.nodes.among(topology.ranks)
             usual = cost_model_for(first.work_device.type, several_nodes=nodes is not None)
             options = replace(options, cost=settings.cost_model or usual, nodes=nodes)
         self._settings = replace(settings, options=options)
         self._topology = topology
-        self.plan_inputs = plan_inputs
-        self.layouts = topology.layouts(plan_inputs)
+        self.records = records
+        self.layouts = topology.layouts(records)
         self.shared = [index for index, layouts in enumerate(self.layouts) if layouts]
-        self._muon = [index for index, plan_input in enumerate(plan_inputs) if plan_input.matrix_sets is not None]
+        self._muon = [index for index, record in enumerate(records) if record.matrix_sets is not None]
         self._positions = {index: position for position, index in enumerate(self.shared)}
-        shared_groups = [(position, plan_inputs[index].group_index) for position, index in enumerate(self.shared)]
+        shared_groups = [(position, records[index].group_index) for position, index in enumerate(self.shared)]
         self._group_starts = _where_changed(shared_groups)
 
     def misplaced_shard(self) -> PlanError | None:
         """The error for a local tensor of another shape than its placements say; only the ranks that hold it can see it."""
         rank = self._topology.rank
-        for plan_input, layouts in zip(self.plan_inputs, self.layouts, strict=True):
+        for record, layouts in zip(self.records, self.layouts, strict=True):
             expected = next((layout.local_shape(rank) for layout in layouts if rank in layout.mesh.ranks), None)
-            if expected is None or expected == plan_input.local_shape:
+            if expected is None or expected == record.local_shape:
                 continue
-            if math.prod(expected) + math.prod(plan_input.local_shape) > 0:  # empty shards may have any shape
+            if math.prod(expected) + math.prod(record.local_shape) > 0:  # empty shards may have any shape
                 return PlanError(
-                    f"{plan_input.name} is {'; '.join(map(str, layouts))}, so this rank should hold {expected}, but it holds "
-                    f"{plan_input.local_shape}. Some wrappers (FSDP2 over tensor parallelism with rows that do not divide) store "
+                    f"{record.name} is {'; '.join(map(str, layouts))}, so this rank should hold {expected}, but it holds "
+                    f"{record.local_shape}. Some wrappers (FSDP2 over tensor parallelism with rows that do not divide) store "
                     "other shards than their placements say: choose sizes that divide, or shard another dim."
                 )
         return None
@@ -161,7 +163,7 @@ class LocalPlanner:
         plan = make_plan([planned for _, _, planned in chosen], self._settings.options)
         return StepDecision(
             plan=plan,
-            planned_parts=tuple((index, part) for index, part, _ in chosen),
+            planned_parts=tuple((ParamIndex(index), part) for index, part, _ in chosen),
             exchange=exchange,
             rank=self._topology.rank,
             repeats=_repeats_matrices(plan),
@@ -188,8 +190,8 @@ class LocalPlanner:
         active, here = gradients.active, gradients.here
         step_decision = replace(
             decision,
-            zeros=frozenset(index for index, flag in enumerate(active) if flag and not here[index]),
-            idle=frozenset(position for position, (index, _) in enumerate(decision.planned_parts) if not active[index]),
+            zeros=frozenset(ParamIndex(index) for index, flag in enumerate(active) if flag and not here[index]),
+            idle=frozenset(PartIndex(part) for part, (index, _) in enumerate(decision.planned_parts) if not active[index]),
         )
         # What AdamW steps is no part of the plan, but ranks must agree on it as well.
         flags = bytes(self.shared_flags(active))
@@ -210,12 +212,13 @@ class LocalPlanner:
 
     def options_text(self) -> str:
         """The options that shape a plan, as ranks compare and show them."""
-        return f"{self._settings.options}, form={self._settings.form!r}, {self._settings.path}"
+        options = repr(self._settings.options).removeprefix("PlanOptions(").removesuffix(")")
+        return f"{options}, form={self._settings.form!r}, {self._settings.path}"
 
     def descriptions(self) -> tuple[tuple[str, str], ...]:
         """Name and description of each shared parameter, as ranks compare and show them."""
         planned = self._planned_params
-        return tuple(describe_param(self.plan_inputs[index], self.layouts[index], planned[index]) for index in self.shared)
+        return tuple(describe_param(self.records[index], self.layouts[index], planned[index]) for index in self.shared)
 
     @cached_property
     def _planned_params(self) -> list[list[PlannedParam]]:
@@ -225,35 +228,37 @@ class LocalPlanner:
         """
         return [
             [
-                self._planned_param(plan_input, matrix_set, layouts)
-                for matrix_set in plan_input.matrix_sets or ()
-                if plan_input.mesh is None or layouts
+                self._planned_param(record, matrix_set, layouts)
+                for matrix_set in record.matrix_sets or ()
+                if record.mesh is None or layouts
             ]
-            for plan_input, layouts in zip(self.plan_inputs, self.layouts, strict=True)
+            for record, layouts in zip(self.records, self.layouts, strict=True)
         ]
 
-    def _planned_param(self, plan_input: PlanInput, matrix_set: MatrixSet, layouts: tuple[Layout, ...]) -> PlannedParam:
+    def _planned_param(self, record: ParamRecord, matrix_set: MatrixSet, layouts: tuple[Layout, ...]) -> PlannedParam:
         ranks, rows, cols = self._topology.ranks, matrix_set.rows, matrix_set.cols
         # A private parameter is planned as replicated over all ranks. It is then whole, so it stays on this rank, and it costs
-        # nothing in the balance. Reports count it on every rank, as if each had one like it.
+        # nothing in the balance. Reports count it on every rank, as if each had one like it. Replicas share what code of the user
+        # computes: if it fails on one rank, none of them is stepped, and they stay equal.
         return PlannedParam(
-            name=plan_input.name,
-            layouts=layouts or (replicated_layout(plan_input.shape, ranks),),
+            name=record.name,
+            layouts=layouts or (replicated_layout(record.shape, ranks),),
             stack_dims=matrix_set.stack_dims,
-            lane=(_places(plan_input), str(plan_input.comm_dtype), str(plan_input.update_dtype)),
-            itemsize=plan_input.comm_dtype.itemsize,
-            flops=expected_flops(rows, cols, plan_input.scheme, self._settings.form, plan_input.compute_dtype),
-            share=True if plan_input.mesh is None else None,
+            lane=(_places(record), str(record.comm_dtype), str(record.update_dtype)),
+            itemsize=record.comm_dtype.itemsize,
+            flops=expected_flops(rows, cols, record.scheme, self._settings.form, record.compute_dtype),
+            share=True if record.mesh is None or may_fail(record.scheme, record.rule) else None,
             private=not layouts and len(ranks) > 1,  # on a single rank nothing is compared, so nothing is left out
             window=matrix_set.window,
-            staged=plan_input.device.type != plan_input.work_device.type,
-            how=recipe_text(plan_input),
+            staged=record.device.type != record.work_device.type,
+            how=recipe_text(record),
+            compute_dtype=str(record.compute_dtype).removeprefix("torch."),
         )
 
 
-def _places(plan_input: PlanInput) -> str:
+def _places(record: ParamRecord) -> str:
     """Where a parameter is and where its matrices are orthogonalised: ``"cuda"`` for both, ``"cpu to cuda"`` for host memory."""
-    stored, works = plan_input.device.type, plan_input.work_device.type
+    stored, works = record.device.type, record.work_device.type
     return works if stored == works else f"{stored} to {works}"
 
 

@@ -14,10 +14,15 @@ from dataclasses import dataclass
 
 from ..errors import ConfigError, PlanMismatchError
 from ..plan import Nodes
+from ..transport import sendable
 
 RANKS_PER_NODE = "MESHMUON_RANKS_PER_NODE"
 
 
+sendable(Nodes)
+
+
+@sendable
 @dataclass(frozen=True, slots=True)
 class NodeView:
     """What one rank knows of the nodes of the ranks that it plans with."""

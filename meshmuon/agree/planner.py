@@ -11,12 +11,13 @@ from dataclasses import replace
 
 import torch.distributed as dist
 
-from ..errors import ConfigError, PlanMismatchError
+from ..errors import ConfigError, KeptError, PlanMismatchError
 from ..layout import Layout
 from ..params.dtensors import ReplicaGroup, groups_of
+from ..params.param_record import ParamRecord
 from ..torch_compat import warn_if_untested
 from ..transport import PendingVerdict, Verdict, Vote
-from .descriptions import failure_text, owner_assignments
+from .descriptions import owner_assignments
 from .differences import (
     PRESENT,
     Note,
@@ -28,6 +29,7 @@ from .differences import (
     raise_lost_state,
     raise_mismatch,
     raise_other_plan,
+    raise_other_progress,
     raise_unequal_replicas,
 )
 from .identity import Optimizer, Pairing, place_of
@@ -37,7 +39,7 @@ from .node_view import NodeView, settled_nodes
 from .pending_decision import PendingDecision
 from .planned_set import NOT_PLANNED, PlannedSet
 from .state_presence import StatePresence
-from .step_decision import Activity, PlanInput, RankStatus, StepDecision
+from .step_decision import Activity, RankStatus, StepDecision
 
 _FAILED, _READY = -1, 1  # what a rank votes instead of a fingerprint, which is 0 or more
 
@@ -51,10 +53,10 @@ class Planner:
     ``step()`` calls, on every one of these ranks and in this order:
 
     1. ``begin()``, once per step, before the closure runs. It counts the call and does not communicate.
-    2. ``propose(plan_inputs, failure, status)``, once per step, before anything is written. A rank that cannot step passes its
+    2. ``propose(records, failure, status)``, once per step, before anything is written. A rank that cannot step passes its
        error and still takes part. ``propose``
 
-       a. plans on this rank, at the first step and whenever the plan inputs have changed, a parameter has its first gradient,
+       a. plans on this rank, at the first step and whenever the records have changed, a parameter has its first gradient,
           or a considerable part of the plan has had none for long (``PlannedSet``). Otherwise a missing gradient changes only
           what the step does with the plan. Ranks that meet for the first time create their process groups here;
        b. sends this rank's vote, seven integers in host memory, at every step.
@@ -109,9 +111,9 @@ class Planner:
         self._planning_error: Exception | None = None
 
     @property
-    def plan_inputs(self) -> tuple[PlanInput, ...]:
-        """The plan inputs of the last decision."""
-        return () if self._local is None else self._local.plan_inputs
+    def records(self) -> tuple[ParamRecord, ...]:
+        """The parameters of the last decision."""
+        return () if self._local is None else self._local.records
 
     @property
     def layouts(self) -> Sequence[tuple[Layout, ...]]:
@@ -136,32 +138,27 @@ class Planner:
         """Forgets the steps so far, because a state was loaded: the ranks identify each other again at the next step."""
         self._pairing = Pairing()
 
-    def propose(self, plan_inputs: tuple[PlanInput, ...], failure: Exception | None, status: RankStatus) -> PendingDecision:
+    def propose(self, records: tuple[ParamRecord, ...], failure: KeptError, status: RankStatus) -> PendingDecision:
         """Begins to decide with all ranks what this step does. ``failure`` keeps this rank from stepping; all then raise it."""
         if self._link is not None:
             self.check_connected()
-        if self._local is None or plan_inputs != self._local.plan_inputs:
-            self._begin_planning(plan_inputs)
+        if self._local is None or records != self._local.records:
+            self._begin_planning(records)
+        else:
+            self._local.records = records  # equal ones, perhaps of other tensors
         if self._local is not None:
             self._plan(self._local, status.has_grad)
-        failure = failure or self._planning_error
-        try:
-            return PendingDecision(self, failure, status, None if self._link is None else self._start_vote(failure, status))
-        finally:
-            del failure  # an error that its own traceback holds would keep the caller alive
+        failure.keep(self._planning_error)
+        return PendingDecision(self, failure, status, None if self._link is None else self._start_vote(failure, status))
 
-    def confirm(self, failure: Exception | None) -> None:
+    def confirm(self, failure: KeptError) -> None:
         """Returns on all ranks once all are ready for the step, or raises on all ranks the error of the first that is not."""
         if self._link is None:
-            if failure is not None:
-                try:
-                    raise failure
-                finally:
-                    del failure
+            failure.raise_it()
         else:
-            verdict = self._link.agreement.decide(Vote(_READY if failure is None else _FAILED))
-            if not verdict.unanimous or failure is not None:
-                raise_failures(self._link.agreement.all_gather_objects(Note(failure_text(failure))), failure)
+            verdict = self._link.agreement.decide(Vote(_FAILED if failure else _READY))
+            if not verdict.unanimous or failure:
+                raise_failures(self._link.agreement.all_gather_objects(Note(failure.text)), failure.take())
                 raise PlanMismatchError("some ranks are ready for a step that others have not begun: call step() equally often.")
         self._count_step()
 
@@ -169,16 +166,16 @@ class Planner:
         """Raises if the process group that the optimizer was built in was destroyed, even if its connections still answer."""
         self._home.check_connected(plain=not self._on_meshes and self._replica_group is not None)
 
-    def _begin_planning(self, plan_inputs: tuple[PlanInput, ...]) -> None:
+    def _begin_planning(self, records: tuple[ParamRecord, ...]) -> None:
         """Begins with other parameters; keeps an error of the planning for the vote, since the other ranks wait there."""
         self._local = self._proposal = self._planned_next = self._planning_error = None
         self._flags_by_rank = {}
-        topology = self._connect(plan_inputs)
+        topology = self._connect(records)
         try:
             if self._link is not None and self._node_view is None:
                 self._node_view = NodeView.from_environment(topology.rank, topology.ranks, dist.get_world_size())
             nodes = None if self._node_view is None else self._node_view.nodes
-            local = LocalPlanner(plan_inputs, self._settings, replace(topology, nodes=nodes))
+            local = LocalPlanner(records, self._settings, replace(topology, nodes=nodes))
             self._planning_error = local.misplaced_shard()
             self._planned = local.nothing_planned()
             self._local = local
@@ -219,9 +216,9 @@ class Planner:
         assert self._proposal is not None
         self._planned = self._planned_next.after_step(self._proposal.gradients.muon)
 
-    def _connect(self, plan_inputs: tuple[PlanInput, ...]) -> Topology:
+    def _connect(self, records: tuple[ParamRecord, ...]) -> Topology:
         """Finds the ranks to plan with, and creates the process groups to talk to them if they are not those of the last plan."""
-        slices = slices_by_mesh(plan_inputs)
+        slices = slices_by_mesh(records)
         self._on_meshes = bool(slices)
         if self._replica_group is not None:
             self.check_connected()
@@ -246,44 +243,35 @@ class Planner:
             self._pairing = Pairing(steps=1)  # with these ranks it is the first step
         return topology
 
-    def expected(self, failure: Exception | None, status: RankStatus) -> StepDecision | None:
+    def expected(self, failure: KeptError, status: RankStatus) -> StepDecision | None:
         """What is decided if no rank has anything out of the ordinary; None if this rank has."""
-        ordinary = failure is None and self._ordinary(
-            self._must_prepare(status), status.nonfinite, status.has_work, status.activity
-        )
+        ordinary = not failure and self._ordinary(self._must_prepare(status), status.nonfinite, status.has_work, status.activity)
         return self._proposal.decision if ordinary and self._proposal is not None else None
 
-    def decide(self, failure: Exception | None, status: RankStatus, votes: PendingVerdict | None) -> StepDecision:
+    def decide(self, failure: KeptError, status: RankStatus, votes: PendingVerdict | None) -> StepDecision:
         """Decides, once ``votes`` are here. ``PendingDecision.wait`` calls it."""
-        try:
-            if votes is not None:
-                return self._count(votes, failure, status)
-            if failure is not None:
-                raise failure
-        finally:
-            del failure
+        if votes is not None:
+            return self._count(votes, failure, status)
+        failure.raise_it()
         return self._decision(self._must_prepare(status), status.nonfinite, status.has_work, status.activity)
 
-    def _start_vote(self, failure: Exception | None, status: RankStatus) -> PendingVerdict:
+    def _start_vote(self, failure: KeptError, status: RankStatus) -> PendingVerdict:
         """Tells all ranks what this one is about to do."""
         assert self._link is not None
         self._home.check_process()
         self._link.begin_turn()
         return self._link.agreement.start(self._ballot(failure, status))
 
-    def _count(self, votes: PendingVerdict, failure: Exception | None, status: RankStatus) -> StepDecision:
+    def _count(self, votes: PendingVerdict, failure: KeptError, status: RankStatus) -> StepDecision:
         """Compares with all ranks what each is about to do, and looks for the reason where they differ."""
         link = self._link
         assert link is not None
         verdict = votes.wait()
         prepares = verdict.prepares
-        if not verdict.unanimous or failure is not None:
-            try:
-                # The error of one rank is raised by all, so that nothing else has to be compared.
-                notes = link.agreement.all_gather_objects(Note(failure_text(failure), node_view=self._node_view))
-                raise_failures(notes, failure)
-            finally:
-                del failure
+        if not verdict.unanimous or failure:
+            # The error of one rank is raised by all, so that nothing else has to be compared.
+            notes = link.agreement.all_gather_objects(Note(failure.text, node_view=self._node_view))
+            raise_failures(notes, failure.take())
             verdict = self._vote_again(link, notes, status) or verdict
             prepares = verdict.prepares
         if not verdict.unanimous:
@@ -293,8 +281,8 @@ class Planner:
         self._pairing = self._pairing.joined(verdict.proposed_id)
         return self._decision(prepares, verdict.nonfinite, verdict.has_work, Activity(verdict.activity))
 
-    def _ballot(self, failure: Exception | None, status: RankStatus) -> Vote:
-        fingerprint = self._fingerprint(status) if failure is None else _FAILED
+    def _ballot(self, failure: KeptError, status: RankStatus) -> Vote:
+        fingerprint = _FAILED if failure else self._fingerprint(status)
         prepares, proposed_id = self._must_prepare(status), self._pairing.proposed_id()
         return Vote(fingerprint, prepares, status.nonfinite, status.has_work, status.activity, proposed_id)
 
@@ -306,16 +294,14 @@ class Planner:
         assert self._node_view is not None
         assert self._local is not None
         self._node_view = replace(self._node_view, nodes=settled_nodes(views))
-        self._begin_planning(self._local.plan_inputs)
+        self._begin_planning(self._local.records)
         if self._local is not None:
             self._plan(self._local, status.has_grad)
-        failure = self._planning_error
-        try:
-            verdict = link.agreement.decide(self._ballot(failure, status))
-            if not verdict.unanimous or failure is not None:
-                raise_failures(link.agreement.all_gather_objects(Note(failure_text(failure))), failure)
-        finally:
-            del failure
+        failure = KeptError()
+        failure.keep(self._planning_error)
+        verdict = link.agreement.decide(self._ballot(failure, status))
+        if not verdict.unanimous or failure:
+            raise_failures(link.agreement.all_gather_objects(Note(failure.text)), failure.take())
         return verdict
 
     def _fingerprint(self, status: RankStatus) -> int:
@@ -327,7 +313,9 @@ class Planner:
         hyperparameters = self._local.shared_hyperparameters(status.hyperparameters())
         without_state = self._local.positions_among_shared(status.without_state)
         nodes = "" if self._node_view is None else self._node_view.compared
-        return fingerprint_of((self._proposal.fingerprint, hyperparameters, identity, without_state, nodes))
+        # Of all votes only the first after loading reads the state, which waits for the device.
+        progress = () if pairing.shared_id else status.presence.progress(self._local.shared)
+        return fingerprint_of((self._proposal.fingerprint, hyperparameters, identity, without_state, nodes, progress))
 
     def _must_prepare(self, status: RankStatus) -> bool:
         return self._proposal is None or self._proposal.decision.plan is not status.prepared_plan
@@ -362,6 +350,9 @@ class Planner:
         raise_failures(notes, None)
         self._refuse_other_optimizers(notes)
         raise_mismatch(notes)
+        if any(not of_rank.pairing.shared_id for of_rank in notes.values()):  # some rank has loaded a state
+            progress = link.agreement.all_gather_objects(status.presence.progress(local.shared))
+            raise_other_progress([name for name, _ in note.parameters], progress)
         return notes
 
     def _plan_together(self, link: Link, local: LocalPlanner, notes: Mapping[int, Note], status: RankStatus) -> bool:
@@ -372,22 +363,17 @@ class Planner:
         """
         flags_by_rank = {rank: note.has_grad for rank, note in sorted(notes.items())}
         if self._reduced:
-            shared = [(local.plan_inputs[index].name, local.layouts[index]) for index in local.shared]
+            shared = [(local.records[index].name, local.layouts[index]) for index in local.shared]
             raise_unequal_replicas(flags_by_rank, shared)
         self._refuse_lost_state(link, local, notes, status.presence)
         assert self._planned_next is not None
         idle_steps = [note.idle_steps for note in notes.values()]
-        failure: Exception | None = None
-        try:
+        failure = KeptError()
+        with failure:  # the other ranks wait for this rank's note
             self._flags_by_rank = flags_by_rank if len(set(flags_by_rank.values())) > 1 else {}
             gradients = local.gradients(status.has_grad, self._flags_by_rank)
             self._propose(local, gradients, self._planned_next.merged(local.shared, idle_steps))
-        except Exception as error:  # the other ranks wait for this rank's note
-            failure = error
-        try:
-            raise_failures(link.agreement.all_gather_objects(Note(failure_text(failure))), failure)
-        finally:
-            del failure
+        raise_failures(link.agreement.all_gather_objects(Note(failure.text)), failure.take())
         assert self._proposal is not None
         assignments = owner_assignments(self._proposal.decision.plan)
         raise_other_plan(link.agreement.all_gather_objects((self._proposal.fingerprint, assignments)))
@@ -407,7 +393,7 @@ class Planner:
     def _refuse_lost_state(self, link: Link, local: LocalPlanner, notes: Mapping[int, Note], presence: StatePresence) -> None:
         """Raises if some ranks would start state at zero that other ranks continue."""
         states = {rank: note.state for rank, note in notes.items()}
-        names = [local.plan_inputs[index].name for index in local.shared]
+        names = [local.records[index].name for index in local.shared]
         active = [any(flags) for flags in zip(*(note.has_grad for note in notes.values()), strict=True)]
         if differing := differing_state(states, active):
             letters = states[current_rank()]

@@ -21,9 +21,9 @@ from ..agree.differences import Note, raise_failures, raise_mismatch, raise_uneq
 from ..errors import ConfigError, GradientError, MeshmuonError, PlanMismatchError
 from ..layout import Layout
 from ..params.checks import refuse_uninitialised, shown
-from ..params.dtensors import ReplicaGroup, as_dtensor, check_gradient_placement, groups_of, known_placements
+from ..params.dtensors import ReplicaGroup, as_dtensor, check_gradient_placement, groups_of
 from ..torch_compat import mark_overwritten, never_traced
-from ..transport import NormWord, all_gather_objects, norm_device, reduce_norm, shared_group
+from ..transport import NormWord, all_gather_objects, norm_device, reduce_norm, shared_group, turns_of
 from .norms import local_norms, scale_all
 from .replicas import Replicas
 
@@ -124,13 +124,14 @@ class _GradNorm:
 
     def run(self, *, raises: bool) -> Tensor:
         """Returns the norm, and scales the gradients if there is a ``max_norm``. ``raises`` refuses a norm that is not finite."""
+        process_groups = [*([] if self._stage is None else [self._stage]), *self._pipeline]
         try:
-            return self._run(raises)
+            with turns_of(process_groups):
+                return self._run(process_groups, raises)
         finally:
             self._failure = None  # its traceback holds frames that hold this object
 
-    def _run(self, raises: bool) -> Tensor:
-        process_groups = [*([] if self._stage is None else [self._stage]), *self._pipeline]
+    def _run(self, process_groups: Sequence[dist.ProcessGroup], raises: bool) -> Tensor:
         device = norm_device([param.device for param in self._params], process_groups)
         reduced = reduce_norm(self._contribution(device), process_groups, largest=math.isinf(self._order))
         if device.type == "cpu" or raises:
@@ -165,8 +166,7 @@ class _GradNorm:
         grads = []
         for k, param in enumerate(self._params):
             name, grad = _name(k, param), param.grad
-            if (sharded := as_dtensor(param)) is not None:
-                known_placements(name, sharded.placements, param.dim())  # raises for unknown placements
+            role = self._replicas.role(name, param)  # raises for unknown placements
             if grad is None:
                 continue
             if grad.layout != torch.strided:
@@ -178,7 +178,7 @@ class _GradNorm:
             gradient = as_dtensor(grad)
             local = grad if gradient is None else gradient.to_local()
             if local.numel():
-                grads.append((local, self._replicas.role(param).counts))
+                grads.append((local, role.counts))
         return grads
 
     def _contribution(self, device: torch.device) -> NormWord:
@@ -223,7 +223,7 @@ class _GradNorm:
         difference = (len(replicas.ranks) - 1) * signature if replicas.rank == replicas.ranks[0] else -signature
         for k, param in enumerate(self._params):
             if param.grad is not None and self._failure is None:
-                role = replicas.role(param)
+                role = replicas.role(_name(k, param), param)
                 token = _hash(f"{k} {role.cell}")
                 difference += (role.replicas - 1) * token if role.counts else -token if role.replicas > 1 else 0
         return float(difference), 0.0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -10,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from ..agree.link import current_rank
-from ..layout import Layout, Mesh, Replicated
+from ..layout import Layout, Mesh, Replicated, coordinates
 from ..params.dtensors import as_dtensor, connected_ranks, known_placements, replicated_layout, siblings
 
 if TYPE_CHECKING:
@@ -46,42 +47,38 @@ class Replicas:
         self.ranks = connected_ranks(self.rank, (mesh.ranks for slices in self.slices.values() for mesh in slices))
         self._roles: dict[tuple[DeviceMesh | None, tuple[Any, ...]], ReplicaRole] = {}
 
-    def role(self, param: Tensor) -> ReplicaRole:
-        """The role of this rank for ``param``."""
+    def role(self, name: str, param: Tensor) -> ReplicaRole:
+        """The role of this rank for ``param``, which ``name`` names in errors."""
         sharded = as_dtensor(param)
         key = (None, ()) if sharded is None else (sharded.device_mesh, sharded.placements)
         if key not in self._roles:
-            self._roles[key] = self._new_role(*key)
+            here = sharded is None or sharded.device_mesh.get_coordinate() is not None
+            self._roles[key] = _role(self.layouts(name, param) if here else (), self.rank)
         return self._roles[key]
-
-    def _new_role(self, mesh: DeviceMesh | None, placements: tuple[Any, ...]) -> ReplicaRole:
-        if mesh is None:
-            return ReplicaRole(self.rank == self.ranks[0], len(self.ranks), ())
-        coordinate = mesh.get_coordinate()
-        if coordinate is None:
-            return ReplicaRole(False, 1, ())
-        slices = self._connected_slices(mesh)
-        replicated = [axis for axis, placement in enumerate(placements) if placement.is_replicate()]
-        return ReplicaRole(
-            counts=self.rank in slices[0].ranks and not any(coordinate[axis] for axis in replicated),
-            replicas=len(slices) * math.prod(mesh.shape[axis] for axis in replicated),
-            cell=tuple(position for axis, position in enumerate(coordinate) if axis not in replicated),
-        )
 
     def layouts(self, name: str, param: Tensor) -> tuple[Layout, ...]:
         """The layout of a parameter, with the slices of its mesh as one more axis that replicates it.
 
-        For a parameter on the slices (0, 1) and (2, 3) it is one layout on a 2×2 mesh. Empty if none of the slices is connected.
+        For a parameter on the slices (0, 1) and (2, 3) it is one layout on a 2×2 mesh. Empty if none of the slices is connected;
+        those of other pipeline stages are not.
         """
         shape, sharded = tuple(param.shape), as_dtensor(param)
         if sharded is None:
             return (replicated_layout(shape, self.ranks),)
-        slices = self._connected_slices(sharded.device_mesh)
+        slices = [mesh_slice for mesh_slice in self.slices[sharded.device_mesh] if mesh_slice.ranks[0] in self.ranks]
         if not slices:
             return ()
         mesh = Mesh((len(slices), *slices[0].shape), tuple(rank for mesh_slice in slices for rank in mesh_slice.ranks))
         return (Layout(shape, mesh, (Replicated(), *known_placements(name, sharded.placements, len(shape)))),)
 
-    def _connected_slices(self, mesh: DeviceMesh) -> list[Mesh]:
-        """The slices that hold the same parameters; those of other pipeline stages are not connected."""
-        return [mesh_slice for mesh_slice in self.slices[mesh] if mesh_slice.ranks[0] in self.ranks]
+
+def _role(layouts: tuple[Layout, ...], rank: int) -> ReplicaRole:
+    coordinate = coordinates(layouts[0].mesh).get(rank) if layouts else None
+    if coordinate is None:
+        return ReplicaRole(False, 1, ())
+    replicated = [isinstance(placement, Replicated) for placement in layouts[0].placements]
+    return ReplicaRole(
+        counts=not any(itertools.compress(coordinate, replicated)),
+        replicas=math.prod(itertools.compress(layouts[0].mesh.shape, replicated)),
+        cell=tuple(position for position, whole in zip(coordinate, replicated, strict=True) if not whole),
+    )

@@ -7,7 +7,7 @@ from .observer import UNOBSERVED, MatrixKey, Observer
 from .reference import ReferenceExecutor
 from .rounding import Elements, RandomWords, RoundingScratch, advance_counters, chunks_of, elements_held, round_stochastically
 from .settings import DEFAULT_MEMORY_BUDGET, ExecutorSettings
-from .step_param import StepParam, StepSettings, UpdateRule
+from .step_param import StepParam, StepSettings, UpdateRule, may_fail
 
 __all__ = [
     "DEFAULT_MEMORY_BUDGET",
@@ -28,6 +28,7 @@ __all__ = [
     "advance_counters",
     "chunks_of",
     "elements_held",
+    "may_fail",
     "round_stochastically",
     "window_of",
 ]

@@ -20,7 +20,7 @@ from .rule_state import RuleStateExchange, rule_state_exchanges
 from .shard_views import GradientReads, ShardView, ShardViews
 from .staging import Stage, Staging
 from .strided_copies import PlacedPiece, blocks_of, strided_views
-from .wave import CopyPairs, OwnedBatch, RankWave, Wave
+from .wave import CopyPairs, FallibleWave, OwnedBatch, RankWave, Wave
 
 _STAGED = tuple(f"staged {MATRICES} {slot}" for slot in range(STAGED_IN_FLIGHT))
 
@@ -54,7 +54,7 @@ class RankProgramBuilder(ProgramBuilder):
         self._reserve_buffers(sizes)
         for k, batch in enumerate(staged_batches):
             self._local_stage(staged_ranges, batch, k)  # grown to its final size before anything keeps a view of it
-        self._filled_once = self._params_filled_once()
+        self._filled_once, self._wave_params = self._params_filled_once(), self.wave_params()
         batches = [(local_ranges, batch) for batch in local_batches] + [(staged_ranges, batch) for batch in staged_batches]
         gradient_reads, around_all = self._gradient_reads(batches)
         waves, owned_rule_state = [], dict[int, Tensor]()
@@ -67,7 +67,7 @@ class RankProgramBuilder(ProgramBuilder):
         staged = [self._staged_batch(staged_ranges, batch, next(reads), k) for k, batch in enumerate(staged_batches)]
         return RankProgram(
             waves=tuple(waves),
-            wave_params=self.wave_params(),
+            wave_params=self._wave_params,
             in_flight=self.plan.options.in_flight,
             local=tuple(local),
             staged=tuple(staged),
@@ -133,22 +133,25 @@ class RankProgramBuilder(ProgramBuilder):
 
         Waves read beside the main stream, local batches in it. Of a parameter that both read, neither may accumulate the momentum
         that the other needs, and a local batch may not free a gradient that a wave may still be reading. The step does so, before
-        and after all of them. It also frees the gradients that nobody reads. The parts of a fused weight share one gradient and
-        momentum: all are listed under the index of the first part.
+        and after all of them. It also frees the gradients that nobody reads, and those of ``fallible`` parameters, whose momentum
+        is accumulated together with the update. The parts of a fused weight share one gradient and momentum: all are listed under
+        the index of the first part.
         """
         first, waves = self._first_parts(), len(self.routes)
+        fallible = {first[k] for k, step_param in enumerate(self.step_params) if step_param.fallible}
         reads = [{first[self.plan.tasks[index].param] for index in _tasks_held(routes)} for routes in self.routes]
         reads += [{first[ranges[part.item].param_index] for part in batch.slices} for ranges, batch in local_batches]
         on_both = set().union(*reads[:waves]) & set().union(*reads[waves:])
         order = list(gradient_read_order(waves, len(local_batches), self.plan.options.in_flight))
         first_here, last_here = _first_reads(reads, order), _first_reads(reads, order[::-1])
         freed_at_end = set(first).difference(*reads)
-        for k in range(waves, len(reads)):
-            freed_at_end |= on_both.intersection(last_here[k])
-            last_here[k] = [param for param in last_here[k] if param not in on_both]
-        first_here = [[param for param in indices if param not in on_both] for indices in first_here]
+        for k in range(len(reads)):
+            kept = on_both | fallible if k >= waves else fallible
+            freed_at_end |= kept.intersection(last_here[k])
+            last_here[k] = [param for param in last_here[k] if param not in kept]
+        first_here = [[param for param in indices if param not in on_both | fallible] for indices in first_here]
         gradient_reads = [GradientReads(*indices, self._filled_once) for indices in zip(first_here, last_here, strict=True)]
-        return gradient_reads, GradientReads(sorted(on_both), sorted(freed_at_end), self._filled_once)
+        return gradient_reads, GradientReads(sorted(on_both - fallible), sorted(freed_at_end), self._filled_once)
 
     def _first_parts(self) -> list[int]:
         """For each parameter, the first one with the same tensor: parts of a fused weight are parameters of their own."""
@@ -208,7 +211,7 @@ class RankProgramBuilder(ProgramBuilder):
         return self.workspace.take("unrounded", (size,), template.update_dtype, template.param.device)
 
     def _wave(self, k: int, sizes: WaveSizes, ortho_batches: Sequence[OrthoBatch], gradient_reads: GradientReads) -> Wave:
-        # plan/buffer_sizes.py describes the buffers, and why the scatter may receive into what the gather has sent.
+        # plan/routes.py describes the buffers, and why the scatter may receive into what the gather has sent.
         routes, slot = self.routes[k], k % self.plan.options.in_flight
         shards, gathered = self._buffer("shards", k, slot, sizes.shards), self._buffer("gathered", k, slot, sizes.gathered)
         results = self._buffer("results", k, slot, sizes.results) if sizes.results else gathered
@@ -239,8 +242,14 @@ class RankProgramBuilder(ProgramBuilder):
             update_views=ShardViews(self.piece_views(*updates), self.step_params, scratch),
             owned_batches=tuple(_owned_batch(routes, batch, unpack_from, pack_into) for batch in ortho_batches),
             gradient_reads=gradient_reads,
+            fallible=self._fallible_wave(k),
             stage=stage,
         )
+
+    def _fallible_wave(self, k: int) -> FallibleWave | None:
+        if not any(self.step_params[param].fallible for param in self._wave_params[k]):
+            return None
+        return FallibleWave(self.failures, frozenset(key for key, shared in self._batch_keys.items() if shared is not None))
 
 
 def _owned_batch(

@@ -17,7 +17,7 @@ from ..device import Mark, Streams
 from ..plan import NO_WAVE, Batch, PieceTransfer, Plan, WaveRoutes
 from ..transport import Exchange
 from .build import RankProgram
-from .elementwise import fill_with_momentum
+from .elementwise import accumulate, fill_with_momentum
 from .executor import Executor
 from .observer import Observer
 from .ortho_batch import OrthoBatch
@@ -62,14 +62,18 @@ class _AveragedBatch:
             self._average(step_params)
         observer.gradients(self.ortho_batch.matrices, self.whole_averages)
         with observer.phase("momentum"):
-            pairs = list(zip(self.matrix_views, self.averages, strict=True))
-            for of_group in grouped(pairs, lambda pair: step_params[pair[0].param_index].group_index):
-                self._fill([matrix for matrix, _ in of_group], [average for _, average in of_group], step_params)
+            for first, views, averages, momenta in self._by_group(step_params):
+                settings = first.settings
+                buffers = [buffer.clone() for buffer in momenta] if first.fallible else momenta
+                fill_with_momentum(views, averages, buffers, settings.retain, settings.momentum if settings.nesterov else None)
         load_rule_state(self.rule_state, step_params, idle)
-        self.ortho_batch.orthogonalise(idle, observer)
-        with observer.phase("update"):
-            self.update_views.apply(step_params, idle)
-            store_rule_state(self.rule_state, step_params, idle)
+        if self.ortho_batch.orthogonalise(idle, observer):
+            with observer.phase("update"):
+                for first, _, averages, momenta in self._by_group(step_params):
+                    if first.fallible:
+                        accumulate(momenta, averages, first.settings.retain)
+                self.update_views.apply(step_params, idle, stores_momentum=False)
+                store_rule_state(self.rule_state, step_params, idle)
         with observer.phase("scatter"):
             weights = [matrix.of(step_params[matrix.param_index].param) for matrix in self.matrix_views]
             for views in self.results:
@@ -85,10 +89,13 @@ class _AveragedBatch:
                 torch._foreach_add_(self.averages, gradients)
         torch._foreach_div_(self.averages, float(len(self.received)))
 
-    def _fill(self, matrix_views: Sequence[ShardView], averages: list[Tensor], step_params: Sequence[StepParam]) -> None:
-        settings, views = step_params[matrix_views[0].param_index].settings, [matrix.view for matrix in matrix_views]
-        momenta = [matrix.of(step_params[matrix.param_index].momentum) for matrix in matrix_views]
-        fill_with_momentum(views, averages, momenta, settings.retain, settings.momentum if settings.nesterov else None)
+    def _by_group(self, step_params: Sequence[StepParam]) -> Iterator[tuple[StepParam, list[Tensor], list[Tensor], list[Tensor]]]:
+        """Of each param group one of its parameters, and the views, averages and momenta of its matrices."""
+        pairs = zip(self.matrix_views, self.averages, strict=True)
+        for of_group in grouped(pairs, lambda pair: step_params[pair[0].param_index].group_index):
+            views, averages = [matrix.view for matrix, _ in of_group], [average for _, average in of_group]
+            momenta = [matrix.of(step_params[matrix.param_index].momentum) for matrix, _ in of_group]
+            yield step_params[of_group[0][0].param_index], views, averages, momenta
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,7 +140,7 @@ class DataParallelExecutor(Executor):
     """The ``StepExecutor`` of replicated matrices whose gradients have not been averaged yet."""
 
     def _build(self, plan: Plan, rank: int, step_params: Sequence[StepParam], exchange: Exchange | None) -> RankProgram:
-        return _DataParallelBuilder(plan, rank, step_params, exchange, self._workspace, self._settings).build()
+        return _DataParallelBuilder(plan, rank, step_params, exchange, self._workspace, self.settings).build()
 
 
 class _DataParallelBuilder(ProgramBuilder):

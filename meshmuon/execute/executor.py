@@ -25,8 +25,8 @@ class StepExecutor(Protocol):
     """What runs the Muon part of an optimizer's step. The optimizer calls it, on every rank that takes part in the step:
 
     1. ``prepare``: once per plan, after all ranks have agreed on the plan and before any piece travels. It makes buffers and
-       views. When it returns, ``plan`` is the plan. When it raises, ``plan`` is None; the optimizer tells all ranks, and no rank
-       runs.
+       views. When it returns, ``plan`` is the plan. If a rank cannot make something that belongs to the plan, the optimizer calls
+       ``discard`` on all ranks, and none of them runs.
     2. ``run``: once per step after that, until another plan is prepared. All ranks of the plan call it in the same step, because
        they exchange with each other in it. ``step_params`` is in the order of ``plan.params`` at every call; the tensors and
        numbers in it may be other ones, their shapes, dtypes, devices, schemes and rules are those that were prepared. ``idle``
@@ -38,6 +38,8 @@ class StepExecutor(Protocol):
     """
 
     plan: Plan | None
+    settings: ExecutorSettings  # the optimizer replaces them, on all ranks, if a kernel does not run on one of them
+    failed_for_all: bool  # whether matrices failed in the last ``run``, and all ranks know it; the same on all ranks
 
     def prepare(self, plan: Plan, rank: int, step_params: Sequence[StepParam], exchange: Exchange | None) -> None:
         """Makes ready for a plan.
@@ -48,6 +50,10 @@ class StepExecutor(Protocol):
             step_params: the parameters of ``plan.params``, in the same order.
             exchange: between the ranks of the plan; None where nothing is exchanged.
         """
+        ...
+
+    def discard(self) -> None:
+        """Gives up what was prepared, if anything: ``plan`` is None, and no buffer is held."""
         ...
 
     def run(
@@ -75,18 +81,17 @@ class Executor:
     """The ``StepExecutor`` of sharded and local matrices: one owner per matrix, exchanges in overlapping waves."""
 
     def __init__(self, settings: ExecutorSettings) -> None:
-        self._settings = settings
+        self.settings = settings
         self._workspace = Workspace()
         self._program = RankProgram()
         self._streams: Streams | None = None
         self._exchange: Exchange | None = None
         self.plan: Plan | None = None
+        self.failed_for_all = False
 
     def prepare(self, plan: Plan, rank: int, step_params: Sequence[StepParam], exchange: Exchange | None) -> None:
         """Makes the buffers for ``plan``, whose parameters are those of ``step_params``."""
-        self.plan = None
-        self._program = RankProgram()
-        self._workspace.clear()
+        self.discard()  # before the new buffers are made: both at a time might not fit
         with torch.inference_mode(False):  # buffers made inside inference_mode cannot be written outside of it
             self._program = self._build(plan, rank, step_params, exchange)
         devices = sorted((step_param.work_device for step_param in step_params), key=lambda device: device.type == "cpu")
@@ -94,8 +99,14 @@ class Executor:
         self._exchange = exchange
         self.plan = plan
 
+    def discard(self) -> None:
+        """Frees the buffers."""
+        self.plan = None
+        self._program = RankProgram()
+        self._workspace.clear()
+
     def _build(self, plan: Plan, rank: int, step_params: Sequence[StepParam], exchange: Exchange | None) -> RankProgram:
-        return RankProgramBuilder(plan, rank, step_params, exchange, self._workspace, self._settings).build()
+        return RankProgramBuilder(plan, rank, step_params, exchange, self._workspace, self.settings).build()
 
     def run(
         self,
@@ -112,6 +123,7 @@ class Executor:
         """
         program, streams, exchange = self._program, self._streams, self._exchange
         program.failures.clear()  # an abandoned step may have left some
+        self.failed_for_all = False
         if streams is None or self.plan is None:
             guarded(during_last_scatter, program.failures)()
             return take_first(program.failures)
@@ -148,6 +160,7 @@ class Executor:
             rule_state.finish_scatter(step_params, idle)
         streams.main_waits(streams.side_mark())
         program.around_all.free_gradients(step_params)  # the main stream may now reuse what the side stream has read
+        self.failed_for_all = any(getattr(failure, "known_to_all", False) for failure in program.failures)
         return take_first(program.failures)
 
     def workspace_bytes(self) -> int:

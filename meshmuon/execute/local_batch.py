@@ -36,7 +36,8 @@ class LocalBatch:
             self.shard_views.fill(step_params, idle)
             load_rule_state(self.rule_state, step_params, idle)
         self.gradient_reads.free_gradients(step_params)
-        self.ortho_batch.orthogonalise(idle, observer)
+        if not self.ortho_batch.orthogonalise(idle, observer):
+            return
         with observer.phase("update"):
             self.shard_views.apply(step_params, idle)
             store_rule_state(self.rule_state, step_params, idle)
@@ -70,9 +71,11 @@ class StagedBatch:
         self.gradient_reads.free_gradients(step_params)
         yield
         streams.main_waits(loaded)
-        self.ortho_batch.orthogonalise(idle, observer)
+        succeeded = self.ortho_batch.orthogonalise(idle, observer)
         computed = streams.main_mark()
         yield
+        if not succeeded:
+            return
         with streams.beside(computed), observer.phase("update"):  # not behind the next batch, if the main stream has it by now
             self.stage.to_host()
             self.shard_views.apply(step_params, idle)

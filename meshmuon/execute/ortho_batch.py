@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from functools import partial
@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from ..device import replay_for
+from ..errors import KernelError, OrthogonalizeError
 from ..ortho import (
     Orthogonalizer,
     Scheme,
@@ -24,7 +25,7 @@ from ..ortho import (
     pitch,
     reserve_scratch,
 )
-from ..ortho.kernels import FunctionalProducts
+from ..ortho.kernels.products import BlockedProducts, FunctionalProducts
 from ..plan import Batch
 from ..torch_compat import own_graph_per_shape
 from .observer import UNOBSERVED, MatrixKey, Observer
@@ -33,6 +34,7 @@ from .step_param import NONE_IDLE, StepParam, UpdateRule
 
 ShowGram: TypeAlias = Callable[[Tensor], None]
 
+_MOST_NAMES = 5  # that an error lists
 MATRICES = "matrices"
 """The memory in which batches are orthogonalised, one after the other."""
 
@@ -58,21 +60,23 @@ class BatchMemory:
 class OrthoBatch:
     """A batch's matrices, in memory that batches share one after the other.
 
-    If a batch cannot be orthogonalised (a user's scheme raises, memory runs out), it becomes zeros, which change no parameter,
-    and its error goes to ``failures``. The step continues, because other ranks wait for this one, and then returns the error.
+    If a scheme or a rule of the user raises, the batch has failed and its error goes to ``failures``. The step continues without
+    its matrices, because other ranks wait for this one, and then returns the error. Nothing else may fail here in the middle of a
+    step: ``try_out`` has run the batch before.
     """
 
     def __init__(
         self,
         batch: Batch,
-        matrices: Sequence[MatrixKey],
+        matrices: Mapping[MatrixKey, str],
         template: StepParam,
         memory: BatchMemory,
         settings: ExecutorSettings,
         failures: list[Exception],
     ) -> None:
         self.batch = batch
-        self.matrices = matrices
+        self.matrices = list(matrices)
+        self._names = list(dict.fromkeys(matrices.values()))  # of their parameters
         self._params = [param for param, _ in matrices]  # of each matrix, the index of its parameter
         self._param_set = frozenset(self._params)
         self.stacked = memory.stacked(batch, template)  # (size, rows, cols)
@@ -87,16 +91,41 @@ class OrthoBatch:
         runs = _orthogonaliser(self.stacked, template, memory.workspace, settings)
         self._orthogonalise, self._orthogonalise_showing = runs
         self._failures = failures
+        self._fallible = template.fallible
+        self._kernels = settings.compile or type(settings.products(self.stacked.device)) is not BlockedProducts
+        # Of the last step, if it failed: names and reason. The error itself would refer to the optimizer and keep it alive.
+        self._failure: tuple[tuple[str, ...], str] | None = None
+
+    @torch.no_grad()
+    def try_out(self) -> None:
+        """Runs kernels and compilers of the library once, on matrices that any scheme leaves as they are, if there are any.
+
+        A Triton without a C compiler, or tiles that do not fit, are noticed while the plan is prepared, and not in a step.
+        """
+        if not self._kernels or self._fallible or not self.stacked.numel():
+            return
+        try:
+            self.stacked.zero_().diagonal(dim1=-2, dim2=-1).fill_(1.0)
+            self._orthogonalise()
+        except Exception as error:
+            raise kernel_error(self.stacked, error) from error
+
+    def take_failure(self) -> tuple[tuple[str, ...], str] | None:
+        """Names of parameters and reason, if the last call of ``orthogonalise`` failed; told once."""
+        failure, self._failure = self._failure, None
+        return failure
 
     def is_idle(self, idle: AbstractSet[int]) -> bool:
         """Whether none of its matrices is stepped."""
         return bool(idle) and self._param_set <= idle
 
-    def orthogonalise(self, idle: AbstractSet[int] = NONE_IDLE, observer: Observer = UNOBSERVED) -> None:
+    def orthogonalise(self, idle: AbstractSet[int] = NONE_IDLE, observer: Observer = UNOBSERVED) -> bool:
         """Replaces every matrix by its orthogonalised update, with what its rule does before and after.
 
-        The results of ``idle`` parameters have no meaning. At least one matrix must belong to another parameter.
+        The results of ``idle`` parameters have no meaning. At least one matrix must belong to another parameter. Returns whether
+        it succeeded; if not, the rule state is as it was.
         """
+        rule_state = self.rule_state.clone() if self._fallible and self.rule_state is not None else None
         with observer.phase("orthogonalise"):
             try:
                 if idle:
@@ -111,8 +140,16 @@ class OrthoBatch:
                     apply_rule(self._rule, partial(self._orthogonalise_for, observer), seen)
                 observer.update(self.matrices, self.stacked)
             except Exception as error:
-                self.stacked.zero_()
-                self._failures.append(error)
+                if not self._fallible:
+                    raise
+                if rule_state is not None and self.rule_state is not None:
+                    self.rule_state.copy_(rule_state)
+                reason = f"{type(error).__name__}: {error}"
+                self._failures.append(orthogonalize_error(self._names, reason))
+                self._failures[-1].__cause__ = error
+                self._failure = tuple(self._names), reason
+                return False
+        return True
 
     def _orthogonalise_for(self, observer: Observer, *, shows_gram: bool = False) -> None:
         if shows_gram and self._orthogonalise_showing is not None:
@@ -128,6 +165,31 @@ class OrthoBatch:
         for stacked in (self.stacked, self.rule_state):
             if stacked is not None and positions:
                 torch._foreach_copy_([stacked[k] for k in positions], [stacked[active]] * len(positions))
+
+
+def orthogonalize_error(names: Iterable[str], reason: str, where: str = "") -> OrthogonalizeError:
+    """The error for parameters whose matrices could not be orthogonalised."""
+    distinct = tuple(dict.fromkeys(names))
+    listed = ", ".join(distinct[:_MOST_NAMES]) + ", …" * (len(distinct) > _MOST_NAMES)
+    error = OrthogonalizeError(f"{where}{listed} kept weights and momentum in this step, which failed: {reason}")
+    error.names, error.where, error.reason = distinct, where, reason
+    return error
+
+
+def joined_errors(errors: Sequence[OrthogonalizeError]) -> OrthogonalizeError:
+    """One error that names the parameters of all, with the reason of the first."""
+    first = errors[0]
+    joined = orthogonalize_error((name for error in errors for name in error.names), first.reason, first.where)
+    joined.__cause__, joined.known_to_all = first.__cause__, first.known_to_all
+    return joined
+
+
+def kernel_error(stacked: Tensor, error: Exception) -> KernelError:
+    """The error for kernels that cannot orthogonalise matrices like ``stacked``, (size, rows, cols)."""
+    return KernelError(
+        f"kernels do not run on {stacked.device} for a batch of {' × '.join(map(str, stacked.shape))}: {type(error).__name__}: "
+        f'{error}. If that cannot be mended, pass kernels="torch" and leave out compile.'
+    )
 
 
 SeenByRule: TypeAlias = "list[tuple[Tensor, Tensor | None]]"

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 
-from ..errors import TransportError
+from ..errors import OrthogonalizeError, TransportError
 from ..plan.order import Action, pipeline_order
+from .ortho_batch import joined_errors
 
 
 def run_pipeline(
@@ -78,7 +79,13 @@ def guarded(action: Callable[[], None], failures: list[Exception]) -> Callable[[
 
 
 def take_first(failures: list[Exception]) -> Exception | None:
-    """The first failure of a step, if there is one; clears the list."""
-    first = failures[0] if failures else None
+    """The first failure of a step, if there is one, and before others one that only this rank knows; clears the list.
+
+    If matrices have failed, it names all of them that failed alike: known to all ranks, or to this one only.
+    """
+    known = [isinstance(failure, OrthogonalizeError) and failure.known_to_all for failure in failures]
+    alike = [failure for failure, by_all in zip(failures, known, strict=True) if by_all == all(known)]
     failures.clear()
-    return first
+    if alike and isinstance(alike[0], OrthogonalizeError):
+        return joined_errors([failure for failure in alike if isinstance(failure, OrthogonalizeError)])
+    return alike[0] if alike else None

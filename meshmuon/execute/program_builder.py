@@ -27,6 +27,7 @@ from ..plan import (
 from ..torch_compat import local_part
 from ..transport import Exchange
 from .local_cuts import LocalWindow
+from .observer import MatrixKey
 from .ortho_batch import MATRICES, BatchMemory, OrthoBatch, reserve_ortho_batches
 from .relayed import RelayedExchange, RelayMemory
 from .settings import ExecutorSettings
@@ -69,6 +70,7 @@ class ProgramBuilder:
         self.workspace, self.settings = workspace, settings
         self.stagings: dict[torch.device, Staging] = {}  # by the device to which weights in host memory send their matrices
         self.failures: list[Exception] = []  # where batches put what went wrong during a step
+        self._tried_out: set[Hashable] = set()  # kinds of batches
         self.routes = routes_of(plan, rank)  # wave by wave
         self._routes_of_mates: dict[int, tuple[WaveRoutes, ...]] = {}  # of other ranks, where this one relays for them
         self._local_index = [_local_index(planned, rank) for planned in plan.params]
@@ -119,13 +121,18 @@ class ProgramBuilder:
 
     def ortho_batch(self, ranges: Sequence[MatrixRange], batch: Batch, memory: str = MATRICES) -> OrthoBatch:
         """A batch with its tensors; the workspace must have been reserved."""
-        matrices = []
+        matrices: dict[MatrixKey, str] = {}
         for item_range in batch.slices:
             full = ranges[item_range.item]
-            held = self._matrix_at[full.param_index]
-            matrices += [(full.param_index, held[full.start + k]) for k in range(item_range.start, item_range.stop)]
-        where = BatchMemory(self.workspace, memory)
-        return OrthoBatch(batch, matrices, self.template(ranges, batch), where, self.settings, self.failures)
+            held, name = self._matrix_at[full.param_index], self.plan.params[full.param_index].name
+            matrices |= {(full.param_index, held[full.start + k]): name for k in range(item_range.start, item_range.stop)}
+        where, template = BatchMemory(self.workspace, memory), self.template(ranges, batch)
+        ortho_batch = OrthoBatch(batch, matrices, template, where, self.settings, self.failures)
+        kind = ortho_batch.stacked.shape, template.scheme, template.compute_dtype, template.update_dtype, template.work_device
+        if kind not in self._tried_out:
+            ortho_batch.try_out()
+            self._tried_out.add(kind)
+        return ortho_batch
 
     def staging(self, device: torch.device) -> Staging:
         """The stages between host memory and ``device``."""
@@ -167,14 +174,15 @@ class ProgramBuilder:
     def _cut(self, matrix_range: MatrixRange, local: Tensor, window: LocalWindow | None, view: Tensor) -> list[ShardView]:
         param_index, stack_dims = matrix_range.param_index, self.step_params[matrix_range.param_index].matrix_set.stack_dims
         stack = (slice(matrix_range.start, matrix_range.stop),) if stack_dims else ()
+        matrix = self._matrix_at[param_index].get(matrix_range.start, 0)
         inside = local[stack].shape
         if window is not None:
             inside = window.shape(inside[:stack_dims], inside[stack_dims + 2 :])
         if inside == local.shape:
-            return [ShardView(param_index, None, view.view(inside))]
+            return [ShardView(param_index, None, view.view(inside), matrix)]
         if window is None:
-            return [ShardView(param_index, stack, view.view(inside))]
-        return [ShardView(param_index, cut, part) for cut, part in window.cuts(stack, view.view(inside))]
+            return [ShardView(param_index, stack, view.view(inside), matrix)]
+        return [ShardView(param_index, cut, part, matrix) for cut, part in window.cuts(stack, view.view(inside))]
 
     def exchange_buffers(
         self, received: Tensor, sent: Tensor, lists: ListsOfRank, place: str, direction: str

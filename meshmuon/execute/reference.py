@@ -16,13 +16,14 @@ from torch import Tensor
 from ..errors import UnsupportedError
 from ..matrices import MatrixSet
 from ..ortho import Scheme, call_scheme, orthogonalize
+from ..ortho.kernels.products import BlockedProducts
 from ..plan import Plan
 from ..torch_compat import local_part
 from ..transport import Exchange, check_round_trip, has_part, own_shard, whole
-from .elementwise import apply, look_ahead
+from .elementwise import accumulate, apply, look_ahead
 from .local_cuts import window_of
 from .observer import UNOBSERVED, Observer
-from .ortho_batch import apply_rule, seen_by_rule
+from .ortho_batch import apply_rule, kernel_error, orthogonalize_error, seen_by_rule
 from .rounding import Elements, RandomWords
 from .rule_state import store_rule_state
 from .settings import ExecutorSettings
@@ -34,8 +35,9 @@ class ReferenceExecutor:
     """The ``StepExecutor`` that runs a step the simple way."""
 
     def __init__(self, settings: ExecutorSettings) -> None:
-        self._settings = settings
+        self.settings = settings
         self.plan: Plan | None = None
+        self.failed_for_all = False
 
     def prepare(self, plan: Plan, rank: int, step_params: Sequence[StepParam], exchange: Exchange | None) -> None:
         """Refuses what torch cannot gather, and keeps the plan, of which it uses only the names."""
@@ -49,7 +51,26 @@ class ReferenceExecutor:
                 )
             if has_part(step_params[indices[0]].param):
                 check_round_trip(plan.params[indices[0]].name, step_params[indices[0]].param)
+        for first, *_ in grouped(
+            step_params, lambda one: (one.matrix_set.rows, one.matrix_set.cols, one.scheme, one.compute_dtype)
+        ):
+            self._try_out(first)
         self.plan = plan
+
+    def _try_out(self, step_param: StepParam) -> None:
+        """As ``OrthoBatch.try_out``."""
+        products, matrix_set = self.settings.products(step_param.param.device), step_param.matrix_set
+        if type(products) is BlockedProducts or step_param.fallible:
+            return
+        matrix = torch.eye(matrix_set.rows, matrix_set.cols, dtype=step_param.update_dtype, device=step_param.param.device)
+        try:
+            orthogonalize(matrix, step_param.scheme, form=self.settings.form, dtype=step_param.compute_dtype, products=products)
+        except Exception as error:
+            raise kernel_error(matrix[None], error) from error
+
+    def discard(self) -> None:
+        """There is nothing but the plan."""
+        self.plan = None
 
     def run(
         self,
@@ -67,45 +88,59 @@ class ReferenceExecutor:
         return None
 
     def _step(self, step_params: Sequence[StepParam], parts: Sequence[int], observer: Observer) -> None:
-        """Steps one parameter; ``parts`` are the indices of its parts in ``step_params``."""
-        first, gradient_reads = step_params[parts[0]], GradientReads((parts[0],), (parts[0],))
+        """Steps one parameter; ``parts`` are the indices of its parts in ``step_params``. If it fails, nothing has changed."""
+        first, gradient_reads = step_params[parts[0]], GradientReads((), (parts[0],))
         if not has_part(first.param):
             gradient_reads.free_gradients(step_params)
             return
+        grad, momentum = local_part(first.grad), local_part(first.momentum).clone()
         with observer.phase("momentum"):
-            gradient_reads.accumulate_momentum(step_params)
+            accumulate([momentum], [grad], first.settings.retain)
             update = first.momentum.to(first.update_dtype, copy=True)
+            local_part(update).copy_(momentum)
             if first.settings.nesterov:
-                view, grad, buffer = local_part(update), local_part(first.grad), local_part(first.momentum)
-                look_ahead([view], [grad], [buffer], first.settings.momentum)
-        gradient_reads.free_gradients(step_params)
+                look_ahead([local_part(update)], [grad], [momentum], first.settings.momentum)
         with observer.phase("gather"):
             full = whole(update)
+        rule_states = [local_part(state) for k in parts if (state := step_params[k].rule_state) is not None]
+        kept = [state.clone() for state in rule_states]
+        try:
+            for k in parts:
+                with observer.phase("orthogonalise"):
+                    self._orthogonalise(step_params, k, _window(full, step_params[k].matrix_set), observer)
+        except Exception as error:
+            for state, before in zip(rule_states, kept, strict=True):
+                state.copy_(before)
+            assert self.plan is not None
+            names = [self.plan.params[parts[0]].name]
+            raise orthogonalize_error(names, f"{type(error).__name__}: {error}") from error
+        local_part(first.momentum).copy_(momentum)
         for k in parts:
-            step_param = step_params[k]
-            in_part = torch.zeros_like(full, dtype=torch.bool)
-            _window(in_part, step_param.matrix_set).fill_(True)
-            with observer.phase("orthogonalise"):
-                self._orthogonalise(step_params, k, _window(full, step_param.matrix_set), observer)
-            with observer.phase("scatter"):
-                shard, shard_in_part = own_shard(full, step_param.param), own_shard(in_part, step_param.param)
-            with observer.phase("update"):
-                settings, local = step_param.settings, local_part(step_param.param)
-                rate = settings.rate * settings.adjust(*step_param.matrix_set.lr_shape)
-                stepped = local.clone()
-                words = [_random_words(step_param)]
-                # A copy, since ``apply`` overwrites updates and the shard may be a view of parts that are still to come.
-                apply([stepped], [shard.clone()], settings.decay, rate, cautious=settings.cautious, words=words)
-                local.copy_(torch.where(shard_in_part, stepped, local))
+            self._apply(step_params[k], full, observer)
+        gradient_reads.free_gradients(step_params)
+
+    def _apply(self, step_param: StepParam, full: Tensor, observer: Observer) -> None:
+        in_part = torch.zeros_like(full, dtype=torch.bool)
+        _window(in_part, step_param.matrix_set).fill_(True)
+        with observer.phase("scatter"):
+            shard, shard_in_part = own_shard(full, step_param.param), own_shard(in_part, step_param.param)
+        with observer.phase("update"):
+            settings, local = step_param.settings, local_part(step_param.param)
+            rate = settings.rate * settings.adjust(*step_param.matrix_set.lr_shape)
+            stepped = local.clone()
+            words = [_random_words(step_param)]
+            # A copy, since ``apply`` overwrites updates and the shard may be a view of parts that are still to come.
+            apply([stepped], [shard.clone()], settings.decay, rate, cautious=settings.cautious, words=words)
+            local.copy_(torch.where(shard_in_part, stepped, local))
 
     def _orthogonalise(self, step_params: Sequence[StepParam], k: int, part: Tensor, observer: Observer) -> None:
         step_param = step_params[k]
         matrix_set, rule, scheme = step_param.matrix_set, step_param.rule, step_param.scheme
         stacked = part.reshape(matrix_set.count, matrix_set.rows, matrix_set.cols).contiguous()
-        deterministic = self._settings.deterministic
-        products = self._settings.products(part.device)
+        deterministic = self.settings.deterministic
+        products = self.settings.products(part.device)
         keys = [(k, matrix) for matrix in range(matrix_set.count)]
-        options: dict[str, Any] = {"form": self._settings.form, "dtype": step_param.compute_dtype, "products": products}
+        options: dict[str, Any] = {"form": self.settings.form, "dtype": step_param.compute_dtype, "products": products}
 
         def orthogonalise() -> None:
             if isinstance(scheme, Scheme):

@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
@@ -22,7 +22,6 @@ from ..device import copy_to, known_to_host
 from ..layout import Ranges
 from ..ortho import Workspace
 from .local_cuts import Cut, cut_out_of_broadcast
-from .portions import cuts_within
 
 _CHUNK = {"cpu": 1 << 16}  # elements that are formed at a time: in the cache of a CPU
 _CHUNK_ON_DEVICE = 1 << 22
@@ -90,6 +89,10 @@ class RandomWords:
         return RandomWords(cut_out_of_broadcast(self.rows, cut), cut_out_of_broadcast(self.cols, cut))
 
 
+_Part: TypeAlias = "tuple[Tensor, Tensor, RandomWords | None]"
+"""A part of a parameter, its update, and its random words if it is rounded stochastically."""
+
+
 class RoundingScratch:
     """Memory for one chunk of a parameter, made at its first use and kept in ``workspace``.
 
@@ -109,88 +112,88 @@ class RoundingScratch:
             self._flat[what, device] = flat
         return flat[:size].view(shape)
 
+    def take_like(self, what: str, tensors: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
+        """Uninitialised tensors with the shapes of ``tensors``."""
+        sizes = [tensor.numel() for tensor in tensors]
+        flat = self.take(what, torch.Size((sum(sizes),)), dtype, tensors[0].device)
+        return [part.view(tensor.shape) for part, tensor in zip(torch.split(flat, sizes), tensors, strict=True)]
+
 
 def chunks_of(shape: Sequence[int], device: torch.device) -> Iterator[tuple[slice, ...]]:
-    """Cuts a tensor of ``shape`` into parts that a step forms at a time."""
-    return cuts_within(tuple(shape), _chunk_size(device))
+    """Cuts a tensor of ``shape`` into parts that a step forms at a time: indices, ``()`` for the whole tensor."""
+    return _cuts_within(tuple(shape), _chunk_size(device))
+
+
+def _cuts_within(shape: tuple[int, ...], limit: int) -> Iterator[tuple[slice, ...]]:
+    if math.prod(shape) <= limit:
+        yield ()
+        return
+    inner = math.prod(shape[1:])
+    if inner <= limit:
+        step = limit // inner
+        yield from ((slice(start, start + step),) for start in range(0, shape[0], step))
+        return
+    for k in range(shape[0]):
+        yield from ((slice(k, k + 1), *rest) for rest in _cuts_within(shape[1:], limit))
 
 
 def _chunk_size(device: torch.device) -> int:
     return _CHUNK.get(device.type, _CHUNK_ON_DEVICE)
 
 
-def apply_nearest(
+def apply_narrow(
     params: Sequence[Tensor],
     updates: Sequence[Tensor],
     decay: float | Tensor,
     rate: float | Tensor,
-    scratch: RoundingScratch,
-) -> None:
-    """``apply_rounded`` of many parameters, to nearest, with the same bits: those that fit into one chunk are batched."""
-    device, limit = params[0].device, _chunk_size(params[0].device)
-    batch: list[int] = []
-    held = 0
-
-    def run() -> None:
-        nonlocal held
-        targets, changes = [params[k] for k in batch], [updates[k] for k in batch]
-        sizes = [target.numel() for target in targets]
-        flat = torch.split(scratch.take("weight", torch.Size((held,)), torch.float32, device), sizes)
-        weights = [part.view(target.shape) for part, target in zip(flat, targets, strict=True)]
-        torch._foreach_copy_(weights, targets)
-        if isinstance(decay, Tensor) or decay != 1.0:
-            torch._foreach_mul_(weights, decay)
-        torch._foreach_mul_(changes, rate)
-        torch._foreach_add_(changes, 0.0)
-        torch._foreach_sub_(weights, changes)
-        torch._foreach_copy_(targets, weights)
-        batch.clear()
-        held = 0
-
-    for k, (param, update) in enumerate(zip(params, updates, strict=True)):
-        size = param.numel()
-        if size > limit or update.dtype != torch.float32:
-            apply_rounded(param, update, decay, rate, cautious=False, words=None, scratch=scratch)
-            continue
-        if held + size > limit:
-            run()
-        batch.append(k)
-        held += size
-    if batch:
-        run()
-
-
-def apply_rounded(
-    param: Tensor,
-    update: Tensor,
-    decay: float | Tensor,
-    rate: float | Tensor,
     *,
     cautious: bool,
-    words: RandomWords | None,
+    words: Sequence[RandomWords | None] | None,
     scratch: RoundingScratch,
 ) -> None:
-    """p ← p·decay − rate·update in float32, rounded once; stochastically if there are ``words``. May overwrite ``update``.
+    """p ← p·decay − rate·update in float32, rounded once; stochastically where there are ``words``. May overwrite ``updates``.
 
-    Each operation rounds once in float32, so that the same bits follow wherever an element lies.
+    Each operation rounds once in float32, so that the same bits follow wherever an element lies. Large parameters are cut into
+    chunks, small ones share one.
     """
-    device = param.device
-    for cut in chunks_of(param.shape, device) if param.numel() else ():
-        target, change = param[cut], update[cut]
-        weight = scratch.take("weight", target.shape, torch.float32, device).copy_(target)
-        if change.dtype != torch.float32:
-            change = scratch.take("update", target.shape, torch.float32, device).copy_(change)
-        if cautious:
-            decayed = scratch.take("decayed", target.shape, torch.float32, device)
-            same_way = scratch.take("flags", target.shape, torch.bool, device)
-            torch.ge(torch.mul(weight, change, out=decayed).mul_(rate), 0, out=same_way)
-            weight = torch.where(same_way, torch.mul(weight, decay, out=decayed), weight, out=decayed)
-        elif isinstance(decay, Tensor) or decay != 1.0:
-            weight.mul_(decay)
-        weight.sub_(change.mul_(rate).add_(0.0))  # −0 becomes 0: at rate 0 a weight of −0 keeps its sign
-        if words is not None:
-            round_stochastically(weight, words.part(cut), scratch)
-        target.copy_(weight)
+    chunk: list[_Part] = []
+    held, limit = 0, _chunk_size(params[0].device)
+    for param, update, param_words in zip(params, updates, words or [None] * len(params), strict=True):
+        for cut in chunks_of(param.shape, param.device) if param.numel() else ():
+            target = param[cut]
+            if held + target.numel() > limit and chunk:
+                _apply_chunk(chunk, decay, rate, cautious=cautious, scratch=scratch)
+                chunk, held = [], 0
+            chunk.append((target, update[cut], None if param_words is None else param_words.part(cut)))
+            held += target.numel()
+    if chunk:
+        _apply_chunk(chunk, decay, rate, cautious=cautious, scratch=scratch)
+
+
+def _apply_chunk(
+    chunk: Sequence[_Part], decay: float | Tensor, rate: float | Tensor, *, cautious: bool, scratch: RoundingScratch
+) -> None:
+    targets, changes = [target for target, _, _ in chunk], [change for _, change, _ in chunk]
+    weights = scratch.take_like("weight", targets, torch.float32)
+    torch._foreach_copy_(weights, targets)
+    if any(change.dtype != torch.float32 for change in changes):
+        narrow, changes = changes, scratch.take_like("update", targets, torch.float32)
+        torch._foreach_copy_(changes, narrow)
+    if cautious:
+        decayed, flags = scratch.take_like("decayed", targets, torch.float32), scratch.take_like("flags", targets, torch.bool)
+        for weight, change, out, same_way in zip(weights, changes, decayed, flags, strict=True):
+            torch.ge(torch.mul(weight, change, out=out).mul_(rate), 0, out=same_way)
+            torch.where(same_way, torch.mul(weight, decay, out=out), weight, out=out)
+        weights = decayed
+    elif isinstance(decay, Tensor) or decay != 1.0:
+        torch._foreach_mul_(weights, decay)
+    torch._foreach_mul_(changes, rate)
+    torch._foreach_add_(changes, 0.0)  # −0 becomes 0: at rate 0 a weight of −0 keeps its sign
+    torch._foreach_sub_(weights, changes)
+    for weight, (_, _, part_words) in zip(weights, chunk, strict=True):
+        if part_words is not None:
+            round_stochastically(weight, part_words, scratch)
+    torch._foreach_copy_(targets, weights)
 
 
 def round_stochastically(numbers: Tensor, words: RandomWords, scratch: RoundingScratch) -> None:

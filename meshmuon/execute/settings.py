@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
 from ..errors import ConfigError
 from ..ortho import FORMS
-from ..ortho.kernels import Products, check_kernels, products_for
+from ..ortho.kernels.products import Products, check_kernels, products_for
 
 DEFAULT_MEMORY_BUDGET = 64 * 2**20
 
@@ -44,5 +44,13 @@ class ExecutorSettings:
         return f"kernels={getattr(self, 'kernels', 'auto')!r}"  # settings pickled before there was the option lack it
 
     def products(self, device: torch.device) -> Products:
-        """Who multiplies on ``device``."""
-        return products_for(device, deterministic=self.deterministic, kernels=getattr(self, "kernels", "auto"))
+        """Who multiplies on ``device``.
+
+        ``"auto"`` is Triton on every rank, also where it is missing: ranks must not mix kernels, and fall back together.
+        """
+        kernels = getattr(self, "kernels", "auto")
+        return products_for(device, deterministic=self.deterministic, kernels="triton" if kernels == "auto" else kernels)
+
+    def without_kernels(self) -> ExecutorSettings:
+        """The same with torch's own products."""
+        return replace(self, kernels="torch")

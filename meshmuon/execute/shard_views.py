@@ -13,15 +13,16 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from ..ortho import Workspace
 from ..torch_compat import local_part, local_parts
-from .elementwise import accumulate, all_add_alike, apply, fill_with_momentum, look_ahead
+from .elementwise import accumulate, apply, fill_with_momentum, look_ahead
 from .local_cuts import Cut, cut_out
+from .observer import MatrixKey
 from .rounding import RandomWords, RoundingScratch
-from .small_stack import FEWEST_TENSORS, SmallStacks, small_kind
 from .step_param import NONE_IDLE, StepParam
 
 _T = TypeVar("_T")
+NONE_FAILED: frozenset[MatrixKey] = frozenset()
+"""The failed matrices of a step in which none has failed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +35,7 @@ class ShardView:
     param_index: int  # index of the parameter in the step's list
     cut: Cut | None  # which part of the local tensor; None for all of it
     view: Tensor  # where the part is in a buffer, with the shape of the part
+    matrix: int = 0  # number of its matrix in the whole parameter; of the first one, if it has several
 
     def of(self, tensor: Tensor) -> Tensor:
         """This part of ``tensor``, which has the shape of the parameter's local tensor."""
@@ -41,33 +43,25 @@ class ShardView:
 
 
 class _UniformViews:
-    """Shard views of one param group (for ``fill``), or of one param group, shape and dtype (for ``apply``).
+    """Shard views of one param group (for ``fill``), or of one param group, shape and dtype (for ``apply``)."""
 
-    ``stacks`` are given if the shards are small and have one shape.
-    """
-
-    def __init__(self, shards: Sequence[ShardView], stacks: SmallStacks | None = None) -> None:
+    def __init__(self, shards: Sequence[ShardView]) -> None:
         self._shards = shards
         self._indices = [shard.param_index for shard in shards]
         self._has_cuts = any(shard.cut is not None for shard in shards)
         self.first = shards[0].param_index
         self.views = [shard.view for shard in shards]
-        self.stacks = stacks
 
-    @classmethod
-    def of(cls, shards: Sequence[ShardView], workspace: Workspace) -> _UniformViews:
-        """With stacks if the shards are small and many; they must then have one shape and dtype, that is, one ``small_kind``."""
-        stacked = len(shards) >= FEWEST_TENSORS and small_kind(shards[0].view) is not None
-        return cls(shards, SmallStacks([shard.view for shard in shards], workspace) if stacked else None)
-
-    def without(self, idle: AbstractSet[int]) -> _UniformViews | None:
-        """The same without ``idle`` parameters; None if that leaves nothing."""
-        if not idle:
+    def without(self, idle: AbstractSet[int], failed: AbstractSet[MatrixKey] = NONE_FAILED) -> _UniformViews | None:
+        """The same without ``idle`` parameters and ``failed`` matrices; None if that leaves nothing."""
+        if not idle and not failed:
             return self
-        shards = [shard for shard in self._shards if shard.param_index not in idle]
+        shards = [
+            shard for shard in self._shards if shard.param_index not in idle and (shard.param_index, shard.matrix) not in failed
+        ]
         if len(shards) == len(self._shards):
             return self
-        return _UniformViews(shards, self.stacks and self.stacks.for_other_views()) if shards else None
+        return _UniformViews(shards) if shards else None
 
     def params(self, step_params: Sequence[StepParam]) -> list[Tensor]:
         return self._parts([step_params[k].param for k in self._indices])
@@ -90,9 +84,9 @@ class _UniformViews:
 class ShardViews:
     """Shards that are filled and applied together, grouped once by what their parameters have in common.
 
-    ``scratch`` is where parameters of 16 bits are formed; small shards are stacked in its workspace. ``filled_once`` are the
-    parameters of which every local element goes into exactly one buffer in a step. ``fill`` accumulates their momentum, and
-    ``GradientReads`` that of the others before it.
+    ``scratch`` is where parameters of 16 bits are formed. ``filled_once`` are the parameters of which every local element goes
+    into exactly one buffer in a step. ``fill`` accumulates their momentum, and ``GradientReads`` that of the others before it.
+    That of ``fallible`` parameters is accumulated by ``apply``.
     """
 
     def __init__(
@@ -103,20 +97,16 @@ class ShardViews:
         filled_once: AbstractSet[int] = frozenset(),
     ) -> None:
         def fill_key(shard: ShardView) -> Hashable:
-            return step_params[shard.param_index].group_index, shard.param_index in filled_once, small_kind(shard.view)
+            return step_params[shard.param_index].group_index, shard.param_index in filled_once
 
         def apply_key(shard: ShardView) -> Hashable:
             step_param = step_params[shard.param_index]
-            return step_param.group_index, step_param.matrix_set.lr_shape, step_param.param.dtype, small_kind(shard.view)
+            return step_param.group_index, step_param.matrix_set.lr_shape, step_param.param.dtype
 
         self._scratch = RoundingScratch() if scratch is None else scratch
         self._filled_once = filled_once
-        workspace = self._scratch.workspace
-        self._by_group = [_UniformViews.of(members, workspace) for members in grouped(shards, fill_key)]
-        self._by_shape: list[tuple[_UniformViews, bool]] = []  # with the result of ``all_add_alike``
-        for members in grouped(shards, apply_key):
-            uniform = _UniformViews.of(members, workspace)
-            self._by_shape.append((uniform, all_add_alike(uniform.params(step_params), uniform.views)))
+        self._by_group = [_UniformViews(members) for members in grouped(shards, fill_key)]
+        self._by_shape = [_UniformViews(members) for members in grouped(shards, apply_key)]
 
     def fill(self, step_params: Sequence[StepParam], idle: AbstractSet[int] = NONE_IDLE) -> None:
         """Writes what will be orthogonalised (momentum, with Nesterov's look-ahead if asked for) into the views.
@@ -125,21 +115,33 @@ class ShardViews:
         """
         for uniform in filter(None, (views.without(idle) for views in self._by_group)):
             settings, views, momenta = step_params[uniform.first].settings, uniform.views, uniform.momenta(step_params)
-            momentum = settings.momentum if settings.nesterov else None
-            if uniform.first in self._filled_once:
+            momentum, fallible = settings.momentum if settings.nesterov else None, step_params[uniform.first].fallible
+            if fallible:  # ``apply`` accumulates the momentum itself, once the update is known
+                momenta = [buffer.clone() for buffer in momenta]
+            if fallible or uniform.first in self._filled_once:
                 grads = uniform.grads(step_params)
-                fill_with_momentum(views, grads, momenta, settings.retain, momentum, stacks=uniform.stacks)
+                fill_with_momentum(views, grads, momenta, settings.retain, momentum)
             elif momentum is not None:
                 look_ahead(views, uniform.grads(step_params), momenta, momentum)
             else:
                 torch._foreach_copy_(views, momenta)
 
-    def apply(self, step_params: Sequence[StepParam], idle: AbstractSet[int] = NONE_IDLE) -> None:
-        """p ← p·decay − rate·factor·view for each parameter, except ``idle`` ones."""
-        for views, add_alike in self._by_shape:
-            if (uniform := views.without(idle)) is None:
-                continue
+    def apply(
+        self,
+        step_params: Sequence[StepParam],
+        idle: AbstractSet[int] = NONE_IDLE,
+        failed: AbstractSet[MatrixKey] = NONE_FAILED,
+        *,
+        stores_momentum: bool = True,
+    ) -> None:
+        """p ← p·decay − rate·factor·view for each parameter, except ``idle`` ones and ``failed`` matrices.
+
+        Of ``fallible`` parameters it also accumulates the momentum, unless ``stores_momentum`` is false.
+        """
+        for uniform in filter(None, (views.without(idle, failed) for views in self._by_shape)):
             first = step_params[uniform.first]
+            if first.fallible and stores_momentum:
+                accumulate(uniform.momenta(step_params), uniform.grads(step_params), first.settings.retain)
             settings, factor = first.settings, first.settings.adjust(*first.matrix_set.lr_shape)
             apply(
                 uniform.params(step_params),
@@ -147,10 +149,8 @@ class ShardViews:
                 settings.decay,
                 settings.rate * factor,
                 cautious=settings.cautious,
-                add_alike=add_alike,
                 words=None if first.counter is None else uniform.words(step_params),
                 scratch=self._scratch,
-                stacks=uniform.stacks if first.param.dtype == uniform.views[0].dtype else None,
             )
 
 

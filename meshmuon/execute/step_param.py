@@ -55,6 +55,12 @@ class UpdateRule(Protocol):
         ...
 
 
+def may_fail(scheme: Scheme | Orthogonalizer | None, rule: UpdateRule | None) -> bool:
+    """Whether a scheme or a rule is code of the user."""
+    foreign = rule is not None and type(rule).__module__.partition(".")[0] != __name__.partition(".")[0]
+    return foreign or not isinstance(scheme, Scheme)
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class StepSettings:
     """A param group's options for this step."""
@@ -112,6 +118,14 @@ class StepParam:
     def update_dtype(self) -> torch.dtype:
         """Dtype in which the update is formed: never less than float32."""
         return torch.float64 if self.param.dtype == torch.float64 else torch.float32
+
+    @property
+    def fallible(self) -> bool:
+        """Whether code of the user computes its updates, a scheme or a rule, which may raise in the middle of a step.
+
+        Its momentum is then stored with the weights and not before: a matrix whose update fails keeps both.
+        """
+        return may_fail(self.scheme, self.rule)
 
     @property
     def staged(self) -> bool:

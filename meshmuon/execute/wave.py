@@ -11,10 +11,11 @@ import torch
 from torch import Tensor
 
 from ..device import Mark, Streams
+from ..errors import OrthogonalizeError
 from ..transport import Exchange, Pending
-from .observer import Observer
-from .ortho_batch import OrthoBatch
-from .shard_views import GradientReads, ShardViews
+from .observer import MatrixKey, Observer
+from .ortho_batch import OrthoBatch, orthogonalize_error
+from .shard_views import NONE_FAILED, GradientReads, ShardViews
 from .staging import Stage
 from .step_param import StepParam
 
@@ -80,9 +81,41 @@ class OwnedBatch:
             return
         with observer.phase("gather"):
             self.unpack.run()
-        self.ortho_batch.orthogonalise(idle, observer)
-        with observer.phase("scatter"):
-            self.pack.run()
+        if self.ortho_batch.orthogonalise(idle, observer):
+            with observer.phase("scatter"):
+                self.pack.run()
+
+
+@dataclass(frozen=True, slots=True)
+class FallibleWave:
+    """Tells all ranks which matrices of a wave have failed at their owners, before anyone applies an update.
+
+    It takes one vote in host memory per wave, and no wait for a device: a scheme or a rule raises where the host calls it.
+    """
+
+    failures: list[Exception]  # what has gone wrong in the step on this rank
+    repeated: frozenset[MatrixKey]  # matrices that several ranks compute, for different holders
+
+    def failed(self, exchange: Exchange, owned_batches: Sequence[OwnedBatch]) -> frozenset[MatrixKey]:
+        """The matrices that have failed on any rank. All ranks keep the same error of them."""
+        failures = [(batch.ortho_batch.take_failure(), batch.ortho_batch.matrices) for batch in owned_batches]
+        failed_here = [(*failure, matrices) for failure, matrices in failures if failure is not None]
+        told = exchange.tell(failed_here)
+        entries = [(rank, *entry) for rank, of_rank in sorted(told.items()) for entry in of_rank]
+        keys = frozenset((param, matrix) for *_, matrices in entries for param, matrix in matrices)
+        if entries:
+            rank, _, reason, _ = entries[0]
+            own_keys = [(names, reason) for names, reason, _ in failed_here]
+            own = [
+                error
+                for error in self.failures
+                if isinstance(error, OrthogonalizeError) and not error.where and (error.names, error.reason) in own_keys
+            ]
+            shared = orthogonalize_error((name for _, names, *_ in entries for name in names), reason, f"rank {rank}: ")
+            shared.__cause__ = own[0].__cause__ if own else None
+            shared.known_to_all = keys.isdisjoint(self.repeated)
+            self.failures[:] = [error for error in self.failures if error not in own] + [shared]
+        return keys
 
 
 class RankWave(Protocol):
@@ -116,6 +149,7 @@ class Wave:
     update_views: ShardViews  # where each piece of the update is in the buffer that is received
     owned_batches: tuple[OwnedBatch, ...]  # the matrices that this rank owns, batch by batch
     gradient_reads: GradientReads  # the parameters whose gradients it is the first or the last to read
+    fallible: FallibleWave | None = None  # how ranks tell each other what failed; None if no matrix of the wave is ``fallible``
     stage: Stage | None = None  # between the buffers that the views are of and those that travel; None where they are the same
 
     def run(
@@ -149,5 +183,6 @@ class Wave:
                 scatter.wait()  # likewise, the side stream waits for the main one
                 if self.stage is not None:
                     self.stage.to_host()
+                failed = NONE_FAILED if self.fallible is None else self.fallible.failed(exchange, self.owned_batches)
             with observer.phase("update"):
-                self.update_views.apply(step_params, idle)
+                self.update_views.apply(step_params, idle, failed)

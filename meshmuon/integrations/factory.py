@@ -4,28 +4,22 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
-from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 from torch import nn
 
 from ..errors import ConfigError
 from ..optim import Muon
-from ..params.checks import nearest, shown
-from ..routing.model_names import ModelNames
-from ..routing.param_groups import get_default_muon_param_groups
+from ..params import arguments
+from ..params.checks import shown
+from ..routing.param_groups import ModelNames, get_default_muon_param_groups
 
-_Kind = TypeVar("_Kind")
-
-_TRAINERS_NAMES = {"betas": "adamw_betas", "eps": "adamw_eps"}
 _ROUTING_OPTIONS = tuple(inspect.signature(get_default_muon_param_groups).parameters)[1:]
-_OPTIONS = {*_ROUTING_OPTIONS, *tuple(inspect.signature(Muon).parameters)[1:]}
 
 
 def muon_for(
     model: nn.Module,
     *,
-    decays: Callable[[str], bool] | None = None,
     keys: Callable[[str], Mapping[str, Any]] | None = None,
     **options: Any,
 ) -> Muon:
@@ -37,49 +31,36 @@ def muon_for(
     Args:
         model: the model as it will be trained. Shard it first, unless the trainer exchanges the parameters of the optimizer, as
             Accelerate does.
-        decays: ``name -> bool``: parameters for which it returns False get no weight decay.
-        keys: ``name -> dict``: further keys of the param group that the parameter goes to, such as ``{"lr": 1e-4}``. Parameters
-            with equal keys share a group.
+        keys: ``name -> dict``: further keys of the param group that the parameter goes to, such as ``{"lr": 1e-4}`` or
+            ``{"weight_decay": 0.0}``. Parameters of one default group with equal keys share a group.
         options: options of ``get_default_muon_param_groups`` and of ``Muon``. ``betas`` and ``eps`` are AdamW's, as trainers
             call them.
     """
     options = by_own_names(options)
     if not isinstance(model, nn.Module):
         raise ConfigError(f"model is a {type(model).__name__}; it must be the torch.nn.Module that will be trained.")
-    for given, function, kind in (("decays", decays, "bool"), ("keys", keys, "dict of keys of its group")):
-        if not (function is None or callable(function)):
-            raise ConfigError(f"{given}={shown(function)} must be a function of a parameter's name that returns a {kind}.")
+    if not (keys is None or callable(keys)):
+        raise ConfigError(f"keys={shown(keys)} must be a function of a parameter's name that returns a dict of keys.")
     groups = get_default_muon_param_groups(model, **{name: options.pop(name) for name in _ROUTING_OPTIONS if name in options})
     if keys is not None:
-        groups = _split_by_keys(groups, partial(_ask, "keys", keys, _further_keys), model)
-    if decays is not None:
-        groups = _split_by_keys(groups, lambda name: {} if _ask("decays", decays, bool, name) else {"weight_decay": 0.0}, model)
+        groups = _split_by_keys(groups, keys, model)
     return Muon(groups, **options)
 
 
 def by_own_names(options: Mapping[str, Any]) -> dict[str, Any]:
-    """The options by the names that ``Muon`` has for them."""
-    for name, own in _TRAINERS_NAMES.items():
-        if name in options and own in options:
-            given = f"{name}={shown(options[name])} and {own}={shown(options[own])}"
-            raise ConfigError(f"{given} are two names of one option: give {own} only.")
-    for name in options:
-        if name not in _OPTIONS and name not in _TRAINERS_NAMES:
-            near = nearest(str(name), sorted(_OPTIONS))  # YAML has keys that are numbers
-            raise ConfigError(
-                f"{name}={shown(options[name])} is neither an option of Muon nor of get_default_muon_param_groups"
-                + (f": did you mean {near}?" if near else "; docs/optimizer.md lists them.")
-            )
-    return {_TRAINERS_NAMES.get(name, name): value for name, value in options.items()}
+    """A user's options with the names of ``Muon`` in the place of torch's. Unknown ones are refused."""
+    return arguments.by_own_names(options, _ROUTING_OPTIONS)
 
 
-def _split_by_keys(groups: list[dict[str, Any]], keys: Callable[[str], dict[str, Any]], model: nn.Module) -> list[dict[str, Any]]:
+def _split_by_keys(
+    groups: list[dict[str, Any]], keys: Callable[[str], Mapping[str, Any]], model: nn.Module
+) -> list[dict[str, Any]]:
     """Each param group as one part for every different dict of keys. Parameters without further keys come first."""
     split = []
     for group in groups:
         parts: list[tuple[dict[str, Any], list[tuple[str, nn.Parameter]]]] = [({}, [])]
         for name, param in zip(group["names"], group["params"], strict=True):
-            wanted = keys(name)
+            wanted = _further_keys(keys, name)
             pairs = next((pairs for found, pairs in parts if found == wanted), None)
             if pairs is None:
                 parts.append((wanted, pairs := []))
@@ -91,14 +72,11 @@ def _split_by_keys(groups: list[dict[str, Any]], keys: Callable[[str], dict[str,
     return split
 
 
-def _further_keys(keys: Mapping[str, Any]) -> dict[str, Any]:
-    if reserved := {"params", "names", "param_names", "use_muon"} & set(keys):
-        raise ConfigError(f"{min(reserved)} is decided by get_default_muon_param_groups; is_muon_func changes the route")
-    return dict(keys)
-
-
-def _ask(what: str, function: Callable[[str], Any], kind: Callable[[Any], _Kind], name: str) -> _Kind:
+def _further_keys(keys: Callable[[str], Mapping[str, Any]], name: str) -> dict[str, Any]:
     try:
-        return kind(function(name))
+        further = dict(keys(name))
     except Exception as error:
-        raise ConfigError(f"{what} failed for {name} with {type(error).__name__}: {error}") from error
+        raise ConfigError(f"keys failed for {name} with {type(error).__name__}: {error}") from error
+    if reserved := {"params", "names", "param_names", "use_muon"} & set(further):
+        raise ConfigError(f"keys({name!r}): {min(reserved)} is decided by get_default_muon_param_groups, or is_muon_func.")
+    return further

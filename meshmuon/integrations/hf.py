@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from torch import nn
-from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.integrations.deepspeed import deepspeed_config
 
 from ..errors import ConfigError, UnsupportedError
@@ -35,8 +35,6 @@ class muon:  # noqa: N801  # read as what it does; Trainer asks for a class, mak
             training_args: where lr, weight decay, and AdamW's betas and epsilon come from, unless ``options`` has them.
             options: options of ``get_default_muon_param_groups`` and of ``Muon``.
         """
-        if not isinstance(model, nn.Module):
-            raise ConfigError(f"model is a {type(model).__name__}; it must be the torch.nn.Module that will be trained.")
         options = {**_options_in(training_args), **by_own_names(options)}
         if "lr" not in options:
             raise ConfigError(
@@ -48,8 +46,7 @@ class muon:  # noqa: N801  # read as what it does; Trainer asks for a class, mak
                 "DeepSpeed ZeRO flattens the weights after Trainer has built the optimizer, so that there are no matrices to "
                 "orthogonalise. Shard with FSDP2 instead: TrainingArguments(fsdp=True), without deepspeed."
             )
-        decayed = set(Trainer.get_decay_parameter_names(None, model))  # it reads nothing of the Trainer
-        return muon_for(model, decays=decayed.__contains__, **options)
+        return muon_for(model, **options)
 
 
 class MuonMetrics(TrainerCallback):

@@ -1,6 +1,6 @@
 """Lightning and Fabric: ``muon`` builds the optimizer, ``MuonMonitor`` logs where parameters go and how training proceeds.
 
-Needs ``pip install lightning``. Clipping, accumulation, schedules and checkpoints are Lightning's: docs/trainers_lightning.md.
+Needs ``pip install lightning``. Clipping, accumulation, schedules and checkpoints are Lightning's: docs/trainers.md.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """torchtitan: a container that builds Muon, and the config that selects it.
 
 Needs ``pip install torchtitan``. The trainer's own clipping, accumulation, schedule, checkpoints and metrics work with it:
-docs/trainers_torchtitan.md.
+docs/trainers.md.
 """
 
 from __future__ import annotations

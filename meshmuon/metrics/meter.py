@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..agree.step_decision import PlanInput, StepDecision
+from ..agree.step_decision import StepDecision
 from ..device import Transfers, copy_to, is_staged, known_to_host, stopwatch_for, transfers_for
 from ..errors import ConfigError, UnsupportedError
 from ..execute import MatrixKey, StepParam
@@ -18,17 +18,15 @@ from ..layout import Layout
 from ..ortho import scheme_for
 from ..params.lr import lr_factor
 from ..params.metrics_option import Metrics
-from ..params.named_params import NamedParam
+from ..params.param_record import ParamRecord
 from ..plan import NO_WAVE, Plan
 from ..torch_compat import local_part
-from .packing import PHASES, MatrixColumns, MeasuredMatrices, MeasuredParam, Packing
-from .recorder import Indices, StepRecorder
+from .numbers import DTYPE, PHASES, Column, Measured, Numbers
+from .recorder import StepRecorder
 from .report import Measurement, report
 from .shards import LocalMatrices, counts_here
-from .sums import SquareSums, row_norms
+from .spectra import squares
 from .weight_vectors import WeightVectors
-
-_DTYPE = torch.float32  # of what is packed
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,12 +42,10 @@ class Prepared:
     """What is made when a plan is new."""
 
     plan: Plan
-    packing: Packing
-    packed: Tensor
-    indices: Indices
-    local: tuple[LocalMatrices | None, ...]  # of each parameter of the plan, what this rank counts
-    squares: SquareSums  # of the weights and then of the gradients of all ``local``
-    adamw_starts: Mapping[int, int]  # index of a parameter → where its numbers begin; −1 if another rank counts it
+    numbers: Numbers
+    local: Mapping[int, LocalMatrices]  # index of a parameter of the plan → what this rank counts of it
+    local_rows: Tensor  # the rows of all ``local``
+    adamw_rows: Mapping[int, int | None]  # index of a parameter → its row; None if another rank counts it
     vectors: WeightVectors | None
 
 
@@ -80,7 +76,7 @@ class Meter:
         """Whether this step is measured; ``agreed_steps`` is the same on all ranks."""
         return self.options is not None and agreed_steps % self.options.every == 0
 
-    def refusal(self, params: Sequence[NamedParam]) -> Exception | None:
+    def refusal(self, params: Sequence[ParamRecord]) -> Exception | None:
         """Why these parameters cannot be measured; None if they can, or if nothing is measured."""
         if self.options is None or not params:
             return None
@@ -102,8 +98,7 @@ class Meter:
     def prepare(
         self,
         decision: StepDecision,
-        params: Sequence[NamedParam],
-        plan_inputs: Sequence[PlanInput],
+        params: Sequence[ParamRecord],
         layouts: Sequence[tuple[Layout, ...]],
     ) -> None:
         """Makes room for the numbers of a plan. The vectors of the weights begin anew.
@@ -118,50 +113,59 @@ class Meter:
             return
         plan, rank = decision.plan, decision.rank
         several = decision.exchange is not None
-        matrices = []
-        for planned, (k, part) in zip(plan.params, decision.planned_parts, strict=True):
-            parts = plan_inputs[k].matrix_sets or ()
-            name = planned.name if len(parts) == 1 else f"{planned.name}[part {part}]"
-            matrix_set, named, scheme = parts[part], params[k], plan_inputs[k].scheme
-            assert scheme is not None
-            matrices.append(
-                MeasuredMatrices(
-                    name,
+        measured = []
+        for index, (planned, (k, part)) in enumerate(zip(plan.params, decision.planned_parts, strict=True)):
+            named, parts = params[k], params[k].matrix_sets or ()
+            matrix_set = parts[part]
+            assert named.scheme is not None
+            measured.append(
+                Measured(
+                    planned.name if len(parts) == 1 else f"{planned.name}[part {part}]",
                     named.group_index,
-                    planned.count,
-                    matrix_set.rows,
-                    matrix_set.cols,
-                    matrix_set.lr_shape,
-                    stacked=bool(planned.stack_dims),
+                    index,
                     shared=several and not planned.private,
-                    scheme=scheme_for(scheme, matrix_set.rows, matrix_set.cols, plan_inputs[k].compute_dtype),
+                    elements=matrix_set.rows * matrix_set.cols,
+                    muon=True,
+                    count=planned.count,
+                    rows=matrix_set.rows,
+                    cols=matrix_set.cols,
+                    lr_shape=matrix_set.lr_shape,
+                    stacked=bool(planned.stack_dims),
+                    scheme=scheme_for(named.scheme, matrix_set.rows, matrix_set.cols, named.compute_dtype),
                     dtype=str(named.param.dtype).removeprefix("torch."),
                     rounding=named.param_group["rounding"],
                 )
             )
-        adamw = [
-            MeasuredParam(named.name, named.group_index, k, named.param.numel(), shared=several and bool(layouts[k]))
-            for k, named in enumerate(params)
-            if not named.param_group["use_muon"]
-        ]
-        ranks = tuple(decision.exchange.ranks) if decision.exchange is not None else (rank,)
-        groups = 1 + max(named.group_index for named in params)
-        columns = MatrixColumns(self.options.iterations)
-        packing = Packing(tuple(matrices), tuple(adamw), ranks, groups, columns, self.options.weight_spectra)
+        adamw = {k: named for k, named in enumerate(params) if not named.param_group["use_muon"]}
+        for index, named in adamw.items():
+            shared = several and bool(layouts[index])
+            measured.append(Measured(named.name, named.group_index, index, shared=shared, elements=named.param.numel()))
+        ranks = decision.exchange.ranks if decision.exchange is not None else (rank,)
         device = params[0].param.device
         with torch.inference_mode(False), torch.no_grad():
-            packed = torch.zeros(packing.size, dtype=_DTYPE, device=device)
-            local = tuple(LocalMatrices.of(planned, rank, device) for planned in plan.params)
-            vectors = WeightVectors(packing, local, packed[:0]) if packing.vectors else None
-        counted = {
-            param.index: start if counts_here(layouts[param.index], rank) else -1
-            for param, start in zip(packing.adamw, packing.adamw_starts, strict=True)
-        }
-        indices = Indices(packing, _Reporter(plan, rank, by_owners=self._by_owners), device)
-        squares = _squares(packing, local, device)
-        self._prepared = Prepared(plan, packing, packed, indices, local, squares, counted, vectors)
+            numbers = Numbers(measured, ranks, self.options, self._reported(plan, rank), device)
+            of_params = {k: LocalMatrices.of(planned, rank, device) for k, planned in enumerate(plan.params)}
+            local = {k: matrices for k, matrices in of_params.items() if matrices is not None}
+            local_rows = numbers.indices([numbers.first_rows[k] + n for k, matrices in local.items() for n in matrices.numbers])
+            vectors = WeightVectors(numbers, local) if self.options.weight_spectra else None
+        adamw_rows = dict(zip(adamw, numbers.first_rows[len(plan.params) :], strict=True))
+        counted = {k: row if counts_here(layouts[k], rank) else None for k, row in adamw_rows.items()}
+        self._prepared = Prepared(plan, numbers, local, local_rows, counted, vectors)
         if self._transfers is None:
             self._transfers = transfers_for(device)
+
+    def _reported(self, plan: Plan, rank: int) -> dict[MatrixKey, bool]:
+        """Whether this rank reports what it finds out about a whole matrix: the first of all that compute it does."""
+        reported: dict[MatrixKey, bool] = {}
+        for task in plan.tasks:
+            if (task.param, task.matrix) not in reported:
+                first = task.owner if self._by_owners and task.wave != NO_WAVE else min(task.sharded.holdings)
+                reported[task.param, task.matrix] = plan.params[task.param].private or rank == first
+        return reported
+
+    def discard(self) -> None:
+        """Gives up what was made for a plan; what was measured stays."""
+        self._prepared = None
 
     def begin(self, step_params: Sequence[StepParam], decision: StepDecision, *, gradients_here: bool) -> StepRecorder:
         """Measures gradients and weights before the step changes them. Returns what sees the rest of the step.
@@ -170,30 +174,33 @@ class Meter:
         """
         prepared = self._prepared
         assert prepared is not None
-        packing, packed = prepared.packing, prepared.packed
-        recorder = StepRecorder(packing, packed, prepared.indices, stopwatch_for(packed.device))
+        numbers = prepared.numbers
+        recorder = StepRecorder(numbers, stopwatch_for(numbers.packed.device))
         with torch.inference_mode(False), torch.no_grad(), recorder.phase("metrics"):
-            packed.zero_()
+            numbers.packed.zero_()
             weights: dict[int, Tensor] = {}
             try:
-                held = [(k, local) for k, local in enumerate(prepared.local) if local is not None]
-                weights = {k: local.cut(local_part(step_params[k].param)) for k, local in held}
-                norms = [row_norms(weight) for weight in weights.values()]
-                for (k, local), of_weight in zip(held, tuple(norms), strict=True):
-                    known = gradients_here and k not in decision.idle
-                    gradient = row_norms(local.cut(local_part(step_params[k].grad))) if known else torch.zeros_like(of_weight)
-                    norms.append(gradient)
-                prepared.squares.write(packed, norms)
+                weights = {k: local.cut(local_part(step_params[k].param)) for k, local in prepared.local.items()}
+                of_weights = [squares(weight) for weight in weights.values()]
+                of_gradients = [
+                    squares(local.cut(local_part(step_params[k].grad)))
+                    if gradients_here and k not in decision.idle
+                    else torch.zeros_like(of_weight)
+                    for (k, local), of_weight in zip(prepared.local.items(), of_weights, strict=True)
+                ]
+                if weights:
+                    both = torch.stack([torch.cat(of_gradients), torch.cat(of_weights)], dim=1)
+                    numbers.write(prepared.local_rows, Column.GRADIENT, both)
             except Exception as error:  # the other ranks wait for the reduction
                 recorder.failures.append(error)
             if prepared.vectors is not None:
-                prepared.vectors.begin(weights, packed, decision.exchange, recorder.failures.append)
+                prepared.vectors.begin(weights, decision.exchange, recorder.failures.append)
         return recorder
 
-    def adamw_starts(self, indices: Sequence[int]) -> list[int]:
-        """Where the numbers of AdamW's parameters begin; −1 for those that another rank counts."""
+    def adamw_rows(self, indices: Sequence[int]) -> list[int | None]:
+        """The rows of AdamW's parameters; None for those that another rank counts."""
         assert self._prepared is not None
-        return [self._prepared.adamw_starts[k] for k in indices]
+        return [self._prepared.adamw_rows[k] for k in indices]
 
     def finish(
         self,
@@ -213,72 +220,60 @@ class Meter:
         prepared, transfers = self._prepared, self._transfers
         assert prepared is not None
         assert transfers is not None
-        packing, packed = prepared.packing, prepared.packed
+        numbers = prepared.numbers
+        scalars = {"skipped steps": skipped, "skipped": 0.0 if skip_mask is None else skip_mask}
+        scalars |= {f"lr {k}": group["lr"] for k, group in enumerate(groups)}
+        on_device = {name: value for name, value in scalars.items() if isinstance(value, Tensor) and not known_to_host(value)}
         with torch.inference_mode(False), torch.no_grad(), recorder.phase("metrics"):
-            self._write_seconds(recorder, packing, packed, decision.rank)
+            self._write_seconds(recorder, numbers, decision.rank)
             if decision.exchange is not None:
-                decision.exchange.add_up(packed[packing.reduced])
+                decision.exchange.add_up(numbers.reduced)
             try:
                 if prepared.vectors is not None:
-                    prepared.vectors.finish(packed)
-                told = self._told(packing, packed, groups, skipped, skip_mask, clipped.logits)
-                host = transfers.host_buffer(told.numel(), _DTYPE)
-                transfers.store(host, told)
+                    prepared.vectors.finish()
+                told = {"table": numbers.table, "seconds": numbers.seconds, **on_device}
+                told |= {
+                    f"logits {k}": copy_to(logits, numbers.packed.device) for k, logits in enumerate(clipped.logits.values())
+                }
+                packed = torch.cat([value.reshape(-1).to(DTYPE) for value in told.values()])  # in memory of its own
+                host = transfers.host_buffer(packed.numel(), DTYPE)
+                transfers.store(host, packed)
                 stored = transfers.stored()
             except Exception as error:
                 recorder.failures.append(error)
                 return recorder.failures[0]
+        parts = torch.split(host, [value.numel() for value in told.values()])
         # At most two: one that the host knows before the device is done with the other, if nobody reads.
         self._pending = [
             *self._pending[-1:],
             Measurement(
                 step=self._steps,
-                packing=packing,
-                host=host,
+                numbers=numbers,
+                told={name: part.view(value.shape) for (name, value), part in zip(told.items(), parts, strict=True)},
+                known={name: float(value) for name, value in scalars.items() if name not in on_device},
+                layers=[str(layer) for layer in clipped.logits],
+                threshold=clipped.threshold,
                 plan=decision.plan,
-                rank=decision.rank,
                 idle=frozenset(decision.idle),
                 stepped=frozenset(stepped),
                 half_iterations=0 if prepared.vectors is None else prepared.vectors.half_iterations,
-                factors=_factors(packing, groups),
-                rates=[_host_number(group["lr"]) for group in groups[: packing.groups]],
-                bytes_sent=recorder.bytes_sent,
-                logits={layer: values.numel() for layer, values in clipped.logits.items()},
-                threshold=clipped.threshold,
+                factors=[
+                    lr_factor(groups[one.group_index]["adjust_lr_fn"], *one.lr_shape) if one.muon else 1.0
+                    for one in numbers.measured
+                ],
                 recorder=recorder,
                 stored=stored,
             ),
         ]
         return recorder.failures[0] if recorder.failures else None
 
-    def _write_seconds(self, recorder: StepRecorder, packing: Packing, packed: Tensor, rank: int) -> None:
+    def _write_seconds(self, recorder: StepRecorder, numbers: Numbers, rank: int) -> None:
         """Tells the other ranks the seconds of this one: of this step or, where the device is not done with it, of an earlier."""
         known = (one.seconds() for one in (recorder, *(measurement.recorder for measurement in reversed(self._pending))))
         seconds = next((one for one in known if one is not None), self._seconds_before)
         if seconds is not None:
-            first = packing.seconds + packing.ranks.index(rank) * len(PHASES)
-            for k, name in enumerate(PHASES):
-                packed[first + k].fill_(seconds[name])
-
-    def _told(
-        self,
-        packing: Packing,
-        packed: Tensor,
-        groups: Sequence[Mapping[str, Any]],
-        skipped: int | Tensor,
-        skip_mask: Tensor | None,
-        logits: Mapping[Any, Tensor],
-    ) -> Tensor:
-        """What the host gets to see, in memory of its own."""
-        values = [skipped, 0.0 if skip_mask is None else skip_mask, *(group["lr"] for group in groups[: packing.groups])]
-        for k, value in enumerate(values):
-            place = packed[packing.extras + k]
-            if isinstance(value, Tensor) and not known_to_host(value):
-                place.copy_(value.reshape(()))
-            else:
-                place.fill_(float(value))
-        told = packed[packing.told]
-        return torch.cat([told, *(copy_to(layer, told.device).to(_DTYPE) for layer in logits.values())])
+            for place, name in zip(numbers.seconds[numbers.ranks.index(rank)], PHASES, strict=True):
+                place.fill_(seconds[name])
 
     @torch.no_grad()
     def read(self, *, wait: bool) -> dict[str, Any]:
@@ -295,37 +290,3 @@ class Meter:
                 del self._pending[: k + 1]
                 break
         return self._latest
-
-
-class _Reporter:
-    """Tells whether a rank reports what it finds out about a whole matrix: the first of all that compute it does."""
-
-    def __init__(self, plan: Plan, rank: int, *, by_owners: bool) -> None:
-        self._reports: dict[MatrixKey, bool] = {}
-        for task in plan.tasks:
-            if (task.param, task.matrix) not in self._reports:
-                first = task.owner if by_owners and task.wave != NO_WAVE else min(task.sharded.holdings)
-                self._reports[task.param, task.matrix] = plan.params[task.param].private or rank == first
-
-    def __call__(self, key: MatrixKey) -> bool:
-        return self._reports[key]
-
-
-def _factors(packing: Packing, groups: Sequence[Mapping[str, Any]]) -> list[float]:
-    return [lr_factor(groups[m.group_index]["adjust_lr_fn"], *m.lr_shape) for m in packing.matrices]
-
-
-def _host_number(value: float | Tensor) -> float | None:
-    """A number; None if only a device knows it."""
-    return None if isinstance(value, Tensor) and not known_to_host(value) else float(value)
-
-
-def _squares(packing: Packing, local: Sequence[LocalMatrices | None], device: torch.device) -> SquareSums:
-    """Where the squares of the weights and then of the gradients of what this rank counts belong."""
-    places, rows = [], []
-    for column in (packing.columns.weight, packing.columns.gradient):
-        for k, counted in enumerate(local):
-            if counted is not None:
-                places += [packing.matrix_start((k, number)) + column for number in counted.numbers]
-                rows += [counted.row_count] * len(counted.numbers)
-    return SquareSums(places, rows, device)

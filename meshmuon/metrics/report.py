@@ -3,21 +3,78 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
 
 from ..device import Mark
-from ..ortho import Orthogonalizer, Scheme
+from ..ortho import Scheme
 from ..plan import Plan
-from .packing import PHASES, AdamWColumns, Packing, kind_of
+from .numbers import PHASES, Column, Measured, Numbers
 from .recorder import StepRecorder
 from .spectra import bound_of, largest_singular_values
 
 Values: TypeAlias = dict[str, float]
+
+
+class _Row:
+    """What is known of one matrix, or of one parameter of AdamW."""
+
+    def __init__(self, row: Sequence[float], measured: Measured, lr: float, relative_sigma: float, *, vectors: bool) -> None:
+        self.measured, self.lr, self.relative_sigma = measured, lr, relative_sigma
+        self.gradient, self.weight, update = (math.sqrt(square) for square in row[:3])
+        self.update = abs(lr) * update
+        self.momentum, self.below_bound = math.sqrt(row[Column.MOMENTUM]), row[Column.DEFECTS + 1]
+        self.orthogonality = math.sqrt(row[Column.DEFECTS])
+        self.weight_sigma: float | None = None
+        if vectors and measured.muon:
+            # Of a weight that was zero when its vector was looked for, less may be found than any matrix of its norm has.
+            self.weight_sigma = max(row[Column.WEIGHT_SIGMA], self.weight / math.sqrt(min(measured.rows, measured.cols)))
+
+    @property
+    def bound(self) -> float | None:
+        """That of the scheme; a callable has none that is known."""
+        return bound_of(self.measured.scheme) if isinstance(self.measured.scheme, Scheme) else None
+
+
+class Metric(NamedTuple):
+    """A value of a matrix: how it follows from what was measured, and what is shown of many matrices together."""
+
+    name: str
+    value: Callable[[_Row], Any]  # None if a matrix has none
+    together: Literal["norm", "mean", None] = None
+    extremes: tuple[Callable[[Sequence[float]], float], ...] = ()
+    adamw: bool = False  # whether parameters of AdamW have it too
+
+
+METRICS = (
+    Metric("gradient_norm", lambda row: row.gradient, "norm", (min,), adamw=True),
+    Metric("momentum_norm", lambda row: row.momentum, "norm"),
+    Metric("momentum_sigma", lambda row: row.relative_sigma * row.momentum, None, (max,)),
+    Metric("momentum_stable_rank", lambda row: _ratio(1.0, row.relative_sigma**2), "mean", (min,)),
+    Metric("weight_norm", lambda row: row.weight, "norm", adamw=True),
+    Metric("lr", lambda row: row.lr, "mean", adamw=True),
+    Metric("update_norm", lambda row: row.update, "norm", adamw=True),
+    Metric("update_rms", lambda row: row.update / math.sqrt(row.measured.elements), "mean", adamw=True),
+    Metric("update_to_weight", lambda row: _ratio(row.update, row.weight), "mean", (max, min), adamw=True),
+    Metric("orthogonality", lambda row: row.orthogonality, "mean", (max,)),
+    Metric("below_bound", lambda row: row.below_bound, "mean", (max,)),
+    Metric("dtype", lambda row: row.measured.dtype),
+    Metric("rounding", lambda row: row.measured.rounding),
+    Metric("rows", lambda row: row.measured.rows),
+    Metric("cols", lambda row: row.measured.cols),
+    Metric("bound", lambda row: row.bound),
+    Metric("weight_sigma", lambda row: row.weight_sigma, None, (max,)),
+    Metric("weight_stable_rank", lambda row: row.weight_sigma and _ratio(row.weight**2, row.weight_sigma**2), "mean"),
+)
+"""The values of ``metrics()["matrices"]`` and ``["adamw"]``, in the order in which they are shown; see docs/metrics.md."""
+
+
+def _ratio(part: float, whole: float) -> float:
+    return part / whole if whole else (math.inf if part else 0.0)
 
 
 @dataclass(frozen=True)
@@ -25,102 +82,64 @@ class Measurement:
     """A measured step, whose numbers may still be on their way to the host."""
 
     step: int
-    packing: Packing
-    host: Tensor  # what ``Packing.told`` describes, and behind it the logits
+    numbers: Numbers
+    told: Mapping[str, Tensor]  # in host memory: "table", "seconds", "logits 0", …, and scalars that only the device knew
+    known: Mapping[str, float]  # scalars that the host knew: "skipped steps", "skipped", "lr 0", …
+    layers: Sequence[str]  # that have logits
+    threshold: float  # of QK-clip
     plan: Plan
-    rank: int
     idle: frozenset[int]  # indices in ``plan.params``
     stepped: frozenset[int]  # indices of AdamW's parameters that were stepped
     half_iterations: int
-    rates: Sequence[float | None]  # lr of each param group; None where only the device knows it
-    factors: Sequence[float]  # of the learning rate, for each parameter of the plan
-    bytes_sent: int  # by this rank, in exchanges
-    logits: Mapping[Any, int]  # layer → number of heads
-    threshold: float  # of QK-clip
+    factors: Sequence[float]  # of the learning rate, for each of ``numbers.measured``
     recorder: StepRecorder
     stored: Mark
 
-    def part(self, start: int, size: int) -> Tensor:
-        """Numbers that lie at ``start`` of the packed tensor, in float64."""
-        begin = start - self.packing.told.start
-        return self.host[begin : begin + size].double()
+    def scalar(self, name: str) -> float:
+        """One of ``known``, or of ``told`` if only the device knew it."""
+        return self.known[name] if name in self.known else float(self.told[name])
 
 
 def report(measurement: Measurement) -> dict[str, Any]:
     """The measurement as plain numbers, strings and dicts; see docs/metrics.md."""
-    packing = measurement.packing
-    skipped_steps, skipped, *packed_rates = measurement.part(packing.extras, 2 + packing.groups).tolist()
-    rates = [packed if known is None else known for packed, known in zip(packed_rates, measurement.rates, strict=True)]
+    numbers = measurement.numbers
     content: dict[str, Any] = {
         "step": measurement.step,
-        "skipped": bool(skipped),
-        "skipped_steps": int(skipped_steps),
+        "skipped": bool(measurement.scalar("skipped")),
+        "skipped_steps": int(measurement.scalar("skipped steps")),
         "weight_half_iterations": measurement.half_iterations,
         "matrices": {},
         "adamw": {},
         "groups": {},
         "kinds": {},
-        "qk_clip": _qk_clip(measurement),
+        "qk_clip": {
+            layer: _qk_clip(measurement.told[f"logits {k}"], measurement.threshold) for k, layer in enumerate(measurement.layers)
+        },
         "seconds": measurement.recorder.seconds() or {},
-        "bytes": {"sent": measurement.bytes_sent, "reduced": packing.bytes_reduced},
+        "bytes": {"sent": measurement.recorder.bytes_sent, "reduced": numbers.bytes_reduced},
         "balance": _balance(measurement),
     }
-    if skipped:
+    if content["skipped"]:
         return content
-    by_group: dict[str, list[Values]] = {}
+    by_group: dict[int, list[Values]] = {}
     by_kind: dict[str, list[Values]] = {}
-    for k, measured in enumerate(packing.matrices):
-        if k in measurement.idle:
+    for k, measured in enumerate(numbers.measured):
+        stepped = measured.index not in measurement.idle if measured.muon else measured.index in measurement.stepped
+        if not stepped or not measured.elements:  # there is nothing to say of an empty matrix
             continue
-        for name, values in zip(measured.names, _matrices(measurement, k, rates[measured.group_index]), strict=True):
-            content["matrices"][name] = values
-            by_group.setdefault(str(measured.group_index), []).append(values)
+        rows = measurement.told["table"][numbers.first_rows[k] : numbers.first_rows[k] + measured.count].double()
+        sigmas = largest_singular_values(_finite(rows[:, Column.LANCZOS :])).tolist() if measured.muon else [0.0]
+        lr = measurement.scalar(f"lr {measured.group_index}") * measurement.factors[k]
+        for name, row, sigma in zip(measured.names, rows.tolist(), sigmas, strict=True):
+            found = _Row(row, measured, lr, sigma, vectors=bool(numbers.vector_starts))
+            shown = {metric.name: metric.value(found) for metric in METRICS if measured.muon or metric.adamw}
+            values = {metric: value for metric, value in shown.items() if value is not None}
+            content["matrices" if measured.muon else "adamw"][name] = values
+            by_group.setdefault(measured.group_index, []).append(values)
             by_kind.setdefault(measured.kind, []).append(values)
-    for param, start in zip(packing.adamw, packing.adamw_starts, strict=True):
-        if param.index in measurement.stepped:
-            values = _adamw(measurement.part(start, AdamWColumns.count).tolist(), param.elements, rates[param.group_index])
-            content["adamw"][param.name] = values
-            by_group.setdefault(str(param.group_index), []).append(values)
-            by_kind.setdefault(f"{kind_of(param.name)} (adamw)", []).append(values)
-    content["groups"] = {name: aggregate(members) for name, members in sorted(by_group.items(), key=lambda item: int(item[0]))}
+    content["groups"] = {str(index): aggregate(members) for index, members in sorted(by_group.items())}
     content["kinds"] = {name: aggregate(members) for name, members in by_kind.items()}
     return content
-
-
-def _matrices(measurement: Measurement, k: int, rate: float) -> list[dict[str, Any]]:
-    """The values of the matrices of parameter ``k`` of the plan."""
-    packing, measured = measurement.packing, measurement.packing.matrices[k]
-    columns = packing.columns
-    numbers = measurement.part(packing.matrix_starts[k], measured.count * columns.count).view(measured.count, columns.count)
-    relative = largest_singular_values(_finite(numbers[:, columns.momentum + 1 : columns.defects]))
-    sigmas = measurement.part(packing.sigma_starts[k], measured.count).tolist()
-    lr, bound = rate * measurement.factors[k], _bound(measured.scheme)
-    found = []
-    for row, largest, sigma in zip(numbers.tolist(), relative.tolist(), sigmas, strict=True):
-        weight, momentum, update = (math.sqrt(row[column]) for column in (columns.weight, columns.momentum, columns.update))
-        values: dict[str, Any] = {
-            "gradient_norm": math.sqrt(row[columns.gradient]),
-            "momentum_norm": momentum,
-            "momentum_sigma": largest * momentum,
-            "momentum_stable_rank": _ratio(1.0, largest**2),
-            "weight_norm": weight,
-            "lr": lr,
-            **_update(abs(lr) * update, weight, measured.rows * measured.cols),
-            "orthogonality": math.sqrt(row[columns.defects]),
-            "below_bound": row[columns.defects + 1],
-            "dtype": measured.dtype,
-            "rounding": measured.rounding,
-            "rows": measured.rows,
-            "cols": measured.cols,
-        }
-        if bound is not None:
-            values["bound"] = bound
-        if packing.vectors:
-            # Of a weight that was zero when its vector was looked for, less may be found than any matrix of its norm has.
-            sigma = max(sigma, weight / math.sqrt(min(measured.rows, measured.cols)))
-            values |= {"weight_sigma": sigma, "weight_stable_rank": _ratio(weight**2, sigma**2)}
-        found.append(values)
-    return found
 
 
 def _finite(coefficients: Tensor) -> Tensor:
@@ -128,72 +147,35 @@ def _finite(coefficients: Tensor) -> Tensor:
     return torch.where(coefficients.isfinite().all(1, keepdim=True), coefficients, torch.zeros_like(coefficients))
 
 
-def _bound(scheme: Scheme | Orthogonalizer) -> float | None:
-    """The bound of a scheme; a callable has none that is known."""
-    return bound_of(scheme) if isinstance(scheme, Scheme) else None
-
-
-def _adamw(row: Sequence[float], elements: int, rate: float) -> Values:
-    weight = math.sqrt(row[AdamWColumns.weight])
-    return {
-        "gradient_norm": math.sqrt(row[AdamWColumns.gradient]),
-        "weight_norm": weight,
-        "lr": rate,
-        **_update(abs(rate) * math.sqrt(row[AdamWColumns.update]), weight, elements),
-    }
-
-
-def _update(norm: float, weight: float, elements: int) -> Values:
-    return {"update_norm": norm, "update_rms": norm / math.sqrt(max(1, elements)), "update_to_weight": _ratio(norm, weight)}
-
-
-def _ratio(part: float, whole: float) -> float:
-    return part / whole if whole else (math.inf if part else 0.0)
-
-
-_NORMS = ("gradient_norm", "momentum_norm", "weight_norm", "update_norm")
-_MEANS = ("lr", "update_rms", "update_to_weight", "momentum_stable_rank", "weight_stable_rank", "orthogonality", "below_bound")
-_LARGEST = ("update_to_weight", "momentum_sigma", "weight_sigma", "orthogonality", "below_bound")
-_SMALLEST = ("update_to_weight", "momentum_stable_rank", "gradient_norm")
-
-
 def aggregate(members: Sequence[Mapping[str, Any]]) -> Values:
     """Norms of all members together, and means, largest and smallest of what cannot be added up."""
-
-    def of(key: str) -> list[float]:
-        return [member[key] for member in members if key in member]
-
     found: Values = {"count": float(len(members))}
-    found |= {key: math.sqrt(math.fsum(x * x for x in of(key))) for key in _NORMS if of(key)}
-    found |= {key: math.fsum(of(key)) / len(of(key)) for key in _MEANS if of(key)}
-    found |= {f"{key}_max": max(of(key)) for key in _LARGEST if of(key)}
-    found |= {f"{key}_min": min(of(key)) for key in _SMALLEST if of(key)}
+    for metric in METRICS:
+        values = [member[metric.name] for member in members if metric.name in member]
+        if values and metric.together == "norm":
+            found[metric.name] = math.sqrt(math.fsum(x * x for x in values))
+        elif values and metric.together == "mean":
+            found[metric.name] = math.fsum(values) / len(values)
+        found |= {f"{metric.name}_{extreme.__name__}": extreme(values) for extreme in metric.extremes if values}
     return found
 
 
-def _qk_clip(measurement: Measurement) -> dict[str, Values]:
-    """Per layer the largest logit, the smallest factor of a head, and how many heads were clipped."""
-    start = measurement.packing.told.stop
-    found: dict[str, Values] = {}
-    for layer, heads in measurement.logits.items():
-        logits, start = measurement.part(start, heads), start + heads
-        usable = logits[logits.isfinite()]
-        largest = float(usable.max()) if usable.numel() else math.nan
-        clipped = int((usable > measurement.threshold).sum())
-        factor = math.sqrt(measurement.threshold / largest) if clipped else 1.0
-        found[str(layer)] = {"max_logit": largest, "min_factor": factor, "clipped_heads": float(clipped)}
-    return found
+def _qk_clip(logits: Tensor, threshold: float) -> Values:
+    """The largest logit of a layer, the smallest factor of a head, and how many heads were clipped."""
+    usable = logits[logits.isfinite()].double()
+    largest = float(usable.max()) if usable.numel() else math.nan
+    clipped = int((usable > threshold).sum())
+    factor = math.sqrt(threshold / largest) if clipped else 1.0
+    return {"max_logit": largest, "min_factor": factor, "clipped_heads": float(clipped)}
 
 
 def _balance(measurement: Measurement) -> dict[str, Any]:
     """The load of the heaviest rank over the mean: as planned, and in seconds of orthogonalisation as they were."""
-    packing, loads = measurement.packing, list(measurement.plan.loads.values())
-    seconds = measurement.part(packing.seconds, len(PHASES) * len(packing.ranks)).view(len(packing.ranks), len(PHASES))
-    of_ranks = seconds[:, PHASES.index("orthogonalise")].tolist()
+    seconds = measurement.told["seconds"][:, PHASES.index("orthogonalise")].tolist()
     return {
-        "planned": _heaviest(loads),
-        "measured": _heaviest(of_ranks),
-        "seconds_by_rank": {str(rank): one for rank, one in zip(packing.ranks, of_ranks, strict=True)},
+        "planned": _heaviest(list(measurement.plan.loads.values())),
+        "measured": _heaviest(seconds),
+        "seconds_by_rank": dict(zip(map(str, measurement.numbers.ranks), seconds, strict=True)),
     }
 
 

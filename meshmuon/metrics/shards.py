@@ -63,12 +63,12 @@ class LocalMatrices:
         local_rows: Selector = _ALL
         local_cols: Selector = _ALL
         if planned.window is not None:
-            local_rows = _of_strided(local_indices(held[stack_dims], planned.window[0]), device)
+            local_rows = _selector(_in_window(held[stack_dims], planned.window[0]), device)
             if len(layout.shape) == stack_dims + 2:  # of more dims, a window takes all columns
-                local_cols = _of_strided(local_indices(held[stack_dims + 1], planned.window[1]), device)
-        rows, cols = _of_ranges(piece.rows, device), _of_ranges(piece.cols, device)
+                local_cols = _selector(_in_window(held[stack_dims + 1], planned.window[1]), device)
+        rows, cols = _selector(piece.rows, device), _selector(piece.cols, device)
         numbers = tuple(number for start, stop in matrices for number in range(start, stop))
-        return cls(stack_dims, numbers, _of_ranges(matrices, device), local_rows, local_cols, rows, cols)
+        return cls(stack_dims, numbers, _selector(matrices, device), local_rows, local_cols, rows, cols)
 
     def cut(self, local: Tensor) -> Tensor:
         """These pieces of a local tensor, (matrices, rows, cols): a view where one is possible."""
@@ -77,11 +77,6 @@ class LocalMatrices:
             stacked = stacked[:, self.local_rows]
         return stacked if self.local_cols is _ALL else stacked[:, :, self.local_cols]
 
-    @property
-    def row_count(self) -> int:
-        """How many rows each piece has."""
-        return self.rows.stop - self.rows.start if isinstance(self.rows, slice) else self.rows.numel()
-
     def multiply(self, pieces: Tensor, vectors: Tensor, result: Tensor, *, transposed: bool) -> None:
         """Writes this rank's part of W·v, or Wᵀ·v, of each matrix into ``result``; both are (matrices, longer side).
 
@@ -89,29 +84,18 @@ class LocalMatrices:
         """
         read, written = (self.rows, self.cols) if transposed else (self.cols, self.rows)
         pieces = pieces.to(vectors.dtype)
-        factors = pieces.mT if transposed else pieces
-        if isinstance(self.matrices, slice) and isinstance(read, slice) and isinstance(written, slice):
-            multiply_each(factors, vectors[self.matrices, read], result[self.matrices, written])
-            return
         held = result[self.matrices]  # a copy, if the matrices are not next to each other
-        product = held.new_empty(factors.shape[:2])
-        multiply_each(factors, vectors[self.matrices][:, read], product)
-        held[:, written] = product
+        held[:, written] = multiply_each(pieces.mT if transposed else pieces, vectors[self.matrices][:, read])
         result[self.matrices] = held
 
 
-def _of_ranges(ranges: Ranges, device: torch.device) -> Selector:
+def _selector(ranges: Ranges, device: torch.device) -> Selector:
     if len(ranges) == 1:
         return slice(*ranges[0])
     return torch.cat([torch.arange(start, stop) for start, stop in ranges]).to(device)
 
 
-def _of_strided(parts: Sequence[StridedRange], device: torch.device) -> Selector:
-    if len(parts) == 1 and parts[0].count == 1:
-        return slice(parts[0].start, parts[0].stop)
-    blocks = [
-        torch.arange(part.start + k * part.period, part.start + k * part.period + part.size)
-        for part in parts
-        for k in range(part.count)
-    ]
-    return torch.cat(blocks).to(device)
+def _in_window(held: Ranges, window: StridedRange) -> Ranges:
+    """Where the indices of a window are in the local dim of a rank that holds ``held``."""
+    parts = [(part, part.start + k * part.period) for part in local_indices(held, window) for k in range(part.count)]
+    return tuple((start, start + part.size) for part, start in parts)

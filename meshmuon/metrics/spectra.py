@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from functools import lru_cache
-from typing import TypeAlias
+from typing import Protocol, TypeAlias
 
 import torch
 from torch import Tensor
@@ -20,7 +20,8 @@ from ..ortho import Scheme
 PROBES = 4
 """How many directions are looked at to tell how far a matrix is from being orthogonal."""
 
-_EXHAUSTED = 1e-6  # what is shorter, relative to the trace of A·Aᵀ, is rounding: the matrix has no further direction
+_EXHAUSTED = 1e-5  # what is shorter, relative to the largest coefficient so far, is rounding: there is no further direction
+_SQUARINGS = 12
 _SEED = 20_261
 
 Multiply: TypeAlias = Callable[[Tensor], Tensor]
@@ -34,11 +35,6 @@ def probes(size: int, count: int = PROBES) -> Tensor:
     gaussian = torch.randn(size, min(size, count), generator=generator, dtype=torch.float64, device="cpu")
     directions: Tensor = torch.linalg.qr(gaussian)[0]
     return directions.t().contiguous()
-
-
-def start_vector(size: int) -> Tensor:
-    """A fixed direction in which to begin, (size,)."""
-    return probes(size)[0]
 
 
 def wide(stacked: Tensor) -> Tensor:
@@ -57,47 +53,65 @@ def squares(stacked: Tensor) -> Tensor:
     return rows.square_().sum(-1)
 
 
-def tridiagonalise(multiply: Multiply, start: Tensor, iterations: int) -> Tensor:
-    """Coefficients of tridiagonal matrices whose eigenvalues approximate those of larger symmetric matrices of trace 1.
+class Inner(Protocol):
+    """Inner products of several vectors that one tensor holds."""
+
+    def dot(self, a: Tensor, b: Tensor) -> Tensor:
+        """The inner product of each vector of ``a`` and that of ``b``, (vectors,)."""
+        ...
+
+    def spread(self, values: Tensor) -> Tensor:
+        """One value per vector, (vectors,), in a shape in which they multiply the vectors."""
+        ...
+
+
+class _Rows:
+    """Vectors that are the rows of a tensor, (batch, n)."""
+
+    def dot(self, a: Tensor, b: Tensor) -> Tensor:
+        return (a * b).sum(1)
+
+    def spread(self, values: Tensor) -> Tensor:
+        return values.unsqueeze(1)
+
+
+_ROWS = _Rows()
+
+
+def tridiagonalise(
+    multiply: Multiply, start: Tensor, iterations: int, inner: Inner = _ROWS, *, fully: bool = False
+) -> tuple[Tensor, list[Tensor]]:
+    """Coefficients of tridiagonal matrices whose eigenvalues approximate those of larger symmetric matrices.
 
     A Lanczos iteration in which each new vector is made orthogonal to the two before it. Rounding may bring earlier ones back,
     which repeats eigenvalues of a tridiagonal matrix but makes none of them larger than the largest of the matrix.
 
     Args:
-        multiply: multiplies a batch of vectors, (batch, n), by the matrices.
-        start: unit vectors, (batch, n).
+        multiply: multiplies the vectors by the matrices.
+        start: unit vectors.
         iterations: how many steps.
+        inner: how the vectors lie in the tensors; by default a row each.
+        fully: make each new vector orthogonal to all before it, twice. What rounding leaves of them would depend on the layout.
 
     Returns:
-        (batch, 2 · iterations): the diagonal, then the entries beside it, of which the last is always 0.
+        (vectors, 2 · iterations): the diagonal, then the entries beside it, of which the last is always 0. And the tensors of
+        vectors, one per iteration, to which the rows of the tridiagonal matrices belong.
     """
-    unit, before = start, None
+    basis = [start]
     diagonal: list[Tensor] = []
     beside: list[Tensor] = []
     for step in range(iterations):
-        product = multiply(unit)
-        diagonal.append((product * unit).sum(1, keepdim=True))
+        product = multiply(basis[-1])
+        diagonal.append(inner.dot(product, basis[-1]))
         if step + 1 == iterations:
             break
-        product.addcmul_(unit, diagonal[-1], value=-1)
-        if before is not None:
-            product.addcmul_(before, beside[-1], value=-1)
-        lengths = torch.linalg.vector_norm(product, dim=1, keepdim=True)
-        longer = lengths > _EXHAUSTED
-        beside.append(torch.where(longer, lengths, 0.0))
-        before, unit = unit, product.mul_(torch.where(longer, lengths.reciprocal(), 0.0))
-    return torch.cat([*diagonal, *beside, torch.zeros_like(diagonal[0])], dim=1)
-
-
-def by_gram(gram: Tensor) -> Multiply:
-    """Multiplies by symmetric matrices, (batch, n, n)."""
-
-    def multiply(vectors: Tensor) -> Tensor:
-        product = torch.empty_like(vectors)
-        multiply_each(gram, vectors, product)
-        return product
-
-    return multiply
+        for earlier in 2 * basis if fully else basis[-2:]:
+            product = product - inner.spread(inner.dot(product, earlier)) * earlier
+        length = inner.dot(product, product).sqrt()
+        longer = length > _EXHAUSTED * torch.stack([*diagonal, *beside]).amax(0)
+        beside.append(torch.where(longer, length, 0.0))
+        basis.append(product * inner.spread(torch.where(longer, length.reciprocal(), 0.0)))
+    return torch.stack([*diagonal, *beside, torch.zeros_like(diagonal[0])], dim=1), basis
 
 
 def by_matrices(stacked: Tensor, norms: Tensor) -> Multiply:
@@ -109,27 +123,39 @@ def by_matrices(stacked: Tensor, norms: Tensor) -> Multiply:
     """
     a = wide(stacked)
     scale = torch.where(norms > 0, norms.reciprocal(), 0.0).unsqueeze(1)
-
-    def multiply(vectors: Tensor) -> Tensor:
-        # Multiplied before and after, not by the square: that would leave the range of float32.
-        between, product = vectors.new_empty(a.size(0), a.size(2)), torch.empty_like(vectors)
-        multiply_each(a.mT, vectors * scale, between)
-        multiply_each(a, between, product)
-        return product.mul_(scale)
-
-    return multiply
+    # Multiplied before and after, not by the square: that would leave the range of float32.
+    return lambda vectors: multiply_each(a, multiply_each(a.mT, vectors * scale)).mul_(scale)
 
 
-def multiply_each(matrices: Tensor, vectors: Tensor, result: Tensor) -> None:
-    """Writes the product of each matrix, (batch, n, m), and its vector, (batch, m), into ``result``, (batch, n).
+def multiply_each(matrices: Tensor, vectors: Tensor) -> Tensor:
+    """The product of each matrix, (batch, n, m), and its vector, (batch, m).
 
     In host memory one by one: batched products are up to ten times slower there if one factor is this narrow.
     """
     if matrices.device.type != "cpu":
-        result.copy_(torch.bmm(matrices, vectors.unsqueeze(2)).squeeze(2))
-        return
-    for matrix, vector, product in zip(matrices.unbind(), vectors.unbind(), result.unbind(), strict=True):
-        torch.mv(matrix, vector, out=product)
+        return torch.bmm(matrices, vectors.unsqueeze(2)).squeeze(2)
+    return torch.stack([torch.mv(matrix, vector) for matrix, vector in zip(matrices.unbind(), vectors.unbind(), strict=True)])
+
+
+def tridiagonal(coefficients: Tensor) -> Tensor:
+    """The matrices, (batch, n, n), of which ``tridiagonalise`` returned the coefficients."""
+    diagonal, beside = torch.tensor_split(coefficients, 2, dim=1)
+    above = torch.diag_embed(beside[:, :-1], offset=1)
+    return torch.diag_embed(diagonal) + above + above.mT
+
+
+def top_eigenvectors(symmetric: Tensor) -> Tensor:
+    """The eigenvectors of the largest eigenvalues of symmetric matrices, (batch, n), up to their lengths.
+
+    They come from powers of tiny matrices, not from a decomposition: no rank gets another sign, and NaN is not an error.
+    """
+    power = symmetric
+    for _ in range(_SQUARINGS):
+        power = power / torch.linalg.matrix_norm(power, keepdim=True)
+        power = power @ power
+    # All columns are multiples of the vector, up to what is left of the others. The longest has lost least to rounding.
+    column = torch.linalg.vector_norm(power, dim=1).argmax(1)
+    return power.gather(2, column.view(-1, 1, 1).expand(-1, power.size(1), 1)).squeeze(2)
 
 
 def defects(stacked: Tensor, directions: Tensor) -> Tensor:
@@ -155,12 +181,7 @@ def largest_singular_values(coefficients: Tensor) -> Tensor:
     Args:
         coefficients: what ``tridiagonalise`` returned, on the host.
     """
-    iterations = coefficients.size(1) // 2
-    diagonal, beside = torch.split(coefficients.double(), iterations, dim=1)
-    tridiagonal = torch.diag_embed(diagonal)
-    if iterations > 1:  # ``eigvalsh`` reads the lower triangle
-        tridiagonal = tridiagonal + torch.diag_embed(beside[:, :-1], offset=-1)
-    values: Tensor = torch.linalg.eigvalsh(tridiagonal)
+    values: Tensor = torch.linalg.eigvalsh(tridiagonal(coefficients.double()))
     return values[:, -1].clamp_min(0.0).sqrt()
 
 

@@ -1,7 +1,7 @@
 """Writers of measurements: lines of JSON, a table, TensorBoard. Each is given what ``optimizer.metrics()`` returns.
 
-All have ``write`` and ``close``, and close at the end of a ``with``. A measurement that was written before is not written again,
-so that a loop may call ``write(optimizer.metrics())`` after every step. Give them to one rank only.
+A measurement that was written before is not written again, so that a loop may call ``write(optimizer.metrics())`` after every
+step. Give them to one rank only.
 """
 
 from __future__ import annotations
@@ -11,8 +11,7 @@ import json
 import math
 from collections.abc import Mapping
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Protocol, TypeVar
+from typing import Any, TextIO, TypeVar
 
 from ..errors import ConfigError
 from .report import flat
@@ -20,20 +19,8 @@ from .report import flat
 _W = TypeVar("_W", bound="Writer")
 
 
-class Writer(Protocol):
-    """Writes measurements somewhere."""
-
-    def write(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
-        """Writes a measurement, under its own step number or that of the trainer."""
-        ...
-
-    def close(self) -> None:
-        """Writes what is still in memory."""
-        ...
-
-
-class _Writer:
-    """What all writers have in common."""
+class Writer:
+    """Writes measurements somewhere; closes at the end of a ``with``."""
 
     _last: object = None
 
@@ -52,16 +39,24 @@ class _Writer:
         raise NotImplementedError
 
     def close(self) -> None:
-        """Closes the file."""
+        """Writes what is still in memory."""
 
     def __enter__(self: _W) -> _W:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
 
-class JsonlWriter(_Writer):
+class _FileWriter(Writer):
+    _file: TextIO
+
+    def close(self) -> None:
+        """Closes the file."""
+        self._file.close()
+
+
+class JsonlWriter(_FileWriter):
     """Appends one line of JSON per measurement, with everything that was measured. Infinities and NaN become null."""
 
     def __init__(self, path: str | Path) -> None:
@@ -71,12 +66,8 @@ class JsonlWriter(_Writer):
         self._file.write(json.dumps({**_finite(metrics), "step": step}, allow_nan=False) + "\n")
         self._file.flush()
 
-    def close(self) -> None:
-        """Closes the file."""
-        self._file.close()
 
-
-class CsvWriter(_Writer):
+class CsvWriter(_FileWriter):
     """Writes one row per measurement, with the columns that the first one has; ``matrices`` adds those of single matrices."""
 
     def __init__(self, path: str | Path, *, matrices: bool = False) -> None:
@@ -92,12 +83,8 @@ class CsvWriter(_Writer):
         self._table.writerow(row)
         self._file.flush()
 
-    def close(self) -> None:
-        """Closes the file."""
-        self._file.close()
 
-
-class TensorBoardWriter(_Writer):
+class TensorBoardWriter(Writer):
     """Writes scalars for TensorBoard.
 
     Args:

@@ -8,6 +8,7 @@ from ..matrices import ONE_MATRIX, ParamMatrices
 from .fused import fused_split
 from .place import ParamPlace
 
+LORA_FACTOR = "LoRA "  # the reasons of LoRA's factors begin with it
 _MARK = "adapter_layer_names"  # PEFT's layers list what they add under this name
 _FACTORS = ("lora_A", "lora_B")
 
@@ -27,12 +28,12 @@ def adapter_matrices(place: ParamPlace) -> tuple[str, ParamMatrices | None] | No
         return ("embedding of an adapter" if "embedding" in added else "adapter parameter"), None
     rank = min(place.param.shape)
     if rank == 1:
-        return "LoRA factor of rank 1", None
+        return f"{LORA_FACTOR}factor of rank 1", None
     layer = place.modules[place.parts.index(factor)]
     if getattr(layer, "num_experts", 1) > 1:
-        return "LoRA factor of an expert stack", None
+        return f"{LORA_FACTOR}factor of an expert stack", None
     if factor == "lora_A":
-        return f"LoRA A, rank {rank}", ONE_MATRIX
+        return f"{LORA_FACTOR}A, rank {rank}", ONE_MATRIX
     base = replace(
         place,
         parts=(*place.parts[: place.parts.index(factor)], "weight"),
@@ -40,5 +41,5 @@ def adapter_matrices(place: ParamPlace) -> tuple[str, ParamMatrices | None] | No
     )
     known = fused_split(base, place.param.shape[0], int(getattr(layer, "in_features", 0) or 0))
     if known is None or known[1] is None:
-        return f"LoRA B, rank {rank}", ONE_MATRIX
-    return f"LoRA B, rank {rank}, of a fused {known[0]}", ParamMatrices(split=known[1])
+        return f"{LORA_FACTOR}B, rank {rank}", ONE_MATRIX
+    return f"{LORA_FACTOR}B, rank {rank}, of a fused {known[0]}", ParamMatrices(split=known[1])

@@ -14,13 +14,15 @@ from .fused import fused_split, looks_fused_name
 from .heads import HeadFinder, declared_heads, last_linear
 from .names import is_embedding_name
 from .not_matrices import FEW_ROWS, Filter, filter_of, has_few_rows, why_no_matrix
-from .place import ParamPlace, places_of
+from .place import ParamPlace, models_in, places_of
 from .traced import convolved_in_graphs, cut_in_graph, is_instance, looked_up_in_graphs
 
+FILTER = "convolution filter"
 LOOKS_FUSED = "matrix: looks fused, parts unknown"
 UNKNOWN_STACK = "more than two dims, not known as a stack of matrices"
-"""Reasons that the routing table warns of."""
+"""Reasons that lead to a warning or an error."""
 
+_WITHOUT_DECAY = ("scalar", "vector", "norm", "bias", "bias of a stack")
 _IN_OUT = r"^Conv1D$"  # GPT-2's linear layer, in transformers and elsewhere
 _IN_OUT_PARAMETERS = frozenset(
     ("mm_input_projection_weight", "text_projection", "prompts_visual_projection", "visual_projection", "proj")
@@ -43,6 +45,11 @@ class ParamContents:
     reason: str
     matrices: ParamMatrices = ONE_MATRIX
 
+    @property
+    def decays(self) -> bool:
+        """Whether it has weight decay: norms, biases and all other vectors have none, also those that are stacked."""
+        return self.reason not in _WITHOUT_DECAY
+
 
 class ModelContents:
     """Tells of each parameter of a model what it is.
@@ -60,11 +67,14 @@ class ModelContents:
         }
         self._heads = [_addresses(param) for param in declared_heads(model)]
         self._head_finder = HeadFinder(places)
-        self._last: ParamPlace | None = None
+        last = [last_linear(part, inside) for part, inside in models_in(model, places) if not self._has_head(part, inside)]
+        self._last = {place.name for place in last if place is not None}
+
+    def _has_head(self, model: nn.Module, places: Sequence[ParamPlace]) -> bool:
+        """Whether a head is known by more than being the last linear layer."""
         weights = (getattr(module, "weight", None) for module in model.modules() if is_instance(module, nn.Linear))
         tied_head = any(map(self._is_tied, places)) or any(isinstance(w, Tensor) and self._overlaps(w) for w in weights)
-        if not self._heads and not tied_head and not any(map(self._head_finder.reason, places)):
-            self._last = last_linear(model, places)
+        return tied_head or any(map(self._head_finder.reason, places)) or any(True for _ in declared_heads(model))
 
     def _overlaps(self, param: Tensor) -> bool:
         """Whether it shares memory with an embedding."""
@@ -119,12 +129,12 @@ class ModelContents:
         if found is None:
             return None
         if found.why_not_flat is not None or self._conv != "flatten":
-            return ParamContents("adamw", found.why_not_flat or "convolution filter")
+            return ParamContents("adamw", found.why_not_flat or FILTER)
         return ParamContents("muon", 'conv="flatten"', ParamMatrices(flatten=True))
 
     def _no_matrix(self, place: ParamPlace) -> ParamContents | None:
         reason = why_no_matrix(place) or self._head_finder.reason(place)
-        if reason is None and place is self._last:
+        if reason is None and place.name in self._last:
             reason = "output head: the last linear layer"
         if reason is None and place.param.dim() == 2 and has_few_rows(place):
             reason = "at most 4 rows or columns: too few for Muon"

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import Tensor, nn
 
 from ..matrices import WRAPPERS
+from .names import is_number
 from .traced import class_of
 
 _INSERTED = WRAPPERS | {"base_layer"}  # PEFT keeps the layer that it adapts under this name
@@ -172,3 +173,18 @@ def places_of(model: nn.Module) -> Iterator[ParamPlace]:
             last = parts[-1]
             del parts[-2:], modules[-2:]
         yield ParamPlace(name, param, (*parts, last), tuple(modules))
+
+
+def models_in(model: nn.Module, places: Sequence[ParamPlace]) -> list[tuple[nn.Module, Sequence[ParamPlace]]]:
+    """The models that a ``ModuleDict`` of several models holds, each with its places; of any other model itself.
+
+    A ModuleDict cannot be called. Its modules are models of their own unless one is a single layer, or a block with a number.
+    """
+    root = places[0].modules[0] if places else model
+    children = dict(root.named_children()) if type(root) is nn.ModuleDict else {}
+    if len(children) < 2 or any(is_number(name) or not any(child.children()) for name, child in children.items()):
+        return [(model, places)]
+    return [
+        (child, [replace(place, parts=place.parts[1:], modules=place.modules[1:]) for place in places if place.parts[0] == name])
+        for name, child in children.items()
+    ]

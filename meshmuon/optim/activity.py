@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-import sys
 import warnings
 import weakref
-from collections.abc import Sequence
-from types import FrameType
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import Tensor, nn
 
 from ..agree.step_decision import Activity
-from ..errors import ConfigError, GradientError, InactiveWarning
+from ..errors import ConfigError, GradientError, InactiveWarning, RoutingWarning, level_of_user
 from ..matrices import without_wrappers
-from ..params.named_params import NamedParam
-from ..routing.model_names import ModelNames
+from ..models import FILTER
+from ..params.param_record import ParamRecord
+from ..routing.param_groups import ModelNames
 
 _INTENDED = "If it is intended, pass allow_inactive=True to the optimizer."
 
@@ -35,7 +34,7 @@ class ActivityCheck:
     def __init__(self, allowed: bool) -> None:
         self.allowed = allowed
         self.active = False  # whether a matrix had a gradient, on any rank
-        self._warned = False
+        self._warned = self._rates_seen = False
         self._verified = False  # whether the parameters were compared with the model's in a step with gradients
         self._models: dict[tuple[str, ...], weakref.ref[nn.Module]] = {}  # names of a param group → the model they are from
 
@@ -45,14 +44,30 @@ class ActivityCheck:
         if isinstance(names, ModelNames):
             self._models[tuple(names)] = names.model
 
-    def of(self, params: Sequence[NamedParam], has_grad: Sequence[bool]) -> Activity:
+    def refuse_filters_alone(self, groups: Sequence[Mapping[str, Any]]) -> None:
+        """Raises for default groups without a matrix for Muon if the model has filters that could be matrices."""
+        reasons = [group.get("reasons") for group in groups]
+        found = [entry for written in reasons if isinstance(written, Mapping) for entry in written.items()]
+        filters = [name for name, why in found if isinstance(why, str) and why == FILTER]
+        if filters and not self.allowed and not any(group["use_muon"] for group in groups):
+            raise ConfigError(
+                f"there is no matrix for Muon: the filters of convolutions go to AdamW, here {', '.join(filters[:3])}"
+                + (f" and {len(filters) - 3} more" if len(filters) > 3 else "")
+                + '. Write get_default_muon_param_groups(model, conv="flatten"), which makes each of them an (out, in·kernel) '
+                f'matrix; muon_for and the factories for trainers take conv="flatten" as well. {_INTENDED}'
+            )
+
+    def of(self, params: Sequence[ParamRecord], has_grad: Sequence[bool]) -> Activity:
         """The activity of this rank."""
+        if not self._rates_seen:  # by the first step a scheduler has written what it wants into the groups
+            self._rates_seen = True
+            _warn_of_shared_rates([record.param_group for record in params])
         if self.active or self.allowed:
             return Activity.ACTIVE
         activity = Activity.NO_MATRIX
-        for named, gradient in zip(params, has_grad, strict=True):
-            if named.param_group["use_muon"]:
-                trains = Activity.NO_GRADIENT if named.param.requires_grad else Activity.FROZEN
+        for record, gradient in zip(params, has_grad, strict=True):
+            if record.param_group["use_muon"]:
+                trains = Activity.NO_GRADIENT if record.param.requires_grad else Activity.FROZEN
                 activity = max(activity, Activity.ACTIVE if gradient else trains)
         return activity
 
@@ -62,7 +77,7 @@ class ActivityCheck:
             self.active = self._verified = True
         elif activity is Activity.NO_MATRIX:
             raise ConfigError(
-                f"there is no matrix for Muon: AdamW would step every parameter. Look at optimizer.routing_table(). "
+                "there is no matrix for Muon: AdamW would step every parameter. Look at optimizer.routing_table(). "
                 "If a wrapper has flattened the weights (FSDP1, DeepSpeed ZeRO), shard the model with FSDP2 instead "
                 "(torch.distributed.fsdp.fully_shard); else put the matrices into a group with use_muon=True. A pipeline stage "
                 f"may have none. {_INTENDED}"
@@ -79,39 +94,49 @@ class ActivityCheck:
         if self._warned:
             raise GradientError(f"{text} {_INTENDED}")
         self._warned = True
-        warnings.warn(f"{text} The next such step raises. {_INTENDED}", InactiveWarning, stacklevel=_level_of_user())
+        warnings.warn(f"{text} The next such step raises. {_INTENDED}", InactiveWarning, stacklevel=level_of_user())
 
-    def replaced(self, params: Sequence[NamedParam], has_grad: Sequence[bool]) -> GradientError | None:
+    def replaced(self, params: Sequence[ParamRecord], has_grad: Sequence[bool]) -> GradientError | None:
         """The error for parameters without gradients in whose place the model has others, with gradients."""
         if self.allowed or not self._models or all(has_grad) or (self._verified and any(has_grad)):
             return None
-        own = {id(named.param) for named in params}
+        own = {id(record.param) for record in params}
         current: dict[int, _ModelParams | None] = {}  # param group → what its model has now
-        for named, gradient in zip(params, has_grad, strict=True):
-            if gradient or not named.param.requires_grad:
+        for record, gradient in zip(params, has_grad, strict=True):
+            if gradient or not record.param.requires_grad:
                 continue
-            if named.group_index not in current:
-                reference = self._models.get(tuple(named.param_group["param_names"]))
+            if record.group_index not in current:
+                reference = self._models.get(tuple(record.param_group["param_names"]))
                 model = None if reference is None else reference()
-                current[named.group_index] = None if model is None else _ModelParams(model)
-            params_now = current[named.group_index]
-            now = None if params_now is None else params_now.of_name(named.name)
+                current[record.group_index] = None if model is None else _ModelParams(model)
+            params_now = current[record.group_index]
+            now = None if params_now is None else params_now.of_name(record.name)
             if now is not None and id(now) not in own and now.grad is not None:
                 return GradientError(
-                    f"{named.name}: the model has replaced this parameter since the optimizer was built. The model's new one has "
-                    "a gradient, the optimizer's has none and would never be trained. Build the optimizer after fully_shard, or "
-                    "whatever else replaces parameters, or put the new ones into optimizer.param_groups."
+                    f"{record.name}: the model has replaced this parameter since the optimizer was built. The model's new one "
+                    "has a gradient, the optimizer's has none and would never be trained. Build the optimizer after fully_shard, "
+                    "or whatever else replaces parameters, or put the new ones into optimizer.param_groups."
                 )
         return None
 
 
-def _level_of_user() -> int:
-    """``stacklevel`` of the code that called ``step``: between it and the caller are frames of torch and of meshmuon."""
-    frame: FrameType | None = sys._getframe(1)
-    level = 1
-    while frame is not None and frame.f_globals.get("__name__", "").partition(".")[0] in ("torch", "meshmuon"):
-        frame, level = frame.f_back, level + 1
-    return level
+def _warn_of_shared_rates(groups: Sequence[Mapping[str, Any]]) -> None:
+    """Warns if a scheduler has different rates in mind for groups whose lr is one tensor: what it writes last holds for all."""
+    wanted: dict[int, set[float]] = {}
+    for group in groups:
+        rate = group.get("max_lr", group.get("initial_lr"))  # of OneCycleLR, of other schedulers
+        if isinstance(group.get("lr"), Tensor) and isinstance(rate, int | float):
+            wanted.setdefault(id(group["lr"]), set()).add(rate)
+    for rates in wanted.values():
+        if len(rates) > 1:
+            listed = ", ".join(f"{rate:g}" for rate in sorted(rates))
+            warnings.warn(
+                f"several param groups have one and the same tensor as their lr, and a scheduler has different rates in mind for "
+                f"them ({listed}): the rate of the last group holds for all. Give each group its own, "
+                'group["lr"] = group["lr"].clone(), before the scheduler is built.',
+                RoutingWarning,
+                stacklevel=level_of_user(),
+            )
 
 
 class _ModelParams:

@@ -2,26 +2,24 @@
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
-from ..agree.local_planner import PlanSettings
-from ..agree.planner import Planner
+from ..agree.differences import Note, raise_failures
 from ..agree.step_decision import StepDecision
-from ..errors import ConfigError, StateError, UnsupportedError
-from ..execute import DataParallelExecutor, StepParam, window_of
+from ..errors import ConfigError, KeptError, StateError, UnsupportedError
+from ..execute import StepParam, window_of
 from ..matrices import MatrixSet
 from ..params.checks import check_replica_group
 from ..params.dtensors import as_dtensor
-from ..params.named_params import NamedParam, named_params
-from ..plan import Plan
+from ..params.param_record import ParamIndex, ParamRecord, named_params
+from ..plan import PartIndex, Plan
 from ..state.param_state import MOMENTUM, RULE_STATE
-from ..transport import all_gather_objects, averaged, broadcast
+from ..transport import all_gather_objects, averaged, broadcast, turn_of
 from .collect import gradient_of
 from .muon import Muon
 from .muon_step import StepContext
@@ -44,7 +42,7 @@ class DistMuon(Muon):
     resulting checkpoint does not depend on the number of ranks, and loads on any number of ranks.
 
     Args:
-        params: matrices, (name, matrix) pairs, or param groups as for ``Muon``.
+        params: a model, matrices, (name, matrix) pairs, or param groups as for ``Muon``.
         lr, momentum, nesterov, ns_steps, weight_decay, adjust_lr_fn: as for ``Muon``; the signature has their defaults.
         group: process group of the ranks that hold replicas; by default all ranks.
         options: further options of ``Muon``.
@@ -59,7 +57,7 @@ class DistMuon(Muon):
 
     def __init__(
         self,
-        params: Iterable[Any],
+        params: nn.Module | Iterable[Any],
         lr: float | Tensor = 0.02,
         momentum: float = 0.95,
         nesterov: bool = True,
@@ -93,7 +91,8 @@ class DistMuon(Muon):
         """Adds a param group of plain weights. The next step plans with it."""
         super().add_param_group(param_group)
         try:
-            _check_plain(named_params(self._groups[-1:]))
+            for name, param in named_params(self._groups[-1:]):
+                _check_plain(name, param)
         except UnsupportedError:
             self.param_groups.pop()
             raise
@@ -107,9 +106,9 @@ class DistMuon(Muon):
             )
         return super().state_dict()
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+    def load_state_dict(self, state_dict: dict[str, Any], strict: bool = True) -> None:
         """Loads a consolidated ``state_dict``, on every rank. One that does not fit is refused before anything is overwritten."""
-        super().load_state_dict(state_dict)
+        super().load_state_dict(state_dict, strict)
         self._complete = True
 
     @torch.no_grad()
@@ -119,24 +118,33 @@ class DistMuon(Muon):
         if plan is None or not isinstance(group, dist.ProcessGroup):
             return
         self._planner.check_connected()
-        with self._offload.resident(self.state) as offload_error:
-            if offload_error is not None:
-                raise offload_error
-            self._consolidate(plan, group)
+        failure = KeptError()
+        with self._offload.resident(self.state, failure):
+            failure.raise_it()
+            with turn_of(group):
+                self._consolidate(plan, group)
 
     def _consolidate(self, plan: Plan, group: dist.ProcessGroup) -> None:
         """Broadcasts the state of each matrix from its owner. All ranks take the matrices in the order of the plan."""
         kinds_by_rank = all_gather_objects([_kinds(self.state[param]) for param, _ in self._stepped], group)
-        for task in plan.tasks:
+        parts = [(task, key, kind) for task in plan.tasks for key, kind in kinds_by_rank[task.owner][task.param].items()]
+        made, failure = dict[tuple[Tensor, str], Tensor](), KeptError()
+        with failure:  # the other ranks would wait in the first broadcast
+            for task, key, kind in parts:
+                param, (shape, dtype) = self._stepped[task.param][0], kind
+                # This rank has none yet, or one whose dtype is not that of the owner.
+                if _kinds(self.state[param]).get(key) != kind and (param, key) not in made:
+                    made[param, key] = torch.zeros(shape, dtype=getattr(torch, dtype), device=param.device)
+        failures = all_gather_objects(failure.text, group)
+        raise_failures({rank: Note(text) for rank, text in failures.items()}, failure.take())
+        for (param, key), zeros in made.items():
+            self.state[param][key] = zeros
+        for task, key, _ in parts:
             param, matrix_set = self._stepped[task.param]
-            for key, kind in kinds_by_rank[task.owner][task.param].items():
-                state = self.state[param]
-                if _kinds(state).get(key) != kind:  # this rank has none yet, or one whose dtype is not that of the owner
-                    shape, dtype = kind
-                    state[key] = torch.zeros(shape, dtype=dtype, device=param.device)
-                window = matrix_set.rule_state_window if key == RULE_STATE else matrix_set.window
-                part = state[key][task.matrix] if matrix_set.stack_dims else state[key]
-                broadcast(part if window is None else window_of(part, window, 0), task.owner, group)
+            window = matrix_set.rule_state_window if key == RULE_STATE else matrix_set.window
+            state = self.state[param][key]
+            part = state[task.matrix] if matrix_set.stack_dims else state
+            broadcast(part if window is None else window_of(part, window, 0), task.owner, group)
         self._complete = True
 
     def __getstate__(self) -> dict[str, Any]:
@@ -148,30 +156,18 @@ class DistMuon(Muon):
         self._dividing: Plan | None = None  # the plan whose owners have the momentum, even if its buffers could not be made
         self._stepped: list[tuple[Tensor, MatrixSet]] = []  # of each parameter of that plan, the tensor and its matrix set
         self._kept: frozenset[Tensor] = frozenset()  # the parameters of which this rank owns a matrix and has state
-        # What _without_state returned last, behind what it was computed from.
-        self._own_without_state: tuple[object, object, Sequence[int]] = (None, None, ())
-        if self._replica_group is not None:
-            self._executor = DataParallelExecutor(self._settings)
-            path = f"DistMuon, {self._settings.bits}, metrics={self._metrics}, max_peers={self._plan_options.max_peers}"
-            settings = PlanSettings(self._plan_options, self._settings.form, path, self._cost_model)
-            self._planner = Planner(settings, self._replica_group, weakref.ref(self), reduced=False)
 
     @property
     def _averages_gradients(self) -> bool:
         return self._replica_group is not None
 
-    def _without_state(self, params: Sequence[NamedParam]) -> Sequence[int]:
-        without_state, kept = super()._without_state(params), self._kept
-        if self._complete or not without_state:
-            return without_state
-        if self._own_without_state[0] is not without_state or self._own_without_state[1] is not kept:
-            self._own_without_state = without_state, kept, [k for k in without_state if self._keeps(params[k])]
-        return self._own_without_state[2]
+    def _without_state(self, params: Sequence[ParamRecord]) -> Sequence[ParamIndex]:
+        return [k for k in super()._without_state(params) if self._keeps(params[k])]
 
-    def _keeps(self, named: NamedParam) -> bool:
-        return self._complete or not named.param_group["use_muon"] or named.param in self._kept
+    def _keeps(self, record: ParamRecord) -> bool:
+        return self._complete or not record.param_group["use_muon"] or record.param in self._kept
 
-    def _misuse(self, params: Sequence[NamedParam]) -> Exception | None:
+    def _misuse(self, params: Sequence[ParamRecord]) -> Exception | None:
         if self._replica_group is not None:
             if not self._complete and not self._stepped:
                 return StateError(
@@ -180,7 +176,8 @@ class DistMuon(Muon):
                     "state_dict."
                 )
             try:
-                _check_plain(params)
+                for record in params:
+                    _check_plain(record.name, record.param)
             except UnsupportedError as error:
                 return error
         elif self._divided:
@@ -194,18 +191,16 @@ class DistMuon(Muon):
         """Gradients and weights travel in their own dtype."""
         return super()._wire_dtype() if self._replica_group is None else lambda param: param.dtype
 
-    def _step_params(self, step: StepContext) -> list[StepParam]:
+    def _params_of(self, step: StepContext, keeps: Callable[[PartIndex], bool] = lambda part: True) -> list[StepParam]:
         if self.replica_group is None:
-            return super()._step_params(step)
+            return super()._params_of(step)
         decision = step.decision
         if decision.plan is not self._executor.plan:
             self._adopt_owners(step)
         owned = {task.param for task in decision.plan.tasks if task.owner == decision.rank}
         self._note_kept(step, owned)
         self._drop_foreign_state(step, owned)
-        return self._collector.step_params(
-            self._planner.plan_inputs, decision, self.state, keeps=owned.__contains__, skip_mask=step.skip_mask
-        )
+        return super()._params_of(step, owned.__contains__)
 
     def _ready_params(self, expected: StepDecision, meanwhile: Callable[[], None]) -> list[StepParam] | None:
         return super()._ready_params(expected, meanwhile) if self.replica_group is None else None
@@ -213,12 +208,11 @@ class DistMuon(Muon):
     def _adopt_owners(self, step: StepContext) -> None:
         """A new plan has new owners: gives every rank all momentum."""
         self.consolidate()
-        plan, plan_inputs = step.decision.plan, self._planner.plan_inputs
-        self._dividing = plan
+        self._dividing = step.decision.plan
         planned_parts = step.decision.planned_parts
-        self._stepped = [(step.params[k].param, (plan_inputs[k].matrix_sets or ())[part]) for k, part in planned_parts]
+        self._stepped = [(step.params[k].param, (step.params[k].matrix_sets or ())[part]) for k, part in planned_parts]
 
-    def _note_kept(self, step: StepContext, owned: set[int]) -> None:
+    def _note_kept(self, step: StepContext, owned: set[PartIndex]) -> None:
         """Notes of which parameters this rank alone has state: of its own ones, except those that are idle and have none yet."""
         params = {param_index: step.params[step.decision.planned_parts[param_index][0]].param for param_index in owned}
         if self._complete:  # here momentum is divided anew
@@ -227,7 +221,7 @@ class DistMuon(Muon):
         if not begun <= self._kept:
             self._kept |= begun
 
-    def _drop_foreign_state(self, step: StepContext, owned: set[int]) -> None:
+    def _drop_foreign_state(self, step: StepContext, owned: set[PartIndex]) -> None:
         """Deletes the state of all parameters that are stepped but ``owned``, those of which this rank owns a matrix."""
         planned_parts, idle = step.decision.planned_parts, step.decision.idle
         stepped = {k for param_index, (k, _) in enumerate(planned_parts) if param_index not in idle}
@@ -242,18 +236,20 @@ class DistMuon(Muon):
         return averaged(gradients, group) if isinstance(group, dist.ProcessGroup) else gradients
 
 
-def _check_plain(params: Sequence[NamedParam]) -> None:
-    for named in params:
-        if as_dtensor(named.param) is not None:
-            raise UnsupportedError(f"{named.name} is a DTensor. DistMuon is for plain replicated weights: use Muon instead.")
+def _check_plain(name: str, param: Tensor) -> None:
+    if as_dtensor(param) is not None:
+        raise UnsupportedError(f"{name} is a DTensor. DistMuon is for plain replicated weights: use Muon instead.")
 
 
-def _kinds(state: dict[str, Any]) -> dict[str, tuple[torch.Size, torch.dtype]]:
-    """Shape and dtype of that part of a parameter's state which only owners have."""
-    return {key: (state[key].shape, state[key].dtype) for key in (MOMENTUM, RULE_STATE) if key in state}
+def _kinds(state: dict[str, Any]) -> dict[str, tuple[tuple[int, ...], str]]:
+    """Shape and dtype, as ``"float32"``, of that part of a parameter's state which only owners have."""
+    tensors = {key: state[key] for key in (MOMENTUM, RULE_STATE) if key in state}
+    return {key: (tuple(tensor.shape), str(tensor.dtype).removeprefix("torch.")) for key, tensor in tensors.items()}
 
 
-def _as_groups(params: Iterable[Any]) -> list[Any]:
-    """Bare matrices as one param group; param groups as they are."""
+def _as_groups(params: nn.Module | Iterable[Any]) -> nn.Module | Iterable[Any]:
+    """Bare matrices as one param group; a model, param groups, and what can be none of these, as they are."""
+    if isinstance(params, (nn.Module, Tensor, Mapping)) or not isinstance(params, Iterable):
+        return params
     entries = list(params)
     return entries if not entries or isinstance(entries[0], dict) else [{"params": entries, "use_muon": True}]

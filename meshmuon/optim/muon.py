@@ -2,50 +2,48 @@
 
 from __future__ import annotations
 
+import logging
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, SupportsIndex, cast
+from typing import Any, NoReturn, SupportsIndex, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..agree.identity import register
 from ..agree.local_planner import PlanSettings
 from ..agree.planner import Planner
-from ..errors import ConfigError, RoutingWarning
-from ..execute import DEFAULT_MEMORY_BUDGET, Executor, ExecutorSettings, ReferenceExecutor
-from ..matrices import Split
+from ..errors import ConfigError, MeshmuonError, RoutingWarning, StateError
+from ..execute import DEFAULT_MEMORY_BUDGET, DataParallelExecutor, Executor, ExecutorSettings, ReferenceExecutor
+from ..matrices import Conv, ExpertDims, Split
 from ..metrics.meter import Meter
 from ..ortho import SchemeLike, resolve_scheme
+from ..ortho.kernels.products import Kernels
+from ..params.arguments import defaults_from, options_from, warn_of_older_names
 from ..params.checks import check_replica_group
 from ..params.dtensors import ReplicaGroup
-from ..params.groups import (
-    check_group,
-    defaults_from,
-    keep_options,
-    normalise_group,
-    normalise_params,
-    optimizer_options_from,
-)
+from ..params.groups import check_group, keep_options, normalise_group, normalise_params
 from ..params.lr import AdjustLR
-from ..params.metrics_option import Metrics, MetricsLike, metrics_from
+from ..params.metrics_option import MetricsLike, metrics_from
 from ..params.option_docs import with_options
-from ..params.option_table import ParamGroup
+from ..params.option_table import ParamGroup, Rounding
+from ..params.param_record import named_params
 from ..params.rules import RuleLike
-from ..plan import DEFAULT_MAX_PEERS, CostModel, CostModelLike, Plan, PlanOptions, cost_model_for, cost_model_from
+from ..plan import CostModelLike, Plan, PlanOptions, Replicas, cost_model_for, cost_model_from
 from ..qk_clip.clip import QKClip
+from ..routing.param_groups import get_default_muon_param_groups
 from ..routing.table import RoutingTable, build_routing_table, is_first_of_ranks
 from ..state import param_state as state
+from ..state.loading import Fitted, fit, restore
 from .activity import ActivityCheck
 from .collect import Collector
-from .muon_step import MuonStep
-from .nonfinite import NonFinite, asked_by_scaler
+from .muon_step import MuonStep, Overwritten, logger
+from .nonfinite import NonFinite, NonFinitePolicy, asked_by_scaler
 from .offload import Offload
-from .overwritten import Overwritten
 from .pickling import refuse_unpicklable
-from .route_log import RouteLog
 from .step_failures import StepFailures
+from .step_params import StepParams
 
 
 @with_options
@@ -64,23 +62,21 @@ class Muon(MuonStep):
     option marked "per group"; the optimizer reads the groups at every step.
 
     Args:
-        params: param groups, each with ``params``, ``use_muon`` and preferably ``names``; see
-            ``get_default_muon_param_groups``.
-        {options}
+        params: a model, which stands for ``get_default_muon_param_groups(model)``, or param groups, each with ``params``,
+            ``use_muon`` and preferably ``names``.
+
+    {options}
 
     Example::
 
-        optimizer = Muon(get_default_muon_param_groups(model), lr=1e-3, weight_decay=0.1)
+        optimizer = Muon(model, lr=1e-3, weight_decay=0.1)
     """
 
     _constructed = True  # False while the constructor adds the groups one by one
-    # Optimizers that were pickled before there were these options have none.
-    _cost_model: CostModel | None = None  # of the user
-    _metrics: Metrics | None = None
 
     def __init__(
         self,
-        params: Iterable[dict[str, Any]],
+        params: nn.Module | Iterable[dict[str, Any]],
         lr: float | Tensor = 1e-3,
         momentum: float = 0.95,
         nesterov: bool = True,
@@ -96,50 +92,61 @@ class Muon(MuonStep):
         use_distributed_muon: bool = False,  # older name of reference_path
         expert_keys: Sequence[str] | None = None,
         *,
+        # Everyday.
+        adamw_lr: float | Tensor | None = None,
+        betas: tuple[float, float] | None = None,  # torch's name of adamw_betas
+        eps: float | None = None,  # torch's name of adamw_eps
         scheme: SchemeLike = "auto",
         adjust_lr_fn: AdjustLR = "match_rms_adamw",
         maximize: bool = False,
-        conv: str | None = None,
+        # What is in the model.
         split: Split | None = None,
-        expert_dims: str = "out_in",
+        expert_dims: ExpertDims = "out_in",
         matrices: Mapping[str, Mapping[str, Any]] | None = None,
-        compute_dtype: torch.dtype | None = None,
+        conv: Conv | None = None,
+        # Update rules and rounding.
+        rule: RuleLike = "plain",
+        cautious_weight_decay: bool = False,
+        rounding: Rounding = "nearest",
         momentum_dtype: torch.dtype | None = None,
+        nonfinite: NonFinitePolicy = "propagate",
+        # Engine.
+        compute_dtype: torch.dtype | None = None,
+        comm_dtype: torch.dtype | None = None,
+        replica_group: ReplicaGroup | None = None,
+        replicas: Replicas = "auto",
         memory_budget: int = DEFAULT_MEMORY_BUDGET,
-        form: str = "auto",
+        waves_ahead: int | None = None,
         deterministic: bool = False,
         compile: bool | str = False,
         cuda_graphs: bool = False,
-        comm_dtype: torch.dtype | None = None,
-        replicas: str = "auto",
-        max_peers: int = DEFAULT_MAX_PEERS,
-        replica_group: ReplicaGroup | None = None,
-        nonfinite: str = "propagate",
-        rule: RuleLike = "plain",
-        cautious_weight_decay: bool = False,
-        rounding: str = "nearest",
-        allow_inactive: bool = False,
+        kernels: Kernels = "auto",
         cost_model: CostModelLike | None = None,
-        kernels: str = "auto",
         metrics: MetricsLike = None,
-        waves_ahead: int | None = None,
+        allow_inactive: bool = False,
         reference_path: bool | None = None,
+        **unknown: NoReturn,  # refused with a hint; type checkers refuse it as well
     ) -> None:
         arguments = dict(locals())  # the parameters above are the options of the table, by name
-        options = optimizer_options_from(arguments)
+        options = options_from(arguments)
+        warn_of_older_names(arguments)
         resolve_scheme(scheme, ns_steps)  # refuses a Scheme whose length is not ns_steps
-        self._debug = debug
-        self._settings = ExecutorSettings(chunk_size, memory_budget, form, deterministic, compile, cuda_graphs, kernels)
+        if debug:
+            _show_log()
+        self._settings = ExecutorSettings(
+            chunk_size, memory_budget, options["form"], deterministic, compile, cuda_graphs, kernels
+        )
         in_flight = options["waves_ahead"] + 1
         self._cost_model = cost_model_from(cost_model)
         # LocalPlanner replaces the cost model: by the user's, or by that of the parameters' device.
         self._plan_options = PlanOptions(
-            cost_model_for("cpu"), replicas, chunk_size, memory_budget, in_flight, max_peers=max_peers
+            cost_model_for("cpu"), replicas, chunk_size, memory_budget, in_flight, max_peers=options["max_peers"]
         )
         self._comm_dtype = comm_dtype
         self._reference: bool = options["reference_path"]
         self._replica_group = replica_group
         self._metrics = metrics_from(metrics)
+        self._adamw_lr = adamw_lr
         self._qk_clip = QKClip(clip_config)
         self._nonfinite = NonFinite(nonfinite)
         self._offload = Offload()
@@ -147,15 +154,20 @@ class Muon(MuonStep):
         self._activity = ActivityCheck(allow_inactive)
         self._reset()
         self._constructed = False
-        super().__init__(normalise_params(params), defaults_from(arguments))
+        if isinstance(params, nn.Module):
+            params = get_default_muon_param_groups(params, None, expert_keys, conv=conv, split=split)
+        super().__init__(normalise_params(params), defaults_from(options))
         self._constructed = True
+        self._activity.refuse_filters_alone(self._groups)
         self._lineage = register(self)
         self._warn_of_routes(0)  # of all groups together
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Adds a param group, checked like those of the constructor. The next step plans with it."""
         index = len(self.param_groups)
-        group = normalise_group(param_group, index)
+        group = normalise_group(param_group, index, dict(named_params(self._groups)))
+        if self._adamw_lr is not None and not group["use_muon"]:
+            group.setdefault("lr", self._adamw_lr)
         check_group(cast(ParamGroup, {**self.defaults, **group}), index)
         keep_options(group)
         try:
@@ -188,7 +200,7 @@ class Muon(MuonStep):
 
     def turn_on_cpu_offload(self) -> None:
         """From now on, keeps the state in host memory between steps, which frees its device memory meanwhile."""
-        self._collector.invalidate_state()
+        self._invalidate_state()
         self._offload.turn_on(self.state)
 
     def turn_off_cpu_offload(self) -> None:
@@ -231,9 +243,13 @@ class Muon(MuonStep):
         """
         return self._meter.read(wait=wait)
 
-    def routing_table(self) -> RoutingTable:
-        """Where each parameter goes and how large its steps will be; ``print`` it."""
-        return build_routing_table(self._groups)
+    def routing_table(self, full: bool = False) -> RoutingTable:
+        """Where each parameter goes and how large its steps will be; ``print`` it.
+
+        Args:
+            full: print a row for every parameter, also for those of layers that are alike.
+        """
+        return build_routing_table(self._groups, full=full)
 
     def workspace_bytes(self) -> int:
         """Scratch memory held between steps, beside the state."""
@@ -252,25 +268,46 @@ class Muon(MuonStep):
             self._offload.settle()
         return state.storable(super().state_dict())
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Loads a ``state_dict``. One that does not fit is refused before anything is overwritten."""
-        adapted = state_dict
-        groups_before = [dict(group) for group in self.param_groups]
+    def load_state_dict(self, state_dict: dict[str, Any], strict: bool = True) -> None:
+        """Loads a ``state_dict``. One that does not fit is refused before anything is overwritten.
 
-        def check(_: torch.optim.Optimizer, final: dict[str, Any]) -> None:
-            nonlocal adapted
-            adapted = final
-            state.check(self._groups, final)
+        Parameters are matched by name where both sides have names, in any order and however they are divided into groups. A
+        param group takes the options of the saved group that its parameters were in.
+
+        Args:
+            state_dict: what ``state_dict()`` returned.
+            strict: whether the checkpoint must have the same parameters. Otherwise parameters that it lacks, or that it has for
+                AdamW instead of Muon or the reverse, start from zero, and state of parameters that the optimizer lacks is left
+                out.
+        """
+        if not isinstance(state_dict, Mapping):
+            raise StateError(f"this is not the state_dict of an optimizer: it is a {type(state_dict).__name__}, not a dict.")
+        fitted: Fitted | None = None
+        hooked, groups_before = False, self.param_groups
+
+        def fit_last(_: torch.optim.Optimizer, final: dict[str, Any]) -> dict[str, Any]:
+            nonlocal fitted, hooked
+            hooked = True
+            fitted = fit(self._groups, self.defaults, final, strict=strict)
+            return fitted.as_state_dict()
 
         # The last hook: hooks of the user may first convert a foreign state into one that fits.
-        handle = self.register_load_state_dict_pre_hook(check)
+        handle = self.register_load_state_dict_pre_hook(fit_last)
         try:
-            super().load_state_dict(state_dict)
+            super().load_state_dict(dict(state_dict))
+        except Exception as error:
+            written = self.param_groups is not groups_before
+            if written or not hooked or isinstance(error, MeshmuonError):  # not hooked: an error of a user's hook
+                raise
+            text = f"the state_dict holds something that cannot be read or copied: {type(error).__name__}: {error}"
+            raise StateError(text) from error
         finally:
             handle.remove()
-        for group, before, saved in zip(self.param_groups, groups_before, adapted["param_groups"], strict=True):
-            state.restore_options(group, before, saved, self.defaults)
-        state.restore(self._groups, self.state, adapted)
+        assert fitted is not None
+        for group, overrides in zip(self.param_groups, fitted.overrides, strict=True):
+            group.update(overrides)
+        restore(self._groups, self.state, fitted)
+        state.put_in_order(self._groups, self.state)
         self._offload.put_away(self.state)
         self._failures.clear()
         self._planner.begin_anew()
@@ -285,9 +322,9 @@ class Muon(MuonStep):
             "_plan_options",
             "_cost_model",
             "_metrics",
+            "_adamw_lr",
             "_comm_dtype",
             "_reference",
-            "_debug",
             "_qk_clip",
             "_failures",
             "_lineage",
@@ -315,14 +352,17 @@ class Muon(MuonStep):
 
     def _reset(self) -> None:
         """Starts without a plan."""
-        path = f"reference_path={self._reference}, {self._settings.bits}, metrics={self._metrics}"
+        averages = self._averages_gradients
+        path = "DistMuon" if averages else f"reference_path={self._reference}"
+        path += f", {self._settings.bits}, metrics={self._metrics}"
         path += f", max_peers={self._plan_options.max_peers}"  # the plan only says whether it was exceeded
         settings = PlanSettings(self._plan_options, self._settings.form, path, self._cost_model)
-        self._planner = Planner(settings, self._replica_group, weakref.ref(self))
-        self._executor = (ReferenceExecutor if self._reference else Executor)(self._settings)
+        self._planner = Planner(settings, self._replica_group, weakref.ref(self), reduced=not averages)
+        executor = DataParallelExecutor if averages else ReferenceExecutor if self._reference else Executor
+        self._executor = executor(self._settings)
         self._collector = Collector(self._wire_dtype())
+        self._step_params = StepParams()
         self._overwritten = Overwritten()
-        self._log = RouteLog(on=self._debug)
         self._meter = Meter(self._metrics, by_owners=not self._reference)
 
     def _warn_of_routes(self, first: int) -> None:
@@ -336,3 +376,10 @@ class Muon(MuonStep):
         """A function that tells the dtype in which a parameter travels. It must not refer to the optimizer and keep it alive."""
         comm_dtype = self._comm_dtype
         return lambda param: comm_dtype
+
+
+def _show_log() -> None:
+    """Turns on the logging of routes, and shows its lines even if logging was never configured."""
+    if not logger.hasHandlers():
+        logger.addHandler(logging.StreamHandler())
+    logger.setLevel(logging.DEBUG)

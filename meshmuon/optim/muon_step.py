@@ -1,9 +1,24 @@
-"""One step of Muon, in phases: inspect, agree, prepare, run, finish."""
+"""One step of Muon, in phases: inspect, agree, prepare, run.
+
+What may fail, and what then holds:
+
+| phase | an error is raised | what has been written |
+|---|---|---|
+| inspect, agree | on all ranks, with the same text | nothing |
+| prepare | on all ranks, with the same text | new state, all zeros; no rank keeps buffers of the plan |
+| run, all exchanges complete | on this rank; the others raise it at their next step | all but what failed (``StepFailures``) |
+| run, between two exchanges | on this rank; the others get a ``TransportError`` | nobody knows: load a checkpoint |
+
+A rank keeps its first error in ``StepContext.failure`` until all ranks know of it.
+"""
 
 from __future__ import annotations
 
+import logging
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -12,39 +27,41 @@ from torch import Tensor
 from ..agree.descriptions import hyperparameters_of
 from ..agree.planner import Planner
 from ..agree.state_presence import StatePresence
-from ..agree.step_decision import PlanInput, RankStatus, StepDecision
-from ..errors import TransportError
-from ..execute import UNOBSERVED, StepExecutor, StepParam, advance_counters
+from ..agree.step_decision import RankStatus, StepDecision
+from ..errors import KeptError, KernelError, KernelWarning, OrthogonalizeError
+from ..execute import UNOBSERVED, ExecutorSettings, StepExecutor, StepParam, advance_counters
 from ..metrics.meter import Clipped, Meter
 from ..metrics.recorder import StepRecorder
 from ..params.checks import adamw_betas, adamw_eps
-from ..params.named_params import NamedParam
+from ..params.dtensors import as_dtensor
 from ..params.option_table import ParamGroup
+from ..params.param_record import ParamIndex, ParamRecord
+from ..plan import PartIndex
 from ..qk_clip.clip import QKClip
 from ..qk_clip.logits import logits_text
 from ..routing.table import build_routing_table
 from ..state import param_state
-from ..torch_compat import local_part, never_traced
+from ..torch_compat import FSDP2Weights, local_part, mark_overwritten, never_traced
 from .activity import ActivityCheck
 from .adamw import adamw_step
 from .collect import Collector, gradient_of, only_creates_state
 from .nonfinite import NO_SCALING, NonFinite, Scaling, gradients_of, zero_if_skipped
 from .offload import Offload
-from .overwritten import Overwritten
-from .route_log import RouteLog
 from .step_failures import StepFailures
+from .step_params import StepParams
+
+logger = logging.getLogger("meshmuon")
 
 
 @dataclass(slots=True)
 class StepContext:
-    """The data of one call of ``step()``, handed from phase to phase (inspect, agree, prepare, run, finish)."""
+    """The data of one call of ``step()``, handed from phase to phase."""
 
-    params: list[NamedParam]  # all parameters, param group by param group
-    plan_inputs: tuple[PlanInput, ...]  # what the planner must know about each of them, in the same order
+    params: tuple[ParamRecord, ...]  # all parameters, param group by param group
     has_grad: tuple[bool, ...]  # whether each of them has a gradient
     qk_logits: Any  # the logits given to ``step()``
+    failure: KeptError  # this rank's first error
     scaling: Scaling = NO_SCALING  # what a GradScaler has told the optimizer
-    failure: Exception | None = None  # this rank's first error, until the agreement raises it on all ranks
     nonfinite: bool = False  # the host has found a gradient on this rank that is not finite
     has_work: bool = True  # this rank has more to do than create state
     decision: StepDecision = field(init=False)  # what all ranks have agreed on
@@ -61,13 +78,16 @@ class MuonStep(torch.optim.Optimizer):
     _planner: Planner  # agrees with the other ranks on a plan
     _activity: ActivityCheck  # notices steps that would train nothing
     _failures: StepFailures  # remembers what the other ranks must still learn
+    _step_params: StepParams  # what the executor works on
+    _settings: ExecutorSettings  # how the executor was asked to compute
     _executor: StepExecutor  # runs the plan
     _overwritten: Overwritten  # tells autograd which weights the step has overwritten
+    _states_in_order = 0  # how many parameters had state when it was last put into their order
+    _routes_logged: tuple[object, object] = (None, None)  # parameters and gradients of which the routes were logged last
     # Each of these serves one option.
     _nonfinite: NonFinite
     _qk_clip: QKClip
     _offload: Offload
-    _log: RouteLog
     _meter: Meter
 
     @never_traced
@@ -89,10 +109,11 @@ class MuonStep(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        with self._offload.resident(self.state) as offload_error:
+        failure = KeptError()
+        with self._offload.resident(self.state, failure):
             try:
-                step = self._inspect(qk_logits, offload_error)
-                self._agree(step)  # nothing is written before this; if one rank fails a check, all ranks raise its error
+                step = self._inspect(qk_logits, failure)
+                self._agree(step)  # nothing is written before this
                 if step.decision.nonfinite:
                     self._skip(step)
                 elif not step.decision.has_work:
@@ -101,46 +122,44 @@ class MuonStep(torch.optim.Optimizer):
                 else:
                     self._activity.judge(step.decision.activity)
                     self._prepare(step)
-                    self._finish(step, self._run(step))
+                    self._run(step)
+                    failure.raise_it()
             finally:
+                failure.take()
                 self._planner.end()
+                self._step_params.release_state()
+                if len(self.state) != self._states_in_order:  # a first gradient came late
+                    param_state.put_in_order(self._groups, self.state)
+                    self._states_in_order = len(self.state)
                 if self._offload.on:
-                    self._collector.invalidate_state()
+                    self._invalidate_state()
         return loss
 
-    def _inspect(self, qk_logits: Any, offload_error: Exception | None) -> StepContext:
-        """Looks at parameters, gradients, state and options. This rank's first error is kept for the agreement."""
+    def _inspect(self, qk_logits: Any, failure: KeptError) -> StepContext:
+        """Looks at parameters, gradients, state and options."""
         self._failures.refuse_step()
-        params, plan_inputs, failure = self._collector.plan_inputs(self._groups)
+        self._collector.inspect(self._groups, failure)
+        params, has_grad = self._collector.records, self._collector.has_grad
         unreported = self._failures.to_report()
-        has_grad = self._collector.has_grad
-        failure = (
-            failure
-            or self._misuse(params)
-            or self._meter.refusal(params)
-            or self._activity.replaced(params, has_grad)
-            or unreported
-            or offload_error
+        failure.keep(
+            self._misuse(params) or self._meter.refusal(params) or self._activity.replaced(params, has_grad) or unreported
         )
-        step = StepContext(params, plan_inputs, has_grad, qk_logits)
-        if failure is None:
-            try:
+        step = StepContext(params, has_grad, qk_logits, failure)
+        if not failure:
+            with failure:
                 step.scaling = Scaling.of(self)
-                self._collector.check(self._groups, self.state)
+                if not self._collector.check(self._groups, self.state):
+                    self._step_params.drop()
                 self._qk_clip.check(params, qk_logits)
                 step.nonfinite = self._nonfinite.known_to_host(params, step.scaling)
                 step.has_work = bool(self.state) or not only_creates_state(self._groups)
-            except Exception as error:  # raised in the agreement, once the other ranks know
-                failure = error
-        step.failure = failure
-        # An error refers to this frame through its traceback. Here and below, a variable that still held the error would close a
-        # cycle, and the optimizer would outlive its last user.
-        del failure, unreported
         return step
 
     def _agree(self, step: StepContext) -> None:
-        """Decides together with all ranks what this step does. If one rank failed a check, all ranks raise its error."""
+        """Decides together with all ranks what this step does."""
         clip = logits_text(step.qk_logits)
+        if self._executor.settings is not self._settings:  # other kernels than asked for, on all ranks or on none
+            clip += f", {self._executor.settings.bits}"
         status = RankStatus(
             has_grad=step.has_grad,
             prepared_plan=self._executor.plan,
@@ -151,97 +170,115 @@ class MuonStep(torch.optim.Optimizer):
             without_state=self._without_state(step.params),
             presence=StatePresence(step.params, self.state, self._keeps),
         )
-        failure, step.failure = step.failure, None
-        try:
-            pending = self._planner.propose(step.plan_inputs, failure, status)
-        finally:
-            del failure
+        pending = self._planner.propose(step.params, step.failure, status)
         try:
             if pending.expected is not None:  # while the votes travel
                 step.ready_params = self._ready_params(pending.expected, pending.advance)
         except BaseException:  # Ctrl-C: the other ranks may already count on this one
             pending.abandon()
             raise
-        try:
-            step.decision = pending.wait()
-            as_expected = step.decision is pending.expected
-        except BaseException:
-            self._collector.release_state()
-            raise
-        if not as_expected:
+        step.decision = pending.wait()
+        if step.decision is not pending.expected:
             step.ready_params = None
-            self._collector.release_state()
 
     def _prepare(self, step: StepContext) -> None:
         """Creates state and buffers if the plan is new. Nothing is sent before all ranks have theirs."""
+        self._log_routes(step)
         decision = step.decision
-        self._log.tell(step.params, lambda: build_routing_table(self._groups))
         if not decision.prepares:
             return
-        failure: Exception | None = None
         try:
-            step_params = self._step_params(step)
+            self._prepare_plan(step)
+        except KernelError as error:  # the same on all ranks
+            settings = self._executor.settings
+            if settings.compile or settings.kernels != "auto":
+                raise
+            if decision.exchange is None or decision.rank == decision.exchange.ranks[0]:
+                text = "the Triton kernel cannot be used, and all ranks use torch's own products instead"
+                warnings.warn(f'kernels="auto": {text} ({error})', KernelWarning, stacklevel=2)
+            self._executor.settings = settings.without_kernels()
+            self._prepare_plan(step)
+
+    def _prepare_plan(self, step: StepContext) -> None:
+        """One attempt, confirmed by all ranks. If one of them fails, none keeps anything: the next step prepares again."""
+        decision = step.decision
+        with step.failure:
+            step_params = self._params_of(step)
             if decision.plan is not self._executor.plan:
                 self._executor.prepare(decision.plan, decision.rank, step_params, decision.exchange)
-            self._meter.prepare(decision, step.params, self._planner.plan_inputs, self._planner.layouts)
-        except TransportError:
-            raise
-        except Exception as error:
-            failure = error
+            self._meter.prepare(decision, step.params, self._planner.layouts)
         try:
-            self._planner.confirm(failure)
-        finally:
-            del failure
+            self._planner.confirm(step.failure)
+        except BaseException:
+            self._executor.discard()
+            self._meter.discard()
+            raise
 
-    def _run(self, step: StepContext) -> Exception | None:
+    def _run(self, step: StepContext) -> None:
         """Steps all parameters, as all ranks have agreed.
 
-        Returns this rank's first error, if all exchanges took place in spite of it; raises any other.
+        Keeps this rank's first error if all exchanges took place in spite of it; raises any other.
         """
-        params, decision = step.params, step.decision
+        params, decision, failure = step.params, step.decision, step.failure
         step.would_diverge = decision.repeats  # if one of several ranks that compute a matrix fails, their replicas diverge
-
-        def adamw() -> None:
-            before = step.would_diverge
-            step.would_diverge = True  # if AdamW fails here, the other ranks have stepped and this one has not
-            self._adamw_step(step)
-            step.would_diverge = before
-
         try:
             step.skip_mask = self._nonfinite.reduce_skip_mask(params, step.scaling, decision.exchange)
-            if step.scaling.scale is not None:
-                step.scaling.remove(gradients_of(params))
-            if step.skip_mask is not None:
-                zero_if_skipped(gradients_of(params), step.skip_mask)
-            step_params = step.ready_params
-            if step_params is None or step.skip_mask is not None:
-                step_params = self._step_params(step)
-            if step.skip_mask is not None:
-                # Gradients that this rank lacks are made as +0, and −0 + (+0) is +0: a momentum of −0 would lose its sign in a
-                # step that must change nothing. If the step is skipped they become −0, like the gradients above.
-                made_zeros = [step_param.zeros for step_param in step_params if step_param.zeros is not None]
-                zero_if_skipped([local_part(zeros) for zeros in made_zeros], step.skip_mask)
+            step_params = self._masked_params(step)
             if self._meter.is_due(self._planner.steps):
                 step.recorder = self._meter.begin(step_params, decision, gradients_here=not self._averages_gradients)
-            observer = step.recorder or UNOBSERVED
-            failure = self._executor.run(step_params, idle=decision.idle, during_last_scatter=adamw, observer=observer)
-            # Counters and QK-clip also after a failure: the other ranks count this step and clip.
+            adamw, observer = partial(self._adamw_step, step), step.recorder or UNOBSERVED
+            failure.keep(self._executor.run(step_params, idle=decision.idle, during_last_scatter=adamw, observer=observer))
+            # Counters and QK-clip also after a failure that the other ranks do not know of: they count this step and clip.
             advance_counters((step_param.counter for step_param in step_params), step.skip_mask)
-            logits = self._qk_clip.apply(params, step.qk_logits, step.skip_mask)
-            measuring_failure = self._measured(step, logits)  # likewise: the other ranks wait for the numbers of this one
-            return failure or measuring_failure
-        except BaseException as error:  # also Ctrl-C: the other ranks wait for what this rank will never send
+            alone = decision.exchange is None
+            known = isinstance(failure.error, OrthogonalizeError) if alone else self._executor.failed_for_all
+            logits = None if known else self._qk_clip.apply(params, step.qk_logits, step.skip_mask)
+            failure.keep(self._measure(step, logits))  # likewise: the other ranks wait for the numbers of this one
+            known_to_all = isinstance(failure.error, OrthogonalizeError) and failure.error.known_to_all
+            if failure.error is not None and not alone and not known_to_all:
+                self._failures.completed_with(failure.error, diverged=step.would_diverge)
+        except BaseException as interruption:  # also Ctrl-C: the other ranks wait for what this rank will never send
             if decision.exchange is not None:
-                self._failures.left_half_done(error)
+                self._failures.left_half_done(interruption)
                 decision.exchange.abandon()
             raise
         finally:
-            failure = measuring_failure = None
-            self._collector.release_state()
             clipped = frozenset() if step.qk_logits is None else self._qk_clip.clipped
-            self._overwritten.mark(params, step.has_grad, decision.zeros, clipped)
+            self._overwritten.mark(params, lambda k: step.has_grad[k] or k in decision.zeros or k in clipped)
 
-    def _measured(self, step: StepContext, logits: Mapping[Any, Tensor] | None) -> Exception | None:
+    def _masked_params(self, step: StepContext) -> list[StepParam]:
+        """What the executor works on. Gradients are unscaled, and become zeros on a device that must skip the step."""
+        if step.scaling.scale is not None:
+            step.scaling.remove(gradients_of(step.params))
+        if step.skip_mask is None:
+            return step.ready_params or self._params_of(step)
+        zero_if_skipped(gradients_of(step.params), step.skip_mask)
+        step_params = self._params_of(step)
+        # Gradients that this rank lacks are made as +0, and −0 + (+0) is +0: a momentum of −0 would lose its sign in a step that
+        # must change nothing. If the step is skipped they become −0, like the gradients above.
+        made_zeros = [step_param.zeros for step_param in step_params if step_param.zeros is not None]
+        zero_if_skipped([local_part(zeros) for zeros in made_zeros], step.skip_mask)
+        return step_params
+
+    def _adamw_step(self, step: StepContext) -> None:
+        before, step.would_diverge = step.would_diverge, True  # if it fails, the other ranks have stepped and this one has not
+        indices_by_group: dict[int, list[int]] = {}
+        for k, record in enumerate(step.params):
+            if not record.param_group["use_muon"] and (record.param.grad is not None or k in step.decision.zeros):
+                indices_by_group.setdefault(record.group_index, []).append(k)
+        recorder = step.recorder
+        with (recorder or UNOBSERVED).phase("adamw"):
+            for group_index, indices in indices_by_group.items():
+                params, group = [step.params[k].param for k in indices], self._groups[group_index]
+                grads, states = self._adamw_gradients(params), [self.state[param] for param in params]
+                if recorder is not None:
+                    recorder.before_adamw(self._meter.adamw_rows(indices), params, grads)
+                adamw_step(group, params, grads, states, step.skip_mask)
+                if recorder is not None:
+                    recorder.after_adamw(self._meter.adamw_rows(indices), states, adamw_betas(group), adamw_eps(group))
+        step.would_diverge = before
+
+    def _measure(self, step: StepContext, logits: Mapping[Any, Tensor] | None) -> Exception | None:
         """Ends the measurement of a measured step. Returns this rank's first error in it."""
         if step.recorder is None:
             return None
@@ -255,44 +292,31 @@ class MuonStep(torch.optim.Optimizer):
             clipped=Clipped(logits or {}, self._qk_clip.threshold),
         )
 
-    def _finish(self, step: StepContext, failure: Exception | None) -> None:
-        """Raises the error of this rank, if there was one. The other ranks learn of it at the next step."""
-        if failure is None:
-            return
-        if step.decision.exchange is not None:
-            self._failures.completed_with(failure, diverged=step.would_diverge)
-        try:
-            raise failure
-        finally:
-            del failure
-
     def _skip(self, step: StepContext) -> None:
         """Counts a skipped step, because a gradient is not finite, and frees the gradients that the step would have freed."""
         self._nonfinite.count()
-        for named in step.params:
-            if named.param_group["use_muon"] and named.param_group["none_grad"]:
-                named.param.grad = None
+        for record in step.params:
+            if record.param_group["use_muon"] and record.param_group["none_grad"]:
+                record.param.grad = None
+
+    def _log_routes(self, step: StepContext) -> None:
+        """Logs where each parameter goes, whenever other parameters have gradients than at the last time."""
+        looked_at = step.params, step.has_grad
+        if logger.isEnabledFor(logging.DEBUG) and looked_at != self._routes_logged:
+            self._routes_logged = looked_at
+            with_grad = {record.name for record, has_grad in zip(*looked_at, strict=True) if has_grad}
+            for row in build_routing_table(self._groups).rows:
+                logger.debug("%s%s", row, "" if row.name in with_grad else " (no gradient)")
+
+    def _invalidate_state(self) -> None:
+        """Keeps nothing of the state, which is about to be offloaded."""
+        self._collector.invalidate_state()
+        self._step_params.drop()
 
     @property
     def _groups(self) -> list[ParamGroup]:
         """``param_groups``, typed. The public attribute keeps torch's type, since users may add keys of their own."""
         return cast("list[ParamGroup]", self.param_groups)
-
-    def _adamw_step(self, step: StepContext) -> None:
-        indices_by_group: dict[int, list[int]] = {}
-        for k, named in enumerate(step.params):
-            if not named.param_group["use_muon"] and (named.param.grad is not None or k in step.decision.zeros):
-                indices_by_group.setdefault(named.group_index, []).append(k)
-        recorder = step.recorder
-        with (recorder or UNOBSERVED).phase("adamw"):
-            for group_index, indices in indices_by_group.items():
-                params, group = [step.params[k].param for k in indices], self._groups[group_index]
-                grads, states = self._adamw_gradients(params), [self.state[param] for param in params]
-                if recorder is not None:
-                    recorder.before_adamw(self._meter.adamw_starts(indices), params, grads)
-                adamw_step(group, params, grads, states, step.skip_mask)
-                if recorder is not None:
-                    recorder.after_adamw(self._meter.adamw_starts(indices), states, adamw_betas(group), adamw_eps(group))
 
     # DistMuon overrides what follows.
 
@@ -301,26 +325,55 @@ class MuonStep(torch.optim.Optimizer):
         """Whether ranks have different gradients of the same weights, which the step averages."""
         return False
 
-    def _misuse(self, params: Sequence[NamedParam]) -> Exception | None:
+    def _misuse(self, params: Sequence[ParamRecord]) -> Exception | None:
         """Why this kind of optimizer cannot step these parameters; None if it can."""
         return None
 
-    def _without_state(self, params: Sequence[NamedParam]) -> Sequence[int]:
-        """Indices of the parameters whose state this rank would start at zero."""
+    def _without_state(self, params: Sequence[ParamRecord]) -> Sequence[ParamIndex]:
+        """The parameters whose state this rank would start at zero."""
         return self._collector.without_state
 
-    def _keeps(self, named: NamedParam) -> bool:
+    def _keeps(self, record: ParamRecord) -> bool:
         """Whether this rank keeps the state of a parameter."""
         return True
 
-    def _step_params(self, step: StepContext) -> list[StepParam]:
-        """What the executor works on."""
-        return self._collector.step_params(self._planner.plan_inputs, step.decision, self.state, skip_mask=step.skip_mask)
+    def _params_of(self, step: StepContext, keeps: Callable[[PartIndex], bool] = lambda part: True) -> list[StepParam]:
+        """What the executor works on. Creates missing state."""
+        if self._step_params.serve(step.decision, self._collector.lacking_state):
+            return self._step_params.current(step.decision, self.state, step.skip_mask)
+        return self._step_params.make(step.params, step.decision, self.state, keeps, step.skip_mask)
 
     def _ready_params(self, expected: StepDecision, meanwhile: Callable[[], None]) -> list[StepParam] | None:
         """What the executor will work on if the ranks decide as expected, if it can be told without writing; else None."""
-        return self._collector.ready_step_params(expected, self.state, meanwhile)
+        if expected.zeros or not self._step_params.serve(expected, self._collector.lacking_state):
+            return None
+        return self._step_params.current(expected, self.state, meanwhile=meanwhile)
 
     def _adamw_gradients(self, params: Sequence[Tensor]) -> list[Tensor]:
         """The gradients with which AdamW steps ``params``."""
         return [gradient_of(param) for param in params]
+
+
+class Overwritten:
+    """Marks the DTensors that steps write through their local tensors, which autograd does not notice.
+
+    If a backward pass has saved such a weight, or needs FSDP2 to gather it again, it then raises, as it does for a plain tensor.
+    Plain tensors need no mark, since in-place operations mark them.
+    """
+
+    def __init__(self) -> None:
+        self._params: Sequence[ParamRecord] = ()
+        self._shards: list[tuple[ParamIndex, Tensor]] = []  # those of ``_params`` that are DTensors
+        self._gathered = FSDP2Weights(())  # of these
+
+    def mark(self, params: Sequence[ParamRecord], is_written: Callable[[ParamIndex], bool]) -> None:
+        """Marks the weights that a step has written."""
+        if params is not self._params:
+            shards = ((ParamIndex(k), as_dtensor(record.param)) for k, record in enumerate(params))
+            self._shards = [(k, shard) for k, shard in shards if shard is not None and not shard.is_inference()]
+            self._gathered = FSDP2Weights([shard for _, shard in self._shards])
+            self._params = params
+        written = [shard for k, shard in self._shards if is_written(k)]
+        if written:
+            gathered = self._gathered if len(written) == len(self._shards) else self._gathered.only(written)
+            mark_overwritten([*written, *gathered.gathered_again()])

@@ -9,18 +9,19 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal, TypeAlias, get_args
 
 import torch
 from torch import Tensor
 
 from ..device import copy_to, known_to_host
-from ..errors import ConfigError, GradientError
-from ..params.named_params import NamedParam
+from ..errors import ConfigError, GradientError, shown
+from ..params.param_record import ParamRecord
 from ..torch_compat import local_part
 from ..transport import Exchange
 
-_POLICIES = ("propagate", "skip", "raise")
+NonFinitePolicy: TypeAlias = Literal["propagate", "skip", "raise"]
+_POLICIES = get_args(NonFinitePolicy)
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +72,7 @@ class NonFinite:
 
     def __init__(self, policy: str) -> None:
         if not isinstance(policy, str) or policy not in _POLICIES:
-            raise ConfigError(f"nonfinite={policy!r} must be one of {', '.join(map(repr, _POLICIES))}.")
+            raise ConfigError(f"nonfinite={shown(policy)} must be one of {', '.join(map(repr, _POLICIES))}.")
         self.policy = policy
         self._skipped: int | Tensor = 0
 
@@ -85,7 +86,7 @@ class NonFinite:
         """How many steps were skipped. Reading it waits for the device."""
         return int(self._skipped)
 
-    def known_to_host(self, params: Sequence[NamedParam], scaling: Scaling) -> bool:
+    def known_to_host(self, params: Sequence[ParamRecord], scaling: Scaling) -> bool:
         """Whether the host of this rank knows that the step must be skipped; with ``"raise"`` it waits for devices and raises."""
         if scaling.found_inf is not None:
             return known_to_host(scaling.found_inf) and bool(scaling.found_inf > 0)
@@ -96,7 +97,7 @@ class NonFinite:
         on_host = [grad for grad in gradients_of(params) if known_to_host(grad)]
         return bool(on_host) and bool(_any_nonfinite(on_host))
 
-    def reduce_skip_mask(self, params: Sequence[NamedParam], scaling: Scaling, exchange: Exchange | None) -> Tensor | None:
+    def reduce_skip_mask(self, params: Sequence[ParamRecord], scaling: Scaling, exchange: Exchange | None) -> Tensor | None:
         """Whether all ranks skip the step: a boolean tensor without dims on the device, or None if no device has to be asked.
 
         Also counts a skipped step. All ranks reduce or none: options and the devices of parameters decide, alike on all ranks.
@@ -110,11 +111,11 @@ class NonFinite:
         self.count(skip.long())
         return skip
 
-    def _flag_on_device(self, params: Sequence[NamedParam], scaling: Scaling) -> Tensor | None:
+    def _flag_on_device(self, params: Sequence[ParamRecord], scaling: Scaling) -> Tensor | None:
         """What this rank's device knows, of shape (1,): 1.0 to skip the step. None if it does not have to be asked."""
         if scaling.found_inf is not None:
             return None if known_to_host(scaling.found_inf) else (scaling.found_inf > 0).float().reshape(1)
-        on_device = [named for named in params if not known_to_host(named.param)] if self.policy == "skip" else []
+        on_device = [record for record in params if not known_to_host(record.param)] if self.policy == "skip" else []
         if not on_device:
             return None
         return _any_nonfinite(gradients_of(on_device), on_device[0].param.device).float().reshape(1)
@@ -124,13 +125,13 @@ class NonFinite:
         self._skipped = self._skipped + steps
 
 
-def _raise_if_nonfinite(params: Sequence[NamedParam]) -> None:
+def _raise_if_nonfinite(params: Sequence[ParamRecord]) -> None:
     if not bool(_any_nonfinite(gradients_of(params))):  # one wait for the device, not one per parameter
         return
-    for named in params:
-        if bool(_any_nonfinite(gradients_of([named]))):
+    for record in params:
+        if bool(_any_nonfinite(gradients_of([record]))):
             raise GradientError(
-                f"{named.name} has a gradient that is not finite. Nothing was stepped. Look for the cause, or pass "
+                f"{record.name} has a gradient that is not finite. Nothing was stepped. Look for the cause, or pass "
                 'nonfinite="skip" to skip such steps.'
             )
 
@@ -141,9 +142,9 @@ def zero_if_skipped(gradients: Sequence[Tensor], skip_mask: Tensor) -> None:
         grad.masked_fill_(copy_to(skip_mask, grad.device), -0.0)
 
 
-def gradients_of(params: Iterable[NamedParam]) -> list[Tensor]:
+def gradients_of(params: Iterable[ParamRecord]) -> list[Tensor]:
     """This rank's parts of all gradients."""
-    return [local_part(named.param.grad) for named in params if named.param.grad is not None]
+    return [local_part(record.param.grad) for record in params if record.param.grad is not None]
 
 
 def _any_nonfinite(gradients: Sequence[Tensor], device: torch.device | None = None) -> Tensor:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from ..device import Transfers, is_staged, transfers_for
+from ..errors import KeptError
 from ..params.dtensors import with_local
 from ..state.param_state import COUNTER
 from ..torch_compat import local_part
@@ -92,22 +93,19 @@ class Offload:
         self.on = False
 
     @contextmanager
-    def resident(self, states: _States) -> Iterator[Exception | None]:
+    def resident(self, states: _States, failure: KeptError) -> Iterator[None]:
         """Loads the state for the ``with`` block and offloads it afterwards, even if the step fails.
 
-        Yields the error if loading failed: the other ranks must learn of it before this one raises it.
+        Keeps an error of loading: the other ranks must learn of it before this one raises it.
         """
         if not self.on or self._inside:
-            yield None
+            yield
             return
-        failure: Exception | None = None
         self._inside = True
         try:
-            try:
+            with failure:
                 self._load(states)
-            except Exception as error:
-                failure = error
-            yield failure
+            yield
         finally:
             self._inside = False
             self._offload(states)

@@ -1,20 +1,18 @@
 """Orthogonalisation: schemes (coefficients), Newton–Schulz in its standard and Gram forms, and what it costs."""
 
-from .aligned import ALIGNMENT, aligned_matrices, pitch
-from .blocks import choose_blocks, gram_blocks, standard_blocks, worst_error
-from .choice import fallback_reason, scheme_for
-from .cost import orthogonalize_cost, orthogonalize_flops
+from .cost import orthogonalize_flops
 from .iteration import Scratch, iterate, scratch_bytes
-from .kernels.panels import symmetric_flops
 from .newton_schulz import (
     FORMS,
+    Form,
     blocks_for,
     call_scheme,
-    check_shape,
     default_compute_dtype,
     expected_flops,
+    fallback_reason,
     orthogonalize,
     reserve_scratch,
+    scheme_for,
 )
 from .rational import Rational
 from .schemes import (
@@ -22,6 +20,7 @@ from .schemes import (
     Orthogonalizer,
     Scheme,
     SchemeLike,
+    SchemeName,
     Step,
     halley,
     hybrid,
@@ -30,34 +29,31 @@ from .schemes import (
     resolve_scheme,
     zolotarev,
 )
-from .workspace import Workspace
+from .workspace import Workspace, aligned_matrices, pitch
 
 __all__ = [
-    "ALIGNMENT",
     "AUTO",
     "FORMS",
+    "Form",
     "Orthogonalizer",
     "Rational",
     "Scheme",
     "SchemeLike",
+    "SchemeName",
     "Scratch",
     "Step",
     "Workspace",
     "aligned_matrices",
     "blocks_for",
     "call_scheme",
-    "check_shape",
-    "choose_blocks",
     "default_compute_dtype",
     "expected_flops",
     "fallback_reason",
-    "gram_blocks",
     "halley",
     "hybrid",
     "iterate",
     "keller",
     "orthogonalize",
-    "orthogonalize_cost",
     "orthogonalize_flops",
     "pitch",
     "polar_express",
@@ -65,8 +61,5 @@ __all__ = [
     "resolve_scheme",
     "scheme_for",
     "scratch_bytes",
-    "standard_blocks",
-    "symmetric_flops",
-    "worst_error",
     "zolotarev",
 ]

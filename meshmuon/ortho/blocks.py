@@ -21,7 +21,7 @@ from torch import Tensor
 
 from .cost import orthogonalize_cost
 from .iteration import Scratch, iterate
-from .kernels import Prepared
+from .kernels.products import Prepared
 from .rational import Rational
 from .schemes import Scheme
 from .workspace import Workspace

@@ -19,12 +19,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from .kernels.inverse import inverse_work
-from .kernels.panels import symmetric_flops
+from .kernels.products import symmetric_panels
 from .rational import Rational
 from .schemes import Step
 
 _LEAF_PENALTY = 40  # measured on CPU: a FLOP in a 32 × 32 Cholesky factor and its inverse, in units of one in a large product
 _SMALL_PRODUCT = 600_000  # measured on CPU: FLOPs that a large product could have done while a small one is called
+
+
+def symmetric_flops(n: int, k: int) -> int:
+    """FLOPs of a symmetric n × n product with inner size k, computed by panels."""
+    return sum(2 * (stop - start) * stop * k for start, stop in symmetric_panels(n, k))
 
 
 def orthogonalize_flops(rows: int, cols: int, steps: Sequence[Step], blocks: Sequence[int]) -> int:

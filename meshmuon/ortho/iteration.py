@@ -18,11 +18,11 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from .aligned import is_aligned, pitch
-from .kernels import Products, ShiftedInverses, inverse_scratch, most_inverses
+from .kernels.inverse import ShiftedInverses, inverse_scratch
+from .kernels.products import Products
 from .rational import Rational
 from .schemes import Step
-from .workspace import Workspace
+from .workspace import Workspace, is_aligned, pitch
 
 # The largest norm that a row of X may have before X is normalised. A power of two, so that it changes no bit. Entries of R = X·Xᵀ
 # are at most its square, which float16 holds. With 1 instead, the square of a single large entry among 65,536 columns would be a
@@ -35,18 +35,13 @@ _SQUARES = ("gram", "factor", "quadratic", "factor_next", "half_step")  # names 
 def scratch_bytes(rows: int, cols: int, steps: Sequence[Step], dtype: torch.dtype, result_dtype: torch.dtype) -> int:
     """Bytes of scratch that one rows × cols matrix needs, beside the result, while ``steps`` are applied to it.
 
-    In a large batch each needs less: the matrices take turns in the buffers of their inverses.
+    In a batch each needs less: the matrices take turns in the buffers of their inverses.
     """
     n, m = min(rows, cols), max(rows, cols)
     x_buffers = 1 if dtype == result_dtype else 2
     squares = len(_squares(steps, len(steps) != 1)) * pitch(n, n, dtype)
-    inverses = inverse_scratch(n, most_poles(steps)) if most_poles(steps) else 0
+    inverses = inverse_scratch(n) if any(isinstance(step, Rational) for step in steps) else 0
     return (x_buffers * pitch(n, m, dtype) + squares + inverses) * dtype.itemsize
-
-
-def most_poles(steps: Sequence[Step]) -> int:
-    """The largest number of poles that any of the steps has; 0 for polynomials."""
-    return max((len(step.poles) for step in steps if isinstance(step, Rational)), default=0)
 
 
 def _squares(steps: Sequence[Step], composed: bool) -> tuple[str, ...]:
@@ -74,7 +69,7 @@ class Scratch:
         batch = _short_side_first(batch)
         self._count, self._n, self._m = batch.shape
         self._taken: dict[str, Tensor] = {}
-        self._inverses: dict[tuple[int, int], ShiftedInverses] = {}  # by number of poles and of matrices
+        self._inverses: ShiftedInverses | None = None
         self.column_major = batch.stride(1) < batch.stride(2)
         self.x = self.n_by_m("x")
         scale_dtype = torch.float64 if torch.float64 in (batch.dtype, dtype) else torch.float32
@@ -102,25 +97,23 @@ class Scratch:
             buffer = self._taken[name] = self._workspace.take_matrices(name, shape, self._dtype, self._device)
         return buffer
 
-    def inverses(self, poles: int, count: int) -> ShiftedInverses:
-        """What computes the factor of a rational step with so many poles, for ``count`` matrices at once."""
-        inverses = self._inverses.get((poles, count))
-        if inverses is None:
+    def inverses(self) -> ShiftedInverses:
+        """What computes the factor of a rational step, matrix by matrix."""
+        if self._inverses is None:
 
-            def take(name: str, shape: tuple[int, int, int]) -> Tensor:
-                return self._workspace.take_matrices(name, shape, self._dtype, self._device)
+            def take(name: str, rows: int, cols: int) -> Tensor:
+                return self._workspace.take_matrices(name, (1, rows, cols), self._dtype, self._device)[0]
 
             with torch.inference_mode(False):  # made in a step inside of it, they would be useless to the next one outside
-                inverses = self._inverses[poles, count] = ShiftedInverses(count, self._n, poles, take)
-        return inverses
+                self._inverses = ShiftedInverses(self._n, take)
+        return self._inverses
 
     def reserve(self, steps: Sequence[Step], blocks: Sequence[int]) -> None:
         """Grows the workspace to all that ``iterate`` will take from it."""
         for name in _squares(steps, max(blocks) > 1):
             self.square(name)
-        if self._device.type == "cpu":  # elsewhere torch's own routines are used, which take memory of their own
-            for poles in sorted({len(step.poles) for step in steps if isinstance(step, Rational)}):
-                self.inverses(poles, min(self._count, most_inverses(self._n, poles, self._dtype.itemsize)))
+        if self._device.type == "cpu" and any(isinstance(step, Rational) for step in steps):
+            self.inverses()  # elsewhere torch's own routines are used, which take memory of their own
 
 
 def iterate(

@@ -1,21 +1,25 @@
-"""Orthogonalisation of a matrix or a batch: picks dtype and form, then runs the iteration."""
+"""Orthogonalisation of a matrix or a batch: picks dtype, scheme and form, then runs the iteration."""
 
 from __future__ import annotations
+
+from functools import lru_cache
+from typing import Literal, TypeAlias, get_args
 
 import torch
 from torch import Tensor
 
 from ..errors import ConfigError
-from .aligned import aligned_matrices, is_aligned
-from .blocks import choose_blocks, gram_blocks, standard_blocks
-from .choice import scheme_for
+from .blocks import choose_blocks, gram_blocks, is_safe, standard_blocks, worst_error
 from .cost import orthogonalize_cost
 from .iteration import Scratch, iterate
-from .kernels import Products, products_for
-from .schemes import Orthogonalizer, Scheme, polar_express, resolve_scheme
-from .workspace import Workspace
+from .kernels.products import Products, products_for
+from .rational import Rational
+from .schemes import AUTO, Orthogonalizer, Scheme, hybrid, polar_express, resolve_scheme, zolotarev
+from .workspace import Workspace, aligned_matrices, is_aligned
 
-FORMS = ("auto", "standard", "gram")
+Form: TypeAlias = Literal["auto", "standard", "gram"]
+FORMS = get_args(Form)
+_SHORT = (torch.bfloat16, torch.float16)  # too few digits for inverses
 
 
 def default_compute_dtype(device: torch.device, dtype: torch.dtype) -> torch.dtype:
@@ -27,6 +31,50 @@ def default_compute_dtype(device: torch.device, dtype: torch.dtype) -> torch.dty
     if dtype == torch.float64:
         return dtype
     return torch.float16 if device.type == "cuda" else torch.float32
+
+
+def scheme_for(scheme: Scheme | Orthogonalizer, rows: int, cols: int, dtype: torch.dtype) -> Scheme | Orthogonalizer:
+    """The scheme that orthogonalises a rows × cols matrix with products in ``dtype``.
+
+    ``AUTO`` becomes the cheapest scheme whose worst error on [1e-3, 1], rounding included, is at most that of ``polar_express``.
+    A scheme with rational steps becomes ``polar_express`` in 16 bits. Everything else stays as it is.
+    """
+    if not isinstance(scheme, Scheme):
+        return scheme
+    if scheme == AUTO:
+        return _cheapest(rows, cols, dtype)
+    if not scheme.rational:
+        return scheme
+    if dtype in _SHORT:
+        return polar_express()
+    if not is_safe(scheme, dtype):
+        smallest_pole = min(min(step.poles) for step in scheme.steps if isinstance(step, Rational))
+        raise ConfigError(
+            f"scheme {scheme.name!r} ({scheme.source}) is not safe in {str(dtype).removeprefix('torch.')}: its smallest pole is "
+            f"{smallest_pole:.2g}, and rounding could make R + pole·I indefinite. Raise l (1e-3 is usual), or pass "
+            "compute_dtype=torch.float64."
+        )
+    return scheme
+
+
+def fallback_reason(scheme: Scheme | Orthogonalizer, dtype: torch.dtype) -> str | None:
+    """Why a matrix is not orthogonalised by the scheme that its param group names; None where it is."""
+    if isinstance(scheme, Scheme) and scheme.rational and dtype in _SHORT:
+        name = str(dtype).removeprefix("torch.")
+        return f"polar_express instead of {scheme.name}: {name} is too short for inverses"
+    return None
+
+
+@lru_cache(maxsize=4096)
+def _cheapest(rows: int, cols: int, dtype: torch.dtype) -> Scheme:
+    default = polar_express()
+    if dtype in _SHORT:
+        return default
+    bound = worst_error(default, dtype)
+    candidates = [default, *(scheme for scheme in (hybrid(), zolotarev()) if worst_error(scheme, dtype) <= bound)]
+    return min(
+        candidates, key=lambda scheme: orthogonalize_cost(rows, cols, scheme.steps, choose_blocks(rows, cols, scheme, dtype))
+    )
 
 
 @torch.no_grad()
@@ -95,14 +143,9 @@ def call_scheme(scheme: Orthogonalizer, batch: Tensor, *, one_by_one: bool = Fal
 
 
 def _checked(result: Tensor, batch: Tensor) -> Tensor:
-    check_shape(result, batch)
-    return result
-
-
-def check_shape(result: Tensor, batch: Tensor) -> None:
-    """Refuses what a callable scheme returned if it is not shaped like its input: copying it would broadcast."""
-    if result.shape != batch.shape:
+    if result.shape != batch.shape:  # copying it would broadcast
         raise ConfigError(f"the callable scheme made {tuple(result.shape)} of {tuple(batch.shape)}; it must keep the shape")
+    return result
 
 
 def reserve_scratch(x: Tensor, scheme: Scheme | Orthogonalizer, *, form: str, dtype: torch.dtype, workspace: Workspace) -> None:

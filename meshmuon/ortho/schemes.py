@@ -21,11 +21,11 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 from torch import Tensor
 
-from ..errors import ConfigError
+from ..errors import ConfigError, shown
 from .rational import HYBRID_STEP, Rational, halley_step, zolotarev_step
 from .remez import Quintic, best_quintic
 
@@ -95,7 +95,8 @@ def _check_rational(name: str, step: Rational) -> None:
 AUTO = Scheme("auto", (), "chosen for each matrix by dtype and cost")
 """Stands for the cheapest scheme that is as exact as ``polar_express``; ``scheme_for`` says which one that is for a matrix."""
 
-SchemeLike: TypeAlias = "str | Scheme | Sequence[Sequence[float]] | Orthogonalizer"
+SchemeName: TypeAlias = Literal["auto", "halley", "hybrid", "keller", "polar_express", "zolotarev"]
+SchemeLike: TypeAlias = SchemeName | Scheme | Sequence[Sequence[float]] | Orthogonalizer
 
 
 @lru_cache(typed=True)
@@ -204,7 +205,7 @@ _NAMED: dict[str, Callable[[int], Scheme]] = {
 }
 
 
-def resolve_scheme(scheme: SchemeLike, steps: int) -> Scheme | Orthogonalizer:
+def resolve_scheme(scheme: SchemeLike | str, steps: int) -> Scheme | Orthogonalizer:
     """Turns what a user may write as ``scheme`` into a Scheme, or leaves a callable as it is.
 
     Args:
@@ -237,7 +238,7 @@ def _from_rows(rows: Any, steps: int) -> Scheme:
             listed = [listed]  # one bare triple, as torch.optim.Muon's ns_coefficients
         parsed = tuple(_parsed_step(row) for row in listed)
     except (TypeError, ValueError, OverflowError):
-        raise ConfigError(f"scheme={rows!r}: every step is a triple (a, b, c) of numbers, for a·x + b·x³ + c·x⁵.") from None
+        raise ConfigError(f"scheme={shown(rows)}: every step is a triple (a, b, c) of numbers, for a·x + b·x³ + c·x⁵.") from None
     if any(isinstance(step, Rational) for step in parsed):
         return Scheme("custom", parsed, "given by the user")
     if len(parsed) == 1:
@@ -262,4 +263,4 @@ def _check_length(length: int, steps: int) -> None:
 
 def _check_steps(steps: int) -> None:
     if isinstance(steps, bool) or not isinstance(steps, int) or not 1 <= steps <= MAX_STEPS:
-        raise ConfigError(f"ns_steps={steps!r} must be a whole number from 1 to {MAX_STEPS}; 5 is usual.")
+        raise ConfigError(f"ns_steps={shown(steps)} must be a whole number from 1 to {MAX_STEPS}; 5 is usual.")

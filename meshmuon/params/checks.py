@@ -20,20 +20,13 @@ from torch.nn.parameter import is_lazy
 
 from ..device import known_to_host
 from ..errors import ConfigError
+from ..errors import shown as shown  # taken from here by most
 
 FLOAT_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 """What momentum, products and pieces may be: torch does not compute in the narrower dtypes."""
 
 Check: TypeAlias = Callable[[Mapping[str, Any], str, str], None]
 """Called as ``check(options, name, where)``; raises ConfigError, which names ``where``, if ``options[name]`` cannot be used."""
-
-_LONGEST = 120
-
-
-def shown(value: object) -> str:
-    """A value as errors show it."""
-    text = repr(value)
-    return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}…"
 
 
 def nearest(name: str, names: Iterable[str]) -> str:
@@ -191,6 +184,12 @@ def check_lr(options: Mapping[str, Any], name: str, where: str) -> None:
             )
         return
     check_range(lr, name, where, low=0.0)
+
+
+def check_optional_lr(options: Mapping[str, Any], name: str, where: str) -> None:
+    """A learning rate, or None."""
+    if options[name] is not None:
+        check_lr(options, name, where)
 
 
 def check_betas(options: Mapping[str, Any], name: str, where: str) -> None:

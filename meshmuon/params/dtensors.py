@@ -13,9 +13,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..errors import ConfigError, GradientError, TransportError, UnsupportedError
-from ..layout import Layout, Mesh, Placement, Ranges, Replicated, Sharded, coordinates, cut, flat_index, length, merged
+from ..layout import Layout, Mesh, Placement, Ranges, Replicated, Sharded, coordinates, flat_index
 from ..torch_compat import as_dtensor as as_dtensor  # the rooms above take it from here
-from ..torch_compat import cut_in_mesh_order, dtensor_like, mesh_slices, same_layout, spec_of, split_factor, strided_shards_nest
+from ..torch_compat import cut_in_mesh_order, dtensor_like, mesh_slices, same_layout, spec_of, split_factor
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -58,10 +58,9 @@ def zeros_laid_out_like(param: Tensor, shape: tuple[int, ...], dtype: torch.dtyp
 def check_placement(name: str, param: Tensor) -> None:
     """Refuses a parameter whose layout an optimizer cannot step."""
     if (sharded := as_dtensor(param)) is not None:
-        placements, mesh = known_placements(name, sharded.placements, param.dim()), siblings(sharded.device_mesh)[0]
-        _check_order(name, mesh)
+        known_placements(name, sharded.placements, param.dim())  # refuses unknown ones
+        _check_order(name, siblings(sharded.device_mesh)[0])
         check_cuts(name, sharded)
-        _check_strided(name, tuple(param.shape), mesh, placements)
 
 
 def check_cuts(name: str, param: Tensor) -> None:
@@ -75,12 +74,41 @@ def check_cuts(name: str, param: Tensor) -> None:
         )
 
 
+def check_memory(name: str, param: Tensor) -> None:
+    """Refuses a parameter that trains and of which this rank holds several elements at one address: they cannot be stepped."""
+    sharded, reach = as_dtensor(param), 0
+    local = param if sharded is None else sharded.to_local()
+    if not param.requires_grad or not local.numel():
+        return
+    # In a tensor without overlaps, each dim strides over all that the dims with smaller strides reach.
+    for stride, size in sorted((stride, size) for size, stride in zip(local.shape, local.stride(), strict=True) if size > 1):
+        if stride <= reach:
+            raise ConfigError(
+                f"{name} has shape {tuple(local.shape)} and strides {local.stride()}: several of its elements share one address, "
+                "as after expand(), and a step would write all of them there. Make it a parameter with memory of its own: "
+                "nn.Parameter(p.detach().clone(memory_format=torch.contiguous_format))."
+            )
+        reach += stride * (size - 1)
+
+
 def same_placement(first: Tensor, second: Tensor) -> bool:
     """Whether two tensors of one shape are cut alike: both plain, or both on one mesh with the same placements."""
     first_sharded, second_sharded = as_dtensor(first), as_dtensor(second)
     if first_sharded is None or second_sharded is None:
         return first_sharded is second_sharded
     return same_layout(first_sharded, second_sharded)
+
+
+def shard_place(tensor: Tensor) -> dict[int, int]:
+    """Which shard a tensor is: its coordinate on each axis of the mesh that cuts it; empty for a plain or replicated tensor.
+
+    A DTensor that was read from a file of another rank has that rank's coordinates.
+    """
+    sharded = as_dtensor(tensor)
+    coordinate = None if sharded is None else sharded.device_mesh.get_coordinate()
+    if sharded is None or coordinate is None:
+        return {}
+    return {axis: coordinate[axis] for axis, placement in enumerate(sharded.placements) if not placement.is_replicate()}
 
 
 def check_gradient_placement(name: str, param: Tensor, grad: Tensor) -> None:
@@ -119,7 +147,6 @@ def layouts_of(
     """
     our_placements = known_placements(name, placements, len(shape))
     _check_order(name, meshes[0])
-    _check_strided(name, shape, meshes[0], our_placements)
     return tuple(Layout(shape, mesh, our_placements) for mesh in meshes if not planning_ranks.isdisjoint(mesh.ranks))
 
 
@@ -171,30 +198,6 @@ def _axis_out_of_order(mesh: Mesh) -> int | None:
             if following[axis] < size and mesh.ranks[flat_index(mesh.shape, following, range(len(following)))] < rank:
                 return axis
     return None
-
-
-def _check_strided(name: str, shape: tuple[int, ...], mesh: Mesh, placements: Sequence[Placement]) -> None:
-    """Refuses uneven strided shards if this torch has two ways to cut them: the placements do not tell which one was used."""
-    strided = any(isinstance(placement, Sharded) and placement.split_factor > 1 for placement in placements)
-    if not strided or strided_shards_nest():
-        return
-    lengths = [{size} for size in shape]  # of each dim, the lengths that ranks hold after the mesh axes so far
-    for parts, placement in zip(mesh.shape, placements, strict=True):
-        if isinstance(placement, Sharded):
-            dim, factor = placement.dim, placement.split_factor
-            if factor > 1 and any(cut(size, ((parts, factor),)) != _cut_at_once(size, parts, factor) for size in lengths[dim]):
-                raise UnsupportedError(
-                    f"{name} has {shape[dim]} elements along dim {dim} in a strided sharding "
-                    f"({', '.join(map(str, placements))} on {mesh}) that does not divide them. torch {torch.__version__} cuts "
-                    "these in one way in FSDP2 and in another in distribute_tensor: use a newer torch, or sizes that divide."
-                )
-            lengths[dim] = {length(held) for size in lengths[dim] for held in cut(size, ((parts, factor),))}
-
-
-def _cut_at_once(size: int, parts: int, factor: int) -> tuple[Ranges, ...]:
-    """How ``distribute_tensor`` of torch 2.9 cuts strided shards: into equal chunks, dealt out to the parts in turn."""
-    chunks = cut(size, ((parts * factor, 1),))
-    return tuple(merged(ends for chunk in chunks[part::parts] for ends in chunk) for part in range(parts))
 
 
 def groups_of(mesh_or_group: DeviceMesh | Mesh | dist.ProcessGroup | None) -> list[dist.ProcessGroup]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import count
 from typing import Any
 
 import torch
@@ -16,15 +17,16 @@ from torch import Tensor
 from ..device import known_to_host
 from ..errors import ConfigError
 from ..matrices import MatrixOptions, MatrixSet, check_expert_keys, check_matrices, find_matrices
+from .arguments import fill_own_names
 from .checks import FLOAT_DTYPES, adamw_betas, adamw_eps, check_flag, refuse_uninitialised, shown
-from .dtensors import check_placement
+from .dtensors import check_memory, check_placement
 from .flattened import refuse_flattened
 from .lr import lr_factor
-from .option_table import Option, ParamGroup, group_options, optimizer_options, split_as_tuple
+from .option_table import ParamGroup, group_options, optimizer_options, split_as_tuple
 from .rules import UpdateRule, resolve_rule
 
 _RIGHT_CALL = (
-    "Write Muon(get_default_muon_param_groups(model), lr=...), or groups of your own: "
+    "Write Muon(model, lr=...), or groups of your own: "
     'Muon([{"params": matrices, "names": their_names, "use_muon": True}, {"params": others, "use_muon": False}], lr=...).'
 )
 _CALL_OF_TRAINERS = (
@@ -37,36 +39,6 @@ _CHECKS = {
     for use_muon in (True, False)
 }
 _OPTIMIZER_KEYS = tuple(name for option in optimizer_options() for name in (option.name, *option.aliases))
-
-
-def optimizer_options_from(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """The optimizer-wide options among ``arguments``, checked and by their names in the table.
-
-    An option that has an older name may be given by either. In the constructor, the new name defaults to None and the older name
-    to the option's default. If both are given, they must be equal.
-    """
-    return {option.name: _value_of(option, arguments) for option in optimizer_options()}
-
-
-def _value_of(option: Option, arguments: Mapping[str, Any]) -> Any:
-    given = {name: arguments[name] for name in (option.name, *option.aliases)}
-    if option.aliases and given[option.name] is None:
-        del given[option.name]
-    if option.check is not None:
-        for name in given:
-            option.check(given, name, "Muon")  # errors show the name that the user wrote
-    (name, value), *others = given.items()
-    for other, other_value in others:
-        if other_value not in (value, option.default):
-            raise ConfigError(
-                f"{name}={shown(value)} and {other}={shown(other_value)} are two names of one option: give {name} only."
-            )
-    return value
-
-
-def defaults_from(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """The options of param groups among ``arguments``, in the form in which groups keep them."""
-    return {option.name: option.kept_as(arguments[option.name]) for option in group_options()}
 
 
 def normalise_params(params: object) -> list[dict[str, Any]]:
@@ -85,8 +57,10 @@ def normalise_params(params: object) -> list[dict[str, Any]]:
     return groups
 
 
-def normalise_group(group: Mapping[str, Any], index: int) -> dict[str, Any]:
-    """A copy of a user's param group in the form that the optimizer works with."""
+def normalise_group(group: Mapping[str, Any], index: int, others: Mapping[str, Tensor]) -> dict[str, Any]:
+    """A copy of a user's param group in the form that the optimizer works with; ``others`` are the parameters of other groups."""
+    if not isinstance(group, Mapping):
+        raise ConfigError(f"group {index} is a {type(group).__name__}; it must be a dict. {_RIGHT_CALL}")
     group = dict(group)
     if not isinstance(group.get("use_muon"), bool):
         keys = sorted(map(str, group))
@@ -98,21 +72,38 @@ def normalise_group(group: Mapping[str, Any], index: int) -> dict[str, Any]:
             raise ConfigError(
                 f"group {index}: {key} holds for the whole optimizer: write Muon(groups, {key}=...), not in a group."
             )
+    if not group["use_muon"]:
+        fill_own_names(group, f"group {index}")
     params = _listed_params(group, index)
     if all(isinstance(entry, tuple) and len(entry) == 2 for entry in params):
         group["names"] = [name for name, _ in params]
         params = [param for _, param in params]
-    names = _listed_names(group, index, len(params))
+    unused = next(k for k in count(index) if f"group{k}.param0" not in others)  # groups may have been removed by hand
+    names = _listed_names(group, unused, len(params))
     for name, param in zip(names, params, strict=True):
         if not isinstance(name, str):
             raise ConfigError(f"group {index}: the name {shown(name)} must be a string.")
         if not isinstance(param, Tensor):
             raise ConfigError(f"group {index}: {name} is a {type(param).__name__}, not a tensor. {_RIGHT_CALL}")
         refuse_uninitialised(name, param)
+    _check_names(names, params, others, index)
     if len(set(params)) != len(params):
         raise ConfigError(f"group {index} holds a parameter twice, so it would be stepped twice: list each parameter once.")
     group["params"], group["param_names"] = params, names
     return group
+
+
+def _check_names(names: Sequence[str], params: Sequence[Tensor], others: Mapping[str, Tensor], index: int) -> None:
+    """Refuses a name that two parameters have, since state and metrics are told apart by names."""
+    seen = dict(others)
+    for name, param in zip(names, params, strict=True):
+        if seen.setdefault(name, param) is not param:  # torch refuses one parameter in two groups
+            raise ConfigError(
+                f"group {index}: another parameter is called {name} as well, and all names of an optimizer must differ. For "
+                "several models in one optimizer, write "
+                'get_default_muon_param_groups(nn.ModuleDict({"first": first, "second": second})); in groups of your own, begin '
+                f'the names with the part of the model that they are from, such as "first.{name}".'
+            )
 
 
 def keep_options(group: dict[str, Any]) -> None:
@@ -141,23 +132,23 @@ def _listed_params(group: Mapping[str, Any], index: int) -> list[Any]:
     return params
 
 
-def _listed_names(group: dict[str, Any], index: int, count: int) -> list[Any]:
+def _listed_names(group: dict[str, Any], index: int, size: int) -> list[Any]:
     """Removes the names from a user's group: its ``names``, or torch's key ``param_names``; placeholders if it has neither."""
     names = group.pop("names", None)
     names = group.pop("param_names", None) if names is None else names
-    if names is None:
-        return [f"group{index}.param{k}" for k in range(count)]
-    if not isinstance(names, Iterable) or isinstance(names, (str, bytes, Mapping)):
+    if names is None or (isinstance(names, list) and names and are_placeholders(names)):  # also of a group of another optimizer
+        return [f"group{index}.param{k}" for k in range(size)]
+    if not isinstance(names, Iterable) or isinstance(names, (str, bytes, Mapping, Tensor)):
         raise ConfigError(f"group {index}: names={shown(names)} must be a list of names, one for each parameter.")
     names = list(names)
-    if len(names) != count:
-        raise ConfigError(f"group {index} has {count} params but {len(names)} names: give each parameter its own name.")
+    if len(names) != size:
+        raise ConfigError(f"group {index} has {size} params but {len(names)} names: give each parameter its own name.")
     return names
 
 
 def are_placeholders(names: Iterable[str]) -> bool:
     """Whether a group with these names was built without any."""
-    return all(re.fullmatch(r"group\d+\.param\d+", name) for name in names)
+    return all(isinstance(name, str) and re.fullmatch(r"group\d+\.param\d+", name) for name in names)
 
 
 def matrix_options_of(group: ParamGroup) -> MatrixOptions:
@@ -243,7 +234,11 @@ def check_rule_memory(name: str, matrix_sets: Sequence[MatrixSet], rule: UpdateR
 
 
 def _check_param(name: str, param: Tensor, group: ParamGroup) -> None:
+    if param.layout != torch.strided or param.is_nested or param.is_quantized:
+        kind = "nested" if param.is_nested else "quantised" if param.is_quantized else f"sparse ({param.layout})"
+        raise ConfigError(f"{name} is a {kind} tensor; the optimizer needs plain dense ones. Leave it out, or convert it.")
     check_placement(name, param)
+    check_memory(name, param)
     check_rounding(name, param, group["rounding"])
     if param.is_complex():
         raise ConfigError(f"{name} is complex ({param.dtype}). Optimize its real view instead: torch.view_as_real(param).")

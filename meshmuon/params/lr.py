@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import TypeAlias
+from typing import Literal, TypeAlias
 
 from ..errors import ConfigError
 from .checks import check_range, number, shown
 
-AdjustLR: TypeAlias = "str | Callable[[int, int], float]"
+LRRule: TypeAlias = Literal["match_rms_adamw", "original", "spectral", "spectral_unclamped"]
+AdjustLR: TypeAlias = LRRule | Callable[[int, int], float]
 """Name of a rule, or a function of the global (rows, cols) of a matrix."""
 
 
@@ -32,7 +33,7 @@ def _spectral(rows: int, cols: int) -> float:
     return math.sqrt(rows / cols)
 
 
-_RULES: dict[str, Callable[[int, int], float]] = {
+_RULES: dict[LRRule, Callable[[int, int], float]] = {
     "match_rms_adamw": _match_rms_adamw,
     "original": _original,
     "spectral": _spectral,

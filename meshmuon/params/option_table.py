@@ -1,9 +1,9 @@
 """All options of ``Muon``, each declared once.
 
 From this table follow the checks (in the constructor, in added param groups, at every step), the optimizer's ``defaults``, the
-refusal of optimizer-wide options in a param group, what ranks compare, how a checkpoint is read, ``help(Muon)`` and the table in
-docs/optimizer.md. To add an option, add a row here (and its type to ``ParamGroup``, if it is an option of param groups), a
-parameter to the signature of ``Muon``, and the code that uses it.
+refusal of optimizer-wide options in a param group, what ranks compare, how a checkpoint is read, ``help(Muon)`` and the tables in
+docs/optimizer.md. To add an option, add a row to its tier here (and its type to ``ParamGroup``, if it is an option of param
+groups), a parameter to the signature of ``Muon``, and the code that uses it.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
-from typing import Any, TypedDict
+from typing import Any, Literal, TypeAlias, TypedDict, get_args
 
 import torch
 from torch import Tensor
@@ -21,6 +21,8 @@ from ..matrices import (
     CONV_OPTIONS,
     EXPERT_DIMS,
     ONE_MATRIX,
+    Conv,
+    ExpertDims,
     Interleaved,
     MatrixOptions,
     Split,
@@ -29,7 +31,7 @@ from ..matrices import (
     check_matrix_options,
 )
 from ..ortho import AUTO, FORMS, Scheme, SchemeLike, resolve_scheme
-from ..ortho.kernels import check_kernels
+from ..ortho.kernels.products import check_kernels
 from ..plan import DEFAULT_MAX_PEERS, REPLICA_OPTIONS, cost_model_from
 from .checks import (
     Check,
@@ -39,6 +41,7 @@ from .checks import (
     check_eps,
     check_flag,
     check_lr,
+    check_optional_lr,
     check_replica_group,
     in_range,
     of_value,
@@ -57,6 +60,16 @@ class Scope(Enum):
     MUON_GROUPS = "Muon groups"
     ADAMW_GROUPS = "AdamW groups"
     OPTIMIZER = "optimizer"
+
+
+class Tier(Enum):
+    """Who needs an option."""
+
+    EVERYDAY = "Everyday"
+    MODEL = "What is in the model"
+    UPDATE = "Update rules and rounding"
+    ENGINE = "Engine"
+    INTERNAL = "Internal"  # the plan decides; tests set it. The constructor accepts it, no signature or page shows it
 
 
 class Compared(Enum):
@@ -80,7 +93,7 @@ class Option:
     compared: Compared = Compared.NEVER
     kept_as: Callable[[Any], Any] = lambda value: value  # an accepted value as groups keep it, to be compared and stored
     defines_matrices: bool = False  # it decides what the matrices are or what is remembered of them: loading another value warns
-    # Other names: of an optimizer-wide option an older keyword, of an option of param groups torch's own key in a group.
+    # Other names: of an optimizer-wide option an older keyword, of an option of param groups torch's own name.
     aliases: tuple[str, ...] = ()
     help: str = ""  # what it does, for ``help(Muon)`` and docs/optimizer.md
 
@@ -114,15 +127,15 @@ class ParamGroup(_TorchKeys):
     scheme: SchemeLike
     adjust_lr_fn: AdjustLR
     maximize: bool
-    conv: str | None
+    conv: Conv | None
     split: Split | None
-    expert_dims: str
+    expert_dims: ExpertDims
     matrices: Mapping[str, Mapping[str, Any]] | None
     compute_dtype: torch.dtype | None
     momentum_dtype: torch.dtype | None
     rule: RuleLike
     cautious_weight_decay: bool
-    rounding: str
+    rounding: Rounding
 
 
 def _check_scheme(options: Mapping[str, Any], name: str, where: str) -> None:
@@ -138,7 +151,7 @@ def _scheme_as_numbers(scheme: SchemeLike) -> SchemeLike:
     if not isinstance(scheme, Scheme):
         return scheme
     if scheme == AUTO:
-        return scheme.name
+        return "auto"
     stored: list[tuple[Any, ...]] = [tuple(step) for step in scheme.steps]
     return tuple(stored)
 
@@ -164,46 +177,58 @@ def matrices_as_dicts(matrices: Mapping[str, Mapping[str, Any]] | None) -> dict[
     }
 
 
-ROUNDINGS = ("nearest", "stochastic")
+Rounding: TypeAlias = Literal["nearest", "stochastic"]
 
 _BUFFERS = ": each wave under way needs buffers of its own"
 
-OPTIONS: tuple[Option, ...] = (
-    Option("lr", 1e-3, Scope.ALL_GROUPS, check_lr, Compared.BY_VALUE).with_help("Learning rate. A one-element tensor works too."),
+_EVERYDAY = (
+    Option("lr", 1e-3, Scope.ALL_GROUPS, check_lr, Compared.BY_VALUE).with_help(
+        "Learning rate; also of AdamW's groups, unless ``adamw_lr`` is given. A one-element tensor works too."
+    ),
+    Option("adamw_lr", None, Scope.OPTIMIZER, check_optional_lr).with_help(
+        "Learning rate of AdamW's groups that have none of their own; by default ``lr``. It is written into the groups once, as "
+        "their ``lr``, which schedulers change from there."
+    ),
+    Option("weight_decay", 0.1, Scope.ALL_GROUPS, in_range(0.0), Compared.BY_VALUE).with_help(
+        "Decoupled weight decay, applied before the update."
+    ),
     Option("momentum", 0.95, Scope.MUON_GROUPS, in_range(0.0, 1.0), Compared.BY_VALUE).with_help(
         "Momentum, in [0, 1): M ← momentum·M + G."
     ),
     Option("nesterov", True, Scope.MUON_GROUPS, check_flag, Compared.BY_VALUE).with_help(
         "Looks ahead by one momentum step: the update is G + momentum·M instead of M."
     ),
-    # ``scheme`` checks it.
-    Option("ns_steps", 5, Scope.MUON_GROUPS, None, Compared.IN_PLAN).with_help("Number of Newton–Schulz steps."),
-    Option("weight_decay", 0.1, Scope.ALL_GROUPS, in_range(0.0), Compared.BY_VALUE).with_help(
-        "Decoupled weight decay, applied before the update."
-    ),
     Option("adamw_betas", (0.9, 0.95), Scope.ADAMW_GROUPS, check_betas, Compared.BY_VALUE, aliases=("betas",)).with_help(
         "Betas of AdamW."
     ),
     Option("adamw_eps", 1e-8, Scope.ADAMW_GROUPS, check_eps, Compared.BY_VALUE, aliases=("eps",)).with_help("Epsilon of AdamW."),
-    Option("none_grad", True, Scope.MUON_GROUPS, check_flag).with_help(
-        "Frees each Muon gradient as soon as the step has used it."
+    Option("scheme", "auto", Scope.MUON_GROUPS, _check_scheme, Compared.IN_PLAN, kept_as=_scheme_as_numbers).with_help(
+        'How matrices are orthogonalised: ``"auto"``, ``"polar_express"``, ``"keller"``, ``"zolotarev"``, ``"hybrid"``, '
+        '``"halley"``, a list of (a, b, c), a ``Scheme``, or a callable on a batch; see docs/orthogonalisation.md.'
     ),
-    Option("debug", False, Scope.OPTIMIZER, check_flag).with_help(
-        "Logs the route of each parameter whenever the set of parameters with gradients changes."
+    # ``scheme`` checks it.
+    Option("ns_steps", 5, Scope.MUON_GROUPS, None, Compared.IN_PLAN).with_help("Number of Newton–Schulz steps."),
+    Option("adjust_lr_fn", "match_rms_adamw", Scope.MUON_GROUPS, of_value(check_adjust_lr), Compared.BY_VALUE).with_help(
+        "Factor of the learning rate of a rows × cols matrix: "
+        '``"match_rms_adamw"`` is 0.2·√max(rows, cols) (arXiv:2502.16982), ``"original"`` is √max(1, rows/cols), '
+        '``"spectral"`` is √(rows/cols), which torch calls ``"spectral_unclamped"``; or a function of (rows, cols).'
     ),
-    # QKClip checks it.
-    Option("clip_config", None, Scope.OPTIMIZER, None).with_help(
-        'QK-clip, such as ``{"head_dim": 128, "threshold": 100}``. It acts on the ``qk_logits`` of a step; see docs/qk_clip.md.'
-    ),
+    Option("maximize", False, Scope.ALL_GROUPS, check_flag, Compared.BY_VALUE).with_help("Ascends instead of descending."),
+)
+
+_MODEL = (
     Option(
-        "waves_ahead", 5, Scope.OPTIMIZER, whole_number(0, 1024, why_high=_BUFFERS), Compared.IN_PLAN, aliases=("warmup_step",)
-    ).with_help("Waves of exchanges that may be under way beside the one that computes (``waves_ahead + 1`` in flight)."),
-    # ExecutorSettings checks its range.
-    Option("chunk_size", -1, Scope.OPTIMIZER, whole_number(), Compared.IN_PLAN).with_help(
-        "Most matrices per batch and per wave of an exchange; -1 leaves it to ``memory_budget``."
-    ),
-    Option("reference_path", False, Scope.OPTIMIZER, check_flag, Compared.IN_PLAN, aliases=("use_distributed_muon",)).with_help(
-        "Steps by the slow reference path, for verification: all-gathers whole matrices and computes all of them on every rank."
+        "split",
+        None,
+        Scope.MUON_GROUPS,
+        of_value(_check_split),
+        Compared.IN_PLAN,
+        kept_as=split_as_tuple,
+        defines_matrices=True,
+    ).with_help(
+        "Cuts fused weights (QKV, gate-up) along their output dim into matrices of their own: the sizes of the parts, the size "
+        "of equal parts (one per head), ``Interleaved(sizes, repeats)`` if the parts take turns, or a function of (name, shape) "
+        "that returns one of these or None."
     ),
     Option(
         "expert_keys",
@@ -214,27 +239,6 @@ OPTIONS: tuple[Option, ...] = (
         kept_as=check_expert_keys,
         defines_matrices=True,
     ).with_help("A 3-D parameter whose name contains one of these is a stack of independent matrices."),
-    Option("scheme", "auto", Scope.MUON_GROUPS, _check_scheme, Compared.IN_PLAN, kept_as=_scheme_as_numbers).with_help(
-        'How matrices are orthogonalised: ``"auto"``, ``"polar_express"``, ``"keller"``, ``"zolotarev"``, ``"hybrid"``, '
-        '``"halley"``, a list of (a, b, c), a ``Scheme``, or a callable on a batch; see docs/orthogonalisation.md.'
-    ),
-    Option("adjust_lr_fn", "match_rms_adamw", Scope.MUON_GROUPS, of_value(check_adjust_lr), Compared.BY_VALUE).with_help(
-        "Factor of the learning rate of a rows × cols matrix: "
-        '``"match_rms_adamw"`` is 0.2·√max(rows, cols) (arXiv:2502.16982), ``"original"`` is √max(1, rows/cols), '
-        '``"spectral"`` is √(rows/cols), which torch calls ``"spectral_unclamped"``; or a function of (rows, cols).'
-    ),
-    Option("maximize", False, Scope.ALL_GROUPS, check_flag, Compared.BY_VALUE).with_help("Ascends instead of descending."),
-    Option("conv", None, Scope.MUON_GROUPS, one_of(CONV_OPTIONS), Compared.IN_PLAN, defines_matrices=True).with_help(
-        '``"flatten"`` makes any other parameter of more than two dims, such as a convolution filter, one (out, in·kernel) '
-        "matrix."
-    ),
-    Option(
-        "split", None, Scope.MUON_GROUPS, of_value(_check_split), Compared.IN_PLAN, kept_as=split_as_tuple, defines_matrices=True
-    ).with_help(
-        "Cuts fused weights (QKV, gate-up) along their output dim into matrices of their own: the sizes of the parts, the size "
-        "of equal parts (one per head), ``Interleaved(sizes, repeats)`` if the parts take turns, or a function of (name, shape) "
-        "that returns one of these or None."
-    ),
     Option("expert_dims", "out_in", Scope.MUON_GROUPS, one_of(EXPERT_DIMS), Compared.BY_VALUE, defines_matrices=True).with_help(
         '``"out_in"`` for experts of shape (experts, out, in), ``"in_out"`` for (experts, in, out). It matters for the learning '
         "rate, ``split`` and update rules."
@@ -252,20 +256,71 @@ OPTIONS: tuple[Option, ...] = (
         "numbers in names. ``get_default_muon_param_groups`` writes it. ``expert_keys``, ``split`` and ``conv`` override it; see "
         "docs/models.md."
     ),
-    Option("compute_dtype", None, Scope.MUON_GROUPS, check_dtype, Compared.IN_PLAN).with_help(
-        "Dtype of the Newton–Schulz products; by default float32 on CPU, float16 on GPU, float64 for float64 parameters."
+    Option("conv", None, Scope.MUON_GROUPS, one_of(CONV_OPTIONS), Compared.IN_PLAN, defines_matrices=True).with_help(
+        '``"flatten"`` makes any other parameter of more than two dims, such as a convolution filter, one (out, in·kernel) '
+        "matrix."
+    ),
+)
+
+_UPDATE = (
+    Option("rule", "plain", Scope.MUON_GROUPS, of_value(check_rule), Compared.IN_PLAN, defines_matrices=True).with_help(
+        'What a step does beside orthogonalising: ``"plain"`` (nothing), ``"normuon"``, ``"muon_plus"``, ``"muoneq"``, or an '
+        "object with the methods of ``UpdateRule``; see docs/rules.md."
+    ),
+    Option("cautious_weight_decay", False, Scope.MUON_GROUPS, check_flag, Compared.BY_VALUE).with_help(
+        "Decays only those elements of Muon's parameters that the update does not push away from zero; see docs/rules.md."
+    ),
+    Option("rounding", "nearest", Scope.ALL_GROUPS, one_of(get_args(Rounding)), Compared.BY_VALUE).with_help(
+        'How a step rounds bfloat16 parameters, which it forms in float32: ``"nearest"``, or ``"stochastic"``, which is right on '
+        "average, so that small updates and decay are not lost. It has no effect on float32 and float64 parameters; float16 "
+        'parameters refuse ``"stochastic"``. See docs/optimizer.md.'
     ),
     Option("momentum_dtype", None, Scope.MUON_GROUPS, check_dtype, Compared.BY_VALUE).with_help(
         "Dtype of new momentum buffers; by default the dtype of the parameter."
+    ),
+    # QKClip checks it.
+    Option("clip_config", None, Scope.OPTIMIZER, None).with_help(
+        'QK-clip, such as ``{"head_dim": 128, "threshold": 100}``. It acts on the ``qk_logits`` of a step; see docs/qk_clip.md.'
+    ),
+    # NonFinite checks it.
+    Option("nonfinite", "propagate", Scope.OPTIMIZER, None).with_help(
+        'What to do if a gradient on any rank has an infinity or a NaN: ``"propagate"`` steps with it, ``"skip"`` leaves '
+        'everything as it is and counts in ``skipped_steps``, ``"raise"`` raises on all ranks before anything is written, and '
+        "waits for the device to know. What a GradScaler finds is always skipped; see docs/reliability.md."
+    ),
+)
+
+_ENGINE = (
+    Option("compute_dtype", None, Scope.MUON_GROUPS, check_dtype, Compared.IN_PLAN).with_help(
+        "Dtype of the Newton–Schulz products; by default float32 on CPU, float16 on GPU, float64 for float64 parameters."
+    ),
+    Option("comm_dtype", None, Scope.OPTIMIZER, check_dtype, Compared.IN_PLAN).with_help(
+        "Dtype on the wire; by default bfloat16 between GPUs, float32 elsewhere, float64 for float64 parameters."
+    ),
+    Option("replica_group", None, Scope.OPTIMIZER, of_value(check_replica_group), Compared.IN_PLAN).with_help(
+        "Process group, or mesh, over which plain tensors are replicated (DDP); the work is divided over it."
+    ),
+    Option("replicas", "auto", Scope.OPTIMIZER, one_of(REPLICA_OPTIONS), Compared.IN_PLAN).with_help(
+        'Where ranks hold the same matrix (HSDP, replicated DTensors): ``"share"`` has one replica compute it for all, '
+        '``"repeat"`` has each compute it, ``"auto"`` takes the cheaper, and shares what a scheme or a rule of your own computes.'
     ),
     # ExecutorSettings checks its range.
     Option("memory_budget", DEFAULT_MEMORY_BUDGET, Scope.OPTIMIZER, whole_number(), Compared.IN_PLAN).with_help(
         "Bytes of scratch that a batch may use, and of matrices that an owner gathers per wave; 64 MiB by default. The exchange "
         "buffers of a rank take at most 2 × ``memory_budget`` × (``waves_ahead`` + 1), or one matrix per owner."
     ),
-    Option("form", "auto", Scope.OPTIMIZER, one_of(FORMS), Compared.IN_PLAN).with_help(
-        '``"auto"`` takes the form with the fewest FLOPs that is safe in the dtype; ``"standard"`` and ``"gram"`` insist on one.'
+    # ExecutorSettings checks its range.
+    Option("chunk_size", -1, Scope.OPTIMIZER, whole_number(), Compared.IN_PLAN).with_help(
+        "Most matrices per batch and per wave of an exchange; -1 leaves it to ``memory_budget``."
     ),
+    Option(
+        "waves_ahead",
+        5,
+        Scope.OPTIMIZER,
+        whole_number(0, 1024, why_high=_BUFFERS),
+        Compared.IN_PLAN,
+        aliases=("warmup_step",),
+    ).with_help("Waves of exchanges that may be under way beside the one that computes (``waves_ahead + 1`` in flight)."),
     Option("deterministic", False, Scope.OPTIMIZER, check_flag).with_help(
         "Products and rules take one matrix at a time, so that bits cannot depend on what shares a batch, for any number of "
         "threads."
@@ -276,56 +331,62 @@ OPTIONS: tuple[Option, ...] = (
     Option("cuda_graphs", False, Scope.OPTIMIZER, check_flag).with_help(
         "Replays the orthogonalisation of each batch as a CUDA graph; no effect on CPU."
     ),
-    Option("comm_dtype", None, Scope.OPTIMIZER, check_dtype, Compared.IN_PLAN).with_help(
-        "Dtype on the wire; by default bfloat16 between GPUs, float32 elsewhere, float64 for float64 parameters."
-    ),
-    Option("replicas", "auto", Scope.OPTIMIZER, one_of(REPLICA_OPTIONS), Compared.IN_PLAN).with_help(
-        'Where ranks hold the same matrix (HSDP, replicated DTensors): ``"share"`` has one replica compute it for all, '
-        '``"repeat"`` has each compute it, ``"auto"`` takes the cheaper.'
-    ),
-    Option("max_peers", DEFAULT_MAX_PEERS, Scope.OPTIMIZER, whole_number(1), Compared.IN_PLAN).with_help(
-        "With how many ranks a rank may exchange pieces in one wave. Above that, what goes from one node to another travels "
-        "in two hops through one rank of each."
-    ),
-    Option("replica_group", None, Scope.OPTIMIZER, of_value(check_replica_group), Compared.IN_PLAN).with_help(
-        "Process group, or mesh, over which plain tensors are replicated (DDP); the work is divided over it."
-    ),
-    # NonFinite checks it.
-    Option("nonfinite", "propagate", Scope.OPTIMIZER, None).with_help(
-        'What to do if a gradient on any rank has an infinity or a NaN: ``"propagate"`` steps with it, ``"skip"`` leaves '
-        'everything as it is and counts in ``skipped_steps``, ``"raise"`` raises on all ranks before anything is written, and '
-        "waits for the device to know. What a GradScaler finds is always skipped; see docs/reliability.md."
-    ),
-    Option("rule", "plain", Scope.MUON_GROUPS, of_value(check_rule), Compared.IN_PLAN, defines_matrices=True).with_help(
-        'What a step does beside orthogonalising: ``"plain"`` (nothing), ``"normuon"``, ``"muon_plus"``, ``"muoneq"``, or an '
-        "object with the methods of ``UpdateRule``; see docs/rules.md."
-    ),
-    Option("cautious_weight_decay", False, Scope.MUON_GROUPS, check_flag, Compared.BY_VALUE).with_help(
-        "Decays only those elements of Muon's parameters that the update does not push away from zero; see docs/rules.md."
-    ),
-    Option("rounding", "nearest", Scope.ALL_GROUPS, one_of(ROUNDINGS), Compared.BY_VALUE).with_help(
-        'How a step rounds bfloat16 parameters, which it forms in float32: ``"nearest"``, or ``"stochastic"``, which is right on '
-        "average, so that small updates and decay are not lost. It has no effect on float32 and float64 parameters; float16 "
-        'parameters refuse ``"stochastic"``. See docs/choosing.md.'
-    ),
-    Option("allow_inactive", False, Scope.OPTIMIZER, check_flag).with_help(
-        "Allows steps in which Muon has nothing to do: of a model or a pipeline stage without matrices, or of matrices that get "
-        "their first gradient late. Otherwise such an optimizer raises, because it is usually a mistake; see docs/trainers.md."
+    Option("kernels", "auto", Scope.OPTIMIZER, of_value(check_kernels), Compared.IN_PLAN).with_help(
+        'Who computes symmetric products on a GPU: ``"auto"`` (Triton if it runs on all ranks), ``"triton"``, ``"quack"`` (the '
+        'library of quack-kernels, where it takes the shape) or ``"torch"``; no effect on CPU. See docs/proofs.md.'
     ),
     Option("cost_model", None, Scope.OPTIMIZER, of_value(cost_model_from), Compared.IN_PLAN).with_help(
         "How fast links are beside matrix units, for the choice of owners, waves and ``replicas``: a file that ``meshmuon doctor "
         "--save`` wrote, or a ``CostModel``; by default a guess for each kind of device. See docs/doctor.md."
     ),
-    Option("kernels", "auto", Scope.OPTIMIZER, of_value(check_kernels), Compared.IN_PLAN).with_help(
-        'Who computes symmetric products on a GPU: ``"auto"`` (Triton where it is installed), ``"triton"``, ``"quack"`` (the '
-        'library of quack-kernels, where it takes the shape) or ``"torch"``; no effect on CPU. See docs/gpu.md.'
-    ),
     Option("metrics", None, Scope.OPTIMIZER, of_value(metrics_from), Compared.IN_PLAN).with_help(
         "Measures every k-th step, for ``optimizer.metrics()``: a number k, or a ``meshmuon.metrics.Metrics``; by default "
         "nothing. See docs/metrics.md."
     ),
+    Option("none_grad", True, Scope.MUON_GROUPS, check_flag).with_help(
+        "Frees each Muon gradient as soon as the step has used it."
+    ),
+    Option("allow_inactive", False, Scope.OPTIMIZER, check_flag).with_help(
+        "Allows steps in which Muon has nothing to do: of a model or a pipeline stage without matrices, or of matrices that get "
+        "their first gradient late. Otherwise such an optimizer raises, because it is usually a mistake; see docs/trainers.md."
+    ),
+    Option("reference_path", False, Scope.OPTIMIZER, check_flag, Compared.IN_PLAN, aliases=("use_distributed_muon",)).with_help(
+        "Steps by the slow reference path, for verification: all-gathers whole matrices and computes all of them on every rank."
+    ),
+    Option("debug", False, Scope.OPTIMIZER, check_flag).with_help(
+        "Shows the debug messages of the logger ``meshmuon``: the route of each parameter, whenever the set of parameters with "
+        "gradients changes."
+    ),
 )
-"""In the order of the constructor's parameters. An option with an older name is where that name is."""
+
+_INTERNAL = (
+    Option("form", "auto", Scope.OPTIMIZER, one_of(FORMS), Compared.IN_PLAN).with_help(
+        '``"auto"`` takes the form with the fewest FLOPs that is safe in the dtype; ``"standard"`` and ``"gram"`` insist on one.'
+    ),
+    Option("max_peers", DEFAULT_MAX_PEERS, Scope.OPTIMIZER, whole_number(1), Compared.IN_PLAN).with_help(
+        "Maximum peers per rank and wave; above it, what crosses nodes travels in two hops through one rank of each."
+    ),
+)
+
+_TABLE: dict[Tier, tuple[Option, ...]] = {
+    Tier.EVERYDAY: _EVERYDAY,
+    Tier.MODEL: _MODEL,
+    Tier.UPDATE: _UPDATE,
+    Tier.ENGINE: _ENGINE,
+    Tier.INTERNAL: _INTERNAL,
+}
+
+OPTIONS: tuple[Option, ...] = tuple(option for tier in Tier for option in _TABLE[tier])
+
+
+def options_by_tier() -> dict[Tier, tuple[Option, ...]]:
+    """What users see, tier by tier."""
+    return {tier: options for tier, options in _TABLE.items() if tier is not Tier.INTERNAL}
+
+
+def internal_options() -> tuple[Option, ...]:
+    """What only tests set."""
+    return _TABLE[Tier.INTERNAL]
 
 
 def group_options(use_muon: bool | None = None) -> tuple[Option, ...]:

@@ -19,23 +19,40 @@ write a rule of your own, implement the three methods of ``UpdateRule``::
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import Literal, TypeAlias
 
 import torch
 from torch import Tensor
 
-from ..errors import ConfigError
+from ..errors import ConfigError, shown
 from ..execute import UpdateRule as UpdateRule  # users take it from here, beside the rules
 from .checks import check_range
 
-RuleLike: TypeAlias = "str | UpdateRule"
+RuleName: TypeAlias = Literal["plain", "normuon", "muon_plus", "muoneq"]
+RuleLike: TypeAlias = RuleName | UpdateRule
 """A rule by name or as an object."""
 
 _METHODS = ("remembers", "before", "after")
 
 
+class _Rule:
+    """A rule that remembers and does nothing."""
+
+    __slots__ = ()
+
+    def remembers(self) -> bool:
+        """It remembers nothing."""
+        return False
+
+    def before(self, momentum: Tensor) -> None:
+        """Does nothing."""
+
+    def after(self, update: Tensor, memory: Tensor | None) -> None:
+        """Does nothing."""
+
+
 @dataclass(frozen=True, slots=True)
-class NorMuon:
+class NorMuon(_Rule):
     """Divides each output (row) of the update O by the root of a running mean of its squares, and keeps the norm of O.
 
     v ← β₂·v + (1 − β₂)·mean of O² over the inputs; the update is O/√v, rescaled to the Frobenius norm of O. For matrices of
@@ -51,9 +68,6 @@ class NorMuon:
         """It remembers the running mean."""
         return True
 
-    def before(self, momentum: Tensor) -> None:
-        """Does nothing."""
-
     def after(self, update: Tensor, memory: Tensor | None) -> None:
         """Divides and rescales."""
         assert memory is not None
@@ -68,15 +82,8 @@ class NorMuon:
 
 
 @dataclass(frozen=True, slots=True)
-class MuonPlus:
+class MuonPlus(_Rule):
     """Sets the Frobenius norm of every update to that of an orthogonal matrix, √min(outputs, inputs)."""
-
-    def remembers(self) -> bool:
-        """It remembers nothing."""
-        return False
-
-    def before(self, momentum: Tensor) -> None:
-        """Does nothing."""
 
     def after(self, update: Tensor, memory: Tensor | None) -> None:
         """Rescales."""
@@ -86,12 +93,8 @@ class MuonPlus:
 
 
 @dataclass(frozen=True, slots=True)
-class MuonEq:
+class MuonEq(_Rule):
     """Gives all outputs (rows) of the momentum the same norm before it is orthogonalised."""
-
-    def remembers(self) -> bool:
-        """It remembers nothing."""
-        return False
 
     def before(self, momentum: Tensor) -> None:
         """Divides each output by its largest element and then by its norm.
@@ -105,11 +108,8 @@ class MuonEq:
         norm = torch.linalg.vector_norm(momentum, dim=-1, keepdim=True)
         momentum.div_(norm.masked_fill_(norm == 0, 1.0))
 
-    def after(self, update: Tensor, memory: Tensor | None) -> None:
-        """Does nothing."""
 
-
-_BY_NAME: dict[str, UpdateRule | None] = {
+_BY_NAME: dict[RuleName, UpdateRule | None] = {
     "plain": None,
     "normuon": NorMuon(),
     "muon_plus": MuonPlus(),
@@ -121,12 +121,12 @@ def check_rule(rule: object) -> None:
     """Refuses anything but the name of a rule or an object with its methods."""
     if isinstance(rule, str):
         if rule not in _BY_NAME:
-            raise ConfigError(f"rule={rule!r} is unknown; write one of {', '.join(map(repr, _BY_NAME))}, or an object.")
+            raise ConfigError(f"rule={shown(rule)} is unknown; write one of {', '.join(map(repr, _BY_NAME))}, or an object.")
         return
     missing = [name for name in _METHODS if not callable(getattr(rule, name, None))]
     if missing or isinstance(rule, type):
         raise ConfigError(
-            f"rule={rule!r} must be one of {', '.join(map(repr, _BY_NAME))}, or an object with the methods "
+            f"rule={shown(rule)} must be one of {', '.join(map(repr, _BY_NAME))}, or an object with the methods "
             f"{', '.join(_METHODS)} (see meshmuon.UpdateRule)."
         )
 
@@ -134,7 +134,7 @@ def check_rule(rule: object) -> None:
         hash(rule)
     except TypeError:
         raise ConfigError(
-            f"rule={rule!r} cannot be hashed, which is needed to find parameters that share a rule: make it a frozen dataclass."
+            f"rule={shown(rule)} cannot be hashed, by which parameters that share a rule are found: make it a frozen dataclass."
         ) from None
 
 

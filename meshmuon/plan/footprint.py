@@ -1,4 +1,4 @@
-"""How large the exchange buffers of all ranks become, without listing what travels. ``buffer_sizes.py`` names the buffers.
+"""How large the exchange buffers of all ranks become, without listing what travels. ``routes.py`` names the buffers.
 
 A rank's ``shards`` buffer holds its piece of every matrix of the wave, regardless of the owner. It is counted once for each kind
 of ranks.

@@ -1,4 +1,4 @@
-"""With how many ranks every rank exchanges pieces, and in how many messages, counted without listing the transfers.
+"""Peers of every rank, counted without listing the transfers.
 
 Owners talk to all holders of their matrices. Holders are compared as sets, of which a plan has few.
 """
@@ -6,23 +6,8 @@ Owners talk to all holders of their matrices. Holders are compared as sets, of w
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
 
-from .rank_kinds import HeldPiece
 from .traffic import WaveOwners
-
-
-@dataclass(frozen=True, slots=True)
-class ExchangePeers:
-    """One exchange. Messages are counted as if everything were sent directly."""
-
-    peers: list[int]  # by rank, in the order of the plan's ranks: how many ranks it sends to or receives from
-    messages: int  # pairs of ranks of which one sends something to the other
-    largest: int  # bytes of the largest message
-
-    def at_most(self, peers: int) -> ExchangePeers:
-        """With no more than ``peers`` at any rank."""
-        return replace(self, peers=[min(count, peers) for count in self.peers])
 
 
 class PeerCounter:
@@ -50,29 +35,18 @@ class PeerCounter:
         self._members: dict[tuple[int, ...], list[int]] = {}  # ranks that are in the same sets
         for rank, of_rank in sets_of.items():
             self._members.setdefault(tuple(of_rank), []).append(rank)
-        self._pieces: dict[int, list[tuple[int, HeldPiece]]] = {}  # matrix → kinds of ranks that hold a piece of it
-        for kind, held in enumerate(owners.kinds.held):
-            for piece in held:
-                self._pieces.setdefault(piece.matrix, []).append((kind, piece))
-
-    def wave(self, wave: int) -> tuple[ExchangePeers, ExchangePeers]:
-        """The gather of a wave, to which each owner's own replica contributes, and its scatter, which reaches all replicas."""
-        scatter = self._exchange(wave, gather=False)
-        replicated = any(self._owners.matrices[number].replicas > 1 for number in self._owners.itemsizes[wave])
-        return (self._exchange(wave, gather=True) if replicated else scatter), scatter
-
-    def _exchange(self, wave: int, *, gather: bool) -> ExchangePeers:
-        peers, messages = self._peers(self._owners_of_sets([wave], gather=gather))
-        return ExchangePeers(peers, messages, self._largest(wave, gather=gather))
 
     def most(self) -> int:
         """The most peers of a rank in one wave. The scatter has those of the gather and more."""
         waves = range(len(self._owners.counts))
-        return max((max(self._peers(self._owners_of_sets([wave], gather=False))[0], default=0) for wave in waves), default=0)
+        return max((max(self.count([wave])[0], default=0) for wave in waves), default=0)
 
-    def of_step(self) -> list[int]:
-        """How many ranks each rank has to do with in a whole step."""
-        return self._peers(self._owners_of_sets(range(len(self._owners.counts)), gather=False))[0]
+    def count(self, waves: Iterable[int], *, gather: bool = False) -> tuple[list[int], int]:
+        """Peers of every rank over ``waves``, in the order of the ranks, and pairs of ranks of which one sends to the other.
+
+        In the gather each owner's own replica contributes; the scatter reaches all replicas.
+        """
+        return self._peers(self._owners_of_sets(waves, gather=gather))
 
     def _owners_of_sets(self, waves: Iterable[int], *, gather: bool) -> dict[int, set[int]]:
         owners: dict[int, set[int]] = {}
@@ -104,25 +78,3 @@ class PeerCounter:
                 peers[self._position[rank]] = found[active, own] - bool(own)  # an owner is in its own sets
                 messages += len(senders) - bool(own)
         return peers, messages
-
-    def _largest(self, wave: int, *, gather: bool) -> int:
-        """Bytes of the largest message: all pieces that one rank and one owner exchange."""
-        of_owner: dict[int, list[tuple[int, int]]] = {}
-        for number, itemsizes in self._owners.itemsizes[wave].items():
-            for owner, itemsize in itemsizes.items():
-                of_owner.setdefault(owner, []).append((number, itemsize))
-        kinds, matrices, largest = self._owners.kinds, self._owners.matrices, 0
-        most = {number: max(matrices[number].sizes) for number in self._owners.itemsizes[wave]}
-        for owner, owned in of_owner.items():
-            if sum(itemsize * most[number] for number, itemsize in owned) <= largest:
-                continue
-            sizes: dict[int, int] = {}  # kind → bytes
-            for number, itemsize in owned:
-                replica = matrices[number].holdings[owner][1]
-                for kind, piece in self._pieces[number]:
-                    if not gather or piece.replica == replica:
-                        sizes[kind] = sizes.get(kind, 0) + piece.elements * itemsize
-            if kinds.members[kinds.kind_of[owner]] == 1:  # what the owner keeps is no message
-                sizes.pop(kinds.kind_of[owner], None)
-            largest = max(largest, *sizes.values(), 0)
-        return largest

@@ -2,22 +2,16 @@
 
 from __future__ import annotations
 
-import io
-import json
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from ..errors import ConfigError, PlanError
+from ..errors import PlanError
 from ..layout import ShardedMatrix
-from .calibration import Calibration
 from .nodes import Crossings
 from .owners import assign_owners
 from .plan_data import PlanData, PlanOptions, add_local_costs, copied_bytes
 from .report import describe, to_json
-from .saved_plan import read_plan
-from .tasks import EVERY_HOLDER, NO_WAVE, PlannedParam, Task
-from .trace import write_trace
+from .tasks import EVERY_HOLDER, NO_WAVE, PartIndex, PlannedParam, Task
 from .waves import WaveCutter
 
 
@@ -30,31 +24,8 @@ class Plan(PlanData):
         return describe(self)
 
     def to_json(self) -> str:
-        """The plan as JSON for tools. ``from_json`` reads it, and so does ``meshmuon plan --from-json``."""
+        """The plan as JSON for tools. ``meshmuon plan --from-json`` reads it."""
         return to_json(self)
-
-    @classmethod
-    def from_json(cls, text: str) -> Plan:
-        """The plan in what ``to_json`` wrote."""
-        try:
-            content = json.loads(text)
-        except (ValueError, RecursionError) as error:
-            raise ConfigError(f"it is not JSON ({error}).") from None
-        try:
-            data = read_plan(content)
-            return cls(data.ranks, data.params, data.tasks, data.wave_lanes, data.options)
-        except PlanError as error:
-            raise ConfigError(f"its plan is damaged ({error}).") from None
-
-    def trace(self, machine: Calibration | str | os.PathLike[str]) -> str:
-        """The step as a timeline in Chrome's trace format: write it to a file and open that in Perfetto or chrome://tracing.
-
-        ``machine`` is what ``meshmuon doctor --save`` measured, or the name of its file.
-        """
-        calibration = machine if isinstance(machine, Calibration) else Calibration.load(machine)
-        output = io.StringIO()
-        write_trace([(self.ranks, calibration.predict(self).timeline.phases)], output)
-        return output.getvalue()
 
     def __post_init__(self) -> None:
         """Raises unless each matrix has one owner for each copy that is computed separately, and waves and owners fit together.
@@ -121,11 +92,7 @@ def make_plan(params: Sequence[PlannedParam], options: PlanOptions) -> Plan:
     if not _needs_relays(unchecked):
         return Plan(*parts, replace(options, in_flight=cut.in_flight, max_peers=None))
     in_flight = cutter.in_flight_through_relays(ranks, unchecked.hops)
-    plan = Plan(*parts, replace(options, in_flight=in_flight))
-    # What was counted does not depend on how many waves are in flight, and takes a while for thousands of ranks.
-    counted = ("wave_owners", "peer_counter", "most_peers", "traffic", "hops")
-    vars(plan).update({name: vars(unchecked)[name] for name in counted})
-    return plan
+    return Plan(*parts, replace(options, in_flight=in_flight))
 
 
 def _needs_relays(plan: PlanData) -> bool:
@@ -146,13 +113,13 @@ def _tasks(params: Sequence[PlannedParam], options: PlanOptions, crossings: Cros
                     continue
                 one_for_all = sharded.replicas > 1 and _replicas_share_owner(param, sharded, options, crossings)
                 if sharded.whole and not one_for_all:
-                    staying.append(Task(k, matrix, sharded, float(param.flops)))
+                    staying.append(Task(PartIndex(k), matrix, sharded, float(param.flops)))
                     continue
                 for replica in (sharded,) if one_for_all else sharded.separate_replicas:
                     kind = param.flops, replica, param.itemsize  # thousands of matrices are of a few kinds
                     if kind not in costs:
                         costs[kind] = options.cost.owning(*kind, crossings)
-                    travelling.append(Task(k, matrix, replica, costs[kind]))
+                    travelling.append(Task(PartIndex(k), matrix, replica, costs[kind]))
     return staying, travelling
 
 

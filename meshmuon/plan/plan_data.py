@@ -7,6 +7,7 @@ from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, fields
 from functools import cached_property
 from operator import add
+from typing import Literal, TypeAlias, get_args
 
 from ..errors import ConfigError
 from ..layout import Layout, ShardedMatrix
@@ -14,13 +15,13 @@ from .cost import CostModel
 from .footprint import Footprint
 from .nodes import Crossings, Nodes
 from .owners import lightest_possible
-from .peers import ExchangePeers, PeerCounter
+from .peers import PeerCounter
 from .relay_bytes import WaveHops, count_hops, relay_buffers
-from .relays import Relays
 from .tasks import EVERY_HOLDER, NO_WAVE, PieceTransfer, PlannedParam, Task
 from .traffic import ExchangeBytes, WaveOwners, WaveTraffic, count_traffic
 
-REPLICA_OPTIONS = ("auto", "share", "repeat")
+Replicas: TypeAlias = Literal["auto", "share", "repeat"]
+REPLICA_OPTIONS = get_args(Replicas)
 DEFAULT_MAX_PEERS = 1024  # of the option ``max_peers``
 
 
@@ -188,26 +189,8 @@ class PlanData:
         return PeerCounter(self.ranks, self.wave_owners)
 
     @cached_property
-    def peers(self) -> tuple[tuple[ExchangePeers, ExchangePeers], ...]:
-        """The peers of the gather and of the scatter of each wave; through relays only those that a rank has at most."""
-        most, waves = self._most_through_relays, map(self.peer_counter.wave, range(len(self.wave_lanes)))
-        return tuple((gather.at_most(most), scatter.at_most(most)) for gather, scatter in waves)
-
-    @cached_property
-    def peers_of_step(self) -> list[int]:
-        """How many ranks each of ``ranks`` has to do with in a whole step, likewise."""
-        most = self._most_through_relays
-        return [min(count, most) for count in self.peer_counter.of_step()]
-
-    @property
-    def _most_through_relays(self) -> int:
-        if self.options.max_peers is None or self.options.nodes is None:
-            return len(self.ranks)
-        return Relays(self.options.nodes).most_peers
-
-    @cached_property
     def most_peers(self) -> int:
-        """With how many ranks the busiest rank exchanges pieces in one wave, if every piece is sent directly."""
+        """Most peers of a rank in one wave, if every piece is sent directly."""
         return self.peer_counter.most()
 
     def _summed(self, exchanges: Iterable[Sequence[int]]) -> dict[int, int]:

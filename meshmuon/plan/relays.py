@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import TypeAlias
 
 from .nodes import Nodes
@@ -25,11 +26,6 @@ class HopRoutes:
 
     sent: tuple[tuple[int, Parcel], ...]  # the rank that each parcel goes to next, which need not be its last
     received: tuple[tuple[int, Parcel], ...]  # the rank that each parcel comes from, which need not be its first
-
-    @property
-    def peers(self) -> frozenset[int]:
-        """The ranks that this one talks to."""
-        return frozenset(peer for peer, _ in (*self.sent, *self.received))
 
 
 def relay_for(node: int, ranks: int) -> int:
@@ -70,45 +66,19 @@ class Relays:
     ) -> tuple[HopRoutes, HopRoutes, HopRoutes]:
         """What ``rank`` does in the three exchanges: collect, forward, distribute.
 
-        Args:
-            rank: the rank.
-            leaving: the parcels of an exchange whose sources are on its node.
-            arriving: those whose targets are on its node.
+        ``leaving`` are the parcels of an exchange whose sources are on its node, ``arriving`` those whose targets are.
         """
-        collect, forward, distribute = (_Edges(rank) for _ in range(3))
-        for parcel in leaving:
+        legs: tuple[list[tuple[int, int, Parcel]], ...] = ([], [], [])  # from which rank to which, of each exchange
+        for parcel in {*leaving, *arriving}:
             relays = self.relays(parcel)
-            collect.add(parcel[0], parcel[1] if relays is None else relays[0], parcel)
-            if relays is not None:
-                forward.add_sent(*relays, parcel)
-        for parcel in arriving:
-            relays = self.relays(parcel)
-            if relays is not None:
-                forward.add_received(*relays, parcel)
-                distribute.add(relays[1], parcel[1], parcel)
-        return collect.routes(), forward.routes(), distribute.routes()
-
-
-class _Edges:
-    """The parcels of one exchange that ``rank`` sends or receives; what stays on a rank is neither."""
-
-    def __init__(self, rank: int) -> None:
-        self._rank = rank
-        self._sent: list[tuple[int, Parcel]] = []
-        self._received: list[tuple[int, Parcel]] = []
-
-    def add(self, source: int, target: int, parcel: Parcel) -> None:
-        if source != target:
-            self.add_sent(source, target, parcel)
-            self.add_received(source, target, parcel)
-
-    def add_sent(self, source: int, target: int, parcel: Parcel) -> None:
-        if source == self._rank:
-            self._sent.append((target, parcel))
-
-    def add_received(self, source: int, target: int, parcel: Parcel) -> None:
-        if target == self._rank:
-            self._received.append((source, parcel))
-
-    def routes(self) -> HopRoutes:
-        return HopRoutes(tuple(sorted(self._sent)), tuple(sorted(self._received)))
+            stops = parcel if relays is None else (parcel[0], *relays, parcel[1])
+            for leg, (source, target) in zip(legs, pairwise(stops), strict=False):
+                leg.append((source, target, parcel))
+        collect, forward, distribute = (
+            HopRoutes(
+                tuple(sorted((target, parcel) for source, target, parcel in leg if source == rank != target)),
+                tuple(sorted((source, parcel) for source, target, parcel in leg if target == rank != source)),
+            )
+            for leg in legs
+        )
+        return collect, forward, distribute

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from dataclasses import asdict
 from typing import Any
 
+from ..layout import Layout, Mesh, Replicated
 from .plan_data import PlanData
 from .relays import Relays
-from .saved_plan import plan_content
 from .tasks import EVERY_HOLDER, NO_WAVE, Task
 
+PLAN_VERSION = 1  # of the JSON
 _MOST_RANKS_SHOWN = 16
 
 
@@ -30,13 +32,13 @@ def describe(plan: PlanData) -> str:
     balance = (
         f"{heaviest / mean:.3f} of the mean, {heaviest / plan.bound:.3f} of what any plan must take" if heaviest else "no work"
     )
-    buffers = _bytes(plan.buffer_bytes(plan.ranks[0])) if plan.wave_lanes else ""
+    buffers = bytes_text(plan.buffer_bytes(plan.ranks[0])) if plan.wave_lanes else ""
     lines = [
-        f"{_count(len(moving), 'matrix', 'matrices')} with an owner and exchanged, {len(plan.tasks) - len(moving)} computed "
-        f"where they are, over {_count(len(plan.ranks), 'rank', 'ranks')} in {_count(len(plan.wave_lanes), 'wave', 'waves')}",
+        f"{counted(len(moving), 'matrix', 'matrices')} with an owner and exchanged, {len(plan.tasks) - len(moving)} computed "
+        f"where they are, over {counted(len(plan.ranks), 'rank')} in {counted(len(plan.wave_lanes), 'wave')}",
         f"heaviest rank: {balance}",
-        f"sent per rank and step: {_bytes(max(sent.values(), default=0))} at most, "
-        f"{_bytes(sum(sent.values()) / max(1, len(sent)))} on average; nothing is padded",
+        f"sent per rank and step: {bytes_text(max(sent.values(), default=0))} at most, "
+        f"{bytes_text(sum(sent.values()) / max(1, len(sent)))} on average; nothing is padded",
         *_between_nodes(plan),
         *_through_relays(plan),
         f"exchange buffers on rank {plan.ranks[0]}: {buffers}" if buffers else "no exchange",
@@ -56,10 +58,9 @@ def _between_nodes(plan: PlanData) -> list[str]:
         return []
     between = plan.bytes_between.values()
     share = sum(between) / max(1, sum(plan.bytes_sent.values()))
-    count = _count(len(plan.options.nodes.ranks), "node", "nodes")
-    return [
-        f"between {count}: {_bytes(max(between))} at most, {_bytes(sum(between) / len(between))} on average, {share:.1%} of all"
-    ]
+    count = counted(len(plan.options.nodes.ranks), "node")
+    most, mean = bytes_text(max(between)), bytes_text(sum(between) / len(between))
+    return [f"between {count}: {most} at most, {mean} on average, {share:.1%} of all"]
 
 
 def _through_relays(plan: PlanData) -> list[str]:
@@ -69,8 +70,8 @@ def _through_relays(plan: PlanData) -> list[str]:
     relayed = plan.bytes_relayed.values()
     return [
         f"in two hops between nodes: {plan.most_peers} peers per rank would be more than max_peers={plan.options.max_peers}, "
-        f"there are at most {Relays(plan.options.nodes).most_peers}; relays send {_bytes(max(relayed))} at most, "
-        f"{_bytes(sum(relayed) / len(relayed))} on average, for others"
+        f"there are at most {Relays(plan.options.nodes).most_peers}; relays send {bytes_text(max(relayed))} at most, "
+        f"{bytes_text(sum(relayed) / len(relayed))} on average, for others"
     ]
 
 
@@ -78,7 +79,7 @@ def to_json(plan: PlanData) -> str:
     """The plan as JSON: options, parameters, for every matrix its owner and wave, and what each rank does."""
     sent, between, relayed = plan.bytes_sent, plan.bytes_between, plan.bytes_relayed
     content: dict[str, Any] = {
-        **plan_content(plan),
+        **_content(plan),
         "buffer_bytes": {str(rank): plan.buffer_bytes(rank) for rank in plan.ranks[:1]},
         "per_rank": {
             str(rank): {
@@ -92,6 +93,74 @@ def to_json(plan: PlanData) -> str:
         },
     }
     return json.dumps(content)
+
+
+def _content(plan: PlanData) -> dict[str, Any]:
+    """Everything that makes the same plan again. Layouts and meshes are listed once and referred to by number."""
+    layouts: dict[Layout, int] = {}
+    meshes: dict[Mesh, int] = {}
+    parameters = [
+        {
+            "name": param.name,
+            "shape": list(param.layouts[0].shape),
+            "layouts": [str(layout) for layout in param.layouts],
+            "layout_numbers": [layouts.setdefault(layout, len(layouts)) for layout in param.layouts],
+            "flops_per_matrix": param.flops,
+            "bytes_per_element": param.itemsize,
+            "stack_dims": param.stack_dims,
+            "lane": list(param.lane) if isinstance(param.lane, tuple) else str(param.lane),
+            "share": param.share,
+            "private": param.private,
+            "window": None if param.window is None else [asdict(indices) for indices in param.window],
+            "staged": param.staged,
+            "how": param.how,
+            "compute_dtype": param.compute_dtype,
+        }
+        for param in plan.params
+    ]
+    options = plan.options
+    return {
+        "version": PLAN_VERSION,
+        "digest": plan.digest,
+        "ranks": list(plan.ranks),
+        "options": {
+            "replicas": options.replicas,
+            "chunk_size": options.chunk_size,
+            "budget": options.budget,
+            "in_flight": options.in_flight,
+            "max_peers": options.max_peers,
+            "cost": asdict(options.cost),
+        },
+        "nodes": None if options.nodes is None else [list(node) for node in options.nodes.ranks],
+        "waves": [{"lane": str(lane), "parameter": _first_param(plan, wave)} for wave, lane in enumerate(plan.wave_lanes)],
+        "layouts": [
+            {
+                "shape": list(layout.shape),
+                "mesh": meshes.setdefault(layout.mesh, len(meshes)),
+                "placements": [None if isinstance(p, Replicated) else [p.dim, p.split_factor] for p in layout.placements],
+            }
+            for layout in layouts
+        ],
+        "meshes": [{"shape": list(mesh.shape), "ranks": list(mesh.ranks)} for mesh in meshes],
+        "parameters": parameters,
+        "matrices": [
+            {
+                "parameter": plan.params[task.param].name,
+                "param": task.param,
+                "matrix": task.matrix,
+                "owner": None if task.owner == EVERY_HOLDER else task.owner,
+                "wave": None if task.wave == NO_WAVE else task.wave,
+                "pieces": len(task.sharded.pieces),
+                "replicas": task.sharded.replicas,
+                "cost": task.cost,
+            }
+            for task in plan.tasks
+        ],
+    }
+
+
+def _first_param(plan: PlanData, wave: int) -> int:
+    return next(task.param for task in plan.tasks if task.wave == wave)
 
 
 def how_computed(task: Task) -> str:
@@ -118,18 +187,20 @@ def _kinds(plan: PlanData) -> list[tuple[str, ...]]:
 def _ranks(plan: PlanData) -> list[tuple[str, ...]]:
     mean = sum(plan.loads.values()) / max(1, len(plan.loads)) or 1.0
     return [
-        (str(r), str(plan.computed[r]), f"{plan.loads[r] / mean:.3f}", f"{plan.flops[r]:.3g}", _bytes(plan.bytes_sent[r]))
+        (str(r), str(plan.computed[r]), f"{plan.loads[r] / mean:.3f}", f"{plan.flops[r]:.3g}", bytes_text(plan.bytes_sent[r]))
         for r in plan.ranks[:_MOST_RANKS_SHOWN]
     ]
 
 
-def _count(number: int, singular: str, plural: str) -> str:
-    return f"{number} {singular if number == 1 else plural}"
+def counted(number: int, singular: str, plural: str = "") -> str:
+    """``"1 node"``, ``"1,024 nodes"``."""
+    return f"{number:,} {singular if number == 1 else plural or singular + 's'}"
 
 
-def _bytes(count: float) -> str:
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if count < 1024 or unit == "GiB":
+def bytes_text(count: float) -> str:
+    """``"12.5 GiB"``."""
+    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
+        if abs(count) < 1024 or unit == "TiB":
             break
         count /= 1024
     return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Hashable
 from dataclasses import dataclass
+from typing import NewType
 
 from ..layout import Layout, Piece, ShardedMatrix, shard_matrices
 from ..matrices import Window
+
+PartIndex = NewType("PartIndex", int)
+"""Counts ``Plan.params``: the parameters of a plan, and of a fused one each part."""
 
 EVERY_HOLDER = -1
 NO_WAVE = -1
@@ -27,6 +31,7 @@ class PlannedParam:
     window: Window | None = None  # which rows and columns of the parameter its matrices are; None for all of them
     staged: bool = False  # in host memory, while its matrices travel and are orthogonalised on a device
     how: str = ""  # how its matrices are computed, as text that ranks compare
+    compute_dtype: str = ""  # of the products, as in ``how``
 
     @property
     def count(self) -> int:
@@ -50,7 +55,7 @@ class Task:
     holder has whole and computes for itself is one task, with the owner ``EVERY_HOLDER``.
     """
 
-    param: int  # index of its parameter in ``Plan.params``
+    param: PartIndex  # its parameter in ``Plan.params``
     matrix: int  # index of the matrix in the parameter
     sharded: ShardedMatrix  # who holds which piece of it
     cost: float  # what it costs the rank that orthogonalises it

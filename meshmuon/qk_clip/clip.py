@@ -23,11 +23,11 @@ from ..errors import ConfigError, PlanError
 from ..layout import Ranges, length
 from ..params.dtensors import as_dtensor, layouts_of, siblings
 from ..params.groups import matrix_options_of
-from ..params.named_params import NamedParam
+from ..params.param_record import ParamRecord
 from ..torch_compat import local_part, profiler_range
 from .heads import Layer, ProjectionParam, check_overlap, read_layer
 from .logits import check_logits, ordered, whole_logits
-from .names import ClipConfig, LayerKey, Projection, find_projection, read_clip_config
+from .names import LayerKey, find_projection, read_clip_config
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,8 +50,6 @@ class QKClip:
         given = None if isinstance(clip_config, Mapping) and not clip_config else clip_config  # an empty mapping turns it off
         self._config = None if given is None else read_clip_config(given)
         self._given = None if given is None else dict(given)
-        self._names: tuple[str, ...] = ()
-        self._projections: list[tuple[int, Projection]] = []  # index of a parameter, and what its name says
         self._key: Hashable = None  # what the buckets were built from
         self._buckets: list[_Bucket] = []
         self.clipped: frozenset[int] = frozenset()  # indices of the parameters that the last accepted logits clip
@@ -70,7 +68,7 @@ class QKClip:
         """How many logits so far were +∞ or NaN; their heads were not scaled. On a GPU, reading it waits for the device."""
         return int(self._nonfinite)
 
-    def check(self, params: Sequence[NamedParam], qk_logits: Mapping[LayerKey, Tensor] | None) -> None:
+    def check(self, params: Sequence[ParamRecord], qk_logits: Mapping[LayerKey, Tensor] | None) -> None:
         """Raises ConfigError for logits that cannot be applied. Writes nothing and does not communicate."""
         if qk_logits is None:
             return
@@ -86,7 +84,11 @@ class QKClip:
                 "qk_logits is empty, so nothing would be clipped. If it comes from MaxLogits.collect(), no forward has run "
                 "inside collecting(). For a step without clipping pass None."
             )
-        projections = self._projection_params(params, config)
+        projections = [
+            ProjectionParam(projection, named, index)
+            for index, named in enumerate(params)
+            if (projection := find_projection(named.name, config)) is not None
+        ]
         counts = tuple((layer, logits.numel()) for layer, logits in qk_logits.items())
         key = tuple(map(_signature, projections)), counts
         if key == self._key:
@@ -99,7 +101,7 @@ class QKClip:
 
     @torch.no_grad()
     def apply(
-        self, params: Sequence[NamedParam], qk_logits: Mapping[LayerKey, Tensor] | None, skip_mask: Tensor | None = None
+        self, params: Sequence[ParamRecord], qk_logits: Mapping[LayerKey, Tensor] | None, skip_mask: Tensor | None = None
     ) -> Mapping[LayerKey, Tensor] | None:
         """Scales the rows of all heads whose logit exceeds the threshold, unless ``skip_mask`` is true.
 
@@ -128,14 +130,6 @@ class QKClip:
                 if k == 0:  # every bucket has the same logits
                     self._nonfinite = self._nonfinite + (joined.isnan() | joined.isposinf()).sum()
         return dict(zip(qk_logits, logits, strict=True))
-
-    def _projection_params(self, params: Sequence[NamedParam], config: ClipConfig) -> list[ProjectionParam]:
-        names = tuple(named.name for named in params)
-        if names != self._names:
-            projections = ((index, find_projection(name, config)) for index, name in enumerate(names))
-            self._projections = [(index, projection) for index, projection in projections if projection is not None]
-            self._names = names
-        return [ProjectionParam(projection, params[index], index) for index, projection in self._projections]
 
 
 def _signature(member: ProjectionParam) -> Hashable:

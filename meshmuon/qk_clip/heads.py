@@ -12,7 +12,7 @@ from torch import Tensor
 from ..errors import ConfigError
 from ..matrices import StridedRange, find_matrices
 from ..params.groups import matrix_options_of
-from ..params.named_params import NamedParam
+from ..params.param_record import ParamRecord
 from .names import ClipConfig, LayerKey, Projection, belongs_to
 
 
@@ -20,7 +20,7 @@ class ProjectionParam(NamedTuple):
     """A parameter that is a projection, what its name says, and its index among all parameters."""
 
     projection: Projection
-    named: NamedParam
+    named: ParamRecord
     param_index: int
 
 
@@ -76,8 +76,7 @@ def read_layer(layer: LayerKey, count: int, projections: Sequence[ProjectionPara
     weights = {kind: weight for kind, weight in candidates.items() if weight is not None}
     if set(weights) not in ({"q", "k"}, {"q", "kv_b"}, {"qkv"}):
         raise ConfigError(_missing_projections(layer, set(weights), members, projections))
-    finder = _SectionFinder(layer, config, mla="kv_b" in weights)
-    sections = {kind: finder.sections_of(weight) for kind, weight in weights.items()}
+    sections = {kind: _sections_of(layer, weight, config, mla="kv_b" in weights) for kind, weight in weights.items()}
     head_counts = {section.side: section.heads for parts in sections.values() for section in parts}
     chosen = [member for member in members if member.projection.kind in weights]
     for member in chosen:
@@ -119,62 +118,47 @@ def _missing_projections(
     )
 
 
-class _SectionFinder:
-    """Finds the heads in the weights of one layer."""
-
-    def __init__(self, layer: LayerKey, config: ClipConfig, *, mla: bool) -> None:
-        self._layer, self._config, self._mla = layer, config, mla
-
-    def sections_of(self, weight: ProjectionParam) -> tuple[Section, ...]:
-        """The sections of a weight, checked against its rows."""
-        name, shape = weight.named.name, tuple(weight.named.param.shape)
-        if len(shape) != 2:
+def _sections_of(layer: LayerKey, weight: ProjectionParam, config: ClipConfig, *, mla: bool) -> tuple[Section, ...]:
+    """The heads in a weight, checked against its rows. ``mla`` says whether the layer has MLA's projections."""
+    name, shape, kind = weight.named.name, tuple(weight.named.param.shape), weight.projection.kind
+    where = f"{name} (layer {layer!r})"
+    if len(shape) != 2:
+        raise ConfigError(f"{where} has shape {shape}; QK-clip needs two dims, (heads × head_dim, in).")
+    rows = StridedRange(0, shape[0])
+    if mla:
+        if config.mla is None:
             raise ConfigError(
-                f"{name} (layer {self._layer!r}) has shape {shape}; QK-clip needs two dims, (heads × head_dim, in)."
-            )
-        kind, rows = weight.projection.kind, shape[0]
-        if kind == "qkv":
-            return self._fused(weight, name, rows)
-        if not self._mla:
-            return (self._plain(name, kind, StridedRange(0, rows)),)
-        mla = self._config.mla
-        if mla is None:
-            raise ConfigError(
-                f"layer {self._layer!r} has MLA's kv_b projection beside {name}: clip_config needs qk_nope_head_dim, "
+                f"layer {layer!r} has MLA's kv_b projection beside {name}: clip_config needs qk_nope_head_dim, "
                 "qk_rope_head_dim and v_head_dim."
             )
+        nope, rope, value = config.mla
         if kind == "q":
-            size = mla.nope + mla.rope
-            heads = self._head_count(name, rows, size, "qk_nope_head_dim + qk_rope_head_dim")
-            return (Section("q", StridedRange(0, rows), heads, size, mla.nope, mla.rope),)
-        size = mla.nope + mla.value
-        heads = self._head_count(name, rows, size, "qk_nope_head_dim + v_head_dim")
-        return (Section("k", StridedRange(0, rows), heads, size, mla.nope),)
-
-    def _fused(self, weight: ProjectionParam, name: str, rows: int) -> tuple[Section, ...]:
-        shape, options = tuple(weight.named.param.shape), matrix_options_of(weight.named.param_group)
-        parts = [StridedRange(0, rows) if part.window is None else part.window[0] for part in find_matrices(name, shape, options)]
-        if len(parts) != 3:
+            return (_section(where, "q", rows, (nope, rope, 0), "qk_nope_head_dim + qk_rope_head_dim"),)
+        return (_section(where, "k", rows, (nope, 0, value), "qk_nope_head_dim + v_head_dim"),)
+    parts = {kind: rows}
+    if kind == "qkv":
+        found = find_matrices(name, shape, matrix_options_of(weight.named.param_group))
+        if len(found) != 3:
             raise ConfigError(
-                f"{name} (layer {self._layer!r}) holds queries, keys and values in {rows} rows, but its group's split has "
-                f"{len(parts)} part(s) and does not tell them apart. Give the group split=(rows of q, of k, of v), or "
+                f"{where} holds queries, keys and values in {shape[0]} rows, but its group's split has "
+                f"{len(found)} part(s) and does not tell them apart. Give the group split=(rows of q, of k, of v), or "
                 "split=Interleaved((rows of q, of k, of v), heads) if they follow each other in every head."
             )
-        return self._plain(name, "q", parts[0]), self._plain(name, "k", parts[1])
+        parts = {side: rows if part.window is None else part.window[0] for side, part in zip("qk", found, strict=False)}
+    if config.head_dim is None:
+        raise ConfigError(f"{where} is no MLA projection: clip_config needs head_dim for it.")
+    return tuple(_section(where, side, part, (config.head_dim, 0, 0), "head_dim") for side, part in parts.items())
 
-    def _plain(self, name: str, side: str, rows: StridedRange) -> Section:
-        size = self._config.head_dim
-        if size is None:
-            raise ConfigError(f"{name} (layer {self._layer!r}) is no MLA projection: clip_config needs head_dim for it.")
-        return Section(side, rows, self._head_count(name, rows.length, size, "head_dim"), size, size)
 
-    def _head_count(self, name: str, rows: int, size: int, what: str) -> int:
-        if rows % size or not rows:
-            raise ConfigError(
-                f"{name} (layer {self._layer!r}) has {rows} rows, which is not a whole number of heads of {size} rows "
-                f"({what} in clip_config)."
-            )
-        return rows // size
+def _section(where: str, side: str, rows: StridedRange, head: tuple[int, int, int], what: str) -> Section:
+    """A section whose heads have so many rows that are scaled by √γ, by γ, and not at all."""
+    root, full, _ = head
+    heads, rest = divmod(rows.length, sum(head))
+    if rest or not heads:
+        raise ConfigError(
+            f"{where} has {rows.length} rows, which is not a whole number of heads of {sum(head)} rows ({what} in clip_config)."
+        )
+    return Section(side, rows, heads, sum(head), root, full)
 
 
 def _logits_of_heads(layer: LayerKey, count: int, heads: Mapping[str, int], config: ClipConfig) -> dict[str, list[list[int]]]:

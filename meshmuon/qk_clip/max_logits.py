@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import dataclass
 from functools import wraps
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -17,16 +19,21 @@ from torch.overrides import TorchFunctionMode
 from ..device import copy_to, known_to_host
 from ..errors import ConfigError
 from ..params.dtensors import ReplicaGroup, as_dtensor
-from ..torch_compat import split_factor, unwrapped
-from ..transport import norm_device
+from ..torch_compat import has_compiled, never_traced, split_factor, unwrapped, without_modes
+from ..transport import norm_device, turn_of
 from ..transport.collectives import all_gather_objects, reduce_largest
-from .head_spans import ObservedHeads, Span, assign_spans
 from .logit_maxima import DEFAULT_BLOCK_BYTES, head_maxima
 from .logits import nan_as_infinity, process_group_of, ranks_of
 from .names import LayerKey
-from .untraced import uncompiled, untraced
 
 _SDPA = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa")
+
+_ObservedHeads: TypeAlias = "tuple[int, int, tuple[tuple[LayerKey, int], ...]]"
+"""What a rank tells the others: its place among the tensor parallel ranks, their number, and its heads of each layer."""
+
+_lock = threading.Lock()
+_threads_inside = 0  # threads that are inside ``_uncompiled()``
+_stance: AbstractContextManager[Any] | None = None  # the stance that the first of them has set
 
 
 class MaxLogits:
@@ -76,7 +83,7 @@ class MaxLogits:
         self._maxima: dict[LayerKey, Tensor] = {}  # this rank's largest logits since the last collect()
         self._observations: dict[LayerKey, int] = {}  # how often each layer was observed
         self._collecting = False
-        self._spans: dict[LayerKey, Span] | None = None
+        self._spans: dict[LayerKey, _Span] | None = None
 
     def attach(self, module: nn.Module, layer: LayerKey) -> None:
         """Observes a module's calls of ``F.scaled_dot_product_attention`` while collecting.
@@ -116,7 +123,7 @@ class MaxLogits:
             raise ConfigError("MaxLogits: collecting() was entered already: leave it before entering it again.")
         with ExitStack() as stack:
             if eager:
-                stack.enter_context(uncompiled())
+                stack.enter_context(_uncompiled())
             for module, layer in self._attached:
                 stack.enter_context(self._observing_forward(module, layer))
             self._collecting = True
@@ -146,7 +153,8 @@ class MaxLogits:
             mask: as SDPA's ``attn_mask``. Numbers of −10000 or less hide a key; others are ignored.
         """
         if self._collecting:
-            self._observe(layer, q, k, causal, scale, mask)
+            options = {"causal": causal, "scale": scale, "block_bytes": self._block_bytes}
+            self._record(layer, _maxima_of_logits, q, k, mask, **options)
 
     def observe_scores(self, layer: LayerKey, scores: Tensor) -> None:
         """Observes the scores of attention that reports them: ``flex_attention(..., return_aux=AuxRequest(max_scores=True))``.
@@ -158,7 +166,7 @@ class MaxLogits:
             scores: largest score of each query, (batch, heads, positions).
         """
         if self._collecting:
-            self._observe_scores(layer, scores)
+            self._record(layer, _maxima_of_scores, scores)
 
     @torch.no_grad()
     def collect(self) -> dict[LayerKey, Tensor]:
@@ -180,7 +188,8 @@ class MaxLogits:
         try:
             if self._process_group is None:
                 return {layer: nan_as_infinity(value) for layer, value in self._maxima.items()}
-            return self._reduced(self._process_group)
+            with turn_of(self._process_group):
+                return self._reduced(self._process_group)
         finally:
             self._maxima = {}
 
@@ -190,10 +199,8 @@ class MaxLogits:
             tp_size = len(self._tp_ranks)
             tp_rank = self._tp_ranks.index(dist.get_rank()) if tp_size > 1 else 0
             heads = tuple((layer, value.numel()) for layer, value in self._maxima.items())
-            observed = ObservedHeads(tp_rank, tp_size, heads)
-            self._spans = assign_spans(
-                all_gather_objects(observed, process_group, phase="agreement on attention layers"), tp_rank
-            )
+            observed = all_gather_objects((tp_rank, tp_size, heads), process_group, phase="agreement on attention layers")
+            self._spans = _assign_spans(observed, tp_rank)
         spans = self._spans
         changed = any(
             layer not in spans or value.numel() != spans[layer].own.stop - spans[layer].own.start
@@ -246,33 +253,23 @@ class MaxLogits:
             else:
                 del module.__dict__["forward"]
 
-    @untraced
-    def _observe(self, layer: LayerKey, q: Tensor, k: Tensor, causal: bool, scale: float | None, mask: Tensor | None) -> None:
-        q, k, mask = _local_tensors(layer, q, k, mask)
-        self._record(layer, head_maxima(q, k, causal=causal, scale=scale, mask=mask, block_bytes=self._block_bytes))
+    @never_traced
+    @torch.no_grad()
+    def _record(self, layer: LayerKey, measure: Callable[..., Tensor], *args: Any, **options: Any) -> None:
+        """Keeps the larger of the maxima that are known and those that ``measure`` finds.
 
-    @untraced
-    def _observe_scores(self, layer: LayerKey, scores: Tensor) -> None:
-        if as_dtensor(scores) is not None:
-            raise ConfigError(
-                f"MaxLogits: the scores of layer {layer!r} are a DTensor: pass scores.to_local(), sharded by heads."
-            )
-        if scores.dim() < 2:
-            raise ConfigError(
-                f"MaxLogits: scores of layer {layer!r} have shape {tuple(scores.shape)}, not (batch, heads, queries)."
-            )
-        rest = [dim for dim in range(scores.dim()) if dim != scores.dim() - 2]
-        self._record(layer, scores.detach().amax(rest))
-
-    def _record(self, layer: LayerKey, maxima: Tensor) -> None:
-        self._observations[layer] = self._observations.get(layer, 0) + 1
-        known = self._maxima.get(layer)
-        maxima = maxima.to(torch.float32)
-        if known is not None:
-            if known.shape != maxima.shape:
-                raise ConfigError(f"MaxLogits: layer {layer!r} had {known.numel()} heads and now has {maxima.numel()}.")
-            maxima = torch.maximum(known, maxima.to(known.device))
-        self._maxima[layer] = maxima
+        Autograd, compilers and dispatch modes see nothing of it. Selective activation checkpointing is such a mode: results that
+        it caches here in the forward pass would be handed to the model's own operations in the recomputation.
+        """
+        with without_modes():
+            maxima = measure(layer, *args, **options).to(torch.float32)
+            known = self._maxima.get(layer)
+            if known is not None:
+                if known.shape != maxima.shape:
+                    raise ConfigError(f"MaxLogits: layer {layer!r} had {known.numel()} heads and now has {maxima.numel()}.")
+                maxima = torch.maximum(known, maxima.to(known.device))
+            self._observations[layer] = self._observations.get(layer, 0) + 1
+            self._maxima[layer] = maxima
 
 
 class _SDPAObserver(TorchFunctionMode):
@@ -297,11 +294,11 @@ class _SDPAObserver(TorchFunctionMode):
         return result
 
 
-def _local_tensors(layer: LayerKey, q: Tensor, k: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
-    """q, k and mask as plain tensors. Of DTensors this rank's part, which must have all positions of its heads and sequences."""
+def _maxima_of_logits(layer: LayerKey, q: Tensor, k: Tensor, mask: Tensor | None, **options: Any) -> Tensor:
+    """``head_maxima``. Of DTensors this rank's part is measured, which must have all positions of its heads and sequences."""
     sharded, keys, masks = as_dtensor(q), as_dtensor(k), None if mask is None else as_dtensor(mask)
     if sharded is None and keys is None and masks is None:
-        return q.detach(), k.detach(), mask
+        return head_maxima(q, k, mask=mask, **options)
     if sharded is None or keys is None or sharded.placements != keys.placements or sharded.device_mesh != keys.device_mesh:
         raise ConfigError(f"MaxLogits: q and k of layer {layer!r} are laid out differently: redistribute k like q.")
     from torch.distributed.tensor import Shard
@@ -316,4 +313,77 @@ def _local_tensors(layer: LayerKey, q: Tensor, k: Tensor, mask: Tensor | None) -
             f"MaxLogits: layer {layer!r} has q on {sharded.placements}. Logits need queries and keys of all positions, and a "
             "replicated mask: shard by batch and heads only, or call observe() with gathered keys."
         )
-    return sharded.to_local(), keys.to_local(), mask if masks is None else masks.to_local()
+    return head_maxima(sharded.to_local(), keys.to_local(), mask=mask if masks is None else masks.to_local(), **options)
+
+
+def _maxima_of_scores(layer: LayerKey, scores: Tensor) -> Tensor:
+    """The largest of the scores, (..., heads, queries), of each head."""
+    if as_dtensor(scores) is not None:
+        raise ConfigError(f"MaxLogits: the scores of layer {layer!r} are a DTensor: pass scores.to_local(), sharded by heads.")
+    if scores.dim() < 2:
+        raise ConfigError(f"MaxLogits: scores of layer {layer!r} have shape {tuple(scores.shape)}, not (batch, heads, queries).")
+    return scores.amax([dim for dim in range(scores.dim()) if dim != scores.dim() - 2])
+
+
+@dataclass(frozen=True, slots=True)
+class _Span:
+    """Where the heads of a layer are in the packed vector.
+
+    With 8 heads over 2 tensor parallel ranks, the second layer has start=8 and stop=16, and rank 1 has own=slice(12, 16).
+    """
+
+    start: int
+    stop: int
+    own: slice
+
+
+def _assign_spans(observed: Mapping[int, _ObservedHeads], tp_rank: int) -> dict[LayerKey, _Span]:
+    """Assigns each layer its span of the packed vector, from what all ranks have ``observed``; the same on all ranks."""
+    counts: dict[LayerKey, dict[int, int]] = {}  # by layer and position among the tensor parallel ranks, the number of heads
+    tp_sizes = set()
+    for rank, (position, tp_size, heads_of_rank) in observed.items():
+        tp_sizes.add(tp_size)
+        for layer, heads in heads_of_rank:
+            known = counts.setdefault(layer, {}).setdefault(position, heads)
+            if known != heads:
+                raise ConfigError(
+                    f"MaxLogits: layer {layer!r} has {heads} heads on rank {rank} and {known} on another rank at the same "
+                    "position of its tp_group."
+                )
+    if not counts:
+        raise ConfigError("MaxLogits: no rank has observed anything: run a forward inside collecting() before collect().")
+    if len(tp_sizes) > 1:
+        raise ConfigError(f"MaxLogits: ranks have tp_groups of different sizes: {sorted(tp_sizes)}.")
+    spans, start = {}, 0
+    for layer, head_counts in counts.items():
+        if set(head_counts) != set(range(max(tp_sizes))):
+            raise ConfigError(
+                f"MaxLogits: only {sorted(head_counts)} of {max(tp_sizes)} tensor parallel ranks have observed layer {layer!r}."
+            )
+        own_start = start + sum(head_counts[position] for position in range(tp_rank))
+        stop = start + sum(head_counts.values())
+        spans[layer] = _Span(start, stop, slice(own_start, own_start + head_counts[tp_rank]))
+        start = stop
+    return spans
+
+
+@contextmanager
+def _uncompiled() -> Iterator[None]:
+    """Runs compiled code eagerly inside the ``with``. Does not load torch.compile if nothing was compiled.
+
+    The stance is global to the process: the first thread that enters sets it, and the last one that leaves resets it.
+    """
+    global _threads_inside, _stance
+    with _lock:
+        _threads_inside += 1
+        if _stance is None and has_compiled():
+            _stance = torch.compiler.set_stance("force_eager")
+            _stance.__enter__()
+    try:
+        yield
+    finally:
+        with _lock:
+            _threads_inside -= 1
+            if _threads_inside == 0 and _stance is not None:
+                _stance.__exit__(None, None, None)
+                _stance = None

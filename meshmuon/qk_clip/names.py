@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -39,8 +40,7 @@ class Projection(NamedTuple):
     bias: bool  # whether it is a bias; otherwise it is a weight
 
 
-@dataclass(frozen=True, slots=True)
-class MLA:
+class MLA(NamedTuple):
     """Rows per head of multi-head latent attention: those without position, those with rotary position, and the values."""
 
     nope: int
@@ -90,6 +90,7 @@ def read_clip_config(given: Mapping[str, Any]) -> ClipConfig:
     return ClipConfig(float(threshold), head_dim, q_indices, k_indices, mla, _patterns(given.get("patterns")))
 
 
+@lru_cache(maxsize=1 << 16)  # the names of a model, at every step with logits
 def find_projection(name: str, config: ClipConfig) -> Projection | None:
     """The projection that the parameter ``name`` is; None if it is no query or key projection."""
     parts = name_parts(name)

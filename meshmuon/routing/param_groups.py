@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import weakref
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor, nn
@@ -14,7 +15,21 @@ from ..models import ModelContents, ParamContents
 from ..params.checks import refuse_uninitialised, shown
 from ..params.flattened import refuse_flattened_model
 from ..params.option_table import matrices_as_dicts
-from .model_names import ModelNames
+
+
+class ModelNames(list[str]):
+    """A list of names that knows the model they are from, and does not keep it alive.
+
+    A list rather than a key of its own: trainers pass param groups on as plain dicts, and checkpoints store all of their keys. A
+    pickle of it is a plain list.
+    """
+
+    def __init__(self, model: nn.Module, names: Iterable[str] = ()) -> None:
+        super().__init__(names)
+        self.model = weakref.ref(model)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return list, (list(self),)
 
 
 def get_default_muon_param_groups(
@@ -25,11 +40,12 @@ def get_default_muon_param_groups(
     conv: str | None = None,
     split: Split | None = None,
 ) -> list[dict[str, Any]]:
-    """Splits a model's trainable parameters into a Muon group and an AdamW group.
+    """Splits a model's trainable parameters into a Muon group and two AdamW groups, the second without weight decay.
 
     Matrices go to Muon, each expert and each part of a fused weight by itself. Embeddings, output heads and everything tied to
-    these, tables, scales and parameters of fewer than two dims go to AdamW. What is inside a parameter is known for the
-    architectures of transformers, timm, torchvision, diffusers, torchtitan and PEFT; see docs/models.md.
+    these, tables, scales and parameters of fewer than two dims go to AdamW. Of these, norms, biases and all others of fewer than
+    two dims have no weight decay. What is inside a parameter is known for the architectures of transformers, timm, torchvision,
+    diffusers, torchtitan and PEFT; see docs/models.md.
 
     Args:
         model: the model. It may be wrapped by DDP, torch.compile or activation checkpointing.
@@ -40,8 +56,9 @@ def get_default_muon_param_groups(
         split: how fused weights are cut, where it is not None, instead of how they are known to be; as the option of ``Muon``.
 
     Returns:
-        One or two param groups, each with ``params``, ``names``, ``use_muon`` and ``reasons``, ready for ``Muon``. Empty ones are
-        left out. ``matrices`` says what is inside parameters, and ``reasons`` why they are where they are.
+        Up to three param groups, in this order, each with ``params``, ``names``, ``use_muon`` and ``reasons``, ready for
+        ``Muon``. Empty ones are left out; the last has ``weight_decay=0.0``. ``matrices`` says what is inside parameters, and
+        ``reasons`` why they are where they are.
     """
     if not isinstance(model, nn.Module):
         raise ConfigError(f"model is a {type(model).__name__}; get_default_muon_param_groups takes a torch.nn.Module.")
@@ -53,17 +70,18 @@ def get_default_muon_param_groups(
         refuse_uninitialised(name, param)
     refuse_flattened_model(model)
     contents = _contents_of(model, keys, conv, is_muon_func)
-    param_groups: dict[bool, dict[str, Any]] = {
-        use_muon: {"params": [], "names": ModelNames(model), "use_muon": use_muon} for use_muon in (True, False)
-    }
+    options = {"expert_keys": keys or None, "conv": conv, "split": split}
+    options = {key: value for key, value in options.items() if value is not None}
+    param_groups: list[dict[str, Any]] = [
+        {"params": [], "names": ModelNames(model), **further}
+        for further in ({"use_muon": True, **options}, {"use_muon": False}, {"use_muon": False, "weight_decay": 0.0})
+    ]
     for name, param in model.named_parameters():
         if param.requires_grad:
-            param_group = param_groups[contents[name].route == "muon"]
+            param_group = param_groups[0 if contents[name].route == "muon" else 1 if contents[name].decays else 2]
             param_group["params"].append(param)
             param_group["names"].append(name)
-    options = {"expert_keys": keys or None, "conv": conv, "split": split}
-    param_groups[True] |= {key: value for key, value in options.items() if value is not None}
-    filled = [param_group for param_group in param_groups.values() if param_group["params"]]
+    filled = [param_group for param_group in param_groups if param_group["params"]]
     if not filled:
         raise ConfigError("the model has no trainable parameters: every requires_grad is False, or it has no parameters.")
     for param_group in filled:
@@ -82,6 +100,8 @@ def _contents_of(
     for name, param in model.named_parameters():
         if param.requires_grad and param.dim() >= 2:
             use_muon, found = _ask(is_muon_func, name, param), contents[name]
+            if not use_muon and not found.decays:
+                continue  # a norm or a bias: the reason keeps it without weight decay
             matrices = found.matrices if found.route == "muon" else ONE_MATRIX
             contents[name] = ParamContents("muon" if use_muon else "adamw", "is_muon_func", matrices)
     return contents

@@ -10,8 +10,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..device import work_device
-from ..matrices import MatrixSet, entry_of, find_matrices, keys_of, without_wrappers
-from ..models import LOOKS_FUSED, UNKNOWN_STACK, is_table_name, looks_fused_name, name_parts
+from ..matrices import MatrixSet, entry_of, find_matrices, keys_of, with_stars, without_wrappers
+from ..models import LOOKS_FUSED, LORA_FACTOR, UNKNOWN_STACK, is_table_name, looks_fused_name, name_parts
 from ..ortho import default_compute_dtype, fallback_reason, resolve_scheme
 from ..params.checks import nearest
 from ..params.dtensors import as_dtensor, layout_text
@@ -61,19 +61,31 @@ class RoutingRow:
 
 @dataclass(frozen=True, slots=True)
 class RoutingTable:
-    """All rows, and warnings about routes that are valid but probably mistakes."""
+    """All rows, warnings about routes that are valid but probably mistakes, and notes about those that may not be the best.
+
+    As text, rows that differ only in numbers in their names are one: ``layers.*.up.weight ×32``; with ``full`` each is shown.
+    """
 
     rows: tuple[RoutingRow, ...]
     warnings: tuple[str, ...]
+    notes: tuple[str, ...] = ()
+    full: bool = False
 
     def __str__(self) -> str:
         head = ("parameter", "shape", "layout", "route", "matrices", "lr", "update rms", "why")
         shown = len(head) if any(row.why for row in self.rows) else len(head) - 1
-        rows = [row.cells()[:shown] for row in self.rows]
-        return "\n".join([table(head[:shown], rows), *(f"warning: {w}" for w in self.warnings)])
+        alike: dict[tuple[str, ...], list[str]] = {}  # what is shown of a row, with the pattern of its name → names
+        for row in self.rows:
+            name, *cells = row.cells()[:shown]
+            alike.setdefault((name if self.full else with_stars(name), *cells), []).append(name)
+        rows = [
+            (names[0] if len(names) == 1 else f"{pattern} ×{len(names)}", *cells) for (pattern, *cells), names in alike.items()
+        ]
+        remarks = [*(f"warning: {text}" for text in self.warnings), *(f"note: {text}" for text in self.notes)]
+        return "\n".join([table(head[:shown], rows), *remarks])
 
 
-def build_routing_table(param_groups: Sequence[ParamGroup], first: int = 0) -> RoutingTable:
+def build_routing_table(param_groups: Sequence[ParamGroup], first: int = 0, *, full: bool = False) -> RoutingTable:
     """The routing table of the param groups from ``first`` on, out of all groups of an optimizer."""
     rows: list[RoutingRow] = []
     warnings: list[str] = []
@@ -91,7 +103,7 @@ def build_routing_table(param_groups: Sequence[ParamGroup], first: int = 0) -> R
                 doubts.setdefault((doubt, _kind_of(name)), []).append(name)
     warnings += [_doubt_text(doubt, names) for (doubt, _), names in doubts.items()]
     warnings += _unused_entries(shown_groups, param_groups) + _rounding_warnings(shown_groups)
-    return RoutingTable(tuple(rows), tuple(warnings))
+    return RoutingTable(tuple(rows), tuple(warnings), _notes(rows), full)
 
 
 def is_first_of_ranks(param_groups: Sequence[ParamGroup]) -> bool:
@@ -145,6 +157,17 @@ def _scheme_warnings(index: int, param_group: ParamGroup) -> list[str]:
     dtypes = dict.fromkeys(given or default_compute_dtype(work_device(param), param.dtype) for param in param_group["params"])
     reasons = (fallback_reason(scheme, dtype) for dtype in dtypes)
     return [f"group {index}: {reason}. Pass compute_dtype=torch.float32 to use it." for reason in reasons if reason is not None]
+
+
+def _notes(rows: Sequence[RoutingRow]) -> tuple[str, ...]:
+    factors = sum(row.route == "muon" and row.why.startswith(LORA_FACTOR) for row in rows)
+    if not factors:
+        return ()
+    return (
+        f"{factors} factors of LoRA go to Muon, and AdamW usually trains them better (docs/recipes.md). Use torch.optim.AdamW "
+        'for them; if Muon has other matrices, pass is_muon_func=lambda name, param: "lora_" not in name to '
+        "get_default_muon_param_groups.",
+    )
 
 
 def _unused_entries(shown_groups: Sequence[ParamGroup], param_groups: Sequence[ParamGroup]) -> list[str]:

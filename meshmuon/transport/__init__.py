@@ -3,8 +3,9 @@
 from .agreement import Agreement, PendingVerdict, Verdict, Vote
 from .collectives import all_gather_objects, averaged, broadcast
 from .exchange import Exchange, Pending
-from .groups import exchange_group, shared_group, turn_of
+from .groups import exchange_group, shared_group, turn_of, turns_of
 from .norms import NormWord, norm_device, reduce_norm
+from .plain_data import sendable
 from .probe import swap_with
 from .reference import check_round_trip, has_part, own_shard, whole
 
@@ -25,8 +26,10 @@ __all__ = [
     "norm_device",
     "own_shard",
     "reduce_norm",
+    "sendable",
     "shared_group",
     "swap_with",
     "turn_of",
+    "turns_of",
     "whole",
 ]

@@ -18,21 +18,45 @@ _ANYWHERE = ("192.0.2.1", "2001:db8::1")
 def own_addresses() -> tuple[str, ...]:
     """Addresses of this host, the likeliest first, at least one.
 
-    ``GLOO_SOCKET_IFNAME`` names the interfaces to use, as for torch's gloo groups. Without it: the address on the route to
-    ``MASTER_ADDR``, those that the host's name stands for, and that of the default route. Loopback is last unless all ranks reach
-    ``MASTER_ADDR`` over it, since it leads ranks of other hosts to themselves.
+    Those of the interfaces that ``GLOO_SOCKET_IFNAME`` or else ``NCCL_SOCKET_IFNAME`` chooses. Without them: the address on the
+    route to ``MASTER_ADDR``, those that the host's name stands for, and that of the default route. If ``MASTER_ADDR`` is
+    ``localhost`` or a number of loopback all ranks are on this host, and there is no other address. Otherwise loopback would lead
+    ranks of other hosts to themselves, and is the last resort: many hosts have 127.0.1.1 for their own name.
     """
-    interfaces = [name for name in os.environ.get("GLOO_SOCKET_IFNAME", "").split(",") if name]
-    if interfaces:
+    setting, interfaces = _chosen_interfaces()
+    if setting:
         addresses = [address for name in interfaces for address in addresses_of_interface(name)]
         if not addresses:
-            raise RuntimeError(f"GLOO_SOCKET_IFNAME={','.join(interfaces)}: no such interface has an address on this host")
+            raise RuntimeError(f"{setting}: no such interface has an address on this host")
         return tuple(dict.fromkeys(addresses))
-    master = os.environ.get("MASTER_ADDR")
-    found = [*(_routes_to(master) if master else ()), *_of_name(socket.gethostname())]
+    master = os.environ.get("MASTER_ADDR", "")
+    to_master = list(_routes_to(master)) if master else []
+    if to_master and (_is_loopback(master) or master.lower().removeprefix("ip6-").startswith("localhost")):
+        return tuple(dict.fromkeys(to_master))
+    found = [*to_master, *_of_name(socket.gethostname())]
     found += [address for anywhere in _ANYWHERE for address in _routes_to(anywhere)]
     usable = [address for address in dict.fromkeys(found) if not address.lower().startswith("fe80:")]  # those need an interface
-    return tuple(sorted(usable, key=_is_loopback)) or (_LOOPBACK,)
+    return tuple(address for address in usable if not _is_loopback(address)) or tuple(usable) or (_LOOPBACK,)
+
+
+def _chosen_interfaces() -> tuple[str, list[str]]:
+    """The variable that chooses interfaces, as the user has set it, and their names; nothing if none is set.
+
+    gloo's has exact names. NCCL's has prefixes, exact names after ``=``, and after ``^`` what must not be used.
+    """
+    if words := os.environ.get("GLOO_SOCKET_IFNAME"):
+        return f"GLOO_SOCKET_IFNAME={words}", [name.strip() for name in words.split(",") if name.strip()]
+    words = os.environ.get("NCCL_SOCKET_IFNAME", "")
+    excluded, rest = words.startswith("^"), words.removeprefix("^")
+    exact, rest = rest.startswith("="), rest.removeprefix("=")
+    listed = [name.strip() for name in rest.split(",") if name.strip()]
+    if not listed:
+        return "", []
+    names = [name for _, name in socket.if_nameindex()]
+    matching = [name for name in names if (name in listed if exact else name.startswith(tuple(listed))) != excluded]
+    if excluded and "lo" in matching and len(matching) > 1:  # as NCCL, which takes loopback if it is named or alone
+        matching.remove("lo")
+    return f"NCCL_SOCKET_IFNAME={words}", matching
 
 
 def addresses_of_interface(name: str) -> list[str]:

@@ -9,10 +9,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .channels import channel_of, seconds_of
+from ..torch_compat import object_device
+from .channels import channel_of, reduce, seconds_of
 from .collectives import all_gather_objects
 from .failures import hang_up, named_phase
-from .host_channel import PendingMaximum
+from .host_channel import PendingRounds
 
 _T = TypeVar("_T")
 
@@ -78,7 +79,6 @@ class Agreement:
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.group = group
         self.ranks = dist.get_process_group_ranks(group)
-        self._channel = channel_of(group)
         self._words: Tensor | None = None  # of the all-reduce, where there is no channel
 
     def start(self, vote: Vote) -> PendingVerdict:
@@ -93,28 +93,29 @@ class Agreement:
         """Rank → its ``value``. It is slow, and meant for ranks that disagree."""
         return all_gather_objects(value, self.group)
 
-    def start_maximum(self, words: tuple[int, ...]) -> PendingMaximum | _ReducedMaximum:
+    def start_maximum(self, words: tuple[int, ...]) -> PendingRounds[tuple[int, ...]] | _ReducedMaximum:
         """Starts to find the largest of each word over all ranks."""
-        if self._channel is None:
+        channel = channel_of(self.group)
+        if channel is None:
             return _ReducedMaximum(words, self._reduced_words(len(words)), self.group)
-        return self._channel.start_maximum(words, seconds_of(self.group))
+        return channel.start_maximum(words, seconds_of(self.group))
 
     def _reduced_words(self, count: int) -> Tensor:
         """Made once: a step allocates nothing new."""
         if self._words is None:
             with torch.inference_mode(False):  # a tensor made inside inference_mode cannot be written outside of it
-                self._words = torch.empty(count, dtype=torch.int64, device="cpu")
+                self._words = torch.empty(count, dtype=torch.int64, device=object_device(self.group))
         return self._words
 
 
 class _ReducedMaximum:
-    """``PendingMaximum`` by an all-reduce of the group, for groups without a channel: it waits at once."""
+    """``PendingRounds`` by an all-reduce of the group, for groups without a channel: it waits at once."""
 
     def __init__(self, words: tuple[int, ...], reduced: Tensor, group: dist.ProcessGroup) -> None:
         self._words = reduced
         for place, word in enumerate(words):
             reduced[place] = word
-        dist.all_reduce(reduced, dist.ReduceOp.MAX, group=group)
+        reduce(reduced, group, dist.ReduceOp.MAX)
 
     def advance(self) -> bool:
         """There is nothing left to do."""

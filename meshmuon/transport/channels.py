@@ -1,35 +1,44 @@
-"""The channel that belongs to a process group, and how its ranks find each other."""
+"""The channel that belongs to a process group, how its ranks find each other, and what does its work where there is none."""
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Callable
+import warnings
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
-from ..torch_compat import default_store, gloo_of
-from .failures import close_with, existing_channel
+from ..torch_compat import gloo_of, object_device
+from .failures import existing_channel, has_channel, set_channel, wait_for
 from .groups import moves, timeout_of_group
-from .host_channel import HostChannel
-from .sockets import Door
+from .host_channel import HostChannel, open_channel
 
 
 def channel_of(group: dist.ProcessGroup) -> HostChannel | None:
-    """The channel between the ranks of ``group``; None where its own collectives do as well, or where there are no processes.
+    """The channel between the ranks of ``group``; None where its own collectives do as well, or no rank can be reached.
 
-    The ranks tell each other their doors over the group itself if it is gloo's, which notices a lost rank at once, else (NCCL)
-    over the store of the default group. Other groups that take host memory (MPI, and those of tests) use their collectives.
+    The first call connects the ranks: all of them must call. They tell each other their doors over the group itself, so that
+    nothing of an earlier process group can be mistaken for theirs. Groups that take host memory and are not gloo's (MPI, and
+    those of tests) use their collectives.
     """
-    channel = existing_channel(group)
-    if channel is None and (gloo_of(group) is not None or not moves(group, torch.device("cpu"))):
-        ranks = dist.get_process_group_ranks(group)
-        publish = _over_group(group) if gloo_of(group) is not None else _over_store(group, len(ranks))
-        channel = HostChannel(dist.get_group_rank(group, dist.get_rank()), ranks, publish)
-        close_with(group, channel)
-    return channel
+    if not has_channel(group):
+        ranks, rank = dist.get_process_group_ranks(group), dist.get_rank()
+        channel: HostChannel | str | None = None
+        if gloo_of(group) is not None or not moves(group, torch.device("cpu")):
+            channel = open_channel(ranks.index(rank), ranks, lambda message: gathered_bytes(message, group))
+        if isinstance(channel, str):
+            if rank == ranks[0]:
+                warnings.warn(
+                    f"ranks cannot be connected for the agreement: {channel}. They vote through collectives of their process "
+                    "group instead, which is slower, and a rank that is lost may be noticed late. Set GLOO_SOCKET_IFNAME to the "
+                    "network interface that connects the hosts, and let it pass TCP (MESHMUON_PORTS limits the ports).",
+                    stacklevel=2,
+                )
+            channel = None
+        set_channel(group, channel)
+    return existing_channel(group)
 
 
 def seconds_of(group: dist.ProcessGroup) -> float:
@@ -37,36 +46,31 @@ def seconds_of(group: dist.ProcessGroup) -> float:
     return (timeout_of_group(group) or timedelta(minutes=30)).total_seconds()
 
 
-def _over_group(group: dist.ProcessGroup) -> Callable[[Door, float], Callable[[int], Door]]:
-    """Doors are all-gathered once. The closure must not keep ``group`` alive, whose channel it belongs to."""
-    reference = weakref.ref(group)
-
-    def publish(door: Door, seconds: float) -> Callable[[int], Door]:
-        living = reference()
-        assert living is not None
-        doors: list[Any] = [None] * living.size()
-        dist.all_gather_object(doors, door.to_bytes(), group=living)
-        return lambda position: Door.from_bytes(doors[position])
-
-    return publish
+def reduce(tensor: Tensor, group: dist.ProcessGroup, operation: Any = None) -> None:
+    """Replaces each number of ``tensor`` by its sum or maximum over the ranks; waits for gloo, not for a device."""
+    channel_of(group)  # it is watched while the ranks wait for each other
+    operation = operation or dist.ReduceOp.SUM  # looked up here: not every build of torch has it
+    wait_for(dist.all_reduce(tensor, operation, group=group, async_op=True), tensor, group)
 
 
-def _over_store(group: dist.ProcessGroup, size: int) -> Callable[[Door, float], Callable[[int], Door]]:
-    """Doors are put into the store of the default group, and read by those who need them."""
-    position, name = dist.get_group_rank(group, dist.get_rank()), group.group_name
+def spread(tensor: Tensor, source: int, group: dist.ProcessGroup) -> None:
+    """Overwrites a dense ``tensor`` on every rank of ``group`` with what rank ``source`` has in it; waits as ``reduce`` does."""
+    channel_of(group)
+    wait_for(dist.broadcast(tensor, source, group=group, async_op=True), tensor, group)
 
-    def publish(door: Door, seconds: float) -> Callable[[int], Door]:
-        store = default_store()
-        # A store may outlive its process groups and be given to new ones, of the same names: then nobody may read old doors.
-        generation = (store.add(f"meshmuon/{name}/doors", 1) - 1) // size
-        prefix = f"meshmuon/{name}/{generation}"
-        store.set(f"{prefix}/{position}", door.to_bytes())
 
-        def door_of(peer: int) -> Door:
-            key = f"{prefix}/{peer}"
-            store.wait([key], timedelta(seconds=seconds))
-            return Door.from_bytes(store.get(key))
+def gathered_bytes(message: bytes, group: dist.ProcessGroup) -> list[bytes]:
+    """The message of every rank of ``group``, in its order, by collectives of the group: lengths first, then padded messages."""
+    device = object_device(group)
 
-        return door_of
+    def gathered(own: Tensor) -> list[Tensor]:
+        parts = [torch.empty_like(own) for _ in range(group.size())]
+        work = dist.all_gather(parts, own, group=group, async_op=True)
+        wait_for(work, own, group)
+        return [part.cpu() for part in parts]
 
-    return publish
+    with torch.inference_mode(False):
+        lengths = [int(length) for length in gathered(torch.tensor([len(message)], device=device))]
+        padded = torch.zeros(max(max(lengths), 1), dtype=torch.uint8)
+        padded[: len(message)] = torch.frombuffer(bytearray(message or b"\0"), dtype=torch.uint8)[: len(message)]
+        return [bytes(part[:length].tolist()) for part, length in zip(gathered(padded.to(device)), lengths, strict=True)]

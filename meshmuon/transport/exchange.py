@@ -4,11 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch.distributed as dist
 from torch import Tensor
 
-from .failures import hang_up, named_phase
+from .agreement import Agreement
+from .channels import reduce
+from .failures import hang_up, named_phase, wait_for
+
+_T = TypeVar("_T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,13 +21,14 @@ class Pending:
     """An exchange that has started, and what errors call it: ``"gather"`` or ``"scatter"``."""
 
     work: dist.Work
+    received: Tensor
     phase: str
     group: dist.ProcessGroup
 
     def wait(self) -> None:
         """Work that is issued after this call sees the received elements. On a GPU the host does not block."""
         with named_phase(self.phase, self.group):
-            self.work.wait()
+            wait_for(self.work, self.received, self.group)
 
 
 class Exchange:
@@ -37,13 +43,15 @@ class Exchange:
        order, also those in which a rank sends and receives nothing: the n-th exchange of one rank meets the n-th of every other.
        What a rank sends to another must be as long as what the other expects from it; the plan guarantees that.
     5. ``Pending.wait``: once for each ``start`` on each rank, in any order. Until then the two buffers must not be touched.
-    6. ``abandon``: the optimizer, on a rank that fails between its first ``start`` and its last ``wait`` of a step. The group
+    6. ``tell``: a ``StepExecutor`` while it runs, between the ``start`` of a scatter and its use, on all ranks or none.
+    7. ``abandon``: the optimizer, on a rank that fails between its first ``start`` and its last ``wait`` of a step. The group
        cannot be used after that.
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group = group
         self._ranks = dist.get_process_group_ranks(group)
+        self._agreement: Agreement | None = None
 
     def splits(self, counts: Mapping[int, int]) -> list[int]:
         """Elements per rank of the group, in its order: {0: 6, 2: 12} over four ranks is [6, 0, 12, 0]."""
@@ -56,12 +64,12 @@ class Exchange:
                 received, sent, received_splits, sent_splits, group=self._group, async_op=True
             )
         assert work is not None
-        return Pending(work, phase, self._group)
+        return Pending(work, received, phase, self._group)
 
     def reduce_largest(self, value: Tensor) -> None:
         """Replaces ``value`` by its maximum over the ranks, on its device; the host does not wait."""
         with named_phase("agreement", self._group):
-            dist.all_reduce(value, dist.ReduceOp.MAX, group=self._group)
+            reduce(value, self._group, dist.ReduceOp.MAX)
 
     @property
     def ranks(self) -> list[int]:
@@ -71,7 +79,15 @@ class Exchange:
     def add_up(self, values: Tensor) -> None:
         """Replaces ``values`` by their sums over the ranks, on their device; the host does not wait."""
         with named_phase("reduction of metrics", self._group):
-            dist.all_reduce(values, group=self._group)
+            reduce(values, self._group)
+
+    def tell(self, entries: list[_T]) -> dict[int, list[_T]]:
+        """Rank → its ``entries``; empty if no rank has any, which takes one small vote in host memory."""
+        if self._agreement is None:
+            self._agreement = Agreement(self._group)
+        with named_phase("scatter", self._group):
+            (most,) = self._agreement.start_maximum((len(entries),)).wait()
+        return self._agreement.all_gather_objects(entries) if most else {}
 
     def abandon(self) -> None:
         """Leaves a step half done. Ranks that wait for this one get an error at once, where the backend can tell them."""

@@ -5,19 +5,30 @@ from __future__ import annotations
 import hashlib
 import threading
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 
-from ..torch_compat import backend_of, group_names, new_named_group, timeout_of
+from ..torch_compat import backend_of, new_named_group, timeout_of
 from .failures import named_phase
 
-_shared: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[tuple[int, ...], dist.ProcessGroup]] = weakref.WeakKeyDictionary()
-_making: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[tuple[int, ...], threading.RLock]] = weakref.WeakKeyDictionary()
-_lock = threading.Lock()  # of these dictionaries, whose first keys are default groups, or the group itself
+
+@dataclass
+class _MadeGroups:
+    """The groups of the same ranks that this module has made since there is the present default group."""
+
+    groups: list[dist.ProcessGroup] = field(default_factory=list)
+    shared: dist.ProcessGroup | None = None
+    making: threading.RLock = field(default_factory=threading.RLock)  # names are counted: two threads would take the same one
+
+
+_made: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[tuple[int, ...], _MadeGroups]] = weakref.WeakKeyDictionary()
 _turns: weakref.WeakKeyDictionary[dist.ProcessGroup, threading.RLock] = weakref.WeakKeyDictionary()
+_lock = threading.Lock()  # of these dictionaries
 
 
 def exchange_group(ranks: Sequence[int], existing: Iterable[dist.ProcessGroup]) -> dist.ProcessGroup:
@@ -36,23 +47,30 @@ def shared_group(ranks: tuple[int, ...], existing: Iterable[dist.ProcessGroup]) 
     group = _fitting(ranks, existing)
     if group is not None:
         return group
-    default = dist.group.WORLD
-    assert default is not None
-    with _making_of(ranks):
-        known = _shared.setdefault(default, {})
-        if ranks not in known:
-            known[ranks] = _new_group(ranks)
-        return known[ranks]
+    made = _made_of(ranks)
+    with made.making:
+        if made.shared is None:
+            made.shared = _new_group(ranks)
+        return made.shared
 
 
 def turn_of(group: dist.ProcessGroup) -> threading.RLock:
-    """The lock of ``group``: who holds it is the only thread of this process that steps over the group.
+    """The lock of ``group``: who holds it is the only thread of this process that communicates over the group.
 
-    Collectives of one group meet by the order in which they are started. If two threads stepped over it at the same time, a
+    Collectives of one group meet by the order in which they are started. If two threads started some at the same time, a
     collective of one could meet another's on another rank.
     """
     with _lock:
         return _turns.setdefault(group, threading.RLock())
+
+
+@contextmanager
+def turns_of(groups: Iterable[dist.ProcessGroup]) -> Iterator[None]:
+    """Holds the turns of several groups, taken in the order of their names: no two callers ever wait for each other."""
+    with ExitStack() as turns:
+        for group in sorted(groups, key=lambda group: group.group_name):
+            turns.enter_context(turn_of(group))
+        yield
 
 
 def moves(group: dist.ProcessGroup, device: torch.device) -> bool:
@@ -70,19 +88,25 @@ def _fitting(ranks: Sequence[int], existing: Iterable[dist.ProcessGroup]) -> dis
 
 
 def _new_group(ranks: Sequence[int]) -> dist.ProcessGroup:
-    """A new group, under a name that each of its members derives without communicating."""
+    """A new group, under a name that each of its members derives without communicating; it ends with the default group."""
     base = "meshmuon " + hashlib.sha1(f"{list(ranks)}".encode(), usedforsecurity=False).hexdigest()
-    with _making_of(tuple(ranks)), named_phase("agreement"):
-        known = sum(name.startswith(base) for name in group_names())
-        return new_named_group(f"{base} {known}", ranks, None, _usual_timeout())
+    made = _made_of(tuple(ranks))
+    with made.making, named_phase("agreement"):
+        group = new_named_group(f"{base} {len(made.groups)}", ranks, _usual_timeout())
+        made.groups.append(group)
+    weakref.finalize(_default(), group.shutdown).atexit = False
+    return group
 
 
-def _making_of(ranks: tuple[int, ...]) -> threading.RLock:
-    """The lock under which groups of ``ranks`` are made: their names are counted, so that two threads would take the same one."""
+def _made_of(ranks: tuple[int, ...]) -> _MadeGroups:
+    with _lock:
+        return _made.setdefault(_default(), {}).setdefault(ranks, _MadeGroups())
+
+
+def _default() -> dist.ProcessGroup:
     default = dist.group.WORLD
     assert default is not None
-    with _lock:
-        return _making.setdefault(default, {}).setdefault(ranks, threading.RLock())
+    return default
 
 
 def timeout_of_group(group: dist.ProcessGroup) -> timedelta | None:

@@ -2,285 +2,364 @@
 
 gloo's all-reduce is a ring, 2·(W − 1) hops one after the other, and a gloo group connects every pair of ranks. Here a maximum
 takes ⌈log2 W⌉ hops (``dissemination.py``), and a rank has as many connections in each direction.
+
+Every message has a header: what it is, the round, how many there were before it, and the bytes that follow, of which there is a
+limit. A rank that leaves says why: it has done its part of all steps, or it has failed. One that is killed says nothing.
 """
 
 from __future__ import annotations
 
 import os
-import pickle
 import select
 import socket
 import struct
+import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, TypeVar
+from collections.abc import Callable, Generator, Sequence
+from contextlib import suppress
+from multiprocessing.util import Finalize
+from typing import Any, Generic, TypeVar
 
+from .connecting import Connecting, Door, Listener, UnreachableError, open_sockets
 from .dissemination import distances, told_in_round
-from .sockets import Connecting, Door, Listener
+from .plain_data import from_bytes, to_bytes
 
 _T = TypeVar("_T")
-_HEADER = struct.Struct("!BBxxIQ")  # what it is, the round, how many there were before it, bytes that follow
-_MAXIMUM, _OBJECTS = 1, 2
+_Rounds = Generator[tuple[int, int, int], None, _T]  # yields a round and the events that it waits for, POLLOUT and POLLIN
+_HEADER = struct.Struct("!BBxxIQ")
+_MAXIMUM, _OBJECTS, _GOODBYE, _FAILURE = range(1, 5)
+_LAST_MESSAGES = {_HEADER.pack(kind, 255, 0, 0): kind for kind in (_GOODBYE, _FAILURE)}
+_LONGEST_BODY = 1 << 28  # bytes
 _LARGEST_PART = 1 << 20  # bytes that one system call is given
+_LONGEST_POLL = 3600.0  # seconds; the system counts milliseconds in 32 bits, and groups may have timeouts of years
+_CONNECTING_SECONDS = 20.0  # all ranks begin to connect at the same time
+# How long a rank that was lost without a word may have been the last to do its part: what it sent may still be on its way.
+_GRACE_SECONDS = 1.0
+# Options of TCP where the system has them: (name, value) such that a host that has vanished is noticed after a minute.
+_KEEPALIVE = (("TCP_KEEPIDLE", 15), ("TCP_KEEPINTVL", 5), ("TCP_KEEPCNT", 9), ("TCP_USER_TIMEOUT", 60_000))
 
 _living: weakref.WeakSet[HostChannel] = weakref.WeakSet()
+
+Share = Callable[[bytes], list[bytes]]  # every rank's message, in the order of ranks, from that of this rank
+
+
+def open_channel(position: int, ranks: Sequence[int], share: Share) -> HostChannel | str:
+    """Connects the ranks of a process group; all of them call it. Returns on all ranks a channel, or on all why there is none.
+
+    Args:
+        position: this rank, counted within the group.
+        ranks: the ranks of the group.
+        share: gathers a message of every rank; it is called twice.
+    """
+    import meshmuon  # whose version is not known yet when this file is imported
+
+    size, own_version = len(ranks), meshmuon.__version__
+    if size == 1:
+        return HostChannel(position, ranks, [], [])
+    listener = Listener(own_version)
+    try:
+        messages = share(to_bytes([listener.door]))
+        doors = [_door_of(rank, message, own_version) for rank, message in zip(ranks, messages, strict=True)]
+    except BaseException:
+        listener.close()
+        raise
+    troubles = [f"rank {rank}: {door.trouble}" for rank, door in zip(ranks, doors, strict=True) if door.trouble]
+    if troubles:
+        listener.close()
+        return troubles[0]
+    targets = [(position + distance) % size for distance in distances(size)]
+    sources = [(position - distance) % size for distance in distances(size)]
+    connecting = Connecting(position, doors, targets, sources, listener, lambda peer: f"rank {ranks[peer]}")
+    trouble = ""
+    try:
+        connecting.run(_CONNECTING_SECONDS)
+    except UnreachableError as error:
+        trouble = f"rank {ranks[position]}: {error}"
+    outgoing, incoming = connecting.outgoing, connecting.incoming
+    channel = None if trouble else HostChannel(position, ranks, [outgoing[k] for k in targets], [incoming[k] for k in sources])
+    troubles = [text.decode(errors="replace") for text in share(trouble.encode()) if text]
+    if channel is not None and troubles:
+        channel.leave()
+    if channel is None or troubles:
+        # Of what has gone wrong on several ranks, the error tells what others may have followed from.
+        return min(troubles, key=lambda text: ("has given up" in text, "(no answer)" in text, text))
+    return channel
+
+
+def _door_of(rank: int, message: bytes, own_version: str) -> Door:
+    try:
+        (door,) = from_bytes(message)
+        if door.version == own_version:
+            return door  # type: ignore[no-any-return]
+        version = f"version {door.version}"
+    except (ValueError, AttributeError):
+        version = "another version"
+    raise RuntimeError(f"rank {rank} runs {version} of meshmuon, this rank {own_version}: install the same on all ranks")
 
 
 class HostChannel:
     """Connections between the ranks of one process group, shared by all that communicate over the group.
 
-    All ranks call ``start_maximum`` and ``all_gather`` in the same order. The connections are made by the first of these calls.
-    A rank that fails in one of them must ``close`` the channel: those that wait for it then fail at once, and so on until all
-    have heard. A closed channel stays closed.
+    All ranks call ``start_maximum`` and ``all_gather`` in the same order. A rank that fails must ``end`` the channel: those that
+    wait for it then fail at once, and so on until all have heard. A channel that has ended stays so.
 
     Args:
         position: this rank, counted within the group.
         ranks: the ranks of the group.
-        publish: makes the door of this rank known, and returns the function that finds the door of a position. Every rank calls
-            it once, when it first communicates; it may wait for the others, for as many seconds as it is given.
+        outgoing: a connection to the target of each round.
+        incoming: a connection from the source of each round.
     """
 
-    def __init__(self, position: int, ranks: Sequence[int], publish: Callable[[Door, float], Callable[[int], Door]]) -> None:
-        self._position = position
-        self._ranks = tuple(ranks)
-        self._publish = publish
+    def __init__(
+        self, position: int, ranks: Sequence[int], outgoing: Sequence[socket.socket], incoming: Sequence[socket.socket]
+    ) -> None:
+        self._position, self._ranks = position, tuple(ranks)
         self._distances = distances(len(ranks))
-        self._outgoing: list[socket.socket] = []  # one per round
-        self._incoming: list[socket.socket] = []
+        self._outgoing, self._incoming = list(outgoing), list(incoming)
         self._started = 0  # maxima and gathers
-        self._connected = self._closed = False
+        self.lost = ""  # why the channel can no longer be used
+        self.beside_gloo = False  # its process group is gloo's
+        self._lock = threading.RLock()  # of closing, against the thread that looks for lost ranks
+        self._hang_ups = select.poll()
+        self._peers: dict[int, tuple[socket.socket, int]] = {}  # connection and rank, by file descriptor
+        self._silent_since: dict[int, float] = {}
+        for connections, rank_of in ((self._outgoing, self.target), (self._incoming, self.source)):
+            for number, connection in enumerate(connections):
+                _set_options(connection)
+                self._hang_ups.register(connection, getattr(select, "POLLRDHUP", 0))
+                self._peers[connection.fileno()] = connection, rank_of(number)
+        if not _living:
+            Finalize(None, _leave_all, exitpriority=10)  # as atexit, also at the end of processes of ``multiprocessing``
         _living.add(self)
 
     def __del__(self) -> None:
-        self._release()
+        self.leave()
 
     @property
     def connections(self) -> int:
         """How many connections this rank has to others."""
         return len(self._outgoing) + len(self._incoming)
 
-    def start_maximum(self, words: Sequence[int], seconds: float) -> PendingMaximum:
+    def start_maximum(self, words: Sequence[int], seconds: float) -> PendingRounds[tuple[int, ...]]:
         """Starts to find the largest of each of ``words``, integers of 64 bits, over all ranks."""
-        self._begin(seconds)
-        return PendingMaximum(self, words, seconds, self._started)
+        return PendingRounds(self, self._maximum(tuple(words)), seconds)
 
     def all_gather(self, value: _T, seconds: float) -> dict[int, _T]:
-        """Rank → its ``value``."""
-        self._begin(seconds)
-        deadline = Deadline(seconds)
-        messages = {self._position: pickle.dumps(value)}
-        size = len(self._ranks)
-        for number, distance in enumerate(self._distances):
-            told = {position: messages[position] for position in told_in_round(self._position, size, distance)}
-            body = pickle.dumps(told)
-            header = _HEADER.pack(_OBJECTS, number, self._started, len(body))
-            messages |= pickle.loads(self._swap(number, header + body, deadline))
-        values: dict[int, Any] = {self._ranks[position]: pickle.loads(messages[position]) for position in range(size)}
-        return values
+        """Rank → its ``value``, which must be plain data (``plain_data.py``)."""
+        return PendingRounds(self, self._gather(value), seconds).wait()
 
-    def close(self) -> None:
-        """Ends all connections, also for the ranks at their other ends. A fork of the process has none to end."""
+    def _maximum(self, words: tuple[int, ...]) -> _Rounds[tuple[int, ...]]:
+        body = struct.Struct(f"!{len(words)}q")
+        count = self._begin()
+        for number in range(self.rounds):
+            heard = yield from self._swap((_MAXIMUM, number, count), body.pack(*words))
+            words = tuple(map(max, words, body.unpack(heard)))
+        return words
+
+    def _gather(self, value: _T) -> _Rounds[dict[int, _T]]:
+        size, count = len(self._ranks), self._begin()
+        messages = {self._position: to_bytes([value]).decode()}
+        for number, distance in enumerate(self._distances):
+            body = to_bytes([messages[position] for position in told_in_round(self._position, size, distance)])
+            heard = yield from self._swap((_OBJECTS, number, count), body)
+            told = told_in_round((self._position - distance) % size, size, distance)
+            messages.update(zip(told, self._plain(heard, self.source(number)), strict=False))
+        return {rank: self._plain(messages[k].encode(), rank)[0] for k, rank in enumerate(self._ranks)}
+
+    def _begin(self) -> int:
+        if self.lost:
+            raise RuntimeError(self.lost)
+        self._started += 1
+        return self._started
+
+    def _swap(self, expected: tuple[int, int, int], body: bytes) -> _Rounds[bytes]:
+        """Sends a body in a round while receiving that of the other rank; yields the round and the events that it waits for."""
+        kind, number, count = expected
+        if len(body) > _LONGEST_BODY:
+            raise RuntimeError(f"a message of {len(body)} bytes, more than the {_LONGEST_BODY} that ranks send each other")
+        rest = memoryview(_HEADER.pack(kind, number, count, len(body)) + body)
+        received, size = bytearray(), _HEADER.size + (len(body) if kind == _MAXIMUM else 0)
+        while True:
+            rest = rest[self._send(number, rest) :]
+            received += self._receive(number, size - len(received))
+            if len(received) >= _HEADER.size:
+                size = _HEADER.size + self._length(received, expected, len(body))
+            if rest or len(received) < size:
+                yield number, select.POLLOUT if rest else 0, select.POLLIN if len(received) < size else 0
+            else:
+                return bytes(received[_HEADER.size :])
+
+    def _send(self, number: int, message: memoryview) -> int:
+        """Sends as much of ``message`` as fits into the connection's buffer; returns how much that was."""
+        try:
+            return self._outgoing[number].send(message[:_LARGEST_PART]) if message else 0
+        except BlockingIOError:
+            return 0
+        except (OSError, IndexError) as error:
+            raise self._closed(self.target(number)) from error
+
+    def _receive(self, number: int, most: int) -> bytes:
+        """What is there, up to ``most`` bytes."""
+        try:
+            part = self._incoming[number].recv(min(most, _LARGEST_PART)) if most else b""
+        except BlockingIOError:
+            return b""
+        except (OSError, IndexError) as error:
+            raise self._closed(self.source(number)) from error
+        if most and not part:
+            raise self._closed(self.source(number))
+        return part
+
+    def _length(self, message: bytearray, expected: tuple[int, int, int], sent: int) -> int:
+        """The length of the body; raises if the message is another than the expected one."""
+        kind, number, count, length = _HEADER.unpack_from(message)
+        source = self.source(expected[1])
+        if kind in _LAST_MESSAGES.values():
+            raise self._closed(source)
+        if (kind, number, count) != expected or length > _LONGEST_BODY or (kind == _MAXIMUM and length != sent):
+            raise RuntimeError(
+                f"rank {source} sends (kind, round, count) {(kind, number, count)} of {length} bytes, this rank expects "
+                f"{expected}: they have not communicated equally often, or not in the same order"
+            )
+        return int(length)
+
+    def wait_for_events(self, events: tuple[int, int, int], milliseconds: float) -> bool:
+        """Waits for what a round needs; returns whether something has happened."""
+        number, to_send, to_receive = events
+        waits = select.poll()
+        if to_send:
+            waits.register(self._outgoing[number], to_send)
+        if to_receive:
+            waits.register(self._incoming[number], to_receive)
+        return bool(waits.poll(milliseconds))
+
+    def end(self, why: str) -> None:
+        """Ends all connections, also for the ranks at their other ends, and tells them that this rank has failed.
+
+        Any thread may call. A fork of the process has no connections to end.
+        """
+        with self._lock:
+            if not self.lost:
+                self.lost = why
+                self._say_last(_FAILURE)
+
+    def leave(self) -> None:
+        """Ends all connections, and tells the others that this rank has done its part of all steps so far."""
+        with self._lock:
+            if not self.lost:
+                self.lost = "this rank has left"
+                self._say_last(_GOODBYE)
+            self._release()
+
+    def look_for_lost(self, now: float) -> str:
+        """Why the channel must end, if a rank is lost; does not wait. Ranks that have said goodbye are not."""
+        with self._lock:
+            for descriptor, _ in [] if self.lost else self._hang_ups.poll(0):
+                connection, rank = self._peers[descriptor]
+                try:
+                    waiting = connection.recv(1 << 16, socket.MSG_PEEK)
+                except OSError:
+                    waiting = b""
+                last = _LAST_MESSAGES.get(waiting[-_HEADER.size :])
+                if last == _GOODBYE:
+                    self._hang_ups.unregister(descriptor)
+                elif last == _FAILURE or now - self._silent_since.setdefault(descriptor, now) >= _GRACE_SECONDS:
+                    return f"rank {rank} has closed its connection"
+        return ""
+
+    def _say_last(self, kind: int) -> None:
         for connection in (*self._outgoing, *self._incoming):
-            try:
+            with suppress(OSError):  # the other end was faster, or there is no room behind a long message that it does not read
+                connection.send(_HEADER.pack(kind, 255, 0, 0))
+            with suppress(OSError):
                 connection.shutdown(socket.SHUT_RDWR)
-            except OSError:  # the other end was faster
-                continue
-        self._release()
-        self._closed = True
 
     def _release(self) -> None:
         for connection in (*self._outgoing, *self._incoming):
             connection.close()
         self._outgoing, self._incoming = [], []
 
-    def _begin(self, seconds: float) -> None:
-        if self._closed:
-            raise RuntimeError("an error in an earlier phase has closed the connections between the ranks")
-        if not self._connected:
-            self._connect(seconds)
-        self._started += 1
-
-    def _connect(self, seconds: float) -> None:
-        size, position = len(self._ranks), self._position
-        if size > 1:
-            listener = Listener()
-            try:
-                door_of = self._publish(listener.door, seconds)
-            except BaseException:
-                listener.close()
-                raise
-            targets = [(position + distance) % size for distance in self._distances]
-            sources = [(position - distance) % size for distance in self._distances]
-            connecting = Connecting(position, targets, sources, listener, door_of, lambda peer: f"rank {self._ranks[peer]}")
-            connecting.run(seconds)
-            self._outgoing = [connecting.outgoing[target] for target in targets]
-            self._incoming = [connecting.incoming[source] for source in sources]
-        self._connected = True
-
-    def _swap(self, number: int, message: bytes, deadline: Deadline) -> bytes:
-        """Sends a message of any length in a round while receiving that of the other rank, and returns its body."""
-        sending, receiving = self._outgoing[number], Receiving(self, number, _OBJECTS, self._started, _HEADER.size)
-        rest = memoryview(message)
-        while True:
-            rest = rest[self.send(number, rest) :]
-            done = receiving.read()
-            if done and not rest:
-                return bytes(receiving.body)
-            waits = select.poll()
-            if rest:
-                waits.register(sending, select.POLLOUT)
-            if not done:
-                waits.register(self._incoming[number], select.POLLIN)
-            deadline.wait(waits, self._target(number) if done else self._source(number))
-
-    def send(self, number: int, message: bytes | memoryview) -> int:
-        """Sends as much of ``message`` as fits into the connection's buffer; returns how much that was."""
-        if not message:
-            return 0
+    def _plain(self, message: bytes, rank: int) -> list[Any]:
         try:
-            return self._outgoing[number].send(message[:_LARGEST_PART])
-        except BlockingIOError:
-            return 0
-        except (OSError, IndexError) as error:
-            raise RuntimeError(f"rank {self._target(number)} has closed its connection ({error})") from error
-
-    def receive(self, number: int, into: memoryview) -> int:
-        """Receives what is there, at most as much as fits; returns how much that was."""
-        try:
-            count = self._incoming[number].recv_into(into)
-        except BlockingIOError:
-            return 0
-        except (OSError, IndexError) as error:
-            raise RuntimeError(f"rank {self._source(number)} has closed its connection ({error})") from error
-        if count == 0:
-            raise RuntimeError(f"rank {self._source(number)} has closed its connection")
-        return count
-
-    def wait_for_message(self, number: int, deadline: Deadline) -> None:
-        """Returns once something of the message of a round is there."""
-        waits = select.poll()
-        waits.register(self._incoming[number], select.POLLIN)
-        deadline.wait(waits, self._source(number))
+            return from_bytes(message)
+        except ValueError as error:
+            raise RuntimeError(f"rank {rank} sends something that cannot be read: {error}") from error
 
     @property
     def rounds(self) -> int:
         """How many rounds it takes until every rank has heard of every other."""
         return len(self._distances)
 
-    def _source(self, number: int) -> int:
+    def source(self, number: int) -> int:
+        """From which rank this one hears in a round."""
         return self._ranks[(self._position - self._distances[number]) % len(self._ranks)]
 
-    def _target(self, number: int) -> int:
+    def target(self, number: int) -> int:
+        """To which rank this one sends in a round."""
         return self._ranks[(self._position + self._distances[number]) % len(self._ranks)]
 
-    def check_header(self, header: bytes | bytearray, expected: tuple[int, int, int], number: int) -> int:
-        """The length of the body; raises if the message is another than the expected one."""
-        kind, sent_in, count, length = _HEADER.unpack_from(header)
-        if (kind, sent_in, count) != expected:
-            raise RuntimeError(
-                f"rank {self._source(number)} sends (kind, round, count) {(kind, sent_in, count)}, this rank expects {expected}: "
-                "they have not communicated equally often, or not in the same order"
-            )
-        return int(length)
+    def _closed(self, rank: int) -> RuntimeError:
+        return RuntimeError(self.lost or f"rank {rank} has closed its connection")
 
 
-class Deadline:
-    """When a wait is over."""
-
-    def __init__(self, seconds: float) -> None:
-        self._seconds = seconds
-        self._end = time.monotonic() + seconds
-
-    def wait(self, waits: select.poll, rank: int) -> None:
-        """Waits until something happens; raises ``RuntimeError`` that names ``rank`` after the time."""
-        left = self._end - time.monotonic()
-        if left <= 0 or not waits.poll(1000 * left):
-            raise RuntimeError(f"Timed out waiting {round(1000 * self._seconds)}ms for rank {rank}")
-
-
-class Receiving:
-    """A message that is being received.
-
-    Args:
-        channel: what it comes over.
-        number: of its round.
-        kind: what it must be.
-        count: the how-manieth it must be.
-        size: bytes that any such message has at least, header included.
-    """
-
-    def __init__(self, channel: HostChannel, number: int, kind: int, count: int, size: int) -> None:
-        self._channel = channel
-        self._expected = kind, number, count
-        self._number = number
-        self._buffer = bytearray(size)
-        self._filled = 0
-        self._length: int | None = None
-
-    @property
-    def body(self) -> memoryview:
-        """What follows the header."""
-        return memoryview(self._buffer)[_HEADER.size :]
-
-    def read(self) -> bool:
-        """Reads what is there; returns whether the message is complete."""
-        while self._filled < len(self._buffer) or self._length is None:
-            count = self._channel.receive(self._number, memoryview(self._buffer)[self._filled :])
-            if count == 0:
-                return False
-            self._filled += count
-            if self._length is None and self._filled >= _HEADER.size:
-                self._length = self._channel.check_header(self._buffer, self._expected, self._number)
-                missing = _HEADER.size + self._length - len(self._buffer)
-                self._buffer += bytes(missing)
-        return True
-
-
-class PendingMaximum:
-    """The largest of each word over all ranks, on its way.
+class PendingRounds(Generic[_T]):
+    """What all ranks find out together, on its way.
 
     ``advance`` does what can be done without waiting, ``wait`` all that is left; the first round is sent from the beginning.
     """
 
-    def __init__(self, channel: HostChannel, words: Sequence[int], seconds: float, count: int) -> None:
-        self._channel = channel
-        self._deadline = Deadline(seconds)
-        self._words = tuple(words)
-        self._format = struct.Struct(f"!{len(words)}q")
-        self._rounds: Iterator[int] = self._run(count)
-        self._awaited: int | None = None  # the round whose message is missing; None when all are here
+    def __init__(self, channel: HostChannel, rounds: _Rounds[_T], seconds: float) -> None:
+        self._channel, self._rounds, self._seconds = channel, rounds, seconds
+        self._end = time.monotonic() + seconds
+        self._awaited: tuple[int, int, int] | None = (0, 0, 0)  # None when the result is known
+        self._result: _T
         self.advance()
 
     def advance(self) -> bool:
         """Goes on as far as it can without waiting; returns whether the result is known."""
-        self._awaited = next(self._rounds, None)
+        if self._awaited is not None:
+            try:
+                self._awaited = next(self._rounds)
+            except StopIteration as stop:
+                self._awaited, self._result = None, stop.value
         return self._awaited is None
 
-    def wait(self) -> tuple[int, ...]:
-        """The largest of each word over all ranks."""
+    def wait(self) -> _T:
+        """The result."""
         while self._awaited is not None:
-            self._channel.wait_for_message(self._awaited, self._deadline)
-            self.advance()
-        return self._words
+            left = self._end - time.monotonic()
+            if left <= 0:
+                number, _, to_receive = self._awaited
+                rank = self._channel.source(number) if to_receive else self._channel.target(number)
+                raise RuntimeError(f"Timed out waiting {round(1000 * self._seconds)}ms for rank {rank}")
+            if self._channel.wait_for_events(self._awaited, 1000 * min(left, _LONGEST_POLL)):
+                self.advance()
+        return self._result
 
-    def _run(self, count: int) -> Iterator[int]:
-        """Runs all rounds; yields the number of a round whose message is not here yet."""
-        body = self._format
-        for number in range(self._channel.rounds):
-            message = _HEADER.pack(_MAXIMUM, number, count, body.size) + body.pack(*self._words)
-            if self._channel.send(number, message) < len(message):  # the rank has not read what it was sent long before
-                raise RuntimeError("a message of a few bytes does not fit into the buffer of a connection")
-            receiving = Receiving(self._channel, number, _MAXIMUM, count, _HEADER.size + body.size)
-            while not receiving.read():
-                yield number
-            self._words = tuple(map(max, self._words, body.unpack(receiving.body)))
+
+def _set_options(connection: socket.socket) -> None:
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for name, value in _KEEPALIVE:
+        if hasattr(socket, name):
+            connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+
+
+def _leave_all() -> None:
+    for channel in list(_living):
+        channel.leave()
 
 
 def _forget_in_fork() -> None:
     """A fork must not hold connections open that end with this process: the other ranks could not tell that it is dead."""
     for channel in list(_living):
-        channel._release()
+        channel._lock = threading.RLock()  # another thread may have held it
+        channel._outgoing, channel._incoming = [], []
+        channel.lost = channel.lost or "this process is a fork of a rank, and has none of its connections"
+    _living.clear()
+    for connection in list(open_sockets):
+        connection.close()
 
 
 if hasattr(os, "register_at_fork"):

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from .channels import reduce
 from .failures import named_phase
 from .groups import moves
 
@@ -50,7 +51,7 @@ def reduce_norm(word: NormWord, groups: Sequence[dist.ProcessGroup], *, largest:
     for group in groups:
         operation = dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM  # looked up here: not every build of torch has it
         with named_phase("reduction of the gradients' norm", group):
-            dist.all_reduce(packed, operation, group=group)
+            reduce(packed, group, operation)
         # Later groups join ranks with other parameters: they are only told whether the ranks before them differed.
         packed[3] += packed[4]
         packed[4] = 0.0

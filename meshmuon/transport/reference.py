@@ -21,7 +21,7 @@ def whole(tensor: Tensor) -> Tensor:
     sharded = as_dtensor(tensor)
     if sharded is None:
         return tensor
-    with named_phase("gather"):
+    with named_phase("gather", *sharded.device_mesh.get_all_groups()):
         return sharded.full_tensor()
 
 
@@ -60,5 +60,5 @@ def own_shard(full: Tensor, like: Tensor) -> Tensor:
         return full
     from torch.distributed.tensor import distribute_tensor  # importing it costs a second, and single-device users never need it
 
-    # Cloned, since torch 2.9 gives a view of ``full``.
+    # Cloned, since a replicated one is a view of ``full``.
     return distribute_tensor(full, sharded.device_mesh, sharded.placements, src_data_rank=None).to_local().clone()

@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
 from meshmuon import Muon
+from meshmuon.agree.differences import Note, raise_mismatch
 from meshmuon.errors import ConfigError, GradientError, MeshmuonError, PlanError, PlanMismatchError, StateError, UnsupportedError
 from tests.support.cases import Case, Param, build, check, check_missing, gradient, initial, place, run, single
 from tests.support.small_model import world_mesh
@@ -282,10 +283,10 @@ MISMATCHES: dict[str, tuple[Change, tuple[str, ...]]] = {
     "placements": (other_placements, ("two: rank 1 has 6×4 [S(1)]",)),
     "dtype": (other_dtype, ("two: rank 1 has", "float64")),
     "one parameter less": (one_less, ("three: rank 0 has it, rank 1 does not",)),
-    "chunk_size": (setting(chunk_size=1), ("rank 1 was given", "chunk_size=1")),
-    "warmup_step": (setting(warmup_step=0), ("rank 1 was given", "in_flight=1")),
-    "memory_budget": (setting(memory_budget=1000), ("rank 1 was given", "budget=1000")),
-    "replicas": (setting(replicas="repeat"), ("rank 1 was given", "replicas='repeat'")),
+    "chunk_size": (setting(chunk_size=1), ("rank 1 was given chunk_size=1, rank 0 chunk_size=-1: give",)),
+    "warmup_step": (setting(warmup_step=0), ("rank 1 was given in_flight=1, rank 0 in_flight=6: give",)),
+    "memory_budget": (setting(memory_budget=1000), ("rank 1 was given budget=1000, rank 0 budget=67108864: give",)),
+    "replicas": (setting(replicas="repeat"), ("rank 1 was given replicas='repeat', rank 0 replicas='auto': give",)),
     "comm_dtype": (setting(comm_dtype=torch.bfloat16), ("one: rank 1 has", "bfloat16")),
     "compute_dtype": (setting(compute_dtype=torch.float64), ("rank 1",)),
     "form": (setting(form="gram"), ("rank 1",)),
@@ -316,6 +317,23 @@ def test_ranks_that_were_built_differently(name: str) -> None:
 
     text = one_text(run_threads(WORLD, main), PlanMismatchError)
     assert all(part in text for part in parts), text
+
+
+def test_errors_name_the_difference_and_nothing_else() -> None:
+    """Of several ones the first few, and how many more there are."""
+    usual = {"lr": "0.1", "betas": "(0.9, 0.95)", "a": "1", "b": "1", "c": "1", "d": "1"}
+
+    def told(**changed: str) -> str:
+        texts = [", ".join(f"{key}={value}" for key, value in options.items()) for options in (usual, {**usual, **changed})]
+        notes = {rank: Note(None, "x", (("w", "w"),), hyperparameters=((0, texts[rank == 1]),)) for rank in range(3)}
+        with pytest.raises(PlanMismatchError) as caught:
+            raise_mismatch(notes)
+        return str(caught.value).removesuffix(". Set the same hyperparameters on every rank.")
+
+    assert told(betas="(0.8, 0.95)") == "w: rank 1 steps it with betas=(0.8, 0.95); rank 0 with betas=(0.9, 0.95)"
+    assert told(extra="[1, 2]") == "w: rank 1 steps it with extra=[1, 2]; rank 0 with no such option"
+    many = told(lr="0.2", a="2", b="2", c="2", d="2")
+    assert many == "w: rank 1 steps it with lr=0.2, a=2, b=2, c=2 and 1 more; rank 0 with lr=0.1, a=1, b=1, c=1 and 1 more"
 
 
 def test_replicas_option_differs_where_only_one_choice_travels() -> None:
@@ -472,7 +490,7 @@ def test_parameters_swapped_after_construction() -> None:
             same(local(params[k]), local(place(case, [mesh], k, expected[0][k])), f"parameter {k}")
             momentum = optimizer.state[params[k]]["momentum_buffer"]
             assert isinstance(momentum, DTensor)
-            same(local(momentum), local(place(case, [mesh], k, expected[1][k])), f"momentum {k}")
+            same(local(momentum), local(place(case, [mesh], k, expected[1][k]["momentum_buffer"])), f"momentum {k}")
 
     run_threads(WORLD, main)
 

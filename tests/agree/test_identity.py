@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import io
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -15,6 +16,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from meshmuon import DistMuon, Muon
+from meshmuon.agree.differences import Note, other_optimizer
+from meshmuon.agree.identity import Pairing, Place
 from meshmuon.errors import MeshmuonError
 from tests.support.tensors import seeded
 from tests.support.threads import run_threads
@@ -145,6 +148,13 @@ def test_one_of_two_is_left_out_on_one_rank() -> None:
     assert all(said == found[0] for said in found)
 
 
+def test_ranks_are_compared_with_all_others() -> None:
+    """Rank 1 has no id yet and a lookalike more, so that it can be compared with none; ranks 0 and 2 can."""
+    notes = {rank: Note(None, pairing=Pairing(shared_id=number)) for rank, number in enumerate((5, 0, 6))}
+    notes[1] = replace(notes[1], place=Place(0, 2))
+    assert str(other_optimizer(notes)).startswith("rank 2 steps another optimizer than rank 0")
+
+
 def test_an_optimizer_that_was_stepped_beside_a_new_one() -> None:
     """The second is built when the first has been stepped for a while; one rank takes the new one at once."""
 
@@ -265,6 +275,19 @@ def test_an_optimizer_built_before_on_one_rank_is_no_trouble() -> None:
         return [model.whole() for model in models]
 
     assert_untroubled("rows", 3, lives(WORLD, main))
+
+
+def test_an_optimizer_whose_groups_were_emptied_is_no_trouble() -> None:
+    """Not used any more, and its memory freed: others are built, copied and stepped beside it."""
+
+    def life(rank: int) -> str:
+        left, model = Model("rows", 1), Model("rows", 5)
+        for group in left.optimizer.param_groups:
+            del group["params"], group["param_names"]
+        Model("rows", 7)
+        return model.step(0) + model.step(1)
+
+    assert set(lives(WORLD, life)) == {""}
 
 
 def test_copies_that_are_stepped_too() -> None:

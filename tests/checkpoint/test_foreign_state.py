@@ -254,8 +254,11 @@ def test_names_that_were_given_stay() -> None:
     params = make_params((8, 6), (6, 8))
     optimizer = muon(params)
     run(optimizer, params, [0])
-    renamed = Muon([group(copies(params), prefix="blocks")], lr=LR)
-    renamed.load_state_dict(optimizer.state_dict())
+    saved, renamed = optimizer.state_dict(), Muon([group(copies(params), prefix="blocks")], lr=LR)
+    with pytest.raises(StateError, match=r"lacks blocks\.0\.weight, blocks\.1\.weight; the optimizer lacks layers\.0"):
+        renamed.load_state_dict(saved)
+    saved["param_groups"][0]["param_names"] = ["blocks.0.weight", "blocks.1.weight"]  # as the error says
+    renamed.load_state_dict(saved)
     assert renamed.param_groups[0]["param_names"] == ["blocks.0.weight", "blocks.1.weight"]
     named = muon(copies(params))
     named.load_state_dict(unnamed(copies(params)).state_dict())

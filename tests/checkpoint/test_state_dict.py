@@ -178,12 +178,12 @@ def test_functions_in_groups_pass_through_torch_checkpoints(flat: bool, tmp_path
 
 
 def test_names_stay_the_optimizers_own() -> None:
-    """Saved under a wrapper's names, or in another pipeline stage: names are not state."""
+    """Saved under a wrapper's names: they are the same parameters."""
     params = make()
     optimizer = build(params)
     steps(optimizer, params, range(1))
     saved = optimizer.state_dict()
-    saved["param_groups"][0]["param_names"] = ["module.a", "module.b"]
+    saved["param_groups"][0]["param_names"] = [f"module.layers.{k}._orig_mod.weight" for k in range(3)]
     optimizer.load_state_dict(saved)
     assert optimizer.param_groups[0]["param_names"] == [f"layers.{k}.weight" for k in range(3)]
     steps(optimizer, params, range(1, 2))

@@ -221,7 +221,7 @@ def test_a_union_of_meshes_makes_one_group_once() -> None:
             assert sorted(calls.made[rank]) == [("all_reduce", 5)] * 5 + [("new_group", 0)]
         assert found[0][0] == pytest.approx(float(expected(case, math.inf, 2.0)[0]), rel=near(case, 2.0))
     gc.collect()
-    assert not groups._shared, "groups outlive their world"
+    assert not groups._made, "groups outlive their world"
 
 
 @pytest.mark.parametrize("order", [2.0, math.inf])

@@ -174,7 +174,7 @@ def different_limit(rank: int, params: list[nn.Parameter]) -> dict[str, Any]:
 DIFFERENT: dict[str, tuple[Callable[[int, list[nn.Parameter]], dict[str, Any]], str]] = {
     "lists": (different_lists, "parameter 1 of shape (3, 4): rank 0 has it, rank 1 does not"),
     "order": (different_order, "parameter 0 of shape (8, 4): rank 2 has parameter 0 of shape (3, 4) in its place"),
-    "limit": (different_limit, "rank 0 was given norm_type="),
+    "limit": (different_limit, "rank 0 was given max_norm=2.0, rank 1 max_norm=1.0: give"),
 }
 
 

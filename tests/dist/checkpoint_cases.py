@@ -7,6 +7,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
@@ -119,6 +120,16 @@ def plain(layout: str, folder: Path) -> None:
     file = folder / f"plain {layout} {dist.get_rank()}.pt"
     torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, file)
     again, resumed = fresh(layout)
+    if dist.get_world_size() > 1:
+        dist.barrier()
+        neighbour = (dist.get_rank() + 1) % dist.get_world_size()
+        for weights_only in (True, False):
+            foreign = torch.load(folder / f"plain {layout} {neighbour}.pt", weights_only=weights_only)
+            with pytest.raises(
+                StateError, match=r"is the shard at .* of its mesh, .*torch\.distributed\.checkpoint, which loads on"
+            ):
+                resumed.load_state_dict(foreign["optimizer"])
+            assert not resumed.state
     saved = torch.load(file, weights_only=False)
     again.load_state_dict(saved["model"])
     resumed.load_state_dict(saved["optimizer"])

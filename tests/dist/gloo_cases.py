@@ -148,11 +148,12 @@ def meshes_over_some_ranks() -> None:
     meshes = [DeviceMesh("cpu", [0, 1]), DeviceMesh("cpu", [1, 2]), DeviceMesh("cpu", [3])]
     case = Case((Param((7, 5), 0, (S0,)), Param((6, 4), 1, (S0,)), Param((5, 5), 2, (S0,)), Param((4, 7), 1, (R,))))
     expected = single(case)
-    found, momentum, _ = sharded(case, meshes)
+    found, states, _ = sharded(case, meshes)
     for k, one in enumerate(case.params):
         if meshes[one.mesh].get_coordinate() is not None:
             same(found[k], local(place(case, meshes, k, expected[0][k])), f"parameter {k}")
-            same(momentum[k], local(place(case, meshes, k, expected[1][k])), f"momentum {k}")
+            for key, value in expected[1][k].items():
+                same(states[k][key], local(place(case, meshes, k, value)), f"{key} {k}")
 
 
 def dist_muon() -> None:

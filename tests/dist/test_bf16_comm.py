@@ -129,9 +129,9 @@ def test_replicas_stay_bitwise_equal(name: str, replicas: str) -> None:
     def main(rank: int) -> list[Tensor]:
         mesh = init_device_mesh("cpu", grid)
         group = {"replica_group": dist.group.WORLD} if name == "plain" else {}
-        found, momentum, _ = sharded(case, [mesh], **group)
-        for k, one in enumerate(momentum):
-            same(one, local(place(case, [mesh], k, expected[1][k])), f"momentum {k}")
+        found, states, _ = sharded(case, [mesh], **group)
+        for k, state in enumerate(states):
+            same(state["momentum_buffer"], local(place(case, [mesh], k, expected[1][k]["momentum_buffer"])), f"momentum {k}")
         return found
 
     ranks = run_threads(math.prod(grid), main)

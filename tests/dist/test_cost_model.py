@@ -16,10 +16,10 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from meshmuon import ConfigError, CostModel, DistMuon, Muon, Plan, PlanMismatchError
-from meshmuon.plan import NO_WAVE, Link, cost_model_for
-from tests.plan.test_calibration import MEASURED
+from meshmuon.plan import NO_WAVE, LinkRate, cost_model_for
 from tests.support.tensors import seeded
 from tests.support.threads import run_threads
+from tests.tools.predict.test_calibration import MEASURED
 
 SLOW_LINK, FAST_LINK = CostModel(1e9, 1e12), CostModel(0.0, 1.0)
 
@@ -65,7 +65,7 @@ def write(path: Path, **changes: Any) -> Path:
 
 
 def test_ranks_that_load_different_files_raise_alike(tmp_path: Path) -> None:
-    files = [write(tmp_path / "a.json"), write(tmp_path / "b.json", inside=Link(1e6, 1e-2))]
+    files = [write(tmp_path / "a.json"), write(tmp_path / "b.json", inside=LinkRate(1e6, 1e-2))]
 
     def main(rank: int) -> tuple[str, bool]:
         optimizer = muon_on(init_device_mesh("cpu", (4,)), cost_model=files[rank == 2])
@@ -78,7 +78,8 @@ def test_ranks_that_load_different_files_raise_alike(tmp_path: Path) -> None:
     texts, untouched = zip(*run_threads(4, main), strict=True)
     assert all(untouched)
     assert len(set(texts)) == 1
-    assert "rank 2 was given PlanOptions(cost=CostModel(flops_per_byte=40000.0" in texts[0]
+    assert "rank 2 was given cost=CostModel(flops_per_byte=40000.0" in texts[0]
+    assert "replicas" not in texts[0], "what is the same on all ranks"
 
 
 def test_ranks_that_load_equal_files_plan_alike(tmp_path: Path) -> None:

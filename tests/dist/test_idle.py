@@ -1,111 +1,32 @@
-"""Gradients that come and go on any layout: the bits of one device, one plan for all, and no more talk than needed."""
+"""Gradients that come and go on ranks of their own: when ranks compare notes, one plan for all, and DistMuon.
+
+That every layout then has the bits of one device is a matter of ``test_cases.py``.
+"""
 
 from __future__ import annotations
 
 import random
 from collections.abc import Callable
 from dataclasses import replace
-from itertools import pairwise
 from typing import Any
 from unittest.mock import patch
 
 import pytest
 import torch
-import torch.distributed as dist
-from hypothesis import Phase, given, settings
-from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from meshmuon import DistMuon, GradientError, Muon
 from meshmuon.agree import planned_set
-from tests.support.cases import Case, Param, build, check, gradient, initial, place, single, without_shard
-from tests.support.counting import counted
-from tests.support.random_layouts import Layouts, cases
+from tests.support.cases import Case, Param, build, gradient, initial, place, single, without_shard
 from tests.support.tensors import assert_bits, everything, local, same
 from tests.support.threads import run_threads
 
 from .test_dist_muon import NAMES, SHAPES, average, seeded
 from .test_dist_muon import build as build_dist
-from .test_rules import check_rules
 
-S0, S1, R = Shard(0), Shard(1), Replicate()
-STEPS = 6
-
-
-@st.composite
-def changing(draw: Any) -> tuple[Case, Layouts, bool]:
-    """A random case in which each parameter has gradients in a random set of steps."""
-    case, layouts, replica_group = draw(cases(many=True))
-    steps = st.sets(st.integers(0, STEPS - 1), max_size=STEPS - 1)
-    params = tuple(replace(param, unused=tuple(draw(steps))) for param in case.params)
-    return replace(case, params=params, steps=STEPS), layouts, replica_group
-
-
-def growths(case: Case) -> list[bool]:
-    """For each step, whether some matrix has its first gradient then."""
-    seen: set[int] = set()
-    grown = []
-    for step in range(case.steps):
-        active = {k for k, p in enumerate(case.params) if p.muon and not p.frozen and step not in p.unused}
-        grown.append(not active <= seen)
-        seen |= active
-    return grown
-
-
-def run_changing(case: Case, layouts: Layouts, *, replica_group: bool = False, **options: Any) -> None:
-    torch.set_num_threads(case.threads)
-    expected = single(case)
-
-    def main(rank: int) -> list[Any]:
-        plans: list[Any] = []
-        more = {"replica_group": dist.group.WORLD} if replica_group else {}
-
-        def watch(optimizer: Muon) -> None:
-            wire.watch(optimizer)
-            plans.append(optimizer.plan())
-
-        check(case, layouts.build(), expected, watch=watch, **more, **options)
-        return plans
-
-    with counted() as wire:
-        ranks = run_threads(layouts.world, main)
-    for rank, plans in enumerate(ranks):
-        wire.check(rank)
-        changed = [plan is not before for before, plan in pairwise(plans)]
-        assert changed == growths(case)[1:], f"rank {rank}"
-
-
-@settings(max_examples=20, phases=[Phase.explicit, Phase.reuse, Phase.generate])
-@given(changing())
-def test_random_layouts_and_gradients(drawn: tuple[Case, Layouts, bool]) -> None:
-    case, layouts, replica_group = drawn
-    run_changing(case, layouts, replica_group=replica_group)
-
-
-@settings(max_examples=10, phases=[Phase.explicit, Phase.reuse, Phase.generate])
-@given(changing(), st.sampled_from(["normuon", "muoneq"]))
-def test_random_layouts_with_rules(drawn: tuple[Case, Layouts, bool], rule: str) -> None:
-    case, layouts, replica_group = drawn
-    check_rules(replace(case, options={**case.options, "rule": rule}), layouts, replica_group=replica_group)
-
-
-@settings(max_examples=6, phases=[Phase.explicit, Phase.reuse, Phase.generate])
-@given(changing())
-def test_random_layouts_on_the_reference_path(drawn: tuple[Case, Layouts, bool]) -> None:
-    case, layouts, _ = drawn
-    if all(p.mesh is None or not any("Strided" in repr(q) for q in p.placements) for p in case.params):
-        expected = single(case)
-        run_threads(layouts.world, lambda rank: check(case, layouts.build(), expected, reference_path=True))
-
-
-@pytest.mark.parametrize("ahead", [0, 1, 2, 5])
-@pytest.mark.parametrize("idle", [(1,), (0, 2, 4), (1, 2, 3, 4, 5), (0, 1, 2, 3, 4, 5, 6)], ids=str)
-def test_waves_without_gradients_keep_their_turn(ahead: int, idle: tuple[int, ...]) -> None:
-    """One matrix per wave: waves that are in flight together must not use the same buffers when one between them is skipped."""
-    params = tuple(Param((6, 5), 0, (S0,), unused=(1, 2) if k in idle else ()) for k in range(7))
-    run_changing(Case(params, {"chunk_size": 1, "warmup_step": ahead}, 4), Layouts((3,)))
+S0, R = Shard(0), Replicate()
 
 
 class Trace:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-from meshmuon import ConfigError, GradientError, MeshmuonError, Muon
+from meshmuon import ConfigError, GradientError, MeshmuonError, Muon, PlanMismatchError
 from meshmuon.transport import groups
 from tests.support.tensors import local, same
 from tests.support.threads import run_threads
@@ -71,6 +71,20 @@ def test_one_rank_cannot_step_and_all_are_told(what: str, after_load: bool) -> N
     texts = run_threads(3, main)
     assert len(set(texts)) == 1
     assert texts[0].startswith("rank 1: ")
+
+
+def test_ranks_with_different_rules_are_told_so() -> None:
+    def main(rank: int) -> str:
+        params, optimizer = build(init_device_mesh("cpu", (2,)), rule="normuon" if rank else "muon_plus")
+        give_gradients(params)
+        with pytest.raises(PlanMismatchError) as raised:
+            optimizer.step()
+        return str(raised.value)
+
+    texts = run_threads(2, main)
+    assert texts[0] == texts[1]
+    assert "NorMuon(beta2=0.95)" in texts[0]
+    assert "MuonPlus()" in texts[0]
 
 
 def test_a_gradient_that_is_cut_otherwise_on_one_rank() -> None:

@@ -56,8 +56,6 @@ def flattened() -> list[DeviceMesh]:
 
 def unflattened() -> list[DeviceMesh]:
     """As torchtitan builds them: one axis of all ranks, cut anew for each part of the model."""
-    if not hasattr(DeviceMesh, "_unflatten"):
-        pytest.skip("torch 2.9 cannot cut an axis anew")
     world = init_device_mesh("cpu", (WORLD,), mesh_dim_names=("world",))
     return [world, world._unflatten(0, (4, 2), ("fsdp", "tp")), world._unflatten(0, (2, 4), ("efsdp", "ep"))]
 

@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 from meshmuon import DistMuon, GradientError, Muon
 from meshmuon.optim import collect, nonfinite
+from tests.support.tensors import assert_bits, everything, local
 from tests.support.threads import run_threads
 
 S0, S1, R = Shard(0), Shard(1), Replicate()
@@ -69,10 +70,6 @@ LAYOUTS = {
 }
 
 
-def local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
 def holders(k: int, layout: Layout) -> list[int]:
     """Ranks that hold any element of tensor ``k``: which of them spoils it is the test's choice."""
 
@@ -93,15 +90,10 @@ def build(layout: Layout, mesh: DeviceMesh | None, kind: type[Muon] = Muon, **op
     return params, kind(groups, **{"lr": 0.01, **options})
 
 
-def everything(params: Sequence[Tensor], optimizer: Muon) -> list[Tensor]:
-    states = [optimizer.state.get(param, {}) for param in params]
-    return [local(one).detach().clone() for one in (*params, *(entry[key] for entry in states for key in sorted(entry)))]
-
-
-def assert_bits(actual: Sequence[Tensor], expected: Sequence[Tensor]) -> None:
-    assert len(actual) == len(expected)
-    for k, (a, b) in enumerate(zip(actual, expected, strict=True)):
-        assert torch.equal(*(one.contiguous().reshape(-1).view(torch.uint8) for one in (a, b))), f"tensor {k} differs"
+def spoil(param: nn.Parameter, value: float) -> None:
+    """The first element that this rank holds of the gradient."""
+    grad = param.grad
+    (grad.to_local() if isinstance(grad, DTensor) else grad).view(-1)[0] = value  # type: ignore[union-attr]
 
 
 def train(
@@ -118,14 +110,14 @@ def train(
         before = None
         if bad is not None and step in BAD_STEPS:
             if rank == bad[0]:
-                local(params[bad[1]].grad).view(-1)[0] = bad[2]  # type: ignore[arg-type]
-            before = everything(params, optimizer)
+                spoil(params[bad[1]], bad[2])
+            before = everything(optimizer)
         optimizer.step()
         if before is not None:
-            assert_bits(everything(params, optimizer), before)
+            assert_bits(everything(optimizer), before)
         if bad is not None:
             assert optimizer.skipped_steps == sum(one <= step for one in BAD_STEPS)
-    return everything(params, optimizer), optimizer.skipped_steps
+    return everything(optimizer), optimizer.skipped_steps
 
 
 @pytest.mark.parametrize("masked", [False, True])
@@ -134,7 +126,7 @@ def test_one_rank_s_bad_gradient_is_skipped_by_all(name: str, masked: bool) -> N
     """Nothing changes on any rank, all count it, and finite steps equal those of a run that never saw it."""
     layout = LAYOUTS[name]
     expected = ranks(layout.world, lambda rank: train(layout, rank, None), masked=masked)
-    for k, bad in ((0, math.nan), (1, math.inf), (2, -math.inf), (3, math.nan)):
+    for k, bad in ((0, math.nan), (2, -math.inf)):
         culprit = holders(k, layout)[-1]
         found = ranks(layout.world, lambda rank, c=culprit, k=k, bad=bad: train(layout, rank, (c, k, bad)), masked=masked)
         for (mine, skipped), (wanted, none) in zip(found, expected, strict=True):
@@ -195,13 +187,13 @@ def test_all_ranks_raise_the_same(name: str, masked: bool) -> None:
             for k, param in enumerate(params):
                 param.grad = layout.cut(value(k, step), mesh)
             if step == 1 and rank == culprit:
-                local(params[1].grad).view(-1)[0] = math.nan  # type: ignore[arg-type]
-            before = everything(params, optimizer)
+                spoil(params[1], math.nan)
+            before = everything(optimizer)
             if step == 1:
                 with pytest.raises(GradientError) as caught:
                     optimizer.step()
                 said[rank] = str(caught.value)
-                assert_bits(everything(params, optimizer), before)
+                assert_bits(everything(optimizer), before)
                 for k, param in enumerate(params):
                     param.grad = layout.cut(value(k, step), mesh)
             optimizer.step()
@@ -227,10 +219,10 @@ def test_a_gradient_that_only_other_ranks_have(masked: bool) -> None:
                         entry["momentum_buffer"].view(-1)[:3] = -0.0
                 if rank == 0:
                     params[1].grad[0, 0] = math.nan  # type: ignore[index]
-                before = everything(params, optimizer)
+                before = everything(optimizer)
             optimizer.step()
             if step == 1:
-                assert_bits(everything(params, optimizer), before)
+                assert_bits(everything(optimizer), before)
                 assert optimizer.skipped_steps == 1
 
     ranks(2, main, masked=masked)
@@ -253,15 +245,15 @@ def scaled(
         for k, param in enumerate(params):
             param.grad = layout.cut(8 * value(k, step), mesh)
         if spoilt == rank and step == 1:
-            local(params[0].grad).view(-1)[0] = math.inf  # type: ignore[arg-type]
+            spoil(params[0], math.inf)
         if spoilt is not None and step == 2:  # the scale may have halved on this rank
             for param in params:
-                local(param.grad).mul_(scaler.get_scale() / 8)  # type: ignore[arg-type]
+                param.grad.mul_(scaler.get_scale() / 8)  # type: ignore[union-attr]
         if before:
             scaler.unscale_(optimizer)
         scaler.step(optimizer)
         scaler.update()
-    return everything(params, optimizer), scaler.get_scale(), optimizer.skipped_steps
+    return everything(optimizer), scaler.get_scale(), optimizer.skipped_steps
 
 
 @pytest.mark.parametrize("masked", [False, True])

@@ -1,4 +1,4 @@
-"""Offload on every layout: ranks end with the bits of one device that never offloaded. Ranks may differ in when it is on."""
+"""Offload on a mesh beyond its bits, which ``test_cases.py`` draws: checkpoints, DistMuon, a rank whose memory is full."""
 
 from __future__ import annotations
 
@@ -6,113 +6,28 @@ import copy
 import io
 import random
 import threading
-from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
-from hypothesis import Phase, given, settings
-from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.utils._pytree import tree_map_only
 
 from meshmuon import DistMuon, MeshmuonError, Muon, get_default_muon_param_groups
 from meshmuon.device import DirectTransfers
 from meshmuon.optim import offload
-from tests.support.cases import Case, Param, build, check, gradient, initial, place, single
-from tests.support.random_layouts import Layouts, cases
+from tests.support.cases import Case, Param, build, gradient, initial, place, single
+from tests.support.random_layouts import Layouts
 from tests.support.tensors import local, same
 from tests.support.threads import run_threads
 
 from .test_dist_muon import SHAPES, one_device, seeded, unused
 from .test_dist_muon import build as build_replicas
 
-S0, S1, R = Shard(0), Shard(1), Replicate()
-
-
-def toggles(seed: int) -> Callable[[Muon], None]:
-    """Turns offload on and off at random after steps, and looks at the state dict now and then."""
-    choices = random.Random(seed)
-
-    def watch(optimizer: Muon) -> None:
-        kind = choices.randrange(4)
-        if kind == 0:
-            optimizer.turn_off_cpu_offload()
-        elif kind < 3:
-            optimizer.turn_on_cpu_offload()
-        else:
-            optimizer.state_dict()
-
-    return watch
-
-
-@settings(max_examples=16, phases=[Phase.explicit, Phase.reuse, Phase.generate])
-@given(cases(), st.integers(0, 999))
-def test_random_layouts_with_offload_toggled(drawn: tuple[Case, Layouts, bool], seed: int) -> None:
-    """Every rank toggles at times of its own."""
-    case, layouts, _ = drawn
-    case = Case(tuple(one for one in case.params if not one.frozen), case.options, 6)
-    if not case.params:
-        return
-    expected = single(case)
-
-    def main(rank: int) -> None:
-        # state_dict gives zeros to parameters without a gradient so far: what their first gradient would have found
-        found = sharded_with(case, layouts, toggles(31 * seed + rank))
-        for k in range(len(case.params)):
-            same(found[0][k], part(case, layouts, k, expected[0][k]), f"parameter {k}")
-            wanted = expected[1][k]
-            if wanted is not None:
-                mine = found[1][k]
-                assert mine is not None
-                same(mine, part(case, layouts, k, wanted), f"momentum {k}")
-
-    def part(case: Case, layouts: Layouts, k: int, value: Tensor) -> Tensor:
-        return local(place(case, layouts.build(), k, value))
-
-    run_threads(layouts.world, main)
-
-
-def sharded_with(case: Case, layouts: Layouts, watch: Callable[[Muon], None]) -> tuple[list[Tensor], list[Tensor | None]]:
-    """The case on this rank; ``watch`` is called before the first step too."""
-    meshes = layouts.build()
-    params = [nn.Parameter(place(case, meshes, k, value)) for k, value in enumerate(initial(case))]
-    optimizer = build(case, params)
-    watch(optimizer)
-    for step in range(case.steps):
-        for k, param in enumerate(params):
-            value = gradient(case, step, k)
-            param.grad = None if value is None else place(case, meshes, k, value)
-        optimizer.step()
-        watch(optimizer)
-    momentum = [optimizer.state[p].get("momentum_buffer", optimizer.state[p].get("exp_avg")) for p in params]
-    return [local(p) for p in params], [None if m is None else local(m) for m in momentum]
-
-
-FIXED = {
-    "empty shards": (Layouts((8,)), (Param((3, 6), 0, (S0,)), Param((5,), 0, (S0,), muon=False), Param((2, 4), 0, (S1,)))),
-    "nothing but empty shards": (Layouts((4,)), (Param((1, 6), 0, (S0,)), Param((1,), 0, (S0,), muon=False))),
-    "experts": (Layouts((2, 2)), (Param((3, 5, 4), 0, (S0, S1)), Param((4, 6, 5), 0, (S0, R)))),
-    "half precision": (
-        Layouts((3,)),
-        (Param((7, 5), 0, (S0,), torch.bfloat16), Param((9,), 0, (S0,), torch.bfloat16, muon=False), Param((4, 4), 0, (S0,))),
-    ),
-    "rule": (Layouts((2, 2)), (Param((7, 5), 0, (S0, S1)), Param((2, 9), 0, (S0, R)), Param((5, 4, 3), 0, (R, S0)))),
-    "late": (Layouts((2,)), (Param((6, 5), 0, (S0,)), Param((5, 4), 0, (S0,), unused=(0, 1, 2)), Param((4, 4), None))),
-}
-
-
-@pytest.mark.parametrize("name", FIXED)
-def test_fixed_layouts(name: str) -> None:
-    layouts, params = FIXED[name]
-    options: dict[str, Any] = {"half precision": {"momentum_dtype": torch.float32}, "rule": {"rule": "normuon"}}
-    case = Case(params, options.get(name, {}), 7)
-    expected = single(case)
-    run_threads(layouts.world, lambda rank: check(case, layouts.build(), expected, watch=Muon.turn_on_cpu_offload))
+S0 = Shard(0)
 
 
 def test_the_state_of_a_dtensor_stays_one() -> None:

@@ -3,14 +3,9 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
-from typing import Any
 
 import pytest
-
-from tests.support.bounds import nudge
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 sys.path.insert(0, str(EXAMPLES))
@@ -27,28 +22,6 @@ def write_sources(root: Path) -> Path:
         (root / skipped / "left_out.py").write_text("LEFT_OUT = True\n")
     (root / "notes.txt").write_text("LEFT_OUT too")
     return root
-
-
-Nudged = Callable[[int, int], AbstractContextManager[None]]
-
-
-@pytest.fixture
-def nudged(monkeypatch: pytest.MonkeyPatch) -> Nudged:
-    """``with nudged(steps, seed):`` runs in this process begin with weights moved as in ``bounds.nudge``."""
-    from demo.model import GPT, build_model
-
-    @contextmanager
-    def patched(steps: int, seed: int) -> Iterator[None]:
-        def build(*arguments: Any) -> GPT:
-            model = build_model(*arguments)
-            nudge(model.parameters(), steps, seed=seed)
-            return model
-
-        with monkeypatch.context() as patch:
-            patch.setattr("demo.train.build_model", build)
-            yield
-
-    return patched
 
 
 @pytest.fixture

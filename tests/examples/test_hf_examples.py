@@ -22,7 +22,7 @@ def test_trainer_learns_and_resumes(tmp_path: Path, capsys: pytest.CaptureFixtur
     losses = [float(part.split("'")[0]) for part in shown.split("{'loss': '")[1:]]
     assert len(losses) == 10
     assert losses[-1] < losses[0] - 0.1
-    assert "model.layers.1.mlp.down_proj.weight" in shown  # the routing table
+    assert "model.layers.*.mlp.down_proj.weight" in shown  # the routing table
     assert (tmp_path / "checkpoint-10" / "optimizer.pt").exists()
     hf_trainer.main(steps=22, folder=str(tmp_path), fsdp2=False, resume=True)
     resumed = capsys.readouterr().out

@@ -52,18 +52,6 @@ def test_sweep_writes_a_row_per_combination_and_continues(
     assert sum("| meshmuon | keller | plain | 0.01 | 0.1 |" in line for line in table) == 2 + 1
 
 
-def test_rules_are_compared_by_mean_and_spread(source_folder: Path, tmp_path: Path) -> None:
-    out = tmp_path / "sweep"
-    rules = "--rules plain normuon muon_plus muoneq cautious --seeds 0 1 --weight-decay 1.0"
-    assert sweep_lr.main(flags(source_folder, out, f"--optimizer muon --steps 4 --lrs 0.01 {rules}")) == 0
-    rows = json.loads((out / "sweep.json").read_text())["rows"]
-    assert len({row["valid_loss"] for row in rows}) == 10
-    plain = [row["valid_loss"] for row in rows if row["rule"] == "plain"]
-    mean, spread = sum(plain) / 2, abs(plain[0] - plain[1]) / 2**0.5
-    line = f"| plain | 0.01 | 1 | 2 seeds | 4 | {mean:.4f} ± {spread:.4f} ({min(plain):.4f} to {max(plain):.4f}) |"
-    assert line in (out / "sweep.md").read_text()
-
-
 def test_divergence_is_a_row_of_its_own(source_folder: Path, tmp_path: Path) -> None:
     out = tmp_path / "sweep"
     assert sweep_lr.main(flags(source_folder, out, "--optimizer adamw --steps 3 --lrs 1e38")) == 0

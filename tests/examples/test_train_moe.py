@@ -16,16 +16,12 @@ import train_moe
 from demo.data import TrainBatches
 from demo.model import ModelConfig
 from demo.processes import Runtime
-from meshmuon import RoutingWarning
-from tests.support.bounds import nudge, unit
 from tests.support.processes import results_of, run_ranks
 from tests.support.scripts import run_script
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 WORLD, STEPS, LR, DECAY = 4, 8, 0.01, 0.1
 CONFIG = ModelConfig(d_model=16, n_layers=2, n_heads=2, d_ff=32, seq_len=16)
-
-# Float32 is not for long runs: once rounding has sent a token to another expert the losses differ by 1e-3.
 
 FLAGS = "--d-model 16 --d-ff 32 --layers 1 --heads 2 --seq-len 16 --batch-size 4 --steps 3 --valid-fraction 0.3 --device cpu"
 
@@ -36,13 +32,10 @@ class Case:
     ep: int = 2
     closed: tuple[int, ...] = ()
     """Experts to which no token is sent in the first step."""
-    dtype: torch.dtype = torch.float64
 
 
 CASES = {
-    "whole experts": Case(dtype=torch.float32),
-    "cut experts": Case(experts=6, dtype=torch.float32),
-    "one idle expert": Case(closed=(3,)),
+    "whole experts": Case(),
     "one idle expert, cut": Case(experts=6, closed=(3,)),
     "an idle rank": Case(closed=(4, 5, 6, 7)),
     "experts over all ranks": Case(ep=4),
@@ -64,12 +57,10 @@ def whole(tensor: Tensor | None) -> Tensor:
     return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()
 
 
-def run(case: Case, runtime: Runtime, nudged: int | None = None) -> Outcome:
-    """With ``nudged`` weights are moved by as much as rounding may: a seed."""
+def run(case: Case, runtime: Runtime) -> Outcome:
+    """In float64: once rounding has sent a token to another expert losses differ by 1e-3."""
     outcome = Outcome()
-    model = train_moe.build_model(CONFIG, case.experts, seed=0).to(case.dtype)
-    if nudged is not None:
-        nudge(model.parameters(), STEPS, seed=nudged)
+    model = train_moe.build_model(CONFIG, case.experts, seed=0).double()
     # The model's own loss rounds the logits to float32.
     model.loss = lambda tokens, targets: F.cross_entropy(model(tokens).flatten(0, 1), targets.flatten())
     train_moe.shard(model, case.experts, runtime, case.ep)
@@ -113,40 +104,20 @@ def together(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Outcome]:
     return outcomes
 
 
-def largest_difference(found: dict[str, Tensor], expected: dict[str, Tensor], *, relative: bool) -> float:
-    assert list(found) == list(expected)
-    sizes = {name: max(value.abs().max().item(), 1e-30) if relative else 1.0 for name, value in expected.items()}
-    return max((found[name] - value).abs().max().item() / sizes[name] for name, value in expected.items())
-
-
-def differences(found: Outcome, expected: Outcome) -> tuple[float, float, float]:
-    """Of the losses, of the first step's gradients, and of the weights after the first and the last step."""
-    losses = max(abs(one - other) for one, other in zip(found.losses, expected.losses, strict=True))
-    gradients = largest_difference(found.gradients, expected.gradients, relative=True)
-    first, last = (
-        largest_difference(found.first, expected.first, relative=False),
-        largest_difference(found.last, expected.last, relative=False),
-    )
-    return losses, gradients, max(first, last)
-
-
 @pytest.mark.parametrize("name", CASES)
 def test_four_processes_learn_what_one_does(name: str, together: dict[str, Outcome]) -> None:
     found, expected = together[name], run(CASES[name], Runtime(torch.device("cpu")))
     assert expected.losses[-1] < expected.losses[0] - 0.5
-    off = differences(found, expected)
-    nudged = [differences(run(CASES[name], Runtime(torch.device("cpu")), seed), expected) for seed in range(3)]
-    bounds = [4 * max(one) for one in zip(*nudged, strict=True)]
-    for what, one, bound in zip(("losses", "gradients", "weights"), off, bounds, strict=True):
-        print(f"{name}: {what} {one:.1e}, bound {bound:.1e}")  # pytest -s
-        assert one <= bound, what
-        assert what == "weights" or bound < 0.05, what
+    assert found.losses == pytest.approx(expected.losses, abs=1e-9)
+    for kind in ("gradients", "first", "last"):
+        for key, value in getattr(expected, kind).items():
+            torch.testing.assert_close(getattr(found, kind)[key], value, rtol=0, atol=1e-7, msg=f"{kind} of {key}")
 
 
 @pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.closed])
 def test_an_idle_expert_only_decays(name: str, together: dict[str, Outcome]) -> None:
     case, found = CASES[name], together[name]
-    start = dict(train_moe.build_model(CONFIG, case.experts, seed=0).to(case.dtype).named_parameters())
+    start = dict(train_moe.build_model(CONFIG, case.experts, seed=0).double().named_parameters())
     names = [key for key in start if ".experts." in key]
     assert len(names) == 2 * CONFIG.n_layers
     for key in names:
@@ -154,7 +125,7 @@ def test_an_idle_expert_only_decays(name: str, together: dict[str, Outcome]) -> 
             idle = expert in case.closed
             assert (found.gradients[key][expert].count_nonzero() == 0) == idle
             decayed = start[key][expert] * (1 - LR * DECAY)
-            assert torch.allclose(found.first[key][expert], decayed, rtol=2 * unit(case.dtype), atol=0) == idle
+            assert torch.allclose(found.first[key][expert], decayed, rtol=1e-15, atol=0) == idle
             assert not torch.allclose(found.last[key][expert], decayed * (1 - LR * DECAY) ** (STEPS - 1), rtol=1e-4)
 
 
@@ -162,7 +133,7 @@ def test_an_idle_expert_only_decays(name: str, together: dict[str, Outcome]) -> 
     ("name", "layout", "how"),
     [
         ("whole experts", "[S(0, stride 2), S(0)] on 2×2", "local"),
-        ("cut experts", "[S(1), S(0)] on 2×2", "one owner"),
+        ("one idle expert, cut", "[S(1), S(0)] on 2×2", "one owner"),
     ],
 )
 def test_the_plan_shows_the_experts(name: str, layout: str, how: str, together: dict[str, Outcome]) -> None:
@@ -194,12 +165,6 @@ def test_entry_point_in_one_process(source_folder: Path, capsys: pytest.CaptureF
     assert "21 computed where they are" in text  # 8 experts of two matrices, the router, four of attention
 
 
-def test_divergence_is_a_clear_error(source_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.warns(RoutingWarning):
-        assert train_moe.main([*FLAGS.split(), "--data", str(source_folder), "--nproc", "1", "--lr", "1e30"]) == 1
-    assert "training diverged, lower --lr" in capsys.readouterr().err
-
-
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
@@ -207,9 +172,6 @@ def test_divergence_is_a_clear_error(source_folder: Path, capsys: pytest.Capture
         ("--ep 3", "4 processes do not divide into expert-parallel groups of 3"),
         ("--experts 7", "--experts 7 do not divide over --ep 2 processes"),
         ("--experts 6 --d-ff 33", "nor do their 33 and 16 rows over 2"),
-        ("--experts 1", "argument --experts: must be a whole number of at least 2, got '1'"),
-        ("--heads 3", "d_model 16 does not divide into 3 heads"),
-        ("--lr 0", "argument --lr: must be a number above 0"),
     ],
 )
 def test_bad_flags_are_refused(flags: str, message: str, source_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

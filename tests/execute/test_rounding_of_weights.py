@@ -16,7 +16,6 @@ from meshmuon.execute.rounding import (
     RandomWords,
     RoundingScratch,
     advance_counters,
-    apply_rounded,
     chunks_of,
     elements_held,
     round_stochastically,
@@ -214,7 +213,7 @@ def test_many_parameters_have_the_bits_of_single_ones(limit: int, decay: float, 
     pairs[3] = pairs[3][0], pairs[3][1].bfloat16()  # received in 16 bits
     expected = [weight.clone() for weight, _ in pairs]
     for weight, (_, update) in zip(expected, pairs, strict=True):
-        apply_rounded(weight, update.clone(), decay, 0.013, cautious=False, words=None, scratch=RoundingScratch())
+        apply([weight], [update.clone()], decay, 0.013)
     monkeypatch.setitem(rounding._CHUNK, "cpu", limit)
     apply([weight for weight, _ in pairs], [update for _, update in pairs], decay, 0.013)
     for (weight, _), wanted in zip(pairs, expected, strict=True):
@@ -236,11 +235,8 @@ def test_a_rate_of_zero_changes_nothing(words: bool) -> None:
     weight = torch.tensor([0.0, -0.0, 1.0, -3.0]).bfloat16()
     before = weight.clone()
     for update in (-1.0, 1.0):
-        random_words = RandomWords.of(counter(), whole(4)) if words else None
-        change = torch.full((4,), update)
-        apply_rounded(
-            weight, change, torch.tensor(1.0), torch.tensor(0.0), cautious=False, words=random_words, scratch=RoundingScratch()
-        )
+        random_words = [RandomWords.of(counter(), whole(4))] if words else None
+        apply([weight], [torch.full((4,), update)], torch.tensor(1.0), torch.tensor(0.0), words=random_words)
         assert torch.equal(weight.view(torch.int16), before.view(torch.int16))
 
 

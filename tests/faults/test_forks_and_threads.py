@@ -10,9 +10,10 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
-from meshmuon import DistMuon, Muon
+from meshmuon import DistMuon, MaxLogits, Muon, clip_grad_norm_
 from meshmuon.errors import TransportError
 from tests.support.processes import results_of, run_ranks
 from tests.support.small_model import after, assert_equal, give_gradients, initial, muon_of, world_mesh
@@ -122,3 +123,60 @@ def threaded_rank(rank: int, folder: Path, fresh: bool) -> None:
 @pytest.mark.parametrize("world", [1, 2])
 def test_steps_in_another_thread(world: int, fresh: bool, tmp_path: Path) -> None:
     results_of(run_ranks(world, threaded_rank, tmp_path, fresh))
+
+
+def clips(rank: int) -> Callable[[], float]:
+    params = initial(world_mesh())
+    give_gradients(params, 0)
+    return lambda: clip_grad_norm_(params, 1.0).item()
+
+
+def collects(rank: int) -> Callable[[], float]:
+    logits = MaxLogits(group=dist.group.WORLD)
+
+    def collect() -> float:
+        with logits.collecting():
+            logits.observe_scores(0, torch.full((1, 1, 2), float(rank)))
+        return logits.collect()[0].item()
+
+    return collect
+
+
+def consolidates(rank: int) -> Callable[[], float]:
+    params = [nn.Parameter(seeded((6, 4), k)) for k in range(3)]
+    optimizer = DistMuon(params)
+    steps(params, optimizer, 0, 1)
+
+    def consolidate() -> float:
+        optimizer.consolidate()
+        entries = optimizer.state_dict()["state"].values()
+        return sum(entry["momentum_buffer"].norm().item() for entry in entries)
+
+    return consolidate
+
+
+def rank_of_two_threads(rank: int, folder: Path, prepare: Callable[[int], Callable[[], float]]) -> list[float]:
+    """In the middle of a step, a second thread calls something over the same group."""
+    call = prepare(rank)
+    found = [call()]  # in the thread of the steps: all connections are there
+    second = threading.Thread(target=lambda: found.append(call()))
+
+    def scheme(matrices: torch.Tensor) -> torch.Tensor:
+        if second.ident is None:
+            second.start()
+            second.join(1)
+            assert second.is_alive(), "it has not waited for the end of the step"
+        return matrices
+
+    params = initial(world_mesh())
+    optimizer = muon_of(params, scheme=scheme)
+    steps(params, optimizer, 0, 1)
+    second.join(100)
+    steps(params, optimizer, 1, 2)
+    return found
+
+
+@pytest.mark.parametrize("prepare", [clips, collects, consolidates])
+def test_what_communicates_takes_turns_with_steps(prepare: Callable[[int], Callable[[], float]], tmp_path: Path) -> None:
+    (first, second), other = results_of(run_ranks(2, rank_of_two_threads, tmp_path, prepare))
+    assert other == [first, second]

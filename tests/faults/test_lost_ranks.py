@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import math
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -15,8 +17,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from meshmuon import DistMuon, Muon
 from meshmuon.errors import StateError, TransportError
 from meshmuon.transport.groups import timeout_of_group
+from tests.support import nccl_like
 from tests.support.injector import Fault, await_files, fail_at, kill_this_rank, stall_at
-from tests.support.processes import GROUP_TIMEOUT, RankOutcome, results_of, run_ranks, shorten_timeouts
+from tests.support.lost_ranks import run_tries
+from tests.support.processes import GROUP_TIMEOUT, RankOutcome, fork_server, results_of, run_ranks, shorten_timeouts
 from tests.support.small_model import after, assert_equal, give_gradients, initial, muon_of, world_mesh
 from tests.support.tensors import seeded
 
@@ -170,6 +174,32 @@ def test_a_killed_rank_of_dist_muon(phase: str, tmp_path: Path) -> None:
     check_lost(ended, {"agreement"} if phase == "before the agreement" else {"gather", "scatter"}, {2, 3})
 
 
+# Many ranks, lost in every way at random places.
+
+
+def drive_tries(tries: range, outcomes: Any) -> None:
+    run_tries(tries, 2, outcomes.send)
+    outcomes.close()
+
+
+def test_every_loss_is_heard() -> None:
+    """With forks that hold gloo's connections open, and a group timeout of half an hour; ``lost_ranks`` can do it more often."""
+    context = fork_server()
+    receiver, sender = context.Pipe(duplex=False)
+    driver = context.Process(target=drive_tries, args=(range(8), sender))
+    driver.start()
+    sender.close()
+    outcomes = []
+    with contextlib.suppress(EOFError):
+        while True:
+            outcomes.append(receiver.recv())
+    driver.join()
+    assert sorted(outcome.of.number for outcome in outcomes) == list(range(8))
+    for outcome in outcomes:
+        assert math.isfinite(outcome.heard), outcome
+        assert math.isfinite(outcome.ended), outcome
+
+
 # Stalls.
 
 
@@ -210,6 +240,18 @@ def test_a_rank_that_leaves_a_step(phase: str, action: type[Raise], tmp_path: Pa
         assert rank == LOST or report.kind == "TransportError", report
         assert all(kind != "nothing" for kind, _ in report.later), report
         assert not report.timed_out(GROUP_TIMEOUT), report
+
+
+@pytest.mark.parametrize(("phase", "action"), [("gather", Kill), ("orthogonalise", Kill), ("before the gather", Raise)])
+def test_a_lost_rank_under_nccls_rules(phase: str, action: type[Kill], tmp_path: Path) -> None:
+    """NCCL tells nobody: the others hear over the connections of the agreement, and abort what they wait for."""
+    left = WORLD - (action is Kill)
+    ended = run_ranks(WORLD, muon_rank, tmp_path, 2, phase, action(tmp_path), left, {}, backend=nccl_like.NAME)
+    reports: list[Report] = results_of([one for rank, one in enumerate(ended) if rank != LOST])
+    for report in reports:
+        assert report.kind == "TransportError", report
+        assert not report.timed_out(GROUP_TIMEOUT), report
+    assert any("aborted" in report.text for report in reports), reports
 
 
 def interrupted_agreement(rank: int, folder: Path) -> Report:
@@ -263,10 +305,10 @@ def group_of_its_own(rank: int, folder: Path) -> Report | None:
         return None
     params = [initial(meshes[0])[0], initial(meshes[1])[1]]
     optimizer = muon_of(params)
-    known = set(dist.distributed_c10d._world.pg_map)
+    known = set(dist.distributed_c10d._world.pg_group_ranks)
     give_gradients(params, 0)
     optimizer.step()
-    made = set(dist.distributed_c10d._world.pg_map) - known
+    made = set(dist.distributed_c10d._world.pg_group_ranks) - known
     assert {timeout_of_group(group) for group in made} == {timedelta(seconds=GROUP_TIMEOUT)}
     report = until_lost(optimizer, params, stall_at(0, 2, "before the agreement", folder, 3, TIMEOUT))
     stay(folder, rank, WORLD - 1)

@@ -278,6 +278,33 @@ def test_ranks_that_start_collectives_by_what_has_completed() -> None:
     assert "starts all_reduce of torch.float32 on cuda [" in started.differences()[0]
 
 
+def test_a_synchronous_collective_is_not_ordered_behind_an_asynchronous_one() -> None:
+    def main(rank: int) -> list[str]:
+        with Recorder().recording() as recorder:
+            x = zeros(4)
+            with beside(torch.cuda.Stream(), waits=True):
+                work = dist.all_reduce(x, async_op=True)
+            dist.all_reduce(zeros(2))
+            x.add_(1)
+            del work
+            return kinds(recorder)
+
+    with twins():
+        assert run_threads(2, main) == [["race", "race"]] * 2
+
+
+def test_sizes_that_do_not_fit() -> None:
+    def main(rank: int) -> None:
+        with Recorder().recording():
+            splits = ([1, 2], [1, 2]) if rank else ([1, 3], [1, 1])
+            sent, received = zeros(sum(splits[1])), zeros(sum(splits[0]))
+            dist.all_to_all_single(received, sent, *splits)
+
+    with twins() as started:
+        run_threads(2, main)
+    assert [text.split(": ", 1)[1].count("3") for text in started.differences()] == [1]
+
+
 MATRICES = Program(
     mesh=(2,),
     params=(

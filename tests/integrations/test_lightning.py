@@ -59,7 +59,11 @@ def test_options_reach_routing_and_optimizer() -> None:
 
 def test_metrics_of_several_groups() -> None:
     model = nn.Sequential(nn.Linear(8, 12), nn.Linear(12, 8))
-    groups = get_default_muon_param_groups(model[0]) + get_default_muon_param_groups(model[1])
+    groups = [
+        {**group, "names": [f"{k}.{name}" for name in group["names"]]}
+        for k in (0, 1)
+        for group in get_default_muon_param_groups(model[k])
+    ]
     optimizer = Muon([{**group, "lr": 10.0 ** -(2 + k)} for k, group in enumerate(groups)], nonfinite="skip")
     for param in model.parameters():
         param.grad = torch.full_like(param, torch.nan)

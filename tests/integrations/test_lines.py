@@ -36,9 +36,9 @@ def counted() -> dict[str, int]:
     return {
         "HF `Trainer`, TRL `SFTTrainer`": max(of_python(block("trainers_hf.md", name)) for name in ("TrainingArguments", "trl")),
         "Accelerate": of_python(block("trainers_hf.md", "from accelerate import Accelerator")),
-        "Lightning": of_python(block("trainers_lightning.md", "MuonMonitor, muon")),
-        "Fabric": of_python(block("trainers_lightning.md", "integrations.lightning import muon")),
-        "torchtitan": of_python(block("trainers_torchtitan.md", "config_registry")),
+        "Lightning": of_python(block("trainers.md", "MuonMonitor, muon")),
+        "Fabric": of_python(block("trainers.md", "integrations.lightning import muon")),
+        "torchtitan": of_python(block("trainers.md", "config_registry")),
         "axolotl": of_yaml("axolotl"),
         "verl": of_yaml("verl"),
         "NeMo Automodel": of_yaml("automodel"),

@@ -112,7 +112,7 @@ def test_axolotl_does_not_ignore_what_it_cannot_do(plugin: Any) -> None:
         plugin.post_trainer_create({"optim_args": "momentum=0.5"}, axolotl_trainer(net()))
     with pytest.raises(ConfigError, match="did you mean momentum"):
         plugin.post_trainer_create({"optim_args": {"momentun": 0.5}}, axolotl_trainer(net()))
-    with pytest.raises(ConfigError, match="1=2 is neither an option of Muon"):
+    with pytest.raises(ConfigError, match="1=2 is not an option of Muon"):
         plugin.post_trainer_create({"optim_args": {1: 2}}, axolotl_trainer(net()))
     with pytest.raises(ConfigError, match=r"embedding_lr=0.1 is for axolotl's own param groups.*remove embedding_lr"):
         plugin.post_trainer_create({}, axolotl_trainer(net(), embedding_lr=0.1))
@@ -166,7 +166,7 @@ def test_verl_needs_the_module_behind_the_parameters() -> None:
     for parameters in (list(model.parameters()), (param for param in model.parameters())):
         with pytest.raises(ConfigError, match="which does not say which module it is from"):
             make(parameters, lr=1e-3)
-    with pytest.raises(ConfigError, match="model=1 is neither an option of Muon nor of"):
+    with pytest.raises(ConfigError, match="model=1 is not an option of Muon"):
         make(model.parameters(), model=1)
 
 

@@ -236,7 +236,8 @@ def container_case(name: str, degrees: dict[str, int], folder: Path) -> None:
     (optimizer,) = muon(lr=LR, weight_decay=0.0, momentum=0.9).build(model_parts=[model])
     assert [group["param_names"] for group in optimizer.param_groups] == [
         ["1.weight", "2.weight"],
-        ["0.weight", "1.bias", "2.bias", "3.weight", "3.bias"],
+        ["0.weight", "3.weight"],
+        ["1.bias", "2.bias", "3.bias"],
     ]
     assert {(group["lr"], group["weight_decay"], group["momentum"]) for group in optimizer.param_groups} == {(LR, 0.0, 0.9)}
 

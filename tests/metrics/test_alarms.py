@@ -85,6 +85,14 @@ def test_an_lr_of_the_wrong_convention() -> None:
     assert run(lr=0.005, adjust_lr_fn="original") == []
 
 
+def test_an_lr_of_the_wrong_convention_is_compared_with_adamws() -> None:
+    matrices = {"matrices": {"a": {"update_rms": 0.02}}}
+    [(_, _, text)] = Health()._of_rates({**matrices, "adamw": {"b": {"update_rms": 2e-4}, "c": {"update_rms": 0.0}}})
+    assert "move by 2.0e-02, 1e+02 times as far as those of AdamW's parameters: probably" in text
+    [(_, _, text)] = Health()._of_rates({**matrices, "adamw": {}})
+    assert "move by 2.0e-02: probably" in text
+
+
 def test_a_matrix_without_a_gradient() -> None:
     assert run(cut=True) == ["stopped moving"]
 
@@ -143,3 +151,30 @@ def test_a_weight_of_zeros_may_grow() -> None:
     """Projections that begin at zero have no norm to compare with."""
     health = Health(Limits(patience=1))
     assert health.check(measurement(1, update_to_weight=math.inf, weight_norm=0.0)) == []
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
+def test_an_update_vanishes_below_a_quarter_of_the_last_digit(dtype: torch.dtype) -> None:
+    """Between 1 and 2 a weight's neighbours are ``eps`` apart, and it moves if the update is at least half of that."""
+    quarter = torch.finfo(dtype).eps / 8  # relative to a weight of almost 2, which has the smallest last digit
+
+    def kinds(ratio: float) -> list[str]:
+        values: dict[str, Any] = {"update_to_weight": ratio, "dtype": str(dtype).removeprefix("torch.")}
+        return [alarm.kind for alarm in Health(Limits(patience=1)).check(measurement(1, **values))]
+
+    assert kinds(quarter / 1.01) == ["stopped moving"]
+    assert kinds(quarter * 1.01) == []
+
+
+def test_logits_must_have_grown_above_the_limit() -> None:
+    """Judged by the last of them: many small steps count, a maximum that was high before does not."""
+
+    def alarms(logits: list[float]) -> list[str]:
+        health = Health(Limits(patience=3, logits=30.0, growth=1.3))
+        layers = [{**measurement(step), "qk_clip": {"0": {"max_logit": logit}}} for step, logit in enumerate(logits)]
+        return [alarm.kind for layer in layers for alarm in health.check(layer)]
+
+    assert alarms([20.0, 24.0, 28.0, 32.0]) == ["logits grow"]
+    assert alarms([20.0, 24.0, 28.0, 29.0]) == [], "below the limit"
+    assert alarms([40.0, 44.0, 48.0, 51.0]) == [], "grown too little"
+    assert alarms([20.0, 40.0, 39.0, 41.0]) == [], "not in every measurement"

@@ -164,7 +164,7 @@ def test_one_reduction_on_measured_steps_and_nothing_on_others() -> None:
 
     with patch.object(dist, "all_reduce", counting):
         run_threads(2, main)
-    first = 2 * FIRST_STEPS - 1  # the products from which the largest singular values of the weights are found
+    first = 2 * FIRST_STEPS  # the products from which the largest singular values of the weights are found
     assert [len(made) for made in steps[1:]] == [1, 2 + first, 1, 1, 2]
 
 

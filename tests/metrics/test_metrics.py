@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import io
 import json
 import math
@@ -14,8 +15,10 @@ import torch
 from torch import Tensor, nn
 
 from meshmuon import ConfigError, Muon, NorMuon, orthogonalize, polar_express
+from meshmuon.device import DirectTransfers
 from meshmuon.metrics import Metrics, flat
-from meshmuon.metrics.spectra import start_vector
+from meshmuon.metrics.report import Measurement
+from meshmuon.metrics.spectra import probes
 from meshmuon.params.lr import lr_factor
 
 SHAPES = ((12, 8), (6, 20), (9, 9))
@@ -135,7 +138,7 @@ def test_the_singular_value_of_a_weight_follows_it() -> None:
 
 def test_a_weight_that_begins_at_zero_has_no_impossible_rank() -> None:
     """Its vector was looked for in vain, and is found by and by; here it has the least of what is largest in the weight."""
-    weight, start = nn.Parameter(torch.zeros(24, 24)), start_vector(24)
+    weight, start = nn.Parameter(torch.zeros(24, 24)), probes(24)[0]
     params = [weight, nn.Parameter(torch.ones(7))]
     optimizer = built(params, lr=0.0)
     train(optimizer, params, 1)
@@ -259,6 +262,22 @@ def test_copies_checkpoints_and_offload() -> None:
     other.load_state_dict(torch.load(loaded, weights_only=True))
 
 
+def test_a_measurement_that_fails_is_raised_when_the_step_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    params, alone = parameters(), parameters()
+    optimizer = built(params)
+    train(optimizer, params, 1)
+
+    def no_room(*arguments: Any) -> Tensor:
+        raise MemoryError("no room")
+
+    monkeypatch.setattr(DirectTransfers, "host_buffer", no_room)
+    with pytest.raises(MemoryError, match="no room"):
+        train(optimizer, params, 1, first=1)
+    train(built(alone, None), alone, 2)
+    assert all(torch.equal(a, b) for a, b in zip(params, alone, strict=True))
+    assert optimizer.metrics()["step"] == 1
+
+
 def test_a_new_param_group_is_measured() -> None:
     params = parameters()
     optimizer = built(params)
@@ -279,6 +298,7 @@ def test_the_dict_is_plain_and_flat_names_are_too() -> None:
     train(optimizer, params, 1)
     metrics = optimizer.metrics()
     assert json.loads(json.dumps(metrics)) == metrics
+    assert metrics["bytes"] == {"sent": 0, "reduced": 0}, "one device tells nobody"
     numbers = flat(metrics)
     assert all(type(value) is float for value in numbers.values())
     assert numbers["muon/group/0/update_to_weight"] == metrics["groups"]["0"]["update_to_weight"]
@@ -325,3 +345,23 @@ def test_a_weight_of_zeros_and_a_lost_gradient_stay_numbers() -> None:
     values = optimizer.metrics()["matrices"]["layers.0.up.weight"]
     assert values["gradient_norm"] == values["momentum_sigma"] == values["update_to_weight"] == 0.0
     assert values["below_bound"] == pytest.approx(1.0)
+
+
+def test_an_empty_matrix_is_left_out() -> None:
+    """It has no norm to divide by, and its zeros would be the least of its group."""
+    params = [nn.Parameter(torch.ones(0, 6)), nn.Parameter(torch.ones(4, 6)), nn.Parameter(torch.ones(0))]
+    optimizer = built(params)
+    train(optimizer, params, 1)
+    metrics = optimizer.metrics()
+    assert list(metrics["matrices"]) == ["layers.1.up.weight"]
+    assert metrics["adamw"] == {}
+    assert metrics["groups"]["0"]["update_to_weight_min"] > 0
+
+
+def test_measurements_that_nobody_reads_are_not_kept() -> None:
+    params = [nn.Parameter(torch.ones(4, 6)), nn.Parameter(torch.ones(3))]
+    optimizer = Muon([{"params": params[:1], "names": ["unread"], "use_muon": True}], metrics=1)
+    train(optimizer, params, 5)
+    gc.collect()
+    measurements = [kept for kept in gc.get_objects() if type(kept) is Measurement]
+    assert sorted(kept.step for kept in measurements if kept.numbers.measured[0].name == "unread") == [4, 5]

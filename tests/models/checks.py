@@ -44,7 +44,7 @@ def check_model(model: nn.Module) -> Findings:
     try:
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
-            table = Muon(get_default_muon_param_groups(model)).routing_table()
+            table = Muon(get_default_muon_param_groups(model), allow_inactive=True).routing_table()
     except MeshmuonError as error:
         findings.problems.append(f"refused: {error}")
         return findings

@@ -143,6 +143,22 @@ def test_no_head_at_the_end(model: nn.Module) -> None:
     assert all(contents(model, name).route == "muon" for name, _ in model.named_parameters())
 
 
+def test_models_in_a_dict_have_heads_of_their_own() -> None:
+    """Each is routed as alone, whatever heads the others have: so two models get names that differ."""
+
+    def plain() -> nn.Module:
+        return nn.Sequential(linear(16, 8), nn.ReLU(), linear(16, 16), linear(10, 16))
+
+    named = module("Model", first=linear(16, 8), lm_head=linear(40, 16))
+    both = nn.ModuleDict({"a": plain(), "b": named, "c": plain()})
+    for key, alone in both.items():
+        for name, _ in alone.named_parameters():
+            assert contents(both, f"{key}.{name}") == contents(alone, name), (key, name)
+    assert contents(both, "a.3.weight").reason == "output head: the last linear layer"
+    layers = nn.ModuleDict({"first": linear(16, 8), "last": linear(10, 16)})
+    assert contents(layers, "last.weight").reason == "output head: the last linear layer", "of one model, layer by layer"
+
+
 def test_a_task_model_has_a_head_at_its_end() -> None:
     model = module("ModelForPrediction", config=SimpleNamespace(model_type="x"), first=linear(16, 8), proj=linear(8, 16))
     assert contents(model, "proj.weight").reason == "output head: the last linear layer"
@@ -300,10 +316,10 @@ def test_conv_and_expert_keys_override() -> None:
 
 def test_names_with_stars() -> None:
     model = nn.ModuleList([Attention() for _ in range(3)])
-    muon, adamw = get_default_muon_param_groups(model)
+    muon, adamw, vectors = get_default_muon_param_groups(model)
     assert muon["matrices"] == {"*.experts.up": {"experts": True}, "*.qkv.weight": {"split": (8, 8, 8)}}
     assert muon["reasons"] == {"*.qkv.weight": "fused q, k, v", "*.experts.up": "expert stack (E, out, in, assumed)"}
-    assert adamw["reasons"] == {"*.conv.weight": "convolution filter", "*.conv.bias": "vector"}
+    assert (adamw["reasons"], vectors["reasons"]) == ({"*.conv.weight": "convolution filter"}, {"*.conv.bias": "vector"})
 
 
 def test_layers_that_differ_are_listed_one_by_one() -> None:

@@ -21,7 +21,7 @@ def routed(model: nn.Module) -> tuple[dict[str, Any], list[str]]:
     """Matrices by name for Muon, "adamw" for the rest, without vectors; and the warnings."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        table = Muon(get_default_muon_param_groups(model)).routing_table()
+        table = Muon(get_default_muon_param_groups(model), allow_inactive=True).routing_table()
     return {row.name: row.matrices if row.route == "muon" else "adamw" for row in table.rows if len(row.shape) > 1}, list(
         table.warnings
     )

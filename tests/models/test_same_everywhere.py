@@ -107,9 +107,3 @@ def test_a_copy_of_an_active_optimizer_is_active() -> None:
     twin = copy.deepcopy(optimizer)
     for _ in range(3):
         twin.step()  # neither warns nor raises
-
-
-def test_decays_may_return_anything() -> None:
-    model = Tied(tie=False)
-    optimizer = muon_for(model, lr=1e-3, decays=lambda name: None if "bias" in name else name)
-    assert sum(len(group["params"]) for group in optimizer.param_groups) == len(list(model.parameters()))

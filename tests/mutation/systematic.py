@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator
 from typing import NamedTuple
 
 __all__ = ["Change", "changes"]
@@ -77,11 +76,36 @@ class _Finder(ast.NodeVisitor):
 
     # What is changed
 
+    def visit_Expr(self, node: ast.Expr) -> None:
+        self.generic_visit(node)
+        if isinstance(node.value, ast.Call):
+            self._drop(node)
+
+    def visit_AugAssign(self, node: ast.AugAssign) -> None:
+        self.visit(node.value)
+        self._drop(node)
+
+    def visit_If(self, node: ast.If) -> None:
+        self.generic_visit(node)
+        self._negate(node.test)
+
+    def visit_IfExp(self, node: ast.IfExp) -> None:
+        self.generic_visit(node)
+        self._negate(node.test)
+
+    def visit_comprehension(self, node: ast.comprehension) -> None:
+        self.generic_visit(node)
+        for condition in node.ifs:
+            self._replace(condition, "True")
+
     def visit_Constant(self, node: ast.Constant) -> None:
         value = node.value
         if isinstance(value, bool):
             self._replace(node, str(not value))
         elif isinstance(value, int):
+            # Requests to the operating system: beside "read an address" is "set flags", which takes the network down.
+            if self._text(node).startswith("0x"):
+                return
             self._replace(node, str(value + 1))
             self._replace(node, f"({value - 1})")
         elif isinstance(value, float):
@@ -116,6 +140,14 @@ class _Finder(ast.NodeVisitor):
                 middle = self._source[self._stop(node.args[0]) : self._start(node.args[1])].decode()
                 self._add(begin, end, node.args[0].lineno, second + middle + first)
 
+    def _drop(self, node: ast.stmt) -> None:
+        self._add(self._start(node), self._stop(node), node.lineno, "pass")
+
+    def _negate(self, test: ast.expr) -> None:
+        """Swaps two branches. A comparison or a ``not`` is inverted anyway."""
+        if not isinstance(test, ast.Compare | ast.UnaryOp) and ast.unparse(test) != "TYPE_CHECKING":
+            self._replace(test, f"(not ({self._text(test)}))")
+
     def _replace(self, node: ast.expr, new: str) -> None:
         self._add(self._start(node), self._stop(node), node.lineno, new)
 
@@ -129,10 +161,10 @@ class _Finder(ast.NodeVisitor):
     def _add(self, start: int, stop: int, line: int, new: str) -> None:
         self.changes.append(Change(start, stop, line, self._source[start:stop].decode(), new))
 
-    def _start(self, node: ast.expr) -> int:
+    def _start(self, node: ast.expr | ast.stmt) -> int:
         return self._starts[node.lineno - 1] + node.col_offset
 
-    def _stop(self, node: ast.expr) -> int:
+    def _stop(self, node: ast.expr | ast.stmt) -> int:
         assert node.end_lineno is not None
         assert node.end_col_offset is not None
         return self._starts[node.end_lineno - 1] + node.end_col_offset
@@ -143,8 +175,3 @@ class _Finder(ast.NodeVisitor):
 
 def _is_text(node: ast.expr) -> bool:
     return isinstance(node, ast.JoinedStr) or (isinstance(node, ast.Constant) and isinstance(node.value, (str, bytes)))
-
-
-def lines(source: bytes) -> Iterator[str]:
-    """The source's lines, stripped, from line 1."""
-    return (line.decode().strip() for line in source.splitlines())

@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from meshmuon import ConfigError, DistMuon, GradientError, InactiveWarning, Muon, get_default_muon_param_groups
+from meshmuon.integrations.factory import muon_for
 from tests.support.reference import LR, assert_same_bits, copies, gradients, group, make_params, set_gradients
 from tests.support.small_model import give_gradients, initial, muon_of, world_mesh
 from tests.support.threads import run_threads
@@ -67,6 +68,51 @@ def test_no_matrix_among_default_groups() -> None:
         optimizer.step()
 
 
+class ConvNet(nn.Module):
+    """As a beginner writes it: filters, norms and a head, and no other matrix."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.norm, self.fc = nn.Conv2d(3, 8, 3), nn.Conv2d(8, 8, 3), nn.BatchNorm2d(8), nn.Linear(8, 6)
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        return self.fc(self.norm(self.second(self.first(images))).mean((2, 3)))
+
+
+def test_filters_alone_are_refused_by_the_constructor() -> None:
+    model = ConvNet()
+    told = r'filters of convolutions go to AdamW, here first\.weight, second\.weight\. Write .*conv="flatten"'
+    for build in (lambda: Muon(get_default_muon_param_groups(model)), lambda: muon_for(model, lr=LR)):
+        with pytest.raises(ConfigError, match=told) as caught:
+            build()
+        assert "FSDP" not in str(caught.value)
+    optimizer = Muon(get_default_muon_param_groups(model, conv="flatten"), lr=LR)
+    model(torch.ones(2, 3, 8, 8)).square().sum().backward()
+    optimizer.step()
+    assert len(optimizer.param_groups[0]["params"]) == 2
+    Muon(get_default_muon_param_groups(model), allow_inactive=True).step()
+    model.hidden = nn.Linear(8, 8)  # a matrix for Muon: that filters go to AdamW is a choice then
+    Muon(get_default_muon_param_groups(model))
+
+
+@pytest.mark.parametrize(
+    ("shape", "told"), [((8, 3, 3, 3), 'conv="flatten"'), ((8, 3, 4), r"expert_keys=\[\.\.\.\]"), ((8,), "use_muon=False")]
+)
+def test_parameters_by_hand_that_are_no_matrices(shape: tuple[int, ...], told: str) -> None:
+    """Refused by name, by the constructor, by add_param_group, and by the step if a parameter got its shape later."""
+    wrong = [{"params": [("wrong.weight", nn.Parameter(torch.ones(shape)))], "use_muon": True}]
+    with pytest.raises(ConfigError, match=rf"^wrong\.weight: shape .*{told}"):
+        Muon(wrong)
+    params, optimizer = mixed()
+    with pytest.raises(ConfigError, match=rf"^wrong\.weight: shape .*{told}"):
+        optimizer.add_param_group(wrong[0])
+    assert len(optimizer.param_groups) == 2
+    params[0].data = torch.ones(shape)
+    params[0].grad = torch.ones(shape)
+    with pytest.raises(ConfigError, match=told):
+        optimizer.step()
+
+
 @strictly
 def test_intended_and_added_later() -> None:
     params = make_params((4, 6), (5,))
@@ -78,7 +124,7 @@ def test_intended_and_added_later() -> None:
         optimizer.step()
     assert not torch.equal(params[0], before[0])
     grown = Muon([group(params[1:], use_muon=False)], lr=LR)
-    grown.add_param_group(group(params[:1]))
+    grown.add_param_group(group(params[:1], prefix="grown"))
     grown.step()
 
 
@@ -198,13 +244,13 @@ def test_replaced_after_some_steps() -> None:
 
 @strictly
 def test_what_is_no_replacement() -> None:
-    """A part that was not used, a model that is gone, names inside wrappers, two models with the same names."""
+    """A part that was not used, a model that is gone, names inside wrappers, two models of one kind."""
     model = net()
     optimizer = Muon(get_default_muon_param_groups(model), lr=LR)
     model[0](torch.ones(2, 6)).sum().backward()
     optimizer.step()
     other, twin = net(), net()
-    both = Muon([*get_default_muon_param_groups(other), *get_default_muon_param_groups(twin)], lr=LR)
+    both = Muon(get_default_muon_param_groups(nn.ModuleDict({"other": other, "twin": twin})), lr=LR)
     backward(twin)
     both.step()
     gone = net()

@@ -18,6 +18,7 @@ from torch.utils import swap_tensors
 from meshmuon import Muon
 from meshmuon.errors import GradientError, MeshmuonError
 from meshmuon.optim.collect import Collector
+from meshmuon.optim.step_params import StepParams
 from meshmuon.torch_compat import local_part
 from tests.support.threads import run_threads
 
@@ -46,7 +47,7 @@ def step(optimizer: Muon, number: int, *, forgets: bool) -> str | None:
         generator = torch.Generator().manual_seed(100 * number + k)
         param.grad = torch.randn(param.shape, generator=generator, dtype=torch.float64).to(param.dtype)
     if forgets:
-        optimizer._collector = Collector(optimizer._wire_dtype())
+        optimizer._collector, optimizer._step_params = Collector(optimizer._wire_dtype()), StepParams()
     try:
         optimizer.step()
     except MeshmuonError as error:
@@ -175,10 +176,10 @@ def test_what_has_not_changed_is_not_made_anew() -> None:
     optimizer = build()
     step(optimizer, 0, forgets=False)
     step(optimizer, 1, forgets=False)
-    plan_inputs, work = optimizer._collector._plan_inputs, optimizer._collector._cached_step_params[1]
+    records, work = optimizer._collector.records, optimizer._step_params._cached
     step(optimizer, 2, forgets=False)
-    assert optimizer._collector._plan_inputs is plan_inputs
-    assert optimizer._collector._cached_step_params[1] is work
+    assert optimizer._collector.records is records
+    assert optimizer._step_params._cached is work
     assert len(work) == 3
 
 
@@ -236,7 +237,7 @@ def sharded_step(optimizer: Muon, number: int, mesh: DeviceMesh, late: Any, *, f
         param.grad = value if cut is None else distribute_tensor(value, mesh, cut)
     late(first(optimizer), mesh)
     if forgets:
-        optimizer._collector = Collector(optimizer._wire_dtype())
+        optimizer._collector, optimizer._step_params = Collector(optimizer._wire_dtype()), StepParams()
     try:
         optimizer.step()
     except MeshmuonError as error:
@@ -346,10 +347,8 @@ def test_a_change_on_another_rank_alone() -> None:
                     param.grad = param.grad if rank == 1 and given else None
 
                 assert sharded_step(optimizer, number, mesh, late, forgets=forgets) is None
-                kept.append(len(optimizer._collector._cached_step_params[1]))
-                assert all(
-                    step_param.zeros is None for step_param in optimizer._collector._cached_step_params[1]
-                )  # stand-ins are not kept
+                kept.append(len(optimizer._step_params._cached))
+                assert all(step_param.zeros is None for step_param in optimizer._step_params._cached)  # stand-ins are not kept
             return kept, [local_part(param.detach()).clone() for param in parameters(optimizer)]
 
         return run_threads(2, main)

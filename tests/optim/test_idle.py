@@ -148,7 +148,7 @@ def test_nothing_is_planned_or_prepared_again(options: dict[str, Any], monkeypat
         optimizer.step()
         plans.append(optimizer.plan())
         sizes.append(optimizer.workspace_bytes())
-        made.append(optimizer._collector._cached_step_params[1])
+        made.append(optimizer._step_params._cached)
     assert counts.plans == counts.prepares == 1
     assert all(plan is plans[0] for plan in plans)
     assert set(sizes) == {sizes[0]}

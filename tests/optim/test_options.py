@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
+import pickle
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -10,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from meshmuon import Muon, Scheme, keller, polar_express
+from meshmuon import ConfigError, DistMuon, Muon, Scheme, keller, polar_express
 from meshmuon.ortho.remez import Quintic
 from tests.support.bounds import sum_error
 from tests.support.reference import (
@@ -265,3 +268,60 @@ def test_zero_gradients_only_decay(maximize: bool) -> None:
     set_gradients(params, [torch.zeros_like(p) for p in params])
     optimizer.step()
     assert_same_bits(params, [p.detach() * (1 - 0.01 * 0.5) for p in start])
+
+
+def rates(optimizer: Muon) -> list[float]:
+    return [float(param_group["lr"]) for param_group in optimizer.param_groups]
+
+
+@pytest.mark.parametrize("build", [Muon, DistMuon])
+def test_the_learning_rate_of_adamw_s_part(build: type[Muon]) -> None:
+    """Written once into the groups that have none of their own, so that schedulers begin from it; a group's own lr wins."""
+    matrix, norm, table, late = make_params((4, 6), (5,), (7, 3), (8,))
+    groups = [group([matrix]), group([norm], use_muon=False, prefix="n"), group([table], use_muon=False, prefix="t", lr=0.03)]
+    optimizer = build(groups, lr=LR, adamw_lr=0.001)
+    assert rates(optimizer) == [LR, 0.001, 0.03]
+    for twin in (optimizer, copy.deepcopy(optimizer), pickle.loads(pickle.dumps(optimizer))):
+        twin.add_param_group(group([late], use_muon=False, prefix="late"))
+        assert rates(twin)[3] == 0.001
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.5**step)
+    optimizer.step()
+    schedule.step()
+    assert rates(optimizer) == [LR / 2, 0.0005, 0.015, 0.0005]
+    fresh = build([*groups, group([late], use_muon=False, prefix="late")], lr=LR)
+    fresh.load_state_dict(optimizer.state_dict())
+    assert rates(fresh) == rates(optimizer)
+    with pytest.raises(ConfigError, match="group 0: adamw_lr holds for the whole optimizer"):
+        build([group([matrix], adamw_lr=0.1)])
+
+
+def test_the_learning_rate_of_adamw_s_part_steps_as_one_of_the_group_does() -> None:
+    params, twins = make_params((4, 6), (5,)), make_params((4, 6), (5,))
+    optimizers = [
+        Muon([group(params[:1]), group(params[1:], use_muon=False, prefix="n")], lr=LR, adamw_lr=torch.tensor(0.25)),
+        Muon([group(twins[:1]), group(twins[1:], use_muon=False, prefix="n", lr=0.25)], lr=LR),
+    ]
+    for step in range(2):
+        for optimizer, stepped in zip(optimizers, (params, twins), strict=True):
+            set_gradients(stepped, gradients(stepped, step))
+            optimizer.step()
+    assert_same_bits(params, twins)
+
+
+def test_one_lr_tensor_under_a_scheduler_with_several_rates() -> None:
+    """torch's schedulers write into the tensor: the rate of the last group holds for all, which nobody means."""
+    for own, max_lr, warned in ((False, [0.1, 0.01], 1), (False, 0.1, 0), (True, [0.1, 0.01], 0)):
+        params = make_params((4, 6), (5,))
+        optimizer = Muon([group(params[:1]), group(params[1:], use_muon=False)], lr=torch.tensor(LR))
+        if own:
+            for param_group in optimizer.param_groups:
+                param_group["lr"] = param_group["lr"].clone()
+        schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=max_lr, total_steps=5)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            for step in range(2):
+                set_gradients(params, gradients(params, step))
+                optimizer.step()
+                schedule.step()
+        found = [warning for warning in caught if "one and the same tensor" in str(warning.message)]
+        assert [warning.filename for warning in found] == [__file__] * warned

@@ -62,11 +62,13 @@ def test_debug_logs_each_route_when_the_plan_changes(log: pytest.LogCaptureFixtu
     assert lines[1].startswith("layers.1.weight  8×6  cpu  muon")
 
 
-def test_no_debug_no_log(log: pytest.LogCaptureFixture) -> None:
+def test_routes_are_logged_at_the_level_debug(log: pytest.LogCaptureFixture) -> None:
     params = make_params((6, 8))
-    with log.at_level(logging.DEBUG, logger="meshmuon"):
-        run(Muon([group(params)], lr=LR), params, range(2))
-    assert not log.records
+    optimizer = Muon([group(params)], lr=LR)
+    for level, lines in ((logging.INFO, 0), (logging.DEBUG, 1)):
+        with log.at_level(level, logger="meshmuon"):
+            run(optimizer, params, range(2))
+        assert len(log.records) == lines
 
 
 def test_debug_speaks_where_logging_was_never_set_up(monkeypatch: pytest.MonkeyPatch, log: pytest.LogCaptureFixture) -> None:

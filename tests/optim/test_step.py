@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from meshmuon import Muon, get_default_muon_param_groups
+from meshmuon import DistMuon, Muon, get_default_muon_param_groups
+from meshmuon.execute import StepParam
 from tests.support.bounds import nudge
 from tests.support.reference import (
     LR,
@@ -131,8 +132,13 @@ def test_experts_cut_over_batches_use_their_gradient_before_it_is_freed(chunk_si
     assert_same_bits(params, twins)
 
 
-def test_freed_gradients_free_their_memory_within_the_step() -> None:
-    """While a matrix is worked on, its gradient is gone and those of later batches are still there."""
+@pytest.mark.parametrize("fallible", [False, True])
+def test_freed_gradients_free_their_memory_within_the_step(fallible: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """While a matrix is worked on, its gradient is gone and those of later batches are still there.
+
+    With a scheme of the user all are there, since any of them may fail.
+    """
+    monkeypatch.setattr(StepParam, "fallible", fallible)
     params = make_params((6, 8), (6, 8))
     alive: list[list[bool]] = []
 
@@ -144,7 +150,8 @@ def test_freed_gradients_free_their_memory_within_the_step() -> None:
     set_gradients(params, gradients(params, 0))
     references = [weakref.ref(param.grad) for param in params if param.grad is not None]
     optimizer.step()
-    assert alive == [[False, True], [False, False]]
+    assert alive == ([[True, True]] * 2 if fallible else [[False, True], [False, False]])
+    assert [param.grad for param in params] == [None, None]
 
 
 def test_gradient_accumulation() -> None:
@@ -292,7 +299,7 @@ def test_ways_to_write_a_group(form: str) -> None:
 
 def test_groups_may_come_from_a_generator() -> None:
     params = make_params((4, 6), (6, 4))
-    optimizer = Muon(group([param]) for param in params)
+    optimizer = Muon(group([param], prefix=f"layers.{k}") for k, param in enumerate(params))
     assert [g["params"] for g in optimizer.param_groups] == [[params[0]], [params[1]]]
 
 
@@ -321,3 +328,15 @@ def test_empty_parameters(shape: tuple[int, ...], rule: str) -> None:
     optimizer = Muon([group(params, prefix="experts")], lr=LR, adjust_lr_fn=rule, expert_keys=["experts"])
     run(optimizer, params, range(2))
     assert not torch.equal(params[1], start[1])
+
+
+@pytest.mark.parametrize("kind", [Muon, DistMuon])
+def test_a_model_stands_for_its_default_groups(kind: type[Muon]) -> None:
+    """Also one that is iterable, and with the options that say what is in it."""
+    model = nn.Sequential(nn.Embedding(8, 6), nn.Conv2d(6, 4, 3), nn.Linear(6, 6))
+    groups = get_default_muon_param_groups(model, conv="flatten")
+    written = kind(groups, lr=LR, conv="flatten").param_groups
+    short = kind(model, lr=LR, conv="flatten").param_groups
+    assert len(short) == 3
+    assert [group["params"] for group in short] == [group["params"] for group in written]
+    assert short == written

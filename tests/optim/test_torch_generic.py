@@ -1,6 +1,6 @@
 """What torch tests of every optimizer, tested of this one through an adapter that takes parameters as torch's do.
 
-The behaviours are those of ``TestOptimRenewed``, written anew. What differs by design is at the end, and in docs/testing.md.
+The behaviours are those of ``TestOptimRenewed``, written anew. What differs by design is at the end, and in docs/proofs.md.
 """
 
 from __future__ import annotations
@@ -671,7 +671,7 @@ def test_a_parameter_in_two_groups(kind: type[Adapted]) -> None:
         kind([problem.bias * 2])
 
 
-# What stays different; docs/testing.md lists it with the reasons.
+# What stays different; docs/proofs.md lists it with the reasons.
 
 
 @every_class

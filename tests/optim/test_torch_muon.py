@@ -88,10 +88,11 @@ def test_training_a_model_equals_torch_muon_and_adamw() -> None:
     again = Muon(get_default_muon_param_groups(moved), lr=LR, scheme="keller")
     ours = Muon(get_default_muon_param_groups(model), lr=LR, scheme="keller")
     matrices = [twin[0].weight, twin[2].weight]  # the last layer is the head
-    vectors = [p for p in twin.parameters() if not any(p is matrix for matrix in matrices)]
+    vectors = [p for p in twin.parameters() if p.dim() == 1]
     theirs: list[torch.optim.Optimizer] = [
         torch.optim.Muon(matrices, lr=LR, adjust_lr_fn="match_rms_adamw"),
-        torch.optim.AdamW(vectors, lr=LR, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1, fused=True),
+        torch.optim.AdamW([twin[4].weight], lr=LR, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1, fused=True),
+        torch.optim.AdamW(vectors, lr=LR, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.0, fused=True),
     ]
     x, y = torch.randn(32, 12, dtype=torch.float64), torch.randn(32, 5, dtype=torch.float64)
     for _ in range(10):

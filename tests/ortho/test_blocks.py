@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from meshmuon.ortho import Scheme, Workspace, gram_blocks, keller, polar_express, standard_blocks
-from meshmuon.ortho.blocks import _cuts, _Outcome, _simulate
+from meshmuon.ortho import Scheme, Workspace, keller, polar_express
+from meshmuon.ortho.blocks import _cuts, _Outcome, _simulate, gram_blocks, standard_blocks
 from meshmuon.ortho.iteration import Scratch, iterate
-from meshmuon.ortho.kernels import BlockedProducts
+from meshmuon.ortho.kernels.products import BlockedProducts
 from meshmuon.ortho.remez import Quintic
 from tests.support.bounds import orthogonalize_error
 

@@ -10,18 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.flop_counter import FlopCounterMode
 
-from meshmuon.ortho import (
-    choose_blocks,
-    gram_blocks,
-    keller,
-    orthogonalize,
-    orthogonalize_flops,
-    polar_express,
-    standard_blocks,
-    symmetric_flops,
-)
-from meshmuon.ortho.kernels import BlockedProducts
-from meshmuon.ortho.kernels.panels import PANEL, SHORT_PANEL, symmetric_panels
+from meshmuon.ortho import keller, orthogonalize, orthogonalize_flops, polar_express
+from meshmuon.ortho.blocks import choose_blocks, gram_blocks, standard_blocks
+from meshmuon.ortho.cost import symmetric_flops
+from meshmuon.ortho.kernels.products import BlockedProducts, symmetric_panels
 
 from .oracle import gaussian
 
@@ -91,7 +83,7 @@ def test_panels_cover_the_lower_triangle_once(n: int, k: int) -> None:
     if not is_cut(n, k):
         assert len(panels) == 1
     else:
-        assert len(panels) == -(-n // (PANEL if n >= 384 else SHORT_PANEL))
+        assert len(panels) == -(-n // (128 if n >= 384 else 96))
         assert max(heights) - min(heights) <= 64  # even, but for edges on multiples of 32
         assert all(start % 32 == 0 for start, _ in panels)
 

@@ -10,7 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from meshmuon.ortho import choose_blocks, keller, orthogonalize, orthogonalize_flops, polar_express
+from meshmuon.ortho import keller, orthogonalize, orthogonalize_flops, polar_express
+from meshmuon.ortho.blocks import choose_blocks
 from tests.support.bounds import orthogonalize_error
 
 from .oracle import SPECTRA, expected, gaussian, of_kind, spectral_distance

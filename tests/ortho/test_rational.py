@@ -18,7 +18,6 @@ from meshmuon.ortho import (
     Rational,
     Scheme,
     Workspace,
-    choose_blocks,
     fallback_reason,
     halley,
     hybrid,
@@ -29,14 +28,13 @@ from meshmuon.ortho import (
     reserve_scratch,
     resolve_scheme,
     scheme_for,
-    worst_error,
     zolotarev,
 )
-from meshmuon.ortho.aligned import aligned_matrices
-from meshmuon.ortho.blocks import _simulate, is_safe, standard_blocks
-from meshmuon.ortho.kernels import BlockedProducts, FunctionalProducts, ShiftedInverses, inverse, most_inverses
-from meshmuon.ortho.kernels.inverse import _panels, inverse_scratch, plain_inverses
+from meshmuon.ortho.blocks import _simulate, choose_blocks, is_safe, standard_blocks, worst_error
+from meshmuon.ortho.kernels.inverse import ShiftedInverses, _panels, inverse_scratch, plain_inverses
+from meshmuon.ortho.kernels.products import BlockedProducts, FunctionalProducts
 from meshmuon.ortho.rational import HYBRID_STEP, halley_step, zolotarev_step
+from meshmuon.ortho.workspace import aligned_matrices
 from tests.support.hostile import HostileArithmetic
 
 from .oracle import SPECTRA, gaussian, largest_singular_value, of_kind, spectral_distance, spectrum, with_spectrum
@@ -157,52 +155,26 @@ def test_a_linear_term_alone_counts() -> None:
 # Inverses
 
 
-@pytest.mark.parametrize("count", [1, 2, 3, 5, 8])
-@pytest.mark.parametrize("at_once", [2, 3])
-def test_matrices_that_take_turns_in_the_buffers_get_the_bits_of_those_that_do_not(
-    monkeypatch: pytest.MonkeyPatch, count: int, at_once: int
-) -> None:
+@pytest.mark.parametrize("count", [1, 2, 5])
+def test_matrices_that_take_turns_in_the_buffers_get_the_bits_of_those_that_do_not(count: int) -> None:
     batch, scheme, workspace = gaussian(count, 70, 40), zolotarev(poles=2), Workspace()
     alone = torch.stack([orthogonalize(matrix, scheme) for matrix in batch])
-    of_one = 2 * 2 * 64 * (64 + 16) * 4  # two buffers and two poles; 40 rows are padded to 64, with a gap of 16 columns
-    monkeypatch.setattr(inverse, "_CACHED", at_once * of_one)
-    assert most_inverses(40, 2, 4) == at_once
-    sizes: list[int] = []
-    run = ShiftedInverses.run
-
-    def noted(self: ShiftedInverses, gram: Tensor, step: Rational) -> Tensor:
-        sizes.append(len(gram))
-        return run(self, gram, step)
-
-    monkeypatch.setattr(ShiftedInverses, "run", noted)
     reserve_scratch(batch, scheme, form="auto", dtype=torch.float32, workspace=workspace)
     reserved = workspace.bytes()
     assert torch.equal(orthogonalize(batch, scheme, workspace=workspace), alone)
-    assert max(sizes) == min(count, at_once)
-    assert sum(sizes) == count
     assert workspace.bytes() == reserved
 
 
 def factor_of(gram: Tensor, step: Rational) -> Tensor:
-    """What ``BlockedProducts`` makes of a step."""
-
-    def prepared(poles: int, count: int) -> ShiftedInverses:
-        return ShiftedInverses(count, gram.size(1), poles, lambda _, shape: torch.empty(shape, dtype=gram.dtype))
-
-    return BlockedProducts().inverses(gram, step, torch.empty_like(gram), prepared)
-
-
-def inverses_of(gram: Tensor, step: Rational) -> Tensor:
-    """What the library computes, in buffers of its own."""
-    count, n, _ = gram.shape
+    """What ``BlockedProducts`` makes of a step, in buffers of its own."""
     buffers: dict[str, Tensor] = {}
 
-    def take(name: str, shape: tuple[int, int, int]) -> Tensor:
-        return buffers.setdefault(name, aligned_matrices(shape, gram.dtype, gram.device).fill_(math.nan))
+    def take(name: str, rows: int, cols: int) -> Tensor:
+        return buffers.setdefault(name, aligned_matrices((1, rows, cols), gram.dtype, gram.device)[0].fill_(math.nan))
 
-    result = ShiftedInverses(count, n, len(step.poles), take).run(gram, step).clone()
-    assert sum(buffer.numel() for buffer in buffers.values()) <= count * inverse_scratch(n, len(step.poles))
-    return result
+    inverses = ShiftedInverses(gram.size(1), take)
+    assert sum(buffer.numel() for buffer in buffers.values()) == inverse_scratch(gram.size(1))
+    return BlockedProducts().inverses(gram, step, torch.empty_like(gram), lambda: inverses)
 
 
 def gram_of(kind: str, n: int, dtype: torch.dtype) -> Tensor:
@@ -223,7 +195,7 @@ def test_inverses_are_those_of_a_matrix_within_rounding(n: int, dtype: torch.dty
             weight / (values.clamp(min=0) + pole) ** 2 for pole, weight in zip(step.poles, step.weights, strict=True)
         )
         exact = step.constant + sum(weight / (values + pole) for pole, weight in zip(step.poles, step.weights, strict=True))
-        difference = inverses_of(gram, step)[0].double() - (vectors * exact) @ vectors.mT
+        difference = factor_of(gram, step)[0].double() - (vectors * exact) @ vectors.mT
         assert largest_singular_value(difference) <= 4 * math.sqrt(n) * unit * float(derivative.max() + exact.max())
 
 
@@ -234,28 +206,21 @@ def test_a_batch_has_the_bits_of_single_matrices_at_any_address(n: int, dtype: t
     grams = torch.cat([gram_of(kind, n, dtype) for kind in ("random", "log", "linear")])
     for threads in (1, 2, 3):
         torch.set_num_threads(threads)  # a fixture puts it back
-        alone = torch.cat([inverses_of(gram, step) for gram in grams.split(1)])
-        assert torch.equal(inverses_of(grams, step), alone)
+        alone = torch.cat([factor_of(gram, step) for gram in grams.split(1)])
+        assert torch.equal(factor_of(grams, step), alone)
     with HostileArithmetic() as hostile:
-        assert torch.equal(inverses_of(grams, step), alone)
+        assert torch.equal(factor_of(grams, step), alone)
     assert hostile.nudged == 0  # every operand begins at a multiple of 64 bytes
-
-
-def test_poles_one_after_the_other_give_the_bits_of_all_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    step, gram = zolotarev_step(1e-3, 3), gram_of("log", 64, torch.float32)
-    together = inverses_of(gram, step)
-    monkeypatch.setattr("meshmuon.ortho.kernels.inverse._POLES_APART", 1)
-    assert torch.equal(inverses_of(gram, step), together)
 
 
 def test_torch_routines_agree_with_ours() -> None:
     step, gram = zolotarev_step(1e-2, 3), gram_of("log", 50, torch.float64)
-    assert torch.allclose(plain_inverses(gram, step), inverses_of(gram, step), rtol=1e-9, atol=1e-9)
+    assert torch.allclose(plain_inverses(gram, step), factor_of(gram, step), rtol=1e-9, atol=1e-9)
 
 
 def test_panels_are_mirrored() -> None:
     n = 300
-    result = inverses_of(gram_of("log", n, torch.float32), zolotarev_step(1e-3, 3))
+    result = factor_of(gram_of("log", n, torch.float32), zolotarev_step(1e-3, 3))
     panels = _panels(320)
     assert len(panels) > 1
     for start, stop in panels:

@@ -11,8 +11,6 @@ from meshmuon.ortho import (
     Scheme,
     Workspace,
     aligned_matrices,
-    choose_blocks,
-    gram_blocks,
     halley,
     hybrid,
     keller,
@@ -20,9 +18,9 @@ from meshmuon.ortho import (
     polar_express,
     reserve_scratch,
     scratch_bytes,
-    standard_blocks,
     zolotarev,
 )
+from meshmuon.ortho.blocks import choose_blocks, gram_blocks, standard_blocks
 
 from .oracle import gaussian
 
@@ -102,16 +100,14 @@ def test_scratch_bytes_written_out() -> None:
     assert scratch_bytes(n, m, steps, torch.float32, torch.float32) == 4 * (n * m + 5 * n * n)
 
 
-@pytest.mark.parametrize(
-    "scheme", [zolotarev(), zolotarev(poles=1), halley(), hybrid()], ids=["three", "one", "halley", "hybrid"]
-)
-@pytest.mark.parametrize("shape", [(6, 14), (33, 33), (300, 64), (1040, 1024)], ids=str)
+@pytest.mark.parametrize("scheme", [zolotarev(), halley(), hybrid()], ids=["zolotarev", "halley", "hybrid"])
+@pytest.mark.parametrize("shape", [(6, 14), (33, 33), (300, 64)], ids=str)
 def test_scratch_bytes_are_what_a_rational_scheme_takes(shape: tuple[int, int], scheme: Scheme) -> None:
-    count, workspace = 2, Workspace()
-    x = aligned_matrices((count, *shape), torch.float32, CPU)
+    workspace = Workspace()
+    x = aligned_matrices((1, *shape), torch.float32, CPU)
     reserve_scratch(x, scheme, form="gram", dtype=torch.float32, workspace=workspace)
     reserved = workspace.bytes()
-    assert 0 <= reserved - count * scratch_bytes(*shape, scheme.steps, torch.float32, torch.float32) <= 4 * 8 * count
+    assert 0 <= reserved - scratch_bytes(*shape, scheme.steps, torch.float32, torch.float32) <= 4 * 8
     orthogonalize(x.normal_(), scheme, form="gram", out=x, workspace=workspace)
     assert workspace.bytes() == reserved
 

@@ -59,7 +59,7 @@ def test_fsdp2_is_taken(world: None) -> None:
     sharded = model()
     fully_shard(sharded, mesh=init_device_mesh("cpu", (2,)))
     written = get_default_muon_param_groups(sharded)
-    assert [one["use_muon"] for one in written] == [True, False]
+    assert [one["use_muon"] for one in written] == [True, False, False]
     Muon(written, lr=LR)
 
 
@@ -88,26 +88,29 @@ def test_fairscale(kind: Any) -> None:
 
 
 def test_layers_whose_weight_is_flat() -> None:
-    """Whoever did it: a Linear without rows and columns was not built so."""
+    """Whoever did it: a Linear without rows and columns was not built so, and a user's function does not hide it."""
     flat = model()
     flat[2].weight = nn.Parameter(flat[2].weight.detach().flatten())
-    with pytest.raises(UnsupportedError, match=rf"2\.weight of a Linear has shape \(48,\): .*{FSDP2}"):
-        get_default_muon_param_groups(flat)
+    for decide in (None, lambda name, param: True):
+        with pytest.raises(UnsupportedError, match=rf"2\.weight of a Linear has shape \(48,\): .*{FSDP2}"):
+            get_default_muon_param_groups(flat, decide)
     flat[2].weight.requires_grad_(False)  # a frozen one, quantised for example, is nobody's to train
     get_default_muon_param_groups(flat)
 
 
-def test_flat_tensors_in_a_muon_group() -> None:
+@pytest.mark.parametrize("kind", [Muon, DistMuon])
+def test_flat_tensors_in_a_muon_group(kind: type[Muon]) -> None:
     """What bears no mark may be a bias or a flattened matrix: both ways are told."""
     with pytest.raises(ConfigError, match=rf"no rows and columns.*use_muon=False.*DeepSpeed ZeRO.*{FSDP2}"):
-        Muon([group(make_params((48,)))])
+        kind([group(make_params((48,)))])
 
 
+@pytest.mark.parametrize("kind", [Muon, DistMuon])
 @pytest.mark.parametrize("count", [1, 2])
-def test_zero_1_and_2_replace_the_parameters_later(count: int) -> None:
+def test_zero_1_and_2_replace_the_parameters_later(count: int, kind: type[Muon]) -> None:
     """DeepSpeed puts one flat buffer into each group of an optimizer that it is given."""
     params = make_params(*[(6, 8)] * count)
-    optimizer = Muon([group(params)], lr=LR)
+    optimizer = kind([group(params)], lr=LR)
     flat = nn.Parameter(torch.cat([param.detach().flatten() for param in params]))
     optimizer.param_groups[0]["params"] = [flat]
     flat.grad = torch.ones_like(flat)
@@ -126,23 +129,4 @@ def test_a_model_of_flat_weights_without_any_mark(route: str) -> None:
     optimizer = Muon(get_default_muon_param_groups(flat, **chosen), lr=LR)
     optimizer.param_groups[0]["params"][0].grad = torch.ones(48)
     with pytest.raises(ConfigError, match=rf"no matrix for Muon.*flattened.*DeepSpeed ZeRO.*{FSDP2}"):
-        optimizer.step()
-
-
-def test_is_muon_func_does_not_hide_flat_layers() -> None:
-    flat = model()
-    flat[2].weight = nn.Parameter(flat[2].weight.detach().flatten())
-    with pytest.raises(UnsupportedError, match=rf"2\.weight of a Linear has shape \(48,\): .*{FSDP2}"):
-        get_default_muon_param_groups(flat, lambda name, param: True)
-
-
-def test_dist_muon() -> None:
-    with pytest.raises(ConfigError, match=rf"no rows and columns.*DeepSpeed ZeRO.*{FSDP2}"):
-        DistMuon(make_params((48,)))
-    params = make_params((6, 8))
-    optimizer = DistMuon(params)
-    flat = nn.Parameter(params[0].detach().flatten())
-    optimizer.param_groups[0]["params"] = [flat]
-    flat.grad = torch.ones_like(flat)
-    with pytest.raises(MeshmuonError, match=rf"ZeRO.*{FSDP2}"):
         optimizer.step()

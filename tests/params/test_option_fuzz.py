@@ -7,8 +7,12 @@ both ways: for a wrong value that passes and for a right one that is refused.
 from __future__ import annotations
 
 import copy
+import logging
 import math
+import random
+import traceback
 import warnings
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from decimal import Decimal
@@ -33,6 +37,8 @@ from meshmuon import (
     get_default_muon_param_groups,
     keller,
 )
+from meshmuon.integrations.factory import muon_for
+from meshmuon.params.option_table import OPTIONS
 from tests.support.reference import LR, assert_same_bits, copies, gradients, make_params, set_gradients
 
 MATRIX, VECTOR = (3, 4), (5,)
@@ -244,16 +250,23 @@ OPTIMIZER_OPTIONS: dict[str, Callable[[Any], bool]] = {
     "comm_dtype": lambda value: not isinstance(value, (Tensor, np.ndarray)) and dtype_or_none(value),
     "replica_group": lambda value: value is None,
     "cost_model": lambda value: value is None,
+    "adamw_lr": lambda value: value is None or within(0, LARGEST, scale=10.0)(value),  # AdamW's first step divides by 1 − beta1
     "metrics": lambda value: value is None or (type(value) is int and value >= 1),
     "kernels": choice("auto", "triton", "torch"),  # quack is not installed
     "clip_config": lambda value: value is None or (isinstance(value, Mapping) and not value),
 }
-TWO_NAMES = ("use_distributed_muon", "reference_path", "warmup_step", "waves_ahead")
 OF_ADAMW = {"adamw_betas": "betas", "adamw_eps": "eps"}  # torch's own keys, for groups
 UNREAD = {
     "scheme": (fails, two_numbers, Thing, object, NorMuon),  # right by type; what they do shows only in a step
     "ns_steps": (64,),  # right, but the first step looks for safe blocks for seconds
 }
+
+
+@pytest.fixture(autouse=True)
+def quiet() -> Iterator[None]:
+    """``debug=True`` turns the logger on for good."""
+    yield
+    logging.getLogger("meshmuon").setLevel(logging.NOTSET)
 
 
 def groups(params: list[nn.Parameter], **options: Any) -> list[dict[str, Any]]:
@@ -265,7 +278,7 @@ def groups(params: list[nn.Parameter], **options: Any) -> list[dict[str, Any]]:
 
 def build(params: list[nn.Parameter], **options: Any) -> Muon:
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", RoutingWarning)  # rates that nobody would train with
+        warnings.simplefilter("ignore")  # rates that nobody would train with, older names
         return Muon(groups(params), **{"lr": LR, **options})
 
 
@@ -284,7 +297,7 @@ def refused(option: str, value: Any) -> Iterator[None]:
     try:
         yield
     except MeshmuonError as error:
-        named = OF_ADAMW.get(option, option)
+        named = "lr" if option == "adamw_lr" else OF_ADAMW.get(option, option)  # it becomes the lr of a group
         if named not in str(error):
             raise AssertionError(f"{option}={value!r}: the error does not name it: {error}") from error
         return
@@ -314,7 +327,7 @@ def test_a_group_and_one_that_is_added(option: str) -> None:
             params, late = make_params(MATRIX, VECTOR), make_params(MATRIX, VECTOR, seed=1)
             optimizer = build(params)
             place = 1 if option in OF_ADAMW else 0
-            added = groups(late, **{key: value})[place]
+            added = {**groups(late, **{key: value})[place], "names": ["late.weight"]}
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore", RoutingWarning)
                 if GROUP_OPTIONS[option](value):
@@ -374,32 +387,6 @@ def test_an_option_that_was_deleted() -> None:
         with refused(option, "nothing"):
             optimizer.step()
         assert_same_bits(params, before)
-
-
-@given(
-    wrong=st.dictionaries(
-        st.sampled_from([*GROUP_OPTIONS, *OPTIMIZER_OPTIONS]), st.integers(0, len(VALUES) - 1), min_size=1, max_size=4
-    )
-)
-def test_several_options_at_once(wrong: dict[str, int]) -> None:
-    """The first that is wrong is refused by name; if none is, the step works."""
-    options = {option: VALUES[k] for option, k in wrong.items() if option != "compile"}
-    rights = {**GROUP_OPTIONS, **OPTIMIZER_OPTIONS}
-    bad = [option for option, value in options.items() if not rights[option](value)]
-    params = make_params(MATRIX, VECTOR)
-    before = copies(params)
-    try:
-        optimizer = build(params, **options)
-    except MeshmuonError as error:
-        # Options that are right by themselves may exclude each other: a scheme of five steps and ns_steps=1, a huge lr and decay.
-        together = {"scheme", "ns_steps", "lr", "weight_decay", "adamw_betas", "adjust_lr_fn", *TWO_NAMES} & set(options)
-        if not any(OF_ADAMW.get(name, name) in str(error) for name in (*bad, *together)):
-            raise AssertionError(f"{options}: {error}") from error
-        assert_same_bits(params, before)
-    else:
-        assert not bad, f"{bad} of {options} was accepted"
-        if not any(known(option, value) for option, value in options.items()):
-            steps(optimizer, params)
 
 
 @given(
@@ -597,3 +584,131 @@ def test_odd_numbers_mean_their_value(number: Any) -> None:
         assert [float(beta) for beta in group["adamw_betas"]] == [0.25] * 2
     if not isinstance(number, Tensor):
         assert all(type(group["lr"]) is float for group in odd.state_dict()["param_groups"])
+
+
+# 1,200 calls in which several things are wrong at once: options, unknown keywords, the form of groups, parameters.
+
+NAMES = [
+    "fused",
+    "foreach",
+    "momentun",
+    "warmup_steps",
+    "learning_rate",
+    "",
+    "param_groups",
+    "group",
+    "beta1",
+    "names",
+    "use_muon",
+]
+CALLS = 1200
+
+
+class Raises:
+    """An object of a user that fails whenever it is looked at."""
+
+    def __repr__(self) -> str:
+        raise RuntimeError("no repr")
+
+    def __eq__(self, other: object) -> bool:
+        raise RuntimeError("no comparison")
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+def odd_params(rng: random.Random) -> Any:
+    """A parameter as nobody should have it, or something that is none."""
+    weight = nn.Parameter(torch.ones(4, 6))
+    return rng.choice(
+        [
+            weight,
+            nn.Parameter(torch.ones(3)),
+            nn.Parameter(torch.ones(())),
+            nn.Parameter(torch.ones(2, 3, 4)),
+            nn.Parameter(torch.ones(2, 3, 4, 4)),
+            nn.Parameter(torch.ones(0, 6)),
+            nn.Parameter(torch.ones(6, 1).expand(6, 6)),
+            nn.Parameter(torch.ones(4, 6, device="meta")),
+            nn.Parameter(torch.ones(4, 6, dtype=torch.complex64)),
+            nn.Parameter(torch.ones(4, 6, dtype=torch.float8_e4m3fn)),
+            nn.Parameter(torch.ones(4, 6, dtype=torch.int64), requires_grad=False),
+            nn.Parameter(torch.ones(4, 6).to_sparse()),
+            nn.Parameter(torch.ones(4, 6), requires_grad=False),
+            nn.parameter.UninitializedParameter(),
+            weight * 2,
+            torch.ones(4, 6),
+            torch.nested.nested_tensor([torch.ones(2, 3), torch.ones(4, 3)]),
+            torch.quantize_per_tensor(torch.ones(4, 6), 0.1, 0, torch.qint8),
+            np.ones((4, 6)),
+            nn.Linear(4, 6),
+            ("name", weight),
+            ("name", weight, 1),
+            (weight, "name"),
+            Raises(),
+            *rng.sample(VALUES, 2),
+        ]
+    )
+
+
+def odd_group(rng: random.Random, options: list[str]) -> Any:
+    """A param group with a few things wrong, or something that is none."""
+    params: Any = [odd_params(rng) for _ in range(rng.random() < 0.3)] + [nn.Parameter(torch.ones(4, 6))]
+    if rng.random() < 0.1:
+        params = rng.choice([iter(params), tuple(params), params * 2, params[-1], {"a": params[-1]}, *rng.sample(VALUES, 2)])
+    written: Any = {"params": params, "use_muon": rng.random() < 0.7}
+    changes: dict[Any, list[Any]] = {
+        "names": [["a"], ["a", "a"], ["a", "b"], ["b", "a"], ["group1.param0"], [Raises()], iter(["a"]), *VALUES],
+        "param_names": [["a"], ["a", "a"], ["b"], ["group0.param0"], *VALUES],
+        "use_muon": [None, *VALUES],
+        "reasons": [{"a": "convolution filter"}, {1: Raises()}, *VALUES],
+        "matrices": [{"a": {"split": 2}}, {"a": {"experts": 2}}, {"a": {"flatten": 1}}, {"a": Raises()}, *VALUES],
+        "split": [Raises(), lambda name, shape: Raises(), (2, 2), ((1, 1), 2), *VALUES],
+        5: VALUES,
+        "mine": [Raises(), *VALUES],
+        "betas": VALUES,
+        "eps": VALUES,
+    }
+    for key in rng.sample(list(changes), rng.random() < 0.4):
+        written[key] = rng.choice(changes[key])
+    for key in rng.sample(options, rng.random() < 0.3):
+        written[key] = rng.choice([Raises(), *VALUES])
+    if rng.random() < 0.1:
+        written.pop(rng.choice(list(written)))
+    return rng.choice([written] * 19 + [rng.choice(VALUES)])
+
+
+def odd_call(rng: random.Random) -> str:
+    """Builds something from random arguments; returns how that ended."""
+    options = [name for option in OPTIONS for name in (option.name, *option.aliases)]
+    groups = [odd_group(rng, options) for _ in range(rng.randrange(1, 3))]
+    given = {name: rng.choice([Raises(), *VALUES]) for name in rng.sample([*options, *NAMES], rng.randrange(2))}
+    model = nn.Sequential(nn.Linear(8, 8), nn.Conv2d(3, 4, 2), nn.Linear(8, 6))
+    params: Any = rng.choice(
+        [groups] * 8 + [iter(groups), tuple(groups), groups[0], model.parameters(), Raises(), rng.choice(VALUES)]
+    )
+    ways: list[Callable[[], Any]] = [
+        *[lambda: Muon(params, **given)] * 4,
+        lambda: DistMuon(params, **given),
+        lambda: muon_for(model, **given),
+        lambda: build(make_params(MATRIX, VECTOR)).add_param_group(groups[0]),
+        lambda: Muon(
+            get_default_muon_param_groups(model, **{key: value for key, value in given.items() if key in ("conv", "split")})
+        ),
+    ]
+    try:
+        made = rng.choice(ways)()
+        str("" if made is None else made.routing_table())
+    except MeshmuonError:
+        return "refused"
+    except Exception as error:
+        where = traceback.extract_tb(error.__traceback__)[-1]
+        return f"{type(error).__name__}: {error} at {where.filename}:{where.lineno}"
+    return "built"
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_no_constructor_ends_in_an_error_that_is_not_ours() -> None:
+    ends = Counter(odd_call(random.Random(seed)) for seed in range(CALLS))
+    built, refused_calls = ends.pop("built", 0), ends.pop("refused", 0)
+    assert not ends, "\n".join(f"{count}× {end}" for end, count in ends.most_common(20))
+    assert min(built, refused_calls) > CALLS // 50  # both happen

@@ -8,16 +8,32 @@ import re
 import shutil
 import subprocess
 import sys
+import warnings
+from functools import partial
 from pathlib import Path
-from typing import Any
+from types import UnionType
+from typing import Any, Literal, Union, get_args, get_origin
 
 import pytest
+from torch import nn
 
 import meshmuon
-from meshmuon import ConfigError, DistMuon, Muon
+from meshmuon import ConfigError, DistMuon, Muon, OptionNameWarning
+from meshmuon.integrations.factory import muon_for
+from meshmuon.optim import muon as muon_module
+from meshmuon.params import arguments, option_table
 from meshmuon.params.option_docs import markdown_table
-from meshmuon.params.option_table import OPTIONS, Compared, Option, ParamGroup, Scope, group_options, optimizer_options
-from meshmuon.state import param_state
+from meshmuon.params.option_table import (
+    OPTIONS,
+    Compared,
+    Option,
+    ParamGroup,
+    Scope,
+    group_options,
+    optimizer_options,
+    options_by_tier,
+)
+from meshmuon.state import loading
 from tests.support.reference import group, make_params, muon
 
 from .test_option_fuzz import GROUP_OPTIONS, OPTIMIZER_OPTIONS
@@ -25,12 +41,32 @@ from .test_option_fuzz import GROUP_OPTIONS, OPTIMIZER_OPTIONS
 PACKAGE = Path(meshmuon.__file__).parent
 PAGE = PACKAGE.parent / "docs" / "optimizer.md"
 ALIASED = [option for option in optimizer_options() if option.aliases]
+TORCHS_NAMES = {alias: option for option in group_options() for alias in option.aliases}
 NO_OPTIONS = {"params", "param_names", "use_muon"}
 
 
+SHOWN = {option.name: option for options in options_by_tier().values() for option in options}
+MOTIF = [
+    "lr",
+    "momentum",
+    "nesterov",
+    "ns_steps",
+    "weight_decay",
+    "adamw_betas",
+    "adamw_eps",
+    "none_grad",
+    "debug",
+    "clip_config",
+    "warmup_step",
+    "chunk_size",
+    "use_distributed_muon",
+    "expert_keys",
+]
+
+
 def parameters(optimizer: type) -> dict[str, inspect.Parameter]:
-    found = dict(inspect.signature(optimizer.__init__).parameters)
-    return {name: parameter for name, parameter in found.items() if name not in ("self", "params")}
+    in_signature = dict(inspect.signature(optimizer.__init__).parameters)
+    return {name: parameter for name, parameter in in_signature.items() if name not in ("self", "params", "unknown")}
 
 
 def test_names_are_unique() -> None:
@@ -39,9 +75,10 @@ def test_names_are_unique() -> None:
 
 
 def test_the_signature_has_the_options_and_their_defaults() -> None:
-    expected = {option.name: option.default for option in OPTIONS}
+    expected = {name: option.default for name, option in SHOWN.items()}
     for option in ALIASED:
         expected |= {option.name: None, **dict.fromkeys(option.aliases, option.default)}
+    expected |= dict.fromkeys(TORCHS_NAMES)
     assert {name: parameter.default for name, parameter in parameters(Muon).items()} == expected
     # True == 1 and 1.0 == 1: types as well.
     assert {name: type(parameter.default) for name, parameter in parameters(Muon).items()} == {
@@ -49,10 +86,46 @@ def test_the_signature_has_the_options_and_their_defaults() -> None:
     }
 
 
-def test_the_signature_has_the_options_in_the_order_of_the_table() -> None:
-    clear = {alias: option.name for option in ALIASED for alias in option.aliases}
-    names = [clear.get(name, name) for name in parameters(Muon)]
-    assert names[: -len(ALIASED)] == [option.name for option in OPTIONS]
+def test_the_signature_begins_as_motif_s_and_goes_on_in_tiers() -> None:
+    names = list(parameters(Muon))
+    assert names[: len(MOTIF)] == MOTIF
+    kinds = [parameter.kind for parameter in parameters(Muon).values()]
+    assert set(kinds[len(MOTIF) :]) == {inspect.Parameter.KEYWORD_ONLY}
+    keywords = [name for option in SHOWN.values() for name in (option.name, *option.aliases) if name not in MOTIF]
+    assert names[len(MOTIF) :] == keywords
+
+
+def test_the_plan_decides_what_no_signature_shows() -> None:
+    internal = {option.name for option in OPTIONS} - set(SHOWN)
+    assert internal == {"form", "max_peers"}
+    assert not internal & set(parameters(Muon))
+    optimizer = muon(make_params((3, 4)), form="gram", max_peers=7)
+    assert (optimizer._settings.form, optimizer._plan_options.max_peers) == ("gram", 7)
+    with pytest.raises(ConfigError, match="max_peers=0 must be at least 1"):
+        muon(make_params((3, 4)), max_peers=0)
+    with pytest.raises(ConfigError, match=r"max_peerz=1 is not an option of Muon; docs/optimizer.md lists them"):
+        muon(make_params((3, 4)), max_peerz=1)
+
+
+def literals(hint: Any) -> set[Any]:
+    """All choices that a type names."""
+    if get_origin(hint) is Literal:
+        return set(get_args(hint))
+    return {choice for part in get_args(hint) if get_origin(hint) in (Union, UnionType) for choice in literals(part)}
+
+
+@pytest.mark.parametrize(
+    "option", [option for option in SHOWN.values() if isinstance(option.default, str) or option.name == "conv"]
+)
+def test_the_types_name_the_choices_that_are_accepted(option: Option) -> None:
+    """What editors complete is what the check accepts: the error lists the same names."""
+    choices = literals(eval(Muon.__init__.__annotations__[option.name], vars(muon_module)))
+    assert option.default is None or option.default in choices
+    with pytest.raises(ConfigError, match=option.name) as refused:
+        muon(make_params((3, 4)), **{option.name: "wrong"})
+    assert set(re.findall(r"'(\w+)'", str(refused.value))) == choices | {"wrong"}
+    if option.name in ParamGroup.__annotations__:
+        assert literals(eval(ParamGroup.__annotations__[option.name].__forward_arg__, vars(option_table))) == choices
 
 
 def test_the_types_of_a_param_group_name_its_options() -> None:
@@ -77,15 +150,17 @@ def test_stored_dtypes_are_the_dtypes() -> None:
     hints = {name: hint.__forward_arg__ for name, hint in ParamGroup.__annotations__.items()}
     dtypes = {name for name, hint in hints.items() if hint == "torch.dtype | None"}
     assert dtypes
-    assert dtypes == set(param_state._DTYPES)
+    assert dtypes == set(loading._DTYPES)
 
 
-@pytest.mark.parametrize("option", OPTIONS, ids=lambda option: option.name)
-def test_help(option: Option) -> None:
+def test_help() -> None:
     text = inspect.getdoc(Muon)
     assert text is not None
-    assert len(re.findall(rf"^    {option.name}( \(per group\))?: \S", text, flags=re.MULTILINE)) == 1
-    assert all(f"``{alias}``" in text for alias in option.aliases)
+    for tier, options in options_by_tier().items():
+        section = re.search(rf"^{tier.value}:\n((?:    .*\n)+)", text, flags=re.MULTILINE)
+        assert section is not None
+        assert re.findall(r"^    (\w+)(?: \(per group\))?: \S", section[1], flags=re.MULTILINE) == [o.name for o in options]
+        assert all(f"``{alias}``" in section[1] for option in options for alias in option.aliases)
     assert "{options}" not in text
     assert max(map(len, text.splitlines())) <= 130
 
@@ -98,6 +173,85 @@ def test_the_table_in_the_docs() -> None:
 # Names of one option.
 
 
+@pytest.fixture(autouse=True)
+def fresh_warnings(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(arguments, "_unwarned", set(arguments._MISLEADING))
+
+
+def test_older_names_warn_once_of_what_they_mean() -> None:
+    assert set(arguments._MISLEADING) == {alias for option in ALIASED for alias in option.aliases}
+    for name, value, text in (
+        ("warmup_step", 500, r"warmup_step=500 .*waves.* does not warm up the lr\. Its clear name is waves_ahead"),
+        ("use_distributed_muon", True, "use_distributed_muon=True .*slow reference path.* clear name is reference_path"),
+    ):
+        with pytest.warns(OptionNameWarning, match=text) as caught:
+            muon(make_params((3, 4)), **{name: value})
+        assert len(caught) == 1
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            muon(make_params((3, 4)), **{name: value})
+
+
+@pytest.mark.filterwarnings("error")
+def test_defaults_by_older_names_and_clear_names_warn_of_nothing() -> None:
+    muon(make_params((3, 4)), warmup_step=5, use_distributed_muon=False, chunk_size=-1, debug=False)
+    muon(make_params((3, 4)), waves_ahead=500, reference_path=True)
+
+
+def test_the_line_of_the_user_is_shown() -> None:
+    for build in (Muon, DistMuon):
+        arguments._unwarned.add("warmup_step")
+        with pytest.warns(OptionNameWarning) as caught:
+            build([group(make_params((3, 4)))], warmup_step=3)
+        assert [warning.filename for warning in caught] == [__file__]
+
+
+@pytest.mark.parametrize(
+    ("name", "hint"),
+    [
+        ("fused", "AdamW's part is always fused"),
+        ("foreach", "works on many parameters at once"),
+        ("capturable", "cuda_graphs=True"),
+        ("amsgrad", "no such variant"),
+        ("ns_coefficients", r"scheme=\[\(a, b, c\)\]"),
+        ("warmup_steps", "Use a scheduler"),
+        ("learning_rate", "it is called lr"),
+        ("momentun", r"did you mean momentum"),
+        ("ns_step", "did you mean ns_steps"),
+        ("weight_deca", "did you mean weight_decay"),
+        ("qwertyuiop", "docs/optimizer.md lists them"),
+        *((name[:-1] + letter, "") for option in ALIASED for name in option.aliases for letter in ("", "z", "es")),
+    ],
+)
+@pytest.mark.parametrize("build", [Muon, DistMuon, partial(muon_for, nn.Linear(3, 4))])
+def test_what_is_no_option(build: Any, name: str, hint: str) -> None:
+    args = () if isinstance(build, partial) else ([group(make_params((3, 4)))],)
+    with pytest.raises(ConfigError, match=f"^{name}=True is not an option of Muon.*{hint}") as refused:
+        build(*args, **{name: True})
+    assert isinstance(refused.value, TypeError)  # as Python's own
+    assert not re.search(r"mean.*(warmup_step|use_distributed_muon)", str(refused.value))
+
+
+def test_torch_s_names_of_adamw_s_options() -> None:
+    matrix, vector = make_params((3, 4), (5,))
+    groups = [group([matrix]), group([vector], use_muon=False, prefix="norms")]
+    for options in ({"betas": (0.5, 0.75), "eps": 1e-3}, {"adamw_betas": (0.5, 0.75), "adamw_eps": 1e-3, "betas": [0.5, 0.75]}):
+        for optimizer in (Muon(groups, **options), Muon([groups[0], {**groups[1], **options}])):
+            found = optimizer.param_groups[1]
+            assert (tuple(found["adamw_betas"]), found["adamw_eps"]) == ((0.5, 0.75), 1e-3)
+    Muon([{**groups[0], "betas": "unused", "fused": True}], betas=(0.5, 0.75))  # keys that a group does not use are kept
+
+
+@pytest.mark.parametrize(("name", "one", "other"), [("betas", (0.5, 0.75), (0.5, 0.76)), ("eps", 1e-3, 1e-4)])
+def test_torch_s_names_that_contradict_ours(name: str, one: Any, other: Any) -> None:
+    adamw = group(make_params((5,)), use_muon=False)
+    wrong = {name: one, f"adamw_{name}": other}
+    with pytest.raises(ConfigError, match=f"adamw_{name}=.* and {name}=.* are two names of one option"):
+        Muon([adamw], **wrong)
+    with pytest.raises(ConfigError, match=f"adamw_{name}=.* and {name}=.* are two names of one option"):
+        Muon([{**adamw, **wrong}])
+
+
 @pytest.mark.parametrize("option", ALIASED, ids=lambda option: option.name)
 def test_both_names_mean_the_same(option: Option) -> None:
     value = not option.default if isinstance(option.default, bool) else option.default - 2
@@ -108,15 +262,25 @@ def test_both_names_mean_the_same(option: Option) -> None:
     muon(make_params((3, 4)), **dict.fromkeys((option.name, *option.aliases), value))
 
 
-@pytest.mark.parametrize("first", [2, 5, 7])
-def test_names_that_contradict_each_other(first: int) -> None:
-    with pytest.raises(ConfigError, match=f"waves_ahead={first} and warmup_step=3 are two names of one option: give waves_ahead"):
-        muon(make_params((3, 4)), waves_ahead=first, warmup_step=3)
-
-
-def test_flags_that_contradict_each_other() -> None:
-    with pytest.raises(ConfigError, match="reference_path=False and use_distributed_muon=True are two names"):
-        muon(make_params((3, 4)), reference_path=False, use_distributed_muon=True)
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        *(
+            ({"waves_ahead": first, "warmup_step": 3}, f"waves_ahead={first} and warmup_step=3 are two names")
+            for first in (2, 5, 7)
+        ),
+        (
+            {"reference_path": False, "use_distributed_muon": True},
+            "reference_path=False and use_distributed_muon=True are two names",
+        ),
+    ],
+)
+def test_names_that_contradict_each_other(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        muon(make_params((3, 4)), **options)
+    if "reference_path" in options:
+        with pytest.raises(ConfigError, match="has no meaning for DistMuon"):
+            DistMuon(make_params((3, 4)), **options)
 
 
 def test_errors_show_the_name_that_was_written() -> None:
@@ -129,12 +293,6 @@ def test_errors_show_the_name_that_was_written() -> None:
 def test_optimizer_options_in_a_group(name: str) -> None:
     with pytest.raises(ConfigError, match=f"group 0: {name} holds for the whole optimizer"):
         Muon([group(make_params((3, 4)), **{name: None})])
-
-
-@pytest.mark.parametrize("name", ["reference_path", "use_distributed_muon"])
-def test_dist_muon_has_no_reference_path(name: str) -> None:
-    with pytest.raises(ConfigError, match=f"{name} has no meaning for DistMuon"):
-        DistMuon(make_params((3, 4)), **{name: True})
 
 
 # An option is added: a row, a type, a parameter.
@@ -191,8 +349,8 @@ def inserted(path: Path, before: str, text: str) -> None:
 def test_adding_an_option_touches_the_table_and_the_signature(tmp_path: Path) -> None:
     copy = tmp_path / "meshmuon"
     shutil.copytree(PACKAGE, copy, ignore=shutil.ignore_patterns("__pycache__"))
-    inserted(copy / "params" / "option_table.py", ')\n"""In the order of', ROW)
-    inserted(copy / "optim" / "muon.py", "        waves_ahead: int | None", PARAMETERS)
+    inserted(copy / "params" / "option_table.py", ")\n\n_INTERNAL = ", ROW)
+    inserted(copy / "optim" / "muon.py", "        **unknown: NoReturn", PARAMETERS)
     environment = {**os.environ, "PYTHONPATH": str(tmp_path), "PYTHONDONTWRITEBYTECODE": "1"}
     done = subprocess.run([sys.executable, "-c", PROGRAM], cwd=tmp_path, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

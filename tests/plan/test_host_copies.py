@@ -1,4 +1,4 @@
-"""Weights in host memory: what is copied to the device and back counts in balances and predictions."""
+"""Weights in host memory: what is copied to the device and back counts in balances."""
 
 from __future__ import annotations
 
@@ -9,10 +9,8 @@ import pytest
 from hypothesis import given, settings
 
 from meshmuon.errors import ConfigError
-from meshmuon.plan import Calibration, CostModel, Link, cost_model_for, make_plan
+from meshmuon.plan import CostModel, cost_model_for, make_plan
 from tests.support.plans import entry, options_for, random_entries, random_options, seeds
-
-from .test_calibration import MEASURED
 
 COST = CostModel(0.0, 1.0, host_flops_per_byte=10.0)
 
@@ -59,27 +57,6 @@ def test_copies_do_not_depend_on_the_plan(seed: int) -> None:
         for sharded in param.sharded_matrices(layout)
     )
     assert sum(copied[0].values()) == held
-
-
-def test_predictions_have_the_copies_of_the_slowest_rank() -> None:
-    calibration = replace(MEASURED, copies=Link(2.5e8, 1e-5))
-    plan = make_plan([entry("p", (1024, 1024), flops=8 * 10**9, staged=True)], options_for(cost=calibration.cost_model()))
-    with_copies, without = calibration.predict(plan), MEASURED.predict(plan)
-    assert with_copies.total == pytest.approx(without.total + 2 * 256 * 1024 * 2 / 2.5e8)
-    local = make_plan([entry("experts", (4, 512, 1024), stack_dims=1, staged=True)], options_for(cost=calibration.cost_model()))
-    assert calibration.predict(local).total == pytest.approx(MEASURED.predict(local).total + 2 * 512 * 1024 * 2 / 2.5e8)
-    on_device = make_plan([replace(param, staged=False) for param in plan.params], plan.options)
-    assert calibration.predict(on_device).total == pytest.approx(without.total)
-
-
-def test_a_calibration_gives_the_price() -> None:
-    for several in (True, False):
-        calibration = replace(MEASURED, copies=Link(2.5e8, 1e-5), between=MEASURED.between if several else None)
-        assert Calibration.from_json(calibration.to_json()) == calibration
-        assert calibration.cost_model().per_byte_of_host == pytest.approx(4e10 / 2.5e8)
-    older = {name: value for name, value in MEASURED.to_json().items() if name != "copies"}
-    assert Calibration.from_json(older) == MEASURED
-    assert MEASURED.cost_model().per_byte_of_host == MEASURED.cost_model().flops_per_byte
 
 
 def test_models() -> None:

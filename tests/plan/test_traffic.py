@@ -10,7 +10,7 @@ import pytest
 
 from meshmuon.layout import Mesh, Sharded
 from meshmuon.plan import ExchangeBytes, Nodes, Parcel, Plan, Relays, make_plan
-from meshmuon.plan.peers import ExchangePeers
+from meshmuon.tools.predict.peers import ExchangePeers, count_peers, peers_of_step
 from tests.plan.test_nodes import random_nodes
 from tests.support.plans import entry, options_for, random_plan
 
@@ -44,14 +44,14 @@ def check_peers(plan: Plan, found: ExchangePeers, messages: Messages) -> None:
 def test_peers_and_messages_are_those_of_all_transfers(seed: int) -> None:
     plan = plan_on_nodes(seed)
     pairs: dict[int, set[int]] = defaultdict(set)
-    for wave, (gather, scatter) in enumerate(plan.peers):
+    for wave, (gather, scatter) in enumerate(count_peers(plan)):
         gathered, scattered = (messages_of(plan, wave, gather=gather) for gather in (True, False))
         check_peers(plan, gather, gathered)
         check_peers(plan, scatter, scattered)
         for source, target in (*gathered, *scattered):
             pairs[source].add(target)
             pairs[target].add(source)
-    assert plan.peers_of_step == [len(pairs[rank]) for rank in plan.ranks]
+    assert peers_of_step(plan) == [len(pairs[rank]) for rank in plan.ranks]
 
 
 def listed_hops(plan: Plan, relays: Relays, messages: Messages) -> list[ExchangeBytes]:

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import math
 import threading
-import warnings
 from contextlib import nullcontext
 from functools import partial
 from typing import Any
-from unittest.mock import patch
 
 import pytest
 import torch
@@ -16,13 +14,13 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
-from torch.nn.attention.flex_attention import AuxOutput, _create_empty_block_mask, _identity, create_block_mask
+from torch._subclasses import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from meshmuon import ConfigError
 from meshmuon.qk_clip import logit_maxima
-from meshmuon.qk_clip.logit_maxima import causal_blocks, flex_maxima, head_maxima
+from meshmuon.qk_clip.logit_maxima import head_maxima
 from meshmuon.qk_clip.max_logits import MaxLogits
 from tests.support.bounds import sum_error
 
@@ -411,58 +409,32 @@ def test_options_that_make_no_sense_are_refused() -> None:
         pass
 
 
-@pytest.mark.parametrize(
-    ("queries", "keys"), [(1, 1), (128, 128), (300, 300), (300, 100), (100, 300), (512, 512), (257, 129), (129, 600), (600, 129)]
-)
-def test_causal_blocks_are_those_of_torch(queries: int, keys: int) -> None:
-    mine, torchs = (
-        causal_blocks(queries, keys, torch.device("cpu")),
-        create_block_mask(lambda b, h, q, k: q >= k, None, None, queries, keys, device="cpu"),
-    )
-    assert mine.shape == torchs.shape
-    for counts, places in (("kv_num_blocks", "kv_indices"), ("full_kv_num_blocks", "full_kv_indices")):
-        assert torch.equal(getattr(mine, counts), getattr(torchs, counts))
-        for row, count in enumerate(getattr(mine, counts)[0, 0].tolist()):
-            one, other = (getattr(blocks, places)[0, 0, row, :count].sort().values for blocks in (mine, torchs))
-            assert torch.equal(one, other)
+class Products(TorchDispatchMode):
+    """The kinds and dtypes of all batched products."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.made: set[tuple[str, torch.dtype, torch.dtype]] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func._schema.name == "aten::bmm":
+            self.made.add((func._overloadname, args[0].dtype, result.dtype))
+        return result
 
 
-def eager_flex(q: Tensor, k: Tensor, v: Tensor, *, block_mask: Any, scale: float, enable_gqa: bool, return_aux: Any) -> Any:
-    """flex_attention as torch computes it without a compiler; its public door refuses the largest scores on a CPU."""
-    from torch._higher_order_ops.flex_attention import flex_attention
-
-    assert return_aux.max_scores
-    assert enable_gqa == (q.shape[1] != k.shape[1])
-    blocks = _create_empty_block_mask(q, k) if block_mask is None else block_mask
-    out, _, scores = flex_attention(q, k, v, _identity, blocks.as_tuple(), scale, {"OUTPUT_MAX": True, "BACKEND": "AUTO"})
-    return out, AuxOutput(max_scores=scores * math.log(2.0))
-
-
-@pytest.mark.parametrize("causal", [True, False])
-@pytest.mark.parametrize(("queries", "keys", "key_heads"), [(200, 200, 4), (200, 200, 2), (100, 140, 1), (140, 100, 2)])
-def test_flex_attention_finds_the_same(causal: bool, queries: int, keys: int, key_heads: int) -> None:
-    q, k = random(2, 4, queries, 16), random(2, key_heads, keys, 16, seed=1)
-    close(flex_maxima(q, k, causal=causal, scale=0.25, attention=eager_flex), dense(q, k, causal=causal, scale=0.25))
-
-
-def test_flex_attention_that_fails_is_given_up_with_a_warning() -> None:
-    q = random(1, 2, 5, 4)
-    with (
-        patch.object(logit_maxima, "_flex_fits", lambda q, k: not logit_maxima._flex_failed),
-        patch.object(logit_maxima, "_compiled_flex", lambda: lambda *args, **options: 1 / 0),
-        patch.object(logit_maxima, "_flex_failed", False),
-    ):
-        with pytest.warns(UserWarning, match="flex_attention failed"):
-            found = head_maxima(q, q, causal=True, block_bytes=1000)
-        with warnings.catch_warnings():
-            warnings.simplefilter("error")
-            again = head_maxima(q, q, causal=True, block_bytes=1000)
-    close(found, dense(q, q, causal=True))
-    assert torch.equal(found, again)
-
-
-def test_flex_attention_is_for_gpus() -> None:
-    assert not logit_maxima._flex_fits(random(1, 1, 2, 4).bfloat16(), random(1, 1, 2, 4).bfloat16())
+def test_a_gpu_multiplies_half_precision_as_it_is_and_adds_up_in_full(monkeypatch: pytest.MonkeyPatch) -> None:
+    with FakeTensorMode():
+        half, full = (torch.empty(1, 1, 2, 4, dtype=dtype, device="cuda") for dtype in (torch.bfloat16, torch.float32))
+    fits = logit_maxima._multiplied_as_they_are
+    assert fits(half, half)
+    assert not any((fits(full, full), fits(half, full), fits(random(1, 1, 2, 4).half(), random(1, 1, 2, 4).half())))
+    monkeypatch.setattr(logit_maxima, "_multiplied_as_they_are", lambda q, k: True)
+    q, k = (torch.empty(2, heads, 9, 16, dtype=torch.bfloat16, device="meta") for heads in (4, 2))
+    with Products() as products:
+        found = head_maxima(q, k, causal=True, block_bytes=1000)
+    assert (found.shape, found.dtype) == ((4,), torch.float32)
+    assert products.made == {("dtype", torch.bfloat16, torch.float32)}
 
 
 class _Mixed(nn.Module):

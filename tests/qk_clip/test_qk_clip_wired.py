@@ -62,13 +62,6 @@ def test_a_step_that_is_not_made_does_not_clip(how: str) -> None:
         same(local(param), LAYER.before[name], name)
 
 
-def test_logits_without_a_config_are_refused() -> None:
-    tensors, optimizer = build(clip_config=None)
-    give_gradients(tensors)
-    with pytest.raises(ConfigError, match="has no clip_config"):
-        optimizer.step(qk_logits={0: LAYER.logits})
-
-
 def test_copies_of_an_optimizer_clip() -> None:
     _, optimizer = build(weight_decay=0.0)
     stored = io.BytesIO()

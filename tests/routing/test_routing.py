@@ -67,31 +67,48 @@ def test_matrices_go_to_muon_and_the_rest_to_adamw() -> None:
 
 def test_order_and_form_of_groups() -> None:
     groups = get_default_muon_param_groups(Model())
-    assert [written["use_muon"] for written in groups] == [True, False]
-    assert [set(written) for written in groups] == [{"params", "names", "use_muon", "reasons"}] * 2
+    assert [written["use_muon"] for written in groups] == [True, False, False]
+    assert [set(written) - {"weight_decay"} for written in groups] == [{"params", "names", "use_muon", "reasons"}] * 3
     assert groups[0]["names"][0] == "last.weight"
     Muon(groups)
 
 
-def test_a_head_tied_by_object_goes_with_its_embedding() -> None:
-    model = Model()
-    model.last.weight = model.first.weight
-    found = routes(model)
-    assert "last.weight" not in found
-    assert found["first.weight"] is False
+def test_norms_and_biases_have_no_weight_decay() -> None:
+    """Also those of stacks, which have two dims. Tables and heads have that of the optimizer."""
+
+    class Experts(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.up_proj, self.up_proj_bias = nn.Parameter(torch.ones(4, 8, 8)), nn.Parameter(torch.ones(4, 8))
+            self.scale, self.layer_scale = nn.Parameter(torch.tensor(1.0)), nn.Parameter(torch.ones(8))
+
+    model = nn.ModuleDict(
+        {
+            "embed": nn.Embedding(16, 8),
+            "linear": nn.Linear(8, 8),
+            "norm": nn.LayerNorm(8),
+            "experts": Experts(),
+            "lm_head": nn.Linear(8, 16),
+        }
+    )
+    optimizer = Muon(get_default_muon_param_groups(model), weight_decay=0.25)
+    decay = {name: written["weight_decay"] for written in optimizer.param_groups for name in written["param_names"]}
+    assert {name for name in decay if decay[name]} == {"embed.weight", "linear.weight", "experts.up_proj", "lm_head.weight"}
+    assert set(decay.values()) == {0.25, 0.0}
+    groups = get_default_muon_param_groups(model, is_muon_func=lambda name, param: name == "linear.weight")
+    names = [set(written["names"]) for written in groups]
+    assert names[1:] == [{"embed.weight", "experts.up_proj", "lm_head.weight"}, {name for name in decay if not decay[name]}]
 
 
-def test_a_head_tied_by_storage_goes_with_its_embedding() -> None:
+@pytest.mark.parametrize(
+    "tie", [lambda table: table, lambda table: nn.Parameter(table.data), lambda table: nn.Parameter(table.data[8:])]
+)
+def test_a_tied_head_goes_with_its_embedding(tie: Any) -> None:
+    """Tied by object, by storage, or to a part of the table."""
     model = Model()
-    model.last.weight = nn.Parameter(model.first.weight.data)
-    assert model.last.weight is not model.first.weight
+    model.last.weight = tie(model.first.weight)
     assert muon_names(model) == HIDDEN
-
-
-def test_a_head_tied_to_a_part_of_the_table() -> None:
-    model = Model()
-    model.last.weight = nn.Parameter(model.first.weight.data[8:])
-    assert muon_names(model) == HIDDEN
+    assert ("last.weight" in routes(model)) == (model.last.weight is not model.first.weight)
 
 
 def test_views_of_one_flat_buffer_are_not_tied() -> None:
@@ -283,21 +300,6 @@ def test_experts_need_no_keys() -> None:
     assert [(row.matrices, row.why) for row in rows] == [(5, "expert stack (E, out, in)"), (1, "matrix"), (1, "matrix")]
 
 
-def test_one_expert_key_not_in_a_list() -> None:
-    """A bare string must not be read letter by letter: this name contains an "e", but not "experts"."""
-    param = nn.Parameter(torch.zeros(2, 4, 6))
-    written = {"params": [param], "names": ["layers.0.conv.weight"], "use_muon": True}
-    with pytest.raises(ConfigError, match="expert_keys"):
-        Muon([written], expert_keys="experts")
-    with pytest.raises(ConfigError, match="expert_keys"):
-        Muon([{**written, "expert_keys": "experts"}])
-
-
-def test_one_expert_key_not_in_a_list_for_routing() -> None:
-    with pytest.raises(ConfigError, match="expert_keys"):
-        get_default_muon_param_groups(Convolutions(), expert_keys="zebra")
-
-
 class Convolutions(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -323,16 +325,6 @@ def test_flattened_convolutions_go_to_muon_except_depthwise_and_transposed() -> 
 
 def test_a_convolution_named_as_an_expert_goes_to_muon() -> None:
     assert "dense1d.weight" in muon_names(Convolutions(), expert_keys=["dense1d"])
-
-
-def test_each_parameter_once() -> None:
-    model = nn.ModuleList([Block(), Block()])
-    model[1].attn = model[0].attn
-    found = routes(model)
-    assert len(found) == len(list(model.parameters()))
-    groups = get_default_muon_param_groups(model)
-    ids = [id(param) for written in groups for param in written["params"]]
-    assert len(ids) == len(set(ids))
 
 
 def test_a_step_on_a_routed_model() -> None:

@@ -58,6 +58,35 @@ def test_text() -> None:
     ]
 
 
+def test_layers_that_are_alike_share_a_row() -> None:
+    """Those that differ in any other column do not; ``full`` shows all."""
+    names = ["embed", *(f"layers.{k}.{name}" for k in range(3) for name in ("up", "experts.0.w", "experts.1.w")), "layers.3.up"]
+    model = {name: nn.Parameter(torch.ones(8, 4 + 4 * name.endswith("3.up"))) for name in names}
+    groups = [
+        {"params": [model["embed"]], "names": ["embed"], "use_muon": False},
+        {"params": [model[name] for name in names[1:]], "names": names[1:], "use_muon": True},
+    ]
+    table = Muon(groups, lr=0.001).routing_table()
+    assert [line.split("  ")[0] for line in str(table).splitlines()[2:]] == [
+        "embed",
+        "layers.*.up ×3",
+        "layers.*.experts.*.w ×6",
+        "layers.3.up",
+    ]
+    full = Muon(groups, lr=0.001).routing_table(full=True)
+    assert [line.split()[0] for line in str(full).splitlines()[2:]] == names == [row.name for row in table.rows]
+
+
+def test_the_table_notes_that_adamw_is_advised_for_lora() -> None:
+    model = nn.ModuleDict({"lora_A": nn.Linear(64, 8, bias=False), "lora_B": nn.Linear(8, 64, bias=False)})
+    table = Muon(get_default_muon_param_groups(model)).routing_table()
+    assert len(table.notes) == 1
+    assert str(table).splitlines()[-1] == f"note: {table.notes[0]}"
+    assert table.notes[0].startswith("2 factors of LoRA go to Muon, and AdamW usually trains them better")
+    asked = get_default_muon_param_groups(model, is_muon_func=lambda name, param: "lora_B" in name)
+    assert Muon(asked).routing_table().notes == (), "the user has decided"
+
+
 def test_a_row_as_text() -> None:
     assert str(RoutingRow("w", (3, 4), "cpu", "muon", 1, 0.25, 0.5)) == "w  3×4  cpu  muon  1  0.25  0.5"
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,7 +14,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from meshmuon import Muon
-from tests.support.clear_cuts import clearly_cut
 from tests.support.hostile import misplaced
 from tests.support.tensors import local, same
 
@@ -37,11 +37,15 @@ class Param:
 
 @dataclass(frozen=True)
 class Case:
+    """Parameters, options of the optimizer, and what happens to them. One device steps as all ranks of a mesh do."""
+
     params: tuple[Param, ...]
     options: dict[str, Any] = field(default_factory=dict)
     steps: int = STEPS
     threads: int = 1
     misplaced: bool = False  # parameters and gradients at addresses that no allocator would choose
+    spoilt: tuple[tuple[int, int], ...] = ()  # (step, parameter): its gradient has a NaN then
+    offload: int | None = None  # seeds when each rank turns offload on and off; one device never does
 
 
 def initial(case: Case) -> list[Tensor]:
@@ -54,7 +58,10 @@ def gradient(case: Case, step: int, k: int) -> Tensor | None:
     if param.frozen or step in param.unused:
         return None
     generator = torch.Generator().manual_seed(1000 * (step + 1) + k)
-    return _put(case, k + step, torch.randn(param.shape, generator=generator).to(param.dtype))
+    value = torch.randn(param.shape, generator=generator).to(param.dtype)
+    if (step, k) in case.spoilt:
+        value.view(-1)[(7 * step + k) % value.numel()] = torch.nan
+    return _put(case, k + step, value)
 
 
 def _put(case: Case, k: int, value: Tensor) -> Tensor:
@@ -79,10 +86,14 @@ def build(case: Case, params: Sequence[nn.Parameter], **options: Any) -> Muon:
     return Muon(groups, lr=0.01, allow_inactive=True, **{"expert_keys": ["experts"], **case.options, **options})
 
 
+COUNTERS = ("step", "rounding_counter")  # state that every rank has whole
+States = list[dict[str, Tensor]]
+
+
 def run(
     case: Case, params: Sequence[nn.Parameter], grads: Any, *, watch: Callable[[Muon], None] | None = None, **options: Any
-) -> tuple[list[Tensor], list[Tensor | None], Muon]:
-    """This rank's part of the parameters and of their momentum (AdamW: first moment) after all steps; ``watch`` sees each."""
+) -> tuple[list[Tensor], States, Muon]:
+    """This rank's part of the parameters and of their state after all steps; ``watch`` sees the optimizer after each."""
     optimizer = build(case, params, **options)
     for step in range(case.steps):
         for k, param in enumerate(params):
@@ -90,8 +101,9 @@ def run(
         optimizer.step()
         if watch is not None:
             watch(optimizer)
-    momentum = [optimizer.state[p].get("momentum_buffer", optimizer.state[p].get("exp_avg")) for p in params]
-    return [local(p) for p in params], [None if m is None else local(m) for m in momentum], optimizer
+    optimizer.turn_off_cpu_offload()
+    states = [{key: local(value) for key, value in optimizer.state.get(param, {}).items()} for param in params]
+    return [local(param) for param in params], states, optimizer
 
 
 def _trainable(case: Case, values: Sequence[Tensor]) -> list[nn.Parameter]:
@@ -110,11 +122,10 @@ def as_parameter(value: Tensor, requires_grad: bool) -> nn.Parameter:
     return value.requires_grad_(requires_grad)  # type: ignore[return-value]
 
 
-def single(case: Case) -> tuple[list[Tensor], list[Tensor | None]]:
+def single(case: Case) -> tuple[list[Tensor], States]:
     """The same on one device, with whole tensors."""
     params = _trainable(case, initial(case))
-    values, momentum, _ = run(case, params, lambda step, k: gradient(case, step, k))
-    return values, momentum
+    return run(case, params, lambda step, k: gradient(case, step, k))[:2]
 
 
 def place(case: Case, meshes: Sequence[DeviceMesh], k: int, value: Tensor) -> Tensor:
@@ -122,46 +133,56 @@ def place(case: Case, meshes: Sequence[DeviceMesh], k: int, value: Tensor) -> Te
     param = case.params[k]
     if param.mesh is None:
         return _put(case, k + 5, value.clone())
-    placements = clearly_cut(param.shape, meshes[param.mesh].shape, param.placements)
-    cut = distribute_tensor(value.clone(), meshes[param.mesh], list(placements), src_data_rank=None)  # torch 2.9 gives views
+    cut = distribute_tensor(value.clone(), meshes[param.mesh], list(param.placements), src_data_rank=None)
     if not case.misplaced:
         return cut
     shard = _put(case, k + dist.get_rank(), cut.to_local())
     return DTensor.from_local(shard, cut.device_mesh, cut.placements, run_check=False, shape=cut.shape, stride=cut.stride())
 
 
-def sharded(case: Case, meshes: Sequence[DeviceMesh], **options: Any) -> tuple[list[Tensor], list[Tensor | None], Muon]:
+def sharded(
+    case: Case, meshes: Sequence[DeviceMesh], *, watch: Callable[[Muon], None] | None = None, **options: Any
+) -> tuple[list[Tensor], States, Muon]:
     """The case on this rank of a process group."""
+    choices = random.Random(f"{case.offload}, {dist.get_rank()}")
 
     def grad(step: int, k: int) -> Tensor | None:
         value = gradient(case, step, k)
         return None if value is None else place(case, meshes, k, value)
 
-    values = [place(case, meshes, k, value) for k, value in enumerate(initial(case))]
-    params = _trainable(case, values)
-    return run(case, params, grad, **options)
+    def after_step(optimizer: Muon) -> None:
+        if watch is not None:
+            watch(optimizer)
+        if case.offload is not None:
+            choices.choice([optimizer.turn_off_cpu_offload, *[optimizer.turn_on_cpu_offload] * 2, optimizer.state_dict])()
+
+    params = _trainable(case, [place(case, meshes, k, value) for k, value in enumerate(initial(case))])
+    return run(case, params, grad, watch=after_step, **options)
 
 
-def check(case: Case, meshes: Sequence[DeviceMesh], expected: tuple[list[Tensor], list[Tensor | None]], **options: Any) -> Muon:
+def check(case: Case, meshes: Sequence[DeviceMesh], expected: tuple[list[Tensor], States], **options: Any) -> Muon:
     """Runs the case on this rank and demands the bits that one device found, cut by torch."""
-    params, momenta, optimizer = sharded(case, meshes, **options)
-    _check_shards(case, meshes, (params, momenta), expected)
+    values, states, optimizer = sharded(case, meshes, **options)
+    _check_shards(case, meshes, (values, states), expected)
+    skipped = {step for step, k in case.spoilt if gradient(case, step, k) is not None}
+    assert optimizer.skipped_steps == len(skipped)
     return optimizer
 
 
 def _check_shards(
-    case: Case,
-    meshes: Sequence[DeviceMesh],
-    actual: tuple[list[Tensor], list[Tensor | None]],
-    expected: tuple[list[Tensor], list[Tensor | None]],
+    case: Case, meshes: Sequence[DeviceMesh], actual: tuple[list[Tensor], States], expected: tuple[list[Tensor], States]
 ) -> None:
-    """Demands of this rank's parameters and momenta the bits of whole ones, cut by torch."""
+    """Demands of this rank's parameters and their state the bits of whole ones, cut by torch."""
     for k in range(len(case.params)):
         same(actual[0][k], local(place(case, meshes, k, expected[0][k])), f"parameter {k}")
-        momentum, whole = actual[1][k], expected[1][k]
-        assert (momentum is None) == (whole is None), f"momentum {k}"
-        if momentum is not None and whole is not None:
-            same(momentum, local(place(case, meshes, k, whole)), f"momentum {k}")
+        state, whole = actual[1][k], expected[1][k]
+        for key in {**state, **whole}:
+            if key in state and key not in whole:  # ``state_dict`` makes it for parameters without a gradient so far
+                assert case.offload is not None, f"{key} of parameter {k}"
+                assert key in COUNTERS or not state[key].any(), f"{key} of parameter {k}"
+            else:
+                cut = whole[key] if key in COUNTERS else local(place(case, meshes, k, whole[key]))
+                same(state[key], cut, f"{key} of parameter {k}")
 
 
 def check_missing(case: Case, mesh: DeviceMesh, without_gradient: dict[tuple[int, int], set[int]]) -> None:

@@ -2,60 +2,71 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from meshmuon.transport.host_channel import HostChannel
-from meshmuon.transport.sockets import Door
+from meshmuon.transport.connecting import Door
+from meshmuon.transport.host_channel import HostChannel, Share, open_channel
+from meshmuon.transport.plain_data import from_bytes, to_bytes
 
 T = TypeVar("T")
 SECONDS = 60.0  # no test that passes waits so long
 
 
 class Doors:
-    """The doors of all ranks, as the ranks publish them. ``change`` may alter what is published."""
+    """The messages that ranks share while they connect. ``change`` may alter the door of a rank before the others see it."""
 
-    def __init__(self, change: Callable[[int, Door], Door] = lambda position, door: door) -> None:
-        self._doors: dict[int, Door] = {}
+    def __init__(self, size: int, change: Callable[[int, Door], Door] = lambda position, door: door) -> None:
+        self._shared: dict[int, dict[int, bytes]] = {}  # by turn and position
         self._news = threading.Condition()
-        self._change = change
+        self._size, self._change = size, change
 
-    def publisher(self, position: int) -> Callable[[Door, float], Callable[[int], Door]]:
-        """What a channel of ``position`` is given."""
+    def sharer(self, position: int) -> Share:
+        """What ``open_channel`` of ``position`` is given."""
+        turns = itertools.count()
 
-        def publish(door: Door, seconds: float) -> Callable[[int], Door]:
+        def share(message: bytes) -> list[bytes]:
+            turn = next(turns)
+            if turn == 0:
+                (door,) = from_bytes(message)
+                message = to_bytes([self._change(position, door)])
             with self._news:
-                self._doors[position] = self._change(position, door)
+                shared = self._shared.setdefault(turn, {})
+                shared[position] = message
                 self._news.notify_all()
-            return lambda peer: self.door_of(peer, seconds)
+                if not self._news.wait_for(lambda: len(shared) == self._size, SECONDS):
+                    raise RuntimeError(f"only {sorted(shared)} have come")
+            return [shared[k] for k in range(self._size)]
 
-        return publish
-
-    def door_of(self, position: int, seconds: float = SECONDS) -> Door:
-        with self._news:
-            if not self._news.wait_for(lambda: position in self._doors, seconds):
-                raise RuntimeError(f"Timed out waiting {round(1000 * seconds)}ms for the door of {position}")
-            return self._doors[position]
+        return share
 
 
 def run_channels(size: int, main: Callable[[HostChannel, int], T], doors: Doors | None = None) -> list[T | RuntimeError]:
     """What ``main(channel, position)`` returns on each rank, or the RuntimeError that it raises; other errors are raised here.
 
-    As in a step, a rank whose ``main`` fails closes its channel. The ranks number 100, 101, ….
+    As in a step, a rank whose ``main`` fails ends its channel. The ranks number 100, 101, ….
     """
-    doors = doors or Doors()
+    doors = doors or Doors(size)
     results: dict[int, Any] = {}
     ranks = range(100, 100 + size)
 
     def run(position: int) -> None:
-        channel = HostChannel(position, ranks, doors.publisher(position))
+        try:
+            channel = open_channel(position, ranks, doors.sharer(position))
+            if isinstance(channel, str):
+                raise RuntimeError(channel)
+        except BaseException as error:
+            results[position] = error
+            return
         try:
             results[position] = main(channel, position)
         except BaseException as error:
             results[position] = error
+            channel.end("failed")
         finally:
-            channel.close()
+            channel.leave()
 
     threads = [threading.Thread(target=run, args=(position,), daemon=True) for position in range(size)]
     for thread in threads:

@@ -23,7 +23,6 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from meshmuon import Muon
-from tests.support.clear_cuts import clearly_cut
 from tests.support.tensors import like, local, same
 
 SAVED, STEPS = 5, 10
@@ -118,8 +117,7 @@ def hsdp(model: Model) -> None:
 def place(model: Model, name: str, mesh: Any, placements: tuple[Any, ...]) -> None:
     leaf = model.leaf(name)
     weight = leaf.weight.detach()
-    clear = clearly_cut(weight.shape, tuple(mesh.shape), placements)
-    cut = distribute_tensor(weight.clone(), mesh, list(clear), src_data_rank=None)
+    cut = distribute_tensor(weight.clone(), mesh, list(placements), src_data_rank=None)
     leaf.weight = nn.Parameter(cut, requires_grad=leaf.weight.requires_grad)
 
 

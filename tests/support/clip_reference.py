@@ -1,4 +1,4 @@
-"""QK-clip from its formula, head by head on whole tensors, and Muon with it."""
+"""QK-clip from its formula, head by head on whole tensors."""
 
 from __future__ import annotations
 
@@ -8,23 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from meshmuon import Muon
-from meshmuon.params.named_params import NamedParam
-from meshmuon.qk_clip.clip import QKClip
+from meshmuon.params.param_record import GroupRecipe, ParamRecord
 
 
-class ClippedMuon(Muon):
-    """Muon whose clip can be looked at."""
-
-    def __init__(self, params: Any, *, clip: Mapping[str, Any] | None, **options: Any) -> None:
-        super().__init__(params, clip_config=clip, **options)
-
-    @property
-    def clip(self) -> QKClip:
-        return self._qk_clip
-
-
-def parameters(tensors: Mapping[str, Tensor], *, split: Any = None, **group: Any) -> list[NamedParam]:
+def parameters(tensors: Mapping[str, Tensor], *, split: Any = None, **group: Any) -> list[ParamRecord]:
     """Parameters as a Muon step sees them, all in one group."""
     options: Any = {
         "expert_keys": (),
@@ -35,7 +22,7 @@ def parameters(tensors: Mapping[str, Tensor], *, split: Any = None, **group: Any
         "use_muon": True,
         **group,
     }
-    return [NamedParam(0, options, name, tensor) for name, tensor in tensors.items()]
+    return [ParamRecord.of(name, tensor, 0, options, GroupRecipe()) for name, tensor in tensors.items()]
 
 
 def gamma(logits: Sequence[float], threshold: float, dtype: torch.dtype) -> Tensor:

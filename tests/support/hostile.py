@@ -3,7 +3,7 @@
 Under ``HostileArithmetic`` the last bit of a result changes
 
 * of a product, for every matrix of which an operand or the result does not begin at a multiple of 64 bytes (as MKL does on AMD);
-* of ``a + alpha·b``, ``addr``, fused SGD and fused AdamW, for the last elements of a tensor (as kernels with vectors do);
+* of ``a + alpha·b`` and fused AdamW, for the last elements of a tensor (as kernels with vectors do);
 * with ``company=True``, of a product, for every matrix of a batch but the first (as BLAS libraries with several threads do);
 
 and memory for workspaces is handed out at addresses that are no multiple of 64 bytes.
@@ -21,8 +21,6 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from meshmuon.execute.elementwise import adds_alike
-from meshmuon.execute.fused_momentum import fused_rounding
-from meshmuon.execute.one_pass import rounds_alike
 from meshmuon.optim.adamw import vector_length
 
 PRODUCTS = ("aten::mm", "aten::addmm", "aten::addmm_", "aten::bmm", "aten::baddbmm", "aten::baddbmm_")
@@ -48,11 +46,6 @@ class HostileArithmetic(TorchDispatchMode):  # type: ignore[no-untyped-call]
         result = func(*args, **kwargs)
         if name in PRODUCTS:
             self._nudge_matrices(result, [tensor for tensor in (*args, result) if type(tensor) in (Tensor, nn.Parameter)])
-        elif name == "aten::addr_":
-            self._nudge_tail(result)
-        elif name == "aten::_fused_sgd_":
-            for tensor in (*args[0], *args[2]):
-                self._nudge_tail(tensor)
         elif name in SCALED_SUMS and kwargs.get("alpha", 1) != 1:
             for tensor in args[0] if isinstance(args[0], (list, tuple)) else [result]:
                 self._nudge_tail(tensor)
@@ -99,12 +92,12 @@ class HostileArithmetic(TorchDispatchMode):  # type: ignore[no-untyped-call]
 @contextmanager
 def fresh_trials() -> Iterator[None]:
     """Forgets what meshmuon has found out about the machine by trial, on entry and on exit."""
-    for trial in (adds_alike, rounds_alike, fused_rounding, vector_length):
+    for trial in (adds_alike, vector_length):
         trial.cache_clear()
     try:
         yield
     finally:
-        for trial in (adds_alike, rounds_alike, fused_rounding, vector_length):
+        for trial in (adds_alike, vector_length):
             trial.cache_clear()
 
 

@@ -17,7 +17,7 @@ from meshmuon.execute.ortho_batch import OrthoBatch
 from meshmuon.execute.shard_views import ShardViews
 from meshmuon.optim import muon_step
 from meshmuon.transport import Agreement, Exchange
-from meshmuon.transport.host_channel import PendingMaximum
+from meshmuon.transport.host_channel import PendingRounds
 from tests.support.processes import GROUP_TIMEOUT, shorten_timeouts
 
 Action = Callable[[], None]
@@ -67,9 +67,9 @@ class Fault:
             yield
             return
         if rank == self.rank:
-            hooks = _hooked(self.phase, _once(self.action))
+            hooks = hooked(self.phase, _once(self.action))
         else:
-            hooks = _hooked(_AWAITED[self.phase], _once(lambda: self._arrive(rank)))
+            hooks = hooked(_AWAITED[self.phase], _once(lambda: self._arrive(rank)))
         with hooks:
             yield
 
@@ -118,7 +118,7 @@ def _once(action: Action) -> Action:
     return lambda: left.pop()() if left else None
 
 
-def _hooked(phase: str, action: Action) -> Any:
+def hooked(phase: str, action: Action) -> Any:
     """Patches the one place where ``phase`` happens."""
     if phase in _STARTED:
         return _around_start(phase, action)
@@ -126,7 +126,7 @@ def _hooked(phase: str, action: Action) -> Any:
         return _before(Planner, "confirm", action)
     owner, name = {
         "before the agreement": (Agreement, "start"),
-        "in the agreement": (PendingMaximum, "wait"),  # the first round is sent, and that of another rank may be here
+        "in the agreement": (PendingRounds, "wait"),  # the first round is sent, and that of another rank may be here
         "orthogonalise": (OrthoBatch, "orthogonalise"),
         "adamw": (muon_step, "adamw_step"),
         "update": (ShardViews, "apply"),

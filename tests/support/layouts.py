@@ -17,7 +17,6 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from meshmuon.layout import Layout, Mesh, Placement, Ranges, Replicated, Sharded
-from tests.support.clear_cuts import clearly_cut
 
 WORLD = 18
 """Ranks there are; a mesh has at most 16, so that some are outside every mesh."""
@@ -80,7 +79,7 @@ def random_case(rng: random.Random, mesh: Mesh | None = None) -> Case:
     dims = rng.randint(1, 4)
     mesh = mesh or random_mesh(rng)
     shape, placements = random_shape(rng, dims), tuple(random_placement(rng, dims) for _ in mesh.shape)
-    return Case(shape, mesh, clearly_cut(shape, mesh.shape, placements))
+    return Case(shape, mesh, placements)
 
 
 def split(case: Case, tensor: torch.Tensor | None = None) -> dict[int, torch.Tensor]:

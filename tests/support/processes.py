@@ -1,4 +1,4 @@
-"""Ranks as real gloo processes, forked from a server that has imported torch and has done nothing else.
+"""Ranks as real processes, over gloo or another back end, forked from a server that has imported torch and has done nothing else.
 
 ``run_ranks`` runs one function on all ranks. ``JobRanks`` keeps the same processes for a list of jobs, each in a process group of
 its own. Seconds only bound how long a rank may hang: a quiet machine needs a small part of them.
@@ -21,6 +21,8 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import FileStore
 
+from . import nccl_like
+
 _PRELOADED = ["torch", "torch._dynamo", "torch.distributed.tensor", "torch.distributed.fsdp", "pytest", "hypothesis", __name__]
 
 RankMain = Callable[..., Any]
@@ -34,9 +36,11 @@ def fork_server() -> ForkServerContext:
     return context
 
 
-def _join_group(rank: int, world: int, store: Path, timeout: float) -> None:
-    files = FileStore(str(store), world)
-    dist.init_process_group("gloo", rank=rank, world_size=world, store=files, timeout=timedelta(seconds=timeout))
+def _join_group(rank: int, world: int, store: Path, backend: str) -> None:
+    files, timeout = FileStore(str(store), world), timedelta(seconds=GROUP_TIMEOUT)
+    dist.init_process_group(backend, rank=rank, world_size=world, store=files, timeout=timeout)
+    if backend == nccl_like.NAME:
+        nccl_like.bind_device()
 
 
 def shorten_timeouts(seconds: float) -> None:
@@ -45,8 +49,9 @@ def shorten_timeouts(seconds: float) -> None:
     Tests whose ranks must time out start with ``GROUP_TIMEOUT`` and call this once nothing but the fault can make them wait: how
     fast a machine is then decides nothing.
     """
-    for group in dist.distributed_c10d._world.pg_map:
-        group._get_backend(torch.device("cpu"))._set_default_timeout(timedelta(seconds=seconds))
+    known: dict[Any, Any] = dist.distributed_c10d._world.pg_group_ranks
+    for group in (key for key in known if isinstance(key, dist.ProcessGroup)):  # torch also notes groups without this rank
+        group._get_backend(group._device_types[0])._set_default_timeout(timedelta(seconds=seconds))
 
 
 # One function on all ranks.
@@ -61,21 +66,21 @@ class RankOutcome:
 
 
 def run_ranks(
-    world: int, main: RankMain, folder: Path, *args: Any, timeout: float = GROUP_TIMEOUT, seconds: float = 240.0
+    world: int, main: RankMain, folder: Path, *args: Any, backend: str = "gloo", seconds: float = 240.0
 ) -> list[RankOutcome]:
-    """Runs ``main(rank, folder, *args)`` on ``world`` ranks of one gloo group.
+    """Runs ``main(rank, folder, *args)`` on ``world`` ranks of one process group.
 
     Args:
         world: number of ranks.
         main: a function of a module; ``torch.save`` must be able to store its result.
         folder: an empty folder that the ranks share.
         args: further arguments of ``main``.
-        timeout: of the process group, in seconds.
+        backend: of the process group.
         seconds: a rank that is still running after this time hangs.
     """
     context = fork_server()
     processes = [
-        context.Process(target=_rank_main, args=(rank, world, main, folder, timeout, args), daemon=True) for rank in range(world)
+        context.Process(target=_rank_main, args=(rank, world, main, folder, backend, args), daemon=True) for rank in range(world)
     ]
     for process in processes:
         process.start()
@@ -89,10 +94,10 @@ def run_ranks(
     return [RankOutcome(trouble="hangs") if hung[rank] else _read(folder / f"rank{rank}.pt") for rank in range(world)]
 
 
-def _rank_main(rank: int, world: int, main: RankMain, folder: Path, timeout: float, args: Sequence[Any]) -> None:
+def _rank_main(rank: int, world: int, main: RankMain, folder: Path, backend: str, args: Sequence[Any]) -> None:
     torch.set_num_threads(1)
     try:
-        _join_group(rank, world, folder / "store", timeout)
+        _join_group(rank, world, folder / "store", backend)
         outcome = RankOutcome(result=main(rank, folder, *args))
     except BaseException:
         outcome = RankOutcome(trouble=traceback.format_exc())
@@ -121,6 +126,7 @@ class Job:
 
     world: int
     run: Callable[[Path], object]
+    backend: str = "gloo"
 
 
 class JobRanks:
@@ -191,8 +197,10 @@ def _job_rank_main(
 def _trouble_of(job: Job, rank: int, folder: Path, store: Path) -> str:
     """What went wrong in a job on this rank, or nothing."""
     try:
-        _join_group(rank, job.world, store, GROUP_TIMEOUT)
+        _join_group(rank, job.world, store, job.backend)
         job.run(folder)
+        if job.backend == nccl_like.NAME:
+            nccl_like.compare_histories()
     except BaseException:
         return traceback.format_exc()
     finally:

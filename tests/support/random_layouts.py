@@ -79,20 +79,22 @@ def splits(draw: Any, outputs: int) -> tuple[int, ...] | Interleaved:
 
 @st.composite
 def case_params(draw: Any, layouts: Layouts, steps: int) -> Param:
+    """Matrices, experts, filters, fused weights of any of them, and what AdamW steps; some idle for some steps, some frozen."""
     muon = draw(st.sampled_from([True, True, True, False]))
-    dims = draw(st.sampled_from([2, 2, 2, 3])) if muon else draw(st.sampled_from([1, 1, 2]))
+    dims = draw(st.sampled_from([2, 2, 2, 3, 3, 4])) if muon else draw(st.sampled_from([1, 1, 2]))
     mesh = draw(st.sampled_from([*range(len(layouts.shapes)), *range(len(layouts.shapes)), None]))
-    shape = tuple(draw(SIZES) for _ in range(dims))
+    shape = tuple(draw(SIZES) for _ in range(min(dims, 3))) + tuple(draw(st.integers(1, 3)) for _ in range(dims - 3))
     flipped = muon and dims == 3 and draw(st.booleans())
+    outputs = shape[-1] if flipped else shape[0 if dims == 4 else -2] if muon else 0
     return Param(
         shape=shape,
         mesh=mesh,
         placements=() if mesh is None else draw(placements(dims, len(layouts.shapes[mesh]))),
         dtype=draw(DTYPES),
         muon=muon,
-        unused=tuple(draw(st.sets(st.integers(0, steps - 1), max_size=2))) if draw(st.integers(0, 3)) == 0 else (),
+        unused=tuple(draw(st.sets(st.integers(0, steps - 1)))) if draw(st.integers(0, 2)) == 0 else (),
         frozen=draw(st.integers(0, 9)) == 0,
-        split=draw(splits(shape[-1] if flipped else shape[-2])) if muon and draw(st.integers(0, 2)) == 0 else None,
+        split=draw(splits(outputs)) if muon and draw(st.integers(0, 2)) == 0 else None,
         flipped=flipped,
     )
 
@@ -107,22 +109,32 @@ OPTIONS = st.fixed_dictionaries(
         "scheme": st.sampled_from(["keller", "polar_express", "zolotarev", "hybrid", "halley"]),
         "momentum_dtype": st.sampled_from([None, None, None, torch.float32, torch.bfloat16, torch.float64]),
         "none_grad": st.booleans(),
+        "rule": st.sampled_from(["plain", "plain", "normuon", "muon_plus", "muoneq"]),
+        "adjust_lr_fn": st.sampled_from(["match_rms_adamw", "spectral"]),
+        "cautious_weight_decay": st.booleans(),
+        "weight_decay": st.sampled_from([0.1, 0.5]),
     }
 )
 
 
 @st.composite
-def cases(draw: Any, *, many: bool = False) -> tuple[Case, Layouts, bool]:
-    """A case, its meshes, and whether plain tensors are divided; ``many``: also several of each parameter, and more threads."""
+def cases(draw: Any, *, steps: int = 4) -> tuple[Case, Layouts, bool]:
+    """A case, its meshes, and whether plain tensors are divided."""
     layouts = draw(mesh_layouts())
-    steps = 3
-    chosen = tuple(draw(st.lists(case_params(layouts, steps), min_size=1, max_size=5)))
-    chosen *= draw(st.sampled_from([1, 1, 1, 4 if many else 1]))  # batches are larger then, and different on every rank
+    params = tuple(draw(st.lists(case_params(layouts, steps), min_size=1, max_size=5)))
+    params *= draw(st.sampled_from([1, 1, 1, 4]))  # batches are larger then, and different on every rank
     options = draw(OPTIONS)
-    threads = draw(st.sampled_from([1, 1, 1, 1, 2, 3] if many else [1]))
+    threads = draw(st.sampled_from([1, 1, 1, 1, 2, 3]))
     options["deterministic"] = threads > 1 or draw(st.integers(0, 5)) == 0
-    if draw(st.booleans()) and not any(param.dtype == torch.float64 for param in chosen):
+    if any(len(param.shape) == 4 for param in params):
+        options["conv"] = "flatten"
+    if draw(st.booleans()) and not any(param.dtype == torch.float64 for param in params):
         options["comm_dtype"] = torch.float32  # the default, said aloud
-    if any(param.dtype == torch.bfloat16 for param in chosen):  # for others alone stochastic rounding warns
+    if any(param.dtype == torch.bfloat16 for param in params):  # for others alone stochastic rounding warns
         options["rounding"] = draw(st.sampled_from(["nearest", "stochastic"]))
-    return Case(chosen, options, steps, threads), layouts, draw(st.booleans())
+    spoilt: tuple[tuple[int, int], ...] = ()
+    if draw(st.integers(0, 3)) == 0:
+        options["nonfinite"] = "skip"
+        spoilt = tuple(draw(st.sets(st.tuples(st.integers(0, steps - 1), st.integers(0, len(params) - 1)), max_size=2)))
+    offload = draw(st.sampled_from([None, None, *range(4)]))
+    return Case(params, options, steps, threads, spoilt=spoilt, offload=offload), layouts, draw(st.booleans())

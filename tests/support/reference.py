@@ -108,7 +108,8 @@ def set_gradients(params: Sequence[Tensor], grads: Sequence[Tensor | None]) -> N
         param.grad = None if grad is None else grad.clone()
 
 
-def group(params: Sequence[Tensor], *, use_muon: bool = True, prefix: str = "layers", **options: Any) -> dict[str, Any]:
+def group(params: Sequence[Tensor], *, use_muon: bool = True, prefix: str | None = None, **options: Any) -> dict[str, Any]:
+    prefix = prefix or ("layers" if use_muon else "others")
     names = [f"{prefix}.{k}.weight" for k in range(len(params))]
     return {"params": list(params), "names": names, "use_muon": use_muon, **options}
 

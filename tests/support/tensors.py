@@ -17,7 +17,7 @@ def seeded(shape: Sequence[int], seed: int) -> Tensor:
 
 
 def like(param: Tensor, value: Tensor) -> Tensor:
-    """A copy of the whole ``value``, cut as ``param`` is; torch 2.9 would give views of it."""
+    """A copy of the whole ``value``, cut as ``param`` is."""
     if not isinstance(param, DTensor):
         return value.clone()
     return distribute_tensor(value.clone(), param.device_mesh, param.placements, src_data_rank=None)

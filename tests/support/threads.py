@@ -136,3 +136,7 @@ class _Runs:
 
 
 ProcessLocalGroup._start_coll = classmethod(_Runs.start_collective)  # type: ignore[assignment]
+
+# torch looks the name up in its list of groups, in which those of meshmuon are not.
+ProcessLocalGroup._set_group_name = lambda group, name: setattr(group, "given_name", name)  # type: ignore[assignment,method-assign]
+ProcessLocalGroup.pg_name = property(lambda group: group.given_name)  # type: ignore[assignment]

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
+import socket
+import threading
 from typing import Any
 
 import pytest
@@ -12,7 +15,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
-from meshmuon.transport import Agreement, Exchange, Verdict, Vote, channels, exchange_group, groups, own_shard, whole
+from meshmuon.transport import Agreement, Exchange, Verdict, Vote, exchange_group, failures, groups, own_shard, whole
 from meshmuon.transport.channels import channel_of
 from tests.support.threads import run_threads
 
@@ -237,7 +240,7 @@ def test_a_group_of_fewer_or_more_ranks_is_none(made: list[Any], monkeypatch: py
 
     run_threads(3, main)
     assert made == [[0, 1]] * 2
-    assert asked == [((0, 1), None, None)] * 2
+    assert asked == [((0, 1), None)] * 2
 
 
 def test_a_gloo_group_that_exists_is_used(made: list[Any]) -> None:
@@ -253,7 +256,7 @@ def test_a_gloo_group_that_exists_is_used(made: list[Any]) -> None:
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 5])
 def test_groups_that_do_not_take_host_memory_need_no_other_group(ranks: int, made: list[Any]) -> None:
-    """As NCCL's: the ranks find each other through the store, once for all who use the group, and share the connections."""
+    """As NCCL's: the ranks find each other once for all who use the group, and share the connections."""
 
     def main(rank: int) -> list[Any]:
         first, second = Agreement(world()), Agreement(world())
@@ -271,25 +274,101 @@ def test_groups_that_do_not_take_host_memory_need_no_other_group(ranks: int, mad
 
 
 def test_a_store_that_is_used_again() -> None:
-    """A second life of the process groups, under the same names: nobody is looked for where it was in the first."""
-    stores: dict[str, Any] = {}
+    """A second life of the process groups, with the store and under the names of a first, whose first step some did not reach."""
+    store = dist.HashStore()
 
-    class Store:
-        """Of all ranks and both runs, since a store of the threaded group ends with its run."""
+    def part_of_them(rank: int) -> None:
+        if rank == 2:
+            raise ConnectionAbortedError("out of luck")
+        Agreement(world()).decide(Vote(7))
 
-        def __init__(self) -> None:
-            self.store = stores.setdefault("", dist.HashStore())
-
-        def __getattr__(self, name: str) -> Any:
-            return getattr(self.store, name)
-
-    def main(rank: int) -> bool:
+    def all_of_them(rank: int) -> bool:
         return Agreement(world()).decide(Vote(7)).unanimous
 
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(channels, "default_store", Store)
-        for _ in range(3):
-            assert run_threads(3, main, host_memory=False) == [True] * 3
+        patched.setattr("tests.support.threads.HashStore", lambda: store)
+        with pytest.raises(ConnectionAbortedError):
+            run_threads(3, part_of_them, host_memory=False, timeout=2.0)
+        for _ in range(2):
+            assert run_threads(3, all_of_them, host_memory=False) == [True] * 3
+
+
+def test_ranks_that_cannot_be_reached_vote_through_their_group(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All of them, although two of the three can be reached; one says so, once."""
+
+    def own_addresses() -> tuple[str, ...]:
+        if dist.get_rank() == 1:
+            raise RuntimeError("GLOO_SOCKET_IFNAME=none0: no such interface has an address on this host")
+        return ("127.0.0.1",)
+
+    monkeypatch.setattr("meshmuon.transport.connecting.own_addresses", own_addresses)
+
+    def main(rank: int) -> Any:
+        agreement = Agreement(world())
+        verdicts = [agreement.decide(Vote(5, activity=rank)), agreement.decide(Vote(rank))]
+        assert channel_of(world()) is None
+        return verdicts, agreement.all_gather_objects(("fact", rank, None))
+
+    with pytest.warns(UserWarning, match="cannot be connected for the agreement: rank 1: GLOO_SOCKET_IFNAME=none0") as told:
+        found = run_threads(3, main, host_memory=False)
+    verdicts = [Verdict(True, False, False, True, 2), Verdict(False, False, False, True)]
+    assert found == [(verdicts, {rank: ("fact", rank, None) for rank in range(3)})] * 3
+    assert len(told) == 1
+
+
+def test_a_lost_rank_ends_what_the_others_wait_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Groups that can be aborted are, by a thread: the host may wait for a device, where nothing else wakes it."""
+    aborted, ended = threading.Event(), threading.Event()
+    monkeypatch.setattr(failures, "abort", lambda group: aborted.set())
+
+    def main(rank: int) -> str:
+        channel = channel_of(world())
+        assert channel is not None
+        if rank == 1:
+            for connection in (*channel._outgoing, *channel._incoming):
+                connection.shutdown(socket.SHUT_RDWR)  # as the system does for a process that is killed
+            ended.wait(60.0)
+            return ""
+        assert aborted.wait(60.0)
+        ended.set()
+        return channel.lost
+
+    assert run_threads(2, main, host_memory=False)[0] == "rank 1 has closed its connection"
+
+
+class SlowWork:
+    """A collective of gloo that is not woken; it ends after so many slices, or never."""
+
+    def __init__(self, channel: Any, slices: int, error: str = "") -> None:
+        self.channel, self.slices, self.error = channel, slices, error
+
+    def is_completed(self) -> bool:
+        return self.slices == 0
+
+    def wait(self, time_slice: Any = None) -> None:
+        assert time_slice is not None or self.slices == 0
+        if time_slice is None:
+            if self.error:
+                raise RuntimeError(self.error)
+            return
+        self.slices -= 1
+        if self.slices == -3:
+            self.channel.lost = "rank 3 has closed its connection"
+        raise RuntimeError("Operation timed out!")  # also in the last slice: it may end just then
+
+
+@pytest.mark.parametrize(("slices", "error"), [(2, ""), (1, "gloo's own"), (-1, "rank 3 has closed its connection")])
+def test_waits_for_gloo_look_for_lost_ranks(slices: int, error: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Thing:
+        lost, connections = "", 0
+
+    group: Any = Thing()
+    channel: Any = Thing()
+    monkeypatch.setattr(failures, "gloo_of", lambda group: object())
+    failures.set_channel(group, channel)
+    work = SlowWork(channel, slices, error)
+    with pytest.raises(RuntimeError, match=error) if error else contextlib.nullcontext():
+        failures.wait_for(work, torch.zeros(1), group)
 
 
 @pytest.mark.parametrize("placement", [Shard(0), Shard(1), Replicate()], ids=str)

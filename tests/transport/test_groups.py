@@ -2,10 +2,55 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
+from typing import Any
+
 import torch
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import _process_group_name
 
-from meshmuon.transport import groups
+from meshmuon import torch_compat
+from meshmuon.transport import exchange_group, groups
+from tests.support.threads import run_threads
+
+
+def test_a_group_of_some_ranks_leaves_the_names_of_later_groups_alone() -> None:
+    """torch counts the groups that a process knows: members of a new group and other ranks must go on with the same count."""
+
+    def main(rank: int) -> list[str]:
+        if rank < 2:
+            exchange_group((0, 1), [])
+        return [_process_group_name([0, 2], use_hashed_name=hashed) for hashed in (True, False)]
+
+    names = run_threads(3, main)
+    assert names[0] == names[1] == names[2]
+
+
+def test_two_threads_may_hide_the_bound_device_at_the_same_time() -> None:
+    class Default:
+        bound_device_id: Any = torch.device("cuda", 0)
+
+    default = Default()
+    first, second = (torch_compat._without_bound_device(default) for _ in range(2))
+    with first:
+        second.__enter__()
+        assert default.bound_device_id is None
+    assert default.bound_device_id is None
+    second.__exit__(None, None, None)
+    assert default.bound_device_id == torch.device("cuda", 0)
+
+
+def test_groups_are_shut_down_with_the_default_group() -> None:
+    dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
+    group, ended = groups._new_group([0]), list[str]()
+    weakref.finalize(group, ended.append, "freed")
+    del group
+    gc.collect()
+    assert ended == []
+    dist.destroy_process_group()
+    gc.collect()
+    assert ended == ["freed"]
 
 
 def test_two_groups_of_the_same_ranks_do_not_meet_under_one_name() -> None:

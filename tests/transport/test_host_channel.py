@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import hashlib
+import itertools
 import multiprocessing
 import os
 import random
+import re
 import socket
+import struct
 import threading
 import time
 from pathlib import Path
@@ -14,9 +19,10 @@ from typing import Any
 
 import pytest
 
+from meshmuon.transport import connecting, host_channel
+from meshmuon.transport.connecting import PROTOCOL, Connecting, Door, Listener, UnreachableError
 from meshmuon.transport.dissemination import distances
-from meshmuon.transport.host_channel import HostChannel
-from meshmuon.transport.sockets import Connecting, Door, Listener
+from meshmuon.transport.host_channel import HostChannel, PendingRounds, open_channel
 from tests.support.channels import SECONDS, Doors, run_channels
 from tests.support.processes import fork_server
 
@@ -59,7 +65,7 @@ def test_advancing_needs_no_wait() -> None:
             assert time.monotonic() < end
             time.sleep(0.001)
         with pytest.MonkeyPatch.context() as patched:
-            patched.setattr(HostChannel, "wait_for_message", None)
+            patched.setattr(HostChannel, "wait_for_events", None)
             return pending.wait()
 
     assert run_channels(5, main) == [(4,)] * 5
@@ -95,41 +101,41 @@ def sockets_of_this_process() -> set[str]:
 
 def counted_rank(position: int, size: int, folder: Path) -> None:
     """A process of its own, with a folder as the store; writes what it has counted."""
+    turns = itertools.count()
 
-    def publish(door: Door, seconds: float) -> Any:
-        (folder / f"new{position}").write_bytes(door.to_bytes())
-        (folder / f"new{position}").rename(folder / f"door{position}")
-
-        def door_of(peer: int) -> Door:
-            end = time.monotonic() + seconds
-            while not (folder / f"door{peer}").exists():
+    def share(message: bytes) -> list[bytes]:
+        turn, end = next(turns), time.monotonic() + SECONDS
+        (folder / f"new{position}").write_bytes(message)
+        (folder / f"new{position}").rename(folder / f"shared{turn} {position}")
+        paths = [folder / f"shared{turn} {peer}" for peer in range(size)]
+        for path in paths:
+            while not path.exists():
                 assert time.monotonic() < end
                 time.sleep(0.005)
-            return Door.from_bytes((folder / f"door{peer}").read_bytes())
-
-        return door_of
+        return [path.read_bytes() for path in paths]
 
     sends = 0
+    original = HostChannel._send
 
-    class Counting(HostChannel):
-        def send(self, number: int, message: bytes | memoryview) -> int:
-            nonlocal sends
-            sends += 1
-            return super().send(number, message)
+    def send(self: HostChannel, number: int, message: memoryview) -> int:
+        nonlocal sends
+        sends += bool(message)
+        return original(self, number, message)
 
+    HostChannel._send = send  # type: ignore[method-assign]
     before = sockets_of_this_process()
-    channel = Counting(position, range(size), publish)
-    unused = len(sockets_of_this_process() - before)
+    channel = open_channel(position, range(size), share)
+    assert isinstance(channel, HostChannel), channel
     words = [channel.start_maximum((position, turn), SECONDS).wait() for turn in range(3)]
     used = len(sockets_of_this_process() - before)
-    text = f"{words == [(size - 1, turn) for turn in range(3)]} {unused} {used} {channel.connections} {sends}"
-    channel.close()
+    text = f"{words == [(size - 1, turn) for turn in range(3)]} {used} {channel.connections} {sends}"
+    channel.leave()
     (folder / f"counted{position}").write_text(f"{text} {len(sockets_of_this_process() - before)}")
 
 
 @pytest.mark.parametrize("size", [2, 5, 16, 64])
 def test_hops_and_connections_of_processes(size: int, tmp_path: Path) -> None:
-    """Connections when first used, ⌈log2 W⌉ in each direction, the listener gone; as many hops, one message each."""
+    """⌈log2 W⌉ connections in each direction, the listener gone; as many hops, one message each."""
     context = multiprocessing.get_context("fork")  # with nothing but sockets in it: importing torch 64 times takes minutes
     processes = [context.Process(target=counted_rank, args=(k, size, tmp_path), daemon=True) for k in range(size)]
     for process in processes:
@@ -140,85 +146,281 @@ def test_hops_and_connections_of_processes(size: int, tmp_path: Path) -> None:
             process.kill()
     rounds = (size - 1).bit_length()
     texts = {(tmp_path / f"counted{k}").read_text() for k in range(size)}
-    assert texts == {f"True 0 {2 * rounds} {2 * rounds} {3 * rounds} 0"}
+    assert texts == {f"True {2 * rounds} {2 * rounds} {3 * rounds} 0"}
 
 
 # Strangers.
 
 
+def find_maximum(channel: HostChannel, position: int) -> tuple[int, ...]:
+    return channel.start_maximum((position,), SECONDS).wait()
+
+
+HELLO = struct.pack("!8sHII16s", b"meshmuon", PROTOCOL, 1, 0, bytes(16))
+STRANGE = {
+    "nothing": b"",
+    "garbage": bytes(range(256)) * 40,
+    "HTTP": b"GET / HTTP/1.1\r\n\r\n",
+    "half a hello": HELLO[:9],
+    "another version": struct.pack("!8sHII16s", b"meshmuon", PROTOCOL + 1, 1, 0, bytes(16)),
+    "no proof": HELLO,
+    "a wrong proof": HELLO + bytes(32),
+    "far too much": HELLO + bytes(1 << 20),
+}
+
+
 def test_strangers_are_turned_away() -> None:
-    """They say nothing, too little, something else, or know everything but the token."""
+    """They may know who calls whom, but not the key: all are answered with a challenge at most, and none is let in."""
     strangers: list[socket.socket] = []
 
     def pester(position: int, door: Door) -> Door:
         if position == 0:
-            without_token = b"meshmuon" + bytes(16) + bytes(3) + b"\1" + bytes(4)
-            for message in (b"", b"GET / HTTP/1.1\r\n\r\n" * 4, b"meshmuon", without_token):
-                stranger = socket.create_connection(("127.0.0.1", door.port))
+            for message in STRANGE.values():
+                stranger = socket.create_connection(door.places[0])
                 stranger.settimeout(SECONDS)
-                stranger.sendall(message)
+                with contextlib.suppress(OSError):
+                    stranger.sendall(message)
                 strangers.append(stranger)
         return door
 
-    found = run_channels(3, lambda channel, position: channel.start_maximum((position,), SECONDS).wait(), Doors(pester))
-    assert found == [(2,)] * 3
-    assert len(strangers) == 4
-    for stranger in strangers:  # nobody was told anything
-        with contextlib.suppress(ConnectionResetError):
-            assert stranger.recv(1) == b""
+    assert run_channels(3, find_maximum, Doors(3, pester)) == [(2,)] * 3
+    assert len(strangers) == len(STRANGE)
+    for stranger in strangers:
+        answer = b""
+        with contextlib.suppress(ConnectionError):
+            while part := stranger.recv(1000):
+                answer += part
+        assert not answer or (answer[:8] == b"meshmuon" and len(answer) == 58)
         stranger.close()
 
 
+def test_the_key_is_never_sent_and_a_recorded_dialogue_opens_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A listener in the middle passes everything on and keeps it. Played back to the next rank, it does not help."""
+    heard: list[bytes] = []
+    relays: list[socket.socket] = []
+
+    def pump(source: socket.socket, target: socket.socket) -> None:
+        with contextlib.suppress(OSError):
+            while part := source.recv(4096):
+                heard.append(part)
+                target.sendall(part)
+            target.shutdown(socket.SHUT_WR)
+
+    def relay(listening: socket.socket, place: tuple[str, int]) -> None:
+        caller, _ = listening.accept()
+        called = socket.create_connection(place)
+        for pair in ((caller, called), (called, caller)):
+            threading.Thread(target=pump, args=pair, daemon=True).start()
+
+    def between(position: int, door: Door) -> Door:
+        listening = socket.create_server(("127.0.0.1", 0))
+        relays.append(listening)
+        threading.Thread(target=relay, args=(listening, door.places[0]), daemon=True).start()
+        secrets.append(door.secret)
+        return dataclasses.replace(door, places=(("127.0.0.1", listening.getsockname()[1]),))
+
+    secrets: list[str] = []
+    assert run_channels(2, find_maximum, Doors(2, between)) == [(1,)] * 2
+    said = b"".join(heard)
+    key = hashlib.sha256("".join(secrets).encode()).digest()
+    assert len(said) > 2 * (34 + 58 + 32)
+    for secret in (*secrets, key):
+        assert (secret if isinstance(secret, bytes) else secret.encode()) not in said
+        assert isinstance(secret, bytes) or bytes.fromhex(secret) not in said
+    hellos = [part for part in heard if part.startswith(b"meshmuon") and len(part) == len(HELLO)]
+    proofs = [part for part in heard if len(part) == 32]
+    for position, hello in enumerate(hellos):
+        for proof in proofs:
+            assert not let_in(doors_of(secrets), position, hello, proof)
+    for listening in relays:
+        listening.close()
+
+
+def doors_of(secrets: list[str]) -> list[Door]:
+    return [Door("", (("127.0.0.1", 9),), secret) for secret in secrets]
+
+
+def let_in(doors: list[Door], position: int, *messages: bytes) -> bool:
+    """Whether a rank with these doors lets in a caller that sends ``messages``, each when something was answered."""
+    listener = Listener("")
+    accepting = Connecting(position, doors, [], [1 - position], listener, str)
+    place = listener.door.places[0]
+
+    def call() -> None:
+        with socket.create_connection(place) as connection, contextlib.suppress(OSError):
+            connection.settimeout(SECONDS)
+            for message in messages:
+                connection.sendall(message)
+                if not connection.recv(1000):
+                    break
+
+    thread = threading.Thread(target=call)
+    thread.start()
+    try:
+        accepting.run(0.5)
+    except UnreachableError:
+        return False
+    finally:
+        thread.join()
+    return True
+
+
 def test_a_rank_that_is_not_expected_is_turned_away() -> None:
-    """It has the token, and calls a rank that it has no business with."""
-    listener = Listener()
-    door = listener.door
-    accepting = Connecting(0, [], [1], listener, lambda peer: door, str)
-    calling = Connecting(2, [0], [], Listener(), lambda peer: door, str)
+    """It has the key, and calls a rank that it has no business with."""
+    listener = Listener("")
+    doors = [listener.door, listener.door, listener.door]
+    accepting = Connecting(0, doors, [], [1], listener, str)
+    calling = Connecting(2, doors, [0], [], Listener(""), str)
 
     def accept() -> None:
-        with pytest.raises(RuntimeError, match="Timed out waiting 1000ms to be connected with 1"):
+        with pytest.raises(UnreachableError, match=r"no connection with 1 after 1 s \(no answer\)"):
             accepting.run(1.0)
 
     thread = threading.Thread(target=accept)
     thread.start()
-    with pytest.raises(RuntimeError, match=r"0 cannot be reached at port \d+ .*it hung up"):
-        calling.run(SECONDS)
+    calling.run(SECONDS)
     thread.join()
     assert not accepting.incoming
+    calling.outgoing[0].settimeout(SECONDS)
+    with contextlib.suppress(ConnectionError):
+        assert calling.outgoing[0].recv(1) == b""
+    calling.outgoing[0].close()
+
+
+def test_strangers_do_not_exhaust_descriptors(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two hundred that say nothing: a few are open at a time, and none after its time; a rank that calls is let in."""
+    monkeypatch.setattr(connecting, "_MOST_STRANGERS", 4)
+    monkeypatch.setattr(connecting, "_HELLO_SECONDS", 0.2)
+    listener = Listener("")
+    doors = [listener.door, dataclasses.replace(listener.door, secret="ab")]
+    accepting = Connecting(0, doors, [], [1], listener, str)
+    most = []
+    original = Connecting._begin
+
+    def begin(self: Connecting, dialogue: Any) -> None:
+        original(self, dialogue)
+        if self is accepting:
+            most.append(len(self._selector.get_map()) - len(listener.sockets))
+
+    monkeypatch.setattr(Connecting, "_begin", begin)
+    thread = threading.Thread(target=lambda: accepting.run(SECONDS))
+    thread.start()
+    strangers = [socket.create_connection(doors[0].places[0]) for _ in range(200)]
+    for stranger in strangers[:196]:
+        stranger.settimeout(SECONDS)
+        with contextlib.suppress(ConnectionError):
+            assert stranger.recv(1) == b""
+    calling = Connecting(1, doors, [0], [], Listener(""), str)
+    calling.run(SECONDS)
+    thread.join()
+    assert max(most) <= 5
+    for opened in (*strangers, *calling.outgoing.values(), *accepting.incoming.values()):
+        opened.close()
 
 
 def test_addresses_that_lead_nowhere() -> None:
     """Nothing is there, or nothing answers, or this host has no route: the other addresses are tried at the same time."""
 
     def astray(position: int, door: Door) -> Door:
-        return Door(("240.0.0.1", "fe80::1", *door.addresses), door.port, door.token)
+        return dataclasses.replace(door, places=(("240.0.0.1", 9), ("fe80::1", 9), ("127.0.0.1", 1), *door.places))
 
-    found = run_channels(3, lambda channel, position: channel.start_maximum((position,), SECONDS).wait(), Doors(astray))
-    assert found == [(2,)] * 3
+    assert run_channels(3, find_maximum, Doors(3, astray)) == [(2,)] * 3
 
 
-def test_a_program_that_echoes_is_not_taken_for_a_rank() -> None:
-    echo = socket.create_server(("127.0.0.1", 0))
+@pytest.mark.parametrize(
+    ("says", "why"),
+    [
+        (lambda hello: hello + hello, "another program answers"),
+        (lambda hello: b"SSH-2.0-" + bytes(60), "another program answers"),
+        (lambda hello: b"meshmuon" + struct.pack("!H", PROTOCOL + 1) + bytes(48), f"it speaks version {PROTOCOL + 1} of the"),
+        (lambda hello: b"", "it hung up"),
+    ],
+    ids=["echo", "another program", "another version", "nothing"],
+)
+def test_another_program_is_not_taken_for_a_rank(says: Any, why: str) -> None:
+    other = socket.create_server(("127.0.0.1", 0))
 
     def serve() -> None:
-        connection, _ = echo.accept()
-        connection.sendall(connection.recv(1000))
-        connection.close()
+        with contextlib.suppress(OSError):
+            while True:
+                connection, _ = other.accept()
+                connection.sendall(says(connection.recv(1000)))
+                connection.close()
 
-    thread = threading.Thread(target=serve)
-    thread.start()
-    door = Door(("127.0.0.1",), echo.getsockname()[1], bytes(16))
-    connecting = Connecting(0, [1], [], Listener(), lambda peer: door, lambda peer: f"rank {peer}")
-    with pytest.raises(RuntimeError, match=r"rank 1 cannot be reached .*another program answers.*GLOO_SOCKET_IFNAME"):
-        connecting.run(SECONDS)
-    thread.join()
-    echo.close()
+    threading.Thread(target=serve, daemon=True).start()
+    door = Door("", (other.getsockname()[:2],), "")
+    calling = Connecting(0, [door, door], [1], [], Listener(""), lambda peer: f"rank {peer}")
+    with pytest.raises(UnreachableError, match=rf"no connection with rank 1 after 1 s .*{why}"):
+        calling.run(1.0)
+    other.close()
 
 
-def test_doors_travel_as_bytes() -> None:
-    door = Door(("10.0.0.1", "fd00::2"), 65535, bytes(range(16)))
-    assert Door.from_bytes(door.to_bytes()) == door
+def test_listens_only_where_others_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    listener = Listener("")
+    assert {address for address, _ in listener.door.places} <= {"127.0.0.1", "::1"}
+    assert {listening.getsockname()[:2] for listening in listener.sockets} == set(listener.door.places)
+    listener.close()
+
+
+def test_ports_that_ranks_may_listen_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        monkeypatch.setenv("MESHMUON_PORTS", f"{port}-{port}")
+        assert "all of these ports are in use at 127.0.0.1" in Listener("").door.trouble
+    monkeypatch.setenv("MESHMUON_PORTS", f"{port}")
+    listener = Listener("")
+    assert {place[1] for place in listener.door.places} == {port}
+    listener.close()
+    monkeypatch.setenv("MESHMUON_PORTS", "")
+    listener = Listener("")
+    assert listener.door.places
+    listener.close()
+    for wrong in ("many", "9-8", "5-70000", "-", "0-99999999999999"):
+        monkeypatch.setenv("MESHMUON_PORTS", wrong)
+        door = Listener("").door
+        assert door.places == ()
+        assert "write the first and the last port" in door.trouble
+
+
+def test_a_rank_that_nobody_can_call_is_known_to_all() -> None:
+    """All ranks go without a channel together: if one cannot listen, at once, and if one cannot be reached, after the time."""
+
+    def mute(position: int, door: Door) -> Door:
+        return dataclasses.replace(door, places=(), trouble="no network") if position == 1 else door
+
+    assert [str(error) for error in run_channels(3, find_maximum, Doors(3, mute))] == ["rank 101: no network"] * 3
+
+    def nowhere(position: int, door: Door) -> Door:
+        return dataclasses.replace(door, places=(("127.0.0.1", 1),)) if position == 1 else door
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(host_channel, "_CONNECTING_SECONDS", 1.0)
+        found = {str(error) for error in run_channels(3, find_maximum, Doors(3, nowhere))}
+    assert len(found) == 1
+    assert re.search(r"rank 10\d: no connection with rank 10\d after 1 s \(127.0.0.1 port 1: .*refused\)", found.pop())
+
+
+def test_the_reason_is_told_also_if_another_rank_gives_up_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 101, which nobody can reach, only knows that the others do not call."""
+
+    def nowhere(position: int, door: Door) -> Door:
+        return dataclasses.replace(door, places=(("127.0.0.1", 1),)) if position == 1 else door
+
+    patient = Connecting.run
+    monkeypatch.setattr(Connecting, "run", lambda self, seconds: patient(self, 1.0 if self._position == 1 else seconds))
+    found = {str(error) for error in run_channels(2, find_maximum, Doors(2, nowhere))}
+    assert len(found) == 1
+    assert re.search(r"rank 100: no connection with rank 101 after .*127.0.0.1 port 1: .*refused\)", found.pop())
+
+
+@pytest.mark.parametrize(
+    ("message", "version"), [(b"\x80\x04K\x01.", "another version"), (b'[["Door","0.0",["tuple"],""]]', "version 0.0")]
+)
+def test_another_version_of_the_library(message: bytes, version: str) -> None:
+    with pytest.raises(RuntimeError, match=f"rank 7 runs {version} of meshmuon, this rank .*: install the same on all ranks"):
+        open_channel(0, [3, 7], lambda own: [own, message])
 
 
 # Lost, late and confused ranks.
@@ -239,34 +441,18 @@ def test_a_rank_that_leaves(lost: int) -> None:
         assert position == lost or "has closed its connection" in str(error), found
 
 
-def test_a_rank_that_leaves_before_it_has_connected() -> None:
-    def main(channel: HostChannel, position: int) -> Any:
-        if position == 3:
-            doors.publisher(3)(Door(("127.0.0.1",), 1, bytes(16)), SECONDS)  # nobody listens there
-            return None
-        return channel.start_maximum((position,), SECONDS).wait()
-
-    doors = Doors()
-    found = run_channels(5, main, doors)
-    assert [isinstance(error, RuntimeError) for error in found] == [True, True, True, False, True]
-    assert any("rank 103 cannot be reached" in str(error) for error in found)
-    assert not any("Timed out" in str(error) for error in found)
-
-
-@pytest.mark.parametrize("connected", [True, False], ids=["connected", "not yet"])
-def test_a_rank_that_is_late(connected: bool) -> None:
+def test_a_rank_that_is_late() -> None:
     """The error names the time and a rank; the late one hears of it when it comes."""
     given_up = threading.Barrier(3)
 
     def main(channel: HostChannel, position: int) -> None:
-        if connected:
-            channel.start_maximum((1,), SECONDS).wait()
+        channel.start_maximum((1,), SECONDS).wait()
         if position == 1:
             given_up.wait(SECONDS)
         try:
             channel.start_maximum((2,), 0.3 if position != 1 else SECONDS).wait()
         except RuntimeError:
-            channel.close()
+            channel.end("failed")
             if position != 1:
                 given_up.wait(SECONDS)
             raise
@@ -274,6 +460,71 @@ def test_a_rank_that_is_late(connected: bool) -> None:
     found = run_channels(3, main)
     assert all(isinstance(error, RuntimeError) for error in found), found
     assert any("Timed out waiting 300ms" in str(error) for error in found), found
+
+
+def test_timeouts_of_years() -> None:
+    """Trainers set 180,000,000 s; poll counts milliseconds in 32 bits."""
+
+    def main(channel: HostChannel, position: int) -> Any:
+        if position == 1:
+            time.sleep(0.05)
+        return channel.start_maximum((position,), 180_000_000.0).wait(), channel.all_gather(position, 180_000_000.0)
+
+    assert run_channels(2, main) == [((1,), {100: 0, 101: 1})] * 2
+
+
+@pytest.mark.parametrize("how", ["killed", "failed", "left"])
+def test_who_is_lost_and_who_has_left(how: str) -> None:
+    """Without waiting for anything: at once if a rank failed, after a while if it went without a word, never after goodbye."""
+    before, gone, looked = (threading.Barrier(2) for _ in range(3))
+
+    def main(channel: HostChannel, position: int) -> Any:
+        channel.start_maximum((1,), SECONDS).wait()
+        if position == 1:
+            before.wait(SECONDS)
+            pending = channel.start_maximum((2,), SECONDS) if how == "left" else None  # what was not read yet hides nothing
+            if how == "killed":
+                channel._release()
+            else:
+                channel.end("") if how == "failed" else channel.leave()
+            gone.wait(SECONDS)
+            looked.wait(SECONDS)
+            return pending is None
+        assert channel.look_for_lost(0.0) == ""
+        before.wait(SECONDS)
+        gone.wait(SECONDS)
+        seen = [channel.look_for_lost(now) for now in (0.0, 0.9, 1.1, 100.0)]
+        looked.wait(SECONDS)
+        return seen
+
+    lost = "rank 101 has closed its connection"
+    expected = {"killed": ["", "", lost, lost], "failed": [lost] * 4, "left": [""] * 4}
+    assert run_channels(2, main)[0] == expected[how]
+
+
+def test_a_rank_that_fails_behind_a_message_that_nobody_reads() -> None:
+    """There is no room for a last word, but the connection ends all the same."""
+    failed, read = threading.Event(), threading.Event()
+
+    def main(channel: HostChannel, position: int) -> bytes:
+        if position == 0:
+            pending = PendingRounds(channel, channel._gather("x" * 50_000_000), SECONDS)
+            for _ in range(50):  # until the buffers are full
+                pending.advance()
+            channel.end("failed")
+            failed.set()
+            read.wait(SECONDS)
+            return b"failed"
+        failed.wait(SECONDS)
+        channel._incoming[0].settimeout(SECONDS / 3)
+        try:
+            while part := channel._incoming[0].recv(1 << 20):
+                pass
+        finally:
+            read.set()
+        return part
+
+    assert run_channels(2, main) == [b"failed", b""]
 
 
 def test_ranks_that_do_not_do_the_same() -> None:
@@ -289,15 +540,46 @@ def test_ranks_that_do_not_do_the_same() -> None:
     assert all(isinstance(error, RuntimeError) for error in found), found
 
 
-def test_a_closed_channel_stays_closed() -> None:
+def test_sizes_are_limited(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank neither sends nor believes a length beyond the limit."""
+    monkeypatch.setattr(host_channel, "_LONGEST_BODY", 1000)
+    huge = host_channel._HEADER.pack(2, 0, 1, 1 << 60)
+
+    def main(channel: HostChannel, position: int) -> Any:
+        if position == 0:
+            channel._outgoing[0].sendall(huge)
+            time.sleep(0.01)
+        return channel.all_gather("x" * 2000 if position == 0 else "", SECONDS)
+
+    found = [str(error) for error in run_channels(2, main)]
+    assert "a message of 2010 bytes, more than the 1000 that ranks send" in found[0]
+    assert f"of {1 << 60} bytes, this rank expects" in found[1]
+
+
+def test_what_cannot_be_read_is_not_executed() -> None:
+    channel = HostChannel(0, [5], [], [])
+    for message in (b"\x80\x04K\x01.", b"[[", b'[["os.system", "true"]]', b"7", b'[["Door"]]', b"[" * 5000):
+        with pytest.raises(RuntimeError, match="rank 5 sends something that cannot be read"):
+            channel._plain(message, 5)
+    with pytest.raises(TypeError, match="ranks do not send each other objects of"):
+        channel.all_gather(object(), SECONDS)
+
+
+@pytest.mark.parametrize("value", [None, (), [], {}, (1, (2.5, None), [True, "ü"]), {("a", 1): {2: ()}}, -(2**70), float("inf")])
+def test_plain_data_comes_back_as_it_was(value: Any) -> None:
+    assert repr(run_channels(2, lambda channel, position: channel.all_gather(value, SECONDS))) == repr(
+        [{100: value, 101: value}] * 2
+    )
+
+
+def test_a_channel_that_has_ended_stays_so() -> None:
     def main(channel: HostChannel, position: int) -> str:
         channel.start_maximum((1,), SECONDS).wait()
-        channel.close()
-        channel.close()
-        with pytest.raises(RuntimeError, match="an error in an earlier phase has closed the connections"):
-            channel.start_maximum((1,), SECONDS)
-        with pytest.raises(RuntimeError, match="an error in an earlier phase has closed the connections"):
-            channel.all_gather(1, SECONDS)
+        channel.end("it failed")
+        channel.end("again")
+        for call in (lambda: channel.start_maximum((1,), SECONDS), lambda: channel.all_gather(1, SECONDS)):
+            with pytest.raises(RuntimeError, match="it failed"):
+                call()
         return "refused"
 
     assert run_channels(2, main) == ["refused"] * 2
@@ -322,8 +604,9 @@ def _fork_holds_no_connection() -> None:
         if position == 0:
             child = os.fork()
             if child == 0:
-                channel.close()  # must not end the connections of the parent either
-                os._exit(len(sockets_of_this_process() & own))
+                unseen = not any(channel.look_for_lost(now) for now in (0.0, 100.0))
+                channel.leave()  # must not end the connections of the parent either
+                os._exit(len(sockets_of_this_process() & own) if unseen and "fork" in channel.lost else 99)
             status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
         turns.wait(SECONDS)
         return status, channel.start_maximum((position,), SECONDS).wait()
@@ -337,11 +620,16 @@ def _fork_holds_no_connection() -> None:
 
 def test_a_channel_that_nobody_uses_any_more_closes_its_connections() -> None:
     before = sockets_of_this_process()
-    doors = Doors()
-    channels = [HostChannel(position, range(2), doors.publisher(position)) for position in range(2)]
-    thread = threading.Thread(target=lambda: channels[1].start_maximum((1,), SECONDS).wait())
+    doors = Doors(2)
+    channels: list[Any] = [None, None]
+
+    def main(position: int) -> None:
+        channels[position] = open_channel(position, range(2), doors.sharer(position))
+        channels[position].start_maximum((position,), SECONDS).wait()
+
+    thread = threading.Thread(target=main, args=(1,))
     thread.start()
-    assert channels[0].start_maximum((0,), SECONDS).wait() == (1,)
+    main(0)
     thread.join()
     assert len(sockets_of_this_process() - before) == 4
     del thread
@@ -350,6 +638,6 @@ def test_a_channel_that_nobody_uses_any_more_closes_its_connections() -> None:
 
 
 def test_rounds_are_those_of_the_schedule() -> None:
-    channel = HostChannel(0, range(9), Doors().publisher(0))
+    channel = HostChannel(0, range(9), [], [])
     assert channel.rounds == len(distances(9)) == 4
     assert channel.connections == 0

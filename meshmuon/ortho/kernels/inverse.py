@@ -7,9 +7,8 @@ A rational step needs (R + pole·I)⁻¹ for a few poles. LAPACK's own inverse r
 
 and the same for both halves. Products with a triangular operand leave out the blocks that are zero.
 
-Matrices are padded with an identity to a multiple of 32 rows, and rows to 16 more columns. Every block then begins at a multiple
-of 64 bytes, and no result is contiguous: torch multiplies such batches one matrix at a time, so that what shares a batch cannot
-change a bit.
+Matrices are padded with an identity to a multiple of 32 rows, and rows to 16 more columns, so that every block begins at a
+multiple of 64 bytes. One matrix and one pole are inverted at a time, in the same buffers.
 """
 
 from __future__ import annotations
@@ -26,9 +25,7 @@ from ..rational import Rational
 LEAF = 32  # rows that LAPACK factors; smaller blocks cost more calls, larger ones run at LAPACK's speed
 _PANEL = 64  # rows of a panel of a triangular product
 _SMALLEST_SPLIT = 128  # below, panels cost more than the zeros that they leave out
-_GAP = 16  # columns that keep results from being contiguous: 64 bytes in float32
-_POLES_APART = 1024  # from here on poles are taken one after the other: the calls cost nothing any more, the memory does
-_CACHED = 3 << 20  # bytes of shifted matrices and their inverse factors that are worked on together: about a core's caches
+_GAP = 16  # columns that keep rows from following each other: 64 bytes in float32
 
 Range: TypeAlias = "tuple[int, int]"
 
@@ -36,21 +33,6 @@ Range: TypeAlias = "tuple[int, int]"
 def _padded(n: int) -> int:
     """Rows that an n × n matrix is padded to."""
     return -(-n // LEAF) * LEAF
-
-
-def _poles_at_once(n: int, poles: int) -> int:
-    """How many of the poles are inverted together for n × n matrices."""
-    return poles if n < _POLES_APART else 1
-
-
-def most_inverses(n: int, poles: int, itemsize: int) -> int:
-    """How many n × n matrices are best inverted together: few enough to stay in the cache from one small product to the next.
-
-    For 64 matrices of 256 rows and two poles, two at a time take 0.78 of the time of all at once. At least two, since each call
-    serves all of them. No bit depends on it.
-    """
-    bytes_of_one = 2 * _poles_at_once(n, poles) * _padded(n) * (_padded(n) + _GAP) * itemsize
-    return max(2, _CACHED // bytes_of_one) if n else 1
 
 
 @lru_cache(maxsize=1024)
@@ -78,61 +60,48 @@ def _half(n: int) -> int:
 
 
 class ShiftedInverses:
-    """constant·I + Σ weight·(R + pole·I)⁻¹ for a batch of Gram matrices R, in buffers and views that are made once.
+    """constant·I + Σ weight·(R + pole·I)⁻¹ for Gram matrices R of n rows, in buffers and views that are made once.
 
-    Args:
-        count: matrices of the batch.
-        n: their rows.
-        poles: how many poles a step has.
-        take: gives an uninitialised (count, rows, cols) buffer for a name, each matrix at a multiple of 64 bytes.
+    ``take`` gives an uninitialised (rows, cols) buffer for a name, at a multiple of 64 bytes.
     """
 
-    def __init__(self, count: int, n: int, poles: int, take: Callable[[str, tuple[int, int, int]], Tensor]) -> None:
-        size, together = _padded(n), _poles_at_once(n, poles)
-        self._count, self._n, self._together = count, n, together
-        shape, wide = (count * together, size, size + _GAP), (count, size, size + _GAP)
-        self._shifted = take("shifted", shape)[:, :, :size]
-        self._inverse_factor = take("inverse_factor", shape)[:, :, :size]
-        self._half = take("half_factor", (count * together, size - _half(size) + LEAF, _half(size) + _GAP))
-        self._total = take("inverses", wide)[:, :, :size]
-        self._leaf = take("leaf", (count * together, LEAF, LEAF))
-        self._leaf_inverse = take("leaf_inverse", (count * together, LEAF, LEAF))
-        self._identity = take("leaf_identity", (count * together, LEAF, LEAF))
+    def __init__(self, n: int, take: Callable[[str, int, int], Tensor]) -> None:
+        size, half = _padded(n), _half(_padded(n))
+        self._n = n
+        self._shifted, self._inverse_factor, self._total = (
+            take(name, size, size + _GAP)[:, :size] for name in ("shifted", "inverse_factor", "inverses")
+        )
+        self._half = take("half_factor", size - half + LEAF, half + _GAP)
+        self._leaf, self._leaf_inverse, self._identity = (
+            take(name, LEAF, LEAF) for name in ("leaf", "leaf_inverse", "leaf_identity")
+        )
         # Never read, and overwritten by the inverse: a matrix that cannot be factored shows as NaN in the result.
-        self._info = self._leaf_inverse.view(torch.int32).flatten()[: count * together]
+        self._info = self._leaf_inverse.view(torch.int32).flatten()[0]
         self._calls = [*self._factor(0, size)]
-        self._squares = [*self._square(size)]
-
-    @property
-    def result(self) -> Tensor:
-        """(count, n, n), where ``run`` leaves its result."""
-        return self._total[:, : self._n, : self._n]
+        w, total = self._inverse_factor, self._total
+        self._squares = [(total[start:stop, :stop], w[start:, start:stop].mT, w[start:, :stop]) for start, stop in _panels(size)]
+        self._mirrors = [(total[:start, start:stop], total[start:stop, :start].mT) for start, stop in _panels(size) if start]
 
     def run(self, gram: Tensor, step: Rational) -> Tensor:
-        """The step's factor for each Gram matrix, (count, n, n)."""
+        """The step's factor for one Gram matrix, (n, n), in a buffer that the next call overwrites."""
         self._inverse_factor.zero_()
-        self._identity.zero_().diagonal(dim1=1, dim2=2).fill_(1.0)
-        for first in range(0, len(step.poles), self._together):
-            taken = slice(first, first + self._together)
-            self._shift(gram, step.poles[taken])
+        self._identity.zero_().diagonal().fill_(1.0)
+        for index, (pole, weight) in enumerate(zip(step.poles, step.weights, strict=True)):
+            self._shift(gram, pole)
             for call in self._calls:
                 call()
-            for index, weight in enumerate(step.weights[taken]):
-                for square in self._squares[index]:
-                    square(weight, fresh=first + index == 0)
-        self._mirror()
-        self._total.diagonal(dim1=1, dim2=2).add_(step.constant)
-        return self.result
+            for out, left, right in self._squares:  # the lower triangle of weight·Wᵀ·W
+                torch.addmm(out, left, right, alpha=weight, beta=1.0 if index else 0.0, out=out)
+        for upper, lower in self._mirrors:
+            upper.copy_(lower)
+        self._total.diagonal().add_(step.constant)
+        return self._total[: self._n, : self._n]
 
-    def _shift(self, gram: Tensor, poles: tuple[float, ...]) -> None:
-        n, size = self._n, self._shifted.size(1)
-        for index, pole in enumerate(poles):
-            shifted = self._shifted[index * self._count : (index + 1) * self._count]
-            if size > n:
-                shifted[:, n:].zero_()
-                shifted[:, n:, n:].diagonal(dim1=1, dim2=2).fill_(1.0)
-            shifted[:, :n, :n].copy_(gram)
-            shifted[:, :n, :n].diagonal(dim1=1, dim2=2).add_(pole)
+    def _shift(self, gram: Tensor, pole: float) -> None:
+        n = self._n
+        if n < len(self._shifted):
+            self._shifted[n:].zero_().diagonal(n).fill_(1.0)
+        self._shifted[:n, :n].copy_(gram).diagonal().add_(pole)
 
     def _factor(self, low: int, high: int) -> Iterator[Callable[[], object]]:
         """The calls that turn A[low:high, low:high] into W[low:high, low:high]; A is overwritten."""
@@ -140,51 +109,32 @@ class ShiftedInverses:
         if high == low:  # parameters without elements
             return
         if high - low == LEAF:
-            block = slice(low, high)
-            yield partial(self._factor_leaf, a[:, block, block], w[:, block, block])
+            yield partial(self._factor_leaf, a[low:high, low:high], w[low:high, low:high])
             return
         half = _half(high - low)
         mid = low + half
-        upper, lower = slice(low, mid), slice(mid, high)
-        w11, w22, a21, a22 = w[:, upper, upper], w[:, lower, lower], a[:, lower, upper], a[:, lower, lower]
-        l21 = self._half[:, : high - mid, :half]
+        w11, w22, a21, a22 = w[low:mid, low:mid], w[mid:high, mid:high], a[mid:high, low:mid], a[mid:high, mid:high]
+        l21 = self._half[: high - mid, :half]
         yield from self._factor(low, mid)
         for start, stop in _panels(half):
-            yield partial(torch.bmm, a21[:, :, :stop], w11[:, start:stop, :stop].mT, out=l21[:, :, start:stop])
+            yield partial(torch.mm, a21[:, :stop], w11[start:stop, :stop].mT, out=l21[:, start:stop])
         for first, last in _column_ranges(half):
+            columns = l21[:, first:last]
             for start, stop in _panels(high - mid):
-                out, columns = a22[:, start:stop, :stop], l21[:, :, first:last]
-                yield partial(torch.baddbmm, out, columns[:, start:stop], columns[:, :stop].mT, alpha=-1.0, out=out)
+                out = a22[start:stop, :stop]
+                yield partial(torch.addmm, out, columns[start:stop], columns[:stop].mT, alpha=-1.0, out=out)
         for start, stop in _panels(half):
-            yield partial(torch.bmm, l21[:, :, start:], w11[:, start:, start:stop], out=a21[:, :, start:stop])
+            yield partial(torch.mm, l21[:, start:], w11[start:, start:stop], out=a21[:, start:stop])
         yield from self._factor(mid, high)
         for start, stop in _panels(high - mid):
-            out = w[:, mid + start : mid + stop, upper]
-            yield partial(torch.baddbmm, out, w22[:, start:stop, :stop], a21[:, :stop], alpha=-1.0, beta=0.0, out=out)
+            out = w[mid + start : mid + stop, low:mid]
+            yield partial(torch.addmm, out, w22[start:stop, :stop], a21[:stop], alpha=-1.0, beta=0.0, out=out)
 
     def _factor_leaf(self, block: Tensor, inverse: Tensor) -> None:
         factor = self._leaf.mT.copy_(block)  # in LAPACK's order, so that it makes no copy of its own
         torch.linalg.cholesky_ex(factor, out=(factor, self._info))
         torch.linalg.solve_triangular(factor, self._identity, upper=False, out=self._leaf_inverse)
         inverse.copy_(self._leaf_inverse)
-
-    def _square(self, size: int) -> Iterator[list[Callable[..., object]]]:
-        """For each pole, the calls that add weight·Wᵀ·W to the lower triangle of the total."""
-        for index in range(self._together):
-            w = self._inverse_factor[index * self._count : (index + 1) * self._count]
-            yield [
-                partial(_add_square, w[:, start:, start:stop].mT, w[:, start:, :stop], self._total[:, start:stop, :stop])
-                for start, stop in _panels(size)
-            ]
-
-    def _mirror(self) -> None:
-        for start, stop in _panels(self._total.size(1)):
-            if start:
-                self._total[:, :start, start:stop].copy_(self._total[:, start:stop, :start].mT)
-
-
-def _add_square(left: Tensor, right: Tensor, out: Tensor, weight: float, *, fresh: bool) -> None:
-    torch.baddbmm(out, left, right, alpha=weight, beta=0.0 if fresh else 1.0, out=out)
 
 
 def plain_inverses(gram: Tensor, step: Rational) -> Tensor:
@@ -199,11 +149,10 @@ def plain_inverses(gram: Tensor, step: Rational) -> Tensor:
     return total
 
 
-def inverse_scratch(n: int, poles: int) -> int:
-    """Elements of scratch that ``ShiftedInverses`` takes for each n × n matrix."""
-    size, together = _padded(n), _poles_at_once(n, poles)
-    square, half = size * (size + _GAP), (size - _half(size) + LEAF) * (_half(size) + _GAP)
-    return square + together * (2 * square + half + 3 * LEAF * LEAF)
+def inverse_scratch(n: int) -> int:
+    """Elements of scratch that ``ShiftedInverses`` takes."""
+    size = _padded(n)
+    return 3 * size * (size + _GAP) + (size - _half(size) + LEAF) * (_half(size) + _GAP) + 3 * LEAF * LEAF
 
 
 class InverseWork(NamedTuple):

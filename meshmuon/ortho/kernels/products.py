@@ -11,18 +11,25 @@ import importlib
 import importlib.util
 from collections.abc import Callable
 from functools import lru_cache
-from typing import Protocol, TypeAlias
+from itertools import pairwise
+from typing import Literal, Protocol, TypeAlias, get_args
 
 import torch
 from torch import Tensor
 
-from ...errors import ConfigError
-from ..aligned import is_dense
+from ...errors import ConfigError, shown
 from ..rational import Rational
-from .inverse import ShiftedInverses, most_inverses, plain_inverses
-from .panels import symmetric_panels
+from ..workspace import is_dense
+from .inverse import ShiftedInverses, plain_inverses
 
-Prepared: TypeAlias = Callable[[int, int], ShiftedInverses]
+_PANEL = 128
+_SHORT_PANEL = 96  # of results with few rows
+_EDGES = 32  # panels begin at multiples of it
+_SMALLEST_SPLIT = 384
+_SMALLEST_LONG_SPLIT = 192  # where the inner size is at least twice the rows: starting a panel then costs less than it saves
+
+Prepared: TypeAlias = Callable[[], ShiftedInverses]
+"""Gives what inverts one Gram matrix in buffers that were made before; only CPUs ask for it."""
 
 
 class Products(Protocol):
@@ -39,11 +46,22 @@ class Products(Protocol):
         ...
 
     def inverses(self, gram: Tensor, step: Rational, out: Tensor, prepared: Prepared) -> Tensor:
-        """``constant·I + linear·gram + quadratic·gram² + Σ weight·(gram + pole·I)⁻¹``.
-
-        ``prepared`` gives buffers for a number of poles and of matrices, at most ``most_inverses`` of them.
-        """
+        """``constant·I + linear·gram + quadratic·gram² + Σ weight·(gram + pole·I)⁻¹``."""
         ...
+
+
+@lru_cache(maxsize=4096)
+def symmetric_panels(n: int, k: int) -> tuple[tuple[int, int], ...]:
+    """Row ranges in which the blocked symmetric product with inner size k computes the lower triangle of an n × n result.
+
+    Rows [start, stop) are computed up to column ``stop``. Small results are one full product, which is faster (measured, fp32 on
+    CPU: up to 191 rows, up to 383 where k < 2n).
+    """
+    if n < (_SMALLEST_LONG_SPLIT if k >= 2 * n else _SMALLEST_SPLIT):
+        return ((0, n),)
+    count = -(-n // (_PANEL if n >= _SMALLEST_SPLIT else _SHORT_PANEL))
+    inner = [round(n * i / count / _EDGES) * _EDGES for i in range(1, count)]
+    return tuple(pairwise((0, *inner, n)))
 
 
 class BlockedProducts:
@@ -79,17 +97,15 @@ class BlockedProducts:
     def inverses(self, gram: Tensor, step: Rational, out: Tensor, prepared: Prepared) -> Tensor:
         if gram.device.type != "cpu":  # there one batched call per pole beats many small launches
             return plain_inverses(gram, step)
-        poles = len(step.poles)
-        together = 1 if self.one_by_one else most_inverses(gram.size(1), poles, gram.element_size())
         if step.is_hybrid:
             self.symmetric(gram, gram, out, gram, alpha=step.quadratic, beta=step.linear)
-        for k in range(0, gram.size(0), together):
-            part, taken = out[k : k + together], gram[k : k + together]
-            fractions = prepared(poles, taken.size(0)).run(taken, step)
+        inverses = prepared()
+        for k in range(len(gram)):
+            factor, fractions = out[k], inverses.run(gram[k], step)
             if step.is_hybrid:
-                part.add_(fractions)
+                factor.add_(fractions)
             else:
-                part.copy_(fractions)
+                factor.copy_(fractions)
         return out
 
     def _multiply(self, a: Tensor, b: Tensor, out: Tensor, addend: Tensor | None, alpha: float, beta: float) -> None:
@@ -182,14 +198,15 @@ def _has(package: str) -> bool:
     return importlib.util.find_spec(package) is not None
 
 
-KERNELS = ("auto", "triton", "quack", "torch")
+Kernels: TypeAlias = Literal["auto", "triton", "quack", "torch"]
+KERNELS = get_args(Kernels)
 _PACKAGES = {"triton": "triton", "quack": "quack-kernels"}  # where each is found on PyPI
 
 
 def check_kernels(kernels: object) -> None:
     """Refuses a value of the option ``kernels`` that is unknown, or whose library is not installed."""
     if not isinstance(kernels, str) or kernels not in KERNELS:
-        raise ConfigError(f"kernels={kernels!r} is unknown; write one of {KERNELS}.")
+        raise ConfigError(f"kernels={shown(kernels)} is unknown; write one of {KERNELS}.")
     if kernels in _PACKAGES and not _has(kernels):
         raise ConfigError(
             f"kernels={kernels!r}: {kernels} is not installed. pip install {_PACKAGES[kernels]}, or leave kernels out."
@@ -204,5 +221,5 @@ def products_for(device: torch.device, *, deterministic: bool = False, kernels: 
     """
     if device.type != "cuda" or kernels == "torch":
         return BlockedProducts(one_by_one=deterministic)
-    usual = (TritonProducts if _has("triton") else BlockedProducts)(one_by_one=deterministic)
+    usual = (TritonProducts if kernels == "triton" or _has("triton") else BlockedProducts)(one_by_one=deterministic)
     return QuackProducts(usual, one_by_one=deterministic) if kernels == "quack" else usual

@@ -9,7 +9,7 @@ below. Every program computes its tile once; off the diagonal it stores it twice
 the other side. A tile on the diagonal keeps its own upper triangle and mirrors it, so the result is symmetric
 bit for bit even where rounding, or operands that commute only approximately, would make it differ.
 
-How a product is cut into tiles is measured on the device, once for each kind of product: `tile_tuner`.
+How a product is cut into tiles is measured on the device, once for each kind of product: `tilings`.
 
 Not yet run on a GPU: the tests run the kernel in Triton's interpreter, and compile it for sm_80, sm_90 and
 sm_100.
@@ -18,7 +18,7 @@ sm_100.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -30,8 +30,7 @@ from torch import Tensor
 
 from ...device import hardware_of
 from ...torch_compat import tf32_allowed
-from .tile_tuner import ProductKind, TileTuner
-from .tilings import CANDIDATES, Tiling, default_tiling
+from .tilings import CANDIDATES, ProductKind, TileTuner, Tiling, default_tiling
 
 
 def _jit(function: Callable[..., Any]) -> Any:
@@ -144,14 +143,6 @@ def _symmetric_kernel(
 _INTERPRETED = not isinstance(_symmetric_kernel, triton.JITFunction)
 
 
-def available() -> bool:
-    """Whether `symmetric_product` can run here: on a CUDA device, or in Triton's interpreter.
-
-    The interpreter is in use if ``TRITON_INTERPRET=1`` was set when this module was imported.
-    """
-    return _INTERPRETED or torch.cuda.is_available()
-
-
 def symmetric_product(
     a: Tensor,
     b: Tensor,
@@ -173,25 +164,19 @@ def symmetric_product(
     Args:
         a: Shape (B, n, k), bf16, fp16 or fp32.
         b: Shape and dtype of `a`. May be `a`.
-        out: Shape (B, n, n), any of these dtypes. Must not overlap `a`, `b` or `addend`, nor itself: while
-            one program writes, others still read. Only the plainest cases, an equal address and a stride of
-            0, are noticed.
+        out: Shape (B, n, n), any of these dtypes. Overlaps neither `a`, `b` or `addend` nor itself: while one
+            program writes, others still read.
         addend: Shape (B, n, n), any of these dtypes. May be `a` or `b`.
         alpha: Factor of the product.
         beta: Factor of `addend`, which is not read if this is 0 (so its NaNs do not count). Without an addend
             it has no effect.
-
-    Returns:
-        `out`.
-
-    Raises:
-        TypeError: If a dtype is not supported, or `a` and `b` differ in dtype.
-        ValueError: If shapes, devices or memory do not fit together.
     """
     if beta == 0.0:
         addend = None
-    _check(a, b, out, addend)
     batch, n, k = a.shape
+    assert a.shape == b.shape and a.dtype == b.dtype and out.shape == (batch, n, n)  # noqa: PT018
+    assert {a.dtype, out.dtype} <= set(CANDIDATES)
+    assert not out.numel() or out.data_ptr() not in (a.data_ptr(), b.data_ptr(), addend is not None and addend.data_ptr())
     if batch == 0 or n == 0:
         return out
 
@@ -265,40 +250,3 @@ def _tiling(a: Tensor, precision: str, launch: Callable[[Tiling], None]) -> Tili
         return default
     kind = ProductKind.of(a, precision, hardware_of(a.device).name(a.device))
     return _tuner(a.device.type).choose(kind, default, launch, a.device)
-
-
-def _check(a: Tensor, b: Tensor, out: Tensor, addend: Tensor | None) -> None:
-    if a.ndim != 3:
-        raise ValueError(f"symmetric_product: a has shape {tuple(a.shape)}, expected (B, n, k). Add a batch dimension.")
-    batch, n, _ = a.shape
-    inputs = {"a": a, "b": b} | ({} if addend is None else {"addend": addend})
-    for name, tensor in (inputs | {"out": out}).items():
-        expected = tuple(a.shape) if name in ("a", "b") else (batch, n, n)
-        if tuple(tensor.shape) != expected:
-            raise ValueError(
-                f"symmetric_product: {name} has shape {tuple(tensor.shape)}, expected {expected} "
-                f"because a has shape {tuple(a.shape)}."
-            )
-        if tensor.dtype not in CANDIDATES:
-            raise TypeError(f"symmetric_product: {name} is {tensor.dtype}, expected bfloat16, float16 or float32.")
-        if tensor.device != a.device:
-            raise ValueError(f"symmetric_product: {name} is on {tensor.device}, a on {a.device}. Move them to one device.")
-    if a.dtype != b.dtype:
-        raise TypeError(f"symmetric_product: a is {a.dtype} but b is {b.dtype}. Cast one of them.")
-    if a.device.type == "cpu" and not _INTERPRETED:
-        raise ValueError(
-            "symmetric_product: the operands are on the CPU, where Triton can only interpret. Move them to a "
-            "CUDA device, or set TRITON_INTERPRET=1 before this module is imported."
-        )
-    _check_memory(inputs, out)
-
-
-def _check_memory(inputs: Mapping[str, Tensor], out: Tensor) -> None:
-    for name, tensor in inputs.items():
-        if tensor.numel() and tensor.data_ptr() == out.data_ptr():
-            raise ValueError(f"symmetric_product: out shares the memory of {name}. Give out memory of its own.")
-    if any(size > 1 and stride == 0 for size, stride in zip(out.shape, out.stride(), strict=True)):
-        raise ValueError(
-            f"symmetric_product: out has strides {out.stride()}, so several of its elements share one "
-            "address. Use a tensor that was not expanded."
-        )

@@ -14,8 +14,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from meshmuon.ortho.kernels import BlockedProducts, FunctionalProducts, Products, TritonProducts, products, products_for
-from meshmuon.ortho.kernels.panels import symmetric_panels
+from meshmuon.ortho.kernels import products
+from meshmuon.ortho.kernels.products import (
+    BlockedProducts,
+    FunctionalProducts,
+    Products,
+    TritonProducts,
+    products_for,
+    symmetric_panels,
+)
 
 from ..oracle import gaussian
 

@@ -14,7 +14,8 @@ from torch import Tensor
 from meshmuon import ConfigError, Muon
 from meshmuon.execute import ExecutorSettings
 from meshmuon.ortho import orthogonalize, polar_express
-from meshmuon.ortho.kernels import BlockedProducts, QuackProducts, TritonProducts, products, products_for
+from meshmuon.ortho.kernels import products
+from meshmuon.ortho.kernels.products import BlockedProducts, QuackProducts, TritonProducts, products_for
 from tests.support.bounds import orthogonalize_error
 
 CALLS: list[dict[str, Any]] = []

@@ -10,8 +10,7 @@ import pytest
 import torch
 
 from meshmuon.device import HostHardware
-from meshmuon.ortho.kernels.tile_tuner import ProductKind, TileTuner
-from meshmuon.ortho.kernels.tilings import CANDIDATES, Tiling, default_tiling
+from meshmuon.ortho.kernels.tilings import CANDIDATES, ProductKind, TileTuner, Tiling, default_tiling
 
 CPU = torch.device("cpu")
 SLOW, FAST, BROKEN, MIDDLE = (Tiling(tile, 64, 8, 4, 3) for tile in (16, 32, 64, 128))

@@ -91,25 +91,10 @@ def _compile(request: dict[str, Any]) -> dict[str, Any]:
     return {"ptx": kernel.ptx, "cubin": kernel.cubin[:4].hex(), "shared": kernel.shared, **asdict(resources_of(kernel.cubin))}
 
 
-def _refuse_cpu(kernels: Any) -> str:
-    x = torch.ones(1, 2, 2)
-    try:
-        kernels.symmetric_product(x, x, out=torch.empty(1, 2, 2))
-    except ValueError as error:
-        return str(error)
-    return ""
-
-
 def _serve() -> None:
-    from meshmuon.ortho.kernels import triton_symmetric as kernels
-
     for line in sys.stdin:
-        request = json.loads(line)
         try:
-            if request.pop("compile", False):
-                reply = _compile(request)
-            else:
-                reply = {"available": kernels.available(), "refusal": _refuse_cpu(kernels)}
+            reply = _compile(json.loads(line))
         except Exception as error:
             reply = {"error": repr(error)}
         print(json.dumps(reply), flush=True)
@@ -120,7 +105,7 @@ def _serve() -> None:
 
 def compiled(compiler: Compiler, capability: int, tiling: Tiling, variant: KernelVariant) -> dict[str, Any]:
     """The reply for a kernel that fits the device: hardly anything is spilled, and a multiprocessor has room for it."""
-    reply: dict[str, Any] = compiler.ask(compile=True, capability=capability, tiling=asdict(tiling), variant=asdict(variant))
+    reply: dict[str, Any] = compiler.ask(capability=capability, tiling=asdict(tiling), variant=asdict(variant))
     assert re.search(rf"^\.target sm_{capability}a?\b", reply["ptx"], re.MULTILINE)
     assert reply["cubin"] == b"\x7fELF".hex()
     assert reply["shared"] <= SHARED_MEMORY[capability]
@@ -204,12 +189,6 @@ def test_tf32_uses_tensor_cores(compiler: Compiler, capability: int) -> None:
 def test_compiles_for_any_64_bit_strides_and_a_wider_result(compiler: Compiler, capability: int) -> None:
     ptx = compiled_ptx(compiler, capability, "bfloat16", out="float32", aligned=False)
     assert tensor_core_instructions(ptx) == {TENSOR_CORE[capability]}
-
-
-def test_without_interpreter_a_gpu_is_needed(compiler: Compiler) -> None:
-    reply = compiler.ask()
-    assert reply["available"] == torch.cuda.is_available()
-    assert "TRITON_INTERPRET=1" in reply["refusal"]
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ pytest.importorskip("triton", reason="the kernel tests need Triton: pip install 
 CHILD = """
 import torch
 from meshmuon.ortho import keller, orthogonalize, polar_express
-from meshmuon.ortho.kernels import BlockedProducts, TritonProducts
+from meshmuon.ortho.kernels.products import BlockedProducts, TritonProducts
 from tests.support.bounds import orthogonalize_error
 from tests.ortho.oracle import highest
 

@@ -2,5 +2,5 @@
 
 ``clocks`` decides what is ordered, ``footprints`` what overlaps. ``recorder`` sees every operation. ``fake_cuda`` and
 ``nccl_twin`` stand in for ``torch.cuda`` and NCCL. ``programs`` are random programs, ``runs`` runs them, ``removals`` takes one
-synchronisation of the package away. docs/gpu.md describes what is proved.
+synchronisation of the package away. docs/proofs.md describes what is proved.
 """

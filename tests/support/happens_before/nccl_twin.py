@@ -30,17 +30,22 @@ class StartedCollectives:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._started: dict[tuple[str, int], list[str]] = {}
+        self._sizes: dict[tuple[str, int, int, int], dict[str, int]] = {}  # by group, number, sender and receiver
 
-    def add(self, group: str, rank: int, collective: str) -> None:
+    def add(self, group: str, rank: int, collective: str, sizes: dict[tuple[int, int], tuple[str, int]]) -> None:
+        """``sizes``: of each (sender, receiver) what this rank is of the two, and the number of elements."""
         with self._lock:
-            self._started.setdefault((group, rank), []).append(collective)
+            started = self._started.setdefault((group, rank), [])
+            for (sender, receiver), (role, size) in sizes.items():
+                self._sizes.setdefault((group, len(started), sender, receiver), {})[role] = size
+            started.append(collective)
 
     def count(self) -> int:
         return sum(map(len, self._started.values()))
 
     def differences(self) -> list[str]:
-        """In words, where two ranks of a group started different collectives."""
-        found = []
+        """In words, where two ranks of a group started different collectives, or expect other sizes than are sent."""
+        found = [f"group {key[0]}, collective {key[1]}: {s}" for key, s in self._sizes.items() if len(set(s.values())) > 1]
         for group in sorted({name for name, _ in self._started}):
             ranks = sorted(rank for name, rank in self._started if name == group)
             first = self._started[group, ranks[0]]
@@ -81,13 +86,14 @@ class _Nccl:
             tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)]
             if not active():
                 return original(*args, group=group, async_op=async_op, **kwargs)
-            self._note(name, group, tensors)
+            self._note(name, group, tensors, args[2:4] if name == "all_to_all_single" else ())
             if name != "all_to_all_single" and not any(isinstance(tensor, TwinTensor) for tensor in tensors):
                 return original(*args, group=group, async_op=async_op, **kwargs)
             assert all(isinstance(tensor, TwinTensor) for tensor in tensors), f"{name} of host memory, which NCCL refuses"
             assert all(tensor.is_contiguous() for tensor in tensors), f"{name} of a tensor that is not contiguous"
             rank = recorder()
-            stream = rank.stream_of_group(_name(group))
+            # Newer versions run synchronous ones on the current stream: nothing orders them behind others of the group.
+            stream = rank.stream_of_group(_name(group)) if async_op else rank.current
             rank.clocks.wait(stream, rank.clocks.snapshot(rank.current))
             reads = tensors[1:] if name == "all_to_all_single" else tensors
             rank.touch(stream, reads, tensors[:1], name)
@@ -106,23 +112,30 @@ class _Nccl:
 
         def collective(*args: Any, group: Any = None, **kwargs: Any) -> Any:
             if active():
-                self._note(name, group, ())
+                self._note(name, group, (), ())
             return original(*args, group=group, **kwargs)
 
         return collective
 
-    def _note(self, name: str, group: Any, tensors: Sequence[Tensor]) -> None:
+    def _note(self, name: str, group: Any, tensors: Sequence[Tensor], splits: Sequence[list[int]]) -> None:
         """Notes the start, a little later than it would be: the timing of ranks must not matter."""
         if recorder().guess():
             time.sleep(0)
         kinds = "" if not tensors else f" of {tensors[0].dtype} on {tensors[0].device.type}"
         sizes = "" if name == "all_to_all_single" else f" {[tensor.numel() for tensor in tensors]}"
-        self.started.add(_name(group), dist.get_rank(), f"{name}{kinds}{sizes}")
+        own, pairs = dist.get_group_rank(_group(group), dist.get_rank()), dict[tuple[int, int], tuple[str, int]]()
+        for role, counts in zip(("expected", "sent"), splits, strict=bool(splits)):
+            for peer, count in enumerate(counts):
+                pairs[(own, peer) if role == "sent" else (peer, own)] = role, count
+        self.started.add(_name(group), dist.get_rank(), f"{name}{kinds}{sizes}", pairs)
 
 
 def _name(group: Any) -> str:
-    chosen: Any = dist.group.WORLD if group is None else group
-    return str(chosen.group_name)
+    return str(_group(group).group_name)
+
+
+def _group(group: Any) -> Any:
+    return dist.group.WORLD if group is None else group
 
 
 @contextmanager

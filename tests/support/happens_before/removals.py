@@ -20,7 +20,7 @@ from .runs import Outcome, run_program
 
 ROOT = Path(meshmuon.__file__).parent
 # What orders work of different streams, or the host behind a stream, and what protects memory that several streams use.
-_STATEMENTS = {"wait", "wait_stream", "wait_event", "main_waits", "record_stream", "synchronize", "settle"}
+_STATEMENTS = {"wait", "wait_stream", "wait_event", "main_waits", "record_stream", "synchronize", "settle", "wait_for"}
 _SWITCHES = {"stream", "beside"}
 _MARKS = {"main_mark", "side_mark", "record_event"}
 _ARGUMENTS = {"non_blocking", "pin_memory"}  # without them, the host waits for a copy
@@ -111,7 +111,7 @@ class _Finder(ast.NodeTransformer):
 
 
 def _name(call: ast.Call) -> str:
-    return call.func.attr if isinstance(call.func, ast.Attribute) else ""
+    return call.func.attr if isinstance(call.func, ast.Attribute) else getattr(call.func, "id", "")
 
 
 def _is_false(value: ast.expr) -> bool:

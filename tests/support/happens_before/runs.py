@@ -23,7 +23,6 @@ from meshmuon.ortho.kernels.products import TritonProducts
 from meshmuon.torch_compat import dtensor_like, local_part
 from meshmuon.transport import norms
 from tests.support import layouts
-from tests.support.clear_cuts import clearly_cut
 from tests.support.threads import run_threads
 
 from . import fake_cuda, nccl_twin
@@ -125,13 +124,12 @@ class _RankRun:
         value = torch.randn(param.shape, generator=generator).to(param.dtype)
         if param.placements is None:
             return nn.Parameter(self._recorder.on_device(value))
-        placements = clearly_cut(param.shape, self._program.mesh, param.placements)
         mesh = Mesh(self._program.mesh, tuple(range(self._program.world)))
-        local = layouts.split(layouts.Case(param.shape, mesh, placements), value)[self._rank]
+        local = layouts.split(layouts.Case(param.shape, mesh, param.placements), value)[self._rank]
         twin: Any = DTensor.from_local(
             self._recorder.on_device(local),
             self._mesh,
-            placements,
+            param.placements,
             run_check=False,
             shape=value.shape,
             stride=value.stride(),

@@ -1,0 +1,137 @@
+"""The one record of a parameter: what it is, where it lies, which matrices it holds and how they are computed.
+
+A step makes it when it first sees a parameter and replaces it when something about the parameter changes. The planner, the
+executor's ``StepParam``, QK-clip and the metrics all read it. ``meshmuon plan`` makes records of parameters that do not exist.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, NamedTuple, NewType
+
+import torch
+from torch import Tensor
+
+from ..device import work_device
+from ..execute import UpdateRule
+from ..layout import Mesh
+from ..matrices import MatrixOptions, MatrixSet, find_matrices
+from ..ortho import Orthogonalizer, Scheme, default_compute_dtype, resolve_scheme, scheme_for
+from .dtensors import as_dtensor
+from .groups import check_rule_memory, matrix_options_of
+from .option_table import ParamGroup
+from .rules import resolve_rule
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+ParamIndex = NewType("ParamIndex", int)
+"""Counts the parameters of an optimizer, param group by param group: ``records[index]``."""
+
+
+class GroupRecipe(NamedTuple):
+    """How a param group treats all of its parameters. A group that AdamW steps sets only ``rounding``."""
+
+    scheme: Scheme | Orthogonalizer | None = None
+    rule: UpdateRule | None = None
+    matrix_options: MatrixOptions | None = None
+    compute_dtype: torch.dtype | None = None
+    rounding: str = "nearest"
+
+    @classmethod
+    def of(cls, group: ParamGroup) -> GroupRecipe:
+        """How the options of a param group treat its parameters."""
+        if not group["use_muon"]:
+            return cls(rounding=group["rounding"])
+        scheme, rule = resolve_scheme(group["scheme"], group["ns_steps"]), resolve_rule(group["rule"])
+        return cls(scheme, rule, matrix_options_of(group), group["compute_dtype"], group["rounding"])
+
+
+@dataclass(frozen=True, slots=True)
+class ParamRecord:
+    """A parameter. Two records are equal if no plan can tell them apart: the tensor and its param group may differ.
+
+    Whether it has a gradient changes between steps and is not part of the record.
+    """
+
+    name: str
+    group_index: int  # of its param group, in ``optimizer.param_groups``
+    param_group: ParamGroup = field(compare=False, repr=False)
+    param: Tensor = field(compare=False, repr=False)  # plain or DTensor; a meta tensor if the parameter is simulated
+    shape: tuple[int, ...]  # of the whole parameter
+    local_shape: tuple[int, ...]  # of this rank's shard
+    mesh: DeviceMesh | Mesh | None  # None for a plain tensor; a ``Mesh`` if the parameter is simulated
+    placements: tuple[Any, ...]  # torch's, or ours if the parameter is simulated
+    device: torch.device  # of its local tensor
+    work_device: torch.device  # where its matrices travel and are orthogonalised
+    matrix_sets: tuple[MatrixSet, ...] | None  # one set per part of a fused weight; None if AdamW steps the parameter
+    scheme: Scheme | Orthogonalizer | None
+    rule: UpdateRule | None  # None for plain Muon
+    compute_dtype: torch.dtype  # of the products
+    comm_dtype: torch.dtype  # on the wire
+    update_dtype: torch.dtype  # in which the update is formed
+
+    @classmethod
+    def of(
+        cls,
+        name: str,
+        param: Tensor,
+        group_index: int,
+        group: ParamGroup,
+        recipe: GroupRecipe,
+        comm_dtype: torch.dtype | None = None,
+    ) -> ParamRecord:
+        """The record of a parameter of a model. ``comm_dtype`` is the user's option; None for the default."""
+        sharded = as_dtensor(param)
+        return cls.placed(
+            name,
+            param,
+            group_index,
+            group,
+            recipe,
+            comm_dtype,
+            local_shape=tuple(param.shape if sharded is None else sharded.to_local().shape),
+            mesh=None if sharded is None else sharded.device_mesh,
+            placements=() if sharded is None else sharded.placements,
+            device=param.device,
+            # AdamW, which sees no matrices, works where the parameter is.
+            work_device=param.device if recipe.matrix_options is None else work_device(param),
+        )
+
+    @classmethod
+    def placed(
+        cls,
+        name: str,
+        param: Tensor,
+        group_index: int,
+        group: ParamGroup,
+        recipe: GroupRecipe,
+        comm_dtype: torch.dtype | None,
+        *,
+        local_shape: tuple[int, ...],
+        mesh: DeviceMesh | Mesh | None,
+        placements: tuple[Any, ...],
+        device: torch.device,
+        work_device: torch.device,
+    ) -> ParamRecord:
+        """The record of a parameter that lies as told. Raises ConfigError if the recipe does not fit it."""
+        shape, dtype, options = tuple(param.shape), param.dtype, recipe.matrix_options
+        update_dtype = torch.float64 if dtype == torch.float64 else torch.float32
+        compute_dtype = dtype if options is None else recipe.compute_dtype or default_compute_dtype(work_device, dtype)
+        matrix_sets = None if options is None else find_matrices(name, shape, options)
+        check_rule_memory(name, matrix_sets or (), recipe.rule)
+        for part in matrix_sets or ():
+            assert recipe.scheme is not None
+            scheme_for(recipe.scheme, part.rows, part.cols, compute_dtype)  # refuses a scheme that rounding would break
+        between_gpus = work_device.type == "cuda" and update_dtype != torch.float64
+        comm_dtype = comm_dtype or (torch.bfloat16 if between_gpus else update_dtype)
+        place = shape, local_shape, mesh, placements, device, work_device
+        how = recipe.scheme, recipe.rule, compute_dtype, comm_dtype, update_dtype
+        return cls(name, group_index, group, param, *place, matrix_sets, *how)
+
+
+def named_params(groups: Sequence[ParamGroup]) -> Iterator[tuple[str, Tensor]]:
+    """Name and tensor of all parameters, param group by param group."""
+    for group in groups:
+        yield from zip(group["param_names"], group["params"], strict=True)

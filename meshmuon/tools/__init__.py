@@ -1,0 +1,1 @@
+"""What does not train: the commands ``meshmuon plan`` and ``meshmuon doctor``, predictions, converters, manifests."""

@@ -1,0 +1,363 @@
+"""Checkpoints beyond ``state_dict``: detecting damaged files, and converting the state of torch's own optimizers.
+
+Save and load with torch: ``state_dict`` / ``load_state_dict``, or ``torch.distributed.checkpoint``, which silently loads
+corrupted data. ``write_manifest`` records size and hash of every file that was saved; ``verify`` compares them before anything is
+loaded.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import stat
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, TypeAlias, cast
+
+import torch
+
+from ..errors import CheckpointError, MeshmuonError, StateError
+from ..optim import Muon
+from ..params.option_table import ParamGroup
+from ..state.param_state import start_memories
+
+MANIFEST = "meshmuon-manifest.json"
+"""Name of the manifest inside a folder; beside a single file it is ``<file>.meshmuon-manifest.json``."""
+
+Progress: TypeAlias = Callable[[int, int], None]
+"""Called with (bytes read so far, bytes in total) while files are read, by one thread at a time."""
+
+_FORMAT = 1
+_CHUNK = 1 << 22
+_READERS = 8
+
+
+@dataclass(frozen=True, slots=True)
+class _File:
+    bytes: int
+    sha256: str
+
+
+def write_manifest(path: str | os.PathLike[str], *, progress: Progress | None = None) -> Path:
+    """Records the size and SHA-256 of a checkpoint's files, for ``verify`` to compare before loading.
+
+    Call it on one rank after all ranks have saved. ``dcp.save`` returns on its coordinator (rank 0) after all ranks have written;
+    after any other way of saving, call a barrier first. It needs no process group. The manifest is replaced atomically.
+
+    Args:
+        path: a folder, all of whose files are recorded, or a single file.
+        progress: called with the number of bytes that have been read.
+
+    Returns:
+        The path of the manifest.
+    """
+    checkpoint = Path(path)
+    paths = _file_paths(checkpoint)
+    if not paths:
+        raise CheckpointError(f"{checkpoint} holds no files: save the checkpoint first, then write its manifest.")
+    sizes = {name: file.stat().st_size for name, file in paths.items()}
+    records = _read_files(paths, sizes, progress)
+    for name, size in sizes.items():
+        if (now := paths[name].stat().st_size) != size:
+            raise CheckpointError(
+                f"{paths[name]} had {size} bytes and has {now} now: it is still being written. Write the manifest when all ranks "
+                "have saved, after a barrier."
+            )
+    if _manifest_path(checkpoint).is_dir():
+        raise CheckpointError(f"{_manifest_path(checkpoint)} is a folder: remove it, the manifest has this name.")
+    files = {name: asdict(record) for name, record in sorted(records.items())}
+    manifest = {"format": _FORMAT, "digest": _digest(files), "files": files}
+    _replace(_manifest_path(checkpoint), json.dumps(manifest, indent=1))
+    return _manifest_path(checkpoint)
+
+
+def verify(path: str | os.PathLike[str], *, progress: Progress | None = None) -> None:
+    """Raises CheckpointError unless the files of a checkpoint are exactly those that ``write_manifest`` recorded.
+
+    It needs no process group, and every rank that calls it gets the same error.
+
+    Args:
+        path: the folder or file that was given to ``write_manifest``.
+        progress: called with the number of bytes that have been read.
+    """
+    checkpoint = Path(path)
+    paths, expected = _file_paths(checkpoint), _read_manifest(checkpoint)
+    sizes = {name: paths[name].stat().st_size for name in expected if name in paths}
+    records = _read_files(paths, {name: size for name, size in sizes.items() if size == expected[name].bytes}, progress)
+    problems = []
+    for name, record in expected.items():
+        if name not in paths:
+            problems.append(f"{name} is missing ({record.bytes} bytes)")
+        elif sizes[name] != record.bytes:
+            what = "truncated" if sizes[name] < record.bytes else "longer than it was"
+            problems.append(f"{name} is {what}: expected {record.bytes} bytes, found {sizes[name]}")
+        elif records[name] != record:
+            problems.append(f"{name} has changed: expected SHA-256 {record.sha256[:16]}…, found {records[name].sha256[:16]}…")
+    problems += [f"{name} is extra: it was not there when the manifest was written" for name in paths if name not in expected]
+    if problems:
+        raise CheckpointError(
+            f"{checkpoint} is not the checkpoint that was saved:\n  " + "\n  ".join(problems) + "\nLoad another checkpoint. "
+            "If the files were changed on purpose, call write_manifest on them again."
+        )
+
+
+def _manifest_path(checkpoint: Path) -> Path:
+    return checkpoint / MANIFEST if checkpoint.is_dir() else checkpoint.with_name(f"{checkpoint.name}.{MANIFEST}")
+
+
+def _file_paths(checkpoint: Path) -> dict[str, Path]:
+    """The checkpoint's files, sorted, by their name in the manifest."""
+    if checkpoint.is_dir():
+        manifests = (MANIFEST, f"{MANIFEST}.tmp")
+        walked = sorted(Path(folder, name) for folder, _, names in os.walk(checkpoint, onerror=_raise) for name in names)
+        paths = {path.relative_to(checkpoint).as_posix(): path for path in walked}
+        paths = {name: path for name, path in paths.items() if name not in manifests}
+    elif checkpoint.exists():
+        paths = {checkpoint.name: checkpoint}
+    else:
+        raise CheckpointError(f"{checkpoint} does not exist: give the folder or file that the checkpoint was saved to.")
+    for path in paths.values():
+        if not path.exists():
+            raise CheckpointError(f"{path} is a broken link: remove it, or restore its target.")
+        if not stat.S_ISREG(path.stat().st_mode):  # reading a pipe would wait forever
+            raise CheckpointError(f"{path} is not a regular file: a checkpoint's folder must hold nothing else.")
+    return paths
+
+
+def _raise(error: OSError) -> None:
+    raise error
+
+
+def _read_files(files: Mapping[str, Path], sizes: Mapping[str, int], progress: Progress | None) -> dict[str, _File]:
+    """Reads and hashes the files that ``sizes`` names, each up to that size: a file that is still written may never end."""
+    lock, done, total = threading.Lock(), 0, sum(sizes.values())
+
+    def report(count: int) -> None:
+        nonlocal done
+        if progress is not None:
+            with lock:
+                done += count
+                progress(done, total)
+
+    def read(name: str) -> _File:
+        hasher, size = hashlib.sha256(), 0
+        with files[name].open("rb") as file:
+            while size < sizes[name] and (chunk := file.read(_CHUNK)):
+                hasher.update(chunk)  # releases the interpreter's lock, so several files are hashed in parallel
+                size += len(chunk)
+                report(len(chunk))
+        return _File(size, hasher.hexdigest())
+
+    readers = ThreadPoolExecutor(_READERS)
+    try:
+        return dict(zip(sizes, readers.map(read, sizes), strict=True))
+    finally:
+        readers.shutdown(cancel_futures=True)
+
+
+def _digest(files: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(files, sort_keys=True).encode()).hexdigest()
+
+
+def _replace(path: Path, text: str) -> None:
+    """Replaces a file atomically: readers see the old file or the new one, even after a crash."""
+    new = path.with_name(f"{path.name}.tmp")
+    try:
+        with new.open("w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        new.replace(path)
+    except BaseException:
+        new.unlink(missing_ok=True)
+        raise
+
+
+def _read_manifest(checkpoint: Path) -> dict[str, _File]:
+    path = _manifest_path(checkpoint)
+    if not path.exists():
+        raise CheckpointError(
+            f"{checkpoint} has no manifest ({path.name}), so damage cannot be detected: call "
+            "meshmuon.checkpoint.write_manifest on it after saving, on one rank."
+        )
+    try:
+        manifest = json.loads(path.read_text(encoding="utf-8"))
+        number, files, digest = manifest["format"], manifest["files"], manifest["digest"]
+        if number != _FORMAT:
+            raise CheckpointError(
+                f"{path} has format {number}, this version of meshmuon reads {_FORMAT}: verify with a newer one."
+            )
+        if digest != _digest(files):
+            raise ValueError("its own digest differs")
+        return {name: _File(int(record["bytes"]), str(record["sha256"])) for name, record in files.items()}
+    except CheckpointError:
+        raise
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise CheckpointError(f"{path} is damaged ({error}): the checkpoint cannot be verified. Load another one.") from None
+
+
+@dataclass(frozen=True, slots=True)
+class _TorchParam:
+    """A parameter in a state_dict of torch."""
+
+    kind: str  # class of the optimizer
+    state: Mapping[str, Any]
+    param_group: Mapping[str, Any]
+
+
+def convert_torch_state(
+    optimizer: Muon,
+    muon_state: Mapping[str, Any] | None,
+    adamw_state: Mapping[str, Any] | None,
+    *,
+    muon_names: Sequence[str] | None = None,
+    adamw_names: Sequence[str] | None = None,
+) -> dict[str, Any]:
+    """A state_dict for ``optimizer`` from those of ``torch.optim.Muon`` and ``torch.optim.AdamW`` over the same parameters.
+
+    Parameters are matched by name. torch keeps momentum as a mean, ``buf ← μ·buf + (1 − μ)·G``; meshmuon keeps it as a sum,
+    ``M ← μ·M + G``. The momentum therefore becomes ``buf / (1 − μ)``. Every later update differs by that one factor, which
+    orthogonalisation removes, so training continues as it would have with torch. lr, weight decay, momentum, Nesterov, betas,
+    eps, coefficients and the learning-rate rule are converted as well. torch orthogonalises in bfloat16: pass
+    ``compute_dtype=torch.bfloat16`` to do the same.
+
+    Args:
+        optimizer: the optimizer that will load the result. Its param groups decide which parameters are Muon's; nothing changes.
+        muon_state: ``state_dict()`` of ``torch.optim.Muon``; None if there was none.
+        adamw_state: ``state_dict()`` of ``torch.optim.AdamW``; None if there was none.
+        muon_names: names of Muon's parameters in its order, for an optimizer that was not built from named parameters.
+        adamw_names: the same for AdamW.
+
+    Returns:
+        What ``optimizer.load_state_dict`` takes.
+    """
+    saved = dict(_saved_params("torch.optim.Muon", "muon_names", muon_state, muon_names))
+    for name, saved_param in _saved_params("torch.optim.AdamW", "adamw_names", adamw_state, adamw_names):
+        if name in saved:
+            raise StateError(f"{name} is in the states of both torch.optim.Muon and torch.optim.AdamW: it must be in one.")
+        saved[name] = saved_param
+    param_groups: list[dict[str, Any]] = optimizer.state_dict()["param_groups"]
+    state: dict[int, dict[str, Any]] = {}
+    for param_group, live in zip(param_groups, optimizer.param_groups, strict=True):
+        members = {name: saved.pop(name) for name in live["param_names"] if name in saved}
+        options = {}
+        for name, param, key in zip(live["param_names"], live["params"], param_group["params"], strict=True):
+            if name in members:
+                state[key], options[name] = _converted(name, members[name], live)
+                if state[key]:
+                    start_memories(state[key], name, param, cast(ParamGroup, live))
+            elif param.requires_grad:
+                raise StateError(f"{name} is in neither state: give states of the same model, with the optimizer's names.")
+        _set_options(param_group, options)
+    if saved:
+        raise StateError(f"{next(iter(saved))} has state but is not one of the optimizer's parameters ({len(saved)} such names).")
+    return {"state": state, "param_groups": param_groups}
+
+
+def _saved_params(
+    kind: str, argument: str, state_dict: Mapping[str, Any] | None, names: Sequence[str] | None
+) -> Iterator[tuple[str, _TorchParam]]:
+    """The parameters of one optimizer of torch with their names; ``argument`` is where a user can give the names."""
+    if state_dict is None:
+        return
+    if not is_state_dict(state_dict):
+        raise StateError(f"the state of {kind} is not what its state_dict() returns: a dict with 'state' and 'param_groups'.")
+    param_groups = state_dict["param_groups"]
+    keys = [(param_group, key) for param_group in param_groups for key in param_group["params"]]
+    if names is None and all("param_names" in param_group for param_group in param_groups):
+        names = [name for param_group in param_groups for name in param_group["param_names"]]
+    if names is None:
+        raise StateError(
+            f"the state of {kind} has no names, since it was built from bare parameters: pass {argument}=[...], the names of its "
+            "parameters in its order."
+        )
+    if len(names) != len(keys) or len(set(names)) != len(names):
+        raise StateError(f"{argument} has {len(set(names))} different names for {len(keys)} parameters of {kind}.")
+    for name, (param_group, key) in zip(names, keys, strict=True):
+        yield name, _TorchParam(kind, state_dict["state"].get(key, {}), param_group)
+
+
+def _converted(name: str, saved: _TorchParam, live: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """State and options of a parameter for meshmuon; ``live`` is the param group that it has there."""
+    try:
+        return _converted_state(name, saved, live), _converted_options(saved, live)
+    except MeshmuonError:
+        raise
+    except Exception as error:  # a missing option, or a value of another kind
+        raise StateError(
+            f"{name}: the state of {saved.kind} is not one that it saves ({type(error).__name__}: {error}). Give what its "
+            "state_dict() returned."
+        ) from error
+
+
+def _converted_state(name: str, saved: _TorchParam, live: Mapping[str, Any]) -> dict[str, Any]:
+    """The state of a parameter for meshmuon; ``live`` is the param group that it has there."""
+    live_kind = "torch.optim.Muon" if live["use_muon"] else "torch.optim.AdamW"
+    if saved.kind != live_kind:
+        raise StateError(f"{name} needs the state of {live_kind}, but its state is from {saved.kind}: route it the same way.")
+    expected = ("momentum_buffer",) if live["use_muon"] else ("step", "exp_avg", "exp_avg_sq")
+    if saved.param_group.get("amsgrad") or "max_exp_avg_sq" in saved.state:
+        raise StateError(f"{name}: its state is from AdamW with amsgrad=True, which meshmuon's AdamW does not do.")
+    if not saved.param_group.get("decoupled_weight_decay", True) and saved.param_group["weight_decay"]:
+        raise StateError(f"{name}: its state is from Adam, whose weight decay goes through the gradient; AdamW's does not.")
+    if not saved.state:  # no gradient so far: it starts from zero
+        return {}
+    if not all(key in saved.state for key in expected):
+        raise StateError(f"{name}: the state of {saved.kind} has {sorted(saved.state)}, expected {list(expected)}.")
+    state = {key: torch.as_tensor(saved.state[key]).detach().clone() for key in expected}
+    if live["use_muon"]:
+        buffer = state["momentum_buffer"]
+        state["momentum_buffer"] = buffer.to(live["momentum_dtype"] or buffer.dtype) / (1 - _momentum(name, saved))
+    return state
+
+
+def _momentum(name: str, saved: _TorchParam) -> float:
+    momentum = float(saved.param_group["momentum"])
+    if not 0 <= momentum < 1:
+        raise StateError(f"{name}: momentum={momentum} in the state of {saved.kind}; only momentum in [0, 1) can be converted.")
+    return momentum
+
+
+def _converted_options(saved: _TorchParam, live: Mapping[str, Any]) -> dict[str, Any]:
+    """The options of the saved param group under meshmuon's names."""
+    options = saved.param_group
+    same = ("lr", "weight_decay", "initial_lr", "maximize", "cautious_weight_decay")
+    converted = {key: options[key] for key in same if key in options}
+    if live["use_muon"]:
+        converted["scheme"] = (tuple(options["ns_coefficients"]),) * options["ns_steps"]
+        converted["adjust_lr_fn"] = options["adjust_lr_fn"] or "original"
+        converted |= {key: options[key] for key in ("momentum", "nesterov", "ns_steps")}
+    else:
+        # A param group may have torch's own keys instead of meshmuon's.
+        converted |= {key if key in live else f"adamw_{key}": options[key] for key in ("betas", "eps")}
+    return converted
+
+
+def _set_options(param_group: dict[str, Any], options: Mapping[str, Mapping[str, Any]]) -> None:
+    """Sets the options that all parameters of a param group were stepped with; raises if they differ."""
+    if not options:
+        return
+    first = next(iter(options))
+    for name, param_options in options.items():
+        for key, value in param_options.items():
+            if value != options[first].get(key):
+                raise StateError(
+                    f"{first} was stepped with {key}={options[first].get(key)}, {name} with {value}, but here they are in one "
+                    "group: build a group for each."
+                )
+    param_group.update(options[first])
+
+
+def is_state_dict(state: Any) -> bool:
+    """Whether this has the form of a state_dict of torch: a dict ``state`` of dicts, a list ``param_groups`` of dicts."""
+    if not (isinstance(state, Mapping) and isinstance(state.get("state"), Mapping)):
+        return False
+    groups = state.get("param_groups")
+    if not (isinstance(groups, list | tuple) and all(isinstance(group, Mapping) for group in groups)):
+        return False
+    params = [group.get("params") for group in groups]
+    return all(isinstance(keys, list | tuple) for keys in params) and all(isinstance(e, Mapping) for e in state["state"].values())

@@ -1,0 +1,211 @@
+"""``meshmuon plan``: what its arguments mean, and what is written where."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shlex
+import sys
+from dataclasses import replace
+
+import torch
+
+from ...errors import ConfigError
+from ...params.option_table import optimizer_options
+from ...plan import CostModel
+from ..predict.calibration import Calibration
+from ..predict.trace import write_trace
+from ..simulate.advice import advice_for, advice_from_choices
+from ..simulate.cluster import MuonOptions
+from ..simulate.compare import compare_meshes, compare_options
+from ..simulate.description import ModelDescription
+from ..simulate.job_plan import JobSharding, describe_job, device_of, read_job_plan
+from ..simulate.machines import Machine
+from ..simulate.meshes import MeshAxes
+from ..simulate.modules import build_from_hf_config, build_module
+from ..simulate.page import render_page, require_plotly
+from ..simulate.presets import load_machine, load_model, machine_names, model_names
+from ..simulate.report import Figures, build_report
+from ..simulate.sharding import FileSharding, MeshSharding, Sharding
+from ..simulate.simulation import Simulation, Workload
+from ..simulate.text import print_report
+from ..simulate.words import did_you_mean
+from .output import is_standard_output, printing, write_output, write_text
+
+_OF_MODELS = ("model", "hf_config", "module", "mesh", "layout", "nodes", "save_model")
+_CHECKED = ("memory_budget", "waves_ahead", "max_peers")
+_WRITTEN = ("json", "html", "trace", "save_model", "save_rates")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Plans, prints and writes."""
+    if arguments.list:
+        with printing():
+            _print_list()
+        return 0
+    quiet = _names_standard_output(arguments)
+    if arguments.html is not None:
+        require_plotly()  # before anything is planned or written
+    others: list[Sharding] = []
+    if arguments.from_json is not None:
+        simulation = _of_job(arguments)
+    else:
+        model = _model(arguments)
+        if _saves_only(arguments, model):
+            return 0
+        if not any(param.use_muon for param in model.params):
+            raise ConfigError(f"{model.name} has no matrix for Muon: AdamW alone would update it, and nothing is planned.")
+        machine = _machine(arguments)
+        first, *others = _shardings(arguments, machine)
+        simulation = Simulation.run(model, first, machine, _options(arguments), _workload(arguments))
+    if arguments.save_rates is not None:
+        machine, ranks = simulation.machine, simulation.sharding.ranks
+        rates = machine.calibration or machine.as_calibration(ranks)
+        write_text(arguments.save_rates, json.dumps(rates.to_json(), indent=1))
+    report = _report(simulation, others, compare=arguments.compare)
+    if arguments.html is not None:
+        page = render_page(report)
+        write_output(arguments.html, lambda file: file.write(page))
+    if arguments.trace is not None:
+        timelines = [(stage.plan.ranks, stage.timeline.phases) for stage in simulation.stages]
+        write_output(arguments.trace, lambda file: write_trace(timelines, file))
+    if arguments.json is not None:
+        write_text(arguments.json, json.dumps(report))
+    if not quiet:
+        with printing():
+            print_report(report)
+    return 0
+
+
+def _names_standard_output(arguments: argparse.Namespace) -> bool:
+    """Whether one of the options has taken standard output for itself."""
+    names = [f"--{name.replace('_', '-')}" for name in _WRITTEN if is_standard_output(getattr(arguments, name))]
+    if len(names) > 1:
+        raise ConfigError(f"{' and '.join(names)} are all for standard output. Keep one - and name files for the others.")
+    return bool(names)
+
+
+def _saves_only(arguments: argparse.Namespace, model: ModelDescription) -> bool:
+    """Writes the model where ``--save-model`` says so, and tells whether that is all that was asked for."""
+    if arguments.save_model is None:
+        return False
+    write_text(arguments.save_model, json.dumps(model.to_json(), indent=1))
+    return not arguments.mesh and arguments.layout is None
+
+
+def _workload(arguments: argparse.Namespace) -> Workload:
+    return Workload(arguments.tokens_per_step, arguments.mfu)
+
+
+def _of_job(arguments: argparse.Namespace) -> Simulation:
+    """The plan of a job, on the machine that is named or on one of its kind."""
+    refused = [f"--{name.replace('_', '-')}" for name in _OF_MODELS if getattr(arguments, name)]
+    if refused or arguments.compare:
+        raise ConfigError(f"--from-json reads a plan that is complete: leave out {', '.join(refused) or '--compare'}.")
+    plan = read_job_plan(arguments.from_json)
+    model, sharding, stage = describe_job(plan, arguments.from_json.stem)
+    if arguments.hardware is None and arguments.calibration is None and device_of(plan) == "cpu":
+        arguments.hardware = "cpu"
+    machine = _machine(arguments)
+    if plan.options.nodes is not None:
+        machine = replace(machine, ranks_per_node=max(map(len, plan.options.nodes.ranks)))
+    options = replace(_options(arguments), replicas=plan.options.replicas, memory_budget=plan.options.budget)
+    return Simulation.run(model, sharding, machine, options, _workload(arguments), planned=[stage])
+
+
+def _report(simulation: Simulation, others: list[Sharding], *, compare: bool) -> Figures:
+    command = shlex.join(["meshmuon", *sys.argv[1:]])
+    report = build_report(simulation, command, advice_for(simulation))
+    if others:
+        report["meshes"] = compare_meshes(simulation, others)
+    if isinstance(simulation.sharding, JobSharding):  # whose options are the job's
+        return report
+    choices = compare_options(simulation, all_of_them=compare)
+    report["advice"] += advice_from_choices(choices)
+    report["choices"] = choices if compare else []
+    return report
+
+
+def _print_list() -> None:
+    for name in model_names():
+        print(f"{name:<18} {load_model(name).title}")
+    print()
+    for name in machine_names():
+        print(f"{name:<18} {load_machine(name).title}")
+
+
+def _model(arguments: argparse.Namespace) -> ModelDescription:
+    given = [name for name in ("model", "hf_config", "module") if getattr(arguments, name) is not None]
+    if len(given) != 1:
+        have = "none is" if not given else "several are"
+        raise ConfigError(f"one of --model, --hf-config, --module and --from-json says which model to plan; {have} given.")
+    if arguments.model is not None:
+        return load_model(arguments.model)
+    return build_module(arguments.module) if arguments.module is not None else build_from_hf_config(arguments.hf_config)
+
+
+def _machine(arguments: argparse.Namespace) -> Machine:
+    if arguments.calibration is None:
+        return load_machine(arguments.hardware or "h100")
+    try:
+        calibration = Calibration.load(arguments.calibration)
+    except ConfigError as error:
+        raise ConfigError(f"--calibration {arguments.calibration}: {error}") from None
+    return load_machine(arguments.hardware or _machine_like(calibration)).with_calibration(calibration)
+
+
+def _machine_like(calibration: Calibration) -> str:
+    """The machine whose memory a calibration is taken to have."""
+    if calibration.device == "cpu":
+        return "cpu"
+    name = next((name for name in machine_names() if name in calibration.device_name.lower()), None)
+    if name is None:
+        raise ConfigError(
+            f"--calibration was measured on {calibration.device_name!r}, whose memory is not known: add --hardware with one of "
+            f"{', '.join(machine_names())}, or with a .json file of your own."
+        )
+    return name
+
+
+def _shardings(arguments: argparse.Namespace, machine: Machine) -> list[Sharding]:
+    if (arguments.layout is None) == (not arguments.mesh):
+        raise ConfigError('--mesh "dp_shard=64" or --layout FILE says how the model is sharded; give one of them.')
+    if arguments.layout is not None:
+        return [FileSharding.load(arguments.layout)]
+    ranks = None
+    if arguments.nodes is not None:
+        if arguments.nodes < 1:
+            raise ConfigError(f"--nodes {arguments.nodes} must be at least 1.")
+        ranks = arguments.nodes * machine.ranks_per_node
+    return [MeshSharding(MeshAxes.parse(text, ranks)) for text in arguments.mesh]
+
+
+def _options(arguments: argparse.Namespace) -> MuonOptions:
+    schemes = ("auto", "polar_express", "keller", "zolotarev", "hybrid")
+    if arguments.scheme not in schemes:
+        raise ConfigError(
+            f"--scheme {arguments.scheme} is unknown.{did_you_mean(arguments.scheme, schemes)} Write one of {', '.join(schemes)}."
+        )
+    given = {name: value for name in _CHECKED if (value := getattr(arguments, name)) is not None}
+    for option in optimizer_options():
+        if option.name in given and option.check is not None:
+            option.check(given, option.name, "meshmuon plan")
+    calibration = arguments.calibration
+    return MuonOptions(
+        replicas=arguments.replicas,
+        comm_dtype=_dtype(arguments.comm_dtype),
+        scheme=arguments.scheme,
+        param_dtype=_dtype(arguments.param_dtype) or torch.float32,
+        momentum_dtype=_dtype(arguments.momentum_dtype),
+        cost_model=None if calibration is None else _cost_model(Calibration.load(calibration)),
+        **given,
+    )
+
+
+def _dtype(name: str | None) -> torch.dtype | None:
+    dtype: torch.dtype | None = None if name is None else getattr(torch, name)
+    return dtype
+
+
+def _cost_model(calibration: Calibration) -> CostModel | None:
+    return calibration.cost_model() if calibration.exchange is not None else None

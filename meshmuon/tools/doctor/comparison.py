@@ -1,0 +1,126 @@
+"""Parameters on a layout beside the same parameters on one device, stepped with the same gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ...optim import Muon
+from ...ortho import AUTO, Scheme, default_compute_dtype, scheme_for
+from ...params.dtensors import as_dtensor
+from ...params.lr import lr_factor
+from .context import Context
+from .numerics import seeded
+from .rounding import rounding_bound, unit_roundoff
+
+
+class Net(nn.Module):
+    """Two layers without anything in between: ``first`` for column-wise, ``second`` for row-wise parallelism."""
+
+    def __init__(self, width: int, hidden: int, out: int) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(width, hidden), nn.Linear(hidden, out)
+        for k, param in enumerate(self.parameters()):
+            param.data.copy_(seeded(tuple(param.shape), k))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The output of the second layer."""
+        result: Tensor = self.second(torch.tanh(self.first(x)))
+        return result
+
+
+def like(param: Tensor, value: Tensor) -> Tensor:
+    """A copy of a whole tensor, cut as ``param`` is."""
+    from torch.distributed.tensor import distribute_tensor
+
+    sharded = as_dtensor(param)
+    if sharded is None:
+        return value.detach().clone()
+    return distribute_tensor(value.detach().clone(), sharded.device_mesh, sharded.placements, src_data_rank=None)
+
+
+def held(tensor: Tensor) -> Tensor:
+    """What this rank has of a tensor."""
+    sharded = as_dtensor(tensor.detach())
+    return tensor.detach() if sharded is None else sharded.to_local()
+
+
+def muon_on(params: Mapping[str, Tensor], **options: Any) -> Muon:
+    """Muon on the matrices and stacks of experts, AdamW on the rest; ``deterministic``, so that threads change no bit."""
+    groups = [
+        {"params": chosen, "use_muon": use_muon, **({"expert_keys": ["experts"]} if use_muon else {})}
+        for use_muon in (True, False)
+        if (chosen := [(name, param) for name, param in params.items() if (param.dim() > 1) is use_muon])
+    ]
+    return Muon(groups, deterministic=True, **{"lr": 0.01, **options})
+
+
+class Comparison:
+    """Compares parameters on a layout with ``whole`` ones on one device, after steps with the same gradients.
+
+    On a CPU they must be equal bit for bit, unless ``wire`` is a dtype of 16 bits. Elsewhere each step may add what rounding
+    explains: both sides may be off by the bound of their products, the layout also by what is rounded on the wire.
+
+    Args:
+        context: this rank.
+        whole: the parameters of one device, by name.
+        reference: the optimizer that steps them.
+        wire: the dtype on the wire; None for the default of the device.
+    """
+
+    def __init__(
+        self, context: Context, whole: Mapping[str, Tensor], reference: Muon, *, wire: torch.dtype | None = None
+    ) -> None:
+        self._whole, self._reference = whole, reference
+        self.exact = context.exact and wire is None
+        self._compute = default_compute_dtype(context.device, torch.float32)
+        self._wire = wire or (torch.float32 if context.device.type == "cpu" else torch.bfloat16)
+        self._allowed = dict.fromkeys(whole, 0.0)
+        self._steps = 0
+        self._groups = {param: group for group in reference.param_groups for param in group["params"]}
+
+    def step(self) -> None:
+        """Steps the reference, whose parameters have their gradients."""
+        self._steps += 1
+        if not self.exact:
+            for name, param in self._whole.items():
+                self._allowed[name] += self._allowance(param)
+        self._reference.step()
+
+    def problems(self, params: Mapping[str, Tensor]) -> list[str]:
+        """Which of the parameters on the layout are not as one device has them."""
+        problems = []
+        for name, param in self._whole.items():
+            shard, expected = held(params[name]), held(like(params[name], param))
+            if shard.numel() == expected.numel() == 0:  # wrappers give empty shards other shapes
+                continue
+            error = float((shard.double() - expected.double()).norm()) if shard.shape == expected.shape else float("inf")
+            if not error <= self._allowed[name]:
+                why = "they must be equal bit for bit" if self.exact else f"rounding explains {self._allowed[name]:.2e}"
+                problems.append(f"{name} differs from one device by {error:.2e} after {self._steps} steps; {why}")
+        return problems
+
+    def result_text(self) -> str:
+        """What holds if there are no problems."""
+        same = "the bits of one device" if self.exact else "one device's result within rounding"
+        return f"{same} after {self._steps} steps"
+
+    def _allowance(self, param: Tensor) -> float:
+        """What this step's rounding may change of a parameter."""
+        stored = 4 * unit_roundoff(param.dtype, param.device) * float(param.detach().norm())
+        if param.dim() < 2 or param.grad is None:
+            return stored
+        group = self._groups[param]
+        before = self._reference.state[param].get("momentum_buffer", torch.zeros_like(param))
+        update = param.grad + group["momentum"] * (group["momentum"] * before + param.grad)
+        squares = 0.0
+        for matrix in update if param.dim() == 3 else (update,):
+            rows, cols = matrix.shape
+            scheme = scheme_for(AUTO, rows, cols, self._compute)
+            assert isinstance(scheme, Scheme)
+            bound = rounding_bound(matrix, scheme, self._compute, sent=unit_roundoff(self._wire, torch.device("cpu")))
+            squares += (2 * group["lr"] * lr_factor(group["adjust_lr_fn"], rows, cols) * bound) ** 2
+        return stored + float(squares**0.5)

@@ -1,0 +1,166 @@
+"""What a check is given: this rank, its device, meshes over all ranks, and a place to say what it is doing."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+from ...agree.node_view import node_name
+from ...device import hardware_of
+from ...errors import ConfigError
+from ...plan import Plan
+from ...torch_compat import available_backends
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+
+@dataclass(frozen=True, slots=True)
+class DoctorOptions:
+    """What the user asked for."""
+
+    only: tuple[str, ...] = ()  # names of checks; empty for all
+    skip: tuple[str, ...] = ()
+    quick: bool = False  # fewer steps and shorter measurements
+    limit: float = 60.0  # seconds that a check may take
+    folder: Path | None = None  # which all ranks see, for checkpoints
+    device: str | None = None  # type of device; by default the accelerator, if there is one
+    backend: str | None = None  # of the process group; by default torch's choice for the device
+    json_file: Path | None = None
+    save_file: Path | None = None
+
+
+@dataclass(frozen=True)
+class Session:
+    """This rank among all, and the store through which they talk."""
+
+    rank: int
+    world: int
+    store: Any  # one of torch's stores, whose class only a private module declares
+    device: torch.device
+    node: str  # equal for ranks that share a machine
+
+    @classmethod
+    def from_environment(cls, options: DoctorOptions) -> Session:
+        """The session that a launcher's environment describes; one rank alone without a launcher."""
+        world = _number("WORLD_SIZE", 1, at_least=1)
+        rank = _number("RANK", 0, at_least=0)
+        if rank >= world:
+            raise ConfigError(f"RANK={rank} is not below WORLD_SIZE={world}. Launch with torchrun, which sets both.")
+        node = node_name(rank, world)
+        device = own_device(options.device, _number("LOCAL_RANK", 0, at_least=0))
+        if options.backend is not None:
+            check_backend(options.backend, device.type)
+        if world == 1 and "MASTER_ADDR" not in os.environ:
+            return cls(0, 1, dist.HashStore(), device, node)  # type: ignore[attr-defined]
+        met = dist.rendezvous("env://", rank, world, timeout=timedelta(seconds=options.limit))  # type: ignore[attr-defined]
+        try:
+            store, rank, world = next(met)
+        except ValueError as error:  # MASTER_ADDR or MASTER_PORT is missing, or no port
+            raise ConfigError(f"{error}. Launch with torchrun, or set MASTER_ADDR and MASTER_PORT on all ranks.") from None
+        return cls(rank, world, store, device, node)
+
+
+def _number(name: str, default: int, *, at_least: int) -> int:
+    """A number that a launcher has put into the environment."""
+    text = os.environ.get(name, str(default))
+    if not text.strip().isdecimal() or int(text) < at_least:
+        raise ConfigError(
+            f"{name}={text!r} in the environment must be a whole number of at least {at_least}. Use torchrun, or unset it."
+        )
+    return int(text)
+
+
+def own_device(kind: str | None, local_rank: int) -> torch.device:
+    """This rank's device of a type; of the accelerator unless told otherwise."""
+    try:
+        accelerator = torch.accelerator.current_accelerator(check_available=True) if kind is None else torch.device(kind)
+    except RuntimeError:
+        raise ConfigError(f"--device {kind}: torch knows no such device. Write cpu or cuda, for example.") from None
+    if accelerator is not None and accelerator.type == "meta":
+        raise ConfigError("--device meta holds no numbers and computes nothing: there is nothing to check. Write cpu or cuda.")
+    if kind is not None and accelerator is not None and accelerator.index is not None:
+        raise ConfigError(f"--device {kind}: write {accelerator.type} alone; LOCAL_RANK says which of them a rank takes.")
+    if accelerator is None or accelerator.type == "cpu":
+        return torch.device("cpu")
+    count = hardware_of(accelerator).count()
+    if count == 0:
+        raise ConfigError(f"--device {kind}: torch sees no such device here. Leave it out, or write --device cpu.")
+    return torch.device(accelerator.type, local_rank % count)
+
+
+def check_backend(backend: str, device_type: str) -> None:
+    """Refuses a backend that is not there, or that does not move the memory of the devices; "cpu:gloo,cuda:nccl" is allowed."""
+    known, parts = available_backends(), backend.lower().split(",")
+    pairs = [part.split(":") for part in parts]
+    if ":" in backend and (any(len(pair) != 2 for pair in pairs) or len({pair[0] for pair in pairs}) < len(pairs)):
+        raise ConfigError(f"--backend {backend}: write one DEVICE:BACKEND for each type of device, such as cpu:gloo,cuda:nccl.")
+    names = [pair[1] for pair in pairs] if ":" in backend else [backend.lower()]
+    unknown = [name for name in names if name not in known]
+    if unknown:
+        there = ", ".join(known) or "none"
+        raise ConfigError(f"--backend {backend}: this torch has no backend {unknown[0]!r}. Those that it has: {there}.")
+    moved = [pair[0] for pair in pairs] if ":" in backend else known[names[0]]
+    if device_type not in moved:
+        raise ConfigError(
+            f"--backend {backend} moves memory of {', '.join(moved) or 'no device'}, and the ranks are on {device_type}. Leave "
+            "out --backend, or choose other devices with --device."
+        )
+
+
+class Context:
+    """One rank's surroundings during the checks."""
+
+    def __init__(self, session: Session, options: DoctorOptions) -> None:
+        self.session = session
+        self.options = options
+        self.rank, self.world, self.device = session.rank, session.world, session.device
+        self.phase = ""  # what the rank is doing, for reports of hangs; another thread reads it
+        self.figures: dict[str, Any] = {}  # on rank 0: what the measurements so far have found, by name of the check
+        self.plan: Plan | None = None  # of the sharded step that was measured
+        self.nodes: list[str] = [session.node] * session.world  # of each rank; known once the ranks have met
+        self._meshes: dict[tuple[int, ...], DeviceMesh] = {}
+
+    @contextmanager
+    def doing(self, phase: str) -> Iterator[None]:
+        """Names what happens inside; the name stays if it fails."""
+        before, self.phase = self.phase, phase
+        yield
+        self.phase = before
+
+    def mesh(self, *shape: int) -> DeviceMesh:
+        """A mesh over all ranks, made once for each shape; its axes are called a, b, c."""
+        from torch.distributed.device_mesh import init_device_mesh
+
+        if shape not in self._meshes:
+            with self.doing(f"making a mesh of {'×'.join(map(str, shape))} ranks"):
+                names = ("a", "b", "c")[: len(shape)]
+                self._meshes[shape] = init_device_mesh(self.device.type, shape, mesh_dim_names=names)
+        return self._meshes[shape]
+
+    def two_axes(self) -> tuple[int, int]:
+        """All ranks as two axes, the first as short as possible but not of one rank, if there are more."""
+        first = next((count for count in range(2, self.world + 1) if self.world % count == 0), 1)
+        return first, self.world // first
+
+    def finish_device(self) -> None:
+        """Returns once the device has done all it was given."""
+        hardware_of(self.device).finish(self.device)
+
+    @property
+    def exact(self) -> bool:
+        """Whether a layout must give one device's bits. Elsewhere products may depend on what shares a batch."""
+        return self.device.type == "cpu"
+
+    def leave(self) -> None:
+        """Ends the process group, if it still works."""
+        if dist.is_initialized():
+            dist.destroy_process_group()

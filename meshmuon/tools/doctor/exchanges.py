@@ -1,0 +1,133 @@
+"""Checks of the connections between ranks, and of exchanges as a step makes them."""
+
+from __future__ import annotations
+
+import importlib
+import random
+from collections.abc import Mapping
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ...transport import Exchange, all_gather_objects, exchange_group
+from .check import Finding, ranks_text
+from .context import Context
+
+_RAGGED_ROUNDS = 6
+_LONGEST_PART = 5000  # elements that a rank sends to another in a ragged exchange
+
+
+def join(context: Context) -> Finding:
+    """Makes the process group, if there is none yet, and one reduction over it."""
+    rank, world, options = context.rank, context.world, context.options
+    if not dist.is_initialized():
+        backend = options.backend or ("gloo" if context.device.type == "cpu" else None)
+        # NCCL ends the process when it times out. The doctor would rather report: it watches the clock by itself.
+        seconds = options.limit * (1 if backend == "gloo" else 10)
+        with context.doing("making the process group"):
+            # A store of its own: the doctor must be able to ask while the process group waits.
+            store = dist.HashStore() if world == 1 else None  # type: ignore[attr-defined]
+            method, timeout = None if world == 1 else "env://", timedelta(seconds=seconds)
+            dist.init_process_group(backend, method, rank=rank, world_size=world, store=store, timeout=timeout)
+    with context.doing("loading FSDP2"):
+        importlib.import_module("torch.distributed.fsdp")
+    with context.doing("the first reduction"):
+        total = torch.ones(1, device=context.device)
+        dist.all_reduce(total)
+    with context.doing("the first reduction in host memory"):
+        group = dist.group.WORLD
+        assert group is not None
+        nodes = list(all_gather_objects(context.session.node, group).values())
+    context.nodes = nodes
+    problems = [] if int(total) == world else [f"the sum of one from each of {world} ranks is {float(total):g}"]
+    count = len(set(nodes))
+    text = f"{world} {'rank' if world == 1 else 'ranks'} on {count} {'node' if count == 1 else 'nodes'}, {backend_text()}"
+    return Finding(text, problems)
+
+
+def backend_text() -> str:
+    """The backend of the process group."""
+    return str(dist.get_backend_config())
+
+
+def partner(rank: int, turn: int, world: int) -> int | None:
+    """With whom ``rank`` is paired in a turn; in as many turns as ``turns`` says, every pair meets once.
+
+    Ranks sit around a table, one of them stays and the others move on by one seat in every turn; with an odd number, one rank
+    pauses in each turn.
+    """
+    seats = world + world % 2
+    last = seats - 1
+    if rank == last:
+        other = turn % last
+    elif rank == turn % last:
+        other = last
+    else:
+        other = (2 * turn - rank) % last
+    return other if other < world else None
+
+
+def turns(world: int) -> int:
+    """How many turns it takes until every pair has met."""
+    return max(0, world + world % 2 - 1)
+
+
+def exchange_with(exchange: Exchange, sent: Mapping[int, Tensor], received: Mapping[int, int], like: Tensor) -> Tensor:
+    """One exchange: parts by rank that are sent, and how many elements each rank sends here. Returns what arrived."""
+    parts = [sent[rank] for rank in sorted(sent)]
+    outgoing = torch.cat(parts) if parts else like.new_empty(0)
+    incoming = like.new_full((sum(received.values()),), -1)
+    counts = {rank: part.numel() for rank, part in sent.items()}
+    exchange.start(incoming, exchange.splits(received), outgoing, exchange.splits(counts), phase="exchange").wait()
+    return incoming
+
+
+def world_exchange(context: Context) -> Exchange:
+    """An exchange over all ranks, as a step would make one."""
+    return Exchange(exchange_group(range(context.world), ()))
+
+
+def check_pairs(context: Context) -> Finding:
+    """Every pair of ranks exchanges a few numbers, one pair of a rank after the other."""
+    rank, world, exchange, problems = context.rank, context.world, world_exchange(context), list[str]()
+    for turn in range(turns(world)):
+        other = partner(rank, turn, world)
+        text = "no exchange of its own" if other is None else f"the first exchange between {ranks_text((rank, other))}"
+        with context.doing(text):
+            numbers = torch.arange(4, device=context.device, dtype=torch.float32)
+            sent = {} if other is None else {other: numbers + 10 * rank}
+            arrived = exchange_with(exchange, sent, {} if other is None else {other: 4}, numbers)
+            if other is not None and not torch.equal(arrived, numbers + 10 * other):
+                problems.append(f"from rank {other} came {arrived.tolist()} instead of {(numbers + 10 * other).tolist()}")
+    count = world * (world - 1) // 2
+    return Finding(f"{count} {'pair has' if count == 1 else 'pairs have'} exchanged", problems)
+
+
+def _part(source: int, target: int, turn: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """What ``source`` sends to ``target``: of a length that both know, often empty, and numbers that both know."""
+    draw = random.Random(f"{source} {target} {turn}")
+    length = 0 if draw.random() < 0.4 else draw.randrange(1, _LONGEST_PART)
+    numbers = torch.arange(length, device=device) * 7 + source * 31 + target * 17 + turn
+    return (numbers % 251).to(dtype)
+
+
+def check_ragged(context: Context) -> Finding:
+    """Exchanges of unequal parts, many of them empty, in float32 and bfloat16; in one of them some ranks send nothing at all."""
+    rank, world, exchange, problems = context.rank, context.world, world_exchange(context), list[str]()
+    for turn in range(_RAGGED_ROUNDS):
+        dtype = torch.bfloat16 if turn % 2 else torch.float32
+        with context.doing(f"ragged exchange {turn + 1} of {_RAGGED_ROUNDS} in {dtype}"):
+            silent = {sender for sender in range(world) if turn == _RAGGED_ROUNDS - 1 and sender % 2}
+            ranks = [peer for peer in range(world) if peer != rank]
+            sent = {peer: _part(rank, peer, turn, dtype, context.device) for peer in ranks if rank not in silent}
+            expected = {peer: _part(peer, rank, turn, dtype, context.device) for peer in ranks if peer not in silent}
+            lengths = {peer: part.numel() for peer, part in expected.items()}
+            arrived = exchange_with(exchange, sent, lengths, torch.empty(0, dtype=dtype, device=context.device))
+            parts = torch.split(arrived, [lengths[peer] for peer in sorted(lengths)])
+            for peer, part in zip(sorted(lengths), parts, strict=True):
+                if not torch.equal(part, expected[peer]):
+                    wrong = int((part != expected[peer]).sum())
+                    problems.append(f"exchange {turn + 1}: {wrong} of {lengths[peer]} elements from rank {peer} are wrong")
+    return Finding(f"{_RAGGED_ROUNDS} exchanges in float32 and bfloat16, also with empty parts", problems)

@@ -1,0 +1,399 @@
+"""Measurements on the user's machines: products, links, the host's time, a sharded step. All ranks measure at the same time."""
+
+from __future__ import annotations
+
+import math
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from ...device import hardware_of, transfers_for
+from ...execute.elementwise import apply, fill_with_momentum
+from ...optim import Muon
+from ...ortho import AUTO, Workspace, default_compute_dtype, expected_flops, orthogonalize
+from ...plan import LinkRate, Rate
+from ...transport import Exchange, swap_with
+from ..predict.calibration import Calibration, Elementwise
+from ..predict.prediction import predict
+from .check import Finding, Summary
+from .context import Context
+from .environment import bfloat16_works
+from .exchanges import exchange_with, partner, turns, world_exchange
+from .numerics import seeded
+
+_LARGEST_SIZE = {"cpu": 2048}  # of products; elsewhere _LARGEST_ON_A_DEVICE
+_LARGEST_ON_A_DEVICE = 8192
+_BATCH = 4  # matrices that are orthogonalised together, as steps do it where they have several of a shape
+_ELEMENTS = 2**20  # of the tensors of elementwise work
+_LONG_PRODUCT = 0.1  # seconds: no larger product is measured
+_MOST_TURNS = 32  # in which pairs are measured: with many ranks a sample of the pairs
+_PAIR_BYTES = 4 * 2**20
+_EXCHANGE_BYTES = 8 * 2**20  # per rank, over all its peers
+_COPY_BYTES = 64 * 2**20
+_REPEATS = 10
+_LONG_STEP = 0.1  # seconds: no step on larger matrices is measured
+_LARGEST_STEP = 4  # times the size of the matrices that are measured first
+_SLOW_PAIR = 4.0  # times as long as the median: worth a remark, as the next ones
+_SLOW_RANK = 0.7  # of the median rate
+_SLOW_BFLOAT16 = {"cpu": 0.25}  # of float32's rate; elsewhere 1.5
+_AS_PREDICTED = 0.6, 1.7  # of the predicted time
+
+
+def _times(context: Context, work: Callable[[], object], repeats: int, at_least: float = math.inf) -> list[float]:
+    """The seconds of each call, after a first one that does not count; fewer repeats once they took ``at_least`` seconds."""
+    times: list[float] = []
+    while len(times) < repeats + 1 and not (len(times) > 2 and sum(times[1:]) > at_least):
+        context.finish_device()
+        began = time.perf_counter()
+        work()
+        context.finish_device()
+        times.append(time.perf_counter() - began)
+    return times[1:]
+
+
+# Products.
+
+
+def measure_products(context: Context) -> Finding:
+    """Rates of n × n products in each dtype, and of the default orthogonalisation."""
+    device = context.device
+    short = (torch.bfloat16,) if device.type != "cpu" or bfloat16_works() else ()
+    dtypes = (torch.float32, *((torch.float16,) if device.type != "cpu" else ()), *short)
+    rates = [asdict(rate) for dtype in dtypes for rate in _product_rates(context, dtype)]
+    compute = default_compute_dtype(device, torch.float32)
+    orthogonalisation = [asdict(rate) for rate in _ortho_rates(context, compute)]
+    elementwise = asdict(_elementwise(context))
+    return Finding("", data={"products": rates, "orthogonalisation": orthogonalisation, "elementwise": elementwise})
+
+
+def _sizes(context: Context) -> list[int]:
+    largest = _LARGEST_SIZE.get(context.device.type, _LARGEST_ON_A_DEVICE) // (4 if context.options.quick else 1)
+    sizes = [128]
+    while sizes[-1] < largest:
+        sizes.append(2 * sizes[-1])
+    return sizes
+
+
+def _product_rates(context: Context, dtype: torch.dtype) -> list[Rate]:
+    rates: list[Rate] = []
+    for size in _sizes(context):
+        with context.doing(f"measuring products of {size}×{size} in {dtype}"):
+            a = seeded((size, size), size).to(context.device, dtype)
+            out = torch.empty_like(a)
+            seconds = statistics.median(_times(context, partial(torch.mm, a, a, out=out), 1000, at_least=0.1))
+        rates.append(Rate(str(dtype).removeprefix("torch."), size, 2 * size**3 / seconds))
+        if seconds > _LONG_PRODUCT / 4:
+            break
+    return rates
+
+
+def _ortho_rates(context: Context, dtype: torch.dtype) -> list[Rate]:
+    rates: list[Rate] = []
+    for size in _sizes(context):
+        with context.doing(f"measuring the orthogonalisation of {size}×{size}"):
+            x = seeded((_BATCH, size, size), size).to(context.device)
+            out, workspace = torch.empty_like(x), Workspace()
+            work = partial(orthogonalize, x, AUTO, out=out, workspace=workspace)
+            seconds = statistics.median(_times(context, work, 20, at_least=0.2))
+        flops = _BATCH * expected_flops(size, size, AUTO, "auto", dtype)
+        rates.append(Rate(str(dtype).removeprefix("torch."), size, flops / seconds))
+        if seconds > _BATCH * _LONG_PRODUCT:
+            break
+    return rates
+
+
+def _elementwise(context: Context) -> Elementwise:
+    """The times of what a step does element by element."""
+    with context.doing("measuring elementwise work"):
+        grad, buffer, update, weight = (seeded((_ELEMENTS,), k).to(context.device) for k in range(4))
+        weight.grad = grad
+        adamw = torch.optim.AdamW([weight], lr=0.0, fused=True)
+        work: dict[str, Callable[[], object]] = {
+            "momentum": partial(fill_with_momentum, [update], [grad], [buffer], 0.95, 0.95),
+            "update": partial(apply, [weight], [update], 1.0, 0.0),
+            "copy": partial(update.copy_, grad),
+            "adamw": adamw.step,
+        }
+        seconds = {kind: statistics.median(_times(context, run, 20, at_least=0.1)) for kind, run in work.items()}
+    return Elementwise(**{kind: max(1e-15, value / _ELEMENTS) for kind, value in seconds.items()})
+
+
+def summarise_products(context: Context, data: Sequence[Mapping[str, Any]]) -> Summary:
+    """Medians over the ranks, and the slowest rank."""
+    figures: dict[str, Any] = {
+        kind: _median_rates([of_rank[kind] for of_rank in data]) for kind in ("products", "orthogonalisation")
+    }
+    kinds = data[0]["elementwise"]
+    figures["elementwise"] = {kind: statistics.median(of_rank["elementwise"][kind] for of_rank in data) for kind in kinds}
+    largest = {rank: of_rank["orthogonalisation"][-1]["flops_per_second"] for rank, of_rank in enumerate(data)}
+    slowest = min(largest, key=largest.__getitem__)
+    figures["slowest_rank"], figures["slowest_share"] = slowest, largest[slowest] / statistics.median(largest.values())
+    by_dtype: dict[str, list[str]] = {}
+    for rate in figures["products"]:
+        by_dtype.setdefault(rate["dtype"], []).append(f"{_giga(rate['flops_per_second'])} at {rate['size']}")
+    texts = [f"{dtype} products {', '.join(rates)}" for dtype, rates in by_dtype.items()]
+    rates = [f"{_giga(rate['flops_per_second'])} at {rate['size']}" for rate in figures["orthogonalisation"]]
+    texts.append(f"orthogonalisation {', '.join(rates)} GFLOP/s")
+    if len(data) > 1:
+        texts.append(f"slowest rank {slowest}: {figures['slowest_share']:.2f} of the median")
+        if figures["slowest_share"] < _SLOW_RANK:
+            texts[-1] += ", look at its clock, its temperature and what else runs there"
+    texts += remark_on_bfloat16(context.device.type, figures["products"])
+    return Summary("; ".join(texts), figures)
+
+
+def remark_on_bfloat16(device_type: str, products: Sequence[Mapping[str, Any]]) -> list[str]:
+    """A sentence if products in bfloat16 are slower than such a device should be."""
+    rates = {(rate["dtype"], rate["size"]): rate["flops_per_second"] for rate in products}
+    sizes = {size for _, size in rates if {("float32", size), ("bfloat16", size)} <= set(rates)}
+    share = max((rates["bfloat16", size] / rates["float32", size] for size in sizes), default=math.inf)
+    if share >= _SLOW_BFLOAT16.get(device_type, 1.5):
+        return []
+    meaning = (
+        "this CPU has no units for it, keep compute_dtype=torch.float32, its default"
+        if device_type == "cpu"
+        else "its matrix units are not in use, look at the driver, at torch's build and at what else runs there"
+    )
+    return [f"bfloat16 reaches {share:.2g} of float32's rate: {meaning}"]
+
+
+def _median_rates(by_rank: Sequence[Sequence[Mapping[str, Any]]]) -> list[dict[str, Any]]:
+    """The median over ranks of each dtype and size that all ranks have measured."""
+    found: dict[tuple[str, int], list[float]] = {}
+    for rates in by_rank:
+        for rate in rates:
+            found.setdefault((rate["dtype"], rate["size"]), []).append(rate["flops_per_second"])
+    return [
+        asdict(Rate(dtype, size, statistics.median(values)))
+        for (dtype, size), values in found.items()
+        if len(values) == len(by_rank)
+    ]
+
+
+def _giga(value: float) -> str:
+    return f"{value / 1e9:.3g}"
+
+
+# Links.
+
+
+def measure_links(context: Context) -> Finding:
+    """Each pair of ranks, one pair of a rank at a time, and exchanges of all ranks with all ranks."""
+    exchange, world = world_exchange(context), context.world
+    chosen = turns(world) if world - 1 <= _MOST_TURNS else _MOST_TURNS
+    pairs: list[dict[str, Any]] = []
+    for turn in range(chosen):
+        peer = partner(context.rank, turn, world)
+        if peer is not None:
+            with context.doing(f"measuring the link to rank {peer}"):
+                latency = _swap_seconds(context, peer, 1, _REPEATS)
+                pairs.append({"peer": peer, "latency": latency, "seconds": _swap_seconds(context, peer, _PAIR_BYTES // 4, 3)})
+    peers = [rank for rank in range(world) if rank != context.rank]
+    with context.doing("measuring exchanges of all ranks"):
+        count = _EXCHANGE_BYTES // 4 // (world - 1)
+        latency = _exchange_seconds(context, exchange, peers, 1, 2 * _REPEATS)
+        began, cpu = time.perf_counter(), time.process_time()
+        seconds = _exchange_seconds(context, exchange, peers, count, 5)
+        cpu_share = (time.process_time() - cpu) / (time.perf_counter() - began)
+    data = {"pairs": pairs, "latency": latency, "seconds": seconds, "bytes": 4 * count * (world - 1), "cpu_share": cpu_share}
+    return Finding("", data=data)
+
+
+def _exchange_seconds(context: Context, exchange: Exchange, peers: Sequence[int], count: int, repeats: int) -> float:
+    """The median time of an exchange of ``count`` float32 with each of ``peers``; all ranks take part in each repetition."""
+    part = torch.zeros(count, device=context.device)
+    sent, received = dict.fromkeys(peers, part), dict.fromkeys(peers, count)
+    return statistics.median(_times(context, partial(exchange_with, exchange, sent, received, part), repeats))
+
+
+def _swap_seconds(context: Context, peer: int, count: int, repeats: int) -> float:
+    """The median time in which this rank and ``peer`` send each other ``count`` float32."""
+    sent = torch.zeros(count, device=context.device)
+    return statistics.median(_times(context, partial(swap_with, peer, sent, torch.empty_like(sent)), repeats))
+
+
+def summarise_links(context: Context, data: Sequence[Mapping[str, Any]]) -> Summary:
+    """Medians over pairs inside and between nodes, the slowest pair, and exchanges of all ranks."""
+    pairs: dict[tuple[int, int], dict[str, float]] = {}
+    for rank, of_rank in enumerate(data):
+        for pair in of_rank["pairs"]:  # both ranks of a pair have measured it; the slower one counts
+            ends = min(rank, pair["peer"]), max(rank, pair["peer"])
+            known = pairs.setdefault(ends, {"latency": 0.0, "seconds": 0.0})
+            pairs[ends] = {key: max(value, pair[key]) for key, value in known.items()}
+    texts, figures = list[str](), dict[str, Any]()
+    for kind, name in (("inside", "inside a node"), ("between", "between nodes")):
+        chosen = {
+            ends: pair for ends, pair in pairs.items() if (context.nodes[ends[0]] == context.nodes[ends[1]]) is (kind == "inside")
+        }
+        figures[kind], text = _link_of(chosen)
+        texts += [f"{name} {text}"] if text else []
+    slowest = max(pairs, key=lambda ends: pairs[ends]["seconds"])
+    figures["slowest_pair"] = {"ranks": list(slowest), "bytes_per_second": _PAIR_BYTES / pairs[slowest]["seconds"]}
+    figures["pairs_measured"] = len(pairs)
+    exchange = LinkRate(
+        statistics.median(of_rank["bytes"] / of_rank["seconds"] for of_rank in data),
+        statistics.median(of_rank["latency"] for of_rank in data),
+    )
+    figures["exchange"] = asdict(exchange)
+    figures["exchange_cpu_share"] = statistics.median(of_rank["cpu_share"] for of_rank in data)
+    texts.append(f"all ranks at once {_link_text(exchange)} per rank")
+    return Summary("; ".join(texts), figures)
+
+
+def _link_of(pairs: Mapping[tuple[int, int], Mapping[str, float]]) -> tuple[dict[str, float] | None, str]:
+    """The median link of these pairs as figures and as text."""
+    if not pairs:
+        return None, ""
+    seconds = statistics.median(pair["seconds"] for pair in pairs.values())
+    link = LinkRate(_PAIR_BYTES / seconds, statistics.median(pair["latency"] for pair in pairs.values()))
+    slowest = max(pairs, key=lambda ends: pairs[ends]["seconds"])
+    ratio = pairs[slowest]["seconds"] / seconds
+    slow_rate = _giga(_PAIR_BYTES / pairs[slowest]["seconds"])
+    text = f"{_link_text(link)} per pair, slowest pair {slowest[0]}-{slowest[1]} {slow_rate} GB/s"
+    if ratio > _SLOW_PAIR:
+        text += f", {ratio:.0f} times as slow as the median: look at the cable, the card and the interface of these ranks"
+    return asdict(link), text
+
+
+def _link_text(link: LinkRate) -> str:
+    return f"{_giga(link.bytes_per_second)} GB/s and {1e6 * link.seconds:.0f} µs"
+
+
+# The host, and a whole step.
+
+
+def _step_times(context: Context, count: int, size: int, *, repeats: int) -> tuple[list[float], Muon]:
+    """The times of steps on ``count`` matrices that are sharded over all ranks."""
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    mesh, whole = context.mesh(context.world), seeded((size, size), 5).to(context.device)
+    params = [nn.Parameter(distribute_tensor(whole, mesh, [Shard(0)], src_data_rank=None)) for _ in range(count)]
+    optimizer = Muon([{"params": params, "use_muon": True}], none_grad=False)
+    for param in params:
+        param.grad = distribute_tensor(whole, mesh, [Shard(0)], src_data_rank=None)
+    for _ in range(2):  # the first makes plan and buffers
+        optimizer.step()
+    return _times(context, optimizer.step, repeats), optimizer
+
+
+def measure_host(context: Context) -> Finding:
+    """Steps on few and on many tiny matrices: the difference is the host's time per matrix. The fastest ones count."""
+    few, many = 8, 72
+    with context.doing("measuring steps on tiny matrices"):
+        times = {count: min(_step_times(context, count, 8, repeats=10)[0]) for count in (few, many)}
+    per_matrix = max(1e-7, (times[many] - times[few]) / (many - few))
+    copies = None if context.device.type == "cpu" else asdict(copy_link(context))
+    return Finding("", data={"per_matrix": per_matrix, "per_step": max(1e-6, times[few] - few * per_matrix), "copies": copies})
+
+
+def copy_link(context: Context) -> LinkRate:
+    """How fast pinned memory of the host is copied to the device and back, as weights in host memory are."""
+    transfers, seconds = transfers_for(context.device), dict[int, float]()
+    with context.doing("measuring copies between host and device"):
+        for count in (1, _COPY_BYTES):
+            host, device = transfers.host_buffer(count, torch.uint8), torch.empty(count, dtype=torch.uint8, device=context.device)
+
+            def to_and_fro(host: Tensor = host, device: Tensor = device) -> None:
+                transfers.load(device, host)
+                transfers.store(host, device)
+                transfers.settle()
+
+            seconds[count] = statistics.median(_times(context, to_and_fro, _REPEATS)) / 2
+    return LinkRate(_COPY_BYTES / seconds[_COPY_BYTES], seconds[1])
+
+
+def summarise_host(context: Context, data: Sequence[Mapping[str, Any]]) -> Summary:
+    """Medians over the ranks."""
+    figures: dict[str, Any] = {
+        f"seconds_{key}": statistics.median(of_rank[key] for of_rank in data) for key in ("per_matrix", "per_step")
+    }
+    text = f"{1e6 * figures['seconds_per_matrix']:.0f} µs per matrix and {1e3 * figures['seconds_per_step']:.2f} ms per step"
+    links = [of_rank["copies"] for of_rank in data if of_rank["copies"] is not None]
+    figures["copies"] = {key: statistics.median(link[key] for link in links) for key in links[0]} if links else None
+    if links:
+        text += f"; {_link_text(LinkRate(**figures['copies']))} between host and device"
+    return Summary(text, figures)
+
+
+def measure_step(context: Context) -> Finding:
+    """A step on matrices that are sharded over all ranks: larger ones, as long as a step takes little time."""
+    count, size = (8, 128) if context.device.type == "cpu" else (16, 512)
+    largest = size if context.options.quick else _LARGEST_STEP * size
+    while True:
+        with context.doing(f"measuring steps on {count} matrices of {size}×{size}"):
+            times, optimizer = _step_times(context, count, size, repeats=5)
+            seconds = statistics.median(times)
+            slowest = torch.tensor(seconds, device=context.device)
+            dist.all_reduce(slowest, dist.ReduceOp.MAX)  # all ranks must go on, or none
+        if size == largest or float(slowest) > _LONG_STEP:
+            break
+        size *= 2
+    context.plan = optimizer.plan()
+    return Finding("", data={"seconds": seconds, "count": count, "size": size})
+
+
+def summarise_step(context: Context, data: Sequence[Mapping[str, Any]]) -> Summary:
+    """The measured time, that of the slowest rank, beside the plan's prediction from the other measurements."""
+    seconds = max(of_rank["seconds"] for of_rank in data)
+    figures = {"seconds": seconds, "matrices": data[0]["count"], "size": data[0]["size"], "predicted_seconds": None}
+    text = f"{data[0]['count']} matrices of {data[0]['size']}×{data[0]['size']} take {1e3 * seconds:.1f} ms"
+    calibration = calibration_of(context)
+    if calibration is None or context.plan is None:
+        return Summary(f"{text}; without the other measurements there is no prediction", figures)
+    predicted = predict(context.plan, calibration)
+    figures |= {"predicted_seconds": predicted.total, "prediction": predicted.parts}
+    parts = ", ".join(f"{name} {1e3 * value:.1f}" for name, value in predicted.parts.items())
+    text += f"; predicted {1e3 * predicted.total:.1f} ms ({parts}): {seconds / predicted.total:.2f} of it"
+    return Summary(text + remark_on_prediction(seconds / predicted.total), figures)
+
+
+def remark_on_prediction(ratio: float) -> str:
+    """What it may mean that a step took ``ratio`` of its prediction; nothing if they agree."""
+    low, high = _AS_PREDICTED
+    if low <= ratio <= high:
+        return ""
+    reason = (
+        "the rates above were measured while something else slowed the machine, and plans should not follow them"
+        if ratio < low
+        else "something else slowed the step, or ranks share a device, a core or a link"
+    )
+    return f". It should be near 1: {reason}. Run it again on an idle machine, with --only rates,links,host,step"
+
+
+def calibration_of(context: Context) -> Calibration | None:
+    """The measurements so far as a calibration; None on other ranks than 0, or if some were left out."""
+    figures = context.figures
+    links = figures.get("links", {"inside": None, "between": None, "exchange": None} if context.world == 1 else None)
+    if "rates" not in figures or "host" not in figures or links is None:
+        return None
+
+    def link(name: str) -> LinkRate | None:
+        return None if links[name] is None else LinkRate(**links[name])
+
+    on_cpu = context.device.type == "cpu"
+    per_node = max(context.nodes.count(node) for node in set(context.nodes))
+    waiting = 0.0 if links["exchange"] is None else 2 * links["exchange"]["seconds"]  # of the exchanges of tiny matrices
+    return Calibration(
+        device=context.device.type,
+        device_name=hardware_of(context.device).name(context.device),
+        ranks=context.world,
+        ranks_per_node=per_node,
+        compute_dtype=str(default_compute_dtype(context.device, torch.float32)).removeprefix("torch."),
+        products=tuple(Rate(**rate) for rate in figures["rates"]["products"]),
+        orthogonalisation=tuple(Rate(**rate) for rate in figures["rates"]["orthogonalisation"]),
+        inside=link("inside"),
+        between=link("between"),
+        exchange=link("exchange"),
+        host_seconds_per_matrix=figures["host"]["seconds_per_matrix"],
+        host_seconds_per_step=max(1e-6, figures["host"]["seconds_per_step"] - waiting),
+        elementwise=Elementwise(**figures["rates"]["elementwise"]),
+        exchange_cpu_share=max(1e-3, links["exchange_cpu_share"]) if context.world > 1 and on_cpu else None,
+        copies=None if figures["host"]["copies"] is None else LinkRate(**figures["host"]["copies"]),
+    )

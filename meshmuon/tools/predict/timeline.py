@@ -1,0 +1,211 @@
+"""When every rank does what in a step: the waves of a plan in the order in which a step really runs them, with times.
+
+A rank has a device that works and links that send. The links serve exchanges in the order in which they were started. An exchange
+begins when all ranks have started it, and ends for all of them when the slowest has ended: that is cautious where a few ranks
+have more to send than the others. On GPUs links and device work at the same time, and the device waits only for what it needs.
+On CPUs the cores that compute also copy what is sent and received: that part of an exchange takes the rank's time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from operator import sub
+from typing import NamedTuple, TypeAlias
+
+from ...plan.order import Action, pipeline_order
+
+Seconds: TypeAlias = "Sequence[float]"
+"""One number for each rank of the step, in its order."""
+ON_LINKS = ("gather", "scatter")
+"""The kinds of spans in which the links are busy; where cores send, the device is."""
+
+
+class RankSpan(NamedTuple):
+    """Something that one rank does; times are in seconds from the beginning of the step."""
+
+    kind: str  # "host", "momentum", "gather", "local", "orthogonalise", "scatter", "copy", "adamw", "update", "wait"
+    wave: int | None
+    start: float
+    end: float
+
+
+@dataclass(frozen=True, slots=True)
+class WaveSeconds:
+    """What each rank needs for each part of a wave, before anything waits for anything."""
+
+    momentum: Seconds  # momentum, and filling the buffer that is sent
+    gather: Seconds
+    orthogonalise: Seconds  # assembling the matrices that it owns, orthogonalising them, cutting them into pieces
+    scatter: Seconds
+    update: Seconds
+
+
+@dataclass(frozen=True, slots=True)
+class StepSeconds:
+    """What each rank needs for each part of a step."""
+
+    ranks: tuple[int, ...]
+    waves: tuple[WaveSeconds, ...]
+    local: Seconds  # matrices that stay where they are: all that is done with them
+    adamw: Seconds
+    host: Seconds  # before the first wave: looking at parameters, agreeing with the other ranks; 0 if the host runs ahead
+    busy: float  # share of an exchange that takes the device's time: 0 if links work by themselves, 1 if nothing is hidden
+    in_flight: int  # most waves between their first and their last exchange
+    gathered_ahead: int | None = None  # as in ``pipeline_order``
+    host_ahead: Seconds = ()  # of a host that issues work for its device: the step ends when both have ended
+
+
+class Phase(NamedTuple):
+    """A span on all ranks: ``start[k]`` and ``end[k]`` are those of ``ranks[k]``."""
+
+    kind: str
+    wave: int | None
+    start: Seconds
+    end: Seconds
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """A step on all of its ranks."""
+
+    ranks: tuple[int, ...]
+    phases: tuple[Phase, ...]  # in the order in which the host issues them
+    host_ahead: Seconds = ()  # as in ``StepSeconds``
+    overlaps: bool = True  # whether links work beside the device, at least in part
+
+    @cached_property
+    def ends(self) -> dict[int, float]:
+        """Rank → when it has ended."""
+        last = list(self.host_ahead) or [0.0] * len(self.ranks)
+        for phase in self.phases:
+            last = list(map(max, last, phase.end))
+        return dict(zip(self.ranks, last, strict=True))
+
+    @property
+    def seconds(self) -> float:
+        """Seconds of the step on its slowest rank."""
+        return max(self.ends.values(), default=0.0)
+
+    @cached_property
+    def slowest(self) -> int:
+        """Of the ranks that end last, the first that waits least: the others wait for it."""
+        waited = dict(zip(self.ranks, self.waited, strict=True))
+        return max(self.ranks, key=lambda rank: (self.ends[rank], -waited[rank]))
+
+    def spans(self, rank: int) -> list[RankSpan]:
+        """What ``rank`` does, without what takes no time."""
+        at = self.ranks.index(rank)
+        spans = (RankSpan(phase.kind, phase.wave, phase.start[at], phase.end[at]) for phase in self.phases)
+        return [span for span in spans if span.end > span.start]
+
+    def totals(self, rank: int) -> dict[str, float]:
+        """Kind → seconds of ``rank`` in all spans of the kind."""
+        totals: dict[str, float] = {}
+        for span in self.spans(rank):
+            totals[span.kind] = totals.get(span.kind, 0.0) + span.end - span.start
+        return totals
+
+    @cached_property
+    def parts(self) -> dict[str, float]:
+        """Kind → seconds of the slowest rank, which add up to ``seconds``: what passes on its links beside them is left out.
+
+        "wait" is for exchanges that are under way, "others" for ranks that come late to them.
+        """
+        if not self.ranks:
+            return {}
+        totals = self.totals(self.slowest)
+        parts = {kind: taken for kind, taken in totals.items() if not self.overlaps or kind not in ON_LINKS}
+        if waited := parts.pop("wait", 0.0):
+            exchanges = [phase for phase in self.phases if self.overlaps and phase.kind in ON_LINKS]
+            busy = [(min(phase.start), max(phase.end)) for phase in exchanges]
+            waits = [span for span in self.spans(self.slowest) if span.kind == "wait"]
+            under_way = sum(max(0.0, min(end, span.end) - max(begin, span.start)) for span in waits for begin, end in busy)
+            parts |= {"wait": under_way, "others": max(0.0, waited - under_way)}
+        behind = self.seconds - sum(parts.values())  # the host still issues work, and the device waits for it
+        if behind > 1e-9 * self.seconds:
+            parts["host"] = parts.get("host", 0.0) + behind
+        return {kind: taken for kind, taken in parts.items() if taken > 1e-9 * self.seconds}
+
+    @cached_property
+    def waited(self) -> list[float]:
+        """Seconds in which the device of each rank waits for an exchange."""
+        total = [0.0] * len(self.ranks)
+        for phase in self.phases:
+            if phase.kind == "wait":
+                total = [sum(times) - start for *times, start in zip(total, phase.end, phase.start, strict=True)]
+        return total
+
+    @cached_property
+    def exchanging(self) -> float:
+        """Seconds of all exchanges, each on the rank that takes longest."""
+        exchanges = (phase for phase in self.phases if phase.kind in ON_LINKS)
+        return sum(max(map(sub, phase.end, phase.start), default=0.0) for phase in exchanges)
+
+    @property
+    def waited_for(self) -> float:
+        """What the slowest rank spends on exchanges: it waits for those that are under way, or its cores copy."""
+        return sum(self.parts.get(kind, 0.0) for kind in ("wait", "copy", *ON_LINKS))
+
+    @property
+    def hidden(self) -> float:
+        """Seconds of exchanges in which the slowest rank had other work."""
+        return max(0.0, self.exchanging - self.waited_for) if self.overlaps else 0.0
+
+
+def timeline_of(step: StepSeconds) -> Timeline:
+    """Walks through a step."""
+    walk = _Walk(step)
+    walk.work("host", None, step.host)
+    for action, wave in pipeline_order(len(step.waves), max(1, step.in_flight), gathered_ahead=step.gathered_ahead):
+        if action is Action.LOCAL:
+            walk.work("local", None, step.local)
+        elif action is Action.DURING_LAST_SCATTER:
+            walk.work("adamw", None, step.adamw)
+        elif action is Action.GATHER:
+            walk.work("momentum", wave, step.waves[wave].momentum)
+            walk.send("gather", wave, step.waves[wave].gather)
+        elif action is Action.COMPUTE:
+            walk.wait("gather", wave)
+            walk.work("orthogonalise", wave, step.waves[wave].orthogonalise)
+            walk.send("scatter", wave, step.waves[wave].scatter)
+        else:
+            walk.wait("scatter", wave)
+            walk.work("update", wave, step.waves[wave].update)
+    return Timeline(step.ranks, tuple(walk.phases), step.host_ahead, overlaps=step.busy < 1.0)
+
+
+class _Walk:
+    """The clocks of all ranks, while one action after the other is taken."""
+
+    def __init__(self, step: StepSeconds) -> None:
+        self._busy = step.busy
+        self._now = [0.0] * len(step.ranks)  # when each rank's device is free
+        self._links_free = 0.0
+        self._arrivals: dict[tuple[str, int], float] = {}
+        self.phases: list[Phase] = []
+
+    def work(self, kind: str, wave: int | None, seconds: Seconds) -> None:
+        """The device of each rank is busy."""
+        start, self._now = self._now, [now + more for now, more in zip(self._now, seconds, strict=True)]
+        self.phases.append(Phase(kind, wave, start, self._now))
+
+    def send(self, kind: str, wave: int, seconds: Seconds) -> None:
+        """All ranks start an exchange."""
+        if self._busy == 1.0:
+            self.work(kind, wave, seconds)
+            self._arrivals[kind, wave] = max(self._now, default=0.0)
+            return
+        begin = max(self._links_free, max(self._now, default=0.0))
+        if self._busy:
+            self.work("copy", wave, [self._busy * more for more in seconds])
+        arrival = max(begin + max(seconds, default=0.0), max(self._now, default=0.0))
+        self._links_free = self._arrivals[kind, wave] = arrival
+        self.phases.append(Phase(kind, wave, [begin] * len(self._now), [begin + more for more in seconds]))
+
+    def wait(self, kind: str, wave: int) -> None:
+        """All ranks wait for what an exchange brings."""
+        arrival = self._arrivals[kind, wave]
+        start, self._now = self._now, [max(now, arrival) for now in self._now]
+        self.phases.append(Phase("wait", wave, start, self._now))

@@ -1,0 +1,156 @@
+"""What is off, in words, and what to write instead."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+
+from ...plan import NO_WAVE, bytes_text, counted
+from .report import Figures, balance_of
+from .sharding import MeshSharding
+from .simulation import Simulation
+from .words import seconds_text
+
+_UNBALANCED = 1.3  # heaviest rank ÷ mean
+_LARGE_MATRIX = 0.1  # of the heaviest rank's cost
+_MANY_PEERS = 1024
+_LARGE_BUFFERS = 0.05  # of memory
+_LARGE_SHARE = 0.05  # of a training step
+_SMALLEST_BUDGET = 4 * 2**20
+_MUCH_FASTER = 0.9  # of the seconds of the chosen options
+
+
+def advice_for(simulation: Simulation) -> list[str]:
+    """Sentences, the most important first; none if nothing is off."""
+    return [
+        *_memory(simulation),
+        *_balance(simulation),
+        *_peers(simulation),
+        *_buffers(simulation),
+        *_waiting(simulation),
+        *_messages(simulation),
+    ]
+
+
+def advice_from_choices(choices: Sequence[Figures]) -> list[str]:
+    """What a comparison of options suggests. Schemes are left out: a faster one may be less exact."""
+    planned = [row for row in choices if not row.refused and not row.label.startswith("scheme=")]
+    if not planned:
+        return []
+    now, best = next(row for row in planned if row.chosen), min(planned, key=lambda row: row.seconds)
+    if best.seconds > _MUCH_FASTER * now.seconds:
+        return []
+    text = (
+        f"{best['label']} takes {seconds_text(best['seconds'])} instead of {seconds_text(now['seconds'])}, with "
+        f"{bytes_text(best['memory'])} of memory instead of {bytes_text(now['memory'])}: pass it to Muon."
+    )
+    if best.label.startswith("replicas="):
+        text += (
+            ' replicas="auto" goes by rates that are the same for all machines of a kind, unless cost_model= names the '
+            "measurements of meshmuon doctor, or a file of meshmuon plan --save-rates."
+        )
+    return [text]
+
+
+def _memory(simulation: Simulation) -> Iterator[str]:
+    needed, has = simulation.most_bytes("total"), simulation.machine.memory_bytes
+    if has and needed > has:
+        yield (
+            f"The weights, gradients, state and buffers of a rank take {bytes_text(needed)}, and it has {bytes_text(has)}, "
+            "without any activations: shard over more ranks, use bfloat16 weights (--param-dtype bfloat16), or offload "
+            "the optimizer's state."
+        )
+
+
+def _balance(simulation: Simulation) -> Iterator[str]:
+    balance = balance_of(simulation)
+    if balance.heaviest_over_mean < _UNBALANCED:
+        return
+    ranks = simulation.sharding.ranks
+    per_stage = ranks // len(simulation.stages)
+    kinds: dict[tuple[int, int], int] = defaultdict(int)
+    for task in simulation.slowest.plan.tasks:
+        if task.wave != NO_WAVE:
+            kinds[task.sharded.rows, task.sharded.cols] += 1
+    alike = kinds.get(balance.matrix_shape, 0)
+    rows, cols = balance.matrix_shape
+    slowest = max(max(stage.orthogonalise_seconds) for stage in simulation.stages)
+    if balance.matrix_share < _LARGE_MATRIX:
+        yield (
+            f"The heaviest rank, {balance['heaviest_rank']}, has {balance['heaviest_over_mean']:.1f} times the mean "
+            f"({seconds_text(slowest)}), although no matrix is large: the ranks that hold its matrices are few, and only these "
+            "can own them. Compare other sizes of ep and dp_replicate."
+        )
+        return
+    matrices = counted(alike, "large matrix", "large matrices")
+    text = (
+        f"{matrices} of {rows}×{cols} on {counted(per_stage, 'rank')}: the heaviest rank, {balance['heaviest_rank']}, has "
+        f"{balance['heaviest_over_mean']:.1f} times the mean ({seconds_text(slowest)}), {balance['matrix_share']:.0%} of it for "
+        f"{balance['matrix']}"
+    )
+    if balance.idle_ranks:
+        text += f", and {balance['idle_ranks']} of {ranks} ranks orthogonalise nothing"
+    if balance.heaviest_over_bound < 1.05:
+        text += ". No plan of whole matrices is better"
+    yield f"{text}. More ranks do not make this step faster; fewer shards with dp_replicate keep the same time with less traffic."
+
+
+def _peers(simulation: Simulation) -> Iterator[str]:
+    peers = max(stage.plan.most_peers for stage in simulation.stages)
+    if peers < _MANY_PEERS:
+        return
+    if any(stage.plan.relayed for stage in simulation.stages):
+        limit = simulation.options.max_peers
+        text = f"{peers:,} peers per exchange, more than max_peers={limit}: exchanges between nodes go in two hops."
+    else:
+        connections = simulation.most_bytes("connections")
+        text = f"{peers:,} peers per exchange: each needs a connection, about {bytes_text(connections)} of memory on a rank."
+    if isinstance(simulation.sharding, MeshSharding):
+        axes = simulation.sharding.axes
+        factor = next((2**k for k in range(1, 12) if peers // 2**k < _MANY_PEERS // 2 and axes.dp_shard % 2**k == 0), None)
+        if factor is not None and (axes.ep == 1 or axes.fsdp * axes.tp // factor % axes.ep == 0):
+            smaller = axes.with_axis(dp_replicate=axes.dp_replicate * factor, dp_shard=axes.dp_shard // factor)
+            # Where replicas share an owner, it sends the result to all of them, and has as many peers as before.
+            text += f' Use dp_replicate, and let each replica compute for itself: --mesh "{smaller}" --replicas repeat.'
+    yield text
+
+
+def _buffers(simulation: Simulation) -> Iterator[str]:
+    buffers, has = simulation.most_bytes("exchange_buffers"), simulation.machine.memory_bytes
+    if not has or buffers < _LARGE_BUFFERS * has:
+        return
+    budget = simulation.options.memory_budget
+    lower = max(_SMALLEST_BUDGET, 2 ** int(budget * _LARGE_BUFFERS * has / buffers).bit_length() // 2)
+    text = f"Exchange buffers take {bytes_text(buffers)}, {buffers / has:.0%} of memory"
+    if lower < budget:
+        yield f"{text}: lower memory_budget to {bytes_text(lower)} ({lower})."
+    else:
+        yield f"{text}: lower waves_ahead, now {simulation.options.waves_ahead}, so that fewer waves are in flight."
+
+
+def _waiting(simulation: Simulation) -> Iterator[str]:
+    timeline = simulation.slowest.timeline
+    if simulation.share < _LARGE_SHARE:
+        return
+    text, others = f"The optimizer takes {simulation.share:.0%} of a training step", timeline.parts.get("others", 0.0)
+    if timeline.waited_for > 0.5 * timeline.seconds:
+        wire = {param.itemsize for param in simulation.slowest.plan.params}
+        fix = "comm_dtype=torch.bfloat16 halves what is sent" if max(wire, default=2) > 2 else "larger batches make it rarer"
+        yield f"{text}, {seconds_text(timeline.waited_for)} of it waiting for exchanges: {fix}."
+    elif others > 0.5 * timeline.seconds:
+        yield f"{text}, {seconds_text(others)} of it waiting for ranks that have more to do in a wave: raise memory_budget."
+    elif timeline.parts.get("host", 0.0) > 0.5 * timeline.seconds:
+        yield f"{text}, and the host is the slowest part: experts in one stacked parameter need fewer calls than one by one."
+    else:
+        yield f"{text}, most of it orthogonalising: more ranks or a larger batch make the share smaller."
+
+
+def _messages(simulation: Simulation) -> Iterator[str]:
+    messages = sum(gather.messages for gather, _ in simulation.slowest.peers)
+    total = sum(sum(wave.gather.sent) for wave in simulation.slowest.plan.traffic)
+    latency = simulation.machine.seconds_per_peer * simulation.machine.between.bytes_per_second
+    if messages and 0 < total / messages < latency and simulation.most_peers > simulation.machine.ranks_per_node:
+        yield (
+            f"A message has {bytes_text(total / messages)} on average: starting it takes longer than sending it. Fewer shards "
+            "per matrix (dp_replicate, or ep for experts) make messages larger."
+        )

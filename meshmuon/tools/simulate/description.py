@@ -1,0 +1,218 @@
+"""A model as plain data: the names and shapes of its parameters, who steps them, and how tensor parallelism cuts them."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from ...errors import ConfigError
+from ...matrices import ParamMatrices, check_matrices, with_stars
+
+FORMAT, VERSION = "meshmuon model", 1
+_MOST_ELEMENTS = 2**44  # of a parameter: the bytes of thousands of layers still fit into 63 bits
+_MOST_LAYERS = 2**20
+TP_STYLES = ("colwise", "rowwise", "packed_colwise", "replicate")
+"""How tensor parallelism cuts a weight: its outputs, its inputs, the outputs of each of two fused parts, or not at all."""
+
+
+@dataclass(frozen=True, slots=True)
+class ModelParam:
+    """One parameter of a model."""
+
+    name: str
+    shape: tuple[int, ...]
+    use_muon: bool  # False: AdamW steps it
+    matrices: ParamMatrices | None = None  # which matrices it holds, if it is not one (out, in) matrix
+    tp: str = "replicate"  # one of ``TP_STYLES``
+    expert: bool = False  # its first dim counts experts, and expert parallelism cuts it
+    layer: int | None = None  # the number of its layer; None for what is before or after the layers
+
+    @property
+    def size(self) -> int:
+        """Number of elements."""
+        return math.prod(self.shape)
+
+
+@dataclass(frozen=True)
+class ModelDescription:
+    """The parameters of a model in the order of ``model.named_parameters()``, and where they are from."""
+
+    name: str
+    title: str
+    source: str  # where its sizes were published
+    params: tuple[ModelParam, ...] = field(repr=False)
+    published: str = ""  # its parameters as published, such as "8.03B"
+    active: str = ""  # the parameters that each token uses as published, where they are fewer
+    experts_per_token: int = 0  # how many of the experts a token uses; 0 if there are none
+    has_tp_plan: bool = False  # whether ``ModelParam.tp`` says how tensor parallelism cuts it
+
+    def __post_init__(self) -> None:
+        for param in self.params:
+            if max(param.size, *param.shape, 0) > _MOST_ELEMENTS:
+                raise ConfigError(
+                    f"{param.name[:120]}: no parameter has more than {_MOST_ELEMENTS:,} elements. Write the sizes of its dims."
+                )
+
+    @property
+    def size(self) -> int:
+        """Number of parameters."""
+        return sum(param.size for param in self.params)
+
+    @property
+    def experts(self) -> int:
+        """Number of experts of a layer; 0 if there are none."""
+        return max((param.shape[0] for param in self.params if param.expert), default=0)
+
+    @property
+    def active_size(self) -> int:
+        """Number of parameters that a token uses: all but those of the experts that it is not sent to."""
+        unused = sum(
+            param.size // param.shape[0] * max(0, param.shape[0] - self.experts_per_token)
+            for param in self.params
+            if param.expert and self.experts_per_token
+        )
+        return self.size - unused
+
+    @property
+    def layers(self) -> int:
+        """Number of layers."""
+        return 1 + max((param.layer for param in self.params if param.layer is not None), default=-1)
+
+    def to_json(self) -> dict[str, Any]:
+        """The content of a model's file; the same parameter of several layers is one row."""
+        rows: dict[_RowKey, list[int | None]] = {}
+        by_layer: dict[int | None, list[_RowKey]] = {}
+        for param in self.params:
+            numbered = param.layer is not None and with_stars(param.name).count("*") == 1
+            name = with_stars(param.name) if numbered else param.name
+            matrices = None if param.matrices is None else json.dumps(_fields(param.matrices))
+            key = _RowKey(name, param.shape, param.use_muon, matrices, param.tp, param.expert)
+            rows.setdefault(key, []).append(param.layer if numbered else None)
+            by_layer.setdefault(param.layer if numbered else None, []).append(key)
+        outside = by_layer.pop(None, [])
+        before = [key for key in outside if key in list(rows)[: outside.index(key) + 1]]
+        order = [*before, *_merged(list(by_layer.values())), *(key for key in outside if key not in before)]
+        return {
+            "format": FORMAT,
+            "version": VERSION,
+            "name": self.name,
+            "title": self.title,
+            "source": self.source,
+            "published": self.published,
+            "active": self.active,
+            "experts_per_token": self.experts_per_token,
+            "has_tp_plan": self.has_tp_plan,
+            "params": [_row(key, rows[key]) for key in order],
+        }
+
+    @classmethod
+    def from_json(cls, content: Any) -> ModelDescription:
+        """The model in a file's content."""
+        if not isinstance(content, Mapping) or content.get("format") != FORMAT or content.get("version") != VERSION:
+            raise ConfigError(
+                f"it is no description of a model: it must be a JSON object with format {FORMAT!r} and version {VERSION}. "
+                "Write one with meshmuon plan --hf-config config.json --save-model FILE."
+            )
+        texts = {key: str(content.get(key, "")) for key in ("name", "title", "source", "published", "active")}
+        rows = content.get("params")
+        if not isinstance(rows, Sequence) or not rows:
+            raise ConfigError("its params must be a list with a row for each parameter.")
+        return cls(
+            params=tuple(_in_model_order([_read_row(row) for row in rows])),
+            experts_per_token=int(content.get("experts_per_token", 0)),
+            has_tp_plan=bool(content.get("has_tp_plan", False)),
+            **texts,
+        )
+
+
+def _fields(matrices: ParamMatrices) -> dict[str, Any]:
+    plain = ParamMatrices()
+    return {name: value for name, value in matrices.fields().items() if value != getattr(plain, name)}
+
+
+class _RowKey(NamedTuple):
+    """What is equal in all layers of a row."""
+
+    name: str
+    shape: tuple[int, ...]
+    use_muon: bool
+    matrices: str | None
+    tp: str
+    expert: bool
+
+
+def _merged(sequences: Sequence[Sequence[_RowKey]]) -> list[_RowKey]:
+    """All keys once, in an order that agrees with each of the sequences: a, b, d and a, c, d give a, c, b, d."""
+    order: list[_RowKey] = []
+    for sequence in sequences:
+        position = next((order.index(key) for key in sequence if key in order), len(order))
+        for key in sequence:
+            if key in order:
+                position = order.index(key) + 1
+            else:
+                order.insert(position, key)
+                position += 1
+    return order
+
+
+def _row(key: _RowKey, layers: Sequence[int | None]) -> dict[str, Any]:
+    row: dict[str, Any] = {"name": key.name, "shape": list(key.shape), "muon": key.use_muon}
+    if key.matrices is not None:
+        row["matrices"] = json.loads(key.matrices)
+    if key.tp != "replicate":
+        row["tp"] = key.tp
+    if key.expert:
+        row["expert"] = True
+    if layers[0] is not None:
+        first, last = layers[0], layers[-1]
+        regular = last is not None and list(layers) == list(range(first, last + 1))
+        row["layers"] = {"first": first, "last": last} if regular else list(layers)
+    return row
+
+
+def _read_row(row: Any) -> tuple[ModelParam, tuple[int, ...]]:
+    """A row's parameter, and the layers in which it is; none if it is not in a layer."""
+    name = row["name"]
+    shape = tuple(row["shape"])
+    if not isinstance(name, str) or not all(isinstance(size, int) and size >= 0 for size in shape):
+        raise ConfigError(f"the row {row!r} needs a name, and a shape of whole numbers.")
+    tp = row.get("tp", "replicate")
+    if tp not in TP_STYLES:
+        raise ConfigError(f"{name}: tp={tp!r} is unknown; write one of {TP_STYLES}.")
+    layers = row.get("layers", ())
+    numbers: Sequence[int] = range(layers["first"], layers["last"] + 1) if isinstance(layers, Mapping) else tuple(layers)
+    if any(not isinstance(layer, int) or not 0 <= layer < _MOST_LAYERS for layer in (*numbers[:1], *numbers[-1:])):
+        raise ConfigError(f"{name[:120]}: layers are numbered from 0, and there are {_MOST_LAYERS:,} at most.")
+    if bool(numbers) != (name.count("*") == 1):
+        raise ConfigError(f"{name}: a parameter of several layers needs one * in its name and the list of its layers.")
+    matrices = None
+    if "matrices" in row:
+        matrices = check_matrices({name: _tuples(row["matrices"])})[name]
+    expert = bool(row.get("expert", False))
+    return ModelParam(name, shape, bool(row["muon"]), matrices, tp, expert), tuple(numbers)
+
+
+def _in_model_order(rows: Sequence[tuple[ModelParam, tuple[int, ...]]]) -> Iterator[ModelParam]:
+    """Rows before the first layer's, then layer by layer, then the rest."""
+    inside = [index for index, (_, layers) in enumerate(rows) if layers]
+    first, last = (inside[0], inside[-1] + 1) if inside else (len(rows), len(rows))
+    outside = [param for param, layers in rows[first:last] if not layers]
+    if outside:
+        raise ConfigError(f"{outside[0].name} is between rows of layers: put it before or after all of them.")
+    yield from (param for param, _ in rows[:first])
+    for layer in sorted({layer for _, layers in rows[first:last] for layer in layers}):
+        for param, layers in rows[first:last]:
+            if layer in layers:
+                name = param.name.replace("*", str(layer))
+                yield ModelParam(name, param.shape, param.use_muon, param.matrices, param.tp, param.expert, layer)
+    yield from (param for param, _ in rows[last:])
+
+
+def _tuples(value: Any) -> Any:
+    """JSON's lists as tuples, inside mappings as well."""
+    if isinstance(value, list):
+        return tuple(map(_tuples, value))
+    return {key: _tuples(entry) for key, entry in value.items()} if isinstance(value, Mapping) else value

@@ -1,0 +1,159 @@
+"""Machines as plain data: how fast they multiply, copy and send, and how much memory they have."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from ...errors import ConfigError
+from ...plan import LinkRate, Rate
+from ..predict.calibration import Calibration, Elementwise
+
+FORMAT, VERSION = "meshmuon machine", 1
+DEVICES = ("cpu", "cuda", "xpu", "hpu", "mtia")
+_LARGEST = 1e18  # number that a machine may have
+ADAMW_BYTES = 7 * 4  # per element in float32: weight, gradient and two moments are read; weight and moments are written
+_SHORTEST = 1e-12  # seconds: a calibration has no zeros
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What one rank has, and the links between ranks."""
+
+    name: str
+    title: str
+    source: str  # where the figures are from
+    device: str  # type of the device, such as "cuda"
+    ranks_per_node: int
+    memory_bytes: int  # of one rank
+    memory_bytes_per_second: float  # that elementwise work reads and writes
+    peak_flops: Mapping[str, float]  # of products, by dtype, per second
+    efficiency: tuple[tuple[int, float], ...]  # (shorter side of a matrix, share of the peak that orthogonalising reaches)
+    inside: LinkRate  # between ranks of one node
+    between: LinkRate  # between ranks of different nodes
+    seconds_per_peer: float  # what each further rank adds to an exchange
+    connection_bytes: int  # device memory that a connection to another rank takes, about
+    host_seconds_per_matrix: float
+    host_seconds_per_step: float
+    calibration: Calibration | None = field(default=None, repr=False)  # measured rates that replace those above in predictions
+
+    def rates_for(
+        self, compute_dtype: str = "", *, several_nodes: bool = True, weight: int = 4, momentum: int = 4, wire: int = 2
+    ) -> Calibration:
+        """The rates of a job: those that were measured, completed by what its file says, or these alone.
+
+        ``weight``, ``momentum`` and ``wire`` are the bytes of an element of the weight, of its momentum, and of what is sent. The
+        latency of an exchange is that of the slowest link in it. Elementwise work takes as long as the memory needs for what it
+        reads and writes.
+        """
+        exchange, memory = self.between if several_nodes else self.inside, self.memory_bytes_per_second
+        elementwise = Elementwise(
+            momentum=(weight + 2 * momentum + wire) / memory,
+            update=(wire + 2 * weight) / memory,
+            copy=2 * wire / memory,
+            adamw=ADAMW_BYTES * weight / 4 / memory,
+        )
+        if self.calibration is not None:
+            return self.calibration.completed(exchange, self.seconds_per_peer, elementwise)
+        dtype = compute_dtype or self._usual_dtype
+        if dtype not in self.peak_flops:
+            raise ConfigError(
+                f"{self.name} has no rate for products in {dtype}, only for {', '.join(self.peak_flops)}: add it to its file."
+            )
+        return Calibration(
+            device=self.device,
+            device_name=self.title,
+            ranks=self.ranks_per_node,
+            ranks_per_node=self.ranks_per_node,
+            compute_dtype=dtype,
+            products=tuple(Rate(name, max(size for size, _ in self.efficiency), peak) for name, peak in self.peak_flops.items()),
+            orthogonalisation=tuple(Rate(dtype, size, share * self.peak_flops[dtype]) for size, share in self.efficiency),
+            inside=self.inside,
+            between=self.between if several_nodes else None,
+            exchange=exchange,
+            host_seconds_per_matrix=self.host_seconds_per_matrix,
+            host_seconds_per_step=self.host_seconds_per_step,
+            elementwise=elementwise,
+            seconds_per_peer=self.seconds_per_peer,
+        )
+
+    def with_calibration(self, calibration: Calibration) -> Machine:
+        """The machine with what ``meshmuon doctor --save`` measured in the place of what its file says."""
+        return replace(
+            self,
+            title=f"{self.title}, measured on {calibration.device_name}",
+            device=calibration.device,
+            ranks_per_node=calibration.ranks_per_node,
+            inside=calibration.inside or calibration.exchange or self.inside,
+            between=calibration.between or calibration.exchange or self.between,
+            seconds_per_peer=calibration.seconds_per_peer or self.seconds_per_peer,
+            calibration=calibration,
+        )
+
+    def as_calibration(self, ranks: int) -> Calibration:
+        """Its rates as a file that ``Muon(cost_model=FILE)`` and ``--calibration`` read, as if they had been measured.
+
+        They are for the dtype of products that is the default on its device, and for float32 weights.
+        """
+        wire = 2 if self._usual_dtype == "bfloat16" else 4
+        rates = self.rates_for(several_nodes=ranks > self.ranks_per_node, wire=wire)
+        return replace(
+            rates,
+            ranks=ranks,
+            ranks_per_node=min(ranks, self.ranks_per_node),
+            host_seconds_per_matrix=max(_SHORTEST, self.host_seconds_per_matrix),
+            host_seconds_per_step=max(_SHORTEST, self.host_seconds_per_step),
+            seconds_per_peer=0.0 if self.seconds_per_peer < _SHORTEST else float(self.seconds_per_peer),
+        )
+
+    @property
+    def _usual_dtype(self) -> str:
+        return "float32" if self.device == "cpu" or "bfloat16" not in self.peak_flops else "bfloat16"
+
+    def peak(self) -> float:
+        """FLOPs per second by which the use of a model's FLOPs is usually stated: bfloat16's, unless float32 is faster (CPUs)."""
+        rates = [self.peak_flops[dtype] for dtype in ("bfloat16", "float32") if dtype in self.peak_flops]
+        return max(rates or self.peak_flops.values())
+
+    @classmethod
+    def from_json(cls, content: Any) -> Machine:
+        """The machine in a file's content."""
+        if not isinstance(content, Mapping) or content.get("format") != FORMAT or content.get("version") != VERSION:
+            raise ConfigError(f"it is no description of a machine: its format must be {FORMAT!r} and its version {VERSION}.")
+        numbers = (
+            "ranks_per_node",
+            "memory_bytes",
+            "memory_bytes_per_second",
+            "seconds_per_peer",
+            "connection_bytes",
+            "host_seconds_per_matrix",
+            "host_seconds_per_step",
+        )
+        for name in numbers:
+            _check_number(name, content.get(name), positive=name in ("ranks_per_node", "memory_bytes", "memory_bytes_per_second"))
+        for where in ("inside", "between"):
+            _check_number(f"{where} bytes_per_second", content[where]["bytes_per_second"], positive=True)
+            _check_number(f"{where} seconds", content[where]["seconds"], positive=False)
+        for dtype, rate in content["peak_flops"].items():
+            _check_number(f"peak_flops of {dtype}", rate, positive=True)
+        for row in content["efficiency"]:
+            _check_number("efficiency share", row["share"], positive=True)
+            _check_number("efficiency size", int(row["size"]), positive=True)
+        if not content["efficiency"] or not content["peak_flops"]:
+            raise ConfigError("its efficiency and peak_flops need at least one row each.")
+        if not isinstance(content["device"], str) or content["device"] not in DEVICES:
+            raise ConfigError(f"its device is {content['device']!r} and must be one of {', '.join(DEVICES)}.")
+        return cls(
+            **{name: content[name] for name in (*numbers, "name", "title", "source", "device")},
+            peak_flops={str(dtype): float(rate) for dtype, rate in content["peak_flops"].items()},
+            efficiency=tuple(sorted((int(row["size"]), float(row["share"])) for row in content["efficiency"])),
+            inside=LinkRate(**content["inside"]),
+            between=LinkRate(**content["between"]),
+        )
+
+
+def _check_number(name: str, value: Any, *, positive: bool) -> None:
+    number = isinstance(value, (int, float)) and not isinstance(value, bool) and 0 <= value < _LARGEST
+    if not number or (positive and value == 0):
+        raise ConfigError(f"its {name} is {value!r} and must be a number{' above 0' if positive else ''}.")

@@ -1,0 +1,217 @@
+"""Models that exist as code: a user's function or a configuration of transformers, built on the meta device."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import re
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from ...errors import ConfigError
+from ...matrices import check_matrices, entry_of, with_stars
+from ...routing.param_groups import get_default_muon_param_groups
+from .description import TP_STYLES, ModelDescription, ModelParam
+
+_OF_TRANSFORMERS = {  # its names of ways to cut a weight, as ours; every other way leaves the weight whole
+    "colwise": "colwise",
+    "colwise_rep": "colwise",
+    "colwise_gather_output": "colwise",
+    "rowwise": "rowwise",
+    "rowwise_rep": "rowwise",
+    "rowwise_split_input": "rowwise",
+    "packed_colwise": "packed_colwise",
+    "local_colwise": "colwise",
+    "local_rowwise": "rowwise",
+    "local_packed_colwise": "packed_colwise",
+}
+# As torchtitan cuts them. transformers' own plan of the DeepSeek architecture leaves attention whole on every rank, and that of
+# gpt-oss is for inference.
+_ATTENTION = {"*.q_proj": "colwise", "*.k_proj": "colwise", "*.v_proj": "colwise", "*.o_proj": "rowwise"}
+_AS_TORCHTITAN: dict[str, dict[str, str]] = {
+    "deepseek_v3": {"*.self_attn.q_b_proj": "colwise", "*.self_attn.kv_b_proj": "colwise", "*.self_attn.o_proj": "rowwise"},
+    "gpt_oss": {
+        **_ATTENTION,
+        "*.experts.gate_up_proj": "colwise",
+        "*.experts.gate_up_proj_bias": "colwise",
+        "*.experts.down_proj": "rowwise",
+    },
+}
+_MOST_LAYERS = 10_000
+_TABLES = {"embed_tokens": "colwise", "lm_head": "colwise"}  # both are cut along the vocabulary
+
+
+def describe_module(
+    model: nn.Module, name: str, *, tp_plan: Mapping[str, str] | None = None, experts_per_token: int = 0
+) -> ModelDescription:
+    """A model of any kind, routed as ``get_default_muon_param_groups`` routes it.
+
+    Args:
+        model: the model; on the meta device it takes no memory.
+        name: what reports call it.
+        tp_plan: how tensor parallelism cuts it, by pattern of the module's or parameter's name, as in transformers; None if it
+            has no such plan.
+        experts_per_token: how many experts a token uses.
+    """
+    muon: set[str] = set()
+    matrices: Mapping[str, Any] = {}
+    for group in get_default_muon_param_groups(model):
+        if group["use_muon"]:
+            muon, matrices = set(group["names"]), check_matrices(group.get("matrices"))
+    params = []
+    for param_name, param in model.named_parameters():
+        if not param.requires_grad:
+            continue
+        inside = entry_of(matrices, param_name) if param_name in muon else None
+        shape = tuple(param.shape)
+        expert = (inside is not None and inside.experts is True) or bool(re.search(r"\.experts\.\w+_bias$", param_name))
+        style = _style(param_name, len(shape), tp_plan or {})
+        params.append(ModelParam(param_name, shape, param_name in muon, inside, style, expert, _layer(param_name)))
+    return ModelDescription(
+        name=name,
+        title=name,
+        source=f"{type(model).__module__}.{type(model).__qualname__}",
+        params=tuple(params),
+        experts_per_token=experts_per_token,
+        has_tp_plan=bool(tp_plan),
+    )
+
+
+def build_module(target: str) -> ModelDescription:
+    """The model that ``package.module:function`` returns, called without arguments on the meta device."""
+    module_name, _, function_name = target.partition(":")
+    if not module_name or not function_name:
+        raise ConfigError(f"--module {target!r} must name a module and a function in it: package.module:function.")
+    paths = list(sys.path)
+    sys.path.insert(0, "")  # the working directory, as python -m has it
+    try:
+        with _in_words(f"--module {target}: {module_name} cannot be imported", "Mend it, or set PYTHONPATH if it is elsewhere."):
+            build = getattr(importlib.import_module(module_name), function_name, None)
+    finally:
+        sys.path[:] = paths
+    if not callable(build):
+        raise ConfigError(f"--module {target}: {module_name} has no function {function_name}.")
+    advice = "It must build the model without arguments, data or weights."
+    with _in_words(f"--module {target}: {function_name}() failed on the meta device", advice), torch.device("meta"):
+        model = build()
+    if not isinstance(model, nn.Module):
+        raise ConfigError(f"--module {target}: {function_name}() returned {type(model).__name__}, not a torch.nn.Module.")
+    with _in_words(f"--module {target}: the parameters of the model cannot be read", advice):
+        return describe_module(model, target, tp_plan=_tp_plan_of(model))
+
+
+@contextmanager
+def _in_words(what: str, advice: str) -> Iterator[None]:
+    """Whatever code that is not ours raises becomes a sentence, SystemExit as well: it would end the command in silence."""
+    try:
+        yield
+    except (ConfigError, KeyboardInterrupt):
+        raise
+    except BaseException as error:
+        raise ConfigError(f"{what}: {type(error).__name__}: {' '.join(str(error).split())[:300]}. {advice}") from error
+
+
+def build_from_hf_config(path: Path) -> ModelDescription:
+    """The model of a ``config.json`` of transformers, without weights and without network."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"--hf-config {path} cannot be read: {error.strerror or error}.") from None
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"--hf-config {path} is not JSON ({error}).") from None
+    kind = content.get("model_type") if isinstance(content, dict) else None
+    try:
+        import transformers
+    except ImportError as error:
+        raise ConfigError(f"--hf-config needs transformers ({error}): pip install 'meshmuon[hf]'.") from None
+    if not isinstance(kind, str) or kind not in transformers.CONFIG_MAPPING:
+        raise ConfigError(
+            f"--hf-config {path}: model_type is {str(kind)[:120]!r}, which the installed transformers does not know. Upgrade it, "
+            "or build the model yourself with --module package.module:function."
+        )
+    _check_layers(path, content)
+    name = path.parent.name if path.stem == "config" and path.parent.name else path.stem
+    verbosity = transformers.logging.get_verbosity()
+    transformers.logging.set_verbosity_error()  # the sentence below says what matters
+    try:
+        with _in_words(f"--hf-config {path}: transformers cannot build a {kind} model from it", "Correct the value, or the key."):
+            return describe_hf(transformers.CONFIG_MAPPING[kind].from_dict(content), name)
+    finally:
+        transformers.logging.set_verbosity(verbosity)
+
+
+def _check_layers(path: Path, content: Mapping[str, Any]) -> None:
+    """Refuses more layers than could be built in minutes, also in the configurations of parts of the model."""
+    for key, value in content.items():
+        if isinstance(value, Mapping):
+            _check_layers(path, value)
+        elif "layer" in key and isinstance(value, int) and value > _MOST_LAYERS:
+            raise ConfigError(f"--hf-config {path}: {key} is {str(value)[:40]}. A model has at most {_MOST_LAYERS:,}.")
+
+
+def describe_hf(config: Any, name: str) -> ModelDescription:
+    """The model of a configuration of transformers."""
+    with torch.device("meta"):
+        model = _auto_model(config)
+    text = config.get_text_config()
+    per_token = next(
+        (int(getattr(text, key)) for key in ("num_experts_per_tok", "num_experts_per_token") if getattr(text, key, None)), 0
+    )
+    return describe_module(model, name, tp_plan=_tp_plan_of(model), experts_per_token=per_token)
+
+
+def _auto_model(config: Any) -> nn.Module:
+    import transformers
+
+    architectures = getattr(config, "architectures", None) or ()
+    kind = next(
+        (getattr(transformers, name) for name in architectures if isinstance(name, str) and hasattr(transformers, name)), None
+    )
+    if kind is not None:
+        return kind(config)  # type: ignore[no-any-return]
+    for known_models in (transformers.MODEL_FOR_CAUSAL_LM_MAPPING, transformers.MODEL_MAPPING):
+        if type(config) in known_models:
+            found = known_models[type(config)]
+            return (found[0] if isinstance(found, tuple) else found)(config)  # type: ignore[no-any-return]
+    raise ConfigError(f"transformers has no model for a {type(config).__name__}.")
+
+
+def _tp_plan_of(model: nn.Module) -> dict[str, str] | None:
+    """How transformers, and where it says too little torchtitan, cut the model's weights; None where nobody says."""
+    config = getattr(model, "config", None)
+    own = getattr(config, "base_model_tp_plan", None) or {}
+    kind = getattr(config, "model_type", "")
+    added = _AS_TORCHTITAN.get(kind, {})
+    plan = {f"*.{pattern}" if not pattern.startswith("*") else pattern: style for pattern, style in own.items()} | added
+    return {**plan, **{f"*{table}": style for table, style in _TABLES.items()}} if plan else None
+
+
+def _style(name: str, dims: int, tp_plan: Mapping[str, str]) -> str:
+    """How tensor parallelism cuts a parameter. A bias is cut with the outputs of its weight."""
+    base, _, last = name.rpartition(".")
+    for pattern, style in tp_plan.items():
+        ours = style if style in TP_STYLES else _OF_TRANSFORMERS.get(style, "replicate")
+        for candidate, is_bias in ((name, name.endswith("_bias")), (base, last == "bias")):
+            if candidate in (name, base) and _matches(pattern, candidate) and (candidate == name or last in ("weight", "bias")):
+                if is_bias or dims < 2:
+                    return ours if ours == "colwise" else "replicate"
+                return ours
+    return "replicate"
+
+
+def _matches(pattern: str, name: str) -> bool:
+    starred = with_stars(name)
+    if pattern.startswith("*"):
+        tail = pattern.removeprefix("*").removeprefix(".")
+        return starred == tail or starred.endswith(f".{tail}")
+    return starred == pattern
+
+
+def _layer(name: str) -> int | None:
+    return next((int(part) for part in name.split(".") if part.isdigit()), None)

@@ -1,0 +1,336 @@
+"""What ``meshmuon plan`` reports: one nested structure of plain data, which ``--json`` writes and the text and the page read.
+
+Tables are lists of rows; ``ranks`` has a column for each figure, with an entry per rank. docs/plan.md describes the keys.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from typing import Any
+
+from ...matrices import with_stars
+from ...plan import EVERY_HOLDER, NO_WAVE, Plan, Task, how_computed
+from ..predict.peers import peers_of_step
+from ..predict.timeline import ON_LINKS
+from .blocks import bytes_between_blocks
+from .memory import KINDS
+from .sharding import MeshSharding
+from .simulation import SimulatedStage, Simulation, dtype_name
+
+FORMAT, VERSION = "meshmuon plan report", 1
+_OF_ADAMW = {"parameters": 1, "gradients": 1, "adamw_state": 2}  # tensors like the weight that AdamW has
+_ESTIMATED = ("scratch", "connections")
+
+
+class Figures(dict[str, Any]):
+    """Plain data for JSON, whose keys can be read as attributes."""
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return self[name]
+        except KeyError:
+            raise AttributeError(name) from None
+
+
+def build_report(simulation: Simulation, command: str, advice: Sequence[str]) -> Figures:
+    """The report, without comparisons."""
+    stages = simulation.stages
+    return Figures(
+        format=FORMAT,
+        version=VERSION,
+        command=command,
+        model=_model(simulation),
+        mesh=_mesh(simulation),
+        machine=Figures((key, getattr(simulation.machine, key)) for key in ("name", "title", "source", "device", "memory_bytes")),
+        options=_options(simulation),
+        stages=[_stage(number, stage) for number, stage in enumerate(stages)],
+        step=_step(simulation),
+        balance=balance_of(simulation),
+        memory=[_memory(simulation, kind) for kind in (*KINDS, "total")],
+        exchanges=[row for number, stage in enumerate(stages) for row in _exchanges(number, stage)],
+        ranks=_ranks(simulation),
+        params=[row for stage in stages for row in (*_muon_params(stage.plan), *_adamw_params(stage))],
+        traffic=[Figures(bytes_between_blocks(stage.plan)) for stage in stages],
+        timeline=_timeline(simulation.slowest),  # of the slowest and of the fastest rank
+        advice=list(advice),
+        choices=[],  # with other options, if asked for: rows of ``choice_of``
+        meshes=[],  # on other meshes, likewise
+        measured=[],  # predictions beside what a run has measured: label, predicted and measured seconds
+    )
+
+
+def choice_of(simulation: Simulation, label: str, *, chosen: bool) -> Figures:
+    """A simulation as one row of a comparison."""
+    return Figures(
+        label=label,
+        chosen=chosen,  # whether this is what the report is about
+        seconds=simulation.seconds,
+        heaviest_over_mean=simulation.heaviest_over_mean,
+        bytes_sent=max(max(stage.plan.bytes_sent.values()) for stage in simulation.stages),  # of the rank that sends most
+        bytes_between=max(max(stage.plan.bytes_between.values()) for stage in simulation.stages),  # between nodes, likewise
+        most_peers=simulation.most_peers,
+        buffers=simulation.most_bytes("exchange_buffers"),
+        memory=simulation.most_bytes("total"),
+        share=simulation.share,
+        refused="",  # why it cannot be planned
+    )
+
+
+def refused_choice(label: str, reason: str) -> Figures:
+    """A row for what cannot be planned."""
+    numbers = dict.fromkeys(("bytes_sent", "bytes_between", "most_peers", "buffers", "memory"), 0)
+    return Figures(
+        label=label,
+        chosen=False,
+        seconds=0.0,
+        heaviest_over_mean=0.0,
+        **numbers,
+        share=0.0,
+        refused=reason,
+    )
+
+
+def _model(simulation: Simulation) -> Figures:
+    model = simulation.model
+    muon = sum(param.size for param in model.params if param.use_muon)
+    return Figures(
+        name=model.name,
+        title=model.title,
+        source=model.source,
+        parameters=model.size,
+        active_parameters=model.active_size,  # that a token uses
+        muon_parameters=muon,
+        adamw_parameters=model.size - muon,
+        # That Muon orthogonalises, each expert and each part of a fused weight by itself.
+        matrices=sum(len({(task.param, task.matrix) for task in stage.plan.tasks}) for stage in simulation.stages),
+        layers=model.layers,
+        experts=model.experts,
+    )
+
+
+def _mesh(simulation: Simulation) -> Figures:
+    sharding, nodes = simulation.sharding, dict[int, int]()
+    if sharding.ranks > 1:
+        for node in simulation.node_of.values():
+            nodes[node] = nodes.get(node, 0) + 1
+    return Figures(
+        text=sharding.text,
+        axes=sharding.axes.axis_sizes if isinstance(sharding, MeshSharding) else {},  # by name; none for a layout from a file
+        ranks=sharding.ranks,
+        nodes=max(1, len(nodes)),
+        ranks_per_node=max(nodes.values(), default=sharding.ranks),
+        relayed=any(stage.plan.relayed for stage in simulation.stages),  # exchanges between nodes go in two hops
+    )
+
+
+def _options(simulation: Simulation) -> Figures:
+    options = simulation.options
+    stage = next((stage for stage in simulation.stages if stage.plan.params), simulation.stages[0])
+    wires = sorted({str(param.lane[1]).removeprefix("torch.") for param in stage.plan.params if isinstance(param.lane, tuple)})
+    return Figures(
+        replicas=options.replicas,
+        comm_dtype=", ".join(wires),
+        compute_dtype=stage.planned.compute_dtype,
+        param_dtype=dtype_name(options.param_dtype),
+        scheme=str(options.scheme),
+        memory_budget=options.memory_budget,
+        waves_ahead=options.waves_ahead,
+    )
+
+
+def _stage(number: int, stage: SimulatedStage) -> Figures:
+    """One pipeline stage; the whole model if there are no stages."""
+    return Figures(
+        stage=number,
+        first_rank=stage.plan.ranks[0],
+        last_rank=stage.plan.ranks[-1],
+        digest=stage.plan.digest,  # as a real optimizer would have it
+        waves=len(stage.plan.wave_lanes),
+        waves_in_flight=stage.plan.options.in_flight,
+        seconds=stage.timeline.seconds,
+    )
+
+
+def _step(simulation: Simulation) -> Figures:
+    """Seconds of an optimizer step, on its slowest rank. The parts from "orthogonalise" to "host" add up to "seconds"."""
+    timeline, parts = simulation.slowest.timeline, defaultdict(float, simulation.slowest.timeline.parts)
+    tokens = simulation.workload.tokens_per_step
+    return Figures(
+        rank=timeline.slowest,
+        seconds=timeline.seconds,
+        orthogonalise=parts["orthogonalise"],  # matrices that it owns
+        local=parts["local"],  # all that is done with matrices that stay where they are
+        elementwise=parts["momentum"] + parts["update"],  # of the others
+        exchange_waited_for=timeline.waited_for,  # waiting for exchanges that are under way; where cores send, sending
+        others_waited_for=parts["others"],  # waiting for ranks that come late to an exchange
+        adamw=parts["adamw"],
+        host=parts["host"],  # that the device waits for the host
+        adamw_alone=max(stage.adamw_alone_seconds for stage in simulation.stages),  # AdamW on all parameters, for comparison
+        exchange=timeline.exchanging,  # in which the links of the slowest stage are busy
+        exchange_hidden=timeline.hidden,  # of these, while the slowest rank works on something else
+        host_ahead=max(timeline.host_ahead, default=0.0),  # in which the host of a GPU prepares the step, beside the device
+        flops=sum(sum(stage.plan.flops.values()) for stage in simulation.stages),
+        tokens_per_step=tokens,
+        tokens_per_rank=tokens / simulation.sharding.ranks,
+        mfu=simulation.workload.mfu,  # the assumed use of the model's FLOPs in forward and backward
+        training_seconds=simulation.training_seconds,  # forward and backward of that many tokens
+        share=simulation.share,  # of the optimizer in forward, backward and optimizer step together
+    )
+
+
+def balance_of(simulation: Simulation) -> Figures:
+    """The heaviest rank and its most expensive matrix."""
+    plan = max((stage.plan for stage in simulation.stages), key=lambda plan: max(plan.loads.values(), default=0.0))
+    heaviest = max(plan.loads, key=lambda rank: plan.loads[rank])
+    load, mean = plan.loads[heaviest], sum(plan.loads.values()) / len(plan.loads)
+    tasks = [
+        task
+        for task in plan.tasks
+        if task.owner == heaviest or (task.owner == EVERY_HOLDER and heaviest in task.sharded.holdings)
+    ]
+    largest, name = max(tasks, key=lambda task: task.cost, default=None), ""
+    if largest is not None:
+        param = plan.params[largest.param]
+        name = f"{param.name}[{largest.matrix}]" if param.stack_dims else param.name
+    return Figures(
+        heaviest_rank=heaviest,
+        heaviest_over_mean=load / mean if mean else 1.0,
+        heaviest_over_bound=load / plan.bound if plan.bound else 1.0,  # ÷ what no plan of whole matrices can avoid
+        idle_ranks=sum(count == 0 for stage in simulation.stages for count in stage.plan.computed.values()),
+        matrix=name,
+        matrix_shape=(0, 0) if largest is None else (largest.sharded.rows, largest.sharded.cols),
+        matrix_share=0.0 if largest is None or not load else largest.cost / load,  # of the heaviest rank's cost
+    )
+
+
+def _memory(simulation: Simulation, kind: str) -> Figures:
+    """Bytes of one kind of memory."""
+    tensors = [stage.memory[kind] for stage in simulation.stages]
+    weight = simulation.options.param_dtype.itemsize
+    share = 1.0 if kind == "total" else _OF_ADAMW.get(kind, 0) / 4
+    alone = [int(stage.memory["adamw_alone"].max()) for stage in simulation.stages]
+    return Figures(
+        kind=kind,
+        most=max(int(tensor.max()) for tensor in tensors),  # on the rank that has most of it
+        mean=sum(float(tensor.sum()) for tensor in tensors) / sum(tensor.numel() for tensor in tensors),
+        adamw_most=max(round(most * share) // weight * weight for most in alone),  # if AdamW stepped everything
+        estimated=kind in _ESTIMATED,
+    )
+
+
+def _exchanges(number: int, stage: SimulatedStage) -> list[Figures]:
+    """The gather and the scatter of every wave."""
+    plan, rows = stage.plan, []
+    matrices: dict[int, int] = defaultdict(int)
+    for task in plan.tasks:
+        matrices[task.wave] += 1
+    for wave, lane in enumerate(plan.wave_lanes):
+        for kind, peers in zip(("gather", "scatter"), stage.peers[wave], strict=True):
+            exchange, seconds = getattr(plan.traffic[wave], kind), getattr(stage.prediction.work.waves[wave], kind)
+            inside, between = sum(exchange.sent_inside), sum(exchange.sent_between)
+            row = Figures(
+                stage=number,
+                wave=wave,
+                kind=kind,
+                dtypes=", ".join(map(str, lane)) if isinstance(lane, tuple) else str(lane),
+                matrices=matrices[wave],
+                seconds=max(seconds),
+                bytes_inside=inside,  # nodes, sent by all ranks
+                bytes_between=between,  # nodes
+                most_peers=max(peers.peers),  # of a rank
+                mean_peers=sum(peers.peers) / len(peers.peers),
+                messages=peers.messages,
+                mean_message=(inside + between) / peers.messages if peers.messages else 0.0,  # bytes
+                largest_message=peers.largest,  # bytes
+            )
+            rows.append(row)
+    return rows
+
+
+def _ranks(simulation: Simulation) -> Figures:
+    """Columns, with an entry per rank in each."""
+    columns: dict[str, list[Any]] = defaultdict(list)
+    for stage in simulation.stages:
+        plan, memory = stage.plan, stage.memory
+        columns["rank"] += plan.ranks
+        columns["matrices"] += [plan.computed[rank] for rank in plan.ranks]  # that it orthogonalises
+        columns["flops"] += [plan.flops[rank] for rank in plan.ranks]
+        columns["seconds"] += stage.timeline.ends.values()  # until it has ended the step
+        columns["orthogonalise_seconds"] += stage.orthogonalise_seconds
+        columns["waited_seconds"] += stage.timeline.waited
+        exchanges = [exchange for wave in plan.traffic for exchange in (wave.gather, wave.scatter)]
+        for name in ("sent_inside", "sent_between", "received_inside", "received_between"):  # bytes, inside and between nodes
+            nothing = [0] * len(plan.ranks)
+            columns[name] += map(sum, zip(nothing, *(getattr(exchange, name) for exchange in exchanges), strict=True))
+        columns["peers"] += peers_of_step(plan)  # ranks with which it exchanges anything
+        for kind in KINDS:
+            columns[kind] += memory[kind].tolist()
+        columns["memory"] += memory["total"].tolist()
+        columns["adamw_alone"] += memory["adamw_alone"].tolist()  # what AdamW would need in the place of Muon
+    assert len(set(map(len, columns.values()))) == 1
+    return Figures(columns)
+
+
+def _muon_params(plan: Plan) -> list[Figures]:
+    """One row for all parameters of one name, number aside, and one shape; of a fused weight, one per part."""
+    tasks: dict[int, list[Task]] = defaultdict(list)
+    for task in plan.tasks:
+        tasks[task.param].append(task)
+    alike: dict[tuple[str, tuple[int, ...], str, object, str], list[int]] = {}
+    for k, param in enumerate(plan.params):
+        how = how_computed(tasks[k][0]) if tasks[k] else ""
+        key = (with_stars(param.name), param.layouts[0].shape, str(param.layouts[0]), param.window, how)
+        alike.setdefault(key, []).append(k)
+    rows = []
+    parts: dict[str, int] = defaultdict(int)
+    for (name, shape, layout, window, how), params in alike.items():
+        own = [task for k in params for task in tasks[k]]
+        parts[name] += window is not None
+        row = Figures(
+            name=name,  # with * for the number
+            part=None if window is None else parts[name] - 1,  # of a fused weight, which of its parts
+            shape=shape,
+            count=len(params),
+            optimizer="muon",
+            layout=layout,
+            matrices=len({(task.param, task.matrix) for task in own}),  # in all of them
+            matrix_shape=(own[0].sharded.rows, own[0].sharded.cols) if own else None,
+            how=how,  # "one owner", "shared by replicas", "local", "every holder"
+            flops=float(sum(plan.params[task.param].flops for task in own)),
+            owners=len({task.owner for task in own if task.owner != EVERY_HOLDER}),  # ranks that own some of them
+            bytes_sent=sum(_bytes_of(task, plan.params[task.param].itemsize) for task in own),  # per step
+        )
+        rows.append(row)
+    return rows
+
+
+def _adamw_params(stage: SimulatedStage) -> list[Figures]:
+    alike: dict[tuple[str, tuple[int, ...], str], int] = defaultdict(int)
+    for item, layout in zip(stage.planned.placed, stage.planned.layouts, strict=True):
+        if not item.param.use_muon:
+            alike[with_stars(item.param.name), item.param.shape, str(layout)] += 1
+    nothing = {"matrices": 0, "matrix_shape": None, "how": "", "flops": 0.0, "owners": 0, "bytes_sent": 0}
+    return [
+        Figures(name=name, part=None, shape=shape, count=count, optimizer="adamw", layout=layout, **nothing)
+        for (name, shape, layout), count in alike.items()
+    ]
+
+
+def _bytes_of(task: Task, itemsize: int) -> int:
+    if task.wave == NO_WAVE:
+        return 0
+    own = task.sharded.sizes[task.sharded.holdings[task.owner][0]]
+    return itemsize * (task.sharded.size * (1 + task.sharded.replicas) - 2 * own)
+
+
+def _timeline(stage: SimulatedStage) -> list[Figures]:
+    """What the slowest and the fastest rank of a stage do, in seconds from the beginning of the step."""
+    work, rows = stage.orthogonalise_seconds, []
+    for at in dict.fromkeys((work.index(max(work)), work.index(min(work)))):
+        rank = stage.plan.ranks[at]
+        for kind, wave, start, end in stage.timeline.spans(rank):
+            if kind != "wait":
+                track = "links" if kind in ON_LINKS else "device"
+                rows.append(Figures(rank=rank, track=track, name=kind, wave=wave, start=start, seconds=end - start))
+    return rows

@@ -1,0 +1,236 @@
+"""A report as text: tables of rich on a terminal, plain columns elsewhere."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TextIO, TypeAlias
+
+from ...plan import bytes_text, counted, table
+from .report import Figures
+from .words import count_text, flops_text, seconds_text
+
+_MOST_EXCHANGES = 12
+_MOST_PARAMS = 24
+
+
+@dataclass(frozen=True, slots=True)
+class TextSection:
+    """A title with a table, or with lines."""
+
+    title: str
+    head: tuple[str, ...] = ()
+    rows: tuple[tuple[str, ...], ...] = ()
+    lines: tuple[str, ...] = ()
+
+
+def print_report(report: Figures, stream: TextIO | None = None) -> None:
+    """Prints all of a report."""
+    output = sys.stdout if stream is None else stream
+    sections = list(sections_of(report))
+    if output.isatty():
+        try:
+            _print_rich(sections, output)
+        except ImportError:  # rich is optional
+            pass
+        else:
+            return
+    print(plain_text(sections), file=output)
+
+
+def plain_text(sections: Sequence[TextSection]) -> str:
+    """Sections as plain text."""
+    blocks = []
+    for section in sections:
+        parts = [section.title, "=" * len(section.title), *section.lines]
+        if section.head:
+            parts.append(table(section.head, section.rows))
+        blocks.append("\n".join(parts))
+    return "\n\n".join(blocks)
+
+
+def _print_rich(sections: Sequence[TextSection], stream: TextIO) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    console = Console(file=stream)
+    for section in sections:
+        console.print(f"\n[bold]{section.title}[/bold]")
+        for line in section.lines:
+            console.print(line, highlight=False, markup=False)
+        if section.head:
+            grid = Table(header_style="bold")
+            for name in section.head:
+                grid.add_column(name, overflow="fold")
+            for row in section.rows:
+                grid.add_row(*row)
+            console.print(grid)
+
+
+def sections_of(report: Figures) -> Iterator[TextSection]:
+    """All that is printed, in order."""
+    yield _summary(report)
+    yield _memory(report)
+    yield _ranks(report.ranks)
+    if report.exchanges:
+        yield _exchanges(report)
+    params = sorted(report.params, key=lambda row: (row.optimizer != "muon", -row.flops))
+    yield _table("parameters", params, _PARAMS, _MOST_PARAMS)
+    if report.choices:
+        yield _choices("choices", report.choices)
+    if report.meshes:
+        yield _choices("meshes", report.meshes)
+    if report.advice:
+        yield TextSection("advice", lines=tuple(f"- {sentence}" for sentence in report.advice))
+
+
+def _summary(report: Figures) -> TextSection:
+    model, mesh, step, balance = report.model, report.mesh, report.step, report.balance
+    active = "" if model.active_parameters == model.parameters else f", {count_text(model.active_parameters)} active"
+    stages = f", {len(report.stages)} pipeline stages" if len(report.stages) > 1 else ""
+    nodes = counted(mesh.nodes, "node") + (f" of {mesh.ranks_per_node}" if mesh.nodes > 1 else "")
+    waves = counted(max(stage.waves for stage in report.stages), "wave")
+    relays = ", in two hops between nodes" if mesh.relayed else ""
+    rows = (
+        ("model", f"{model.title}: {count_text(model.parameters)} parameters{active}"),
+        ("Muon", f"{counted(model.matrices, 'matrix', 'matrices')}, {count_text(model.muon_parameters)} parameters"),
+        ("AdamW", f"{count_text(model.adamw_parameters)} parameters"),
+        ("mesh", f"{mesh.text}: {counted(mesh.ranks, 'rank')} on {nodes}{stages}{relays}"),
+        ("machine", report.machine.title),
+        (
+            "options",
+            f"replicas={report.options.replicas}, comm_dtype={report.options.comm_dtype or '-'}, "
+            f"scheme={report.options.scheme}, memory_budget={bytes_text(report.options.memory_budget)}",
+        ),
+        (
+            "optimizer step",
+            f"{seconds_text(step.seconds)} in {waves}, {flops_text(step.flops)} in all; on rank {step.rank}:",
+        ),
+        *((f"  {name}", text) for name, text in _parts(step) if text),
+        (
+            "training step",
+            f"{seconds_text(step.training_seconds)} for {count_text(step.tokens_per_step)} tokens, "
+            f"{count_text(step.tokens_per_rank)} a rank, at {step.mfu:.0%} of the peak: the optimizer is {step.share:.1%} of it",
+        ),
+        (
+            "balance",
+            f"rank {balance.heaviest_rank} has {balance.heaviest_over_mean:.3f} of the mean, {balance.heaviest_over_bound:.3f} "
+            f"of what any plan must take; its largest matrix is {balance.matrix} "
+            f"({balance.matrix_shape[0]}×{balance.matrix_shape[1]}, {balance.matrix_share:.0%})",
+        ),
+        ("plan", ", ".join(stage.digest[:12] for stage in report.stages[:4]) + (" …" if len(report.stages) > 4 else "")),
+    )
+    width = max(len(name) for name, _ in rows)
+    return TextSection(f"{model.name} on {mesh.text}", lines=tuple(f"{name:<{width}}  {figures}" for name, figures in rows))
+
+
+def _parts(step: Figures) -> Iterator[tuple[str, str]]:
+    """What the time of the slowest rank goes into. The times that come first add up to the step; empty where there is none."""
+
+    def text(seconds: float, more: str = "") -> str:
+        return seconds_text(seconds) + more if seconds else ""
+
+    yield "orthogonalising", text(step.orthogonalise)
+    yield "local matrices", text(step.local, ", from gradient to weight")
+    yield "momentum, update", text(step.elementwise)
+    hidden = f"; {seconds_text(step.exchange_hidden)} are hidden" if step.exchange_hidden else ""
+    yield "exchanges", text(step.exchange_waited_for, f" of {seconds_text(step.exchange)}{hidden}")
+    yield "other ranks", text(step.others_waited_for, ", waiting for those that come late to an exchange")
+    yield "AdamW", text(step.adamw, f"; {seconds_text(step.adamw_alone)} if it stepped all parameters")
+    yield "host", text(step.host)
+
+
+Columns: TypeAlias = dict[str, Callable[[Figures], str]]
+"""Heading → what a row has under it."""
+
+_EXCHANGES: Columns = {
+    "matrices": lambda row: str(row.matrices),
+    "time": lambda row: seconds_text(row.seconds),
+    "inside": lambda row: bytes_text(row.bytes_inside),
+    "between": lambda row: bytes_text(row.bytes_between),
+    "peers": lambda row: f"{row.most_peers:,}",
+    "messages": lambda row: f"{row.messages:,}",
+    "mean message": lambda row: bytes_text(row.mean_message),
+    "largest": lambda row: bytes_text(row.largest_message),
+}
+_PARAMS: Columns = {
+    "parameter": lambda row: row.name if row.part is None else f"{row.name}, part {row.part}",
+    "shape": lambda row: "×".join(map(str, row.shape)),
+    "count": lambda row: str(row.count),
+    "by": lambda row: row.optimizer,
+    "matrices": lambda row: str(row.matrices or "-"),
+    "each": lambda row: "-" if row.matrix_shape is None else f"{row.matrix_shape[0]}×{row.matrix_shape[1]}",
+    "how": lambda row: row.how or "-",
+    "owners": lambda row: str(row.owners or "-"),
+    "sent": lambda row: bytes_text(row.bytes_sent),
+}
+_CHOICES: Columns = {
+    "step": lambda row: seconds_text(row.seconds),
+    "share": lambda row: f"{row.share:.1%}",
+    "heaviest/mean": lambda row: f"{row.heaviest_over_mean:.3f}",
+    "sent": lambda row: bytes_text(row.bytes_sent),
+    "between nodes": lambda row: bytes_text(row.bytes_between),
+    "peers": lambda row: f"{row.most_peers:,}",
+    "buffers": lambda row: bytes_text(row.buffers),
+    "memory": lambda row: bytes_text(row.memory),
+}
+_UNITS = {"count": lambda value: f"{value:,.0f}", "flops": flops_text, "seconds": seconds_text, "bytes": bytes_text}
+_RANKS = (  # heading, column, unit
+    ("matrices", "matrices", "count"),
+    ("FLOPs", "flops", "flops"),
+    ("orthogonalising", "orthogonalise_seconds", "seconds"),
+    ("waiting", "waited_seconds", "seconds"),
+    ("sent inside nodes", "sent_inside", "bytes"),
+    ("sent between nodes", "sent_between", "bytes"),
+    ("received inside nodes", "received_inside", "bytes"),
+    ("received between nodes", "received_between", "bytes"),
+    ("peers", "peers", "count"),
+    ("memory", "memory", "bytes"),
+)
+
+
+def _memory(report: Figures) -> TextSection:
+    has = report.machine.memory_bytes
+    columns: Columns = {
+        "kind": lambda row: row.kind.replace("_", " ") + (" (estimate)" if row.estimated else ""),
+        "most": lambda row: bytes_text(row.most),
+        "mean": lambda row: bytes_text(row.mean),
+        "AdamW alone": lambda row: bytes_text(row.adamw_most) if row.adamw_most else "-",
+        "of the device": lambda row: f"{row.most / has:.1%}" if has else "-",
+    }
+    return _table("memory per rank", report.memory, columns)
+
+
+def _ranks(ranks: Figures) -> TextSection:
+    rows = []
+    for heading, column, unit in _RANKS:
+        write, values = _UNITS[unit], ranks[column]
+        most = max(values)
+        total = "-" if unit == "seconds" or column == "peers" else write(sum(values))
+        mean = write(sum(values) / len(values))
+        rows.append((heading, write(min(values)), mean, write(most), str(ranks.rank[values.index(most)]), total))
+    return TextSection(counted(len(ranks.rank), "rank"), ("per step", "least", "mean", "most", "rank", "in total"), tuple(rows))
+
+
+def _exchanges(report: Figures) -> TextSection:
+    stages = len(report.stages) > 1
+    columns: Columns = {"wave": lambda row: f"{row.stage}.{row.wave} {row.kind}" if stages else f"{row.wave} {row.kind}"}
+    return _table("exchanges", report.exchanges, columns | _EXCHANGES, _MOST_EXCHANGES)
+
+
+def _choices(title: str, choices: Sequence[Figures]) -> TextSection:
+    rows = tuple(
+        (
+            f"* {row.label}" if row.chosen else f"  {row.label}",
+            *((f"cannot be planned: {row.refused}", *[""] * 7) if row.refused else (cell(row) for cell in _CHOICES.values())),
+        )
+        for row in choices
+    )
+    return TextSection(f"side by side: {title}", (title, *_CHOICES), rows)
+
+
+def _table(title: str, rows: Sequence[Figures], columns: Columns, most: int | None = None) -> TextSection:
+    shown = rows[:most]
+    title = f"{title} (first {len(shown)} of {len(rows)})" if len(shown) < len(rows) else title
+    return TextSection(title, tuple(columns), tuple(tuple(cell(row) for cell in columns.values()) for row in shown))

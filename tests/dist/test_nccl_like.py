@@ -1,0 +1,135 @@
+"""Layouts on real processes under NCCL's rules: the bits of one device, votes beside the group, no group that hangs."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from tests.support.cases import Case, Param, check, single
+from tests.support.nccl_like import NAME, NcclLike
+from tests.support.processes import Job, JobRanks
+
+from .gloo_cases import ALONE, CASES, S0, S1, R
+
+
+def pipeline_with_a_two_dim_stage() -> None:
+    """A stage of 2 × 2 ranks, for which no group exists, and one of a single rank, which takes no part in making it."""
+    stage = dist.get_rank() // 4
+    meshes = [DeviceMesh("cpu", torch.arange(4).view(2, 2)), DeviceMesh("cpu", [4])]
+    case = [Case((Param((7, 5), 0, (S0, S1)), Param((6, 4), 0, (R, S0)))), Case((Param((5, 9), 0, (S0,)),))][stage]
+    optimizer = check(case, [meshes[stage]], single(case))
+    assert optimizer.plan().ranks == ((0, 1, 2, 3), (4,))[stage]
+    dist.new_group([0, 4])  # as many splits as before on all ranks
+
+
+# The back end itself: it must notice what NCCL would make wrong, or hang.
+
+
+def world() -> NcclLike:
+    default: Any = dist.group.WORLD
+    return default  # type: ignore[no-any-return]
+
+
+def started() -> tuple[Tensor, Tensor, Any]:
+    """What is sent, what is received, and the exchange of one element with the other rank."""
+    sent, received = torch.full((1,), float(dist.get_rank())), torch.zeros(1)
+    splits = [1 - dist.get_rank(), dist.get_rank()][::-1]
+    return sent, received, dist.all_to_all_single(received, sent, splits, splits, async_op=True)
+
+
+def an_input_is_read_late_and_an_output_written_late() -> None:
+    for refilled in (False, True):
+        sent, received, work = started()
+        assert received.isnan()
+        if refilled:
+            sent.fill_(7.0)
+        dist.all_reduce(torch.ones(1))  # completes although the exchange before it has not
+        assert received.isnan()
+        work.wait()
+        assert received.item() == (7.0 if refilled else 1.0 - dist.get_rank())
+
+
+def sizes_are_compared() -> None:
+    count = 1 + dist.get_rank()  # rank 0 sends and expects one element, rank 1 two
+    splits = [0, count] if dist.get_rank() == 0 else [count, 0]
+    with pytest.raises(RuntimeError, match=r"has all_to_all_single torch.float32 of . elements, rank . has"):
+        dist.all_to_all_single(torch.zeros(count), torch.zeros(count), splits, splits)
+    world().history.clear()
+
+
+def abort_wakes_a_wait() -> None:
+    if dist.get_rank() == 0:
+        dist.barrier()
+        threading.Timer(0.2, world().abort).start()
+        with pytest.raises(RuntimeError, match="aborted"):
+            dist.all_reduce(torch.ones(1))
+        assert world().aborts == 1
+    else:
+        dist.barrier()
+    world().history.clear()
+
+
+def members_alone_cannot_split() -> None:
+    if dist.get_rank() == 0:
+        world()._set_default_timeout(timedelta(seconds=0.2))
+        with pytest.raises(RuntimeError, match=r"split 1 of group 0: ranks \[1\] do not come"):
+            dist.new_group([0], use_local_synchronization=True)
+
+
+SAME_AS_GLOO = (
+    "FSDP2, 3 ranks, uneven",
+    "FSDP2, 4 ranks, few rows",
+    "FSDP2, 3 ranks, forward and backward",
+    "FSDP2, 3 ranks, reference",
+    "HSDP, shared",
+    "HSDP, repeated",
+    "TP, 3 ranks, uneven",
+    "FSDP2 over TP",
+    "FSDP2 over TP, uneven",
+    "FSDP2 over TP, one matrix at a time",
+    "experts, EP",
+    "experts, EP × FSDP",
+    "experts, EP × TP",
+    "experts, HSDP",
+    "pipeline stages",
+    "meshes over some ranks",
+    "DDP, divided",
+    "DistMuon, 4 ranks",
+    "replica groups inside a mesh",
+    "two meshes",
+    "mixed dtypes",
+    "little memory",
+    "a gradient is missing on one rank",
+)
+NEW = {
+    "a pipeline with a two-dim stage": (5, pipeline_with_a_two_dim_stage),
+    "an input is read late, an output written late": (2, an_input_is_read_late_and_an_output_written_late),
+    "sizes are compared": (2, sizes_are_compared),
+    "abort wakes a wait": (2, abort_wakes_a_wait),
+    "members alone cannot split": (2, members_alone_cannot_split),
+}
+
+
+def jobs() -> dict[str, Job]:
+    chosen = {**{name: (CASES | ALONE)[name] for name in SAME_AS_GLOO}, **NEW}
+    return {name: Job(world, lambda _, run=run: run(), NAME) for name, (world, run) in chosen.items()}
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[JobRanks]:
+    started = JobRanks(jobs, tuple(jobs()), tmp_path_factory.mktemp("nccl"))
+    yield started
+    started.stop()
+
+
+@pytest.mark.parametrize("name", jobs())
+def test_layouts_equal_one_device(name: str, ranks: JobRanks) -> None:
+    ranks.check(name)

@@ -1,0 +1,443 @@
+"""``meshmuon plan`` as a command: what it prints and writes, and what it refuses."""
+
+from __future__ import annotations
+
+import io
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from meshmuon import Muon, get_default_muon_param_groups
+from meshmuon.plan import LinkRate, Rate, cost_model_from
+from meshmuon.tools import simulate
+from meshmuon.tools.cli.main import main
+from meshmuon.tools.predict.calibration import Calibration, Elementwise
+from meshmuon.tools.predict.trace import trace_plan
+from meshmuon.tools.simulate.presets import load_machine
+from meshmuon.tools.simulate.text import print_report, sections_of
+from tests.support.optional import need
+
+MESH = "dp_replicate=2,dp_shard=8"
+
+
+def build() -> nn.Module:
+    """A model for ``--module``."""
+    return nn.Sequential(nn.Linear(32, 48), nn.Linear(48, 48), nn.Linear(48, 8))
+
+
+def build_table() -> nn.Module:
+    """A model whose only parameter is AdamW's."""
+    return nn.Embedding(100, 16)
+
+
+class Odd(nn.Linear):
+    """A model that does not show its parameters."""
+
+    def __init__(self) -> None:
+        super().__init__(4, 4)
+
+    def named_parameters(self, *args: Any, **options: Any) -> Any:
+        raise KeyError("weight")
+
+
+def plan(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    assert main(["plan", *arguments]) == 0
+    return capsys.readouterr().out
+
+
+def refusal(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    with pytest.raises(SystemExit) as ending:
+        main(["plan", *arguments])
+    assert ending.value.code == 2
+    return " ".join(capsys.readouterr().err.split())
+
+
+def test_the_tables_and_the_files_say_the_same(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    report, trace = tmp_path / "report.json", tmp_path / "trace.json"
+    text = plan(
+        capsys, "--model", "gpt2", "--mesh", MESH, "--nodes", "2", "--json", str(report), "--trace", str(trace), "--compare"
+    )
+    facts = json.loads(report.read_text())
+    assert facts["format"] == "meshmuon plan report"
+    assert facts["mesh"]["ranks"] == 16
+    assert facts["mesh"]["nodes"] == 2
+    assert facts["model"]["parameters"] == 124_439_808
+    assert facts["stages"][0]["digest"][:12] in text
+    assert all(len(column) == 16 for column in facts["ranks"].values())
+    for kind in ("sent", "received"):
+        columns = [facts["ranks"][f"{kind}_{where}"] for where in ("inside", "between")]
+        assert sum(map(sum, columns)) == sum(row["bytes_inside"] + row["bytes_between"] for row in facts["exchanges"])
+    assert sum(map(sum, facts["traffic"][0]["bytes"])) == sum(row["bytes_sent"] for row in facts["params"])
+    total = next(row for row in facts["memory"] if row["kind"] == "total")
+    assert total["most"] == max(facts["ranks"]["memory"])
+    assert {row["label"] for row in facts["choices"]} >= {"as chosen", 'replicas="repeat"', "comm_dtype=float32"}
+    events = json.loads(trace.read_text())["traceEvents"]
+    assert {event["pid"] for event in events} == set(range(16))
+    assert {event["cat"] for event in events if event["ph"] == "X"} >= {"momentum", "gather", "orthogonalise", "scatter", "adamw"}
+    longest = max(event["ts"] + event["dur"] for event in events if event["ph"] == "X")
+    assert longest <= facts["step"]["seconds"] * 1e6 * (1 + 1e-9)
+
+
+def test_several_meshes_are_compared(capsys: pytest.CaptureFixture[str]) -> None:
+    meshes = ("dp_shard=64,ep=8", "dp_replicate=2,dp_shard=32,ep=8", "dp_shard=448,ep=32")
+    text = plan(capsys, "--model", "gpt-oss-20b", *(word for mesh in meshes for word in ("--mesh", mesh)))
+    assert "* dp_shard=64,ep=8" in text
+    assert "  dp_replicate=2,dp_shard=32,ep=8" in text
+    table = text[text.index("side by side: meshes") :]
+    assert ["cannot be planned" in line for line in table.splitlines()[4:7]] == [False, False, True]
+    assert "refuses 2880 rows over 14 shards" in table
+
+
+def test_models_and_machines_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
+    text = plan(capsys, "--list")
+    assert "kimi-k2" in text
+    assert "mi300x" in text
+
+
+def test_any_module(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    saved = tmp_path / "model.json"
+    arguments = ("--mesh", "dp_shard=4", "--hardware", "cpu", "--json", "-")
+    built = json.loads(plan(capsys, "--module", "tests.tools.cli.test_plan:build", "--save-model", str(saved), *arguments))
+    read = json.loads(plan(capsys, "--model", str(saved), *arguments))
+    assert built["stages"] == read["stages"]
+    assert built["model"]["matrices"] == 2  # the last linear layer is a head
+    assert built["params"] == read["params"]
+
+
+def test_the_config_of_transformers(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    need("transformers")
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({"model_type": "gpt2", "n_layer": 12, "n_embd": 768, "n_head": 12}))
+    facts = json.loads(plan(capsys, "--hf-config", str(path), "--mesh", "dp_shard=8", "--json", "-"))
+    same = json.loads(plan(capsys, "--model", "gpt2", "--mesh", "dp_shard=8", "--json", "-"))
+    assert facts["stages"] == same["stages"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"n_embd": "768"}, "cannot build a gpt2 model from it: StrictDataclassFieldValidationError: Validation error for field"),
+        ({"n_embd": [1]}, "Correct the value, or the key."),
+        ({"n_embd": -8}, "cannot build a gpt2 model from it: "),
+        ({"n_head": 5}, "cannot build a gpt2 model from it: "),
+        ({"n_embd": 10**30}, "cannot build a gpt2 model from it: "),
+        ({"n_embd": 2**25, "n_head": 1, "vocab_size": 2**20}, "no parameter has more than"),
+        ({"n_layer": 0}, "has no matrix for Muon"),
+        ({"n_layer": -3}, "has no matrix for Muon"),
+        ({"n_layer": 10**30}, "n_layer is 1000000000000000000000000000000. A model has at most 10,000"),
+        ({"text": {"num_hidden_layers": 10**9}}, "num_hidden_layers is 1000000000. A model has at most 10,000"),
+        ({"activation_function": "wish"}, "cannot build a gpt2 model from it: KeyError: "),
+        ({"architectures": ["LlamaConfig"]}, "cannot build a gpt2 model from it: "),
+        ({"architectures": [[]], "n_layer": 0}, "has no matrix for Muon"),
+        ({"model_type": []}, "model_type is '[]', which the installed transformers does not know"),
+        ({"model_type": None}, "model_type is 'None'"),
+        ({"model_type": "hal9000"}, "model_type is 'hal9000'"),
+    ],
+)
+def test_a_config_of_transformers_with_a_wrong_value(
+    capfd: pytest.CaptureFixture[str], tmp_path: Path, changes: dict[str, Any], message: str
+) -> None:
+    """One sentence, and nothing of what transformers logs."""
+    need("transformers")
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({"model_type": "gpt2", "n_layer": 1, "n_embd": 16, "n_head": 2, "vocab_size": 32} | changes))
+    with pytest.raises(SystemExit) as ending:
+        main(["plan", "--hf-config", str(path), "--mesh", "dp_shard=2"])
+    assert ending.value.code == 2
+    usage, sentence = capfd.readouterr().err.strip().splitlines()
+    assert usage.startswith("usage: ")
+    assert sentence.startswith("meshmuon: error: ")
+    assert message in sentence
+
+
+@pytest.mark.parametrize("content", [b"[]", b"3", b"null", b"\xff", b"", b"{"])
+def test_a_config_that_is_no_object(capsys: pytest.CaptureFixture[str], tmp_path: Path, content: bytes) -> None:
+    need("transformers")
+    path = tmp_path / "config.json"
+    path.write_bytes(content)
+    assert f"--hf-config {path}" in refusal(capsys, "--hf-config", str(path), "--mesh", "dp_shard=2")
+    assert "Is a directory" in refusal(capsys, "--hf-config", str(tmp_path), "--mesh", "dp_shard=2")
+
+
+@pytest.mark.parametrize("text", ["512k", "512K", "512KiB", "512kb", "0.5M", "524288", "524288 B"])
+def test_sizes_in_either_case(capsys: pytest.CaptureFixture[str], text: str) -> None:
+    arguments = ("--model", "gpt2", "--mesh", "dp_shard=2", "--json", "-")
+    facts = json.loads(plan(capsys, *arguments, "--memory-budget", text, "--tokens-per-step", text))
+    assert facts["options"]["memory_budget"] == facts["step"]["tokens_per_step"] == 2**19
+
+
+def test_one_of_anything_is_singular(capsys: pytest.CaptureFixture[str]) -> None:
+    text = plan(capsys, "--module", "tests.tools.cli.test_plan:build", "--mesh", "dp_shard=1", "--hardware", "cpu")
+    assert "1 rank on 1 node\n" in text
+    assert "\n1 rank\n======\n" in text
+    assert not re.search(r"\b1 (?:ranks|nodes|waves|matrices)\b", text)
+
+
+@pytest.mark.parametrize(
+    "arguments", [["--help"], ["plan", "--help"], ["doctor", "--help"], ["--version"], ["plan", "--mfu", "x"]]
+)
+def test_help_and_mistakes_need_no_torch(arguments: list[str]) -> None:
+    code = (
+        "import sys\n"
+        "from meshmuon.tools.cli.main import main\n"
+        "try:\n"
+        f"    main({arguments})\n"
+        "finally:\n"
+        "    print('with torch' if 'torch' in sys.modules else 'without torch')\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == (2 if "--mfu" in arguments else 0)
+    assert done.stdout.endswith("without torch\n"), done.stderr
+
+
+MEASURED = Calibration(
+    device="cpu",
+    device_name="a CPU",
+    ranks=2,
+    ranks_per_node=2,
+    compute_dtype="float32",
+    products=(Rate("float32", 64, 1e9),),
+    orthogonalisation=(Rate("float32", 64, 1e9), Rate("float32", 512, 4e9)),
+    inside=LinkRate(1e9, 1e-4),
+    between=None,
+    exchange=LinkRate(5e8, 2e-4),
+    host_seconds_per_matrix=1e-5,
+    host_seconds_per_step=1e-3,
+    elementwise=Elementwise(1e-9, 1e-9, 1e-9, 28e-9),
+)
+
+
+def test_a_calibration_replaces_rates(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    path = tmp_path / "doctor.json"
+
+    def seconds(factor: float) -> float:
+        changes = {
+            "orthogonalisation": [{"dtype": "float32", "size": 64, "flops_per_second": 1e9 * factor}],
+            "elementwise": dict.fromkeys(("momentum", "update", "copy", "adamw"), 1e-15),
+        }
+        path.write_text(json.dumps({**MEASURED.to_json(), **changes}))
+        arguments = ("--model", "gpt2", "--mesh", "dp_shard=2", "--calibration", str(path), "--json", "-")
+        facts = json.loads(plan(capsys, *arguments))
+        assert facts["machine"]["device"] == "cpu"
+        return float(facts["step"]["orthogonalise"])
+
+    assert seconds(1.0) == pytest.approx(2 * seconds(2.0))
+
+
+def test_the_plan_of_a_job(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    model = build()
+    optimizer = Muon(get_default_muon_param_groups(model))
+    model(torch.ones(2, 32)).sum().backward()
+    optimizer.step()
+    job, measured = tmp_path / "job.json", tmp_path / "doctor.json"
+    job.write_text(optimizer.plan().to_json())
+    measured.write_text(json.dumps(MEASURED.to_json()))
+    facts = json.loads(plan(capsys, "--from-json", str(job), "--json", "-"))
+    assert facts["stages"][0]["digest"] == optimizer.plan().digest
+    assert facts["model"]["matrices"] == 2
+    assert facts["ranks"]["parameters"] == [(32 * 48 + 48 * 48) * 4]
+    events = json.loads(trace_plan(optimizer.plan(), measured))["traceEvents"]
+    assert {event["cat"] for event in events if event["ph"] == "X"} == {"host", "local"}
+    assert trace_plan(optimizer.plan(), MEASURED) == trace_plan(optimizer.plan(), measured)
+    assert "leave out --mesh" in refusal(capsys, "--from-json", str(job), "--mesh", "dp_shard=2")
+    job.write_text("{}")
+    assert "it is no plan" in refusal(capsys, "--from-json", str(job))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--mesh", "dp_shard=2"), "one of --model, --hf-config, --module and --from-json says which model to plan; none is"),
+        (("--model", "gpt2", "--module", "a:b", "--mesh", "dp_shard=2"), "several are given"),
+        (("--model", "gpt2"), '--mesh "dp_shard=64" or --layout FILE says how'),
+        (("--model", "gpt3", "--mesh", "dp_shard=2"), "--model gpt3 is unknown. Did you mean gpt2?"),
+        (("--model", "gpt2", "--mesh", "dp_shard=2", "--hardware", "h300"), "--hardware h300 is unknown"),
+        (("--model", "gpt2", "--mesh", "dp_shard=2", "--nodes", "0"), "--nodes 0 must be at least 1"),
+        (
+            ("--model", "gpt2", "--mesh", "dp_shard=2", "--nodes", "1"),
+            "multiply to 2 ranks, but --nodes gives 8: write dp_shard=8",
+        ),
+        (("--model", "gpt2", "--mesh", "dp_shard=2", "--scheme", "kellar"), "Did you mean keller?"),
+        (("--model", "gpt2", "--mesh", "dp_shard=2", "--memory-budget", "x"), "'x' is no number of bytes, such as 512K or 64M"),
+        (("--model", "gpt2", "--mesh", "dp_shard=2", "--mfu", "2"), "2 is not above 0 and at most 1"),
+        (("--model", "gpt2", "--mesh", "dp_shard=2", "--json", "/nowhere/x"), "/nowhere/x cannot be written"),
+        (("--model", "gpt2", "--mesh", "dp_shard=1000000000"), "multiply to 1000000000 ranks. A plan has at most 1048576"),
+        (("--model", "gpt2", "--mesh", f"dp_shard={'9' * 5000}"), "must be a whole number of at least 1 and at most 1048576"),
+        (("--model", "gpt2", "--mesh", "dp_shard=2", "--waves-ahead", "-1"), "waves_ahead=-1 must be at least 0"),
+        (("--model", "gpt2", "--mesh", "dp_shard=2", "--max-peers", "0"), "'0' is no number of at least 1, such as 512 or 4M"),
+        (("--model", "gpt2", "--mesh", "dp_shard=2", "--memory-budget", f"{'9' * 400}G"), "is no number of bytes"),
+        (("--model", "gpt2", "--mesh", "dp_shard=2", "--tokens-per-step", "0.5"), "'0.5' is no number of at least 1"),
+        (("--module", "torch.nn:Module", "--mesh", "dp_shard=2"), "the model has no trainable parameters"),
+        (("--module", "tests.tools.cli.test_plan:build_table", "--mesh", "dp_shard=2"), "build_table has no matrix for Muon"),
+        (("--module", "tests", "--mesh", "dp_shard=2"), "must name a module and a function in it"),
+        (("--module", "tests.tools.cli.nothing:x", "--mesh", "dp_shard=2"), "tests.tools.cli.nothing cannot be imported"),
+        (("--module", "tests.tools.cli.test_plan:x", "--mesh", "dp_shard=2"), "has no function x"),
+        (("--module", "tests.tools.cli.test_plan:plan", "--mesh", "dp_shard=2"), "plan() failed on the meta device"),
+        (("--module", "builtins:dict", "--mesh", "dp_shard=2"), "dict() returned dict, not a torch.nn.Module"),
+        (("--module", "sys:exit", "--mesh", "dp_shard=2"), "exit() failed on the meta device: SystemExit"),
+        (("--module", "..:x", "--mesh", "dp_shard=2"), "--module ..:x: .. cannot be imported"),
+        (("--module", "tests.tools.cli.test_plan:Odd", "--mesh", "dp_shard=2"), "the parameters of the model cannot be read"),
+        (("--hf-config", "/nowhere/config.json", "--mesh", "dp_shard=2"), "/nowhere/config.json cannot be read"),
+        (("--calibration", "/nowhere", "--model", "gpt2", "--mesh", "dp_shard=2"), "--calibration /nowhere: it cannot be read"),
+    ],
+)
+def test_wrong_arguments_are_refused(capsys: pytest.CaptureFixture[str], arguments: tuple[str, ...], message: str) -> None:
+    assert message in refusal(capsys, *arguments)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("--from-json", "{}"),
+        ("--model", "{}", "--mesh", "dp_shard=2"),
+        ("--hf-config", "{}", "--mesh", "dp_shard=2"),
+        ("--model", "gpt2", "--mesh", "dp_shard=2", "--hardware", "{}"),
+        ("--model", "gpt2", "--layout", "{}"),
+    ],
+)
+def test_a_file_that_is_nested_too_deeply(capsys: pytest.CaptureFixture[str], tmp_path: Path, arguments: tuple[str, ...]) -> None:
+    path = tmp_path / "deep.json"
+    path.write_text("[" * 100_000)
+    assert str(path) in refusal(capsys, *(str(path) if argument == "{}" else argument for argument in arguments))
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("def (", "SyntaxError"),
+        ("raise RuntimeError('no luck')", "RuntimeError: no luck"),
+        ("raise SystemExit", "SystemExit: "),
+        ("raise GeneratorExit('gone')", "GeneratorExit: gone"),
+        ("import sys; sys.path.remove(''); raise ValueError('x')", "ValueError: x"),
+    ],
+)
+def test_a_module_that_cannot_be_imported(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str, message: str
+) -> None:
+    (tmp_path / "broken_model.py").write_text(text)
+    monkeypatch.syspath_prepend(tmp_path)
+    found = refusal(capsys, "--module", "broken_model:build", "--mesh", "dp_shard=2")
+    assert f"broken_model cannot be imported: {message}" in found
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("device", None),
+        ("device", "abacus"),
+        ("ranks_per_node", 0),
+        ("memory_bytes_per_second", 0),
+        ("connection_bytes", 10**30),
+        ("peak_flops", {"bfloat16": 0}),
+        ("peak_flops", {}),
+        ("efficiency", []),
+        ("inside", {"bytes_per_second": 0, "seconds": 1e-5}),
+        ("between", {"bytes_per_second": 1e9, "seconds": None}),
+    ],
+)
+def test_a_machine_of_impossible_numbers(capsys: pytest.CaptureFixture[str], tmp_path: Path, field: str, value: Any) -> None:
+    path = tmp_path / "machine.json"
+    content = json.loads((Path(simulate.__file__).parent / "machine_files" / "h100.json").read_text(encoding="utf-8"))
+    path.write_text(json.dumps({**content, field: value}))
+    assert f"its {field}" in refusal(capsys, "--model", "gpt2", "--mesh", "dp_shard=2", "--hardware", str(path)).replace(
+        "its efficiency and peak_flops", f"its {field}"
+    )
+
+
+def test_stages_without_matrices_have_ranks(capsys: pytest.CaptureFixture[str]) -> None:
+    facts = json.loads(plan(capsys, "--model", "gpt2", "--mesh", "pp=12,dp_shard=2", "--json", "-"))
+    assert len(facts["ranks"]["parameters"]) == 24
+    assert facts["ranks"]["parameters"][0] > 50_000 * 768 * 4 / 2  # half of the embeddings
+    assert facts["options"]["comm_dtype"] == "bfloat16"
+
+
+class Terminal(io.StringIO):
+    """A stream that says that it is a terminal."""
+
+    def isatty(self) -> bool:
+        return True
+
+
+def test_a_terminal_gets_the_same_figures(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    reports: list[Any] = []
+    monkeypatch.setattr("meshmuon.tools.cli.plan.print_report", reports.append)
+    plan(capsys, "--model", "gpt2", "--mesh", "dp_shard=8")
+    (report,) = reports
+    rich, plain = Terminal(), io.StringIO()
+    print_report(report, rich)
+    print_report(report, plain)
+    memory = next(section for section in sections_of(report) if section.title == "memory per rank")
+    for row in memory.rows:
+        assert row[1] in rich.getvalue()
+        assert row[1] in plain.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("row", "sentence"),
+    [
+        ({"shape": [10**30, 4]}, "w.0: no parameter has more than"),
+        ({"shape": [10**30, 0]}, "w.0: no parameter has more than"),
+        ({"layers": {"first": 0, "last": 10**30}}, "w.*: layers are numbered from 0"),
+        ({"layers": [10**30]}, "w.*: layers are numbered from 0"),
+    ],
+)
+def test_a_model_of_impossible_sizes(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, row: dict[str, Any], sentence: str
+) -> None:
+    path, whole = tmp_path / "model.json", {"name": "w.*", "shape": [8, 4], "muon": True, "layers": [0]}
+    path.write_text(json.dumps({"format": "meshmuon model", "version": 1, "name": "m", "params": [whole | row]}))
+    assert sentence in refusal(capsys, "--model", str(path), "--mesh", "dp_shard=2")
+
+
+@pytest.mark.parametrize(
+    ("mesh", "placement", "sentence"),
+    [
+        *(({"shape": shape}, "S(0)", f"a mesh cannot have the shape {shape}") for shape in ([0], [], [-1], [2**40], [10**30])),
+        ({"shape": [2], "ranks": [0, 10**30]}, "S(0)", "the ranks of the mesh [2] are not all from 0"),
+        ({"shape": [2]}, f"S({10**30})", "shards a dim that"),
+        ({"shape": [2]}, f"S(0, stride {10**30})", "has no possible stride"),
+        ({"shape": [2]}, "S(0, stride 0)", "has no possible stride"),
+    ],
+)
+def test_a_layout_of_impossible_numbers(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, mesh: dict[str, Any], placement: str, sentence: str
+) -> None:
+    path = tmp_path / "layout.json"
+    path.write_text(json.dumps({"meshes": {"main": mesh}, "params": {"*": {"mesh": "main", "placements": [placement]}}}))
+    assert sentence in refusal(capsys, "--model", "gpt2", "--layout", str(path))
+
+
+def test_saved_rates_are_those_of_the_machine(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """A job that reads them plans as ``meshmuon plan`` does with them."""
+    path = tmp_path / "rates.json"
+    plan(capsys, "--model", "gpt2", "--mesh", "dp_replicate=4,dp_shard=8", "--save-rates", str(path))
+    machine, rates = load_machine("h100"), Calibration.load(path)
+    assert (rates.inside, rates.between, rates.device) == (machine.inside, machine.between, "cuda")
+    for size in (64, 700, 4096, 10**6):
+        assert rates.orthogonalisation_rate(size) == pytest.approx(machine.rates_for("bfloat16").orthogonalisation_rate(size))
+    cost = cost_model_from(path)
+    assert cost is not None
+    assert cost.per_byte_between == pytest.approx(0.7 * 989e12 / 40e9)
+    again = tmp_path / "again.json"
+    plan(capsys, "--model", "gpt2", "--mesh", "dp_shard=8", "--calibration", str(path), "--save-rates", str(again))
+    assert Calibration.load(again) == rates
+    alone = machine.as_calibration(8)
+    assert (alone.between, alone.exchange) == (None, machine.inside)
+
+
+def test_saved_rates_give_the_time_of_the_machine(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """Of the same plan: many peers in every exchange, and one wave whatever bytes are said to cost."""
+    path = tmp_path / "rates.json"
+    arguments = ("--model", "gpt2", "--mesh", "dp_shard=256", "--json", "-")
+    own = json.loads(plan(capsys, *arguments, "--save-rates", str(path)))
+    saved = json.loads(plan(capsys, *arguments, "--calibration", str(path)))
+    assert own["exchanges"] == saved["exchanges"]
+    assert own["exchanges"][0]["most_peers"] * load_machine("h100").seconds_per_peer > 0.1 * own["exchanges"][0]["seconds"]
+    assert own["step"] == saved["step"]

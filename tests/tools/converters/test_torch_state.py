@@ -1,0 +1,280 @@
+"""State of ``torch.optim.Muon`` and ``torch.optim.AdamW``, converted: the run goes on as it would have with them."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
+
+from meshmuon import Muon, Scheme, StateError
+from meshmuon.checkpoint import convert_torch_state
+from meshmuon.ortho.remez import Quintic
+from tests.support.reference import (
+    KELLER,
+    LR,
+    assert_moved_alike,
+    assert_moved_within_rounding,
+    assert_same_bits,
+    copies,
+    make_params,
+    newton_schulz,
+    run,
+)
+from tests.support.rounding import bf16_error
+from tests.support.threads import run_threads
+
+MATRICES, OTHERS = ((24, 24), (48, 16), (16, 48), (9, 1)), ((5,), (7, 2))
+SHAPES = (*MATRICES, *OTHERS)
+NAMES = ["a.weight", "b.weight", "c.weight", "d.weight", "norm.bias", "table.weight"]
+M = len(MATRICES)
+
+
+class Pair:
+    """torch's two optimizers as one."""
+
+    def __init__(self, params: Sequence[nn.Parameter], *, named: bool = True, adamw: Any = None, **muon: Any) -> None:
+        first, second = list(zip(NAMES, params, strict=True))[:M], list(zip(NAMES, params, strict=True))[M:]
+        if not named:
+            first, second = [p for _, p in first], [p for _, p in second]  # type: ignore[misc]
+        self.muon = torch.optim.Muon(first, **{"lr": 0.02, **muon})
+        self.adamw = torch.optim.AdamW(second, **{"lr": 3e-3, "betas": (0.8, 0.9), "fused": True, **(adamw or {})})
+
+    def step(self) -> None:
+        self.muon.step()
+        self.adamw.step()
+
+    def states(self) -> tuple[dict[str, Any], dict[str, Any]]:
+        return copy.deepcopy(self.muon.state_dict()), copy.deepcopy(self.adamw.state_dict())
+
+
+def ours(params: Sequence[nn.Parameter], **options: Any) -> Muon:
+    groups = [
+        {"params": params[:M], "names": NAMES[:M], "use_muon": True},
+        {"params": params[M:], "names": NAMES[M:], "use_muon": False},
+    ]
+    return Muon(groups, **{"lr": LR, **options})
+
+
+@pytest.fixture
+def precise_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch.optim.Muon without its cast to bfloat16."""
+
+    def in_own_dtype(grad: Tensor, ns_coefficients: Sequence[float], ns_steps: int, eps: float) -> Tensor:
+        return newton_schulz(grad, [ns_coefficients] * ns_steps)
+
+    monkeypatch.setattr("torch.optim._muon._zeropower_via_newtonschulz", in_own_dtype)
+
+
+OPTIONS: list[dict[str, Any]] = [
+    {},
+    {"nesterov": False, "adjust_lr_fn": "original", "weight_decay": 0.0},
+    {"momentum": 0.5, "ns_coefficients": (2.0, -1.5, 0.5), "ns_steps": 7, "adjust_lr_fn": "match_rms_adamw", "lr": 0.01},
+    {"momentum": 0.0, "weight_decay": 0.3},
+]
+
+
+@pytest.mark.usefixtures("precise_torch")
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+@pytest.mark.parametrize("named", [True, False])
+def test_five_steps_after_five_of_torch(options: dict[str, Any], named: bool) -> None:
+    """All options come along: the optimizer that loads was built with its own defaults."""
+    theirs = make_params(*SHAPES)
+    pair = Pair(theirs, named=named, **options)
+    run(pair, theirs, range(5))  # type: ignore[arg-type]
+    mine, start = copies(theirs), copies(theirs)
+    optimizer = ours(mine)
+    names = {} if named else {"muon_names": NAMES[:M], "adamw_names": NAMES[M:]}
+    optimizer.load_state_dict(convert_torch_state(optimizer, *pair.states(), **names))
+    run(pair, theirs, range(5, 10))  # type: ignore[arg-type]
+    run(optimizer, mine, range(5, 10))
+    steps = (Quintic(*options.get("ns_coefficients", KELLER)),) * options.get("ns_steps", 5)
+    assert_moved_within_rounding(mine[:M], theirs[:M], start[:M], 5, Scheme("torch's", steps, "torch"))
+    assert_same_bits(mine[M:], theirs[M:])
+
+
+@pytest.mark.usefixtures("precise_torch")
+def test_without_the_factor_it_would_be_another_run() -> None:
+    """The test above can fail: momentum taken over as it is leads elsewhere."""
+    theirs = make_params(*SHAPES)
+    pair = Pair(theirs)
+    run(pair, theirs, range(5))  # type: ignore[arg-type]
+    mine, start = copies(theirs), copies(theirs)
+    optimizer = ours(mine)
+    converted = convert_torch_state(optimizer, *pair.states())
+    for k in range(M):
+        converted["state"][k]["momentum_buffer"] = pair.muon.state_dict()["state"][k]["momentum_buffer"].clone()
+    optimizer.load_state_dict(converted)
+    run(pair, theirs, range(5, 10))  # type: ignore[arg-type]
+    run(optimizer, mine, range(5, 10))
+    with pytest.raises(AssertionError, match="relative error"):
+        assert_moved_within_rounding(mine[:M], theirs[:M], start[:M], 5)
+
+
+def test_as_torch_ships_it_the_runs_stay_within_bfloat16() -> None:
+    theirs = make_params(*SHAPES)
+    pair = Pair(theirs)
+    run(pair, theirs, range(5))  # type: ignore[arg-type]
+    mine, start = copies(theirs), copies(theirs)
+    optimizer = ours(mine, compute_dtype=torch.bfloat16)
+    optimizer.load_state_dict(convert_torch_state(optimizer, *pair.states()))
+    run(pair, theirs, range(5, 10))  # type: ignore[arg-type]
+    run(optimizer, mine, range(5, 10))
+    for a, b, s in zip(mine[:M], theirs[:M], start[:M], strict=True):
+        # Each side is off by its rounding in each of five updates, all of them independent; twice what is expected of them.
+        update = bf16_error(s.detach()) / float(newton_schulz(s.detach().double(), [KELLER] * 5).norm())
+        assert_moved_alike([a], [b], [s], 2 * math.sqrt(2 * 5) * update)
+
+
+def test_the_momentum_and_the_options() -> None:
+    theirs = make_params(*SHAPES, dtype=torch.bfloat16)
+    pair = Pair(theirs, momentum=0.75)
+    run(pair, theirs, range(2))  # type: ignore[arg-type]
+    optimizer = ours(copies(theirs), momentum_dtype=torch.float32)
+    muon_state, adamw_state = pair.states()
+    converted = convert_torch_state(optimizer, muon_state, adamw_state)
+    buffer = muon_state["state"][1]["momentum_buffer"]
+    assert buffer.dtype == torch.bfloat16
+    assert_same_bits([converted["state"][1]["momentum_buffer"]], [buffer.float() * 4])
+    assert not optimizer.state, "converting changes nothing"
+    optimizer.load_state_dict(converted)
+    muon, adamw = optimizer.param_groups
+    assert (muon["lr"], muon["momentum"], muon["ns_steps"], muon["adjust_lr_fn"]) == (0.02, 0.75, 5, "original")
+    assert muon["scheme"] == ((3.4445, -4.775, 2.0315),) * 5
+    assert (adamw["lr"], adamw["adamw_betas"], adamw["weight_decay"]) == (3e-3, (0.8, 0.9), 0.01)
+    muon_state["state"][1]["momentum_buffer"].zero_()
+    assert optimizer.state[optimizer.param_groups[0]["params"][1]]["momentum_buffer"].any(), "shares memory with torch's"
+
+
+def test_parameters_without_a_gradient_and_frozen_ones() -> None:
+    theirs = make_params(*SHAPES)
+    pair = Pair(theirs)
+    theirs[1].grad, theirs[4].grad = torch.ones_like(theirs[1]), torch.ones_like(theirs[4])
+    pair.step()
+    mine = copies(theirs)
+    mine[0].requires_grad_(False)
+    optimizer = ours(mine)
+    optimizer.load_state_dict(convert_torch_state(optimizer, *pair.states()))
+    run(optimizer, mine[1:], [0])
+    assert float(optimizer.state[mine[4]]["step"]) == 2.0
+    assert float(optimizer.state[mine[5]]["step"]) == 1.0
+
+
+@pytest.mark.usefixtures("precise_torch")
+def test_sharded_parameters() -> None:
+    """States of torch's optimizers on DTensors convert where they are."""
+    start = make_params(*SHAPES)
+
+    def cut(params: Sequence[Tensor], mesh: Any) -> list[nn.Parameter]:
+        return [nn.Parameter(distribute_tensor(p.detach().clone(), mesh, [Shard(0)], src_data_rank=None)) for p in params]
+
+    def main(rank: int) -> None:
+        torch.set_num_threads(1)
+        mesh = init_device_mesh("cpu", (2,))
+        whole, theirs = copies(start), cut(start, mesh)
+        one, two = Pair(whole), Pair(theirs)
+        for k, (a, b) in enumerate(zip(whole, theirs, strict=True)):
+            a.grad = torch.randn(a.shape, generator=torch.Generator().manual_seed(k))
+            b.grad = distribute_tensor(a.grad, mesh, [Shard(0)], src_data_rank=None)
+        one.adamw.step()
+        two.adamw.step()
+        for a, b in zip(whole[:M], theirs[:M], strict=True):  # as after a first step without momentum
+            one.muon.state[a]["momentum_buffer"] = a.grad.clone()
+            two.muon.state[b]["momentum_buffer"] = b.grad.clone()
+        mine, twins = copies(whole), cut(whole, mesh)
+        for optimizer, pair in ((ours(mine), one), (ours(twins), two)):
+            params = [p for group in optimizer.param_groups for p in group["params"]]
+            optimizer.load_state_dict(convert_torch_state(optimizer, *pair.states()))
+            for k, param in enumerate(params):
+                grad = torch.randn(param.shape, generator=torch.Generator().manual_seed(10 + k))
+                param.grad = distribute_tensor(grad, mesh, [Shard(0)], src_data_rank=None) if params[0] is twins[0] else grad
+            optimizer.step()
+        for a, b in zip(mine[:M], twins[:M], strict=True):
+            assert torch.equal(b.detach().full_tensor(), a.detach())
+
+    run_threads(2, main)
+
+
+REFUSALS: list[tuple[str, Any, dict[str, Any], str]] = [
+    ("no names", lambda m, a: (m, a), {"named": False}, "was built from bare parameters: pass muon_names="),
+    ("amsgrad", lambda m, a: (m, a), {"adamw": {"amsgrad": True}}, r"norm\.bias: its state is from AdamW with amsgrad=True"),
+    ("only muon", lambda m, a: (m, None), {}, r"norm\.bias is in neither state"),
+    ("only adamw", lambda m, a: (None, a), {}, r"a\.weight is in neither state"),
+    (
+        "swapped",
+        lambda m, a: (a, m),
+        {},
+        r"a\.weight needs the state of torch\.optim\.Muon, but its state is from torch\.optim\.AdamW",
+    ),
+    ("both", lambda m, a: (m, m), {}, r"a\.weight is in the states of both"),
+]
+
+
+@pytest.mark.parametrize(("change", "options", "message"), [row[1:] for row in REFUSALS], ids=[row[0] for row in REFUSALS])
+def test_what_cannot_be_converted(change: Any, options: dict[str, Any], message: str) -> None:
+    theirs = make_params(*SHAPES)
+    pair = Pair(theirs, **options)
+    run(pair, theirs, [0])  # type: ignore[arg-type]
+    with pytest.raises(StateError, match=message):
+        convert_torch_state(ours(copies(theirs)), *change(*pair.states()))
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {},
+        {"state": {}, "param_groups": [{}]},
+        {"state": [], "param_groups": []},
+        {"state": {0: {"momentum_buffer": "x"}}, "param_groups": [{"params": [0], "param_names": ["layers.0.weight"]}]},
+        {"state": {}, "param_groups": [{"params": [0], "param_names": ["layers.0.weight"], "momentum": 0.5}]},
+        3,
+    ],
+    ids=repr,
+)
+def test_what_is_no_state_of_torch(wrong: Any) -> None:
+    optimizer = Muon([{"params": make_params((4, 6)), "names": ["layers.0.weight"], "use_muon": True}])
+    with pytest.raises(StateError, match=r"not what its state_dict\(\) returns|is not one that it saves"):
+        convert_torch_state(optimizer, wrong, None)
+
+
+def test_names_that_do_not_fit() -> None:
+    theirs = make_params(*SHAPES)
+    pair = Pair(theirs, named=False)
+    run(pair, theirs, [0])  # type: ignore[arg-type]
+    optimizer, states = ours(copies(theirs)), pair.states()
+    with pytest.raises(StateError, match="muon_names has 3 different names for 4 parameters"):
+        convert_torch_state(optimizer, *states, muon_names=NAMES[:3], adamw_names=NAMES[M:])
+    with pytest.raises(StateError, match=r"d\.weight is in neither state"):
+        convert_torch_state(optimizer, *states, muon_names=[*NAMES[:3], "typo"], adamw_names=NAMES[M:])
+    fewer = Muon([{"params": copies(theirs[:3]), "names": NAMES[:3], "use_muon": True}])
+    with pytest.raises(StateError, match=r"extra has state but is not one of the optimizer's parameters"):
+        convert_torch_state(fewer, states[0], None, muon_names=[*NAMES[:3], "extra"])
+
+
+def test_groups_that_were_stepped_differently() -> None:
+    theirs = make_params(*SHAPES)
+    groups = [{"params": [(NAMES[k], theirs[k])], "lr": 0.1 * (k + 1)} for k in range(2)]
+    muon = torch.optim.Muon(groups)
+    mine = copies(theirs[:2])
+    together = Muon([{"params": mine, "names": NAMES[:2], "use_muon": True}])
+    with pytest.raises(
+        StateError, match=r"a\.weight was stepped with lr=0\.1, b\.weight with 0\.2, but here they are in one group"
+    ):
+        convert_torch_state(together, muon.state_dict(), None)
+    apart = Muon([{"params": [mine[k]], "names": [NAMES[k]], "use_muon": True} for k in range(2)])
+    apart.load_state_dict(convert_torch_state(apart, muon.state_dict(), None))
+    assert [group["lr"] for group in apart.param_groups] == [0.1, 0.2]
+
+
+def test_adam_with_its_own_weight_decay_is_refused() -> None:
+    theirs = make_params(*SHAPES)
+    pair = Pair(theirs)
+    pair.adamw = torch.optim.Adam(list(zip(NAMES, theirs, strict=True))[M:], weight_decay=0.1)  # type: ignore[assignment]
+    with pytest.raises(StateError, match=r"norm\.bias: its state is from Adam"):
+        convert_torch_state(ours(copies(theirs)), *pair.states())

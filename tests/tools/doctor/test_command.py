@@ -1,0 +1,280 @@
+"""The command: exit codes, text in a pipe, JSON, files, and a launcher that ends all ranks when one has died."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, TextIO
+
+import pytest
+
+import meshmuon
+from meshmuon.plan import cost_model_from
+from meshmuon.tools.cli.main import main
+from meshmuon.tools.doctor import CHECKS, DoctorOptions, Session, run_doctor
+from meshmuon.tools.doctor.doctor import Ending
+from meshmuon.tools.predict.calibration import Calibration
+from tests.support.processes import results_of, run_ranks
+
+from .faults import Ended, doctor_rank
+
+ROOT = Path(__file__).parents[3]
+ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+
+
+def test_one_process_in_a_pipe(tmp_path: Path) -> None:
+    """Plain text without a terminal's codes; the JSON has the same; the exit code is 0."""
+    written = tmp_path / "report.json"
+    environment = {name: value for name, value in ENVIRONMENT.items() if name not in ("RANK", "WORLD_SIZE", "MASTER_ADDR")}
+    command = [sys.executable, "-m", "meshmuon", "doctor", "--only", "products,pairs", "--json", str(written)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "\x1b" not in done.stdout
+    lines = done.stdout.splitlines()
+    assert lines[0] == f"meshmuon doctor {meshmuon.__version__} on 1 rank"
+    assert any(line.startswith("  ✔ products ") for line in lines)
+    assert any(line.startswith("  - pairs ") and "needs 2 ranks" in line for line in lines)
+    assert lines[-1].startswith("2 passed, 1 skipped in ")
+    check_schema(json.loads(written.read_text()), ranks=1)
+
+
+def check_schema(report: dict[str, Any], ranks: int) -> None:
+    """Names and types of everything in the report."""
+    assert set(report) == {"format", "version", "passed", "ranks", "seconds", "environment", "checks", "calibration"}
+    assert (report["format"], report["version"], report["ranks"]) == ("meshmuon doctor", 1, ranks)
+    assert type(report["passed"]) is bool
+    assert report["seconds"] > 0
+    expected = {"meshmuon", "torch", "python", "CPU", "devices", "links", "backends", "triton", "missing", "variables"}
+    assert set(report["environment"]) >= expected
+    assert all(type(value) is str and value for value in report["environment"].values())
+    for check in report["checks"]:
+        assert set(check) == {"name", "title", "status", "seconds", "detail", "advice", "figures"}
+        assert check["status"] in {"passed", "failed", "skipped", "not run"}
+        assert check["detail"]
+        assert bool(check["advice"]) is (check["status"] == "failed")
+
+
+@pytest.fixture(scope="module")
+def healthy(tmp_path_factory: pytest.TempPathFactory) -> tuple[Ended, Path]:
+    """A whole quick run on two ranks; what rank 0 wrote, and the file of its measurements."""
+    folder = tmp_path_factory.mktemp("doctor")
+    options = DoctorOptions(quick=True, save_file=folder / "saved.json", limit=100.0)
+    first, second = results_of(run_ranks(2, doctor_rank, folder, {}, options))
+    assert (first.code, second.code, first.stuck, second.stuck) == (0, 0, False, False), first.text
+    return first, folder / "saved.json"
+
+
+def test_all_checks_pass_on_two_ranks(healthy: tuple[Ended, Path]) -> None:
+    ended, _ = healthy
+    check_schema(ended.report, ranks=2)
+    assert ended.report["passed"]
+    expected = {**{check.name: "passed" for check in CHECKS}, "offload": "skipped"}
+    assert {check["name"]: check["status"] for check in ended.report["checks"]} == expected
+    assert ended.detail("offload") == "the weights are in host memory anyway"
+    assert "the bits of one device" in ended.detail("fsdp2")
+    assert "one device's result within rounding" in ended.detail("bf16")
+    assert "40 steps" in ended.detail("stress")
+    assert not list(ended.text.split("✘")[1:])
+
+
+def test_what_was_measured_becomes_a_cost_model(healthy: tuple[Ended, Path]) -> None:
+    ended, saved = healthy
+    calibration = Calibration.load(saved)
+    assert json.loads(saved.read_text()) == ended.report["calibration"]
+    assert (calibration.device, calibration.ranks, calibration.ranks_per_node) == ("cpu", 2, 2)
+    assert calibration.between is None
+    assert calibration.inside is not None
+    cost = cost_model_from(saved)
+    assert cost is not None
+    assert cost.flops_per_byte > 0
+    step = ended.check("step")["figures"]
+    parts = step["prediction"].values()
+    assert step["predicted_seconds"] == pytest.approx(sum(parts))
+    assert {rate.dtype for rate in calibration.products} >= {"float32"}
+    assert [rate.size for rate in calibration.orthogonalisation][:2] == [128, 256]
+
+
+def test_a_rank_that_dies_under_torchrun(tmp_path: Path) -> None:
+    """torchrun terminates rank 0 at once; it still reports, and names the rank that is gone. No process is left."""
+    script = str(Path(__file__).parent / "faulty_rank.py")
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", "0", "--standalone"]
+    arguments = [
+        "dies_in_an_exchange",
+        "1",
+        str(tmp_path),
+        "doctor",
+        "--only",
+        "ragged,distmuon",
+        "--json",
+        str(tmp_path / "report.json"),
+    ]
+    done = subprocess.run(
+        [*launcher, script, *arguments], env=ENVIRONMENT, capture_output=True, text=True, timeout=240, check=False, cwd=ROOT
+    )
+    assert done.returncode == 1
+    assert "✘ ragged" in done.stdout
+    report = json.loads((tmp_path / "report.json").read_text())
+    failed = next(check for check in report["checks"] if check["name"] == "ragged")
+    assert failed["status"] == "failed"
+    assert "rank 1: no sign of life" in failed["detail"]
+    assert [check["status"] for check in report["checks"]] == ["passed", "failed", "not run"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (["doctor", "--only", "produce"], "there is no check 'produce'; the checks are join, versions, "),
+        (["doctor", "--skip", "x"], "there is no check 'x'"),
+        (["doctor", "--skip", "links", "--save", "file"], "--save needs the measurements rates, links, host, step"),
+        (["doctor", "--limit", "0"], "0 is not between 1 and 86400 seconds"),
+        (["doctor", "--limit", "soon"], "'soon' is no number of seconds"),
+        (["doctor", "--only", "join", "--skip", "join"], "--only and --skip both name 'join'. Leave it out of one of them"),
+        (["doctor", "--only", "tp,ddp", "--skip", "ep,ddp"], "--only and --skip both name 'ddp'"),
+        (["doctor", "--skip", "ddp,join"], "--skip cannot leave out 'join': all other checks need it"),
+        (["doctor", "--only", ","], "argument --only: it names no check"),
+        (["physician"], "invalid choice"),
+        ([], "the following arguments are required: command"),
+    ],
+)
+def test_a_wrong_command_line(arguments: list[str], text: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(arguments)
+    assert caught.value.code == 2
+    assert text in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("variables", "text"),
+    [
+        ({"WORLD_SIZE": "abc"}, "WORLD_SIZE='abc' in the environment must be a whole number of at least 1"),
+        ({"WORLD_SIZE": "0"}, "WORLD_SIZE='0' in the environment must be a whole number of at least 1"),
+        ({"RANK": "-1"}, "RANK='-1' in the environment must be a whole number of at least 0"),
+        ({"RANK": "0", "LOCAL_RANK": "first"}, "LOCAL_RANK='first' in the environment"),
+        ({"RANK": "2", "WORLD_SIZE": "2"}, "RANK=2 is not below WORLD_SIZE=2"),
+        ({"RANK": "0", "WORLD_SIZE": "2"}, "MASTER_ADDR expected, but not set. Launch with torchrun"),
+        ({"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "abc"}, "set MASTER_ADDR and MASTER_PORT"),
+    ],
+)
+def test_a_wrong_environment(
+    variables: dict[str, str], text: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_USE_AGENT_STORE"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(SystemExit) as caught:
+        main(["doctor", "--device", "cpu"])
+    assert caught.value.code == 2
+    assert text in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("backend", "text"),
+    [
+        ("zz", "--backend zz: this torch has no backend 'zz'. Those that it has: gloo"),
+        ("gloo,zz", "this torch has no backend 'gloo,zz'"),
+        ("cpu:zz", "this torch has no backend 'zz'"),
+        ("fake", "this torch has no backend 'fake'"),
+        ("", "this torch has no backend ''"),
+        ("cpu:gloo,cpu:gloo", "write one DEVICE:BACKEND for each type of device, such as cpu:gloo,cuda:nccl"),
+        ("cpu:gloo,gloo", "write one DEVICE:BACKEND for each type of device"),
+        ("cuda:gloo", "--backend cuda:gloo moves memory of cuda, and the ranks are on cpu"),
+    ],
+)
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_wrong_backend_is_refused_before_ranks_wait_for_each_other(
+    backend: str, text: str, rank: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """No rank asks for the store: at this address there is none, and to wait for it would end with another exit code."""
+    for name, value in {"RANK": rank, "WORLD_SIZE": 2, "LOCAL_RANK": rank, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": 1}.items():
+        monkeypatch.setenv(name, str(value))
+    with pytest.raises(SystemExit) as caught:
+        main(["doctor", "--device", "cpu", "--backend", backend])
+    assert caught.value.code == 2
+    written = capsys.readouterr()
+    assert text in written.err
+    assert "Traceback" not in written.err
+    assert not written.out
+
+
+@pytest.mark.parametrize("option", ["--json", "--save"])
+def test_a_file_that_cannot_be_written_is_refused_at_once(
+    option: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.delenv("RANK", raising=False)
+    refused = {
+        tmp_path / "no" / "file": "cannot be written: No such file or directory. Name a file in a folder that you may write to",
+        tmp_path: "cannot be written: Is a directory",
+        tmp_path / ("n" * 300): "cannot be written: File name too long",
+        Path("-"): "the tables go to standard output. Name a file",
+    }
+    for path, text in refused.items():
+        with pytest.raises(SystemExit) as caught:
+            main(["doctor", option, str(path)])
+        assert caught.value.code == 2
+        assert text in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize(
+    ("folder", "reason"),
+    [
+        ("file", "File exists"),
+        ("file/below", "Not a directory"),
+        ("no/where", "No such file or directory"),
+        ("/proc/self", ""),  # where nobody may write, root neither
+    ],
+)
+def test_a_folder_that_cannot_be_used_is_refused_on_every_rank(
+    folder: str, reason: str, rank: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Before any rank asks for the store: at this address there is none."""
+    (tmp_path / "file").write_text("")
+    for name, value in {"RANK": rank, "WORLD_SIZE": 2, "LOCAL_RANK": rank, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": 1}.items():
+        monkeypatch.setenv(name, str(value))
+    with pytest.raises(SystemExit) as caught:
+        main(["doctor", "--folder", str(tmp_path / folder)])
+    assert caught.value.code == 2
+    assert f"--folder {tmp_path / folder} cannot be used: {reason}" in capsys.readouterr().err
+
+
+def closed_pipe() -> TextIO:
+    """The end of a pipe that nobody reads."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    return os.fdopen(writer, "w")
+
+
+def test_a_reader_that_has_gone(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """The checks run to their end and the file is written; the exit code tells that the report was cut off."""
+    for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR"):
+        monkeypatch.delenv(name, raising=False)
+    options = DoctorOptions(only=("join",), json_file=tmp_path / "report.json", device="cpu")
+    stream = closed_pipe()
+    ending = run_doctor(options, Session.from_environment(options), stream)
+    assert ending == Ending(1, stuck=False)
+    assert json.loads((tmp_path / "report.json").read_text())["passed"]
+    assert capsys.readouterr().err.count("has stopped reading. Use --json FILE") == 1
+    with suppress(BrokenPipeError):  # what is still in its buffer
+        stream.close()
+
+
+def test_a_list_that_nobody_reads(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(sys, "stdout", closed_pipe())
+    assert main(["doctor", "--list"]) == 141
+    assert capsys.readouterr().err == ""
+    monkeypatch.setattr(sys, "stdout", None)  # as Python has it if it was closed from the beginning
+    with pytest.raises(SystemExit) as caught:
+        main(["doctor", "--list"])
+    assert caught.value.code == 2
+    assert "standard output is closed" in capsys.readouterr().err
+
+
+def test_the_list_of_checks(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor", "--list"]) == 0
+    assert [line.split()[0] for line in capsys.readouterr().out.splitlines()] == [check.name for check in CHECKS]

@@ -1,0 +1,205 @@
+"""Calibration files: read back as written, refused with the field that is wrong, and what plans take from them."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from meshmuon.errors import ConfigError
+from meshmuon.plan import CostModel, LinkRate, PlannedParam, Rate, cost_model_from, make_plan
+from meshmuon.tools.predict.calibration import Calibration, Elementwise
+from meshmuon.tools.predict.prediction import predict
+from tests.support.plans import entry, options_for
+
+MEASURED = Calibration(
+    device="cpu",
+    device_name="a CPU",
+    ranks=4,
+    ranks_per_node=2,
+    compute_dtype="float32",
+    products=(Rate("float32", 512, 2e10), Rate("float64", 512, 1e10)),
+    orthogonalisation=(Rate("float32", 256, 1e10), Rate("float32", 1024, 4e10)),
+    inside=LinkRate(2e9, 1e-5),
+    between=LinkRate(1e9, 2e-5),
+    exchange=LinkRate(5e8, 1e-4),
+    host_seconds_per_matrix=1e-5,
+    host_seconds_per_step=1e-3,
+    elementwise=Elementwise(momentum=3e-9, update=2e-9, copy=1e-9, adamw=4e-9),
+)
+
+
+def written(folder: Path, content: Any) -> Path:
+    path = folder / "doctor.json"
+    path.write_text(content if isinstance(content, str) else json.dumps(content))
+    return path
+
+
+def test_a_file_is_read_back_as_it_was_written(tmp_path: Path) -> None:
+    alone = replace(MEASURED, between=None, inside=None, elementwise=None)
+    for calibration in (MEASURED, alone, replace(MEASURED, exchange_cpu_share=0.25), replace(MEASURED, seconds_per_peer=1e-6)):
+        assert Calibration.load(written(tmp_path, calibration.to_json())) == calibration
+    assert "seconds_per_peer" not in MEASURED.to_json()  # nor in older files
+    report = {"format": "meshmuon doctor", "calibration": MEASURED.to_json()}
+    assert Calibration.load(written(tmp_path, report)) == MEASURED
+
+
+def test_plans_take_the_rate_of_large_matrices_and_of_whole_exchanges(tmp_path: Path) -> None:
+    expected = CostModel(flops_per_byte=4e10 / 5e8, flops_per_exchange=4e10 * 1e-4)
+    for missing in ("inside", "between"):  # measured on one node, or with one rank on each
+        path = written(tmp_path, replace(MEASURED, **{missing: None}).to_json())
+        assert cost_model_from(path) == expected
+    assert cost_model_from(path) == cost_model_from(str(path)) == expected
+    path = written(tmp_path, MEASURED.to_json())
+    assert cost_model_from(path) == CostModel(4e10 / 2e9, 4e10 * 1e-5, 4e10 / 1e9, 4e10 * 1e-4)
+    assert cost_model_from(expected) is expected
+    assert cost_model_from(None) is None
+
+
+def changed(**fields: Any) -> dict[str, Any]:
+    return {**MEASURED.to_json(), **fields}
+
+
+WRONG: dict[str, tuple[Any, str]] = {
+    "not JSON": ("{", "it is not JSON"),
+    "not text": ("[1, 2]", "it is no calibration file"),
+    "another file": ({"format": "something"}, "it is no calibration file"),
+    "another version": (changed(version=2), "it has version 2 of the format, and this meshmuon reads version 1"),
+    "no device": (changed(device=None), "its device is None and must be text"),
+    "no rates": (changed(orthogonalisation=[]), r"its orthogonalisation is \[\] and must be a list of rates"),
+    "a rate of zero": (
+        changed(orthogonalisation=[{"dtype": "float32", "size": 8, "flops_per_second": 0}]),
+        r"its orthogonalisation\[0\].flops_per_second is 0 and must be a positive number",
+    ),
+    "a peer in words": (changed(seconds_per_peer="1"), "its seconds_per_peer is '1' and must be a positive number"),
+    "a flag": (changed(host_seconds_per_matrix=True), "its host_seconds_per_matrix is True and must be a positive number"),
+    "no link": (changed(exchange="fast"), "its exchange is 'fast' and must be a link or null"),
+    "infinite": (changed(exchange={"bytes_per_second": math.inf, "seconds": 1}), "its exchange.bytes_per_second is inf"),
+    "no elementwise work": (changed(elementwise=3), "its elementwise is 3 and must be the times of elementwise work or null"),
+    "no copies": (changed(elementwise={"momentum": 1, "update": 1}), "its elementwise.copy is None and must be a positive"),
+    "one rank": (changed(exchange=None), "it was measured on one rank and knows no link between ranks"),
+    "far too slow": (
+        changed(exchange={"bytes_per_second": 1e-300, "seconds": 1}),
+        "its exchange.bytes_per_second is 1e-300 and must be between 1e-15 and 1e\\+24",
+    ),
+    "slow beside fast": (
+        changed(
+            between=None,
+            exchange={"bytes_per_second": 1e-9, "seconds": 1},
+            orthogonalisation=[{"dtype": "float32", "size": 8, "flops_per_second": 1e23}],
+        ),
+        "flops_per_byte=.* must be a number",
+    ),
+    "not a number": (changed(host_seconds_per_step=math.nan), "its host_seconds_per_step is nan and must be a positive number"),
+    "negative": (changed(host_seconds_per_step=-1), "its host_seconds_per_step is -1 and must be a positive number"),
+    "in words": (changed(host_seconds_per_step="1"), "its host_seconds_per_step is '1' and must be a positive number"),
+    "more digits than a float": (changed(host_seconds_per_step=10**400), "is a number of 1329 bits and must be between"),
+    "a billion ranks": (changed(ranks=10**9), "its ranks is 1000000000 and must be a whole number from 1 to 10000000"),
+    "half a rank": (changed(ranks_per_node=0.5), "its ranks_per_node is 0.5 and must be a whole number"),
+    "a rank and a half": (changed(ranks=1.5), "its ranks is 1.5 and must be a whole number"),
+    "ranks without end": (changed(ranks=math.inf), "its ranks is inf and must be a whole number"),
+    "no size": (
+        changed(orthogonalisation=[{"dtype": "float32", "size": 0, "flops_per_second": 1e9}]),
+        r"its orthogonalisation\[0\].size is 0 and must be a whole number from 1 to 2147483648",
+    ),
+    "a size below one": (
+        changed(products=[{"dtype": "float32", "size": 0.4, "flops_per_second": 1e9}]),
+        r"its products\[0\].size is 0.4 and must be a whole number",
+    ),
+    "rates in words": (changed(products="fast"), "its products is 'fast' and must be a list of rates"),
+    "a list of numbers": (changed(products=[1, 2]), r"its products is \[1, 2\] and must be a list of rates"),
+    "a list instead of a link": (changed(exchange=[1, 2]), r"its exchange is \[1, 2\] and must be a link or null"),
+    "a long text": (changed(products="x" * 10**6), "its products is 'x{119} and must be a list"),
+    "nested": ("[" * 100_000, "it is not JSON"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_a_wrong_file_is_refused(name: str, tmp_path: Path) -> None:
+    content, text = WRONG[name]
+    path = written(tmp_path, content)
+    if re.search("its (device|ranks|products|elementwise|host|seconds_per_peer)|bits", text):  # what plans do not weigh
+        with pytest.raises(ConfigError, match=f"^{text}|{text}"):
+            Calibration.load(path)
+        return
+    with pytest.raises(ConfigError, match=f"^cost_model='.*doctor.json': .*{text}"):
+        cost_model_from(path)
+
+
+def test_a_missing_file_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"^cost_model='.*none.json': it cannot be read: No such file.*doctor --save FILE"):
+        cost_model_from(tmp_path / "none.json")
+    with pytest.raises(ConfigError, match="it cannot be read: Is a directory"):
+        cost_model_from(tmp_path)
+
+
+@pytest.mark.parametrize("value", [1, 1.5, True, b"file", "", ["file"]])
+def test_anything_else_is_refused(value: Any) -> None:
+    with pytest.raises(ConfigError, match=r"^cost_model=.* must be a CostModel, the name of a calibration file, or None"):
+        cost_model_from(value)
+
+
+@pytest.mark.parametrize("numbers", [(-1.0, 1.0), (math.nan, 1.0), (1.0, 0.0), (1.0, math.inf), ("1", 1.0), (True, 1.0)])
+def test_cost_models_that_no_plan_could_use(numbers: Any) -> None:
+    with pytest.raises(ConfigError, match="CostModel: flops_per_"):
+        CostModel(*numbers)
+
+
+def test_rates_between_two_sizes() -> None:
+    rates = [MEASURED.orthogonalisation_rate(size) for size in (1, 256, 512, 1024, 9999)]
+    assert rates == pytest.approx([1e10, 1e10, 2e10, 4e10, 4e10])
+
+
+def test_a_prediction_is_the_sum_over_the_slowest_rank() -> None:
+    """Two equal matrices of 1024 × 1024 on four ranks: owners compute one each, and all ranks send pieces."""
+    params: list[PlannedParam] = [entry(f"p{k}", (1024, 1024), flops=8 * 10**9) for k in range(2)]
+    plan = make_plan(params, options_for(cost=MEASURED.cost_model(), chunk_size=2))
+    assert len(plan.wave_lanes) == 1
+    prediction, piece = predict(plan, replace(MEASURED, between=None)), 2**20 // 4
+    # An owner receives three pieces of its matrix and sends one of the other, and the other way round. Cores do both in turn.
+    moved = (3 + 1) / 2 * 2 * piece
+    assert prediction.parts == pytest.approx(
+        {
+            "host": 1e-3,
+            "momentum": 2 * 5e-6 + 2 * piece * 3e-9,
+            "gather": 1e-4 + moved / 5e8,
+            "orthogonalise": 8e9 / 4e10 + 2 * 2**20 * 1e-9,
+            "scatter": 1e-4 + moved / 5e8,
+            "update": 2 * 5e-6 + 2 * piece * 2e-9,
+        }
+    )
+    assert prediction.total == pytest.approx(sum(prediction.parts.values()))
+    assert predict(plan, MEASURED).parts["gather"] == pytest.approx(1e-5 + moved / 2e9)  # one of several nodes
+
+
+def test_an_exchange_takes_the_time_of_cores_alone() -> None:
+    shared = replace(MEASURED, exchange_cpu_share=0.25)
+    busy = [calibration.exchange_busy for calibration in (MEASURED, shared, replace(shared, device="cuda"))]
+    assert busy == [1.0, 0.25, 0.0]
+    assert replace(MEASURED, exchange_cpu_share=1.7).exchange_busy == 1.0
+
+
+def test_predictions_have_the_copies_of_the_slowest_rank() -> None:
+    calibration = replace(MEASURED, copies=LinkRate(2.5e8, 1e-5))
+    plan = make_plan([entry("p", (1024, 1024), flops=8 * 10**9, staged=True)], options_for(cost=calibration.cost_model()))
+    with_copies, without = predict(plan, calibration), predict(plan, MEASURED)
+    assert with_copies.total == pytest.approx(without.total + 2 * 256 * 1024 * 2 / 2.5e8)
+    local = make_plan([entry("experts", (4, 512, 1024), stack_dims=1, staged=True)], options_for(cost=calibration.cost_model()))
+    assert predict(local, calibration).total == pytest.approx(predict(local, MEASURED).total + 2 * 512 * 1024 * 2 / 2.5e8)
+    on_device = make_plan([replace(param, staged=False) for param in plan.params], plan.options)
+    assert predict(on_device, calibration).total == pytest.approx(without.total)
+
+
+def test_a_calibration_gives_the_price_of_copies(tmp_path: Path) -> None:
+    for several in (True, False):
+        calibration = replace(MEASURED, copies=LinkRate(2.5e8, 1e-5), between=MEASURED.between if several else None)
+        assert Calibration.load(written(tmp_path, calibration.to_json())) == calibration
+        assert calibration.cost_model().per_byte_of_host == pytest.approx(4e10 / 2.5e8)
+    older = {name: value for name, value in MEASURED.to_json().items() if name != "copies"}
+    assert Calibration.load(written(tmp_path, older)) == MEASURED
+    assert MEASURED.cost_model().per_byte_of_host == MEASURED.cost_model().flops_per_byte
