@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -15,17 +14,12 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from meshmuon import DistMuon, Muon, clip_grad_norm_
 from meshmuon.errors import MeshmuonError
-from tests.support.processes import GROUP_TIMEOUT, results_of, run_ranks
+from tests.support.processes import join_group, results_of, run_ranks
 from tests.support.small_model import S0, SHAPES, R, after, assert_equal, give_gradients, initial, muon_of, world_mesh
 from tests.support.tensors import assert_untouched, everything, local, seeded
 
 WORLD = 2
 MATRICES = SHAPES[:-1]
-
-
-def join(folder: Path, rank: int, name: str) -> None:
-    store = dist.FileStore(str(folder / name), WORLD)
-    dist.init_process_group("gloo", rank=rank, world_size=WORLD, store=store, timeout=timedelta(seconds=GROUP_TIMEOUT))
 
 
 def built(layout: str) -> tuple[list[nn.Parameter], Muon]:
@@ -59,7 +53,7 @@ def reborn_rank(rank: int, folder: Path, layout: str, stepped: bool, renewed: bo
     give_gradients(params, 1)
     dist.destroy_process_group()
     if renewed:
-        join(folder, rank, "again")
+        join_group(rank, WORLD, folder / "again")
     said = [refused(optimizer), refused(optimizer)]
     optimizer.add_param_group({"params": [("late", nn.Parameter(torch.ones(3, 3)))], "use_muon": True})
     return [*said, refused(optimizer)]
@@ -90,7 +84,7 @@ def continued_rank(rank: int, folder: Path, layout: str) -> str:
         optimizer.consolidate()
     values, saved = [local(param) for param in params], optimizer.state_dict()
     dist.destroy_process_group()
-    join(folder, rank, "again")
+    join_group(rank, WORLD, folder / "again")
     give_gradients(params, 2)
     text = refused(optimizer)
     if layout == "DTensors":
@@ -131,7 +125,7 @@ def divided_rank(rank: int, folder: Path) -> str:
     give_gradients(params, 0)
     optimizer.step()
     dist.destroy_process_group()
-    join(folder, rank, "again")
+    join_group(rank, WORLD, folder / "again")
     optimizer.replica_group = dist.group.WORLD
     give_gradients(params, 1)
     return refused(optimizer)
@@ -154,7 +148,7 @@ def alone_rank(rank: int, folder: Path) -> None:
         if step == 0:
             dist.destroy_process_group()
         if step == 1:
-            join(folder, rank, "again")
+            join_group(rank, WORLD, folder / "again")
     assert_equal(params, after(3))
 
 
@@ -166,7 +160,7 @@ def clipped_rank(rank: int, folder: Path) -> Any:
     params, _ = built("two axes")
     give_gradients(params, 0)
     dist.destroy_process_group()
-    join(folder, rank, "again")
+    join_group(rank, WORLD, folder / "again")
     with pytest.raises(MeshmuonError) as caught:
         clip_grad_norm_(params, 1.0)
     return type(caught.value).__name__, str(caught.value)

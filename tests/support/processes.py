@@ -36,11 +36,14 @@ def fork_server() -> ForkServerContext:
     return context
 
 
-def _join_group(rank: int, world: int, store: Path, backend: str) -> None:
+def join_group(rank: int, world: int, store: Path, backend: str = "gloo") -> None:
+    """Returns once all ranks have joined: one that left before would close connections that another is still making."""
     files, timeout = FileStore(str(store), world), timedelta(seconds=GROUP_TIMEOUT)
     dist.init_process_group(backend, rank=rank, world_size=world, store=files, timeout=timeout)
     if backend == nccl_like.NAME:
         nccl_like.bind_device()
+    files.set(f"joined {rank}", "")
+    files.wait([f"joined {other}" for other in range(world)], timeout)
 
 
 def shorten_timeouts(seconds: float) -> None:
@@ -97,7 +100,7 @@ def run_ranks(
 def _rank_main(rank: int, world: int, main: RankMain, folder: Path, backend: str, args: Sequence[Any]) -> None:
     torch.set_num_threads(1)
     try:
-        _join_group(rank, world, folder / "store", backend)
+        join_group(rank, world, folder / "store", backend)
         outcome = RankOutcome(result=main(rank, folder, *args))
     except BaseException:
         outcome = RankOutcome(trouble=traceback.format_exc())
@@ -197,7 +200,7 @@ def _job_rank_main(
 def _trouble_of(job: Job, rank: int, folder: Path, store: Path) -> str:
     """What went wrong in a job on this rank, or nothing."""
     try:
-        _join_group(rank, job.world, store, job.backend)
+        join_group(rank, job.world, store, job.backend)
         job.run(folder)
         if job.backend == nccl_like.NAME:
             nccl_like.compare_histories()
