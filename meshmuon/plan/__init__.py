@@ -7,8 +7,7 @@ from .owners import lightest_possible
 from .plan import Plan, make_plan
 from .plan_data import DEFAULT_MAX_PEERS, REPLICA_OPTIONS, PlanData, PlanOptions, Replicas, add_local_costs
 from .rates import CostModelLike, LinkRate, Rate, RatesReader, cost_model_from
-from .relay_bytes import Hops, WaveHops
-from .relays import HopRoutes, Parcel, Relays
+from .relays import HopRoutes, Hops, Parcel, Relays, WaveHops
 from .report import bytes_text, counted, how_computed, table
 from .routes import WaveRoutes, WaveSizes, rank_routes, routes_of, slot_sizes, wave_sizes
 from .tasks import EVERY_HOLDER, NO_WAVE, PartIndex, PieceTransfer, PlannedParam, Task

@@ -58,10 +58,6 @@ class Nodes:
         """The number of the node that ``rank`` is on."""
         return self._node_of[rank]
 
-    def together(self, rank: int, other: int) -> bool:
-        """Whether two ranks share a node."""
-        return self._node_of[rank] == self._node_of[other]
-
     def __repr__(self) -> str:
         first, size = self.ranks[0][:1], len(self.ranks[0]) if self.ranks else 0
         in_order = [rank for node in self.ranks for rank in node] == list(range(size * len(self.ranks)))
@@ -75,59 +71,39 @@ class Crossings:
 
     def __init__(self, nodes: Nodes) -> None:
         self.nodes = nodes
-        self._held: dict[ShardedMatrix, _HeldByNode] = {}
+        self._by_matrix: dict[ShardedMatrix, dict[tuple[int, int], tuple[int, int]]] = {}
 
     def of(self, sharded: ShardedMatrix, owner: int) -> int:
-        """Elements that the gather and the scatter send between nodes."""
-        return self.gathered(sharded, owner) + self.scattered(sharded, owner)
-
-    def gathered(self, sharded: ShardedMatrix, owner: int) -> int:
-        """Elements that the owner receives from other nodes."""
-        _, replica = sharded.holdings[owner]
-        return sharded.size - self._held_by_node(sharded).one_replica[replica, self.nodes.node_of(owner)]
-
-    def scattered(self, sharded: ShardedMatrix, owner: int) -> int:
-        """Elements that the owner sends to other nodes, to all replicas."""
-        return sharded.size * sharded.replicas - self._held_by_node(sharded).all_replicas[self.nodes.node_of(owner)]
+        """Elements that the gather and the scatter send between nodes: the owner receives one replica and sends to all."""
+        return self._crossing(sharded)[sharded.holdings[owner][1], self.nodes.node_of(owner)][0]
 
     def fewest(self, sharded: ShardedMatrix) -> int:
         """What the best owner needs."""
-        return sharded.size * (1 + sharded.replicas) - self._held_by_node(sharded).largest
+        return min(crossing for crossing, _ in self._crossing(sharded).values())
 
     def fewest_apart(self, sharded: ShardedMatrix) -> int:
         """What the best owners of all replicas need together, if each replica computes for itself."""
-        most: dict[int, int] = {}
-        for (replica, _), elements in self._held_by_node(sharded).one_replica.items():
-            most[replica] = max(most.get(replica, 0), elements)
-        return sum(2 * (sharded.size - elements) for elements in most.values())
+        fewest: dict[int, int] = {}
+        for (replica, _), (_, gathered) in self._crossing(sharded).items():
+            fewest[replica] = min(fewest.get(replica, gathered), gathered)
+        return 2 * sum(fewest.values())
 
     def depend_on_owner(self, sharded: ShardedMatrix) -> bool:
         """Whether some owners need more than others."""
-        held = self._held_by_node(sharded)
-        return held.smallest < held.largest
+        return len({crossing for crossing, _ in self._crossing(sharded).values()}) > 1
 
-    def _held_by_node(self, sharded: ShardedMatrix) -> _HeldByNode:
-        if sharded not in self._held:
-            self._held[sharded] = _HeldByNode.of(sharded, self.nodes)
-        return self._held[sharded]
-
-
-@dataclass(frozen=True, slots=True)
-class _HeldByNode:
-    """Elements of one matrix that the ranks of a node hold."""
-
-    one_replica: dict[tuple[int, int], int]  # (replica, node) → elements
-    all_replicas: dict[int, int]  # node → elements, counted once for each holder
-    largest: int  # of all owners: what stays on its node, in the gather and in the scatter
-    smallest: int
-
-    @classmethod
-    def of(cls, sharded: ShardedMatrix, nodes: Nodes) -> _HeldByNode:
-        one_replica: dict[tuple[int, int], int] = {}
-        all_replicas: dict[int, int] = {}
-        for rank, (piece, replica) in sharded.holdings.items():
-            node, size = nodes.node_of(rank), sharded.sizes[piece]
-            one_replica[replica, node] = one_replica.get((replica, node), 0) + size
-            all_replicas[node] = all_replicas.get(node, 0) + size
-        staying = [elements + all_replicas[node] for (_, node), elements in one_replica.items()]
-        return cls(one_replica, all_replicas, max(staying), min(staying))
+    def _crossing(self, sharded: ShardedMatrix) -> dict[tuple[int, int], tuple[int, int]]:
+        """(replica, node) of an owner → elements between nodes in gather and scatter, and in the gather alone."""
+        if sharded not in self._by_matrix:
+            one_replica: dict[tuple[int, int], int] = {}  # (replica, node) → elements that its ranks hold
+            all_replicas: dict[int, int] = {}  # node → elements, counted once for each holder
+            for rank, (piece, replica) in sharded.holdings.items():
+                node, size = self.nodes.node_of(rank), sharded.sizes[piece]
+                one_replica[replica, node] = one_replica.get((replica, node), 0) + size
+                all_replicas[node] = all_replicas.get(node, 0) + size
+            copies = sharded.size * sharded.replicas
+            self._by_matrix[sharded] = {
+                (replica, node): (sharded.size - held + copies - all_replicas[node], sharded.size - held)
+                for (replica, node), held in one_replica.items()
+            }
+        return self._by_matrix[sharded]

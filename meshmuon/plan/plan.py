@@ -84,7 +84,7 @@ def make_plan(params: Sequence[PlannedParam], options: PlanOptions) -> Plan:
     for rank, count in copied_bytes(ranks, params, [*staying, *travelling]).items():
         loads[rank] += options.cost.per_byte_of_host * count
     owners = assign_owners(travelling, loads, crossings, [params[task.param].itemsize for task in travelling])
-    owned = [task.owned_by(owner) for task, owner in zip(travelling, owners, strict=True)]
+    owned = [task.placed(owner) for task, owner in zip(travelling, owners, strict=True)]
     cutter = WaveCutter(owned, params, options)
     cut = cutter.cut()
     parts = ranks, tuple(params), (*staying, *cut.tasks), cut.wave_lanes

@@ -16,7 +16,7 @@ from .footprint import Footprint
 from .nodes import Crossings, Nodes
 from .owners import lightest_possible
 from .peers import PeerCounter
-from .relay_bytes import WaveHops, count_hops, relay_buffers
+from .relays import WaveHops, count_hops, relay_buffers
 from .tasks import EVERY_HOLDER, NO_WAVE, PieceTransfer, PlannedParam, Task
 from .traffic import ExchangeBytes, WaveOwners, WaveTraffic, count_traffic
 
@@ -134,12 +134,6 @@ class PlanData:
     def traffic(self) -> tuple[WaveTraffic, ...]:
         """What every rank sends and receives in each wave, from the first rank to the last where relays are between."""
         return count_traffic(self.ranks, self.wave_owners, self.options.nodes)
-
-    @cached_property
-    def elements_sent(self) -> dict[int, int]:
-        """Rank → elements that it sends to other ranks in a step."""
-        owners = WaveOwners(self.tasks, [1] * len(self.params), len(self.wave_lanes))
-        return self._summed(exchange.sent for exchange in _exchanges(count_traffic(self.ranks, owners, None)))
 
     @cached_property
     def bytes_sent(self) -> dict[int, int]:

@@ -9,12 +9,14 @@ With 8 ranks per node on 512 nodes an exchange among all has 4,095 peers per ran
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import TypeAlias
+from operator import add, sub
+from typing import NamedTuple, TypeAlias
 
 from .nodes import Nodes
+from .traffic import ExchangeBytes, WaveOwners, WaveTraffic
 
 Parcel: TypeAlias = "tuple[int, int]"
 """All that one rank sends to another in an exchange: from which rank to which."""
@@ -82,3 +84,114 @@ class Relays:
             for leg in legs
         )
         return collect, forward, distribute
+
+
+Hops: TypeAlias = "tuple[ExchangeBytes, ...]"
+"""The exchanges that one exchange really consists of: itself, or collect, forward and distribute."""
+
+WaveHops: TypeAlias = "tuple[Hops, Hops]"
+"""The hops of the gather and of the scatter of a wave."""
+
+
+def count_hops(
+    ranks: Sequence[int], owners: WaveOwners, nodes: Nodes, traffic: Sequence[WaveTraffic], *, averages: bool = False
+) -> tuple[WaveHops, ...]:
+    """The hops of each wave. With ``averages``, gathers are scatters the other way: all replicas send their gradients."""
+    counter = _RelayCounter(ranks, owners, nodes)
+    hops = []
+    for wave, (itemsizes, exchanges) in enumerate(zip(owners.itemsizes, traffic, strict=True)):
+        replicated = any(owners.matrices[number].replicas > 1 for number in itemsizes)
+        of_all = counter.to_owners(wave, one_replica=False)
+        of_one = counter.to_owners(wave, one_replica=True) if replicated and not averages else of_all
+        gather = exchanges.scatter.reversed() if averages else exchanges.gather
+        # Who collects a parcel distributes the one that comes back.
+        hops.append((_three_hops(gather, *of_one), _three_hops(exchanges.scatter, *reversed(of_all))))
+    return tuple(hops)
+
+
+def relay_buffers(waves: Sequence[tuple[WaveHops, int]]) -> list[int]:
+    """Bytes of the buffers between hops on every rank, from the hops of waves and the slots that they use.
+
+    Waves take turns in the buffers of the first hop of their slot. The other hops have one set of buffers for all gathers, and
+    one for all scatters, since only one of each is waited for at a time (``meshmuon/execute/relayed.py``).
+    """
+    largest: dict[tuple[int | str, ...], list[int]] = {}
+    for hops, slot in waves:
+        for direction, exchange in zip(("gather", "scatter"), hops, strict=True):
+            for number, hop in enumerate(exchange if len(exchange) > 1 else ()):
+                for name, sizes in (("sent", hop.sent), ("received", hop.received)):
+                    key = number, name, direction if number else slot
+                    largest[key] = list(map(max, largest[key], sizes)) if key in largest else sizes
+    return [sum(sizes) for sizes in zip(*largest.values(), strict=True)]
+
+
+class _Relayed(NamedTuple):
+    """Bytes that relays exchange with those of other nodes, in one direction; lists have an entry for each rank."""
+
+    total: list[int]
+    own: list[int]  # of these, what the relay itself sends or receives
+
+
+def _three_hops(exchange: ExchangeBytes, forwarded: _Relayed, arrived: _Relayed) -> Hops:
+    """Collect, forward and distribute; what stays inside a node goes with the first."""
+    zero = [0] * len(forwarded.total)
+    collected, distributed = map(sub, forwarded.total, forwarded.own), list(map(sub, arrived.total, arrived.own))
+    sent, received = list(map(sub, exchange.sent, forwarded.own)), list(map(add, exchange.received_inside, collected))
+    return (
+        ExchangeBytes(sent, zero, received, zero),
+        ExchangeBytes(zero, forwarded.total, zero, arrived.total),
+        ExchangeBytes(distributed, zero, list(map(sub, exchange.received_between, arrived.own)), zero),
+    )
+
+
+class _RelayCounter:
+    """Counts what relays do without listing the parcels.
+
+    Of a matrix, holder h sends elements(h) · itemsize(o) bytes to owner o. A rank of node A therefore forwards elements(A) ·
+    itemsize(B) for each node B that it relays for, and receives itemsize(A) · elements(B) from there: both sides are counted
+    alike, with holders and owners swapped.
+    """
+
+    def __init__(self, ranks: Sequence[int], owners: WaveOwners, nodes: Nodes) -> None:
+        self._owners, self._nodes = owners, nodes
+        self._position = {rank: position for position, rank in enumerate(ranks)}
+        sizes, count = set(map(len, nodes.ranks)), len(nodes.ranks)
+        # Node size → node → which rank of a node of that size relays for it.
+        self._relay_for = {size: [relay_for(node, size) for node in range(count)] for size in sizes}
+
+    def to_owners(self, wave: int, *, one_replica: bool) -> tuple[_Relayed, _Relayed]:
+        """Forwarded and arrived bytes from holders to the owners of a wave: holders in the owner's replica, or in all."""
+        forwarded, arrived = (_Relayed([0] * len(self._position), [0] * len(self._position)) for _ in range(2))
+        for number, itemsizes in self._owners.itemsizes[wave].items():
+            sharded = self._owners.matrices[number]
+            for replica in range(sharded.replicas) if one_replica else (None,):
+                holdings, sizes = sharded.holdings, sharded.sizes
+                in_replica = {rank for rank, (_, k) in holdings.items() if k == replica} if one_replica else holdings.keys()
+                to = {owner: itemsize for owner, itemsize in itemsizes.items() if owner in in_replica}
+                if to:
+                    held = {rank: sizes[holdings[rank][0]] for rank in in_replica}
+                    self._add(forwarded, held, to)
+                    self._add(arrived, to, held)
+        return forwarded, arrived
+
+    def _add(self, relayed: _Relayed, near: Mapping[int, int], far: Mapping[int, int]) -> None:
+        """Adds near(A) · far(B) to the rank of A that relays for B, over all pairs of nodes."""
+        near_of_node, far_of_node = self._by_node(near), self._by_node(far)
+        served = {size: [0] * size for size in self._relay_for}  # size of A → rank of A → far(B) of all B that it relays for
+        for size, relays in self._relay_for.items():
+            for node, amount in far_of_node.items():
+                served[size][relays[node]] += amount
+        for node, amount in near_of_node.items():
+            mates = self._nodes.ranks[node]
+            itself = self._relay_for[len(mates)][node]  # a node does not relay for itself
+            for number, (rank, amount_served) in enumerate(zip(mates, served[len(mates)], strict=True)):
+                factor = amount_served - (far_of_node.get(node, 0) if number == itself else 0)
+                relayed.total[self._position[rank]] += amount * factor
+                relayed.own[self._position[rank]] += near.get(rank, 0) * factor
+
+    def _by_node(self, amounts: Mapping[int, int]) -> dict[int, int]:
+        by_node: dict[int, int] = {}
+        for rank, amount in amounts.items():
+            node = self._nodes.node_of(rank)
+            by_node[node] = by_node.get(node, 0) + amount
+        return by_node

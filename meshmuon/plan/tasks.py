@@ -62,13 +62,9 @@ class Task:
     owner: int = EVERY_HOLDER  # the rank that orthogonalises it, or ``EVERY_HOLDER``
     wave: int = NO_WAVE  # number of its wave, whose lane is ``Plan.wave_lanes[wave]``; ``NO_WAVE`` if nothing travels
 
-    def owned_by(self, owner: int) -> Task:
-        """The task with an owner."""  # ``dataclasses.replace`` takes three times as long, and there are tens of thousands
-        return Task(self.param, self.matrix, self.sharded, self.cost, owner, self.wave)
-
-    def in_wave(self, wave: int) -> Task:
-        """The task in a wave."""
-        return Task(self.param, self.matrix, self.sharded, self.cost, self.owner, wave)
+    def placed(self, owner: int, wave: int = NO_WAVE) -> Task:
+        """The task with an owner, and a wave."""  # ``dataclasses.replace`` takes three times as long
+        return Task(self.param, self.matrix, self.sharded, self.cost, owner, wave)
 
 
 @dataclass(frozen=True, slots=True)

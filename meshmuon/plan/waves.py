@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from .footprint import Footprint
 from .plan_data import PlanOptions
-from .relay_bytes import WaveHops, relay_buffers
+from .relays import WaveHops, relay_buffers
 from .tasks import PlannedParam, Task
 
 _OVERLAP = 6  # waves of a step: enough to overlap gathers, work and scatters, with a small first and a small last wave
@@ -65,7 +65,7 @@ class WaveCutter:
             for k, wave in zip(indices, cut, strict=True):
                 waves[k] = len(lane_of_wave) + wave
             lane_of_wave.extend([lane] * (max(cut) + 1))
-        tasks = [task.in_wave(wave) for task, wave in zip(self._tasks, waves, strict=True)]
+        tasks = [task.placed(task.owner, wave) for task, wave in zip(self._tasks, waves, strict=True)]
         return Cut(tasks, tuple(lane_of_wave), in_flight)
 
     def in_flight_through_relays(self, ranks: Sequence[int], hops: Sequence[WaveHops]) -> int:

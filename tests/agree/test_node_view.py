@@ -47,7 +47,7 @@ def test_the_setting_decides(setting: str, world: int, expected: Nodes, monkeypa
     assert NodeView.from_environment(0, range(world), world).nodes == expected
     for rank in range(world):
         for other in range(world):
-            assert (node_name(rank, world) == node_name(other, world)) == expected.together(rank, other)
+            assert (node_name(rank, world) == node_name(other, world)) == (expected.node_of(rank) == expected.node_of(other))
 
 
 @pytest.mark.parametrize("setting", ["3", "0", "2,3", "two", "2,,2", "-2", "4,0", "²"])

@@ -36,7 +36,7 @@ def counted_between(plan: Plan, nodes: Nodes) -> dict[int, int]:
     for index in range(len(plan.tasks)):
         itemsize = plan.params[plan.tasks[index].param].itemsize
         for transfer in (*plan.gather_sends(index), *plan.scatter_sends(index)):
-            if not nodes.together(transfer.source, transfer.target):
+            if nodes.node_of(transfer.source) != nodes.node_of(transfer.target):
                 sent[transfer.source] += itemsize * transfer.piece.size
     return sent
 

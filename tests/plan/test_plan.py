@@ -122,14 +122,12 @@ def test_what_arrives_is_the_whole_matrix_and_goes_back_to_all(plan: Plan) -> No
 @given(plans)
 def test_what_is_sent_is_the_sum_over_routes(plan: Plan) -> None:
     for rank in plan.ranks:
-        elements = nbytes = 0
+        nbytes = 0
         for wave in routes_of(plan, rank):
             for send in (*wave.gather_out, *wave.scatter_out):
-                elements += send.piece.size
                 nbytes += send.piece.size * plan.params[plan.tasks[send.task].param].itemsize
-        assert plan.elements_sent[rank] == elements
         assert plan.bytes_sent[rank] == nbytes
-    assert set(plan.elements_sent) == set(plan.bytes_sent) == set(plan.ranks)
+    assert set(plan.bytes_sent) == set(plan.ranks)
 
 
 @thorough
@@ -163,11 +161,11 @@ def test_repeat_has_one_owner_per_replica(seed: int) -> None:
 def test_replicated_and_repeated_sends_nothing() -> None:
     replicated = entry(placements=(Replicated(),))
     plan = make_plan([replicated], options_for(replicas="repeat"))
-    assert set(plan.elements_sent.values()) == {0}
+    assert set(plan.bytes_sent.values()) == {0}
     assert plan.wave_lanes == ()
     assert set(plan.flops.values()) == {1000.0}  # but all compute
     shared = make_plan([replicated], options_for(replicas="share"))
-    assert sorted(shared.elements_sent.values()) == [0, 0, 0, 3 * 48]
+    assert sorted(shared.bytes_sent.values()) == [0, 0, 0, 2 * 3 * 48]
     assert sorted(shared.flops.values()) == [0.0, 0.0, 0.0, 1000.0]
 
 
@@ -179,12 +177,12 @@ def test_hsdp() -> None:
     other = {0: 1, 1: 0, 2: 3, 3: 2}[task.owner]  # its partner in the replica
     assert {(send.source, send.target) for send in shared.gather_sends(0)} == {(other, task.owner)}
     assert {send.target for send in shared.scatter_sends(0)} == {0, 1, 2, 3} - {task.owner}
-    assert sum(shared.elements_sent.values()) == 24 + 24 * 3
+    assert sum(shared.bytes_sent.values()) == 2 * (24 + 24 * 3)
     repeated = make_plan([hsdp], options_for(replicas="repeat"))
     assert len(repeated.tasks) == 2
     assert [sorted(one.sharded.holdings) for one in repeated.tasks] == [[0, 1], [2, 3]]
-    assert set(repeated.elements_sent.values()) <= {0, 24}
-    assert sum(repeated.elements_sent.values()) == 4 * 24
+    assert set(repeated.bytes_sent.values()) <= {0, 2 * 24}
+    assert sum(repeated.bytes_sent.values()) == 2 * 4 * 24
 
 
 @thorough
@@ -337,7 +335,7 @@ def test_private_parameters_change_neither_owners_nor_digest(seed: int) -> None:
     assert beside.loads == without.loads
     assert beside.bound == without.bound
     assert all(task.wave == NO_WAVE for task in beside.tasks if beside.params[task.param].private)  # whatever ``replicas`` says
-    assert beside.elements_sent == without.elements_sent
+    assert beside.bytes_sent == without.bytes_sent
 
 
 @thorough
@@ -401,8 +399,7 @@ def test_fsdp_sends_each_element_there_and_back(ranks: int, dim: int) -> None:
     shapes = [(48, 96), (96, 48), (144, 48), (48, 48), (240, 48)]
     plan = make_plan([entry(f"p{k}", s, line(ranks), (Sharded(dim),)) for k, s in enumerate(shapes)], options_for())
     total = sum(rows * cols for rows, cols in shapes)
-    assert sum(plan.elements_sent.values()) * ranks == 2 * (ranks - 1) * total
-    assert sum(plan.bytes_sent.values()) == 2 * sum(plan.elements_sent.values())
+    assert sum(plan.bytes_sent.values()) * ranks == 2 * 2 * (ranks - 1) * total  # two bytes an element
 
 
 @settings(max_examples=60)
@@ -415,7 +412,7 @@ def test_fsdp_with_uneven_rows_stays_within_rounding(seed: int) -> None:
     plan = make_plan([entry(f"p{k}", shape, line(ranks)) for k, shape in enumerate(shapes)], options_for())
     least = sum(2 * (rows - -(-rows // ranks)) * cols for rows, cols in shapes)
     most = sum(2 * (rows - 1) * cols for rows, cols in shapes)
-    assert least <= sum(plan.elements_sent.values()) <= most
+    assert 2 * least <= sum(plan.bytes_sent.values()) <= 2 * most
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ from operator import add
 
 from ...plan.plan_data import PlanData, add_local_costs
 from ...plan.rates import LinkRate
-from ...plan.relay_bytes import Hops
+from ...plan.relays import Hops
 from ...plan.tasks import EVERY_HOLDER, Task
 from .calibration import Calibration
 from .peers import WavePeers, count_peers

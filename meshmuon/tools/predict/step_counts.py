@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ...plan.plan_data import PlanData
-from ...plan.relay_bytes import relay_buffers
+from ...plan.relays import relay_buffers
 
 
 def bytes_sent(plan: PlanData, *, averages: bool) -> dict[int, int]:

@@ -40,7 +40,7 @@ def test_traffic_is_what_the_routes_say(seed: int) -> None:
             for k, transfers in enumerate(lists):
                 for transfer in transfers:
                     size = transfer.piece.size * plan.params[plan.tasks[transfer.task].param].itemsize
-                    expected[2 * k + (not nodes.together(transfer.source, transfer.target))] += size
+                    expected[2 * k + (nodes.node_of(transfer.source) != nodes.node_of(transfer.target))] += size
             counted = [
                 counts[at]
                 for exchange in (traffic.gather, traffic.scatter)
