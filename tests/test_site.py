@@ -55,9 +55,8 @@ def test_a_missing_docstring_is_seen(tools: dict[str, ModuleType], tmp_path: Pat
     source = "class A:\n  'Text.'\n  def bare(self): ...\n  def told(self): 'Text.'\n  def _own(self): ...\ndef bare(): ...\n"
     module.write_text(source)
     names = tools["public_names"]
-    monkeypatch.setattr(names, "ROOT", tmp_path)
-    monkeypatch.setattr(names, "MODULES", [module])
-    assert names.undocumented() == ["meshmuon.hf.A.bare", "meshmuon.hf.bare"]
+    monkeypatch.setattr(names, "ADAPTERS", [module])
+    assert names.undocumented() == ["meshmuon.integrations.hf.A.bare", "meshmuon.integrations.hf.bare"]
 
 
 PAGE = """<html><head><link rel="stylesheet" href="a.css"><style>b {{ background: url(c.png) }}</style></head>

@@ -1,8 +1,8 @@
 """The public names of meshmuon, read from the source: what the reference must show and what must have a docstring.
 
-Public are ``__all__`` of ``meshmuon`` and of ``meshmuon.metrics``, and the functions and classes without a leading underscore of
-``meshmuon.checkpoint``, of ``meshmuon.migrate`` and of the adapters in ``meshmuon.integrations``. Nothing is imported: the
-adapters need trainers that an environment may lack.
+Public are the classes and functions in ``__all__`` of ``meshmuon``, ``meshmuon.metrics``, ``meshmuon.checkpoint`` and
+``meshmuon.migrate``, and those without a leading underscore of the adapters in ``meshmuon.integrations``. Nothing is imported:
+the adapters need trainers that an environment may lack.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "meshmuon"
-EXPORTING = [PACKAGE, PACKAGE / "metrics"]
-MODULES = [
-    PACKAGE / "tools" / "checkpoint.py",
-    PACKAGE / "tools" / "migrate.py",
-    *sorted((PACKAGE / "integrations").glob("[!_]*.py")),
-]
-INTERNAL = {"factory"}  # shared by the adapters
+EXPORTING = {
+    "meshmuon": PACKAGE / "__init__.py",
+    "meshmuon.metrics": PACKAGE / "metrics" / "__init__.py",
+    "meshmuon.checkpoint": PACKAGE / "checkpoint.py",
+    "meshmuon.migrate": PACKAGE / "migrate.py",
+}
+ADAPTERS = [path for path in sorted((PACKAGE / "integrations").glob("[!_]*.py")) if path.stem != "factory"]  # which they share
 
 _Definition = ast.ClassDef | ast.FunctionDef
 
@@ -27,16 +27,13 @@ _Definition = ast.ClassDef | ast.FunctionDef
 def public_names() -> dict[str, _Definition]:
     """Full name of every public class and function, with its definition."""
     names: dict[str, _Definition] = {}
-    for package in EXPORTING:
-        dotted = ".".join(package.relative_to(PACKAGE.parent).parts)
-        names |= {f"{dotted}.{name}": _definition(module, name) for name, module in _exports(package / "__init__.py").items()}
-    for module in MODULES:
-        dotted = ".".join(
-            part for part in module.relative_to(ROOT).with_suffix("").parts if part != "tools"
-        )  # as users import it
-        for node in _tree(module).body if module.stem not in INTERNAL else []:
+    for dotted, module in EXPORTING.items():
+        exports = {name: _definition(source, name) for name, source in _exports(module).items()}
+        names |= {f"{dotted}.{name}": node for name, node in exports.items() if node is not None}
+    for module in ADAPTERS:
+        for node in _tree(module).body:
             if isinstance(node, ast.ClassDef | ast.FunctionDef) and not node.name.startswith("_"):
-                names[f"{dotted}.{node.name}"] = node
+                names[f"meshmuon.integrations.{module.stem}.{node.name}"] = node
     return names
 
 
@@ -61,11 +58,11 @@ def _tree(path: Path) -> ast.Module:
     return ast.parse(path.read_text(encoding="utf-8"))
 
 
-def _exports(init: Path) -> dict[str, Path]:
-    """The names of ``__all__`` in an ``__init__.py``, each with the module that it is imported from."""
-    body = _tree(init).body
+def _exports(module: Path) -> dict[str, Path]:
+    """The names of ``__all__``, each with the module that it is imported from."""
+    body = _tree(module).body
     lists = [node.value for node in body if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__"]
-    sources = _imports(init)
+    sources = _imports(module)
     return {name: sources[name] for name in ast.literal_eval(lists[0])}
 
 
@@ -81,9 +78,10 @@ def _imports(module: Path) -> dict[str, Path]:
     return found
 
 
-def _definition(module: Path, name: str) -> _Definition:
-    """The definition of a name, also where the module only passes it on."""
+def _definition(module: Path, name: str) -> _Definition | None:
+    """The class or function of this name, also where the module only passes it on; None for any other value."""
     for node in _tree(module).body:
         if isinstance(node, ast.ClassDef | ast.FunctionDef) and node.name == name:
             return node
-    return _definition(_imports(module)[name], name)
+    source = _imports(module).get(name)
+    return None if source is None else _definition(source, name)
