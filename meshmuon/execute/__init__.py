@@ -2,12 +2,20 @@
 
 from .data_parallel import DataParallelExecutor
 from .executor import Executor, StepExecutor
-from .local_cuts import window_of
-from .observer import UNOBSERVED, MatrixKey, Observer
 from .reference import ReferenceExecutor
 from .rounding import Elements, RandomWords, RoundingScratch, advance_counters, chunks_of, elements_held, round_stochastically
-from .settings import DEFAULT_MEMORY_BUDGET, ExecutorSettings
-from .step_param import StepParam, StepSettings, UpdateRule, may_fail
+from .step_param import (
+    DEFAULT_MEMORY_BUDGET,
+    UNOBSERVED,
+    ExecutorSettings,
+    MatrixKey,
+    Observer,
+    StepParam,
+    StepSettings,
+    UpdateRule,
+    may_fail,
+)
+from .views import window_of
 
 __all__ = [
     "DEFAULT_MEMORY_BUDGET",

@@ -18,9 +18,8 @@ from .program_builder import MatrixRange, PlacedTransfers, ProgramBuilder, offse
 from .rounding import RoundingScratch
 from .rule_state import RuleStateExchange, rule_state_exchanges
 from .shard_views import GradientReads, ShardView, ShardViews
-from .staging import Stage, Staging
-from .strided_copies import PlacedPiece, blocks_of, strided_views
-from .wave import CopyPairs, FallibleWave, OwnedBatch, RankWave, Wave
+from .views import PlacedPiece, blocks_of, strided_views
+from .wave import CopyPairs, FallibleWave, OwnedBatch, RankWave, Stage, Staging, Wave
 
 _STAGED = tuple(f"staged {MATRICES} {slot}" for slot in range(STAGED_IN_FLIGHT))
 

@@ -19,13 +19,12 @@ from ..transport import Exchange
 from .build import RankProgram
 from .elementwise import accumulate, fill_with_momentum
 from .executor import Executor
-from .observer import Observer
 from .ortho_batch import OrthoBatch
 from .program_builder import ProgramBuilder, offsets_of
 from .rounding import RoundingScratch
 from .rule_state import load_rule_state, store_rule_state
 from .shard_views import GradientReads, ShardView, ShardViews, grouped
-from .step_param import StepParam
+from .step_param import Observer, StepParam
 from .wave import CopyPairs, PreparedExchange
 
 

@@ -7,12 +7,11 @@ from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 
 from ..device import Mark, Streams
-from .observer import Observer
 from .ortho_batch import OrthoBatch
 from .rule_state import load_rule_state, store_rule_state
 from .shard_views import GradientReads, ShardView, ShardViews
-from .staging import Stage
-from .step_param import StepParam
+from .step_param import Observer, StepParam
+from .wave import Stage
 
 STAGED_IN_FLIGHT = 2
 """How many staged batches are under way: one is orthogonalised while the host works on the one before and on the next."""

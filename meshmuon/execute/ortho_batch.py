@@ -28,9 +28,7 @@ from ..ortho import (
 from ..ortho.kernels.products import BlockedProducts, FunctionalProducts
 from ..plan import Batch
 from ..torch_compat import own_graph_per_shape
-from .observer import UNOBSERVED, MatrixKey, Observer
-from .settings import ExecutorSettings
-from .step_param import NONE_IDLE, StepParam, UpdateRule
+from .step_param import NONE_IDLE, UNOBSERVED, ExecutorSettings, MatrixKey, Observer, StepParam, UpdateRule
 
 ShowGram: TypeAlias = Callable[[Tensor], None]
 

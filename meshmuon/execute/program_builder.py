@@ -26,15 +26,12 @@ from ..plan import (
 )
 from ..torch_compat import local_part
 from ..transport import Exchange
-from .local_cuts import LocalWindow
-from .observer import MatrixKey
 from .ortho_batch import MATRICES, BatchMemory, OrthoBatch, reserve_ortho_batches
 from .relayed import RelayedExchange, RelayMemory
-from .settings import ExecutorSettings
 from .shard_views import ShardView
-from .staging import Staging
-from .step_param import StepParam
-from .wave import ExchangeBuffers, PreparedExchange
+from .step_param import ExecutorSettings, MatrixKey, StepParam
+from .views import LocalWindow
+from .wave import ExchangeBuffers, PreparedExchange, Staging
 
 PlacedTransfers: TypeAlias = "list[tuple[PieceTransfer, int]]"
 """Transfers with the offsets of their pieces in a buffer."""

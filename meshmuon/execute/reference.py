@@ -21,14 +21,12 @@ from ..plan import Plan
 from ..torch_compat import local_part
 from ..transport import Exchange, check_round_trip, has_part, own_shard, whole
 from .elementwise import accumulate, apply, look_ahead
-from .local_cuts import window_of
-from .observer import UNOBSERVED, Observer
 from .ortho_batch import apply_rule, kernel_error, orthogonalize_error, seen_by_rule
 from .rounding import Elements, RandomWords
 from .rule_state import store_rule_state
-from .settings import ExecutorSettings
 from .shard_views import GradientReads, ShardView, grouped
-from .step_param import NONE_IDLE, StepParam
+from .step_param import NONE_IDLE, UNOBSERVED, ExecutorSettings, Observer, StepParam
+from .views import window_of
 
 
 class ReferenceExecutor:

@@ -11,7 +11,7 @@ from torch import Tensor
 from ..ortho import Workspace
 from ..plan import HopRoutes, Hops, Parcel, Relays
 from ..transport import Exchange, Pending
-from .observer import Observer
+from .step_param import Observer
 from .wave import CopyPairs, ExchangeBuffers
 
 

@@ -21,7 +21,7 @@ from torch import Tensor
 from ..device import copy_to, known_to_host
 from ..layout import Ranges
 from ..ortho import Workspace
-from .local_cuts import Cut, cut_out_of_broadcast
+from .views import Cut, cut_out_of_broadcast
 
 _CHUNK = {"cpu": 1 << 16}  # elements that are formed at a time: in the cache of a CPU
 _CHUNK_ON_DEVICE = 1 << 22

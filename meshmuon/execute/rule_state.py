@@ -19,10 +19,9 @@ from ..device import copy_to
 from ..plan import NO_WAVE, PieceTransfer, Plan, WaveRoutes, rank_routes
 from ..torch_compat import local_part
 from ..transport import Exchange
-from .observer import Observer
 from .program_builder import ProgramBuilder, rule_state_param
 from .shard_views import ShardView, grouped
-from .step_param import NONE_IDLE, StepParam
+from .step_param import NONE_IDLE, Observer, StepParam
 from .wave import CopyPairs, PreparedExchange, StartedExchange
 
 

@@ -15,10 +15,9 @@ from torch import Tensor
 
 from ..torch_compat import local_part, local_parts
 from .elementwise import accumulate, apply, fill_with_momentum, look_ahead
-from .local_cuts import Cut, cut_out
-from .observer import MatrixKey
 from .rounding import RandomWords, RoundingScratch
-from .step_param import NONE_IDLE, StepParam
+from .step_param import NONE_IDLE, MatrixKey, StepParam
+from .views import Cut, cut_out
 
 _T = TypeVar("_T")
 NONE_FAILED: frozenset[MatrixKey] = frozenset()

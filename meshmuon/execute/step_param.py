@@ -1,20 +1,24 @@
-"""What a step works on: one parameter's local tensors and the options of its param group."""
+"""What a step works on and with: a parameter's local tensors, the options of its param group and the optimizer, an observer."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
-from dataclasses import dataclass
-from typing import Protocol
+from collections.abc import Callable, Hashable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
+from typing import Any, Protocol, TypeAlias
 
 import torch
 from torch import Tensor
 
 from ..device import HOST
+from ..errors import ConfigError
 from ..matrices import MatrixSet
-from ..ortho import Orthogonalizer, Scheme, pitch, scratch_bytes
+from ..ortho import FORMS, Orthogonalizer, Scheme, pitch, scratch_bytes
+from ..ortho.kernels.products import Products, check_kernels, products_for
 from ..plan import BatchItem
-from .local_cuts import Cut
+from ..torch_compat import profiler_range
 from .rounding import Elements, RandomWords
+from .views import Cut
 
 NONE_IDLE: frozenset[int] = frozenset()
 """The idle parameters of a step in which all have gradients."""
@@ -150,3 +154,91 @@ class StepParam:
             key,
         )
         return BatchItem(count, rows, cols, treatment, size + scratch)
+
+
+DEFAULT_MEMORY_BUDGET = 64 * 2**20
+
+
+@dataclass(frozen=True, slots=True)
+class ExecutorSettings:
+    """How matrices are batched and computed."""
+
+    chunk_size: int = -1  # most matrices per batch, as per wave in a plan; -1 lets ``memory_budget`` decide
+    memory_budget: int = DEFAULT_MEMORY_BUDGET  # bytes of scratch that one batch may use; a single larger matrix still runs
+    form: str = "auto"  # ``"auto"``, ``"standard"`` or ``"gram"``
+    deterministic: bool = False  # multiply the matrices of a batch one by one, so that batching does not change the results
+    compile: bool | str = False  # compile the orthogonalisation per shape; a string names the backend
+    cuda_graphs: bool = False  # replay the orthogonalisation of each batch as a CUDA graph (no effect on CPU)
+    kernels: str = "auto"  # who computes symmetric products on a GPU
+
+    def __post_init__(self) -> None:
+        if self.chunk_size != -1 and self.chunk_size < 1:
+            raise ConfigError(f"chunk_size={self.chunk_size} must be -1 (chosen by memory) or at least 1 matrix per batch.")
+        if self.memory_budget < 1:
+            raise ConfigError(f"memory_budget={self.memory_budget} must be a positive number of bytes.")
+        if self.form not in FORMS:
+            raise ConfigError(f"form={self.form!r} is unknown; write one of {FORMS}.")
+        if self.compile and self.cuda_graphs:
+            raise ConfigError("compile and cuda_graphs exclude each other: torch.compile records graphs of its own.")
+        check_kernels(self.kernels)
+        if self.compile and self.kernels in ("triton", "quack"):
+            raise ConfigError(f"compile and kernels={self.kernels!r} exclude each other: torch.compile makes kernels of its own.")
+
+    @property
+    def bits(self) -> str:
+        """What the bits of an update depend on beside plan and param groups, as text that ranks compare."""
+        return f"kernels={getattr(self, 'kernels', 'auto')!r}"  # settings pickled before there was the option lack it
+
+    def products(self, device: torch.device) -> Products:
+        """Who multiplies on ``device``.
+
+        ``"auto"`` is Triton on every rank, also where it is missing: ranks must not mix kernels, and fall back together.
+        """
+        kernels = getattr(self, "kernels", "auto")
+        return products_for(device, deterministic=self.deterministic, kernels="triton" if kernels == "auto" else kernels)
+
+    def without_kernels(self) -> ExecutorSettings:
+        """The same with torch's own products."""
+        return replace(self, kernels="torch")
+
+
+MatrixKey: TypeAlias = tuple[int, int]
+"""A matrix of a plan: the index of its parameter in ``Plan.params``, and its index in the parameter."""
+
+
+class Observer:
+    """Sees a step while an executor runs it. This one measures nothing; it names the phases for the profiler.
+
+    An executor calls it on every rank, and on the main stream except for ``phase``, which is entered on the stream whose work it
+    surrounds. For each batch of whole matrices the order is ``momentum``, ``gram``, ``orthogonalised``, ``update``. The tensors
+    are the executor's own, valid during the call only; they must not be changed. What belongs to idle parameters has no meaning.
+    """
+
+    def phase(self, name: str, *, waits: bool = False) -> AbstractContextManager[Any]:
+        """Surrounds a phase of the step; with ``waits``, one that only waits for an exchange of that phase."""
+        return profiler_range(f"meshmuon::{name}")
+
+    def sends(self, buffer: Tensor) -> None:
+        """``buffer`` is about to be sent to other ranks."""
+
+    def gradients(self, matrices: Sequence[MatrixKey], averages: Sequence[Tensor]) -> None:
+        """Gradients that were averaged at their owner; only where ranks have different gradients of the same weights."""
+
+    def momentum(self, matrices: Sequence[MatrixKey], stacked: Tensor, *, gram_follows: bool) -> None:
+        """What is about to be orthogonalised, (batch, rows, cols), before any update rule."""
+
+    def gram(self, matrices: Sequence[MatrixKey], gram: Tensor) -> None:
+        """A·Aᵀ of each of these matrices A, divided by its trace, in at least 32 bits; only if ``momentum`` has announced it.
+
+        A is transposed where it has more rows than columns.
+        """
+
+    def orthogonalised(self, matrices: Sequence[MatrixKey], stacked: Tensor) -> None:
+        """The same after orthogonalisation, before the update rule changes it."""
+
+    def update(self, matrices: Sequence[MatrixKey], stacked: Tensor) -> None:
+        """What will be multiplied by the learning rate and subtracted from the weights."""
+
+
+UNOBSERVED = Observer()
+"""The observer of a step that nobody measures."""

@@ -10,14 +10,13 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from ..device import Mark, Streams
+from ..device import HOST, Mark, Streams, Transfers, transfers_for
 from ..errors import OrthogonalizeError
+from ..ortho import Workspace
 from ..transport import Exchange, Pending
-from .observer import MatrixKey, Observer
 from .ortho_batch import OrthoBatch, orthogonalize_error
 from .shard_views import NONE_FAILED, GradientReads, ShardViews
-from .staging import Stage
-from .step_param import StepParam
+from .step_param import MatrixKey, Observer, StepParam
 
 
 class StartedExchange(Protocol):
@@ -65,6 +64,44 @@ class CopyPairs:
         """Copies all pairs."""
         if self.target:
             torch._foreach_copy_(self.target, self.source)
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """Flat memory of the device, and as much host memory that is copied there and back."""
+
+    device: Tensor
+    host: Tensor
+    transfers: Transfers
+
+    def to_device(self) -> None:
+        """What the device is given next finds what the host has written."""
+        self.transfers.load(self.device, self.host)
+
+    def to_host(self) -> None:
+        """Returns once the host may read what the device has been given to compute so far, and may write for the next copy."""
+        self.transfers.store(self.host, self.device)
+        self.transfers.settle()
+
+
+class Staging:
+    """The stages of one device. Those of one name share host memory, as the buffers of a ``Workspace`` do."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._transfers = transfers = transfers_for(device)
+        self._host = Workspace(lambda size, dtype, _: transfers.host_buffer(size, dtype))
+
+    def flat(self, name: str, device: Tensor) -> Stage:
+        """A stage for a flat tensor of the device."""
+        return Stage(device, self._host.take(name, device.shape, device.dtype, HOST), self._transfers)
+
+    def matrices(self, name: str, shape: tuple[int, int, int], device: Tensor) -> tuple[Stage, Tensor]:
+        """A stage for the flat memory of matrices on the device, and the same matrices in host memory."""
+        return self.flat(name, device), self._host.take_matrices(name, shape, device.dtype, HOST)
+
+    def bytes(self) -> int:
+        """Host memory held."""
+        return self._host.bytes()
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from meshmuon import DistMuon, KernelWarning, MeshmuonError, Muon, StateError
-from meshmuon.execute import settings
+from meshmuon.execute import step_param
 from meshmuon.ortho.kernels import products
 from meshmuon.ortho.kernels.products import BlockedProducts
 from meshmuon.state.param_state import MOMENTUM, RULE_STATE
@@ -390,7 +390,7 @@ def test_all_ranks_fall_back_to_the_same_kernels(options: dict[str, Any], monkey
     """``"auto"``: one rank cannot launch, so none uses the kernel, and one warning says why. ``"triton"``: all ranks raise."""
     monkeypatch.setattr(products, "_has", lambda package: True)
     monkeypatch.setattr(
-        settings, "products_for", lambda *_, kernels, **__: BlockedProducts() if kernels == "torch" else KernelStandIn()
+        step_param, "products_for", lambda *_, kernels, **__: BlockedProducts() if kernels == "torch" else KernelStandIn()
     )
     plain, launched = (run_threads(WORLD, partial(kernels_run, broken=None, kernels=how, **options)) for how in ("torch", "auto"))
     assert not torch.equal(plain[0][1][0], launched[0][1][0])

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from meshmuon.execute.local_cuts import LocalWindow, cut_out, cut_out_of_broadcast, window_of
+from meshmuon.execute.views import LocalWindow, cut_out, cut_out_of_broadcast, window_of
 from meshmuon.layout import Ranges
 from meshmuon.matrices import StridedRange, Window
 

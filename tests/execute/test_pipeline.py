@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from meshmuon.errors import TransportError
-from meshmuon.execute.pipeline import finish_all, guarded, run_ahead, run_pipeline, take_first
+from meshmuon.execute.executor import finish_all, guarded, run_ahead, run_pipeline, take_first
 from meshmuon.plan.order import Action, gradient_read_order, most_gathered_ahead, pipeline_order
 
 WIDTHS, COUNTS = range(1, 7), range(9)

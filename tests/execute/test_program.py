@@ -22,8 +22,8 @@ from torch import Tensor, nn
 from meshmuon.device import DirectStreams, Streams
 from meshmuon.execute import UNOBSERVED, ExecutorSettings, StepParam, StepSettings
 from meshmuon.execute.build import RankProgram, RankProgramBuilder
+from meshmuon.execute.executor import run_pipeline
 from meshmuon.execute.ortho_batch import OrthoBatch
-from meshmuon.execute.pipeline import run_pipeline
 from meshmuon.execute.shard_views import GradientReads, ShardViews
 from meshmuon.execute.step_param import NONE_IDLE
 from meshmuon.layout import Layout, Mesh, Replicated, Sharded

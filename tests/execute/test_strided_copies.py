@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from meshmuon.execute.strided_copies import PlacedPiece, blocks_of, strided_views
+from meshmuon.execute.views import PlacedPiece, blocks_of, strided_views
 from meshmuon.layout import Layout, Mesh, Piece, Ranges, Sharded
 from meshmuon.plan import PlannedParam, PlanOptions, cost_model_for, make_plan, routes_of
 
