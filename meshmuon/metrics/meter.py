@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from typing import Any
 
@@ -126,11 +125,7 @@ class Meter:
                     shared=several and not planned.private,
                     elements=matrix_set.rows * matrix_set.cols,
                     muon=True,
-                    count=planned.count,
-                    rows=matrix_set.rows,
-                    cols=matrix_set.cols,
-                    lr_shape=matrix_set.lr_shape,
-                    stacked=bool(planned.stack_dims),
+                    matrices=matrix_set,
                     scheme=scheme_for(named.scheme, matrix_set.rows, matrix_set.cols, named.compute_dtype),
                     dtype=str(named.param.dtype).removeprefix("torch."),
                     rounding=named.param_group["rounding"],
@@ -175,11 +170,11 @@ class Meter:
         prepared = self._prepared
         assert prepared is not None
         numbers = prepared.numbers
-        recorder = StepRecorder(numbers, stopwatch_for(numbers.packed.device))
+        recorder = StepRecorder(numbers, prepared.adamw_rows, stopwatch_for(numbers.packed.device))
+        weights: dict[int, Tensor] = {}
         with torch.inference_mode(False), torch.no_grad(), recorder.phase("metrics"):
             numbers.packed.zero_()
-            weights: dict[int, Tensor] = {}
-            try:
+            with recorder.failure:
                 weights = {k: local.cut(local_part(step_params[k].param)) for k, local in prepared.local.items()}
                 of_weights = [squares(weight) for weight in weights.values()]
                 of_gradients = [
@@ -191,32 +186,21 @@ class Meter:
                 if weights:
                     both = torch.stack([torch.cat(of_gradients), torch.cat(of_weights)], dim=1)
                     numbers.write(prepared.local_rows, Column.GRADIENT, both)
-            except Exception as error:  # the other ranks wait for the reduction
-                recorder.failures.append(error)
             if prepared.vectors is not None:
-                prepared.vectors.begin(weights, decision.exchange, recorder.failures.append)
+                prepared.vectors.begin(weights, decision.exchange, recorder.failure)
         return recorder
-
-    def adamw_rows(self, indices: Sequence[int]) -> list[int | None]:
-        """The rows of AdamW's parameters; None for those that another rank counts."""
-        assert self._prepared is not None
-        return [self._prepared.adamw_rows[k] for k in indices]
 
     def finish(
         self,
         recorder: StepRecorder,
         decision: StepDecision,
         groups: Sequence[Mapping[str, Any]],
-        stepped: AbstractSet[int],
         *,
         skipped: int | Tensor,
         skip_mask: Tensor | None,
         clipped: Clipped,
     ) -> Exception | None:
-        """Reduces the numbers over the ranks and sends them to the host, which need not wait. Returns this rank's first error.
-
-        ``stepped`` are the indices of the parameters that had a gradient on some rank.
-        """
+        """Reduces the numbers over the ranks and sends them to the host, which need not wait. Returns this rank's first error."""
         prepared, transfers = self._prepared, self._transfers
         assert prepared is not None
         assert transfers is not None
@@ -224,11 +208,11 @@ class Meter:
         scalars = {"skipped steps": skipped, "skipped": 0.0 if skip_mask is None else skip_mask}
         scalars |= {f"lr {k}": group["lr"] for k, group in enumerate(groups)}
         on_device = {name: value for name, value in scalars.items() if isinstance(value, Tensor) and not known_to_host(value)}
-        with torch.inference_mode(False), torch.no_grad(), recorder.phase("metrics"):
+        with recorder.phase("metrics"), torch.inference_mode(False), torch.no_grad():
             self._write_seconds(recorder, numbers, decision.rank)
             if decision.exchange is not None:
                 decision.exchange.add_up(numbers.reduced)
-            try:
+            with recorder.failure:
                 if prepared.vectors is not None:
                     prepared.vectors.finish()
                 told = {"table": numbers.table, "seconds": numbers.seconds, **on_device}
@@ -239,33 +223,29 @@ class Meter:
                 host = transfers.host_buffer(packed.numel(), DTYPE)
                 transfers.store(host, packed)
                 stored = transfers.stored()
-            except Exception as error:
-                recorder.failures.append(error)
-                return recorder.failures[0]
-        parts = torch.split(host, [value.numel() for value in told.values()])
-        # At most two: one that the host knows before the device is done with the other, if nobody reads.
-        self._pending = [
-            *self._pending[-1:],
-            Measurement(
-                step=self._steps,
-                numbers=numbers,
-                told={name: part.view(value.shape) for (name, value), part in zip(told.items(), parts, strict=True)},
-                known={name: float(value) for name, value in scalars.items() if name not in on_device},
-                layers=[str(layer) for layer in clipped.logits],
-                threshold=clipped.threshold,
-                plan=decision.plan,
-                idle=frozenset(decision.idle),
-                stepped=frozenset(stepped),
-                half_iterations=0 if prepared.vectors is None else prepared.vectors.half_iterations,
-                factors=[
-                    lr_factor(groups[one.group_index]["adjust_lr_fn"], *one.lr_shape) if one.muon else 1.0
-                    for one in numbers.measured
-                ],
-                recorder=recorder,
-                stored=stored,
-            ),
-        ]
-        return recorder.failures[0] if recorder.failures else None
+                parts = torch.split(host, [value.numel() for value in told.values()])
+                # At most two: one that the host knows before the device is done with the other, if nobody reads.
+                self._pending = [
+                    *self._pending[-1:],
+                    Measurement(
+                        step=self._steps,
+                        numbers=numbers,
+                        told={name: part.view(value.shape) for (name, value), part in zip(told.items(), parts, strict=True)},
+                        known={name: float(value) for name, value in scalars.items() if name not in on_device},
+                        layers=[str(layer) for layer in clipped.logits],
+                        threshold=clipped.threshold,
+                        plan=decision.plan,
+                        idle=frozenset(decision.idle),
+                        half_iterations=0 if prepared.vectors is None else prepared.vectors.half_iterations,
+                        factors=[
+                            lr_factor(groups[one.group_index]["adjust_lr_fn"], *one.matrices.lr_shape) if one.muon else 1.0
+                            for one in numbers.measured
+                        ],
+                        recorder=recorder,
+                        stored=stored,
+                    ),
+                ]
+        return recorder.failure.take()
 
     def _write_seconds(self, recorder: StepRecorder, numbers: Numbers, rank: int) -> None:
         """Tells the other ranks the seconds of this one: of this step or, where the device is not done with it, of an earlier."""

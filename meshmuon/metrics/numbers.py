@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from ..execute import MatrixKey
-from ..matrices import with_stars, without_wrappers
+from ..matrices import MatrixSet, with_stars, without_wrappers
 from ..ortho import Orthogonalizer, Scheme
 from ..params.metrics_option import Metrics
 from .spectra import probes
@@ -34,6 +34,8 @@ DTYPE = torch.float32
 
 PHASES = ("momentum", "gather", "orthogonalise", "scatter", "update", "wait", "adamw", "metrics")
 """What the seconds of a step are divided into."""
+
+_ONE_ROW = MatrixSet(1, 0, 0)
 
 
 class Column(IntEnum):
@@ -59,11 +61,7 @@ class Measured:
     elements: int  # of each matrix
     muon: bool = False
     # What only Muon's have.
-    count: int = 1  # number of matrices
-    rows: int = 0
-    cols: int = 0
-    lr_shape: tuple[int, int] = (0, 0)
-    stacked: bool = False
+    matrices: MatrixSet = _ONE_ROW
     scheme: Scheme | Orthogonalizer | None = None
     dtype: str = ""
     rounding: str = ""
@@ -71,7 +69,7 @@ class Measured:
     @property
     def names(self) -> list[str]:
         """The name of each matrix."""
-        return [f"{self.name}[{k}]" for k in range(self.count)] if self.stacked else [self.name]
+        return [f"{self.name}[{k}]" for k in range(self.matrices.count)] if self.matrices.stack_dims else [self.name]
 
     @property
     def kind(self) -> str:
@@ -81,7 +79,7 @@ class Measured:
     @property
     def vector(self) -> int:
         """Length of a power vector."""
-        return max(self.rows, self.cols)
+        return max(self.matrices.rows, self.matrices.cols)
 
 
 class Numbers:
@@ -109,16 +107,16 @@ class Numbers:
         self.first_rows = [0] * len(measured)
         self._nowhere = 0
         for k in private_last:
-            self.first_rows[k], self._nowhere = self._nowhere, self._nowhere + measured[k].count
+            self.first_rows[k], self._nowhere = self._nowhere, self._nowhere + measured[k].matrices.count
         self.vector_starts: dict[int, int] = {}  # index in ``measured`` → where its vectors begin; in the order of the vectors
         self.private_vectors = vectors_end = 0
         for k in reversed(private_last) if options.weight_spectra else ():
             if measured[k].muon:
-                self.vector_starts[k], vectors_end = vectors_end, vectors_end + measured[k].count * measured[k].vector
+                self.vector_starts[k], vectors_end = vectors_end, vectors_end + measured[k].matrices.count * measured[k].vector
                 if not measured[k].shared:
                     self.private_vectors = vectors_end
         rows_begin = vectors_end + len(ranks) * len(PHASES)
-        shared_rows = sum(one.count for one in measured if one.shared)
+        shared_rows = sum(one.matrices.count for one in measured if one.shared)
         self.packed = torch.zeros(rows_begin + (self._nowhere + 1) * columns, dtype=DTYPE, device=device)
         self.vectors = self.packed[:vectors_end]
         self.seconds = self.packed[vectors_end:rows_begin].view(len(ranks), len(PHASES))

@@ -4,45 +4,35 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from functools import partial, wraps
-from typing import Any, ParamSpec
+from functools import partial
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from ..device import Mark, Stopwatch, known_to_host
+from ..errors import KeptError
 from ..execute import MatrixKey, Observer
 from ..torch_compat import local_part
 from .numbers import PHASES, Column, Numbers
 from .spectra import Multiply, by_matrices, defects, multiply_each, squares, tridiagonalise
 
-_P = ParamSpec("_P")
+_S = TypeVar("_S")
 _CHUNK = 1 << 16  # elements of AdamW's moments that are worked on together, so that they stay in a cache
 
 
-def _kept(method: Callable[_P, None]) -> Callable[_P, None]:
-    """A method whose time counts as that of the metrics, and whose error is kept: other ranks wait for the reduction."""
-
-    @wraps(method)
-    def run(*args: _P.args, **kwargs: _P.kwargs) -> None:
-        recorder: Any = args[0]
-        try:
-            with recorder.phase("metrics"), torch.inference_mode(False), torch.no_grad():
-                method(*args, **kwargs)
-        except Exception as error:
-            recorder.failures.append(error)
-
-    return run
-
-
 class StepRecorder(Observer):
-    """Sees one step of this rank, and writes what it finds into ``numbers``, which are zeros before."""
+    """Sees one step of this rank, and writes what it finds into ``numbers``, which are zeros before.
 
-    def __init__(self, numbers: Numbers, stopwatch: Stopwatch) -> None:
-        self._numbers, self._stopwatch = numbers, stopwatch
+    ``adamw_rows`` has the rows of AdamW's parameters, by their index in the optimizer; None for those that another rank counts.
+    """
+
+    def __init__(self, numbers: Numbers, adamw_rows: Mapping[int, int | None], stopwatch: Stopwatch) -> None:
+        self._numbers, self._adamw_rows, self._stopwatch = numbers, adamw_rows, stopwatch
         self._spans: list[tuple[str, str, Mark, Mark]] = []  # phase, phase around it or "", beginning, end
         self._open: list[str] = []
-        self.failures: list[Exception] = []
+        self.failure = KeptError()  # kept until the step ends: other ranks wait for the reduction
+        self.adamw_stepped: set[int] = set()  # indices of the parameters that AdamW stepped
         self.bytes_sent = 0
 
     def phase(self, name: str, *, waits: bool = False) -> AbstractContextManager[Any]:
@@ -60,6 +50,12 @@ class StepRecorder(Observer):
             self._open.pop()
             self._spans.append((name, around, begin, self._stopwatch.now()))
 
+    @contextmanager
+    def measuring(self) -> Iterator[None]:
+        """Counts the time as that of the metrics, and keeps an error."""
+        with self.failure, self.phase("metrics"), torch.inference_mode(False), torch.no_grad():
+            yield
+
     def seconds(self) -> dict[str, float] | None:
         """Seconds of each phase, without those of phases inside it; None as long as the device is not done with all of them."""
         total = dict.fromkeys(PHASES, 0.0)
@@ -76,70 +72,72 @@ class StepRecorder(Observer):
         """Counts bytes."""
         self.bytes_sent += buffer.numel() * buffer.element_size()
 
-    @_kept
     def gradients(self, matrices: Sequence[MatrixKey], averages: Sequence[Tensor]) -> None:
         """Measures averaged gradients."""
-        norms = torch.stack([torch.linalg.vector_norm(average.double()) for average in averages])
-        self._write(matrices, Column.GRADIENT, norms.square_().unsqueeze(1))
+        with self.measuring():
+            norms = torch.stack([torch.linalg.vector_norm(average.double()) for average in averages])
+            self._write(matrices, Column.GRADIENT, norms.square_().unsqueeze(1))
 
-    @_kept
     def momentum(self, matrices: Sequence[MatrixKey], stacked: Tensor, *, gram_follows: bool) -> None:
         """Measures norms and, unless the Gram matrices follow, largest singular values."""
-        square = squares(stacked)
-        self._write(matrices, Column.MOMENTUM, square.unsqueeze(1))
-        if not gram_follows:
-            self._write_spectra(matrices, by_matrices(stacked, square.sqrt().to(stacked.dtype)), stacked)
+        with self.measuring():
+            square = squares(stacked)
+            self._write(matrices, Column.MOMENTUM, square.unsqueeze(1))
+            if not gram_follows:
+                self._write_spectra(matrices, by_matrices(stacked, square.sqrt().to(stacked.dtype)), stacked)
 
-    @_kept
     def gram(self, matrices: Sequence[MatrixKey], gram: Tensor) -> None:
         """Measures largest singular values."""
-        self._write_spectra(matrices, partial(multiply_each, gram), gram)
+        with self.measuring():
+            self._write_spectra(matrices, partial(multiply_each, gram), gram)
 
     def _write_spectra(self, matrices: Sequence[MatrixKey], multiply: Multiply, like: Tensor) -> None:
         start = self._numbers.directions(min(like.shape[1:]), like.dtype)[0].expand(like.size(0), -1)
         iterations = (self._numbers.table.size(1) - Column.LANCZOS) // 2
         self._write(matrices, Column.LANCZOS, tridiagonalise(multiply, start, iterations)[0])
 
-    @_kept
     def orthogonalised(self, matrices: Sequence[MatrixKey], stacked: Tensor) -> None:
         """Measures the distance from orthogonality."""
-        directions = self._numbers.directions(min(stacked.shape[1:]), stacked.dtype)
-        self._write(matrices, Column.DEFECTS, defects(stacked, directions))
+        with self.measuring():
+            directions = self._numbers.directions(min(stacked.shape[1:]), stacked.dtype)
+            self._write(matrices, Column.DEFECTS, defects(stacked, directions))
 
-    @_kept
     def update(self, matrices: Sequence[MatrixKey], stacked: Tensor) -> None:
         """Measures norms of updates."""
-        self._write(matrices, Column.UPDATE, squares(stacked).unsqueeze(1))
+        with self.measuring():
+            self._write(matrices, Column.UPDATE, squares(stacked).unsqueeze(1))
 
     def _write(self, matrices: Sequence[MatrixKey], column: int, values: Tensor) -> None:
         self._numbers.write(self._numbers.rows_of(matrices), column, values)
 
-    @_kept
-    def before_adamw(self, rows: Sequence[int | None], params: Sequence[Tensor], grads: Sequence[Tensor]) -> None:
-        """Measures gradients and weights of AdamW's parameters; a row is None if another rank counts the parameter."""
-        self._write_adamw(rows, Column.GRADIENT, grads, lambda k: squares(_as_rows(local_part(grads[k]))))
-        self._write_adamw(rows, Column.WEIGHT, params, lambda k: squares(_as_rows(local_part(params[k]))))
+    def before_adamw(self, indices: Sequence[int], params: Sequence[Tensor], grads: Sequence[Tensor]) -> None:
+        """Measures gradients and weights of parameters that AdamW is about to step. ``indices`` are theirs in the optimizer."""
+        self.adamw_stepped.update(indices)
+        for column, tensors in ((Column.GRADIENT, grads), (Column.WEIGHT, params)):
+            self._write_adamw(indices, column, tensors, lambda tensor: squares(_as_rows(local_part(tensor))))
 
-    @_kept
     def after_adamw(
-        self, rows: Sequence[int | None], states: Sequence[Mapping[str, Any]], betas: tuple[float, float], eps: float
+        self, indices: Sequence[int], states: Sequence[Mapping[str, Any]], betas: tuple[float, float], eps: float
     ) -> None:
         """Measures the updates that AdamW has made, from the moments that it has left."""
-        moments = [state["exp_avg"] for state in states]
-        self._write_adamw(rows, Column.UPDATE, moments, lambda k: adamw_update_squares(states[k], betas, eps))
+        self._write_adamw(indices, Column.UPDATE, states, lambda state: adamw_update_squares(state, betas, eps))
 
     def _write_adamw(
-        self, rows: Sequence[int | None], column: Column, tensors: Sequence[Tensor], measure: Callable[[int], Tensor]
+        self, indices: Sequence[int], column: Column, sources: Sequence[_S], measure: Callable[[_S], Tensor]
     ) -> None:
-        counted = {k: row for k, row in enumerate(rows) if row is not None and local_part(tensors[k]).numel()}
-        if counted:
-            values = torch.stack([measure(k) for k in counted])
-            self._numbers.write(self._numbers.indices(tuple(counted.values())), column, values)
+        """Writes what ``measure`` finds of each source, (1,), unless another rank counts it."""
+        with self.measuring():
+            counted = {
+                row: source for k, source in zip(indices, sources, strict=True) if (row := self._adamw_rows.get(k)) is not None
+            }
+            if counted:
+                values = torch.stack([measure(source) for source in counted.values()])
+                self._numbers.write(self._numbers.indices(tuple(counted)), column, values)
 
 
 def _as_rows(tensor: Tensor) -> Tensor:
     """A tensor of any shape as one matrix, (1, rows, cols)."""
-    return tensor.reshape(1, -1, tensor.size(-1) if tensor.dim() else 1)
+    return (tensor.reshape(1, -1) if tensor.dim() < 2 else tensor.flatten(0, -2)).unsqueeze(0)
 
 
 def adamw_update_squares(state: Mapping[str, Any], betas: tuple[float, float], eps: float) -> Tensor:

@@ -32,7 +32,9 @@ class _Row:
         self.weight_sigma: float | None = None
         if vectors and measured.muon:
             # Of a weight that was zero when its vector was looked for, less may be found than any matrix of its norm has.
-            self.weight_sigma = max(row[Column.WEIGHT_SIGMA], self.weight / math.sqrt(min(measured.rows, measured.cols)))
+            self.weight_sigma = max(
+                row[Column.WEIGHT_SIGMA], self.weight / math.sqrt(min(measured.matrices.rows, measured.matrices.cols))
+            )
 
     @property
     def bound(self) -> float | None:
@@ -64,8 +66,8 @@ METRICS = (
     Metric("below_bound", lambda row: row.below_bound, "mean", (max,)),
     Metric("dtype", lambda row: row.measured.dtype),
     Metric("rounding", lambda row: row.measured.rounding),
-    Metric("rows", lambda row: row.measured.rows),
-    Metric("cols", lambda row: row.measured.cols),
+    Metric("rows", lambda row: row.measured.matrices.rows),
+    Metric("cols", lambda row: row.measured.matrices.cols),
     Metric("bound", lambda row: row.bound),
     Metric("weight_sigma", lambda row: row.weight_sigma, None, (max,)),
     Metric("weight_stable_rank", lambda row: row.weight_sigma and _ratio(row.weight**2, row.weight_sigma**2), "mean"),
@@ -89,7 +91,6 @@ class Measurement:
     threshold: float  # of QK-clip
     plan: Plan
     idle: frozenset[int]  # indices in ``plan.params``
-    stepped: frozenset[int]  # indices of AdamW's parameters that were stepped
     half_iterations: int
     factors: Sequence[float]  # of the learning rate, for each of ``numbers.measured``
     recorder: StepRecorder
@@ -124,10 +125,12 @@ def report(measurement: Measurement) -> dict[str, Any]:
     by_group: dict[int, list[Values]] = {}
     by_kind: dict[str, list[Values]] = {}
     for k, measured in enumerate(numbers.measured):
-        stepped = measured.index not in measurement.idle if measured.muon else measured.index in measurement.stepped
+        stepped = (
+            measured.index not in measurement.idle if measured.muon else measured.index in measurement.recorder.adamw_stepped
+        )
         if not stepped or not measured.elements:  # there is nothing to say of an empty matrix
             continue
-        rows = measurement.told["table"][numbers.first_rows[k] : numbers.first_rows[k] + measured.count].double()
+        rows = measurement.told["table"][numbers.first_rows[k] : numbers.first_rows[k] + measured.matrices.count].double()
         sigmas = largest_singular_values(_finite(rows[:, Column.LANCZOS :])).tolist() if measured.muon else [0.0]
         lr = measurement.scalar(f"lr {measured.group_index}") * measurement.factors[k]
         for name, row, sigma in zip(measured.names, rows.tolist(), sigmas, strict=True):

@@ -12,12 +12,13 @@ one reduction that the step makes anyway, and their lengths are the singular val
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import math
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
 
-from ..errors import TransportError
+from ..errors import KeptError
 from ..transport import Exchange
 from .numbers import DTYPE, Column, Numbers
 from .shards import LocalMatrices
@@ -56,13 +57,14 @@ class WeightVectors:
         self._numbers, self._local = numbers, local
         self.half_iterations = 0
         device = numbers.packed.device
-        measured = [numbers.measured[k] for k in numbers.vector_starts for _ in range(numbers.measured[k].count)]
-        rows = [numbers.first_rows[k] + m for k in numbers.vector_starts for m in range(numbers.measured[k].count)]
-        self._rows = numbers.indices(rows)
+        places = [(k, matrix) for k in numbers.vector_starts for matrix in range(numbers.measured[k].matrices.count)]
+        measured = [numbers.measured[k] for k, _ in places]
+        self._rows = numbers.indices([numbers.first_rows[k] + matrix for k, matrix in places])
         self._segments = Segments([one.vector for one in measured], device)
         starts = [torch.zeros(0, dtype=torch.float64, device="cpu")]
         for one in measured:
-            starts += [probes(one.cols)[0], torch.zeros(one.vector - one.cols, dtype=torch.float64, device="cpu")]
+            cols = one.matrices.cols
+            starts += [probes(cols)[0], torch.zeros(one.vector - cols, dtype=torch.float64, device="cpu")]
         self._start = torch.cat(starts).to(device, DTYPE)
         self._kept = self._start
 
@@ -71,18 +73,16 @@ class WeightVectors:
         self.half_iterations = 0
         self._kept = self._start
 
-    def begin(self, pieces: Mapping[int, Tensor], exchange: Exchange | None, keep: Callable[[Exception], None]) -> None:
+    def begin(self, pieces: Mapping[int, Tensor], exchange: Exchange | None, failure: KeptError) -> None:
         """Writes this rank's part of the products; at the first measured step, finds the vectors before.
 
-        ``pieces`` are what this rank counts of each weight, by the index of its parameter in the plan. Errors go to ``keep``: the
-        other ranks wait for the reductions.
+        ``pieces`` are what this rank counts of each weight, by the index of its parameter in the plan. ``failure`` keeps errors:
+        the other ranks wait for the reductions.
         """
         if self.half_iterations == 0:
-            self._find(pieces, exchange, keep)
-        try:
+            self._find(pieces, exchange, failure)
+        with failure:
             self._multiply(pieces, self._kept, self._numbers.vectors, transposed=self.half_iterations % 2 == 1)
-        except Exception as error:
-            keep(error)
         self.half_iterations += 1
 
     def finish(self) -> None:
@@ -94,8 +94,8 @@ class WeightVectors:
         """Writes this rank's part of W·v, or of Wᵀ·v, of each weight W into ``result``, which is zero elsewhere."""
         for k, piece in pieces.items():
             local, measured, start = self._local[k], self._numbers.measured[k], self._numbers.vector_starts[k]
-            shape = measured.count, measured.vector
-            stretch = slice(start, start + measured.count * measured.vector)
+            shape = measured.matrices.count, measured.vector
+            stretch = slice(start, start + math.prod(shape))
             local.multiply(piece, vectors[stretch].view(shape), result[stretch].view(shape), transposed=transposed)
 
     def _normalised(self, vectors: Tensor) -> tuple[Tensor, Tensor]:
@@ -105,7 +105,7 @@ class WeightVectors:
         unit = vectors * self._segments.spread(lengths.reciprocal())
         return lengths, torch.where(self._segments.spread(usable) > 0, unit, self._kept)
 
-    def _find(self, pieces: Mapping[int, Tensor], exchange: Exchange | None, keep: Callable[[Exception], None]) -> None:
+    def _find(self, pieces: Mapping[int, Tensor], exchange: Exchange | None, failure: KeptError) -> None:
         """Replaces the vectors by those that come out of a Lanczos iteration, the same on all ranks."""
         product = torch.zeros_like(self._start)
         reductions = 0
@@ -125,15 +125,11 @@ class WeightVectors:
                 reduce()
             return product.clone()
 
-        try:
+        with failure:
             coefficients, basis = tridiagonalise(multiply, self._start, FIRST_STEPS, self._segments, fully=True)
             weights = top_eigenvectors(tridiagonal(coefficients))
             vectors = torch.stack([self._segments.spread(weights[:, k]) * vector for k, vector in enumerate(basis)]).sum(0)
             self._kept = self._normalised(vectors)[1]
-        except TransportError:
-            raise
-        except Exception as error:  # for want of memory, say: the other ranks wait for the reductions
-            keep(error)
-            product.zero_()
-            while reductions < 2 * FIRST_STEPS:
-                reduce()
+        product.zero_()
+        while reductions < 2 * FIRST_STEPS:  # it failed, for want of memory, say: the other ranks wait for the reductions
+            reduce()

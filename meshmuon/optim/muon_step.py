@@ -272,10 +272,10 @@ class MuonStep(torch.optim.Optimizer):
                 params, group = [step.params[k].param for k in indices], self._groups[group_index]
                 grads, states = self._adamw_gradients(params), [self.state[param] for param in params]
                 if recorder is not None:
-                    recorder.before_adamw(self._meter.adamw_rows(indices), params, grads)
+                    recorder.before_adamw(indices, params, grads)
                 adamw_step(group, params, grads, states, step.skip_mask)
                 if recorder is not None:
-                    recorder.after_adamw(self._meter.adamw_rows(indices), states, adamw_betas(group), adamw_eps(group))
+                    recorder.after_adamw(indices, states, adamw_betas(group), adamw_eps(group))
         step.would_diverge = before
 
     def _measure(self, step: StepContext, logits: Mapping[Any, Tensor] | None) -> Exception | None:
@@ -286,7 +286,6 @@ class MuonStep(torch.optim.Optimizer):
             step.recorder,
             step.decision,
             self._groups,
-            {k for k, has_grad in enumerate(step.has_grad) if has_grad} | step.decision.zeros,
             skipped=self._nonfinite.counted,
             skip_mask=step.skip_mask,
             clipped=Clipped(logits or {}, self._qk_clip.threshold),
