@@ -14,7 +14,7 @@ import importlib
 import math
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 from unittest import mock
@@ -100,8 +100,10 @@ class Contender:
 def _ours(params: list[nn.Parameter], form: Form = "auto", scheme: SchemeName = SAME) -> Callable[[], object]:
     names = [f"layers.{k}.experts.weight" if p.dim() == 3 else f"layers.{k}.weight" for k, p in enumerate(params)]
     group = {"params": params, "names": names, "use_muon": True, "expert_keys": ["experts"], "conv": "flatten"}
-    internal: Any = {"form": form}
-    return Muon([group], lr=LR, weight_decay=DECAY, scheme=scheme, none_grad=False, **internal).step
+    optimizer = Muon([group], lr=LR, weight_decay=DECAY, scheme=scheme, none_grad=False)
+    optimizer._settings = replace(optimizer._settings, form=form)
+    optimizer._reset()
+    return optimizer.step
 
 
 def _torch_muon(params: list[nn.Parameter]) -> Callable[[], object]:

@@ -18,7 +18,7 @@ from meshmuon.optim.adamw import vector_length
 from meshmuon.ortho import Workspace, aligned_matrices, orthogonalize, pitch, polar_express
 from meshmuon.ortho.workspace import ALIGNMENT, aligned_empty, is_aligned
 from tests.support.hostile import HostileArithmetic, fresh_trials, misplaced
-from tests.support.reference import assert_same_bits, gradients, group, make_params
+from tests.support.reference import assert_same_bits, engine_muon, gradients, group, make_params
 
 FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 VIEWS = {
@@ -136,7 +136,7 @@ OPTIONS: list[dict[str, Any]] = [
 def optimizer_with(options: dict[str, Any], dtype: torch.dtype) -> tuple[Muon, list[Any]]:
     matrices, others = make_params((8, 12), (12, 8), (3, 9, 9), (400, 400), dtype=dtype), make_params((5,), (3, 4), dtype=dtype)
     groups = [group(matrices, prefix="experts"), group(others, use_muon=False)]
-    return Muon(groups, **{"lr": 0.01, "expert_keys": ["experts"], **options}), [*matrices, *others]
+    return engine_muon(groups, **{"lr": 0.01, "expert_keys": ["experts"], **options}), [*matrices, *others]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)

@@ -23,7 +23,7 @@ import nav  # noqa: E402
 import public_names  # noqa: E402
 
 import meshmuon  # noqa: E402
-from meshmuon.params import option_docs  # noqa: E402
+from meshmuon.params.option_table import TIERS  # noqa: E402
 
 project = "meshmuon"
 author = "The meshmuon authors"
@@ -47,7 +47,7 @@ autodoc_mock_imports = ["accelerate", "axolotl", "lightning", "nemo_automodel", 
 autodoc_default_options = {"members": True, "undoc-members": True}
 napoleon_numpy_docstring = False
 napoleon_use_ivar = True
-napoleon_custom_sections = [(tier, "params_style") for tier in option_docs.headings()]  # of the options in help(Muon)
+napoleon_custom_sections = [(tier, "params_style") for tier in TIERS]  # of the options in help(Muon)
 python_use_unqualified_type_names = True
 python_maximum_signature_line_length = 100
 add_module_names = False

@@ -26,11 +26,10 @@ from ..params.dtensors import ReplicaGroup
 from ..params.groups import check_group, keep_options, normalise_group, normalise_params
 from ..params.lr import AdjustLR
 from ..params.metrics_option import MetricsLike, metrics_from
-from ..params.option_docs import with_options
-from ..params.option_table import ParamGroup, Rounding
+from ..params.option_table import ParamGroup, Rounding, with_options
 from ..params.param_record import named_params
 from ..params.rules import RuleLike
-from ..plan import CostModelLike, Plan, PlanOptions, Replicas, cost_model_for, cost_model_from
+from ..plan import DEFAULT_MAX_PEERS, CostModelLike, Plan, PlanOptions, Replicas, cost_model_for, cost_model_from
 from ..qk_clip.clip import QKClip
 from ..routing.param_groups import get_default_muon_param_groups
 from ..routing.table import RoutingTable, build_routing_table, is_first_of_ranks
@@ -63,7 +62,7 @@ class Muon(MuonStep):
 
     Args:
         params: a model, which stands for ``get_default_muon_param_groups(model)``, or param groups, each with ``params``,
-            ``use_muon`` and preferably ``names``.
+            ``use_muon`` and preferably ``names``. The positional arguments after it are those of Motif's optimizer.
 
     {options}
 
@@ -85,7 +84,7 @@ class Muon(MuonStep):
         adamw_betas: tuple[float, float] = (0.9, 0.95),
         adamw_eps: float = 1e-8,
         none_grad: bool = True,
-        debug: bool = False,
+        debug: bool = False,  # sets the level of the logger ``meshmuon`` to DEBUG
         clip_config: Mapping[str, Any] | None = None,
         warmup_step: int = 5,  # older name of waves_ahead
         chunk_size: int = -1,
@@ -134,13 +133,18 @@ class Muon(MuonStep):
         if debug:
             _show_log()
         self._settings = ExecutorSettings(
-            chunk_size, memory_budget, options["form"], deterministic, compile, cuda_graphs, kernels
+            chunk_size,
+            memory_budget,
+            deterministic=deterministic,
+            compile=compile,
+            cuda_graphs=cuda_graphs,
+            kernels=kernels,
         )
         in_flight = options["waves_ahead"] + 1
         self._cost_model = cost_model_from(cost_model)
         # LocalPlanner replaces the cost model: by the user's, or by that of the parameters' device.
         self._plan_options = PlanOptions(
-            cost_model_for("cpu"), replicas, chunk_size, memory_budget, in_flight, max_peers=options["max_peers"]
+            cost_model_for("cpu"), replicas, chunk_size, memory_budget, in_flight, max_peers=DEFAULT_MAX_PEERS
         )
         self._comm_dtype = comm_dtype
         self._reference: bool = options["reference_path"]
@@ -355,7 +359,6 @@ class Muon(MuonStep):
         averages = self._averages_gradients
         path = "DistMuon" if averages else f"reference_path={self._reference}"
         path += f", {self._settings.bits}, metrics={self._metrics}"
-        path += f", max_peers={self._plan_options.max_peers}"  # the plan only says whether it was exceeded
         settings = PlanSettings(self._plan_options, self._settings.form, path, self._cost_model)
         self._planner = Planner(settings, self._replica_group, weakref.ref(self), reduced=not averages)
         executor = DataParallelExecutor if averages else ReferenceExecutor if self._reference else Executor

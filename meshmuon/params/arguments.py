@@ -8,7 +8,7 @@ from typing import Any
 
 from ..errors import ConfigError, OptionNameWarning, UnknownOptionError, level_of_user
 from .checks import adamw_betas, adamw_eps, nearest, shown
-from .option_table import OPTIONS, Option, Scope, group_options, internal_options, optimizer_options
+from .option_table import OPTIONS, Option, Scope, group_options, optimizer_options
 
 _NAMES = {name for option in OPTIONS for name in (option.name, *option.aliases)}
 _OWN_NAMES = {alias: option.name for option in group_options() for alias in option.aliases}  # of torch's names
@@ -22,6 +22,8 @@ _WHY_NO_OPTION = {
     "differentiable": "a step cannot be differentiated. Leave it out",
     "amsgrad": "AdamW's part has no such variant. Leave it out",
     "dampening": "momentum is a sum, M ← momentum·M + G. Leave it out",
+    "form": "each matrix takes the form with the fewest FLOPs that is safe in its dtype. Leave it out",
+    "max_peers": "the plan decides when exchanges go through relays. Leave it out",
     "ns_coefficients": "the coefficients are those of the scheme. Write scheme=[(a, b, c)]",
     "warmup": _NO_WARMUP,
     "warmup_steps": _NO_WARMUP,
@@ -41,8 +43,7 @@ def options_from(arguments: Mapping[str, Any]) -> dict[str, Any]:
     An option with another name may be given by either. If both are given, they must be equal.
     """
     refuse_unknown(arguments["unknown"])
-    internal = {option.name: option.default for option in internal_options()} | arguments["unknown"]
-    return {option.name: _value_of(option, {**internal, **arguments}) for option in OPTIONS}
+    return {option.name: _value_of(option, arguments) for option in OPTIONS}
 
 
 def defaults_from(options: Mapping[str, Any]) -> dict[str, Any]:
@@ -54,7 +55,7 @@ def refuse_unknown(options: Mapping[Any, Any], further: Collection[str] = ()) ->
     """Refuses keywords that neither name an option nor are among ``further``."""
     for name, value in options.items():
         if name not in _NAMES and name not in further:
-            own = sorted({*(option.name for option in OPTIONS if option not in internal_options()), *further})  # no older names
+            own = sorted({*(option.name for option in OPTIONS), *further})  # no older names
             why, near = _WHY_NO_OPTION.get(name), nearest(str(name), own)  # YAML has keys that are numbers
             hint = f": {why}." if why else f": did you mean {near}?" if near else "; docs/optimizer.md lists them."
             raise UnknownOptionError(f"{name}={shown(value)} is not an option of Muon{hint}")

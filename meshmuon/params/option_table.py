@@ -1,17 +1,18 @@
 """All options of ``Muon``, each declared once.
 
 From this table follow the checks (in the constructor, in added param groups, at every step), the optimizer's ``defaults``, the
-refusal of optimizer-wide options in a param group, what ranks compare, how a checkpoint is read, ``help(Muon)`` and the tables in
-docs/optimizer.md. To add an option, add a row to its tier here (and its type to ``ParamGroup``, if it is an option of param
-groups), a parameter to the signature of ``Muon``, and the code that uses it.
+refusal of optimizer-wide options in a param group, what ranks compare, how a checkpoint is read, ``help(Muon)`` and the tables
+in docs/optimizer.md (``docs/site/options.py``). To add an option, add a row to its tier here (and its type to ``ParamGroup``, if
+it is an option of param groups), a parameter to the signature of ``Muon``, and the code that uses it.
 """
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
-from typing import Any, Literal, TypeAlias, TypedDict, get_args
+from typing import Any, Literal, TypeAlias, TypedDict, TypeVar, get_args
 
 import torch
 from torch import Tensor
@@ -30,9 +31,9 @@ from ..matrices import (
     check_matrices,
     check_matrix_options,
 )
-from ..ortho import AUTO, FORMS, Scheme, SchemeLike, resolve_scheme
+from ..ortho import AUTO, Scheme, SchemeLike, resolve_scheme
 from ..ortho.kernels.products import check_kernels
-from ..plan import DEFAULT_MAX_PEERS, REPLICA_OPTIONS, cost_model_from
+from ..plan import REPLICA_OPTIONS, cost_model_from
 from .checks import (
     Check,
     check_backend,
@@ -62,16 +63,6 @@ class Scope(Enum):
     OPTIMIZER = "optimizer"
 
 
-class Tier(Enum):
-    """Who needs an option."""
-
-    EVERYDAY = "Everyday"
-    MODEL = "What is in the model"
-    UPDATE = "Update rules and rounding"
-    ENGINE = "Engine"
-    INTERNAL = "Internal"  # the plan decides; tests set it. The constructor accepts it, no signature or page shows it
-
-
 class Compared(Enum):
     """How ranks find out that they were given different values."""
 
@@ -95,11 +86,13 @@ class Option:
     defines_matrices: bool = False  # it decides what the matrices are or what is remembered of them: loading another value warns
     # Other names: of an optimizer-wide option an older keyword, of an option of param groups torch's own name.
     aliases: tuple[str, ...] = ()
-    help: str = ""  # what it does, for ``help(Muon)`` and docs/optimizer.md
+    help: str = ""  # what it does, for ``help(Muon)`` and docs/optimizer.md; without it, the option is not shown
 
     def with_help(self, text: str) -> Option:
         """The same row with this help: a method, so that a row of the table is one line of columns and then its text."""
-        return replace(self, help=text)
+        other = ", ".join(f"``{alias}``" for alias in self.aliases)
+        names = f" Older name: {other}." if self.scope is Scope.OPTIMIZER else f" Also {other}, as in torch."
+        return replace(self, help=text + (names if other else ""))
 
 
 class _TorchKeys(TypedDict, total=False):
@@ -353,40 +346,17 @@ _ENGINE = (
     Option("reference_path", False, Scope.OPTIMIZER, check_flag, Compared.IN_PLAN, aliases=("use_distributed_muon",)).with_help(
         "Steps by the slow reference path, for verification: all-gathers whole matrices and computes all of them on every rank."
     ),
-    Option("debug", False, Scope.OPTIMIZER, check_flag).with_help(
-        "Shows the debug messages of the logger ``meshmuon``: the route of each parameter, whenever the set of parameters with "
-        "gradients changes."
-    ),
+    # Motif's word for logging.getLogger("meshmuon").setLevel(logging.DEBUG): accepted, and not shown.
+    Option("debug", False, Scope.OPTIMIZER, check_flag),
 )
 
-_INTERNAL = (
-    Option("form", "auto", Scope.OPTIMIZER, one_of(FORMS), Compared.IN_PLAN).with_help(
-        '``"auto"`` takes the form with the fewest FLOPs that is safe in the dtype; ``"standard"`` and ``"gram"`` insist on one.'
-    ),
-    Option("max_peers", DEFAULT_MAX_PEERS, Scope.OPTIMIZER, whole_number(1), Compared.IN_PLAN).with_help(
-        "Maximum peers per rank and wave; above it, what crosses nodes travels in two hops through one rank of each."
-    ),
-)
-
-_TABLE: dict[Tier, tuple[Option, ...]] = {
-    Tier.EVERYDAY: _EVERYDAY,
-    Tier.MODEL: _MODEL,
-    Tier.UPDATE: _UPDATE,
-    Tier.ENGINE: _ENGINE,
-    Tier.INTERNAL: _INTERNAL,
+TIERS: dict[str, tuple[Option, ...]] = {
+    "Everyday": _EVERYDAY,
+    "What is in the model": _MODEL,
+    "Update rules and rounding": _UPDATE,
+    "Engine": _ENGINE,
 }
-
-OPTIONS: tuple[Option, ...] = tuple(option for tier in Tier for option in _TABLE[tier])
-
-
-def options_by_tier() -> dict[Tier, tuple[Option, ...]]:
-    """What users see, tier by tier."""
-    return {tier: options for tier, options in _TABLE.items() if tier is not Tier.INTERNAL}
-
-
-def internal_options() -> tuple[Option, ...]:
-    """What only tests set."""
-    return _TABLE[Tier.INTERNAL]
+OPTIONS: tuple[Option, ...] = tuple(option for options in TIERS.values() for option in options)
 
 
 def group_options(use_muon: bool | None = None) -> tuple[Option, ...]:
@@ -398,3 +368,22 @@ def group_options(use_muon: bool | None = None) -> tuple[Option, ...]:
 def optimizer_options() -> tuple[Option, ...]:
     """The options that hold for the whole optimizer."""
     return tuple(option for option in OPTIONS if option.scope is Scope.OPTIMIZER)
+
+
+_Class = TypeVar("_Class", bound=type)
+
+
+def with_options(cls: _Class) -> _Class:
+    """Class decorator: replaces ``{options}`` in the docstring by a section for each tier."""
+    sections = []
+    for tier, options in TIERS.items():
+        sections.append(f"    {tier}:")
+        for option in options:
+            if option.help:
+                scope = "" if option.scope is Scope.OPTIMIZER else " (per group)"
+                text = f"{' ' * 8}{option.name}{scope}: {option.help}"
+                sections.append(textwrap.fill(text, 130, subsequent_indent=" " * 12, break_on_hyphens=False))
+        sections.append("")
+    if cls.__doc__ is not None:  # python -OO removes docstrings
+        cls.__doc__ = cls.__doc__.replace("    {options}\n", "\n".join(sections))
+    return cls

@@ -289,7 +289,6 @@ MISMATCHES: dict[str, tuple[Change, tuple[str, ...]]] = {
     "replicas": (setting(replicas="repeat"), ("rank 1 was given replicas='repeat', rank 0 replicas='auto': give",)),
     "comm_dtype": (setting(comm_dtype=torch.bfloat16), ("one: rank 1 has", "bfloat16")),
     "compute_dtype": (setting(compute_dtype=torch.float64), ("rank 1",)),
-    "form": (setting(form="gram"), ("rank 1",)),
     "ns_steps": (setting(ns_steps=3), ("one: rank 1 has",)),
     "scheme": (setting(scheme="keller"), ("rank 1",)),
     "use_distributed_muon": (setting(use_distributed_muon=True), ("rank 1",)),

@@ -16,6 +16,7 @@ from meshmuon import DistMuon, Muon
 from meshmuon.execute import Executor
 from meshmuon.tools.predict.step_counts import buffer_bytes, bytes_sent
 from tests.support.counting import counted
+from tests.support.reference import engine_muon
 from tests.support.tensors import seeded
 from tests.support.threads import run_threads
 
@@ -60,9 +61,9 @@ def test_bytes_and_buffers_are_those_of_the_plan(
         names = [f"layers.{k}.experts.weight" for k in range(len(params))]
         groups = [{"params": params, "names": names, "use_muon": True, "expert_keys": ["experts"]}]
         optimizer: Muon = (
-            DistMuon(groups, max_peers=max_peers)
+            engine_muon(groups, DistMuon, max_peers=max_peers)
             if averages
-            else Muon(groups, replicas="share", memory_budget=4000, max_peers=max_peers)
+            else engine_muon(groups, replicas="share", memory_budget=4000, max_peers=max_peers)
         )
         for _ in range(3):
             for param in params:

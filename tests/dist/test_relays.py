@@ -17,6 +17,7 @@ from meshmuon import DistMuon, Muon
 from meshmuon.agree.node_view import RANKS_PER_NODE
 from tests.support.counting import counted
 from tests.support.processes import results_of, run_ranks
+from tests.support.reference import engine_muon
 from tests.support.tensors import local, seeded
 from tests.support.threads import run_threads
 
@@ -48,7 +49,8 @@ def trained(params: list[nn.Parameter], optimizer: Muon) -> tuple[list[Tensor], 
 def muon(world: int, make: Callable[[int], list[nn.Parameter]], **options: Any) -> tuple[list[Tensor], Any]:
     params = make(world)
     names = [f"layers.{k}.weight" for k in range(len(params))]
-    return trained(params, Muon([{"params": params, "names": names, "use_muon": True}], lr=0.01, none_grad=False, **options))
+    groups = [{"params": params, "names": names, "use_muon": True}]
+    return trained(params, engine_muon(groups, lr=0.01, none_grad=False, **options))
 
 
 CASES = {
@@ -82,7 +84,7 @@ def test_dist_muon(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def main(rank: int, **options: Any) -> list[Tensor]:
         params = [nn.Parameter(seeded(shape, k)) for k, shape in enumerate(SHAPES)]
-        return trained(params, DistMuon(params, **options))[0]
+        return trained(params, engine_muon(params, DistMuon, **options))[0]
 
     direct = run_threads(4, main)
     relayed = run_threads(4, lambda rank: main(rank, max_peers=1))

@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from meshmuon import Muon
-from tests.support.reference import LR, Shape, assert_same_bits, copies, gradients, group, make_params, run
+from tests.support.reference import LR, Shape, assert_same_bits, copies, engine_muon, gradients, group, make_params, run
 
 SMALL: tuple[Shape, ...] = (
     (8, 12),
@@ -48,7 +48,7 @@ def two_threads() -> Iterator[None]:
 
 def results(shapes: tuple[Shape, ...], steps: int = 2, **options: Any) -> list[nn.Parameter]:
     params = make_params(*shapes)
-    run(Muon([group(params, prefix="experts")], lr=LR, expert_keys=["experts"], **options), params, range(steps))
+    run(engine_muon([group(params, prefix="experts")], lr=LR, expert_keys=["experts"], **options), params, range(steps))
     return params
 
 

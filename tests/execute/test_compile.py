@@ -22,6 +22,7 @@ from tests.support.reference import (
     assert_moved_within_rounding,
     assert_same_bits,
     copies,
+    engine_muon,
     group,
     make_params,
     polar_factor,
@@ -58,8 +59,8 @@ def fresh_dynamo() -> Iterator[None]:
 def both(shapes: tuple[Shape, ...], backend: str, **options: Any) -> tuple[list[nn.Parameter], ...]:
     start = make_params(*shapes)
     compiled, eager = copies(start), copies(start)
-    run(Muon([group(compiled)], lr=LR, compile=backend, **options), compiled, range(3))
-    run(Muon([group(eager)], lr=LR, **options), eager, range(3))
+    run(engine_muon([group(compiled)], lr=LR, compile=backend, **options), compiled, range(3))
+    run(engine_muon([group(eager)], lr=LR, **options), eager, range(3))
     return compiled, eager, start
 
 
@@ -91,7 +92,7 @@ def test_one_graph_holds_all_products(form: str, shape: Shape) -> None:
 def test_empty_parameters_beside_compiled_ones() -> None:
     params = make_params((0, 4), (6, 8))
     start = copies(params)
-    run(Muon([group(params)], lr=LR, compile="meshmuon_counting", form="standard"), params, range(2))
+    run(engine_muon([group(params)], lr=LR, compile="meshmuon_counting", form="standard"), params, range(2))
     assert not torch.equal(params[1], start[1])
 
 
@@ -112,8 +113,8 @@ def test_backend(option: bool | str, backend: str, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(torch, "compile", record)
     params = make_params((6, 8), (8, 6))
     twins = copies(params)
-    run(Muon([group(params)], lr=LR, compile=option, form="standard"), params, range(2))
-    run(Muon([group(twins)], lr=LR, form="standard"), twins, range(2))
+    run(engine_muon([group(params)], lr=LR, compile=option, form="standard"), params, range(2))
+    run(engine_muon([group(twins)], lr=LR, form="standard"), twins, range(2))
     assert asked == [(backend, False)] * 2
     assert_moved_within_rounding(params, twins, make_params((6, 8), (8, 6)), 2, polar_express())
 

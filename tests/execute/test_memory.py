@@ -21,7 +21,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from meshmuon import Muon
 from meshmuon.agree.planned_set import LONG_IDLE_STEPS
-from tests.support.reference import LR, gradients, group, make_params, set_gradients
+from tests.support.reference import LR, engine_muon, gradients, group, make_params, set_gradients
 from tests.support.threads import run_threads
 
 SCALAR = 16  # bytes
@@ -80,7 +80,7 @@ def build(
 ) -> tuple[list[nn.Parameter], Muon]:
     params = make_params(*shapes, (50,), dtype=dtype)
     written = [group(params[:-1], prefix="experts"), group(params[-1:], use_muon=False, prefix="norms")]
-    return params, Muon(written, **{"lr": LR, "expert_keys": ["experts"], "none_grad": False, **options})
+    return params, engine_muon(written, **{"lr": LR, "expert_keys": ["experts"], "none_grad": False, **options})
 
 
 def state_bytes(optimizer: Muon) -> int:
@@ -226,7 +226,9 @@ def sharded_step_memory(rank: int, options: dict[str, Any], placements: tuple[An
 
     whole = make_params(*shapes)
     params = [nn.Parameter(place(param.detach())) for param in whole]
-    optimizer = Muon([group(params, prefix="experts")], **{"lr": LR, "expert_keys": ["experts"], "none_grad": False, **options})
+    optimizer = engine_muon(
+        [group(params, prefix="experts")], **{"lr": LR, "expert_keys": ["experts"], "none_grad": False, **options}
+    )
     found = []
     for step in range(4):
         for param, grad in zip(params, gradients(whole, step), strict=True):

@@ -222,7 +222,6 @@ def test_options_of_an_adamw_group(options: dict[str, Any], message: str) -> Non
         ({"chunk_size": 0}, r"chunk_size=0 must be -1 .* or at least 1"),
         ({"chunk_size": -2}, "chunk_size=-2 must be -1"),
         ({"memory_budget": 0}, "memory_budget=0 must be a positive number of bytes"),
-        ({"form": "cubic"}, r"form='cubic' is unknown; write one of \('auto', 'standard', 'gram'\)"),
         ({"compile": True, "cuda_graphs": True}, "compile and cuda_graphs exclude each other"),
         ({"warmup_step": -1}, "warmup_step=-1 must be at least 0"),
     ],
@@ -359,7 +358,7 @@ def test_a_refused_group_is_not_added() -> None:
     run(optimizer, params, [0])
 
 
-@pytest.mark.parametrize("key", ["debug", "chunk_size", "form", "memory_budget", "compile", "warmup_step"])
+@pytest.mark.parametrize("key", ["debug", "chunk_size", "memory_budget", "compile", "warmup_step"])
 def test_options_of_the_whole_optimizer_in_a_group(key: str) -> None:
     group = {"params": [torch.nn.Parameter(torch.randn(4, 4))], "use_muon": True, key: 1}
     with pytest.raises(ConfigError, match=f"group 0: {key} holds for the whole optimizer"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import inspect
 import os
 import re
@@ -22,17 +23,7 @@ from meshmuon import ConfigError, DistMuon, Muon, OptionNameWarning
 from meshmuon.integrations.factory import muon_for
 from meshmuon.optim import muon as muon_module
 from meshmuon.params import arguments, option_table
-from meshmuon.params.option_docs import markdown_table
-from meshmuon.params.option_table import (
-    OPTIONS,
-    Compared,
-    Option,
-    ParamGroup,
-    Scope,
-    group_options,
-    optimizer_options,
-    options_by_tier,
-)
+from meshmuon.params.option_table import OPTIONS, TIERS, Compared, Option, ParamGroup, Scope, group_options, optimizer_options
 from meshmuon.state import loading
 from tests.support.reference import group, make_params, muon
 
@@ -45,7 +36,6 @@ TORCHS_NAMES = {alias: option for option in group_options() for alias in option.
 NO_OPTIONS = {"params", "param_names", "use_muon"}
 
 
-SHOWN = {option.name: option for options in options_by_tier().values() for option in options}
 MOTIF = [
     "lr",
     "momentum",
@@ -75,7 +65,7 @@ def test_names_are_unique() -> None:
 
 
 def test_the_signature_has_the_options_and_their_defaults() -> None:
-    expected = {name: option.default for name, option in SHOWN.items()}
+    expected = {option.name: option.default for option in OPTIONS}
     for option in ALIASED:
         expected |= {option.name: None, **dict.fromkeys(option.aliases, option.default)}
     expected |= dict.fromkeys(TORCHS_NAMES)
@@ -91,20 +81,8 @@ def test_the_signature_begins_as_motif_s_and_goes_on_in_tiers() -> None:
     assert names[: len(MOTIF)] == MOTIF
     kinds = [parameter.kind for parameter in parameters(Muon).values()]
     assert set(kinds[len(MOTIF) :]) == {inspect.Parameter.KEYWORD_ONLY}
-    keywords = [name for option in SHOWN.values() for name in (option.name, *option.aliases) if name not in MOTIF]
+    keywords = [name for option in OPTIONS for name in (option.name, *option.aliases) if name not in MOTIF]
     assert names[len(MOTIF) :] == keywords
-
-
-def test_the_plan_decides_what_no_signature_shows() -> None:
-    internal = {option.name for option in OPTIONS} - set(SHOWN)
-    assert internal == {"form", "max_peers"}
-    assert not internal & set(parameters(Muon))
-    optimizer = muon(make_params((3, 4)), form="gram", max_peers=7)
-    assert (optimizer._settings.form, optimizer._plan_options.max_peers) == ("gram", 7)
-    with pytest.raises(ConfigError, match="max_peers=0 must be at least 1"):
-        muon(make_params((3, 4)), max_peers=0)
-    with pytest.raises(ConfigError, match=r"max_peerz=1 is not an option of Muon; docs/optimizer.md lists them"):
-        muon(make_params((3, 4)), max_peerz=1)
 
 
 def literals(hint: Any) -> set[Any]:
@@ -114,9 +92,7 @@ def literals(hint: Any) -> set[Any]:
     return {choice for part in get_args(hint) if get_origin(hint) in (Union, UnionType) for choice in literals(part)}
 
 
-@pytest.mark.parametrize(
-    "option", [option for option in SHOWN.values() if isinstance(option.default, str) or option.name == "conv"]
-)
+@pytest.mark.parametrize("option", [option for option in OPTIONS if isinstance(option.default, str) or option.name == "conv"])
 def test_the_types_name_the_choices_that_are_accepted(option: Option) -> None:
     """What editors complete is what the check accepts: the error lists the same names."""
     choices = literals(eval(Muon.__init__.__annotations__[option.name], vars(muon_module)))
@@ -156,18 +132,22 @@ def test_stored_dtypes_are_the_dtypes() -> None:
 def test_help() -> None:
     text = inspect.getdoc(Muon)
     assert text is not None
-    for tier, options in options_by_tier().items():
-        section = re.search(rf"^{tier.value}:\n((?:    .*\n)+)", text, flags=re.MULTILINE)
+    for tier, options in TIERS.items():
+        section = re.search(rf"^{tier}:\n((?:    .*\n)+)", text, flags=re.MULTILINE)
         assert section is not None
-        assert re.findall(r"^    (\w+)(?: \(per group\))?: \S", section[1], flags=re.MULTILINE) == [o.name for o in options]
+        assert re.findall(r"^    (\w+)(?: \(per group\))?: \S", section[1], flags=re.MULTILINE) == [
+            o.name for o in options if o.help
+        ]
         assert all(f"``{alias}``" in section[1] for option in options for alias in option.aliases)
     assert "{options}" not in text
     assert max(map(len, text.splitlines())) <= 130
 
 
-def test_the_table_in_the_docs() -> None:
+def test_the_table_in_the_docs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(PAGE.parent / "site")
+    options = importlib.import_module("options")
     blocks = re.findall(r"<!-- options -->\n(.*?)\n<!-- /options -->", PAGE.read_text(), flags=re.DOTALL)
-    assert blocks == [markdown_table()], "write the output of python -m meshmuon.params.option_docs between the markers"
+    assert blocks == [options.markdown_tables()], "write the output of python docs/site/options.py between the markers"
 
 
 # Names of one option.
@@ -213,6 +193,8 @@ def test_the_line_of_the_user_is_shown() -> None:
         ("foreach", "works on many parameters at once"),
         ("capturable", "cuda_graphs=True"),
         ("amsgrad", "no such variant"),
+        ("form", "each matrix takes the form with the fewest FLOPs"),
+        ("max_peers", "the plan decides"),
         ("ns_coefficients", r"scheme=\[\(a, b, c\)\]"),
         ("warmup_steps", "Use a scheduler"),
         ("learning_rate", "it is called lr"),
@@ -306,7 +288,6 @@ PROGRAM = """
 import torch
 from meshmuon import ConfigError, Muon
 from meshmuon.agree.descriptions import hyperparameters_of
-from meshmuon.params.option_docs import markdown_table
 
 def refused(call):
     try:
@@ -333,7 +314,6 @@ other.load_state_dict(optimizer.state_dict())
 assert other.param_groups[0]["added"] == 0.25
 assert "added=0.25" in hyperparameters_of(optimizer.param_groups)[0]
 assert "added (per group): An option that a test added." in Muon.__doc__
-assert "`added`" in markdown_table()
 assert refused(lambda: Muon(make(), once_added=1)) == "Muon: once_added=1 must be True or False."
 assert "also_added" in refused(lambda: Muon(make(), also_added=False, once_added=True))
 assert "also_added holds for the whole optimizer" in refused(lambda: Muon(make(also_added=True)))
@@ -349,7 +329,7 @@ def inserted(path: Path, before: str, text: str) -> None:
 def test_adding_an_option_touches_the_table_and_the_signature(tmp_path: Path) -> None:
     copy = tmp_path / "meshmuon"
     shutil.copytree(PACKAGE, copy, ignore=shutil.ignore_patterns("__pycache__"))
-    inserted(copy / "params" / "option_table.py", ")\n\n_INTERNAL = ", ROW)
+    inserted(copy / "params" / "option_table.py", ")\n\nTIERS", ROW)
     inserted(copy / "optim" / "muon.py", "        **unknown: NoReturn", PARAMETERS)
     environment = {**os.environ, "PYTHONPATH": str(tmp_path), "PYTHONDONTWRITEBYTECODE": "1"}
     done = subprocess.run([sys.executable, "-c", PROGRAM], cwd=tmp_path, env=environment, capture_output=True, text=True)

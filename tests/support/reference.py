@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -114,9 +115,21 @@ def group(params: Sequence[Tensor], *, use_muon: bool = True, prefix: str | None
     return {"params": list(params), "names": names, "use_muon": use_muon, **options}
 
 
+def engine_muon(params: Any, build: type[Muon] = Muon, **options: Any) -> Muon:
+    """``Muon`` that may also be given what the plan decides for users: ``form`` and ``max_peers``."""
+    decided = {name: options.pop(name) for name in ("form", "max_peers") if name in options}
+    optimizer = build(params, **options)
+    if "form" in decided:
+        optimizer._settings = replace(optimizer._settings, form=decided["form"])
+    if "max_peers" in decided:
+        optimizer._plan_options = replace(optimizer._plan_options, max_peers=decided["max_peers"])
+    optimizer._reset()
+    return optimizer
+
+
 def muon(params: Sequence[Tensor], **options: Any) -> Muon:
     """Muon on ``params`` alone, with the reference's defaults."""
-    return Muon([group(params)], **{"lr": LR, "scheme": "keller", **options})
+    return engine_muon([group(params)], **{"lr": LR, "scheme": "keller", **options})
 
 
 def adamw(params: Sequence[Tensor], **options: Any) -> Muon:

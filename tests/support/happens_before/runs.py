@@ -23,6 +23,7 @@ from meshmuon.ortho.kernels.products import TritonProducts
 from meshmuon.torch_compat import dtensor_like, local_part
 from meshmuon.transport import norms
 from tests.support import layouts
+from tests.support.reference import engine_muon
 from tests.support.threads import run_threads
 
 from . import fake_cuda, nccl_twin
@@ -149,8 +150,7 @@ class _RankRun:
         optimizer: type[Any] = {"Muon": Muon, "DistMuon": DistMuon}[program.optimizer]
         if program.optimizer == "Muon" and any(param.placements is None for param in program.params) and program.world > 1:
             options["replica_group"] = dist.group.WORLD
-        made: Muon = optimizer(groups, lr=lr, expert_keys=["experts"], **options)
-        return made
+        return engine_muon(groups, optimizer, lr=lr, expert_keys=["experts"], **options)
 
     def _group(self, members: list[int], use_muon: bool, split: tuple[int, ...]) -> dict[str, Any]:
         names = [self._program.params[k].name for k in members]

@@ -17,7 +17,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from meshmuon import Muon, TransportError, get_default_muon_param_groups
+from meshmuon import TransportError, get_default_muon_param_groups
 from meshmuon.layout import Sharded
 from meshmuon.plan import Plan
 from meshmuon.tools.simulate.cluster import MuonOptions, plan_cluster
@@ -26,6 +26,7 @@ from meshmuon.tools.simulate.meshes import MeshAxes
 from meshmuon.tools.simulate.modules import describe_hf
 from meshmuon.tools.simulate.sharding import MeshSharding, split_into_stages, tp_placement
 from tests.support.optional import need
+from tests.support.reference import engine_muon
 
 transformers = need("transformers")
 
@@ -42,7 +43,7 @@ def config(**changes: Any) -> Any:
 
 def real_plan(model: nn.Module, **options: Any) -> Plan:
     """The plan of a step; gradients are zeros."""
-    optimizer = Muon(get_default_muon_param_groups(model), **options)
+    optimizer = engine_muon(get_default_muon_param_groups(model), **options)
     for param in model.parameters():
         param.grad = torch.zeros_like(param)
     with suppress(TransportError):  # the fake group refuses an exchange in which this rank only receives
