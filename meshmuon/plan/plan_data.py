@@ -22,7 +22,7 @@ from .traffic import ExchangeBytes, WaveOwners, WaveTraffic, count_traffic
 
 Replicas: TypeAlias = Literal["auto", "share", "repeat"]
 REPLICA_OPTIONS = get_args(Replicas)
-DEFAULT_MAX_PEERS = 1024  # of the option ``max_peers``
+DEFAULT_MAX_PEERS = 1024  # per rank and wave; beyond it, exchanges between nodes go through relays
 
 
 @dataclass(frozen=True, slots=True, repr=False)
