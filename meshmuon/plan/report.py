@@ -69,7 +69,7 @@ def _through_relays(plan: PlanData) -> list[str]:
         return []
     relayed = plan.bytes_relayed.values()
     return [
-        f"in two hops between nodes: {plan.most_peers} peers per rank would be more than max_peers={plan.options.max_peers}, "
+        f"in two hops between nodes: {plan.most_peers} peers per rank would be more than {plan.options.max_peers}, "
         f"there are at most {Relays(plan.options.nodes).most_peers}; relays send {bytes_text(max(relayed))} at most, "
         f"{bytes_text(sum(relayed) / len(relayed))} on average, for others"
     ]

@@ -132,7 +132,7 @@ def test_plans_without_too_many_peers_stay_as_they_were(seed: int) -> None:
         assert in_flight == before
     else:
         assert in_flight == next((k for k in range(before, 2, -1) if needed(k) <= room), 2)
-    assert f"{peers} peers per rank would be more than max_peers={peers - 1}" in relayed.describe()
+    assert f"{peers} peers per rank would be more than {peers - 1}" in relayed.describe()
     assert read_plan(relayed.to_json()).digest == relayed.digest
 
 

@@ -82,7 +82,6 @@ def _add_plan_arguments(parser: argparse.ArgumentParser) -> None:
     options.add_argument("--scheme", default="auto", metavar="NAME", help="auto, polar_express, keller, zolotarev or hybrid")
     options.add_argument("--memory-budget", type=_bytes, metavar="BYTES", help="such as 64M")
     options.add_argument("--waves-ahead", type=int, metavar="N")
-    options.add_argument("--max-peers", type=_count, metavar="N", help="more: in two hops")
     training = parser.add_argument_group("the training step around it")
     training.add_argument("--tokens-per-step", type=_count, default=2**22, metavar="N", help="such as 4M (default: 4,194,304)")
     training.add_argument("--mfu", type=_share, default=0.4, help="share of the peak in forward and backward (default: 0.4)")

@@ -33,7 +33,7 @@ from ..simulate.words import did_you_mean
 from .output import is_standard_output, printing, write_output, write_text
 
 _OF_MODELS = ("model", "hf_config", "module", "mesh", "layout", "nodes", "save_model")
-_CHECKED = ("memory_budget", "waves_ahead", "max_peers")
+_CHECKED = ("memory_budget", "waves_ahead")
 _WRITTEN = ("json", "html", "trace", "save_model", "save_rates")
 
 

@@ -101,7 +101,7 @@ def _peers(simulation: Simulation) -> Iterator[str]:
         return
     if any(stage.plan.relayed for stage in simulation.stages):
         limit = simulation.options.max_peers
-        text = f"{peers:,} peers per exchange, more than max_peers={limit}: exchanges between nodes go in two hops."
+        text = f"{peers:,} peers per exchange, more than {limit:,}: exchanges between nodes go in two hops."
     else:
         connections = simulation.most_bytes("connections")
         text = f"{peers:,} peers per exchange: each needs a connection, about {bytes_text(connections)} of memory on a rank."

@@ -271,7 +271,10 @@ def test_the_plan_of_a_job(capsys: pytest.CaptureFixture[str], tmp_path: Path) -
         (("--model", "gpt2", "--mesh", "dp_shard=1000000000"), "multiply to 1000000000 ranks. A plan has at most 1048576"),
         (("--model", "gpt2", "--mesh", f"dp_shard={'9' * 5000}"), "must be a whole number of at least 1 and at most 1048576"),
         (("--model", "gpt2", "--mesh", "dp_shard=2", "--waves-ahead", "-1"), "waves_ahead=-1 must be at least 0"),
-        (("--model", "gpt2", "--mesh", "dp_shard=2", "--max-peers", "0"), "'0' is no number of at least 1, such as 512 or 4M"),
+        (
+            ("--model", "gpt2", "--mesh", "dp_shard=2", "--tokens-per-step", "0"),
+            "'0' is no number of at least 1, such as 512 or 4M",
+        ),
         (("--model", "gpt2", "--mesh", "dp_shard=2", "--memory-budget", f"{'9' * 400}G"), "is no number of bytes"),
         (("--model", "gpt2", "--mesh", "dp_shard=2", "--tokens-per-step", "0.5"), "'0.5' is no number of at least 1"),
         (("--module", "torch.nn:Module", "--mesh", "dp_shard=2"), "the model has no trainable parameters"),

@@ -175,7 +175,7 @@ def test_advice_on_many_peers_names_a_mesh_that_can_be_planned() -> None:
     (text,) = [text for text in advice_for(direct) if "peers per exchange" in text]
     assert text.startswith("2,047 peers per exchange: each needs a connection")
     (text,) = [text for text in advice_for(through_relays) if "peers per exchange" in text]
-    assert text.startswith("2,047 peers per exchange, more than max_peers=1024")
+    assert text.startswith("2,047 peers per exchange, more than 1,024")
     mesh = text.partition('--mesh "')[2].partition('"')[0]
     assert "--replicas repeat" in text
     better = simulate(model, mesh, replicas="repeat")
