@@ -19,7 +19,7 @@ from ..simulate.advice import advice_for, advice_from_choices
 from ..simulate.cluster import MuonOptions
 from ..simulate.compare import compare_meshes, compare_options
 from ..simulate.description import ModelDescription
-from ..simulate.job_plan import JobSharding, describe_job, device_of, read_job_plan
+from ..simulate.job_plan import JobSharding, describe_job, is_on_cpu, read_job_plan
 from ..simulate.machines import Machine
 from ..simulate.meshes import MeshAxes
 from ..simulate.modules import build_from_hf_config, build_module
@@ -104,7 +104,7 @@ def _of_job(arguments: argparse.Namespace) -> Simulation:
         raise ConfigError(f"--from-json reads a plan that is complete: leave out {', '.join(refused) or '--compare'}.")
     plan = read_job_plan(arguments.from_json)
     model, sharding, stage = describe_job(plan, arguments.from_json.stem)
-    if arguments.hardware is None and arguments.calibration is None and device_of(plan) == "cpu":
+    if arguments.hardware is None and arguments.calibration is None and is_on_cpu(plan):
         arguments.hardware = "cpu"
     machine = _machine(arguments)
     if plan.options.nodes is not None:

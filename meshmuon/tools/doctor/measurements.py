@@ -348,10 +348,10 @@ def summarise_step(context: Context, data: Sequence[Mapping[str, Any]]) -> Summa
     if calibration is None or context.plan is None:
         return Summary(f"{text}; without the other measurements there is no prediction", figures)
     predicted = predict(context.plan, calibration)
-    figures |= {"predicted_seconds": predicted.total, "prediction": predicted.parts}
+    figures |= {"predicted_seconds": predicted.seconds, "prediction": predicted.parts}
     parts = ", ".join(f"{name} {1e3 * value:.1f}" for name, value in predicted.parts.items())
-    text += f"; predicted {1e3 * predicted.total:.1f} ms ({parts}): {seconds / predicted.total:.2f} of it"
-    return Summary(text + remark_on_prediction(seconds / predicted.total), figures)
+    text += f"; predicted {1e3 * predicted.seconds:.1f} ms ({parts}): {seconds / predicted.seconds:.2f} of it"
+    return Summary(text + remark_on_prediction(seconds / predicted.seconds), figures)
 
 
 def remark_on_prediction(ratio: float) -> str:

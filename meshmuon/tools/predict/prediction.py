@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from operator import add
 
 from ...plan.plan_data import PlanData, add_local_costs
@@ -17,24 +16,6 @@ from .timeline import StepSeconds, Timeline, WaveSeconds, timeline_of
 _NO_ADAMW: Mapping[int, int] = {}
 
 
-@dataclass(frozen=True)
-class Prediction:
-    """A step as it should run."""
-
-    work: StepSeconds  # what each rank needs for each part, before anything waits for anything
-    timeline: Timeline
-
-    @property
-    def total(self) -> float:
-        """Seconds of the step on its slowest rank."""
-        return self.timeline.seconds
-
-    @property
-    def parts(self) -> dict[str, float]:
-        """Kind of span → its seconds on the slowest rank; they add up to ``total``."""
-        return self.timeline.parts
-
-
 def predict(
     plan: PlanData,
     machine: Calibration,
@@ -42,15 +23,14 @@ def predict(
     averages: bool = False,
     adamw_elements: Mapping[int, int] = _NO_ADAMW,
     peers: WavePeers | None = None,
-) -> Prediction:
-    """The prediction of a step of ``Muon`` or, with ``averages``, of ``DistMuon``.
+) -> Timeline:
+    """Predicts a step of ``Muon`` or, with ``averages``, of ``DistMuon``.
 
     ``adamw_elements`` has, by rank, the elements that AdamW steps; ``peers`` is what ``count_peers`` returned, if it was called.
     """
     per_element = machine.seconds_per_element("adamw")
     adamw = [per_element * adamw_elements.get(rank, 0) for rank in plan.ranks]
-    work = _Seconds(plan, machine, peers, averages=averages).step(adamw)
-    return Prediction(work, timeline_of(work))
+    return timeline_of(_Seconds(plan, machine, peers, averages=averages).step(adamw))
 
 
 class _Seconds:

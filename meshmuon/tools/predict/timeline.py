@@ -70,15 +70,23 @@ class Phase(NamedTuple):
 class Timeline:
     """A step on all of its ranks."""
 
-    ranks: tuple[int, ...]
+    work: StepSeconds
     phases: tuple[Phase, ...]  # in the order in which the host issues them
-    host_ahead: Seconds = ()  # as in ``StepSeconds``
-    overlaps: bool = True  # whether links work beside the device, at least in part
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """All ranks, in the order of every ``Seconds``."""
+        return self.work.ranks
+
+    @property
+    def overlaps(self) -> bool:
+        """Whether links work beside the device, at least in part."""
+        return self.work.busy < 1.0
 
     @cached_property
     def ends(self) -> dict[int, float]:
         """Rank → when it has ended."""
-        last = list(self.host_ahead) or [0.0] * len(self.ranks)
+        last = list(self.work.host_ahead) or [0.0] * len(self.ranks)
         for phase in self.phases:
             last = list(map(max, last, phase.end))
         return dict(zip(self.ranks, last, strict=True))
@@ -173,7 +181,7 @@ def timeline_of(step: StepSeconds) -> Timeline:
         else:
             walk.wait("scatter", wave)
             walk.work("update", wave, step.waves[wave].update)
-    return Timeline(step.ranks, tuple(walk.phases), step.host_ahead, overlaps=step.busy < 1.0)
+    return Timeline(step, tuple(walk.phases))
 
 
 class _Walk:

@@ -48,5 +48,5 @@ def trace_plan(plan: Plan, machine: Calibration | str | os.PathLike[str]) -> str
     """
     calibration = machine if isinstance(machine, Calibration) else Calibration.load(machine)
     output = io.StringIO()
-    write_trace([(plan.ranks, predict(plan, calibration).timeline.phases)], output)
+    write_trace([(plan.ranks, predict(plan, calibration).phases)], output)
     return output.getvalue()

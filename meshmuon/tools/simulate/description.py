@@ -6,7 +6,7 @@ import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 from ...errors import ConfigError
 from ...matrices import ParamMatrices, check_matrices, with_stars
@@ -82,19 +82,20 @@ class ModelDescription:
         return 1 + max((param.layer for param in self.params if param.layer is not None), default=-1)
 
     def to_json(self) -> dict[str, Any]:
-        """The content of a model's file; the same parameter of several layers is one row."""
-        rows: dict[_RowKey, list[int | None]] = {}
-        by_layer: dict[int | None, list[_RowKey]] = {}
+        """The content of a model's file; layers with the same parameters share their rows."""
+        outside: list[dict[str, Any]] = []
+        before = 0  # rows of ``outside`` that stand before the layers
+        by_layer: dict[int, list[dict[str, Any]]] = {}
         for param in self.params:
-            numbered = param.layer is not None and with_stars(param.name).count("*") == 1
-            name = with_stars(param.name) if numbered else param.name
-            matrices = None if param.matrices is None else json.dumps(_fields(param.matrices))
-            key = _RowKey(name, param.shape, param.use_muon, matrices, param.tp, param.expert)
-            rows.setdefault(key, []).append(param.layer if numbered else None)
-            by_layer.setdefault(param.layer if numbered else None, []).append(key)
-        outside = by_layer.pop(None, [])
-        before = [key for key in outside if key in list(rows)[: outside.index(key) + 1]]
-        order = [*before, *_merged(list(by_layer.values())), *(key for key in outside if key not in before)]
+            if param.layer is not None and with_stars(param.name).count("*") == 1:
+                by_layer.setdefault(param.layer, []).append(_row(param, with_stars(param.name)))
+            else:
+                before += not by_layer
+                outside.append(_row(param, param.name))
+        alike: dict[str, list[int]] = {}  # the rows of a layer → all layers that have these
+        for layer, rows in by_layer.items():
+            alike.setdefault(json.dumps(rows), []).append(layer)
+        inside = [{**row, "layers": _span(layers)} for text, layers in alike.items() for row in json.loads(text)]
         return {
             "format": FORMAT,
             "version": VERSION,
@@ -105,7 +106,7 @@ class ModelDescription:
             "active": self.active,
             "experts_per_token": self.experts_per_token,
             "has_tp_plan": self.has_tp_plan,
-            "params": [_row(key, rows[key]) for key in order],
+            "params": [*outside[:before], *inside, *outside[before:]],
         }
 
     @classmethod
@@ -133,44 +134,20 @@ def _fields(matrices: ParamMatrices) -> dict[str, Any]:
     return {name: value for name, value in matrices.fields().items() if value != getattr(plain, name)}
 
 
-class _RowKey(NamedTuple):
-    """What is equal in all layers of a row."""
-
-    name: str
-    shape: tuple[int, ...]
-    use_muon: bool
-    matrices: str | None
-    tp: str
-    expert: bool
-
-
-def _merged(sequences: Sequence[Sequence[_RowKey]]) -> list[_RowKey]:
-    """All keys once, in an order that agrees with each of the sequences: a, b, d and a, c, d give a, c, b, d."""
-    order: list[_RowKey] = []
-    for sequence in sequences:
-        position = next((order.index(key) for key in sequence if key in order), len(order))
-        for key in sequence:
-            if key in order:
-                position = order.index(key) + 1
-            else:
-                order.insert(position, key)
-                position += 1
-    return order
-
-
-def _row(key: _RowKey, layers: Sequence[int | None]) -> dict[str, Any]:
-    row: dict[str, Any] = {"name": key.name, "shape": list(key.shape), "muon": key.use_muon}
-    if key.matrices is not None:
-        row["matrices"] = json.loads(key.matrices)
-    if key.tp != "replicate":
-        row["tp"] = key.tp
-    if key.expert:
+def _row(param: ModelParam, name: str) -> dict[str, Any]:
+    row: dict[str, Any] = {"name": name, "shape": list(param.shape), "muon": param.use_muon}
+    if param.matrices is not None:
+        row["matrices"] = _fields(param.matrices)
+    if param.tp != "replicate":
+        row["tp"] = param.tp
+    if param.expert:
         row["expert"] = True
-    if layers[0] is not None:
-        first, last = layers[0], layers[-1]
-        regular = last is not None and list(layers) == list(range(first, last + 1))
-        row["layers"] = {"first": first, "last": last} if regular else list(layers)
     return row
+
+
+def _span(layers: Sequence[int]) -> dict[str, int] | list[int]:
+    first, last = layers[0], layers[-1]
+    return {"first": first, "last": last} if list(layers) == list(range(first, last + 1)) else list(layers)
 
 
 def _read_row(row: Any) -> tuple[ModelParam, tuple[int, ...]]:

@@ -70,8 +70,7 @@ def describe_job(plan: Plan, name: str) -> tuple[ModelDescription, JobSharding, 
     return model, sharding, stage
 
 
-def device_of(plan: Plan) -> str:
-    """The type of the device that orthogonalises."""
+def is_on_cpu(plan: Plan) -> bool:
+    """Whether the job stores and orthogonalises on CPUs."""
     lane = plan.params[0].lane
-    place = str(lane[0]) if isinstance(lane, tuple) else str(lane)
-    return place.rpartition(" to ")[2] or "cpu"
+    return isinstance(lane, tuple) and lane[0] == "cpu"

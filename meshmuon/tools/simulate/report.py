@@ -79,16 +79,9 @@ def choice_of(simulation: Simulation, label: str, *, chosen: bool) -> Figures:
 
 def refused_choice(label: str, reason: str) -> Figures:
     """A row for what cannot be planned."""
-    numbers = dict.fromkeys(("bytes_sent", "bytes_between", "most_peers", "buffers", "memory"), 0)
-    return Figures(
-        label=label,
-        chosen=False,
-        seconds=0.0,
-        heaviest_over_mean=0.0,
-        **numbers,
-        share=0.0,
-        refused=reason,
-    )
+    whole = dict.fromkeys(("bytes_sent", "bytes_between", "most_peers", "buffers", "memory"), 0)
+    numbers = dict.fromkeys(("seconds", "heaviest_over_mean", "share"), 0.0) | whole
+    return Figures(label=label, chosen=False, refused=reason, **numbers)
 
 
 def _model(simulation: Simulation) -> Figures:
@@ -169,7 +162,7 @@ def _step(simulation: Simulation) -> Figures:
         adamw_alone=max(stage.adamw_alone_seconds for stage in simulation.stages),  # AdamW on all parameters, for comparison
         exchange=timeline.exchanging,  # in which the links of the slowest stage are busy
         exchange_hidden=timeline.hidden,  # of these, while the slowest rank works on something else
-        host_ahead=max(timeline.host_ahead, default=0.0),  # in which the host of a GPU prepares the step, beside the device
+        host_ahead=max(timeline.work.host_ahead, default=0.0),  # in which the host of a GPU prepares the step, beside the device
         flops=sum(sum(stage.plan.flops.values()) for stage in simulation.stages),
         tokens_per_step=tokens,
         tokens_per_rank=tokens / simulation.sharding.ranks,
@@ -227,7 +220,7 @@ def _exchanges(number: int, stage: SimulatedStage) -> list[Figures]:
         matrices[task.wave] += 1
     for wave, lane in enumerate(plan.wave_lanes):
         for kind, peers in zip(("gather", "scatter"), stage.peers[wave], strict=True):
-            exchange, seconds = getattr(plan.traffic[wave], kind), getattr(stage.prediction.work.waves[wave], kind)
+            exchange, seconds = getattr(plan.traffic[wave], kind), getattr(stage.timeline.work.waves[wave], kind)
             inside, between = sum(exchange.sent_inside), sum(exchange.sent_between)
             row = Figures(
                 stage=number,

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ...plan import Plan
 from ..predict.peers import WavePeers, count_peers
-from ..predict.prediction import Prediction, predict
+from ..predict.prediction import predict
 from ..predict.timeline import Timeline
 from .cluster import MuonOptions, StagePlan, plan_cluster
 from .description import ModelDescription
@@ -35,7 +35,7 @@ class SimulatedStage:
     """One pipeline stage: its plan and what follows from it."""
 
     planned: StagePlan
-    prediction: Prediction
+    timeline: Timeline  # when every rank does what
     memory: dict[str, Tensor]  # bytes by kind, each (ranks,)
     peers: WavePeers
     adamw_alone_seconds: float  # a step of AdamW on all parameters, on the rank that has most of them
@@ -54,9 +54,9 @@ class SimulatedStage:
         muon, adamw = local_sizes(planned, muon=True), local_sizes(planned, muon=False)
         peers = count_peers(plan)
         adamw_elements = dict(zip(plan.ranks, adamw.tolist(), strict=True))
-        prediction = predict(plan, rates, adamw_elements=adamw_elements, peers=peers)
+        timeline = predict(plan, rates, adamw_elements=adamw_elements, peers=peers)
         alone = float((muon + adamw).max()) * rates.seconds_per_element("adamw")
-        return cls(planned, prediction, stage_memory(planned, machine, options, muon, adamw), peers, alone)
+        return cls(planned, timeline, stage_memory(planned, machine, options, muon, adamw), peers, alone)
 
     @property
     def plan(self) -> Plan:
@@ -64,14 +64,9 @@ class SimulatedStage:
         return self.planned.plan
 
     @property
-    def timeline(self) -> Timeline:
-        """When every rank does what."""
-        return self.prediction.timeline
-
-    @property
     def orthogonalise_seconds(self) -> list[float]:
         """By rank: seconds in which it orthogonalises."""
-        work = self.prediction.work
+        work = self.timeline.work
         return [sum(parts) for parts in zip(work.local, *(wave.orthogonalise for wave in work.waves), strict=True)]
 
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TextIO, TypeAlias
+from typing import TextIO
 
 from ...plan import bytes_text, counted, table
 from .report import Figures
@@ -75,8 +75,7 @@ def sections_of(report: Figures) -> Iterator[TextSection]:
     yield _ranks(report.ranks)
     if report.exchanges:
         yield _exchanges(report)
-    params = sorted(report.params, key=lambda row: (row.optimizer != "muon", -row.flops))
-    yield _table("parameters", params, _PARAMS, _MOST_PARAMS)
+    yield _params(report)
     if report.choices:
         yield _choices("choices", report.choices)
     if report.meshes:
@@ -141,96 +140,122 @@ def _parts(step: Figures) -> Iterator[tuple[str, str]]:
     yield "host", text(step.host)
 
 
-Columns: TypeAlias = dict[str, Callable[[Figures], str]]
-"""Heading → what a row has under it."""
+_EXCHANGES = {  # key of a row → heading
+    "matrices": "matrices",
+    "seconds": "time",
+    "bytes_inside": "inside",
+    "bytes_between": "between",
+    "most_peers": "peers",
+    "messages": "messages",
+    "mean_message": "mean message",
+    "largest_message": "largest",
+}
+_CHOICES = {
+    "seconds": "step",
+    "share": "share",
+    "heaviest_over_mean": "heaviest/mean",
+    "bytes_sent": "sent",
+    "bytes_between": "between nodes",
+    "most_peers": "peers",
+    "buffers": "buffers",
+    "memory": "memory",
+}
+_RANKS = {
+    "matrices": "matrices",
+    "flops": "FLOPs",
+    "orthogonalise_seconds": "orthogonalising",
+    "waited_seconds": "waiting",
+    "sent_inside": "sent inside nodes",
+    "sent_between": "sent between nodes",
+    "received_inside": "received inside nodes",
+    "received_between": "received between nodes",
+    "peers": "peers",
+    "memory": "memory",
+}
+_COUNTS = ("matrices", "peers", "most_peers", "messages")
 
-_EXCHANGES: Columns = {
-    "matrices": lambda row: str(row.matrices),
-    "time": lambda row: seconds_text(row.seconds),
-    "inside": lambda row: bytes_text(row.bytes_inside),
-    "between": lambda row: bytes_text(row.bytes_between),
-    "peers": lambda row: f"{row.most_peers:,}",
-    "messages": lambda row: f"{row.messages:,}",
-    "mean message": lambda row: bytes_text(row.mean_message),
-    "largest": lambda row: bytes_text(row.largest_message),
-}
-_PARAMS: Columns = {
-    "parameter": lambda row: row.name if row.part is None else f"{row.name}, part {row.part}",
-    "shape": lambda row: "×".join(map(str, row.shape)),
-    "count": lambda row: str(row.count),
-    "by": lambda row: row.optimizer,
-    "matrices": lambda row: str(row.matrices or "-"),
-    "each": lambda row: "-" if row.matrix_shape is None else f"{row.matrix_shape[0]}×{row.matrix_shape[1]}",
-    "how": lambda row: row.how or "-",
-    "owners": lambda row: str(row.owners or "-"),
-    "sent": lambda row: bytes_text(row.bytes_sent),
-}
-_CHOICES: Columns = {
-    "step": lambda row: seconds_text(row.seconds),
-    "share": lambda row: f"{row.share:.1%}",
-    "heaviest/mean": lambda row: f"{row.heaviest_over_mean:.3f}",
-    "sent": lambda row: bytes_text(row.bytes_sent),
-    "between nodes": lambda row: bytes_text(row.bytes_between),
-    "peers": lambda row: f"{row.most_peers:,}",
-    "buffers": lambda row: bytes_text(row.buffers),
-    "memory": lambda row: bytes_text(row.memory),
-}
-_UNITS = {"count": lambda value: f"{value:,.0f}", "flops": flops_text, "seconds": seconds_text, "bytes": bytes_text}
-_RANKS = (  # heading, column, unit
-    ("matrices", "matrices", "count"),
-    ("FLOPs", "flops", "flops"),
-    ("orthogonalising", "orthogonalise_seconds", "seconds"),
-    ("waiting", "waited_seconds", "seconds"),
-    ("sent inside nodes", "sent_inside", "bytes"),
-    ("sent between nodes", "sent_between", "bytes"),
-    ("received inside nodes", "received_inside", "bytes"),
-    ("received between nodes", "received_between", "bytes"),
-    ("peers", "peers", "count"),
-    ("memory", "memory", "bytes"),
-)
+
+def _written(key: str, value: float) -> str:
+    """A figure of the report in the unit that its key has."""
+    if key in _COUNTS:
+        return f"{value:,.0f}"
+    if key == "flops":
+        return flops_text(value)
+    if key == "share":
+        return f"{value:.1%}"
+    if key == "heaviest_over_mean":
+        return f"{value:.3f}"
+    return seconds_text(value) if key.endswith("seconds") else bytes_text(value)
+
+
+def _cells(row: Figures, columns: Mapping[str, str]) -> tuple[str, ...]:
+    return tuple(_written(key, row[key]) for key in columns)
 
 
 def _memory(report: Figures) -> TextSection:
     has = report.machine.memory_bytes
-    columns: Columns = {
-        "kind": lambda row: row.kind.replace("_", " ") + (" (estimate)" if row.estimated else ""),
-        "most": lambda row: bytes_text(row.most),
-        "mean": lambda row: bytes_text(row.mean),
-        "AdamW alone": lambda row: bytes_text(row.adamw_most) if row.adamw_most else "-",
-        "of the device": lambda row: f"{row.most / has:.1%}" if has else "-",
-    }
-    return _table("memory per rank", report.memory, columns)
+    rows = tuple(
+        (
+            row.kind.replace("_", " ") + (" (estimate)" if row.estimated else ""),
+            bytes_text(row.most),
+            bytes_text(row.mean),
+            bytes_text(row.adamw_most) if row.adamw_most else "-",
+            f"{row.most / has:.1%}" if has else "-",
+        )
+        for row in report.memory
+    )
+    return TextSection("memory per rank", ("kind", "most", "mean", "AdamW alone", "of the device"), rows)
 
 
 def _ranks(ranks: Figures) -> TextSection:
     rows = []
-    for heading, column, unit in _RANKS:
-        write, values = _UNITS[unit], ranks[column]
+    for key, heading in _RANKS.items():
+        values = ranks[key]
         most = max(values)
-        total = "-" if unit == "seconds" or column == "peers" else write(sum(values))
-        mean = write(sum(values) / len(values))
-        rows.append((heading, write(min(values)), mean, write(most), str(ranks.rank[values.index(most)]), total))
+        figures = (_written(key, figure) for figure in (min(values), sum(values) / len(values), most))
+        total = "-" if key.endswith("seconds") or key == "peers" else _written(key, sum(values))
+        rows.append((heading, *figures, str(ranks.rank[values.index(most)]), total))
     return TextSection(counted(len(ranks.rank), "rank"), ("per step", "least", "mean", "most", "rank", "in total"), tuple(rows))
 
 
 def _exchanges(report: Figures) -> TextSection:
-    stages = len(report.stages) > 1
-    columns: Columns = {"wave": lambda row: f"{row.stage}.{row.wave} {row.kind}" if stages else f"{row.wave} {row.kind}"}
-    return _table("exchanges", report.exchanges, columns | _EXCHANGES, _MOST_EXCHANGES)
+    rows = [
+        (f"{row.stage}.{row.wave} {row.kind}" if len(report.stages) > 1 else f"{row.wave} {row.kind}", *_cells(row, _EXCHANGES))
+        for row in report.exchanges
+    ]
+    return _first("exchanges", ("wave", *_EXCHANGES.values()), rows, _MOST_EXCHANGES)
+
+
+def _params(report: Figures) -> TextSection:
+    head = ("parameter", "shape", "count", "by", "matrices", "each", "how", "owners", "sent")
+    rows = [
+        (
+            row.name if row.part is None else f"{row.name}, part {row.part}",
+            "×".join(map(str, row.shape)),
+            str(row.count),
+            row.optimizer,
+            str(row.matrices or "-"),
+            "-" if row.matrix_shape is None else f"{row.matrix_shape[0]}×{row.matrix_shape[1]}",
+            row.how or "-",
+            str(row.owners or "-"),
+            bytes_text(row.bytes_sent),
+        )
+        for row in sorted(report.params, key=lambda row: (row.optimizer != "muon", -row.flops))
+    ]
+    return _first("parameters", head, rows, _MOST_PARAMS)
 
 
 def _choices(title: str, choices: Sequence[Figures]) -> TextSection:
     rows = tuple(
         (
             f"* {row.label}" if row.chosen else f"  {row.label}",
-            *((f"cannot be planned: {row.refused}", *[""] * 7) if row.refused else (cell(row) for cell in _CHOICES.values())),
+            *((f"cannot be planned: {row.refused}", *[""] * 7) if row.refused else _cells(row, _CHOICES)),
         )
         for row in choices
     )
-    return TextSection(f"side by side: {title}", (title, *_CHOICES), rows)
+    return TextSection(f"side by side: {title}", (title, *_CHOICES.values()), rows)
 
 
-def _table(title: str, rows: Sequence[Figures], columns: Columns, most: int | None = None) -> TextSection:
-    shown = rows[:most]
-    title = f"{title} (first {len(shown)} of {len(rows)})" if len(shown) < len(rows) else title
-    return TextSection(title, tuple(columns), tuple(tuple(cell(row) for cell in columns.values()) for row in shown))
+def _first(title: str, head: tuple[str, ...], rows: Sequence[tuple[str, ...]], most: int) -> TextSection:
+    shown = tuple(rows[:most])
+    return TextSection(f"{title} (first {most} of {len(rows)})" if len(shown) < len(rows) else title, head, shown)

@@ -136,14 +136,14 @@ def test_every_step_ends_and_no_rank_does_two_things_at_once(plan: Plan, machine
     prediction = predict(plan, machine)
     busiest = 0.0
     for rank in plan.ranks:
-        spans = prediction.timeline.spans(rank)
+        spans = prediction.spans(rank)
         for on_links in (True, False):
             track = sorted((span for span in spans if (span.kind in ON_LINKS) is on_links), key=lambda span: span.start)
             for before, after in pairwise(track):
                 assert before.end <= after.start + 1e-12
             busiest = max(busiest, sum(span.end - span.start for span in track))
-    assert prediction.total >= busiest - 1e-12
-    assert sum(prediction.parts.values()) == pytest.approx(prediction.total)
+    assert prediction.seconds >= busiest - 1e-12
+    assert sum(prediction.parts.values()) == pytest.approx(prediction.seconds)
 
 
 def test_a_host_that_is_slower_than_its_device_is_a_part_of_the_step() -> None:
@@ -161,9 +161,9 @@ def test_dist_muon_sends_gradients_as_it_sends_weights() -> None:
     on_one_node = replace(ON_GPU, between=None)
     plain, averaged = predict(plan, on_one_node), predict(plan, on_one_node, averages=True)
     size = 64 * 64 * 2
-    assert averaged.timeline.exchanging == pytest.approx(2 * (3 * size / 5e8 + 1e-4))
-    assert plain.timeline.exchanging == pytest.approx(3 * size / 5e8 + 2e-4)
-    owned = averaged.timeline.totals(0)["orthogonalise"]
+    assert averaged.exchanging == pytest.approx(2 * (3 * size / 5e8 + 1e-4))
+    assert plain.exchanging == pytest.approx(3 * size / 5e8 + 2e-4)
+    owned = averaged.totals(0)["orthogonalise"]
     assert owned == pytest.approx(1 / 1e10 + 64 * 64 * (3e-9 + 2e-9 + 2 * 4 * 1e-9))
 
 
@@ -173,5 +173,5 @@ def test_links_inside_and_between_nodes_have_their_own_rates() -> None:
     piece = 64 * 16 * 2
     on_cores, on_links = predict(plan, MEASURED), predict(plan, ON_GPU)
     # The owner receives one piece inside its node and two from the other; cores count half of it, links all of it.
-    assert on_cores.timeline.totals(0)["gather"] == pytest.approx(1e-4 + piece / 2 / 2e9 + 2 * piece / 2 / 1e9)
-    assert on_links.timeline.totals(0)["gather"] == pytest.approx(1e-4 + 2 * piece / 1e9)
+    assert on_cores.totals(0)["gather"] == pytest.approx(1e-4 + piece / 2 / 2e9 + 2 * piece / 2 / 1e9)
+    assert on_links.totals(0)["gather"] == pytest.approx(1e-4 + 2 * piece / 1e9)
