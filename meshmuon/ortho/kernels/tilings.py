@@ -6,19 +6,17 @@ it in Triton's interpreter, and that a compiled candidate uses the same tensor c
 
 Each kind of product is measured once: a device of a name, a dtype, a precision, and sizes up to a power of two. The first call of
 a kind runs every candidate on its own operands. That is harmless: all candidates write the same bits. The host waits for the
-device meanwhile, and Triton compiles each candidate, which takes seconds. The choice is kept for the process, and on disk where
-there is a ``Shelf``. ``MESHMUON_AUTOTUNE=0`` in the environment leaves it out.
+device meanwhile, and Triton compiles each candidate, which takes seconds, unless its cache on disk has it. The choice is kept for
+the process. ``MESHMUON_AUTOTUNE=0`` in the environment leaves it out.
 """
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
-from typing import Protocol
 
 import torch
 
@@ -72,18 +70,6 @@ def default_tiling(dtype: torch.dtype, n: int) -> Tiling:
     return CANDIDATES[dtype][small if n <= 512 else 0]
 
 
-class Shelf(Protocol):
-    """Where choices outlive the process. A shelf that fails must not raise: the choice is then measured again."""
-
-    def get(self, key: str) -> str | None:
-        """What was put under a key, or None."""
-        ...
-
-    def put(self, key: str, text: str) -> None:
-        """Keeps a text under a key."""
-        ...
-
-
 @dataclass(frozen=True, slots=True)
 class ProductKind:
     """What a choice of tiles depends on. Not on the size of the batch: the first one decides."""
@@ -115,17 +101,11 @@ class TileTuner:
 
     Args:
         hardware: times the candidates.
-        shelf: where choices are kept beyond the process; None for nowhere.
         candidates: the tilings to measure, for each dtype of the operands.
     """
 
-    def __init__(
-        self,
-        hardware: Hardware,
-        shelf: Shelf | None = None,
-        candidates: Mapping[torch.dtype, Sequence[Tiling]] = CANDIDATES,
-    ) -> None:
-        self._hardware, self._shelf, self._candidates = hardware, shelf, candidates
+    def __init__(self, hardware: Hardware, candidates: Mapping[torch.dtype, Sequence[Tiling]] = CANDIDATES) -> None:
+        self._hardware, self._candidates = hardware, candidates
         self._chosen: dict[ProductKind, Tiling] = {}
 
     def choose(self, kind: ProductKind, default: Tiling, launch: Callable[[Tiling], None], device: torch.device) -> Tiling:
@@ -133,7 +113,7 @@ class TileTuner:
 
         ``default`` where nothing can be measured now, such as while a CUDA graph is captured, and where no candidate works.
         """
-        chosen = self._chosen.get(kind) or self._from_shelf(kind)
+        chosen = self._chosen.get(kind)
         if chosen is None:
             if os.environ.get("MESHMUON_AUTOTUNE") == "0" or not self._hardware.runs_now(device):
                 return default
@@ -141,23 +121,8 @@ class TileTuner:
             working = {tiling: time for tiling, time in seconds.items() if time is not None}
             chosen = min(working, key=working.__getitem__, default=default)
             _logger.info("tiles for %s: %s, of %d candidates that work", kind, chosen, len(working))
-            if working and self._shelf is not None:
-                self._shelf.put(self._key(kind), json.dumps(asdict(chosen)))
-        self._chosen[kind] = chosen
+            self._chosen[kind] = chosen
         return chosen
-
-    def _from_shelf(self, kind: ProductKind) -> Tiling | None:
-        text = None if self._shelf is None else self._shelf.get(self._key(kind))
-        if text is None:
-            return None
-        try:
-            stored = json.loads(text)
-        except ValueError:
-            return None
-        return next((tiling for tiling in self._candidates[kind.dtype] if asdict(tiling) == stored), None)
-
-    def _key(self, kind: ProductKind) -> str:
-        return f"{kind}; of {self._candidates[kind.dtype]}"
 
     def _seconds(self, tiling: Tiling, launch: Callable[[Tiling], None], device: torch.device) -> float | None:
         """The time of one launch; None if the device does not take this tiling."""

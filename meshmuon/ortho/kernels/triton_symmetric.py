@@ -17,10 +17,8 @@ sm_100.
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable
 from functools import lru_cache
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -214,34 +212,9 @@ def symmetric_product(
     return out
 
 
-class _TritonShelf:
-    """Triton's own cache folder, for choices that hold for this version of the kernel and of Triton."""
-
-    def __init__(self) -> None:
-        self._version = f"{triton.__version__} {hashlib.sha256(Path(__file__).read_bytes()).hexdigest()}"
-
-    def get(self, key: str) -> str | None:
-        try:
-            path = self._manager(key).get_file("tiling.json")
-            return None if path is None else Path(path).read_text(encoding="utf-8")
-        except Exception:  # a folder that cannot be read, or a cache of the user's own: the choice is measured again
-            return None
-
-    def put(self, key: str, text: str) -> None:
-        try:
-            self._manager(key).put(text, "tiling.json", binary=False)
-        except Exception:  # a folder that cannot be written, or is full
-            return
-
-    def _manager(self, key: str) -> Any:
-        from triton.runtime.cache import get_cache_manager  # type: ignore[import-untyped, import-not-found, unused-ignore]
-
-        return get_cache_manager(hashlib.sha256(f"meshmuon {self._version} {key}".encode()).hexdigest())
-
-
 @lru_cache(maxsize=8)
 def _tuner(device_type: str) -> TileTuner:
-    return TileTuner(hardware_of(torch.device(device_type)), None if _INTERPRETED else _TritonShelf())
+    return TileTuner(hardware_of(torch.device(device_type)))
 
 
 def _tiling(a: Tensor, precision: str, launch: Callable[[Tiling], None]) -> Tiling:

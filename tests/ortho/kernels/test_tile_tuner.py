@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 
 import pytest
 import torch
@@ -43,19 +42,14 @@ class Device(HostHardware):
         return self.clock - began
 
 
-class Shelf(dict[str, str]):
-    def put(self, key: str, text: str) -> None:
-        self[key] = text
-
-
 @pytest.fixture(autouse=True)
 def tuning_is_on(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("MESHMUON_AUTOTUNE", raising=False)
 
 
-def tuner_of(device: Device, shelf: Shelf | None = None) -> TileTuner:
+def tuner_of(device: Device) -> TileTuner:
     candidates = (SLOW, FAST, BROKEN, MIDDLE)
-    return TileTuner(device, shelf, dict.fromkeys((torch.float16, torch.float32), candidates))
+    return TileTuner(device, dict.fromkeys((torch.float16, torch.float32), candidates))
 
 
 def choose(tuner: TileTuner, device: Device, kind: ProductKind = KIND) -> Tiling:
@@ -74,14 +68,7 @@ def test_the_fastest_that_works_is_chosen_once() -> None:
 
 @pytest.mark.parametrize(
     "other",
-    [
-        {"device": "another"},
-        {"dtype": torch.float32},
-        {"precision": "tf32"},
-        {"n": 2048},
-        {"k": 8192},
-        {"transposed": True},
-    ],
+    [{"device": "another"}, {"dtype": torch.float32}, {"precision": "tf32"}, {"n": 2048}, {"k": 8192}, {"transposed": True}],
 )
 def test_another_kind_of_product_is_measured_anew(other: dict[str, object]) -> None:
     device = Device()
@@ -103,9 +90,8 @@ def test_nothing_is_launched_while_a_graph_is_captured() -> None:
 
 
 def test_without_a_candidate_that_works_the_default_is_taken() -> None:
-    device, shelf = Device(costs={}), Shelf()
-    assert choose(tuner_of(device, shelf), device) == SLOW
-    assert not shelf, "another process may have more luck"
+    device = Device(costs={})
+    assert choose(tuner_of(device), device) == SLOW
 
 
 def test_tuning_can_be_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -113,25 +99,6 @@ def test_tuning_can_be_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     device = Device()
     assert choose(tuner_of(device), device) == SLOW
     assert not device.launches
-
-
-def test_a_choice_outlives_the_process() -> None:
-    device, shelf = Device(), Shelf()
-    choose(tuner_of(device, shelf), device)
-    device.launches.clear()
-    assert choose(tuner_of(device, shelf), device) == FAST
-    assert not device.launches
-    assert json.loads(next(iter(shelf.values()))) == asdict(FAST)
-
-
-@pytest.mark.parametrize("text", ["", "{", "[]", "null", json.dumps(asdict(Tiling(999, 64, 8, 4, 3)))])
-def test_a_damaged_or_strange_choice_is_measured_again(text: str) -> None:
-    device, shelf = Device(), Shelf()
-    choose(tuner_of(device, shelf), device)
-    (key,) = shelf
-    shelf[key] = text
-    assert choose(tuner_of(device, shelf), device) == FAST
-    assert json.loads(shelf[key]) == asdict(FAST)
 
 
 def test_kinds_are_powers_of_two() -> None:
