@@ -10,7 +10,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
-from meshmuon.transport import Agreement, PendingVerdict, Vote
+from meshmuon.transport import Agreement, PendingVotes, Vote
 
 __all__ = ["Wire"]
 
@@ -41,11 +41,11 @@ class Wire:
         self.waited, self.agreements = 0.0, 0
         self.exchanges: list[tuple[Tensor, Tensor, list[int], list[int], Any]] = []
         self._exchange: Callable[..., Any] = dist.all_to_all_single
-        self._vote: Callable[[Agreement, Vote], PendingVerdict] = Agreement.start
+        self._vote: Callable[[Agreement, Vote], PendingVotes] = Agreement.start
         dist.all_to_all_single = self._counted_exchange  # type: ignore[assignment]
         wire = self
 
-        def counted_vote(agreement: Agreement, vote: Vote) -> PendingVerdict:
+        def counted_vote(agreement: Agreement, vote: Vote) -> PendingVotes:
             wire.agreements += 1
             return wire._vote(agreement, vote)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -107,14 +107,20 @@ class LocalPlanner:
 
     Raises what keeps the parameters from being planned, such as placements that meshmuon does not support.
 
+    In each step ``propose`` comes first, then ``propose_together`` if the ranks have to compare notes, and ``count_step`` once it
+    is certain that the step takes place.
+
     Attributes:
         records: the parameters.
+        proposal: what this rank proposes or, after ``propose_together``, what all ranks will do; None before, and if it failed.
         shared: indices of the parameters that several ranks know of, because they are on a mesh or replicated.
         layouts: the layouts of every parameter; empty for those that only this rank knows of, and for those on meshes without
             any rank that plans with this one.
     """
 
-    def __init__(self, records: tuple[ParamRecord, ...], settings: PlanSettings, topology: Topology) -> None:
+    def __init__(
+        self, records: tuple[ParamRecord, ...], settings: PlanSettings, topology: Topology, exchange: Exchange | None = None
+    ) -> None:
         options = settings.options
         if records:
             first = next((record for record in records if record.matrix_sets is not None), records[0])
@@ -123,6 +129,7 @@ class LocalPlanner:
             options = replace(options, cost=settings.cost_model or usual, nodes=nodes)
         self._settings = replace(settings, options=options)
         self._topology = topology
+        self._exchange = exchange
         self.records = records
         self.layouts = topology.layouts(records)
         self.shared = [index for index, layouts in enumerate(self.layouts) if layouts]
@@ -130,29 +137,61 @@ class LocalPlanner:
         self._positions = {index: position for position, index in enumerate(self.shared)}
         shared_groups = [(position, records[index].group_index) for position, index in enumerate(self.shared)]
         self._group_starts = _where_changed(shared_groups)
+        self.proposal: Proposal | None = None
+        flops = [float(sum(part.flops * part.count for part in parts)) for parts in self._planned_params]
+        shared = {index: flops[index] for index in self._muon if index in self._positions}
+        private = {index: flops[index] for index in self._muon if index not in shared}
+        self._planned = PlannedSet((shared, private))  # what the plan of the last step covers
+        self._planned_next = self._planned  # what the plan of ``proposal`` covers
+        self._flags_by_rank: Mapping[int, tuple[bool, ...]] = {}  # gradients at the last comparison, if ranks had different ones
 
-    def misplaced_shard(self) -> PlanError | None:
-        """The error for a local tensor of another shape than its placements say; only the ranks that hold it can see it."""
+    def check_shards(self) -> None:
+        """Raises if a local tensor has another shape than its placements say; only the ranks that hold it can see it."""
         rank = self._topology.rank
         for record, layouts in zip(self.records, self.layouts, strict=True):
             expected = next((layout.local_shape(rank) for layout in layouts if rank in layout.mesh.ranks), None)
             if expected is None or expected == record.local_shape:
                 continue
             if math.prod(expected) + math.prod(record.local_shape) > 0:  # empty shards may have any shape
-                return PlanError(
+                raise PlanError(
                     f"{record.name} is {'; '.join(map(str, layouts))}, so this rank should hold {expected}, but it holds "
                     f"{record.local_shape}. Some wrappers (FSDP2 over tensor parallelism with rows that do not divide) store "
                     "other shards than their placements say: choose sizes that divide, or shard another dim."
                 )
-        return None
 
-    def nothing_planned(self) -> PlannedSet:
-        """The set of planned parameters before the first step."""
-        flops = [float(sum(part.flops * part.count for part in parts)) for parts in self._planned_params]
-        shared = {index: flops[index] for index in self._muon if index in self._positions}
-        return PlannedSet((shared, {index: flops[index] for index in self._muon if index not in shared}))
+    def propose(self, has_grad: tuple[bool, ...]) -> None:
+        """Proposes a step from what this rank knows; ``has_grad`` says which parameters have a gradient on this rank."""
+        gradients = None if self.proposal is None else self.proposal.gradients
+        if gradients is None or gradients.here is not has_grad:
+            # What the other ranks had is assumed to hold while this rank's own gradients are as they were then. If they are not,
+            # it proposes its own alone. Unless all ranks now have the same gradients, the fingerprints then differ, and the ranks
+            # compare again.
+            if self._flags_by_rank.get(self._topology.rank) != self.shared_flags(has_grad):
+                self._flags_by_rank = {}
+            gradients = self._gradients(has_grad)
+        self._propose(gradients, self._planned.covering(gradients.muon))
 
-    def plan(self, indices: AbstractSet[int], exchange: Exchange | None) -> StepDecision:
+    def propose_together(
+        self, has_grad: tuple[bool, ...], flags_by_rank: Mapping[int, tuple[bool, ...]], idle_steps: Iterable[Sequence[int]]
+    ) -> None:
+        """Proposes a step on all that is planned on any rank: the same on all ranks, whatever each has planned before.
+
+        ``flags_by_rank`` are the ``shared_flags`` of each rank, ``idle_steps`` has its ``idle_steps``.
+        """
+        self._flags_by_rank = flags_by_rank if len(set(flags_by_rank.values())) > 1 else {}
+        self._propose(self._gradients(has_grad), self._planned_next.merged(self.shared, idle_steps))
+
+    def count_step(self) -> None:
+        """Keeps the planned set of a step that takes place, and counts which parameters were idle in it."""
+        assert self.proposal is not None
+        self._planned = self._planned_next.after_step(self.proposal.gradients.muon)
+
+    @property
+    def idle_steps(self) -> tuple[int, ...]:
+        """How long each of the shared parameters has been idle; see ``PlannedSet.idle_steps``."""
+        return self._planned_next.idle_steps(self.shared)
+
+    def plan(self, indices: AbstractSet[int]) -> StepDecision:
         """Plans a step on the parameters with these ``indices``."""
         chosen = [
             (index, part, planned)
@@ -164,7 +203,7 @@ class LocalPlanner:
         return StepDecision(
             plan=plan,
             planned_parts=tuple((ParamIndex(index), part) for index, part, _ in chosen),
-            exchange=exchange,
+            exchange=self._exchange,
             rank=self._topology.rank,
             repeats=_repeats_matrices(plan),
         )
@@ -173,19 +212,25 @@ class LocalPlanner:
         """The flags of the shared parameters, out of those of all parameters."""
         return tuple(has_grad[index] for index in self.shared)
 
-    def gradients(self, has_grad: tuple[bool, ...], flags_by_rank: Mapping[int, tuple[bool, ...]]) -> StepGradients:
-        """The gradients of a step.
-
-        ``has_grad`` says which parameters have a gradient on this rank, ``flags_by_rank`` which of the shared parameters have one
-        on each rank. The latter is empty if all ranks have the same, or while this rank knows only its own.
-        """
+    def _gradients(self, has_grad: tuple[bool, ...]) -> StepGradients:
+        """The gradients of a step, with ``has_grad`` on this rank."""
         active = list(has_grad)
-        if flags_by_rank:
-            for index, flags in zip(self.shared, zip(*flags_by_rank.values(), strict=True), strict=True):
+        if self._flags_by_rank:
+            for index, flags in zip(self.shared, zip(*self._flags_by_rank.values(), strict=True), strict=True):
                 active[index] = any(flags)
-        return StepGradients(has_grad, flags_by_rank, active, frozenset(index for index in self._muon if active[index]))
+        return StepGradients(has_grad, self._flags_by_rank, active, frozenset(index for index in self._muon if active[index]))
 
-    def propose(self, decision: StepDecision, gradients: StepGradients) -> Proposal:
+    def _propose(self, gradients: StepGradients, planned: PlannedSet) -> None:
+        """Proposes a step with these gradients under a plan that covers ``planned``; the last plan if it covers just that."""
+        before, self._planned_next = self._planned_next, planned
+        proposal, self.proposal = self.proposal, None
+        if proposal is not None and before.indices == planned.indices:
+            same = proposal.gradients is gradients
+            self.proposal = proposal if same else self._with_gradients(proposal.decision, gradients)
+        else:
+            self.proposal = self._with_gradients(self.plan(planned.indices), gradients)
+
+    def _with_gradients(self, decision: StepDecision, gradients: StepGradients) -> Proposal:
         """A step with these gradients under the plan of ``decision``, which covers all parameters that Muon steps."""
         active, here = gradients.active, gradients.here
         step_decision = replace(

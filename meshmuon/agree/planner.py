@@ -16,7 +16,7 @@ from ..layout import Layout
 from ..params.dtensors import ReplicaGroup, groups_of
 from ..params.param_record import ParamRecord
 from ..torch_compat import warn_if_untested
-from ..transport import PendingVerdict, Verdict, Vote
+from ..transport import PendingVotes, Vote
 from .descriptions import owner_assignments
 from .differences import (
     PRESENT,
@@ -34,10 +34,9 @@ from .differences import (
 )
 from .identity import Optimizer, Pairing, place_of
 from .link import Home, Link, current_rank
-from .local_planner import LocalPlanner, PlanSettings, Proposal, StepGradients, Topology, fingerprint_of, slices_by_mesh
+from .local_planner import LocalPlanner, PlanSettings, Proposal, Topology, fingerprint_of, slices_by_mesh
 from .node_view import NodeView, settled_nodes
-from .pending_decision import PendingDecision
-from .planned_set import NOT_PLANNED, PlannedSet
+from .planned_set import NOT_PLANNED
 from .state_presence import StatePresence
 from .step_decision import Activity, RankStatus, StepDecision
 
@@ -53,26 +52,26 @@ class Planner:
     ``step()`` calls, on every one of these ranks and in this order:
 
     1. ``begin()``, once per step, before the closure runs. It counts the call and does not communicate.
-    2. ``propose(records, failure, status)``, once per step, before anything is written. A rank that cannot step passes its
-       error and still takes part. ``propose``
+    2. ``propose(status)``, once per step, before anything is written. A rank that cannot step has its error in ``status`` and
+       still takes part. ``propose``
 
        a. plans on this rank, at the first step and whenever the records have changed, a parameter has its first gradient,
           or a considerable part of the plan has had none for long (``PlannedSet``). Otherwise a missing gradient changes only
           what the step does with the plan. Ranks that meet for the first time create their process groups here;
        b. sends this rank's vote, seven integers in host memory, at every step.
 
-       Its result is a ``PendingDecision``. While the votes travel a rank may find out what it needs if all ranks agree. It must
-       neither write nor communicate until ``PendingDecision.wait()`` has returned. ``wait``
-
-       c. counts the votes, and compares notes if they differ. First the ranks tell each other on which nodes they are, and vote
-          again if some did not know that of all ranks. If the votes still differ, they gather their views and settle on one plan
-          for all that any of them has planned, or raise the same error.
+       It returns what will be decided unless some rank has other plans or something out of the ordinary; None if this rank has.
+       While the votes travel a rank may find out what it needs for that, and call ``advance()``. It must neither write nor
+       communicate before ``settle`` has returned.
+    3. ``settle(status)``, once per step. It counts the votes, and compares notes if they differ. First the ranks tell each other
+       on which nodes they are, and vote again if some did not know that of all ranks. If the votes still differ, they gather
+       their views and settle on one plan for all that any of them has planned, or raise the same error.
 
        It returns the same ``StepDecision`` on all ranks, except for what belongs to a rank (``rank``, ``zeros``, parameters that
        only it knows), or raises on all of them.
-    3. ``confirm(failure)``, only if ``decision.prepares``: after each rank has created its buffers, and before anything travels.
+    4. ``confirm(failure)``, only if ``decision.prepares``: after each rank has created its buffers, and before anything travels.
        One more vote. If a rank could not create its buffers, all ranks raise its error.
-    4. ``end()``, once per step, also if it fails. It does not communicate.
+    5. ``end()``, once per step, also if it fails. It does not wait for other ranks.
 
     Between steps:
 
@@ -103,21 +102,13 @@ class Planner:
         self._link: Link | None = None
         self._node_view: NodeView | None = None  # what this rank knows of the nodes of the ranks of ``_link``
         self._on_meshes = False  # whether any parameter is on a mesh
-        self._local: LocalPlanner | None = None
-        self._planned: PlannedSet | None = None  # what the plan of the last step covers
-        self._planned_next: PlannedSet | None = None  # what the plan of ``_proposal`` covers
-        self._flags_by_rank: Mapping[int, tuple[bool, ...]] = {}  # gradients at the last comparison, if ranks had different ones
-        self._proposal: Proposal | None = None  # what this rank proposes or, after a comparison, what all ranks will do
-        self._planning_error: Exception | None = None
-
-    @property
-    def records(self) -> tuple[ParamRecord, ...]:
-        """The parameters of the last decision."""
-        return () if self._local is None else self._local.records
+        self._topology: Topology  # of the ranks that the parameters connect
+        self._local: LocalPlanner | None = None  # None if the parameters could not be planned
+        self._votes: PendingVotes | None = None  # on their way between ``propose`` and ``settle``
 
     @property
     def layouts(self) -> Sequence[tuple[Layout, ...]]:
-        """The layouts of each of them; none for parameters that only this rank knows."""
+        """The layouts of each parameter of the last decision; none for parameters that only this rank knows."""
         return () if self._local is None else self._local.layouts
 
     @property
@@ -130,7 +121,14 @@ class Planner:
         self._pairing = Pairing(self._pairing.shared_id, self._pairing.steps + 1)
 
     def end(self) -> None:
-        """The step is over, also one that has failed: other threads may step over the process group."""
+        """The step is over, also one that has failed: other threads may step over the process group.
+
+        If this rank leaves between ``propose`` and ``settle`` (Ctrl-C), the others may already count on it: they get an error at
+        once, where they can be told.
+        """
+        if self._votes is not None:
+            self._votes.abandon()
+            self._votes = None
         if self._link is not None:
             self._link.end_turn()
 
@@ -138,18 +136,47 @@ class Planner:
         """Forgets the steps so far, because a state was loaded: the ranks identify each other again at the next step."""
         self._pairing = Pairing()
 
-    def propose(self, records: tuple[ParamRecord, ...], failure: KeptError, status: RankStatus) -> PendingDecision:
-        """Begins to decide with all ranks what this step does. ``failure`` keeps this rank from stepping; all then raise it."""
+    def propose(self, status: RankStatus) -> StepDecision | None:
+        """Plans, and begins to decide with all ranks what this step does. Returns what is expected."""
         if self._link is not None:
             self.check_connected()
-        if self._local is None or records != self._local.records:
-            self._begin_planning(records)
+        if self._local is None or status.records != self._local.records:
+            self._local = None
+            self._topology = self._connect(status.records)
         else:
-            self._local.records = records  # equal ones, perhaps of other tensors
-        if self._local is not None:
-            self._plan(self._local, status.has_grad)
-        failure.keep(self._planning_error)
-        return PendingDecision(self, failure, status, None if self._link is None else self._start_vote(failure, status))
+            self._local.records = status.records  # equal ones, perhaps of other tensors
+        self._plan(status, status.failure)
+        if self._link is not None:
+            self._home.check_process()
+            self._link.begin_turn()
+        vote = self._vote(status, status.failure)
+        if self._link is not None:
+            self._votes = self._link.agreement.start(vote)
+        return self._proposal.decision if not status.failure and _ordinary(vote) else None
+
+    def advance(self) -> None:
+        """Passes on what has arrived of the votes, without waiting."""
+        if self._votes is not None:
+            self._votes.advance()
+
+    def settle(self, status: RankStatus) -> StepDecision:
+        """What all ranks have decided; raises on all of them if they cannot agree."""
+        if self._link is None:
+            status.failure.raise_it()
+            counted = self._vote(status, status.failure)
+        else:
+            counted = self._count(self._link, status)
+        decision = self._proposal.decision
+        if _ordinary(counted):
+            self._count_step()
+            return decision
+        return replace(
+            decision,
+            prepares=counted.prepares,
+            nonfinite=counted.nonfinite,
+            has_work=counted.has_work,
+            activity=Activity(counted.activity),
+        )
 
     def confirm(self, failure: KeptError) -> None:
         """Returns on all ranks once all are ready for the step, or raises on all ranks the error of the first that is not."""
@@ -166,55 +193,26 @@ class Planner:
         """Raises if the process group that the optimizer was built in was destroyed, even if its connections still answer."""
         self._home.check_connected(plain=not self._on_meshes and self._replica_group is not None)
 
-    def _begin_planning(self, records: tuple[ParamRecord, ...]) -> None:
-        """Begins with other parameters; keeps an error of the planning for the vote, since the other ranks wait there."""
-        self._local = self._proposal = self._planned_next = self._planning_error = None
-        self._flags_by_rank = {}
-        topology = self._connect(records)
-        try:
-            if self._link is not None and self._node_view is None:
-                self._node_view = NodeView.from_environment(topology.rank, topology.ranks, dist.get_world_size())
-            nodes = None if self._node_view is None else self._node_view.nodes
-            local = LocalPlanner(records, self._settings, replace(topology, nodes=nodes))
-            self._planning_error = local.misplaced_shard()
-            self._planned = local.nothing_planned()
-            self._local = local
-        except Exception as error:
-            self._planning_error = error
+    @property
+    def _proposal(self) -> Proposal:
+        assert self._local is not None
+        assert self._local.proposal is not None
+        return self._local.proposal
 
-    def _plan(self, local: LocalPlanner, has_grad: tuple[bool, ...]) -> None:
-        """Makes this rank's own proposal; keeps an error of it for the vote."""
-        assert self._planned is not None
-        try:
-            if self._proposal is not None and self._proposal.gradients.here is has_grad:
-                gradients = self._proposal.gradients
-            else:
-                # What the other ranks had is assumed to hold while this rank's own gradients are as they were then. If they are
-                # not, it proposes its own alone. Unless all ranks now have the same gradients, the fingerprints then differ, and
-                # the ranks compare again.
-                if self._flags_by_rank.get(current_rank()) != local.shared_flags(has_grad):
-                    self._flags_by_rank = {}
-                gradients = local.gradients(has_grad, self._flags_by_rank)
-            self._propose(local, gradients, self._planned.covering(gradients.muon))
-        except Exception as error:
-            self._local, self._planning_error = None, error
-
-    def _propose(self, local: LocalPlanner, gradients: StepGradients, planned: PlannedSet) -> None:
-        """Proposes a step with these gradients under a plan that covers ``planned``; the last plan if it covers just that."""
-        before, proposal = self._planned_next, self._proposal
-        self._planned_next = planned
-        if before is None or proposal is None or before.indices != planned.indices:
-            self._proposal = None
-            decision = local.plan(planned.indices, None if self._link is None else self._link.exchange)
-            self._proposal = local.propose(decision, gradients)
-        elif proposal.gradients is not gradients:
-            self._proposal = local.propose(proposal.decision, gradients)
-
-    def _count_step(self) -> None:
-        """Keeps the planned set of a step that takes place, and counts which parameters were idle in it."""
-        assert self._planned_next is not None
-        assert self._proposal is not None
-        self._planned = self._planned_next.after_step(self._proposal.gradients.muon)
+    def _plan(self, status: RankStatus, failure: KeptError) -> None:
+        """Makes this rank's own proposal; keeps an error of it for the vote, since the other ranks wait there."""
+        with failure:
+            if self._local is None:
+                topology, exchange = self._topology, None
+                if self._link is not None:
+                    self._node_view = self._node_view or NodeView.from_environment(
+                        topology.rank, topology.ranks, dist.get_world_size()
+                    )
+                    topology, exchange = replace(topology, nodes=self._node_view.nodes), self._link.exchange
+                local = LocalPlanner(status.records, self._settings, topology, exchange)
+                local.check_shards()
+                self._local = local
+            self._local.propose(status.has_grad)
 
     def _connect(self, records: tuple[ParamRecord, ...]) -> Topology:
         """Finds the ranks to plan with, and creates the process groups to talk to them if they are not those of the last plan."""
@@ -243,71 +241,19 @@ class Planner:
             self._pairing = Pairing(steps=1)  # with these ranks it is the first step
         return topology
 
-    def expected(self, failure: KeptError, status: RankStatus) -> StepDecision | None:
-        """What is decided if no rank has anything out of the ordinary; None if this rank has."""
-        ordinary = not failure and self._ordinary(self._must_prepare(status), status.nonfinite, status.has_work, status.activity)
-        return self._proposal.decision if ordinary and self._proposal is not None else None
-
-    def decide(self, failure: KeptError, status: RankStatus, votes: PendingVerdict | None) -> StepDecision:
-        """Decides, once ``votes`` are here. ``PendingDecision.wait`` calls it."""
-        if votes is not None:
-            return self._count(votes, failure, status)
-        failure.raise_it()
-        return self._decision(self._must_prepare(status), status.nonfinite, status.has_work, status.activity)
-
-    def _start_vote(self, failure: KeptError, status: RankStatus) -> PendingVerdict:
-        """Tells all ranks what this one is about to do."""
-        assert self._link is not None
-        self._home.check_process()
-        self._link.begin_turn()
-        return self._link.agreement.start(self._ballot(failure, status))
-
-    def _count(self, votes: PendingVerdict, failure: KeptError, status: RankStatus) -> StepDecision:
-        """Compares with all ranks what each is about to do, and looks for the reason where they differ."""
-        link = self._link
-        assert link is not None
-        verdict = votes.wait()
-        prepares = verdict.prepares
-        if not verdict.unanimous or failure:
-            # The error of one rank is raised by all, so that nothing else has to be compared.
-            notes = link.agreement.all_gather_objects(Note(failure.text, node_view=self._node_view))
-            raise_failures(notes, failure.take())
-            verdict = self._vote_again(link, notes, status) or verdict
-            prepares = verdict.prepares
-        if not verdict.unanimous:
-            assert self._local is not None
-            notes = self._compare_notes(link, self._local, status)
-            prepares = self._plan_together(link, self._local, notes, status) or prepares
-        self._pairing = self._pairing.joined(verdict.proposed_id)
-        return self._decision(prepares, verdict.nonfinite, verdict.has_work, Activity(verdict.activity))
-
-    def _ballot(self, failure: KeptError, status: RankStatus) -> Vote:
-        fingerprint = _FAILED if failure else self._fingerprint(status)
-        prepares, proposed_id = self._must_prepare(status), self._pairing.proposed_id()
+    def _vote(self, status: RankStatus, failure: KeptError) -> Vote:
+        """What this rank is about to do. A single rank compares nothing."""
+        fingerprint, proposed_id = _READY, 0
+        if self._link is not None:
+            fingerprint = _FAILED if failure else self._fingerprint(status)
+            proposed_id = self._pairing.proposed_id()
+        proposal = None if self._local is None else self._local.proposal
+        prepares = proposal is None or proposal.decision.plan is not status.prepared_plan
         return Vote(fingerprint, prepares, status.nonfinite, status.has_work, status.activity, proposed_id)
-
-    def _vote_again(self, link: Link, notes: Mapping[int, Note], status: RankStatus) -> Verdict | None:
-        """Plans for the nodes that the ranks have told each other, and votes again; None if all ranks knew the same."""
-        views = {rank: note.node_view for rank, note in notes.items() if note.node_view is not None}
-        if len({view.compared for view in views.values()}) < 2:
-            return None
-        assert self._node_view is not None
-        assert self._local is not None
-        self._node_view = replace(self._node_view, nodes=settled_nodes(views))
-        self._begin_planning(self._local.records)
-        if self._local is not None:
-            self._plan(self._local, status.has_grad)
-        failure = KeptError()
-        failure.keep(self._planning_error)
-        verdict = link.agreement.decide(self._ballot(failure, status))
-        if not verdict.unanimous or failure:
-            raise_failures(link.agreement.all_gather_objects(Note(failure.text)), failure.take())
-        return verdict
 
     def _fingerprint(self, status: RankStatus) -> int:
         """The fingerprint of all that must be equal on all ranks in this step."""
         assert self._local is not None
-        assert self._proposal is not None
         pairing = self._pairing
         identity = (pairing.shared_id, pairing.steps) if pairing.shared_id else (pairing.steps, *place_of(self._optimizer()))
         hyperparameters = self._local.shared_hyperparameters(status.hyperparameters())
@@ -317,30 +263,50 @@ class Planner:
         progress = () if pairing.shared_id else status.presence.progress(self._local.shared)
         return fingerprint_of((self._proposal.fingerprint, hyperparameters, identity, without_state, nodes, progress))
 
-    def _must_prepare(self, status: RankStatus) -> bool:
-        return self._proposal is None or self._proposal.decision.plan is not status.prepared_plan
+    def _count(self, link: Link, status: RankStatus) -> Vote:
+        """Compares with all ranks what each is about to do, and looks for the reason where they differ."""
+        votes, self._votes = self._votes, None
+        assert votes is not None
+        counted = votes.wait()
+        if not counted.unanimous or status.failure:
+            # The error of one rank is raised by all, so that nothing else has to be compared.
+            notes = link.agreement.all_gather_objects(Note(status.failure.text, node_view=self._node_view))
+            raise_failures(notes, status.failure.take())
+            counted = self._vote_again(link, notes, status) or counted
+        if not counted.unanimous:
+            assert self._local is not None
+            notes = self._compare_notes(link, self._local, status)
+            changed = self._plan_together(link, self._local, notes, status)
+            counted = replace(counted, prepares=changed or counted.prepares)
+        self._pairing = self._pairing.joined(counted.proposed_id)
+        return counted
 
-    def _decision(self, prepares: bool, nonfinite: bool, has_work: bool, activity: Activity) -> StepDecision:
-        assert self._proposal is not None
-        decision = self._proposal.decision
-        if self._ordinary(prepares, nonfinite, has_work, activity):
-            self._count_step()
-            return decision
-        return replace(decision, prepares=prepares, nonfinite=nonfinite, has_work=has_work, activity=activity)
+    def _vote_again(self, link: Link, notes: Mapping[int, Note], status: RankStatus) -> Vote | None:
+        """Plans for the nodes that the ranks have told each other, and votes again; None if all ranks knew the same."""
+        views = {rank: note.node_view for rank, note in notes.items() if note.node_view is not None}
+        if len({view.compared for view in views.values()}) < 2:
+            return None
+        assert self._node_view is not None
+        self._node_view, self._local = replace(self._node_view, nodes=settled_nodes(views)), None
+        failure = KeptError()
+        self._plan(status, failure)
+        counted = link.agreement.decide(self._vote(status, failure))
+        if not counted.unanimous or failure:
+            raise_failures(link.agreement.all_gather_objects(Note(failure.text)), failure.take())
+        return counted
 
-    @staticmethod
-    def _ordinary(prepares: bool, nonfinite: bool, has_work: bool, activity: Activity) -> bool:
-        return not prepares and not nonfinite and has_work and activity is Activity.ACTIVE
+    def _count_step(self) -> None:
+        assert self._local is not None
+        self._local.count_step()
 
     def _compare_notes(self, link: Link, local: LocalPlanner, status: RankStatus) -> dict[int, Note]:
         """Gathers every rank's view of the step; raises where ranks step other optimizers, parameters or hyperparameters."""
-        assert self._planned_next is not None
         note = Note(
             failure=None,
             options=local.options_text(),
             parameters=local.descriptions(),
             has_grad=local.shared_flags(status.has_grad),
-            idle_steps=self._planned_next.idle_steps(local.shared),
+            idle_steps=local.idle_steps,
             hyperparameters=local.shared_hyperparameters(status.hyperparameters()),
             pairing=self._pairing,
             place=place_of(self._optimizer()),
@@ -366,15 +332,11 @@ class Planner:
             shared = [(local.records[index].name, local.layouts[index]) for index in local.shared]
             raise_unequal_replicas(flags_by_rank, shared)
         self._refuse_lost_state(link, local, notes, status.presence)
-        assert self._planned_next is not None
         idle_steps = [note.idle_steps for note in notes.values()]
         failure = KeptError()
         with failure:  # the other ranks wait for this rank's note
-            self._flags_by_rank = flags_by_rank if len(set(flags_by_rank.values())) > 1 else {}
-            gradients = local.gradients(status.has_grad, self._flags_by_rank)
-            self._propose(local, gradients, self._planned_next.merged(local.shared, idle_steps))
+            local.propose_together(status.has_grad, flags_by_rank, idle_steps)
         raise_failures(link.agreement.all_gather_objects(Note(failure.text)), failure.take())
-        assert self._proposal is not None
         assignments = owner_assignments(self._proposal.decision.plan)
         raise_other_plan(link.agreement.all_gather_objects((self._proposal.fingerprint, assignments)))
         return len({tuple(steps == NOT_PLANNED for steps in of_rank) for of_rank in idle_steps}) > 1
@@ -402,3 +364,8 @@ class Planner:
             raise_lost_state(names, states, link.agreement.all_gather_objects(begun))
         if not self._reduced:
             raise_lost_state(names, states, lost_by_owners(states, active))
+
+
+def _ordinary(vote: Vote) -> bool:
+    """Whether a step only runs the plan that it has."""
+    return not vote.prepares and not vote.nonfinite and vote.has_work and vote.activity == Activity.ACTIVE

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from enum import IntEnum
 from typing import TYPE_CHECKING, NamedTuple
 
-from ..params.param_record import ParamIndex
+from ..errors import KeptError
+from ..params.param_record import ParamIndex, ParamRecord
 from ..plan import PartIndex, Plan
 from ..transport import Exchange
 
@@ -44,8 +45,10 @@ class StepDecision:
 
 
 class RankStatus(NamedTuple):
-    """What a rank tells the others before a step, beside the records of its parameters."""
+    """What a rank brings to a step, and tells the others."""
 
+    records: tuple[ParamRecord, ...]  # all parameters
+    failure: KeptError  # what keeps it from stepping, if anything; all ranks then raise it
     has_grad: tuple[bool, ...]  # for each parameter, whether it has a gradient; the same object for as long as they are equal
     prepared_plan: Plan | None  # the plan that it has buffers for
     nonfinite: bool  # it has a gradient that must not be used

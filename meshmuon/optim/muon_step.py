@@ -161,6 +161,8 @@ class MuonStep(torch.optim.Optimizer):
         if self._executor.settings is not self._settings:  # other kernels than asked for, on all ranks or on none
             clip += f", {self._executor.settings.bits}"
         status = RankStatus(
+            records=step.params,
+            failure=step.failure,
             has_grad=step.has_grad,
             prepared_plan=self._executor.plan,
             nonfinite=step.nonfinite,
@@ -170,15 +172,11 @@ class MuonStep(torch.optim.Optimizer):
             without_state=self._without_state(step.params),
             presence=StatePresence(step.params, self.state, self._keeps),
         )
-        pending = self._planner.propose(step.params, step.failure, status)
-        try:
-            if pending.expected is not None:  # while the votes travel
-                step.ready_params = self._ready_params(pending.expected, pending.advance)
-        except BaseException:  # Ctrl-C: the other ranks may already count on this one
-            pending.abandon()
-            raise
-        step.decision = pending.wait()
-        if step.decision is not pending.expected:
+        expected = self._planner.propose(status)
+        if expected is not None:  # while the votes travel
+            step.ready_params = self._ready_params(expected, self._planner.advance)
+        step.decision = self._planner.settle(status)
+        if step.decision is not expected:
             step.ready_params = None
 
     def _prepare(self, step: StepContext) -> None:

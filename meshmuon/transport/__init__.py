@@ -1,6 +1,6 @@
 """The only part of the package that communicates."""
 
-from .agreement import Agreement, PendingVerdict, Verdict, Vote
+from .agreement import Agreement, PendingVotes, Vote
 from .collectives import all_gather_objects, averaged, broadcast
 from .exchange import Exchange, Pending
 from .groups import exchange_group, shared_group, turn_of, turns_of
@@ -14,8 +14,7 @@ __all__ = [
     "Exchange",
     "NormWord",
     "Pending",
-    "PendingVerdict",
-    "Verdict",
+    "PendingVotes",
     "Vote",
     "all_gather_objects",
     "averaged",

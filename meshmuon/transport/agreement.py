@@ -20,43 +20,38 @@ _T = TypeVar("_T")
 
 @dataclass(frozen=True, slots=True)
 class Vote:
-    """What one rank brings to a step."""
+    """What one rank brings to a step, or all ranks together: then each flag says whether it holds on some rank."""
 
-    fingerprint: int  # a number below 2**62 made from all that must be equal on all ranks; -1 if the rank has failed
-    prepares: bool = False  # it must rebuild its buffers
+    fingerprint: int | None  # below 2**62, of all that must be equal; -1 if the rank has failed; None if ranks differ
+    prepares: bool = False  # the rank must rebuild its buffers
     nonfinite: bool = False  # it has a gradient that is not finite
     has_work: bool = True  # it has more to do than creating state
-    activity: int = 0  # how much Muon has to do; transport only finds the largest
-    proposed_id: int = 0  # a random id below 2**62 that it proposes for this optimizer; 0 if the ranks already share one
+    activity: int = 0  # how much Muon has to do; the largest of all ranks
+    proposed_id: int = 0  # a random id below 2**62 for this optimizer, the largest of all ranks; 0 if the ranks already share one
+
+    @property
+    def unanimous(self) -> bool:
+        """All ranks have the same fingerprint."""
+        return self.fingerprint is not None
 
 
-@dataclass(frozen=True, slots=True)
-class Verdict:
-    """The votes of all ranks, counted."""
-
-    unanimous: bool  # all fingerprints are equal
-    prepares: bool  # some rank must rebuild its buffers
-    nonfinite: bool  # some rank has a gradient that is not finite
-    has_work: bool  # some rank has more to do than creating state
-    activity: int = 0  # the largest of all ranks
-    proposed_id: int = 0  # the largest id that was proposed; 0 if no rank proposed one
-
-
-class PendingVerdict:
+class PendingVotes:
     """Votes on their way. ``wait`` is called once."""
 
     def __init__(self, agreement: Agreement, vote: Vote) -> None:
         self._group = agreement.group
+        assert vote.fingerprint is not None
         flags = (vote.prepares, vote.nonfinite, vote.has_work)
         words = (vote.fingerprint, -vote.fingerprint, *map(int, flags), vote.activity, vote.proposed_id)
         with named_phase("agreement", self._group):
             self._maximum = agreement.start_maximum(words)
 
-    def wait(self) -> Verdict:
+    def wait(self) -> Vote:
         """The votes of all ranks, counted."""
         with named_phase("agreement", self._group):
             largest, smallest, prepares, nonfinite, has_work, activity, proposed_id = self._maximum.wait()
-        return Verdict(largest == -smallest, bool(prepares), bool(nonfinite), bool(has_work), activity, proposed_id)
+        fingerprint = largest if largest == -smallest else None
+        return Vote(fingerprint, bool(prepares), bool(nonfinite), bool(has_work), activity, proposed_id)
 
     def advance(self) -> None:
         """Lets other ranks hear what has arrived here meanwhile; does not wait."""
@@ -81,11 +76,11 @@ class Agreement:
         self.ranks = dist.get_process_group_ranks(group)
         self._words: Tensor | None = None  # of the all-reduce, where there is no channel
 
-    def start(self, vote: Vote) -> PendingVerdict:
+    def start(self, vote: Vote) -> PendingVotes:
         """Sends the vote, and returns before those of the other ranks are here."""
-        return PendingVerdict(self, vote)
+        return PendingVotes(self, vote)
 
-    def decide(self, vote: Vote) -> Verdict:
+    def decide(self, vote: Vote) -> Vote:
         """Counts the votes."""
         return self.start(vote).wait()
 

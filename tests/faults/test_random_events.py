@@ -316,7 +316,6 @@ class Pair:
             text = str(error)
         _mood.raises = False
         plan, proposal = optimizer.plan(), optimizer._planner._proposal
-        assert proposal is not None
         tasks = [task for task in plan.tasks if task.param not in proposal.decision.idle]
         names = {plan.params[task.param].name for task in tasks if task.owner == odd}
         assert (text is not None) == bool(names), "a failed step went unnoticed"

@@ -43,7 +43,6 @@ class Wire:
     def watch(self, optimizer: Muon) -> None:
         """After each step: what its plan says that this rank sent, in all waves with a parameter that was stepped."""
         rank, plan, proposal = dist.get_rank(), optimizer.plan(), optimizer._planner._proposal
-        assert proposal is not None
         waves = {task.wave for task in plan.tasks if task.param not in proposal.decision.idle}
         tasks = tuple(task for task in plan.tasks if task.wave in waves)
         sent = PlanData(plan.ranks, plan.params, tasks, plan.wave_lanes, plan.options).bytes_sent

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
-from meshmuon.transport import Agreement, Exchange, Verdict, Vote, exchange_group, failures, groups, own_shard, whole
+from meshmuon.transport import Agreement, Exchange, Vote, exchange_group, failures, groups, own_shard, whole
 from meshmuon.transport.channels import channel_of
 from tests.support.threads import run_threads
 
@@ -153,12 +153,12 @@ def test_an_agreement_is_used_again() -> None:
 def test_what_any_rank_says_all_hear(flag: str, said: tuple[bool, ...]) -> None:
     others = {"prepares": False, "nonfinite": False, "has_work": False}
 
-    def main(rank: int) -> Verdict:
+    def main(rank: int) -> Vote:
         agreement = Agreement(world())
         agreement.decide(Vote(3, True, True, True))  # nothing of it is left afterwards
         return agreement.decide(Vote(5, **{**others, flag: said[rank]}))
 
-    assert run_threads(3, main) == [Verdict(True, **{**others, flag: any(said)})] * 3
+    assert run_threads(3, main) == [Vote(5, **{**others, flag: any(said)})] * 3
 
 
 def test_everyone_hears_everyone() -> None:
@@ -267,7 +267,7 @@ def test_groups_that_do_not_take_host_memory_need_no_other_group(ranks: int, mad
         assert channel.connections == 2 * (ranks - 1).bit_length()
         return [verdicts, second.all_gather_objects(10 * rank), first.decide(Vote(rank)).unanimous]
 
-    verdict = Verdict(True, False, True, True, ranks - 1)
+    verdict = Vote(7, False, True, True, ranks - 1)
     expected = [[verdict] * 3, {rank: 10 * rank for rank in range(ranks)}, ranks == 1]
     assert run_threads(ranks, main, host_memory=False) == [expected] * ranks
     assert made == []
@@ -311,7 +311,7 @@ def test_ranks_that_cannot_be_reached_vote_through_their_group(monkeypatch: pyte
 
     with pytest.warns(UserWarning, match="cannot be connected for the agreement: rank 1: GLOO_SOCKET_IFNAME=none0") as told:
         found = run_threads(3, main, host_memory=False)
-    verdicts = [Verdict(True, False, False, True, 2), Verdict(False, False, False, True)]
+    verdicts = [Vote(5, False, False, True, 2), Vote(None, False, False, True)]
     assert found == [(verdicts, {rank: ("fact", rank, None) for rank in range(3)})] * 3
     assert len(told) == 1
 

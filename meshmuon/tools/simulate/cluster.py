@@ -99,7 +99,7 @@ def _plan_stage(placed: Sequence[PlacedParam], options: MuonOptions, device_type
     if ranks_per_node is not None:
         topology = replace(topology, nodes=Nodes.of({rank: rank // ranks_per_node for rank in topology.ranks}))
     planner = LocalPlanner(tuple(records), settings, topology)
-    decision = planner.plan(frozenset(range(len(records))), None)
+    decision = planner.plan(frozenset(range(len(records))))
     # A plan without matrices has no ranks, but they are there: a stage may hold embeddings alone.
     plan = decision.plan if decision.plan.ranks else replace(decision.plan, ranks=topology.ranks)
     return StagePlan(
