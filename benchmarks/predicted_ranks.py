@@ -22,7 +22,7 @@ from wire import Wire
 
 from meshmuon import Muon
 from meshmuon.tools.doctor.check import Finding
-from meshmuon.tools.doctor.context import Context, DoctorOptions, Session
+from meshmuon.tools.doctor.context import Context, DoctorOptions
 from meshmuon.tools.doctor.measurements import (
     calibration_of,
     measure_host,
@@ -48,15 +48,15 @@ def by_rank(value: Any) -> list[Any]:
 
 def calibrate(world: int) -> Calibration:
     """The doctor's measurements, summarised on every rank alike."""
-    session = Session(dist.get_rank(), world, dist.HashStore(), torch.device("cpu"), "here")  # type: ignore[attr-defined]
-    context = Context(session, DoctorOptions(quick=True))
+    store = dist.HashStore()  # type: ignore[attr-defined]
+    context = Context(DoctorOptions(quick=True), dist.get_rank(), world, store, torch.device("cpu"), "here")
     checks = {"rates": (measure_products, summarise_products), "host": (measure_host, summarise_host)}
     if world > 1:
         checks["links"] = measure_links, summarise_links
     for name, (measure, summarise) in checks.items():
         dist.barrier()
         finding: Finding = measure(context)
-        context.figures[name] = summarise(context, by_rank(finding.data)).figures
+        context.figures[name] = summarise(context, by_rank(finding.figures)).figures
     calibration = calibration_of(context)
     assert calibration is not None
     return calibration

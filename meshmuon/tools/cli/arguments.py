@@ -55,8 +55,10 @@ def _add_doctor_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--list", action="store_true", help="list the checks and end")
     parser.add_argument("--quick", action="store_true", help="fewer steps and smaller measurements")
     parser.add_argument("--limit", type=_seconds, default=60.0, metavar="SECONDS", help="most seconds of a check (default: 60)")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the whole report as JSON")
-    parser.add_argument("--save", type=Path, metavar="FILE", help="write the measurements, for Muon(cost_model=FILE)")
+    parser.add_argument("--json", dest="json_file", type=Path, metavar="FILE", help="write the whole report as JSON")
+    parser.add_argument(
+        "--save", dest="save_file", type=Path, metavar="FILE", help="write the measurements, for Muon(cost_model=FILE)"
+    )
     parser.add_argument("--device", help="type of device, such as cpu or cuda (default: the accelerator, if there is one)")
     parser.add_argument("--backend", help="backend of the process group (default: torch's choice for the device)")
     parser.add_argument("--folder", type=Path, metavar="DIR", help="folder that all ranks see, for the checkpoint")

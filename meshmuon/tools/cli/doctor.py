@@ -7,10 +7,11 @@ import os
 import sys
 import tempfile
 from contextlib import suppress
+from dataclasses import fields
 from pathlib import Path
 
 from ...errors import ConfigError
-from ..doctor import CHECKS, DoctorOptions, Session, chosen_checks, run_doctor
+from ..doctor import CHECKS, Context, DoctorOptions, chosen_checks, run_doctor
 from .output import is_standard_output, printing
 
 
@@ -55,29 +56,19 @@ def run(arguments: argparse.Namespace) -> int:
         with printing():
             print("\n".join(f"{check.name:<17} {check.title}" for check in CHECKS))
         return 0
-    options = DoctorOptions(
-        only=arguments.only,
-        skip=arguments.skip,
-        quick=arguments.quick,
-        limit=arguments.limit,
-        folder=arguments.folder,
-        device=arguments.device,
-        backend=arguments.backend,
-        json_file=arguments.json,
-        save_file=arguments.save,
-    )
+    options = DoctorOptions(**{field.name: getattr(arguments, field.name) for field in fields(DoctorOptions)})
     chosen_checks(options)  # a wrong name is refused before ranks wait for each other
     if os.environ.get("RANK", "0") == "0":  # which writes the files; other nodes need not have the folder
         for option, path in (("--json", options.json_file), ("--save", options.save_file)):
             _check_file(option, path)
     _check_folder(options.folder)
     try:
-        session = Session.from_environment(options)
+        context = Context.from_environment(options)
     except RuntimeError as error:  # the store of the launcher, or a device that does not exist
         reason = str(error).rstrip(".")
         print(f"meshmuon doctor: this rank could not start: {reason}. Start all ranks of WORLD_SIZE at once.", file=sys.stderr)
         return 1
-    ending = run_doctor(options, session)
+    ending = run_doctor(context)
     if ending.code:
         # At once: a thread may still wait for a lost rank, and a launcher terminates this rank when it sees another's exit code.
         for stream in (sys.stdout, sys.stderr):

@@ -4,39 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from enum import Enum
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 if TYPE_CHECKING:
     from .context import Context
 
-
-class Status(Enum):
-    """How a check ended; the value is what JSON has."""
-
-    PASSED = "passed"
-    FAILED = "failed"
-    SKIPPED = "skipped"  # it does not apply here
-    NOT_RUN = "not run"  # an earlier check broke the connection between ranks
+# Skipped if it does not apply here; not run if an earlier check broke the connection between ranks.
+Status = Literal["passed", "failed", "skipped", "not run"]
+STATUSES: tuple[Status, ...] = get_args(Status)
 
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """What one rank found. It must survive JSON, since ranks tell each other."""
+    """What one rank found, or what follows from the figures of all. It must survive JSON, since ranks tell each other."""
 
     detail: str  # what was checked or measured, in one sentence
     problems: Sequence[str] = ()  # what is wrong on this rank; the check fails if any rank has a problem
-    data: Mapping[str, Any] = field(default_factory=dict)  # figures of a measurement
+    figures: Mapping[str, Any] = field(default_factory=dict)  # of a measurement
     skipped: bool = False
     raised: bool = False  # an exception ended it on this rank, so that ranks may be out of step
-
-
-@dataclass(frozen=True, slots=True)
-class Summary:
-    """What follows from the data of all ranks."""
-
-    detail: str
-    figures: Mapping[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +34,7 @@ class Check:
         title: what it shows.
         advice: what to do if it fails; ``{name}`` in it stands for the name.
         run: called on every rank.
-        summarise: called on rank 0 with the data of all ranks, in their order; None if there are no figures.
+        summarise: called on rank 0 with the figures of all ranks, in their order; None if there are no figures.
         fewest_ranks: with fewer, it is skipped.
         advice_if_stuck: what to do if it does not come to its end on some rank.
     """
@@ -57,7 +43,7 @@ class Check:
     title: str
     advice: str
     run: Callable[[Context], Finding]
-    summarise: Callable[[Context, Sequence[Mapping[str, Any]]], Summary] | None = None
+    summarise: Callable[[Context, Sequence[Mapping[str, Any]]], Finding] | None = None
     fewest_ranks: int = 1
     advice_if_stuck: str = (
         "Look at the ranks that are named: their logs, their devices (nvidia-smi, dmesg) and their links. Then run it again with "
@@ -80,11 +66,6 @@ class Outcome:
     detail: str
     advice: str = ""  # empty unless it failed
     figures: Mapping[str, Any] = field(default_factory=dict)
-
-    def to_json(self) -> dict[str, Any]:
-        """As in the report's JSON."""
-        content = {"name": self.name, "title": self.title, "status": self.status.value, "seconds": round(self.seconds, 3)}
-        return {**content, "detail": self.detail, "advice": self.advice, "figures": dict(self.figures)}
 
 
 def ranks_text(ranks: Sequence[int]) -> str:

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from ...optim import Muon
 from ...ortho import AUTO, Scheme, default_compute_dtype, scheme_for
 from ...params.dtensors import as_dtensor
 from ...params.lr import lr_factor
+from .check import Finding
 from .context import Context
 from .numerics import seeded
 from .rounding import rounding_bound, unit_roundoff
@@ -33,11 +35,11 @@ class Net(nn.Module):
 
 
 def like(param: Tensor, value: Tensor) -> Tensor:
-    """A copy of a whole tensor, cut as ``param`` is."""
+    """A copy of a whole tensor, cut as ``param`` is; a sharded tensor stays as it is."""
     from torch.distributed.tensor import distribute_tensor
 
     sharded = as_dtensor(param)
-    if sharded is None:
+    if sharded is None or as_dtensor(value) is not None:
         return value.detach().clone()
     return distribute_tensor(value.detach().clone(), sharded.device_mesh, sharded.placements, src_data_rank=None)
 
@@ -46,6 +48,11 @@ def held(tensor: Tensor) -> Tensor:
     """What this rank has of a tensor."""
     sharded = as_dtensor(tensor.detach())
     return tensor.detach() if sharded is None else sharded.to_local()
+
+
+def named(model: nn.Module) -> dict[str, Tensor]:
+    """The parameters of a model, also of one that DDP has wrapped."""
+    return {name.removeprefix("module."): param for name, param in model.named_parameters()}
 
 
 def muon_on(params: Mapping[str, Tensor], **options: Any) -> Muon:
@@ -59,58 +66,75 @@ def muon_on(params: Mapping[str, Tensor], **options: Any) -> Muon:
 
 
 class Comparison:
-    """Compares parameters on a layout with ``whole`` ones on one device, after steps with the same gradients.
+    """Steps parameters on a layout beside ``whole`` ones on one device and compares them.
 
     On a CPU they must be equal bit for bit, unless ``wire`` is a dtype of 16 bits. Elsewhere each step may add what rounding
     explains: both sides may be off by the bound of their products, the layout also by what is rounded on the wire.
 
     Args:
         context: this rank.
-        whole: the parameters of one device, by name.
-        reference: the optimizer that steps them.
+        params: the parameters on the layout, by name; may be replaced between steps, together with ``optimizer``.
+        whole: the parameters of one device.
+        optimizer: steps ``params``; by default a Muon of their own, as for ``whole``.
+        reference: steps ``whole``.
         wire: the dtype on the wire; None for the default of the device.
     """
 
+    against = "one device"
+
     def __init__(
-        self, context: Context, whole: Mapping[str, Tensor], reference: Muon, *, wire: torch.dtype | None = None
+        self,
+        context: Context,
+        params: Mapping[str, Tensor],
+        whole: Mapping[str, Tensor],
+        optimizer: Optimizer | None = None,
+        reference: Muon | None = None,
+        *,
+        wire: torch.dtype | None = None,
     ) -> None:
-        self._whole, self._reference = whole, reference
-        self.exact = context.exact and wire is None
+        self.params, self.optimizer = params, optimizer or muon_on(params)
+        self._context, self._whole, self._reference = context, whole, reference or muon_on(whole)
+        self.exact = set(whole) if context.exact and wire is None else set[str]()  # names of those without any tolerance
         self._compute = default_compute_dtype(context.device, torch.float32)
         self._wire = wire or (torch.float32 if context.device.type == "cpu" else torch.bfloat16)
         self._allowed = dict.fromkeys(whole, 0.0)
         self._steps = 0
-        self._groups = {param: group for group in reference.param_groups for param in group["params"]}
+        self._groups = {param: group for group in self._reference.param_groups for param in group["params"]}
 
-    def step(self) -> None:
-        """Steps the reference, whose parameters have their gradients."""
-        self._steps += 1
-        if not self.exact:
-            for name, param in self._whole.items():
-                self._allowed[name] += self._allowance(param)
-        self._reference.step()
+    def run(self, steps: Iterable[int], give_gradients: Callable[[int], object] | None = None) -> None:
+        """Makes these steps. ``give_gradients`` gives both sides the same gradients; by default seeded ones."""
+        steps = list(steps)
+        for step in steps:
+            with self._context.doing(f"step {step + 1} of {steps[-1] + 1}"):
+                (give_gradients or self._give_seeded)(step)
+                self.optimizer.step()
+                for name, param in self._whole.items():
+                    self._allowed[name] += 0.0 if name in self.exact else self._allowance(param)
+                self._reference.step()
+                self._steps += 1
 
-    def problems(self, params: Mapping[str, Tensor]) -> list[str]:
-        """Which of the parameters on the layout are not as one device has them."""
-        problems = []
+    def finding(self, layout: str, more: Iterable[str] = ()) -> Finding:
+        """Which of the parameters on the layout are not as one device has them, and ``more`` problems."""
+        problems = [*more]
         for name, param in self._whole.items():
-            shard, expected = held(params[name]), held(like(params[name], param))
+            shard, expected = held(self.params[name]).cpu(), held(like(self.params[name], param)).cpu()
             if shard.numel() == expected.numel() == 0:  # wrappers give empty shards other shapes
                 continue
             error = float((shard.double() - expected.double()).norm()) if shard.shape == expected.shape else float("inf")
             if not error <= self._allowed[name]:
-                why = "they must be equal bit for bit" if self.exact else f"rounding explains {self._allowed[name]:.2e}"
-                problems.append(f"{name} differs from one device by {error:.2e} after {self._steps} steps; {why}")
-        return problems
+                why = "they must be equal bit for bit" if name in self.exact else f"rounding explains {self._allowed[name]:.2e}"
+                problems.append(f"{name} differs from {self.against} by {error:.2e} after {self._steps} steps; {why}")
+        same = f"the bits of {self.against}" if self.exact else f"{self.against}'s result within rounding"
+        return Finding(f"{layout}: {same} after {self._steps} steps", problems)
 
-    def result_text(self) -> str:
-        """What holds if there are no problems."""
-        same = "the bits of one device" if self.exact else "one device's result within rounding"
-        return f"{same} after {self._steps} steps"
+    def _give_seeded(self, step: int) -> None:
+        for k, (name, param) in enumerate(self._whole.items()):
+            gradient = seeded(tuple(param.shape), 1000 * (step + 1) + k).to(param)
+            param.grad, self.params[name].grad = gradient, like(self.params[name], gradient)
 
     def _allowance(self, param: Tensor) -> float:
         """What this step's rounding may change of a parameter."""
-        stored = 4 * unit_roundoff(param.dtype, param.device) * float(param.detach().norm())
+        stored = 4 * unit_roundoff(param.dtype, param.device) * float(held(param).norm())
         if param.dim() < 2 or param.grad is None:
             return stored
         group = self._groups[param]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -36,37 +36,6 @@ class DoctorOptions:
     backend: str | None = None  # of the process group; by default torch's choice for the device
     json_file: Path | None = None
     save_file: Path | None = None
-
-
-@dataclass(frozen=True)
-class Session:
-    """This rank among all, and the store through which they talk."""
-
-    rank: int
-    world: int
-    store: Any  # one of torch's stores, whose class only a private module declares
-    device: torch.device
-    node: str  # equal for ranks that share a machine
-
-    @classmethod
-    def from_environment(cls, options: DoctorOptions) -> Session:
-        """The session that a launcher's environment describes; one rank alone without a launcher."""
-        world = _number("WORLD_SIZE", 1, at_least=1)
-        rank = _number("RANK", 0, at_least=0)
-        if rank >= world:
-            raise ConfigError(f"RANK={rank} is not below WORLD_SIZE={world}. Launch with torchrun, which sets both.")
-        node = node_name(rank, world)
-        device = own_device(options.device, _number("LOCAL_RANK", 0, at_least=0))
-        if options.backend is not None:
-            check_backend(options.backend, device.type)
-        if world == 1 and "MASTER_ADDR" not in os.environ:
-            return cls(0, 1, dist.HashStore(), device, node)  # type: ignore[attr-defined]
-        met = dist.rendezvous("env://", rank, world, timeout=timedelta(seconds=options.limit))  # type: ignore[attr-defined]
-        try:
-            store, rank, world = next(met)
-        except ValueError as error:  # MASTER_ADDR or MASTER_PORT is missing, or no port
-            raise ConfigError(f"{error}. Launch with torchrun, or set MASTER_ADDR and MASTER_PORT on all ranks.") from None
-        return cls(rank, world, store, device, node)
 
 
 def _number(name: str, default: int, *, at_least: int) -> int:
@@ -116,18 +85,43 @@ def check_backend(backend: str, device_type: str) -> None:
         )
 
 
+@dataclass(eq=False)
 class Context:
     """One rank's surroundings during the checks."""
 
-    def __init__(self, session: Session, options: DoctorOptions) -> None:
-        self.session = session
-        self.options = options
-        self.rank, self.world, self.device = session.rank, session.world, session.device
-        self.phase = ""  # what the rank is doing, for reports of hangs; another thread reads it
-        self.figures: dict[str, Any] = {}  # on rank 0: what the measurements so far have found, by name of the check
-        self.plan: Plan | None = None  # of the sharded step that was measured
-        self.nodes: list[str] = [session.node] * session.world  # of each rank; known once the ranks have met
+    options: DoctorOptions
+    rank: int
+    world: int
+    store: Any  # through which ranks talk: one of torch's stores, whose class only a private module declares
+    device: torch.device
+    node: str  # equal for ranks that share a machine
+    phase: str = ""  # what the rank is doing, for reports of hangs; another thread reads it
+    figures: dict[str, Any] = field(default_factory=dict)  # on rank 0: what the measurements so far have found, by name
+    plan: Plan | None = None  # of the sharded step that was measured
+
+    def __post_init__(self) -> None:
+        self.nodes = [self.node] * self.world  # of each rank; known once the ranks have met
         self._meshes: dict[tuple[int, ...], DeviceMesh] = {}
+
+    @classmethod
+    def from_environment(cls, options: DoctorOptions) -> Context:
+        """What a launcher's environment describes; one rank alone without a launcher."""
+        world = _number("WORLD_SIZE", 1, at_least=1)
+        rank = _number("RANK", 0, at_least=0)
+        if rank >= world:
+            raise ConfigError(f"RANK={rank} is not below WORLD_SIZE={world}. Launch with torchrun, which sets both.")
+        node = node_name(rank, world)
+        device = own_device(options.device, _number("LOCAL_RANK", 0, at_least=0))
+        if options.backend is not None:
+            check_backend(options.backend, device.type)
+        if world == 1 and "MASTER_ADDR" not in os.environ:
+            return cls(options, 0, 1, dist.HashStore(), device, node)  # type: ignore[attr-defined]
+        met = dist.rendezvous("env://", rank, world, timeout=timedelta(seconds=options.limit))  # type: ignore[attr-defined]
+        try:
+            store, rank, world = next(met)
+        except ValueError as error:  # MASTER_ADDR or MASTER_PORT is missing, or no port
+            raise ConfigError(f"{error}. Launch with torchrun, or set MASTER_ADDR and MASTER_PORT on all ranks.") from None
+        return cls(options, rank, world, store, device, node)
 
     @contextmanager
     def doing(self, phase: str) -> Iterator[None]:

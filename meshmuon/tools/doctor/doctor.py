@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from .catalog import chosen_checks
-from .context import Context, DoctorOptions, Session
+from .context import Context
 from .environment import environment_of
 from .measurements import calibration_of
 from .report import report_as_json, report_for
@@ -25,24 +25,24 @@ class Ending:
     stuck: bool  # a thread still waits for a lost rank: only the end of the process ends it
 
 
-def run_doctor(options: DoctorOptions, session: Session, stream: TextIO | None = None) -> Ending:
-    """Runs the checks that ``options`` ask for. Every rank calls it, from its main thread.
+def run_doctor(context: Context, stream: TextIO | None = None) -> Ending:
+    """Runs the checks that the options ask for. Every rank calls it, from its main thread.
 
     Rank 0 reports to ``stream``, by default standard output, and writes the files.
     """
-    began = time.monotonic()
-    context, report = Context(session, options), report_for(session.rank, stream)
+    began, options = time.monotonic(), context.options
+    report = report_for(context.rank, stream)
     runner = Runner(context, chosen_checks(options), report)
-    environment = environment_of(session.device) if session.rank == 0 else {}
-    report.title(session.world, environment)
+    environment = environment_of(context.device) if context.rank == 0 else {}
+    report.title(context.world, environment)
     passed = runner.run()
-    if session.rank == 0:
+    if context.rank == 0:
         seconds = time.monotonic() - began
         report.close(runner.outcomes, seconds)
         calibration = calibration_of(context)
         saved = None if calibration is None else calibration.to_json()
         if options.json_file is not None:
-            passed &= _written(options.json_file, report_as_json(session.world, environment, runner.outcomes, seconds, saved))
+            passed &= _written(options.json_file, report_as_json(context.world, environment, runner.outcomes, seconds, saved))
         if options.save_file is not None and saved is not None:
             passed &= _written(options.save_file, saved)
         passed &= report.is_read

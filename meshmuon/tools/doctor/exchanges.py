@@ -39,7 +39,7 @@ def join(context: Context) -> Finding:
     with context.doing("the first reduction in host memory"):
         group = dist.group.WORLD
         assert group is not None
-        nodes = list(all_gather_objects(context.session.node, group).values())
+        nodes = list(all_gather_objects(context.node, group).values())
     context.nodes = nodes
     problems = [] if int(total) == world else [f"the sum of one from each of {world} ranks is {float(total):g}"]
     count = len(set(nodes))

@@ -12,10 +12,9 @@ from ...optim import Muon
 from ...params.dtensors import as_dtensor
 from ...torch_compat import dtensor_like
 from .check import Finding
-from .comparison import Net, held, muon_on
+from .comparison import Comparison, Net, held, muon_on, named
 from .context import Context
 from .numerics import seeded
-from .rounding import unit_roundoff
 
 _STEPS = 3
 # Powers of two: a host and a device that fuse different operations then round alike all the same. One matrix per batch and wave,
@@ -64,7 +63,7 @@ def with_and_without_offload(context: Context) -> Finding:
         offloaded(x).square().mean().backward()
 
     layout = f"FSDP2 with CPUOffloadPolicy on {world}"
-    return stepped_side_by_side(context, layout, dict(offloaded.named_parameters()), dict(resident.named_parameters()), backward)
+    return stepped_side_by_side(context, layout, named(offloaded), named(resident), backward)
 
 
 def stepped_side_by_side(
@@ -74,21 +73,20 @@ def stepped_side_by_side(
 
     The matrices must be equal bit for bit: the same device multiplies the same numbers in the same order.
     """
-    optimizer, other = muon_on(params, **_OPTIONS), muon_on(resident, **_OPTIONS)
-    for step in range(_STEPS):
-        with context.doing(f"a forward and a backward pass, step {step + 1} of {_STEPS}"):
-            backward(step)
-        with context.doing(f"step {step + 1} of {_STEPS}"):
-            for name, param in params.items():
-                resident[name].grad = _on_device(resident[name], param.grad)
-            optimizer.step()
-            other.step()
-    problems = [
-        problem
-        for name, param in params.items()
-        for problem in (*_misplaced(optimizer, name, param), *_differing(name, param, resident[name]))
-    ]
-    return Finding(f"{layout}: the bits of weights on the device after {_STEPS} steps", problems)
+    optimizer = muon_on(params, **_OPTIONS)
+    comparison = Comparison(context, params, resident, optimizer, muon_on(resident, **_OPTIONS))
+    comparison.against = "weights on the device"
+    # AdamW's weights may differ by rounding: a fused kernel of the host steps them, and another one of the device.
+    comparison.exact = {name for name, param in params.items() if param.dim() > 1}
+
+    def give_gradients(step: int) -> None:
+        backward(step)
+        for name, param in params.items():
+            resident[name].grad = _on_device(resident[name], param.grad)
+
+    comparison.run(range(_STEPS), give_gradients)
+    misplaced = [problem for name, param in params.items() for problem in _misplaced(optimizer, name, param)]
+    return comparison.finding(layout, misplaced)
 
 
 def _on_device(param: Tensor, grad: Tensor | None) -> Tensor:
@@ -106,17 +104,3 @@ def _misplaced(optimizer: Muon, name: str, param: Tensor) -> list[str]:
         for key, value in tensors.items()
         if held(value).device.type != "cpu"
     ]
-
-
-def _differing(name: str, param: Tensor, resident: Tensor) -> list[str]:
-    """How a parameter in host memory differs from the one on the device; AdamW's by more than rounding explains."""
-    ours, theirs = held(param).cpu(), held(resident).cpu()
-    if param.dim() > 1:
-        allowed, why = 0.0, "they must be equal bit for bit"
-    else:  # a fused kernel of the host, another one of the device
-        allowed = 4 * _STEPS * unit_roundoff(param.dtype, ours.device) * float(theirs.norm())
-        why = f"rounding explains {allowed:.2e}"
-    error = float((ours.double() - theirs.double()).norm()) if ours.shape == theirs.shape else float("inf")
-    if error <= allowed:
-        return []
-    return [f"{name} differs from the same weights on the device by {error:.2e} after {_STEPS} steps; {why}"]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -11,35 +10,22 @@ from torch import Tensor, nn
 
 from ...optim import DistMuon
 from .check import Finding
-from .comparison import Comparison, Net, like, muon_on
+from .comparison import Comparison, Net, muon_on, named
 from .context import Context
 from .numerics import seeded
 
 _STEPS = 3
 
 
-def _compared(
-    context: Context, layout: str, params: Mapping[str, Tensor], whole: Mapping[str, Tensor], **options: Any
-) -> Finding:
-    """Steps the parameters on a layout, and whole ones on one device, with the same gradients."""
-    optimizer = muon_on(params, **options)
-    comparison = Comparison(context, whole, muon_on(whole), wire=options.get("comm_dtype"))
-    for step in range(_STEPS):
-        with context.doing(f"step {step + 1} of {_STEPS}"):
-            for k, (name, param) in enumerate(whole.items()):
-                gradient = seeded(tuple(param.shape), 1000 * (step + 1) + k).to(param)
-                param.grad, params[name].grad = gradient, like(params[name], gradient)
-            optimizer.step()
-            comparison.step()
-    return Finding(f"{layout}: {comparison.result_text()}", comparison.problems(params))
+def _compared(context: Context, layout: str, model: nn.Module, whole: Net, **options: Any) -> Finding:
+    params = named(model)
+    comparison = Comparison(context, params, named(whole), muon_on(params, **options), wire=options.get("comm_dtype"))
+    comparison.run(range(_STEPS))
+    return comparison.finding(layout)
 
 
 def _nets(context: Context, sizes: tuple[int, int, int]) -> tuple[Net, Net]:
     return Net(*sizes).to(context.device), Net(*sizes).to(context.device)
-
-
-def _named(model: nn.Module) -> dict[str, Tensor]:
-    return {name.removeprefix("module."): param for name, param in model.named_parameters()}
 
 
 def _fsdp(context: Context, layout: str, sizes: tuple[int, int, int], *mesh: int, **options: Any) -> Finding:
@@ -48,7 +34,7 @@ def _fsdp(context: Context, layout: str, sizes: tuple[int, int, int], *mesh: int
     model, whole = _nets(context, sizes)
     with context.doing("sharding a model with FSDP2"):
         fully_shard(model, mesh=context.mesh(*mesh))
-    return _compared(context, layout, _named(model), _named(whole), **options)
+    return _compared(context, layout, model, whole, **options)
 
 
 def check_fsdp2(context: Context) -> Finding:
@@ -88,7 +74,7 @@ def check_tp_fsdp(context: Context) -> Finding:
     with context.doing("sharding a model with tensor parallelism and FSDP2"):
         parallelize_module(model, mesh["b"], {"first": ColwiseParallel(), "second": RowwiseParallel()})
         fully_shard(model, mesh=mesh["a"])
-    return _compared(context, f"TP × FSDP2 on {tp} × {dp}", _named(model), _named(whole))
+    return _compared(context, f"TP × FSDP2 on {tp} × {dp}", model, whole)
 
 
 def check_ep_fsdp(context: Context) -> Finding:
@@ -106,7 +92,9 @@ def check_ep_fsdp(context: Context) -> Finding:
         for name, value in values.items()
     }
     whole = {name: nn.Parameter(value) for name, value in values.items()}
-    return _compared(context, f"EP × FSDP on {ep} × {dp}, {experts} experts", params, whole)
+    comparison = Comparison(context, params, whole)
+    comparison.run(range(_STEPS))
+    return comparison.finding(f"EP × FSDP on {ep} × {dp}, {experts} experts")
 
 
 def check_ddp(context: Context) -> Finding:
@@ -117,7 +105,7 @@ def check_ddp(context: Context) -> Finding:
     with context.doing("a forward and a backward pass"):
         wrapped(seeded((4, 24), context.rank).to(context.device)).square().mean().backward()
     group = dist.group.WORLD
-    return _compared(context, f"DDP on {context.world}, work divided", _named(wrapped), _named(whole), replica_group=group)
+    return _compared(context, f"DDP on {context.world}, work divided", wrapped, whole, replica_group=group)
 
 
 def check_dist_muon(context: Context) -> Finding:
@@ -129,18 +117,17 @@ def check_dist_muon(context: Context) -> Finding:
     )
     optimizer = DistMuon(list(own.items()), deterministic=True)
     reference = muon_on(alone, lr=0.02, adjust_lr_fn="original", weight_decay=0.0)
-    comparison = Comparison(context, alone, reference)
+    comparison = Comparison(context, own, alone, optimizer, reference)
 
     def gradient(step: int, name: str, rank: int) -> Tensor:
         return seeded(shapes[name], 10_000 * step + 100 * rank + ord(name)).to(context.device)
 
-    for step in range(_STEPS):
-        with context.doing(f"step {step + 1} of {_STEPS}"):
-            for name, param in alone.items():
-                total = gradient(step, name, 0)
-                for other in range(1, context.world):
-                    total += gradient(step, name, other)
-                own[name].grad, param.grad = gradient(step, name, context.rank), total / context.world
-            optimizer.step()
-            comparison.step()
-    return Finding(f"DistMuon on {context.world}: {comparison.result_text()}", comparison.problems(own))
+    def give_gradients(step: int) -> None:
+        for name, param in alone.items():
+            total = gradient(step, name, 0)
+            for other in range(1, context.world):
+                total += gradient(step, name, other)
+            own[name].grad, param.grad = gradient(step, name, context.rank), total / context.world
+
+    comparison.run(range(_STEPS), give_gradients)
+    return comparison.finding(f"DistMuon on {context.world}")

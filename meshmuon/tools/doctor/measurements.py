@@ -22,7 +22,7 @@ from ...plan import LinkRate, Rate
 from ...transport import Exchange, swap_with
 from ..predict.calibration import Calibration, Elementwise
 from ..predict.prediction import predict
-from .check import Finding, Summary
+from .check import Finding
 from .context import Context
 from .environment import bfloat16_works
 from .exchanges import exchange_with, partner, turns, world_exchange
@@ -70,7 +70,7 @@ def measure_products(context: Context) -> Finding:
     compute = default_compute_dtype(device, torch.float32)
     orthogonalisation = [asdict(rate) for rate in _ortho_rates(context, compute)]
     elementwise = asdict(_elementwise(context))
-    return Finding("", data={"products": rates, "orthogonalisation": orthogonalisation, "elementwise": elementwise})
+    return Finding("", figures={"products": rates, "orthogonalisation": orthogonalisation, "elementwise": elementwise})
 
 
 def _sizes(context: Context) -> list[int]:
@@ -125,7 +125,7 @@ def _elementwise(context: Context) -> Elementwise:
     return Elementwise(**{kind: max(1e-15, value / _ELEMENTS) for kind, value in seconds.items()})
 
 
-def summarise_products(context: Context, data: Sequence[Mapping[str, Any]]) -> Summary:
+def summarise_products(context: Context, data: Sequence[Mapping[str, Any]]) -> Finding:
     """Medians over the ranks, and the slowest rank."""
     figures: dict[str, Any] = {
         kind: _median_rates([of_rank[kind] for of_rank in data]) for kind in ("products", "orthogonalisation")
@@ -146,7 +146,7 @@ def summarise_products(context: Context, data: Sequence[Mapping[str, Any]]) -> S
         if figures["slowest_share"] < _SLOW_RANK:
             texts[-1] += ", look at its clock, its temperature and what else runs there"
     texts += remark_on_bfloat16(context.device.type, figures["products"])
-    return Summary("; ".join(texts), figures)
+    return Finding("; ".join(texts), figures=figures)
 
 
 def remark_on_bfloat16(device_type: str, products: Sequence[Mapping[str, Any]]) -> list[str]:
@@ -203,7 +203,7 @@ def measure_links(context: Context) -> Finding:
         seconds = _exchange_seconds(context, exchange, peers, count, 5)
         cpu_share = (time.process_time() - cpu) / (time.perf_counter() - began)
     data = {"pairs": pairs, "latency": latency, "seconds": seconds, "bytes": 4 * count * (world - 1), "cpu_share": cpu_share}
-    return Finding("", data=data)
+    return Finding("", figures=data)
 
 
 def _exchange_seconds(context: Context, exchange: Exchange, peers: Sequence[int], count: int, repeats: int) -> float:
@@ -219,7 +219,7 @@ def _swap_seconds(context: Context, peer: int, count: int, repeats: int) -> floa
     return statistics.median(_times(context, partial(swap_with, peer, sent, torch.empty_like(sent)), repeats))
 
 
-def summarise_links(context: Context, data: Sequence[Mapping[str, Any]]) -> Summary:
+def summarise_links(context: Context, data: Sequence[Mapping[str, Any]]) -> Finding:
     """Medians over pairs inside and between nodes, the slowest pair, and exchanges of all ranks."""
     pairs: dict[tuple[int, int], dict[str, float]] = {}
     for rank, of_rank in enumerate(data):
@@ -244,7 +244,7 @@ def summarise_links(context: Context, data: Sequence[Mapping[str, Any]]) -> Summ
     figures["exchange"] = asdict(exchange)
     figures["exchange_cpu_share"] = statistics.median(of_rank["cpu_share"] for of_rank in data)
     texts.append(f"all ranks at once {_link_text(exchange)} per rank")
-    return Summary("; ".join(texts), figures)
+    return Finding("; ".join(texts), figures=figures)
 
 
 def _link_of(pairs: Mapping[tuple[int, int], Mapping[str, float]]) -> tuple[dict[str, float] | None, str]:
@@ -290,7 +290,7 @@ def measure_host(context: Context) -> Finding:
         times = {count: min(_step_times(context, count, 8, repeats=10)[0]) for count in (few, many)}
     per_matrix = max(1e-7, (times[many] - times[few]) / (many - few))
     copies = None if context.device.type == "cpu" else asdict(copy_link(context))
-    return Finding("", data={"per_matrix": per_matrix, "per_step": max(1e-6, times[few] - few * per_matrix), "copies": copies})
+    return Finding("", figures={"per_matrix": per_matrix, "per_step": max(1e-6, times[few] - few * per_matrix), "copies": copies})
 
 
 def copy_link(context: Context) -> LinkRate:
@@ -309,7 +309,7 @@ def copy_link(context: Context) -> LinkRate:
     return LinkRate(_COPY_BYTES / seconds[_COPY_BYTES], seconds[1])
 
 
-def summarise_host(context: Context, data: Sequence[Mapping[str, Any]]) -> Summary:
+def summarise_host(context: Context, data: Sequence[Mapping[str, Any]]) -> Finding:
     """Medians over the ranks."""
     figures: dict[str, Any] = {
         f"seconds_{key}": statistics.median(of_rank[key] for of_rank in data) for key in ("per_matrix", "per_step")
@@ -319,7 +319,7 @@ def summarise_host(context: Context, data: Sequence[Mapping[str, Any]]) -> Summa
     figures["copies"] = {key: statistics.median(link[key] for link in links) for key in links[0]} if links else None
     if links:
         text += f"; {_link_text(LinkRate(**figures['copies']))} between host and device"
-    return Summary(text, figures)
+    return Finding(text, figures=figures)
 
 
 def measure_step(context: Context) -> Finding:
@@ -336,22 +336,22 @@ def measure_step(context: Context) -> Finding:
             break
         size *= 2
     context.plan = optimizer.plan()
-    return Finding("", data={"seconds": seconds, "count": count, "size": size})
+    return Finding("", figures={"seconds": seconds, "count": count, "size": size})
 
 
-def summarise_step(context: Context, data: Sequence[Mapping[str, Any]]) -> Summary:
+def summarise_step(context: Context, data: Sequence[Mapping[str, Any]]) -> Finding:
     """The measured time, that of the slowest rank, beside the plan's prediction from the other measurements."""
     seconds = max(of_rank["seconds"] for of_rank in data)
     figures = {"seconds": seconds, "matrices": data[0]["count"], "size": data[0]["size"], "predicted_seconds": None}
     text = f"{data[0]['count']} matrices of {data[0]['size']}×{data[0]['size']} take {1e3 * seconds:.1f} ms"
     calibration = calibration_of(context)
     if calibration is None or context.plan is None:
-        return Summary(f"{text}; without the other measurements there is no prediction", figures)
+        return Finding(f"{text}; without the other measurements there is no prediction", figures=figures)
     predicted = predict(context.plan, calibration)
     figures |= {"predicted_seconds": predicted.seconds, "prediction": predicted.parts}
     parts = ", ".join(f"{name} {1e3 * value:.1f}" for name, value in predicted.parts.items())
     text += f"; predicted {1e3 * predicted.seconds:.1f} ms ({parts}): {seconds / predicted.seconds:.2f} of it"
-    return Summary(text + remark_on_prediction(seconds / predicted.seconds), figures)
+    return Finding(text + remark_on_prediction(seconds / predicted.seconds), figures=figures)
 
 
 def remark_on_prediction(ratio: float) -> str:

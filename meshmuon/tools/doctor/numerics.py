@@ -9,7 +9,7 @@ from ...ortho import AUTO, Rational, Scheme, Scratch, Workspace, default_compute
 from ...ortho.kernels.products import Products, TritonProducts, products_for
 from .check import Finding
 from .context import Context
-from .rounding import exact_result, rounding_bound, unit_roundoff
+from .rounding import exact_product, exact_result, rounding_bound, unit_roundoff
 
 _SHAPES = ((2, 33, 47), (1, 160, 300), (3, 129, 129))  # around the tiles of the kernel and the panels of its twin
 _MATRICES = ((64, 64), (48, 200), (130, 40))
@@ -48,11 +48,11 @@ def _wrong_products(products: Products, x: Tensor) -> list[str]:
     gram = (gram + gram.mT) / 2
     square, long = torch.empty_like(gram), torch.empty_like(x)
     cases: dict[str, tuple[Tensor, Tensor, Tensor]] = {}  # the result, its exact value, and the sum of the sizes of its terms
-    exact, size = _exact(x, x.mT)
+    exact, size = exact_product(x, x.mT)
     cases["symmetric"] = products.symmetric(x, x, square).clone(), exact, size
-    exact, size = _exact(gram, gram, gram, alpha=2.0, beta=-3.0)
+    exact, size = exact_product(gram, gram, gram, alpha=2.0, beta=-3.0)
     cases["quadratic"] = products.symmetric(gram, gram, square, gram, alpha=2.0, beta=-3.0).clone(), exact, size
-    exact, size = _exact(gram, x, x, beta=0.5)
+    exact, size = exact_product(gram, x, x, beta=0.5)
     cases["general"] = products.general(gram, x, long, x, beta=0.5).clone(), exact, size
     wrong = []
     for name, (result, exact, size) in cases.items():
@@ -77,15 +77,6 @@ def _wrong_inverses(products: Products, gram: Tensor, x: Tensor) -> list[str]:
     allowed = 4 * gram.size(-1) * unit_roundoff(gram.dtype, gram.device) * (_WEIGHT * norms + 1)
     excess = (error / allowed).max()
     return [] if excess <= 1.0 else [_wrong("inverse", x, f"differs from torch by {excess:.3g} times what rounding allows")]
-
-
-def _exact(a: Tensor, b: Tensor, addend: Tensor | None = None, *, alpha: float = 1.0, beta: float = 1.0) -> tuple[Tensor, Tensor]:
-    """``alpha·a·b + beta·addend`` in float64, and the same of all sizes."""
-    a, b = a.double(), b.double()
-    exact, size = alpha * (a @ b), abs(alpha) * (a.abs() @ b.abs())
-    if addend is not None:
-        exact, size = exact + beta * addend.double(), size + abs(beta) * addend.double().abs()
-    return exact, size
 
 
 def _wrong(name: str, x: Tensor, text: str) -> str:

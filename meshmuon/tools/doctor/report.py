@@ -7,22 +7,23 @@ import sys
 import textwrap
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, TextIO, TypeAlias
 
 import meshmuon
 
 from .catalog import MEASUREMENTS
-from .check import Check, Outcome, Status
+from .check import STATUSES, Check, Outcome
 
 if TYPE_CHECKING:
     from rich.table import Table
 
 FORMAT, VERSION = "meshmuon doctor", 1
 _WIDTH = 120
-_MARKS = {Status.PASSED: "✔", Status.FAILED: "✘", Status.SKIPPED: "-", Status.NOT_RUN: "?"}
-_PLAIN_MARKS = {Status.PASSED: "ok  ", Status.FAILED: "FAIL", Status.SKIPPED: "-   ", Status.NOT_RUN: "?   "}
-_COLOURS = {Status.PASSED: "green", Status.FAILED: "bold red", Status.SKIPPED: "dim", Status.NOT_RUN: "yellow"}
+_MARKS = {"passed": "✔", "failed": "✘", "skipped": "-", "not run": "?"}
+_PLAIN_MARKS = {"passed": "ok  ", "failed": "FAIL", "skipped": "-   ", "not run": "?   "}
+_COLOURS = {"passed": "green", "failed": "bold red", "skipped": "dim", "not run": "yellow"}
 
 
 def _section(name: str) -> str:
@@ -37,7 +38,7 @@ def heading(ranks: int) -> str:
 def closing(outcomes: Sequence[Outcome], seconds: float) -> str:
     """The last line."""
     counts = Counter(outcome.status for outcome in outcomes)
-    parts = [f"{counts[status]} {status.value}" for status in Status if counts[status]]
+    parts = [f"{counts[status]} {status}" for status in STATUSES if counts[status]]
     return f"{', '.join(parts)} in {seconds:.0f} s"
 
 
@@ -175,10 +176,10 @@ def report_as_json(
     return {
         "format": FORMAT,
         "version": VERSION,
-        "passed": all(outcome.status not in (Status.FAILED, Status.NOT_RUN) for outcome in outcomes),
+        "passed": all(outcome.status in ("passed", "skipped") for outcome in outcomes),
         "ranks": ranks,
         "seconds": round(seconds, 3),
         "environment": dict(environment),
-        "checks": [outcome.to_json() for outcome in outcomes],
+        "checks": [{**asdict(outcome), "seconds": round(outcome.seconds, 3)} for outcome in outcomes],
         "calibration": calibration,
     }

@@ -31,6 +31,17 @@ def unit_roundoff(dtype: torch.dtype, device: torch.device) -> float:
     return torch.finfo(dtype).eps / 2
 
 
+def exact_product(
+    a: Tensor, b: Tensor, addend: Tensor | None = None, *, alpha: float = 1.0, beta: float = 1.0
+) -> tuple[Tensor, Tensor]:
+    """``alpha·a·b + beta·addend`` in float64, and the sum of the sizes of its terms."""
+    a, b = a.double(), b.double()
+    exact, size = alpha * (a @ b), abs(alpha) * (a.abs() @ b.abs())
+    if addend is not None:
+        exact, size = exact + beta * addend.double(), size + abs(beta) * addend.double().abs()
+    return exact, size
+
+
 class RoundedProducts:
     """Products of float64 matrices, moved by as much as they would be rounded where the unit roundoff is ``stored``.
 
@@ -46,17 +57,11 @@ class RoundedProducts:
         self, a: Tensor, b: Tensor, out: Tensor, addend: Tensor | None = None, *, alpha: float = 1.0, beta: float = 1.0
     ) -> Tensor:
         """As in ``Products``."""
-        exact, size = alpha * (a @ b.mT), abs(alpha) * (a.abs() @ b.abs().mT)
-        if addend is not None:
-            exact, size = exact + beta * addend, size + abs(beta) * addend.abs()
-        return out.copy_(self._moved(exact, size, a.size(-1)))
+        return out.copy_(self._moved(*exact_product(a, b.mT, addend, alpha=alpha, beta=beta), a.size(-1)))
 
     def general(self, a: Tensor, b: Tensor, out: Tensor, addend: Tensor | None = None, *, beta: float = 1.0) -> Tensor:
         """As in ``Products``."""
-        exact, size = a @ b, a.abs() @ b.abs()
-        if addend is not None:
-            exact, size = exact + beta * addend, size + abs(beta) * addend.abs()
-        return out.copy_(self._moved(exact, size, a.size(-1)))
+        return out.copy_(self._moved(*exact_product(a, b, addend, beta=beta), a.size(-1)))
 
     def inverses(self, gram: Tensor, step: Rational, out: Tensor, prepared: Prepared) -> Tensor:
         """As in ``Products``. An inverse by Cholesky factors is that of a matrix which is off by a few roundings."""

@@ -217,7 +217,7 @@ def test_random_command_lines(
 ) -> None:
     """What the doctor then does on all ranks has tests of its own: here it does nothing."""
     need("transformers")
-    monkeypatch.setattr("meshmuon.tools.cli.doctor.run_doctor", lambda options, session: Ending(0, stuck=False))
+    monkeypatch.setattr("meshmuon.tools.cli.doctor.run_doctor", lambda context: Ending(0, stuck=False))
     monkeypatch.setattr(sys, "stdin", None)
     for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR"):
         monkeypatch.delenv(name, raising=False)

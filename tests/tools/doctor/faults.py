@@ -8,7 +8,7 @@ import os
 import signal
 import time
 from collections.abc import Callable
-from contextlib import AbstractContextManager, ExitStack, nullcontext, redirect_stderr
+from contextlib import AbstractContextManager, nullcontext, redirect_stderr
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
@@ -21,9 +21,8 @@ from torch._C._distributed_c10d import FileStore
 
 from meshmuon.execute.ortho_batch import OrthoBatch
 from meshmuon.ortho.kernels.products import BlockedProducts
-from meshmuon.tools.doctor import DoctorOptions, Session, measurements, run_doctor, runner
+from meshmuon.tools.doctor import Context, DoctorOptions, measurements, run_doctor, runner
 from meshmuon.tools.doctor import exchanges as exchange_checks
-from meshmuon.tools.doctor.runner import Runner
 from meshmuon.transport import swap_with
 from tests.support.injector import await_files
 from tests.support.processes import shorten_timeouts
@@ -64,16 +63,8 @@ def dies_in_an_exchange(folder: Path) -> Any:
 
 
 def misses_rank_0(folder: Path) -> Any:
-    """Notices soon that rank 0 gives no sign of life, but only once it is dead."""
-    original = Runner._silent
-
-    def silent(self: Runner) -> list[int]:
-        return original(self) if (folder / "lost").exists() else []
-
-    stack = ExitStack()
-    stack.enter_context(patch.object(Runner, "_silent", silent))
-    stack.enter_context(patch.object(runner, "_MOST_SILENCE", PATIENCE))
-    return stack
+    """Waits for rank 0's verdict only briefly after an error: there is none before rank 0 is dead."""
+    return patch.object(runner, "_LATE_VERDICT", PATIENCE)
 
 
 def _stall(folder: Path) -> None:
@@ -181,14 +172,16 @@ def doctor_rank(rank: int, folder: Path, faults: dict[int, str], options: Doctor
     """One rank of a doctor in a process group that exists already."""
     world, written = dist.get_world_size(), folder / "report.json"
     store = FileStore(str(folder / "control"), world)
-    session = Session(rank, world, store, torch.device("cpu"), nodes[rank] if nodes else "node")
     stream, errors = io.StringIO(), io.StringIO()
     options = replace(options, json_file=written, folder=folder / "checkpoints")
+    context = Context(options, rank, world, store, torch.device("cpu"), nodes[rank] if nodes else "node")
     # Ranks that wait for others look more often, and links are measured less often, so that tests are short. A rank that is only
     # slow must not be taken for dead.
     farewell = 1.0 if "dies_in_an_exchange" in faults.values() else 100.0
-    hasty = patch.multiple(runner, _SIGN_EVERY=0.15, _FAREWELL=farewell, _MOST_SILENCE=100.0, _LETTING_GO=5.0)
+    hasty = patch.multiple(
+        runner, _LOOK_EVERY=0.05, _AFTER_AN_ERROR=1.5, _FAREWELL=farewell, _LATE_VERDICT=100.0, _LETTING_GO=5.0
+    )
     with hasty, patch.object(measurements, "_REPEATS", 2), FAULTS[faults.get(rank, "")](folder), redirect_stderr(errors):
-        ending = run_doctor(options, session, stream)
+        ending = run_doctor(context, stream)
     report = json.loads(written.read_text()) if rank == 0 else {}
     return Ended(ending.code, ending.stuck, stream.getvalue(), errors.getvalue(), report)

@@ -15,7 +15,7 @@ import pytest
 import meshmuon
 from meshmuon.plan import cost_model_from
 from meshmuon.tools.cli.main import main
-from meshmuon.tools.doctor import CHECKS, DoctorOptions, Session, run_doctor
+from meshmuon.tools.doctor import CHECKS, Context, DoctorOptions, run_doctor
 from meshmuon.tools.doctor.doctor import Ending
 from meshmuon.tools.predict.calibration import Calibration
 from tests.support.processes import results_of, run_ranks
@@ -256,7 +256,7 @@ def test_a_reader_that_has_gone(monkeypatch: pytest.MonkeyPatch, capsys: pytest.
         monkeypatch.delenv(name, raising=False)
     options = DoctorOptions(only=("join",), json_file=tmp_path / "report.json", device="cpu")
     stream = closed_pipe()
-    ending = run_doctor(options, Session.from_environment(options), stream)
+    ending = run_doctor(Context.from_environment(options), stream)
     assert ending == Ending(1, stuck=False)
     assert json.loads((tmp_path / "report.json").read_text())["passed"]
     assert capsys.readouterr().err.count("has stopped reading. Use --json FILE") == 1

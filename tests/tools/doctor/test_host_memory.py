@@ -16,9 +16,8 @@ from torch.distributed.tensor import DTensor, Shard
 
 from meshmuon.execute.wave import Stage
 from meshmuon.state.param_state import MOMENTUM
-from meshmuon.tools.doctor import DoctorOptions, Session
+from meshmuon.tools.doctor import Context, DoctorOptions
 from meshmuon.tools.doctor.check import Finding
-from meshmuon.tools.doctor.context import Context
 from meshmuon.tools.doctor.host_memory import check_host_memory, stepped_side_by_side, with_and_without_offload
 from meshmuon.tools.doctor.numerics import seeded
 from meshmuon.torch_compat import dtensor_like, local_part
@@ -32,7 +31,7 @@ SHAPES = {"first.weight": (5, 8), "second.weight": (6, 5), "experts": (4, 3, 6),
 
 
 def context_on(device: torch.device, rank: int = 0, world: int = 1) -> Context:
-    return Context(Session(rank, world, dist.HashStore(), device, "a"), DoctorOptions())
+    return Context(DoctorOptions(), rank, world, dist.HashStore(), device, "a")
 
 
 def test_on_a_cpu_there_is_nothing_to_check() -> None:

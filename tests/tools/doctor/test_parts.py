@@ -19,9 +19,9 @@ from torch import nn
 from meshmuon import ConfigError
 from meshmuon.ortho import Scheme, orthogonalize, polar_express
 from meshmuon.ortho.remez import Quintic
-from meshmuon.tools.doctor import CHECKS, DoctorOptions, Session, chosen_checks, context, environment, measurements
-from meshmuon.tools.doctor.check import Check, Finding, Outcome, Status, by_text, ranks_text
-from meshmuon.tools.doctor.comparison import Comparison, muon_on
+from meshmuon.tools.doctor import CHECKS, DoctorOptions, chosen_checks, context, environment, measurements
+from meshmuon.tools.doctor.check import Check, Finding, Outcome, by_text, ranks_text
+from meshmuon.tools.doctor.comparison import Comparison
 from meshmuon.tools.doctor.context import Context, check_backend, own_device
 from meshmuon.tools.doctor.exchanges import partner, turns
 from meshmuon.tools.doctor.measurements import calibration_of, summarise_links
@@ -33,7 +33,7 @@ CPU = torch.device("cpu")
 
 
 def context_of(world: int = 1, **options: Any) -> Context:
-    return Context(Session(0, world, dist.HashStore(), CPU, "a"), DoctorOptions(**options))
+    return Context(DoctorOptions(**options), 0, world, dist.HashStore(), CPU, "a")
 
 
 # Pairs.
@@ -129,28 +129,22 @@ def test_where_bits_may_differ_the_derived_bound_decides(error: float, seen: boo
     shapes = {"a": (24, 24), "experts": (2, 12, 20), "bias": (7,)}
     whole, other = ({name: nn.Parameter(seeded(shape, 1)) for name, shape in shapes.items()} for _ in range(2))
     with patch.object(Context, "exact", False):
-        comparison = Comparison(context, whole, muon_on(whole))
-    optimizer = muon_on(other)
-    for step in range(3):
-        for k, name in enumerate(shapes):
-            whole[name].grad = seeded(shapes[name], 10 * step + k)
-            other[name].grad = whole[name].grad.clone()
-        optimizer.step()
-        comparison.step()
+        comparison = Comparison(context, other, whole)
+    comparison.run(range(3))
     with torch.no_grad():
         other["a"].add_(error * (other["a"] - seeded((24, 24), 1)))
-    problems = comparison.problems(other)
-    assert [problem.split()[0] for problem in problems] == (["a"] if seen else [])
-    assert "within rounding" in comparison.result_text()
+    finding = comparison.finding("a layout")
+    assert [problem.split()[0] for problem in finding.problems] == (["a"] if seen else [])
+    assert "within rounding" in finding.detail
 
 
 # Reports.
 
 OUTCOMES = [
-    Outcome("pairs", "every pair", Status.PASSED, 0.5, "6 pairs have exchanged"),
-    Outcome("ragged", "ragged", Status.FAILED, 61.0, "rank 1: wrong [data]", "Run --only ragged."),
-    Outcome("ddp", "DDP", Status.NOT_RUN, 0.0, "in doubt"),
-    Outcome("links", "links", Status.SKIPPED, 0.0, "needs 2 ranks"),
+    Outcome("pairs", "every pair", "passed", 0.5, "6 pairs have exchanged"),
+    Outcome("ragged", "ragged", "failed", 61.0, "rank 1: wrong [data]", "Run --only ragged."),
+    Outcome("ddp", "DDP", "not run", 0.0, "in doubt"),
+    Outcome("links", "links", "skipped", 0.0, "needs 2 ranks"),
 ]
 
 
@@ -259,8 +253,8 @@ def test_devices_by_local_rank() -> None:
 def test_a_session_without_a_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR"):
         monkeypatch.delenv(name, raising=False)
-    session = Session.from_environment(DoctorOptions())
-    assert (session.rank, session.world, session.device) == (0, 1, CPU)
+    context = Context.from_environment(DoctorOptions())
+    assert (context.rank, context.world, context.device) == (0, 1, CPU)
 
 
 # What is chosen, and what follows from measurements.
