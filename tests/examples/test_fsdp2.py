@@ -32,7 +32,3 @@ def test_two_processes_train_and_save(tmp_path: Path) -> None:
     dcp.load({"model": weights}, checkpoint_id=tmp_path / "saved", no_dist=True)
     model.load_state_dict(weights)
     assert not torch.equal(model.layers[0].wq.weight, before)
-
-
-def test_a_user_can_read_it_at_a_glance() -> None:
-    assert len(SCRIPT.read_text().splitlines()) <= 80

@@ -8,8 +8,6 @@ import pytest
 
 from tests.support.optional import need
 
-from .conftest import EXAMPLES
-
 need("transformers")
 need("accelerate")
 
@@ -39,8 +37,3 @@ def test_accelerate_learns() -> None:
     losses = accelerate_loop.main(steps=20, accumulate=2)
     assert len(losses) == 20
     assert losses[-1] < losses[0] - 0.1
-
-
-@pytest.mark.parametrize("script", ["hf_trainer.py", "accelerate_loop.py"])
-def test_a_user_can_read_it_at_a_glance(script: str) -> None:
-    assert len((EXAMPLES / script).read_text().splitlines()) <= 75

@@ -271,16 +271,6 @@ def test_a_damaged_checkpoint_is_passed_over(
     assert losses(log_of(tmp_path / "runs"), "muon") == whole_run(alone, tmp_path / "whole")
 
 
-def test_the_tolerance_sees_lost_state(
-    alone: list[str], stopped: Stopped, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    stopped.main(alone)
-    monkeypatch.setattr(checkpoints, "set_optimizer_state_dict", lambda model, optimizer, state: optimizer.state.clear())
-    assert train_gpt.main(alone) == 0
-    with pytest.raises(AssertionError):
-        assert_within_rounding(losses(log_of(tmp_path / "runs"), "muon"), whole_run(alone, tmp_path / "whole"))
-
-
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
@@ -318,16 +308,3 @@ def test_other_folders_are_refused(alone: list[str], tmp_path: Path, capsys: pyt
     with checkpoints.opened(tmp_path / "used", 1, {}), pytest.raises(ValueError, match="another run is using it"):
         checkpoints.opened(tmp_path / "used", 1, {}).__enter__()
     assert not (tmp_path / "runs").exists()
-
-
-def test_a_checkpoint_that_cannot_be_written_ends_the_run_with_a_report(
-    alone: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def no_room(*_: object) -> None:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(checkpoints, "write_manifest", no_room)
-    assert train_gpt.main(alone) == 1
-    assert "the checkpoint could not be written ([Errno 28] No space left on device)" in capsys.readouterr().err
-    assert log_of(tmp_path / "runs")["runs"]["muon"]["evals"]
-    assert kept(tmp_path / "runs") == ["step-000003.tmp"]

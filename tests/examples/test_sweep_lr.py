@@ -52,16 +52,6 @@ def test_sweep_writes_a_row_per_combination_and_continues(
     assert sum("| meshmuon | keller | plain | 0.01 | 0.1 |" in line for line in table) == 2 + 1
 
 
-def test_divergence_is_a_row_of_its_own(source_folder: Path, tmp_path: Path) -> None:
-    out = tmp_path / "sweep"
-    assert sweep_lr.main(flags(source_folder, out, "--optimizer adamw --steps 3 --lrs 1e38")) == 0
-    (row,) = json.loads((out / "sweep.json").read_text())["rows"]
-    assert row["weight_decay"] == sweep_lr.parser().parse_args(["--optimizer", "adamw"]).adamw_weight_decay
-    assert row["status"] == "diverged"
-    assert row["valid_loss"] is None
-    assert "diverged" in (out / "sweep.md").read_text()
-
-
 def test_results_of_another_setting_are_not_mixed_in(
     source_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
