@@ -36,11 +36,6 @@ def owner_assignments(plan: Plan) -> tuple[tuple[str, str], ...]:
     )
 
 
-def failure_text(failure: Exception | None) -> tuple[str, str] | None:
-    """An error's class and text."""
-    return None if failure is None else (type(failure).__name__, str(failure))
-
-
 def recipe_text(record: ParamRecord) -> str:
     """How a parameter's matrices are computed: scheme, dtype and update rule. It is part of the plan's digest."""
     rule = "" if record.rule is None else f", {_stable_text(record.rule)}"

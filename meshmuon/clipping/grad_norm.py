@@ -16,9 +16,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .. import errors
-from ..agree.descriptions import failure_text
 from ..agree.differences import Note, raise_failures, raise_mismatch, raise_unequal_replicas
-from ..errors import ConfigError, GradientError, MeshmuonError, PlanMismatchError
+from ..errors import ConfigError, GradientError, KeptError, MeshmuonError, PlanMismatchError
 from ..layout import Layout
 from ..params.checks import refuse_uninitialised, shown
 from ..params.dtensors import ReplicaGroup, as_dtensor, check_gradient_placement, groups_of
@@ -109,9 +108,9 @@ class _GradNorm:
         usable = isinstance(pp_group, dist.ProcessGroup) or hasattr(pp_group, "get_all_groups")
         self._pipeline = groups_of(pp_group) if usable else []
         self._max_norm, self._order = max_norm, 2.0
-        self._failure: Exception | None = None
+        self._failure = KeptError()  # all ranks learn of it from the all-reduce
         self._grads: list[tuple[Tensor, bool]] = []  # this rank's part of a gradient, and whether this rank counts its elements
-        try:
+        with self._failure:
             order = _number(norm_type)
             if not order > 0:
                 raise ConfigError(f"norm_type={norm_type!r} must be a positive number or inf.")
@@ -119,8 +118,6 @@ class _GradNorm:
             self._max_norm = None if max_norm is None else _checked_limit(max_norm)
             self._check_pipeline(pp_group)
             self._grads = self._local_grads()
-        except Exception as error:  # all ranks learn of it from the all-reduce
-            self._failure = error
 
     def run(self, *, raises: bool) -> Tensor:
         """Returns the norm, and scales the gradients if there is a ``max_norm``. ``raises`` refuses a norm that is not finite."""
@@ -129,7 +126,7 @@ class _GradNorm:
             with turns_of(process_groups):
                 return self._run(process_groups, raises)
         finally:
-            self._failure = None  # its traceback holds frames that hold this object
+            self._failure.take()  # its traceback holds frames that hold this object
 
     def _run(self, process_groups: Sequence[dist.ProcessGroup], raises: bool) -> Tensor:
         device = norm_device([param.device for param in self._params], process_groups)
@@ -137,8 +134,8 @@ class _GradNorm:
         if device.type == "cpu" or raises:
             if bool(reduced.unusable):
                 self._raise_together()
-        elif self._failure is not None:
-            raise self._failure  # the other ranks do not wait for their device: their norm is NaN
+        else:
+            self._failure.raise_it()  # the other ranks do not wait for their device: their norm is NaN
         double = any(param.dtype in _DOUBLE for param in self._params)
         value = reduced.value if math.isinf(self._order) else reduced.value.pow(1 / self._order)
         total = value.masked_fill(reduced.nan | reduced.unusable, math.nan).to(torch.float64 if double else torch.float32)
@@ -184,12 +181,10 @@ class _GradNorm:
     def _contribution(self, device: torch.device) -> NormWord:
         largest = math.isinf(self._order)
         value = nan = torch.zeros((), dtype=torch.float32 if device.type == "mps" else torch.float64, device=device)
-        if self._failure is None:
-            try:
+        if not self._failure:
+            with self._failure:
                 value, nan = (self._largest if largest else self._sum_of_powers)(value)
-            except Exception as error:
-                self._failure = error
-        return NormWord(value, nan, self._failure is not None, *self._differences(largest))
+        return NormWord(value, nan, bool(self._failure), *self._differences(largest))
 
     def _sum_of_powers(self, zero: Tensor) -> tuple[Tensor, Tensor]:
         value = zero
@@ -222,7 +217,7 @@ class _GradNorm:
         replicas = self._replicas
         difference = (len(replicas.ranks) - 1) * signature if replicas.rank == replicas.ranks[0] else -signature
         for k, param in enumerate(self._params):
-            if param.grad is not None and self._failure is None:
+            if param.grad is not None and not self._failure:
                 role = replicas.role(_name(k, param), param)
                 token = _hash(f"{k} {role.cell}")
                 difference += (role.replicas - 1) * token if role.counts else -token if role.replicas > 1 else 0
@@ -243,29 +238,25 @@ class _GradNorm:
 
     def _raise_together(self) -> NoReturn:
         """Raises the same error on all ranks, which all know that they differ or that one has failed."""
-        if self._stage is None and not self._pipeline and self._failure is not None:
-            raise self._failure
-        failure: Exception | None = None
-        try:
+        if self._stage is None and not self._pipeline:
+            self._failure.raise_it()
+        difference = KeptError()
+        with difference:
             self._compare_notes()
-        except Exception as error:
-            failure = error
         for process_group in self._pipeline:
-            texts = all_gather_objects(failure_text(failure), process_group)
+            texts = all_gather_objects(difference.text, process_group)
             for kind, text in [told for _, told in sorted(texts.items()) if told is not None][:1]:
-                failure = getattr(errors, kind, MeshmuonError)(text)
-        try:
-            raise failure or PlanMismatchError(
-                "ranks differ in what they clip: pass the same parameters on all ranks, and use one version of meshmuon."
-            )
-        finally:
-            del failure  # its traceback holds this frame: the cycle would keep process groups alive after they are destroyed
+                difference.error = getattr(errors, kind, MeshmuonError)(text)
+        difference.raise_it()
+        raise PlanMismatchError(
+            "ranks differ in what they clip: pass the same parameters on all ranks, and use one version of meshmuon."
+        )
 
     def _compare_notes(self) -> None:
         """Raises if the ranks of this stage differ, or if one of them has failed."""
-        failure = failure_text(self._failure)
+        failure = self._failure.text
         if self._stage is None:
-            raise_failures({self._replicas.rank: Note(failure)}, self._failure)
+            raise_failures({self._replicas.rank: Note(failure)}, self._failure.take())
             return
         params: list[tuple[str, tuple[Layout, ...]]] = []
         if failure is None:
@@ -278,7 +269,7 @@ class _GradNorm:
             has_grad=tuple(param.grad is not None for param in self._params),
         )
         notes = all_gather_objects(note, self._stage)
-        raise_failures(notes, self._failure)
+        raise_failures(notes, self._failure.take())
         raise_mismatch(notes)
         raise_unequal_replicas({rank: note.has_grad for rank, note in notes.items()}, params)
 
@@ -294,9 +285,8 @@ def _chosen_tensors(parameters: Tensor | Iterable[Tensor] | torch.optim.Optimize
     """The parameters to clip, each once."""
     if which not in _WHICH:
         raise ConfigError(f"which={which!r} is unknown; write one of {_WHICH}.")
-    groups = (
-        None if isinstance(parameters, type) else getattr(parameters, "param_groups", None)
-    )  # also of a trainer's wrapper around an optimizer
+    # Also of a trainer's wrapper around an optimizer.
+    groups = None if isinstance(parameters, type) else getattr(parameters, "param_groups", None)
     if which == "adamw" and (groups is None or not all("use_muon" in group for group in groups)):
         what = "bare parameters do" if groups is None else f"the groups of {type(parameters).__name__} do"
         raise ConfigError(

@@ -15,13 +15,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from ..device import copy_to
 from ..errors import ConfigError, PlanError
-from ..layout import Ranges, length
-from ..params.dtensors import as_dtensor, layouts_of, siblings
+from ..layout import length
+from ..params.dtensors import as_dtensor, held_ranges, layout_text
 from ..params.groups import matrix_options_of
 from ..params.param_record import ParamRecord
 from ..torch_compat import local_part, profiler_range
@@ -180,22 +179,15 @@ def _build_buckets(layers: Mapping[LayerKey, Layer], qk_logits: Mapping[LayerKey
 def _local_rows(member: ProjectionParam) -> Tensor:
     """The global row number of each row of the local tensor."""
     name, param = member.named.name, member.named.param
-    sharded = as_dtensor(param)
-    local = local_part(param)
-    ranges: Ranges = ((0, param.shape[0]),)
-    if sharded is not None:
-        rank, shape = dist.get_rank(), tuple(param.shape)
-        layouts = layouts_of(name, shape, sharded.placements, siblings(sharded.device_mesh), frozenset({rank}))
-        held = layouts[0].held_ranges(rank) if layouts else ((),) * len(shape)
-        ranges = held[0]
-        if local.numel() and tuple(map(length, held)) != tuple(local.shape):
-            raise PlanError(
-                f"{name} is {layouts[0] if layouts else 'not on this rank'}, but this rank holds {tuple(local.shape)}: its "
-                "shards are not what its placements say."
-            )
-    if not local.numel():
+    local_shape, held = tuple(local_part(param).shape), held_ranges(param)
+    if not math.prod(local_shape):
         return torch.zeros(0, dtype=torch.long)
-    return torch.cat([torch.arange(start, stop) for start, stop in ranges])
+    if tuple(map(length, held)) != local_shape:
+        raise PlanError(
+            f"{name} is on {layout_text(name, param)}, but this rank holds {local_shape}: its shards are not what its placements "
+            "say."
+        )
+    return torch.cat([torch.arange(start, stop) for start, stop in held[0]])
 
 
 def _joined(logits: Sequence[Tensor], bucket: _Bucket) -> Tensor:
