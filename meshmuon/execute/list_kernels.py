@@ -139,7 +139,7 @@ def _write(
 @_jit
 def _scalar(value: tl.tensor, in_memory: tl.constexpr) -> tl.tensor:
     if in_memory:
-        return tl.load(value).to(tl.float32)
+        value = tl.load(value).to(tl.float32)
     return value
 
 
@@ -170,8 +170,7 @@ def _momentum_kernel(
     if accumulates:
         buffer = buffer * _scalar(retain, retain_in_memory) + grad
         _write(address, offsets, inside, buffer, None, kind_1, dense)
-        if kind_1 != 0:  # what is looked ahead from is what was stored
-            buffer = _rounded(buffer, kind_1)
+        buffer = _rounded(buffer, kind_1)  # what is looked ahead from is what was stored
     if fills:
         if looks_ahead:
             buffer = buffer * momentum + grad
@@ -184,8 +183,10 @@ def _rounded(numbers: tl.tensor, kind: tl.constexpr) -> tl.tensor:
     if kind == 1:
         bits = numbers.to(tl.int32, bitcast=True)
         kept = (bits + 0x7FFF + ((bits >> 16) & 1)) & -65536
-        return tl.where(numbers != numbers, numbers, kept.to(tl.float32, bitcast=True))
-    return numbers.to(tl.float16).to(tl.float32)
+        numbers = tl.where(numbers != numbers, numbers, kept.to(tl.float32, bitcast=True))
+    elif kind == 2:
+        numbers = numbers.to(tl.float16).to(tl.float32)
+    return numbers
 
 
 @_jit
