@@ -64,7 +64,14 @@ def _source(kernel: Any, variant: KernelVariant, tiling: Tiling) -> Any:
     if not variant.addend:
         constants["addend"] = None
     types = dict.fromkeys(("a", "b", "addend"), POINTER[variant.dtype])
-    types |= {"out": POINTER[variant.out or variant.dtype], "alpha": "fp32", "beta": "fp32", "n": "i32", "k": "i32"}
+    types |= {
+        "out": POINTER[variant.out or variant.dtype],
+        "alpha": "fp32",
+        "beta": "fp32",
+        "diagonal": "fp32",
+        "n": "i32",
+        "k": "i32",
+    }
     strides = [name for name in kernel.arg_names if name.endswith(("_batch", "_row", "_column"))]
     if variant.aligned:
         # What a launch tells the compiler about contiguous tensors whose sizes are multiples of 16.

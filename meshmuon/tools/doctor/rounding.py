@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ...ortho import Scheme, Scratch, Workspace, blocks_for, iterate
-from ...ortho.kernels.products import Prepared
+from ...ortho.kernels.products import Prepared, Products
 from ...ortho.rational import Rational
 from ...torch_compat import tf32_allowed
 
@@ -42,7 +42,7 @@ def exact_product(
     return exact, size
 
 
-class RoundedProducts:
+class RoundedProducts(Products):
     """Products of float64 matrices, moved by as much as they would be rounded where the unit roundoff is ``stored``.
 
     They are plain ones of torch. A bound that used the products under test would grow with their faults.

@@ -6,42 +6,25 @@ Triton chooses between its compiler and its interpreter when it is imported, so 
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.support.kernel_compiler import REGISTERS
+from tests.support.triton_processes import run_interpreted, run_python
 
 pytest.importorskip("triton", reason="Triton is not installed: there is no kernel to test")
 HERE = Path(__file__).parent
 
 
-def run(arguments: list[str], **environment: str) -> str:
-    inherited = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
-    done = subprocess.run(
-        [sys.executable, *arguments],
-        env=inherited | {"PYTHONPATH": path, "PYTHONWARNINGS": "ignore", **environment},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
-    return done.stdout
-
-
 def test_bits_in_the_interpreter() -> None:
-    out = run(["-m", "pytest", "-q", "-p", "no:cacheprovider", str(HERE / "interpreted.py")], TRITON_INTERPRET="1")
-    assert "passed" in out
+    run_interpreted(HERE / "interpreted.py")
 
 
 @pytest.fixture(scope="module")
 def compiled(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    out = run([str(HERE / "compile_all.py")], TRITON_CACHE_DIR=str(tmp_path_factory.mktemp("triton")))
+    out = run_python([str(HERE / "compile_all.py")], TRITON_CACHE_DIR=str(tmp_path_factory.mktemp("triton")))
     return [json.loads(line) for line in out.splitlines()]
 
 
