@@ -27,6 +27,7 @@ class KernelVariant:
     dtype: str
     out: str | None = None  # dtype of the result; by default that of the operands
     addend: bool = True
+    diagonal: bool = False
     precision: str = "ieee"
     aligned: bool = True  # contiguous tensors whose sizes are multiples of 16
 
@@ -63,6 +64,8 @@ def _source(kernel: Any, variant: KernelVariant, tiling: Tiling) -> Any:
     constants |= {"precision": variant.precision, "widen": False}
     if not variant.addend:
         constants["addend"] = None
+    if not variant.diagonal:
+        constants["diagonal"] = None
     types = dict.fromkeys(("a", "b", "addend"), POINTER[variant.dtype])
     types |= {
         "out": POINTER[variant.out or variant.dtype],

@@ -74,7 +74,7 @@ def _symmetric_kernel(
     k: tl.tensor,
     alpha: tl.tensor,
     beta: tl.tensor,
-    diagonal: tl.tensor,
+    diagonal: tl.tensor,  # or None
     a_batch: tl.tensor,
     a_row: tl.tensor,
     a_column: tl.tensor,
@@ -128,7 +128,8 @@ def _symmetric_kernel(
     # vector loads and stores of every tile into single elements.
     if row_tile == column_tile:
         result = tl.where(rows[:, None] > columns[None, :], tl.trans(result), result)
-        result += tl.where(rows[:, None] == columns[None, :], diagonal, 0.0)
+        if diagonal is not None:
+            result += tl.where(rows[:, None] == columns[None, :], diagonal, 0.0)
     rounded = result.to(out.dtype.element_ty)
 
     out += matrix * out_batch
@@ -195,7 +196,7 @@ def symmetric_product(
             k,
             float(alpha),  # the kernel would be compiled anew for an int
             float(beta),
-            float(diagonal),
+            float(diagonal) if diagonal else None,
             *a.stride(),
             *b.stride(),
             *((0, 0, 0) if addend is None else addend.stride()),
