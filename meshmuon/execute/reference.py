@@ -20,12 +20,11 @@ from ..ortho.kernels.products import BlockedProducts
 from ..plan import Plan
 from ..torch_compat import local_part
 from ..transport import Exchange, check_round_trip, has_part, own_shard, whole
-from .elementwise import accumulate, apply, look_ahead
+from .elementwise import apply, fill_with_momentum
 from .ortho_batch import apply_rule, kernel_error, orthogonalize_error, seen_by_rule
 from .rounding import Elements, RandomWords
-from .rule_state import store_rule_state
-from .shard_views import GradientReads, ShardView, grouped
-from .step_param import NONE_IDLE, UNOBSERVED, ExecutorSettings, Observer, StepParam
+from .shards import ShardView, grouped, store_rule_state
+from .step_param import UNOBSERVED, ExecutorSettings, Observer, RunningStep, StepParam
 from .views import window_of
 
 
@@ -74,38 +73,37 @@ class ReferenceExecutor:
         self,
         step_params: Sequence[StepParam],
         *,
-        idle: AbstractSet[int] = NONE_IDLE,
+        idle: AbstractSet[int] = frozenset(),
         during_last_scatter: Callable[[], None],
         observer: Observer = UNOBSERVED,
     ) -> Exception | None:
         """One step, parameter by parameter. Unlike ``Executor`` it stops at the first error."""
+        step = RunningStep(step_params, idle, observer)
         active = [k for k in range(len(step_params)) if k not in idle]
         for parts in grouped(active, lambda k: step_params[k].param):
-            self._step(step_params, parts, observer)
+            self._step(step, parts)
+            step.free_gradients(parts[:1])
         during_last_scatter()
         return None
 
-    def _step(self, step_params: Sequence[StepParam], parts: Sequence[int], observer: Observer) -> None:
-        """Steps one parameter; ``parts`` are the indices of its parts in ``step_params``. If it fails, nothing has changed."""
-        first, gradient_reads = step_params[parts[0]], GradientReads((), (parts[0],))
+    def _step(self, step: RunningStep, parts: Sequence[int]) -> None:
+        """Steps one parameter; ``parts`` are the indices of its parts in ``step.params``. If it fails, nothing has changed."""
+        first, observer = step.params[parts[0]], step.observer
         if not has_part(first.param):
-            gradient_reads.free_gradients(step_params)
             return
-        grad, momentum = local_part(first.grad), local_part(first.momentum).clone()
+        momentum, settings = local_part(first.momentum).clone(), first.settings
         with observer.phase("momentum"):
-            accumulate([momentum], [grad], first.settings.retain)
             update = first.momentum.to(first.update_dtype, copy=True)
-            local_part(update).copy_(momentum)
-            if first.settings.nesterov:
-                look_ahead([local_part(update)], [grad], [momentum], first.settings.momentum)
+            look_ahead = settings.momentum if settings.nesterov else None
+            fill_with_momentum([local_part(update)], [local_part(first.grad)], [momentum], settings.retain, look_ahead)
         with observer.phase("gather"):
             full = whole(update)
-        rule_states = [local_part(state) for k in parts if (state := step_params[k].rule_state) is not None]
+        rule_states = [local_part(state) for k in parts if (state := step.params[k].rule_state) is not None]
         kept = [state.clone() for state in rule_states]
         try:
             for k in parts:
                 with observer.phase("orthogonalise"):
-                    self._orthogonalise(step_params, k, _window(full, step_params[k].matrix_set), observer)
+                    self._orthogonalise(step, k, _window(full, step.params[k].matrix_set))
         except Exception as error:
             for state, before in zip(rule_states, kept, strict=True):
                 state.copy_(before)
@@ -114,8 +112,7 @@ class ReferenceExecutor:
             raise orthogonalize_error(names, f"{type(error).__name__}: {error}") from error
         local_part(first.momentum).copy_(momentum)
         for k in parts:
-            self._apply(step_params[k], full, observer)
-        gradient_reads.free_gradients(step_params)
+            self._apply(step.params[k], full, observer)
 
     def _apply(self, step_param: StepParam, full: Tensor, observer: Observer) -> None:
         in_part = torch.zeros_like(full, dtype=torch.bool)
@@ -131,8 +128,8 @@ class ReferenceExecutor:
             apply([stepped], [shard.clone()], settings.decay, rate, cautious=settings.cautious, words=words)
             local.copy_(torch.where(shard_in_part, stepped, local))
 
-    def _orthogonalise(self, step_params: Sequence[StepParam], k: int, part: Tensor, observer: Observer) -> None:
-        step_param = step_params[k]
+    def _orthogonalise(self, step: RunningStep, k: int, part: Tensor) -> None:
+        step_param, observer = step.params[k], step.observer
         matrix_set, rule, scheme = step_param.matrix_set, step_param.rule, step_param.scheme
         stacked = part.reshape(matrix_set.count, matrix_set.rows, matrix_set.cols).contiguous()
         deterministic = self.settings.deterministic
@@ -158,7 +155,7 @@ class ReferenceExecutor:
             apply_rule(rule, orthogonalise, seen)
             if step_param.rule_state is not None and stored is not None and window is not None and rule_state is not None:
                 window.copy_(rule_state.view(window.shape))
-                store_rule_state([ShardView(k, None, own_shard(stored, step_param.rule_state))], step_params)
+                store_rule_state([ShardView(k, None, own_shard(stored, step_param.rule_state))], step)
         observer.update(keys, stacked)
         part.copy_(stacked.view(part.shape))
 
