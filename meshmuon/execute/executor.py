@@ -8,7 +8,7 @@ from typing import Protocol
 
 import torch
 
-from ..device import DirectStreams, Streams, streams_for
+from ..device import Streams, streams_for
 from ..errors import OrthogonalizeError, TransportError
 from ..ortho import Workspace
 from ..plan import Plan
@@ -113,7 +113,7 @@ class Executor:
         during_last_scatter: Callable[[], None],
         observer: Observer = UNOBSERVED,
     ) -> Exception | None:
-        program, streams = self._program, self._streams or DirectStreams()
+        program, streams = self._program, self._streams or Streams()
         step = RunningStep(step_params, idle, observer, self._exchange, streams, streams.main_mark())
         waves = [wave.run(step) for wave in program.waves]
         rule_states = [rule_state.run(step) for rule_state in program.rule_states if not rule_state.params <= idle]

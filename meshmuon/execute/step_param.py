@@ -11,7 +11,7 @@ from typing import Any, Protocol, TypeAlias
 import torch
 from torch import Tensor
 
-from ..device import HOST, DirectStreams, Mark, Streams
+from ..device import HOST, Mark, Streams
 from ..errors import ConfigError
 from ..matrices import MatrixSet
 from ..ortho import FORMS, Orthogonalizer, Scheme, pitch, scratch_bytes
@@ -251,7 +251,7 @@ class RunningStep:
     idle: AbstractSet[int] = frozenset()  # have no gradient on any rank: none is written, and what travels of them is arbitrary
     observer: Observer = UNOBSERVED
     exchange: Exchange | None = None  # between the ranks of the plan; None where nothing is exchanged
-    streams: Streams = field(default_factory=DirectStreams)
+    streams: Streams = field(default_factory=Streams)
     ready: Mark = None  # where the main stream has all gradients
     failures: list[Exception] = field(default_factory=list)  # what has gone wrong so far on this rank, for the end of the step
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch.distributed.tensor import Replicate, Shard
 
-from meshmuon.device import DirectStreams
+from meshmuon.device import Streams
 from meshmuon.execute import build, executor
 from tests.support.happens_before.programs import EVENTS, Program, ProgramParam, random_program
 from tests.support.happens_before.runs import check, run_program
@@ -86,7 +86,7 @@ def test_without_streams_nothing_overlaps(monkeypatch: pytest.MonkeyPatch) -> No
     """The recorder tells whether work overlaps at all: waves work beside the main stream only if there is another one."""
     program = FUSED
     assert "CudaStreams" in run_program(program).beside_main
-    monkeypatch.setattr(executor, "streams_for", lambda device: DirectStreams())
+    monkeypatch.setattr(executor, "streams_for", lambda device: Streams())
     assert "CudaStreams" not in run_program(program).beside_main
 
 
