@@ -28,7 +28,7 @@ from ..ortho import (
 from ..ortho.kernels.products import BlockedProducts, FunctionalProducts
 from ..plan import Batch
 from ..torch_compat import own_graph_per_shape
-from .step_param import UNOBSERVED, ExecutorSettings, MatrixKey, Observer, RunningStep, StepParam, UpdateRule
+from .step_param import UNOBSERVED, ExecutorSettings, MatrixKey, Observer, RunningStep, StepParam
 
 ShowGram: TypeAlias = Callable[[Tensor], None]
 
@@ -128,8 +128,12 @@ class OrthoBatch:
                 if self._rule is None:
                     self._orthogonalise_for(observer, shows_gram=gram_follows)
                 else:
-                    seen = seen_by_rule(self.stacked, self.rule_state, flipped=self._flipped, one_by_one=self._one_by_one)
-                    apply_rule(self._rule, partial(self._orthogonalise_for, observer), seen)
+                    batches = self._seen_by_rule()
+                    for stacked, _ in batches:
+                        self._rule.before(stacked)
+                    self._orthogonalise_for(observer)
+                    for stacked, numbers in batches:
+                        self._rule.after(stacked, numbers)
                 observer.update(self.matrices, self.stacked)
             except Exception as error:
                 if not self._fallible:
@@ -151,6 +155,14 @@ class OrthoBatch:
         else:
             self._orthogonalise()
         observer.orthogonalised(self.matrices, self.stacked)
+
+    def _seen_by_rule(self) -> list[tuple[Tensor, Tensor | None]]:
+        """Batches (batch, outputs, inputs) with their rule state (batch, outputs, 1): one of all matrices, or one of each."""
+        size = 1 if self._one_by_one else len(self.stacked)
+        batches = torch.split(self.stacked.mT if self._flipped else self.stacked, size)
+        if self.rule_state is None:
+            return [(stacked, None) for stacked in batches]
+        return list(zip(batches, torch.split(self.rule_state.unsqueeze(-1), size), strict=True))
 
     def _overwrite_idle(self, idle: AbstractSet[int]) -> None:
         """Overwrites the matrices of idle parameters with an active one: a user's scheme or rule may fail on arbitrary memory."""
@@ -184,28 +196,6 @@ def kernel_error(stacked: Tensor, error: Exception) -> KernelError:
         f"kernels do not run on {stacked.device} for a batch of {' × '.join(map(str, stacked.shape))}: {type(error).__name__}: "
         f'{error}. If that cannot be mended, pass kernels="torch" and leave out compile.'
     )
-
-
-SeenByRule: TypeAlias = "list[tuple[Tensor, Tensor | None]]"
-"""Batches of matrices, (batch, outputs, inputs), each with its rule state, (batch, outputs, 1)."""
-
-
-def seen_by_rule(stacked: Tensor, rule_state: Tensor | None, *, flipped: bool, one_by_one: bool) -> SeenByRule:
-    """Matrices and their rule state as a rule sees them: all in one batch, or each in a batch of its own."""
-    seen = stacked.mT if flipped else stacked
-    column = None if rule_state is None else rule_state.unsqueeze(-1)
-    if not one_by_one:
-        return [(seen, column)]
-    return [(seen[k : k + 1], None if column is None else column[k : k + 1]) for k in range(len(seen))]
-
-
-def apply_rule(rule: UpdateRule, orthogonalise: Callable[[], None], seen: SeenByRule) -> None:
-    """Orthogonalises matrices in place, with what ``rule`` does before and after."""
-    for stacked, _ in seen:
-        rule.before(stacked)
-    orthogonalise()
-    for stacked, rule_state in seen:
-        rule.after(stacked, rule_state)
 
 
 def _orthogonaliser(
