@@ -9,17 +9,18 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from ..plan import NO_WAVE, Batch, PieceTransfer, WaveRoutes, WaveSizes, slot_sizes, wave_sizes
+from ..plan import NO_WAVE, PieceTransfer, WaveRoutes, WaveSizes, slot_sizes, wave_sizes
 from ..plan.order import gradient_read_order
 from .buffers import CopyPairs, PlacedPiece, RelayMemory, Stage, Staging, strided_views
 from .ortho_batch import MATRICES, BatchMemory, OrthoBatch
-from .program_builder import MatrixRange, PlacedTransfers, ProgramBuilder, gathers, offsets_of, scatters
+from .program_builder import MatrixBatch, MatrixRange, PlacedTransfers, ProgramBuilder, batch_size, gathers, offsets_of, scatters
 from .rounding import RoundingScratch
 from .rule_state import RuleStateExchange, rule_state_exchanges
 from .shards import MomentumViews, UpdateViews
 from .wave import STAGED_IN_FLIGHT, LocalBatch, OwnedBatch, RankWave, StagedBatch, Wave
 
 _STAGED = tuple(f"staged {MATRICES} {slot}" for slot in range(STAGED_IN_FLIGHT))
+"""Where staged batches are orthogonalised, in turns."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,20 +47,19 @@ class RankProgramBuilder(ProgramBuilder):
         (staged_batches,) = self.reserved_batches([staged_ranges], _STAGED)
         sizes = [wave_sizes(routes) for routes in self.routes]
         self._reserve_buffers(sizes)
-        for k, batch in enumerate(staged_batches):
-            self._local_stage(staged_ranges, batch, k)  # grown to its final size before anything keeps a view of it
-        batches = [(local_ranges, batch) for batch in local_batches] + [(staged_ranges, batch) for batch in staged_batches]
-        frees, freed_at_end = self._freed_gradients(batches)
+        frees, freed_at_end = self._freed_gradients([*local_batches, *staged_batches])
         waves, owned_rule_state = [], dict[int, Tensor]()
         for k, owned in enumerate(wave_batches):
-            ortho_batches = [self.ortho_batch(self.owned_ranges[k], batch) for batch in owned]
-            waves.append(self._wave(k, sizes[k], ortho_batches, frees[k]))
-            owned_rule_state.update(_rule_state_by_task(self.routes[k], ortho_batches))
+            owned_batches = [(batch, self.ortho_batch(batch)) for batch in owned]
+            waves.append(self._wave(k, sizes[k], owned_batches, frees[k]))
+            for batch, ortho_batch in owned_batches:
+                if ortho_batch.rule_state is not None:
+                    owned_rule_state |= {part.task: numbers for part, numbers in zip(batch, ortho_batch.rule_state, strict=True)}
         local_frees = iter(frees[len(waves) :])
-        local = [
-            self._local_batch(local_ranges, self.ortho_batch(local_ranges, batch), next(local_frees)) for batch in local_batches
-        ]
-        staged = [self._staged_batch(staged_ranges, batch, next(local_frees), k) for k, batch in enumerate(staged_batches)]
+        local = [self._local_batch(batch, self.ortho_batch(batch), next(local_frees)) for batch in local_batches]
+        for k, batch in enumerate(staged_batches):
+            self._local_stage(batch, k)  # grown to its final size before anything keeps a view of it
+        staged = [self._staged_batch(batch, k, next(local_frees)) for k, batch in enumerate(staged_batches)]
         return RankProgram(
             waves=tuple(waves),
             in_flight=self.plan.options.in_flight,
@@ -88,33 +88,31 @@ class RankProgramBuilder(ProgramBuilder):
         return both
 
     def _local_batch(
-        self, ranges: Sequence[MatrixRange], ortho_batch: OrthoBatch, frees: Sequence[int], in_host: Tensor | None = None
+        self, batch: MatrixBatch, ortho_batch: OrthoBatch, frees: Sequence[int], in_host: Tensor | None = None
     ) -> LocalBatch:
         """A batch with the place of its matrices in the parameters; with views of ``in_host`` where they are staged."""
         stacked = ortho_batch.stacked if in_host is None else in_host
         shards, rule_state, stop = [], [], 0
-        for item_range in ortho_batch.batch.slices:
-            start, stop = stop, stop + item_range.stop - item_range.start
-            full = ranges[item_range.item]
-            matrix_range = MatrixRange(full.param_index, full.start + item_range.start, full.start + item_range.stop)
-            shards.extend(self.shard_views(matrix_range, stacked[start:stop]))
+        for part in batch:
+            start, stop = stop, stop + part.stop - part.start
+            shards += self.shard_views(part, stacked[start:stop])
             if ortho_batch.rule_state is not None:
-                rule_state.extend(self.rule_state_views(matrix_range, ortho_batch.rule_state[start:stop]))
+                rule_state += self.rule_state_views(part, ortho_batch.rule_state[start:stop])
         updates = UpdateViews(shards, self.step_params, RoundingScratch(self.workspace))
         return LocalBatch(ortho_batch, MomentumViews(shards, self.step_params), updates, rule_state, frees)
 
-    def _staged_batch(self, ranges: Sequence[MatrixRange], batch: Batch, frees: Sequence[int], number: int) -> StagedBatch:
-        ortho_batch = self.ortho_batch(ranges, batch, _STAGED[number % STAGED_IN_FLIGHT])
-        stage, in_host = self._local_stage(ranges, batch, number)
-        return StagedBatch(self._local_batch(ranges, ortho_batch, frees, in_host), stage)
+    def _staged_batch(self, batch: MatrixBatch, number: int, frees: Sequence[int]) -> StagedBatch:
+        stage, in_host = self._local_stage(batch, number)
+        ortho_batch = self.ortho_batch(batch, _STAGED[number % STAGED_IN_FLIGHT])
+        return StagedBatch(self._local_batch(batch, ortho_batch, frees, in_host), stage)
 
-    def _local_stage(self, ranges: Sequence[MatrixRange], batch: Batch, number: int) -> tuple[Stage, Tensor]:
+    def _local_stage(self, batch: MatrixBatch, number: int) -> tuple[Stage, Tensor]:
         """What copies a batch of weights in host memory to its device and back, and the batch in host memory."""
-        memory = BatchMemory(self.workspace, _STAGED[number % STAGED_IN_FLIGHT])
-        flat = memory.flat(batch, self.template(ranges, batch))
-        return self.staging(flat.device).matrices(memory.name, (batch.size, batch.rows, batch.cols), flat)
+        memory, template = BatchMemory(self.workspace, _STAGED[number % STAGED_IN_FLIGHT]), self.template(batch)
+        size, flat = batch_size(batch), memory.flat(batch_size(batch), template)
+        return self.staging(flat.device).matrices(memory.name, (size, template.matrix_set.rows, template.matrix_set.cols), flat)
 
-    def _freed_gradients(self, local_batches: Sequence[tuple[Sequence[MatrixRange], Batch]]) -> tuple[list[list[int]], list[int]]:
+    def _freed_gradients(self, local_batches: Sequence[MatrixBatch]) -> tuple[list[list[int]], list[int]]:
         """The parameters whose gradients each wave, then each batch without exchanges, is the last to read; and all others.
 
         Experts (8, D, D) in batches of 4: the second batch reads the gradient last and frees it. Waves read beside the main
@@ -125,7 +123,7 @@ class RankProgramBuilder(ProgramBuilder):
         first = [first_part.setdefault(step_param.param, k) for k, step_param in enumerate(self.step_params)]
         waves = len(self.routes)
         reads = [{first[self.plan.tasks[transfer.task].param] for transfer in _held(routes)} for routes in self.routes]
-        reads += [{first[ranges[part.item].param_index] for part in batch.slices} for ranges, batch in local_batches]
+        reads += [{first[part.param_index] for part in batch} for batch in local_batches]
         of_waves = set[int]().union(*reads[:waves])
         frees: list[list[int]] = [[] for _ in reads]
         read_later: set[int] = set()
@@ -168,7 +166,9 @@ class RankProgramBuilder(ProgramBuilder):
             return None
         return self.workspace.take("unrounded", (size,), template.update_dtype, template.param.device)
 
-    def _wave(self, k: int, sizes: WaveSizes, ortho_batches: Sequence[OrthoBatch], frees: Sequence[int]) -> Wave:
+    def _wave(
+        self, k: int, sizes: WaveSizes, owned_batches: Sequence[tuple[MatrixBatch, OrthoBatch]], frees: Sequence[int]
+    ) -> Wave:
         # plan/routes.py describes the buffers, and why the scatter may receive into what the gather has sent.
         routes, slot, params = self.routes[k], k % self.plan.options.in_flight, self.wave_params[k]
         shards, gathered = self._buffer("shards", k, slot, sizes.shards), self._buffer("gathered", k, slot, sizes.gathered)
@@ -193,7 +193,7 @@ class RankProgramBuilder(ProgramBuilder):
             ),
             rounding=CopyPairs([], []) if unrounded is None else CopyPairs([beside], [unrounded]),
             gather=self.exchange_buffers(gathered, shards, gathers(routes_of_rank), relayed("gather")),
-            owned_batches=tuple(_owned_batch(routes, batch, unpack_from, pack_into) for batch in ortho_batches),
+            owned_batches=tuple(_owned_batch(*batch, unpack_from, pack_into) for batch in owned_batches),
             scatter=self.exchange_buffers(shards, results, scatters(routes_of_rank), relayed("scatter")),
             update_views=UpdateViews(
                 self.piece_views([*scatter_in, *staying], beside),
@@ -207,7 +207,7 @@ class RankProgramBuilder(ProgramBuilder):
 
 
 def _owned_batch(
-    routes: WaveRoutes,
+    batch: MatrixBatch,
     ortho_batch: OrthoBatch,
     unpack_from: Sequence[tuple[PlacedTransfers, Tensor]],
     pack_into: Sequence[tuple[PlacedTransfers, Tensor]],
@@ -217,7 +217,7 @@ def _owned_batch(
     ``unpack_from`` says where the pieces lie in the buffers when the gather is done, ``pack_into`` where the pieces of the result
     must go.
     """
-    position = {task: k for k, task in enumerate(_tasks_in(routes, ortho_batch))}
+    position = {matrix.task: k for k, matrix in enumerate(batch)}
 
     def copies(places: Sequence[tuple[PlacedTransfers, Tensor]]) -> tuple[list[Tensor], list[Tensor]]:
         in_batch: list[Tensor] = []
@@ -231,21 +231,6 @@ def _owned_batch(
 
     (unpacked, arrived), (packed, leaving) = copies(unpack_from), copies(pack_into)
     return OwnedBatch(ortho_batch, unpack=CopyPairs(unpacked, arrived), pack=CopyPairs(leaving, packed))
-
-
-def _tasks_in(routes: WaveRoutes, ortho_batch: OrthoBatch) -> list[int]:
-    """The tasks of a batch of owned matrices, in its order: each range is one matrix, so item k is owned task k."""
-    return [routes.owned_tasks[item_range.item] for item_range in ortho_batch.batch.slices]
-
-
-def _rule_state_by_task(routes: WaveRoutes, ortho_batches: Sequence[OrthoBatch]) -> dict[int, Tensor]:
-    """Task → the numbers of its outputs during a step, (outputs,)."""
-    return {
-        task: batch.rule_state[k]
-        for batch in ortho_batches
-        if batch.rule_state is not None
-        for k, task in enumerate(_tasks_in(routes, batch))
-    }
 
 
 def _held(routes: WaveRoutes) -> tuple[PieceTransfer, ...]:

@@ -13,12 +13,12 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from ..plan import NO_WAVE, Batch, WaveRoutes
+from ..plan import NO_WAVE, WaveRoutes
 from .buffers import CopyPairs, PreparedExchange, RelayMemory
 from .build import RankProgram, RankProgramBuilder
 from .executor import Executor
 from .ortho_batch import OrthoBatch
-from .program_builder import offsets_of, scatters
+from .program_builder import MatrixBatch, offsets_of, scatters
 from .rounding import RoundingScratch
 from .shards import MomentumViews, ShardView, UpdateViews, load_rule_state, restore, store_rule_state
 from .step_param import RunningStep
@@ -144,58 +144,52 @@ class _DataParallelBuilder(RankProgramBuilder):
         template = self.lane_template(wave)
         return template.param.dtype, template.param.device
 
-    def _averaging_wave(self, k: int, batches: Sequence[Batch]) -> _Wave:
+    def _averaging_wave(self, k: int, batches: Sequence[MatrixBatch]) -> _Wave:
         routes, lists = self.routes[k], scatters(partial(self.routes_of_wave, k))
         sent = self._flat(f"sent {k}", k, sum(transfer.piece.size for transfer in routes.scatter_in))
         received = self._flat(f"received {k}", k, sum(transfer.piece.size for transfer in routes.scatter_out))
-        ortho_batches = [self.ortho_batch(self.owned_ranges[k], batch) for batch in batches]
         relayed = partial(RelayMemory, self.workspace, f"wave {k}")
         return _Wave(
             params=self.wave_params[k],
             gather=self.exchange_buffers(received, sent, lambda rank: lists(rank)[::-1], relayed("gather")),
             scatter=self.exchange_buffers(sent, received, lists, relayed("scatter")),
             not_owned=self.piece_views(offsets_of(routes.scatter_in), sent),
-            owned_batches=[self._averaged_batch(routes, batch, received, self._averages(k)) for batch in ortho_batches],
+            owned_batches=[self._averaged_batch(routes, batch, received, self._averages(k)) for batch in batches],
         )
 
-    def _averaged_batch(self, routes: WaveRoutes, ortho_batch: OrthoBatch, received: Tensor, averages: Tensor) -> _AveragedBatch:
-        tasks = [routes.owned_tasks[item_range.item] for item_range in ortho_batch.batch.slices]
-        ranges = [self.range_of(task) for task in tasks]
-        offset_of_average = {transfer.task: offset for transfer, offset in offsets_of(routes.staying)}
-        offset_of_rank = {(transfer.target, transfer.task): offset for transfer, offset in offsets_of(routes.scatter_out)}
-        size = ortho_batch.batch.rows * ortho_batch.batch.cols
+    def _averaged_batch(self, routes: WaveRoutes, batch: MatrixBatch, received: Tensor, averages: Tensor) -> _AveragedBatch:
+        ortho_batch = self.ortho_batch(batch)
+        size = ortho_batch.stacked[0].numel()
+        average_at = {transfer.task: offset for transfer, offset in offsets_of(routes.staying)}
+        received_at = {(transfer.target, transfer.task): offset for transfer, offset in offsets_of(routes.scatter_out)}
 
-        def views(memory: Iterable[Tensor]) -> list[ShardView]:
-            return [shard for r, matrix in zip(ranges, memory, strict=True) for shard in self.shard_views(r, matrix)]
+        def shards(matrices: Iterable[Tensor]) -> list[ShardView]:
+            return [shard for part, matrix in zip(batch, matrices, strict=True) for shard in self.shard_views(part, matrix)]
 
-        def of_rank(rank: int) -> list[Tensor]:
-            offsets = (offset_of_rank[rank, task] for task in tasks)
-            return [shard.view for shard in views(received[offset : offset + size] for offset in offsets)]
-
-        whole_averages = [averages[offset_of_average[task] : offset_of_average[task] + size] for task in tasks]
-        shards = [
-            replace(shard, gradient=average.view)
-            for shard, average in zip(
-                views(ortho_batch.stacked[k : k + 1] for k in range(len(tasks))), views(whole_averages), strict=True
-            )
-        ]
-        in_received = {rank: of_rank(rank) for rank in self.plan.ranks if rank != self.rank}
+        whole_averages = [averages[average_at[matrix.task] :][:size] for matrix in batch]
+        of_ranks = {
+            rank: [shard.view for shard in shards(received[received_at[rank, matrix.task] :][:size] for matrix in batch)]
+            for rank in self.plan.ranks
+            if rank != self.rank
+        }
         averaged = [
             _AveragedShard(
-                shard,
-                shard.gradient,
-                received=[None if rank == self.rank else in_received[rank][k] for rank in self.plan.ranks],
-                results=[parts[k] for parts in in_received.values()],
+                replace(shard, gradient=average.view),
+                average.view,
+                received=[of_ranks[rank][k] if rank in of_ranks else None for rank in self.plan.ranks],
+                results=[views[k] for views in of_ranks.values()],
             )
-            for k, shard in enumerate(shards)
-            if shard.gradient is not None
+            for k, (shard, average) in enumerate(
+                zip(shards(torch.split(ortho_batch.stacked, 1)), shards(whole_averages), strict=True)
+            )
         ]
-        rule_state = [] if ortho_batch.rule_state is None else list(zip(ranges, ortho_batch.rule_state, strict=True))
+        own = [one.shard for one in averaged]
+        rule_state = () if ortho_batch.rule_state is None else zip(batch, ortho_batch.rule_state, strict=True)
         return _AveragedBatch(
             ortho_batch,
             averaged,
             whole_averages,
-            MomentumViews(shards, self.step_params),
-            UpdateViews(shards, self.step_params, RoundingScratch(self.workspace)),
-            rule_state=[shard for r, numbers in rule_state for shard in self.rule_state_views(r, numbers)],
+            MomentumViews(own, self.step_params),
+            UpdateViews(own, self.step_params, RoundingScratch(self.workspace)),
+            rule_state=[shard for part, numbers in rule_state for shard in self.rule_state_views(part, numbers)],
         )

@@ -26,7 +26,6 @@ from ..ortho import (
     reserve_scratch,
 )
 from ..ortho.kernels.products import BlockedProducts, FunctionalProducts
-from ..plan import Batch
 from ..torch_compat import own_graph_per_shape
 from .step_param import UNOBSERVED, ExecutorSettings, MatrixKey, Observer, RunningStep, StepParam
 
@@ -44,20 +43,20 @@ class BatchMemory:
     workspace: Workspace
     name: str = MATRICES
 
-    def stacked(self, batch: Batch, template: StepParam) -> Tensor:
+    def stacked(self, size: int, template: StepParam) -> Tensor:
         """The matrices of a batch, (size, rows, cols)."""
-        shape = (batch.size, batch.rows, batch.cols)
+        shape = size, template.matrix_set.rows, template.matrix_set.cols
         return self.workspace.take_matrices(self.name, shape, template.update_dtype, template.work_device)
 
-    def reserve(self, batch: Batch, template: StepParam, form: str) -> None:
-        """Grows the workspace to what a batch needs, before any batch keeps views of it: growing moves it."""
-        stacked, dtype = self.stacked(batch, template), template.compute_dtype
-        reserve_scratch(stacked, template.scheme, form=form, dtype=dtype, workspace=self.workspace)
-
-    def flat(self, batch: Batch, template: StepParam) -> Tensor:
+    def flat(self, size: int, template: StepParam) -> Tensor:
         """The same memory as a flat tensor, with the gaps between matrices."""
-        size = batch.size * pitch(batch.rows, batch.cols, template.update_dtype)
-        return self.workspace.take(self.name, (size,), template.update_dtype, template.work_device)
+        elements = size * pitch(template.matrix_set.rows, template.matrix_set.cols, template.update_dtype)
+        return self.workspace.take(self.name, (elements,), template.update_dtype, template.work_device)
+
+    def reserve(self, size: int, template: StepParam, form: str) -> None:
+        """Grows the workspace to what a batch needs, before any batch keeps views of it: growing moves it."""
+        stacked, dtype = self.stacked(size, template), template.compute_dtype
+        reserve_scratch(stacked, template.scheme, form=form, dtype=dtype, workspace=self.workspace)
 
 
 class OrthoBatch:
@@ -69,22 +68,16 @@ class OrthoBatch:
     """
 
     def __init__(
-        self,
-        batch: Batch,
-        matrices: Mapping[MatrixKey, str],
-        template: StepParam,
-        memory: BatchMemory,
-        settings: ExecutorSettings,
+        self, matrices: Mapping[MatrixKey, str], template: StepParam, memory: BatchMemory, settings: ExecutorSettings
     ) -> None:
-        self.batch = batch
         self.matrices = list(matrices)
         self._names = list(dict.fromkeys(matrices.values()))  # of their parameters
         self._params = [param for param, _ in matrices]  # of each matrix, the index of its parameter
         self._param_set = frozenset(self._params)
-        self.stacked = memory.stacked(batch, template)  # (size, rows, cols)
+        self.stacked = memory.stacked(len(matrices), template)  # (size, rows, cols)
         self.rule_state: Tensor | None = None  # (size, outputs) where the rule keeps numbers between steps
         if template.rule_state is not None:
-            shape = batch.size, 1, template.matrix_set.lr_shape[0]
+            shape = len(matrices), 1, template.matrix_set.lr_shape[0]
             self.rule_state = aligned_matrices(shape, template.update_dtype, template.work_device).zero_().squeeze(1)
         self._rule, self._flipped = template.rule, template.matrix_set.flipped
         self._one_by_one = settings.deterministic

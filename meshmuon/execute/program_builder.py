@@ -13,7 +13,6 @@ from ..layout import Layout
 from ..ortho import Workspace
 from ..plan import (
     NO_WAVE,
-    Batch,
     Parcel,
     PieceTransfer,
     Plan,
@@ -48,6 +47,11 @@ class MatrixRange:
     start: int
     stop: int
     key: Hashable = None
+    task: int = -1  # of a single matrix
+
+
+MatrixBatch: TypeAlias = "list[MatrixRange]"
+"""Matrices that are orthogonalised together."""
 
 
 class ProgramBuilder:
@@ -82,46 +86,47 @@ class ProgramBuilder:
         """The matrix of a task of which this rank holds a piece."""
         task = self.plan.tasks[task_index]
         position = self._local_index[task.param][task.matrix]
-        return MatrixRange(task.param, position, position + 1, self._batch_keys[task.param, task.matrix])
+        return MatrixRange(task.param, position, position + 1, self._batch_keys[task.param, task.matrix], task_index)
 
     def reserved_batches(
         self, lists: Sequence[Sequence[MatrixRange]], memories: Sequence[str] = (MATRICES,)
-    ) -> list[tuple[Batch, ...]]:
+    ) -> list[list[MatrixBatch]]:
         """The batches of each list of ranges. Grows the workspace to the size that they need.
 
         Batch k of a list is in memory k % n of ``memories``, of which there are n.
         """
         batches = [self._batches(ranges) for ranges in lists]
-        for ranges, planned in zip(lists, batches, strict=True):
-            for k, batch in enumerate(planned):
+        for of_list in batches:
+            for k, batch in enumerate(of_list):
                 memory = BatchMemory(self.workspace, memories[k % len(memories)])
-                memory.reserve(batch, self.template(ranges, batch), self.settings.form)
+                memory.reserve(batch_size(batch), self.template(batch), self.settings.form)
         return batches
 
-    def _batches(self, ranges: Sequence[MatrixRange]) -> tuple[Batch, ...]:
-        if not ranges:
-            return ()
+    def _batches(self, ranges: Sequence[MatrixRange]) -> list[MatrixBatch]:
         items = [self.step_params[r.param_index].batch_item(r.stop - r.start, key=r.key) for r in ranges]
-        return plan_batches(items, budget=self.settings.memory_budget, chunk_size=self.settings.chunk_size)
+        return [
+            [replace(full, start=full.start + part.start, stop=full.start + part.stop) for part, full in slices]
+            for batch in plan_batches(items, budget=self.settings.memory_budget, chunk_size=self.settings.chunk_size)
+            for slices in [[(part, ranges[part.item]) for part in batch.slices]]
+        ]
 
-    def template(self, ranges: Sequence[MatrixRange], batch: Batch) -> StepParam:
+    def template(self, batch: MatrixBatch) -> StepParam:
         """The first parameter of a batch: it has the shape, dtypes, device, scheme and rule of all of them."""
-        return self.step_params[ranges[batch.slices[0].item].param_index]
+        return self.step_params[batch[0].param_index]
 
     def lane_template(self, wave: int) -> StepParam:
         """The first parameter of a wave's lane: it has the device and the dtypes of all of them."""
         lane = self.plan.wave_lanes[wave]
         return next(self.step_params[k] for k, planned in enumerate(self.plan.params) if planned.lane == lane)
 
-    def ortho_batch(self, ranges: Sequence[MatrixRange], batch: Batch, memory: str = MATRICES) -> OrthoBatch:
+    def ortho_batch(self, batch: MatrixBatch, memory: str = MATRICES) -> OrthoBatch:
         """A batch with its tensors; the workspace must have been reserved."""
         matrices: dict[MatrixKey, str] = {}
-        for item_range in batch.slices:
-            full = ranges[item_range.item]
-            held, name = self._matrix_at[full.param_index], self.plan.params[full.param_index].name
-            matrices |= {(full.param_index, held[full.start + k]): name for k in range(item_range.start, item_range.stop)}
-        where, template = BatchMemory(self.workspace, memory), self.template(ranges, batch)
-        ortho_batch = OrthoBatch(batch, matrices, template, where, self.settings)
+        for part in batch:
+            held, name = self._matrix_at[part.param_index], self.plan.params[part.param_index].name
+            matrices |= {(part.param_index, held[k]): name for k in range(part.start, part.stop)}
+        template = self.template(batch)
+        ortho_batch = OrthoBatch(matrices, template, BatchMemory(self.workspace, memory), self.settings)
         kind = ortho_batch.stacked.shape, template.scheme, template.compute_dtype, template.update_dtype, template.work_device
         if kind not in self._tried_out:
             ortho_batch.try_out()
@@ -220,6 +225,10 @@ def gathers(routes_of_rank: Callable[[int], WaveRoutes]) -> ListsOfRank:
 
 def scatters(routes_of_rank: Callable[[int], WaveRoutes]) -> ListsOfRank:
     return lambda rank: (routes_of_rank(rank).scatter_in, routes_of_rank(rank).scatter_out)
+
+
+def batch_size(batch: MatrixBatch) -> int:
+    return sum(part.stop - part.start for part in batch)
 
 
 def _elements_by_peer(rank: int, transfers: Sequence[PieceTransfer]) -> dict[int, int]:

@@ -17,7 +17,6 @@ from ..errors import UnsupportedError
 from ..matrices import MatrixSet
 from ..ortho import Workspace
 from ..plan import Plan
-from ..plan.batches import Batch, ItemRange
 from ..torch_compat import local_part
 from ..transport import Exchange, check_round_trip, has_part, own_shard, whole
 from .elementwise import apply, fill_with_momentum
@@ -110,9 +109,8 @@ class ReferenceExecutor:
     def _batch(self, step_param: StepParam, k: int, name: str) -> OrthoBatch:
         """All matrices of a part, eager."""
         matrix_set, settings = step_param.matrix_set, replace(self.settings, compile=False, cuda_graphs=False)
-        batch = Batch(matrix_set.rows, matrix_set.cols, (ItemRange(0, 0, matrix_set.count),))
         matrices = {(k, matrix): name for matrix in range(matrix_set.count)}
-        return OrthoBatch(batch, matrices, step_param, BatchMemory(Workspace()), settings)
+        return OrthoBatch(matrices, step_param, BatchMemory(Workspace()), settings)
 
     def _apply(self, step_param: StepParam, full: Tensor, observer: Observer) -> None:
         in_part = torch.zeros_like(full, dtype=torch.bool)
