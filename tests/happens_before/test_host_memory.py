@@ -17,7 +17,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from meshmuon import Muon, UnsupportedError
 from meshmuon.device import CudaTransfers, is_staged
-from meshmuon.execute.wave import Stage
+from meshmuon.execute.buffers import Stage
 from meshmuon.state.param_state import MOMENTUM, RULE_STATE
 from meshmuon.torch_compat import dtensor_like, local_part
 from tests.support.happens_before import runs

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from meshmuon import ConfigError, GradientError, Muon, OrthogonalizeError, StateError
-from meshmuon.device import DirectTransfers
+from meshmuon.device import Transfers
 from meshmuon.optim import offload
 from meshmuon.state import param_state
 from tests.support.reference import LR, gradients, group, make_params, set_gradients
@@ -45,7 +45,7 @@ def log(monkeypatch: pytest.MonkeyPatch) -> Log:
     """Transfers of the CPU twin that are written down."""
     kept = Log()
 
-    class Recorded(DirectTransfers):
+    class Recorded(Transfers):
         def host_buffer(self, size: int, dtype: torch.dtype) -> Tensor:
             kept.buffers += 1
             return super().host_buffer(size, dtype)
@@ -423,7 +423,7 @@ def test_copies_that_fail_lose_nothing(what: str, monkeypatch: pytest.MonkeyPatc
     """Memory may run out on the way to the device or back: the error is raised, and the next step goes on."""
     armed = False
 
-    class Failing(DirectTransfers):
+    class Failing(Transfers):
         def _fail(self, name: str) -> None:
             if armed and name == what:
                 raise MemoryError(name)
@@ -496,7 +496,7 @@ def test_the_reference_path_offloads_as_well() -> None:
 def test_between_two_devices(monkeypatch: pytest.MonkeyPatch) -> None:
     """The meta device stands in for a GPU: it computes nothing, but it is not host memory, and no operation may mix both."""
 
-    class Between(DirectTransfers):
+    class Between(Transfers):
         def store(self, host: Tensor, device: Tensor) -> None:
             assert (host.device.type, device.device.type, host.shape) == ("cpu", "meta", device.shape)
 
