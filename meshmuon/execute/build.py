@@ -160,9 +160,10 @@ class RankProgramBuilder(ProgramBuilder):
         return self.staging(shards.device).flat(f"shards {slot}", shards)
 
     def _unrounded_buffer(self, wave: int, size: int) -> Tensor | None:
-        """Where momentum is written in full precision before it is rounded for the wire."""
+        """Where momentum is written in full precision before it is rounded for the wire; None if it need not be."""
         template = self.lane_template(wave)
-        if template.comm_dtype == template.update_dtype:
+        rounded_in_passing = self.settings.fuses(template.param.device) and template.update_dtype == torch.float32
+        if template.comm_dtype == template.update_dtype or rounded_in_passing:
             return None
         return self.workspace.take("unrounded", (size,), template.update_dtype, template.param.device)
 

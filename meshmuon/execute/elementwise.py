@@ -1,5 +1,7 @@
 """Elementwise work of a step: from gradient and momentum to what travels, and from what arrives to the weight.
 
+``Elementwise`` is all of it, in torch's own operations. ``FusedElementwise`` is its twin for GPUs: one launch per list.
+
 The same element may be the 10th of a rank's shard and the 1000th of the whole tensor, and must get the same bits. torch's CPU
 kernels process most elements of a tensor in vectors and the last few one by one. Operations that round once (a product, a sum)
 give one result either way. ``a + alpha·b`` rounds once or twice, depending on whether the compiler fused the two. It is used
@@ -8,12 +10,13 @@ where a trial shows that all elements are rounded alike; elsewhere it is two ope
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from functools import lru_cache
 
 import torch
 from torch import Tensor
 
+from ..errors import KernelError
 from .rounding import RandomWords, RoundingScratch, apply_narrow, is_narrow
 
 _TRIAL_SIZES = (1, 2, 3, 5, 7, 8, 9, 15, 16, 17, 31, 32, 33, 63, 65)
@@ -111,3 +114,106 @@ def apply(
         torch._foreach_mul_(updates, rate)
         torch._foreach_add_(updates, 0.0)  # −0 becomes 0: at rate 0 a weight of −0 keeps its sign
         torch._foreach_sub_(params, updates)
+
+
+class Elementwise:
+    """What a step does to elements. Lists that belong together have equal lengths and shapes; gradients are only read."""
+
+    def accumulate(self, momenta: list[Tensor], grads: list[Tensor], retain: float | Tensor) -> None:
+        """M ← retain·M + G."""
+        accumulate(momenta, grads, retain)
+
+    def fill(
+        self, views: list[Tensor], grads: list[Tensor], momenta: list[Tensor], retain: float | Tensor, momentum: float | None
+    ) -> None:
+        """M ← retain·M + G, and V ← G + momentum·M, or V ← M if ``momentum`` is None."""
+        fill_with_momentum(views, grads, momenta, retain, momentum)
+
+    def apply(
+        self,
+        params: list[Tensor],
+        updates: list[Tensor],
+        decay: float | Tensor,
+        rate: float | Tensor,
+        *,
+        cautious: bool = False,
+        words: Sequence[RandomWords | None] | None = None,
+        scratch: RoundingScratch | None = None,
+    ) -> None:
+        """p ← p·decay − rate·update, as ``apply`` of this module."""
+        apply(params, updates, decay, rate, cautious=cautious, words=words, scratch=scratch)
+
+    def copy(self, targets: list[Tensor], sources: list[Tensor]) -> None:
+        """Copies each source to its target."""
+        torch._foreach_copy_(targets, sources)
+
+
+_PLAIN = Elementwise()
+
+
+class FusedElementwise(Elementwise):
+    """One launch of a Triton kernel per list and combination of dtypes. Float64 and tensors in host memory are torch's.
+
+    ``fill`` rounds to the dtype of its views. Raises KernelError if the kernels do not run on ``device``.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        try:
+            from .list_kernels import ListKernels
+
+            self._kernels = ListKernels()
+            numbers = torch.zeros(2, 4, device=device)
+            self._kernels.fill([numbers[1, :2]], [numbers[0, :2]], [numbers[0, 2:]], 1.0, 1.0)
+            self._kernels.apply([numbers[1, :2]], [numbers[1, 2:]], 1.0, 1.0, cautious=False, words=None)
+            self._kernels.copy([numbers[0]], [numbers[1]])
+        except Exception as error:
+            raise KernelError(
+                f"kernels over lists of tensors do not run on {device}: {type(error).__name__}: {error}. If that cannot be "
+                'mended, pass kernels="torch".'
+            ) from error
+
+    def accumulate(self, momenta: list[Tensor], grads: list[Tensor], retain: float | Tensor) -> None:
+        for fused, (m, g) in _by_dtype(momenta, grads):
+            (self._kernels if fused else _PLAIN).accumulate(m, g, retain)
+
+    def fill(
+        self, views: list[Tensor], grads: list[Tensor], momenta: list[Tensor], retain: float | Tensor, momentum: float | None
+    ) -> None:
+        for fused, (v, g, m) in _by_dtype(views, grads, momenta):
+            (self._kernels if fused else _PLAIN).fill(v, g, m, retain, momentum)
+
+    def apply(
+        self,
+        params: list[Tensor],
+        updates: list[Tensor],
+        decay: float | Tensor,
+        rate: float | Tensor,
+        *,
+        cautious: bool = False,
+        words: Sequence[RandomWords | None] | None = None,
+        scratch: RoundingScratch | None = None,
+    ) -> None:
+        ((fused, _), *others) = _by_dtype(params, updates)
+        assert not others, "the parameters have one dtype, and so have the updates"
+        if not fused:
+            _PLAIN.apply(params, updates, decay, rate, cautious=cautious, words=words, scratch=scratch)
+            return
+        pairs = None if words is None else [(word.rows, word.cols) for word in words if word is not None]
+        self._kernels.apply(params, updates, decay, rate, cautious=cautious, words=pairs)
+
+    def copy(self, targets: list[Tensor], sources: list[Tensor]) -> None:
+        for fused, (t, s) in _by_dtype(targets, sources):
+            (self._kernels if fused else _PLAIN).copy(t, s)
+
+
+_FUSED = {torch.float32, torch.bfloat16, torch.float16}
+
+
+def _by_dtype(*lists: list[Tensor]) -> Iterator[tuple[bool, list[list[Tensor]]]]:
+    """The lists cut into such with one dtype and device each, and whether the kernels know them."""
+    groups: dict[Hashable, list[tuple[Tensor, ...]]] = {}
+    for tensors in zip(*lists, strict=True):
+        groups.setdefault(tuple((tensor.dtype, tensor.device.type) for tensor in tensors), []).append(tensors)
+    for members in groups.values():
+        fused = all(tensor.dtype in _FUSED and tensor.device.type == "cuda" for tensor in members[0])
+        yield fused, [list(of_list) for of_list in zip(*members, strict=True)]

@@ -325,7 +325,7 @@ def _rows(tensors: Sequence[Tensor]) -> list[list[int]]:
     row = [1] * missing + sizes
     for operand, tensor in enumerate(tensors):
         row += [tensor.data_ptr(), *[0] * missing, *(step[operand] for step in strides)]
-    return row and [row]
+    return [row]
 
 
 def _is_dense(row: Sequence[int], operands: int) -> bool:
@@ -343,11 +343,6 @@ class ListKernels:
 
     def __init__(self) -> None:
         self._tables: dict[Hashable, ListTable] = {}
-
-    @staticmethod
-    def supports(*lists: Sequence[Tensor]) -> bool:
-        """Whether each list has one dtype, which the kernels know."""
-        return all(tensors[0].dtype in _KINDS and all(t.dtype == tensors[0].dtype for t in tensors) for tensors in lists)
 
     def _table(self, *operands: Sequence[Tensor]) -> ListTable:
         key = tuple((t.data_ptr(), t.shape, t.stride()) for tensors in operands for t in tensors)

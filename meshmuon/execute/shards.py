@@ -16,7 +16,6 @@ from torch import Tensor
 
 from ..device import copy_to
 from ..torch_compat import local_part, local_parts
-from .elementwise import accumulate, apply, fill_with_momentum
 from .rounding import RoundingScratch
 from .step_param import MatrixKey, RunningStep, StepParam
 from .views import Cut, cut_out
@@ -78,9 +77,9 @@ class MomentumViews:
                 settings, gradients = first.settings, _gradients(shards, step)
                 if sent:
                     look_ahead = settings.momentum if settings.nesterov else None
-                    fill_with_momentum([shard.view for shard in shards], gradients, momenta, settings.retain, look_ahead)
+                    step.elementwise.fill([shard.view for shard in shards], gradients, momenta, settings.retain, look_ahead)
                 else:
-                    accumulate(momenta, gradients, settings.retain)
+                    step.elementwise.accumulate(momenta, gradients, settings.retain)
         return kept
 
 
@@ -114,7 +113,7 @@ class UpdateViews:
                 if first.counter is not None
                 else None
             )
-            apply(
+            step.elementwise.apply(
                 _parts(shards, [step.params[shard.param_index].param for shard in shards]),
                 [shard.view for shard in shards],
                 settings.decay,
@@ -128,7 +127,7 @@ class UpdateViews:
 def load_rule_state(shards: Sequence[ShardView], step: RunningStep) -> None:
     """Copies stored numbers into the shards' views, except those of idle parameters."""
     if shards := _without(shards, step.idle):
-        torch._foreach_copy_([shard.view for shard in shards], [_stored(shard, step) for shard in shards])
+        step.elementwise.copy([shard.view for shard in shards], [_stored(shard, step) for shard in shards])
 
 
 def store_rule_state(shards: Sequence[ShardView], step: RunningStep) -> None:

@@ -19,6 +19,7 @@ from ..ortho.kernels.products import Products, check_kernels, products_for
 from ..plan import BatchItem
 from ..torch_compat import local_part, profiler_range
 from ..transport import Exchange
+from .elementwise import Elementwise
 from .rounding import Elements, RandomWords
 from .views import Cut
 
@@ -196,6 +197,10 @@ class ExecutorSettings:
         kernels = getattr(self, "kernels", "auto")
         return products_for(device, deterministic=self.deterministic, kernels="triton" if kernels == "auto" else kernels)
 
+    def fuses(self, device: torch.device) -> bool:
+        """Whether elementwise work on ``device`` is done by kernels over lists of tensors."""
+        return device.type == "cuda" and getattr(self, "kernels", "auto") != "torch"
+
     def without_kernels(self) -> ExecutorSettings:
         """The same with torch's own products."""
         return replace(self, kernels="torch")
@@ -251,6 +256,7 @@ class RunningStep:
     idle: AbstractSet[int] = frozenset()  # have no gradient on any rank: none is written, and what travels of them is arbitrary
     observer: Observer = UNOBSERVED
     exchange: Exchange | None = None  # between the ranks of the plan; None where nothing is exchanged
+    elementwise: Elementwise = field(default_factory=Elementwise)
     streams: Streams = field(default_factory=Streams)
     ready: Mark = None  # where the main stream has all gradients
     failures: list[Exception] = field(default_factory=list)  # what has gone wrong so far on this rank, for the end of the step

@@ -52,7 +52,7 @@ class Wave:
         observer, streams = step.observer, step.streams
         with streams.beside(step.ready, step.gradients(self.frees)), observer.phase("momentum"):
             kept = self.momentum_views.fill(step)
-            self.rounding.run()
+            self.rounding.run(step)
             if self.stage is not None:
                 self.stage.to_device()
             gather = self.gather.start(step, "gather")
@@ -109,11 +109,11 @@ class OwnedBatch:
         if self.ortho_batch.is_idle(step.idle):
             return None
         with step.observer.phase("gather"):
-            self.unpack.run()
+            self.unpack.run(step)
         error = self.ortho_batch.orthogonalise(step)
         if error is None:
             with step.observer.phase("scatter"):
-                self.pack.run()
+                self.pack.run(step)
         return error
 
 

@@ -14,13 +14,13 @@ from typing import Any
 
 from torch import Tensor
 
-from .recorder import Recorder
+from .recorder import Recorder, package_line
 
 # Tensors that fit into the arguments of one kernel of torch's multi-tensor apply, by the number of lists.
 _TENSORS_PER_LAUNCH = {1: 110, 2: 64, 3: 48, 4: 36}
 
 
-class CountingRecorder(Recorder):
+class CountingRecorder(Recorder):  # type: ignore[no-untyped-call]
     """A recorder that also counts the launches and bytes of the device between ``counting`` and its end."""
 
     def __init__(self, name: str = "rank 0", *, seed: int = 0) -> None:
@@ -40,21 +40,15 @@ class CountingRecorder(Recorder):
     def touch(self, stream: int, reads: Sequence[Tensor], writes: Sequence[Tensor], operation: str) -> None:
         super().touch(stream, reads, writes, operation)
         if self._counting and stream >= 0:
-            self.launches[f"{operation} {self.line()}"] += 1
+            self.launches[f"{operation} {package_line()}"] += 1
             self.bytes += sum(tensor.numel() * tensor.element_size() for tensor in (*reads, *writes))
-
-    @staticmethod
-    def line() -> str:
-        from .recorder import package_line
-
-        return package_line()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         before = sum(self.launches.values())
         result = super().__torch_dispatch__(func, types, args, kwargs)
         name = func.overloadpacket.__name__
         if name.startswith("_foreach") and sum(self.launches.values()) > before:
-            self.launches[f"{name} {self.line()}"] += foreach_launches(name, args) - 1
+            self.launches[f"{name} {package_line()}"] += foreach_launches(name, args) - 1
         return result
 
 

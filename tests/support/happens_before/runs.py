@@ -17,9 +17,10 @@ from torch.distributed.tensor import DTensor
 
 from meshmuon import DistMuon, Muon, clip_grad_norm_
 from meshmuon.agree.node_view import RANKS_PER_NODE
+from meshmuon.execute import list_kernels
 from meshmuon.layout import Mesh
 from meshmuon.ortho.kernels import products
-from meshmuon.ortho.kernels.products import TritonProducts
+from meshmuon.ortho.kernels.products import Products, TritonProducts
 from meshmuon.torch_compat import dtensor_like, local_part
 from meshmuon.transport import norms
 from tests.support import layouts
@@ -28,6 +29,7 @@ from tests.support.threads import run_threads
 
 from . import fake_cuda, nccl_twin
 from .clocks import Finding
+from .list_kernels import TwinListKernels
 from .programs import HEADS, Program, ProgramParam
 from .recorder import Recorder
 from .twin_tensor import DEVICE, TwinTensor
@@ -63,6 +65,9 @@ def twins() -> Any:
         stack.enter_context(patch.object(norms, "moves", lambda group, device: True))  # NCCL moves what is on a GPU
         stack.enter_context(patch.object(products, "_has", lambda package: True))
         stack.enter_context(patch.object(TritonProducts, "symmetric", _symmetric_product))
+        stack.enter_context(patch.object(TritonProducts, "quintic_factor", Products.quintic_factor))
+        stack.enter_context(patch.object(TritonProducts, "normalise", Products.normalise))
+        stack.enter_context(patch.object(list_kernels, "ListKernels", TwinListKernels))
         yield stack.enter_context(nccl_twin.installed())
 
 

@@ -1,0 +1,91 @@
+"""``ListKernels`` for twin tensors: each call is one piece of work of the current stream, computed by the kernels' CPU twin."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from meshmuon.execute import elementwise
+from meshmuon.execute.rounding import RandomWords
+
+from .recorder import recorder
+
+
+class TwinListKernels:
+    """Reads and writes what the kernels read and write."""
+
+    def accumulate(self, momenta: Sequence[Tensor], grads: Sequence[Tensor], retain: float | Tensor) -> None:
+        def compute() -> None:
+            buffers, sources = _host(momenta, grads)
+            elementwise.accumulate(buffers, sources, _value(retain))
+
+        self._launch([*momenta, *grads, retain], momenta, compute)
+
+    def fill(
+        self,
+        views: Sequence[Tensor],
+        grads: Sequence[Tensor],
+        momenta: Sequence[Tensor],
+        retain: float | Tensor,
+        momentum: float | None,
+    ) -> None:
+        def compute() -> None:
+            targets, sources, buffers = _host(views, grads, momenta)
+            wide = [torch.empty(view.shape) for view in targets]
+            elementwise.fill_with_momentum(wide, sources, buffers, _value(retain), momentum)
+            torch._foreach_copy_(targets, wide)
+
+        self._launch([*grads, *momenta, retain], [*momenta, *views], compute)
+
+    def apply(
+        self,
+        params: Sequence[Tensor],
+        updates: Sequence[Tensor],
+        decay: float | Tensor,
+        rate: float | Tensor,
+        *,
+        cautious: bool,
+        words: Sequence[tuple[Tensor, Tensor]] | None,
+    ) -> None:
+        def compute() -> None:
+            targets, changes = _host(params, updates)
+            pairs = None if words is None else [RandomWords(*_host(pair)[0]) for pair in words]
+            wide = [change.float().clone() for change in changes]
+            elementwise.apply(targets, wide, _value(decay), _value(rate), cautious=cautious, words=pairs)
+
+        self._launch([*params, *updates, decay, rate, *(word for pair in words or () for word in pair)], params, compute)
+
+    def copy(self, targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
+        def compute() -> None:
+            written, read = _host(targets, sources)
+            torch._foreach_copy_(written, read)
+
+        self._launch(sources, targets, compute)
+
+    def mark_nonfinite(self, tensors: Sequence[Tensor], flag: Tensor) -> None:
+        def compute() -> None:
+            (values,), (target,) = _host(tensors), _host([flag])[0]
+            target.fill_(max(float(target), float(any(not bool(value.isfinite().all()) for value in values))))
+
+        self._launch(tensors, [flag], compute)
+
+    def _launch(self, reads: Sequence[Any], writes: Sequence[Tensor], compute: Callable[[], object]) -> None:
+        rank = recorder()
+        tensors = [value for value in reads if isinstance(value, Tensor)]
+        assert all(tensor.is_cuda for tensor in (*tensors, *writes)), "a kernel of a GPU reads and writes device memory"
+        if rank.capture is not None:
+            raise NotImplementedError("kernels over lists are not captured")
+        rank.touch(rank.current, tensors, writes, "list kernel")
+        with torch.utils._python_dispatch._disable_current_modes():
+            compute()
+
+
+def _value(scalar: float | Tensor) -> float | Tensor:
+    return _host([scalar])[0][0] if isinstance(scalar, Tensor) else scalar
+
+
+def _host(*lists: Sequence[Tensor]) -> list[list[Tensor]]:
+    return [[tensor.host_values for tensor in tensors] for tensors in lists]  # type: ignore[attr-defined]
