@@ -21,6 +21,8 @@ import triton  # type: ignore[import-untyped, import-not-found, unused-ignore]
 import triton.language as tl  # type: ignore[import-untyped, import-not-found, unused-ignore]
 from torch import Tensor
 
+from ..device import copy_to
+
 TILE = 2048
 """Elements of a tile."""
 
@@ -287,7 +289,7 @@ class ListTable:
         self.dense = all(_is_dense(row, len(operands) if len(operands) < 4 else 2) for row in rows)  # random words are broadcast
         device = operands[0][0].device
         host = torch.tensor(numbers, dtype=torch.int64)
-        self.numbers = host if device.type == "cpu" else host.pin_memory().to(device, non_blocking=True)
+        self.numbers = copy_to(host if device.type == "cpu" else host.pin_memory(), device)
 
     def launch(self, kernel: Any, *arguments: Any, **constants: Any) -> None:
         if not self.tiles:
