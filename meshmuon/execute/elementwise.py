@@ -12,12 +12,17 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterator, Sequence
 from functools import lru_cache
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
 
+from ..device import copy_to
 from ..errors import KernelError
-from .rounding import RandomWords, RoundingScratch, apply_narrow, is_narrow
+from .rounding import Elements, RandomWords, RoundingScratch, apply_narrow, is_narrow
+
+Counters: TypeAlias = "Sequence[tuple[Tensor, Elements]]"
+"""For each tensor that is rounded stochastically, its counter and its elements, hashed."""
 
 _TRIAL_SIZES = (1, 2, 3, 5, 7, 8, 9, 15, 16, 17, 31, 32, 33, 63, 65)
 
@@ -88,17 +93,18 @@ def apply(
     rate: float | Tensor,
     *,
     cautious: bool = False,
-    words: Sequence[RandomWords | None] | None = None,
+    counters: Counters | None = None,
     scratch: RoundingScratch | None = None,
 ) -> None:
     """p ← p·decay − rate·update, without waiting for the device when lr is a tensor there. May overwrite ``updates``.
 
     With ``cautious``, only elements whose update is zero or moves them towards zero decay. The parameters have one dtype, and so
-    have the updates. Parameters of 16 bits are formed in float32, in ``scratch``, and rounded once; stochastically where they
-    have ``words``.
+    have the updates. Parameters of 16 bits are formed in float32, in ``scratch``, and rounded once; stochastically with
+    ``counters``.
     """
     if is_narrow(params[0].dtype):
         scratch = RoundingScratch() if scratch is None else scratch
+        words = None if counters is None else [RandomWords.of(counter, elements) for counter, elements in counters]
         apply_narrow(params, updates, decay, rate, cautious=cautious, words=words, scratch=scratch)
         return
     if cautious:
@@ -137,15 +143,32 @@ class Elementwise:
         rate: float | Tensor,
         *,
         cautious: bool = False,
-        words: Sequence[RandomWords | None] | None = None,
+        counters: Counters | None = None,
         scratch: RoundingScratch | None = None,
     ) -> None:
         """p ← p·decay − rate·update, as ``apply`` of this module."""
-        apply(params, updates, decay, rate, cautious=cautious, words=words, scratch=scratch)
+        apply(params, updates, decay, rate, cautious=cautious, counters=counters, scratch=scratch)
 
     def copy(self, targets: list[Tensor], sources: list[Tensor]) -> None:
         """Copies each source to its target."""
         torch._foreach_copy_(targets, sources)
+
+    def fill_if(self, tensors: Sequence[Tensor], mask: Tensor, value: float) -> None:
+        """Fills tensors with ``value`` if ``mask``, a boolean on a device, is true."""
+        for tensor in tensors:
+            tensor.masked_fill_(copy_to(mask, tensor.device), value)
+
+    def any_nonfinite(self, tensors: Sequence[Tensor], device: torch.device) -> Tensor:
+        """Whether any element is infinite or NaN, as a tensor on ``device``, or where the first of ``tensors`` is.
+
+        Checks the smallest and largest of each tensor: a single pass.
+        """
+        filled = [tensor for tensor in tensors if tensor.numel()]
+        if not filled:
+            return torch.zeros((), dtype=torch.bool, device=device)
+        dtype = torch.float64 if any(tensor.dtype == torch.float64 for tensor in filled) else torch.float32
+        ends = [copy_to(end, filled[0].device).to(dtype) for tensor in filled for end in torch.aminmax(tensor)]
+        return ~torch.isfinite(torch.stack(ends)).all()
 
 
 _PLAIN = Elementwise()
@@ -164,7 +187,7 @@ class FusedElementwise(Elementwise):
             self._kernels = ListKernels()
             numbers = torch.zeros(2, 4, device=device)
             self._kernels.fill([numbers[1, :2]], [numbers[0, :2]], [numbers[0, 2:]], 1.0, 1.0)
-            self._kernels.apply([numbers[1, :2]], [numbers[1, 2:]], 1.0, 1.0, cautious=False, words=None)
+            self._kernels.apply([numbers[1, :2]], [numbers[1, 2:]], 1.0, 1.0, cautious=False, counters=None)
             self._kernels.copy([numbers[0]], [numbers[1]])
         except Exception as error:
             raise KernelError(
@@ -190,26 +213,40 @@ class FusedElementwise(Elementwise):
         rate: float | Tensor,
         *,
         cautious: bool = False,
-        words: Sequence[RandomWords | None] | None = None,
+        counters: Counters | None = None,
         scratch: RoundingScratch | None = None,
     ) -> None:
         ((fused, _), *others) = _by_dtype(params, updates)
         assert not others, "the parameters have one dtype, and so have the updates"
         if not fused:
-            _PLAIN.apply(params, updates, decay, rate, cautious=cautious, words=words, scratch=scratch)
+            _PLAIN.apply(params, updates, decay, rate, cautious=cautious, counters=counters, scratch=scratch)
             return
-        pairs = None if words is None else [(word.rows, word.cols) for word in words if word is not None]
-        self._kernels.apply(params, updates, decay, rate, cautious=cautious, words=pairs)
+        hashed = None if counters is None else [(elements.rows, elements.cols, counter) for counter, elements in counters]
+        self._kernels.apply(params, updates, decay, rate, cautious=cautious, counters=hashed)
 
     def copy(self, targets: list[Tensor], sources: list[Tensor]) -> None:
         for fused, (t, s) in _by_dtype(targets, sources):
             (self._kernels if fused else _PLAIN).copy(t, s)
 
+    def fill_if(self, tensors: Sequence[Tensor], mask: Tensor, value: float) -> None:
+        for fused, (of_dtype,) in _by_dtype(tensors):
+            (self._kernels if fused else _PLAIN).fill_if(of_dtype, mask, value)
+
+    def any_nonfinite(self, tensors: Sequence[Tensor], device: torch.device) -> Tensor:
+        flag, others = torch.zeros(1, device=device), list[Tensor]()
+        for fused, (of_dtype,) in _by_dtype(tensors):
+            if fused:
+                self._kernels.mark_nonfinite(of_dtype, flag)
+            else:
+                others += of_dtype
+        found = flag[0] > 0
+        return found if not others else found | copy_to(_PLAIN.any_nonfinite(others, device), device)
+
 
 _FUSED = {torch.float32, torch.bfloat16, torch.float16}
 
 
-def _by_dtype(*lists: list[Tensor]) -> Iterator[tuple[bool, list[list[Tensor]]]]:
+def _by_dtype(*lists: Sequence[Tensor]) -> Iterator[tuple[bool, list[list[Tensor]]]]:
     """The lists cut into such with one dtype and device each, and whether the kernels know them."""
     groups: dict[Hashable, list[tuple[Tensor, ...]]] = {}
     for tensors in zip(*lists, strict=True):

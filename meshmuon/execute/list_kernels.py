@@ -33,6 +33,10 @@ DIMS = 4
 _HEAD = tl.constexpr(2 + DIMS)
 _OPERAND = tl.constexpr(1 + DIMS)
 
+# Constants of ``rounding``.
+_GAMMA = tl.constexpr(0x9E3779B97F4A7C15)
+_MIX_1, _MIX_2 = tl.constexpr(0xBF58476D1CE4E5B9), tl.constexpr(0x94D049BB133111EB)
+
 _KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 """Dtypes that the kernels read and write, as they are told to the compiler."""
 
@@ -102,7 +106,7 @@ def _pointers(address: tl.tensor, offsets: tl.tensor, kind: tl.constexpr, dense:
     elif kind == 2:
         at = address.to(tl.pointer_type(tl.float16)) + offsets
     else:
-        at = address.to(tl.pointer_type(tl.int32)) + offsets
+        at = address.to(tl.pointer_type(tl.uint64)) + offsets
     if dense:
         at = tl.multiple_of(at, (16, 16))
     return at
@@ -192,6 +196,19 @@ def _rounded(numbers: tl.tensor, kind: tl.constexpr) -> tl.tensor:
 
 
 @_jit
+def _mixed(words: tl.tensor) -> tl.tensor:
+    # As in ``rounding``: SplitMix64's permutation.
+    words = (words ^ (words >> 30)) * _MIX_1
+    words = (words ^ (words >> 27)) * _MIX_2
+    return words ^ (words >> 31)
+
+
+@_jit
+def _word(words: tl.tensor) -> tl.tensor:
+    return ((words * _MIX_2) >> 32).to(tl.uint32)
+
+
+@_jit
 def _update_kernel(
     table: tl.tensor,
     tensors: tl.tensor,
@@ -208,7 +225,7 @@ def _update_kernel(
     tile_cols: tl.constexpr,
     dense: tl.constexpr,
 ) -> None:
-    # Operands: weight, update and, for stochastic rounding, the random words of rows and columns.
+    # Operands: weight, update and, for stochastic rounding, the hashed rows and columns of the elements and the counter.
     entry, i0, i1, i2, cols, inside = _locate(table, tensors, width, tile_rows, tile_cols, dense)
     factor, step = _scalar(decay, decay_in_memory), _scalar(rate, rate_in_memory)
     update_address, update_offsets = _offsets(entry, 1, i0, i1, i2, cols, dense)
@@ -221,8 +238,11 @@ def _update_kernel(
     if stochastic:
         row_address, row_offsets = _offsets(entry, 2, i0, i1, i2, cols, False)
         col_address, col_offsets = _offsets(entry, 3, i0, i1, i2, cols, False)
-        words = _read(row_address, row_offsets, inside, 3, False) ^ _read(col_address, col_offsets, inside, 3, False)
-        words = words.to(tl.uint32, bitcast=True) * 0x7FEB352D
+        counter = tl.load(entry + (_HEAD + 4 * _OPERAND)).to(tl.pointer_type(tl.uint64))
+        seed = _mixed(_mixed(tl.load(counter)) + tl.load(counter + 1) * _GAMMA)
+        words = _word(_read(row_address, row_offsets, inside, 3, False) ^ seed)
+        words = words ^ _word(_read(col_address, col_offsets, inside, 3, False) ^ _mixed(seed + _GAMMA))
+        words = words * 0x7FEB352D
         words = (words ^ (words >> 15)) * 0x846CA68B
         noise = (words >> 16).to(tl.int32)
     _write(address, offsets, inside, weight, noise, kind_0, dense)
@@ -267,6 +287,25 @@ def _nonfinite_kernel(
         tl.store(flag, 1.0)
 
 
+@_jit
+def _fill_kernel(
+    table: tl.tensor,
+    tensors: tl.tensor,
+    mask: tl.tensor,
+    value: tl.tensor,
+    kind_0: tl.constexpr,
+    width: tl.constexpr,
+    tile_rows: tl.constexpr,
+    tile_cols: tl.constexpr,
+    dense: tl.constexpr,
+) -> None:
+    # Operand: what is filled with ``value`` if the boolean ``mask`` is true.
+    if tl.load(mask).to(tl.int32) != 0:
+        entry, i0, i1, i2, cols, inside = _locate(table, tensors, width, tile_rows, tile_cols, dense)
+        address, offsets = _offsets(entry, 0, i0, i1, i2, cols, dense)
+        _write(address, offsets, inside, tl.full((tile_rows, tile_cols), -0.0, tl.float32) + value, None, kind_0, dense)
+
+
 class ListTable:
     """The table of a list of tensors on one device, and how a kernel is launched over it.
 
@@ -286,7 +325,9 @@ class ListTable:
             self.tiles += across * -(-outer // self.tile_rows)
         self.tensors = len(rows)
         self.width = 2 + DIMS + len(operands) * (1 + DIMS)
-        self.dense = all(_is_dense(row, len(operands) if len(operands) < 4 else 2) for row in rows)  # random words are broadcast
+        self.dense = all(
+            _is_dense(row, len(operands) if len(operands) < 4 else 2) for row in rows
+        )  # those of random bits are broadcast
         device = operands[0][0].device
         host = torch.tensor(numbers, dtype=torch.int64)
         self.numbers = copy_to(host if device.type == "cpu" else host.pin_memory(), device)
@@ -398,19 +439,24 @@ class ListKernels:
         rate: float | Tensor,
         *,
         cautious: bool,
-        words: Sequence[tuple[Tensor, Tensor]] | None,
+        counters: Sequence[tuple[Tensor, Tensor, Tensor]] | None,
     ) -> None:
-        """p ← p·decay − rate·update, rounded once; stochastically with ``words``, the random words of rows and of columns."""
-        operands = [params, updates]
-        if words is not None:
-            operands += [[pair[k].expand(param.shape) for pair, param in zip(words, params, strict=True)] for k in range(2)]
+        """p ← p·decay − rate·update, rounded once.
+
+        Stochastically with ``counters``: of each tensor the hashed rows and columns of its elements, and its counter.
+        """
+        operands: list[Sequence[Tensor]] = [params, updates]
+        if counters is not None:
+            pairs = list(zip(counters, params, strict=True))
+            operands += [[numbers[k].expand(param.shape) for numbers, param in pairs] for k in range(2)]
+            operands.append([numbers[2][:1].expand(param.shape) for numbers, param in pairs])
         self._table(*operands).launch(
             _update_kernel,
             *_as_arguments(decay, rate),
             decay_in_memory=isinstance(decay, Tensor),
             rate_in_memory=isinstance(rate, Tensor),
             cautious=cautious,
-            stochastic=words is not None,
+            stochastic=counters is not None,
             kind_0=_KINDS[params[0].dtype],
             kind_1=_KINDS[updates[0].dtype],
         )
@@ -419,6 +465,10 @@ class ListKernels:
         """Copies each source to its target, rounding to the target's dtype."""
         kinds = {"kind_0": _KINDS[targets[0].dtype], "kind_1": _KINDS[sources[0].dtype]}
         self._table(targets, sources).launch(_copy_kernel, **kinds)
+
+    def fill_if(self, tensors: Sequence[Tensor], mask: Tensor, value: float) -> None:
+        """Fills ``tensors`` with ``value`` if ``mask``, a boolean on the device, is true."""
+        self._table(tensors).launch(_fill_kernel, mask, float(value), kind_0=_KINDS[tensors[0].dtype])
 
     def mark_nonfinite(self, tensors: Sequence[Tensor], flag: Tensor) -> None:
         """Sets ``flag``, float32 of one element, to 1 if any element of ``tensors`` is infinite or NaN."""

@@ -108,18 +108,14 @@ class UpdateViews:
         for shards in filter(None, (_without(shards, step.idle, failed) for shards in self._groups)):
             first = step.params[shards[0].param_index]
             settings, factor = first.settings, first.settings.adjust(*first.matrix_set.lr_shape)
-            words = (
-                [step.params[shard.param_index].random_words(shard.cut) for shard in shards]
-                if first.counter is not None
-                else None
-            )
+            counters = None if first.counter is None else [step.params[shard.param_index].counted(shard.cut) for shard in shards]
             step.elementwise.apply(
                 _parts(shards, [step.params[shard.param_index].param for shard in shards]),
                 [shard.view for shard in shards],
                 settings.decay,
                 settings.rate * factor,
                 cautious=settings.cautious,
-                words=words,
+                counters=counters,
                 scratch=self._scratch,
             )
 

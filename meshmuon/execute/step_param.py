@@ -20,7 +20,7 @@ from ..plan import BatchItem
 from ..torch_compat import local_part, profiler_range
 from ..transport import Exchange
 from .elementwise import Elementwise
-from .rounding import Elements, RandomWords
+from .rounding import Elements
 from .views import Cut
 
 
@@ -112,11 +112,11 @@ class StepParam:
         assert self.momentum_buffer is not None
         return self.momentum_buffer
 
-    def random_words(self, cut: Cut | None) -> RandomWords | None:
-        """The random words of this step for a part of the local tensor; None for rounding to nearest."""
-        if self.counter is None or self.elements is None:
-            return None
-        return RandomWords.of(self.counter, self.elements.part(cut))
+    def counted(self, cut: Cut | None) -> tuple[Tensor, Elements]:
+        """What the random bits of this step for a part of the local tensor follow from: counter and elements."""
+        assert self.counter is not None
+        assert self.elements is not None
+        return self.counter, self.elements.part(cut)
 
     @property
     def update_dtype(self) -> torch.dtype:

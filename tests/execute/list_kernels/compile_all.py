@@ -14,13 +14,13 @@ from tests.support.kernel_compiler import resources_of
 
 CAPABILITIES = (80, 89, 90, 100, 120)
 ALL_TRUE = ("accumulates", "looks_ahead", "fills", "cautious")
-TYPES = {"table": "*i64", "tensors": "i32", "flag": "*fp32"}
+TYPES = {"table": "*i64", "tensors": "i32", "flag": "*fp32", "mask": "*i1"}
 
 
 def compile_kernel(name: str, capability: int, *, dense: bool) -> dict[str, object]:
     kernel = getattr(list_kernels, f"_{name}_kernel")
     constants: dict[str, object] = {
-        "width": 26,
+        "width": 31,
         "tile_rows": 1 if dense else 32,
         "tile_cols": 2048 if dense else 64,
         "dense": dense,
@@ -52,7 +52,7 @@ def compile_kernel(name: str, capability: int, *, dense: bool) -> dict[str, obje
 
 
 if __name__ == "__main__":
-    for kernel_name in ("momentum", "update", "copy", "nonfinite"):
+    for kernel_name in ("momentum", "update", "copy", "fill", "nonfinite"):
         for kernel_capability in CAPABILITIES:
             for is_dense in (True, False):
                 print(json.dumps(compile_kernel(kernel_name, kernel_capability, dense=is_dense)), flush=True)

@@ -149,27 +149,27 @@ def test_weights_have_the_bits_of_the_twin(
 ) -> None:
     lists = Lists(data.draw, data.draw(st.integers(0, 99)))
     params, updates = lists.make(dtype), lists.make(wire)
-    words = None
+    counters = None
     if stochastic and dtype == torch.bfloat16:
-        words = [words_of(param) for param in params]
+        counters = [(torch.tensor([7 - 3 * k, 3 + k]), elements_of(param)) for k, param in enumerate(params)]
     expected = [param.clone() for param in params]
     wide = [update.clone().float() for update in updates]
-    elementwise.apply(expected, wide, decay, rate, cautious=cautious, words=words)
-    pairs = None if words is None else [(word.rows, word.cols) for word in words]
-    ListKernels().apply(params, updates, decay, rate, cautious=cautious, words=pairs)
+    elementwise.apply(expected, wide, decay, rate, cautious=cautious, counters=counters)
+    hashed = None if counters is None else [(elements.rows, elements.cols, counter) for counter, elements in counters]
+    ListKernels().apply(params, updates, decay, rate, cautious=cautious, counters=hashed)
     assert all_same(params, expected)
     lists.rest_is_untouched()
 
 
-def words_of(param: Tensor) -> rounding.RandomWords:
+def elements_of(param: Tensor) -> rounding.Elements:
     held = [((0, size),) for size in param.shape]
-    return rounding.RandomWords.of(torch.tensor([7, 3]), rounding.elements_held(param.shape, held, param.device).hashed())
+    return rounding.elements_held(param.shape, held, param.device).hashed()
 
 
 def test_a_rate_of_zero_changes_no_bit() -> None:
     params = [torch.tensor([-0.0, 0.0, 1.5, -2.0]), torch.randn(3, 5)]
     before = [param.clone() for param in params]
-    ListKernels().apply(params, [torch.ones(4), torch.randn(3, 5)], 1.0, 0.0, cautious=False, words=None)
+    ListKernels().apply(params, [torch.ones(4), torch.randn(3, 5)], 1.0, 0.0, cautious=False, counters=None)
     assert all_same(params, before)
 
 
@@ -195,6 +195,17 @@ def test_one_element_that_is_not_finite_is_found(data: st.DataObject, dtype: tor
         filled[chosen][tuple(torch.unravel_index(torch.tensor(index), filled[chosen].shape))] = bad
     ListKernels().mark_nonfinite(tensors, flag)
     assert flag.item() == (0.0 if bad is None else 1.0)
+
+
+@slow
+@given(st.data(), st.sampled_from(FLOATS), st.booleans())
+def test_what_is_filled_is_filled_only_if_asked(data: st.DataObject, dtype: torch.dtype, filled: bool) -> None:
+    lists = Lists(data.draw, 0)
+    tensors = lists.make(dtype)
+    expected = [torch.full_like(tensor, -0.0) if filled else tensor.clone() for tensor in tensors]
+    ListKernels().fill_if(tensors, torch.tensor(filled), -0.0)
+    assert all_same(tensors, expected)
+    lists.rest_is_untouched()
 
 
 def test_tables_are_kept_and_follow_the_tensors() -> None:

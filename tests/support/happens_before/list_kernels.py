@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from meshmuon.execute import elementwise
-from meshmuon.execute.rounding import RandomWords
+from meshmuon.execute.rounding import Elements
 
 from .recorder import recorder
 
@@ -48,15 +48,16 @@ class TwinListKernels:
         rate: float | Tensor,
         *,
         cautious: bool,
-        words: Sequence[tuple[Tensor, Tensor]] | None,
+        counters: Sequence[tuple[Tensor, Tensor, Tensor]] | None,
     ) -> None:
         def compute() -> None:
             targets, changes = _host(params, updates)
-            pairs = None if words is None else [RandomWords(*_host(pair)[0]) for pair in words]
+            hosts = None if counters is None else [_host(numbers)[0] for numbers in counters]
+            pairs = None if hosts is None else [(counter, Elements(rows, cols)) for rows, cols, counter in hosts]
             wide = [change.float().clone() for change in changes]
-            elementwise.apply(targets, wide, _value(decay), _value(rate), cautious=cautious, words=pairs)
+            elementwise.apply(targets, wide, _value(decay), _value(rate), cautious=cautious, counters=pairs)
 
-        self._launch([*params, *updates, decay, rate, *(word for pair in words or () for word in pair)], params, compute)
+        self._launch([*params, *updates, decay, rate, *(part for numbers in counters or () for part in numbers)], params, compute)
 
     def copy(self, targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
         def compute() -> None:
@@ -65,9 +66,17 @@ class TwinListKernels:
 
         self._launch(sources, targets, compute)
 
+    def fill_if(self, tensors: Sequence[Tensor], mask: Tensor, value: float) -> None:
+        def compute() -> None:
+            (targets,), ((flag,),) = _host(tensors), _host([mask])
+            for target in targets if bool(flag) else ():
+                target.fill_(value)
+
+        self._launch([mask], tensors, compute)
+
     def mark_nonfinite(self, tensors: Sequence[Tensor], flag: Tensor) -> None:
         def compute() -> None:
-            (values,), (target,) = _host(tensors), _host([flag])[0]
+            (values,), ((target,),) = _host(tensors), _host([flag])
             target.fill_(max(float(target), float(any(not bool(value.isfinite().all()) for value in values))))
 
         self._launch(tensors, [flag], compute)
