@@ -19,8 +19,8 @@ from meshmuon import DistMuon, Muon, clip_grad_norm_
 from meshmuon.agree.node_view import RANKS_PER_NODE
 from meshmuon.execute import list_kernels
 from meshmuon.layout import Mesh
-from meshmuon.ortho.kernels import products
-from meshmuon.ortho.kernels.products import Products, TritonProducts
+from meshmuon.ortho.kernels import products, triton_normalise
+from meshmuon.ortho.kernels.products import TritonProducts
 from meshmuon.torch_compat import dtensor_like, local_part
 from meshmuon.transport import norms
 from tests.support import layouts
@@ -32,6 +32,7 @@ from .clocks import Finding
 from .list_kernels import TwinListKernels
 from .programs import HEADS, Program, ProgramParam
 from .recorder import Recorder
+from .recorder import recorder as current_recorder
 from .twin_tensor import DEVICE, TwinTensor
 
 
@@ -65,8 +66,8 @@ def twins() -> Any:
         stack.enter_context(patch.object(norms, "moves", lambda group, device: True))  # NCCL moves what is on a GPU
         stack.enter_context(patch.object(products, "_has", lambda package: True))
         stack.enter_context(patch.object(TritonProducts, "symmetric", _symmetric_product))
-        stack.enter_context(patch.object(TritonProducts, "quintic_factor", Products.quintic_factor))
-        stack.enter_context(patch.object(TritonProducts, "normalise", Products.normalise))
+        stack.enter_context(patch.object(TritonProducts, "quintic_factor", _quintic_factor))
+        stack.enter_context(patch.object(triton_normalise, "normalise", _normalise))
         stack.enter_context(patch.object(list_kernels, "ListKernels", TwinListKernels))
         yield stack.enter_context(nccl_twin.installed())
 
@@ -84,6 +85,29 @@ def _symmetric_product(
     """The Triton kernel reads and writes what this product does. The kernel itself is not imported: it would be compiled."""
     self._multiply(a, b.mT, out, addend if beta else None, alpha, beta)
     return out
+
+
+def _quintic_factor(self: TritonProducts, gram: Tensor, out: Tensor, coefficients: tuple[float, float, float]) -> Tensor:
+    """One launch, as of the kernel."""
+    a, b, c = coefficients
+    factor = self.symmetric(gram, gram, out, gram, alpha=c, beta=b)
+    with torch.utils._python_dispatch._disable_current_modes():
+        values = factor.host_values if isinstance(factor, TwinTensor) else factor
+        values.diagonal(dim1=1, dim2=2).add_(a)
+    return factor
+
+
+def _normalise(batch: Tensor, out: Tensor, sums: Tensor) -> None:
+    """Two launches, as of the kernels."""
+    rank = current_recorder()
+    rank.touch(rank.current, [batch], [sums], "sums of squares")
+    rank.touch(rank.current, [batch, sums], [out], "division by norms")
+    assert isinstance(batch, TwinTensor)
+    assert isinstance(out, TwinTensor)
+    with torch.utils._python_dispatch._disable_current_modes():
+        values = batch.host_values.double()
+        norms = values.flatten(1).norm(dim=1).clamp(min=torch.finfo(torch.float32).tiny)
+        out.host_values.copy_(values / norms[:, None, None])
 
 
 def run_program(program: Program, *, seed: int = 0) -> Outcome:
