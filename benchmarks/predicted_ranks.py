@@ -33,8 +33,8 @@ from meshmuon.tools.doctor.measurements import (
     summarise_products,
 )
 from meshmuon.tools.predict.calibration import Calibration
+from meshmuon.tools.predict.counts import buffer_bytes, bytes_sent
 from meshmuon.tools.predict.prediction import predict
-from meshmuon.tools.predict.step_counts import buffer_bytes, bytes_sent
 
 SCHEME = "meshmuon, auto"
 EXCHANGE_BUFFERS = ("shards", "gathered", "results", "sent", "received", "averages")

@@ -10,7 +10,7 @@ import pytest
 
 from meshmuon.layout import Mesh, Sharded
 from meshmuon.plan import ExchangeBytes, Nodes, Parcel, Plan, Relays, make_plan
-from meshmuon.tools.predict.peers import ExchangePeers, count_peers, peers_of_step
+from meshmuon.tools.predict.counts import ExchangePeers, count_peers, peers_of_step
 from tests.plan.test_nodes import random_nodes
 from tests.support.plans import entry, options_for, random_plan
 

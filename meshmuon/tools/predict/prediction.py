@@ -10,7 +10,7 @@ from ...plan.rates import LinkRate
 from ...plan.relays import Hops
 from ...plan.tasks import EVERY_HOLDER, Task
 from .calibration import Calibration
-from .peers import WavePeers, count_peers
+from .counts import WavePeers, count_peers
 from .timeline import StepSeconds, Timeline, WaveSeconds, timeline_of
 
 _NO_ADAMW: Mapping[int, int] = {}

@@ -18,6 +18,7 @@ from ...errors import ConfigError
 from ...matrices import check_matrices, entry_of, with_stars
 from ...routing.param_groups import get_default_muon_param_groups
 from .description import TP_STYLES, ModelDescription, ModelParam
+from .inputs import read_file
 
 _OF_TRANSFORMERS = {  # its names of ways to cut a weight, as ours; every other way leaves the weight whole
     "colwise": "colwise",
@@ -119,12 +120,7 @@ def _in_words(what: str, advice: str) -> Iterator[None]:
 
 def build_from_hf_config(path: Path) -> ModelDescription:
     """The model of a ``config.json`` of transformers, without weights and without network."""
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ConfigError(f"--hf-config {path} cannot be read: {error.strerror or error}.") from None
-    except (ValueError, RecursionError) as error:
-        raise ConfigError(f"--hf-config {path} is not JSON ({error}).") from None
+    content = read_file(f"--hf-config {path}", path, json.loads, "is not JSON")
     kind = content.get("model_type") if isinstance(content, dict) else None
     try:
         import transformers

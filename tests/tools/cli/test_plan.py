@@ -20,8 +20,8 @@ from meshmuon.tools import simulate
 from meshmuon.tools.cli.main import main
 from meshmuon.tools.predict.calibration import Calibration, Elementwise
 from meshmuon.tools.predict.trace import trace_plan
-from meshmuon.tools.simulate.presets import load_machine
-from meshmuon.tools.simulate.text import print_report, sections_of
+from meshmuon.tools.simulate.machines import load_machine
+from meshmuon.tools.simulate.render import print_report, sections_of
 from tests.support.optional import need
 
 MESH = "dp_replicate=2,dp_shard=8"

@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 
 from meshmuon import ConfigError
-from meshmuon.tools.simulate.description import ModelDescription
-from meshmuon.tools.simulate.machines import Machine
+from meshmuon.tools.simulate.description import ModelDescription, load_model
+from meshmuon.tools.simulate.inputs import preset_names
+from meshmuon.tools.simulate.machines import Machine, load_machine
 from meshmuon.tools.simulate.modules import describe_hf
-from meshmuon.tools.simulate.presets import load_machine, load_model, machine_names, model_names
 from tests.support.optional import need
 
 transformers = need("transformers")
@@ -51,7 +51,7 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("name", model_names())
+@pytest.mark.parametrize("name", preset_names("model"))
 def test_a_model_has_the_published_number_of_parameters(name: str) -> None:
     model = load_model(name)
     assert model.name == name
@@ -116,7 +116,7 @@ def test_unknown_names_are_answered_with_the_nearest() -> None:
         load_model("nothing.json")
 
 
-@pytest.mark.parametrize("name", machine_names())
+@pytest.mark.parametrize("name", preset_names("machine"))
 def test_a_machine_is_plausible(name: str) -> None:
     machine = load_machine(name)
     assert machine.name == name

@@ -16,18 +16,13 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from meshmuon import Muon, get_default_muon_param_groups
 from meshmuon.plan import Nodes, routes_of, slot_sizes, wave_sizes
 from meshmuon.tools.predict.prediction import predict
-from meshmuon.tools.simulate.advice import advice_for, advice_from_choices
-from meshmuon.tools.simulate.blocks import bytes_between_blocks
-from meshmuon.tools.simulate.cluster import MuonOptions
-from meshmuon.tools.simulate.compare import compare_options
-from meshmuon.tools.simulate.description import ModelDescription, ModelParam
-from meshmuon.tools.simulate.machines import Machine
-from meshmuon.tools.simulate.meshes import MeshAxes
+from meshmuon.tools.simulate.advice import advice_for, advice_from_choices, compare_options
+from meshmuon.tools.simulate.description import ModelDescription, ModelParam, load_model
+from meshmuon.tools.simulate.machines import Machine, load_machine
 from meshmuon.tools.simulate.modules import describe_module
-from meshmuon.tools.simulate.presets import load_machine, load_model
-from meshmuon.tools.simulate.report import Figures, build_report
-from meshmuon.tools.simulate.sharding import MeshSharding
-from meshmuon.tools.simulate.simulation import SimulatedStage, Simulation, Workload
+from meshmuon.tools.simulate.report import Figures, build_report, bytes_between_blocks
+from meshmuon.tools.simulate.sharding import MeshAxes
+from meshmuon.tools.simulate.simulation import MuonOptions, SimulatedStage, Simulation, Workload
 from tests.support.plans import random_plan
 from tests.tools.predict.test_calibration import MEASURED
 
@@ -35,7 +30,7 @@ WORKLOAD = Workload(2**22, 0.4)
 
 
 def simulate(model: ModelDescription, mesh: str, machine: Machine | None = None, **options: Any) -> Simulation:
-    sharding = MeshSharding(MeshAxes.parse(mesh))
+    sharding = MeshAxes.parse(mesh)
     return Simulation.run(model, sharding, machine or load_machine("h100"), MuonOptions(**options), WORKLOAD)
 
 

@@ -1,15 +1,20 @@
-"""A report as text: tables of rich on a terminal, plain columns elsewhere."""
+"""A report as text, in tables of rich on a terminal and plain columns elsewhere; and as a page that needs no network."""
 
 from __future__ import annotations
 
+import importlib
+import json
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from importlib import resources
+from string import Template
+from types import ModuleType
 from typing import TextIO
 
+from ...errors import ConfigError
 from ...plan import bytes_text, counted, table
 from .report import Figures
-from .words import count_text, flops_text, seconds_text
 
 _MOST_EXCHANGES = 12
 _MOST_PARAMS = 24
@@ -26,7 +31,6 @@ class TextSection:
 
 
 def print_report(report: Figures, stream: TextIO | None = None) -> None:
-    """Prints all of a report."""
     output = sys.stdout if stream is None else stream
     sections = list(sections_of(report))
     if output.isatty():
@@ -40,7 +44,6 @@ def print_report(report: Figures, stream: TextIO | None = None) -> None:
 
 
 def plain_text(sections: Sequence[TextSection]) -> str:
-    """Sections as plain text."""
     blocks = []
     for section in sections:
         parts = [section.title, "=" * len(section.title), *section.lines]
@@ -259,3 +262,49 @@ def _choices(title: str, choices: Sequence[Figures]) -> TextSection:
 def _first(title: str, head: tuple[str, ...], rows: Sequence[tuple[str, ...]], most: int) -> TextSection:
     shown = tuple(rows[:most])
     return TextSection(f"{title} (first {most} of {len(rows)})" if len(shown) < len(rows) else title, head, shown)
+
+
+def seconds_text(seconds: float) -> str:
+    if seconds >= 1:
+        return f"{seconds:.2f} s"
+    return f"{seconds * 1e3:.2f} ms" if seconds >= 1e-3 else f"{seconds * 1e6:.0f} µs"
+
+
+def count_text(number: float) -> str:
+    """``"8.03B"``, with three digits."""
+    for unit, scale in (("T", 1e12), ("B", 1e9), ("M", 1e6), ("K", 1e3)):
+        if abs(number) >= scale:
+            return f"{number / scale:.3g}{unit}"
+    return f"{number:.3g}"
+
+
+def flops_text(number: float) -> str:
+    """``"1.2 PFLOP"``."""
+    for unit, scale in (("E", 1e18), ("P", 1e15), ("T", 1e12), ("G", 1e9), ("M", 1e6)):
+        if number >= scale:
+            return f"{number / scale:.3g} {unit}FLOP"
+    return f"{number:.0f} FLOP"
+
+
+def require_plotly() -> ModuleType:
+    """``plotly.offline``, which holds the library that draws the figures; ``ConfigError`` if it is not installed."""
+    try:
+        return importlib.import_module("plotly.offline")
+    except ImportError:
+        raise ConfigError(
+            "--html needs plotly: pip install 'meshmuon[plan]'. --json writes the same numbers without it."
+        ) from None
+
+
+def render_page(report: Figures) -> str:
+    """The page as text; its figures are drawn from the numbers of ``build_report``."""
+    files = resources.files(__package__) / "page_files"
+    title = f"{report.model.title} on {report.mesh.text}"
+    template = Template((files / "page.html").read_text(encoding="utf-8"))
+    return template.substitute(
+        title=title.replace("&", "&amp;").replace("<", "&lt;"),
+        style=(files / "page.css").read_text(encoding="utf-8"),
+        script=(files / "page.js").read_text(encoding="utf-8"),
+        report=json.dumps(report).replace("<", "\\u003c"),  # so that no name of a parameter can end the script element
+        library=require_plotly().get_plotlyjs(),
+    )
