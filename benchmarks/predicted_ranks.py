@@ -21,8 +21,7 @@ from ranks import Runner, make
 from wire import Wire
 
 from meshmuon import Muon
-from meshmuon.tools.doctor.check import Finding
-from meshmuon.tools.doctor.context import Context, DoctorOptions
+from meshmuon.tools.doctor.context import Context, DoctorOptions, Finding
 from meshmuon.tools.doctor.measurements import (
     calibration_of,
     measure_host,

@@ -13,10 +13,8 @@ from ...optim import Muon
 from ...ortho import AUTO, Scheme, default_compute_dtype, scheme_for
 from ...params.dtensors import as_dtensor
 from ...params.lr import lr_factor
-from .check import Finding
-from .context import Context
-from .numerics import seeded
-from .rounding import rounding_bound, unit_roundoff
+from .context import Context, Finding
+from .numerics import rounding_bound, seeded, unit_roundoff
 
 
 class Net(nn.Module):
@@ -29,7 +27,6 @@ class Net(nn.Module):
             param.data.copy_(seeded(tuple(param.shape), k))
 
     def forward(self, x: Tensor) -> Tensor:
-        """The output of the second layer."""
         result: Tensor = self.second(torch.tanh(self.first(x)))
         return result
 

@@ -20,8 +20,7 @@ import meshmuon
 from ...device import cpu_info, hardware_of
 from ...torch_compat import available_backends
 from ...transport import all_gather_objects
-from .check import Finding
-from .context import Context
+from .context import Context, Finding
 
 _OPTIONAL = {  # what each is for
     "triton": "symmetric products on a GPU",

@@ -12,8 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ...transport import Exchange, all_gather_objects, exchange_group
-from .check import Finding, ranks_text
-from .context import Context
+from .context import Context, Finding, ranks_text
 
 _RAGGED_ROUNDS = 6
 _LONGEST_PART = 5000  # elements that a rank sends to another in a ragged exchange

@@ -27,8 +27,7 @@ import torch
 import torch.distributed as dist
 
 from ...device import hardware_of
-from .check import Check, Finding, Outcome, Status, by_text
-from .context import Context
+from .context import Check, Context, Finding, Outcome, Status, by_text
 from .report import Reporter
 
 _LOOK_EVERY = 0.25  # seconds between two looks at the store while the check runs, of up to _FEW ranks
@@ -211,7 +210,7 @@ class Runner:
 
     def _end(self, check: Check, status: Status, detail: str, advice: str = "", figures: Mapping[str, Any] | None = None) -> None:
         seconds = 0.0 if status == "not run" else time.monotonic() - self._began
-        self.outcomes.append(Outcome(check.name, check.title, status, seconds, detail, advice, figures or {}))
+        self.outcomes.append(Outcome(check, status, seconds, detail, advice, figures or {}))
         self._reporter.end(self.outcomes[-1])
 
     # What is in the store.

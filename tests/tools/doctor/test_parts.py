@@ -20,14 +20,12 @@ from meshmuon import ConfigError
 from meshmuon.ortho import Scheme, orthogonalize, polar_express
 from meshmuon.ortho.remez import Quintic
 from meshmuon.tools.doctor import CHECKS, DoctorOptions, chosen_checks, context, environment, measurements
-from meshmuon.tools.doctor.check import Check, Finding, Outcome, by_text, ranks_text
 from meshmuon.tools.doctor.comparison import Comparison
-from meshmuon.tools.doctor.context import Context, check_backend, own_device
+from meshmuon.tools.doctor.context import Context, Outcome, by_text, check_backend, own_device, ranks_text
 from meshmuon.tools.doctor.exchanges import partner, turns
 from meshmuon.tools.doctor.measurements import calibration_of, summarise_links
-from meshmuon.tools.doctor.numerics import check_orthogonalisation, check_products, seeded
+from meshmuon.tools.doctor.numerics import check_orthogonalisation, check_products, exact_result, rounding_bound, seeded
 from meshmuon.tools.doctor.report import PlainReport, RichReport, report_for
-from meshmuon.tools.doctor.rounding import exact_result, rounding_bound
 
 CPU = torch.device("cpu")
 
@@ -140,18 +138,19 @@ def test_where_bits_may_differ_the_derived_bound_decides(error: float, seen: boo
 
 # Reports.
 
+BY_NAME = {check.name: check for check in CHECKS}
 OUTCOMES = [
-    Outcome("pairs", "every pair", "passed", 0.5, "6 pairs have exchanged"),
-    Outcome("ragged", "ragged", "failed", 61.0, "rank 1: wrong [data]", "Run --only ragged."),
-    Outcome("ddp", "DDP", "not run", 0.0, "in doubt"),
-    Outcome("links", "links", "skipped", 0.0, "needs 2 ranks"),
+    Outcome(BY_NAME["pairs"], "passed", 0.5, "6 pairs have exchanged"),
+    Outcome(BY_NAME["ragged"], "failed", 61.0, "rank 1: wrong [data]", "Run --only ragged."),
+    Outcome(BY_NAME["ddp"], "not run", 0.0, "in doubt"),
+    Outcome(BY_NAME["links"], "skipped", 0.0, "needs 2 ranks"),
 ]
 
 
 def shown(report: Any) -> None:
     report.title(4, {"triton": "missing: pip install 'meshmuon[kernels]'"})
     for outcome in OUTCOMES:
-        report.begin(Check(outcome.name, outcome.title, "", lambda context: Finding("")))
+        report.begin(outcome.check)
         report.end(outcome)
     report.close(OUTCOMES, 61.5)
 
