@@ -42,7 +42,7 @@ def like(param: Tensor, value: Tensor) -> Tensor:
 
 
 def held(tensor: Tensor) -> Tensor:
-    """What this rank has of a tensor."""
+    """What this rank has of it."""
     sharded = as_dtensor(tensor.detach())
     return tensor.detach() if sharded is None else sharded.to_local()
 
@@ -68,13 +68,7 @@ class Comparison:
     On a CPU they must be equal bit for bit, unless ``wire`` is a dtype of 16 bits. Elsewhere each step may add what rounding
     explains: both sides may be off by the bound of their products, the layout also by what is rounded on the wire.
 
-    Args:
-        context: this rank.
-        params: the parameters on the layout, by name; may be replaced between steps, together with ``optimizer``.
-        whole: the parameters of one device.
-        optimizer: steps ``params``; by default a Muon of their own, as for ``whole``.
-        reference: steps ``whole``.
-        wire: the dtype on the wire; None for the default of the device.
+    ``params`` may be replaced between steps, together with ``optimizer``. ``wire`` is None for the default of the device.
     """
 
     against = "one device"

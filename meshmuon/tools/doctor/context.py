@@ -43,23 +43,16 @@ class Finding:
 class Check:
     """Something that all ranks do at the same time.
 
-    Attributes:
-        name: for ``--only`` and ``--skip``.
-        title: what it shows.
-        advice: what to do if it fails; ``{name}`` in it stands for the name.
-        run: called on every rank.
-        summarise: called on rank 0 with the figures of all ranks, in their order; None if there are no figures.
-        fewest_ranks: with fewer, it is skipped.
-        advice_if_stuck: what to do if it does not come to its end on some rank.
+    A measurement summarises the figures of all ranks, in their order, on rank 0.
     """
 
-    name: str
-    title: str
-    advice: str
-    run: Callable[[Context], Finding]
+    name: str  # for ``--only`` and ``--skip``
+    title: str  # what it shows
+    advice: str  # what to do if it fails; ``{name}`` in it stands for the name
+    run: Callable[[Context], Finding]  # on every rank
     summarise: Callable[[Context, Sequence[Mapping[str, Any]]], Finding] | None = None
-    fewest_ranks: int = 1
-    advice_if_stuck: str = (
+    fewest_ranks: int = 1  # with fewer, it is skipped
+    advice_if_stuck: str = (  # if it does not come to its end on some rank
         "Look at the ranks that are named: their logs, their devices (nvidia-smi, dmesg) and their links. Then run it again with "
         "--only {name}, and with a larger --limit if it was only slow."
     )

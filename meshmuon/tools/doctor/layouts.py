@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from ...optim import DistMuon
 from ...params.dtensors import as_dtensor
+from ...plan import counted
 from ...torch_compat import dtensor_like
 from .comparison import Comparison, Net, held, muon_on, named
 from .context import Context, Finding
@@ -61,7 +62,7 @@ def check_fsdp2(context: Context) -> Finding:
 def check_empty_shards(context: Context) -> Finding:
     """FSDP2 with fewer rows than ranks."""
     world, rows = context.world, max(1, context.world // 2)
-    return _fsdp(context, f"FSDP2 with {rows} {'row' if rows == 1 else 'rows'} on {world}", (16, rows, 24), world)
+    return _fsdp(context, f"FSDP2 with {counted(rows, 'row')} on {world}", (16, rows, 24), world)
 
 
 def check_hsdp(context: Context) -> Finding:

@@ -210,7 +210,7 @@ REFUSALS: list[tuple[str, Any, dict[str, Any], str]] = [
         "swapped",
         lambda m, a: (a, m),
         {},
-        r"a\.weight needs the state of torch\.optim\.Muon, but its state is from torch\.optim\.AdamW",
+        r"norm\.bias needs the state of torch\.optim\.AdamW, but its state is from torch\.optim\.Muon",
     ),
     ("both", lambda m, a: (m, m), {}, r"a\.weight is in the states of both"),
 ]
