@@ -33,7 +33,6 @@ _WRITTEN = ("json", "html", "trace", "save_model", "save_rates")
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Plans, prints and writes."""
     if arguments.list:
         with printing():
             print("\n".join(f"{name:<18} {load_model(name).title}" for name in preset_names("model")), end="\n\n")

@@ -42,7 +42,6 @@ def like(param: Tensor, value: Tensor) -> Tensor:
 
 
 def held(tensor: Tensor) -> Tensor:
-    """What this rank has of it."""
     sharded = as_dtensor(tensor.detach())
     return tensor.detach() if sharded is None else sharded.to_local()
 

@@ -59,7 +59,6 @@ class Check:
 
     @property
     def section(self) -> str:
-        """Of the report."""
         return "checks" if self.summarise is None else "measurements"
 
     def advice_for(self, *, stuck: bool) -> str:

@@ -148,7 +148,6 @@ def run_doctor(context: Context, stream: TextIO | None = None) -> Ending:
 
 
 def _written(path: Path, content: Any) -> bool:
-    """Writes a file; says so if that fails."""
     try:
         path.write_text(json.dumps(content, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
     except OSError as error:

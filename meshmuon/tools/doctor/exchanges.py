@@ -73,7 +73,6 @@ def exchange_with(exchange: Exchange, sent: Mapping[int, Tensor], received: Mapp
 
 
 def world_exchange(context: Context) -> Exchange:
-    """An exchange over all ranks, as a step would make one."""
     return Exchange(exchange_group(range(context.world), ()))
 
 

@@ -62,7 +62,6 @@ def _median_seconds(context: Context, work: Callable[[], object], repeats: int, 
 
 
 def _median_of(data: Sequence[Mapping[str, Any]], key: str) -> float:
-    """Over the ranks, or over rows."""
     return statistics.median(row[key] for row in data)
 
 

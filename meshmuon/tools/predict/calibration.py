@@ -50,7 +50,6 @@ class Calibration:
     seconds_per_peer: float = 0.0  # what each peer adds to an exchange; 0 where ``exchange`` was measured with all of them
 
     def cost_model(self) -> CostModel:
-        """What plans take from it."""
         return RatesReader(self.to_json()).cost_model()
 
     def orthogonalisation_rate(self, size: int) -> float:

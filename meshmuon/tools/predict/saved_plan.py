@@ -14,7 +14,6 @@ from ...plan.report import PLAN_VERSION
 
 
 def read_plan(text: str) -> Plan:
-    """The plan in what ``Plan.to_json`` wrote."""
     try:
         content = json.loads(text)
     except (ValueError, RecursionError) as error:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
@@ -46,8 +45,8 @@ def advice_from_choices(choices: Sequence[Figures]) -> list[str]:
     if best.seconds > _MUCH_FASTER * now.seconds:
         return []
     text = (
-        f"{best['label']} takes {seconds_text(best['seconds'])} instead of {seconds_text(now['seconds'])}, with "
-        f"{bytes_text(best['memory'])} of memory instead of {bytes_text(now['memory'])}: pass it to Muon."
+        f"{best.label} takes {seconds_text(best.seconds)} instead of {seconds_text(now.seconds)}, with "
+        f"{bytes_text(best.memory)} of memory instead of {bytes_text(now.memory)}: pass it to Muon."
     )
     if best.label.startswith("replicas="):
         text += (
@@ -73,28 +72,25 @@ def _balance(simulation: Simulation) -> Iterator[str]:
         return
     ranks = simulation.sharding.ranks
     per_stage = ranks // len(simulation.stages)
-    kinds: dict[tuple[int, int], int] = defaultdict(int)
-    for task in simulation.slowest.plan.tasks:
-        if task.wave != NO_WAVE:
-            kinds[task.sharded.rows, task.sharded.cols] += 1
-    alike = kinds.get(balance.matrix_shape, 0)
     rows, cols = balance.matrix_shape
+    travelling = (task.sharded for task in simulation.slowest.plan.tasks if task.wave != NO_WAVE)
+    alike = sum((sharded.rows, sharded.cols) == (rows, cols) for sharded in travelling)
     slowest = max(max(stage.orthogonalise_seconds) for stage in simulation.stages)
     if balance.matrix_share < _LARGE_MATRIX:
         yield (
-            f"The heaviest rank, {balance['heaviest_rank']}, has {balance['heaviest_over_mean']:.1f} times the mean "
+            f"The heaviest rank, {balance.heaviest_rank}, has {balance.heaviest_over_mean:.1f} times the mean "
             f"({seconds_text(slowest)}), although no matrix is large: the ranks that hold its matrices are few, and only these "
             "can own them. Compare other sizes of ep and dp_replicate."
         )
         return
     matrices = counted(alike, "large matrix", "large matrices")
     text = (
-        f"{matrices} of {rows}×{cols} on {counted(per_stage, 'rank')}: the heaviest rank, {balance['heaviest_rank']}, has "
-        f"{balance['heaviest_over_mean']:.1f} times the mean ({seconds_text(slowest)}), {balance['matrix_share']:.0%} of it for "
-        f"{balance['matrix']}"
+        f"{matrices} of {rows}×{cols} on {counted(per_stage, 'rank')}: the heaviest rank, {balance.heaviest_rank}, has "
+        f"{balance.heaviest_over_mean:.1f} times the mean ({seconds_text(slowest)}), {balance.matrix_share:.0%} of it for "
+        f"{balance.matrix}"
     )
     if balance.idle_ranks:
-        text += f", and {balance['idle_ranks']} of {ranks} ranks orthogonalise nothing"
+        text += f", and {balance.idle_ranks} of {ranks} ranks orthogonalise nothing"
     if balance.heaviest_over_bound < 1.05:
         text += ". No plan of whole matrices is better"
     yield f"{text}. More ranks do not make this step faster; fewer shards with dp_replicate keep the same time with less traffic."
@@ -162,10 +158,9 @@ def _messages(simulation: Simulation) -> Iterator[str]:
 
 def compare_options(simulation: Simulation, *, all_of_them: bool) -> list[Figures]:
     """The options as they are, and each of them changed by itself; or only what is likely to make a step faster."""
-    rows = [choice_of(simulation, "as chosen", chosen=True)]
-    for label, options in _other_options(simulation) if all_of_them else _likely_faster(simulation):
-        rows.append(_row(simulation, label, simulation.sharding, options))
-    return rows
+    others = _other_options(simulation) if all_of_them else _likely_faster(simulation)
+    rows = [_row(simulation, label, simulation.sharding, options) for label, options in others]
+    return [choice_of(simulation, "as chosen", chosen=True), *rows]
 
 
 def _likely_faster(simulation: Simulation) -> Iterator[tuple[str, MuonOptions]]:
@@ -182,9 +177,8 @@ def _with_budget(options: MuonOptions, factor: float) -> tuple[str, MuonOptions]
 
 
 def compare_meshes(simulation: Simulation, others: Sequence[Sharding]) -> list[Figures]:
-    rows = [choice_of(simulation, str(simulation.sharding), chosen=True)]
-    rows.extend(_row(simulation, str(sharding), sharding, simulation.options) for sharding in others)
-    return rows
+    rows = [_row(simulation, str(sharding), sharding, simulation.options) for sharding in others]
+    return [choice_of(simulation, str(simulation.sharding), chosen=True), *rows]
 
 
 def _row(simulation: Simulation, label: str, sharding: Sharding, options: MuonOptions) -> Figures:

@@ -125,14 +125,10 @@ class Machine:
             raise ConfigError(f"it is no description of a machine: its format must be {FORMAT!r} and its version {VERSION}.")
         for name in _NUMBERS:
             _check_number(name, content.get(name), positive=name in _POSITIVE)
-        for where in ("inside", "between"):
-            _check_number(f"{where} bytes_per_second", content[where]["bytes_per_second"], positive=True)
-            _check_number(f"{where} seconds", content[where]["seconds"], positive=False)
-        for dtype, rate in content["peak_flops"].items():
-            _check_number(f"peak_flops of {dtype}", rate, positive=True)
-        for row in content["efficiency"]:
-            _check_number("efficiency share", row["share"], positive=True)
-            _check_number("efficiency size", int(row["size"]), positive=True)
+        rows = {f"efficiency[{k}]": row | {"size": int(row["size"])} for k, row in enumerate(content["efficiency"])}
+        for where, row in ({name: content[name] for name in ("inside", "between", "peak_flops")} | rows).items():
+            for key, value in row.items():
+                _check_number(f"{where} {key}", value, positive=key != "seconds")
         if not content["efficiency"] or not content["peak_flops"]:
             raise ConfigError("its efficiency and peak_flops need at least one row each.")
         if not isinstance(content["device"], str) or content["device"] not in _DEVICES:

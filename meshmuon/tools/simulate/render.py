@@ -5,9 +5,10 @@ from __future__ import annotations
 import importlib
 import json
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from importlib import resources
+from importlib.util import find_spec
 from string import Template
 from types import ModuleType
 from typing import TextIO
@@ -33,24 +34,12 @@ class TextSection:
 def print_report(report: Figures, stream: TextIO | None = None) -> None:
     output = sys.stdout if stream is None else stream
     sections = list(sections_of(report))
-    if output.isatty():
-        try:
-            _print_rich(sections, output)
-        except ImportError:  # rich is optional
-            pass
-        else:
-            return
-    print(plain_text(sections), file=output)
-
-
-def plain_text(sections: Sequence[TextSection]) -> str:
-    blocks = []
-    for section in sections:
-        parts = [section.title, "=" * len(section.title), *section.lines]
-        if section.head:
-            parts.append(table(section.head, section.rows))
-        blocks.append("\n".join(parts))
-    return "\n\n".join(blocks)
+    if output.isatty() and find_spec("rich") is not None:
+        _print_rich(sections, output)
+        return
+    for number, section in enumerate(sections):
+        underlined = [*([""] if number else []), section.title, "=" * len(section.title)]
+        print(*underlined, *section.lines, *([table(section.head, section.rows)] if section.head else []), sep="\n", file=output)
 
 
 def _print_rich(sections: Sequence[TextSection], stream: TextIO) -> None:
@@ -72,7 +61,6 @@ def _print_rich(sections: Sequence[TextSection], stream: TextIO) -> None:
 
 
 def sections_of(report: Figures) -> Iterator[TextSection]:
-    """All that is printed, in order."""
     yield _summary(report)
     yield _memory(report)
     yield _ranks(report.ranks)
@@ -191,10 +179,6 @@ def _written(key: str, value: float) -> str:
     return seconds_text(value) if key.endswith("seconds") else bytes_text(value)
 
 
-def _cells(row: Figures, columns: Mapping[str, str]) -> tuple[str, ...]:
-    return tuple(_written(key, row[key]) for key in columns)
-
-
 def _memory(report: Figures) -> TextSection:
     has = report.machine.memory_bytes
     rows = tuple(
@@ -222,10 +206,10 @@ def _ranks(ranks: Figures) -> TextSection:
 
 
 def _exchanges(report: Figures) -> TextSection:
-    rows = [
-        (f"{row.stage}.{row.wave} {row.kind}" if len(report.stages) > 1 else f"{row.wave} {row.kind}", *_cells(row, _EXCHANGES))
-        for row in report.exchanges
-    ]
+    rows = []
+    for row in report.exchanges:
+        wave = f"{row.stage}.{row.wave}" if len(report.stages) > 1 else row.wave
+        rows.append((f"{wave} {row.kind}", *(_written(key, row[key]) for key in _EXCHANGES)))
     return _first("exchanges", ("wave", *_EXCHANGES.values()), rows, _MOST_EXCHANGES)
 
 
@@ -249,14 +233,12 @@ def _params(report: Figures) -> TextSection:
 
 
 def _choices(title: str, choices: Sequence[Figures]) -> TextSection:
-    rows = tuple(
-        (
-            f"* {row.label}" if row.chosen else f"  {row.label}",
-            *((f"cannot be planned: {row.refused}", *[""] * 7) if row.refused else _cells(row, _CHOICES)),
-        )
-        for row in choices
-    )
-    return TextSection(f"side by side: {title}", (title, *_CHOICES.values()), rows)
+    rows = []
+    for row in choices:
+        refused = (f"cannot be planned: {row.refused}", *[""] * 7)
+        figures = refused if row.refused else [_written(key, row[key]) for key in _CHOICES]
+        rows.append((f"{'*' if row.chosen else ' '} {row.label}", *figures))
+    return TextSection(f"side by side: {title}", (title, *_CHOICES.values()), tuple(rows))
 
 
 def _first(title: str, head: tuple[str, ...], rows: Sequence[tuple[str, ...]], most: int) -> TextSection:

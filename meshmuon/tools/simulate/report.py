@@ -85,14 +85,12 @@ def choice_of(simulation: Simulation, label: str, *, chosen: bool) -> Figures:
 
 
 def refused_choice(label: str, reason: str) -> Figures:
-    """A row for what cannot be planned."""
     whole = dict.fromkeys(("bytes_sent", "bytes_between", "most_peers", "buffers", "memory"), 0)
     numbers = dict.fromkeys(("seconds", "heaviest_over_mean", "share"), 0.0) | whole
     return Figures(label=label, chosen=False, refused=reason, **numbers)
 
 
 def _over_mean(plan: Plan) -> float:
-    """Cost of the heaviest rank ÷ mean."""
     total = sum(plan.loads.values())
     return max(plan.loads.values()) * len(plan.loads) / total if total else 1.0
 

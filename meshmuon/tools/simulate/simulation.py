@@ -203,7 +203,6 @@ class SimulatedStage:
 
     @property
     def orthogonalise_seconds(self) -> list[float]:
-        """By rank: seconds in which it orthogonalises."""
         work = self.timeline.work
         return [sum(parts) for parts in zip(work.local, *(wave.orthogonalise for wave in work.waves), strict=True)]
 
@@ -233,7 +232,6 @@ class Simulation:
 
     @cached_property
     def slowest(self) -> SimulatedStage:
-        """The stage whose step takes longest."""
         return max(self.stages, key=lambda stage: stage.timeline.seconds)
 
     @property
