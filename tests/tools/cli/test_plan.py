@@ -157,15 +157,6 @@ def test_a_config_of_transformers_with_a_wrong_value(
     assert message in sentence
 
 
-@pytest.mark.parametrize("content", [b"[]", b"3", b"null", b"\xff", b"", b"{"])
-def test_a_config_that_is_no_object(capsys: pytest.CaptureFixture[str], tmp_path: Path, content: bytes) -> None:
-    need("transformers")
-    path = tmp_path / "config.json"
-    path.write_bytes(content)
-    assert f"--hf-config {path}" in refusal(capsys, "--hf-config", str(path), "--mesh", "dp_shard=2")
-    assert "Is a directory" in refusal(capsys, "--hf-config", str(tmp_path), "--mesh", "dp_shard=2")
-
-
 @pytest.mark.parametrize("text", ["512k", "512K", "512KiB", "512kb", "0.5M", "524288", "524288 B"])
 def test_sizes_in_either_case(capsys: pytest.CaptureFixture[str], text: str) -> None:
     arguments = ("--model", "gpt2", "--mesh", "dp_shard=2", "--json", "-")
@@ -260,10 +251,7 @@ def test_the_plan_of_a_job(capsys: pytest.CaptureFixture[str], tmp_path: Path) -
         (("--model", "gpt3", "--mesh", "dp_shard=2"), "--model gpt3 is unknown. Did you mean gpt2?"),
         (("--model", "gpt2", "--mesh", "dp_shard=2", "--hardware", "h300"), "--hardware h300 is unknown"),
         (("--model", "gpt2", "--mesh", "dp_shard=2", "--nodes", "0"), "--nodes 0 must be at least 1"),
-        (
-            ("--model", "gpt2", "--mesh", "dp_shard=2", "--nodes", "1"),
-            "multiply to 2 ranks, but --nodes gives 8: write dp_shard=8",
-        ),
+        (("--model", "gpt2", "--mesh", "dp_shard=2", "--nodes", "1"), "--nodes gives 8: write dp_shard=8"),
         (("--model", "gpt2", "--mesh", "dp_shard=2", "--scheme", "kellar"), "Did you mean keller?"),
         (("--model", "gpt2", "--mesh", "dp_shard=2", "--memory-budget", "x"), "'x' is no number of bytes, such as 512K or 64M"),
         (("--model", "gpt2", "--mesh", "dp_shard=2", "--mfu", "2"), "2 is not above 0 and at most 1"),
@@ -271,10 +259,7 @@ def test_the_plan_of_a_job(capsys: pytest.CaptureFixture[str], tmp_path: Path) -
         (("--model", "gpt2", "--mesh", "dp_shard=1000000000"), "multiply to 1000000000 ranks. A plan has at most 1048576"),
         (("--model", "gpt2", "--mesh", f"dp_shard={'9' * 5000}"), "must be a whole number of at least 1 and at most 1048576"),
         (("--model", "gpt2", "--mesh", "dp_shard=2", "--waves-ahead", "-1"), "waves_ahead=-1 must be at least 0"),
-        (
-            ("--model", "gpt2", "--mesh", "dp_shard=2", "--tokens-per-step", "0"),
-            "'0' is no number of at least 1, such as 512 or 4M",
-        ),
+        (("--model", "gpt2", "--mesh", "dp_shard=2", "--tokens-per-step", "0"), "'0' is no number of at least 1, such as"),
         (("--model", "gpt2", "--mesh", "dp_shard=2", "--memory-budget", f"{'9' * 400}G"), "is no number of bytes"),
         (("--model", "gpt2", "--mesh", "dp_shard=2", "--tokens-per-step", "0.5"), "'0.5' is no number of at least 1"),
         (("--module", "torch.nn:Module", "--mesh", "dp_shard=2"), "the model has no trainable parameters"),
@@ -336,6 +321,8 @@ def test_a_module_that_cannot_be_imported(
         ("device", None),
         ("device", "abacus"),
         ("ranks_per_node", 0),
+        ("format", "x"),
+        ("memory_bytes", "x"),
         ("memory_bytes_per_second", 0),
         ("connection_bytes", 10**30),
         ("peak_flops", {"bfloat16": 0}),
@@ -349,9 +336,8 @@ def test_a_machine_of_impossible_numbers(capsys: pytest.CaptureFixture[str], tmp
     path = tmp_path / "machine.json"
     content = json.loads((Path(simulate.__file__).parent / "machine_files" / "h100.json").read_text(encoding="utf-8"))
     path.write_text(json.dumps({**content, field: value}))
-    assert f"its {field}" in refusal(capsys, "--model", "gpt2", "--mesh", "dp_shard=2", "--hardware", str(path)).replace(
-        "its efficiency and peak_flops", f"its {field}"
-    )
+    found = refusal(capsys, "--model", "gpt2", "--mesh", "dp_shard=2", "--hardware", str(path))
+    assert f"its {field}" in found.replace("its efficiency and peak_flops", f"its {field}")
 
 
 def test_stages_without_matrices_have_ranks(capsys: pytest.CaptureFixture[str]) -> None:

@@ -261,3 +261,15 @@ def test_the_rates_of_a_machine_predict_what_the_machine_does(mesh: str, name: s
         by_machine, by_rates = (timed.timeline for timed in stages)
         assert by_machine.parts == by_rates.parts
         assert by_machine.seconds == by_rates.seconds
+
+
+def row(label: str, seconds: float, *, refused: str = "") -> Figures:
+    return Figures(label=label, chosen=label == "as chosen", seconds=seconds, memory=0, refused=refused)
+
+
+def test_a_much_faster_option_is_named_unless_it_is_refused_or_less_exact() -> None:
+    (sentence,) = advice_from_choices([row("as chosen", 0.8), row('replicas="repeat"', 0.4), row("comm_dtype=float32", 0.9)])
+    assert sentence.startswith('replicas="repeat" takes 400.00 ms instead of 800.00 ms, with 0 B of memory')
+    assert "cost_model=" in sentence
+    slower = [row("memory_budget=256*2**20", 0.75), row('scheme="keller"', 0.1), row('replicas="share"', 0.0, refused="no")]
+    assert advice_from_choices([row("as chosen", 0.8), *slower]) == []
