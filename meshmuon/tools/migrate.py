@@ -232,26 +232,13 @@ def _ranks(states: Any, form: _Form, *, several: bool = True) -> Sequence[StateD
         raise StateError("states is empty: give the state_dict, or a list with that of every rank.")
     for state in ranks:
         if not is_state_dict(state):
-            found = (
-                f"a dict with the keys {sorted(map(str, state))[:6]}"
-                if isinstance(state, Mapping)
-                else f"a {type(state).__name__}"
-            )
+            is_dict = isinstance(state, Mapping)
+            found = f"a dict with the keys {sorted(map(str, state))[:6]}" if is_dict else f"a {type(state).__name__}"
             raise StateError(
                 f"the saved state is {found}, which is not a state_dict of {form.whose}: pass what its state_dict() returned, a "
                 "dict with a dict 'state' and a list 'param_groups'."
             )
     return ranks
-
-
-def _checked_names(names: Any) -> list[str]:
-    listed = [] if isinstance(names, str | set | frozenset) or not isinstance(names, Iterable) else list(names)
-    if not (listed and all(isinstance(name, str) for name in listed)):
-        raise StateError(
-            f"names={shown(names)} must be the list of the names of the saved optimizer's parameters in its order, group after "
-            "group; docs/migrate.md shows how to list them."
-        )
-    return listed
 
 
 def _checked_entry(group: _SavedGroup, name: str, entry: StateDict | None) -> StateDict:
@@ -274,7 +261,13 @@ def _saved_groups(ranks: Sequence[StateDict], names: Iterable[str], form: _Form)
             raise StateError(
                 f"the state of rank {number} has other param groups than that of rank 0: they are from different runs."
             )
-    listed, count = _checked_names(names), sum(len(group["params"]) for group in groups)
+    listed = [] if isinstance(names, str | set | frozenset) or not isinstance(names, Iterable) else list(names)
+    if not (listed and all(isinstance(name, str) for name in listed)):
+        raise StateError(
+            f"names={shown(names)} must be the list of the names of the saved optimizer's parameters in its order, group after "
+            "group; docs/migrate.md shows how to list them."
+        )
+    count = sum(len(group["params"]) for group in groups)
     if len(listed) != count or len(set(listed)) != count:
         raise StateError(f"names has {len(set(listed))} different names for {count} parameters of the saved state.")
     rest = iter(listed)

@@ -126,9 +126,9 @@ def run_doctor(context: Context, stream: TextIO | None = None) -> Ending:
     """
     began, options = time.monotonic(), context.options
     report = report_for(context.rank, stream)
-    runner = Runner(context, chosen_checks(options), report)
     surroundings = environment.environment_of(context.device) if context.rank == 0 else {}
     report.title(context.world, surroundings)
+    runner = Runner(context, chosen_checks(options), report)  # catches signals from now on
     passed = runner.run()
     if context.rank == 0:
         seconds = time.monotonic() - began

@@ -39,7 +39,8 @@ def _sharded(context: Context, model: nn.Module, *mesh: int, **options: Any) -> 
     from torch.distributed.fsdp import fully_shard
 
     with context.doing("sharding a model with FSDP2"):
-        return fully_shard(model.to(context.device), mesh=context.mesh(*mesh), **options)
+        fully_shard(model.to(context.device), mesh=context.mesh(*mesh), **options)
+    return model
 
 
 def _compared(context: Context, layout: str, model: nn.Module, whole: nn.Module, **options: Any) -> Finding:

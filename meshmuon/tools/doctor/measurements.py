@@ -62,7 +62,7 @@ def _median_seconds(context: Context, work: Callable[[], object], repeats: int, 
 
 
 def _median_of(data: Sequence[Mapping[str, Any]], key: str) -> float:
-    return statistics.median(row[key] for row in data)
+    return float(statistics.median(row[key] for row in data))
 
 
 # Products.

@@ -115,7 +115,8 @@ def _in_words(what: str, advice: str) -> Iterator[None]:
     except (ConfigError, KeyboardInterrupt):
         raise
     except BaseException as error:
-        raise ConfigError(f"{what}: {type(error).__name__}: {' '.join(str(error).split())[:300]}. {advice}") from error
+        text = ": ".join(filter(None, (type(error).__name__, " ".join(str(error).split())[:300])))
+        raise ConfigError(f"{what}: {text}. {advice}") from error
 
 
 def build_from_hf_config(path: Path) -> ModelDescription:
