@@ -179,6 +179,10 @@ def test_missing_ranks_and_names_are_refused() -> None:
         convert_nanochat_state(muon, [*adamless, empty, empty], GROUPED_NAMES)
     with pytest.raises(StateError, match="names has 5 different names for 6 parameters"):
         convert_nanochat_state(muon, ranks, GROUPED_NAMES[1:])
+    with pytest.raises(
+        StateError, match=r"a\.weight needs the state of torch\.optim\.Muon, but its state is from torch\.optim\.Adam"
+    ):
+        convert_keller_state(muon, optimizer.state_dict(), NAMES)
     with pytest.raises(StateError, match="states is empty"):
         convert_keller_state(muon, [], THEIR_NAMES)
     with pytest.raises(StateError, match="rank 1 has other param groups"):

@@ -157,6 +157,11 @@ def wide(count: int, size: int = 8192) -> ModelDescription:
     return ModelDescription("wide", "wide", "", tuple(ModelParam(f"w.{k}", (size, size), True, layer=k) for k in range(count)))
 
 
+def test_scratch_is_that_of_the_largest_batch_within_the_budget() -> None:
+    single, both = (simulate(wide(4, 256), "dp_shard=2", memory_budget=budget) for budget in (1, 2**30))
+    assert both.most_bytes("scratch") == 2 * single.most_bytes("scratch") > 0
+
+
 def test_advice_on_few_large_matrices() -> None:
     (first, *_) = advice_for(simulate(wide(70), "dp_shard=64"))
     assert first.startswith("70 large matrices of 8192×8192 on 64 ranks: the heaviest rank, ")
