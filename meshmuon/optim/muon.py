@@ -20,13 +20,13 @@ from ..matrices import Conv, ExpertDims, Split
 from ..metrics.meter import Meter
 from ..ortho import SchemeLike, resolve_scheme
 from ..ortho.kernels.products import Kernels
-from ..params.arguments import defaults_from, options_from, warn_of_older_names
+from ..params.arguments import options_from, warn_of_older_names
 from ..params.checks import check_replica_group
 from ..params.dtensors import ReplicaGroup
 from ..params.groups import check_group, keep_options, normalise_group, normalise_params
 from ..params.lr import AdjustLR
 from ..params.metrics_option import MetricsLike, metrics_from
-from ..params.option_table import ParamGroup, Rounding, with_options
+from ..params.option_table import NonFinitePolicy, ParamGroup, Rounding, group_options, with_options
 from ..params.param_record import named_params
 from ..params.rules import RuleLike
 from ..plan import DEFAULT_MAX_PEERS, CostModelLike, Plan, PlanOptions, Replicas, cost_model_for, cost_model_from
@@ -37,11 +37,10 @@ from ..state import param_state as state
 from ..state.loading import Fitted, fit, restore
 from .activity import ActivityCheck
 from .collect import Collector
-from .muon_step import MuonStep, Overwritten, logger
-from .nonfinite import NonFinite, NonFinitePolicy, asked_by_scaler
+from .muon_step import MuonStep, Overwritten, StepFailures, logger
+from .nonfinite import NonFinite, asked_by_scaler
 from .offload import Offload
 from .pickling import refuse_unpicklable
-from .step_failures import StepFailures
 from .step_params import StepParams
 
 
@@ -160,7 +159,8 @@ class Muon(MuonStep):
         self._constructed = False
         if isinstance(params, nn.Module):
             params = get_default_muon_param_groups(params, None, expert_keys, conv=conv, split=split)
-        super().__init__(normalise_params(params), defaults_from(options))
+        defaults = {option.name: option.kept_as(options[option.name]) for option in group_options()}
+        super().__init__(normalise_params(params), defaults)
         self._constructed = True
         self._activity.refuse_filters_alone(self._groups)
         self._lineage = register(self)
@@ -195,7 +195,7 @@ class Muon(MuonStep):
     @property
     def skipped_steps(self) -> int:
         """How many steps were skipped because a gradient was not finite. On a GPU, reading it waits for the device."""
-        return self._nonfinite.skipped
+        return int(self._nonfinite.skipped)
 
     @property
     def nonfinite_logits(self) -> int:
@@ -313,7 +313,7 @@ class Muon(MuonStep):
         restore(self._groups, self.state, fitted)
         state.put_in_order(self._groups, self.state)
         self._offload.put_away(self.state)
-        self._failures.clear()
+        self._failures = StepFailures()
         self._planner.begin_anew()
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> Any:
