@@ -24,6 +24,7 @@ from tests.support.reference import (
     muon,
     polar_factor,
     run,
+    run_beside,
     set_gradients,
 )
 
@@ -184,11 +185,7 @@ def test_half_precision_parameters(dtype: torch.dtype, momentum_dtype: torch.dty
     start = make_params((16, 24), (24, 16), dtype=dtype)
     params, reference = copies(start), Reference(start)
     optimizer = muon(params, momentum_dtype=momentum_dtype, lr=0.01, adjust_lr_fn=lambda rows, cols: 20.0)
-    for step in range(3):
-        grads = gradients(params, step)
-        set_gradients(params, grads)
-        optimizer.step()
-        reference.step(grads, lr=0.01, adjust=lambda rows, cols: 20.0)
+    run_beside(reference, optimizer, params, range(3), lr=0.01, adjust=lambda rows, cols: 20.0)
     assert all(param.dtype == dtype for param in params)
     assert all(optimizer.state[param]["momentum_buffer"].dtype == (momentum_dtype or dtype) for param in params)
     assert_moved_within_rounding(params, reference.params, start, 3, momentum=momentum_dtype or dtype)

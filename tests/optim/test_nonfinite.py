@@ -218,7 +218,7 @@ def test_raise_names_the_parameter_and_writes_nothing(bad: float, path: str) -> 
 
 
 def test_an_unknown_policy_is_refused() -> None:
-    with pytest.raises(ConfigError, match="nonfinite='ignore' is unknown; write one of .*propagate.*skip.*raise"):
+    with pytest.raises(ConfigError, match=r"nonfinite='ignore' is unknown; write one of .*propagate.*skip.*raise"):
         Run("ignore")
 
 

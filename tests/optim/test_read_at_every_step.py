@@ -108,24 +108,6 @@ def test_lambda_lr() -> None:
     assert_moved_within_rounding(params, reference.params, start, 5)
 
 
-def test_one_cycle_lr_cycles_momentum_too() -> None:
-    start = make_params(*SHAPES, dtype=torch.float64)
-    params, vectors, reference = copies(start), make_params((4,)), Reference(start)
-    optimizer = Muon([group(params), group(vectors, use_muon=False, prefix="norms")], lr=0.001, scheme="keller")
-    scheduler = lr_scheduler.OneCycleLR(optimizer, max_lr=0.01, total_steps=8, base_momentum=0.7, max_momentum=0.9)
-    seen = set()
-    for step in range(6):
-        used = {key: optimizer.param_groups[0][key] for key in ("lr", "momentum")}
-        seen.add(round(used["momentum"], 6))
-        grads = gradients(params, step)
-        set_gradients(params, grads)
-        optimizer.step()
-        scheduler.step()
-        reference.step(grads, **used)
-    assert len(seen) > 3
-    assert_moved_within_rounding(params, reference.params, start, 6)
-
-
 @pytest.mark.parametrize(("dtype", "lr"), [(torch.float32, 2.0**-8), (torch.float64, 0.005)], ids=str)
 def test_tensor_lr_has_the_bits_of_a_number(dtype: torch.dtype, lr: float) -> None:
     """A number that the tensor's dtype holds exactly gives the same bits either way."""

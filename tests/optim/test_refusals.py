@@ -294,6 +294,20 @@ def test_bad_values_set_by_hand_write_nothing(change: dict[str, Any]) -> None:
         assert_same_bits(entry.values(), state[key].values())
 
 
+@pytest.mark.parametrize("change", ["shape", "dtype", "stale gradient"])
+def test_parameters_changed_under_their_state_write_nothing(change: str) -> None:
+    params = make_params((4, 6), (6,))
+    optimizer = Muon([group(params[:1]), group(params[1:], use_muon=False)], none_grad=False)
+    run(optimizer, params, [0])
+    params[1].data = torch.randn(6).double() if change == "dtype" else torch.randn(7)
+    if change != "stale gradient":
+        params[1].grad = torch.ones_like(params[1])
+    before = params[0].detach().clone(), optimizer.state[params[0]]["momentum_buffer"].clone()
+    with pytest.raises((StateError, GradientError), match=r"others\.0\.weight"):
+        optimizer.step()
+    assert_same_bits([params[0], optimizer.state[params[0]]["momentum_buffer"]], before)
+
+
 @pytest.fixture
 def mesh() -> Iterator[Any]:
     """A mesh of one real rank and one that is not there."""

@@ -172,16 +172,6 @@ def test_right_direction_with_schedules(kind: type[Adapted], given: Input, which
 
 
 @every_class
-@pytest.mark.parametrize("which", range(len(SCHEDULES)))
-def test_groups_with_schedules(kind: type[Adapted], which: int) -> None:
-    problem = Problem()
-    optimizer = kind([{"params": [problem.weight]}, {"params": [problem.bias], "lr": 0.01}])
-    before = problem.loss().item()
-    train(optimizer, problem, 20, [make(optimizer) for make in SCHEDULES[which]])
-    assert problem.loss().item() < before
-
-
-@every_class
 @every_input
 def test_groups_with_their_own_decay(kind: type[Adapted], given: Input) -> None:
     problem = Problem()
@@ -477,17 +467,6 @@ def test_counts_of_steps_as_numbers_load(kind: type[Adapted], given: Input) -> N
     optimizer.load_state_dict(state_dict)
     train(optimizer, problem, 1)
     assert all(entry["step"] == 4 for entry in optimizer.state_dict()["state"].values() if "step" in entry)
-
-
-@every_class
-@every_input
-def test_state_of_every_parameter(kind: type[Adapted], given: Input) -> None:
-    model = nn.Linear(5, 5)
-    optimizer = kind(model.parameters(), **given.fresh())
-    model(torch.rand(2, 5)).sum().backward()
-    optimizer.step()
-    assert len(optimizer.state) == 2
-    assert all(optimizer.state.values())
 
 
 @every_class

@@ -144,6 +144,22 @@ def run(optimizer: torch.optim.Optimizer, params: Sequence[Tensor], steps: Itera
         optimizer.step()
 
 
+def run_beside(
+    reference: Reference, optimizer: torch.optim.Optimizer, params: Sequence[Tensor], numbers: Iterable[int], **options: Any
+) -> None:
+    """``run``, with the same steps of the reference, which is told ``options``."""
+    for number in numbers:
+        run(optimizer, params, [number])
+        reference.step(gradients(params, number), **options)
+
+
+def run_alike(*runs: tuple[torch.optim.Optimizer, Sequence[Tensor]], steps: Iterable[int]) -> None:
+    """Several optimizers on the fixed gradients of ``steps``, each on its own parameters."""
+    for step in steps:
+        for optimizer, params in runs:
+            run(optimizer, params, [step])
+
+
 def copies(params: Iterable[Tensor]) -> list[nn.Parameter]:
     return [nn.Parameter(param.detach().clone()) for param in params]
 
