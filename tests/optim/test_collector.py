@@ -16,7 +16,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.utils import swap_tensors
 
 from meshmuon import Muon
-from meshmuon.errors import GradientError, MeshmuonError
+from meshmuon.errors import MeshmuonError
 from meshmuon.optim.collect import Collector
 from meshmuon.optim.step_params import StepParams
 from meshmuon.torch_compat import local_part
@@ -157,19 +157,11 @@ def test_a_change_after_some_steps(change: str) -> None:
         found.append((said, values, [optimizer.state[param].get("momentum_buffer") for param in parameters(optimizer)]))
     (said, values, momentum), (wanted, whole, kept) = found
     assert said == wanted
+    if change in ("data of another shape", "momentum of another shape", "bad lr"):
+        assert said[0] is not None
     for mine, theirs in zip((*values, *momentum), (*whole, *kept), strict=True):
         assert (mine is None) == (theirs is None)
         assert mine is None or torch.equal(mine, theirs)
-
-
-def test_changes_that_cannot_be_stepped_are_refused() -> None:
-    """The cases above that must be errors are, on both sides."""
-    for change in ("data of another shape", "momentum of another shape", "bad lr"):
-        optimizer = build()
-        for number in range(4):
-            step(optimizer, number, forgets=False)
-        CHANGES[change](optimizer)
-        assert step(optimizer, 4, forgets=False) is not None, change
 
 
 def test_what_has_not_changed_is_not_made_anew() -> None:
@@ -320,17 +312,6 @@ def test_a_step_does_not_call_the_garbage_collector() -> None:
     finally:
         gc.callbacks.remove(note)
     assert collected == []
-
-
-def test_gradients_that_do_not_fit_are_noticed_after_any_number_of_steps() -> None:
-    optimizer = build()
-    for number in range(4):
-        assert step(optimizer, number, forgets=False) is None
-    before = [param.detach().clone() for param in parameters(optimizer)]
-    first(optimizer).grad = torch.zeros(SHAPES[0]).to_sparse()
-    with pytest.raises(GradientError, match="sparse"):
-        optimizer.step()
-    assert all(map(torch.equal, parameters(optimizer), before))
 
 
 def test_a_change_on_another_rank_alone() -> None:

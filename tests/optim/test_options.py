@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import inspect
 import pickle
 import warnings
 from collections.abc import Callable
@@ -130,31 +129,6 @@ def test_default_numbers() -> None:
     numbers = {"lr": 1e-3, "momentum": 0.95, "nesterov": True, "weight_decay": 0.1, "steps": polar_express(steps=5).steps}
     run_beside(reference, optimizer, params, range(3), **numbers)
     assert_moved_within_rounding(params, reference.params, start, 3, polar_express(steps=5))
-
-
-def test_signature() -> None:
-    """Positional arguments and defaults are a contract with users of other Muon optimizers."""
-    positional = {
-        name: parameter.default
-        for name, parameter in inspect.signature(Muon.__init__).parameters.items()
-        if parameter.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD and name not in ("self", "params")
-    }
-    assert list(positional.items()) == [
-        ("lr", 1e-3),
-        ("momentum", 0.95),
-        ("nesterov", True),
-        ("ns_steps", 5),
-        ("weight_decay", 0.1),
-        ("adamw_betas", (0.9, 0.95)),
-        ("adamw_eps", 1e-8),
-        ("none_grad", True),
-        ("debug", False),
-        ("clip_config", None),
-        ("warmup_step", 5),
-        ("chunk_size", -1),
-        ("use_distributed_muon", False),
-        ("expert_keys", None),
-    ]
 
 
 @pytest.mark.parametrize("option", [{"warmup_step": 0}, {"use_distributed_muon": True}, {"clip_config": {}}], ids=str)

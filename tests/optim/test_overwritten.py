@@ -92,19 +92,6 @@ def test_sharded_weights(use_muon: bool, reference: bool, local: bool) -> None:
     on_two_ranks(body)
 
 
-def test_a_weight_that_is_not_stepped_may_be_needed_afterwards() -> None:
-    def body(mesh: Any) -> None:
-        stepped, other = sharded_weight(mesh), sharded_weight(mesh)
-        optimizer = make([stepped, other], use_muon=True)
-        gradient(stepped)
-        loss = other.square().sum()
-        optimizer.step()
-        loss.backward()
-        assert other.grad is not None
-
-    on_two_ranks(body)
-
-
 def test_a_gradient_that_only_another_rank_has() -> None:
     """The step changes the weight of both."""
 

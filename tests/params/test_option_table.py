@@ -36,22 +36,11 @@ TORCHS_NAMES = {alias: option for option in group_options() for alias in option.
 NO_OPTIONS = {"params", "param_names", "use_muon"}
 
 
-MOTIF = [
-    "lr",
-    "momentum",
-    "nesterov",
-    "ns_steps",
-    "weight_decay",
-    "adamw_betas",
-    "adamw_eps",
-    "none_grad",
-    "debug",
-    "clip_config",
-    "warmup_step",
-    "chunk_size",
-    "use_distributed_muon",
-    "expert_keys",
-]
+MOTIF = {  # a contract with users of other Muon optimizers: positional arguments and their defaults
+    "lr": 1e-3, "momentum": 0.95, "nesterov": True, "ns_steps": 5, "weight_decay": 0.1, "adamw_betas": (0.9, 0.95),
+    "adamw_eps": 1e-8, "none_grad": True, "debug": False, "clip_config": None, "warmup_step": 5, "chunk_size": -1,
+    "use_distributed_muon": False, "expert_keys": None,
+}  # fmt: skip
 
 
 def parameters(optimizer: type) -> dict[str, inspect.Parameter]:
@@ -78,7 +67,7 @@ def test_the_signature_has_the_options_and_their_defaults() -> None:
 
 def test_the_signature_begins_as_motif_s_and_goes_on_in_tiers() -> None:
     names = list(parameters(Muon))
-    assert names[: len(MOTIF)] == MOTIF
+    assert [(name, parameters(Muon)[name].default) for name in names[: len(MOTIF)]] == list(MOTIF.items())
     kinds = [parameter.kind for parameter in parameters(Muon).values()]
     assert set(kinds[len(MOTIF) :]) == {inspect.Parameter.KEYWORD_ONLY}
     keywords = [name for option in OPTIONS for name in (option.name, *option.aliases) if name not in MOTIF]
