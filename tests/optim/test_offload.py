@@ -129,22 +129,26 @@ def away() -> Run:
     return run
 
 
-def never(steps: int, model: Model = plain) -> Run:
-    run = Run(model())
+def never(steps: int, model: Model = plain, **options: Any) -> Run:
+    run = Run(model(), **options)
     for step in range(steps):
         run.step(step)
     return run
 
 
 @pytest.mark.parametrize("before", [0, 1, 3])
-@pytest.mark.parametrize(("model", "options"), [*((model, {}) for model in MODELS), ("plain", {"reference_path": True})], ids=str)
+@pytest.mark.parametrize(
+    ("model", "options"),
+    [*((model, {}) for model in MODELS), ("plain", {"reference_path": True}), ("halves", {"rounding": "stochastic"})],
+    ids=str,
+)
 def test_the_same_bits_on_and_off(model: str, options: dict[str, Any], before: int) -> None:
     run = Run(MODELS[model](), **options)
     for step in range(STEPS):
         if step == before:
             run.optimizer.turn_on_cpu_offload()
         run.step(step)
-    expected = never(STEPS, MODELS[model])
+    expected = never(STEPS, MODELS[model], **options)
     assert_bits(run.everything(), expected.everything())
     for param, other in zip(run.params, expected.params, strict=True):
         for key, value in run.optimizer.state[param].items():

@@ -130,20 +130,6 @@ def test_a_resumed_run_has_the_bits_of_an_uninterrupted_one() -> None:
     assert_same_bits(again, whole)
 
 
-def test_the_state_of_a_version_without_the_option_starts_at_zero() -> None:
-    params = make_params(*SHAPES, dtype=HALF)
-    optimizer = build(params, rounding="nearest")
-    run(optimizer, params, range(2))
-    saved = optimizer.state_dict()
-    for one in saved["param_groups"]:
-        del one["rounding"]
-    fresh = build(params)
-    fresh.load_state_dict(saved)
-    assert fresh.param_groups[0]["rounding"] == "stochastic"
-    run(fresh, params, range(2, 3))
-    assert counts(fresh, params) == [1] * 5
-
-
 WRONG = {
     "has one number": (torch.tensor([3]), r"its saved rounding_counter is a tensor of shape \(1,\)"),
     "is rounded": (torch.tensor([3.0, 1.0]), "it must be a tensor of shape .* in torch.int64"),
@@ -169,19 +155,6 @@ def test_a_wrong_counter_is_refused(what: str, key: int) -> None:
     set_gradients(params, gradients(params, 2))
     with pytest.raises(StateError, match="rounding_counter"):
         optimizer.step()
-
-
-def test_offloaded_state_has_the_same_bits() -> None:
-    found = []
-    for offload in (False, True):
-        params = make_params(*SHAPES, dtype=HALF)
-        optimizer = build(params)
-        if offload:
-            optimizer.turn_on_cpu_offload()
-        run(optimizer, params, range(3))
-        found.append(params)
-        assert counts(optimizer, params) == [3] * 5
-    assert_same_bits(*found)
 
 
 @pytest.mark.parametrize("use_muon", [True, False])

@@ -524,35 +524,19 @@ class Raises:
 def odd_params(rng: random.Random) -> Any:
     """A parameter as nobody should have it, or something that is none."""
     weight = nn.Parameter(torch.ones(4, 6))
+    values: dict[torch.dtype, Tensor] = {dtype: torch.ones(4, 6, dtype=dtype) for dtype in (torch.complex64, torch.float8_e4m3fn)}
+    shaped = [(3,), (), (2, 3, 4), (2, 3, 4, 4), (0, 6)]
     return rng.choice(
         [
-            weight,
-            nn.Parameter(torch.ones(3)),
-            nn.Parameter(torch.ones(())),
-            nn.Parameter(torch.ones(2, 3, 4)),
-            nn.Parameter(torch.ones(2, 3, 4, 4)),
-            nn.Parameter(torch.ones(0, 6)),
-            nn.Parameter(torch.ones(6, 1).expand(6, 6)),
-            nn.Parameter(torch.ones(4, 6, device="meta")),
-            nn.Parameter(torch.ones(4, 6, dtype=torch.complex64)),
-            nn.Parameter(torch.ones(4, 6, dtype=torch.float8_e4m3fn)),
-            nn.Parameter(torch.ones(4, 6, dtype=torch.int64), requires_grad=False),
-            nn.Parameter(torch.ones(4, 6).to_sparse()),
-            nn.Parameter(torch.ones(4, 6), requires_grad=False),
-            nn.parameter.UninitializedParameter(),
-            weight * 2,
-            torch.ones(4, 6),
-            torch.nested.nested_tensor([torch.ones(2, 3), torch.ones(4, 3)]),
-            torch.quantize_per_tensor(torch.ones(4, 6), 0.1, 0, torch.qint8),
-            np.ones((4, 6)),
-            nn.Linear(4, 6),
-            ("name", weight),
-            ("name", weight, 1),
-            (weight, "name"),
-            Raises(),
-            *rng.sample(VALUES, 2),
+            weight, *(nn.Parameter(torch.ones(shape)) for shape in shaped), *map(nn.Parameter, values.values()),
+            nn.Parameter(torch.ones(6, 1).expand(6, 6)), nn.Parameter(torch.ones(4, 6, device="meta")),
+            nn.Parameter(torch.ones(4, 6, dtype=torch.int64), requires_grad=False), nn.Parameter(torch.ones(4, 6).to_sparse()),
+            nn.Parameter(torch.ones(4, 6), requires_grad=False), nn.parameter.UninitializedParameter(), weight * 2,
+            torch.ones(4, 6), torch.nested.nested_tensor([torch.ones(2, 3), torch.ones(4, 3)]),
+            torch.quantize_per_tensor(torch.ones(4, 6), 0.1, 0, torch.qint8), np.ones((4, 6)), nn.Linear(4, 6),
+            ("name", weight), ("name", weight, 1), (weight, "name"), Raises(), *rng.sample(VALUES, 2),
         ]
-    )
+    )  # fmt: skip
 
 
 def odd_group(rng: random.Random, options: list[str]) -> Any:
