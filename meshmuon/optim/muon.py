@@ -131,14 +131,8 @@ class Muon(MuonStep):
         resolve_scheme(scheme, ns_steps)  # refuses a Scheme whose length is not ns_steps
         if debug:
             _show_log()
-        self._settings = ExecutorSettings(
-            chunk_size,
-            memory_budget,
-            deterministic=deterministic,
-            compile=compile,
-            cuda_graphs=cuda_graphs,
-            kernels=kernels,
-        )
+        engine: dict[str, Any] = {"compile": compile, "cuda_graphs": cuda_graphs, "kernels": kernels}
+        self._settings = ExecutorSettings(chunk_size, memory_budget, deterministic=deterministic, **engine)
         in_flight = options["waves_ahead"] + 1
         self._cost_model = cost_model_from(cost_model)
         # LocalPlanner replaces the cost model: by the user's, or by that of the parameters' device.
@@ -293,7 +287,7 @@ class Muon(MuonStep):
             nonlocal fitted, hooked
             hooked = True
             fitted = fit(self._groups, self.defaults, final, strict=strict)
-            return fitted.as_state_dict()
+            return {"state": fitted.state, "param_groups": fitted.param_groups}
 
         # The last hook: hooks of the user may first convert a foreign state into one that fits.
         handle = self.register_load_state_dict_pre_hook(fit_last)
@@ -321,18 +315,7 @@ class Muon(MuonStep):
         return super().__reduce_ex__(protocol)
 
     def __getstate__(self) -> dict[str, Any]:
-        kept = (
-            "_settings",
-            "_plan_options",
-            "_cost_model",
-            "_metrics",
-            "_adamw_lr",
-            "_comm_dtype",
-            "_reference",
-            "_qk_clip",
-            "_failures",
-            "_lineage",
-        )
+        kept = "_settings _plan_options _cost_model _metrics _adamw_lr _comm_dtype _reference _qk_clip _failures _lineage"
         self._offload.settle()
         options = {
             "_nonfinite_policy": self._nonfinite.policy,
@@ -340,7 +323,7 @@ class Muon(MuonStep):
             "_allow_inactive": self._activity.allowed,
             "_was_active": self._activity.active,
         }
-        return {**super().__getstate__(), **{name: getattr(self, name) for name in kept}, **options}
+        return {**super().__getstate__(), **{name: getattr(self, name) for name in kept.split()}, **options}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
