@@ -48,7 +48,7 @@ class GroupRecipe(NamedTuple):
         return cls(scheme, rule, matrix_options_of(group), group["compute_dtype"], group["rounding"])
 
 
-class ParamPlace(NamedTuple):
+class ParamLocation(NamedTuple):
     """Where a parameter lies: the first fields of its record."""
 
     local_shape: tuple[int, ...]
@@ -58,7 +58,7 @@ class ParamPlace(NamedTuple):
     work_device: torch.device
 
     @classmethod
-    def of(cls, param: Tensor, recipe: GroupRecipe) -> ParamPlace:
+    def of(cls, param: Tensor, recipe: GroupRecipe) -> ParamLocation:
         """Where a parameter of a model lies. AdamW, which sees no matrices, works where the parameter is."""
         device, sharded = param.device, as_dtensor(param)
         works_on = device if recipe.matrix_options is None else work_device(param)
@@ -100,13 +100,13 @@ class ParamRecord:
         group: ParamGroup,
         recipe: GroupRecipe,
         comm_dtype: torch.dtype | None = None,
-        place: ParamPlace | None = None,
+        place: ParamLocation | None = None,
     ) -> ParamRecord:
         """The record of a parameter. Raises ConfigError if the recipe does not fit it.
 
         ``comm_dtype`` is the user's option, None for the default; ``place`` is where a simulated parameter lies.
         """
-        place = place or ParamPlace.of(param, recipe)
+        place = place or ParamLocation.of(param, recipe)
         shape, dtype, options = tuple(param.shape), param.dtype, recipe.matrix_options
         update_dtype = torch.float64 if dtype == torch.float64 else torch.float32
         compute_dtype = dtype if options is None else recipe.compute_dtype or default_compute_dtype(place.work_device, dtype)
