@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from meshmuon.transport.dissemination import distances, told_in_round
+from meshmuon.transport.host_channel import distances, told_in_round
 
 
 def known_after(size: int) -> list[int]:

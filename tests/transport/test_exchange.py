@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from meshmuon.transport import Agreement, Exchange, Vote, exchange_group, failures, groups, own_shard, whole
-from meshmuon.transport.channels import channel_of
+from meshmuon.transport.collectives import channel_of
 from tests.support.threads import run_threads
 
 
@@ -130,9 +130,7 @@ LARGEST = 2**60 - 1
 )
 def test_agreement(numbers: tuple[int, ...], expected: bool) -> None:
     def main(rank: int) -> bool:
-        agreement = Agreement(world())
-        assert agreement.ranks == [0, 1, 2]
-        return agreement.decide(Vote(numbers[rank])).unanimous
+        return Agreement(world()).decide(Vote(numbers[rank])).unanimous
 
     assert run_threads(3, main) == [expected] * 3
 
@@ -325,7 +323,7 @@ def test_a_lost_rank_ends_what_the_others_wait_for(monkeypatch: pytest.MonkeyPat
         channel = channel_of(world())
         assert channel is not None
         if rank == 1:
-            for connection in (*channel._outgoing, *channel._incoming):
+            for connection in channel._connections():
                 connection.shutdown(socket.SHUT_RDWR)  # as the system does for a process that is killed
             ended.wait(60.0)
             return ""
