@@ -51,7 +51,8 @@ class Home:
 
     def __init__(self) -> None:
         self._process = os.getpid()
-        self._world = _reference_to(current_world())
+        world = current_world()
+        self._world = None if world is None else weakref.ref(world)
 
     def check_process(self) -> None:
         """Raises in a forked process: it has no connections, so the other ranks would never answer."""
@@ -69,9 +70,10 @@ class Home:
         DTensors keep the process groups that they were created with. If ranks share ``plain`` tensors only, another process group
         can be used.
         """
+        world = current_world()
         if self._world is None:  # built before there was one
-            self._world = _reference_to(current_world())
-        elif self._world() is None or self._world() is not current_world():
+            self._world = None if world is None else weakref.ref(world)
+        elif world is None or self._world() is not world:
             remedy = "Rebuild the meshes, the model and the optimizer, and load a checkpoint."
             if plain:
                 remedy = "Set optimizer.replica_group to a process group of the new one."
@@ -89,7 +91,3 @@ def current_rank() -> int:
 def current_world() -> dist.ProcessGroup | None:
     """The default process group, or None."""
     return dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
-
-
-def _reference_to(world: dist.ProcessGroup | None) -> weakref.ref[dist.ProcessGroup] | None:
-    return None if world is None else weakref.ref(world)

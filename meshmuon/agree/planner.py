@@ -53,30 +53,23 @@ class Planner:
 
     1. ``begin()``, once per step, before the closure runs. It counts the call and does not communicate.
     2. ``propose(status)``, once per step, before anything is written. A rank that cannot step has its error in ``status`` and
-       still takes part. ``propose``
-
-       a. plans on this rank, at the first step and whenever the records have changed, a parameter has its first gradient,
-          or a considerable part of the plan has had none for long (``PlannedSet``). Otherwise a missing gradient changes only
-          what the step does with the plan. Ranks that meet for the first time create their process groups here;
-       b. sends this rank's vote, seven integers in host memory, at every step.
+       still takes part. It plans, at the first step and whenever the records have changed, a parameter has its first gradient,
+       or a considerable part of the plan has had none for long (``PlannedSet``); ranks that meet for the first time create their
+       process groups. At every step it sends this rank's vote, seven integers in host memory.
 
        It returns what will be decided unless some rank has other plans or something out of the ordinary; None if this rank has.
        While the votes travel a rank may find out what it needs for that, and call ``advance()``. It must neither write nor
        communicate before ``settle`` has returned.
-    3. ``settle(status)``, once per step. It counts the votes, and compares notes if they differ. First the ranks tell each other
-       on which nodes they are, and vote again if some did not know that of all ranks. If the votes still differ, they gather
-       their views and settle on one plan for all that any of them has planned, or raise the same error.
-
-       It returns the same ``StepDecision`` on all ranks, except for what belongs to a rank (``rank``, ``zeros``, parameters that
-       only it knows), or raises on all of them.
+    3. ``settle(status)``, once per step. It counts the votes. If they differ, the ranks first tell each other on which nodes they
+       are, and vote again if some did not know that of all ranks. If the votes still differ, they gather their views and settle
+       on one plan for all that any of them has planned. It returns the same ``StepDecision`` on all ranks, except for what
+       belongs to a rank (``rank``, ``zeros``, parameters that only it knows), or raises the same error on all of them.
     4. ``confirm(failure)``, only if ``decision.prepares``: after each rank has created its buffers, and before anything travels.
        One more vote. If a rank could not create its buffers, all ranks raise its error.
     5. ``end()``, once per step, also if it fails. It does not wait for other ranks.
 
-    Between steps:
-
-    - ``begin_anew()`` after a state was loaded, on the ranks that loaded it. It does not communicate.
-    - ``check_connected()`` before any other communication of the optimizer.
+    Between steps come ``begin_anew()``, on ranks that have loaded a state, and ``check_connected()``, before any other
+    communication of the optimizer. Neither communicates.
 
     Args:
         settings: the options that shape a plan; ranks must agree on them.
@@ -99,7 +92,7 @@ class Planner:
         self._reduced = reduced
         self._home = Home()
         self._pairing = Pairing()
-        self._link: Link | None = None
+        self._link: Link | None = None  # None on a single rank
         self._node_view: NodeView | None = None  # what this rank knows of the nodes of the ranks of ``_link``
         self._on_meshes = False  # whether any parameter is on a mesh
         self._topology: Topology  # of the ranks that the parameters connect
@@ -118,23 +111,7 @@ class Planner:
 
     def begin(self) -> None:
         """Counts a call of ``step()``, also one that fails before the ranks can agree: on other ranks it may have succeeded."""
-        self._pairing = Pairing(self._pairing.shared_id, self._pairing.steps + 1)
-
-    def end(self) -> None:
-        """The step is over, also one that has failed: other threads may step over the process group.
-
-        If this rank leaves between ``propose`` and ``settle`` (Ctrl-C), the others may already count on it: they get an error at
-        once, where they can be told.
-        """
-        if self._votes is not None:
-            self._votes.abandon()
-            self._votes = None
-        if self._link is not None:
-            self._link.end_turn()
-
-    def begin_anew(self) -> None:
-        """Forgets the steps so far, because a state was loaded: the ranks identify each other again at the next step."""
-        self._pairing = Pairing()
+        self._pairing = self._pairing._replace(steps=self._pairing.steps + 1)
 
     def propose(self, status: RankStatus) -> StepDecision | None:
         """Plans, and begins to decide with all ranks what this step does. Returns what is expected."""
@@ -182,37 +159,38 @@ class Planner:
         """Returns on all ranks once all are ready for the step, or raises on all ranks the error of the first that is not."""
         if self._link is None:
             failure.raise_it()
-        else:
-            verdict = self._link.agreement.decide(Vote(_FAILED if failure else _READY))
-            if not verdict.unanimous or failure:
-                raise_failures(self._link.agreement.all_gather_objects(Note(failure.text)), failure.take())
-                raise PlanMismatchError("some ranks are ready for a step that others have not begun: call step() equally often.")
+        elif not self._link.agreement.decide(Vote(_FAILED if failure else _READY)).unanimous or failure:
+            _raise_anyones(failure, self._link)
+            raise PlanMismatchError("some ranks are ready for a step that others have not begun: call step() equally often.")
         self._count_step()
+
+    def end(self) -> None:
+        """The step is over, also one that has failed: other threads may step over the process group.
+
+        If this rank leaves between ``propose`` and ``settle`` (Ctrl-C), the others may already count on it: they get an error at
+        once, where they can be told.
+        """
+        if self._votes is not None:
+            self._votes.abandon()
+            self._votes = None
+        if self._link is not None:
+            self._link.end_turn()
+
+    def begin_anew(self) -> None:
+        """Forgets the steps so far, because a state was loaded: the ranks identify each other again at the next step."""
+        self._pairing = Pairing()
 
     def check_connected(self) -> None:
         """Raises if the process group that the optimizer was built in was destroyed, even if its connections still answer."""
         self._home.check_connected(plain=not self._on_meshes and self._replica_group is not None)
+
+    # What one rank does by itself.
 
     @property
     def _proposal(self) -> Proposal:
         assert self._local is not None
         assert self._local.proposal is not None
         return self._local.proposal
-
-    def _plan(self, status: RankStatus, failure: KeptError) -> None:
-        """Makes this rank's own proposal; keeps an error of it for the vote, since the other ranks wait there."""
-        with failure:
-            if self._local is None:
-                topology, exchange = self._topology, None
-                if self._link is not None:
-                    self._node_view = self._node_view or NodeView.from_environment(
-                        topology.rank, topology.ranks, dist.get_world_size()
-                    )
-                    topology, exchange = replace(topology, nodes=self._node_view.nodes), self._link.exchange
-                local = LocalPlanner(status.records, self._settings, topology, exchange)
-                local.check_shards()
-                self._local = local
-            self._local.propose(status.has_grad)
 
     def _connect(self, records: tuple[ParamRecord, ...]) -> Topology:
         """Finds the ranks to plan with, and creates the process groups to talk to them if they are not those of the last plan."""
@@ -241,6 +219,20 @@ class Planner:
             self._pairing = Pairing(steps=1)  # with these ranks it is the first step
         return topology
 
+    def _plan(self, status: RankStatus, failure: KeptError) -> None:
+        """Makes this rank's own proposal; keeps an error of it for the vote, since the other ranks wait there."""
+        with failure:
+            if self._local is None:
+                topology, exchange = self._topology, None
+                if self._link is not None:
+                    world = dist.get_world_size()
+                    self._node_view = self._node_view or NodeView.from_environment(topology.rank, topology.ranks, world)
+                    topology, exchange = replace(topology, nodes=self._node_view.nodes), self._link.exchange
+                local = LocalPlanner(status.records, self._settings, topology, exchange)
+                local.check_shards()
+                self._local = local
+            self._local.propose(status.has_grad)
+
     def _vote(self, status: RankStatus, failure: KeptError) -> Vote:
         """What this rank is about to do. A single rank compares nothing."""
         fingerprint, proposed_id = _READY, 0
@@ -255,13 +247,19 @@ class Planner:
         """The fingerprint of all that must be equal on all ranks in this step."""
         assert self._local is not None
         pairing = self._pairing
-        identity = (pairing.shared_id, pairing.steps) if pairing.shared_id else (pairing.steps, *place_of(self._optimizer()))
+        identity = pairing if pairing.shared_id else (pairing.steps, *place_of(self._optimizer()))
         hyperparameters = self._local.shared_hyperparameters(status.hyperparameters())
         without_state = self._local.positions_among_shared(status.without_state)
         nodes = "" if self._node_view is None else self._node_view.compared
         # Of all votes only the first after loading reads the state, which waits for the device.
         progress = () if pairing.shared_id else status.presence.progress(self._local.shared)
         return fingerprint_of((self._proposal.fingerprint, hyperparameters, identity, without_state, nodes, progress))
+
+    def _count_step(self) -> None:
+        assert self._local is not None
+        self._local.count_step()
+
+    # What the ranks do together.
 
     def _count(self, link: Link, status: RankStatus) -> Vote:
         """Compares with all ranks what each is about to do, and looks for the reason where they differ."""
@@ -270,15 +268,15 @@ class Planner:
         counted = votes.wait()
         if not counted.unanimous or status.failure:
             # The error of one rank is raised by all, so that nothing else has to be compared.
-            notes = link.agreement.all_gather_objects(Note(status.failure.text, node_view=self._node_view))
-            raise_failures(notes, status.failure.take())
+            notes = _raise_anyones(status.failure, link, self._node_view)
             counted = self._vote_again(link, notes, status) or counted
         if not counted.unanimous:
             assert self._local is not None
             notes = self._compare_notes(link, self._local, status)
             changed = self._plan_together(link, self._local, notes, status)
             counted = replace(counted, prepares=changed or counted.prepares)
-        self._pairing = self._pairing.joined(counted.proposed_id)
+        if counted.proposed_id:  # some rank had no shared id; now all have this one
+            self._pairing = Pairing(counted.proposed_id)
         return counted
 
     def _vote_again(self, link: Link, notes: Mapping[int, Note], status: RankStatus) -> Vote | None:
@@ -292,12 +290,8 @@ class Planner:
         self._plan(status, failure)
         counted = link.agreement.decide(self._vote(status, failure))
         if not counted.unanimous or failure:
-            raise_failures(link.agreement.all_gather_objects(Note(failure.text)), failure.take())
+            _raise_anyones(failure, link)
         return counted
-
-    def _count_step(self) -> None:
-        assert self._local is not None
-        self._local.count_step()
 
     def _compare_notes(self, link: Link, local: LocalPlanner, status: RankStatus) -> dict[int, Note]:
         """Gathers every rank's view of the step; raises where ranks step other optimizers, parameters or hyperparameters."""
@@ -313,8 +307,14 @@ class Planner:
             state="".join(status.presence.presence(index) for index in local.shared),
         )
         notes = link.agreement.all_gather_objects(note)
-        raise_failures(notes, None)
-        self._refuse_other_optimizers(notes)
+        if (mixed_up := other_optimizer(notes)) is not None:
+            # This call does not count: in the right order it will come again.
+            self._pairing = self._pairing._replace(steps=self._pairing.steps - 1)
+            raise mixed_up
+        if (out_of_step := other_step(notes)) is not None:
+            # Raised once: from here on all ranks count from the largest number of steps.
+            self._pairing = self._pairing._replace(steps=max(of_rank.pairing.steps for of_rank in notes.values()))
+            raise out_of_step
         raise_mismatch(notes)
         if any(not of_rank.pairing.shared_id for of_rank in notes.values()):  # some rank has loaded a state
             progress = link.agreement.all_gather_objects(status.presence.progress(local.shared))
@@ -336,21 +336,10 @@ class Planner:
         failure = KeptError()
         with failure:  # the other ranks wait for this rank's note
             local.propose_together(status.has_grad, flags_by_rank, idle_steps)
-        raise_failures(link.agreement.all_gather_objects(Note(failure.text)), failure.take())
+        _raise_anyones(failure, link)
         assignments = owner_assignments(self._proposal.decision.plan)
         raise_other_plan(link.agreement.all_gather_objects((self._proposal.fingerprint, assignments)))
         return len({tuple(steps == NOT_PLANNED for steps in of_rank) for of_rank in idle_steps}) > 1
-
-    def _refuse_other_optimizers(self, notes: Mapping[int, Note]) -> None:
-        """Raises unless all ranks step the same optimizer, and have done so equally often."""
-        shared_id, steps = self._pairing
-        if (mixed_up := other_optimizer(notes)) is not None:
-            self._pairing = Pairing(shared_id, steps - 1)  # this call does not count: in the right order it will come again
-            raise mixed_up
-        if (out_of_step := other_step(notes)) is not None:
-            # Raised once: from here on all ranks count from the largest number of steps.
-            self._pairing = Pairing(shared_id, max(note.pairing.steps for note in notes.values()))
-            raise out_of_step
 
     def _refuse_lost_state(self, link: Link, local: LocalPlanner, notes: Mapping[int, Note], presence: StatePresence) -> None:
         """Raises if some ranks would start state at zero that other ranks continue."""
@@ -364,6 +353,13 @@ class Planner:
             raise_lost_state(names, states, link.agreement.all_gather_objects(begun))
         if not self._reduced:
             raise_lost_state(names, states, lost_by_owners(states, active))
+
+
+def _raise_anyones(failure: KeptError, link: Link, node_view: NodeView | None = None) -> dict[int, Note]:
+    """Raises on all ranks the failure of the first rank that has one; returns the notes of ranks that have none."""
+    notes = link.agreement.all_gather_objects(Note(failure.text, node_view=node_view))
+    raise_failures(notes, failure.take())
+    return notes
 
 
 def _ordinary(vote: Vote) -> bool:
