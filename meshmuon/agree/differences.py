@@ -6,7 +6,7 @@ Every function that compares notes gives the same result on every rank, since al
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -21,6 +21,7 @@ from .node_view import NodeView
 ABSENT, PRESENT, ELSEWHERE = "0", "1", "-"
 _SHOWN = 4  # differences that an error names
 _T = TypeVar("_T")
+_NO_PAIRING, _ALONE = Pairing(), Place(0, 1)
 
 
 @sendable
@@ -33,9 +34,9 @@ class Note:
     parameters: tuple[tuple[str, str], ...] = ()  # name and description of each shared parameter; must be equal on all ranks
     has_grad: tuple[bool, ...] = ()  # which of these parameters have a gradient on this rank
     idle_steps: tuple[int, ...] = ()  # of each of them, as ``PlannedSet.idle_steps`` counts them
-    hyperparameters: tuple[tuple[int, str], ...] = ()  # see ``LocalPlanner.shared_hyperparameters``
-    pairing: Pairing = Pairing()
-    place: Place = Place(0, 1)
+    hyperparameters: tuple[tuple[int, str], ...] = ()  # from which position on which hold: ((0, "lr=0.1"), (5, "lr=0.2"))
+    pairing: Pairing = _NO_PAIRING
+    place: Place = _ALONE
     node_view: NodeView | None = None  # what the rank knows of nodes; the first note of ranks that disagree has nothing else
     state: str = ""  # one letter per parameter, ABSENT, PRESENT or ELSEWHERE: "110-"
 
@@ -83,44 +84,36 @@ def other_step(notes: Mapping[int, Note]) -> PlanMismatchError | None:
     )
 
 
-def differing_state(states: Mapping[int, str], active: Sequence[bool]) -> list[int]:
-    """Positions of the ``active`` parameters whose state is PRESENT on some ranks and ABSENT on others."""
-    letters = _letters_by_param(states)
-    return [position for position, found in enumerate(letters) if active[position] and found >= {ABSENT, PRESENT}]
+def raise_lost_state(
+    names: Sequence[str],
+    notes: Mapping[int, Note],
+    gather_begun: Callable[[list[int]], Mapping[int, Sequence[int]]],
+    *,
+    kept_by_owners: bool,
+) -> None:
+    """Raises if a parameter that is stepped has state on some ranks and none on others that should have it.
 
-
-def lost_by_owners(states: Mapping[int, str], active: Sequence[bool]) -> dict[int, list[int]]:
-    """The positions of ``active`` parameters whose only keeper, their owner, has lost the state, by a rank that still has some.
-
-    This is the form of ``begun`` in ``raise_lost_state``. No other rank has a copy to compare with: the state counts as lost if
-    owners of other parameters still have theirs.
+    A state of zeros is the same as none: for the positions of such parameters, ``gather_begun`` returns, by rank, those whose
+    state is more than that. Where owners alone keep state, no other rank has a copy to compare with: it counts as lost if owners
+    of other parameters still have theirs.
     """
-    letters = _letters_by_param(states)
-    lost = [position for position, found in enumerate(letters) if active[position] and found == {ABSENT, ELSEWHERE}]
-    kept = [position for position, found in enumerate(letters) if found == {PRESENT, ELSEWHERE}]
-    return {min(rank for rank in states if states[rank][kept[0]] == PRESENT): lost} if lost and kept else {}
-
-
-def _letters_by_param(states: Mapping[int, str]) -> list[set[str]]:
-    """For each parameter, the letters that any rank has for it: "10" and "1-" give {"1"} and {"0", "-"}."""
-    return [set(letters) for letters in zip(*states.values(), strict=True)]
-
-
-def raise_lost_state(names: Sequence[str], states: Mapping[int, str], begun: Mapping[int, Sequence[int]]) -> None:
-    """Raises if a parameter has state on some ranks and none on others that should have it.
-
-    ``states`` has the letters of each rank, ``begun`` the positions of the parameters whose state on a rank is not all zeros: a
-    state of zeros is the same as none.
-    """
-    for rank, positions in sorted(begun.items()):
-        for position in positions:
-            lacking = [other for other, letters in sorted(states.items()) if letters[position] == ABSENT]
-            if lacking:
-                raise StateError(
-                    f"{names[position]} has no state on rank {lacking[0]} and would restart there from zero, while rank {rank} "
-                    "has state and would continue. Load a checkpoint on every rank. To restart it on purpose, delete its entry "
-                    "in optimizer.state on every rank."
-                )
+    states, positions = sorted((rank, note.state) for rank, note in notes.items()), range(len(names))
+    present, absent = (
+        [[rank for rank, state in states if state[k] == letter] for k in positions] for letter in (PRESENT, ABSENT)
+    )
+    active = [any(note.has_grad[k] for note in notes.values()) for k in positions]
+    differing = [k for k in positions if active[k] and present[k] and absent[k]]
+    lost = [(k, rank) for rank, begun in sorted(gather_begun(differing).items()) for k in begun] if differing else []
+    if kept_by_owners:
+        kept = [present[k][0] for k in positions if 0 < len(present[k]) < len(notes) and not absent[k]]
+        alone = [k for k in positions if active[k] and 0 < len(absent[k]) < len(notes) and not present[k]]
+        lost += [(k, kept[0]) for k in alone if kept]
+    for k, rank in lost:
+        raise StateError(
+            f"{names[k]} has no state on rank {absent[k][0]} and would restart there from zero, while rank {rank} has state and "
+            "would continue. Load a checkpoint on every rank. To restart it on purpose, delete its entry in optimizer.state on "
+            "every rank."
+        )
 
 
 def raise_other_progress(names: Sequence[str], progress: Mapping[int, Sequence[str]]) -> None:

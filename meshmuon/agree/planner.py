@@ -21,8 +21,6 @@ from .descriptions import owner_assignments
 from .differences import (
     PRESENT,
     Note,
-    differing_state,
-    lost_by_owners,
     other_optimizer,
     other_step,
     raise_failures,
@@ -37,7 +35,6 @@ from .link import Home, Link, current_rank
 from .local_planner import LocalPlanner, PlanSettings, Proposal, Topology, fingerprint_of, slices_by_mesh
 from .node_view import NodeView, settled_nodes
 from .planned_set import NOT_PLANNED
-from .state_presence import StatePresence
 from .step_decision import Activity, RankStatus, StepDecision
 
 _FAILED, _READY = -1, 1  # what a rank votes instead of a fingerprint, which is 0 or more
@@ -145,7 +142,7 @@ class Planner:
             counted = self._count(self._link, status)
         decision = self._proposal.decision
         if _ordinary(counted):
-            self._count_step()
+            self._planned.count_step()
             return decision
         return replace(
             decision,
@@ -162,7 +159,7 @@ class Planner:
         elif not self._link.agreement.decide(Vote(_FAILED if failure else _READY)).unanimous or failure:
             _raise_anyones(failure, self._link)
             raise PlanMismatchError("some ranks are ready for a step that others have not begun: call step() equally often.")
-        self._count_step()
+        self._planned.count_step()
 
     def end(self) -> None:
         """The step is over, also one that has failed: other threads may step over the process group.
@@ -187,10 +184,14 @@ class Planner:
     # What one rank does by itself.
 
     @property
-    def _proposal(self) -> Proposal:
+    def _planned(self) -> LocalPlanner:
         assert self._local is not None
-        assert self._local.proposal is not None
-        return self._local.proposal
+        return self._local
+
+    @property
+    def _proposal(self) -> Proposal:
+        assert self._planned.proposal is not None
+        return self._planned.proposal
 
     def _connect(self, records: tuple[ParamRecord, ...]) -> Topology:
         """Finds the ranks to plan with, and creates the process groups to talk to them if they are not those of the last plan."""
@@ -244,20 +245,12 @@ class Planner:
         return Vote(fingerprint, prepares, status.nonfinite, status.has_work, status.activity, proposed_id)
 
     def _fingerprint(self, status: RankStatus) -> int:
-        """The fingerprint of all that must be equal on all ranks in this step."""
-        assert self._local is not None
-        pairing = self._pairing
+        """Of all that must be equal on all ranks in this step."""
+        pairing, nodes = self._pairing, "" if self._node_view is None else self._node_view.compared
         identity = pairing if pairing.shared_id else (pairing.steps, *place_of(self._optimizer()))
-        hyperparameters = self._local.shared_hyperparameters(status.hyperparameters())
-        without_state = self._local.positions_among_shared(status.without_state)
-        nodes = "" if self._node_view is None else self._node_view.compared
         # Of all votes only the first after loading reads the state, which waits for the device.
-        progress = () if pairing.shared_id else status.presence.progress(self._local.shared)
-        return fingerprint_of((self._proposal.fingerprint, hyperparameters, identity, without_state, nodes, progress))
-
-    def _count_step(self) -> None:
-        assert self._local is not None
-        self._local.count_step()
+        progress = () if pairing.shared_id else status.presence.progress(self._planned.shared)
+        return fingerprint_of((*self._planned.compared(status), identity, nodes, progress))
 
     # What the ranks do together.
 
@@ -271,9 +264,8 @@ class Planner:
             notes = _raise_anyones(status.failure, link, self._node_view)
             counted = self._vote_again(link, notes, status) or counted
         if not counted.unanimous:
-            assert self._local is not None
-            notes = self._compare_notes(link, self._local, status)
-            changed = self._plan_together(link, self._local, notes, status)
+            notes = self._compare_notes(link, self._planned, status)
+            changed = self._plan_together(link, self._planned, notes, status)
             counted = replace(counted, prepares=changed or counted.prepares)
         if counted.proposed_id:  # some rank had no shared id; now all have this one
             self._pairing = Pairing(counted.proposed_id)
@@ -295,17 +287,7 @@ class Planner:
 
     def _compare_notes(self, link: Link, local: LocalPlanner, status: RankStatus) -> dict[int, Note]:
         """Gathers every rank's view of the step; raises where ranks step other optimizers, parameters or hyperparameters."""
-        note = Note(
-            failure=None,
-            options=local.options_text(),
-            parameters=local.descriptions(),
-            has_grad=local.shared_flags(status.has_grad),
-            idle_steps=local.idle_steps,
-            hyperparameters=local.shared_hyperparameters(status.hyperparameters()),
-            pairing=self._pairing,
-            place=place_of(self._optimizer()),
-            state="".join(status.presence.presence(index) for index in local.shared),
-        )
+        note = replace(local.note(status), pairing=self._pairing, place=place_of(self._optimizer()))
         notes = link.agreement.all_gather_objects(note)
         if (mixed_up := other_optimizer(notes)) is not None:
             # This call does not count: in the right order it will come again.
@@ -327,11 +309,16 @@ class Planner:
         What is planned follows from the notes alone, so that ranks with different histories make the same plan. Returns whether
         the plan of any rank has changed.
         """
+        names = [local.records[index].name for index in local.shared]
         flags_by_rank = {rank: note.has_grad for rank, note in sorted(notes.items())}
         if self._reduced:
-            shared = [(local.records[index].name, local.layouts[index]) for index in local.shared]
-            raise_unequal_replicas(flags_by_rank, shared)
-        self._refuse_lost_state(link, local, notes, status.presence)
+            raise_unequal_replicas(flags_by_rank, list(zip(names, (local.layouts[index] for index in local.shared), strict=True)))
+
+        def gather_begun(positions: list[int]) -> dict[int, tuple[int, ...]]:
+            kept = [k for k in positions if notes[current_rank()].state[k] == PRESENT]
+            return link.agreement.all_gather_objects(tuple(k for k in kept if status.presence.begun(local.shared[k])))
+
+        raise_lost_state(names, notes, gather_begun, kept_by_owners=not self._reduced)
         idle_steps = [note.idle_steps for note in notes.values()]
         failure = KeptError()
         with failure:  # the other ranks wait for this rank's note
@@ -340,19 +327,6 @@ class Planner:
         assignments = owner_assignments(self._proposal.decision.plan)
         raise_other_plan(link.agreement.all_gather_objects((self._proposal.fingerprint, assignments)))
         return len({tuple(steps == NOT_PLANNED for steps in of_rank) for of_rank in idle_steps}) > 1
-
-    def _refuse_lost_state(self, link: Link, local: LocalPlanner, notes: Mapping[int, Note], presence: StatePresence) -> None:
-        """Raises if some ranks would start state at zero that other ranks continue."""
-        states = {rank: note.state for rank, note in notes.items()}
-        names = [local.records[index].name for index in local.shared]
-        active = [any(flags) for flags in zip(*(note.has_grad for note in notes.values()), strict=True)]
-        if differing := differing_state(states, active):
-            letters = states[current_rank()]
-            present = [position for position in differing if letters[position] == PRESENT]
-            begun = tuple(position for position in present if presence.begun(local.shared[position]))
-            raise_lost_state(names, states, link.agreement.all_gather_objects(begun))
-        if not self._reduced:
-            raise_lost_state(names, states, lost_by_owners(states, active))
 
 
 def _raise_anyones(failure: KeptError, link: Link, node_view: NodeView | None = None) -> dict[int, Note]:
