@@ -23,7 +23,7 @@ from torch import Tensor
 from ..params.dtensors import ReplicaGroup, replica_ranks
 from ..torch_compat import spec_of
 from ..transport import sendable
-from .link import current_world
+from .home import current_world
 
 
 class Optimizer(Protocol):

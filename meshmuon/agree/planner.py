@@ -16,7 +16,7 @@ from ..layout import Layout
 from ..params.dtensors import ReplicaGroup, groups_of
 from ..params.param_record import ParamRecord
 from ..torch_compat import warn_if_untested
-from ..transport import PendingVotes, Vote
+from ..transport import Agreement, Exchange, PendingVotes, Vote, exchange_group
 from .descriptions import owner_assignments
 from .differences import (
     PRESENT,
@@ -30,8 +30,8 @@ from .differences import (
     raise_other_progress,
     raise_unequal_replicas,
 )
+from .home import Home, current_rank
 from .identity import Optimizer, Pairing, place_of
-from .link import Home, Link, current_rank
 from .local_planner import LocalPlanner, PlanSettings, Proposal, Topology, fingerprint_of, slices_by_mesh
 from .node_view import NodeView, settled_nodes
 from .planned_set import NOT_PLANNED
@@ -89,8 +89,9 @@ class Planner:
         self._reduced = reduced
         self._home = Home()
         self._pairing = Pairing()
-        self._link: Link | None = None  # None on a single rank
-        self._node_view: NodeView | None = None  # what this rank knows of the nodes of the ranks of ``_link``
+        self._agreement: Agreement | None = None  # None on a single rank
+        self._exchange: Exchange | None = None  # over the process group of the agreement
+        self._node_view: NodeView | None = None  # what this rank knows of the nodes of the ranks that agree
         self._on_meshes = False  # whether any parameter is on a mesh
         self._topology: Topology  # of the ranks that the parameters connect
         self._local: LocalPlanner | None = None  # None if the parameters could not be planned
@@ -112,7 +113,7 @@ class Planner:
 
     def propose(self, status: RankStatus) -> StepDecision | None:
         """Plans, and begins to decide with all ranks what this step does. Returns what is expected."""
-        if self._link is not None:
+        if self._agreement is not None:
             self.check_connected()
         if self._local is None or status.records != self._local.records:
             self._local = None
@@ -120,12 +121,12 @@ class Planner:
         else:
             self._local.records = status.records  # equal ones, perhaps of other tensors
         self._plan(status, status.failure)
-        if self._link is not None:
+        if self._agreement is not None:
             self._home.check_process()
-            self._link.begin_turn()
+            self._agreement.begin_turn()
         vote = self._vote(status, status.failure)
-        if self._link is not None:
-            self._votes = self._link.agreement.start(vote)
+        if self._agreement is not None:
+            self._votes = self._agreement.start(vote)
         return self._proposal.decision if not status.failure and _ordinary(vote) else None
 
     def advance(self) -> None:
@@ -135,11 +136,11 @@ class Planner:
 
     def settle(self, status: RankStatus) -> StepDecision:
         """What all ranks have decided; raises on all of them if they cannot agree."""
-        if self._link is None:
+        if self._agreement is None:
             status.failure.raise_it()
             counted = self._vote(status, status.failure)
         else:
-            counted = self._count(self._link, status)
+            counted = self._count(self._agreement, status)
         decision = self._proposal.decision
         if _ordinary(counted):
             self._planned.count_step()
@@ -154,10 +155,10 @@ class Planner:
 
     def confirm(self, failure: KeptError) -> None:
         """Returns on all ranks once all are ready for the step, or raises on all ranks the error of the first that is not."""
-        if self._link is None:
+        if self._agreement is None:
             failure.raise_it()
-        elif not self._link.agreement.decide(Vote(_FAILED if failure else _READY)).unanimous or failure:
-            _raise_anyones(failure, self._link)
+        elif not self._agreement.decide(Vote(_FAILED if failure else _READY)).unanimous or failure:
+            _raise_anyones(failure, self._agreement)
             raise PlanMismatchError("some ranks are ready for a step that others have not begun: call step() equally often.")
         self._planned.count_step()
 
@@ -170,8 +171,8 @@ class Planner:
         if self._votes is not None:
             self._votes.abandon()
             self._votes = None
-        if self._link is not None:
-            self._link.end_turn()
+        if self._agreement is not None:
+            self._agreement.end_turn()
 
     def begin_anew(self) -> None:
         """Forgets the steps so far, because a state was loaded: the ranks identify each other again at the next step."""
@@ -210,13 +211,13 @@ class Planner:
                 'replica_group=mesh["dp"] knows all of them.'
             )
         if len(ranks) == 1:
-            self._link = self._node_view = None
-        elif self._link is None or self._link.ranks != ranks:
+            self._agreement = self._exchange = self._node_view = None
+        elif self._agreement is None or self._agreement.ranks != ranks:
             self._home.check_process()
             self.check_connected()
             existing = [process_group for mesh in slices for process_group in groups_of(mesh)]
-            self._link = Link(ranks, [*groups_of(self._replica_group), *existing])
-            self._node_view = None
+            process_group = exchange_group(ranks, [*groups_of(self._replica_group), *existing])
+            self._agreement, self._exchange, self._node_view = Agreement(process_group), Exchange(process_group), None
             self._pairing = Pairing(steps=1)  # with these ranks it is the first step
         return topology
 
@@ -224,12 +225,12 @@ class Planner:
         """Makes this rank's own proposal; keeps an error of it for the vote, since the other ranks wait there."""
         with failure:
             if self._local is None:
-                topology, exchange = self._topology, None
-                if self._link is not None:
+                topology = self._topology
+                if self._agreement is not None:
                     world = dist.get_world_size()
                     self._node_view = self._node_view or NodeView.from_environment(topology.rank, topology.ranks, world)
-                    topology, exchange = replace(topology, nodes=self._node_view.nodes), self._link.exchange
-                local = LocalPlanner(status.records, self._settings, topology, exchange)
+                    topology = replace(topology, nodes=self._node_view.nodes)
+                local = LocalPlanner(status.records, self._settings, topology, self._exchange)
                 local.check_shards()
                 self._local = local
             self._local.propose(status.has_grad)
@@ -237,7 +238,7 @@ class Planner:
     def _vote(self, status: RankStatus, failure: KeptError) -> Vote:
         """What this rank is about to do. A single rank compares nothing."""
         fingerprint, proposed_id = _READY, 0
-        if self._link is not None:
+        if self._agreement is not None:
             fingerprint = _FAILED if failure else self._fingerprint(status)
             proposed_id = self._pairing.proposed_id()
         proposal = None if self._local is None else self._local.proposal
@@ -254,24 +255,24 @@ class Planner:
 
     # What the ranks do together.
 
-    def _count(self, link: Link, status: RankStatus) -> Vote:
+    def _count(self, agreement: Agreement, status: RankStatus) -> Vote:
         """Compares with all ranks what each is about to do, and looks for the reason where they differ."""
         votes, self._votes = self._votes, None
         assert votes is not None
         counted = votes.wait()
         if not counted.unanimous or status.failure:
             # The error of one rank is raised by all, so that nothing else has to be compared.
-            notes = _raise_anyones(status.failure, link, self._node_view)
-            counted = self._vote_again(link, notes, status) or counted
+            notes = _raise_anyones(status.failure, agreement, self._node_view)
+            counted = self._vote_again(agreement, notes, status) or counted
         if not counted.unanimous:
-            notes = self._compare_notes(link, self._planned, status)
-            changed = self._plan_together(link, self._planned, notes, status)
+            notes = self._compare_notes(agreement, self._planned, status)
+            changed = self._plan_together(agreement, self._planned, notes, status)
             counted = replace(counted, prepares=changed or counted.prepares)
         if counted.proposed_id:  # some rank had no shared id; now all have this one
             self._pairing = Pairing(counted.proposed_id)
         return counted
 
-    def _vote_again(self, link: Link, notes: Mapping[int, Note], status: RankStatus) -> Vote | None:
+    def _vote_again(self, agreement: Agreement, notes: Mapping[int, Note], status: RankStatus) -> Vote | None:
         """Plans for the nodes that the ranks have told each other, and votes again; None if all ranks knew the same."""
         views = {rank: note.node_view for rank, note in notes.items() if note.node_view is not None}
         if len({view.compared for view in views.values()}) < 2:
@@ -280,15 +281,15 @@ class Planner:
         self._node_view, self._local = replace(self._node_view, nodes=settled_nodes(views)), None
         failure = KeptError()
         self._plan(status, failure)
-        counted = link.agreement.decide(self._vote(status, failure))
+        counted = agreement.decide(self._vote(status, failure))
         if not counted.unanimous or failure:
-            _raise_anyones(failure, link)
+            _raise_anyones(failure, agreement)
         return counted
 
-    def _compare_notes(self, link: Link, local: LocalPlanner, status: RankStatus) -> dict[int, Note]:
+    def _compare_notes(self, agreement: Agreement, local: LocalPlanner, status: RankStatus) -> dict[int, Note]:
         """Gathers every rank's view of the step; raises where ranks step other optimizers, parameters or hyperparameters."""
         note = replace(local.note(status), pairing=self._pairing, place=place_of(self._optimizer()))
-        notes = link.agreement.all_gather_objects(note)
+        notes = agreement.all_gather_objects(note)
         if (mixed_up := other_optimizer(notes)) is not None:
             # This call does not count: in the right order it will come again.
             self._pairing = self._pairing._replace(steps=self._pairing.steps - 1)
@@ -299,11 +300,11 @@ class Planner:
             raise out_of_step
         raise_mismatch(notes)
         if any(not of_rank.pairing.shared_id for of_rank in notes.values()):  # some rank has loaded a state
-            progress = link.agreement.all_gather_objects(status.presence.progress(local.shared))
+            progress = agreement.all_gather_objects(status.presence.progress(local.shared))
             raise_other_progress([name for name, _ in note.parameters], progress)
         return notes
 
-    def _plan_together(self, link: Link, local: LocalPlanner, notes: Mapping[int, Note], status: RankStatus) -> bool:
+    def _plan_together(self, agreement: Agreement, local: LocalPlanner, notes: Mapping[int, Note], status: RankStatus) -> bool:
         """Plans all that is planned on any rank, and checks that all ranks have made the same plan.
 
         What is planned follows from the notes alone, so that ranks with different histories make the same plan. Returns whether
@@ -316,22 +317,22 @@ class Planner:
 
         def gather_begun(positions: list[int]) -> dict[int, tuple[int, ...]]:
             kept = [k for k in positions if notes[current_rank()].state[k] == PRESENT]
-            return link.agreement.all_gather_objects(tuple(k for k in kept if status.presence.begun(local.shared[k])))
+            return agreement.all_gather_objects(tuple(k for k in kept if status.presence.begun(local.shared[k])))
 
         raise_lost_state(names, notes, gather_begun, kept_by_owners=not self._reduced)
         idle_steps = [note.idle_steps for note in notes.values()]
         failure = KeptError()
         with failure:  # the other ranks wait for this rank's note
             local.propose_together(status.has_grad, flags_by_rank, idle_steps)
-        _raise_anyones(failure, link)
+        _raise_anyones(failure, agreement)
         assignments = owner_assignments(self._proposal.decision.plan)
-        raise_other_plan(link.agreement.all_gather_objects((self._proposal.fingerprint, assignments)))
+        raise_other_plan(agreement.all_gather_objects((self._proposal.fingerprint, assignments)))
         return len({tuple(steps == NOT_PLANNED for steps in of_rank) for of_rank in idle_steps}) > 1
 
 
-def _raise_anyones(failure: KeptError, link: Link, node_view: NodeView | None = None) -> dict[int, Note]:
+def _raise_anyones(failure: KeptError, agreement: Agreement, node_view: NodeView | None = None) -> dict[int, Note]:
     """Raises on all ranks the failure of the first rank that has one; returns the notes of ranks that have none."""
-    notes = link.agreement.all_gather_objects(Note(failure.text, node_view=node_view))
+    notes = agreement.all_gather_objects(Note(failure.text, node_view=node_view))
     raise_failures(notes, failure.take())
     return notes
 

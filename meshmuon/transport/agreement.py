@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
+import threading
 from dataclasses import astuple, dataclass
 from typing import TypeVar
 
-import torch
 import torch.distributed as dist
 
-from ..torch_compat import object_device
-from .collectives import all_gather_objects, channel_of, reduce_largest, seconds_of
+from ..errors import StateError
+from .collectives import all_gather_objects, start_maximum
 from .failures import hang_up, named_phase
-from .host_channel import PendingRounds, Rounds
+from .groups import turn_of
 
 _T = TypeVar("_T")
 
@@ -62,16 +62,38 @@ class PendingVotes:
 class Agreement:
     """Compares what the ranks of a process group are about to do, and gathers their views where they differ.
 
+    A step holds the turn of the process group from its vote to its end. Another thread that steps another optimizer over the same
+    group, clips or gathers state over it, waits. If ranks step in different orders, their votes differ, and all of them raise.
+
     Every rank of the group must call ``start`` and ``all_gather_objects`` in the same order, and wait for each vote before it
     does anything else here.
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
-        self.group = group
+        self.ranks = tuple(dist.get_process_group_ranks(group))
+        self._group = group
+        self._turn = turn_of(group)
+        self._thread: int | None = None  # that has the turn
+
+    def begin_turn(self) -> None:
+        """Returns once no other thread of this process steps over the process group."""
+        if self._thread == threading.get_ident():
+            raise StateError(
+                "step() was called inside a step of the same optimizer, by its scheme, its rule or a hook. Let the one step end "
+                "before the next begins."
+            )
+        self._turn.acquire()
+        self._thread = threading.get_ident()
+
+    def end_turn(self) -> None:
+        """The step is over, or has failed, whether or not it had begun its turn."""
+        if self._thread == threading.get_ident():
+            self._thread = None
+            self._turn.release()
 
     def start(self, vote: Vote) -> PendingVotes:
         """Sends the vote, and returns before those of the other ranks are here."""
-        return PendingVotes(vote, self.group)
+        return PendingVotes(vote, self._group)
 
     def decide(self, vote: Vote) -> Vote:
         """Counts the votes."""
@@ -79,19 +101,4 @@ class Agreement:
 
     def all_gather_objects(self, value: _T) -> dict[int, _T]:
         """Rank → its ``value``. It is slow, and meant for ranks that disagree."""
-        return all_gather_objects(value, self.group)
-
-
-def start_maximum(words: tuple[int, ...], group: dist.ProcessGroup) -> PendingRounds[tuple[int, ...]]:
-    """Starts to find the largest of each word over all ranks: in ⌈log2 W⌉ rounds over the channel of the group, if it has one."""
-    channel = channel_of(group)
-    return PendingRounds(_reduced(words, group), 0.0) if channel is None else channel.start_maximum(words, seconds_of(group))
-
-
-def _reduced(words: tuple[int, ...], group: dist.ProcessGroup) -> Rounds[tuple[int, ...]]:
-    """By an all-reduce of the group, which waits at once, where there is no channel."""
-    yield from ()
-    with torch.inference_mode(False):
-        reduced = torch.tensor(words, dtype=torch.int64, device=object_device(group))
-    reduce_largest(reduced, group, phase="agreement")
-    return tuple(reduced.tolist())
+        return all_gather_objects(value, self._group)

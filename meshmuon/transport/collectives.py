@@ -14,7 +14,7 @@ from torch import Tensor
 from ..torch_compat import gloo_of, object_device
 from .failures import existing_channel, has_channel, named_phase, set_channel, wait_for
 from .groups import moves, timeout_of_group
-from .host_channel import HostChannel, open_channel
+from .host_channel import HostChannel, PendingRounds, Rounds, open_channel
 from .plain_data import from_bytes, to_bytes
 
 _T = TypeVar("_T")
@@ -61,6 +61,21 @@ def reduce_sum(tensor: Tensor, group: dist.ProcessGroup, *, phase: str, largest:
 def reduce_largest(tensor: Tensor, group: dist.ProcessGroup, *, phase: str = "reduction of the largest attention logits") -> None:
     """As ``reduce_sum``, with the maximum. There must be no NaN: what its maximum is depends on the backend."""
     reduce_sum(tensor, group, phase=phase, largest=True)
+
+
+def start_maximum(words: tuple[int, ...], group: dist.ProcessGroup) -> PendingRounds[tuple[int, ...]]:
+    """Starts to find the largest of each word over all ranks: in ⌈log2 W⌉ rounds over the channel of the group, if it has one."""
+    channel = channel_of(group)
+    return PendingRounds(_reduced(words, group), 0.0) if channel is None else channel.start_maximum(words, seconds_of(group))
+
+
+def _reduced(words: tuple[int, ...], group: dist.ProcessGroup) -> Rounds[tuple[int, ...]]:
+    """By an all-reduce of the group, which waits at once, where there is no channel."""
+    yield from ()
+    with torch.inference_mode(False):
+        reduced = torch.tensor(words, dtype=torch.int64, device=object_device(group))
+    reduce_largest(reduced, group, phase="agreement")
+    return tuple(reduced.tolist())
 
 
 def averaged(tensors: Sequence[Tensor], group: dist.ProcessGroup) -> list[Tensor]:

@@ -9,8 +9,7 @@ from typing import TypeVar
 import torch.distributed as dist
 from torch import Tensor
 
-from .agreement import start_maximum
-from .collectives import all_gather_objects, reduce_largest, reduce_sum
+from .collectives import all_gather_objects, reduce_largest, reduce_sum, start_maximum
 from .failures import hang_up, named_phase, wait_for
 
 _T = TypeVar("_T")

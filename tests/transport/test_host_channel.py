@@ -21,7 +21,7 @@ import pytest
 
 from meshmuon.transport import connecting, host_channel
 from meshmuon.transport.connecting import PROTOCOL, Connecting, Door, Listener, UnreachableError
-from meshmuon.transport.host_channel import HostChannel, PendingRounds, open_channel
+from meshmuon.transport.host_channel import HostChannel, PendingRounds, distances, open_channel, told_in_round
 from tests.support.channels import SECONDS, Doors, run_channels
 from tests.support.processes import fork_server
 
@@ -81,6 +81,23 @@ def test_the_first_round_is_sent_before_anyone_waits() -> None:
         return words
 
     assert run_channels(2, main) == [(1,), (1,)]
+
+
+@pytest.mark.parametrize("size", [*range(1, 70), 130, 511, 512, 513])
+def test_every_value_is_told_once_and_in_as_few_rounds_as_possible(size: int) -> None:
+    """A rank passes on only what it has, and nobody is told what he knows. What a rank knows at most doubles in a round."""
+    known, rounds = [{rank} for rank in range(size)], distances(size)
+    assert len(rounds) == (size - 1).bit_length()
+    assert len({0, *(distance % size for distance in rounds)}) == 1 + len(rounds), "every round goes to another rank"
+    for distance in rounds:
+        told = [told_in_round(rank, size, distance) for rank in range(size)]
+        assert all(set(positions) <= known[rank] for rank, positions in enumerate(told))
+        for rank in range(size):
+            heard = told[(rank - distance) % size]
+            assert known[rank].isdisjoint(heard)
+            assert len(set(heard)) == len(heard)
+        known = [known[rank] | set(told[(rank - distance) % size]) for rank in range(size)]
+    assert all(everyone == set(range(size)) for everyone in known)
 
 
 # Hops and connections of real processes.
