@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import os
+from contextlib import ExitStack
 from dataclasses import replace
 from itertools import pairwise
 from typing import Any
@@ -15,7 +16,6 @@ from unittest.mock import patch
 
 import pytest
 import torch
-import torch.distributed as dist
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
@@ -23,7 +23,9 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from meshmuon import CostModel, Interleaved, Muon
-from tests.support.cases import Case, Param, check, gradient, initial, place, run, single
+from meshmuon.optim import collect, nonfinite
+from meshmuon.plan import NO_WAVE, Plan
+from tests.support.cases import Case, Gradients, Held, Param, check, gradient, held_by, initial, place, run, single
 from tests.support.counting import Wire, counted
 from tests.support.hostile import HostileArithmetic, fresh_trials
 from tests.support.random_layouts import Layouts, cases
@@ -36,42 +38,77 @@ GENERATE = (Phase.explicit, Phase.reuse, Phase.generate)
 Drawn = tuple[Case, Layouts, bool]
 
 
-def run_case(case: Case, layouts: Layouts, *, replica_group: bool = False, **options: Any) -> Wire:
-    """Runs a case on all ranks as threads. They send what the plan says, and plan anew when a matrix has its first gradient."""
+def run_case(case: Case, layouts: Layouts, *, replica_group: bool = False, masked: bool = False, **options: Any) -> Wire:
+    """Runs a case on all ranks as threads. They send what the plan says, and plan anew when a matrix has its first gradient.
+
+    With ``masked`` they decide on the device whether gradients are finite, as on GPUs.
+    """
     torch.set_num_threads(case.threads)
-    expected = single(case)
+    case = replace(case, divided=replica_group)
+    held = run_threads(layouts.world, lambda rank: held_by(case, layouts.build()))
 
     def main(rank: int) -> list[Any]:
-        plans: list[Any] = []
+        steps: list[Any] = []
 
         def watch(optimizer: Muon) -> None:
             if not case.spoilt and not options.get("use_distributed_muon"):
-                wire.watch(optimizer)
-                plans.append(optimizer.plan())
+                steps.append((optimizer.plan(), wire.watch(optimizer)))
 
-        more = {"replica_group": dist.group.WORLD} if replica_group else {}
-        check(case, layouts.build(), expected, watch=watch, **more, **options)
-        return plans
+        check(case, layouts.build(), expected, held, watch=watch, **options)
+        return steps
 
-    with counted() as wire:
+    with counted() as wire, ExitStack() as patches:
+        for module in (nonfinite, collect) if masked else ():
+            patches.enter_context(patch.object(module, "known_to_host", lambda tensor: False))
+        expected = single(case, held)
         ranks = run_threads(layouts.world, main)
-    for rank, plans in enumerate(ranks):
-        if plans:
-            if case.options.get("rule") != "normuon":  # whose state the plan does not count
-                wire.check(rank)
-            assert [plan is not before for before, plan in pairwise(plans)] == first_gradients(case)[1:], f"rank {rank}"
+    if ranks[0]:
+        check_traffic(case, wire, ranks, held)
+        new = first_gradients(case, held)
+        for rank, steps in enumerate(ranks):
+            assert [plan is not before for (before, _), (plan, _) in pairwise(steps)] == new[1:], f"rank {rank}"
     return wire
 
 
-def first_gradients(case: Case) -> list[bool]:
+def first_gradients(case: Case, held: Held) -> list[bool]:
     """For each step, whether some matrix has its first gradient then."""
     seen: set[int] = set()
     new = []
     for step in range(case.steps):
-        active = {k for k, param in enumerate(case.params) if param.muon and not param.frozen and step not in param.unused}
+        active = Gradients(case, held).active(step)
         new.append(not active <= seen)
         seen |= active
     return new
+
+
+def check_traffic(case: Case, wire: Wire, ranks: list[list[Any]], held: Held) -> None:
+    """Ranks send what their plans say, in two calls per wave: what an owner lacks, and what others hold of its matrices."""
+    if case.averages or case.options.get("rule") == "normuon":  # whose state the plan does not count
+        return
+    moved = 0
+    for step in range(case.steps):
+        plans = {steps[step][0].ranks: steps[step] for steps in ranks}  # one of those that ranks share
+        for plan, waves in plans.values():
+            moved += sum(elements_that_must_move(case, plan, task, held) for task in plan.tasks if task.wave in waves)
+    assert sum(wire.elements.values()) == moved
+    for rank, steps in enumerate(ranks):
+        wire.check(rank)
+        assert wire.calls.get(rank, 0) == sum(2 * len(waves - {NO_WAVE}) for _, waves in steps), f"rank {rank}"
+
+
+def elements_that_must_move(case: Case, plan: Plan, task: Any, held: Held) -> int:
+    """From torch's own shards and the owner alone."""
+    names = [param.name for param in plan.params]  # once for each part of a fused weight
+    name = names[task.param]
+    k, number = int(name.split(".")[1]), task.matrix * names.count(name) + names[: task.param].count(name)
+    shape = case.params[k].shape
+    matrix = parts(case, k, torch.arange(math.prod(shape)).reshape(shape))[number].flatten()
+    count = {rank: int(torch.isin(held[rank][k], matrix).sum()) for rank in task.sharded.holdings}
+    assert all(count.values()), "a rank that holds nothing of a matrix takes part in it"
+    if task.wave == NO_WAVE:
+        assert set(count.values()) == {len(matrix)}
+        return 0
+    return len(matrix) - count.get(task.owner, 0) + sum(held for rank, held in count.items() if rank != task.owner)
 
 
 def parts(case: Case, k: int, whole: Tensor) -> list[Tensor]:
@@ -112,11 +149,11 @@ def check_parts(case: Case) -> None:
                 same(state["momentum_buffer"], parts(case, k, momentum)[j], f"momentum of matrix {j} of parameter {k}")
 
 
-@settings(max_examples=40, phases=GENERATE)
-@given(cases())
-def test_any_case_equals_one_device(drawn: Drawn) -> None:
+@settings(max_examples=60, phases=GENERATE)
+@given(cases(events=True), st.booleans())
+def test_any_case_equals_one_device(drawn: Drawn, masked: bool) -> None:
     case, layouts, replica_group = drawn
-    run_case(case, layouts, replica_group=replica_group)
+    run_case(case, layouts, replica_group=replica_group, masked=masked)
 
 
 @settings(max_examples=30, phases=GENERATE)
@@ -148,16 +185,17 @@ def test_any_case_on_the_reference_path(drawn: Drawn) -> None:
         run_case(case, layouts, use_distributed_muon=True)
 
 
-def run_hostile(case: Case, layouts: Layouts, *, company: bool = False, **options: Any) -> None:
+def run_hostile(case: Case, layouts: Layouts, *, company: bool = False) -> None:
     """Runs a case on one device and on all ranks on a machine that rounds by address, or by the size of a batch."""
 
     def main(rank: int) -> None:
         with HostileArithmetic(company=company):
-            check(case, layouts.build(), expected, **options)
+            check(case, layouts.build(), expected, held)
 
+    held = run_threads(layouts.world, lambda rank: held_by(case, layouts.build()))
     with fresh_trials():
         with HostileArithmetic(company=company):
-            expected = single(case)
+            expected = single(case, held)
         run_threads(layouts.world, main)
 
 
@@ -165,11 +203,10 @@ def run_hostile(case: Case, layouts: Layouts, *, company: bool = False, **option
 @given(cases(steps=2), st.booleans())
 def test_any_case_where_products_round_by_address_or_company(drawn: Drawn, company: bool) -> None:
     case, layouts, replica_group = drawn
-    options = {"replica_group": dist.group.WORLD} if replica_group else {}
     deterministic = {**case.options, "deterministic": company or case.options["deterministic"]}
     # Without offload, which takes it that memory of its own begins where its storage does.
-    case = replace(case, options=deterministic, misplaced=not company, threads=1, offload=None)
-    run_hostile(case, layouts, company=company, **options)
+    case = replace(case, options=deterministic, misplaced=not company, threads=1, offload=None, divided=replica_group)
+    run_hostile(case, layouts, company=company)
 
 
 def test_the_hostile_machine_tells_batches_apart() -> None:

@@ -40,7 +40,7 @@ class Wire:
             ):
                 table[rank] = table.get(rank, 0) + amount
 
-    def watch(self, optimizer: Muon) -> None:
+    def watch(self, optimizer: Muon) -> set[int]:
         """After each step: what its plan says that this rank sent, in all waves with a parameter that was stepped."""
         rank, plan, proposal = dist.get_rank(), optimizer.plan(), optimizer._planner._proposal
         waves = {task.wave for task in plan.tasks if task.param not in proposal.decision.idle}
@@ -48,6 +48,7 @@ class Wire:
         sent = PlanData(plan.ranks, plan.params, tasks, plan.wave_lanes, plan.options).bytes_sent
         with self._lock:
             self.planned[rank] = self.planned.get(rank, 0) + sent.get(rank, 0)
+        return waves
 
     def check(self, rank: int) -> None:
         assert self.nbytes.get(rank, 0) == self.planned.get(rank, 0), f"rank {rank}: bytes sent and bytes planned differ"
