@@ -247,10 +247,12 @@ def sharded(
         if watch is not None:
             watch(optimizer)
         if case.offload is not None:
-            look = optimizer.consolidate if isinstance(optimizer, DistMuon) else optimizer.state_dict
             choices.choice([optimizer.turn_off_cpu_offload, *[optimizer.turn_on_cpu_offload] * 2])()
-            if case.offload % 2 or (not case.averages and choices.random() < 0.3):
-                look()
+            if not isinstance(optimizer, DistMuon):
+                choices.choice([optimizer.state_dict, lambda: None, lambda: None])()
+            elif case.offload % 2:
+                optimizer.consolidate()
+                optimizer.load_state_dict(optimizer.state_dict())
 
     params = _trainable(case, [place(case, meshes, k, value) for k, value in enumerate(initial(case))])
     more = {"kind": DistMuon} if case.averages else {"replica_group": dist.group.WORLD} if case.divided else {}
