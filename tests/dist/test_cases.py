@@ -24,6 +24,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 from meshmuon import CostModel, Interleaved, Muon
 from meshmuon.agree import planned_set
+from meshmuon.agree.node_view import RANKS_PER_NODE
 from meshmuon.optim import collect, nonfinite
 from meshmuon.plan import NO_WAVE, Plan
 from tests.support.cases import Case, Gradients, Held, Param, check, gradient, held_by, initial, place, run, sharded, single
@@ -98,6 +99,10 @@ def check_traffic(case: Case, wire: Wire, ranks: list[list[Any]], held: Held) ->
     """Ranks send what their plans say, in two calls per wave: what an owner lacks, and what others hold of its matrices."""
     if case.averages or case.options.get("rule") == "normuon":  # whose state the plan does not count
         return
+    for rank in range(len(ranks)):
+        wire.check(rank)
+    if any(plan.relayed for steps in ranks for plan, _ in steps):
+        return
     moved = 0
     for step in range(case.steps):
         plans = {steps[step][0].ranks: steps[step] for steps in ranks}  # one of those that ranks share
@@ -105,7 +110,6 @@ def check_traffic(case: Case, wire: Wire, ranks: list[list[Any]], held: Held) ->
             moved += sum(elements_that_must_move(case, plan, task, held) for task in plan.tasks if task.wave in waves)
     assert sum(wire.elements.values()) == moved
     for rank, steps in enumerate(ranks):
-        wire.check(rank)
         assert wire.calls.get(rank, 0) == sum(2 * len(waves - {NO_WAVE}) for _, waves in steps), f"rank {rank}"
 
 
@@ -177,16 +181,33 @@ def test_each_matrix_of_any_case_equals_a_parameter_of_its_own(drawn: Drawn) -> 
     check_parts(replace(case, options=options, spoilt=(), threads=1))
 
 
-@settings(max_examples=8, phases=GENERATE)
-@given(cases(), st.data())
-def test_random_nodes_change_no_bit(drawn: Drawn, data: st.DataObject) -> None:
-    """Pretended nodes of any sizes, with links between them that are slower, faster or equal."""
+NODES = [CostModel(0.0, 1.0, 1e6, 1e3), CostModel(1e6, 1e3, 0.0, 1.0), None]  # links between nodes are slower, faster, equal
+
+
+@settings(max_examples=24, phases=GENERATE)
+@given(cases(events=True), st.data(), st.sampled_from(NODES), st.sampled_from([None, 1, 1]))
+def test_random_nodes_change_no_bit(drawn: Drawn, data: st.DataObject, cost: CostModel | None, max_peers: int | None) -> None:
+    """Pretended nodes of any sizes; with ``max_peers`` exchanges go through relays, in two hops."""
     case, layouts, replica_group = drawn
     edges = sorted(data.draw(st.sets(st.integers(1, layouts.world - 1), min_size=1, max_size=3))) if layouts.world > 1 else []
     sizes = [stop - start for start, stop in pairwise([0, *edges, layouts.world])]
-    cost = data.draw(st.sampled_from([CostModel(0.0, 1.0, 1e6, 1e3), CostModel(1e6, 1e3, 0.0, 1.0), None]))
-    with patch.dict(os.environ, {"MESHMUON_RANKS_PER_NODE": ",".join(map(str, sizes))}):
-        run_case(replace(case, options={**case.options, "cost_model": cost}), layouts, replica_group=replica_group)
+    options = {**case.options, "cost_model": cost, **({} if max_peers is None else {"max_peers": max_peers})}
+    with patch.dict(os.environ, {RANKS_PER_NODE: ",".join(map(str, sizes))}):
+        run_case(replace(case, options=options), layouts, replica_group=replica_group)
+
+
+@pytest.mark.parametrize("averages", [False, True])
+@pytest.mark.parametrize(("shape", "per_node"), [((8,), "2"), ((2, 3), "1,2,3")], ids=str)
+def test_relays_change_no_bit(shape: tuple[int, ...], per_node: str, averages: bool) -> None:
+    """More bytes are sent then, by as many as the plan says."""
+    placements = (R, S0)[-len(shape) :]
+    params = tuple(Param((5 + k, 12 - k), None if averages else 0, () if averages else placements) for k in range(6))
+    options = {"chunk_size": 2} | ({} if averages else {"replicas": "share"})
+    with patch.dict(os.environ, {RANKS_PER_NODE: per_node}):
+        direct, relayed = (
+            run_case(Case(params, {**options, **more}, 3, averages=averages), Layouts(shape)) for more in ({}, {"max_peers": 1})
+        )
+    assert sum(relayed.nbytes.values()) > sum(direct.nbytes.values()) > 0
 
 
 @settings(max_examples=5, phases=GENERATE)

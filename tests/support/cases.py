@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from meshmuon import DistMuon, Muon
 from tests.support.hostile import misplaced
+from tests.support.reference import engine_muon
 from tests.support.tensors import local, same
 
 STEPS = 5
@@ -167,8 +168,9 @@ def build(case: Case, params: Sequence[nn.Parameter], kind: type[Muon] = Muon, *
                 group |= {"expert_dims": "in_out"} if flipped else {}
             groups.append(group)
     defaults = {"adjust_lr_fn": "original", "weight_decay": 0.0} if case.averages else {}
+    options = {"expert_keys": ["experts"], **defaults, **case.options, **options}
     # Cases are drawn at random, and some have no matrix or no gradient for one.
-    return kind(groups, lr=0.01, allow_inactive=True, **{"expert_keys": ["experts"], **defaults, **case.options, **options})
+    return engine_muon(groups, kind, lr=0.01, allow_inactive=True, **options)
 
 
 COUNTERS = ("step", "rounding_counter")  # state that every rank has whole
