@@ -361,7 +361,7 @@ def named(layout: str, *, everything: bool) -> Drawn:
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_named_layouts_equal_one_device(layout: str, everything: bool) -> None:
     case, layouts, replica_group = named(layout, everything=everything)
-    run_case(case, layouts, replica_group=replica_group)
+    run_case(case, layouts, replica_group=replica_group, masked=list(LAYOUTS).index(layout) % 2 == 1)
 
 
 @pytest.mark.parametrize("rule", ["plain", "normuon"])

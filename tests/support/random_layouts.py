@@ -135,7 +135,7 @@ def cases(draw: Any, *, steps: int = 4, events: bool = False) -> tuple[Case, Lay
         options["rounding"] = draw(st.sampled_from(["nearest", "stochastic"]))
     spoilt: tuple[tuple[int, int], ...] = ()
     places = st.integers(0, steps - 1), st.integers(0, len(params) - 1)
-    if draw(st.integers(0, 3)) == 0:
+    if draw(st.integers(0, 2)) == 0:
         options["nonfinite"] = "skip"
         spoilt = tuple(draw(st.sets(st.tuples(*places), max_size=2)))
     offload = draw(st.sampled_from([None, None, *range(4)]))
