@@ -166,11 +166,22 @@ def check_parts(case: Case) -> None:
                 same(state["momentum_buffer"], parts(case, k, momentum)[j], f"momentum of matrix {j} of parameter {k}")
 
 
-@settings(max_examples=60, phases=GENERATE)
-@given(cases(events=True), st.booleans(), st.sampled_from([None, None, 1]))
+LONG_IDLE = st.sampled_from([None, None, 1])
+
+
+@settings(max_examples=50, phases=GENERATE)
+@given(cases(events=True), st.booleans(), LONG_IDLE)
 def test_any_case_equals_one_device(drawn: Drawn, masked: bool, long_idle: int | None) -> None:
     case, layouts, replica_group = drawn
     run_case(case, layouts, replica_group=replica_group, masked=masked, long_idle=long_idle)
+
+
+@settings(max_examples=20, phases=GENERATE)
+@given(cases(events=True, averages=True), st.booleans(), LONG_IDLE)
+def test_any_case_of_dist_muon_equals_one_device(drawn: Drawn, masked: bool, long_idle: int | None) -> None:
+    """Every rank has gradients of its own; one device steps with their average."""
+    case, layouts, _ = drawn
+    run_case(case, layouts, masked=masked, long_idle=long_idle)
 
 
 @settings(max_examples=30, phases=GENERATE)

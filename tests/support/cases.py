@@ -136,7 +136,8 @@ class Gradients:
 
     def active(self, step: int) -> set[int]:
         """Matrices with a gradient on some rank."""
-        return {k for k, param in enumerate(self._case.params) if param.muon and self.whole(step, k) is not None}
+        with_gradient = {k for k, param in enumerate(self._case.params) if not param.frozen and step not in param.unused}
+        return {k for k in with_gradient if self._case.params[k].muon and len(self._lacking(step, k)) < len(self._held)}
 
     def skipped_steps(self) -> int:
         steps, params = range(self._case.steps), range(len(self._case.params))

@@ -118,10 +118,9 @@ OPTIONS = st.fixed_dictionaries(
 
 
 @st.composite
-def cases(draw: Any, *, steps: int = 4, events: bool = False) -> tuple[Case, Layouts, bool]:
-    """A case, its meshes, and whether plain tensors are divided; with ``events`` ranks may lack gradients or average them."""
-    layouts = draw(mesh_layouts())
-    averages = events and draw(st.integers(0, 4)) == 0
+def cases(draw: Any, *, steps: int = 4, events: bool = False, averages: bool = False) -> tuple[Case, Layouts, bool]:
+    """A case, its meshes, and whether plain tensors are divided; with ``events`` ranks may lack gradients."""
+    layouts = Layouts((draw(st.integers(2, 5)),)) if averages else draw(mesh_layouts())
     params = tuple(draw(st.lists(case_params(layouts, steps), min_size=1, max_size=5)))
     params *= draw(st.sampled_from([1, 1, 1, 4]))  # batches are larger then, and different on every rank
     options = draw(OPTIONS)
