@@ -7,6 +7,7 @@ loaded.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import os
@@ -17,14 +18,14 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from itertools import chain
 from pathlib import Path
-from typing import Any, TypeAlias, cast
+from typing import Any, ParamSpec, TypeAlias, cast
 
 import torch
 
-from ..errors import CheckpointError, StateError
+from ..errors import CheckpointError, MeshmuonError, StateError
 from ..optim import Muon
 from ..params.option_table import ParamGroup
-from ..state.param_state import start_memories
+from ..state.param_state import start
 
 MANIFEST = "meshmuon-manifest.json"
 """Name of the manifest inside a folder; beside a single file it is ``<file>.meshmuon-manifest.json``."""
@@ -32,6 +33,7 @@ MANIFEST = "meshmuon-manifest.json"
 Progress: TypeAlias = Callable[[int, int], None]
 """Called with (bytes read so far, bytes in total) while files are read, by one thread at a time."""
 
+_Args = ParamSpec("_Args")
 _FORMAT = 1
 _CHUNK = 1 << 22
 _READERS = 8
@@ -202,6 +204,24 @@ def _read_manifest(checkpoint: Path) -> dict[str, _File]:
         raise CheckpointError(f"{path} is damaged ({error}): the checkpoint cannot be verified. Load another one.") from None
 
 
+def raises_state_errors(convert: Callable[_Args, dict[str, Any]]) -> Callable[_Args, dict[str, Any]]:
+    """``convert``, with a StateError for whatever a state that is not whole makes it raise."""
+
+    @functools.wraps(convert)
+    def converted(*args: _Args.args, **options: _Args.kwargs) -> dict[str, Any]:
+        try:
+            return convert(*args, **options)
+        except MeshmuonError:
+            raise
+        except Exception as error:  # a missing option, or a value of another kind
+            raise StateError(
+                f"{convert.__name__}: this is not what the other optimizer saves ({type(error).__name__}: {error}). Give what "
+                "its state_dict() returned, and names as strings."
+            ) from error
+
+    return converted
+
+
 @dataclass(frozen=True, slots=True)
 class SavedParam:
     """A parameter of another optimizer, whose state and options have the names that they have here."""
@@ -212,6 +232,7 @@ class SavedParam:
     is_mean: bool = False  # its momentum is a mean, ``buf ← μ·buf + (1 − μ)·G``; here it is a sum
 
 
+@raises_state_errors
 def convert_torch_state(
     optimizer: Muon,
     muon_state: Mapping[str, Any] | None,
@@ -266,7 +287,7 @@ def state_dict_from(optimizer: Muon, saved: Mapping[str, SavedParam]) -> dict[st
                 options[name] = {renamed.get(k, k): value for k, value in member.options.items()}
                 state[key] = _state_here(name, member, live["momentum_dtype"] if live["use_muon"] else None)
                 if state[key]:
-                    start_memories(state[key], name, param, cast(ParamGroup, live))
+                    start(state[key], name, param, cast(ParamGroup, live))
             elif param.requires_grad:
                 raise StateError(f"{name} is in neither state: give states of the same model, with the optimizer's names.")
         _set_options(param_group, options)

@@ -16,7 +16,7 @@ from torch import Tensor
 from ..errors import StateError
 from ..optim import Muon
 from ..params.checks import shown
-from .checkpoint import SavedParam, is_state_dict, state_dict_from
+from .checkpoint import SavedParam, is_state_dict, raises_state_errors, state_dict_from
 
 StateDict: TypeAlias = Mapping[str, Any]
 
@@ -71,6 +71,7 @@ class _SavedGroup:
     names: Sequence[str]
 
 
+@raises_state_errors
 def convert_keller_state(optimizer: Muon, states: StateDict | Sequence[StateDict], names: Iterable[str]) -> dict[str, Any]:
     """A state_dict for ``optimizer`` from one of Keller Jordan's ``Muon``, ``MuonWithAuxAdam`` or their single-device variants.
 
@@ -100,6 +101,7 @@ def convert_keller_state(optimizer: Muon, states: StateDict | Sequence[StateDict
     return _converted(optimizer, saved, found, {**_LIKE_KELLER, **_KELLER_SCHEME}, is_mean=True)
 
 
+@raises_state_errors
 def convert_nanochat_state(optimizer: Muon, states: StateDict | Sequence[StateDict], names: Iterable[str]) -> dict[str, Any]:
     """A state_dict for ``optimizer`` from one of nanochat's ``MuonAdamW``, whose ranks keep a part of the state each.
 
@@ -128,6 +130,7 @@ def convert_nanochat_state(optimizer: Muon, states: StateDict | Sequence[StateDi
     return _converted(optimizer, saved, found, _LIKE_KELLER, is_mean=True)
 
 
+@raises_state_errors
 def convert_motif_state(optimizer: Muon, state: StateDict, names: Iterable[str] | None = None) -> dict[str, Any]:
     """A state_dict for ``optimizer`` from one of ``Muon`` of Motif's ``optimizer`` package.
 
@@ -164,6 +167,7 @@ def convert_motif_state(optimizer: Muon, state: StateDict, names: Iterable[str] 
     return _converted(optimizer, saved, found)
 
 
+@raises_state_errors
 def convert_dion_state(optimizer: Muon, state: StateDict, names: Iterable[str]) -> dict[str, Any]:
     """A state_dict for ``optimizer`` from one of dion's ``Muon`` or ``NorMuon``.
 

@@ -20,7 +20,7 @@ from ...matrices import MatrixOptions, check_matrices
 from ...ortho import Scheme, SchemeLike, resolve_scheme, scheme_for
 from ...ortho.iteration import scratch_bytes
 from ...params.option_table import ParamGroup
-from ...params.param_record import GroupRecipe, ParamRecord
+from ...params.param_record import GroupRecipe, ParamLocation, ParamRecord
 from ...plan import DEFAULT_MAX_PEERS, NO_WAVE, CostModel, Nodes, Plan, PlanOptions, add_local_costs, cost_model_for
 from ..predict.counts import WavePeers, count_peers, peers_of_step
 from ..predict.prediction import predict
@@ -93,22 +93,14 @@ def _plan_stage(placed: Sequence[PlacedParam], options: MuonOptions, device_type
     # As in an optimizer with the default param groups: Muon's parameters first, then AdamW's.
     ordered = sorted(placed, key=lambda item: not item.param.use_muon)
     rank = min(rank for mesh in {item.mesh for item in placed} for rank in mesh.ranks)
-    records = tuple(
-        ParamRecord.placed(
-            item.param.name,
-            torch.empty(item.param.shape, dtype=options.param_dtype, device="meta"),
-            0 if item.param.use_muon else 1,
-            cast(ParamGroup, {}),  # plans read the recipe, not the group
-            muon if item.param.use_muon else GroupRecipe(),
-            options.comm_dtype,
-            local_shape=_local_shape(item.param.shape, item.mesh, item.placements, rank),
-            mesh=item.mesh,
-            placements=item.placements,
-            device=device,
-            work_device=device,
-        )
-        for item in ordered
-    )
+    records = []
+    for item in ordered:
+        param = torch.empty(item.param.shape, dtype=options.param_dtype, device="meta")
+        local_shape = _local_shape(item.param.shape, item.mesh, item.placements, rank)
+        place = ParamLocation(local_shape, item.mesh, item.placements, device, device)
+        group = cast(ParamGroup, {})  # plans read the recipe, not the group
+        index, recipe = (0, muon) if item.param.use_muon else (1, GroupRecipe())
+        records.append(ParamRecord.of(item.param.name, param, index, group, recipe, options.comm_dtype, place))
     plan_options = PlanOptions(
         cost_model_for(device_type),
         options.replicas,
@@ -121,7 +113,7 @@ def _plan_stage(placed: Sequence[PlacedParam], options: MuonOptions, device_type
     if ranks_per_node is not None:
         topology = replace(topology, nodes=Nodes.of({rank: rank // ranks_per_node for rank in topology.ranks}))
     settings = PlanSettings(plan_options, options.form, "reference_path=False", options.cost_model)
-    planner = LocalPlanner(records, settings, topology)
+    planner = LocalPlanner(tuple(records), settings, topology)
     plan = planner.plan(frozenset(range(len(records)))).plan
     # A plan without matrices has no ranks, but they are there: a stage may hold embeddings alone.
     plan = plan if plan.ranks else replace(plan, ranks=topology.ranks)

@@ -158,7 +158,7 @@ def wide(count: int, size: int = 8192) -> ModelDescription:
 
 
 def test_scratch_is_that_of_the_largest_batch_within_the_budget() -> None:
-    single, both = (simulate(wide(4, 256), "dp_shard=2", memory_budget=budget) for budget in (1, 2**30))
+    single, both = (simulate(wide(4, 256), "dp_shard=2", memory_budget=budget, chunk_size=4) for budget in (1, 2**30))
     assert both.most_bytes("scratch") == 2 * single.most_bytes("scratch") > 0
 
 
