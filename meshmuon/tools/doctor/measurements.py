@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import statistics
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from functools import partial
@@ -70,43 +71,45 @@ def _median_of(data: Sequence[Mapping[str, Any]], key: str) -> float:
 
 def measure_products(context: Context) -> Finding:
     """Rates of n × n products in each dtype, and of the default orthogonalisation."""
-    device = context.device
-    compute, largest = default_compute_dtype(device, torch.float32), _LARGEST_SIZE.get(device.type, _LARGEST_ON_A_DEVICE)
-    sizes = [128 * 2**k for k in range(12) if 128 * 2**k <= largest // (4 if context.options.quick else 1)]
-    short = (torch.bfloat16,) if device.type != "cpu" or bfloat16_works() else ()
-
-    def product(size: int, dtype: torch.dtype) -> Callable[[], object]:
-        a = seeded((size, size), size).to(device, dtype)
-        return partial(torch.mm, a, a, out=torch.empty_like(a))
-
-    def orthogonalisation(size: int, dtype: torch.dtype) -> Callable[[], object]:
-        x = seeded((_BATCH, size, size), size).to(device)
-        return partial(orthogonalize, x, AUTO, out=torch.empty_like(x), workspace=Workspace())
-
-    def rates_of(title: str, dtype: torch.dtype, work: Callable[..., Any], flops: Callable[[int], float]) -> list[dict[str, Any]]:
-        rates = []
-        for size in sizes:
-            with context.doing(f"measuring {title} of {size}×{size} in {dtype}"):
-                seconds = _median_seconds(context, work(size, dtype), 1000, at_least=0.1)
-            rates.append(asdict(Rate(str(dtype).removeprefix("torch."), size, flops(size) / seconds)))
-            if seconds > _LONG_WORK[title]:
-                break
-        return rates
-
-    products = []
-    for dtype in (torch.float32, *((torch.float16,) if device.type != "cpu" else ()), *short):
-        products += rates_of("products", dtype, product, lambda size: 2 * size**3)
+    on_cpu, compute = context.device.type == "cpu", default_compute_dtype(context.device, torch.float32)
+    dtypes = [torch.float32, *([] if on_cpu else [torch.float16]), *([torch.bfloat16] if not on_cpu or bfloat16_works() else [])]
     figures = {
-        "products": products,
-        "orthogonalisation": rates_of(
-            "orthogonalisation",
-            compute,
-            orthogonalisation,
-            lambda size: _BATCH * expected_flops(size, size, AUTO, "auto", compute),
-        ),
+        "products": [rate for dtype in dtypes for rate in _rates(context, "products", _product, dtype)],
+        "orthogonalisation": _rates(context, "orthogonalisation", _orthogonalisation, compute),
         "elementwise": _elementwise(context),
     }
     return Finding("", figures=figures)
+
+
+def _product(device: torch.device, size: int, dtype: torch.dtype) -> tuple[Callable[[], object], float]:
+    """What is timed, and its FLOPs, as the next one."""
+    a = seeded((size, size), size).to(device, dtype)
+    return partial(torch.mm, a, a, out=torch.empty_like(a)), 2 * size**3
+
+
+def _orthogonalisation(device: torch.device, size: int, dtype: torch.dtype) -> tuple[Callable[[], object], float]:
+    x = seeded((_BATCH, size, size), size).to(device)
+    work = partial(orthogonalize, x, AUTO, out=torch.empty_like(x), workspace=Workspace())
+    return work, _BATCH * expected_flops(size, size, AUTO, "auto", dtype)
+
+
+def _rates(
+    context: Context,
+    title: str,
+    prepare: Callable[[torch.device, int, torch.dtype], tuple[Callable[[], object], float]],
+    dtype: torch.dtype,
+) -> list[dict[str, Any]]:
+    """For sizes that double, until one takes long."""
+    rates: list[dict[str, Any]] = []
+    largest = _LARGEST_SIZE.get(context.device.type, _LARGEST_ON_A_DEVICE) // (4 if context.options.quick else 1)
+    size, seconds = 128, 0.0
+    while size <= largest and seconds <= _LONG_WORK[title]:
+        with context.doing(f"measuring {title} of {size}×{size} in {dtype}"):
+            work, flops = prepare(context.device, size, dtype)
+            seconds = _median_seconds(context, work, 1000, at_least=0.1)
+        rates.append(asdict(Rate(str(dtype).removeprefix("torch."), size, flops / seconds)))
+        size *= 2
+    return rates
 
 
 def _elementwise(context: Context) -> dict[str, float]:
@@ -370,26 +373,26 @@ def calibration_of(context: Context) -> Calibration | None:
     if "rates" not in figures or "host" not in figures or links is None:
         return None
 
-    def link(name: str) -> LinkRate | None:
-        return None if links[name] is None else LinkRate(**links[name])
+    host, rates, on_cpu = figures["host"], figures["rates"], context.device.type == "cpu"
 
-    on_cpu = context.device.type == "cpu"
-    per_node = max(context.nodes.count(node) for node in set(context.nodes))
+    def link(row: Mapping[str, float] | None) -> LinkRate | None:
+        return None if row is None else LinkRate(**row)
+
     waiting = 0.0 if links["exchange"] is None else 2 * links["exchange"]["seconds"]  # of the exchanges of tiny matrices
     return Calibration(
         device=context.device.type,
         device_name=hardware_of(context.device).name(context.device),
         ranks=context.world,
-        ranks_per_node=per_node,
+        ranks_per_node=max(Counter(context.nodes).values()),
         compute_dtype=str(default_compute_dtype(context.device, torch.float32)).removeprefix("torch."),
-        products=tuple(Rate(**rate) for rate in figures["rates"]["products"]),
-        orthogonalisation=tuple(Rate(**rate) for rate in figures["rates"]["orthogonalisation"]),
-        inside=link("inside"),
-        between=link("between"),
-        exchange=link("exchange"),
-        host_seconds_per_matrix=figures["host"]["seconds_per_matrix"],
-        host_seconds_per_step=max(1e-6, figures["host"]["seconds_per_step"] - waiting),
-        elementwise=Elementwise(**figures["rates"]["elementwise"]),
+        products=tuple(Rate(**rate) for rate in rates["products"]),
+        orthogonalisation=tuple(Rate(**rate) for rate in rates["orthogonalisation"]),
+        inside=link(links["inside"]),
+        between=link(links["between"]),
+        exchange=link(links["exchange"]),
+        host_seconds_per_matrix=host["seconds_per_matrix"],
+        host_seconds_per_step=max(1e-6, host["seconds_per_step"] - waiting),
+        elementwise=Elementwise(**rates["elementwise"]),
         exchange_cpu_share=max(1e-3, links["exchange_cpu_share"]) if context.world > 1 and on_cpu else None,
-        copies=None if figures["host"]["copies"] is None else LinkRate(**figures["host"]["copies"]),
+        copies=link(host["copies"]),
     )
