@@ -17,7 +17,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from meshmuon import DistMuon, Muon, NorMuon, PlanMismatchError
 from meshmuon.metrics import Metrics
 from meshmuon.metrics.spectra import tridiagonalise
-from meshmuon.metrics.weight_vectors import FIRST_STEPS
+from meshmuon.metrics.weights import FIRST_STEPS
 from tests.support.cases import Case, Param, as_parameter, check, gradient, initial, run, sharded, single
 from tests.support.random_layouts import Layouts, cases
 from tests.support.threads import run_threads
@@ -99,7 +99,7 @@ def test_the_reference_path_measures_what_one_device_does(options: dict[str, Any
 
 
 def test_the_comparison_sees_a_replica_that_counts_twice(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("meshmuon.metrics.shards.counts_here", lambda layouts, rank: True)
+    monkeypatch.setattr("meshmuon.metrics.weights.counts_here", lambda layouts, rank: True)
     with pytest.raises(AssertionError, match="norm"):
         run_case(Case(MIXED[:1], {}, steps=1), Layouts((2, 2)))
 
