@@ -65,11 +65,7 @@ class MaxLogits:
     """
 
     def __init__(
-        self,
-        group: ReplicaGroup | None = None,
-        *,
-        tp_group: ReplicaGroup | None = None,
-        block_bytes: int = DEFAULT_BLOCK_BYTES,
+        self, group: ReplicaGroup | None = None, *, tp_group: ReplicaGroup | None = None, block_bytes: int = DEFAULT_BLOCK_BYTES
     ) -> None:
         if not isinstance(block_bytes, int) or block_bytes < 1:
             raise ConfigError(f"MaxLogits: block_bytes={block_bytes!r} must be a positive number of bytes.")

@@ -50,7 +50,6 @@ def test_places_do_without_wrappers() -> None:
     assert place.name == "module.layers.0._checkpoint_wrapped_module.q_proj.weight"
     assert place.parts == ("layers", "0", "q_proj", "weight")
     assert place.owner is inner
-    assert place.in_block
 
 
 @pytest.mark.parametrize(
