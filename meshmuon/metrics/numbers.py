@@ -70,7 +70,6 @@ class Measured:
 
     @property
     def names(self) -> list[str]:
-        """The name of each row."""
         stacked = self.matrices is not None and self.matrices.stack_dims
         return [f"{self.name}[{k}]" for k in range(self.rows)] if stacked else [self.name]
 
@@ -160,7 +159,6 @@ class Numbers:
         self._sigma_rows = self.indices([self.first_rows[k] + matrix for k, matrix in sigmas])
 
     def _lay_out(self, options: Metrics) -> None:
-        """Makes the flat tensor and divides it."""
         columns = Column.LANCZOS + 2 * options.iterations
         private_last = sorted(range(len(self.measured)), key=lambda k: not self.measured[k].shared)
         self.first_rows = [0] * len(self.measured)
@@ -203,7 +201,6 @@ class Numbers:
         )
 
     def indices(self, rows: Sequence[int]) -> Tensor:
-        """A tensor of these rows."""
         return self._once(("rows", *rows), lambda: torch.tensor(rows, dtype=torch.long))
 
     def directions(self, size: int, dtype: torch.dtype) -> Tensor:

@@ -110,11 +110,9 @@ class VectorPlace(NamedTuple):
 
     @property
     def stop(self) -> int:
-        """Where those of the next parameter begin."""
         return self.start + self.matrices * self.longer
 
     def of(self, flat: Tensor) -> Tensor:
-        """The vectors, (matrices, longer side)."""
         return flat[self.start : self.stop].view(self.matrices, self.longer)
 
 

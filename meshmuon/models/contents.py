@@ -12,11 +12,10 @@ from .experts import stack_of
 from .fused import fused_split, looks_fused_name
 from .heads import HeadFinder, declared_heads, last_linear
 from .names import is_embedding_name
-from .not_matrices import FEW_ROWS, Filter, filter_of, has_few_rows, why_no_matrix
+from .not_matrices import FEW_ROWS, FILTER, filter_reason, has_few_rows, kind_of_filter, why_no_matrix
 from .place import ParamPlace, models_in, places_of
 from .traced import convolved_in_graphs, cut_in_graph, is_instance, looked_up_in_graphs
 
-FILTER = "convolution filter"
 LOOKS_FUSED = "matrix: looks fused, parts unknown"
 UNKNOWN_STACK = "more than two dims, not known as a stack of matrices"
 """Reasons that lead to a warning or an error."""
@@ -65,7 +64,8 @@ class ModelContents:
         self._places = {place.name: place for place in places}
         self._embeddings = [_addresses(param) for param in _embeddings(model, places)]
         self._filters = {
-            id(param): Filter("transpose" in function, groups) for param, function, groups in convolved_in_graphs(model)
+            id(param): kind_of_filter(groups, transposed="transpose" in function)
+            for param, function, groups in convolved_in_graphs(model)
         }
         self._heads = [_addresses(param) for param in declared_heads(model)]
         self._head_finder = HeadFinder(places)
@@ -87,7 +87,6 @@ class ModelContents:
         return not _is_embedding(place.module) and self._overlaps(place.param)
 
     def of_param(self, name: str) -> ParamContents:
-        """What the parameter of this name is."""
         place = self._places[name]
         if place.param.dim() < 2:
             return ParamContents("adamw", "scalar" if place.param.dim() == 0 else "vector")
@@ -117,7 +116,7 @@ class ModelContents:
         if place.param.dim() == 3 and any(key in place.name for key in self._expert_keys) and no_matrix not in ("bias", "norm"):
             known = stack_of(place)
             return ParamContents("muon", "expert_keys", ONE_MATRIX if known is None else known[1])
-        if no_matrix is not None or filter_of(place, self._filters) is not None or self._head_finder.reason(place):
+        if no_matrix is not None or filter_reason(place, self._filters) is not None or self._head_finder.reason(place):
             return None
         known = stack_of(place)
         if known is None:
@@ -127,12 +126,10 @@ class ModelContents:
         return _in_parts(*known, place.param.shape[-1 if known[1].dims == "in_out" else -2])
 
     def _filter(self, place: ParamPlace) -> ParamContents | None:
-        found = filter_of(place, self._filters)
-        if found is None:
-            return None
-        if found.why_not_flat is not None or self._conv != "flatten":
-            return ParamContents("adamw", found.why_not_flat or FILTER)
-        return ParamContents("muon", 'conv="flatten"', ParamMatrices(flatten=True))
+        reason = filter_reason(place, self._filters)
+        if reason == FILTER and self._conv == "flatten":
+            return ParamContents("muon", 'conv="flatten"', ParamMatrices(flatten=True))
+        return None if reason is None else ParamContents("adamw", reason)
 
     def _no_matrix(self, place: ParamPlace) -> ParamContents | None:
         reason = why_no_matrix(place) or self._head_finder.reason(place)

@@ -190,7 +190,6 @@ def fused_split(place: ParamPlace, outputs: int, inputs: int) -> tuple[str, Spli
 
 
 def looks_fused_name(parts: Sequence[str]) -> bool:
-    """Whether the components of a parameter's name are those of a fused weight."""
     label = parts[-2] if parts[-1] == "weight" and len(parts) > 1 else parts[-1]
     return _LOOKS_FUSED.fullmatch(label) is not None
 

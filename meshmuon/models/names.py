@@ -27,7 +27,6 @@ def name_parts(name: str) -> list[str]:
 
 
 def is_embedding_name(parts: list[str]) -> bool:
-    """Whether one of the components of a name is that of an embedding."""
     return any(map(_EMBEDDINGS.fullmatch, parts))
 
 
@@ -57,6 +56,5 @@ def is_number(part: str) -> bool:
 
 
 def is_table_name(name: str) -> bool:
-    """Whether a name is that of an embedding or an output head."""
     parts = name_parts(name)
     return is_embedding_name(parts) or is_head_name(parts)
