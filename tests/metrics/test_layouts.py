@@ -14,7 +14,7 @@ import torch.distributed as dist
 from hypothesis import Phase, given, settings
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
-from meshmuon import DistMuon, Muon, NorMuon, PlanMismatchError
+from meshmuon import DistMuon, Interleaved, Muon, NorMuon, PlanMismatchError
 from meshmuon.metrics import Metrics
 from meshmuon.metrics.spectra import tridiagonalise
 from meshmuon.metrics.weights import FIRST_STEPS
@@ -80,6 +80,7 @@ MIXED = (
     Param((6, 8), 0, (S1, S0)),
     Param((5, 4, 6), 0, (S0, S1)),
     Param((8, 6), 0, (R, S0), split=(3, 5)),
+    Param((12, 5), 0, (S1, R), split=Interleaved((2, 4), 2)),
     Param((3, 4, 8), 0, (R, S1), flipped=True, split=(2, 6)),
     Param((9,), 0, (S0, R), muon=False),
     Param((5, 3), None),
