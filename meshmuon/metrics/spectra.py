@@ -7,6 +7,7 @@ somebody asks.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from functools import lru_cache
 from typing import NamedTuple, TypeAlias
@@ -177,7 +178,13 @@ def bound_of(scheme: Scheme) -> float:
 
     For ``polar_express(l=1e-3)`` it is 1e-3. The worst distance from 1 is taken over [0.1, 1].
     """
-    grid = [10 ** (-k / 1000) for k in range(7001)]  # from 1 down to 1e-7
-    worst = max(abs(1 - scheme(x)) for x in grid if x >= 0.1)
-    lost = (k for k, x in enumerate(grid) if x < 0.1 and not abs(1 - scheme(x)) <= worst * (1 + 1e-3))
-    return grid[next(lost, len(grid)) - 1]
+    grid = [10 ** (-k / 400) for k in range(2801)]  # from 1 down to 1e-7
+    allowed = max(abs(1 - scheme(x)) for x in grid if x >= 0.1) * (1 + 1e-3)
+    lost = next((k for k, x in enumerate(grid) if x < 0.1 and not abs(1 - scheme(x)) <= allowed), None)
+    if lost is None:
+        return grid[-1]
+    outside, inside = grid[lost], grid[lost - 1]
+    for _ in range(30):
+        middle = math.sqrt(outside * inside)
+        outside, inside = (outside, middle) if abs(1 - scheme(middle)) <= allowed else (middle, inside)
+    return inside
