@@ -9,9 +9,9 @@ from ..errors import PlanError
 from ..layout import ShardedMatrix
 from .nodes import Crossings
 from .owners import assign_owners
-from .plan_data import PlanData, PlanOptions, add_local_costs, copied_bytes
+from .plan_data import PlanData, add_local_costs, copied_bytes
 from .report import describe, to_json
-from .tasks import EVERY_HOLDER, NO_WAVE, PartIndex, PlannedParam, Task
+from .tasks import EVERY_HOLDER, NO_WAVE, PartIndex, PlannedParam, PlanOptions, Task
 from .waves import WaveCutter
 
 
@@ -77,7 +77,7 @@ def make_plan(params: Sequence[PlannedParam], options: PlanOptions) -> Plan:
     ranks = tuple(sorted({rank for mesh in {layout.mesh for p in params for layout in p.layouts} for rank in mesh.ranks}))
     if options.nodes is not None:
         options = replace(options, nodes=options.nodes.among(ranks))
-    crossings = options.crossings
+    crossings = None if options.nodes is None else Crossings(options.nodes)
     staying, travelling = _tasks(params, options, crossings)
     loads = dict.fromkeys(ranks, 0.0)
     add_local_costs(loads, ((task.sharded, 0.0 if params[task.param].private else task.cost) for task in staying))

@@ -13,7 +13,7 @@ from hypothesis import example, given, settings
 
 from meshmuon.layout import Layout, Mesh, Replicated, Sharded
 from meshmuon.plan import NO_WAVE, Plan, PlannedParam, PlanOptions, cost_model_for, make_plan, routes_of, wave_sizes, waves
-from meshmuon.plan.footprint import Footprint
+from meshmuon.plan.waves import Footprint
 from tests.support.plans import entry, line, options_for, random_entries, random_options, seeds
 
 MIB = 2**20

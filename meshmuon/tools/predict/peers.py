@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 from ...plan import PlanData, Relays
-from ...plan.rank_kinds import HeldPiece
+from ...plan.traffic import HeldPiece
 
 
 @dataclass(frozen=True, slots=True)
