@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from operator import add
@@ -37,22 +38,17 @@ class PlanData:
     wave_lanes: tuple[Hashable, ...]
     options: PlanOptions
 
-    def gather_sends(self, index: int) -> Iterator[PieceTransfer]:
+    def gather_sends(self, index: int) -> list[PieceTransfer]:
         """The pieces that task ``index`` gathers at its owner, each from its holder in the owner's replica."""
         task = self.tasks[index]
-        if task.wave != NO_WAVE:
-            for piece, source in task.sharded.senders(task.owner):
-                if source != task.owner:
-                    yield PieceTransfer(index, source, task.owner, piece)
+        senders = task.sharded.senders(task.owner) if task.wave != NO_WAVE else ()
+        return [PieceTransfer(index, source, task.owner, piece) for piece, source in senders if source != task.owner]
 
-    def scatter_sends(self, index: int) -> Iterator[PieceTransfer]:
+    def scatter_sends(self, index: int) -> list[PieceTransfer]:
         """The pieces of its result that task ``index`` scatters, each to all of its holders."""
         task = self.tasks[index]
-        if task.wave != NO_WAVE:
-            for piece in task.sharded.pieces:
-                for target in piece.holders:
-                    if target != task.owner:
-                        yield PieceTransfer(index, task.owner, target, piece)
+        targets = ((piece, rank) for piece in task.sharded.pieces for rank in piece.holders if rank != task.owner)
+        return [PieceTransfer(index, task.owner, rank, piece) for piece, rank in targets] if task.wave != NO_WAVE else []
 
     @cached_property
     def loads(self) -> dict[int, float]:
@@ -94,14 +90,14 @@ class PlanData:
         return self._summed(exchange.sent for wave in self.traffic for exchange in (wave.gather, wave.scatter))
 
     @cached_property
-    def bytes_copied(self) -> dict[int, int]:
-        """Rank → bytes that it copies between its device and host memory in a step, for weights that are in host memory."""
-        return copied_bytes(self.ranks, self.params, self.tasks)
-
-    @cached_property
     def bytes_between(self) -> dict[int, int]:
         """Rank → bytes that it sends to ranks of other nodes in a step."""
         return self._summed(exchange.sent_between for wave in self.traffic for exchange in (wave.gather, wave.scatter))
+
+    @cached_property
+    def bytes_copied(self) -> dict[int, int]:
+        """Rank → bytes that it copies between its device and host memory in a step, for weights that are in host memory."""
+        return copied_bytes(self.ranks, self.params, self.tasks)
 
     @property
     def relayed(self) -> bool:
@@ -162,18 +158,29 @@ class PlanData:
 
     @cached_property
     def _buffer_bytes(self) -> dict[int, int]:
-        total = dict.fromkeys(self.ranks, 0)
-        for lane in dict.fromkeys(self.wave_lanes):
-            tasks = [task for task in self.tasks if task.wave != NO_WAVE and self.wave_lanes[task.wave] == lane]
-            itemsize = self.params[tasks[0].param].itemsize
-            footprint = Footprint([task.sharded for task in tasks], [task.owner for task in tasks], itemsize)
-            for rank, size in footprint.bytes_by_rank([task.wave for task in tasks], self.options.in_flight).items():
-                total[rank] += size
+        return self.buffers(self.options.in_flight)
+
+    def buffers(self, in_flight: int) -> dict[int, int]:
+        """Rank → bytes of its exchange buffers, those between the hops of relayed exchanges included."""
+        total = Counter(dict.fromkeys(self.ranks, 0))
+        for lane, (footprint, waves) in self._footprints.items():
+            total.update(footprint.bytes_by_rank(waves, in_flight))
             if self.relayed:
-                waves = [(self.hops[k], k % self.options.in_flight) for k, own in enumerate(self.wave_lanes) if own == lane]
-                for rank, size in zip(self.ranks, relay_buffers(waves), strict=True):
-                    total[rank] += size
+                hops = [(self.hops[k], k % in_flight) for k, of_wave in enumerate(self.wave_lanes) if of_wave == lane]
+                total.update(dict(zip(self.ranks, relay_buffers(hops), strict=True)))
         return total
+
+    @cached_property
+    def _footprints(self) -> dict[Hashable, tuple[Footprint, list[int]]]:
+        """Lane → the buffers of its matrices, and their waves."""
+        lanes: dict[Hashable, list[Task]] = {lane: [] for lane in self.wave_lanes}
+        for task in self.tasks:
+            if task.wave != NO_WAVE:
+                lanes[self.wave_lanes[task.wave]].append(task)
+        return {
+            lane: (Footprint(tasks, self.params[tasks[0].param].itemsize), [task.wave for task in tasks])
+            for lane, tasks in lanes.items()
+        }
 
 
 def add_local_costs(loads: dict[int, float], costs: Iterable[tuple[ShardedMatrix, float]]) -> None:
