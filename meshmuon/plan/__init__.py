@@ -1,23 +1,13 @@
 """Who computes which matrix and what travels, decided from shapes and layouts alone."""
 
 from .cost import CostModel, CostModelLike, LinkRate, Rate, RatesReader, cost_model_for, cost_model_from
-from .nodes import Crossings, Nodes
-from .owners import lightest_possible
+from .nodes import Nodes
 from .plan import Plan, make_plan
 from .plan_data import PlanData, add_local_costs
 from .relays import HopRoutes, Hops, Parcel, Relays, WaveHops
 from .report import bytes_text, counted, how_computed, table
 from .routes import WaveRoutes, WaveSizes, rank_routes, routes_of, slot_sizes, wave_sizes
-from .schedule import (
-    Action,
-    Batch,
-    BatchItem,
-    ItemRange,
-    gradient_read_order,
-    most_gathered_ahead,
-    pipeline_order,
-    plan_batches,
-)
+from .schedule import Action, Batch, BatchItem, ItemRange, gradient_read_order, most_gathered_ahead, pipeline_order, plan_batches
 from .tasks import (
     DEFAULT_MAX_PEERS,
     EVERY_HOLDER,
@@ -30,7 +20,6 @@ from .tasks import (
     Replicas,
     Task,
 )
-from .traffic import ExchangeBytes, WaveTraffic
 
 __all__ = [
     "DEFAULT_MAX_PEERS",
@@ -42,8 +31,6 @@ __all__ = [
     "BatchItem",
     "CostModel",
     "CostModelLike",
-    "Crossings",
-    "ExchangeBytes",
     "HopRoutes",
     "Hops",
     "ItemRange",
@@ -64,7 +51,6 @@ __all__ = [
     "WaveHops",
     "WaveRoutes",
     "WaveSizes",
-    "WaveTraffic",
     "add_local_costs",
     "bytes_text",
     "cost_model_for",
@@ -72,7 +58,6 @@ __all__ = [
     "counted",
     "gradient_read_order",
     "how_computed",
-    "lightest_possible",
     "make_plan",
     "most_gathered_ahead",
     "pipeline_order",

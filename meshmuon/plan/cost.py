@@ -45,15 +45,14 @@ class CostModel:
     host_flops_per_byte: float | None = None
 
     def __post_init__(self) -> None:
-        for name, value, low in (
-            ("flops_per_byte", self.flops_per_byte, 0),
-            ("flops_per_exchange", self.flops_per_exchange, 1),
-            ("between_flops_per_byte", self.per_byte_between, 0),
-            ("between_flops_per_exchange", self.per_exchange(several_nodes=True), 1),
-            ("host_flops_per_byte", self.per_byte_of_host, 0),
-        ):
+        for entry in fields(self):
+            value, low = getattr(self, entry.name), 1 if entry.name.endswith("exchange") else 0
+            if value is None and entry.default is None:
+                continue
             if type(value) not in (int, float) or not low <= value <= _LARGEST:
-                raise ConfigError(f"CostModel: {name}={value!r} must be a number of at least {low} and at most {_LARGEST:g}.")
+                raise ConfigError(
+                    f"CostModel: {entry.name}={value!r} must be a number of at least {low} and at most {_LARGEST:g}."
+                )
 
     def __repr__(self) -> str:
         return repr_of_given(self)

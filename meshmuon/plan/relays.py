@@ -51,7 +51,7 @@ class Relays:
 
     @property
     def most_peers(self) -> int:
-        """At most so many ranks a rank talks to: the others of its node, and a rank of each node that it relays for."""
+        """Maximum peers per rank: the others of its node, and a rank of each node that it relays for."""
         return max(len(node) - 1 + -(-len(self._nodes.ranks) // len(node)) for node in self._nodes.ranks)
 
     def relays(self, parcel: Parcel) -> tuple[int, int] | None:

@@ -131,18 +131,15 @@ def plan_batches(items: Sequence[BatchItem], *, budget: int, chunk_size: int = -
         largest = max(1, budget // max(1, first.matrix_bytes))
         if chunk_size > 0:
             largest = min(largest, chunk_size)
-        for slices in _fill(items, indices, largest):
-            batches.append(Batch(first.rows, first.cols, slices))
+        batches += [Batch(first.rows, first.cols, slices) for slices in _fill(items, indices, largest)]
     return tuple(batches)
 
 
 def _fill(items: Sequence[BatchItem], indices: Sequence[int], largest: int) -> list[tuple[ItemRange, ...]]:
     """Cuts the items' matrices, in order, into runs of at most ``largest`` matrices, as even as possible."""
     total = sum(items[index].count for index in indices)
-    if total == 0:
-        return []
     runs = -(-total // largest)
-    edges = [total * k // runs for k in range(runs + 1)]
+    edges = [total * k // max(1, runs) for k in range(runs + 1)]
     filled: list[list[ItemRange]] = [[] for _ in range(runs)]
     position, run = 0, 0
     for index in indices:

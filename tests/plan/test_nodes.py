@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 
 from meshmuon.errors import ConfigError
 from meshmuon.layout import Mesh, Replicated, Sharded
-from meshmuon.plan import CostModel, Crossings, Nodes, Plan, PlannedParam, Task, cost_model_for, make_plan
+from meshmuon.plan import CostModel, Nodes, Plan, PlannedParam, Task, cost_model_for, make_plan
+from meshmuon.plan.nodes import Crossings
 from meshmuon.plan.owners import assign_owners
 from tests.support.plans import entry, line, options_for, random_entries, random_options, seeds
 

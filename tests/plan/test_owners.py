@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from meshmuon.layout import Layout, Mesh, Piece, Sharded, ShardedMatrix
 from meshmuon.ortho import expected_flops, resolve_scheme
-from meshmuon.plan import Plan, PlannedParam, PlanOptions, Task, cost_model_for, lightest_possible, make_plan
-from meshmuon.plan.owners import assign_owners
+from meshmuon.plan import Plan, PlannedParam, PlanOptions, Task, cost_model_for, make_plan
+from meshmuon.plan.owners import assign_owners, lightest_possible
 from tests.support.plans import entry, line, options_for
 
 Shapes = list[tuple[int, int]]

@@ -14,7 +14,7 @@ from hypothesis import example, given, settings
 from meshmuon.layout import Layout, Mesh, Replicated, Sharded
 from meshmuon.plan import NO_WAVE, Plan, PlannedParam, PlanOptions, cost_model_for, make_plan, routes_of, wave_sizes, waves
 from meshmuon.plan.waves import Footprint
-from tests.support.plans import entry, line, options_for, random_entries, random_options, seeds
+from tests.support.plans import entry, options_for, random_entries, random_options, seeds
 
 MIB = 2**20
 DEFAULT_BOUND = 2 * 6 * 64 * MIB
@@ -160,14 +160,6 @@ def test_the_bound_is_found_in_few_tries(monkeypatch: pytest.MonkeyPatch) -> Non
         tries.clear()
         make_plan(shared_matrices(4, 16, 4000, 16), options_for(budget=budget))
         assert 1 < len(tries) < 40
-
-
-def test_ranks_with_equal_pieces_are_counted_once() -> None:
-    """Thousands of ranks, a few kinds: (1000, 8) over 2,048 ranks is a row on each of the first 1,000."""
-    plan = make_plan([entry("a", (1000, 8), line(2048)), entry("b", (4096, 8), line(2048))], options_for())
-    footprint = Footprint([task.sharded for task in plan.tasks], [task.owner for task in plan.tasks], 2)
-    assert sorted(Counter(footprint._kinds.values()).values()) == [1000, 1048]
-    assert [len(kinds) for kinds in footprint._pieces] == [1, 2]
 
 
 def test_two_waves_in_flight_before_halves_take_turns() -> None:
