@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from meshmuon.errors import PlanError
-from meshmuon.layout import Layout, Mesh, Piece, Replicated, Sharded, ShardedMatrix, shard_matrices
+from meshmuon.layout import Layout, Mesh, Replicated, Sharded
 from meshmuon.plan import NO_WAVE, Plan, Task, make_plan
 from meshmuon.plan.tasks import EVERY_HOLDER
 from tests.support.plans import entry, options_for
@@ -113,26 +113,6 @@ def test_a_sibling_that_is_forgotten() -> None:
     assert len(plan.tasks) == 2
     with pytest.raises(PlanError, match="computes it for 4"):
         replace(plan, tasks=plan.tasks[:1])
-
-
-def test_doctored_spreads() -> None:
-    (sharded,) = shard_matrices(entry().layouts[0], 0)
-    pieces = sharded.pieces
-    assert ShardedMatrix(8, 6, pieces, 1).holdings == sharded.holdings
-    wrong: list[tuple[tuple[Piece, ...], int, str]] = [
-        (pieces[1:], 1, "gap"),
-        ((*pieces, pieces[0]), 1, "twice"),
-        ((replace(pieces[0], rows=((0, 3),)), *pieces[1:]), 1, "overlap"),
-        ((replace(pieces[0], rows=((0, 1),)), *pieces[1:]), 1, "gap"),
-        ((replace(pieces[0], cols=((0, 5),)), *pieces[1:]), 1, "overlap"),
-        ((replace(pieces[0], holders=(1,)), *pieces[1:]), 1, "two pieces"),
-        ((replace(pieces[0], holders=(0, 4)), *pieces[1:]), 1, "lacks a piece"),
-        (pieces, 2, "lacks a piece"),
-        ((), 1, "missing"),
-    ]
-    for some, replicas, message in wrong:
-        with pytest.raises(PlanError, match=message):
-            ShardedMatrix(8, 6, some, replicas)
 
 
 def test_the_digest_knows_owners_and_waves() -> None:
