@@ -6,13 +6,12 @@ import random
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
-from itertools import pairwise
 
 import pytest
 from hypothesis import example, given, settings
 
 from meshmuon.layout import Layout, Mesh, Replicated, Sharded
-from meshmuon.plan import NO_WAVE, Plan, PlannedParam, PlanOptions, cost_model_for, make_plan, routes_of, wave_sizes, waves
+from meshmuon.plan import NO_WAVE, Plan, PlannedParam, PlanOptions, cost_model_for, make_plan, routes_of, wave_sizes
 from meshmuon.plan.waves import Footprint
 from tests.support.plans import entry, options_for, random_entries, random_options, seeds
 
@@ -168,12 +167,3 @@ def test_two_waves_in_flight_before_halves_take_turns() -> None:
     assert 2 * 30 * 6 == 360
     assert (len(plan.wave_lanes), plan.options.in_flight) == (3, 2)
     assert max(map(plan.buffer_bytes, plan.ranks)) == 2 * (72 + 96)
-
-
-@pytest.mark.parametrize("count", [1, 2, 6, 8, 40])
-def test_waves_grow_to_four_times_the_first(count: int) -> None:
-    ends = (0.0, *waves._ends(count))
-    sizes = [round((stop - start) / ends[1], 6) for start, stop in pairwise(ends)]
-    assert sizes == sizes[::-1]
-    assert sizes[: count // 2] == [min(k + 1, 4) for k in range(count // 2)]
-    assert max(sizes) == min(-(-count // 2), 4)
