@@ -72,7 +72,7 @@ def _most_and_mean(by_rank: Mapping[int, int]) -> str:
 
 def to_json(plan: PlanData) -> str:
     """The plan as JSON: options, parameters, for every matrix its owner and wave, and what each rank does."""
-    figures = {
+    figures: dict[str, Mapping[int, float]] = {
         "load": plan.loads,
         "flops": plan.flops,
         "bytes_sent": plan.bytes_sent,

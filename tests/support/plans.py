@@ -58,8 +58,9 @@ def ranks_of(params: list[PlannedParam]) -> list[int]:
 def random_nodes(rng: random.Random, ranks: list[int]) -> Nodes:
     """In order of ranks or in turns, of any size, or at random."""
     size, count = rng.randint(1, max(1, len(ranks))), rng.randint(1, 4)
-    node_of = rng.choice([lambda k: k // size, lambda k: k % count, lambda k: rng.randrange(count)])
-    return Nodes.of({rank: node_of(k) for k, rank in enumerate(ranks)})
+    places = range(len(ranks))
+    nodes = rng.choice([[k // size for k in places], [k % count for k in places], [rng.randrange(count) for _ in places]])
+    return Nodes.of(dict(zip(ranks, nodes, strict=True)))
 
 
 def random_plan(seed: int, replicas: str | None = None) -> Plan:
