@@ -91,6 +91,8 @@ def test_holders(known: list[Known]) -> None:
                 assert element not in found, f"{one}: element {element} is held in two ways"
                 found[element] = ranks
         assert found == expected, str(one)
+        holding = {rank for rank in layout.mesh.ranks if one.held[rank].numel()}
+        assert {rank for ranks in layout.holders().values() for rank in ranks} == holding, str(one)
         compared += 1
     assert compared >= 500
 

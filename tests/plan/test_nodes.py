@@ -156,6 +156,9 @@ def test_bytes_between_nodes_have_their_own_price() -> None:
     model, nodes = CostModel(3.0, 1.0, 10.0), Nodes.in_order(range(4), [2, 2])
     assert make_plan([entry()], options_for(cost=model)).tasks[0].cost == 1000 + 3 * 2 * 48 * 2
     assert make_plan([entry()], options_for(cost=model, nodes=nodes)).tasks[0].cost == 1000 + 2 * (3 * 48 + 10 * 48)
+    # Whole on four nodes, of which one computes for all: 3 · 48 elements go to the other nodes, and none inside.
+    apart = options_for(cost=model, nodes=Nodes.in_order(range(4), [1] * 4), replicas="share")
+    assert make_plan([entry(placements=(Replicated(),))], apart).tasks[0].cost == 1000 + 2 * 10 * 3 * 48
 
 
 def test_models_of_one_tier_read_as_before() -> None:

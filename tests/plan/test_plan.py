@@ -334,6 +334,14 @@ def test_buffers(plan: Plan) -> None:
         assert plan.buffer_bytes(rank) == sum(itemsize[lane] * sum(most) for (lane, _), most in slots.items())
 
 
+def test_an_owner_of_shared_and_of_sharded_matrices_has_one_buffer_for_all_results() -> None:
+    """48 elements in four pieces, and 48 that three other ranks get as well: 36 arrive, 36 + 3 · 48 leave."""
+    plan = make_plan([entry("a"), entry("b", placements=(Replicated(),), share=True)], options_for())
+    plan = replace(plan, tasks=tuple(replace(task, owner=0, wave=0) for task in plan.tasks), wave_lanes=("lane",))
+    assert wave_sizes(routes_of(plan, 0)[0])[1:] == (0, 36, 36 + 3 * 48)
+    assert plan.buffer_bytes(0) == 2 * (12 + 48 + 36 + 36 + 3 * 48)
+
+
 @pytest.mark.parametrize("ranks", [2, 3, 4, 8, 16])
 @pytest.mark.parametrize("dim", [0, 1])
 def test_fsdp_sends_each_element_there_and_back(ranks: int, dim: int) -> None:
