@@ -9,8 +9,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from ..plan import NO_WAVE, Batch, PieceTransfer, WaveRoutes, WaveSizes, slot_sizes, wave_sizes
-from ..plan.order import gradient_read_order
+from ..plan import NO_WAVE, Batch, PieceTransfer, WaveRoutes, WaveSizes, gradient_read_order, slot_sizes, wave_sizes
 from ..torch_compat import local_part
 from .local_batch import STAGED_IN_FLIGHT, LocalBatch, StagedBatch
 from .ortho_batch import MATRICES, BatchMemory, OrthoBatch

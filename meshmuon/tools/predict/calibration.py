@@ -13,7 +13,7 @@ from itertools import pairwise
 from typing import Any
 
 from ...plan import CostModel, LinkRate, Rate, RatesReader
-from ...plan.rates import FORMAT, VERSION
+from ...plan.cost import FORMAT, VERSION
 
 _MOST_RANKS = 10**7
 

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 from ...plan import PlanData, Relays
-from ...plan.rank_kinds import HeldPiece
 from ...plan.relays import relay_buffers
+from ...plan.traffic import HeldPiece
 
 
 @dataclass(frozen=True, slots=True)

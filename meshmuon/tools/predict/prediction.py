@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from operator import add
 
-from ...plan.plan_data import PlanData, add_local_costs
-from ...plan.rates import LinkRate
+from ...plan import PlanData, add_local_costs
+from ...plan.cost import LinkRate
 from ...plan.relays import Hops
 from ...plan.tasks import EVERY_HOLDER, Task
 from .calibration import Calibration
