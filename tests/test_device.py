@@ -254,5 +254,6 @@ def test_the_cpu_is_a_device() -> None:
     assert isinstance(found, Hardware)
     assert (found.count(), found.peers(), found.runs_now(cpu)) == (1, None, True)
     assert found.name(cpu)
+    assert found.seconds(cpu, lambda: None) >= 0.0
     assert "per rank" in found.details(cpu)
     assert isinstance(hardware_of(torch.device("cuda")), AcceleratorHardware)

@@ -142,17 +142,8 @@ class StepParam:
         steps = self.scheme.steps if isinstance(self.scheme, Scheme) else ()
         scratch = scratch_bytes(rows, cols, steps, self.compute_dtype, self.update_dtype)
         flipped = self.rule is not None and self.matrix_set.flipped  # rules see outputs × inputs
-        treatment = (
-            self.param.device,
-            self.work_device,
-            self.update_dtype,
-            self.compute_dtype,
-            self.scheme,
-            self.rule,
-            flipped,
-            key,
-        )
-        return BatchItem(count, rows, cols, treatment, size + scratch)
+        where, dtypes = (self.param.device, self.work_device), (self.update_dtype, self.compute_dtype)
+        return BatchItem(count, rows, cols, (where, dtypes, self.scheme, self.rule, flipped, key), size + scratch)
 
 
 DEFAULT_MEMORY_BUDGET = 64 * 2**20
