@@ -126,7 +126,7 @@ class StepParam:
     def fallible(self) -> bool:
         """Whether code of the user computes its updates, a scheme or a rule, which may raise in the middle of a step.
 
-        Its momentum is then stored with the weights and not before: a matrix whose update fails keeps both.
+        A matrix whose update fails keeps weights and momentum: what the momentum was is kept until the update is applied.
         """
         return may_fail(self.scheme, self.rule)
 
