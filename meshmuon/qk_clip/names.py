@@ -12,6 +12,7 @@ import torch
 
 from ..errors import ConfigError
 from ..models import name_parts
+from ..params.checks import shown
 
 LayerKey: TypeAlias = int | str
 """A layer's number, or the name of its attention module (or of a module that contains it) where numbers are ambiguous."""
@@ -63,14 +64,15 @@ class ClipConfig:
 def read_clip_config(given: Mapping[str, Any]) -> ClipConfig:
     """Checks what a user passed as ``clip_config``."""
     if not isinstance(given, Mapping):
-        raise ConfigError(f"clip_config={given!r} must be a mapping such as {_EXAMPLE}.")
+        raise ConfigError(f"clip_config={shown(given)} must be a mapping such as {_EXAMPLE}.")
     if unknown := sorted(str(key) for key in given if key not in _KEYS):
         raise ConfigError(f"clip_config has unknown keys {unknown}; it may have {', '.join(_KEYS)}.")
     threshold = given.get("threshold")
     limits = torch.finfo(torch.float32)  # factors are computed in it
     if not isinstance(threshold, (int, float)) or isinstance(threshold, bool) or not limits.tiny <= threshold <= limits.max:
         raise ConfigError(
-            f"clip_config: threshold={threshold!r} must be a positive number of float32: the largest logit that is not scaled."
+            f"clip_config: threshold={shown(threshold)} must be a positive number of float32: the largest logit that is not "
+            "scaled."
         )
     parts = {key: _positive(given, key) for key in _MLA}
     mla = None
@@ -119,7 +121,7 @@ def belongs_to(projection: Projection, layer: LayerKey) -> bool:
 def _positive(given: Mapping[str, Any], key: str) -> int | None:
     size = given.get(key)
     if size is not None and (not isinstance(size, int) or isinstance(size, bool) or size < 1):
-        raise ConfigError(f"clip_config: {key}={size!r} must be a positive whole number of rows.")
+        raise ConfigError(f"clip_config: {key}={shown(size)} must be a positive whole number of rows.")
     return size
 
 
@@ -130,7 +132,7 @@ def _indices(given: Mapping[str, Any], key: str) -> tuple[int, ...] | None:
     is_list = isinstance(indices, Sequence) and not isinstance(indices, str) and len(indices) > 0
     if not is_list or not all(isinstance(head, int) and not isinstance(head, bool) and head >= 0 for head in indices):
         raise ConfigError(
-            f"clip_config: {key}={indices!r} must be a list of head numbers, one per logit. Leave it out for heads in order."
+            f"clip_config: {key}={shown(indices)} must be a list of head numbers, one per logit. Leave it out for heads in order."
         )
     return tuple(indices)
 
@@ -140,7 +142,7 @@ def _patterns(given: Any) -> tuple[tuple[str, re.Pattern[str]], ...]:
     if given is None:
         return ()
     if not isinstance(given, Mapping) or not all(kind in _KINDS for kind in given):
-        raise ConfigError(f"clip_config: patterns={given!r} must map {', '.join(_KINDS)} to regular expressions: {example}.")
+        raise ConfigError(f"clip_config: patterns={shown(given)} must map {', '.join(_KINDS)} to regular expressions: {example}.")
     patterns = []
     for kind, expression in given.items():
         try:
