@@ -1,7 +1,7 @@
 """What differs between a GPU and a CPU, behind one interface: streams, CUDA graphs, copies to host memory, devices.
 
-Each interface has a CUDA twin and a CPU twin, whose methods the interface documents. No CUDA twin has run on a GPU yet. A
-happens-before checker runs them on stand-ins for CUDA, and demands each of their waits: docs/proofs.md.
+Each class is the CPU's; the class that is derived from it is its CUDA twin. No CUDA twin has run on a GPU yet. A happens-before
+checker runs them on stand-ins for CUDA, and demands each of their waits: docs/proofs.md.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import platform
 import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, Protocol
@@ -71,44 +71,27 @@ class Mark(Protocol):
     """A point in a stream of work."""
 
 
-class Streams(Protocol):
-    """A main stream and a side stream of work, ordered by marks."""
+class Streams:
+    """A main stream and a side stream of work, ordered by marks. On a CPU work runs when it is given, always in order."""
 
     def main_mark(self) -> Mark:
         """The end of what the main stream has been given so far."""
-        ...
-
-    def side_mark(self) -> Mark:
-        """The end of what the side stream has been given so far."""
-        ...
-
-    def beside(self, after: Mark, uses: Iterable[Tensor] = ()) -> AbstractContextManager[None]:
-        """Runs the work inside on the side stream, after ``after``; the main stream may free ``uses`` meanwhile."""
-        ...
-
-    def main_waits(self, mark: Mark) -> None:
-        """What the main stream is given next runs after ``mark``."""
-        ...
-
-
-class DirectStreams:
-    """The CPU twin: work runs when it is given, so it is always in order."""
-
-    def main_mark(self) -> Mark:
         return None
 
     def side_mark(self) -> Mark:
+        """The end of what the side stream has been given so far."""
         return None
 
     @contextmanager
     def beside(self, after: Mark, uses: Iterable[Tensor] = ()) -> Iterator[None]:
+        """Runs the work inside on the side stream, after ``after``; the main stream may free ``uses`` meanwhile."""
         yield
 
     def main_waits(self, mark: Mark) -> None:
-        pass
+        """What the main stream is given next runs after ``mark``."""
 
 
-class CudaStreams:
+class CudaStreams(Streams):
     """The stream that is current at each call, and a side stream for elementwise work and exchanges."""
 
     def __init__(self, device: torch.device) -> None:
@@ -137,61 +120,37 @@ class CudaStreams:
 
 
 def streams_for(device: torch.device) -> Streams:
-    """The streams of ``device``."""
-    return CudaStreams(device) if device.type == "cuda" else DirectStreams()
+    return CudaStreams(device) if device.type == "cuda" else Streams()
 
 
-class Transfers(Protocol):
-    """Bulk copies between a device and host memory."""
+class Transfers:
+    """Bulk copies between a device and host memory. On a CPU they are done at once, and nothing is pending afterwards."""
 
     def host_buffer(self, size: int, dtype: torch.dtype) -> Tensor:
         """Flat host memory for copies to and from the device."""
-        ...
-
-    def store(self, host: Tensor, device: Tensor) -> None:
-        """Starts copying ``device`` to ``host``, after what the device has been given so far; ``device`` may be freed at once."""
-        ...
-
-    def load(self, device: Tensor, host: Tensor) -> None:
-        """Starts copying ``host`` to ``device``; what the device is given next finds it there."""
-        ...
-
-    def settle(self) -> None:
-        """Returns once the host may read what was stored."""
-        ...
-
-    def stored(self) -> Mark:
-        """The end of what has been stored so far."""
-        ...
-
-    def done(self, mark: Mark) -> bool:
-        """Whether the host may already read what had been stored at ``mark``; it does not wait."""
-        ...
-
-
-class DirectTransfers:
-    """The CPU twin: copies at once, so that the source can be freed; nothing is pending afterwards."""
-
-    def host_buffer(self, size: int, dtype: torch.dtype) -> Tensor:
         return torch.empty(size, dtype=dtype, device="cpu")
 
     def store(self, host: Tensor, device: Tensor) -> None:
+        """Starts copying ``device`` to ``host``, after what the device has been given so far; ``device`` may be freed at once."""
         host.copy_(device)
 
     def load(self, device: Tensor, host: Tensor) -> None:
+        """Starts copying ``host`` to ``device``; what the device is given next finds it there."""
         device.copy_(host)
 
     def settle(self) -> None:
-        pass
+        """Returns once the host may read what was stored."""
 
     def stored(self) -> Mark:
+        """The end of what has been stored so far."""
         return None
 
     def done(self, mark: Mark) -> bool:
+        """Whether the host may already read what had been stored at ``mark``; it does not wait."""
         return True
 
 
-class CudaTransfers:
+class CudaTransfers(Transfers):
     """Pinned host memory, and a side stream whose copies overlap with the next forward pass."""
 
     def __init__(self, device: torch.device) -> None:
@@ -228,34 +187,24 @@ class CudaTransfers:
 
 def transfers_for(device: torch.device) -> Transfers:
     """How tensors of ``device`` are copied to host memory and back."""
-    return CudaTransfers(device) if device.type == "cuda" else DirectTransfers()
+    return CudaTransfers(device) if device.type == "cuda" else Transfers()
 
 
-class Stopwatch(Protocol):
-    """Measures how long work takes, where it is done."""
+class Stopwatch:
+    """Measures how long work takes, where it is done: on a CPU, when it is given."""
 
     def now(self) -> Mark:
         """The end of what the current stream has been given so far, as a point in time."""
-        ...
-
-    def seconds(self, begin: Mark, end: Mark) -> float | None:
-        """Seconds between two points; None as long as the device has not reached ``end``. It does not wait."""
-        ...
-
-
-class HostStopwatch:
-    """The CPU twin: work is done when it is given."""
-
-    def now(self) -> Mark:
         return time.perf_counter()
 
     def seconds(self, begin: Mark, end: Mark) -> float | None:
+        """Seconds between two points; None as long as the device has not reached ``end``. It does not wait."""
         assert isinstance(begin, float)
         assert isinstance(end, float)
         return end - begin
 
 
-class CudaStopwatch:
+class CudaStopwatch(Stopwatch):
     """Timed events in the current stream; the device writes down the time when it reaches them."""
 
     def __init__(self, device: torch.device) -> None:
@@ -273,8 +222,7 @@ class CudaStopwatch:
 
 
 def stopwatch_for(device: torch.device) -> Stopwatch:
-    """What measures work on ``device``."""
-    return CudaStopwatch(device) if device.type == "cuda" else HostStopwatch()
+    return CudaStopwatch(device) if device.type == "cuda" else Stopwatch()
 
 
 def work_device(param: Tensor) -> torch.device:
@@ -303,42 +251,6 @@ def copy_to(tensor: Tensor, device: torch.device) -> Tensor:
     return tensor.to(device, non_blocking=device.type != "cpu")
 
 
-class Hardware(Protocol):
-    """The devices of one type that this process sees. It serves reports and measurements, not steps."""
-
-    def count(self) -> int:
-        """How many there are."""
-        ...
-
-    def use(self, device: torch.device) -> None:
-        """Makes ``device`` the current one of its type."""
-        ...
-
-    def finish(self, device: torch.device) -> None:
-        """Returns once ``device`` has done all that it was given."""
-        ...
-
-    def runs_now(self, device: torch.device) -> bool:
-        """Whether ``device`` runs what it is given now. What is captured as a graph is not run, and cannot be timed."""
-        ...
-
-    def seconds(self, device: torch.device, work: Callable[[], None]) -> float:
-        """How long ``device`` takes for ``work``, which is given to it on the current stream."""
-        ...
-
-    def name(self, device: torch.device) -> str:
-        """What the vendor calls it."""
-        ...
-
-    def details(self, device: torch.device) -> str:
-        """Its memory and architecture, as far as torch tells; may be empty."""
-        ...
-
-    def peers(self) -> tuple[int, int] | None:
-        """How many pairs of devices reach each other's memory, and how many pairs there are; None if torch cannot tell."""
-        ...
-
-
 @lru_cache(maxsize=1)
 def cpu_info() -> dict[str, str]:
     """The first entry of each name in /proc/cpuinfo; empty where there is none."""
@@ -350,38 +262,47 @@ def cpu_info() -> dict[str, str]:
     return {name.strip(): value.strip() for name, value in pairs}
 
 
-class HostHardware:
-    """The CPU: one device, which is done with everything when a call returns."""
+class Hardware:
+    """The devices of one type that this process sees; it serves reports and measurements, not steps.
+
+    The CPU is one device, which is done with everything when a call returns.
+    """
 
     def count(self) -> int:
+        """How many there are."""
         return 1
 
     def use(self, device: torch.device) -> None:
-        pass
+        """Makes ``device`` the current one of its type."""
 
     def finish(self, device: torch.device) -> None:
-        pass
+        """Returns once ``device`` has done all that it was given."""
 
     def runs_now(self, device: torch.device) -> bool:
+        """Whether ``device`` runs what it is given now. What is captured as a graph is not run, and cannot be timed."""
         return True
 
     def seconds(self, device: torch.device, work: Callable[[], None]) -> float:
+        """How long ``device`` takes for ``work``, which is given to it on the current stream."""
         began = time.perf_counter()
         work()
         return time.perf_counter() - began
 
     def name(self, device: torch.device) -> str:
+        """What the vendor calls it."""
         return cpu_info().get("model name") or platform.machine()
 
     def details(self, device: torch.device) -> str:
+        """Its memory and architecture, as far as torch tells; may be empty."""
         threads = torch.get_num_threads()
         return f"{threads} {'thread' if threads == 1 else 'threads'} per rank"
 
     def peers(self) -> tuple[int, int] | None:
+        """How many pairs of devices reach each other's memory, and how many pairs there are; None if torch cannot tell."""
         return None
 
 
-class AcceleratorHardware:
+class AcceleratorHardware(Hardware):
     """Devices of any other type, through torch's module for it, such as ``torch.cuda``; modules differ in what they offer."""
 
     def __init__(self, device_type: str) -> None:
@@ -432,7 +353,7 @@ class AcceleratorHardware:
 
 @lru_cache(maxsize=8)
 def _hardware(device_type: str) -> Hardware:
-    return HostHardware() if device_type == "cpu" else AcceleratorHardware(device_type)
+    return Hardware() if device_type == "cpu" else AcceleratorHardware(device_type)
 
 
 def hardware_of(device: torch.device) -> Hardware:

@@ -20,9 +20,7 @@ from meshmuon.device import (
     CudaReplay,
     CudaStreams,
     CudaTransfers,
-    DirectStreams,
-    DirectTransfers,
-    HostHardware,
+    Hardware,
     Streams,
     Transfers,
     _warn_of_capture,
@@ -94,22 +92,9 @@ def test_replay_follows_the_device(device: str, graphs: bool) -> None:
     assert type(replay) is CudaReplay if device == "cuda" and graphs else replay is work
 
 
-def test_direct_streams_run_at_once() -> None:
-    streams: Streams = DirectStreams()
-    order: list[str] = []
-    mark = streams.main_mark()
-    with streams.beside(mark, [torch.ones(1)]):
-        order.append("beside")
-    streams.main_waits(streams.side_mark())
-    order.append("main")
-    with streams.beside(streams.main_mark()):
-        order.append("beside again")
-    assert order == ["beside", "main", "beside again"]
-
-
 def test_errors_beside_are_errors(cuda: Recorder) -> None:
     main = torch.cuda.current_stream()
-    for streams in (DirectStreams(), CudaStreams(DEVICE)):
+    for streams in (Streams(), CudaStreams(DEVICE)):
         with pytest.raises(ValueError, match="inside"), streams.beside(streams.main_mark()):
             raise ValueError("inside")
     assert torch.cuda.current_stream() == main
@@ -139,17 +124,19 @@ def test_a_wave_on_a_stream_of_the_user(cuda: Recorder) -> None:
 
 
 @pytest.mark.parametrize(
-    ("choose", "direct", "of_a_gpu"), [(streams_for, DirectStreams, CudaStreams), (transfers_for, DirectTransfers, CudaTransfers)]
+    ("choose", "twins"), [(streams_for, (Streams, CudaStreams)), (transfers_for, (Transfers, CudaTransfers))]
 )
-def test_streams_and_transfers_follow_the_device(choose: Any, direct: type, of_a_gpu: type, cuda: Recorder) -> None:
-    assert type(choose(torch.device("cpu"))) is direct
-    assert type(choose(torch.device("meta"))) is direct
-    assert type(choose(DEVICE)) is of_a_gpu
+def test_twins_follow_the_device_and_have_one_interface(choose: Any, twins: tuple[type, type], cuda: Recorder) -> None:
+    assert [type(choose(torch.device(device))) for device in ("cpu", "meta", DEVICE)] == [twins[0], twins[0], twins[1]]
+    names = [name for name, value in vars(twins[0]).items() if inspect.isfunction(value) and not name.startswith("_")]
+    assert names
+    for name in names:
+        assert inspect.signature(vars(twins[1])[name]).parameters == inspect.signature(vars(twins[0])[name]).parameters, name
 
 
 def test_direct_transfers_really_copy() -> None:
     """The "device" memory may be freed or written at once; nothing is shared."""
-    transfers: Transfers = DirectTransfers()
+    transfers: Transfers = Transfers()
     device = torch.arange(6.0)
     host = transfers.host_buffer(6, torch.float32)
     assert (host.shape, host.dtype, host.device.type) == ((6,), torch.float32, "cpu")
@@ -188,21 +175,9 @@ def test_host_buffers_of_a_gpu_are_pinned(monkeypatch: pytest.MonkeyPatch) -> No
     with twins(), Recorder().recording():
         transfers = CudaTransfers(DEVICE)
     transfers.host_buffer(5, torch.bfloat16)
-    DirectTransfers().host_buffer(5, torch.bfloat16)
+    Transfers().host_buffer(5, torch.bfloat16)
     plain = {"size": 5, "dtype": torch.bfloat16, "device": "cpu"}
     assert asked == [{**plain, "pin_memory": True}, plain]
-
-
-@pytest.mark.parametrize(
-    ("protocol", "twins"), [(Streams, (DirectStreams, CudaStreams)), (Transfers, (DirectTransfers, CudaTransfers))]
-)
-def test_twins_have_one_interface(protocol: type, twins: tuple[type, type]) -> None:
-    names = [name for name, value in vars(protocol).items() if inspect.isfunction(value) and not name.startswith("_")]
-    assert names
-    for twin in twins:
-        for name in names:
-            ours, wanted = (inspect.signature(getattr(one, name)).parameters for one in (twin, protocol))
-            assert ours == wanted, (twin, name)
 
 
 def test_what_the_host_knows() -> None:
@@ -293,8 +268,9 @@ def test_the_cpu_is_a_device() -> None:
     found, cpu = hardware_of(torch.device("cpu")), torch.device("cpu")
     found.use(cpu)
     found.finish(cpu)
-    assert isinstance(found, HostHardware)
+    assert isinstance(found, Hardware)
     assert (found.count(), found.peers(), found.runs_now(cpu)) == (1, None, True)
     assert found.name(cpu)
+    assert found.seconds(cpu, lambda: None) >= 0.0
     assert "per rank" in found.details(cpu)
     assert isinstance(hardware_of(torch.device("cuda")), AcceleratorHardware)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from collections.abc import Set as AbstractSet
-from functools import partial
 from typing import Protocol
 
 import torch
@@ -15,9 +14,9 @@ from ..ortho import Workspace
 from ..plan import Action, Plan, pipeline_order
 from ..transport import Exchange
 from .build import RankProgram, RankProgramBuilder
-from .local_batch import STAGED_IN_FLIGHT
 from .ortho_batch import joined_errors
-from .step_param import NONE_IDLE, UNOBSERVED, ExecutorSettings, Observer, StepParam
+from .step_param import UNOBSERVED, ExecutorSettings, Observer, RunningStep, StepParam
+from .wave import STAGED_IN_FLIGHT
 
 
 class StepExecutor(Protocol):
@@ -59,7 +58,7 @@ class StepExecutor(Protocol):
         self,
         step_params: Sequence[StepParam],
         *,
-        idle: AbstractSet[int] = NONE_IDLE,
+        idle: AbstractSet[int] = frozenset(),
         during_last_scatter: Callable[[], None],
         observer: Observer = UNOBSERVED,
     ) -> Exception | None:
@@ -89,88 +88,63 @@ class Executor:
         self.failed_for_all = False
 
     def prepare(self, plan: Plan, rank: int, step_params: Sequence[StepParam], exchange: Exchange | None) -> None:
-        """Makes the buffers for ``plan``, whose parameters are those of ``step_params``."""
         self.discard()  # before the new buffers are made: both at a time might not fit
         with torch.inference_mode(False):  # buffers made inside inference_mode cannot be written outside of it
-            self._program = self._build(plan, rank, step_params, exchange)
+            self._program = self._builder()(plan, rank, step_params, exchange, self._workspace, self.settings).build()
         devices = sorted((step_param.work_device for step_param in step_params), key=lambda device: device.type == "cpu")
         self._streams = streams_for(devices[0]) if devices else None
         self._exchange = exchange
         self.plan = plan
 
     def discard(self) -> None:
-        """Frees the buffers."""
         self.plan = None
         self._program = RankProgram()
         self._workspace.clear()
 
-    def _build(self, plan: Plan, rank: int, step_params: Sequence[StepParam], exchange: Exchange | None) -> RankProgram:
-        return RankProgramBuilder(plan, rank, step_params, exchange, self._workspace, self.settings).build()
+    def _builder(self) -> type[RankProgramBuilder]:
+        return RankProgramBuilder
 
     def run(
         self,
         step_params: Sequence[StepParam],
         *,
-        idle: AbstractSet[int] = NONE_IDLE,
+        idle: AbstractSet[int] = frozenset(),
         during_last_scatter: Callable[[], None],
         observer: Observer = UNOBSERVED,
     ) -> Exception | None:
-        """One step of the prepared plan.
-
-        A wave that has idle parameters only is skipped on all ranks. It keeps its turn, because the turns decide which buffers
-        are free.
-        """
-        program, streams, exchange = self._program, self._streams, self._exchange
-        program.failures.clear()  # an abandoned step may have left some
-        self.failed_for_all = False
-        if streams is None or self.plan is None:
-            guarded(during_last_scatter, program.failures)()
-            return take_first(program.failures)
-        with observer.phase("momentum"):
-            program.around_all.accumulate_momentum(step_params, idle)
-        ready = streams.main_mark()
-        waves: list[Iterator[None]] = []
-        rule_states = [rule_state for rule_state in program.rule_states if not rule_state.params <= idle]
-        if exchange is not None:
-            for rule_state in rule_states:
-                rule_state.start_gather(step_params, exchange, idle, observer)
-            waves = [
-                skipped_wave() if params <= idle else wave.run(step_params, idle, exchange, streams, ready, observer)
-                for wave, params in zip(program.waves, program.wave_params, strict=True)
-            ]
-        local = [rule_state.finish_gather for rule_state in rule_states]
-        local += [partial(batch.run, step_params, idle, observer) for batch in program.local]
-        staged = (
-            skipped_wave() if batch.ortho_batch.is_idle(idle) else batch.run(step_params, idle, streams, ready, observer)
-            for batch in program.staged
-        )
+        program, streams = self._program, self._streams or Streams()
+        step = RunningStep(step_params, idle, observer, self._exchange, streams, streams.main_mark())
+        waves = [wave.run(step) for wave in program.waves]
+        rule_states = [rule_state.run(step) for rule_state in program.rule_states if not rule_state.params <= idle]
         unfinished: list[Iterator[None]] = []  # staged batches whose updates the host applies while the last results travel
-        local.append(lambda: unfinished.extend(run_ahead(staged, STAGED_IN_FLIGHT)))
+
+        def local() -> None:
+            advance(rule_states)
+            for batch in program.local:
+                batch.run(step)
+            unfinished.extend(run_ahead([batch.run(step) for batch in program.staged], STAGED_IN_FLIGHT))
 
         def before_last_results() -> None:
-            for rule_state in rule_states:
-                assert exchange is not None
-                rule_state.start_scatter(exchange, observer)
-            guarded(during_last_scatter, program.failures)()
+            advance(rule_states)
+            guarded(during_last_scatter, step.failures)
             finish_all(unfinished)
 
+        advance(rule_states)
         run_pipeline(waves, program.in_flight, local, before_last_results, gathered_ahead=program.gathered_ahead)
-        for rule_state in rule_states:
-            rule_state.finish_scatter(step_params, idle)
+        finish_all(rule_states)
         streams.main_waits(streams.side_mark())
-        program.around_all.free_gradients(step_params)  # the main stream may now reuse what the side stream has read
-        self.failed_for_all = any(getattr(failure, "known_to_all", False) for failure in program.failures)
-        return take_first(program.failures)
+        step.free_gradients(program.freed_at_end)  # the main stream may now reuse what the side stream has read
+        self.failed_for_all = any(getattr(failure, "known_to_all", False) for failure in step.failures)
+        return take_first(step.failures)
 
     def workspace_bytes(self) -> int:
-        """Bytes that the executor holds between steps."""
         return self._workspace.bytes() + sum(staging.bytes() for staging in self._program.stagings)
 
 
 def run_pipeline(
-    waves: Iterable[Iterator[None]],
+    waves: Sequence[Iterator[None]],
     in_flight: int,
-    local: Iterable[Callable[[], None]],
+    local: Callable[[], None],
     during_last_scatter: Callable[[], None],
     *,
     gathered_ahead: int | None = None,
@@ -179,61 +153,51 @@ def run_pipeline(
 
     The waves are generators that yield twice: after sending their pieces, and after sending their results.
     """
-    waves = list(waves)
     for action, wave in pipeline_order(len(waves), in_flight, gathered_ahead=gathered_ahead):
         if action is Action.LOCAL:
-            for run_batch in local:
-                run_batch()
+            local()
         elif action is Action.DURING_LAST_SCATTER:
             during_last_scatter()
         elif action is Action.FINISH:
-            _finish(waves[wave])
+            finish_all([waves[wave]])
         else:
-            next(waves[wave])
+            advance([waves[wave]])
 
 
-def run_ahead(waves: Iterable[Iterator[None]], in_flight: int) -> list[Iterator[None]]:
+def run_ahead(waves: Sequence[Iterator[None]], in_flight: int) -> list[Iterator[None]]:
     """Runs waves in the same order up to where ``during_last_scatter`` would come. Returns those that are left to be finished."""
-    waves = list(waves)
     left = dict(enumerate(waves))
     for action, wave in pipeline_order(len(waves), in_flight):
         if action is Action.DURING_LAST_SCATTER:
             break
         if action is Action.FINISH:
-            _finish(left.pop(wave))
+            finish_all([left.pop(wave)])
         elif action is not Action.LOCAL:
-            next(waves[wave])
+            advance([left[wave]])
     return list(left.values())
 
 
-def finish_all(waves: Iterable[Iterator[None]]) -> None:
-    """Gives waves their last turn."""
-    for wave in waves:
-        _finish(wave)
+def advance(generators: Iterable[Iterator[None]]) -> None:
+    """Gives each its next turn, which is not its last."""
+    for generator in generators:
+        next(generator)
 
 
-def _finish(wave: Iterator[None]) -> None:
-    for _ in wave:
-        raise AssertionError("a wave yields twice")
+def finish_all(generators: Iterable[Iterator[None]]) -> None:
+    """Gives each its last turn."""
+    for generator in generators:
+        for _ in generator:
+            raise AssertionError("a wave yields twice")
 
 
-def skipped_wave() -> Iterator[None]:
-    """A wave that does nothing in its turns."""
-    return iter((None, None))
-
-
-def guarded(action: Callable[[], None], failures: list[Exception]) -> Callable[[], None]:
-    """``action`` whose error is kept for the end of the step: other ranks wait for what this one still has to send."""
-
-    def run() -> None:
-        try:
-            action()
-        except TransportError:
-            raise
-        except Exception as error:
-            failures.append(error)
-
-    return run
+def guarded(action: Callable[[], None], failures: list[Exception]) -> None:
+    """Runs ``action`` and keeps its error for the end of the step: other ranks wait for what this one still has to send."""
+    try:
+        action()
+    except TransportError:
+        raise
+    except Exception as error:
+        failures.append(error)
 
 
 def take_first(failures: list[Exception]) -> Exception | None:

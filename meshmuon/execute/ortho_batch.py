@@ -26,9 +26,8 @@ from ..ortho import (
     reserve_scratch,
 )
 from ..ortho.kernels.products import BlockedProducts, FunctionalProducts
-from ..plan import Batch
 from ..torch_compat import own_graph_per_shape
-from .step_param import NONE_IDLE, UNOBSERVED, ExecutorSettings, MatrixKey, Observer, StepParam, UpdateRule
+from .step_param import UNOBSERVED, ExecutorSettings, MatrixKey, Observer, RunningStep, StepParam
 
 ShowGram: TypeAlias = Callable[[Tensor], None]
 
@@ -44,55 +43,47 @@ class BatchMemory:
     workspace: Workspace
     name: str = MATRICES
 
-    def stacked(self, batch: Batch, template: StepParam) -> Tensor:
+    def stacked(self, size: int, template: StepParam) -> Tensor:
         """The matrices of a batch, (size, rows, cols)."""
-        shape = (batch.size, batch.rows, batch.cols)
+        shape = size, template.matrix_set.rows, template.matrix_set.cols
         return self.workspace.take_matrices(self.name, shape, template.update_dtype, template.work_device)
 
-    def flat(self, batch: Batch, template: StepParam) -> Tensor:
+    def flat(self, size: int, template: StepParam) -> Tensor:
         """The same memory as a flat tensor, with the gaps between matrices."""
-        size = batch.size * pitch(batch.rows, batch.cols, template.update_dtype)
-        return self.workspace.take(self.name, (size,), template.update_dtype, template.work_device)
+        elements = size * pitch(template.matrix_set.rows, template.matrix_set.cols, template.update_dtype)
+        return self.workspace.take(self.name, (elements,), template.update_dtype, template.work_device)
+
+    def reserve(self, size: int, template: StepParam, form: str) -> None:
+        """Grows the workspace to what a batch needs, before any batch keeps views of it: growing moves it."""
+        stacked, dtype = self.stacked(size, template), template.compute_dtype
+        reserve_scratch(stacked, template.scheme, form=form, dtype=dtype, workspace=self.workspace)
 
 
 class OrthoBatch:
     """A batch's matrices, in memory that batches share one after the other.
 
-    If a scheme or a rule of the user raises, the batch has failed and its error goes to ``failures``. The step continues without
-    its matrices, because other ranks wait for this one, and then returns the error. Nothing else may fail here in the middle of a
-    step: ``try_out`` has run the batch before.
+    If a scheme or a rule of the user raises, the batch has failed. The step continues without its matrices, because other ranks
+    wait for this one, and then returns the error. Nothing else may fail here in the middle of a step: ``try_out`` has run the
+    batch before.
     """
 
     def __init__(
-        self,
-        batch: Batch,
-        matrices: Mapping[MatrixKey, str],
-        template: StepParam,
-        memory: BatchMemory,
-        settings: ExecutorSettings,
-        failures: list[Exception],
+        self, matrices: Mapping[MatrixKey, str], template: StepParam, memory: BatchMemory, settings: ExecutorSettings
     ) -> None:
-        self.batch = batch
         self.matrices = list(matrices)
         self._names = list(dict.fromkeys(matrices.values()))  # of their parameters
         self._params = [param for param, _ in matrices]  # of each matrix, the index of its parameter
         self._param_set = frozenset(self._params)
-        self.stacked = memory.stacked(batch, template)  # (size, rows, cols)
+        self.stacked = memory.stacked(len(matrices), template)  # (size, rows, cols)
         self.rule_state: Tensor | None = None  # (size, outputs) where the rule keeps numbers between steps
         if template.rule_state is not None:
-            outputs = template.matrix_set.lr_shape[0]
-            self.rule_state = (
-                aligned_matrices((batch.size, 1, outputs), template.update_dtype, template.work_device).zero_().squeeze(1)
-            )
+            shape = len(matrices), 1, template.matrix_set.lr_shape[0]
+            self.rule_state = aligned_matrices(shape, template.update_dtype, template.work_device).zero_().squeeze(1)
         self._rule, self._flipped = template.rule, template.matrix_set.flipped
         self._one_by_one = settings.deterministic
-        runs = _orthogonaliser(self.stacked, template, memory.workspace, settings)
-        self._orthogonalise, self._orthogonalise_showing = runs
-        self._failures = failures
+        self._orthogonalise, self._orthogonalise_showing = _orthogonaliser(self.stacked, template, memory.workspace, settings)
         self._fallible = template.fallible
         self._kernels = settings.compile or type(settings.products(self.stacked.device)) is not BlockedProducts
-        # Of the last step, if it failed: names and reason. The error itself would refer to the optimizer and keep it alive.
-        self._failure: tuple[tuple[str, ...], str] | None = None
 
     @torch.no_grad()
     def try_out(self) -> None:
@@ -108,46 +99,48 @@ class OrthoBatch:
         except Exception as error:
             raise kernel_error(self.stacked, error) from error
 
-    def take_failure(self) -> tuple[tuple[str, ...], str] | None:
-        """Names of parameters and reason, if the last call of ``orthogonalise`` failed; told once."""
-        failure, self._failure = self._failure, None
-        return failure
-
     def is_idle(self, idle: AbstractSet[int]) -> bool:
         """Whether none of its matrices is stepped."""
         return bool(idle) and self._param_set <= idle
 
-    def orthogonalise(self, idle: AbstractSet[int] = NONE_IDLE, observer: Observer = UNOBSERVED) -> bool:
+    def orthogonalise(self, step: RunningStep) -> OrthogonalizeError | None:
         """Replaces every matrix by its orthogonalised update, with what its rule does before and after.
 
-        The results of ``idle`` parameters have no meaning. At least one matrix must belong to another parameter. Returns whether
-        it succeeded; if not, the rule state is as it was.
+        The results of idle parameters have no meaning. At least one matrix must belong to another parameter. If it fails, the
+        rule state is as it was, and the error is returned and among the step's ``failures``.
         """
+        observer = step.observer
         rule_state = self.rule_state.clone() if self._fallible and self.rule_state is not None else None
         with observer.phase("orthogonalise"):
             try:
-                if idle:
-                    self._overwrite_idle(idle)
+                if step.idle:
+                    self._overwrite_idle(step.idle)
                 # What a rule makes of the momentum before has another Gram matrix.
                 gram_follows = observer is not UNOBSERVED and self._rule is None and self._orthogonalise_showing is not None
                 observer.momentum(self.matrices, self.stacked, gram_follows=gram_follows)
                 if self._rule is None:
                     self._orthogonalise_for(observer, shows_gram=gram_follows)
                 else:
-                    seen = seen_by_rule(self.stacked, self.rule_state, flipped=self._flipped, one_by_one=self._one_by_one)
-                    apply_rule(self._rule, partial(self._orthogonalise_for, observer), seen)
+                    batches = self._seen_by_rule()
+                    for stacked, _ in batches:
+                        self._rule.before(stacked)
+                    self._orthogonalise_for(observer)
+                    for stacked, numbers in batches:
+                        self._rule.after(stacked, numbers)
                 observer.update(self.matrices, self.stacked)
             except Exception as error:
                 if not self._fallible:
                     raise
                 if rule_state is not None and self.rule_state is not None:
                     self.rule_state.copy_(rule_state)
-                reason = f"{type(error).__name__}: {error}"
-                self._failures.append(orthogonalize_error(self._names, reason))
-                self._failures[-1].__cause__ = error
-                self._failure = tuple(self._names), reason
-                return False
-        return True
+                return self._failed(step, error)
+        return None
+
+    def _failed(self, step: RunningStep, error: Exception) -> OrthogonalizeError:
+        failure = orthogonalize_error(self._names, f"{type(error).__name__}: {error}")
+        failure.__cause__ = error
+        step.failures.append(failure)
+        return failure
 
     def _orthogonalise_for(self, observer: Observer, *, shows_gram: bool = False) -> None:
         if shows_gram and self._orthogonalise_showing is not None:
@@ -155,6 +148,14 @@ class OrthoBatch:
         else:
             self._orthogonalise()
         observer.orthogonalised(self.matrices, self.stacked)
+
+    def _seen_by_rule(self) -> list[tuple[Tensor, Tensor | None]]:
+        """Batches (batch, outputs, inputs) with their rule state (batch, outputs, 1): one of all matrices, or one of each."""
+        size = 1 if self._one_by_one else len(self.stacked)
+        batches = torch.split(self.stacked.mT if self._flipped else self.stacked, size)
+        if self.rule_state is None:
+            return [(stacked, None) for stacked in batches]
+        return list(zip(batches, torch.split(self.rule_state.unsqueeze(-1), size), strict=True))
 
     def _overwrite_idle(self, idle: AbstractSet[int]) -> None:
         """Overwrites the matrices of idle parameters with an active one: a user's scheme or rule may fail on arbitrary memory."""
@@ -188,35 +189,6 @@ def kernel_error(stacked: Tensor, error: Exception) -> KernelError:
         f"kernels do not run on {stacked.device} for a batch of {' × '.join(map(str, stacked.shape))}: {type(error).__name__}: "
         f'{error}. If that cannot be mended, pass kernels="torch" and leave out compile.'
     )
-
-
-SeenByRule: TypeAlias = "list[tuple[Tensor, Tensor | None]]"
-"""Batches of matrices, (batch, outputs, inputs), each with its rule state, (batch, outputs, 1)."""
-
-
-def seen_by_rule(stacked: Tensor, rule_state: Tensor | None, *, flipped: bool, one_by_one: bool) -> SeenByRule:
-    """Matrices and their rule state as a rule sees them: all in one batch, or each in a batch of its own."""
-    seen = stacked.mT if flipped else stacked
-    column = None if rule_state is None else rule_state.unsqueeze(-1)
-    if not one_by_one:
-        return [(seen, column)]
-    return [(seen[k : k + 1], None if column is None else column[k : k + 1]) for k in range(len(seen))]
-
-
-def apply_rule(rule: UpdateRule, orthogonalise: Callable[[], None], seen: SeenByRule) -> None:
-    """Orthogonalises matrices in place, with what ``rule`` does before and after."""
-    for stacked, _ in seen:
-        rule.before(stacked)
-    orthogonalise()
-    for stacked, rule_state in seen:
-        rule.after(stacked, rule_state)
-
-
-def reserve_ortho_batches(batches: Iterable[tuple[Batch, StepParam, BatchMemory]], settings: ExecutorSettings) -> None:
-    """Grows workspaces to their final size, before batches keep views of them: growing moves them."""
-    for batch, template, memory in batches:
-        stacked, dtype = memory.stacked(batch, template), template.compute_dtype
-        reserve_scratch(stacked, template.scheme, form=settings.form, dtype=dtype, workspace=memory.workspace)
 
 
 def _orthogonaliser(
@@ -254,8 +226,19 @@ def _orthogonaliser(
 def _compiled(
     stacked: Tensor, scheme: Scheme | Orthogonalizer, dtype: torch.dtype, settings: ExecutorSettings
 ) -> Callable[[], None]:
+    eager: Orthogonalizer
+    if isinstance(scheme, Scheme):
+        steps, blocks = scheme.steps, blocks_for(stacked.size(1), stacked.size(2), scheme, form=settings.form, dtype=dtype)
+
+        def traceable(x: Tensor) -> Tensor:
+            result = torch.empty_like(x)
+            iterate(x, steps, blocks, Scratch(Workspace(), x, dtype, result), FunctionalProducts())
+            return result
+
+        eager = traceable
+    else:
+        eager = scheme
     backend = settings.compile if isinstance(settings.compile, str) else "inductor"
-    eager = scheme if not isinstance(scheme, Scheme) else _traceable(stacked, scheme, dtype, settings.form)
     compiled = torch.compile(eager, backend=backend, dynamic=False)
 
     def orthogonalise() -> None:
@@ -263,14 +246,3 @@ def _compiled(
             stacked.copy_(call_scheme(compiled, stacked, one_by_one=settings.deterministic))
 
     return orthogonalise
-
-
-def _traceable(stacked: Tensor, scheme: Scheme, dtype: torch.dtype, form: str) -> Orthogonalizer:
-    steps, blocks = scheme.steps, blocks_for(stacked.size(1), stacked.size(2), scheme, form=form, dtype=dtype)
-
-    def eager(x: Tensor) -> Tensor:
-        result = torch.empty_like(x)
-        iterate(x, steps, blocks, Scratch(Workspace(), x, dtype, result), FunctionalProducts())
-        return result
-
-    return eager

@@ -13,32 +13,27 @@ from ..layout import Layout
 from ..ortho import Workspace
 from ..plan import (
     NO_WAVE,
-    Batch,
     Parcel,
     PieceTransfer,
     Plan,
     PlannedParam,
     Relays,
-    WaveHops,
     WaveRoutes,
     plan_batches,
     routes_of,
 )
 from ..torch_compat import local_part
 from ..transport import Exchange
-from .ortho_batch import MATRICES, BatchMemory, OrthoBatch, reserve_ortho_batches
-from .relayed import RelayedExchange, RelayMemory
-from .shard_views import ShardView
+from .buffers import ExchangeBuffers, PreparedExchange, RelayedExchange, RelayMemory, Staging
+from .ortho_batch import MATRICES, BatchMemory, OrthoBatch
+from .shards import ShardView
 from .step_param import ExecutorSettings, MatrixKey, StepParam
 from .views import LocalWindow
-from .wave import ExchangeBuffers, PreparedExchange, Staging
 
 PlacedTransfers: TypeAlias = "list[tuple[PieceTransfer, int]]"
 """Transfers with the offsets of their pieces in a buffer."""
 ListsOfRank: TypeAlias = "Callable[[int], tuple[Sequence[PieceTransfer], Sequence[PieceTransfer]]]"
 """From a rank to what arrives there in an exchange and what leaves it."""
-WireOfWave: TypeAlias = "Callable[[int], tuple[torch.dtype, torch.device]]"
-"""From a wave to the dtype and the device of what travels in it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +44,11 @@ class MatrixRange:
     start: int
     stop: int
     key: Hashable = None
+    task: int = -1  # of a single matrix
+
+
+MatrixBatch: TypeAlias = "list[MatrixRange]"
+"""Matrices that are orthogonalised together."""
 
 
 class ProgramBuilder:
@@ -66,14 +66,16 @@ class ProgramBuilder:
         self.plan, self.rank, self.step_params, self.exchange = plan, rank, step_params, exchange
         self.workspace, self.settings = workspace, settings
         self.stagings: dict[torch.device, Staging] = {}  # by the device to which weights in host memory send their matrices
-        self.failures: list[Exception] = []  # where batches put what went wrong during a step
         self._tried_out: set[Hashable] = set()  # kinds of batches
         self.routes = routes_of(plan, rank)  # wave by wave
-        self._routes_of_mates: dict[int, tuple[WaveRoutes, ...]] = {}  # of other ranks, where this one relays for them
+        self._routes_of_ranks = {rank: self.routes}  # and of others, where this one relays for them
         self._local_index = [_local_index(planned, rank) for planned in plan.params]
         self._matrix_at = [{position: matrix for matrix, position in index.items()} for index in self._local_index]
         self._windows = [_local_window(planned, rank) for planned in plan.params]
         self._batch_keys = _batch_keys(plan)
+        # Matrices that several ranks compute, for different holders.
+        self.repeated = frozenset(key for key, shared in self._batch_keys.items() if shared is not None)
+        self.wave_params = _wave_params(plan)
         # The matrices that this rank owns, wave by wave.
         self.owned_ranges = [[self.range_of(task) for task in routes.owned_tasks] for routes in self.routes]
 
@@ -81,50 +83,47 @@ class ProgramBuilder:
         """The matrix of a task of which this rank holds a piece."""
         task = self.plan.tasks[task_index]
         position = self._local_index[task.param][task.matrix]
-        return MatrixRange(task.param, position, position + 1, self._batch_keys[task.param, task.matrix])
+        return MatrixRange(task.param, position, position + 1, self._batch_keys[task.param, task.matrix], task_index)
 
     def reserved_batches(
         self, lists: Sequence[Sequence[MatrixRange]], memories: Sequence[str] = (MATRICES,)
-    ) -> list[tuple[Batch, ...]]:
+    ) -> list[list[MatrixBatch]]:
         """The batches of each list of ranges. Grows the workspace to the size that they need.
 
         Batch k of a list is in memory k % n of ``memories``, of which there are n.
         """
         batches = [self._batches(ranges) for ranges in lists]
-        reserve_ortho_batches(
-            (
-                (batch, self.template(ranges, batch), BatchMemory(self.workspace, memories[k % len(memories)]))
-                for ranges, planned in zip(lists, batches, strict=True)
-                for k, batch in enumerate(planned)
-            ),
-            self.settings,
-        )
+        for of_list in batches:
+            for k, batch in enumerate(of_list):
+                memory = BatchMemory(self.workspace, memories[k % len(memories)])
+                memory.reserve(batch_size(batch), self.template(batch), self.settings.form)
         return batches
 
-    def _batches(self, ranges: Sequence[MatrixRange]) -> tuple[Batch, ...]:
-        if not ranges:
-            return ()
+    def _batches(self, ranges: Sequence[MatrixRange]) -> list[MatrixBatch]:
         items = [self.step_params[r.param_index].batch_item(r.stop - r.start, key=r.key) for r in ranges]
-        return plan_batches(items, budget=self.settings.memory_budget, chunk_size=self.settings.chunk_size)
+        return [
+            [replace(full, start=full.start + part.start, stop=full.start + part.stop) for part, full in slices]
+            for batch in plan_batches(items, budget=self.settings.memory_budget, chunk_size=self.settings.chunk_size)
+            for slices in [[(part, ranges[part.item]) for part in batch.slices]]
+        ]
 
-    def template(self, ranges: Sequence[MatrixRange], batch: Batch) -> StepParam:
+    def template(self, batch: MatrixBatch) -> StepParam:
         """The first parameter of a batch: it has the shape, dtypes, device, scheme and rule of all of them."""
-        return self.step_params[ranges[batch.slices[0].item].param_index]
+        return self.step_params[batch[0].param_index]
 
     def lane_template(self, wave: int) -> StepParam:
         """The first parameter of a wave's lane: it has the device and the dtypes of all of them."""
         lane = self.plan.wave_lanes[wave]
         return next(self.step_params[k] for k, planned in enumerate(self.plan.params) if planned.lane == lane)
 
-    def ortho_batch(self, ranges: Sequence[MatrixRange], batch: Batch, memory: str = MATRICES) -> OrthoBatch:
+    def ortho_batch(self, batch: MatrixBatch, memory: str = MATRICES) -> OrthoBatch:
         """A batch with its tensors; the workspace must have been reserved."""
         matrices: dict[MatrixKey, str] = {}
-        for item_range in batch.slices:
-            full = ranges[item_range.item]
-            held, name = self._matrix_at[full.param_index], self.plan.params[full.param_index].name
-            matrices |= {(full.param_index, held[full.start + k]): name for k in range(item_range.start, item_range.stop)}
-        where, template = BatchMemory(self.workspace, memory), self.template(ranges, batch)
-        ortho_batch = OrthoBatch(batch, matrices, template, where, self.settings, self.failures)
+        for part in batch:
+            held, name = self._matrix_at[part.param_index], self.plan.params[part.param_index].name
+            matrices |= {(part.param_index, held[k]): name for k in range(part.start, part.stop)}
+        template = self.template(batch)
+        ortho_batch = OrthoBatch(matrices, template, BatchMemory(self.workspace, memory), self.settings)
         kind = ortho_batch.stacked.shape, template.scheme, template.compute_dtype, template.update_dtype, template.work_device
         if kind not in self._tried_out:
             ortho_batch.try_out()
@@ -136,14 +135,6 @@ class ProgramBuilder:
         if device not in self.stagings:
             self.stagings[device] = Staging(device)
         return self.stagings[device]
-
-    def wave_params(self) -> tuple[frozenset[int], ...]:
-        """Wave by wave, the parameters whose matrices travel in it, between whichever ranks."""
-        params: list[set[int]] = [set() for _ in self.plan.wave_lanes]
-        for task in self.plan.tasks:
-            if task.wave != NO_WAVE:
-                params[task.wave].add(task.param)
-        return tuple(map(frozenset, params))
 
     def shard_views(self, matrix_range: MatrixRange, view: Tensor) -> list[ShardView]:
         """This rank's part of ``matrix_range``, which the contiguous ``view`` holds in the same order.
@@ -181,9 +172,7 @@ class ProgramBuilder:
             return [ShardView(param_index, stack, view.view(inside), matrix)]
         return [ShardView(param_index, cut, part, matrix) for cut, part in window.cuts(stack, view.view(inside))]
 
-    def exchange_buffers(
-        self, received: Tensor, sent: Tensor, lists: ListsOfRank, place: str, direction: str
-    ) -> PreparedExchange:
+    def exchange_buffers(self, received: Tensor, sent: Tensor, lists: ListsOfRank, memory: RelayMemory) -> PreparedExchange:
         """What one exchange sends and receives: the beginnings of two flat buffers, and the elements of each rank in them.
 
         Args:
@@ -191,8 +180,7 @@ class ProgramBuilder:
             sent: the buffer that it sends.
             lists: what arrives at a rank, and what leaves it. Of a transfer only the size and the other rank are read, not its
                 direction. Ranks of other nodes are not asked for, and others than this one only if the plan needs relays.
-            place: exchanges of different places may be under way at the same time.
-            direction: exchanges of one direction are waited for on the same stream.
+            memory: where relayed pieces are on their way.
         """
         assert self.exchange is not None
         inward, outward = (_elements_by_peer(self.rank, transfers) for transfers in lists(self.rank))
@@ -206,30 +194,25 @@ class ProgramBuilder:
             to_mate, from_mate = (_elements_by_peer(mate, transfers) for transfers in lists(mate))
             arriving |= {(peer, mate): size for peer, size in to_mate.items()}
             leaving |= {(mate, peer): size for peer, size in from_mate.items()}
-        relayed = RelayedExchange(self.rank, leaving, arriving)
-        memory = RelayMemory(self.workspace, place, direction)
-        return relayed.buffers(Relays(nodes), self.exchange, received, sent, memory)
+        return RelayedExchange(self.rank, leaving, arriving).buffers(Relays(nodes), self.exchange, received, sent, memory)
 
-    def reserve_relays(self, hops: Callable[[], Sequence[WaveHops]], place: Callable[[int], str], wire: WireOfWave) -> None:
-        """Takes the largest buffers between the hops of relayed exchanges, as the plan counts them.
+    def routes_of_wave(self, wave: int, rank: int) -> WaveRoutes:
+        """The routes of any rank in a wave."""
+        if rank not in self._routes_of_ranks:
+            self._routes_of_ranks[rank] = routes_of(self.plan, rank)
+        return self._routes_of_ranks[rank][wave]
 
-        Args:
-            hops: the hops of every wave; not asked for if nothing is relayed.
-            place: from a wave to its place, as in ``exchange_buffers``.
-            wire: from a wave to dtype and device of what travels.
-        """
-        for wave, exchanges in enumerate(hops() if self.plan.relayed else ()):
-            for direction, exchange in zip(("gather", "scatter"), exchanges, strict=True):
-                memory = RelayMemory(self.workspace, place(wave), direction)
-                memory.reserve(exchange, self.plan.ranks.index(self.rank), *wire(wave))
 
-    def routes_of_rank(self, rank: int) -> tuple[WaveRoutes, ...]:
-        """The routes of any rank, wave by wave."""
-        if rank == self.rank:
-            return self.routes
-        if rank not in self._routes_of_mates:
-            self._routes_of_mates[rank] = routes_of(self.plan, rank)
-        return self._routes_of_mates[rank]
+def gathers(routes_of_rank: Callable[[int], WaveRoutes]) -> ListsOfRank:
+    return lambda rank: (routes_of_rank(rank).gather_in, routes_of_rank(rank).gather_out)
+
+
+def scatters(routes_of_rank: Callable[[int], WaveRoutes]) -> ListsOfRank:
+    return lambda rank: (routes_of_rank(rank).scatter_in, routes_of_rank(rank).scatter_out)
+
+
+def batch_size(batch: MatrixBatch) -> int:
+    return sum(part.stop - part.start for part in batch)
 
 
 def _elements_by_peer(rank: int, transfers: Sequence[PieceTransfer]) -> dict[int, int]:
@@ -258,6 +241,15 @@ def rule_state_param(planned: PlannedParam, step_param: StepParam) -> PlannedPar
     shape = step_param.matrix_set.rule_state_shape(planned.layouts[0].shape)
     layouts = tuple(Layout(shape, layout.mesh, layout.placements) for layout in planned.layouts)
     return replace(planned, layouts=layouts, window=step_param.matrix_set.rule_state_window)
+
+
+def _wave_params(plan: Plan) -> list[frozenset[int]]:
+    """Wave by wave, the parameters whose matrices travel in it, between whichever ranks."""
+    params: list[set[int]] = [set() for _ in plan.wave_lanes]
+    for task in plan.tasks:
+        if task.wave != NO_WAVE:
+            params[task.wave].add(task.param)
+    return list(map(frozenset, params))
 
 
 def _batch_keys(plan: Plan) -> dict[tuple[int, int], Hashable]:

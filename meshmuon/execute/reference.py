@@ -8,24 +8,22 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
 from collections.abc import Set as AbstractSet
-from typing import Any
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from ..errors import UnsupportedError
 from ..matrices import MatrixSet
-from ..ortho import Scheme, call_scheme, orthogonalize
-from ..ortho.kernels.products import BlockedProducts
+from ..ortho import Workspace
 from ..plan import Plan
 from ..torch_compat import local_part
 from ..transport import Exchange, check_round_trip, has_part, own_shard, whole
-from .elementwise import accumulate, apply, look_ahead
-from .ortho_batch import apply_rule, kernel_error, orthogonalize_error, seen_by_rule
+from .elementwise import apply, fill_with_momentum
+from .ortho_batch import BatchMemory, OrthoBatch
 from .rounding import Elements, RandomWords
-from .rule_state import store_rule_state
-from .shard_views import GradientReads, ShardView, grouped
-from .step_param import NONE_IDLE, UNOBSERVED, ExecutorSettings, Observer, StepParam
+from .shards import ShardView, grouped, store_rule_state
+from .step_param import UNOBSERVED, ExecutorSettings, Observer, RunningStep, StepParam
 from .views import window_of
 
 
@@ -49,22 +47,10 @@ class ReferenceExecutor:
                 )
             if has_part(step_params[indices[0]].param):
                 check_round_trip(plan.params[indices[0]].name, step_params[indices[0]].param)
-        for first, *_ in grouped(
-            step_params, lambda one: (one.matrix_set.rows, one.matrix_set.cols, one.scheme, one.compute_dtype)
-        ):
-            self._try_out(first)
+        kinds = [(one.matrix_set.rows, one.matrix_set.cols, one.scheme, one.compute_dtype) for one in step_params]
+        for k, *_ in grouped(range(len(step_params)), kinds.__getitem__):
+            self._batch(step_params[k], k, plan.params[k].name).try_out()
         self.plan = plan
-
-    def _try_out(self, step_param: StepParam) -> None:
-        """As ``OrthoBatch.try_out``."""
-        products, matrix_set = self.settings.products(step_param.param.device), step_param.matrix_set
-        if type(products) is BlockedProducts or step_param.fallible:
-            return
-        matrix = torch.eye(matrix_set.rows, matrix_set.cols, dtype=step_param.update_dtype, device=step_param.param.device)
-        try:
-            orthogonalize(matrix, step_param.scheme, form=self.settings.form, dtype=step_param.compute_dtype, products=products)
-        except Exception as error:
-            raise kernel_error(matrix[None], error) from error
 
     def discard(self) -> None:
         """There is nothing but the plan."""
@@ -74,48 +60,57 @@ class ReferenceExecutor:
         self,
         step_params: Sequence[StepParam],
         *,
-        idle: AbstractSet[int] = NONE_IDLE,
+        idle: AbstractSet[int] = frozenset(),
         during_last_scatter: Callable[[], None],
         observer: Observer = UNOBSERVED,
     ) -> Exception | None:
         """One step, parameter by parameter. Unlike ``Executor`` it stops at the first error."""
+        step = RunningStep(step_params, idle, observer)
         active = [k for k in range(len(step_params)) if k not in idle]
         for parts in grouped(active, lambda k: step_params[k].param):
-            self._step(step_params, parts, observer)
+            self._step(step, parts)
+            step.free_gradients(parts[:1])
         during_last_scatter()
         return None
 
-    def _step(self, step_params: Sequence[StepParam], parts: Sequence[int], observer: Observer) -> None:
-        """Steps one parameter; ``parts`` are the indices of its parts in ``step_params``. If it fails, nothing has changed."""
-        first, gradient_reads = step_params[parts[0]], GradientReads((), (parts[0],))
+    def _step(self, step: RunningStep, parts: Sequence[int]) -> None:
+        """Steps one parameter; ``parts`` are the indices of its parts in ``step.params``. If it fails, nothing has changed."""
+        first, observer = step.params[parts[0]], step.observer
         if not has_part(first.param):
-            gradient_reads.free_gradients(step_params)
             return
-        grad, momentum = local_part(first.grad), local_part(first.momentum).clone()
+        momentum, settings = local_part(first.momentum).clone(), first.settings
         with observer.phase("momentum"):
-            accumulate([momentum], [grad], first.settings.retain)
             update = first.momentum.to(first.update_dtype, copy=True)
-            local_part(update).copy_(momentum)
-            if first.settings.nesterov:
-                look_ahead([local_part(update)], [grad], [momentum], first.settings.momentum)
+            look_ahead = settings.momentum if settings.nesterov else None
+            fill_with_momentum([local_part(update)], [local_part(first.grad)], [momentum], settings.retain, look_ahead)
         with observer.phase("gather"):
-            full = whole(update)
-        rule_states = [local_part(state) for k in parts if (state := step_params[k].rule_state) is not None]
-        kept = [state.clone() for state in rule_states]
-        try:
-            for k in parts:
-                with observer.phase("orthogonalise"):
-                    self._orthogonalise(step_params, k, _window(full, step_params[k].matrix_set), observer)
-        except Exception as error:
-            for state, before in zip(rule_states, kept, strict=True):
-                state.copy_(before)
-            assert self.plan is not None
-            names = [self.plan.params[parts[0]].name]
-            raise orthogonalize_error(names, f"{type(error).__name__}: {error}") from error
+            full, numbers = whole(update), None if first.rule_state is None else whole(first.rule_state).clone()
+        assert self.plan is not None
+        name = self.plan.params[parts[0]].name
+        batches = [(step.params[k].matrix_set, self._batch(step.params[k], k, name)) for k in parts]
+        for matrix_set, batch in batches:
+            batch.stacked.copy_(_window(full, matrix_set).reshape(batch.stacked.shape))
+            if batch.rule_state is not None and numbers is not None:
+                batch.rule_state.copy_(_window(numbers, matrix_set, rule_state=True).reshape(batch.rule_state.shape))
+        if any(batch.stacked.numel() and batch.orthogonalise(step) is not None for _, batch in batches):
+            raise step.failures.pop()
+        for matrix_set, batch in batches:
+            part = _window(full, matrix_set)
+            part.copy_(batch.stacked.reshape(part.shape))
+            if batch.rule_state is not None and numbers is not None:
+                part = _window(numbers, matrix_set, rule_state=True)
+                part.copy_(batch.rule_state.reshape(part.shape))
         local_part(first.momentum).copy_(momentum)
+        if first.rule_state is not None and numbers is not None:
+            store_rule_state([ShardView(parts[0], None, own_shard(numbers, first.rule_state))], step)
         for k in parts:
-            self._apply(step_params[k], full, observer)
-        gradient_reads.free_gradients(step_params)
+            self._apply(step.params[k], full, observer)
+
+    def _batch(self, step_param: StepParam, k: int, name: str) -> OrthoBatch:
+        """All matrices of a part, eager."""
+        matrix_set, settings = step_param.matrix_set, replace(self.settings, compile=False, cuda_graphs=False)
+        matrices = {(k, matrix): name for matrix in range(matrix_set.count)}
+        return OrthoBatch(matrices, step_param, BatchMemory(Workspace()), settings)
 
     def _apply(self, step_param: StepParam, full: Tensor, observer: Observer) -> None:
         in_part = torch.zeros_like(full, dtype=torch.bool)
@@ -130,37 +125,6 @@ class ReferenceExecutor:
             # A copy, since ``apply`` overwrites updates and the shard may be a view of parts that are still to come.
             apply([stepped], [shard.clone()], settings.decay, rate, cautious=settings.cautious, words=words)
             local.copy_(torch.where(shard_in_part, stepped, local))
-
-    def _orthogonalise(self, step_params: Sequence[StepParam], k: int, part: Tensor, observer: Observer) -> None:
-        step_param = step_params[k]
-        matrix_set, rule, scheme = step_param.matrix_set, step_param.rule, step_param.scheme
-        stacked = part.reshape(matrix_set.count, matrix_set.rows, matrix_set.cols).contiguous()
-        deterministic = self.settings.deterministic
-        products = self.settings.products(part.device)
-        keys = [(k, matrix) for matrix in range(matrix_set.count)]
-        options: dict[str, Any] = {"form": self.settings.form, "dtype": step_param.compute_dtype, "products": products}
-
-        def orthogonalise() -> None:
-            if isinstance(scheme, Scheme):
-                orthogonalize(stacked, scheme, out=stacked, **options)
-            else:
-                stacked.copy_(call_scheme(scheme, stacked, one_by_one=deterministic))
-            observer.orthogonalised(keys, stacked)
-
-        observer.momentum(keys, stacked, gram_follows=False)
-        if rule is None:
-            orthogonalise()
-        else:
-            stored = None if step_param.rule_state is None else whole(step_param.rule_state).clone()
-            window = None if stored is None else _window(stored, matrix_set, rule_state=True)
-            rule_state = None if window is None else window.reshape(matrix_set.count, -1).clone()
-            seen = seen_by_rule(stacked, rule_state, flipped=matrix_set.flipped, one_by_one=deterministic)
-            apply_rule(rule, orthogonalise, seen)
-            if step_param.rule_state is not None and stored is not None and window is not None and rule_state is not None:
-                window.copy_(rule_state.view(window.shape))
-                store_rule_state([ShardView(k, None, own_shard(stored, step_param.rule_state))], step_params)
-        observer.update(keys, stacked)
-        part.copy_(stacked.view(part.shape))
 
     def workspace_bytes(self) -> int:
         """Nothing is held between steps."""

@@ -2,26 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Set as AbstractSet
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, TypeAlias
 
 import torch
 from torch import Tensor
 
-from ..device import HOST
+from ..device import HOST, Mark, Streams
 from ..errors import ConfigError
 from ..matrices import MatrixSet
 from ..ortho import FORMS, Orthogonalizer, Scheme, pitch, scratch_bytes
 from ..ortho.kernels.products import Products, check_kernels, products_for
 from ..plan import BatchItem
-from ..torch_compat import profiler_range
+from ..torch_compat import local_part, profiler_range
+from ..transport import Exchange
 from .rounding import Elements, RandomWords
 from .views import Cut
-
-NONE_IDLE: frozenset[int] = frozenset()
-"""The idle parameters of a step in which all have gradients."""
 
 
 class UpdateRule(Protocol):
@@ -127,7 +126,7 @@ class StepParam:
     def fallible(self) -> bool:
         """Whether code of the user computes its updates, a scheme or a rule, which may raise in the middle of a step.
 
-        Its momentum is then stored with the weights and not before: a matrix whose update fails keeps both.
+        A matrix whose update fails keeps weights and momentum: what the momentum was is kept until the update is applied.
         """
         return may_fail(self.scheme, self.rule)
 
@@ -143,17 +142,8 @@ class StepParam:
         steps = self.scheme.steps if isinstance(self.scheme, Scheme) else ()
         scratch = scratch_bytes(rows, cols, steps, self.compute_dtype, self.update_dtype)
         flipped = self.rule is not None and self.matrix_set.flipped  # rules see outputs × inputs
-        treatment = (
-            self.param.device,
-            self.work_device,
-            self.update_dtype,
-            self.compute_dtype,
-            self.scheme,
-            self.rule,
-            flipped,
-            key,
-        )
-        return BatchItem(count, rows, cols, treatment, size + scratch)
+        where, dtypes = (self.param.device, self.work_device), (self.update_dtype, self.compute_dtype)
+        return BatchItem(count, rows, cols, (where, dtypes, self.scheme, self.rule, flipped, key), size + scratch)
 
 
 DEFAULT_MEMORY_BUDGET = 64 * 2**20
@@ -242,3 +232,26 @@ class Observer:
 
 UNOBSERVED = Observer()
 """The observer of a step that nobody measures."""
+
+
+@dataclass(frozen=True, slots=True)
+class RunningStep:
+    """What everything that runs in one step on one rank works on."""
+
+    params: Sequence[StepParam]  # in the order of ``Plan.params``; all indices of parameters count these
+    idle: AbstractSet[int] = frozenset()  # have no gradient on any rank: none is written, and what travels of them is arbitrary
+    observer: Observer = UNOBSERVED
+    exchange: Exchange | None = None  # between the ranks of the plan; None where nothing is exchanged
+    streams: Streams = field(default_factory=Streams)
+    ready: Mark = None  # where the main stream has all gradients
+    failures: list[Exception] = field(default_factory=list)  # what has gone wrong so far on this rank, for the end of the step
+
+    def gradients(self, indices: Iterable[int]) -> Iterator[Tensor]:
+        """This rank's part of the gradients of those parameters that have one."""
+        return (local_part(self.params[k].grad) for k in indices if k not in self.idle)
+
+    def free_gradients(self, indices: Iterable[int]) -> None:
+        """Frees the gradients of those parameters whose param group asks for it."""
+        for k in indices:
+            if self.params[k].settings.free_grad:
+                self.params[k].param.grad = None

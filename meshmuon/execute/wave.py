@@ -1,107 +1,99 @@
-"""One wave on one rank: pieces go to the owners of their matrices, are orthogonalised there, and come back as updates."""
+"""One wave on one rank: pieces go to the owners of their matrices, are orthogonalised there, and come back as updates.
+
+A matrix that is whole on its rank needs no exchange: ``LocalBatch``. A wave is a generator that yields twice, after each of its
+two exchanges has started, so that other waves can work meanwhile.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from typing import Protocol
 
-import torch
-from torch import Tensor
-
-from ..device import HOST, Mark, Streams, Transfers, transfers_for
 from ..errors import OrthogonalizeError
-from ..ortho import Workspace
-from ..transport import Exchange, Pending
+from .buffers import CopyPairs, PreparedExchange, Stage
 from .ortho_batch import OrthoBatch, orthogonalize_error
-from .shard_views import NONE_FAILED, GradientReads, ShardViews
-from .step_param import MatrixKey, Observer, StepParam
+from .shards import NONE_FAILED, MomentumViews, ShardView, UpdateViews, load_rule_state, restore, store_rule_state
+from .step_param import MatrixKey, RunningStep
+
+STAGED_IN_FLIGHT = 2
+"""How many staged batches are under way: one is orthogonalised while the host works on the one before and on the next."""
 
 
-class StartedExchange(Protocol):
-    """An exchange that is under way."""
+class RankWave(Protocol):
+    """A wave on one rank, with its views made once."""
 
-    def wait(self) -> None:
-        """Work that is issued after this call sees the received elements."""
-        ...
-
-
-class PreparedExchange(Protocol):
-    """One exchange with its buffers: ``ExchangeBuffers``, or ``RelayedBuffers`` where it goes through relays."""
-
-    def start(self, exchange: Exchange, phase: str, observer: Observer) -> StartedExchange:
-        """Starts the exchange; ``phase`` names it in errors. ``observer`` sees all that is sent."""
+    def run(self, step: RunningStep) -> Iterator[None]:
+        """A step of the wave. If all of its parameters are idle, it keeps its turns, which decide which buffers are free."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
-class ExchangeBuffers:
-    """What one exchange sends and receives: flat views of two buffers, and elements per rank of the exchange's group.
+class Wave:
+    """The ``RankWave`` of sharded matrices."""
 
-    A rank that receives 6 elements from rank 0 and 12 from rank 2 of four has ``received`` of 18 and splits of [6, 0, 12, 0].
-    """
+    params: frozenset[int]  # whose matrices travel in it, between whichever ranks
+    momentum_views: (
+        MomentumViews  # where the momentum of each of this rank's pieces is written, before it is rounded for the wire
+    )
+    rounding: CopyPairs  # from there to the buffer that is sent; empty where the dtype on the wire is that of the update
+    gather: PreparedExchange  # the exchange of pieces, to their owners
+    owned_batches: tuple[OwnedBatch, ...]  # the matrices that this rank owns, batch by batch
+    scatter: PreparedExchange  # the exchange of updates, back to the holders of the pieces
+    update_views: UpdateViews  # where each piece of the update is in the buffer that is received
+    frees: Sequence[int]  # the parameters whose gradients it is the last to read
+    repeated: frozenset[MatrixKey] | None = None  # of matrices that may fail, those that several ranks compute; None if none may
+    stage: Stage | None = None  # between the buffers that the views are of and those that travel; None where they are the same
 
-    received: Tensor
-    received_splits: list[int]
-    sent: Tensor
-    sent_splits: list[int]
+    def run(self, step: RunningStep) -> Iterator[None]:
+        if self.params <= step.idle:
+            yield from (None, None)
+            return
+        observer, streams = step.observer, step.streams
+        with streams.beside(step.ready, step.gradients(self.frees)), observer.phase("momentum"):
+            kept = self.momentum_views.fill(step)
+            self.rounding.run()
+            if self.stage is not None:
+                self.stage.to_device()
+            gather = self.gather.start(step, "gather")
+        step.free_gradients(self.frees)
+        yield
+        with observer.phase("gather", waits=True):
+            # An exchange runs after what its stream was given before it, so that the main stream waits for the side stream, too.
+            gather.wait()
+        failures = [(batch, batch.run(step)) for batch in self.owned_batches]
+        scatter = self.scatter.start(step, "scatter")
+        yield
+        with streams.beside(step.ready):
+            with observer.phase("scatter", waits=True):
+                scatter.wait()  # likewise, the side stream waits for the main one
+                if self.stage is not None:
+                    self.stage.to_host()
+                failed = NONE_FAILED if self.repeated is None else self._failed_anywhere(step, failures)
+            with observer.phase("update"):
+                restore(kept, failed)
+                self.update_views.apply(step, failed)
 
-    def start(self, exchange: Exchange, phase: str, observer: Observer) -> Pending:
-        """Starts the exchange; ``phase`` names it in errors."""
-        observer.sends(self.sent)
-        return exchange.start(self.received, self.received_splits, self.sent, self.sent_splits, phase=phase)
+    def _failed_anywhere(
+        self, step: RunningStep, failures: Sequence[tuple[OwnedBatch, OrthogonalizeError | None]]
+    ) -> frozenset[MatrixKey]:
+        """The matrices of the wave that have failed at their owners. All ranks keep the same error of them.
 
-
-@dataclass(frozen=True, slots=True)
-class CopyPairs:
-    """Two lists of views with equal shapes; each source is copied to its target."""
-
-    target: list[Tensor]
-    source: list[Tensor]
-
-    def run(self) -> None:
-        """Copies all pairs."""
-        if self.target:
-            torch._foreach_copy_(self.target, self.source)
-
-
-@dataclass(frozen=True, slots=True)
-class Stage:
-    """Flat memory of the device, and as much host memory that is copied there and back."""
-
-    device: Tensor
-    host: Tensor
-    transfers: Transfers
-
-    def to_device(self) -> None:
-        """What the device is given next finds what the host has written."""
-        self.transfers.load(self.device, self.host)
-
-    def to_host(self) -> None:
-        """Returns once the host may read what the device has been given to compute so far, and may write for the next copy."""
-        self.transfers.store(self.host, self.device)
-        self.transfers.settle()
-
-
-class Staging:
-    """The stages of one device. Those of one name share host memory, as the buffers of a ``Workspace`` do."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._transfers = transfers = transfers_for(device)
-        self._host = Workspace(lambda size, dtype, _: transfers.host_buffer(size, dtype))
-
-    def flat(self, name: str, device: Tensor) -> Stage:
-        """A stage for a flat tensor of the device."""
-        return Stage(device, self._host.take(name, device.shape, device.dtype, HOST), self._transfers)
-
-    def matrices(self, name: str, shape: tuple[int, int, int], device: Tensor) -> tuple[Stage, Tensor]:
-        """A stage for the flat memory of matrices on the device, and the same matrices in host memory."""
-        return self.flat(name, device), self._host.take_matrices(name, shape, device.dtype, HOST)
-
-    def bytes(self) -> int:
-        """Host memory held."""
-        return self._host.bytes()
+        It takes one vote in host memory, and no wait for a device: a scheme or a rule raises where the host calls it.
+        """
+        assert step.exchange is not None
+        assert self.repeated is not None
+        here = [(error.names, error.reason, batch.ortho_batch.matrices) for batch, error in failures if error is not None]
+        entries = [(rank, *entry) for rank, of_rank in sorted(step.exchange.tell(here).items()) for entry in of_rank]
+        keys = frozenset((param, matrix) for *_, matrices in entries for param, matrix in matrices)
+        if entries:
+            rank, _, reason, _ = entries[0]
+            own = [error for _, error in failures if error is not None]
+            shared = orthogonalize_error((name for _, names, *_ in entries for name in names), reason, f"rank {rank}: ")
+            shared.__cause__ = own[0].__cause__ if own else None
+            shared.known_to_all = keys.isdisjoint(self.repeated)
+            step.failures[:] = [error for error in step.failures if error not in own] + [shared]
+        return keys
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,114 +104,78 @@ class OwnedBatch:
     unpack: CopyPairs  # from the pieces in the exchange buffers to ``ortho_batch``
     pack: CopyPairs  # from ``ortho_batch`` to the pieces in the exchange buffers
 
-    def run(self, idle: AbstractSet[int], observer: Observer) -> None:
+    def run(self, step: RunningStep) -> OrthogonalizeError | None:
         """Assembles the matrices from their pieces, orthogonalises them, and cuts them into pieces again."""
-        if self.ortho_batch.is_idle(idle):
-            return
-        with observer.phase("gather"):
+        if self.ortho_batch.is_idle(step.idle):
+            return None
+        with step.observer.phase("gather"):
             self.unpack.run()
-        if self.ortho_batch.orthogonalise(idle, observer):
-            with observer.phase("scatter"):
+        error = self.ortho_batch.orthogonalise(step)
+        if error is None:
+            with step.observer.phase("scatter"):
                 self.pack.run()
+        return error
 
 
 @dataclass(frozen=True, slots=True)
-class FallibleWave:
-    """Tells all ranks which matrices of a wave have failed at their owners, before anyone applies an update.
+class LocalBatch:
+    """Matrices beside their weights: momentum, orthogonalise, update."""
 
-    It takes one vote in host memory per wave, and no wait for a device: a scheme or a rule raises where the host calls it.
-    """
+    ortho_batch: OrthoBatch  # where they are orthogonalised
+    momentum_views: MomentumViews  # their place in the parameters, and their views of ``ortho_batch``
+    update_views: UpdateViews  # the same
+    rule_state: list[ShardView]  # the place of their rule state, and its views of ``ortho_batch``
+    frees: Sequence[int]  # the parameters whose gradients it is the last to read
 
-    failures: list[Exception]  # what has gone wrong in the step on this rank
-    repeated: frozenset[MatrixKey]  # matrices that several ranks compute, for different holders
-
-    def failed(self, exchange: Exchange, owned_batches: Sequence[OwnedBatch]) -> frozenset[MatrixKey]:
-        """The matrices that have failed on any rank. All ranks keep the same error of them."""
-        failures = [(batch.ortho_batch.take_failure(), batch.ortho_batch.matrices) for batch in owned_batches]
-        failed_here = [(*failure, matrices) for failure, matrices in failures if failure is not None]
-        told = exchange.tell(failed_here)
-        entries = [(rank, *entry) for rank, of_rank in sorted(told.items()) for entry in of_rank]
-        keys = frozenset((param, matrix) for *_, matrices in entries for param, matrix in matrices)
-        if entries:
-            rank, _, reason, _ = entries[0]
-            own_keys = [(names, reason) for names, reason, _ in failed_here]
-            own = [
-                error
-                for error in self.failures
-                if isinstance(error, OrthogonalizeError) and not error.where and (error.names, error.reason) in own_keys
-            ]
-            shared = orthogonalize_error((name for _, names, *_ in entries for name in names), reason, f"rank {rank}: ")
-            shared.__cause__ = own[0].__cause__ if own else None
-            shared.known_to_all = keys.isdisjoint(self.repeated)
-            self.failures[:] = [error for error in self.failures if error not in own] + [shared]
-        return keys
+    def run(self, step: RunningStep) -> None:
+        if self.ortho_batch.is_idle(step.idle):
+            return
+        with step.observer.phase("momentum"):
+            kept = self.momentum_views.fill(step)
+            load_rule_state(self.rule_state, step)
+        step.free_gradients(self.frees)
+        if self.ortho_batch.orthogonalise(step) is not None:
+            restore(kept)
+            return
+        with step.observer.phase("update"):
+            self.update_views.apply(step)
+            store_rule_state(self.rule_state, step)
 
 
-class RankWave(Protocol):
-    """A wave on one rank, with its views made once."""
+@dataclass(frozen=True, slots=True)
+class StagedBatch:
+    """Matrices whose weights are in host memory: a ``LocalBatch`` with a way to the device and back."""
 
-    def run(
-        self,
-        step_params: Sequence[StepParam],
-        idle: AbstractSet[int],
-        exchange: Exchange,
-        streams: Streams,
-        ready: Mark,
-        observer: Observer,
-    ) -> Iterator[None]:
-        """A step of the wave; yields after each of its two exchanges has started, so that other waves can work meanwhile.
+    batch: LocalBatch  # whose views are of the host memory of ``stage``
+    stage: Stage  # between that memory and the ``ortho_batch``
 
-        ``ready`` marks where the main stream has all gradients. For ``idle`` parameters, the contents of the pieces that travel
-        have no meaning, and nothing is written.
+    def run(self, step: RunningStep) -> Iterator[None]:
+        """Yields when its matrices are on their way to the device, and when the device has been given them to orthogonalise.
+
+        Other batches can be copied meanwhile.
         """
-        ...
-
-
-@dataclass(frozen=True, slots=True)
-class Wave:
-    """The ``RankWave`` of sharded matrices."""
-
-    gather: PreparedExchange  # the exchange of pieces, to their owners
-    scatter: PreparedExchange  # the exchange of updates, back to the holders of the pieces
-    momentum_views: ShardViews  # where the momentum of each of this rank's pieces is written, before it is rounded for the wire
-    rounding: CopyPairs  # from there to the buffer that is sent; empty where the dtype on the wire is that of the update
-    update_views: ShardViews  # where each piece of the update is in the buffer that is received
-    owned_batches: tuple[OwnedBatch, ...]  # the matrices that this rank owns, batch by batch
-    gradient_reads: GradientReads  # the parameters whose gradients it is the first or the last to read
-    fallible: FallibleWave | None = None  # how ranks tell each other what failed; None if no matrix of the wave is ``fallible``
-    stage: Stage | None = None  # between the buffers that the views are of and those that travel; None where they are the same
-
-    def run(
-        self,
-        step_params: Sequence[StepParam],
-        idle: AbstractSet[int],
-        exchange: Exchange,
-        streams: Streams,
-        ready: Mark,
-        observer: Observer,
-    ) -> Iterator[None]:
-        """A step of the wave."""
-        with streams.beside(ready, self.gradient_reads.gradients(step_params, idle)), observer.phase("momentum"):
-            self.gradient_reads.accumulate_momentum(step_params, idle)
-            self.momentum_views.fill(step_params, idle)
-            self.rounding.run()
-            if self.stage is not None:
-                self.stage.to_device()
-            gather = self.gather.start(exchange, "gather", observer)
-        self.gradient_reads.free_gradients(step_params)
+        batch, streams = self.batch, step.streams
+        if batch.ortho_batch.is_idle(step.idle):
+            yield from (None, None)
+            return
+        with streams.beside(step.ready), step.observer.phase("momentum"):
+            kept = batch.momentum_views.fill(step)
+            load_rule_state(batch.rule_state, step)
+            self.stage.to_device()
+            loaded = streams.side_mark()
+        step.free_gradients(batch.frees)
         yield
-        with observer.phase("gather", waits=True):
-            # An exchange runs after what its stream was given before it, so that the main stream waits for the side stream, too.
-            gather.wait()
-        for batch in self.owned_batches:
-            batch.run(idle, observer)
-        scatter = self.scatter.start(exchange, "scatter", observer)
+        streams.main_waits(loaded)
+        error = batch.ortho_batch.orthogonalise(step)
+        computed = streams.main_mark()
         yield
-        with streams.beside(ready):
-            with observer.phase("scatter", waits=True):
-                scatter.wait()  # likewise, the side stream waits for the main one
-                if self.stage is not None:
-                    self.stage.to_host()
-                failed = NONE_FAILED if self.fallible is None else self.fallible.failed(exchange, self.owned_batches)
-            with observer.phase("update"):
-                self.update_views.apply(step_params, idle, failed)
+        if error is not None:
+            restore(kept)
+            return
+        with (
+            streams.beside(computed),
+            step.observer.phase("update"),
+        ):  # not behind the next batch, if the main stream has it by now
+            self.stage.to_host()
+            batch.update_views.apply(step)
+            store_rule_state(batch.rule_state, step)

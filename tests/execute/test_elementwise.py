@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from meshmuon.execute.elementwise import adds_alike, apply, fill_with_momentum
+from meshmuon.execute.elementwise import accumulate, adds_alike, apply, fill_with_momentum
 from tests.support.hostile import HostileArithmetic, fresh_trials, misplaced
 from tests.support.reference import assert_same_bits
 
@@ -94,3 +95,75 @@ def test_the_default_device_does_not_matter() -> None:
     with fresh_trials(), torch.device("meta"):
         apply([param], [update], DECAY, RATE)
     assert_same_bits([param], [wanted])
+
+
+class Elsewhere(Tensor):
+    """A tensor that says it is on a device with batched kernels."""
+
+    @property
+    def device(self) -> torch.device:
+        return torch.device("cuda")
+
+
+BATCHED = [(torch.float32, torch.float32), (torch.float64, torch.float64), (torch.bfloat16, torch.float32), (torch.bfloat16,) * 2]
+
+
+@pytest.mark.parametrize(("grad_dtype", "momentum_dtype"), BATCHED)
+def test_batched_and_single_operations_agree(grad_dtype: torch.dtype, momentum_dtype: torch.dtype) -> None:
+    """What a GPU does, done here, beside what a CPU does; a fused multiply-add rounds once less."""
+    generator = torch.Generator().manual_seed(0)
+    grads = [torch.randn(shape, generator=generator).to(grad_dtype) for shape in ((5, 7), (3, 4), (40, 33))]
+    start = [torch.randn(grad.shape, generator=generator).to(momentum_dtype) for grad in grads]
+    wide = torch.float64 if grad_dtype == torch.float64 else torch.float32
+    for kind in (Tensor, Elsewhere):
+        buffers = [buffer.clone().as_subclass(kind) for buffer in start]
+        views = [torch.zeros(grad.shape, dtype=wide).as_subclass(kind) for grad in grads]
+        fill_with_momentum(views, grads, buffers, 0.9, 0.9)
+        for before, grad, buffer, view in zip(start, grads, buffers, views, strict=True):
+            assert_near(buffer.as_subclass(Tensor), 0.9 * before.double() + grad.double())
+            assert_near(view.as_subclass(Tensor), grad.double() + 0.9 * buffer.as_subclass(Tensor).double())
+
+
+def assert_near(value: Tensor, exact: Tensor) -> None:
+    """Within two roundings."""
+    bound = torch.finfo(value.dtype).eps * (1 + float(exact.abs().max()))
+    torch.testing.assert_close(value.double(), exact, rtol=0, atol=bound)
+
+
+@pytest.mark.parametrize("update", [1.0, -1.0, 0.0, -0.0])
+def test_a_rate_of_zero_on_a_device_keeps_the_sign_of_zeros(update: float) -> None:
+    params = [torch.tensor([-0.0, 0.0, 1.0])]
+    apply(params, [torch.full((3,), update)], torch.tensor(1.0), torch.tensor(0.0))
+    assert params[0].tolist() == [0.0, 0.0, 1.0]
+    assert torch.signbit(params[0]).tolist() == [True, False, False]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_momentum_in_16_bits_is_rounded_alike_wherever_an_element_lies(dtype: torch.dtype) -> None:
+    """In every cut of the tensor; by the product and by the sum."""
+    generator = torch.Generator().manual_seed(0)
+    grad, start = (torch.randn(203, generator=generator).to(dtype) for _ in range(2))
+    expected = (start * 0.9) + grad
+    for size in (203, 64, 7, 1):
+        buffer = start.clone()
+        accumulate(list(buffer.split(size)), list(grad.split(size)), 0.9)
+        assert torch.equal(buffer, expected)
+
+
+@pytest.mark.parametrize("tensor_rate", [True, False])
+def test_cautious_decay_is_for_what_moves_towards_zero_or_not_at_all(tensor_rate: bool) -> None:
+    params = [torch.tensor([8.0, 8.0, 8.0, -8.0])]
+    rate: Any = torch.tensor(1.0) if tensor_rate else 1.0
+    apply(params, [torch.tensor([1.0, -1.0, 0.0, -1.0])], 0.5, rate, cautious=True)
+    assert params[0].tolist() == [3.0, 9.0, 4.0, -3.0]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("rate", [RATE, -RATE])
+def test_a_rate_that_stays_a_tensor(dtype: torch.dtype, rate: float) -> None:
+    """On a GPU the host never reads the rate. The arithmetic is the same, but for a fused multiply-add and one rounding."""
+    start, update = random(1003, seed=1, dtype=dtype), random(1003, seed=2).to(torch.promote_types(dtype, torch.float32))
+    for factors in ((DECAY, rate), (torch.tensor(DECAY, dtype=torch.float64), torch.tensor(rate, dtype=torch.float64))):
+        param = start.clone()
+        apply([param], [update.clone()], *factors)
+        assert_near(param, DECAY * start.double() - rate * update.double())

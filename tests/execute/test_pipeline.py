@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import pytest
 
@@ -16,7 +16,7 @@ everywhere = pytest.mark.parametrize(("width", "count"), [(width, count) for wid
 Event = tuple[str, int]
 
 
-def waves_that_record(count: int, events: list[Event]) -> Iterator[Iterator[None]]:
+def waves_that_record(count: int, events: list[Event]) -> list[Iterator[None]]:
     def wave(k: int) -> Iterator[None]:
         events.append(("gather", k))
         yield
@@ -24,13 +24,18 @@ def waves_that_record(count: int, events: list[Event]) -> Iterator[Iterator[None
         yield
         events.append(("finish", k))
 
-    return map(wave, range(count))
+    return list(map(wave, range(count)))
 
 
 def record(width: int, count: int, local: int = 2, ahead: int | None = None) -> list[Event]:
     events: list[Event] = []
-    pieces = [lambda k=k: events.append(("local", k)) for k in range(local)]
-    run_pipeline(waves_that_record(count, events), width, pieces, lambda: events.append(("last", 0)), gathered_ahead=ahead)
+    run_pipeline(
+        waves_that_record(count, events),
+        width,
+        lambda: events.extend(("local", k) for k in range(local)),
+        lambda: events.append(("last", 0)),
+        gathered_ahead=ahead,
+    )
     return events
 
 
@@ -165,24 +170,24 @@ def test_running_ahead_leaves_only_the_last_to_be_finished(width: int, count: in
 
 def test_a_wave_that_yields_once_more_is_refused() -> None:
     with pytest.raises(AssertionError, match="yields twice"):
-        run_pipeline([iter([None] * 3)], 1, [], lambda: None)
+        run_pipeline([iter([None] * 3)], 1, lambda: None, lambda: None)
 
 
 def test_what_fails_is_kept_unless_ranks_lost_each_other() -> None:
     """An error of this rank is told at the end; a lost rank ends the step at once: nothing more will arrive."""
     failures: list[Exception] = []
 
-    def fail(error: Exception) -> Callable[[], None]:
-        def step_params() -> None:
+    def fail(error: Exception) -> None:
+        def action() -> None:
             raise error
 
-        return guarded(step_params, failures)
+        guarded(action, failures)
 
     first, second = ValueError("first"), ValueError("second")
-    fail(first)()
-    fail(second)()
+    fail(first)
+    fail(second)
     with pytest.raises(TransportError, match="rank 1 is gone"):
-        fail(TransportError("rank 1 is gone"))()
+        fail(TransportError("rank 1 is gone"))
     assert failures == [first, second]
     assert take_first(failures) is first
     assert failures == []

@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from functools import partial
 from unittest.mock import patch
 
 import pytest
@@ -19,15 +17,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from meshmuon.device import DirectStreams, Streams
-from meshmuon.execute import UNOBSERVED, ExecutorSettings, StepParam, StepSettings
+from meshmuon.execute import ExecutorSettings, RunningStep, StepParam, StepSettings
 from meshmuon.execute.build import RankProgram, RankProgramBuilder
 from meshmuon.execute.executor import run_pipeline
-from meshmuon.execute.ortho_batch import OrthoBatch
-from meshmuon.execute.shard_views import GradientReads, ShardViews
-from meshmuon.execute.step_param import NONE_IDLE
-from meshmuon.layout import Layout, Mesh, Replicated, Sharded
-from meshmuon.matrices import MatrixSet, StridedRange
+from meshmuon.layout import Layout, Mesh
+from meshmuon.matrices import MatrixSet
 from meshmuon.ortho import Workspace
 from meshmuon.plan import NO_WAVE, Plan, PlannedParam, PlanOptions, cost_model_for, make_plan
 from tests.support.layouts import ours, random_mesh, random_placement, random_shape, select
@@ -213,40 +207,46 @@ class Ranks:
         entry = self.case.plan.params[k]
         return [numbers(layout.shape, self.case.seed, k, s) for s, layout in enumerate(entry.layouts)]
 
-    def step(self, step: int, streams: Streams | None = None) -> None:
-        plan, streams = self.case.plan, streams or DirectStreams()
+    def step(self, number: int) -> None:
+        plan = self.case.plan
         for k, entry in enumerate(plan.params):
-            grads = [numbers(layout.shape, self.case.seed, k, s, step) for s, layout in enumerate(entry.layouts)]
+            grads = [numbers(layout.shape, self.case.seed, k, s, number) for s, layout in enumerate(entry.layouts)]
             for rank in plan.ranks:
                 self.step_params[rank][k].param.grad = held(self.case, k, rank, grads)
-        for rank, program in self.programs.items():
-            program.around_all.accumulate_momentum(self.step_params[rank])
-        ready = streams.main_mark()
-        waves = {
-            rank: [
-                wave.run(self.step_params[rank], NONE_IDLE, self.exchanges[rank], streams, ready, UNOBSERVED)  # type: ignore[arg-type]
-                for wave in program.waves
-            ]
-            for rank, program in self.programs.items()
-        }
+        steps = {rank: RunningStep(self.step_params[rank], exchange=self.exchanges[rank]) for rank in plan.ranks}  # type: ignore[arg-type]
+        waves = {rank: [wave.run(steps[rank]) for wave in program.waves] for rank, program in self.programs.items()}
 
         def together(n: int) -> Iterator[None]:
             """Wave n of all ranks: the pipeline's order depends on the number of waves alone, which is the same on all."""
-            for _ in range(2):
-                for rank in plan.ranks:
-                    next(waves[rank][n])
-                yield
+            for rank in plan.ranks:
+                next(waves[rank][n])
+                self.check_freed(rank, n)
+            yield
+            for rank in plan.ranks:
+                next(waves[rank][n])
+            yield
             for rank in plan.ranks:
                 assert list(waves[rank][n]) == []
 
-        local = [
-            lambda rank=rank, batch=batch: batch.run(self.step_params[rank], NONE_IDLE, UNOBSERVED)
-            for rank, program in self.programs.items()
-            for batch in program.local
-        ]
-        run_pipeline(map(together, range(len(plan.wave_lanes))), plan.options.in_flight, local, lambda: None)
+        def local() -> None:
+            for rank, program in self.programs.items():
+                for batch in program.local:
+                    batch.run(steps[rank])
+
+        run_pipeline(list(map(together, range(len(plan.wave_lanes)))), plan.options.in_flight, local, lambda: None)
         for rank, program in self.programs.items():
-            program.around_all.free_gradients(self.step_params[rank])
+            steps[rank].free_gradients(program.freed_at_end)
+
+    def check_freed(self, rank: int, wave: int) -> None:
+        """After the gather of a wave, gradients that only this wave and earlier ones read are gone, where that is asked for."""
+        readers: dict[int, set[int]] = {}
+        for task in self.case.plan.tasks:
+            if rank in task.sharded.holdings:
+                readers.setdefault(task.param, set()).add(task.wave)
+        for param, waves in readers.items():
+            if NO_WAVE not in waves:
+                step_param = self.step_params[rank][param]
+                assert (step_param.param.grad is None) == (step_param.settings.free_grad and max(waves) <= wave)
 
 
 cases = st.integers(0, 2**32).map(build_case)
@@ -280,97 +280,6 @@ def test_buffers_are_what_the_plan_says(case: Case) -> None:
         assert sum(tensor.nbytes for tensor in found.values()) == case.plan.buffer_bytes(rank)
 
 
-def filled(program: RankProgram, in_flight: int) -> list[GradientReads]:
-    """The gradient reads of waves and local batches in the order in which the pipeline runs them."""
-    order: list[GradientReads] = []
-
-    def wave(gradient_reads: GradientReads) -> Iterator[None]:
-        order.append(gradient_reads)
-        yield
-        yield
-
-    local = [partial(order.append, batch.gradient_reads) for batch in program.local]
-    run_pipeline([wave(planned.gradient_reads) for planned in program.waves], in_flight, local, lambda: None)
-    return order
-
-
-def check_gradient_reads(plan: Plan, rank: int, step_params: Sequence[StepParam], program: RankProgram) -> None:
-    """Momentum is accumulated where the pipeline first reads a parameter, and its gradient is freed where it last does.
-
-    Waves and local batches read on different streams. If both read a parameter, the step accumulates before them, and no local
-    batch frees.
-    """
-    params = [step_param.param for step_param in step_params]
-    first = [next(k for k, other in enumerate(params) if other is param) for param in params]  # the parts of a weight are one
-    reads: dict[GradientReads, set[int]] = {}
-    for k, wave in enumerate(program.waves):
-        tasks = [task for task in plan.tasks if task.wave == k and rank in task.sharded.holdings]
-        reads[wave.gradient_reads] = {first[task.param] for task in tasks}
-    for batch in program.local:
-        indices = {shard.param_index for uniform in batch.shard_views._by_group for shard in uniform._shards}
-        reads[batch.gradient_reads] = {first[k] for k in indices}
-    order = filled(program, plan.options.in_flight)
-    assert set(order) == set(reads)
-    of_waves, of_batches = ([member.gradient_reads for member in members] for members in (program.waves, program.local))
-    on_both = set().union(*map(reads.get, of_waves)) & set().union(*map(reads.get, of_batches))  # type: ignore[arg-type]
-    freed_at_end = set(first).difference(*reads.values())
-    for turn, gradient_reads in enumerate(order):
-        first_here = reads[gradient_reads].difference(*(reads[earlier] for earlier in order[:turn]))
-        last_here = reads[gradient_reads].difference(*(reads[later] for later in order[turn + 1 :]))
-        if gradient_reads in of_batches:
-            freed_at_end |= last_here & on_both
-            last_here -= on_both
-        assert set(gradient_reads.first_here) == first_here - on_both
-        assert set(gradient_reads.last_here) == last_here
-    assert set(program.around_all.first_here) == on_both
-    assert set(program.around_all.last_here) == freed_at_end
-
-
-@settings(max_examples=80)
-@given(cases)
-def test_each_parameter_begins_once_and_ends_once(case: Case) -> None:
-    with torch.no_grad():
-        ranks = Ranks(case)
-    for rank, program in ranks.programs.items():
-        check_gradient_reads(case.plan, rank, ranks.step_params[rank], program)
-
-
-@pytest.mark.parametrize("rank", [0, 1])
-@pytest.mark.parametrize("in_flight", range(1, 7))
-def test_a_fused_weight_with_local_and_exchanged_parts(in_flight: int, rank: int) -> None:
-    """(36, 4) over two ranks in parts of 12 rows: the outer parts are local, the middle one is exchanged.
-
-    Which of a weight's parts comes last depends on its wave: local batches run after the first waves and before the others. A
-    wave frees the gradient that it reads last. A local batch leaves that to the end of the step.
-    """
-    layout, weights = Layout((36, 4), Mesh((2,), (0, 1)), (Sharded(0),)), 7
-    windows = [(StridedRange(start, 12), StridedRange(0, 4)) for start in (0, 12, 24)]
-    params = [
-        PlannedParam(f"w{k}.{part}", (layout,), 0, ("cpu", 8), 8, 1000, window=window)
-        for k in range(weights)
-        for part, window in enumerate(windows)
-    ]
-    plan = make_plan(params, PlanOptions(cost_model_for("cpu"), chunk_size=1, in_flight=in_flight))
-    assert (len(plan.wave_lanes), plan.options.in_flight) == (weights, in_flight)
-    held = [nn.Parameter(torch.zeros(18, 4, dtype=torch.float64)) for _ in range(weights)]
-    step_params = [
-        replace(
-            work_of(planned, 0, param, torch.zeros_like(param)),
-            param=param,
-            matrix_set=MatrixSet(1, 12, 4, window=planned.window),
-        )
-        for planned, param in zip(params, (param for param in held for _ in windows), strict=True)
-    ]
-    with torch.no_grad():
-        exchange = Exchange(Board((0, 1), late=False), rank)
-        builder = RankProgramBuilder(plan, rank, step_params, exchange, Workspace(), ExecutorSettings(chunk_size=1))  # type: ignore[arg-type]
-        program = builder.build()
-    assert len(program.local) == weights
-    check_gradient_reads(plan, rank, step_params, program)
-    assert len(program.around_all.first_here) == weights
-    assert 0 < len(program.around_all.last_here) < weights  # so that both orders occur
-
-
 def test_the_random_plans_are_of_every_kind() -> None:
     plans = [build_case(seed).plan for seed in range(300)]
     tasks = [(plan, task) for plan in plans for task in plan.tasks]
@@ -380,93 +289,3 @@ def test_the_random_plans_are_of_every_kind() -> None:
     assert sum(task.wave == NO_WAVE and task.sharded.replicas > 1 for _, task in tasks) > 10
     assert sum(len(plan.params[task.param].layouts) > 1 for plan, task in tasks) > 40
     assert sum(any(len(piece.rows) > 1 or len(piece.cols) > 1 for piece in task.sharded.pieces) for _, task in tasks) > 40
-
-
-@pytest.mark.parametrize("free", [0, 1])
-def test_a_parameter_of_which_a_rank_holds_nothing(free: int) -> None:
-    """Three rows over four ranks: the last one takes part in the exchanges, empty-handed, and frees its empty gradient."""
-    layout = Layout((3, 4), Mesh((4,), (0, 1, 2, 3)), (Sharded(0),))
-    entries = [PlannedParam(f"p{k}", (layout,), 0, ("cpu", 8), 8, 10) for k in range(free + 1)]
-    case = Case(0, make_plan(entries, PlanOptions(cost_model_for("cpu"))), -1, 2**20)
-    with torch.no_grad():
-        ranks = Ranks(case)
-        ranks.step(0)
-    assert len(ranks.programs[3].waves) == len(case.plan.wave_lanes)
-    assert ranks.programs[3].around_all.last_here == tuple(range(free + 1))
-    assert ranks.workspaces[3].bytes() == 0
-    assert (ranks.step_params[3][free].param.grad is None) == settings_of(free).free_grad
-
-
-def test_nothing_travels_without_an_exchange() -> None:
-    """Whole matrices need no other rank: no waves, and no buffers beside the stage."""
-    layout = Layout((4, 6), Mesh((2,), (0, 1)), (Replicated(),))
-    plan = make_plan([PlannedParam("p", (layout,), 0, ("cpu", 8), 8, 10)], PlanOptions(cost_model_for("cpu"), "repeat"))
-    case = Case(0, plan, -1, 2**20)
-    step_params = [work_of(plan.params[0], 0, numbers((4, 6), 1), torch.zeros(4, 6, dtype=torch.float64))]
-    program = RankProgramBuilder(plan, 0, step_params, None, Workspace(), ExecutorSettings()).build()
-    assert program.waves == ()
-    assert len(program.local) == 1
-    assert case.plan.buffer_bytes(0) == 0
-
-
-class Watched:
-    """Streams that note their order, and which stream each exchange and each computation is in."""
-
-    def __init__(self) -> None:
-        self.events: list[str] = []
-        self.kept: list[Tensor] = []
-        self.marks = 0
-
-    def main_mark(self) -> str:
-        self.marks += 1
-        return f"main {self.marks}"
-
-    def side_mark(self) -> str:
-        self.marks += 1
-        self.events.append(f"mark side {self.marks}")
-        return f"side {self.marks}"
-
-    @contextmanager
-    def beside(self, after: object, uses: Sequence[Tensor] = ()) -> Iterator[None]:
-        self.events.append(f"beside after {after}")
-        self.kept += uses
-        yield
-        self.events.append("main")
-
-    def main_waits(self, mark: object) -> None:
-        self.events.append(f"wait for {mark}")
-
-
-def test_a_wave_and_its_streams(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Momentum and updates run beside, computing in the main stream; the exchanges between them order the two streams."""
-    layout = Layout((4, 6), Mesh((2,), (0, 1)), (Sharded(0),))
-    case = Case(1, make_plan([PlannedParam("p", (layout,), 0, ("cpu", 8), 8, 10)], PlanOptions(cost_model_for("cpu"))), -1, 2**20)
-    streams = Watched()
-
-    def noted(owner: type, name: str, event: str) -> None:
-        original = getattr(owner, name)
-
-        def call(self: object, *args: object, **options: object) -> object:
-            streams.events.append(event)
-            return original(self, *args, **options)
-
-        monkeypatch.setattr(owner, name, call)
-
-    noted(Exchange, "start", "start")
-    noted(Pending, "wait", "arrived")
-    noted(GradientReads, "accumulate_momentum", "momentum")
-    noted(ShardViews, "apply", "update")
-    noted(OrthoBatch, "orthogonalise", "compute")
-    with torch.no_grad():
-        ranks = Ranks(replace(case, seed=4))
-        ranks.step(0, streams)  # type: ignore[arg-type]
-    (owner,) = (task.owner for task in case.plan.tasks)
-    assert owner == 0  # so that its events come first in each phase
-    assert streams.events == [
-        *("momentum", "momentum"),  # of parameters that waves share with local batches: here none
-        *("beside after main 1", "momentum", "start", "main") * 2,
-        *("arrived", "compute", "start"),
-        *("arrived", "start"),
-        *("beside after main 1", "arrived", "update", "main") * 2,
-    ]
-    assert len(streams.kept) == 2  # the gradients of both ranks, which the main stream may free meanwhile

@@ -7,15 +7,14 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from torch.distributed.tensor import Replicate, Shard
 
-from meshmuon.device import DirectStreams
+from meshmuon.device import Streams
 from meshmuon.execute import build, executor
-from meshmuon.execute.shard_views import GradientReads
 from tests.support.happens_before.programs import EVENTS, Program, ProgramParam, random_program
 from tests.support.happens_before.runs import check, run_program
 
@@ -56,55 +55,38 @@ def test_the_random_programs_are_of_every_kind() -> None:
         assert count >= 15
 
 
-HSDP = (Replicate(), Shard(0))
-FUSED = {
-    "race": Program(  # each replica sends part of a weight only, so that momentum is not accumulated in passing
-        mesh=(2, 2),
-        params=tuple(ProgramParam(f"layers.{k}.weight", (12, 4), HSDP, split=(4, 4, 4)) for k in range(2)),
-        options={"ns_steps": 1, "chunk_size": 1, "warmup_step": 2},
-        steps=1,
-    ),
-    "lifetime": Program(
-        mesh=(2,),
-        params=tuple(ProgramParam(f"layers.{k}.weight", (12, 4), (Shard(0),), split=(4, 4, 4)) for k in range(2)),
-        options={"ns_steps": 1, "chunk_size": 1, "warmup_step": 2, "cautious_weight_decay": True},  # which allocates memory
-        steps=1,
-    ),
-}
+def fused(mesh: tuple[int, ...], placements: tuple[object, ...]) -> Program:
+    """(12, 4) in three parts over two shards: the outer parts are local, the one in the middle is exchanged."""
+    params = tuple(ProgramParam(f"layers.{k}.weight", (12, 4), placements, split=(4, 4, 4)) for k in range(2))
+    options = {"ns_steps": 1, "chunk_size": 1, "warmup_step": 2, "cautious_weight_decay": True}  # which allocates memory
+    return Program(mesh, params, options=options, steps=1)
 
 
-@pytest.mark.parametrize("kind", FUSED)
-def test_a_fused_weight_with_local_and_exchanged_parts(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """(12, 4) in three parts over two shards: the outer parts are local, the one in the middle is exchanged.
+FUSED = fused((2,), (Shard(0),))
 
-    The wave of the latter works beside the main stream, the local batches work in it. The step accumulates the momentum that
-    both read, and frees the gradient that a local batch reads last. Where waves and batches did so, the checker found it.
+
+def test_a_fused_weight_with_local_and_exchanged_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The wave works beside the main stream, the local batches work in it, on one momentum and one gradient.
+
+    The step frees the gradient that a local batch reads last. Where the batch did so, the checker found it.
     """
-    check(FUSED[kind])
-    reads_of: Callable[..., tuple[list[GradientReads], GradientReads]] = build.RankProgramBuilder._gradient_reads
+    check(FUSED)
+    check(fused((2, 2), (Replicate(), Shard(0))))
+    frees_of = build.RankProgramBuilder._freed_gradients
 
-    def as_it_was(builder: build.RankProgramBuilder, *args: object) -> tuple[list[GradientReads], GradientReads]:
-        reads, around_all = reads_of(builder, *args)
-        wave, batch = reads[0], reads[-1]
-        moved = around_all.first_here if kind == "race" else (), around_all.last_here if kind == "lifetime" else ()
-        reads[0] = GradientReads((*wave.first_here, *moved[0]), wave.last_here, wave._filled_once)
-        reads[-1] = GradientReads(batch.first_here, (*batch.last_here, *moved[1]), batch._filled_once)
-        kept = [[param for param in params if param not in gone] for params, gone in zip(_ends(around_all), moved, strict=True)]
-        return reads, GradientReads(*kept, around_all._filled_once)
+    def as_it_was(builder: build.RankProgramBuilder, *args: Any) -> tuple[list[list[int]], list[int]]:
+        frees, at_end = frees_of(builder, *args)
+        return [*frees[:-1], [*frees[-1], *at_end]], []
 
-    monkeypatch.setattr(build.RankProgramBuilder, "_gradient_reads", as_it_was)
-    assert run_program(FUSED[kind]).of(kind)
-
-
-def _ends(reads: GradientReads) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    return reads.first_here, reads.last_here
+    monkeypatch.setattr(build.RankProgramBuilder, "_freed_gradients", as_it_was)
+    assert run_program(FUSED).of("lifetime")
 
 
 def test_without_streams_nothing_overlaps(monkeypatch: pytest.MonkeyPatch) -> None:
     """The recorder tells whether work overlaps at all: waves work beside the main stream only if there is another one."""
-    program = FUSED["lifetime"]
+    program = FUSED
     assert "CudaStreams" in run_program(program).beside_main
-    monkeypatch.setattr(executor, "streams_for", lambda device: DirectStreams())
+    monkeypatch.setattr(executor, "streams_for", lambda device: Streams())
     assert "CudaStreams" not in run_program(program).beside_main
 
 

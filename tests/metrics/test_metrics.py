@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from meshmuon import ConfigError, Muon, NorMuon, orthogonalize, polar_express
-from meshmuon.device import DirectTransfers
+from meshmuon.device import Transfers
 from meshmuon.metrics import Metrics, flat
 from meshmuon.metrics.report import Measurement
 from meshmuon.metrics.spectra import probes
@@ -270,7 +270,7 @@ def test_a_measurement_that_fails_is_raised_when_the_step_is_over(monkeypatch: p
     def no_room(*arguments: Any) -> Tensor:
         raise MemoryError("no room")
 
-    monkeypatch.setattr(DirectTransfers, "host_buffer", no_room)
+    monkeypatch.setattr(Transfers, "host_buffer", no_room)
     with pytest.raises(MemoryError, match="no room"):
         train(optimizer, params, 1, first=1)
     train(built(alone, None), alone, 2)

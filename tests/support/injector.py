@@ -14,7 +14,7 @@ from unittest.mock import patch
 
 from meshmuon.agree.planner import Planner
 from meshmuon.execute.ortho_batch import OrthoBatch
-from meshmuon.execute.shard_views import ShardViews
+from meshmuon.execute.shards import UpdateViews
 from meshmuon.optim import muon_step
 from meshmuon.transport import Agreement, Exchange
 from meshmuon.transport.host_channel import PendingRounds
@@ -129,7 +129,7 @@ def hooked(phase: str, action: Action) -> Any:
         "in the agreement": (PendingRounds, "wait"),  # the first round is sent, and that of another rank may be here
         "orthogonalise": (OrthoBatch, "orthogonalise"),
         "adamw": (muon_step, "adamw_step"),
-        "update": (ShardViews, "apply"),
+        "update": (UpdateViews, "apply"),
     }[phase]
     return _before(owner, name, action)
 

@@ -14,7 +14,7 @@ from torch.distributed import fsdp
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
-from meshmuon.execute.wave import Stage
+from meshmuon.execute.buffers import Stage
 from meshmuon.state.param_state import MOMENTUM
 from meshmuon.tools.doctor import Context, DoctorOptions
 from meshmuon.tools.doctor.context import Finding

@@ -1,0 +1,263 @@
+"""Buffers of exchanges and the copies around them, also where an exchange goes through relays or starts in host memory.
+
+Pieces move between the flat buffer of an exchange and a batch of matrices in as few strided copies as they allow: those of
+``strided_views``. A (4096, D) matrix over 2,048 ranks is 2,048 blocks of 2 rows. They lie at equal distances in the buffer and
+in the matrix, so that one strided copy moves them all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from ..device import HOST, Transfers, transfers_for
+from ..layout import Piece
+from ..ortho import Workspace
+from ..plan import Hops, Parcel, Relays
+from ..transport import Exchange, Pending
+from .step_param import RunningStep
+
+
+class StartedExchange(Protocol):
+    """An exchange that is under way."""
+
+    def wait(self) -> None:
+        """Work that is issued after this call sees the received elements."""
+        ...
+
+
+class PreparedExchange(Protocol):
+    """One exchange with its buffers: ``ExchangeBuffers``, or ``RelayedBuffers`` where it goes through relays."""
+
+    def start(self, step: RunningStep, phase: str) -> StartedExchange:
+        """Starts the exchange; ``phase`` names it in errors. The step's observer sees all that is sent."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class ExchangeBuffers:
+    """What one exchange sends and receives: flat views of two buffers, and elements per rank of the exchange's group.
+
+    A rank that receives 6 elements from rank 0 and 12 from rank 2 of four has ``received`` of 18 and splits of [6, 0, 12, 0].
+    """
+
+    received: Tensor
+    received_splits: list[int]
+    sent: Tensor
+    sent_splits: list[int]
+
+    def start(self, step: RunningStep, phase: str) -> Pending:
+        assert step.exchange is not None
+        step.observer.sends(self.sent)
+        return step.exchange.start(self.received, self.received_splits, self.sent, self.sent_splits, phase=phase)
+
+
+@dataclass(frozen=True, slots=True)
+class CopyPairs:
+    """Two lists of views with equal shapes; each source is copied to its target."""
+
+    target: list[Tensor]
+    source: list[Tensor]
+
+    def run(self) -> None:
+        if self.target:
+            torch._foreach_copy_(self.target, self.source)
+
+
+@dataclass(frozen=True, slots=True)
+class PlacedPiece:
+    """A piece at ``offset`` of a flat buffer; its matrix is number ``position`` of a batch."""
+
+    piece: Piece
+    offset: int
+    position: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Block:
+    """A rectangle of elements: ``kind`` is its height, its width, and its row strides in the batch and in the buffer."""
+
+    kind: tuple[int, int, int, int]  # blocks of one kind can move in one copy
+    batch_offset: int
+    buffer_offset: int
+
+
+def strided_views(placed: Iterable[PlacedPiece], stacked: Tensor, buffer: Tensor) -> tuple[list[Tensor], list[Tensor]]:
+    """Equal-shaped views of a batch, (size, rows, cols), and of a flat buffer; copying one list to the other moves all pieces."""
+    blocks = list(_blocks(placed, stacked))
+    in_batch_order = _runs(sorted(blocks, key=lambda block: block.batch_offset))
+    in_buffer_order = _runs(sorted(blocks, key=lambda block: block.buffer_offset))
+    of_stacked, of_buffer = [], []
+    for run, step in min(in_batch_order, in_buffer_order, key=len):
+        height, width, batch_stride, buffer_stride = run[0].kind
+        shape, batch_offset, buffer_offset = (len(run), height, width), run[0].batch_offset, run[0].buffer_offset
+        of_stacked.append(stacked.as_strided(shape, (step[0], batch_stride, 1), stacked.storage_offset() + batch_offset))
+        of_buffer.append(buffer.as_strided(shape, (step[1], buffer_stride, 1), buffer.storage_offset() + buffer_offset))
+    return of_stacked, of_buffer
+
+
+def _blocks(placed: Iterable[PlacedPiece], stacked: Tensor) -> Iterator[_Block]:
+    pitch, cols = stacked.stride(0), stacked.size(2)
+    for placed_piece in placed:
+        width = placed_piece.piece.shape[1]
+        offset = placed_piece.offset
+        for row, row_stop in placed_piece.piece.rows:
+            left = 0
+            for col, col_stop in placed_piece.piece.cols:
+                kind = row_stop - row, col_stop - col, cols, width
+                yield _Block(kind, placed_piece.position * pitch + row * cols + col, offset + left)
+                left += col_stop - col
+            offset += (row_stop - row) * width
+
+
+def _runs(blocks: Sequence[_Block]) -> list[tuple[list[_Block], tuple[int, int]]]:
+    """Consecutive blocks of one kind at equal distances in the batch and in the buffer, with these two distances."""
+    runs: list[tuple[list[_Block], tuple[int, int]]] = []
+    for block in blocks:
+        if runs:
+            run, step = runs[-1]
+            last = run[-1]
+            gap = block.batch_offset - last.batch_offset, block.buffer_offset - last.buffer_offset
+            if block.kind == last.kind and min(gap) > 0 and (len(run) == 1 or gap == step):
+                run.append(block)
+                runs[-1] = run, gap
+                continue
+        runs.append(([block], (0, 0)))
+    return runs
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """Flat memory of the device, and as much host memory that is copied there and back."""
+
+    device: Tensor
+    host: Tensor
+    transfers: Transfers
+
+    def to_device(self) -> None:
+        """What the device is given next finds what the host has written."""
+        self.transfers.load(self.device, self.host)
+
+    def to_host(self) -> None:
+        """Returns once the host may read what the device has been given to compute so far, and may write for the next copy."""
+        self.transfers.store(self.host, self.device)
+        self.transfers.settle()
+
+
+class Staging:
+    """The stages of one device. Those of one name share host memory, as the buffers of a ``Workspace`` do."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._transfers = transfers = transfers_for(device)
+        self._host = Workspace(lambda size, dtype, _: transfers.host_buffer(size, dtype))
+
+    def flat(self, name: str, device: Tensor) -> Stage:
+        """A stage for a flat tensor of the device."""
+        return Stage(device, self._host.take(name, device.shape, device.dtype, HOST), self._transfers)
+
+    def matrices(self, name: str, shape: tuple[int, int, int], device: Tensor) -> tuple[Stage, Tensor]:
+        """A stage for the flat memory of matrices on the device, and the same matrices in host memory."""
+        return self.flat(name, device), self._host.take_matrices(name, shape, device.dtype, HOST)
+
+    def bytes(self) -> int:
+        """Host memory held."""
+        return self._host.bytes()
+
+
+@dataclass(frozen=True, slots=True)
+class RelayedPending:
+    """A relayed exchange that has started. All ranks wait for their relayed exchanges in the same order."""
+
+    buffers: RelayedBuffers
+    step: RunningStep
+    phase: str
+    collecting: Pending
+
+    def wait(self) -> None:
+        """Forwards and distributes what was collected; work that is issued after this call sees the received elements."""
+        self.collecting.wait()
+        for copies, exchange in self.buffers.hops[1:]:
+            copies.run()
+            hop = exchange.start(self.step, self.phase)
+            hop.wait()
+        self.buffers.to_received.run()
+
+
+@dataclass(frozen=True, slots=True)
+class RelayedBuffers:
+    """What ``ExchangeBuffers`` is for an exchange through relays: three exchanges one after the other."""
+
+    hops: tuple[tuple[CopyPairs, ExchangeBuffers], ...]  # collect, forward, distribute: each with the copies before it
+    to_received: CopyPairs
+
+    def start(self, step: RunningStep, phase: str) -> RelayedPending:
+        """Starts the first of its exchanges; ``phase`` names all of them in errors."""
+        copies, exchange = self.hops[0]
+        copies.run()
+        return RelayedPending(self, step, phase, exchange.start(step, phase))
+
+
+@dataclass(frozen=True, slots=True)
+class RelayMemory:
+    """Buffers between the hops of one exchange.
+
+    Exchanges of the same ``place`` are never under way at the same time, and share the buffers of the first hop. The others run
+    while the exchange is waited for, which all exchanges of one ``direction`` do one after the other on one stream.
+    """
+
+    workspace: Workspace
+    place: str
+    direction: str
+
+    def take(self, hop: int, name: str, size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """A buffer of one hop. Before the first is used, the largest of its kind has been taken (``reserve``)."""
+        where = self.direction if hop else self.place
+        return self.workspace.take(f"relay {hop} {name} {where}", (size,), dtype, device)
+
+    def reserve(self, hops: Hops, position: int, dtype: torch.dtype, device: torch.device) -> None:
+        """Takes the buffers of an exchange on the rank at ``position`` of the plan's, so that others may be smaller."""
+        for number, hop in enumerate(hops):
+            for name, sizes in (("sent", hop.sent), ("received", hop.received)):
+                self.take(number, name, sizes[position] // dtype.itemsize, dtype, device)
+
+
+@dataclass(frozen=True, slots=True)
+class RelayedExchange:
+    """One exchange as a rank must know it to relay for others: all parcels that leave its node, and all that arrive there."""
+
+    rank: int
+    leaving: Mapping[Parcel, int]  # → elements
+    arriving: Mapping[Parcel, int]
+
+    def buffers(self, relays: Relays, exchange: Exchange, received: Tensor, sent: Tensor, memory: RelayMemory) -> RelayedBuffers:
+        """The exchange from ``sent``, ordered by the ranks that parcels go to, to ``received``, by those that they come from."""
+        sizes = {**self.leaving, **self.arriving}
+
+        def views(buffer: Tensor, parcels: Sequence[Parcel]) -> dict[Parcel, Tensor]:
+            return dict(zip(parcels, torch.split(buffer, [sizes[parcel] for parcel in parcels]), strict=True)) if parcels else {}
+
+        def copies(targets: Mapping[Parcel, Tensor]) -> CopyPairs:
+            return CopyPairs(list(targets.values()), [here[parcel] for parcel in targets])
+
+        def splits(parcels: Sequence[tuple[int, Parcel]]) -> list[int]:
+            elements: dict[int, int] = {}
+            for peer, parcel in parcels:
+                elements[peer] = elements.get(peer, 0) + sizes[parcel]
+            return exchange.splits(elements)
+
+        here = views(sent, [parcel for parcel in sorted(self.leaving) if parcel[0] == self.rank])  # and what arrives, hop by hop
+        hops = []
+        for number, hop in enumerate(relays.hops(self.rank, self.leaving, self.arriving)):
+            leaving, arriving = [parcel for _, parcel in hop.sent], [parcel for _, parcel in hop.received]
+            out, arrived = (
+                memory.take(number, name, sum(sizes[parcel] for parcel in parcels), sent.dtype, sent.device)
+                for name, parcels in (("sent", leaving), ("received", arriving))
+            )
+            hops.append((copies(views(out, leaving)), ExchangeBuffers(arrived, splits(hop.received), out, splits(hop.sent))))
+            here = {**here, **views(arrived, arriving)}
+        final = views(received, [parcel for parcel in sorted(self.arriving) if parcel[1] == self.rank])
+        return RelayedBuffers(tuple(hops), copies(final))

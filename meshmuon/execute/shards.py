@@ -1,0 +1,171 @@
+"""Where a step's elements are: parts of parameters, their gradients and momenta, beside views of a buffer.
+
+The buffer is the tensor in which a local batch is orthogonalised, or the one that an exchange sends or receives. Each element
+that a rank holds is in one ``MomentumViews`` and in one ``UpdateViews`` of a step. The arithmetic is in ``elementwise``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Set as AbstractSet
+from dataclasses import dataclass
+from typing import TypeAlias, TypeVar
+
+import torch
+from torch import Tensor
+
+from ..device import copy_to
+from ..torch_compat import local_part, local_parts
+from .elementwise import accumulate, apply, fill_with_momentum
+from .rounding import RoundingScratch
+from .step_param import MatrixKey, RunningStep, StepParam
+from .views import Cut, cut_out
+
+_T = TypeVar("_T")
+NONE_FAILED: frozenset[MatrixKey] = frozenset()
+"""The failed matrices of a step in which none has failed."""
+
+
+@dataclass(frozen=True, slots=True)
+class ShardView:
+    """A part of a parameter's local tensor and its view of a buffer.
+
+    Expert 2 of a local (4, 64, 48) tensor has the cut ``(slice(2, 3),)`` and a view of shape (1, 64, 48).
+    """
+
+    param_index: int
+    cut: Cut | None  # which part of the local tensor; None for all of it
+    view: Tensor  # where the part is in a buffer, with the shape of the part
+    matrix: int = 0  # number of its matrix in the whole parameter; of the first one, if it has several
+    gradient: Tensor | None = None  # of the part, where it is not that of the parameter
+
+    def of(self, tensor: Tensor) -> Tensor:
+        """This part of ``tensor``, which has the shape of the parameter's local tensor."""
+        return tensor if self.cut is None else cut_out(tensor, self.cut)
+
+    @property
+    def key(self) -> MatrixKey:
+        return self.param_index, self.matrix
+
+
+KeptMomentum: TypeAlias = "list[tuple[MatrixKey, Tensor, Tensor]]"
+"""Momentum of matrices that may fail, and what it was before the step."""
+
+
+class MomentumViews:
+    """From gradient and momentum to what is orthogonalised: the only place in which a step accumulates momentum.
+
+    ``unsent`` are parts that this rank holds and another one, a replica, sends. Only their momentum changes.
+    """
+
+    def __init__(self, shards: Sequence[ShardView], step_params: Sequence[StepParam], unsent: Sequence[ShardView] = ()) -> None:
+        self._sent, self._unsent = (
+            grouped(parts, lambda shard: step_params[shard.param_index].group_index) for parts in (shards, unsent)
+        )
+
+    def fill(self, step: RunningStep) -> KeptMomentum:
+        """M ← retain·M + G, and the views get G + momentum·M, or M without Nesterov; those of idle parameters stay as they are.
+
+        Returns the momentum of ``fallible`` parameters as it was, for ``restore``.
+        """
+        kept: KeptMomentum = []
+        for sent, groups in ((True, self._sent), (False, self._unsent)):
+            for shards in filter(None, (_without(shards, step.idle) for shards in groups)):
+                first = step.params[shards[0].param_index]
+                momenta = _parts(shards, [step.params[shard.param_index].momentum for shard in shards])
+                if first.fallible:
+                    kept += [(shard.key, buffer, buffer.clone()) for shard, buffer in zip(shards, momenta, strict=True)]
+                settings, gradients = first.settings, _gradients(shards, step)
+                if sent:
+                    look_ahead = settings.momentum if settings.nesterov else None
+                    fill_with_momentum([shard.view for shard in shards], gradients, momenta, settings.retain, look_ahead)
+                else:
+                    accumulate(momenta, gradients, settings.retain)
+        return kept
+
+
+def restore(kept: KeptMomentum, failed: AbstractSet[MatrixKey] | None = None) -> None:
+    """Gives the matrices that have failed, all unless given, the momentum that they had."""
+    for key, buffer, before in kept:
+        if failed is None or key in failed:
+            buffer.copy_(before)
+
+
+class UpdateViews:
+    """From what was orthogonalised to the weights. ``scratch`` is where parameters of 16 bits are formed."""
+
+    def __init__(
+        self, shards: Sequence[ShardView], step_params: Sequence[StepParam], scratch: RoundingScratch | None = None
+    ) -> None:
+        def kind(shard: ShardView) -> Hashable:
+            step_param = step_params[shard.param_index]
+            return step_param.group_index, step_param.matrix_set.lr_shape, step_param.param.dtype
+
+        self._groups = grouped(shards, kind)
+        self._scratch = RoundingScratch() if scratch is None else scratch
+
+    def apply(self, step: RunningStep, failed: AbstractSet[MatrixKey] = NONE_FAILED) -> None:
+        """p ← p·decay − rate·factor·view for each parameter, except idle ones and ``failed`` matrices."""
+        for shards in filter(None, (_without(shards, step.idle, failed) for shards in self._groups)):
+            first = step.params[shards[0].param_index]
+            settings, factor = first.settings, first.settings.adjust(*first.matrix_set.lr_shape)
+            words = (
+                [step.params[shard.param_index].random_words(shard.cut) for shard in shards]
+                if first.counter is not None
+                else None
+            )
+            apply(
+                _parts(shards, [step.params[shard.param_index].param for shard in shards]),
+                [shard.view for shard in shards],
+                settings.decay,
+                settings.rate * factor,
+                cautious=settings.cautious,
+                words=words,
+                scratch=self._scratch,
+            )
+
+
+def load_rule_state(shards: Sequence[ShardView], step: RunningStep) -> None:
+    """Copies stored numbers into the shards' views, except those of idle parameters."""
+    if shards := _without(shards, step.idle):
+        torch._foreach_copy_([shard.view for shard in shards], [_stored(shard, step) for shard in shards])
+
+
+def store_rule_state(shards: Sequence[ShardView], step: RunningStep) -> None:
+    """Copies the shards' views into the stored numbers, except for idle parameters and where the skip mask forbids it."""
+    for shard in _without(shards, step.idle):
+        target, skip_mask = _stored(shard, step), step.params[shard.param_index].settings.skip_mask
+        value = copy_to(shard.view, target.device)
+        target.copy_(value if skip_mask is None else torch.where(skip_mask, target, value))
+
+
+def _stored(shard: ShardView, step: RunningStep) -> Tensor:
+    rule_state = step.params[shard.param_index].rule_state
+    assert rule_state is not None
+    return shard.of(local_part(rule_state))
+
+
+def _without(
+    shards: Sequence[ShardView], idle: AbstractSet[int], failed: AbstractSet[MatrixKey] = NONE_FAILED
+) -> Sequence[ShardView]:
+    if not idle and not failed:
+        return shards
+    return [shard for shard in shards if shard.param_index not in idle and shard.key not in failed]
+
+
+def _gradients(shards: Sequence[ShardView], step: RunningStep) -> list[Tensor]:
+    own = [shard.gradient for shard in shards if shard.gradient is not None]
+    return own or _parts(shards, [step.params[shard.param_index].grad for shard in shards])
+
+
+def _parts(shards: Sequence[ShardView], tensors: list[Tensor]) -> list[Tensor]:
+    """From one tensor for each shard (parameters, gradients, momenta), the parts that the shards view."""
+    return [shard.of(tensor) for shard, tensor in zip(shards, local_parts(tensors), strict=True)]
+
+
+def grouped(items: Iterable[_T], key: Callable[[_T], Hashable]) -> list[list[_T]]:
+    """Items with equal keys together, in order of first appearance."""
+    groups: dict[Hashable, list[_T]] = {}
+    for item in items:
+        groups.setdefault(key(item), []).append(item)
+    return list(groups.values())
