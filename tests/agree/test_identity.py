@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 from meshmuon import DistMuon, Muon
 from meshmuon.agree.differences import Note, other_optimizer
-from meshmuon.agree.identity import Pairing, Place
+from meshmuon.agree.identity import Pairing, Place, place_of
 from meshmuon.errors import MeshmuonError
 from tests.support.tensors import seeded
 from tests.support.threads import run_threads
@@ -250,6 +250,16 @@ def test_an_optimizer_built_before_on_one_rank_is_no_trouble() -> None:
         return [model.whole() for model in models]
 
     assert_untroubled("rows", 3, run_threads(WORLD, main))
+
+
+def test_an_optimizer_of_an_earlier_process_group_does_not_count() -> None:
+    kept, places = [], []
+    for _ in range(2):
+        dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
+        kept.append(Muon([{"params": [nn.Parameter(torch.ones(3, 4))], "names": ["a"], "use_muon": True}]))
+        places.append(place_of(kept[-1]))
+        dist.destroy_process_group()
+    assert places == [Place(0, 1)] * 2
 
 
 def test_an_optimizer_whose_groups_were_emptied_is_no_trouble() -> None:
