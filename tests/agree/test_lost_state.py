@@ -16,7 +16,6 @@ from meshmuon.errors import StateError
 from tests.support.tensors import local, seeded
 from tests.support.threads import run_threads
 
-
 OWNED = ABSENT + ELSEWHERE, ELSEWHERE + PRESENT  # rank 0 owns the first parameter, rank 1 the second
 COPIED = ABSENT + ABSENT, PRESENT + ABSENT
 
