@@ -279,12 +279,13 @@ def let_in(doors: list[Door], position: int, *messages: bytes) -> bool:
     return True
 
 
-def test_a_rank_that_is_not_expected_is_turned_away() -> None:
-    """It has the key, and calls a rank that it has no business with."""
+@pytest.mark.parametrize(("caller", "target"), [(2, 0), (1, 2)], ids=["another caller", "meant for another"])
+def test_a_rank_that_is_not_expected_is_turned_away(caller: int, target: int) -> None:
+    """It has the key, and calls a rank that it has no business with, or under an address that leads to another one."""
     listener = Listener("")
     doors = [listener.door, listener.door, listener.door]
     accepting = Connecting(0, doors, [], [1], listener, str)
-    calling = Connecting(2, doors, [0], [], Listener(""), str)
+    calling = Connecting(caller, doors, [target], [], Listener(""), str)
 
     def accept() -> None:
         with pytest.raises(UnreachableError, match=r"no connection with 1 after 1 s \(no answer\)"):
@@ -295,10 +296,10 @@ def test_a_rank_that_is_not_expected_is_turned_away() -> None:
     calling.run(SECONDS)
     thread.join()
     assert not accepting.incoming
-    calling.outgoing[0].settimeout(SECONDS)
+    calling.outgoing[target].settimeout(SECONDS)
     with contextlib.suppress(ConnectionError):
-        assert calling.outgoing[0].recv(1) == b""
-    calling.outgoing[0].close()
+        assert calling.outgoing[target].recv(1) == b""
+    calling.outgoing[target].close()
 
 
 @pytest.mark.parametrize(("most", "seconds"), [(4, 1e9), (1000, 0.2)], ids=["too many", "too long"])
