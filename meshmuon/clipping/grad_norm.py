@@ -113,7 +113,7 @@ class _GradNorm:
         with self._failure:
             order = _number(norm_type)
             if not order > 0:
-                raise ConfigError(f"norm_type={norm_type!r} must be a positive number or inf.")
+                raise ConfigError(f"norm_type={shown(norm_type)} must be a positive number or inf.")
             self._order = order
             self._max_norm = None if max_norm is None else _checked_limit(max_norm)
             self._check_pipeline(pp_group)
@@ -282,7 +282,7 @@ class _GradNorm:
 def _chosen_tensors(parameters: Tensor | Iterable[Tensor] | torch.optim.Optimizer, which: str) -> list[Tensor]:
     """The parameters to clip, each once."""
     if which not in _WHICH:
-        raise ConfigError(f"which={which!r} is unknown; write one of {_WHICH}.")
+        raise ConfigError(f"which={shown(which)} is unknown; write one of {_WHICH}.")
     # Also of a trainer's wrapper around an optimizer.
     groups = None if isinstance(parameters, type) else getattr(parameters, "param_groups", None)
     if which == "adamw" and (groups is None or not all("use_muon" in group for group in groups)):
@@ -314,14 +314,14 @@ def _checked_limit(max_norm: float | Tensor) -> float | Tensor:
             return max_norm.reshape(())
     limit = _number(max_norm)
     if not limit >= 0:
-        raise ConfigError(f"max_norm={max_norm!r} must be a number of at least 0.")
+        raise ConfigError(f"max_norm={shown(max_norm)} must be a number of at least 0.")
     return limit
 
 
 def _number(value: Any) -> float:
     try:
         return float(value)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         return math.nan
 
 
