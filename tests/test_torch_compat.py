@@ -461,7 +461,7 @@ def test_real_groups(tmp_path: Path) -> None:
         default = dist.group.WORLD
         assert default is not None
         assert torch_compat.timeout_of(torch_compat.backend_of(default, torch.device("cpu"))) == timedelta(seconds=77)
-        assert groups._usual_timeout() == timedelta(seconds=77)
+        assert groups.timeout_of_group(default) == timedelta(seconds=77)
         assert torch_compat.backend_of(default, torch.device("xpu")) is None
         assert torch_compat.timeout_of(None) is None
         default.bound_device_id = torch.device("cuda", 0)

@@ -30,8 +30,7 @@ from .differences import (
     raise_other_progress,
     raise_unequal_replicas,
 )
-from .home import Home, current_rank
-from .identity import Optimizer, Pairing, place_of
+from .identity import Home, Optimizer, Pairing, current_rank, place_of
 from .local_planner import LocalPlanner, PlanSettings, Proposal, Topology, fingerprint_of, slices_by_mesh
 from .node_view import NodeView, settled_nodes
 from .planned_set import NOT_PLANNED
@@ -140,10 +139,10 @@ class Planner:
             status.failure.raise_it()
             counted = self._vote(status, status.failure)
         else:
-            counted = self._count(self._agreement, status)
+            counted = self._count_votes(self._agreement, status)
         decision = self._proposal.decision
         if _ordinary(counted):
-            self._planned.count_step()
+            self._local_planner.count_step()
             return decision
         return replace(
             decision,
@@ -160,7 +159,7 @@ class Planner:
         elif not self._agreement.decide(Vote(_FAILED if failure else _READY)).unanimous or failure:
             _raise_anyones(failure, self._agreement)
             raise PlanMismatchError("some ranks are ready for a step that others have not begun: call step() equally often.")
-        self._planned.count_step()
+        self._local_planner.count_step()
 
     def end(self) -> None:
         """The step is over, also one that has failed: other threads may step over the process group.
@@ -185,14 +184,14 @@ class Planner:
     # What one rank does by itself.
 
     @property
-    def _planned(self) -> LocalPlanner:
+    def _local_planner(self) -> LocalPlanner:
         assert self._local is not None
         return self._local
 
     @property
     def _proposal(self) -> Proposal:
-        assert self._planned.proposal is not None
-        return self._planned.proposal
+        assert self._local_planner.proposal is not None
+        return self._local_planner.proposal
 
     def _connect(self, records: tuple[ParamRecord, ...]) -> Topology:
         """Finds the ranks to plan with, and creates the process groups to talk to them if they are not those of the last plan."""
@@ -250,12 +249,12 @@ class Planner:
         pairing, nodes = self._pairing, "" if self._node_view is None else self._node_view.compared
         identity = pairing if pairing.shared_id else (pairing.steps, *place_of(self._optimizer()))
         # Of all votes only the first after loading reads the state, which waits for the device.
-        progress = () if pairing.shared_id else status.presence.progress(self._planned.shared)
-        return fingerprint_of((*self._planned.compared(status), identity, nodes, progress))
+        progress = () if pairing.shared_id else status.presence.progress(self._local_planner.shared)
+        return fingerprint_of((*self._local_planner.compared(status), identity, nodes, progress))
 
     # What the ranks do together.
 
-    def _count(self, agreement: Agreement, status: RankStatus) -> Vote:
+    def _count_votes(self, agreement: Agreement, status: RankStatus) -> Vote:
         """Compares with all ranks what each is about to do, and looks for the reason where they differ."""
         votes, self._votes = self._votes, None
         assert votes is not None
@@ -265,8 +264,8 @@ class Planner:
             notes = _raise_anyones(status.failure, agreement, self._node_view)
             counted = self._vote_again(agreement, notes, status) or counted
         if not counted.unanimous:
-            notes = self._compare_notes(agreement, self._planned, status)
-            changed = self._plan_together(agreement, self._planned, notes, status)
+            notes = self._compare_notes(agreement, self._local_planner, status)
+            changed = self._plan_together(agreement, self._local_planner, notes, status)
             counted = replace(counted, prepares=changed or counted.prepares)
         if counted.proposed_id:  # some rank had no shared id; now all have this one
             self._pairing = Pairing(counted.proposed_id)

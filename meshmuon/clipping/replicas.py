@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from ..agree.home import current_rank
+from ..agree.identity import current_rank
 from ..layout import Layout, Mesh, Replicated, coordinates
 from ..params.dtensors import as_dtensor, connected_ranks, known_placements, replicated_layout, siblings
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass
 from typing import TypeVar
 
 import torch.distributed as dist
@@ -39,13 +39,14 @@ class PendingVotes:
     def __init__(self, vote: Vote, group: dist.ProcessGroup) -> None:
         assert vote.fingerprint is not None
         self._group = group
+        flags = int(vote.prepares), int(vote.nonfinite), int(vote.has_work)
         with named_phase("agreement", group):
-            self._maximum = start_maximum((-vote.fingerprint, *map(int, astuple(vote))), group)
+            self._maximum = start_maximum((vote.fingerprint, -vote.fingerprint, *flags, vote.activity, vote.proposed_id), group)
 
     def wait(self) -> Vote:
         """The votes of all ranks, counted."""
         with named_phase("agreement", self._group):
-            smallest, largest, prepares, nonfinite, has_work, activity, proposed_id = self._maximum.wait()
+            largest, smallest, prepares, nonfinite, has_work, activity, proposed_id = self._maximum.wait()
         fingerprint = largest if largest == -smallest else None
         return Vote(fingerprint, bool(prepares), bool(nonfinite), bool(has_work), activity, proposed_id)
 

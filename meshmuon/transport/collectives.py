@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..torch_compat import gloo_of, object_device
-from .failures import existing_channel, has_channel, named_phase, set_channel, wait_for
+from .failures import channels, named_phase, set_channel, wait_for
 from .groups import moves, timeout_of_group
 from .host_channel import HostChannel, PendingRounds, Rounds, open_channel
 from .plain_data import from_bytes, to_bytes
@@ -27,7 +27,7 @@ def channel_of(group: dist.ProcessGroup) -> HostChannel | None:
     nothing of an earlier process group can be mistaken for theirs. Groups that take host memory and are not gloo's (MPI, and
     those of tests) use their collectives.
     """
-    if not has_channel(group):
+    if group not in channels:
         ranks, rank = dist.get_process_group_ranks(group), dist.get_rank()
         channel: HostChannel | str | None = None
         if gloo_of(group) is not None or not moves(group, torch.device("cpu")):
@@ -42,7 +42,7 @@ def channel_of(group: dist.ProcessGroup) -> HostChannel | None:
                 )
             channel = None
         set_channel(group, channel)
-    return existing_channel(group)
+    return channels[group]
 
 
 def seconds_of(group: dist.ProcessGroup) -> float:

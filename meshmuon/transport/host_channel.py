@@ -18,8 +18,8 @@ import struct
 import threading
 import time
 import weakref
-from collections.abc import Callable, Generator, Sequence
-from contextlib import closing, suppress
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import closing, contextmanager, suppress
 from multiprocessing.util import Finalize
 from typing import Any, Generic, NamedTuple, TypeVar
 
@@ -195,10 +195,18 @@ class HostChannel:
         rest = memoryview(_HEADER.pack(kind, number, count, len(body)) + body)
         received, size = bytearray(), _HEADER.size + (len(body) if kind == _MAXIMUM else 0)
         while True:
-            rest = rest[self._send(target, rest) :]
-            received += self._receive(source, size - len(received))
+            if rest:
+                with self._naming(target):
+                    rest = rest[target.connection.send(rest[:_LARGEST_PART]) :]
+            if len(received) < size:
+                with self._naming(source):
+                    part = source.connection.recv(min(size - len(received), _LARGEST_PART))
+                    received += part
+                    if not part:
+                        raise ConnectionError
             if len(received) >= _HEADER.size:
-                size = _HEADER.size + self._length(received, expected, len(body), source)
+                with self._naming(source):
+                    size = _HEADER.size + self._length(received, expected, len(body), source)
             awaited = [(target, select.POLLOUT)] if rest else []
             if len(received) < size:
                 awaited.append((source, select.POLLIN))
@@ -206,41 +214,27 @@ class HostChannel:
                 return bytes(received[_HEADER.size :])
             yield awaited
 
-    def _send(self, target: _Peer, message: memoryview) -> int:
-        """Sends as much of ``message`` as fits into the connection's buffer; returns how much that was."""
+    @contextmanager
+    def _naming(self, peer: _Peer) -> Iterator[None]:
+        """Names the rank whose connection has ended; passes over one that is not ready."""
         try:
-            return target.connection.send(message[:_LARGEST_PART]) if message else 0
+            yield
         except BlockingIOError:
-            return 0
+            pass
         except OSError as error:
-            raise self._closed(target) from error
-
-    def _receive(self, source: _Peer, most: int) -> bytes:
-        """What is there, up to ``most`` bytes."""
-        try:
-            part = source.connection.recv(min(most, _LARGEST_PART)) if most else b""
-        except BlockingIOError:
-            return b""
-        except OSError as error:
-            raise self._closed(source) from error
-        if most and not part:
-            raise self._closed(source)
-        return part
+            raise RuntimeError(self.lost or f"rank {peer.rank} has closed its connection") from error
 
     def _length(self, message: bytearray, expected: tuple[int, int, int], sent: int, source: _Peer) -> int:
         """The length of the body; raises if the message is another than the expected one."""
         kind, number, count, length = _HEADER.unpack_from(message)
         if kind in _LAST_MESSAGES.values():
-            raise self._closed(source)
+            raise ConnectionError
         if (kind, number, count) != expected or length > _LONGEST_BODY or (kind == _MAXIMUM and length != sent):
             raise RuntimeError(
                 f"rank {source.rank} sends (kind, round, count) {(kind, number, count)} of {length} bytes, this rank expects "
                 f"{expected}: they have not communicated equally often, or not in the same order"
             )
         return int(length)
-
-    def _closed(self, peer: _Peer) -> RuntimeError:
-        return RuntimeError(self.lost or f"rank {peer.rank} has closed its connection")
 
     def end(self, why: str) -> None:
         """Ends all connections, also for the ranks at their other ends, and tells them that this rank has failed.

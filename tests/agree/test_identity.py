@@ -6,6 +6,7 @@ import copy
 import io
 from collections.abc import Callable
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
 import pytest
@@ -17,7 +18,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 from meshmuon import DistMuon, Muon
 from meshmuon.agree.differences import Note, other_optimizer
-from meshmuon.agree.identity import Pairing, Place
+from meshmuon.agree.identity import Pairing, Place, place_of
 from meshmuon.errors import MeshmuonError
 from tests.support.tensors import seeded
 from tests.support.threads import run_threads
@@ -75,6 +76,7 @@ class Model:
         return [(one.to_local() if isinstance(one, DTensor) else one).clone() for one in found]
 
 
+@cache
 def untroubled(layout: str, steps: int) -> list[list[list[Tensor]]]:
     """By rank and model, what two models become that nobody disturbs."""
 
@@ -212,33 +214,23 @@ def built_anew(model: Model) -> object:
 EVENTS = [extra_of_its_own, extra_for_the_same, copied, copied_and_used, replaced_by_a_copy, stored, loaded, built_anew]
 
 
-@pytest.mark.parametrize("whose", [0, 1])
+ON_ALL_RANKS = [copied, replaced_by_a_copy, loaded, built_anew]
+
+
 @pytest.mark.parametrize("when", [0, 2])
 @pytest.mark.parametrize("layout", ["rows", "plain replicas"])
-@pytest.mark.parametrize("event", EVENTS)
-def test_what_one_rank_may_do_alone(event: Callable[[Model], object], layout: str, when: int, whose: int) -> None:
-    """Before the first step or later, with the first of two optimizers or the second: no error, and the same bits."""
+@pytest.mark.parametrize(
+    ("event", "whose", "ranks"),
+    [*((event, [k], [ODD]) for event in EVENTS for k in (0, 1)), *((event, [0, 1], range(WORLD)) for event in ON_ALL_RANKS)],
+)
+def test_what_ranks_may_do(event: Callable[[Model], object], whose: list[int], ranks: list[int], layout: str, when: int) -> None:
+    """One alone with one of two optimizers, or all with both, before the first step or later: no error, and the same bits."""
 
     def main(rank: int) -> list[list[Tensor]]:
         models, kept = [Model(layout, 1), Model(layout, 2)], []
         for step in range(4):
-            if step == when and rank == ODD:
-                kept.append(event(models[whose]))
-            assert [model.step(step) for model in models] == ["", ""], f"step {step}"
-        return [model.whole() for model in models]
-
-    assert_untroubled(layout, 4, run_threads(WORLD, main))
-
-
-@pytest.mark.parametrize("when", [0, 2])
-@pytest.mark.parametrize("event", [copied, replaced_by_a_copy, loaded, built_anew])
-@pytest.mark.parametrize("layout", ["rows", "plain replicas"])
-def test_what_all_ranks_do(event: Callable[[Model], object], layout: str, when: int) -> None:
-    def main(rank: int) -> list[list[Tensor]]:
-        models, kept = [Model(layout, 1), Model(layout, 2)], []
-        for step in range(4):
-            if step == when:
-                kept += [event(model) for model in models]
+            if step == when and rank in ranks:
+                kept += [event(models[k]) for k in whose]
             assert [model.step(step) for model in models] == ["", ""], f"step {step}"
         return [model.whole() for model in models]
 
@@ -258,6 +250,16 @@ def test_an_optimizer_built_before_on_one_rank_is_no_trouble() -> None:
         return [model.whole() for model in models]
 
     assert_untroubled("rows", 3, run_threads(WORLD, main))
+
+
+def test_an_optimizer_of_an_earlier_process_group_does_not_count() -> None:
+    kept, places = [], []
+    for _ in range(2):
+        dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
+        kept.append(Muon([{"params": [nn.Parameter(torch.ones(3, 4))], "names": ["a"], "use_muon": True}]))
+        places.append(place_of(kept[-1]))
+        dist.destroy_process_group()
+    assert places == [Place(0, 1)] * 2
 
 
 def test_an_optimizer_whose_groups_were_emptied_is_no_trouble() -> None:

@@ -12,7 +12,6 @@ from unittest.mock import patch
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, distribute_tensor
@@ -373,32 +372,3 @@ def test_ranks_that_were_built_differently(what: str, parts: tuple[str, ...], tm
     kind, text = one_saying(run_ranks(4, built_rank, tmp_path, what))
     assert kind == "PlanMismatchError", text
     assert all(part in text for part in parts), text
-
-
-# Replicas whose gradients part after ranks had settled on a plan.
-
-
-def replicas_rank(rank: int, folder: Path) -> Said:
-    """Both holders of a shard lack its gradient, which is zeros. Then one of them has it again: no longer the same."""
-    mesh = init_device_mesh("cpu", (2, 2))
-    values = [seeded((8, 6), 0), seeded((6, 9), 1)]
-    params = [nn.Parameter(distribute_tensor(value, mesh, [R, S0], src_data_rank=None)) for value in values]
-    optimizer = muon_of(params, replicas="share")
-    give_gradients(params, 0)
-    if rank in (1, 3):
-        params[0].grad = None
-    optimizer.step()
-    give_gradients(params, 1)
-    if rank == 1:
-        params[0].grad = None
-    before = everything(optimizer)
-    said = refused(optimizer)
-    assert_untouched(optimizer, before)
-    dist.barrier()
-    return said
-
-
-def test_replicas_that_part_after_a_settled_plan(tmp_path: Path) -> None:
-    kind, text = one_saying(run_ranks(4, replicas_rank, tmp_path))
-    assert kind == "GradientError"
-    assert "a has a gradient on rank 3 and none on rank 1" in text

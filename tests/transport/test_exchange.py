@@ -170,35 +170,18 @@ def made(monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
 
 
 def test_a_group_that_exists_is_used(made: list[Any]) -> None:
+    """The first of several that fit, or else the default group."""
+
     def main(rank: int) -> None:
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replica", "shard"))
-        mine = mesh["shard"].get_group()
-        other = mesh["replica"].get_group()
-        ranks = dist.get_process_group_ranks(mine)
-        assert exchange_group(ranks, [other, mine]) is mine
+        mine, other, again = mesh["shard"].get_group(), mesh["replica"].get_group(), dist.new_group([0, 1])
+        assert exchange_group(dist.get_process_group_ranks(mine), [other, mine]) is mine
         assert exchange_group(dist.get_process_group_ranks(other), [other, mine]) is other
+        if rank < 2:
+            assert exchange_group([0, 1], [again, mine]) is again
+        assert exchange_group(range(4), [mine]) is world()
 
     run_threads(4, main)
-    assert made == []
-
-
-def test_the_first_of_several_that_fit(made: list[Any]) -> None:
-    def main(rank: int) -> None:
-        first, second = dist.new_group([0, 1]), dist.new_group([0, 1])
-        assert exchange_group([0, 1], [first, second]) is first
-        assert exchange_group([0, 1], [second, first]) is second
-
-    run_threads(2, main)
-    assert made == []
-
-
-def test_the_default_group_is_used(made: list[Any]) -> None:
-    def main(rank: int) -> None:
-        some = dist.new_group([0, 1])
-        assert exchange_group(range(3), []) is world()
-        assert exchange_group((0, 1, 2), [some] if rank < 2 else []) is world()
-
-    run_threads(3, main)
     assert made == []
 
 

@@ -279,12 +279,13 @@ def let_in(doors: list[Door], position: int, *messages: bytes) -> bool:
     return True
 
 
-def test_a_rank_that_is_not_expected_is_turned_away() -> None:
-    """It has the key, and calls a rank that it has no business with."""
+@pytest.mark.parametrize(("caller", "target"), [(2, 0), (1, 2)], ids=["another caller", "meant for another"])
+def test_a_rank_that_is_not_expected_is_turned_away(caller: int, target: int) -> None:
+    """It has the key, and calls a rank that it has no business with, or under an address that leads to another one."""
     listener = Listener("")
     doors = [listener.door, listener.door, listener.door]
     accepting = Connecting(0, doors, [], [1], listener, str)
-    calling = Connecting(2, doors, [0], [], Listener(""), str)
+    calling = Connecting(caller, doors, [target], [], Listener(""), str)
 
     def accept() -> None:
         with pytest.raises(UnreachableError, match=r"no connection with 1 after 1 s \(no answer\)"):
@@ -295,10 +296,10 @@ def test_a_rank_that_is_not_expected_is_turned_away() -> None:
     calling.run(SECONDS)
     thread.join()
     assert not accepting.incoming
-    calling.outgoing[0].settimeout(SECONDS)
+    calling.outgoing[target].settimeout(SECONDS)
     with contextlib.suppress(ConnectionError):
-        assert calling.outgoing[0].recv(1) == b""
-    calling.outgoing[0].close()
+        assert calling.outgoing[target].recv(1) == b""
+    calling.outgoing[target].close()
 
 
 @pytest.mark.parametrize(("most", "seconds"), [(4, 1e9), (1000, 0.2)], ids=["too many", "too long"])
@@ -408,16 +409,18 @@ def test_a_rank_that_nobody_can_call_is_known_to_all() -> None:
 
 
 def test_the_reason_is_told_also_if_another_rank_gives_up_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rank 101, which nobody can reach, only knows that the others do not call."""
+    """Rank 101, which nobody can reach, only knows that the others do not call. Rank 100 hears when it gives up."""
 
     def nowhere(position: int, door: Door) -> Door:
         return dataclasses.replace(door, places=(("127.0.0.1", 1),)) if position == 1 else door
 
     patient = Connecting.run
-    monkeypatch.setattr(Connecting, "run", lambda self, seconds: patient(self, 1.0 if self._position == 1 else seconds))
+    monkeypatch.setattr(Connecting, "run", lambda self, seconds: patient(self, 1.0 if self._position == 1 else SECONDS))
+    begin = time.monotonic()
     found = {str(error) for error in run_channels(2, find_maximum, Doors(2, nowhere))}
     assert len(found) == 1
     assert re.search(r"rank 100: no connection with rank 101 after .*127.0.0.1 port 1: .*refused\)", found.pop())
+    assert time.monotonic() - begin < SECONDS / 2
 
 
 @pytest.mark.parametrize(
@@ -431,14 +434,17 @@ def test_another_version_of_the_library(message: bytes, version: str) -> None:
 # Lost, late and confused ranks.
 
 
-@pytest.mark.parametrize("lost", [0, 2, 5])
-def test_a_rank_that_leaves(lost: int) -> None:
-    """All others hear at once, also those without a connection to it, and none continues."""
+@pytest.mark.parametrize(("lost", "killed"), [(0, False), (2, True), (5, False)])
+def test_a_rank_that_leaves(lost: int, killed: bool) -> None:
+    """All others hear at once, with or without a last word, also those without a connection to it, and none continues."""
 
     def main(channel: HostChannel, position: int) -> None:
         channel.start_maximum((1,), SECONDS).wait()
         if position != lost:
             channel.start_maximum((2,), SECONDS).wait()
+        elif killed:
+            for connection in channel._connections():
+                connection.close()
 
     found = run_channels(6, main)
     assert found[lost] is None
