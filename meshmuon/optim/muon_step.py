@@ -115,10 +115,7 @@ class MuonStep(torch.optim.Optimizer):
                 step = self._inspect(qk_logits, failure)
                 self._agree(step)  # nothing is written before this
                 if step.decision.nonfinite:
-                    self._nonfinite.skipped = self._nonfinite.skipped + 1
-                    for record in step.params:  # frees the gradients that the step would have freed
-                        if record.param_group["use_muon"] and record.param_group["none_grad"]:
-                            record.param.grad = None
+                    self._skip(step)
                 elif not step.decision.has_work:
                     # No rank has work: torch.distributed.checkpoint calls step() with lr 0 only to create state.
                     param_state.create(self._groups, self.state)
@@ -281,6 +278,13 @@ class MuonStep(torch.optim.Optimizer):
                 if recorder is not None:
                     recorder.after_adamw(indices, states, adamw_betas(group), adamw_eps(group))
         step.would_diverge = before
+
+    def _skip(self, step: StepContext) -> None:
+        """Counts a skipped step, because a gradient is not finite, and frees the gradients that the step would have freed."""
+        self._nonfinite.skipped = self._nonfinite.skipped + 1
+        for record in step.params:
+            if record.param_group["use_muon"] and record.param_group["none_grad"]:
+                record.param.grad = None
 
     def _log_routes(self, step: StepContext) -> None:
         """Logs where each parameter goes, whenever other parameters have gradients than at the last time."""

@@ -21,7 +21,7 @@ from meshmuon import ConfigError, GradientError, Muon, OrthogonalizeError, State
 from meshmuon.device import DirectTransfers
 from meshmuon.optim import offload
 from meshmuon.state import param_state
-from tests.support.reference import Run, gradients, group, make_params, set_gradients
+from tests.support.reference import Run, gapped, gradients, group, make_params, set_gradients
 from tests.support.tensors import assert_bits
 
 STEPS = 7
@@ -72,10 +72,6 @@ def lies_in(value: Tensor, hosts: Sequence[Tensor]) -> bool:
 
 def turned(param: Tensor) -> nn.Parameter:
     return nn.Parameter(param.detach().mT.contiguous().mT)
-
-
-def gapped(param: Tensor) -> nn.Parameter:
-    return nn.Parameter(torch.stack([param.detach(), torch.zeros_like(param)], dim=-1).flatten(-2)[..., ::2])
 
 
 def plain() -> list[dict[str, Any]]:
@@ -168,18 +164,6 @@ def test_toggled_at_any_time(seed: int) -> None:
             run.optimizer.state_dict()
         run.step(step)
     assert_bits(run.everything(), never(STEPS, model).everything())
-
-
-def test_turning_on_or_off_twice_changes_nothing(away: Run, log: Log) -> None:
-    optimizer = away.optimizer
-    before = away.everything()
-    optimizer.turn_on_cpu_offload()
-    assert log.buffers == len(log.stored) == 0
-    assert all(one is other or torch.equal(one, other) for one, other in zip(away.everything(), before, strict=True))
-    optimizer.turn_off_cpu_offload()
-    optimizer.turn_off_cpu_offload()
-    away.step(3)
-    assert_bits(away.everything(), never(4).everything())
 
 
 def test_the_state_leaves_its_device_after_every_step(log: Log) -> None:
