@@ -68,7 +68,8 @@ class Collector:
             self._recipes = recipes
             self._snapshot = None
         if failure or self._snapshot is None or not self._snapshot.still_holds(groups):
-            self._make_records(groups, failure)
+            with failure:  # a param group may have lost its parameters
+                self._make_records(groups, failure)
             self._snapshot = None if failure else Snapshot(groups)
         has_grad = tuple([record.param.grad is not None for record in self.records])
         if has_grad != self.has_grad:

@@ -167,7 +167,7 @@ class MuonStep(torch.optim.Optimizer):
             prepared_plan=self._executor.plan,
             nonfinite=step.nonfinite,
             has_work=step.has_work,
-            activity=self._activity.of(step.params, step.has_grad),
+            activity=0 if step.failure else self._activity.of(step.params, step.has_grad),
             hyperparameters=lambda: [f"{text}, {clip}" for text in hyperparameters_of(self._groups)],
             without_state=self._without_state(step.params),
             presence=StatePresence(step.params, self.state, self._keeps),

@@ -175,6 +175,9 @@ def check_options(group: ParamGroup, index: int) -> None:
     """Refuses wrong options. It runs at every step, since users may change a param group by hand between steps."""
     where = f"group {index}"
     try:
+        for key in ("params", "param_names"):
+            if not isinstance(group[key], (list, tuple)):
+                raise ConfigError(f"{where}: {key}={shown(group[key])} must be a list.")
         check_flag(group, "use_muon", where)
         for name, check in _CHECKS[group["use_muon"]]:
             check(group, name, where)

@@ -18,7 +18,7 @@ from ..device import known_to_host
 from ..errors import StateError
 from ..matrices import without_wrappers
 from ..params.checks import check_dtype, shown
-from ..params.dtensors import as_dtensor, layout_text, same_placement, shard_place
+from ..params.dtensors import as_dtensor, layout_text, same_placement, shard_place, shares_addresses
 from ..params.groups import are_placeholders, check_group
 from ..params.option_table import ParamGroup, group_options
 from ..torch_compat import local_part
@@ -82,7 +82,7 @@ def fit(
                 )
             if entry is not _MISSING and entry:
                 _check_saved_state(name, param, entry, loaded)
-                fitted.state[number] = entry
+                fitted.state[number] = dict(entry)  # torch loads no other mapping
             number += 1
         fitted.param_groups.append({**options, "params": list(range(number - len(names), number))})
         fitted.overrides.append(overrides)
@@ -343,6 +343,11 @@ def _check_tensor(name: str, param: Tensor, key: str, value: Any, shape: tuple[i
         raise StateError(
             f"{name} is {layouts[0]}, its saved {key} is {layouts[1]}. load_state_dict takes state that is sharded like its "
             "parameters; torch.distributed.checkpoint.state_dict.set_optimizer_state_dict reshards it."
+        )
+    if shares_addresses(local_part(value)):
+        raise StateError(
+            f"{name}: several elements of its saved {key} share one address, as after expand(), and a step would write all of "
+            "them there. Give it memory of its own: clone(memory_format=torch.contiguous_format)."
         )
     here, saved = shard_place(param), shard_place(value)
     if here != saved:

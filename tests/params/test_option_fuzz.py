@@ -303,16 +303,24 @@ def test_a_value_set_between_steps(option: str) -> None:
         assert_same_bits(params, twins)
 
 
-def test_an_option_that_was_deleted() -> None:
-    for option in ("lr", "momentum", "scheme", "maximize"):
-        params = make_params(MATRIX, VECTOR)
-        optimizer = build(params)
-        del optimizer.param_groups[0][option]
-        set_gradients(params, gradients(params, 0))
-        before = copies(params)
-        with refused(option, "nothing"):
+@pytest.mark.parametrize("option", ["lr", "momentum", "scheme", "maximize", "use_muon", "params", "param_names"])
+@pytest.mark.parametrize("begun", [False, True])
+def test_an_option_that_was_deleted(option: str, begun: bool) -> None:
+    params = make_params(MATRIX, VECTOR)
+    optimizer = build(params)
+    set_gradients(params, gradients(params, 0))
+    if begun:
+        optimizer.step()
+    before, held = copies(params), optimizer.param_groups[0].pop(option)
+    with refused(option, "nothing"):
+        optimizer.step()
+    if isinstance(held, list):
+        optimizer.param_groups[0][option] = 3
+        with refused(option, 3):
             optimizer.step()
-        assert_same_bits(params, before)
+    assert_same_bits(params, before)
+    optimizer.param_groups[0][option] = held
+    optimizer.step()
 
 
 @given(
@@ -517,6 +525,12 @@ class Raises:
         raise RuntimeError("no comparison")
 
     __hash__ = None  # type: ignore[assignment]
+
+
+@pytest.mark.parametrize("clip_config", [Raises(), {"head_dim": 4, "threshold": Raises()}], ids=["threshold", "all of it"])
+def test_what_cannot_be_shown(clip_config: Any) -> None:
+    with refused("clip_config", "what fails whenever it is looked at"):
+        build(make_params(MATRIX, VECTOR), clip_config=clip_config)
 
 
 def odd_params(rng: random.Random) -> Any:
