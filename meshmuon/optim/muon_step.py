@@ -28,7 +28,7 @@ from ..agree.descriptions import hyperparameters_of
 from ..agree.differences import failure_for_other_ranks
 from ..agree.planner import Planner
 from ..agree.state_presence import StatePresence
-from ..agree.step_decision import RankStatus, StepDecision
+from ..agree.step_decision import Activity, RankStatus, StepDecision
 from ..errors import KeptError, KernelError, KernelWarning, OrthogonalizeError, StateError
 from ..execute import UNOBSERVED, ExecutorSettings, StepExecutor, StepParam, advance_counters
 from ..metrics.meter import Clipped, Meter
@@ -167,7 +167,7 @@ class MuonStep(torch.optim.Optimizer):
             prepared_plan=self._executor.plan,
             nonfinite=step.nonfinite,
             has_work=step.has_work,
-            activity=0 if step.failure else self._activity.of(step.params, step.has_grad),
+            activity=Activity.NO_MATRIX if step.failure else self._activity.of(step.params, step.has_grad),
             hyperparameters=lambda: [f"{text}, {clip}" for text in hyperparameters_of(self._groups)],
             without_state=self._without_state(step.params),
             presence=StatePresence(step.params, self.state, self._keeps),
