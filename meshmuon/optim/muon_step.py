@@ -28,7 +28,7 @@ from ..agree.descriptions import hyperparameters_of
 from ..agree.differences import failure_for_other_ranks
 from ..agree.planner import Planner
 from ..agree.state_presence import StatePresence
-from ..agree.step_decision import RankStatus, StepDecision
+from ..agree.step_decision import Activity, RankStatus, StepDecision
 from ..errors import KeptError, KernelError, KernelWarning, OrthogonalizeError, StateError
 from ..execute import UNOBSERVED, ExecutorSettings, StepExecutor, StepParam, advance_counters
 from ..metrics.meter import Clipped, Meter
@@ -115,10 +115,7 @@ class MuonStep(torch.optim.Optimizer):
                 step = self._inspect(qk_logits, failure)
                 self._agree(step)  # nothing is written before this
                 if step.decision.nonfinite:
-                    self._nonfinite.skipped = self._nonfinite.skipped + 1
-                    for record in step.params:  # frees the gradients that the step would have freed
-                        if record.param_group["use_muon"] and record.param_group["none_grad"]:
-                            record.param.grad = None
+                    self._skip(step)
                 elif not step.decision.has_work:
                     # No rank has work: torch.distributed.checkpoint calls step() with lr 0 only to create state.
                     param_state.create(self._groups, self.state)
@@ -170,7 +167,7 @@ class MuonStep(torch.optim.Optimizer):
             prepared_plan=self._executor.plan,
             nonfinite=step.nonfinite,
             has_work=step.has_work,
-            activity=0 if step.failure else self._activity.of(step.params, step.has_grad),
+            activity=Activity.NO_MATRIX if step.failure else self._activity.of(step.params, step.has_grad),
             hyperparameters=lambda: [f"{text}, {clip}" for text in hyperparameters_of(self._groups)],
             without_state=self._without_state(step.params),
             presence=StatePresence(step.params, self.state, self._keeps),
@@ -281,6 +278,13 @@ class MuonStep(torch.optim.Optimizer):
                 if recorder is not None:
                     recorder.after_adamw(indices, states, adamw_betas(group), adamw_eps(group))
         step.would_diverge = before
+
+    def _skip(self, step: StepContext) -> None:
+        """Counts a skipped step, because a gradient is not finite, and frees the gradients that the step would have freed."""
+        self._nonfinite.skipped = self._nonfinite.skipped + 1
+        for record in step.params:
+            if record.param_group["use_muon"] and record.param_group["none_grad"]:
+                record.param.grad = None
 
     def _log_routes(self, step: StepContext) -> None:
         """Logs where each parameter goes, whenever other parameters have gradients than at the last time."""

@@ -317,3 +317,28 @@ def test_gradients_are_freed_only_where_asked(none_grad: bool) -> None:
         assert all((param.grad is None) is none_grad for param in params)
 
     run_threads(2, main)
+
+
+def test_momentum_that_its_owner_has_lost_is_missed() -> None:
+    """Only the owner has it, so that no other rank could notice; all refuse the step."""
+
+    def on_rank(rank: int) -> tuple[bool, str]:
+        params = [nn.Parameter(torch.eye(6, 4) + k) for k in range(3)]
+        optimizer = DistMuon(params, lr=0.01)
+        for step in range(3):
+            owns = "momentum_buffer" in optimizer.state.get(params[0], {})
+            if step == 2 and owns:
+                del optimizer.state[params[0]]["momentum_buffer"]
+            for param in params:
+                param.grad = torch.ones_like(param) + step
+            if step < 2:
+                optimizer.step()
+        with pytest.raises(
+            StateError, match=r"group0\.param0 has no state on rank .* and would restart there from zero"
+        ) as caught:
+            optimizer.step()
+        return owns, str(caught.value)
+
+    (first, text), (second, other_text) = run_threads(2, on_rank)
+    assert first != second
+    assert text == other_text

@@ -1,0 +1,136 @@
+"""Offload on a mesh beyond its bits, which ``test_cases.py`` draws: checkpoints, and a rank whose memory is full."""
+
+from __future__ import annotations
+
+import copy
+import io
+import threading
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.utils._pytree import tree_map_only
+
+from meshmuon import MeshmuonError, Muon, get_default_muon_param_groups
+from meshmuon.device import DirectTransfers
+from meshmuon.optim import offload
+from tests.support.cases import Case, Param, build, gradient, initial, place, single
+from tests.support.random_layouts import Layouts
+from tests.support.tensors import local, same
+from tests.support.threads import run_threads
+
+S0 = Shard(0)
+
+
+def test_the_state_of_a_dtensor_stays_one() -> None:
+    """While it is away: its mesh, placements and shapes are the parameter's, so that checkpoints know what it is."""
+
+    def main(rank: int) -> None:
+        mesh = init_device_mesh("cpu", (2,))
+        first, param = (nn.Parameter(distribute_tensor(torch.randn(5, 4), mesh, [S0], src_data_rank=None)) for _ in range(2))
+        optimizer = Muon([{"params": [first, param], "names": ["v", "w"], "use_muon": True}])
+        optimizer.turn_on_cpu_offload()
+        for _ in range(2):
+            for one in (first, param):
+                one.grad = distribute_tensor(torch.ones(5, 4), mesh, [S0], src_data_rank=None)
+            optimizer.step()
+        saved = optimizer.state_dict()["state"][1]["momentum_buffer"]
+        assert isinstance(saved, DTensor)
+        assert (saved.device_mesh, saved.placements, saved.shape) == (mesh, (S0,), (5, 4))
+        assert saved.to_local().shape == param.to_local().shape
+        assert torch.equal(saved.full_tensor(), torch.full((5, 4), 1.95))
+        assert saved.stride() == param.stride()
+        stored = io.BytesIO()
+        torch.save(optimizer.state_dict(), stored)
+        twin = copy.deepcopy(optimizer)
+        for one, step in ((optimizer, False), (twin, True)):
+            if step:
+                one.turn_off_cpu_offload()
+            _, value = (entry["momentum_buffer"] for entry in one.state.values())
+            assert torch.equal(copy.deepcopy(value).to_local(), saved.to_local())
+
+    run_threads(2, main)
+
+
+def test_checkpoints_through_torch_s_own_functions() -> None:
+    """Taken and loaded while the state is away, they continue as a run without either."""
+
+    def main(rank: int) -> None:
+        mesh = init_device_mesh("cpu", (2,))
+
+        def start() -> tuple[nn.Module, Muon]:
+            model = nn.Sequential(nn.Linear(6, 5), nn.Linear(5, 3))
+            generator = torch.Generator().manual_seed(0)  # the global one is shared by all threads
+            for param in model.parameters():
+                param.data.normal_(generator=generator)
+            fully_shard(model, mesh=mesh)
+            groups = get_default_muon_param_groups(model, is_muon_func=lambda name, param: param.dim() == 2)
+            return model, Muon(groups)
+
+        def steps(model: nn.Module, optimizer: Muon, numbers: range) -> None:
+            for step in numbers:
+                generator = torch.Generator().manual_seed(step)
+                model(torch.randn(4, 6, generator=generator)).square().mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+
+        model, optimizer = start()
+        steps(model, optimizer, range(5))
+        first, saving = start()
+        saving.turn_on_cpu_offload()
+        steps(first, saving, range(3))
+        saved = tree_map_only(Tensor, torch.clone, get_state_dict(first, saving))
+        steps(first, saving, range(3, 4))
+        second, loading = start()
+        loading.turn_on_cpu_offload()
+        set_state_dict(second, loading, model_state_dict=saved[0], optim_state_dict=saved[1])
+        steps(second, loading, range(3, 5))
+        for mine, wanted in zip(second.parameters(), model.parameters(), strict=True):
+            same(local(mine), local(wanted), "parameter")
+            for key, value in optimizer.state[wanted].items():
+                same(local(loading.state[mine][key]), local(value), key)
+
+    run_threads(2, main)
+
+
+def test_one_rank_that_cannot_bring_its_state_back_stops_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The others hear of it instead of waiting, nothing is stepped, and the next step goes on."""
+    case = Case((Param((6, 4), 0, (S0,)), Param((5,), 0, (S0,), muon=False)), {}, 3)
+    expected = single(case)
+
+    failing: set[str] = set()
+
+    class Full(DirectTransfers):
+        def load(self, device: Tensor, host: Tensor) -> None:
+            if threading.current_thread().name in failing:
+                raise torch.OutOfMemoryError("the device is full")
+            super().load(device, host)
+
+    monkeypatch.setattr(offload, "transfers_for", lambda device: Full())
+
+    def main(rank: int) -> None:
+        threading.current_thread().name = f"rank {rank}"
+        (mesh,) = Layouts((3,)).build()
+        params = [nn.Parameter(place(case, [mesh], k, value)) for k, value in enumerate(initial(case))]
+        optimizer = build(case, params, none_grad=False)
+        optimizer.turn_on_cpu_offload()
+        for step in range(case.steps):
+            for k, param in enumerate(params):
+                value = gradient(case, step, k)
+                assert value is not None
+                param.grad = place(case, [mesh], k, value)
+            if step == 2:
+                if rank == 1:
+                    failing.add("rank 1")
+                with pytest.raises(MeshmuonError, match="rank 1: OutOfMemoryError: the device is full"):
+                    optimizer.step()
+                failing.discard(f"rank {rank}")
+            optimizer.step()
+        for k, param in enumerate(params):
+            same(local(param), local(place(case, [mesh], k, expected[0][k])), f"parameter {k}")
+
+    run_threads(3, main)

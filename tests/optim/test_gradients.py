@@ -18,6 +18,7 @@ from tests.support.reference import (
     assert_moved_within_rounding,
     assert_same_bits,
     copies,
+    gapped,
     gradients,
     group,
     make_params,
@@ -96,11 +97,6 @@ def test_transposed_parameters() -> None:
     step_beside((first, [turned]), (muon([plain]), [plain]), Tensor.clone)
     assert_same_bits([turned], [plain])
     assert first.state[turned]["momentum_buffer"].stride() == turned.stride()
-
-
-def gapped(param: Tensor) -> nn.Parameter:
-    """The same numbers in every second column of a larger tensor: neither contiguous nor dense."""
-    return nn.Parameter(torch.stack([param.detach(), torch.zeros_like(param)], dim=-1).flatten(-2)[..., ::2])
 
 
 @pytest.mark.parametrize("use_muon", [True, False])

@@ -112,15 +112,6 @@ def test_callable_scheme_sees_a_batch_of_one_shape() -> None:
     assert sorted(seen) == [(1, 4, 4), (2, 4, 8)]
 
 
-def test_ten_steps_of_polar_express_are_the_polar_factor() -> None:
-    """The default scheme, far enough, is exact: so is then the whole step."""
-    params = make_params((16, 40), (40, 16))
-    start, reference = copies(params), Reference(params)
-    optimizer = muon(params, scheme="polar_express", ns_steps=10)
-    run_beside(reference, optimizer, params, range(3), orthogonalise=polar_factor)
-    assert_moved_within_rounding(params, reference.params, start, 3, polar_express(steps=10))
-
-
 def test_default_numbers() -> None:
     """Defaults of the constructor, run against the reference with the numbers written out."""
     start = make_params(*SHAPES, dtype=torch.float64)

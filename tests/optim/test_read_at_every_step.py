@@ -30,7 +30,6 @@ from tests.support.reference import (
     polar_factor,
     run,
     run_beside,
-    set_gradients,
 )
 
 SHAPES = ((12, 12), (20, 8), (8, 20))
@@ -163,16 +162,3 @@ def test_compute_dtype_is_used() -> None:
         ) + unit(torch.float32) * update.norm()
         assert not any(torch.equal(update, other) for other in seen), "the dtype changes nothing"
         seen.append(update)
-
-
-def test_a_new_gradient_pattern_replans() -> None:
-    """Which parameters have gradients changes from step to step; the others stay as they are."""
-    start = make_params((8, 8), (8, 8), (5, 9), dtype=torch.float64)
-    params, reference = copies(start), Reference(start)
-    optimizer = muon(params)
-    for step, present in enumerate([(0, 1, 2), (1,), (0, 2), (), (0, 1, 2)]):
-        grads = [grad if k in present else None for k, grad in enumerate(gradients(params, step))]
-        set_gradients(params, grads)
-        optimizer.step()
-        reference.step(grads)
-    assert_moved_within_rounding(params, reference.params, start, 5)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterator
 from typing import Any
 
@@ -17,7 +16,8 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from meshmuon import ConfigError, GradientError, MeshmuonError, Muon, StateError, UnsupportedError, keller, polar_express
 from meshmuon.errors import KeptError
 from meshmuon.optim.collect import Collector
-from tests.support.reference import LR, adamw, assert_same_bits, copies, gradients, group, make_params, muon, run, set_gradients
+from tests.support.reference import LR, adamw, gradients, group, make_params, muon, run, set_gradients
+from tests.support.tensors import assert_untouched, everything
 
 RIGHT_CALL = r"Write Muon\(model, lr=\.\.\.\)"
 
@@ -228,15 +228,13 @@ def test_bad_gradients_write_nothing(bad: Any, message: str, position: int, name
     params = make_params((4, 6), (6, 4), (5,), (3, 2))
     optimizer = Muon([group(params[:2]), group(params[2:], use_muon=False, prefix="norms")], lr=LR)
     run(optimizer, params, [0])
-    before, state = copies(params), copy.deepcopy(optimizer.state_dict()["state"])
+    before = everything(optimizer)
     set_gradients(params, gradients(params, 1))
     params[position].grad_dtype = None  # else torch itself refuses to assign a complex gradient
     params[position].grad = bad(params[position].detach())
     with pytest.raises(GradientError, match=message.format(name)):
         optimizer.step()
-    assert_same_bits(params, before)
-    for key, entry in optimizer.state_dict()["state"].items():
-        assert_same_bits(entry.values(), state[key].values())
+    assert_untouched(optimizer, before)
     assert params[0].grad is not None
 
 
@@ -250,14 +248,12 @@ def test_bad_values_set_by_hand_write_nothing(change: dict[str, Any]) -> None:
     params = make_params((4, 6), (3, 2, 2, 2))
     optimizer = Muon([group(params[:1]), group(params[1:], prefix="convs", conv="flatten")], lr=LR)
     run(optimizer, params, [0])
-    before, state = copies(params), copy.deepcopy(optimizer.state_dict()["state"])
+    before = everything(optimizer)
     optimizer.param_groups[1].update(change)
     set_gradients(params, gradients(params, 1))
     with pytest.raises(ConfigError, match=next(iter(change))):
         optimizer.step()
-    assert_same_bits(params, before)
-    for key, entry in optimizer.state_dict()["state"].items():
-        assert_same_bits(entry.values(), state[key].values())
+    assert_untouched(optimizer, before)
 
 
 @pytest.mark.parametrize("change", ["shape", "dtype", "stale gradient"])
@@ -268,10 +264,10 @@ def test_parameters_changed_under_their_state_write_nothing(change: str) -> None
     params[1].data = torch.randn(6).double() if change == "dtype" else torch.randn(7)
     if change != "stale gradient":
         params[1].grad = torch.ones_like(params[1])
-    before = params[0].detach().clone(), optimizer.state[params[0]]["momentum_buffer"].clone()
+    before = everything(optimizer)
     with pytest.raises((StateError, GradientError), match=r"others\.0\.weight"):
         optimizer.step()
-    assert_same_bits([params[0], optimizer.state[params[0]]["momentum_buffer"]], before)
+    assert_untouched(optimizer, before)
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""What surrounds the arithmetic of a step: closures, missing gradients, hooks, added groups, what is freed."""
+"""What surrounds the arithmetic of a step: groups, what is freed, modes; test_torch_generic.py has what torch tests as well."""
 
 from __future__ import annotations
 
@@ -32,57 +32,10 @@ def mixed(**options: Any) -> tuple[list[nn.Parameter], Muon]:
     return params, Muon([group(params[:2]), group(params[2:], use_muon=False, prefix="norms")], lr=LR, **options)
 
 
-def test_no_gradient_at_all_changes_nothing() -> None:
-    params, optimizer = mixed()
-    start = copies(params)
-    optimizer.step()
-    assert_same_bits(params, start)
-    assert not optimizer.state
-    assert optimizer.workspace_bytes() == 0
-
-
-def test_parameters_without_gradient_are_skipped() -> None:
-    params, optimizer = mixed()
-    run(optimizer, params, [0])
-    before = copies(params)
-    buffer = optimizer.state[params[1]]["momentum_buffer"].clone()
-    moments = {key: value.clone() for key, value in optimizer.state[params[3]].items()}
-    optimizer.zero_grad()
-    grads = gradients(params, 1)
-    set_gradients(params, [grads[0], None, grads[2], None])
-    optimizer.step()
-    assert_same_bits([params[1], params[3]], [before[1], before[3]])
-    assert_same_bits([optimizer.state[params[1]]["momentum_buffer"]], [buffer])
-    assert_same_bits(optimizer.state[params[3]].values(), moments.values())
-    assert not torch.equal(params[0], before[0])
-    assert not torch.equal(params[2], before[2])
-
-
-def test_state_appears_at_the_first_gradient() -> None:
-    params, optimizer = mixed()
-    set_gradients(params, [gradients(params, 0)[0], None, None, None])
-    optimizer.step()
-    assert list(optimizer.state) == [params[0]]
-    assert list(optimizer.state[params[0]]) == ["momentum_buffer"]
-    assert_same_bits([optimizer.state[params[0]]["momentum_buffer"]], [gradients(params, 0)[0]])
-
-
 def test_none_grad_frees_the_gradients_of_matrices() -> None:
     params, optimizer = mixed()
     run(optimizer, params, [0])
     assert [param.grad is None for param in params] == [True, True, False, False]
-
-
-def test_none_grad_false_leaves_gradients_alone() -> None:
-    params = make_params((6, 8), (8, 6), (3, 4, 4))
-    optimizer = Muon([group(params, prefix="experts")], lr=LR, none_grad=False, expert_keys=["experts"], maximize=True)
-    grads = gradients(params, 0)
-    set_gradients(params, grads)
-    kept = [param.grad for param in params]
-    optimizer.step()
-    for param, grad in zip(params, kept, strict=True):
-        assert param.grad is grad
-    assert_same_bits([param.grad for param in params if param.grad is not None], grads)
 
 
 @pytest.mark.parametrize("chunk_size", [1, 2, 3, -1])
@@ -161,17 +114,6 @@ def test_tied_weights_are_updated_once() -> None:
     optimizer.step()
     Muon([group(alone)], lr=LR).step()
     assert_same_bits([model.first.weight, model.second.weight], [alone[0], alone[0]])
-
-
-def test_maximize_equals_minimizing_the_negated_loss() -> None:
-    (params, up), (twins, down) = mixed(maximize=True), mixed()
-    for step in range(4):
-        grads = gradients(params, step)
-        set_gradients(params, grads)
-        set_gradients(twins, [-grad for grad in grads])
-        up.step()
-        down.step()
-    assert_same_bits(params, twins)
 
 
 def test_step_under_no_grad_and_leaves_no_graph() -> None:

@@ -190,6 +190,11 @@ def copies(params: Iterable[Tensor]) -> list[nn.Parameter]:
     return [nn.Parameter(param.detach().clone()) for param in params]
 
 
+def gapped(param: Tensor) -> nn.Parameter:
+    """The same numbers in every second column of a larger tensor: neither contiguous nor dense."""
+    return nn.Parameter(torch.stack([param.detach(), torch.zeros_like(param)], dim=-1).flatten(-2)[..., ::2])
+
+
 def assert_same_bits(actual: Iterable[Tensor], expected: Iterable[Tensor]) -> None:
     for index, (a, b) in enumerate(zip(actual, expected, strict=True)):
         assert a.dtype == b.dtype, f"tensor {index}: {a.dtype} is not {b.dtype}"
