@@ -290,8 +290,12 @@ def check_shards(
 
 
 def check_missing(case: Case, mesh: DeviceMesh, without_gradient: dict[tuple[int, int], set[int]]) -> None:
-    """Runs a case in which, at (step, parameter), some ranks lack the gradient, against zeros on one device."""
+    """Runs a case on a mesh of one axis in which, at (step, parameter), some ranks lack the gradient: zeros on one device."""
     missing = tuple((step, k, rank) for (step, k), ranks in without_gradient.items() for rank in sorted(ranks))
-    case, held = replace(case, missing=missing), [list[Tensor]()] * dist.get_world_size()
-    dist.all_gather_object(held, held_by(case, [mesh]))
+    case, held = replace(case, missing=missing), Held([] for _ in range(mesh.size()))
+    for param in case.params:
+        indices = torch.arange(math.prod(param.shape)).reshape(param.shape)
+        parts = indices.chunk(mesh.size(), param.placements[0].dim)
+        for rank, shards in enumerate(held):
+            shards.append(parts[rank].flatten() if rank < len(parts) else indices.flatten()[:0])
     check(case, [mesh], single(case, held), held)
