@@ -7,6 +7,7 @@ loaded.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import os
@@ -16,14 +17,14 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, TypeAlias, cast
+from typing import Any, ParamSpec, TypeAlias, cast
 
 import torch
 
 from ..errors import CheckpointError, MeshmuonError, StateError
 from ..optim import Muon
 from ..params.option_table import ParamGroup
-from ..state.param_state import start_memories
+from ..state.param_state import start
 
 MANIFEST = "meshmuon-manifest.json"
 """Name of the manifest inside a folder; beside a single file it is ``<file>.meshmuon-manifest.json``."""
@@ -31,6 +32,7 @@ MANIFEST = "meshmuon-manifest.json"
 Progress: TypeAlias = Callable[[int, int], None]
 """Called with (bytes read so far, bytes in total) while files are read, by one thread at a time."""
 
+_Args = ParamSpec("_Args")
 _FORMAT = 1
 _CHUNK = 1 << 22
 _READERS = 8
@@ -200,6 +202,24 @@ def _read_manifest(checkpoint: Path) -> dict[str, _File]:
         raise CheckpointError(f"{path} is damaged ({error}): the checkpoint cannot be verified. Load another one.") from None
 
 
+def raises_state_errors(convert: Callable[_Args, dict[str, Any]]) -> Callable[_Args, dict[str, Any]]:
+    """``convert``, with a StateError for whatever a state that is not whole makes it raise."""
+
+    @functools.wraps(convert)
+    def converted(*args: _Args.args, **options: _Args.kwargs) -> dict[str, Any]:
+        try:
+            return convert(*args, **options)
+        except MeshmuonError:
+            raise
+        except Exception as error:  # a missing option, or a value of another kind
+            raise StateError(
+                f"{convert.__name__}: this is not what the other optimizer saves ({type(error).__name__}: {error}). Give what "
+                "its state_dict() returned, and names as strings."
+            ) from error
+
+    return converted
+
+
 @dataclass(frozen=True, slots=True)
 class _TorchParam:
     """A parameter in a state_dict of torch."""
@@ -209,6 +229,7 @@ class _TorchParam:
     param_group: Mapping[str, Any]
 
 
+@raises_state_errors
 def convert_torch_state(
     optimizer: Muon,
     muon_state: Mapping[str, Any] | None,
@@ -249,7 +270,7 @@ def convert_torch_state(
             if name in members:
                 state[key], options[name] = _converted(name, members[name], live)
                 if state[key]:
-                    start_memories(state[key], name, param, cast(ParamGroup, live))
+                    start(state[key], name, param, cast(ParamGroup, live))
             elif param.requires_grad:
                 raise StateError(f"{name} is in neither state: give states of the same model, with the optimizer's names.")
         _set_options(param_group, options)

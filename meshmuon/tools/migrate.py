@@ -17,7 +17,7 @@ from torch import Tensor
 from ..errors import StateError
 from ..optim import Muon
 from ..params.checks import shown
-from .checkpoint import convert_torch_state, is_state_dict
+from .checkpoint import convert_torch_state, is_state_dict, raises_state_errors
 
 StateDict: TypeAlias = Mapping[str, Any]
 
@@ -72,6 +72,7 @@ class _SavedGroup:
     names: Sequence[str]
 
 
+@raises_state_errors
 def convert_keller_state(optimizer: Muon, states: StateDict | Sequence[StateDict], names: Iterable[str]) -> dict[str, Any]:
     """A state_dict for ``optimizer`` from one of Keller Jordan's ``Muon``, ``MuonWithAuxAdam`` or their single-device variants.
 
@@ -101,6 +102,7 @@ def convert_keller_state(optimizer: Muon, states: StateDict | Sequence[StateDict
     return _converted(optimizer, saved, found)
 
 
+@raises_state_errors
 def convert_nanochat_state(optimizer: Muon, states: StateDict | Sequence[StateDict], names: Iterable[str]) -> dict[str, Any]:
     """A state_dict for ``optimizer`` from one of nanochat's ``MuonAdamW``, whose ranks keep a part of the state each.
 
@@ -133,6 +135,7 @@ def convert_nanochat_state(optimizer: Muon, states: StateDict | Sequence[StateDi
     return converted
 
 
+@raises_state_errors
 def convert_motif_state(optimizer: Muon, state: StateDict, names: Iterable[str] | None = None) -> dict[str, Any]:
     """A state_dict for ``optimizer`` from one of ``Muon`` of Motif's ``optimizer`` package.
 
@@ -169,6 +172,7 @@ def convert_motif_state(optimizer: Muon, state: StateDict, names: Iterable[str] 
     return _with_sums(optimizer, saved, found)
 
 
+@raises_state_errors
 def convert_dion_state(optimizer: Muon, state: StateDict, names: Iterable[str]) -> dict[str, Any]:
     """A state_dict for ``optimizer`` from one of dion's ``Muon`` or ``NorMuon``.
 

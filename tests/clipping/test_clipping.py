@@ -204,6 +204,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     "p of minus infinity": (lambda: total_grad_norm(parameters(), -math.inf), "norm_type=-inf"),
     "p of NaN": (lambda: total_grad_norm(parameters(), math.nan), "norm_type=nan"),
     "p as a word": (lambda: total_grad_norm(parameters(), "fro"), "norm_type='fro'"),  # type: ignore[arg-type]
+    "a limit beyond floats": (lambda: clip_grad_norm_(parameters(), 10**400), "max_norm=1000.* must be a number of at least 0"),
     "a negative limit": (lambda: clip_grad_norm_(parameters(), -1.0), "max_norm=-1.0 must be a number of at least 0"),
     "a limit of NaN": (lambda: clip_grad_norm_(parameters(), math.nan), "max_norm=nan"),
     "a negative tensor": (lambda: clip_grad_norm_(parameters(), torch.tensor(-1.0)), "max_norm=tensor"),

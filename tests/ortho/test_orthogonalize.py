@@ -510,7 +510,9 @@ def test_a_callable_may_return_its_own_input() -> None:
         *((torch.ones(4, 6, dtype=dtype), {}, "floating point") for dtype in (torch.int64, torch.bool, torch.complex64)),
         (torch.zeros(4, 6), {"form": "fast"}, r"form='fast' is unknown; write one of \('auto', 'standard', 'gram'\)"),
         (torch.zeros(4, 6), {"scheme": "kelle"}, "scheme='kelle' is unknown"),
+        *((torch.zeros(4, 6), {"scheme": scheme}, "takes a scheme, its name or a callable, got a") for scheme in (3, None, {})),
         (torch.zeros(2, 4, 5), {"scheme": lambda batch: batch[:, :1]}, "it must keep the shape"),
+        (torch.zeros(2, 4, 5), {"scheme": lambda batch: None}, "made a NoneType of .*it must keep the shape"),
     ],
 )
 def test_refusals(x: Tensor, options: dict[str, Any], message: str) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from meshmuon import Muon, StateError
+from meshmuon.checkpoint import convert_torch_state
 from meshmuon.migrate import convert_dion_state, convert_keller_state, convert_motif_state, convert_nanochat_state
 from tests.support.reference import KELLER, assert_moved_alike, assert_same_bits, copies, make_params, newton_schulz, run
 
@@ -367,3 +368,38 @@ def test_options_of_dions_groups() -> None:
     unknown = [{**group, "adjust_lr": "foo"} for group in groups]
     with pytest.raises(StateError, match="adjust_lr='foo'; convert_dion_state knows None, 'spectral_norm', 'rms_norm'"):
         convert_dion_state(muon, {**state, "param_groups": unknown}, THEIR_NAMES)
+
+
+def spoiled(state: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """Copies of a state in which one thing, an option, a key or an entry's value, is of another kind."""
+    places = [("param_groups", k, key) for k, group in enumerate(state["param_groups"]) for key in group]
+    places += [("state", key, name) for key, entry in state["state"].items() for name in entry]
+    for wrong in ("text", [1], {"a": 1}, [{}] * 2, torch.zeros(3), torch.zeros(2).to_sparse(), 1j):
+        for where, key, name in places:
+            broken = copy.deepcopy(state)
+            broken[where][key][name] = wrong
+            yield broken
+
+
+@pytest.mark.parametrize("whose", ["keller", "nanochat", "motif", "dion", "torch"])
+def test_what_is_of_another_kind_is_refused_in_a_sentence(whose: str) -> None:
+    params, means = saved(1)
+    sums = saved_sums(True, DION_RULES["rms_norm"])[1]
+    torchs = torch.optim.Muon(list(zip(NAMES[:M], params[:M], strict=True)))
+    torchs.step()
+    cases: dict[str, tuple[Any, Any, list[str]]] = {
+        "keller": (means.state_dict(), convert_keller_state, THEIR_NAMES),
+        "nanochat": (as_nanochat(means, 1)[0], convert_nanochat_state, GROUPED_NAMES),
+        "motif": (as_motif(sums), convert_motif_state, THEIR_NAMES),
+        "dion": (as_dion(sums, "rms_norm", counts_on_device=True), convert_dion_state, THEIR_NAMES),
+        "torch": (torchs.state_dict(), lambda muon, state, _: convert_torch_state(muon, state, None), NAMES[:M]),
+    }
+    state, convert, names = cases[whose]
+    matrices = Muon([{"params": params[:M], "names": NAMES[:M], "use_muon": True}])
+    muon, refused = matrices if whose == "torch" else ours(params), 0
+    for broken in spoiled(state):
+        try:
+            convert(muon, broken, names)
+        except StateError:
+            refused += 1
+    assert refused > 40
