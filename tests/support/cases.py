@@ -179,7 +179,7 @@ States = list[dict[str, Tensor]]
 
 
 def run(
-    case: Case, params: Sequence[nn.Parameter], grads: Any, *, watch: Callable[[Muon], None] | None = None, **options: Any
+    case: Case, params: Sequence[nn.Parameter], grads: Any, *, watch: Callable[[Muon], object] | None = None, **options: Any
 ) -> tuple[list[Tensor], States, Muon]:
     """This rank's part of the parameters and of their state after all steps; ``watch`` sees the optimizer after each."""
     optimizer = build(case, params, **options)
@@ -236,7 +236,7 @@ def sharded(
     meshes: Sequence[DeviceMesh],
     held: Held | None = None,
     *,
-    watch: Callable[[Muon], None] | None = None,
+    watch: Callable[[Muon], object] | None = None,
     **options: Any,
 ) -> tuple[list[Tensor], States, Muon]:
     """The case on this rank of a process group."""
@@ -251,11 +251,11 @@ def sharded(
             watch(optimizer)
         if case.offload is not None:
             choices.choice([optimizer.turn_off_cpu_offload, *[optimizer.turn_on_cpu_offload] * 2])()
-            if not isinstance(optimizer, DistMuon):
-                choices.choice([optimizer.state_dict, lambda: None, lambda: None])()
-            elif case.offload % 2:
+            if isinstance(optimizer, DistMuon) and case.offload % 2:
                 optimizer.consolidate()
                 optimizer.load_state_dict(optimizer.state_dict())
+            elif not isinstance(optimizer, DistMuon) and choices.random() < 0.3:
+                optimizer.state_dict()
 
     params = _trainable(case, [place(case, meshes, k, value) for k, value in enumerate(initial(case))])
     more = {"kind": DistMuon} if case.averages else {"replica_group": dist.group.WORLD} if case.divided else {}
