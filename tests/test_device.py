@@ -110,9 +110,8 @@ def test_a_wave_on_a_stream_of_the_user(cuda: Recorder) -> None:
         with streams.beside(streams.main_mark(), [weight, gradient, torch.ones(4)]):  # the last one is in host memory
             filled = gradient + 1
         del gradient
-        filled_mark = streams.side_mark()
-        streams.main_waits(filled_mark)
         torch.empty(4, device=DEVICE).fill_(7)  # perhaps in the memory of the gradient
+        streams.main_waits(streams.side_mark())
         filled.mul_(2)
         with streams.beside(streams.main_mark(), [weight, filled]):
             weight.sub_(filled)

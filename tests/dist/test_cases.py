@@ -184,6 +184,14 @@ def test_any_case_of_dist_muon_equals_one_device(drawn: Drawn, masked: bool, lon
     run_case(case, layouts, masked=masked, long_idle=long_idle)
 
 
+@pytest.mark.parametrize("rule", ["plain", "normuon"])
+def test_owners_of_dist_muon_change(rule: str) -> None:
+    """Larger matrices come in later steps: who owned a matrix hands its momentum over."""
+    late = ((), (0,), (0, 1), (0, 1, 2))
+    params = tuple(Param((4 + 3 * k + j, 5 + 2 * k), None, unused=late[k]) for k in range(4) for j in range(3))
+    run_case(Case(params, {"rule": rule}, 5, averages=True), Layouts((3,)))
+
+
 @settings(max_examples=30, phases=GENERATE)
 @given(cases())
 def test_each_matrix_of_any_case_equals_a_parameter_of_its_own(drawn: Drawn) -> None:

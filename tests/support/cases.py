@@ -179,7 +179,7 @@ States = list[dict[str, Tensor]]
 
 
 def run(
-    case: Case, params: Sequence[nn.Parameter], grads: Any, *, watch: Callable[[Muon], None] | None = None, **options: Any
+    case: Case, params: Sequence[nn.Parameter], grads: Any, *, watch: Callable[[Muon], object] | None = None, **options: Any
 ) -> tuple[list[Tensor], States, Muon]:
     """This rank's part of the parameters and of their state after all steps; ``watch`` sees the optimizer after each."""
     optimizer = build(case, params, **options)
@@ -236,7 +236,7 @@ def sharded(
     meshes: Sequence[DeviceMesh],
     held: Held | None = None,
     *,
-    watch: Callable[[Muon], None] | None = None,
+    watch: Callable[[Muon], object] | None = None,
     **options: Any,
 ) -> tuple[list[Tensor], States, Muon]:
     """The case on this rank of a process group."""
@@ -251,11 +251,11 @@ def sharded(
             watch(optimizer)
         if case.offload is not None:
             choices.choice([optimizer.turn_off_cpu_offload, *[optimizer.turn_on_cpu_offload] * 2])()
-            if not isinstance(optimizer, DistMuon):
-                choices.choice([optimizer.state_dict, lambda: None, lambda: None])()
-            elif case.offload % 2:
+            if isinstance(optimizer, DistMuon) and case.offload % 2:
                 optimizer.consolidate()
                 optimizer.load_state_dict(optimizer.state_dict())
+            elif not isinstance(optimizer, DistMuon) and choices.random() < 0.3:
+                optimizer.state_dict()
 
     params = _trainable(case, [place(case, meshes, k, value) for k, value in enumerate(initial(case))])
     more = {"kind": DistMuon} if case.averages else {"replica_group": dist.group.WORLD} if case.divided else {}
@@ -290,8 +290,12 @@ def check_shards(
 
 
 def check_missing(case: Case, mesh: DeviceMesh, without_gradient: dict[tuple[int, int], set[int]]) -> None:
-    """Runs a case in which, at (step, parameter), some ranks lack the gradient, against zeros on one device."""
+    """Runs a case on a mesh of one axis in which, at (step, parameter), some ranks lack the gradient: zeros on one device."""
     missing = tuple((step, k, rank) for (step, k), ranks in without_gradient.items() for rank in sorted(ranks))
-    case, held = replace(case, missing=missing), [list[Tensor]()] * dist.get_world_size()
-    dist.all_gather_object(held, held_by(case, [mesh]))
+    case, held = replace(case, missing=missing), Held([] for _ in range(mesh.size()))
+    for param in case.params:
+        indices = torch.arange(math.prod(param.shape)).reshape(param.shape)
+        parts = indices.chunk(mesh.size(), param.placements[0].dim)
+        for rank, shards in enumerate(held):
+            shards.append(parts[rank].flatten() if rank < len(parts) else indices.flatten()[:0])
     check(case, [mesh], single(case, held), held)
