@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.utils._pytree import tree_map_only
 
 from meshmuon import MeshmuonError, Muon, get_default_muon_param_groups
-from meshmuon.device import DirectTransfers
+from meshmuon.device import Transfers
 from meshmuon.optim import offload
 from tests.support.cases import Case, Param, build, gradient, initial, place, single
 from tests.support.random_layouts import Layouts
@@ -104,7 +104,7 @@ def test_one_rank_that_cannot_bring_its_state_back_stops_all(monkeypatch: pytest
 
     failing: set[str] = set()
 
-    class Full(DirectTransfers):
+    class Full(Transfers):
         def load(self, device: Tensor, host: Tensor) -> None:
             if threading.current_thread().name in failing:
                 raise torch.OutOfMemoryError("the device is full")
