@@ -1,14 +1,13 @@
 """Recording and replaying work, streams of it, and copies to host memory.
 
-No GPU is used here: the CUDA twin's logic runs against stand-ins for ``torch.cuda``. What these tests say call by call,
-``tests/happens_before`` derives from what the calls are for: it runs steps and reports accesses that nothing orders.
+No GPU is used here: what needs one runs on the stand-in for ``torch.cuda`` of ``tests/support/happens_before``, which reports
+accesses that nothing orders. ``tests/happens_before/test_removals.py`` shows that each wait, mark and note of use is needed.
 """
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator
-from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 
@@ -33,176 +32,66 @@ from meshmuon.device import (
     streams_for,
     transfers_for,
 )
-
-
-class FakeCuda:
-    """Notes what is called, in order. While a graph records, work is noted but not done, as on a device."""
-
-    def __init__(self) -> None:
-        self.events: list[str] = []
-        self.done = 0
-        self.recording = False
-        self.modes: list[str] = []  # in which graphs were captured
-        self.devices: list[torch.device | None] = []  # of new streams and of those asked for
-        self.current: Any = None  # another stream than the main one
-        self.stream_type: Any = None
-
-    def work(self) -> None:
-        self.events.append("record" if self.recording else "work")
-        self.done += not self.recording
-
-    def install(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        fake = self
-
-        class Stream:
-            def __init__(self, device: torch.device | None = None, name: str = "side") -> None:
-                self.name = name
-                self.marks = 0
-                fake.devices.append(device)
-
-            def wait_stream(self, other: Stream) -> None:
-                fake.events.append(f"{self.name} waits for {other.name}")
-
-            def record_event(self) -> str:
-                self.marks += 1
-                fake.events.append(f"{self.name} marks {self.name}{self.marks}")
-                return f"{self.name}{self.marks}"
-
-            def synchronize(self) -> None:
-                fake.events.append(f"the host waits for {self.name}")
-
-            def wait_event(self, event: str) -> None:
-                fake.events.append(f"{self.name} waits for {event}")
-
-        class Graph:
-            def replay(self) -> None:
-                fake.events.append("replay")
-                fake.done += 1
-
-        main = Stream(name="main")
-        fake.devices.clear()
-
-        def current_stream(device: torch.device | None = None) -> Stream:
-            fake.devices.append(device)
-            return fake.current or main
-
-        @contextmanager
-        def stream(chosen: Stream) -> Iterator[None]:
-            fake.events.append(f"enter {chosen.name}")
-            try:
-                yield
-            finally:
-                fake.events.append(f"leave {chosen.name}")
-
-        fake.stream_type = Stream
-
-        def set_stream(chosen: Stream) -> None:
-            fake.current = None if chosen is main else chosen
-
-        @contextmanager
-        def graph(target: Graph, capture_error_mode: str = "global") -> Iterator[None]:
-            """As in torch, the stream of the capture stays current if the capture fails."""
-            assert isinstance(target, Graph)
-            fake.modes.append(capture_error_mode)
-            fake.recording, before, fake.current = True, fake.current, Stream(name="capture")
-            try:
-                yield
-            finally:
-                fake.recording = False
-            fake.current = before
-
-        for name, value in {
-            "Stream": Stream,
-            "CUDAGraph": Graph,
-            "current_stream": current_stream,
-            "stream": stream,
-            "graph": graph,
-            "set_stream": set_stream,
-        }.items():
-            monkeypatch.setattr(torch.cuda, name, value)
+from tests.support.happens_before.recorder import Recorder
+from tests.support.happens_before.runs import twins
+from tests.support.happens_before.twin_tensor import DEVICE
 
 
 @pytest.fixture
-def cuda(monkeypatch: pytest.MonkeyPatch) -> FakeCuda:
-    fake = FakeCuda()
-    fake.install(monkeypatch)
-    return fake
+def cuda() -> Iterator[Recorder]:
+    with twins(), Recorder().recording() as recorder:
+        yield recorder
 
 
-def test_cuda_replay_records_once_and_replays_later(cuda: FakeCuda) -> None:
-    replay = CudaReplay(cuda.work)
-    assert cuda.events == []
-    replay()
-    assert (cuda.events.count("work"), cuda.events.count("record"), cuda.events.count("replay")) == (1, 1, 0)
-    first = list(cuda.events)
-    replay()
-    replay()
-    assert cuda.events == [*first, "replay", "replay"]
+def test_cuda_replay_does_the_work_once_per_call_and_captures_it_once(cuda: Recorder) -> None:
+    """Capturing writes nothing, and replaying calls nothing."""
+    counter, calls = torch.zeros((), device=DEVICE), list[int]()
 
+    def work() -> None:
+        calls.append(1)
+        counter.add_(1)
 
-def test_cuda_replay_does_the_work_once_per_call(cuda: FakeCuda) -> None:
-    replay = CudaReplay(cuda.work)
-    for calls in (1, 2, 3):
+    replay = CudaReplay(work)
+    assert not calls
+    for step in range(1, 4):
         replay()
-        assert cuda.done == calls
+        assert counter.cpu().item() == step
+    assert len(calls) == 2
+    assert not cuda.findings or {finding.kind for finding in cuda.findings} == {"host wait"}
 
 
-def test_cuda_replay_works_once_before_it_records(cuda: FakeCuda) -> None:
-    CudaReplay(cuda.work)()
-    assert cuda.events == ["work", "record"]
-
-
-def test_a_batch_that_cannot_be_recorded_runs_without_a_graph(cuda: FakeCuda) -> None:
+def test_a_batch_that_cannot_be_recorded_runs_without_a_graph(cuda: Recorder) -> None:
     """On the stream on which it would have run, and with one warning for all such batches."""
+    counter, captures = torch.zeros((), device=DEVICE), list[int]()
 
     def failing() -> None:
-        cuda.work()
-        if cuda.recording:
+        counter.add_(1)
+        if cuda.capture is not None:
+            captures.append(1)
             raise RuntimeError("operation not permitted when stream is capturing")
 
     _warn_of_capture.cache_clear()
-    cuda.current = current = cuda.stream_type(name="the user's")
     replays = [CudaReplay(failing) for _ in range(2)]
-    with pytest.warns(KernelWarning, match="without one, with the same results .RuntimeError: operation not permitted") as caught:
+    user = torch.cuda.Stream()
+    user.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(user):
+        with pytest.warns(KernelWarning, match="without one, with the same results .RuntimeError: operation not perm") as caught:
+            replays[0]()
+        for _ in range(3):  # a warning would be an error here
+            replays[1]()
         replays[0]()
-    for _ in range(3):  # a warning would be an error here
-        replays[1]()
-    replays[0]()
-    assert torch.cuda.current_stream() is current
-    assert cuda.done == 5
+        assert torch.cuda.current_stream() == user
+    assert counter.cpu().item() == 5
     assert len(caught) == 1
-    assert cuda.events.count("record") == 2, "each is tried once"
-
-
-def test_other_threads_do_not_end_a_capture(cuda: FakeCuda) -> None:
-    CudaReplay(cuda.work)()
-    assert cuda.modes == ["thread_local"]
+    assert len(captures) == 2, "each is tried once"
 
 
 @pytest.mark.parametrize(("device", "graphs"), [("cpu", False), ("cpu", True), ("cuda", False), ("cuda", True)])
-def test_replay_follows_the_device(device: str, graphs: bool, cuda: FakeCuda) -> None:
-    replay = replay_for(torch.device(device), cuda.work, graphs=graphs)
-    if device == "cuda" and graphs:
-        assert type(replay) is CudaReplay
-    else:
-        assert replay == cuda.work
+def test_replay_follows_the_device(device: str, graphs: bool) -> None:
+    def work() -> None: ...
 
-
-DEVICE = torch.device("cuda", 3)
-
-
-class FakeTensor:
-    """Notes which streams use it, so that its memory is not given away too early."""
-
-    def __init__(self, fake: FakeCuda, name: str, device: str = "cuda") -> None:
-        self._fake, self._name, self.device = fake, name, torch.device(device)
-
-    def record_stream(self, stream: Any) -> None:
-        self._fake.events.append(f"{self._name} is used by {stream.name}")
-
-    def copy_(self, source: FakeTensor, non_blocking: bool = False) -> None:
-        how = "without waiting" if non_blocking else "waiting"
-        self._fake.events.append(f"copy {source._name} to {self._name}, {how}")
+    replay = replay_for(torch.device(device), work, graphs=graphs)
+    assert type(replay) is CudaReplay if device == "cuda" and graphs else replay is work
 
 
 def test_direct_streams_run_at_once() -> None:
@@ -218,101 +107,44 @@ def test_direct_streams_run_at_once() -> None:
     assert order == ["beside", "main", "beside again"]
 
 
-def test_errors_beside_are_errors(cuda: FakeCuda) -> None:
+def test_errors_beside_are_errors(cuda: Recorder) -> None:
+    main = torch.cuda.current_stream()
     for streams in (DirectStreams(), CudaStreams(DEVICE)):
         with pytest.raises(ValueError, match="inside"), streams.beside(streams.main_mark()):
             raise ValueError("inside")
-    assert cuda.events[-1] == "leave side"
+    assert torch.cuda.current_stream() == main
 
 
-def test_work_beside_waits_for_its_mark_before_it_begins(cuda: FakeCuda) -> None:
+def test_a_wave_on_a_stream_of_the_user(cuda: Recorder) -> None:
+    """Fill beside, compute in the main stream, apply beside, join at the end; what is used beside may be freed at once."""
+    user = torch.cuda.Stream()
+    user.wait_stream(torch.cuda.current_stream())
     streams = CudaStreams(DEVICE)
-    ready = streams.main_mark()
-    with streams.beside(ready):
-        cuda.work()
-    assert cuda.events == ["main marks main1", "side waits for main1", "enter side", "work", "leave side"]
+    with torch.cuda.stream(user):
+        weight, gradient = torch.ones(4, device=DEVICE), torch.ones(4, device=DEVICE)
+        with streams.beside(streams.main_mark(), [weight, gradient, torch.ones(4)]):  # the last one is in host memory
+            filled = gradient + 1
+        del gradient
+        filled_mark = streams.side_mark()
+        streams.main_waits(filled_mark)
+        torch.empty(4, device=DEVICE).fill_(7)  # perhaps in the memory of the gradient
+        filled.mul_(2)
+        with streams.beside(streams.main_mark(), [weight, filled]):
+            weight.sub_(filled)
+        streams.main_waits(streams.side_mark())
+        weight.add_(1)
+    assert not cuda.findings
+    torch.cuda.current_stream().wait_stream(user)
+    assert weight.cpu().tolist() == [-2.0] * 4
 
 
-def test_the_main_stream_waits_for_the_side(cuda: FakeCuda) -> None:
-    streams = CudaStreams(DEVICE)
-    filled = streams.side_mark()
-    later = streams.side_mark()
-    streams.main_waits(filled)
-    streams.main_waits(later)
-    assert cuda.events == ["side marks side1", "side marks side2", "main waits for side1", "main waits for side2"]
-
-
-def test_tensors_used_beside_are_kept_for_the_side_stream(cuda: FakeCuda) -> None:
-    """Before the work that uses them is given: the main stream may free them as soon as ``beside`` is left.
-
-    torch cannot do that to host memory, and need not.
-    """
-    streams = CudaStreams(DEVICE)
-    tensors: Any = [FakeTensor(cuda, "first"), FakeTensor(cuda, "in host memory", "cpu"), FakeTensor(cuda, "second")]
-    with streams.beside(streams.main_mark(), tensors):
-        cuda.work()
-    assert cuda.events[1:] == [
-        "side waits for main1",
-        "first is used by side",
-        "second is used by side",
-        "enter side",
-        "work",
-        "leave side",
-    ]
-
-
-def test_main_is_the_stream_that_is_current_at_each_call(cuda: FakeCuda) -> None:
-    streams = CudaStreams(DEVICE)
-    streams.main_mark()
-    cuda.current = cuda.stream_type(name="user's")
-    mark = streams.main_mark()
-    streams.main_waits(mark)
-    assert cuda.events == ["main marks main1", "user's marks user's1", "user's waits for user's1"]
-
-
-def test_streams_belong_to_the_device(cuda: FakeCuda) -> None:
-    streams = CudaStreams(DEVICE)
-    streams.main_waits(streams.main_mark())
-    assert cuda.devices == [DEVICE] * 3
-
-
-def test_a_wave_in_order(cuda: FakeCuda) -> None:
-    """Fill beside, compute in the main stream, apply beside, join at the end."""
-    streams = CudaStreams(DEVICE)
-    ready = streams.main_mark()
-    with streams.beside(ready):
-        cuda.events.append("fill")
-    filled = streams.side_mark()
-    streams.main_waits(filled)
-    cuda.events.append("compute")
-    with streams.beside(streams.main_mark()):
-        cuda.events.append("apply")
-    streams.main_waits(streams.side_mark())
-    assert cuda.events == [
-        "main marks main1",
-        "side waits for main1",
-        "enter side",
-        "fill",
-        "leave side",
-        "side marks side1",
-        "main waits for side1",
-        "compute",
-        "main marks main2",
-        "side waits for main2",
-        "enter side",
-        "apply",
-        "leave side",
-        "side marks side2",
-        "main waits for side2",
-    ]
-
-
-def test_streams_follow_the_device(cuda: FakeCuda) -> None:
-    assert type(streams_for(torch.device("cpu"))) is DirectStreams
-    assert type(streams_for(torch.device("meta"))) is DirectStreams
-    assert cuda.devices == []
-    assert type(streams_for(DEVICE)) is CudaStreams
-    assert cuda.devices == [DEVICE]
+@pytest.mark.parametrize(
+    ("choose", "direct", "of_a_gpu"), [(streams_for, DirectStreams, CudaStreams), (transfers_for, DirectTransfers, CudaTransfers)]
+)
+def test_streams_and_transfers_follow_the_device(choose: Any, direct: type, of_a_gpu: type, cuda: Recorder) -> None:
+    assert type(choose(torch.device("cpu"))) is direct
+    assert type(choose(torch.device("meta"))) is direct
+    assert type(choose(DEVICE)) is of_a_gpu
 
 
 def test_direct_transfers_really_copy() -> None:
@@ -331,64 +163,34 @@ def test_direct_transfers_really_copy() -> None:
     assert back.tolist() == [0.0, 1.0, 2.0, 3.0, 4.0, 5.0]
 
 
-def test_storing_runs_beside_and_after_what_the_device_was_given(cuda: FakeCuda) -> None:
-    """The memory it reads is kept for the side stream; neither the host nor the main stream waits."""
-    transfers, device, host = CudaTransfers(DEVICE), FakeTensor(cuda, "device"), FakeTensor(cuda, "host")
-    transfers.store(host, device)  # type: ignore[arg-type]
-    assert cuda.events == [
-        "side waits for main",
-        "enter side",
-        "copy device to host, without waiting",
-        "leave side",
-        "device is used by side",
-    ]
-
-
-def test_loading_runs_behind_what_was_stored_and_before_what_the_device_is_given_next(cuda: FakeCuda) -> None:
-    """New memory may still be read by the main stream's earlier work, so that the side stream waits for it."""
-    transfers, device, host = CudaTransfers(DEVICE), FakeTensor(cuda, "device"), FakeTensor(cuda, "host")
-    transfers.load(device, host)  # type: ignore[arg-type]
-    assert cuda.events == [
-        "side waits for main",
-        "enter side",
-        "copy host to device, without waiting",
-        "leave side",
-        "main waits for side",
-    ]
-
-
-def test_one_side_stream_orders_stores_and_loads(cuda: FakeCuda) -> None:
-    transfers, device, host = CudaTransfers(DEVICE), FakeTensor(cuda, "device"), FakeTensor(cuda, "host")
-    transfers.store(host, device)  # type: ignore[arg-type]
-    transfers.load(device, host)  # type: ignore[arg-type]
-    streams = [event.split()[1] for event in cuda.events if event.startswith("enter")]
-    assert streams == ["side", "side"]
-    assert cuda.devices == [DEVICE] * 4, "one stream of its own, and the current one at each call"
-
-
-def test_settling_is_the_only_wait_of_the_host(cuda: FakeCuda) -> None:
-    transfers, device, host = CudaTransfers(DEVICE), FakeTensor(cuda, "device"), FakeTensor(cuda, "host")
-    transfers.store(host, device)  # type: ignore[arg-type]
-    transfers.load(device, host)  # type: ignore[arg-type]
-    assert not any("the host waits" in event for event in cuda.events)
+def test_state_leaves_and_comes_back_without_a_wait_of_the_host(cuda: Recorder) -> None:
+    """Stored behind what the device was given, loaded before what it is given next; only ``settle`` waits."""
+    transfers = CudaTransfers(DEVICE)
+    host = transfers.host_buffer(4, torch.float32)
+    state = torch.ones(4, device=DEVICE)
+    state.mul_(3)
+    transfers.store(host, state)
+    del state
+    torch.empty(4, device=DEVICE).fill_(7)  # perhaps in the memory that is being stored
+    back = torch.empty(4, device=DEVICE)
+    transfers.load(back, host)
+    back.add_(1)
+    assert not cuda.findings
     transfers.settle()
-    assert cuda.events[-1] == "the host waits for side"
+    assert [finding.kind for finding in cuda.findings] == ["host wait"]
+    assert host.tolist() == [3.0] * 4
+    assert back.cpu().tolist() == [4.0] * 4
 
 
-def test_host_buffers_of_a_gpu_are_pinned(cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_host_buffers_of_a_gpu_are_pinned(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[dict[str, Any]] = []
     monkeypatch.setattr(torch, "empty", lambda size, **how: asked.append({"size": size, **how}))
-    CudaTransfers(DEVICE).host_buffer(5, torch.bfloat16)
+    with twins(), Recorder().recording():
+        transfers = CudaTransfers(DEVICE)
+    transfers.host_buffer(5, torch.bfloat16)
     DirectTransfers().host_buffer(5, torch.bfloat16)
     plain = {"size": 5, "dtype": torch.bfloat16, "device": "cpu"}
     assert asked == [{**plain, "pin_memory": True}, plain]
-
-
-def test_transfers_follow_the_device(cuda: FakeCuda) -> None:
-    assert type(transfers_for(torch.device("cpu"))) is DirectTransfers
-    assert cuda.devices == []
-    assert type(transfers_for(DEVICE)) is CudaTransfers
-    assert cuda.devices == [DEVICE]
 
 
 @pytest.mark.parametrize(

@@ -23,7 +23,7 @@ from torch import Tensor
 from ..params.dtensors import ReplicaGroup, replica_ranks
 from ..torch_compat import spec_of
 from ..transport import sendable
-from .link import current_world
+from .home import current_world
 
 
 class Optimizer(Protocol):
@@ -32,26 +32,23 @@ class Optimizer(Protocol):
     param_groups: list[dict[str, Any]]
 
     @property
-    def replica_group(self) -> ReplicaGroup | None:
-        """The ranks over which plain tensors are replicated."""
-        ...
+    def replica_group(self) -> ReplicaGroup | None: ...
 
 
 class _Registered(NamedTuple):
-    """An optimizer on the roster, as long as it lives, and its lineage.
+    """An optimizer on the roster, the default process group in which it was built, if there was one, and its lineage.
 
     The lineage has the numbers of what the optimizer was copied from, oldest first, and then its own: (3, 7) is optimizer 7, a
     copy of optimizer 3. Sorting by lineage puts copies behind their original.
     """
 
     optimizer: weakref.ref[Optimizer]
+    world: weakref.ref[dist.ProcessGroup] | None
     lineage: tuple[int, ...]
 
 
-_Roster = list[_Registered]
+_roster: list[_Registered] = []
 _numbers = itertools.count()
-_rosters: weakref.WeakKeyDictionary[dist.ProcessGroup, _Roster] = weakref.WeakKeyDictionary()  # by default process group
-_early: _Roster = []  # built before there was a process group
 _lock = threading.Lock()
 
 
@@ -74,10 +71,6 @@ class Pairing(NamedTuple):
         """A random id for all ranks, from a rank that has none; the largest proposal wins. 0 proposes nothing."""
         return 0 if self.shared_id else secrets.randbits(60) | 1
 
-    def joined(self, shared_id: int) -> Pairing:
-        """The pairing after all ranks have agreed on ``shared_id``; 0 means that they keep the id that they have."""
-        return Pairing(shared_id) if shared_id else self
-
 
 def register(optimizer: Optimizer, copied: tuple[int, ...] = ()) -> tuple[int, ...]:
     """Puts a new optimizer on the roster and returns its lineage.
@@ -85,16 +78,13 @@ def register(optimizer: Optimizer, copied: tuple[int, ...] = ()) -> tuple[int, .
     ``copied`` is the lineage of a copy's original, whose place the copy takes once the original is gone. An optimizer for the
     same parameters as a living one counts as a copy of that one.
     """
-    first_param = _first_param(optimizer)
+    first_param, world = _first_param(optimizer), current_world()
     with _lock:
-        roster = _roster()
-        roster[:] = [registered for registered in roster if registered.optimizer() is not None]
-        for registered in roster:
-            known = registered.optimizer()
-            if not copied and first_param is not None and known is not None and _first_param(known) is first_param:
-                copied = registered.lineage
+        _roster[:] = [registered for registered in _roster if registered.optimizer() is not None]
+        if not copied and first_param is not None:
+            copied = next((lineage for lineage, known in _living(world) if _first_param(known) is first_param), ())
         lineage = (*copied, next(_numbers))
-        roster.append(_Registered(weakref.ref(optimizer), lineage))
+        _roster.append(_Registered(weakref.ref(optimizer), None if world is None else weakref.ref(world), lineage))
     return lineage
 
 
@@ -102,18 +92,18 @@ def place_of(optimizer: Optimizer | None) -> Place:
     """The place of an optimizer. Optimizers of the same parameters count as one, since it does not matter which is stepped."""
     assert optimizer is not None, "the optimizer that plans is alive"
     with _lock:
-        roster = _roster()
-        registered = sorted(_early if roster is _early else [*_early, *roster], key=lambda item: item.lineage)
-    living = [known for item in registered if (known := item.optimizer()) is not None]
+        living = [known for _, known in _living(current_world())]
     lookalikes = [known for known in living if known is optimizer or _looks_like(optimizer, known)]
     first_params = list(dict.fromkeys(id(_first_param(known)) for known in lookalikes))  # in order, each once
     first_param = id(_first_param(optimizer))
     return Place(first_params.index(first_param) if first_param in first_params else 0, len(first_params))
 
 
-def _roster() -> _Roster:
-    world = current_world()
-    return _early if world is None else _rosters.setdefault(world, [])
+def _living(world: dist.ProcessGroup | None) -> list[tuple[tuple[int, ...], Optimizer]]:
+    """Lineages and optimizers that were built in ``world``, or before there was a process group; sorted by lineage."""
+    here = [item for item in _roster if item.world is None or (world is not None and item.world() is world)]
+    pairs = [(item.lineage, known) for item in here if (known := item.optimizer()) is not None]
+    return sorted(pairs, key=lambda pair: pair[0])
 
 
 def _first_param(optimizer: Optimizer) -> Tensor | None:
@@ -122,17 +112,15 @@ def _first_param(optimizer: Optimizer) -> Tensor | None:
 
 def _looks_like(optimizer: Optimizer, other: Optimizer) -> bool:
     """Whether ranks could mix up the two optimizers: the same names, shapes and layouts, over the same ranks."""
-    return (
-        [group.get("param_names") for group in optimizer.param_groups]
-        == [group.get("param_names") for group in other.param_groups]
-        and _layouts(optimizer) == _layouts(other)
-        and _replicas(optimizer) == _replicas(other)
-    )
+    return _looks(optimizer) == _looks(other) and _replicas(optimizer) == _replicas(other)
 
 
-def _layouts(optimizer: Optimizer) -> list[list[tuple[object, ...]]]:
-    groups = (group.get("params", ()) for group in optimizer.param_groups)  # a user may have deleted them to free memory
-    return [[(param.shape, param.dtype, spec_of(param)) for param in params] for params in groups]
+def _looks(optimizer: Optimizer) -> list[tuple[object, list[tuple[object, ...]]]]:
+    return [
+        # A user may have deleted the parameters to free memory.
+        (group.get("param_names"), [(param.shape, param.dtype, spec_of(param)) for param in group.get("params", ())])
+        for group in optimizer.param_groups
+    ]
 
 
 def _replicas(optimizer: Optimizer) -> object:

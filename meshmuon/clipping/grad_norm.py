@@ -22,8 +22,8 @@ from ..layout import Layout
 from ..params.checks import refuse_uninitialised, shown
 from ..params.dtensors import ReplicaGroup, as_dtensor, check_gradient_placement, groups_of
 from ..torch_compat import mark_overwritten, never_traced
-from ..transport import NormWord, all_gather_objects, norm_device, reduce_norm, shared_group, turns_of
-from .norms import local_norms, scale_all
+from ..transport import all_gather_objects, norm_device, shared_group, turns_of
+from .norms import local_norms, reduce_norm, scale_all
 from .replicas import Replicas
 
 _DOUBLE = (torch.float64, torch.complex128)
@@ -130,15 +130,21 @@ class _GradNorm:
 
     def _run(self, process_groups: Sequence[dist.ProcessGroup], raises: bool) -> Tensor:
         device = norm_device([param.device for param in self._params], process_groups)
-        reduced = reduce_norm(self._contribution(device), process_groups, largest=math.isinf(self._order))
+        largest = math.isinf(self._order)
+        value = nan = torch.zeros((), dtype=torch.float32 if device.type == "mps" else torch.float64, device=device)
+        if not self._failure:
+            with self._failure:
+                value, nan = (self._largest if largest else self._sum_of_powers)(value)
+        flags = float(bool(self._failure)), *self._differences(largest)
+        value, nan, unusable = reduce_norm(value, nan, flags, process_groups, largest=largest)
         if device.type == "cpu" or raises:
-            if bool(reduced.unusable):
+            if bool(unusable):
                 self._raise_together()
         else:
             self._failure.raise_it()  # the other ranks do not wait for their device: their norm is NaN
         double = any(param.dtype in _DOUBLE for param in self._params)
-        value = reduced.value if math.isinf(self._order) else reduced.value.pow(1 / self._order)
-        total = value.masked_fill(reduced.nan | reduced.unusable, math.nan).to(torch.float64 if double else torch.float32)
+        value = value if largest else value.pow(1 / self._order)
+        total = value.masked_fill(nan | unusable, math.nan).to(torch.float64 if double else torch.float32)
         if raises and not bool(total.isfinite()):
             raise GradientError(
                 f"the norm of order {self._order} of all gradients is {float(total)}; nothing was changed. Skip the step, or "
@@ -177,14 +183,6 @@ class _GradNorm:
             if local.numel():
                 grads.append((local, role.counts))
         return grads
-
-    def _contribution(self, device: torch.device) -> NormWord:
-        largest = math.isinf(self._order)
-        value = nan = torch.zeros((), dtype=torch.float32 if device.type == "mps" else torch.float64, device=device)
-        if not self._failure:
-            with self._failure:
-                value, nan = (self._largest if largest else self._sum_of_powers)(value)
-        return NormWord(value, nan, bool(self._failure), *self._differences(largest))
 
     def _sum_of_powers(self, zero: Tensor) -> tuple[Tensor, Tensor]:
         value = zero

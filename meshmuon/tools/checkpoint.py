@@ -24,7 +24,7 @@ import torch
 from ..errors import CheckpointError, MeshmuonError, StateError
 from ..optim import Muon
 from ..params.option_table import ParamGroup
-from ..state.param_state import start_memories
+from ..state.param_state import start
 
 MANIFEST = "meshmuon-manifest.json"
 """Name of the manifest inside a folder; beside a single file it is ``<file>.meshmuon-manifest.json``."""
@@ -270,7 +270,7 @@ def convert_torch_state(
             if name in members:
                 state[key], options[name] = _converted(name, members[name], live)
                 if state[key]:
-                    start_memories(state[key], name, param, cast(ParamGroup, live))
+                    start(state[key], name, param, cast(ParamGroup, live))
             elif param.requires_grad:
                 raise StateError(f"{name} is in neither state: give states of the same model, with the optimizer's names.")
         _set_options(param_group, options)

@@ -75,10 +75,6 @@ class Model:
         return [(one.to_local() if isinstance(one, DTensor) else one).clone() for one in found]
 
 
-def lives(world: int, main: Callable[[int], Any]) -> list[Any]:
-    return run_threads(world, main)
-
-
 def untroubled(layout: str, steps: int) -> list[list[list[Tensor]]]:
     """By rank and model, what two models become that nobody disturbs."""
 
@@ -89,8 +85,7 @@ def untroubled(layout: str, steps: int) -> list[list[list[Tensor]]]:
                 assert model.step(step) == ""
         return [model.whole() for model in models]
 
-    found: list[list[list[Tensor]]] = lives(WORLD, main)
-    return found
+    return run_threads(WORLD, main)
 
 
 def assert_untroubled(layout: str, steps: int, found: list[list[list[Tensor]]]) -> None:
@@ -118,7 +113,7 @@ def test_another_order_on_one_rank(layout: str, first: int) -> None:
             assert [model.step(step) for model in models] == ["", ""]
         return said, [model.whole() for model in models]
 
-    found = lives(WORLD, main)
+    found = run_threads(WORLD, main)
     for said, _ in found:
         assert said == found[0][0]
         assert all(text.startswith(STRANGER) for text in said), said
@@ -133,19 +128,7 @@ def test_an_order_that_changes_on_all_ranks(layout: str) -> None:
             assert [model.step(step) for model in (models if step % 2 else models[::-1])] == ["", ""]
         return [model.whole() for model in models]
 
-    assert_untroubled(layout, 4, lives(WORLD, main))
-
-
-def test_one_of_two_is_left_out_on_one_rank() -> None:
-    def main(rank: int) -> list[str]:
-        models = [Model("rows", 1), Model("rows", 2)]
-        for step in range(2):
-            assert [model.step(step) for model in models] == ["", ""]
-        return [model.step(2) for model in (models if rank != ODD else [models[1], models[0]])]
-
-    found = lives(WORLD, main)
-    assert found[0][0].startswith(STRANGER)
-    assert all(said == found[0] for said in found)
+    assert_untroubled(layout, 4, run_threads(WORLD, main))
 
 
 def test_ranks_are_compared_with_all_others() -> None:
@@ -165,7 +148,7 @@ def test_an_optimizer_that_was_stepped_beside_a_new_one() -> None:
         said = [(new if rank == ODD else old).step(3)]
         return [*said, old.step(3), new.step(0), new.step(1), old.step(4)]
 
-    for said in lives(WORLD, main):
+    for said in run_threads(WORLD, main):
         assert said[0].startswith(STRANGER)
         assert said[1:] == [""] * 4
 
@@ -244,7 +227,7 @@ def test_what_one_rank_may_do_alone(event: Callable[[Model], object], layout: st
             assert [model.step(step) for model in models] == ["", ""], f"step {step}"
         return [model.whole() for model in models]
 
-    assert_untroubled(layout, 4, lives(WORLD, main))
+    assert_untroubled(layout, 4, run_threads(WORLD, main))
 
 
 @pytest.mark.parametrize("when", [0, 2])
@@ -259,7 +242,7 @@ def test_what_all_ranks_do(event: Callable[[Model], object], layout: str, when: 
             assert [model.step(step) for model in models] == ["", ""], f"step {step}"
         return [model.whole() for model in models]
 
-    assert_untroubled(layout, 4, lives(WORLD, main))
+    assert_untroubled(layout, 4, run_threads(WORLD, main))
 
 
 def test_an_optimizer_built_before_on_one_rank_is_no_trouble() -> None:
@@ -274,7 +257,7 @@ def test_an_optimizer_built_before_on_one_rank_is_no_trouble() -> None:
         assert (before is not None) == bool(more)
         return [model.whole() for model in models]
 
-    assert_untroubled("rows", 3, lives(WORLD, main))
+    assert_untroubled("rows", 3, run_threads(WORLD, main))
 
 
 def test_an_optimizer_whose_groups_were_emptied_is_no_trouble() -> None:
@@ -287,7 +270,7 @@ def test_an_optimizer_whose_groups_were_emptied_is_no_trouble() -> None:
         Model("rows", 7)
         return model.step(0) + model.step(1)
 
-    assert set(lives(WORLD, life)) == {""}
+    assert set(run_threads(WORLD, life)) == {""}
 
 
 def test_copies_that_are_stepped_too() -> None:
@@ -301,7 +284,7 @@ def test_copies_that_are_stepped_too() -> None:
         order = (other, one) if rank == ODD else (one, other)
         return [model.step(2) for model in (*order, one, other)]
 
-    for said in lives(WORLD, main):
+    for said in run_threads(WORLD, main):
         assert all(text.startswith(STRANGER) for text in said[:2])
         assert said[2:] == ["", ""]
 
@@ -329,7 +312,7 @@ def test_a_closure_that_ends_a_step_on_one_rank(first: int) -> None:
             assert [model.step(step) for model in models] == ["", ""]
         return said, [model.whole() for model in models]
 
-    found = lives(WORLD, main)
+    found = run_threads(WORLD, main)
     texts = {said[0] for said, _ in found}
     assert len(texts) == 1, texts
     assert texts.pop().startswith(
@@ -347,7 +330,7 @@ def test_a_closure_that_ends_a_step_on_all_ranks_counts_nowhere() -> None:
                 model.step(step, failing)
             assert model.step(step) == ""
 
-    lives(WORLD, main)
+    run_threads(WORLD, main)
 
 
 def test_loading_on_all_ranks_forgets_how_often() -> None:
@@ -360,7 +343,7 @@ def test_loading_on_all_ranks_forgets_how_often() -> None:
         loaded(model)
         assert [model.step(2), model.step(3)] == ["", ""]
 
-    lives(WORLD, main)
+    run_threads(WORLD, main)
 
 
 def test_steps_that_fail_or_are_left_out_count_alike_everywhere() -> None:
@@ -380,7 +363,7 @@ def test_steps_that_fail_or_are_left_out_count_alike_everywhere() -> None:
         model.optimizer.param_groups[0].update(kept)
         return [*said, model.step(2), model.step(3)]
 
-    found = lives(WORLD, main)
+    found = run_threads(WORLD, main)
     assert all(said == found[0] for said in found)
     assert [bool(text) for text in found[0]] == [False, False, True, True, False, False]
 
@@ -407,4 +390,4 @@ def test_a_steady_step_has_one_reduction() -> None:
 
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(dist, "all_reduce", counted)
-        lives(WORLD, main)
+        run_threads(WORLD, main)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -9,20 +11,25 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, distribute_tensor
 
 from meshmuon import Muon
-from meshmuon.agree.differences import ABSENT, ELSEWHERE, PRESENT, lost_by_owners
+from meshmuon.agree.differences import ABSENT, ELSEWHERE, PRESENT, Note, raise_lost_state
 from meshmuon.errors import StateError
 from tests.support.tensors import local, seeded
 from tests.support.threads import run_threads
 
 
-def test_only_parameters_that_are_stepped_can_have_lost_their_state() -> None:
-    states = {0: ABSENT + ELSEWHERE, 1: ELSEWHERE + PRESENT}  # rank 0 owns the first parameter, rank 1 the second
-    assert lost_by_owners(states, [True, True]) == {1: [0]}
-    assert lost_by_owners(states, [False, True]) == {}  # idle: nothing restarts in this step
-
-
-def test_nothing_is_lost_where_no_owner_has_state() -> None:
-    assert lost_by_owners({0: ABSENT + ELSEWHERE, 1: ELSEWHERE + ABSENT}, [True, True]) == {}
+@pytest.mark.parametrize(
+    ("states", "has_grad", "lost"),
+    [
+        ((ABSENT + ELSEWHERE, ELSEWHERE + PRESENT), (True, True), True),  # rank 0 owns the first parameter, rank 1 the second
+        ((ABSENT + ELSEWHERE, ELSEWHERE + PRESENT), (False, True), False),  # idle: nothing restarts in this step
+        ((ABSENT + ELSEWHERE, ELSEWHERE + ABSENT), (True, True), False),  # no owner has state
+    ],
+)
+def test_state_that_an_owner_alone_has_lost(states: tuple[str, str], has_grad: tuple[bool, ...], lost: bool) -> None:
+    notes = {rank: Note(None, has_grad=has_grad, state=state) for rank, state in enumerate(states)}
+    text = "a has no state on rank 0 and would restart there from zero, while rank 1 has state"
+    with pytest.raises(StateError, match=text) if lost else contextlib.nullcontext():
+        raise_lost_state(["a", "b"], notes, lambda positions: {}, kept_by_owners=True)
 
 
 class Replica:

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor, Partial, distribute_tensor
 
 from meshmuon import Muon
 from meshmuon.agree import local_planner
@@ -23,7 +23,7 @@ from meshmuon.execute import executor
 from meshmuon.optim import muon_step
 from meshmuon.plan import Plan, make_plan
 from tests.support.processes import RankOutcome, results_of, run_ranks
-from tests.support.small_model import S0, R, after, assert_equal, give_gradients, initial, muon_of, on_mesh, world_mesh
+from tests.support.small_model import S0, S1, R, after, assert_equal, give_gradients, initial, muon_of, on_mesh, world_mesh
 from tests.support.tensors import assert_untouched, everything, local, same, seeded
 
 WORLD, ODD = 3, 1  # the odd one out
@@ -61,6 +61,14 @@ def other_cut(optimizer: Muon, params: list[nn.Parameter]) -> None:
     params[0].grad = DTensor.from_local(part, params[0].device_mesh, [S0], run_check=False, shape=(8, 6), stride=(6, 1))
 
 
+def other_placements(optimizer: Muon, params: list[nn.Parameter]) -> None:
+    params[0].grad = distribute_tensor(torch.ones(8, 6), params[0].device_mesh, [S1], src_data_rank=None)
+
+
+def partial_sum(optimizer: Muon, params: list[nn.Parameter]) -> None:
+    params[0].grad = DTensor.from_local(torch.ones(8, 6), params[0].device_mesh, [Partial()])
+
+
 def complex_numbers(optimizer: Muon, params: list[nn.Parameter]) -> None:
     params[0].grad_dtype = None
     params[0].grad = params[0].grad.to(torch.complex64)
@@ -87,6 +95,8 @@ class Refusal:
 REFUSALS: dict[str, Refusal] = {
     "gradient of another shape": Refusal(other_shape, "GradientError", ("rank 1: a has shape (8, 6)", "(8, 5)"), {}),
     "gradient cut otherwise": Refusal(other_cut, "GradientError", ("rank 1: a: this rank holds",), {}),
+    "gradient laid out otherwise": Refusal(other_placements, "GradientError", ("rank 1: a", "is laid out differently"), {}),
+    "gradient that is a sum": Refusal(partial_sum, "GradientError", ("rank 1: a", "is not reduced yet", "redistribute"), {}),
     "NaN": Refusal(not_finite, "GradientError", ("rank 1: a has a gradient that is not finite",), {"nonfinite": "raise"}),
     "negative lr": Refusal(setting(0, lr=-1.0), "ConfigError", ("rank 1: group 0: lr=-1.0",), {}),
     "too large an lr": Refusal(setting(0, lr=1e39), "ConfigError", ("rank 1: group 0: lr=1e+39 times adjust_lr_fn",), {}),

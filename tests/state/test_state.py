@@ -12,8 +12,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from meshmuon import Muon, StateError, keller
-from tests.support.reference import LR, assert_same_bits, copies, group, make_params, muon, run
+from meshmuon import Interleaved, Muon, StateError, keller
+from tests.support.reference import LR, assert_same_bits, copies, group, make_params, muon, run, run_alike
 
 SHAPES = ((8, 12), (12, 8), (8, 12), (3, 6, 4), (5,), (7, 2))
 
@@ -71,6 +71,22 @@ def test_a_scheme_given_to_a_group_survives_the_disk() -> None:
     fresh.load_state_dict(through_disk(optimizer.state_dict()))
     run(optimizer, params, [1])
     run(fresh, twins, [1])
+    assert_same_bits(twins, params)
+
+
+def test_an_interleaved_split_is_stored_as_plain_numbers() -> None:
+    """Also one that was set in a group by hand; the next steps are those of an uninterrupted run."""
+    split = Interleaved((1, 1), 7)
+    params, twins = make_params((3, 5, 14)), make_params((3, 5, 14))
+    options: dict[str, Any] = {"expert_keys": ["experts"], "expert_dims": "in_out", "rule": "normuon"}
+    first, second = (Muon([group(own, prefix="experts", split=split)], lr=LR, **options) for own in (params, twins))
+    run(first, params, range(1))
+    twins[0].data.copy_(params[0])
+    second.load_state_dict(through_disk(first.state_dict()))
+    assert second.param_groups[0]["split"] == ((1, 1), 7)
+    second.param_groups[0]["split"] = split
+    assert second.state_dict()["param_groups"][0]["split"] == ((1, 1), 7)
+    run_alike((first, params), (second, twins), steps=range(1, 3))
     assert_same_bits(twins, params)
 
 

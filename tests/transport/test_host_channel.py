@@ -21,8 +21,7 @@ import pytest
 
 from meshmuon.transport import connecting, host_channel
 from meshmuon.transport.connecting import PROTOCOL, Connecting, Door, Listener, UnreachableError
-from meshmuon.transport.dissemination import distances
-from meshmuon.transport.host_channel import HostChannel, PendingRounds, open_channel
+from meshmuon.transport.host_channel import HostChannel, PendingRounds, distances, open_channel, told_in_round
 from tests.support.channels import SECONDS, Doors, run_channels
 from tests.support.processes import fork_server
 
@@ -64,9 +63,7 @@ def test_advancing_needs_no_wait() -> None:
         while not pending.advance():
             assert time.monotonic() < end
             time.sleep(0.001)
-        with pytest.MonkeyPatch.context() as patched:
-            patched.setattr(HostChannel, "wait_for_events", None)
-            return pending.wait()
+        return pending.wait()
 
     assert run_channels(5, main) == [(4,)] * 5
 
@@ -84,6 +81,23 @@ def test_the_first_round_is_sent_before_anyone_waits() -> None:
         return words
 
     assert run_channels(2, main) == [(1,), (1,)]
+
+
+@pytest.mark.parametrize("size", [*range(1, 70), 130, 511, 512, 513])
+def test_every_value_is_told_once_and_in_as_few_rounds_as_possible(size: int) -> None:
+    """A rank passes on only what it has, and nobody is told what he knows. What a rank knows at most doubles in a round."""
+    known, rounds = [{rank} for rank in range(size)], distances(size)
+    assert len(rounds) == (size - 1).bit_length()
+    assert len({0, *(distance % size for distance in rounds)}) == 1 + len(rounds), "every round goes to another rank"
+    for distance in rounds:
+        told = [told_in_round(rank, size, distance) for rank in range(size)]
+        assert all(set(positions) <= known[rank] for rank, positions in enumerate(told))
+        for rank in range(size):
+            heard = told[(rank - distance) % size]
+            assert known[rank].isdisjoint(heard)
+            assert len(set(heard)) == len(heard)
+        known = [known[rank] | set(told[(rank - distance) % size]) for rank in range(size)]
+    assert all(everyone == set(range(size)) for everyone in known)
 
 
 # Hops and connections of real processes.
@@ -115,14 +129,14 @@ def counted_rank(position: int, size: int, folder: Path) -> None:
         return [path.read_bytes() for path in paths]
 
     sends = 0
-    original = HostChannel._send
+    original = socket.socket.send
 
-    def send(self: HostChannel, number: int, message: memoryview) -> int:
+    def send(self: socket.socket, message: Any) -> int:
         nonlocal sends
-        sends += bool(message)
-        return original(self, number, message)
+        sends += 1
+        return original(self, message)
 
-    HostChannel._send = send  # type: ignore[method-assign]
+    socket.socket.send = send  # type: ignore[assignment, method-assign]
     before = sockets_of_this_process()
     channel = open_channel(position, range(size), share)
     assert isinstance(channel, HostChannel), channel
@@ -287,33 +301,24 @@ def test_a_rank_that_is_not_expected_is_turned_away() -> None:
     calling.outgoing[0].close()
 
 
-def test_strangers_do_not_exhaust_descriptors(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two hundred that say nothing: a few are open at a time, and none after its time; a rank that calls is let in."""
-    monkeypatch.setattr(connecting, "_MOST_STRANGERS", 4)
-    monkeypatch.setattr(connecting, "_HELLO_SECONDS", 0.2)
+@pytest.mark.parametrize(("most", "seconds"), [(4, 1e9), (1000, 0.2)], ids=["too many", "too long"])
+def test_strangers_do_not_exhaust_descriptors(most: int, seconds: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A hundred that say nothing: all but the last few are turned away, and all after their time; a rank that calls is let in."""
+    monkeypatch.setattr(connecting, "_MOST_STRANGERS", most)
+    monkeypatch.setattr(connecting, "_HELLO_SECONDS", seconds)
     listener = Listener("")
     doors = [listener.door, dataclasses.replace(listener.door, secret="ab")]
     accepting = Connecting(0, doors, [], [1], listener, str)
-    most = []
-    original = Connecting._begin
-
-    def begin(self: Connecting, dialogue: Any) -> None:
-        original(self, dialogue)
-        if self is accepting:
-            most.append(len(self._selector.get_map()) - len(listener.sockets))
-
-    monkeypatch.setattr(Connecting, "_begin", begin)
     thread = threading.Thread(target=lambda: accepting.run(SECONDS))
     thread.start()
-    strangers = [socket.create_connection(doors[0].places[0]) for _ in range(200)]
-    for stranger in strangers[:196]:
-        stranger.settimeout(SECONDS)
+    strangers = [socket.create_connection(doors[0].places[0]) for _ in range(100)]
+    for stranger in strangers[:96]:
+        stranger.settimeout(SECONDS / 3)
         with contextlib.suppress(ConnectionError):
             assert stranger.recv(1) == b""
     calling = Connecting(1, doors, [0], [], Listener(""), str)
     calling.run(SECONDS)
     thread.join()
-    assert max(most) <= 5
     for opened in (*strangers, *calling.outgoing.values(), *accepting.incoming.values()):
         opened.close()
 
@@ -484,7 +489,8 @@ def test_who_is_lost_and_who_has_left(how: str) -> None:
             before.wait(SECONDS)
             pending = channel.start_maximum((2,), SECONDS) if how == "left" else None  # what was not read yet hides nothing
             if how == "killed":
-                channel._release()
+                for connection in channel._connections():
+                    connection.close()
             else:
                 channel.end("") if how == "failed" else channel.leave()
             gone.wait(SECONDS)
@@ -528,7 +534,7 @@ def test_a_rank_that_fails_behind_a_message_that_nobody_reads() -> None:
 
     def main(channel: HostChannel, position: int) -> bytes:
         if position == 0:
-            pending = PendingRounds(channel, channel._gather("x" * 50_000_000), SECONDS)
+            pending = PendingRounds(channel._gather("x" * 50_000_000), SECONDS)
             for _ in range(50):  # until the buffers are full
                 pending.advance()
             channel.end("failed")
@@ -536,9 +542,10 @@ def test_a_rank_that_fails_behind_a_message_that_nobody_reads() -> None:
             read.wait(SECONDS)
             return b"failed"
         failed.wait(SECONDS)
-        channel._incoming[0].settimeout(SECONDS / 3)
+        incoming = channel._rounds[0][1].connection
+        incoming.settimeout(SECONDS / 3)
         try:
-            while part := channel._incoming[0].recv(1 << 20):
+            while part := incoming.recv(1 << 20):
                 pass
         finally:
             read.set()
@@ -567,7 +574,7 @@ def test_sizes_are_limited(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def main(channel: HostChannel, position: int) -> Any:
         if position == 0:
-            channel._outgoing[0].sendall(huge)
+            channel._rounds[0][0].connection.sendall(huge)
             time.sleep(0.01)
         return channel.all_gather("x" * 2000 if position == 0 else "", SECONDS)
 
@@ -577,10 +584,10 @@ def test_sizes_are_limited(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_what_cannot_be_read_is_not_executed() -> None:
-    channel = HostChannel(0, [5], [], [])
     for message in (b"\x80\x04K\x01.", b"[[", b'[["os.system", "true"]]', b"7", b'[["Door"]]', b"[" * 5000):
         with pytest.raises(RuntimeError, match="rank 5 sends something that cannot be read"):
-            channel._plain(message, 5)
+            host_channel._plain(message, 5)
+    channel = HostChannel(0, [5], [], [])
     with pytest.raises(TypeError, match="ranks do not send each other objects of"):
         channel.all_gather(object(), SECONDS)
 
@@ -655,9 +662,3 @@ def test_a_channel_that_nobody_uses_any_more_closes_its_connections() -> None:
     del thread
     channels.clear()
     assert not sockets_of_this_process() - before
-
-
-def test_rounds_are_those_of_the_schedule() -> None:
-    channel = HostChannel(0, range(9), [], [])
-    assert channel.rounds == len(distances(9)) == 4
-    assert channel.connections == 0

@@ -15,7 +15,7 @@ from ...layout import Layout, Mesh, Placement
 from ...matrices import MatrixOptions, check_matrices
 from ...ortho import SchemeLike, resolve_scheme
 from ...params.option_table import ParamGroup
-from ...params.param_record import GroupRecipe, ParamRecord
+from ...params.param_record import GroupRecipe, ParamLocation, ParamRecord
 from ...plan import DEFAULT_MAX_PEERS, CostModel, Nodes, Plan, PlanOptions, cost_model_for
 from .description import ModelDescription
 from .sharding import PlacedParam, Sharding
@@ -72,20 +72,12 @@ def _plan_stage(placed: Sequence[PlacedParam], options: MuonOptions, device_type
     records = []
     for k in order:
         item, recipe = placed[k], muon if placed[k].param.use_muon else GroupRecipe()
-        record = ParamRecord.placed(
-            item.param.name,
-            torch.empty(item.param.shape, dtype=options.param_dtype, device="meta"),
-            0 if item.param.use_muon else 1,
-            cast(ParamGroup, {}),  # plans read the recipe, not the group
-            recipe,
-            options.comm_dtype,
-            local_shape=_local_shape(item.param.shape, item.mesh, item.placements, rank),
-            mesh=item.mesh,
-            placements=item.placements,
-            device=device,
-            work_device=device,
-        )
-        records.append(record)
+        param = torch.empty(item.param.shape, dtype=options.param_dtype, device="meta")
+        local_shape = _local_shape(item.param.shape, item.mesh, item.placements, rank)
+        place = ParamLocation(local_shape, item.mesh, item.placements, device, device)
+        group = cast(ParamGroup, {})  # plans read the recipe, not the group
+        group_index = 0 if item.param.use_muon else 1
+        records.append(ParamRecord.of(item.param.name, param, group_index, group, recipe, options.comm_dtype, place))
     plan_options = PlanOptions(
         cost_model_for(device_type),
         options.replicas,

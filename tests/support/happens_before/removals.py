@@ -25,7 +25,7 @@ _SWITCHES = {"stream", "beside"}
 _MARKS = {"main_mark", "side_mark", "record_event"}
 _ARGUMENTS = {"non_blocking", "pin_memory"}  # without them, the host waits for a copy
 # Waits for gloo, for connections and for a store, in host memory.
-_NO_STREAMS = {"transport/failures.py", "transport/host_channel.py", "transport/channels.py", "transport/probe.py"}
+_NO_STREAMS = {"transport/failures.py", "transport/host_channel.py", "transport/collectives.py"}
 _NO_STEP = "tools"  # which no step calls
 _NO_STEP_CLASSES = {"AcceleratorHardware"}  # reports and measurements: of the doctor, and of tiles before the first launch
 

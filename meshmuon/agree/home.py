@@ -1,49 +1,13 @@
-"""The connection between the ranks that plan together, and the process that an optimizer belongs to."""
+"""The process that an optimizer belongs to, and its default process group."""
 
 from __future__ import annotations
 
 import os
-import threading
 import weakref
-from collections.abc import Iterable
 
 import torch.distributed as dist
 
-from ..errors import StateError, TransportError
-from ..transport import Agreement, Exchange, exchange_group, turn_of
-
-
-class Link:
-    """The ranks that plan together, and the process group through which they exchange pieces and agree.
-
-    A step holds the turn of the process group from its vote to its end. Another thread that steps another optimizer over the same
-    group, clips or gathers state over it, waits. If ranks step in different orders, their votes differ, and all of them raise.
-    """
-
-    def __init__(self, ranks: tuple[int, ...], existing: Iterable[dist.ProcessGroup]) -> None:
-        self.ranks = ranks
-        process_group = exchange_group(ranks, existing)
-        self.exchange = Exchange(process_group)
-        self._turn = turn_of(process_group)
-        with self._turn:
-            self.agreement = Agreement(process_group)
-        self._thread: int | None = None  # that has the turn
-
-    def begin_turn(self) -> None:
-        """Returns once no other thread of this process steps over the process group."""
-        if self._thread == threading.get_ident():
-            raise StateError(
-                "step() was called inside a step of the same optimizer, by its scheme, its rule or a hook. Let the one step end "
-                "before the next begins."
-            )
-        self._turn.acquire()
-        self._thread = threading.get_ident()
-
-    def end_turn(self) -> None:
-        """The step is over, or has failed, whether or not it had begun its turn."""
-        if self._thread == threading.get_ident():
-            self._thread = None
-            self._turn.release()
+from ..errors import TransportError
 
 
 class Home:
@@ -51,7 +15,8 @@ class Home:
 
     def __init__(self) -> None:
         self._process = os.getpid()
-        self._world = _reference_to(current_world())
+        world = current_world()
+        self._world = None if world is None else weakref.ref(world)
 
     def check_process(self) -> None:
         """Raises in a forked process: it has no connections, so the other ranks would never answer."""
@@ -69,9 +34,10 @@ class Home:
         DTensors keep the process groups that they were created with. If ranks share ``plain`` tensors only, another process group
         can be used.
         """
+        world = current_world()
         if self._world is None:  # built before there was one
-            self._world = _reference_to(current_world())
-        elif self._world() is None or self._world() is not current_world():
+            self._world = None if world is None else weakref.ref(world)
+        elif world is None or self._world() is not world:
             remedy = "Rebuild the meshes, the model and the optimizer, and load a checkpoint."
             if plain:
                 remedy = "Set optimizer.replica_group to a process group of the new one."
@@ -89,7 +55,3 @@ def current_rank() -> int:
 def current_world() -> dist.ProcessGroup | None:
     """The default process group, or None."""
     return dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
-
-
-def _reference_to(world: dist.ProcessGroup | None) -> weakref.ref[dist.ProcessGroup] | None:
-    return None if world is None else weakref.ref(world)
