@@ -29,7 +29,7 @@ from ..agree.differences import failure_for_other_ranks
 from ..agree.planner import Planner
 from ..agree.state_presence import StatePresence
 from ..agree.step_decision import Activity, RankStatus, StepDecision
-from ..errors import KeptError, KernelError, KernelWarning, OrthogonalizeError, StateError
+from ..errors import KeptError, KernelError, KernelWarning, MeshmuonError, OrthogonalizeError, StateError
 from ..execute import UNOBSERVED, ExecutorSettings, StepExecutor, StepParam, advance_counters
 from ..metrics.meter import Clipped, Meter
 from ..metrics.recorder import StepRecorder
@@ -200,16 +200,18 @@ class MuonStep(torch.optim.Optimizer):
     def _prepare_plan(self, step: StepContext) -> None:
         """One attempt, confirmed by all ranks. If one of them fails, none keeps anything: the next step prepares again."""
         decision = step.decision
-        with step.failure:
-            step_params = self._params_of(step)
-            if decision.plan is not self._executor.plan:
-                self._executor.prepare(decision.plan, decision.rank, step_params, decision.exchange)
-            self._meter.prepare(decision, step.params, self._planner.layouts)
         try:
+            with step.failure:
+                step_params = self._params_of(step)
+                if decision.plan is not self._executor.plan:
+                    self._executor.prepare(decision.plan, decision.rank, step_params, decision.exchange)
+                self._meter.prepare(decision, step.params, self._planner.layouts)
             self._planner.confirm(step.failure)
-        except BaseException:
+        except BaseException as error:
             self._executor.discard()
             self._meter.discard()
+            if decision.exchange is not None and not isinstance(error, MeshmuonError):  # Ctrl-C: the others wait for this rank
+                decision.exchange.abandon()
             raise
 
     def _run(self, step: StepContext) -> None:

@@ -62,9 +62,13 @@ def test_state_that_one_rank_has_made_and_not_stepped_is_none(use_muon: bool) ->
     """``state_dict()`` makes zeros and the key of the rounding counter, which is no progress: nothing would restart elsewhere."""
 
     def main(rank: int) -> Tensor:
-        replica = Replica(use_muon)
+        replica, earlier = Replica(use_muon), Replica(use_muon).param
+        replica.optimizer.add_param_group({"params": [earlier], "names": ["v"], "use_muon": use_muon})
+        earlier.grad = replica.placed(8)
+        replica.optimizer.step()
         if rank == 1:
             replica.optimizer.state_dict()
+        assert (replica.param in replica.optimizer.state) == (rank == 1)
         for step in range(2):
             replica.step(step)
         return local(replica.param)

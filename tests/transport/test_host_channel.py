@@ -514,6 +514,26 @@ def test_who_is_lost_and_who_has_left(how: str) -> None:
     assert run_channels(2, main)[0] == expected[how]
 
 
+def test_a_host_that_vanishes_is_noticed_after_a_minute(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the system has these options: what is not acknowledged, and a silence, end a connection after 60 s."""
+    names = ("TCP_USER_TIMEOUT", "TCP_KEEPIDLE", "TCP_KEEPINTVL", "TCP_KEEPCNT")
+    set_options, found = host_channel._set_options, []
+
+    def set_and_read(connection: socket.socket) -> None:
+        set_options(connection)
+        numbers = [getattr(socket, name, None) for name in names]
+        values = [-1 if number is None else connection.getsockopt(socket.IPPROTO_TCP, number) for number in numbers]
+        found.append((connection.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE), *values))
+
+    monkeypatch.setattr(host_channel, "_set_options", set_and_read)
+    run_channels(3, lambda channel, position: None)
+    assert len(found) == 3 * 4  # each has two connections in either direction
+    for alive, unacknowledged, idle, interval, count in found:
+        assert alive
+        assert unacknowledged in (-1, 60_000)
+        assert -1 in (idle, interval, count) or idle + interval * count == 60
+
+
 def test_a_rank_that_fails_behind_a_message_that_nobody_reads() -> None:
     """There is no room for a last word, but the connection ends all the same."""
     failed, read = threading.Event(), threading.Event()
