@@ -28,7 +28,7 @@ from common import COLOURS, Goal, Quartiles, Report, Step, quartiles, race, rati
 from torch._C._distributed_c10d import FileStore
 
 from meshmuon.transport import Agreement, Vote
-from meshmuon.transport.channels import channel_of
+from meshmuon.transport.collectives import channel_of
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -96,7 +96,7 @@ def rank_main(rank: int, processes: int, rounds: int, store: Path, results: Any)
     assert channel is not None
     if rank == 0:
         votes, rings = ([seconds / VOTES_PER_TURN for seconds in samples[name].wall] for name in (VOTE, RING))
-        results.send((votes, rings, channel.rounds, channel.connections, gloo_sockets))
+        results.send((votes, rings, channel.connections // 2, channel.connections, gloo_sockets))
     dist.barrier()
     dist.destroy_process_group()
 

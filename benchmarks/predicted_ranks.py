@@ -21,8 +21,7 @@ from ranks import Runner, make
 from wire import Wire
 
 from meshmuon import Muon
-from meshmuon.tools.doctor.check import Finding
-from meshmuon.tools.doctor.context import Context, DoctorOptions
+from meshmuon.tools.doctor.context import Context, DoctorOptions, Finding
 from meshmuon.tools.doctor.measurements import (
     calibration_of,
     measure_host,
@@ -33,8 +32,8 @@ from meshmuon.tools.doctor.measurements import (
     summarise_products,
 )
 from meshmuon.tools.predict.calibration import Calibration
+from meshmuon.tools.predict.counts import buffer_bytes, bytes_sent
 from meshmuon.tools.predict.prediction import predict
-from meshmuon.tools.predict.step_counts import buffer_bytes, bytes_sent
 
 SCHEME = "meshmuon, auto"
 EXCHANGE_BUFFERS = ("shards", "gathered", "results", "sent", "received", "averages")

@@ -25,12 +25,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from common import COLOURS, Benchmark, Goal, Report
 
-from meshmuon.tools.simulate.cluster import MuonOptions
-from meshmuon.tools.simulate.machines import Machine
-from meshmuon.tools.simulate.meshes import MeshAxes
-from meshmuon.tools.simulate.presets import load_machine, load_model
-from meshmuon.tools.simulate.sharding import MeshSharding
-from meshmuon.tools.simulate.simulation import Simulation, Workload
+from meshmuon.tools.simulate.description import load_model
+from meshmuon.tools.simulate.machines import Machine, load_machine
+from meshmuon.tools.simulate.sharding import MeshAxes
+from meshmuon.tools.simulate.simulation import MuonOptions, Simulation, Workload
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -64,9 +62,7 @@ class Kind:
 
 @cache
 def simulated(model: str, mesh: str, machine: str) -> Simulation:
-    return Simulation.run(
-        load_model(model), MeshSharding(MeshAxes.parse(mesh, None)), load_machine(machine), MuonOptions(), WORKLOAD
-    )
+    return Simulation.run(load_model(model), MeshAxes.parse(mesh, None), load_machine(machine), MuonOptions(), WORKLOAD)
 
 
 def kinds_of(simulation: Simulation) -> list[Kind]:

@@ -35,7 +35,6 @@ class StridedRange:
 
     @property
     def length(self) -> int:
-        """Number of indices."""
         return self.size * self.count
 
     @property
@@ -67,7 +66,6 @@ class StridedRange:
         return StridedRange(index, length) if length <= self.size else replace(self, start=index, count=length // self.size)
 
     def moved(self, by: int) -> StridedRange:
-        """The same indices plus ``by``."""
         return replace(self, start=self.start + by)
 
     def joined(self, following: StridedRange) -> StridedRange | None:
@@ -75,12 +73,9 @@ class StridedRange:
         if self.count == following.count == 1 and self.stop == following.start:
             return StridedRange(self.start, self.size + following.size)
         gap = following.start - (self.stop - self.size)
-        regular = all(part.count == 1 or part.period == gap for part in (self, following))
-        return (
-            StridedRange(self.start, self.size, self.count + following.count, gap)
-            if regular and self.size == following.size
-            else None
-        )
+        if self.size != following.size or any(part.count > 1 and part.period != gap for part in (self, following)):
+            return None
+        return StridedRange(self.start, self.size, self.count + following.count, gap)
 
 
 Window: TypeAlias = tuple[StridedRange, StridedRange]
@@ -241,14 +236,14 @@ def check_matrices(matrices: Any) -> dict[str, ParamMatrices]:
             fields = ", ".join(ParamMatrices.__slots__)
             raise ConfigError(f"matrices[{name!r}]={shown(entry)} must be a mapping with some of {fields}, such as {example}.")
         checked[name] = found = ParamMatrices(**entry)
-        if not isinstance(found.experts, bool) and not (isinstance(found.experts, int) and found.experts > 0):
-            raise ConfigError(
-                f"matrices[{name!r}]: experts={shown(found.experts)} must be True, False or a number of blocks of rows."
-            )
-        if not isinstance(found.flatten, bool):
-            raise ConfigError(f"matrices[{name!r}]: flatten={shown(found.flatten)} must be True or False.")
-        if not isinstance(found.dims, str) or found.dims not in EXPERT_DIMS:
-            raise ConfigError(f"matrices[{name!r}]: dims={shown(found.dims)} is unknown; write one of {EXPERT_DIMS}.")
+        is_experts = isinstance(found.experts, bool) or _is_count(found.experts)
+        for field_name, valid, expected in (
+            ("experts", is_experts, "must be True, False or a number of blocks of rows"),
+            ("flatten", isinstance(found.flatten, bool), "must be True or False"),
+            ("dims", isinstance(found.dims, str) and found.dims in EXPERT_DIMS, f"is unknown; write one of {EXPERT_DIMS}"),
+        ):
+            if not valid:
+                raise ConfigError(f"matrices[{name!r}]: {field_name}={shown(getattr(found, field_name))} {expected}.")
         if callable(found.split):
             raise ConfigError(
                 f"matrices[{name!r}]: split must be plain sizes; a function of names belongs into the option split."
@@ -287,40 +282,28 @@ def find_matrices(name: str, shape: Sequence[int], options: MatrixOptions) -> tu
     """
     known = options.of_param(name)
     whole = _before_split(name, shape, options, known)
-    split = _call_split(options.split, name, shape) if callable(options.split) else options.split
+    split = options.split
+    if callable(split):
+        try:
+            split = split(name, tuple(shape))
+        except Exception as error:
+            raise ConfigError(f"split({name!r}, {tuple(shape)}) failed with {type(error).__name__}: {error}") from error
     split = known.split if split is None else split
-    if not isinstance(known.experts, bool) and len(shape) == 2:
-        return _blocks_of_rows(name, whole, known.experts, split)
-    if split is None:
+    rows, cols = StridedRange(0, whole.rows), StridedRange(0, whole.cols)
+    windows: list[Window]
+    if not isinstance(known.experts, bool) and len(shape) == 2:  # one below the other, as megablocks stores them
+        count = known.experts
+        if split is not None or whole.rows % count:
+            wrong = "cannot be split as well" if split is not None else f"do not divide its {whole.rows} rows"
+            raise ConfigError(f"{name}: {count} blocks of rows {wrong}: correct experts={count} of its entry in matrices.")
+        size = whole.rows // count
+        windows = [(StridedRange(k * size, size), cols) for k in range(count)]
+    elif split is None:
         return (whole,)
-    parts = []
-    for part in _parts(name, split, whole.lr_shape[0]):
-        if whole.flipped:
-            window = StridedRange(0, whole.rows), part
-            parts.append(MatrixSet(whole.count, whole.rows, part.length, whole.stack_dims, window, True))
-        else:
-            window = part, StridedRange(0, whole.cols)
-            parts.append(MatrixSet(whole.count, part.length, whole.cols, whole.stack_dims, window))
-    return tuple(parts)
-
-
-def _call_split(split: Callable[[str, tuple[int, ...]], Any], name: str, shape: Sequence[int]) -> Any:
-    try:
-        return split(name, tuple(shape))
-    except Exception as error:
-        raise ConfigError(f"split({name!r}, {tuple(shape)}) failed with {type(error).__name__}: {error}") from error
-
-
-def _blocks_of_rows(name: str, whole: MatrixSet, count: int, split: Any) -> tuple[MatrixSet, ...]:
-    """The experts of a 2-D weight, one below the other, as megablocks stores them: (count · rows, cols)."""
-    if split is not None or whole.rows % count:
-        wrong = "cannot be split as well" if split is not None else f"do not divide its {whole.rows} rows"
-        raise ConfigError(f"{name}: {count} blocks of rows {wrong}: correct experts={count} of its entry in matrices.")
-    size = whole.rows // count
-    return tuple(
-        MatrixSet(1, size, whole.cols, 0, (StridedRange(k * size, size), StridedRange(0, whole.cols)), whole.flipped)
-        for k in range(count)
-    )
+    else:
+        parts = _parts(name, split, whole.lr_shape[0])
+        windows = [(rows, part) if whole.flipped else (part, cols) for part in parts]
+    return tuple(replace(whole, rows=window[0].length, cols=window[1].length, window=window) for window in windows)
 
 
 def _before_split(name: str, shape: Sequence[int], options: MatrixOptions, known: ParamMatrices) -> MatrixSet:

@@ -1,7 +1,8 @@
 """Everything that meshmuon uses of torch that is private, or that differs between versions of torch.
 
-Each function says why it is needed and in which versions of torch it was tested. ``tests/test_torch_compat.py`` has a test for
-each, which fails when torch changes. ``torch._foreach_*`` is not here: torch documents these functions despite the underscore.
+Each function says why it is needed. It works with all versions from ``OLDEST`` to ``NEWEST``, and says so where these differ.
+``tests/test_torch_compat.py`` has a test for each, which fails when torch changes. ``torch._foreach_*`` is not here: torch
+documents these functions despite the underscore.
 
 Private names are imported inside functions only. meshmuon can then be imported even if torch has renamed them, and without
 ``torch.distributed``. Importing ``torch.distributed.tensor`` also takes a second, which single-device users need not spend.
@@ -67,8 +68,7 @@ def warn_if_untested() -> None:
 # ---------------------------------------------------------------------------------------------------------------- DTensors
 
 # ``DTensor._local_tensor``: ``to_local()`` creates a new view at every call if gradients are recorded. ``DTensor._spec``: no
-# public object describes a whole layout. torch replaces a spec instead of changing it, and equal specs are equal layouts. 2.11
-# to 2.15.
+# public object describes a whole layout. torch replaces a spec instead of changing it, and equal specs are equal layouts.
 SHARD_METADATA = attrgetter("shape", "dtype", "device", "_spec", "_local_tensor.shape")
 SHARD_GRADIENT_METADATA = attrgetter("__class__", "shape", "dtype", "_spec", "_local_tensor.shape", "_local_tensor.layout")
 _PLAIN = (Tensor, nn.Parameter)
@@ -120,7 +120,7 @@ def spec_of(tensor: Any) -> Any:
 def dtensor_like(like: DTensor, local: Tensor) -> Tensor:
     """A DTensor laid out like ``like`` with ``local`` as this rank's part, on any device.
 
-    Uses the private constructor, since ``DTensor.from_local`` would copy ``local`` to the mesh's devices. 2.11 to 2.15.
+    Uses the private constructor, since ``DTensor.from_local`` would copy ``local`` to the mesh's devices.
     """
     return type(like)(local, like._spec, requires_grad=False)
 
@@ -129,7 +129,7 @@ def zeros_like(tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     """``torch.zeros_like`` that does not ask DTensor how the result is laid out: exactly like ``tensor``.
 
     To find that out torch 2.15 (2.13 does not) goes through all combinations of placements over the mesh axes, once per shape and
-    dtype: 0.1 s on a mesh of 3 axes, 1.6 s on one of 4. Seen in 2.11 to 2.15: the constructor, ``tensor_meta`` of a spec.
+    dtype: 0.1 s on a mesh of 3 axes, 1.6 s on one of 4.
     """
     sharded = as_dtensor(tensor)
     if sharded is None:
@@ -152,11 +152,8 @@ def split_factor(placement: Any) -> int | None:
 
 
 def cut_in_mesh_order(tensor: DTensor) -> bool:
-    """Whether mesh axes that shard the same dim cut it in the order of the axes, as placements alone say.
-
-    ``DTensorSpec.shard_order`` is None if strided shards express the order. 2.11 to 2.15.
-    """
-    order = tensor._spec.shard_order
+    """Whether mesh axes that shard the same dim cut it in the order of the axes, as placements alone say."""
+    order = tensor._spec.shard_order  # None if strided shards express the order
     return order is None or all(list(axes) == sorted(axes) for _, axes in order)
 
 
@@ -172,8 +169,6 @@ def mesh_slices(mesh: DeviceMesh) -> list[tuple[int, ...]]:
     """The ranks of ``mesh`` and of all slices like it of its parent mesh, in the same order on every rank.
 
     For ``mesh["tp"]`` of a 2×2 mesh over ranks 0–3 these are (0, 1) and (2, 3).
-
-    ``DeviceMesh._layout`` and ``_rank_map`` tell it in 2.11 to 2.15.
     """
     layout, rank_map = getattr(mesh, "_layout", None), getattr(mesh, "_rank_map", None)
     if layout is None or rank_map is None:
@@ -218,8 +213,6 @@ def new_named_group(name: str, ranks: Sequence[int], timeout: timedelta | None) 
       the default group must call. Without that device, NCCL connects the members at their first collective.
     - torch forgets the group, except for its ranks. Otherwise the next group that torch names would have different names on
       members and on other ranks. The caller must keep the group, and shut it down: ``destroy_process_group`` does not.
-
-    2.11 to 2.15.
     """
     import torch.distributed.distributed_c10d as c10d
 
@@ -251,14 +244,14 @@ def cause_of(error: Exception) -> BaseException:
     """What made a collective fail.
 
     torch then looks up the name of the group's backend for its log, and raises a ``ValueError`` if it does not know the group, as
-    those of ``new_named_group``. 2.11 to 2.15.
+    those of ``new_named_group``.
     """
     context = error.__context__
     return context if isinstance(error, ValueError) and isinstance(context, RuntimeError) else error
 
 
 def object_device(process_group: dist.ProcessGroup) -> torch.device:
-    """Where small messages must be for collectives of a process group: in host memory if it takes that. 2.11 to 2.15."""
+    """Where small messages must be for collectives of a process group: in host memory if it takes that."""
     import torch.distributed.distributed_c10d as c10d
 
     kind = c10d._get_object_coll_device(process_group)
@@ -267,13 +260,13 @@ def object_device(process_group: dist.ProcessGroup) -> torch.device:
 
 
 def abort(process_group: dist.ProcessGroup) -> None:
-    """Ends what is under way in a process group, on backends that can: NCCL's. That of gloo does nothing. 2.11 to 2.15."""
+    """Ends what is under way in a process group, on backends that can: NCCL's. That of gloo does nothing."""
     with suppress(AttributeError, NotImplementedError, RuntimeError):
         process_group.abort()
 
 
 def backend_of(process_group: dist.ProcessGroup, device: torch.device) -> Any:
-    """The backend of a process group for ``device``, or None. The public ``get_backend`` only returns its name. 2.11 to 2.15."""
+    """The backend of a process group for ``device``, or None. The public ``get_backend`` only returns its name."""
     try:
         return process_group._get_backend(device)
     except RuntimeError:
@@ -287,7 +280,7 @@ def gloo_of(process_group: dist.ProcessGroup) -> Any:
 
 
 def timeout_of(backend: Any) -> timedelta | None:
-    """The timeout of a backend, or None if it does not tell. Nothing public does. 2.11 to 2.15 for gloo and NCCL."""
+    """The timeout of a backend, or None if it does not tell. Nothing public does, for gloo and NCCL."""
     timeout = getattr(getattr(backend, "options", None), "_timeout", None)
     return timeout if isinstance(timeout, timedelta) else None
 
@@ -295,7 +288,7 @@ def timeout_of(backend: Any) -> timedelta | None:
 def available_backends() -> dict[str, list[str]]:
     """The backends that this torch can use, each with the types of devices whose memory it moves.
 
-    torch documents neither list. ``fake``, which moves nothing, is in the list of newer versions. 2.13.
+    torch documents neither list. ``fake``, which moves nothing, is in the list of newer versions.
     """
     names = [name for name in dist.Backend.backend_list if name not in ("undefined", "fake")]
     return {name: list(dist.Backend.backend_capability.get(name, ())) for name in names if dist.is_backend_available(name)}
@@ -307,8 +300,7 @@ def available_backends() -> dict[str, list[str]]:
 def mark_overwritten(tensors: Sequence[Tensor]) -> None:
     """Tells autograd that the tensors were written: a backward pass that has saved one of them then raises.
 
-    Needed if a DTensor is written through its local tensor, and after torch's fused optimizers, which do not tell autograd (on
-    CPU in 2.11 to 2.15).
+    Needed if a DTensor is written through its local tensor, and after torch's fused optimizers, which do not tell autograd.
     """
     torch.autograd.graph.increment_version(tensors)
 
@@ -340,15 +332,10 @@ class FSDP2Weights:
                 pairs = [(param.sharded_param, weakref.ref(param)) for param in fsdp_params]
                 self._fsdp_params += [(shard, reference) for shard, reference in pairs if shard in shard_set]
 
-    def only(self, shards: Iterable[Tensor]) -> FSDP2Weights:
-        """Those of the weights that belong to ``shards``, found without looking through FSDP2's lists again."""
-        weights, shard_set = copy.copy(self), set(shards)
-        weights._fsdp_params = [(shard, reference) for shard, reference in self._fsdp_params if shard in shard_set]
-        return weights
-
-    def gathered_again(self) -> list[Tensor]:
-        """The weights that the next backward pass will gather again."""
-        living = (reference() for _, reference in self._fsdp_params)
+    def gathered_again(self, shards: Iterable[Tensor]) -> list[Tensor]:
+        """The weights of those of ``shards`` that the next backward pass will gather again."""
+        shard_set = set(shards)
+        living = (reference() for shard, reference in self._fsdp_params if shard in shard_set)
         return [
             weight
             for param in living
@@ -374,7 +361,7 @@ def profiler_range(name: str) -> AbstractContextManager[Any]:
 
     ``record_function`` takes 10 to 18 µs even then, and a step has three ranges per batch. torch's compiler has a range of its
     own that takes less than 1 µs, but profiles show it as an operation, not as an annotation that is also drawn beside the
-    kernels of a GPU. 2.11 to 2.15.
+    kernels of a GPU.
     """
     private: Any = torch._C
     if private._autograd._profiler_enabled():
@@ -392,7 +379,7 @@ def never_traced(function: Callable[_P, _R]) -> Callable[_P, _R]:
     """Decorator: torch.compile does not trace the function or what it calls. A compiled caller calls it between its graphs.
 
     ``torch.compiler.disable`` loads all of torch.compile, so it is applied at the first call after that was loaded. The disabled
-    function is called by an ordinary one, since ``torch.compile(disabled)`` unwraps and traces it. 2.11 to 2.15.
+    function is called by an ordinary one, since ``torch.compile(disabled)`` unwraps and traces it.
     """
     disabled: list[Callable[_P, _R]] = []
 
@@ -409,7 +396,7 @@ def never_traced(function: Callable[_P, _R]) -> Callable[_P, _R]:
 
 
 def own_graph_per_shape() -> AbstractContextManager[Any]:
-    """Compiles a graph per shape. With the default limit, the ninth shape would silently fall back to eager. 2.11 to 2.15."""
+    """Compiles a graph per shape. With the default limit, the ninth shape would silently fall back to eager."""
     patched: AbstractContextManager[Any] = torch._dynamo.config.patch(recompile_limit=10_000)
     return patched
 
@@ -424,7 +411,7 @@ def module_behind(parameters: Any) -> nn.Module | None:
     """The module all of whose parameters this is: a module, or what torch's own ``parameters()`` returned, not yet read from.
 
     None for anything else, such as a ``parameters()`` that a class defines itself, which may leave some out. torch's is a
-    generator function with the arguments ``self`` and ``recurse``. 2.11 to 2.15.
+    generator function with the arguments ``self`` and ``recurse``.
     """
     if isinstance(parameters, nn.Module):
         return parameters

@@ -1,17 +1,15 @@
 """Recording and replaying work, streams of it, and copies to host memory.
 
-No GPU is used here: graphs are recorded by a stand-in for ``torch.cuda``. What orders streams, ``tests/happens_before`` derives
-from what the calls are for: it runs steps and reports accesses that nothing orders, and demands every wait.
+No GPU is used here: what needs one runs on the stand-in for ``torch.cuda`` of ``tests/support/happens_before``, which reports
+accesses that nothing orders. ``tests/happens_before/test_removals.py`` shows that each wait, mark and note of use is needed.
 """
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
 from types import SimpleNamespace
 from typing import Any
-from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -32,115 +30,103 @@ from meshmuon.device import (
     streams_for,
     transfers_for,
 )
-
-
-class FakeCuda:
-    """Notes what is called, in order. While a graph records, work is noted but not done, as on a device."""
-
-    def __init__(self) -> None:
-        self.events: list[str] = []
-        self.done = 0
-        self.recording = False
-        self.modes: list[str] = []  # in which graphs were captured
-        self.current: Any = MagicMock()  # the current stream
-
-    def work(self) -> None:
-        self.events.append("record" if self.recording else "work")
-        self.done += not self.recording
-
-    def install(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        fake = self
-
-        class Graph:
-            def replay(self) -> None:
-                fake.events.append("replay")
-                fake.done += 1
-
-        @contextmanager
-        def graph(target: Graph, capture_error_mode: str = "global") -> Iterator[None]:
-            """As in torch, the stream of the capture stays current if the capture fails."""
-            assert isinstance(target, Graph)
-            fake.modes.append(capture_error_mode)
-            fake.recording, before, fake.current = True, fake.current, MagicMock()
-            try:
-                yield
-            finally:
-                fake.recording = False
-            fake.current = before
-
-        for name, value in {
-            "Stream": lambda device=None: MagicMock(),
-            "CUDAGraph": Graph,
-            "current_stream": lambda device=None: fake.current,
-            "stream": lambda stream: nullcontext(),
-            "graph": graph,
-            "set_stream": lambda stream: setattr(fake, "current", stream),
-        }.items():
-            monkeypatch.setattr(torch.cuda, name, value)
+from tests.support.happens_before.recorder import Recorder
+from tests.support.happens_before.runs import twins
+from tests.support.happens_before.twin_tensor import DEVICE
 
 
 @pytest.fixture
-def cuda(monkeypatch: pytest.MonkeyPatch) -> FakeCuda:
-    fake = FakeCuda()
-    fake.install(monkeypatch)
-    return fake
+def cuda() -> Iterator[Recorder]:
+    with twins(), Recorder().recording() as recorder:
+        yield recorder
 
 
-def test_cuda_replay_works_once_before_it_records_and_replays_later(cuda: FakeCuda) -> None:
-    replay = CudaReplay(cuda.work)
-    for calls, events in enumerate((["work", "record"], ["replay"], ["replay"]), 1):
-        cuda.events.clear()
+def test_cuda_replay_does_the_work_once_per_call_and_captures_it_once(cuda: Recorder) -> None:
+    """Capturing writes nothing, and replaying calls nothing."""
+    counter, calls = torch.zeros((), device=DEVICE), list[int]()
+
+    def work() -> None:
+        calls.append(1)
+        counter.add_(1)
+
+    replay = CudaReplay(work)
+    assert not calls
+    for step in range(1, 4):
         replay()
-        assert cuda.events == events
-        assert cuda.done == calls
-    assert cuda.modes == ["thread_local"]  # other threads do not end the capture
+        assert counter.cpu().item() == step
+    assert len(calls) == 2
+    assert not cuda.findings or {finding.kind for finding in cuda.findings} == {"host wait"}
 
 
-def test_a_batch_that_cannot_be_recorded_runs_without_a_graph(cuda: FakeCuda) -> None:
+def test_a_batch_that_cannot_be_recorded_runs_without_a_graph(cuda: Recorder) -> None:
     """On the stream on which it would have run, and with one warning for all such batches."""
+    counter, captures = torch.zeros((), device=DEVICE), list[int]()
 
     def failing() -> None:
-        cuda.work()
-        if cuda.recording:
+        counter.add_(1)
+        if cuda.capture is not None:
+            captures.append(1)
             raise RuntimeError("operation not permitted when stream is capturing")
 
     _warn_of_capture.cache_clear()
-    current = cuda.current
     replays = [CudaReplay(failing) for _ in range(2)]
-    with pytest.warns(KernelWarning, match="without one, with the same results .RuntimeError: operation not permitted") as caught:
+    user = torch.cuda.Stream()
+    user.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(user):
+        with pytest.warns(KernelWarning, match="without one, with the same results .RuntimeError: operation not perm") as caught:
+            replays[0]()
+        for _ in range(3):  # a warning would be an error here
+            replays[1]()
         replays[0]()
-    for _ in range(3):  # a warning would be an error here
-        replays[1]()
-    replays[0]()
-    assert torch.cuda.current_stream() is current
-    assert cuda.done == 5
+        assert torch.cuda.current_stream() == user
+    assert counter.cpu().item() == 5
     assert len(caught) == 1
-    assert cuda.events.count("record") == 2, "each is tried once"
+    assert len(captures) == 2, "each is tried once"
 
 
 @pytest.mark.parametrize(("device", "graphs"), [("cpu", False), ("cpu", True), ("cuda", False), ("cuda", True)])
-def test_replay_follows_the_device(device: str, graphs: bool, cuda: FakeCuda) -> None:
-    replay = replay_for(torch.device(device), cuda.work, graphs=graphs)
-    if device == "cuda" and graphs:
-        assert type(replay) is CudaReplay
-    else:
-        assert replay == cuda.work
+def test_replay_follows_the_device(device: str, graphs: bool) -> None:
+    def work() -> None: ...
+
+    replay = replay_for(torch.device(device), work, graphs=graphs)
+    assert type(replay) is CudaReplay if device == "cuda" and graphs else replay is work
 
 
-DEVICE = torch.device("cuda", 3)
-
-
-def test_errors_beside_are_errors(cuda: FakeCuda) -> None:
+def test_errors_beside_are_errors(cuda: Recorder) -> None:
+    main = torch.cuda.current_stream()
     for streams in (Streams(), CudaStreams(DEVICE)):
         with pytest.raises(ValueError, match="inside"), streams.beside(streams.main_mark()):
             raise ValueError("inside")
+    assert torch.cuda.current_stream() == main
+
+
+def test_a_wave_on_a_stream_of_the_user(cuda: Recorder) -> None:
+    """Fill beside, compute in the main stream, apply beside, join at the end; what is used beside may be freed at once."""
+    user = torch.cuda.Stream()
+    user.wait_stream(torch.cuda.current_stream())
+    streams = CudaStreams(DEVICE)
+    with torch.cuda.stream(user):
+        weight, gradient = torch.ones(4, device=DEVICE), torch.ones(4, device=DEVICE)
+        with streams.beside(streams.main_mark(), [weight, gradient, torch.ones(4)]):  # the last one is in host memory
+            filled = gradient + 1
+        del gradient
+        torch.empty(4, device=DEVICE).fill_(7)  # perhaps in the memory of the gradient
+        streams.main_waits(streams.side_mark())
+        filled.mul_(2)
+        with streams.beside(streams.main_mark(), [weight, filled]):
+            weight.sub_(filled)
+        streams.main_waits(streams.side_mark())
+        weight.add_(1)
+    assert not cuda.findings
+    torch.cuda.current_stream().wait_stream(user)
+    assert weight.cpu().tolist() == [-2.0] * 4
 
 
 @pytest.mark.parametrize(
-    ("twin_for", "twins"), [(streams_for, (Streams, CudaStreams)), (transfers_for, (Transfers, CudaTransfers))]
+    ("choose", "twins"), [(streams_for, (Streams, CudaStreams)), (transfers_for, (Transfers, CudaTransfers))]
 )
-def test_twins_follow_the_device_and_have_one_interface(twin_for: Any, twins: tuple[type, type], cuda: FakeCuda) -> None:
-    assert [type(twin_for(torch.device(device))) for device in ("cpu", "meta", "cuda")] == [twins[0], twins[0], twins[1]]
+def test_twins_follow_the_device_and_have_one_interface(choose: Any, twins: tuple[type, type], cuda: Recorder) -> None:
+    assert [type(choose(torch.device(device))) for device in ("cpu", "meta", DEVICE)] == [twins[0], twins[0], twins[1]]
     names = [name for name, value in vars(twins[0]).items() if inspect.isfunction(value) and not name.startswith("_")]
     assert names
     for name in names:
@@ -161,6 +147,36 @@ def test_direct_transfers_really_copy() -> None:
     transfers.load(back, host)
     host.zero_()
     assert back.tolist() == [0.0, 1.0, 2.0, 3.0, 4.0, 5.0]
+
+
+def test_state_leaves_and_comes_back_without_a_wait_of_the_host(cuda: Recorder) -> None:
+    """Stored behind what the device was given, loaded before what it is given next; only ``settle`` waits."""
+    transfers = CudaTransfers(DEVICE)
+    host = transfers.host_buffer(4, torch.float32)
+    state = torch.ones(4, device=DEVICE)
+    state.mul_(3)
+    transfers.store(host, state)
+    del state
+    torch.empty(4, device=DEVICE).fill_(7)  # perhaps in the memory that is being stored
+    back = torch.empty(4, device=DEVICE)
+    transfers.load(back, host)
+    back.add_(1)
+    assert not cuda.findings
+    transfers.settle()
+    assert [finding.kind for finding in cuda.findings] == ["host wait"]
+    assert host.tolist() == [3.0] * 4
+    assert back.cpu().tolist() == [4.0] * 4
+
+
+def test_host_buffers_of_a_gpu_are_pinned(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[dict[str, Any]] = []
+    monkeypatch.setattr(torch, "empty", lambda size, **how: asked.append({"size": size, **how}))
+    with twins(), Recorder().recording():
+        transfers = CudaTransfers(DEVICE)
+    transfers.host_buffer(5, torch.bfloat16)
+    Transfers().host_buffer(5, torch.bfloat16)
+    plain = {"size": 5, "dtype": torch.bfloat16, "device": "cpu"}
+    assert asked == [{**plain, "pin_memory": True}, plain]
 
 
 def test_what_the_host_knows() -> None:
@@ -254,5 +270,6 @@ def test_the_cpu_is_a_device() -> None:
     assert isinstance(found, Hardware)
     assert (found.count(), found.peers(), found.runs_now(cpu)) == (1, None, True)
     assert found.name(cpu)
+    assert found.seconds(cpu, lambda: None) >= 0.0
     assert "per rank" in found.details(cpu)
     assert isinstance(hardware_of(torch.device("cuda")), AcceleratorHardware)

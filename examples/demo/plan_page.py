@@ -14,14 +14,12 @@ from demo.model import GPT, WEIGHTS
 from demo.train import RunResult
 from meshmuon.errors import ConfigError
 from meshmuon.tools.simulate.advice import advice_for
-from meshmuon.tools.simulate.cluster import MuonOptions
-from meshmuon.tools.simulate.meshes import MeshAxes
+from meshmuon.tools.simulate.machines import load_machine
 from meshmuon.tools.simulate.modules import describe_module
-from meshmuon.tools.simulate.page import render_page
-from meshmuon.tools.simulate.presets import load_machine
+from meshmuon.tools.simulate.render import render_page
 from meshmuon.tools.simulate.report import Figures, build_report
-from meshmuon.tools.simulate.sharding import MeshSharding
-from meshmuon.tools.simulate.simulation import Simulation, Workload
+from meshmuon.tools.simulate.sharding import MeshAxes
+from meshmuon.tools.simulate.simulation import MuonOptions, Simulation, Workload
 
 if TYPE_CHECKING:
     from demo.report import Setting
@@ -43,7 +41,7 @@ def write_plan_page(folder: Path, setting: Setting, result: RunResult) -> str | 
         model = GPT(setting.model)
     simulation = Simulation.run(
         describe_module(model, "the demo's GPT"),
-        MeshSharding(MeshAxes.parse(f"dp_shard={setting.processes}", None)),
+        MeshAxes.parse(f"dp_shard={setting.processes}", None),
         load_machine("cpu"),
         MuonOptions(
             scheme=setting.optimizer.scheme, ns_steps=setting.optimizer.ns_steps, param_dtype=WEIGHTS[setting.model.weights]

@@ -6,7 +6,7 @@ Every function that compares notes gives the same result on every rank, since al
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -34,7 +34,7 @@ class Note:
     parameters: tuple[tuple[str, str], ...] = ()  # name and description of each shared parameter; must be equal on all ranks
     has_grad: tuple[bool, ...] = ()  # which of these parameters have a gradient on this rank
     idle_steps: tuple[int, ...] = ()  # of each of them, as ``PlannedSet.idle_steps`` counts them
-    hyperparameters: tuple[tuple[int, str], ...] = ()  # see ``LocalPlanner.shared_hyperparameters``
+    hyperparameters: tuple[tuple[int, str], ...] = ()  # from which position on which hold: ((0, "lr=0.1"), (5, "lr=0.2"))
     pairing: Pairing = _NO_PAIRING
     place: Place = _ALONE
     node_view: NodeView | None = None  # what the rank knows of nodes; the first note of ranks that disagree has nothing else
@@ -72,12 +72,11 @@ def other_optimizer(notes: Mapping[int, Note]) -> PlanMismatchError | None:
 
 def other_step(notes: Mapping[int, Note]) -> PlanMismatchError | None:
     """The error for ranks that have stepped the same optimizer a different number of times."""
-    steps = {rank: note.pairing.steps for rank, note in sorted(notes.items())}
+    steps = {rank: note.pairing.steps for rank, note in notes.items()}
     if len({note.pairing.shared_id for note in notes.values()}) > 1 or len(set(steps.values())) == 1:
         return None
-    usual = _most_common(list(steps.values()))
-    rank = next(rank for rank, count in steps.items() if count != usual)
-    usual_rank = next(rank for rank, count in steps.items() if count == usual)
+    usual_rank, usual = _usual(steps)
+    rank = min(rank for rank, count in steps.items() if count != usual)
     return PlanMismatchError(
         f"rank {rank} is at call {steps[rank]} of this optimizer's step() since the ranks first stepped it together, rank "
         f"{usual_rank} at call {usual}: calls have ended on one rank alone, in its closure for example, and gradients of "
@@ -85,59 +84,49 @@ def other_step(notes: Mapping[int, Note]) -> PlanMismatchError | None:
     )
 
 
-def differing_state(states: Mapping[int, str], active: Sequence[bool]) -> list[int]:
-    """Positions of the ``active`` parameters whose state is PRESENT on some ranks and ABSENT on others."""
-    by_param = enumerate(_letters_by_param(states))
-    return [position for position, letters in by_param if active[position] and letters >= {ABSENT, PRESENT}]
+def raise_lost_state(
+    names: Sequence[str],
+    notes: Mapping[int, Note],
+    gather_begun: Callable[[list[int]], Mapping[int, Sequence[int]]],
+    *,
+    kept_by_owners: bool,
+) -> None:
+    """Raises if a parameter that is stepped has state on some ranks and none on others that should have it.
 
-
-def lost_by_owners(states: Mapping[int, str], active: Sequence[bool]) -> dict[int, list[int]]:
-    """The positions of ``active`` parameters whose only keeper, their owner, has lost the state, by a rank that still has some.
-
-    This is the form of ``begun`` in ``raise_lost_state``. No other rank has a copy to compare with: the state counts as lost if
-    owners of other parameters still have theirs.
+    A state of zeros is the same as none: for the positions of such parameters, ``gather_begun`` returns, by rank, those whose
+    state is more than that. Where owners alone keep state, no other rank has a copy to compare with: it counts as lost if owners
+    of other parameters still have theirs.
     """
-    by_param = list(enumerate(_letters_by_param(states)))
-    lost = [position for position, letters in by_param if active[position] and letters == {ABSENT, ELSEWHERE}]
-    kept = [position for position, letters in by_param if letters == {PRESENT, ELSEWHERE}]
-    if not lost or not kept:
-        return {}
-    return {next(rank for rank, letters in sorted(states.items()) if letters[kept[0]] == PRESENT): lost}
-
-
-def _letters_by_param(states: Mapping[int, str]) -> list[set[str]]:
-    """For each parameter, the letters that any rank has for it: "10" and "1-" give {"1"} and {"0", "-"}."""
-    return [set(letters) for letters in zip(*states.values(), strict=True)]
-
-
-def raise_lost_state(names: Sequence[str], states: Mapping[int, str], begun: Mapping[int, Sequence[int]]) -> None:
-    """Raises if a parameter has state on some ranks and none on others that should have it.
-
-    ``states`` has the letters of each rank, ``begun`` the positions of the parameters whose state on a rank is not all zeros: a
-    state of zeros is the same as none.
-    """
-    for rank, positions in sorted(begun.items()):
-        for position in positions:
-            lacking = [other for other, letters in sorted(states.items()) if letters[position] == ABSENT]
-            if lacking:
-                raise StateError(
-                    f"{names[position]} has no state on rank {lacking[0]} and would restart there from zero, while rank {rank} "
-                    "has state and would continue. Load a checkpoint on every rank. To restart it on purpose, delete its entry "
-                    "in optimizer.state on every rank."
-                )
+    states, positions = sorted((rank, note.state) for rank, note in notes.items()), range(len(names))
+    present, absent = (
+        [[rank for rank, state in states if state[k] == letter] for k in positions] for letter in (PRESENT, ABSENT)
+    )
+    active = [any(note.has_grad[k] for note in notes.values()) for k in positions]
+    differing = [k for k in positions if active[k] and present[k] and absent[k]]
+    lost = [(k, rank) for rank, begun in sorted(gather_begun(differing).items()) for k in begun] if differing else []
+    if kept_by_owners:
+        kept = [present[k][0] for k in positions if 0 < len(present[k]) < len(notes) and not absent[k]]
+        alone = [k for k in positions if active[k] and 0 < len(absent[k]) < len(notes) and not present[k]]
+        lost += [(k, kept[0]) for k in alone if kept]
+    for k, rank in lost:
+        raise StateError(
+            f"{names[k]} has no state on rank {absent[k][0]} and would restart there from zero, while rank {rank} has state and "
+            "would continue. Load a checkpoint on every rank. To restart it on purpose, delete its entry in optimizer.state on "
+            "every rank."
+        )
 
 
 def raise_other_progress(names: Sequence[str], progress: Mapping[int, Sequence[str]]) -> None:
     """Raises if ranks have loaded states of different steps; ``progress`` is ``StatePresence.progress`` of each rank."""
-    for name, *texts in zip(names, *progress.values(), strict=True):
-        if len(set(texts)) > 1:
-            by_rank = dict(zip(progress, texts, strict=True))
-            first, other = min(by_rank), min(rank for rank in by_rank if by_rank[rank] != by_rank[min(by_rank)])
-            raise StateError(
-                f"{name}: the state of rank {first} has {by_rank[first] or 'no steps'}, that of rank {other} "
-                f"{by_rank[other] or 'no steps'}. The ranks have loaded states of different steps: load the same checkpoint on "
-                "every rank."
-            )
+    first = min(progress)
+    for position, name in enumerate(names):
+        texts = {rank: of_rank[position] or "no steps" for rank, of_rank in sorted(progress.items())}
+        for rank, text in texts.items():
+            if text != texts[first]:
+                raise StateError(
+                    f"{name}: the state of rank {first} has {texts[first]}, that of rank {rank} {text}. The ranks have loaded "
+                    "states of different steps: load the same checkpoint on every rank."
+                )
 
 
 def raise_mismatch(notes: Mapping[int, Note]) -> None:
@@ -145,19 +134,18 @@ def raise_mismatch(notes: Mapping[int, Note]) -> None:
 
     What most ranks have counts as usual, and the first of these ranks as the usual rank, with which the error compares.
     """
-    usual = _most_common(list(map(_comparable, notes.values())))
-    usual_rank = min(rank for rank, note in notes.items() if _comparable(note) == usual)
-    usual_options, usual_parameters, usual_hyperparameters = usual
+    usual_rank, _ = _usual({rank: (note.options, note.parameters, note.hyperparameters) for rank, note in notes.items()})
+    usual = notes[usual_rank]
     for rank, note in sorted(notes.items()):
-        if note.options != usual_options:
-            text, usual_text = _what_differs(note.options, usual_options)
+        if note.options != usual.options:
+            text, usual_text = _what_differs(note.options, usual.options)
             raise PlanMismatchError(
                 f"rank {rank} was given {text}, rank {usual_rank} {usual_text}: give all ranks the same options."
             )
-        if note.parameters != usual_parameters:
-            raise PlanMismatchError(_first_difference(rank, note.parameters, usual_rank, usual_parameters))
-        for index in sorted({start for start, _ in (*note.hyperparameters, *usual_hyperparameters)}):
-            text, usual_text = _text_at(note.hyperparameters, index), _text_at(usual_hyperparameters, index)
+        if note.parameters != usual.parameters:
+            raise PlanMismatchError(_first_difference(rank, note.parameters, usual_rank, usual.parameters))
+        for index in sorted({start for start, _ in (*note.hyperparameters, *usual.hyperparameters)}):
+            text, usual_text = _text_at(note.hyperparameters, index), _text_at(usual.hyperparameters, index)
             if text != usual_text:
                 text, usual_text = _what_differs(text, usual_text)
                 raise PlanMismatchError(
@@ -195,8 +183,7 @@ def raise_other_plan(plans: Mapping[int, tuple[int, Sequence[tuple[str, str]]]])
 
     ``plans`` has, by rank, the fingerprint of its proposal and its ``owner_assignments``.
     """
-    usual = _most_common([fingerprint for fingerprint, _ in plans.values()])
-    usual_rank = min(rank for rank, (fingerprint, _) in plans.items() if fingerprint == usual)
+    usual_rank, usual = _usual({rank: fingerprint for rank, (fingerprint, _) in plans.items()})
     for rank, (fingerprint, assignments) in sorted(plans.items()):
         if fingerprint != usual:
             pairs = zip(assignments, plans[usual_rank][1], strict=False)
@@ -208,13 +195,10 @@ def raise_other_plan(plans: Mapping[int, tuple[int, Sequence[tuple[str, str]]]])
             )
 
 
-def _comparable(note: Note) -> tuple[str, tuple[tuple[str, str], ...], tuple[tuple[int, str], ...]]:
-    return note.options, note.parameters, note.hyperparameters
-
-
-def _most_common(values: Sequence[_T]) -> _T:
-    """The value that most ranks have; of equally frequent ones the first."""
-    return Counter(values).most_common(1)[0][0]
+def _usual(values: Mapping[int, _T]) -> tuple[int, _T]:
+    """The first rank that has what most ranks have, and what that is; of equally frequent values the first."""
+    usual = Counter(value for _, value in sorted(values.items(), key=lambda item: item[0])).most_common(1)[0][0]
+    return min(rank for rank, value in values.items() if value == usual), usual
 
 
 def _first_difference(rank: int, params: Sequence[tuple[str, str]], usual_rank: int, usual: Sequence[tuple[str, str]]) -> str:

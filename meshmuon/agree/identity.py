@@ -1,4 +1,6 @@
-"""Which optimizer a rank steps: ranks must not mix up several optimizers of the same structure over the same ranks.
+"""Which optimizer a rank steps, and the process that it belongs to.
+
+Ranks must not mix up several optimizers of the same structure over the same ranks.
 
 When ranks first step an optimizer together, they agree on a shared id that no other optimizer has. From then on each rank puts
 the id, and how often the optimizer was stepped since, into every vote.
@@ -12,6 +14,7 @@ that have equally many.
 from __future__ import annotations
 
 import itertools
+import os
 import secrets
 import threading
 import weakref
@@ -20,10 +23,10 @@ from typing import Any, NamedTuple, Protocol
 import torch.distributed as dist
 from torch import Tensor
 
+from ..errors import TransportError
 from ..params.dtensors import ReplicaGroup, replica_ranks
 from ..torch_compat import spec_of
 from ..transport import sendable
-from .link import current_world
 
 
 class Optimizer(Protocol):
@@ -32,26 +35,23 @@ class Optimizer(Protocol):
     param_groups: list[dict[str, Any]]
 
     @property
-    def replica_group(self) -> ReplicaGroup | None:
-        """The ranks over which plain tensors are replicated."""
-        ...
+    def replica_group(self) -> ReplicaGroup | None: ...
 
 
 class _Registered(NamedTuple):
-    """An optimizer on the roster, as long as it lives, and its lineage.
+    """An optimizer on the roster, the default process group in which it was built, if there was one, and its lineage.
 
     The lineage has the numbers of what the optimizer was copied from, oldest first, and then its own: (3, 7) is optimizer 7, a
     copy of optimizer 3. Sorting by lineage puts copies behind their original.
     """
 
     optimizer: weakref.ref[Optimizer]
+    world: weakref.ref[dist.ProcessGroup] | None
     lineage: tuple[int, ...]
 
 
-_Roster = list[_Registered]
+_roster: list[_Registered] = []
 _numbers = itertools.count()
-_rosters: weakref.WeakKeyDictionary[dist.ProcessGroup, _Roster] = weakref.WeakKeyDictionary()  # by default process group
-_early: _Roster = []  # built before there was a process group
 _lock = threading.Lock()
 
 
@@ -74,10 +74,6 @@ class Pairing(NamedTuple):
         """A random id for all ranks, from a rank that has none; the largest proposal wins. 0 proposes nothing."""
         return 0 if self.shared_id else secrets.randbits(60) | 1
 
-    def joined(self, shared_id: int) -> Pairing:
-        """The pairing after all ranks have agreed on ``shared_id``; 0 means that they keep the id that they have."""
-        return Pairing(shared_id) if shared_id else self
-
 
 def register(optimizer: Optimizer, copied: tuple[int, ...] = ()) -> tuple[int, ...]:
     """Puts a new optimizer on the roster and returns its lineage.
@@ -85,16 +81,13 @@ def register(optimizer: Optimizer, copied: tuple[int, ...] = ()) -> tuple[int, .
     ``copied`` is the lineage of a copy's original, whose place the copy takes once the original is gone. An optimizer for the
     same parameters as a living one counts as a copy of that one.
     """
-    first_param = _first_param(optimizer)
+    first_param, world = _first_param(optimizer), current_world()
     with _lock:
-        roster = _roster()
-        roster[:] = [registered for registered in roster if registered.optimizer() is not None]
-        for registered in roster:
-            known = registered.optimizer()
-            if not copied and first_param is not None and known is not None and _first_param(known) is first_param:
-                copied = registered.lineage
+        _roster[:] = [registered for registered in _roster if registered.optimizer() is not None]
+        if not copied and first_param is not None:
+            copied = next((lineage for lineage, known in _living(world) if _first_param(known) is first_param), ())
         lineage = (*copied, next(_numbers))
-        roster.append(_Registered(weakref.ref(optimizer), lineage))
+        _roster.append(_Registered(weakref.ref(optimizer), None if world is None else weakref.ref(world), lineage))
     return lineage
 
 
@@ -102,18 +95,18 @@ def place_of(optimizer: Optimizer | None) -> Place:
     """The place of an optimizer. Optimizers of the same parameters count as one, since it does not matter which is stepped."""
     assert optimizer is not None, "the optimizer that plans is alive"
     with _lock:
-        roster = _roster()
-        registered = sorted(_early if roster is _early else [*_early, *roster], key=lambda item: item.lineage)
-    living = [known for item in registered if (known := item.optimizer()) is not None]
+        living = [known for _, known in _living(current_world())]
     lookalikes = [known for known in living if known is optimizer or _looks_like(optimizer, known)]
     first_params = list(dict.fromkeys(id(_first_param(known)) for known in lookalikes))  # in order, each once
     first_param = id(_first_param(optimizer))
     return Place(first_params.index(first_param) if first_param in first_params else 0, len(first_params))
 
 
-def _roster() -> _Roster:
-    world = current_world()
-    return _early if world is None else _rosters.setdefault(world, [])
+def _living(world: dist.ProcessGroup | None) -> list[tuple[tuple[int, ...], Optimizer]]:
+    """Lineages and optimizers that were built in ``world``, or before there was a process group; sorted by lineage."""
+    here = [item for item in _roster if item.world is None or (world is not None and item.world() is world)]
+    pairs = [(item.lineage, known) for item in here if (known := item.optimizer()) is not None]
+    return sorted(pairs, key=lambda pair: pair[0])
 
 
 def _first_param(optimizer: Optimizer) -> Tensor | None:
@@ -122,17 +115,15 @@ def _first_param(optimizer: Optimizer) -> Tensor | None:
 
 def _looks_like(optimizer: Optimizer, other: Optimizer) -> bool:
     """Whether ranks could mix up the two optimizers: the same names, shapes and layouts, over the same ranks."""
-    return (
-        [group.get("param_names") for group in optimizer.param_groups]
-        == [group.get("param_names") for group in other.param_groups]
-        and _layouts(optimizer) == _layouts(other)
-        and _replicas(optimizer) == _replicas(other)
-    )
+    return _looks(optimizer) == _looks(other) and _replicas(optimizer) == _replicas(other)
 
 
-def _layouts(optimizer: Optimizer) -> list[list[tuple[object, ...]]]:
-    groups = (group.get("params", ()) for group in optimizer.param_groups)  # a user may have deleted them to free memory
-    return [[(param.shape, param.dtype, spec_of(param)) for param in params] for params in groups]
+def _looks(optimizer: Optimizer) -> list[tuple[object, list[tuple[object, ...]]]]:
+    return [
+        # A user may have deleted the parameters to free memory.
+        (group.get("param_names"), [(param.shape, param.dtype, spec_of(param)) for param in group.get("params", ())])
+        for group in optimizer.param_groups
+    ]
 
 
 def _replicas(optimizer: Optimizer) -> object:
@@ -140,3 +131,50 @@ def _replicas(optimizer: Optimizer) -> object:
         return replica_ranks(optimizer.replica_group)
     except Exception:  # its process group was destroyed
         return None
+
+
+class Home:
+    """The process, and the default process group, in which an optimizer was built."""
+
+    def __init__(self) -> None:
+        self._process = os.getpid()
+        world = current_world()
+        self._world = None if world is None else weakref.ref(world)
+
+    def check_process(self) -> None:
+        """Raises in a forked process: it has no connections, so the other ranks would never answer."""
+        if os.getpid() != self._process:
+            raise TransportError(
+                f"ranks lost each other in the agreement of a step: process {os.getpid()} is a fork of process {self._process}, "
+                "which is one of several ranks; a fork has none of its connections. Step in that process only, or start new "
+                'processes ("spawn") that join a process group and build their optimizer themselves.'
+            )
+
+    def check_connected(self, *, plain: bool) -> None:
+        """Raises if the default process group is not the one that the optimizer was built in.
+
+        Process groups of an earlier ``init_process_group`` may still answer, but the ranks of the new one need not be the same.
+        DTensors keep the process groups that they were created with. If ranks share ``plain`` tensors only, another process group
+        can be used.
+        """
+        world = current_world()
+        if self._world is None:  # built before there was one
+            self._world = None if world is None else weakref.ref(world)
+        elif world is None or self._world() is not world:
+            remedy = "Rebuild the meshes, the model and the optimizer, and load a checkpoint."
+            if plain:
+                remedy = "Set optimizer.replica_group to a process group of the new one."
+            raise TransportError(
+                "ranks lost each other in the agreement of a step: destroy_process_group() has ended the process group that this "
+                f"optimizer was built in. {remedy}"
+            )
+
+
+def current_rank() -> int:
+    """This rank; 0 without a process group."""
+    return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
+
+
+def current_world() -> dist.ProcessGroup | None:
+    """The default process group, or None."""
+    return dist.group.WORLD if dist.is_available() and dist.is_initialized() else None

@@ -20,8 +20,9 @@ from ..params.param_record import ParamIndex, ParamRecord
 from ..plan import NO_WAVE, CostModel, Nodes, PartIndex, Plan, PlannedParam, PlanOptions, cost_model_for, make_plan
 from ..transport import Exchange
 from .descriptions import describe_param, recipe_text
+from .differences import Note
 from .planned_set import PlannedSet
-from .step_decision import StepDecision
+from .step_decision import RankStatus, StepDecision
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -78,22 +79,11 @@ class PlanSettings:
     cost_model: CostModel | None = None  # the user's own; None for that of the parameters' device
 
 
-@dataclass(frozen=True, slots=True)
-class StepGradients:
-    """Which parameters have a gradient in a step, by index of the parameter."""
-
-    here: tuple[bool, ...]  # on this rank
-    by_rank: Mapping[int, tuple[bool, ...]]  # which of the shared parameters have one on each rank; empty if all ranks are alike
-    active: Sequence[bool]  # on some rank; these parameters are stepped
-    muon: frozenset[int]  # indices of the active parameters that Muon steps
-
-
 @dataclass(frozen=True)
 class Proposal:
     """What a rank is about to do in a step."""
 
     decision: StepDecision
-    gradients: StepGradients
     also_compared: tuple[object, ...]  # what must be equal on all ranks, in addition to the plan
 
     @cached_property
@@ -133,17 +123,22 @@ class LocalPlanner:
         self.records = records
         self.layouts = topology.layouts(records)
         self.shared = [index for index, layouts in enumerate(self.layouts) if layouts]
-        self._muon = [index for index, record in enumerate(records) if record.matrix_sets is not None]
         self._positions = {index: position for position, index in enumerate(self.shared)}
         shared_groups = [(position, records[index].group_index) for position, index in enumerate(self.shared)]
         self._group_starts = _where_changed(shared_groups)
-        self.proposal: Proposal | None = None
-        flops = [float(sum(part.flops * part.count for part in parts)) for parts in self._planned_params]
+        self._planned_params = [self._parts_of(record, layouts) for record, layouts in zip(records, self.layouts, strict=True)]
+        self._muon = [index for index, record in enumerate(records) if record.matrix_sets is not None]
+        flops = {index: float(sum(part.flops * part.count for part in self._planned_params[index])) for index in self._muon}
         shared = {index: flops[index] for index in self._muon if index in self._positions}
         private = {index: flops[index] for index in self._muon if index not in shared}
         self._planned = PlannedSet((shared, private))  # what the plan of the last step covers
-        self._planned_next = self._planned  # what the plan of ``proposal`` covers
-        self._flags_by_rank: Mapping[int, tuple[bool, ...]] = {}  # gradients at the last comparison, if ranks had different ones
+        self._planned_next = self._planned  # what ``_plan`` covers
+        self._plan: StepDecision | None = None  # a step in which all parameters of the plan have gradients
+        self.proposal: Proposal | None = None
+        self._has_grad: tuple[bool, ...] = ()  # which parameters have a gradient on this rank
+        self._flags_by_rank: Mapping[int, tuple[bool, ...]] = {}  # of the shared ones, on each rank; empty if all ranks are alike
+        self._active: Sequence[bool] = ()  # which have a gradient on some rank; these are stepped
+        self._active_muon = frozenset[int]()
 
     def check_shards(self) -> None:
         """Raises if a local tensor has another shape than its placements say; only the ranks that hold it can see it."""
@@ -161,35 +156,58 @@ class LocalPlanner:
 
     def propose(self, has_grad: tuple[bool, ...]) -> None:
         """Proposes a step from what this rank knows; ``has_grad`` says which parameters have a gradient on this rank."""
-        gradients = None if self.proposal is None else self.proposal.gradients
-        if gradients is None or gradients.here is not has_grad:
+        if has_grad is not self._has_grad:
             # What the other ranks had is assumed to hold while this rank's own gradients are as they were then. If they are not,
             # it proposes its own alone. Unless all ranks now have the same gradients, the fingerprints then differ, and the ranks
             # compare again.
             if self._flags_by_rank.get(self._topology.rank) != self.shared_flags(has_grad):
                 self._flags_by_rank = {}
-            gradients = self._gradients(has_grad)
-        self._propose(gradients, self._planned.covering(gradients.muon))
+            self._take_gradients(has_grad)
+        self._propose(self._planned.covering(self._active_muon))
 
     def propose_together(
         self, has_grad: tuple[bool, ...], flags_by_rank: Mapping[int, tuple[bool, ...]], idle_steps: Iterable[Sequence[int]]
     ) -> None:
         """Proposes a step on all that is planned on any rank: the same on all ranks, whatever each has planned before.
 
-        ``flags_by_rank`` are the ``shared_flags`` of each rank, ``idle_steps`` has its ``idle_steps``.
+        ``flags_by_rank`` are the ``shared_flags`` of each rank, ``idle_steps`` those of its note.
         """
         self._flags_by_rank = flags_by_rank if len(set(flags_by_rank.values())) > 1 else {}
-        self._propose(self._gradients(has_grad), self._planned_next.merged(self.shared, idle_steps))
+        self._take_gradients(has_grad)
+        self._propose(self._planned_next.merged(self.shared, idle_steps))
 
     def count_step(self) -> None:
         """Keeps the planned set of a step that takes place, and counts which parameters were idle in it."""
-        assert self.proposal is not None
-        self._planned = self._planned_next.after_step(self.proposal.gradients.muon)
+        self._planned = self._planned_next.after_step(self._active_muon)
 
-    @property
-    def idle_steps(self) -> tuple[int, ...]:
-        """How long each of the shared parameters has been idle; see ``PlannedSet.idle_steps``."""
-        return self._planned_next.idle_steps(self.shared)
+    def _take_gradients(self, has_grad: tuple[bool, ...]) -> None:
+        active = list(has_grad)
+        for position, index in enumerate(self.shared if self._flags_by_rank else ()):
+            active[index] = any(flags[position] for flags in self._flags_by_rank.values())
+        self._has_grad, self._active = has_grad, active
+        self._active_muon = frozenset(index for index in self._muon if active[index])
+        self.proposal = None
+
+    def _propose(self, planned: PlannedSet) -> None:
+        """Proposes a step under a plan that covers ``planned``; the last plan if it covers just that."""
+        if planned.indices != self._planned_next.indices:
+            self._plan = self.proposal = None
+        self._planned_next = planned
+        if self._plan is None:
+            self._plan = self.plan(planned.indices)
+        if self.proposal is None:
+            self.proposal = self._with_gradients(self._plan)
+
+    def _with_gradients(self, decision: StepDecision) -> Proposal:
+        active, has_grad = self._active, self._has_grad
+        step_decision = replace(
+            decision,
+            zeros=frozenset(ParamIndex(index) for index, flag in enumerate(active) if flag and not has_grad[index]),
+            idle=frozenset(PartIndex(part) for part, (index, _) in enumerate(decision.planned_parts) if not active[index]),
+        )
+        # What AdamW steps is no part of the plan, but ranks must agree on it as well. The flags of all ranks are compared too:
+        # when a rank's gradients change, the fingerprints differ, and the ranks check again that replicas have equal gradients.
+        return Proposal(step_decision, (self._settings.path, bytes(self.shared_flags(active)), self._flags_by_rank))
 
     def plan(self, indices: AbstractSet[int]) -> StepDecision:
         """Plans a step on the parameters with these ``indices``."""
@@ -212,72 +230,39 @@ class LocalPlanner:
         """The flags of the shared parameters, out of those of all parameters."""
         return tuple(has_grad[index] for index in self.shared)
 
-    def _gradients(self, has_grad: tuple[bool, ...]) -> StepGradients:
-        """The gradients of a step, with ``has_grad`` on this rank."""
-        active = list(has_grad)
-        if self._flags_by_rank:
-            for index, flags in zip(self.shared, zip(*self._flags_by_rank.values(), strict=True), strict=True):
-                active[index] = any(flags)
-        return StepGradients(has_grad, self._flags_by_rank, active, frozenset(index for index in self._muon if active[index]))
+    def compared(self, status: RankStatus) -> tuple[object, ...]:
+        """What must be equal on all ranks in this step."""
+        assert self.proposal is not None
+        without_state = tuple(self._positions[index] for index in status.without_state if index in self._positions)
+        return self.proposal.fingerprint, self._hyperparameters(status), without_state
 
-    def _propose(self, gradients: StepGradients, planned: PlannedSet) -> None:
-        """Proposes a step with these gradients under a plan that covers ``planned``; the last plan if it covers just that."""
-        before, self._planned_next = self._planned_next, planned
-        proposal, self.proposal = self.proposal, None
-        if proposal is not None and before.indices == planned.indices:
-            same = proposal.gradients is gradients
-            self.proposal = proposal if same else self._with_gradients(proposal.decision, gradients)
-        else:
-            self.proposal = self._with_gradients(self.plan(planned.indices), gradients)
-
-    def _with_gradients(self, decision: StepDecision, gradients: StepGradients) -> Proposal:
-        """A step with these gradients under the plan of ``decision``, which covers all parameters that Muon steps."""
-        active, here = gradients.active, gradients.here
-        step_decision = replace(
-            decision,
-            zeros=frozenset(ParamIndex(index) for index, flag in enumerate(active) if flag and not here[index]),
-            idle=frozenset(PartIndex(part) for part, (index, _) in enumerate(decision.planned_parts) if not active[index]),
+    def note(self, status: RankStatus) -> Note:
+        """The same in words, for ranks that differ."""
+        options = repr(self._settings.options).removeprefix("PlanOptions(").removesuffix(")")
+        planned = self._planned_params
+        return Note(
+            failure=None,
+            options=f"{options}, form={self._settings.form!r}, {self._settings.path}",
+            parameters=tuple(describe_param(self.records[index], self.layouts[index], planned[index]) for index in self.shared),
+            has_grad=self.shared_flags(status.has_grad),
+            idle_steps=self._planned_next.idle_steps(self.shared),
+            hyperparameters=self._hyperparameters(status),
+            state="".join(status.presence.presence(index) for index in self.shared),
         )
-        # What AdamW steps is no part of the plan, but ranks must agree on it as well.
-        flags = bytes(self.shared_flags(active))
-        # ``by_rank`` is compared too: when a rank's gradients change, the fingerprints differ, and the ranks check again that
-        # replicas have the same gradients.
-        return Proposal(step_decision, gradients, (self._settings.path, flags, gradients.by_rank))
 
-    def shared_hyperparameters(self, texts: Sequence[str]) -> tuple[tuple[int, str], ...]:
-        """(position among the shared parameters, hyperparameters from there on) pairs, from the ``texts`` of all param groups.
-
-        ((0, "lr=0.1"), (5, "lr=0.2")) if the first five shared parameters have another learning rate than the rest.
-        """
+    def _hyperparameters(self, status: RankStatus) -> tuple[tuple[int, str], ...]:
+        texts = status.hyperparameters()
         return _where_changed([(start, texts[group_index]) for start, group_index in self._group_starts]) if texts else ()
 
-    def positions_among_shared(self, indices: Sequence[int]) -> tuple[int, ...]:
-        """The positions, among the shared parameters, of those ``indices`` that are shared: equal on all ranks."""
-        return tuple(self._positions[index] for index in indices if index in self._positions)
-
-    def options_text(self) -> str:
-        """The options that shape a plan, as ranks compare and show them."""
-        options = repr(self._settings.options).removeprefix("PlanOptions(").removesuffix(")")
-        return f"{options}, form={self._settings.form!r}, {self._settings.path}"
-
-    def descriptions(self) -> tuple[tuple[str, str], ...]:
-        """Name and description of each shared parameter, as ranks compare and show them."""
-        planned = self._planned_params
-        return tuple(describe_param(self.records[index], self.layouts[index], planned[index]) for index in self.shared)
-
-    @cached_property
-    def _planned_params(self) -> list[list[PlannedParam]]:
-        """For each parameter, what the plan must know of its matrix sets.
+    def _parts_of(self, record: ParamRecord, layouts: tuple[Layout, ...]) -> list[PlannedParam]:
+        """What the plan must know of a parameter's matrix sets.
 
         Empty for parameters of AdamW, and for those on meshes that none of the planning ranks is on.
         """
         return [
-            [
-                self._planned_param(record, matrix_set, layouts)
-                for matrix_set in record.matrix_sets or ()
-                if record.mesh is None or layouts
-            ]
-            for record, layouts in zip(self.records, self.layouts, strict=True)
+            self._planned_param(record, matrix_set, layouts)
+            for matrix_set in record.matrix_sets or ()
+            if record.mesh is None or layouts
         ]
 
     def _planned_param(self, record: ParamRecord, matrix_set: MatrixSet, layouts: tuple[Layout, ...]) -> PlannedParam:

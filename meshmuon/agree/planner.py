@@ -16,13 +16,11 @@ from ..layout import Layout
 from ..params.dtensors import ReplicaGroup, groups_of
 from ..params.param_record import ParamRecord
 from ..torch_compat import warn_if_untested
-from ..transport import PendingVotes, Vote
+from ..transport import Agreement, Exchange, PendingVotes, Vote, exchange_group
 from .descriptions import owner_assignments
 from .differences import (
     PRESENT,
     Note,
-    differing_state,
-    lost_by_owners,
     other_optimizer,
     other_step,
     raise_failures,
@@ -32,12 +30,10 @@ from .differences import (
     raise_other_progress,
     raise_unequal_replicas,
 )
-from .identity import Optimizer, Pairing, place_of
-from .link import Home, Link, current_rank
+from .identity import Home, Optimizer, Pairing, current_rank, place_of
 from .local_planner import LocalPlanner, PlanSettings, Proposal, Topology, fingerprint_of, slices_by_mesh
 from .node_view import NodeView, settled_nodes
 from .planned_set import NOT_PLANNED
-from .state_presence import StatePresence
 from .step_decision import Activity, RankStatus, StepDecision
 
 _FAILED, _READY = -1, 1  # what a rank votes instead of a fingerprint, which is 0 or more
@@ -53,30 +49,23 @@ class Planner:
 
     1. ``begin()``, once per step, before the closure runs. It counts the call and does not communicate.
     2. ``propose(status)``, once per step, before anything is written. A rank that cannot step has its error in ``status`` and
-       still takes part. ``propose``
-
-       a. plans on this rank, at the first step and whenever the records have changed, a parameter has its first gradient,
-          or a considerable part of the plan has had none for long (``PlannedSet``). Otherwise a missing gradient changes only
-          what the step does with the plan. Ranks that meet for the first time create their process groups here;
-       b. sends this rank's vote, seven integers in host memory, at every step.
+       still takes part. It plans, at the first step and whenever the records have changed, a parameter has its first gradient,
+       or a considerable part of the plan has had none for long (``PlannedSet``); ranks that meet for the first time create their
+       process groups. At every step it sends this rank's vote, seven integers in host memory.
 
        It returns what will be decided unless some rank has other plans or something out of the ordinary; None if this rank has.
        While the votes travel a rank may find out what it needs for that, and call ``advance()``. It must neither write nor
        communicate before ``settle`` has returned.
-    3. ``settle(status)``, once per step. It counts the votes, and compares notes if they differ. First the ranks tell each other
-       on which nodes they are, and vote again if some did not know that of all ranks. If the votes still differ, they gather
-       their views and settle on one plan for all that any of them has planned, or raise the same error.
-
-       It returns the same ``StepDecision`` on all ranks, except for what belongs to a rank (``rank``, ``zeros``, parameters that
-       only it knows), or raises on all of them.
+    3. ``settle(status)``, once per step. It counts the votes. If they differ, the ranks first tell each other on which nodes they
+       are, and vote again if some did not know that of all ranks. If the votes still differ, they gather their views and settle
+       on one plan for all that any of them has planned. It returns the same ``StepDecision`` on all ranks, except for what
+       belongs to a rank (``rank``, ``zeros``, parameters that only it knows), or raises the same error on all of them.
     4. ``confirm(failure)``, only if ``decision.prepares``: after each rank has created its buffers, and before anything travels.
        One more vote. If a rank could not create its buffers, all ranks raise its error.
     5. ``end()``, once per step, also if it fails. It does not wait for other ranks.
 
-    Between steps:
-
-    - ``begin_anew()`` after a state was loaded, on the ranks that loaded it. It does not communicate.
-    - ``check_connected()`` before any other communication of the optimizer.
+    Between steps come ``begin_anew()``, on ranks that have loaded a state, and ``check_connected()``, before any other
+    communication of the optimizer. Neither communicates.
 
     Args:
         settings: the options that shape a plan; ranks must agree on them.
@@ -99,8 +88,9 @@ class Planner:
         self._reduced = reduced
         self._home = Home()
         self._pairing = Pairing()
-        self._link: Link | None = None
-        self._node_view: NodeView | None = None  # what this rank knows of the nodes of the ranks of ``_link``
+        self._agreement: Agreement | None = None  # None on a single rank
+        self._exchange: Exchange | None = None  # over the process group of the agreement
+        self._node_view: NodeView | None = None  # what this rank knows of the nodes of the ranks that agree
         self._on_meshes = False  # whether any parameter is on a mesh
         self._topology: Topology  # of the ranks that the parameters connect
         self._local: LocalPlanner | None = None  # None if the parameters could not be planned
@@ -118,27 +108,11 @@ class Planner:
 
     def begin(self) -> None:
         """Counts a call of ``step()``, also one that fails before the ranks can agree: on other ranks it may have succeeded."""
-        self._pairing = Pairing(self._pairing.shared_id, self._pairing.steps + 1)
-
-    def end(self) -> None:
-        """The step is over, also one that has failed: other threads may step over the process group.
-
-        If this rank leaves between ``propose`` and ``settle`` (Ctrl-C), the others may already count on it: they get an error at
-        once, where they can be told.
-        """
-        if self._votes is not None:
-            self._votes.abandon()
-            self._votes = None
-        if self._link is not None:
-            self._link.end_turn()
-
-    def begin_anew(self) -> None:
-        """Forgets the steps so far, because a state was loaded: the ranks identify each other again at the next step."""
-        self._pairing = Pairing()
+        self._pairing = self._pairing._replace(steps=self._pairing.steps + 1)
 
     def propose(self, status: RankStatus) -> StepDecision | None:
         """Plans, and begins to decide with all ranks what this step does. Returns what is expected."""
-        if self._link is not None:
+        if self._agreement is not None:
             self.check_connected()
         if self._local is None or status.records != self._local.records:
             self._local = None
@@ -146,12 +120,12 @@ class Planner:
         else:
             self._local.records = status.records  # equal ones, perhaps of other tensors
         self._plan(status, status.failure)
-        if self._link is not None:
+        if self._agreement is not None:
             self._home.check_process()
-            self._link.begin_turn()
+            self._agreement.begin_turn()
         vote = self._vote(status, status.failure)
-        if self._link is not None:
-            self._votes = self._link.agreement.start(vote)
+        if self._agreement is not None:
+            self._votes = self._agreement.start(vote)
         return self._proposal.decision if not status.failure and _ordinary(vote) else None
 
     def advance(self) -> None:
@@ -161,14 +135,14 @@ class Planner:
 
     def settle(self, status: RankStatus) -> StepDecision:
         """What all ranks have decided; raises on all of them if they cannot agree."""
-        if self._link is None:
+        if self._agreement is None:
             status.failure.raise_it()
             counted = self._vote(status, status.failure)
         else:
-            counted = self._count(self._link, status)
+            counted = self._count_votes(self._agreement, status)
         decision = self._proposal.decision
         if _ordinary(counted):
-            self._count_step()
+            self._local_planner.count_step()
             return decision
         return replace(
             decision,
@@ -180,39 +154,44 @@ class Planner:
 
     def confirm(self, failure: KeptError) -> None:
         """Returns on all ranks once all are ready for the step, or raises on all ranks the error of the first that is not."""
-        if self._link is None:
+        if self._agreement is None:
             failure.raise_it()
-        else:
-            verdict = self._link.agreement.decide(Vote(_FAILED if failure else _READY))
-            if not verdict.unanimous or failure:
-                raise_failures(self._link.agreement.all_gather_objects(Note(failure.text)), failure.take())
-                raise PlanMismatchError("some ranks are ready for a step that others have not begun: call step() equally often.")
-        self._count_step()
+        elif not self._agreement.decide(Vote(_FAILED if failure else _READY)).unanimous or failure:
+            _raise_anyones(failure, self._agreement)
+            raise PlanMismatchError("some ranks are ready for a step that others have not begun: call step() equally often.")
+        self._local_planner.count_step()
+
+    def end(self) -> None:
+        """The step is over, also one that has failed: other threads may step over the process group.
+
+        If this rank leaves between ``propose`` and ``settle`` (Ctrl-C), the others may already count on it: they get an error at
+        once, where they can be told.
+        """
+        if self._votes is not None:
+            self._votes.abandon()
+            self._votes = None
+        if self._agreement is not None:
+            self._agreement.end_turn()
+
+    def begin_anew(self) -> None:
+        """Forgets the steps so far, because a state was loaded: the ranks identify each other again at the next step."""
+        self._pairing = Pairing()
 
     def check_connected(self) -> None:
         """Raises if the process group that the optimizer was built in was destroyed, even if its connections still answer."""
         self._home.check_connected(plain=not self._on_meshes and self._replica_group is not None)
 
+    # What one rank does by itself.
+
+    @property
+    def _local_planner(self) -> LocalPlanner:
+        assert self._local is not None
+        return self._local
+
     @property
     def _proposal(self) -> Proposal:
-        assert self._local is not None
-        assert self._local.proposal is not None
-        return self._local.proposal
-
-    def _plan(self, status: RankStatus, failure: KeptError) -> None:
-        """Makes this rank's own proposal; keeps an error of it for the vote, since the other ranks wait there."""
-        with failure:
-            if self._local is None:
-                topology, exchange = self._topology, None
-                if self._link is not None:
-                    self._node_view = self._node_view or NodeView.from_environment(
-                        topology.rank, topology.ranks, dist.get_world_size()
-                    )
-                    topology, exchange = replace(topology, nodes=self._node_view.nodes), self._link.exchange
-                local = LocalPlanner(status.records, self._settings, topology, exchange)
-                local.check_shards()
-                self._local = local
-            self._local.propose(status.has_grad)
+        assert self._local_planner.proposal is not None
+        return self._local_planner.proposal
 
     def _connect(self, records: tuple[ParamRecord, ...]) -> Topology:
         """Finds the ranks to plan with, and creates the process groups to talk to them if they are not those of the last plan."""
@@ -231,20 +210,34 @@ class Planner:
                 'replica_group=mesh["dp"] knows all of them.'
             )
         if len(ranks) == 1:
-            self._link = self._node_view = None
-        elif self._link is None or self._link.ranks != ranks:
+            self._agreement = self._exchange = self._node_view = None
+        elif self._agreement is None or self._agreement.ranks != ranks:
             self._home.check_process()
             self.check_connected()
             existing = [process_group for mesh in slices for process_group in groups_of(mesh)]
-            self._link = Link(ranks, [*groups_of(self._replica_group), *existing])
-            self._node_view = None
+            process_group = exchange_group(ranks, [*groups_of(self._replica_group), *existing])
+            self._agreement, self._exchange, self._node_view = Agreement(process_group), Exchange(process_group), None
             self._pairing = Pairing(steps=1)  # with these ranks it is the first step
         return topology
+
+    def _plan(self, status: RankStatus, failure: KeptError) -> None:
+        """Makes this rank's own proposal; keeps an error of it for the vote, since the other ranks wait there."""
+        with failure:
+            if self._local is None:
+                topology = self._topology
+                if self._agreement is not None:
+                    world = dist.get_world_size()
+                    self._node_view = self._node_view or NodeView.from_environment(topology.rank, topology.ranks, world)
+                    topology = replace(topology, nodes=self._node_view.nodes)
+                local = LocalPlanner(status.records, self._settings, topology, self._exchange)
+                local.check_shards()
+                self._local = local
+            self._local.propose(status.has_grad)
 
     def _vote(self, status: RankStatus, failure: KeptError) -> Vote:
         """What this rank is about to do. A single rank compares nothing."""
         fingerprint, proposed_id = _READY, 0
-        if self._link is not None:
+        if self._agreement is not None:
             fingerprint = _FAILED if failure else self._fingerprint(status)
             proposed_id = self._pairing.proposed_id()
         proposal = None if self._local is None else self._local.proposal
@@ -252,36 +245,33 @@ class Planner:
         return Vote(fingerprint, prepares, status.nonfinite, status.has_work, status.activity, proposed_id)
 
     def _fingerprint(self, status: RankStatus) -> int:
-        """The fingerprint of all that must be equal on all ranks in this step."""
-        assert self._local is not None
-        pairing = self._pairing
-        identity = (pairing.shared_id, pairing.steps) if pairing.shared_id else (pairing.steps, *place_of(self._optimizer()))
-        hyperparameters = self._local.shared_hyperparameters(status.hyperparameters())
-        without_state = self._local.positions_among_shared(status.without_state)
-        nodes = "" if self._node_view is None else self._node_view.compared
+        """Of all that must be equal on all ranks in this step."""
+        pairing, nodes = self._pairing, "" if self._node_view is None else self._node_view.compared
+        identity = pairing if pairing.shared_id else (pairing.steps, *place_of(self._optimizer()))
         # Of all votes only the first after loading reads the state, which waits for the device.
-        progress = () if pairing.shared_id else status.presence.progress(self._local.shared)
-        return fingerprint_of((self._proposal.fingerprint, hyperparameters, identity, without_state, nodes, progress))
+        progress = () if pairing.shared_id else status.presence.progress(self._local_planner.shared)
+        return fingerprint_of((*self._local_planner.compared(status), identity, nodes, progress))
 
-    def _count(self, link: Link, status: RankStatus) -> Vote:
+    # What the ranks do together.
+
+    def _count_votes(self, agreement: Agreement, status: RankStatus) -> Vote:
         """Compares with all ranks what each is about to do, and looks for the reason where they differ."""
         votes, self._votes = self._votes, None
         assert votes is not None
         counted = votes.wait()
         if not counted.unanimous or status.failure:
             # The error of one rank is raised by all, so that nothing else has to be compared.
-            notes = link.agreement.all_gather_objects(Note(status.failure.text, node_view=self._node_view))
-            raise_failures(notes, status.failure.take())
-            counted = self._vote_again(link, notes, status) or counted
+            notes = _raise_anyones(status.failure, agreement, self._node_view)
+            counted = self._vote_again(agreement, notes, status) or counted
         if not counted.unanimous:
-            assert self._local is not None
-            notes = self._compare_notes(link, self._local, status)
-            changed = self._plan_together(link, self._local, notes, status)
+            notes = self._compare_notes(agreement, self._local_planner, status)
+            changed = self._plan_together(agreement, self._local_planner, notes, status)
             counted = replace(counted, prepares=changed or counted.prepares)
-        self._pairing = self._pairing.joined(counted.proposed_id)
+        if counted.proposed_id:  # some rank had no shared id; now all have this one
+            self._pairing = Pairing(counted.proposed_id)
         return counted
 
-    def _vote_again(self, link: Link, notes: Mapping[int, Note], status: RankStatus) -> Vote | None:
+    def _vote_again(self, agreement: Agreement, notes: Mapping[int, Note], status: RankStatus) -> Vote | None:
         """Plans for the nodes that the ranks have told each other, and votes again; None if all ranks knew the same."""
         views = {rank: note.node_view for rank, note in notes.items() if note.node_view is not None}
         if len({view.compared for view in views.values()}) < 2:
@@ -290,80 +280,60 @@ class Planner:
         self._node_view, self._local = replace(self._node_view, nodes=settled_nodes(views)), None
         failure = KeptError()
         self._plan(status, failure)
-        counted = link.agreement.decide(self._vote(status, failure))
+        counted = agreement.decide(self._vote(status, failure))
         if not counted.unanimous or failure:
-            raise_failures(link.agreement.all_gather_objects(Note(failure.text)), failure.take())
+            _raise_anyones(failure, agreement)
         return counted
 
-    def _count_step(self) -> None:
-        assert self._local is not None
-        self._local.count_step()
-
-    def _compare_notes(self, link: Link, local: LocalPlanner, status: RankStatus) -> dict[int, Note]:
+    def _compare_notes(self, agreement: Agreement, local: LocalPlanner, status: RankStatus) -> dict[int, Note]:
         """Gathers every rank's view of the step; raises where ranks step other optimizers, parameters or hyperparameters."""
-        note = Note(
-            failure=None,
-            options=local.options_text(),
-            parameters=local.descriptions(),
-            has_grad=local.shared_flags(status.has_grad),
-            idle_steps=local.idle_steps,
-            hyperparameters=local.shared_hyperparameters(status.hyperparameters()),
-            pairing=self._pairing,
-            place=place_of(self._optimizer()),
-            state="".join(status.presence.presence(index) for index in local.shared),
-        )
-        notes = link.agreement.all_gather_objects(note)
-        raise_failures(notes, None)
-        self._refuse_other_optimizers(notes)
+        note = replace(local.note(status), pairing=self._pairing, place=place_of(self._optimizer()))
+        notes = agreement.all_gather_objects(note)
+        if (mixed_up := other_optimizer(notes)) is not None:
+            # This call does not count: in the right order it will come again.
+            self._pairing = self._pairing._replace(steps=self._pairing.steps - 1)
+            raise mixed_up
+        if (out_of_step := other_step(notes)) is not None:
+            # Raised once: from here on all ranks count from the largest number of steps.
+            self._pairing = self._pairing._replace(steps=max(of_rank.pairing.steps for of_rank in notes.values()))
+            raise out_of_step
         raise_mismatch(notes)
         if any(not of_rank.pairing.shared_id for of_rank in notes.values()):  # some rank has loaded a state
-            progress = link.agreement.all_gather_objects(status.presence.progress(local.shared))
+            progress = agreement.all_gather_objects(status.presence.progress(local.shared))
             raise_other_progress([name for name, _ in note.parameters], progress)
         return notes
 
-    def _plan_together(self, link: Link, local: LocalPlanner, notes: Mapping[int, Note], status: RankStatus) -> bool:
+    def _plan_together(self, agreement: Agreement, local: LocalPlanner, notes: Mapping[int, Note], status: RankStatus) -> bool:
         """Plans all that is planned on any rank, and checks that all ranks have made the same plan.
 
         What is planned follows from the notes alone, so that ranks with different histories make the same plan. Returns whether
         the plan of any rank has changed.
         """
+        names = [local.records[index].name for index in local.shared]
         flags_by_rank = {rank: note.has_grad for rank, note in sorted(notes.items())}
         if self._reduced:
-            shared = [(local.records[index].name, local.layouts[index]) for index in local.shared]
-            raise_unequal_replicas(flags_by_rank, shared)
-        self._refuse_lost_state(link, local, notes, status.presence)
+            raise_unequal_replicas(flags_by_rank, list(zip(names, (local.layouts[index] for index in local.shared), strict=True)))
+
+        def gather_begun(positions: list[int]) -> dict[int, tuple[int, ...]]:
+            kept = [k for k in positions if notes[current_rank()].state[k] == PRESENT]
+            return agreement.all_gather_objects(tuple(k for k in kept if status.presence.begun(local.shared[k])))
+
+        raise_lost_state(names, notes, gather_begun, kept_by_owners=not self._reduced)
         idle_steps = [note.idle_steps for note in notes.values()]
         failure = KeptError()
         with failure:  # the other ranks wait for this rank's note
             local.propose_together(status.has_grad, flags_by_rank, idle_steps)
-        raise_failures(link.agreement.all_gather_objects(Note(failure.text)), failure.take())
+        _raise_anyones(failure, agreement)
         assignments = owner_assignments(self._proposal.decision.plan)
-        raise_other_plan(link.agreement.all_gather_objects((self._proposal.fingerprint, assignments)))
+        raise_other_plan(agreement.all_gather_objects((self._proposal.fingerprint, assignments)))
         return len({tuple(steps == NOT_PLANNED for steps in of_rank) for of_rank in idle_steps}) > 1
 
-    def _refuse_other_optimizers(self, notes: Mapping[int, Note]) -> None:
-        """Raises unless all ranks step the same optimizer, and have done so equally often."""
-        shared_id, steps = self._pairing
-        if (mixed_up := other_optimizer(notes)) is not None:
-            self._pairing = Pairing(shared_id, steps - 1)  # this call does not count: in the right order it will come again
-            raise mixed_up
-        if (out_of_step := other_step(notes)) is not None:
-            # Raised once: from here on all ranks count from the largest number of steps.
-            self._pairing = Pairing(shared_id, max(note.pairing.steps for note in notes.values()))
-            raise out_of_step
 
-    def _refuse_lost_state(self, link: Link, local: LocalPlanner, notes: Mapping[int, Note], presence: StatePresence) -> None:
-        """Raises if some ranks would start state at zero that other ranks continue."""
-        states = {rank: note.state for rank, note in notes.items()}
-        names = [local.records[index].name for index in local.shared]
-        active = [any(flags) for flags in zip(*(note.has_grad for note in notes.values()), strict=True)]
-        if differing := differing_state(states, active):
-            letters = states[current_rank()]
-            present = [position for position in differing if letters[position] == PRESENT]
-            begun = tuple(position for position in present if presence.begun(local.shared[position]))
-            raise_lost_state(names, states, link.agreement.all_gather_objects(begun))
-        if not self._reduced:
-            raise_lost_state(names, states, lost_by_owners(states, active))
+def _raise_anyones(failure: KeptError, agreement: Agreement, node_view: NodeView | None = None) -> dict[int, Note]:
+    """Raises on all ranks the failure of the first rank that has one; returns the notes of ranks that have none."""
+    notes = agreement.all_gather_objects(Note(failure.text, node_view=node_view))
+    raise_failures(notes, failure.take())
+    return notes
 
 
 def _ordinary(vote: Vote) -> bool:

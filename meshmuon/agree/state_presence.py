@@ -9,7 +9,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from ..params.groups import rounds_stochastically
@@ -52,20 +51,11 @@ class StatePresence:
     def progress(self, indices: Sequence[int]) -> tuple[str, ...]:
         """How far each of these parameters has come: "step 3", "rounding_counter 12345/3" (key/count); "" before both.
 
-        All numbers of a device are read at once, which waits for it.
+        Reading the numbers waits for their device.
         """
-        found: dict[torch.device, list[tuple[int, str, Tensor]]] = {}
-        for position, index in enumerate(indices):
-            entry = self.states.get(self.params[index].param, {})
-            for key in ("step", COUNTER):
-                value = entry.get(key)
-                if isinstance(value, Tensor):
-                    found.setdefault(value.device, []).append((position, key, value))
-        texts = [""] * len(indices)
-        for values in found.values():
-            numbers = torch.cat([value.reshape(-1).to(torch.int64) for _, _, value in values]).tolist()
-            for position, key, value in values:
-                own, numbers = numbers[: value.numel()], numbers[value.numel() :]
-                if own[-1]:
-                    texts[position] += f"{', ' if texts[position] else ''}{key} {'/'.join(map(str, own))}"
-        return tuple(texts)
+        return tuple(map(self._progress, indices))
+
+    def _progress(self, index: int) -> str:
+        entry = self.states.get(self.params[index].param, {})
+        numbers = {key: entry[key].reshape(-1).tolist() for key in ("step", COUNTER) if isinstance(entry.get(key), Tensor)}
+        return ", ".join(f"{key} {'/'.join(str(int(part)) for part in parts)}" for key, parts in numbers.items() if parts[-1])

@@ -22,8 +22,8 @@ from ..layout import Layout
 from ..params.checks import refuse_uninitialised, shown
 from ..params.dtensors import ReplicaGroup, as_dtensor, check_gradient_placement, groups_of
 from ..torch_compat import mark_overwritten, never_traced
-from ..transport import NormWord, all_gather_objects, norm_device, reduce_norm, shared_group, turns_of
-from .norms import local_norms, scale_all
+from ..transport import all_gather_objects, norm_device, shared_group, turns_of
+from .norms import local_norms, reduce_norm, scale_all
 from .replicas import Replicas
 
 _DOUBLE = (torch.float64, torch.complex128)
@@ -113,7 +113,7 @@ class _GradNorm:
         with self._failure:
             order = _number(norm_type)
             if not order > 0:
-                raise ConfigError(f"norm_type={norm_type!r} must be a positive number or inf.")
+                raise ConfigError(f"norm_type={shown(norm_type)} must be a positive number or inf.")
             self._order = order
             self._max_norm = None if max_norm is None else _checked_limit(max_norm)
             self._check_pipeline(pp_group)
@@ -130,15 +130,21 @@ class _GradNorm:
 
     def _run(self, process_groups: Sequence[dist.ProcessGroup], raises: bool) -> Tensor:
         device = norm_device([param.device for param in self._params], process_groups)
-        reduced = reduce_norm(self._contribution(device), process_groups, largest=math.isinf(self._order))
+        largest = math.isinf(self._order)
+        value = nan = torch.zeros((), dtype=torch.float32 if device.type == "mps" else torch.float64, device=device)
+        if not self._failure:
+            with self._failure:
+                value, nan = (self._largest if largest else self._sum_of_powers)(value)
+        flags = float(bool(self._failure)), *self._differences(largest)
+        value, nan, unusable = reduce_norm(value, nan, flags, process_groups, largest=largest)
         if device.type == "cpu" or raises:
-            if bool(reduced.unusable):
+            if bool(unusable):
                 self._raise_together()
         else:
             self._failure.raise_it()  # the other ranks do not wait for their device: their norm is NaN
         double = any(param.dtype in _DOUBLE for param in self._params)
-        value = reduced.value if math.isinf(self._order) else reduced.value.pow(1 / self._order)
-        total = value.masked_fill(reduced.nan | reduced.unusable, math.nan).to(torch.float64 if double else torch.float32)
+        value = value if largest else value.pow(1 / self._order)
+        total = value.masked_fill(nan | unusable, math.nan).to(torch.float64 if double else torch.float32)
         if raises and not bool(total.isfinite()):
             raise GradientError(
                 f"the norm of order {self._order} of all gradients is {float(total)}; nothing was changed. Skip the step, or "
@@ -177,14 +183,6 @@ class _GradNorm:
             if local.numel():
                 grads.append((local, role.counts))
         return grads
-
-    def _contribution(self, device: torch.device) -> NormWord:
-        largest = math.isinf(self._order)
-        value = nan = torch.zeros((), dtype=torch.float32 if device.type == "mps" else torch.float64, device=device)
-        if not self._failure:
-            with self._failure:
-                value, nan = (self._largest if largest else self._sum_of_powers)(value)
-        return NormWord(value, nan, bool(self._failure), *self._differences(largest))
 
     def _sum_of_powers(self, zero: Tensor) -> tuple[Tensor, Tensor]:
         value = zero
@@ -284,7 +282,7 @@ class _GradNorm:
 def _chosen_tensors(parameters: Tensor | Iterable[Tensor] | torch.optim.Optimizer, which: str) -> list[Tensor]:
     """The parameters to clip, each once."""
     if which not in _WHICH:
-        raise ConfigError(f"which={which!r} is unknown; write one of {_WHICH}.")
+        raise ConfigError(f"which={shown(which)} is unknown; write one of {_WHICH}.")
     # Also of a trainer's wrapper around an optimizer.
     groups = None if isinstance(parameters, type) else getattr(parameters, "param_groups", None)
     if which == "adamw" and (groups is None or not all("use_muon" in group for group in groups)):
@@ -316,14 +314,14 @@ def _checked_limit(max_norm: float | Tensor) -> float | Tensor:
             return max_norm.reshape(())
     limit = _number(max_norm)
     if not limit >= 0:
-        raise ConfigError(f"max_norm={max_norm!r} must be a number of at least 0.")
+        raise ConfigError(f"max_norm={shown(max_norm)} must be a number of at least 0.")
     return limit
 
 
 def _number(value: Any) -> float:
     try:
         return float(value)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         return math.nan
 
 

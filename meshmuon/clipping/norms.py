@@ -1,4 +1,4 @@
-"""Norms and scaling of this rank's own tensors, batched by device and dtype."""
+"""Norms of this rank's own tensors, batched by device and dtype; their reduction over ranks; scaling."""
 
 from __future__ import annotations
 
@@ -6,10 +6,12 @@ import math
 from collections.abc import Iterable, Sequence
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from ..errors import ConfigError
 from ..torch_compat import device_has_foreach, foreach_is_faster
+from ..transport import reduce_largest, reduce_sum
 
 _BLOCK = 1 << 16  # CPUs add float32 elements one by one: the norm of 10 million elements at once is off by 4e-4
 _HALF = (torch.float16, torch.bfloat16)
@@ -26,6 +28,28 @@ def local_norms(tensors: Sequence[Tensor], order: float, foreach: bool | None) -
             norms = [torch.linalg.vector_norm(tensor, order, dtype=sum_dtype) for tensor in batch]
         vectors.append(torch.stack(norms))
     return vectors
+
+
+def reduce_norm(
+    value: Tensor, nan: Tensor, flags: tuple[float, float, float], groups: Sequence[dist.ProcessGroup], *, largest: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The norm over one group after the other, each with one all-reduce; the host does not wait for the device.
+
+    ``value`` is the sum of powers, or the largest magnitude, of what this rank counts, and ``nan`` above 0 if a NaN was left out
+    of it, since a maximum over ranks may lose it. ``flags``: this rank cannot continue; a number of which those of ranks that
+    were given the same add up to 0; where the maximum is taken, its negative, with which it then adds up to 0.
+
+    Returns the value of all ranks, whether some rank left out a NaN, and whether some rank cannot continue or ranks differ.
+    """
+    # Filled, not copied from the host: a copy would make the host wait.
+    packed = torch.stack([value, nan, *(torch.full_like(value, flag) for flag in flags)])
+    for group in groups:
+        (reduce_largest if largest else reduce_sum)(packed, group, phase="reduction of the gradients' norm")
+        # Later groups join ranks with other parameters: they are only told whether the ranks before them differed.
+        packed[3] += packed[4]
+        packed[4] = 0.0
+    value, nan, failed, difference, _ = packed.unbind()
+    return value, nan > 0, (failed + difference.abs()) != 0
 
 
 def scale_all(tensors: Sequence[Tensor], factor: Tensor, foreach: bool | None) -> None:

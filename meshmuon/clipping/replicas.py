@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -10,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from ..agree.link import current_rank
+from ..agree.identity import current_rank
 from ..layout import Layout, Mesh, Replicated, coordinates
 from ..params.dtensors import as_dtensor, connected_ranks, known_placements, replicated_layout, siblings
 
@@ -53,7 +52,14 @@ class Replicas:
         key = (None, ()) if sharded is None else (sharded.device_mesh, sharded.placements)
         if key not in self._roles:
             here = sharded is None or sharded.device_mesh.get_coordinate() is not None
-            self._roles[key] = _role(self.layouts(name, param) if here else (), self.rank)
+            layouts = self.layouts(name, param) if here else ()
+            axes = list(zip(layouts[0].placements, coordinates(layouts[0].mesh)[self.rank], strict=True)) if layouts else []
+            sizes = zip(layouts[0].placements, layouts[0].mesh.shape, strict=True) if layouts else ()
+            self._roles[key] = ReplicaRole(
+                counts=bool(layouts) and not any(position for place, position in axes if isinstance(place, Replicated)),
+                replicas=math.prod(size for place, size in sizes if isinstance(place, Replicated)),
+                cell=tuple(position for place, position in axes if not isinstance(place, Replicated)),
+            )
         return self._roles[key]
 
     def layouts(self, name: str, param: Tensor) -> tuple[Layout, ...]:
@@ -70,15 +76,3 @@ class Replicas:
             return ()
         mesh = Mesh((len(slices), *slices[0].shape), tuple(rank for mesh_slice in slices for rank in mesh_slice.ranks))
         return (Layout(shape, mesh, (Replicated(), *known_placements(name, sharded.placements, len(shape)))),)
-
-
-def _role(layouts: tuple[Layout, ...], rank: int) -> ReplicaRole:
-    coordinate = coordinates(layouts[0].mesh).get(rank) if layouts else None
-    if coordinate is None:
-        return ReplicaRole(False, 1, ())
-    replicated = [isinstance(placement, Replicated) for placement in layouts[0].placements]
-    return ReplicaRole(
-        counts=not any(itertools.compress(coordinate, replicated)),
-        replicas=math.prod(itertools.compress(layouts[0].mesh.shape, replicated)),
-        cell=tuple(position for position, whole in zip(coordinate, replicated, strict=True) if not whole),
-    )

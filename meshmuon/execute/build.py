@@ -9,8 +9,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from ..plan import NO_WAVE, PieceTransfer, WaveRoutes, WaveSizes, slot_sizes, wave_sizes
-from ..plan.order import gradient_read_order
+from ..plan import NO_WAVE, PieceTransfer, WaveHops, WaveRoutes, WaveSizes, gradient_read_order, slot_sizes, wave_sizes
 from .buffers import CopyPairs, PlacedPiece, RelayMemory, Stage, Staging, strided_views
 from .ortho_batch import MATRICES, BatchMemory, OrthoBatch
 from .program_builder import MatrixBatch, MatrixRange, PlacedTransfers, ProgramBuilder, batch_size, gathers, offsets_of, scatters
@@ -143,7 +142,15 @@ class RankProgramBuilder(ProgramBuilder):
                     self._buffer(name, waves[0], slot, size)
                 self._stage(waves[0], slot, largest[0])
             self._unrounded_buffer(waves[0], max(sizes[k].shards for k in waves))
-        self.reserve_relays(lambda: self.plan.hops, lambda wave: f"slot {wave % slots}", self._wire)
+        if self.plan.relayed:
+            self._reserve_relays(self.plan.hops, [f"slot {wave % slots}" for wave in range(len(sizes))])
+
+    def _reserve_relays(self, hops: Sequence[WaveHops], places: Sequence[str]) -> None:
+        """Takes the largest buffers between the hops of relayed exchanges, as the plan counts them; each wave has its place."""
+        for wave, (exchanges, place) in enumerate(zip(hops, places, strict=True)):
+            for direction, exchange in zip(("gather", "scatter"), exchanges, strict=True):
+                memory = RelayMemory(self.workspace, place, direction)
+                memory.reserve(exchange, self.plan.ranks.index(self.rank), *self._wire(wave))
 
     def _wire(self, wave: int) -> tuple[torch.dtype, torch.device]:
         template = self.lane_template(wave)

@@ -129,7 +129,8 @@ class _DataParallelBuilder(RankProgramBuilder):
         batches = self.reserved_batches(self.owned_ranges)
         for k in range(len(self.routes)):
             self._averages(k)  # grown to its final size before anything keeps a view of it
-        self.reserve_relays(lambda: self.plan.averaging_hops, lambda wave: f"wave {wave}", self._wire)
+        if self.plan.relayed:
+            self._reserve_relays(self.plan.averaging_hops, [f"wave {wave}" for wave in range(len(self.routes))])
         waves = tuple(self._averaging_wave(k, batches[k]) for k in range(len(self.routes)))
         count = max(1, len(waves))  # all gradients are on their way before the first is waited for
         return RankProgram(waves, in_flight=count, gathered_ahead=count, freed_at_end=range(len(self.step_params)))

@@ -11,8 +11,7 @@ import torch
 from ..device import Streams, streams_for
 from ..errors import OrthogonalizeError, TransportError
 from ..ortho import Workspace
-from ..plan import Plan
-from ..plan.order import Action, pipeline_order
+from ..plan import Action, Plan, pipeline_order
 from ..transport import Exchange
 from .build import RankProgram, RankProgramBuilder
 from .elementwise import Elementwise, FusedElementwise

@@ -18,7 +18,6 @@ from ..plan import (
     Plan,
     PlannedParam,
     Relays,
-    WaveHops,
     WaveRoutes,
     plan_batches,
     routes_of,
@@ -35,8 +34,6 @@ PlacedTransfers: TypeAlias = "list[tuple[PieceTransfer, int]]"
 """Transfers with the offsets of their pieces in a buffer."""
 ListsOfRank: TypeAlias = "Callable[[int], tuple[Sequence[PieceTransfer], Sequence[PieceTransfer]]]"
 """From a rank to what arrives there in an exchange and what leaves it."""
-WireOfWave: TypeAlias = "Callable[[int], tuple[torch.dtype, torch.device]]"
-"""From a wave to the dtype and the device of what travels in it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,19 +195,6 @@ class ProgramBuilder:
             arriving |= {(peer, mate): size for peer, size in to_mate.items()}
             leaving |= {(mate, peer): size for peer, size in from_mate.items()}
         return RelayedExchange(self.rank, leaving, arriving).buffers(Relays(nodes), self.exchange, received, sent, memory)
-
-    def reserve_relays(self, hops: Callable[[], Sequence[WaveHops]], place: Callable[[int], str], wire: WireOfWave) -> None:
-        """Takes the largest buffers between the hops of relayed exchanges, as the plan counts them.
-
-        Args:
-            hops: the hops of every wave; not asked for if nothing is relayed.
-            place: from a wave to its place, as in ``RelayMemory``.
-            wire: from a wave to dtype and device of what travels.
-        """
-        for wave, exchanges in enumerate(hops() if self.plan.relayed else ()):
-            for direction, exchange in zip(("gather", "scatter"), exchanges, strict=True):
-                memory = RelayMemory(self.workspace, place(wave), direction)
-                memory.reserve(exchange, self.plan.ranks.index(self.rank), *wire(wave))
 
     def routes_of_wave(self, wave: int, rank: int) -> WaveRoutes:
         """The routes of any rank in a wave."""

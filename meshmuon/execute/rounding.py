@@ -100,22 +100,17 @@ class RoundingScratch:
     """
 
     def __init__(self, workspace: Workspace | None = None, name: str = "rounding") -> None:
-        self.workspace, self._name = Workspace() if workspace is None else workspace, name
-        self._flat: dict[tuple[str, torch.device], Tensor] = {}
+        self._workspace, self._name = Workspace() if workspace is None else workspace, name
 
-    def take(self, what: str, shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Tensor:
+    def take(self, what: str, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
         """An uninitialised tensor for a chunk of ``shape``. Chunks of one name share memory."""
-        flat, size = self._flat.get((what, device)), shape.numel()
-        if flat is None or flat.numel() < size:
-            with torch.inference_mode(False):
-                flat = self.workspace.take(f"{self._name} {what}", (size,), dtype, device)
-            self._flat[what, device] = flat
-        return flat[:size].view(shape)
+        with torch.inference_mode(False):  # made inside inference_mode it could not be written outside of it
+            return self._workspace.take(f"{self._name} {what}", shape, dtype, device)
 
     def take_like(self, what: str, tensors: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
         """Uninitialised tensors with the shapes of ``tensors``."""
         sizes = [tensor.numel() for tensor in tensors]
-        flat = self.take(what, torch.Size((sum(sizes),)), dtype, tensors[0].device)
+        flat = self.take(what, (sum(sizes),), dtype, tensors[0].device)
         return [part.view(tensor.shape) for part, tensor in zip(torch.split(flat, sizes), tensors, strict=True)]
 
 

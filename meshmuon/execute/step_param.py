@@ -127,7 +127,7 @@ class StepParam:
     def fallible(self) -> bool:
         """Whether code of the user computes its updates, a scheme or a rule, which may raise in the middle of a step.
 
-        Its momentum is then stored with the weights and not before: a matrix whose update fails keeps both.
+        A matrix whose update fails keeps weights and momentum: what the momentum was is kept until the update is applied.
         """
         return may_fail(self.scheme, self.rule)
 
@@ -143,17 +143,8 @@ class StepParam:
         steps = self.scheme.steps if isinstance(self.scheme, Scheme) else ()
         scratch = scratch_bytes(rows, cols, steps, self.compute_dtype, self.update_dtype)
         flipped = self.rule is not None and self.matrix_set.flipped  # rules see outputs × inputs
-        treatment = (
-            self.param.device,
-            self.work_device,
-            self.update_dtype,
-            self.compute_dtype,
-            self.scheme,
-            self.rule,
-            flipped,
-            key,
-        )
-        return BatchItem(count, rows, cols, treatment, size + scratch)
+        where, dtypes = (self.param.device, self.work_device), (self.update_dtype, self.compute_dtype)
+        return BatchItem(count, rows, cols, (where, dtypes, self.scheme, self.rule, flipped, key), size + scratch)
 
 
 DEFAULT_MEMORY_BUDGET = 64 * 2**20

@@ -17,12 +17,7 @@ from ..routing.param_groups import ModelNames, get_default_muon_param_groups
 _ROUTING_OPTIONS = tuple(inspect.signature(get_default_muon_param_groups).parameters)[1:]
 
 
-def muon_for(
-    model: nn.Module,
-    *,
-    keys: Callable[[str], Mapping[str, Any]] | None = None,
-    **options: Any,
-) -> Muon:
+def muon_for(model: nn.Module, *, keys: Callable[[str], Mapping[str, Any]] | None = None, **options: Any) -> Muon:
     """Builds the optimizer of a model in one call: default param groups, then ``Muon``.
 
     It is for trainers that would call ``optimizer_class(model.parameters(), lr=..., weight_decay=...)``: parameters without names

@@ -1,7 +1,6 @@
 """Who holds which part of a tensor, from shapes and placements alone."""
 
-from .cuts import Ranges, cut, length, local_indices, merged, positions
-from .layout import Layout, Mesh, Placement, Replicated, Sharded, coordinates, flat_index
+from .layout import Layout, Mesh, Placement, Ranges, Replicated, Sharded, coordinates, flat_index, length, local_indices
 from .sharded_matrix import Piece, ShardedMatrix, shard_matrices
 
 __all__ = [
@@ -14,11 +13,8 @@ __all__ = [
     "Sharded",
     "ShardedMatrix",
     "coordinates",
-    "cut",
     "flat_index",
     "length",
     "local_indices",
-    "merged",
-    "positions",
     "shard_matrices",
 ]

@@ -1,25 +1,29 @@
 """A tensor's layout over a mesh: which parts of it each rank holds.
 
-Plans are made of the pieces that ``shard_matrices`` finds from ``Layout.cuts``. Boxes serve only to compare replicas' gradients.
-
 A mesh has axes, a tensor has dims. Everything is computed from shapes and placements, without tensors and process groups: a mesh
-of thousands of ranks takes milliseconds.
+of thousands of ranks takes milliseconds. Plans are made of the pieces that ``shard_matrices`` finds from ``Layout.cuts``.
+
+What a rank holds of a dim is a list of half-open index ranges, in the order of its local tensor: one range for plain sharding,
+several for strided sharding. 18 rows over 8 ranks: ((0, 3),), ((3, 6),), … ((15, 18),) on ranks 0 to 5, and () on ranks 6 and 7.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import product
 from typing import TypeAlias
 
 from ..errors import ConfigError
-from .cuts import Range, Ranges, cut, index_at, length
+from ..matrices import StridedRange
 
-Box: TypeAlias = tuple[Range, ...]
-"""One half-open range per tensor dim."""
+Range: TypeAlias = tuple[int, int]
+"""Indices [start, stop) of a tensor dim."""
+
+Ranges: TypeAlias = tuple[Range, ...]
+"""What one rank holds of a tensor dim, in local order; empty when it holds nothing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,12 +103,7 @@ class Layout:
         return tuple(self.cuts(dim)[self.part(dim, coordinate)] for dim in range(len(self.shape)))
 
     def local_shape(self, rank: int) -> tuple[int, ...]:
-        """Shape of the local tensor of ``rank``."""
         return tuple(length(ranges) for ranges in self.held_ranges(rank))
-
-    def boxes(self, rank: int) -> tuple[Box, ...]:
-        """The boxes that ``rank`` holds, in the order of its local tensor."""
-        return tuple(product(*self.held_ranges(rank))) if rank in coordinates(self.mesh) else ()
 
     def global_index(self, rank: int, local: int) -> int:
         """Flat index, in the whole tensor, of the element at flat index ``local`` of the local tensor of ``rank``."""
@@ -114,31 +113,28 @@ class Layout:
             index, stride = index + stride * index_at(ranges, position), stride * size
         return index
 
-    def holders(self) -> dict[Box, tuple[int, ...]]:
-        """The ranks that hold each box, in the order of the mesh."""
-        holders: dict[Box, list[int]] = {}
+    def holders(self) -> dict[tuple[Ranges, ...], list[int]]:
+        """What is held of each dim → the ranks that hold it, in the order of the mesh. Ranks that hold nothing are left out."""
+        holders: dict[tuple[Ranges, ...], list[int]] = {}
         for rank in self.mesh.ranks:
-            for box in self.boxes(rank):
-                holders.setdefault(box, []).append(rank)
-        return {box: tuple(ranks) for box, ranks in holders.items()}
+            held = self.held_ranges(rank)
+            if all(held):
+                holders.setdefault(held, []).append(rank)
+        return holders
 
     def axes(self, dim: int) -> tuple[int, ...]:
         """Mesh axes that shard ``dim``."""
-        return tuple(axis for axis, _ in self._sharded(dim))
+        placements = enumerate(self.placements)
+        return tuple(axis for axis, placement in placements if isinstance(placement, Sharded) and placement.dim == dim)
 
     def cuts(self, dim: int) -> tuple[Ranges, ...]:
         """The ranges of each part into which the mesh cuts ``dim``; ``part`` says which one a rank holds."""
-        chain = tuple((self.mesh.shape[axis], split_factor) for axis, split_factor in self._sharded(dim))
-        return cut(self.shape[dim], chain)
+        split_factors = [1 if isinstance(placement, Replicated) else placement.split_factor for placement in self.placements]
+        return cut(self.shape[dim], tuple((self.mesh.shape[axis], split_factors[axis]) for axis in self.axes(dim)))
 
     def part(self, dim: int, coordinate: Sequence[int]) -> int:
         """Which part of ``dim`` the rank at ``coordinate`` of the mesh holds."""
         return flat_index(self.mesh.shape, coordinate, self.axes(dim))
-
-    def _sharded(self, dim: int) -> list[tuple[int, int]]:
-        """(mesh axis, split factor) of the placements that shard ``dim``."""
-        placements = enumerate(self.placements)
-        return [(axis, place.split_factor) for axis, place in placements if isinstance(place, Sharded) and place.dim == dim]
 
 
 @lru_cache(maxsize=64)
@@ -156,3 +152,116 @@ def flat_index(shape: Sequence[int], coordinate: Sequence[int], axes: Sequence[i
     for axis in axes:
         index = index * shape[axis] + coordinate[axis]
     return index
+
+
+def length(ranges: Ranges) -> int:
+    return sum(stop - start for start, stop in ranges)
+
+
+def index_at(ranges: Ranges, position: int) -> int:
+    """The index at ``position`` of ``ranges``: 9 at position 4 of ((0, 3), (8, 12))."""
+    for start, stop in ranges:
+        if position < stop - start:
+            return start + position
+        position -= stop - start
+    raise IndexError(position)
+
+
+@lru_cache(maxsize=1024)
+def cut(size: int, chain: tuple[tuple[int, int], ...]) -> tuple[Ranges, ...]:
+    """Cuts a dim of ``size`` over several mesh axes, one after the other.
+
+    ``cut(8, ((2, 1), (2, 1)))`` gives rows 0–1, 2–3, 4–5 and 6–7 to the four ranks of a 2×2 mesh. ``cut(8, ((2, 2),))`` gives
+    rows 0–1 and 4–5 to the first of two ranks, rows 2–3 and 6–7 to the second.
+
+    Args:
+        size: length of the dim.
+        chain: (parts, split factor) of each mesh axis that shards the dim, in the order of the mesh. A split factor above 1
+            first cuts the dim into that many chunks, then cuts each chunk into ``parts`` and gives part *i* of all of them to
+            rank *i*.
+
+    Returns:
+        The ranges of every combination of coordinates on those axes, the last axis running fastest.
+    """
+    held: list[Ranges] = [((0, size),) if size else ()]
+    for parts, split_factor in chain:
+        held = [shard for ranges in held for shard in _shard(ranges, parts, split_factor)]
+    return tuple(held)
+
+
+def positions(ranges: Ranges, part: StridedRange) -> Ranges:
+    """The positions in ``part`` of those of its indices that are in ``ranges``.
+
+    The indices 2 to 9 are ``StridedRange(2, 8)``, of which ((0, 3), (8, 12)) has the positions ((0, 1), (6, 8)).
+    """
+    return merged((first, last) for first, last in ((part.before(a), part.before(b)) for a, b in ranges) if first < last)
+
+
+def local_indices(ranges: Ranges, part: StridedRange) -> tuple[StridedRange, ...]:
+    """Where the indices of ``part`` are in the local dim of a rank that holds ``ranges``, in order.
+
+    A rank with the indices 3 to 11 holds one index of the first block of ``StridedRange(0, 4, 3, 5)``, the second block, and two
+    indices of the third: ``StridedRange(0, 1)``, ``StridedRange(2, 4)`` and ``StridedRange(7, 2)`` of its local dim.
+    """
+    found: list[StridedRange] = []
+    offset = 0
+    for start, stop in ranges:
+        for inside in part.between(start, stop):
+            local = inside.moved(offset - start)
+            joined = found[-1].joined(local) if found else None
+            if joined is None:
+                found.append(local)
+            else:
+                found[-1] = joined
+        offset += stop - start
+    return tuple(found)
+
+
+def tiles(size: int, covers: Iterable[Ranges]) -> bool:
+    """Whether the ranges of all ``covers`` together contain every index of a dim of ``size`` exactly once."""
+    position = 0
+    for start, stop in sorted(span for ranges in covers for span in ranges):
+        if start != position or stop <= start:
+            return False
+        position = stop
+    return position == size
+
+
+def _shard(ranges: Ranges, parts: int, split_factor: int) -> list[Ranges]:
+    if split_factor == 1:
+        return _chunk(ranges, parts)
+    chunks = [_chunk(chunk, parts) for chunk in _chunk(ranges, split_factor)]
+    return [merged(span for chunk in chunks for span in chunk[part]) for part in range(parts)]
+
+
+def _chunk(ranges: Ranges, parts: int) -> list[Ranges]:
+    """``torch.chunk`` on the indices in ``ranges``: equal chunks, a smaller one, then empty ones."""
+    size = -(-length(ranges) // parts)
+    return [_between_positions(ranges, part * size, (part + 1) * size) for part in range(parts)]
+
+
+def _between_positions(ranges: Ranges, first: int, last: int) -> Ranges:
+    """The indices at positions [first, last) of ``ranges``."""
+    if len(ranges) == 1:  # the common case, and the one that must be fast for 2,048 ranks
+        (start, stop) = ranges[0]
+        begin, end = min(start + first, stop), min(start + last, stop)
+        return ((begin, end),) if begin < end else ()
+    between = []
+    position = 0
+    for start, stop in ranges:
+        begin, end = max(start, start + first - position), min(stop, start + last - position)
+        if begin < end:
+            between.append((begin, end))
+        position += stop - start
+    return tuple(between)
+
+
+def merged(ranges: Iterable[Range]) -> Ranges:
+    """``ranges`` with those joined that continue each other: ((0, 3), (3, 6), (8, 9)) becomes ((0, 6), (8, 9))."""
+    joined: list[Range] = []
+    for start, stop in ranges:
+        if joined and joined[-1][1] == start:
+            joined[-1] = (joined[-1][0], stop)
+        else:
+            joined.append((start, stop))
+    return tuple(joined)

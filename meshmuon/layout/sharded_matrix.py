@@ -9,8 +9,7 @@ from itertools import product
 
 from ..errors import PlanError
 from ..matrices import Window
-from .cuts import Ranges, length, merged, positions, tiles
-from .layout import Layout, coordinates, flat_index
+from .layout import Layout, Ranges, coordinates, flat_index, length, merged, positions, tiles
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,12 +25,10 @@ class Piece:
 
     @property
     def shape(self) -> tuple[int, int]:
-        """Rows and columns of the piece."""
         return length(self.rows), length(self.cols)
 
     @property
     def size(self) -> int:
-        """Number of elements."""
         return length(self.rows) * length(self.cols)
 
 
@@ -58,7 +55,6 @@ class ShardedMatrix:
 
     @cached_property
     def size(self) -> int:
-        """Number of elements of the matrix."""
         return self.rows * self.cols
 
     @cached_property

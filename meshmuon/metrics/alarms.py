@@ -75,7 +75,9 @@ class Health:
         if not metrics or metrics["skipped"] or metrics["step"] == self._last_step:
             return []
         self._last_step = metrics["step"]
-        found = {(kind, where): text for kind, where, text in self._signs(metrics)}
+        signs = [sign for name, values in metrics["matrices"].items() for sign in self._of_matrix(name, values)]
+        signs += [*self._of_logits(metrics["qk_clip"]), *self._of_rates(metrics)]
+        found = {(kind, where): text for kind, where, text in signs}
         raised = []
         for key, text in found.items():
             self._streaks[key] = self._streaks.get(key, 0) + 1
@@ -86,15 +88,9 @@ class Health:
         self.alarms += raised
         return raised
 
-    def _signs(self, metrics: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:
-        """(kind, where, text) of everything that this measurement shows."""
-        for name, values in metrics["matrices"].items():
-            yield from self._of_matrix(name, values)
-        yield from self._of_logits(metrics["qk_clip"])
-        yield from self._of_rates(metrics)
-
     def _of_matrix(self, name: str, values: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:
-        limits, ratio = self.limits, values["update_to_weight"]
+        """(kind, where, text) of everything that a measurement shows of this matrix."""
+        limits, ratio, rank = self.limits, values["update_to_weight"], values["momentum_stable_rank"]
         if ratio > limits.update_to_weight and values["weight_norm"]:
             yield (
                 "update too large",
@@ -116,15 +112,11 @@ class Health:
                 f"{name} is {values['dtype']}, and its updates of {ratio:.1e} of its norm vanish when it is rounded. Keep the "
                 'weights in float32, or pass rounding="stochastic" if they are bfloat16.',
             )
-        if (
-            values["momentum_stable_rank"] < limits.stable_rank
-            and values["momentum_norm"]
-            and min(values["rows"], values["cols"]) > 3
-        ):
+        if rank < limits.stable_rank and values["momentum_norm"] and min(values["rows"], values["cols"]) > 3:
             yield (
                 "rank one",
                 name,
-                f"{name} has a momentum of stable rank {values['momentum_stable_rank']:.2f}: all gradients point in one "
+                f"{name} has a momentum of stable rank {rank:.2f}: all gradients point in one "
                 "direction, and orthogonalising amplifies noise in all others. Look for a bias in the input (a mean that is "
                 "not removed), a batch of equal samples, or a gradient that clipping shrinks to one outlier.",
             )

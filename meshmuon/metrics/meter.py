@@ -10,22 +10,18 @@ import torch
 from torch import Tensor
 
 from ..agree.step_decision import StepDecision
-from ..device import Transfers, copy_to, is_staged, known_to_host, stopwatch_for, transfers_for
+from ..device import Transfers, copy_to, is_staged, known_to_host, transfers_for
 from ..errors import ConfigError, UnsupportedError
-from ..execute import MatrixKey, StepParam
+from ..execute import StepParam
 from ..layout import Layout
-from ..ortho import scheme_for
 from ..params.lr import lr_factor
 from ..params.metrics_option import Metrics
 from ..params.param_record import ParamRecord
-from ..plan import NO_WAVE, Plan
 from ..torch_compat import local_part
-from .numbers import DTYPE, PHASES, Column, Measured, Numbers
+from .numbers import DTYPE, PHASES, Column, Numbers
 from .recorder import StepRecorder
 from .report import Measurement, report
-from .shards import LocalMatrices, counts_here
 from .spectra import squares
-from .weight_vectors import WeightVectors
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,18 +30,6 @@ class Clipped:
 
     logits: Mapping[Any, Tensor]  # layer → the largest logit of each head; empty without QK-clip
     threshold: float
-
-
-@dataclass(frozen=True)
-class Prepared:
-    """What is made when a plan is new."""
-
-    plan: Plan
-    numbers: Numbers
-    local: Mapping[int, LocalMatrices]  # index of a parameter of the plan → what this rank counts of it
-    local_rows: Tensor  # the rows of all ``local``
-    adamw_rows: Mapping[int, int | None]  # index of a parameter → its row; None if another rank counts it
-    vectors: WeightVectors | None
 
 
 class Meter:
@@ -60,7 +44,7 @@ class Meter:
     def __init__(self, options: Metrics | None, *, by_owners: bool = True) -> None:
         self.options = options
         self._by_owners = by_owners
-        self._prepared: Prepared | None = None
+        self._numbers: Numbers | None = None
         self._steps = 0
         self._pending: list[Measurement] = []  # those whose numbers are on their way to the host
         self._latest: dict[str, Any] = {}
@@ -94,100 +78,49 @@ class Meter:
                 )
         return None
 
-    def prepare(
-        self,
-        decision: StepDecision,
-        params: Sequence[ParamRecord],
-        layouts: Sequence[tuple[Layout, ...]],
-    ) -> None:
+    def prepare(self, decision: StepDecision, params: Sequence[ParamRecord], layouts: Sequence[tuple[Layout, ...]]) -> None:
         """Makes room for the numbers of a plan. The vectors of the weights begin anew.
 
         All ranks call it at the same steps, also those whose own plan is as it was.
         """
         if self.options is None or not params:
             return
-        if self._prepared is not None and self._prepared.plan is decision.plan:
-            if self._prepared.vectors is not None:
-                self._prepared.vectors.restart()
-            return
-        plan, rank = decision.plan, decision.rank
-        several = decision.exchange is not None
-        measured = []
-        for index, (planned, (k, part)) in enumerate(zip(plan.params, decision.planned_parts, strict=True)):
-            named, parts = params[k], params[k].matrix_sets or ()
-            matrix_set = parts[part]
-            assert named.scheme is not None
-            measured.append(
-                Measured(
-                    planned.name if len(parts) == 1 else f"{planned.name}[part {part}]",
-                    named.group_index,
-                    index,
-                    shared=several and not planned.private,
-                    elements=matrix_set.rows * matrix_set.cols,
-                    muon=True,
-                    matrices=matrix_set,
-                    scheme=scheme_for(named.scheme, matrix_set.rows, matrix_set.cols, named.compute_dtype),
-                    dtype=str(named.param.dtype).removeprefix("torch."),
-                    rounding=named.param_group["rounding"],
-                )
-            )
-        adamw = {k: named for k, named in enumerate(params) if not named.param_group["use_muon"]}
-        for index, named in adamw.items():
-            shared = several and bool(layouts[index])
-            measured.append(Measured(named.name, named.group_index, index, shared=shared, elements=named.param.numel()))
-        ranks = decision.exchange.ranks if decision.exchange is not None else (rank,)
-        device = params[0].param.device
-        with torch.inference_mode(False), torch.no_grad():
-            numbers = Numbers(measured, ranks, self.options, self._reported(plan, rank), device)
-            of_params = {k: LocalMatrices.of(planned, rank, device) for k, planned in enumerate(plan.params)}
-            local = {k: matrices for k, matrices in of_params.items() if matrices is not None}
-            local_rows = numbers.indices([numbers.first_rows[k] + n for k, matrices in local.items() for n in matrices.numbers])
-            vectors = WeightVectors(numbers, local) if self.options.weight_spectra else None
-        adamw_rows = dict(zip(adamw, numbers.first_rows[len(plan.params) :], strict=True))
-        counted = {k: row if counts_here(layouts[k], rank) else None for k, row in adamw_rows.items()}
-        self._prepared = Prepared(plan, numbers, local, local_rows, counted, vectors)
-        if self._transfers is None:
-            self._transfers = transfers_for(device)
-
-    def _reported(self, plan: Plan, rank: int) -> dict[MatrixKey, bool]:
-        """Whether this rank reports what it finds out about a whole matrix: the first of all that compute it does."""
-        reported: dict[MatrixKey, bool] = {}
-        for task in plan.tasks:
-            if (task.param, task.matrix) not in reported:
-                first = task.owner if self._by_owners and task.wave != NO_WAVE else min(task.sharded.holdings)
-                reported[task.param, task.matrix] = plan.params[task.param].private or rank == first
-        return reported
+        if self._numbers is None or self._numbers.plan is not decision.plan:
+            with torch.inference_mode(False), torch.no_grad():
+                self._numbers = Numbers(decision, params, layouts, self.options, by_owners=self._by_owners)
+            self._transfers = self._transfers or transfers_for(params[0].param.device)
+        elif self._numbers.vectors is not None:
+            self._numbers.vectors.restart()
 
     def discard(self) -> None:
         """Gives up what was made for a plan; what was measured stays."""
-        self._prepared = None
+        self._numbers = None
 
     def begin(self, step_params: Sequence[StepParam], decision: StepDecision, *, gradients_here: bool) -> StepRecorder:
         """Measures gradients and weights before the step changes them. Returns what sees the rest of the step.
 
         ``gradients_here`` is false if the gradients are still to be averaged.
         """
-        prepared = self._prepared
-        assert prepared is not None
-        numbers = prepared.numbers
-        recorder = StepRecorder(numbers, prepared.adamw_rows, stopwatch_for(numbers.packed.device))
+        numbers = self._numbers
+        assert numbers is not None
+        recorder = StepRecorder(numbers)
         weights: dict[int, Tensor] = {}
         with torch.inference_mode(False), torch.no_grad(), recorder.phase("metrics"):
             numbers.packed.zero_()
             with recorder.failure:
-                weights = {k: local.cut(local_part(step_params[k].param)) for k, local in prepared.local.items()}
-                of_weights = [squares(weight) for weight in weights.values()]
+                weights = {k: local.cut(local_part(step_params[k].param)) for k, local in numbers.local.items()}
+                of_weights = {k: squares(weight) for k, weight in weights.items()}
                 of_gradients = [
-                    squares(local.cut(local_part(step_params[k].grad)))
+                    squares(numbers.local[k].cut(local_part(step_params[k].grad)))
                     if gradients_here and k not in decision.idle
                     else torch.zeros_like(of_weight)
-                    for (k, local), of_weight in zip(prepared.local.items(), of_weights, strict=True)
+                    for k, of_weight in of_weights.items()
                 ]
                 if weights:
-                    both = torch.stack([torch.cat(of_gradients), torch.cat(of_weights)], dim=1)
-                    numbers.write(prepared.local_rows, Column.GRADIENT, both)
-            if prepared.vectors is not None:
-                prepared.vectors.begin(weights, decision.exchange, recorder.failure)
+                    both = torch.stack([torch.cat(of_gradients), torch.cat([*of_weights.values()])], dim=1)
+                    numbers.write(numbers.local_rows, Column.GRADIENT, both)
+            if numbers.vectors is not None:
+                numbers.vectors.begin(weights, decision.exchange, recorder.failure)
         return recorder
 
     def finish(
@@ -201,59 +134,58 @@ class Meter:
         clipped: Clipped,
     ) -> Exception | None:
         """Reduces the numbers over the ranks and sends them to the host, which need not wait. Returns this rank's first error."""
-        prepared, transfers = self._prepared, self._transfers
-        assert prepared is not None
-        assert transfers is not None
-        numbers = prepared.numbers
-        scalars = {"skipped steps": skipped, "skipped": 0.0 if skip_mask is None else skip_mask}
+        numbers = self._numbers
+        assert numbers is not None
+        scalars: dict[str, Any] = {"skipped steps": skipped, "skipped": 0.0 if skip_mask is None else skip_mask}
         scalars |= {f"lr {k}": group["lr"] for k, group in enumerate(groups)}
-        on_device = {name: value for name, value in scalars.items() if isinstance(value, Tensor) and not known_to_host(value)}
+        known = {name: float(value) for name, value in scalars.items() if not isinstance(value, Tensor) or known_to_host(value)}
         with recorder.phase("metrics"), torch.inference_mode(False), torch.no_grad():
-            self._write_seconds(recorder, numbers, decision.rank)
+            self._write_seconds(recorder, numbers.seconds[numbers.ranks.index(decision.rank)])
             if decision.exchange is not None:
                 decision.exchange.add_up(numbers.reduced)
             with recorder.failure:
-                if prepared.vectors is not None:
-                    prepared.vectors.finish()
-                told = {"table": numbers.table, "seconds": numbers.seconds, **on_device}
-                told |= {
-                    f"logits {k}": copy_to(logits, numbers.packed.device) for k, logits in enumerate(clipped.logits.values())
-                }
-                packed = torch.cat([value.reshape(-1).to(DTYPE) for value in told.values()])  # in memory of its own
-                host = transfers.host_buffer(packed.numel(), DTYPE)
-                transfers.store(host, packed)
-                stored = transfers.stored()
-                parts = torch.split(host, [value.numel() for value in told.values()])
+                numbers.finish_vectors()
+                told = {"table": numbers.table, "seconds": numbers.seconds}
+                told |= {name: value for name, value in scalars.items() if name not in known}
+                logits = {f"logits {layer}": logits for layer, logits in clipped.logits.items()}
+                told |= {name: copy_to(value, numbers.packed.device) for name, value in logits.items()}
+                in_host_memory, stored = self._send(told)
+                measurement = Measurement(
+                    step=self._steps,
+                    numbers=numbers,
+                    told={**known, **in_host_memory},
+                    layers=[str(layer) for layer in clipped.logits],
+                    threshold=clipped.threshold,
+                    idle=frozenset(decision.idle),
+                    half_iterations=0 if numbers.vectors is None else numbers.vectors.half_iterations,
+                    factors=[
+                        lr_factor(groups[one.group_index]["adjust_lr_fn"], *one.matrices.lr_shape) if one.matrices else 1.0
+                        for one in numbers.measured
+                    ],
+                    recorder=recorder,
+                    stored=stored,
+                )
                 # At most two: one that the host knows before the device is done with the other, if nobody reads.
-                self._pending = [
-                    *self._pending[-1:],
-                    Measurement(
-                        step=self._steps,
-                        numbers=numbers,
-                        told={name: part.view(value.shape) for (name, value), part in zip(told.items(), parts, strict=True)},
-                        known={name: float(value) for name, value in scalars.items() if name not in on_device},
-                        layers=[str(layer) for layer in clipped.logits],
-                        threshold=clipped.threshold,
-                        plan=decision.plan,
-                        idle=frozenset(decision.idle),
-                        half_iterations=0 if prepared.vectors is None else prepared.vectors.half_iterations,
-                        factors=[
-                            lr_factor(groups[one.group_index]["adjust_lr_fn"], *one.matrices.lr_shape) if one.muon else 1.0
-                            for one in numbers.measured
-                        ],
-                        recorder=recorder,
-                        stored=stored,
-                    ),
-                ]
+                self._pending = [*self._pending[-1:], measurement]
         return recorder.failure.take()
 
-    def _write_seconds(self, recorder: StepRecorder, numbers: Numbers, rank: int) -> None:
+    def _write_seconds(self, recorder: StepRecorder, places: Tensor) -> None:
         """Tells the other ranks the seconds of this one: of this step or, where the device is not done with it, of an earlier."""
         known = (one.seconds() for one in (recorder, *(measurement.recorder for measurement in reversed(self._pending))))
         seconds = next((one for one in known if one is not None), self._seconds_before)
         if seconds is not None:
-            for place, name in zip(numbers.seconds[numbers.ranks.index(rank)], PHASES, strict=True):
+            for place, name in zip(places, PHASES, strict=True):
                 place.fill_(seconds[name])
+
+    def _send(self, told: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], Any]:
+        """Starts copying tensors to the host. Returns where they will be, and the mark of their arrival."""
+        assert self._transfers is not None
+        packed = torch.cat([value.reshape(-1).to(DTYPE) for value in told.values()])  # in memory of its own
+        host = self._transfers.host_buffer(packed.numel(), DTYPE)
+        self._transfers.store(host, packed)
+        parts = torch.split(host, [value.numel() for value in told.values()])
+        views = {name: part.view(value.shape) for (name, value), part in zip(told.items(), parts, strict=True)}
+        return views, self._transfers.stored()
 
     @torch.no_grad()
     def read(self, *, wait: bool) -> dict[str, Any]:

@@ -17,25 +17,28 @@ nowhere            one more row, where ranks write what another rank reports    
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 
 import torch
 from torch import Tensor
 
+from ..agree.step_decision import StepDecision
 from ..execute import MatrixKey
+from ..layout import Layout
 from ..matrices import MatrixSet, with_stars, without_wrappers
-from ..ortho import Orthogonalizer, Scheme
+from ..ortho import Orthogonalizer, Scheme, scheme_for
 from ..params.metrics_option import Metrics
+from ..params.param_record import ParamRecord
+from ..plan import NO_WAVE, Plan
 from .spectra import probes
+from .weights import LocalMatrices, VectorPlace, WeightVectors, counts_here
 
 DTYPE = torch.float32
 
 PHASES = ("momentum", "gather", "orthogonalise", "scatter", "update", "wait", "adamw", "metrics")
 """What the seconds of a step are divided into."""
-
-_ONE_ROW = MatrixSet(1, 0, 0)
 
 
 class Column(IntEnum):
@@ -59,75 +62,136 @@ class Measured:
     index: int  # in ``Plan.params``; of AdamW's, among all parameters of the optimizer
     shared: bool  # whether several ranks know it
     elements: int  # of each matrix
-    muon: bool = False
     # What only Muon's have.
-    matrices: MatrixSet = _ONE_ROW
+    matrices: MatrixSet | None = None
     scheme: Scheme | Orthogonalizer | None = None
     dtype: str = ""
     rounding: str = ""
 
     @property
     def names(self) -> list[str]:
-        """The name of each matrix."""
-        return [f"{self.name}[{k}]" for k in range(self.matrices.count)] if self.matrices.stack_dims else [self.name]
+        stacked = self.matrices is not None and self.matrices.stack_dims
+        return [f"{self.name}[{k}]" for k in range(self.rows)] if stacked else [self.name]
 
     @property
     def kind(self) -> str:
         """The name without wrappers, and with ``*`` for numbers."""
-        return with_stars(without_wrappers(self.name)) + ("" if self.muon else " (adamw)")
+        return with_stars(without_wrappers(self.name)) + (" (adamw)" if self.matrices is None else "")
 
     @property
-    def vector(self) -> int:
-        """Length of a power vector."""
-        return max(self.matrices.rows, self.matrices.cols)
+    def rows(self) -> int:
+        """How many rows of the table it has."""
+        return 1 if self.matrices is None else self.matrices.count
+
+
+def _measured(decision: StepDecision, params: Sequence[ParamRecord], layouts: Sequence[tuple[Layout, ...]]) -> Iterator[Measured]:
+    """Parameters of the plan in its order, then those of AdamW; the same on all ranks as far as they are shared."""
+    several = decision.exchange is not None
+    for index, (planned, (k, part)) in enumerate(zip(decision.plan.params, decision.planned_parts, strict=True)):
+        named, parts = params[k], params[k].matrix_sets or ()
+        matrices = parts[part]
+        assert named.scheme is not None
+        yield Measured(
+            planned.name if len(parts) == 1 else f"{planned.name}[part {part}]",
+            named.group_index,
+            index,
+            shared=several and not planned.private,
+            elements=matrices.rows * matrices.cols,
+            matrices=matrices,
+            scheme=scheme_for(named.scheme, matrices.rows, matrices.cols, named.compute_dtype),
+            dtype=str(named.param.dtype).removeprefix("torch."),
+            rounding=named.param_group["rounding"],
+        )
+    for index, named in enumerate(params):
+        if not named.param_group["use_muon"]:
+            shared = several and bool(layouts[index])
+            yield Measured(named.name, named.group_index, index, shared=shared, elements=named.param.numel())
+
+
+def _reported(plan: Plan, rank: int, *, by_owners: bool) -> dict[MatrixKey, bool]:
+    """Whether this rank reports what it finds out about a whole matrix: the first of all that compute it does."""
+    reported: dict[MatrixKey, bool] = {}
+    for task in plan.tasks:
+        if (task.param, task.matrix) not in reported:
+            first = task.owner if by_owners and task.wave != NO_WAVE else min(task.sharded.holdings)
+            reported[task.param, task.matrix] = plan.params[task.param].private or rank == first
+    return reported
 
 
 class Numbers:
     """The flat tensor and its parts, made when a plan is new and used at every measured step.
 
     Args:
-        measured: parameters of the plan in its order, then those of AdamW; the same on all ranks as far as they are shared.
-        ranks: of the reduction, in its order.
+        decision: what all ranks have agreed to do.
+        params: all parameters of the optimizer.
+        layouts: theirs.
         options: how closely steps are measured.
-        reported: of each matrix of the plan, whether this rank reports it; of several ranks that compute one, one does.
-        device: where all of this is.
+        by_owners: whether the owners of matrices see them whole; otherwise all ranks of their meshes do.
     """
 
     def __init__(
         self,
-        measured: Sequence[Measured],
-        ranks: Sequence[int],
+        decision: StepDecision,
+        params: Sequence[ParamRecord],
+        layouts: Sequence[tuple[Layout, ...]],
         options: Metrics,
-        reported: Mapping[MatrixKey, bool],
-        device: torch.device,
+        *,
+        by_owners: bool,
     ) -> None:
-        self.measured, self.ranks, self._reported, self._device = tuple(measured), tuple(ranks), reported, device
+        self.plan, rank, self._device = decision.plan, decision.rank, params[0].param.device
+        self.ranks = (rank,) if decision.exchange is None else tuple(decision.exchange.ranks)
+        self.measured = tuple(_measured(decision, params, layouts))
+        self._reported = _reported(self.plan, rank, by_owners=by_owners)
+        self._made: dict[tuple[object, ...], Tensor] = {}
+        self._lay_out(options)
+        of_params = {k: LocalMatrices.of(planned, rank, self._device) for k, planned in enumerate(self.plan.params)}
+        # Index of a parameter of the plan → what this rank counts of it, and the rows of all of these.
+        self.local = {k: matrices for k, matrices in of_params.items() if matrices is not None}
+        local_rows = [self.first_rows[k] + matrices.numbers for k, matrices in self.local.items()]
+        self.local_rows = torch.cat([self.indices(()), *local_rows])
+        # Index of a parameter of AdamW → its row, if this rank counts it.
+        adamw = zip(self.measured, self.first_rows, strict=True)
+        self.adamw_rows = {one.index: row for one, row in adamw if one.matrices is None and counts_here(layouts[one.index], rank)}
+        self.vectors: WeightVectors | None = None
+        if options.weight_spectra:
+            self.vectors = WeightVectors(self._products, self._private_vectors, self._places, self.local)
+        sigmas = ((k, matrix) for k, place in self._places.items() for matrix in range(place.matrices))
+        self._sigma_rows = self.indices([self.first_rows[k] + matrix for k, matrix in sigmas])
+
+    def _lay_out(self, options: Metrics) -> None:
         columns = Column.LANCZOS + 2 * options.iterations
-        private_last = sorted(range(len(measured)), key=lambda k: not measured[k].shared)
-        self.first_rows = [0] * len(measured)
+        private_last = sorted(range(len(self.measured)), key=lambda k: not self.measured[k].shared)
+        self.first_rows = [0] * len(self.measured)
         self._nowhere = 0
         for k in private_last:
-            self.first_rows[k], self._nowhere = self._nowhere, self._nowhere + measured[k].matrices.count
-        self.vector_starts: dict[int, int] = {}  # index in ``measured`` → where its vectors begin; in the order of the vectors
-        self.private_vectors = vectors_end = 0
+            self.first_rows[k], self._nowhere = self._nowhere, self._nowhere + self.measured[k].rows
+        self._places: dict[int, VectorPlace] = {}  # index of a parameter of the plan → where its vectors are, in their order
+        self._private_vectors = vectors_end = 0
         for k in reversed(private_last) if options.weight_spectra else ():
-            if measured[k].muon:
-                self.vector_starts[k], vectors_end = vectors_end, vectors_end + measured[k].matrices.count * measured[k].vector
-                if not measured[k].shared:
-                    self.private_vectors = vectors_end
-        rows_begin = vectors_end + len(ranks) * len(PHASES)
-        shared_rows = sum(one.matrices.count for one in measured if one.shared)
-        self.packed = torch.zeros(rows_begin + (self._nowhere + 1) * columns, dtype=DTYPE, device=device)
-        self.vectors = self.packed[:vectors_end]
-        self.seconds = self.packed[vectors_end:rows_begin].view(len(ranks), len(PHASES))
+            matrices = self.measured[k].matrices
+            if matrices is not None:
+                longer = max(matrices.rows, matrices.cols)
+                self._places[k] = VectorPlace(vectors_end, matrices.count, longer, matrices.cols)
+                vectors_end = self._places[k].stop
+                if not self.measured[k].shared:
+                    self._private_vectors = vectors_end
+        rows_begin = vectors_end + len(self.ranks) * len(PHASES)
+        shared_rows = sum(one.rows for one in self.measured if one.shared)
+        self.packed = torch.zeros(rows_begin + (self._nowhere + 1) * columns, dtype=DTYPE, device=self._device)
+        self._products = self.packed[:vectors_end]
+        self.seconds = self.packed[vectors_end:rows_begin].view(len(self.ranks), len(PHASES))
         self.table = self.packed[rows_begin:].view(-1, columns)
-        self.reduced = self.packed[self.private_vectors : rows_begin + shared_rows * columns]
-        self._made: dict[tuple[object, ...], Tensor] = {}
+        self.reduced = self.packed[self._private_vectors : rows_begin + shared_rows * columns]
 
     @property
     def bytes_reduced(self) -> int:
         """Bytes of the reduction of a measured step; 0 on one rank."""
         return self.reduced.numel() * self.reduced.element_size() if len(self.ranks) > 1 else 0
+
+    def finish_vectors(self) -> None:
+        """Writes the largest singular values of the weights, once the products are complete."""
+        if self.vectors is not None:
+            self.write(self._sigma_rows, Column.WEIGHT_SIGMA, self.vectors.finish().unsqueeze(1))
 
     def rows_of(self, matrices: Sequence[MatrixKey]) -> Tensor:
         """Where this rank writes about these matrices of the plan."""
@@ -137,7 +201,6 @@ class Numbers:
         )
 
     def indices(self, rows: Sequence[int]) -> Tensor:
-        """A tensor of these rows."""
         return self._once(("rows", *rows), lambda: torch.tensor(rows, dtype=torch.long))
 
     def directions(self, size: int, dtype: torch.dtype) -> Tensor:

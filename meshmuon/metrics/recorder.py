@@ -3,52 +3,45 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..device import Mark, Stopwatch, known_to_host
+from ..device import Mark, known_to_host, stopwatch_for
 from ..errors import KeptError
 from ..execute import MatrixKey, Observer
 from ..torch_compat import local_part
 from .numbers import PHASES, Column, Numbers
 from .spectra import Multiply, by_matrices, defects, multiply_each, squares, tridiagonalise
 
-_S = TypeVar("_S")
 _CHUNK = 1 << 16  # elements of AdamW's moments that are worked on together, so that they stay in a cache
 
 
 class StepRecorder(Observer):
-    """Sees one step of this rank, and writes what it finds into ``numbers``, which are zeros before.
+    """Sees one step of this rank, and writes what it finds into ``numbers``, which are zeros before."""
 
-    ``adamw_rows`` has the rows of AdamW's parameters, by their index in the optimizer; None for those that another rank counts.
-    """
-
-    def __init__(self, numbers: Numbers, adamw_rows: Mapping[int, int | None], stopwatch: Stopwatch) -> None:
-        self._numbers, self._adamw_rows, self._stopwatch = numbers, adamw_rows, stopwatch
+    def __init__(self, numbers: Numbers) -> None:
+        self._numbers, self._stopwatch = numbers, stopwatch_for(numbers.packed.device)
         self._spans: list[tuple[str, str, Mark, Mark]] = []  # phase, phase around it or "", beginning, end
         self._open: list[str] = []
         self.failure = KeptError()  # kept until the step ends: other ranks wait for the reduction
         self.adamw_stepped: set[int] = set()  # indices of the parameters that AdamW stepped
         self.bytes_sent = 0
 
-    def phase(self, name: str, *, waits: bool = False) -> AbstractContextManager[Any]:
-        """Measures a phase."""
-        return self._timed("wait" if waits else name, super().phase(name))
-
     @contextmanager
-    def _timed(self, name: str, profiled: AbstractContextManager[Any]) -> Iterator[None]:
+    def phase(self, name: str, *, waits: bool = False) -> Iterator[None]:
+        timed = "wait" if waits else name
         around, begin = self._open[-1] if self._open else "", self._stopwatch.now()
-        self._open.append(name)
+        self._open.append(timed)
         try:
-            with profiled:
+            with super().phase(name):
                 yield
         finally:
             self._open.pop()
-            self._spans.append((name, around, begin, self._stopwatch.now()))
+            self._spans.append((timed, around, begin, self._stopwatch.now()))
 
     @contextmanager
     def measuring(self) -> Iterator[None]:
@@ -69,17 +62,14 @@ class StepRecorder(Observer):
         return total
 
     def sends(self, buffer: Tensor) -> None:
-        """Counts bytes."""
         self.bytes_sent += buffer.numel() * buffer.element_size()
 
     def gradients(self, matrices: Sequence[MatrixKey], averages: Sequence[Tensor]) -> None:
-        """Measures averaged gradients."""
         with self.measuring():
             norms = torch.stack([torch.linalg.vector_norm(average.double()) for average in averages])
             self._write(matrices, Column.GRADIENT, norms.square_().unsqueeze(1))
 
     def momentum(self, matrices: Sequence[MatrixKey], stacked: Tensor, *, gram_follows: bool) -> None:
-        """Measures norms and, unless the Gram matrices follow, largest singular values."""
         with self.measuring():
             square = squares(stacked)
             self._write(matrices, Column.MOMENTUM, square.unsqueeze(1))
@@ -87,7 +77,6 @@ class StepRecorder(Observer):
                 self._write_spectra(matrices, by_matrices(stacked, square.sqrt().to(stacked.dtype)), stacked)
 
     def gram(self, matrices: Sequence[MatrixKey], gram: Tensor) -> None:
-        """Measures largest singular values."""
         with self.measuring():
             self._write_spectra(matrices, partial(multiply_each, gram), gram)
 
@@ -97,13 +86,11 @@ class StepRecorder(Observer):
         self._write(matrices, Column.LANCZOS, tridiagonalise(multiply, start, iterations)[0])
 
     def orthogonalised(self, matrices: Sequence[MatrixKey], stacked: Tensor) -> None:
-        """Measures the distance from orthogonality."""
         with self.measuring():
             directions = self._numbers.directions(min(stacked.shape[1:]), stacked.dtype)
             self._write(matrices, Column.DEFECTS, defects(stacked, directions))
 
     def update(self, matrices: Sequence[MatrixKey], stacked: Tensor) -> None:
-        """Measures norms of updates."""
         with self.measuring():
             self._write(matrices, Column.UPDATE, squares(stacked).unsqueeze(1))
 
@@ -113,34 +100,31 @@ class StepRecorder(Observer):
     def before_adamw(self, indices: Sequence[int], params: Sequence[Tensor], grads: Sequence[Tensor]) -> None:
         """Measures gradients and weights of parameters that AdamW is about to step. ``indices`` are theirs in the optimizer."""
         self.adamw_stepped.update(indices)
-        for column, tensors in ((Column.GRADIENT, grads), (Column.WEIGHT, params)):
-            self._write_adamw(indices, column, tensors, lambda tensor: squares(_as_rows(local_part(tensor))))
+        self._write_adamw(indices, Column.GRADIENT, lambda k: _squares(grads[k]))
+        self._write_adamw(indices, Column.WEIGHT, lambda k: _squares(params[k]))
 
     def after_adamw(
         self, indices: Sequence[int], states: Sequence[Mapping[str, Any]], betas: tuple[float, float], eps: float
     ) -> None:
         """Measures the updates that AdamW has made, from the moments that it has left."""
-        self._write_adamw(indices, Column.UPDATE, states, lambda state: adamw_update_squares(state, betas, eps))
+        self._write_adamw(indices, Column.UPDATE, lambda k: _update_squares(states[k], betas, eps))
 
-    def _write_adamw(
-        self, indices: Sequence[int], column: Column, sources: Sequence[_S], measure: Callable[[_S], Tensor]
-    ) -> None:
-        """Writes what ``measure`` finds of each source, (1,), unless another rank counts it."""
+    def _write_adamw(self, indices: Sequence[int], column: Column, measure: Callable[[int], Tensor]) -> None:
+        """Writes what ``measure`` finds of the k-th of these parameters, (1,), unless another rank counts it."""
         with self.measuring():
-            counted = {
-                row: source for k, source in zip(indices, sources, strict=True) if (row := self._adamw_rows.get(k)) is not None
-            }
-            if counted:
-                values = torch.stack([measure(source) for source in counted.values()])
-                self._numbers.write(self._numbers.indices(tuple(counted)), column, values)
+            numbers = self._numbers
+            rows = {k: numbers.adamw_rows[index] for k, index in enumerate(indices) if index in numbers.adamw_rows}
+            if rows:
+                numbers.write(numbers.indices(tuple(rows.values())), column, torch.stack([measure(k) for k in rows]))
 
 
-def _as_rows(tensor: Tensor) -> Tensor:
-    """A tensor of any shape as one matrix, (1, rows, cols)."""
-    return (tensor.reshape(1, -1) if tensor.dim() < 2 else tensor.flatten(0, -2)).unsqueeze(0)
+def _squares(tensor: Tensor) -> Tensor:
+    """The sum of squares of the local part of a tensor of any shape, (1,), in float64."""
+    local = local_part(tensor)
+    return squares((local.reshape(1, -1) if local.dim() < 2 else local.flatten(0, -2)).unsqueeze(0))
 
 
-def adamw_update_squares(state: Mapping[str, Any], betas: tuple[float, float], eps: float) -> Tensor:
+def _update_squares(state: Mapping[str, Any], betas: tuple[float, float], eps: float) -> Tensor:
     """The sum of squares of m̂ / (√v̂ + eps) of a parameter with this state, (1,), in float64."""
     mean, square, step = (local_part(state[key]) for key in ("exp_avg", "exp_avg_sq", "step"))
     count = float(step) if known_to_host(step) else step.double()

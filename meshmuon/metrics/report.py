@@ -3,76 +3,65 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple, TypeAlias
+from typing import Any, TypeAlias
 
-import torch
 from torch import Tensor
 
 from ..device import Mark
 from ..ortho import Scheme
-from ..plan import Plan
 from .numbers import PHASES, Column, Measured, Numbers
 from .recorder import StepRecorder
 from .spectra import bound_of, largest_singular_values
 
 Values: TypeAlias = dict[str, float]
 
-
-class _Row:
-    """What is known of one matrix, or of one parameter of AdamW."""
-
-    def __init__(self, row: Sequence[float], measured: Measured, lr: float, relative_sigma: float, *, vectors: bool) -> None:
-        self.measured, self.lr, self.relative_sigma = measured, lr, relative_sigma
-        self.gradient, self.weight, update = (math.sqrt(square) for square in row[:3])
-        self.update = abs(lr) * update
-        self.momentum, self.below_bound = math.sqrt(row[Column.MOMENTUM]), row[Column.DEFECTS + 1]
-        self.orthogonality = math.sqrt(row[Column.DEFECTS])
-        self.weight_sigma: float | None = None
-        if vectors and measured.muon:
-            # Of a weight that was zero when its vector was looked for, less may be found than any matrix of its norm has.
-            self.weight_sigma = max(
-                row[Column.WEIGHT_SIGMA], self.weight / math.sqrt(min(measured.matrices.rows, measured.matrices.cols))
-            )
-
-    @property
-    def bound(self) -> float | None:
-        """That of the scheme; a callable has none that is known."""
-        return bound_of(self.measured.scheme) if isinstance(self.measured.scheme, Scheme) else None
+_TOGETHER: Mapping[str, tuple[str, str]] = {
+    "gradient_norm": ("norm", "min"),
+    "momentum_norm": ("norm", ""),
+    "momentum_sigma": ("", "max"),
+    "momentum_stable_rank": ("mean", "min"),
+    "weight_norm": ("norm", ""),
+    "lr": ("mean", ""),
+    "update_norm": ("norm", ""),
+    "update_rms": ("mean", ""),
+    "update_to_weight": ("mean", "max min"),
+    "orthogonality": ("mean", "max"),
+    "below_bound": ("mean", "max"),
+    "weight_sigma": ("", "max"),
+    "weight_stable_rank": ("mean", ""),
+}
+"""What is shown of many matrices together: for each value how it is combined, and which extremes."""
 
 
-class Metric(NamedTuple):
-    """A value of a matrix: how it follows from what was measured, and what is shown of many matrices together."""
-
-    name: str
-    value: Callable[[_Row], Any]  # None if a matrix has none
-    together: Literal["norm", "mean", None] = None
-    extremes: tuple[Callable[[Sequence[float]], float], ...] = ()
-    adamw: bool = False  # whether parameters of AdamW have it too
-
-
-METRICS = (
-    Metric("gradient_norm", lambda row: row.gradient, "norm", (min,), adamw=True),
-    Metric("momentum_norm", lambda row: row.momentum, "norm"),
-    Metric("momentum_sigma", lambda row: row.relative_sigma * row.momentum, None, (max,)),
-    Metric("momentum_stable_rank", lambda row: _ratio(1.0, row.relative_sigma**2), "mean", (min,)),
-    Metric("weight_norm", lambda row: row.weight, "norm", adamw=True),
-    Metric("lr", lambda row: row.lr, "mean", adamw=True),
-    Metric("update_norm", lambda row: row.update, "norm", adamw=True),
-    Metric("update_rms", lambda row: row.update / math.sqrt(row.measured.elements), "mean", adamw=True),
-    Metric("update_to_weight", lambda row: _ratio(row.update, row.weight), "mean", (max, min), adamw=True),
-    Metric("orthogonality", lambda row: row.orthogonality, "mean", (max,)),
-    Metric("below_bound", lambda row: row.below_bound, "mean", (max,)),
-    Metric("dtype", lambda row: row.measured.dtype),
-    Metric("rounding", lambda row: row.measured.rounding),
-    Metric("rows", lambda row: row.measured.matrices.rows),
-    Metric("cols", lambda row: row.measured.matrices.cols),
-    Metric("bound", lambda row: row.bound),
-    Metric("weight_sigma", lambda row: row.weight_sigma, None, (max,)),
-    Metric("weight_stable_rank", lambda row: row.weight_sigma and _ratio(row.weight**2, row.weight_sigma**2), "mean"),
-)
-"""The values of ``metrics()["matrices"]`` and ``["adamw"]``, in the order in which they are shown; see docs/metrics.md."""
+def _values_of(row: Sequence[float], measured: Measured, lr: float, relative_sigma: float, *, vectors: bool) -> dict[str, Any]:
+    """What is shown of one matrix, or of one parameter of AdamW, from its row of the table; see docs/metrics.md."""
+    gradient, weight, update, momentum = (math.sqrt(square) for square in row[: Column.MOMENTUM + 1])
+    update *= abs(lr)
+    matrices = measured.matrices
+    values: dict[str, Any] = {"gradient_norm": gradient}
+    if matrices is not None:
+        values["momentum_norm"] = momentum
+        values["momentum_sigma"] = relative_sigma * momentum
+        values["momentum_stable_rank"] = _ratio(1.0, relative_sigma**2)
+    values["weight_norm"] = weight
+    values["lr"] = lr
+    values["update_norm"] = update
+    values["update_rms"] = update / math.sqrt(measured.elements)
+    values["update_to_weight"] = _ratio(update, weight)
+    if matrices is None:
+        return values
+    values["orthogonality"], values["below_bound"] = math.sqrt(row[Column.DEFECTS]), row[Column.DEFECTS + 1]
+    values["dtype"], values["rounding"] = measured.dtype, measured.rounding
+    values["rows"], values["cols"] = matrices.rows, matrices.cols
+    if isinstance(measured.scheme, Scheme):  # a callable has no bound that is known
+        values["bound"] = bound_of(measured.scheme)
+    if vectors:
+        # Of a weight that was zero when its vector was looked for, less may be found than any matrix of its norm has.
+        sigma = max(row[Column.WEIGHT_SIGMA], weight / math.sqrt(min(matrices.rows, matrices.cols)))
+        values["weight_sigma"], values["weight_stable_rank"] = sigma, _ratio(weight**2, sigma**2)
+    return values
 
 
 def _ratio(part: float, whole: float) -> float:
@@ -85,37 +74,31 @@ class Measurement:
 
     step: int
     numbers: Numbers
-    told: Mapping[str, Tensor]  # in host memory: "table", "seconds", "logits 0", …, and scalars that only the device knew
-    known: Mapping[str, float]  # scalars that the host knew: "skipped steps", "skipped", "lr 0", …
+    # Tensors in host memory, and numbers that the host knew: "table", "seconds", "logits 0", …, "skipped", "skipped steps",
+    # "lr 0", …
+    told: Mapping[str, Any]
     layers: Sequence[str]  # that have logits
     threshold: float  # of QK-clip
-    plan: Plan
-    idle: frozenset[int]  # indices in ``plan.params``
+    idle: frozenset[int]  # indices in ``Plan.params``
     half_iterations: int
     factors: Sequence[float]  # of the learning rate, for each of ``numbers.measured``
     recorder: StepRecorder
     stored: Mark
 
-    def scalar(self, name: str) -> float:
-        """One of ``known``, or of ``told`` if only the device knew it."""
-        return self.known[name] if name in self.known else float(self.told[name])
-
 
 def report(measurement: Measurement) -> dict[str, Any]:
     """The measurement as plain numbers, strings and dicts; see docs/metrics.md."""
-    numbers = measurement.numbers
+    numbers, told = measurement.numbers, measurement.told
     content: dict[str, Any] = {
         "step": measurement.step,
-        "skipped": bool(measurement.scalar("skipped")),
-        "skipped_steps": int(measurement.scalar("skipped steps")),
+        "skipped": bool(told["skipped"]),
+        "skipped_steps": int(told["skipped steps"]),
         "weight_half_iterations": measurement.half_iterations,
         "matrices": {},
         "adamw": {},
         "groups": {},
         "kinds": {},
-        "qk_clip": {
-            layer: _qk_clip(measurement.told[f"logits {k}"], measurement.threshold) for k, layer in enumerate(measurement.layers)
-        },
+        "qk_clip": {layer: _qk_clip(told[f"logits {layer}"], measurement.threshold) for layer in measurement.layers},
         "seconds": measurement.recorder.seconds() or {},
         "bytes": {"sent": measurement.recorder.bytes_sent, "reduced": numbers.bytes_reduced},
         "balance": _balance(measurement),
@@ -124,42 +107,34 @@ def report(measurement: Measurement) -> dict[str, Any]:
         return content
     by_group: dict[int, list[Values]] = {}
     by_kind: dict[str, list[Values]] = {}
-    for k, measured in enumerate(numbers.measured):
-        stepped = (
-            measured.index not in measurement.idle if measured.muon else measured.index in measurement.recorder.adamw_stepped
-        )
+    for first_row, measured, factor in zip(numbers.first_rows, numbers.measured, measurement.factors, strict=True):
+        muon = measured.matrices is not None
+        stepped = measured.index not in measurement.idle if muon else measured.index in measurement.recorder.adamw_stepped
         if not stepped or not measured.elements:  # there is nothing to say of an empty matrix
             continue
-        rows = measurement.told["table"][numbers.first_rows[k] : numbers.first_rows[k] + measured.matrices.count].double()
-        sigmas = largest_singular_values(_finite(rows[:, Column.LANCZOS :])).tolist() if measured.muon else [0.0]
-        lr = measurement.scalar(f"lr {measured.group_index}") * measurement.factors[k]
+        rows = told["table"][first_row : first_row + measured.rows].double()
+        sigmas = largest_singular_values(rows[:, Column.LANCZOS :]).tolist() if muon else [0.0]
+        lr = float(told[f"lr {measured.group_index}"]) * factor
         for name, row, sigma in zip(measured.names, rows.tolist(), sigmas, strict=True):
-            found = _Row(row, measured, lr, sigma, vectors=bool(numbers.vector_starts))
-            shown = {metric.name: metric.value(found) for metric in METRICS if measured.muon or metric.adamw}
-            values = {metric: value for metric, value in shown.items() if value is not None}
-            content["matrices" if measured.muon else "adamw"][name] = values
+            values = _values_of(row, measured, lr, sigma, vectors=numbers.vectors is not None)
+            content["matrices" if muon else "adamw"][name] = values
             by_group.setdefault(measured.group_index, []).append(values)
             by_kind.setdefault(measured.kind, []).append(values)
-    content["groups"] = {str(index): aggregate(members) for index, members in sorted(by_group.items())}
-    content["kinds"] = {name: aggregate(members) for name, members in by_kind.items()}
+    content["groups"] = {str(index): _aggregate(members) for index, members in sorted(by_group.items())}
+    content["kinds"] = {name: _aggregate(members) for name, members in by_kind.items()}
     return content
 
 
-def _finite(coefficients: Tensor) -> Tensor:
-    """LAPACK refuses infinities and NaN, which a broken run has."""
-    return torch.where(coefficients.isfinite().all(1, keepdim=True), coefficients, torch.zeros_like(coefficients))
-
-
-def aggregate(members: Sequence[Mapping[str, Any]]) -> Values:
+def _aggregate(members: Sequence[Mapping[str, Any]]) -> Values:
     """Norms of all members together, and means, largest and smallest of what cannot be added up."""
     found: Values = {"count": float(len(members))}
-    for metric in METRICS:
-        values = [member[metric.name] for member in members if metric.name in member]
-        if values and metric.together == "norm":
-            found[metric.name] = math.sqrt(math.fsum(x * x for x in values))
-        elif values and metric.together == "mean":
-            found[metric.name] = math.fsum(values) / len(values)
-        found |= {f"{metric.name}_{extreme.__name__}": extreme(values) for extreme in metric.extremes if values}
+    for name, (how, extremes) in _TOGETHER.items():
+        values = [member[name] for member in members if name in member]
+        if values and how == "norm":
+            found[name] = math.sqrt(math.fsum(x * x for x in values))
+        elif values and how == "mean":
+            found[name] = math.fsum(values) / len(values)
+        found |= {f"{name}_{extreme}": {"max": max, "min": min}[extreme](values) for extreme in extremes.split() if values}
     return found
 
 
@@ -176,7 +151,7 @@ def _balance(measurement: Measurement) -> dict[str, Any]:
     """The load of the heaviest rank over the mean: as planned, and in seconds of orthogonalisation as they were."""
     seconds = measurement.told["seconds"][:, PHASES.index("orthogonalise")].tolist()
     return {
-        "planned": _heaviest(list(measurement.plan.loads.values())),
+        "planned": _heaviest(list(measurement.numbers.plan.loads.values())),
         "measured": _heaviest(seconds),
         "seconds_by_rank": dict(zip(map(str, measurement.numbers.ranks), seconds, strict=True)),
     }

@@ -1,4 +1,4 @@
-"""Singular values of whole matrices, from a few products with vectors.
+"""Singular values of matrices, from a few products with vectors.
 
 The largest singular value of A comes from a Lanczos iteration on A·Aᵀ with a fixed start vector. Its coefficients are computed
 where the matrix is. What follows from them, the eigenvalues of a tiny tridiagonal matrix, is worked out on the host, when
@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from functools import lru_cache
-from typing import Protocol, TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -53,33 +53,19 @@ def squares(stacked: Tensor) -> Tensor:
     return rows.square_().sum(-1)
 
 
-class Inner(Protocol):
-    """Inner products of several vectors that one tensor holds."""
+class Inner(NamedTuple):
+    """How to work with several vectors that one tensor holds."""
 
-    def dot(self, a: Tensor, b: Tensor) -> Tensor:
-        """The inner product of each vector of ``a`` and that of ``b``, (vectors,)."""
-        ...
-
-    def spread(self, values: Tensor) -> Tensor:
-        """One value per vector, (vectors,), in a shape in which they multiply the vectors."""
-        ...
+    dot: Callable[[Tensor, Tensor], Tensor]  # two such tensors → the inner product of each pair of vectors, (vectors,)
+    spread: Callable[[Tensor], Tensor]  # one value per vector, (vectors,) → in a shape in which they multiply the vectors
 
 
-class _Rows:
-    """Vectors that are the rows of a tensor, (batch, n)."""
-
-    def dot(self, a: Tensor, b: Tensor) -> Tensor:
-        return (a * b).sum(1)
-
-    def spread(self, values: Tensor) -> Tensor:
-        return values.unsqueeze(1)
-
-
-_ROWS = _Rows()
+ROWS = Inner(lambda a, b: (a * b).sum(1), lambda values: values.unsqueeze(1))
+"""Vectors that are the rows of a tensor, (batch, n)."""
 
 
 def tridiagonalise(
-    multiply: Multiply, start: Tensor, iterations: int, inner: Inner = _ROWS, *, fully: bool = False
+    multiply: Multiply, start: Tensor, iterations: int, inner: Inner = ROWS, *, fully: bool = False
 ) -> tuple[Tensor, list[Tensor]]:
     """Coefficients of tridiagonal matrices whose eigenvalues approximate those of larger symmetric matrices.
 
@@ -178,10 +164,11 @@ def defects(stacked: Tensor, directions: Tensor) -> Tensor:
 def largest_singular_values(coefficients: Tensor) -> Tensor:
     """The largest singular value of each matrix relative to its Frobenius norm, (batch,), never above the true one.
 
-    Args:
-        coefficients: what ``tridiagonalise`` returned, on the host.
+    ``coefficients`` are what ``tridiagonalise`` returned, on the host. Those of a broken run count as zeros: LAPACK refuses
+    infinities and NaN.
     """
-    values: Tensor = torch.linalg.eigvalsh(tridiagonal(coefficients.double()))
+    finite = torch.where(coefficients.isfinite().all(1, keepdim=True), coefficients.double(), 0.0)
+    values: Tensor = torch.linalg.eigvalsh(tridiagonal(finite))
     return values[:, -1].clamp_min(0.0).sqrt()
 
 
@@ -192,20 +179,12 @@ def bound_of(scheme: Scheme) -> float:
     For ``polar_express(l=1e-3)`` it is 1e-3. The worst distance from 1 is taken over [0.1, 1].
     """
     grid = [10 ** (-k / 400) for k in range(2801)]  # from 1 down to 1e-7
-    worst = max(abs(1 - scheme(x)) for x in grid if x >= 0.1)
-    inside = 1.0
-    for x in grid:
-        if x < 0.1 and not abs(1 - scheme(x)) <= worst * (1 + 1e-3):
-            return _edge(scheme, x, inside, worst)
-        inside = x
-    return grid[-1]
-
-
-def _edge(scheme: Scheme, outside: float, inside: float, worst: float) -> float:
+    allowed = max(abs(1 - scheme(x)) for x in grid if x >= 0.1) * (1 + 1e-3)
+    lost = next((k for k, x in enumerate(grid) if x < 0.1 and not abs(1 - scheme(x)) <= allowed), None)
+    if lost is None:
+        return grid[-1]
+    outside, inside = grid[lost], grid[lost - 1]
     for _ in range(30):
         middle = math.sqrt(outside * inside)
-        if abs(1 - scheme(middle)) <= worst * (1 + 1e-3):
-            inside = middle
-        else:
-            outside = middle
+        outside, inside = (outside, middle) if abs(1 - scheme(middle)) <= allowed else (middle, inside)
     return inside

@@ -11,7 +11,7 @@ import json
 import math
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, TextIO, TypeVar
+from typing import Any, TypeVar
 
 from ..errors import ConfigError
 from .report import flat
@@ -23,6 +23,7 @@ class Writer:
     """Writes measurements somewhere; closes at the end of a ``with``."""
 
     _last: object = None
+    _sink: Any = None  # what ``close`` closes
 
     def write(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
         """Writes a measurement, unless it is empty or was written before.
@@ -39,7 +40,9 @@ class Writer:
         raise NotImplementedError
 
     def close(self) -> None:
-        """Writes what is still in memory."""
+        """Writes what is still in memory, and closes what this writer has opened."""
+        if self._sink is not None:
+            self._sink.close()
 
     def __enter__(self: _W) -> _W:
         return self
@@ -48,30 +51,22 @@ class Writer:
         self.close()
 
 
-class _FileWriter(Writer):
-    _file: TextIO
-
-    def close(self) -> None:
-        """Closes the file."""
-        self._file.close()
-
-
-class JsonlWriter(_FileWriter):
+class JsonlWriter(Writer):
     """Appends one line of JSON per measurement, with everything that was measured. Infinities and NaN become null."""
 
     def __init__(self, path: str | Path) -> None:
-        self._file = Path(path).open("a", encoding="utf-8")  # noqa: SIM115  # closed by ``close``
+        self._file = self._sink = Path(path).open("a", encoding="utf-8")  # noqa: SIM115  # closed by ``close``
 
     def _write(self, metrics: Mapping[str, Any], step: int) -> None:
         self._file.write(json.dumps({**_finite(metrics), "step": step}, allow_nan=False) + "\n")
         self._file.flush()
 
 
-class CsvWriter(_FileWriter):
+class CsvWriter(Writer):
     """Writes one row per measurement, with the columns that the first one has; ``matrices`` adds those of single matrices."""
 
     def __init__(self, path: str | Path, *, matrices: bool = False) -> None:
-        self._file = Path(path).open("w", newline="", encoding="utf-8")  # noqa: SIM115  # closed by ``close``
+        self._file = self._sink = Path(path).open("w", newline="", encoding="utf-8")  # noqa: SIM115  # closed by ``close``
         self._matrices = matrices
         self._table: csv.DictWriter[str] | None = None
 
@@ -94,25 +89,17 @@ class TensorBoardWriter(Writer):
 
     def __init__(self, target: Any, *, matrices: bool = False) -> None:
         self._matrices = matrices
-        self._own = isinstance(target, (str, Path))
-        self._board = _summary_writer(target) if self._own else target
+        self._board = target
+        if isinstance(target, (str, Path)):
+            try:
+                from torch.utils.tensorboard import SummaryWriter
+            except ImportError as error:
+                raise ConfigError(f"TensorBoardWriter needs TensorBoard ({error}): pip install tensorboard.") from error
+            self._board = self._sink = SummaryWriter(str(target))
 
     def _write(self, metrics: Mapping[str, Any], step: int) -> None:
         for name, value in flat(metrics, matrices=self._matrices).items():
             self._board.add_scalar(name, value, step)
-
-    def close(self) -> None:
-        """Closes the writer if it was made here."""
-        if self._own:
-            self._board.close()
-
-
-def _summary_writer(folder: str | Path) -> Any:
-    try:
-        from torch.utils.tensorboard import SummaryWriter
-    except ImportError as error:
-        raise ConfigError(f"TensorBoardWriter needs TensorBoard ({error}): pip install tensorboard.") from error
-    return SummaryWriter(str(folder))
 
 
 def _finite(value: Any) -> Any:

@@ -4,10 +4,10 @@ It is data rather than code: tables of names, classes and attributes of modules.
 none is installed.
 """
 
-from .adapters import LORA_FACTOR
-from .contents import FILTER, LOOKS_FUSED, UNKNOWN_STACK, ModelContents, ParamContents
+from .contents import LOOKS_FUSED, LORA_FACTOR, UNKNOWN_STACK, ModelContents, ParamContents
 from .fused import looks_fused_name
 from .names import is_table_name, name_parts
+from .not_matrices import FILTER
 
 __all__ = [
     "FILTER",

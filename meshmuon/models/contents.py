@@ -3,30 +3,31 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import Tensor, nn
 
 from ..matrices import ONE_MATRIX, ParamMatrices, part_sizes
-from .adapters import adapter_matrices
 from .experts import stack_of
 from .fused import fused_split, looks_fused_name
 from .heads import HeadFinder, declared_heads, last_linear
 from .names import is_embedding_name
-from .not_matrices import FEW_ROWS, Filter, filter_of, has_few_rows, why_no_matrix
+from .not_matrices import FEW_ROWS, FILTER, filter_reason, has_few_rows, kind_of_filter, why_no_matrix
 from .place import ParamPlace, models_in, places_of
 from .traced import convolved_in_graphs, cut_in_graph, is_instance, looked_up_in_graphs
 
-FILTER = "convolution filter"
 LOOKS_FUSED = "matrix: looks fused, parts unknown"
 UNKNOWN_STACK = "more than two dims, not known as a stack of matrices"
 """Reasons that lead to a warning or an error."""
+LORA_FACTOR = "LoRA "
+"""What the reasons of LoRA's factors begin with."""
 
 _WITHOUT_DECAY = ("scalar", "vector", "norm", "bias", "bias of a stack")
 _IN_OUT = r"^Conv1D$"  # GPT-2's linear layer, in transformers and elsewhere
 _IN_OUT_PARAMETERS = frozenset(
     ("mm_input_projection_weight", "text_projection", "prompts_visual_projection", "visual_projection", "proj")
 )
+_ADAPTER = "adapter_layer_names"  # PEFT's layers list what they add under this name
 _FLATTENED = {"XLNetRelativeAttention": {"q": "in_out", "k": "in_out", "v": "in_out", "r": "in_out", "o": "out_in"}}
 _FLATTENED["FunnelRelMultiheadAttention"] = {"r_kernel": "in_out"}
 
@@ -63,7 +64,8 @@ class ModelContents:
         self._places = {place.name: place for place in places}
         self._embeddings = [_addresses(param) for param in _embeddings(model, places)]
         self._filters = {
-            id(param): Filter("transpose" in function, groups) for param, function, groups in convolved_in_graphs(model)
+            id(param): kind_of_filter(groups, transposed="transpose" in function)
+            for param, function, groups in convolved_in_graphs(model)
         }
         self._heads = [_addresses(param) for param in declared_heads(model)]
         self._head_finder = HeadFinder(places)
@@ -85,7 +87,6 @@ class ModelContents:
         return not _is_embedding(place.module) and self._overlaps(place.param)
 
     def of_param(self, name: str) -> ParamContents:
-        """What the parameter of this name is."""
         place = self._places[name]
         if place.param.dim() < 2:
             return ParamContents("adamw", "scalar" if place.param.dim() == 0 else "vector")
@@ -115,7 +116,7 @@ class ModelContents:
         if place.param.dim() == 3 and any(key in place.name for key in self._expert_keys) and no_matrix not in ("bias", "norm"):
             known = stack_of(place)
             return ParamContents("muon", "expert_keys", ONE_MATRIX if known is None else known[1])
-        if no_matrix is not None or filter_of(place, self._filters) is not None or self._head_finder.reason(place):
+        if no_matrix is not None or filter_reason(place, self._filters) is not None or self._head_finder.reason(place):
             return None
         known = stack_of(place)
         if known is None:
@@ -125,12 +126,10 @@ class ModelContents:
         return _in_parts(*known, place.param.shape[-1 if known[1].dims == "in_out" else -2])
 
     def _filter(self, place: ParamPlace) -> ParamContents | None:
-        found = filter_of(place, self._filters)
-        if found is None:
-            return None
-        if found.why_not_flat is not None or self._conv != "flatten":
-            return ParamContents("adamw", found.why_not_flat or FILTER)
-        return ParamContents("muon", 'conv="flatten"', ParamMatrices(flatten=True))
+        reason = filter_reason(place, self._filters)
+        if reason == FILTER and self._conv == "flatten":
+            return ParamContents("muon", 'conv="flatten"', ParamMatrices(flatten=True))
+        return None if reason is None else ParamContents("adamw", reason)
 
     def _no_matrix(self, place: ParamPlace) -> ParamContents | None:
         reason = why_no_matrix(place) or self._head_finder.reason(place)
@@ -172,20 +171,37 @@ def _in_parts(reason: str, matrices: ParamMatrices, outputs: int) -> ParamConten
     if sizes and max(sizes) <= FEW_ROWS:
         return ParamContents("adamw", f"{reason}: parts of at most {FEW_ROWS} rows, too few for Muon")
     small = [size for size in sizes if size <= FEW_ROWS]
-    too = (
-        "; also its part of {} rows: a weight has one route"
-        if len(small) == 1
-        else "; also its parts of {} rows: a weight has one route"
-    )
-    return ParamContents("muon", reason + (too.format(", ".join(map(str, small))) if small else ""), matrices)
+    which = "part" if len(small) == 1 else "parts"
+    too = f"; also its {which} of {', '.join(map(str, small))} rows: a weight has one route" if small else ""
+    return ParamContents("muon", reason + too, matrices)
 
 
 def _adapter(place: ParamPlace) -> ParamContents | None:
-    known = adapter_matrices(place)
-    if known is None:
+    """A parameter that an adapter (PEFT's LoRA and others) adds to a model; None if it belongs to none.
+
+    The factors of LoRA are matrices of ``r`` rows or columns. All else that adapters learn (scales, rotations, prompts, factors
+    of other products) is none.
+    """
+    depth = next((k for k, module in enumerate(place.modules) if hasattr(module, _ADAPTER)), None)
+    factor = next((part for part in place.parts if part in ("lora_A", "lora_B")), None)
+    if depth is None and factor is None:
         return None
-    reason, matrices = known
-    return ParamContents("adamw", reason) if matrices is None else ParamContents("muon", reason, matrices)
+    added = place.parts[depth] if depth is not None and depth < len(place.parts) else place.parts[-1]
+    if factor is None or place.param.dim() != 2:
+        return ParamContents("adamw", "embedding of an adapter" if "embedding" in added else "adapter parameter")
+    rank = min(place.param.shape)
+    if rank == 1:
+        return ParamContents("adamw", f"{LORA_FACTOR}factor of rank 1")
+    at = place.parts.index(factor)
+    layer = place.modules[at]
+    if getattr(layer, "num_experts", 1) > 1:
+        return ParamContents("adamw", f"{LORA_FACTOR}factor of an expert stack")
+    reason = f"{LORA_FACTOR}{factor[-1]}, rank {rank}"
+    base = replace(place, parts=(*place.parts[:at], "weight"), modules=place.modules[: place.modules.index(layer) + 1])
+    known = fused_split(base, place.param.shape[0], int(getattr(layer, "in_features", 0) or 0)) if factor == "lora_B" else None
+    if known is None or known[1] is None:
+        return ParamContents("muon", reason)
+    return ParamContents("muon", f"{reason}, of a fused {known[0]}", ParamMatrices(split=known[1]))
 
 
 def _is_embedding(module: nn.Module) -> bool:

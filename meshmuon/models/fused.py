@@ -15,6 +15,11 @@ from .traced import is_instance
 _QKV = r"qkv|qkv_proj|qkv_linear|[wW]_?qkv|to_qkv|attn_qkv|c_attn|att_proj|in_proj_weight|in_proj_qkv"
 _GATED_MLP = r"(\w+_)?(gate_?up|gate_and_up|up_gate)(_proj|_layer|_z|_weight)?|w_?12|w_?13|weights_in"
 _FIRST_OF_MLP = r"(\w+_)?(w?in|w?i|up|expand|wi|w_?1|fc_?1|fc_in|c_fc|(lin|linear|dense|proj|ff)_?(1|in))(_proj|_linear)?"
+_FIRST_AND_SECOND = re.findall(  # layers of an MLP
+    r"(\w+) → (\w+)",
+    "Wi → Wo, wi → wo, fc1 → fc2, w1 → w2, ff_in → ff_out, proj_in → proj_out, linear_1 → linear_2, linear_fc1 → linear_fc2, "
+    "linear_start → linear_end, input_linear → output_linear, dense_h_to_4h → dense_4h_to_h",
+)
 _ADA_NORM = r"Ada(Layer)?(RMS)?(Group)?(Norm|LN)|AdaLN|FlowResBlock|FlowFinalLayer|DiffusionHeadFinalLayer|AtomLayer|Modulation"
 
 
@@ -126,22 +131,7 @@ FUSED: tuple[Fused, ...] = (
     Fused("up, gate", "proj|proj_in", ("outputs/2",) * 2, "", "GEGLU|GeGLU|SwiGLU|GatedLinearUnit|^GLU$"),
     Fused("up, gate", "pointwise_lin1|proj_mlp", ("outputs/2",) * 2, "", "ConvolutionModule|OvisImageSingleTransformerBlock"),
     # The layer that follows takes half of the outputs.
-    *(
-        Fused("gated halves", first, (f"{second}.in_features",) * 2)
-        for first, second in (
-            ("Wi", "Wo"),
-            ("wi", "wo"),
-            ("fc1", "fc2"),
-            ("w1", "w2"),
-            ("ff_in", "ff_out"),
-            ("proj_in", "proj_out"),
-            ("linear_1", "linear_2"),
-            ("linear_fc1", "linear_fc2"),
-            ("linear_start", "linear_end"),
-            ("input_linear", "output_linear"),
-            ("dense_h_to_4h", "dense_4h_to_h"),
-        )
-    ),
+    *(Fused("gated halves", first, (f"{second}.in_features",) * 2) for first, second in _FIRST_AND_SECOND),
     Fused("gated halves", _FIRST_OF_MLP, ("proven_half",) * 2),
     Fused("left, right", "linear_x", ("outputs/2",) * 2, "", "PairUpdate"),
     Fused("two signals, two gates", "proj_bundle", ("outputs/4",) * 4, "", "TriangleMultiplicativeUpdate"),
@@ -200,7 +190,6 @@ def fused_split(place: ParamPlace, outputs: int, inputs: int) -> tuple[str, Spli
 
 
 def looks_fused_name(parts: Sequence[str]) -> bool:
-    """Whether the components of a parameter's name are those of a fused weight."""
     label = parts[-2] if parts[-1] == "weight" and len(parts) > 1 else parts[-1]
     return _LOOKS_FUSED.fullmatch(label) is not None
 

@@ -6,25 +6,10 @@ import re
 
 from ..matrices import without_wrappers
 
-_TOKEN_EMBEDDINGS = (
-    "embed_tokens",
-    "tok_embeddings",
-    "token_embedding",
-    "token_embeddings",
-    "word_embeddings",
-    "wte",
-    "vision_embed_tokens",
-    "tok_emb",
-    "token_emb",
-    "word_emb",
-    "tok_embed",
-    "token_embed",
-    "word_embed",
-    "W_E",  # TransformerLens
+_EMBEDDINGS = re.compile(  # W_E and W_pos are those of TransformerLens
+    r"embed(ding|dings)?|(vision_)?embed_tokens|tok_embeddings|token_embeddings?|word_embeddings|(tok|token|word)_emb(ed)?|wte|W_E"
+    r"|wpe|W_pos|position_embeddings|pos_emb(ed|edding)?|embed_positions|patch_embed(ding|dings|der)?"
 )
-_POSITION_EMBEDDINGS = ("wpe", "position_embeddings", "pos_emb", "pos_embed", "pos_embedding", "embed_positions", "W_pos")
-_PATCH_EMBEDDINGS = ("patch_embed", "patch_embedding", "patch_embeddings", "patch_embedder")
-_EMBEDDINGS = frozenset(("embed", "embedding", "embeddings", *_TOKEN_EMBEDDINGS, *_POSITION_EMBEDDINGS, *_PATCH_EMBEDDINGS))
 _TABLES = re.compile(
     r"(\w+_)?(emb|embs|embed|embeds|embedding|embeddings|codebooks?)(_?\d+|_(in|tokens?|table|layer|weights?|matrix))?"
 )
@@ -42,8 +27,7 @@ def name_parts(name: str) -> list[str]:
 
 
 def is_embedding_name(parts: list[str]) -> bool:
-    """Whether one of the components of a name is that of an embedding."""
-    return any(part in _EMBEDDINGS for part in parts)
+    return any(map(_EMBEDDINGS.fullmatch, parts))
 
 
 def is_table_label(label: str) -> bool:
@@ -72,6 +56,5 @@ def is_number(part: str) -> bool:
 
 
 def is_table_name(name: str) -> bool:
-    """Whether a name is that of an embedding or an output head."""
     parts = name_parts(name)
     return is_embedding_name(parts) or is_head_name(parts)

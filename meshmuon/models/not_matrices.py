@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
 
 from torch import nn
 
@@ -18,6 +17,8 @@ _NORMS = (nn.LayerNorm, nn.RMSNorm, nn.GroupNorm, nn.modules.batchnorm._NormBase
 _LISTS = (nn.ParameterList, nn.ParameterDict)
 _WEIGHTED = (nn.Linear, nn.Bilinear, nn.RNNBase, nn.RNNCellBase)
 
+FILTER = "convolution filter"
+"""The reason of a filter that may be flattened."""
 FEW_ROWS = 4
 """A matrix with no more rows, or columns, has nothing to orthogonalise: gates, boxes, scores."""
 
@@ -96,28 +97,23 @@ def is_bias_of_stack(place: ParamPlace) -> bool:
     return any(stack.shape[0] == count and width in stack.shape[1:] for stack in stacks)
 
 
-@dataclass(frozen=True)
-class Filter:
-    """What decides whether the filter of a convolution is one (out, in·kernel) matrix."""
+def filter_reason(place: ParamPlace, in_graphs: Mapping[int, str]) -> str | None:
+    """What kind of filter of a convolution a parameter is; None if it is none.
 
-    transposed: bool
-    groups: int
-
-    @property
-    def why_not_flat(self) -> str | None:
-        """Why it is no such matrix; None if it is one."""
-        if self.transposed:
-            return "filter of a transposed convolution"
-        return "filter of a grouped convolution" if self.groups != 1 else None
-
-
-def filter_of(place: ParamPlace, in_graphs: Mapping[int, Filter]) -> Filter | None:
-    """The filter that a parameter is; None if it is none. ``in_graphs`` are those that the model's graphs show, by ``id``."""
+    ``in_graphs`` has those that the model's graphs show, by ``id``.
+    """
     if place.param.dim() < 3:
         return None
     if isinstance(place.module, _CONVOLUTIONS) and place.parts[-1] == "weight":
-        return Filter(isinstance(place.module, _TRANSPOSED), place.module.groups)
+        return kind_of_filter(place.module.groups, transposed=isinstance(place.module, _TRANSPOSED))
     return in_graphs.get(id(place.param))
+
+
+def kind_of_filter(groups: int, *, transposed: bool) -> str:
+    """``FILTER`` if it is one (out, in·kernel) matrix; otherwise why it is none."""
+    if transposed:
+        return "filter of a transposed convolution"
+    return FILTER if groups == 1 else "filter of a grouped convolution"
 
 
 def has_few_rows(place: ParamPlace) -> bool:

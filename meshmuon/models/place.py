@@ -47,7 +47,6 @@ class ParamPlace:
 
     @property
     def module(self) -> nn.Module:
-        """The module that holds the parameter."""
         return self.modules[-1]
 
     @property
@@ -60,17 +59,10 @@ class ParamPlace:
         """The module that uses the weight: it holds the linear layer, or the parameter itself."""
         return self.modules[-2] if self.parts[-1] == "weight" and len(self.modules) > 1 else self.modules[-1]
 
-    @property
-    def in_block(self) -> bool:
-        """Whether it is in a numbered block, such as ``layers.3``."""
-        return any(part.isdigit() for part in self.parts[:-1])
-
     def held_by(self, pattern: str) -> bool:
-        """Whether the class of the module that holds it matches."""
         return is_a(self.module, pattern)
 
     def owned_by(self, pattern: str) -> bool:
-        """Whether the class of its owner matches."""
         return is_a(self.owner, pattern)
 
     def size(self, expression: str, **known: int) -> int | None:

@@ -17,6 +17,12 @@ from ..params.param_record import ParamRecord
 from ..routing.param_groups import ModelNames
 
 _INTENDED = "If it is intended, pass allow_inactive=True to the optimizer."
+# It names no parameter: it must be the same on all ranks, and some of them may have no matrix.
+_NO_GRADIENT = (
+    "none of Muon's matrices has had a gradient yet, on any rank, so that this step trains none of them. Either no backward() "
+    "came before it, or zero_grad() came between, or the model was wrapped or sharded after the optimizer was built and has "
+    "other parameters now: build the optimizer after fully_shard."
+)
 
 
 class ActivityCheck:
@@ -46,9 +52,8 @@ class ActivityCheck:
 
     def refuse_filters_alone(self, groups: Sequence[Mapping[str, Any]]) -> None:
         """Raises for default groups without a matrix for Muon if the model has filters that could be matrices."""
-        reasons = [group.get("reasons") for group in groups]
-        found = [entry for written in reasons if isinstance(written, Mapping) for entry in written.items()]
-        filters = [name for name, why in found if isinstance(why, str) and why == FILTER]
+        reasons = [reasons for group in groups if isinstance(reasons := group.get("reasons"), Mapping)]
+        filters = [name for written in reasons for name, why in written.items() if isinstance(why, str) and why == FILTER]
         if filters and not self.allowed and not any(group["use_muon"] for group in groups):
             raise ConfigError(
                 f"there is no matrix for Muon: the filters of convolutions go to AdamW, here {', '.join(filters[:3])}"
@@ -82,35 +87,25 @@ class ActivityCheck:
                 "(torch.distributed.fsdp.fully_shard); else put the matrices into a group with use_muon=True. A pipeline stage "
                 f"may have none. {_INTENDED}"
             )
+        elif activity is Activity.NO_GRADIENT and self._warned:
+            raise GradientError(f"{_NO_GRADIENT} {_INTENDED}")
         elif activity is Activity.NO_GRADIENT:
-            self._no_gradient()
-
-    def _no_gradient(self) -> None:
-        text = (  # names no parameter: it must be the same on all ranks, and some of them may have no matrix
-            "none of Muon's matrices has had a gradient yet, on any rank, so that this step trains none of them. Either no "
-            "backward() came before it, or zero_grad() came between, or the model was wrapped or sharded after the optimizer was "
-            "built and has other parameters now: build the optimizer after fully_shard."
-        )
-        if self._warned:
-            raise GradientError(f"{text} {_INTENDED}")
-        self._warned = True
-        warnings.warn(f"{text} The next such step raises. {_INTENDED}", InactiveWarning, stacklevel=level_of_user())
+            self._warned = True
+            warnings.warn(f"{_NO_GRADIENT} The next such step raises. {_INTENDED}", InactiveWarning, stacklevel=level_of_user())
 
     def replaced(self, params: Sequence[ParamRecord], has_grad: Sequence[bool]) -> GradientError | None:
         """The error for parameters without gradients in whose place the model has others, with gradients."""
         if self.allowed or not self._models or all(has_grad) or (self._verified and any(has_grad)):
             return None
         own = {id(record.param) for record in params}
-        current: dict[int, _ModelParams | None] = {}  # param group → what its model has now
+        current: dict[int, _ModelParams] = {}  # param group → what its model has now
         for record, gradient in zip(params, has_grad, strict=True):
             if gradient or not record.param.requires_grad:
                 continue
             if record.group_index not in current:
                 reference = self._models.get(tuple(record.param_group["param_names"]))
-                model = None if reference is None else reference()
-                current[record.group_index] = None if model is None else _ModelParams(model)
-            params_now = current[record.group_index]
-            now = None if params_now is None else params_now.of_name(record.name)
+                current[record.group_index] = _ModelParams(None if reference is None else reference())
+            now = current[record.group_index].of_name(record.name)
             if now is not None and id(now) not in own and now.grad is not None:
                 return GradientError(
                     f"{record.name}: the model has replaced this parameter since the optimizer was built. The model's new one "
@@ -140,17 +135,15 @@ def _warn_of_shared_rates(groups: Sequence[Mapping[str, Any]]) -> None:
 
 
 class _ModelParams:
-    """The parameters that a model has now, tied ones by each of their names."""
+    """The parameters that a model has now, tied ones by each of their names; none if the model is gone."""
 
-    def __init__(self, model: nn.Module) -> None:
-        self._by_name: dict[str, Tensor] = dict(model.named_parameters(remove_duplicate=False))
+    def __init__(self, model: nn.Module | None) -> None:
+        self._by_name: dict[str, Tensor] = {} if model is None else dict(model.named_parameters(remove_duplicate=False))
         self._by_plain_name: dict[str, list[Tensor]] = {}  # without what wrappers insert
         for name, param in self._by_name.items():
             self._by_plain_name.setdefault(without_wrappers(name), []).append(param)
 
     def of_name(self, name: str) -> Tensor | None:
         """The parameter of this name. If a wrapper has changed names, the only one that has it apart from that."""
-        if name in self._by_name:
-            return self._by_name[name]
-        found = self._by_plain_name.get(without_wrappers(name), [])
-        return found[0] if len(found) == 1 else None
+        alike = self._by_plain_name.get(without_wrappers(name), [])
+        return self._by_name.get(name, alike[0] if len(alike) == 1 else None)

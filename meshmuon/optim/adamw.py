@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import lru_cache
-from typing import Any, NamedTuple
+from itertools import chain
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -21,10 +22,11 @@ from ..params.checks import adamw_betas, adamw_eps
 from ..params.dtensors import as_dtensor, held_ranges, memory_order, trailing_elements
 from ..params.groups import rounds_stochastically
 from ..params.option_table import ParamGroup
-from ..state.param_state import COUNTER, can_fuse, empty_laid_out_like, init_adamw_state, rounding_counter
+from ..state.param_state import COUNTER, can_fuse, empty_laid_out_like, start
 from ..torch_compat import local_part, mark_overwritten
 
 _LONGEST_VECTOR = 64
+_Member: TypeAlias = tuple[Tensor, Tensor, dict[str, Any]]  # parameter, gradient, state
 
 
 def adamw_step(
@@ -39,16 +41,17 @@ def adamw_step(
     Parameters that are rounded stochastically differ from it by rounding. If ``skip_mask``, a boolean tensor without dims on a
     device, is true, nothing changes.
     """
-    members = list(zip(params, grads, states, strict=True))
-    stochastic = [member for member in members if rounds_stochastically(member[0], param_group)]
-    if stochastic:
-        members = [member for member in members if not rounds_stochastically(member[0], param_group)]
-        names, scratch = dict(zip(param_group["params"], param_group["param_names"], strict=True)), RoundingScratch()
-        for param, grad, state in stochastic:
-            counter = rounding_counter(state, names[param], param, param_group)
-            assert counter is not None
-            _step_stochastically(param_group, param, grad, state, counter, scratch, skip_mask)
-        advance_counters([state[COUNTER] for _, _, state in stochastic], skip_mask)
+    members, stochastic = list[_Member](), list[_Member]()
+    for param, grad, state in zip(params, grads, states, strict=True):
+        rounds = rounds_stochastically(param, param_group)
+        if "exp_avg" not in state or (rounds and COUNTER not in state):
+            names = dict(zip(param_group["params"], param_group["param_names"], strict=True))
+            start(state, names[param], param, param_group)
+        (stochastic if rounds else members).append((param, grad, state))
+    scratch = RoundingScratch()
+    for member in stochastic:
+        _step_stochastically(param_group, member, scratch, skip_mask)
+    advance_counters([state[COUNTER] for _, _, state in stochastic], skip_mask)
     for fused in (True, False):
         chosen = [member for member in members if can_fuse(local_part(member[0])) is fused]
         for device in dict.fromkeys(param.device for param, _, _ in chosen):
@@ -59,14 +62,12 @@ def adamw_step(
 
 def _step(
     param_group: ParamGroup,
-    members: Sequence[tuple[Tensor, Tensor, dict[str, Any]]],
+    members: Sequence[_Member],
     *,
     fused: bool,
     skip_mask: Tensor | None,
 ) -> None:
     for param, _, state in members:
-        if "exp_avg" not in state:
-            init_adamw_state(param, state)
         for key in ("exp_avg", "exp_avg_sq"):
             if local_part(state[key]).stride() != local_part(param).stride():
                 state[key] = empty_laid_out_like(param, state[key].dtype).copy_(state[key])
@@ -102,26 +103,19 @@ def _step(
         maximize=param_group["maximize"],
         found_inf=skip_mask.float() if skip_mask is not None and fused else None,
     )
-    if before is not None and skip_mask is not None:
-        _restore(chunks, before, skip_mask)
+    if before is not None and skip_mask is not None:  # only torch's fused kernel can skip a step by itself
+        for tensor, old in zip(chain(*chunks), chain(*before), strict=True):
+            # Per tensor, since step counts of such parameters are in host memory.
+            tensor.copy_(torch.where(copy_to(skip_mask, tensor.device), old, tensor))
     for after in put_back:
         after()
     if fused:  # the fused kernel does not tell autograd
         mark_overwritten([local for param, _, _ in members if not (local := local_part(param)).is_inference()])
 
 
-def _step_stochastically(
-    param_group: ParamGroup,
-    param: Tensor,
-    grad: Tensor,
-    state: dict[str, Any],
-    counter: Tensor,
-    scratch: RoundingScratch,
-    skip_mask: Tensor | None,
-) -> None:
+def _step_stochastically(param_group: ParamGroup, member: _Member, scratch: RoundingScratch, skip_mask: Tensor | None) -> None:
     """One step in float32, of operations that round once; the weights are rounded stochastically, the moments to nearest."""
-    if "exp_avg" not in state:
-        init_adamw_state(param, state)
+    param, grad, state = member
     shard, step = local_part(param), state["step"]
     step.add_(1.0 if skip_mask is None else copy_to((~skip_mask).float(), step.device))
     if not shard.numel():
@@ -133,7 +127,7 @@ def _step_stochastically(
     count = float(step) if known_to_host(step) else step
     step_size, root = lr / (1 - beta1**count), (1 - beta2**count) ** 0.5
     decay = 1 - lr * float(param_group["weight_decay"])
-    words = RandomWords.of(counter, elements_held(param.shape, held_ranges(param), shard.device).hashed())
+    words = RandomWords.of(state[COUNTER], elements_held(param.shape, held_ranges(param), shard.device).hashed())
     moments = local_part(state["exp_avg"]), local_part(state["exp_avg_sq"])
     for cut in chunks_of(shard.shape, shard.device):
         targets = shard[cut], moments[0][cut], moments[1][cut]
@@ -152,14 +146,6 @@ def _step_stochastically(
         round_stochastically(weight, words.part(cut), scratch)
         for target, value in zip(targets, (weight, mean, square), strict=True):
             target.copy_(value if skip_mask is None else torch.where(copy_to(skip_mask, value.device), target.float(), value))
-
-
-def _restore(chunks: Sequence[_Tensors], before: Sequence[_Tensors], skip_mask: Tensor) -> None:
-    """Undoes a step if ``skip_mask`` is true. Only torch's fused kernel can skip it by itself."""
-    for chunk, old_chunk in zip(chunks, before, strict=True):
-        for tensor, old in zip(chunk, old_chunk, strict=True):
-            # Per tensor, since step counts of such parameters are in host memory.
-            tensor.copy_(torch.where(copy_to(skip_mask, tensor.device), old, tensor))
 
 
 class _Tensors(NamedTuple):

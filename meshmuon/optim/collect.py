@@ -5,6 +5,7 @@ from __future__ import annotations
 import operator
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -67,7 +68,8 @@ class Collector:
             self._recipes = recipes
             self._snapshot = None
         if failure or self._snapshot is None or not self._snapshot.still_holds(groups):
-            self._make_records(groups, failure)
+            with failure:  # a param group may have lost its parameters
+                self._make_records(groups, failure)
             self._snapshot = None if failure else Snapshot(groups)
         has_grad = tuple([record.param.grad is not None for record in self.records])
         if has_grad != self.has_grad:
@@ -85,14 +87,13 @@ class Collector:
                     )
                 )
             for name, param in zip(group["param_names"], group["params"], strict=False):
-                comm_dtype, known = self._comm_dtype(param), len(records)
+                record = ParamRecord.of(name, param, index, group, GroupRecipe(), self._comm_dtype(param))
                 with failure:
                     check_cuts(name, param)
                     check_memory(name, param)
                     check_rounding(name, param, recipe.rounding)
-                    records.append(ParamRecord.of(name, param, index, group, recipe, comm_dtype))
-                if len(records) == known:
-                    records.append(ParamRecord.of(name, param, index, group, GroupRecipe(), comm_dtype))
+                    record = ParamRecord.of(name, param, index, group, recipe, self._comm_dtype(param))
+                records.append(record)
         self.records = tuple(records)
         self._shapes = dict.fromkeys(
             (record.group_index, shape, largest_number(record.update_dtype))
@@ -132,7 +133,6 @@ class Collector:
         return same_state and not self.without_state
 
     def invalidate_state(self) -> None:
-        """Makes the next step check the state again: it is about to be offloaded."""
         if self._snapshot is not None:
             self._snapshot.forget_state()
 
@@ -158,7 +158,6 @@ class Snapshot:
         self._state_tensors: list[weakref.ref[Tensor]] = []
 
     def still_holds(self, groups: Sequence[ParamGroup]) -> bool:
-        """Whether the groups and their parameters are as they were."""
         return (
             len(groups) == len(self._groups)
             and all(
@@ -174,18 +173,14 @@ class Snapshot:
     def same_gradients(self) -> bool:
         """Whether the gradients have the shapes, dtypes and layouts of those that were accepted."""
         try:
-            pairs = zip(self._grad_metadata_now(), self._grad_metadata, strict=True)
-            return all(now is None or now == accepted for now, accepted in pairs)
+            return all(now is None or now == accepted for now, accepted in self._grad_metadata_now())
         except AttributeError:  # a plain gradient of a DTensor
             return False
 
     def accept_gradients(self) -> None:
         """Keeps the metadata of the present gradients, which the caller has checked."""
-        try:
-            pairs = zip(self._grad_metadata_now(), self._grad_metadata, strict=True)
-            self._grad_metadata = [accepted if now is None else now for now, accepted in pairs]
-        except AttributeError:
-            pass  # a plain gradient of a DTensor has none that could be accepted
+        with suppress(AttributeError):  # a plain gradient of a DTensor has none that could be accepted
+            self._grad_metadata = [accepted if now is None else now for now, accepted in self._grad_metadata_now()]
 
     def same_state(self, states: States) -> bool:
         """Whether the state consists of the very tensors that were accepted."""
@@ -204,7 +199,6 @@ class Snapshot:
         self._state_keys, self._state_tensors = list(map(tuple, entries)), list(map(weakref.ref, tensors))
 
     def forget_state(self) -> None:
-        """Accepts no state until ``accept_state`` is called again."""
         self._state_keys, self._state_tensors = None, []
 
     def _state_now(self, states: States) -> tuple[list[dict[str, Any]], list[Tensor]]:
@@ -214,12 +208,11 @@ class Snapshot:
     def _metadata_now(self) -> Iterator[Any]:
         return (metadata(param) for metadata, param in zip(self._metadata_getters, self._params, strict=True))
 
-    def _grad_metadata_now(self) -> Iterator[Any]:
-        """None in the place of a missing gradient; an ``AttributeError`` for a plain gradient of a DTensor."""
+    def _grad_metadata_now(self) -> Iterator[tuple[Any, Any]]:
+        """Present and accepted; None for a missing gradient, an ``AttributeError`` for a plain gradient of a DTensor."""
         grads = (param.grad for param in self._params)
-        return (
-            None if grad is None else metadata(grad) for metadata, grad in zip(self._grad_metadata_getters, grads, strict=True)
-        )
+        now = (None if grad is None else read(grad) for read, grad in zip(self._grad_metadata_getters, grads, strict=True))
+        return zip(now, self._grad_metadata, strict=True)
 
 
 def gradient_of(param: Tensor) -> Tensor:

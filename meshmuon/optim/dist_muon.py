@@ -195,37 +195,30 @@ class DistMuon(Muon):
         if self.replica_group is None:
             return super()._params_of(step)
         decision = step.decision
-        if decision.plan is not self._executor.plan:
-            self._adopt_owners(step)
+        if decision.plan is not self._executor.plan:  # it has other owners: gives every rank all momentum
+            self.consolidate()
+            self._dividing = decision.plan
+            planned = ((step.params[k], part) for k, part in decision.planned_parts)
+            self._stepped = [(record.param, (record.matrix_sets or ())[part]) for record, part in planned]
         owned = {task.param for task in decision.plan.tasks if task.owner == decision.rank}
-        self._note_kept(step, owned)
-        self._drop_foreign_state(step, owned)
+        self._divide_state(step, owned)
         return super()._params_of(step, owned.__contains__)
 
     def _ready_params(self, expected: StepDecision, meanwhile: Callable[[], None]) -> list[StepParam] | None:
         return super()._ready_params(expected, meanwhile) if self.replica_group is None else None
 
-    def _adopt_owners(self, step: StepContext) -> None:
-        """A new plan has new owners: gives every rank all momentum."""
-        self.consolidate()
-        self._dividing = step.decision.plan
-        planned_parts = step.decision.planned_parts
-        self._stepped = [(step.params[k].param, (step.params[k].matrix_sets or ())[part]) for k, part in planned_parts]
+    def _divide_state(self, step: StepContext, owned: set[PartIndex]) -> None:
+        """Deletes the state of stepped parameters of which this rank owns no matrix, and notes of which it alone has state.
 
-    def _note_kept(self, step: StepContext, owned: set[PartIndex]) -> None:
-        """Notes of which parameters this rank alone has state: of its own ones, except those that are idle and have none yet."""
-        params = {param_index: step.params[step.decision.planned_parts[param_index][0]].param for param_index in owned}
+        ``owned`` are the parts that it owns. Those that are idle and have no state yet are not noted.
+        """
+        indices, idle = [k for k, _ in step.decision.planned_parts], step.decision.idle
+        params = {part: step.params[indices[part]].param for part in owned}
         if self._complete:  # here momentum is divided anew
             self._kept = frozenset(param for param in params.values() if MOMENTUM in self.state.get(param, {}))
-        begun = {param for param_index, param in params.items() if param_index not in step.decision.idle}
-        if not begun <= self._kept:
-            self._kept |= begun
-
-    def _drop_foreign_state(self, step: StepContext, owned: set[PartIndex]) -> None:
-        """Deletes the state of all parameters that are stepped but ``owned``, those of which this rank owns a matrix."""
-        planned_parts, idle = step.decision.planned_parts, step.decision.idle
-        stepped = {k for param_index, (k, _) in enumerate(planned_parts) if param_index not in idle}
-        for k in stepped - {planned_parts[param_index][0] for param_index in owned}:
+        self._kept |= {param for part, param in params.items() if part not in idle}
+        stepped = {k for part, k in enumerate(indices) if part not in idle}
+        for k in stepped - {indices[part] for part in owned}:
             for key in (MOMENTUM, RULE_STATE):
                 self.state[step.params[k].param].pop(key, None)
         self._complete = self._complete and not stepped

@@ -20,13 +20,13 @@ from ..matrices import Conv, ExpertDims, Split
 from ..metrics.meter import Meter
 from ..ortho import SchemeLike, resolve_scheme
 from ..ortho.kernels.products import Kernels
-from ..params.arguments import defaults_from, options_from, warn_of_older_names
+from ..params.arguments import options_from, warn_of_older_names
 from ..params.checks import check_replica_group
 from ..params.dtensors import ReplicaGroup
 from ..params.groups import check_group, keep_options, normalise_group, normalise_params
 from ..params.lr import AdjustLR
 from ..params.metrics_option import MetricsLike, metrics_from
-from ..params.option_table import ParamGroup, Rounding, with_options
+from ..params.option_table import NonFinitePolicy, ParamGroup, Rounding, group_options, with_options
 from ..params.param_record import named_params
 from ..params.rules import RuleLike
 from ..plan import DEFAULT_MAX_PEERS, CostModelLike, Plan, PlanOptions, Replicas, cost_model_for, cost_model_from
@@ -37,11 +37,10 @@ from ..state import param_state as state
 from ..state.loading import Fitted, fit, restore
 from .activity import ActivityCheck
 from .collect import Collector
-from .muon_step import MuonStep, Overwritten, logger
-from .nonfinite import NonFinite, NonFinitePolicy, asked_by_scaler
+from .muon_step import MuonStep, Overwritten, StepFailures, logger
+from .nonfinite import NonFinite, asked_by_scaler
 from .offload import Offload
 from .pickling import refuse_unpicklable
-from .step_failures import StepFailures
 from .step_params import StepParams
 
 
@@ -132,14 +131,8 @@ class Muon(MuonStep):
         resolve_scheme(scheme, ns_steps)  # refuses a Scheme whose length is not ns_steps
         if debug:
             _show_log()
-        self._settings = ExecutorSettings(
-            chunk_size,
-            memory_budget,
-            deterministic=deterministic,
-            compile=compile,
-            cuda_graphs=cuda_graphs,
-            kernels=kernels,
-        )
+        engine: dict[str, Any] = {"compile": compile, "cuda_graphs": cuda_graphs, "kernels": kernels}
+        self._settings = ExecutorSettings(chunk_size, memory_budget, deterministic=deterministic, **engine)
         in_flight = options["waves_ahead"] + 1
         self._cost_model = cost_model_from(cost_model)
         # LocalPlanner replaces the cost model: by the user's, or by that of the parameters' device.
@@ -160,7 +153,8 @@ class Muon(MuonStep):
         self._constructed = False
         if isinstance(params, nn.Module):
             params = get_default_muon_param_groups(params, None, expert_keys, conv=conv, split=split)
-        super().__init__(normalise_params(params), defaults_from(options))
+        defaults = {option.name: option.kept_as(options[option.name]) for option in group_options()}
+        super().__init__(normalise_params(params), defaults)
         self._constructed = True
         self._activity.refuse_filters_alone(self._groups)
         self._lineage = register(self)
@@ -195,7 +189,7 @@ class Muon(MuonStep):
     @property
     def skipped_steps(self) -> int:
         """How many steps were skipped because a gradient was not finite. On a GPU, reading it waits for the device."""
-        return self._nonfinite.skipped
+        return int(self._nonfinite.skipped)
 
     @property
     def nonfinite_logits(self) -> int:
@@ -293,7 +287,7 @@ class Muon(MuonStep):
             nonlocal fitted, hooked
             hooked = True
             fitted = fit(self._groups, self.defaults, final, strict=strict)
-            return fitted.as_state_dict()
+            return {"state": fitted.state, "param_groups": fitted.param_groups}
 
         # The last hook: hooks of the user may first convert a foreign state into one that fits.
         handle = self.register_load_state_dict_pre_hook(fit_last)
@@ -313,7 +307,7 @@ class Muon(MuonStep):
         restore(self._groups, self.state, fitted)
         state.put_in_order(self._groups, self.state)
         self._offload.put_away(self.state)
-        self._failures.clear()
+        self._failures = StepFailures()
         self._planner.begin_anew()
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> Any:
@@ -321,18 +315,7 @@ class Muon(MuonStep):
         return super().__reduce_ex__(protocol)
 
     def __getstate__(self) -> dict[str, Any]:
-        kept = (
-            "_settings",
-            "_plan_options",
-            "_cost_model",
-            "_metrics",
-            "_adamw_lr",
-            "_comm_dtype",
-            "_reference",
-            "_qk_clip",
-            "_failures",
-            "_lineage",
-        )
+        kept = "_settings _plan_options _cost_model _metrics _adamw_lr _comm_dtype _reference _qk_clip _failures _lineage"
         self._offload.settle()
         options = {
             "_nonfinite_policy": self._nonfinite.policy,
@@ -340,7 +323,7 @@ class Muon(MuonStep):
             "_allow_inactive": self._activity.allowed,
             "_was_active": self._activity.active,
         }
-        return {**super().__getstate__(), **{name: getattr(self, name) for name in kept}, **options}
+        return {**super().__getstate__(), **{name: getattr(self, name) for name in kept.split()}, **options}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import logging
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, cast
@@ -25,10 +25,11 @@ import torch
 from torch import Tensor
 
 from ..agree.descriptions import hyperparameters_of
+from ..agree.differences import failure_for_other_ranks
 from ..agree.planner import Planner
 from ..agree.state_presence import StatePresence
-from ..agree.step_decision import RankStatus, StepDecision
-from ..errors import KeptError, KernelError, KernelWarning, OrthogonalizeError
+from ..agree.step_decision import Activity, RankStatus, StepDecision
+from ..errors import KeptError, KernelError, KernelWarning, MeshmuonError, OrthogonalizeError, StateError
 from ..execute import UNOBSERVED, ExecutorSettings, StepExecutor, StepParam, advance_counters
 from ..metrics.meter import Clipped, Meter
 from ..metrics.recorder import StepRecorder
@@ -47,7 +48,6 @@ from .adamw import adamw_step
 from .collect import Collector, gradient_of, only_creates_state
 from .nonfinite import NO_SCALING, NonFinite, Scaling, gradients_of, zero_if_skipped
 from .offload import Offload
-from .step_failures import StepFailures
 from .step_params import StepParams
 
 logger = logging.getLogger("meshmuon")
@@ -167,7 +167,7 @@ class MuonStep(torch.optim.Optimizer):
             prepared_plan=self._executor.plan,
             nonfinite=step.nonfinite,
             has_work=step.has_work,
-            activity=self._activity.of(step.params, step.has_grad),
+            activity=Activity.NO_MATRIX if step.failure else self._activity.of(step.params, step.has_grad),
             hyperparameters=lambda: [f"{text}, {clip}" for text in hyperparameters_of(self._groups)],
             without_state=self._without_state(step.params),
             presence=StatePresence(step.params, self.state, self._keeps),
@@ -200,16 +200,18 @@ class MuonStep(torch.optim.Optimizer):
     def _prepare_plan(self, step: StepContext) -> None:
         """One attempt, confirmed by all ranks. If one of them fails, none keeps anything: the next step prepares again."""
         decision = step.decision
-        with step.failure:
-            step_params = self._params_of(step)
-            if decision.plan is not self._executor.plan:
-                self._executor.prepare(decision.plan, decision.rank, step_params, decision.exchange)
-            self._meter.prepare(decision, step.params, self._planner.layouts)
         try:
+            with step.failure:
+                step_params = self._params_of(step)
+                if decision.plan is not self._executor.plan:
+                    self._executor.prepare(decision.plan, decision.rank, step_params, decision.exchange)
+                self._meter.prepare(decision, step.params, self._planner.layouts)
             self._planner.confirm(step.failure)
-        except BaseException:
+        except BaseException as error:
             self._executor.discard()
             self._meter.discard()
+            if decision.exchange is not None and not isinstance(error, MeshmuonError):  # Ctrl-C: the others wait for this rank
+                decision.exchange.abandon()
             raise
 
     def _run(self, step: StepContext) -> None:
@@ -231,7 +233,10 @@ class MuonStep(torch.optim.Optimizer):
             alone = decision.exchange is None
             known = isinstance(failure.error, OrthogonalizeError) if alone else self._executor.failed_for_all
             logits = None if known else self._qk_clip.apply(params, step.qk_logits, step.skip_mask)
-            failure.keep(self._measure(step, logits))  # likewise: the other ranks wait for the numbers of this one
+            if step.recorder is not None:  # likewise: the other ranks wait for the numbers of this one
+                skips: dict[str, Any] = {"skipped": self._nonfinite.skipped, "skip_mask": step.skip_mask}
+                clips = Clipped(logits or {}, self._qk_clip.threshold)
+                failure.keep(self._meter.finish(step.recorder, decision, self._groups, clipped=clips, **skips))
             known_to_all = isinstance(failure.error, OrthogonalizeError) and failure.error.known_to_all
             if failure.error is not None and not alone and not known_to_all:
                 self._failures.completed_with(failure.error, diverged=step.would_diverge)
@@ -276,22 +281,9 @@ class MuonStep(torch.optim.Optimizer):
                     recorder.after_adamw(indices, states, adamw_betas(group), adamw_eps(group))
         step.would_diverge = before
 
-    def _measure(self, step: StepContext, logits: Mapping[Any, Tensor] | None) -> Exception | None:
-        """Ends the measurement of a measured step. Returns this rank's first error in it."""
-        if step.recorder is None:
-            return None
-        return self._meter.finish(
-            step.recorder,
-            step.decision,
-            self._groups,
-            skipped=self._nonfinite.counted,
-            skip_mask=step.skip_mask,
-            clipped=Clipped(logits or {}, self._qk_clip.threshold),
-        )
-
     def _skip(self, step: StepContext) -> None:
         """Counts a skipped step, because a gradient is not finite, and frees the gradients that the step would have freed."""
-        self._nonfinite.count()
+        self._nonfinite.skipped = self._nonfinite.skipped + 1
         for record in step.params:
             if record.param_group["use_muon"] and record.param_group["none_grad"]:
                 record.param.grad = None
@@ -306,7 +298,7 @@ class MuonStep(torch.optim.Optimizer):
                 logger.debug("%s%s", row, "" if row.name in with_grad else " (no gradient)")
 
     def _invalidate_state(self) -> None:
-        """Keeps nothing of the state, which is about to be offloaded."""
+        """Keeps nothing of the state, which is about to be offloaded: the next step checks it again."""
         self._collector.invalidate_state()
         self._step_params.drop()
 
@@ -351,6 +343,49 @@ class MuonStep(torch.optim.Optimizer):
         return [gradient_of(param) for param in params]
 
 
+class StepFailures:
+    """The consequences of a failed step on this rank, until the other ranks know of it or a checkpoint is loaded. Four states:
+
+    - **Clean**: the last step succeeded, or failed before anything was written.
+    - **Unreported**: this rank completed all exchanges of a step, but part of the step failed here. The other ranks noticed
+      nothing. The next ``step()`` reports the error to them instead of stepping, and all ranks raise it; then the state is clean.
+    - **Diverged**: as above, and replicas of the same weights now differ. Every ``step()`` reports it, and ``state_dict()``
+      refuses, until a state is loaded.
+    - **Half done**: this rank left a step between two exchanges (an error in transport, Ctrl-C), so nobody knows which weights
+      were updated. ``step()`` and ``state_dict()`` refuse on this rank until a state is loaded. Its connections are closed, so
+      that the other ranks do not wait for it.
+    """
+
+    def __init__(self) -> None:
+        self._half_done: str | None = None
+        self._unreported: Exception | None = None
+
+    def left_half_done(self, error: BaseException) -> None:
+        self._half_done = f"{type(error).__name__}: {error}"
+
+    def completed_with(self, failure: Exception, *, diverged: bool) -> None:
+        self._unreported = failure_for_other_ranks(failure, diverged)
+
+    def to_report(self) -> Exception | None:
+        """The error to report to the other ranks at the coming agreement; reported once, or at every step while diverged."""
+        failure = self._unreported
+        if not isinstance(failure, StateError):
+            self._unreported = None
+        return failure
+
+    def refuse_step(self) -> None:
+        if self._half_done is not None:
+            raise StateError(
+                f"an earlier step was left half done ({self._half_done}). Load a checkpoint of the model and of this optimizer "
+                "first."
+            )
+
+    def refuse_checkpoint(self) -> None:
+        self.refuse_step()
+        if isinstance(self._unreported, StateError):
+            raise StateError(str(self._unreported))
+
+
 class Overwritten:
     """Marks the DTensors that steps write through their local tensors, which autograd does not notice.
 
@@ -372,5 +407,4 @@ class Overwritten:
             self._params = params
         written = [shard for k, shard in self._shards if is_written(k)]
         if written:
-            gathered = self._gathered if len(written) == len(self._shards) else self._gathered.only(written)
-            mark_overwritten([*written, *gathered.gathered_again()])
+            mark_overwritten([*written, *self._gathered.gathered_again(written)])

@@ -9,19 +9,16 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, TypeAlias, get_args
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..device import copy_to, known_to_host
-from ..errors import ConfigError, GradientError, shown
+from ..errors import GradientError
 from ..params.param_record import ParamRecord
 from ..torch_compat import local_part
 from ..transport import Exchange
-
-NonFinitePolicy: TypeAlias = Literal["propagate", "skip", "raise"]
-_POLICIES = get_args(NonFinitePolicy)
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +53,11 @@ NO_SCALING = Scaling(None, None)
 
 
 def asked_by_scaler() -> bool:
-    """Whether the caller's caller is a method of a ``torch.amp.GradScaler``."""
+    """Whether the caller's caller is a method of a ``torch.amp.GradScaler``.
+
+    Scalers and trainers read the same attribute and need different answers. Nothing that a scaler does before it reads it
+    reaches the optimizer, so only the frame tells who asks.
+    """
     return isinstance(sys._getframe(2).f_locals.get("self"), torch.amp.GradScaler)
 
 
@@ -66,32 +67,24 @@ class NonFinite:
     At every step, on every rank:
 
     1. ``known_to_host`` says what this rank's host knows. The planner's vote combines it over the ranks. If any rank says yes, no
-       rank makes the step, and each calls ``count``.
+       rank makes the step, and each adds 1 to ``skipped``.
     2. Otherwise ``reduce_skip_mask`` combines over the ranks what only devices know, and counts a skipped step on the device.
     """
 
     def __init__(self, policy: str) -> None:
-        if not isinstance(policy, str) or policy not in _POLICIES:
-            raise ConfigError(f"nonfinite={shown(policy)} must be one of {', '.join(map(repr, _POLICIES))}.")
         self.policy = policy
-        self._skipped: int | Tensor = 0
-
-    @property
-    def counted(self) -> int | Tensor:
-        """How many steps were skipped, as a number or, where only a device knows it, as a tensor there."""
-        return self._skipped
-
-    @property
-    def skipped(self) -> int:
-        """How many steps were skipped. Reading it waits for the device."""
-        return int(self._skipped)
+        self.skipped: int | Tensor = 0  # how many steps; a tensor where only a device knows it
 
     def known_to_host(self, params: Sequence[ParamRecord], scaling: Scaling) -> bool:
         """Whether the host of this rank knows that the step must be skipped; with ``"raise"`` it waits for devices and raises."""
         if scaling.found_inf is not None:
             return known_to_host(scaling.found_inf) and bool(scaling.found_inf > 0)
-        if self.policy == "raise":
-            _raise_if_nonfinite(params)
+        if self.policy == "raise" and bool(_any_nonfinite(gradients_of(params))):  # one wait for the device
+            name = next(record.name for record in params if bool(_any_nonfinite(gradients_of([record]))))
+            raise GradientError(
+                f"{name} has a gradient that is not finite. Nothing was stepped. Look for the cause, or pass "
+                'nonfinite="skip" to skip such steps.'
+            )
         if self.policy != "skip":
             return False
         on_host = [grad for grad in gradients_of(params) if known_to_host(grad)]
@@ -102,38 +95,19 @@ class NonFinite:
 
         Also counts a skipped step. All ranks reduce or none: options and the devices of parameters decide, alike on all ranks.
         """
-        flag = self._flag_on_device(params, scaling)
-        if flag is None:
+        if scaling.found_inf is not None:
+            found = None if known_to_host(scaling.found_inf) else scaling.found_inf > 0
+        else:
+            on_device = [record for record in params if not known_to_host(record.param)] if self.policy == "skip" else []
+            found = _any_nonfinite(gradients_of(on_device), on_device[0].param.device) if on_device else None
+        if found is None:
             return None
+        flag = found.float().reshape(1)
         if exchange is not None:
             exchange.reduce_largest(flag)
         skip = flag[0] > 0
-        self.count(skip.long())
+        self.skipped = self.skipped + skip.long()
         return skip
-
-    def _flag_on_device(self, params: Sequence[ParamRecord], scaling: Scaling) -> Tensor | None:
-        """What this rank's device knows, of shape (1,): 1.0 to skip the step. None if it does not have to be asked."""
-        if scaling.found_inf is not None:
-            return None if known_to_host(scaling.found_inf) else (scaling.found_inf > 0).float().reshape(1)
-        on_device = [record for record in params if not known_to_host(record.param)] if self.policy == "skip" else []
-        if not on_device:
-            return None
-        return _any_nonfinite(gradients_of(on_device), on_device[0].param.device).float().reshape(1)
-
-    def count(self, steps: int | Tensor = 1) -> None:
-        """Adds to the number of skipped steps."""
-        self._skipped = self._skipped + steps
-
-
-def _raise_if_nonfinite(params: Sequence[ParamRecord]) -> None:
-    if not bool(_any_nonfinite(gradients_of(params))):  # one wait for the device, not one per parameter
-        return
-    for record in params:
-        if bool(_any_nonfinite(gradients_of([record]))):
-            raise GradientError(
-                f"{record.name} has a gradient that is not finite. Nothing was stepped. Look for the cause, or pass "
-                'nonfinite="skip" to skip such steps.'
-            )
 
 
 def zero_if_skipped(gradients: Sequence[Tensor], skip_mask: Tensor) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,6 +14,7 @@ from ..device import copy_to, known_to_host
 from ..execute import StepParam, StepSettings, elements_held
 from ..ortho import scheme_for
 from ..params.dtensors import held_ranges
+from ..params.groups import rounds_stochastically
 from ..params.lr import lr_factor
 from ..params.option_table import ParamGroup
 from ..params.param_record import ParamRecord
@@ -22,9 +24,6 @@ from ..torch_compat import zeros_like
 from .collect import States
 
 _PARAMS_AT_A_TIME = 32  # of which the state is looked up before other ranks are given a moment; that takes some 20 µs
-
-Settings = Mapping[tuple[int, torch.device], StepSettings]
-"""The options of param groups, by group index and by the device of those parameters that are on it."""
 
 
 class StepParams:
@@ -41,7 +40,7 @@ class StepParams:
         """Makes the next step begin anew."""
         self._plan: object = None
         self._cached: list[StepParam] = []  # made for ``_plan``
-        self._groups: dict[tuple[int, torch.device], ParamGroup] = {}  # of these, as in ``Settings``
+        self._groups: dict[tuple[int, torch.device], ParamGroup] = {}  # by index, and by the device of those parameters on it
 
     def serve(self, decision: StepDecision, lacking_state: Sequence[int]) -> bool:
         """Whether those of the last step serve again, so that no state has to be created."""
@@ -60,14 +59,26 @@ class StepParams:
         ``keeps`` tells whether this rank keeps the momentum of a part. If ``skip_mask``, a boolean on a device, is true, nothing
         may change, and the gradients are already zeros.
         """
-        planned = [records[k] for k, _ in decision.planned_parts]
-        self._groups = {(record.group_index, record.param.device): record.param_group for record in planned}
-        settings = self._settings(skip_mask)
-        kept = [keeps(PartIndex(part)) for part in range(len(planned))]
-        step_params = [
-            _new_step_param(record, decision, states, PartIndex(part), kept[part], settings)
-            for part, record in enumerate(planned)
-        ]
+        planned = [(records[k], number) for k, number in decision.planned_parts]
+        self._groups = {(record.group_index, record.param.device): record.param_group for record, _ in planned}
+        kept, settings = [keeps(PartIndex(part)) for part in range(len(planned))], self._settings(skip_mask)
+        step_params = []
+        for part, (record, number) in enumerate(planned):
+            param, group, idle = record.param, record.param_group, part in decision.idle
+            # An idle parameter gets no state. The executor still needs the shape of its rule state, so if there is none, one is
+            # made in a copy of the entry that is thrown away.
+            entry = dict(states.get(param, {})) if idle else states[param]
+            if kept[part]:
+                param_state.start(entry, record.name, param, group)
+            else:  # another rank keeps the momentum (DistMuon), but all ranks count the same steps
+                param_state.rounding_counter(entry, record.name, param, group)
+            step_param = _new_step_param(record, number, settings[record.group_index, param.device])
+            if decision.planned_parts[part][0] in decision.zeros:
+                step_param.zeros = zeros_like(param)
+            _refer_to(entry, step_param, kept=kept[part])
+            if idle:
+                step_param.momentum_buffer = step_param.counter = None
+            step_params.append(step_param)
         self._plan, self._cached = (decision.plan, step_params) if all(kept) else (None, [])
         return step_params
 
@@ -87,11 +98,7 @@ class StepParams:
             if decision.zeros:
                 step_param.zeros = zeros_like(step_param.param) if decision.planned_parts[k][0] in decision.zeros else None
             if k not in decision.idle:
-                entry = states[step_param.param]
-                step_param.momentum_buffer = entry[param_state.MOMENTUM]
-                remembers = step_param.rule is not None and step_param.rule.remembers()
-                step_param.rule_state = entry.get(param_state.RULE_STATE) if remembers else None
-                step_param.counter = None if step_param.elements is None else entry[param_state.COUNTER]
+                _refer_to(states[step_param.param], step_param)
         return self._cached
 
     def release_state(self) -> None:
@@ -99,48 +106,38 @@ class StepParams:
         for step_param in self._cached:
             step_param.momentum_buffer = step_param.rule_state = step_param.zeros = step_param.counter = None
 
-    def _settings(self, skip_mask: Tensor | None) -> Settings:
+    def _settings(self, skip_mask: Tensor | None) -> dict[tuple[int, torch.device], StepSettings]:
         return {key: _settings_of(group, skip_mask, key[1]) for key, group in self._groups.items()}
 
 
-def _new_step_param(
-    record: ParamRecord,
-    decision: StepDecision,
-    states: States,
-    part: PartIndex,
-    kept: bool,
-    settings: Settings,
-) -> StepParam:
-    k, number = decision.planned_parts[part]
-    param, group = record.param, record.param_group
+def _new_step_param(record: ParamRecord, number: int, settings: StepSettings) -> StepParam:
+    """The step parameter of a part, without state."""
     assert record.matrix_sets is not None
     assert record.scheme is not None
-    matrix_set = record.matrix_sets[number]
-    remembers = kept and record.rule is not None and record.rule.remembers()
-    idle = part in decision.idle
-    # An idle parameter gets no state. The executor still needs the shape of its rule state, so if there is none, one is made
-    # in a copy of the entry that is thrown away.
-    entry = dict(states.get(param, {})) if idle else states[param]
-    step_param = StepParam(
+    matrix_set, param = record.matrix_sets[number], record.param
+    rounds = rounds_stochastically(param, record.param_group)
+    return StepParam(
         param=param,
-        momentum_buffer=param_state.momentum_buffer(entry, param, group["momentum_dtype"]) if kept and not idle else None,
+        momentum_buffer=None,
         matrix_set=matrix_set,
         scheme=scheme_for(record.scheme, matrix_set.rows, matrix_set.cols, record.compute_dtype),
         compute_dtype=record.compute_dtype,
-        settings=settings[record.group_index, param.device],
+        settings=settings,
         work_device=record.work_device,
         comm_dtype=record.comm_dtype,
         group_index=record.group_index,
-        zeros=zeros_like(param) if k in decision.zeros else None,
         rule=record.rule,
-        rule_state=param_state.rule_state(entry, param, matrix_set) if remembers else None,
+        elements=elements_held(param.shape, held_ranges(param), param.device).hashed() if rounds else None,
     )
-    # Also where another rank keeps the momentum (DistMuon): all ranks count the same steps.
-    counter = param_state.rounding_counter(entry, record.name, param, group)
-    if counter is not None:
-        step_param.counter = None if idle else counter
-        step_param.elements = elements_held(param.shape, held_ranges(param), param.device).hashed()
-    return step_param
+
+
+def _refer_to(entry: Mapping[str, Any], step_param: StepParam, *, kept: bool = True) -> None:
+    """Gives a step parameter the state in its ``entry``: all of it, or if this rank does not keep it, the counter alone."""
+    if kept:
+        step_param.momentum_buffer = entry[param_state.MOMENTUM]
+        remembers = step_param.rule is not None and step_param.rule.remembers()
+        step_param.rule_state = entry[param_state.RULE_STATE] if remembers else None
+    step_param.counter = None if step_param.elements is None else entry[param_state.COUNTER]
 
 
 def _settings_of(group: ParamGroup, skip_mask: Tensor | None, device: torch.device) -> StepSettings:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import Literal, TypeAlias, get_args
+from typing import Any, Literal, TypeAlias, get_args
 
 import torch
 from torch import Tensor
@@ -117,6 +117,8 @@ def orthogonalize(
     batch, result = (x, out) if x.dim() == 3 else (x.unsqueeze(0), out.unsqueeze(0))
     if isinstance(scheme, str):
         scheme = resolve_scheme(scheme, 5)
+    elif not isinstance(scheme, Scheme) and not callable(scheme):
+        raise ConfigError(f"orthogonalize takes a scheme, its name or a callable, got a {type(scheme).__name__}")
     if not isinstance(scheme, Scheme):
         result.copy_(call_scheme(scheme, batch))
         return out
@@ -142,9 +144,10 @@ def call_scheme(scheme: Orthogonalizer, batch: Tensor, *, one_by_one: bool = Fal
     return _checked(scheme(batch), batch)
 
 
-def _checked(result: Tensor, batch: Tensor) -> Tensor:
-    if result.shape != batch.shape:  # copying it would broadcast
-        raise ConfigError(f"the callable scheme made {tuple(result.shape)} of {tuple(batch.shape)}; it must keep the shape")
+def _checked(result: Any, batch: Tensor) -> Tensor:
+    if not isinstance(result, Tensor) or result.shape != batch.shape:  # copying it would broadcast
+        made = tuple(result.shape) if isinstance(result, Tensor) else f"a {type(result).__name__}"
+        raise ConfigError(f"the callable scheme made {made} of {tuple(batch.shape)}; it must keep the shape")
     return result
 
 

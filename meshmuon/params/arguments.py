@@ -46,11 +46,6 @@ def options_from(arguments: Mapping[str, Any]) -> dict[str, Any]:
     return {option.name: _value_of(option, arguments) for option in OPTIONS}
 
 
-def defaults_from(options: Mapping[str, Any]) -> dict[str, Any]:
-    """The options of param groups among ``options``, in the form in which groups keep them."""
-    return {option.name: option.kept_as(options[option.name]) for option in group_options()}
-
-
 def refuse_unknown(options: Mapping[Any, Any], further: Collection[str] = ()) -> None:
     """Refuses keywords that neither name an option nor are among ``further``."""
     for name, value in options.items():

@@ -35,7 +35,6 @@ def nearest(name: str, names: Iterable[str]) -> str:
 
 
 def refuse_uninitialised(name: str, param: Tensor) -> None:
-    """Raises ConfigError for a parameter of a lazy module, which has no shape before the first forward pass."""
     if is_lazy(param):
         raise ConfigError(
             f"{name} is not initialised yet: it belongs to a lazy module, such as nn.LazyLinear, whose weights get shapes in "
@@ -74,7 +73,6 @@ def check_range(value: Any, what: str, where: str, *, low: float, below: float =
 
 
 def check_replica_group(group: Any, what: str = "replica_group") -> None:
-    """Refuses anything but a process group, a mesh or None."""
     if group is None or (dist.is_available() and isinstance(group, dist.ProcessGroup)):
         return
     meshes = sys.modules.get("torch.distributed.device_mesh")  # if it was never imported, there is no mesh
@@ -120,7 +118,6 @@ def of_value(check: Callable[[Any], object]) -> Check:
 
 
 def in_range(low: float, below: float = math.inf) -> Check:
-    """A number in [low, below)."""
 
     def check(options: Mapping[str, Any], name: str, where: str) -> None:
         value = options[name]
@@ -131,7 +128,6 @@ def in_range(low: float, below: float = math.inf) -> Check:
 
 
 def one_of(choices: Sequence[str | None]) -> Check:
-    """One of a few strings, or None where it is among them."""
 
     def check(options: Mapping[str, Any], name: str, where: str) -> None:
         value = options[name]
@@ -163,7 +159,6 @@ def check_flag(options: Mapping[str, Any], name: str, where: str) -> None:
 
 
 def check_dtype(options: Mapping[str, Any], name: str, where: str) -> None:
-    """A dtype that torch computes in, or None."""
     dtype = options[name]
     if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype in FLOAT_DTYPES):
         names = ", ".join(map(str, FLOAT_DTYPES))
@@ -187,24 +182,20 @@ def check_lr(options: Mapping[str, Any], name: str, where: str) -> None:
 
 
 def check_optional_lr(options: Mapping[str, Any], name: str, where: str) -> None:
-    """A learning rate, or None."""
     if options[name] is not None:
         check_lr(options, name, where)
 
 
 def check_betas(options: Mapping[str, Any], name: str, where: str) -> None:
-    """A pair of numbers in [0, 1)."""
     for k, beta in enumerate(adamw_betas(options)):
         check_range(beta, f"{name}[{k}]", where, low=0.0, below=1.0)
 
 
 def check_eps(options: Mapping[str, Any], name: str, where: str) -> None:
-    """A number of at least 0."""
     check_range(adamw_eps(options), name, where, low=0.0)
 
 
 def check_backend(options: Mapping[str, Any], name: str, where: str) -> None:
-    """A flag, or the name of a backend of torch.compile."""
     backend = options[name]
     if isinstance(backend, bool):
         return

@@ -15,7 +15,7 @@ from torch import Tensor
 from ..errors import ConfigError, GradientError, TransportError, UnsupportedError
 from ..layout import Layout, Mesh, Placement, Ranges, Replicated, Sharded, coordinates, flat_index
 from ..torch_compat import as_dtensor as as_dtensor  # the rooms above take it from here
-from ..torch_compat import cut_in_mesh_order, dtensor_like, mesh_slices, same_layout, spec_of, split_factor
+from ..torch_compat import cut_in_mesh_order, dtensor_like, local_part, mesh_slices, same_layout, spec_of, split_factor
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -76,19 +76,24 @@ def check_cuts(name: str, param: Tensor) -> None:
 
 def check_memory(name: str, param: Tensor) -> None:
     """Refuses a parameter that trains and of which this rank holds several elements at one address: they cannot be stepped."""
-    sharded, reach = as_dtensor(param), 0
-    local = param if sharded is None else sharded.to_local()
-    if not param.requires_grad or not local.numel():
-        return
+    local = local_part(param)
+    if param.requires_grad and shares_addresses(local):
+        raise ConfigError(
+            f"{name} has shape {tuple(local.shape)} and strides {local.stride()}: several of its elements share one address, "
+            "as after expand(), and a step would write all of them there. Make it a parameter with memory of its own: "
+            "nn.Parameter(p.detach().clone(memory_format=torch.contiguous_format))."
+        )
+
+
+def shares_addresses(local: Tensor) -> bool:
+    """Whether several elements of a plain tensor are at one address, as after ``expand``."""
+    reach = 0
     # In a tensor without overlaps, each dim strides over all that the dims with smaller strides reach.
     for stride, size in sorted((stride, size) for size, stride in zip(local.shape, local.stride(), strict=True) if size > 1):
         if stride <= reach:
-            raise ConfigError(
-                f"{name} has shape {tuple(local.shape)} and strides {local.stride()}: several of its elements share one address, "
-                "as after expand(), and a step would write all of them there. Make it a parameter with memory of its own: "
-                "nn.Parameter(p.detach().clone(memory_format=torch.contiguous_format))."
-            )
+            return local.numel() > 0
         reach += stride * (size - 1)
+    return False
 
 
 def same_placement(first: Tensor, second: Tensor) -> bool:

@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
+import re
 import sys
 
 from torch import Tensor, nn
 
 from ..errors import UnsupportedError
 
-_FLAT_NAMES = ("flat_param", "_flat_param")
 _WEIGHTED = (nn.Linear, nn.Embedding, nn.EmbeddingBag, nn.Conv1d, nn.Conv2d, nn.Conv3d)
 
 
 def refuse_flattened(name: str, param: Tensor) -> None:
     """Raises UnsupportedError for a parameter that a known wrapper has flattened."""
-    if wrapper := _wrapper_of(name, param):
+    last, wrapper = name.rpartition(".")[2], ""
+    if hasattr(param, "ds_id"):
+        wrapper = "DeepSpeed ZeRO-3"
+    elif getattr(param, "_is_flat_param", False):
+        wrapper = "FSDP1 (torch.distributed.fsdp.FullyShardedDataParallel)"
+    elif type(param).__name__ == "FlatParameter" or (param.dim() == 1 and re.fullmatch(r"_?flat_param|flat_param_.*", last)):
+        wrapper = "a wrapper of FSDP1's kind (torch's or fairscale's)"
+    if wrapper:
         raise _refusal(f"{name} has shape {tuple(param.shape)}", wrapper)
 
 
@@ -30,18 +37,6 @@ def refuse_flattened_model(model: nn.Module) -> None:
         if isinstance(module, _WEIGHTED) and isinstance(weight, nn.Parameter) and weight.requires_grad and weight.dim() < 2:
             what = f"{path}.weight of a {type(module).__name__} has shape {tuple(weight.shape)}"
             raise _refusal(what, "a wrapper such as FSDP1, DeepSpeed ZeRO or fairscale")
-
-
-def _wrapper_of(name: str, param: Tensor) -> str | None:
-    if hasattr(param, "ds_id"):
-        return "DeepSpeed ZeRO-3"
-    if getattr(param, "_is_flat_param", False):
-        return "FSDP1 (torch.distributed.fsdp.FullyShardedDataParallel)"
-    last = name.rpartition(".")[2]
-    named = last in _FLAT_NAMES or last.startswith("flat_param_")
-    if type(param).__name__ == "FlatParameter" or (named and param.dim() == 1):
-        return "a wrapper of FSDP1's kind (torch's or fairscale's)"
-    return None
 
 
 def _keeps_shapes(module: nn.Module, fsdp: object) -> bool:

@@ -79,31 +79,25 @@ def normalise_group(group: Mapping[str, Any], index: int, others: Mapping[str, T
         group["names"] = [name for name, _ in params]
         params = [param for _, param in params]
     unused = next(k for k in count(index) if f"group{k}.param0" not in others)  # groups may have been removed by hand
-    names = _listed_names(group, unused, len(params))
+    names, seen = _listed_names(group, unused, len(params)), dict(others)
     for name, param in zip(names, params, strict=True):
         if not isinstance(name, str):
             raise ConfigError(f"group {index}: the name {shown(name)} must be a string.")
         if not isinstance(param, Tensor):
             raise ConfigError(f"group {index}: {name} is a {type(param).__name__}, not a tensor. {_RIGHT_CALL}")
         refuse_uninitialised(name, param)
-    _check_names(names, params, others, index)
-    if len(set(params)) != len(params):
-        raise ConfigError(f"group {index} holds a parameter twice, so it would be stepped twice: list each parameter once.")
-    group["params"], group["param_names"] = params, names
-    return group
-
-
-def _check_names(names: Sequence[str], params: Sequence[Tensor], others: Mapping[str, Tensor], index: int) -> None:
-    """Refuses a name that two parameters have, since state and metrics are told apart by names."""
-    seen = dict(others)
-    for name, param in zip(names, params, strict=True):
-        if seen.setdefault(name, param) is not param:  # torch refuses one parameter in two groups
+        # State and metrics are told apart by names. Torch refuses one parameter in two groups.
+        if seen.setdefault(name, param) is not param:
             raise ConfigError(
                 f"group {index}: another parameter is called {name} as well, and all names of an optimizer must differ. For "
                 "several models in one optimizer, write "
                 'get_default_muon_param_groups(nn.ModuleDict({"first": first, "second": second})); in groups of your own, begin '
                 f'the names with the part of the model that they are from, such as "first.{name}".'
             )
+    if len(set(params)) != len(params):
+        raise ConfigError(f"group {index} holds a parameter twice, so it would be stepped twice: list each parameter once.")
+    group["params"], group["param_names"] = params, names
+    return group
 
 
 def keep_options(group: dict[str, Any]) -> None:
@@ -163,7 +157,6 @@ def rounds_stochastically(param: Tensor, group: Mapping[str, Any]) -> bool:
 
 
 def check_rounding(name: str, param: Tensor, rounding: str) -> None:
-    """Refuses stochastic rounding of float16 parameters."""
     if rounding == "stochastic" and param.dtype == torch.float16 and param.requires_grad:
         raise ConfigError(
             f'{name} is float16, and rounding="stochastic" is for bfloat16 parameters: convert it to bfloat16, or put it into a '
@@ -182,6 +175,9 @@ def check_options(group: ParamGroup, index: int) -> None:
     """Refuses wrong options. It runs at every step, since users may change a param group by hand between steps."""
     where = f"group {index}"
     try:
+        for key in ("params", "param_names"):
+            if not isinstance(group[key], (list, tuple)):
+                raise ConfigError(f"{where}: {key}={shown(group[key])} must be a list.")
         check_flag(group, "use_muon", where)
         for name, check in _CHECKS[group["use_muon"]]:
             check(group, name, where)

@@ -17,32 +17,18 @@ LRRule: TypeAlias = Literal["match_rms_adamw", "original", "spectral", "spectral
 AdjustLR: TypeAlias = LRRule | Callable[[int, int], float]
 """Name of a rule, or a function of the global (rows, cols) of a matrix."""
 
-
-def _match_rms_adamw(rows: int, cols: int) -> float:
-    """Update RMS 0.2, as of a typical AdamW update: AdamW's lr and weight decay carry over (Moonlight, arXiv:2502.16982)."""
-    return 0.2 * math.sqrt(max(rows, cols))
-
-
-def _original(rows: int, cols: int) -> float:
-    """The rule of Keller Jordan's Muon and of nanochat."""
-    return math.sqrt(max(1.0, rows / cols))
-
-
-def _spectral(rows: int, cols: int) -> float:
-    """Spectral norm √(rows/cols): the same change of the output's RMS for every shape (arXiv:2310.17813)."""
-    return math.sqrt(rows / cols)
-
-
 _RULES: dict[LRRule, Callable[[int, int], float]] = {
-    "match_rms_adamw": _match_rms_adamw,
-    "original": _original,
-    "spectral": _spectral,
-    "spectral_unclamped": _spectral,  # torch's name for it
+    # Update RMS 0.2, as of a typical AdamW update: AdamW's lr and weight decay carry over (Moonlight, arXiv:2502.16982).
+    "match_rms_adamw": lambda rows, cols: 0.2 * math.sqrt(max(rows, cols)),
+    # The rule of Keller Jordan's Muon and of nanochat.
+    "original": lambda rows, cols: math.sqrt(max(1.0, rows / cols)),
+    # Spectral norm √(rows/cols): the same change of the output's RMS for every shape (arXiv:2310.17813).
+    "spectral": lambda rows, cols: math.sqrt(rows / cols),
+    "spectral_unclamped": lambda rows, cols: math.sqrt(rows / cols),  # torch's name for it
 }
 
 
 def check_adjust_lr(rule: AdjustLR) -> None:
-    """Refuses anything but the name of a rule or a callable."""
     if not callable(rule) and (not isinstance(rule, str) or rule not in _RULES):
         raise ConfigError(f"adjust_lr_fn={shown(rule)} is unknown. Write one of {sorted(_RULES)} or a function of (rows, cols).")
 
@@ -51,10 +37,8 @@ def lr_factor(rule: AdjustLR, rows: int, cols: int) -> float:
     """The factor of the learning rate of a rows × cols matrix."""
     if rows == 0 or cols == 0:
         return 1.0  # an empty matrix: rows / cols may not exist
-    return _factor_of_function(rule, rows, cols) if callable(rule) else _RULES[rule](rows, cols)
-
-
-def _factor_of_function(rule: Callable[[int, int], float], rows: int, cols: int) -> float:
+    if not callable(rule):
+        return _RULES[rule](rows, cols)
     what = f"adjust_lr_fn({rows}, {cols})"
     try:
         factor = rule(rows, cols)

@@ -171,112 +171,86 @@ def matrices_as_dicts(matrices: Mapping[str, Mapping[str, Any]] | None) -> dict[
 
 
 Rounding: TypeAlias = Literal["nearest", "stochastic"]
+NonFinitePolicy: TypeAlias = Literal["propagate", "skip", "raise"]
 
+_ALL, _MUON, _ADAMW, _WHOLE = Scope.ALL_GROUPS, Scope.MUON_GROUPS, Scope.ADAMW_GROUPS, Scope.OPTIMIZER
+_PLAN, _VALUE = Compared.IN_PLAN, Compared.BY_VALUE
 _BUFFERS = ": each wave under way needs buffers of its own"
 
 _EVERYDAY = (
-    Option("lr", 1e-3, Scope.ALL_GROUPS, check_lr, Compared.BY_VALUE).with_help(
+    Option("lr", 1e-3, _ALL, check_lr, _VALUE).with_help(
         "Learning rate; also of AdamW's groups, unless ``adamw_lr`` is given. A one-element tensor works too."
     ),
-    Option("adamw_lr", None, Scope.OPTIMIZER, check_optional_lr).with_help(
+    Option("adamw_lr", None, _WHOLE, check_optional_lr).with_help(
         "Learning rate of AdamW's groups that have none of their own; by default ``lr``. It is written into the groups once, as "
         "their ``lr``, which schedulers change from there."
     ),
-    Option("weight_decay", 0.1, Scope.ALL_GROUPS, in_range(0.0), Compared.BY_VALUE).with_help(
-        "Decoupled weight decay, applied before the update."
-    ),
-    Option("momentum", 0.95, Scope.MUON_GROUPS, in_range(0.0, 1.0), Compared.BY_VALUE).with_help(
-        "Momentum, in [0, 1): M ← momentum·M + G."
-    ),
-    Option("nesterov", True, Scope.MUON_GROUPS, check_flag, Compared.BY_VALUE).with_help(
+    Option("weight_decay", 0.1, _ALL, in_range(0.0), _VALUE).with_help("Decoupled weight decay, applied before the update."),
+    Option("momentum", 0.95, _MUON, in_range(0.0, 1.0), _VALUE).with_help("Momentum, in [0, 1): M ← momentum·M + G."),
+    Option("nesterov", True, _MUON, check_flag, _VALUE).with_help(
         "Looks ahead by one momentum step: the update is G + momentum·M instead of M."
     ),
-    Option("adamw_betas", (0.9, 0.95), Scope.ADAMW_GROUPS, check_betas, Compared.BY_VALUE, aliases=("betas",)).with_help(
-        "Betas of AdamW."
-    ),
-    Option("adamw_eps", 1e-8, Scope.ADAMW_GROUPS, check_eps, Compared.BY_VALUE, aliases=("eps",)).with_help("Epsilon of AdamW."),
-    Option("scheme", "auto", Scope.MUON_GROUPS, _check_scheme, Compared.IN_PLAN, kept_as=_scheme_as_numbers).with_help(
+    Option("adamw_betas", (0.9, 0.95), _ADAMW, check_betas, _VALUE, aliases=("betas",)).with_help("Betas of AdamW."),
+    Option("adamw_eps", 1e-8, _ADAMW, check_eps, _VALUE, aliases=("eps",)).with_help("Epsilon of AdamW."),
+    Option("scheme", "auto", _MUON, _check_scheme, _PLAN, kept_as=_scheme_as_numbers).with_help(
         'How matrices are orthogonalised: ``"auto"``, ``"polar_express"``, ``"keller"``, ``"zolotarev"``, ``"hybrid"``, '
         '``"halley"``, a list of (a, b, c), a ``Scheme``, or a callable on a batch; see docs/orthogonalisation.md.'
     ),
     # ``scheme`` checks it.
-    Option("ns_steps", 5, Scope.MUON_GROUPS, None, Compared.IN_PLAN).with_help("Number of Newton–Schulz steps."),
-    Option("adjust_lr_fn", "match_rms_adamw", Scope.MUON_GROUPS, of_value(check_adjust_lr), Compared.BY_VALUE).with_help(
+    Option("ns_steps", 5, _MUON, None, _PLAN).with_help("Number of Newton–Schulz steps."),
+    Option("adjust_lr_fn", "match_rms_adamw", _MUON, of_value(check_adjust_lr), _VALUE).with_help(
         "Factor of the learning rate of a rows × cols matrix: "
         '``"match_rms_adamw"`` is 0.2·√max(rows, cols) (arXiv:2502.16982), ``"original"`` is √max(1, rows/cols), '
         '``"spectral"`` is √(rows/cols), which torch calls ``"spectral_unclamped"``; or a function of (rows, cols).'
     ),
-    Option("maximize", False, Scope.ALL_GROUPS, check_flag, Compared.BY_VALUE).with_help("Ascends instead of descending."),
+    Option("maximize", False, _ALL, check_flag, _VALUE).with_help("Ascends instead of descending."),
 )
 
 _MODEL = (
-    Option(
-        "split",
-        None,
-        Scope.MUON_GROUPS,
-        of_value(_check_split),
-        Compared.IN_PLAN,
-        kept_as=split_as_tuple,
-        defines_matrices=True,
-    ).with_help(
+    Option("split", None, _MUON, of_value(_check_split), _PLAN, kept_as=split_as_tuple, defines_matrices=True).with_help(
         "Cuts fused weights (QKV, gate-up) along their output dim into matrices of their own: the sizes of the parts, the size "
         "of equal parts (one per head), ``Interleaved(sizes, repeats)`` if the parts take turns, or a function of (name, shape) "
         "that returns one of these or None."
     ),
     Option(
-        "expert_keys",
-        None,
-        Scope.MUON_GROUPS,
-        of_value(check_expert_keys),
-        Compared.IN_PLAN,
-        kept_as=check_expert_keys,
-        defines_matrices=True,
+        "expert_keys", None, _MUON, of_value(check_expert_keys), _PLAN, kept_as=check_expert_keys, defines_matrices=True
     ).with_help("A 3-D parameter whose name contains one of these is a stack of independent matrices."),
-    Option("expert_dims", "out_in", Scope.MUON_GROUPS, one_of(EXPERT_DIMS), Compared.BY_VALUE, defines_matrices=True).with_help(
+    Option("expert_dims", "out_in", _MUON, one_of(EXPERT_DIMS), _VALUE, defines_matrices=True).with_help(
         '``"out_in"`` for experts of shape (experts, out, in), ``"in_out"`` for (experts, in, out). It matters for the learning '
         "rate, ``split`` and update rules."
     ),
-    Option(
-        "matrices",
-        None,
-        Scope.MUON_GROUPS,
-        of_value(check_matrices),
-        Compared.BY_VALUE,
-        kept_as=matrices_as_dicts,
-        defines_matrices=True,
-    ).with_help(
+    Option("matrices", None, _MUON, of_value(check_matrices), _VALUE, kept_as=matrices_as_dicts, defines_matrices=True).with_help(
         'What is inside single parameters: ``{name: {"experts": …, "dims": …, "split": …, "flatten": …}}``, with ``*`` for '
         "numbers in names. ``get_default_muon_param_groups`` writes it. ``expert_keys``, ``split`` and ``conv`` override it; see "
         "docs/models.md."
     ),
-    Option("conv", None, Scope.MUON_GROUPS, one_of(CONV_OPTIONS), Compared.IN_PLAN, defines_matrices=True).with_help(
+    Option("conv", None, _MUON, one_of(CONV_OPTIONS), _PLAN, defines_matrices=True).with_help(
         '``"flatten"`` makes any other parameter of more than two dims, such as a convolution filter, one (out, in·kernel) '
         "matrix."
     ),
 )
 
 _UPDATE = (
-    Option("rule", "plain", Scope.MUON_GROUPS, of_value(check_rule), Compared.IN_PLAN, defines_matrices=True).with_help(
+    Option("rule", "plain", _MUON, of_value(check_rule), _PLAN, defines_matrices=True).with_help(
         'What a step does beside orthogonalising: ``"plain"`` (nothing), ``"normuon"``, ``"muon_plus"``, ``"muoneq"``, or an '
         "object with the methods of ``UpdateRule``; see docs/rules.md."
     ),
-    Option("cautious_weight_decay", False, Scope.MUON_GROUPS, check_flag, Compared.BY_VALUE).with_help(
+    Option("cautious_weight_decay", False, _MUON, check_flag, _VALUE).with_help(
         "Decays only those elements of Muon's parameters that the update does not push away from zero; see docs/rules.md."
     ),
-    Option("rounding", "nearest", Scope.ALL_GROUPS, one_of(get_args(Rounding)), Compared.BY_VALUE).with_help(
+    Option("rounding", "nearest", _ALL, one_of(get_args(Rounding)), _VALUE).with_help(
         'How a step rounds bfloat16 parameters, which it forms in float32: ``"nearest"``, or ``"stochastic"``, which is right on '
         "average, so that small updates and decay are not lost. It has no effect on float32 and float64 parameters; float16 "
         'parameters refuse ``"stochastic"``. See docs/optimizer.md.'
     ),
-    Option("momentum_dtype", None, Scope.MUON_GROUPS, check_dtype, Compared.BY_VALUE).with_help(
+    Option("momentum_dtype", None, _MUON, check_dtype, _VALUE).with_help(
         "Dtype of new momentum buffers; by default the dtype of the parameter."
     ),
     # QKClip checks it.
-    Option("clip_config", None, Scope.OPTIMIZER, None).with_help(
+    Option("clip_config", None, _WHOLE, None).with_help(
         'QK-clip, such as ``{"head_dim": 128, "threshold": 100}``. It acts on the ``qk_logits`` of a step; see docs/qk_clip.md.'
     ),
-    # NonFinite checks it.
-    Option("nonfinite", "propagate", Scope.OPTIMIZER, None).with_help(
+    Option("nonfinite", "propagate", _WHOLE, one_of(get_args(NonFinitePolicy))).with_help(
         'What to do if a gradient on any rank has an infinity or a NaN: ``"propagate"`` steps with it, ``"skip"`` leaves '
         'everything as it is and counts in ``skipped_steps``, ``"raise"`` raises on all ranks before anything is written, and '
         "waits for the device to know. What a GradScaler finds is always skipped; see docs/reliability.md."
@@ -284,70 +258,63 @@ _UPDATE = (
 )
 
 _ENGINE = (
-    Option("compute_dtype", None, Scope.MUON_GROUPS, check_dtype, Compared.IN_PLAN).with_help(
+    Option("compute_dtype", None, _MUON, check_dtype, _PLAN).with_help(
         "Dtype of the Newton–Schulz products; by default float32 on CPU, float16 on GPU, float64 for float64 parameters."
     ),
-    Option("comm_dtype", None, Scope.OPTIMIZER, check_dtype, Compared.IN_PLAN).with_help(
+    Option("comm_dtype", None, _WHOLE, check_dtype, _PLAN).with_help(
         "Dtype on the wire; by default bfloat16 between GPUs, float32 elsewhere, float64 for float64 parameters."
     ),
-    Option("replica_group", None, Scope.OPTIMIZER, of_value(check_replica_group), Compared.IN_PLAN).with_help(
+    Option("replica_group", None, _WHOLE, of_value(check_replica_group), _PLAN).with_help(
         "Process group, or mesh, over which plain tensors are replicated (DDP); the work is divided over it."
     ),
-    Option("replicas", "auto", Scope.OPTIMIZER, one_of(REPLICA_OPTIONS), Compared.IN_PLAN).with_help(
+    Option("replicas", "auto", _WHOLE, one_of(REPLICA_OPTIONS), _PLAN).with_help(
         'Where ranks hold the same matrix (HSDP, replicated DTensors): ``"share"`` has one replica compute it for all, '
         '``"repeat"`` has each compute it, ``"auto"`` takes the cheaper, and shares what a scheme or a rule of your own computes.'
     ),
     # ExecutorSettings checks its range.
-    Option("memory_budget", DEFAULT_MEMORY_BUDGET, Scope.OPTIMIZER, whole_number(), Compared.IN_PLAN).with_help(
+    Option("memory_budget", DEFAULT_MEMORY_BUDGET, _WHOLE, whole_number(), _PLAN).with_help(
         "Bytes of scratch that a batch may use, and of matrices that an owner gathers per wave; 64 MiB by default. The exchange "
         "buffers of a rank take at most 2 × ``memory_budget`` × (``waves_ahead`` + 1), or one matrix per owner."
     ),
     # ExecutorSettings checks its range.
-    Option("chunk_size", -1, Scope.OPTIMIZER, whole_number(), Compared.IN_PLAN).with_help(
+    Option("chunk_size", -1, _WHOLE, whole_number(), _PLAN).with_help(
         "Most matrices per batch and per wave of an exchange; -1 leaves it to ``memory_budget``."
     ),
-    Option(
-        "waves_ahead",
-        5,
-        Scope.OPTIMIZER,
-        whole_number(0, 1024, why_high=_BUFFERS),
-        Compared.IN_PLAN,
-        aliases=("warmup_step",),
-    ).with_help("Waves of exchanges that may be under way beside the one that computes (``waves_ahead + 1`` in flight)."),
-    Option("deterministic", False, Scope.OPTIMIZER, check_flag).with_help(
+    Option("waves_ahead", 5, _WHOLE, whole_number(0, 1024, why_high=_BUFFERS), _PLAN, aliases=("warmup_step",)).with_help(
+        "Waves of exchanges that may be under way beside the one that computes (``waves_ahead + 1`` in flight)."
+    ),
+    Option("deterministic", False, _WHOLE, check_flag).with_help(
         "Products and rules take one matrix at a time, so that bits cannot depend on what shares a batch, for any number of "
         "threads."
     ),
-    Option("compile", False, Scope.OPTIMIZER, check_backend).with_help(
+    Option("compile", False, _WHOLE, check_backend).with_help(
         "Compiles the orthogonalisation of each shape with torch.compile; a string names the backend."
     ),
-    Option("cuda_graphs", False, Scope.OPTIMIZER, check_flag).with_help(
+    Option("cuda_graphs", False, _WHOLE, check_flag).with_help(
         "Replays the orthogonalisation of each batch as a CUDA graph; no effect on CPU."
     ),
-    Option("kernels", "auto", Scope.OPTIMIZER, of_value(check_kernels), Compared.IN_PLAN).with_help(
+    Option("kernels", "auto", _WHOLE, of_value(check_kernels), _PLAN).with_help(
         'Who computes symmetric products on a GPU: ``"auto"`` (Triton if it runs on all ranks), ``"triton"``, ``"quack"`` (the '
         'library of quack-kernels, where it takes the shape) or ``"torch"``; no effect on CPU. See docs/proofs.md.'
     ),
-    Option("cost_model", None, Scope.OPTIMIZER, of_value(cost_model_from), Compared.IN_PLAN).with_help(
+    Option("cost_model", None, _WHOLE, of_value(cost_model_from), _PLAN).with_help(
         "How fast links are beside matrix units, for the choice of owners, waves and ``replicas``: a file that ``meshmuon doctor "
         "--save`` wrote, or a ``CostModel``; by default a guess for each kind of device. See docs/doctor.md."
     ),
-    Option("metrics", None, Scope.OPTIMIZER, of_value(metrics_from), Compared.IN_PLAN).with_help(
+    Option("metrics", None, _WHOLE, of_value(metrics_from), _PLAN).with_help(
         "Measures every k-th step, for ``optimizer.metrics()``: a number k, or a ``meshmuon.metrics.Metrics``; by default "
         "nothing. See docs/metrics.md."
     ),
-    Option("none_grad", True, Scope.MUON_GROUPS, check_flag).with_help(
-        "Frees each Muon gradient as soon as the step has used it."
-    ),
-    Option("allow_inactive", False, Scope.OPTIMIZER, check_flag).with_help(
+    Option("none_grad", True, _MUON, check_flag).with_help("Frees each Muon gradient as soon as the step has used it."),
+    Option("allow_inactive", False, _WHOLE, check_flag).with_help(
         "Allows steps in which Muon has nothing to do: of a model or a pipeline stage without matrices, or of matrices that get "
         "their first gradient late. Otherwise such an optimizer raises, because it is usually a mistake; see docs/trainers.md."
     ),
-    Option("reference_path", False, Scope.OPTIMIZER, check_flag, Compared.IN_PLAN, aliases=("use_distributed_muon",)).with_help(
+    Option("reference_path", False, _WHOLE, check_flag, _PLAN, aliases=("use_distributed_muon",)).with_help(
         "Steps by the slow reference path, for verification: all-gathers whole matrices and computes all of them on every rank."
     ),
     # Motif's word for logging.getLogger("meshmuon").setLevel(logging.DEBUG): accepted, and not shown.
-    Option("debug", False, Scope.OPTIMIZER, check_flag),
+    Option("debug", False, _WHOLE, check_flag),
 )
 
 TIERS: dict[str, tuple[Option, ...]] = {

@@ -48,6 +48,25 @@ class GroupRecipe(NamedTuple):
         return cls(scheme, rule, matrix_options_of(group), group["compute_dtype"], group["rounding"])
 
 
+class ParamLocation(NamedTuple):
+    """Where a parameter lies: the first fields of its record."""
+
+    local_shape: tuple[int, ...]
+    mesh: DeviceMesh | Mesh | None
+    placements: tuple[Any, ...]
+    device: torch.device
+    work_device: torch.device
+
+    @classmethod
+    def of(cls, param: Tensor, recipe: GroupRecipe) -> ParamLocation:
+        """Where a parameter of a model lies. AdamW, which sees no matrices, works where the parameter is."""
+        device, sharded = param.device, as_dtensor(param)
+        works_on = device if recipe.matrix_options is None else work_device(param)
+        if sharded is None:
+            return cls(tuple(param.shape), None, (), device, works_on)
+        return cls(tuple(sharded.to_local().shape), sharded.device_mesh, sharded.placements, device, works_on)
+
+
 @dataclass(frozen=True, slots=True)
 class ParamRecord:
     """A parameter. Two records are equal if no plan can tell them apart: the tensor and its param group may differ.
@@ -81,54 +100,25 @@ class ParamRecord:
         group: ParamGroup,
         recipe: GroupRecipe,
         comm_dtype: torch.dtype | None = None,
+        place: ParamLocation | None = None,
     ) -> ParamRecord:
-        """The record of a parameter of a model. ``comm_dtype`` is the user's option; None for the default."""
-        sharded = as_dtensor(param)
-        return cls.placed(
-            name,
-            param,
-            group_index,
-            group,
-            recipe,
-            comm_dtype,
-            local_shape=tuple(param.shape if sharded is None else sharded.to_local().shape),
-            mesh=None if sharded is None else sharded.device_mesh,
-            placements=() if sharded is None else sharded.placements,
-            device=param.device,
-            # AdamW, which sees no matrices, works where the parameter is.
-            work_device=param.device if recipe.matrix_options is None else work_device(param),
-        )
+        """The record of a parameter. Raises ConfigError if the recipe does not fit it.
 
-    @classmethod
-    def placed(
-        cls,
-        name: str,
-        param: Tensor,
-        group_index: int,
-        group: ParamGroup,
-        recipe: GroupRecipe,
-        comm_dtype: torch.dtype | None,
-        *,
-        local_shape: tuple[int, ...],
-        mesh: DeviceMesh | Mesh | None,
-        placements: tuple[Any, ...],
-        device: torch.device,
-        work_device: torch.device,
-    ) -> ParamRecord:
-        """The record of a parameter that lies as told. Raises ConfigError if the recipe does not fit it."""
+        ``comm_dtype`` is the user's option, None for the default; ``place`` is where a simulated parameter lies.
+        """
+        place = place or ParamLocation.of(param, recipe)
         shape, dtype, options = tuple(param.shape), param.dtype, recipe.matrix_options
         update_dtype = torch.float64 if dtype == torch.float64 else torch.float32
-        compute_dtype = dtype if options is None else recipe.compute_dtype or default_compute_dtype(work_device, dtype)
+        compute_dtype = dtype if options is None else recipe.compute_dtype or default_compute_dtype(place.work_device, dtype)
         matrix_sets = None if options is None else find_matrices(name, shape, options)
         check_rule_memory(name, matrix_sets or (), recipe.rule)
         for part in matrix_sets or ():
             assert recipe.scheme is not None
             scheme_for(recipe.scheme, part.rows, part.cols, compute_dtype)  # refuses a scheme that rounding would break
-        between_gpus = work_device.type == "cuda" and update_dtype != torch.float64
+        between_gpus = place.work_device.type == "cuda" and update_dtype != torch.float64
         comm_dtype = comm_dtype or (torch.bfloat16 if between_gpus else update_dtype)
-        place = shape, local_shape, mesh, placements, device, work_device
         how = recipe.scheme, recipe.rule, compute_dtype, comm_dtype, update_dtype
-        return cls(name, group_index, group, param, *place, matrix_sets, *how)
+        return cls(name, group_index, group, param, shape, *place, matrix_sets, *how)
 
 
 def named_params(groups: Sequence[ParamGroup]) -> Iterator[tuple[str, Tensor]]:

@@ -1,29 +1,36 @@
 """Who computes which matrix and what travels, decided from shapes and layouts alone."""
 
-from .batches import Batch, BatchItem, ItemRange, plan_batches
-from .cost import CostModel, cost_model_for
-from .nodes import Crossings, Nodes
-from .owners import lightest_possible
+from .cost import CostModel, CostModelLike, LinkRate, Rate, RatesReader, cost_model_for, cost_model_from
+from .nodes import Nodes
 from .plan import Plan, make_plan
-from .plan_data import DEFAULT_MAX_PEERS, REPLICA_OPTIONS, PlanData, PlanOptions, Replicas, add_local_costs
-from .rates import CostModelLike, LinkRate, Rate, RatesReader, cost_model_from
+from .plan_data import PlanData, add_local_costs
 from .relays import HopRoutes, Hops, Parcel, Relays, WaveHops
 from .report import bytes_text, counted, how_computed, table
 from .routes import WaveRoutes, WaveSizes, rank_routes, routes_of, slot_sizes, wave_sizes
-from .tasks import EVERY_HOLDER, NO_WAVE, PartIndex, PieceTransfer, PlannedParam, Task
-from .traffic import ExchangeBytes, WaveTraffic
+from .schedule import Action, Batch, BatchItem, ItemRange, gradient_read_order, most_gathered_ahead, pipeline_order, plan_batches
+from .tasks import (
+    DEFAULT_MAX_PEERS,
+    EVERY_HOLDER,
+    NO_WAVE,
+    REPLICA_OPTIONS,
+    PartIndex,
+    PieceTransfer,
+    PlannedParam,
+    PlanOptions,
+    Replicas,
+    Task,
+)
 
 __all__ = [
     "DEFAULT_MAX_PEERS",
     "EVERY_HOLDER",
     "NO_WAVE",
     "REPLICA_OPTIONS",
+    "Action",
     "Batch",
     "BatchItem",
     "CostModel",
     "CostModelLike",
-    "Crossings",
-    "ExchangeBytes",
     "HopRoutes",
     "Hops",
     "ItemRange",
@@ -44,15 +51,16 @@ __all__ = [
     "WaveHops",
     "WaveRoutes",
     "WaveSizes",
-    "WaveTraffic",
     "add_local_costs",
     "bytes_text",
     "cost_model_for",
     "cost_model_from",
     "counted",
+    "gradient_read_order",
     "how_computed",
-    "lightest_possible",
     "make_plan",
+    "most_gathered_ahead",
+    "pipeline_order",
     "plan_batches",
     "rank_routes",
     "routes_of",

@@ -51,19 +51,15 @@ class Nodes:
 
     @property
     def several(self) -> bool:
-        """Whether there is more than one node."""
         return len(self.ranks) > 1
 
     def node_of(self, rank: int) -> int:
-        """The number of the node that ``rank`` is on."""
         return self._node_of[rank]
 
     def __repr__(self) -> str:
-        first, size = self.ranks[0][:1], len(self.ranks[0]) if self.ranks else 0
-        in_order = [rank for node in self.ranks for rank in node] == list(range(size * len(self.ranks)))
-        if first and in_order and all(len(node) == size for node in self.ranks):
-            return f"Nodes({len(self.ranks)} of {size} ranks)"
-        return f"Nodes({self.ranks})"
+        sizes = set(map(len, self.ranks))
+        in_order = [rank for node in self.ranks for rank in node] == list(range(sum(map(len, self.ranks))))
+        return f"Nodes({len(self.ranks)} of {sizes.pop()} ranks)" if in_order and len(sizes) == 1 else f"Nodes({self.ranks})"
 
 
 class Crossings:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import heapq
 from collections.abc import Sequence
 from itertools import accumulate
-from typing import TypeAlias
 
 from ..layout import ShardedMatrix
 from .nodes import Crossings
@@ -56,42 +55,28 @@ def _heaviest(loads: dict[int, float]) -> float:
 def _assign(
     tasks: Sequence[Task], order: Sequence[int], loads: dict[int, float], crossings: Crossings | None
 ) -> tuple[list[int], dict[int, float]]:
+    """The owners, and the loads with their costs, if tasks are given to the least loaded holders in this order."""
     owners = [-1] * len(tasks)
-    queues = _Queues(loads, crossings)
+    heaps: dict[ShardedMatrix, list[tuple[float, int, int]]] = {}  # of load, elements between nodes, and rank of each holder
+    by_ranks: dict[tuple[int, ...], list[tuple[float, int, int]]] = {}  # where nodes do not matter, equal holders share a heap
     for k in order:
-        rank = owners[k] = queues.least_loaded(tasks[k].sharded)
+        sharded = tasks[k].sharded
+        if sharded not in heaps:
+            ranks = tuple(sorted(sharded.holdings))
+            if crossings is not None and crossings.depend_on_owner(sharded):
+                heaps[sharded] = sorted((loads[rank], crossings.of(sharded, rank), rank) for rank in ranks)  # sorted is a heap
+            else:
+                if ranks not in by_ranks:
+                    by_ranks[ranks] = sorted((loads[rank], 0, rank) for rank in ranks)
+                heaps[sharded] = by_ranks[ranks]
+        heap = heaps[sharded]
+        load, crossing, rank = heap[0]
+        while load != loads[rank]:  # loads only grow, so a stale item is put back with its new load
+            heapq.heapreplace(heap, (loads[rank], crossing, rank))
+            load, crossing, rank = heap[0]
+        owners[k] = rank
         loads[rank] += tasks[k].cost
     return owners, loads
-
-
-_Item: TypeAlias = "tuple[float, int, int]"  # load, elements between nodes, rank
-
-
-class _Queues:
-    """The least loaded rank of any set of holders. Loads only grow, so a stale item of a heap is put back with its new load."""
-
-    def __init__(self, loads: dict[int, float], crossings: Crossings | None) -> None:
-        self._loads, self._crossings = loads, crossings
-        self._by_matrix: dict[ShardedMatrix, list[_Item]] = {}
-        self._by_ranks: dict[tuple[int, ...], list[_Item]] = {}
-
-    def least_loaded(self, sharded: ShardedMatrix) -> int:
-        heap = self._by_matrix.get(sharded)
-        if heap is None:
-            heap = self._by_matrix[sharded] = self._heap_of(sharded)
-        while True:
-            load, crossing, rank = heap[0]
-            if load == self._loads[rank]:
-                return rank
-            heapq.heapreplace(heap, (self._loads[rank], crossing, rank))
-
-    def _heap_of(self, sharded: ShardedMatrix) -> list[_Item]:
-        ranks = tuple(sorted(sharded.holdings))
-        if self._crossings is not None and self._crossings.depend_on_owner(sharded):
-            return sorted((self._loads[rank], self._crossings.of(sharded, rank), rank) for rank in ranks)  # sorted is a heap
-        if ranks not in self._by_ranks:
-            self._by_ranks[ranks] = sorted((self._loads[rank], 0, rank) for rank in ranks)
-        return self._by_ranks[ranks]
 
 
 def lightest_possible(costs: Sequence[float], ranks: int) -> float:

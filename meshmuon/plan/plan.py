@@ -9,10 +9,12 @@ from ..errors import PlanError
 from ..layout import ShardedMatrix
 from .nodes import Crossings
 from .owners import assign_owners
-from .plan_data import PlanData, PlanOptions, add_local_costs, copied_bytes
+from .plan_data import PlanData, add_local_costs, copied_bytes
 from .report import describe, to_json
-from .tasks import EVERY_HOLDER, NO_WAVE, PartIndex, PlannedParam, Task
-from .waves import WaveCutter
+from .tasks import EVERY_HOLDER, NO_WAVE, PartIndex, PlannedParam, PlanOptions, Task
+from .waves import cut_into_waves
+
+_SHARED_BY_WAVES = 8  # buffers of a relayed exchange: sent and received, in its last two hops, of gathers and of scatters
 
 
 @dataclass(frozen=True)
@@ -72,12 +74,13 @@ def make_plan(params: Sequence[PlannedParam], options: PlanOptions) -> Plan:
 
     1. ``_tasks`` separates the matrices that stay where they are from those that need an owner.
     2. ``assign_owners`` gives each of the latter an owner, beside the load of the former.
-    3. ``WaveCutter`` divides them into waves that fit the memory budget.
+    3. ``cut_into_waves`` divides them into waves that fit the memory budget. Where a rank would then have too many peers,
+       exchanges between nodes go through relays, whose buffers may leave room for fewer waves in flight.
     """
     ranks = tuple(sorted({rank for mesh in {layout.mesh for p in params for layout in p.layouts} for rank in mesh.ranks}))
     if options.nodes is not None:
         options = replace(options, nodes=options.nodes.among(ranks))
-    crossings = options.crossings
+    crossings = None if options.nodes is None else Crossings(options.nodes)
     staying, travelling = _tasks(params, options, crossings)
     loads = dict.fromkeys(ranks, 0.0)
     add_local_costs(loads, ((task.sharded, 0.0 if params[task.param].private else task.cost) for task in staying))
@@ -85,20 +88,18 @@ def make_plan(params: Sequence[PlannedParam], options: PlanOptions) -> Plan:
         loads[rank] += options.cost.per_byte_of_host * count
     owners = assign_owners(travelling, loads, crossings, [params[task.param].itemsize for task in travelling])
     owned = [task.placed(owner) for task, owner in zip(travelling, owners, strict=True)]
-    cutter = WaveCutter(owned, params, options)
-    cut = cutter.cut()
-    parts = ranks, tuple(params), (*staying, *cut.tasks), cut.wave_lanes
-    unchecked = PlanData(*parts, options)  # not a ``Plan``, whose checks take a while
-    if not _needs_relays(unchecked):
-        return Plan(*parts, replace(options, in_flight=cut.in_flight, max_peers=None))
-    in_flight = cutter.in_flight_through_relays(ranks, unchecked.hops)
+    in_waves, wave_lanes, in_flight = cut_into_waves(owned, params, options)
+    parts = ranks, tuple(params), (*staying, *in_waves), wave_lanes
+    direct = PlanData(*parts, options)  # not a ``Plan``, whose checks take a while
+    limit = options.max_peers
+    if limit is None or options.nodes is None or len(ranks) - 1 <= limit or direct.most_peers <= limit:
+        return Plan(*parts, replace(options, in_flight=in_flight, max_peers=None))
+    # The bound has room for buffers between hops as well: as much again for the first hop of every wave in flight, and for those
+    # that all waves share.
+    bound = 4 * options.budget * options.in_flight + _SHARED_BY_WAVES * options.budget
+    while in_flight > 2 and options.chunk_size <= 0 and max(direct.buffers(in_flight).values()) > bound:
+        in_flight -= 1
     return Plan(*parts, replace(options, in_flight=in_flight))
-
-
-def _needs_relays(plan: PlanData) -> bool:
-    """Whether some rank would talk to more than ``max_peers`` others, and there are nodes to relay between."""
-    limit = plan.options.max_peers
-    return limit is not None and plan.options.nodes is not None and len(plan.ranks) - 1 > limit and plan.most_peers > limit
 
 
 def _tasks(params: Sequence[PlannedParam], options: PlanOptions, crossings: Crossings | None) -> tuple[list[Task], list[Task]]:

@@ -3,64 +3,18 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, fields
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
 from operator import add
-from typing import Literal, TypeAlias, get_args
 
-from ..errors import ConfigError
 from ..layout import Layout, ShardedMatrix
-from .cost import CostModel
-from .footprint import Footprint
-from .nodes import Crossings, Nodes
 from .owners import lightest_possible
-from .peers import PeerCounter
 from .relays import WaveHops, count_hops, relay_buffers
-from .tasks import EVERY_HOLDER, NO_WAVE, PieceTransfer, PlannedParam, Task
-from .traffic import ExchangeBytes, WaveOwners, WaveTraffic, count_traffic
-
-Replicas: TypeAlias = Literal["auto", "share", "repeat"]
-REPLICA_OPTIONS = get_args(Replicas)
-DEFAULT_MAX_PEERS = 1024  # per rank and wave; beyond it, exchanges between nodes go through relays
-
-
-@dataclass(frozen=True, slots=True, repr=False)
-class PlanOptions:
-    """The options that decide on a plan, together with the parameters.
-
-    A single matrix larger than ``budget`` still gets a wave. All exchange buffers of a rank together may take
-    2 · ``budget`` · ``in_flight`` bytes: room for what it gathers and for as much of its own shards. Only the total is checked.
-    If even waves of one matrix per owner need more, they take that much; so do waves of a given ``chunk_size``.
-    Through relays the bound is twice that and 8 · ``budget``, and fewer waves are in flight if need be, at least two.
-    """
-
-    cost: CostModel  # what work and traffic cost
-    replicas: str = "auto"  # "share" (one replica computes for all), "repeat" (each for itself) or "auto" (the cheaper one)
-    chunk_size: int = -1  # most matrices per wave over all ranks; -1 leaves it to ``budget`` and the overlap
-    budget: int = 64 * 2**20  # bytes that an owner may gather per wave
-    in_flight: int = 6  # most waves between their first and last exchange; fewer where buffers would be too large
-    nodes: Nodes | None = None  # which ranks share a node; None if all do
-    # Above so many peers per wave exchanges go in two hops through relays (``relays.py``). None: never. In the options of a plan
-    # that is made, None unless it does so.
-    max_peers: int | None = None
-
-    def __post_init__(self) -> None:
-        if self.replicas not in REPLICA_OPTIONS:
-            raise ConfigError(f"replicas={self.replicas!r} is unknown; write one of {REPLICA_OPTIONS}.")
-        if self.nodes is not None and not self.nodes.several:
-            object.__setattr__(self, "nodes", None)
-
-    def __repr__(self) -> str:
-        # Part of a plan's digest: on one node it reads as it did before plans knew of nodes, and likewise without relays.
-        values = [(name.name, getattr(self, name.name)) for name in fields(self)]
-        shown = [(name, value) for name, value in values if name not in ("nodes", "max_peers") or value is not None]
-        return f"PlanOptions({', '.join(f'{name}={value!r}' for name, value in shown)})"
-
-    @property
-    def crossings(self) -> Crossings | None:
-        """A new counter of what travels between nodes; None on one node."""
-        return None if self.nodes is None else Crossings(self.nodes)
+from .tasks import EVERY_HOLDER, NO_WAVE, PieceTransfer, PlannedParam, PlanOptions, Task
+from .traffic import PeerCounter, WaveOwners, WaveTraffic, count_traffic
+from .waves import Footprint
 
 
 @dataclass(frozen=True)
@@ -84,22 +38,17 @@ class PlanData:
     wave_lanes: tuple[Hashable, ...]
     options: PlanOptions
 
-    def gather_sends(self, index: int) -> Iterator[PieceTransfer]:
+    def gather_sends(self, index: int) -> list[PieceTransfer]:
         """The pieces that task ``index`` gathers at its owner, each from its holder in the owner's replica."""
         task = self.tasks[index]
-        if task.wave != NO_WAVE:
-            for piece, source in task.sharded.senders(task.owner):
-                if source != task.owner:
-                    yield PieceTransfer(index, source, task.owner, piece)
+        senders = task.sharded.senders(task.owner) if task.wave != NO_WAVE else ()
+        return [PieceTransfer(index, source, task.owner, piece) for piece, source in senders if source != task.owner]
 
-    def scatter_sends(self, index: int) -> Iterator[PieceTransfer]:
+    def scatter_sends(self, index: int) -> list[PieceTransfer]:
         """The pieces of its result that task ``index`` scatters, each to all of its holders."""
         task = self.tasks[index]
-        if task.wave != NO_WAVE:
-            for piece in task.sharded.pieces:
-                for target in piece.holders:
-                    if target != task.owner:
-                        yield PieceTransfer(index, task.owner, target, piece)
+        targets = ((piece, rank) for piece in task.sharded.pieces for rank in piece.holders if rank != task.owner)
+        return [PieceTransfer(index, task.owner, rank, piece) for piece, rank in targets] if task.wave != NO_WAVE else []
 
     @cached_property
     def loads(self) -> dict[int, float]:
@@ -128,27 +77,27 @@ class PlanData:
     @cached_property
     def wave_owners(self) -> WaveOwners:
         """Who owns what in each wave, with bytes on the wire."""
-        return WaveOwners(self.tasks, [param.itemsize for param in self.params], len(self.wave_lanes))
+        return WaveOwners(self.ranks, self.tasks, [param.itemsize for param in self.params], len(self.wave_lanes))
 
     @cached_property
     def traffic(self) -> tuple[WaveTraffic, ...]:
         """What every rank sends and receives in each wave, from the first rank to the last where relays are between."""
-        return count_traffic(self.ranks, self.wave_owners, self.options.nodes)
+        return count_traffic(self.wave_owners, self.options.nodes)
 
     @cached_property
     def bytes_sent(self) -> dict[int, int]:
         """Rank → bytes that it sends to other ranks in a step."""
-        return self._summed(exchange.sent for exchange in _exchanges(self.traffic))
+        return self._summed(exchange.sent for wave in self.traffic for exchange in (wave.gather, wave.scatter))
+
+    @cached_property
+    def bytes_between(self) -> dict[int, int]:
+        """Rank → bytes that it sends to ranks of other nodes in a step."""
+        return self._summed(exchange.sent_between for wave in self.traffic for exchange in (wave.gather, wave.scatter))
 
     @cached_property
     def bytes_copied(self) -> dict[int, int]:
         """Rank → bytes that it copies between its device and host memory in a step, for weights that are in host memory."""
         return copied_bytes(self.ranks, self.params, self.tasks)
-
-    @cached_property
-    def bytes_between(self) -> dict[int, int]:
-        """Rank → bytes that it sends to ranks of other nodes in a step."""
-        return self._summed(exchange.sent_between for exchange in _exchanges(self.traffic))
 
     @property
     def relayed(self) -> bool:
@@ -158,18 +107,12 @@ class PlanData:
     @cached_property
     def hops(self) -> tuple[WaveHops, ...]:
         """The exchanges of which the gather and the scatter of each wave consist: one, or three through relays."""
-        return self._hops(averages=False)
+        return count_hops(self.wave_owners, self.options.nodes if self.relayed else None, self.traffic)
 
     @cached_property
     def averaging_hops(self) -> tuple[WaveHops, ...]:
         """The same of ``DistMuon``, whose gathers bring the gradients of all replicas to the owners."""
-        return self._hops(averages=True)
-
-    def _hops(self, *, averages: bool) -> tuple[WaveHops, ...]:
-        if self.options.max_peers is not None and self.options.nodes is not None:
-            return count_hops(self.ranks, self.wave_owners, self.options.nodes, self.traffic, averages=averages)
-        gathers = (wave.scatter.reversed() if averages else wave.gather for wave in self.traffic)
-        return tuple(((gather,), (wave.scatter,)) for gather, wave in zip(gathers, self.traffic, strict=True))
+        return count_hops(self.wave_owners, self.options.nodes if self.relayed else None, self.traffic, averages=True)
 
     @cached_property
     def bytes_relayed(self) -> dict[int, int]:
@@ -180,7 +123,7 @@ class PlanData:
     @cached_property
     def peer_counter(self) -> PeerCounter:
         """Counts the peers of every rank."""
-        return PeerCounter(self.ranks, self.wave_owners)
+        return PeerCounter(self.wave_owners)
 
     @cached_property
     def most_peers(self) -> int:
@@ -215,18 +158,29 @@ class PlanData:
 
     @cached_property
     def _buffer_bytes(self) -> dict[int, int]:
-        total = dict.fromkeys(self.ranks, 0)
-        for lane in dict.fromkeys(self.wave_lanes):
-            tasks = [task for task in self.tasks if task.wave != NO_WAVE and self.wave_lanes[task.wave] == lane]
-            itemsize = self.params[tasks[0].param].itemsize
-            footprint = Footprint([task.sharded for task in tasks], [task.owner for task in tasks], itemsize)
-            for rank, size in footprint.bytes_by_rank([task.wave for task in tasks], self.options.in_flight).items():
-                total[rank] += size
+        return self.buffers(self.options.in_flight)
+
+    def buffers(self, in_flight: int) -> dict[int, int]:
+        """Rank → bytes of its exchange buffers, those between the hops of relayed exchanges included."""
+        total = Counter(dict.fromkeys(self.ranks, 0))
+        for lane, (footprint, waves) in self._footprints.items():
+            total.update(footprint.bytes_by_rank(waves, in_flight))
             if self.relayed:
-                waves = [(self.hops[k], k % self.options.in_flight) for k, own in enumerate(self.wave_lanes) if own == lane]
-                for rank, size in zip(self.ranks, relay_buffers(waves), strict=True):
-                    total[rank] += size
+                hops = [(self.hops[k], k % in_flight) for k, of_wave in enumerate(self.wave_lanes) if of_wave == lane]
+                total.update(dict(zip(self.ranks, relay_buffers(hops), strict=True)))
         return total
+
+    @cached_property
+    def _footprints(self) -> dict[Hashable, tuple[Footprint, list[int]]]:
+        """Lane → the buffers of its matrices, and their waves."""
+        lanes: dict[Hashable, list[Task]] = {lane: [] for lane in self.wave_lanes}
+        for task in self.tasks:
+            if task.wave != NO_WAVE:
+                lanes[self.wave_lanes[task.wave]].append(task)
+        return {
+            lane: (Footprint(tasks, self.params[tasks[0].param].itemsize), [task.wave for task in tasks])
+            for lane, tasks in lanes.items()
+        }
 
 
 def add_local_costs(loads: dict[int, float], costs: Iterable[tuple[ShardedMatrix, float]]) -> None:
@@ -259,8 +213,3 @@ def _loads(plan: PlanData, amount: Callable[[Task], float]) -> dict[int, float]:
         if task.owner != EVERY_HOLDER:
             loads[task.owner] += amount(task)
     return loads
-
-
-def _exchanges(waves: Iterable[WaveTraffic]) -> Iterator[ExchangeBytes]:
-    for wave in waves:
-        yield from (wave.gather, wave.scatter)

@@ -9,6 +9,7 @@ With 8 ranks per node on 512 nodes an exchange among all has 4,095 peers per ran
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -35,10 +36,8 @@ def relay_for(node: int, ranks: int) -> int:
 
     Groups of nodes are often strided: experts on nodes 0, 8, 16, … The last digit alone would give all of these to one rank.
     """
-    if ranks == 1:
-        return 0
     total = 0
-    while node:
+    while node and ranks > 1:
         node, digit = divmod(node, ranks)
         total += digit
     return total % ranks
@@ -52,7 +51,7 @@ class Relays:
 
     @property
     def most_peers(self) -> int:
-        """At most so many ranks a rank talks to: the others of its node, and a rank of each node that it relays for."""
+        """Maximum peers per rank: the others of its node, and a rank of each node that it relays for."""
         return max(len(node) - 1 + -(-len(self._nodes.ranks) // len(node)) for node in self._nodes.ranks)
 
     def relays(self, parcel: Parcel) -> tuple[int, int] | None:
@@ -94,18 +93,23 @@ WaveHops: TypeAlias = "tuple[Hops, Hops]"
 
 
 def count_hops(
-    ranks: Sequence[int], owners: WaveOwners, nodes: Nodes, traffic: Sequence[WaveTraffic], *, averages: bool = False
+    owners: WaveOwners, nodes: Nodes | None, traffic: Sequence[WaveTraffic], *, averages: bool = False
 ) -> tuple[WaveHops, ...]:
-    """The hops of each wave. With ``averages``, gathers are scatters the other way: all replicas send their gradients."""
-    counter = _RelayCounter(ranks, owners, nodes)
+    """The hops of each wave, through relays between ``nodes``; one hop if these are None.
+
+    With ``averages``, gathers are scatters the other way: all replicas send their gradients.
+    """
+    gathers = [wave.scatter.reversed() if averages else wave.gather for wave in traffic]
+    if nodes is None:
+        return tuple(((gather,), (wave.scatter,)) for gather, wave in zip(gathers, traffic, strict=True))
+    counter = _RelayCounter(owners, nodes)
     hops = []
-    for wave, (itemsizes, exchanges) in enumerate(zip(owners.itemsizes, traffic, strict=True)):
-        replicated = any(owners.matrices[number].replicas > 1 for number in itemsizes)
-        of_all = counter.to_owners(wave, one_replica=False)
-        of_one = counter.to_owners(wave, one_replica=True) if replicated and not averages else of_all
-        gather = exchanges.scatter.reversed() if averages else exchanges.gather
+    for number, (gather, wave) in enumerate(zip(gathers, traffic, strict=True)):
+        of_all = counter.to_owners(number, one_replica=False)
+        one_replica = owners.replicated(number) and not averages
+        of_gather = counter.to_owners(number, one_replica=True) if one_replica else of_all
         # Who collects a parcel distributes the one that comes back.
-        hops.append((_three_hops(gather, *of_one), _three_hops(exchanges.scatter, *reversed(of_all))))
+        hops.append((_three_hops(gather, *of_gather), _three_hops(wave.scatter, *reversed(of_all))))
     return tuple(hops)
 
 
@@ -152,24 +156,21 @@ class _RelayCounter:
     alike, with holders and owners swapped.
     """
 
-    def __init__(self, ranks: Sequence[int], owners: WaveOwners, nodes: Nodes) -> None:
+    def __init__(self, owners: WaveOwners, nodes: Nodes) -> None:
         self._owners, self._nodes = owners, nodes
-        self._position = {rank: position for position, rank in enumerate(ranks)}
         sizes, count = set(map(len, nodes.ranks)), len(nodes.ranks)
         # Node size → node → which rank of a node of that size relays for it.
         self._relay_for = {size: [relay_for(node, size) for node in range(count)] for size in sizes}
 
     def to_owners(self, wave: int, *, one_replica: bool) -> tuple[_Relayed, _Relayed]:
         """Forwarded and arrived bytes from holders to the owners of a wave: holders in the owner's replica, or in all."""
-        forwarded, arrived = (_Relayed([0] * len(self._position), [0] * len(self._position)) for _ in range(2))
+        count = len(self._owners.position)
+        forwarded, arrived = _Relayed([0] * count, [0] * count), _Relayed([0] * count, [0] * count)
         for number, itemsizes in self._owners.itemsizes[wave].items():
             sharded = self._owners.matrices[number]
             for replica in range(sharded.replicas) if one_replica else (None,):
-                holdings, sizes = sharded.holdings, sharded.sizes
-                in_replica = {rank for rank, (_, k) in holdings.items() if k == replica} if one_replica else holdings.keys()
-                to = {owner: itemsize for owner, itemsize in itemsizes.items() if owner in in_replica}
-                if to:
-                    held = {rank: sizes[holdings[rank][0]] for rank in in_replica}
+                held = {rank: sharded.sizes[p] for rank, (p, k) in sharded.holdings.items() if replica in (None, k)}
+                if to := {owner: itemsize for owner, itemsize in itemsizes.items() if owner in held}:
                     self._add(forwarded, held, to)
                     self._add(arrived, to, held)
         return forwarded, arrived
@@ -185,13 +186,12 @@ class _RelayCounter:
             mates = self._nodes.ranks[node]
             itself = self._relay_for[len(mates)][node]  # a node does not relay for itself
             for number, (rank, amount_served) in enumerate(zip(mates, served[len(mates)], strict=True)):
-                factor = amount_served - (far_of_node.get(node, 0) if number == itself else 0)
-                relayed.total[self._position[rank]] += amount * factor
-                relayed.own[self._position[rank]] += near.get(rank, 0) * factor
+                factor, at = amount_served - (far_of_node[node] if number == itself else 0), self._owners.position[rank]
+                relayed.total[at] += amount * factor
+                relayed.own[at] += near.get(rank, 0) * factor
 
-    def _by_node(self, amounts: Mapping[int, int]) -> dict[int, int]:
-        by_node: dict[int, int] = {}
+    def _by_node(self, amounts: Mapping[int, int]) -> Counter[int]:
+        by_node: Counter[int] = Counter()
         for rank, amount in amounts.items():
-            node = self._nodes.node_of(rank)
-            by_node[node] = by_node.get(node, 0) + amount
+            by_node[self._nodes.node_of(rank)] += amount
         return by_node

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -13,6 +13,7 @@ from .relays import Relays
 from .tasks import EVERY_HOLDER, NO_WAVE, Task
 
 PLAN_VERSION = 1  # of the JSON
+_OPTIONS = ("replicas", "chunk_size", "budget", "in_flight", "max_peers")
 _MOST_RANKS_SHOWN = 16
 
 
@@ -26,22 +27,25 @@ def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 def describe(plan: PlanData) -> str:
     """The plan as text: totals, a table of the kinds of matrices, a table of ranks."""
-    moving = [task for task in plan.tasks if task.wave != NO_WAVE]
-    sent, loads = plan.bytes_sent, plan.loads
-    heaviest, mean = max(loads.values(), default=0.0), sum(loads.values()) / max(1, len(loads))
-    balance = (
-        f"{heaviest / mean:.3f} of the mean, {heaviest / plan.bound:.3f} of what any plan must take" if heaviest else "no work"
-    )
-    buffers = bytes_text(plan.buffer_bytes(plan.ranks[0])) if plan.wave_lanes else ""
+    moving = sum(task.wave != NO_WAVE for task in plan.tasks)
     lines = [
-        f"{counted(len(moving), 'matrix', 'matrices')} with an owner and exchanged, {len(plan.tasks) - len(moving)} computed "
-        f"where they are, over {counted(len(plan.ranks), 'rank')} in {counted(len(plan.wave_lanes), 'wave')}",
-        f"heaviest rank: {balance}",
-        f"sent per rank and step: {bytes_text(max(sent.values(), default=0))} at most, "
-        f"{bytes_text(sum(sent.values()) / max(1, len(sent)))} on average; nothing is padded",
-        *_between_nodes(plan),
-        *_through_relays(plan),
-        f"exchange buffers on rank {plan.ranks[0]}: {buffers}" if buffers else "no exchange",
+        f"{counted(moving, 'matrix', 'matrices')} with an owner and exchanged, {len(plan.tasks) - moving} computed where they "
+        f"are, over {counted(len(plan.ranks), 'rank')} in {counted(len(plan.wave_lanes), 'wave')}",
+        f"heaviest rank: {_balance(plan)}",
+        f"sent per rank and step: {_most_and_mean(plan.bytes_sent)}; nothing is padded",
+    ]
+    nodes = plan.options.nodes
+    if nodes is not None:
+        share = sum(plan.bytes_between.values()) / max(1, sum(plan.bytes_sent.values()))
+        lines.append(f"between {counted(len(nodes.ranks), 'node')}: {_most_and_mean(plan.bytes_between)}, {share:.1%} of all")
+    if nodes is not None and plan.relayed:
+        lines.append(
+            f"in two hops between nodes: {plan.most_peers} peers per rank would be more than {plan.options.max_peers}, there are "
+            f"at most {Relays(nodes).most_peers}; relays send {_most_and_mean(plan.bytes_relayed)}, for others"
+        )
+    buffers = f"exchange buffers on rank {plan.ranks[0]}: {bytes_text(plan.buffer_bytes(plan.ranks[0]))}" if moving else ""
+    lines += [
+        buffers or "no exchange",
         "",
         table(("matrices", "shape", "layout", "how", "owners", "waves"), _kinds(plan)),
         "",
@@ -52,46 +56,32 @@ def describe(plan: PlanData) -> str:
     return "\n".join(lines)
 
 
-def _between_nodes(plan: PlanData) -> list[str]:
-    """What leaves nodes, where there are several."""
-    if plan.options.nodes is None:
-        return []
-    between = plan.bytes_between.values()
-    share = sum(between) / max(1, sum(plan.bytes_sent.values()))
-    count = counted(len(plan.options.nodes.ranks), "node")
-    most, mean = bytes_text(max(between)), bytes_text(sum(between) / len(between))
-    return [f"between {count}: {most} at most, {mean} on average, {share:.1%} of all"]
+def _balance(plan: PlanData) -> str:
+    heaviest, total = max(plan.loads.values(), default=0.0), sum(plan.loads.values())
+    if not heaviest:
+        return "no work"
+    # Where weights in host memory are all that costs anything, there is no bound.
+    bound = f", {heaviest / plan.bound:.3f} of what any plan must take" if plan.bound else ""
+    return f"{heaviest * len(plan.loads) / total:.3f} of the mean{bound}"
 
 
-def _through_relays(plan: PlanData) -> list[str]:
-    """What relays send for others, where the plan has too many peers to send directly."""
-    if plan.options.max_peers is None or plan.options.nodes is None:
-        return []
-    relayed = plan.bytes_relayed.values()
-    return [
-        f"in two hops between nodes: {plan.most_peers} peers per rank would be more than {plan.options.max_peers}, "
-        f"there are at most {Relays(plan.options.nodes).most_peers}; relays send {bytes_text(max(relayed))} at most, "
-        f"{bytes_text(sum(relayed) / len(relayed))} on average, for others"
-    ]
+def _most_and_mean(by_rank: Mapping[int, int]) -> str:
+    most, mean = max(by_rank.values(), default=0), sum(by_rank.values()) / max(1, len(by_rank))
+    return f"{bytes_text(most)} at most, {bytes_text(mean)} on average"
 
 
 def to_json(plan: PlanData) -> str:
     """The plan as JSON: options, parameters, for every matrix its owner and wave, and what each rank does."""
-    sent, between, relayed = plan.bytes_sent, plan.bytes_between, plan.bytes_relayed
-    content: dict[str, Any] = {
-        **_content(plan),
-        "buffer_bytes": {str(rank): plan.buffer_bytes(rank) for rank in plan.ranks[:1]},
-        "per_rank": {
-            str(rank): {
-                "load": plan.loads[rank],
-                "flops": plan.flops[rank],
-                "bytes_sent": sent[rank],
-                "bytes_between": between[rank],
-                "bytes_relayed": relayed[rank],
-            }
-            for rank in plan.ranks
-        },
+    figures: dict[str, Mapping[int, float]] = {
+        "load": plan.loads,
+        "flops": plan.flops,
+        "bytes_sent": plan.bytes_sent,
+        "bytes_between": plan.bytes_between,
+        "bytes_relayed": plan.bytes_relayed,
     }
+    content = _content(plan)
+    content["buffer_bytes"] = {str(rank): plan.buffer_bytes(rank) for rank in plan.ranks[:1]}
+    content["per_rank"] = {str(rank): {name: of[rank] for name, of in figures.items()} for rank in plan.ranks}
     return json.dumps(content)
 
 
@@ -119,20 +109,14 @@ def _content(plan: PlanData) -> dict[str, Any]:
         for param in plan.params
     ]
     options = plan.options
+    first_params = {task.wave: task.param for task in reversed(plan.tasks)}
     return {
         "version": PLAN_VERSION,
         "digest": plan.digest,
         "ranks": list(plan.ranks),
-        "options": {
-            "replicas": options.replicas,
-            "chunk_size": options.chunk_size,
-            "budget": options.budget,
-            "in_flight": options.in_flight,
-            "max_peers": options.max_peers,
-            "cost": asdict(options.cost),
-        },
+        "options": {name: getattr(options, name) for name in _OPTIONS} | {"cost": asdict(options.cost)},
         "nodes": None if options.nodes is None else [list(node) for node in options.nodes.ranks],
-        "waves": [{"lane": str(lane), "parameter": _first_param(plan, wave)} for wave, lane in enumerate(plan.wave_lanes)],
+        "waves": [{"lane": str(lane), "parameter": first_params[wave]} for wave, lane in enumerate(plan.wave_lanes)],
         "layouts": [
             {
                 "shape": list(layout.shape),
@@ -157,10 +141,6 @@ def _content(plan: PlanData) -> dict[str, Any]:
             for task in plan.tasks
         ],
     }
-
-
-def _first_param(plan: PlanData, wave: int) -> int:
-    return next(task.param for task in plan.tasks if task.wave == wave)
 
 
 def how_computed(task: Task) -> str:

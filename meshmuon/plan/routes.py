@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from .plan_data import PlanData
 from .tasks import NO_WAVE, PieceTransfer
@@ -72,8 +73,7 @@ def _by_peer(transfers: Iterable[PieceTransfer]) -> tuple[PieceTransfer, ...]:
     return tuple(sorted(transfers, key=lambda transfer: (transfer.source, transfer.target, transfer.task)))
 
 
-@dataclass(frozen=True, slots=True)
-class WaveSizes:
+class WaveSizes(NamedTuple):
     """Elements of one wave's buffers on one rank."""
 
     shards: int
@@ -83,7 +83,6 @@ class WaveSizes:
 
 
 def wave_sizes(routes: WaveRoutes) -> WaveSizes:
-    """The sizes of one wave."""
     travelling = max(_elements(routes.gather_out), _elements(routes.scatter_in))
     received, sent = _elements(routes.gather_in), _elements(routes.scatter_out)
     mirrored = [(t.source, t.task) for t in routes.gather_in] == [(t.target, t.task) for t in routes.scatter_out]
@@ -92,11 +91,8 @@ def wave_sizes(routes: WaveRoutes) -> WaveSizes:
 
 def slot_sizes(waves: Sequence[WaveSizes]) -> tuple[int, int, int]:
     """Elements of ``shards``, ``gathered`` and ``results`` that fit each of ``waves``, which use the slot one after the other."""
-    return (
-        max((wave.shards for wave in waves), default=0),
-        max((wave.gathered for wave in waves), default=0),
-        max((wave.results for wave in waves), default=0),
-    )
+    shards, _, gathered, results = map(max, zip(WaveSizes(0, 0, 0, 0), *waves, strict=True))
+    return shards, gathered, results
 
 
 def _elements(transfers: Sequence[PieceTransfer]) -> int:

@@ -1,19 +1,25 @@
-"""What a plan is made of: parameters, the matrices inside them as tasks, and the pieces that travel."""
+"""What a plan is made from, parameters and options, and what it is made of: matrices as tasks, and pieces that travel."""
 
 from __future__ import annotations
 
 from collections.abc import Hashable
 from dataclasses import dataclass
-from typing import NewType
+from typing import Literal, NewType, TypeAlias, get_args
 
+from ..errors import ConfigError
 from ..layout import Layout, Piece, ShardedMatrix, shard_matrices
 from ..matrices import Window
+from .cost import CostModel, repr_of_given
+from .nodes import Nodes
 
 PartIndex = NewType("PartIndex", int)
 """Counts ``Plan.params``: the parameters of a plan, and of a fused one each part."""
 
 EVERY_HOLDER = -1
 NO_WAVE = -1
+Replicas: TypeAlias = Literal["auto", "share", "repeat"]
+REPLICA_OPTIONS = get_args(Replicas)
+DEFAULT_MAX_PEERS = 1024  # per rank and wave; beyond it, exchanges between nodes go through relays
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +53,36 @@ class PlannedParam:
         return f"{self.name}: {'×'.join(map(str, self.layouts[0].shape))} {layouts}, {self.lane}, {self.flops} FLOPs, {self.how}"
 
 
+@dataclass(frozen=True, slots=True, repr=False)
+class PlanOptions:
+    """The options that decide on a plan, together with the parameters.
+
+    A single matrix larger than ``budget`` still gets a wave. All exchange buffers of a rank together may take
+    2 · ``budget`` · ``in_flight`` bytes: room for what it gathers and for as much of its own shards. Only the total is checked.
+    If even waves of one matrix per owner need more, they take that much; so do waves of a given ``chunk_size``.
+    Through relays the bound is twice that and 8 · ``budget``, and fewer waves are in flight if need be, at least two.
+    """
+
+    cost: CostModel  # what work and traffic cost
+    replicas: str = "auto"  # "share" (one replica computes for all), "repeat" (each for itself) or "auto" (the cheaper one)
+    chunk_size: int = -1  # most matrices per wave over all ranks; -1 leaves it to ``budget`` and the overlap
+    budget: int = 64 * 2**20  # bytes that an owner may gather per wave
+    in_flight: int = 6  # most waves between their first and last exchange; fewer where buffers would be too large
+    nodes: Nodes | None = None  # which ranks share a node; None if all do
+    # Above so many peers per wave exchanges go in two hops through relays (``relays.py``). None: never. In the options of a plan
+    # that is made, None unless it does so.
+    max_peers: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.replicas not in REPLICA_OPTIONS:
+            raise ConfigError(f"replicas={self.replicas!r} is unknown; write one of {REPLICA_OPTIONS}.")
+        if self.nodes is not None and not self.nodes.several:
+            object.__setattr__(self, "nodes", None)
+
+    def __repr__(self) -> str:
+        return repr_of_given(self)
+
+
 @dataclass(frozen=True, slots=True)
 class Task:
     """One matrix to orthogonalise.
@@ -62,8 +98,7 @@ class Task:
     owner: int = EVERY_HOLDER  # the rank that orthogonalises it, or ``EVERY_HOLDER``
     wave: int = NO_WAVE  # number of its wave, whose lane is ``Plan.wave_lanes[wave]``; ``NO_WAVE`` if nothing travels
 
-    def placed(self, owner: int, wave: int = NO_WAVE) -> Task:
-        """The task with an owner, and a wave."""  # ``dataclasses.replace`` takes three times as long
+    def placed(self, owner: int, wave: int = NO_WAVE) -> Task:  # ``dataclasses.replace`` takes three times as long
         return Task(self.param, self.matrix, self.sharded, self.cost, owner, wave)
 
 

@@ -1,18 +1,19 @@
-"""What every rank sends and receives in every exchange, counted without listing the transfers.
+"""What every rank sends and receives in every exchange, and with how many ranks, counted without listing the transfers.
 
-Holders are counted by kind (``rank_kinds.py``), owners one by one, and only the ranks of an owner's own node are looked at for
-what stays inside a node. Everything that is said of bytes comes from here: ``Plan.describe``, predictions, ``meshmuon plan``.
+Thousands of ranks are only a few kinds by what they hold, and what holders send is counted once for each kind; owners are counted
+one by one. All that is said of bytes comes from here: ``Plan.describe``, predictions, ``meshmuon plan``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from operator import add, sub
+from typing import NamedTuple
 
 from ..layout import ShardedMatrix
 from .nodes import Nodes
-from .rank_kinds import RankKinds
 from .tasks import NO_WAVE, Task
 
 
@@ -30,12 +31,10 @@ class ExchangeBytes:
 
     @property
     def sent(self) -> list[int]:
-        """Bytes that each rank sends."""
         return list(map(add, self.sent_inside, self.sent_between))
 
     @property
     def received(self) -> list[int]:
-        """Bytes that each rank receives."""
         return list(map(add, self.received_inside, self.received_between))
 
     def reversed(self) -> ExchangeBytes:
@@ -53,116 +52,174 @@ class WaveTraffic:
     elements: list[int]  # of these pieces
 
 
+class HeldPiece(NamedTuple):
+    """What each rank of a kind holds of one matrix."""
+
+    matrix: int  # its number in ``RankKinds.matrices``
+    elements: int
+    replica: int  # that the rank belongs to
+
+
+class RankKinds:
+    """Ranks by what they hold of some matrices. Tens of thousands of matrices share a few hundred objects.
+
+    An (18, D) matrix over 8 ranks has one kind: ranks 0 to 5 hold 3·D elements. Ranks 6 and 7 hold nothing and have no kind.
+    """
+
+    def __init__(self, sharded_matrices: Iterable[ShardedMatrix]) -> None:
+        self.numbers: dict[ShardedMatrix, int] = {}  # matrix → its number, in the order in which they first appear
+        for sharded in sharded_matrices:
+            self.numbers.setdefault(sharded, len(self.numbers))
+        self.matrices = tuple(self.numbers)
+        held: dict[int, list[HeldPiece]] = {}
+        for sharded, number in self.numbers.items():
+            # The same object for all ranks that hold as much: comparing kinds then compares addresses first.
+            pieces: dict[tuple[int, int], HeldPiece] = {}
+            for rank, (piece, replica) in sharded.holdings.items():
+                key = sharded.sizes[piece], replica
+                if key not in pieces:
+                    pieces[key] = HeldPiece(number, *key)
+                held.setdefault(rank, []).append(pieces[key])
+        kinds: dict[tuple[HeldPiece, ...], int] = {}
+        self.kind_of = {rank: kinds.setdefault(tuple(of_rank), len(kinds)) for rank, of_rank in held.items()}
+        self.held = tuple(kinds)  # kind → what its ranks hold
+        self.members = Counter(self.kind_of.values())  # kind → how many ranks are of it
+
+
 class WaveOwners:
     """Who owns what in each wave: what traffic, peers and relays are counted from."""
 
-    def __init__(self, tasks: Sequence[Task], itemsizes: Mapping[int, int] | Sequence[int], waves: int) -> None:
+    def __init__(self, ranks: Sequence[int], tasks: Sequence[Task], itemsizes: Sequence[int], waves: int) -> None:
         """``itemsizes`` has the bytes per element on the wire, by parameter."""
         moving = [task for task in tasks if task.wave != NO_WAVE]
+        self.position = {rank: position for position, rank in enumerate(ranks)}
         self.kinds = RankKinds(task.sharded for task in moving)
+        self.matrices = self.kinds.matrices
         # Wave → number of a matrix → owner → bytes per element of its matrices, summed.
-        self.itemsizes: list[dict[int, dict[int, int]]] = [{} for _ in range(waves)]
-        self.counts: list[dict[int, int]] = [{} for _ in range(waves)]  # wave → number of a matrix → how many tasks share it
-        numbers = self.kinds.numbers
+        self.itemsizes: list[dict[int, Counter[int]]] = [{} for _ in range(waves)]
+        self.counts: list[Counter[int]] = [Counter() for _ in range(waves)]  # wave → number of a matrix → tasks that share it
         for task in moving:
-            number, counts = numbers[task.sharded], self.counts[task.wave]
-            counts[number] = counts.get(number, 0) + 1
-            of_matrix = self.itemsizes[task.wave].setdefault(number, {})
-            of_matrix[task.owner] = of_matrix.get(task.owner, 0) + itemsizes[task.param]
+            number = self.kinds.numbers[task.sharded]
+            self.counts[task.wave][number] += 1
+            self.itemsizes[task.wave].setdefault(number, Counter())[task.owner] += itemsizes[task.param]
 
-    @property
-    def matrices(self) -> tuple[ShardedMatrix, ...]:
-        """The matrices by their numbers."""
-        return self.kinds.matrices
+    def replicated(self, wave: int) -> bool:
+        """Whether a matrix of the wave has several replicas, so that the scatter reaches more ranks than the gather."""
+        return any(self.matrices[number].replicas > 1 for number in self.itemsizes[wave])
 
 
-def count_traffic(ranks: Sequence[int], owners: WaveOwners, nodes: Nodes | None) -> tuple[WaveTraffic, ...]:
+def count_traffic(owners: WaveOwners, nodes: Nodes | None) -> tuple[WaveTraffic, ...]:
     """The traffic of each wave."""
-    counter = _Counter(ranks, owners, nodes)
-    return tuple(counter.wave(wave) for wave in range(len(owners.counts)))
+    counter = _TrafficCounter(owners, nodes)
+    return tuple(map(counter.wave, range(len(owners.counts))))
 
 
-class _Inside:
-    """Bytes inside nodes, by position of the rank."""
-
-    def __init__(self, count: int) -> None:
-        self.to_owners, self.of_owners = [0] * count, [0] * count  # that holders send, and that owners receive, in the gather
-        self.to_holders, self.of_holders = [0] * count, [0] * count  # that owners send, and that holders receive, in the scatter
-
-
-class _Counter:
-    """Counts the waves of one plan."""
-
-    def __init__(self, ranks: Sequence[int], owners: WaveOwners, nodes: Nodes | None) -> None:
-        self._owners, self._nodes, self._kinds = owners, nodes, owners.kinds
-        self._position = {rank: position for position, rank in enumerate(ranks)}
-        none = len(self._kinds.held)  # the kind of ranks that hold nothing
-        self._kind_of = [self._kinds.kind_of.get(rank, none) for rank in ranks]
+class _TrafficCounter:
+    def __init__(self, owners: WaveOwners, nodes: Nodes | None) -> None:
+        self._owners, self._nodes = owners, nodes
+        nothing = len(owners.kinds.held)  # the kind of ranks that hold nothing
+        self._kind_of = [owners.kinds.kind_of.get(rank, nothing) for rank in owners.position]
         # (number of a matrix, node) → position, elements and replica of each holder on the node
         self._mates: dict[tuple[int, int], list[tuple[int, int, int]]] = {}
-        if nodes is not None:
-            for number, sharded in enumerate(owners.matrices):
-                for rank, (piece, replica) in sharded.holdings.items():
-                    mate = self._position[rank], sharded.sizes[piece], replica
-                    self._mates.setdefault((number, nodes.node_of(rank)), []).append(mate)
+        for number, sharded in enumerate(owners.matrices if nodes else ()):
+            for rank, (piece, replica) in sharded.holdings.items():
+                mate = owners.position[rank], sharded.sizes[piece], replica
+                self._mates.setdefault((number, self._node_of(rank)), []).append(mate)
 
     def wave(self, wave: int) -> WaveTraffic:
-        """The traffic of one wave."""
-        count, matrices = len(self._kind_of), self._owners.matrices
-        gathered, scattered, staying = [0] * count, [0] * count, [0] * count  # by owners; the last is not sent
-        inside, replicated = _Inside(count), False
-        of_replica: dict[tuple[int, int], int] = {}  # (matrix, replica) → bytes per element that it sends
-        of_matrix: dict[int, int] = {}
+        gather = self._to_owners(wave, one_replica=True)
+        scatter = self._to_owners(wave, one_replica=False) if self._owners.replicated(wave) else gather
+        counts = self._owners.counts[wave]
+        pieces = [sum(counts.get(p.matrix, 0) for p in held) for held in self._owners.kinds.held]
+        elements = [sum(p.elements * counts.get(p.matrix, 0) for p in held) for held in self._owners.kinds.held]
+        return WaveTraffic(gather, scatter.reversed(), self._by_rank(pieces), self._by_rank(elements))
+
+    def _to_owners(self, wave: int, *, one_replica: bool) -> ExchangeBytes:
+        """What holders send to owners if those in the owner's replica do, or those in all: the scatter, the other way."""
+        received, staying, sent_near, received_near = ([0] * len(self._kind_of) for _ in range(4))
+        prices: Counter[tuple[int, int]] = Counter()  # (number of a matrix, replica that sends) → bytes per element; 0 for all
         for number, itemsizes in self._owners.itemsizes[wave].items():
-            sharded = matrices[number]
-            replicated |= sharded.replicas > 1
-            copies = sharded.size * sharded.replicas
+            sharded = self._owners.matrices[number]
+            elements = sharded.size * (1 if one_replica else sharded.replicas)
             for owner, itemsize in itemsizes.items():
                 piece, replica = sharded.holdings[owner]
-                own, at = sharded.sizes[piece], self._position[owner]
-                gathered[at] += (sharded.size - own) * itemsize
-                scattered[at] += (copies - own) * itemsize
+                own, at = sharded.sizes[piece], self._owners.position[owner]
+                received[at] += (elements - own) * itemsize
                 staying[at] += own * itemsize
-                of_replica[number, replica] = of_replica.get((number, replica), 0) + itemsize
-                self._add_inside(inside, number, owner, itemsize)
-            of_matrix[number] = sum(itemsizes.values())
-        counts = self._owners.counts[wave]
-        held = self._kinds.held
-        sent = [sum(p.elements * of_replica.get((p.matrix, p.replica), 0) for p in of_kind) for of_kind in held]
-        gather = self._exchange(sent, staying, gathered, inside.to_owners, inside.of_owners)
-        scatter = gather.reversed()
-        if replicated:
-            received = [sum(p.elements * of_matrix.get(p.matrix, 0) for p in of_kind) for of_kind in held]
-            scatter = self._exchange(received, staying, scattered, inside.of_holders, inside.to_holders).reversed()
-        pieces = [sum(counts.get(p.matrix, 0) for p in of_kind) for of_kind in held]
-        elements = [sum(p.elements * counts.get(p.matrix, 0) for p in of_kind) for of_kind in held]
-        return WaveTraffic(gather, scatter, self._by_rank(pieces), self._by_rank(elements))
-
-    def _add_inside(self, inside: _Inside, number: int, owner: int, itemsize: int) -> None:
-        mates = () if self._nodes is None else self._mates[number, self._nodes.node_of(owner)]
-        if len(mates) < 2:  # the owner alone
-            return
-        at, (_, own_replica) = self._position[owner], self._owners.matrices[number].holdings[owner]
-        for mate, elements, replica in mates:
-            if mate != at:
-                size = elements * itemsize
-                inside.of_holders[mate] += size
-                inside.to_holders[at] += size
-                if replica == own_replica:
-                    inside.to_owners[mate] += size
-                    inside.of_owners[at] += size
-
-    def _exchange(
-        self, by_kind: list[int], staying: list[int], by_owners: list[int], near_holders: list[int], near_owners: list[int]
-    ) -> ExchangeBytes:
-        """From holders to owners: what the holders of each kind send if nothing stays, what does, and what owners receive."""
-        by_holders = list(map(sub, self._by_rank(by_kind), staying))
+                prices[number, replica if one_replica else 0] += itemsize
+                for mate, size, of_mate in self._mates[number, self._node_of(owner)] if self._nodes else ():
+                    if mate != at and (of_mate == replica or not one_replica):
+                        sent_near[mate] += size * itemsize
+                        received_near[at] += size * itemsize
+        by_kind = [
+            sum(p.elements * prices.get((p.matrix, p.replica if one_replica else 0), 0) for p in held)
+            for held in self._owners.kinds.held
+        ]
+        sent = list(map(sub, self._by_rank(by_kind), staying))
         if self._nodes is None:
-            zero = [0] * len(by_holders)
-            return ExchangeBytes(by_holders, zero, by_owners, zero)
-        between = list(map(sub, by_holders, near_holders)), list(map(sub, by_owners, near_owners))
-        return ExchangeBytes(near_holders, between[0], near_owners, between[1])
+            return ExchangeBytes(sent, sent_near, received, received_near)
+        return ExchangeBytes(sent_near, list(map(sub, sent, sent_near)), received_near, list(map(sub, received, received_near)))
+
+    def _node_of(self, rank: int) -> int:
+        return 0 if self._nodes is None else self._nodes.node_of(rank)
 
     def _by_rank(self, by_kind: list[int]) -> list[int]:
         values = [*by_kind, 0]  # the last is for ranks that hold nothing
         return [values[kind] for kind in self._kind_of]
+
+
+class PeerCounter:
+    """Counts the peers of every rank. Owners talk to all holders of their matrices, of which a plan has few different sets."""
+
+    def __init__(self, owners: WaveOwners) -> None:
+        self._owners = owners
+        numbers: dict[frozenset[int], int] = {}
+        self._set_of: dict[tuple[int, int | None], int] = {}  # (matrix, replica; None for all) → number of its set of holders
+        for number, sharded in enumerate(owners.matrices):
+            everyone = numbers.setdefault(frozenset(sharded.holdings), len(numbers))
+            self._set_of[number, None] = self._set_of[number, 0] = everyone
+            for replica in range(sharded.replicas if sharded.replicas > 1 else 0):
+                holders = frozenset(piece.holders[replica] for piece in sharded.pieces)
+                self._set_of[number, replica] = numbers.setdefault(holders, len(numbers))
+        self._sets = tuple(numbers)
+        sets_of: dict[int, list[int]] = {}
+        for number, holders in enumerate(self._sets):
+            for rank in holders:
+                sets_of.setdefault(rank, []).append(number)
+        self._members: dict[tuple[int, ...], list[int]] = {}  # ranks that are in the same sets
+        for rank, of_rank in sets_of.items():
+            self._members.setdefault(tuple(of_rank), []).append(rank)
+
+    def most(self) -> int:
+        """The most peers of a rank in one wave. The scatter has those of the gather and more."""
+        waves = range(len(self._owners.counts))
+        return max((max(self.count([wave])[0], default=0) for wave in waves), default=0)
+
+    def count(self, waves: Iterable[int], *, gather: bool = False) -> tuple[list[int], int]:
+        """Peers of every rank over ``waves``, in the order of the ranks, and pairs of ranks of which one sends to the other.
+
+        In the gather each owner's own replica contributes; the scatter reaches all replicas. Ranks that hold pieces in the same
+        sets, and own matrices in the same of these, have equally many peers.
+        """
+        owners: dict[int, set[int]] = {}  # number of a set of holders → the owners that they talk to
+        for wave in waves:
+            for number, itemsizes in self._owners.itemsizes[wave].items():
+                holdings = self._owners.matrices[number].holdings
+                for owner in itemsizes:
+                    owners.setdefault(self._set_of[number, holdings[owner][1] if gather else None], set()).add(owner)
+        owned: dict[int, list[int]] = {}
+        for number in sorted(owners):
+            for owner in owners[number]:
+                owned.setdefault(owner, []).append(number)
+        peers, messages = [0] * len(self._owners.position), 0
+        found: dict[tuple[tuple[int, ...], tuple[int, ...]], int] = {}
+        for sets, members in self._members.items():
+            active = tuple(number for number in sets if number in owners)
+            senders = frozenset[int]().union(*(owners[number] for number in active))
+            for rank in members if senders else ():
+                own = tuple(owned.get(rank, ()))
+                if (active, own) not in found:
+                    found[active, own] = len(senders.union(*(self._sets[number] for number in own)))
+                peers[self._owners.position[rank]] = found[active, own] - bool(own)  # an owner is in its own sets
+                messages += len(senders) - bool(own)
+        return peers, messages

@@ -4,37 +4,27 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from functools import lru_cache
 from itertools import accumulate
-from typing import NamedTuple
 
-from .footprint import Footprint
-from .plan_data import PlanOptions
-from .relays import WaveHops, relay_buffers
-from .tasks import PlannedParam, Task
+from .tasks import PlannedParam, PlanOptions, Task
+from .traffic import RankKinds
 
 _OVERLAP = 6  # waves of a step: enough to overlap gathers, work and scatters, with a small first and a small last wave
 _WORTH_AN_EXCHANGE = 4  # a wave should last at least as long as this many empty exchanges
 _STEEPEST = 4  # largest wave ÷ smallest
-_SHARED_BY_WAVES = 8  # buffers of a relayed exchange: sent and received, in its last two hops, of gathers and of scatters
 _ENOUGH_IN_FLIGHT = 4  # waves in flight that overlap gathers, work and scatters; more gain little
 
 
-class Cut(NamedTuple):
-    """Matrices in waves."""
+def cut_into_waves(
+    tasks: Sequence[Task], params: Sequence[PlannedParam], options: PlanOptions
+) -> tuple[list[Task], tuple[Hashable, ...], int]:
+    """The tasks with their waves, the lane of each wave, and how many waves may be in flight.
 
-    tasks: list[Task]  # with their waves
-    wave_lanes: tuple[Hashable, ...]  # the lane of each wave
-    in_flight: int  # how many waves may be in flight
-
-
-class WaveCutter:
-    """Cuts the matrices of every lane into waves, counted from 0 without gaps; lanes have waves of their own.
-
-    Every owner's matrices are spread over the waves in the same proportions by cost, so that ranks have work at the same time.
-    No other wave computes during the first gather and the last scatter, so the first and the last wave are small: six waves have
-    1/12, 2/12, 3/12, 3/12, 2/12 and 1/12 of each owner's cost.
+    Lanes have waves of their own. Every owner's matrices are spread over the waves of a lane in the same proportions by cost, so
+    that ranks have work at the same time. No other wave computes during the first gather and the last scatter, so the first and
+    the last wave are small: six waves have 1/12, 2/12, 3/12, 3/12, 2/12 and 1/12 of each owner's cost.
 
     If the buffers of some rank then exceed their bound, the first of these that fits is taken, and the last one if none does:
 
@@ -46,55 +36,22 @@ class WaveCutter:
 
     Where ``chunk_size`` is given, it alone decides.
     """
-
-    def __init__(self, tasks: Sequence[Task], params: Sequence[PlannedParam], options: PlanOptions) -> None:
-        self._tasks, self._options = tasks, options
-        self._bound = 2 * options.budget * options.in_flight
-        self._lanes: dict[Hashable, list[int]] = {}  # lane → its tasks
-        for k, task in enumerate(tasks):
-            self._lanes.setdefault(params[task.param].lane, []).append(k)
-        lanes = self._lanes.values()
-        self._cutters = [_LaneCutter([tasks[k] for k in lane], params[tasks[lane[0]].param], options) for lane in lanes]
-        self._direct = _within_bound(self._cutters, options, self._bound)
-
-    def cut(self) -> Cut:
-        """The waves, if everything is sent directly."""
-        cuts, in_flight = self._direct
-        waves, lane_of_wave = [0] * len(self._tasks), list[Hashable]()
-        for (lane, indices), cut in zip(self._lanes.items(), cuts, strict=True):
-            for k, wave in zip(indices, cut, strict=True):
-                waves[k] = len(lane_of_wave) + wave
-            lane_of_wave.extend([lane] * (max(cut) + 1))
-        tasks = [task.placed(task.owner, wave) for task, wave in zip(self._tasks, waves, strict=True)]
-        return Cut(tasks, tuple(lane_of_wave), in_flight)
-
-    def in_flight_through_relays(self, ranks: Sequence[int], hops: Sequence[WaveHops]) -> int:
-        """How many of the same waves may be in flight beside the buffers between the hops of relayed exchanges; at least two.
-
-        The bound has room for these as well: as much again for the first hop of every wave in flight, and eight buffers for the
-        hops that all waves share. ``hops`` are those of the waves of ``cut``.
-        """
-        in_flight = self._direct[1]
-        bound = 2 * self._bound + _SHARED_BY_WAVES * self._options.budget
-        while in_flight > 2 and self._options.chunk_size <= 0 and self._most_bytes(ranks, hops, in_flight) > bound:
-            in_flight -= 1
-        return in_flight
-
-    def _most_bytes(self, ranks: Sequence[int], hops: Sequence[WaveHops], in_flight: int) -> int:
-        """The buffers of the rank that needs most, those between hops included."""
-        total, first = dict.fromkeys(ranks, 0), 0
-        for cutter, cut in zip(self._cutters, self._direct[0], strict=True):
-            waves = range(first, first := first + max(cut) + 1)
-            direct = cutter.footprint.bytes_by_rank([waves[wave] for wave in cut], in_flight)
-            between = relay_buffers([(hops[wave], wave % in_flight) for wave in waves])
-            for rank, size in (*direct.items(), *zip(ranks, between, strict=True)):
-                total[rank] += size
-        return max(total.values())
+    lanes: dict[Hashable, list[int]] = {}  # lane → its tasks
+    for k, task in enumerate(tasks):
+        lanes.setdefault(params[task.param].lane, []).append(k)
+    cutters = [_LaneCutter([tasks[k] for k in lane], params[tasks[lane[0]].param], options) for lane in lanes.values()]
+    cuts, in_flight = _within_bound(cutters, options)
+    in_waves, wave_lanes = list(tasks), list[Hashable]()
+    for (lane, indices), cut in zip(lanes.items(), cuts, strict=True):
+        for k, wave in zip(indices, cut, strict=True):
+            in_waves[k] = tasks[k].placed(tasks[k].owner, len(wave_lanes) + wave)
+        wave_lanes.extend([lane] * (max(cut) + 1))
+    return in_waves, tuple(wave_lanes), in_flight
 
 
-def _within_bound(cutters: Sequence[_LaneCutter], options: PlanOptions, bound: int) -> tuple[list[list[int]], int]:
+def _within_bound(cutters: Sequence[_LaneCutter], options: PlanOptions) -> tuple[list[list[int]], int]:
     """The cut of each lane, and how many waves are in flight: the first way that keeps to the bound."""
-    most = options.in_flight
+    most, bound = options.in_flight, 2 * options.budget * options.in_flight
 
     def fits(cuts: Sequence[Sequence[int]], in_flight: int) -> bool:
         total: Counter[int] = Counter()
@@ -143,7 +100,7 @@ class _LaneCutter:
         # As many as overlap well, unless they would be too short; at least as many as the budget needs.
         wanted_count = max(min(_OVERLAP, int(heaviest_cost / cost_worth_a_wave)), most_bytes // options.budget)
         self.usual_count = self.within_budget(max(1, wanted_count))
-        self.footprint = Footprint([task.sharded for task in tasks], [task.owner for task in tasks], param.itemsize)
+        self.footprint = Footprint(tasks, param.itemsize)
 
     def within_budget(self, count: int) -> int:
         """The number of waves, from ``count`` on, in which no owner gathers more than its budget."""
@@ -153,10 +110,10 @@ class _LaneCutter:
 
     def _fits(self, count: int) -> bool:
         for queue in self.queues.values():
-            held: dict[int, list[int]] = {}
+            gathered: dict[int, list[int]] = {}
             for k, wave in zip(queue, self._waves_of_queue(queue, count), strict=True):
-                held.setdefault(wave, []).append(self._nbytes[k])
-            if any(len(sizes) > 1 and sum(sizes) > self._options.budget for sizes in held.values()):
+                gathered.setdefault(wave, []).append(self._nbytes[k])
+            if any(len(sizes) > 1 and sum(sizes) > self._options.budget for sizes in gathered.values()):
                 return False
         return True
 
@@ -172,12 +129,15 @@ class _LaneCutter:
 
     def cut(self, count: int) -> list[int]:
         """Cuts into ``count`` waves by cost, or by the user's ``chunk_size``."""
-        if self._options.chunk_size > 0:
-            return _by_count(self.queues, len(self._tasks), self._options.chunk_size)
         waves = [0] * len(self._tasks)
+        if self._options.chunk_size > 0:  # the first matrix of every owner, then the second of every owner, and so on
+            rounds = sorted((turn, owner, k) for owner, queue in self.queues.items() for turn, k in enumerate(queue))
+            for position, (_, _, k) in enumerate(rounds):
+                waves[k] = position // self._options.chunk_size
+            return waves
         for queue in self.queues.values():
-            one_per_wave = count >= self.longest
-            for k, wave in zip(queue, range(len(queue)) if one_per_wave else self._waves_of_queue(queue, count), strict=True):
+            of_queue = range(len(queue)) if count >= self.longest else self._waves_of_queue(queue, count)
+            for k, wave in zip(queue, of_queue, strict=True):
                 waves[k] = wave
         return _without_gaps(waves)
 
@@ -194,15 +154,6 @@ class _LaneCutter:
         return _without_gaps(waves)
 
 
-def _by_count(queues: dict[int, list[int]], total: int, chunk_size: int) -> list[int]:
-    """Runs of ``chunk_size`` matrices: the first of every owner, then the second of every owner, and so on."""
-    rounds = sorted((turn, owner, k) for owner, queue in queues.items() for turn, k in enumerate(queue))
-    waves = [0] * total
-    for position, (_, _, k) in enumerate(rounds):
-        waves[k] = position // chunk_size
-    return waves
-
-
 @lru_cache(maxsize=8)
 def _ends(count: int) -> tuple[float, ...]:
     """Where each of ``count`` waves ends, as a share of an owner's cost."""
@@ -214,3 +165,60 @@ def _ends(count: int) -> tuple[float, ...]:
 def _without_gaps(waves: list[int]) -> list[int]:
     position = {wave: k for k, wave in enumerate(sorted(set(waves)))}
     return [position[wave] for wave in waves]
+
+
+class Footprint:
+    """How large the buffers of matrices on one lane become on every rank, for any way to cut them into waves.
+
+    ``routes.py`` names the buffers. A rank's ``shards`` holds its piece of every matrix of the wave, regardless of the owner, and
+    is counted once for each kind of ranks.
+    """
+
+    def __init__(self, tasks: Sequence[Task], itemsize: int) -> None:
+        self._itemsize = itemsize
+        kinds = RankKinds(task.sharded for task in tasks)
+        self._kind_of = kinds.kind_of
+        self._numbers = [kinds.numbers[task.sharded] for task in tasks]
+        # Of each distinct matrix, (kind, elements of the piece that each rank of the kind holds).
+        self._pieces: list[list[tuple[int, int]]] = [[] for _ in kinds.matrices]
+        for kind, pieces in enumerate(kinds.held):
+            for held in pieces:
+                self._pieces[held.matrix].append((kind, held.elements))
+        # Of each matrix, its owner, the elements that the owner gathers, and those that it sends if there are replicas.
+        self._owner_elements: list[tuple[int, int, int]] = []
+        for task in tasks:
+            sharded, own = task.sharded, task.sharded.sizes[task.sharded.holdings[task.owner][0]]
+            copies = sharded.size * sharded.replicas - own if sharded.replicas > 1 else 0
+            self._owner_elements.append((task.owner, sharded.size - own, copies))
+
+    def bytes_by_rank(self, waves: Sequence[int], in_flight: int) -> Counter[int]:
+        """Rank → bytes of all its buffers when matrix k is in wave ``waves[k]``; ranks without buffers may be missing."""
+        shards: Counter[tuple[int, int]] = Counter()  # (kind, wave) → elements
+        for (wave, matrix), count in Counter(zip(waves, self._numbers, strict=True)).items():
+            for kind, size in self._pieces[matrix]:
+                shards[kind, wave] += count * size
+        received: Counter[tuple[int, int]] = Counter()  # (owner, wave) → elements, as in ``results``
+        results: Counter[tuple[int, int]] = Counter()
+        with_replicas: set[tuple[int, int]] = set()
+        for wave, (owner, gathered, copies) in zip(waves, self._owner_elements, strict=True):
+            received[owner, wave] += gathered
+            results[owner, wave] += copies or gathered
+            if copies:  # the owner sends more than it receives: the results of the whole wave need a buffer of their own
+                with_replicas.add((owner, wave))
+        by_kind = _slots(shards, in_flight)
+        total = Counter({rank: by_kind[kind] for rank, kind in self._kind_of.items()})
+        total.update(_slots(received, in_flight))
+        total.update(_slots({at: results[at] for at in with_replicas}, in_flight))
+        return Counter({rank: elements * self._itemsize for rank, elements in total.items()})
+
+
+def _slots(elements: Mapping[tuple[int, int], int], in_flight: int) -> Counter[int]:
+    """Elements of all slots of each rank, or kind of ranks: a slot is as large as the largest wave that takes a turn in it."""
+    largest: dict[tuple[int, int], int] = {}
+    for (rank, wave), size in elements.items():
+        slot = rank, wave % in_flight
+        largest[slot] = max(largest.get(slot, 0), size)
+    total: Counter[int] = Counter()
+    for (rank, _), size in largest.items():
+        total[rank] += size
+    return total

@@ -24,9 +24,8 @@ from ..params.dtensors import as_dtensor, held_ranges, layout_text
 from ..params.groups import matrix_options_of
 from ..params.param_record import ParamRecord
 from ..torch_compat import local_part, profiler_range
-from .heads import Layer, ProjectionParam, check_overlap, read_layer
 from .logits import check_logits, ordered, whole_logits
-from .names import LayerKey, find_projection, read_clip_config
+from .projections import Layer, LayerKey, ProjectionParam, check_overlap, find_projection, read_clip_config, read_layer
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,9 +34,8 @@ class _Bucket:
 
     members: tuple[int, ...]  # indices of the parameters
     sizes: list[int]  # number of rows of each local tensor
-    # (heads, most logits per head): the index of each logit of a head. Shorter rows are filled up with the index behind the last
-    # logit, where −∞ stands.
-    logits_of_heads: Tensor
+    heads_of_logits: Tensor  # (2 · logits,): the query head of each logit, then the key head of each
+    head_count: int  # query and key heads of all layers
     slots: Tensor  # (sum of sizes,): for each row of the local tensors, one tensor after the other, the index of its factor
     dtype: torch.dtype  # in which factors are computed
 
@@ -94,7 +92,7 @@ class QKClip:
             return
         layers = {layer: read_layer(layer, logits.numel(), projections, config) for layer, logits in qk_logits.items()}
         check_overlap(layers)
-        self._buckets = _build_buckets(layers, qk_logits)
+        self._buckets = _build_buckets(layers)
         self.clipped = frozenset(index for bucket in self._buckets for index in bucket.members)
         self._key = key
 
@@ -142,33 +140,31 @@ def _signature(member: ProjectionParam) -> Hashable:
     return (name, member.param_index, shapes, where, param.device, param.dtype, param.requires_grad, split)
 
 
-def _build_buckets(layers: Mapping[LayerKey, Layer], qk_logits: Mapping[LayerKey, Tensor]) -> list[_Bucket]:
+def _build_buckets(layers: Mapping[LayerKey, Layer]) -> list[_Bucket]:
     """All index tensors, on the devices where they are used. Heads and logits are numbered through over all layers."""
-    heads: list[list[int]] = []  # the logits of each head
+    heads_of_logits: dict[str, list[int]] = {"q": [], "k": []}
+    head_count = 0
     slots_by_bucket: dict[tuple[torch.device, torch.dtype], list[tuple[int, Tensor]]] = {}
-    logit_count = 0
-    for key, layer in layers.items():
+    for layer in layers.values():
         first_head = {}
-        for side, logits_of_heads in layer.logits_of_heads.items():
-            first_head[side] = len(heads)
-            heads += [[logit_count + logit for logit in logits] for logits in logits_of_heads]
-        logit_count += qk_logits[key].numel()
+        for side, heads in layer.heads_of_logits.items():
+            first_head[side] = head_count
+            heads_of_logits[side] += [head_count + head for head in heads]
+            head_count += layer.head_counts[side]
         for member, sections in layer.members:
             param = member.named.param
             if param.requires_grad:
-                rows = _local_rows(member)
-                slots = torch.zeros_like(rows)
+                slots = torch.zeros(param.shape[0], dtype=torch.long)
                 for section in sections:
-                    slots += section.slots(rows, first_head[section.side])
+                    section.write_slots(slots, first_head[section.side])
                 dtype = torch.float64 if param.dtype == torch.float64 else torch.float32
-                slots_by_bucket.setdefault((param.device, dtype), []).append((member.param_index, slots))
-    most = max(map(len, heads), default=0)
-    filled = torch.tensor([logits + [logit_count] * (most - len(logits)) for logits in heads], dtype=torch.long)
+                slots_by_bucket.setdefault((param.device, dtype), []).append((member.param_index, slots[_local_rows(member)]))
     return [
         _Bucket(
             members=tuple(index for index, _ in members),
             sizes=[slots.numel() for _, slots in members],
-            logits_of_heads=filled.to(device),
+            heads_of_logits=torch.tensor(heads_of_logits["q"] + heads_of_logits["k"]).to(device),
+            head_count=head_count,
             slots=torch.cat([slots for _, slots in members]).to(device),
             dtype=dtype,
         )
@@ -201,7 +197,8 @@ def _joined(logits: Sequence[Tensor], bucket: _Bucket) -> Tensor:
 
 def _row_factors(bucket: _Bucket, logits: Tensor, threshold: float, skip_mask: Tensor | None) -> Tensor:
     """The factor of each row of the bucket's local tensors."""
-    largest = torch.cat([logits, torch.full_like(logits[:1], -math.inf)])[bucket.logits_of_heads].amax(1)
+    none = logits.new_full((bucket.head_count,), -math.inf)
+    largest = none.scatter_reduce(0, bucket.heads_of_logits, logits.repeat(2), "amax")
     # Clamp before dividing: logits that are small, negative or −∞ give exactly 1.
     gamma = torch.full_like(largest, threshold) / largest.clamp(min=threshold)
     # A logit of +∞ gives γ = 0 and NaN gives NaN. Neither says by how much to scale, and both would destroy the head.

@@ -17,7 +17,7 @@ from ..params.dtensors import ReplicaGroup, as_dtensor, check_cuts, groups_of, l
 from ..torch_compat import local_part
 from ..transport import shared_group
 from ..transport.collectives import reduce_largest
-from .names import LayerKey
+from .projections import LayerKey
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh

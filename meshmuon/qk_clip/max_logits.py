@@ -6,7 +6,6 @@ import math
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from dataclasses import dataclass
 from functools import wraps
 from typing import Any, TypeAlias
 
@@ -24,12 +23,18 @@ from ..transport import norm_device, turn_of
 from ..transport.collectives import all_gather_objects, reduce_largest
 from .logit_maxima import DEFAULT_BLOCK_BYTES, head_maxima
 from .logits import nan_as_infinity, process_group_of, ranks_of
-from .names import LayerKey
+from .projections import LayerKey
 
 _SDPA = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa")
 
 _ObservedHeads: TypeAlias = "tuple[int, int, tuple[tuple[LayerKey, int], ...]]"
 """What a rank tells the others: its place among the tensor parallel ranks, their number, and its heads of each layer."""
+
+_Spans: TypeAlias = "dict[LayerKey, tuple[slice, slice]]"
+"""Where the heads of each layer are in the packed vector: those of all tensor parallel ranks, and this rank's own.
+
+With 8 heads over 2 tensor parallel ranks, the second layer is at slice(8, 16), and rank 1 has slice(12, 16) of it.
+"""
 
 _lock = threading.Lock()
 _threads_inside = 0  # threads that are inside ``_uncompiled()``
@@ -60,11 +65,7 @@ class MaxLogits:
     """
 
     def __init__(
-        self,
-        group: ReplicaGroup | None = None,
-        *,
-        tp_group: ReplicaGroup | None = None,
-        block_bytes: int = DEFAULT_BLOCK_BYTES,
+        self, group: ReplicaGroup | None = None, *, tp_group: ReplicaGroup | None = None, block_bytes: int = DEFAULT_BLOCK_BYTES
     ) -> None:
         if not isinstance(block_bytes, int) or block_bytes < 1:
             raise ConfigError(f"MaxLogits: block_bytes={block_bytes!r} must be a positive number of bytes.")
@@ -83,7 +84,7 @@ class MaxLogits:
         self._maxima: dict[LayerKey, Tensor] = {}  # this rank's largest logits since the last collect()
         self._observations: dict[LayerKey, int] = {}  # how often each layer was observed
         self._collecting = False
-        self._spans: dict[LayerKey, _Span] | None = None
+        self._spans: _Spans | None = None
 
     def attach(self, module: nn.Module, layer: LayerKey) -> None:
         """Observes a module's calls of ``F.scaled_dot_product_attention`` while collecting.
@@ -203,16 +204,16 @@ class MaxLogits:
             self._spans = _assign_spans(observed, tp_rank)
         spans = self._spans
         changed = any(
-            layer not in spans or value.numel() != spans[layer].own.stop - spans[layer].own.start
+            layer not in spans or value.numel() != spans[layer][1].stop - spans[layer][1].start
             for layer, value in self._maxima.items()
         )
-        total = max(span.stop for span in spans.values())
+        total = max(whole.stop for whole, _ in spans.values())
         device = norm_device([value.device for value in self._maxima.values()], [process_group])
         packed = torch.full((total + 1,), -math.inf, device=device)
         packed[total] = float(changed)  # a flag, since ranks must reduce vectors of one length even if their heads have changed
         if not changed:
             for layer, value in self._maxima.items():
-                packed[spans[layer].own] = copy_to(nan_as_infinity(value), device)
+                packed[spans[layer][1]] = copy_to(nan_as_infinity(value), device)
         reduce_largest(packed, process_group)
         if known_to_host(packed) and bool(packed[total] > 0):  # all ranks see the flag
             self._spans = None
@@ -224,7 +225,7 @@ class MaxLogits:
             )
         # The host may not know that another rank has raised. Infinite logits then keep this rank from scaling anything.
         values = torch.where(packed[total] > 0, math.inf, packed[:total])
-        return {layer: values[span.start : span.stop] for layer, span in spans.items()}
+        return {layer: values[whole] for layer, (whole, _) in spans.items()}
 
     @contextmanager
     def _observing_forward(self, module: nn.Module, layer: LayerKey) -> Iterator[None]:
@@ -325,19 +326,7 @@ def _maxima_of_scores(layer: LayerKey, scores: Tensor) -> Tensor:
     return scores.amax([dim for dim in range(scores.dim()) if dim != scores.dim() - 2])
 
 
-@dataclass(frozen=True, slots=True)
-class _Span:
-    """Where the heads of a layer are in the packed vector.
-
-    With 8 heads over 2 tensor parallel ranks, the second layer has start=8 and stop=16, and rank 1 has own=slice(12, 16).
-    """
-
-    start: int
-    stop: int
-    own: slice
-
-
-def _assign_spans(observed: Mapping[int, _ObservedHeads], tp_rank: int) -> dict[LayerKey, _Span]:
+def _assign_spans(observed: Mapping[int, _ObservedHeads], tp_rank: int) -> _Spans:
     """Assigns each layer its span of the packed vector, from what all ranks have ``observed``; the same on all ranks."""
     counts: dict[LayerKey, dict[int, int]] = {}  # by layer and position among the tensor parallel ranks, the number of heads
     tp_sizes = set()
@@ -354,7 +343,8 @@ def _assign_spans(observed: Mapping[int, _ObservedHeads], tp_rank: int) -> dict[
         raise ConfigError("MaxLogits: no rank has observed anything: run a forward inside collecting() before collect().")
     if len(tp_sizes) > 1:
         raise ConfigError(f"MaxLogits: ranks have tp_groups of different sizes: {sorted(tp_sizes)}.")
-    spans, start = {}, 0
+    spans: _Spans = {}
+    start = 0
     for layer, head_counts in counts.items():
         if set(head_counts) != set(range(max(tp_sizes))):
             raise ConfigError(
@@ -362,7 +352,7 @@ def _assign_spans(observed: Mapping[int, _ObservedHeads], tp_rank: int) -> dict[
             )
         own_start = start + sum(head_counts[position] for position in range(tp_rank))
         stop = start + sum(head_counts.values())
-        spans[layer] = _Span(start, stop, slice(own_start, own_start + head_counts[tp_rank]))
+        spans[layer] = slice(start, stop), slice(own_start, own_start + head_counts[tp_rank])
         start = stop
     return spans
 

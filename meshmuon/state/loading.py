@@ -18,19 +18,11 @@ from ..device import known_to_host
 from ..errors import StateError
 from ..matrices import without_wrappers
 from ..params.checks import check_dtype, shown
-from ..params.dtensors import as_dtensor, layout_text, same_placement, shard_place
+from ..params.dtensors import as_dtensor, layout_text, same_placement, shard_place, shares_addresses
 from ..params.groups import are_placeholders, check_group
 from ..params.option_table import ParamGroup, group_options
 from ..torch_compat import local_part
-from .param_state import (
-    COUNTER,
-    MOMENTUM,
-    NOT_STORED,
-    RULE_STATE,
-    can_fuse,
-    check_kind,
-    shapes_of,
-)
+from .param_state import COUNTER, MOMENTUM, NOT_STORED, RULE_STATE, can_fuse, check_kind, shapes_of
 
 _DTYPES = tuple(option.name for option in group_options() if option.check is check_dtype)  # stored by name
 # Options that decide what a parameter's matrices are, and the rule. Loading other values than the optimizer has warns.
@@ -47,10 +39,6 @@ class Fitted:
     state: dict[int | str, Any]  # by the number of the parameter; by name what belongs to none
     param_groups: list[dict[str, Any]]  # as torch takes them: saved options
     overrides: list[dict[str, Any]]  # of each param group, what is not as it was saved
-
-    def as_state_dict(self) -> dict[str, Any]:
-        """What torch's ``load_state_dict`` takes."""
-        return {"state": self.state, "param_groups": self.param_groups}
 
 
 class _SavedParam(NamedTuple):
@@ -80,7 +68,10 @@ def fit(
         if are_placeholders(names) and len(stored) == len(names) and not are_placeholders(stored):
             overrides["param_names"] = names = stored
         loaded = cast(ParamGroup, {**options, **overrides, "params": param_group["params"]})
-        _check_options(loaded, index)
+        try:  # as the constructor checks its groups
+            check_group(loaded, index)
+        except Exception as error:  # whatever a wrong value makes a check raise
+            raise StateError(f"group {index} of the state_dict has options that cannot be used. {error}") from error
         for name, param, member in zip(names, param_group["params"], members, strict=True):
             entry = {} if member is None else saved_state.get(member.key, _MISSING)
             if entry is _MISSING and saved_state and param.requires_grad and strict and member is not None:
@@ -91,7 +82,7 @@ def fit(
                 )
             if entry is not _MISSING and entry:
                 _check_saved_state(name, param, entry, loaded)
-                fitted.state[number] = entry
+                fitted.state[number] = dict(entry)  # torch loads no other mapping
             number += 1
         fitted.param_groups.append({**options, "params": list(range(number - len(names), number))})
         fitted.overrides.append(overrides)
@@ -268,24 +259,14 @@ def _overrides(previous: ParamGroup, saved: Mapping[str, Any], defaults: Mapping
     for key, value in saved.items():
         if isinstance(value, str) and value.startswith(NOT_STORED):
             overrides[key] = own.get(key, defaults.get(key))
-        elif key in _DTYPES:
-            overrides[key] = _dtype(value)
+        elif key in _DTYPES and isinstance(value, str):
+            overrides[key] = getattr(torch, value.removeprefix("torch."), None)  # with or without it
+            if not isinstance(overrides[key], torch.dtype):
+                raise StateError(f"{own['param_names'][0]}, …: the state_dict has {key}={value!r}, which is no dtype of torch.")
     for key, value in defaults.items():
         if overrides.get(key, saved.get(key)) is None:  # saved by a version without this option
             overrides[key] = own.get(key, value)
     return overrides
-
-
-def _check_options(loaded: ParamGroup, index: int) -> None:
-    """Checks a group with loaded options as the constructor checks its groups."""
-    for option in _DTYPES:
-        value = cast(Mapping[str, Any], loaded)[option]
-        if isinstance(value, str):
-            raise StateError(f"group {index}: the state_dict has {option}={value!r}, which is no dtype of torch.")
-    try:
-        check_group(loaded, index)
-    except Exception as error:  # whatever a wrong value makes a check raise
-        raise StateError(f"group {index} of the state_dict has options that cannot be used. {error}") from error
 
 
 def _warn_of_matrices(param_groups: Sequence[ParamGroup], fitted: Fitted) -> None:
@@ -329,12 +310,6 @@ def _listed(names: Sequence[str]) -> str:
     return f"{', '.join(names[:_LISTED])}{rest}" if names else "none"
 
 
-def _dtype(value: Any) -> Any:
-    """The dtype that ``value`` names, with or without ``torch.``; any other value unchanged."""
-    dtype = getattr(torch, value.removeprefix("torch."), None) if isinstance(value, str) else value
-    return dtype if isinstance(dtype, torch.dtype) else value
-
-
 def _check_saved_state(name: str, param: Tensor, param_state: Mapping[str, Any], param_group: ParamGroup) -> None:
     shapes = shapes_of(name, param, param_group)
     if COUNTER not in param_state:  # counts from zero: the checkpoint rounded to nearest, or the parameter was frozen
@@ -368,6 +343,11 @@ def _check_tensor(name: str, param: Tensor, key: str, value: Any, shape: tuple[i
         raise StateError(
             f"{name} is {layouts[0]}, its saved {key} is {layouts[1]}. load_state_dict takes state that is sharded like its "
             "parameters; torch.distributed.checkpoint.state_dict.set_optimizer_state_dict reshards it."
+        )
+    if shares_addresses(local_part(value)):
+        raise StateError(
+            f"{name}: several elements of its saved {key} share one address, as after expand(), and a step would write all of "
+            "them there. Give it memory of its own: clone(memory_format=torch.contiguous_format)."
         )
     here, saved = shard_place(param), shard_place(value)
     if here != saved:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ..device import known_to_host
 from ..errors import StateError
-from ..matrices import Interleaved, MatrixSet, find_matrices
+from ..matrices import Interleaved, find_matrices
 from ..params.checks import FLOAT_DTYPES
 from ..params.dtensors import layout_text, same_placement, zeros_laid_out_like
 from ..params.groups import matrix_options_of, rounds_stochastically
@@ -43,69 +43,43 @@ def empty_laid_out_like(param: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.empty_like(param, dtype=dtype, memory_format=torch.preserve_format)
 
 
-def init_adamw_state(param: Tensor, state: dict[str, Any]) -> None:
-    """Creates AdamW's state of a parameter: zeros."""
-    fused = can_fuse(local_part(param))
-    with torch.inference_mode(False):  # tensors created inside inference_mode could not be written outside
-        state["step"] = torch.zeros((), dtype=torch.float32, device=param.device if fused else "cpu")
-        state["exp_avg"] = zeros_like(param)
-        state["exp_avg_sq"] = zeros_like(param)
+@torch.inference_mode(False)  # tensors created inside inference_mode could not be written outside
+@torch.no_grad()
+def start(state: dict[str, Any], name: str, param: Tensor, param_group: ParamGroup) -> None:
+    """Creates what is missing of the state of a parameter: zeros, and the counter of stochastic rounding.
 
-
-def momentum_buffer(state: dict[str, Any], param: Tensor, dtype: torch.dtype | None) -> Tensor:
-    """The momentum of a parameter, created as zeros if there is none."""
-    if MOMENTUM not in state:
-        with torch.inference_mode(False):
-            state[MOMENTUM] = zeros_like(param, dtype)
-    buffer: Tensor = state[MOMENTUM]
-    return buffer
-
-
-def rule_state(state: dict[str, Any], param: Tensor, matrix_set: MatrixSet) -> Tensor:
-    """What an update rule keeps of a parameter, one number per output, created as zeros if there is none.
-
-    Its dtype is float64 for float64 parameters and float32 for all others.
+    What an update rule keeps is one number per output, in float64 for float64 parameters and in float32 for all others.
     """
-    if RULE_STATE not in state:
-        dtype = torch.float64 if param.dtype == torch.float64 else torch.float32
-        with torch.inference_mode(False):
-            state[RULE_STATE] = zeros_laid_out_like(param, matrix_set.rule_state_shape(param.shape), dtype)
-    kept: Tensor = state[RULE_STATE]
-    return kept
+    if not param_group["use_muon"]:
+        if "exp_avg" not in state:
+            step_device = param.device if can_fuse(local_part(param)) else "cpu"
+            state["step"] = torch.zeros((), dtype=torch.float32, device=step_device)
+            state["exp_avg"], state["exp_avg_sq"] = zeros_like(param), zeros_like(param)
+    else:
+        if MOMENTUM not in state:
+            state[MOMENTUM] = zeros_like(param, param_group["momentum_dtype"])
+        if RULE_STATE not in state and (shape := shapes_of(name, param, param_group).get(RULE_STATE)) is not None:
+            dtype = torch.float64 if param.dtype == torch.float64 else torch.float32
+            state[RULE_STATE] = zeros_laid_out_like(param, shape, dtype)
+    rounding_counter(state, name, param, param_group)
 
 
-def new_counter(name: str, device: torch.device) -> Tensor:
-    """Key and count, two int64 numbers, of the random bits with which a parameter is rounded. The key is a hash of its name."""
-    key = int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "little") >> 1
-    with torch.inference_mode(False):
-        return torch.tensor([key, 0], dtype=torch.int64, device=device)
-
-
+@torch.inference_mode(False)
 def rounding_counter(state: dict[str, Any], name: str, param: Tensor, param_group: Mapping[str, Any]) -> Tensor | None:
-    """The counter of a parameter, created if there is none; None if the parameter is rounded to nearest."""
+    """The counter of a parameter, created if there is none; None if the parameter is rounded to nearest.
+
+    It is the key and the count, two int64 numbers, of the random bits with which the parameter is rounded. The key is a hash of
+    its name.
+    """
     if not rounds_stochastically(param, param_group):
         return None
     if COUNTER not in state:
-        state[COUNTER] = new_counter(name, param.device)
+        key = int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "little") >> 1
+        state[COUNTER] = torch.tensor([key, 0], dtype=torch.int64, device=param.device)
     counter: Tensor = state[COUNTER]
     return counter
 
 
-def _matrices_with_rule_state(name: str, param: Tensor, param_group: ParamGroup) -> MatrixSet | None:
-    """The parameter's matrices if its rule keeps state of them, else None."""
-    rule = resolve_rule(param_group["rule"])
-    return find_matrices(name, param.shape, matrix_options_of(param_group))[0] if rule is not None and rule.remembers() else None
-
-
-def start_memories(state: dict[str, Any], name: str, param: Tensor, param_group: ParamGroup) -> None:
-    """Adds what other optimizers do not keep, where it is missing: the rule's state and the counter of rounding."""
-    matrix_set = _matrices_with_rule_state(name, param, param_group) if param_group["use_muon"] else None
-    if matrix_set is not None:
-        rule_state(state, param, matrix_set)
-    rounding_counter(state, name, param, param_group)
-
-
-@torch.no_grad()
 def create(param_groups: Sequence[ParamGroup], states: MutableMapping[Tensor, dict[str, Any]]) -> None:
     """Creates the state, zeros, of every parameter that trains and has none yet.
 
@@ -116,12 +90,7 @@ def create(param_groups: Sequence[ParamGroup], states: MutableMapping[Tensor, di
         for name, param in zip(param_group["param_names"], param_group["params"], strict=True):
             if not param.requires_grad:
                 continue
-            param_state = states.setdefault(param, {})
-            if param_group["use_muon"]:
-                momentum_buffer(param_state, param, param_group["momentum_dtype"])
-            elif "exp_avg" not in param_state:
-                init_adamw_state(param, param_state)
-            start_memories(param_state, name, param, param_group)
+            start(states.setdefault(param, {}), name, param, param_group)
     put_in_order(param_groups, states)
 
 
@@ -220,8 +189,10 @@ def shapes_of(name: str, param: Tensor, param_group: ParamGroup) -> dict[str, tu
     counter: dict[str, tuple[int, ...]] = {COUNTER: (2,)} if rounds_stochastically(param, param_group) else {}
     if not param_group["use_muon"]:
         return {key: () if key == "step" else shape for key in ADAMW_KEYS} | counter
-    matrix_set = _matrices_with_rule_state(name, param, param_group)
-    rule_state = {} if matrix_set is None else {RULE_STATE: matrix_set.rule_state_shape(shape)}
+    rule, rule_state = resolve_rule(param_group["rule"]), dict[str, tuple[int, ...]]()
+    if rule is not None and rule.remembers():
+        matrix_set = find_matrices(name, param.shape, matrix_options_of(param_group))[0]
+        rule_state[RULE_STATE] = matrix_set.rule_state_shape(shape)
     return {MOMENTUM: shape, **rule_state, **counter}
 
 

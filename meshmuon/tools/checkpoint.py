@@ -7,6 +7,7 @@ loaded.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import os
@@ -15,15 +16,16 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
+from itertools import chain
 from pathlib import Path
-from typing import Any, TypeAlias, cast
+from typing import Any, ParamSpec, TypeAlias, cast
 
 import torch
 
 from ..errors import CheckpointError, MeshmuonError, StateError
 from ..optim import Muon
 from ..params.option_table import ParamGroup
-from ..state.param_state import start_memories
+from ..state.param_state import start
 
 MANIFEST = "meshmuon-manifest.json"
 """Name of the manifest inside a folder; beside a single file it is ``<file>.meshmuon-manifest.json``."""
@@ -31,9 +33,11 @@ MANIFEST = "meshmuon-manifest.json"
 Progress: TypeAlias = Callable[[int, int], None]
 """Called with (bytes read so far, bytes in total) while files are read, by one thread at a time."""
 
+_Args = ParamSpec("_Args")
 _FORMAT = 1
 _CHUNK = 1 << 22
 _READERS = 8
+_OPTIMIZERS = {True: "torch.optim.Muon", False: "torch.optim.AdamW"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,15 +204,35 @@ def _read_manifest(checkpoint: Path) -> dict[str, _File]:
         raise CheckpointError(f"{path} is damaged ({error}): the checkpoint cannot be verified. Load another one.") from None
 
 
+def raises_state_errors(convert: Callable[_Args, dict[str, Any]]) -> Callable[_Args, dict[str, Any]]:
+    """``convert``, with a StateError for whatever a state that is not whole makes it raise."""
+
+    @functools.wraps(convert)
+    def converted(*args: _Args.args, **options: _Args.kwargs) -> dict[str, Any]:
+        try:
+            return convert(*args, **options)
+        except MeshmuonError:
+            raise
+        except Exception as error:  # a missing option, or a value of another kind
+            raise StateError(
+                f"{convert.__name__}: this is not what the other optimizer saves ({type(error).__name__}: {error}). Give what "
+                "its state_dict() returned, and names as strings."
+            ) from error
+
+    return converted
+
+
 @dataclass(frozen=True, slots=True)
-class _TorchParam:
-    """A parameter in a state_dict of torch."""
+class SavedParam:
+    """A parameter of another optimizer, whose state and options have the names that they have here."""
 
-    kind: str  # class of the optimizer
-    state: Mapping[str, Any]
-    param_group: Mapping[str, Any]
+    use_muon: bool
+    state: Mapping[str, Any]  # empty before its first gradient
+    options: Mapping[str, Any]  # those that are missing stay the optimizer's own
+    is_mean: bool = False  # its momentum is a mean, ``buf ← μ·buf + (1 − μ)·G``; here it is a sum
 
 
+@raises_state_errors
 def convert_torch_state(
     optimizer: Muon,
     muon_state: Mapping[str, Any] | None,
@@ -235,35 +259,69 @@ def convert_torch_state(
     Returns:
         What ``optimizer.load_state_dict`` takes.
     """
-    saved = dict(_saved_params("torch.optim.Muon", "muon_names", muon_state, muon_names))
-    for name, saved_param in _saved_params("torch.optim.AdamW", "adamw_names", adamw_state, adamw_names):
+    routes = {name: group["use_muon"] for group in optimizer.param_groups for name in group["param_names"]}
+    saved: dict[str, SavedParam] = {}
+    of_muon = _torch_params(True, "muon_names", muon_state, muon_names)
+    of_adamw = _torch_params(False, "adamw_names", adamw_state, adamw_names)
+    for name, use_muon, state, options in chain(of_muon, of_adamw):
         if name in saved:
             raise StateError(f"{name} is in the states of both torch.optim.Muon and torch.optim.AdamW: it must be in one.")
-        saved[name] = saved_param
+        _check_route(name, use_muon, routes.get(name, use_muon))
+        saved[name] = _from_torch(name, use_muon, state, options)
+    return state_dict_from(optimizer, saved)
+
+
+def state_dict_from(optimizer: Muon, saved: Mapping[str, SavedParam]) -> dict[str, Any]:
+    """What ``optimizer.load_state_dict`` takes, from the parameters of another optimizer by name."""
     param_groups: list[dict[str, Any]] = optimizer.state_dict()["param_groups"]
     state: dict[int, dict[str, Any]] = {}
+    rest = dict(saved)
     for param_group, live in zip(param_groups, optimizer.param_groups, strict=True):
-        members = {name: saved.pop(name) for name in live["param_names"] if name in saved}
-        options = {}
+        options: dict[str, dict[str, Any]] = {}
         for name, param, key in zip(live["param_names"], live["params"], param_group["params"], strict=True):
-            if name in members:
-                state[key], options[name] = _converted(name, members[name], live)
+            if name in rest:
+                member = rest.pop(name)
+                _check_route(name, member.use_muon, live["use_muon"])
+                # A param group may have torch's own keys for AdamW's options instead of meshmuon's.
+                renamed = {} if live["use_muon"] else {k: f"adamw_{k}" for k in ("betas", "eps") if k not in live}
+                options[name] = {renamed.get(k, k): value for k, value in member.options.items()}
+                state[key] = _state_here(name, member, live["momentum_dtype"] if live["use_muon"] else None)
                 if state[key]:
-                    start_memories(state[key], name, param, cast(ParamGroup, live))
+                    start(state[key], name, param, cast(ParamGroup, live))
             elif param.requires_grad:
                 raise StateError(f"{name} is in neither state: give states of the same model, with the optimizer's names.")
         _set_options(param_group, options)
-    if saved:
-        raise StateError(f"{next(iter(saved))} has state but is not one of the optimizer's parameters ({len(saved)} such names).")
+    if rest:
+        raise StateError(f"{next(iter(rest))} has state but is not one of the optimizer's parameters ({len(rest)} such names).")
     return {"state": state, "param_groups": param_groups}
 
 
-def _saved_params(
-    kind: str, argument: str, state_dict: Mapping[str, Any] | None, names: Sequence[str] | None
-) -> Iterator[tuple[str, _TorchParam]]:
-    """The parameters of one optimizer of torch with their names; ``argument`` is where a user can give the names."""
+def _check_route(name: str, saved_as_muon: bool, is_muon: bool) -> None:
+    if saved_as_muon != is_muon:
+        raise StateError(
+            f"{name} needs the state of {_OPTIMIZERS[is_muon]}, but its state is from {_OPTIMIZERS[saved_as_muon]}: route it the "
+            "same way."
+        )
+
+
+def _state_here(name: str, saved: SavedParam, momentum_dtype: torch.dtype | None) -> dict[str, Any]:
+    if not saved.use_muon or not saved.state:
+        return dict(saved.state)
+    momentum = float(saved.options["momentum"])
+    if not 0 <= momentum < 1:
+        raise StateError(f"{name}: momentum={momentum} in its saved state; only momentum in [0, 1) can be converted.")
+    buffer = saved.state["momentum_buffer"].detach()
+    buffer = buffer.to(momentum_dtype or buffer.dtype, copy=True)
+    return {"momentum_buffer": buffer / (1 - momentum) if saved.is_mean else buffer}
+
+
+def _torch_params(
+    use_muon: bool, argument: str, state_dict: Mapping[str, Any] | None, names: Sequence[str] | None
+) -> Iterator[tuple[str, bool, Mapping[str, Any], Mapping[str, Any]]]:
+    """Name, kind, state and param group of every parameter; ``argument`` is where a user can give the names."""
     if state_dict is None:
         return
+    kind = _OPTIMIZERS[use_muon]
     if not is_state_dict(state_dict):
         raise StateError(f"the state of {kind} is not what its state_dict() returns: a dict with 'state' and 'param_groups'.")
     param_groups = state_dict["param_groups"]
@@ -278,63 +336,32 @@ def _saved_params(
     if len(names) != len(keys) or len(set(names)) != len(names):
         raise StateError(f"{argument} has {len(set(names))} different names for {len(keys)} parameters of {kind}.")
     for name, (param_group, key) in zip(names, keys, strict=True):
-        yield name, _TorchParam(kind, state_dict["state"].get(key, {}), param_group)
+        yield name, use_muon, state_dict["state"].get(key, {}), param_group
 
 
-def _converted(name: str, saved: _TorchParam, live: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """State and options of a parameter for meshmuon; ``live`` is the param group that it has there."""
+def _from_torch(name: str, use_muon: bool, state: Mapping[str, Any], options: Mapping[str, Any]) -> SavedParam:
+    expected = ("momentum_buffer",) if use_muon else ("step", "exp_avg", "exp_avg_sq")
+    if options.get("amsgrad") or "max_exp_avg_sq" in state:
+        raise StateError(f"{name}: its state is from AdamW with amsgrad=True, which meshmuon's AdamW does not do.")
+    if not options.get("decoupled_weight_decay", True) and options["weight_decay"]:
+        raise StateError(f"{name}: its state is from Adam, whose weight decay goes through the gradient; AdamW's does not.")
+    if state and not all(key in state for key in expected):
+        raise StateError(f"{name}: the state of {_OPTIMIZERS[use_muon]} has {sorted(state)}, expected {list(expected)}.")
     try:
-        return _converted_state(name, saved, live), _converted_options(saved, live)
-    except MeshmuonError:
-        raise
+        converted = {key: torch.as_tensor(state[key]).detach().clone() for key in expected if state}
+        same = ("lr", "weight_decay", "initial_lr", "maximize", "cautious_weight_decay")
+        kept = {key: options[key] for key in same if key in options}
+        if not use_muon:
+            return SavedParam(False, converted, {**kept, "betas": options["betas"], "eps": options["eps"]})
+        kept |= {key: options[key] for key in ("momentum", "nesterov", "ns_steps")}
+        kept["scheme"] = (tuple(options["ns_coefficients"]),) * options["ns_steps"]
+        kept["adjust_lr_fn"] = options["adjust_lr_fn"] or "original"
+        return SavedParam(True, converted, kept, is_mean=True)
     except Exception as error:  # a missing option, or a value of another kind
         raise StateError(
-            f"{name}: the state of {saved.kind} is not one that it saves ({type(error).__name__}: {error}). Give what its "
-            "state_dict() returned."
+            f"{name}: the state of {_OPTIMIZERS[use_muon]} is not one that it saves ({type(error).__name__}: {error}). Give what "
+            "its state_dict() returned."
         ) from error
-
-
-def _converted_state(name: str, saved: _TorchParam, live: Mapping[str, Any]) -> dict[str, Any]:
-    """The state of a parameter for meshmuon; ``live`` is the param group that it has there."""
-    live_kind = "torch.optim.Muon" if live["use_muon"] else "torch.optim.AdamW"
-    if saved.kind != live_kind:
-        raise StateError(f"{name} needs the state of {live_kind}, but its state is from {saved.kind}: route it the same way.")
-    expected = ("momentum_buffer",) if live["use_muon"] else ("step", "exp_avg", "exp_avg_sq")
-    if saved.param_group.get("amsgrad") or "max_exp_avg_sq" in saved.state:
-        raise StateError(f"{name}: its state is from AdamW with amsgrad=True, which meshmuon's AdamW does not do.")
-    if not saved.param_group.get("decoupled_weight_decay", True) and saved.param_group["weight_decay"]:
-        raise StateError(f"{name}: its state is from Adam, whose weight decay goes through the gradient; AdamW's does not.")
-    if not saved.state:  # no gradient so far: it starts from zero
-        return {}
-    if not all(key in saved.state for key in expected):
-        raise StateError(f"{name}: the state of {saved.kind} has {sorted(saved.state)}, expected {list(expected)}.")
-    state = {key: torch.as_tensor(saved.state[key]).detach().clone() for key in expected}
-    if live["use_muon"]:
-        buffer = state["momentum_buffer"]
-        state["momentum_buffer"] = buffer.to(live["momentum_dtype"] or buffer.dtype) / (1 - _momentum(name, saved))
-    return state
-
-
-def _momentum(name: str, saved: _TorchParam) -> float:
-    momentum = float(saved.param_group["momentum"])
-    if not 0 <= momentum < 1:
-        raise StateError(f"{name}: momentum={momentum} in the state of {saved.kind}; only momentum in [0, 1) can be converted.")
-    return momentum
-
-
-def _converted_options(saved: _TorchParam, live: Mapping[str, Any]) -> dict[str, Any]:
-    """The options of the saved param group under meshmuon's names."""
-    options = saved.param_group
-    same = ("lr", "weight_decay", "initial_lr", "maximize", "cautious_weight_decay")
-    converted = {key: options[key] for key in same if key in options}
-    if live["use_muon"]:
-        converted["scheme"] = (tuple(options["ns_coefficients"]),) * options["ns_steps"]
-        converted["adjust_lr_fn"] = options["adjust_lr_fn"] or "original"
-        converted |= {key: options[key] for key in ("momentum", "nesterov", "ns_steps")}
-    else:
-        # A param group may have torch's own keys instead of meshmuon's.
-        converted |= {key if key in live else f"adamw_{key}": options[key] for key in ("betas", "eps")}
-    return converted
 
 
 def _set_options(param_group: dict[str, Any], options: Mapping[str, Mapping[str, Any]]) -> None:

@@ -1,8 +1,7 @@
 """States of Keller Jordan's Muon, nanochat's, dion's and Motif's, converted for this one.
 
-A saved state is first brought into the form of torch's two optimizers, which ``meshmuon.checkpoint.convert_torch_state``
-converts. The first two keep momentum as a mean, as ``torch.optim.Muon`` does; the others as a sum, as it is here.
-docs/migrate.md translates the options.
+The first two keep momentum as a mean, as ``torch.optim.Muon`` does; the others as a sum, as it is here. docs/migrate.md
+translates the options.
 """
 
 from __future__ import annotations
@@ -17,12 +16,12 @@ from torch import Tensor
 from ..errors import StateError
 from ..optim import Muon
 from ..params.checks import shown
-from .checkpoint import convert_torch_state, is_state_dict
+from .checkpoint import SavedParam, is_state_dict, raises_state_errors, state_dict_from
 
 StateDict: TypeAlias = Mapping[str, Any]
 
-_KELLER = (3.4445, -4.7750, 2.0315)
-_MUON_OPTIONS = {"nesterov": True, "ns_steps": 5, "ns_coefficients": _KELLER, "adjust_lr_fn": "original"}
+_LIKE_KELLER = {"nesterov": True, "adjust_lr_fn": "original"}
+_KELLER_SCHEME = {"ns_steps": 5, "scheme": ((3.4445, -4.7750, 2.0315),) * 5}
 _ADAMW_KEYS = ("step", "exp_avg", "exp_avg_sq")
 _DION_ALGORITHMS = ("muon", "normuon", "adamw")
 _DION_LR_RULES = {None: None, "spectral_norm": "spectral", "rms_norm": "match_rms_adamw"}
@@ -72,6 +71,7 @@ class _SavedGroup:
     names: Sequence[str]
 
 
+@raises_state_errors
 def convert_keller_state(optimizer: Muon, states: StateDict | Sequence[StateDict], names: Iterable[str]) -> dict[str, Any]:
     """A state_dict for ``optimizer`` from one of Keller Jordan's ``Muon``, ``MuonWithAuxAdam`` or their single-device variants.
 
@@ -98,9 +98,10 @@ def convert_keller_state(optimizer: Muon, states: StateDict | Sequence[StateDict
                     "momentum on one rank: pass the states of all ranks, states=[state of rank 0, state of rank 1, ...]."
                 )
             _checked_entry(group, name, found.get(key))
-    return _converted(optimizer, saved, found)
+    return _converted(optimizer, saved, found, {**_LIKE_KELLER, **_KELLER_SCHEME}, is_mean=True)
 
 
+@raises_state_errors
 def convert_nanochat_state(optimizer: Muon, states: StateDict | Sequence[StateDict], names: Iterable[str]) -> dict[str, Any]:
     """A state_dict for ``optimizer`` from one of nanochat's ``MuonAdamW``, whose ranks keep a part of the state each.
 
@@ -126,13 +127,10 @@ def convert_nanochat_state(optimizer: Muon, states: StateDict | Sequence[StateDi
     found: dict[Any, dict[str, Any]] = {}
     for group in saved:
         found |= _stacked_momentum(group, ranks) if group.use_muon else _joined_moments(group, ranks, shapes)
-    converted = _converted(optimizer, saved, found)
-    for param_group, own in zip(converted["param_groups"], optimizer.state_dict()["param_groups"], strict=True):
-        if own["use_muon"]:
-            param_group |= {key: own[key] for key in ("scheme", "ns_steps")}
-    return converted
+    return _converted(optimizer, saved, found, _LIKE_KELLER, is_mean=True)
 
 
+@raises_state_errors
 def convert_motif_state(optimizer: Muon, state: StateDict, names: Iterable[str] | None = None) -> dict[str, Any]:
     """A state_dict for ``optimizer`` from one of ``Muon`` of Motif's ``optimizer`` package.
 
@@ -166,9 +164,10 @@ def convert_motif_state(optimizer: Muon, state: StateDict, names: Iterable[str] 
         for key, name in zip(group.keys, group.names, strict=True):
             if entry := _checked_entry(group, name, state["state"].get(key)):
                 found[key] = {renamed.get(k, k): value for k, value in entry.items()}
-    return _with_sums(optimizer, saved, found)
+    return _converted(optimizer, saved, found)
 
 
+@raises_state_errors
 def convert_dion_state(optimizer: Muon, state: StateDict, names: Iterable[str]) -> dict[str, Any]:
     """A state_dict for ``optimizer`` from one of dion's ``Muon`` or ``NorMuon``.
 
@@ -205,7 +204,7 @@ def convert_dion_state(optimizer: Muon, state: StateDict, names: Iterable[str]) 
             elif entry:
                 step = float(entry.get("step_dev", 0)) or options["step"]  # older versions count per group only
                 found[key] = {"step": step, "exp_avg": entry["momentum"], "exp_avg_sq": entry["variance"]}
-    return _with_sums(optimizer, saved, found)
+    return _converted(optimizer, saved, found)
 
 
 def _check_dions_choices(options: Mapping[str, Any]) -> None:
@@ -229,29 +228,6 @@ def _check_dions_choices(options: Mapping[str, Any]) -> None:
         )
 
 
-def _with_sums(optimizer: Muon, saved: Sequence[_SavedGroup], found: Mapping[Any, Mapping[str, Any]]) -> dict[str, Any]:
-    """Converts a state whose momentum is a sum already, and whose scheme is not known."""
-    converted = _converted(optimizer, saved, found)
-    buffers = {
-        name: found[key]["momentum_buffer"]
-        for group in saved
-        if group.use_muon
-        for key, name in zip(group.keys, group.names, strict=True)
-        if key in found
-    }
-    rules = {name for group in saved if "adjust_lr_fn" in group.options for name in group.names}
-    for param_group, live in zip(converted["param_groups"], optimizer.param_groups, strict=True):
-        if not live["use_muon"]:
-            continue
-        own = ("scheme", "ns_steps") if rules.issuperset(live["param_names"]) else ("scheme", "ns_steps", "adjust_lr_fn")
-        param_group |= {key: live[key] for key in own}
-        for key, name in zip(param_group["params"], live["param_names"], strict=True):
-            if name in buffers:
-                buffer = buffers[name].detach()
-                converted["state"][key]["momentum_buffer"] = buffer.to(live["momentum_dtype"] or buffer.dtype, copy=True)
-    return converted
-
-
 def _ranks(states: Any, form: _Form, *, several: bool = True) -> Sequence[StateDict]:
     """The saved state of every rank, after checking that it has the form of a state_dict."""
     as_one = isinstance(states, Mapping) or not isinstance(states, Iterable) or not several
@@ -260,26 +236,13 @@ def _ranks(states: Any, form: _Form, *, several: bool = True) -> Sequence[StateD
         raise StateError("states is empty: give the state_dict, or a list with that of every rank.")
     for state in ranks:
         if not is_state_dict(state):
-            found = (
-                f"a dict with the keys {sorted(map(str, state))[:6]}"
-                if isinstance(state, Mapping)
-                else f"a {type(state).__name__}"
-            )
+            is_dict = isinstance(state, Mapping)
+            found = f"a dict with the keys {sorted(map(str, state))[:6]}" if is_dict else f"a {type(state).__name__}"
             raise StateError(
                 f"the saved state is {found}, which is not a state_dict of {form.whose}: pass what its state_dict() returned, a "
                 "dict with a dict 'state' and a list 'param_groups'."
             )
     return ranks
-
-
-def _checked_names(names: Any) -> list[str]:
-    listed = [] if isinstance(names, str | set | frozenset) or not isinstance(names, Iterable) else list(names)
-    if not (listed and all(isinstance(name, str) for name in listed)):
-        raise StateError(
-            f"names={shown(names)} must be the list of the names of the saved optimizer's parameters in its order, group after "
-            "group; docs/migrate.md shows how to list them."
-        )
-    return listed
 
 
 def _checked_entry(group: _SavedGroup, name: str, entry: StateDict | None) -> StateDict:
@@ -302,7 +265,13 @@ def _saved_groups(ranks: Sequence[StateDict], names: Iterable[str], form: _Form)
             raise StateError(
                 f"the state of rank {number} has other param groups than that of rank 0: they are from different runs."
             )
-    listed, count = _checked_names(names), sum(len(group["params"]) for group in groups)
+    listed = [] if isinstance(names, str | set | frozenset) or not isinstance(names, Iterable) else list(names)
+    if not (listed and all(isinstance(name, str) for name in listed)):
+        raise StateError(
+            f"names={shown(names)} must be the list of the names of the saved optimizer's parameters in its order, group after "
+            "group; docs/migrate.md shows how to list them."
+        )
+    count = sum(len(group["params"]) for group in groups)
     if len(listed) != count or len(set(listed)) != count:
         raise StateError(f"names has {len(set(listed))} different names for {count} parameters of the saved state.")
     rest = iter(listed)
@@ -363,19 +332,25 @@ def _joined_moments(
     return found
 
 
-def _converted(optimizer: Muon, saved: Sequence[_SavedGroup], found: Mapping[Any, Mapping[str, Any]]) -> dict[str, Any]:
-    """Both parts as the states of torch's two optimizers, converted."""
-    parts: dict[bool, dict[str, Any]] = {use_muon: {"state": {}, "param_groups": []} for use_muon in (True, False)}
+def _converted(
+    optimizer: Muon,
+    saved: Sequence[_SavedGroup],
+    found: Mapping[Any, Mapping[str, Any]],
+    of_matrices: Mapping[str, Any] | None = None,
+    *,
+    is_mean: bool = False,
+) -> dict[str, Any]:
+    """``of_matrices`` are options that Muon's parameters were stepped with and that are not saved."""
+    params = {}
     for group in saved:
-        part = parts[group.use_muon]
-        extra = _MUON_OPTIONS if group.use_muon else {"maximize": False}
         of_kind = ("momentum", "nesterov", "adjust_lr_fn") if group.use_muon else ("betas", "eps")
         keys = ("lr", "weight_decay", "initial_lr", "maximize", "cautious_weight_decay", *of_kind)
-        options = {key: group.options[key] for key in keys if key in group.options}
-        part["param_groups"].append({**extra, **options, "params": list(group.keys), "param_names": list(group.names)})
-        for key in group.keys:
-            state = dict(found.get(key, {}))
+        options = dict(of_matrices or {}) if group.use_muon else {"maximize": False}
+        options |= {key: group.options[key] for key in keys if key in group.options}
+        kept = ("momentum_buffer",) if group.use_muon else _ADAMW_KEYS
+        for key, name in zip(group.keys, group.names, strict=True):
+            state = {k: value for k, value in found.get(key, {}).items() if k in kept}
             if "step" in state:
                 state["step"] = torch.tensor(float(state["step"]))
-            part["state"][key] = state
-    return convert_torch_state(optimizer, *(part if part["param_groups"] else None for part in parts.values()))
+            params[name] = SavedParam(group.use_muon, state, options, is_mean)
+    return state_dict_from(optimizer, params)

@@ -1,18 +1,15 @@
 """The only part of the package that communicates."""
 
 from .agreement import Agreement, PendingVotes, Vote
-from .collectives import all_gather_objects, averaged, broadcast
+from .collectives import all_gather_objects, averaged, broadcast, norm_device, reduce_largest, reduce_sum, swap_with
 from .exchange import Exchange, Pending
 from .groups import exchange_group, shared_group, turn_of, turns_of
-from .norms import NormWord, norm_device, reduce_norm
 from .plain_data import sendable
-from .probe import swap_with
 from .reference import check_round_trip, has_part, own_shard, whole
 
 __all__ = [
     "Agreement",
     "Exchange",
-    "NormWord",
     "Pending",
     "PendingVotes",
     "Vote",
@@ -24,7 +21,8 @@ __all__ = [
     "has_part",
     "norm_device",
     "own_shard",
-    "reduce_norm",
+    "reduce_largest",
+    "reduce_sum",
     "sendable",
     "shared_group",
     "swap_with",

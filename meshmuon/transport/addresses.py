@@ -6,6 +6,7 @@ import os
 import socket
 import struct
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 _ASK_IPV4_ADDRESS = 0x8915  # SIOCGIFADDR
@@ -61,20 +62,15 @@ def _chosen_interfaces() -> tuple[str, list[str]]:
 
 def addresses_of_interface(name: str) -> list[str]:
     """The addresses of a network interface such as ``eth0``; none if there is no such interface."""
-    return [*_ipv4_of_interface(name), *_ipv6_of_interface(name)]
-
-
-def _ipv4_of_interface(name: str) -> list[str]:
+    addresses = _ipv6_of_interface(name)
     try:
         from fcntl import ioctl  # where there is no such module, there is no gloo either
     except ImportError:
-        return []
+        return addresses
     request = struct.pack("256s", name.encode()[:15])
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking:
-        try:
-            return [socket.inet_ntoa(ioctl(asking.fileno(), _ASK_IPV4_ADDRESS, request)[20:24])]
-        except OSError:
-            return []
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking, suppress(OSError):
+        addresses.insert(0, socket.inet_ntoa(ioctl(asking.fileno(), _ASK_IPV4_ADDRESS, request)[20:24]))
+    return addresses
 
 
 def _ipv6_of_interface(name: str) -> list[str]:
@@ -83,11 +79,8 @@ def _ipv6_of_interface(name: str) -> list[str]:
         rows = [line.split() for line in _IPV6_ADDRESSES.read_text().splitlines()]
     except OSError:
         return []
-    return [
-        socket.inet_ntop(socket.AF_INET6, bytes.fromhex(row[0]))
-        for row in rows
-        if len(row) == 6 and row[5] == name and row[3] != "20"
-    ]
+    own = [row[0] for row in rows if len(row) == 6 and row[5] == name and row[3] != "20"]
+    return [socket.inet_ntop(socket.AF_INET6, bytes.fromhex(digits)) for digits in own]
 
 
 def _of_name(host: str) -> Iterator[str]:

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
+import threading
 from dataclasses import dataclass
 from typing import TypeVar
 
-import torch
 import torch.distributed as dist
-from torch import Tensor
 
-from ..torch_compat import object_device
-from .channels import channel_of, reduce, seconds_of
-from .collectives import all_gather_objects
+from ..errors import StateError
+from .collectives import all_gather_objects, start_maximum
 from .failures import hang_up, named_phase
-from .host_channel import PendingRounds
+from .groups import turn_of
 
 _T = TypeVar("_T")
 
@@ -38,13 +36,12 @@ class Vote:
 class PendingVotes:
     """Votes on their way. ``wait`` is called once."""
 
-    def __init__(self, agreement: Agreement, vote: Vote) -> None:
-        self._group = agreement.group
+    def __init__(self, vote: Vote, group: dist.ProcessGroup) -> None:
         assert vote.fingerprint is not None
-        flags = (vote.prepares, vote.nonfinite, vote.has_work)
-        words = (vote.fingerprint, -vote.fingerprint, *map(int, flags), vote.activity, vote.proposed_id)
-        with named_phase("agreement", self._group):
-            self._maximum = agreement.start_maximum(words)
+        self._group = group
+        flags = int(vote.prepares), int(vote.nonfinite), int(vote.has_work)
+        with named_phase("agreement", group):
+            self._maximum = start_maximum((vote.fingerprint, -vote.fingerprint, *flags, vote.activity, vote.proposed_id), group)
 
     def wait(self) -> Vote:
         """The votes of all ranks, counted."""
@@ -66,19 +63,38 @@ class PendingVotes:
 class Agreement:
     """Compares what the ranks of a process group are about to do, and gathers their views where they differ.
 
-    A vote travels through host memory: in ⌈log2 W⌉ rounds over a channel of its own (``host_channel.py``), or as an all-reduce of
-    the group where there is no channel (``channels.py``). Every rank of the group must call ``start`` and ``all_gather_objects``
-    in the same order, and wait for each vote before it does anything else here.
+    A step holds the turn of the process group from its vote to its end. Another thread that steps another optimizer over the same
+    group, clips or gathers state over it, waits. If ranks step in different orders, their votes differ, and all of them raise.
+
+    Every rank of the group must call ``start`` and ``all_gather_objects`` in the same order, and wait for each vote before it
+    does anything else here.
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
-        self.group = group
-        self.ranks = dist.get_process_group_ranks(group)
-        self._words: Tensor | None = None  # of the all-reduce, where there is no channel
+        self.ranks = tuple(dist.get_process_group_ranks(group))
+        self._group = group
+        self._turn = turn_of(group)
+        self._thread: int | None = None  # that has the turn
+
+    def begin_turn(self) -> None:
+        """Returns once no other thread of this process steps over the process group."""
+        if self._thread == threading.get_ident():
+            raise StateError(
+                "step() was called inside a step of the same optimizer, by its scheme, its rule or a hook. Let the one step end "
+                "before the next begins."
+            )
+        self._turn.acquire()
+        self._thread = threading.get_ident()
+
+    def end_turn(self) -> None:
+        """The step is over, or has failed, whether or not it had begun its turn."""
+        if self._thread == threading.get_ident():
+            self._thread = None
+            self._turn.release()
 
     def start(self, vote: Vote) -> PendingVotes:
         """Sends the vote, and returns before those of the other ranks are here."""
-        return PendingVotes(self, vote)
+        return PendingVotes(vote, self._group)
 
     def decide(self, vote: Vote) -> Vote:
         """Counts the votes."""
@@ -86,36 +102,4 @@ class Agreement:
 
     def all_gather_objects(self, value: _T) -> dict[int, _T]:
         """Rank → its ``value``. It is slow, and meant for ranks that disagree."""
-        return all_gather_objects(value, self.group)
-
-    def start_maximum(self, words: tuple[int, ...]) -> PendingRounds[tuple[int, ...]] | _ReducedMaximum:
-        """Starts to find the largest of each word over all ranks."""
-        channel = channel_of(self.group)
-        if channel is None:
-            return _ReducedMaximum(words, self._reduced_words(len(words)), self.group)
-        return channel.start_maximum(words, seconds_of(self.group))
-
-    def _reduced_words(self, count: int) -> Tensor:
-        """Made once: a step allocates nothing new."""
-        if self._words is None:
-            with torch.inference_mode(False):  # a tensor made inside inference_mode cannot be written outside of it
-                self._words = torch.empty(count, dtype=torch.int64, device=object_device(self.group))
-        return self._words
-
-
-class _ReducedMaximum:
-    """``PendingRounds`` by an all-reduce of the group, for groups without a channel: it waits at once."""
-
-    def __init__(self, words: tuple[int, ...], reduced: Tensor, group: dist.ProcessGroup) -> None:
-        self._words = reduced
-        for place, word in enumerate(words):
-            reduced[place] = word
-        reduce(reduced, group, dist.ReduceOp.MAX)
-
-    def advance(self) -> bool:
-        """There is nothing left to do."""
-        return True
-
-    def wait(self) -> tuple[int, ...]:
-        """The largest of each word over all ranks."""
-        return tuple(self._words.tolist())
+        return all_gather_objects(value, self._group)

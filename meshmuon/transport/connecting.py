@@ -12,16 +12,19 @@ from __future__ import annotations
 import errno
 import hashlib
 import hmac
+import math
 import os
 import random
 import secrets
-import selectors
+import select
 import socket
 import struct
 import time
 import weakref
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence, Set
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from typing import TypeVar
 
 from .addresses import own_addresses
 from .plain_data import sendable
@@ -38,7 +41,10 @@ _HELLO_SECONDS = 10.0  # for a caller to prove that it is a rank
 _RETRY_SECONDS = 0.5  # after which an address that led nowhere is tried again
 
 open_sockets: weakref.WeakSet[socket.socket] = weakref.WeakSet()  # which a fork must not keep
-_Steps = Generator[int, None, None]  # yields what it waits for on its connection: EVENT_READ or EVENT_WRITE
+_T = TypeVar("_T")
+# A conversation yields the socket that it waits for, for which event, and when it goes on without one.
+_Wait = tuple[socket.socket | None, int, float]
+_Conversation = Generator[_Wait, None, _T]
 
 
 @sendable
@@ -50,6 +56,10 @@ class Door:
     places: tuple[tuple[str, int], ...]  # addresses and ports
     secret: str  # random
     trouble: str = ""  # why nobody can call, if nobody can
+
+
+class UnreachableError(Exception):
+    """The connections cannot be made."""
 
 
 class Listener:
@@ -73,7 +83,6 @@ class Listener:
         self.door = Door(version, tuple(places), secrets.token_hex(16), "" if places else trouble)
 
     def close(self) -> None:
-        """Stops listening."""
         for listening in self.sockets:
             listening.close()
         self.sockets = []
@@ -91,33 +100,18 @@ def _listening(address: str) -> socket.socket:
         raise RuntimeError(
             f"{PORTS}={setting!r}: write the first and the last port that ranks may listen on, such as 29600-29699"
         )
-    ports = list(allowed)
-    random.Random(os.getpid()).shuffle(ports)  # ranks of one host would all begin with the same
-    for port in ports:
+    # In random order: ranks of one host would all begin with the same.
+    for port in random.Random(os.getpid()).sample(allowed, len(allowed)):
         try:
-            made = socket.create_server((address, port), family=_family(address), backlog=_BACKLOG)
+            listening = socket.create_server((address, port), family=_family(address), backlog=_BACKLOG)
         except OSError as error:
             if error.errno != errno.EADDRINUSE:
                 raise
             continue
-        made.setblocking(False)
-        open_sockets.add(made)
-        return made
+        listening.setblocking(False)
+        open_sockets.add(listening)
+        return listening
     raise RuntimeError(f"{PORTS}={setting}: all of these ports are in use at {address}. Name more of them")
-
-
-class UnreachableError(Exception):
-    """The connections cannot be made."""
-
-
-@dataclass(eq=False, slots=True)
-class _Dialogue:
-    """One connection that is being made, in either direction."""
-
-    socket: socket.socket
-    steps: _Steps
-    failed: Callable[[str], None]
-    deadline: float
 
 
 class Connecting:
@@ -142,13 +136,12 @@ class Connecting:
         name_of: Callable[[int], str],
     ) -> None:
         self._position, self._doors, self._listener, self._name_of = position, doors, listener, name_of
-        self._targets, self._sources = tuple(targets), frozenset(sources)
+        self._targets, self._sources = frozenset(targets), frozenset(sources)
         self._key = hashlib.sha256("".join(door.secret for door in doors).encode()).digest()
-        self._selector = selectors.DefaultSelector()
-        self._strangers: list[_Dialogue] = []
-        self._seconds = 0.0
-        self._retries: list[tuple[float, int, tuple[str, int]]] = []  # when, which target, where
+        self._waits: dict[_Conversation[None], _Wait] = {}  # of the conversations under way
+        self._strangers: dict[socket.socket, _Conversation[None]] = {}  # those whose caller has not proved anything yet
         self._troubles: dict[int, dict[str, str]] = {target: {} for target in targets}  # by address
+        self._seconds = 0.0
         self.outgoing: dict[int, socket.socket] = {}
         self.incoming: dict[int, socket.socket] = {}
 
@@ -157,46 +150,62 @@ class Connecting:
         self._seconds, end = seconds, time.monotonic() + seconds
         try:
             for listening in self._listener.sockets:
-                self._selector.register(listening, selectors.EVENT_READ)
-            self._retries = [(0.0, target, place) for target in self._targets for place in self._doors[target].places]
-            while missing := {*self._targets} - self.outgoing.keys() | self._sources - self.incoming.keys():
-                now = time.monotonic()
-                if now > end:
+                self._go_on(self._accept(listening))
+            for target in self._targets:
+                for place in self._doors[target].places:
+                    self._go_on(self._call(target, *place))
+            while missing := self._targets - self.outgoing.keys() | self._sources - self.incoming.keys():
+                if time.monotonic() > end:
                     raise UnreachableError(self._summary(missing))
-                self._begin_calls(now)
-                for key, _ in self._selector.select(min(0.1, end - now)):
-                    # An earlier event may have closed the connection, and the next one may already have its number.
-                    if self._selector.get_map().get(key.fd) == key:
-                        self._accept(key.fileobj) if key.data is None else self._advance(key.data)  # type: ignore[arg-type]
-                for stranger in [stranger for stranger in self._strangers if stranger.deadline < now]:
-                    self._close(stranger, "it took too long")
+                self._wait()
         except BaseException:
-            for made in (*self.outgoing.values(), *self.incoming.values()):
-                made.close()
+            for connection in (*self.outgoing.values(), *self.incoming.values()):
+                connection.close()
             raise
         finally:
-            kept = {*self.outgoing.values(), *self.incoming.values()}
-            for key in list(self._selector.get_map().values()):
-                if key.data is not None and key.data.socket not in kept:
-                    key.data.socket.close()
-            self._selector.close()
+            for conversation in self._waits:
+                conversation.close()
             self._listener.close()
 
-    def _summary(self, missing: set[int]) -> str:
-        peer = min(missing, key=lambda peer: (peer not in self._targets or peer in self.outgoing, peer))
-        troubles = "; ".join(f"{where}: {why}" for where, why in self._troubles.get(peer, {}).items())
-        return f"no connection with {self._name_of(peer)} after {self._seconds:g} s ({troubles or 'no answer'})"
+    def _wait(self) -> None:
+        """Waits until a conversation can go on, but not for long."""
+        events = select.poll()
+        for connection, event, _ in self._waits.values():
+            if connection is not None:
+                events.register(connection, event)
+        happened = {descriptor for descriptor, _ in events.poll(100)}
+        now = time.monotonic()
+        for conversation, (connection, _, until) in list(self._waits.items()):
+            due = until <= now or (connection is not None and connection.fileno() in happened)
+            if due and conversation in self._waits:  # an earlier one may have ended it
+                self._go_on(conversation)
 
-    # The two dialogues, and what follows on both sides.
+    def _go_on(self, conversation: _Conversation[None]) -> None:
+        try:
+            self._waits[conversation] = next(conversation)
+        except StopIteration:
+            self._waits.pop(conversation, None)
 
-    def _call(self, target: int, connection: socket.socket) -> _Steps:
-        yield selectors.EVENT_WRITE
-        if code := connection.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
-            raise OSError(code, os.strerror(code))
+    def _call(self, target: int, address: str, port: int) -> _Conversation[None]:
+        """Calls a target at one of its places until one of them has answered."""
+        while target not in self.outgoing:
+            try:
+                with self._closed_unless_kept(socket.socket(_family(address), socket.SOCK_STREAM)) as connection:
+                    code = connection.connect_ex((address, port))
+                    if code in (errno.EINPROGRESS, errno.EWOULDBLOCK):
+                        yield connection, select.POLLOUT, math.inf
+                        code = connection.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
+                    if code:
+                        raise OSError(code, os.strerror(code))
+                    yield from self._introduce(target, connection)
+            except OSError as error:  # also if there is no IPv6 here, or no route
+                self._troubles[target][f"{address} port {port}"] = str(error)
+                yield None, 0, time.monotonic() + _RETRY_SECONDS
+
+    def _introduce(self, target: int, connection: socket.socket) -> _Conversation[None]:
         hello = _HELLO.pack(_MAGIC, PROTOCOL, self._position, target, secrets.token_bytes(16))
         connection.sendall(hello)
-        answer = yield from _received(connection, _CHALLENGE.size)
-        magic, version, number, proof = _CHALLENGE.unpack(answer)
+        magic, version, number, proof = _CHALLENGE.unpack((yield from _received(connection, _CHALLENGE.size, math.inf)))
         _check_version(magic, version)
         if not hmac.compare_digest(proof, self._proof(b"called", hello, number)):
             raise ConnectionError("another program answers")
@@ -205,104 +214,74 @@ class Connecting:
         connection.sendall(self._proof(b"caller", hello, number))
         yield from self._keep(target, connection, self.outgoing)
 
-    def _answer(self, connection: socket.socket) -> _Steps:
-        hello = yield from _received(connection, _HELLO.size)
-        magic, version, source, target, _ = _HELLO.unpack(hello)
-        if magic != _MAGIC:
-            raise ConnectionError("another program calls")
-        number = secrets.token_bytes(16)
-        connection.sendall(_CHALLENGE.pack(_MAGIC, PROTOCOL, number, self._proof(b"called", hello, number)))
-        _check_version(magic, version)
-        proof = yield from _received(connection, _PROOF)
-        if not hmac.compare_digest(proof, self._proof(b"caller", hello, number)):
-            raise ConnectionError("it does not have the key")
-        if target != self._position or source not in self._sources or source in self.incoming:
-            raise ConnectionError("it is not expected")
-        yield from self._keep(source, connection, self.incoming)
+    def _accept(self, listening: socket.socket) -> _Conversation[None]:
+        while True:
+            yield listening, select.POLLIN, math.inf
+            try:
+                connection, _ = listening.accept()
+            except OSError:  # the caller has left again
+                continue
+            if len(self._strangers) >= _MOST_STRANGERS:
+                oldest = next(iter(self._strangers.values()))
+                oldest.close()
+                del self._waits[oldest]
+            self._strangers[connection] = self._answer(connection)
+            self._go_on(self._strangers[connection])
 
-    def _keep(self, peer: int, connection: socket.socket, connections: dict[int, socket.socket]) -> _Steps:
+    def _answer(self, connection: socket.socket) -> _Conversation[None]:
+        until = time.monotonic() + _HELLO_SECONDS
+        with suppress(OSError), self._closed_unless_kept(connection):
+            hello = yield from _received(connection, _HELLO.size, until)
+            magic, version, source, target, _ = _HELLO.unpack(hello)
+            if magic != _MAGIC:
+                return
+            number = secrets.token_bytes(16)
+            connection.sendall(_CHALLENGE.pack(_MAGIC, PROTOCOL, number, self._proof(b"called", hello, number)))
+            _check_version(magic, version)
+            proof = yield from _received(connection, _PROOF, until)
+            has_key = hmac.compare_digest(proof, self._proof(b"caller", hello, number))
+            if has_key and target == self._position and source in self._sources - self.incoming.keys():
+                yield from self._keep(source, connection, self.incoming)
+
+    def _keep(self, peer: int, connection: socket.socket, connections: dict[int, socket.socket]) -> _Conversation[None]:
         """Watches a connection that was made: a rank that gives up closes its own, before it has made all of them."""
         connections[peer] = connection
-        yield selectors.EVENT_READ
+        self._strangers.pop(connection, None)
+        yield connection, select.POLLIN, math.inf
         try:
-            left = not connection.recv(1, socket.MSG_PEEK)
+            left = not connection.recv(1, socket.MSG_PEEK)  # else its first message is here already, and will be read later
         except OSError:
             left = True
         if left:  # perhaps since this rank could not reach another, and knows why
             untold = {target for target, troubles in self._troubles.items() if troubles} - self.outgoing.keys()
             raise UnreachableError(self._summary(untold) if untold else f"{self._name_of(peer)} has given up")
 
+    @contextmanager
+    def _closed_unless_kept(self, connection: socket.socket) -> Iterator[socket.socket]:
+        open_sockets.add(connection)
+        connection.setblocking(False)
+        try:
+            yield connection
+        finally:
+            self._strangers.pop(connection, None)
+            if connection not in (*self.outgoing.values(), *self.incoming.values()):
+                connection.close()
+
     def _proof(self, role: bytes, hello: bytes, number: bytes) -> bytes:
         return hmac.digest(self._key, role + hello + number, "sha256")
 
-    # What makes them go on.
-
-    def _begin_calls(self, now: float) -> None:
-        due = [retry for retry in self._retries if retry[0] <= now]
-        self._retries = [retry for retry in self._retries if retry[0] > now]
-        for _, target, (address, port) in due:
-            if target not in self.outgoing:
-                self._begin_call(target, address, port)
-
-    def _begin_call(self, target: int, address: str, port: int) -> None:
-        def failed(why: str) -> None:
-            if target not in self.outgoing:
-                self._troubles[target][f"{address} port {port}"] = why
-                self._retries.append((time.monotonic() + _RETRY_SECONDS, target, (address, port)))
-
-        try:
-            connection = socket.socket(_family(address), socket.SOCK_STREAM)
-            connection.setblocking(False)
-            code = connection.connect_ex((address, port))
-            if code not in (0, errno.EINPROGRESS, errno.EWOULDBLOCK):
-                connection.close()
-                raise OSError(code, os.strerror(code))
-        except OSError as error:  # no IPv6 here, or no route
-            failed(str(error))
-            return
-        self._begin(_Dialogue(connection, self._call(target, connection), failed, float("inf")))
-
-    def _accept(self, listening: socket.socket) -> None:
-        try:
-            connection, _ = listening.accept()
-        except OSError:  # the caller has left again
-            return
-        connection.setblocking(False)
-        if len(self._strangers) >= _MOST_STRANGERS:
-            self._close(self._strangers[0], "others call")
-        stranger = _Dialogue(connection, self._answer(connection), lambda why: None, time.monotonic() + _HELLO_SECONDS)
-        self._strangers.append(stranger)
-        self._begin(stranger)
-
-    def _begin(self, dialogue: _Dialogue) -> None:
-        open_sockets.add(dialogue.socket)
-        self._selector.register(dialogue.socket, next(dialogue.steps), dialogue)
-
-    def _advance(self, dialogue: _Dialogue) -> None:
-        try:
-            events = next(dialogue.steps, 0)
-        except OSError as error:
-            self._close(dialogue, str(error))
-            return
-        if dialogue in self._strangers and dialogue.socket in self.incoming.values():
-            self._strangers.remove(dialogue)
-        if events:
-            self._selector.modify(dialogue.socket, events, dialogue)
-        else:  # its first message is here already, and will be read later
-            self._selector.unregister(dialogue.socket)
-
-    def _close(self, dialogue: _Dialogue, why: str) -> None:
-        self._selector.unregister(dialogue.socket)
-        dialogue.socket.close()
-        if dialogue in self._strangers:
-            self._strangers.remove(dialogue)
-        dialogue.failed(why)
+    def _summary(self, missing: Set[int]) -> str:
+        peer = min(missing, key=lambda peer: (peer not in self._targets or peer in self.outgoing, peer))
+        troubles = "; ".join(f"{where}: {why}" for where, why in self._troubles.get(peer, {}).items())
+        return f"no connection with {self._name_of(peer)} after {self._seconds:g} s ({troubles or 'no answer'})"
 
 
-def _received(connection: socket.socket, size: int) -> Generator[int, None, bytes]:
+def _received(connection: socket.socket, size: int, until: float) -> _Conversation[bytes]:
     received = b""
     while len(received) < size:
-        yield selectors.EVENT_READ
+        yield connection, select.POLLIN, until
+        if time.monotonic() >= until:
+            raise ConnectionError("it took too long")
         try:
             part = connection.recv(size - len(received))
         except BlockingIOError:

@@ -9,8 +9,7 @@ from typing import TypeVar
 import torch.distributed as dist
 from torch import Tensor
 
-from .agreement import Agreement
-from .channels import reduce
+from .collectives import all_gather_objects, reduce_largest, reduce_sum, start_maximum
 from .failures import hang_up, named_phase, wait_for
 
 _T = TypeVar("_T")
@@ -50,12 +49,11 @@ class Exchange:
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group = group
-        self._ranks = dist.get_process_group_ranks(group)
-        self._agreement: Agreement | None = None
+        self.ranks = dist.get_process_group_ranks(group)  # in the order of the group
 
     def splits(self, counts: Mapping[int, int]) -> list[int]:
         """Elements per rank of the group, in its order: {0: 6, 2: 12} over four ranks is [6, 0, 12, 0]."""
-        return [counts.get(rank, 0) for rank in self._ranks]
+        return [counts.get(rank, 0) for rank in self.ranks]
 
     def start(self, received: Tensor, received_splits: list[int], sent: Tensor, sent_splits: list[int], *, phase: str) -> Pending:
         """Starts an exchange between flat buffers; ``phase`` names it in errors."""
@@ -68,26 +66,17 @@ class Exchange:
 
     def reduce_largest(self, value: Tensor) -> None:
         """Replaces ``value`` by its maximum over the ranks, on its device; the host does not wait."""
-        with named_phase("agreement", self._group):
-            reduce(value, self._group, dist.ReduceOp.MAX)
-
-    @property
-    def ranks(self) -> list[int]:
-        """The ranks of the group, in its order."""
-        return self._ranks
+        reduce_largest(value, self._group, phase="agreement")
 
     def add_up(self, values: Tensor) -> None:
         """Replaces ``values`` by their sums over the ranks, on their device; the host does not wait."""
-        with named_phase("reduction of metrics", self._group):
-            reduce(values, self._group)
+        reduce_sum(values, self._group, phase="reduction of metrics")
 
     def tell(self, entries: list[_T]) -> dict[int, list[_T]]:
         """Rank → its ``entries``; empty if no rank has any, which takes one small vote in host memory."""
-        if self._agreement is None:
-            self._agreement = Agreement(self._group)
         with named_phase("scatter", self._group):
-            (most,) = self._agreement.start_maximum((len(entries),)).wait()
-        return self._agreement.all_gather_objects(entries) if most else {}
+            (most,) = start_maximum((len(entries),), self._group).wait()
+        return all_gather_objects(entries, self._group) if most else {}
 
     def abandon(self) -> None:
         """Leaves a step half done. Ranks that wait for this one get an error at once, where the backend can tell them."""

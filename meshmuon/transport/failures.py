@@ -28,48 +28,40 @@ _SHORT = timedelta(milliseconds=1)
 _SLICE = timedelta(seconds=0.5)  # of a wait for gloo
 _PERIOD = 0.25  # seconds from one look at the channels to the next
 
-_channels: weakref.WeakKeyDictionary[dist.ProcessGroup, HostChannel | None] = weakref.WeakKeyDictionary()
+# The channel that belongs to a group, or None if it has none: ``hang_up`` closes both, also if a rank is lost.
+channels: weakref.WeakKeyDictionary[dist.ProcessGroup, HostChannel | None] = weakref.WeakKeyDictionary()
 _lock = threading.Lock()  # of this dictionary
 _watching: list[threading.Thread] = []  # the one thread, once there is a channel
 _without_channel: list[dist.ProcessGroup] = []  # in which this process waits, and which end with any channel
 
 
 def set_channel(group: dist.ProcessGroup, channel: HostChannel | None) -> None:
-    """From now on ``channel`` belongs to ``group``: ``hang_up`` closes both, also if a rank is lost; or there is none."""
     if channel is not None:
         channel.beside_gloo = gloo_of(group) is not None
     with _lock:
-        _channels[group] = channel
+        channels[group] = channel
         if channel is not None and channel.connections and not _watching:
             _watching.append(threading.Thread(target=_watch, name="meshmuon: lost ranks", daemon=True))
             _watching[0].start()
 
 
-def has_channel(group: dist.ProcessGroup) -> bool:
-    """Whether ``set_channel`` was called."""
-    return group in _channels
-
-
-def existing_channel(group: dist.ProcessGroup) -> HostChannel | None:
-    """The channel that belongs to ``group``, if it has one."""
-    return _channels.get(group)
-
-
 def _watch() -> None:
     while True:
         time.sleep(_PERIOD)
-        with _lock:
-            living = list(_channels.values())
-        while living:  # no group may be kept alive by this thread, and no channel while it sleeps
-            channel = living.pop()
-            if channel is not None and (why := channel.look_for_lost(time.monotonic())):
-                channel.end(why)
-                with _lock:
-                    groups = [group for group, held in _channels.items() if held is channel]
-                for group in (*groups, *_without_channel):
-                    hang_up(group)
-                group = groups = None  # type: ignore[assignment]
-            channel = None
+        _look_for_lost()  # a function of its own: no group and no channel may be kept alive while this thread sleeps
+
+
+def _look_for_lost() -> None:
+    with _lock:
+        living = [channel for channel in channels.values() if channel is not None]
+    while living:
+        channel = living.pop()
+        if why := channel.look_for_lost(time.monotonic()):
+            channel.end(why)
+            with _lock:
+                groups = [group for group, held in channels.items() if held is channel]
+            for group in (*groups, *_without_channel):
+                hang_up(group)
 
 
 def wait_for(work: Any, tensor: Tensor, group: dist.ProcessGroup) -> None:
@@ -79,7 +71,7 @@ def wait_for(work: Any, tensor: Tensor, group: dist.ProcessGroup) -> None:
     lost rank holds it open. It is therefore waited for in slices: giving up a slice does not disturb the collective. Collectives
     of other backends either do not make the host wait, or are woken when the group is aborted.
     """
-    channel = _channels.get(group)
+    channel = channels.get(group)
     if channel is None or not channel.beside_gloo or tensor.device.type != "cpu":
         work.wait()
         return
@@ -101,7 +93,7 @@ def _ends_within(work: Any, time_slice: timedelta) -> bool:
 @contextmanager
 def named_phase(phase: str, *groups: dist.ProcessGroup) -> Iterator[None]:
     """Turns errors of process groups into a TransportError that names ``phase``, and tells the ranks of ``groups``."""
-    beside = [group for group in groups if existing_channel(group) is None]
+    beside = [group for group in groups if channels.get(group) is None]
     try:
         _without_channel.extend(beside)
         yield
@@ -135,7 +127,7 @@ def hang_up(group: dist.ProcessGroup) -> None:
     gloo has no call that closes its connections. It closes them when a message times out, so this waits one millisecond for a
     message that nobody sends.
     """
-    channel, backend = existing_channel(group), gloo_of(group)
+    channel, backend = channels.get(group), gloo_of(group)
     if channel is not None:
         channel.end("an error in an earlier phase has closed the connections between the ranks")
     abort(group)

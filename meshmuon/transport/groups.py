@@ -44,8 +44,7 @@ def shared_group(ranks: tuple[int, ...], existing: Iterable[dist.ProcessGroup]) 
 
     New groups are forgotten together with the default group, so that nothing outlives ``destroy_process_group``.
     """
-    group = _fitting(ranks, existing)
-    if group is not None:
+    if group := _fitting(ranks, existing):
         return group
     made = _made_of(ranks)
     with made.making:
@@ -79,12 +78,8 @@ def moves(group: dist.ProcessGroup, device: torch.device) -> bool:
 
 
 def _fitting(ranks: Sequence[int], existing: Iterable[dist.ProcessGroup]) -> dist.ProcessGroup | None:
-    default = dist.group.WORLD
-    group: dist.ProcessGroup
-    for group in (*existing, *(() if default is None else (default,))):
-        if dist.get_process_group_ranks(group) == list(ranks):
-            return group
-    return None
+    groups = [*existing, *filter(None, [dist.group.WORLD])]
+    return next((group for group in groups if dist.get_process_group_ranks(group) == list(ranks)), None)
 
 
 def _new_group(ranks: Sequence[int]) -> dist.ProcessGroup:
@@ -92,7 +87,8 @@ def _new_group(ranks: Sequence[int]) -> dist.ProcessGroup:
     base = "meshmuon " + hashlib.sha1(f"{list(ranks)}".encode(), usedforsecurity=False).hexdigest()
     made = _made_of(tuple(ranks))
     with made.making, named_phase("agreement"):
-        group = new_named_group(f"{base} {len(made.groups)}", ranks, _usual_timeout())
+        # Without a timeout torch gives a new group half an hour, regardless of the default group.
+        group = new_named_group(f"{base} {len(made.groups)}", ranks, timeout_of_group(_default()))
         made.groups.append(group)
     weakref.finalize(_default(), group.shutdown).atexit = False
     return group
@@ -111,17 +107,8 @@ def _default() -> dist.ProcessGroup:
 
 def timeout_of_group(group: dist.ProcessGroup) -> timedelta | None:
     """How long collectives of ``group`` wait for a rank, if its backend tells."""
-    for device in ("cpu", "cuda"):
-        timeout = timeout_of(backend_of(group, torch.device(device)))
-        if timeout is not None:
-            return timeout
-    return None
-
-
-def _usual_timeout() -> timedelta | None:
-    """The default group's timeout, if known; without it torch gives a new group half an hour, regardless of the default group."""
-    default = dist.group.WORLD
-    return None if default is None else timeout_of_group(default)
+    timeouts = (timeout_of(backend_of(group, torch.device(device))) for device in ("cpu", "cuda"))
+    return next((timeout for timeout in timeouts if timeout is not None), None)
 
 
 def _moves_host_memory(group: dist.ProcessGroup) -> bool:

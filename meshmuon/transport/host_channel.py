@@ -1,7 +1,9 @@
 """Small messages between the ranks of a process group, through host memory, over O(log W) connections per rank.
 
 gloo's all-reduce is a ring, 2·(W − 1) hops one after the other, and a gloo group connects every pair of ranks. Here a maximum
-takes ⌈log2 W⌉ hops (``dissemination.py``), and a rank has as many connections in each direction.
+takes ⌈log2 W⌉ hops, and a rank has as many connections in each direction. In a round of distance d, rank i sends all that it
+knows to rank i + d and hears from rank i − d, modulo W. The distances are 1, 2, 4, …: with 6 ranks, rank 5 knows of 5 at first,
+then of 4–5, of 2–5, and of all after 3 rounds. Ranks that tell each other maxima may hear of one rank twice.
 
 Every message has a header: what it is, the round, how many there were before it, and the bytes that follow, of which there is a
 limit. A rank that leaves says why: it has done its part of all steps, or it has failed. One that is killed says nothing.
@@ -16,17 +18,16 @@ import struct
 import threading
 import time
 import weakref
-from collections.abc import Callable, Generator, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import closing, contextmanager, suppress
 from multiprocessing.util import Finalize
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 from .connecting import Connecting, Door, Listener, UnreachableError, open_sockets
-from .dissemination import distances, told_in_round
 from .plain_data import from_bytes, to_bytes
 
 _T = TypeVar("_T")
-_Rounds = Generator[tuple[int, int, int], None, _T]  # yields a round and the events that it waits for, POLLOUT and POLLIN
+Rounds = Generator[list[tuple["_Peer", int]], None, _T]  # yields what it waits for, POLLOUT of the target or POLLIN of the source
 _HEADER = struct.Struct("!BBxxIQ")
 _MAXIMUM, _OBJECTS, _GOODBYE, _FAILURE = range(1, 5)
 _LAST_MESSAGES = {_HEADER.pack(kind, 255, 0, 0): kind for kind in (_GOODBYE, _FAILURE)}
@@ -44,6 +45,19 @@ _living: weakref.WeakSet[HostChannel] = weakref.WeakSet()
 Share = Callable[[bytes], list[bytes]]  # every rank's message, in the order of ranks, from that of this rank
 
 
+def distances(size: int) -> tuple[int, ...]:
+    """The distance of each round among ``size`` ranks: (1, 2, 4) for 5 to 8 ranks, none for a single one."""
+    return tuple(1 << k for k in range((size - 1).bit_length()))
+
+
+def told_in_round(position: int, size: int, distance: int) -> tuple[int, ...]:
+    """Whose values a rank passes on in the round of this distance: all that it knows and the receiver does not know yet.
+
+    Only in the last round would the receiver know some of them already.
+    """
+    return tuple((position - j) % size for j in range(min(distance, size - distance)))
+
+
 def open_channel(position: int, ranks: Sequence[int], share: Share) -> HostChannel | str:
     """Connects the ranks of a process group; all of them call it. Returns on all ranks a channel, or on all why there is none.
 
@@ -57,34 +71,28 @@ def open_channel(position: int, ranks: Sequence[int], share: Share) -> HostChann
     size, own_version = len(ranks), meshmuon.__version__
     if size == 1:
         return HostChannel(position, ranks, [], [])
-    listener = Listener(own_version)
-    try:
+    with closing(Listener(own_version)) as listener:
         messages = share(to_bytes([listener.door]))
         doors = [_door_of(rank, message, own_version) for rank, message in zip(ranks, messages, strict=True)]
-    except BaseException:
-        listener.close()
-        raise
-    troubles = [f"rank {rank}: {door.trouble}" for rank, door in zip(ranks, doors, strict=True) if door.trouble]
-    if troubles:
-        listener.close()
-        return troubles[0]
-    targets = [(position + distance) % size for distance in distances(size)]
-    sources = [(position - distance) % size for distance in distances(size)]
-    connecting = Connecting(position, doors, targets, sources, listener, lambda peer: f"rank {ranks[peer]}")
-    trouble = ""
-    try:
-        connecting.run(_CONNECTING_SECONDS)
-    except UnreachableError as error:
-        trouble = f"rank {ranks[position]}: {error}"
+        for rank, door in zip(ranks, doors, strict=True):
+            if door.trouble:
+                return f"rank {rank}: {door.trouble}"
+        targets = [(position + distance) % size for distance in distances(size)]
+        sources = [(position - distance) % size for distance in distances(size)]
+        connecting, trouble = Connecting(position, doors, targets, sources, listener, lambda peer: f"rank {ranks[peer]}"), ""
+        try:
+            connecting.run(_CONNECTING_SECONDS)
+        except UnreachableError as error:
+            trouble = f"rank {ranks[position]}: {error}"
     outgoing, incoming = connecting.outgoing, connecting.incoming
     channel = None if trouble else HostChannel(position, ranks, [outgoing[k] for k in targets], [incoming[k] for k in sources])
     troubles = [text.decode(errors="replace") for text in share(trouble.encode()) if text]
-    if channel is not None and troubles:
+    if channel is not None and not troubles:
+        return channel
+    if channel is not None:
         channel.leave()
-    if channel is None or troubles:
-        # Of what has gone wrong on several ranks, the error tells what others may have followed from.
-        return min(troubles, key=lambda text: ("has given up" in text, "(no answer)" in text, text))
-    return channel
+    # Of what has gone wrong on several ranks, the error tells what others may have followed from.
+    return min(troubles, key=lambda text: ("has given up" in text, "(no answer)" in text, text))
 
 
 def _door_of(rank: int, message: bytes, own_version: str) -> Door:
@@ -96,6 +104,11 @@ def _door_of(rank: int, message: bytes, own_version: str) -> Door:
     except (ValueError, AttributeError):
         version = "another version"
     raise RuntimeError(f"rank {rank} runs {version} of meshmuon, this rank {own_version}: install the same on all ranks")
+
+
+class _Peer(NamedTuple):
+    rank: int
+    connection: socket.socket
 
 
 class HostChannel:
@@ -115,20 +128,19 @@ class HostChannel:
         self, position: int, ranks: Sequence[int], outgoing: Sequence[socket.socket], incoming: Sequence[socket.socket]
     ) -> None:
         self._position, self._ranks = position, tuple(ranks)
-        self._distances = distances(len(ranks))
-        self._outgoing, self._incoming = list(outgoing), list(incoming)
+        self._distances, size = distances(len(ranks)), len(ranks)
+        pairs = zip(self._distances, outgoing, incoming, strict=True)
+        rounds = [(_Peer(ranks[(position + d) % size], to), _Peer(ranks[(position - d) % size], back)) for d, to, back in pairs]
+        self._rounds = rounds  # the target and the source of each
         self._started = 0  # maxima and gathers
         self.lost = ""  # why the channel can no longer be used
         self.beside_gloo = False  # its process group is gloo's
         self._lock = threading.RLock()  # of closing, against the thread that looks for lost ranks
         self._hang_ups = select.poll()
-        self._peers: dict[int, tuple[socket.socket, int]] = {}  # connection and rank, by file descriptor
-        self._silent_since: dict[int, float] = {}
-        for connections, rank_of in ((self._outgoing, self.target), (self._incoming, self.source)):
-            for number, connection in enumerate(connections):
-                _set_options(connection)
-                self._hang_ups.register(connection, getattr(select, "POLLRDHUP", 0))
-                self._peers[connection.fileno()] = connection, rank_of(number)
+        self._silent_since: dict[int, float] = {}  # by file descriptor
+        for connection in self._connections():
+            _set_options(connection)
+            self._hang_ups.register(connection, getattr(select, "POLLRDHUP", 0))
         if not _living:
             Finalize(None, _leave_all, exitpriority=10)  # as atexit, also at the end of processes of ``multiprocessing``
         _living.add(self)
@@ -136,36 +148,38 @@ class HostChannel:
     def __del__(self) -> None:
         self.leave()
 
+    def _connections(self) -> list[socket.socket]:
+        return [peer.connection for peers in self._rounds for peer in peers]
+
     @property
     def connections(self) -> int:
         """How many connections this rank has to others."""
-        return len(self._outgoing) + len(self._incoming)
+        return 2 * len(self._rounds)
 
     def start_maximum(self, words: Sequence[int], seconds: float) -> PendingRounds[tuple[int, ...]]:
         """Starts to find the largest of each of ``words``, integers of 64 bits, over all ranks."""
-        return PendingRounds(self, self._maximum(tuple(words)), seconds)
+        return PendingRounds(self._maximum(tuple(words)), seconds)
 
     def all_gather(self, value: _T, seconds: float) -> dict[int, _T]:
         """Rank → its ``value``, which must be plain data (``plain_data.py``)."""
-        return PendingRounds(self, self._gather(value), seconds).wait()
+        return PendingRounds(self._gather(value), seconds).wait()
 
-    def _maximum(self, words: tuple[int, ...]) -> _Rounds[tuple[int, ...]]:
-        body = struct.Struct(f"!{len(words)}q")
-        count = self._begin()
-        for number in range(self.rounds):
-            heard = yield from self._swap((_MAXIMUM, number, count), body.pack(*words))
+    def _maximum(self, words: tuple[int, ...]) -> Rounds[tuple[int, ...]]:
+        body, count = struct.Struct(f"!{len(words)}q"), self._begin()
+        for number, peers in enumerate(self._rounds):
+            heard = yield from self._swap((_MAXIMUM, number, count), body.pack(*words), *peers)
             words = tuple(map(max, words, body.unpack(heard)))
         return words
 
-    def _gather(self, value: _T) -> _Rounds[dict[int, _T]]:
+    def _gather(self, value: _T) -> Rounds[dict[int, _T]]:
         size, count = len(self._ranks), self._begin()
         messages = {self._position: to_bytes([value]).decode()}
-        for number, distance in enumerate(self._distances):
+        for number, (distance, peers) in enumerate(zip(self._distances, self._rounds, strict=True)):
             body = to_bytes([messages[position] for position in told_in_round(self._position, size, distance)])
-            heard = yield from self._swap((_OBJECTS, number, count), body)
+            heard = yield from self._swap((_OBJECTS, number, count), body, *peers)
             told = told_in_round((self._position - distance) % size, size, distance)
-            messages.update(zip(told, self._plain(heard, self.source(number)), strict=False))
-        return {rank: self._plain(messages[k].encode(), rank)[0] for k, rank in enumerate(self._ranks)}
+            messages.update(zip(told, _plain(heard, peers[1].rank), strict=False))
+        return {rank: _plain(messages[k].encode(), rank)[0] for k, rank in enumerate(self._ranks)}
 
     def _begin(self) -> int:
         if self.lost:
@@ -173,66 +187,54 @@ class HostChannel:
         self._started += 1
         return self._started
 
-    def _swap(self, expected: tuple[int, int, int], body: bytes) -> _Rounds[bytes]:
-        """Sends a body in a round while receiving that of the other rank; yields the round and the events that it waits for."""
+    def _swap(self, expected: tuple[int, int, int], body: bytes, target: _Peer, source: _Peer) -> Rounds[bytes]:
+        """Sends a body to the target of a round while receiving that of its source."""
         kind, number, count = expected
         if len(body) > _LONGEST_BODY:
             raise RuntimeError(f"a message of {len(body)} bytes, more than the {_LONGEST_BODY} that ranks send each other")
         rest = memoryview(_HEADER.pack(kind, number, count, len(body)) + body)
         received, size = bytearray(), _HEADER.size + (len(body) if kind == _MAXIMUM else 0)
         while True:
-            rest = rest[self._send(number, rest) :]
-            received += self._receive(number, size - len(received))
+            if rest:
+                with self._naming(target):
+                    rest = rest[target.connection.send(rest[:_LARGEST_PART]) :]
+            if len(received) < size:
+                with self._naming(source):
+                    part = source.connection.recv(min(size - len(received), _LARGEST_PART))
+                    received += part
+                    if not part:
+                        raise ConnectionError
             if len(received) >= _HEADER.size:
-                size = _HEADER.size + self._length(received, expected, len(body))
-            if rest or len(received) < size:
-                yield number, select.POLLOUT if rest else 0, select.POLLIN if len(received) < size else 0
-            else:
+                with self._naming(source):
+                    size = _HEADER.size + self._length(received, expected, len(body), source)
+            awaited = [(target, select.POLLOUT)] if rest else []
+            if len(received) < size:
+                awaited.append((source, select.POLLIN))
+            if not awaited:
                 return bytes(received[_HEADER.size :])
+            yield awaited
 
-    def _send(self, number: int, message: memoryview) -> int:
-        """Sends as much of ``message`` as fits into the connection's buffer; returns how much that was."""
+    @contextmanager
+    def _naming(self, peer: _Peer) -> Iterator[None]:
+        """Names the rank whose connection has ended; passes over one that is not ready."""
         try:
-            return self._outgoing[number].send(message[:_LARGEST_PART]) if message else 0
+            yield
         except BlockingIOError:
-            return 0
-        except (OSError, IndexError) as error:
-            raise self._closed(self.target(number)) from error
+            pass
+        except OSError as error:
+            raise RuntimeError(self.lost or f"rank {peer.rank} has closed its connection") from error
 
-    def _receive(self, number: int, most: int) -> bytes:
-        """What is there, up to ``most`` bytes."""
-        try:
-            part = self._incoming[number].recv(min(most, _LARGEST_PART)) if most else b""
-        except BlockingIOError:
-            return b""
-        except (OSError, IndexError) as error:
-            raise self._closed(self.source(number)) from error
-        if most and not part:
-            raise self._closed(self.source(number))
-        return part
-
-    def _length(self, message: bytearray, expected: tuple[int, int, int], sent: int) -> int:
+    def _length(self, message: bytearray, expected: tuple[int, int, int], sent: int, source: _Peer) -> int:
         """The length of the body; raises if the message is another than the expected one."""
         kind, number, count, length = _HEADER.unpack_from(message)
-        source = self.source(expected[1])
         if kind in _LAST_MESSAGES.values():
-            raise self._closed(source)
+            raise ConnectionError
         if (kind, number, count) != expected or length > _LONGEST_BODY or (kind == _MAXIMUM and length != sent):
             raise RuntimeError(
-                f"rank {source} sends (kind, round, count) {(kind, number, count)} of {length} bytes, this rank expects "
+                f"rank {source.rank} sends (kind, round, count) {(kind, number, count)} of {length} bytes, this rank expects "
                 f"{expected}: they have not communicated equally often, or not in the same order"
             )
         return int(length)
-
-    def wait_for_events(self, events: tuple[int, int, int], milliseconds: float) -> bool:
-        """Waits for what a round needs; returns whether something has happened."""
-        number, to_send, to_receive = events
-        waits = select.poll()
-        if to_send:
-            waits.register(self._outgoing[number], to_send)
-        if to_receive:
-            waits.register(self._incoming[number], to_receive)
-        return bool(waits.poll(milliseconds))
 
     def end(self, why: str) -> None:
         """Ends all connections, also for the ranks at their other ends, and tells them that this rank has failed.
@@ -250,57 +252,32 @@ class HostChannel:
             if not self.lost:
                 self.lost = "this rank has left"
                 self._say_last(_GOODBYE)
-            self._release()
+            for connection in self._connections():
+                connection.close()
+            self._rounds = []
+
+    def _say_last(self, kind: int) -> None:
+        for connection in self._connections():
+            with suppress(OSError):  # the other end was faster, or there is no room behind a long message that it does not read
+                connection.send(_HEADER.pack(kind, 255, 0, 0))
+            with suppress(OSError):
+                connection.shutdown(socket.SHUT_RDWR)
 
     def look_for_lost(self, now: float) -> str:
         """Why the channel must end, if a rank is lost; does not wait. Ranks that have said goodbye are not."""
         with self._lock:
+            peers = {peer.connection.fileno(): peer for peers in self._rounds for peer in peers}
             for descriptor, _ in [] if self.lost else self._hang_ups.poll(0):
-                connection, rank = self._peers[descriptor]
                 try:
-                    waiting = connection.recv(1 << 16, socket.MSG_PEEK)
+                    waiting = peers[descriptor].connection.recv(1 << 16, socket.MSG_PEEK)
                 except OSError:
                     waiting = b""
                 last = _LAST_MESSAGES.get(waiting[-_HEADER.size :])
                 if last == _GOODBYE:
                     self._hang_ups.unregister(descriptor)
                 elif last == _FAILURE or now - self._silent_since.setdefault(descriptor, now) >= _GRACE_SECONDS:
-                    return f"rank {rank} has closed its connection"
+                    return f"rank {peers[descriptor].rank} has closed its connection"
         return ""
-
-    def _say_last(self, kind: int) -> None:
-        for connection in (*self._outgoing, *self._incoming):
-            with suppress(OSError):  # the other end was faster, or there is no room behind a long message that it does not read
-                connection.send(_HEADER.pack(kind, 255, 0, 0))
-            with suppress(OSError):
-                connection.shutdown(socket.SHUT_RDWR)
-
-    def _release(self) -> None:
-        for connection in (*self._outgoing, *self._incoming):
-            connection.close()
-        self._outgoing, self._incoming = [], []
-
-    def _plain(self, message: bytes, rank: int) -> list[Any]:
-        try:
-            return from_bytes(message)
-        except ValueError as error:
-            raise RuntimeError(f"rank {rank} sends something that cannot be read: {error}") from error
-
-    @property
-    def rounds(self) -> int:
-        """How many rounds it takes until every rank has heard of every other."""
-        return len(self._distances)
-
-    def source(self, number: int) -> int:
-        """From which rank this one hears in a round."""
-        return self._ranks[(self._position - self._distances[number]) % len(self._ranks)]
-
-    def target(self, number: int) -> int:
-        """To which rank this one sends in a round."""
-        return self._ranks[(self._position + self._distances[number]) % len(self._ranks)]
-
-    def _closed(self, rank: int) -> RuntimeError:
-        return RuntimeError(self.lost or f"rank {rank} has closed its connection")
 
 
 class PendingRounds(Generic[_T]):
@@ -309,33 +286,43 @@ class PendingRounds(Generic[_T]):
     ``advance`` does what can be done without waiting, ``wait`` all that is left; the first round is sent from the beginning.
     """
 
-    def __init__(self, channel: HostChannel, rounds: _Rounds[_T], seconds: float) -> None:
-        self._channel, self._rounds, self._seconds = channel, rounds, seconds
+    def __init__(self, rounds: Rounds[_T], seconds: float) -> None:
+        self._rounds, self._seconds = rounds, seconds
         self._end = time.monotonic() + seconds
-        self._awaited: tuple[int, int, int] | None = (0, 0, 0)  # None when the result is known
+        self._awaited: list[tuple[_Peer, int]] = []  # empty when the result is known
         self._result: _T
-        self.advance()
+        self._go_on()
+
+    def _go_on(self) -> None:
+        try:
+            self._awaited = next(self._rounds)
+        except StopIteration as stop:
+            self._awaited, self._result = [], stop.value
 
     def advance(self) -> bool:
         """Goes on as far as it can without waiting; returns whether the result is known."""
-        if self._awaited is not None:
-            try:
-                self._awaited = next(self._rounds)
-            except StopIteration as stop:
-                self._awaited, self._result = None, stop.value
-        return self._awaited is None
+        if self._awaited:
+            self._go_on()
+        return not self._awaited
 
     def wait(self) -> _T:
-        """The result."""
-        while self._awaited is not None:
-            left = self._end - time.monotonic()
+        while self._awaited:
+            left, events = self._end - time.monotonic(), select.poll()
             if left <= 0:
-                number, _, to_receive = self._awaited
-                rank = self._channel.source(number) if to_receive else self._channel.target(number)
+                rank = self._awaited[-1][0].rank
                 raise RuntimeError(f"Timed out waiting {round(1000 * self._seconds)}ms for rank {rank}")
-            if self._channel.wait_for_events(self._awaited, 1000 * min(left, _LONGEST_POLL)):
-                self.advance()
+            for peer, event in self._awaited:
+                events.register(peer.connection, event)
+            if events.poll(1000 * min(left, _LONGEST_POLL)):
+                self._go_on()
         return self._result
+
+
+def _plain(message: bytes, rank: int) -> list[Any]:
+    try:
+        return from_bytes(message)
+    except ValueError as error:
+        raise RuntimeError(f"rank {rank} sends something that cannot be read: {error}") from error
 
 
 def _set_options(connection: socket.socket) -> None:
@@ -355,7 +342,7 @@ def _forget_in_fork() -> None:
     """A fork must not hold connections open that end with this process: the other ranks could not tell that it is dead."""
     for channel in list(_living):
         channel._lock = threading.RLock()  # another thread may have held it
-        channel._outgoing, channel._incoming = [], []
+        channel._rounds = []
         channel.lost = channel.lost or "this process is a fork of a rank, and has none of its connections"
     _living.clear()
     for connection in list(open_sockets):

@@ -59,7 +59,7 @@ OTHER: dict[str, Any] = {
 }
 NOT_HERE = {
     "adamw_lr",  # ranks compare the lr of each group, into which it is written
-    "replica_group",  # of plain tensors only: see test_ddp.py
+    "replica_group",  # of plain tensors only: see test_cases.py
     "conv",  # of convolution filters only
 }
 EXPERTS: dict[str, dict[str, Any]] = {  # what all ranks are given beside it, so that there are experts

@@ -6,6 +6,7 @@ import copy
 import io
 from collections.abc import Callable
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
 import pytest
@@ -17,7 +18,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 from meshmuon import DistMuon, Muon
 from meshmuon.agree.differences import Note, other_optimizer
-from meshmuon.agree.identity import Pairing, Place
+from meshmuon.agree.identity import Pairing, Place, place_of
 from meshmuon.errors import MeshmuonError
 from tests.support.tensors import seeded
 from tests.support.threads import run_threads
@@ -75,10 +76,7 @@ class Model:
         return [(one.to_local() if isinstance(one, DTensor) else one).clone() for one in found]
 
 
-def lives(world: int, main: Callable[[int], Any]) -> list[Any]:
-    return run_threads(world, main)
-
-
+@cache
 def untroubled(layout: str, steps: int) -> list[list[list[Tensor]]]:
     """By rank and model, what two models become that nobody disturbs."""
 
@@ -89,8 +87,7 @@ def untroubled(layout: str, steps: int) -> list[list[list[Tensor]]]:
                 assert model.step(step) == ""
         return [model.whole() for model in models]
 
-    found: list[list[list[Tensor]]] = lives(WORLD, main)
-    return found
+    return run_threads(WORLD, main)
 
 
 def assert_untroubled(layout: str, steps: int, found: list[list[list[Tensor]]]) -> None:
@@ -118,7 +115,7 @@ def test_another_order_on_one_rank(layout: str, first: int) -> None:
             assert [model.step(step) for model in models] == ["", ""]
         return said, [model.whole() for model in models]
 
-    found = lives(WORLD, main)
+    found = run_threads(WORLD, main)
     for said, _ in found:
         assert said == found[0][0]
         assert all(text.startswith(STRANGER) for text in said), said
@@ -133,19 +130,7 @@ def test_an_order_that_changes_on_all_ranks(layout: str) -> None:
             assert [model.step(step) for model in (models if step % 2 else models[::-1])] == ["", ""]
         return [model.whole() for model in models]
 
-    assert_untroubled(layout, 4, lives(WORLD, main))
-
-
-def test_one_of_two_is_left_out_on_one_rank() -> None:
-    def main(rank: int) -> list[str]:
-        models = [Model("rows", 1), Model("rows", 2)]
-        for step in range(2):
-            assert [model.step(step) for model in models] == ["", ""]
-        return [model.step(2) for model in (models if rank != ODD else [models[1], models[0]])]
-
-    found = lives(WORLD, main)
-    assert found[0][0].startswith(STRANGER)
-    assert all(said == found[0] for said in found)
+    assert_untroubled(layout, 4, run_threads(WORLD, main))
 
 
 def test_ranks_are_compared_with_all_others() -> None:
@@ -165,7 +150,7 @@ def test_an_optimizer_that_was_stepped_beside_a_new_one() -> None:
         said = [(new if rank == ODD else old).step(3)]
         return [*said, old.step(3), new.step(0), new.step(1), old.step(4)]
 
-    for said in lives(WORLD, main):
+    for said in run_threads(WORLD, main):
         assert said[0].startswith(STRANGER)
         assert said[1:] == [""] * 4
 
@@ -229,37 +214,27 @@ def built_anew(model: Model) -> object:
 EVENTS = [extra_of_its_own, extra_for_the_same, copied, copied_and_used, replaced_by_a_copy, stored, loaded, built_anew]
 
 
-@pytest.mark.parametrize("whose", [0, 1])
+ON_ALL_RANKS = [copied, replaced_by_a_copy, loaded, built_anew]
+
+
 @pytest.mark.parametrize("when", [0, 2])
 @pytest.mark.parametrize("layout", ["rows", "plain replicas"])
-@pytest.mark.parametrize("event", EVENTS)
-def test_what_one_rank_may_do_alone(event: Callable[[Model], object], layout: str, when: int, whose: int) -> None:
-    """Before the first step or later, with the first of two optimizers or the second: no error, and the same bits."""
+@pytest.mark.parametrize(
+    ("event", "whose", "ranks"),
+    [*((event, [k], [ODD]) for event in EVENTS for k in (0, 1)), *((event, [0, 1], range(WORLD)) for event in ON_ALL_RANKS)],
+)
+def test_what_ranks_may_do(event: Callable[[Model], object], whose: list[int], ranks: list[int], layout: str, when: int) -> None:
+    """One alone with one of two optimizers, or all with both, before the first step or later: no error, and the same bits."""
 
     def main(rank: int) -> list[list[Tensor]]:
         models, kept = [Model(layout, 1), Model(layout, 2)], []
         for step in range(4):
-            if step == when and rank == ODD:
-                kept.append(event(models[whose]))
+            if step == when and rank in ranks:
+                kept += [event(models[k]) for k in whose]
             assert [model.step(step) for model in models] == ["", ""], f"step {step}"
         return [model.whole() for model in models]
 
-    assert_untroubled(layout, 4, lives(WORLD, main))
-
-
-@pytest.mark.parametrize("when", [0, 2])
-@pytest.mark.parametrize("event", [copied, replaced_by_a_copy, loaded, built_anew])
-@pytest.mark.parametrize("layout", ["rows", "plain replicas"])
-def test_what_all_ranks_do(event: Callable[[Model], object], layout: str, when: int) -> None:
-    def main(rank: int) -> list[list[Tensor]]:
-        models, kept = [Model(layout, 1), Model(layout, 2)], []
-        for step in range(4):
-            if step == when:
-                kept += [event(model) for model in models]
-            assert [model.step(step) for model in models] == ["", ""], f"step {step}"
-        return [model.whole() for model in models]
-
-    assert_untroubled(layout, 4, lives(WORLD, main))
+    assert_untroubled(layout, 4, run_threads(WORLD, main))
 
 
 def test_an_optimizer_built_before_on_one_rank_is_no_trouble() -> None:
@@ -274,7 +249,17 @@ def test_an_optimizer_built_before_on_one_rank_is_no_trouble() -> None:
         assert (before is not None) == bool(more)
         return [model.whole() for model in models]
 
-    assert_untroubled("rows", 3, lives(WORLD, main))
+    assert_untroubled("rows", 3, run_threads(WORLD, main))
+
+
+def test_an_optimizer_of_an_earlier_process_group_does_not_count() -> None:
+    kept, places = [], []
+    for _ in range(2):
+        dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
+        kept.append(Muon([{"params": [nn.Parameter(torch.ones(3, 4))], "names": ["a"], "use_muon": True}]))
+        places.append(place_of(kept[-1]))
+        dist.destroy_process_group()
+    assert places == [Place(0, 1)] * 2
 
 
 def test_an_optimizer_whose_groups_were_emptied_is_no_trouble() -> None:
@@ -287,7 +272,7 @@ def test_an_optimizer_whose_groups_were_emptied_is_no_trouble() -> None:
         Model("rows", 7)
         return model.step(0) + model.step(1)
 
-    assert set(lives(WORLD, life)) == {""}
+    assert set(run_threads(WORLD, life)) == {""}
 
 
 def test_copies_that_are_stepped_too() -> None:
@@ -301,7 +286,7 @@ def test_copies_that_are_stepped_too() -> None:
         order = (other, one) if rank == ODD else (one, other)
         return [model.step(2) for model in (*order, one, other)]
 
-    for said in lives(WORLD, main):
+    for said in run_threads(WORLD, main):
         assert all(text.startswith(STRANGER) for text in said[:2])
         assert said[2:] == ["", ""]
 
@@ -329,7 +314,7 @@ def test_a_closure_that_ends_a_step_on_one_rank(first: int) -> None:
             assert [model.step(step) for model in models] == ["", ""]
         return said, [model.whole() for model in models]
 
-    found = lives(WORLD, main)
+    found = run_threads(WORLD, main)
     texts = {said[0] for said, _ in found}
     assert len(texts) == 1, texts
     assert texts.pop().startswith(
@@ -347,7 +332,7 @@ def test_a_closure_that_ends_a_step_on_all_ranks_counts_nowhere() -> None:
                 model.step(step, failing)
             assert model.step(step) == ""
 
-    lives(WORLD, main)
+    run_threads(WORLD, main)
 
 
 def test_loading_on_all_ranks_forgets_how_often() -> None:
@@ -360,7 +345,7 @@ def test_loading_on_all_ranks_forgets_how_often() -> None:
         loaded(model)
         assert [model.step(2), model.step(3)] == ["", ""]
 
-    lives(WORLD, main)
+    run_threads(WORLD, main)
 
 
 def test_steps_that_fail_or_are_left_out_count_alike_everywhere() -> None:
@@ -380,7 +365,7 @@ def test_steps_that_fail_or_are_left_out_count_alike_everywhere() -> None:
         model.optimizer.param_groups[0].update(kept)
         return [*said, model.step(2), model.step(3)]
 
-    found = lives(WORLD, main)
+    found = run_threads(WORLD, main)
     assert all(said == found[0] for said in found)
     assert [bool(text) for text in found[0]] == [False, False, True, True, False, False]
 
@@ -407,4 +392,4 @@ def test_a_steady_step_has_one_reduction() -> None:
 
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(dist, "all_reduce", counted)
-        lives(WORLD, main)
+        run_threads(WORLD, main)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -9,20 +11,30 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, distribute_tensor
 
 from meshmuon import Muon
-from meshmuon.agree.differences import ABSENT, ELSEWHERE, PRESENT, lost_by_owners
+from meshmuon.agree.differences import ABSENT, ELSEWHERE, PRESENT, Note, raise_lost_state
 from meshmuon.errors import StateError
 from tests.support.tensors import local, seeded
 from tests.support.threads import run_threads
 
-
-def test_only_parameters_that_are_stepped_can_have_lost_their_state() -> None:
-    states = {0: ABSENT + ELSEWHERE, 1: ELSEWHERE + PRESENT}  # rank 0 owns the first parameter, rank 1 the second
-    assert lost_by_owners(states, [True, True]) == {1: [0]}
-    assert lost_by_owners(states, [False, True]) == {}  # idle: nothing restarts in this step
+OWNED = ABSENT + ELSEWHERE, ELSEWHERE + PRESENT  # rank 0 owns the first parameter, rank 1 the second
+COPIED = ABSENT + ABSENT, PRESENT + ABSENT
 
 
-def test_nothing_is_lost_where_no_owner_has_state() -> None:
-    assert lost_by_owners({0: ABSENT + ELSEWHERE, 1: ELSEWHERE + ABSENT}, [True, True]) == {}
+@pytest.mark.parametrize(
+    ("states", "has_grad", "lost"),
+    [
+        (OWNED, (True, True), True),
+        (OWNED, (False, True), False),  # idle: nothing restarts in this step
+        ((ABSENT + ELSEWHERE, ELSEWHERE + ABSENT), (True, True), False),  # no owner has state
+        (COPIED, (True, True), True),
+        (COPIED, (False, True), False),
+    ],
+)
+def test_which_state_is_lost(states: tuple[str, str], has_grad: tuple[bool, ...], lost: bool) -> None:
+    notes = {rank: Note(None, has_grad=has_grad, state=state) for rank, state in enumerate(states)}
+    text = "a has no state on rank 0 and would restart there from zero, while rank 1 has state"
+    with pytest.raises(StateError, match=text) if lost else contextlib.nullcontext():
+        raise_lost_state(["a", "b"], notes, lambda positions: {1: positions}, kept_by_owners=states is not COPIED)
 
 
 class Replica:
@@ -50,9 +62,13 @@ def test_state_that_one_rank_has_made_and_not_stepped_is_none(use_muon: bool) ->
     """``state_dict()`` makes zeros and the key of the rounding counter, which is no progress: nothing would restart elsewhere."""
 
     def main(rank: int) -> Tensor:
-        replica = Replica(use_muon)
+        replica, earlier = Replica(use_muon), Replica(use_muon).param
+        replica.optimizer.add_param_group({"params": [earlier], "names": ["v"], "use_muon": use_muon})
+        earlier.grad = replica.placed(8)
+        replica.optimizer.step()
         if rank == 1:
             replica.optimizer.state_dict()
+        assert (replica.param in replica.optimizer.state) == (rank == 1)
         for step in range(2):
             replica.step(step)
         return local(replica.param)

@@ -14,7 +14,7 @@ from meshmuon.clipping.grad_norm import clip_grad_norm_, total_grad_norm
 from meshmuon.errors import ConfigError, GradientError
 from tests.support.bounds import norm_error, unit
 
-ORDERS = [0.5, 1.0, 2.0, 3.5, math.inf]
+ORDERS = [0.5, 1.0, 2.0, 3.5, 40.0, math.inf]
 SHAPES = [(7, 5), (3,), (), (2, 3, 4), (0, 4)]
 CLIPPED = 1e-6 + 4 * unit(torch.float32)  # a norm above 1 is increased by 1e-6 first; then a quotient and a product are rounded
 
@@ -58,10 +58,6 @@ def test_equals_torch(norm_type: float, max_norm: float, foreach: bool | None) -
     beside(parameters(), parameters(), max_norm, norm_type, foreach)
 
 
-def test_a_large_norm_type() -> None:
-    beside(parameters(), parameters(), 0.5, 40.0)
-
-
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("norm_type", ORDERS)
 def test_what_is_not_finite_is_as_with_torch(bad: float, norm_type: float) -> None:
@@ -83,10 +79,6 @@ def test_error_if_nonfinite(bad: float, norm_type: float) -> None:
         total_grad_norm(params, norm_type, error_if_nonfinite=True)
     for grad, was in zip(grads(params), before, strict=True):
         torch.testing.assert_close(grad, was, rtol=0, atol=0, equal_nan=True)
-
-
-def test_finite_gradients_do_not_raise() -> None:
-    assert clip_grad_norm_(parameters(), 1.0, error_if_nonfinite=True) > 1
 
 
 def test_the_total_alone_changes_nothing() -> None:
@@ -204,6 +196,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     "p of minus infinity": (lambda: total_grad_norm(parameters(), -math.inf), "norm_type=-inf"),
     "p of NaN": (lambda: total_grad_norm(parameters(), math.nan), "norm_type=nan"),
     "p as a word": (lambda: total_grad_norm(parameters(), "fro"), "norm_type='fro'"),  # type: ignore[arg-type]
+    "a limit beyond floats": (lambda: clip_grad_norm_(parameters(), 10**400), "max_norm=1000.* must be a number of at least 0"),
     "a negative limit": (lambda: clip_grad_norm_(parameters(), -1.0), "max_norm=-1.0 must be a number of at least 0"),
     "a limit of NaN": (lambda: clip_grad_norm_(parameters(), math.nan), "max_norm=nan"),
     "a negative tensor": (lambda: clip_grad_norm_(parameters(), torch.tensor(-1.0)), "max_norm=tensor"),

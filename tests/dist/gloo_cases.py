@@ -3,26 +3,30 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import _StridedShard
+from torch.nn.parallel import DistributedDataParallel
 
-from meshmuon import DistMuon, Muon
+from meshmuon import Muon
+from meshmuon.agree.node_view import RANKS_PER_NODE
 from meshmuon.errors import ConfigError, GradientError, MeshmuonError, PlanError
 from tests.dist.reference_layouts import random_layouts_on_the_reference_path
-from tests.support.cases import Case, Param, check, check_missing, initial, place, sharded, single
+from tests.support.cases import Case, Param, check, check_missing, held_by, initial, place, sharded, single
 from tests.support.counting import counted
-from tests.support.nets import build_net, check_module, optimizer_of, split_by_layer, tp_and_fsdp
+from tests.support.nets import Net, build_net, check_module, optimizer_of, split_by_layer, tp_and_fsdp
 from tests.support.processes import Job
 from tests.support.tensors import local, same
 
@@ -31,6 +35,10 @@ R, S0, S1 = Replicate(), Shard(0), Shard(1)
 
 
 # Models under torch's own wrappers.
+
+
+def on_axes(*shape: int) -> DeviceMesh:
+    return init_device_mesh("cpu", shape, mesh_dim_names=("dp", "tp")[: len(shape)])
 
 
 def fsdp(sizes: tuple[int, int, int], **options: Any) -> None:
@@ -78,22 +86,22 @@ def shards_that_contradict_their_placements() -> None:
         same(local(one), torch.ones_like(local(one)), "written by a refused step")
 
 
-def trained_fsdp_equals_one_device() -> None:
-    """Through forward and backward: FSDP2's own averaged gradients, gathered, give one device the same bits."""
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    whole, model = build_net((5, 7, 3)), build_net((5, 7, 3))
-    fully_shard(model, mesh=mesh)
+def trained(wrap: Callable[[Net], nn.Module | None], sizes: tuple[int, int, int] = (5, 7, 3)) -> None:
+    """Through forward and backward: the averaged gradients of torch's wrapper, gathered, give one device the same bits."""
+    whole, model = build_net(sizes), build_net(sizes)
+    wrapped = wrap(model) or model
     optimizer, reference = optimizer_of(model), optimizer_of(whole)
     for step in range(STEPS):
         generator = torch.Generator().manual_seed(10 * step + dist.get_rank())
-        model(torch.randn(4, 5, generator=generator)).square().mean().backward()
+        wrapped(torch.randn(4, sizes[0], generator=generator)).square().mean().backward()
         for mine, param in zip(model.parameters(), whole.parameters(), strict=True):
-            param.grad = mine.grad.full_tensor()
+            param.grad = mine.grad.full_tensor() if isinstance(mine.grad, DTensor) else mine.grad.clone()
         optimizer.step()
         reference.step()
         optimizer.zero_grad()
     for (name, mine), param in zip(model.named_parameters(), whole.parameters(), strict=True):
-        same(mine.detach().full_tensor(), param.detach(), name)
+        found = mine.detach()
+        same(found.full_tensor() if isinstance(found, DTensor) else found, param.detach(), name)
 
 
 # Tensors placed by hand.
@@ -108,6 +116,13 @@ def placed(shape: tuple[int, ...], params: tuple[Param, ...], *, flat: bool = Fa
         check(case, meshes, single(case), watch=wire.watch)
     if not options.get("use_distributed_muon"):
         wire.check(dist.get_rank())
+
+
+def relays() -> None:
+    """Two pretended nodes of two ranks, between which pieces travel in two hops."""
+    with patch.dict(os.environ, {RANKS_PER_NODE: "2"}):
+        placed((4,), tuple(Param((5 + k, 12 - k), 0, ((S0, S1)[k % 2],)) for k in range(6)), chunk_size=2, max_peers=1)
+        dist.barrier()
 
 
 DDP = Case((*(Param(shape, None) for shape in ((7, 5), (5, 7), (6, 6), (4, 9))), Param((5,), None, muon=False)))
@@ -157,28 +172,11 @@ def meshes_over_some_ranks() -> None:
 
 
 def dist_muon() -> None:
-    """Every rank with gradients of its own, over real processes; odd sizes, fewer matrices than ranks in some waves."""
-    world, rank, shapes = dist.get_world_size(), dist.get_rank(), [(7, 5), (6, 4), (5, 9), (1, 3), (8, 8)]
-
-    def grad(step: int, k: int, owner: int) -> Tensor:
-        return torch.randn(shapes[k], generator=torch.Generator().manual_seed(1000 * step + 10 * k + owner))
-
-    mine, alone = ([nn.Parameter(torch.ones(shape)) for shape in shapes] for _ in range(2))
-    ours = DistMuon(mine)
-    single = Muon([{"params": alone, "use_muon": True}], lr=0.02, adjust_lr_fn="original", weight_decay=0.0)
-    for step in range(STEPS):
-        for k in range(len(shapes)):
-            mine[k].grad = grad(step, k, rank)
-            total = grad(step, k, 0)
-            for other in range(1, world):
-                total += grad(step, k, other)
-            alone[k].grad = total / world
-        ours.step()
-        single.step()
-    ours.consolidate()
-    for k in range(len(shapes)):
-        same(mine[k].detach(), alone[k].detach(), f"parameter {k}")
-        same(ours.state[mine[k]]["momentum_buffer"], single.state[alone[k]]["momentum_buffer"], f"momentum {k}")
+    """Every rank with gradients of its own; odd sizes, fewer matrices than ranks in some waves, and one that a rank lacks."""
+    shapes = ((7, 5), (6, 4), (5, 9), (1, 3), (8, 8))
+    case = Case(tuple(Param(shape, None) for shape in shapes), missing=((1, 0, 1),), averages=True)
+    held = [held_by(case, [])] * dist.get_world_size()
+    check(case, [], single(case, held), held)
 
 
 def replica_groups_inside_a_mesh() -> None:
@@ -253,7 +251,9 @@ CASES: dict[str, tuple[int, Callable[[], None]]] = {  # name: number of ranks, w
     "DistMuon, 4 ranks": (4, dist_muon),
     "random layouts, reference": (4, random_layouts_on_the_reference_path),
     "FSDP2, 3 ranks, reference": (3, partial(fsdp, UNEVEN, use_distributed_muon=True)),
-    "FSDP2, 3 ranks, forward and backward": (3, trained_fsdp_equals_one_device),
+    "FSDP2, 3 ranks, forward and backward": (3, partial(trained, lambda net: fully_shard(net, mesh=on_axes(3)))),
+    "DDP, forward and backward": (2, partial(trained, DistributedDataParallel)),
+    "FSDP2 over TP, forward and backward": (4, partial(trained, lambda net: tp_and_fsdp(net, on_axes(2, 2)), EVEN)),
     "HSDP, shared": (4, partial(hsdp, UNEVEN, replicas="share")),
     "HSDP, repeated": (4, partial(hsdp, UNEVEN, replicas="repeat")),
     "HSDP, reference": (4, partial(hsdp, UNEVEN, replicas="share", use_distributed_muon=True)),
@@ -284,6 +284,7 @@ CASES: dict[str, tuple[int, Callable[[], None]]] = {  # name: number of ranks, w
     "experts, EP × FSDP on rows": (4, partial(placed, (2, 2), (Param((3, 5, 4), 0, (S1, S0)),))),
     "experts, EP × TP": (4, partial(placed, (2, 2), (Param((5, 6, 5), 0, (S0, Shard(2))),))),
     "experts, HSDP": (4, partial(placed, (2, 2), (Param((5, 6, 5), 0, (R, S0)), Param((4, 6, 5), 0, (R, S1))))),
+    "relays": (4, relays),
     "little memory": (4, partial(placed, (4,), tuple(Param((6, 5), 0, (S0,)) for _ in range(6)), memory_budget=1)),
     "a gradient is missing on one rank": (3, missing_gradient_on_one_rank),
     "replicas that disagree": (3, replicas_that_disagree),

@@ -1,4 +1,4 @@
-"""bfloat16 on the wire: half the bytes, replicas that stay equal, and an update whose error is bounded.
+"""bfloat16 on the wire: half the bytes, and an update whose error is bounded. ``test_cases.py`` draws all else.
 
 The bound. Let u = 2⁻⁸ be bfloat16's unit roundoff (8 significant bits). What is sent of the matrix A is Ã with |Ã − A| ≤ u·|A|
 elementwise, hence ‖Ã − A‖ ≤ u·‖A‖ in the Frobenius norm, and the result NS(Ã) is rounded once more. With Q, Q̃ the orthogonal
@@ -22,15 +22,14 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from meshmuon import Muon
-from tests.support.cases import Case, Param, place, sharded, single
+from tests.support.cases import Case, Param, sharded
 from tests.support.counting import counted
-from tests.support.tensors import local, same
+from tests.support.tensors import local
 from tests.support.threads import run_threads
 
 R, S0, S1 = Replicate(), Shard(0), Shard(1)
@@ -110,43 +109,6 @@ def test_error_of_the_update_is_within_the_bound(name: str, shape: tuple[int, in
     assert U / 8 <= relative <= allowed, f"relative error {relative:.2e}, bound {allowed:.2e}"
 
 
-CASES = {
-    "HSDP": ((2, 2), (Param((7, 5), 0, (R, S0)), Param((6, 12), 0, (R, S0)), Param((3, 6, 4), 0, (R, S1)))),
-    "HSDP on three axes": ((2, 2, 2), (Param((7, 5), 0, (R, S0, S1)), Param((6, 6), 0, (S0, R, S0)))),
-    "replicated": ((4,), (Param((7, 5), 0, (R,)), Param((6, 12), 0, (R,)))),
-    "plain": ((3,), (Param((7, 5), None), Param((6, 12), None), Param((5, 5), None))),
-}
-
-
-@pytest.mark.parametrize("replicas", ["share", "repeat", "auto"])
-@pytest.mark.parametrize("name", CASES)
-def test_replicas_stay_bitwise_equal(name: str, replicas: str) -> None:
-    """After five steps; momentum never travels and has the bits of one device."""
-    grid, params = CASES[name]
-    case = Case(params, {"replicas": replicas, "comm_dtype": torch.bfloat16})
-    expected = single(case)
-
-    def main(rank: int) -> list[Tensor]:
-        mesh = init_device_mesh("cpu", grid)
-        group = {"replica_group": dist.group.WORLD} if name == "plain" else {}
-        found, states, _ = sharded(case, [mesh], **group)
-        for k, state in enumerate(states):
-            same(state["momentum_buffer"], local(place(case, [mesh], k, expected[1][k]["momentum_buffer"])), f"momentum {k}")
-        return found
-
-    ranks = run_threads(math.prod(grid), main)
-    compared = 0
-    for k, one in enumerate(case.params):
-        placements = one.placements or (R,)
-        first: dict[tuple[int, ...], Tensor] = {}
-        for rank, found in enumerate(ranks):
-            where = torch.unravel_index(torch.tensor(rank), grid)
-            part = tuple(int(at) for at, placement in zip(where, placements, strict=True) if placement != R)
-            compared += part in first
-            same(found[k], first.setdefault(part, found[k]), f"parameter {k} on rank {rank}")
-    assert compared >= len(ranks) // 2 * len(case.params)
-
-
 def test_half_the_bytes_of_float32() -> None:
     sent = {}
     for dtype in (torch.float32, torch.bfloat16):
@@ -159,17 +121,3 @@ def test_half_the_bytes_of_float32() -> None:
             wire.check(rank)
         sent[dtype] = wire.nbytes
     assert {rank: 2 * size for rank, size in sent[torch.bfloat16].items()} == sent[torch.float32]
-
-
-def test_matrices_that_do_not_travel_are_not_rounded() -> None:
-    """Whole experts and repeated replicas have the bits of one device whatever is on the wire."""
-    case = Case((Param((6, 5, 4), 0, (S0,)), Param((5, 6), 0, (R,))), {"comm_dtype": torch.bfloat16, "replicas": "repeat"})
-    expected = single(case)
-
-    def main(rank: int) -> None:
-        mesh = init_device_mesh("cpu", (3,))
-        found, _, _ = sharded(case, [mesh])
-        for k, one in enumerate(found):
-            same(one, local(place(case, [mesh], k, expected[0][k])), f"parameter {k}")
-
-    run_threads(3, main)

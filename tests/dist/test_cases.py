@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import os
+from contextlib import ExitStack
 from dataclasses import replace
 from itertools import pairwise
 from typing import Any
@@ -15,7 +16,6 @@ from unittest.mock import patch
 
 import pytest
 import torch
-import torch.distributed as dist
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
@@ -23,7 +23,11 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from meshmuon import CostModel, Interleaved, Muon
-from tests.support.cases import Case, Param, check, gradient, initial, place, run, single
+from meshmuon.agree import planned_set
+from meshmuon.agree.node_view import RANKS_PER_NODE
+from meshmuon.optim import collect, nonfinite
+from meshmuon.plan import NO_WAVE, Plan
+from tests.support.cases import Case, Gradients, Held, Param, check, gradient, held_by, initial, place, run, sharded, single
 from tests.support.counting import Wire, counted
 from tests.support.hostile import HostileArithmetic, fresh_trials
 from tests.support.random_layouts import Layouts, cases
@@ -36,42 +40,92 @@ GENERATE = (Phase.explicit, Phase.reuse, Phase.generate)
 Drawn = tuple[Case, Layouts, bool]
 
 
-def run_case(case: Case, layouts: Layouts, *, replica_group: bool = False, **options: Any) -> Wire:
-    """Runs a case on all ranks as threads. They send what the plan says, and plan anew when a matrix has its first gradient."""
+def run_case(
+    case: Case,
+    layouts: Layouts,
+    *,
+    replica_group: bool = False,
+    masked: bool = False,
+    long_idle: int | None = None,
+    **options: Any,
+) -> Wire:
+    """Runs a case on all ranks as threads. They send what the plan says, and plan anew when a matrix has its first gradient.
+
+    With ``masked`` they decide on the device whether gradients are finite, as on GPUs. They leave out of the plan what has had no
+    gradient for ``long_idle`` steps.
+    """
     torch.set_num_threads(case.threads)
-    expected = single(case)
+    case = replace(case, divided=replica_group)
+    held = run_threads(layouts.world, lambda rank: held_by(case, layouts.build()))
 
     def main(rank: int) -> list[Any]:
-        plans: list[Any] = []
+        steps: list[Any] = []
 
         def watch(optimizer: Muon) -> None:
             if not case.spoilt and not options.get("use_distributed_muon"):
-                wire.watch(optimizer)
-                plans.append(optimizer.plan())
+                steps.append((optimizer.plan(), wire.watch(optimizer)))
 
-        more = {"replica_group": dist.group.WORLD} if replica_group else {}
-        check(case, layouts.build(), expected, watch=watch, **more, **options)
-        return plans
+        check(case, layouts.build(), expected, held, watch=watch, **options)
+        return steps
 
-    with counted() as wire:
+    with counted() as wire, ExitStack() as patches:
+        for module in (nonfinite, collect) if masked else ():
+            patches.enter_context(patch.object(module, "known_to_host", lambda tensor: False))
+        expected = single(case, held)
+        if long_idle is not None:
+            patches.enter_context(patch.object(planned_set, "LONG_IDLE_STEPS", long_idle))
         ranks = run_threads(layouts.world, main)
-    for rank, plans in enumerate(ranks):
-        if plans:
-            if case.options.get("rule") != "normuon":  # whose state the plan does not count
-                wire.check(rank)
-            assert [plan is not before for before, plan in pairwise(plans)] == first_gradients(case)[1:], f"rank {rank}"
+    if ranks[0]:
+        check_traffic(case, wire, ranks, held)
+    if ranks[0] and long_idle is None and not (case.averages and case.offload is not None):  # DistMuon that loads plans anew
+        new = first_gradients(case, held)
+        for rank, steps in enumerate(ranks):
+            assert [plan is not before for (before, _), (plan, _) in pairwise(steps)] == new[1:], f"rank {rank}"
     return wire
 
 
-def first_gradients(case: Case) -> list[bool]:
+def first_gradients(case: Case, held: Held) -> list[bool]:
     """For each step, whether some matrix has its first gradient then."""
     seen: set[int] = set()
     new = []
     for step in range(case.steps):
-        active = {k for k, param in enumerate(case.params) if param.muon and not param.frozen and step not in param.unused}
+        active = Gradients(case, held).active(step)
         new.append(not active <= seen)
         seen |= active
     return new
+
+
+def check_traffic(case: Case, wire: Wire, ranks: list[list[Any]], held: Held) -> None:
+    """Ranks send what their plans say, in two calls per wave: what an owner lacks, and what others hold of its matrices."""
+    if case.averages or case.options.get("rule") == "normuon":  # whose state the plan does not count
+        return
+    for rank in range(len(ranks)):
+        wire.check(rank)
+    if any(plan.relayed for steps in ranks for plan, _ in steps):
+        return
+    moved = 0
+    for step in range(case.steps):
+        plans = {steps[step][0].ranks: steps[step] for steps in ranks}  # one of those that ranks share
+        for plan, waves in plans.values():
+            moved += sum(elements_that_must_move(case, plan, task, held) for task in plan.tasks if task.wave in waves)
+    assert sum(wire.elements.values()) == moved
+    for rank, steps in enumerate(ranks):
+        assert wire.calls.get(rank, 0) == sum(2 * len(waves - {NO_WAVE}) for _, waves in steps), f"rank {rank}"
+
+
+def elements_that_must_move(case: Case, plan: Plan, task: Any, held: Held) -> int:
+    """From torch's own shards and the owner alone."""
+    names = [param.name for param in plan.params]  # once for each part of a fused weight
+    name = names[task.param]
+    k, number = int(name.split(".")[1]), task.matrix * names.count(name) + names[: task.param].count(name)
+    shape = case.params[k].shape
+    matrix = parts(case, k, torch.arange(math.prod(shape)).reshape(shape))[number].flatten()
+    count = {rank: int(torch.isin(held[rank][k], matrix).sum()) for rank in task.sharded.holdings}
+    assert all(count.values()), "a rank that holds nothing of a matrix takes part in it"
+    if task.wave == NO_WAVE:
+        assert set(count.values()) == {len(matrix)}
+        return 0
+    return len(matrix) - count.get(task.owner, 0) + sum(held for rank, held in count.items() if rank != task.owner)
 
 
 def parts(case: Case, k: int, whole: Tensor) -> list[Tensor]:
@@ -112,11 +166,30 @@ def check_parts(case: Case) -> None:
                 same(state["momentum_buffer"], parts(case, k, momentum)[j], f"momentum of matrix {j} of parameter {k}")
 
 
-@settings(max_examples=40, phases=GENERATE)
-@given(cases())
-def test_any_case_equals_one_device(drawn: Drawn) -> None:
+LONG_IDLE = st.sampled_from([None, None, 1])
+
+
+@settings(max_examples=50, phases=GENERATE)
+@given(cases(events=True), st.booleans(), LONG_IDLE)
+def test_any_case_equals_one_device(drawn: Drawn, masked: bool, long_idle: int | None) -> None:
     case, layouts, replica_group = drawn
-    run_case(case, layouts, replica_group=replica_group)
+    run_case(case, layouts, replica_group=replica_group, masked=masked, long_idle=long_idle)
+
+
+@settings(max_examples=20, phases=GENERATE)
+@given(cases(events=True, averages=True), st.booleans(), LONG_IDLE)
+def test_any_case_of_dist_muon_equals_one_device(drawn: Drawn, masked: bool, long_idle: int | None) -> None:
+    """Every rank has gradients of its own; one device steps with their average."""
+    case, layouts, _ = drawn
+    run_case(case, layouts, masked=masked, long_idle=long_idle)
+
+
+@pytest.mark.parametrize("rule", ["plain", "normuon"])
+def test_owners_of_dist_muon_change(rule: str) -> None:
+    """Larger matrices come in later steps: who owned a matrix hands its momentum over."""
+    late = ((), (0,), (0, 1), (0, 1, 2))
+    params = tuple(Param((4 + 3 * k + j, 5 + 2 * k), None, unused=late[k]) for k in range(4) for j in range(3))
+    run_case(Case(params, {"rule": rule}, 5, averages=True), Layouts((3,)))
 
 
 @settings(max_examples=30, phases=GENERATE)
@@ -127,16 +200,33 @@ def test_each_matrix_of_any_case_equals_a_parameter_of_its_own(drawn: Drawn) -> 
     check_parts(replace(case, options=options, spoilt=(), threads=1))
 
 
-@settings(max_examples=8, phases=GENERATE)
-@given(cases(), st.data())
-def test_random_nodes_change_no_bit(drawn: Drawn, data: st.DataObject) -> None:
-    """Pretended nodes of any sizes, with links between them that are slower, faster or equal."""
+NODES = [CostModel(0.0, 1.0, 1e6, 1e3), CostModel(1e6, 1e3, 0.0, 1.0), None]  # links between nodes are slower, faster, equal
+
+
+@settings(max_examples=24, phases=GENERATE)
+@given(cases(events=True), st.data(), st.sampled_from(NODES), st.sampled_from([None, 1, 1]))
+def test_random_nodes_change_no_bit(drawn: Drawn, data: st.DataObject, cost: CostModel | None, max_peers: int | None) -> None:
+    """Pretended nodes of any sizes; with ``max_peers`` exchanges go through relays, in two hops."""
     case, layouts, replica_group = drawn
     edges = sorted(data.draw(st.sets(st.integers(1, layouts.world - 1), min_size=1, max_size=3))) if layouts.world > 1 else []
     sizes = [stop - start for start, stop in pairwise([0, *edges, layouts.world])]
-    cost = data.draw(st.sampled_from([CostModel(0.0, 1.0, 1e6, 1e3), CostModel(1e6, 1e3, 0.0, 1.0), None]))
-    with patch.dict(os.environ, {"MESHMUON_RANKS_PER_NODE": ",".join(map(str, sizes))}):
-        run_case(replace(case, options={**case.options, "cost_model": cost}), layouts, replica_group=replica_group)
+    options = {**case.options, "cost_model": cost, **({} if max_peers is None else {"max_peers": max_peers})}
+    with patch.dict(os.environ, {RANKS_PER_NODE: ",".join(map(str, sizes))}):
+        run_case(replace(case, options=options), layouts, replica_group=replica_group)
+
+
+@pytest.mark.parametrize("averages", [False, True])
+@pytest.mark.parametrize(("shape", "per_node"), [((8,), "2"), ((2, 3), "1,2,3")], ids=str)
+def test_relays_change_no_bit(shape: tuple[int, ...], per_node: str, averages: bool) -> None:
+    """More bytes are sent then, by as many as the plan says."""
+    placements = (R, S0)[-len(shape) :]
+    params = tuple(Param((5 + k, 12 - k), None if averages else 0, () if averages else placements) for k in range(6))
+    options = {"chunk_size": 2} | ({} if averages else {"replicas": "share"})
+    with patch.dict(os.environ, {RANKS_PER_NODE: per_node}):
+        direct, relayed = (
+            run_case(Case(params, {**options, **more}, 3, averages=averages), Layouts(shape)) for more in ({}, {"max_peers": 1})
+        )
+    assert sum(relayed.nbytes.values()) > sum(direct.nbytes.values()) > 0
 
 
 @settings(max_examples=5, phases=GENERATE)
@@ -148,16 +238,54 @@ def test_any_case_on_the_reference_path(drawn: Drawn) -> None:
         run_case(case, layouts, use_distributed_muon=True)
 
 
-def run_hostile(case: Case, layouts: Layouts, *, company: bool = False, **options: Any) -> None:
+@settings(max_examples=20, phases=GENERATE)
+@given(cases(steps=3))
+def test_any_case_with_bfloat16_on_the_wire(drawn: Drawn) -> None:
+    """Momentum and matrices that do not travel have the bits of one device, and replicas stay equal."""
+    case, layouts, replica_group = drawn
+    options = {**case.options, "comm_dtype": torch.bfloat16, "rounding": "nearest"}
+    params = tuple(replace(param, dtype=torch.float32) for param in case.params)
+    case = replace(case, params=params, options=options, spoilt=(), threads=1, divided=replica_group)
+    expected = single(case)
+
+    def main(rank: int) -> tuple[list[Tensor], list[Tensor]]:
+        meshes, travels = layouts.build(), set[int]()
+
+        def watch(optimizer: Muon) -> None:
+            names = [param.name for param in optimizer.plan().params]
+            travels.update(int(names[task.param].split(".")[1]) for task in optimizer.plan().tasks if task.wave != NO_WAVE)
+
+        values, states, _ = sharded(case, meshes, watch=watch)
+        for k, param in enumerate(case.params):
+            if k not in travels:
+                same(values[k], local(place(case, meshes, k, expected[0][k])), f"parameter {k}")
+            if param.muon and "momentum_buffer" in expected[1][k]:
+                same(
+                    states[k]["momentum_buffer"],
+                    local(place(case, meshes, k, expected[1][k]["momentum_buffer"])),
+                    f"momentum {k}",
+                )
+        return values, held_by(case, meshes)
+
+    ranks = run_threads(layouts.world, main)
+    for k, param in enumerate(case.params):
+        replicas: dict[tuple[int, ...], Tensor] = {}
+        for rank, (values, held) in enumerate(ranks):
+            if param.mesh == 0 or replica_group:  # slices and plain tensors may be of ranks that do not know of each other
+                same(values[k], replicas.setdefault(tuple(held[k].tolist()), values[k]), f"parameter {k} on rank {rank}")
+
+
+def run_hostile(case: Case, layouts: Layouts, *, company: bool = False) -> None:
     """Runs a case on one device and on all ranks on a machine that rounds by address, or by the size of a batch."""
 
     def main(rank: int) -> None:
         with HostileArithmetic(company=company):
-            check(case, layouts.build(), expected, **options)
+            check(case, layouts.build(), expected, held)
 
+    held = run_threads(layouts.world, lambda rank: held_by(case, layouts.build()))
     with fresh_trials():
         with HostileArithmetic(company=company):
-            expected = single(case)
+            expected = single(case, held)
         run_threads(layouts.world, main)
 
 
@@ -165,11 +293,10 @@ def run_hostile(case: Case, layouts: Layouts, *, company: bool = False, **option
 @given(cases(steps=2), st.booleans())
 def test_any_case_where_products_round_by_address_or_company(drawn: Drawn, company: bool) -> None:
     case, layouts, replica_group = drawn
-    options = {"replica_group": dist.group.WORLD} if replica_group else {}
     deterministic = {**case.options, "deterministic": company or case.options["deterministic"]}
     # Without offload, which takes it that memory of its own begins where its storage does.
-    case = replace(case, options=deterministic, misplaced=not company, threads=1, offload=None)
-    run_hostile(case, layouts, company=company, **options)
+    case = replace(case, options=deterministic, misplaced=not company, threads=1, offload=None, divided=replica_group)
+    run_hostile(case, layouts, company=company)
 
 
 def test_the_hostile_machine_tells_batches_apart() -> None:
@@ -253,7 +380,7 @@ def named(layout: str, *, everything: bool) -> Drawn:
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_named_layouts_equal_one_device(layout: str, everything: bool) -> None:
     case, layouts, replica_group = named(layout, everything=everything)
-    run_case(case, layouts, replica_group=replica_group)
+    run_case(case, layouts, replica_group=replica_group, masked=list(LAYOUTS).index(layout) % 2 == 1)
 
 
 @pytest.mark.parametrize("rule", ["plain", "normuon"])
@@ -312,19 +439,31 @@ def test_parts_that_stay_and_parts_that_travel_share_one_momentum(ahead: int, po
     run_case(Case(tuple(params), {"chunk_size": 1, "warmup_step": ahead}, 3), Layouts((2,)))
 
 
-@pytest.mark.parametrize("world", [2, 4, 8])
-def test_fsdp_sends_each_element_to_its_owner_and_back(world: int) -> None:
+def test_fsdp_sends_each_element_to_its_owner_and_back() -> None:
     """2(W − 1)/W² of the parameters' elements per rank: a rank gathers and scatters all but its own part of P/W elements."""
-    case = Case((*(Param((2 * world, 8), 0, (S0,)) for _ in range(world)), Param((world, world), 0, (S0,))), {}, 1)
-    wire = run_case(case, Layouts((world,)))
+    case = Case((*(Param((8, 8), 0, (S0,)) for _ in range(4)), Param((4, 4), 0, (S0,))), {}, 1)
+    wire = run_case(case, Layouts((4,)))
     total = sum(math.prod(param.shape) for param in case.params)
-    assert sum(wire.elements.values()) * world == 2 * (world - 1) * total
+    assert sum(wire.elements.values()) * 4 == 2 * 3 * total
     assert sum(wire.nbytes.values()) == 4 * sum(wire.elements.values())
 
 
-@pytest.mark.parametrize("params", [(Param((5, 4), None), Param((4,), None, muon=False)), (Param((8, 5, 4), 0, (S0,)),)])
-def test_nothing_is_sent_for_plain_tensors_and_whole_experts(params: tuple[Param, ...]) -> None:
-    assert not run_case(Case(params), Layouts((4,))).calls
+EP_OF_FSDP = (STRIDED, S0)
+
+
+@pytest.mark.parametrize(
+    ("shape", "params"),
+    [
+        ((4,), (Param((5, 4), None), Param((4,), None, muon=False))),
+        ((3,), (Param((8, 5, 4), 0, (S0,)), Param((7, 4, 6), 0, (S0,)), Param((1, 4, 6), 0, (S0,)))),
+        ((8,), (Param((3, 5, 4), 0, (S0,)),)),
+        ((3, 2), (Param((10, 5, 4), 0, EP_OF_FSDP),)),
+        ((2, 3), (Param((7, 5, 4), 0, (S0, S0)),)),
+    ],
+    ids=str,
+)
+def test_nothing_is_sent_for_plain_tensors_and_whole_experts(shape: tuple[int, ...], params: tuple[Param, ...]) -> None:
+    assert not run_case(Case(params), Layouts(shape)).calls
 
 
 @pytest.mark.parametrize("muon", [True, False])

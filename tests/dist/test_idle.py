@@ -1,11 +1,10 @@
-"""Gradients that come and go on ranks of their own: when ranks compare notes, one plan for all, and DistMuon.
+"""Gradients that come and go on ranks of their own: when ranks compare notes, and one plan for all.
 
 That every layout then has the bits of one device is a matter of ``test_cases.py``.
 """
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -20,11 +19,11 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from meshmuon import DistMuon, GradientError, Muon
 from meshmuon.agree import planned_set
 from meshmuon.agree.planned_set import PlannedSet
-from tests.support.cases import Case, Param, build, gradient, initial, place, single, without_shard
+from tests.support.cases import Case, Param, build, gradient, initial, place, single
 from tests.support.tensors import assert_bits, everything, local, same
 from tests.support.threads import run_threads
 
-from .test_dist_muon import NAMES, SHAPES, average, seeded
+from .test_dist_muon import SHAPES, seeded
 from .test_dist_muon import build as build_dist
 
 S0, R = Shard(0), Replicate()
@@ -63,8 +62,8 @@ def traced(
         value, holders = gradient(case, step, k), [rank for rank in range(world) if has(rank, step, k)]
         assert value is not None
         if case.params[k].mesh is not None:
-            for rank in set(range(world)) - set(holders):
-                value = without_shard(value, rank, world, 0)
+            rows = value.chunk(world)  # as torch's Shard(0) does
+            value = torch.cat([part * (rank in holders) for rank, part in enumerate(rows)])
         return value if holders else None
 
     alone = [nn.Parameter(value) for value in initial(case)]
@@ -192,63 +191,6 @@ def test_replicas_still_need_equal_gradients() -> None:
             assert_bits(everything(optimizer), before)
 
     run_threads(4, main)
-
-
-# DistMuon: ranks with gradients of their own.
-
-
-def train_dist(world: int, steps: int, has: Has, event: Callable[[DistMuon, int], None] | None = None, **options: Any) -> None:
-    """DistMuon beside one device on the averages; a rank without a gradient counts with zeros."""
-    params, optimizer = build_dist(Muon, SHAPES, adjust_lr_fn="original", weight_decay=0.0, **options)
-    for step in range(steps):
-        for k, param in enumerate(params):
-            ranks = range(world)
-            grads = [seeded(SHAPES[k], step, k, rank) * has(rank, step, k) for rank in ranks]
-            param.grad = average(grads) if any(has(rank, step, k) for rank in ranks) else None
-        optimizer.step()
-    expected = [param.detach().clone() for param in params]
-    states = [dict(optimizer.state[param]) for param in params]
-
-    def main(rank: int) -> None:
-        mine, ours = build_dist(DistMuon, SHAPES, **options)
-        assert isinstance(ours, DistMuon)
-        for step in range(steps):
-            if event is not None:
-                event(ours, step)
-            for k, param in enumerate(mine):
-                param.grad = seeded(SHAPES[k], step, k, rank) if has(rank, step, k) else None
-            ours.step()
-        ours.consolidate()
-        for k, (param, value) in enumerate(zip(mine, expected, strict=True)):
-            same(param.detach(), value, NAMES[k])
-            for key, tensor in states[k].items():
-                same(ours.state[param][key], tensor, f"{NAMES[k]} {key}")
-
-    run_threads(world, main)
-
-
-def reload(optimizer: DistMuon, step: int) -> None:
-    if step in (2, 5):
-        optimizer.consolidate()
-        optimizer.load_state_dict(optimizer.state_dict())
-
-
-@pytest.mark.parametrize("options", [{}, {"rule": "normuon"}, {"chunk_size": 1, "nesterov": False}], ids=str)
-@pytest.mark.parametrize("event", [None, reload], ids=["", "reloads"])
-@pytest.mark.parametrize("world", [2, 3])
-def test_data_parallel(world: int, event: Any, options: dict[str, Any]) -> None:
-    chooser = random.Random(world)
-    lacking = {(step, k) for step in range(1, 7) for k in range(len(SHAPES)) if chooser.random() < 0.4}
-    train_dist(world, 7, lambda rank, step, k: (step, k) not in lacking, event, **options)
-
-
-def test_data_parallel_with_gradients_on_some_ranks() -> None:
-    train_dist(3, 6, lambda rank, step, k: step == 0 or (rank + step + k) % 3 != 0 or k == 7)
-
-
-def test_data_parallel_leaves_out_what_was_idle_for_long() -> None:
-    with patch.object(planned_set, "LONG_IDLE_STEPS", 3):
-        train_dist(2, 9, lambda rank, step, k: step in (0, 7) or k > 3)
 
 
 def test_data_parallel_after_a_step_that_was_skipped() -> None:

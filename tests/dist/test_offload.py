@@ -1,10 +1,9 @@
-"""Offload on a mesh beyond its bits, which ``test_cases.py`` draws: checkpoints, DistMuon, a rank whose memory is full."""
+"""Offload on a mesh beyond its bits, which ``test_cases.py`` draws: checkpoints, and a rank whose memory is full."""
 
 from __future__ import annotations
 
 import copy
 import io
-import random
 import threading
 
 import pytest
@@ -16,16 +15,13 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.utils._pytree import tree_map_only
 
-from meshmuon import DistMuon, MeshmuonError, Muon, get_default_muon_param_groups
+from meshmuon import MeshmuonError, Muon, get_default_muon_param_groups
 from meshmuon.device import Transfers
 from meshmuon.optim import offload
 from tests.support.cases import Case, Param, build, gradient, initial, place, single
 from tests.support.random_layouts import Layouts
 from tests.support.tensors import local, same
 from tests.support.threads import run_threads
-
-from .test_dist_muon import SHAPES, one_device, seeded, unused
-from .test_dist_muon import build as build_replicas
 
 S0 = Shard(0)
 
@@ -99,33 +95,6 @@ def test_checkpoints_through_torch_s_own_functions() -> None:
                 same(local(loading.state[mine][key]), local(value), key)
 
     run_threads(2, main)
-
-
-@pytest.mark.parametrize("world", [2, 3])
-def test_dist_muon(world: int) -> None:
-    """Momentum exists on owners only, owners change with the active set, and consolidate() works while the state is away."""
-    steps = 6
-    expected, momentum = one_device(world, SHAPES, steps=steps)
-
-    def main(rank: int) -> None:
-        params, optimizer = build_replicas(DistMuon, SHAPES)
-        choices = random.Random(rank)
-        for step in range(steps):
-            (optimizer.turn_off_cpu_offload if choices.random() < 0.2 else optimizer.turn_on_cpu_offload)()
-            for k, param in enumerate(params):
-                param.grad = None if unused(step, k) else seeded(SHAPES[k], step, k, rank)
-            optimizer.step()
-            if step == 3:
-                optimizer.consolidate()
-        optimizer.turn_on_cpu_offload()
-        optimizer.consolidate()
-        for k, (param, wanted) in enumerate(zip(params, expected, strict=True)):
-            same(param.detach(), wanted, f"parameter {k}")
-        saved = optimizer.state_dict()["state"]
-        for k, wanted in enumerate(momentum):
-            same(saved[k]["momentum_buffer"], wanted, f"momentum {k}")
-
-    run_threads(world, main)
 
 
 def test_one_rank_that_cannot_bring_its_state_back_stops_all(monkeypatch: pytest.MonkeyPatch) -> None:

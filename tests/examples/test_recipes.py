@@ -186,7 +186,7 @@ def test_a_recipe_is_short_and_has_its_section(name: str) -> None:
 
 def test_the_page_shows_runs_of_these_scripts() -> None:
     """What a page says of a first step is what the script prints; later ones depend on how a machine rounds."""
-    shown = re.findall(r"```\n\$ python examples/(\w+)\.py\n(.*?)```", PAGE.read_text(), re.DOTALL)
+    shown = re.findall(r"```\n\$ (?:python|torchrun .*) examples/(\w+)\.py\n((?:.|\n)*?)```", PAGE.read_text())
     checked = [(name, losses_of(text)) for name, text in shown if losses_of(text)]
     assert len(checked) >= 8
     for name, losses in checked:

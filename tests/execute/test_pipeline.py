@@ -8,7 +8,7 @@ import pytest
 
 from meshmuon.errors import TransportError
 from meshmuon.execute.executor import finish_all, guarded, run_ahead, run_pipeline, take_first
-from meshmuon.plan.order import Action, gradient_read_order, most_gathered_ahead, pipeline_order
+from meshmuon.plan import Action, gradient_read_order, most_gathered_ahead, pipeline_order
 
 WIDTHS, COUNTS = range(1, 7), range(9)
 everywhere = pytest.mark.parametrize(("width", "count"), [(width, count) for width in WIDTHS for count in COUNTS])

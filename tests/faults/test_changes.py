@@ -1,8 +1,7 @@
-"""What users change between steps: frozen parameters, late groups, other data, other shards. Exact, or refused on all ranks."""
+"""What users change between steps, refused on all ranks. What they may change is in ``test_random_events.py``."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -54,57 +53,7 @@ def one_text(texts: list[str]) -> str:
     return texts[0]
 
 
-Event = Callable[[int, DeviceMesh | None, list[nn.Parameter], Muon], None]
-
-
-def exact(layout: str, event: Event) -> None:
-    """Steps with ``event(step, …)`` in between: the bits of one device that lives through the same."""
-
-    def live(mesh: DeviceMesh | None, params: list[nn.Parameter], optimizer: Muon) -> None:
-        for step in range(STEPS):
-            give_gradients(params, step)
-            event(step, mesh, params, optimizer)
-            optimizer.step()
-
-    whole = initial(None)
-    live(None, whole, muon_of(whole))
-
-    def main(rank: int) -> None:
-        mesh, params, optimizer = build(layout)
-        live(mesh, params, optimizer)
-        assert_equal(params, [param.detach() for param in whole])
-
-    run_threads(WORLD, main)
-
-
-# Frozen and unfrozen.
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("chosen", [(1,), (0, 3), (5,), (0, 1, 2, 3, 4, 5)], ids=["one", "two", "AdamW", "all"])
-def test_frozen_and_unfrozen(layout: str, chosen: tuple[int, ...]) -> None:
-    def event(step: int, mesh: DeviceMesh | None, params: list[nn.Parameter], optimizer: Muon) -> None:
-        for k in chosen:
-            params[k].requires_grad_(step not in (1, 2))
-            if step in (1, 2):
-                params[k].grad = None
-
-    exact(layout, event)
-
-
 # Groups added late.
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("use_muon", [True, False])
-def test_a_group_added_late(layout: str, use_muon: bool) -> None:
-    def event(step: int, mesh: DeviceMesh | None, params: list[nn.Parameter], optimizer: Muon) -> None:
-        if step == 2:
-            params.append(nn.Parameter(on_mesh(seeded((7, 7), 40), mesh)))
-            params[-1].grad = on_mesh(seeded((7, 7), 41), mesh)
-            optimizer.add_param_group({"params": [("late", params[-1])], "use_muon": use_muon, "lr": 0.015})
-
-    exact(layout, event)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -145,20 +94,6 @@ def test_a_group_added_on_one_rank_only(layout: str, use_muon: bool, has_gradien
 
 
 # Other data.
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_other_data_of_the_same_shape(layout: str) -> None:
-    """``p.data`` swapped: the step works on what the parameter is now, with the momentum that it had."""
-
-    def event(step: int, mesh: DeviceMesh | None, params: list[nn.Parameter], optimizer: Muon) -> None:
-        if step in (1, 3):
-            for k in (0, 2, 5):
-                grad = params[k].grad
-                give_data(params[k], on_mesh(seeded(tuple(params[k].shape), 70 + k), mesh))
-                params[k].grad = grad
-
-    exact(layout, event)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

@@ -242,6 +242,17 @@ def test_a_rank_that_leaves_a_step(phase: str, action: type[Raise], tmp_path: Pa
         assert not report.timed_out(GROUP_TIMEOUT), report
 
 
+@pytest.mark.parametrize("action", [Raise, Interrupt])
+def test_a_rank_that_leaves_while_the_others_are_ready(action: type[Raise], tmp_path: Path) -> None:
+    """In the first step, whose plan it has not prepared yet; nothing is half done."""
+    reports: list[Report] = results_of(run_ranks(WORLD, muon_rank, tmp_path, 0, "making ready", action(tmp_path), WORLD, {}))
+    assert reports[LOST].kind == type(action.error).__name__
+    for rank, report in enumerate(reports):
+        assert rank == LOST or (report.kind == "TransportError" and report.phase == "agreement"), report
+        assert [kind for kind, _ in report.later] == ["TransportError"] * 2, report
+        assert not report.timed_out(GROUP_TIMEOUT), report
+
+
 @pytest.mark.parametrize(("phase", "action"), [("gather", Kill), ("orthogonalise", Kill), ("before the gather", Raise)])
 def test_a_lost_rank_under_nccls_rules(phase: str, action: type[Kill], tmp_path: Path) -> None:
     """NCCL tells nobody: the others hear over the connections of the agreement, and abort what they wait for."""

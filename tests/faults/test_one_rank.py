@@ -12,10 +12,9 @@ from unittest.mock import patch
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor, Partial, distribute_tensor
 
 from meshmuon import Muon
 from meshmuon.agree import local_planner
@@ -23,7 +22,7 @@ from meshmuon.execute import executor
 from meshmuon.optim import muon_step
 from meshmuon.plan import Plan, make_plan
 from tests.support.processes import RankOutcome, results_of, run_ranks
-from tests.support.small_model import S0, R, after, assert_equal, give_gradients, initial, muon_of, on_mesh, world_mesh
+from tests.support.small_model import S0, S1, R, after, assert_equal, give_gradients, initial, muon_of, on_mesh, world_mesh
 from tests.support.tensors import assert_untouched, everything, local, same, seeded
 
 WORLD, ODD = 3, 1  # the odd one out
@@ -61,6 +60,14 @@ def other_cut(optimizer: Muon, params: list[nn.Parameter]) -> None:
     params[0].grad = DTensor.from_local(part, params[0].device_mesh, [S0], run_check=False, shape=(8, 6), stride=(6, 1))
 
 
+def other_placements(optimizer: Muon, params: list[nn.Parameter]) -> None:
+    params[0].grad = distribute_tensor(torch.ones(8, 6), params[0].device_mesh, [S1], src_data_rank=None)
+
+
+def partial_sum(optimizer: Muon, params: list[nn.Parameter]) -> None:
+    params[0].grad = DTensor.from_local(torch.ones(8, 6), params[0].device_mesh, [Partial()])
+
+
 def complex_numbers(optimizer: Muon, params: list[nn.Parameter]) -> None:
     params[0].grad_dtype = None
     params[0].grad = params[0].grad.to(torch.complex64)
@@ -87,6 +94,8 @@ class Refusal:
 REFUSALS: dict[str, Refusal] = {
     "gradient of another shape": Refusal(other_shape, "GradientError", ("rank 1: a has shape (8, 6)", "(8, 5)"), {}),
     "gradient cut otherwise": Refusal(other_cut, "GradientError", ("rank 1: a: this rank holds",), {}),
+    "gradient laid out otherwise": Refusal(other_placements, "GradientError", ("rank 1: a", "is laid out differently"), {}),
+    "gradient that is a sum": Refusal(partial_sum, "GradientError", ("rank 1: a", "is not reduced yet", "redistribute"), {}),
     "NaN": Refusal(not_finite, "GradientError", ("rank 1: a has a gradient that is not finite",), {"nonfinite": "raise"}),
     "negative lr": Refusal(setting(0, lr=-1.0), "ConfigError", ("rank 1: group 0: lr=-1.0",), {}),
     "too large an lr": Refusal(setting(0, lr=1e39), "ConfigError", ("rank 1: group 0: lr=1e+39 times adjust_lr_fn",), {}),
@@ -363,32 +372,3 @@ def test_ranks_that_were_built_differently(what: str, parts: tuple[str, ...], tm
     kind, text = one_saying(run_ranks(4, built_rank, tmp_path, what))
     assert kind == "PlanMismatchError", text
     assert all(part in text for part in parts), text
-
-
-# Replicas whose gradients part after ranks had settled on a plan.
-
-
-def replicas_rank(rank: int, folder: Path) -> Said:
-    """Both holders of a shard lack its gradient, which is zeros. Then one of them has it again: no longer the same."""
-    mesh = init_device_mesh("cpu", (2, 2))
-    values = [seeded((8, 6), 0), seeded((6, 9), 1)]
-    params = [nn.Parameter(distribute_tensor(value, mesh, [R, S0], src_data_rank=None)) for value in values]
-    optimizer = muon_of(params, replicas="share")
-    give_gradients(params, 0)
-    if rank in (1, 3):
-        params[0].grad = None
-    optimizer.step()
-    give_gradients(params, 1)
-    if rank == 1:
-        params[0].grad = None
-    before = everything(optimizer)
-    said = refused(optimizer)
-    assert_untouched(optimizer, before)
-    dist.barrier()
-    return said
-
-
-def test_replicas_that_part_after_a_settled_plan(tmp_path: Path) -> None:
-    kind, text = one_saying(run_ranks(4, replicas_rank, tmp_path))
-    assert kind == "GradientError"
-    assert "a has a gradient on rank 3 and none on rank 1" in text

@@ -198,7 +198,7 @@ def test_devices_are_not_mixed(recorder: Recorder) -> None:
 def test_a_graph_is_captured_without_being_run(recorder: Recorder) -> None:
     x, scratch = zeros(4), zeros(4)
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
         torch.add(x, 1.0, out=scratch)
         x.copy_(scratch * 2.0)
     assert kinds(recorder) == ["host wait"]  # to capture, torch waits for the device
@@ -216,7 +216,7 @@ def test_a_graph_is_captured_without_being_run(recorder: Recorder) -> None:
 
 def test_a_wait_inside_a_graph_is_misuse(recorder: Recorder) -> None:
     x = zeros()
-    with torch.cuda.graph(torch.cuda.CUDAGraph()):
+    with torch.cuda.graph(torch.cuda.CUDAGraph(), capture_error_mode="thread_local"):
         x.item()
     assert "misuse" in kinds(recorder)
 

@@ -67,18 +67,9 @@ def test_further_keys_of_groups() -> None:
     ]
 
 
-def test_keys_and_decay_together() -> None:
-    keys = {"up.weight": {"lr": 1e-4}, "up.bias": {"lr": 1e-4}, "norm.bias": {"weight_decay": 0.2}}
-    optimizer = muon_for(model(), keys=lambda name: keys.get(name, {}))
-    found = {name: (group["lr"], group["weight_decay"]) for group in optimizer.param_groups for name in group["param_names"]}
-    assert (found["up.weight"], found["up.bias"], found["norm.bias"]) == ((1e-4, 0.1), (1e-4, 0.0), (1e-3, 0.2))
-
-
 def test_keys_that_are_not_for_them() -> None:
     with pytest.raises(ConfigError, match=r"keys\('up\.weight'\): use_muon is decided by get_default"):
         muon_for(model(), keys=lambda name: {"use_muon": False})
-    with pytest.raises(ConfigError, match="keys=3 must be a function of a parameter's name that returns a dict"):
-        muon_for(model(), keys=3)  # type: ignore[arg-type]
 
 
 def test_parameters_without_names_lead_to_the_factory() -> None:

@@ -1,7 +1,8 @@
-"""Trainer, SFTTrainer and Accelerate in one process: the bits of a plain loop. What the factory does with its arguments."""
+"""Trainer, SFTTrainer and Accelerate in one process, and on two with DDP and FSDP2: the bits of a plain loop."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -10,6 +11,7 @@ import torch
 from torch import nn
 
 from meshmuon import ConfigError, Muon, UnsupportedError
+from tests.support.processes import JobRanks
 
 from . import hf_cases
 from .hf_cases import Trainer, TrainingArguments, muon
@@ -24,6 +26,18 @@ def test_one_process_gives_the_bits_of_a_plain_loop(kind: str, tmp_path: Path) -
 @pytest.mark.parametrize("precision", ["no", "bf16"])
 def test_accelerate_gives_the_bits_of_a_plain_loop(precision: str, tmp_path: Path) -> None:
     hf_cases.check_accelerate(tmp_path, hf_cases.Accelerated("single", precision=precision))
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[JobRanks]:
+    started = JobRanks(hf_cases.jobs, tuple(hf_cases.RANK_CASES), tmp_path_factory.mktemp("hf"))
+    yield started
+    started.stop()
+
+
+@pytest.mark.parametrize("name", hf_cases.RANK_CASES)
+def test_two_ranks_give_the_bits_of_a_plain_loop(name: str, ranks: JobRanks) -> None:
+    ranks.check(name)
 
 
 def untrained(folder: Path, wanted: Any) -> Trainer:
@@ -68,23 +82,6 @@ def test_options_come_from_the_arguments_unless_given(tmp_path: Path) -> None:
     matrices, tables, _ = muon()(small_llama(), args, lr=1e-3, betas=(0.5, 0.75), eps=1e-3, momentum=0.5).param_groups
     assert (tables["lr"], tables["weight_decay"], tables["adamw_betas"], tables["adamw_eps"]) == (1e-3, 0.25, (0.5, 0.75), 1e-3)
     assert (matrices["use_muon"], matrices["momentum"]) == (True, 0.5)
-
-
-def test_axolotls_call(tmp_path: Path) -> None:
-    """It passes its arguments as the second argument, by position."""
-
-    class Axolotl(Trainer):  # type: ignore[misc]
-        def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
-            factory, options = self.optimizer_cls_and_kwargs
-            self.optimizer = factory()(self.model if model is None else model, self.args, **options)
-            return self.optimizer
-
-    args = TrainingArguments(**hf_cases.arguments(tmp_path, "single", save_strategy="no"))
-    model = small_llama()
-    trainer = Axolotl(model, args, train_dataset=hf_cases.reference.samples(), optimizer_cls_and_kwargs=(muon, {}))
-    trainer.train()
-    expected = hf_cases.expected_of("trainer", "single", tmp_path)
-    hf_cases.reference.assert_same_bits(model, expected.model)
 
 
 def test_no_lr_is_an_error(tmp_path: Path) -> None:

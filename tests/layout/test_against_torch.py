@@ -73,40 +73,8 @@ def test_ranks_outside_the_mesh_hold_nothing(known: list[Known]) -> None:
         for rank in one.held.keys() - set(layout.mesh.ranks):
             assert one.held[rank].numel() == 0
             assert layout.local_shape(rank) == (0,) * len(layout.shape)
-            assert layout.boxes(rank) == ()
             outside += 1
     assert outside >= 500
-
-
-def test_boxes_are_the_local_tensor(known: list[Known]) -> None:
-    """Written one box after the other into each dim's place, and named once each."""
-    compared = 0
-    for one in known:
-        layout, whole = one.case.layout, one.case.tensor
-        for rank in layout.mesh.ranks:
-            boxes, local = layout.boxes(rank), layout.held_ranges(rank)
-            assert len(boxes) == len(set(boxes)) == math.prod(len(ranges) for ranges in local), f"{one}, rank {rank}"
-            built = torch.full(layout.local_shape(rank), -1)
-            for box in boxes:
-                assert all(start < stop for start, stop in box), f"{one}, rank {rank}"
-                offsets = [_offset(ranges, start) for ranges, (start, _) in zip(local, box, strict=True)]
-                into = tuple(slice(at, at + stop - start) for at, (start, stop) in zip(offsets, box, strict=True))
-                assert (built[into] == -1).all(), f"{one}, rank {rank}"
-                built[into] = whole[tuple(slice(start, stop) for start, stop in box)]
-            assert torch.equal(built, one.held[rank]), f"{one}, rank {rank}"
-            assert list(boxes) == sorted(boxes), f"{one}, rank {rank}"
-        compared += 1
-    assert compared >= 500
-
-
-def _offset(ranges: tuple[tuple[int, int], ...], start: int) -> int:
-    """Where the range that begins at ``start`` begins in the local tensor."""
-    at = 0
-    for first, stop in ranges:
-        if first == start:
-            return at
-        at += stop - first
-    raise AssertionError(f"{start} begins none of {ranges}")
 
 
 def test_holders(known: list[Known]) -> None:
@@ -118,11 +86,13 @@ def test_holders(known: list[Known]) -> None:
             for element in one.held[rank].flatten().tolist():
                 expected.setdefault(element, []).append(rank)
         found: dict[int, list[int]] = {}
-        for box, ranks in layout.holders().items():
-            for element in whole[tuple(slice(start, stop) for start, stop in box)].flatten().tolist():
-                assert element not in found, f"{one}: element {element} is in two boxes"
-                found[element] = list(ranks)
+        for held, ranks in layout.holders().items():
+            for element in select(whole, held).flatten().tolist():
+                assert element not in found, f"{one}: element {element} is held in two ways"
+                found[element] = ranks
         assert found == expected, str(one)
+        holding = {rank for rank in layout.mesh.ranks if one.held[rank].numel()}
+        assert {rank for ranks in layout.holders().values() for rank in ranks} == holding, str(one)
         compared += 1
     assert compared >= 500
 

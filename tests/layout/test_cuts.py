@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from meshmuon.layout.cuts import Ranges, cut, length, local_indices, merged, positions, tiles
+from meshmuon.layout.layout import Ranges, cut, length, local_indices, positions, tiles
 from meshmuon.matrices import StridedRange
 
 chains = st.lists(st.tuples(st.integers(1, 6), st.integers(1, 5)), max_size=4).map(tuple)
@@ -70,60 +70,23 @@ def test_one_strided_axis_that_takes_all(size: int, split_factor: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("size", "covers"),
+    ("size", "covers", "expected"),
     [
-        (0, []),
-        (0, [(), ()]),
-        (5, [((0, 5),)]),
-        (5, [((3, 5),), ((0, 3),)]),
-        (5, [((0, 1), (3, 5)), (), ((1, 3),)]),
+        (0, [(), ()], True),
+        (5, [((3, 5),), ((0, 3),)], True),
+        (5, [((0, 1), (3, 5)), (), ((1, 3),)], True),
+        (5, [()], False),
+        (5, [((0, 2),), ((3, 5),)], False),  # a gap
+        (5, [((1, 5),)], False),  # a gap at the start
+        (5, [((0, 3),), ((2, 5),)], False),  # an overlap
+        (5, [((0, 5),), ((1, 2),)], False),  # one inside another
+        (5, [((0, 4),)], False),  # too short
+        (5, [((0, 5),), ((5, 6),)], False),  # too long
+        (5, [((0, 5),), ((5, 5),)], False),  # an empty range
     ],
 )
-def test_tiles(size: int, covers: list[Ranges]) -> None:
-    assert tiles(size, covers)
-
-
-@pytest.mark.parametrize(
-    ("size", "covers"),
-    [
-        (5, []),
-        (5, [()]),
-        (5, [((0, 2),), ((3, 5),)]),  # a gap
-        (5, [((1, 5),)]),  # a gap at the start
-        (5, [((0, 3),), ((2, 5),)]),  # an overlap
-        (5, [((0, 5),), ((0, 5),)]),  # twice
-        (5, [((0, 5),), ((1, 2),)]),  # one inside another
-        (5, [((0, 4),)]),  # too short
-        (5, [((0, 6),)]),  # too long
-        (5, [((0, 5),), ((5, 6),)]),
-        (5, [((0, 5),), ((5, 5),)]),  # an empty range
-        (0, [((0, 0),)]),
-        (0, [((0, 1),)]),
-    ],
-)
-def test_does_not_tile(size: int, covers: list[Ranges]) -> None:
-    assert not tiles(size, covers)
-
-
-@pytest.mark.parametrize(
-    ("ranges", "expected"),
-    [
-        ([], ()),
-        ([(0, 2)], ((0, 2),)),
-        ([(0, 2), (2, 3)], ((0, 3),)),
-        ([(0, 2), (2, 3), (3, 7)], ((0, 7),)),
-        ([(0, 2), (3, 4), (4, 6)], ((0, 2), (3, 6))),
-        ([(2, 3), (0, 2)], ((2, 3), (0, 2))),  # the order stays
-    ],
-)
-def test_merged(ranges: list[tuple[int, int]], expected: Ranges) -> None:
-    assert merged(ranges) == expected
-    assert merged(iter(ranges)) == expected
-
-
-def test_length() -> None:
-    assert length(()) == 0
-    assert length(((0, 3), (7, 8))) == 4
+def test_tiles(size: int, covers: list[Ranges], expected: bool) -> None:
+    assert tiles(size, covers) is expected
 
 
 @st.composite

@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -174,25 +175,38 @@ def test_a_convolution_cut_in_its_kernel() -> None:
     assert [piece.cols for piece in sharded.pieces] == [((0, 4), (6, 10)), ((4, 6), (10, 12))]
 
 
-def test_experts() -> None:
-    layout = Layout((3, 4, 5), Mesh((2, 2), (6, 7, 4, 5)), (Sharded(0), Sharded(2)))
-    first, second, third = shard_matrices(layout, 1)
-    assert first is second
-    assert first.pieces == (Piece(((0, 4),), ((0, 3),), (6,)), Piece(((0, 4),), ((3, 5),), (7,)))
-    assert third.pieces == (Piece(((0, 4),), ((0, 3),), (4,)), Piece(((0, 4),), ((3, 5),), (5,)))
-    assert first.piece_of(4) is None
-    assert first.holdings == {6: (0, 0), 7: (1, 0)}
-    assert not first.sends_to(4, 7)
-    assert first.sends_to(6, 7)
+def thousands(*shape: int) -> Mesh:
+    assert math.prod(shape) == 2048
+    return Mesh(shape, tuple(range(2048)))
 
 
-def test_replicas() -> None:
-    (sharded,) = shard_matrices(Layout((4, 2), Mesh((2, 2), (0, 1, 2, 3)), (Sharded(0), Replicated())), 0)
-    assert [piece.holders for piece in sharded.pieces] == [(0, 1), (2, 3)]
-    assert [rank for _, rank in sharded.senders(1)] == [1, 3]
-    assert [rank for _, rank in sharded.senders(2)] == [0, 2]
-    assert not sharded.whole
-    assert [sorted(one.holdings) for one in sharded.separate_replicas] == [[0, 2], [1, 3]]
+@pytest.mark.parametrize(
+    ("layout", "stack_dims", "piece_shape", "holders"),
+    [
+        (Layout((8192, 1024), thousands(2048), (Sharded(0),)), 0, (4, 1024), [(rank,) for rank in range(2048)]),
+        (Layout((1000, 64), thousands(2048), (Sharded(0),)), 0, (1, 64), [(rank,) for rank in range(1000)]),
+        (Layout((3000, 8), thousands(2048), (Sharded(0),)), 0, (2, 8), [(rank,) for rank in range(1500)]),
+        (
+            Layout((4096, 1024), thousands(4, 64, 8), (Replicated(), Sharded(0), Sharded(1))),
+            0,
+            (64, 128),
+            [tuple(512 * k + part for k in range(4)) for part in range(512)],
+        ),
+        (Layout((8192, 64), thousands(256, 8), (Sharded(0, 8), Sharded(1))), 0, (32, 8), [(rank,) for rank in range(2048)]),
+        (Layout((256, 1024, 512), thousands(64, 32), (Sharded(0), Sharded(1))), 1, (32, 512), [(rank,) for rank in range(32)]),
+        (Layout((2048, 512, 3, 3), thousands(256, 8), (Sharded(0), Sharded(1))), 0, (8, 576), [(k,) for k in range(2048)]),
+        (Layout((64, 64), thousands(2048), (Replicated(),)), 0, (64, 64), [tuple(range(2048))]),
+    ],
+    ids=["fsdp", "few rows", "uneven", "hsdp × tp", "strided", "experts", "convolution", "replicated"],
+)
+def test_thousands_of_ranks(
+    layout: Layout, stack_dims: int, piece_shape: tuple[int, int], holders: list[tuple[int, ...]]
+) -> None:
+    first, *others = shard_matrices(layout, stack_dims)
+    assert {piece.shape for piece in first.pieces} == {piece_shape}
+    assert [piece.holders for piece in first.pieces] == holders
+    assert len({id(sharded) for sharded in (first, *others)}) == (64 if stack_dims else 1)
+    assert not dist.is_initialized()
 
 
 @pytest.mark.parametrize("stack_dims", [0, 1])

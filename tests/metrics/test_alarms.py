@@ -66,23 +66,35 @@ def run(
     return sorted({alarm.kind for alarm in health.alarms})
 
 
-def test_a_healthy_run_raises_none() -> None:
-    assert run() == []
-    assert run(lr=3e-3, momentum=0.9) == []
-    assert run(logits=lambda step: 20.0 + step) == []
+TINY: dict[str, Any] = {"lr": 2e-6, "weight_decay": 0.0}
+BF16: dict[str, Any] = {"dtype": torch.bfloat16}
+ORIGINAL: dict[str, Any] = {"adjust_lr_fn": "original"}
 
 
 @pytest.mark.filterwarnings(f"ignore::{RoutingWarning.__module__}.{RoutingWarning.__name__}")
-def test_an_lr_that_is_too_large() -> None:
-    assert "update too large" in run(lr=0.2)
-
-
-@pytest.mark.filterwarnings(f"ignore::{RoutingWarning.__module__}.{RoutingWarning.__name__}")
-def test_an_lr_of_the_wrong_convention() -> None:
-    """Keller Jordan's 0.02 with the rule that takes AdamW's, and AdamW's lr with the other rule."""
-    assert "lr convention" in run(lr=0.02)
-    assert run(lr=1e-4, adjust_lr_fn="original") == ["lr convention"]
-    assert run(lr=0.005, adjust_lr_fn="original") == []
+@pytest.mark.parametrize(
+    ("options", "alarms"),
+    [
+        ({}, []),
+        ({"lr": 3e-3, "momentum": 0.9}, []),
+        ({"lr": 0.2}, ["lr convention", "update too large"]),
+        # Keller Jordan's 0.02 with the rule that takes AdamW's, and AdamW's lr with the other rule.
+        ({"lr": 0.02}, ["lr convention"]),
+        ({"lr": 1e-4, **ORIGINAL}, ["lr convention"]),
+        ({"lr": 0.005, **ORIGINAL}, []),
+        # Updates that rounding loses; stochastic rounding, or float32, moves the weights.
+        ({**BF16, **TINY}, ["lr convention", "stopped moving"]),
+        ({**BF16, **TINY, "rounding": "stochastic"}, ["lr convention"]),
+        (TINY, ["lr convention"]),
+        ({"cut": True}, ["stopped moving"]),
+        ({"same_input": True}, ["lr convention", "rank one"]),
+        ({"logits": lambda step: 20.0 + step}, []),
+        ({"logits": lambda step: 10.0 * 1.5**step}, ["logits grow"]),
+        ({"logits": lambda step: 80.0 + 5 * math.sin(step)}, []),
+    ],
+)
+def test_a_run_raises_these_alarms(options: dict[str, Any], alarms: list[str]) -> None:
+    assert run(**options) == alarms
 
 
 def test_an_lr_of_the_wrong_convention_is_compared_with_adamws() -> None:
@@ -93,42 +105,11 @@ def test_an_lr_of_the_wrong_convention_is_compared_with_adamws() -> None:
     assert "move by 2.0e-02: probably" in text
 
 
-def test_a_matrix_without_a_gradient() -> None:
-    assert run(cut=True) == ["stopped moving"]
-
-
-def test_updates_that_rounding_loses() -> None:
-    """bfloat16 weights at an lr of 2e-6; stochastic rounding, or float32, moves them."""
-    rates = {"lr": 2e-6, "weight_decay": 0.0}
-    assert "stopped moving" in run(dtype=torch.bfloat16, **rates)
-    assert "stopped moving" not in run(dtype=torch.bfloat16, rounding="stochastic", **rates)
-    assert "stopped moving" not in run(**rates)
-
-
-def test_momentum_of_rank_one() -> None:
-    assert "rank one" in run(same_input=True)
-
-
-def test_logits_that_grow() -> None:
-    assert run(logits=lambda step: 10.0 * 1.5**step) == ["logits grow"]
-    assert run(logits=lambda step: 80.0 + 5 * math.sin(step)) == []
-
-
 def measurement(step: int, **values: float) -> dict[str, Any]:
-    healthy = {
-        "gradient_norm": 1.0,
-        "momentum_norm": 1.0,
-        "momentum_stable_rank": 5.0,
-        "weight_norm": 1.0,
-        "update_to_weight": 0.01,
-        "update_rms": 0.0,
-        "lr": 0.1,
-        "dtype": "float32",
-        "rounding": "nearest",
-        "rows": 8,
-        "cols": 8,
-    }
-    return {"step": step, "skipped": False, "matrices": {"w": {**healthy, **values}}, "adamw": {}, "qk_clip": {}}
+    healthy = {"gradient_norm": 1.0, "momentum_norm": 1.0, "momentum_stable_rank": 5.0, "weight_norm": 1.0}
+    healthy |= {"update_to_weight": 0.01, "update_rms": 0.0, "lr": 0.1}
+    matrix = {**healthy, "dtype": "float32", "rounding": "nearest", "rows": 8, "cols": 8, **values}
+    return {"step": step, "skipped": False, "matrices": {"w": matrix}, "adamw": {}, "qk_clip": {}}
 
 
 def test_an_alarm_needs_patience_and_is_raised_once_until_it_is_over() -> None:

@@ -14,10 +14,10 @@ import torch.distributed as dist
 from hypothesis import Phase, given, settings
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
-from meshmuon import DistMuon, Muon, NorMuon, PlanMismatchError
+from meshmuon import DistMuon, Interleaved, Muon, NorMuon, PlanMismatchError
 from meshmuon.metrics import Metrics
 from meshmuon.metrics.spectra import tridiagonalise
-from meshmuon.metrics.weight_vectors import FIRST_STEPS
+from meshmuon.metrics.weights import FIRST_STEPS
 from tests.support.cases import Case, Param, as_parameter, check, gradient, initial, run, sharded, single
 from tests.support.random_layouts import Layouts, cases
 from tests.support.threads import run_threads
@@ -80,6 +80,7 @@ MIXED = (
     Param((6, 8), 0, (S1, S0)),
     Param((5, 4, 6), 0, (S0, S1)),
     Param((8, 6), 0, (R, S0), split=(3, 5)),
+    Param((12, 5), 0, (S1, R), split=Interleaved((2, 4), 2)),
     Param((3, 4, 8), 0, (R, S1), flipped=True, split=(2, 6)),
     Param((9,), 0, (S0, R), muon=False),
     Param((5, 3), None),
@@ -99,7 +100,7 @@ def test_the_reference_path_measures_what_one_device_does(options: dict[str, Any
 
 
 def test_the_comparison_sees_a_replica_that_counts_twice(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("meshmuon.metrics.shards.counts_here", lambda layouts, rank: True)
+    monkeypatch.setattr("meshmuon.metrics.weights.counts_here", lambda layouts, rank: True)
     with pytest.raises(AssertionError, match="norm"):
         run_case(Case(MIXED[:1], {}, steps=1), Layouts((2, 2)))
 

@@ -118,18 +118,6 @@ def test_directions_that_are_lost_are_counted() -> None:
     assert defects(orthogonalize(matrices(5, 1, 64, 80), polar_express()), probes(64, 64).float())[0, 1] < 0.01
 
 
-def test_products_one_by_one_are_batched_products() -> None:
-    stacked, vectors = matrices(2, 3, 7, 11), matrices(1, 3, 1, 11).squeeze(1)
-    assert torch.allclose(multiply_each(stacked, vectors), torch.bmm(stacked, vectors.unsqueeze(2)).squeeze(2), atol=1e-5)
-
-
-def test_probes_are_orthonormal_and_fixed() -> None:
-    for size in (1, 3, 50):
-        found = probes(size)
-        assert torch.allclose(found @ found.t(), torch.eye(found.size(0), dtype=torch.float64), atol=1e-12)
-        assert torch.equal(found, probes(size))
-
-
 @pytest.mark.parametrize("l", [1e-2, 1e-3])
 def test_the_bound_of_a_scheme_is_the_one_it_was_made_for(l: float) -> None:  # noqa: E741
     for scheme in (polar_express(l=l), halley(l=l), zolotarev(l=l)):

@@ -134,14 +134,7 @@ CASES = {
         {**MOE, "layer_types": ["linear_attention"], "block_size": 4},
         silencing=(0, 1, 2),
     ),
-    "deepseek kv_b": Case(
-        "deepseek_v3",
-        "kv_b_proj.weight",
-        "o_proj.weight",
-        ((20, 12), (10, 12)),
-        DEEPSEEK,
-        silencing=(1,),
-    ),
+    "deepseek kv_b": Case("deepseek_v3", "kv_b_proj.weight", "o_proj.weight", ((20, 12), (10, 12)), DEEPSEEK, silencing=(1,)),
     "deepseek kv_a": Case(
         "deepseek_v3",
         "kv_a_proj_with_mqa.weight",
@@ -151,13 +144,7 @@ CASES = {
         scalable=(0,),
     ),
     "mamba": Case(
-        "mamba",
-        "in_proj.weight",
-        "mixer.out_proj.weight",
-        ((32, 16),) * 2,
-        MAMBA,
-        silencing=(0, 1),
-        zeroed=("conv1d.bias",),
+        "mamba", "in_proj.weight", "mixer.out_proj.weight", ((32, 16),) * 2, MAMBA, silencing=(0, 1), zeroed=("conv1d.bias",)
     ),
     "mamba x_proj": Case(
         "mamba",
@@ -273,27 +260,7 @@ CASES = {
         {**LLAMA, "kv_channels": 8, "num_local_experts": 3, "num_experts_per_tok": 2},
         silencing=(0, 1),
     ),
-    "dbrx w1": Case(
-        "dbrx",
-        "experts.mlp.w1",
-        "experts.mlp.w2",
-        ((24, 16),) * 3,
-        DBRX,
-    ),
-    "dbrx w2": Case(
-        "dbrx",
-        "experts.mlp.w2",
-        "experts.mlp.w1",
-        ((16, 24),) * 3,
-        DBRX,
-        dims=(True,) * 3,
-    ),
-    "dbrx Wqkv": Case(
-        "dbrx",
-        "Wqkv.weight",
-        "attn.out_proj.weight",
-        ((16, 16), (8, 16), (8, 16)),
-        DBRX,
-        **QKV,
-    ),
+    "dbrx w1": Case("dbrx", "experts.mlp.w1", "experts.mlp.w2", ((24, 16),) * 3, DBRX),
+    "dbrx w2": Case("dbrx", "experts.mlp.w2", "experts.mlp.w1", ((16, 24),) * 3, DBRX, dims=(True,) * 3),
+    "dbrx Wqkv": Case("dbrx", "Wqkv.weight", "attn.out_proj.weight", ((16, 16), (8, 16), (8, 16)), DBRX, **QKV),
 }

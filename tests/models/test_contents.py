@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from meshmuon import ConfigError, Interleaved, Muon, get_default_muon_param_groups
-from meshmuon.matrices import ONE_MATRIX, ParamMatrices
-from meshmuon.models import ModelContents, ParamContents
+from meshmuon.matrices import ParamMatrices
+from meshmuon.models import LOOKS_FUSED, ModelContents, ParamContents
 from meshmuon.models.fused import FUSED
 from meshmuon.models.place import places_of
 
@@ -50,7 +50,6 @@ def test_places_do_without_wrappers() -> None:
     assert place.name == "module.layers.0._checkpoint_wrapped_module.q_proj.weight"
     assert place.parts == ("layers", "0", "q_proj", "weight")
     assert place.owner is inner
-    assert place.in_block
 
 
 @pytest.mark.parametrize(
@@ -240,6 +239,11 @@ def test_every_row_of_the_table_can_be_read() -> None:
             assert re.fullmatch(r"[\w.]+([*/+-][\w.]+)*", size)
 
 
+DT_B_C = {"d_inner": 16, "d_state": 5, "dt_rank": 3}
+MAMBA2 = {"d_inner": 16, "d_state": 5}
+HEADS = {"num_heads": 3, "dim_head": 8}
+
+
 @pytest.mark.parametrize(
     ("owner", "label", "shape", "attributes", "split"),
     [
@@ -251,18 +255,41 @@ def test_every_row_of_the_table_can_be_read() -> None:
         ("MyMLP", "gate_up_proj", (32, 8), {}, (16, 16)),
         ("AdaLayerNormZero", "linear", (48, 8), {}, (8,) * 6),
         ("DeepseekV3Attention", "kv_a_proj_with_mqa", (12, 8), {"kv_lora_rank": 12, "qk_rope_head_dim": 0}, None),
+        ("Attention", "query_key_value", (24, 8), {}, LOOKS_FUSED),
+        # What follows attention tells the width of q; of ``to_out`` it is one level down.
+        ("Attention", "to_qkv", (192, 64), {"to_out": nn.Sequential(linear(64, 64), nn.Dropout())}, (64,) * 3),
+        ("Attention", "to_qkv", (96, 64), {"to_out": nn.Sequential(linear(64, 32), nn.Dropout())}, (32,) * 3),
+        # SAM 2, where stages of a backbone meet: 96 channels come in, 192 go out.
+        ("MultiScaleAttention", "qkv", (576, 96), {"proj": linear(192, 192)}, (192,) * 3),
+        # Looks like three square blocks, but attention hands on 96 channels: 96 + 48 + 48.
+        ("Attention", "qkv", (192, 64), {"o_proj": linear(64, 96)}, LOOKS_FUSED),
+        # [q, k, v] = [16, 16, 64] has the sizes of 8 heads of queries and 2 of keys, [64, 16, 16].
+        ("Attention", "qkv", (96, 64), {"wo": linear(64, 64), "num_heads": 2, "ratio": 4}, LOOKS_FUSED),
+        # MiniMax H3 pools heads after attention: the next layer takes less than q has, but heads and their size tell.
+        ("Attention", "qkv", (192, 64), {"proj": linear(32, 32), "num_heads": 4, "head_dim": 16}, (64,) * 3),
+        ("StableAudio3SelfAttention", "to_qkv", (320, 64), {"to_out": linear(64, 64), "use_differential": True}, (64,) * 5),
+        # (128, 64) is k and v of cross-attention, or q with half as many keys and values.
+        ("Attention", "c_attn", (128, 64), {"q_attn": linear(64, 64), "c_proj": linear(64, 64)}, (64, 64)),
+        ("Attention", "c_attn", (128, 64), {"c_proj": linear(64, 64), "nh": 8, "ng": 4}, (64, 32, 32)),
+        # timm's: AttentionCl, LeViT and TinyViT, GC ViT with and without queries from elsewhere.
+        ("AttentionCl", "qkv", (72, 16), {**HEADS, "head_first": True, "proj": linear(16, 24)}, Interleaved((8, 8, 8), 3)),
+        ("AttentionCl", "qkv", (72, 16), {**HEADS, "head_first": False, "proj": linear(16, 24)}, (24,) * 3),
+        ("Attention", "qkv", (66, 16), {"num_heads": 3, "key_dim": 6, "val_dim": 10}, Interleaved((6, 6, 10), 3)),
+        ("WindowAttentionGlobal", "qkv", (24, 12), {**HEADS, "use_global": True, "proj": linear(12, 12)}, (12, 12)),
+        ("WindowAttentionGlobal", "qkv", (36, 12), {**HEADS, "use_global": False, "proj": linear(12, 12)}, (12,) * 3),
+        # mamba_ssm's two, the second also with an MLP beside the state-space model.
+        ("Mamba", "in_proj", (32, 8), {**DT_B_C, "x_proj": linear(13, 16), "out_proj": linear(8, 16)}, (16, 16)),
+        ("Mamba", "x_proj", (13, 16), DT_B_C, (3, 5, 5)),
+        ("Mamba2", "in_proj", (56, 8), {**MAMBA2, "ngroups": 2, "d_ssm": 16, "nheads": 4}, (16, 16, 10, 10, 4)),
+        ("Mamba2", "in_proj", (45, 8), {**MAMBA2, "ngroups": 1, "d_ssm": 12, "nheads": 3}, (4, 4, 12, 12, 5, 5, 3)),
     ],
 )
 def test_fused(owner: str, label: str, shape: tuple[int, int], attributes: dict[str, Any], split: Any) -> None:
     model = in_block(attn=module(owner, **attributes, **{label: linear(*shape)}))
     found = contents(model, f"layers.0.attn.{label}.weight")
-    assert (found.route, found.matrices.split) == ("muon", split)
-
-
-def test_unknown_fused_weights() -> None:
-    model = in_block(attn=module("Attention", query_key_value=linear(24, 8)))
-    found = contents(model, "layers.0.attn.query_key_value.weight")
-    assert (found.reason, found.matrices) == ("matrix: looks fused, parts unknown", ONE_MATRIX)
+    assert found.route == "muon"
+    assert (found.reason if split == LOOKS_FUSED else found.matrices.split) == split
+    assert (found.reason == LOOKS_FUSED) == (split == LOOKS_FUSED)
 
 
 def test_gpt2_stores_its_weights_the_other_way_round() -> None:

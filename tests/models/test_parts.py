@@ -236,3 +236,42 @@ def test_torchtitans_experts(name: str) -> None:
             scale(param, first, 0.0)
             assert not experts(x, counts).any()
             param.data = kept
+
+
+def test_torchtitan_stores_the_same_parts() -> None:
+    """6 heads in 2 groups of [q, q, q, k, v]; its checkpoints have the parts as separate weights."""
+    library("torchtitan")
+    from torchtitan.models.common.attention import FusedQKVLinear
+    from torchtitan.models.common.linear import Linear
+
+    wqkv = Linear.Config(in_features=16, out_features=80, bias=False)
+    fused = FusedQKVLinear(FusedQKVLinear.Config(head_dim=8, n_heads=6, n_kv_heads=2, wqkv=wqkv))
+    model = randomised(nn.ModuleDict({"layers": nn.ModuleList([nn.ModuleDict({"qkv": fused, "wo": nn.Linear(48, 16)})])}))
+    name = "layers.0.qkv.wqkv.weight"
+    weight, saved, parts = dict(model.named_parameters())[name], model.state_dict(), sets_of(model, name)
+    assert [part.lr_shape for part in parts] == [(48, 16), (16, 16), (16, 16)]
+    for part, label in zip(parts, ("wq", "wk", "wv"), strict=True):
+        assert torch.equal(weight[places(weight, part)], saved[name.replace("wqkv", label)])
+
+
+@pytest.mark.parametrize("differential", [True, False])
+def test_the_attention_of_diffusers_autoencoder_same(differential: bool) -> None:
+    """Its own forward: values silence it, and so does a second pair of queries and keys that equals the first."""
+    library("diffusers")
+    source = importlib.import_module("diffusers.models.autoencoders.autoencoder_same")
+    module = randomised(source.SAMEAttention(16, dim_heads=8, use_differential=differential))
+    x = torch.randn(2, 5, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    parts, weight = sets_of(module, "to_qkv.weight"), module.get_parameter("to_qkv.weight")
+    assert [part.lr_shape for part in parts] == [(16, 16)] * (5 if differential else 3)
+    assert module(x).any()
+    if differential:
+        kept = weight.detach().clone()
+        with torch.no_grad():
+            for first, second in ((0, 1), (2, 3)):
+                weight[places(weight, parts[second])] = weight[places(weight, parts[first])]
+        assert module(x).abs().max() < 1e-12
+        weight.data = kept
+    scale(weight, parts[-1], 0.0)
+    assert not module(x).any()
+    (group,) = [group for group in get_default_muon_param_groups(module) if "to_qkv.weight" in group["names"]]
+    assert group["use_muon"]

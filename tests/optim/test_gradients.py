@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -18,12 +18,14 @@ from tests.support.reference import (
     assert_moved_within_rounding,
     assert_same_bits,
     copies,
+    gapped,
     gradients,
     group,
     make_params,
     muon,
     polar_factor,
     run,
+    run_beside,
     set_gradients,
 )
 
@@ -35,20 +37,33 @@ LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
+Stepped = tuple[Muon, Sequence[Tensor]]
+
+
+def step_beside(
+    first: tuple[Muon, Sequence[Tensor]],
+    second: tuple[Muon, Sequence[Tensor]],
+    change: Callable[[Tensor], Tensor],
+    steps: int = 3,
+) -> None:
+    """Steps both on the same gradients, but for what ``change`` makes of the first one's."""
+    for step in range(steps):
+        grads = gradients(second[1], step)
+        set_gradients(second[1], grads)
+        for param, grad in zip(first[1], grads, strict=True):
+            param.grad = change(grad)
+        first[0].step()
+        second[0].step()
+
+
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("nesterov", [True, False])
 def test_layout_of_gradients_does_not_matter_to_muon(layout: str, nesterov: bool) -> None:
     params = make_params((6, 9), (9, 6), (8, 8), (3, 5, 4))
     twins = copies(params)
     options: dict[str, Any] = {"lr": LR, "nesterov": nesterov, "expert_keys": ["experts"]}
-    first, second = (Muon([group(own, prefix="experts")], **options) for own in (params, twins))
-    for step in range(3):
-        grads = gradients(params, step)
-        set_gradients(twins, grads)
-        for param, grad in zip(params, grads, strict=True):
-            param.grad = LAYOUTS[layout](grad)
-        first.step()
-        second.step()
+    first, second = ((Muon([group(own, prefix="experts")], **options), own) for own in (params, twins))
+    step_beside(first, second, LAYOUTS[layout])
     assert_same_bits(params, twins)
 
 
@@ -58,14 +73,7 @@ def test_layout_of_gradients_does_not_matter_to_adamw(layout: str, turned: bool)
     """torch's fused AdamW reads memory in order on CPU and refuses on GPU: mixed layouts must not reach it."""
     plain = make_params((7, 3), (4, 6))
     params = [nn.Parameter(p.detach().mT.contiguous().mT) for p in plain] if turned else copies(plain)
-    first, second = adamw(params, lr=0.1), adamw(plain, lr=0.1)
-    for step in range(3):
-        grads = gradients(plain, step)
-        set_gradients(plain, grads)
-        for param, grad in zip(params, grads, strict=True):
-            param.grad = LAYOUTS.get(layout, Tensor.contiguous)(grad)
-        first.step()
-        second.step()
+    step_beside((adamw(params, lr=0.1), params), (adamw(plain, lr=0.1), plain), LAYOUTS.get(layout, Tensor.contiguous))
     assert_same_bits(params, plain)
 
 
@@ -85,16 +93,10 @@ def test_transposed_parameters() -> None:
     (plain,) = make_params((6, 10))
     turned = nn.Parameter(plain.detach().mT.contiguous().mT)
     assert not turned.is_contiguous()
-    first, second = muon([turned]), muon([plain])
-    run(first, [turned], range(3))
-    run(second, [plain], range(3))
+    first = muon([turned])
+    step_beside((first, [turned]), (muon([plain]), [plain]), Tensor.clone)
     assert_same_bits([turned], [plain])
     assert first.state[turned]["momentum_buffer"].stride() == turned.stride()
-
-
-def gapped(param: Tensor) -> nn.Parameter:
-    """The same numbers in every second column of a larger tensor: neither contiguous nor dense."""
-    return nn.Parameter(torch.stack([param.detach(), torch.zeros_like(param)], dim=-1).flatten(-2)[..., ::2])
 
 
 @pytest.mark.parametrize("use_muon", [True, False])
@@ -103,12 +105,8 @@ def test_parameters_with_gaps(use_muon: bool) -> None:
     plain = make_params((6, 5), (4, 7))
     start, params = copies(plain), [gapped(param) for param in plain]
     assert not any(param.is_contiguous() for param in params)
-    first, second = (Muon([group(own, use_muon=use_muon)], lr=LR, allow_inactive=not use_muon) for own in (params, plain))
-    for step in range(3):
-        set_gradients(params, gradients(plain, step))
-        set_gradients(plain, gradients(plain, step))
-        first.step()
-        second.step()
+    first, second = ((Muon([group(own, use_muon=use_muon)], lr=LR, allow_inactive=not use_muon), own) for own in (params, plain))
+    step_beside(first, second, Tensor.clone)
     for param, expected in zip(params, plain, strict=True):
         whole = torch.as_strided(param.detach(), (param.numel() * 2 - 1,), (1,))
         assert not whole[1::2].any()
@@ -123,11 +121,7 @@ def test_channels_last_convolution() -> None:
     (plain,) = make_params((8, 4, 3, 3))
     turned = nn.Parameter(plain.detach().contiguous(memory_format=torch.channels_last))
     first, second = muon([turned], conv="flatten"), muon([plain], conv="flatten")
-    for step in range(3):
-        (grad,) = gradients([plain], step)
-        turned.grad, plain.grad = grad.contiguous(memory_format=torch.channels_last), grad
-        first.step()
-        second.step()
+    step_beside((first, [turned]), (second, [plain]), lambda grad: grad.contiguous(memory_format=torch.channels_last))
     assert turned.is_contiguous(memory_format=torch.channels_last)
     assert first.state[turned]["momentum_buffer"].stride() == turned.stride()
     assert_same_bits([turned], [plain])
@@ -138,13 +132,8 @@ def test_channels_last_convolution() -> None:
 def test_powers_of_two_change_no_bit(exponent: int, scheme: str) -> None:
     params = make_params((16, 16), (24, 8), (8, 24))
     twins = copies(params)
-    first, second = (muon(own, scheme=scheme) for own in (params, twins))
-    for step in range(3):
-        grads = gradients(params, step)
-        set_gradients(params, grads)
-        set_gradients(twins, [grad * 2.0**exponent for grad in grads])
-        first.step()
-        second.step()
+    first, second = ((muon(own, scheme=scheme), own) for own in (twins, params))
+    step_beside(first, second, lambda grad: grad * 2.0**exponent)
     assert_same_bits(params, twins)
 
 
@@ -154,13 +143,8 @@ def test_scale_of_gradients_does_not_matter(scale: float, scheme: str) -> None:
     """Scaling costs one rounding of each gradient and of each momentum."""
     start = make_params((16, 24), (24, 16), (400, 390))
     params, twins = copies(start), copies(start)
-    first, second = (muon(own, scheme=scheme, weight_decay=0.0) for own in (params, twins))
-    for step in range(2):
-        grads = gradients(params, step)
-        set_gradients(params, grads)
-        set_gradients(twins, [grad * scale for grad in grads])
-        first.step()
-        second.step()
+    first, second = ((muon(own, scheme=scheme, weight_decay=0.0), own) for own in (twins, params))
+    step_beside(first, second, lambda grad: grad * scale, steps=2)
     assert_moved_within_rounding(twins, params, start, 2, keller() if scheme == "keller" else polar_express())
 
 
@@ -184,11 +168,7 @@ def test_half_precision_parameters(dtype: torch.dtype, momentum_dtype: torch.dty
     start = make_params((16, 24), (24, 16), dtype=dtype)
     params, reference = copies(start), Reference(start)
     optimizer = muon(params, momentum_dtype=momentum_dtype, lr=0.01, adjust_lr_fn=lambda rows, cols: 20.0)
-    for step in range(3):
-        grads = gradients(params, step)
-        set_gradients(params, grads)
-        optimizer.step()
-        reference.step(grads, lr=0.01, adjust=lambda rows, cols: 20.0)
+    run_beside(reference, optimizer, params, range(3), lr=0.01, adjust=lambda rows, cols: 20.0)
     assert all(param.dtype == dtype for param in params)
     assert all(optimizer.state[param]["momentum_buffer"].dtype == (momentum_dtype or dtype) for param in params)
     assert_moved_within_rounding(params, reference.params, start, 3, momentum=momentum_dtype or dtype)

@@ -21,6 +21,7 @@ from tests.support.tensors import bits, seeded
 SHAPES = [(6, 4), (6, 4), (4, 6), (9, 4), (6, 4), (3, 6, 4), (2, 6, 4), (18, 4), (6, 4), (6, 4), (7,), (2,), (5, 3)]
 NAMES = [f"layers.{k}.weight" for k in range(5)] + ["layers.5.experts", "layers.6.experts", "layers.7.qkv"]
 NAMES += ["late.8.weight", "late.9.weight", "norm.10", "norm.11", "embedding.12"]
+ALL = [True] * len(SHAPES)
 GROUPS = (range(8), range(8, 10), range(10, 13))  # Muon, Muon with options of its own, AdamW
 Event = Callable[[Muon], None]
 
@@ -40,9 +41,11 @@ def params_of(optimizer: Muon) -> list[nn.Parameter]:
     return [param for group in optimizer.param_groups for param in group["params"]]
 
 
-def give(optimizer: Muon, step: int, active: Sequence[bool]) -> None:
+def give(optimizer: Muon, step: int, active: Sequence[bool]) -> Muon:
+    """The optimizer, with gradients for ``active`` parameters."""
     for k, (param, flag) in enumerate(zip(params_of(optimizer), active, strict=False)):
         param.grad = seeded(param.shape, 1000 * (step + 1) + k).to(param.dtype) if flag else None
+    return optimizer
 
 
 def held(optimizer: Muon) -> list[dict[str, Tensor]]:
@@ -61,7 +64,7 @@ def assert_held(actual: list[dict[str, Tensor]], expected: list[dict[str, Tensor
 
 def patterns(steps: int, seed: int, share: float = 0.4) -> list[list[bool]]:
     chooser = random.Random(seed)
-    return [[True] * len(SHAPES), *([chooser.random() > share for _ in SHAPES] for _ in range(steps - 1))]
+    return [ALL, *([chooser.random() > share for _ in SHAPES] for _ in range(steps - 1))]
 
 
 class Counts:
@@ -104,6 +107,14 @@ def run(
     return seen
 
 
+def assert_as_anew(active: list[list[bool]], **options: Any) -> list[list[dict[str, Tensor]]]:
+    """Every bit after every step is that of an optimizer that plans anew."""
+    kept = run(active, anew=False, **options)
+    for mine, expected in zip(kept, run(active, anew=True, **options), strict=True):
+        assert_held(mine, expected)
+    return kept
+
+
 OPTIONS: list[dict[str, Any]] = [
     {},
     {"chunk_size": 1},
@@ -125,8 +136,7 @@ OPTIONS: list[dict[str, Any]] = [
 @pytest.mark.parametrize("options", OPTIONS, ids=lambda options: ", ".join(options) or "plain")
 def test_every_bit_is_that_of_a_new_plan(options: dict[str, Any]) -> None:
     active = patterns(8, seed=len(str(options)))
-    for kept, anew in zip(run(active, anew=False, **options), run(active, anew=True, **options), strict=True):
-        assert_held(kept, anew)
+    assert_as_anew(active, **options)
 
 
 @settings(max_examples=25)
@@ -134,8 +144,7 @@ def test_every_bit_is_that_of_a_new_plan(options: dict[str, Any]) -> None:
 def test_any_pattern(active: list[list[bool]], remembers: bool) -> None:
     """Also parameters whose first gradient comes late, and steps without any."""
     options = {"allow_inactive": True, "rule": "normuon" if remembers else "plain"}
-    for kept, anew in zip(run(active, anew=False, **options), run(active, anew=True, **options), strict=True):
-        assert_held(kept, anew)
+    assert_as_anew(active, **options)
 
 
 @pytest.mark.parametrize("options", [{}, {"rule": "normuon"}, {"chunk_size": 1}], ids=str)
@@ -144,8 +153,7 @@ def test_nothing_is_planned_or_prepared_again(options: dict[str, Any], monkeypat
     optimizer = build(**options)
     plans, sizes, made = [], [], []
     for step, flags in enumerate([*patterns(8, seed=1), [False] * len(SHAPES)]):
-        give(optimizer, step, flags)
-        optimizer.step()
+        give(optimizer, step, flags).step()
         plans.append(optimizer.plan())
         sizes.append(optimizer.workspace_bytes())
         made.append(optimizer._step_params._cached)
@@ -159,12 +167,11 @@ def test_nothing_is_planned_or_prepared_again(options: dict[str, Any], monkeypat
 def test_a_first_gradient_is_planned_beside_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
     counts = Counts(monkeypatch)
     optimizer = build()
-    everyone = [True] * len(SHAPES)
+    everyone = ALL
     late, other = [k != 8 for k in range(len(SHAPES))], [k > 1 for k in range(len(SHAPES))]
     sizes = []
     for step, flags in enumerate([late, other, late, other, everyone, late]):
-        give(optimizer, step, flags)
-        optimizer.step()
+        give(optimizer, step, flags).step()
         sizes.append(len(optimizer.plan().params))
     assert counts.plans == counts.prepares == 2
     assert sizes == [11, 12, 12, 12, 12, 12]  # qkv counts three times; ``other`` brings number 8
@@ -179,12 +186,10 @@ def test_a_batch_without_gradients_is_not_computed() -> None:
         return polar_factor(batch)
 
     optimizer = build(scheme=scheme, memory_budget=2000)
-    give(optimizer, 0, [True] * len(SHAPES))
-    optimizer.step()
+    give(optimizer, 0, ALL).step()
     batches = len(seen)
     seen.clear()
-    give(optimizer, 1, [k in (0, 5) for k in range(len(SHAPES))])
-    optimizer.step()
+    give(optimizer, 1, [k in (0, 5) for k in range(len(SHAPES))]).step()
     assert 0 < len(seen) < batches
     with torch.no_grad():
         own = [*seeded(SHAPES[0], 2000)[None], *seeded(SHAPES[5], 2005)]
@@ -198,8 +203,7 @@ def test_a_batch_without_gradients_is_not_computed() -> None:
 def test_a_bad_matrix_does_not_reach_its_neighbours() -> None:
     """What lies in an idle place is not applied, even if it is NaN."""
     optimizer = build()
-    give(optimizer, 0, [True] * len(SHAPES))
-    optimizer.step()
+    give(optimizer, 0, ALL).step()
     before = held(optimizer)
     give(optimizer, 1, [k == 0 for k in range(len(SHAPES))])
     first = params_of(optimizer)[0]
@@ -211,30 +215,25 @@ def test_a_bad_matrix_does_not_reach_its_neighbours() -> None:
 
 
 def test_state_that_was_deleted_while_idle_is_not_created_before_it_is_needed() -> None:
-    options = {"rule": "normuon"}
     gone = [k not in (0, 8) for k in range(len(SHAPES))]
 
     def delete(optimizer: Muon) -> None:
         for k in (0, 8):
             del optimizer.state[params_of(optimizer)[k]]
 
-    active = [[True] * len(SHAPES), gone, gone, [k != 3 for k in range(len(SHAPES))], [True] * len(SHAPES)]
-    kept = run(active, anew=False, events={2: delete}, **options)
+    active = [ALL, gone, gone, [k != 3 for k in range(len(SHAPES))], ALL]
+    kept = assert_as_anew(active, events={2: delete}, rule="normuon")
     assert set(kept[2][0]) == {"param"}
     assert "momentum_buffer" in kept[3][0]
-    for mine, anew in zip(kept, run(active, anew=True, events={2: delete}, **options), strict=True):
-        assert_held(mine, anew)
 
 
 def test_bad_state_of_an_idle_parameter_is_refused_once_it_is_used() -> None:
     optimizer = build()
-    give(optimizer, 0, [True] * len(SHAPES))
-    optimizer.step()
+    give(optimizer, 0, ALL).step()
     optimizer.state[params_of(optimizer)[0]]["momentum_buffer"] = torch.zeros(3, 3)
-    give(optimizer, 1, [k != 0 for k in range(len(SHAPES))])
-    optimizer.step()
+    give(optimizer, 1, [k != 0 for k in range(len(SHAPES))]).step()
     before = held(optimizer)
-    give(optimizer, 2, [True] * len(SHAPES))
+    give(optimizer, 2, ALL)
     for _ in range(2):
         with pytest.raises(Exception, match=r"layers\.0\.weight"):
             optimizer.step()
@@ -244,10 +243,9 @@ def test_bad_state_of_an_idle_parameter_is_refused_once_it_is_used() -> None:
 def test_gradients_that_do_not_fit_are_noticed_when_they_come_back() -> None:
     optimizer = build()
     for step in range(3):
-        give(optimizer, step, [k != 1 or step == 0 for k in range(len(SHAPES))])
-        optimizer.step()
+        give(optimizer, step, [k != 1 or step == 0 for k in range(len(SHAPES))]).step()
     before = held(optimizer)
-    give(optimizer, 3, [True] * len(SHAPES))
+    give(optimizer, 3, ALL)
     params_of(optimizer)[1].grad = torch.zeros(SHAPES[1]).to_sparse()
     with pytest.raises(Exception, match="sparse"):
         optimizer.step()
@@ -287,24 +285,20 @@ EVENTS: dict[str, dict[int, Event]] = {
 @pytest.mark.parametrize("rule", ["plain", "normuon"])
 def test_between_events(name: str, rule: str) -> None:
     active = patterns(7, seed=len(name))
-    kept, anew = (run(active, anew=anew, events=EVENTS[name], rule=rule) for anew in (False, True))
-    for mine, expected in zip(kept, anew, strict=True):
-        assert_held(mine, expected)
+    assert_as_anew(active, events=EVENTS[name], rule=rule)
 
 
 def test_a_step_that_is_skipped_counts_for_nothing() -> None:
     """A parameter whose only gradient so far came in a skipped step has no state and is not planned."""
     optimizer = build(nonfinite="skip")
-    give(optimizer, 0, [k < 5 for k in range(len(SHAPES))])
-    optimizer.step()
-    give(optimizer, 1, [True] * len(SHAPES))
+    give(optimizer, 0, [k < 5 for k in range(len(SHAPES))]).step()
+    give(optimizer, 1, ALL)
     first = params_of(optimizer)[0]
     assert first.grad is not None
     first.grad.fill_(torch.inf)
     optimizer.step()
     assert optimizer.skipped_steps == 1
-    give(optimizer, 2, [k < 4 for k in range(len(SHAPES))])
-    optimizer.step()
+    give(optimizer, 2, [k < 4 for k in range(len(SHAPES))]).step()
     assert len(optimizer.plan().params) == 5
     assert params_of(optimizer)[8] not in optimizer.state
 
@@ -315,11 +309,10 @@ def test_a_long_idle_part_of_the_plan_is_left_out(worth: bool, monkeypatch: pyte
     monkeypatch.setattr(planned_set, "IDLE_SHARE", 0.1 if worth else 0.99)
     counts = Counts(monkeypatch)
     idle = [k not in (0, 5, 7, 12) for k in range(len(SHAPES))]
-    active = [[True] * len(SHAPES), *[idle] * 7, [True] * len(SHAPES), *[idle] * 2]
-    kept = run(active, anew=False, rule="normuon")
+    active = [ALL, *[idle] * 7, ALL, *[idle] * 2]
+    run(active, anew=False, rule="normuon")
     assert counts.prepares == counts.plans == (3 if worth else 1)
-    for mine, anew in zip(kept, run(active, anew=True, rule="normuon"), strict=True):
-        assert_held(mine, anew)
+    assert_as_anew(active, rule="normuon")
 
 
 def test_clipped_heads_of_idle_weights() -> None:

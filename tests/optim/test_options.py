@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import inspect
 import pickle
 import warnings
 from collections.abc import Callable
@@ -30,6 +29,8 @@ from tests.support.reference import (
     muon,
     polar_factor,
     run,
+    run_alike,
+    run_beside,
     set_gradients,
 )
 
@@ -43,11 +44,7 @@ def compare(ours: dict[str, Any], plain: dict[str, Any], *, steps: int = 4, shap
     start = make_params(*shapes, dtype=torch.float64)
     params, reference = copies(start), Reference(start)
     optimizer = muon(params, **ours)
-    for step in range(steps):
-        grads = gradients(params, step)
-        set_gradients(params, grads)
-        optimizer.step()
-        reference.step(grads, **plain)
+    run_beside(reference, optimizer, params, range(steps), **plain)
     assert_moved_within_rounding(params, reference.params, start, steps, STEEPEST)
 
 
@@ -77,12 +74,8 @@ def test_learning_rate_rules(rule: str | Callable[[int, int], float], form: str)
 
 
 @pytest.mark.parametrize("ns_steps", range(1, 9))
-def test_steps_of_keller(ns_steps: int) -> None:
+def test_number_of_steps(ns_steps: int) -> None:
     compare({"ns_steps": ns_steps}, {"steps": [KELLER] * ns_steps}, steps=2)
-
-
-@pytest.mark.parametrize("ns_steps", range(1, 9))
-def test_steps_of_polar_express(ns_steps: int) -> None:
     options = {"scheme": "polar_express", "ns_steps": ns_steps}
     compare(options, {"steps": polar_express(steps=ns_steps).steps}, steps=2)
 
@@ -119,53 +112,14 @@ def test_callable_scheme_sees_a_batch_of_one_shape() -> None:
     assert sorted(seen) == [(1, 4, 4), (2, 4, 8)]
 
 
-def test_ten_steps_of_polar_express_are_the_polar_factor() -> None:
-    """The default scheme, far enough, is exact: so is then the whole step."""
-    params = make_params((16, 40), (40, 16))
-    start, reference = copies(params), Reference(params)
-    optimizer = muon(params, scheme="polar_express", ns_steps=10)
-    for step in range(3):
-        reference.step(gradients(params, step), orthogonalise=polar_factor)
-        run(optimizer, params, [step])
-    assert_moved_within_rounding(params, reference.params, start, 3, polar_express(steps=10))
-
-
 def test_default_numbers() -> None:
     """Defaults of the constructor, run against the reference with the numbers written out."""
     start = make_params(*SHAPES, dtype=torch.float64)
     params, reference = copies(start), Reference(start)
     optimizer = Muon([group(params)])
-    for step in range(3):
-        grads = gradients(params, step)
-        set_gradients(params, grads)
-        optimizer.step()
-        reference.step(grads, lr=1e-3, momentum=0.95, nesterov=True, weight_decay=0.1, steps=polar_express(steps=5).steps)
+    numbers = {"lr": 1e-3, "momentum": 0.95, "nesterov": True, "weight_decay": 0.1, "steps": polar_express(steps=5).steps}
+    run_beside(reference, optimizer, params, range(3), **numbers)
     assert_moved_within_rounding(params, reference.params, start, 3, polar_express(steps=5))
-
-
-def test_signature() -> None:
-    """Positional arguments and defaults are a contract with users of other Muon optimizers."""
-    positional = {
-        name: parameter.default
-        for name, parameter in inspect.signature(Muon.__init__).parameters.items()
-        if parameter.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD and name not in ("self", "params")
-    }
-    assert list(positional.items()) == [
-        ("lr", 1e-3),
-        ("momentum", 0.95),
-        ("nesterov", True),
-        ("ns_steps", 5),
-        ("weight_decay", 0.1),
-        ("adamw_betas", (0.9, 0.95)),
-        ("adamw_eps", 1e-8),
-        ("none_grad", True),
-        ("debug", False),
-        ("clip_config", None),
-        ("warmup_step", 5),
-        ("chunk_size", -1),
-        ("use_distributed_muon", False),
-        ("expert_keys", None),
-    ]
 
 
 @pytest.mark.parametrize("option", [{"warmup_step": 0}, {"use_distributed_muon": True}, {"clip_config": {}}], ids=str)
@@ -206,11 +160,7 @@ def test_experts_are_separate_matrices(shape: Shape, rule: str) -> None:
         adjust_lr_fn=rule,
         expert_keys=["experts"],
     )
-    for step in range(3):
-        grads = gradients(params, step)
-        set_gradients(params, grads)
-        optimizer.step()
-        reference.step(grads, adjust=rule)
+    run_beside(reference, optimizer, params, range(3), adjust=rule)
     assert_moved_within_rounding(params, reference.params, start, 3)
     assert optimizer.state[params[0]]["momentum_buffer"].shape == shape
 
@@ -218,22 +168,13 @@ def test_experts_are_separate_matrices(shape: Shape, rule: str) -> None:
 def test_experts_equal_a_loop_over_separate_parameters() -> None:
     stacked = make_params((4, 10, 6))
     loose = [nn.Parameter(expert.clone()) for expert in stacked[0].detach()]
-    whole = Muon([group(stacked, prefix="experts")], lr=LR, expert_keys=["experts"], deterministic=True)
+    whole = Muon([group(stacked, prefix="experts", expert_keys=["experts"])], lr=LR, deterministic=True)  # from the group
     separate = Muon([group(loose)], lr=LR, deterministic=True)
     for step in range(3):
-        grads = gradients(stacked, step)
-        set_gradients(stacked, grads)
-        set_gradients(loose, list(grads[0]))
-        whole.step()
+        set_gradients(loose, list(gradients(stacked, step)[0]))
+        run(whole, stacked, [step])
         separate.step()
     assert_same_bits([stacked[0]], [torch.stack([p.detach() for p in loose])])
-
-
-def test_expert_keys_may_come_from_the_group() -> None:
-    first, second = make_params((4, 10, 6)), make_params((4, 10, 6))
-    run(Muon([group(first, prefix="experts", expert_keys=["experts"])], lr=LR), first, range(2))
-    run(Muon([group(second, prefix="experts")], lr=LR, expert_keys=("none", "experts")), second, range(2))
-    assert_same_bits(first, second)
 
 
 @pytest.mark.parametrize("rule", ["match_rms_adamw", "original"])
@@ -247,11 +188,7 @@ def test_float32_agrees_with_float64_reference() -> None:
     start = make_params(*SHAPES)
     params, reference = copies(start), Reference(start)
     optimizer = muon(params)
-    for step in range(5):
-        grads = gradients(params, step)
-        set_gradients(params, grads)
-        optimizer.step()
-        reference.step(grads)
+    run_beside(reference, optimizer, params, range(5))
     assert_moved_within_rounding(params, reference.params, start, 5)
     for param, buffer in zip(params, reference.buffers, strict=True):
         # Five sums of two numbers each, whose parts are no larger than 5 gradients of up to 3 times 5.
@@ -297,14 +234,9 @@ def test_the_learning_rate_of_adamw_s_part(build: type[Muon]) -> None:
 
 def test_the_learning_rate_of_adamw_s_part_steps_as_one_of_the_group_does() -> None:
     params, twins = make_params((4, 6), (5,)), make_params((4, 6), (5,))
-    optimizers = [
-        Muon([group(params[:1]), group(params[1:], use_muon=False, prefix="n")], lr=LR, adamw_lr=torch.tensor(0.25)),
-        Muon([group(twins[:1]), group(twins[1:], use_muon=False, prefix="n", lr=0.25)], lr=LR),
-    ]
-    for step in range(2):
-        for optimizer, stepped in zip(optimizers, (params, twins), strict=True):
-            set_gradients(stepped, gradients(stepped, step))
-            optimizer.step()
+    ours = Muon([group(params[:1]), group(params[1:], use_muon=False, prefix="n")], lr=LR, adamw_lr=torch.tensor(0.25))
+    theirs = Muon([group(twins[:1]), group(twins[1:], use_muon=False, prefix="n", lr=0.25)], lr=LR)
+    run_alike((ours, params), (theirs, twins), steps=range(2))
     assert_same_bits(params, twins)
 
 

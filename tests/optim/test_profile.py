@@ -79,10 +79,3 @@ def test_debug_speaks_where_logging_was_never_set_up(monkeypatch: pytest.MonkeyP
     run(Muon([group(params)], lr=LR, debug=True), params, [0])
     assert [type(handler) for handler in logger.handlers] == [logging.StreamHandler]
     assert logger.isEnabledFor(logging.DEBUG)
-
-
-def test_printing_an_optimizer() -> None:
-    params = make_params((6, 8))
-    text = repr(Muon([group(params)], lr=LR))
-    assert text.startswith("Muon (")
-    assert "use_muon: True" in text

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterator
 from typing import Any
 
@@ -17,7 +16,8 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from meshmuon import ConfigError, GradientError, MeshmuonError, Muon, StateError, UnsupportedError, keller, polar_express
 from meshmuon.errors import KeptError
 from meshmuon.optim.collect import Collector
-from tests.support.reference import LR, adamw, assert_same_bits, copies, gradients, group, make_params, muon, run, set_gradients
+from tests.support.reference import LR, adamw, gradients, group, make_params, muon, run, set_gradients
+from tests.support.tensors import assert_untouched, everything
 
 RIGHT_CALL = r"Write Muon\(model, lr=\.\.\.\)"
 
@@ -112,21 +112,6 @@ def test_elements_that_share_an_address(memory: str, use_muon: bool) -> None:
     Muon([group([matrix(), nn.Parameter(param.detach(), requires_grad=False), nn.Parameter(torch.randn(6, 4).T)])])
 
 
-@pytest.mark.parametrize(
-    ("shape", "message"),
-    [
-        ((), r"layers\.0\.weight: shape \(\) has no rows and columns.*use_muon=False; get_default_muon_param_groups"),
-        ((5,), r"layers\.0\.weight: shape \(5,\) has no rows and columns"),
-        ((3, 4, 5), r"layers\.0\.weight: shape \(3, 4, 5\) has more than two dims.*expert_keys=\[\.\.\.\].*conv=\"flatten\""),
-        ((3, 4, 5, 5), r"layers\.0\.weight: shape \(3, 4, 5, 5\) .*expert_keys.*\(now \[\]\).*conv=\"flatten\""),
-    ],
-    ids=str,
-)
-def test_what_is_not_a_matrix(shape: tuple[int, ...], message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        muon(make_params(shape))
-
-
 def test_four_dims_are_no_experts() -> None:
     with pytest.raises(ConfigError, match=r"more than two dims.*\(now \['layers'\]\)"):
         muon(make_params((2, 3, 4, 5)), expert_keys=["layers"])
@@ -149,33 +134,20 @@ def test_integer_parameters() -> None:
     ("options", "message"),
     [
         ({"lr": -1e-3}, r"group 0: lr=-0\.001 must be at least 0"),
-        ({"lr": float("nan")}, "group 0: lr=nan must be at least 0"),
         ({"lr": torch.tensor([1e-3, 1e-3])}, "group 0: lr is a tensor of 2 elements; it must have one"),
-        ({"lr": torch.tensor(-1.0)}, "group 0: lr=-1.0 must be at least 0"),
         ({"momentum": 1.0}, r"group 0: momentum=1\.0 must be in \[0, 1\)"),
-        ({"momentum": -0.1}, r"group 0: momentum=-0\.1 must be in \[0, 1\)"),
-        ({"momentum": 95}, r"group 0: momentum=95 must be in \[0, 1\)"),
         ({"weight_decay": -0.1}, r"group 0: weight_decay=-0\.1 must be at least 0"),
         (
             {"scheme": "newton"},
             r"scheme='newton' is unknown. Write one of \['auto', 'halley', 'hybrid', 'keller', .*'zolotarev'\]",
         ),
         ({"scheme": [(1.0, 2.0, 3.0)] * 2}, r"the scheme has 2 steps but ns_steps=5. Pass ns_steps=2"),
-        ({"scheme": keller(3)}, "the scheme has 3 steps but ns_steps=5. Pass ns_steps=3"),
         ({"scheme": keller(1)}, "the scheme has 1 steps but ns_steps=5. Pass ns_steps=1"),
-        ({"scheme": []}, "the scheme has 0 steps but ns_steps=5"),
         ({"scheme": [(1.0, 2.0)]}, r"every step is a triple \(a, b, c\)"),
-        ({"scheme": 5}, r"every step is a triple \(a, b, c\)"),
         ({"ns_steps": 0}, "ns_steps=0 must be a whole number from 1 to 64"),
-        ({"ns_steps": -1}, "ns_steps=-1 must be a whole number"),
         ({"ns_steps": 2.5}, r"ns_steps=2\.5 must be a whole number"),
-        ({"ns_steps": 5.0}, r"ns_steps=5\.0 must be a whole number"),
-        ({"ns_steps": True}, "ns_steps=True must be a whole number"),
-        ({"ns_steps": "5"}, "ns_steps='5' must be a whole number"),
-        ({"ns_steps": 65}, "ns_steps=65 must be a whole number from 1 to 64"),
         ({"ns_steps": 0, "scheme": [(1.0, 2.0, 3.0)]}, "ns_steps=0 must be a whole number"),
         ({"adjust_lr_fn": "rms"}, r"adjust_lr_fn='rms' is unknown. Write one of .* or a function of \(rows, cols\)"),
-        ({"adjust_lr_fn": None}, "adjust_lr_fn=None is unknown"),
         ({"conv": "unfold"}, r"conv='unfold' is unknown; write one of \(None, 'flatten'\)"),
         ({"compute_dtype": torch.int8}, r"group 0: compute_dtype=torch\.int8 must be a floating point dtype"),
         ({"momentum_dtype": "float32"}, "group 0: momentum_dtype='float32' must be a floating point dtype"),
@@ -199,13 +171,8 @@ def test_options_of_a_muon_group(options: dict[str, Any], message: str) -> None:
     ("options", "message"),
     [
         ({"adamw_betas": (1.0, 0.95)}, r"adamw_betas\[0\]=1\.0 must be in \[0, 1\)"),
-        ({"adamw_betas": (0.9, -0.1)}, r"adamw_betas\[1\]=-0\.1 must be in \[0, 1\)"),
         ({"adamw_betas": (0.9,)}, "betas"),
-        ({"adamw_betas": (0.9, 0.95, 0.99)}, "betas"),
-        ({"adamw_betas": 0.9}, "betas"),
         ({"adamw_eps": -1e-8}, r"adamw_eps=-1e-08 must be at least 0"),
-        ({"lr": -1.0}, "group 0: lr=-1.0 must be at least 0"),
-        ({"weight_decay": -1.0}, "group 0: weight_decay=-1.0 must be at least 0"),
     ],
     ids=str,
 )
@@ -220,7 +187,6 @@ def test_options_of_an_adamw_group(options: dict[str, Any], message: str) -> Non
     ("options", "message"),
     [
         ({"chunk_size": 0}, r"chunk_size=0 must be -1 .* or at least 1"),
-        ({"chunk_size": -2}, "chunk_size=-2 must be -1"),
         ({"memory_budget": 0}, "memory_budget=0 must be a positive number of bytes"),
         ({"compile": True, "cuda_graphs": True}, "compile and cuda_graphs exclude each other"),
         ({"warmup_step": -1}, "warmup_step=-1 must be at least 0"),
@@ -262,15 +228,13 @@ def test_bad_gradients_write_nothing(bad: Any, message: str, position: int, name
     params = make_params((4, 6), (6, 4), (5,), (3, 2))
     optimizer = Muon([group(params[:2]), group(params[2:], use_muon=False, prefix="norms")], lr=LR)
     run(optimizer, params, [0])
-    before, state = copies(params), copy.deepcopy(optimizer.state_dict()["state"])
+    before = everything(optimizer)
     set_gradients(params, gradients(params, 1))
     params[position].grad_dtype = None  # else torch itself refuses to assign a complex gradient
     params[position].grad = bad(params[position].detach())
     with pytest.raises(GradientError, match=message.format(name)):
         optimizer.step()
-    assert_same_bits(params, before)
-    for key, entry in optimizer.state_dict()["state"].items():
-        assert_same_bits(entry.values(), state[key].values())
+    assert_untouched(optimizer, before)
     assert params[0].grad is not None
 
 
@@ -284,14 +248,26 @@ def test_bad_values_set_by_hand_write_nothing(change: dict[str, Any]) -> None:
     params = make_params((4, 6), (3, 2, 2, 2))
     optimizer = Muon([group(params[:1]), group(params[1:], prefix="convs", conv="flatten")], lr=LR)
     run(optimizer, params, [0])
-    before, state = copies(params), copy.deepcopy(optimizer.state_dict()["state"])
+    before = everything(optimizer)
     optimizer.param_groups[1].update(change)
     set_gradients(params, gradients(params, 1))
     with pytest.raises(ConfigError, match=next(iter(change))):
         optimizer.step()
-    assert_same_bits(params, before)
-    for key, entry in optimizer.state_dict()["state"].items():
-        assert_same_bits(entry.values(), state[key].values())
+    assert_untouched(optimizer, before)
+
+
+@pytest.mark.parametrize("change", ["shape", "dtype", "stale gradient"])
+def test_parameters_changed_under_their_state_write_nothing(change: str) -> None:
+    params = make_params((4, 6), (6,))
+    optimizer = Muon([group(params[:1]), group(params[1:], use_muon=False)], none_grad=False)
+    run(optimizer, params, [0])
+    params[1].data = torch.randn(6).double() if change == "dtype" else torch.randn(7)
+    if change != "stale gradient":
+        params[1].grad = torch.ones_like(params[1])
+    before = everything(optimizer)
+    with pytest.raises((StateError, GradientError), match=r"others\.0\.weight"):
+        optimizer.step()
+    assert_untouched(optimizer, before)
 
 
 @pytest.fixture
@@ -356,10 +332,3 @@ def test_a_refused_group_is_not_added() -> None:
             optimizer.add_param_group(bad)
     assert len(optimizer.param_groups) == 1
     run(optimizer, params, [0])
-
-
-@pytest.mark.parametrize("key", ["debug", "chunk_size", "memory_budget", "compile", "warmup_step"])
-def test_options_of_the_whole_optimizer_in_a_group(key: str) -> None:
-    group = {"params": [torch.nn.Parameter(torch.randn(4, 4))], "use_muon": True, key: 1}
-    with pytest.raises(ConfigError, match=f"group 0: {key} holds for the whole optimizer"):
-        Muon([group])

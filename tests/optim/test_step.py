@@ -1,4 +1,4 @@
-"""What surrounds the arithmetic of a step: closures, missing gradients, hooks, added groups, what is freed."""
+"""What surrounds the arithmetic of a step: groups, what is freed, modes; test_torch_generic.py has what torch tests as well."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ from meshmuon.execute import StepParam
 from tests.support.bounds import nudge
 from tests.support.reference import (
     LR,
-    adamw,
     assert_same_bits,
     copies,
     gradients,
@@ -33,91 +32,10 @@ def mixed(**options: Any) -> tuple[list[nn.Parameter], Muon]:
     return params, Muon([group(params[:2]), group(params[2:], use_muon=False, prefix="norms")], lr=LR, **options)
 
 
-def test_closure_is_called_once_with_gradients_on() -> None:
-    params, optimizer = mixed()
-    twins, plain = mixed()
-    calls: list[bool] = []
-
-    def closure() -> Tensor:
-        calls.append(torch.is_grad_enabled())
-        optimizer.zero_grad()
-        loss = sum((param**2).sum() for param in params)
-        assert isinstance(loss, Tensor)
-        loss.backward()
-        return loss
-
-    loss = optimizer.step(closure)
-    assert calls == [True]
-    assert loss.item() == pytest.approx(sum((twin.detach() ** 2).sum().item() for twin in twins))
-    set_gradients(twins, [2 * twin.detach() for twin in twins])
-    assert plain.step() is None
-    assert_same_bits(params, twins)
-
-
-def test_closure_works_inside_no_grad() -> None:
-    params, optimizer = mixed()
-    start = copies(params)
-
-    def closure() -> float:
-        (params[0] ** 2).sum().backward()
-        return 3.0
-
-    with torch.no_grad():
-        assert optimizer.step(closure) == 3.0
-    assert not torch.equal(params[0], start[0])
-
-
-def test_no_gradient_at_all_changes_nothing() -> None:
-    params, optimizer = mixed()
-    start = copies(params)
-    optimizer.step()
-    assert_same_bits(params, start)
-    assert not optimizer.state
-    assert optimizer.workspace_bytes() == 0
-
-
-def test_parameters_without_gradient_are_skipped() -> None:
-    params, optimizer = mixed()
-    run(optimizer, params, [0])
-    before = copies(params)
-    buffer = optimizer.state[params[1]]["momentum_buffer"].clone()
-    moments = {key: value.clone() for key, value in optimizer.state[params[3]].items()}
-    optimizer.zero_grad()
-    grads = gradients(params, 1)
-    set_gradients(params, [grads[0], None, grads[2], None])
-    optimizer.step()
-    assert_same_bits([params[1], params[3]], [before[1], before[3]])
-    assert_same_bits([optimizer.state[params[1]]["momentum_buffer"]], [buffer])
-    assert_same_bits(optimizer.state[params[3]].values(), moments.values())
-    assert not torch.equal(params[0], before[0])
-    assert not torch.equal(params[2], before[2])
-
-
-def test_state_appears_at_the_first_gradient() -> None:
-    params, optimizer = mixed()
-    set_gradients(params, [gradients(params, 0)[0], None, None, None])
-    optimizer.step()
-    assert list(optimizer.state) == [params[0]]
-    assert list(optimizer.state[params[0]]) == ["momentum_buffer"]
-    assert_same_bits([optimizer.state[params[0]]["momentum_buffer"]], [gradients(params, 0)[0]])
-
-
 def test_none_grad_frees_the_gradients_of_matrices() -> None:
     params, optimizer = mixed()
     run(optimizer, params, [0])
     assert [param.grad is None for param in params] == [True, True, False, False]
-
-
-def test_none_grad_false_leaves_gradients_alone() -> None:
-    params = make_params((6, 8), (8, 6), (3, 4, 4))
-    optimizer = Muon([group(params, prefix="experts")], lr=LR, none_grad=False, expert_keys=["experts"], maximize=True)
-    grads = gradients(params, 0)
-    set_gradients(params, grads)
-    kept = [param.grad for param in params]
-    optimizer.step()
-    for param, grad in zip(params, kept, strict=True):
-        assert param.grad is grad
-    assert_same_bits([param.grad for param in params if param.grad is not None], grads)
 
 
 @pytest.mark.parametrize("chunk_size", [1, 2, 3, -1])
@@ -198,41 +116,6 @@ def test_tied_weights_are_updated_once() -> None:
     assert_same_bits([model.first.weight, model.second.weight], [alone[0], alone[0]])
 
 
-def test_maximize_equals_minimizing_the_negated_loss() -> None:
-    (params, up), (twins, down) = mixed(maximize=True), mixed()
-    for step in range(4):
-        grads = gradients(params, step)
-        set_gradients(params, grads)
-        set_gradients(twins, [-grad for grad in grads])
-        up.step()
-        down.step()
-    assert_same_bits(params, twins)
-
-
-def test_descends() -> None:
-    """A step against a quadratic's gradient must bring its value down, and maximize must bring it up."""
-    for maximize in (False, True):
-        params = make_params((10, 10), (12, 5))
-        optimizer = muon(params, weight_decay=0.0, maximize=maximize)
-        start = sum((p.detach() ** 2).sum().item() for p in params)
-        for _ in range(3):
-            set_gradients(params, [2 * p.detach() for p in params])
-            optimizer.step()
-        end = sum((p.detach() ** 2).sum().item() for p in params)
-        assert (end > start) == maximize
-
-
-def test_hooks_and_zero_grad() -> None:
-    params, optimizer = mixed()
-    called: list[str] = []
-    optimizer.register_step_pre_hook(lambda *_: called.append("pre"))
-    optimizer.register_step_post_hook(lambda *_: called.append("post"))
-    run(optimizer, params, [0])
-    assert called == ["pre", "post"]
-    optimizer.zero_grad()
-    assert all(param.grad is None for param in params)
-
-
 def test_step_under_no_grad_and_leaves_no_graph() -> None:
     params, optimizer = mixed()
     run(optimizer, params, [0])
@@ -281,7 +164,7 @@ def test_a_list_of_groups_builds_two_optimizers() -> None:
     assert first.param_groups[0]["param_names"] == second.param_groups[0]["param_names"]
 
 
-@pytest.mark.parametrize("form", ["names", "param_names", "pairs", "tensor", "nothing", "generator"])
+@pytest.mark.parametrize("form", ["names", "param_names", "pairs", "tensor", "nothing", "generator", "generator of groups"])
 def test_ways_to_write_a_group(form: str) -> None:
     (param,) = make_params((4, 6))
     written: dict[str, Any] = {
@@ -291,16 +174,11 @@ def test_ways_to_write_a_group(form: str) -> None:
         "tensor": {"params": param, "names": ["w"]},
         "nothing": {"params": [param]},
         "generator": {"params": (p for p in [param]), "names": (n for n in ["w"])},
-    }[form]
-    optimizer = Muon([{**written, "use_muon": True}], lr=LR)
+    }.get(form, {"params": [param], "names": ["w"]})
+    groups = [{**written, "use_muon": True}]
+    optimizer = Muon(iter(groups) if form == "generator of groups" else groups, lr=LR)
     assert optimizer.param_groups[0]["params"] == [param]
     assert optimizer.param_groups[0]["param_names"] == ["group0.param0" if form == "nothing" else "w"]
-
-
-def test_groups_may_come_from_a_generator() -> None:
-    params = make_params((4, 6), (6, 4))
-    optimizer = Muon(group([param], prefix=f"layers.{k}") for k, param in enumerate(params))
-    assert [g["params"] for g in optimizer.param_groups] == [[params[0]], [params[1]]]
 
 
 def test_unknown_keys_are_kept() -> None:
@@ -312,13 +190,6 @@ def test_unknown_keys_are_kept() -> None:
         assert {key: own[key] for key in extra} == extra
 
 
-def test_only_adamw_groups() -> None:
-    params = make_params((4, 6), (5,))
-    optimizer = adamw(params)
-    run(optimizer, params, range(2))
-    assert optimizer.workspace_bytes() == 0
-
-
 @pytest.mark.parametrize("shape", [(0, 4), (4, 0), (0, 3, 4)], ids=str)
 @pytest.mark.parametrize("rule", ["match_rms_adamw", "original", "spectral"])
 def test_empty_parameters(shape: tuple[int, ...], rule: str) -> None:
@@ -328,6 +199,36 @@ def test_empty_parameters(shape: tuple[int, ...], rule: str) -> None:
     optimizer = Muon([group(params, prefix="experts")], lr=LR, adjust_lr_fn=rule, expert_keys=["experts"])
     run(optimizer, params, range(2))
     assert not torch.equal(params[1], start[1])
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("scheme", ["polar_express", "zolotarev", "hybrid", "halley"])
+def test_steps_inside_inference_mode_leave_usable_buffers(scheme: str, deterministic: bool) -> None:
+    """A first step makes the buffers of a scheme, those of inverses among them, and all later steps write them."""
+
+    def train(*inference: bool) -> list[nn.Parameter]:
+        params = make_params((40, 48))
+        optimizer = Muon([group(params)], lr=LR, scheme=scheme, deterministic=deterministic)
+        for step, inside in enumerate(inference):
+            set_gradients(params, gradients(params, step))
+            with torch.inference_mode(inside):
+                optimizer.step()
+        return params
+
+    expected = train(False, False, False)
+    for inference in ((True, False, True), (False, True, False)):
+        assert_same_bits(train(*inference), expected)
+
+
+def test_planning_anew_inside_inference_mode_and_with_another_default_device() -> None:
+    params = make_params((4, 6))
+    optimizer = Muon([group(params)])
+    for steps, inference, device in ((5, False, "cpu"), (4, True, "cpu"), (4, False, "meta")):
+        optimizer.param_groups[0]["ns_steps"] = steps
+        set_gradients(params, gradients(params, steps))
+        with torch.inference_mode(inference), torch.device(device):
+            optimizer.step()
+    assert params[0].isfinite().all()
 
 
 @pytest.mark.parametrize("kind", [Muon, DistMuon])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -43,39 +44,34 @@ def precise_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch.optim._muon._zeropower_via_newtonschulz", in_own_dtype)
 
 
+def compare(shapes: tuple[Shape, ...], dtype: torch.dtype, steps: int = 10, form: str = "auto", **options: Any) -> None:
+    start = make_params(*shapes, dtype=dtype)
+    ours, theirs = copies(start), copies(start)
+    options = {"adjust_lr_fn": "match_rms_adamw", **options}
+    run(muon(ours, form=form, **options), ours, range(steps))
+    run(torch.optim.Muon(theirs, lr=LR, **options), theirs, range(steps))
+    assert_moved_within_rounding(ours, theirs, start, steps, keller(options.get("ns_steps", 5)))
+
+
 @pytest.mark.usefixtures("precise_torch")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 @pytest.mark.parametrize("weight_decay", [0.0, 0.1])
 @pytest.mark.parametrize("nesterov", [True, False])
 @pytest.mark.parametrize("rule", ["match_rms_adamw", "original"])
 def test_ten_steps_equal_torch(rule: str, nesterov: bool, weight_decay: float, dtype: torch.dtype) -> None:
-    start = make_params(*SMALL, dtype=dtype)
-    ours, theirs = copies(start), copies(start)
-    options = {"nesterov": nesterov, "weight_decay": weight_decay, "adjust_lr_fn": rule}
-    run(muon(ours, **options), ours, range(10))
-    run(torch.optim.Muon(theirs, lr=LR, **options), theirs, range(10))
-    assert_moved_within_rounding(ours, theirs, start, 10)
+    compare(SMALL, dtype, nesterov=nesterov, weight_decay=weight_decay, adjust_lr_fn=rule)
 
 
 @pytest.mark.usefixtures("precise_torch")
 @pytest.mark.parametrize(("momentum", "ns_steps"), [(0.0, 1), (0.5, 3), (0.9, 6)])
 def test_other_momentum_and_steps_equal_torch(momentum: float, ns_steps: int) -> None:
-    start = make_params(*SMALL, dtype=torch.float64)
-    ours, theirs = copies(start), copies(start)
-    run(muon(ours, momentum=momentum, ns_steps=ns_steps), ours, range(10))
-    shared = {"lr": LR, "adjust_lr_fn": "match_rms_adamw"}
-    run(torch.optim.Muon(theirs, momentum=momentum, ns_steps=ns_steps, **shared), theirs, range(10))
-    assert_moved_within_rounding(ours, theirs, start, 10, keller(ns_steps))
+    compare(SMALL, torch.float64, momentum=momentum, ns_steps=ns_steps)
 
 
 @pytest.mark.usefixtures("precise_torch")
 @pytest.mark.parametrize("form", ["auto", "standard", "gram"])
 def test_blocked_sizes_equal_torch(form: str) -> None:
-    start = make_params(*BLOCKED)
-    ours, theirs = copies(start), copies(start)
-    run(muon(ours, form=form), ours, range(4))
-    run(torch.optim.Muon(theirs, lr=LR, adjust_lr_fn="match_rms_adamw"), theirs, range(4))
-    assert_moved_within_rounding(ours, theirs, start, 4)
+    compare(BLOCKED, torch.float32, steps=4, form=form)
 
 
 @pytest.mark.usefixtures("precise_torch")

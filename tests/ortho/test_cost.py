@@ -12,7 +12,6 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from meshmuon.ortho import keller, orthogonalize, orthogonalize_flops, polar_express
 from meshmuon.ortho.blocks import choose_blocks, gram_blocks, standard_blocks
-from meshmuon.ortho.cost import symmetric_flops
 from meshmuon.ortho.kernels.products import BlockedProducts, symmetric_panels
 
 from .oracle import gaussian
@@ -59,15 +58,6 @@ def test_formula_for_every_number_of_steps_and_blocks(steps: int, dtype: torch.d
         assert work == orthogonalize_flops(10, 24, scheme.steps, blocks)
 
 
-def test_formula_written_out() -> None:
-    # Standard: per step X·Xᵀ, R², and the product that applies them. Gram, one block: X·Xᵀ and Q·X once, 4·5 − 3 products.
-    n, m, steps = 10, 24, polar_express().steps
-    assert orthogonalize_flops(n, m, steps, (1,) * 5) == 5 * (2 * n * n * m + 2 * n**3 + 2 * n * n * m)
-    assert orthogonalize_flops(n, m, steps, (5,)) == 4 * n * n * m + 17 * 2 * n**3
-    assert orthogonalize_flops(n, m, steps, (2, 3)) == 2 * 4 * n * n * m + 14 * 2 * n**3
-    assert orthogonalize_flops(m, n, steps, (2, 3)) == orthogonalize_flops(n, m, steps, (2, 3))
-
-
 def is_cut(n: int, k: int) -> bool:
     return n >= 384 or (n >= 192 and k >= 2 * n)
 
@@ -86,23 +76,6 @@ def test_panels_cover_the_lower_triangle_once(n: int, k: int) -> None:
         assert len(panels) == -(-n // (128 if n >= 384 else 96))
         assert max(heights) - min(heights) <= 64  # even, but for edges on multiples of 32
         assert all(start % 32 == 0 for start, _ in panels)
-
-
-@given(n=st.integers(1, 3000), k=st.integers(1, 3000))
-def test_symmetric_flops_lie_between_half_and_all(n: int, k: int) -> None:
-    flops = symmetric_flops(n, k)
-    assert n * n * k < flops <= 2 * n * n * k
-    assert (flops == 2 * n * n * k) != is_cut(n, k)
-    # Panels of height h compute (n + h)/2 columns on average.
-    assert flops == pytest.approx(n * (n + n / len(symmetric_panels(n, k))) * k, rel=0.03)
-
-
-def test_the_thresholds_of_blocking() -> None:
-    assert symmetric_panels(383, 765) == ((0, 383),)
-    assert len(symmetric_panels(383, 766)) > 1
-    assert len(symmetric_panels(384, 1)) > 1
-    assert symmetric_panels(191, 10_000) == ((0, 191),)
-    assert symmetric_panels(192, 384) == ((0, 96), (96, 192))
 
 
 @given(rows=st.integers(1, 2000), cols=st.integers(1, 2000), bf16=st.booleans())

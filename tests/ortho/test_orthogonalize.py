@@ -29,7 +29,6 @@ from meshmuon.ortho import (
     polar_express,
     zolotarev,
 )
-from meshmuon.ortho.blocks import choose_blocks, gram_blocks
 from meshmuon.ortho.kernels.products import BlockedProducts, FunctionalProducts
 from meshmuon.ortho.remez import Quintic
 from tests.support.bounds import orthogonalize_error, sum_error, unit
@@ -77,20 +76,23 @@ def test_singular_values_and_vectors(shape: tuple[int, int], kind: str, name: st
     torch.testing.assert_close(torch.linalg.svdvals(result.double()).sort().values, wanted, rtol=0, atol=bound)
 
 
-@pytest.mark.parametrize(("shape", "kind"), [((390, 400), kind) for kind in SPECTRA] + [((400, 390), "log")], ids=str)
-def test_sizes_whose_symmetric_products_are_blocked(shape: tuple[int, int], kind: str) -> None:
-    assert_right(of_kind(kind, *shape), polar_express())
+@pytest.mark.parametrize(
+    ("shape", "kind", "dtype"),
+    [
+        *(((390, 400), kind, torch.float32) for kind in SPECTRA),  # whose symmetric products are blocked
+        ((400, 390), "log", torch.float32),
+        *(((24, 40), kind, torch.float64) for kind in SPECTRA),
+    ],
+    ids=str,
+)
+def test_blocked_sizes_and_float64(shape: tuple[int, int], kind: str, dtype: torch.dtype) -> None:
+    assert_right(of_kind(kind, *shape, dtype=dtype), polar_express())
 
 
 @settings(max_examples=30, deadline=None)
 @given(rows=st.integers(1, 40), cols=st.integers(1, 40), count=st.integers(1, 3), seed=st.integers(0, 10**6))
 def test_any_shape(rows: int, cols: int, count: int, seed: int) -> None:
     assert_right(gaussian(count, rows, cols, seed=seed), polar_express(), ("auto", *FORMS))
-
-
-@pytest.mark.parametrize("kind", SPECTRA)
-def test_float64_is_computed_in_float64(kind: str) -> None:
-    assert_right(of_kind(kind, 24, 40, dtype=torch.float64), polar_express())
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -127,24 +129,6 @@ def test_steps_are_taken_first_to_last() -> None:
     assert spectral_distance(expected(x, scheme.steps), expected(x, scheme.steps[::-1])) > 0.01
     assert max(orthogonalize_error(x, scheme, form=form) for form in FORMS) < 1e-3
     assert_right(x, scheme)
-
-
-# The two forms
-
-
-@pytest.mark.parametrize("shape", [(16, 16), (16, 24), (16, 200), (200, 16)], ids=str)
-def test_auto_is_one_of_the_forms_bit_for_bit(shape: tuple[int, int]) -> None:
-    x, scheme = gaussian(*shape), polar_express()
-    form = "gram" if choose_blocks(*shape, scheme, torch.float32) == gram_blocks(scheme, torch.float32) else "standard"
-    assert torch.equal(orthogonalize(x, scheme), orthogonalize(x, scheme, form=form))
-
-
-def test_functional_products_give_the_same() -> None:
-    x, scheme = gaussian(2, 12, 30), polar_express()
-    for form in FORMS:
-        result = orthogonalize(x, scheme, form=form, products=FunctionalProducts())
-        bound = 2 * orthogonalize_error(x, scheme, form=form)
-        torch.testing.assert_close(result, orthogonalize(x, scheme, form=form), rtol=0, atol=bound)
 
 
 # Batches
@@ -510,7 +494,9 @@ def test_a_callable_may_return_its_own_input() -> None:
         *((torch.ones(4, 6, dtype=dtype), {}, "floating point") for dtype in (torch.int64, torch.bool, torch.complex64)),
         (torch.zeros(4, 6), {"form": "fast"}, r"form='fast' is unknown; write one of \('auto', 'standard', 'gram'\)"),
         (torch.zeros(4, 6), {"scheme": "kelle"}, "scheme='kelle' is unknown"),
+        *((torch.zeros(4, 6), {"scheme": scheme}, "takes a scheme, its name or a callable, got a") for scheme in (3, None, {})),
         (torch.zeros(2, 4, 5), {"scheme": lambda batch: batch[:, :1]}, "it must keep the shape"),
+        (torch.zeros(2, 4, 5), {"scheme": lambda batch: None}, "made a NoneType of .*it must keep the shape"),
     ],
 )
 def test_refusals(x: Tensor, options: dict[str, Any], message: str) -> None:

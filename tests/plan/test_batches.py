@@ -28,58 +28,25 @@ def positions(batches: tuple[Batch, ...]) -> list[tuple[int, int]]:
 
 
 @given(models, budgets, chunks)
-def test_every_matrix_exactly_once(model: list[BatchItem], budget: int, chunk_size: int) -> None:
-    found = positions(plan_batches(model, budget=budget, chunk_size=chunk_size))
-    assert sorted(found) == [(index, k) for index, item in enumerate(model) for k in range(item.count)]
-
-
-@given(models, budgets, chunks)
-def test_a_batch_holds_what_is_alike(model: list[BatchItem], budget: int, chunk_size: int) -> None:
-    for batch in plan_batches(model, budget=budget, chunk_size=chunk_size):
-        assert batch.size > 0
-        assert all(item_range.stop > item_range.start for item_range in batch.slices)
-        assert {(model[item_range.item].rows, model[item_range.item].cols) for item_range in batch.slices} == {
-            (batch.rows, batch.cols)
-        }
-        assert len({model[item_range.item].treatment for item_range in batch.slices}) == 1
-
-
-@given(models, budgets, chunks)
-def test_order_of_items_is_kept(model: list[BatchItem], budget: int, chunk_size: int) -> None:
-    """Within a kind; so an item's last matrix is in the last batch that touches it."""
-    kinds: dict[object, list[tuple[int, int]]] = {}
-    for item, k in positions(plan_batches(model, budget=budget, chunk_size=chunk_size)):
-        kinds.setdefault((model[item].rows, model[item].cols, model[item].treatment), []).append((item, k))
-    for order in kinds.values():
-        assert order == sorted(order)
-
-
-@given(models, budgets, chunks)
-def test_budget_and_chunk_size_are_kept(model: list[BatchItem], budget: int, chunk_size: int) -> None:
-    for batch in plan_batches(model, budget=budget, chunk_size=chunk_size):
-        needed = batch.size * model[batch.slices[0].item].matrix_bytes
-        assert needed <= budget or batch.size == 1
-        assert chunk_size == -1 or batch.size <= chunk_size
-
-
-@given(models, budgets, chunks)
-def test_no_more_batches_than_needed_and_even_ones(model: list[BatchItem], budget: int, chunk_size: int) -> None:
-    kinds: dict[object, list[int]] = {}
-    for batch in plan_batches(model, budget=budget, chunk_size=chunk_size):
+def test_every_matrix_is_in_one_batch_of_its_kind(model: list[BatchItem], budget: int, chunk_size: int) -> None:
+    batches = plan_batches(model, budget=budget, chunk_size=chunk_size)
+    assert sorted(positions(batches)) == [(index, k) for index, item in enumerate(model) for k in range(item.count)]
+    kinds: dict[object, list[Batch]] = {}
+    for batch in batches:
         first = model[batch.slices[0].item]
-        kinds.setdefault((first.rows, first.cols, first.treatment, first.matrix_bytes), []).append(batch.size)
-    for (*_, matrix_bytes), sizes in kinds.items():  # type: ignore[misc]
+        kinds.setdefault((first.rows, first.cols, first.treatment, first.matrix_bytes), []).append(batch)
+        assert all(item_range.stop > item_range.start for item_range in batch.slices)
+        for item in (model[item_range.item] for item_range in batch.slices):
+            assert (item.rows, item.cols, item.treatment) == (batch.rows, batch.cols, first.treatment)
+    for (*_, matrix_bytes), of_kind in kinds.items():  # type: ignore[misc]
+        order = positions(tuple(of_kind))
+        assert order == sorted(order)  # so an item's last matrix is in the last batch that touches it
         largest = max(1, budget // matrix_bytes)
         largest = min(largest, chunk_size) if chunk_size > 0 else largest
-        assert len(sizes) == -(-sum(sizes) // largest)
+        sizes = [batch.size for batch in of_kind]
+        assert max(sizes) <= largest
+        assert len(sizes) == -(-sum(sizes) // largest)  # no more than needed
         assert max(sizes) - min(sizes) <= 1
-
-
-@given(models, budgets, chunks)
-def test_the_plan_is_data(model: list[BatchItem], budget: int, chunk_size: int) -> None:
-    """Equal input gives an equal, hashable plan."""
-    first = plan_batches(model, budget=budget, chunk_size=chunk_size)
-    assert hash(first) == hash(plan_batches(list(model), budget=budget, chunk_size=chunk_size))
 
 
 def test_an_example() -> None:

@@ -12,22 +12,12 @@ from hypothesis import strategies as st
 
 from meshmuon.errors import ConfigError
 from meshmuon.layout import Mesh, Replicated, Sharded
-from meshmuon.plan import CostModel, Crossings, Nodes, Plan, PlannedParam, Task, cost_model_for, make_plan
+from meshmuon.plan import CostModel, Nodes, Plan, Task, cost_model_for, make_plan
+from meshmuon.plan.nodes import Crossings
 from meshmuon.plan.owners import assign_owners
-from tests.support.plans import entry, line, options_for, random_entries, random_options, seeds
+from tests.support.plans import entry, line, options_for, random_entries, random_nodes, random_options, ranks_of, seeds
 
 thorough = settings(max_examples=150)
-
-
-def ranks_of(params: list[PlannedParam]) -> list[int]:
-    return sorted({rank for param in params for layout in param.layouts for rank in layout.mesh.ranks})
-
-
-def random_nodes(rng: random.Random, ranks: list[int]) -> Nodes:
-    """In order of ranks or in turns, of any size, or at random."""
-    size, count = rng.randint(1, max(1, len(ranks))), rng.randint(1, 4)
-    node_of = rng.choice([lambda k: k // size, lambda k: k % count, lambda k: rng.randrange(count)])
-    return Nodes.of({rank: node_of(k) for k, rank in enumerate(ranks)})
 
 
 def counted_between(plan: Plan, nodes: Nodes) -> dict[int, int]:
@@ -164,9 +154,11 @@ def test_slow_exchanges_between_nodes_make_fewer_waves() -> None:
 def test_bytes_between_nodes_have_their_own_price() -> None:
     """(8, 6) in four pieces on nodes of two: half of it comes from the other node and goes back."""
     model, nodes = CostModel(3.0, 1.0, 10.0), Nodes.in_order(range(4), [2, 2])
-    sharded = entry("p").sharded_matrices(entry("p").layouts[0])[0]
-    assert model.owning(1000, sharded, 2) == 1000 + 3 * 2 * 48 * 2
-    assert model.owning(1000, sharded, 2, Crossings(nodes)) == 1000 + 2 * (3 * 48 + 10 * 48)
+    assert make_plan([entry()], options_for(cost=model)).tasks[0].cost == 1000 + 3 * 2 * 48 * 2
+    assert make_plan([entry()], options_for(cost=model, nodes=nodes)).tasks[0].cost == 1000 + 2 * (3 * 48 + 10 * 48)
+    # Whole on four nodes, of which one computes for all: 3 · 48 elements go to the other nodes, and none inside.
+    apart = options_for(cost=model, nodes=Nodes.in_order(range(4), [1] * 4), replicas="share")
+    assert make_plan([entry(placements=(Replicated(),))], apart).tasks[0].cost == 1000 + 2 * 10 * 3 * 48
 
 
 def test_models_of_one_tier_read_as_before() -> None:
@@ -201,12 +193,7 @@ def test_reports_show_what_leaves_a_node() -> None:
     assert "between 2 nodes: 48 B at most, 24 B on average, 66.7% of all" in plan.describe()
     content = json.loads(plan.to_json())
     assert content["nodes"] == [[0, 1], [2, 3]]
-    assert {rank: figures["bytes_between"] for rank, figures in content["per_rank"].items()} == {
-        "0": 48,
-        "1": 0,
-        "2": 24,
-        "3": 24,
-    }
+    assert [figures["bytes_between"] for figures in content["per_rank"].values()] == [48, 0, 24, 24]
     alone = make_plan([entry("p")], options_for())
     assert "nodes" not in alone.describe()
     assert json.loads(alone.to_json())["nodes"] is None

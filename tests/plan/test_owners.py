@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from meshmuon.layout import Layout, Mesh, Piece, Sharded, ShardedMatrix
 from meshmuon.ortho import expected_flops, resolve_scheme
-from meshmuon.plan import Plan, PlannedParam, PlanOptions, Task, cost_model_for, lightest_possible, make_plan
-from meshmuon.plan.owners import assign_owners
+from meshmuon.plan import Plan, PlannedParam, PlanOptions, Task, cost_model_for, make_plan
+from meshmuon.plan.owners import assign_owners, lightest_possible
 from tests.support.plans import entry, line, options_for
 
 Shapes = list[tuple[int, int]]
@@ -112,44 +112,29 @@ def spread_on(*ranks: int) -> ShardedMatrix:
     return ShardedMatrix(len(ranks), 2, tuple(Piece(((k, k + 1),), ((0, 2),), (rank,)) for k, rank in enumerate(ranks)), 1)
 
 
-def test_ties_go_to_the_earlier_job_and_the_lower_rank() -> None:
-    loads = dict.fromkeys((2, 5, 9), 0.0)
-    everyone = spread_on(9, 2, 5)
-    assert assign_owners([Task(0, 0, everyone, 1.0) for _ in range(4)], loads) == [2, 5, 9, 2]
-
-
-def test_the_most_expensive_first() -> None:
-    everyone = spread_on(0, 1)
-    loads = {0: 0.0, 1: 0.0}
-    assert assign_owners([Task(0, 0, everyone, cost) for cost in (1.0, 1.0, 2.0)], loads) == [1, 1, 0]
-    assert loads == {0: 2.0, 1: 2.0}
-
-
-def test_work_with_the_least_choice_comes_first_where_that_is_better() -> None:
-    """The cheap job that only ranks 0 and 1 can do is there before the expensive ones choose."""
-    loads = {0: 0.0, 1: 8.0, 2: 3.0}
-    owners = assign_owners([Task(0, 0, spread_on(0, 1, 2), 10.0), Task(0, 0, spread_on(0, 1), 9.0)], loads)
-    assert owners == [2, 0]
-
-
-def test_loads_that_are_there_already_count() -> None:
-    loads = {0: 100.0, 1: 50.0, 2: 0.0}
-    everyone = spread_on(0, 1, 2)
-    assert assign_owners([Task(0, 0, everyone, 40.0), Task(0, 0, everyone, 30.0), Task(0, 0, everyone, 20.0)], loads) == [2, 2, 1]
-    assert loads == {0: 100.0, 1: 70.0, 2: 70.0}
-
-
-def test_candidates_are_the_holders_alone() -> None:
-    """Different sets of holders that overlap share loads."""
-    loads = dict.fromkeys(range(4), 0.0)
-    jobs = [
-        Task(0, 0, spread_on(0, 1), 4.0),
-        Task(0, 0, spread_on(1, 2), 3.0),
-        Task(0, 0, spread_on(2, 3), 2.0),
-        Task(0, 0, spread_on(0, 1), 1.0),
-    ]
-    assert assign_owners(jobs, loads) == [0, 1, 2, 1]
-    assert loads == {0: 4.0, 1: 4.0, 2: 2.0, 3: 0.0}
+@pytest.mark.parametrize(
+    ("loads", "jobs", "owners"),
+    [
+        # Ties go to the earlier job and the lower rank.
+        ({2: 0, 5: 0, 9: 0}, [((9, 2, 5), 1)] * 4, [2, 5, 9, 2]),
+        # The most expensive first.
+        ({0: 0, 1: 0}, [((0, 1), 1), ((0, 1), 1), ((0, 1), 2)], [1, 1, 0]),
+        # The cheap job that only ranks 0 and 1 can do is there before the expensive one chooses.
+        ({0: 0, 1: 8, 2: 3}, [((0, 1, 2), 10), ((0, 1), 9)], [2, 0]),
+        # Loads that are there already count.
+        ({0: 100, 1: 50, 2: 0}, [((0, 1, 2), 40), ((0, 1, 2), 30), ((0, 1, 2), 20)], [2, 2, 1]),
+        # Only holders are candidates; different sets of holders that overlap share loads.
+        ({0: 0, 1: 0, 2: 0, 3: 0}, [((0, 1), 4), ((1, 2), 3), ((2, 3), 2), ((0, 1), 1)], [0, 1, 2, 1]),
+    ],
+    ids=["ties", "most expensive", "least choice", "loads", "holders"],
+)
+def test_who_owns_what(loads: dict[int, float], jobs: list[tuple[tuple[int, ...], int]], owners: list[int]) -> None:
+    matrices = {ranks: spread_on(*ranks) for ranks, _ in jobs}
+    found = dict(loads)
+    assert assign_owners([Task(0, 0, matrices[ranks], float(cost)) for ranks, cost in jobs], found) == owners
+    for owner, (_, cost) in zip(owners, jobs, strict=True):
+        loads = {**loads, owner: loads[owner] + cost}
+    assert found == loads
 
 
 def test_the_expensive_are_spread_over_ranks_in_a_plan() -> None:
@@ -171,20 +156,3 @@ def test_mesh_order_does_not_matter_for_who_is_least_loaded() -> None:
     shuffled = Mesh((4,), (3, 1, 0, 2))
     plan = make_plan([entry(f"p{k}", mesh=shuffled) for k in range(4)], options_for())
     assert [task.owner for task in plan.tasks] == [0, 1, 2, 3]
-
-
-def test_matrices_with_few_candidates_are_placed_first_where_that_is_better() -> None:
-    """The dearer two fit everywhere; on ranks 0 and 1 they would be in the way of those that fit only there."""
-
-    def job(ranks: tuple[int, ...], cost: float) -> Task:
-        return Task(
-            0, 0, ShardedMatrix(4, 4, tuple(Piece(((k, k + 1),), ((0, 4),), (rank,)) for k, rank in enumerate(ranks)), 1), cost
-        )
-
-    everywhere, few = (0, 1, 2, 3), (0, 1)
-    halves = ShardedMatrix(4, 4, (Piece(((0, 2),), ((0, 4),), (0,)), Piece(((2, 4),), ((0, 4),), (1,))), 1)
-    assert set(halves.holdings) == set(few)
-    jobs = [job(everywhere, 3.0), job(everywhere, 3.0), Task(0, 0, halves, 2.0), Task(0, 0, halves, 2.0)]
-    loads = dict.fromkeys(everywhere, 0.0)
-    assert assign_owners(jobs, loads) == [2, 3, 0, 1]
-    assert loads == {0: 2.0, 1: 2.0, 2: 3.0, 3: 3.0}

@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from meshmuon.errors import ConfigError
 from meshmuon.layout import Layout, Mesh, Replicated, Sharded, shard_matrices
 from meshmuon.plan import (
+    EVERY_HOLDER,
     NO_WAVE,
     CostModel,
     PieceTransfer,
@@ -21,11 +22,9 @@ from meshmuon.plan import (
     cost_model_for,
     make_plan,
     routes_of,
-    slot_sizes,
     wave_sizes,
     waves,
 )
-from meshmuon.plan.tasks import EVERY_HOLDER
 from tests.support.plans import entry, line, options_for, plans, random_entries, random_options, random_plan, seeds
 
 thorough = settings(max_examples=200)
@@ -45,19 +44,10 @@ def test_every_holder_gets_every_matrix_from_one_task(plan: Plan) -> None:
             assert held.pop((k, matrix), Counter()) == expected
             assert max(expected.values(), default=1) == 1
     assert not held
-
-
-@thorough
-@given(plans)
-def test_owners_are_holders(plan: Plan) -> None:
+    assert {task.wave for task in plan.tasks} - {NO_WAVE} == set(range(len(plan.wave_lanes)))
     for task in plan.tasks:
-        assert task.sharded.size > 0
         assert (task.wave == NO_WAVE) == (task.owner == EVERY_HOLDER)
-        if task.owner == EVERY_HOLDER:
-            assert task.sharded.whole
-        else:
-            assert task.owner in task.sharded.holdings
-            assert task.owner in plan.ranks
+        assert task.sharded.whole if task.wave == NO_WAVE else plan.wave_lanes[task.wave] == plan.params[task.param].lane
 
 
 @settings(max_examples=60)
@@ -70,28 +60,20 @@ def test_both_ends_of_every_pair_list_the_same(plan: Plan) -> None:
             sent: dict[tuple[int, int], list[PieceTransfer]] = {}
             received: dict[tuple[int, int], list[PieceTransfer]] = {}
             for rank in plan.ranks:
-                for send in getattr(routes[rank][wave], out):
+                sends, receives = (getattr(routes[rank][wave], way) for way in (out, into))
+                assert [send.target for send in sends] == sorted(send.target for send in sends)  # as an exchange wants them
+                assert [send.source for send in receives] == sorted(send.source for send in receives)
+                for send in sends:
                     assert send.source == rank
                     sent.setdefault((rank, send.target), []).append(send)
-                for send in getattr(routes[rank][wave], into):
+                for send in receives:
                     assert send.target == rank
                     received.setdefault((send.source, rank), []).append(send)
             assert sent == received
-            for (a, b), sends in sent.items():
+            for (a, b), pieces in sent.items():
                 assert a != b  # nothing is sent to oneself
-                assert [send.task for send in sends] == sorted(send.task for send in sends)
-                assert all(plan.tasks[send.task].wave == wave for send in sends)
-
-
-@settings(max_examples=60)
-@given(plans)
-def test_routes_lie_by_peer_as_an_exchange_wants_them(plan: Plan) -> None:
-    for rank in plan.ranks:
-        for wave in routes_of(plan, rank):
-            for sends in (wave.gather_out, wave.scatter_out):
-                assert [send.target for send in sends] == sorted(send.target for send in sends)
-            for sends in (wave.gather_in, wave.scatter_in):
-                assert [send.source for send in sends] == sorted(send.source for send in sends)
+                assert [send.task for send in pieces] == sorted(send.task for send in pieces)
+                assert all(plan.tasks[send.task].wave == wave for send in pieces)
 
 
 @settings(max_examples=60)
@@ -199,29 +181,6 @@ def test_waves_keep_to_the_chunk_size(seed: int) -> None:
         assert filled[:-1] == [options.chunk_size] * (len(filled) - 1)  # no more waves than that needs
 
 
-@thorough
-@given(seeds)
-def test_waves_keep_to_the_budget(seed: int) -> None:
-    """What one owner gathers in a wave, unless that is a single matrix."""
-    rng = random.Random(seed)
-    plan = make_plan(random_entries(rng), replace(random_options(rng), chunk_size=-1))
-    gathered: dict[tuple[int, int], list[int]] = {}
-    for task in plan.tasks:
-        if task.wave != NO_WAVE:
-            size = task.sharded.size * plan.params[task.param].itemsize
-            gathered.setdefault((task.wave, task.owner), []).append(size)
-    assert all(len(sizes) == 1 or sum(sizes) <= plan.options.budget for sizes in gathered.values())
-
-
-@thorough
-@given(plans)
-def test_waves_have_no_gaps_and_a_lane_of_their_own(plan: Plan) -> None:
-    assert {task.wave for task in plan.tasks} - {NO_WAVE} == set(range(len(plan.wave_lanes)))
-    for task in plan.tasks:
-        if task.wave != NO_WAVE:
-            assert plan.wave_lanes[task.wave] == plan.params[task.param].lane
-
-
 def test_waves_overlap_when_the_work_is_worth_it() -> None:
     cost = CostModel(0.0, 100.0)
     heavy = make_plan([entry(f"p{k}", flops=1000) for k in range(32)], options_for(cost=cost))
@@ -232,6 +191,11 @@ def test_waves_overlap_when_the_work_is_worth_it() -> None:
     many = make_plan([entry(f"p{k}", flops=1000) for k in range(480)], options_for(cost=cost))
     found = Counter(task.wave for task in many.tasks)
     assert [found[wave] for wave in range(6)] == [40, 80, 120, 120, 80, 40]
+    small = make_plan([entry(f"p{k}", flops=1000) for k in range(4000)], options_for(cost=cost, budget=100 * 96))
+    found = Counter(task.wave for task in small.tasks)
+    assert len(found) > 10
+    assert max(found.values()) == pytest.approx(4 * found[0], rel=0.05)  # waves grow to four times the first
+    assert [found[wave] for wave in range(4)] == pytest.approx([k * found[0] for k in (1, 2, 3, 4)], rel=0.05)
     light = make_plan([entry(f"p{k}", flops=10) for k in range(32)], options_for(cost=cost))
     assert len(light.wave_lanes) == 1
 
@@ -248,15 +212,6 @@ def test_the_number_of_waves_is_found_in_few_tries(monkeypatch: pytest.MonkeyPat
     plan = make_plan([entry(f"p{k}") for k in range(4000)], options_for(budget=2 * 8 * 6 * 4))
     assert len(plan.wave_lanes) > 200
     assert len(tries) < 12
-
-
-@thorough
-@given(seeds)
-def test_equal_inputs_have_equal_plans(seed: int) -> None:
-    first, second = random_plan(seed), random_plan(seed)
-    assert first.digest == second.digest
-    assert first.wave_lanes == second.wave_lanes
-    assert [(task.owner, task.wave) for task in first.tasks] == [(task.owner, task.wave) for task in second.tasks]
 
 
 BASE = entry(mesh=Mesh((2, 2), (0, 1, 2, 3)), placements=(Sharded(0), Replicated()))
@@ -379,17 +334,12 @@ def test_buffers(plan: Plan) -> None:
         assert plan.buffer_bytes(rank) == sum(itemsize[lane] * sum(most) for (lane, _), most in slots.items())
 
 
-def test_slots_without_waves() -> None:
-    assert slot_sizes([]) == (0, 0, 0)
-
-
-def test_results_need_a_buffer_only_where_replicas_share() -> None:
-    fsdp = make_plan([entry()], options_for())
-    owner = fsdp.tasks[0].owner
-    assert wave_sizes(routes_of(fsdp, owner)[0]).results == 0
-    shared = make_plan([entry(placements=(Replicated(),))], options_for(replicas="share"))
-    sizes = wave_sizes(routes_of(shared, shared.tasks[0].owner)[0])
-    assert (sizes.gathered, sizes.results) == (0, 3 * 48)
+def test_an_owner_of_shared_and_of_sharded_matrices_has_one_buffer_for_all_results() -> None:
+    """48 elements in four pieces, and 48 that three other ranks get as well: 36 arrive, 36 + 3 · 48 leave."""
+    plan = make_plan([entry("a"), entry("b", placements=(Replicated(),), share=True)], options_for())
+    plan = replace(plan, tasks=tuple(replace(task, owner=0, wave=0) for task in plan.tasks), wave_lanes=("lane",))
+    assert wave_sizes(routes_of(plan, 0)[0])[1:] == (0, 36, 36 + 3 * 48)
+    assert plan.buffer_bytes(0) == 2 * (12 + 48 + 36 + 36 + 3 * 48)
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 4, 8, 16])
@@ -400,19 +350,6 @@ def test_fsdp_sends_each_element_there_and_back(ranks: int, dim: int) -> None:
     plan = make_plan([entry(f"p{k}", s, line(ranks), (Sharded(dim),)) for k, s in enumerate(shapes)], options_for())
     total = sum(rows * cols for rows, cols in shapes)
     assert sum(plan.bytes_sent.values()) * ranks == 2 * 2 * (ranks - 1) * total  # two bytes an element
-
-
-@settings(max_examples=60)
-@given(seeds)
-def test_fsdp_with_uneven_rows_stays_within_rounding(seed: int) -> None:
-    """The owner keeps its own piece, which is at most ⌈rows / W⌉ rows, and at least one row."""
-    rng = random.Random(seed)
-    ranks = rng.randint(2, 9)
-    shapes = [(rng.randint(1, 60), rng.randint(1, 20)) for _ in range(rng.randint(1, 8))]
-    plan = make_plan([entry(f"p{k}", shape, line(ranks)) for k, shape in enumerate(shapes)], options_for())
-    least = sum(2 * (rows - -(-rows // ranks)) * cols for rows, cols in shapes)
-    most = sum(2 * (rows - 1) * cols for rows, cols in shapes)
-    assert 2 * least <= sum(plan.bytes_sent.values()) <= 2 * most
 
 
 @pytest.mark.parametrize(
@@ -430,8 +367,6 @@ def test_when_sharing_pays(placements: tuple[object, ...], flops: int, pays: boo
     mesh = Mesh((4,) if len(placements) == 1 else (4, 2), tuple(range(4 if len(placements) == 1 else 8)))
     one = entry(mesh=mesh, placements=placements, flops=flops)  # type: ignore[arg-type]
     cost = CostModel(1.0, 1.0)
-    (sharded,) = shard_matrices(one.layouts[0], 0)
-    assert cost.sharing_pays(flops, sharded, 2) is pays
     plan = make_plan([one], options_for(cost=cost))
     assert (sum(task.wave != NO_WAVE and task.sharded.replicas > 1 for task in plan.tasks) == 1) is pays
     for share in (True, False):  # the entry's own word counts where ``replicas`` is "auto", and only there
@@ -440,13 +375,6 @@ def test_when_sharing_pays(placements: tuple[object, ...], flops: int, pays: boo
         (first, *_) = make_plan([replace(one, share=share)], options_for(cost=cost, replicas="share")).tasks
         assert first.sharded.replicas > 1
         assert first.wave != NO_WAVE
-
-
-def test_cost_models() -> None:
-    assert cost_model_for("cpu") == cost_model_for("mps")
-    assert cost_model_for("cuda") != cost_model_for("cpu")
-    sharded = shard_matrices(entry().layouts[0], 0)[0]
-    assert CostModel(3.0, 1.0).owning(1000, sharded, 2) == 1000 + 3.0 * 2 * 48 * 2
 
 
 def test_matrices_without_elements_are_not_planned() -> None:

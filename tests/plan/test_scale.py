@@ -54,6 +54,7 @@ def main() -> None:
     # 1,024 rows and fewer lie on the first ranks only; placed first, they leave room for balance.
     assert max(plan.loads.values()) <= 1.01 * plan.bound
     assert len(plan.digest) == 64
+    assert plan.describe().endswith("more ranks")  # by kinds of ranks and matrices: all pairs would take minutes
     assert sum(plan.bytes_sent.values()) > 0
     routes = routes_of(plan, RANKS // 2)
     assert len(routes) == len(plan.wave_lanes)

@@ -9,10 +9,10 @@ from dataclasses import replace
 import pytest
 
 from meshmuon.layout import Mesh, Sharded
-from meshmuon.plan import ExchangeBytes, Nodes, Parcel, Plan, Relays, make_plan
-from meshmuon.tools.predict.peers import ExchangePeers, count_peers, peers_of_step
-from tests.plan.test_nodes import random_nodes
-from tests.support.plans import entry, options_for, random_plan
+from meshmuon.plan import Nodes, Parcel, Plan, Relays, make_plan
+from meshmuon.plan.traffic import ExchangeBytes
+from meshmuon.tools.predict.counts import ExchangePeers, count_peers, peers_of_step
+from tests.support.plans import entry, options_for, random_nodes, random_plan
 
 Messages = dict[Parcel, int]
 

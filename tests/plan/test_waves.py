@@ -6,15 +6,14 @@ import random
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
-from itertools import pairwise
 
 import pytest
 from hypothesis import example, given, settings
 
 from meshmuon.layout import Layout, Mesh, Replicated, Sharded
-from meshmuon.plan import NO_WAVE, Plan, PlannedParam, PlanOptions, cost_model_for, make_plan, routes_of, wave_sizes, waves
-from meshmuon.plan.footprint import Footprint
-from tests.support.plans import entry, line, options_for, random_entries, random_options, seeds
+from meshmuon.plan import NO_WAVE, Plan, PlannedParam, PlanOptions, cost_model_for, make_plan, routes_of, wave_sizes
+from meshmuon.plan.waves import Footprint
+from tests.support.plans import entry, options_for, random_entries, random_options, seeds
 
 MIB = 2**20
 DEFAULT_BOUND = 2 * 6 * 64 * MIB
@@ -162,26 +161,9 @@ def test_the_bound_is_found_in_few_tries(monkeypatch: pytest.MonkeyPatch) -> Non
         assert 1 < len(tries) < 40
 
 
-def test_ranks_with_equal_pieces_are_counted_once() -> None:
-    """Thousands of ranks, a few kinds: (1000, 8) over 2,048 ranks is a row on each of the first 1,000."""
-    plan = make_plan([entry("a", (1000, 8), line(2048)), entry("b", (4096, 8), line(2048))], options_for())
-    footprint = Footprint([task.sharded for task in plan.tasks], [task.owner for task in plan.tasks], 2)
-    assert sorted(Counter(footprint._kinds.values()).values()) == [1000, 1048]
-    assert [len(kinds) for kinds in footprint._pieces] == [1, 2]
-
-
 def test_two_waves_in_flight_before_halves_take_turns() -> None:
     """Three matrices per owner, 72 bytes to gather and 96 of shards: 360 bytes are enough for two waves, not for three."""
     plan = make_plan([entry(f"p{k}") for k in range(12)], options_for(budget=30))
     assert 2 * 30 * 6 == 360
     assert (len(plan.wave_lanes), plan.options.in_flight) == (3, 2)
     assert max(map(plan.buffer_bytes, plan.ranks)) == 2 * (72 + 96)
-
-
-@pytest.mark.parametrize("count", [1, 2, 6, 8, 40])
-def test_waves_grow_to_four_times_the_first(count: int) -> None:
-    ends = (0.0, *waves._ends(count))
-    sizes = [round((stop - start) / ends[1], 6) for start, stop in pairwise(ends)]
-    assert sizes == sizes[::-1]
-    assert sizes[: count // 2] == [min(k + 1, 4) for k in range(count // 2)]
-    assert max(sizes) == min(-(-count // 2), 4)

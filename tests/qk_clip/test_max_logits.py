@@ -48,15 +48,21 @@ def close(found: Tensor, wanted: Tensor) -> None:
 @settings(max_examples=150, deadline=None)
 @given(st.data())
 def test_random_shapes_and_masks(data: Any) -> None:
-    number = st.integers(1, 4)
-    batch, key_heads, shared, dim = (data.draw(number) for _ in range(4))
+    """Any number of batch dims; a key head serves several query heads, and keys of one sequence may serve all."""
+    key_heads, shared, dim = (data.draw(st.integers(1, 4)) for _ in range(3))
     queries, keys = data.draw(st.integers(1, 12)), data.draw(st.integers(1, 12))
     heads, seed = key_heads * shared, data.draw(st.integers(0, 100))
-    q, k = random(batch, heads, queries, dim, seed=seed), random(batch, key_heads, keys, dim, seed=seed + 1)
+    batch = data.draw(st.sampled_from([(), (1,), (3,), (4,), (2, 3)]))
+    key_batch = data.draw(st.sampled_from([batch, (1,) * len(batch)]))
     dtype = data.draw(st.sampled_from([torch.float32, torch.float32, torch.bfloat16, torch.float64]))
-    q, k = q.to(dtype), k.to(dtype)
+    q, k = (
+        random(*batch, heads, queries, dim, seed=seed).to(dtype),
+        random(*key_batch, key_heads, keys, dim, seed=seed + 1).to(dtype),
+    )
     kind = data.draw(st.sampled_from(["none", "bool", "added"]))
-    shape = tuple(data.draw(st.sampled_from([1, size])) for size in (batch, heads, queries, keys))[data.draw(st.integers(0, 2)) :]
+    shape = tuple(data.draw(st.sampled_from([1, size])) for size in (*batch, heads, queries, keys))[
+        data.draw(st.integers(0, 1)) :
+    ]
     visible = torch.rand(shape, generator=torch.Generator().manual_seed(seed)) < 0.6
     hidden = data.draw(st.sampled_from([-math.inf, -1e4, torch.finfo(torch.float32).min]))
     added = torch.where(visible, data.draw(st.sampled_from([0.0, -3.0, 2.0])), hidden)
@@ -68,36 +74,15 @@ def test_random_shapes_and_masks(data: Any) -> None:
         mask={"none": None, "bool": visible, "added": added}[kind],
         block_bytes=data.draw(st.sampled_from([1, 100, 1000, 10**9])),
     )
-    close(found, dense(q, k, causal=causal, scale=scale, visible=None if kind == "none" else visible))
-
-
-@pytest.mark.parametrize("batch_dims", [(), (3,), (2, 3)])
-def test_any_number_of_batch_dims(batch_dims: tuple[int, ...]) -> None:
-    q, k = random(*batch_dims, 4, 7, 5), random(*batch_dims, 2, 7, 5, seed=1)
-    visible = torch.rand(*batch_dims, 1, 7, 7, generator=torch.Generator().manual_seed(3)) < 0.7
-    for mask in (None, visible):
-        close(head_maxima(q, k, causal=True, mask=mask, block_bytes=300), dense(q, k, causal=True, visible=mask))
-
-
-def test_a_batch_of_one_serves_all() -> None:
-    q, k = random(3, 4, 7, 5), random(1, 4, 7, 5, seed=1)
-    close(head_maxima(q, k, causal=False, block_bytes=300), dense(q, k.expand(3, 4, 7, 5), causal=False))
+    assert found.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
+    whole = k.expand(*batch, *k.shape[-3:])
+    close(found, dense(q, whole, causal=causal, scale=scale, visible=None if kind == "none" else visible))
 
 
 def test_half_precision_is_multiplied_in_full() -> None:
     """Products of bfloat16 numbers are exact in float32; in bfloat16 the sum below would be 256."""
     q = torch.ones(1, 1, 1, 257, dtype=torch.bfloat16)
-    found = head_maxima(q, q, causal=True, scale=1.0, block_bytes=100)
-    assert found.dtype == torch.float32
-    assert found.item() == 257.0
-
-
-def test_blocks_do_not_change_the_result() -> None:
-    """Whatever the blocks, integers are multiplied and added without rounding."""
-    q, k = (random(2, 3, 33, 8, seed=seed).mul(10).round() for seed in range(2))
-    wanted = dense(q, k, causal=True, scale=1.0).float()
-    for block_bytes in (1, 500, 5000, 10**6, 10**9):
-        assert torch.equal(head_maxima(q, k, causal=True, scale=1.0, block_bytes=block_bytes), wanted)
+    assert head_maxima(q, q, causal=True, scale=1.0, block_bytes=100).item() == 257.0
 
 
 @pytest.mark.parametrize("empty", ["batch", "queries", "keys"])

@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from meshmuon import ConfigError, Muon
 from meshmuon.qk_clip.clip import QKClip
 from meshmuon.qk_clip.logits import logits_text
-from meshmuon.qk_clip.names import find_projection, read_clip_config
+from meshmuon.qk_clip.projections import find_projection, read_clip_config
 from tests.support.bounds import sum_error
 from tests.support.clip_reference import clipped, clipped_mla, parameters
 

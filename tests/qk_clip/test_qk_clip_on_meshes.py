@@ -159,6 +159,7 @@ FIXED = [
     ("plain keys", separate(1, 4, 3, 5), (4,), [(S0,), None]),
     ("fused", fused(2, 2, 3, 5), (5,), [(S0,)]),
     ("fused, FSDP over TP", fused(2, 2, 3, 5), (2, 3), [(STRIDED, S0)]),
+    ("interleaved", interleaved(4, 2, 3, 5), (3,), [(S0,)]),
     ("MLA", latent(3, 5), (4,), [(S0,), (S0,)]),
     ("MLA, FSDP over TP", latent(4, 5), (2, 2), [(STRIDED, S0), (STRIDED, S0)]),
 ]

@@ -6,6 +6,7 @@ import copy
 import random
 import re
 from collections.abc import Callable, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import pytest
@@ -523,6 +524,36 @@ def test_wrong_states_are_refused_whole(part: int) -> None:
 def test_what_is_no_state_dict_at_all(wrong: Any) -> None:
     with pytest.raises(StateError, match="not the state_dict of an optimizer"):
         build(Model()).load_state_dict(wrong)
+
+
+@pytest.mark.parametrize(
+    "memory", [torch.ones(1, 4).expand(6, 4), torch.ones(30).as_strided((6, 4), (3, 1))], ids=["expanded", "strided"]
+)
+def test_saved_momentum_whose_elements_share_an_address(memory: Tensor) -> None:
+    """A step would fail in its middle."""
+    model = Model()
+    optimizer = build(model)
+    train(model, optimizer, range(1))
+    saved = copy.deepcopy(optimizer.state_dict())
+    saved["state"][0]["momentum_buffer"] = memory
+    with pytest.raises(StateError, match=r"a: several elements of its saved momentum_buffer share one address"):
+        optimizer.load_state_dict(saved)
+    saved["state"][0]["momentum_buffer"] = (
+        memory.clone(memory_format=torch.contiguous_format).T.clone().T
+    )  # another order is none
+    optimizer.load_state_dict(saved)
+    train(model, optimizer, range(1))
+
+
+def test_any_mapping_may_hold_the_state_of_a_parameter() -> None:
+    model = Model()
+    optimizer = build(model, options={0: {"momentum_dtype": torch.float64}})
+    train(model, optimizer, range(1))
+    saved = copy.deepcopy(optimizer.state_dict())
+    proxies = {key: MappingProxyType(entry) for key, entry in saved["state"].items()}
+    optimizer.load_state_dict({**saved, "state": proxies})
+    for entry, loaded in zip(saved["state"].values(), optimizer.state.values(), strict=True):
+        assert_same_bits(loaded.values(), entry.values())
 
 
 @pytest.mark.parametrize("value", [str.upper, [].append, len, cyclic()], ids=["a C method", "bound", "built-in", "holds itself"])

@@ -12,8 +12,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from meshmuon import Muon, StateError, keller
-from tests.support.reference import LR, assert_same_bits, copies, group, make_params, muon, run
+from meshmuon import Interleaved, Muon, StateError, keller
+from tests.support.reference import LR, assert_same_bits, copies, group, make_params, muon, run, run_alike
 
 SHAPES = ((8, 12), (12, 8), (8, 12), (3, 6, 4), (5,), (7, 2))
 
@@ -74,14 +74,20 @@ def test_a_scheme_given_to_a_group_survives_the_disk() -> None:
     assert_same_bits(twins, params)
 
 
-def test_names_of_state() -> None:
-    params = make_params(*SHAPES)
-    optimizer = build(params)
-    run(optimizer, params, [0])
-    state = optimizer.state_dict()["state"]
-    assert [sorted(state[k]) for k in range(6)] == [["momentum_buffer"]] * 4 + [["exp_avg", "exp_avg_sq", "step"]] * 2
-    for k, param in enumerate(params[:4]):
-        assert state[k]["momentum_buffer"].shape == param.shape
+def test_an_interleaved_split_is_stored_as_plain_numbers() -> None:
+    """Also one that was set in a group by hand; the next steps are those of an uninterrupted run."""
+    split = Interleaved((1, 1), 7)
+    params, twins = make_params((3, 5, 14)), make_params((3, 5, 14))
+    options: dict[str, Any] = {"expert_keys": ["experts"], "expert_dims": "in_out", "rule": "normuon"}
+    first, second = (Muon([group(own, prefix="experts", split=split)], lr=LR, **options) for own in (params, twins))
+    run(first, params, range(1))
+    twins[0].data.copy_(params[0])
+    second.load_state_dict(through_disk(first.state_dict()))
+    assert second.param_groups[0]["split"] == ((1, 1), 7)
+    second.param_groups[0]["split"] = split
+    assert second.state_dict()["param_groups"][0]["split"] == ((1, 1), 7)
+    run_alike((first, params), (second, twins), steps=range(1, 3))
+    assert_same_bits(twins, params)
 
 
 @pytest.mark.parametrize("saved_dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -201,28 +207,19 @@ def only(*keys: str) -> Any:
     return edit
 
 
-def without(*path: Any) -> Any:
+WRONG_SHAPE = torch.zeros(3, 3)
+
+
+def put(*path: Any, value: Any = None) -> Any:
+    """Puts ``value`` at a place, or with None removes what is there."""
+
     def edit(state_dict: dict[str, Any]) -> dict[str, Any]:
         container: Any = state_dict
         for key in path[:-1]:
             container = container[key]
-        del container[path[-1]]
-        return state_dict
-
-    return edit
-
-
-def with_group(change: dict[str, Any]) -> Any:
-    def edit(state_dict: dict[str, Any]) -> dict[str, Any]:
-        state_dict["param_groups"][0].update(change)
-        return state_dict
-
-    return edit
-
-
-def other_shape(key: int, name: str) -> Any:
-    def edit(state_dict: dict[str, Any]) -> dict[str, Any]:
-        state_dict["state"][key][name] = torch.zeros(3, 3)
+        container[path[-1]] = value
+        if value is None:
+            del container[path[-1]]
         return state_dict
 
     return edit
@@ -240,19 +237,27 @@ def other_shape(key: int, name: str) -> Any:
             r"norms\.0\.weight is optimized by AdamW and needs .*'exp_avg_sq'\], but .* \['momentum_buffer'\]",
         ),
         (
-            other_shape(1, "momentum_buffer"),
+            put("state", 1, "momentum_buffer", value=WRONG_SHAPE),
             r"experts\.1\.weight has shape \(12, 8\), but its saved momentum_buffer has \(3, 3\)",
         ),
-        (other_shape(5, "exp_avg_sq"), r"norms\.1\.weight has shape \(7, 2\), but its saved exp_avg_sq has \(3, 3\)"),
         (
-            without("state", 4, "exp_avg_sq"),
+            put("state", 5, "exp_avg_sq", value=WRONG_SHAPE),
+            r"norms\.1\.weight has shape \(7, 2\), but its saved exp_avg_sq has \(3, 3\)",
+        ),
+        (
+            put("state", 4, "exp_avg_sq"),
             r"norms\.0\.weight is optimized by AdamW .* but its saved state has \['exp_avg', 'step'\]",
         ),
-        (without("param_groups", 1), r"It lacks norms\.0\.weight, norms\.1\.weight; the optimizer lacks none\. .*strict=False"),
-        (with_group({"params": [0, 1]}), r"group 0 has 4 parameters, the state_dict's has 2: it was saved from another model"),
-        (with_group({"params": [0, 1, 2, 4]}), r"group 1 of the state_dict lists a parameter that is listed before"),
-        (with_group({"use_muon": False}), r"use_muon=True, the state_dict's has False.*"),
-        (with_group({"use_muon": False}), r"experts\.0\.weight"),
+        (put("param_groups", 1), r"It lacks norms\.0\.weight, norms\.1\.weight; the optimizer lacks none\. .*strict=False"),
+        (
+            put("param_groups", 0, "params", value=[0, 1]),
+            r"group 0 has 4 parameters, the state_dict's has 2: it was saved from another model",
+        ),
+        (
+            put("param_groups", 0, "params", value=[0, 1, 2, 4]),
+            r"group 1 of the state_dict lists a parameter that is listed before",
+        ),
+        (put("param_groups", 0, "use_muon", value=False), r"experts\.0\.weight.* use_muon=True, the state_dict's has False"),
     ],
 )
 def test_state_of_something_else_is_refused(edit: Any, message: str) -> None:

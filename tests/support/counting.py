@@ -40,14 +40,16 @@ class Wire:
             ):
                 table[rank] = table.get(rank, 0) + amount
 
-    def watch(self, optimizer: Muon) -> None:
+    def watch(self, optimizer: Muon) -> set[int]:
         """After each step: what its plan says that this rank sent, in all waves with a parameter that was stepped."""
         rank, plan, proposal = dist.get_rank(), optimizer.plan(), optimizer._planner._proposal
         waves = {task.wave for task in plan.tasks if task.param not in proposal.decision.idle}
         tasks = tuple(task for task in plan.tasks if task.wave in waves)
-        sent = PlanData(plan.ranks, plan.params, tasks, plan.wave_lanes, plan.options).bytes_sent
+        stepped = PlanData(plan.ranks, plan.params, tasks, plan.wave_lanes, plan.options)
+        sent = stepped.bytes_sent.get(rank, 0) + (stepped.bytes_relayed.get(rank, 0) if plan.relayed else 0)
         with self._lock:
-            self.planned[rank] = self.planned.get(rank, 0) + sent.get(rank, 0)
+            self.planned[rank] = self.planned.get(rank, 0) + sent
+        return waves
 
     def check(self, rank: int) -> None:
         assert self.nbytes.get(rank, 0) == self.planned.get(rank, 0), f"rank {rank}: bytes sent and bytes planned differ"

@@ -50,7 +50,7 @@ def optimizer_of(model: nn.Module, **options: Any) -> Muon:
     return Muon(groups, lr=0.01, **options)
 
 
-def train(model: nn.Module, watch: Callable[[Muon], None] | None = None, **options: Any) -> Muon:
+def train(model: nn.Module, watch: Callable[[Muon], object] | None = None, **options: Any) -> Muon:
     """Steps with gradients that are cut from one seeded gradient, as the parameters are."""
     optimizer = optimizer_of(model, **options)
     for step in range(STEPS):

@@ -8,7 +8,7 @@ from dataclasses import replace
 from hypothesis import strategies as st
 
 from meshmuon.layout import Layout, Mesh, Placement, Sharded
-from meshmuon.plan import CostModel, Plan, PlannedParam, PlanOptions, cost_model_for, make_plan
+from meshmuon.plan import CostModel, Nodes, Plan, PlannedParam, PlanOptions, cost_model_for, make_plan
 from tests.support.layouts import ours, random_mesh, random_placement, random_shape
 
 KINDS = [(0, 2), (0, 2), (0, 3), (1, 3), (1, 3)]
@@ -49,6 +49,18 @@ def random_options(rng: random.Random, replicas: str | None = None) -> PlanOptio
         budget=rng.choice([1, 100, 1000, 2**20]),
         in_flight=rng.randint(1, 6),
     )
+
+
+def ranks_of(params: list[PlannedParam]) -> list[int]:
+    return sorted({rank for param in params for layout in param.layouts for rank in layout.mesh.ranks})
+
+
+def random_nodes(rng: random.Random, ranks: list[int]) -> Nodes:
+    """In order of ranks or in turns, of any size, or at random."""
+    size, count = rng.randint(1, max(1, len(ranks))), rng.randint(1, 4)
+    places = range(len(ranks))
+    nodes = rng.choice([[k // size for k in places], [k % count for k in places], [rng.randrange(count) for _ in places]])
+    return Nodes.of(dict(zip(ranks, nodes, strict=True)))
 
 
 def random_plan(seed: int, replicas: str | None = None) -> Plan:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
 
@@ -118,9 +118,9 @@ OPTIONS = st.fixed_dictionaries(
 
 
 @st.composite
-def cases(draw: Any, *, steps: int = 4) -> tuple[Case, Layouts, bool]:
-    """A case, its meshes, and whether plain tensors are divided."""
-    layouts = draw(mesh_layouts())
+def cases(draw: Any, *, steps: int = 4, events: bool = False, averages: bool = False) -> tuple[Case, Layouts, bool]:
+    """A case, its meshes, and whether plain tensors are divided; with ``events`` ranks may lack gradients."""
+    layouts = Layouts((draw(st.integers(2, 5)),)) if averages else draw(mesh_layouts())
     params = tuple(draw(st.lists(case_params(layouts, steps), min_size=1, max_size=5)))
     params *= draw(st.sampled_from([1, 1, 1, 4]))  # batches are larger then, and different on every rank
     options = draw(OPTIONS)
@@ -133,8 +133,19 @@ def cases(draw: Any, *, steps: int = 4) -> tuple[Case, Layouts, bool]:
     if any(param.dtype == torch.bfloat16 for param in params):  # for others alone stochastic rounding warns
         options["rounding"] = draw(st.sampled_from(["nearest", "stochastic"]))
     spoilt: tuple[tuple[int, int], ...] = ()
-    if draw(st.integers(0, 3)) == 0:
+    places = st.integers(0, steps - 1), st.integers(0, len(params) - 1)
+    if draw(st.integers(0, 2)) == 0:
         options["nonfinite"] = "skip"
-        spoilt = tuple(draw(st.sets(st.tuples(st.integers(0, steps - 1), st.integers(0, len(params) - 1)), max_size=2)))
+        spoilt = tuple(draw(st.sets(st.tuples(*places), max_size=2)))
     offload = draw(st.sampled_from([None, None, *range(4)]))
-    return Case(params, options, steps, threads, spoilt=spoilt, offload=offload), layouts, draw(st.booleans())
+    case = Case(params, options, steps, threads, spoilt=spoilt, offload=offload)
+    if averages:
+        params = tuple(replace(param, mesh=None, placements=()) for param in params)
+        options = {key: value for key, value in options.items() if key not in ("replicas", "comm_dtype")}
+        case = replace(case, params=params, options=options, averages=True)
+    if events and draw(st.booleans()):
+        missing = draw(st.sets(st.tuples(*places, st.integers(0, layouts.world - 1)), max_size=8))
+        # What only one rank knows comes and goes without the others.
+        missing = tuple(sorted(event for event in missing if averages or params[event[1]].mesh is not None))
+        case = replace(case, missing=missing)
+    return case, layouts, not averages and draw(st.booleans())

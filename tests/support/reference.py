@@ -144,8 +144,55 @@ def run(optimizer: torch.optim.Optimizer, params: Sequence[Tensor], steps: Itera
         optimizer.step()
 
 
+def run_beside(
+    reference: Reference, optimizer: torch.optim.Optimizer, params: Sequence[Tensor], numbers: Iterable[int], **options: Any
+) -> None:
+    """``run``, with the same steps of the reference, which is told ``options``."""
+    for number in numbers:
+        run(optimizer, params, [number])
+        reference.step(gradients(params, number), **options)
+
+
+def run_alike(*runs: tuple[torch.optim.Optimizer, Sequence[Tensor]], steps: Iterable[int]) -> None:
+    """Several optimizers on the fixed gradients of ``steps``, each on its own parameters."""
+    for step in steps:
+        for optimizer, params in runs:
+            run(optimizer, params, [step])
+
+
+class Run:
+    """An optimizer on param groups, fed with fixed gradients."""
+
+    def __init__(self, groups: list[dict[str, Any]], **options: Any) -> None:
+        self.optimizer = Muon(groups, **{"lr": LR, **options})
+
+    @property
+    def params(self) -> list[Tensor]:
+        return [param for one in self.optimizer.param_groups for param in one["params"]]
+
+    def step(self, number: int, *, without: Sequence[int] = (), bad: tuple[int, float] | None = None) -> None:
+        """``bad`` is a parameter and what the last element of its gradient is."""
+        grads: list[Tensor | None] = [*gradients(self.params, number)]
+        for k in without:
+            grads[k] = None
+        if bad is not None and (spoilt := grads[bad[0]]) is not None:
+            spoilt.view(-1)[-1] = bad[1]
+        set_gradients(self.params, grads)
+        self.optimizer.step()
+
+    def everything(self) -> list[Tensor]:
+        """Parameters and state, by name."""
+        entries = [self.optimizer.state.get(param, {}) for param in self.params]
+        return [*self.params, *(entry[key] for entry in entries for key in sorted(entry))]
+
+
 def copies(params: Iterable[Tensor]) -> list[nn.Parameter]:
     return [nn.Parameter(param.detach().clone()) for param in params]
+
+
+def gapped(param: Tensor) -> nn.Parameter:
+    """The same numbers in every second column of a larger tensor: neither contiguous nor dense."""
+    return nn.Parameter(torch.stack([param.detach(), torch.zeros_like(param)], dim=-1).flatten(-2)[..., ::2])
 
 
 def assert_same_bits(actual: Iterable[Tensor], expected: Iterable[Tensor]) -> None:

@@ -51,7 +51,6 @@ def _check_folder(folder: Path | None) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Runs the doctor on this rank."""
     if arguments.list:
         with printing():
             print("\n".join(f"{check.name:<17} {check.title}" for check in CHECKS))

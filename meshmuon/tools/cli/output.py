@@ -53,8 +53,3 @@ def write_output(path: Path, write: Callable[[TextIO], object]) -> None:
             write(file)
     except OSError as error:
         raise ConfigError(f"{path} cannot be written: {error.strerror or error}.") from None
-
-
-def write_text(path: Path, text: str) -> None:
-    """Writes lines that need only an end, to a file or to standard output."""
-    write_output(path, lambda file: file.write(f"{text}\n"))

@@ -6,31 +6,26 @@ import argparse
 import json
 import shlex
 import sys
+from collections.abc import Sequence
 from dataclasses import replace
+from typing import TypeAlias
 
 import torch
 
 from ...errors import ConfigError
 from ...params.option_table import optimizer_options
-from ...plan import CostModel
 from ..predict.calibration import Calibration
 from ..predict.trace import write_trace
-from ..simulate.advice import advice_for, advice_from_choices
-from ..simulate.cluster import MuonOptions
-from ..simulate.compare import compare_meshes, compare_options
-from ..simulate.description import ModelDescription
-from ..simulate.job_plan import JobSharding, describe_job, is_on_cpu, read_job_plan
-from ..simulate.machines import Machine
-from ..simulate.meshes import MeshAxes
+from ..simulate.advice import advice_for, advice_from_choices, compare_meshes, compare_options
+from ..simulate.description import ModelDescription, load_model
+from ..simulate.inputs import did_you_mean, preset_names
+from ..simulate.machines import Machine, load_machine
 from ..simulate.modules import build_from_hf_config, build_module
-from ..simulate.page import render_page, require_plotly
-from ..simulate.presets import load_machine, load_model, machine_names, model_names
+from ..simulate.render import print_report, render_page, require_plotly
 from ..simulate.report import Figures, build_report
-from ..simulate.sharding import FileSharding, MeshSharding, Sharding
-from ..simulate.simulation import Simulation, Workload
-from ..simulate.text import print_report
-from ..simulate.words import did_you_mean
-from .output import is_standard_output, printing, write_output, write_text
+from ..simulate.sharding import FileSharding, MeshAxes, Sharding
+from ..simulate.simulation import JobSharding, MuonOptions, Simulation, Workload
+from .output import is_standard_output, printing, write_output
 
 _OF_MODELS = ("model", "hf_config", "module", "mesh", "layout", "nodes", "save_model")
 _CHECKED = ("memory_budget", "waves_ahead")
@@ -38,31 +33,25 @@ _WRITTEN = ("json", "html", "trace", "save_model", "save_rates")
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Plans, prints and writes."""
     if arguments.list:
         with printing():
-            _print_list()
+            print("\n".join(f"{name:<18} {load_model(name).title}" for name in preset_names("model")), end="\n\n")
+            print("\n".join(f"{name:<18} {load_machine(name).title}" for name in preset_names("machine")))
         return 0
-    quiet = _names_standard_output(arguments)
+    to_output = [f"--{name.replace('_', '-')}" for name in _WRITTEN if is_standard_output(getattr(arguments, name))]
+    if len(to_output) > 1:
+        raise ConfigError(f"{' and '.join(to_output)} are all for standard output. Keep one - and name files for the others.")
     if arguments.html is not None:
         require_plotly()  # before anything is planned or written
-    others: list[Sharding] = []
-    if arguments.from_json is not None:
-        simulation = _of_job(arguments)
-    else:
-        model = _model(arguments)
-        if _saves_only(arguments, model):
-            return 0
-        if not any(param.use_muon for param in model.params):
-            raise ConfigError(f"{model.name} has no matrix for Muon: AdamW alone would update it, and nothing is planned.")
-        machine = _machine(arguments)
-        first, *others = _shardings(arguments, machine)
-        simulation = Simulation.run(model, first, machine, _options(arguments), _workload(arguments))
+    inputs = _of_job(arguments) if arguments.from_json is not None else _of_model(arguments)
+    if inputs is None:
+        return 0
+    model, machine, options, shardings = inputs
+    simulation = Simulation.run(model, shardings[0], machine, options, Workload(arguments.tokens_per_step, arguments.mfu))
+    report = _report(simulation, shardings[1:], compare=arguments.compare)
     if arguments.save_rates is not None:
-        machine, ranks = simulation.machine, simulation.sharding.ranks
-        rates = machine.calibration or machine.as_calibration(ranks)
-        write_text(arguments.save_rates, json.dumps(rates.to_json(), indent=1))
-    report = _report(simulation, others, compare=arguments.compare)
+        rates = machine.calibration or machine.as_calibration(simulation.sharding.ranks)
+        write_output(arguments.save_rates, lambda file: print(json.dumps(rates.to_json(), indent=1), file=file))
     if arguments.html is not None:
         page = render_page(report)
         write_output(arguments.html, lambda file: file.write(page))
@@ -70,50 +59,48 @@ def run(arguments: argparse.Namespace) -> int:
         timelines = [(stage.plan.ranks, stage.timeline.phases) for stage in simulation.stages]
         write_output(arguments.trace, lambda file: write_trace(timelines, file))
     if arguments.json is not None:
-        write_text(arguments.json, json.dumps(report))
-    if not quiet:
+        write_output(arguments.json, lambda file: print(json.dumps(report), file=file))
+    if not to_output:
         with printing():
             print_report(report)
     return 0
 
 
-def _names_standard_output(arguments: argparse.Namespace) -> bool:
-    """Whether one of the options has taken standard output for itself."""
-    names = [f"--{name.replace('_', '-')}" for name in _WRITTEN if is_standard_output(getattr(arguments, name))]
-    if len(names) > 1:
-        raise ConfigError(f"{' and '.join(names)} are all for standard output. Keep one - and name files for the others.")
-    return bool(names)
+_Inputs: TypeAlias = tuple[ModelDescription, Machine, MuonOptions, Sequence[Sharding]]
 
 
-def _saves_only(arguments: argparse.Namespace, model: ModelDescription) -> bool:
-    """Writes the model where ``--save-model`` says so, and tells whether that is all that was asked for."""
-    if arguments.save_model is None:
-        return False
-    write_text(arguments.save_model, json.dumps(model.to_json(), indent=1))
-    return not arguments.mesh and arguments.layout is None
+def _of_model(arguments: argparse.Namespace) -> _Inputs | None:
+    """A model on one or more shardings; None if it was only to be saved."""
+    model = _model(arguments)
+    if arguments.save_model is not None:
+        write_output(arguments.save_model, lambda file: print(json.dumps(model.to_json(), indent=1), file=file))
+        if not arguments.mesh and arguments.layout is None:
+            return None
+    if not any(param.use_muon for param in model.params):
+        raise ConfigError(f"{model.name} has no matrix for Muon: AdamW alone would update it, and nothing is planned.")
+    machine = _machine(arguments)
+    shardings = _shardings(arguments, machine)
+    return model, machine, _options(arguments), shardings
 
 
-def _workload(arguments: argparse.Namespace) -> Workload:
-    return Workload(arguments.tokens_per_step, arguments.mfu)
-
-
-def _of_job(arguments: argparse.Namespace) -> Simulation:
+def _of_job(arguments: argparse.Namespace) -> _Inputs:
     """The plan of a job, on the machine that is named or on one of its kind."""
     refused = [f"--{name.replace('_', '-')}" for name in _OF_MODELS if getattr(arguments, name)]
     if refused or arguments.compare:
         raise ConfigError(f"--from-json reads a plan that is complete: leave out {', '.join(refused) or '--compare'}.")
-    plan = read_job_plan(arguments.from_json)
-    model, sharding, stage = describe_job(plan, arguments.from_json.stem)
-    if arguments.hardware is None and arguments.calibration is None and is_on_cpu(plan):
+    sharding = JobSharding.load(arguments.from_json)
+    plan = sharding.stage.plan
+    lane = plan.params[0].lane
+    if arguments.hardware is None and arguments.calibration is None and isinstance(lane, tuple) and lane[0] == "cpu":
         arguments.hardware = "cpu"
     machine = _machine(arguments)
     if plan.options.nodes is not None:
         machine = replace(machine, ranks_per_node=max(map(len, plan.options.nodes.ranks)))
     options = replace(_options(arguments), replicas=plan.options.replicas, memory_budget=plan.options.budget)
-    return Simulation.run(model, sharding, machine, options, _workload(arguments), planned=[stage])
+    return sharding.model(arguments.from_json.stem), machine, options, [sharding]
 
 
-def _report(simulation: Simulation, others: list[Sharding], *, compare: bool) -> Figures:
+def _report(simulation: Simulation, others: Sequence[Sharding], *, compare: bool) -> Figures:
     command = shlex.join(["meshmuon", *sys.argv[1:]])
     report = build_report(simulation, command, advice_for(simulation))
     if others:
@@ -124,14 +111,6 @@ def _report(simulation: Simulation, others: list[Sharding], *, compare: bool) ->
     report["advice"] += advice_from_choices(choices)
     report["choices"] = choices if compare else []
     return report
-
-
-def _print_list() -> None:
-    for name in model_names():
-        print(f"{name:<18} {load_model(name).title}")
-    print()
-    for name in machine_names():
-        print(f"{name:<18} {load_machine(name).title}")
 
 
 def _model(arguments: argparse.Namespace) -> ModelDescription:
@@ -158,16 +137,16 @@ def _machine_like(calibration: Calibration) -> str:
     """The machine whose memory a calibration is taken to have."""
     if calibration.device == "cpu":
         return "cpu"
-    name = next((name for name in machine_names() if name in calibration.device_name.lower()), None)
+    name = next((name for name in preset_names("machine") if name in calibration.device_name.lower()), None)
     if name is None:
         raise ConfigError(
             f"--calibration was measured on {calibration.device_name!r}, whose memory is not known: add --hardware with one of "
-            f"{', '.join(machine_names())}, or with a .json file of your own."
+            f"{', '.join(preset_names('machine'))}, or with a .json file of your own."
         )
     return name
 
 
-def _shardings(arguments: argparse.Namespace, machine: Machine) -> list[Sharding]:
+def _shardings(arguments: argparse.Namespace, machine: Machine) -> Sequence[Sharding]:
     if (arguments.layout is None) == (not arguments.mesh):
         raise ConfigError('--mesh "dp_shard=64" or --layout FILE says how the model is sharded; give one of them.')
     if arguments.layout is not None:
@@ -177,7 +156,7 @@ def _shardings(arguments: argparse.Namespace, machine: Machine) -> list[Sharding
         if arguments.nodes < 1:
             raise ConfigError(f"--nodes {arguments.nodes} must be at least 1.")
         ranks = arguments.nodes * machine.ranks_per_node
-    return [MeshSharding(MeshAxes.parse(text, ranks)) for text in arguments.mesh]
+    return [MeshAxes.parse(text, ranks) for text in arguments.mesh]
 
 
 def _options(arguments: argparse.Namespace) -> MuonOptions:
@@ -190,14 +169,14 @@ def _options(arguments: argparse.Namespace) -> MuonOptions:
     for option in optimizer_options():
         if option.name in given and option.check is not None:
             option.check(given, option.name, "meshmuon plan")
-    calibration = arguments.calibration
+    rates = None if arguments.calibration is None else Calibration.load(arguments.calibration)
     return MuonOptions(
         replicas=arguments.replicas,
         comm_dtype=_dtype(arguments.comm_dtype),
         scheme=arguments.scheme,
         param_dtype=_dtype(arguments.param_dtype) or torch.float32,
         momentum_dtype=_dtype(arguments.momentum_dtype),
-        cost_model=None if calibration is None else _cost_model(Calibration.load(calibration)),
+        cost_model=None if rates is None or rates.exchange is None else rates.cost_model(),
         **given,
     )
 
@@ -205,7 +184,3 @@ def _options(arguments: argparse.Namespace) -> MuonOptions:
 def _dtype(name: str | None) -> torch.dtype | None:
     dtype: torch.dtype | None = None if name is None else getattr(torch, name)
     return dtype
-
-
-def _cost_model(calibration: Calibration) -> CostModel | None:
-    return calibration.cost_model() if calibration.exchange is not None else None

@@ -13,10 +13,8 @@ from ...optim import Muon
 from ...ortho import AUTO, Scheme, default_compute_dtype, scheme_for
 from ...params.dtensors import as_dtensor
 from ...params.lr import lr_factor
-from .check import Finding
-from .context import Context
-from .numerics import seeded
-from .rounding import rounding_bound, unit_roundoff
+from .context import Context, Finding
+from .numerics import rounding_bound, seeded, unit_roundoff
 
 
 class Net(nn.Module):
@@ -29,7 +27,6 @@ class Net(nn.Module):
             param.data.copy_(seeded(tuple(param.shape), k))
 
     def forward(self, x: Tensor) -> Tensor:
-        """The output of the second layer."""
         result: Tensor = self.second(torch.tanh(self.first(x)))
         return result
 
@@ -45,7 +42,6 @@ def like(param: Tensor, value: Tensor) -> Tensor:
 
 
 def held(tensor: Tensor) -> Tensor:
-    """What this rank has of a tensor."""
     sharded = as_dtensor(tensor.detach())
     return tensor.detach() if sharded is None else sharded.to_local()
 
@@ -71,13 +67,7 @@ class Comparison:
     On a CPU they must be equal bit for bit, unless ``wire`` is a dtype of 16 bits. Elsewhere each step may add what rounding
     explains: both sides may be off by the bound of their products, the layout also by what is rounded on the wire.
 
-    Args:
-        context: this rank.
-        params: the parameters on the layout, by name; may be replaced between steps, together with ``optimizer``.
-        whole: the parameters of one device.
-        optimizer: steps ``params``; by default a Muon of their own, as for ``whole``.
-        reference: steps ``whole``.
-        wire: the dtype on the wire; None for the default of the device.
+    ``params`` may be replaced between steps, together with ``optimizer``. ``wire`` is None for the default of the device.
     """
 
     against = "one device"

@@ -1,14 +1,14 @@
-"""What a check is given: this rank, its device, meshes over all ranks, and a place to say what it is doing."""
+"""What a check is, what it is given (this rank, its device, meshes, a place to say what it is doing), and how it ends."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import torch
 import torch.distributed as dist
@@ -21,6 +21,83 @@ from ...torch_compat import available_backends
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
+
+
+# Skipped if it does not apply here; not run if an earlier check broke the connection between ranks.
+Status = Literal["passed", "failed", "skipped", "not run"]
+STATUSES: tuple[Status, ...] = get_args(Status)
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """What one rank found, or what follows from the figures of all. It must survive JSON, since ranks tell each other."""
+
+    detail: str  # what was checked or measured, in one sentence
+    problems: Sequence[str] = ()  # what is wrong on this rank; the check fails if any rank has a problem
+    figures: Mapping[str, Any] = field(default_factory=dict)  # of a measurement
+    skipped: bool = False
+    raised: bool = False  # an exception ended it on this rank, so that ranks may be out of step
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """Something that all ranks do at the same time.
+
+    A measurement summarises the figures of all ranks, in their order, on rank 0.
+    """
+
+    name: str  # for ``--only`` and ``--skip``
+    title: str  # what it shows
+    advice: str  # what to do if it fails; ``{name}`` in it stands for the name
+    run: Callable[[Context], Finding]  # on every rank
+    summarise: Callable[[Context, Sequence[Mapping[str, Any]]], Finding] | None = None
+    fewest_ranks: int = 1  # with fewer, it is skipped
+    advice_if_stuck: str = (  # if it does not come to its end on some rank
+        "Look at the ranks that are named: their logs, their devices (nvidia-smi, dmesg) and their links. Then run it again with "
+        "--only {name}, and with a larger --limit if it was only slow."
+    )
+
+    @property
+    def section(self) -> str:
+        return "checks" if self.summarise is None else "measurements"
+
+    def advice_for(self, *, stuck: bool) -> str:
+        """The advice as users read it; ``stuck`` if it has not come to its end on some rank."""
+        return (self.advice_if_stuck if stuck else self.advice).replace("{name}", self.name)
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """How a check ended on all ranks together."""
+
+    check: Check
+    status: Status
+    seconds: float
+    detail: str
+    advice: str = ""  # empty unless it failed
+    figures: Mapping[str, Any] = field(default_factory=dict)
+
+
+def ranks_text(ranks: Sequence[int]) -> str:
+    """ "rank 3", or "ranks 0-2 and 5"."""
+    runs: list[list[int]] = []
+    for rank in sorted(ranks):
+        if runs and rank == runs[-1][1] + 1:
+            runs[-1][1] = rank
+        else:
+            runs.append([rank, rank])
+    texts = [str(low) if low == high else f"{low}-{high}" for low, high in runs]
+    numbers = texts[0] if len(texts) == 1 else f"{', '.join(texts[:-1])} and {texts[-1]}"
+    return f"rank {numbers}" if len(ranks) == 1 else f"ranks {numbers}"
+
+
+def by_text(texts: Mapping[int, Sequence[str]]) -> str:
+    """What ranks say, equal sentences once: "rank 0: a; ranks 1-3: b"."""
+    ranks: dict[str, list[int]] = {}
+    for rank, sentences in sorted(texts.items()):
+        for sentence in sentences:
+            ranks.setdefault(sentence, []).append(rank)
+    return "; ".join(f"{ranks_text(saying)}: {sentence}" for sentence, saying in ranks.items())
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +116,6 @@ class DoctorOptions:
 
 
 def _number(name: str, default: int, *, at_least: int) -> int:
-    """A number that a launcher has put into the environment."""
     text = os.environ.get(name, str(default))
     if not text.strip().isdecimal() or int(text) < at_least:
         raise ConfigError(
@@ -145,16 +221,11 @@ class Context:
         first = next((count for count in range(2, self.world + 1) if self.world % count == 0), 1)
         return first, self.world // first
 
-    def finish_device(self) -> None:
-        """Returns once the device has done all it was given."""
-        hardware_of(self.device).finish(self.device)
-
     @property
     def exact(self) -> bool:
         """Whether a layout must give one device's bits. Elsewhere products may depend on what shares a batch."""
         return self.device.type == "cpu"
 
     def leave(self) -> None:
-        """Ends the process group, if it still works."""
         if dist.is_initialized():
             dist.destroy_process_group()

@@ -20,8 +20,7 @@ import meshmuon
 from ...device import cpu_info, hardware_of
 from ...torch_compat import available_backends
 from ...transport import all_gather_objects
-from .check import Finding
-from .context import Context
+from .context import Context, Finding
 
 _OPTIONAL = {  # what each is for
     "triton": "symmetric products on a GPU",
@@ -39,7 +38,6 @@ _PROBE = "import torch; a = torch.ones(256, 256, dtype=torch.bfloat16); assert f
 
 
 def version_of(package: str) -> str | None:
-    """The installed version of a package, or None."""
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
@@ -69,33 +67,20 @@ def bfloat16_works() -> bool:
         return False
 
 
-def _devices(device: torch.device) -> str:
-    hardware = hardware_of(device)
-    name = "CPU" if device.type == "cpu" else f"{hardware.count()} × {hardware.name(device)}"
-    return ", ".join(filter(None, [name, hardware.details(device)]))
-
-
 def _links(device: torch.device) -> str:
     """What connects devices and nodes, as far as the system tells."""
-    texts = []
     peers = hardware_of(device).peers()
-    if peers is not None:
-        texts.append(f"{peers[0]} of {peers[1]} pairs of GPUs reach each other's memory")
+    texts = [] if peers is None else [f"{peers[0]} of {peers[1]} pairs of GPUs reach each other's memory"]
     cards = sorted(path.name for path in Path("/sys/class/infiniband").glob("*"))
     texts.append(f"InfiniBand or RoCE: {', '.join(cards) or 'none'}")
     texts.append(f"interfaces: {', '.join(name for _, name in socket.if_nameindex())}")
     return "; ".join(texts)
 
 
-def _triton() -> str:
-    version = version_of("triton")
-    if version is None:
-        return "missing: pip install 'meshmuon[kernels]'"
-    return version if torch.cuda.is_available() else f"{version}, not used: it needs a GPU"
-
-
 def environment_of(device: torch.device) -> dict[str, str]:
-    """This rank's surroundings."""
+    hardware, triton = hardware_of(device), version_of("triton")
+    devices = "CPU" if device.type == "cpu" else f"{hardware.count()} × {hardware.name(device)}"
+    used = "" if torch.cuda.is_available() else ", not used: it needs a GPU"
     missing = [f"{name} ({purpose})" for name, purpose in _OPTIONAL.items() if version_of(name) is None]
     variables = [f"{name}={value}" for name, value in sorted(os.environ.items()) if name.startswith(_VARIABLES)]
     environment = {
@@ -103,10 +88,10 @@ def environment_of(device: torch.device) -> dict[str, str]:
         "torch": f"{torch.__version__}, CUDA {torch.version.cuda or 'none'}, {torch.backends.cpu.get_cpu_capability()}",
         "python": f"{platform.python_version()}, {platform.system()} on {platform.machine()}",
         "CPU": cpu_name(),
-        "devices": _devices(device),
+        "devices": ", ".join(filter(None, [devices, hardware.details(device)])),
         "links": _links(device),
         "backends": ", ".join(available_backends()) or "none",
-        "triton": _triton(),
+        "triton": "missing: pip install 'meshmuon[kernels]'" if triton is None else f"{triton}{used}",
         "missing": ", ".join(missing) or "nothing that is optional",
         "variables": ", ".join(variables) or "none",
     }

@@ -11,9 +11,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ...plan import counted
 from ...transport import Exchange, all_gather_objects, exchange_group
-from .check import Finding, ranks_text
-from .context import Context
+from .context import Context, Finding, ranks_text
 
 _RAGGED_ROUNDS = 6
 _LONGEST_PART = 5000  # elements that a rank sends to another in a ragged exchange
@@ -21,7 +21,7 @@ _LONGEST_PART = 5000  # elements that a rank sends to another in a ragged exchan
 
 def join(context: Context) -> Finding:
     """Makes the process group, if there is none yet, and one reduction over it."""
-    rank, world, options = context.rank, context.world, context.options
+    world, options = context.world, context.options
     if not dist.is_initialized():
         backend = options.backend or ("gloo" if context.device.type == "cpu" else None)
         # NCCL ends the process when it times out. The doctor would rather report: it watches the clock by itself.
@@ -30,7 +30,7 @@ def join(context: Context) -> Finding:
             # A store of its own: the doctor must be able to ask while the process group waits.
             store = dist.HashStore() if world == 1 else None  # type: ignore[attr-defined]
             method, timeout = None if world == 1 else "env://", timedelta(seconds=seconds)
-            dist.init_process_group(backend, method, rank=rank, world_size=world, store=store, timeout=timeout)
+            dist.init_process_group(backend, method, rank=context.rank, world_size=world, store=store, timeout=timeout)
     with context.doing("loading FSDP2"):
         importlib.import_module("torch.distributed.fsdp")
     with context.doing("the first reduction"):
@@ -39,17 +39,10 @@ def join(context: Context) -> Finding:
     with context.doing("the first reduction in host memory"):
         group = dist.group.WORLD
         assert group is not None
-        nodes = list(all_gather_objects(context.node, group).values())
-    context.nodes = nodes
+        context.nodes = list(all_gather_objects(context.node, group).values())
     problems = [] if int(total) == world else [f"the sum of one from each of {world} ranks is {float(total):g}"]
-    count = len(set(nodes))
-    text = f"{world} {'rank' if world == 1 else 'ranks'} on {count} {'node' if count == 1 else 'nodes'}, {backend_text()}"
-    return Finding(text, problems)
-
-
-def backend_text() -> str:
-    """The backend of the process group."""
-    return str(dist.get_backend_config())
+    nodes = counted(len(set(context.nodes)), "node")
+    return Finding(f"{counted(world, 'rank')} on {nodes}, {dist.get_backend_config()}", problems)
 
 
 def partner(rank: int, turn: int, world: int) -> int | None:
@@ -58,14 +51,9 @@ def partner(rank: int, turn: int, world: int) -> int | None:
     Ranks sit around a table, one of them stays and the others move on by one seat in every turn; with an odd number, one rank
     pauses in each turn.
     """
-    seats = world + world % 2
-    last = seats - 1
-    if rank == last:
-        other = turn % last
-    elif rank == turn % last:
-        other = last
-    else:
-        other = (2 * turn - rank) % last
+    last = world + world % 2 - 1
+    staying, moved = turn % last, (2 * turn - rank) % last
+    other = staying if rank == last else last if rank == staying else moved
     return other if other < world else None
 
 
@@ -85,7 +73,6 @@ def exchange_with(exchange: Exchange, sent: Mapping[int, Tensor], received: Mapp
 
 
 def world_exchange(context: Context) -> Exchange:
-    """An exchange over all ranks, as a step would make one."""
     return Exchange(exchange_group(range(context.world), ()))
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import statistics
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from functools import partial
@@ -19,11 +20,10 @@ from ...execute.elementwise import apply, fill_with_momentum
 from ...optim import Muon
 from ...ortho import AUTO, Workspace, default_compute_dtype, expected_flops, orthogonalize
 from ...plan import LinkRate, Rate
-from ...transport import Exchange, swap_with
+from ...transport import swap_with
 from ..predict.calibration import Calibration, Elementwise
 from ..predict.prediction import predict
-from .check import Finding
-from .context import Context
+from .context import Context, Finding
 from .environment import bfloat16_works
 from .exchanges import exchange_with, partner, turns, world_exchange
 from .numerics import seeded
@@ -32,7 +32,7 @@ _LARGEST_SIZE = {"cpu": 2048}  # of products; elsewhere _LARGEST_ON_A_DEVICE
 _LARGEST_ON_A_DEVICE = 8192
 _BATCH = 4  # matrices that are orthogonalised together, as steps do it where they have several of a shape
 _ELEMENTS = 2**20  # of the tensors of elementwise work
-_LONG_PRODUCT = 0.1  # seconds: no larger product is measured
+_LONG_WORK = {"products": 0.025, "orthogonalisation": 0.4}  # seconds: nothing larger is measured
 _MOST_TURNS = 32  # in which pairs are measured: with many ranks a sample of the pairs
 _PAIR_BYTES = 4 * 2**20
 _EXCHANGE_BYTES = 8 * 2**20  # per rank, over all its peers
@@ -46,16 +46,24 @@ _SLOW_BFLOAT16 = {"cpu": 0.25}  # of float32's rate; elsewhere 1.5
 _AS_PREDICTED = 0.6, 1.7  # of the predicted time
 
 
-def _times(context: Context, work: Callable[[], object], repeats: int, at_least: float = math.inf) -> list[float]:
-    """The seconds of each call, after a first one that does not count; fewer repeats once they took ``at_least`` seconds."""
+def _seconds(context: Context, work: Callable[[], object], repeats: int, at_least: float = math.inf) -> list[float]:
+    """Of each call, after a first one that does not count; fewer repeats once they took ``at_least`` seconds."""
     times: list[float] = []
     while len(times) < repeats + 1 and not (len(times) > 2 and sum(times[1:]) > at_least):
-        context.finish_device()
+        hardware_of(context.device).finish(context.device)
         began = time.perf_counter()
         work()
-        context.finish_device()
+        hardware_of(context.device).finish(context.device)
         times.append(time.perf_counter() - began)
     return times[1:]
+
+
+def _median_seconds(context: Context, work: Callable[[], object], repeats: int, at_least: float = math.inf) -> float:
+    return statistics.median(_seconds(context, work, repeats, at_least))
+
+
+def _median_of(data: Sequence[Mapping[str, Any]], key: str) -> float:
+    return float(statistics.median(row[key] for row in data))
 
 
 # Products.
@@ -63,54 +71,49 @@ def _times(context: Context, work: Callable[[], object], repeats: int, at_least:
 
 def measure_products(context: Context) -> Finding:
     """Rates of n × n products in each dtype, and of the default orthogonalisation."""
-    device = context.device
-    short = (torch.bfloat16,) if device.type != "cpu" or bfloat16_works() else ()
-    dtypes = (torch.float32, *((torch.float16,) if device.type != "cpu" else ()), *short)
-    rates = [asdict(rate) for dtype in dtypes for rate in _product_rates(context, dtype)]
-    compute = default_compute_dtype(device, torch.float32)
-    orthogonalisation = [asdict(rate) for rate in _ortho_rates(context, compute)]
-    elementwise = asdict(_elementwise(context))
-    return Finding("", figures={"products": rates, "orthogonalisation": orthogonalisation, "elementwise": elementwise})
+    on_cpu, compute = context.device.type == "cpu", default_compute_dtype(context.device, torch.float32)
+    dtypes = [torch.float32, *([] if on_cpu else [torch.float16]), *([torch.bfloat16] if not on_cpu or bfloat16_works() else [])]
+    figures = {
+        "products": [rate for dtype in dtypes for rate in _rates(context, "products", _product, dtype)],
+        "orthogonalisation": _rates(context, "orthogonalisation", _orthogonalisation, compute),
+        "elementwise": _elementwise(context),
+    }
+    return Finding("", figures=figures)
 
 
-def _sizes(context: Context) -> list[int]:
+def _product(device: torch.device, size: int, dtype: torch.dtype) -> tuple[Callable[[], object], float]:
+    """What is timed, and its FLOPs, as the next one."""
+    a = seeded((size, size), size).to(device, dtype)
+    return partial(torch.mm, a, a, out=torch.empty_like(a)), 2 * size**3
+
+
+def _orthogonalisation(device: torch.device, size: int, dtype: torch.dtype) -> tuple[Callable[[], object], float]:
+    x = seeded((_BATCH, size, size), size).to(device)
+    work = partial(orthogonalize, x, AUTO, out=torch.empty_like(x), workspace=Workspace())
+    return work, _BATCH * expected_flops(size, size, AUTO, "auto", dtype)
+
+
+def _rates(
+    context: Context,
+    title: str,
+    prepare: Callable[[torch.device, int, torch.dtype], tuple[Callable[[], object], float]],
+    dtype: torch.dtype,
+) -> list[dict[str, Any]]:
+    """For sizes that double, until one takes long."""
+    rates: list[dict[str, Any]] = []
     largest = _LARGEST_SIZE.get(context.device.type, _LARGEST_ON_A_DEVICE) // (4 if context.options.quick else 1)
-    sizes = [128]
-    while sizes[-1] < largest:
-        sizes.append(2 * sizes[-1])
-    return sizes
-
-
-def _product_rates(context: Context, dtype: torch.dtype) -> list[Rate]:
-    rates: list[Rate] = []
-    for size in _sizes(context):
-        with context.doing(f"measuring products of {size}×{size} in {dtype}"):
-            a = seeded((size, size), size).to(context.device, dtype)
-            out = torch.empty_like(a)
-            seconds = statistics.median(_times(context, partial(torch.mm, a, a, out=out), 1000, at_least=0.1))
-        rates.append(Rate(str(dtype).removeprefix("torch."), size, 2 * size**3 / seconds))
-        if seconds > _LONG_PRODUCT / 4:
-            break
+    size, seconds = 128, 0.0
+    while size <= largest and seconds <= _LONG_WORK[title]:
+        with context.doing(f"measuring {title} of {size}×{size} in {dtype}"):
+            work, flops = prepare(context.device, size, dtype)
+            seconds = _median_seconds(context, work, 1000, at_least=0.1)
+        rates.append(asdict(Rate(str(dtype).removeprefix("torch."), size, flops / seconds)))
+        size *= 2
     return rates
 
 
-def _ortho_rates(context: Context, dtype: torch.dtype) -> list[Rate]:
-    rates: list[Rate] = []
-    for size in _sizes(context):
-        with context.doing(f"measuring the orthogonalisation of {size}×{size}"):
-            x = seeded((_BATCH, size, size), size).to(context.device)
-            out, workspace = torch.empty_like(x), Workspace()
-            work = partial(orthogonalize, x, AUTO, out=out, workspace=workspace)
-            seconds = statistics.median(_times(context, work, 20, at_least=0.2))
-        flops = _BATCH * expected_flops(size, size, AUTO, "auto", dtype)
-        rates.append(Rate(str(dtype).removeprefix("torch."), size, flops / seconds))
-        if seconds > _BATCH * _LONG_PRODUCT:
-            break
-    return rates
-
-
-def _elementwise(context: Context) -> Elementwise:
-    """The times of what a step does element by element."""
+def _elementwise(context: Context) -> dict[str, float]:
+    """Seconds per element of what a step does element by element, by the names of ``Elementwise``."""
     with context.doing("measuring elementwise work"):
         grad, buffer, update, weight = (seeded((_ELEMENTS,), k).to(context.device) for k in range(4))
         weight.grad = grad
@@ -121,8 +124,8 @@ def _elementwise(context: Context) -> Elementwise:
             "copy": partial(update.copy_, grad),
             "adamw": adamw.step,
         }
-        seconds = {kind: statistics.median(_times(context, run, 20, at_least=0.1)) for kind, run in work.items()}
-    return Elementwise(**{kind: max(1e-15, value / _ELEMENTS) for kind, value in seconds.items()})
+        seconds = {kind: _median_seconds(context, run, 20, at_least=0.1) for kind, run in work.items()}
+    return {kind: max(1e-15, taken / _ELEMENTS) for kind, taken in seconds.items()}
 
 
 def summarise_products(context: Context, data: Sequence[Mapping[str, Any]]) -> Finding:
@@ -130,17 +133,18 @@ def summarise_products(context: Context, data: Sequence[Mapping[str, Any]]) -> F
     figures: dict[str, Any] = {
         kind: _median_rates([of_rank[kind] for of_rank in data]) for kind in ("products", "orthogonalisation")
     }
-    kinds = data[0]["elementwise"]
-    figures["elementwise"] = {kind: statistics.median(of_rank["elementwise"][kind] for of_rank in data) for kind in kinds}
-    largest = {rank: of_rank["orthogonalisation"][-1]["flops_per_second"] for rank, of_rank in enumerate(data)}
-    slowest = min(largest, key=largest.__getitem__)
-    figures["slowest_rank"], figures["slowest_share"] = slowest, largest[slowest] / statistics.median(largest.values())
-    by_dtype: dict[str, list[str]] = {}
-    for rate in figures["products"]:
-        by_dtype.setdefault(rate["dtype"], []).append(f"{_giga(rate['flops_per_second'])} at {rate['size']}")
-    texts = [f"{dtype} products {', '.join(rates)}" for dtype, rates in by_dtype.items()]
-    rates = [f"{_giga(rate['flops_per_second'])} at {rate['size']}" for rate in figures["orthogonalisation"]]
-    texts.append(f"orthogonalisation {', '.join(rates)} GFLOP/s")
+    by_rank = [of_rank["elementwise"] for of_rank in data]
+    figures["elementwise"] = {kind: _median_of(by_rank, kind) for kind in by_rank[0]}
+    largest = [of_rank["orthogonalisation"][-1]["flops_per_second"] for of_rank in data]
+    slowest = largest.index(min(largest))
+    figures["slowest_rank"], figures["slowest_share"] = slowest, largest[slowest] / statistics.median(largest)
+    by_work: dict[str, list[str]] = {}
+    for kind, rates in (("products", figures["products"]), ("", figures["orthogonalisation"])):
+        for rate in rates:
+            work = f"{rate['dtype']} products" if kind else "orthogonalisation"
+            by_work.setdefault(work, []).append(f"{_giga(rate['flops_per_second'])} at {rate['size']}")
+    texts = [f"{work} {', '.join(rates)}" for work, rates in by_work.items()]
+    texts[-1] += " GFLOP/s"
     if len(data) > 1:
         texts.append(f"slowest rank {slowest}: {figures['slowest_share']:.2f} of the median")
         if figures["slowest_share"] < _SLOW_RANK:
@@ -187,36 +191,33 @@ def _giga(value: float) -> str:
 def measure_links(context: Context) -> Finding:
     """Each pair of ranks, one pair of a rank at a time, and exchanges of all ranks with all ranks."""
     exchange, world = world_exchange(context), context.world
-    chosen = turns(world) if world - 1 <= _MOST_TURNS else _MOST_TURNS
+
+    def swap_seconds(peer: int, count: int, repeats: int) -> float:
+        """In which this rank and ``peer`` send each other ``count`` float32."""
+        sent = torch.zeros(count, device=context.device)
+        return _median_seconds(context, partial(swap_with, peer, sent, torch.empty_like(sent)), repeats)
+
+    def exchange_seconds(count: int, repeats: int) -> float:
+        """Of an exchange of ``count`` float32 with each of the others."""
+        part, peers = torch.zeros(count, device=context.device), [rank for rank in range(world) if rank != context.rank]
+        sent, received = dict.fromkeys(peers, part), dict.fromkeys(peers, count)
+        return _median_seconds(context, partial(exchange_with, exchange, sent, received, part), repeats)
+
     pairs: list[dict[str, Any]] = []
-    for turn in range(chosen):
+    for turn in range(turns(world) if world - 1 <= _MOST_TURNS else _MOST_TURNS):
         peer = partner(context.rank, turn, world)
         if peer is not None:
             with context.doing(f"measuring the link to rank {peer}"):
-                latency = _swap_seconds(context, peer, 1, _REPEATS)
-                pairs.append({"peer": peer, "latency": latency, "seconds": _swap_seconds(context, peer, _PAIR_BYTES // 4, 3)})
-    peers = [rank for rank in range(world) if rank != context.rank]
+                latency = swap_seconds(peer, 1, _REPEATS)
+                pairs.append({"peer": peer, "latency": latency, "seconds": swap_seconds(peer, _PAIR_BYTES // 4, 3)})
     with context.doing("measuring exchanges of all ranks"):
         count = _EXCHANGE_BYTES // 4 // (world - 1)
-        latency = _exchange_seconds(context, exchange, peers, 1, 2 * _REPEATS)
+        latency = exchange_seconds(1, 2 * _REPEATS)
         began, cpu = time.perf_counter(), time.process_time()
-        seconds = _exchange_seconds(context, exchange, peers, count, 5)
+        seconds = exchange_seconds(count, 5)
         cpu_share = (time.process_time() - cpu) / (time.perf_counter() - began)
     data = {"pairs": pairs, "latency": latency, "seconds": seconds, "bytes": 4 * count * (world - 1), "cpu_share": cpu_share}
     return Finding("", figures=data)
-
-
-def _exchange_seconds(context: Context, exchange: Exchange, peers: Sequence[int], count: int, repeats: int) -> float:
-    """The median time of an exchange of ``count`` float32 with each of ``peers``; all ranks take part in each repetition."""
-    part = torch.zeros(count, device=context.device)
-    sent, received = dict.fromkeys(peers, part), dict.fromkeys(peers, count)
-    return statistics.median(_times(context, partial(exchange_with, exchange, sent, received, part), repeats))
-
-
-def _swap_seconds(context: Context, peer: int, count: int, repeats: int) -> float:
-    """The median time in which this rank and ``peer`` send each other ``count`` float32."""
-    sent = torch.zeros(count, device=context.device)
-    return statistics.median(_times(context, partial(swap_with, peer, sent, torch.empty_like(sent)), repeats))
 
 
 def summarise_links(context: Context, data: Sequence[Mapping[str, Any]]) -> Finding:
@@ -239,10 +240,10 @@ def summarise_links(context: Context, data: Sequence[Mapping[str, Any]]) -> Find
     figures["pairs_measured"] = len(pairs)
     exchange = LinkRate(
         statistics.median(of_rank["bytes"] / of_rank["seconds"] for of_rank in data),
-        statistics.median(of_rank["latency"] for of_rank in data),
+        _median_of(data, "latency"),
     )
     figures["exchange"] = asdict(exchange)
-    figures["exchange_cpu_share"] = statistics.median(of_rank["cpu_share"] for of_rank in data)
+    figures["exchange_cpu_share"] = _median_of(data, "cpu_share")
     texts.append(f"all ranks at once {_link_text(exchange)} per rank")
     return Finding("; ".join(texts), figures=figures)
 
@@ -251,8 +252,9 @@ def _link_of(pairs: Mapping[tuple[int, int], Mapping[str, float]]) -> tuple[dict
     """The median link of these pairs as figures and as text."""
     if not pairs:
         return None, ""
-    seconds = statistics.median(pair["seconds"] for pair in pairs.values())
-    link = LinkRate(_PAIR_BYTES / seconds, statistics.median(pair["latency"] for pair in pairs.values()))
+    measured = list(pairs.values())
+    seconds = _median_of(measured, "seconds")
+    link = LinkRate(_PAIR_BYTES / seconds, _median_of(measured, "latency"))
     slowest = max(pairs, key=lambda ends: pairs[ends]["seconds"])
     ratio = pairs[slowest]["seconds"] / seconds
     slow_rate = _giga(_PAIR_BYTES / pairs[slowest]["seconds"])
@@ -280,7 +282,7 @@ def _step_times(context: Context, count: int, size: int, *, repeats: int) -> tup
         param.grad = distribute_tensor(whole, mesh, [Shard(0)], src_data_rank=None)
     for _ in range(2):  # the first makes plan and buffers
         optimizer.step()
-    return _times(context, optimizer.step, repeats), optimizer
+    return _seconds(context, optimizer.step, repeats), optimizer
 
 
 def measure_host(context: Context) -> Finding:
@@ -305,18 +307,15 @@ def copy_link(context: Context) -> LinkRate:
                 transfers.store(host, device)
                 transfers.settle()
 
-            seconds[count] = statistics.median(_times(context, to_and_fro, _REPEATS)) / 2
+            seconds[count] = _median_seconds(context, to_and_fro, _REPEATS) / 2
     return LinkRate(_COPY_BYTES / seconds[_COPY_BYTES], seconds[1])
 
 
 def summarise_host(context: Context, data: Sequence[Mapping[str, Any]]) -> Finding:
-    """Medians over the ranks."""
-    figures: dict[str, Any] = {
-        f"seconds_{key}": statistics.median(of_rank[key] for of_rank in data) for key in ("per_matrix", "per_step")
-    }
+    figures: dict[str, Any] = {f"seconds_{key}": _median_of(data, key) for key in ("per_matrix", "per_step")}
     text = f"{1e6 * figures['seconds_per_matrix']:.0f} µs per matrix and {1e3 * figures['seconds_per_step']:.2f} ms per step"
     links = [of_rank["copies"] for of_rank in data if of_rank["copies"] is not None]
-    figures["copies"] = {key: statistics.median(link[key] for link in links) for key in links[0]} if links else None
+    figures["copies"] = {key: _median_of(links, key) for key in links[0]} if links else None
     if links:
         text += f"; {_link_text(LinkRate(**figures['copies']))} between host and device"
     return Finding(text, figures=figures)
@@ -374,26 +373,26 @@ def calibration_of(context: Context) -> Calibration | None:
     if "rates" not in figures or "host" not in figures or links is None:
         return None
 
-    def link(name: str) -> LinkRate | None:
-        return None if links[name] is None else LinkRate(**links[name])
+    host, rates, on_cpu = figures["host"], figures["rates"], context.device.type == "cpu"
 
-    on_cpu = context.device.type == "cpu"
-    per_node = max(context.nodes.count(node) for node in set(context.nodes))
+    def link(row: Mapping[str, float] | None) -> LinkRate | None:
+        return None if row is None else LinkRate(**row)
+
     waiting = 0.0 if links["exchange"] is None else 2 * links["exchange"]["seconds"]  # of the exchanges of tiny matrices
     return Calibration(
         device=context.device.type,
         device_name=hardware_of(context.device).name(context.device),
         ranks=context.world,
-        ranks_per_node=per_node,
+        ranks_per_node=max(Counter(context.nodes).values()),
         compute_dtype=str(default_compute_dtype(context.device, torch.float32)).removeprefix("torch."),
-        products=tuple(Rate(**rate) for rate in figures["rates"]["products"]),
-        orthogonalisation=tuple(Rate(**rate) for rate in figures["rates"]["orthogonalisation"]),
-        inside=link("inside"),
-        between=link("between"),
-        exchange=link("exchange"),
-        host_seconds_per_matrix=figures["host"]["seconds_per_matrix"],
-        host_seconds_per_step=max(1e-6, figures["host"]["seconds_per_step"] - waiting),
-        elementwise=Elementwise(**figures["rates"]["elementwise"]),
+        products=tuple(Rate(**rate) for rate in rates["products"]),
+        orthogonalisation=tuple(Rate(**rate) for rate in rates["orthogonalisation"]),
+        inside=link(links["inside"]),
+        between=link(links["between"]),
+        exchange=link(links["exchange"]),
+        host_seconds_per_matrix=host["seconds_per_matrix"],
+        host_seconds_per_step=max(1e-6, host["seconds_per_step"] - waiting),
+        elementwise=Elementwise(**rates["elementwise"]),
         exchange_cpu_share=max(1e-3, links["exchange_cpu_share"]) if context.world > 1 and on_cpu else None,
-        copies=None if figures["host"]["copies"] is None else LinkRate(**figures["host"]["copies"]),
+        copies=link(host["copies"]),
     )

@@ -7,14 +7,13 @@ import sys
 import textwrap
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, TextIO, TypeAlias
 
 import meshmuon
 
-from .catalog import MEASUREMENTS
-from .check import STATUSES, Check, Outcome
+from ...plan import counted
+from .context import STATUSES, Check, Outcome
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -26,17 +25,11 @@ _PLAIN_MARKS = {"passed": "ok  ", "failed": "FAIL", "skipped": "-   ", "not run"
 _COLOURS = {"passed": "green", "failed": "bold red", "skipped": "dim", "not run": "yellow"}
 
 
-def _section(name: str) -> str:
-    return "measurements" if name in MEASUREMENTS else "checks"
+def _heading(ranks: int) -> str:
+    return f"meshmuon doctor {meshmuon.__version__} on {counted(ranks, 'rank')}"
 
 
-def heading(ranks: int) -> str:
-    """The first line."""
-    return f"meshmuon doctor {meshmuon.__version__} on {ranks} {'rank' if ranks == 1 else 'ranks'}"
-
-
-def closing(outcomes: Sequence[Outcome], seconds: float) -> str:
-    """The last line."""
+def _closing(outcomes: Sequence[Outcome], seconds: float) -> str:
     counts = Counter(outcome.status for outcome in outcomes)
     parts = [f"{counts[status]} {status}" for status in STATUSES if counts[status]]
     return f"{', '.join(parts)} in {seconds:.0f} s"
@@ -46,41 +39,36 @@ class PlainReport:
     """Lines of text, for pipes, logs and bug reports."""
 
     def __init__(self, stream: TextIO) -> None:
-        self._stream = stream
-        self._marks = _MARKS if _can_write(stream, "✔✘") else _PLAIN_MARKS
-        self._last_section = ""
+        self._stream, self._encoding = stream, stream.encoding or "utf-8"
+        self._marks = _MARKS if "✔✘".encode(self._encoding, "ignore") else _PLAIN_MARKS
+        self._section = ""
         self.is_read = True
 
     def title(self, ranks: int, environment: Mapping[str, str]) -> None:
-        """Heading and environment."""
-        self._line(heading(ranks))
-        self._line("\nenvironment")
+        self._write(_heading(ranks))
+        self._write("\nenvironment")
         for name, value in environment.items():
-            self._line(_indented(f"  {name:<10} ", value))
+            self._write(_indented(f"  {name:<10} ", value))
 
     def begin(self, check: Check) -> None:
-        """The heading of the section."""
-        if _section(check.name) != self._last_section:
-            self._last_section = _section(check.name)
-            self._line(f"\n{self._last_section}")
+        if check.section != self._section:
+            self._section = check.section
+            self._write(f"\n{self._section}")
 
     def end(self, outcome: Outcome) -> None:
-        """One line, or a few."""
-        head = f"  {self._marks[outcome.status]} {outcome.name:<17} {outcome.seconds:5.1f} s  "
-        self._line(_indented(head, outcome.detail))
+        head = f"  {self._marks[outcome.status]} {outcome.check.name:<17} {outcome.seconds:5.1f} s  "
+        self._write(_indented(head, outcome.detail))
         if outcome.advice:
-            self._line(_indented(" " * len(head), f"What to do: {outcome.advice}"))
+            self._write(_indented(" " * len(head), f"What to do: {outcome.advice}"))
 
     def close(self, outcomes: Sequence[Outcome], seconds: float) -> None:
-        """The last line."""
-        self._line(f"\n{closing(outcomes, seconds)}")
+        self._write(f"\n{_closing(outcomes, seconds)}")
 
-    def _line(self, text: str) -> None:
-        encoding = self._stream.encoding or "utf-8"
+    def _write(self, line: str) -> None:
         if not self.is_read:
             return
         try:
-            self._stream.write(text.encode(encoding, "replace").decode(encoding) + "\n")
+            self._stream.write(line.encode(self._encoding, "replace").decode(self._encoding) + "\n")
             self._stream.flush()
         except BrokenPipeError:
             # The checks go on: other ranks are in them, and files may be asked for.
@@ -88,20 +76,12 @@ class PlainReport:
             print("meshmuon doctor: whoever read the output has stopped reading. Use --json FILE.", file=sys.stderr)
 
 
-def _can_write(stream: TextIO, text: str) -> bool:
-    try:
-        text.encode(stream.encoding or "utf-8")
-    except UnicodeEncodeError:
-        return False
-    return True
-
-
 def _indented(head: str, text: str) -> str:
     return textwrap.fill(head + text, _WIDTH, subsequent_indent=" " * len(head), break_long_words=False, break_on_hyphens=False)
 
 
 class RichReport:
-    """Tables on a terminal, and a line that says what is running."""
+    """A line that says what is running, and tables at the end."""
 
     is_read = True
 
@@ -112,42 +92,36 @@ class RichReport:
         self._status = self._console.status("starting")
 
     def title(self, ranks: int, environment: Mapping[str, str]) -> None:
-        """Heading and environment."""
         from rich.text import Text
 
-        table = self._table(heading(ranks), ("", ""))
+        table = self._table(_heading(ranks), ("", ""))
         for name, value in environment.items():
             table.add_row(name, Text(value))  # as it is: rich would take [kernels] for a style
         self._console.print(table)
         self._status.start()
 
     def begin(self, check: Check) -> None:
-        """What is running."""
         self._status.update(f"{check.name}: {check.title}")
 
     def end(self, outcome: Outcome) -> None:
-        """One line while others still run; the tables come at the end."""
-        colour, mark = _COLOURS[outcome.status], _MARKS[outcome.status]
-        self._console.print(f"[{colour}]{mark}[/] {outcome.name:<17} {outcome.seconds:5.1f} s  {outcome.title}")
+        colour, mark, check = _COLOURS[outcome.status], _MARKS[outcome.status], outcome.check
+        self._console.print(f"[{colour}]{mark}[/] {check.name:<17} {outcome.seconds:5.1f} s  {check.title}")
 
     def close(self, outcomes: Sequence[Outcome], seconds: float) -> None:
-        """The tables and the last line."""
         from rich.text import Text
 
         self._status.stop()
-        for section in ("checks", "measurements"):
-            chosen = [outcome for outcome in outcomes if _section(outcome.name) == section]
-            if not chosen:
-                continue
+        for section in dict.fromkeys(outcome.check.section for outcome in outcomes):
             table = self._table(section, ("", "name", "seconds", "what was found"))
-            for outcome in chosen:
+            for outcome in outcomes:
                 text = Text(outcome.detail)
                 if outcome.advice:
                     text.append(f"\nWhat to do: {outcome.advice}", style="bold")
                 mark = Text(_MARKS[outcome.status], style=_COLOURS[outcome.status])
-                table.add_row(mark, outcome.name, f"{outcome.seconds:.1f}", text)
+                if outcome.check.section == section:
+                    table.add_row(mark, outcome.check.name, f"{outcome.seconds:.1f}", text)
             self._console.print(table)
-        self._console.print(closing(outcomes, seconds))
+        self._console.print(_closing(outcomes, seconds))
 
     def _table(self, title: str, columns: Sequence[str]) -> Table:
         from rich.table import Table
@@ -172,7 +146,18 @@ def report_for(rank: int, stream: TextIO | None = None) -> Reporter:
 def report_as_json(
     ranks: int, environment: Mapping[str, str], outcomes: Sequence[Outcome], seconds: float, calibration: Any
 ) -> dict[str, Any]:
-    """The whole report for tools."""
+    checks = [
+        {
+            "name": outcome.check.name,
+            "title": outcome.check.title,
+            "status": outcome.status,
+            "seconds": round(outcome.seconds, 3),
+            "detail": outcome.detail,
+            "advice": outcome.advice,
+            "figures": outcome.figures,
+        }
+        for outcome in outcomes
+    ]
     return {
         "format": FORMAT,
         "version": VERSION,
@@ -180,6 +165,6 @@ def report_as_json(
         "ranks": ranks,
         "seconds": round(seconds, 3),
         "environment": dict(environment),
-        "checks": [{**asdict(outcome), "seconds": round(outcome.seconds, 3)} for outcome in outcomes],
+        "checks": checks,
         "calibration": calibration,
     }

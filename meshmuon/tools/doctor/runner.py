@@ -19,6 +19,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict
 from types import FrameType
 from typing import Any
@@ -27,8 +28,7 @@ import torch
 import torch.distributed as dist
 
 from ...device import hardware_of
-from .check import Check, Finding, Outcome, Status, by_text
-from .context import Context
+from .context import Check, Context, Finding, Outcome, Status, by_text
 from .report import Reporter
 
 _LOOK_EVERY = 0.25  # seconds between two looks at the store while the check runs, of up to _FEW ranks
@@ -60,12 +60,13 @@ class Runner:
         self._leader_lost = False  # rank 0 posts no verdict, or the store does not answer
         self._signal = 0
         self._handlers: dict[int, Any] = {}  # of the signals that the doctor catches, as they were before
+        if threading.current_thread() is threading.main_thread():
+            self._handlers = {number: signal.signal(number, self._note) for number in (signal.SIGTERM, signal.SIGINT)}
         self.outcomes: list[Outcome] = []
         self.stuck = False  # whether a thread could not be ended: the process must end with it
 
     def run(self) -> bool:
         """Runs all checks; every rank must call, from its main thread. Returns whether all is well, on every rank alike."""
-        self._catch_signals()
         passed = True
         for check in self._checks:
             try:
@@ -76,16 +77,15 @@ class Runner:
             passed = passed and verdict in ("passed", "skipped")
             if verdict == _STOP:
                 break
-        text = "the connection between ranks is in doubt after the failure above"
         for check in self._checks[len(self.outcomes) :] if self._rank == 0 else ():
-            self._end(check, "not run", text)
+            self._end(check, "not run", "the connection between ranks is in doubt after the failure above")
         self._worker.join(_LETTING_GO)
         self.stuck = self._worker.is_alive()
         return passed
 
     def farewell(self) -> None:
         """Rank 0, after its report: lets the others go; they wait for it here. The store may end with rank 0."""
-        try:
+        with suppress(RuntimeError):  # the store is gone, together with rank 0: nobody waits any longer
             if self._rank == 0:
                 self._store.set("reported", "yes")
                 self._await(lambda: self._store.add("left", 0) >= self._world - 1, _FAREWELL)
@@ -93,8 +93,6 @@ class Runner:
                 if not self._await(lambda: self._store.check(["reported"]), _REPORTING):
                     print(f"meshmuon doctor, rank {self._rank}: rank 0 has not reported.", file=sys.stderr)
                 self._store.add("left", 1)
-        except RuntimeError:  # the store is gone, together with rank 0: nobody waits any longer
-            return
 
     def release_signals(self) -> None:
         """From now on signals end the process again.
@@ -104,12 +102,8 @@ class Runner:
         for number, handler in self._handlers.items():
             signal.signal(number, handler)
 
-    def _catch_signals(self) -> None:
-        def note(number: int, frame: FrameType | None) -> None:
-            self._signal = number
-
-        if threading.current_thread() is threading.main_thread():
-            self._handlers = {number: signal.signal(number, note) for number in (signal.SIGTERM, signal.SIGINT)}
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        self._signal = number
 
     def _run_check(self, check: Check) -> str:
         """Starts a check, and looks at this rank and the others until there is a verdict."""
@@ -148,7 +142,7 @@ class Runner:
 
     def _decide(self) -> str | None:
         """Rank 0: posts and returns a verdict, once there is one."""
-        if self._store.check([self._key(rank) for rank in range(self._world)]):
+        if self._all_posted():
             return self._conclude(self._findings())
         if self._store.check([self._key("error")]):
             self._deadline = min(self._deadline, time.monotonic() + _AFTER_AN_ERROR)
@@ -195,10 +189,9 @@ class Runner:
         self._post()
         if self._rank == 0:
             self._tell(_STOP)
-            self._await(lambda: self._store.check([self._key(rank) for rank in range(self._world)]), _FAREWELL)
-            findings = self._findings()
-            texts = {rank: findings[rank].problems or ["done"] for rank in findings}
-            lost = {rank: ["no sign of life"] for rank in range(self._world) if rank not in findings}
+            self._await(self._all_posted, _FAREWELL)
+            texts = {rank: finding.problems or ["done"] for rank, finding in self._findings().items()}
+            lost = {rank: ["no sign of life"] for rank in range(self._world) if rank not in texts}
             self._end_alone(f"{reason}. {by_text({**texts, **lost})}")
         return _STOP
 
@@ -211,7 +204,7 @@ class Runner:
 
     def _end(self, check: Check, status: Status, detail: str, advice: str = "", figures: Mapping[str, Any] | None = None) -> None:
         seconds = 0.0 if status == "not run" else time.monotonic() - self._began
-        self.outcomes.append(Outcome(check.name, check.title, status, seconds, detail, advice, figures or {}))
+        self.outcomes.append(Outcome(check, status, seconds, detail, advice, figures or {}))
         self._reporter.end(self.outcomes[-1])
 
     # What is in the store.
@@ -232,6 +225,10 @@ class Runner:
     def _tell(self, verdict: str) -> str:
         self._store.set(self._key("verdict"), verdict)
         return verdict
+
+    def _all_posted(self) -> bool:
+        posted: bool = self._store.check([self._key(rank) for rank in range(self._world)])
+        return posted
 
     def _findings(self) -> dict[int, Finding]:
         """Those that have been posted, by rank."""

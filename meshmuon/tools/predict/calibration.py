@@ -13,7 +13,7 @@ from itertools import pairwise
 from typing import Any
 
 from ...plan import CostModel, LinkRate, Rate, RatesReader
-from ...plan.rates import FORMAT, VERSION
+from ...plan.cost import FORMAT, VERSION
 
 _MOST_RANKS = 10**7
 
@@ -50,7 +50,6 @@ class Calibration:
     seconds_per_peer: float = 0.0  # what each peer adds to an exchange; 0 where ``exchange`` was measured with all of them
 
     def cost_model(self) -> CostModel:
-        """What plans take from it."""
         return RatesReader(self.to_json()).cost_model()
 
     def orthogonalisation_rate(self, size: int) -> float:

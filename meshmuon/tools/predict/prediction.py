@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from operator import add
 
-from ...plan.plan_data import PlanData, add_local_costs
-from ...plan.rates import LinkRate
+from ...plan import PlanData, add_local_costs
+from ...plan.cost import LinkRate
 from ...plan.relays import Hops
 from ...plan.tasks import EVERY_HOLDER, Task
 from .calibration import Calibration
-from .peers import WavePeers, count_peers
+from .counts import WavePeers, count_peers
 from .timeline import StepSeconds, Timeline, WaveSeconds, timeline_of
 
 _NO_ADAMW: Mapping[int, int] = {}

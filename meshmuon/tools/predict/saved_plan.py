@@ -8,25 +8,16 @@ from typing import Any
 
 from ...errors import ConfigError, PlanError
 from ...layout import Layout, Mesh, Placement, Replicated, Sharded, ShardedMatrix
-from ...matrices import StridedRange, Window
-from ...plan import EVERY_HOLDER, NO_WAVE, CostModel, Nodes, Plan, PlanData, PlannedParam, PlanOptions, Task
+from ...matrices import StridedRange
+from ...plan import EVERY_HOLDER, NO_WAVE, CostModel, Nodes, Plan, PlannedParam, PlanOptions, Task
 from ...plan.report import PLAN_VERSION
 
 
 def read_plan(text: str) -> Plan:
-    """The plan in what ``Plan.to_json`` wrote."""
     try:
         content = json.loads(text)
     except (ValueError, RecursionError) as error:
         raise ConfigError(f"it is not JSON ({error}).") from None
-    try:
-        data = _checked(content)
-        return Plan(data.ranks, data.params, data.tasks, data.wave_lanes, data.options)
-    except PlanError as error:
-        raise ConfigError(f"its plan is damaged ({error}).") from None
-
-
-def _checked(content: Any) -> PlanData:
     if not isinstance(content, Mapping) or "matrices" not in content or "digest" not in content:
         raise ConfigError("it is no plan: write one with optimizer.plan().to_json().")
     if content.get("version") != PLAN_VERSION:
@@ -39,16 +30,16 @@ def _checked(content: Any) -> PlanData:
         holders = {rank for sharded in {task.sharded for task in plan.tasks} for rank in sharded.holdings}
         if not holders <= set(plan.ranks) or not all(isinstance(task.cost, (int, float)) for task in plan.tasks):
             raise ValueError("its ranks or costs do not fit its matrices")
-    except (KeyError, TypeError, IndexError, ValueError) as error:
-        if isinstance(error, ConfigError):
-            raise
+    except ConfigError:
+        raise
+    except (PlanError, KeyError, TypeError, IndexError, ValueError) as error:
         raise ConfigError(f"its plan is damaged ({type(error).__name__}: {error}).") from None
     if plan.digest != content["digest"]:
         raise ConfigError("its plan is not the one that was written: the digests differ. The file was changed.")
     return plan
 
 
-def _read(content: Mapping[str, Any]) -> PlanData:
+def _read(content: Mapping[str, Any]) -> Plan:
     meshes = [Mesh(tuple(row["shape"]), tuple(row["ranks"])) for row in content["meshes"]]
     layouts = [
         Layout(tuple(row["shape"]), meshes[row["mesh"]], tuple(map(_placement, row["placements"]))) for row in content["layouts"]
@@ -59,7 +50,7 @@ def _read(content: Mapping[str, Any]) -> PlanData:
         "cost": CostModel(**content["options"]["cost"]),
         "nodes": None if nodes is None else Nodes(tuple(map(tuple, nodes))),
     }
-    return PlanData(
+    return Plan(
         ranks=tuple(content["ranks"]),
         params=params,
         tasks=tuple(_read_tasks(content["matrices"], params)),
@@ -78,7 +69,7 @@ def _read_param(row: Mapping[str, Any], layouts: Sequence[Layout]) -> PlannedPar
         flops=row["flops_per_matrix"],
         share=row["share"],
         private=row["private"],
-        window=_window(row["window"]),
+        window=None if row["window"] is None else (StridedRange(**row["window"][0]), StridedRange(**row["window"][1])),
         staged=row.get("staged", False),  # older files have neither this nor the dtype
         how=row["how"],
         compute_dtype=row.get("compute_dtype", ""),
@@ -112,10 +103,3 @@ def _held_by(param: PlannedParam, matrix: int, owner: int, replicas: int) -> Sha
 
 def _placement(row: Sequence[int] | None) -> Placement:
     return Replicated() if row is None else Sharded(row[0], row[1])
-
-
-def _window(rows: Sequence[Mapping[str, int]] | None) -> Window | None:
-    if rows is None:
-        return None
-    first, second = (StridedRange(**row) for row in rows)
-    return first, second

@@ -14,7 +14,7 @@ from functools import cached_property
 from operator import sub
 from typing import NamedTuple, TypeAlias
 
-from ...plan.order import Action, pipeline_order
+from ...plan import Action, pipeline_order
 
 Seconds: TypeAlias = "Sequence[float]"
 """One number for each rank of the step, in its order."""
@@ -75,7 +75,6 @@ class Timeline:
 
     @property
     def ranks(self) -> tuple[int, ...]:
-        """All ranks, in the order of every ``Seconds``."""
         return self.work.ranks
 
     @property
@@ -85,7 +84,6 @@ class Timeline:
 
     @cached_property
     def ends(self) -> dict[int, float]:
-        """Rank → when it has ended."""
         last = list(self.work.host_ahead) or [0.0] * len(self.ranks)
         for phase in self.phases:
             last = list(map(max, last, phase.end))
@@ -93,7 +91,6 @@ class Timeline:
 
     @property
     def seconds(self) -> float:
-        """Seconds of the step on its slowest rank."""
         return max(self.ends.values(), default=0.0)
 
     @cached_property
@@ -109,7 +106,6 @@ class Timeline:
         return [span for span in spans if span.end > span.start]
 
     def totals(self, rank: int) -> dict[str, float]:
-        """Kind → seconds of ``rank`` in all spans of the kind."""
         totals: dict[str, float] = {}
         for span in self.spans(rank):
             totals[span.kind] = totals.get(span.kind, 0.0) + span.end - span.start
@@ -163,7 +159,6 @@ class Timeline:
 
 
 def timeline_of(step: StepSeconds) -> Timeline:
-    """Walks through a step."""
     walk = _Walk(step)
     walk.work("host", None, step.host)
     for action, wave in pipeline_order(len(step.waves), max(1, step.in_flight), gathered_ahead=step.gathered_ahead):
@@ -195,12 +190,10 @@ class _Walk:
         self.phases: list[Phase] = []
 
     def work(self, kind: str, wave: int | None, seconds: Seconds) -> None:
-        """The device of each rank is busy."""
         start, self._now = self._now, [now + more for now, more in zip(self._now, seconds, strict=True)]
         self.phases.append(Phase(kind, wave, start, self._now))
 
     def send(self, kind: str, wave: int, seconds: Seconds) -> None:
-        """All ranks start an exchange."""
         if self._busy == 1.0:
             self.work(kind, wave, seconds)
             self._arrivals[kind, wave] = max(self._now, default=0.0)
@@ -213,7 +206,6 @@ class _Walk:
         self.phases.append(Phase(kind, wave, [begin] * len(self._now), [begin + more for more in seconds]))
 
     def wait(self, kind: str, wave: int) -> None:
-        """All ranks wait for what an exchange brings."""
         arrival = self._arrivals[kind, wave]
         start, self._now = self._now, [max(now, arrival) for now in self._now]
         self.phases.append(Phase("wait", wave, start, self._now))

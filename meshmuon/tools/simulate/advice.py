@@ -1,15 +1,18 @@
-"""What is off, in words, and what to write instead."""
+"""What is off, in words, and what to write instead; the same model with other options or on other meshes, side by side."""
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
+import torch
+
+from ...errors import ConfigError
 from ...plan import NO_WAVE, bytes_text, counted
-from .report import Figures, balance_of
-from .sharding import MeshSharding
-from .simulation import Simulation
-from .words import seconds_text
+from .render import seconds_text
+from .report import Figures, balance_of, choice_of, refused_choice
+from .sharding import MeshAxes, Sharding
+from .simulation import MuonOptions, Simulation
 
 _UNBALANCED = 1.3  # heaviest rank ÷ mean
 _LARGE_MATRIX = 0.1  # of the heaviest rank's cost
@@ -17,6 +20,7 @@ _MANY_PEERS = 1024
 _LARGE_BUFFERS = 0.05  # of memory
 _LARGE_SHARE = 0.05  # of a training step
 _SMALLEST_BUDGET = 4 * 2**20
+_MUCH_WAITING = 0.1  # of a step: what a choice could save at most, if it is to be worth a word
 _MUCH_FASTER = 0.9  # of the seconds of the chosen options
 
 
@@ -41,8 +45,8 @@ def advice_from_choices(choices: Sequence[Figures]) -> list[str]:
     if best.seconds > _MUCH_FASTER * now.seconds:
         return []
     text = (
-        f"{best['label']} takes {seconds_text(best['seconds'])} instead of {seconds_text(now['seconds'])}, with "
-        f"{bytes_text(best['memory'])} of memory instead of {bytes_text(now['memory'])}: pass it to Muon."
+        f"{best.label} takes {seconds_text(best.seconds)} instead of {seconds_text(now.seconds)}, with "
+        f"{bytes_text(best.memory)} of memory instead of {bytes_text(now.memory)}: pass it to Muon."
     )
     if best.label.startswith("replicas="):
         text += (
@@ -68,28 +72,25 @@ def _balance(simulation: Simulation) -> Iterator[str]:
         return
     ranks = simulation.sharding.ranks
     per_stage = ranks // len(simulation.stages)
-    kinds: dict[tuple[int, int], int] = defaultdict(int)
-    for task in simulation.slowest.plan.tasks:
-        if task.wave != NO_WAVE:
-            kinds[task.sharded.rows, task.sharded.cols] += 1
-    alike = kinds.get(balance.matrix_shape, 0)
     rows, cols = balance.matrix_shape
+    travelling = (task.sharded for task in simulation.slowest.plan.tasks if task.wave != NO_WAVE)
+    alike = sum((sharded.rows, sharded.cols) == (rows, cols) for sharded in travelling)
     slowest = max(max(stage.orthogonalise_seconds) for stage in simulation.stages)
     if balance.matrix_share < _LARGE_MATRIX:
         yield (
-            f"The heaviest rank, {balance['heaviest_rank']}, has {balance['heaviest_over_mean']:.1f} times the mean "
+            f"The heaviest rank, {balance.heaviest_rank}, has {balance.heaviest_over_mean:.1f} times the mean "
             f"({seconds_text(slowest)}), although no matrix is large: the ranks that hold its matrices are few, and only these "
             "can own them. Compare other sizes of ep and dp_replicate."
         )
         return
     matrices = counted(alike, "large matrix", "large matrices")
     text = (
-        f"{matrices} of {rows}×{cols} on {counted(per_stage, 'rank')}: the heaviest rank, {balance['heaviest_rank']}, has "
-        f"{balance['heaviest_over_mean']:.1f} times the mean ({seconds_text(slowest)}), {balance['matrix_share']:.0%} of it for "
-        f"{balance['matrix']}"
+        f"{matrices} of {rows}×{cols} on {counted(per_stage, 'rank')}: the heaviest rank, {balance.heaviest_rank}, has "
+        f"{balance.heaviest_over_mean:.1f} times the mean ({seconds_text(slowest)}), {balance.matrix_share:.0%} of it for "
+        f"{balance.matrix}"
     )
     if balance.idle_ranks:
-        text += f", and {balance['idle_ranks']} of {ranks} ranks orthogonalise nothing"
+        text += f", and {balance.idle_ranks} of {ranks} ranks orthogonalise nothing"
     if balance.heaviest_over_bound < 1.05:
         text += ". No plan of whole matrices is better"
     yield f"{text}. More ranks do not make this step faster; fewer shards with dp_replicate keep the same time with less traffic."
@@ -105,11 +106,10 @@ def _peers(simulation: Simulation) -> Iterator[str]:
     else:
         connections = simulation.most_bytes("connections")
         text = f"{peers:,} peers per exchange: each needs a connection, about {bytes_text(connections)} of memory on a rank."
-    if isinstance(simulation.sharding, MeshSharding):
-        axes = simulation.sharding.axes
+    if isinstance(axes := simulation.sharding, MeshAxes):
         factor = next((2**k for k in range(1, 12) if peers // 2**k < _MANY_PEERS // 2 and axes.dp_shard % 2**k == 0), None)
         if factor is not None and (axes.ep == 1 or axes.fsdp * axes.tp // factor % axes.ep == 0):
-            smaller = axes.with_axis(dp_replicate=axes.dp_replicate * factor, dp_shard=axes.dp_shard // factor)
+            smaller = replace(axes, dp_replicate=axes.dp_replicate * factor, dp_shard=axes.dp_shard // factor)
             # Where replicas share an owner, it sends the result to all of them, and has as many peers as before.
             text += f' Use dp_replicate, and let each replica compute for itself: --mesh "{smaller}" --replicas repeat.'
     yield text
@@ -154,3 +154,52 @@ def _messages(simulation: Simulation) -> Iterator[str]:
             f"A message has {bytes_text(total / messages)} on average: starting it takes longer than sending it. Fewer shards "
             "per matrix (dp_replicate, or ep for experts) make messages larger."
         )
+
+
+def compare_options(simulation: Simulation, *, all_of_them: bool) -> list[Figures]:
+    """The options as they are, and each of them changed by itself; or only what is likely to make a step faster."""
+    others = _other_options(simulation) if all_of_them else _likely_faster(simulation)
+    rows = [_row(simulation, label, simulation.sharding, options) for label, options in others]
+    return [choice_of(simulation, "as chosen", chosen=True), *rows]
+
+
+def _likely_faster(simulation: Simulation) -> Iterator[tuple[str, MuonOptions]]:
+    """Fewer and larger waves, where a step has several and waits for them. Each choice plans again, so that there is one."""
+    timeline, plan = simulation.slowest.timeline, simulation.slowest.plan
+    if len(plan.wave_lanes) > 1 and timeline.waited_for + timeline.parts.get("others", 0.0) > _MUCH_WAITING * timeline.seconds:
+        yield _with_budget(simulation.options, 4)
+
+
+def _with_budget(options: MuonOptions, factor: float) -> tuple[str, MuonOptions]:
+    budget = int(options.memory_budget * factor)
+    text = str(budget) if budget % 2**20 else f"{budget >> 20}*2**20"  # as ``Muon`` takes it
+    return f"memory_budget={text}", replace(options, memory_budget=budget)
+
+
+def compare_meshes(simulation: Simulation, others: Sequence[Sharding]) -> list[Figures]:
+    rows = [_row(simulation, str(sharding), sharding, simulation.options) for sharding in others]
+    return [choice_of(simulation, str(simulation.sharding), chosen=True), *rows]
+
+
+def _row(simulation: Simulation, label: str, sharding: Sharding, options: MuonOptions) -> Figures:
+    try:
+        other = Simulation.run(simulation.model, sharding, simulation.machine, options, simulation.workload)
+    except ConfigError as error:
+        return refused_choice(label, str(error))
+    return choice_of(other, label, chosen=False)
+
+
+def _other_options(simulation: Simulation) -> Iterator[tuple[str, MuonOptions]]:
+    options, plan = simulation.options, simulation.stages[0].plan
+    if any(sharded.replicas > 1 for param in plan.params for sharded in param.sharded_matrices(param.layouts[0])[:1]):
+        for replicas in ("share", "repeat"):
+            if replicas != options.replicas:
+                yield f'replicas="{replicas}"', replace(options, replicas=replicas)
+    used = {param.itemsize for param in plan.params}
+    for dtype in (torch.bfloat16, torch.float32):
+        if used != {dtype.itemsize}:
+            yield f"comm_dtype={str(dtype).removeprefix('torch.')}", replace(options, comm_dtype=dtype)
+    for scheme in ("polar_express", "keller"):
+        if scheme != options.scheme:
+            yield f'scheme="{scheme}"', replace(options, scheme=scheme)
+    yield from (_with_budget(options, factor) for factor in (4, 0.25))

@@ -5,15 +5,17 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ...errors import ConfigError
 from ...matrices import ParamMatrices, check_matrices, with_stars
+from .inputs import read_preset
 
 FORMAT, VERSION = "meshmuon model", 1
 _MOST_ELEMENTS = 2**44  # of a parameter: the bytes of thousands of layers still fit into 63 bits
 _MOST_LAYERS = 2**20
+_TEXTS = ("name", "title", "source", "published", "active")
 TP_STYLES = ("colwise", "rowwise", "packed_colwise", "replicate")
 """How tensor parallelism cuts a weight: its outputs, its inputs, the outputs of each of two fused parts, or not at all."""
 
@@ -32,7 +34,6 @@ class ModelParam:
 
     @property
     def size(self) -> int:
-        """Number of elements."""
         return math.prod(self.shape)
 
 
@@ -58,7 +59,6 @@ class ModelDescription:
 
     @property
     def size(self) -> int:
-        """Number of parameters."""
         return sum(param.size for param in self.params)
 
     @property
@@ -78,7 +78,6 @@ class ModelDescription:
 
     @property
     def layers(self) -> int:
-        """Number of layers."""
         return 1 + max((param.layer for param in self.params if param.layer is not None), default=-1)
 
     def to_json(self) -> dict[str, Any]:
@@ -95,29 +94,26 @@ class ModelDescription:
         alike: dict[str, list[int]] = {}  # the rows of a layer → all layers that have these
         for layer, rows in by_layer.items():
             alike.setdefault(json.dumps(rows), []).append(layer)
-        inside = [{**row, "layers": _span(layers)} for text, layers in alike.items() for row in json.loads(text)]
+        inside = []
+        for text, layers in alike.items():
+            first, last = layers[0], layers[-1]
+            span = {"first": first, "last": last} if layers == list(range(first, last + 1)) else layers
+            inside += [{**row, "layers": span} for row in json.loads(text)]
         return {
             "format": FORMAT,
             "version": VERSION,
-            "name": self.name,
-            "title": self.title,
-            "source": self.source,
-            "published": self.published,
-            "active": self.active,
-            "experts_per_token": self.experts_per_token,
-            "has_tp_plan": self.has_tp_plan,
+            **{key: getattr(self, key) for key in (*_TEXTS, "experts_per_token", "has_tp_plan")},
             "params": [*outside[:before], *inside, *outside[before:]],
         }
 
     @classmethod
     def from_json(cls, content: Any) -> ModelDescription:
-        """The model in a file's content."""
         if not isinstance(content, Mapping) or content.get("format") != FORMAT or content.get("version") != VERSION:
             raise ConfigError(
                 f"it is no description of a model: it must be a JSON object with format {FORMAT!r} and version {VERSION}. "
                 "Write one with meshmuon plan --hf-config config.json --save-model FILE."
             )
-        texts = {key: str(content.get(key, "")) for key in ("name", "title", "source", "published", "active")}
+        texts = {key: str(content.get(key, "")) for key in _TEXTS}
         rows = content.get("params")
         if not isinstance(rows, Sequence) or not rows:
             raise ConfigError("its params must be a list with a row for each parameter.")
@@ -129,25 +125,20 @@ class ModelDescription:
         )
 
 
-def _fields(matrices: ParamMatrices) -> dict[str, Any]:
-    plain = ParamMatrices()
-    return {name: value for name, value in matrices.fields().items() if value != getattr(plain, name)}
+def load_model(name: str) -> ModelDescription:
+    return read_preset("--model", name, "model", ModelDescription.from_json)
 
 
 def _row(param: ModelParam, name: str) -> dict[str, Any]:
     row: dict[str, Any] = {"name": name, "shape": list(param.shape), "muon": param.use_muon}
     if param.matrices is not None:
-        row["matrices"] = _fields(param.matrices)
+        plain = ParamMatrices()
+        row["matrices"] = {key: value for key, value in param.matrices.fields().items() if value != getattr(plain, key)}
     if param.tp != "replicate":
         row["tp"] = param.tp
     if param.expert:
         row["expert"] = True
     return row
-
-
-def _span(layers: Sequence[int]) -> dict[str, int] | list[int]:
-    first, last = layers[0], layers[-1]
-    return {"first": first, "last": last} if list(layers) == list(range(first, last + 1)) else list(layers)
 
 
 def _read_row(row: Any) -> tuple[ModelParam, tuple[int, ...]]:
@@ -183,8 +174,7 @@ def _in_model_order(rows: Sequence[tuple[ModelParam, tuple[int, ...]]]) -> Itera
     for layer in sorted({layer for _, layers in rows[first:last] for layer in layers}):
         for param, layers in rows[first:last]:
             if layer in layers:
-                name = param.name.replace("*", str(layer))
-                yield ModelParam(name, param.shape, param.use_muon, param.matrices, param.tp, param.expert, layer)
+                yield replace(param, name=param.name.replace("*", str(layer)), layer=layer)
     yield from (param for param, _ in rows[last:])
 
 

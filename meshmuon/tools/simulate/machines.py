@@ -9,12 +9,15 @@ from typing import Any
 from ...errors import ConfigError
 from ...plan import LinkRate, Rate
 from ..predict.calibration import Calibration, Elementwise
+from .inputs import read_preset
 
 FORMAT, VERSION = "meshmuon machine", 1
-DEVICES = ("cpu", "cuda", "xpu", "hpu", "mtia")
+_DEVICES = ("cpu", "cuda", "xpu", "hpu", "mtia")
 _LARGEST = 1e18  # number that a machine may have
-ADAMW_BYTES = 7 * 4  # per element in float32: weight, gradient and two moments are read; weight and moments are written
+_ADAMW_BYTES = 7 * 4  # per element in float32: weight, gradient and two moments are read; weight and moments are written
 _SHORTEST = 1e-12  # seconds: a calibration has no zeros
+_POSITIVE = ("ranks_per_node", "memory_bytes", "memory_bytes_per_second")
+_NUMBERS = (*_POSITIVE, "seconds_per_peer", "connection_bytes", "host_seconds_per_matrix", "host_seconds_per_step")
 
 
 @dataclass(frozen=True)
@@ -52,7 +55,7 @@ class Machine:
             momentum=(weight + 2 * momentum + wire) / memory,
             update=(wire + 2 * weight) / memory,
             copy=2 * wire / memory,
-            adamw=ADAMW_BYTES * weight / 4 / memory,
+            adamw=_ADAMW_BYTES * weight / 4 / memory,
         )
         if self.calibration is not None:
             return self.calibration.completed(exchange, self.seconds_per_peer, elementwise)
@@ -118,34 +121,20 @@ class Machine:
 
     @classmethod
     def from_json(cls, content: Any) -> Machine:
-        """The machine in a file's content."""
         if not isinstance(content, Mapping) or content.get("format") != FORMAT or content.get("version") != VERSION:
             raise ConfigError(f"it is no description of a machine: its format must be {FORMAT!r} and its version {VERSION}.")
-        numbers = (
-            "ranks_per_node",
-            "memory_bytes",
-            "memory_bytes_per_second",
-            "seconds_per_peer",
-            "connection_bytes",
-            "host_seconds_per_matrix",
-            "host_seconds_per_step",
-        )
-        for name in numbers:
-            _check_number(name, content.get(name), positive=name in ("ranks_per_node", "memory_bytes", "memory_bytes_per_second"))
-        for where in ("inside", "between"):
-            _check_number(f"{where} bytes_per_second", content[where]["bytes_per_second"], positive=True)
-            _check_number(f"{where} seconds", content[where]["seconds"], positive=False)
-        for dtype, rate in content["peak_flops"].items():
-            _check_number(f"peak_flops of {dtype}", rate, positive=True)
-        for row in content["efficiency"]:
-            _check_number("efficiency share", row["share"], positive=True)
-            _check_number("efficiency size", int(row["size"]), positive=True)
+        for name in _NUMBERS:
+            _check_number(name, content.get(name), positive=name in _POSITIVE)
+        rows = {f"efficiency[{k}]": row | {"size": int(row["size"])} for k, row in enumerate(content["efficiency"])}
+        for where, row in ({name: content[name] for name in ("inside", "between", "peak_flops")} | rows).items():
+            for key, value in row.items():
+                _check_number(f"{where} {key}", value, positive=key != "seconds")
         if not content["efficiency"] or not content["peak_flops"]:
             raise ConfigError("its efficiency and peak_flops need at least one row each.")
-        if not isinstance(content["device"], str) or content["device"] not in DEVICES:
-            raise ConfigError(f"its device is {content['device']!r} and must be one of {', '.join(DEVICES)}.")
+        if not isinstance(content["device"], str) or content["device"] not in _DEVICES:
+            raise ConfigError(f"its device is {content['device']!r} and must be one of {', '.join(_DEVICES)}.")
         return cls(
-            **{name: content[name] for name in (*numbers, "name", "title", "source", "device")},
+            **{name: content[name] for name in (*_NUMBERS, "name", "title", "source", "device")},
             peak_flops={str(dtype): float(rate) for dtype, rate in content["peak_flops"].items()},
             efficiency=tuple(sorted((int(row["size"]), float(row["share"])) for row in content["efficiency"])),
             inside=LinkRate(**content["inside"]),
@@ -157,3 +146,7 @@ def _check_number(name: str, value: Any, *, positive: bool) -> None:
     number = isinstance(value, (int, float)) and not isinstance(value, bool) and 0 <= value < _LARGEST
     if not number or (positive and value == 0):
         raise ConfigError(f"its {name} is {value!r} and must be a number{' above 0' if positive else ''}.")
+
+
+def load_machine(name: str) -> Machine:
+    return read_preset("--hardware", name, "machine", Machine.from_json)

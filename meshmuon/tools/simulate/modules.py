@@ -18,6 +18,7 @@ from ...errors import ConfigError
 from ...matrices import check_matrices, entry_of, with_stars
 from ...routing.param_groups import get_default_muon_param_groups
 from .description import TP_STYLES, ModelDescription, ModelParam
+from .inputs import read_file
 
 _OF_TRANSFORMERS = {  # its names of ways to cut a weight, as ours; every other way leaves the weight whole
     "colwise": "colwise",
@@ -114,17 +115,13 @@ def _in_words(what: str, advice: str) -> Iterator[None]:
     except (ConfigError, KeyboardInterrupt):
         raise
     except BaseException as error:
-        raise ConfigError(f"{what}: {type(error).__name__}: {' '.join(str(error).split())[:300]}. {advice}") from error
+        text = ": ".join(filter(None, (type(error).__name__, " ".join(str(error).split())[:300])))
+        raise ConfigError(f"{what}: {text}. {advice}") from error
 
 
 def build_from_hf_config(path: Path) -> ModelDescription:
     """The model of a ``config.json`` of transformers, without weights and without network."""
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ConfigError(f"--hf-config {path} cannot be read: {error.strerror or error}.") from None
-    except (ValueError, RecursionError) as error:
-        raise ConfigError(f"--hf-config {path} is not JSON ({error}).") from None
+    content = read_file(f"--hf-config {path}", path, json.loads, "is not JSON")
     kind = content.get("model_type") if isinstance(content, dict) else None
     try:
         import transformers
@@ -156,7 +153,6 @@ def _check_layers(path: Path, content: Mapping[str, Any]) -> None:
 
 
 def describe_hf(config: Any, name: str) -> ModelDescription:
-    """The model of a configuration of transformers."""
     with torch.device("meta"):
         model = _auto_model(config)
     text = config.get_text_config()
@@ -169,12 +165,9 @@ def describe_hf(config: Any, name: str) -> ModelDescription:
 def _auto_model(config: Any) -> nn.Module:
     import transformers
 
-    architectures = getattr(config, "architectures", None) or ()
-    kind = next(
-        (getattr(transformers, name) for name in architectures if isinstance(name, str) and hasattr(transformers, name)), None
-    )
-    if kind is not None:
-        return kind(config)  # type: ignore[no-any-return]
+    for name in getattr(config, "architectures", None) or ():
+        if isinstance(name, str) and hasattr(transformers, name):
+            return getattr(transformers, name)(config)  # type: ignore[no-any-return]
     for known_models in (transformers.MODEL_FOR_CAUSAL_LM_MAPPING, transformers.MODEL_MAPPING):
         if type(config) in known_models:
             found = known_models[type(config)]
@@ -195,22 +188,16 @@ def _tp_plan_of(model: nn.Module) -> dict[str, str] | None:
 def _style(name: str, dims: int, tp_plan: Mapping[str, str]) -> str:
     """How tensor parallelism cuts a parameter. A bias is cut with the outputs of its weight."""
     base, _, last = name.rpartition(".")
+    candidates = [(with_stars(name), name.endswith("_bias"))]
+    if last in ("weight", "bias"):
+        candidates.append((with_stars(base), last == "bias"))
     for pattern, style in tp_plan.items():
         ours = style if style in TP_STYLES else _OF_TRANSFORMERS.get(style, "replicate")
-        for candidate, is_bias in ((name, name.endswith("_bias")), (base, last == "bias")):
-            if candidate in (name, base) and _matches(pattern, candidate) and (candidate == name or last in ("weight", "bias")):
-                if is_bias or dims < 2:
-                    return ours if ours == "colwise" else "replicate"
-                return ours
-    return "replicate"
-
-
-def _matches(pattern: str, name: str) -> bool:
-    starred = with_stars(name)
-    if pattern.startswith("*"):
         tail = pattern.removeprefix("*").removeprefix(".")
-        return starred == tail or starred.endswith(f".{tail}")
-    return starred == pattern
+        for candidate, is_bias in candidates:
+            if candidate == tail or (pattern.startswith("*") and candidate.endswith(f".{tail}")):
+                return ours if ours == "colwise" or not (is_bias or dims < 2) else "replicate"
+    return "replicate"
 
 
 def _layer(name: str) -> int | None:

@@ -5,22 +5,28 @@ Tables are lists of rows; ``ranks`` has a column for each figure, with an entry 
 
 from __future__ import annotations
 
-from collections import defaultdict
+import math
+from collections import Counter, defaultdict
 from collections.abc import Sequence
+from dataclasses import asdict
+from functools import cache
 from typing import Any
 
+import torch
+from torch import Tensor
+
+from ...layout import ShardedMatrix
 from ...matrices import with_stars
 from ...plan import EVERY_HOLDER, NO_WAVE, Plan, Task, how_computed
-from ..predict.peers import peers_of_step
+from ..predict.counts import peers_of_step
 from ..predict.timeline import ON_LINKS
-from .blocks import bytes_between_blocks
-from .memory import KINDS
-from .sharding import MeshSharding
-from .simulation import SimulatedStage, Simulation, dtype_name
+from .sharding import MeshAxes
+from .simulation import MEMORY_KINDS, SimulatedStage, Simulation
 
 FORMAT, VERSION = "meshmuon plan report", 1
-_OF_ADAMW = {"parameters": 1, "gradients": 1, "adamw_state": 2}  # tensors like the weight that AdamW has
+_OF_ADAMW = {"parameters": 1, "gradients": 1, "adamw_state": 2, "total": 4}  # tensors like the weight that AdamW has
 _ESTIMATED = ("scratch", "connections")
+_MOST_BLOCKS = 64  # of the map of traffic
 
 
 class Figures(dict[str, Any]):
@@ -47,11 +53,11 @@ def build_report(simulation: Simulation, command: str, advice: Sequence[str]) ->
         stages=[_stage(number, stage) for number, stage in enumerate(stages)],
         step=_step(simulation),
         balance=balance_of(simulation),
-        memory=[_memory(simulation, kind) for kind in (*KINDS, "total")],
+        memory=[_memory(simulation, kind) for kind in (*MEMORY_KINDS, "total")],
         exchanges=[row for number, stage in enumerate(stages) for row in _exchanges(number, stage)],
         ranks=_ranks(simulation),
         params=[row for stage in stages for row in (*_muon_params(stage.plan), *_adamw_params(stage))],
-        traffic=[Figures(bytes_between_blocks(stage.plan)) for stage in stages],
+        traffic=[bytes_between_blocks(stage.plan) for stage in stages],
         timeline=_timeline(simulation.slowest),  # of the slowest and of the fastest rank
         advice=list(advice),
         choices=[],  # with other options, if asked for: rows of ``choice_of``
@@ -62,13 +68,14 @@ def build_report(simulation: Simulation, command: str, advice: Sequence[str]) ->
 
 def choice_of(simulation: Simulation, label: str, *, chosen: bool) -> Figures:
     """A simulation as one row of a comparison."""
+    plans = [stage.plan for stage in simulation.stages]
     return Figures(
         label=label,
         chosen=chosen,  # whether this is what the report is about
         seconds=simulation.seconds,
-        heaviest_over_mean=simulation.heaviest_over_mean,
-        bytes_sent=max(max(stage.plan.bytes_sent.values()) for stage in simulation.stages),  # of the rank that sends most
-        bytes_between=max(max(stage.plan.bytes_between.values()) for stage in simulation.stages),  # between nodes, likewise
+        heaviest_over_mean=max(_over_mean(plan) for plan in plans),
+        bytes_sent=max(max(plan.bytes_sent.values()) for plan in plans),  # of the rank that sends most
+        bytes_between=max(max(plan.bytes_between.values()) for plan in plans),  # between nodes, likewise
         most_peers=simulation.most_peers,
         buffers=simulation.most_bytes("exchange_buffers"),
         memory=simulation.most_bytes("total"),
@@ -78,10 +85,14 @@ def choice_of(simulation: Simulation, label: str, *, chosen: bool) -> Figures:
 
 
 def refused_choice(label: str, reason: str) -> Figures:
-    """A row for what cannot be planned."""
     whole = dict.fromkeys(("bytes_sent", "bytes_between", "most_peers", "buffers", "memory"), 0)
     numbers = dict.fromkeys(("seconds", "heaviest_over_mean", "share"), 0.0) | whole
     return Figures(label=label, chosen=False, refused=reason, **numbers)
+
+
+def _over_mean(plan: Plan) -> float:
+    total = sum(plan.loads.values())
+    return max(plan.loads.values()) * len(plan.loads) / total if total else 1.0
 
 
 def _model(simulation: Simulation) -> Figures:
@@ -103,17 +114,18 @@ def _model(simulation: Simulation) -> Figures:
 
 
 def _mesh(simulation: Simulation) -> Figures:
-    sharding, nodes = simulation.sharding, dict[int, int]()
-    if sharding.ranks > 1:
-        for node in simulation.node_of.values():
-            nodes[node] = nodes.get(node, 0) + 1
+    sharding, stages, per_node = simulation.sharding, simulation.stages, simulation.machine.ranks_per_node
+    nodes = stages[0].plan.options.nodes if len(stages) == 1 else None
+    ranks = [rank for stage in stages for rank in stage.plan.ranks]
+    sizes = Counter(rank // per_node if nodes is None else nodes.node_of(rank) for rank in ranks)
+    alone = sharding.ranks == 1
     return Figures(
-        text=sharding.text,
-        axes=sharding.axes.axis_sizes if isinstance(sharding, MeshSharding) else {},  # by name; none for a layout from a file
+        text=str(sharding),
+        axes=asdict(sharding) if isinstance(sharding, MeshAxes) else {},  # by name; none for a layout from a file
         ranks=sharding.ranks,
-        nodes=max(1, len(nodes)),
-        ranks_per_node=max(nodes.values(), default=sharding.ranks),
-        relayed=any(stage.plan.relayed for stage in simulation.stages),  # exchanges between nodes go in two hops
+        nodes=1 if alone else len(sizes),
+        ranks_per_node=1 if alone else max(sizes.values()),
+        relayed=any(stage.plan.relayed for stage in stages),  # exchanges between nodes go in two hops
     )
 
 
@@ -125,7 +137,7 @@ def _options(simulation: Simulation) -> Figures:
         replicas=options.replicas,
         comm_dtype=", ".join(wires),
         compute_dtype=stage.planned.compute_dtype,
-        param_dtype=dtype_name(options.param_dtype),
+        param_dtype=str(options.param_dtype).removeprefix("torch."),
         scheme=str(options.scheme),
         memory_budget=options.memory_budget,
         waves_ahead=options.waves_ahead,
@@ -198,10 +210,9 @@ def balance_of(simulation: Simulation) -> Figures:
 
 
 def _memory(simulation: Simulation, kind: str) -> Figures:
-    """Bytes of one kind of memory."""
     tensors = [stage.memory[kind] for stage in simulation.stages]
     weight = simulation.options.param_dtype.itemsize
-    share = 1.0 if kind == "total" else _OF_ADAMW.get(kind, 0) / 4
+    share = _OF_ADAMW.get(kind, 0) / _OF_ADAMW["total"]
     alone = [int(stage.memory["adamw_alone"].max()) for stage in simulation.stages]
     return Figures(
         kind=kind,
@@ -214,10 +225,7 @@ def _memory(simulation: Simulation, kind: str) -> Figures:
 
 def _exchanges(number: int, stage: SimulatedStage) -> list[Figures]:
     """The gather and the scatter of every wave."""
-    plan, rows = stage.plan, []
-    matrices: dict[int, int] = defaultdict(int)
-    for task in plan.tasks:
-        matrices[task.wave] += 1
+    plan, rows, matrices = stage.plan, [], Counter(task.wave for task in stage.plan.tasks)
     for wave, lane in enumerate(plan.wave_lanes):
         for kind, peers in zip(("gather", "scatter"), stage.peers[wave], strict=True):
             exchange, seconds = getattr(plan.traffic[wave], kind), getattr(stage.timeline.work.waves[wave], kind)
@@ -257,7 +265,7 @@ def _ranks(simulation: Simulation) -> Figures:
             nothing = [0] * len(plan.ranks)
             columns[name] += map(sum, zip(nothing, *(getattr(exchange, name) for exchange in exchanges), strict=True))
         columns["peers"] += peers_of_step(plan)  # ranks with which it exchanges anything
-        for kind in KINDS:
+        for kind in MEMORY_KINDS:
             columns[kind] += memory[kind].tolist()
         columns["memory"] += memory["total"].tolist()
         columns["adamw_alone"] += memory["adamw_alone"].tolist()  # what AdamW would need in the place of Muon
@@ -299,14 +307,12 @@ def _muon_params(plan: Plan) -> list[Figures]:
 
 
 def _adamw_params(stage: SimulatedStage) -> list[Figures]:
-    alike: dict[tuple[str, tuple[int, ...], str], int] = defaultdict(int)
-    for item, layout in zip(stage.planned.placed, stage.planned.layouts, strict=True):
-        if not item.param.use_muon:
-            alike[with_stars(item.param.name), item.param.shape, str(layout)] += 1
+    placed = zip(stage.planned.placed, stage.planned.layouts, strict=True)
+    rows = ((with_stars(item.param.name), item.param.shape, str(layout)) for item, layout in placed if not item.param.use_muon)
     nothing = {"matrices": 0, "matrix_shape": None, "how": "", "flops": 0.0, "owners": 0, "bytes_sent": 0}
     return [
         Figures(name=name, part=None, shape=shape, count=count, optimizer="adamw", layout=layout, **nothing)
-        for (name, shape, layout), count in alike.items()
+        for (name, shape, layout), count in Counter(rows).items()
     ]
 
 
@@ -327,3 +333,35 @@ def _timeline(stage: SimulatedStage) -> list[Figures]:
                 track = "links" if kind in ON_LINKS else "device"
                 rows.append(Figures(rank=rank, track=track, name=kind, wave=wave, start=start, seconds=end - start))
     return rows
+
+
+def bytes_between_blocks(plan: Plan) -> Figures:
+    """What blocks of ranks send each other in a step: nodes, several nodes where there are many, or ranks on one node.
+
+    In both directions, from the first rank of every piece to its last.
+    """
+    position = {rank: k for k, rank in enumerate(plan.ranks)}
+    per_node = 1 if plan.options.nodes is None else max(map(len, plan.options.nodes.ranks))
+    block_ranks = per_node * math.ceil(math.ceil(len(position) / per_node) / _MOST_BLOCKS)
+    count = math.ceil(len(position) / block_ranks)
+
+    @cache
+    def held_by_block(sharded: ShardedMatrix, replica: int | None) -> Tensor:
+        """(blocks,): elements of one replica, or of all."""
+        held = [(position[rank], sharded.sizes[piece]) for rank, (piece, of) in sharded.holdings.items() if replica in (None, of)]
+        positions, sizes = map(torch.tensor, zip(*held, strict=True))
+        return torch.zeros(count, dtype=torch.int64).index_add_(0, positions // block_ranks, sizes)
+
+    itemsizes: dict[tuple[int, int], int] = defaultdict(int)  # (number of the matrix, owner) → bytes per element, in all waves
+    for wave in plan.wave_owners.itemsizes:
+        for number, of_owners in wave.items():
+            for owner, itemsize in of_owners.items():
+                itemsizes[number, owner] += itemsize
+    blocks = torch.zeros(count, count, dtype=torch.int64)
+    for (number, owner), itemsize in itemsizes.items():
+        sharded = plan.wave_owners.matrices[number]
+        (piece, replica), block = sharded.holdings[owner], position[owner] // block_ranks
+        blocks[:, block] += held_by_block(sharded, replica) * itemsize
+        blocks[block] += held_by_block(sharded, None) * itemsize
+        blocks[block, block] -= 2 * sharded.sizes[piece] * itemsize
+    return Figures(ranks_per_block=block_ranks, bytes=blocks.tolist())  # bytes[sender][receiver]

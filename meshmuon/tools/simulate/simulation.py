@@ -1,25 +1,59 @@
-"""A cluster, planned and timed: everything from which a report is made."""
+"""A cluster, planned by the code with which its ranks plan, and timed: everything from which a report is made."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from functools import cached_property
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache
+from pathlib import Path
+from typing import cast
 
 import torch
 from torch import Tensor
 
-from ...plan import Plan
-from ..predict.peers import WavePeers, count_peers
+from ...agree.local_planner import LocalPlanner, PlanSettings, Topology, slices_by_mesh
+from ...errors import ConfigError
+from ...execute import DEFAULT_MEMORY_BUDGET
+from ...layout import Layout, Mesh, Placement, ShardedMatrix, coordinates, length
+from ...matrices import MatrixOptions, check_matrices
+from ...ortho import Scheme, SchemeLike, resolve_scheme, scheme_for
+from ...ortho.iteration import scratch_bytes
+from ...params.option_table import ParamGroup
+from ...params.param_record import GroupRecipe, ParamLocation, ParamRecord
+from ...plan import DEFAULT_MAX_PEERS, NO_WAVE, CostModel, Nodes, Plan, PlanOptions, add_local_costs, cost_model_for
+from ..predict.counts import WavePeers, count_peers, peers_of_step
 from ..predict.prediction import predict
+from ..predict.saved_plan import read_plan
 from ..predict.timeline import Timeline
-from .cluster import MuonOptions, StagePlan, plan_cluster
-from .description import ModelDescription
+from .description import ModelDescription, ModelParam
+from .inputs import read_file
 from .machines import Machine
-from .memory import local_sizes, stage_memory
-from .sharding import Sharding
+from .sharding import PlacedParam, Sharding
 
 _FLOPS_PER_PARAMETER = 6  # of forward and backward, per token
+_MOMENTS = 2  # of AdamW
+_UPDATE_ITEMSIZE = 4
+MEMORY_KINDS = ("parameters", "gradients", "momentum", "adamw_state", "exchange_buffers", "scratch", "connections")
+"""The last two are estimates."""
+
+
+@dataclass(frozen=True, slots=True)
+class MuonOptions:
+    """The options of ``Muon`` that shape a plan, with their defaults, and the dtype of the weights."""
+
+    replicas: str = "auto"
+    comm_dtype: torch.dtype | None = None
+    scheme: SchemeLike = "auto"
+    ns_steps: int = 5
+    memory_budget: int = DEFAULT_MEMORY_BUDGET
+    chunk_size: int = -1
+    waves_ahead: int = 5
+    form: str = "auto"
+    param_dtype: torch.dtype = torch.float32
+    momentum_dtype: torch.dtype | None = None
+    cost_model: CostModel | None = None
+    max_peers: int = DEFAULT_MAX_PEERS
 
 
 @dataclass(frozen=True)
@@ -28,6 +62,103 @@ class Workload:
 
     tokens_per_step: int
     mfu: float  # share of the machine's peak that forward and backward reach
+
+
+@dataclass(frozen=True)
+class StagePlan:
+    """The plan of one pipeline stage; all of it if there are no stages."""
+
+    plan: Plan
+    placed: tuple[PlacedParam, ...]  # all parameters, those of AdamW as well
+    layouts: tuple[Layout, ...]  # of these parameters
+
+    @property
+    def compute_dtype(self) -> str:
+        """Of the products; empty if there are none."""
+        return self.plan.params[0].compute_dtype if self.plan.params else ""
+
+
+def plan_cluster(
+    model: ModelDescription, sharding: Sharding, options: MuonOptions, device_type: str, ranks_per_node: int | None = None
+) -> list[StagePlan]:
+    """The plan of every stage. ``ranks_per_node`` None: all ranks share one node."""
+    return [_plan_stage(placed, options, device_type, ranks_per_node) for placed in sharding.stages(model)]
+
+
+def _plan_stage(placed: Sequence[PlacedParam], options: MuonOptions, device_type: str, ranks_per_node: int | None) -> StagePlan:
+    device = torch.device(device_type)
+    matrices = {item.param.name: item.param.matrices for item in placed if item.param.matrices is not None}
+    entries = check_matrices({name: entry.fields() for name, entry in matrices.items()})
+    muon = GroupRecipe(scheme=resolve_scheme(options.scheme, options.ns_steps), matrix_options=MatrixOptions(matrices=entries))
+    # As in an optimizer with the default param groups: Muon's parameters first, then AdamW's.
+    ordered = sorted(placed, key=lambda item: not item.param.use_muon)
+    rank = min(rank for mesh in {item.mesh for item in placed} for rank in mesh.ranks)
+    records = []
+    for item in ordered:
+        param = torch.empty(item.param.shape, dtype=options.param_dtype, device="meta")
+        local_shape = _local_shape(item.param.shape, item.mesh, item.placements, rank)
+        place = ParamLocation(local_shape, item.mesh, item.placements, device, device)
+        group = cast(ParamGroup, {})  # plans read the recipe, not the group
+        index, recipe = (0, muon) if item.param.use_muon else (1, GroupRecipe())
+        records.append(ParamRecord.of(item.param.name, param, index, group, recipe, options.comm_dtype, place))
+    plan_options = PlanOptions(
+        cost_model_for(device_type),
+        options.replicas,
+        options.chunk_size,
+        options.memory_budget,
+        options.waves_ahead + 1,
+        max_peers=options.max_peers,
+    )
+    topology = Topology.around(rank, slices_by_mesh(records), None)
+    if ranks_per_node is not None:
+        topology = replace(topology, nodes=Nodes.of({rank: rank // ranks_per_node for rank in topology.ranks}))
+    settings = PlanSettings(plan_options, options.form, "reference_path=False", options.cost_model)
+    planner = LocalPlanner(tuple(records), settings, topology)
+    plan = planner.plan(frozenset(range(len(records)))).plan
+    # A plan without matrices has no ranks, but they are there: a stage may hold embeddings alone.
+    plan = plan if plan.ranks else replace(plan, ranks=topology.ranks)
+    return StagePlan(plan, tuple(ordered), tuple(layouts[0] for layouts in planner.layouts))
+
+
+@lru_cache(maxsize=4096)
+def _local_shape(shape: tuple[int, ...], mesh: Mesh, placements: tuple[Placement, ...], rank: int) -> tuple[int, ...]:
+    return Layout(shape, mesh, placements).local_shape(rank)
+
+
+@dataclass(frozen=True)
+class JobSharding:
+    """The layouts of a plan that a job has written. A plan does not know AdamW's parameters."""
+
+    stage: StagePlan
+
+    @classmethod
+    def load(cls, path: Path) -> JobSharding:
+        """Reads what a job wrote with ``optimizer.plan().to_json()``."""
+        plan = read_file(f"--from-json {path}", path, read_plan, "is no plan")
+        if not plan.tasks:
+            raise ConfigError(f"--from-json {path}: the plan has no matrix.")
+        layouts = {param.name: param.layouts[0] for param in reversed(plan.params)}
+        experts = {param.name: bool(param.stack_dims) for param in reversed(plan.params)}
+        placed = {}
+        for param in plan.params:
+            layout = layouts[param.name]
+            described = ModelParam(param.name, layout.shape, use_muon=True, expert=experts[param.name])
+            placed[param.name] = PlacedParam(described, layout.mesh, layout.placements)
+        return cls(StagePlan(plan, tuple(placed.values()), tuple(layouts[name] for name in placed)))
+
+    def __str__(self) -> str:
+        meshes = dict.fromkeys(item.mesh for item in self.stage.placed)
+        return f"the job's meshes {', '.join('×'.join(map(str, mesh.shape)) for mesh in meshes)}"
+
+    @property
+    def ranks(self) -> int:
+        return len(self.stage.plan.ranks)
+
+    def model(self, name: str) -> ModelDescription:
+        return ModelDescription(name, f"the matrices of {name}", name, tuple(item.param for item in self.stage.placed))
+
+    def stages(self, model: ModelDescription) -> Iterator[list[PlacedParam]]:
+        yield list(self.stage.placed)
 
 
 @dataclass(frozen=True)
@@ -51,21 +182,19 @@ class SimulatedStage:
             momentum=(options.momentum_dtype or torch.float32).itemsize,
             wire=max((param.itemsize for param in plan.params), default=4),
         )
-        muon, adamw = local_sizes(planned, muon=True), local_sizes(planned, muon=False)
+        muon, adamw = _local_sizes(planned, muon=True), _local_sizes(planned, muon=False)
         peers = count_peers(plan)
         adamw_elements = dict(zip(plan.ranks, adamw.tolist(), strict=True))
         timeline = predict(plan, rates, adamw_elements=adamw_elements, peers=peers)
         alone = float((muon + adamw).max()) * rates.seconds_per_element("adamw")
-        return cls(planned, timeline, stage_memory(planned, machine, options, muon, adamw), peers, alone)
+        return cls(planned, timeline, _memory(planned, machine, options, muon, adamw), peers, alone)
 
     @property
     def plan(self) -> Plan:
-        """Its plan."""
         return self.planned.plan
 
     @property
     def orthogonalise_seconds(self) -> list[float]:
-        """By rank: seconds in which it orthogonalises."""
         work = self.timeline.work
         return [sum(parts) for parts in zip(work.local, *(wave.orthogonalise for wave in work.waves), strict=True)]
 
@@ -83,44 +212,28 @@ class Simulation:
 
     @classmethod
     def run(
-        cls,
-        model: ModelDescription,
-        sharding: Sharding,
-        machine: Machine,
-        options: MuonOptions,
-        workload: Workload,
-        planned: Sequence[StagePlan] | None = None,
+        cls, model: ModelDescription, sharding: Sharding, machine: Machine, options: MuonOptions, workload: Workload
     ) -> Simulation:
-        """Plans every stage, unless plans exist, and times them."""
-        if planned is None:
+        """Plans every stage, unless a job has planned, and times them."""
+        if isinstance(sharding, JobSharding):
+            planned = [sharding.stage]
+        else:
             planned = plan_cluster(model, sharding, options, machine.device, machine.ranks_per_node)
         stages = tuple(SimulatedStage.of(stage, machine, options) for stage in planned)
         return cls(model, sharding, machine, options, workload, stages)
 
     @cached_property
     def slowest(self) -> SimulatedStage:
-        """The stage whose step takes longest."""
         return max(self.stages, key=lambda stage: stage.timeline.seconds)
-
-    @cached_property
-    def node_of(self) -> dict[int, int]:
-        """Rank → number of its node."""
-        known = [(stage.plan.ranks, stage.plan.options.nodes) for stage in self.stages]
-        per_node = self.machine.ranks_per_node
-        return {
-            rank: rank // per_node if nodes is None or len(self.stages) > 1 else nodes.node_of(rank)
-            for ranks, nodes in known
-            for rank in ranks
-        }
 
     @property
     def seconds(self) -> float:
-        """Seconds of the optimizer step."""
+        """Of the optimizer step."""
         return self.slowest.timeline.seconds
 
     @property
     def training_seconds(self) -> float:
-        """Seconds of forward and backward between two steps."""
+        """Of forward and backward between two steps."""
         flops = _FLOPS_PER_PARAMETER * self.model.active_size * self.workload.tokens_per_step
         return flops / (self.sharding.ranks * self.machine.peak() * self.workload.mfu)
 
@@ -139,17 +252,72 @@ class Simulation:
         exchanges = (exchange for stage in self.stages for wave in stage.peers for exchange in wave)
         return max((max(exchange.peers, default=0) for exchange in exchanges), default=0)
 
-    @property
-    def heaviest_over_mean(self) -> float:
-        """Cost of the heaviest rank ÷ mean, in the stage where it is largest."""
-        return max(_over_mean(list(stage.plan.loads.values())) for stage in self.stages)
+
+def _memory(stage: StagePlan, machine: Machine, options: MuonOptions, muon: Tensor, adamw: Tensor) -> dict[str, Tensor]:
+    """Bytes by kind, (ranks,) each; in "total"; and "adamw_alone", if AdamW stepped everything.
+
+    ``muon`` and ``adamw`` are the ``_local_sizes``.
+    """
+    weight = options.param_dtype.itemsize
+    held = muon + adamw
+    memory = {
+        "parameters": held * weight,
+        "gradients": held * weight,
+        "momentum": muon * (options.momentum_dtype or options.param_dtype).itemsize,
+        "adamw_state": adamw * _MOMENTS * weight,
+        "exchange_buffers": torch.tensor([stage.plan.buffer_bytes(rank) for rank in stage.plan.ranks]),
+        "scratch": _scratch(stage, options),
+        "connections": torch.tensor(peers_of_step(stage.plan)) * machine.connection_bytes,
+    }
+    return {**memory, "total": torch.stack(list(memory.values())).sum(0), "adamw_alone": held * weight * (2 + _MOMENTS)}
 
 
-def _over_mean(loads: list[float]) -> float:
-    total = sum(loads)
-    return max(loads) * len(loads) / total if total else 1.0
+def _local_sizes(stage: StagePlan, *, muon: bool) -> Tensor:
+    """(ranks,): elements that each rank holds of the parameters of Muon, or of those of AdamW."""
+    position = {rank: k for k, rank in enumerate(stage.plan.ranks)}
+    total = torch.zeros(len(position), dtype=torch.int64)
+    chosen = zip(stage.placed, stage.layouts, strict=True)
+    for layout, times in Counter(layout for item, layout in chosen if item.param.use_muon == muon).items():
+        total.index_add_(0, torch.tensor([position[rank] for rank in layout.mesh.ranks]), _held_elements(layout) * times)
+    return total
 
 
-def dtype_name(dtype: torch.dtype) -> str:
-    """``"float32"`` for ``torch.float32``."""
-    return str(dtype).removeprefix("torch.")
+def _held_elements(layout: Layout) -> Tensor:
+    """(ranks of the mesh,)."""
+    places = torch.tensor(list(coordinates(layout.mesh).values()))
+    elements = torch.ones(len(layout.mesh.ranks), dtype=torch.int64)
+    for dim in range(len(layout.shape)):
+        part = torch.zeros(len(layout.mesh.ranks), dtype=torch.int64)
+        for axis in layout.axes(dim):
+            part = part * layout.mesh.shape[axis] + places[:, axis]
+        elements *= torch.tensor([length(ranges) for ranges in layout.cuts(dim)])[part]
+    return elements
+
+
+def _scratch(stage: StagePlan, options: MuonOptions) -> Tensor:
+    """The largest batch of every rank: as many matrices of one shape as a wave has there, within the memory budget."""
+    ranks, compute_dtype = stage.plan.ranks, getattr(torch, stage.compute_dtype or "float32")
+    scheme = resolve_scheme(options.scheme, options.ns_steps)
+    at_once: dict[tuple[int, int], dict[int, float]] = defaultdict(lambda: dict.fromkeys(ranks, 0.0))  # shape → rank → matrices
+    staying: dict[tuple[int, int], list[ShardedMatrix]] = defaultdict(list)
+    in_waves: Counter[tuple[tuple[int, int], int, int]] = Counter()
+    for task in stage.plan.tasks:
+        shape = task.sharded.rows, task.sharded.cols
+        if task.wave == NO_WAVE:
+            staying[shape].append(task.sharded)
+        else:
+            in_waves[shape, task.owner, task.wave] += 1
+    for shape, matrices in staying.items():
+        add_local_costs(at_once[shape], ((sharded, 1.0) for sharded in matrices))
+    for (shape, owner, _), count in in_waves.items():
+        at_once[shape][owner] = max(at_once[shape][owner], count)
+    most = dict.fromkeys(ranks, 0)
+    for (rows, cols), counts in at_once.items():
+        known = scheme_for(scheme, rows, cols, compute_dtype)
+        needed = rows * cols * _UPDATE_ITEMSIZE
+        if isinstance(known, Scheme) and known.steps:
+            needed += scratch_bytes(rows, cols, known.steps, compute_dtype, torch.float32)
+        largest = max(1, options.memory_budget // max(1, needed))
+        for rank, number in counts.items():
+            most[rank] = max(most[rank], min(round(number), largest) * needed)
+    return torch.tensor([most[rank] for rank in ranks])

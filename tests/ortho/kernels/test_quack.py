@@ -122,6 +122,8 @@ def test_only_for_those_who_ask(monkeypatch: pytest.MonkeyPatch) -> None:
         chosen = products_for(cuda, deterministic=True, kernels=kernels)
         assert isinstance(chosen, BlockedProducts)
         assert chosen.one_by_one
+    monkeypatch.setattr(products, "_has", lambda package: False)
+    assert type(products_for(cuda)) is BlockedProducts
 
 
 def test_asked_for_and_missing(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -118,7 +118,3 @@ def test_candidates_sum_the_same_slices(dtype: torch.dtype) -> None:
     assert len({tiling.depth for tiling in CANDIDATES[dtype]}) == 1
     assert {default_tiling(dtype, n) for n in (1, 512, 513, 8192)} <= set(CANDIDATES[dtype])
     assert len(set(CANDIDATES[dtype])) == len(CANDIDATES[dtype])
-
-
-def test_host_hardware_keeps_the_time() -> None:
-    assert Hardware().seconds(CPU, lambda: None) >= 0.0

@@ -131,7 +131,6 @@ def tensor_core_instructions(ptx: str) -> set[str]:
     ("dtype", "addend", "n"),
     [
         ("bfloat16", True, 4096),
-        ("float16", True, 4096),
         ("float16", False, 4096),
         ("float16", True, 512),  # the largest size with small tiles
         ("float32", False, 4096),

@@ -142,18 +142,23 @@ def _overwrite(old: Any, new: Any) -> None:
 
 
 @contextmanager
-def _capture(graph: Graph, *args: Any, **kwargs: Any) -> Iterator[None]:
-    """``torch.cuda.graph``: waits for the device, then captures on a stream of its own."""
+def _capture(graph: Graph, *, capture_error_mode: str = "global") -> Iterator[None]:
+    """``torch.cuda.graph``: waits for the device, then captures on a stream of its own, which stays current after an error."""
+    assert capture_error_mode == "thread_local", "another thread, such as a data loader that pins memory, would end the capture"
     rank = recorder()
     rank.host_waits(rank.clocks.everything(), "capture of a graph")
-    with _stream(Stream()):
-        rank.capture = graph
-        try:
-            yield
-        finally:
-            rank.capture = None
-            with torch.utils._python_dispatch._disable_current_modes():
-                graph.captured()
+    before, rank.current, rank.capture = rank.current, Stream().number, graph
+    try:
+        yield
+    finally:
+        rank.capture = None
+        with torch.utils._python_dispatch._disable_current_modes():
+            graph.captured()
+    rank.current = before
+
+
+def _set_stream(stream: Stream) -> None:
+    recorder().current = stream.number
 
 
 @contextmanager
@@ -203,6 +208,7 @@ def installed() -> Iterator[None]:
         "CUDAGraph": Graph,
         "graph": _capture,
         "stream": _stream,
+        "set_stream": _set_stream,
         "current_stream": _current_stream,
         "synchronize": _synchronize,
         "current_device": lambda: DEVICE.index,

@@ -22,7 +22,7 @@ from meshmuon.layout import Mesh
 from meshmuon.ortho.kernels import products, triton_normalise
 from meshmuon.ortho.kernels.products import TritonProducts
 from meshmuon.torch_compat import dtensor_like, local_part
-from meshmuon.transport import norms
+from meshmuon.transport import collectives
 from tests.support import layouts
 from tests.support.reference import engine_muon
 from tests.support.threads import run_threads
@@ -63,7 +63,7 @@ def twins() -> Any:
     """A GPU and NCCL for all threads with a recorder; yields the order of collectives."""
     with ExitStack() as stack:
         stack.enter_context(fake_cuda.installed())
-        stack.enter_context(patch.object(norms, "moves", lambda group, device: True))  # NCCL moves what is on a GPU
+        stack.enter_context(patch.object(collectives, "moves", lambda group, device: True))  # NCCL moves what is on a GPU
         stack.enter_context(patch.object(products, "_has", lambda package: True))
         stack.enter_context(patch.object(TritonProducts, "symmetric", _symmetric_product))
         stack.enter_context(patch.object(TritonProducts, "quintic_factor", _quintic_factor))

@@ -40,47 +40,13 @@ _LAYOUT = {
     "meshes": {"main": {"shape": [2, 4], "ranks": list(range(8))}},
     "params": {"*norm*": {"mesh": "main", "placements": ["R", "R"]}, "*": {"mesh": "main", "placements": ["R", "S(0)"]}},
 }
-_WRONG = (
-    None,
-    "",
-    "x",
-    "4",
-    -1,
-    0,
-    1,
-    0.5,
-    1e-320,
-    1e17,
-    1e308,
-    10**30,
-    2**40,
-    float("nan"),
-    True,
-    [],
-    {},
-    [1],
-    ["x"],
-    {"a": 1},
-    [[]],
-)
+_NUMBERS = (-1, 0, 1, 0.5, 1e-320, 1e17, 1e308, 10**30, 2**40, float("nan"))
+_WRONG = (None, "", "x", "4", *_NUMBERS, True, [], {}, [1], ["x"], {"a": 1}, [[]])
 _TEXTS = ("", "x", "-", "0", "-1", "1", "7", "512k", "1.5G", "64MiB", "1e9", "nan", "inf", "9" * 400, "é", "float32", "bfloat16")
 _MESHES = ("dp_shard=8", "dp_replicate=2,dp_shard=4", "dp_shard=4,tp=2", "pp=2,dp_shard=2", "dp_shard=8,ep=4", "dp_shard=-1")
-_MODULES = (
-    "tests.tools.cli.test_plan:build",
-    "tests.tools.cli.test_plan:build_table",
-    "tests.tools.cli.test_plan:plan",
-    "torch.nn:Identity",
-    "sys:exit",
-    "sys:argv",
-    "os:_does_not_exist",
-    "nowhere:x",
-    "builtins:dict",
-    "builtins:input",
-    "x",
-    ":",
-    "..:x",
-    "this.is:a.test",
-)
+_OF_TESTS = tuple(f"tests.tools.cli.test_plan:{name}" for name in ("build", "build_table", "plan"))
+_FOUND = ("torch.nn:Identity", "sys:exit", "sys:argv", "builtins:dict", "builtins:input")
+_MODULES = (*_OF_TESTS, *_FOUND, "os:_does_not_exist", "nowhere:x", "x", ":", "..:x", "this.is:a.test")
 
 
 class Files:

@@ -20,8 +20,8 @@ from meshmuon.tools import simulate
 from meshmuon.tools.cli.main import main
 from meshmuon.tools.predict.calibration import Calibration, Elementwise
 from meshmuon.tools.predict.trace import trace_plan
-from meshmuon.tools.simulate.presets import load_machine
-from meshmuon.tools.simulate.text import print_report, sections_of
+from meshmuon.tools.simulate.machines import load_machine
+from meshmuon.tools.simulate.render import print_report, sections_of
 from tests.support.optional import need
 
 MESH = "dp_replicate=2,dp_shard=8"
@@ -157,15 +157,6 @@ def test_a_config_of_transformers_with_a_wrong_value(
     assert message in sentence
 
 
-@pytest.mark.parametrize("content", [b"[]", b"3", b"null", b"\xff", b"", b"{"])
-def test_a_config_that_is_no_object(capsys: pytest.CaptureFixture[str], tmp_path: Path, content: bytes) -> None:
-    need("transformers")
-    path = tmp_path / "config.json"
-    path.write_bytes(content)
-    assert f"--hf-config {path}" in refusal(capsys, "--hf-config", str(path), "--mesh", "dp_shard=2")
-    assert "Is a directory" in refusal(capsys, "--hf-config", str(tmp_path), "--mesh", "dp_shard=2")
-
-
 @pytest.mark.parametrize("text", ["512k", "512K", "512KiB", "512kb", "0.5M", "524288", "524288 B"])
 def test_sizes_in_either_case(capsys: pytest.CaptureFixture[str], text: str) -> None:
     arguments = ("--model", "gpt2", "--mesh", "dp_shard=2", "--json", "-")
@@ -260,10 +251,7 @@ def test_the_plan_of_a_job(capsys: pytest.CaptureFixture[str], tmp_path: Path) -
         (("--model", "gpt3", "--mesh", "dp_shard=2"), "--model gpt3 is unknown. Did you mean gpt2?"),
         (("--model", "gpt2", "--mesh", "dp_shard=2", "--hardware", "h300"), "--hardware h300 is unknown"),
         (("--model", "gpt2", "--mesh", "dp_shard=2", "--nodes", "0"), "--nodes 0 must be at least 1"),
-        (
-            ("--model", "gpt2", "--mesh", "dp_shard=2", "--nodes", "1"),
-            "multiply to 2 ranks, but --nodes gives 8: write dp_shard=8",
-        ),
+        (("--model", "gpt2", "--mesh", "dp_shard=2", "--nodes", "1"), "--nodes gives 8: write dp_shard=8"),
         (("--model", "gpt2", "--mesh", "dp_shard=2", "--scheme", "kellar"), "Did you mean keller?"),
         (("--model", "gpt2", "--mesh", "dp_shard=2", "--memory-budget", "x"), "'x' is no number of bytes, such as 512K or 64M"),
         (("--model", "gpt2", "--mesh", "dp_shard=2", "--mfu", "2"), "2 is not above 0 and at most 1"),
@@ -271,10 +259,7 @@ def test_the_plan_of_a_job(capsys: pytest.CaptureFixture[str], tmp_path: Path) -
         (("--model", "gpt2", "--mesh", "dp_shard=1000000000"), "multiply to 1000000000 ranks. A plan has at most 1048576"),
         (("--model", "gpt2", "--mesh", f"dp_shard={'9' * 5000}"), "must be a whole number of at least 1 and at most 1048576"),
         (("--model", "gpt2", "--mesh", "dp_shard=2", "--waves-ahead", "-1"), "waves_ahead=-1 must be at least 0"),
-        (
-            ("--model", "gpt2", "--mesh", "dp_shard=2", "--tokens-per-step", "0"),
-            "'0' is no number of at least 1, such as 512 or 4M",
-        ),
+        (("--model", "gpt2", "--mesh", "dp_shard=2", "--tokens-per-step", "0"), "'0' is no number of at least 1, such as"),
         (("--model", "gpt2", "--mesh", "dp_shard=2", "--memory-budget", f"{'9' * 400}G"), "is no number of bytes"),
         (("--model", "gpt2", "--mesh", "dp_shard=2", "--tokens-per-step", "0.5"), "'0.5' is no number of at least 1"),
         (("--module", "torch.nn:Module", "--mesh", "dp_shard=2"), "the model has no trainable parameters"),
@@ -284,7 +269,7 @@ def test_the_plan_of_a_job(capsys: pytest.CaptureFixture[str], tmp_path: Path) -
         (("--module", "tests.tools.cli.test_plan:x", "--mesh", "dp_shard=2"), "has no function x"),
         (("--module", "tests.tools.cli.test_plan:plan", "--mesh", "dp_shard=2"), "plan() failed on the meta device"),
         (("--module", "builtins:dict", "--mesh", "dp_shard=2"), "dict() returned dict, not a torch.nn.Module"),
-        (("--module", "sys:exit", "--mesh", "dp_shard=2"), "exit() failed on the meta device: SystemExit"),
+        (("--module", "sys:exit", "--mesh", "dp_shard=2"), "exit() failed on the meta device: SystemExit. It must"),
         (("--module", "..:x", "--mesh", "dp_shard=2"), "--module ..:x: .. cannot be imported"),
         (("--module", "tests.tools.cli.test_plan:Odd", "--mesh", "dp_shard=2"), "the parameters of the model cannot be read"),
         (("--hf-config", "/nowhere/config.json", "--mesh", "dp_shard=2"), "/nowhere/config.json cannot be read"),
@@ -296,27 +281,11 @@ def test_wrong_arguments_are_refused(capsys: pytest.CaptureFixture[str], argumen
 
 
 @pytest.mark.parametrize(
-    "arguments",
-    [
-        ("--from-json", "{}"),
-        ("--model", "{}", "--mesh", "dp_shard=2"),
-        ("--hf-config", "{}", "--mesh", "dp_shard=2"),
-        ("--model", "gpt2", "--mesh", "dp_shard=2", "--hardware", "{}"),
-        ("--model", "gpt2", "--layout", "{}"),
-    ],
-)
-def test_a_file_that_is_nested_too_deeply(capsys: pytest.CaptureFixture[str], tmp_path: Path, arguments: tuple[str, ...]) -> None:
-    path = tmp_path / "deep.json"
-    path.write_text("[" * 100_000)
-    assert str(path) in refusal(capsys, *(str(path) if argument == "{}" else argument for argument in arguments))
-
-
-@pytest.mark.parametrize(
     ("text", "message"),
     [
         ("def (", "SyntaxError"),
         ("raise RuntimeError('no luck')", "RuntimeError: no luck"),
-        ("raise SystemExit", "SystemExit: "),
+        ("raise SystemExit", "SystemExit. Mend it"),
         ("raise GeneratorExit('gone')", "GeneratorExit: gone"),
         ("import sys; sys.path.remove(''); raise ValueError('x')", "ValueError: x"),
     ],
@@ -336,6 +305,8 @@ def test_a_module_that_cannot_be_imported(
         ("device", None),
         ("device", "abacus"),
         ("ranks_per_node", 0),
+        ("format", "x"),
+        ("memory_bytes", "x"),
         ("memory_bytes_per_second", 0),
         ("connection_bytes", 10**30),
         ("peak_flops", {"bfloat16": 0}),
@@ -349,9 +320,8 @@ def test_a_machine_of_impossible_numbers(capsys: pytest.CaptureFixture[str], tmp
     path = tmp_path / "machine.json"
     content = json.loads((Path(simulate.__file__).parent / "machine_files" / "h100.json").read_text(encoding="utf-8"))
     path.write_text(json.dumps({**content, field: value}))
-    assert f"its {field}" in refusal(capsys, "--model", "gpt2", "--mesh", "dp_shard=2", "--hardware", str(path)).replace(
-        "its efficiency and peak_flops", f"its {field}"
-    )
+    found = refusal(capsys, "--model", "gpt2", "--mesh", "dp_shard=2", "--hardware", str(path))
+    assert f"its {field}" in found.replace("its efficiency and peak_flops", f"its {field}")
 
 
 def test_stages_without_matrices_have_ranks(capsys: pytest.CaptureFixture[str]) -> None:

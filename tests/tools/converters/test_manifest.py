@@ -71,6 +71,11 @@ def test_every_single_bit_counts(saved: Path, name: str) -> None:
     verify(saved)
 
 
+def replace_in(place: Path, old: str, new: str) -> None:
+    path = place / MANIFEST
+    path.write_text(path.read_text().replace(old, new))
+
+
 DAMAGE: list[tuple[Callable[[Path], object], str]] = [
     (lambda place: (place / "__0_0.distcp").unlink(), "__0_0.distcp is missing (10240 bytes)"),
     (lambda place: os.truncate(place / "__0_0.distcp", 4000), "__0_0.distcp is truncated: expected 10240 bytes, found 4000"),
@@ -80,6 +85,8 @@ DAMAGE: list[tuple[Callable[[Path], object], str]] = [
     (lambda place: (place / MANIFEST).unlink(), f"has no manifest ({MANIFEST})"),
     (lambda place: os.truncate(place / MANIFEST, 100), f"{MANIFEST} is damaged"),
     (lambda place: flip(place / MANIFEST, 0), f"{MANIFEST} is damaged"),
+    (lambda place: replace_in(place, '"bytes": 10240', '"bytes": 10241'), "its own digest differs"),
+    (lambda place: replace_in(place, '"format": 1', '"format": 2'), "has format 2, this version of meshmuon reads 1"),
     (lambda place: (place / "link").symlink_to(place / "nowhere"), "is a broken link"),
     (lambda place: os.mkfifo(place / "pipe"), "is not a regular file"),
 ]
@@ -101,28 +108,18 @@ def test_all_damage_is_told_at_once(saved: Path) -> None:
     assert len(text.splitlines()) == 6
 
 
-def test_a_damaged_manifest_is_no_excuse_for_files(saved: Path) -> None:
-    """A flip inside the manifest's numbers is told as the manifest's own."""
-    path = saved / MANIFEST
-    path.write_text(path.read_text().replace('"bytes": 10240', '"bytes": 10241'))
-    assert "its own digest differs" in said(saved)
-
-
 RECORD = {"bytes": 1, "sha256": "0"}
 WRONG: list[Any] = [[], 3, "text", {"a": 1}, {"a": {}}, {"a": {**RECORD, "bytes": "x"}}, {"a": {**RECORD, "bytes": None}}, None]
 
 
-@pytest.mark.parametrize("files", WRONG, ids=repr)
-def test_a_manifest_of_another_structure(saved: Path, files: Any) -> None:
-    digest = hashlib.sha256(json.dumps(files, sort_keys=True).encode()).hexdigest()
-    (saved / MANIFEST).write_text(json.dumps({"format": 1, "digest": digest, "files": files}))
-    assert f"{MANIFEST} is damaged" in said(saved)
-
-
-@pytest.mark.parametrize("text", ["[" * 100_000, "[]", "3", "null", '"text"', "\x00", "{}"], ids=lambda text: text[:8])
-def test_a_manifest_that_is_no_manifest(saved: Path, text: str) -> None:
-    (saved / MANIFEST).write_text(text)
-    assert f"{MANIFEST} is damaged" in said(saved)
+def test_a_manifest_of_another_structure(saved: Path) -> None:
+    texts = ["[" * 100_000, "[]", "3", "null", '"text"', "\x00", "{}"]
+    for files in WRONG:
+        digest = hashlib.sha256(json.dumps(files, sort_keys=True).encode()).hexdigest()
+        texts.append(json.dumps({"format": 1, "digest": digest, "files": files}))
+    for text in texts:
+        (saved / MANIFEST).write_text(text)
+        assert f"{MANIFEST} is damaged" in said(saved)
 
 
 def test_a_folder_in_the_place_of_the_manifest(saved: Path) -> None:
@@ -131,12 +128,6 @@ def test_a_folder_in_the_place_of_the_manifest(saved: Path) -> None:
     assert f"{MANIFEST} is damaged" in said(saved)
     with pytest.raises(CheckpointError, match="is a folder: remove it"):
         write_manifest(saved)
-
-
-def test_a_manifest_of_a_later_format_is_refused(saved: Path) -> None:
-    path = saved / MANIFEST
-    path.write_text(path.read_text().replace('"format": 1', '"format": 2'))
-    assert "has format 2, this version of meshmuon reads 1" in said(saved)
 
 
 def test_a_single_file(tmp_path: Path) -> None:

@@ -99,24 +99,6 @@ def test_five_steps_after_five_of_torch(options: dict[str, Any], named: bool) ->
     assert_same_bits(mine[M:], theirs[M:])
 
 
-@pytest.mark.usefixtures("precise_torch")
-def test_without_the_factor_it_would_be_another_run() -> None:
-    """The test above can fail: momentum taken over as it is leads elsewhere."""
-    theirs = make_params(*SHAPES)
-    pair = Pair(theirs)
-    run(pair, theirs, range(5))  # type: ignore[arg-type]
-    mine, start = copies(theirs), copies(theirs)
-    optimizer = ours(mine)
-    converted = convert_torch_state(optimizer, *pair.states())
-    for k in range(M):
-        converted["state"][k]["momentum_buffer"] = pair.muon.state_dict()["state"][k]["momentum_buffer"].clone()
-    optimizer.load_state_dict(converted)
-    run(pair, theirs, range(5, 10))  # type: ignore[arg-type]
-    run(optimizer, mine, range(5, 10))
-    with pytest.raises(AssertionError, match="relative error"):
-        assert_moved_within_rounding(mine[:M], theirs[:M], start[:M], 5)
-
-
 def test_as_torch_ships_it_the_runs_stay_within_bfloat16() -> None:
     theirs = make_params(*SHAPES)
     pair = Pair(theirs)
@@ -210,7 +192,7 @@ REFUSALS: list[tuple[str, Any, dict[str, Any], str]] = [
         "swapped",
         lambda m, a: (a, m),
         {},
-        r"a\.weight needs the state of torch\.optim\.Muon, but its state is from torch\.optim\.AdamW",
+        r"norm\.bias needs the state of torch\.optim\.AdamW, but its state is from torch\.optim\.Muon",
     ),
     ("both", lambda m, a: (m, m), {}, r"a\.weight is in the states of both"),
 ]

@@ -17,8 +17,8 @@ from torch.distributed.tensor import DTensor, Shard
 from meshmuon.execute.buffers import Stage
 from meshmuon.state.param_state import MOMENTUM
 from meshmuon.tools.doctor import Context, DoctorOptions
-from meshmuon.tools.doctor.check import Finding
-from meshmuon.tools.doctor.host_memory import check_host_memory, stepped_side_by_side, with_and_without_offload
+from meshmuon.tools.doctor.context import Finding
+from meshmuon.tools.doctor.layouts import check_host_memory, stepped_side_by_side, with_and_without_offload
 from meshmuon.tools.doctor.numerics import seeded
 from meshmuon.torch_compat import dtensor_like, local_part
 from tests.support.happens_before.recorder import Recorder

@@ -9,10 +9,8 @@ import pytest
 
 from meshmuon import ConfigError
 from meshmuon.layout import Layout, Replicated, Sharded
-from meshmuon.tools.simulate.description import ModelDescription, ModelParam
-from meshmuon.tools.simulate.meshes import MeshAxes
-from meshmuon.tools.simulate.presets import load_model
-from meshmuon.tools.simulate.sharding import FileSharding, MeshSharding, PlacedParam
+from meshmuon.tools.simulate.description import ModelDescription, ModelParam, load_model
+from meshmuon.tools.simulate.sharding import FileSharding, MeshAxes, PlacedParam
 
 
 @pytest.mark.parametrize(
@@ -56,11 +54,11 @@ def test_axes_must_multiply_to_the_ranks() -> None:
 )
 def test_models_that_do_not_fit_are_refused(name: str, mesh: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        list(MeshSharding(MeshAxes.parse(mesh)).stages(load_model(name)))
+        list(MeshAxes.parse(mesh).stages(load_model(name)))
 
 
 def placed(mesh: str, name: str) -> PlacedParam:
-    (stage,) = MeshSharding(MeshAxes.parse(mesh)).stages(load_model("mixtral-8x7b"))
+    (stage,) = MeshAxes.parse(mesh).stages(load_model("mixtral-8x7b"))
     return next(item for item in stage if item.param.name == f"model.layers.0.{name}")
 
 

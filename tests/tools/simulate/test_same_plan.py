@@ -20,11 +20,10 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from meshmuon import TransportError, get_default_muon_param_groups
 from meshmuon.layout import Sharded
 from meshmuon.plan import Plan
-from meshmuon.tools.simulate.cluster import MuonOptions, plan_cluster
 from meshmuon.tools.simulate.description import ModelDescription
-from meshmuon.tools.simulate.meshes import MeshAxes
 from meshmuon.tools.simulate.modules import describe_hf
-from meshmuon.tools.simulate.sharding import MeshSharding, split_into_stages, tp_placement
+from meshmuon.tools.simulate.sharding import MeshAxes, split_into_stages, tp_placement
+from meshmuon.tools.simulate.simulation import MuonOptions, plan_cluster
 from tests.support.optional import need
 from tests.support.reference import engine_muon
 
@@ -64,7 +63,7 @@ def mesh_of(shape: tuple[int, ...], *names: str) -> DeviceMesh:
 
 
 def simulated(description: ModelDescription, axes: MeshAxes, ranks_per_node: int | None = None, **options: Any) -> Plan:
-    (stage,) = plan_cluster(description, MeshSharding(axes), MuonOptions(**options), "cpu", ranks_per_node)
+    (stage,) = plan_cluster(description, axes, MuonOptions(**options), "cpu", ranks_per_node)
     return stage.plan
 
 
@@ -154,7 +153,7 @@ def test_tensor_parallel_and_fsdp2(budget: int) -> None:
 )
 def test_expert_parallel_and_fsdp2(axes: str, shape: tuple[int, ...], names: tuple[str, ...], dim: int) -> None:
     cfg, parsed = config(**MOE), MeshAxes.parse(axes)
-    dense = mesh_of(parsed.dense_shape, *("dp_replicate", "fsdp")[-len(parsed.dense_shape) :])
+    dense = mesh_of(parsed.meshes(0)[0].shape, *("dp_replicate", "fsdp")[-len(parsed.meshes(0)[0].shape) :])
     model = build(cfg)
     shard_experts(model, mesh_of(shape, *names), dim)
     real, plan = real_plan(shard_layers(model, dense)), simulated(describe_hf(cfg, "tiny"), parsed)
@@ -166,7 +165,7 @@ def test_pipeline_stages_plan_alone() -> None:
     """Every layer is in one stage, and a stage's plan is that of a model of these layers on its ranks."""
     cfg = config(num_hidden_layers=6)
     description = describe_hf(cfg, "tiny")
-    stages = plan_cluster(description, MeshSharding(MeshAxes.parse("pp=3,dp_shard=2")), MuonOptions(), "cpu")
+    stages = plan_cluster(description, MeshAxes.parse("pp=3,dp_shard=2"), MuonOptions(), "cpu")
     assert [stage.plan.ranks for stage in stages] == [(0, 1), (2, 3), (4, 5)]
     names = [param.name for part in split_into_stages(description, 3) for param in part]
     assert sorted(names) == sorted(param.name for param in description.params)

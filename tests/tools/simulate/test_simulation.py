@@ -16,18 +16,13 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from meshmuon import Muon, get_default_muon_param_groups
 from meshmuon.plan import Nodes, routes_of, slot_sizes, wave_sizes
 from meshmuon.tools.predict.prediction import predict
-from meshmuon.tools.simulate.advice import advice_for, advice_from_choices
-from meshmuon.tools.simulate.blocks import bytes_between_blocks
-from meshmuon.tools.simulate.cluster import MuonOptions
-from meshmuon.tools.simulate.compare import compare_options
-from meshmuon.tools.simulate.description import ModelDescription, ModelParam
-from meshmuon.tools.simulate.machines import Machine
-from meshmuon.tools.simulate.meshes import MeshAxes
+from meshmuon.tools.simulate.advice import advice_for, advice_from_choices, compare_options
+from meshmuon.tools.simulate.description import ModelDescription, ModelParam, load_model
+from meshmuon.tools.simulate.machines import Machine, load_machine
 from meshmuon.tools.simulate.modules import describe_module
-from meshmuon.tools.simulate.presets import load_machine, load_model
-from meshmuon.tools.simulate.report import Figures, build_report
-from meshmuon.tools.simulate.sharding import MeshSharding
-from meshmuon.tools.simulate.simulation import SimulatedStage, Simulation, Workload
+from meshmuon.tools.simulate.report import Figures, build_report, bytes_between_blocks
+from meshmuon.tools.simulate.sharding import MeshAxes
+from meshmuon.tools.simulate.simulation import MuonOptions, SimulatedStage, Simulation, Workload
 from tests.support.plans import random_plan
 from tests.tools.predict.test_calibration import MEASURED
 
@@ -35,7 +30,7 @@ WORKLOAD = Workload(2**22, 0.4)
 
 
 def simulate(model: ModelDescription, mesh: str, machine: Machine | None = None, **options: Any) -> Simulation:
-    sharding = MeshSharding(MeshAxes.parse(mesh))
+    sharding = MeshAxes.parse(mesh)
     return Simulation.run(model, sharding, machine or load_machine("h100"), MuonOptions(**options), WORKLOAD)
 
 
@@ -162,6 +157,11 @@ def wide(count: int, size: int = 8192) -> ModelDescription:
     return ModelDescription("wide", "wide", "", tuple(ModelParam(f"w.{k}", (size, size), True, layer=k) for k in range(count)))
 
 
+def test_scratch_is_that_of_the_largest_batch_within_the_budget() -> None:
+    single, both = (simulate(wide(4, 256), "dp_shard=2", memory_budget=budget, chunk_size=4) for budget in (1, 2**30))
+    assert both.most_bytes("scratch") == 2 * single.most_bytes("scratch") > 0
+
+
 def test_advice_on_few_large_matrices() -> None:
     (first, *_) = advice_for(simulate(wide(70), "dp_shard=64"))
     assert first.startswith("70 large matrices of 8192×8192 on 64 ranks: the heaviest rank, ")
@@ -266,3 +266,15 @@ def test_the_rates_of_a_machine_predict_what_the_machine_does(mesh: str, name: s
         by_machine, by_rates = (timed.timeline for timed in stages)
         assert by_machine.parts == by_rates.parts
         assert by_machine.seconds == by_rates.seconds
+
+
+def row(label: str, seconds: float, *, refused: str = "") -> Figures:
+    return Figures(label=label, chosen=label == "as chosen", seconds=seconds, memory=0, refused=refused)
+
+
+def test_a_much_faster_option_is_named_unless_it_is_refused_or_less_exact() -> None:
+    (sentence,) = advice_from_choices([row("as chosen", 0.8), row('replicas="repeat"', 0.4), row("comm_dtype=float32", 0.9)])
+    assert sentence.startswith('replicas="repeat" takes 400.00 ms instead of 800.00 ms, with 0 B of memory')
+    assert "cost_model=" in sentence
+    slower = [row("memory_budget=256*2**20", 0.75), row('scheme="keller"', 0.1), row('replicas="share"', 0.0, refused="no")]
+    assert advice_from_choices([row("as chosen", 0.8), *slower]) == []

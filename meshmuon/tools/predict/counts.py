@@ -1,4 +1,4 @@
-"""Peers and messages of every exchange of a plan, for reports and for machines on which each peer takes time."""
+"""What a step of a plan costs in bytes, buffers, peers and messages, of ``Muon`` or of ``DistMuon``."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 from ...plan import PlanData, Relays
-from ...plan.rank_kinds import HeldPiece
+from ...plan.relays import relay_buffers
+from ...plan.traffic import HeldPiece
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,8 +35,7 @@ def count_peers(plan: PlanData) -> WavePeers:
 
 def peers_of_step(plan: PlanData) -> list[int]:
     """Distinct peers per rank over a step, likewise."""
-    peers, _ = plan.peer_counter.count(range(len(plan.wave_lanes)))
-    return _limited(plan, peers)
+    return _limited(plan, plan.peer_counter.count(range(len(plan.wave_lanes)))[0])
 
 
 def _exchange(plan: PlanData, wave: int, *, gather: bool) -> ExchangePeers:
@@ -76,3 +76,29 @@ def _largest_message(plan: PlanData, wave: int, *, gather: bool) -> int:
             sizes.pop(kinds.kind_of[owner], None)
         largest = max(largest, *sizes.values(), 0)
     return largest
+
+
+def bytes_sent(plan: PlanData, *, averages: bool) -> dict[int, int]:
+    """Rank → bytes that it sends in a step of ``Muon``, or of ``DistMuon``, which ``averages`` gradients at the owners."""
+    if not averages:
+        return plan.bytes_sent
+    total = dict.fromkeys(plan.ranks, 0)
+    for wave in plan.traffic:  # gradients go the way on which weights come back
+        for rank, sent, received in zip(plan.ranks, wave.scatter.sent, wave.scatter.received, strict=True):
+            total[rank] += sent + received
+    return total
+
+
+def buffer_bytes(plan: PlanData, *, averages: bool) -> dict[int, int]:
+    """Rank → bytes of its exchange buffers, likewise; those of ``DistMuon`` hold all waves at once, and the averages of one."""
+    if not averages:
+        return {rank: plan.buffer_bytes(rank) for rank in plan.ranks}
+    averaged = [dict.fromkeys(plan.ranks, 0) for _ in plan.wave_lanes]
+    for task in plan.tasks:
+        averaged[task.wave][task.owner] += task.sharded.size * plan.params[task.param].itemsize
+    sent = bytes_sent(plan, averages=True)
+    total = {rank: sent[rank] + max((wave[rank] for wave in averaged), default=0) for rank in plan.ranks}
+    if plan.relayed:
+        relays = relay_buffers([(hops, wave) for wave, hops in enumerate(plan.averaging_hops)])
+        total = {rank: total[rank] + size for rank, size in zip(plan.ranks, relays, strict=True)}
+    return total

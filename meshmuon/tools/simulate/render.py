@@ -1,15 +1,21 @@
-"""A report as text: tables of rich on a terminal, plain columns elsewhere."""
+"""A report as text, in tables of rich on a terminal and plain columns elsewhere; and as a page that needs no network."""
 
 from __future__ import annotations
 
+import importlib
+import json
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from importlib import resources
+from importlib.util import find_spec
+from string import Template
+from types import ModuleType
 from typing import TextIO
 
+from ...errors import ConfigError
 from ...plan import bytes_text, counted, table
 from .report import Figures
-from .words import count_text, flops_text, seconds_text
 
 _MOST_EXCHANGES = 12
 _MOST_PARAMS = 24
@@ -26,28 +32,14 @@ class TextSection:
 
 
 def print_report(report: Figures, stream: TextIO | None = None) -> None:
-    """Prints all of a report."""
     output = sys.stdout if stream is None else stream
     sections = list(sections_of(report))
-    if output.isatty():
-        try:
-            _print_rich(sections, output)
-        except ImportError:  # rich is optional
-            pass
-        else:
-            return
-    print(plain_text(sections), file=output)
-
-
-def plain_text(sections: Sequence[TextSection]) -> str:
-    """Sections as plain text."""
-    blocks = []
-    for section in sections:
-        parts = [section.title, "=" * len(section.title), *section.lines]
-        if section.head:
-            parts.append(table(section.head, section.rows))
-        blocks.append("\n".join(parts))
-    return "\n\n".join(blocks)
+    if output.isatty() and find_spec("rich") is not None:
+        _print_rich(sections, output)
+        return
+    for number, section in enumerate(sections):
+        underlined = [*([""] if number else []), section.title, "=" * len(section.title)]
+        print(*underlined, *section.lines, *([table(section.head, section.rows)] if section.head else []), sep="\n", file=output)
 
 
 def _print_rich(sections: Sequence[TextSection], stream: TextIO) -> None:
@@ -69,7 +61,6 @@ def _print_rich(sections: Sequence[TextSection], stream: TextIO) -> None:
 
 
 def sections_of(report: Figures) -> Iterator[TextSection]:
-    """All that is printed, in order."""
     yield _summary(report)
     yield _memory(report)
     yield _ranks(report.ranks)
@@ -188,10 +179,6 @@ def _written(key: str, value: float) -> str:
     return seconds_text(value) if key.endswith("seconds") else bytes_text(value)
 
 
-def _cells(row: Figures, columns: Mapping[str, str]) -> tuple[str, ...]:
-    return tuple(_written(key, row[key]) for key in columns)
-
-
 def _memory(report: Figures) -> TextSection:
     has = report.machine.memory_bytes
     rows = tuple(
@@ -219,10 +206,10 @@ def _ranks(ranks: Figures) -> TextSection:
 
 
 def _exchanges(report: Figures) -> TextSection:
-    rows = [
-        (f"{row.stage}.{row.wave} {row.kind}" if len(report.stages) > 1 else f"{row.wave} {row.kind}", *_cells(row, _EXCHANGES))
-        for row in report.exchanges
-    ]
+    rows = []
+    for row in report.exchanges:
+        wave = f"{row.stage}.{row.wave}" if len(report.stages) > 1 else row.wave
+        rows.append((f"{wave} {row.kind}", *(_written(key, row[key]) for key in _EXCHANGES)))
     return _first("exchanges", ("wave", *_EXCHANGES.values()), rows, _MOST_EXCHANGES)
 
 
@@ -246,16 +233,60 @@ def _params(report: Figures) -> TextSection:
 
 
 def _choices(title: str, choices: Sequence[Figures]) -> TextSection:
-    rows = tuple(
-        (
-            f"* {row.label}" if row.chosen else f"  {row.label}",
-            *((f"cannot be planned: {row.refused}", *[""] * 7) if row.refused else _cells(row, _CHOICES)),
-        )
-        for row in choices
-    )
-    return TextSection(f"side by side: {title}", (title, *_CHOICES.values()), rows)
+    rows = []
+    for row in choices:
+        refused = (f"cannot be planned: {row.refused}", *[""] * 7)
+        figures = refused if row.refused else [_written(key, row[key]) for key in _CHOICES]
+        rows.append((f"{'*' if row.chosen else ' '} {row.label}", *figures))
+    return TextSection(f"side by side: {title}", (title, *_CHOICES.values()), tuple(rows))
 
 
 def _first(title: str, head: tuple[str, ...], rows: Sequence[tuple[str, ...]], most: int) -> TextSection:
     shown = tuple(rows[:most])
     return TextSection(f"{title} (first {most} of {len(rows)})" if len(shown) < len(rows) else title, head, shown)
+
+
+def seconds_text(seconds: float) -> str:
+    if seconds >= 1:
+        return f"{seconds:.2f} s"
+    return f"{seconds * 1e3:.2f} ms" if seconds >= 1e-3 else f"{seconds * 1e6:.0f} µs"
+
+
+def count_text(number: float) -> str:
+    """``"8.03B"``, with three digits."""
+    for unit, scale in (("T", 1e12), ("B", 1e9), ("M", 1e6), ("K", 1e3)):
+        if abs(number) >= scale:
+            return f"{number / scale:.3g}{unit}"
+    return f"{number:.3g}"
+
+
+def flops_text(number: float) -> str:
+    """``"1.2 PFLOP"``."""
+    for unit, scale in (("E", 1e18), ("P", 1e15), ("T", 1e12), ("G", 1e9), ("M", 1e6)):
+        if number >= scale:
+            return f"{number / scale:.3g} {unit}FLOP"
+    return f"{number:.0f} FLOP"
+
+
+def require_plotly() -> ModuleType:
+    """``plotly.offline``, which holds the library that draws the figures; ``ConfigError`` if it is not installed."""
+    try:
+        return importlib.import_module("plotly.offline")
+    except ImportError:
+        raise ConfigError(
+            "--html needs plotly: pip install 'meshmuon[plan]'. --json writes the same numbers without it."
+        ) from None
+
+
+def render_page(report: Figures) -> str:
+    """The page as text; its figures are drawn from the numbers of ``build_report``."""
+    files = resources.files(__package__) / "page_files"
+    title = f"{report.model.title} on {report.mesh.text}"
+    template = Template((files / "page.html").read_text(encoding="utf-8"))
+    return template.substitute(
+        title=title.replace("&", "&amp;").replace("<", "&lt;"),
+        style=(files / "page.css").read_text(encoding="utf-8"),
+        script=(files / "page.js").read_text(encoding="utf-8"),
+        report=json.dumps(report).replace("<", "\\u003c"),  # so that no name of a parameter can end the script element
+        library=require_plotly().get_plotlyjs(),
+    )
