@@ -1,6 +1,7 @@
 """Runs plans: ``StepExecutor`` is the interface, ``Executor`` the one that most steps use."""
 
 from .data_parallel import DataParallelExecutor
+from .elementwise import Elementwise
 from .executor import Executor, StepExecutor
 from .reference import ReferenceExecutor
 from .rounding import Elements, RandomWords, RoundingScratch, advance_counters, chunks_of, elements_held, round_stochastically
@@ -23,6 +24,7 @@ __all__ = [
     "UNOBSERVED",
     "DataParallelExecutor",
     "Elements",
+    "Elementwise",
     "Executor",
     "ExecutorSettings",
     "MatrixKey",
