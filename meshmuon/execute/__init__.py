@@ -6,7 +6,6 @@ from .executor import Executor, StepExecutor
 from .reference import ReferenceExecutor
 from .rounding import Elements, RandomWords, RoundingScratch, advance_counters, chunks_of, elements_held, round_stochastically
 from .step_param import (
-    DEFAULT_MEMORY_BUDGET,
     UNOBSERVED,
     ExecutorSettings,
     MatrixKey,
@@ -20,7 +19,6 @@ from .step_param import (
 from .views import window_of
 
 __all__ = [
-    "DEFAULT_MEMORY_BUDGET",
     "UNOBSERVED",
     "DataParallelExecutor",
     "Elements",

@@ -6,6 +6,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from operator import attrgetter
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -213,6 +214,7 @@ def installed() -> Iterator[None]:
         "synchronize": _synchronize,
         "current_device": lambda: DEVICE.index,
         "device_count": lambda: 1,
+        "get_device_properties": lambda device: SimpleNamespace(total_memory=80 * 10**9),
         "is_initialized": lambda: True,
         "set_device": lambda device: None,
         "_lazy_init": lambda: None,
