@@ -232,7 +232,9 @@ def test_ranks_that_hold_other_matrices_beside_the_shared_ones_skip_the_same_one
 
     def main(rank: int) -> tuple[list[Tensor], list[Tensor], str]:
         own = tuple((f"own.{k}", nn.Parameter(seeded((5, 4), k))) for k in range(rank))
-        one = Rank((Shard(0),), first=own, chunk_size=1)
+        one = Rank((Shard(0),), first=own, chunk_size=1, none_grad=False)
+        for _, param in own:
+            param.grad = seeded((5, 4), 7)
         one.step(0)
         before = one.whole()
         said = one.step(1, fails=rank == ODD)
@@ -243,7 +245,6 @@ def test_ranks_that_hold_other_matrices_beside_the_shared_ones_skip_the_same_one
     failed = [name for name in SHAPES if name in texts[0]]
     assert failed
     assert len(failed) < len(SHAPES)
-    assert len(set(texts)) == 1
     for before, after, _ in found:
         kept = [name for name, old, new in zip(SHAPES, before, after, strict=True) if torch.equal(old, new)]
         assert kept == failed
