@@ -253,7 +253,7 @@ def memory_budget_for(memory_bytes: int | None) -> int:
     """
     if memory_bytes is None:
         return 2**26
-    return min(2**30, max(2**26, 2 ** ((memory_bytes // 128).bit_length() - 1)))
+    return min(1 << 30, max(1 << 26, 1 << ((memory_bytes // 128).bit_length() - 1)))
 
 
 def device_memory(device: torch.device) -> int | None:

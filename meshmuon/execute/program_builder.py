@@ -73,6 +73,7 @@ class ProgramBuilder:
         self._matrix_at = [{position: matrix for matrix, position in index.items()} for index in self._local_index]
         self._windows = [_local_window(planned, rank) for planned in plan.params]
         self._batch_keys = _batch_keys(plan)
+        self.shared = [k for k, planned in enumerate(plan.params) if not planned.private]
         # Matrices that several ranks compute, for different holders.
         self.repeated = frozenset(key for key, shared in self._batch_keys.items() if shared is not None)
         self.wave_params = _wave_params(plan)

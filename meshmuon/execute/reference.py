@@ -93,7 +93,7 @@ class ReferenceExecutor:
             batch.stacked.copy_(_window(full, matrix_set).reshape(batch.stacked.shape))
             if batch.rule_state is not None and numbers is not None:
                 batch.rule_state.copy_(_window(numbers, matrix_set, rule_state=True).reshape(batch.rule_state.shape))
-        if any(batch.stacked.numel() and batch.orthogonalise(step) is not None for _, batch in batches):
+        if any(batch.stacked.numel() and not batch.orthogonalise(step) for _, batch in batches):
             raise step.failures.pop()
         for matrix_set, batch in batches:
             part = _window(full, matrix_set)
