@@ -8,7 +8,7 @@ from typing import Any
 
 from ...errors import ConfigError
 from ...plan import LinkRate, Rate
-from ..predict.calibration import Calibration, Elementwise
+from ..predict.calibration import Calibration, ElementwiseRates
 from .inputs import read_preset
 
 FORMAT, VERSION = "meshmuon machine", 1
@@ -47,11 +47,11 @@ class Machine:
         """The rates of a job: those that were measured, completed by what its file says, or these alone.
 
         ``weight``, ``momentum`` and ``wire`` are the bytes of an element of the weight, of its momentum, and of what is sent. The
-        latency of an exchange is that of the slowest link in it. Elementwise work takes as long as the memory needs for what it
+        latency of an exchange is that of the slowest link in it. ElementwiseRates work takes as long as the memory needs for what it
         reads and writes.
         """
         exchange, memory = self.between if several_nodes else self.inside, self.memory_bytes_per_second
-        elementwise = Elementwise(
+        elementwise = ElementwiseRates(
             momentum=(weight + 2 * momentum + wire) / memory,
             update=(wire + 2 * weight) / memory,
             copy=2 * wire / memory,
