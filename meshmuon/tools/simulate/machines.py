@@ -47,7 +47,7 @@ class Machine:
         """The rates of a job: those that were measured, completed by what its file says, or these alone.
 
         ``weight``, ``momentum`` and ``wire`` are the bytes of an element of the weight, of its momentum, and of what is sent. The
-        latency of an exchange is that of the slowest link in it. ElementwiseRates work takes as long as the memory needs for what it
+        latency of an exchange is that of the slowest link in it. Elementwise work takes as long as the memory needs for what it
         reads and writes.
         """
         exchange, memory = self.between if several_nodes else self.inside, self.memory_bytes_per_second
