@@ -54,12 +54,12 @@ def _all_add_alike(totals: list[Tensor], addends: list[Tensor]) -> bool:
 
 def accumulate(momenta: list[Tensor], grads: list[Tensor], retain: float | Tensor) -> None:
     """M ← retain·M + G."""
-    if isinstance(retain, Tensor) or momenta[0].device.type != "cpu":
-        torch._foreach_mul_(momenta, retain)
-        torch._foreach_add_(momenta, grads)
+    if not isinstance(retain, Tensor) and momenta[0].device.type == "cpu" and any(is_narrow(m.dtype) for m in momenta):
+        for buffer, grad in zip(momenta, grads, strict=True):  # batched, a factor would be rounded to the buffer's 16 bits
+            buffer.mul_(retain).add_(grad)
         return
-    for buffer, grad in zip(momenta, grads, strict=True):  # batched on a CPU, a factor would be rounded to the buffer's 16 bits
-        buffer.mul_(retain).add_(grad)
+    torch._foreach_mul_(momenta, retain)
+    torch._foreach_add_(momenta, grads)
 
 
 def look_ahead(views: list[Tensor], grads: list[Tensor], momenta: list[Tensor], momentum: float) -> None:
