@@ -140,7 +140,7 @@ class WeightVectors:
         self.restart()
 
     def restart(self) -> None:
-        """Begins anew: the next ``begin`` is the first."""
+        """Starts over: the next ``begin`` is the first."""
         self.half_iterations = 0
         self._kept = self._start
 

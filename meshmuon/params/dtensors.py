@@ -148,7 +148,7 @@ def layouts_of(
     ``planning_ranks`` are the ranks that plan together with this one (``Topology.ranks``).
 
     A parameter on one axis of a larger mesh exists once per coordinate on the other axes: on axis "tp" of a 2 × 4 mesh
-    ("dp", "tp"), ranks 0–3 hold one copy and ranks 4–7 another. Each copy has a layout and owners of its own in the plan.
+    ("dp", "tp"), ranks 0–3 hold one copy and ranks 4–7 another. Each copy has its own layout and owners in the plan.
     """
     our_placements = known_placements(name, placements, len(shape))
     _check_order(name, meshes[0])

@@ -175,14 +175,14 @@ NonFinitePolicy: TypeAlias = Literal["propagate", "skip", "raise"]
 
 _ALL, _MUON, _ADAMW, _WHOLE = Scope.ALL_GROUPS, Scope.MUON_GROUPS, Scope.ADAMW_GROUPS, Scope.OPTIMIZER
 _PLAN, _VALUE = Compared.IN_PLAN, Compared.BY_VALUE
-_BUFFERS = ": each wave under way needs buffers of its own"
+_BUFFERS = ": each wave in flight needs its own buffers"
 
 _EVERYDAY = (
     Option("lr", 1e-3, _ALL, check_lr, _VALUE).with_help(
         "Learning rate; also of AdamW's groups, unless ``adamw_lr`` is given. A one-element tensor works too."
     ),
     Option("adamw_lr", None, _WHOLE, check_optional_lr).with_help(
-        "Learning rate of AdamW's groups that have none of their own; by default ``lr``. It is written into the groups once, as "
+        "Learning rate of AdamW's groups without an ``lr``; by default ``lr``. It is written into the groups once, as "
         "their ``lr``, which schedulers change from there."
     ),
     Option("weight_decay", 0.1, _ALL, in_range(0.0), _VALUE).with_help("Decoupled weight decay, applied before the update."),
@@ -208,8 +208,8 @@ _EVERYDAY = (
 
 _MODEL = (
     Option("split", None, _MUON, of_value(_check_split), _PLAN, kept_as=split_as_tuple, defines_matrices=True).with_help(
-        "Cuts fused weights (QKV, gate-up) along their output dim into matrices of their own: the sizes of the parts, the size "
-        "of equal parts (one per head), ``Interleaved(sizes, repeats)`` if the parts take turns, or a function of (name, shape) "
+        "Cuts fused weights (QKV, gate-up) along their output dim into separate matrices: the sizes of the parts, the size "
+        "of equal parts (one per head), ``Interleaved(sizes, repeats)`` for interleaved parts, or a function of (name, shape) "
         "that returns one of these or None."
     ),
     Option(

@@ -1,4 +1,4 @@
-"""What every rank sends and receives in every exchange, and with how many ranks, counted without listing the transfers.
+"""Bytes, messages and peers of every rank in every exchange, counted without listing the transfers.
 
 Thousands of ranks are only a few kinds by what they hold, and what holders send is counted once for each kind; owners are counted
 one by one. All that is said of bytes comes from here: ``Plan.describe``, predictions, ``meshmuon plan``.
@@ -83,7 +83,7 @@ class RankKinds:
         kinds: dict[tuple[HeldPiece, ...], int] = {}
         self.kind_of = {rank: kinds.setdefault(tuple(of_rank), len(kinds)) for rank, of_rank in held.items()}
         self.held = tuple(kinds)  # kind → what its ranks hold
-        self.members = Counter(self.kind_of.values())  # kind → how many ranks are of it
+        self.members = Counter(self.kind_of.values())  # kind → number of its ranks
 
 
 class WaveOwners:

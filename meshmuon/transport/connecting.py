@@ -55,7 +55,7 @@ class Door:
     version: str  # of meshmuon
     places: tuple[tuple[str, int], ...]  # addresses and ports
     secret: str  # random
-    trouble: str = ""  # why nobody can call, if nobody can
+    trouble: str = ""  # why the rank cannot be reached, if it cannot
 
 
 class UnreachableError(Exception):

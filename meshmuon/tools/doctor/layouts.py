@@ -121,7 +121,7 @@ def check_ddp(context: Context) -> Finding:
 
 
 def check_dist_muon(context: Context) -> Finding:
-    """Every rank brings gradients of its own, which it averages."""
+    """Every rank has its own gradients, which ``DistMuon`` averages."""
     shapes = {"a": (13, 9), "b": (6, 14), "c": (5, 5), "d": (1, 7)}
     own, alone = (
         {name: nn.Parameter(seeded(shape, k).to(context.device)) for k, (name, shape) in enumerate(shapes.items())}
