@@ -131,7 +131,7 @@ class MatrixSet:
     """``count`` matrices of rows × cols inside one parameter.
 
     A (96, 64) weight is one matrix. Experts (8, 96, 64) are ``MatrixSet(8, 96, 64, stack_dims=1)``. A (32, 3, 5, 5) filter with
-    ``conv="flatten"`` is ``MatrixSet(1, 32, 75)``. Each part of a fused weight is a set of its own, with a ``window``.
+    ``conv="flatten"`` is ``MatrixSet(1, 32, 75)``. Each part of a fused weight is a separate set, with a ``window``.
     """
 
     count: int
@@ -167,7 +167,7 @@ class MatrixSet:
 class ParamMatrices:
     """Which matrices one parameter holds: an entry of the option ``matrices``."""
 
-    experts: bool | int = False  # True: the first of three dims counts matrices; a number: a 2-D weight is so many blocks of rows
+    experts: bool | int = False  # True: the first of three dims counts matrices; a number: the blocks of rows of a 2-D weight
     dims: str = "out_in"  # ``"in_out"``: rows are inputs and columns are outputs
     split: Split | None = None  # parts of the outputs, as in the option ``split``
     flatten: bool = False  # all dims after the first are one
@@ -208,7 +208,7 @@ def without_wrappers(name: str) -> str:
 
 
 def with_stars(name: str) -> str:
-    """The name with ``*`` in the place of each component that is a number: ``layers.3.up.weight`` is ``layers.*.up.weight``."""
+    """The name with ``*`` for each component that is a number: ``layers.3.up.weight`` is ``layers.*.up.weight``."""
     return ".".join("*" if part.isdigit() else part for part in name.split("."))
 
 

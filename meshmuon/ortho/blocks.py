@@ -43,7 +43,7 @@ class _Outcome(NamedTuple):
 
 
 def standard_blocks(scheme: Scheme) -> tuple[int, ...]:
-    """Every step is a block of its own: the standard form."""
+    """Every step is a separate block: the standard form."""
     return (1,) * len(scheme.steps)
 
 

@@ -113,7 +113,7 @@ class Scratch:
         for name in _squares(steps, max(blocks) > 1):
             self.square(name)
         if self._device.type == "cpu" and any(isinstance(step, Rational) for step in steps):
-            self.inverses()  # elsewhere torch's own routines are used, which take memory of their own
+            self.inverses()  # elsewhere torch's own routines are used, which allocate memory themselves
 
 
 def iterate(

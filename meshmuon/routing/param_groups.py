@@ -20,7 +20,7 @@ from ..params.option_table import matrices_as_dicts
 class ModelNames(list[str]):
     """A list of names that knows the model they are from, and does not keep it alive.
 
-    A list rather than a key of its own: trainers pass param groups on as plain dicts, and checkpoints store all of their keys. A
+    A list rather than a separate key: trainers pass param groups on as plain dicts, and checkpoints store all of their keys. A
     pickle of it is a plain list.
     """
 
