@@ -43,7 +43,7 @@ class StridedRange:
         return self.start + (self.count - 1) * self.period + self.size
 
     def before(self, index: int) -> int:
-        """How many of its indices are below ``index``: the position of ``index``, if it is one of them."""
+        """Number of its indices below ``index``: the position of ``index``, if it is one of them."""
         if self.count == 1:
             return min(max(index - self.start, 0), self.size)
         block, within = divmod(index - self.start, self.period)
@@ -84,7 +84,7 @@ Window: TypeAlias = tuple[StridedRange, StridedRange]
 
 @dataclass(frozen=True, slots=True)
 class Interleaved:
-    """A ``split`` of an output dim in which the parts take turns: ``repeats`` copies of a pattern of blocks follow each other.
+    """A ``split`` of an output dim whose parts are interleaved: ``repeats`` copies of a pattern of blocks follow each other.
 
     Part *i* is block *i* of every copy, in the order in which they occur: a matrix of ``sizes[i] * repeats`` outputs.
 
@@ -123,7 +123,7 @@ class Interleaved:
 Split: TypeAlias = (
     "int | Sequence[int] | Interleaved | Callable[[str, tuple[int, ...]], int | Sequence[int] | Interleaved | None]"
 )
-"""Sizes of the parts of the output dim, the size of equal parts, parts that take turns, or a function of name and shape."""
+"""Sizes of the parts of the output dim, the size of equal parts, interleaved parts, or a function of name and shape."""
 
 
 @dataclass(frozen=True, slots=True)

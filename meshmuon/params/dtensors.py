@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ..errors import ConfigError, GradientError, TransportError, UnsupportedError
 from ..layout import Layout, Mesh, Placement, Ranges, Replicated, Sharded, coordinates, flat_index
-from ..torch_compat import as_dtensor as as_dtensor  # the rooms above take it from here
+from ..torch_compat import as_dtensor as as_dtensor  # other rooms import it from here
 from ..torch_compat import cut_in_mesh_order, dtensor_like, local_part, mesh_slices, same_layout, spec_of, split_factor
 
 if TYPE_CHECKING:
@@ -97,7 +97,7 @@ def shares_addresses(local: Tensor) -> bool:
 
 
 def same_placement(first: Tensor, second: Tensor) -> bool:
-    """Whether two tensors of one shape are cut alike: both plain, or both on one mesh with the same placements."""
+    """Whether two tensors of one shape are cut in the same way: both plain, or both on one mesh with the same placements."""
     first_sharded, second_sharded = as_dtensor(first), as_dtensor(second)
     if first_sharded is None or second_sharded is None:
         return first_sharded is second_sharded

@@ -38,7 +38,7 @@ class ExchangeBytes:
         return list(map(add, self.received_inside, self.received_between))
 
     def reversed(self) -> ExchangeBytes:
-        """The same bytes the other way."""
+        """The same bytes in the opposite direction."""
         return ExchangeBytes(self.received_inside, self.received_between, self.sent_inside, self.sent_between)
 
 
@@ -135,7 +135,7 @@ class _TrafficCounter:
         return WaveTraffic(gather, scatter.reversed(), self._by_rank(pieces), self._by_rank(elements))
 
     def _to_owners(self, wave: int, *, one_replica: bool) -> ExchangeBytes:
-        """What holders send to owners if those in the owner's replica do, or those in all: the scatter, the other way."""
+        """What holders send to owners, from the owner's replica or from all: reversed, the latter is the scatter."""
         received, staying, sent_near, received_near = ([0] * len(self._kind_of) for _ in range(4))
         prices: Counter[tuple[int, int]] = Counter()  # (number of a matrix, replica that sends) → bytes per element; 0 for all
         for number, itemsizes in self._owners.itemsizes[wave].items():

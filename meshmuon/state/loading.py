@@ -251,7 +251,7 @@ def _saved_options(
 
 
 def _overrides(previous: ParamGroup, saved: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
-    """What a param group has after loading in place of ``saved``: what a checkpoint cannot hold, or does not know."""
+    """What a param group has after loading instead of ``saved``: what a checkpoint cannot hold, or does not know."""
     own = cast(Mapping[str, Any], previous)
     if not saved:
         return {key: value for key, value in own.items() if key != "params"}

@@ -91,7 +91,7 @@ def open_channel(position: int, ranks: Sequence[int], share: Share) -> HostChann
         return channel
     if channel is not None:
         channel.leave()
-    # Of what has gone wrong on several ranks, the error tells what others may have followed from.
+    # If several ranks report trouble, the error tells the likely cause, not what followed from it.
     return min(troubles, key=lambda text: ("has given up" in text, "(no answer)" in text, text))
 
 

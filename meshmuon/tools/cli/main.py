@@ -49,7 +49,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             code: int = import_module(f".{parsed.command}", __package__).run(parsed)
         finally:
             with printing():
-                pass  # what was printed, also by --help, gets there now, or the exit code says so
+                pass  # flushes what was printed, also by --help; the exit code says if that fails
     except ConfigError as error:
         parser.error(str(error))
     except BrokenPipeError:

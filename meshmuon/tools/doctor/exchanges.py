@@ -46,7 +46,7 @@ def join(context: Context) -> Finding:
 
 
 def partner(rank: int, turn: int, world: int) -> int | None:
-    """With whom ``rank`` is paired in a turn; in as many turns as ``turns`` says, every pair meets once.
+    """The partner of ``rank`` in a turn; over all ``turns``, every pair meets once.
 
     Ranks sit around a table, one of them stays and the others move on by one seat in every turn; with an odd number, one rank
     pauses in each turn.

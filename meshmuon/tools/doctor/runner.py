@@ -66,7 +66,7 @@ class Runner:
         self.stuck = False  # whether a thread could not be ended: the process must end with it
 
     def run(self) -> bool:
-        """Runs all checks; every rank must call, from its main thread. Returns whether all is well, on every rank alike."""
+        """Runs all checks; every rank must call, from its main thread. Returns whether all is well, the same on every rank."""
         passed = True
         for check in self._checks:
             try:

@@ -106,7 +106,7 @@ def _model(simulation: Simulation) -> Figures:
         active_parameters=model.active_size,  # that a token uses
         muon_parameters=muon,
         adamw_parameters=model.size - muon,
-        # That Muon orthogonalises, each expert and each part of a fused weight by itself.
+        # That Muon orthogonalises, each expert and each part of a fused weight separately.
         matrices=sum(len({(task.param, task.matrix) for task in stage.plan.tasks}) for stage in simulation.stages),
         layers=model.layers,
         experts=model.experts,
