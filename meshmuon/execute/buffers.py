@@ -63,9 +63,9 @@ class CopyPairs:
     target: list[Tensor]
     source: list[Tensor]
 
-    def run(self) -> None:
+    def run(self, step: RunningStep) -> None:
         if self.target:
-            torch._foreach_copy_(self.target, self.source)
+            step.elementwise.copy(self.target, self.source)
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,10 +181,10 @@ class RelayedPending:
         """Forwards and distributes what was collected; work that is issued after this call sees the received elements."""
         self.collecting.wait()
         for copies, exchange in self.buffers.hops[1:]:
-            copies.run()
+            copies.run(self.step)
             hop = exchange.start(self.step, self.phase)
             hop.wait()
-        self.buffers.to_received.run()
+        self.buffers.to_received.run(self.step)
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,7 +197,7 @@ class RelayedBuffers:
     def start(self, step: RunningStep, phase: str) -> RelayedPending:
         """Starts the first of its exchanges; ``phase`` names all of them in errors."""
         copies, exchange = self.hops[0]
-        copies.run()
+        copies.run(step)
         return RelayedPending(self, step, phase, exchange.start(step, phase))
 
 

@@ -167,9 +167,10 @@ class RankProgramBuilder(ProgramBuilder):
         return self.staging(shards.device).flat(f"shards {slot}", shards)
 
     def _unrounded_buffer(self, wave: int, size: int) -> Tensor | None:
-        """Where momentum is written in full precision before it is rounded for the wire."""
+        """Where momentum is written in full precision before it is rounded for the wire; None if it need not be."""
         template = self.lane_template(wave)
-        if template.comm_dtype == template.update_dtype:
+        rounded_in_passing = self.settings.fuses(template.param.device) and template.update_dtype == torch.float32
+        if template.comm_dtype == template.update_dtype or rounded_in_passing:
             return None
         return self.workspace.take("unrounded", (size,), template.update_dtype, template.param.device)
 
@@ -192,7 +193,6 @@ class RankProgramBuilder(ProgramBuilder):
         pack_into = [(offsets_of(routes.scatter_out), results), (staying, shards)]
         routes_of_rank = partial(self.routes_of_wave, k)
         relayed = partial(RelayMemory, self.workspace, f"slot {slot}")
-        fallible = any(self.step_params[param].fallible for param in params)
         return Wave(
             params=params,
             momentum_views=MomentumViews(
@@ -208,7 +208,9 @@ class RankProgramBuilder(ProgramBuilder):
                 RoundingScratch(self.workspace, "rounding beside"),
             ),
             frees=frees,
-            repeated=self.repeated if fallible else None,
+            fallible=any(self.step_params[param].fallible for param in params),
+            repeated=self.repeated,
+            shared=self.shared,
             stage=stage,
         )
 

@@ -56,7 +56,7 @@ class _AveragedBatch:
         with observer.phase("momentum"):
             kept = self.momentum_views.fill(step)
         load_rule_state(self.rule_state, step)
-        if self.ortho_batch.orthogonalise(step) is None:
+        if self.ortho_batch.orthogonalise(step):
             with observer.phase("update"):
                 self.update_views.apply(step)
                 store_rule_state(self.rule_state, step)
@@ -65,7 +65,7 @@ class _AveragedBatch:
         with observer.phase("scatter"):
             weights = [averaged.shard.of(step.params[averaged.shard.param_index].param) for averaged in active]
             for views in zip(*(averaged.results for averaged in active), strict=True):
-                torch._foreach_copy_(list(views), weights)
+                step.elementwise.copy(list(views), weights)
 
 
 def _average(active: Sequence[_AveragedShard], step: RunningStep) -> None:
@@ -76,7 +76,7 @@ def _average(active: Sequence[_AveragedShard], step: RunningStep) -> None:
         received = [averaged.received[position] for averaged in active]
         gradients = [mine if other is None else other for mine, other in zip(own, received, strict=True)]
         if position == 0:
-            torch._foreach_copy_(averages, gradients)
+            step.elementwise.copy(averages, gradients)
         else:
             torch._foreach_add_(averages, gradients)
     torch._foreach_div_(averages, float(ranks))
@@ -99,7 +99,7 @@ class _Wave:
         observer, not_owned = step.observer, [shard for shard in self.not_owned if shard.param_index not in step.idle]
         views = [shard.view for shard in not_owned]
         with observer.phase("gather"):
-            CopyPairs(views, [shard.of(step.params[shard.param_index].grad) for shard in not_owned]).run()
+            CopyPairs(views, [shard.of(step.params[shard.param_index].grad) for shard in not_owned]).run(step)
             gather = self.gather.start(step, "gather")
         yield
         with observer.phase("gather", waits=True):
@@ -111,7 +111,7 @@ class _Wave:
         with observer.phase("scatter", waits=True):
             scatter.wait()
         with observer.phase("update"):
-            CopyPairs([shard.of(step.params[shard.param_index].param) for shard in not_owned], views).run()
+            CopyPairs([shard.of(step.params[shard.param_index].param) for shard in not_owned], views).run(step)
 
 
 class DataParallelExecutor(Executor):

@@ -1,5 +1,7 @@
 """Elementwise work of a step: from gradient and momentum to what travels, and from what arrives to the weight.
 
+``Elementwise`` is all of it, in torch's own operations. ``FusedElementwise`` is its twin for GPUs: one launch per list.
+
 The same element may be the 10th of a rank's shard and the 1000th of the whole tensor, and must get the same bits. torch's CPU
 kernels process most elements of a tensor in vectors and the last few one by one. Operations that round once (a product, a sum)
 give one result either way. ``a + alpha·b`` rounds once or twice, depending on whether the compiler fused the two. It is used
@@ -8,13 +10,19 @@ where a trial shows that all elements are rounded alike; elsewhere it is two ope
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from functools import lru_cache
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
 
-from .rounding import RandomWords, RoundingScratch, apply_narrow, is_narrow
+from ..device import copy_to
+from ..errors import KernelError
+from .rounding import Elements, RandomWords, RoundingScratch, apply_narrow, is_narrow
+
+Counters: TypeAlias = "Sequence[tuple[Tensor, Elements]]"
+"""For each tensor that is rounded stochastically, its counter and its elements, hashed."""
 
 _TRIAL_SIZES = (1, 2, 3, 5, 7, 8, 9, 15, 16, 17, 31, 32, 33, 63, 65)
 
@@ -85,17 +93,18 @@ def apply(
     rate: float | Tensor,
     *,
     cautious: bool = False,
-    words: Sequence[RandomWords | None] | None = None,
+    counters: Counters | None = None,
     scratch: RoundingScratch | None = None,
 ) -> None:
     """p ← p·decay − rate·update, without waiting for the device when lr is a tensor there. May overwrite ``updates``.
 
     With ``cautious``, only elements whose update is zero or moves them towards zero decay. The parameters have one dtype, and so
-    have the updates. Parameters of 16 bits are formed in float32, in ``scratch``, and rounded once; stochastically where they
-    have ``words``.
+    have the updates. Parameters of 16 bits are formed in float32, in ``scratch``, and rounded once; stochastically with
+    ``counters``.
     """
     if is_narrow(params[0].dtype):
         scratch = RoundingScratch() if scratch is None else scratch
+        words = None if counters is None else [RandomWords.of(counter, elements) for counter, elements in counters]
         apply_narrow(params, updates, decay, rate, cautious=cautious, words=words, scratch=scratch)
         return
     if cautious:
@@ -111,3 +120,136 @@ def apply(
         torch._foreach_mul_(updates, rate)
         torch._foreach_add_(updates, 0.0)  # −0 becomes 0: at rate 0 a weight of −0 keeps its sign
         torch._foreach_sub_(params, updates)
+
+
+class Elementwise:
+    """What a step does to elements. Lists that belong together have equal lengths and shapes; gradients are only read."""
+
+    def accumulate(self, momenta: list[Tensor], grads: list[Tensor], retain: float | Tensor) -> None:
+        """M ← retain·M + G."""
+        accumulate(momenta, grads, retain)
+
+    def fill(
+        self, views: list[Tensor], grads: list[Tensor], momenta: list[Tensor], retain: float | Tensor, momentum: float | None
+    ) -> None:
+        """M ← retain·M + G, and V ← G + momentum·M, or V ← M if ``momentum`` is None."""
+        fill_with_momentum(views, grads, momenta, retain, momentum)
+
+    def apply(
+        self,
+        params: list[Tensor],
+        updates: list[Tensor],
+        decay: float | Tensor,
+        rate: float | Tensor,
+        *,
+        cautious: bool = False,
+        counters: Counters | None = None,
+        scratch: RoundingScratch | None = None,
+    ) -> None:
+        """p ← p·decay − rate·update, as ``apply`` of this module."""
+        apply(params, updates, decay, rate, cautious=cautious, counters=counters, scratch=scratch)
+
+    def copy(self, targets: list[Tensor], sources: list[Tensor]) -> None:
+        """Copies each source to its target."""
+        torch._foreach_copy_(targets, sources)
+
+    def fill_if(self, tensors: Sequence[Tensor], mask: Tensor, value: float) -> None:
+        """Fills tensors with ``value`` if ``mask``, a boolean on a device, is true."""
+        for tensor in tensors:
+            tensor.masked_fill_(copy_to(mask, tensor.device), value)
+
+    def any_nonfinite(self, tensors: Sequence[Tensor], device: torch.device | None = None) -> Tensor:
+        """Whether any element is infinite or NaN, as a boolean tensor; on ``device`` if there are no elements."""
+        filled = [tensor for tensor in tensors if tensor.numel()]
+        if not filled:
+            return torch.zeros((), dtype=torch.bool, device=device)
+        dtype = torch.float64 if any(tensor.dtype == torch.float64 for tensor in filled) else torch.float32
+        # The smallest and the largest of each tensor take a single pass.
+        ends = [copy_to(end, filled[0].device).to(dtype) for tensor in filled for end in torch.aminmax(tensor)]
+        return ~torch.isfinite(torch.stack(ends)).all()
+
+
+_PLAIN = Elementwise()
+
+
+class FusedElementwise(Elementwise):
+    """One launch of a Triton kernel per list and combination of dtypes. Float64 and tensors in host memory are torch's.
+
+    ``fill`` rounds to the dtype of its views. Raises KernelError if the kernels do not run on ``device``.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        try:
+            from .list_kernels import ListKernels
+
+            self._kernels = ListKernels()
+            numbers = torch.zeros(2, 4, device=device)
+            self._kernels.fill([numbers[1, :2]], [numbers[0, :2]], [numbers[0, 2:]], 1.0, 1.0)
+            self._kernels.apply([numbers[1, :2]], [numbers[1, 2:]], 1.0, 1.0, cautious=False, counters=None)
+            self._kernels.copy([numbers[0]], [numbers[1]])
+        except Exception as error:
+            raise KernelError(
+                f"kernels over lists of tensors do not run on {device}: {type(error).__name__}: {error}. If that cannot be "
+                'mended, pass kernels="torch".'
+            ) from error
+
+    def accumulate(self, momenta: list[Tensor], grads: list[Tensor], retain: float | Tensor) -> None:
+        for fused, (m, g) in _by_dtype(momenta, grads):
+            (self._kernels if fused else _PLAIN).accumulate(m, g, retain)
+
+    def fill(
+        self, views: list[Tensor], grads: list[Tensor], momenta: list[Tensor], retain: float | Tensor, momentum: float | None
+    ) -> None:
+        for fused, (v, g, m) in _by_dtype(views, grads, momenta):
+            (self._kernels if fused else _PLAIN).fill(v, g, m, retain, momentum)
+
+    def apply(
+        self,
+        params: list[Tensor],
+        updates: list[Tensor],
+        decay: float | Tensor,
+        rate: float | Tensor,
+        *,
+        cautious: bool = False,
+        counters: Counters | None = None,
+        scratch: RoundingScratch | None = None,
+    ) -> None:
+        ((fused, _), *others) = _by_dtype(params, updates)
+        assert not others, "the parameters have one dtype, and so have the updates"
+        if not fused:
+            _PLAIN.apply(params, updates, decay, rate, cautious=cautious, counters=counters, scratch=scratch)
+            return
+        hashed = None if counters is None else [(elements.rows, elements.cols, counter) for counter, elements in counters]
+        self._kernels.apply(params, updates, decay, rate, cautious=cautious, counters=hashed)
+
+    def copy(self, targets: list[Tensor], sources: list[Tensor]) -> None:
+        for fused, (t, s) in _by_dtype(targets, sources):
+            (self._kernels if fused else _PLAIN).copy(t, s)
+
+    def fill_if(self, tensors: Sequence[Tensor], mask: Tensor, value: float) -> None:
+        for fused, (of_dtype,) in _by_dtype(tensors):
+            (self._kernels if fused else _PLAIN).fill_if(of_dtype, mask, value)
+
+    def any_nonfinite(self, tensors: Sequence[Tensor], device: torch.device | None = None) -> Tensor:
+        device = tensors[0].device if device is None else device
+        flag, others = torch.zeros(1, device=device), list[Tensor]()
+        for fused, (of_dtype,) in _by_dtype(tensors):
+            if fused:
+                self._kernels.mark_nonfinite(of_dtype, flag)
+            else:
+                others += of_dtype
+        found = flag[0] > 0
+        return found if not others else found | copy_to(_PLAIN.any_nonfinite(others, device), device)
+
+
+_FUSED = {torch.float32, torch.bfloat16, torch.float16}
+
+
+def _by_dtype(*lists: Sequence[Tensor]) -> Iterator[tuple[bool, list[list[Tensor]]]]:
+    """The lists cut into such with one dtype and device each, and whether the kernels know them."""
+    groups: dict[Hashable, list[tuple[Tensor, ...]]] = {}
+    for tensors in zip(*lists, strict=True):
+        groups.setdefault(tuple((tensor.dtype, tensor.device.type) for tensor in tensors), []).append(tensors)
+    for members in groups.values():
+        fused = all(tensor.dtype in _FUSED and tensor.device.type == "cuda" for tensor in members[0])
+        yield fused, [list(of_list) for of_list in zip(*members, strict=True)]

@@ -19,9 +19,9 @@ from ..ortho import Workspace
 from ..plan import Plan
 from ..torch_compat import local_part
 from ..transport import Exchange, check_round_trip, has_part, own_shard, whole
-from .elementwise import apply, fill_with_momentum
+from .elementwise import Elementwise, apply, fill_with_momentum
 from .ortho_batch import BatchMemory, OrthoBatch
-from .rounding import Elements, RandomWords
+from .rounding import Elements
 from .shards import ShardView, grouped, store_rule_state
 from .step_param import UNOBSERVED, ExecutorSettings, Observer, RunningStep, StepParam
 from .views import window_of
@@ -34,6 +34,7 @@ class ReferenceExecutor:
         self.settings = settings
         self.plan: Plan | None = None
         self.failed_for_all = False
+        self.elementwise = Elementwise()
 
     def prepare(self, plan: Plan, rank: int, step_params: Sequence[StepParam], exchange: Exchange | None) -> None:
         """Refuses what torch cannot gather, and keeps the plan, of which it uses only the names."""
@@ -92,7 +93,7 @@ class ReferenceExecutor:
             batch.stacked.copy_(_window(full, matrix_set).reshape(batch.stacked.shape))
             if batch.rule_state is not None and numbers is not None:
                 batch.rule_state.copy_(_window(numbers, matrix_set, rule_state=True).reshape(batch.rule_state.shape))
-        if any(batch.stacked.numel() and batch.orthogonalise(step) is not None for _, batch in batches):
+        if any(batch.stacked.numel() and not batch.orthogonalise(step) for _, batch in batches):
             raise step.failures.pop()
         for matrix_set, batch in batches:
             part = _window(full, matrix_set)
@@ -121,9 +122,9 @@ class ReferenceExecutor:
             settings, local = step_param.settings, local_part(step_param.param)
             rate = settings.rate * settings.adjust(*step_param.matrix_set.lr_shape)
             stepped = local.clone()
-            words = [_random_words(step_param)]
+            counters = None if step_param.counter is None else [(step_param.counter, _elements(step_param))]
             # A copy, since ``apply`` overwrites updates and the shard may be a view of parts that are still to come.
-            apply([stepped], [shard.clone()], settings.decay, rate, cautious=settings.cautious, words=words)
+            apply([stepped], [shard.clone()], settings.decay, rate, cautious=settings.cautious, counters=counters)
             local.copy_(torch.where(shard_in_part, stepped, local))
 
     def workspace_bytes(self) -> int:
@@ -131,14 +132,12 @@ class ReferenceExecutor:
         return 0
 
 
-def _random_words(step_param: StepParam) -> RandomWords | None:
-    """The random words of this rank's elements, whose places torch's own sharding tells."""
-    param, counter = step_param.param, step_param.counter
-    if counter is None:
-        return None
-    index = own_shard(torch.arange(param.numel(), device=counter.device).view(param.shape), param)
+def _elements(step_param: StepParam) -> Elements:
+    """This rank's elements, whose places torch's own sharding tells, hashed."""
+    param = step_param.param
+    index = own_shard(torch.arange(param.numel(), device=param.device).view(param.shape), param)
     cols = max(1, param.shape[-1])
-    return RandomWords.of(counter, Elements(index // cols, index % cols).hashed())
+    return Elements(index // cols, index % cols).hashed()
 
 
 def _layout_of(param: Tensor) -> Hashable:

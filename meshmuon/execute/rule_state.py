@@ -39,9 +39,9 @@ class RuleStateExchange:
         gather = self.gather.start(step, "gather")
         yield
         gather.wait()
-        self.unpack.run()
+        self.unpack.run(step)
         yield
-        self.pack.run()
+        self.pack.run(step)
         scatter = self.scatter.start(step, "scatter")
         yield
         scatter.wait()

@@ -16,7 +16,6 @@ from torch import Tensor
 
 from ..device import copy_to
 from ..torch_compat import local_part, local_parts
-from .elementwise import accumulate, apply, fill_with_momentum
 from .rounding import RoundingScratch
 from .step_param import MatrixKey, RunningStep, StepParam
 from .views import Cut, cut_out
@@ -78,9 +77,9 @@ class MomentumViews:
                 settings, gradients = first.settings, _gradients(shards, step)
                 if sent:
                     look_ahead = settings.momentum if settings.nesterov else None
-                    fill_with_momentum([shard.view for shard in shards], gradients, momenta, settings.retain, look_ahead)
+                    step.elementwise.fill([shard.view for shard in shards], gradients, momenta, settings.retain, look_ahead)
                 else:
-                    accumulate(momenta, gradients, settings.retain)
+                    step.elementwise.accumulate(momenta, gradients, settings.retain)
         return kept
 
 
@@ -109,18 +108,14 @@ class UpdateViews:
         for shards in filter(None, (_without(shards, step.idle, failed) for shards in self._groups)):
             first = step.params[shards[0].param_index]
             settings, factor = first.settings, first.settings.adjust(*first.matrix_set.lr_shape)
-            words = (
-                [step.params[shard.param_index].random_words(shard.cut) for shard in shards]
-                if first.counter is not None
-                else None
-            )
-            apply(
+            counters = None if first.counter is None else [step.params[shard.param_index].counted(shard.cut) for shard in shards]
+            step.elementwise.apply(
                 _parts(shards, [step.params[shard.param_index].param for shard in shards]),
                 [shard.view for shard in shards],
                 settings.decay,
                 settings.rate * factor,
                 cautious=settings.cautious,
-                words=words,
+                counters=counters,
                 scratch=self._scratch,
             )
 
@@ -128,15 +123,19 @@ class UpdateViews:
 def load_rule_state(shards: Sequence[ShardView], step: RunningStep) -> None:
     """Copies stored numbers into the shards' views, except those of idle parameters."""
     if shards := _without(shards, step.idle):
-        torch._foreach_copy_([shard.view for shard in shards], [_stored(shard, step) for shard in shards])
+        step.elementwise.copy([shard.view for shard in shards], [_stored(shard, step) for shard in shards])
 
 
 def store_rule_state(shards: Sequence[ShardView], step: RunningStep) -> None:
     """Copies the shards' views into the stored numbers, except for idle parameters and where the skip mask forbids it."""
+    targets, values = list[Tensor](), list[Tensor]()
     for shard in _without(shards, step.idle):
         target, skip_mask = _stored(shard, step), step.params[shard.param_index].settings.skip_mask
         value = copy_to(shard.view, target.device)
-        target.copy_(value if skip_mask is None else torch.where(skip_mask, target, value))
+        targets.append(target)
+        values.append(value if skip_mask is None else torch.where(skip_mask, target, value))
+    if targets:
+        step.elementwise.copy(targets, values)
 
 
 def _stored(shard: ShardView, step: RunningStep) -> Tensor:

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from .cost import orthogonalize_cost
 from .iteration import Scratch, iterate
-from .kernels.products import Prepared
+from .kernels.products import Prepared, Products
 from .rational import Rational
 from .schemes import Scheme
 from .workspace import Workspace
@@ -106,7 +106,7 @@ def _cuts(steps: int, count: int) -> list[tuple[int, ...]]:
     return [tuple(b - a for a, b in pairwise((0, *cut, steps))) for cut in edges]
 
 
-class _NoisyProducts:
+class _NoisyProducts(Products):
     """Exact float64 products, each result shifted by a fixed pattern of ``noise`` times its largest entry."""
 
     def __init__(self, noise: float, pattern: Tensor) -> None:

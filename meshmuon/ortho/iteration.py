@@ -86,6 +86,9 @@ class Scratch:
             return self._take(name, self._m, self._n).mT
         return self._take(name, self._n, self._m)
 
+    def flat(self, name: str, size: int, dtype: torch.dtype) -> Tensor:
+        return self._workspace.take(name, (size,), dtype, self._device)
+
     def square(self, name: str) -> Tensor:
         """A (count, n, n) buffer."""
         return self._take(name, self._n, self._n)
@@ -135,19 +138,21 @@ def iterate(
     x, start = scratch.x, 0
     # Where the result has more digits than X it holds the rescaled batch first, so that X is rounded once, not twice.
     unrounded = result if result.dtype.itemsize > x.dtype.itemsize else None
-    _rescale(batch, scratch, unrounded)
+    normalised = products.normalise(batch, x, scratch.flat)
+    if not normalised:
+        _rescale(batch, scratch, unrounded)
     spare = scratch.spare
     for index, length in enumerate(blocks):
         block = steps[start : start + length]
         gram = products.symmetric(x, x, scratch.square("gram"))
         norm = None  # by which ``_apply_block`` must divide
         if index == 0:
-            norm = _normalise(gram, scratch.scale)
+            norm = None if normalised else _normalise(gram, scratch.scale)
             if show_gram is not None:
                 show_gram(gram)
             # A quintic on its own adds a·X, so X itself is divided. In 16 bits it is divided, too: from the unrounded batch, if
             # there is one, so that this adds no rounding. Elsewhere the block's n × n factor is divided: one pass over X less.
-            if x.dtype in _SHORT or (length == 1 and not isinstance(block[0], Rational)):
+            if norm is not None and (x.dtype in _SHORT or (length == 1 and not isinstance(block[0], Rational))):
                 if unrounded is None:
                     x.div_(norm)
                 else:
@@ -220,7 +225,4 @@ def _step_factor(step: Step, gram: Tensor, place: Tensor, scratch: Scratch, prod
     """The symmetric n × n matrix P by which a step multiplies X."""
     if isinstance(step, Rational):
         return products.inverses(gram, step, place, scratch.inverses)
-    a, b, c = step
-    quadratic = products.symmetric(gram, gram, place, gram, alpha=c, beta=b)
-    quadratic.diagonal(dim1=1, dim2=2).add_(a)
-    return quadratic
+    return products.quintic_factor(gram, place, step)

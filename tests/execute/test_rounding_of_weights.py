@@ -168,7 +168,7 @@ def test_stochastically_is_float32_rounded_to_a_neighbour(cautious: bool, wire: 
     if cautious:
         decayed = torch.where(weight.float() * change >= 0, decayed, weight.float())
     exact = decayed - change
-    apply([weight], [update], 0.99, 0.013, cautious=cautious, words=[RandomWords.of(counter(), whole(30, 50))])
+    apply([weight], [update], 0.99, 0.013, cautious=cautious, counters=[(counter(), whole(30, 50))])
     ulp = torch.exp2(torch.frexp(exact).exponent.float() - 8)
     assert bool(((weight.float() - exact).abs() < ulp).all())
     nearest = exact.bfloat16()
@@ -191,7 +191,7 @@ def test_chunks_do_not_change_a_bit(limit: int, monkeypatch: pytest.MonkeyPatch)
     for chunk in (limit, 1 << 16):
         monkeypatch.setitem(rounding._CHUNK, "cpu", chunk)
         weight, update = tensors((4, 9, 11), torch.bfloat16)
-        apply([weight], [update], 0.99, 0.013, words=[RandomWords.of(counter(), whole(4, 9, 11))])
+        apply([weight], [update], 0.99, 0.013, counters=[(counter(), whole(4, 9, 11))])
         found.append(weight)
     assert torch.equal(*found)
 
@@ -199,8 +199,8 @@ def test_chunks_do_not_change_a_bit(limit: int, monkeypatch: pytest.MonkeyPatch)
 def test_memory_is_that_of_a_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(rounding._CHUNK, "cpu", 64)
     weight, update = tensors((40, 50), torch.bfloat16)
-    workspace, words = Workspace(), RandomWords.of(counter(), whole(40, 50))
-    options = {"cautious": True, "words": [words], "scratch": RoundingScratch(workspace)}
+    workspace = Workspace()
+    options = {"cautious": True, "counters": [(counter(), whole(40, 50))], "scratch": RoundingScratch(workspace)}
     apply([weight], [update.bfloat16()], 0.99, 0.013, **options)
     assert 0 < workspace.bytes() <= 64 * 21
 
@@ -223,20 +223,20 @@ def test_many_parameters_have_the_bits_of_single_ones(limit: int, decay: float, 
 def test_a_part_has_the_bits_that_it_has_in_the_whole() -> None:
     weight, update = tensors((6, 40), torch.bfloat16)
     expected, elements = weight.clone(), whole(6, 40)
-    apply([expected], [update.clone()], 0.99, 0.013, words=[RandomWords.of(counter(), elements)])
+    apply([expected], [update.clone()], 0.99, 0.013, counters=[(counter(), elements)])
     for cut in ((slice(0, 2),), (slice(2, 6), slice(0, 17)), (slice(2, 6), slice(17, 40))):
         part = weight[cut].clone()
-        apply([part], [update[cut].clone()], 0.99, 0.013, words=[RandomWords.of(counter(), elements.part(cut))])
+        apply([part], [update[cut].clone()], 0.99, 0.013, counters=[(counter(), elements.part(cut))])
         assert torch.equal(part, expected[cut])
 
 
-@pytest.mark.parametrize("words", [False, True])
-def test_a_rate_of_zero_changes_nothing(words: bool) -> None:
+@pytest.mark.parametrize("stochastic", [False, True])
+def test_a_rate_of_zero_changes_nothing(stochastic: bool) -> None:
     weight = torch.tensor([0.0, -0.0, 1.0, -3.0]).bfloat16()
     before = weight.clone()
     for update in (-1.0, 1.0):
-        random_words = [RandomWords.of(counter(), whole(4))] if words else None
-        apply([weight], [torch.full((4,), update)], torch.tensor(1.0), torch.tensor(0.0), words=random_words)
+        counters = [(counter(), whole(4))] if stochastic else None
+        apply([weight], [torch.full((4,), update)], torch.tensor(1.0), torch.tensor(0.0), counters=counters)
         assert torch.equal(weight.view(torch.int16), before.view(torch.int16))
 
 
@@ -246,7 +246,7 @@ def test_decay_below_half_a_unit_is_lost_to_nearest_and_kept_stochastically() ->
     tracked, elements = counter(), whole(100, 100)
     for _ in range(512):
         apply([nearest], [torch.zeros(100, 100)], 1 - 2**-10, 0.01)
-        apply([stochastic], [torch.zeros(100, 100)], 1 - 2**-10, 0.01, words=[RandomWords.of(tracked, elements)])
+        apply([stochastic], [torch.zeros(100, 100)], 1 - 2**-10, 0.01, counters=[(tracked, elements)])
         advance_counters([tracked], None)
     assert bool((nearest == 1).all())
     values, expected = stochastic.double(), (1 - 2**-10) ** 512

@@ -58,7 +58,13 @@ def test_the_random_programs_are_of_every_kind() -> None:
 def fused(mesh: tuple[int, ...], placements: tuple[object, ...]) -> Program:
     """(12, 4) in three parts over two shards: the outer parts are local, the one in the middle is exchanged."""
     params = tuple(ProgramParam(f"layers.{k}.weight", (12, 4), placements, split=(4, 4, 4)) for k in range(2))
-    options = {"ns_steps": 1, "chunk_size": 1, "warmup_step": 2, "cautious_weight_decay": True}  # which allocates memory
+    options = {
+        "ns_steps": 1,
+        "chunk_size": 1,
+        "warmup_step": 2,
+        "cautious_weight_decay": True,
+        "kernels": "torch",
+    }  # which allocates memory
     return Program(mesh, params, options=options, steps=1)
 
 

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from meshmuon.ortho import keller, orthogonalize, orthogonalize_flops, polar_express
 from meshmuon.ortho.blocks import choose_blocks
+from meshmuon.ortho.kernels.products import Products
 from tests.support.bounds import orthogonalize_error
 
 from .oracle import SPECTRA, expected, gaussian, of_kind, spectral_distance
@@ -19,7 +20,7 @@ from .oracle import SPECTRA, expected, gaussian, of_kind, spectral_distance
 SCHEMES = {"polar_express": polar_express(), "keller": keller()}
 
 
-class MatrixUnitProducts:
+class MatrixUnitProducts(Products):
     """Products as matrix units make them: 16-bit operands, sums in float32, one rounding at the end."""
 
     def symmetric(

@@ -27,6 +27,7 @@ class KernelVariant:
     dtype: str
     out: str | None = None  # dtype of the result; by default that of the operands
     addend: bool = True
+    diagonal: bool = False
     precision: str = "ieee"
     aligned: bool = True  # contiguous tensors whose sizes are multiples of 16
 
@@ -63,8 +64,17 @@ def _source(kernel: Any, variant: KernelVariant, tiling: Tiling) -> Any:
     constants |= {"precision": variant.precision, "widen": False}
     if not variant.addend:
         constants["addend"] = None
+    if not variant.diagonal:
+        constants["diagonal"] = None
     types = dict.fromkeys(("a", "b", "addend"), POINTER[variant.dtype])
-    types |= {"out": POINTER[variant.out or variant.dtype], "alpha": "fp32", "beta": "fp32", "n": "i32", "k": "i32"}
+    types |= {
+        "out": POINTER[variant.out or variant.dtype],
+        "alpha": "fp32",
+        "beta": "fp32",
+        "diagonal": "fp32",
+        "n": "i32",
+        "k": "i32",
+    }
     strides = [name for name in kernel.arg_names if name.endswith(("_batch", "_row", "_column"))]
     if variant.aligned:
         # What a launch tells the compiler about contiguous tensors whose sizes are multiples of 16.

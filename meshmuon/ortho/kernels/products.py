@@ -32,14 +32,32 @@ Prepared: TypeAlias = Callable[[], ShiftedInverses]
 """Gives what inverts one Gram matrix in buffers that were made before; only CPUs ask for it."""
 
 
+Take: TypeAlias = Callable[[str, int, torch.dtype], Tensor]
+"""Gives flat memory for a name, a number of elements and a dtype."""
+
+
 class Products(Protocol):
-    """What an implementation offers. The result is returned and may or may not live in ``out``."""
+    """What an implementation, a subclass, offers. The result is returned and may or may not live in ``out``."""
 
     def symmetric(
         self, a: Tensor, b: Tensor, out: Tensor, addend: Tensor | None = None, *, alpha: float = 1.0, beta: float = 1.0
     ) -> Tensor:
         """``alpha · a·bᵀ + beta · addend``, known to be symmetric. ``out`` overlaps none of the operands."""
         ...
+
+    def quintic_factor(self, gram: Tensor, out: Tensor, coefficients: tuple[float, float, float]) -> Tensor:
+        """``a·I + b·gram + c·gram²``. ``out`` does not overlap ``gram``."""
+        a, b, c = coefficients
+        factor = self.symmetric(gram, gram, out, gram, alpha=c, beta=b)
+        factor.diagonal(dim1=1, dim2=2).add_(a)
+        return factor
+
+    def normalise(self, batch: Tensor, x: Tensor, take: Take) -> bool:
+        """``x`` ← each matrix of ``batch`` divided by its Frobenius norm, if the device has a kernel for that; else False.
+
+        ``take`` gives memory of a name, size and dtype.
+        """
+        return False
 
     def general(self, a: Tensor, b: Tensor, out: Tensor, addend: Tensor | None = None, *, beta: float = 1.0) -> Tensor:
         """``a·b + beta · addend``. ``out`` overlaps none of the operands."""
@@ -64,7 +82,7 @@ def symmetric_panels(n: int, k: int) -> tuple[tuple[int, int], ...]:
     return tuple(pairwise((0, *inner, n)))
 
 
-class BlockedProducts:
+class BlockedProducts(Products):
     """Torch's own matrix products; a symmetric one is computed as row panels of its lower triangle, then mirrored.
 
     Args:
@@ -124,7 +142,7 @@ class BlockedProducts:
             torch.bmm(a, b, out=out)
 
 
-class FunctionalProducts:
+class FunctionalProducts(Products):
     """Plain products that return new tensors: what ``torch.compile`` can trace. ``out`` is ignored."""
 
     def symmetric(
@@ -144,7 +162,23 @@ class FunctionalProducts:
 
 
 class TritonProducts(BlockedProducts):
-    """Symmetric products by the Triton kernel; the general one and the inverses stay torch's."""
+    """Symmetric products and norms by Triton kernels; the general product and the inverses stay torch's."""
+
+    def quintic_factor(self, gram: Tensor, out: Tensor, coefficients: tuple[float, float, float]) -> Tensor:
+        if out.dtype == torch.float64:
+            return super().quintic_factor(gram, out, coefficients)
+        from .triton_symmetric import symmetric_product
+
+        a, b, c = coefficients
+        return symmetric_product(gram, gram, out=out, addend=gram, alpha=c, beta=b, diagonal=a)
+
+    def normalise(self, batch: Tensor, x: Tensor, take: Take) -> bool:
+        if torch.float64 in (batch.dtype, x.dtype) or batch.stride()[1:] != x.stride()[1:]:
+            return False
+        from .triton_normalise import PARTS, normalise
+
+        normalise(batch, x, take("sums", batch.size(0) * PARTS * 2, torch.float32))
+        return True
 
     def symmetric(
         self, a: Tensor, b: Tensor, out: Tensor, addend: Tensor | None = None, *, alpha: float = 1.0, beta: float = 1.0

@@ -74,6 +74,7 @@ def _symmetric_kernel(
     k: tl.tensor,
     alpha: tl.tensor,
     beta: tl.tensor,
+    diagonal: tl.tensor,  # or None
     a_batch: tl.tensor,
     a_row: tl.tensor,
     a_column: tl.tensor,
@@ -127,6 +128,8 @@ def _symmetric_kernel(
     # vector loads and stores of every tile into single elements.
     if row_tile == column_tile:
         result = tl.where(rows[:, None] > columns[None, :], tl.trans(result), result)
+        if diagonal is not None:
+            result += tl.where(rows[:, None] == columns[None, :], diagonal, 0.0)
     rounded = result.to(out.dtype.element_ty)
 
     out += matrix * out_batch
@@ -149,8 +152,9 @@ def symmetric_product(
     addend: Tensor | None = None,
     alpha: float = 1.0,
     beta: float = 0.0,
+    diagonal: float = 0.0,
 ) -> Tensor:
-    """Computes ``out = beta * addend + alpha * a @ b.mT`` where the caller knows the result to be symmetric.
+    """Computes ``out = beta * addend + alpha * a @ b.mT + diagonal * I`` where the caller knows the result to be symmetric.
 
     Only the upper triangle is computed, with the upper triangle of `addend`; the lower one is its mirror, bit
     for bit, whatever the full product would have there. Sums are kept in fp32, `alpha` and `beta` included,
@@ -168,6 +172,7 @@ def symmetric_product(
         alpha: Factor of the product.
         beta: Factor of `addend`, which is not read if this is 0 (so its NaNs do not count). Without an addend
             it has no effect.
+        diagonal: Added to the diagonal, in fp32 as everything else.
     """
     if beta == 0.0:
         addend = None
@@ -191,6 +196,7 @@ def symmetric_product(
             k,
             float(alpha),  # the kernel would be compiled anew for an int
             float(beta),
+            float(diagonal) if diagonal else None,
             *a.stride(),
             *b.stride(),
             *((0, 0, 0) if addend is None else addend.stride()),

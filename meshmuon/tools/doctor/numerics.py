@@ -148,7 +148,7 @@ def exact_product(
     return exact, size
 
 
-class RoundedProducts:
+class RoundedProducts(Products):
     """Products of float64 matrices, moved by as much as they would be rounded where the unit roundoff is ``stored``.
 
     They are plain ones of torch. A bound that used the products under test would grow with their faults.

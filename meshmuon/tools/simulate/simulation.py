@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from ...agree.local_planner import LocalPlanner, PlanSettings, Topology, slices_by_mesh
+from ...device import memory_budget_for
 from ...errors import ConfigError
-from ...execute import DEFAULT_MEMORY_BUDGET
 from ...layout import Layout, Mesh, Placement, ShardedMatrix, coordinates, length
 from ...matrices import MatrixOptions, check_matrices
 from ...ortho import Scheme, SchemeLike, resolve_scheme, scheme_for
@@ -46,7 +46,7 @@ class MuonOptions:
     comm_dtype: torch.dtype | None = None
     scheme: SchemeLike = "auto"
     ns_steps: int = 5
-    memory_budget: int = DEFAULT_MEMORY_BUDGET
+    memory_budget: int | None = None  # None: what a job on the machine would choose
     chunk_size: int = -1
     waves_ahead: int = 5
     form: str = "auto"
@@ -54,6 +54,20 @@ class MuonOptions:
     momentum_dtype: torch.dtype | None = None
     cost_model: CostModel | None = None
     max_peers: int = DEFAULT_MAX_PEERS
+
+    batch_budget: int | None = None  # bytes of scratch of a batch; None for ``budget``
+
+    @property
+    def budget(self) -> int:
+        """Bytes of matrices that an owner gathers per wave."""
+        return self.memory_budget or memory_budget_for(None)
+
+    def on(self, machine: Machine) -> MuonOptions:
+        """The same with what a job on the machine would choose: as ``LocalPlanner`` and ``ExecutorSettings`` do."""
+        if self.memory_budget is not None or machine.device == "cpu":
+            return self
+        budget = memory_budget_for(machine.memory_bytes)
+        return replace(self, memory_budget=budget, batch_budget=2 * budget)
 
 
 @dataclass(frozen=True)
@@ -105,14 +119,14 @@ def _plan_stage(placed: Sequence[PlacedParam], options: MuonOptions, device_type
         cost_model_for(device_type),
         options.replicas,
         options.chunk_size,
-        options.memory_budget,
+        options.budget,
         options.waves_ahead + 1,
         max_peers=options.max_peers,
     )
     topology = Topology.around(rank, slices_by_mesh(records), None)
     if ranks_per_node is not None:
         topology = replace(topology, nodes=Nodes.of({rank: rank // ranks_per_node for rank in topology.ranks}))
-    settings = PlanSettings(plan_options, options.form, "reference_path=False", options.cost_model)
+    settings = PlanSettings(plan_options, options.form, "reference_path=False", options.cost_model, options.budget)
     planner = LocalPlanner(tuple(records), settings, topology)
     plan = planner.plan(frozenset(range(len(records)))).plan
     # A plan without matrices has no ranks, but they are there: a stage may hold embeddings alone.
@@ -215,6 +229,7 @@ class Simulation:
         cls, model: ModelDescription, sharding: Sharding, machine: Machine, options: MuonOptions, workload: Workload
     ) -> Simulation:
         """Plans every stage, unless a job has planned, and times them."""
+        options = options.on(machine)
         if isinstance(sharding, JobSharding):
             planned = [sharding.stage]
         else:
@@ -317,7 +332,7 @@ def _scratch(stage: StagePlan, options: MuonOptions) -> Tensor:
         needed = rows * cols * _UPDATE_ITEMSIZE
         if isinstance(known, Scheme) and known.steps:
             needed += scratch_bytes(rows, cols, known.steps, compute_dtype, torch.float32)
-        largest = max(1, options.memory_budget // max(1, needed))
+        largest = max(1, (options.batch_budget or options.budget) // max(1, needed))
         for rank, number in counts.items():
             most[rank] = max(most[rank], min(round(number), largest) * needed)
     return torch.tensor([most[rank] for rank in ranks])

@@ -100,8 +100,9 @@ def random_program(seed: int) -> Program:
         fsdp_grads=rng.random() < 0.3,
     )
     # Drawn last, so that the programs are otherwise those that they were before there were metrics.
-    every = rng.choice([None, 1, 2])
-    return drawn if every is None else replace(drawn, options={**drawn.options, "metrics": every})
+    every, kernels = rng.choice([None, 1, 2]), rng.choice(["auto", "auto", "torch"])
+    measured = {} if every is None else {"metrics": every}
+    return replace(drawn, options={**drawn.options, **measured, "kernels": kernels})
 
 
 def in_host_memory(program: Program, seed: int) -> Program:

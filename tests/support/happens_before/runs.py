@@ -17,8 +17,9 @@ from torch.distributed.tensor import DTensor
 
 from meshmuon import DistMuon, Muon, clip_grad_norm_
 from meshmuon.agree.node_view import RANKS_PER_NODE
+from meshmuon.execute import list_kernels
 from meshmuon.layout import Mesh
-from meshmuon.ortho.kernels import products
+from meshmuon.ortho.kernels import products, triton_normalise
 from meshmuon.ortho.kernels.products import TritonProducts
 from meshmuon.torch_compat import dtensor_like, local_part
 from meshmuon.transport import collectives
@@ -28,9 +29,11 @@ from tests.support.threads import run_threads
 
 from . import fake_cuda, nccl_twin
 from .clocks import Finding
+from .list_kernels import TwinListKernels
 from .programs import HEADS, Program, ProgramParam
 from .recorder import Recorder
-from .twin_tensor import DEVICE, TwinTensor
+from .recorder import recorder as current_recorder
+from .twin_tensor import DEVICE, TwinTensor, host_values
 
 
 @dataclass
@@ -63,6 +66,9 @@ def twins() -> Any:
         stack.enter_context(patch.object(collectives, "moves", lambda group, device: True))  # NCCL moves what is on a GPU
         stack.enter_context(patch.object(products, "_has", lambda package: True))
         stack.enter_context(patch.object(TritonProducts, "symmetric", _symmetric_product))
+        stack.enter_context(patch.object(TritonProducts, "quintic_factor", _quintic_factor))
+        stack.enter_context(patch.object(triton_normalise, "normalise", _normalise))
+        stack.enter_context(patch.object(list_kernels, "ListKernels", TwinListKernels))
         yield stack.enter_context(nccl_twin.installed())
 
 
@@ -79,6 +85,26 @@ def _symmetric_product(
     """The Triton kernel reads and writes what this product does. The kernel itself is not imported: it would be compiled."""
     self._multiply(a, b.mT, out, addend if beta else None, alpha, beta)
     return out
+
+
+def _quintic_factor(self: TritonProducts, gram: Tensor, out: Tensor, coefficients: tuple[float, float, float]) -> Tensor:
+    """One launch, as of the kernel."""
+    a, b, c = coefficients
+    factor = self.symmetric(gram, gram, out, gram, alpha=c, beta=b)
+    current_recorder().also(lambda: host_values(factor).diagonal(dim1=1, dim2=2).add_(a))
+    return factor
+
+
+def _normalise(batch: Tensor, out: Tensor, sums: Tensor) -> None:
+    """Two launches, as of the kernels."""
+
+    def divide() -> None:
+        values = host_values(batch).double()
+        norms = values.flatten(1).norm(dim=1).clamp(min=torch.finfo(torch.float32).tiny)
+        host_values(out).copy_(values / norms[:, None, None])
+
+    current_recorder().launch([batch], [sums], "sums of squares", lambda: None)
+    current_recorder().launch([batch, sums], [out], "division by norms", divide)
 
 
 def run_program(program: Program, *, seed: int = 0) -> Outcome:

@@ -1,0 +1,85 @@
+"""Properties of the kernels around the products in Triton's interpreter. Run by ``test_triton_normalise``."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from meshmuon.ortho import Workspace, polar_express
+from meshmuon.ortho.iteration import Scratch, iterate
+from meshmuon.ortho.kernels import triton_normalise
+from meshmuon.ortho.kernels.products import BlockedProducts, TritonProducts
+
+slow = settings(max_examples=20, deadline=None)
+
+
+@pytest.fixture(autouse=True)
+def few_and_small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that small matrices have several tiles in a part."""
+    monkeypatch.setattr(triton_normalise, "PARTS", 4)
+    monkeypatch.setattr(triton_normalise, "TILE", 64)
+
+
+@slow
+@given(
+    st.integers(1, 3),
+    st.integers(1, 24),
+    st.integers(1, 40),
+    st.sampled_from([1.0, 1e-30, 1e30, 3e37]),
+    st.sampled_from([torch.float32, torch.float16]),
+    st.booleans(),
+)
+def test_norms_are_one(count: int, rows: int, cols: int, scale: float, dtype: torch.dtype, flipped: bool) -> None:
+    generator = torch.Generator().manual_seed(count * 1000 + rows * 50 + cols)
+    batch = torch.randn(count, rows, cols, generator=generator) * scale
+    batch[-1] *= 1e-3  # no matrix is divided by another one's norm
+    out = torch.empty(count, rows, cols, dtype=dtype)
+    views = (batch.mT, out.mT) if flipped else (batch, out)
+    triton_normalise.normalise(*views, torch.empty(count * 4 * 2))
+    exact = batch.double() / batch.double().flatten(1).norm(dim=1)[:, None, None]
+    unit = 2.0**-11 if dtype == torch.float16 else 2.0**-24
+    # The norm is a root of a sum of at most 2⁵ terms per lane and 2⁸ lanes; then two divisions and one rounding.
+    assert torch.allclose(out.double(), exact, rtol=unit + 24 * 2.0**-24, atol=2.0**-25 if dtype == torch.float16 else 0.0)
+
+
+def test_zeros_stay_and_what_is_not_finite_spreads_over_its_matrix_alone() -> None:
+    batch = torch.randn(3, 5, 7)
+    batch[0] = 0.0
+    batch[2, 1, 1] = float("nan")
+    out = torch.empty_like(batch)
+    triton_normalise.normalise(batch, out, torch.empty(3 * 4 * 2))
+    assert torch.equal(out[0], torch.zeros(5, 7))
+    assert out[1].norm() == pytest.approx(1.0)
+    assert out[2].isnan().all()
+    batch[2] = float("inf")
+    triton_normalise.normalise(batch, out, torch.empty(3 * 4 * 2))
+    assert out[2].isnan().all()
+
+
+@slow
+@given(st.integers(1, 2), st.integers(1, 40), st.floats(-4.0, 4.0))
+def test_the_factor_of_a_quintic(count: int, n: int, diagonal: float) -> None:
+    x = torch.randn(count, n, 2 * n, generator=torch.Generator().manual_seed(n)) / n
+    gram = x @ x.mT
+    places = torch.empty(2, count, n, n)
+    factors = [
+        products.quintic_factor(gram, place, (diagonal, -4.7, 2.0))
+        for products, place in zip((TritonProducts(), BlockedProducts()), places, strict=True)
+    ]
+    size = gram.abs() @ gram.abs() * 2 + gram.abs() * 4.7 + abs(diagonal)
+    assert bool(((factors[0] - factors[1]).abs() <= (n + 6) * 2.0**-23 * size).all())
+
+
+@pytest.mark.parametrize("shape", [(2, 24, 40), (1, 40, 24)])
+@pytest.mark.parametrize("blocks", [(1, 1, 1, 1, 1), (3, 2)])
+def test_the_iteration_ends_where_torchs_own_operations_end(shape: tuple[int, int, int], blocks: tuple[int, ...]) -> None:
+    batch = torch.randn(shape, generator=torch.Generator().manual_seed(1)) * 1e-20
+    results = []
+    for products in (TritonProducts(), BlockedProducts()):
+        result = batch.clone()
+        iterate(result, polar_express().steps, blocks, Scratch(Workspace(), result, torch.float32, result), products)
+        results.append(result)
+    assert (results[0] - results[1]).abs().max() < 1e-4  # roundings, amplified by the slopes of five steps at zero
+    assert results[0].abs().max() > 0.1

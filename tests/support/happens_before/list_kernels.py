@@ -1,0 +1,97 @@
+"""``ListKernels`` for twin tensors: each call is one piece of work of the current stream, computed by the kernels' CPU twin."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from meshmuon.execute import elementwise
+from meshmuon.execute.rounding import Elements
+
+from .recorder import recorder
+from .twin_tensor import host_values
+
+
+class TwinListKernels:
+    """Reads and writes what the kernels read and write."""
+
+    def accumulate(self, momenta: Sequence[Tensor], grads: Sequence[Tensor], retain: float | Tensor) -> None:
+        def compute() -> None:
+            buffers, sources = _host(momenta, grads)
+            elementwise.accumulate(buffers, sources, _value(retain))
+
+        self._launch([*momenta, *grads, retain], momenta, compute)
+
+    def fill(
+        self,
+        views: Sequence[Tensor],
+        grads: Sequence[Tensor],
+        momenta: Sequence[Tensor],
+        retain: float | Tensor,
+        momentum: float | None,
+    ) -> None:
+        def compute() -> None:
+            targets, sources, buffers = _host(views, grads, momenta)
+            wide = [torch.empty(view.shape) for view in targets]
+            elementwise.fill_with_momentum(wide, sources, buffers, _value(retain), momentum)
+            torch._foreach_copy_(targets, wide)
+
+        self._launch([*grads, *momenta, retain], [*momenta, *views], compute)
+
+    def apply(
+        self,
+        params: Sequence[Tensor],
+        updates: Sequence[Tensor],
+        decay: float | Tensor,
+        rate: float | Tensor,
+        *,
+        cautious: bool,
+        counters: Sequence[tuple[Tensor, Tensor, Tensor]] | None,
+    ) -> None:
+        def compute() -> None:
+            targets, changes = _host(params, updates)
+            hosts = None if counters is None else [_host(numbers)[0] for numbers in counters]
+            pairs = None if hosts is None else [(counter, Elements(rows, cols)) for rows, cols, counter in hosts]
+            wide = [change.float().clone() for change in changes]
+            elementwise.apply(targets, wide, _value(decay), _value(rate), cautious=cautious, counters=pairs)
+
+        self._launch([*params, *updates, decay, rate, *(part for numbers in counters or () for part in numbers)], params, compute)
+
+    def copy(self, targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
+        def compute() -> None:
+            written, read = _host(targets, sources)
+            torch._foreach_copy_(written, read)
+
+        self._launch(sources, targets, compute)
+
+    def fill_if(self, tensors: Sequence[Tensor], mask: Tensor, value: float) -> None:
+        def compute() -> None:
+            (targets,), ((flag,),) = _host(tensors), _host([mask])
+            for target in targets if bool(flag) else ():
+                target.fill_(value)
+
+        self._launch([mask], tensors, compute)
+
+    def mark_nonfinite(self, tensors: Sequence[Tensor], flag: Tensor) -> None:
+        def compute() -> None:
+            (values,), ((target,),) = _host(tensors), _host([flag])
+            target.fill_(max(float(target), float(any(not bool(value.isfinite().all()) for value in values))))
+
+        self._launch(tensors, [flag], compute)
+
+    def _launch(self, reads: Sequence[Any], writes: Sequence[Tensor], compute: Callable[[], object]) -> None:
+        rank = recorder()
+        tensors = [value for value in reads if isinstance(value, Tensor)]
+        assert all(tensor.is_cuda for tensor in (*tensors, *writes)), "a kernel of a GPU reads and writes device memory"
+        rank.launch(tensors, writes, "list kernel", compute)
+
+
+def _value(scalar: float | Tensor) -> float | Tensor:
+    return _host([scalar])[0][0] if isinstance(scalar, Tensor) else scalar
+
+
+def _host(*lists: Sequence[Tensor]) -> list[list[Tensor]]:
+    return [[host_values(tensor) for tensor in tensors] for tensors in lists]
