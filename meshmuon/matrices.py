@@ -341,7 +341,7 @@ def _parts(name: str, split: Any, outputs: int) -> list[StridedRange]:
         return [StridedRange(start, stop - start) for start, stop in pairwise(edges)]
     sizes, repeats, period = interleaved.sizes, interleaved.repeats, sum(interleaved.sizes)
     if period * repeats != outputs:
-        fix = "Give sizes of which whole copies fit."
+        fix = "Give sizes that divide it into whole copies."
         if outputs % period == 0 and outputs:
             fix = f"Write Interleaved({sizes}, {outputs // period})."
         raise ConfigError(
@@ -380,7 +380,7 @@ def _sizes(name: str, split: Any, outputs: int | None) -> tuple[int, ...]:
     if not sizes or not all(map(_is_count, sizes)):
         raise ConfigError(
             f"{name}: split={shown(split)} must be sizes of parts such as (1024, 256, 256), the size of equal parts such as 128, "
-            "Interleaved((64, 64, 64), 12) for parts that take turns, or a function of name and shape that returns one of these "
+            "Interleaved((64, 64, 64), 12) for interleaved parts, or a function of name and shape that returns one of these "
             "or None."
         )
     if outputs is not None and sum(sizes) != outputs:

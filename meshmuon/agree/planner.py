@@ -206,7 +206,7 @@ class Planner:
         if isinstance(self._replica_group, dist.ProcessGroup) and len(ranks) > len(topology.replica_sets[0]):
             raise ConfigError(
                 f"replica_group has {len(topology.replica_sets[0])} ranks, but the meshes of other parameters connect "
-                f"{list(ranks)}, some of which have replica groups of their own. Pass the mesh instead of the process group: "
+                f"{list(ranks)}, some of which have other replica groups. Pass the mesh instead of the process group: "
                 'replica_group=mesh["dp"] knows all of them.'
             )
         if len(ranks) == 1:

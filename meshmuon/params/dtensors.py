@@ -80,7 +80,7 @@ def check_memory(name: str, param: Tensor) -> None:
     if param.requires_grad and shares_addresses(local):
         raise ConfigError(
             f"{name} has shape {tuple(local.shape)} and strides {local.stride()}: several of its elements share one address, "
-            "as after expand(), and a step would write all of them there. Make it a parameter with memory of its own: "
+            "as after expand(), and a step would write all of them there. Make it a parameter with separate memory: "
             "nn.Parameter(p.detach().clone(memory_format=torch.contiguous_format))."
         )
 

@@ -281,7 +281,7 @@ _ENGINE = (
         "Most matrices per batch and per wave of an exchange; -1 leaves it to ``memory_budget``."
     ),
     Option("waves_ahead", 5, _WHOLE, whole_number(0, 1024, why_high=_BUFFERS), _PLAN, aliases=("warmup_step",)).with_help(
-        "Waves of exchanges that may be under way beside the one that computes (``waves_ahead + 1`` in flight)."
+        "Waves of exchanges that may be in flight beside the one that computes (``waves_ahead + 1`` in all)."
     ),
     Option("deterministic", False, _WHOLE, check_flag).with_help(
         "Products and rules take one matrix at a time, so that bits cannot depend on what shares a batch, for any number of "
@@ -294,7 +294,7 @@ _ENGINE = (
         "Replays the orthogonalisation of each batch as a CUDA graph; no effect on CPU."
     ),
     Option("kernels", "auto", _WHOLE, of_value(check_kernels), _PLAN).with_help(
-        'Who computes symmetric products on a GPU: ``"auto"`` (Triton if it runs on all ranks), ``"triton"``, ``"quack"`` (the '
+        'What computes symmetric products on a GPU: ``"auto"`` (Triton if it runs on all ranks), ``"triton"``, ``"quack"`` (the '
         'library of quack-kernels, where it takes the shape) or ``"torch"``; no effect on CPU. See docs/proofs.md.'
     ),
     Option("cost_model", None, _WHOLE, of_value(cost_model_from), _PLAN).with_help(

@@ -108,7 +108,7 @@ def named_phase(phase: str, *groups: dist.ProcessGroup) -> Iterator[None]:
         # gloo's and NCCL's errors, lost peers and timeouts, and those of connections
         raise TransportError(
             f"ranks lost each other in the {phase} of a step: {error}. A rank has died, has stalled past the group's timeout, "
-            "or failed by itself: look for the first error in the logs of all ranks, and resume from the last checkpoint."
+            "or has failed: look for the first error in the logs of all ranks, and resume from the last checkpoint."
         ) from error
     except BaseException:  # Ctrl-C: the next collective of this rank would meet the present one of the others
         for group in groups:

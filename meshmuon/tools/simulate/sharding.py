@@ -250,8 +250,8 @@ class FileSharding:
             pattern, mesh, placements = rule
             if any(isinstance(place, Sharded) and place.dim >= len(param.shape) for place in placements):
                 raise ConfigError(
-                    f"--layout {self.path}: {pattern} shards a dim that {param.name} {param.shape} does not have. Give it a "
-                    "pattern of its own before this one."
+                    f"--layout {self.path}: {pattern} shards a dim that {param.name} {param.shape} does not have. Write a "
+                    "separate pattern for it before this one."
                 )
             placed.append(PlacedParam(param, self.meshes[mesh], placements))
         yield placed
