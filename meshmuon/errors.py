@@ -80,17 +80,17 @@ class UntestedTorchWarning(UserWarning):
 
 
 class KernelWarning(RuntimeWarning):
-    """A GPU kernel or a CUDA graph cannot be used here. The step runs without it, on all ranks alike."""
+    """A GPU kernel or a CUDA graph cannot be used here. The step runs without it, on all ranks."""
 
 
 class KeptError:
     """A rank's first error, kept until the other ranks know of it. ``with kept_error:`` keeps what the block raises.
 
-    A ``TransportError`` passes: nobody is left to be told.
+    A ``TransportError`` passes: no other rank can be told any longer.
 
-    Whoever raises the error takes it out first, and nobody puts it into a variable. An error that can be reached from the frames
-    of its own traceback, or from their callers, is a reference cycle, which would keep the optimizer and its state alive after
-    their last user is gone.
+    The caller that raises the error takes it out first, and no caller stores it in a variable. An error that is reachable from
+    the frames of its own traceback, or from their callers, is a reference cycle, which would keep the optimizer and its state
+    alive after their last user is gone.
     """
 
     __slots__ = ("error",)

@@ -43,7 +43,7 @@ class StridedRange:
         return self.start + (self.count - 1) * self.period + self.size
 
     def before(self, index: int) -> int:
-        """How many of its indices are below ``index``: the position of ``index``, if it is one of them."""
+        """Number of its indices below ``index``: the position of ``index``, if it is one of them."""
         if self.count == 1:
             return min(max(index - self.start, 0), self.size)
         block, within = divmod(index - self.start, self.period)
@@ -84,7 +84,7 @@ Window: TypeAlias = tuple[StridedRange, StridedRange]
 
 @dataclass(frozen=True, slots=True)
 class Interleaved:
-    """A ``split`` of an output dim in which the parts take turns: ``repeats`` copies of a pattern of blocks follow each other.
+    """A ``split`` of an output dim whose parts are interleaved: ``repeats`` copies of a pattern of blocks follow each other.
 
     Part *i* is block *i* of every copy, in the order in which they occur: a matrix of ``sizes[i] * repeats`` outputs.
 
@@ -123,7 +123,7 @@ class Interleaved:
 Split: TypeAlias = (
     "int | Sequence[int] | Interleaved | Callable[[str, tuple[int, ...]], int | Sequence[int] | Interleaved | None]"
 )
-"""Sizes of the parts of the output dim, the size of equal parts, parts that take turns, or a function of name and shape."""
+"""Sizes of the parts of the output dim, the size of equal parts, interleaved parts, or a function of name and shape."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,7 +131,7 @@ class MatrixSet:
     """``count`` matrices of rows × cols inside one parameter.
 
     A (96, 64) weight is one matrix. Experts (8, 96, 64) are ``MatrixSet(8, 96, 64, stack_dims=1)``. A (32, 3, 5, 5) filter with
-    ``conv="flatten"`` is ``MatrixSet(1, 32, 75)``. Each part of a fused weight is a set of its own, with a ``window``.
+    ``conv="flatten"`` is ``MatrixSet(1, 32, 75)``. Each part of a fused weight is a separate set, with a ``window``.
     """
 
     count: int
@@ -167,7 +167,7 @@ class MatrixSet:
 class ParamMatrices:
     """Which matrices one parameter holds: an entry of the option ``matrices``."""
 
-    experts: bool | int = False  # True: the first of three dims counts matrices; a number: a 2-D weight is so many blocks of rows
+    experts: bool | int = False  # True: the first of three dims counts matrices; a number: the blocks of rows of a 2-D weight
     dims: str = "out_in"  # ``"in_out"``: rows are inputs and columns are outputs
     split: Split | None = None  # parts of the outputs, as in the option ``split``
     flatten: bool = False  # all dims after the first are one
@@ -208,7 +208,7 @@ def without_wrappers(name: str) -> str:
 
 
 def with_stars(name: str) -> str:
-    """The name with ``*`` in the place of each component that is a number: ``layers.3.up.weight`` is ``layers.*.up.weight``."""
+    """The name with ``*`` for each component that is a number: ``layers.3.up.weight`` is ``layers.*.up.weight``."""
     return ".".join("*" if part.isdigit() else part for part in name.split("."))
 
 
@@ -341,7 +341,7 @@ def _parts(name: str, split: Any, outputs: int) -> list[StridedRange]:
         return [StridedRange(start, stop - start) for start, stop in pairwise(edges)]
     sizes, repeats, period = interleaved.sizes, interleaved.repeats, sum(interleaved.sizes)
     if period * repeats != outputs:
-        fix = "Give sizes of which whole copies fit."
+        fix = "Give sizes that divide it into whole copies."
         if outputs % period == 0 and outputs:
             fix = f"Write Interleaved({sizes}, {outputs // period})."
         raise ConfigError(
@@ -380,7 +380,7 @@ def _sizes(name: str, split: Any, outputs: int | None) -> tuple[int, ...]:
     if not sizes or not all(map(_is_count, sizes)):
         raise ConfigError(
             f"{name}: split={shown(split)} must be sizes of parts such as (1024, 256, 256), the size of equal parts such as 128, "
-            "Interleaved((64, 64, 64), 12) for parts that take turns, or a function of name and shape that returns one of these "
+            "Interleaved((64, 64, 64), 12) for interleaved parts, or a function of name and shape that returns one of these "
             "or None."
         )
     if outputs is not None and sum(sizes) != outputs:

@@ -260,7 +260,7 @@ def object_device(process_group: dist.ProcessGroup) -> torch.device:
 
 
 def abort(process_group: dist.ProcessGroup) -> None:
-    """Ends what is under way in a process group, on backends that can: NCCL's. That of gloo does nothing."""
+    """Aborts the running collectives of a process group, on backends that can, such as NCCL. gloo's abort does nothing."""
     with suppress(AttributeError, NotImplementedError, RuntimeError):
         process_group.abort()
 
@@ -359,8 +359,8 @@ def without_modes() -> AbstractContextManager[Any]:
 def profiler_range(name: str) -> AbstractContextManager[Any]:
     """A range of that name in profiles, cheap where nothing is profiled.
 
-    ``record_function`` takes 10 to 18 µs even then, and a step has three ranges per batch. torch's compiler has a range of its
-    own that takes less than 1 µs, but profiles show it as an operation, not as an annotation that is also drawn beside the
+    ``record_function`` takes 10 to 18 µs even then, and a step has three ranges per batch. torch's compiler has another
+    range that takes less than 1 µs, but profiles show it as an operation, not as an annotation that is also drawn beside the
     kernels of a GPU.
     """
     private: Any = torch._C

@@ -43,7 +43,7 @@ def recipe_text(record: ParamRecord) -> str:
 
 
 def _stable_text(value: object) -> str:
-    """``repr(value)``, or the name of its class if the class has no ``__repr__`` of its own: the default one shows an address."""
+    """``repr(value)``, or the name of its class if the class defines no ``__repr__``: the default one shows an address."""
     kind = type(value)
     return f"{kind.__module__}.{kind.__qualname__}" if kind.__repr__ is object.__repr__ else repr(value)
 

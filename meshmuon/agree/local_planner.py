@@ -139,7 +139,7 @@ class LocalPlanner:
         self._plan: StepDecision | None = None  # a step in which all parameters of the plan have gradients
         self.proposal: Proposal | None = None
         self._has_grad: tuple[bool, ...] = ()  # which parameters have a gradient on this rank
-        self._flags_by_rank: Mapping[int, tuple[bool, ...]] = {}  # of the shared ones, on each rank; empty if all ranks are alike
+        self._flags_by_rank: Mapping[int, tuple[bool, ...]] = {}  # of the shared ones, on each rank; empty if all are equal
         self._active: Sequence[bool] = ()  # which have a gradient on some rank; these are stepped
         self._active_muon = frozenset[int]()
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 LONG_IDLE_STEPS = 100
 # Idle parameters stay in the plan while they are a smaller part of its FLOPs than this: leaving them out would save little.
 IDLE_SHARE = 0.1
-NOT_PLANNED = -1  # in the place of a number of idle steps
+NOT_PLANNED = -1  # instead of a number of idle steps
 
 
 @dataclass(frozen=True, slots=True)

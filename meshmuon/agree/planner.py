@@ -53,8 +53,8 @@ class Planner:
        or a considerable part of the plan has had none for long (``PlannedSet``); ranks that meet for the first time create their
        process groups. At every step it sends this rank's vote, seven integers in host memory.
 
-       It returns what will be decided unless some rank has other plans or something out of the ordinary; None if this rank has.
-       While the votes travel a rank may find out what it needs for that, and call ``advance()``. It must neither write nor
+       It returns the decision that will hold unless some rank has another plan or something unusual to report; None if this
+       rank has. While the votes travel, a rank may prepare for it, and call ``advance()``. It must neither write nor
        communicate before ``settle`` has returned.
     3. ``settle(status)``, once per step. It counts the votes. If they differ, the ranks first tell each other on which nodes they
        are, and vote again if some did not know that of all ranks. If the votes still differ, they gather their views and settle
@@ -206,7 +206,7 @@ class Planner:
         if isinstance(self._replica_group, dist.ProcessGroup) and len(ranks) > len(topology.replica_sets[0]):
             raise ConfigError(
                 f"replica_group has {len(topology.replica_sets[0])} ranks, but the meshes of other parameters connect "
-                f"{list(ranks)}, some of which have replica groups of their own. Pass the mesh instead of the process group: "
+                f"{list(ranks)}, some of which have other replica groups. Pass the mesh instead of the process group: "
                 'replica_group=mesh["dp"] knows all of them.'
             )
         if len(ranks) == 1:
@@ -290,7 +290,7 @@ class Planner:
         note = replace(local.note(status), pairing=self._pairing, place=place_of(self._optimizer()))
         notes = agreement.all_gather_objects(note)
         if (mixed_up := other_optimizer(notes)) is not None:
-            # This call does not count: in the right order it will come again.
+            # This call is not counted: it will be repeated in the right order.
             self._pairing = self._pairing._replace(steps=self._pairing.steps - 1)
             raise mixed_up
         if (out_of_step := other_step(notes)) is not None:

@@ -41,7 +41,7 @@ class StepDecision:
     nonfinite: bool = False  # some rank has a gradient that must not be used; all ranks skip the step
     has_work: bool = True  # some rank has more to do than create state
     activity: Activity = Activity.ACTIVE
-    repeats: bool = False  # some matrix is computed by several ranks, by each for itself
+    repeats: bool = False  # several ranks compute the same matrix, each on its own
 
 
 class RankStatus(NamedTuple):

@@ -36,8 +36,8 @@ def reduce_norm(
     """The norm over one group after the other, each with one all-reduce; the host does not wait for the device.
 
     ``value`` is the sum of powers, or the largest magnitude, of what this rank counts, and ``nan`` above 0 if a NaN was left out
-    of it, since a maximum over ranks may lose it. ``flags``: this rank cannot continue; a number of which those of ranks that
-    were given the same add up to 0; where the maximum is taken, its negative, with which it then adds up to 0.
+    of it, since a maximum over ranks may lose it. ``flags``: whether this rank cannot continue; a number whose sum over ranks
+    is 0 if all were given the same; its negative, so that for maxima the two add up to 0 in that case.
 
     Returns the value of all ranks, whether some rank left out a NaN, and whether some rank cannot continue or ranks differ.
     """

@@ -26,7 +26,7 @@ class ReplicaRole:
     """
 
     counts: bool  # whether this rank counts the elements
-    replicas: int  # how many ranks hold the same elements
+    replicas: int  # number of ranks that hold the same elements
     cell: tuple[int, ...]  # which elements these are, as coordinates on the mesh axes that cut the parameter
 
 

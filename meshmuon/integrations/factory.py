@@ -43,7 +43,7 @@ def muon_for(model: nn.Module, *, keys: Callable[[str], Mapping[str, Any]] | Non
 
 
 def by_own_names(options: Mapping[str, Any]) -> dict[str, Any]:
-    """A user's options with the names of ``Muon`` in the place of torch's. Unknown ones are refused."""
+    """A user's options, with torch's names replaced by those of ``Muon``. Unknown ones are refused."""
     return arguments.by_own_names(options, _ROUTING_OPTIONS)
 
 

@@ -38,10 +38,10 @@ class MuonContainer(OptimizersContainer[Muon]):
         """Selects Muon in a torchtitan config."""
 
         lr: float = 1e-3
-        """Learning rate of all groups that have none of their own."""
+        """Learning rate of all groups that set none."""
 
         weight_decay: float = 0.1
-        """Weight decay of all groups that have none of their own."""
+        """Weight decay of all groups that set none."""
 
         options: dict[str, Any] = field(default_factory=dict)
         """Further options of ``Muon``. ``none_grad`` is False unless set: CUDA graphs write into the same gradients again."""

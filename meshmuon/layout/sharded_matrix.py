@@ -39,7 +39,7 @@ class ShardedMatrix:
     rows: int
     cols: int
     pieces: tuple[Piece, ...]  # non-empty ones
-    replicas: int  # how many ranks hold each piece
+    replicas: int  # number of ranks that hold each piece
     # Rank → (index of the piece that it holds, index of the replica that it belongs to); its keys are all holders.
     holdings: dict[int, tuple[int, int]] = field(init=False, repr=False)
 
@@ -79,7 +79,7 @@ class ShardedMatrix:
 
     @cached_property
     def separate_replicas(self) -> tuple[ShardedMatrix, ...]:
-        """Each replica as a sharded matrix of its own."""
+        """Each replica as a separate sharded matrix."""
         if self.replicas == 1:
             return (self,)
         return tuple(

@@ -79,7 +79,7 @@ class Meter:
         return None
 
     def prepare(self, decision: StepDecision, params: Sequence[ParamRecord], layouts: Sequence[tuple[Layout, ...]]) -> None:
-        """Makes room for the numbers of a plan. The vectors of the weights begin anew.
+        """Makes room for the numbers of a plan. The vectors of the weights start over.
 
         All ranks call it at the same steps, also those whose own plan is as it was.
         """
@@ -165,7 +165,7 @@ class Meter:
                     recorder=recorder,
                     stored=stored,
                 )
-                # At most two: one that the host knows before the device is done with the other, if nobody reads.
+                # At most two if they are never read: one that has arrived on the host, and one that the device still computes.
                 self._pending = [*self._pending[-1:], measurement]
         return recorder.failure.take()
 
@@ -180,7 +180,7 @@ class Meter:
     def _send(self, told: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], Any]:
         """Starts copying tensors to the host. Returns where they will be, and the mark of their arrival."""
         assert self._transfers is not None
-        packed = torch.cat([value.reshape(-1).to(DTYPE) for value in told.values()])  # in memory of its own
+        packed = torch.cat([value.reshape(-1).to(DTYPE) for value in told.values()])  # in separate memory
         host = self._transfers.host_buffer(packed.numel(), DTYPE)
         self._transfers.store(host, packed)
         parts = torch.split(host, [value.numel() for value in told.values()])

@@ -1,8 +1,8 @@
 """Singular values of matrices, from a few products with vectors.
 
 The largest singular value of A comes from a Lanczos iteration on A·Aᵀ with a fixed start vector. Its coefficients are computed
-where the matrix is. What follows from them, the eigenvalues of a tiny tridiagonal matrix, is worked out on the host, when
-somebody asks.
+where the matrix is. What follows from them, the eigenvalues of a tiny tridiagonal matrix, is worked out on the host, on
+demand.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch import Tensor
 from ..ortho import Scheme
 
 PROBES = 4
-"""How many directions are looked at to tell how far a matrix is from being orthogonal."""
+"""Number of directions that estimate how far a matrix is from orthogonal."""
 
 _EXHAUSTED = 1e-5  # what is shorter, relative to the largest coefficient so far, is rounding: there is no further direction
 _SQUARINGS = 12

@@ -45,7 +45,7 @@ def counts_here(layouts: Sequence[Layout], rank: int) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class LocalMatrices:
-    """The part of a planned parameter that this rank holds and counts: pieces of some of its matrices, all cut alike."""
+    """The part of a planned parameter that this rank holds and counts: pieces of some of its matrices, cut identically."""
 
     numbers: Tensor  # which of the parameter's matrices
     rows: Tensor  # which of their rows and columns
@@ -140,7 +140,7 @@ class WeightVectors:
         self.restart()
 
     def restart(self) -> None:
-        """Begins anew: the next ``begin`` is the first."""
+        """Starts over: the next ``begin`` is the first."""
         self.half_iterations = 0
         self._kept = self._start
 

@@ -28,7 +28,7 @@ class Fused:
     """A kind of fused weight: how to recognise it, and the sizes of its parts as ``ParamPlace.size`` reads them.
 
     The sizes must add up to the outputs of the weight, otherwise the next row is tried. With ``repeats`` they are those of a
-    pattern that recurs so many times. A single size without ``repeats`` is that of equal parts.
+    pattern that recurs that many times. A single size without ``repeats`` is that of equal parts.
     """
 
     parts: str  # for the routing table

@@ -71,7 +71,7 @@ class HeadFinder:
 
     def __init__(self, places: Sequence[ParamPlace]) -> None:
         linear = [place for place in places if _is_linear(place) and place.param.dim() == 2]
-        self._takers: dict[int, set[str]] = {}  # number of inputs → the linear layers that take so many
+        self._takers: dict[int, set[str]] = {}  # number of inputs → the linear layers that take that number
         for place in linear:
             self._takers.setdefault(place.param.shape[1], set()).add(place.name)
         tables = (place for place in places if is_instance(place.module, nn.Embedding) and not _OTHER_TABLES.search(place.label))

@@ -140,7 +140,7 @@ def _attributes_of(source: Any) -> Iterator[tuple[str, Any]]:
 
 
 def is_a(module: nn.Module, pattern: str) -> bool:
-    """Whether a class of the module matches; FSDP2 and others put classes of their own in front."""
+    """Whether a class of the module matches; FSDP2 and others put their own classes in front."""
     return any(re.search(pattern, cls.__name__) for cls in class_of(module).__mro__[:-2])
 
 
@@ -170,7 +170,7 @@ def places_of(model: nn.Module) -> Iterator[ParamPlace]:
 def models_in(model: nn.Module, places: Sequence[ParamPlace]) -> list[tuple[nn.Module, Sequence[ParamPlace]]]:
     """The models that a ``ModuleDict`` of several models holds, each with its places; of any other model itself.
 
-    A ModuleDict cannot be called. Its modules are models of their own unless one is a single layer, or a block with a number.
+    A ModuleDict cannot be called. Its modules are separate models unless one is a single layer, or a block with a number.
     """
     root = places[0].modules[0] if places else model
     children = dict(root.named_children()) if type(root) is nn.ModuleDict else {}

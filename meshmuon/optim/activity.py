@@ -94,7 +94,7 @@ class ActivityCheck:
             warnings.warn(f"{_NO_GRADIENT} The next such step raises. {_INTENDED}", InactiveWarning, stacklevel=level_of_user())
 
     def replaced(self, params: Sequence[ParamRecord], has_grad: Sequence[bool]) -> GradientError | None:
-        """The error for parameters without gradients in whose place the model has others, with gradients."""
+        """The error for parameters without gradients that the model has replaced by others, which have gradients."""
         if self.allowed or not self._models or all(has_grad) or (self._verified and any(has_grad)):
             return None
         own = {id(record.param) for record in params}
@@ -116,7 +116,7 @@ class ActivityCheck:
 
 
 def _warn_of_shared_rates(groups: Sequence[Mapping[str, Any]]) -> None:
-    """Warns if a scheduler has different rates in mind for groups whose lr is one tensor: what it writes last holds for all."""
+    """Warns if a scheduler has different rates for groups that share one lr tensor: its last value would hold for all."""
     wanted: dict[int, set[float]] = {}
     for group in groups:
         rate = group.get("max_lr", group.get("initial_lr"))  # of OneCycleLR, of other schedulers

@@ -162,7 +162,7 @@ class _Tensors(NamedTuple):
         return _Tensors(change(self.param), change(self.grad), change(self.exp_avg), change(self.exp_avg_sq), step)
 
     def chunk(self, start: int, stop: int) -> _Tensors:
-        """Elements [start, stop), with a step count of its own: the kernel adds 1 to the count of every chunk."""
+        """Elements [start, stop), with a copy of the step count: the kernel adds 1 to the count of every chunk."""
         return self.changed(lambda tensor: tensor[start:stop], self.step.clone())
 
 

@@ -208,13 +208,13 @@ class DistMuon(Muon):
         return super()._ready_params(expected, meanwhile) if self.replica_group is None else None
 
     def _divide_state(self, step: StepContext, owned: set[PartIndex]) -> None:
-        """Deletes the state of stepped parameters of which this rank owns no matrix, and notes of which it alone has state.
+        """Deletes the state of stepped parameters without a matrix that this rank owns, and notes which states only it keeps.
 
         ``owned`` are the parts that it owns. Those that are idle and have no state yet are not noted.
         """
         indices, idle = [k for k, _ in step.decision.planned_parts], step.decision.idle
         params = {part: step.params[indices[part]].param for part in owned}
-        if self._complete:  # here momentum is divided anew
+        if self._complete:  # this step divides momentum over the owners again
             self._kept = frozenset(param for param in params.values() if MOMENTUM in self.state.get(param, {}))
         self._kept |= {param for part, param in params.items() if part not in idle}
         stepped = {k for part, k in enumerate(indices) if part not in idle}

@@ -245,7 +245,7 @@ class Muon(MuonStep):
         """Where each parameter goes and how large its steps will be; ``print`` it.
 
         Args:
-            full: print a row for every parameter, also for those of layers that are alike.
+            full: print a row for every parameter, also for those of similar layers.
         """
         return build_routing_table(self._groups, full=full)
 

@@ -7,7 +7,7 @@ What may fail, and what then holds:
 | inspect, agree | on all ranks, with the same text | nothing |
 | prepare | on all ranks, with the same text | new state, all zeros; no rank keeps buffers of the plan |
 | run, all exchanges complete | on this rank; the others raise it at their next step | all but what failed (``StepFailures``) |
-| run, between two exchanges | on this rank; the others get a ``TransportError`` | nobody knows: load a checkpoint |
+| run, between two exchanges | on this rank; the others get a ``TransportError`` | unknown: load a checkpoint |
 
 A rank keeps its first error in ``StepContext.failure`` until all ranks know of it.
 """
@@ -83,7 +83,7 @@ class MuonStep(torch.optim.Optimizer):
     _executor: StepExecutor  # runs the plan
     _overwritten: Overwritten  # tells autograd which weights the step has overwritten
     _states_in_order = 0  # how many parameters had state when it was last put into their order
-    _routes_logged: tuple[object, object] = (None, None)  # parameters and gradients of which the routes were logged last
+    _routes_logged: tuple[object, object] = (None, None)  # the parameters and gradients whose routes were logged last
     # Each of these serves one option.
     _nonfinite: NonFinite
     _qk_clip: QKClip
@@ -233,7 +233,7 @@ class MuonStep(torch.optim.Optimizer):
             alone = decision.exchange is None
             known = isinstance(failure.error, OrthogonalizeError) if alone else self._executor.failed_for_all
             logits = None if known else self._qk_clip.apply(params, step.qk_logits, step.skip_mask)
-            if step.recorder is not None:  # likewise: the other ranks wait for the numbers of this one
+            if step.recorder is not None:  # also after a failure: the other ranks wait for this rank's numbers
                 skips: dict[str, Any] = {"skipped": self._nonfinite.skipped, "skip_mask": step.skip_mask}
                 clips = Clipped(logits or {}, self._qk_clip.threshold)
                 failure.keep(self._meter.finish(step.recorder, decision, self._groups, clipped=clips, **skips))
@@ -303,7 +303,7 @@ class MuonStep(torch.optim.Optimizer):
 
     @property
     def _groups(self) -> list[ParamGroup]:
-        """``param_groups``, typed. The public attribute keeps torch's type, since users may add keys of their own."""
+        """``param_groups``, typed. The public attribute keeps torch's type, since users may add other keys."""
         return cast("list[ParamGroup]", self.param_groups)
 
     # DistMuon overrides what follows.
@@ -350,7 +350,7 @@ class StepFailures:
       nothing. The next ``step()`` reports the error to them instead of stepping, and all ranks raise it; then the state is clean.
     - **Diverged**: as above, and replicas of the same weights now differ. Every ``step()`` reports it, and ``state_dict()``
       refuses, until a state is loaded.
-    - **Half done**: this rank left a step between two exchanges (an error in transport, Ctrl-C), so nobody knows which weights
+    - **Half done**: this rank left a step between two exchanges (an error in transport, Ctrl-C), so it is unknown which weights
       were updated. ``step()`` and ``state_dict()`` refuse on this rank until a state is loaded. Its connections are closed, so
       that the other ranks do not wait for it.
     """

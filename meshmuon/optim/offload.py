@@ -87,7 +87,7 @@ class Offload:
         self._offload(states)
 
     def turn_off(self, states: _States) -> None:
-        """Loads the state for good, each tensor into memory of its own."""
+        """Loads the state for good, each tensor into separate memory."""
         self._load(states, bulk=False)
         self._pools = []
         self.on = False

@@ -23,7 +23,7 @@ from ..state import param_state
 from ..torch_compat import zeros_like
 from .collect import States
 
-_PARAMS_AT_A_TIME = 32  # of which the state is looked up before other ranks are given a moment; that takes some 20 µs
+_PARAMS_AT_A_TIME = 32  # parameters whose state is looked up (some 20 µs) before the agreement gets a turn
 
 
 class StepParams:
@@ -37,7 +37,7 @@ class StepParams:
         self.drop()
 
     def drop(self) -> None:
-        """Makes the next step begin anew."""
+        """Makes the next step rebuild its parameters."""
         self._plan: object = None
         self._cached: list[StepParam] = []  # made for ``_plan``
         self._groups: dict[tuple[int, torch.device], ParamGroup] = {}  # by index, and by the device of those parameters on it

@@ -3,7 +3,7 @@
 Inside a block the iteration lives in the n × n space of R = X·Xᵀ, where rounding of relative size u perturbs every
 eigenvalue by about u·‖R‖. An eigenvalue that is truly tiny may become negative, and each step multiplies it by a² or
 more; and what rounding mixes between a large and a small direction is amplified like the small one. Starting a new block
-(X ← Q·X, R = X·Xᵀ afresh) wipes the error out.
+(X ← Q·X, then R = X·Xᵀ again) removes the error.
 
 How many blocks are needed depends on the coefficients and on the dtype, so it is found by simulation, not by table: the
 real iteration runs on 2 × 2 matrices in float64, with every product perturbed by the worst rounding of the dtype.
@@ -43,7 +43,7 @@ class _Outcome(NamedTuple):
 
 
 def standard_blocks(scheme: Scheme) -> tuple[int, ...]:
-    """Every step is a block of its own: the standard form."""
+    """Every step is a separate block: the standard form."""
     return (1,) * len(scheme.steps)
 
 

@@ -77,7 +77,7 @@ class Scratch:
         self.highest = workspace.take("highest", (self._count, 1, 1), batch.dtype, batch.device)
         self.lowest = workspace.take("lowest", (self._count, 1, 1), batch.dtype, batch.device)
         self.result = _short_side_first(result)
-        # X goes to and fro between two buffers. The result is the second one where it can hold X as products want it.
+        # X alternates between two buffers. The result is the second one where it can hold X as products want it.
         self.spare = self.result if result.dtype == dtype and is_aligned(result) else self.n_by_m("x_next")
 
     def n_by_m(self, name: str) -> Tensor:
@@ -116,7 +116,7 @@ class Scratch:
         for name in _squares(steps, max(blocks) > 1):
             self.square(name)
         if self._device.type == "cpu" and any(isinstance(step, Rational) for step in steps):
-            self.inverses()  # elsewhere torch's own routines are used, which take memory of their own
+            self.inverses()  # elsewhere torch's own routines are used, which allocate memory themselves
 
 
 def iterate(

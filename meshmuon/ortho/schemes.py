@@ -11,8 +11,8 @@ a rational function, which costs one inverse per pole and does the work of sever
 * ``halley``: one rational step with one pole, then minimax quintics.
 * ``hybrid``: one hybrid step, the best sum of a quintic and two poles on [1e-3, 1].
 * ``auto``: the cheapest of these for a matrix whose error is no larger than that of ``polar_express``. With another number of
-  steps than 5 it is ``polar_express`` with so many steps.
-* your own list of triples, or a callable that orthogonalises a batch by itself.
+  steps than 5 it is ``polar_express`` with that number of steps.
+* your own list of triples, or a callable that orthogonalises a batch.
 """
 
 from __future__ import annotations
@@ -140,7 +140,7 @@ def polar_express(l: float = 1e-3, steps: int = 5, safety: float = 0.01, cushion
 
 @lru_cache(typed=True)
 def zolotarev(l: float = 1e-3, poles: int = 3) -> Scheme:  # noqa: E741
-    """One rational step: the best odd function with so many poles on [l, 1].
+    """One rational step: the best odd function with ``poles`` poles on [l, 1].
 
     The worst distance from 1 on [1e-3, 1] is 0.202 with 2 poles, 0.062 with 3 and 0.019 with 4. Singular values below ``l`` end
     below 1, the smaller the lower.
@@ -211,7 +211,7 @@ def resolve_scheme(scheme: SchemeLike | str, steps: int) -> Scheme | Orthogonali
     Args:
         scheme: a name, a Scheme, a list of (a, b, c) triples (one triple is repeated), or a callable.
         steps: ``ns_steps``; an explicit list of several triples must have exactly this length. Schemes with rational steps
-            have a number of steps of their own.
+            have a fixed number of steps.
     """
     _check_steps(steps)  # here and not only where coefficients are made: a cache takes 5.0 and True for 5 and 1
     if isinstance(scheme, str):

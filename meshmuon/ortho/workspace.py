@@ -45,7 +45,7 @@ def as_matrices(flat: Tensor, shape: tuple[int, int, int]) -> Tensor:
 
 
 def aligned_matrices(shape: tuple[int, int, int], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Uninitialised matrices, (count, rows, cols), in memory of their own."""
+    """Uninitialised matrices, (count, rows, cols), in newly allocated memory."""
     count, rows, cols = shape
     return as_matrices(aligned_empty(count * pitch(rows, cols, dtype), dtype, device), shape)
 

@@ -12,7 +12,7 @@ from .option_table import OPTIONS, Option, Scope, group_options, optimizer_optio
 
 _NAMES = {name for option in OPTIONS for name in (option.name, *option.aliases)}
 _OWN_NAMES = {alias: option.name for option in group_options() for alias in option.aliases}  # of torch's names
-_NO_WARMUP = "Muon has no warmup of its own. Use a scheduler, such as torch.optim.lr_scheduler.LinearLR"
+_NO_WARMUP = "Muon has no built-in warmup. Use a scheduler, such as torch.optim.lr_scheduler.LinearLR"
 # What other optimizers have, and why it is no option here.
 _WHY_NO_OPTION = {
     "learning_rate": "it is called lr",
@@ -31,7 +31,7 @@ _WHY_NO_OPTION = {
 }
 # Older names that sound like something else, and what they do.
 _MISLEADING = {
-    "warmup_step": "lets so many waves of exchanges be under way ahead of the one that computes; it does not warm up the lr",
+    "warmup_step": "is the number of waves that exchange ahead of the one that computes; it does not warm up the lr",
     "use_distributed_muon": "steps by the slow reference path, for verification only; Muon is distributed without it",
 }
 _unwarned = set(_MISLEADING)
@@ -57,7 +57,7 @@ def refuse_unknown(options: Mapping[Any, Any], further: Collection[str] = ()) ->
 
 
 def by_own_names(options: Mapping[str, Any], further: Collection[str] = ()) -> dict[str, Any]:
-    """A user's options with our names in the place of torch's; ``further`` are other keywords that are allowed."""
+    """A user's options, with torch's names replaced by ours; ``further`` are other keywords that are allowed."""
     refuse_unknown(options, further)
     for option in group_options():
         _one_value(option, {name: options[name] for name in (option.name, *option.aliases) if name in options})

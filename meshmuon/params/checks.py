@@ -20,7 +20,7 @@ from torch.nn.parameter import is_lazy
 
 from ..device import known_to_host
 from ..errors import ConfigError
-from ..errors import shown as shown  # taken from here by most
+from ..errors import shown as shown  # most modules import it from here
 
 FLOAT_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 """What momentum, products and pieces may be: torch does not compute in the narrower dtypes."""

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ..errors import ConfigError, GradientError, TransportError, UnsupportedError
 from ..layout import Layout, Mesh, Placement, Ranges, Replicated, Sharded, coordinates, flat_index
-from ..torch_compat import as_dtensor as as_dtensor  # the rooms above take it from here
+from ..torch_compat import as_dtensor as as_dtensor  # other rooms import it from here
 from ..torch_compat import cut_in_mesh_order, dtensor_like, local_part, mesh_slices, same_layout, spec_of, split_factor
 
 if TYPE_CHECKING:
@@ -80,7 +80,7 @@ def check_memory(name: str, param: Tensor) -> None:
     if param.requires_grad and shares_addresses(local):
         raise ConfigError(
             f"{name} has shape {tuple(local.shape)} and strides {local.stride()}: several of its elements share one address, "
-            "as after expand(), and a step would write all of them there. Make it a parameter with memory of its own: "
+            "as after expand(), and a step would write all of them there. Make it a parameter with separate memory: "
             "nn.Parameter(p.detach().clone(memory_format=torch.contiguous_format))."
         )
 
@@ -97,7 +97,7 @@ def shares_addresses(local: Tensor) -> bool:
 
 
 def same_placement(first: Tensor, second: Tensor) -> bool:
-    """Whether two tensors of one shape are cut alike: both plain, or both on one mesh with the same placements."""
+    """Whether two tensors of one shape are cut in the same way: both plain, or both on one mesh with the same placements."""
     first_sharded, second_sharded = as_dtensor(first), as_dtensor(second)
     if first_sharded is None or second_sharded is None:
         return first_sharded is second_sharded
@@ -148,7 +148,7 @@ def layouts_of(
     ``planning_ranks`` are the ranks that plan together with this one (``Topology.ranks``).
 
     A parameter on one axis of a larger mesh exists once per coordinate on the other axes: on axis "tp" of a 2 × 4 mesh
-    ("dp", "tp"), ranks 0–3 hold one copy and ranks 4–7 another. Each copy has a layout and owners of its own in the plan.
+    ("dp", "tp"), ranks 0–3 hold one copy and ranks 4–7 another. Each copy has its own layout and owners in the plan.
     """
     our_placements = known_placements(name, placements, len(shape))
     _check_order(name, meshes[0])

@@ -16,7 +16,7 @@ class Metrics:
     """Which steps are measured, and how closely; ``Muon(metrics=10)`` is ``Muon(metrics=Metrics(every=10))``.
 
     Attributes:
-        every: every how many steps a step is measured.
+        every: interval of measured steps; 1 measures each.
         iterations: steps of the Lanczos iteration from which the singular values of the momentum are estimated. Each reads the
             Gram matrix, or the matrix twice.
         weight_spectra: whether the largest singular value of each weight is tracked. It adds the longer side of every matrix to

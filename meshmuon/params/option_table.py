@@ -174,14 +174,14 @@ NonFinitePolicy: TypeAlias = Literal["propagate", "skip", "raise"]
 
 _ALL, _MUON, _ADAMW, _WHOLE = Scope.ALL_GROUPS, Scope.MUON_GROUPS, Scope.ADAMW_GROUPS, Scope.OPTIMIZER
 _PLAN, _VALUE = Compared.IN_PLAN, Compared.BY_VALUE
-_BUFFERS = ": each wave under way needs buffers of its own"
+_BUFFERS = ": each wave in flight needs its own buffers"
 
 _EVERYDAY = (
     Option("lr", 1e-3, _ALL, check_lr, _VALUE).with_help(
         "Learning rate; also of AdamW's groups, unless ``adamw_lr`` is given. A one-element tensor works too."
     ),
     Option("adamw_lr", None, _WHOLE, check_optional_lr).with_help(
-        "Learning rate of AdamW's groups that have none of their own; by default ``lr``. It is written into the groups once, as "
+        "Learning rate of AdamW's groups without an ``lr``; by default ``lr``. It is written into the groups once, as "
         "their ``lr``, which schedulers change from there."
     ),
     Option("weight_decay", 0.1, _ALL, in_range(0.0), _VALUE).with_help("Decoupled weight decay, applied before the update."),
@@ -207,8 +207,8 @@ _EVERYDAY = (
 
 _MODEL = (
     Option("split", None, _MUON, of_value(_check_split), _PLAN, kept_as=split_as_tuple, defines_matrices=True).with_help(
-        "Cuts fused weights (QKV, gate-up) along their output dim into matrices of their own: the sizes of the parts, the size "
-        "of equal parts (one per head), ``Interleaved(sizes, repeats)`` if the parts take turns, or a function of (name, shape) "
+        "Cuts fused weights (QKV, gate-up) along their output dim into separate matrices: the sizes of the parts, the size "
+        "of equal parts (one per head), ``Interleaved(sizes, repeats)`` for interleaved parts, or a function of (name, shape) "
         "that returns one of these or None."
     ),
     Option(
@@ -281,7 +281,7 @@ _ENGINE = (
         "Most matrices per batch and per wave of an exchange; -1 leaves it to ``memory_budget``."
     ),
     Option("waves_ahead", 5, _WHOLE, whole_number(0, 1024, why_high=_BUFFERS), _PLAN, aliases=("warmup_step",)).with_help(
-        "Waves of exchanges that may be under way beside the one that computes (``waves_ahead + 1`` in flight)."
+        "Waves of exchanges that may be in flight beside the one that computes (``waves_ahead + 1`` in all)."
     ),
     Option("deterministic", False, _WHOLE, check_flag).with_help(
         "Products and rules take one matrix at a time, so that bits cannot depend on what shares a batch, for any number of "
@@ -294,7 +294,7 @@ _ENGINE = (
         "Replays the orthogonalisation of each batch as a CUDA graph; no effect on CPU."
     ),
     Option("kernels", "auto", _WHOLE, of_value(check_kernels), _PLAN).with_help(
-        'Who computes symmetric products on a GPU: ``"auto"`` (Triton if it runs on all ranks), ``"triton"``, ``"quack"`` (the '
+        'What computes symmetric products on a GPU: ``"auto"`` (Triton if it runs on all ranks), ``"triton"``, ``"quack"`` (the '
         'library of quack-kernels, where it takes the shape) or ``"torch"``; no effect on CPU. See docs/proofs.md.'
     ),
     Option("cost_model", None, _WHOLE, of_value(cost_model_from), _PLAN).with_help(

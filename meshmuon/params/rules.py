@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from ..errors import ConfigError, shown
-from ..execute import UpdateRule as UpdateRule  # users take it from here, beside the rules
+from ..execute import UpdateRule as UpdateRule  # users import it from here, beside the rules
 from .checks import check_range
 
 RuleName: TypeAlias = Literal["plain", "normuon", "muon_plus", "muoneq"]

@@ -106,7 +106,7 @@ class PlanData:
 
     @cached_property
     def hops(self) -> tuple[WaveHops, ...]:
-        """The exchanges of which the gather and the scatter of each wave consist: one, or three through relays."""
+        """The exchanges of each wave's gather and scatter: one, or three through relays."""
         return count_hops(self.wave_owners, self.options.nodes if self.relayed else None, self.traffic)
 
     @cached_property

@@ -1,7 +1,7 @@
 """Exchanges in two hops through one rank per pair of nodes, for plans that would need too many peers.
 
-What the ranks of node A send to those of node B, one rank of A collects, sends to one rank of B in a single message, and that
-rank distributes it. Which ranks do this differs from pair to pair, so that the work is spread over the node. Inside a node
+One rank of node A collects all that A's ranks send to node B, and sends it in a single message to one rank of B, which
+distributes it. Which ranks do this differs from pair to pair, so that the work is spread over the node. Inside a node
 everything is sent directly. A rank then talks to the other ranks of its node and to one rank of each node that it relays for.
 
 With 8 ranks per node on 512 nodes an exchange among all has 4,095 peers per rank directly, and 7 + 64 through relays.
@@ -97,7 +97,7 @@ def count_hops(
 ) -> tuple[WaveHops, ...]:
     """The hops of each wave, through relays between ``nodes``; one hop if these are None.
 
-    With ``averages``, gathers are scatters the other way: all replicas send their gradients.
+    With ``averages``, gathers are reversed scatters: all replicas send their gradients.
     """
     gathers = [wave.scatter.reversed() if averages else wave.gather for wave in traffic]
     if nodes is None:
@@ -108,7 +108,7 @@ def count_hops(
         of_all = counter.to_owners(number, one_replica=False)
         one_replica = owners.replicated(number) and not averages
         of_gather = counter.to_owners(number, one_replica=True) if one_replica else of_all
-        # Who collects a parcel distributes the one that comes back.
+        # The rank that collects a parcel also distributes the one that comes back.
         hops.append((_three_hops(gather, *of_gather), _three_hops(wave.scatter, *reversed(of_all))))
     return tuple(hops)
 
@@ -153,7 +153,7 @@ class _RelayCounter:
 
     Of a matrix, holder h sends elements(h) · itemsize(o) bytes to owner o. A rank of node A therefore forwards elements(A) ·
     itemsize(B) for each node B that it relays for, and receives itemsize(A) · elements(B) from there: both sides are counted
-    alike, with holders and owners swapped.
+    in the same way, with holders and owners swapped.
     """
 
     def __init__(self, owners: WaveOwners, nodes: Nodes) -> None:

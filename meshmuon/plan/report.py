@@ -144,7 +144,7 @@ def _content(plan: PlanData) -> dict[str, Any]:
 
 
 def how_computed(task: Task) -> str:
-    """By whom a matrix is computed, in a few words."""
+    """Which ranks compute a matrix, in a few words."""
     if task.wave != NO_WAVE:
         return "shared by replicas" if task.sharded.replicas > 1 else "one owner"
     return "local" if task.sharded.replicas == 1 else "every holder"

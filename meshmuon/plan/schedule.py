@@ -119,7 +119,7 @@ def plan_batches(items: Sequence[BatchItem], *, budget: int, chunk_size: int = -
     Items of 3 and 2 matrices of one kind with ``chunk_size=2`` become three batches: matrix 0 of item 0, matrices 1 and 2 of
     item 0, and matrices 0 and 1 of item 1.
 
-    A batch needs at most ``budget`` bytes, but a single matrix above that still gets a batch of its own. With ``chunk_size`` -1
+    A batch needs at most ``budget`` bytes, but a single larger matrix still gets a batch. With ``chunk_size`` -1
     a batch has as many matrices as the budget allows.
     """
     kinds: dict[Hashable, list[int]] = {}

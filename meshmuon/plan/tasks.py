@@ -69,8 +69,8 @@ class PlanOptions:
     budget: int = 64 * 2**20  # bytes that an owner may gather per wave
     in_flight: int = 6  # most waves between their first and last exchange; fewer where buffers would be too large
     nodes: Nodes | None = None  # which ranks share a node; None if all do
-    # Above so many peers per wave exchanges go in two hops through relays (``relays.py``). None: never. In the options of a plan
-    # that is made, None unless it does so.
+    # With more peers per wave than this, exchanges go in two hops through relays (``relays.py``). None: never. A finished plan
+    # has None here unless it uses relays.
     max_peers: int | None = None
 
     def __post_init__(self) -> None:

@@ -1,4 +1,4 @@
-"""What every rank sends and receives in every exchange, and with how many ranks, counted without listing the transfers.
+"""Bytes, messages and peers of every rank in every exchange, counted without listing the transfers.
 
 Thousands of ranks are only a few kinds by what they hold, and what holders send is counted once for each kind; owners are counted
 one by one. All that is said of bytes comes from here: ``Plan.describe``, predictions, ``meshmuon plan``.
@@ -38,7 +38,7 @@ class ExchangeBytes:
         return list(map(add, self.received_inside, self.received_between))
 
     def reversed(self) -> ExchangeBytes:
-        """The same bytes the other way."""
+        """The same bytes in the opposite direction."""
         return ExchangeBytes(self.received_inside, self.received_between, self.sent_inside, self.sent_between)
 
 
@@ -83,7 +83,7 @@ class RankKinds:
         kinds: dict[tuple[HeldPiece, ...], int] = {}
         self.kind_of = {rank: kinds.setdefault(tuple(of_rank), len(kinds)) for rank, of_rank in held.items()}
         self.held = tuple(kinds)  # kind → what its ranks hold
-        self.members = Counter(self.kind_of.values())  # kind → how many ranks are of it
+        self.members = Counter(self.kind_of.values())  # kind → number of its ranks
 
 
 class WaveOwners:
@@ -135,7 +135,7 @@ class _TrafficCounter:
         return WaveTraffic(gather, scatter.reversed(), self._by_rank(pieces), self._by_rank(elements))
 
     def _to_owners(self, wave: int, *, one_replica: bool) -> ExchangeBytes:
-        """What holders send to owners if those in the owner's replica do, or those in all: the scatter, the other way."""
+        """What holders send to owners, from the owner's replica or from all: reversed, the latter is the scatter."""
         received, staying, sent_near, received_near = ([0] * len(self._kind_of) for _ in range(4))
         prices: Counter[tuple[int, int]] = Counter()  # (number of a matrix, replica that sends) → bytes per element; 0 for all
         for number, itemsizes in self._owners.itemsizes[wave].items():

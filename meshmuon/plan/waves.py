@@ -22,7 +22,7 @@ def cut_into_waves(
 ) -> tuple[list[Task], tuple[Hashable, ...], int]:
     """The tasks with their waves, the lane of each wave, and how many waves may be in flight.
 
-    Lanes have waves of their own. Every owner's matrices are spread over the waves of a lane in the same proportions by cost, so
+    Each lane has its own waves. Every owner's matrices are spread over the waves of a lane in the same proportions by cost, so
     that ranks have work at the same time. No other wave computes during the first gather and the last scatter, so the first and
     the last wave are small: six waves have 1/12, 2/12, 3/12, 3/12, 2/12 and 1/12 of each owner's cost.
 
@@ -203,7 +203,7 @@ class Footprint:
         for wave, (owner, gathered, copies) in zip(waves, self._owner_elements, strict=True):
             received[owner, wave] += gathered
             results[owner, wave] += copies or gathered
-            if copies:  # the owner sends more than it receives: the results of the whole wave need a buffer of their own
+            if copies:  # the owner sends more than it receives: the results of the whole wave need a separate buffer
                 with_replicas.add((owner, wave))
         by_kind = _slots(shards, in_flight)
         total = Counter({rank: by_kind[kind] for rank, kind in self._kind_of.items()})

@@ -72,7 +72,7 @@ def whole_logits(qk_logits: Mapping[LayerKey, Tensor]) -> list[Tensor]:
 
 
 def nan_as_infinity(logits: Tensor) -> Tensor:
-    """``logits`` with +∞ in the place of NaN, which a maximum over ranks may lose."""
+    """``logits`` with +∞ instead of NaN, which a maximum over ranks may lose."""
     return torch.where(logits.isnan(), math.inf, logits)
 
 

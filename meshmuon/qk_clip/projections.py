@@ -277,7 +277,7 @@ def _sections_of(layer: LayerKey, weight: ProjectionParam, config: ClipConfig, *
 
 
 def _section(where: str, side: str, rows: StridedRange, head: tuple[int, int, int], what: str) -> Section:
-    """A section whose heads have so many rows that are scaled by √γ, by γ, and not at all."""
+    """A section; ``head`` has the number of rows of a head that are scaled by √γ, by γ, and not at all."""
     heads, rest = divmod(rows.length, sum(head))
     if rest or not heads:
         raise ConfigError(

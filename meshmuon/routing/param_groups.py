@@ -20,7 +20,7 @@ from ..params.option_table import matrices_as_dicts
 class ModelNames(list[str]):
     """A list of names that knows the model they are from, and does not keep it alive.
 
-    A list rather than a key of its own: trainers pass param groups on as plain dicts, and checkpoints store all of their keys. A
+    A list rather than a separate key: trainers pass param groups on as plain dicts, and checkpoints store all of their keys. A
     pickle of it is a plain list.
     """
 
@@ -42,7 +42,7 @@ def get_default_muon_param_groups(
 ) -> list[dict[str, Any]]:
     """Splits a model's trainable parameters into a Muon group and two AdamW groups, the second without weight decay.
 
-    Matrices go to Muon, each expert and each part of a fused weight by itself. Embeddings, output heads and everything tied to
+    Matrices go to Muon, each expert and each part of a fused weight separately. Embeddings, output heads and everything tied to
     these, tables, scales and parameters of fewer than two dims go to AdamW. Of these, norms, biases and all others of fewer than
     two dims have no weight decay. What is inside a parameter is known for the architectures of transformers, timm, torchvision,
     diffusers, torchtitan and PEFT; see docs/models.md.

@@ -225,13 +225,13 @@ _DOUBTS = {
     ),
     "fused": (
         "{} like several projections fused into one weight. Muon orthogonalises {} as one matrix, which couples them: give the "
-        "sizes of the parts, split=(...), in the group, or split=Interleaved(...) if they take turns.",
+        "sizes of the parts, split=(...), in the group, or split=Interleaved(...) if they are interleaved.",
         ("looks", "it"),
         ("look", "each"),
     ),
     "fused experts": (
         "{} like several projections fused into one weight. Muon orthogonalises each of {} experts as one matrix, which couples "
-        "them: give the sizes of the parts, split=(...), in the group, or split=Interleaved(...) if they take turns.",
+        "them: give the sizes of the parts, split=(...), in the group, or split=Interleaved(...) if they are interleaved.",
         ("looks", "its"),
         ("look", "their"),
     ),

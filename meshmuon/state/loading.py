@@ -251,7 +251,7 @@ def _saved_options(
 
 
 def _overrides(previous: ParamGroup, saved: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
-    """What a param group has after loading in place of ``saved``: what a checkpoint cannot hold, or does not know."""
+    """What a param group has after loading instead of ``saved``: what a checkpoint cannot hold, or does not know."""
     own = cast(Mapping[str, Any], previous)
     if not saved:
         return {key: value for key, value in own.items() if key != "params"}
@@ -347,7 +347,7 @@ def _check_tensor(name: str, param: Tensor, key: str, value: Any, shape: tuple[i
     if shares_addresses(local_part(value)):
         raise StateError(
             f"{name}: several elements of its saved {key} share one address, as after expand(), and a step would write all of "
-            "them there. Give it memory of its own: clone(memory_format=torch.contiguous_format)."
+            "them there. Give it separate memory: clone(memory_format=torch.contiguous_format)."
         )
     here, saved = shard_place(param), shard_place(value)
     if here != saved:

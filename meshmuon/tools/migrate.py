@@ -107,7 +107,7 @@ def convert_nanochat_state(optimizer: Muon, states: StateDict | Sequence[StateDi
 
     Momentum becomes ``buf / (1 − μ)``; Adam's moments are joined. lr, weight decay, momentum, betas and eps are converted. The
     scheme and the update rule stay the optimizer's own. nanochat's second moment of updates is left out: it is kept per row or
-    per column, whichever are more, after two other normalisations, and a rule here starts its memory anew.
+    per column, whichever are more, after two other normalisations, and a rule here starts its memory from zero.
 
     Args:
         optimizer: the optimizer that will load the result; nothing in it changes.
@@ -174,7 +174,7 @@ def convert_dion_state(optimizer: Muon, state: StateDict, names: Iterable[str]) 
     Momentum, Adam's moments, lr, weight decay, ``cautious_wd``, ``maximize``, momentum, Nesterov, betas, eps and the
     learning-rate rule are taken over as they are. The scheme and the update rule stay the optimizer's own; so does the
     learning-rate rule if dion's ``adjust_lr`` is None. NorMuon's second moment of updates is left out, and a rule here starts its
-    memory anew.
+    memory from zero.
 
     Args:
         optimizer: the optimizer that will load the result; nothing in it changes.

@@ -143,7 +143,7 @@ def swap_with(peer: int, sent: Tensor, received: Tensor) -> None:
 
 
 def norm_device(devices: Iterable[torch.device], groups: Sequence[dist.ProcessGroup]) -> torch.device:
-    """Where numbers to reduce are put: on ``devices`` if ``groups`` take such tensors, accelerators first; alike on all ranks."""
+    """Where numbers to reduce are put: on ``devices`` if ``groups`` take such tensors, accelerators first; equal on all ranks."""
     host = torch.device("cpu")
     candidates = [*dict.fromkeys(device for device in devices if device.type != "cpu"), host]
     if torch.accelerator.is_available() and (current := torch.accelerator.current_accelerator()) is not None:

@@ -1,9 +1,9 @@
-"""Connections to a few ranks, made once, and who is let in.
+"""Authenticated connections to a few ranks, made once.
 
 A rank listens, and tells the others its ``Door``: addresses, ports and a random secret. From the doors of all ranks follows a key
 that only they know. A rank then calls each of its targets under all addresses of its door at the same time, and keeps the
 connection on which the target first proves that it has the key; its sources call it. Both sides prove it by an HMAC over
-numbers that the other has just drawn: the key is never sent, and what was heard once is of no use again. Messages of this
+numbers that the other has just drawn: the key is never sent, and a recorded handshake cannot be replayed. Messages of the
 handshake have a fixed length, and begin with a magic word and the version of the protocol.
 """
 
@@ -55,7 +55,7 @@ class Door:
     version: str  # of meshmuon
     places: tuple[tuple[str, int], ...]  # addresses and ports
     secret: str  # random
-    trouble: str = ""  # why nobody can call, if nobody can
+    trouble: str = ""  # why the rank cannot be reached, if it cannot
 
 
 class UnreachableError(Exception):

@@ -23,7 +23,7 @@ from ..errors import MeshmuonError, TransportError
 from ..torch_compat import abort, cause_of, gloo_of
 from .host_channel import HostChannel
 
-_UNUSED_TAG = 0x6D6D  # nobody sends with this tag, so that waiting for it times out
+_UNUSED_TAG = 0x6D6D  # no rank sends with this tag, so waiting for it times out
 _SHORT = timedelta(milliseconds=1)
 _SLICE = timedelta(seconds=0.5)  # of a wait for gloo
 _PERIOD = 0.25  # seconds from one look at the channels to the next
@@ -48,7 +48,7 @@ def set_channel(group: dist.ProcessGroup, channel: HostChannel | None) -> None:
 def _watch() -> None:
     while True:
         time.sleep(_PERIOD)
-        _look_for_lost()  # a function of its own: no group and no channel may be kept alive while this thread sleeps
+        _look_for_lost()  # a separate function: no group and no channel may be kept alive while this thread sleeps
 
 
 def _look_for_lost() -> None:
@@ -86,7 +86,7 @@ def _ends_within(work: Any, time_slice: timedelta) -> bool:
     except RuntimeError:
         if not work.is_completed():
             return False
-        work.wait()  # it has ended by now, perhaps with an error of its own
+        work.wait()  # it has ended by now, perhaps with an error
     return True
 
 
@@ -108,7 +108,7 @@ def named_phase(phase: str, *groups: dist.ProcessGroup) -> Iterator[None]:
         # gloo's and NCCL's errors, lost peers and timeouts, and those of connections
         raise TransportError(
             f"ranks lost each other in the {phase} of a step: {error}. A rank has died, has stalled past the group's timeout, "
-            "or failed by itself: look for the first error in the logs of all ranks, and resume from the last checkpoint."
+            "or has failed: look for the first error in the logs of all ranks, and resume from the last checkpoint."
         ) from error
     except BaseException:  # Ctrl-C: the next collective of this rank would meet the present one of the others
         for group in groups:
@@ -125,7 +125,7 @@ def hang_up(group: dist.ProcessGroup) -> None:
     Not every rank is connected to the one that died: only its neighbours notice, and the others would wait for these until the
     group's timeout. Ranks may wait in the group or in its channel, so both are closed. Backends such as NCCL can be aborted.
     gloo has no call that closes its connections. It closes them when a message times out, so this waits one millisecond for a
-    message that nobody sends.
+    message that no rank sends.
     """
     channel, backend = channels.get(group), gloo_of(group)
     if channel is not None:

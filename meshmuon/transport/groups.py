@@ -19,7 +19,7 @@ from .failures import named_phase
 
 @dataclass
 class _MadeGroups:
-    """The groups of the same ranks that this module has made since there is the present default group."""
+    """The groups of the same ranks that this module has made under the present default group."""
 
     groups: list[dist.ProcessGroup] = field(default_factory=list)
     shared: dist.ProcessGroup | None = None
@@ -54,7 +54,7 @@ def shared_group(ranks: tuple[int, ...], existing: Iterable[dist.ProcessGroup]) 
 
 
 def turn_of(group: dist.ProcessGroup) -> threading.RLock:
-    """The lock of ``group``: who holds it is the only thread of this process that communicates over the group.
+    """The lock of ``group``: the thread that holds it is the only one of this process that communicates over the group.
 
     Collectives of one group meet by the order in which they are started. If two threads started some at the same time, a
     collective of one could meet another's on another rank.

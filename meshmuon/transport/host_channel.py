@@ -5,8 +5,8 @@ takes ⌈log2 W⌉ hops, and a rank has as many connections in each direction. I
 knows to rank i + d and hears from rank i − d, modulo W. The distances are 1, 2, 4, …: with 6 ranks, rank 5 knows of 5 at first,
 then of 4–5, of 2–5, and of all after 3 rounds. Ranks that tell each other maxima may hear of one rank twice.
 
-Every message has a header: what it is, the round, how many there were before it, and the bytes that follow, of which there is a
-limit. A rank that leaves says why: it has done its part of all steps, or it has failed. One that is killed says nothing.
+Every message has a header: its kind, the round, its sequence number, and the length of its body, which is limited. A rank that
+leaves says why: it has done its part of all steps, or it has failed. One that is killed says nothing.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _LARGEST_PART = 1 << 20  # bytes that one system call is given
 _LONGEST_POLL = 3600.0  # seconds; the system counts milliseconds in 32 bits, and groups may have timeouts of years
 _SWITCH_SECONDS = 1e-5
 _CONNECTING_SECONDS = 20.0  # all ranks begin to connect at the same time
-# How long a rank that was lost without a word may have been the last to do its part: what it sent may still be on its way.
+# For how long after a rank was lost without notice its last messages may still arrive.
 _GRACE_SECONDS = 1.0
 # Options of TCP where the system has them: (name, value) such that a host that has vanished is noticed after a minute.
 _KEEPALIVE = (("TCP_KEEPIDLE", 15), ("TCP_KEEPINTVL", 5), ("TCP_KEEPCNT", 9), ("TCP_USER_TIMEOUT", 60_000))
@@ -93,7 +93,7 @@ def open_channel(position: int, ranks: Sequence[int], share: Share) -> HostChann
         return channel
     if channel is not None:
         channel.leave()
-    # Of what has gone wrong on several ranks, the error tells what others may have followed from.
+    # If several ranks report trouble, the error tells the likely cause, not what followed from it.
     return min(troubles, key=lambda text: ("has given up" in text, "(no answer)" in text, text))
 
 

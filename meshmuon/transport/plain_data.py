@@ -1,6 +1,6 @@
-"""What ranks send each other, as JSON: a message can say what it says, and do nothing when it is read, as a pickle could.
+"""What ranks send each other, as JSON: unlike a pickle, reading a message runs no code.
 
-Beside what JSON knows there are tuples, dicts with any keys, and the few classes that ask for it with ``sendable``.
+Beyond JSON there are tuples, dicts with any keys, and the few classes that are marked ``sendable``.
 """
 
 from __future__ import annotations

@@ -54,7 +54,7 @@ def check_round_trip(name: str, like: Tensor) -> None:
 
 
 def own_shard(full: Tensor, like: Tensor) -> Tensor:
-    """This rank's shard of ``full``, laid out as ``like`` is, in memory of its own; nothing is sent."""
+    """This rank's shard of ``full``, laid out as ``like`` is, in separate memory; nothing is sent."""
     sharded = as_dtensor(like)
     if sharded is None:
         return full

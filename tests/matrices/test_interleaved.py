@@ -119,7 +119,7 @@ def test_experts_that_are_stored_as_inputs_by_outputs() -> None:
         ),
         (
             Interleaved((3, 2), 1),
-            r"is for 1 times 5 outputs, 5 in all, but it has 6 outputs. Give sizes of which whole copies fit",
+            r"is for 1 times 5 outputs, 5 in all, but it has 6 outputs. Give sizes that divide it into whole copies",
         ),
         (((1, 0), 3), r"Interleaved\(sizes=\(1, 0\), repeats=3\) must have positive whole numbers"),
     ],

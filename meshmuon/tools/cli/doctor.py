@@ -71,7 +71,7 @@ def run(arguments: argparse.Namespace) -> int:
     if ending.code:
         # At once: a thread may still wait for a lost rank, and a launcher terminates this rank when it sees another's exit code.
         for stream in (sys.stdout, sys.stderr):
-            with suppress(OSError, ValueError):  # whoever read it has gone
+            with suppress(OSError, ValueError):  # its reader has stopped
                 stream.flush()
         os._exit(ending.code)
     return 0

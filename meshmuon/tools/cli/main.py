@@ -38,7 +38,7 @@ _DOCTOR = (
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs one command. Returns its exit code.
 
-    2 for a wrong command line, 1 if standard output cannot be written, 141 if nobody reads it any more, 130 if interrupted.
+    2 for a wrong command line, 1 if standard output cannot be written, 141 if its reader has stopped, 130 if interrupted.
     """
     parser = _make_parser()
     if sys.stdout is None:
@@ -49,11 +49,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
             code: int = import_module(f".{parsed.command}", __package__).run(parsed)
         finally:
             with printing():
-                pass  # what was printed, also by --help, gets there now, or the exit code says so
+                pass  # flushes what was printed, also by --help; the exit code says if that fails
     except ConfigError as error:
         parser.error(str(error))
     except BrokenPipeError:
-        # As with other tools before "| head": not a word, and the exit code of a process that the signal has ended.
+        # As other tools do before "| head": print nothing more, and exit with the code of a process that SIGPIPE has ended.
         _print_no_more()
         return _NOT_READ
     except OutputError as error:

@@ -56,7 +56,7 @@ def cpu_name() -> str:
 def bfloat16_works() -> bool:
     """Whether a bfloat16 product on the CPU ends well. Some virtual machines advertise AMX and kill the process that uses it.
 
-    Asked in a process of its own, and only where there is a doubt.
+    Asked in a separate process, and only where there is a doubt.
     """
     flags = set(cpu_info().get("flags", "").split())
     if "amx_tile" not in flags or "ONEDNN_MAX_CPU_ISA" in os.environ:

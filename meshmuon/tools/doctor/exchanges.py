@@ -27,7 +27,7 @@ def join(context: Context) -> Finding:
         # NCCL ends the process when it times out. The doctor would rather report: it watches the clock by itself.
         seconds = options.limit * (1 if backend == "gloo" else 10)
         with context.doing("making the process group"):
-            # A store of its own: the doctor must be able to ask while the process group waits.
+            # A separate store: the doctor must be able to ask while the process group waits.
             store = dist.HashStore() if world == 1 else None  # type: ignore[attr-defined]
             method, timeout = None if world == 1 else "env://", timedelta(seconds=seconds)
             dist.init_process_group(backend, method, rank=context.rank, world_size=world, store=store, timeout=timeout)
@@ -46,7 +46,7 @@ def join(context: Context) -> Finding:
 
 
 def partner(rank: int, turn: int, world: int) -> int | None:
-    """With whom ``rank`` is paired in a turn; in as many turns as ``turns`` says, every pair meets once.
+    """The partner of ``rank`` in a turn; over all ``turns``, every pair meets once.
 
     Ranks sit around a table, one of them stays and the others move on by one seat in every turn; with an odd number, one rank
     pauses in each turn.

@@ -24,8 +24,8 @@ from .numerics import seeded
 
 _STEPS, _STRESS_STEPS, _QUICK_STRESS_STEPS = 3, 200, 40
 _LONGEST_DELAY = 0.002  # seconds that a rank may come late under stress
-# Of weights in host memory. Powers of two: a host and a device that fuse different operations then round alike all the same. One
-# matrix per batch and wave, so that several of them are under way at the same time.
+# Of weights in host memory. Powers of two: a host and a device that fuse different operations then still round identically. One
+# matrix per batch and wave, so that several are in flight at the same time.
 _HOST_OPTIONS: dict[str, Any] = {
     "lr": 2.0**-7,
     "momentum": 0.5,
@@ -121,7 +121,7 @@ def check_ddp(context: Context) -> Finding:
 
 
 def check_dist_muon(context: Context) -> Finding:
-    """Every rank brings gradients of its own, which it averages."""
+    """Every rank has its own gradients, which ``DistMuon`` averages."""
     shapes = {"a": (13, 9), "b": (6, 14), "c": (5, 5), "d": (1, 7)}
     own, alone = (
         {name: nn.Parameter(seeded(shape, k).to(context.device)) for k, (name, shape) in enumerate(shapes.items())}

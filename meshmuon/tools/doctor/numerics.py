@@ -113,7 +113,7 @@ def check_orthogonalisation(context: Context) -> Finding:
     for seed, shape in enumerate(_MATRICES):
         x = seeded(shape, 100 + seed).to(device)
         default = scheme_for(AUTO, *shape, compute)
-        # Ten steps in the standard form: finding blocks that are safe for so many takes seconds.
+        # Ten steps in the standard form: finding safe blocks for ten steps takes seconds.
         for scheme, form in ((default, "auto"), (polar_express(steps=10), "standard")):
             assert isinstance(scheme, Scheme)
             with context.doing(f"orthogonalising {shape[0]}×{shape[1]} by {scheme.name}"):

@@ -73,7 +73,7 @@ class PlainReport:
         except BrokenPipeError:
             # The checks go on: other ranks are in them, and files may be asked for.
             self.is_read = False
-            print("meshmuon doctor: whoever read the output has stopped reading. Use --json FILE.", file=sys.stderr)
+            print("meshmuon doctor: the other end of the pipe has stopped reading. Use --json FILE.", file=sys.stderr)
 
 
 def _indented(head: str, text: str) -> str:

@@ -1,4 +1,4 @@
-"""Runs each check in a thread of its own and watches it from the main thread, so that a hang ends in a report.
+"""Runs each check in a separate thread and watches it from the main thread, so that a hang ends in a report.
 
 Ranks tell each other where they are by keys in the launcher's store, never by what is being checked: a check can leave process
 groups broken or ranks waiting in them, and the store still answers. Each rank posts one ``Finding`` per check. Rank 0 waits for
@@ -37,7 +37,7 @@ _RANKS_PER_POLL = 64  # with more ranks each asks less often, so that one store 
 _AFTER_THE_LIMIT = 3.0  # seconds by which process groups time out before the check is ended: their errors say more
 _AFTER_AN_ERROR = 5.0  # seconds until the ranks that an error has left waiting are given up
 _FAREWELL = 2.0  # seconds for ranks to tell where they were
-_LETTING_GO = 1.0  # seconds for a thread that waits for nobody any longer to end
+_LETTING_GO = 1.0  # seconds for a thread to end that no longer waits for other ranks
 _LATE_VERDICT = 15.0  # seconds by which a verdict may be late until rank 0 counts as dead
 _REPORTING = 20.0  # seconds for rank 0 to write its report
 _STOP = "stop"  # the verdict after which no other check runs; otherwise it is the status of the check
@@ -66,7 +66,7 @@ class Runner:
         self.stuck = False  # whether a thread could not be ended: the process must end with it
 
     def run(self) -> bool:
-        """Runs all checks; every rank must call, from its main thread. Returns whether all is well, on every rank alike."""
+        """Runs all checks; every rank must call, from its main thread. Returns whether all is well, the same on every rank."""
         passed = True
         for check in self._checks:
             try:
@@ -85,7 +85,7 @@ class Runner:
 
     def farewell(self) -> None:
         """Rank 0, after its report: lets the others go; they wait for it here. The store may end with rank 0."""
-        with suppress(RuntimeError):  # the store is gone, together with rank 0: nobody waits any longer
+        with suppress(RuntimeError):  # the store is gone, together with rank 0: no rank waits any longer
             if self._rank == 0:
                 self._store.set("reported", "yes")
                 self._await(lambda: self._store.add("left", 0) >= self._world - 1, _FAREWELL)
@@ -154,7 +154,7 @@ class Runner:
         return self._end_early(f"it took longer than its limit of {limit:g} s")
 
     def _follow(self) -> str | None:
-        """Other ranks: the verdict of rank 0, if there is one; an end of their own if rank 0 is lost."""
+        """Other ranks: the verdict of rank 0, if there is one; they end by themselves if rank 0 is lost."""
         if self._store.check([self._key("verdict")]):
             verdict: str = self._store.get(self._key("verdict")).decode()
             if verdict == _STOP:
@@ -196,7 +196,7 @@ class Runner:
         return _STOP
 
     def _end_alone(self, reason: str) -> None:
-        """Rank 0 reports; another rank says what it knows, since nobody else will."""
+        """Rank 0 reports; another rank prints what it knows, since rank 0 will not."""
         if self._rank == 0:
             self._end(self._check, "failed", reason, self._check.advice_for(stuck=True))
         else:

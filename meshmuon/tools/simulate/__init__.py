@@ -1,1 +1,1 @@
-"""A cluster that is not there: what a step costs on it, from the plan that its ranks would make."""
+"""A cluster that does not exist: what a step costs on it, from the plan that its ranks would make."""

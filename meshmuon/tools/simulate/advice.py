@@ -20,7 +20,7 @@ _MANY_PEERS = 1024
 _LARGE_BUFFERS = 0.05  # of memory
 _LARGE_SHARE = 0.05  # of a training step
 _SMALLEST_BUDGET = 4 * 2**20
-_MUCH_WAITING = 0.1  # of a step: what a choice could save at most, if it is to be worth a word
+_MUCH_WAITING = 0.1  # of a step: advice that could save less is left out
 _MUCH_FASTER = 0.9  # of the seconds of the chosen options
 
 
@@ -157,7 +157,7 @@ def _messages(simulation: Simulation) -> Iterator[str]:
 
 
 def compare_options(simulation: Simulation, *, all_of_them: bool) -> list[Figures]:
-    """The options as they are, and each of them changed by itself; or only what is likely to make a step faster."""
+    """The options as they are, and each of them changed alone; or only what is likely to make a step faster."""
     others = _other_options(simulation) if all_of_them else _likely_faster(simulation)
     rows = [_row(simulation, label, simulation.sharding, options) for label, options in others]
     return [choice_of(simulation, "as chosen", chosen=True), *rows]

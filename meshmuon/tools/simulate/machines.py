@@ -82,7 +82,7 @@ class Machine:
         )
 
     def with_calibration(self, calibration: Calibration) -> Machine:
-        """The machine with what ``meshmuon doctor --save`` measured in the place of what its file says."""
+        """The machine with the measurements of ``meshmuon doctor --save`` instead of the figures of its file."""
         return replace(
             self,
             title=f"{self.title}, measured on {calibration.device_name}",

@@ -176,7 +176,7 @@ def _auto_model(config: Any) -> nn.Module:
 
 
 def _tp_plan_of(model: nn.Module) -> dict[str, str] | None:
-    """How transformers, and where it says too little torchtitan, cut the model's weights; None where nobody says."""
+    """How transformers, and where it says too little torchtitan, cut the model's weights; None if neither does."""
     config = getattr(model, "config", None)
     own = getattr(config, "base_model_tp_plan", None) or {}
     kind = getattr(config, "model_type", "")

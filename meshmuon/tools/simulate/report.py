@@ -61,7 +61,7 @@ def build_report(simulation: Simulation, command: str, advice: Sequence[str]) ->
         timeline=_timeline(simulation.slowest),  # of the slowest and of the fastest rank
         advice=list(advice),
         choices=[],  # with other options, if asked for: rows of ``choice_of``
-        meshes=[],  # on other meshes, likewise
+        meshes=[],  # on other meshes, if asked for: rows of ``choice_of``
         measured=[],  # predictions beside what a run has measured: label, predicted and measured seconds
     )
 
@@ -75,7 +75,7 @@ def choice_of(simulation: Simulation, label: str, *, chosen: bool) -> Figures:
         seconds=simulation.seconds,
         heaviest_over_mean=max(_over_mean(plan) for plan in plans),
         bytes_sent=max(max(plan.bytes_sent.values()) for plan in plans),  # of the rank that sends most
-        bytes_between=max(max(plan.bytes_between.values()) for plan in plans),  # between nodes, likewise
+        bytes_between=max(max(plan.bytes_between.values()) for plan in plans),  # between nodes, of the rank that sends most there
         most_peers=simulation.most_peers,
         buffers=simulation.most_bytes("exchange_buffers"),
         memory=simulation.most_bytes("total"),
@@ -106,7 +106,7 @@ def _model(simulation: Simulation) -> Figures:
         active_parameters=model.active_size,  # that a token uses
         muon_parameters=muon,
         adamw_parameters=model.size - muon,
-        # That Muon orthogonalises, each expert and each part of a fused weight by itself.
+        # That Muon orthogonalises, each expert and each part of a fused weight separately.
         matrices=sum(len({(task.param, task.matrix) for task in stage.plan.tasks}) for stage in simulation.stages),
         layers=model.layers,
         experts=model.experts,
@@ -268,7 +268,7 @@ def _ranks(simulation: Simulation) -> Figures:
         for kind in MEMORY_KINDS:
             columns[kind] += memory[kind].tolist()
         columns["memory"] += memory["total"].tolist()
-        columns["adamw_alone"] += memory["adamw_alone"].tolist()  # what AdamW would need in the place of Muon
+        columns["adamw_alone"] += memory["adamw_alone"].tolist()  # what AdamW would need instead of Muon
     assert len(set(map(len, columns.values()))) == 1
     return Figures(columns)
 

@@ -121,12 +121,12 @@ class MeshAxes:
 
     @property
     def fsdp(self) -> int:
-        """Over how many ranks FSDP cuts what is no expert."""
+        """Number of ranks over which FSDP cuts what is no expert."""
         return self.dp_shard * self.cp
 
     @property
     def efsdp(self) -> int:
-        """Over how many ranks FSDP cuts experts under expert parallelism."""
+        """Number of ranks over which FSDP cuts experts under expert parallelism."""
         return self.fsdp * self.tp // self.ep
 
     def meshes(self, stage: int) -> tuple[Mesh, Mesh]:
@@ -155,7 +155,7 @@ class MeshAxes:
             )
         if self.tp > 1 and not model.has_tp_plan:
             raise ConfigError(
-                f"mesh {self}: nobody says how tensor parallelism cuts {model.name}. Leave out tp, or describe the layout with "
+                f"mesh {self}: there is no tensor-parallel plan for {model.name}. Leave out tp, or describe the layout with "
                 "--layout FILE."
             )
         if self.pp > max(1, model.layers):
@@ -250,8 +250,8 @@ class FileSharding:
             pattern, mesh, placements = rule
             if any(isinstance(place, Sharded) and place.dim >= len(param.shape) for place in placements):
                 raise ConfigError(
-                    f"--layout {self.path}: {pattern} shards a dim that {param.name} {param.shape} does not have. Give it a "
-                    "pattern of its own before this one."
+                    f"--layout {self.path}: {pattern} shards a dim that {param.name} {param.shape} does not have. Write a "
+                    "separate pattern for it before this one."
                 )
             placed.append(PlacedParam(param, self.meshes[mesh], placements))
         yield placed

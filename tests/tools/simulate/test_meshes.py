@@ -45,7 +45,7 @@ def test_axes_must_multiply_to_the_ranks() -> None:
     [
         ("llama3-8b", "dp_shard=8,ep=8", "llama3-8b has no experts. Leave out ep"),
         ("mixtral-8x7b", "dp_shard=64,ep=16", "the 8 experts of mixtral-8x7b do not divide by ep=16. Write ep=2, 4 or 8"),
-        ("gpt2", "dp_shard=4,tp=2", "nobody says how tensor parallelism cuts gpt2"),
+        ("gpt2", "dp_shard=4,tp=2", "there is no tensor-parallel plan for gpt2"),
         ("llama3-8b", "tp=3", r"q_proj\.weight \(4096, 4096\) is cut colwise along dim 0, whose size does not divide by tp=3"),
         ("gpt2", "pp=16", "gpt2 has 12 layers. Write pp=12 or less"),
         ("mixtral-8x7b", "dp_shard=56,ep=4", r"refuses 4096 rows over 14 shards, which do not divide"),
