@@ -129,14 +129,14 @@ class LocalPlanner:
         self._positions = {index: position for position, index in enumerate(self.shared)}
         shared_groups = [(position, records[index].group_index) for position, index in enumerate(self.shared)]
         self._group_starts = _where_changed(shared_groups)
-        self._planned_params = [self._parts_of(record, layouts) for record, layouts in zip(records, self.layouts, strict=True)]
+        self._parts_by_param = [self._parts_of(record, layouts) for record, layouts in zip(records, self.layouts, strict=True)]
         self._muon = [index for index, record in enumerate(records) if record.matrix_sets is not None]
-        flops = {index: float(sum(part.flops * part.count for part in self._planned_params[index])) for index in self._muon}
+        flops = {index: float(sum(part.flops * part.count for part in self._parts_by_param[index])) for index in self._muon}
         shared = {index: flops[index] for index in self._muon if index in self._positions}
         private = {index: flops[index] for index in self._muon if index not in shared}
         self._planned = PlannedSet((shared, private))  # what the plan of the last step covers
-        self._planned_next = self._planned  # what ``_plan`` covers
-        self._plan: StepDecision | None = None  # a step in which all parameters of the plan have gradients
+        self._planned_next = self._planned  # what ``_all_active`` covers
+        self._all_active: StepDecision | None = None  # a step in which all parameters of the plan have gradients
         self.proposal: Proposal | None = None
         self._has_grad: tuple[bool, ...] = ()  # which parameters have a gradient on this rank
         self._flags_by_rank: Mapping[int, tuple[bool, ...]] = {}  # of the shared ones, on each rank; empty if all are equal
@@ -194,12 +194,12 @@ class LocalPlanner:
     def _propose(self, planned: PlannedSet) -> None:
         """Proposes a step under a plan that covers ``planned``; the last plan if it covers just that."""
         if planned.indices != self._planned_next.indices:
-            self._plan = self.proposal = None
+            self._all_active = self.proposal = None
         self._planned_next = planned
-        if self._plan is None:
-            self._plan = self.plan(planned.indices)
+        if self._all_active is None:
+            self._all_active = self.plan(planned.indices)
         if self.proposal is None:
-            self.proposal = self._with_gradients(self._plan)
+            self.proposal = self._with_gradients(self._all_active)
 
     def _with_gradients(self, decision: StepDecision) -> Proposal:
         active, has_grad = self._active, self._has_grad
@@ -216,7 +216,7 @@ class LocalPlanner:
         """Plans a step on the parameters with these ``indices``."""
         chosen = [
             (index, part, planned)
-            for index, parts in enumerate(self._planned_params)
+            for index, parts in enumerate(self._parts_by_param)
             for part, planned in enumerate(parts)
             if index in indices
         ]
@@ -242,7 +242,7 @@ class LocalPlanner:
     def note(self, status: RankStatus) -> Note:
         """The same in words, for ranks that differ."""
         options = repr(self._settings.options).removeprefix("PlanOptions(").removesuffix(")")
-        planned = self._planned_params
+        planned = self._parts_by_param
         return Note(
             failure=None,
             options=f"{options}, form={self._settings.form!r}, {self._settings.path}",

@@ -76,8 +76,8 @@ class MomentumViews:
                     kept += [(shard.key, buffer, buffer.clone()) for shard, buffer in zip(shards, momenta, strict=True)]
                 settings, gradients = first.settings, _gradients(shards, step)
                 if sent:
-                    look_ahead = settings.momentum if settings.nesterov else None
-                    step.elementwise.fill([shard.view for shard in shards], gradients, momenta, settings.retain, look_ahead)
+                    coefficient = settings.momentum if settings.nesterov else None
+                    step.elementwise.fill([shard.view for shard in shards], gradients, momenta, settings.retain, coefficient)
                 else:
                     step.elementwise.accumulate(momenta, gradients, settings.retain)
         return kept

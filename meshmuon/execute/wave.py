@@ -33,9 +33,7 @@ class Wave:
     """The ``RankWave`` of sharded matrices."""
 
     params: frozenset[int]  # whose matrices travel in it, between whichever ranks
-    momentum_views: (
-        MomentumViews  # where the momentum of each of this rank's pieces is written, before it is rounded for the wire
-    )
+    momentum_views: MomentumViews  # where what this rank sends is written, before it is rounded for the wire
     rounding: CopyPairs  # from there to the buffer that is sent; empty where the dtype on the wire is that of the update
     gather: PreparedExchange  # the exchange of pieces, to their owners
     owned_batches: tuple[OwnedBatch, ...]  # the matrices that this rank owns, batch by batch
@@ -67,9 +65,9 @@ class Wave:
             batch.run(step)
         scatter = self.scatter.start(step, "scatter")
         yield
-        with streams.beside(step.ready):
+        with streams.beside(step.ready):  # what the side stream has already seen: ``scatter.wait`` adds the rest
             with observer.phase("scatter", waits=True):
-                scatter.wait()  # likewise, the side stream waits for the main one
+                scatter.wait()  # here the side stream waits for the main one
                 if self.stage is not None:
                     self.stage.to_host()
                 failed = self._failed_anywhere(step) if self.fallible else NONE_FAILED

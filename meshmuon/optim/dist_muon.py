@@ -198,7 +198,7 @@ class DistMuon(Muon):
         if decision.plan is not self._executor.plan:  # it has other owners: gives every rank all momentum
             self.consolidate()
             self._dividing = decision.plan
-            planned = ((step.params[k], part) for k, part in decision.planned_parts)
+            planned = ((step.records[k], part) for k, part in decision.planned_parts)
             self._stepped = [(record.param, (record.matrix_sets or ())[part]) for record, part in planned]
         owned = {task.param for task in decision.plan.tasks if task.owner == decision.rank}
         self._divide_state(step, owned)
@@ -213,14 +213,14 @@ class DistMuon(Muon):
         ``owned`` are the parts that it owns. Those that are idle and have no state yet are not noted.
         """
         indices, idle = [k for k, _ in step.decision.planned_parts], step.decision.idle
-        params = {part: step.params[indices[part]].param for part in owned}
+        params = {part: step.records[indices[part]].param for part in owned}
         if self._complete:  # this step divides momentum over the owners again
             self._kept = frozenset(param for param in params.values() if MOMENTUM in self.state.get(param, {}))
         self._kept |= {param for part, param in params.items() if part not in idle}
         stepped = {k for part, k in enumerate(indices) if part not in idle}
         for k in stepped - {indices[part] for part in owned}:
             for key in (MOMENTUM, RULE_STATE):
-                self.state[step.params[k].param].pop(key, None)
+                self.state[step.records[k].param].pop(key, None)
         self._complete = self._complete and not stepped
 
     def _adamw_gradients(self, params: Sequence[Tensor]) -> list[Tensor]:

@@ -6,7 +6,8 @@ What may fail, and what then holds:
 |---|---|---|
 | inspect, agree | on all ranks, with the same text | nothing |
 | prepare | on all ranks, with the same text | new state, all zeros; no rank keeps buffers of the plan |
-| run, all exchanges complete | on this rank; the others raise it at their next step | all but what failed (``StepFailures``) |
+| run, in a user's scheme or rule | on all ranks, with the same text | all but the matrices that it names |
+| run, elsewhere, all exchanges complete | on this rank; on the others at their next step | all but what failed |
 | run, between two exchanges | on this rank; the others get a ``TransportError`` | unknown: load a checkpoint |
 
 A rank keeps its first error in ``StepContext.failure`` until all ranks know of it.
@@ -57,7 +58,7 @@ logger = logging.getLogger("meshmuon")
 class StepContext:
     """The data of one call of ``step()``, handed from phase to phase."""
 
-    params: tuple[ParamRecord, ...]  # all parameters, param group by param group
+    records: tuple[ParamRecord, ...]  # all parameters, param group by param group
     has_grad: tuple[bool, ...]  # whether each of them has a gradient
     qk_logits: Any  # the logits given to ``step()``
     failure: KeptError  # this rank's first error
@@ -161,16 +162,16 @@ class MuonStep(torch.optim.Optimizer):
         if self._executor.settings is not self._settings:  # other kernels than asked for, on all ranks or on none
             clip += f", {self._executor.settings.bits}"
         status = RankStatus(
-            records=step.params,
+            records=step.records,
             failure=step.failure,
             has_grad=step.has_grad,
             prepared_plan=self._executor.plan,
             nonfinite=step.nonfinite,
             has_work=step.has_work,
-            activity=Activity.NO_MATRIX if step.failure else self._activity.of(step.params, step.has_grad),
+            activity=Activity.NO_MATRIX if step.failure else self._activity.of(step.records, step.has_grad),
             hyperparameters=lambda: [f"{text}, {clip}" for text in hyperparameters_of(self._groups)],
-            without_state=self._without_state(step.params),
-            presence=StatePresence(step.params, self.state, self._keeps),
+            without_state=self._without_state(step.records),
+            presence=StatePresence(step.records, self.state, self._keeps),
         )
         expected = self._planner.propose(status)
         if expected is not None:  # while the votes travel
@@ -205,7 +206,7 @@ class MuonStep(torch.optim.Optimizer):
                 step_params = self._params_of(step)
                 if decision.plan is not self._executor.plan:
                     self._executor.prepare(decision.plan, decision.rank, step_params, decision.exchange)
-                self._meter.prepare(decision, step.params, self._planner.layouts)
+                self._meter.prepare(decision, step.records, self._planner.layouts)
             self._planner.confirm(step.failure)
         except BaseException as error:
             self._executor.discard()
@@ -219,10 +220,12 @@ class MuonStep(torch.optim.Optimizer):
 
         Keeps this rank's first error if all exchanges took place in spite of it; raises any other.
         """
-        params, decision, failure = step.params, step.decision, step.failure
+        records, decision, failure = step.records, step.decision, step.failure
         step.would_diverge = decision.repeats  # if one of several ranks that compute a matrix fails, their replicas diverge
         try:
-            step.skip_mask = self._nonfinite.reduce_skip_mask(params, step.scaling, decision.exchange, self._executor.elementwise)
+            step.skip_mask = self._nonfinite.reduce_skip_mask(
+                records, step.scaling, decision.exchange, self._executor.elementwise
+            )
             step_params = self._masked_params(step)
             if self._meter.is_due(self._planner.steps):
                 step.recorder = self._meter.begin(step_params, decision, gradients_here=not self._averages_gradients)
@@ -231,14 +234,14 @@ class MuonStep(torch.optim.Optimizer):
             # Counters and QK-clip also after a failure that the other ranks do not know of: they count this step and clip.
             advance_counters((step_param.counter for step_param in step_params), step.skip_mask)
             alone = decision.exchange is None
-            known = isinstance(failure.error, OrthogonalizeError) if alone else self._executor.failed_for_all
-            logits = None if known else self._qk_clip.apply(params, step.qk_logits, step.skip_mask)
+            failed_everywhere = isinstance(failure.error, OrthogonalizeError) if alone else self._executor.failed_for_all
+            logits = None if failed_everywhere else self._qk_clip.apply(records, step.qk_logits, step.skip_mask)
             if step.recorder is not None:  # also after a failure: the other ranks wait for this rank's numbers
                 skips: dict[str, Any] = {"skipped": self._nonfinite.skipped, "skip_mask": step.skip_mask}
                 clips = Clipped(logits or {}, self._qk_clip.threshold)
                 failure.keep(self._meter.finish(step.recorder, decision, self._groups, clipped=clips, **skips))
-            known_to_all = isinstance(failure.error, OrthogonalizeError) and failure.error.known_to_all
-            if failure.error is not None and not alone and not known_to_all:
+            already_reported = isinstance(failure.error, OrthogonalizeError) and failure.error.known_to_all
+            if failure.error is not None and not alone and not already_reported:
                 self._failures.completed_with(failure.error, diverged=step.would_diverge)
         except BaseException as interruption:  # also Ctrl-C: the other ranks wait for what this rank will never send
             if decision.exchange is not None:
@@ -247,49 +250,49 @@ class MuonStep(torch.optim.Optimizer):
             raise
         finally:
             clipped = frozenset() if step.qk_logits is None else self._qk_clip.clipped
-            self._overwritten.mark(params, lambda k: step.has_grad[k] or k in decision.zeros or k in clipped)
+            self._overwritten.mark(records, lambda k: step.has_grad[k] or k in decision.zeros or k in clipped)
 
     def _masked_params(self, step: StepContext) -> list[StepParam]:
         """What the executor works on. Gradients are unscaled, and become zeros on a device that must skip the step."""
         if step.scaling.scale is not None:
-            step.scaling.remove(gradients_of(step.params))
+            step.scaling.remove(gradients_of(step.records))
         if step.skip_mask is None:
             return step.ready_params or self._params_of(step)
         step_params = self._params_of(step)
         # Also those that this rank lacks and that are made as +0. All become −0, because x + (−0) is x bit for bit: a momentum of
         # −0 would lose its sign to +0 in a step that must change nothing.
         made_zeros = [local_part(step_param.zeros) for step_param in step_params if step_param.zeros is not None]
-        self._executor.elementwise.fill_if([*gradients_of(step.params), *made_zeros], step.skip_mask, -0.0)
+        self._executor.elementwise.fill_if([*gradients_of(step.records), *made_zeros], step.skip_mask, -0.0)
         return step_params
 
     def _adamw_step(self, step: StepContext) -> None:
         before, step.would_diverge = step.would_diverge, True  # if it fails, the other ranks have stepped and this one has not
         indices_by_group: dict[int, list[int]] = {}
-        for k, record in enumerate(step.params):
+        for k, record in enumerate(step.records):
             if not record.param_group["use_muon"] and (record.param.grad is not None or k in step.decision.zeros):
                 indices_by_group.setdefault(record.group_index, []).append(k)
         recorder = step.recorder
         with (recorder or UNOBSERVED).phase("adamw"):
             for group_index, indices in indices_by_group.items():
-                params, group = [step.params[k].param for k in indices], self._groups[group_index]
+                params, group = [step.records[k].param for k in indices], self._groups[group_index]
                 grads, states = self._adamw_gradients(params), [self.state[param] for param in params]
                 if recorder is not None:
                     recorder.before_adamw(indices, params, grads)
                 adamw_step(group, params, grads, states, step.skip_mask)
                 if recorder is not None:
                     recorder.after_adamw(indices, states, adamw_betas(group), adamw_eps(group))
-        step.would_diverge = before
+        step.would_diverge = before  # not in a finally: after an error it must stay true
 
     def _skip(self, step: StepContext) -> None:
         """Counts a skipped step, because a gradient is not finite, and frees the gradients that the step would have freed."""
         self._nonfinite.skipped = self._nonfinite.skipped + 1
-        for record in step.params:
+        for record in step.records:
             if record.param_group["use_muon"] and record.param_group["none_grad"]:
                 record.param.grad = None
 
     def _log_routes(self, step: StepContext) -> None:
         """Logs where each parameter goes, whenever other parameters have gradients than at the last time."""
-        looked_at = step.params, step.has_grad
+        looked_at = step.records, step.has_grad
         if logger.isEnabledFor(logging.DEBUG) and looked_at != self._routes_logged:
             self._routes_logged = looked_at
             with_grad = {record.name for record, has_grad in zip(*looked_at, strict=True) if has_grad}
@@ -329,7 +332,7 @@ class MuonStep(torch.optim.Optimizer):
         """What the executor works on. Creates missing state."""
         if self._step_params.serve(step.decision, self._collector.lacking_state):
             return self._step_params.current(step.decision, self.state, step.skip_mask)
-        return self._step_params.make(step.params, step.decision, self.state, keeps, step.skip_mask)
+        return self._step_params.make(step.records, step.decision, self.state, keeps, step.skip_mask)
 
     def _ready_params(self, expected: StepDecision, meanwhile: Callable[[], None]) -> list[StepParam] | None:
         """What the executor will work on if the ranks decide as expected, if it can be told without writing; else None."""

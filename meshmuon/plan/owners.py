@@ -29,7 +29,7 @@ def assign_owners(
     by_holders = sorted(range(len(tasks)), key=lambda k: (len(tasks[k].sharded.holdings), -tasks[k].cost, k))
     orders = [by_cost] if by_cost == by_holders else [by_cost, by_holders]
     assignments = [_assign(tasks, order, dict(loads), None) for order in orders]
-    owners, lightest = min(assignments, key=lambda assignment: _heaviest(assignment[1]))
+    owners, loads_after = min(assignments, key=lambda assignment: _heaviest(assignment[1]))
     if crossings is not None and any(crossings.depend_on_owner(sharded) for sharded in {task.sharded for task in tasks}):
 
         def between(owners: Sequence[int]) -> int:
@@ -39,12 +39,12 @@ def assign_owners(
                 itemsize_of[key] = itemsize_of.get(key, 0) + itemsize
             return sum(itemsize * crossings.of(sharded, owner) for (sharded, owner), itemsize in itemsize_of.items())
 
-        assignments = [(owners, lightest), *(_assign(tasks, order, dict(loads), crossings) for order in orders)]
+        assignments = [(owners, loads_after), *(_assign(tasks, order, dict(loads), crossings) for order in orders)]
         # Not by the load first: floats of equal loads may differ in their last bit.
-        scores = [(between(owners), _heaviest(lightest)) for owners, lightest in assignments]
+        scores = [(between(owners), _heaviest(with_them)) for owners, with_them in assignments]
         allowed = [k for k, score in enumerate(scores) if score[0] <= scores[0][0] and score[1] <= scores[0][1]]
-        owners, lightest = assignments[min(allowed, key=lambda k: scores[k])]
-    loads.update(lightest)
+        owners, loads_after = assignments[min(allowed, key=lambda k: scores[k])]
+    loads.update(loads_after)
     return owners
 
 

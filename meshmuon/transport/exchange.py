@@ -79,5 +79,8 @@ class Exchange:
         return all_gather_objects(entries, self._group) if most else {}
 
     def abandon(self) -> None:
-        """Leaves a step half done. Ranks that wait for this one get an error at once, where the backend can tell them."""
+        """Called by a rank that leaves a step after the ranks have agreed on it: those that wait for it get an error at once.
+
+        Where the backend cannot tell them, they wait for their timeout.
+        """
         hang_up(self._group)
