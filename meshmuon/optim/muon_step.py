@@ -29,6 +29,7 @@ from ..agree.differences import failure_for_other_ranks
 from ..agree.planner import Planner
 from ..agree.state_presence import StatePresence
 from ..agree.step_decision import Activity, RankStatus, StepDecision
+from ..device import gpu_bits
 from ..errors import KeptError, KernelError, KernelWarning, MeshmuonError, OrthogonalizeError, StateError
 from ..execute import UNOBSERVED, ExecutorSettings, StepExecutor, StepParam, advance_counters
 from ..metrics.meter import Clipped, Meter
@@ -157,9 +158,11 @@ class MuonStep(torch.optim.Optimizer):
 
     def _agree(self, step: StepContext) -> None:
         """Decides together with all ranks what this step does."""
-        clip = logits_text(step.qk_logits)
+        bits, gpu = logits_text(step.qk_logits), self._collector.gpu
         if self._executor.settings is not self._settings:  # other kernels than asked for, on all ranks or on none
-            clip += f", {self._executor.settings.bits}"
+            bits += f", {self._executor.settings.bits}"
+        if gpu is not None:
+            bits += f", {gpu_bits(gpu)}"
         status = RankStatus(
             records=step.params,
             failure=step.failure,
@@ -168,7 +171,7 @@ class MuonStep(torch.optim.Optimizer):
             nonfinite=step.nonfinite,
             has_work=step.has_work,
             activity=Activity.NO_MATRIX if step.failure else self._activity.of(step.params, step.has_grad),
-            hyperparameters=lambda: [f"{text}, {clip}" for text in hyperparameters_of(self._groups)],
+            hyperparameters=lambda: [f"{text}, {bits}" for text in hyperparameters_of(self._groups)],
             without_state=self._without_state(step.params),
             presence=StatePresence(step.params, self.state, self._keeps),
         )

@@ -6,7 +6,7 @@ import random
 import sys
 import threading
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
@@ -77,6 +77,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.current = self.main  # the stream that is given work now
         self._group_streams: dict[str, int] = {}
         self.capture: Any = None  # the graph that records work instead
+        self.pools: list[object] = []  # of the graphs that were captured, one after the other
         self._given_back: dict[int, list[Access]] = {}  # of each stream, the uses of freed memory that may not have ended
         self.findings: list[Finding] = []
         self.beside_main: set[int] = set()  # streams whose work has overlapped with work of the main stream
@@ -167,6 +168,17 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._access(tensor, stream, count, False, site)
         for tensor in writes:
             self._access(tensor, stream, count, True, site)
+
+    def kernel(self, operation: str, reads: Sequence[Tensor], writes: Sequence[Tensor], compute: Callable[[], None]) -> None:
+        """New work of the current stream by a kernel that is not torch's; ``compute`` does it on the values of the twins."""
+        self.operations += 1
+        if self.capture is None:
+            self.touch(self.current, reads, writes, operation)
+        else:
+            self.capture.save([tensor.host_values for tensor in writes if isinstance(tensor, TwinTensor)])
+            self.capture.add(compute, ((), {}), None, (), reads, writes)
+        with torch.utils._python_dispatch._disable_current_modes():
+            compute()
 
     def _launch(self, stream: int) -> int:
         """The count of new work of ``stream``; notes which other streams may be working at the same time."""

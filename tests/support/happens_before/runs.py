@@ -48,6 +48,7 @@ class Outcome:
     beside_main: set[str] = field(default_factory=set)  # makers of the streams whose work may overlap with the main stream's
     busy_waits: set[str] = field(default_factory=set)  # lines at which the host waits while the main stream has other work
     weights: list[list[Tensor]] = field(default_factory=list)  # rank by rank, at the end
+    pools: list[list[object]] = field(default_factory=list)  # of each rank, those of its graphs
 
     def of(self, *kinds: str) -> list[Finding]:
         return [finding for finding in self.findings if finding.kind in kinds]
@@ -90,24 +91,32 @@ def _symmetric_product(
 def _quintic_factor(self: TritonProducts, gram: Tensor, out: Tensor, coefficients: tuple[float, float, float]) -> Tensor:
     """One launch, as of the kernel."""
     a, b, c = coefficients
-    factor = self.symmetric(gram, gram, out, gram, alpha=c, beta=b)
-    with torch.utils._python_dispatch._disable_current_modes():
-        values = factor.host_values if isinstance(factor, TwinTensor) else factor
-        values.diagonal(dim1=1, dim2=2).add_(a)
-    return factor
+    values, result = _values(gram), _values(out)
+
+    def compute() -> None:
+        self._multiply(values, values.mT, result, values, c, b)
+        result.diagonal(dim1=1, dim2=2).add_(a)
+
+    current_recorder().kernel("quintic factor", [gram], [out], compute)
+    return out
 
 
 def _normalise(batch: Tensor, out: Tensor, sums: Tensor) -> None:
     """Two launches, as of the kernels."""
-    rank = current_recorder()
-    rank.touch(rank.current, [batch], [sums], "sums of squares")
-    rank.touch(rank.current, [batch, sums], [out], "division by norms")
-    assert isinstance(batch, TwinTensor)
-    assert isinstance(out, TwinTensor)
-    with torch.utils._python_dispatch._disable_current_modes():
-        values = batch.host_values.double()
-        norms = values.flatten(1).norm(dim=1).clamp(min=torch.finfo(torch.float32).tiny)
-        out.host_values.copy_(values / norms[:, None, None])
+    values, result = _values(batch), _values(out)
+
+    def compute() -> None:
+        wide = values.double()
+        norms = wide.flatten(1).norm(dim=1).clamp(min=torch.finfo(torch.float32).tiny)
+        result.copy_(wide / norms[:, None, None])
+
+    current_recorder().kernel("sums of squares", [batch], [sums], lambda: None)
+    current_recorder().kernel("division by norms", [batch, sums], [out], compute)
+
+
+def _values(tensor: Tensor) -> Tensor:
+    assert isinstance(tensor, TwinTensor)
+    return tensor.host_values
 
 
 def run_program(program: Program, *, seed: int = 0) -> Outcome:
@@ -125,6 +134,7 @@ def run_program(program: Program, *, seed: int = 0) -> Outcome:
             outcome.steady_waits += run.steady_waits
             outcome.operations += recorder.operations
             outcome.busy_waits |= recorder.busy_waits
+            outcome.pools.append(recorder.pools)
             outcome.beside_main |= {recorder.clocks.names[stream] for stream in recorder.beside_main}
         return weights
 
