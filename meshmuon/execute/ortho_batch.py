@@ -214,27 +214,23 @@ def _orthogonaliser(stacked: Tensor, template: StepParam, memory: BatchMemory, s
         return lambda: None, None
     if settings.compile:
         return _compiled(stacked, scheme, dtype, settings), None
-    showing: Callable[[ShowGram], None] | None = None
-    recordable = settings.cuda_graphs
+    graphs = memory.graphs if settings.cuda_graphs else None
     if not isinstance(scheme, Scheme):
 
-        def orthogonalise() -> None:
+        def call() -> None:
             stacked.copy_(call_scheme(scheme, stacked, one_by_one=settings.deterministic))
 
-    else:
-        products = settings.products(stacked.device)
-        blocks = blocks_for(stacked.size(1), stacked.size(2), scheme, form=form, dtype=dtype)
-        steps, scratch = scheme.steps, Scratch(memory.workspace, stacked, dtype, stacked)
-        recordable = recordable and not scheme.rational
+        return replay_for(stacked.device, call, graphs), None
+    products = settings.products(stacked.device)
+    blocks = blocks_for(stacked.size(1), stacked.size(2), scheme, form=form, dtype=dtype)
+    steps, scratch = scheme.steps, Scratch(memory.workspace, stacked, dtype, stacked)
 
-        def orthogonalise(show_gram: ShowGram | None = None) -> None:
-            with wide_sums(stacked.device):
-                iterate(stacked, steps, blocks, scratch, products, show_gram)
+    def orthogonalise(show_gram: ShowGram | None = None) -> None:
+        with wide_sums(stacked.device):
+            iterate(stacked, steps, blocks, scratch, products, show_gram)
 
-        if dtype.itemsize >= 4:
-            showing = orthogonalise
-    replay = replay_for(stacked.device, orthogonalise, memory.graphs if recordable else None)
-    return replay, showing if replay is orthogonalise else None
+    replay = replay_for(stacked.device, orthogonalise, None if scheme.rational else graphs)
+    return replay, orthogonalise if dtype.itemsize >= 4 and replay is orthogonalise else None
 
 
 def _compiled(

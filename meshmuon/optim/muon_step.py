@@ -161,8 +161,11 @@ class MuonStep(torch.optim.Optimizer):
         bits, gpu = logits_text(step.qk_logits), self._collector.gpu
         if self._executor.settings is not self._settings:  # other kernels than asked for, on all ranks or on none
             bits += f", {self._executor.settings.bits}"
-        if gpu is not None:
-            bits += f", {gpu_bits(gpu)}"
+
+        def hyperparameters() -> list[str]:
+            compared = bits if gpu is None else f"{bits}, {gpu_bits(gpu)}"
+            return [f"{text}, {compared}" for text in hyperparameters_of(self._groups)]
+
         status = RankStatus(
             records=step.params,
             failure=step.failure,
@@ -171,7 +174,7 @@ class MuonStep(torch.optim.Optimizer):
             nonfinite=step.nonfinite,
             has_work=step.has_work,
             activity=Activity.NO_MATRIX if step.failure else self._activity.of(step.params, step.has_grad),
-            hyperparameters=lambda: [f"{text}, {bits}" for text in hyperparameters_of(self._groups)],
+            hyperparameters=hyperparameters,
             without_state=self._without_state(step.params),
             presence=StatePresence(step.params, self.state, self._keeps),
         )
