@@ -74,37 +74,42 @@ def replay_for(device: torch.device, work: Callable[[], None], graphs: Graphs | 
     return CudaReplay(work, graphs) if graphs is not None and device.type == "cuda" else work
 
 
-_REDUCED_SUMS = ("allow_fp16_reduced_precision_reduction", "allow_bf16_reduced_precision_reduction")
+_SHORT_SUMS = {  # flags of torch that let products of a dtype add up in fewer than 32 bits
+    torch.float16: ("allow_fp16_reduced_precision_reduction", "allow_fp16_accumulation"),
+    torch.bfloat16: ("allow_bf16_reduced_precision_reduction",),
+}
+_SPLIT_SUMS = ("allow_fp16_reduced_precision_reduction_split_k", "allow_bf16_reduced_precision_reduction_split_k")
 _PACKAGES = {"triton": ("triton", "pytorch-triton"), "cublas": ("nvidia-cublas", "nvidia-cublas-cu12")}  # and their names
 
 
-def wide_sums(device: torch.device) -> AbstractContextManager[None]:
-    """Inside, torch adds up 16-bit products in float32, whatever the user allows it elsewhere. On a CPU it always does."""
-    return _cuda_wide_sums() if device.type == "cuda" else nullcontext()
+def wide_sums(device: torch.device, dtype: torch.dtype) -> AbstractContextManager[None]:
+    """Inside, torch adds up products of ``dtype`` in 32 bits or more, whatever the user allows it elsewhere.
+
+    A CPU always does.
+    """
+    return _cuda_wide_sums(_SHORT_SUMS[dtype]) if device.type == "cuda" and dtype in _SHORT_SUMS else nullcontext()
 
 
 @contextmanager
-def _cuda_wide_sums() -> Iterator[None]:
+def _cuda_wide_sums(flags: Iterable[str]) -> Iterator[None]:
     matmul = torch.backends.cuda.matmul
-    before: dict[str, Any] = {name: (getattr(matmul, name), getattr(matmul, f"{name}_split_k")) for name in _REDUCED_SUMS}
-    before["allow_fp16_accumulation"] = matmul.allow_fp16_accumulation
+    allowed = [name for name in flags if getattr(matmul, name)]
     try:
-        for name in before:
+        for name in allowed:
             setattr(matmul, name, False)
         yield
     finally:
-        for name, value in before.items():
-            setattr(matmul, name, value)
+        for name in allowed:
+            setattr(matmul, name, True)
 
 
 def gpu_bits(device: torch.device) -> str:
     """What the bits of products on a GPU depend on beside the program, as text that ranks compare.
 
-    Schemes and rules of the user obey the flags of sums; TF32 also changes our own products.
+    Only schemes and rules of the user obey the flags of short sums.
     """
-    matmul = torch.backends.cuda.matmul
-    reduced = [name for flag in _REDUCED_SUMS for name in (flag, f"{flag}_split_k")]
-    flags = (f"{name}={getattr(matmul, name)}" for name in ("fp32_precision", *reduced, "allow_fp16_accumulation"))
+    names = ("fp32_precision", *(name for names in _SHORT_SUMS.values() for name in names), *_SPLIT_SUMS)
+    flags = (f"{name}={getattr(torch.backends.cuda.matmul, name)}" for name in names)
     return ", ".join((f"GPU={torch.cuda.get_device_name(device)}", _library_versions(), *flags))
 
 

@@ -132,7 +132,7 @@ def flags() -> list[bool]:
 
 
 @pytest.mark.parametrize("real", [True, False])
-@pytest.mark.parametrize("given", [(True, True, False), ((False, False), True, True)])
+@pytest.mark.parametrize("given", [(True, True, False), (True, True, True), ((False, False), (False, True), True)])
 def test_sums_are_wide_on_a_gpu_whatever_the_user_has_set(given: tuple[Any, ...], real: bool) -> None:
     """On torch's own flags, which exist without a GPU, and on the stand-in."""
     with nullcontext() if real else twins():
@@ -142,12 +142,15 @@ def test_sums_are_wide_on_a_gpu_whatever_the_user_has_set(given: tuple[Any, ...]
             matmul.allow_fp16_accumulation = given[2]
             users = flags()
             assert users[4] is given[2]
-            with wide_sums(torch.device("cpu")):
-                assert flags() == users
-            with wide_sums(DEVICE):
-                assert flags() == [False, True, False, True, False]
+            for device, dtype in ((torch.device("cpu"), torch.float16), (DEVICE, torch.float32)):
+                with wide_sums(device, dtype):
+                    assert flags() == users
+            with wide_sums(DEVICE, torch.float16):
+                assert flags() == [False, *users[1:4], False]
+            with wide_sums(DEVICE, torch.bfloat16):
+                assert flags() == [*users[:2], False, *users[3:]]
             assert flags() == users
-            with pytest.raises(ValueError, match="inside"), wide_sums(DEVICE):
+            with pytest.raises(ValueError, match="inside"), wide_sums(DEVICE, torch.float16):
                 raise ValueError("inside")
             assert flags() == users
         finally:

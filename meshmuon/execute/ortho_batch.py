@@ -226,7 +226,7 @@ def _orthogonaliser(stacked: Tensor, template: StepParam, memory: BatchMemory, s
     steps, scratch = scheme.steps, Scratch(memory.workspace, stacked, dtype, stacked)
 
     def orthogonalise(show_gram: ShowGram | None = None) -> None:
-        with wide_sums(stacked.device):
+        with wide_sums(stacked.device, dtype):
             iterate(stacked, steps, blocks, scratch, products, show_gram)
 
     replay = replay_for(stacked.device, orthogonalise, None if scheme.rational else graphs)
@@ -252,7 +252,7 @@ def _compiled(
     compiled = torch.compile(eager, backend=backend, dynamic=False)
 
     def orthogonalise() -> None:
-        own_sums = wide_sums(stacked.device) if isinstance(scheme, Scheme) else nullcontext()
+        own_sums = wide_sums(stacked.device, dtype) if isinstance(scheme, Scheme) else nullcontext()
         with own_graph_per_shape(), torch.autocast(stacked.device.type, enabled=False), own_sums:
             stacked.copy_(call_scheme(compiled, stacked, one_by_one=settings.deterministic))
 

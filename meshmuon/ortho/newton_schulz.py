@@ -131,7 +131,7 @@ def orthogonalize(
     assert isinstance(scheme, Scheme)
     blocks = blocks_for(x.size(-2), x.size(-1), scheme, form=form, dtype=dtype)
     scratch = Scratch(workspace or Workspace(), batch, dtype, result)
-    with wide_sums(x.device):
+    with wide_sums(x.device, dtype):
         iterate(batch, scheme.steps, blocks, scratch, products or products_for(x.device))
     return out
 
