@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from dataclasses import replace
 from typing import Any
 
@@ -12,6 +13,8 @@ from torch.distributed.tensor import Shard
 
 from meshmuon import PlanMismatchError
 from meshmuon.execute import StepParam, ortho_batch
+from meshmuon.execute.ortho_batch import OrthoBatch
+from meshmuon.execute.step_param import RunningStep
 from meshmuon.ortho import AUTO, Scheme, hybrid, polar_express, scheme_for
 from tests.support.happens_before import fake_cuda
 from tests.support.happens_before.programs import Program, ProgramParam
@@ -31,19 +34,26 @@ def program(*, sharded: bool, **options: Any) -> Program:
 
 @pytest.mark.parametrize("sharded", [True, False])
 @pytest.mark.parametrize("options", [{}, {"kernels": "torch"}, {"rule": "normuon"}, {"waves_ahead": 0}], ids=str)
-def test_a_graph_serves_all_batches_of_a_kind(options: dict[str, Any], sharded: bool) -> None:
+def test_a_graph_serves_all_batches_of_a_kind(options: dict[str, Any], sharded: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """One for each shape that a rank orthogonalises, all in one pool; the bits are those of a step without graphs."""
+    batches: dict[str, set[OrthoBatch]] = defaultdict(set)
+    original = OrthoBatch.orthogonalise
+
+    def orthogonalise(batch: OrthoBatch, step: RunningStep) -> Any:
+        batches[recorder().name].add(batch)
+        return original(batch, step)
+
     graphs = program(sharded=sharded, **options)
-    outcome, eager = check(graphs), run_program(replace(graphs, options={**graphs.options, "cuda_graphs": False}))
+    with monkeypatch.context() as patch:
+        patch.setattr(OrthoBatch, "orthogonalise", orthogonalise)
+        outcome = check(graphs)
+    eager = run_program(replace(graphs, options={**graphs.options, "cuda_graphs": False}))
     for ours, theirs in zip(outcome.weights, eager.weights, strict=True):
         assert all(map(torch.equal, ours, theirs))
     assert not any(eager.pools)
-    kinds = len(set(SHAPES))
-    if sharded:
-        assert all(1 <= len(pools) <= kinds for pools in outcome.pools)
-        assert sum(map(len, outcome.pools)) < len(SHAPES)
-    else:
-        assert [len(pools) for pools in outcome.pools] == [kinds]
+    kinds = [len({batch.stacked.shape for batch in of_rank}) for of_rank in batches.values()]
+    assert sorted(map(len, outcome.pools)) == sorted(kinds)
+    assert sum(kinds) < sum(map(len, batches.values())) == len(SHAPES)
     assert all(len(set(map(id, pools))) == 1 for pools in outcome.pools)
 
 
