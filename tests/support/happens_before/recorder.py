@@ -21,7 +21,7 @@ import meshmuon
 
 from .clocks import HOST, Access, Clock, Clocks, Finding, History, describe
 from .footprints import Footprint
-from .twin_tensor import DEVICE, Block, Blocks, TwinTensor
+from .twin_tensor import DEVICE, Block, Blocks, TwinTensor, host_values
 
 _PACKAGE = str(Path(meshmuon.__file__).parent)
 _THIS = str(Path(__file__).parent)
@@ -169,16 +169,22 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         for tensor in writes:
             self._access(tensor, stream, count, True, site)
 
-    def kernel(self, operation: str, reads: Sequence[Tensor], writes: Sequence[Tensor], compute: Callable[[], None]) -> None:
-        """New work of the current stream by a kernel that is not torch's; ``compute`` does it on the values of the twins."""
-        self.operations += 1
+    def launch(self, reads: Sequence[Tensor], writes: Sequence[Tensor], name: str, compute: Callable[[], object]) -> None:
+        """A kernel that no operation of torch stands for: ``compute`` does its work on host values."""
         if self.capture is None:
-            self.touch(self.current, reads, writes, operation)
-        else:
-            self.capture.save([tensor.host_values for tensor in writes if isinstance(tensor, TwinTensor)])
-            self.capture.add(compute, ((), {}), None, (), reads, writes)
+            self.touch(self.current, reads, writes, name)
+            self.also(compute)
+            return
+        self.capture.save([host_values(tensor) for tensor in writes])
+        self.also(compute)
+        self.capture.touches(reads, writes)
+
+    def also(self, compute: Callable[[], object]) -> None:
+        """Work on host values that belongs to the launch before."""
         with torch.utils._python_dispatch._disable_current_modes():
             compute()
+        if self.capture is not None:
+            self.capture.also(compute)
 
     def _launch(self, stream: int) -> int:
         """The count of new work of ``stream``; notes which other streams may be working at the same time."""

@@ -33,7 +33,7 @@ from .list_kernels import TwinListKernels
 from .programs import HEADS, Program, ProgramParam
 from .recorder import Recorder
 from .recorder import recorder as current_recorder
-from .twin_tensor import DEVICE, TwinTensor
+from .twin_tensor import DEVICE, TwinTensor, host_values
 
 
 @dataclass
@@ -91,32 +91,21 @@ def _symmetric_product(
 def _quintic_factor(self: TritonProducts, gram: Tensor, out: Tensor, coefficients: tuple[float, float, float]) -> Tensor:
     """One launch, as of the kernel."""
     a, b, c = coefficients
-    values, result = _values(gram), _values(out)
-
-    def compute() -> None:
-        self._multiply(values, values.mT, result, values, c, b)
-        result.diagonal(dim1=1, dim2=2).add_(a)
-
-    current_recorder().kernel("quintic factor", [gram], [out], compute)
-    return out
+    factor = self.symmetric(gram, gram, out, gram, alpha=c, beta=b)
+    current_recorder().also(lambda: host_values(factor).diagonal(dim1=1, dim2=2).add_(a))
+    return factor
 
 
 def _normalise(batch: Tensor, out: Tensor, sums: Tensor) -> None:
     """Two launches, as of the kernels."""
-    values, result = _values(batch), _values(out)
 
-    def compute() -> None:
-        wide = values.double()
-        norms = wide.flatten(1).norm(dim=1).clamp(min=torch.finfo(torch.float32).tiny)
-        result.copy_(wide / norms[:, None, None])
+    def divide() -> None:
+        values = host_values(batch).double()
+        norms = values.flatten(1).norm(dim=1).clamp(min=torch.finfo(torch.float32).tiny)
+        host_values(out).copy_(values / norms[:, None, None])
 
-    current_recorder().kernel("sums of squares", [batch], [sums], lambda: None)
-    current_recorder().kernel("division by norms", [batch, sums], [out], compute)
-
-
-def _values(tensor: Tensor) -> Tensor:
-    assert isinstance(tensor, TwinTensor)
-    return tensor.host_values
+    current_recorder().launch([batch], [sums], "sums of squares", lambda: None)
+    current_recorder().launch([batch, sums], [out], "division by norms", divide)
 
 
 def run_program(program: Program, *, seed: int = 0) -> Outcome:
