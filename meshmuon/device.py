@@ -10,10 +10,11 @@ import platform
 import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from functools import lru_cache
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeAlias
 
 import torch
 from torch import Tensor
@@ -23,16 +24,19 @@ from .torch_compat import as_dtensor, device_of_mesh
 
 HOST = torch.device("cpu")
 
+Graphs: TypeAlias = "list[torch.cuda.CUDAGraph]"
+"""CUDA graphs that share one pool of memory. None keeps anything there, and no two of them run at the same time."""
+
 
 class CudaReplay:
     """Runs ``work`` on its first call and records it as a CUDA graph; later calls replay the graph.
 
     ``work`` must always read and write the same memory and must not wait for the device. If it cannot be recorded, later calls
-    run it, which gives the same bits.
+    run it, which gives the same bits. ``graphs`` are those with which it shares memory, and becomes one of them.
     """
 
-    def __init__(self, work: Callable[[], None]) -> None:
-        self._work = work
+    def __init__(self, work: Callable[[], None], graphs: Graphs) -> None:
+        self._work, self._graphs = work, graphs
         self._run: Callable[[], None] | None = None  # of later calls
 
     def __call__(self) -> None:
@@ -44,11 +48,14 @@ class CudaReplay:
         before = torch.cuda.current_stream()
         try:
             graph = torch.cuda.CUDAGraph()
+            pool = self._graphs[-1].pool() if self._graphs else None
             # In torch's default mode any thread's call, such as that of a data loader which pins memory, would end the capture.
-            with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+            with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
                 self._work()
             self._run = graph.replay
+            self._graphs.append(graph)
         except Exception as error:
+            self._graphs.clear()  # torch may take the pool for one that is still being captured to: the next graph has another
             torch.cuda.set_stream(before)  # torch leaves the stream of the capture current if ending the capture fails
             _warn_of_capture(f"{type(error).__name__}: {error}")
 
@@ -62,9 +69,58 @@ def _warn_of_capture(reason: str) -> None:
     )
 
 
-def replay_for(device: torch.device, work: Callable[[], None], *, graphs: bool) -> Callable[[], None]:
-    """What to call at every step: on a GPU with ``graphs`` a CUDA graph of ``work``, else ``work`` itself."""
-    return CudaReplay(work) if graphs and device.type == "cuda" else work
+def replay_for(device: torch.device, work: Callable[[], None], graphs: Graphs | None) -> Callable[[], None]:
+    """What to call at every step: on a GPU, unless ``graphs`` is None, a CUDA graph of ``work``, else ``work`` itself."""
+    return CudaReplay(work, graphs) if graphs is not None and device.type == "cuda" else work
+
+
+_SHORT_SUMS = {  # flags of torch that let products of a dtype add up in fewer than 32 bits
+    torch.float16: ("allow_fp16_reduced_precision_reduction", "allow_fp16_accumulation"),
+    torch.bfloat16: ("allow_bf16_reduced_precision_reduction",),
+}
+_SPLIT_SUMS = ("allow_fp16_reduced_precision_reduction_split_k", "allow_bf16_reduced_precision_reduction_split_k")
+_PACKAGES = {"triton": ("triton", "pytorch-triton"), "cublas": ("nvidia-cublas", "nvidia-cublas-cu12")}  # and their names
+
+
+def wide_sums(device: torch.device, dtype: torch.dtype) -> AbstractContextManager[None]:
+    """Inside, torch adds up products of ``dtype`` in 32 bits or more, whatever the user allows it elsewhere.
+
+    A CPU always does.
+    """
+    return _cuda_wide_sums(_SHORT_SUMS[dtype]) if device.type == "cuda" and dtype in _SHORT_SUMS else nullcontext()
+
+
+@contextmanager
+def _cuda_wide_sums(flags: Iterable[str]) -> Iterator[None]:
+    matmul = torch.backends.cuda.matmul
+    allowed = [name for name in flags if getattr(matmul, name)]
+    try:
+        for name in allowed:
+            setattr(matmul, name, False)
+        yield
+    finally:
+        for name in allowed:
+            setattr(matmul, name, True)
+
+
+def gpu_bits(device: torch.device) -> str:
+    """What the bits of products on a GPU depend on beside the program, as text that ranks compare.
+
+    Only schemes and rules of the user obey the flags of short sums.
+    """
+    names = ("fp32_precision", *(name for names in _SHORT_SUMS.values() for name in names), *_SPLIT_SUMS)
+    flags = (f"{name}={getattr(torch.backends.cuda.matmul, name)}" for name in names)
+    return ", ".join((f"GPU={torch.cuda.get_device_name(device)}", _library_versions(), *flags))
+
+
+@lru_cache(maxsize=1)
+def _library_versions() -> str:
+    found = {"torch": torch.__version__, "cuda": torch.version.cuda or torch.version.hip}
+    for library, packages in _PACKAGES.items():
+        for package in packages:
+            with suppress(PackageNotFoundError):
+                found.setdefault(library, version(package))
+    return ", ".join(f"{library}={number}" for library, number in found.items())
 
 
 class Mark(Protocol):

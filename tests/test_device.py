@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -20,15 +21,18 @@ from meshmuon.device import (
     CudaReplay,
     CudaStreams,
     CudaTransfers,
+    Graphs,
     Hardware,
     Streams,
     Transfers,
     _warn_of_capture,
+    gpu_bits,
     hardware_of,
     known_to_host,
     replay_for,
     streams_for,
     transfers_for,
+    wide_sums,
 )
 from tests.support.happens_before.recorder import Recorder
 from tests.support.happens_before.runs import twins
@@ -49,7 +53,7 @@ def test_cuda_replay_does_the_work_once_per_call_and_captures_it_once(cuda: Reco
         calls.append(1)
         counter.add_(1)
 
-    replay = CudaReplay(work)
+    replay = CudaReplay(work, [])
     assert not calls
     for step in range(1, 4):
         replay()
@@ -69,7 +73,8 @@ def test_a_batch_that_cannot_be_recorded_runs_without_a_graph(cuda: Recorder) ->
             raise RuntimeError("operation not permitted when stream is capturing")
 
     _warn_of_capture.cache_clear()
-    replays = [CudaReplay(failing) for _ in range(2)]
+    graphs: Graphs = []
+    replays = [CudaReplay(failing, graphs) for _ in range(2)]
     user = torch.cuda.Stream()
     user.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(user):
@@ -84,12 +89,88 @@ def test_a_batch_that_cannot_be_recorded_runs_without_a_graph(cuda: Recorder) ->
     assert len(captures) == 2, "each is tried once"
 
 
-@pytest.mark.parametrize(("device", "graphs"), [("cpu", False), ("cpu", True), ("cuda", False), ("cuda", True)])
-def test_replay_follows_the_device(device: str, graphs: bool) -> None:
+def test_graphs_share_a_pool_until_a_capture_fails(cuda: Recorder) -> None:
+    """Torch refuses a pool to which it thinks that a graph is still being captured."""
+    counter, graphs = torch.zeros((), device=DEVICE), list[Any]()
+
+    def work() -> None:
+        counter.add_(1)
+
+    def failing() -> None:
+        if cuda.capture is not None:
+            raise RuntimeError("operation not permitted when stream is capturing")
+
+    _warn_of_capture.cache_clear()
+    replays = [CudaReplay(work, graphs) for _ in range(4)]
+    for replay in replays[:2]:
+        replay()
+    with pytest.warns(KernelWarning, match="runs without one"):
+        CudaReplay(failing, graphs)()
+    for replay in (*replays[2:], *replays):
+        replay()
+    first, second, third, fourth = cuda.pools
+    assert first is second is not third is fourth
+    assert counter.cpu().item() == 8
+
+
+@pytest.mark.parametrize(("device", "graphs"), [("cpu", None), ("cpu", []), ("cuda", None), ("cuda", [])])
+def test_replay_follows_the_device(device: str, graphs: Graphs | None) -> None:
     def work() -> None: ...
 
-    replay = replay_for(torch.device(device), work, graphs=graphs)
-    assert type(replay) is CudaReplay if device == "cuda" and graphs else replay is work
+    replay = replay_for(torch.device(device), work, graphs)
+    assert type(replay) is CudaReplay if device == "cuda" and graphs is not None else replay is work
+
+
+FLAGS = [
+    *(f"allow_{dtype}_reduced_precision_reduction{which}" for dtype in ("fp16", "bf16") for which in ("", "_split_k")),
+    "allow_fp16_accumulation",
+]
+
+
+def flags() -> list[bool]:
+    return [getattr(torch.backends.cuda.matmul, name) for name in FLAGS]
+
+
+@pytest.mark.parametrize("real", [True, False])
+@pytest.mark.parametrize("given", [(True, True, False), (True, True, True), ((False, False), (False, True), True)])
+def test_sums_are_wide_on_a_gpu_whatever_the_user_has_set(given: tuple[Any, ...], real: bool) -> None:
+    """On torch's own flags, which exist without a GPU, and on the stand-in."""
+    with nullcontext() if real else twins():
+        matmul, before = torch.backends.cuda.matmul, flags()
+        try:
+            matmul.allow_fp16_reduced_precision_reduction, matmul.allow_bf16_reduced_precision_reduction = given[:2]
+            matmul.allow_fp16_accumulation = given[2]
+            users = flags()
+            assert users[4] is given[2]
+            for device, dtype in ((torch.device("cpu"), torch.float16), (DEVICE, torch.float32)):
+                with wide_sums(device, dtype):
+                    assert flags() == users
+            with wide_sums(DEVICE, torch.float16):
+                assert flags() == [False, *users[1:4], False]
+            with wide_sums(DEVICE, torch.bfloat16):
+                assert flags() == [*users[:2], False, *users[3:]]
+            assert flags() == users
+            with pytest.raises(ValueError, match="inside"), wide_sums(DEVICE, torch.float16):
+                raise ValueError("inside")
+            assert flags() == users
+        finally:
+            matmul.allow_fp16_reduced_precision_reduction = tuple(before[:2])  # type: ignore[assignment]
+            matmul.allow_bf16_reduced_precision_reduction = tuple(before[2:4])  # type: ignore[assignment]
+            matmul.allow_fp16_accumulation = before[4]
+
+
+def test_what_changes_bits_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    with twins():
+        before = gpu_bits(DEVICE)
+        assert before == gpu_bits(DEVICE)
+        assert {"GPU=a stand-in", f"torch={torch.__version__}", "fp32_precision=none"} <= set(before.split(", "))
+        seen = {before}
+        others = {FLAGS[0]: False, FLAGS[2]: False, FLAGS[4]: True, "fp32_precision": "tf32"}
+        for name, value in others.items():
+            setattr(torch.backends.cuda.matmul, name, value)
+            seen.add(gpu_bits(DEVICE))
+        monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "another")
+        assert len({*seen, gpu_bits(DEVICE)}) == 6
 
 
 def test_errors_beside_are_errors(cuda: Recorder) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ..plan import NO_WAVE, PieceTransfer, WaveHops, WaveRoutes, WaveSizes, gradient_read_order, slot_sizes, wave_sizes
 from .buffers import CopyPairs, PlacedPiece, RelayMemory, Stage, Staging, strided_views
-from .ortho_batch import MATRICES, BatchMemory, OrthoBatch
+from .ortho_batch import MATRICES, OrthoBatch
 from .program_builder import MatrixBatch, MatrixRange, PlacedTransfers, ProgramBuilder, batch_size, gathers, offsets_of, scatters
 from .rounding import RoundingScratch
 from .rule_state import RuleStateExchange, rule_state_exchanges
@@ -107,7 +107,7 @@ class RankProgramBuilder(ProgramBuilder):
 
     def _local_stage(self, batch: MatrixBatch, number: int) -> tuple[Stage, Tensor]:
         """What copies a batch of weights in host memory to its device and back, and the batch in host memory."""
-        memory, template = BatchMemory(self.workspace, _STAGED[number % STAGED_IN_FLIGHT]), self.template(batch)
+        memory, template = replace(self.memory, name=_STAGED[number % STAGED_IN_FLIGHT]), self.template(batch)
         size, flat = batch_size(batch), memory.flat(batch_size(batch), template)
         return self.staging(flat.device).matrices(memory.name, (size, template.matrix_set.rows, template.matrix_set.cols), flat)
 

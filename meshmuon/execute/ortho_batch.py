@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
-from dataclasses import dataclass
+from contextlib import nullcontext
+from dataclasses import dataclass, field
 from functools import partial
 from typing import TypeAlias
 
 import torch
 from torch import Tensor
 
-from ..device import replay_for
+from ..device import Graphs, replay_for, wide_sums
 from ..errors import KernelError, OrthogonalizeError
 from ..ortho import (
     Orthogonalizer,
@@ -30,6 +31,8 @@ from ..torch_compat import own_graph_per_shape
 from .step_param import UNOBSERVED, ExecutorSettings, MatrixKey, Observer, RunningStep, StepParam
 
 ShowGram: TypeAlias = Callable[[Tensor], None]
+Orthogonaliser: TypeAlias = "tuple[Callable[[], None], Callable[[ShowGram], None] | None]"
+"""What orthogonalises matrices in their memory; the second also shows the Gram matrices, where it can."""
 
 _MOST_NAMES = 5  # that an error lists
 MATRICES = "matrices"
@@ -38,10 +41,15 @@ MATRICES = "matrices"
 
 @dataclass(frozen=True, slots=True)
 class BatchMemory:
-    """Where batches are orthogonalised. Those of one ``name`` share their memory, those of one workspace their scratch."""
+    """Where batches are orthogonalised. Those of one ``name`` share their memory, those of one workspace their scratch.
+
+    Batches of one kind (name, shape, dtypes, scheme) have the same addresses: one orthogonaliser or CUDA graph serves them all.
+    """
 
     workspace: Workspace
     name: str = MATRICES
+    orthogonalisers: dict[Hashable, Orthogonaliser] = field(default_factory=dict)  # by the kind of batch
+    graphs: Graphs = field(default_factory=list)  # of all kinds
 
     def stacked(self, size: int, template: StepParam) -> Tensor:
         """The matrices of a batch, (size, rows, cols)."""
@@ -81,7 +89,14 @@ class OrthoBatch:
             self.rule_state = aligned_matrices(shape, template.update_dtype, template.work_device).zero_().squeeze(1)
         self._rule, self._flipped = template.rule, template.matrix_set.flipped
         self._one_by_one = settings.deterministic
-        self._orthogonalise, self._orthogonalise_showing = _orthogonaliser(self.stacked, template, memory.workspace, settings)
+        dtypes = template.compute_dtype, template.update_dtype
+        # A callable need not be hashable; its orthogonaliser keeps it alive.
+        scheme = template.scheme if isinstance(template.scheme, Scheme) else id(template.scheme)
+        kind = memory.name, self.stacked.shape, scheme, dtypes, template.work_device
+        self.first_of_kind = kind not in memory.orthogonalisers
+        if self.first_of_kind:
+            memory.orthogonalisers[kind] = _orthogonaliser(self.stacked, template, memory, settings)
+        self._orthogonalise, self._orthogonalise_showing = memory.orthogonalisers[kind]
         self._fallible = template.fallible
         self._kernels = settings.compile or type(settings.products(self.stacked.device)) is not BlockedProducts
 
@@ -189,36 +204,33 @@ def kernel_error(stacked: Tensor, error: Exception) -> KernelError:
     )
 
 
-def _orthogonaliser(
-    stacked: Tensor, template: StepParam, workspace: Workspace, settings: ExecutorSettings
-) -> tuple[Callable[[], None], Callable[[ShowGram], None] | None]:
+def _orthogonaliser(stacked: Tensor, template: StepParam, memory: BatchMemory, settings: ExecutorSettings) -> Orthogonaliser:
     """What orthogonalises ``stacked`` in place: eager with reused buffers, a CUDA graph of that, or compiled.
 
-    Where it can also show the Gram matrices that it computes, in at least 32 bits, the second does so.
+    Gram matrices are shown in at least 32 bits. Inverses may wait for the device, which no graph can record.
     """
     scheme, dtype, form = template.scheme, template.compute_dtype, settings.form
     if not stacked.numel():
         return lambda: None, None
     if settings.compile:
         return _compiled(stacked, scheme, dtype, settings), None
-    showing: Callable[[ShowGram], None] | None = None
+    graphs = memory.graphs if settings.cuda_graphs else None
     if not isinstance(scheme, Scheme):
 
-        def orthogonalise() -> None:
+        def call() -> None:
             stacked.copy_(call_scheme(scheme, stacked, one_by_one=settings.deterministic))
 
-    else:
-        products = settings.products(stacked.device)
-        blocks = blocks_for(stacked.size(1), stacked.size(2), scheme, form=form, dtype=dtype)
-        steps, scratch = scheme.steps, Scratch(workspace, stacked, dtype, stacked)
+        return replay_for(stacked.device, call, graphs), None
+    products = settings.products(stacked.device)
+    blocks = blocks_for(stacked.size(1), stacked.size(2), scheme, form=form, dtype=dtype)
+    steps, scratch = scheme.steps, Scratch(memory.workspace, stacked, dtype, stacked)
 
-        def orthogonalise() -> None:
-            iterate(stacked, steps, blocks, scratch, products)
+    def orthogonalise(show_gram: ShowGram | None = None) -> None:
+        with wide_sums(stacked.device, dtype):
+            iterate(stacked, steps, blocks, scratch, products, show_gram)
 
-        if dtype.itemsize >= 4:
-            showing = partial(iterate, stacked, steps, blocks, scratch, products)
-    replay = replay_for(stacked.device, orthogonalise, graphs=settings.cuda_graphs)
-    return replay, showing if replay is orthogonalise else None
+    replay = replay_for(stacked.device, orthogonalise, None if scheme.rational else graphs)
+    return replay, orthogonalise if dtype.itemsize >= 4 and replay is orthogonalise else None
 
 
 def _compiled(
@@ -240,7 +252,8 @@ def _compiled(
     compiled = torch.compile(eager, backend=backend, dynamic=False)
 
     def orthogonalise() -> None:
-        with own_graph_per_shape(), torch.autocast(stacked.device.type, enabled=False):
+        own_sums = wide_sums(stacked.device, dtype) if isinstance(scheme, Scheme) else nullcontext()
+        with own_graph_per_shape(), torch.autocast(stacked.device.type, enabled=False), own_sums:
             stacked.copy_(call_scheme(compiled, stacked, one_by_one=settings.deterministic))
 
     return orthogonalise

@@ -66,7 +66,7 @@ class ProgramBuilder:
         self.plan, self.rank, self.step_params, self.exchange = plan, rank, step_params, exchange
         self.workspace, self.settings = workspace, settings
         self.stagings: dict[torch.device, Staging] = {}  # by the device to which weights in host memory send their matrices
-        self._tried_out: set[Hashable] = set()  # kinds of batches
+        self.memory = BatchMemory(workspace)
         self.routes = routes_of(plan, rank)  # wave by wave
         self._routes_of_ranks = {rank: self.routes}  # and of others, where this one relays for them
         self._local_index = [_local_index(planned, rank) for planned in plan.params]
@@ -96,7 +96,7 @@ class ProgramBuilder:
         batches = [self._batches(ranges) for ranges in lists]
         for of_list in batches:
             for k, batch in enumerate(of_list):
-                memory = BatchMemory(self.workspace, memories[k % len(memories)])
+                memory = replace(self.memory, name=memories[k % len(memories)])
                 memory.reserve(batch_size(batch), self.template(batch), self.settings.form)
         return batches
 
@@ -124,12 +124,9 @@ class ProgramBuilder:
         for part in batch:
             held, name = self._matrix_at[part.param_index], self.plan.params[part.param_index].name
             matrices |= {(part.param_index, held[k]): name for k in range(part.start, part.stop)}
-        template = self.template(batch)
-        ortho_batch = OrthoBatch(matrices, template, BatchMemory(self.workspace, memory), self.settings)
-        kind = ortho_batch.stacked.shape, template.scheme, template.compute_dtype, template.update_dtype, template.work_device
-        if kind not in self._tried_out:
+        ortho_batch = OrthoBatch(matrices, self.template(batch), replace(self.memory, name=memory), self.settings)
+        if ortho_batch.first_of_kind:
             ortho_batch.try_out()
-            self._tried_out.add(kind)
         return ortho_batch
 
     def staging(self, device: torch.device) -> Staging:

@@ -98,7 +98,7 @@ def _measured(decision: StepDecision, params: Sequence[ParamRecord], layouts: Se
             shared=several and not planned.private,
             elements=matrices.rows * matrices.cols,
             matrices=matrices,
-            scheme=scheme_for(named.scheme, matrices.rows, matrices.cols, named.compute_dtype),
+            scheme=scheme_for(named.scheme, matrices.rows, matrices.cols, named.compute_dtype, named.work_device),
             dtype=str(named.param.dtype).removeprefix("torch."),
             rounding=named.param_group["rounding"],
         )

@@ -35,6 +35,7 @@ class Collector:
 
     Attributes:
         records: all parameters, param group by param group.
+        gpu: on which matrices of this rank are orthogonalised; None if that is no GPU.
         has_grad: which of them have a gradient; the same object for as long as they are equal.
         lacking_state: parameters that lack state, or a part of it, since the state last changed.
         without_state: those of them that had a gradient at the last check.
@@ -42,6 +43,7 @@ class Collector:
 
     def __init__(self, comm_dtype: Callable[[Tensor], torch.dtype | None]) -> None:
         self.records: tuple[ParamRecord, ...] = ()
+        self.gpu: torch.device | None = None
         self.has_grad: tuple[bool, ...] = ()
         self.lacking_state: list[ParamIndex] = []
         self.without_state: tuple[ParamIndex, ...] = ()
@@ -95,6 +97,7 @@ class Collector:
                     record = ParamRecord.of(name, param, index, group, recipe, self._comm_dtype(param))
                 records.append(record)
         self.records = tuple(records)
+        self.gpu = next((record.work_device for record in records if record.work_device.type == "cuda"), None)
         self._shapes = dict.fromkeys(
             (record.group_index, shape, largest_number(record.update_dtype))
             for record in records

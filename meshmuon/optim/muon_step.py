@@ -30,6 +30,7 @@ from ..agree.differences import failure_for_other_ranks
 from ..agree.planner import Planner
 from ..agree.state_presence import StatePresence
 from ..agree.step_decision import Activity, RankStatus, StepDecision
+from ..device import gpu_bits
 from ..errors import KeptError, KernelError, KernelWarning, MeshmuonError, OrthogonalizeError, StateError
 from ..execute import UNOBSERVED, ExecutorSettings, StepExecutor, StepParam, advance_counters
 from ..metrics.meter import Clipped, Meter
@@ -158,9 +159,14 @@ class MuonStep(torch.optim.Optimizer):
 
     def _agree(self, step: StepContext) -> None:
         """Decides together with all ranks what this step does."""
-        clip = logits_text(step.qk_logits)
+        bits, gpu = logits_text(step.qk_logits), self._collector.gpu
         if self._executor.settings is not self._settings:  # other kernels than asked for, on all ranks or on none
-            clip += f", {self._executor.settings.bits}"
+            bits += f", {self._executor.settings.bits}"
+
+        def hyperparameters() -> list[str]:
+            compared = bits if gpu is None else f"{bits}, {gpu_bits(gpu)}"
+            return [f"{text}, {compared}" for text in hyperparameters_of(self._groups)]
+
         status = RankStatus(
             records=step.records,
             failure=step.failure,
@@ -169,7 +175,7 @@ class MuonStep(torch.optim.Optimizer):
             nonfinite=step.nonfinite,
             has_work=step.has_work,
             activity=Activity.NO_MATRIX if step.failure else self._activity.of(step.records, step.has_grad),
-            hyperparameters=lambda: [f"{text}, {clip}" for text in hyperparameters_of(self._groups)],
+            hyperparameters=hyperparameters,
             without_state=self._without_state(step.records),
             presence=StatePresence(step.records, self.state, self._keeps),
         )

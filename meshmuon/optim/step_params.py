@@ -120,7 +120,7 @@ def _new_step_param(record: ParamRecord, number: int, settings: StepSettings) ->
         param=param,
         momentum_buffer=None,
         matrix_set=matrix_set,
-        scheme=scheme_for(record.scheme, matrix_set.rows, matrix_set.cols, record.compute_dtype),
+        scheme=scheme_for(record.scheme, matrix_set.rows, matrix_set.cols, record.compute_dtype, record.work_device),
         compute_dtype=record.compute_dtype,
         settings=settings,
         work_device=record.work_device,

@@ -8,6 +8,7 @@ from typing import Any, Literal, TypeAlias, get_args
 import torch
 from torch import Tensor
 
+from ..device import HOST, wide_sums
 from ..errors import ConfigError
 from .blocks import choose_blocks, gram_blocks, is_safe, standard_blocks, worst_error
 from .cost import orthogonalize_cost
@@ -33,16 +34,19 @@ def default_compute_dtype(device: torch.device, dtype: torch.dtype) -> torch.dty
     return torch.float16 if device.type == "cuda" else torch.float32
 
 
-def scheme_for(scheme: Scheme | Orthogonalizer, rows: int, cols: int, dtype: torch.dtype) -> Scheme | Orthogonalizer:
-    """The scheme that orthogonalises a rows × cols matrix with products in ``dtype``.
+def scheme_for(
+    scheme: Scheme | Orthogonalizer, rows: int, cols: int, dtype: torch.dtype, device: torch.device = HOST
+) -> Scheme | Orthogonalizer:
+    """The scheme that orthogonalises a rows × cols matrix on ``device`` with products in ``dtype``.
 
-    ``AUTO`` becomes the cheapest scheme whose worst error on [1e-3, 1], rounding included, is at most that of ``polar_express``.
-    A scheme with rational steps becomes ``polar_express`` in 16 bits. Everything else stays as it is.
+    ``AUTO`` becomes the cheapest scheme whose worst error on [1e-3, 1], rounding included, is at most that of ``polar_express``;
+    on a GPU, where inverses may make the host wait, ``polar_express`` itself. A scheme with rational steps becomes
+    ``polar_express`` in 16 bits. Everything else stays as it is.
     """
     if not isinstance(scheme, Scheme):
         return scheme
     if scheme == AUTO:
-        return _cheapest(rows, cols, dtype)
+        return polar_express() if device.type == "cuda" else _cheapest(rows, cols, dtype)
     if not scheme.rational:
         return scheme
     if dtype in _SHORT:
@@ -123,11 +127,12 @@ def orthogonalize(
         result.copy_(call_scheme(scheme, batch))
         return out
     dtype = dtype or default_compute_dtype(x.device, x.dtype)
-    scheme = scheme_for(scheme, x.size(-2), x.size(-1), dtype)
+    scheme = scheme_for(scheme, x.size(-2), x.size(-1), dtype, x.device)
     assert isinstance(scheme, Scheme)
     blocks = blocks_for(x.size(-2), x.size(-1), scheme, form=form, dtype=dtype)
     scratch = Scratch(workspace or Workspace(), batch, dtype, result)
-    iterate(batch, scheme.steps, blocks, scratch, products or products_for(x.device))
+    with wide_sums(x.device, dtype):
+        iterate(batch, scheme.steps, blocks, scratch, products or products_for(x.device))
     return out
 
 
@@ -168,9 +173,11 @@ def blocks_for(rows: int, cols: int, scheme: Scheme, *, form: str, dtype: torch.
     raise ConfigError(f"form={form!r} is unknown; write one of {FORMS}")
 
 
-def expected_flops(rows: int, cols: int, scheme: Scheme | Orthogonalizer | None, form: str, dtype: torch.dtype) -> int:
+def expected_flops(
+    rows: int, cols: int, scheme: Scheme | Orthogonalizer | None, form: str, dtype: torch.dtype, device: torch.device = HOST
+) -> int:
     """FLOPs of orthogonalising one matrix; of a callable scheme nothing is known, it counts as five standard steps."""
-    scheme = None if scheme is None else scheme_for(scheme, rows, cols, dtype)
+    scheme = None if scheme is None else scheme_for(scheme, rows, cols, dtype, device)
     if not isinstance(scheme, Scheme):
         return orthogonalize_cost(rows, cols, polar_express().steps, (1,) * 5)
     return orthogonalize_cost(rows, cols, scheme.steps, blocks_for(rows, cols, scheme, form=form, dtype=dtype))

@@ -10,8 +10,8 @@ a rational function, which costs one inverse per pole and does the work of sever
 * ``zolotarev``: one rational step, the best approximation of 1 on [l, 1] with a given number of poles.
 * ``halley``: one rational step with one pole, then minimax quintics.
 * ``hybrid``: one hybrid step, the best sum of a quintic and two poles on [1e-3, 1].
-* ``auto``: the cheapest of these for a matrix whose error is no larger than that of ``polar_express``. With another number of
-  steps than 5 it is ``polar_express`` with that number of steps.
+* ``auto``: the cheapest of these for a matrix whose error is no larger than that of ``polar_express``. On a GPU, and with another
+  number of steps than 5, it is ``polar_express``.
 * your own list of triples, or a callable that orthogonalises a batch.
 """
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 from torch import Tensor
 
 from meshmuon import ConfigError, Muon
+from meshmuon.device import Graphs
 from meshmuon.execute import ExecutorSettings, ortho_batch
 from tests.support.reference import LR, assert_same_bits, copies, engine_muon, gradients, group, make_params, run, set_gradients
 
@@ -34,9 +36,12 @@ def test_the_plan_is_kept_until_the_work_changes() -> None:
 def test_graphs_are_asked_for_by_option_only(cuda_graphs: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[bool] = []
     original = ortho_batch.replay_for
-    monkeypatch.setattr(
-        ortho_batch, "replay_for", lambda *args, graphs: (asked.append(graphs), original(*args, graphs=graphs))[1]
-    )
+
+    def replay_for(device: torch.device, work: Callable[[], None], graphs: Graphs | None) -> Callable[[], None]:
+        asked.append(graphs is not None)
+        return original(device, work, graphs)
+
+    monkeypatch.setattr(ortho_batch, "replay_for", replay_for)
     params = make_params((12, 20), (20, 12))
     run(engine_muon([group(params)], lr=LR, cuda_graphs=cuda_graphs), params, [0])
     assert asked == [cuda_graphs] * 2

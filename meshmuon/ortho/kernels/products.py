@@ -26,6 +26,7 @@ _PANEL = 128
 _SHORT_PANEL = 96  # of results with few rows
 _EDGES = 32  # panels begin at multiples of it
 _SMALLEST_SPLIT = 384
+_LARGEST_SHORT_SIDE = 256  # up to which cuBLAS beats the Triton kernel: there are few tiles, and it can also split sums
 _SMALLEST_LONG_SPLIT = 192  # where the inner size is at least twice the rows: starting a panel then costs less than it saves
 
 Prepared: TypeAlias = Callable[[], ShiftedInverses]
@@ -162,7 +163,10 @@ class FunctionalProducts(Products):
 
 
 class TritonProducts(BlockedProducts):
-    """Symmetric products and norms by Triton kernels; the general product and the inverses stay torch's."""
+    """Symmetric products and norms by Triton kernels; general products, inverses and short sides stay torch's.
+
+    The factor of a quintic is always the kernel's, which adds the diagonal in the same launch.
+    """
 
     def quintic_factor(self, gram: Tensor, out: Tensor, coefficients: tuple[float, float, float]) -> Tensor:
         if out.dtype == torch.float64:
@@ -185,6 +189,9 @@ class TritonProducts(BlockedProducts):
     ) -> Tensor:
         if out.dtype == torch.float64:  # the kernel accumulates in float32
             return super().symmetric(a, b, out, addend, alpha=alpha, beta=beta)
+        if a.size(1) <= _LARGEST_SHORT_SIDE and not self.one_by_one and is_dense(out):  # else torch would take many launches
+            self._multiply(a, b.mT, out, addend, alpha, beta)
+            return out
         from .triton_symmetric import symmetric_product
 
         return symmetric_product(a, b, out=out, addend=addend, alpha=alpha, beta=beta)

@@ -133,7 +133,7 @@ class Comparison:
         squares = 0.0
         for matrix in update if param.dim() == 3 else (update,):
             rows, cols = matrix.shape
-            scheme = scheme_for(AUTO, rows, cols, self._compute)
+            scheme = scheme_for(AUTO, rows, cols, self._compute, param.device)
             assert isinstance(scheme, Scheme)
             bound = rounding_bound(matrix, scheme, self._compute, sent=unit_roundoff(self._wire, torch.device("cpu")))
             squares += (2 * group["lr"] * lr_factor(group["adjust_lr_fn"], rows, cols) * bound) ** 2

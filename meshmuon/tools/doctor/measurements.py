@@ -90,7 +90,7 @@ def _product(device: torch.device, size: int, dtype: torch.dtype) -> tuple[Calla
 def _orthogonalisation(device: torch.device, size: int, dtype: torch.dtype) -> tuple[Callable[[], object], float]:
     x = seeded((_BATCH, size, size), size).to(device)
     work = partial(orthogonalize, x, AUTO, out=torch.empty_like(x), workspace=Workspace())
-    return work, _BATCH * expected_flops(size, size, AUTO, "auto", dtype)
+    return work, _BATCH * expected_flops(size, size, AUTO, "auto", dtype, device)
 
 
 def _rates(

@@ -112,7 +112,7 @@ def check_orthogonalisation(context: Context) -> Finding:
     compute = default_compute_dtype(device, torch.float32)
     for seed, shape in enumerate(_MATRICES):
         x = seeded(shape, 100 + seed).to(device)
-        default = scheme_for(AUTO, *shape, compute)
+        default = scheme_for(AUTO, *shape, compute, device)
         # Ten steps in the standard form: finding safe blocks for ten steps takes seconds.
         for scheme, form in ((default, "auto"), (polar_express(steps=10), "standard")):
             assert isinstance(scheme, Scheme)

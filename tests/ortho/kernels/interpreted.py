@@ -9,15 +9,16 @@ from hypothesis import strategies as st
 
 from meshmuon.ortho import Workspace, polar_express
 from meshmuon.ortho.iteration import Scratch, iterate
-from meshmuon.ortho.kernels import triton_normalise
+from meshmuon.ortho.kernels import products, triton_normalise
 from meshmuon.ortho.kernels.products import BlockedProducts, TritonProducts
 
 slow = settings(max_examples=20, deadline=None)
 
 
 @pytest.fixture(autouse=True)
-def few_and_small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """So that small matrices have several tiles in a part."""
+def small_is_large(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that small matrices have several tiles in a part, and are not left to torch."""
+    monkeypatch.setattr(products, "_LARGEST_SHORT_SIDE", 0)
     monkeypatch.setattr(triton_normalise, "PARTS", 4)
     monkeypatch.setattr(triton_normalise, "TILE", 64)
 
@@ -65,8 +66,8 @@ def test_the_factor_of_a_quintic(count: int, n: int, diagonal: float) -> None:
     gram = x @ x.mT
     places = torch.empty(2, count, n, n)
     factors = [
-        products.quintic_factor(gram, place, (diagonal, -4.7, 2.0))
-        for products, place in zip((TritonProducts(), BlockedProducts()), places, strict=True)
+        one.quintic_factor(gram, place, (diagonal, -4.7, 2.0))
+        for one, place in zip((TritonProducts(), BlockedProducts()), places, strict=True)
     ]
     size = gram.abs() @ gram.abs() * 2 + gram.abs() * 4.7 + abs(diagonal)
     assert bool(((factors[0] - factors[1]).abs() <= (n + 6) * 2.0**-23 * size).all())
@@ -77,9 +78,9 @@ def test_the_factor_of_a_quintic(count: int, n: int, diagonal: float) -> None:
 def test_the_iteration_ends_where_torchs_own_operations_end(shape: tuple[int, int, int], blocks: tuple[int, ...]) -> None:
     batch = torch.randn(shape, generator=torch.Generator().manual_seed(1)) * 1e-20
     results = []
-    for products in (TritonProducts(), BlockedProducts()):
+    for one in (TritonProducts(), BlockedProducts()):
         result = batch.clone()
-        iterate(result, polar_express().steps, blocks, Scratch(Workspace(), result, torch.float32, result), products)
+        iterate(result, polar_express().steps, blocks, Scratch(Workspace(), result, torch.float32, result), one)
         results.append(result)
     assert (results[0] - results[1]).abs().max() < 1e-4  # roundings, amplified by the slopes of five steps at zero
     assert results[0].abs().max() > 0.1

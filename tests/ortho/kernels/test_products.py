@@ -7,6 +7,8 @@ the result's dtype adds u times the result.
 from __future__ import annotations
 
 import importlib.util
+import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -179,3 +181,20 @@ def test_triton_leaves_float64_and_general_products_to_torch() -> None:
     )
     general = TritonProducts().general(out, x, torch.empty_like(x))
     assert torch.equal(general, BlockedProducts().general(out, x, torch.empty_like(x)))
+
+
+@pytest.mark.parametrize(("n", "kernel"), [(16, False), (256, False), (257, True), (272, True)])
+@pytest.mark.parametrize("how", ["dense", "gaps", "one by one"])
+def test_triton_leaves_short_sides_to_torch_where_that_is_one_launch(
+    n: int, kernel: bool, how: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    launched: list[str] = []
+    stand_in = SimpleNamespace(symmetric_product=lambda a, b, *, out, **factors: (launched.append("kernel"), out)[1])
+    monkeypatch.setitem(sys.modules, "meshmuon.ortho.kernels.triton_symmetric", stand_in)  # type: ignore[arg-type]
+    monkeypatch.setattr(torch, "bmm", lambda a, b, *, out: launched.append("torch"))
+    x, out = torch.empty(2, n, 12), torch.empty(2, n, n) if how != "gaps" else torch.empty(2, n + 1, n)[:, :n]
+    assert TritonProducts(one_by_one=how == "one by one").symmetric(x, x, out) is out
+    assert launched == ["kernel" if kernel or how != "dense" else "torch"]
+    launched.clear()
+    assert TritonProducts().quintic_factor(out, torch.empty(2, n, n), (3.0, -4.0, 2.0)).shape == out.shape
+    assert launched == ["kernel"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from operator import attrgetter
@@ -101,6 +102,11 @@ class Graph:
         self._writes: list[Tensor] = []
         self._created: list[Tensor] = []  # the graph's own memory
         self._saved: dict[int, tuple[Tensor, Tensor]] = {}
+        self._pool: object = None
+
+    def pool(self) -> object:
+        assert self._pool is not None, "the pool of a graph that was not captured"
+        return self._pool
 
     def save(self, written: Sequence[Tensor]) -> None:
         """Keeps what memory holds before an operation is captured: capturing does not write."""
@@ -150,7 +156,7 @@ def _overwrite(old: Any, new: Any) -> None:
 
 
 @contextmanager
-def _capture(graph: Graph, *, capture_error_mode: str = "global") -> Iterator[None]:
+def _capture(graph: Graph, pool: object = None, *, capture_error_mode: str = "global") -> Iterator[None]:
     """``torch.cuda.graph``: waits for the device, then captures on a stream of its own, which stays current after an error."""
     assert capture_error_mode == "thread_local", "another thread, such as a data loader that pins memory, would end the capture"
     rank = recorder()
@@ -158,11 +164,36 @@ def _capture(graph: Graph, *, capture_error_mode: str = "global") -> Iterator[No
     before, rank.current, rank.capture = rank.current, Stream().number, graph
     try:
         yield
+        graph._pool = pool or object()
+        rank.pools.append(graph._pool)
     finally:
         rank.capture = None
         with torch.utils._python_dispatch._disable_current_modes():
             graph.captured()
     rank.current = before
+
+
+def device_name(device: Any) -> str:
+    return "a stand-in"
+
+
+class MatmulFlags(threading.local):
+    """``torch.backends.cuda.matmul``: the flags of a process, which is a thread here, with torch's defaults."""
+
+    fp32_precision = "none"
+    allow_fp16_accumulation = False
+
+    def __init__(self) -> None:
+        self._sums = {"fp16": (True, True), "bf16": (True, True)}
+
+    def __getattr__(self, name: str) -> bool:
+        return self._sums[name.split("_")[1]][name.endswith("_split_k")]
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name.endswith("_reduced_precision_reduction"):
+            self._sums[name.split("_")[1]] = (value, True) if isinstance(value, bool) else value
+        else:
+            super().__setattr__(name, value)
 
 
 def _set_stream(stream: Stream) -> None:
@@ -225,10 +256,12 @@ def installed() -> Iterator[None]:
         "is_initialized": lambda: True,
         "set_device": lambda device: None,
         "_lazy_init": lambda: None,
+        "get_device_name": lambda device: device_name(device),
     }
     with ExitStack() as stack:
         for name, value in replaced.items():
             stack.enter_context(patch.object(torch.cuda, name, value))
+        stack.enter_context(patch.object(torch.backends.cuda, "matmul", MatmulFlags()))
         stack.enter_context(patch("torch.tensor", tensor))
         stack.enter_context(patch.object(Tensor, "is_pinned", _is_pinned))
         stack.enter_context(patch("torch.optim.optimizer._group_tensors_by_device_and_dtype", _grouped))

@@ -77,6 +77,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.current = self.main  # the stream that is given work now
         self._group_streams: dict[str, int] = {}
         self.capture: Any = None  # the graph that records work instead
+        self.pools: list[object] = []  # of the graphs that were captured, one after the other
         self._given_back: dict[int, list[Access]] = {}  # of each stream, the uses of freed memory that may not have ended
         self.findings: list[Finding] = []
         self.beside_main: set[int] = set()  # streams whose work has overlapped with work of the main stream

@@ -48,6 +48,7 @@ class Outcome:
     beside_main: set[str] = field(default_factory=set)  # makers of the streams whose work may overlap with the main stream's
     busy_waits: set[str] = field(default_factory=set)  # lines at which the host waits while the main stream has other work
     weights: list[list[Tensor]] = field(default_factory=list)  # rank by rank, at the end
+    pools: list[list[object]] = field(default_factory=list)  # of each rank, those of its graphs
 
     def of(self, *kinds: str) -> list[Finding]:
         return [finding for finding in self.findings if finding.kind in kinds]
@@ -122,6 +123,7 @@ def run_program(program: Program, *, seed: int = 0) -> Outcome:
             outcome.steady_waits += run.steady_waits
             outcome.operations += recorder.operations
             outcome.busy_waits |= recorder.busy_waits
+            outcome.pools.append(recorder.pools)
             outcome.beside_main |= {recorder.clocks.names[stream] for stream in recorder.beside_main}
         return weights
 
