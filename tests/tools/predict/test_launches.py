@@ -1,0 +1,83 @@
+"""What a plan says about launches is what a step launches on a stand-in for a GPU, on every rank; and they do not grow."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.tensor import Replicate, Shard
+
+from meshmuon.tools.predict.launches import Launches, PartKind, adamw_launches, launches_of
+from tests.support.happens_before.launches import CountedStep, count_launches
+from tests.support.happens_before.programs import Program, ProgramParam
+
+BF16, F32 = torch.bfloat16, torch.float32
+ROWS = (Shard(0),)
+
+
+def weights(count: int, dtype: torch.dtype = BF16, placements: Any = ROWS, shapes: Any = ((16, 32), (16, 8)), **more: Any) -> Any:
+    name = f"layers.{{}}.{str(dtype).removeprefix('torch.')}{len(more)}.weight"
+    return tuple(ProgramParam(name.format(k), shapes[k % len(shapes)], placements, dtype=dtype, **more) for k in range(count))
+
+
+def experts(count: int, size: int, placements: Any = ROWS, dtype: torch.dtype = BF16) -> tuple[ProgramParam, ...]:
+    return tuple(ProgramParam(f"layers.{k}.experts.weight", (size, 16, 8), placements, dtype=dtype) for k in range(count))
+
+
+def program(params: Any, mesh: tuple[int, ...] = (2,), **options: Any) -> Program:
+    fields = {name: options.pop(name) for name in ("optimizer", "ranks_per_node") if name in options}
+    return Program(mesh=mesh, params=params, options={"scheme": "polar_express", **options}, steps=3, **fields)
+
+
+ADAMW = tuple(ProgramParam(f"norms.{k}.weight", (16,), ROWS, use_muon=False) for k in range(40))
+# Programs, and the most that any of their ranks may launch: what it is now.
+PROGRAMS: dict[str, tuple[Program, int]] = {
+    "FSDP2, bfloat16": (program(weights(16)), 49),
+    "FSDP2, float32": (program(weights(16, F32)), 49),
+    "mixed dtypes": (program((*weights(8), *weights(8, F32))), 52),
+    "by columns": (program(weights(4, placements=(Shard(1),))), 49),
+    "several waves": (program(weights(12), chunk_size=4), 101),
+    "experts, one per batch": (program(experts(2, 8), chunk_size=1), 176),
+    "experts, one batch": (program((*experts(2, 8), *weights(4))), 71),
+    "replicated, every holder computes": (program(weights(3, placements=(Replicate(),)), replicas="repeat"), 44),
+    "HSDP, shared": (program(weights(8, placements=(Replicate(), Shard(0))), (2, 2), replicas="share"), 50),
+    "HSDP, repeated": (program(weights(8, placements=(Replicate(), Shard(0))), (2, 2), replicas="repeat"), 49),
+    "experts on a mesh of two dims": (
+        program((*experts(2, 4, (Replicate(), Shard(0))), *weights(2, placements=(Shard(0), Shard(0)))), (2, 2)),
+        49,
+    ),
+    "fused weights": (program((*weights(4, shapes=((48, 16),), split=(16, 32)), *weights(2))), 71),
+    "normuon": (program(weights(16), rule="normuon"), 95),
+    "normuon, experts": (program(experts(2, 8), rule="normuon"), 44),
+    "muon_plus": (program(weights(4), rule="muon_plus"), 67),
+    "muoneq": (program(weights(4), rule="muoneq"), 71),
+    "stochastic rounding": (program(weights(16), rounding="stochastic"), 50),
+    "default scheme": (program(weights(4), scheme="auto"), 49),
+    "in host memory": (program((*weights(4, in_host=True), *experts(1, 4))), 70),
+    "AdamW beside": (program((*weights(4), *ADAMW)), 52),
+    "through relays": (program(weights(8), (4,), ranks_per_node=2, max_peers=1), 61),
+    "DistMuon": (program(weights(8, placements=None), optimizer="DistMuon"), 56),
+    "DistMuon, normuon": (program(weights(8, placements=None), optimizer="DistMuon", rule="normuon"), 100),
+}
+
+
+def predicted(name: str, rank: int, counted: CountedStep) -> Launches:
+    described = PROGRAMS[name][0]
+    kinds = [PartKind((part.group_index, part.param.dtype), part.matrix_set.flipped) for part in counted.step_params]
+    stochastic = sum(part.elements is not None for part in counted.step_params)
+    launches = launches_of(counted.plan, kinds, averages=described.optimizer == "DistMuon", counters=stochastic)[rank]
+    adamw = [math.prod(param.shape) for param in described.params if not param.use_muon]
+    launches.adamw = adamw_launches(len(adamw), sum(adamw))
+    return launches
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_a_step_launches_what_its_plan_says(name: str) -> None:
+    steps = count_launches(PROGRAMS[name][0])
+    for rank, counted in enumerate(steps):
+        found = predicted(name, rank, counted)
+        listed = "\n".join(f"{count} {work}" for work, count in sorted(counted.recorder.launches.items()))
+        assert found.total == counted.launches, f"rank {rank} of {name}: {found}\n{listed}"
+    assert max(counted.launches for counted in steps) <= PROGRAMS[name][1], "a change has added launches"
