@@ -233,12 +233,12 @@ class _Counter:
                 of_kinds.append(count)
             hops, traffic = (plan.averaging_hops if self._averages else plan.hops)[wave], plan.traffic[wave]
             exchanges = traffic.scatter.reversed() if self._averages else traffic.gather, traffic.scatter
-            arrives = [[count > 0 for count in exchange.received] for exchange in exchanges]
-            for position, (rank, launches) in enumerate(total.items()):
-                launches.lists += of_kinds[kinds.kind_of[rank]] if rank in kinds.kind_of else 0
+            # Through relays, what leaves in a hop is copied before it, and what has arrived after the last.
+            columns = [hop.sent for exchange in hops for hop in exchange] + [exchange.received for exchange in exchanges]
+            copies = [sum(map(bool, of_rank)) if plan.relayed else 0 for of_rank in zip(*columns, strict=True)]
+            for (rank, launches), copied in zip(total.items(), copies, strict=True):
+                launches.lists += copied + (of_kinds[kinds.kind_of[rank]] if rank in kinds.kind_of else 0)
                 launches.exchanges += sum(map(len, hops))
-                for exchange, received in zip(hops, arrives, strict=True) if plan.relayed else ():
-                    launches.lists += sum(hop.sent[position] > 0 for hop in exchange) + received[position]  # copies around hops
 
     def _add_rule_state(self, total: dict[int, Launches], owners: set[int]) -> None:
         """The exchange of what rules remember: to the owners before the first wave, and back after the last."""

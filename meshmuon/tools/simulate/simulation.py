@@ -185,7 +185,8 @@ class SimulatedStage:
         muon, adamw = _local_sizes(planned, muon=True), _local_sizes(planned, muon=False)
         peers = count_peers(plan)
         adamw_elements = dict(zip(plan.ranks, adamw.tolist(), strict=True))
-        timeline = predict(plan, rates, adamw_elements=adamw_elements, peers=peers)
+        tensors = sum(not item.param.use_muon for item in planned.placed)
+        timeline = predict(plan, rates, adamw_elements=adamw_elements, adamw_tensors=tensors, peers=peers)
         alone = float((muon + adamw).max()) * rates.seconds_per_element("adamw")
         return cls(planned, timeline, _memory(planned, machine, options, muon, adamw), peers, alone)
 
