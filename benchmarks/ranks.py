@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor
 from wire import Wire
 
 from meshmuon import DistMuon, Muon, Workspace, keller, orthogonalize
-from meshmuon.execute import DEFAULT_MEMORY_BUDGET
+from meshmuon.device import memory_budget_for
 
 LR, MOMENTUM, DECAY = 1e-3, 0.95, 0.1
 OURS, NAIVE, REFERENCE, PURE, ALONE = "meshmuon", "naive", "reference", "pure work", "exchanges alone"
@@ -177,7 +177,7 @@ def measure(layout: ModelLayout, options: argparse.Namespace, wire: Wire) -> dic
         "hidden": max(0.0, 1 - waited / alone_s) if exchanges else None,
         "workspace_bytes": over_ranks(optimizer.workspace_bytes(), dist.ReduceOp.MAX),
         "buffer_bytes": over_ranks(plan.buffer_bytes(dist.get_rank()), dist.ReduceOp.MAX),
-        "two_waves_bytes": 2 * DEFAULT_MEMORY_BUDGET,
+        "two_waves_bytes": 2 * memory_budget_for(None),
     }
 
 

@@ -47,7 +47,8 @@ from prepared import prepare
 from torch.utils.flop_counter import FlopCounterMode
 
 from meshmuon import Muon, keller
-from meshmuon.execute import DEFAULT_MEMORY_BUDGET, ortho_batch
+from meshmuon.device import memory_budget_for
+from meshmuon.execute import ortho_batch
 from meshmuon.ortho import Orthogonalizer, Scheme, scratch_bytes
 
 if TYPE_CHECKING:
@@ -71,7 +72,7 @@ def alone_on(matrices: Sequence[tuple[int, int]], scheme: Scheme | Orthogonalize
     for rows, cols in sorted(set(matrices)):
         left = matrices.count((rows, cols))
         steps = scheme.steps if isinstance(scheme, Scheme) else ()
-        most = max(1, DEFAULT_MEMORY_BUDGET // scratch_bytes(rows, cols, steps, torch.float32, torch.float32))
+        most = max(1, memory_budget_for(None) // scratch_bytes(rows, cols, steps, torch.float32, torch.float32))
         while left:
             batches.append(torch.randn(min(left, most), rows, cols))
             left -= len(batches[-1])
@@ -109,7 +110,7 @@ def two_waves(model: Model) -> int:
     largest = max(
         scratch_bytes(rows, cols, steps, torch.float32, torch.float32) + 4 * rows * cols for rows, cols in model.matrices
     )
-    return 2 * max(DEFAULT_MEMORY_BUDGET, largest)
+    return 2 * max(memory_budget_for(None), largest)
 
 
 def memory_rows(entrants: list[Entrant], model: Model) -> dict[str, dict[str, Any]]:

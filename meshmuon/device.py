@@ -246,6 +246,21 @@ def known_to_host(tensor: Tensor) -> bool:
     return tensor.device.type == "cpu"
 
 
+def memory_budget_for(memory_bytes: int | None) -> int:
+    """The default of ``memory_budget``: 64 MiB in host memory (None).
+
+    On a device, the power of two below a 128th of its memory, at most 1 GiB: 512 MiB of 80 GB. GPUs of one kind differ by less.
+    """
+    if memory_bytes is None:
+        return 2**26
+    return min(1 << 30, max(1 << 26, 1 << ((memory_bytes // 128).bit_length() - 1)))
+
+
+def device_memory(device: torch.device) -> int | None:
+    """Bytes of memory of a GPU; None for a CPU."""
+    return None if device.type != "cuda" else int(torch.cuda.get_device_properties(device).total_memory)
+
+
 def copy_to(tensor: Tensor, device: torch.device) -> Tensor:
     """``tensor`` on ``device``. Only a copy to the host waits: the host could otherwise read it before it has arrived."""
     return tensor.to(device, non_blocking=device.type != "cpu")

@@ -58,6 +58,7 @@ class OrthogonalizeError(MeshmuonError, RuntimeError):
 
     known_to_all: bool = False  # whether all ranks raise it in the same step, and none has diverged
     names: tuple[str, ...] = ()  # of the parameters
+    matrices: tuple[tuple[int, int], ...] = ()  # as ``MatrixKey``s of this rank
     where: str = ""  # "rank 1: " if all ranks raise what has failed there
     reason: str = ""  # what the scheme or the rule raised; the first, if it raised several times
 

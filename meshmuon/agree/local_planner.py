@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, TypeVar
 
+from ..device import device_memory, memory_budget_for
 from ..errors import PlanError
 from ..execute import may_fail
 from ..layout import Layout, Mesh
@@ -77,6 +78,7 @@ class PlanSettings:
     form: str  # of the orthogonalisation: it decides the FLOPs
     path: str  # which executor will run the plan, as text
     cost_model: CostModel | None = None  # the user's own; None for that of the parameters' device
+    memory_budget: int | None = None  # likewise
 
 
 @dataclass(frozen=True)
@@ -116,7 +118,8 @@ class LocalPlanner:
             first = next((record for record in records if record.matrix_sets is not None), records[0])
             nodes = None if topology.nodes is None else topology.nodes.among(topology.ranks)
             usual = cost_model_for(first.work_device.type, several_nodes=nodes is not None)
-            options = replace(options, cost=settings.cost_model or usual, nodes=nodes)
+            budget = settings.memory_budget or memory_budget_for(device_memory(first.work_device))
+            options = replace(options, cost=settings.cost_model or usual, budget=budget, nodes=nodes)
         self._settings = replace(settings, options=options)
         self._topology = topology
         self._exchange = exchange

@@ -1,11 +1,11 @@
 """Runs plans: ``StepExecutor`` is the interface, ``Executor`` the one that most steps use."""
 
 from .data_parallel import DataParallelExecutor
+from .elementwise import Elementwise
 from .executor import Executor, StepExecutor
 from .reference import ReferenceExecutor
 from .rounding import Elements, RandomWords, RoundingScratch, advance_counters, chunks_of, elements_held, round_stochastically
 from .step_param import (
-    DEFAULT_MEMORY_BUDGET,
     UNOBSERVED,
     ExecutorSettings,
     MatrixKey,
@@ -19,10 +19,10 @@ from .step_param import (
 from .views import window_of
 
 __all__ = [
-    "DEFAULT_MEMORY_BUDGET",
     "UNOBSERVED",
     "DataParallelExecutor",
     "Elements",
+    "Elementwise",
     "Executor",
     "ExecutorSettings",
     "MatrixKey",

@@ -193,7 +193,6 @@ class RankProgramBuilder(ProgramBuilder):
         pack_into = [(offsets_of(routes.scatter_out), results), (staying, shards)]
         routes_of_rank = partial(self.routes_of_wave, k)
         relayed = partial(RelayMemory, self.workspace, f"slot {slot}")
-        fallible = any(self.step_params[param].fallible for param in params)
         return Wave(
             params=params,
             momentum_views=MomentumViews(
@@ -209,7 +208,9 @@ class RankProgramBuilder(ProgramBuilder):
                 RoundingScratch(self.workspace, "rounding beside"),
             ),
             frees=frees,
-            repeated=self.repeated if fallible else None,
+            fallible=any(self.step_params[param].fallible for param in params),
+            repeated=self.repeated,
+            shared=self.shared,
             stage=stage,
         )
 

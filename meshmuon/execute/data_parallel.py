@@ -56,7 +56,7 @@ class _AveragedBatch:
         with observer.phase("momentum"):
             kept = self.momentum_views.fill(step)
         load_rule_state(self.rule_state, step)
-        if self.ortho_batch.orthogonalise(step) is None:
+        if self.ortho_batch.orthogonalise(step):
             with observer.phase("update"):
                 self.update_views.apply(step)
                 store_rule_state(self.rule_state, step)

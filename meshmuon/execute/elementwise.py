@@ -158,15 +158,13 @@ class Elementwise:
         for tensor in tensors:
             tensor.masked_fill_(copy_to(mask, tensor.device), value)
 
-    def any_nonfinite(self, tensors: Sequence[Tensor], device: torch.device) -> Tensor:
-        """Whether any element is infinite or NaN, as a tensor on ``device``, or where the first of ``tensors`` is.
-
-        Checks the smallest and largest of each tensor: a single pass.
-        """
+    def any_nonfinite(self, tensors: Sequence[Tensor], device: torch.device | None = None) -> Tensor:
+        """Whether any element is infinite or NaN, as a boolean tensor; on ``device`` if there are no elements."""
         filled = [tensor for tensor in tensors if tensor.numel()]
         if not filled:
             return torch.zeros((), dtype=torch.bool, device=device)
         dtype = torch.float64 if any(tensor.dtype == torch.float64 for tensor in filled) else torch.float32
+        # The smallest and the largest of each tensor take a single pass.
         ends = [copy_to(end, filled[0].device).to(dtype) for tensor in filled for end in torch.aminmax(tensor)]
         return ~torch.isfinite(torch.stack(ends)).all()
 
@@ -232,7 +230,8 @@ class FusedElementwise(Elementwise):
         for fused, (of_dtype,) in _by_dtype(tensors):
             (self._kernels if fused else _PLAIN).fill_if(of_dtype, mask, value)
 
-    def any_nonfinite(self, tensors: Sequence[Tensor], device: torch.device) -> Tensor:
+    def any_nonfinite(self, tensors: Sequence[Tensor], device: torch.device | None = None) -> Tensor:
+        device = tensors[0].device if device is None else device
         flag, others = torch.zeros(1, device=device), list[Tensor]()
         for fused, (of_dtype,) in _by_dtype(tensors):
             if fused:

@@ -39,6 +39,7 @@ class StepExecutor(Protocol):
     plan: Plan | None
     settings: ExecutorSettings  # the optimizer replaces them, on all ranks, if a kernel does not run on one of them
     failed_for_all: bool  # whether matrices failed in the last ``run``, and all ranks know it; the same on all ranks
+    elementwise: Elementwise  # who works on elements, once a plan is prepared
 
     def prepare(self, plan: Plan, rank: int, step_params: Sequence[StepParam], exchange: Exchange | None) -> None:
         """Makes ready for a plan.
@@ -85,7 +86,7 @@ class Executor:
         self._program = RankProgram()
         self._streams: Streams | None = None
         self._exchange: Exchange | None = None
-        self._elementwise = Elementwise()
+        self.elementwise = Elementwise()
         self.plan: Plan | None = None
         self.failed_for_all = False
 
@@ -96,7 +97,7 @@ class Executor:
         devices = sorted((step_param.work_device for step_param in step_params), key=lambda device: device.type == "cpu")
         self._streams = streams_for(devices[0]) if devices else None
         fuses = bool(devices) and self.settings.fuses(devices[0])
-        self._elementwise = FusedElementwise(devices[0]) if fuses else Elementwise()
+        self.elementwise = FusedElementwise(devices[0]) if fuses else Elementwise()
         self._exchange = exchange
         self.plan = plan
 
@@ -117,7 +118,7 @@ class Executor:
         observer: Observer = UNOBSERVED,
     ) -> Exception | None:
         program, streams = self._program, self._streams or Streams()
-        step = RunningStep(step_params, idle, observer, self._exchange, self._elementwise, streams, streams.main_mark())
+        step = RunningStep(step_params, idle, observer, self._exchange, self.elementwise, streams, streams.main_mark())
         waves = [wave.run(step) for wave in program.waves]
         rule_states = [rule_state.run(step) for rule_state in program.rule_states if not rule_state.params <= idle]
         unfinished: list[Iterator[None]] = []  # staged batches whose updates the host applies while the last results travel

@@ -103,11 +103,12 @@ class OrthoBatch:
         """Whether none of its matrices is stepped."""
         return bool(idle) and self._param_set <= idle
 
-    def orthogonalise(self, step: RunningStep) -> OrthogonalizeError | None:
+    def orthogonalise(self, step: RunningStep) -> bool:
         """Replaces every matrix by its orthogonalised update, with what its rule does before and after.
 
-        The results of idle parameters have no meaning. At least one matrix must belong to another parameter. If it fails, the
-        rule state is as it was, and the error is returned and among the step's ``failures``.
+        The results of idle parameters have no meaning. At least one matrix must belong to another parameter. Returns whether it
+        succeeded. If not, the rule state is as it was, and the error is among the step's ``failures``. Callers keep no reference
+        to it: its traceback refers to their frames, and the cycle would keep the optimizer alive.
         """
         observer = step.observer
         rule_state = self.rule_state.clone() if self._fallible and self.rule_state is not None else None
@@ -133,14 +134,10 @@ class OrthoBatch:
                     raise
                 if rule_state is not None and self.rule_state is not None:
                     self.rule_state.copy_(rule_state)
-                return self._failed(step, error)
-        return None
-
-    def _failed(self, step: RunningStep, error: Exception) -> OrthogonalizeError:
-        failure = orthogonalize_error(self._names, f"{type(error).__name__}: {error}")
-        failure.__cause__ = error
-        step.failures.append(failure)
-        return failure
+                step.failures.append(orthogonalize_error(self._names, f"{type(error).__name__}: {error}", self.matrices))
+                step.failures[-1].__cause__ = error
+                return False
+        return True
 
     def _orthogonalise_for(self, observer: Observer, *, shows_gram: bool = False) -> None:
         if shows_gram and self._orthogonalise_showing is not None:
@@ -166,19 +163,20 @@ class OrthoBatch:
                 torch._foreach_copy_([stacked[k] for k in positions], [stacked[active]] * len(positions))
 
 
-def orthogonalize_error(names: Iterable[str], reason: str, where: str = "") -> OrthogonalizeError:
+def orthogonalize_error(names: Iterable[str], reason: str, matrices: Iterable[MatrixKey], where: str = "") -> OrthogonalizeError:
     """The error for parameters whose matrices could not be orthogonalised."""
     distinct = tuple(dict.fromkeys(names))
     listed = ", ".join(distinct[:_MOST_NAMES]) + ", …" * (len(distinct) > _MOST_NAMES)
     error = OrthogonalizeError(f"{where}{listed} kept weights and momentum in this step, which failed: {reason}")
-    error.names, error.where, error.reason = distinct, where, reason
+    error.names, error.where, error.reason, error.matrices = distinct, where, reason, tuple(matrices)
     return error
 
 
 def joined_errors(errors: Sequence[OrthogonalizeError]) -> OrthogonalizeError:
     """One error that names the parameters of all, with the reason of the first."""
     first = errors[0]
-    joined = orthogonalize_error((name for error in errors for name in error.names), first.reason, first.where)
+    matrices = (key for error in errors for key in error.matrices)
+    joined = orthogonalize_error((name for error in errors for name in error.names), first.reason, matrices, first.where)
     joined.__cause__, joined.known_to_all = first.__cause__, first.known_to_all
     return joined
 

@@ -74,6 +74,7 @@ class ProgramBuilder:
         self._matrix_at = [{position: matrix for matrix, position in index.items()} for index in self._local_index]
         self._windows = [_local_window(planned, rank) for planned in plan.params]
         self._batch_keys = batch_keys(plan)
+        self.shared = [k for k, planned in enumerate(plan.params) if not planned.private]
         # Matrices that several ranks compute, for different holders.
         self.repeated = frozenset(key for key, shared in self._batch_keys.items() if shared is not None)
         self.wave_params = _wave_params(plan)
@@ -102,9 +103,10 @@ class ProgramBuilder:
 
     def _batches(self, ranges: Sequence[MatrixRange]) -> list[MatrixBatch]:
         items = [self.step_params[r.param_index].batch_item(r.stop - r.start, key=r.key) for r in ranges]
+        budget = self.settings.batch_bytes(self.step_params[ranges[0].param_index].work_device) if ranges else 1
         return [
             [replace(full, start=full.start + part.start, stop=full.start + part.stop) for part, full in slices]
-            for batch in plan_batches(items, budget=self.settings.memory_budget, chunk_size=self.settings.chunk_size)
+            for batch in plan_batches(items, budget=budget, chunk_size=self.settings.chunk_size)
             for slices in [[(part, ranges[part.item]) for part in batch.slices]]
         ]
 

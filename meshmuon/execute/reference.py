@@ -19,7 +19,7 @@ from ..ortho import Workspace
 from ..plan import Plan
 from ..torch_compat import local_part
 from ..transport import Exchange, check_round_trip, has_part, own_shard, whole
-from .elementwise import apply, fill_with_momentum
+from .elementwise import Elementwise, apply, fill_with_momentum
 from .ortho_batch import BatchMemory, OrthoBatch
 from .rounding import Elements
 from .shards import ShardView, grouped, store_rule_state
@@ -34,6 +34,7 @@ class ReferenceExecutor:
         self.settings = settings
         self.plan: Plan | None = None
         self.failed_for_all = False
+        self.elementwise = Elementwise()
 
     def prepare(self, plan: Plan, rank: int, step_params: Sequence[StepParam], exchange: Exchange | None) -> None:
         """Refuses what torch cannot gather, and keeps the plan, of which it uses only the names."""
@@ -92,7 +93,7 @@ class ReferenceExecutor:
             batch.stacked.copy_(_window(full, matrix_set).reshape(batch.stacked.shape))
             if batch.rule_state is not None and numbers is not None:
                 batch.rule_state.copy_(_window(numbers, matrix_set, rule_state=True).reshape(batch.rule_state.shape))
-        if any(batch.stacked.numel() and batch.orthogonalise(step) is not None for _, batch in batches):
+        if any(batch.stacked.numel() and not batch.orthogonalise(step) for _, batch in batches):
             raise step.failures.pop()
         for matrix_set, batch in batches:
             part = _window(full, matrix_set)

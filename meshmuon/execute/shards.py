@@ -128,14 +128,14 @@ def load_rule_state(shards: Sequence[ShardView], step: RunningStep) -> None:
 
 def store_rule_state(shards: Sequence[ShardView], step: RunningStep) -> None:
     """Copies the shards' views into the stored numbers, except for idle parameters and where the skip mask forbids it."""
-    targets, sources = list[Tensor](), list[Tensor]()
+    targets, values = list[Tensor](), list[Tensor]()
     for shard in _without(shards, step.idle):
         target, skip_mask = _stored(shard, step), step.params[shard.param_index].settings.skip_mask
         value = copy_to(shard.view, target.device)
         targets.append(target)
-        sources.append(value if skip_mask is None else torch.where(skip_mask, target, value))
+        values.append(value if skip_mask is None else torch.where(skip_mask, target, value))
     if targets:
-        step.elementwise.copy(targets, sources)
+        step.elementwise.copy(targets, values)
 
 
 def _stored(shard: ShardView, step: RunningStep) -> Tensor:

@@ -11,7 +11,7 @@ from typing import Any, Protocol, TypeAlias
 import torch
 from torch import Tensor
 
-from ..device import HOST, Mark, Streams
+from ..device import HOST, Mark, Streams, device_memory, memory_budget_for
 from ..errors import ConfigError
 from ..matrices import MatrixSet
 from ..ortho import FORMS, Orthogonalizer, Scheme, pitch, scratch_bytes
@@ -147,15 +147,12 @@ class StepParam:
         return BatchItem(count, rows, cols, (where, dtypes, self.scheme, self.rule, flipped, key), size + scratch)
 
 
-DEFAULT_MEMORY_BUDGET = 64 * 2**20
-
-
 @dataclass(frozen=True, slots=True)
 class ExecutorSettings:
     """How matrices are batched and computed."""
 
     chunk_size: int = -1  # most matrices per batch, as per wave in a plan; -1 lets ``memory_budget`` decide
-    memory_budget: int = DEFAULT_MEMORY_BUDGET  # bytes of scratch that one batch may use; a single larger matrix still runs
+    memory_budget: int | None = None  # bytes of scratch that one batch may use; a single larger matrix still runs
     form: str = "auto"  # ``"auto"``, ``"standard"`` or ``"gram"``
     deterministic: bool = False  # multiply the matrices of a batch one by one, so that batching does not change the results
     compile: bool | str = False  # compile the orthogonalisation per shape; a string names the backend
@@ -165,7 +162,7 @@ class ExecutorSettings:
     def __post_init__(self) -> None:
         if self.chunk_size != -1 and self.chunk_size < 1:
             raise ConfigError(f"chunk_size={self.chunk_size} must be -1 (chosen by memory) or at least 1 matrix per batch.")
-        if self.memory_budget < 1:
+        if self.memory_budget is not None and self.memory_budget < 1:
             raise ConfigError(f"memory_budget={self.memory_budget} must be a positive number of bytes.")
         if self.form not in FORMS:
             raise ConfigError(f"form={self.form!r} is unknown; write one of {FORMS}.")
@@ -187,6 +184,11 @@ class ExecutorSettings:
         """
         kernels = getattr(self, "kernels", "auto")
         return products_for(device, deterministic=self.deterministic, kernels="triton" if kernels == "auto" else kernels)
+
+    def batch_bytes(self, device: torch.device) -> int:
+        """Bytes of scratch that one batch may use on ``device``: by default twice what a GPU's owners gather per wave."""
+        memory = device_memory(device)
+        return self.memory_budget or memory_budget_for(memory) * (1 if memory is None else 2)
 
     def fuses(self, device: torch.device) -> bool:
         """Whether elementwise work on ``device`` is done by kernels over lists of tensors."""

@@ -42,7 +42,9 @@ class Wave:
     scatter: PreparedExchange  # the exchange of updates, back to the holders of the pieces
     update_views: UpdateViews  # where each piece of the update is in the buffer that is received
     frees: Sequence[int]  # the parameters whose gradients it is the last to read
-    repeated: frozenset[MatrixKey] | None = None  # of matrices that may fail, those that several ranks compute; None if none may
+    fallible: bool  # code of the user computes some of its matrices: ranks tell each other which have failed
+    repeated: frozenset[MatrixKey]  # matrices of the plan that several ranks compute, for different holders
+    shared: Sequence[int]  # the parameters that all ranks know of, in an order that is the same on all of them
     stage: Stage | None = None  # between the buffers that the views are of and those that travel; None where they are the same
 
     def run(self, step: RunningStep) -> Iterator[None]:
@@ -61,7 +63,8 @@ class Wave:
         with observer.phase("gather", waits=True):
             # An exchange runs after what its stream was given before it, so that the main stream waits for the side stream, too.
             gather.wait()
-        failures = [(batch, batch.run(step)) for batch in self.owned_batches]
+        for batch in self.owned_batches:
+            batch.run(step)
         scatter = self.scatter.start(step, "scatter")
         yield
         with streams.beside(step.ready):
@@ -69,27 +72,28 @@ class Wave:
                 scatter.wait()  # likewise, the side stream waits for the main one
                 if self.stage is not None:
                     self.stage.to_host()
-                failed = NONE_FAILED if self.repeated is None else self._failed_anywhere(step, failures)
+                failed = self._failed_anywhere(step) if self.fallible else NONE_FAILED
             with observer.phase("update"):
                 restore(kept, failed)
                 self.update_views.apply(step, failed)
 
-    def _failed_anywhere(
-        self, step: RunningStep, failures: Sequence[tuple[OwnedBatch, OrthogonalizeError | None]]
-    ) -> frozenset[MatrixKey]:
+    def _failed_anywhere(self, step: RunningStep) -> frozenset[MatrixKey]:
         """The matrices of the wave that have failed at their owners. All ranks keep the same error of them.
 
         It takes one vote in host memory, and no wait for a device: a scheme or a rule raises where the host calls it.
         """
         assert step.exchange is not None
-        assert self.repeated is not None
-        here = [(error.names, error.reason, batch.ortho_batch.matrices) for batch, error in failures if error is not None]
+        owned = {key for batch in self.owned_batches for key in batch.ortho_batch.matrices}
+        own = [error for error in step.failures if isinstance(error, OrthogonalizeError) and owned.issuperset(error.matrices)]
+        # A rank may have parameters that others do not know of, so that its indices mean nothing to them.
+        position = {param: k for k, param in enumerate(self.shared)}
+        here = [(error.names, error.reason, [(position[param], m) for param, m in error.matrices]) for error in own]
         entries = [(rank, *entry) for rank, of_rank in sorted(step.exchange.tell(here).items()) for entry in of_rank]
-        keys = frozenset((param, matrix) for *_, matrices in entries for param, matrix in matrices)
+        keys = frozenset((self.shared[at], matrix) for *_, matrices in entries for at, matrix in matrices)
         if entries:
             rank, _, reason, _ = entries[0]
-            own = [error for _, error in failures if error is not None]
-            shared = orthogonalize_error((name for _, names, *_ in entries for name in names), reason, f"rank {rank}: ")
+            names = (name for _, names, *_ in entries for name in names)
+            shared = orthogonalize_error(names, reason, keys, f"rank {rank}: ")
             shared.__cause__ = own[0].__cause__ if own else None
             shared.known_to_all = keys.isdisjoint(self.repeated)
             step.failures[:] = [error for error in step.failures if error not in own] + [shared]
@@ -104,17 +108,15 @@ class OwnedBatch:
     unpack: CopyPairs  # from the pieces in the exchange buffers to ``ortho_batch``
     pack: CopyPairs  # from ``ortho_batch`` to the pieces in the exchange buffers
 
-    def run(self, step: RunningStep) -> OrthogonalizeError | None:
+    def run(self, step: RunningStep) -> None:
         """Assembles the matrices from their pieces, orthogonalises them, and cuts them into pieces again."""
         if self.ortho_batch.is_idle(step.idle):
-            return None
+            return
         with step.observer.phase("gather"):
             self.unpack.run(step)
-        error = self.ortho_batch.orthogonalise(step)
-        if error is None:
+        if self.ortho_batch.orthogonalise(step):
             with step.observer.phase("scatter"):
                 self.pack.run(step)
-        return error
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,7 +136,7 @@ class LocalBatch:
             kept = self.momentum_views.fill(step)
             load_rule_state(self.rule_state, step)
         step.free_gradients(self.frees)
-        if self.ortho_batch.orthogonalise(step) is not None:
+        if not self.ortho_batch.orthogonalise(step):
             restore(kept)
             return
         with step.observer.phase("update"):
@@ -166,10 +168,10 @@ class StagedBatch:
         step.free_gradients(batch.frees)
         yield
         streams.main_waits(loaded)
-        error = batch.ortho_batch.orthogonalise(step)
+        succeeded = batch.ortho_batch.orthogonalise(step)
         computed = streams.main_mark()
         yield
-        if error is not None:
+        if not succeeded:
             restore(kept)
             return
         with (

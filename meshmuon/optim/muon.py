@@ -15,7 +15,7 @@ from ..agree.identity import register
 from ..agree.local_planner import PlanSettings
 from ..agree.planner import Planner
 from ..errors import ConfigError, MeshmuonError, RoutingWarning, StateError
-from ..execute import DEFAULT_MEMORY_BUDGET, DataParallelExecutor, Executor, ExecutorSettings, ReferenceExecutor
+from ..execute import DataParallelExecutor, Executor, ExecutorSettings, ReferenceExecutor
 from ..matrices import Conv, ExpertDims, Split
 from ..metrics.meter import Meter
 from ..ortho import SchemeLike, resolve_scheme
@@ -113,7 +113,7 @@ class Muon(MuonStep):
         comm_dtype: torch.dtype | None = None,
         replica_group: ReplicaGroup | None = None,
         replicas: Replicas = "auto",
-        memory_budget: int = DEFAULT_MEMORY_BUDGET,
+        memory_budget: int | None = None,
         waves_ahead: int | None = None,
         deterministic: bool = False,
         compile: bool | str = False,
@@ -135,9 +135,9 @@ class Muon(MuonStep):
         self._settings = ExecutorSettings(chunk_size, memory_budget, deterministic=deterministic, **engine)
         in_flight = options["waves_ahead"] + 1
         self._cost_model = cost_model_from(cost_model)
-        # LocalPlanner replaces the cost model: by the user's, or by that of the parameters' device.
+        # LocalPlanner replaces cost model and budget: by the user's, or by those of the parameters' device.
         self._plan_options = PlanOptions(
-            cost_model_for("cpu"), replicas, chunk_size, memory_budget, in_flight, max_peers=DEFAULT_MAX_PEERS
+            cost_model_for("cpu"), replicas, chunk_size, in_flight=in_flight, max_peers=DEFAULT_MAX_PEERS
         )
         self._comm_dtype = comm_dtype
         self._reference: bool = options["reference_path"]
@@ -342,7 +342,8 @@ class Muon(MuonStep):
         averages = self._averages_gradients
         path = "DistMuon" if averages else f"reference_path={self._reference}"
         path += f", {self._settings.bits}, metrics={self._metrics}"
-        settings = PlanSettings(self._plan_options, self._settings.form, path, self._cost_model)
+        budget = self._settings.memory_budget
+        settings = PlanSettings(self._plan_options, self._settings.form, path, self._cost_model, budget)
         self._planner = Planner(settings, self._replica_group, weakref.ref(self), reduced=not averages)
         executor = DataParallelExecutor if averages else ReferenceExecutor if self._reference else Executor
         self._executor = executor(self._settings)

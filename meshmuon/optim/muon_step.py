@@ -46,7 +46,7 @@ from ..torch_compat import FSDP2Weights, local_part, mark_overwritten, never_tra
 from .activity import ActivityCheck
 from .adamw import adamw_step
 from .collect import Collector, gradient_of, only_creates_state
-from .nonfinite import NO_SCALING, NonFinite, Scaling, gradients_of, zero_if_skipped
+from .nonfinite import NO_SCALING, NonFinite, Scaling, gradients_of
 from .offload import Offload
 from .step_params import StepParams
 
@@ -222,7 +222,7 @@ class MuonStep(torch.optim.Optimizer):
         params, decision, failure = step.params, step.decision, step.failure
         step.would_diverge = decision.repeats  # if one of several ranks that compute a matrix fails, their replicas diverge
         try:
-            step.skip_mask = self._nonfinite.reduce_skip_mask(params, step.scaling, decision.exchange)
+            step.skip_mask = self._nonfinite.reduce_skip_mask(params, step.scaling, decision.exchange, self._executor.elementwise)
             step_params = self._masked_params(step)
             if self._meter.is_due(self._planner.steps):
                 step.recorder = self._meter.begin(step_params, decision, gradients_here=not self._averages_gradients)
@@ -255,12 +255,11 @@ class MuonStep(torch.optim.Optimizer):
             step.scaling.remove(gradients_of(step.params))
         if step.skip_mask is None:
             return step.ready_params or self._params_of(step)
-        zero_if_skipped(gradients_of(step.params), step.skip_mask)
         step_params = self._params_of(step)
-        # Gradients that this rank lacks are made as +0, and −0 + (+0) is +0: a momentum of −0 would lose its sign in a step that
-        # must change nothing. If the step is skipped they become −0, like the gradients above.
-        made_zeros = [step_param.zeros for step_param in step_params if step_param.zeros is not None]
-        zero_if_skipped([local_part(zeros) for zeros in made_zeros], step.skip_mask)
+        # Also those that this rank lacks and that are made as +0. All become −0, because x + (−0) is x bit for bit: a momentum of
+        # −0 would lose its sign to +0 in a step that must change nothing.
+        made_zeros = [local_part(step_param.zeros) for step_param in step_params if step_param.zeros is not None]
+        self._executor.elementwise.fill_if([*gradients_of(step.params), *made_zeros], step.skip_mask, -0.0)
         return step_params
 
     def _adamw_step(self, step: StepContext) -> None:

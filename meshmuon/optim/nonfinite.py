@@ -16,6 +16,7 @@ from torch import Tensor
 
 from ..device import copy_to, known_to_host
 from ..errors import GradientError
+from ..execute import Elementwise
 from ..params.param_record import ParamRecord
 from ..torch_compat import local_part
 from ..transport import Exchange
@@ -79,8 +80,9 @@ class NonFinite:
         """Whether the host of this rank knows that the step must be skipped; with ``"raise"`` it waits for devices and raises."""
         if scaling.found_inf is not None:
             return known_to_host(scaling.found_inf) and bool(scaling.found_inf > 0)
-        if self.policy == "raise" and bool(_any_nonfinite(gradients_of(params))):  # one wait for the device
-            name = next(record.name for record in params if bool(_any_nonfinite(gradients_of([record]))))
+        plain = Elementwise()
+        if self.policy == "raise" and bool(plain.any_nonfinite(gradients_of(params))):  # one wait for the device
+            name = next(record.name for record in params if bool(plain.any_nonfinite(gradients_of([record]))))
             raise GradientError(
                 f"{name} has a gradient that is not finite. Nothing was stepped. Look for the cause, or pass "
                 'nonfinite="skip" to skip such steps.'
@@ -88,9 +90,11 @@ class NonFinite:
         if self.policy != "skip":
             return False
         on_host = [grad for grad in gradients_of(params) if known_to_host(grad)]
-        return bool(on_host) and bool(_any_nonfinite(on_host))
+        return bool(on_host) and bool(plain.any_nonfinite(on_host))
 
-    def reduce_skip_mask(self, params: Sequence[ParamRecord], scaling: Scaling, exchange: Exchange | None) -> Tensor | None:
+    def reduce_skip_mask(
+        self, params: Sequence[ParamRecord], scaling: Scaling, exchange: Exchange | None, elementwise: Elementwise
+    ) -> Tensor | None:
         """Whether all ranks skip the step: a boolean tensor without dims on the device, or None if no device has to be asked.
 
         Also counts a skipped step. All ranks reduce or none: options and the devices of parameters decide, alike on all ranks.
@@ -99,7 +103,7 @@ class NonFinite:
             found = None if known_to_host(scaling.found_inf) else scaling.found_inf > 0
         else:
             on_device = [record for record in params if not known_to_host(record.param)] if self.policy == "skip" else []
-            found = _any_nonfinite(gradients_of(on_device), on_device[0].param.device) if on_device else None
+            found = elementwise.any_nonfinite(gradients_of(on_device), on_device[0].param.device) if on_device else None
         if found is None:
             return None
         flag = found.float().reshape(1)
@@ -110,23 +114,6 @@ class NonFinite:
         return skip
 
 
-def zero_if_skipped(gradients: Sequence[Tensor], skip_mask: Tensor) -> None:
-    """Fills gradients with zeros if ``skip_mask`` is true. The zeros are negative: x + (−0) equals x bit for bit, even for −0."""
-    for grad in gradients:
-        grad.masked_fill_(copy_to(skip_mask, grad.device), -0.0)
-
-
 def gradients_of(params: Iterable[ParamRecord]) -> list[Tensor]:
     """This rank's parts of all gradients."""
     return [local_part(record.param.grad) for record in params if record.param.grad is not None]
-
-
-def _any_nonfinite(gradients: Sequence[Tensor], device: torch.device | None = None) -> Tensor:
-    """Whether any element is infinite or NaN, as a tensor. Checks the smallest and largest of each gradient: a single pass."""
-    filled = [grad for grad in gradients if grad.numel()]
-    if not filled:
-        return torch.zeros((), dtype=torch.bool, device=device)
-    device = filled[0].device
-    dtype = torch.float64 if any(grad.dtype == torch.float64 for grad in filled) else torch.float32
-    ends = [copy_to(end, device).to(dtype) for grad in filled for end in torch.aminmax(grad)]
-    return ~torch.isfinite(torch.stack(ends)).all()

@@ -137,11 +137,13 @@ def one_of(choices: Sequence[str | None]) -> Check:
     return check
 
 
-def whole_number(low: float = -math.inf, high: float = math.inf, why_high: str = "") -> Check:
-    """An int in [low, high]; not even 1.0 counts as one."""
+def whole_number(low: float = -math.inf, high: float = math.inf, why_high: str = "", *, optional: bool = False) -> Check:
+    """An int in [low, high], or None if it is ``optional``; not even 1.0 counts as an int."""
 
     def check(options: Mapping[str, Any], name: str, where: str) -> None:
         value = options[name]
+        if optional and value is None:
+            return
         if isinstance(value, bool) or not isinstance(value, int):
             raise ConfigError(f"{name}={shown(value)} must be a whole number (int).")
         if not low <= value <= high:

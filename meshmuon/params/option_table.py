@@ -17,7 +17,6 @@ from typing import Any, Literal, TypeAlias, TypedDict, TypeVar, get_args
 import torch
 from torch import Tensor
 
-from ..execute import DEFAULT_MEMORY_BUDGET
 from ..matrices import (
     CONV_OPTIONS,
     EXPERT_DIMS,
@@ -272,9 +271,10 @@ _ENGINE = (
         '``"repeat"`` has each compute it, ``"auto"`` takes the cheaper, and shares what a scheme or a rule of your own computes.'
     ),
     # ExecutorSettings checks its range.
-    Option("memory_budget", DEFAULT_MEMORY_BUDGET, _WHOLE, whole_number(), _PLAN).with_help(
-        "Bytes of scratch that a batch may use, and of matrices that an owner gathers per wave; 64 MiB by default. The exchange "
-        "buffers of a rank take at most 2 × ``memory_budget`` × (``waves_ahead`` + 1), or one matrix per owner."
+    Option("memory_budget", None, _WHOLE, whole_number(optional=True), _PLAN).with_help(
+        "Bytes of matrices that an owner gathers per wave, and of scratch that a batch may use. By default 64 MiB of a CPU's "
+        "memory, or a 128th of a GPU's (512 MiB of 80 GB; twice that for batches). The exchange buffers of a rank take at most "
+        "2 × ``memory_budget`` × (``waves_ahead`` + 1), or one matrix per owner."
     ),
     # ExecutorSettings checks its range.
     Option("chunk_size", -1, _WHOLE, whole_number(), _PLAN).with_help(

@@ -59,13 +59,16 @@ class CostModel:
 
     @property
     def per_byte_between(self) -> float:
+        """FLOPs per byte between nodes."""
         return self.flops_per_byte if self.between_flops_per_byte is None else self.between_flops_per_byte
 
     @property
     def per_byte_of_host(self) -> float:
+        """FLOPs per byte that is copied between a device and its host."""
         return self.flops_per_byte if self.host_flops_per_byte is None else self.host_flops_per_byte
 
     def per_exchange(self, *, several_nodes: bool) -> float:
+        """FLOPs in the time that an exchange of no bytes takes, inside a node or between several."""
         if several_nodes and self.between_flops_per_exchange is not None:
             return self.between_flops_per_exchange
         return self.flops_per_exchange

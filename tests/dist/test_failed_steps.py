@@ -64,13 +64,19 @@ class Rank:
     """A small attention layer: DTensors on a mesh, or plain replicas whose work is divided."""
 
     def __init__(
-        self, placements: tuple[Any, ...] | None, kind: type[Muon] = Muon, *, alone: bool = False, **options: Any
+        self,
+        placements: tuple[Any, ...] | None,
+        kind: type[Muon] = Muon,
+        *,
+        alone: bool = False,
+        first: tuple[tuple[str, nn.Parameter], ...] = (),
+        **options: Any,
     ) -> None:
         shape = None if placements is None else (dist.get_world_size(),) if len(placements) == 1 else (2, 2)
         self.mesh: DeviceMesh | None = None if shape is None else init_device_mesh("cpu", shape)
         self.placements = placements
         self.params = [nn.Parameter(self.placed(seeded(shape, k))) for k, shape in enumerate(SHAPES.values())]
-        named = list(zip(SHAPES, self.params, strict=True))
+        named = [*first, *zip(SHAPES, self.params, strict=True)]
         where = {} if placements is not None or alone or kind is DistMuon else {"replica_group": dist.group.WORLD}
         groups = [{"params": named, "use_muon": True}]
         options = {"scheme": moody, "clip_config": CLIP, **options}
@@ -219,6 +225,29 @@ def test_what_one_rank_alone_knows_does_not_change_what_is_clipped() -> None:
 
     for without, clipped in run_threads(WORLD, main):
         assert all(map(torch.equal, without, clipped))
+
+
+def test_ranks_that_hold_other_matrices_beside_the_shared_ones_skip_the_same_one() -> None:
+    """Each rank has as many matrices of its own, ahead of the shared ones, as its number says: indices differ between ranks."""
+
+    def main(rank: int) -> tuple[list[Tensor], list[Tensor], str]:
+        own = tuple((f"own.{k}", nn.Parameter(seeded((5, 4), k))) for k in range(rank))
+        one = Rank((Shard(0),), first=own, chunk_size=1, none_grad=False)
+        for _, param in own:
+            param.grad = seeded((5, 4), 7)
+        one.step(0)
+        before = one.whole()
+        said = one.step(1, fails=rank == ODD)
+        return before, one.whole(), said
+
+    found = run_threads(WORLD, main)
+    texts = [said for *_, said in found]
+    failed = [name for name in SHAPES if name in texts[0]]
+    assert failed
+    assert len(failed) < len(SHAPES)
+    for before, after, _ in found:
+        kept = [name for name, old, new in zip(SHAPES, before, after, strict=True) if torch.equal(old, new)]
+        assert kept == failed
 
 
 def test_a_part_of_a_fused_weight_that_fails() -> None:

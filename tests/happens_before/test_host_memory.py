@@ -6,6 +6,7 @@ The stand-in for NCCL refuses host memory, and an operation on tensors of both s
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -230,6 +231,7 @@ def test_a_mesh_of_devices_that_are_not_there_is_refused() -> None:
 @pytest.mark.usefixtures("one_rank")
 def test_the_reference_path_refuses_weights_in_host_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(total_memory=2**30))
     weight = parameter_in_host_memory((4, 3))
     before = weight._local_tensor.clone()
     optimizer = Muon([{"params": [weight], "names": ["layers.0.weight"], "use_muon": True}], reference_path=True)

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor, nn
 
 from meshmuon import DistMuon, Muon, get_default_muon_param_groups
-from meshmuon.execute import StepParam
 from tests.support.bounds import nudge
 from tests.support.reference import (
     LR,
@@ -50,13 +49,8 @@ def test_experts_cut_over_batches_use_their_gradient_before_it_is_freed(chunk_si
     assert_same_bits(params, twins)
 
 
-@pytest.mark.parametrize("fallible", [False, True])
-def test_freed_gradients_free_their_memory_within_the_step(fallible: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """While a matrix is worked on, its gradient is gone and those of later batches are still there.
-
-    With a scheme of the user all are there, since any of them may fail.
-    """
-    monkeypatch.setattr(StepParam, "fallible", fallible)
+def test_freed_gradients_free_their_memory_within_the_step() -> None:
+    """While a matrix is worked on, its gradient is gone and those of later batches are still there."""
     params = make_params((6, 8), (6, 8))
     alive: list[list[bool]] = []
 
@@ -68,7 +62,7 @@ def test_freed_gradients_free_their_memory_within_the_step(fallible: bool, monke
     set_gradients(params, gradients(params, 0))
     references = [weakref.ref(param.grad) for param in params if param.grad is not None]
     optimizer.step()
-    assert alive == ([[True, True]] * 2 if fallible else [[False, True], [False, False]])
+    assert alive == [[False, True], [False, False]]
     assert [param.grad for param in params] == [None, None]
 
 

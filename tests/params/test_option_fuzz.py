@@ -172,7 +172,7 @@ OPTIMIZER_OPTIONS: dict[str, Callable[[Any], bool]] = {
     "warmup_step": whole(0, 1024),
     "waves_ahead": lambda value: value is None or whole(0, 1024)(value),
     "chunk_size": lambda value: type(value) is int and (value == -1 or value >= 1),
-    "memory_budget": whole(1),
+    "memory_budget": lambda value: value is None or whole(1)(value),
     "replicas": choice("auto", "share", "repeat"),
     "nonfinite": choice("propagate", "skip", "raise"),
     "compile": flag,

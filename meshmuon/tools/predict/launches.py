@@ -69,13 +69,16 @@ def launches_of(
     *,
     averages: bool = False,
     counters: int = 0,
+    batch_budget: int | None = None,
 ) -> dict[int, Launches]:
     """Rank → what it launches in a step of ``Muon`` or, with ``averages``, of ``DistMuon``; without AdamW.
 
     ``kinds`` says what the plan does not, parameter by parameter; without it, all are in one param group. ``counters`` is how
-    many parameters are rounded stochastically.
+    many parameters are rounded stochastically, ``batch_budget`` the bytes of scratch of a batch if they differ from the plan's
+    budget.
     """
-    return _Counter(plan, kinds or [PartKind()] * len(plan.params), averages=averages).count(counters)
+    budget = batch_budget or plan.options.budget
+    return _Counter(plan, kinds or [PartKind()] * len(plan.params), budget, averages=averages).count(counters)
 
 
 def adamw_launches(tensors: int, elements: int) -> int:
@@ -137,8 +140,8 @@ def _scheme(how: str, rows: int, cols: int, dtype: torch.dtype) -> Scheme | None
 
 
 class _Counter:
-    def __init__(self, plan: PlanData, kinds: Sequence[PartKind], *, averages: bool) -> None:
-        self._plan, self._averages = plan, averages
+    def __init__(self, plan: PlanData, kinds: Sequence[PartKind], budget: int, *, averages: bool) -> None:
+        self._plan, self._budget, self._averages = plan, budget, averages
         known: dict[Hashable, _Part] = {}  # layers repeat the same few
         self._parts: list[_Part] = []
         for planned, kind in zip(plan.params, kinds, strict=True):
@@ -186,9 +189,9 @@ class _Counter:
         return self._seen[matrices, local]
 
     def _new_batches(self, tasks: Sequence[Task], *, local: bool) -> Launches:
-        launches, options = Launches(), self._plan.options
+        launches = Launches()
         items = [self._parts[task.param].item(1, self._keys[task.param, task.matrix]) for task in tasks]
-        for batch in plan_batches(items, budget=options.budget, chunk_size=options.chunk_size):
+        for batch in plan_batches(items, budget=self._budget, chunk_size=self._plan.options.chunk_size):
             parts = [self._parts[tasks[part.item].param] for part in batch.slices]
             first, fills, applies = parts[0], {part.fill_list for part in parts}, {part.apply_list for part in parts}
             launches.batches[batch.size, batch.rows, batch.cols] += 1

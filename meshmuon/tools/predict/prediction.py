@@ -11,7 +11,7 @@ from ...plan.relays import Hops
 from ...plan.tasks import EVERY_HOLDER, Task
 from .calibration import Calibration
 from .counts import WavePeers, count_peers
-from .launches import SECONDS_PER_LAUNCH, adamw_launches, launches_of
+from .launches import SECONDS_PER_LAUNCH, Launches, launches_of
 from .timeline import StepSeconds, Timeline, WaveSeconds, timeline_of
 
 _NO_ADAMW: Mapping[int, int] = {}
@@ -23,22 +23,19 @@ def predict(
     *,
     averages: bool = False,
     adamw_elements: Mapping[int, int] = _NO_ADAMW,
-    adamw_tensors: int = 0,
+    launches: Mapping[int, Launches] | None = None,
     peers: WavePeers | None = None,
 ) -> Timeline:
     """Predicts a step of ``Muon`` or, with ``averages``, of ``DistMuon``.
 
-    ``adamw_elements`` has, by rank, the elements that AdamW steps, of ``adamw_tensors`` parameters; ``peers`` is what
-    ``count_peers`` returned, if it was called.
+    ``adamw_elements`` has, by rank, the elements that AdamW steps. ``launches`` and ``peers`` are what ``launches_of`` and
+    ``count_peers`` returned, if they were called.
     """
     per_element = machine.seconds_per_element("adamw")
     adamw = [per_element * adamw_elements.get(rank, 0) for rank in plan.ranks]
-    launches: list[int] = []
-    if machine.device != "cpu":
-        launches = [counted.total for counted in launches_of(plan, averages=averages).values()]
-        of_adamw = [adamw_launches(adamw_tensors, adamw_elements.get(rank, 0)) for rank in plan.ranks]
-        launches = list(map(add, launches, of_adamw))
-    return timeline_of(_Seconds(plan, machine, peers, averages=averages).step(adamw, launches))
+    on_device = {} if machine.device == "cpu" else launches or launches_of(plan, averages=averages)
+    issued = [of_rank.total for of_rank in on_device.values()]
+    return timeline_of(_Seconds(plan, machine, peers, averages=averages).step(adamw, issued))
 
 
 class _Seconds:

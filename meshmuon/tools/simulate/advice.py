@@ -119,7 +119,7 @@ def _buffers(simulation: Simulation) -> Iterator[str]:
     buffers, has = simulation.most_bytes("exchange_buffers"), simulation.machine.memory_bytes
     if not has or buffers < _LARGE_BUFFERS * has:
         return
-    budget = simulation.options.memory_budget
+    budget = simulation.options.budget
     lower = max(_SMALLEST_BUDGET, 2 ** int(budget * _LARGE_BUFFERS * has / buffers).bit_length() // 2)
     text = f"Exchange buffers take {bytes_text(buffers)}, {buffers / has:.0%} of memory"
     if lower < budget:
@@ -171,9 +171,9 @@ def _likely_faster(simulation: Simulation) -> Iterator[tuple[str, MuonOptions]]:
 
 
 def _with_budget(options: MuonOptions, factor: float) -> tuple[str, MuonOptions]:
-    budget = int(options.memory_budget * factor)
+    budget = int(options.budget * factor)
     text = str(budget) if budget % 2**20 else f"{budget >> 20}*2**20"  # as ``Muon`` takes it
-    return f"memory_budget={text}", replace(options, memory_budget=budget)
+    return f"memory_budget={text}", replace(options, memory_budget=budget, batch_budget=None)
 
 
 def compare_meshes(simulation: Simulation, others: Sequence[Sharding]) -> list[Figures]:

@@ -139,7 +139,7 @@ def _options(simulation: Simulation) -> Figures:
         compute_dtype=stage.planned.compute_dtype,
         param_dtype=str(options.param_dtype).removeprefix("torch."),
         scheme=str(options.scheme),
-        memory_budget=options.memory_budget,
+        memory_budget=options.budget,
         waves_ahead=options.waves_ahead,
     )
 

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from ...agree.local_planner import LocalPlanner, PlanSettings, Topology, slices_by_mesh
+from ...device import memory_budget_for
 from ...errors import ConfigError
-from ...execute import DEFAULT_MEMORY_BUDGET
 from ...layout import Layout, Mesh, Placement, ShardedMatrix, coordinates, length
 from ...matrices import MatrixOptions, check_matrices
 from ...ortho import Scheme, SchemeLike, resolve_scheme, scheme_for
@@ -23,6 +23,7 @@ from ...params.option_table import ParamGroup
 from ...params.param_record import GroupRecipe, ParamLocation, ParamRecord
 from ...plan import DEFAULT_MAX_PEERS, NO_WAVE, CostModel, Nodes, Plan, PlanOptions, add_local_costs, cost_model_for
 from ..predict.counts import WavePeers, count_peers, peers_of_step
+from ..predict.launches import Launches, adamw_launches, launches_of
 from ..predict.prediction import predict
 from ..predict.saved_plan import read_plan
 from ..predict.timeline import Timeline
@@ -46,7 +47,7 @@ class MuonOptions:
     comm_dtype: torch.dtype | None = None
     scheme: SchemeLike = "auto"
     ns_steps: int = 5
-    memory_budget: int = DEFAULT_MEMORY_BUDGET
+    memory_budget: int | None = None  # None: what a job on the machine would choose
     chunk_size: int = -1
     waves_ahead: int = 5
     form: str = "auto"
@@ -54,6 +55,20 @@ class MuonOptions:
     momentum_dtype: torch.dtype | None = None
     cost_model: CostModel | None = None
     max_peers: int = DEFAULT_MAX_PEERS
+
+    batch_budget: int | None = None  # bytes of scratch of a batch; None for ``budget``
+
+    @property
+    def budget(self) -> int:
+        """Bytes of matrices that an owner gathers per wave."""
+        return self.memory_budget or memory_budget_for(None)
+
+    def on(self, machine: Machine) -> MuonOptions:
+        """The same with what a job on the machine would choose: as ``LocalPlanner`` and ``ExecutorSettings`` do."""
+        if self.memory_budget is not None or machine.device == "cpu":
+            return self
+        budget = memory_budget_for(machine.memory_bytes)
+        return replace(self, memory_budget=budget, batch_budget=2 * budget)
 
 
 @dataclass(frozen=True)
@@ -105,14 +120,14 @@ def _plan_stage(placed: Sequence[PlacedParam], options: MuonOptions, device_type
         cost_model_for(device_type),
         options.replicas,
         options.chunk_size,
-        options.memory_budget,
+        options.budget,
         options.waves_ahead + 1,
         max_peers=options.max_peers,
     )
     topology = Topology.around(rank, slices_by_mesh(records), None)
     if ranks_per_node is not None:
         topology = replace(topology, nodes=Nodes.of({rank: rank // ranks_per_node for rank in topology.ranks}))
-    settings = PlanSettings(plan_options, options.form, "reference_path=False", options.cost_model)
+    settings = PlanSettings(plan_options, options.form, "reference_path=False", options.cost_model, options.budget)
     planner = LocalPlanner(tuple(records), settings, topology)
     plan = planner.plan(frozenset(range(len(records)))).plan
     # A plan without matrices has no ranks, but they are there: a stage may hold embeddings alone.
@@ -170,6 +185,7 @@ class SimulatedStage:
     memory: dict[str, Tensor]  # bytes by kind, each (ranks,)
     peers: WavePeers
     adamw_alone_seconds: float  # a step of AdamW on all parameters, on the rank that has most of them
+    launches: dict[int, Launches]  # by rank, as a GPU would have them
 
     @classmethod
     def of(cls, planned: StagePlan, machine: Machine, options: MuonOptions) -> SimulatedStage:
@@ -185,10 +201,13 @@ class SimulatedStage:
         muon, adamw = _local_sizes(planned, muon=True), _local_sizes(planned, muon=False)
         peers = count_peers(plan)
         adamw_elements = dict(zip(plan.ranks, adamw.tolist(), strict=True))
+        launches = launches_of(plan, batch_budget=options.batch_budget)
         tensors = sum(not item.param.use_muon for item in planned.placed)
-        timeline = predict(plan, rates, adamw_elements=adamw_elements, adamw_tensors=tensors, peers=peers)
+        for rank, elements in adamw_elements.items():
+            launches[rank].adamw = adamw_launches(tensors, elements)
+        timeline = predict(plan, rates, adamw_elements=adamw_elements, launches=launches, peers=peers)
         alone = float((muon + adamw).max()) * rates.seconds_per_element("adamw")
-        return cls(planned, timeline, _memory(planned, machine, options, muon, adamw), peers, alone)
+        return cls(planned, timeline, _memory(planned, machine, options, muon, adamw), peers, alone, launches)
 
     @property
     def plan(self) -> Plan:
@@ -216,6 +235,7 @@ class Simulation:
         cls, model: ModelDescription, sharding: Sharding, machine: Machine, options: MuonOptions, workload: Workload
     ) -> Simulation:
         """Plans every stage, unless a job has planned, and times them."""
+        options = options.on(machine)
         if isinstance(sharding, JobSharding):
             planned = [sharding.stage]
         else:
@@ -318,7 +338,7 @@ def _scratch(stage: StagePlan, options: MuonOptions) -> Tensor:
         needed = rows * cols * _UPDATE_ITEMSIZE
         if isinstance(known, Scheme) and known.steps:
             needed += scratch_bytes(rows, cols, known.steps, compute_dtype, torch.float32)
-        largest = max(1, options.memory_budget // max(1, needed))
+        largest = max(1, (options.batch_budget or options.budget) // max(1, needed))
         for rank, number in counts.items():
             most[rank] = max(most[rank], min(round(number), largest) * needed)
     return torch.tensor([most[rank] for rank in ranks])

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from operator import attrgetter
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -114,10 +115,17 @@ class Graph:
     ) -> None:
         """An operation that is captured."""
         self._operations.append((func, inner, result))
+        self.touches(reads, writes)
+        self._created += created
+
+    def also(self, compute: Callable[[], object]) -> None:
+        """Work on host values that is captured."""
+        self._operations.append((compute, ((), {}), None))
+
+    def touches(self, reads: Sequence[Tensor], writes: Sequence[Tensor]) -> None:
         own = {id(tensor.block) for tensor in self._created}  # type: ignore[attr-defined]
         for tensors, target in ((reads, self._reads), (writes, self._writes)):
             target += [tensor for tensor in tensors if id(getattr(tensor, "block", None)) not in own]
-        self._created += created
 
     def captured(self) -> None:
         for whole, before in self._saved.values():
@@ -213,6 +221,7 @@ def installed() -> Iterator[None]:
         "synchronize": _synchronize,
         "current_device": lambda: DEVICE.index,
         "device_count": lambda: 1,
+        "get_device_properties": lambda device: SimpleNamespace(total_memory=80 * 10**9),
         "is_initialized": lambda: True,
         "set_device": lambda device: None,
         "_lazy_init": lambda: None,

@@ -12,6 +12,7 @@ from meshmuon.execute import elementwise
 from meshmuon.execute.rounding import Elements
 
 from .recorder import recorder
+from .twin_tensor import host_values
 
 
 class TwinListKernels:
@@ -85,11 +86,7 @@ class TwinListKernels:
         rank = recorder()
         tensors = [value for value in reads if isinstance(value, Tensor)]
         assert all(tensor.is_cuda for tensor in (*tensors, *writes)), "a kernel of a GPU reads and writes device memory"
-        if rank.capture is not None:
-            raise NotImplementedError("kernels over lists are not captured")
-        rank.touch(rank.current, tensors, writes, "list kernel")
-        with torch.utils._python_dispatch._disable_current_modes():
-            compute()
+        rank.launch(tensors, writes, "list kernel", compute)
 
 
 def _value(scalar: float | Tensor) -> float | Tensor:
@@ -97,4 +94,4 @@ def _value(scalar: float | Tensor) -> float | Tensor:
 
 
 def _host(*lists: Sequence[Tensor]) -> list[list[Tensor]]:
-    return [[tensor.host_values for tensor in tensors] for tensors in lists]  # type: ignore[attr-defined]
+    return [[host_values(tensor) for tensor in tensors] for tensors in lists]

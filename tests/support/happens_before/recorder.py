@@ -6,7 +6,7 @@ import random
 import sys
 import threading
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
@@ -21,7 +21,7 @@ import meshmuon
 
 from .clocks import HOST, Access, Clock, Clocks, Finding, History, describe
 from .footprints import Footprint
-from .twin_tensor import DEVICE, Block, Blocks, TwinTensor
+from .twin_tensor import DEVICE, Block, Blocks, TwinTensor, host_values
 
 _PACKAGE = str(Path(meshmuon.__file__).parent)
 _THIS = str(Path(__file__).parent)
@@ -167,6 +167,23 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._access(tensor, stream, count, False, site)
         for tensor in writes:
             self._access(tensor, stream, count, True, site)
+
+    def launch(self, reads: Sequence[Tensor], writes: Sequence[Tensor], name: str, compute: Callable[[], object]) -> None:
+        """A kernel that no operation of torch stands for: ``compute`` does its work on host values."""
+        if self.capture is None:
+            self.touch(self.current, reads, writes, name)
+            self.also(compute)
+            return
+        self.capture.save([host_values(tensor) for tensor in writes])
+        self.also(compute)
+        self.capture.touches(reads, writes)
+
+    def also(self, compute: Callable[[], object]) -> None:
+        """Work on host values that belongs to the launch before."""
+        with torch.utils._python_dispatch._disable_current_modes():
+            compute()
+        if self.capture is not None:
+            self.capture.also(compute)
 
     def _launch(self, stream: int) -> int:
         """The count of new work of ``stream``; notes which other streams may be working at the same time."""

@@ -33,7 +33,7 @@ from .list_kernels import TwinListKernels
 from .programs import HEADS, Program, ProgramParam
 from .recorder import Recorder
 from .recorder import recorder as current_recorder
-from .twin_tensor import DEVICE, TwinTensor
+from .twin_tensor import DEVICE, TwinTensor, host_values
 
 
 @dataclass
@@ -91,23 +91,20 @@ def _quintic_factor(self: TritonProducts, gram: Tensor, out: Tensor, coefficient
     """One launch, as of the kernel."""
     a, b, c = coefficients
     factor = self.symmetric(gram, gram, out, gram, alpha=c, beta=b)
-    with torch.utils._python_dispatch._disable_current_modes():
-        values = factor.host_values if isinstance(factor, TwinTensor) else factor
-        values.diagonal(dim1=1, dim2=2).add_(a)
+    current_recorder().also(lambda: host_values(factor).diagonal(dim1=1, dim2=2).add_(a))
     return factor
 
 
 def _normalise(batch: Tensor, out: Tensor, sums: Tensor) -> None:
     """Two launches, as of the kernels."""
-    rank = current_recorder()
-    rank.touch(rank.current, [batch], [sums], "sums of squares")
-    rank.touch(rank.current, [batch, sums], [out], "division by norms")
-    assert isinstance(batch, TwinTensor)
-    assert isinstance(out, TwinTensor)
-    with torch.utils._python_dispatch._disable_current_modes():
-        values = batch.host_values.double()
+
+    def divide() -> None:
+        values = host_values(batch).double()
         norms = values.flatten(1).norm(dim=1).clamp(min=torch.finfo(torch.float32).tiny)
-        out.host_values.copy_(values / norms[:, None, None])
+        host_values(out).copy_(values / norms[:, None, None])
+
+    current_recorder().launch([batch], [sums], "sums of squares", lambda: None)
+    current_recorder().launch([batch, sums], [out], "division by norms", divide)
 
 
 def run_program(program: Program, *, seed: int = 0) -> Outcome:

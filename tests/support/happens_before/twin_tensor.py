@@ -133,3 +133,9 @@ class Blocks:
             if block.address <= address < block.address + memory.untyped_storage().nbytes():
                 return block
         return None
+
+
+def host_values(tensor: Tensor) -> Tensor:
+    """The values of a twin."""
+    assert isinstance(tensor, TwinTensor)
+    return tensor.host_values

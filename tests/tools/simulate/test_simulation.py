@@ -115,7 +115,7 @@ PARTS = ("orthogonalise", "local", "elementwise", "exchange_waited_for", "others
 )
 def test_the_parts_of_a_step_add_up(model: str, mesh: str, machine: str) -> None:
     """On Llama 3 70B ranks wait for others that have more to do in a wave."""
-    simulation = simulate(load_model(model), mesh, load_machine(machine))
+    simulation = simulate(load_model(model), mesh, load_machine(machine), memory_budget=2**26)
     step = report_of(simulation).step
     assert sum(getattr(step, part) for part in PARTS) == pytest.approx(step.seconds)
     assert step.others_waited_for > 0.1 * step.seconds or model != "llama3-70b"
@@ -196,7 +196,8 @@ def test_advice_on_buffers_names_a_budget_that_helps() -> None:
 
 
 def test_advice_on_a_budget_that_is_faster_needs_no_comparison() -> None:
-    waiting, busy = (compare_options(simulate(load_model("llama3-70b"), f"dp_shard={n}"), all_of_them=False) for n in (256, 8))
+    simulations = [simulate(load_model("llama3-70b"), f"dp_shard={n}", memory_budget=2**26) for n in (256, 8)]
+    waiting, busy = (compare_options(simulation, all_of_them=False) for simulation in simulations)
     assert [row.label for row in waiting] == ["as chosen", "memory_budget=256*2**20"]
     (text,) = advice_from_choices(waiting)
     assert text.startswith("memory_budget=256*2**20 takes ")
