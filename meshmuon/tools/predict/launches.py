@@ -17,7 +17,7 @@ import torch
 from ...execute.program_builder import batch_keys
 from ...layout import ShardedMatrix
 from ...ortho import AUTO, Scheme, blocks_for, pitch, scheme_for, scratch_bytes
-from ...ortho.schemes import Quintic
+from ...ortho.remez import Quintic
 from ...plan import NO_WAVE, BatchItem, PlanData, PlannedParam, Task, plan_batches
 
 SECONDS_PER_LAUNCH = 7e-6

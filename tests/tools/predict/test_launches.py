@@ -3,13 +3,21 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from torch.distributed.tensor import Replicate, Shard
 
-from meshmuon.tools.predict.launches import Launches, PartKind, adamw_launches, launches_of
+from meshmuon.layout import Layout, Mesh, Sharded
+from meshmuon.plan import PlannedParam, PlanOptions, cost_model_for, make_plan
+from meshmuon.tools.predict.launches import SECONDS_PER_LAUNCH, Launches, PartKind, adamw_launches, launches_of
+from meshmuon.tools.predict.prediction import predict
+from meshmuon.tools.simulate.description import load_model
+from meshmuon.tools.simulate.machines import load_machine
+from meshmuon.tools.simulate.sharding import MeshAxes
+from meshmuon.tools.simulate.simulation import MuonOptions, SimulatedStage, plan_cluster
 from tests.support.happens_before.launches import CountedStep, count_launches
 from tests.support.happens_before.programs import Program, ProgramParam
 
@@ -40,6 +48,7 @@ PROGRAMS: dict[str, tuple[Program, int]] = {
     "by columns": (program(weights(4, placements=(Shard(1),))), 49),
     "several waves": (program(weights(12), chunk_size=4), 101),
     "experts, one per batch": (program(experts(2, 8), chunk_size=1), 176),
+    "experts, as many per batch as fit": (program(experts(2, 8), memory_budget=5000), 66),
     "experts, one batch": (program((*experts(2, 8), *weights(4))), 71),
     "replicated, every holder computes": (program(weights(3, placements=(Replicate(),)), replicas="repeat"), 44),
     "HSDP, shared": (program(weights(8, placements=(Replicate(), Shard(0))), (2, 2), replicas="share"), 50),
@@ -81,3 +90,48 @@ def test_a_step_launches_what_its_plan_says(name: str) -> None:
         listed = "\n".join(f"{count} {work}" for work, count in sorted(counted.recorder.launches.items()))
         assert found.total == counted.launches, f"rank {rank} of {name}: {found}\n{listed}"
     assert max(counted.launches for counted in steps) <= PROGRAMS[name][1], "a change has added launches"
+
+
+@pytest.mark.parametrize(
+    ("model", "mesh", "most"),
+    [("llama3-8b", "dp_shard=64", 133), ("qwen3-235b-a22b", "dp_shard=128", 566), ("kimi-k2", "dp_shard=128,ep=128", 2202)],
+)
+def test_models_launch_no_more_than_now(model: str, mesh: str, most: int) -> None:
+    machine = load_machine("h100")
+    options = MuonOptions(param_dtype=BF16).on(machine)
+    (planned,) = plan_cluster(load_model(model), MeshAxes.parse(mesh), options, machine.device, machine.ranks_per_node)
+    stage = SimulatedStage.of(planned, machine, options)
+    launches = [of_rank.total for of_rank in stage.launches.values()]
+    assert max(launches) <= most
+    assert stage.timeline.work.launches == launches
+    expected = [machine.host_seconds_per_step + SECONDS_PER_LAUNCH * count for count in launches]
+    assert stage.timeline.work.host_ahead == pytest.approx(expected)
+    own_rate = SimulatedStage.of(planned, replace(machine, host_seconds_per_launch=1e-3), options).timeline
+    assert own_rate.work.host_ahead == pytest.approx([machine.host_seconds_per_step + 1e-3 * count for count in launches])
+    assert own_rate.seconds == pytest.approx(max(own_rate.work.host_ahead)), "such a host is slower than its device"
+    on_cpu = predict(planned.plan, replace(machine, device="cpu").rates_for("bfloat16"))
+    assert not any([*on_cpu.work.launches, *on_cpu.work.host_ahead])
+
+
+def test_launches_of_adamw() -> None:
+    """Of torch's fused kernel: 36 tensors and 320 blocks of 65,536 elements fit into a launch; 110 step counts do."""
+    assert adamw_launches(0, 0) == 0
+    assert adamw_launches(36, 100) == 2
+    assert adamw_launches(37, 100) == 3
+    assert adamw_launches(1, 320 * 65536) == 2
+    assert adamw_launches(111, 320 * 65536 * 5 + 1) == 6 + 2
+
+
+def test_a_skipped_step_launches_as_much_for_many_gradients_as_for_few() -> None:
+    few, many = (count_launches(program(weights(count), nonfinite="skip"))[0].launches for count in (8, 24))
+    assert few == many <= 66
+
+
+def test_code_of_the_user_and_unknown_schemes() -> None:
+    """Of a callable only the copy of its result is known. What a plan does not say counts as the default scheme."""
+    launches: dict[str, int] = {}
+    for how in ("", "scheme auto in bfloat16", "mymodule.orthogonalise in bfloat16", "steps (1.5 -0.5 0) in bfloat16"):
+        layout = Layout((64, 64), Mesh((1,), (0,)), (Sharded(0),))
+        param = PlannedParam("w", (layout,), 0, "cuda", 2, 10**6, how=how, compute_dtype="bfloat16")
+        launches[how] = launches_of(make_plan([param], PlanOptions(cost_model_for("cuda"))))[0].products
+    assert list(launches.values()) == [20, 20, 1, 6]
