@@ -16,7 +16,7 @@ import torch
 
 from ...execute.program_builder import batch_keys
 from ...layout import ShardedMatrix
-from ...ortho import AUTO, Scheme, blocks_for, pitch, scheme_for, scratch_bytes
+from ...ortho import Scheme, blocks_for, pitch, polar_express, scratch_bytes
 from ...ortho.remez import Quintic
 from ...plan import NO_WAVE, BatchItem, PlanData, PlannedParam, Task, plan_batches
 
@@ -85,9 +85,8 @@ def adamw_launches(tensors: int, elements: int) -> int:
     """Of torch's fused kernel on the tensors of one param group, and of their step counts."""
     if not tensors:
         return 0
-    return max(-(-tensors // _TENSORS_PER_LAUNCH[4]), -(-elements // _ELEMENTS_PER_LAUNCH)) + -(
-        -tensors // _TENSORS_PER_LAUNCH[1]
-    )
+    of_counts = -(-tensors // _TENSORS_PER_LAUNCH[1])
+    return of_counts + max(-(-tensors // _TENSORS_PER_LAUNCH[4]), -(-elements // _ELEMENTS_PER_LAUNCH))
 
 
 class _Part:
@@ -99,7 +98,7 @@ class _Part:
         self.fill_list, self.apply_list = kind.group, (kind, self.rows, self.cols)
         self.compute_dtype: torch.dtype = getattr(torch, planned.compute_dtype or "bfloat16")
         self.update_dtype = torch.float64 if "torch.float64" in str(planned.lane).rpartition(",")[2] else torch.float32
-        self.scheme = _scheme(planned.how, self.rows, self.cols, self.compute_dtype)
+        self.scheme = _scheme(planned.how)
         self.staged = planned.staged
         self.rule = next((count for name, count in _OF_RULES.items() if name in planned.how), 0)
         self.remembers = "NorMuon(" in planned.how
@@ -129,14 +128,15 @@ class _Part:
         return launches + copied
 
 
-def _scheme(how: str, rows: int, cols: int, dtype: torch.dtype) -> Scheme | None:
-    """The scheme of a plan's text; None if the user's code orthogonalises. What is rational or unknown counts as the default."""
+def _scheme(how: str) -> Scheme | None:
+    """The scheme of a plan's text; None if the user's code orthogonalises.
+
+    ``"auto"`` is ``polar_express`` in the 16 bits that GPUs multiply in; rational steps count as that, too.
+    """
     steps = tuple(Quintic(*map(float, step)) for step in _QUINTIC.findall(how))
     if steps:
         return Scheme("planned", steps, "a plan")
-    known = not how or how.startswith(("scheme ", "steps "))
-    scheme = scheme_for(AUTO, rows, cols, dtype) if known else None
-    return scheme if isinstance(scheme, Scheme) else None
+    return polar_express() if not how or how.startswith(("scheme ", "steps ")) else None
 
 
 class _Counter:
