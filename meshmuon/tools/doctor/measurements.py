@@ -21,7 +21,7 @@ from ...optim import Muon
 from ...ortho import AUTO, Workspace, default_compute_dtype, expected_flops, orthogonalize
 from ...plan import LinkRate, Rate
 from ...transport import swap_with
-from ..predict.calibration import Calibration, ElementwiseSeconds
+from ..predict.calibration import Calibration, ElementwiseRates
 from ..predict.launches import launches_of
 from ..predict.prediction import predict
 from .context import Context, Finding
@@ -115,7 +115,7 @@ def _rates(
 
 
 def _elementwise(context: Context) -> dict[str, float]:
-    """Seconds per element of what a step does element by element, by the names of ``ElementwiseSeconds``."""
+    """Seconds per element of what a step does element by element, by the names of ``ElementwiseRates``."""
     with context.doing("measuring elementwise work"):
         grad, buffer, update, weight = (seeded((_ELEMENTS,), k).to(context.device) for k in range(4))
         weight.grad = grad
@@ -415,7 +415,7 @@ def calibration_of(context: Context) -> Calibration | None:
         exchange=link(links["exchange"]),
         host_seconds_per_matrix=host["seconds_per_matrix"],
         host_seconds_per_step=max(1e-6, host["seconds_per_step"] - waiting),
-        elementwise=ElementwiseSeconds(**rates["elementwise"]),
+        elementwise=ElementwiseRates(**rates["elementwise"]),
         exchange_cpu_share=max(1e-3, links["exchange_cpu_share"]) if context.world > 1 and on_cpu else None,
         copies=link(host["copies"]),
         host_seconds_per_launch=host["seconds_per_launch"],

@@ -19,7 +19,7 @@ _MOST_RANKS = 10**7
 
 
 @dataclass(frozen=True, slots=True)
-class ElementwiseSeconds:
+class ElementwiseRates:
     """Seconds per element of large float32 tensors, on one rank while all ranks work."""
 
     momentum: float  # accumulating it, and writing what is orthogonalised
@@ -44,7 +44,7 @@ class Calibration:
     exchange: LinkRate | None  # an exchange of all ranks with all ranks, as a step makes it; None on one rank
     host_seconds_per_matrix: float  # what each tiny matrix adds to a step; predictions for CPUs use it
     host_seconds_per_step: float  # what a step takes beside its matrices or, on a GPU, launches, and beside its exchanges
-    elementwise: ElementwiseSeconds | None = None  # None in files that were written before it was measured
+    elementwise: ElementwiseRates | None = None  # None in files that were written before it was measured
     exchange_cpu_share: float | None = None  # CPU seconds of an exchange ÷ its seconds, if the device is a CPU; None likewise
     copies: LinkRate | None = None  # between the memory of a device and pinned memory of its host; None on CPU
     seconds_per_peer: float = 0.0  # what each peer adds to an exchange; 0 where ``exchange`` was measured with all of them
@@ -65,10 +65,10 @@ class Calibration:
         return 1.0 if self.exchange_cpu_share is None else min(1.0, self.exchange_cpu_share)
 
     def seconds_per_element(self, kind: str) -> float:
-        """Of a kind of elementwise work, by its name in ``ElementwiseSeconds``; 0 if it was not measured."""
+        """Of a kind of elementwise work, by its name in ``ElementwiseRates``; 0 if it was not measured."""
         return 0.0 if self.elementwise is None else float(getattr(self.elementwise, kind))
 
-    def completed(self, exchange: LinkRate, seconds_per_peer: float, elementwise: ElementwiseSeconds) -> Calibration:
+    def completed(self, exchange: LinkRate, seconds_per_peer: float, elementwise: ElementwiseRates) -> Calibration:
         """With these figures in the place of what was not measured: links on one rank, elementwise work in older files."""
         completed = replace(self, elementwise=self.elementwise or elementwise)
         return completed if self.exchange else replace(completed, exchange=exchange, seconds_per_peer=seconds_per_peer)
@@ -110,8 +110,8 @@ def _given(reader: RatesReader, name: str) -> float | None:
     return None if reader.content.get(name) is None else reader.number(name)
 
 
-def _elementwise(reader: RatesReader) -> ElementwiseSeconds:
-    return ElementwiseSeconds(**{field.name: reader.number(field.name) for field in fields(ElementwiseSeconds)})
+def _elementwise(reader: RatesReader) -> ElementwiseRates:
+    return ElementwiseRates(**{field.name: reader.number(field.name) for field in fields(ElementwiseRates)})
 
 
 def rate_at(size: int, points: Iterable[tuple[int, float]]) -> float:

@@ -8,7 +8,7 @@ from typing import Any
 
 from ...errors import ConfigError
 from ...plan import LinkRate, Rate
-from ..predict.calibration import Calibration, ElementwiseSeconds
+from ..predict.calibration import Calibration, ElementwiseRates
 from .inputs import read_preset
 
 FORMAT, VERSION = "meshmuon machine", 1
@@ -52,7 +52,7 @@ class Machine:
         reads and writes.
         """
         exchange, memory = self.between if several_nodes else self.inside, self.memory_bytes_per_second
-        elementwise = ElementwiseSeconds(
+        elementwise = ElementwiseRates(
             momentum=(weight + 2 * momentum + wire) / memory,
             update=(wire + 2 * weight) / memory,
             copy=2 * wire / memory,

@@ -18,7 +18,7 @@ from meshmuon import Muon, get_default_muon_param_groups
 from meshmuon.plan import LinkRate, Rate, cost_model_from
 from meshmuon.tools import simulate
 from meshmuon.tools.cli.main import main
-from meshmuon.tools.predict.calibration import Calibration, ElementwiseSeconds
+from meshmuon.tools.predict.calibration import Calibration, ElementwiseRates
 from meshmuon.tools.predict.trace import trace_plan
 from meshmuon.tools.simulate.machines import load_machine
 from meshmuon.tools.simulate.render import print_report, sections_of
@@ -201,7 +201,7 @@ MEASURED = Calibration(
     exchange=LinkRate(5e8, 2e-4),
     host_seconds_per_matrix=1e-5,
     host_seconds_per_step=1e-3,
-    elementwise=ElementwiseSeconds(1e-9, 1e-9, 1e-9, 28e-9),
+    elementwise=ElementwiseRates(1e-9, 1e-9, 1e-9, 28e-9),
 )
 
 

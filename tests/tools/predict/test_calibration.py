@@ -12,7 +12,7 @@ import pytest
 
 from meshmuon.errors import ConfigError
 from meshmuon.plan import CostModel, LinkRate, PlannedParam, Rate, cost_model_from, make_plan
-from meshmuon.tools.predict.calibration import Calibration, ElementwiseSeconds
+from meshmuon.tools.predict.calibration import Calibration, ElementwiseRates
 from meshmuon.tools.predict.prediction import predict
 from tests.support.plans import entry, options_for
 
@@ -29,7 +29,7 @@ MEASURED = Calibration(
     exchange=LinkRate(5e8, 1e-4),
     host_seconds_per_matrix=1e-5,
     host_seconds_per_step=1e-3,
-    elementwise=ElementwiseSeconds(momentum=3e-9, update=2e-9, copy=1e-9, adamw=4e-9),
+    elementwise=ElementwiseRates(momentum=3e-9, update=2e-9, copy=1e-9, adamw=4e-9),
 )
 
 
