@@ -3,14 +3,14 @@ PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 ARGS   ?=
-BENCH  ?= orthogonalisation schemes single_device sharded scaling demo_share degrees predictions published metrics
+BENCH  ?= orthogonalisation schemes single_device sharded scaling demo_share degrees predictions published metrics launches
 STAMP  := $(VENV)/.installed-$(shell cat pyproject.toml constraints.txt | cksum | cut -d' ' -f1)
 
 # Some virtual machines advertise AMX but trap its instructions, which kills bfloat16 products on CPU. Nothing here needs AMX.
 export ONEDNN_MAX_CPU_ISA ?= AVX10_1_512
 
 .DEFAULT_GOAL := help
-.PHONY: help train test test-paused test-models test-trainers test-torch lint bench check-streams mutants docs package clean
+.PHONY: help train test test-paused test-models test-trainers test-torch lint bench launches check-streams mutants docs package clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):[^#]*## /  make \1\t/' | expand -t 22
@@ -75,6 +75,9 @@ bench: export OMP_WAIT_POLICY ?= passive
 bench: $(STAMP) ## all benchmarks; writes benchmarks/results/ (BENCH=sharded for one, ARGS=--quick for a try)
 	@$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[bench]' || echo "contenders from PyPI are not installed"
 	for script in $(BENCH); do $(BIN)/python benchmarks/$$script.py $(ARGS) || exit 1; done
+
+launches: $(STAMP) ## count the kernels that a rank launches in a step on a GPU; writes benchmarks/results/launches.txt
+	$(BIN)/python benchmarks/launches.py $(ARGS)
 
 PROGRAMS ?= 400
 FIRST    ?= 0

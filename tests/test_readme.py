@@ -26,7 +26,7 @@ EXAMPLES = [(page, k, block) for page in PAGES for k, block in enumerate(python_
 @pytest.mark.parametrize(("page", "block"), [pytest.param(page, block, id=f"{page.name}-{k}") for page, k, block in EXAMPLES])
 def test_example_runs(page: Path, block: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    needed = set(OPTIONAL.findall(block)) | ({"transformers"} if "meshmuon.integrations.hf" in block else set())
+    needed = set(OPTIONAL.findall(block)) | ({"accelerate", "transformers"} if "meshmuon.integrations.hf" in block else set())
     for package in sorted(needed):
         need(package)
     wandb = StandIn()

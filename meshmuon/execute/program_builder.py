@@ -16,6 +16,7 @@ from ..plan import (
     Parcel,
     PieceTransfer,
     Plan,
+    PlanData,
     PlannedParam,
     Relays,
     WaveRoutes,
@@ -72,7 +73,7 @@ class ProgramBuilder:
         self._local_index = [_local_index(planned, rank) for planned in plan.params]
         self._matrix_at = [{position: matrix for matrix, position in index.items()} for index in self._local_index]
         self._windows = [_local_window(planned, rank) for planned in plan.params]
-        self._batch_keys = _batch_keys(plan)
+        self._batch_keys = batch_keys(plan)
         self.shared = [k for k, planned in enumerate(plan.params) if not planned.private]
         # Matrices that several ranks compute, for different holders.
         self.repeated = frozenset(key for key, shared in self._batch_keys.items() if shared is not None)
@@ -251,7 +252,7 @@ def _wave_params(plan: Plan) -> list[frozenset[int]]:
     return list(map(frozenset, params))
 
 
-def _batch_keys(plan: Plan) -> dict[tuple[int, int], Hashable]:
+def batch_keys(plan: PlanData) -> dict[tuple[int, int], Hashable]:
     """(parameter, matrix) → what must be equal to share a batch, so that replicas which compute for themselves stay equal.
 
     Some libraries round the products of a batch differently if the batch has more matrices. A matrix that several ranks compute

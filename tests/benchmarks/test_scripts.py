@@ -17,6 +17,7 @@ SCRIPTS: dict[str, tuple[str, ...]] = {
     "agreement": ("--processes", "2"),
     "degrees": (),
     "demo_share": (),
+    "launches": (),
     "loss_by_rounding": (),
     "metrics": (),
     "orthogonalisation": ("--sizes", "16", "--ratios", "1", "4"),
@@ -51,6 +52,9 @@ def test_a_script_leaves_what_it_promises(script: str, tmp_path: Path) -> None:
     if script == "degrees":
         five = next(result for result in results["compared"] if result["quintics"] == 5)
         assert (five["cheapest"]["degrees"], five["cheapest"]["products"], five["products"]) == ([9, 17, 17], 14, 17)
+    elif script == "launches":
+        assert all(goal["verdict"] == "reached" for goal in facts["goals"])
+        assert results[0]["launches"] == results[0]["products"] + results[0]["beside"]
     elif script == "predictions":
         assert results[0]["bytes"] == results[0]["buffers"] == {"predicted": [0], "measured": [0]}
     elif script == "schemes":

@@ -79,6 +79,7 @@ def assert_same(model: nn.Module, expected: list[nn.Parameter]) -> None:
 @pytest.fixture
 def plugin(monkeypatch: pytest.MonkeyPatch) -> Any:
     need("transformers")
+    need("accelerate")  # without which transformers has no TrainingArguments
 
     class BasePlugin:
         pass

@@ -22,6 +22,7 @@ from ...ortho import AUTO, Workspace, default_compute_dtype, expected_flops, ort
 from ...plan import LinkRate, Rate
 from ...transport import swap_with
 from ..predict.calibration import Calibration, ElementwiseRates
+from ..predict.launches import launches_of
 from ..predict.prediction import predict
 from .context import Context, Finding
 from .environment import bfloat16_works
@@ -38,6 +39,7 @@ _PAIR_BYTES = 4 * 2**20
 _EXCHANGE_BYTES = 8 * 2**20  # per rank, over all its peers
 _COPY_BYTES = 64 * 2**20
 _REPEATS = 10
+_LAUNCHES = 200  # that are timed together
 _LONG_STEP = 0.1  # seconds: no step on larger matrices is measured
 _LARGEST_STEP = 4  # times the size of the matrices that are measured first
 _SLOW_PAIR = 4.0  # times as long as the median: worth a remark, as the next ones
@@ -287,12 +289,29 @@ def _step_times(context: Context, count: int, size: int, *, repeats: int) -> tup
 
 def measure_host(context: Context) -> Finding:
     """Steps on few and on many tiny matrices: the difference is the host's time per matrix. The fastest ones count."""
-    few, many = 8, 72
+    few, many, on_cpu = 8, 72, context.device.type == "cpu"
     with context.doing("measuring steps on tiny matrices"):
-        times = {count: min(_step_times(context, count, 8, repeats=10)[0]) for count in (few, many)}
+        measured = {count: _step_times(context, count, 8, repeats=10) for count in (few, many)}
+    times = {count: min(seconds) for count, (seconds, _) in measured.items()}
     per_matrix = max(1e-7, (times[many] - times[few]) / (many - few))
-    copies = None if context.device.type == "cpu" else asdict(copy_link(context))
-    return Finding("", figures={"per_matrix": per_matrix, "per_step": max(1e-6, times[few] - few * per_matrix), "copies": copies})
+    issued, per_launch = few * per_matrix, None
+    if not on_cpu:
+        per_launch = seconds_per_launch(context)
+        issued = per_launch * max(launches.total for launches in launches_of(measured[few][1].plan()).values())
+    figures = {"per_matrix": per_matrix, "per_step": max(1e-6, times[few] - issued), "per_launch": per_launch}
+    return Finding("", figures={**figures, "copies": None if on_cpu else asdict(copy_link(context))})
+
+
+def seconds_per_launch(context: Context) -> float:
+    """The host's time for issuing a product of tiny matrices, as a step does; the device keeps up with it."""
+    a, out = torch.ones(2, 1, 16, 16, device=context.device)
+
+    def issue() -> None:
+        for _ in range(_LAUNCHES):
+            torch.bmm(a, a, out=out)
+
+    with context.doing("measuring launches"):
+        return max(1e-7, min(_seconds(context, issue, _REPEATS)) / _LAUNCHES)
 
 
 def copy_link(context: Context) -> LinkRate:
@@ -314,6 +333,10 @@ def copy_link(context: Context) -> LinkRate:
 def summarise_host(context: Context, data: Sequence[Mapping[str, Any]]) -> Finding:
     figures: dict[str, Any] = {f"seconds_{key}": _median_of(data, key) for key in ("per_matrix", "per_step")}
     text = f"{1e6 * figures['seconds_per_matrix']:.0f} µs per matrix and {1e3 * figures['seconds_per_step']:.2f} ms per step"
+    launched = [of_rank for of_rank in data if of_rank["per_launch"] is not None]
+    figures["seconds_per_launch"] = _median_of(launched, "per_launch") if launched else None
+    if launched:
+        text += f", {1e6 * figures['seconds_per_launch']:.1f} µs per launch"
     links = [of_rank["copies"] for of_rank in data if of_rank["copies"] is not None]
     figures["copies"] = {key: _median_of(links, key) for key in links[0]} if links else None
     if links:
@@ -395,4 +418,5 @@ def calibration_of(context: Context) -> Calibration | None:
         elementwise=ElementwiseRates(**rates["elementwise"]),
         exchange_cpu_share=max(1e-3, links["exchange_cpu_share"]) if context.world > 1 and on_cpu else None,
         copies=link(host["copies"]),
+        host_seconds_per_launch=host["seconds_per_launch"],
     )

@@ -42,12 +42,13 @@ class Calibration:
     inside: LinkRate | None  # between two ranks of one node; None if no node has two ranks
     between: LinkRate | None  # between two ranks of different nodes; None on one node
     exchange: LinkRate | None  # an exchange of all ranks with all ranks, as a step makes it; None on one rank
-    host_seconds_per_matrix: float  # what each tiny matrix adds to a step
-    host_seconds_per_step: float  # what a step takes beside its matrices and exchanges
+    host_seconds_per_matrix: float  # what each tiny matrix adds to a step; predictions for CPUs use it
+    host_seconds_per_step: float  # what a step takes beside its matrices or, on a GPU, launches, and beside its exchanges
     elementwise: ElementwiseRates | None = None  # None in files that were written before it was measured
     exchange_cpu_share: float | None = None  # CPU seconds of an exchange ÷ its seconds, if the device is a CPU; None likewise
     copies: LinkRate | None = None  # between the memory of a device and pinned memory of its host; None on CPU
     seconds_per_peer: float = 0.0  # what each peer adds to an exchange; 0 where ``exchange`` was measured with all of them
+    host_seconds_per_launch: float | None = None  # in which the host issues a kernel; None on CPU and in older files
 
     def cost_model(self) -> CostModel:
         return RatesReader(self.to_json()).cost_model()
@@ -98,10 +99,15 @@ class Calibration:
             host_seconds_per_matrix=reader.number("host_seconds_per_matrix"),
             host_seconds_per_step=reader.number("host_seconds_per_step"),
             elementwise=None if elementwise is None else _elementwise(elementwise),
-            exchange_cpu_share=None if reader.content.get("exchange_cpu_share") is None else reader.number("exchange_cpu_share"),
+            exchange_cpu_share=_given(reader, "exchange_cpu_share"),
             copies=reader.link("copies"),
-            seconds_per_peer=0.0 if reader.content.get("seconds_per_peer") is None else reader.number("seconds_per_peer"),
+            seconds_per_peer=_given(reader, "seconds_per_peer") or 0.0,
+            host_seconds_per_launch=_given(reader, "host_seconds_per_launch"),
         )
+
+
+def _given(reader: RatesReader, name: str) -> float | None:
+    return None if reader.content.get(name) is None else reader.number(name)
 
 
 def _elementwise(reader: RatesReader) -> ElementwiseRates:

@@ -11,6 +11,7 @@ from ...plan.relays import Hops
 from ...plan.tasks import EVERY_HOLDER, Task
 from .calibration import Calibration
 from .counts import WavePeers, count_peers
+from .launches import SECONDS_PER_LAUNCH, Launches, launches_of
 from .timeline import StepSeconds, Timeline, WaveSeconds, timeline_of
 
 _NO_ADAMW: Mapping[int, int] = {}
@@ -22,15 +23,19 @@ def predict(
     *,
     averages: bool = False,
     adamw_elements: Mapping[int, int] = _NO_ADAMW,
+    launches: Mapping[int, Launches] | None = None,
     peers: WavePeers | None = None,
 ) -> Timeline:
     """Predicts a step of ``Muon`` or, with ``averages``, of ``DistMuon``.
 
-    ``adamw_elements`` has, by rank, the elements that AdamW steps; ``peers`` is what ``count_peers`` returned, if it was called.
+    ``adamw_elements`` has, by rank, the elements that AdamW steps. ``launches`` and ``peers`` are what ``launches_of`` and
+    ``count_peers`` returned, if they were called.
     """
     per_element = machine.seconds_per_element("adamw")
     adamw = [per_element * adamw_elements.get(rank, 0) for rank in plan.ranks]
-    return timeline_of(_Seconds(plan, machine, peers, averages=averages).step(adamw))
+    on_device = {} if machine.device == "cpu" else launches or launches_of(plan, averages=averages)
+    issued = [of_rank.total for of_rank in on_device.values()]
+    return timeline_of(_Seconds(plan, machine, peers, averages=averages).step(adamw, issued))
 
 
 class _Seconds:
@@ -69,13 +74,12 @@ class _Seconds:
         param, copies = self._plan.params[task.param], self._machine.copies
         return param.itemsize / copies.bytes_per_second if param.staged and copies is not None else 0.0
 
-    def step(self, adamw: list[float]) -> StepSeconds:
+    def step(self, adamw: list[float], launches: list[int]) -> StepSeconds:
         plan, machine = self._plan, self._machine
         waves = tuple(map(self._wave, range(len(plan.wave_lanes))))
-        local, held = dict.fromkeys(plan.ranks, 0.0), dict.fromkeys(plan.ranks, 0.0)
+        local = dict.fromkeys(plan.ranks, 0.0)
         elementwise = machine.seconds_per_element("momentum") + machine.seconds_per_element("update")
         staying = [task for task in plan.tasks if task.owner == EVERY_HOLDER]
-        add_local_costs(held, ((task.sharded, 1.0) for task in plan.tasks))
         issued = machine.host_seconds_per_matrix if self._on_cores else 0.0
         per_element = [elementwise + 2 * self._copied(task) for task in staying]
         costs = (
@@ -84,7 +88,7 @@ class _Seconds:
         )
         add_local_costs(local, costs)
         all_at_once = max(1, len(waves)) if self._averages else None
-        of_host = [machine.host_seconds_per_step + machine.host_seconds_per_matrix * count for count in held.values()]
+        per_launch = machine.host_seconds_per_launch or SECONDS_PER_LAUNCH
         nothing = [0.0] * len(plan.ranks)
         return StepSeconds(
             ranks=plan.ranks,
@@ -95,7 +99,8 @@ class _Seconds:
             busy=machine.exchange_busy,
             in_flight=all_at_once or plan.options.in_flight,
             gathered_ahead=all_at_once,
-            host_ahead=nothing if self._on_cores else of_host,
+            host_ahead=[machine.host_seconds_per_step + per_launch * count for count in launches] or nothing,
+            launches=launches,
         )
 
     def _wave(self, wave: int) -> WaveSeconds:

@@ -55,6 +55,7 @@ class StepSeconds:
     in_flight: int  # most waves between their first and their last exchange
     gathered_ahead: int | None = None  # as in ``pipeline_order``
     host_ahead: Seconds = ()  # of a host that issues work for its device: the step ends when both have ended
+    launches: Sequence[int] = ()  # kernels that it issues; empty on CPU
 
 
 class Phase(NamedTuple):

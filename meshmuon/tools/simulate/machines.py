@@ -39,6 +39,7 @@ class Machine:
     connection_bytes: int  # device memory that a connection to another rank takes, about
     host_seconds_per_matrix: float
     host_seconds_per_step: float
+    host_seconds_per_launch: float | None = None  # in which the host issues a kernel; None where it is not known
     calibration: Calibration | None = field(default=None, repr=False)  # measured rates that replace those above in predictions
 
     def rates_for(
@@ -79,6 +80,7 @@ class Machine:
             host_seconds_per_step=self.host_seconds_per_step,
             elementwise=elementwise,
             seconds_per_peer=self.seconds_per_peer,
+            host_seconds_per_launch=self.host_seconds_per_launch,
         )
 
     def with_calibration(self, calibration: Calibration) -> Machine:
@@ -125,6 +127,8 @@ class Machine:
             raise ConfigError(f"it is no description of a machine: its format must be {FORMAT!r} and its version {VERSION}.")
         for name in _NUMBERS:
             _check_number(name, content.get(name), positive=name in _POSITIVE)
+        if content.get("host_seconds_per_launch") is not None:
+            _check_number("host_seconds_per_launch", content["host_seconds_per_launch"], positive=True)
         rows = {f"efficiency[{k}]": row | {"size": int(row["size"])} for k, row in enumerate(content["efficiency"])}
         for where, row in ({name: content[name] for name in ("inside", "between", "peak_flops")} | rows).items():
             for key, value in row.items():
@@ -139,6 +143,7 @@ class Machine:
             efficiency=tuple(sorted((int(row["size"]), float(row["share"])) for row in content["efficiency"])),
             inside=LinkRate(**content["inside"]),
             between=LinkRate(**content["between"]),
+            host_seconds_per_launch=content.get("host_seconds_per_launch"),
         )
 
 

@@ -129,6 +129,8 @@ def _parts(step: Figures) -> Iterator[tuple[str, str]]:
     yield "other ranks", text(step.others_waited_for, ", waiting for those that come late to an exchange")
     yield "AdamW", text(step.adamw, f"; {seconds_text(step.adamw_alone)} if it stepped all parameters")
     yield "host", text(step.host)
+    issued = f"{step.launches:,} on the rank with most, issued by its host in {seconds_text(step.host_ahead)}"
+    yield "launches", issued if step.launches else ""
 
 
 _EXCHANGES = {  # key of a row → heading

@@ -174,6 +174,7 @@ def _step(simulation: Simulation) -> Figures:
         adamw_alone=max(stage.adamw_alone_seconds for stage in simulation.stages),  # AdamW on all parameters, for comparison
         exchange=timeline.exchanging,  # in which the links of the slowest stage are busy
         exchange_hidden=timeline.hidden,  # of these, while the slowest rank works on something else
+        launches=max(timeline.work.launches, default=0),  # kernels, on the rank that has most of them; 0 on CPU
         host_ahead=max(timeline.work.host_ahead, default=0.0),  # in which the host of a GPU prepares the step, beside the device
         flops=sum(sum(stage.plan.flops.values()) for stage in simulation.stages),
         tokens_per_step=tokens,

@@ -23,6 +23,7 @@ from ...params.option_table import ParamGroup
 from ...params.param_record import GroupRecipe, ParamLocation, ParamRecord
 from ...plan import DEFAULT_MAX_PEERS, NO_WAVE, CostModel, Nodes, Plan, PlanOptions, add_local_costs, cost_model_for
 from ..predict.counts import WavePeers, count_peers, peers_of_step
+from ..predict.launches import Launches, adamw_launches, launches_of
 from ..predict.prediction import predict
 from ..predict.saved_plan import read_plan
 from ..predict.timeline import Timeline
@@ -184,6 +185,7 @@ class SimulatedStage:
     memory: dict[str, Tensor]  # bytes by kind, each (ranks,)
     peers: WavePeers
     adamw_alone_seconds: float  # a step of AdamW on all parameters, on the rank that has most of them
+    launches: dict[int, Launches]  # by rank, as a GPU would have them
 
     @classmethod
     def of(cls, planned: StagePlan, machine: Machine, options: MuonOptions) -> SimulatedStage:
@@ -199,9 +201,13 @@ class SimulatedStage:
         muon, adamw = _local_sizes(planned, muon=True), _local_sizes(planned, muon=False)
         peers = count_peers(plan)
         adamw_elements = dict(zip(plan.ranks, adamw.tolist(), strict=True))
-        timeline = predict(plan, rates, adamw_elements=adamw_elements, peers=peers)
+        launches = launches_of(plan, batch_budget=options.batch_budget)
+        tensors = sum(not item.param.use_muon for item in planned.placed)
+        for rank, elements in adamw_elements.items():
+            launches[rank].adamw = adamw_launches(tensors, elements)
+        timeline = predict(plan, rates, adamw_elements=adamw_elements, launches=launches, peers=peers)
         alone = float((muon + adamw).max()) * rates.seconds_per_element("adamw")
-        return cls(planned, timeline, _memory(planned, machine, options, muon, adamw), peers, alone)
+        return cls(planned, timeline, _memory(planned, machine, options, muon, adamw), peers, alone, launches)
 
     @property
     def plan(self) -> Plan:

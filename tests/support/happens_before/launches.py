@@ -7,13 +7,24 @@ Otherwise torch launches one kernel per tensor.
 
 from __future__ import annotations
 
+import os
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
 from typing import Any
+from unittest.mock import patch
 
 from torch import Tensor
 
+from meshmuon.agree.node_view import RANKS_PER_NODE
+from meshmuon.execute import StepParam
+from meshmuon.plan import Plan
+from tests.support.threads import run_threads
+
+from . import runs
+from .clocks import HOST
+from .programs import Program
 from .recorder import Recorder, package_line
 
 # Tensors that fit into the arguments of one kernel of torch's multi-tensor apply, by the number of lists.
@@ -26,7 +37,7 @@ class CountingRecorder(Recorder):  # type: ignore[no-untyped-call]
     def __init__(self, name: str = "rank 0", *, seed: int = 0) -> None:
         super().__init__(name, seed=seed)
         self.launches: Counter[str] = Counter()  # by operation and line of the package
-        self.bytes = 0  # that kernels read and write
+        self.bytes_of: Counter[str] = Counter()  # that kernels read and write, likewise
         self._counting = False
 
     @contextmanager
@@ -39,15 +50,20 @@ class CountingRecorder(Recorder):  # type: ignore[no-untyped-call]
 
     def touch(self, stream: int, reads: Sequence[Tensor], writes: Sequence[Tensor], operation: str) -> None:
         super().touch(stream, reads, writes, operation)
-        if self._counting and stream >= 0:
-            self.launches[f"{operation} {package_line()}"] += 1
-            self.bytes += sum(tensor.numel() * tensor.element_size() for tensor in (*reads, *writes))
+        if self._counting and stream != HOST:
+            work = f"{operation} {package_line()}"
+            self.launches[work] += 1
+            self.bytes_of[work] += sum(tensor.numel() * tensor.element_size() for tensor in (*reads, *writes))
+
+    @property
+    def bytes(self) -> int:
+        return self.bytes_of.total()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         before = sum(self.launches.values())
         result = super().__torch_dispatch__(func, types, args, kwargs)
         name = func.overloadpacket.__name__
-        if name.startswith("_foreach") and sum(self.launches.values()) > before:
+        if name.startswith(("_foreach", "_fused")) and sum(self.launches.values()) > before:
             self.launches[f"{name} {package_line()}"] += foreach_launches(name, args) - 1
         return result
 
@@ -55,6 +71,8 @@ class CountingRecorder(Recorder):  # type: ignore[no-untyped-call]
 def foreach_launches(name: str, args: Sequence[Any]) -> int:
     """Kernels that a ``_foreach`` operation launches."""
     lists = [arg for arg in args if isinstance(arg, (list, tuple)) and arg and isinstance(arg[0], Tensor)]
+    if name == "_fused_adamw_":  # refuses what is not alike; step counts come beside the weights and their state
+        lists = lists[:4]
     dtypes = [{tensor.dtype for tensor in tensors} for tensors in lists]
     one_dtype = all(len(of_list) == 1 for of_list in dtypes) and (name == "_foreach_copy_" or len(set.union(*dtypes)) == 1)
     alike = all(len({tensor.stride() for tensor in tensors}) == 1 for tensors in zip(*lists, strict=True))
@@ -74,3 +92,47 @@ def _is_dense(tensor: Tensor) -> bool:
                 return False
             expected *= size
     return True
+
+
+@dataclass(frozen=True)
+class CountedStep:
+    """The last step of a program on one rank."""
+
+    recorder: CountingRecorder
+    plan: Plan
+    step_params: list[StepParam]  # of the plan
+
+    @property
+    def launches(self) -> int:
+        return self.recorder.launches.total()
+
+    def bytes_of(self, *functions: str) -> int:
+        """Bytes that kernels launched by these functions read and write."""
+        return sum(count for work, count in self.recorder.bytes_of.items() if work.rpartition(" ")[2] in functions)
+
+
+class _CountedRun(runs._RankRun):
+    def _step(self, step: int) -> None:
+        assert isinstance(self._recorder, CountingRecorder)
+        with self._recorder.counting() if step == self._program.steps - 1 else nullcontext():
+            super()._step(step)
+
+    def counted(self) -> CountedStep:
+        self.train()
+        plan = self._optimizer._executor.plan
+        assert plan is not None
+        assert isinstance(self._recorder, CountingRecorder)
+        return CountedStep(self._recorder, plan, self._optimizer._step_params._cached)
+
+
+def count_launches(program: Program) -> list[CountedStep]:
+    """Runs a program on all of its ranks and counts its last step, rank by rank."""
+
+    def main(rank: int) -> CountedStep:
+        recorder = CountingRecorder(f"rank {rank}", seed=rank)
+        with recorder.recording():
+            return _CountedRun(program, rank, recorder).counted()
+
+    nodes = {} if program.ranks_per_node is None else {RANKS_PER_NODE: str(program.ranks_per_node)}
+    with runs.twins(), patch.dict(os.environ, nodes):
+        return run_threads(program.world, main)

@@ -273,11 +273,13 @@ def test_no_calibration_without_all_measurements() -> None:
     context.figures["host"] = {
         "seconds_per_matrix": 1e-5,
         "seconds_per_step": 1e-3,
+        "seconds_per_launch": 7e-6,
         "copies": {"bytes_per_second": 2.5e10, "seconds": 1e-5},
     }
     calibration = calibration_of(context)
     assert calibration is not None
     assert calibration.exchange is None
+    assert calibration.host_seconds_per_launch == 7e-6
     assert replace(calibration, ranks=1) == calibration
 
 
@@ -336,7 +338,13 @@ def test_copies_between_host_and_device(monkeypatch: pytest.MonkeyPatch) -> None
     link = measurements.copy_link(context_of())
     assert link.bytes_per_second > 0
     assert link.seconds > 0
-    of_rank = {"per_matrix": 1e-5, "per_step": 1e-3, "copies": {"bytes_per_second": 25e9, "seconds": 1e-5}}
+    of_rank = {"per_matrix": 1e-5, "per_step": 1e-3, "per_launch": 7e-6, "copies": {"bytes_per_second": 25e9, "seconds": 1e-5}}
     summary = measurements.summarise_host(context_of(), [of_rank, of_rank])
-    assert summary.detail.endswith("; 25 GB/s and 10 µs between host and device")
-    assert "between" not in measurements.summarise_host(context_of(), [{**of_rank, "copies": None}]).detail
+    assert summary.detail.endswith(", 7.0 µs per launch; 25 GB/s and 10 µs between host and device")
+    on_cpu = measurements.summarise_host(context_of(), [{**of_rank, "copies": None, "per_launch": None}])
+    assert on_cpu.detail == "10 µs per matrix and 1.00 ms per step"
+    assert on_cpu.figures["seconds_per_launch"] is None
+
+
+def test_the_time_of_a_launch() -> None:
+    assert 1e-7 <= measurements.seconds_per_launch(context_of()) < 0.1
