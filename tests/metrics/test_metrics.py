@@ -234,7 +234,7 @@ def test_qk_clip_shows_logits_and_factors() -> None:
     groups = [{"params": params, "names": names, "use_muon": True}]
     optimizer = Muon(groups, metrics=1, clip_config={"head_dim": 4, "threshold": 50.0})
     give_gradients(params, 0)
-    optimizer.step(qk_logits={0: torch.tensor([200.0, 10.0])})
+    optimizer.step(qk_logits={0: torch.tensor([200.0, 50.0])})  # at the threshold nothing is clipped
     assert optimizer.metrics()["qk_clip"] == {"0": {"max_logit": 200.0, "min_factor": 0.5, "clipped_heads": 1.0}}
     give_gradients(params, 1)
     optimizer.step()
