@@ -201,7 +201,14 @@ class FusedElementwise(Elementwise):
         self, views: list[Tensor], grads: list[Tensor], momenta: list[Tensor], retain: float | Tensor, momentum: float | None
     ) -> None:
         for fused, (v, g, m) in _by_dtype(views, grads, momenta):
-            (self._kernels if fused else _PLAIN).fill(v, g, m, retain, momentum)
+            if fused:
+                self._kernels.fill(v, g, m, retain, momentum)
+                continue
+            narrow = is_narrow(v[0].dtype)
+            wide = [torch.empty_like(view, dtype=torch.float32) for view in v] if narrow else v
+            _PLAIN.fill(wide, g, m, retain, momentum)
+            if narrow:  # rounded once, as by the kernels
+                torch._foreach_copy_(v, wide)
 
     def apply(
         self,

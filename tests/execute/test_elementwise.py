@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from meshmuon.execute.elementwise import _by_dtype, accumulate, adds_alike, apply, fill_with_momentum
+from meshmuon.execute.elementwise import FusedElementwise, _by_dtype, accumulate, adds_alike, apply, fill_with_momentum
 from tests.support.hostile import HostileArithmetic, fresh_trials, misplaced
 from tests.support.reference import assert_same_bits
 
@@ -183,3 +183,12 @@ def test_each_launch_is_for_tensors_of_one_device() -> None:
         (False, [[host], [host]]),
         (False, [[double], [first]]),
     ]
+
+
+def test_what_the_kernels_leave_to_torch_is_rounded_once_for_the_wire() -> None:
+    """Momentum of 64 bits is torch's. In bfloat16 a gradient would be rounded before the momentum is added."""
+    grad, buffer = random(4099, seed=1), random(4099, seed=2, dtype=torch.float64)
+    view, wide, copy = torch.empty(4099, dtype=torch.bfloat16), torch.empty(4099), buffer.clone()
+    fill_with_momentum([wide], [grad], [copy], RETAIN, MOMENTUM)
+    FusedElementwise.__new__(FusedElementwise).fill([view], [grad], [buffer], RETAIN, MOMENTUM)
+    assert_same_bits([view, buffer], [wide.bfloat16(), copy])
