@@ -45,6 +45,18 @@ OLDEST, NEWEST = "2.11.0", "2.15.0"
 _warned = False
 
 
+def settle_fake_tensors() -> None:
+    """Enters torch's mode of fake tensors once, in the calling thread, which must live as long as the process.
+
+    DTensors ask it for shapes. CUDA builds of torch 2.11 on a machine without a GPU crash if it is first entered in a thread that
+    ends, and later in another one.
+    """
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    with FakeTensorMode():
+        pass
+
+
 def _release(version: str) -> tuple[int, ...]:
     return tuple(int(number) for number in re.findall(r"\d+", version)[:3])
 
@@ -322,7 +334,7 @@ class FSDP2Weights:
 
         self._unsharded = module.ShardedState.UNSHARDED
         shard_set = set(shards)
-        for reference in list(states.values()):
+        for reference in list(getattr(states, "data", states).values()):  # other threads may add modules; this list is atomic
             state: Any = reference() if isinstance(reference, weakref.ref) else reference
             fsdp_groups = getattr(state, "_fsdp_param_groups", None)
             if fsdp_groups is None:

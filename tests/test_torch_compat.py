@@ -674,3 +674,18 @@ def test_the_unclamped_rule_is_that_of_torch(shape: tuple[int, int]) -> None:
         pytest.skip("torch ≤ 2.13 has no such rule")
     theirs = _adjust_lr(1.0, "spectral_unclamped", torch.Size(shape))
     assert lr_factor("spectral_unclamped", *shape) == pytest.approx(theirs, rel=1e-12)
+
+
+def test_fake_tensors_are_entered_in_threads_one_after_another() -> None:
+    """In a process of its own: where torch is at fault, it crashes."""
+    text = (
+        "import threading\n"
+        "from torch._subclasses.fake_tensor import FakeTensorMode\n"
+        "from meshmuon.torch_compat import settle_fake_tensors\n"
+        "settle_fake_tensors()\n"
+        "for _ in range(5):\n"
+        "    thread = threading.Thread(target=lambda: FakeTensorMode().__enter__())\n"
+        "    thread.start()\n"
+        "    thread.join()\n"
+    )
+    assert subprocess.run([sys.executable, "-c", text], check=False).returncode == 0

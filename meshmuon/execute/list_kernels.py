@@ -13,6 +13,7 @@ gives. Not yet run on a GPU: the tests run the kernels in Triton's interpreter a
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
@@ -293,18 +294,19 @@ def _fill_kernel(
     table: tl.tensor,
     tensors: tl.tensor,
     mask: tl.tensor,
-    value: tl.tensor,
+    bits: tl.tensor,
     kind_0: tl.constexpr,
     width: tl.constexpr,
     tile_rows: tl.constexpr,
     tile_cols: tl.constexpr,
     dense: tl.constexpr,
 ) -> None:
-    # Operand: what is filled with ``value`` if the boolean ``mask`` is true.
+    # Operand: what is filled if the boolean ``mask`` is true, with the float32 of these ``bits``: a constant −0 may become 0.
     if tl.load(mask).to(tl.int32) != 0:
         entry, i0, i1, i2, cols, inside = _locate(table, tensors, width, tile_rows, tile_cols, dense)
         address, offsets = _offsets(entry, 0, i0, i1, i2, cols, dense)
-        _write(address, offsets, inside, tl.full((tile_rows, tile_cols), -0.0, tl.float32) + value, None, kind_0, dense)
+        numbers = (tl.full((tile_rows, tile_cols), 0, tl.int32) + bits).to(tl.float32, bitcast=True)
+        _write(address, offsets, inside, numbers, None, kind_0, dense)
 
 
 class ListTable:
@@ -469,7 +471,8 @@ class ListKernels:
 
     def fill_if(self, tensors: Sequence[Tensor], mask: Tensor, value: float) -> None:
         """Fills ``tensors`` with ``value`` if ``mask``, a boolean on the device, is true."""
-        self._table(tensors).launch(_fill_kernel, mask, float(value), kind_0=_KINDS[tensors[0].dtype])
+        (bits,) = struct.unpack("i", struct.pack("f", value))
+        self._table(tensors).launch(_fill_kernel, mask, bits, kind_0=_KINDS[tensors[0].dtype])
 
     def mark_nonfinite(self, tensors: Sequence[Tensor], flag: Tensor) -> None:
         """Sets ``flag``, float32 of one element, to 1 if any element of ``tensors`` is infinite or NaN."""

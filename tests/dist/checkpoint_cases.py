@@ -21,6 +21,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor.placement_types import _StridedShard
 
 from meshmuon import DistMuon, Muon, StateError
 from meshmuon.checkpoint import verify, write_manifest
@@ -124,7 +125,8 @@ def plain(layout: str, folder: Path) -> None:
         dist.barrier()
         neighbour = (dist.get_rank() + 1) % dist.get_world_size()
         for weights_only in (True, False):
-            foreign = torch.load(folder / f"plain {layout} {neighbour}.pt", weights_only=weights_only)
+            with torch.serialization.safe_globals([_StridedShard]):  # torch 2.11 does not know it as safe
+                foreign = torch.load(folder / f"plain {layout} {neighbour}.pt", weights_only=weights_only)
             with pytest.raises(
                 StateError, match=r"is the shard at .* of its mesh, .*torch\.distributed\.checkpoint, which loads on"
             ):

@@ -28,6 +28,7 @@ import torch
 import torch.distributed as dist
 
 from ...device import hardware_of
+from ...torch_compat import settle_fake_tensors
 from .context import Check, Context, Finding, Outcome, Status, by_text
 from .report import Reporter
 
@@ -68,6 +69,7 @@ class Runner:
     def run(self) -> bool:
         """Runs all checks; every rank must call, from its main thread. Returns whether all is well, the same on every rank."""
         passed = True
+        settle_fake_tensors()  # each check is a thread
         for check in self._checks:
             try:
                 verdict = self._run_check(check)

@@ -14,7 +14,7 @@ from tests.support.kernel_compiler import resources_of
 
 CAPABILITIES = (80, 89, 90, 100, 120)
 ALL_TRUE = ("accumulates", "looks_ahead", "fills", "cautious")
-TYPES = {"table": "*i64", "tensors": "i32", "flag": "*fp32", "mask": "*i1"}
+TYPES = {"table": "*i64", "tensors": "i32", "flag": "*fp32", "mask": "*i1", "bits": "i32"}
 
 
 def compile_kernel(name: str, capability: int, *, dense: bool) -> dict[str, object]:
