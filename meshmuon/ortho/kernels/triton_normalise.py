@@ -93,7 +93,9 @@ def normalise(batch: Tensor, out: Tensor, sums: Tensor) -> None:
     if not count or not size:
         return
     with torch.cuda.device(out.device if out.is_cuda else -1):  # Triton launches on the current device; -1 changes nothing
-        _sums_kernel[(count * PARTS,)](batch, batch.stride(0), size, sums, parts=PARTS, tile=TILE)
+        # Whether products and sums are fused, by default, differs between versions of Triton.
+        shape = {"parts": PARTS, "tile": TILE, "enable_fp_fusion": False}
+        _sums_kernel[(count * PARTS,)](batch, batch.stride(0), size, sums, **shape)
         tiles = -(-size // TILE)
         pitches = batch.stride(0), out.stride(0)
-        _divide_kernel[(count * tiles,)](batch, pitches[0], size, sums, out, pitches[1], tiles, parts=PARTS, tile=TILE)
+        _divide_kernel[(count * tiles,)](batch, pitches[0], size, sums, out, pitches[1], tiles, **shape)

@@ -1,7 +1,8 @@
-"""What the Triton kernels do before and around the products, in Triton's interpreter."""
+"""What the Triton kernels do before and around the products, in Triton's interpreter, and that they compile for GPUs."""
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -11,13 +12,22 @@ import torch
 from meshmuon.ortho import Workspace, polar_express, reserve_scratch
 from meshmuon.ortho.iteration import Scratch
 from meshmuon.ortho.kernels.products import TritonProducts
-from tests.support.triton_processes import run_interpreted
+from tests.support.triton_processes import run_interpreted, run_python
 
 pytest.importorskip("triton", reason="Triton is not installed: there is no kernel to test")
 
 
 def test_in_the_interpreter() -> None:
     run_interpreted(Path(__file__).with_name("interpreted.py"))
+
+
+def test_the_kernels_compile_for_every_gpu_without_spilling(tmp_path: Path) -> None:
+    script = str(Path(__file__).with_name("compile_normalise.py"))
+    kernels = [json.loads(line) for line in run_python([script], TRITON_CACHE_DIR=str(tmp_path)).splitlines()]
+    assert len(kernels) == 2 * 5 * 2
+    for kernel in kernels:
+        assert kernel["stack"] == 0, kernel
+        assert kernel["shared"] <= 16 * 1024, kernel
 
 
 class Launches:
