@@ -11,7 +11,7 @@ where a trial shows that all elements are rounded alike; elsewhere it is two ope
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterator, Sequence
-from functools import lru_cache
+from functools import lru_cache, reduce
 from typing import TypeAlias
 
 import torch
@@ -201,7 +201,14 @@ class FusedElementwise(Elementwise):
         self, views: list[Tensor], grads: list[Tensor], momenta: list[Tensor], retain: float | Tensor, momentum: float | None
     ) -> None:
         for fused, (v, g, m) in _by_dtype(views, grads, momenta):
-            (self._kernels if fused else _PLAIN).fill(v, g, m, retain, momentum)
+            if fused:
+                self._kernels.fill(v, g, m, retain, momentum)
+                continue
+            narrow = is_narrow(v[0].dtype)
+            wide = [torch.empty_like(view, dtype=torch.float32) for view in v] if narrow else v
+            _PLAIN.fill(wide, g, m, retain, momentum)
+            if narrow:  # rounded once, as by the kernels
+                torch._foreach_copy_(v, wide)
 
     def apply(
         self,
@@ -228,18 +235,21 @@ class FusedElementwise(Elementwise):
 
     def fill_if(self, tensors: Sequence[Tensor], mask: Tensor, value: float) -> None:
         for fused, (of_dtype,) in _by_dtype(tensors):
-            (self._kernels if fused else _PLAIN).fill_if(of_dtype, mask, value)
+            (self._kernels if fused else _PLAIN).fill_if(of_dtype, copy_to(mask, of_dtype[0].device), value)
 
     def any_nonfinite(self, tensors: Sequence[Tensor], device: torch.device | None = None) -> Tensor:
         device = tensors[0].device if device is None else device
-        flag, others = torch.zeros(1, device=device), list[Tensor]()
+        flags, others = {device: torch.zeros(1, device=device)}, list[Tensor]()
         for fused, (of_dtype,) in _by_dtype(tensors):
             if fused:
-                self._kernels.mark_nonfinite(of_dtype, flag)
+                place = of_dtype[0].device
+                if place not in flags:
+                    flags[place] = torch.zeros(1, device=place)
+                self._kernels.mark_nonfinite(of_dtype, flags[place])
             else:
                 others += of_dtype
-        found = flag[0] > 0
-        return found if not others else found | copy_to(_PLAIN.any_nonfinite(others, device), device)
+        found = [flag[0] > 0 for flag in flags.values()] + ([_PLAIN.any_nonfinite(others, device)] if others else [])
+        return reduce(torch.logical_or, (copy_to(flag, device) for flag in found))
 
 
 _FUSED = {torch.float32, torch.bfloat16, torch.float16}
@@ -249,7 +259,8 @@ def _by_dtype(*lists: Sequence[Tensor]) -> Iterator[tuple[bool, list[list[Tensor
     """The lists cut into such with one dtype and device each, and whether the kernels know them."""
     groups: dict[Hashable, list[tuple[Tensor, ...]]] = {}
     for tensors in zip(*lists, strict=True):
-        groups.setdefault(tuple((tensor.dtype, tensor.device.type) for tensor in tensors), []).append(tensors)
+        groups.setdefault(tuple((tensor.dtype, tensor.device) for tensor in tensors), []).append(tensors)
     for members in groups.values():
-        fused = all(tensor.dtype in _FUSED and tensor.device.type == "cuda" for tensor in members[0])
+        place = members[0][0].device
+        fused = place.type == "cuda" and all(tensor.dtype in _FUSED and tensor.device == place for tensor in members[0])
         yield fused, [list(of_list) for of_list in zip(*members, strict=True)]

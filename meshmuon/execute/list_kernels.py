@@ -43,8 +43,9 @@ _KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 
 
 def _jit(function: Callable[..., Any]) -> Any:
-    # triton.jit carries no types; this one place says so to the type checker.
-    return triton.jit(function)
+    # triton.jit carries no types; this one place says so to the type checker. Lists grow and shrink with the parameters that have
+    # gradients: a length of 1 or a multiple of 16 would be compiled anew in the middle of a step.
+    return triton.jit(function, do_not_specialize=("tensors",))
 
 
 @_jit
@@ -331,7 +332,7 @@ class ListTable:
             _is_dense(row, len(operands) if len(operands) < 4 else 2) for row in rows
         )  # those of random bits are broadcast
         device = operands[0][0].device
-        host = torch.tensor(numbers, dtype=torch.int64)
+        host = torch.tensor(numbers, dtype=torch.int64, device="cpu")  # whatever torch's default device is
         self.numbers = copy_to(host if device.type == "cpu" else host.pin_memory(), device)
 
     def launch(self, kernel: Any, *arguments: Any, **constants: Any) -> None:
@@ -390,7 +391,7 @@ class ListKernels:
         self._tables: dict[Hashable, ListTable] = {}
 
     def _table(self, *operands: Sequence[Tensor]) -> ListTable:
-        key = tuple((t.data_ptr(), t.shape, t.stride()) for tensors in operands for t in tensors)
+        key = len(operands), *((t.data_ptr(), t.shape, t.stride()) for tensors in operands for t in tensors)
         table = self._tables.pop(key, None) or ListTable(operands)
         self._tables[key] = table  # the last one used is the last one in the dict
         if len(self._tables) > self.MOST_TABLES:

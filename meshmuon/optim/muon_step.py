@@ -30,7 +30,7 @@ from ..agree.differences import failure_for_other_ranks
 from ..agree.planner import Planner
 from ..agree.state_presence import StatePresence
 from ..agree.step_decision import Activity, RankStatus, StepDecision
-from ..device import gpu_bits
+from ..device import gpu_bits, known_to_host
 from ..errors import KeptError, KernelError, KernelWarning, MeshmuonError, OrthogonalizeError, StateError
 from ..execute import UNOBSERVED, ExecutorSettings, StepExecutor, StepParam, advance_counters
 from ..metrics.meter import Clipped, Meter
@@ -395,24 +395,24 @@ class StepFailures:
 
 
 class Overwritten:
-    """Marks the DTensors that steps write through their local tensors, which autograd does not notice.
+    """Marks the weights that steps write without autograd's notice: DTensors through their local tensors, and those on devices.
 
-    If a backward pass has saved such a weight, or needs FSDP2 to gather it again, it then raises, as it does for a plain tensor.
-    Plain tensors need no mark, since in-place operations mark them.
+    There kernels write. If a backward pass has saved such a weight, or needs FSDP2 to gather it again, it then raises, as it does
+    after torch's own in-place operations. Those mark plain tensors in host memory.
     """
 
     def __init__(self) -> None:
         self._params: Sequence[ParamRecord] = ()
-        self._shards: list[tuple[ParamIndex, Tensor]] = []  # those of ``_params`` that are DTensors
-        self._gathered = FSDP2Weights(())  # of these
+        self._unnoticed: list[tuple[ParamIndex, Tensor]] = []  # those of ``_params`` that need a mark
+        self._gathered = FSDP2Weights(())  # of those that are DTensors
 
     def mark(self, params: Sequence[ParamRecord], is_written: Callable[[ParamIndex], bool]) -> None:
         """Marks the weights that a step has written."""
         if params is not self._params:
-            shards = ((ParamIndex(k), as_dtensor(record.param)) for k, record in enumerate(params))
-            self._shards = [(k, shard) for k, shard in shards if shard is not None and not shard.is_inference()]
-            self._gathered = FSDP2Weights([shard for _, shard in self._shards])
+            tracked = ((ParamIndex(k), record.param) for k, record in enumerate(params) if not record.param.is_inference())
+            self._unnoticed = [(k, param) for k, param in tracked if as_dtensor(param) is not None or not known_to_host(param)]
+            self._gathered = FSDP2Weights([param for _, param in self._unnoticed if as_dtensor(param) is not None])
             self._params = params
-        written = [shard for k, shard in self._shards if is_written(k)]
+        written = [param for k, param in self._unnoticed if is_written(k)]
         if written:
             mark_overwritten([*written, *self._gathered.gathered_again(written)])

@@ -146,7 +146,7 @@ def _settings_of(group: ParamGroup, skip_mask: Tensor | None, device: torch.devi
     # An lr on a device stays a tensor: reading it would wait for the device. For weights in host memory the host has to read it.
     on_host = device.type == "cpu"
     lr = float(lr) if not isinstance(lr, Tensor) or known_to_host(lr) or on_host else lr.reshape(())
-    skip_mask = copy_to(skip_mask, device) if skip_mask is not None and on_host else skip_mask
+    skip_mask = None if skip_mask is None else copy_to(skip_mask, device)
     momentum = float(group["momentum"])
     retain: float | Tensor = momentum
     decay = 1 - lr * float(group["weight_decay"])

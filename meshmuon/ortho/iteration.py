@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from .kernels.inverse import ShiftedInverses, inverse_scratch
-from .kernels.products import Products
+from .kernels.products import NORM_PARTS, Products
 from .rational import Rational
 from .schemes import Step
 from .workspace import Workspace, is_aligned, pitch
@@ -115,6 +115,8 @@ class Scratch:
         """Grows the workspace to all that ``iterate`` will take from it."""
         for name in _squares(steps, max(blocks) > 1):
             self.square(name)
+        if self._device.type != "cpu":  # a CUDA graph of a batch would go on writing where the sums were before they grew
+            self.flat("sums", self._count * NORM_PARTS * 2, torch.float32)
         if self._device.type == "cpu" and any(isinstance(step, Rational) for step in steps):
             self.inverses()  # elsewhere torch's own routines are used, which allocate memory themselves
 

@@ -305,6 +305,12 @@ class PromptSwitches:
             if not self._inside:
                 sys.setswitchinterval(self._usual)
 
+    def forget(self) -> None:
+        """In a fork: the threads that are inside stay behind, and one of them may hold the lock."""
+        if self._inside:
+            sys.setswitchinterval(self._usual)
+        self._lock, self._inside = threading.Lock(), 0
+
 
 prompt_switches = PromptSwitches()
 
@@ -378,6 +384,7 @@ def _forget_in_fork() -> None:
         channel._rounds = []
         channel.lost = channel.lost or "this process is a fork of a rank, and has none of its connections"
     _living.clear()
+    prompt_switches.forget()
     for connection in list(open_sockets):
         connection.close()
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from meshmuon.execute.elementwise import accumulate, adds_alike, apply, fill_with_momentum
+from meshmuon.execute.elementwise import FusedElementwise, _by_dtype, accumulate, adds_alike, apply, fill_with_momentum
 from tests.support.hostile import HostileArithmetic, fresh_trials, misplaced
 from tests.support.reference import assert_same_bits
 
@@ -167,3 +168,27 @@ def test_a_rate_that_stays_a_tensor(dtype: torch.dtype, rate: float) -> None:
         param = start.clone()
         apply([param], [update.clone()], *factors)
         assert_near(param, DECAY * start.double() - rate * update.double())
+
+
+def test_each_launch_is_for_tensors_of_one_device() -> None:
+    def on(device: str, dtype: torch.dtype = torch.float32) -> Any:
+        return SimpleNamespace(device=torch.device(device), dtype=dtype)
+
+    first, second, host, double = on("cuda:0"), on("cuda:1"), on("cpu"), on("cuda:0", torch.float64)
+    targets, sources = [first, second, first, host, double], [first, second, second, host, first]
+    assert list(_by_dtype(targets, sources)) == [
+        (True, [[first], [first]]),
+        (True, [[second], [second]]),
+        (False, [[first], [second]]),
+        (False, [[host], [host]]),
+        (False, [[double], [first]]),
+    ]
+
+
+def test_what_the_kernels_leave_to_torch_is_rounded_once_for_the_wire() -> None:
+    """Momentum of 64 bits is torch's. In bfloat16 a gradient would be rounded before the momentum is added."""
+    grad, buffer = random(4099, seed=1), random(4099, seed=2, dtype=torch.float64)
+    view, wide, copy = torch.empty(4099, dtype=torch.bfloat16), torch.empty(4099), buffer.clone()
+    fill_with_momentum([wide], [grad], [copy], RETAIN, MOMENTUM)
+    FusedElementwise.__new__(FusedElementwise).fill([view], [grad], [buffer], RETAIN, MOMENTUM)
+    assert_same_bits([view, buffer], [wide.bfloat16(), copy])

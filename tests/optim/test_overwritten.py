@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 
 from meshmuon import DistMuon, Muon, clip_grad_norm_
+from meshmuon.optim.muon_step import Overwritten
 from tests.support.small_model import on_mesh, world_mesh
 from tests.support.tensors import seeded
 from tests.support.threads import run_threads
@@ -49,6 +51,16 @@ def test_plain_weights(use_muon: bool, options: dict[str, Any]) -> None:
     loss = weight.square().sum()
     optimizer.step()
     refuses(loss)
+
+
+def test_weights_that_kernels_of_a_device_write() -> None:
+    """Autograd does not see such kernels. No device is here: weights that the host cannot read stand for those on a GPU."""
+    written, idle = (torch.zeros(8, 8, device="meta") for _ in range(2))
+    with torch.inference_mode():
+        untracked = torch.zeros(8, 8, device="meta")
+    records: Any = [SimpleNamespace(param=weight) for weight in (written, idle, untracked)]
+    Overwritten().mark(records, lambda k: k != 1)
+    assert (written._version, idle._version) == (1, 0)
 
 
 @on_either_path

@@ -12,6 +12,7 @@ import random
 import re
 import socket
 import struct
+import sys
 import threading
 import time
 from pathlib import Path
@@ -649,6 +650,37 @@ def _fork_holds_no_connection() -> None:
     own: set[str] = set()
     assert run_channels(2, main) == [(0, (1,)), (-1, (1,))]
     assert len(own) == 4
+
+
+def test_a_fork_during_a_wait_has_the_usual_switch_interval() -> None:
+    process = fork_server().Process(target=_fork_during_a_wait)
+    process.start()
+    process.join(4 * SECONDS)
+    assert process.exitcode == 0
+
+
+def _fork_during_a_wait() -> None:
+    usual = sys.getswitchinterval()
+    with host_channel.prompt_switches:
+        assert sys.getswitchinterval() < usual
+        thread = threading.Thread(target=_fork_and_compare, args=(usual,))
+        thread.start()
+        thread.join()
+    assert sys.getswitchinterval() == usual
+    assert forks == [0]
+
+
+forks: list[int] = []
+
+
+def _fork_and_compare(usual: float) -> None:
+    child = os.fork()
+    if child == 0:
+        after_fork = sys.getswitchinterval()
+        with host_channel.prompt_switches:
+            pass
+        os._exit(0 if (after_fork, sys.getswitchinterval()) == (usual, usual) else 1)
+    forks.append(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
 
 
 def test_a_channel_that_nobody_uses_any_more_closes_its_connections() -> None:

@@ -33,6 +33,9 @@ Prepared: TypeAlias = Callable[[], ShiftedInverses]
 """Gives what inverts one Gram matrix in buffers that were made before; only CPUs ask for it."""
 
 
+NORM_PARTS = 64
+"""Parts of a matrix whose sums of squares a kernel of ``normalise`` finds side by side; each needs memory for two numbers."""
+
 Take: TypeAlias = Callable[[str, int, torch.dtype], Tensor]
 """Gives flat memory for a name, a number of elements and a dtype."""
 

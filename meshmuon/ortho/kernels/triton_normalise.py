@@ -16,13 +16,15 @@ import triton  # type: ignore[import-untyped, import-not-found, unused-ignore]
 import triton.language as tl  # type: ignore[import-untyped, import-not-found, unused-ignore]
 from torch import Tensor
 
-PARTS = 64
-"""Parts of a matrix whose sums are found side by side."""
+from .products import NORM_PARTS
+
+PARTS = NORM_PARTS
 
 TILE = 2048
 """Elements that a program handles at a time."""
 
 _TINY = tl.constexpr(torch.finfo(torch.float32).tiny)
+"""What is divided by is never smaller: 0 stays 0, and entries that are smaller are relative to it."""
 
 
 def _jit(function: Callable[..., Any]) -> Any:
@@ -31,27 +33,23 @@ def _jit(function: Callable[..., Any]) -> Any:
 
 
 @_jit
-def _ratio(number: tl.tensor, largest: tl.tensor) -> tl.tensor:
-    return number / tl.maximum(largest, _TINY)  # 0 ÷ 0 is 0 here
-
-
-@_jit
 def _sums_kernel(
     batch: tl.tensor, pitch: tl.tensor, size: tl.tensor, sums: tl.tensor, parts: tl.constexpr, tile: tl.constexpr
 ) -> None:
-    matrix, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    program = tl.program_id(0)  # the other axes of a launch have at most 65,535 programs
+    matrix, part = (program // parts).to(tl.int64), program % parts
     batch += matrix * pitch
     places = part.to(tl.int64) * tile + tl.arange(0, tile)
-    largest = tl.full((tile,), 0.0, tl.float32)
+    largest = tl.full((tile,), _TINY, tl.float32)
     squares = tl.full((tile,), 0.0, tl.float32)
     for start in range(0, size, parts * tile):
         numbers = tl.abs(tl.load(batch + start + places, mask=start + places < size, other=0.0).to(tl.float32))
         larger = tl.maximum(largest, numbers, propagate_nan=tl.PropagateNan.ALL)
-        before, added = _ratio(largest, larger), _ratio(numbers, larger)
+        before, added = largest / larger, numbers / larger
         squares = squares * before * before + added * added
         largest = larger
     most = tl.max(largest, axis=0)
-    share = _ratio(largest, most)
+    share = largest / most
     tl.store(sums + (matrix * parts + part) * 2, most)
     tl.store(sums + (matrix * parts + part) * 2 + 1, tl.sum(squares * share * share, axis=0))
 
@@ -64,19 +62,21 @@ def _divide_kernel(
     sums: tl.tensor,
     out: tl.tensor,
     out_pitch: tl.tensor,
+    tiles: tl.tensor,
     parts: tl.constexpr,
     tile: tl.constexpr,
 ) -> None:
-    matrix = tl.program_id(0).to(tl.int64)
+    program = tl.program_id(0)
+    matrix = (program // tiles).to(tl.int64)
     every = matrix * parts + tl.arange(0, parts)
     largest, squares = tl.load(sums + every * 2), tl.load(sums + every * 2 + 1)
     most = tl.max(largest, axis=0)
-    share = _ratio(largest, most)
-    root = tl.sqrt(tl.sum(squares * share * share, axis=0))  # the norm in units of the largest entry
-    root = tl.where(root < 1.0, 1.0, root)  # only zeros, and entries too small to be divided by
-    places = tl.program_id(1).to(tl.int64) * tile + tl.arange(0, tile)
+    share = largest / most
+    root = tl.sqrt(tl.sum(squares * share * share, axis=0))  # the norm in units of ``most``
+    root = tl.where(root == 0.0, 1.0, root)  # only zeros
+    places = (program % tiles).to(tl.int64) * tile + tl.arange(0, tile)
     numbers = tl.load(batch + matrix * pitch + places, mask=places < size, other=0.0).to(tl.float32)
-    divided = _ratio(numbers, most) / root
+    divided = numbers / most / root
     tl.store(out + matrix * out_pitch + places, divided.to(out.dtype.element_ty), mask=places < size)
 
 
@@ -93,6 +93,9 @@ def normalise(batch: Tensor, out: Tensor, sums: Tensor) -> None:
     if not count or not size:
         return
     with torch.cuda.device(out.device if out.is_cuda else -1):  # Triton launches on the current device; -1 changes nothing
-        _sums_kernel[(count, PARTS)](batch, batch.stride(0), size, sums, parts=PARTS, tile=TILE)
+        # Whether products and sums are fused, by default, differs between versions of Triton.
+        shape = {"parts": PARTS, "tile": TILE, "enable_fp_fusion": False}
+        _sums_kernel[(count * PARTS,)](batch, batch.stride(0), size, sums, **shape)
         tiles = -(-size // TILE)
-        _divide_kernel[(count, tiles)](batch, batch.stride(0), size, sums, out, out.stride(0), parts=PARTS, tile=TILE)
+        pitches = batch.stride(0), out.stride(0)
+        _divide_kernel[(count * tiles,)](batch, pitches[0], size, sums, out, pitches[1], tiles, **shape)

@@ -230,3 +230,17 @@ def test_the_number_of_tables_is_bounded(monkeypatch: pytest.MonkeyPatch) -> Non
     for tensor in kept:
         kernels.copy([torch.zeros(5)], [tensor])
     assert len(kernels._tables) == 3
+
+
+def test_lists_of_the_same_tensors_in_other_roles_have_tables_of_their_own() -> None:
+    kernels, a, b = ListKernels(), torch.zeros(5), torch.ones(5)
+    kernels.fill_if([a, b], torch.tensor(False), 7.0)
+    kernels.copy([a], [b])
+    assert torch.equal(a, torch.ones(5))
+
+
+def test_tables_are_made_in_host_memory_whatever_the_default_device() -> None:
+    table_of, a, b = ListKernels()._table, torch.zeros(5), torch.ones(5)
+    with torch.device("meta"):
+        table = table_of([a], [b])
+    assert table.numbers.device.type == "cpu"

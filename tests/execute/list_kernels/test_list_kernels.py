@@ -43,3 +43,12 @@ def test_dense_tensors_move_in_vectors_of_16_bytes(compiled: list[dict[str, Any]
         single = {access for access in kernel["accesses"] if access.endswith(".b16")}
         assert bool(vectors) == kernel["dense"], kernel
         assert bool(single) == (not kernel["dense"]), kernel
+
+
+def test_no_length_of_a_list_is_compiled_anew() -> None:
+    """Else a step in which other parameters have gradients would compile in its middle."""
+    from meshmuon.execute import list_kernels
+
+    for name in ("momentum", "update", "copy", "fill", "nonfinite"):
+        (tensors,) = (argument for argument in getattr(list_kernels, f"_{name}_kernel").params if argument.name == "tensors")
+        assert tensors.do_not_specialize

@@ -59,6 +59,15 @@ def test_zeros_stay_and_what_is_not_finite_spreads_over_its_matrix_alone() -> No
     assert out[2].isnan().all()
 
 
+@pytest.mark.parametrize("size", [1e-38, 1e-40, 3e-44])
+def test_subnormal_numbers_are_divided_by_their_norm(size: float) -> None:
+    batch = torch.full((2, 30, 40), size)
+    batch[1] = 1.0
+    out = torch.empty_like(batch)
+    triton_normalise.normalise(batch, out, torch.empty(2 * 4 * 2))
+    assert out.flatten(1).norm(dim=1).tolist() == pytest.approx([1.0, 1.0])
+
+
 @slow
 @given(st.integers(1, 2), st.integers(1, 40), st.floats(-4.0, 4.0))
 def test_the_factor_of_a_quintic(count: int, n: int, diagonal: float) -> None:
