@@ -115,7 +115,9 @@ class LocalPlanner:
     ) -> None:
         options = settings.options
         if records:
-            first = next((record for record in records if record.matrix_sets is not None), records[0])
+            # Cost model and budget are those of an accelerator, if any matrix is on one.
+            of_muon = [record for record in records if record.matrix_sets is not None] or list(records)
+            first = min(of_muon, key=lambda record: record.work_device.type == "cpu")
             nodes = None if topology.nodes is None else topology.nodes.among(topology.ranks)
             usual = cost_model_for(first.work_device.type, several_nodes=nodes is not None)
             budget = settings.memory_budget or memory_budget_for(device_memory(first.work_device))

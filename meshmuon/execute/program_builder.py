@@ -103,7 +103,8 @@ class ProgramBuilder:
 
     def _batches(self, ranges: Sequence[MatrixRange]) -> list[MatrixBatch]:
         items = [self.step_params[r.param_index].batch_item(r.stop - r.start, key=r.key) for r in ranges]
-        budget = self.settings.batch_bytes(self.step_params[ranges[0].param_index].work_device) if ranges else 1
+        devices = sorted((self.step_params[r.param_index].work_device for r in ranges), key=lambda device: device.type == "cpu")
+        budget = self.settings.batch_bytes(devices[0]) if devices else 1
         return [
             [replace(full, start=full.start + part.start, stop=full.start + part.stop) for part, full in slices]
             for batch in plan_batches(items, budget=budget, chunk_size=self.settings.chunk_size)

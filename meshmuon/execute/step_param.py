@@ -192,7 +192,7 @@ class ExecutorSettings:
 
     def fuses(self, device: torch.device) -> bool:
         """Whether elementwise work on ``device`` is done by kernels over lists of tensors."""
-        return device.type == "cuda" and getattr(self, "kernels", "auto") != "torch"
+        return device.type == "cuda" and not self.compile and getattr(self, "kernels", "auto") != "torch"
 
     def without_kernels(self) -> ExecutorSettings:
         """The same with torch's own products."""
