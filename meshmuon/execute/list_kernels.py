@@ -328,9 +328,8 @@ class ListTable:
             self.tiles += across * -(-outer // self.tile_rows)
         self.tensors = len(rows)
         self.width = 2 + DIMS + len(operands) * (1 + DIMS)
-        self.dense = all(
-            _is_dense(row, len(operands) if len(operands) < 4 else 2) for row in rows
-        )  # those of random bits are broadcast
+        of_numbers = len(operands) if len(operands) < 4 else 2  # what random bits follow from is broadcast
+        self.dense = all(_is_dense(row, of_numbers) for row in rows)
         device = operands[0][0].device
         host = torch.tensor(numbers, dtype=torch.int64, device="cpu")  # whatever torch's default device is
         self.numbers = copy_to(host if device.type == "cpu" else host.pin_memory(), device)
