@@ -237,6 +237,9 @@ def test_qk_clip_shows_logits_and_factors() -> None:
     optimizer.step(qk_logits={0: torch.tensor([200.0, 50.0])})  # at the threshold nothing is clipped
     assert optimizer.metrics()["qk_clip"] == {"0": {"max_logit": 200.0, "min_factor": 0.5, "clipped_heads": 1.0}}
     give_gradients(params, 1)
+    optimizer.step(qk_logits={0: torch.tensor([20.0, 50.0])})
+    assert optimizer.metrics()["qk_clip"] == {"0": {"max_logit": 50.0, "min_factor": 1.0, "clipped_heads": 0.0}}
+    give_gradients(params, 2)
     optimizer.step()
     assert optimizer.metrics()["qk_clip"] == {}
 
