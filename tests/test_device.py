@@ -29,6 +29,7 @@ from meshmuon.device import (
     gpu_bits,
     hardware_of,
     known_to_host,
+    memory_budget_for,
     replay_for,
     streams_for,
     transfers_for,
@@ -354,3 +355,19 @@ def test_the_cpu_is_a_device() -> None:
     assert found.seconds(cpu, lambda: None) >= 0.0
     assert "per rank" in found.details(cpu)
     assert isinstance(hardware_of(torch.device("cuda")), AcceleratorHardware)
+
+
+@pytest.mark.parametrize(
+    ("memory", "budget"),
+    [
+        (None, 2**26),
+        (10**9, 2**26),
+        (24 * 10**9, 2**27),
+        (80 * 10**9, 2**29),
+        (85 * 10**9, 2**29),
+        (192 * 10**9, 2**30),
+        (10**13, 2**30),
+    ],
+)
+def test_the_memory_budget_follows_the_memory_of_a_gpu(memory: int | None, budget: int) -> None:
+    assert memory_budget_for(memory) == budget
