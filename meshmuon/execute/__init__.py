@@ -7,6 +7,7 @@ from .reference import ReferenceExecutor
 from .rounding import Elements, RandomWords, RoundingScratch, advance_counters, chunks_of, elements_held, round_stochastically
 from .step_param import (
     UNOBSERVED,
+    CheckedUpdates,
     ExecutorSettings,
     MatrixKey,
     Observer,
@@ -20,6 +21,7 @@ from .views import window_of
 
 __all__ = [
     "UNOBSERVED",
+    "CheckedUpdates",
     "DataParallelExecutor",
     "Elements",
     "Elementwise",

@@ -87,7 +87,7 @@ class RankProgramBuilder(ProgramBuilder):
         return both
 
     def _local_batch(
-        self, batch: MatrixBatch, ortho_batch: OrthoBatch, frees: Sequence[int], in_host: Tensor | None = None
+        self, batch: MatrixBatch, ortho_batch: OrthoBatch, frees: Sequence[int], in_host: Tensor | None = None, slot: int = 0
     ) -> LocalBatch:
         """A batch with the place of its matrices in the parameters; with views of ``in_host`` where they are staged."""
         stacked = ortho_batch.stacked if in_host is None else in_host
@@ -97,13 +97,13 @@ class RankProgramBuilder(ProgramBuilder):
             shards += self.shard_views(part, stacked[start:stop])
             if ortho_batch.rule_state is not None:
                 rule_state += self.rule_state_views(part, ortho_batch.rule_state[start:stop])
-        updates = UpdateViews(shards, self.step_params, RoundingScratch(self.workspace))
+        updates = UpdateViews(shards, self.step_params, RoundingScratch(self.workspace), self.kept_slot(slot))
         return LocalBatch(ortho_batch, MomentumViews(shards, self.step_params), updates, rule_state, frees)
 
     def _staged_batch(self, batch: MatrixBatch, number: int, frees: Sequence[int]) -> StagedBatch:
         stage, in_host = self._local_stage(batch, number)
         ortho_batch = self.ortho_batch(batch, _STAGED[number % STAGED_IN_FLIGHT])
-        return StagedBatch(self._local_batch(batch, ortho_batch, frees, in_host), stage)
+        return StagedBatch(self._local_batch(batch, ortho_batch, frees, in_host, number % STAGED_IN_FLIGHT), stage)
 
     def _local_stage(self, batch: MatrixBatch, number: int) -> tuple[Stage, Tensor]:
         """What copies a batch of weights in host memory to its device and back, and the batch in host memory."""
@@ -206,6 +206,7 @@ class RankProgramBuilder(ProgramBuilder):
                 self.piece_views([*scatter_in, *staying], beside),
                 self.step_params,
                 RoundingScratch(self.workspace, "rounding beside"),
+                self.kept_slot(slot),
             ),
             frees=frees,
             fallible=any(self.step_params[param].fallible for param in params),

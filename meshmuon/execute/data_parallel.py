@@ -54,11 +54,12 @@ class _AveragedBatch:
             _average(active, step)
         observer.gradients(self.ortho_batch.matrices, self.averages)
         with observer.phase("momentum"):
+            before = self.update_views.keep_momentum(step)
             kept = self.momentum_views.fill(step)
         load_rule_state(self.rule_state, step)
         if self.ortho_batch.orthogonalise(step):
             with observer.phase("update"):
-                self.update_views.apply(step)
+                self.update_views.apply(step, kept=before)
                 store_rule_state(self.rule_state, step)
         else:
             restore(kept)
@@ -191,6 +192,6 @@ class _DataParallelBuilder(RankProgramBuilder):
             averaged,
             whole_averages,
             MomentumViews(own, self.step_params),
-            UpdateViews(own, self.step_params, RoundingScratch(self.workspace)),
+            UpdateViews(own, self.step_params, RoundingScratch(self.workspace), self.kept_slot(0)),
             rule_state=[shard for part, numbers in rule_state for shard in self.rule_state_views(part, numbers)],
         )

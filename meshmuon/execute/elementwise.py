@@ -24,6 +24,9 @@ from .rounding import Elements, RandomWords, RoundingScratch, apply_narrow, is_n
 Counters: TypeAlias = "Sequence[tuple[Tensor, Elements]]"
 """For each tensor that is rounded stochastically, its counter and its elements, hashed."""
 
+Kept: TypeAlias = "tuple[list[Tensor], list[Tensor]]"
+"""Momenta beside what they were before the step."""
+
 _TRIAL_SIZES = (1, 2, 3, 5, 7, 8, 9, 15, 16, 17, 31, 32, 33, 63, 65)
 
 
@@ -145,16 +148,26 @@ class Elementwise:
         cautious: bool = False,
         counters: Counters | None = None,
         scratch: RoundingScratch | None = None,
+        kept: Kept | None = None,
     ) -> None:
-        """p ← p·decay − rate·update, as ``apply`` of this module."""
+        """p ← p·decay − rate·update, as ``apply`` of this module.
+
+        With ``kept``, elements whose update is not finite keep weight and momentum.
+        """
+        finite = [torch.isfinite(update) for update in updates] if kept else []
+        before = [param.clone() for param in params] if kept else []
         apply(params, updates, decay, rate, cautious=cautious, counters=counters, scratch=scratch)
+        if kept:
+            for now, old, stays in zip([*params, *kept[0]], [*before, *kept[1]], finite * 2, strict=True):
+                now.copy_(torch.where(stays, now, old))
 
     def copy(self, targets: list[Tensor], sources: list[Tensor]) -> None:
         """Copies each source to its target."""
         torch._foreach_copy_(targets, sources)
 
     def fill_if(self, tensors: Sequence[Tensor], mask: Tensor, value: float) -> None:
-        """Fills tensors with ``value`` if ``mask``, a boolean on a device, is true."""
+        """Fills tensors with ``value`` where ``mask``, on a device and broadcast, is not 0."""
+        mask = mask != 0
         for tensor in tensors:
             tensor.masked_fill_(copy_to(mask, tensor.device), value)
 
@@ -220,14 +233,15 @@ class FusedElementwise(Elementwise):
         cautious: bool = False,
         counters: Counters | None = None,
         scratch: RoundingScratch | None = None,
+        kept: Kept | None = None,
     ) -> None:
-        ((fused, _), *others) = _by_dtype(params, updates)
-        assert not others, "the parameters have one dtype, and so have the updates"
-        if not fused:
-            _PLAIN.apply(params, updates, decay, rate, cautious=cautious, counters=counters, scratch=scratch)
+        ((fused, _), *others) = _by_dtype(params, updates, *(kept or ()))
+        assert kept or not others, "the parameters have one dtype, and so have the updates"
+        if not fused or others:
+            _PLAIN.apply(params, updates, decay, rate, cautious=cautious, counters=counters, scratch=scratch, kept=kept)
             return
         hashed = None if counters is None else [(elements.rows, elements.cols, counter) for counter, elements in counters]
-        self._kernels.apply(params, updates, decay, rate, cautious=cautious, counters=hashed)
+        self._kernels.apply(params, updates, decay, rate, cautious=cautious, counters=hashed, kept=kept)
 
     def copy(self, targets: list[Tensor], sources: list[Tensor]) -> None:
         for fused, (t, s) in _by_dtype(targets, sources):

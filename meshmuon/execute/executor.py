@@ -16,7 +16,7 @@ from ..transport import Exchange
 from .build import RankProgram, RankProgramBuilder
 from .elementwise import Elementwise, FusedElementwise
 from .ortho_batch import joined_errors
-from .step_param import UNOBSERVED, ExecutorSettings, Observer, RunningStep, StepParam
+from .step_param import UNOBSERVED, CheckedUpdates, ExecutorSettings, Observer, RunningStep, StepParam
 from .wave import STAGED_IN_FLIGHT
 
 
@@ -40,6 +40,7 @@ class StepExecutor(Protocol):
     settings: ExecutorSettings  # the optimizer replaces them, on all ranks, if a kernel does not run on one of them
     failed_for_all: bool  # whether matrices failed in the last ``run``, and all ranks know it; the same on all ranks
     elementwise: Elementwise  # who works on elements, once a plan is prepared
+    checked: Sequence[CheckedUpdates]  # by the last ``run``, on this rank; none unless updates are guarded
 
     def prepare(self, plan: Plan, rank: int, step_params: Sequence[StepParam], exchange: Exchange | None) -> None:
         """Makes ready for a plan.
@@ -89,6 +90,7 @@ class Executor:
         self.elementwise = Elementwise()
         self.plan: Plan | None = None
         self.failed_for_all = False
+        self.checked: Sequence[CheckedUpdates] = ()
 
     def prepare(self, plan: Plan, rank: int, step_params: Sequence[StepParam], exchange: Exchange | None) -> None:
         self.discard()  # before the new buffers are made: both at a time might not fit
@@ -139,6 +141,7 @@ class Executor:
         finish_all(rule_states)
         streams.main_waits(streams.side_mark())
         step.free_gradients(program.freed_at_end)  # the main stream may now reuse what the side stream has read
+        self.checked = step.checked
         self.failed_for_all = any(getattr(failure, "known_to_all", False) for failure in step.failures)
         return take_first(step.failures)
 

@@ -38,7 +38,7 @@ _OPERAND = tl.constexpr(1 + DIMS)
 _GAMMA = tl.constexpr(0x9E3779B97F4A7C15)
 _MIX_1, _MIX_2 = tl.constexpr(0xBF58476D1CE4E5B9), tl.constexpr(0x94D049BB133111EB)
 
-_KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+_KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.bool: 3}
 """Dtypes that the kernels read and write, as they are told to the compiler."""
 
 
@@ -107,6 +107,8 @@ def _pointers(address: tl.tensor, offsets: tl.tensor, kind: tl.constexpr, dense:
         at = address.to(tl.pointer_type(tl.int16)) + offsets  # the bits of bfloat16
     elif kind == 2:
         at = address.to(tl.pointer_type(tl.float16)) + offsets
+    elif kind == 3:
+        at = address.to(tl.pointer_type(tl.int8)) + offsets  # booleans
     else:
         at = address.to(tl.pointer_type(tl.uint64)) + offsets
     if dense:
@@ -220,14 +222,17 @@ def _update_kernel(
     rate_in_memory: tl.constexpr,
     cautious: tl.constexpr,
     stochastic: tl.constexpr,
+    guarded: tl.constexpr,
     kind_0: tl.constexpr,
     kind_1: tl.constexpr,
+    kind_2: tl.constexpr,
     width: tl.constexpr,
     tile_rows: tl.constexpr,
     tile_cols: tl.constexpr,
     dense: tl.constexpr,
 ) -> None:
-    # Operands: weight, update and, for stochastic rounding, the hashed rows and columns of the elements and the counter.
+    # Operands: weight, update; if guarded, momentum and what it was; for stochastic rounding, the hashed rows and columns of the
+    # elements and the counter.
     entry, i0, i1, i2, cols, inside = _locate(table, tensors, width, tile_rows, tile_cols, dense)
     factor, step = _scalar(decay, decay_in_memory), _scalar(rate, rate_in_memory)
     update_address, update_offsets = _offsets(entry, 1, i0, i1, i2, cols, dense)
@@ -236,14 +241,22 @@ def _update_kernel(
     weight = _read(address, offsets, inside, kind_0, dense)
     weight = tl.where(weight * update * step >= 0, weight * factor, weight) if cautious else weight * factor
     weight = weight - (update * step + 0.0)  # −0 becomes 0: at rate 0 a weight of −0 keeps its sign
+    if guarded:  # where the update is not finite, weight and momentum stay as they were; elsewhere nothing more is read
+        lost = inside & (update - update != 0)
+        inside = inside & (update - update == 0)
+        before_address, before_offsets = _offsets(entry, 3, i0, i1, i2, cols, dense)
+        before = _read(before_address, before_offsets, lost, kind_2, dense)
+        momentum_address, momentum_offsets = _offsets(entry, 2, i0, i1, i2, cols, dense)
+        _write(momentum_address, momentum_offsets, lost, before, None, kind_2, dense)
     noise = None
     if stochastic:
-        row_address, row_offsets = _offsets(entry, 2, i0, i1, i2, cols, False)
-        col_address, col_offsets = _offsets(entry, 3, i0, i1, i2, cols, False)
-        counter = tl.load(entry + (_HEAD + 4 * _OPERAND)).to(tl.pointer_type(tl.uint64))
+        first: tl.constexpr = 4 if guarded else 2
+        row_address, row_offsets = _offsets(entry, first, i0, i1, i2, cols, False)
+        col_address, col_offsets = _offsets(entry, first + 1, i0, i1, i2, cols, False)
+        counter = tl.load(entry + (_HEAD + (first + 2) * _OPERAND)).to(tl.pointer_type(tl.uint64))
         seed = _mixed(_mixed(tl.load(counter)) + tl.load(counter + 1) * _GAMMA)
-        words = _word(_read(row_address, row_offsets, inside, 3, False) ^ seed)
-        words = words ^ _word(_read(col_address, col_offsets, inside, 3, False) ^ _mixed(seed + _GAMMA))
+        words = _word(_read(row_address, row_offsets, inside, 4, False) ^ seed)
+        words = words ^ _word(_read(col_address, col_offsets, inside, 4, False) ^ _mixed(seed + _GAMMA))
         words = words * 0x7FEB352D
         words = (words ^ (words >> 15)) * 0x846CA68B
         noise = (words >> 16).to(tl.int32)
@@ -293,29 +306,31 @@ def _nonfinite_kernel(
 def _fill_kernel(
     table: tl.tensor,
     tensors: tl.tensor,
-    mask: tl.tensor,
     bits: tl.tensor,
     kind_0: tl.constexpr,
+    kind_1: tl.constexpr,
     width: tl.constexpr,
     tile_rows: tl.constexpr,
     tile_cols: tl.constexpr,
     dense: tl.constexpr,
 ) -> None:
-    # Operand: what is filled if the boolean ``mask`` is true, with the float32 of these ``bits``: a constant −0 may become 0.
-    if tl.load(mask).to(tl.int32) != 0:
-        entry, i0, i1, i2, cols, inside = _locate(table, tensors, width, tile_rows, tile_cols, dense)
-        address, offsets = _offsets(entry, 0, i0, i1, i2, cols, dense)
-        numbers = (tl.full((tile_rows, tile_cols), 0, tl.int32) + bits).to(tl.float32, bitcast=True)
-        _write(address, offsets, inside, numbers, None, kind_0, dense)
+    # Operands: what is filled, with the float32 of these ``bits`` (a constant −0 may become 0), and where: a mask that is not 0.
+    entry, i0, i1, i2, cols, inside = _locate(table, tensors, width, tile_rows, tile_cols, dense)
+    address, offsets = _offsets(entry, 1, i0, i1, i2, cols, False)
+    filled = inside & (_read(address, offsets, inside, kind_1, False) != 0)
+    address, offsets = _offsets(entry, 0, i0, i1, i2, cols, dense)
+    numbers = (tl.full((tile_rows, tile_cols), 0, tl.int32) + bits).to(tl.float32, bitcast=True)
+    _write(address, offsets, filled, numbers, None, kind_0, dense)
 
 
 class ListTable:
     """The table of a list of tensors on one device, and how a kernel is launched over it.
 
-    ``operands`` has one list per operand; tensors at the same place have the same shape.
+    ``operands`` has one list per operand; tensors at the same place have the same shape. The last ``broadcast`` ones are read
+    element by element.
     """
 
-    def __init__(self, operands: Sequence[Sequence[Tensor]]) -> None:
+    def __init__(self, operands: Sequence[Sequence[Tensor]], broadcast: int = 0) -> None:
         rows = [row for tensors in zip(*operands, strict=True) for row in _rows(tensors)]
         inner = max((row[DIMS - 1] for row in rows), default=1)
         self.tile_cols = min(TILE, triton.next_power_of_2(inner))
@@ -328,8 +343,7 @@ class ListTable:
             self.tiles += across * -(-outer // self.tile_rows)
         self.tensors = len(rows)
         self.width = 2 + DIMS + len(operands) * (1 + DIMS)
-        of_numbers = len(operands) if len(operands) < 4 else 2  # what random bits follow from is broadcast
-        self.dense = all(_is_dense(row, of_numbers) for row in rows)
+        self.dense = all(_is_dense(row, len(operands) - broadcast) for row in rows)
         device = operands[0][0].device
         host = torch.tensor(numbers, dtype=torch.int64, device="cpu")  # whatever torch's default device is
         self.numbers = copy_to(host if device.type == "cpu" else host.pin_memory(), device)
@@ -389,9 +403,9 @@ class ListKernels:
     def __init__(self) -> None:
         self._tables: dict[Hashable, ListTable] = {}
 
-    def _table(self, *operands: Sequence[Tensor]) -> ListTable:
-        key = len(operands), *((t.data_ptr(), t.shape, t.stride()) for tensors in operands for t in tensors)
-        table = self._tables.pop(key, None) or ListTable(operands)
+    def _table(self, *operands: Sequence[Tensor], broadcast: int = 0) -> ListTable:
+        key = len(operands), broadcast, *((t.data_ptr(), t.shape, t.stride()) for tensors in operands for t in tensors)
+        table = self._tables.pop(key, None) or ListTable(operands, broadcast)
         self._tables[key] = table  # the last one used is the last one in the dict
         if len(self._tables) > self.MOST_TABLES:
             del self._tables[next(iter(self._tables))]
@@ -442,25 +456,29 @@ class ListKernels:
         *,
         cautious: bool,
         counters: Sequence[tuple[Tensor, Tensor, Tensor]] | None,
+        kept: tuple[Sequence[Tensor], Sequence[Tensor]] | None = None,
     ) -> None:
         """p ← p·decay − rate·update, rounded once.
 
-        Stochastically with ``counters``: of each tensor the hashed rows and columns of its elements, and its counter.
+        Stochastically with ``counters``: of each tensor the hashed rows and columns of its elements, and its counter. With
+        ``kept``, momenta and what they were, elements whose update is not finite keep weight and momentum.
         """
-        operands: list[Sequence[Tensor]] = [params, updates]
+        operands: list[Sequence[Tensor]] = [params, updates, *(kept or ())]
         if counters is not None:
             pairs = list(zip(counters, params, strict=True))
             operands += [[numbers[k].expand(param.shape) for numbers, param in pairs] for k in range(2)]
             operands.append([numbers[2][:1].expand(param.shape) for numbers, param in pairs])
-        self._table(*operands).launch(
+        self._table(*operands, broadcast=0 if counters is None else 3).launch(
             _update_kernel,
             *_as_arguments(decay, rate),
             decay_in_memory=isinstance(decay, Tensor),
             rate_in_memory=isinstance(rate, Tensor),
             cautious=cautious,
             stochastic=counters is not None,
+            guarded=kept is not None,
             kind_0=_KINDS[params[0].dtype],
             kind_1=_KINDS[updates[0].dtype],
+            kind_2=0 if kept is None else _KINDS[kept[0][0].dtype],
         )
 
     def copy(self, targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
@@ -469,9 +487,11 @@ class ListKernels:
         self._table(targets, sources).launch(_copy_kernel, **kinds)
 
     def fill_if(self, tensors: Sequence[Tensor], mask: Tensor, value: float) -> None:
-        """Fills ``tensors`` with ``value`` if ``mask``, a boolean on the device, is true."""
+        """Fills ``tensors`` with ``value`` where ``mask``, on the device and broadcast, is not 0."""
         (bits,) = struct.unpack("i", struct.pack("f", value))
-        self._table(tensors).launch(_fill_kernel, mask, bits, kind_0=_KINDS[tensors[0].dtype])
+        kinds = {"kind_0": _KINDS[tensors[0].dtype], "kind_1": _KINDS[mask.dtype]}
+        table = self._table(tensors, [mask.expand(tensor.shape) for tensor in tensors], broadcast=1)
+        table.launch(_fill_kernel, bits, **kinds)
 
     def mark_nonfinite(self, tensors: Sequence[Tensor], flag: Tensor) -> None:
         """Sets ``flag``, float32 of one element, to 1 if any element of ``tensors`` is infinite or NaN."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from contextlib import nullcontext
@@ -79,7 +80,7 @@ class OrthoBatch:
         self, matrices: Mapping[MatrixKey, str], template: StepParam, memory: BatchMemory, settings: ExecutorSettings
     ) -> None:
         self.matrices = list(matrices)
-        self._names = list(dict.fromkeys(matrices.values()))  # of their parameters
+        self._names = list(matrices.values())  # of each matrix, that of its parameter
         self._params = [param for param, _ in matrices]  # of each matrix, the index of its parameter
         self._param_set = frozenset(self._params)
         self.stacked = memory.stacked(len(matrices), template)  # (size, rows, cols)
@@ -98,6 +99,8 @@ class OrthoBatch:
             memory.orthogonalisers[kind] = _orthogonaliser(self.stacked, template, memory, settings)
         self._orthogonalise, self._orthogonalise_showing = memory.orthogonalisers[kind]
         self._fallible = template.fallible
+        # Where updates are guarded, NaN for each matrix that is not finite, else 0.
+        self._nonfinite = self.stacked.new_zeros(len(matrices)) if settings.guarded else None
         self._kernels = settings.compile or type(settings.products(self.stacked.device)) is not BlockedProducts
 
     @torch.no_grad()
@@ -126,7 +129,8 @@ class OrthoBatch:
         to it: its traceback refers to their frames, and the cycle would keep the optimizer alive.
         """
         observer = step.observer
-        rule_state = self.rule_state.clone() if self._fallible and self.rule_state is not None else None
+        may_undo = self._fallible or self._nonfinite is not None
+        rule_state = self.rule_state.clone() if may_undo and self.rule_state is not None else None
         with observer.phase("orthogonalise"):
             try:
                 if step.idle:
@@ -144,6 +148,7 @@ class OrthoBatch:
                     for stacked, numbers in batches:
                         self._rule.after(stacked, numbers)
                 observer.update(self.matrices, self.stacked)
+                self._spoil_nonfinite(step, rule_state)
             except Exception as error:
                 if not self._fallible:
                     raise
@@ -153,6 +158,23 @@ class OrthoBatch:
                 step.failures[-1].__cause__ = error
                 return False
         return True
+
+    def _spoil_nonfinite(self, step: RunningStep, rule_state: Tensor | None) -> None:
+        """If updates are guarded, makes a matrix NaN that is not finite, so that each holder sees it in its piece.
+
+        Its rule state becomes the given one again. All other bits stay.
+        """
+        flags = self._nonfinite
+        if flags is None or not self.stacked.numel():
+            return
+        torch.linalg.vector_norm(self.stacked, math.inf, dim=(1, 2), out=flags)
+        flags.mul_(0.0)  # ∞ and NaN become NaN
+        if idle := [flag for flag, param in zip(flags, self._params, strict=True) if param in step.idle] if step.idle else []:
+            torch._foreach_zero_(idle)
+        step.elementwise.fill_if([self.stacked], flags[:, None, None], math.nan)
+        if rule_state is not None and self.rule_state is not None:
+            self.rule_state.copy_(torch.where(flags.isnan()[:, None], rule_state, self.rule_state))
+        step.checked.append((self._names, flags))
 
     def _orthogonalise_for(self, observer: Observer, *, shows_gram: bool = False) -> None:
         if shows_gram and self._orthogonalise_showing is not None:

@@ -131,6 +131,10 @@ class ProgramBuilder:
             ortho_batch.try_out()
         return ortho_batch
 
+    def kept_slot(self, slot: int) -> int | None:
+        """Where the momentum of a wave or batch is kept until its update is known to be finite; None if it need not be."""
+        return slot if self.settings.guarded else None
+
     def staging(self, device: torch.device) -> Staging:
         """The stages between host memory and ``device``."""
         if device not in self.stagings:

@@ -23,7 +23,7 @@ from .elementwise import Elementwise, apply, fill_with_momentum
 from .ortho_batch import BatchMemory, OrthoBatch
 from .rounding import Elements
 from .shards import ShardView, grouped, store_rule_state
-from .step_param import UNOBSERVED, ExecutorSettings, Observer, RunningStep, StepParam
+from .step_param import UNOBSERVED, CheckedUpdates, ExecutorSettings, Observer, RunningStep, StepParam
 from .views import window_of
 
 
@@ -35,6 +35,7 @@ class ReferenceExecutor:
         self.plan: Plan | None = None
         self.failed_for_all = False
         self.elementwise = Elementwise()
+        self.checked: Sequence[CheckedUpdates] = ()
 
     def prepare(self, plan: Plan, rank: int, step_params: Sequence[StepParam], exchange: Exchange | None) -> None:
         """Refuses what torch cannot gather, and keeps the plan, of which it uses only the names."""
@@ -72,6 +73,7 @@ class ReferenceExecutor:
             self._step(step, parts)
             step.free_gradients(parts[:1])
         during_last_scatter()
+        self.checked = step.checked
         return None
 
     def _step(self, step: RunningStep, parts: Sequence[int]) -> None:
@@ -101,11 +103,13 @@ class ReferenceExecutor:
             if batch.rule_state is not None and numbers is not None:
                 part = _window(numbers, matrix_set, rule_state=True)
                 part.copy_(batch.rule_state.reshape(part.shape))
-        local_part(first.momentum).copy_(momentum)
         if first.rule_state is not None and numbers is not None:
             store_rule_state([ShardView(parts[0], None, own_shard(numbers, first.rule_state))], step)
         for k in parts:
             self._apply(step.params[k], full, observer)
+        if self.settings.guarded:  # a matrix whose update is not finite is NaN throughout, and keeps weights and momentum
+            momentum = torch.where(own_shard(full, first.param).isnan(), local_part(first.momentum), momentum)
+        local_part(first.momentum).copy_(momentum)
 
     def _batch(self, step_param: StepParam, k: int, name: str) -> OrthoBatch:
         """All matrices of a part, eager."""
@@ -125,7 +129,8 @@ class ReferenceExecutor:
             counters = None if step_param.counter is None else [(step_param.counter, _elements(step_param))]
             # A copy, since ``apply`` overwrites updates and the shard may be a view of parts that are still to come.
             apply([stepped], [shard.clone()], settings.decay, rate, cautious=settings.cautious, counters=counters)
-            local.copy_(torch.where(shard_in_part, stepped, local))
+            written = shard_in_part & ~shard.isnan() if self.settings.guarded else shard_in_part
+            local.copy_(torch.where(written, stepped, local))
 
     def workspace_bytes(self) -> int:
         """Nothing is held between steps."""

@@ -6,9 +6,11 @@ that a rank holds is in one ``MomentumViews`` and in one ``UpdateViews`` of a st
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
+from itertools import compress
 from typing import TypeAlias, TypeVar
 
 import torch
@@ -16,6 +18,7 @@ from torch import Tensor
 
 from ..device import copy_to
 from ..torch_compat import local_part, local_parts
+from .elementwise import Kept
 from .rounding import RoundingScratch
 from .step_param import MatrixKey, RunningStep, StepParam
 from .views import Cut, cut_out
@@ -71,7 +74,7 @@ class MomentumViews:
         for sent, groups in ((True, self._sent), (False, self._unsent)):
             for shards in filter(None, (_without(shards, step.idle) for shards in groups)):
                 first = step.params[shards[0].param_index]
-                momenta = _parts(shards, [step.params[shard.param_index].momentum for shard in shards])
+                momenta = _momenta(shards, step)
                 if first.fallible:
                     kept += [(shard.key, buffer, buffer.clone()) for shard, buffer in zip(shards, momenta, strict=True)]
                 settings, gradients = first.settings, _gradients(shards, step)
@@ -91,10 +94,17 @@ def restore(kept: KeptMomentum, failed: AbstractSet[MatrixKey] | None = None) ->
 
 
 class UpdateViews:
-    """From what was orthogonalised to the weights. ``scratch`` is where parameters of 16 bits are formed."""
+    """From what was orthogonalised to the weights. ``scratch`` is where parameters of 16 bits are formed.
+
+    If updates are guarded, momentum is kept in ``slot`` of it, which no other wave or batch in flight has. It is taken at once.
+    """
 
     def __init__(
-        self, shards: Sequence[ShardView], step_params: Sequence[StepParam], scratch: RoundingScratch | None = None
+        self,
+        shards: Sequence[ShardView],
+        step_params: Sequence[StepParam],
+        scratch: RoundingScratch | None = None,
+        slot: int | None = None,
     ) -> None:
         def kind(shard: ShardView) -> Hashable:
             step_param = step_params[shard.param_index]
@@ -102,10 +112,38 @@ class UpdateViews:
 
         self._groups = grouped(shards, kind)
         self._scratch = RoundingScratch() if scratch is None else scratch
+        self._slot = slot
+        sizes: Counter[tuple[torch.dtype, torch.device]] = Counter()
+        for shard in shards if slot is not None else ():
+            if (momentum := step_params[shard.param_index].momentum_buffer) is not None:
+                sizes[momentum.dtype, momentum.device] += shard.view.numel()
+        for (dtype, device), size in sizes.items():
+            self._scratch.take(f"momentum {slot}", (size,), dtype, device)
 
-    def apply(self, step: RunningStep, failed: AbstractSet[MatrixKey] = NONE_FAILED) -> None:
-        """p ← p·decay − rate·factor·view for each parameter, except idle ones and ``failed`` matrices."""
-        for shards in filter(None, (_without(shards, step.idle, failed) for shards in self._groups)):
+    def keep_momentum(self, step: RunningStep) -> list[Kept] | None:
+        """What the momentum is before the step, for ``apply``; None if updates are not guarded."""
+        if self._slot is None:
+            return None
+        momenta = [_momenta(_without(shards, step.idle), step) for shards in self._groups]
+        before = dict[Tensor, Tensor]()
+        for of_dtype in grouped((buffer for buffers in momenta for buffer in buffers), lambda buffer: buffer.dtype):
+            copies = self._scratch.take_like(f"momentum {self._slot}", of_dtype, of_dtype[0].dtype)
+            step.elementwise.copy(copies, of_dtype)
+            before |= zip(of_dtype, copies, strict=True)
+        return [(buffers, [before[buffer] for buffer in buffers]) for buffers in momenta]
+
+    def apply(self, step: RunningStep, failed: AbstractSet[MatrixKey] = NONE_FAILED, kept: Sequence[Kept] | None = None) -> None:
+        """p ← p·decay − rate·factor·view for each parameter, except idle ones and ``failed`` matrices.
+
+        With ``kept``, matrices whose update is not finite keep weights and momentum.
+        """
+        for number, group in enumerate(self._groups):
+            shards, of_group = _without(group, step.idle, failed), None if kept is None else kept[number]
+            if not shards:
+                continue
+            if of_group is not None and failed:
+                stay = [shard.key not in failed for shard in _without(group, step.idle)]
+                of_group = list(compress(of_group[0], stay)), list(compress(of_group[1], stay))
             first = step.params[shards[0].param_index]
             settings, factor = first.settings, first.settings.adjust(*first.matrix_set.lr_shape)
             counters = None if first.counter is None else [step.params[shard.param_index].counted(shard.cut) for shard in shards]
@@ -117,6 +155,7 @@ class UpdateViews:
                 cautious=settings.cautious,
                 counters=counters,
                 scratch=self._scratch,
+                kept=of_group,
             )
 
 
@@ -155,6 +194,10 @@ def _without(
 def _gradients(shards: Sequence[ShardView], step: RunningStep) -> list[Tensor]:
     own = [shard.gradient for shard in shards if shard.gradient is not None]
     return own or _parts(shards, [step.params[shard.param_index].grad for shard in shards])
+
+
+def _momenta(shards: Sequence[ShardView], step: RunningStep) -> list[Tensor]:
+    return _parts(shards, [step.params[shard.param_index].momentum for shard in shards])
 
 
 def _parts(shards: Sequence[ShardView], tensors: list[Tensor]) -> list[Tensor]:

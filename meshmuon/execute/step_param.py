@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from collections.abc import Set as AbstractSet
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, Protocol, TypeAlias
 
 import torch
@@ -158,6 +158,7 @@ class ExecutorSettings:
     compile: bool | str = False  # compile the orthogonalisation per shape; a string names the backend
     cuda_graphs: bool = False  # replay the orthogonalisation of each batch as a CUDA graph (no effect on CPU)
     kernels: str = "auto"  # who computes symmetric products on a GPU
+    guarded: bool = False  # a matrix whose update is not finite keeps weights, momentum and rule state
 
     def __post_init__(self) -> None:
         if self.chunk_size != -1 and self.chunk_size < 1:
@@ -175,15 +176,15 @@ class ExecutorSettings:
     @property
     def bits(self) -> str:
         """What the bits of an update depend on beside plan and param groups, as text that ranks compare."""
-        return f"kernels={getattr(self, 'kernels', 'auto')!r}"  # settings pickled before there was the option lack it
+        return f"kernels={self.kernels!r}"
 
     def products(self, device: torch.device) -> Products:
         """Who multiplies on ``device``.
 
         ``"auto"`` is Triton on every rank, also where it is missing: ranks must not mix kernels, and fall back together.
         """
-        kernels = getattr(self, "kernels", "auto")
-        return products_for(device, deterministic=self.deterministic, kernels="triton" if kernels == "auto" else kernels)
+        kernels = "triton" if self.kernels == "auto" else self.kernels
+        return products_for(device, deterministic=self.deterministic, kernels=kernels)
 
     def batch_bytes(self, device: torch.device) -> int:
         """Bytes of scratch that one batch may use on ``device``: by default twice what a GPU's owners gather per wave."""
@@ -192,15 +193,22 @@ class ExecutorSettings:
 
     def fuses(self, device: torch.device) -> bool:
         """Whether elementwise work on ``device`` is done by kernels over lists of tensors."""
-        return device.type == "cuda" and not self.compile and getattr(self, "kernels", "auto") != "torch"
+        return device.type == "cuda" and not self.compile and self.kernels != "torch"
 
     def without_kernels(self) -> ExecutorSettings:
         """The same with torch's own products."""
         return replace(self, kernels="torch")
 
+    def completed(self, *, guarded: bool) -> ExecutorSettings:
+        """The same with the defaults of settings that did not exist yet when it was pickled."""
+        pickled = {each.name: getattr(self, each.name) for each in fields(self) if hasattr(self, each.name)}
+        return ExecutorSettings(**{**pickled, "guarded": guarded})
+
 
 MatrixKey: TypeAlias = tuple[int, int]
 """A matrix of a plan: the index of its parameter in ``Plan.params``, and its index in the parameter."""
+CheckedUpdates: TypeAlias = "tuple[Sequence[str], Tensor]"
+"""The parameters of a batch, matrix by matrix, and on their device a number for each: NaN if its update is not finite, else 0."""
 
 
 class Observer:
@@ -253,6 +261,7 @@ class RunningStep:
     streams: Streams = field(default_factory=Streams)
     ready: Mark = None  # where the main stream has all gradients
     failures: list[Exception] = field(default_factory=list)  # what has gone wrong so far on this rank, for the end of the step
+    checked: list[CheckedUpdates] = field(default_factory=list)  # if updates are guarded, what this rank has orthogonalised
 
     def gradients(self, indices: Iterable[int]) -> Iterator[Tensor]:
         """This rank's part of the gradients of those parameters that have one."""

@@ -51,6 +51,7 @@ class Wave:
             return
         observer, streams = step.observer, step.streams
         with streams.beside(step.ready, step.gradients(self.frees)), observer.phase("momentum"):
+            before = self.update_views.keep_momentum(step)
             kept = self.momentum_views.fill(step)
             self.rounding.run(step)
             if self.stage is not None:
@@ -73,7 +74,7 @@ class Wave:
                 failed = self._failed_anywhere(step) if self.fallible else NONE_FAILED
             with observer.phase("update"):
                 restore(kept, failed)
-                self.update_views.apply(step, failed)
+                self.update_views.apply(step, failed, before)
 
     def _failed_anywhere(self, step: RunningStep) -> frozenset[MatrixKey]:
         """The matrices of the wave that have failed at their owners. All ranks keep the same error of them.
@@ -131,6 +132,7 @@ class LocalBatch:
         if self.ortho_batch.is_idle(step.idle):
             return
         with step.observer.phase("momentum"):
+            before = self.update_views.keep_momentum(step)
             kept = self.momentum_views.fill(step)
             load_rule_state(self.rule_state, step)
         step.free_gradients(self.frees)
@@ -138,7 +140,7 @@ class LocalBatch:
             restore(kept)
             return
         with step.observer.phase("update"):
-            self.update_views.apply(step)
+            self.update_views.apply(step, kept=before)
             store_rule_state(self.rule_state, step)
 
 
@@ -159,6 +161,7 @@ class StagedBatch:
             yield from (None, None)
             return
         with streams.beside(step.ready), step.observer.phase("momentum"):
+            before = batch.update_views.keep_momentum(step)
             kept = batch.momentum_views.fill(step)
             load_rule_state(batch.rule_state, step)
             self.stage.to_device()
@@ -177,5 +180,5 @@ class StagedBatch:
             step.observer.phase("update"),
         ):  # not behind the next batch, if the main stream has it by now
             self.stage.to_host()
-            batch.update_views.apply(step)
+            batch.update_views.apply(step, kept=before)
             store_rule_state(batch.rule_state, step)

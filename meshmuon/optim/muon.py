@@ -132,6 +132,8 @@ class Muon(MuonStep):
         if debug:
             _show_log()
         engine: dict[str, Any] = {"compile": compile, "cuda_graphs": cuda_graphs, "kernels": kernels}
+        self._nonfinite = NonFinite(nonfinite)
+        engine["guarded"] = self._nonfinite.guards
         self._settings = ExecutorSettings(chunk_size, memory_budget, deterministic=deterministic, **engine)
         in_flight = options["waves_ahead"] + 1
         self._cost_model = cost_model_from(cost_model)
@@ -145,7 +147,6 @@ class Muon(MuonStep):
         self._metrics = metrics_from(metrics)
         self._adamw_lr = adamw_lr
         self._qk_clip = QKClip(clip_config)
-        self._nonfinite = NonFinite(nonfinite)
         self._offload = Offload()
         self._failures = StepFailures()
         self._activity = ActivityCheck(allow_inactive)
@@ -190,6 +191,14 @@ class Muon(MuonStep):
     def skipped_steps(self) -> int:
         """How many steps were skipped because a gradient was not finite. On a GPU, reading it waits for the device."""
         return int(self._nonfinite.skipped)
+
+    @property
+    def skipped_matrices(self) -> int:
+        """How many updates were left out because they were not finite although the gradient was; needs ``nonfinite``.
+
+        It counts the matrices that this rank orthogonalises. On a GPU, reading it waits for the device.
+        """
+        return int(self._nonfinite.skipped_matrices)
 
     @property
     def nonfinite_logits(self) -> int:
@@ -331,6 +340,7 @@ class Muon(MuonStep):
         if "_executor" not in self.__dict__:  # a copy, not an optimizer that loads a state
             self._replica_group = None  # process groups cannot be copied
             self._nonfinite = NonFinite(state["_nonfinite_policy"])
+            self._settings = self._settings.completed(guarded=self._nonfinite.guards)
             self._offload = Offload(on=state["_offloaded"])
             self._activity = ActivityCheck(state["_allow_inactive"])
             self._activity.active = state["_was_active"]

@@ -237,6 +237,7 @@ class MuonStep(torch.optim.Optimizer):
                 step.recorder = self._meter.begin(step_params, decision, gradients_here=not self._averages_gradients)
             adamw, observer = partial(self._adamw_step, step), step.recorder or UNOBSERVED
             failure.keep(self._executor.run(step_params, idle=decision.idle, during_last_scatter=adamw, observer=observer))
+            self._nonfinite.count(self._executor.checked)
             # Counters and QK-clip also after a failure that the other ranks do not know of: they count this step and clip.
             advance_counters((step_param.counter for step_param in step_params), step.skip_mask)
             alone = decision.exchange is None

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ..device import copy_to, known_to_host
 from ..errors import GradientError
-from ..execute import Elementwise
+from ..execute import CheckedUpdates, Elementwise
 from ..params.param_record import ParamRecord
 from ..torch_compat import local_part
 from ..transport import Exchange
@@ -70,27 +70,56 @@ class NonFinite:
     1. ``known_to_host`` says what this rank's host knows. The planner's vote combines it over the ranks. If any rank says yes, no
        rank makes the step, and each adds 1 to ``skipped``.
     2. Otherwise ``reduce_skip_mask`` combines over the ranks what only devices know, and counts a skipped step on the device.
+    3. After the step, ``count`` takes the updates that were not finite although all gradients were. Their matrices have kept
+       weights and momentum. With ``"raise"``, ``known_to_host`` of the next step raises, and the vote tells the other ranks.
     """
 
     def __init__(self, policy: str) -> None:
         self.policy = policy
         self.skipped: int | Tensor = 0  # how many steps; a tensor where only a device knows it
+        self.skipped_matrices: int | Tensor = 0  # how many of this rank's, also
+        self._checked: Sequence[CheckedUpdates] = ()  # by the last step
+
+    @property
+    def guards(self) -> bool:
+        """Whether updates that are not finite are left out."""
+        return self.policy != "propagate"
+
+    def count(self, checked: Sequence[CheckedUpdates]) -> None:
+        """Counts the matrices of this rank whose updates the step has left out."""
+        self._checked = checked
+        if checked:
+            flags = sorted((flags for _, flags in checked), key=known_to_host)  # the host must not wait for a device
+            joined = torch.cat([copy_to(of_batch, flags[0].device) for of_batch in flags])
+            self.skipped_matrices = self.skipped_matrices + (joined != 0).sum()
 
     def known_to_host(self, params: Sequence[ParamRecord], scaling: Scaling) -> bool:
         """Whether the host of this rank knows that the step must be skipped; with ``"raise"`` it waits for devices and raises."""
+        plain, (checked, self._checked) = Elementwise(), (self._checked, ())
+        if self.policy == "raise":
+            gradients = gradients_of(params) if scaling.found_inf is None else []
+            if bool(plain.any_nonfinite([*gradients, *(flags for _, flags in checked)])):  # one wait for the device
+                self._raise(params, checked)
         if scaling.found_inf is not None:
             return known_to_host(scaling.found_inf) and bool(scaling.found_inf > 0)
-        plain = Elementwise()
-        if self.policy == "raise" and bool(plain.any_nonfinite(gradients_of(params))):  # one wait for the device
-            name = next(record.name for record in params if bool(plain.any_nonfinite(gradients_of([record]))))
-            raise GradientError(
-                f"{name} has a gradient that is not finite. Nothing was stepped. Look for the cause, or pass "
-                'nonfinite="skip" to skip such steps.'
-            )
         if self.policy != "skip":
             return False
         on_host = [grad for grad in gradients_of(params) if known_to_host(grad)]
         return bool(on_host) and bool(plain.any_nonfinite(on_host))
+
+    def _raise(self, params: Sequence[ParamRecord], checked: Sequence[CheckedUpdates]) -> None:
+        flagged = (name for names, flags in checked for name, flag in zip(names, flags.tolist(), strict=True) if flag != 0)
+        if (name := next(flagged, None)) is not None:
+            raise GradientError(
+                f"{name} had an update that is not finite in the last step, although its gradient was finite, and kept weights "
+                "and momentum. Nothing was stepped now. Look for the cause, such as outliers in 16 bits, or pass "
+                'nonfinite="skip" to leave out such updates.'
+            )
+        name = next(record.name for record in params if bool(Elementwise().any_nonfinite(gradients_of([record]))))
+        raise GradientError(
+            f"{name} has a gradient that is not finite. Nothing was stepped. Look for the cause, or pass "
+            'nonfinite="skip" to skip such steps.'
+        )
 
     def reduce_skip_mask(
         self, params: Sequence[ParamRecord], scaling: Scaling, exchange: Exchange | None, elementwise: Elementwise
