@@ -166,7 +166,7 @@ class Elementwise:
         torch._foreach_copy_(targets, sources)
 
     def fill_if(self, tensors: Sequence[Tensor], mask: Tensor, value: float) -> None:
-        """Fills tensors with ``value`` where ``mask``, on a device and broadcast, is not 0."""
+        """Fills tensors with ``value`` where ``mask``, on a device, broadcast and constant along rows, is not 0."""
         mask = mask != 0
         for tensor in tensors:
             tensor.masked_fill_(copy_to(mask, tensor.device), value)

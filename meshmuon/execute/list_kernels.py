@@ -237,17 +237,18 @@ def _update_kernel(
     factor, step = _scalar(decay, decay_in_memory), _scalar(rate, rate_in_memory)
     update_address, update_offsets = _offsets(entry, 1, i0, i1, i2, cols, dense)
     update = _read(update_address, update_offsets, inside, kind_1, dense)
+    lost = update - update != 0  # not finite
+    if guarded and tl.max(tl.max(lost.to(tl.int32), axis=1), axis=0) > 0:
+        address, offsets = _offsets(entry, 3, i0, i1, i2, cols, dense)
+        before = _read(address, offsets, inside, kind_2, dense)
+        address, offsets = _offsets(entry, 2, i0, i1, i2, cols, dense)
+        momentum = _read(address, offsets, inside, kind_2, dense)
+        _write(address, offsets, inside, tl.where(lost, before, momentum), None, kind_2, dense)
     address, offsets = _offsets(entry, 0, i0, i1, i2, cols, dense)
     weight = _read(address, offsets, inside, kind_0, dense)
-    weight = tl.where(weight * update * step >= 0, weight * factor, weight) if cautious else weight * factor
-    weight = weight - (update * step + 0.0)  # −0 becomes 0: at rate 0 a weight of −0 keeps its sign
-    if guarded:  # where the update is not finite, weight and momentum stay as they were; elsewhere nothing more is read
-        lost = inside & (update - update != 0)
-        inside = inside & (update - update == 0)
-        before_address, before_offsets = _offsets(entry, 3, i0, i1, i2, cols, dense)
-        before = _read(before_address, before_offsets, lost, kind_2, dense)
-        momentum_address, momentum_offsets = _offsets(entry, 2, i0, i1, i2, cols, dense)
-        _write(momentum_address, momentum_offsets, lost, before, None, kind_2, dense)
+    decayed = tl.where(weight * update * step >= 0, weight * factor, weight) if cautious else weight * factor
+    stepped = decayed - (update * step + 0.0)  # −0 becomes 0: at rate 0 a weight of −0 keeps its sign
+    weight = tl.where(lost, weight, stepped) if guarded else stepped
     noise = None
     if stochastic:
         first: tl.constexpr = 4 if guarded else 2
@@ -314,13 +315,15 @@ def _fill_kernel(
     tile_cols: tl.constexpr,
     dense: tl.constexpr,
 ) -> None:
-    # Operands: what is filled, with the float32 of these ``bits`` (a constant −0 may become 0), and where: a mask that is not 0.
+    # Operands: what is filled, with the float32 of these ``bits`` (a constant −0 may become 0), and the rows where it is: not 0.
     entry, i0, i1, i2, cols, inside = _locate(table, tensors, width, tile_rows, tile_cols, dense)
-    address, offsets = _offsets(entry, 1, i0, i1, i2, cols, False)
-    filled = inside & (_read(address, offsets, inside, kind_1, False) != 0)
-    address, offsets = _offsets(entry, 0, i0, i1, i2, cols, dense)
-    numbers = (tl.full((tile_rows, tile_cols), 0, tl.int32) + bits).to(tl.float32, bitcast=True)
-    _write(address, offsets, filled, numbers, None, kind_0, dense)
+    mask_address, mask_offsets = _offsets(entry, 1, i0, i1, i2, tl.arange(0, 1), False)
+    filled = _read(mask_address, mask_offsets, tl.max(inside.to(tl.int32), axis=1)[:, None] > 0, kind_1, False) != 0
+    if tl.max(tl.max(filled.to(tl.int32), axis=1), axis=0) > 0:
+        address, offsets = _offsets(entry, 0, i0, i1, i2, cols, dense)
+        value = (tl.full((tile_rows, tile_cols), 0, tl.int32) + bits).to(tl.float32, bitcast=True)
+        numbers = tl.where(filled, value, _read(address, offsets, inside, kind_0, dense))
+        _write(address, offsets, inside, numbers, None, kind_0, dense)
 
 
 class ListTable:
@@ -487,7 +490,7 @@ class ListKernels:
         self._table(targets, sources).launch(_copy_kernel, **kinds)
 
     def fill_if(self, tensors: Sequence[Tensor], mask: Tensor, value: float) -> None:
-        """Fills ``tensors`` with ``value`` where ``mask``, on the device and broadcast, is not 0."""
+        """Fills ``tensors`` with ``value`` where ``mask``, on the device, broadcast and constant along rows, is not 0."""
         (bits,) = struct.unpack("i", struct.pack("f", value))
         kinds = {"kind_0": _KINDS[tensors[0].dtype], "kind_1": _KINDS[mask.dtype]}
         table = self._table(tensors, [mask.expand(tensor.shape) for tensor in tensors], broadcast=1)

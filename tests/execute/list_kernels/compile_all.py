@@ -14,11 +14,11 @@ from tests.support.kernel_compiler import resources_of
 
 CAPABILITIES = (80, 89, 90, 100, 120)
 ALL_TRUE = ("accumulates", "looks_ahead", "fills", "cautious")
-TYPES = {"table": "*i64", "tensors": "i32", "flag": "*fp32", "mask": "*i1", "bits": "i32"}
+TYPES = {"table": "*i64", "tensors": "i32", "flag": "*fp32", "bits": "i32"}
 
 
 def compile_kernel(name: str, capability: int, *, dense: bool) -> dict[str, object]:
-    kernel = getattr(list_kernels, f"_{name}_kernel")
+    kernel = getattr(list_kernels, f"_{name.removeprefix('guarded ')}_kernel")
     constants: dict[str, object] = {
         "width": 31,
         "tile_rows": 1 if dense else 32,
@@ -28,8 +28,10 @@ def compile_kernel(name: str, capability: int, *, dense: bool) -> dict[str, obje
     for argument in kernel.arg_names:
         if argument in ALL_TRUE or argument == "stochastic":
             constants[argument] = argument in ALL_TRUE or not dense
+        elif argument == "guarded":
+            constants[argument] = name.startswith("guarded ")
         elif argument.startswith("kind"):
-            constants[argument] = 0 if (name, argument) == ("momentum", "kind_1") else 1
+            constants[argument] = 0 if argument == "kind_1" and name in ("momentum", "fill") else 1
         elif argument.endswith("_in_memory"):
             constants[argument] = not dense
     types = {argument: "*fp32" if constants.get(f"{argument}_in_memory") else "fp32" for argument in kernel.arg_names} | TYPES
@@ -52,7 +54,7 @@ def compile_kernel(name: str, capability: int, *, dense: bool) -> dict[str, obje
 
 
 if __name__ == "__main__":
-    for kernel_name in ("momentum", "update", "copy", "fill", "nonfinite"):
+    for kernel_name in ("momentum", "update", "guarded update", "copy", "fill", "nonfinite"):
         for kernel_capability in CAPABILITIES:
             for is_dense in (True, False):
                 print(json.dumps(compile_kernel(kernel_name, kernel_capability, dense=is_dense)), flush=True)

@@ -137,7 +137,16 @@ def test_momentum_of_16_bits_is_rounded_once_and_looked_ahead_from_as_stored(dat
 
 
 @slow
-@given(st.data(), st.sampled_from(FLOATS), st.sampled_from(FLOATS), scalars(0.998), scalars(0.03), st.booleans(), st.booleans())
+@given(
+    st.data(),
+    st.sampled_from(FLOATS),
+    st.sampled_from(FLOATS),
+    scalars(0.998),
+    scalars(0.03),
+    st.booleans(),
+    st.booleans(),
+    st.sampled_from([None, *FLOATS]),
+)
 def test_weights_have_the_bits_of_the_twin(
     data: st.DataObject,
     dtype: torch.dtype,
@@ -146,18 +155,24 @@ def test_weights_have_the_bits_of_the_twin(
     rate: float | Tensor,
     cautious: bool,
     stochastic: bool,
+    guarded: torch.dtype | None,
 ) -> None:
+    """Also guarded: where an update is not finite, weight and momentum are what they were."""
     lists = Lists(data.draw, data.draw(st.integers(0, 99)))
     params, updates = lists.make(dtype), lists.make(wire)
     counters = None
     if stochastic and dtype == torch.bfloat16:
         counters = [(torch.tensor([7 - 3 * k, 3 + k]), elements_of(param)) for k, param in enumerate(params)]
-    expected = [param.clone() for param in params]
-    wide = [update.clone().float() for update in updates]
-    elementwise.apply(expected, wide, decay, rate, cautious=cautious, counters=counters)
+    expected, wide = [param.clone() for param in params], [update.clone().float() for update in updates]
+    momenta, before = (lists.make(guarded), lists.make(guarded)) if guarded else ([], [])
+    restored = [momentum.clone() for momentum in momenta]
+    kept, twin_kept = ((momenta, before), (restored, before)) if guarded else (None, None)
+    twin = elementwise.Elementwise()
+    twin.apply(expected, wide, decay, rate, cautious=cautious, counters=counters, kept=twin_kept)
     hashed = None if counters is None else [(elements.rows, elements.cols, counter) for counter, elements in counters]
-    ListKernels().apply(params, updates, decay, rate, cautious=cautious, counters=hashed)
+    ListKernels().apply(params, updates, decay, rate, cautious=cautious, counters=hashed, kept=kept)
     assert all_same(params, expected)
+    assert all_same(momenta, restored)
     lists.rest_is_untouched()
 
 
@@ -206,6 +221,15 @@ def test_what_is_filled_is_filled_only_if_asked(data: st.DataObject, dtype: torc
     ListKernels().fill_if(tensors, torch.tensor(filled), -0.0)
     assert all_same(tensors, expected)
     lists.rest_is_untouched()
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+def test_matrices_are_filled_one_by_one(dtype: torch.dtype) -> None:
+    """A mask is broadcast, and NaN is not 0."""
+    stacked = torch.randn(3, 5, 24).to(dtype)[..., :20]
+    expected = torch.stack([stacked[0], torch.full((5, 20), math.nan, dtype=dtype), stacked[2]])
+    ListKernels().fill_if([stacked], torch.tensor([0.0, math.nan, 0.0])[:, None, None], math.nan)
+    assert same(stacked, expected)
 
 
 def test_tables_are_kept_and_follow_the_tensors() -> None:

@@ -50,15 +50,20 @@ class TwinListKernels:
         *,
         cautious: bool,
         counters: Sequence[tuple[Tensor, Tensor, Tensor]] | None,
+        kept: tuple[list[Tensor], list[Tensor]] | None = None,
     ) -> None:
         def compute() -> None:
             targets, changes = _host(params, updates)
             hosts = None if counters is None else [_host(numbers)[0] for numbers in counters]
             pairs = None if hosts is None else [(counter, Elements(rows, cols)) for rows, cols, counter in hosts]
             wide = [change.float().clone() for change in changes]
-            elementwise.apply(targets, wide, _value(decay), _value(rate), cautious=cautious, counters=pairs)
+            momenta, old = _host(*kept) if kept else ([], [])
+            twin, guarded = elementwise.Elementwise(), (momenta, old) if kept else None
+            twin.apply(targets, wide, _value(decay), _value(rate), cautious=cautious, counters=pairs, kept=guarded)
 
-        self._launch([*params, *updates, decay, rate, *(part for numbers in counters or () for part in numbers)], params, compute)
+        momenta, old = kept or ([], [])
+        numbers = [part for of_tensor in counters or () for part in of_tensor]
+        self._launch([*params, *updates, *old, decay, rate, *numbers], [*params, *momenta], compute)
 
     def copy(self, targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
         def compute() -> None:
@@ -70,8 +75,8 @@ class TwinListKernels:
     def fill_if(self, tensors: Sequence[Tensor], mask: Tensor, value: float) -> None:
         def compute() -> None:
             (targets,), ((flag,),) = _host(tensors), _host([mask])
-            for target in targets if bool(flag) else ():
-                target.fill_(value)
+            for target in targets:
+                target.masked_fill_(flag != 0, value)
 
         self._launch([mask], tensors, compute)
 
