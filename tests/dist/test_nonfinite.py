@@ -6,6 +6,7 @@ With ``masked`` the ranks decide on the device, as on GPUs; see tests/optim/test
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from typing import Any
@@ -20,6 +21,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 from meshmuon import DistMuon, GradientError, Muon
 from meshmuon.optim import collect, nonfinite
+from tests.support.brittle import RULES, TOO_LARGE, Brittle, TrustedBrittle
 from tests.support.tensors import assert_bits, everything, local
 from tests.support.threads import run_threads
 
@@ -172,6 +174,80 @@ def test_a_gradient_that_only_other_ranks_have(masked: bool) -> None:
                 assert optimizer.skipped_steps == 1
 
     ranks(2, main, masked=masked)
+
+
+# ---- Updates that are not finite although gradients are ------------------------------------------------------------------------
+
+GUARDED: dict[str, tuple[Layout, dict[str, Any]]] = {
+    **{name: (layout, {}) for name, layout in LAYOUTS.items()},
+    "HSDP, every replica computes": (LAYOUTS["HSDP"], {"replicas": "repeat"}),
+    "one matrix per wave, bfloat16 on the wire": (Layout(4, (S0,)), {"chunk_size": 1, "comm_dtype": torch.bfloat16}),
+    "cautious decay, momentum of 16 bits": (Layout(2, (S1,)), {"cautious_weight_decay": True, "momentum_dtype": torch.bfloat16}),
+    "the reference path": (LAYOUTS["TP×FSDP"], {"reference_path": True}),
+    "DistMuon": (Layout(2, None), {"kind": DistMuon}),
+}
+
+
+def guarded_run(case: str, rule: type[Brittle], spoilt: int | None) -> tuple[list[Tensor], list[Tensor], list[int], int]:
+    """This rank's tensors before and after a step in which one update is not finite, whose they are, and what it has counted."""
+    layout, more = GUARDED[case]
+    mesh = layout.mesh()
+    params, optimizer = build(layout, mesh, **{"nonfinite": "skip", "rule": rule(), "weight_decay": 0.1, **more})
+    before: list[Tensor] = []
+    for step in range(2):
+        grads = [value(k, step) for k in range(len(SHAPES))]
+        if step == 1 and spoilt is not None:
+            grads[spoilt][2, 1] = 2 * TOO_LARGE
+        for param, grad in zip(params, grads, strict=True):
+            param.grad = layout.cut(grad, mesh)
+        before = everything(optimizer)
+        optimizer.step()
+    parts = [*range(len(params)), *(k for k, param in enumerate(params) for _ in optimizer.state.get(param, {}))]
+    return before, everything(optimizer), parts, optimizer.skipped_matrices
+
+
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("case", GUARDED)
+def test_a_matrix_whose_update_is_not_finite_stays_on_all_ranks(case: str, rule: type[Brittle], masked: bool) -> None:
+    """And all else, AdamW's parameters too, has the bits of a run in which its gradient was small."""
+    world = GUARDED[case][0].world
+    usual = ranks(world, lambda rank: guarded_run(case, rule, None), masked=masked)
+    for spoilt in (0, 1):
+        found = ranks(world, lambda rank, k=spoilt: guarded_run(case, rule, k), masked=masked)
+        for (before, after, parts, _), (_, expected, *_) in zip(found, usual, strict=True):
+            wanted = [old if k == spoilt else new for k, old, new in zip(parts, before, expected, strict=True)]
+            assert_bits(after, wanted)
+        counted = [count for *_, count in found]
+        assert max(counted) == 1, "each rank that orthogonalises it counts it"
+        assert sum(counted) == 1 or "repl" in case or "reference" in case or rule is TrustedBrittle
+
+
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("case", ["Shard(0) on 2", "HSDP", "replicated", "DistMuon"])
+def test_all_ranks_raise_in_the_step_after_an_update_that_is_not_finite(case: str, masked: bool) -> None:
+    layout, more = GUARDED[case]
+
+    def main(rank: int) -> str:
+        mesh = layout.mesh()
+        params, optimizer = build(layout, mesh, **{"nonfinite": "raise", "rule": Brittle(), "none_grad": False, **more})
+        for step in range(2):
+            for k, param in enumerate(params):
+                grad = value(k, step)
+                if (step, k) == (0, 1):
+                    grad[2, 1] = 2 * TOO_LARGE
+                param.grad = layout.cut(grad, mesh)
+            before = everything(optimizer)
+            if step == 1:
+                with pytest.raises(GradientError) as caught:
+                    optimizer.step()
+                assert_bits(everything(optimizer), before)
+            optimizer.step()
+        return str(caught.value)
+
+    said = ranks(layout.world, main, masked=masked)
+    assert len(set(said)) == 1
+    assert re.match(r"rank \d: second had an update that is not finite in the last step", said[0])
 
 
 # ---- GradScaler on shards ------------------------------------------------------------------------------------------------------
