@@ -24,6 +24,7 @@ from meshmuon import Muon
 from meshmuon.agree.node_view import RANKS_PER_NODE
 from meshmuon.errors import ConfigError, GradientError, MeshmuonError, PlanError
 from tests.dist.reference_layouts import random_layouts_on_the_reference_path
+from tests.dist.test_nonfinite import GUARDED, check_guard
 from tests.support.cases import Case, Param, check, check_missing, held_by, initial, place, sharded, single
 from tests.support.counting import counted
 from tests.support.nets import Net, build_net, check_module, optimizer_of, split_by_layer, tp_and_fsdp
@@ -240,7 +241,8 @@ IDLE = (
 TWO_MESHES = (Param((7, 5), 0, (S0, S1)), Param((11, 4), 1, (S0,)), Param((4, 6), 1, (R,)), Param((6, 6), 0, (R, S0)))
 WHOLE = (Param((6, 4), 0, (R,)), Param((4, 6), 0, (R,)), Param((6,), 0, (R,), muon=False))
 
-CASES: dict[str, tuple[int, Callable[[], None]]] = {  # name: number of ranks, what each of them runs
+REAL_GUARDS = ("Shard(0) on 2", "Shard(0) on 4, with empty shards", "replicated", "HSDP, every replica computes", "DistMuon")
+CASES: dict[str, tuple[int, Callable[[], object]]] = {  # name: number of ranks, what each of them runs
     **{
         f"FSDP2, {world} ranks, {text}": (world, partial(fsdp, sizes))
         for world in (2, 3, 4)
@@ -272,6 +274,7 @@ CASES: dict[str, tuple[int, Callable[[], None]]] = {  # name: number of ranks, w
     "replicated, auto": (4, partial(placed, (4,), WHOLE)),
     "DDP, divided": (3, ddp_divides_the_work),
     "DDP, not divided": (2, ddp_without_a_group_sends_nothing),
+    **{f"a guarded update, {case}": (GUARDED[case][0].world, partial(check_guard, case)) for case in REAL_GUARDS},
     "pipeline stages": (4, pipeline_stages),
     "replica groups inside a mesh": (4, replica_groups_inside_a_mesh),
     "two meshes": (4, partial(placed, (2, 2), TWO_MESHES, flat=True)),

@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import os
 from collections import Counter
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 from torch.distributed.tensor import Replicate, Shard
 
 from meshmuon.device import Streams
@@ -86,6 +88,40 @@ def test_a_fused_weight_with_local_and_exchanged_parts(monkeypatch: pytest.Monke
 
     monkeypatch.setattr(build.RankProgramBuilder, "_freed_gradients", as_it_was)
     assert run_program(FUSED).of("lifetime")
+
+
+@dataclass(frozen=True)
+class Overflow:
+    """An update rule whose updates are never finite."""
+
+    def remembers(self) -> bool:
+        return False
+
+    def before(self, momentum: Tensor) -> None:
+        pass
+
+    def after(self, update: Tensor, memory: Tensor | None) -> None:
+        update.mul_(float("inf"))
+
+
+@pytest.mark.parametrize("kernels", ["auto", "torch"])
+@pytest.mark.parametrize("in_host", [False, True])
+def test_guarded_updates_that_are_not_finite(in_host: bool, kernels: str) -> None:
+    """Waves in flight, experts whole on their ranks and plain weights stay as they were; the host waits for its own only."""
+    places = [(f"layers.{k}.weight", (6, 4), (Shard(0),)) for k in range(4)] + [
+        ("layers.4.experts.weight", (4, 3, 5), (Shard(0),))
+    ]
+    params = tuple(ProgramParam(name, shape, where, in_host=in_host) for name, shape, where in places)
+    plain = ProgramParam("layers.5.weight", (5, 4))
+    program = Program(
+        (2,),
+        (*params, plain),
+        options={"nonfinite": "skip", "rule": Overflow(), "chunk_size": 1, "warmup_step": 1, "kernels": kernels},
+    )
+    outcome = run_program(program) if in_host else check(program)
+    assert not outcome.of("race", "lifetime", "misuse")
+    for of_rank, start in zip(outcome.weights, run_program(replace(program, lr=0.0)).weights, strict=True):
+        assert all(torch.equal(weight, first) for weight, first in zip(of_rank, start, strict=True))
 
 
 def test_without_streams_nothing_overlaps(monkeypatch: pytest.MonkeyPatch) -> None:
