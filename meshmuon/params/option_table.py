@@ -252,7 +252,8 @@ _UPDATE = (
     Option("nonfinite", "propagate", _WHOLE, one_of(get_args(NonFinitePolicy))).with_help(
         'What to do if a gradient on any rank has an infinity or a NaN: ``"propagate"`` steps with it, ``"skip"`` leaves '
         'everything as it is and counts in ``skipped_steps``, ``"raise"`` raises on all ranks before anything is written, and '
-        "waits for the device to know. What a GradScaler finds is always skipped; see docs/reliability.md."
+        "waits for the device to know. Both leave out single updates that are not finite although their gradients were. What a "
+        "GradScaler finds is always skipped; see docs/reliability.md."
     ),
 )
 

@@ -13,7 +13,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from meshmuon import ConfigError, Muon, NorMuon
+from meshmuon import ConfigError, KernelWarning, Muon, NorMuon
+from meshmuon.execute import ExecutorSettings, step_param
+from meshmuon.ortho.kernels.products import BlockedProducts
 from tests.support.reference import LR, assert_same_bits, copies, gradients, group, make_params, set_gradients
 
 FIX = r"cannot be pickled.*top level of a module.*state_dict\(\)"
@@ -106,3 +108,30 @@ def test_a_state_dict_needs_no_functions() -> None:
     stored = pickle.dumps(optimizer.state_dict())
     optimizer.load_state_dict(pickle.loads(stored))
     assert optimizer.param_groups[0]["adjust_lr_fn"](3, 4) == pytest.approx(0.3)
+
+
+class BrokenProducts(BlockedProducts):
+    """Stands in for a kernel that cannot be compiled here."""
+
+    def symmetric(self, *args: Any, **options: Any) -> Tensor:
+        raise RuntimeError("Failed to find C compiler")
+
+
+def test_an_optimizer_that_was_pickled_before_there_were_kernels_to_choose(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its settings lack what came later. It falls back to torch's products as a new one does."""
+    params = make_params((4, 6), (5, 3))
+    optimizer = Muon([group(params)], lr=LR, scheme="keller", nonfinite="skip")
+    names = ("chunk_size", "memory_budget", "form", "deterministic", "compile", "cuda_graphs")
+    monkeypatch.setattr(ExecutorSettings, "__getstate__", lambda settings: [getattr(settings, name) for name in names])
+    older: Muon = pickle.loads(pickle.dumps(optimizer))
+    monkeypatch.setattr(
+        step_param, "products_for", lambda *_, kernels, **__: BlockedProducts() if kernels == "torch" else BrokenProducts()
+    )
+    expected = Muon([group(params)], lr=LR, scheme="keller", nonfinite="skip", kernels="torch")
+    copied = older.param_groups[0]["params"]
+    for of_one in (copied, params):
+        set_gradients(of_one, gradients(of_one, 0))
+    with pytest.warns(KernelWarning, match="Failed to find C compiler"):
+        older.step()
+    expected.step()
+    assert_same_bits(copied, params)
