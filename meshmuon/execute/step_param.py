@@ -263,9 +263,9 @@ class RunningStep:
     failures: list[Exception] = field(default_factory=list)  # what has gone wrong so far on this rank, for the end of the step
     checked: list[CheckedUpdates] = field(default_factory=list)  # if updates are guarded, what this rank has orthogonalised
 
-    def gradients(self, indices: Iterable[int]) -> Iterator[Tensor]:
-        """This rank's part of the gradients of those parameters that have one."""
-        return (local_part(self.params[k].grad) for k in indices if k not in self.idle)
+    def freed_gradients(self, indices: Iterable[int]) -> Iterator[Tensor]:
+        """This rank's part of the gradients that ``free_gradients`` frees."""
+        return (local_part(self.params[k].grad) for k in indices if k not in self.idle and self.params[k].settings.free_grad)
 
     def free_gradients(self, indices: Iterable[int]) -> None:
         """Frees the gradients of those parameters whose param group asks for it."""

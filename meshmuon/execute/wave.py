@@ -50,7 +50,7 @@ class Wave:
             yield from (None, None)
             return
         observer, streams = step.observer, step.streams
-        with streams.beside(step.ready, step.gradients(self.frees)), observer.phase("momentum"):
+        with streams.beside(step.ready, step.freed_gradients(self.frees)), observer.phase("momentum"):
             before = self.update_views.keep_momentum(step)
             kept = self.momentum_views.fill(step)
             self.rounding.run(step)

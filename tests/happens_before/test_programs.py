@@ -19,6 +19,7 @@ from meshmuon.device import Streams
 from meshmuon.execute import build, executor
 from tests.support.happens_before.programs import EVENTS, Program, ProgramParam, random_program
 from tests.support.happens_before.runs import check, run_program
+from tests.support.happens_before.twin_tensor import TwinTensor
 
 FIRST, COUNT = int(os.environ.get("MESHMUON_FIRST_PROGRAM", "0")), int(os.environ.get("MESHMUON_PROGRAMS", "16"))
 TOGETHER = 4  # programs in a test
@@ -88,6 +89,19 @@ def test_a_fused_weight_with_local_and_exchanged_parts(monkeypatch: pytest.Monke
 
     monkeypatch.setattr(build.RankProgramBuilder, "_freed_gradients", as_it_was)
     assert run_program(FUSED).of("lifetime")
+
+
+@pytest.mark.parametrize("none_grad", [True, False])
+def test_the_side_stream_is_recorded_only_for_gradients_that_the_step_frees(
+    none_grad: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The user frees the others after the step, when the main stream has waited for the side stream."""
+    recorded: list[Tensor] = []
+    record = TwinTensor.record_stream
+    monkeypatch.setattr(TwinTensor, "record_stream", lambda tensor, stream: [recorded.append(tensor), record(tensor, stream)])
+    params = tuple(ProgramParam(f"layers.{k}.weight", (6, 4), (Shard(0),)) for k in range(3))
+    check(Program((2,), params, options={"ns_steps": 1, "chunk_size": 1, "none_grad": none_grad, "kernels": "torch"}))
+    assert bool(recorded) is none_grad
 
 
 @dataclass(frozen=True)
