@@ -10,7 +10,8 @@ where a trial shows that all elements are rounded alike; elsewhere it is two ope
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import lru_cache, reduce
 from typing import TypeAlias
 
@@ -128,6 +129,9 @@ def apply(
 class Elementwise:
     """What a step does to elements. Lists that belong together have equal lengths and shapes; gradients are only read."""
 
+    def compile(self, work: Callable[[], object]) -> None:
+        """Compiles the kernels that ``work`` would launch, and writes no element; only where there are any."""
+
     def accumulate(self, momenta: list[Tensor], grads: list[Tensor], retain: float | Tensor) -> None:
         """M ← retain·M + G."""
         accumulate(momenta, grads, retain)
@@ -182,33 +186,50 @@ class Elementwise:
         return ~torch.isfinite(torch.stack(ends)).all()
 
 
+class _Nothing(Elementwise):
+    """Leaves everything as it is."""
+
+    accumulate = fill = apply = copy = fill_if = lambda *_, **__: None  # type: ignore[assignment]
+
+
 _PLAIN = Elementwise()
 
 
 class FusedElementwise(Elementwise):
     """One launch of a Triton kernel per list and combination of dtypes. Float64 and tensors in host memory are torch's.
 
-    ``fill`` rounds to the dtype of its views. Raises KernelError if the kernels do not run on ``device``.
+    ``fill`` rounds to the dtype of its views. ``compile`` raises KernelError if a kernel does not run on ``device``.
     """
 
+    _plain: Elementwise = _PLAIN
+
     def __init__(self, device: torch.device) -> None:
-        try:
+        self._device = device
+        with self._kernel_errors():
             from .list_kernels import ListKernels
 
             self._kernels = ListKernels()
-            numbers = torch.zeros(2, 4, device=device)
-            self._kernels.fill([numbers[1, :2]], [numbers[0, :2]], [numbers[0, 2:]], 1.0, 1.0)
-            self._kernels.apply([numbers[1, :2]], [numbers[1, 2:]], 1.0, 1.0, cautious=False, counters=None)
-            self._kernels.copy([numbers[0]], [numbers[1]])
+
+    def compile(self, work: Callable[[], object]) -> None:
+        self._plain, self._kernels.only_compiles = _Nothing(), self._kernel_errors
+        try:
+            work()
+        finally:
+            self._plain, self._kernels.only_compiles = _PLAIN, None
+
+    @contextmanager
+    def _kernel_errors(self) -> Iterator[None]:
+        try:
+            yield
         except Exception as error:
             raise KernelError(
-                f"kernels over lists of tensors do not run on {device}: {type(error).__name__}: {error}. If that cannot be "
+                f"kernels over lists of tensors do not run on {self._device}: {type(error).__name__}: {error}. If that cannot be "
                 'mended, pass kernels="torch".'
             ) from error
 
     def accumulate(self, momenta: list[Tensor], grads: list[Tensor], retain: float | Tensor) -> None:
         for fused, (m, g) in _by_dtype(momenta, grads):
-            (self._kernels if fused else _PLAIN).accumulate(m, g, retain)
+            (self._kernels if fused else self._plain).accumulate(m, g, retain)
 
     def fill(
         self, views: list[Tensor], grads: list[Tensor], momenta: list[Tensor], retain: float | Tensor, momentum: float | None
@@ -219,7 +240,7 @@ class FusedElementwise(Elementwise):
                 continue
             narrow = is_narrow(v[0].dtype)
             wide = [torch.empty_like(view, dtype=torch.float32) for view in v] if narrow else v
-            _PLAIN.fill(wide, g, m, retain, momentum)
+            self._plain.fill(wide, g, m, retain, momentum)
             if narrow:  # rounded once, as by the kernels
                 torch._foreach_copy_(v, wide)
 
@@ -238,18 +259,18 @@ class FusedElementwise(Elementwise):
         ((fused, _), *others) = _by_dtype(params, updates, *(kept or ()))
         assert kept or not others, "the parameters have one dtype, and so have the updates"
         if not fused or others:
-            _PLAIN.apply(params, updates, decay, rate, cautious=cautious, counters=counters, scratch=scratch, kept=kept)
+            self._plain.apply(params, updates, decay, rate, cautious=cautious, counters=counters, scratch=scratch, kept=kept)
             return
         hashed = None if counters is None else [(elements.rows, elements.cols, counter) for counter, elements in counters]
         self._kernels.apply(params, updates, decay, rate, cautious=cautious, counters=hashed, kept=kept)
 
     def copy(self, targets: list[Tensor], sources: list[Tensor]) -> None:
         for fused, (t, s) in _by_dtype(targets, sources):
-            (self._kernels if fused else _PLAIN).copy(t, s)
+            (self._kernels if fused else self._plain).copy(t, s)
 
     def fill_if(self, tensors: Sequence[Tensor], mask: Tensor, value: float) -> None:
         for fused, (of_dtype,) in _by_dtype(tensors):
-            (self._kernels if fused else _PLAIN).fill_if(of_dtype, copy_to(mask, of_dtype[0].device), value)
+            (self._kernels if fused else self._plain).fill_if(of_dtype, copy_to(mask, of_dtype[0].device), value)
 
     def any_nonfinite(self, tensors: Sequence[Tensor], device: torch.device | None = None) -> Tensor:
         device = tensors[0].device if device is None else device

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from collections.abc import Set as AbstractSet
-from typing import Protocol
+from typing import Protocol, cast
 
 import torch
 
@@ -101,7 +101,15 @@ class Executor:
         fuses = bool(devices) and self.settings.fuses(devices[0])
         self.elementwise = FusedElementwise(devices[0]) if fuses else Elementwise()
         self._exchange = exchange
+        self.elementwise.compile(lambda: self._run(self._dry_step(step_params), lambda: None))
         self.plan = plan
+
+    def _dry_step(self, step_params: Sequence[StepParam]) -> RunningStep:
+        """A step of which only the kernels are compiled."""
+        idle = frozenset(k for k, each in enumerate(step_params) if each.zeros is None and each.param.grad is None)
+        exchange, streams = cast("Exchange", _NoExchange()), self._streams or Streams()
+        ready = streams.main_mark()
+        return RunningStep(step_params, idle, UNOBSERVED, exchange, self.elementwise, streams, ready, only_compiles=True)
 
     def discard(self) -> None:
         self.plan = None
@@ -119,8 +127,15 @@ class Executor:
         during_last_scatter: Callable[[], None],
         observer: Observer = UNOBSERVED,
     ) -> Exception | None:
-        program, streams = self._program, self._streams or Streams()
+        streams = self._streams or Streams()
         step = RunningStep(step_params, idle, observer, self._exchange, self.elementwise, streams, streams.main_mark())
+        self._run(step, during_last_scatter)
+        self.checked = step.checked
+        self.failed_for_all = any(getattr(failure, "known_to_all", False) for failure in step.failures)
+        return take_first(step.failures)
+
+    def _run(self, step: RunningStep, during_last_scatter: Callable[[], None]) -> None:
+        program, streams, idle = self._program, step.streams, step.idle
         waves = [wave.run(step) for wave in program.waves]
         rule_states = [rule_state.run(step) for rule_state in program.rule_states if not rule_state.params <= idle]
         unfinished: list[Iterator[None]] = []  # staged batches whose updates the host applies while the last results travel
@@ -141,12 +156,22 @@ class Executor:
         finish_all(rule_states)
         streams.main_waits(streams.side_mark())
         step.free_gradients(program.freed_at_end)  # the main stream may now reuse what the side stream has read
-        self.checked = step.checked
-        self.failed_for_all = any(getattr(failure, "known_to_all", False) for failure in step.failures)
-        return take_first(step.failures)
 
     def workspace_bytes(self) -> int:
         return self._workspace.bytes() + sum(staging.bytes() for staging in self._program.stagings)
+
+
+class _NoExchange:
+    """Stands in for an ``Exchange`` while kernels are compiled."""
+
+    def start(self, *_: object, **__: object) -> _NoExchange:
+        return self
+
+    def wait(self) -> None:
+        pass
+
+    def tell(self, own: object) -> dict[int, object]:
+        return {}
 
 
 def run_pipeline(

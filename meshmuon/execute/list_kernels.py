@@ -15,6 +15,8 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Callable, Hashable, Sequence
+from contextlib import AbstractContextManager
+from copy import copy
 from typing import Any
 
 import torch
@@ -360,6 +362,14 @@ class ListTable:
             # A product and a sum round separately, as in the twin: the kernels wait for memory anyway.
             kernel[(self.tiles,)](self.numbers, self.tensors, *arguments, **constants, **shape, enable_fp_fusion=False)
 
+    def emptied(self) -> ListTable:
+        """A table of one tensor without elements: what is launched over it is the same kernel, and writes nothing."""
+        empty = copy(self)
+        empty.tensors, empty.tiles = min(1, self.tensors), min(1, self.tiles)
+        operands = [self.numbers.data_ptr(), *[0] * DIMS] * ((self.width - 2 - DIMS) // (1 + DIMS))  # memory that may be read
+        empty.numbers = copy_to(torch.tensor([0, *[1] * DIMS, 0, *operands], device="cpu"), self.numbers.device)
+        return empty
+
 
 def _rows(tensors: Sequence[Tensor]) -> list[list[int]]:
     """Rows of the table for one tensor of each operand: sizes, then address and strides per operand.
@@ -405,6 +415,9 @@ class ListKernels:
 
     def __init__(self) -> None:
         self._tables: dict[Hashable, ListTable] = {}
+        self.only_compiles: Callable[[], AbstractContextManager[None]] | None = (
+            None  # if so, what surrounds a launch over nothing
+        )
 
     def _table(self, *operands: Sequence[Tensor], broadcast: int = 0) -> ListTable:
         key = len(operands), broadcast, *((t.data_ptr(), t.shape, t.stride()) for tensors in operands for t in tensors)
@@ -413,6 +426,13 @@ class ListKernels:
         if len(self._tables) > self.MOST_TABLES:
             del self._tables[next(iter(self._tables))]
         return table
+
+    def _launch(self, table: ListTable, kernel: Any, *arguments: Any, **constants: Any) -> None:
+        if self.only_compiles is None:
+            table.launch(kernel, *arguments, **constants)
+            return
+        with self.only_compiles():
+            table.emptied().launch(kernel, *arguments, **constants)
 
     def accumulate(self, momenta: Sequence[Tensor], grads: Sequence[Tensor], retain: float | Tensor) -> None:
         """M ← retain·M + G."""
@@ -438,7 +458,8 @@ class ListKernels:
         momentum: float | None,
     ) -> None:
         operands = (grads, momenta) if views is None else (grads, momenta, views)
-        self._table(*operands).launch(
+        self._launch(
+            self._table(*operands),
             _momentum_kernel,
             *_as_arguments(1.0 if retain is None else retain, 1.0 if momentum is None else momentum),
             retain_in_memory=isinstance(retain, Tensor),
@@ -471,7 +492,8 @@ class ListKernels:
             pairs = list(zip(counters, params, strict=True))
             operands += [[numbers[k].expand(param.shape) for numbers, param in pairs] for k in range(2)]
             operands.append([numbers[2][:1].expand(param.shape) for numbers, param in pairs])
-        self._table(*operands, broadcast=0 if counters is None else 3).launch(
+        self._launch(
+            self._table(*operands, broadcast=0 if counters is None else 3),
             _update_kernel,
             *_as_arguments(decay, rate),
             decay_in_memory=isinstance(decay, Tensor),
@@ -487,18 +509,18 @@ class ListKernels:
     def copy(self, targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
         """Copies each source to its target, rounding to the target's dtype."""
         kinds = {"kind_0": _KINDS[targets[0].dtype], "kind_1": _KINDS[sources[0].dtype]}
-        self._table(targets, sources).launch(_copy_kernel, **kinds)
+        self._launch(self._table(targets, sources), _copy_kernel, **kinds)
 
     def fill_if(self, tensors: Sequence[Tensor], mask: Tensor, value: float) -> None:
         """Fills ``tensors`` with ``value`` where ``mask``, on the device, broadcast and constant along rows, is not 0."""
         (bits,) = struct.unpack("i", struct.pack("f", value))
         kinds = {"kind_0": _KINDS[tensors[0].dtype], "kind_1": _KINDS[mask.dtype]}
         table = self._table(tensors, [mask.expand(tensor.shape) for tensor in tensors], broadcast=1)
-        table.launch(_fill_kernel, bits, **kinds)
+        self._launch(table, _fill_kernel, bits, **kinds)
 
     def mark_nonfinite(self, tensors: Sequence[Tensor], flag: Tensor) -> None:
         """Sets ``flag``, float32 of one element, to 1 if any element of ``tensors`` is infinite or NaN."""
-        self._table(tensors).launch(_nonfinite_kernel, flag, kind_0=_KINDS[tensors[0].dtype])
+        self._launch(self._table(tensors), _nonfinite_kernel, flag, kind_0=_KINDS[tensors[0].dtype])
 
 
 def _as_arguments(*scalars: float | Tensor) -> list[float | Tensor]:

@@ -128,6 +128,9 @@ class OrthoBatch:
         succeeded. If not, the rule state is as it was, and the error is among the step's ``failures``. Callers keep no reference
         to it: its traceback refers to their frames, and the cycle would keep the optimizer alive.
         """
+        if step.only_compiles:
+            self._spoil_nonfinite(step, None)
+            return True
         observer = step.observer
         may_undo = self._fallible or self._nonfinite is not None
         rule_state = self.rule_state.clone() if may_undo and self.rule_state is not None else None

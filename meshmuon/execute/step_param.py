@@ -261,6 +261,7 @@ class RunningStep:
     streams: Streams = field(default_factory=Streams)
     ready: Mark = None  # where the main stream has all gradients
     failures: list[Exception] = field(default_factory=list)  # what has gone wrong so far on this rank, for the end of the step
+    only_compiles: bool = False  # nothing is exchanged, orthogonalised, written or freed
     checked: list[CheckedUpdates] = field(default_factory=list)  # if updates are guarded, what this rank has orthogonalised
 
     def freed_gradients(self, indices: Iterable[int]) -> Iterator[Tensor]:
@@ -269,6 +270,6 @@ class RunningStep:
 
     def free_gradients(self, indices: Iterable[int]) -> None:
         """Frees the gradients of those parameters whose param group asks for it."""
-        for k in indices:
+        for k in indices if not self.only_compiles else ():
             if self.params[k].settings.free_grad:
                 self.params[k].param.grad = None

@@ -209,9 +209,11 @@ class MuonStep(torch.optim.Optimizer):
         decision = step.decision
         try:
             with step.failure:
+                step.skip_mask = self._nonfinite.mask_like(step.records, step.scaling)
                 step_params = self._params_of(step)
                 if decision.plan is not self._executor.plan:
                     self._executor.prepare(decision.plan, decision.rank, step_params, decision.exchange)
+                    self._executor.elementwise.compile(partial(self._find_and_mask, step, step_params))
                 self._meter.prepare(decision, step.records, self._planner.layouts)
             self._planner.confirm(step.failure)
         except BaseException as error:
@@ -266,11 +268,23 @@ class MuonStep(torch.optim.Optimizer):
         if step.skip_mask is None:
             return step.ready_params or self._params_of(step)
         step_params = self._params_of(step)
-        # Also those that this rank lacks and that are made as +0. All become −0, because x + (−0) is x bit for bit: a momentum of
-        # −0 would lose its sign to +0 in a step that must change nothing.
+        self._mask_gradients(step, step_params)
+        return step_params
+
+    def _find_and_mask(self, step: StepContext, step_params: Sequence[StepParam]) -> None:
+        """All elementwise work before the executor's, to compile it."""
+        if step.skip_mask is not None:
+            self._nonfinite.found(step.records, step.scaling, self._executor.elementwise)
+            self._mask_gradients(step, step_params)
+
+    def _mask_gradients(self, step: StepContext, step_params: Sequence[StepParam]) -> None:
+        """Fills all gradients with −0 if the step must be skipped, also those that this rank lacks and that are made as +0.
+
+        x + (−0) is x bit for bit: a momentum of −0 would lose its sign to +0 in a step that must change nothing.
+        """
+        assert step.skip_mask is not None
         made_zeros = [local_part(step_param.zeros) for step_param in step_params if step_param.zeros is not None]
         self._executor.elementwise.fill_if([*gradients_of(step.records), *made_zeros], step.skip_mask, -0.0)
-        return step_params
 
     def _adamw_step(self, step: StepContext) -> None:
         before, step.would_diverge = step.would_diverge, True  # if it fails, the other ranks have stepped and this one has not

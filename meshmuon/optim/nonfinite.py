@@ -121,6 +121,19 @@ class NonFinite:
             'nonfinite="skip" to skip such steps.'
         )
 
+    def mask_like(self, params: Sequence[ParamRecord], scaling: Scaling) -> Tensor | None:
+        """A mask that is not set, where ``reduce_skip_mask`` will make one; None if it will not."""
+        asked = [record.param for record in params if self.policy == "skip"] if scaling.found_inf is None else [scaling.found_inf]
+        device = next((tensor.device for tensor in asked if not known_to_host(tensor)), None)
+        return None if device is None else torch.zeros((), dtype=torch.bool, device=device)
+
+    def found(self, params: Sequence[ParamRecord], scaling: Scaling, elementwise: Elementwise) -> Tensor | None:
+        """What devices of this rank know, as a boolean there; None if none has to be asked."""
+        if scaling.found_inf is not None:
+            return None if known_to_host(scaling.found_inf) else scaling.found_inf > 0
+        on_device = [record for record in params if not known_to_host(record.param)] if self.policy == "skip" else []
+        return elementwise.any_nonfinite(gradients_of(on_device), on_device[0].param.device) if on_device else None
+
     def reduce_skip_mask(
         self, params: Sequence[ParamRecord], scaling: Scaling, exchange: Exchange | None, elementwise: Elementwise
     ) -> Tensor | None:
@@ -128,12 +141,7 @@ class NonFinite:
 
         Also counts a skipped step. All ranks reduce or none: options and the devices of parameters decide, alike on all ranks.
         """
-        if scaling.found_inf is not None:
-            found = None if known_to_host(scaling.found_inf) else scaling.found_inf > 0
-        else:
-            on_device = [record for record in params if not known_to_host(record.param)] if self.policy == "skip" else []
-            found = elementwise.any_nonfinite(gradients_of(on_device), on_device[0].param.device) if on_device else None
-        if found is None:
+        if (found := self.found(params, scaling, elementwise)) is None:
             return None
         flag = found.float().reshape(1)
         if exchange is not None:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 
 import pytest
 import torch
@@ -230,6 +231,38 @@ def test_matrices_are_filled_one_by_one(dtype: torch.dtype) -> None:
     expected = torch.stack([stacked[0], torch.full((5, 20), math.nan, dtype=dtype), stacked[2]])
     ListKernels().fill_if([stacked], torch.tensor([0.0, math.nan, 0.0])[:, None, None], math.nan)
     assert same(stacked, expected)
+
+
+@settings(max_examples=4, deadline=None)
+@given(st.data(), st.sampled_from(FLOATS), st.booleans(), st.booleans())
+def test_what_is_only_compiled_changes_nothing(
+    data: st.DataObject, dtype: torch.dtype, in_memory: bool, stochastic: bool
+) -> None:
+    """All kernels run, over a table without elements."""
+    lists = Lists(data.draw, 0)
+    kernels, tensors = ListKernels(), [lists.make(dtype) for _ in range(4)]
+    before = [[tensor.clone() for tensor in of_list] for of_list in tensors]
+    params, updates, momenta, kept = tensors
+    number: float | Tensor = torch.tensor(0.5) if in_memory else 0.5
+    hashed = [(of.rows, of.cols, torch.tensor([7, 3])) for of in map(elements_of, params)] if stochastic else None
+    flag = torch.zeros(1)
+    entered: list[int] = []
+
+    @contextmanager
+    def surrounding() -> Iterator[None]:
+        entered.append(1)
+        yield
+
+    kernels.only_compiles = surrounding
+    kernels.accumulate(momenta, updates, number)
+    kernels.fill(params, updates, momenta, number, 0.9)
+    kernels.apply(params, updates, number, number, cautious=True, counters=hashed, kept=(momenta, kept))
+    kernels.copy(params, updates)
+    kernels.fill_if(params, torch.tensor(True), 7.0)
+    kernels.mark_nonfinite(params, flag)
+    assert len(entered) == 6
+    assert not bool(flag)
+    assert all(all_same(now, old) for now, old in zip(tensors, before, strict=True))
 
 
 def test_tables_are_kept_and_follow_the_tensors() -> None:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -17,6 +18,12 @@ from .twin_tensor import host_values
 
 class TwinListKernels:
     """Reads and writes what the kernels read and write."""
+
+    compiled_late: ClassVar[list[str]] = []  # what steps have launched that was not compiled when their plan was prepared
+
+    def __init__(self) -> None:
+        self.only_compiles: Any = None
+        self._compiled: set[tuple[str, str]] = set()
 
     def accumulate(self, momenta: Sequence[Tensor], grads: Sequence[Tensor], retain: float | Tensor) -> None:
         def compute() -> None:
@@ -89,6 +96,13 @@ class TwinListKernels:
 
     def _launch(self, reads: Sequence[Any], writes: Sequence[Tensor], compute: Callable[[], object]) -> None:
         rank = recorder()
+        kinds = [(value.dtype, value.shape, value.stride()) if isinstance(value, Tensor) else type(value) for value in reads]
+        variant = sys._getframe(1).f_code.co_name, str([*kinds, *((tensor.dtype, tensor.stride()) for tensor in writes)])
+        if self.only_compiles is not None:
+            self._compiled.add(variant)
+            return
+        if variant not in self._compiled:
+            self.compiled_late.append(variant[0])
         tensors = [value for value in reads if isinstance(value, Tensor)]
         assert all(tensor.is_cuda for tensor in (*tensors, *writes)), "a kernel of a GPU reads and writes device memory"
         rank.launch(tensors, writes, "list kernel", compute)
