@@ -105,11 +105,10 @@ class Executor:
         self.plan = plan
 
     def _dry_step(self, step_params: Sequence[StepParam]) -> RunningStep:
-        """A step of which only the kernels are compiled."""
+        """A step of which only the kernels are compiled, without streams: nothing that it launches writes an element."""
         idle = frozenset(k for k, each in enumerate(step_params) if each.zeros is None and each.param.grad is None)
-        exchange, streams = cast("Exchange", _NoExchange()), self._streams or Streams()
-        ready = streams.main_mark()
-        return RunningStep(step_params, idle, UNOBSERVED, exchange, self.elementwise, streams, ready, only_compiles=True)
+        exchange = cast("Exchange", _NoExchange())
+        return RunningStep(step_params, idle, UNOBSERVED, exchange, self.elementwise, only_compiles=True)
 
     def discard(self) -> None:
         self.plan = None

@@ -54,7 +54,7 @@ class Wave:
             before = self.update_views.keep_momentum(step)
             kept = self.momentum_views.fill(step)
             self.rounding.run(step)
-            if self.stage is not None:
+            if self.stage is not None and not step.only_compiles:
                 self.stage.to_device()
             gather = self.gather.start(step, "gather")
         step.free_gradients(self.frees)
@@ -69,7 +69,7 @@ class Wave:
         with streams.beside(step.ready):  # what the side stream has already seen: ``scatter.wait`` adds the rest
             with observer.phase("scatter", waits=True):
                 scatter.wait()  # here the side stream waits for the main one
-                if self.stage is not None:
+                if self.stage is not None and not step.only_compiles:
                     self.stage.to_host()
                 failed = self._failed_anywhere(step) if self.fallible else NONE_FAILED
             with observer.phase("update"):
@@ -164,7 +164,8 @@ class StagedBatch:
             before = batch.update_views.keep_momentum(step)
             kept = batch.momentum_views.fill(step)
             load_rule_state(batch.rule_state, step)
-            self.stage.to_device()
+            if not step.only_compiles:
+                self.stage.to_device()
             loaded = streams.side_mark()
         step.free_gradients(batch.frees)
         yield
@@ -179,6 +180,7 @@ class StagedBatch:
             streams.beside(computed),
             step.observer.phase("update"),
         ):  # not behind the next batch, if the main stream has it by now
-            self.stage.to_host()
+            if not step.only_compiles:
+                self.stage.to_host()
             batch.update_views.apply(step, kept=before)
             store_rule_state(batch.rule_state, step)
