@@ -153,7 +153,8 @@ def show(rows: list[dict[str, Any]], report: Report) -> None:
     report.table("launches per rank and step, on the rank with most", columns, [_cells(row) for row in rows])
     report.note("products: with the norms before and the copy after. Others: momentum, packing, exchanges, updates, AdamW.")
     report.note(
-        "bytes: per element that a rank holds, momentum to wire and wire to weight; batches: how many, of how many matrices."
+        "bytes: per element that a rank holds, momentum to wire and wire to weight; with nonfinite, as if no update were finite "
+        "(4 fewer otherwise). Batches: how many, of how many matrices."
     )
     report.note(
         f"host: launches × {1e6 * SECONDS_PER_LAUNCH:.0f} µs, an estimate. Before: estimated for models, counted for programs."
@@ -174,7 +175,7 @@ def _cells(row: dict[str, Any]) -> Sequence[str]:
 
 def goals(rows: list[dict[str, Any]], options: argparse.Namespace) -> list[Goal]:
     found = [Goal(f"launches of {row['case']}", row["launches"], most=row["most"]) for row in rows if row["most"]]
-    plain, single = rows[-6:-4]
+    plain, single, _, guarded = rows[-6:-2]
     few, many = further_launches(16), further_launches(48)
     return [
         *found,
@@ -186,6 +187,7 @@ def goals(rows: list[dict[str, Any]], options: argparse.Namespace) -> list[Goal]
         ),
         Goal("bytes per element, bfloat16 weights", plain["bytes_per_element"], most=24),
         Goal("bytes per element, float32 weights", single["bytes_per_element"], most=24),
+        Goal('bytes per element, bfloat16 weights, nonfinite="skip"', guarded["bytes_per_element"], most=24),
         Goal(
             'launches that nonfinite="skip" adds per further gradient',
             (many - few) / 32,

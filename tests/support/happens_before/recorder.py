@@ -304,13 +304,13 @@ def _freed(reference: weakref.ref[Recorder], stream: int, history: History) -> N
         owner.freed(stream, history)
 
 
-def package_line() -> str:
-    """The innermost line of the package that is running, else of whoever runs it."""
+def package_line(without: str = "") -> str:
+    """The innermost line of the package, ``without`` a file of it, that is running; else of whoever runs it."""
     frame: Any = sys._getframe(1)
     outside = ""
     while frame is not None:
         file = frame.f_code.co_filename
-        if file.startswith(_PACKAGE):
+        if file.startswith(_PACKAGE) and not (without and file.endswith(without)):
             return f"meshmuon{file[len(_PACKAGE) :]}:{frame.f_lineno} {frame.f_code.co_name}"
         if not outside and not file.startswith(_THIS) and "site-packages" not in file and not file.startswith("<"):
             outside = f"{Path(file).name}:{frame.f_lineno} {frame.f_code.co_name}"
