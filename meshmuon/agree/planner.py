@@ -16,7 +16,7 @@ from ..layout import Layout
 from ..params.dtensors import ReplicaGroup, groups_of
 from ..params.param_record import ParamRecord
 from ..torch_compat import warn_if_untested
-from ..transport import Agreement, Exchange, PendingVotes, Vote, exchange_group
+from ..transport import Agreement, Exchange, Vote, exchange_group
 from .descriptions import owner_assignments
 from .differences import (
     PRESENT,
@@ -94,7 +94,6 @@ class Planner:
         self._on_meshes = False  # whether any parameter is on a mesh
         self._topology: Topology  # of the ranks that the parameters connect
         self._local: LocalPlanner | None = None  # None if the parameters could not be planned
-        self._votes: PendingVotes | None = None  # on their way between ``propose`` and ``settle``
 
     @property
     def layouts(self) -> Sequence[tuple[Layout, ...]]:
@@ -125,13 +124,13 @@ class Planner:
             self._agreement.begin_turn()
         vote = self._vote(status, status.failure)
         if self._agreement is not None:
-            self._votes = self._agreement.start(vote)
+            self._agreement.start(vote)
         return self._proposal.decision if not status.failure and _ordinary(vote) else None
 
     def advance(self) -> None:
         """Passes on what has arrived of the votes, without waiting."""
-        if self._votes is not None:
-            self._votes.advance()
+        if self._agreement is not None:
+            self._agreement.advance()
 
     def settle(self, status: RankStatus) -> StepDecision:
         """What all ranks have decided; raises on all of them if they cannot agree."""
@@ -162,14 +161,7 @@ class Planner:
         self._local_planner.count_step()
 
     def end(self) -> None:
-        """The step is over, also one that has failed: other threads may step over the process group.
-
-        If this rank leaves between ``propose`` and ``settle`` (Ctrl-C), the others may already count on it: they get an error at
-        once, where they can be told.
-        """
-        if self._votes is not None:
-            self._votes.abandon()
-            self._votes = None
+        """The step is over, also one that has failed: other threads may step over the process group."""
         if self._agreement is not None:
             self._agreement.end_turn()
 
@@ -256,9 +248,7 @@ class Planner:
 
     def _count_votes(self, agreement: Agreement, status: RankStatus) -> Vote:
         """Compares with all ranks what each is about to do, and looks for the reason where they differ."""
-        votes, self._votes = self._votes, None
-        assert votes is not None
-        counted = votes.wait()
+        counted = agreement.count()
         if not counted.unanimous or status.failure:
             # The error of one rank is raised by all, so that nothing else has to be compared.
             notes = _raise_anyones(status.failure, agreement, self._node_view)
@@ -266,7 +256,7 @@ class Planner:
         if not counted.unanimous:
             notes = self._compare_notes(agreement, self._local_planner, status)
             changed = self._plan_together(agreement, self._local_planner, notes, status)
-            counted = replace(counted, prepares=changed or counted.prepares)
+            counted = counted._replace(prepares=changed or counted.prepares)
         if counted.proposed_id:  # some rank had no shared id; now all have this one
             self._pairing = Pairing(counted.proposed_id)
         return counted
